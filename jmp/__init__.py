@@ -1,0 +1,56 @@
+"""jmp: mixed precision for JAX.
+
+The idea in four words: *policy* (which dtype where), *loss scale* (so that small gradients survive
+float16), *transforms* (optax: unscale, check, skip, float32 masters), *adapters* (so that an
+unmodified Flax model computes in half and its norms stay float32).
+
+`import jmp` loads this page's names and touches no device. The rest is imported by address:
+`jmp.transforms` (needs optax), `jmp.adapters.linen` and `jmp.adapters.nnx` (need flax).
+"""
+
+from jmp.dtypes import dtype_to_names as dtype_to_names  # DeepMind's tests read it here
+from jmp.dtypes import half_dtype
+from jmp.loss_scaling import (
+    DynamicLossScale,
+    HysteresisLossScale,
+    LossScale,
+    NoOpLossScale,
+    StaticLossScale,
+    apex_loss_scale,
+    deepmind_loss_scale,
+    fastai_loss_scale,
+    from_torch_state_dict,
+    scaled_value_and_grad,
+    to_torch_state_dict,
+    torch_loss_scale,
+)
+from jmp.policy import Policy, get_policy
+from jmp.rules import PolicyRules, UnusedRuleWarning
+from jmp.trees import all_finite, cast_floating, cast_to_full, cast_to_half, select_tree
+
+__version__ = "1.0.0.dev0"
+
+__all__ = [
+    "DynamicLossScale",
+    "HysteresisLossScale",
+    "LossScale",
+    "NoOpLossScale",
+    "Policy",
+    "PolicyRules",
+    "StaticLossScale",
+    "UnusedRuleWarning",
+    "all_finite",
+    "apex_loss_scale",
+    "cast_floating",
+    "cast_to_full",
+    "cast_to_half",
+    "deepmind_loss_scale",
+    "fastai_loss_scale",
+    "from_torch_state_dict",
+    "get_policy",
+    "half_dtype",
+    "scaled_value_and_grad",
+    "select_tree",
+    "to_torch_state_dict",
+    "torch_loss_scale",
+]

@@ -1,0 +1,108 @@
+"""Names of dtypes, and which dtypes the library casts.
+
+The library speaks of *real floating dtypes of at least 16 bits*: float16, bfloat16, float32,
+float64. Narrower floats (float8 and below) are storage formats that carry their own scales: they
+have names here, so that a policy can spell them, but no cast of a whole tree touches them.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+HALF_DTYPES = (np.dtype(jnp.float16), np.dtype(jnp.bfloat16))
+FULL_DTYPE = np.dtype(np.float32)
+
+
+def _short_and_long_names() -> dict[type, tuple[str, ...]]:
+    names: dict[type, tuple[str, ...]] = {
+        np.dtype(jnp.bfloat16).type: ("bf16", "bfloat16"),
+        np.float16: ("f16", "float16"),
+        np.float32: ("full", "f32", "float32"),
+        np.float64: ("f64", "float64"),
+    }
+    for long_name in sorted(dir(jnp)):
+        if long_name.startswith("float8_"):
+            names[np.dtype(getattr(jnp, long_name)).type] = (
+                long_name.replace("float", "f", 1),
+                long_name,
+            )
+    return names
+
+
+# Keyed by scalar type, the one form under which `np.float16` and `jnp.float16` hash alike.
+dtype_to_names = _short_and_long_names()
+_name_to_dtype = {name: np.dtype(t) for t, names in dtype_to_names.items() for name in names}
+
+
+def half_dtype() -> np.dtype:
+    """Returns the half-precision dtype of the default device: bfloat16 on a TPU, else float16.
+
+    A GPU since Ampere computes in bfloat16 as fast as in float16; ask for "bfloat16" by name there
+    if range matters more than precision.
+    """
+    on_tpu = jax.local_devices()[0].platform == "tpu"
+    return np.dtype(jnp.bfloat16 if on_tpu else jnp.float16)
+
+
+def parse_dtype(name: str) -> np.dtype:
+    """Returns the dtype called `name`, such as "f16", "bfloat16", "full", "half" or "f8_e4m3fn".
+
+    "half" asks the default device (see `half_dtype`); every other name touches no device.
+
+    Raises: ValueError that lists the known names.
+
+    >>> parse_dtype("bf16")
+    dtype(bfloat16)
+    """
+    if name == "half":
+        return half_dtype()
+    if name not in _name_to_dtype:
+        raise ValueError(
+            f"Unknown dtype {name!r}; expected 'half' (the platform's half precision) or one of "
+            f"{', '.join(_name_to_dtype)}."
+        )
+    return _name_to_dtype[name]
+
+
+def floating_dtype(dtype: DTypeLike, role: str) -> np.dtype:
+    """Normalises `dtype` (a name, scalar type or `np.dtype`) and refuses all but real floats.
+
+    Args:
+      dtype: what the user gave.
+      role: what it was given for, named in the error.
+
+    Raises: ValueError if it is no real floating dtype.
+
+    >>> floating_dtype("f16", "compute_dtype")
+    dtype('float16')
+    """
+    if isinstance(dtype, str):
+        return parse_dtype(dtype)
+    try:
+        if dtype is None:  # np.dtype(None) would be float64
+            raise TypeError
+        normalised = np.dtype(dtype)
+    except TypeError:
+        normalised = None
+    if normalised is None or normalised.type not in dtype_to_names:
+        raise ValueError(
+            f"{role} got {dtype!r}; expected a real floating dtype or its name, one of "
+            f"{', '.join(_name_to_dtype)}."
+        )
+    return normalised
+
+
+def is_half(dtype: DTypeLike) -> bool:
+    """Returns whether `dtype` is float16 or bfloat16."""
+    return np.dtype(dtype) in HALF_DTYPES
+
+
+def is_castable(dtype: DTypeLike) -> bool:
+    """Returns whether tree casts touch `dtype`: real floating and at least 16 bits wide."""
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 16
+
+
+def at_least_float32(dtype: DTypeLike) -> np.dtype:
+    """Returns float32 for half dtypes and `dtype` itself for float32, float64."""
+    return FULL_DTYPE if is_half(dtype) else np.dtype(dtype)

@@ -1,0 +1,35 @@
+"""Loss scales: immutable pytrees that scale a loss, unscale gradients and adjust inside jit.
+
+One strategy a file: no-op, static, dynamic, dynamic with hysteresis. The order of use is
+`scaled_value_and_grad`, then `jmp.transforms.with_loss_scale`, which unscales, checks, skips and
+adjusts.
+"""
+
+from jmp.loss_scaling._base import LossScale
+from jmp.loss_scaling._dynamic import DynamicLossScale
+from jmp.loss_scaling._gradients import scaled_value_and_grad
+from jmp.loss_scaling._hysteresis import HysteresisLossScale
+from jmp.loss_scaling._no_op import NoOpLossScale
+from jmp.loss_scaling._presets import (
+    apex_loss_scale,
+    deepmind_loss_scale,
+    fastai_loss_scale,
+    torch_loss_scale,
+)
+from jmp.loss_scaling._static import StaticLossScale
+from jmp.loss_scaling._torch_state import from_torch_state_dict, to_torch_state_dict
+
+__all__ = [
+    "DynamicLossScale",
+    "HysteresisLossScale",
+    "LossScale",
+    "NoOpLossScale",
+    "StaticLossScale",
+    "apex_loss_scale",
+    "deepmind_loss_scale",
+    "fastai_loss_scale",
+    "from_torch_state_dict",
+    "scaled_value_and_grad",
+    "to_torch_state_dict",
+    "torch_loss_scale",
+]

@@ -1,0 +1,87 @@
+"""What every loss scale shares: the interface, and the arithmetic of scaling a tree.
+
+The scale is a float32 power of two in all presets: multiplying by it and by its reciprocal is then
+exact, and scaling commutes with rounding. It is float32 and never half, because 2**16 is already
+infinite in float16. (Micikevicius et al. 2018, "Mixed Precision Training", section 3.2.)
+"""
+
+import abc
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmp.dtypes import at_least_float32
+from jmp.trees import is_array, is_floating
+
+T = TypeVar("T")
+
+# Within these bounds a scale and its reciprocal are both normal float32 numbers. Beyond them the
+# reciprocal of the scale (2**-127) is subnormal, and XLA flushes it to zero.
+SMALLEST_SCALE = 2.0**-126
+LARGEST_SCALE = 2.0**126
+
+
+class LossScale(abc.ABC):
+    """Multiplies a loss, so that small gradients survive half precision, and divides gradients.
+
+    Loss scales are immutable pytrees: they pass through jit, scan, vmap and checkpoints, and
+    `adjust` returns a new one. Unscale gradients with the scale that was in force when the loss was
+    scaled, and adjust afterwards; `jmp.transforms.with_loss_scale` does both in that order.
+    """
+
+    loss_scale: Any  # the factor in force: a Python float, or a float32 scalar array
+
+    @abc.abstractmethod
+    def scale(self, tree: T) -> T:
+        """Multiplies every floating or complex leaf by the scale, in at least float32.
+
+        Half leaves and Python floats come back as float32 arrays, float64 stays; leaves that are
+        neither floating nor complex pass unchanged.
+        """
+
+    @abc.abstractmethod
+    def unscale(self, tree: T) -> T:
+        """Casts every floating leaf to at least float32 and divides it by the scale.
+
+        Half gradients are cast *first*: divided in float16 they would flush to zero again.
+        """
+
+    @abc.abstractmethod
+    def adjust(self, grads_finite: Any) -> "LossScale":
+        """Returns the scale for the next step.
+
+        Args:
+          grads_finite: bool scalar, array or Python: whether all gradients of this step, unscaled
+            in float32, were finite (`jmp.all_finite`).
+        """
+
+
+def multiply_tree(tree: T, factor: Any) -> T:
+    """Multiplies the floating and complex leaves of `tree` by float32 `factor`."""
+    return jax.tree.map(lambda leaf: _scaled_leaf(leaf, lambda dtype: _cast(factor, dtype)), tree)
+
+
+def divide_tree(tree: T, divisor: Any) -> T:
+    """Multiplies the floating and complex leaves of `tree` by the reciprocal of `divisor`."""
+    # The reciprocal is taken in the leaf's own precision: exact for powers of two in any case.
+    return jax.tree.map(
+        lambda leaf: _scaled_leaf(leaf, lambda dtype: 1 / _cast(divisor, dtype)), tree
+    )
+
+
+def _cast(factor: Any, dtype: np.dtype) -> jax.Array:
+    return jnp.asarray(factor, dtype)
+
+
+def _scaled_leaf(leaf: Any, factor_in: Any) -> Any:
+    if isinstance(leaf, float):
+        leaf = jnp.asarray(leaf, jnp.float32)
+    if is_floating(leaf):
+        dtype = at_least_float32(leaf.dtype)
+        return jnp.asarray(leaf).astype(dtype) * factor_in(dtype)
+    # A complex parameter's gradient is scaled like any other. No complex type is half.
+    if is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        return leaf * factor_in(jnp.finfo(leaf.dtype).dtype)
+    return leaf

@@ -1,0 +1,116 @@
+"""The dynamic loss scale: back off on overflow, grow after a period of finite steps."""
+
+import dataclasses
+from typing import Any, TypeVar
+
+import jax.numpy as jnp
+
+from jmp.loss_scaling import _validation
+from jmp.loss_scaling._base import LARGEST_SCALE, LossScale, divide_tree, multiply_tree
+
+T = TypeVar("T")
+
+
+@_validation.register_state
+@dataclasses.dataclass(frozen=True)
+class DynamicLossScale(LossScale):
+    """Looks for the largest scale at which gradients stay finite.
+
+    After an overflow the scale is multiplied by the backoff factor and the count restarts; after
+    `period` finite steps in a row it is multiplied by the growth factor and the count restarts::
+
+        finite and count + 1 == period:   scale = min(scale * growth, ceiling);  count = 0
+        finite:                           count = count + 1
+        not finite:                       scale = max(scale * backoff, floor);   count = 0
+
+    (Micikevicius et al. 2018, section 3.2; arguments in the order of DeepMind's `jmp`.)
+
+    Attributes:
+      loss_scale: float32 scalar, a leaf. Brought into [min_loss_scale, max_loss_scale].
+      counter: int32 scalar, a leaf: finite steps since the last change.
+      period: finite steps between two growths, at least 1.
+      factor: growth, and the inverse of the backoff, unless these are given on their own. Above 1.
+      min_loss_scale: floor; 0 means the smallest there is, 2**-126.
+      growth_factor: replaces `factor` for growth; above 1.
+      backoff_factor: replaces 1 / `factor` for backoff; between 0 and 1.
+      max_loss_scale: ceiling, at most 2**126.
+
+    Raises:
+      ValueError: a scale that is zero, negative or not finite; a period below 1; a factor not above
+        1; a backoff not between 0 and 1; a floor above the ceiling.
+      TypeError: a tracer where a plain number must stand (all but the two leaves).
+
+    >>> scale = DynamicLossScale(2.0**15)
+    >>> float(scale.adjust(False).loss_scale), float(scale.adjust(True).loss_scale)
+    (16384.0, 32768.0)
+    """
+
+    loss_scale: Any = dataclasses.field(
+        default=2.0**15, metadata={"leaf": jnp.dtype("float32")}
+    )
+    counter: Any = dataclasses.field(default=0, metadata={"leaf": jnp.dtype("int32")})
+    period: float = 2000
+    factor: float = 2
+    min_loss_scale: float = 1.0
+    growth_factor: float | None = dataclasses.field(default=None, kw_only=True)
+    backoff_factor: float | None = dataclasses.field(default=None, kw_only=True)
+    max_loss_scale: float = dataclasses.field(default=LARGEST_SCALE, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check = {
+            "period": _validation.period(self.period),
+            "factor": _validation.growth(self.factor, "factor"),
+            "min_loss_scale": _validation.scale_bound(self.min_loss_scale, "min_loss_scale"),
+            "max_loss_scale": _validation.scale_bound(self.max_loss_scale, "max_loss_scale"),
+        }
+        if check["min_loss_scale"] > check["max_loss_scale"]:
+            raise ValueError(
+                f"min_loss_scale {check['min_loss_scale']} lies above max_loss_scale "
+                f"{check['max_loss_scale']}; expected a floor below the ceiling."
+            )
+        if self.growth_factor is not None:
+            check["growth_factor"] = _validation.growth(self.growth_factor, "growth_factor")
+        if self.backoff_factor is not None:
+            check["backoff_factor"] = _validation.backoff(self.backoff_factor)
+        check["loss_scale"] = _validation.dynamic_scale(
+            self.loss_scale, check["min_loss_scale"], check["max_loss_scale"]
+        )
+        check["counter"] = _validation.step_count(self.counter, "counter")
+        for name, value in check.items():
+            object.__setattr__(self, name, value)
+
+    def scale(self, tree: T) -> T:
+        """Multiplies the floating leaves by the scale, in at least float32."""
+        return multiply_tree(tree, self.loss_scale)
+
+    def unscale(self, tree: T) -> T:
+        """Casts the floating leaves to at least float32 and divides them by the scale."""
+        return divide_tree(tree, self.loss_scale)
+
+    def adjust(self, grads_finite: Any) -> "DynamicLossScale":
+        """Returns the scale for the next step: grown, backed off or unchanged."""
+        finite = _validation.finite_flag(grads_finite, self.loss_scale)
+        counted = self.counter + 1
+        grow = finite & (counted >= self.period)
+        return _validation.replace_leaves(
+            self,
+            loss_scale=jnp.where(
+                finite,
+                jnp.where(grow, self._grown(), self._clipped(self.loss_scale)),
+                self._backed_off(),
+            ),
+            counter=jnp.where(finite & ~grow, counted, 0),
+        )
+
+    def _grown(self) -> Any:
+        factor = self.factor if self.growth_factor is None else self.growth_factor
+        return self._clipped(self.loss_scale * factor)
+
+    def _backed_off(self) -> Any:
+        if self.backoff_factor is None:
+            return self._clipped(self.loss_scale / self.factor)
+        return self._clipped(self.loss_scale * self.backoff_factor)
+
+    def _clipped(self, scale: Any) -> Any:
+        # Infinity, from growing near float32's maximum, comes back to the ceiling.
+        return jnp.clip(scale, self.min_loss_scale, self.max_loss_scale)

@@ -1,0 +1,64 @@
+"""A dynamic loss scale that forgives a few overflows before it backs off."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from jmp.loss_scaling import _validation
+from jmp.loss_scaling._dynamic import DynamicLossScale
+
+
+@_validation.register_state
+@dataclasses.dataclass(frozen=True)
+class HysteresisLossScale(DynamicLossScale):
+    """Backs off only once `hysteresis` overflows have come since the scale last grew.
+
+    Follows Megatron-LM's `DynamicGradScaler`: each overflow uses up one tolerance and restarts the
+    count of finite steps; with none left, each further overflow backs off; growth after `period`
+    finite steps restores them all. (DeepSpeed restores them after a backoff or, with
+    `consecutive_hysteresis`, after any finite step.) The step itself is skipped on every overflow.
+
+    Attributes, beyond those of `DynamicLossScale`:
+      hysteresis: overflows until the scale backs off, at least 1; with 1 this is
+        `DynamicLossScale`.
+      tolerance: int32 scalar, a leaf: how many of them are left.
+
+    Raises: as `DynamicLossScale`; ValueError for a hysteresis below 1.
+
+    >>> scale = HysteresisLossScale(1024.0, hysteresis=2)
+    >>> once = scale.adjust(False)
+    >>> float(once.loss_scale), float(once.adjust(False).loss_scale)
+    (1024.0, 512.0)
+    """
+
+    hysteresis: int = dataclasses.field(default=2, kw_only=True)
+    tolerance: Any = dataclasses.field(
+        default=None, kw_only=True, metadata={"leaf": jnp.dtype("int32")}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.hysteresis, bool) or not isinstance(self.hysteresis, int):
+            raise TypeError(f"hysteresis got {self.hysteresis!r}; expected a whole number.")
+        if self.hysteresis < 1:
+            raise ValueError(f"hysteresis got {self.hysteresis}; expected at least 1 overflow.")
+        left = self.hysteresis if self.tolerance is None else self.tolerance
+        object.__setattr__(self, "tolerance", _validation.step_count(left, "tolerance"))
+
+    def adjust(self, grads_finite: Any) -> "HysteresisLossScale":
+        """Returns the scale for the next step; an overflow may leave it unchanged."""
+        finite = _validation.finite_flag(grads_finite, self.loss_scale)
+        counted = self.counter + 1
+        grow = finite & (counted >= self.period)
+        left = jnp.where(finite, self.tolerance, jnp.maximum(self.tolerance - 1, 0))
+        back_off = ~finite & (left == 0)
+        unchanged = self._clipped(self.loss_scale)
+        return _validation.replace_leaves(
+            self,
+            loss_scale=jnp.where(
+                grow, self._grown(), jnp.where(back_off, self._backed_off(), unchanged)
+            ),
+            counter=jnp.where(finite & ~grow, counted, 0),
+            tolerance=jnp.where(grow, self.hysteresis, left),
+        )

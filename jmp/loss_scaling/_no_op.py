@@ -1,0 +1,38 @@
+"""A loss scale that does nothing: for float32 and bfloat16, or to switch scaling off."""
+
+import dataclasses
+from typing import Any, TypeVar
+
+import jax
+
+from jmp.loss_scaling._base import LossScale
+
+T = TypeVar("T")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class NoOpLossScale(LossScale):
+    """Scales by one: trees come back as the very same object. A pytree without leaves.
+
+    >>> NoOpLossScale().scale(3.0)
+    3.0
+    """
+
+    @property
+    def loss_scale(self) -> float:  # type: ignore[override]
+        """Always 1.0."""
+        return 1.0
+
+    def scale(self, tree: T) -> T:
+        """Returns `tree` itself."""
+        return tree
+
+    def unscale(self, tree: T) -> T:
+        """Returns `tree` itself."""
+        return tree
+
+    def adjust(self, grads_finite: Any) -> "NoOpLossScale":
+        """Returns itself."""
+        del grads_finite
+        return self

@@ -1,0 +1,51 @@
+"""A loss scale that stays what it is."""
+
+import dataclasses
+from typing import Any, TypeVar
+
+import jax
+
+from jmp.loss_scaling._base import LossScale, divide_tree, multiply_tree
+from jmp.loss_scaling._validation import static_scale
+
+T = TypeVar("T")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StaticLossScale(LossScale):
+    """Scales by a constant; customary are 8, 32, 128 and 512 (Micikevicius et al. 2018).
+
+    A pytree without leaves: the constant is part of the compiled program, and a scale that jit
+    returns is as good as the one it was given.
+
+    Attributes:
+      loss_scale: the constant, a Python float. Zero is accepted, as DeepMind's is; anything else
+        is brought into [2**-126, 2**126], where its float32 reciprocal exists.
+
+    Raises:
+      TypeError: not one number, or a tracer (its value must be known when the step is compiled).
+      ValueError: negative, infinite or NaN.
+
+    >>> scale = StaticLossScale(512)
+    >>> float(scale.unscale(scale.scale(jnp.float16(3.0))))
+    3.0
+    """
+
+    loss_scale: float = dataclasses.field(metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "loss_scale", static_scale(self.loss_scale))
+
+    def scale(self, tree: T) -> T:
+        """Multiplies the floating leaves by the constant, in at least float32."""
+        return multiply_tree(tree, self.loss_scale)
+
+    def unscale(self, tree: T) -> T:
+        """Casts the floating leaves to at least float32 and divides them by the constant."""
+        return divide_tree(tree, self.loss_scale)
+
+    def adjust(self, grads_finite: Any) -> "StaticLossScale":
+        """Returns itself."""
+        del grads_finite
+        return self

@@ -1,0 +1,78 @@
+"""Loss scales as plain dictionaries in the layout of torch's `GradScaler.state_dict()`, both ways."""
+
+import dataclasses
+from typing import Any
+
+from jmp.loss_scaling._base import LossScale
+from jmp.loss_scaling._dynamic import DynamicLossScale
+from jmp.loss_scaling._no_op import NoOpLossScale
+from jmp.loss_scaling._static import StaticLossScale
+
+_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+
+
+def to_torch_state_dict(loss_scale: LossScale) -> dict[str, float | int]:
+    """Returns what `torch.amp.GradScaler.load_state_dict` reads; waits for the device.
+
+    A `NoOpLossScale` gives {}, as a disabled GradScaler does. The layout has no place for a floor,
+    a ceiling or a hysteresis: `from_torch_state_dict(state, like=...)` brings them back.
+
+    Raises: TypeError for a `StaticLossScale`, which torch does not have.
+
+    >>> to_torch_state_dict(DynamicLossScale(2.0**16))["growth_interval"]
+    2000
+    """
+    if isinstance(loss_scale, NoOpLossScale):
+        return {}
+    if not isinstance(loss_scale, DynamicLossScale):
+        raise TypeError(
+            f"to_torch_state_dict got a {type(loss_scale).__name__}; expected a dynamic or no-op "
+            "scale: torch's GradScaler has no static one."
+        )
+    growth, backoff = loss_scale.growth_factor, loss_scale.backoff_factor
+    return {
+        "scale": float(loss_scale.loss_scale),
+        "growth_factor": float(loss_scale.factor if growth is None else growth),
+        "backoff_factor": float(1 / loss_scale.factor if backoff is None else backoff),
+        "growth_interval": loss_scale.period,
+        "_growth_tracker": int(loss_scale.counter),
+    }
+
+
+def from_torch_state_dict(state: dict[str, Any], *, like: LossScale | None = None) -> LossScale:
+    """Returns the loss scale that a GradScaler's `state_dict()` describes.
+
+    Args:
+      state: a dictionary in torch's layout; {} is a disabled scaler.
+      like: a scale whose class, floor, ceiling and hysteresis the result takes; by default a
+        `DynamicLossScale` without floor, as torch's.
+
+    Raises:
+      ValueError: keys are missing or unknown.
+      TypeError: `like` is a static scale, which holds no such state.
+
+    >>> from_torch_state_dict(to_torch_state_dict(DynamicLossScale(1024.0))).period
+    2000
+    """
+    if isinstance(like, StaticLossScale):
+        raise TypeError(
+            "from_torch_state_dict got like=StaticLossScale(...); expected a dynamic or no-op "
+            "scale, or no `like` at all."
+        )
+    if not state:
+        return NoOpLossScale()
+    if set(state) != set(_KEYS):
+        raise ValueError(
+            f"from_torch_state_dict got the keys {sorted(state)}; expected torch GradScaler's "
+            f"{list(_KEYS)}."
+        )
+    if not isinstance(like, DynamicLossScale):
+        like = DynamicLossScale(min_loss_scale=0.0)
+    return dataclasses.replace(
+        like,
+        loss_scale=float(state["scale"]),
+        counter=int(state["_growth_tracker"]),
+        period=state["growth_interval"],
+        growth_factor=state["growth_factor"],
+        backoff_factor=state["backoff_factor"],
+    )

@@ -1,0 +1,154 @@
+"""`Policy`: which dtype parameters are stored in, computed in and returned in.
+
+A policy is a frozen, hashable triple. It says nothing of single layers: that is what `jmp.rules`
+adds. Text and policies convert both ways: `get_policy("p=f32,c=f16,o=f32")` and `str(policy)`.
+"""
+
+import dataclasses
+from typing import TypeVar
+
+import numpy as np
+from jax.typing import DTypeLike
+
+from jmp.dtypes import dtype_to_names, floating_dtype, is_half, parse_dtype
+from jmp.trees import cast_floating
+
+T = TypeVar("T")
+
+_KEYS = {
+    "p": "param_dtype",
+    "params": "param_dtype",
+    "c": "compute_dtype",
+    "compute": "compute_dtype",
+    "o": "output_dtype",
+    "output": "output_dtype",
+}
+
+# Each value is read by `get_policy` again. Apex's opt levels and the names Keras made customary.
+_NAMED = {
+    "mixed_float16": "p=f32,c=f16,o=f32",
+    "mixed_bfloat16": "p=f32,c=bf16,o=f32",
+    "O0": "f32",
+    "O1": "p=f32,c=half,o=f32",
+    "O2": "p=half,c=half,o=f32",
+    "O3": "half",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """Three dtypes: parameters are stored in one, computed in another, outputs returned in a third.
+
+    Attributes:
+      param_dtype: dtype in which parameters are stored.
+      compute_dtype: dtype in which products are computed.
+      output_dtype: dtype in which results are returned.
+
+    Each may be given as a dtype, scalar type or name and is kept as an `np.dtype`, so that equal
+    policies are equal and hash alike.
+
+    Raises: ValueError for anything that is not a real floating dtype.
+
+    >>> policy = Policy("float32", jnp.float16, np.dtype("float32"))
+    >>> str(policy)
+    'p=full,c=f16,o=full'
+    >>> policy == get_policy(str(policy))
+    True
+    """
+
+    param_dtype: np.dtype
+    compute_dtype: np.dtype
+    output_dtype: np.dtype
+
+    def __init__(
+        self, param_dtype: DTypeLike, compute_dtype: DTypeLike, output_dtype: DTypeLike
+    ) -> None:
+        object.__setattr__(self, "param_dtype", floating_dtype(param_dtype, "param_dtype"))
+        object.__setattr__(self, "compute_dtype", floating_dtype(compute_dtype, "compute_dtype"))
+        object.__setattr__(self, "output_dtype", floating_dtype(output_dtype, "output_dtype"))
+
+    def cast_to_param(self, tree: T) -> T:
+        """Casts the floating leaves of `tree` to `param_dtype`."""
+        return cast_floating(tree, self.param_dtype)
+
+    def cast_to_compute(self, tree: T) -> T:
+        """Casts the floating leaves of `tree` to `compute_dtype`."""
+        return cast_floating(tree, self.compute_dtype)
+
+    def cast_to_output(self, tree: T) -> T:
+        """Casts the floating leaves of `tree` to `output_dtype`."""
+        return cast_floating(tree, self.output_dtype)
+
+    def with_output_dtype(self, output_dtype: DTypeLike) -> "Policy":
+        """Returns the same policy with another output dtype."""
+        return Policy(self.param_dtype, self.compute_dtype, output_dtype)
+
+    @property
+    def is_pure_half(self) -> bool:
+        """Whether all three dtypes are one half dtype (O3): nothing at all is kept in float32."""
+        return (
+            is_half(self.compute_dtype)
+            and self.param_dtype == self.compute_dtype == self.output_dtype
+        )
+
+    def __str__(self) -> str:
+        dtypes = (self.param_dtype, self.compute_dtype, self.output_dtype)
+        return "p={},c={},o={}".format(*(dtype_to_names[dtype.type][0] for dtype in dtypes))
+
+
+def get_policy(policy: str | Policy) -> Policy:
+    """Reads a policy from text; a `Policy` is returned as it is.
+
+    The grammar, spaces allowed:
+      - one dtype for all three: "float32", "bf16", "half" (float16, on a TPU bfloat16);
+      - fields "p" or "params", "c" or "compute", "o" or "output": "p=f32,c=f16,o=f32". Parameters
+        default to float32, compute to the parameters' dtype, output to compute's;
+      - "mixed_float16" and "mixed_bfloat16": float32 parameters and outputs, half compute;
+      - "O0" float32; "O1" half compute on float32 parameters; "O2" half parameters too; "O3" pure
+        half, for which adapters keep no norm in float32.
+
+    Raises:
+      TypeError: neither text nor a policy.
+      ValueError: unknown dtype, unknown field, or a field given twice.
+
+    >>> get_policy("c=bf16")
+    Policy(param_dtype=dtype('float32'), compute_dtype=dtype(bfloat16), output_dtype=dtype(bfloat16))
+    """
+    if isinstance(policy, Policy):
+        return policy
+    if not isinstance(policy, str):
+        raise TypeError(
+            f"get_policy got {policy!r} of type {type(policy).__name__}; expected a Policy or text "
+            "such as 'mixed_float16' or 'p=f32,c=f16,o=f32'."
+        )
+    text = policy.strip()
+    text = _NAMED.get(text, text)
+    if "=" not in text:
+        try:
+            dtype = parse_dtype(text)
+        except ValueError as error:
+            raise ValueError(
+                f"{error} Named policies are {', '.join(_NAMED)}; fields are written "
+                "'p=f32,c=f16,o=f32'."
+            ) from None
+        return Policy(dtype, dtype, dtype)
+
+    given: dict[str, np.dtype] = {}
+    for part in text.split(","):
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or key not in _KEYS:
+            raise ValueError(
+                f"Unknown key {key!r} in policy {policy!r}; expected one of {', '.join(_KEYS)}, "
+                "written 'p=f32,c=f16,o=f32'."
+            )
+        if _KEYS[key] in given:
+            raise ValueError(
+                f"Policy {policy!r} gives {_KEYS[key]} twice; give each of param, compute and "
+                "output at most once."
+            )
+        given[_KEYS[key]] = parse_dtype(value)
+    param_dtype = given.get("param_dtype", np.dtype(np.float32))
+    compute_dtype = given.get("compute_dtype", param_dtype)
+    return Policy(param_dtype, compute_dtype, given.get("output_dtype", compute_dtype))
+
+

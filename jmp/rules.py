@@ -1,0 +1,122 @@
+"""Rules: exceptions from a policy, by path or by module type.
+
+A rule is a pair `(target, policy)`. Its target is one of
+  - a glob on the path, such as "head*" or "*/Dense_0" (`*` also crosses slashes),
+  - a compiled regular expression that must match the whole path,
+  - a module class, or a tuple of them (subclasses count).
+A path is a module's or parameter's names joined by slashes: "encoder/Dense_0/kernel". A rule that
+matches a module holds for everything inside it. The first rule that matches wins. A rule that never
+matched is reported by `warn_unused`, because a typo must not pass in silence.
+
+>>> rules = PolicyRules([("head*", "float32")], default="mixed_float16")
+>>> str(rules.policy_for("head/kernel")), str(rules.policy_for("body/kernel"))
+('p=full,c=full,o=full', 'p=full,c=f16,o=full')
+"""
+
+import fnmatch
+import re
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jmp.policy import Policy, get_policy
+
+Target = str | re.Pattern[str] | type | tuple[type, ...]
+Rule = tuple[Target, str | Policy]
+
+
+class UnusedRuleWarning(UserWarning):
+    """A rule matched no parameter and no module: most likely its target is misspelt."""
+
+
+class PolicyRules:
+    """An ordered list of rules above a default policy; remembers which rules have matched.
+
+    Args:
+      rules: `(target, policy)` pairs, the strongest first. Policies may be text.
+      default: the policy where no rule matches.
+      fallback: rules that stand behind the user's own (an adapter's norm rules); they are never
+        reported as unused.
+
+    Raises:
+      TypeError: a rule is not a pair, or its target is of no known kind.
+      ValueError: a policy does not parse.
+    """
+
+    def __init__(
+        self,
+        rules: Iterable[Rule],
+        default: str | Policy,
+        *,
+        fallback: Sequence[Rule] = (),
+    ) -> None:
+        self.default = get_policy(default)
+        own = [_checked(rule) for rule in rules]
+        self._rules = own + [_checked(rule) for rule in fallback]
+        self._unused = dict.fromkeys(range(len(own)))
+
+    def policy_for(self, path: str, module_types: Sequence[type] = ()) -> Policy:
+        """Returns the policy of the first rule that matches, else the default.
+
+        Args:
+          path: names joined by slashes; "" is the root.
+          module_types: the classes of the module at `path` and of those around it, where known.
+        """
+        prefixes = _path_and_ancestors(path)
+        for index, (target, policy) in enumerate(self._rules):
+            if _matches(target, prefixes, module_types):
+                self._unused.pop(index, None)
+                return policy
+        return self.default
+
+    @property
+    def unused(self) -> list[str]:
+        """The targets of the user's rules that have not matched yet."""
+        return [_describe(self._rules[index][0]) for index in self._unused]
+
+    def warn_unused(self) -> None:
+        """Warns with an `UnusedRuleWarning` that names each rule that has not matched yet."""
+        if self.unused:
+            warnings.warn(
+                f"These rules matched no parameter and no module: {', '.join(self.unused)}. Check "
+                "their spelling; a path is written like 'encoder/Dense_0/kernel', without the "
+                "collection's name, and an earlier rule may have taken every match.",
+                UnusedRuleWarning,
+                stacklevel=3,
+            )
+
+
+def _checked(rule: Any) -> tuple[Target, Policy]:
+    if not (isinstance(rule, tuple) and len(rule) == 2):
+        raise TypeError(f"A rule got {rule!r}; expected a pair (target, policy).")
+    target, policy = rule
+    classes = target if isinstance(target, tuple) else (target,)
+    is_class = bool(classes) and all(isinstance(item, type) for item in classes)
+    if not (isinstance(target, (str, re.Pattern)) or is_class):
+        raise TypeError(
+            f"A rule's target got {target!r}; expected a glob such as 'head*', a compiled regular "
+            "expression, or a module class."
+        )
+    return target, get_policy(policy)
+
+
+def _path_and_ancestors(path: str) -> list[str]:
+    names = path.split("/") if path else []
+    return ["/".join(names[:end]) for end in range(len(names), 0, -1)] or [""]
+
+
+def _matches(target: Target, prefixes: list[str], module_types: Sequence[type]) -> bool:
+    if isinstance(target, str):
+        return any(fnmatch.fnmatchcase(prefix, target) for prefix in prefixes)
+    if isinstance(target, re.Pattern):
+        return any(target.fullmatch(prefix) for prefix in prefixes)
+    return any(issubclass(module_type, target) for module_type in module_types)
+
+
+def _describe(target: Target) -> str:
+    if isinstance(target, str):
+        return repr(target)
+    if isinstance(target, re.Pattern):
+        return f"re.compile({target.pattern!r})"
+    classes = target if isinstance(target, tuple) else (target,)
+    return " | ".join(item.__name__ for item in classes)

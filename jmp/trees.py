@@ -1,0 +1,159 @@
+"""Functions of whole pytrees: cast the leaves, check them, select between two trees.
+
+*Floating leaves* are arrays (JAX, NumPy, NumPy scalars) of a real floating dtype of at least 16
+bits. Every other leaf (integers, booleans, PRNG keys, float0, None, strings, callables, Python
+numbers, float8) passes a cast unchanged.
+"""
+
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jmp.dtypes import FULL_DTYPE, floating_dtype, half_dtype, is_castable
+
+T = TypeVar("T")
+
+
+def is_array(leaf: Any) -> bool:
+    """Returns whether `leaf` is a JAX array (or tracer), a NumPy array or a NumPy scalar."""
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
+
+
+def is_floating(leaf: Any) -> bool:
+    """Returns whether `leaf` is an array of real floats of at least 16 bits."""
+    return is_array(leaf) and is_castable(leaf.dtype)
+
+
+def cast_leaf(leaf: Any, dtype: np.dtype) -> Any:
+    """Casts one leaf if it is floating; a leaf that has the dtype already is returned as it is."""
+    if not is_floating(leaf) or leaf.dtype == dtype:
+        return leaf
+    with np.errstate(over="ignore"):  # NumPy leaves: 1e6 becomes inf in float16, as it does in JAX
+        return leaf.astype(dtype)
+
+
+def cast_floating(tree: T, dtype: DTypeLike) -> T:
+    """Casts the floating leaves of `tree` to `dtype`.
+
+    Args:
+      tree: any pytree. Integer, bool, key, float0, float8 and non-array leaves pass unchanged.
+      dtype: a real floating dtype or its name, such as "bfloat16".
+
+    Returns: the same structure and shapes.
+    Raises: ValueError if `dtype` is not real floating.
+
+    >>> cast_floating({"w": jnp.ones(2), "step": 3}, "bfloat16")["w"].dtype
+    dtype(bfloat16)
+    """
+    target = floating_dtype(dtype, "dtype")
+    return jax.tree.map(lambda leaf: cast_leaf(leaf, target), tree)
+
+
+def cast_to_full(tree: T) -> T:
+    """Casts the floating leaves of `tree` to float32, float64 included.
+
+    >>> cast_to_full(jnp.ones(2, jnp.float16)).dtype
+    dtype('float32')
+    """
+    return cast_floating(tree, FULL_DTYPE)
+
+
+def cast_to_half(tree: T) -> T:
+    """Casts the floating leaves of `tree` to `half_dtype()`: bfloat16 on a TPU, else float16.
+
+    >>> cast_to_half({"w": jnp.ones(2), "step": 3})["step"]
+    3
+    """
+    return cast_floating(tree, half_dtype())
+
+
+def all_finite(tree: Any) -> jax.Array:
+    """Returns a bool scalar: no floating or complex leaf of `tree` holds an infinity or a NaN.
+
+    Each element is looked at by itself. A sum would be cheaper to write and wrong: finite values
+    may add up to infinity (two of 6e4 do in float16). A tree without such leaves is finite.
+
+    >>> bool(all_finite({"w": jnp.array([6e4, 6e4], jnp.float16), "step": 3}))
+    True
+    """
+    checks = [
+        jnp.isfinite(leaf).all()
+        for leaf in jax.tree.leaves(tree)
+        if is_floating(leaf) or (is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.complexfloating))
+    ]
+    if not checks:
+        return jnp.array(True)
+    return jnp.stack(checks).all()
+
+
+def select_tree(pred: Any, on_true: T, on_false: T) -> T:
+    """Selects one of two trees by a scalar flag, leaf by leaf, with `jnp.where`.
+
+    Every array leaf is selected: floats, integers, booleans and PRNG keys alike, and Python numbers
+    as arrays. A select keeps donated buffers in place where `lax.cond` would copy them.
+
+    Args:
+      pred: bool scalar (array, NumPy or Python).
+      on_true, on_false: trees of one structure, leaves of equal shapes and dtypes. Leaves that hold
+        no numbers (float0, None, strings, callables) are taken from `on_true`.
+
+    Returns: `on_true` where `pred` holds, else `on_false`.
+
+    Raises:
+      AssertionError: `pred` is not a bool scalar (DeepMind's contract).
+      ValueError: structures, shapes or dtypes differ.
+
+    >>> int(select_tree(False, {"step": 3}, {"step": 2})["step"])
+    2
+    """
+    pred = jnp.asarray(pred)
+    if pred.ndim != 0 or pred.dtype != jnp.bool_:
+        raise AssertionError(
+            f"select_tree: expected boolean scalar, got {pred.dtype} of shape {pred.shape}."
+        )
+    first, second = jax.tree.structure(on_true), jax.tree.structure(on_false)
+    if first != second:
+        raise ValueError(
+            f"select_tree got trees of different structure: {first} and {second}. An optimizer "
+            "state must keep its structure from step to step."
+        )
+    return jax.tree_util.tree_map_with_path(
+        lambda path, a, b: _select_leaf(pred, a, b, path), on_true, on_false
+    )
+
+
+def _select_leaf(pred: jax.Array, a: Any, b: Any, path: Any) -> Any:
+    if not (_holds_numbers(a) and _holds_numbers(b)):
+        return a
+    # Python numbers have no dtype of their own and take the other side's; the rest must agree.
+    typed = [leaf for leaf in (a, b) if is_array(leaf)]
+    if len({(leaf.dtype, leaf.shape) for leaf in typed}) > 1:
+        raise ValueError(
+            f"select_tree got leaves that differ at {jax.tree_util.keystr(path) or 'the root'}: "
+            f"{a.dtype}{list(a.shape)} and {b.dtype}{list(b.shape)}. Cast them to one dtype and "
+            "shape first: a state must keep its types from step to step."
+        )
+    return jnp.where(pred, a, b)
+
+
+def _holds_numbers(leaf: Any) -> bool:
+    if not is_array(leaf):
+        return isinstance(leaf, (bool, int, float, complex))
+    # float0 (the gradient of an integer), NumPy strings and objects cannot live on a device.
+    return leaf.dtype != jax.dtypes.float0 and (
+        jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+        or jnp.issubdtype(leaf.dtype, np.number)
+        or leaf.dtype == np.bool_
+    )
+
+
+def path_string(path: tuple[Any, ...]) -> str:
+    """Returns a key path as names joined by slashes, as rules match it: "encoder/Dense_0/kernel".
+
+    >>> [path_string(p) for p, _ in jax.tree_util.tree_leaves_with_path({"a": {"b": [1]}})]
+    ['a/b/0']
+    """
+    return jax.tree_util.keystr(path, simple=True, separator="/")
