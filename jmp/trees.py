@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp.dtypes import FULL_DTYPE, floating_dtype, half_dtype, is_castable
+from jmp.dtypes import FULL_DTYPE, at_least_float32, floating_dtype, half_dtype, is_castable
 
 T = TypeVar("T")
 
@@ -157,3 +157,11 @@ def path_string(path: tuple[Any, ...]) -> str:
     ['a/b/0']
     """
     return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def cast_to_at_least_float32(tree: T) -> T:
+    """Casts half leaves to float32; float32 and float64 leaves stay as they are."""
+    return jax.tree.map(
+        lambda leaf: cast_leaf(leaf, at_least_float32(leaf.dtype)) if is_floating(leaf) else leaf,
+        tree,
+    )

@@ -1,0 +1,42 @@
+"""One flag for all devices that share a loss scale.
+
+Inside shard_map or pmap each device sees its own gradients. If one of them overflows and the others
+do not, devices that share a scale and parameters would part in silence: one skips, the rest step.
+Under jit with sharded arrays there is one program and one flag, and nothing to agree on.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jmp import _jax_compat
+
+AxisName = str | Sequence[str]
+
+
+def agreed(flag: jax.Array, shared: Any, axis_name: AxisName) -> jax.Array:
+    """Returns whether `flag` holds on every device that shares the tree `shared`.
+
+    Args:
+      flag: bool scalar, possibly different from device to device.
+      shared: the loss scale. Along an axis where it varies, each device keeps its own.
+      axis_name: "auto", the names of axes, or () to leave the flag alone. "auto" means the mapped
+        axes along which the flag varies and `shared` does not; where JAX does not track that
+        (pmap, `check_vma=False`), all mapped axes. A vmap's axis is only agreed on if named.
+    """
+    axes = _axes(flag, shared, axis_name)
+    if not axes:
+        return flag
+    return jax.lax.pmin(flag.astype(jnp.int32), axes).astype(jnp.bool_)
+
+
+def _axes(flag: jax.Array, shared: Any, axis_name: AxisName) -> tuple[str, ...]:
+    if axis_name != "auto":
+        return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    axes = _jax_compat.manual_axes()
+    if axes and _jax_compat.tracks_varying_axes():
+        own = [_jax_compat.varying_axes(leaf) for leaf in jax.tree.leaves(shared)]
+        axes = _jax_compat.varying_axes(flag).difference(*own)
+    return tuple(sorted(axes))

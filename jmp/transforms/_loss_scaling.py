@@ -1,0 +1,126 @@
+"""`with_loss_scale`: unscale, check, step or skip, adjust."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jmp.loss_scaling import LossScale, NoOpLossScale
+from jmp.transforms import _states
+from jmp.transforms._agreement import AxisName, agreed
+from jmp.transforms._master_params import WithMasterParamsState
+from jmp.trees import all_finite, cast_to_at_least_float32, select_tree
+
+
+class WithLossScaleState(NamedTuple):
+    """State of `with_loss_scale`.
+
+    Attributes:
+      loss_scale: the scale for the next loss.
+      grads_finite: bool scalar: whether the last gradients were finite, that is, applied.
+      skipped_steps: int32 scalar: steps skipped so far.
+      consecutive_skips: int32 scalar: steps skipped in a row. A number that keeps growing is a
+        model that is dead, not a scale that is too large.
+      inner_state: state of the wrapped optimizer.
+    """
+
+    loss_scale: LossScale
+    grads_finite: jax.Array
+    skipped_steps: jax.Array
+    consecutive_skips: jax.Array
+    inner_state: Any
+
+
+def with_loss_scale(
+    inner: optax.GradientTransformation | optax.MultiSteps,
+    loss_scale: LossScale,
+    *,
+    axis_name: AxisName = "auto",
+) -> optax.GradientTransformationExtraArgs:
+    """Wraps an optimizer so that it takes scaled gradients and skips steps that overflowed.
+
+    `update` casts the gradients to at least float32, unscales them with the scale in force, checks
+    them once and runs `inner` on them, so that clipping inside `inner` sees true gradients. If any
+    was infinite or NaN the updates are -0.0 (the zero that keeps even a zero's sign) and nothing
+    of the inner state moves: no moment, no count, no schedule. Both ways are computed and selected
+    by `jnp.where`; a `lax.cond` would copy every donated buffer. Extra arguments reach `inner`.
+
+    With `NoOpLossScale` nothing is checked or selected: the program is `inner` on float32
+    gradients.
+
+    Wrap it *around* `optax.MultiSteps`: the other way round one infinite micro-batch ruins the
+    accumulator, which optax resets by multiplying with zero, and 0 * inf is NaN.
+
+    Args:
+      inner: any optax transformation, or a `MultiSteps` object.
+      loss_scale: the initial scale. `init` copies its arrays, so that it may be used again after
+        the state was donated.
+      axis_name: mapped axes whose devices must agree on a skip; see `agreed`. The default finds
+        them under shard_map and pmap; () switches it off.
+
+    Returns: a transformation whose state is a `WithLossScaleState`.
+
+    Raises:
+      TypeError: `loss_scale` is not a loss scale, or `inner` no transformation.
+      ValueError: in `init`, if `inner` unscales already, or changes updates after masters.
+
+    >>> import optax
+    >>> tx = with_loss_scale(optax.sgd(0.5), StaticLossScale(8))
+    >>> state = tx.init(jnp.float32(1.0))
+    >>> updates, state = tx.update(jnp.float16(8.0), state)
+    >>> float(updates), bool(state.grads_finite)
+    (-0.5, True)
+    """
+    inner = _states.as_transformation(inner, "with_loss_scale")
+    if not isinstance(loss_scale, LossScale):
+        raise TypeError(
+            f"with_loss_scale got loss_scale={loss_scale!r}; expected a loss scale such as "
+            "jmp.torch_loss_scale() or jmp.NoOpLossScale()."
+        )
+
+    def init(params: Any) -> WithLossScaleState:
+        # The moments must be float32 even where parameters are half: Adam's eps of 1e-8 is zero in
+        # float16, and its second moment stalls in bfloat16.
+        inner_state = inner.init(cast_to_at_least_float32(params))
+        _states.check_inner_state(inner_state, WithLossScaleState, "with_loss_scale")
+        _states.check_order(inner_state, WithMasterParamsState, WithLossScaleState)
+        return WithLossScaleState(
+            loss_scale=jax.tree.map(jnp.array, loss_scale),
+            grads_finite=jnp.array(True),
+            skipped_steps=jnp.zeros([], jnp.int32),
+            consecutive_skips=jnp.zeros([], jnp.int32),
+            inner_state=_states.without_weak_types(inner_state),
+        )
+
+    def update(
+        updates: Any, state: WithLossScaleState, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, WithLossScaleState]:
+        scale = state.loss_scale
+        gradients = scale.unscale(cast_to_at_least_float32(updates))
+        full_params = cast_to_at_least_float32(params)
+        new_updates, inner_state = inner.update(
+            gradients, state.inner_state, full_params, **extra_args
+        )
+        if isinstance(scale, NoOpLossScale):
+            return new_updates, state._replace(inner_state=inner_state)
+
+        finite = agreed(all_finite(gradients), scale, axis_name)
+        skipped = 1 - finite.astype(jnp.int32)
+        new_updates = jax.tree.map(lambda u: _zero_unless(finite, u), new_updates)
+        return new_updates, WithLossScaleState(
+            loss_scale=scale.adjust(finite),
+            grads_finite=finite,
+            skipped_steps=state.skipped_steps + skipped,
+            consecutive_skips=(state.consecutive_skips + 1) * skipped,
+            inner_state=select_tree(finite, inner_state, state.inner_state),
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _zero_unless(finite: jax.Array, update: Any) -> Any:
+    if getattr(update, "dtype", None) == jax.dtypes.float0:
+        return update
+    # -0.0 + x is x for every x, -0.0 included; +0.0 would turn a parameter of -0.0 into +0.0.
+    return jnp.where(finite, update, jnp.asarray(-0.0).astype(update.dtype))

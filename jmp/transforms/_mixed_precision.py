@@ -1,0 +1,45 @@
+"""`mixed_precision`: loss scaling and master parameters in one call, as a policy asks for them."""
+
+import optax
+
+from jmp.dtypes import is_half
+from jmp.loss_scaling import LossScale, NoOpLossScale, torch_loss_scale
+from jmp.policy import Policy, get_policy
+from jmp.transforms._agreement import AxisName
+from jmp.transforms._loss_scaling import with_loss_scale
+from jmp.transforms._master_params import with_master_params
+
+
+def mixed_precision(
+    inner: optax.GradientTransformation | optax.MultiSteps,
+    policy: str | Policy,
+    loss_scale: LossScale | None = None,
+    *,
+    axis_name: AxisName = "auto",
+) -> optax.GradientTransformationExtraArgs:
+    """Wraps an optimizer with what `policy` needs.
+
+    Float32 masters are kept if the policy stores parameters in half; loss scaling goes around
+    everything.
+
+    Args:
+      inner: any optax transformation, or a `MultiSteps` object.
+      policy: a policy or its name.
+      loss_scale: by default torch's dynamic scale if the policy computes in float16, and none for
+        bfloat16 and float32, whose range needs none.
+      axis_name: as in `with_loss_scale`.
+
+    Returns: a transformation whose state is a `WithLossScaleState`.
+
+    >>> import optax
+    >>> tx = mixed_precision(optax.adam(1e-3), "mixed_float16")
+    >>> float(tx.init(jnp.ones(2)).loss_scale.loss_scale)
+    65536.0
+    """
+    policy = get_policy(policy)
+    if loss_scale is None:
+        needs_scale = policy.compute_dtype.name == "float16"
+        loss_scale = torch_loss_scale() if needs_scale else NoOpLossScale()
+    if is_half(policy.param_dtype):
+        inner = with_master_params(inner)
+    return with_loss_scale(inner, loss_scale, axis_name=axis_name)
