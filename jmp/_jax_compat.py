@@ -25,4 +25,7 @@ def tracks_varying_axes() -> bool:
 
 def varying_axes(value: Any) -> frozenset[str]:
     """Returns the manual axes along which `value` varies, as far as its type says so."""
-    return frozenset(getattr(jax.typeof(value), "vma", ()))
+    aval = jax.typeof(value)
+    if hasattr(aval, "manual_axis_type"):
+        return frozenset(aval.manual_axis_type.varying)
+    return frozenset(getattr(aval, "vma", ()))  # its name in earlier releases of JAX

@@ -16,7 +16,7 @@ matched is reported by `warn_unused`, because a typo must not pass in silence.
 import fnmatch
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jmp.policy import Policy, get_policy
@@ -35,8 +35,8 @@ class PolicyRules:
     Args:
       rules: `(target, policy)` pairs, the strongest first. Policies may be text.
       default: the policy where no rule matches.
-      fallback: rules that stand behind the user's own (an adapter's norm rules); they are never
-        reported as unused.
+      fallback: asked with `(path, module_types)` where none of `rules` matches, before the default:
+        an adapter's own rule that norms are float32. Returns None where it has no opinion.
 
     Raises:
       TypeError: a rule is not a pair, or its target is of no known kind.
@@ -48,26 +48,28 @@ class PolicyRules:
         rules: Iterable[Rule],
         default: str | Policy,
         *,
-        fallback: Sequence[Rule] = (),
+        fallback: Callable[[str, Sequence[type]], Policy | None] | None = None,
     ) -> None:
         self.default = get_policy(default)
-        own = [_checked(rule) for rule in rules]
-        self._rules = own + [_checked(rule) for rule in fallback]
-        self._unused = dict.fromkeys(range(len(own)))
+        self._rules = [_checked(rule) for rule in rules]
+        self._fallback = fallback
+        self._unused = dict.fromkeys(range(len(self._rules)))
 
     def policy_for(self, path: str, module_types: Sequence[type] = ()) -> Policy:
         """Returns the policy of the first rule that matches, else the default.
 
         Args:
           path: names joined by slashes; "" is the root.
-          module_types: the classes of the module at `path` and of those around it, where known.
+          module_types: the classes of the module at `path` and of those around it, innermost
+            first, where known.
         """
         prefixes = _path_and_ancestors(path)
         for index, (target, policy) in enumerate(self._rules):
             if _matches(target, prefixes, module_types):
                 self._unused.pop(index, None)
                 return policy
-        return self.default
+        found = self._fallback(path, module_types) if self._fallback else None
+        return self.default if found is None else found
 
     @property
     def unused(self) -> list[str]:
