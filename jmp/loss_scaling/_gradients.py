@@ -43,13 +43,9 @@ def scaled_value_and_grad(
             "StaticLossScale(512) or the optimizer state's `.loss_scale`."
         )
 
-    @functools.wraps(fun)
-    def scaled(*args: Any, **kwargs: Any) -> Any:
-        loss, aux = fun(*args, **kwargs) if has_aux else (fun(*args, **kwargs), None)
-        value = _checked_loss(loss)
-        return loss_scale.scale(value), (value, aux)
-
-    value_and_grad = jax.value_and_grad(scaled, argnums=argnums, has_aux=True)
+    value_and_grad = jax.value_and_grad(
+        scaled_loss(fun, loss_scale, has_aux), argnums=argnums, has_aux=True
+    )
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -57,6 +53,20 @@ def scaled_value_and_grad(
         return ((value, aux), gradients) if has_aux else (value, gradients)
 
     return wrapped
+
+
+def scaled_loss(
+    fun: Callable[..., Any], loss_scale: LossScale, has_aux: bool
+) -> Callable[..., Any]:
+    """Returns what to differentiate: a function that returns `(scaled loss, (loss, aux))`."""
+
+    @functools.wraps(fun)
+    def scaled(*args: Any, **kwargs: Any) -> Any:
+        loss, aux = fun(*args, **kwargs) if has_aux else (fun(*args, **kwargs), None)
+        value = _checked_loss(loss)
+        return loss_scale.scale(value), (value, aux)
+
+    return scaled
 
 
 def _checked_loss(loss: Any) -> jax.Array:
