@@ -204,7 +204,9 @@ class _Interceptor:
         inner = self._rules.policy_for("/".join(module.path), _classes(module)).compute_dtype
         # Functions that Flax lifts into a scan pass through here too; they are no methods, and
         # their carries must keep their types.
-        border = inner != outer and method not in _NO_BORDER and hasattr(type(module), method)
+        # A recurrent cell's carry is float32, and so would be its output: half again from there.
+        border = inner != outer or (isinstance(module, nn.RNNCellBase) and method == "__call__")
+        border &= method not in _NO_BORDER and hasattr(type(module), method)
         if border:
             args, kwargs = _cast_arguments(module, method, args, kwargs, inner)
         self._surrounding.append(inner)

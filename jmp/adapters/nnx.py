@@ -189,7 +189,9 @@ class _View:
         if attributes.get("attention_fn") is nnx.dot_product_attention and is_half(own.compute_dtype):
             attributes["attention_fn"] = _attention_with_half_products
         leaves_in = outer.compute_dtype if path else outer.output_dtype
-        if callable(node) and (not path or own.compute_dtype != leaves_in):
+        # A recurrent cell's carry is float32, and so would be its output: half again from there.
+        border = not path or own.compute_dtype != leaves_in or isinstance(node, nnx.RNNCellBase)
+        if border and callable(node):
             copy.__class__ = _bordered(type(node), own.compute_dtype, leaves_in)
         return copy
 
