@@ -80,9 +80,7 @@ def with_loss_scale(
         )
 
     def init(params: Any) -> WithLossScaleState:
-        # The moments must be float32 even where parameters are half: Adam's eps of 1e-8 is zero in
-        # float16, and its second moment stalls in bfloat16.
-        inner_state = inner.init(cast_to_at_least_float32(params))
+        inner_state = inner.init(_as_inner_sees(params, jax.eval_shape(inner.init, params)))
         _states.check_inner_state(inner_state, WithLossScaleState, "with_loss_scale")
         _states.check_order(inner_state, WithMasterParamsState, WithLossScaleState)
         return WithLossScaleState(
@@ -98,9 +96,8 @@ def with_loss_scale(
     ) -> tuple[Any, WithLossScaleState]:
         scale = state.loss_scale
         gradients = scale.unscale(cast_to_at_least_float32(updates))
-        full_params = cast_to_at_least_float32(params)
         new_updates, inner_state = inner.update(
-            gradients, state.inner_state, full_params, **extra_args
+            gradients, state.inner_state, _as_inner_sees(params, state.inner_state), **extra_args
         )
         if isinstance(scale, NoOpLossScale):
             return new_updates, state._replace(inner_state=inner_state)
@@ -117,6 +114,17 @@ def with_loss_scale(
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _as_inner_sees(params: Any, inner_state: Any) -> Any:
+    """Returns `params` in at least float32, or as they are where `inner` keeps masters of them.
+
+    Moments made from half parameters would be half: Adam's eps of 1e-8 is zero in float16, and its
+    second moment stalls in bfloat16.
+    """
+    if _states.find_states(inner_state, WithMasterParamsState):
+        return params
+    return cast_to_at_least_float32(params)
 
 
 def _zero_unless(finite: jax.Array, update: Any) -> Any:

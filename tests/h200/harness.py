@@ -1,0 +1,327 @@
+"""Reads facts about an H200 program on a machine without a GPU.
+
+XLA's CUDA compiler needs no device, only the facts of one (`h200.textproto`) and the
+`jax-cuda12-pjrt` wheel. It gives the optimised, scheduled program an H200 would run: which kernels,
+on which dtypes, in how much memory. Nothing is tuned on a device, so nothing here speaks of time.
+
+How the figures are counted. A *computation* is a list of *instructions*; the program starts in the
+one marked ENTRY.
+
+* An instruction that launches work is one kernel: it reads each distinct operand once and writes
+  its result once. A fusion is one kernel, whatever it holds. Caches, workspaces of cuBLAS and cuDNN
+  and the insides of library calls are not counted.
+* A fusion that only slices or gathers from an operand reads what it takes, not the whole; one that
+  updates a slice of an operand in place writes that slice only. A scatter counts whole.
+* Parameters, constants, tuples, bitcasts and the like name bytes already there: they are free.
+* The condition and the body of a loop count once, not once a turn.
+* One branch of a conditional runs: `bytes_moved` takes the one that moves most. The counts of
+  instructions are over the whole text, all branches included.
+* An asynchronous pair is one kernel: `-start` reads the operands, `-done` writes the result.
+
+Programs that call cuSOLVER (`jnp.linalg.cholesky` and its like) do not compile here: their handlers
+are registered by the full CUDA plugin only.
+"""
+
+import dataclasses
+import functools
+import pathlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
+
+HARDWARE_FACTS = pathlib.Path(__file__).with_name("h200.textproto")
+
+# Triton's matrix products are chosen by timing them on a device; without one cuBLAS is the stable
+# answer.
+COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
+
+NAMES_FOR_BYTES = frozenset({
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "add-dependency",
+    "opt-barrier", "partition-id", "replica-id",
+})  # fmt: skip
+CALLERS = frozenset({"while", "conditional", "call"})
+SLICES = frozenset({"slice", "dynamic-slice", "gather"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What the compiler says of one program; how each figure is counted is said above.
+
+    Attributes:
+      text: the optimised, scheduled program in HLO text.
+      bytes_moved: bytes read and written by the kernels.
+      kernels: instructions that launch work on the device, copies included.
+      copies: `copy` and `copy-start` instructions.
+      conditionals: `conditional` instructions; at each the host waits for the device.
+      temp_bytes: memory held for intermediate values, workspaces of library calls included.
+    """
+
+    text: str
+    bytes_moved: int
+    kernels: int
+    copies: int
+    conditionals: int
+    temp_bytes: int
+
+
+def compile_for_h200(
+    function: Callable[..., Any], *arguments: Any, donate_argnums: int | tuple[int, ...] = ()
+) -> Program:
+    """Compiles `function` for one H200 and counts what it does.
+
+    Args:
+      function: a function that `jax.jit` accepts; it may be jitted already.
+      *arguments: pytrees of arrays or `jax.ShapeDtypeStruct`; only shapes and dtypes are read.
+      donate_argnums: positions of the arguments whose memory the results may take over. A donation
+        on an already jitted `function` is lost in the outer jit: name it here.
+
+    Returns: the program and its figures.
+    """
+    sharding = _one_h200()
+    specs = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=sharding, weak_type=leaf.weak_type
+        ),
+        jax.eval_shape(lambda *leaves: leaves, *arguments),
+    )
+    traced = jax.jit(function, donate_argnums=donate_argnums).trace(*specs)
+    compiled = traced.lower(lowering_platforms=("cuda",)).compile(compiler_options=COMPILER_OPTIONS)
+    text = compiled.as_text()
+    return Program(
+        text=text, temp_bytes=compiled.memory_analysis().temp_size_in_bytes, **count(text)
+    )
+
+
+@functools.cache
+def _one_h200() -> NamedSharding:
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=HARDWARE_FACTS.read_text(), topology="1x1x1"
+    )
+    return NamedSharding(topologies.make_mesh(topology, (1,), ("x",)), PartitionSpec())
+
+
+def count(text: str) -> dict[str, int]:
+    """Returns `bytes_moved`, `kernels`, `copies` and `conditionals` of a scheduled HLO program."""
+    computations, entry = parse_program(text)
+    opcodes = [
+        instruction.opcode
+        for name in _scheduled(entry, computations)
+        for instruction in computations[name]
+    ]
+    return {
+        "bytes_moved": _bytes_moved(entry, computations),
+        "kernels": sum(_launches(opcode) and not opcode.endswith("-done") for opcode in opcodes),
+        "copies": sum(opcode in ("copy", "copy-start") for opcode in opcodes),
+        "conditionals": opcodes.count("conditional"),
+    }
+
+
+# Reading the text.
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line of a computation, such as `%sum = f32[8]{0} fusion(%a, %b), calls=%add`.
+
+    Here `shape` is the text `f32[8]{0}`, `operands` the names `("a", "b")`, and `attributes` all
+    the text after the opcode.
+    """
+
+    name: str
+    shape: str
+    opcode: str
+    operands: tuple[str, ...]
+    attributes: str
+
+
+Computations = dict[str, list[Instruction]]
+
+COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+NAME = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = ")
+OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
+REFERENCE = re.compile(r"%([\w.\-]+)")
+ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
+BITS_IN_NAME = re.compile(r"(?:bf|f|s|u|c)(\d+)")
+BITS_IN_LAYOUT = re.compile(r"E\((\d+)\)")
+CALLED = re.compile(
+    r"(?:to_apply|condition|body|true_computation|false_computation|branch_computations)="
+    r"(\{[^}]*\}|%[\w.\-]+)"
+)
+FUSED = re.compile(r"calls=%([\w.\-]+)")
+LIBRARY_CALL = re.compile(r'custom_call_target="__cu(?:blas|dnn)')
+
+
+def parse_program(text: str) -> tuple[Computations, str]:
+    """Returns the instructions of every computation by its name, and the name of the ENTRY."""
+    computations: Computations = {}
+    current: list[Instruction] = []
+    entry = None
+    for line in text.splitlines():
+        if header := COMPUTATION.match(line):
+            current = computations[header[2]] = []
+            entry = header[2] if header[1] else entry
+        elif NAME.match(line):
+            current.append(parse_instruction(line))
+    if entry is None:
+        raise ValueError(
+            "Got a text without an ENTRY computation; expected an HLO program. "
+            f"The text starts with {text[:80]!r}."
+        )
+    return computations, entry
+
+
+def parse_instruction(line: str) -> Instruction:
+    """Reads one line; parentheses nest in tuples, layouts and operands, so they are matched."""
+    name = NAME.match(line)
+    if name is None:
+        raise ValueError(f"Got {line!r}; expected an instruction such as '  %x = f32[] add(...)'.")
+    start = name.end()
+    shape_end = _closing(line, start) if line[start] == "(" else line.index(" ", start)
+    opcode = OPCODE.match(line, shape_end)
+    if opcode is None:
+        raise ValueError(
+            f"Got {line!r}; expected an opcode after the shape {line[start:shape_end]}."
+        )
+    operands_end = _closing(line, opcode.end() - 1)
+    return Instruction(
+        name=name[1],
+        shape=line[start:shape_end],
+        opcode=opcode[1],
+        operands=tuple(REFERENCE.findall(line[opcode.end() : operands_end])),
+        attributes=line[opcode.end() :],
+    )
+
+
+def _closing(line: str, start: int) -> int:
+    """Returns the position after the parenthesis that closes the one at `start`."""
+    depth = 0
+    for position in range(start, len(line)):
+        depth += (line[position] == "(") - (line[position] == ")")
+        if depth == 0:
+            return position + 1
+    raise ValueError(f"Got a line whose parentheses do not close: {line!r}.")
+
+
+def array_bytes(shape: str) -> list[int]:
+    """Returns the bytes of every array in a shape, tuples flattened, in order.
+
+    >>> array_bytes("(f16[2,3]{1,0}, pred[], /*index=2*/s4[5]{0:E(4)}, token[])")
+    [12, 1, 3, 0]
+    """
+    sizes = []
+    for dtype, dimensions, layout in ARRAY.findall(shape):
+        elements = 1
+        for dimension in dimensions.split(","):
+            elements *= int(dimension.lstrip("<=") or 1)
+        sizes.append((elements * _bits(dtype, layout) + 7) // 8)
+    return sizes
+
+
+def _bits(dtype: str, layout: str) -> int:
+    if dtype == "pred":
+        return 8
+    if dtype in ("token", "opaque"):
+        return 0
+    width = BITS_IN_NAME.match(dtype)
+    if width is None:
+        raise ValueError(
+            f"Got an array of dtype {dtype!r}; expected one of HLO's, such as 'f16', 's32', 'pred'."
+        )
+    # The layout E(4) packs two elements of four bits in a byte; without it each takes a byte.
+    packed = BITS_IN_LAYOUT.search(layout)
+    return int(packed[1]) if packed else max(8, int(width[1]))
+
+
+# Counting.
+
+
+def _launches(opcode: str) -> bool:
+    return opcode not in NAMES_FOR_BYTES and opcode not in CALLERS
+
+
+def _called(instruction: Instruction) -> list[str]:
+    """Returns the names of the computations a loop, a conditional or a call runs."""
+    if instruction.opcode not in CALLERS:
+        return []
+    return REFERENCE.findall(" ".join(CALLED.findall(instruction.attributes)))
+
+
+def _scheduled(computation: str, computations: Computations) -> list[str]:
+    """Returns `computation` and what it calls, each as often as it is called from the text."""
+    names = [computation]
+    for instruction in computations[computation]:
+        for name in _called(instruction):
+            names += _scheduled(name, computations)
+    return names
+
+
+def _sizes(instructions: list[Instruction]) -> dict[str, int]:
+    return {instruction.name: sum(array_bytes(instruction.shape)) for instruction in instructions}
+
+
+def _bytes_moved(computation: str, computations: Computations) -> int:
+    sizes = _sizes(computations[computation])
+    moved = 0
+    for instruction in computations[computation]:
+        called = [_bytes_moved(name, computations) for name in _called(instruction)]
+        if instruction.opcode == "conditional":
+            moved += max(called)
+        elif instruction.opcode == "fusion":
+            (fused,) = FUSED.findall(instruction.attributes)
+            moved += _bytes_moved_by_fusion(instruction, computations[fused])
+        elif _launches(instruction.opcode):
+            moved += _bytes_moved_by_kernel(instruction, sizes)
+        else:
+            moved += sum(called)
+    return moved
+
+
+def _bytes_moved_by_kernel(instruction: Instruction, sizes: dict[str, int]) -> int:
+    if instruction.opcode.endswith("-done"):
+        return sizes[instruction.name]
+    read = sum(sizes[name] for name in set(instruction.operands))
+    if instruction.opcode.endswith("-start"):
+        return read
+    written = array_bytes(instruction.shape)
+    if LIBRARY_CALL.search(instruction.attributes) and len(written) > 1:
+        written.pop()  # the last result of a cuBLAS or cuDNN call is its workspace
+    return read + sum(written)
+
+
+def _bytes_moved_by_fusion(fusion: Instruction, fused: list[Instruction]) -> int:
+    """Counts the parameters and results of a fusion, save what its slices leave untouched."""
+    sizes = _sizes(fused)
+    producers = {instruction.name: instruction for instruction in fused}
+
+    def bytes_read(name: str) -> int:
+        read = 0
+        for user in fused:
+            if name not in user.operands:
+                continue
+            if user.opcode == "bitcast":
+                read += bytes_read(user.name)
+            elif user.opcode in SLICES and name not in user.operands[1:]:
+                read += sizes[user.name]
+            elif not updates_in_place(user) or name in user.operands[1:]:
+                return sizes[name]
+        return min(read, sizes[name])
+
+    def updates_in_place(instruction: Instruction) -> bool:
+        if instruction.opcode != "dynamic-update-slice":
+            return False
+        target = producers[instruction.operands[0]]
+        while target.opcode == "bitcast":
+            target = producers[target.operands[0]]
+        return target.opcode == "parameter"
+
+    read = sum(bytes_read(parameter.name) for parameter in fused if parameter.opcode == "parameter")
+    untouched = sum(
+        sizes[update.name] - sizes[update.operands[1]]
+        for update in fused
+        if updates_in_place(update)
+    )
+    return read + sum(array_bytes(fusion.shape)) - untouched
