@@ -111,8 +111,8 @@ def get_policy(policy: str | Policy) -> Policy:
       TypeError: neither text nor a policy.
       ValueError: unknown dtype, unknown field, or a field given twice.
 
-    >>> get_policy("c=bf16")
-    Policy(param_dtype=dtype('float32'), compute_dtype=dtype(bfloat16), output_dtype=dtype(bfloat16))
+    >>> str(get_policy("c=bf16"))
+    'p=full,c=bf16,o=bf16'
     """
     if isinstance(policy, Policy):
         return policy

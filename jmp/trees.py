@@ -114,7 +114,8 @@ def select_tree(pred: Any, on_true: T, on_false: T) -> T:
         raise AssertionError(
             f"select_tree: expected boolean scalar, got {pred.dtype} of shape {pred.shape}."
         )
-    first, second = jax.tree.structure(on_true), jax.tree.structure(on_false)
+    first: Any = jax.tree.structure(on_true)
+    second: Any = jax.tree.structure(on_false)
     if first != second:
         raise ValueError(
             f"select_tree got trees of different structure: {first} and {second}. An optimizer "

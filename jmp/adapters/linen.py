@@ -1,7 +1,7 @@
-"""Flax linen: run an unmodified model in mixed precision, and keep its training state consistent.
+"""Flax linen: run an unmodified model in mixed precision, and train it with atomic steps.
 
-`wrap_apply(model.apply, policy)` gives a function that is called exactly as `model.apply` is. Inside
-it every module computes in the dtype its rule asks for:
+`wrap_apply(model.apply, policy)` gives a function that is called exactly as `model.apply` is.
+Inside it every module computes in the dtype its rule asks for:
   - Flax's own layers get it as their `dtype` where the model left that at None, and cast their
     parameters at each use, inside scans too, so that gradients add up in float32;
   - other modules get the parameters they declare themselves in that dtype;
@@ -13,10 +13,8 @@ Nothing is patched: modules are changed for the length of a call, on the copies 
 move together or not at all. Importing this module also teaches `flax.serialization` loss scales.
 """
 
-import contextlib
 import functools
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import flax.linen as nn
@@ -27,6 +25,7 @@ from flax.training import train_state
 
 from jmp import transforms
 from jmp.adapters import _flax_serialization
+from jmp.adapters._linen_interception import Interceptor
 from jmp.adapters._norms import (
     FLOAT32,
     is_norm_parameters,
@@ -41,10 +40,6 @@ from jmp.trees import cast_floating, cast_leaf, path_string, select_tree
 T = TypeVar("T")
 
 _flax_serialization.register()
-
-# Reparametrisations work on float32 kernels; the layer they wrap casts the result.
-_KEEP_DTYPE = (nn.WeightNorm, nn.SpectralNorm)
-_NO_BORDER = ("setup", "initialize_carry")
 
 
 def wrap_apply(
@@ -66,8 +61,8 @@ def wrap_apply(
     Returns: a function with `apply_fn`'s signature. Updated batch statistics come back in float32
       whatever dtype they were passed in (in half under O3).
 
-    Warns: `UnusedRuleWarning` for a rule that matched nothing; UserWarning for a layer that stays in
-      float32 because the model says `dtype=jnp.float32`.
+    Warns: `UnusedRuleWarning` for a rule that matched nothing; UserWarning for a layer that stays
+      in float32 because the model says `dtype=jnp.float32`.
 
     >>> import flax.linen as nn
     >>> model = nn.Dense(3)
@@ -84,7 +79,7 @@ def wrap_apply(
     def wrapped(variables: Any, *args: Any, **kwargs: Any) -> Any:
         variables = _cast_statistics(variables, statistics_dtype)
         args, kwargs = policy.cast_to_compute((args, kwargs))
-        with nn.intercept_methods(_Interceptor(module_rules, policy.compute_dtype)):
+        with nn.intercept_methods(Interceptor(module_rules, policy.compute_dtype)):
             result = apply_fn(variables, *args, **kwargs)
         for path, _ in _parameters_with_path(variables):  # rules may name single parameters
             module_rules.policy_for(path)
@@ -191,109 +186,6 @@ class TrainState(train_state.TrainState):
         return new.replace(**select_tree(scaling.grads_finite, stepped, kept))
 
 
-class _Interceptor:
-    """Sees every method call inside one `apply`; knows which compute dtype surrounds it."""
-
-    def __init__(self, rules: PolicyRules, compute_dtype: np.dtype) -> None:
-        self._rules = rules
-        self._surrounding = [compute_dtype]
-
-    def __call__(self, call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
-        module, method = context.module, context.method_name
-        outer = self._surrounding[-1]
-        inner = self._rules.policy_for("/".join(module.path), _classes(module)).compute_dtype
-        # Functions that Flax lifts into a scan pass through here too; they are no methods, and
-        # their carries must keep their types.
-        # A recurrent cell's carry is float32, and so would be its output: half again from there.
-        border = inner != outer or (isinstance(module, nn.RNNCellBase) and method == "__call__")
-        border &= method not in _NO_BORDER and hasattr(type(module), method)
-        if border:
-            args, kwargs = _cast_arguments(module, method, args, kwargs, inner)
-        self._surrounding.append(inner)
-        try:
-            with _computing_in(module, inner):
-                result = call(*args, **kwargs)
-        finally:
-            self._surrounding.pop()
-        return _cast_result(module, method, result, outer) if border else result
-
-
-@contextlib.contextmanager
-def _computing_in(module: nn.Module, dtype: np.dtype) -> Iterator[None]:
-    """Makes `module`, a copy that lives for one `apply`, compute in `dtype` within the context."""
-    if _is_flax_layer(module):
-        changes = {"dtype": dtype} if module.dtype is None else {}  # type: ignore[attr-defined]
-        _warn_if_explicitly_float32(module, dtype)
-    else:
-        changes = {"param": _casting_param(module, dtype)}
-    for name, value in changes.items():
-        previous = module.__dict__.get(name)
-        changes[name] = previous
-        object.__setattr__(module, name, value)  # modules are frozen for their authors
-    try:
-        yield
-    finally:
-        for name, previous in changes.items():
-            if previous is None and name != "dtype":
-                object.__delattr__(module, name)
-            else:
-                object.__setattr__(module, name, previous)
-
-
-def _casting_param(module: nn.Module, dtype: np.dtype) -> Callable[..., Any]:
-    declare = type(module).param
-
-    def param(*args: Any, **kwargs: Any) -> Any:
-        return cast_floating(declare(module, *args, **kwargs), dtype)
-
-    return param
-
-
-def _is_flax_layer(module: nn.Module) -> bool:
-    """Whether a class of Flax's own declares the module's `dtype` (a subclass of nn.Dense counts)."""
-    return not isinstance(module, _KEEP_DTYPE) and any(
-        base.__module__.startswith("flax.") and "dtype" in vars(base).get("__annotations__", {})
-        for base in type(module).__mro__
-    )
-
-
-def _warn_if_explicitly_float32(module: nn.Module, dtype: np.dtype) -> None:
-    own = module.dtype  # type: ignore[attr-defined]
-    if own is not None and np.dtype(own) == np.float32 and dtype != np.float32:
-        name = "/".join(module.path)
-        warnings.warn(
-            f"{type(module).__name__} {name!r} says dtype=float32 and stays in float32, though the "
-            f"policy computes in {dtype}. Build the model with dtype=None, or if float32 is meant, "
-            f"say so with the rule ({name!r}, 'float32').",
-            stacklevel=2,
-        )
-
-
-def _classes(module: nn.Module) -> list[type]:
-    classes = []
-    node: Any = module
-    while isinstance(node, nn.Module):
-        classes.append(type(node))
-        node = node.parent
-    return classes
-
-
-def _cast_arguments(
-    module: nn.Module, method: str, args: Any, kwargs: Any, dtype: np.dtype
-) -> tuple[Any, Any]:
-    if isinstance(module, nn.RNNCellBase) and method == "__call__" and args:
-        carry, *inputs = args  # a carry must leave a scan's step as it entered
-        return (carry, *cast_floating(inputs, dtype)), cast_floating(kwargs, dtype)
-    return cast_floating((args, kwargs), dtype)
-
-
-def _cast_result(module: nn.Module, method: str, result: Any, dtype: np.dtype) -> Any:
-    if isinstance(module, nn.RNNCellBase) and method == "__call__":
-        carry, output = result
-        return carry, cast_floating(output, dtype)
-    return cast_floating(result, dtype)
-
-
 def _cast_statistics(variables: Any, dtype: np.dtype) -> Any:
     if not _has_collections(variables, "batch_stats"):
         return variables
@@ -313,10 +205,10 @@ def _parameters_with_path(variables: Any) -> list[tuple[str, Any]]:
     return [(path_string(p), leaf) for p, leaf in jax.tree_util.tree_leaves_with_path(params)]
 
 
-def _path_in_params(path: Any, variables: Any) -> str | None:
+def _path_in_params(path: Any, variables: Any) -> str:
     collection, _, rest = path_string(path).partition("/")
     if _has_collections(variables, "params"):
-        return rest if collection == "params" else None
+        return rest if collection == "params" else ""
     return path_string(path)
 
 

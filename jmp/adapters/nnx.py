@@ -1,9 +1,9 @@
 """Flax nnx: run an unmodified model in mixed precision, and train it with atomic steps.
 
-`with_policy(model, policy)` returns a second view of the model: new module objects around the *same*
-Variables. On it Flax's own layers have their `dtype` set where the model left it at None, and where
-two dtypes meet (a norm inside a half network, the model's outside) modules cast their inputs on
-entry and their outputs on exit. The model that was passed keeps its configuration.
+`with_policy(model, policy)` returns a second view of the model: new module objects around the
+*same* Variables. On it Flax's own layers have their `dtype` set where the model left it at None,
+and where two dtypes meet (a norm inside a half network, the model's outside) modules cast their
+inputs on entry and their outputs on exit. The model that was passed keeps its configuration.
 
 A parameter that a module of your own multiplies itself (`x @ self.w`) is not seen here and stays in
 the dtype it is stored in: give it an explicit cast, or use one of Flax's layers.
@@ -23,7 +23,7 @@ from jmp.loss_scaling import LossScale, NoOpLossScale
 from jmp.loss_scaling._gradients import scaled_loss
 from jmp.policy import Policy, get_policy
 from jmp.rules import PolicyRules, Rule
-from jmp.trees import cast_floating, cast_leaf, path_string, select_tree
+from jmp.trees import cast_floating, cast_leaf, select_tree
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -186,7 +186,8 @@ class _View:
             attributes[name] = self.of(value, _join(path, name), classes, own)
         if _is_flax_layer(node) and attributes.get("dtype", 0) is None:
             attributes["dtype"] = own.compute_dtype
-        if attributes.get("attention_fn") is nnx.dot_product_attention and is_half(own.compute_dtype):
+        default_attention = attributes.get("attention_fn") is nnx.dot_product_attention
+        if default_attention and is_half(own.compute_dtype):
             attributes["attention_fn"] = _attention_with_half_products
         leaves_in = outer.compute_dtype if path else outer.output_dtype
         # A recurrent cell's carry is float32, and so would be its output: half again from there.
@@ -208,9 +209,8 @@ def _attention_with_half_products(
     """
     if dropout_rate == 0.0:
         dropout_rate, deterministic = 0.5, True
-    return nnx.dot_product_attention(
-        *args, dropout_rate=dropout_rate, deterministic=deterministic, **kwargs
-    )
+    kwargs |= {"dropout_rate": dropout_rate, "deterministic": deterministic}
+    return nnx.dot_product_attention(*args, **kwargs)
 
 
 @functools.cache  # one class for all views, so that their graph definitions compare equal
@@ -243,17 +243,18 @@ def _is_statistic(variable: nnx.Variable) -> bool:
 
 
 def _variables_with_path(model: nnx.Module) -> list[tuple[str, nnx.Variable, tuple[type, ...]]]:
-    """Returns every Variable of `model` with its path and the classes around it, innermost first."""
+    """Returns every Variable of `model`: its path, itself, and the classes around it."""
     classes = {path: type(module) for path, module in nnx.iter_modules(model)}
     found = []
     for path, variable in nnx.to_flat_state(nnx.state(model)):
-        around = tuple(classes[path[:end]] for end in range(len(path), -1, -1) if path[:end] in classes)
+        ancestors = [path[:end] for end in range(len(path), -1, -1)]  # innermost first
+        around = tuple(classes[ancestor] for ancestor in ancestors if ancestor in classes)
         found.append(("/".join(map(str, path)), variable, around))
     return found
 
 
 def _set_values(model: nnx.Module, stored_as: Callable[..., Policy | None]) -> None:
-    """Casts in place each Variable for which `stored_as(variable, (path, classes))` has a policy."""
+    """Casts in place: `stored_as(variable, (path, classes))` is a policy, or None to leave it."""
     for path, variable, classes in _variables_with_path(model):
         policy = stored_as(variable, (path, classes))
         if policy is not None:

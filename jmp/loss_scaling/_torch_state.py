@@ -1,4 +1,4 @@
-"""Loss scales as plain dictionaries in the layout of torch's `GradScaler.state_dict()`, both ways."""
+"""Loss scales as plain dictionaries in the layout of torch's `GradScaler.state_dict()`."""
 
 import dataclasses
 from typing import Any

@@ -121,8 +121,9 @@ def register_state(cls: type[T]) -> type[T]:
     A field is a leaf if its metadata holds `leaf=dtype`. This is `register_dataclass` but for one
     thing: unflattening does not run the constructor's checks of values (see the module's text).
     """
-    leaves = {f.name: f.metadata["leaf"] for f in dataclasses.fields(cls) if "leaf" in f.metadata}
-    static = [f.name for f in dataclasses.fields(cls) if f.name not in leaves]
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    leaves = {field.name: field.metadata["leaf"] for field in fields if "leaf" in field.metadata}
+    static = [field.name for field in fields if field.name not in leaves]
 
     def flatten_with_keys(node: T) -> Any:
         children = [(jax.tree_util.GetAttrKey(name), getattr(node, name)) for name in leaves]

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.typing import DTypeLike
 
@@ -16,8 +17,8 @@ class WithMasterParamsState(NamedTuple):
     """State of `with_master_params`.
 
     Attributes:
-      masters: the parameters' tree with a master for every half leaf and `optax.MaskedNode()`, which
-        holds nothing, for every other leaf.
+      masters: the parameters' tree with a master for every half leaf, and `optax.MaskedNode()`,
+        which holds nothing, for every other leaf.
       inner_state: state of the wrapped optimizer.
     """
 
@@ -120,14 +121,27 @@ def _masters_or_params(masters: Any, params: Any) -> Any:
 
 def _difference(param: jax.Array, master: jax.Array) -> jax.Array:
     """Returns what must be added to `param`, in float32, to get the rounded master."""
-    rounded = master.astype(param.dtype).astype(jnp.float32)
+    rounded = _rounded(master.astype(jnp.float32), param.dtype)
     old = param.astype(jnp.float32)
-    # Equal values: the zero with the master's sign, so that -0.0 stays -0.0 and becomes +0.0 at need.
+    # Equal values: the zero with the master's sign, so that -0.0 stays what it is.
     return jnp.where(rounded == old, jnp.copysign(jnp.float32(0), rounded), rounded - old)
 
 
+def _rounded(value: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Returns float32 `value` rounded to the nearest number of a half `dtype`, still float32.
+
+    Not `value.astype(dtype).astype(float32)`: XLA drops such a pair of casts on a GPU.
+    """
+    if dtype == jnp.bfloat16:
+        return jax.lax.reduce_precision(value, exponent_bits=8, mantissa_bits=7)
+    # reduce_precision flushes what is subnormal in float16: there, multiples of 2**-24.
+    subnormal = jnp.round(value * 2.0**24) * 2.0**-24
+    normal = jax.lax.reduce_precision(value, exponent_bits=5, mantissa_bits=10)
+    return jnp.where(jnp.abs(value) < 2.0**-14, subnormal, normal)
+
+
 def collect_masters(opt_state: Any, params: Any) -> Any:
-    """Returns `params` with masters, from any number of parameter groups, in place of half leaves."""
+    """Returns `params` with half leaves replaced by their masters, of whatever parameter group."""
     by_path = {
         path_string(path): master
         for state in _states.find_states(opt_state, WithMasterParamsState)

@@ -1,0 +1,129 @@
+"""How a Flax linen model is made to compute by rules: by intercepting its modules' method calls.
+
+One `Interceptor` lives for one `apply`. At each call it looks up the module's policy, sets the
+module's compute dtype for the length of the call, and casts at the border where that dtype differs
+from the surrounding one.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import flax.linen as nn
+import numpy as np
+
+from jmp.rules import PolicyRules
+from jmp.trees import cast_floating
+
+# Reparametrisations work on float32 kernels; the layer they wrap casts the result.
+_KEEP_DTYPE = (nn.WeightNorm, nn.SpectralNorm)
+# `setup` has no inputs, and a cell's first carry keeps its dtype through the whole scan.
+_NO_BORDER = ("setup", "initialize_carry")
+
+
+class Interceptor:
+    """Sees every method call inside one `apply`; for `nn.intercept_methods`.
+
+    Args:
+      rules: which policy a module computes by.
+      compute_dtype: the dtype outside of the root module.
+    """
+
+    def __init__(self, rules: PolicyRules, compute_dtype: np.dtype) -> None:
+        self._rules = rules
+        self._surrounding = [compute_dtype]
+
+    def __call__(self, call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+        module, method = context.module, context.method_name
+        outer = self._surrounding[-1]
+        inner = self._rules.policy_for("/".join(module.path), _classes(module)).compute_dtype
+        # Functions that Flax lifts into a scan pass through here too; they are no methods, and
+        # their carries must keep their types.
+        # A recurrent cell's carry is float32, and so would be its output: half again from there.
+        border = inner != outer or (isinstance(module, nn.RNNCellBase) and method == "__call__")
+        border &= method not in _NO_BORDER and hasattr(type(module), method)
+        if border:
+            args, kwargs = _cast_arguments(module, method, args, kwargs, inner)
+        self._surrounding.append(inner)
+        try:
+            with _computing_in(module, inner):
+                result = call(*args, **kwargs)
+        finally:
+            self._surrounding.pop()
+        return _cast_result(module, method, result, outer) if border else result
+
+
+@contextlib.contextmanager
+def _computing_in(module: nn.Module, dtype: np.dtype) -> Iterator[None]:
+    """Makes `module`, a copy that lives for one `apply`, compute in `dtype` within the context."""
+    own = vars(module)  # modules are frozen for their authors: write past that
+    before = dict(own)
+    if not _is_flax_layer(module):
+        own["param"] = _casting_param(module, dtype)
+    elif own["dtype"] is None:
+        own["dtype"] = dtype
+    else:
+        _warn_if_explicitly_float32(module, dtype)
+    try:
+        yield
+    finally:
+        for name in ("param", "dtype"):
+            if name in before:
+                own[name] = before[name]
+            else:
+                own.pop(name, None)
+
+
+def _casting_param(module: nn.Module, dtype: np.dtype) -> Callable[..., Any]:
+    declare = type(module).param
+
+    def param(*args: Any, **kwargs: Any) -> Any:
+        return cast_floating(declare(module, *args, **kwargs), dtype)
+
+    return param
+
+
+def _is_flax_layer(module: nn.Module) -> bool:
+    """Whether a class of Flax's own declares the module's `dtype`; subclasses of it count."""
+    return not isinstance(module, _KEEP_DTYPE) and any(
+        base.__module__.startswith("flax.") and "dtype" in vars(base).get("__annotations__", {})
+        for base in type(module).__mro__
+    )
+
+
+def _warn_if_explicitly_float32(module: nn.Module, dtype: np.dtype) -> None:
+    own = module.dtype  # type: ignore[attr-defined]
+    if own is not None and np.dtype(own) == np.float32 and dtype != np.float32:
+        name = "/".join(module.path)
+        warnings.warn(
+            f"{type(module).__name__} {name!r} says dtype=float32 and stays in float32, though the "
+            f"policy computes in {dtype}. Build the model with dtype=None, or if float32 is meant, "
+            f"say so with the rule ({name!r}, 'float32').",
+            stacklevel=2,
+        )
+
+
+def _classes(module: nn.Module) -> list[type]:
+    classes = []
+    node: Any = module
+    while isinstance(node, nn.Module):
+        classes.append(type(node))
+        node = node.parent
+    return classes
+
+
+def _cast_arguments(
+    module: nn.Module, method: str, args: Any, kwargs: Any, dtype: np.dtype
+) -> tuple[Any, Any]:
+    if isinstance(module, nn.RNNCellBase) and method == "__call__" and args:
+        carry, *inputs = args  # a carry must leave a scan's step as it entered
+        return (carry, *cast_floating(inputs, dtype)), cast_floating(kwargs, dtype)
+    return cast_floating((args, kwargs), dtype)
+
+
+def _cast_result(module: nn.Module, method: str, result: Any, dtype: np.dtype) -> Any:
+    if isinstance(module, nn.RNNCellBase) and method == "__call__":
+        carry, output = result
+        return carry, cast_floating(output, dtype)
+    return cast_floating(result, dtype)
