@@ -150,5 +150,3 @@ def get_policy(policy: str | Policy) -> Policy:
     param_dtype = given.get("param_dtype", np.dtype(np.float32))
     compute_dtype = given.get("compute_dtype", param_dtype)
     return Policy(param_dtype, compute_dtype, given.get("output_dtype", compute_dtype))
-
-

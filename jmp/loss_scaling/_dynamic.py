@@ -45,9 +45,7 @@ class DynamicLossScale(LossScale):
     (16384.0, 32768.0)
     """
 
-    loss_scale: Any = dataclasses.field(
-        default=2.0**15, metadata={"leaf": jnp.dtype("float32")}
-    )
+    loss_scale: Any = dataclasses.field(default=2.0**15, metadata={"leaf": jnp.dtype("float32")})
     counter: Any = dataclasses.field(default=0, metadata={"leaf": jnp.dtype("int32")})
     period: float = 2000
     factor: float = 2

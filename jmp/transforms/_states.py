@@ -12,9 +12,7 @@ from jmp.trees import is_array
 S = TypeVar("S")
 
 
-def as_transformation(
-    transformation: Any, caller: str
-) -> optax.GradientTransformationExtraArgs:
+def as_transformation(transformation: Any, caller: str) -> optax.GradientTransformationExtraArgs:
     """Returns an optax transformation that takes extra arguments; `MultiSteps` objects are fine."""
     if isinstance(transformation, optax.MultiSteps):
         transformation = transformation.gradient_transformation()
@@ -75,9 +73,11 @@ def without_weak_types(tree: Any) -> Any:
     The first step would return them strongly typed, and the second step would compile again.
     """
     return jax.tree.map(
-        lambda leaf: jnp.asarray(leaf, leaf.dtype)
-        if is_array(leaf) and getattr(leaf, "weak_type", False)
-        else leaf,
+        lambda leaf: (
+            jnp.asarray(leaf, leaf.dtype)
+            if is_array(leaf) and getattr(leaf, "weak_type", False)
+            else leaf
+        ),
         tree,
     )
 

@@ -1,0 +1,43 @@
+# `make train` and `make test` are complete on a machine with Python 3.11+, pip and make alone.
+
+PYTHON ?= python3
+# CUDA= forces the CPU; CUDA=12 asks for the older CUDA.
+CUDA ?= $(shell nvidia-smi >/dev/null 2>&1 && echo 13)
+comma := ,
+TRAIN_EXTRAS := examples$(if $(CUDA),$(comma)cuda$(CUDA))
+
+# The H200 programs that tests count are those of this one compiler, which needs no GPU. It stays in
+# the test environment: where people train, JAX would try to start it.
+JAXLIB := 0.10.2
+
+.PHONY: help train test lint types clean
+
+help:  ## Show this list.
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/:/'
+
+train: .venv/installed$(CUDA)  ## Install what training needs and compare precisions on real data.
+	.venv/bin/python examples/digits.py
+
+test: .venv-test/installed  ## Run the whole suite in an environment of its own.
+	JAX_PLATFORMS=cpu .venv-test/bin/python -m pytest -q -n 2 --dist loadfile
+
+lint: .venv-test/installed  ## Check style.
+	.venv-test/bin/ruff check .
+	.venv-test/bin/ruff format --check .
+
+types: .venv-test/installed  ## Check types.
+	.venv-test/bin/mypy
+
+clean:  ## Remove the environments and caches.
+	rm -rf .venv .venv-test .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+
+.venv/installed$(CUDA): pyproject.toml
+	$(PYTHON) -m venv .venv
+	.venv/bin/pip install --quiet -e '.[$(TRAIN_EXTRAS)]'
+	touch $@
+
+.venv-test/installed: pyproject.toml Makefile
+	$(PYTHON) -m venv .venv-test
+	.venv-test/bin/pip install --quiet -e '.[dev]' \
+		jax==$(JAXLIB) jaxlib==$(JAXLIB) jax-cuda12-pjrt==$(JAXLIB)
+	touch $@
