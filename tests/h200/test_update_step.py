@@ -1,7 +1,7 @@
 """What loss scaling and masters cost: one Adam update of 60 tensors, compiled for an H200.
 
 Counted, not timed. A parameter's floor is 26 bytes without a check (float32 parameters, float16
-gradients), 28 with it (the check reads the gradients before the update can), 32 with masters through
+gradients), 28 with it (the check reads gradients before the update can), 32 with masters through
 `optax.apply_updates`, which reads the half parameter again. One percent above is allowed.
 """
 
