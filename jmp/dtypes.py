@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 
 HALF_DTYPES = (np.dtype(jnp.float16), np.dtype(jnp.bfloat16))
 FULL_DTYPE = np.dtype(np.float32)
+_CASTABLE = frozenset({*HALF_DTYPES, FULL_DTYPE, np.dtype(np.float64)})
 
 
 def _short_and_long_names() -> dict[type, tuple[str, ...]]:
@@ -99,8 +100,8 @@ def is_half(dtype: DTypeLike) -> bool:
 
 
 def is_castable(dtype: DTypeLike) -> bool:
-    """Returns whether tree casts touch `dtype`: real floating and at least 16 bits wide."""
-    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 16
+    """Returns whether tree casts touch `dtype`: float16, bfloat16, float32 or float64."""
+    return dtype in _CASTABLE
 
 
 def at_least_float32(dtype: DTypeLike) -> np.dtype:

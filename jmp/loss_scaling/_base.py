@@ -79,9 +79,11 @@ def _scaled_leaf(leaf: Any, factor_in: Any) -> Any:
     if isinstance(leaf, float):
         leaf = jnp.asarray(leaf, jnp.float32)
     if is_floating(leaf):
-        dtype = at_least_float32(leaf.dtype)
+        # Without x64 a float64 NumPy leaf becomes float32, as everywhere in JAX.
+        dtype = jax.dtypes.canonicalize_dtype(at_least_float32(leaf.dtype))
         return jnp.asarray(leaf).astype(dtype) * factor_in(dtype)
     # A complex parameter's gradient is scaled like any other. No complex type is half.
     if is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        leaf = jnp.asarray(leaf)
         return leaf * factor_in(jnp.finfo(leaf.dtype).dtype)
     return leaf

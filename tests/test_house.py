@@ -1,0 +1,100 @@
+"""The house: layers, the front door, a light import, files of a size one reads whole."""
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import jmp
+
+PACKAGE = pathlib.Path(jmp.__file__).parent
+FILES = sorted(path for path in PACKAGE.rglob("*.py"))
+LAYERS = {
+    "_jax_compat": 0,
+    "dtypes": 1,
+    "trees": 2,
+    "policy": 3,
+    "rules": 3,
+    "autocasting": 4,
+    "loss_scaling": 5,
+    "transforms": 6,
+    "adapters": 7,
+    "diagnostics": 8,
+}
+
+
+def part_of(path):
+    """The file or folder of the package that `path` belongs to, such as "transforms"."""
+    first = path.relative_to(PACKAGE).parts[0]
+    return first.removesuffix(".py")
+
+
+def imported_modules(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively; write the full address"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_file_imports_only_from_lower_layers_or_its_own_folder(path):
+    own = part_of(path)
+    for module in imported_modules(path):
+        assert not module.startswith("jax._src"), f"{path} imports {module}"
+        names = module.split(".")
+        if names[0] != "jmp" or own == "__init__":
+            continue
+        other = names[1]
+        assert other in LAYERS, f"{path} imports its own root by {module}"
+        if other != own:
+            # Policies and their rules share a layer; rules stand on policies.
+            lower = LAYERS[other] < LAYERS[own] or (own, other) == ("rules", "policy")
+            assert lower, f"{path} imports {module} from a layer that is not lower"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_file_can_be_read_whole(path):
+    assert len(path.read_text().splitlines()) <= 350
+
+
+def test_the_front_door_is_sorted_and_complete():
+    assert jmp.__all__ == sorted(jmp.__all__)
+    assert len(set(jmp.__all__)) == len(jmp.__all__)
+    for name in jmp.__all__:
+        assert getattr(jmp, name) is not None
+        assert getattr(jmp, name).__doc__
+    classes_and_functions = {
+        name
+        for name, value in vars(jmp).items()
+        if callable(value) and getattr(value, "__module__", "").startswith("jmp")
+    }
+    assert classes_and_functions == set(jmp.__all__)
+
+
+def test_the_package_is_typed():
+    assert (PACKAGE / "py.typed").exists()
+
+
+def run_python(code):
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout.split()
+
+
+def test_importing_jmp_imports_neither_flax_nor_optax():
+    loaded = run_python("import sys, jmp; print(*sys.modules)")
+    assert "jmp.policy" in loaded
+    assert not {"flax", "optax", "chex"} & set(loaded)
+
+
+def test_importing_jmp_and_parsing_a_policy_starts_no_backend():
+    # Private, but the one place where JAX keeps its backends.
+    code = (
+        "import jmp; jmp.get_policy('mixed_float16');"
+        "from jax._src import xla_bridge; print(len(xla_bridge._backends))"
+    )
+    assert run_python(code) == ["0"]
