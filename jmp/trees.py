@@ -143,12 +143,11 @@ def _select_leaf(pred: jax.Array, a: Any, b: Any, path: Any) -> Any:
 def _holds_numbers(leaf: Any) -> bool:
     if not is_array(leaf):
         return isinstance(leaf, (bool, int, float, complex))
-    # float0 (the gradient of an integer), NumPy strings and objects cannot live on a device.
-    return leaf.dtype != jax.dtypes.float0 and (
-        jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
-        or jnp.issubdtype(leaf.dtype, np.number)
-        or leaf.dtype == np.bool_
-    )
+    if isinstance(leaf, jax.Array):
+        return leaf.dtype != jax.dtypes.float0  # the gradient of an integer
+    # NumPy's strings, objects, dates and long doubles cannot live on a device.
+    on_device = jnp.issubdtype(leaf.dtype, np.number) or leaf.dtype == np.bool_
+    return on_device and leaf.dtype not in (np.dtype(np.longdouble), np.dtype(np.clongdouble))
 
 
 def path_string(path: tuple[Any, ...]) -> str:

@@ -1,0 +1,331 @@
+"""Trains a small ResNet on handwritten digits in five precisions, and compares them.
+
+    python examples/digits.py             # about two minutes on two CPU cores
+    python examples/digits.py --help
+
+The model is an ordinary Flax model with BatchNorm that knows nothing of precision. The data is
+scikit-learn's bundled set of 1797 real digits of 8 x 8 pixels; nothing is downloaded. Every precision
+sees the same seeds, initial weights and batches.
+
+Writes `digits.json` and `digits.png` into the output folder.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import pathlib
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+import optax
+from flax import serialization
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+
+import jmp
+from jmp import transforms
+from jmp.adapters import linen
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+
+class Block(nn.Module):
+    """Two 3 x 3 convolutions with BatchNorm around a shortcut."""
+
+    features: int
+    stride: int = 1
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        norm = functools.partial(nn.BatchNorm, use_running_average=not train, momentum=0.9)
+        strides = (self.stride, self.stride)
+        y = nn.relu(norm()(nn.Conv(self.features, (3, 3), strides, use_bias=False)(x)))
+        y = norm()(nn.Conv(self.features, (3, 3), use_bias=False)(y))
+        if x.shape != y.shape:
+            x = norm()(nn.Conv(self.features, (1, 1), strides, use_bias=False)(x))
+        return nn.relu(x + y)
+
+
+class ResNet(nn.Module):
+    """A ResNet for 8 x 8 images, as one would write it in float32."""
+
+    width: int = 16
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        x = nn.Conv(self.width, (3, 3), use_bias=False)(x)
+        x = nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.9)(x))
+        x = Block(self.width)(x, train)
+        x = Block(2 * self.width, stride=2)(x, train)
+        return nn.Dense(10)(x.mean(axis=(1, 2)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """One way to train: a policy, and how the optimizer is wrapped for it."""
+
+    name: str
+    policy: str
+    wrap: Callable[[optax.GradientTransformation], optax.GradientTransformation]
+
+
+def scaled_by(loss_scale: jmp.LossScale) -> Callable[..., Any]:
+    return lambda optimizer: transforms.with_loss_scale(optimizer, loss_scale)
+
+
+PRECISIONS = (
+    Precision("float32", "float32", scaled_by(jmp.NoOpLossScale())),
+    # What casting everything and hoping for the best means: half weights, half statistics, half
+    # gradients, half Adam, no loss scaling.
+    Precision("naive float16", "p=f16,c=f16,o=f16", lambda optimizer: optimizer),
+    Precision("static float16", "mixed_float16", scaled_by(jmp.StaticLossScale(512.0))),
+    # torch's start of 2**16. Its period of 2000 is longer than this whole training; 25 lets the scale
+    # be seen growing until it overflows, and backing off.
+    Precision(
+        "mixed float16",
+        "mixed_float16",
+        scaled_by(jmp.DynamicLossScale(2.0**16, period=25, min_loss_scale=0.0)),
+    ),
+    Precision("mixed bfloat16", "mixed_bfloat16", scaled_by(jmp.NoOpLossScale())),
+)
+
+
+def positive(kind: type) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        value = kind(text)
+        if not value > 0:
+            raise argparse.ArgumentTypeError(f"got {text}; expected a number above zero")
+        return value
+
+    return parse
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--epochs", type=positive(int), default=20)
+    parser.add_argument("--batch-size", type=positive(int), default=64)
+    parser.add_argument("--seeds", type=positive(int), default=5)
+    parser.add_argument("--learning-rate", type=positive(float), default=3e-3)
+    parser.add_argument(
+        "--width", type=positive(int), default=16, help="channels of the first block"
+    )
+    parser.add_argument("--output-dir", type=pathlib.Path, default=pathlib.Path("results"))
+    arguments = parser.parse_args()
+    if arguments.batch_size > 1437:
+        parser.error(f"--batch-size {arguments.batch_size}: there are 1437 images to train on")
+    return arguments
+
+
+def load_data() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Returns train images, test images, train labels, test labels; images in [0, 1], NHWC."""
+    digits = load_digits()
+    images = (digits.images / 16.0).astype(np.float32)[..., None]
+    return train_test_split(
+        images,
+        digits.target.astype(np.int32),
+        test_size=0.2,
+        random_state=0,
+        stratify=digits.target,
+    )
+
+
+def create_state(precision: Precision, model: nn.Module, optimizer: Any, key: jax.Array) -> Any:
+    variables = model.init(key, jnp.zeros((1, 8, 8, 1)), train=False)
+    variables = linen.cast_params(variables, precision.policy)
+    return linen.TrainState.create(
+        apply_fn=linen.wrap_apply(model.apply, precision.policy),
+        params=variables["params"],
+        batch_stats=variables["batch_stats"],
+        tx=precision.wrap(optimizer),
+    )
+
+
+def train_step(state: Any, images: jax.Array, labels: jax.Array) -> tuple[Any, dict[str, Any]]:
+    """Returns the next state, and what to write down: loss, loss scale, skipped steps so far."""
+
+    def loss_fn(params: Any) -> tuple[jax.Array, Any]:
+        variables = {"params": params, "batch_stats": state.batch_stats}
+        logits, updated = state.apply_fn(variables, images, train=True, mutable=["batch_stats"])
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        return losses.mean(), updated["batch_stats"]
+
+    grad_fn = jmp.scaled_value_and_grad(loss_fn, state.loss_scale, has_aux=True)
+    (loss, batch_stats), grads = grad_fn(state.params)
+    state = state.apply_gradients(grads=grads, batch_stats=batch_stats)
+    scaling = transforms.loss_scale_state(state.opt_state)
+    return state, {
+        "loss": loss,
+        "loss_scale": state.loss_scale.loss_scale,
+        "skipped_steps": 0 if scaling is None else scaling.skipped_steps,
+    }
+
+
+def accuracy(state: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
+    variables = {"params": state.params, "batch_stats": state.batch_stats}
+    logits = state.apply_fn(variables, images, train=False)
+    return (logits.argmax(-1) == labels).mean(dtype=jnp.float32)
+
+
+def run(
+    precision: Precision, arguments: argparse.Namespace, data: Any, tick: Any
+) -> dict[str, Any]:
+    """Trains every seed in one precision; returns everything measured, as plain numbers."""
+    train_images, test_images, train_labels, test_labels = data
+    steps = len(train_images) // arguments.batch_size
+    schedule = optax.cosine_decay_schedule(arguments.learning_rate, steps * arguments.epochs)
+    model, optimizer = ResNet(arguments.width), optax.adam(schedule)
+    create = jax.jit(functools.partial(create_state, precision, model, optimizer))
+    step = jax.jit(train_step, donate_argnums=0)
+    evaluate = jax.jit(accuracy)
+
+    accuracies, histories, seconds = [], [], []
+    for seed in range(arguments.seeds):
+        state, history = create(jax.random.key(seed)), []
+        shuffle = np.random.default_rng(seed)
+        for _ in range(arguments.epochs):
+            order = shuffle.permutation(len(train_images))
+            started = time.perf_counter()
+            for i in range(steps):
+                batch = order[i * arguments.batch_size : (i + 1) * arguments.batch_size]
+                state, measured = step(state, train_images[batch], train_labels[batch])
+                history.append(measured)
+            jax.block_until_ready(state)
+            seconds.append(time.perf_counter() - started)
+            tick()
+        accuracies.append(float(evaluate(state, test_images, test_labels)))
+        histories.append({name: [float(m[name]) for m in history] for name in history[0]})
+
+    variables = {"params": state.params, "batch_stats": state.batch_stats}
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = pathlib.Path(folder) / "checkpoint.msgpack"
+        checkpoint.write_bytes(serialization.to_bytes(variables))
+        checkpoint_bytes = checkpoint.stat().st_size
+    losses = np.array([history["loss"] for history in histories])
+    return {
+        "policy": precision.policy,
+        "test_accuracy": accuracies,
+        "final_loss": losses[:, -steps:].mean(axis=1).tolist(),  # mean of the last epoch
+        "seconds_per_epoch": float(np.median(seconds[1:] or seconds)),  # the first one compiles
+        "parameter_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(state.params)),
+        "checkpoint_bytes": checkpoint_bytes,
+        "skipped_steps": [history["skipped_steps"][-1] for history in histories],
+        "final_scale": [history["loss_scale"][-1] for history in histories],
+        "loss_curve": losses.mean(axis=0).tolist(),
+        "scale_curve": histories[0]["loss_scale"],
+        "skip_curve": histories[0]["skipped_steps"],
+    }
+
+
+def add_differences(results: dict[str, Any]) -> None:
+    """Adds the accuracy's paired difference to float32 over the seeds, and its standard error."""
+    reference = np.array(results["float32"]["test_accuracy"])
+    for result in results.values():
+        difference = np.array(result["test_accuracy"]) - reference
+        error = difference.std(ddof=1) / np.sqrt(len(difference)) if len(difference) > 1 else np.nan
+        result["accuracy_difference"] = float(difference.mean())
+        result["accuracy_difference_standard_error"] = float(error)
+
+
+def print_table(results: dict[str, Any], console: Console) -> None:
+    table = Table(title="Handwritten digits: what each precision costs and keeps")
+    for heading in (
+        "precision",
+        "test accuracy",
+        "against float32",
+        "final loss",
+        "s / epoch",
+        "parameters",
+        "checkpoint",
+        "skipped",
+        "final scale",
+    ):
+        table.add_column(heading, justify="left" if heading == "precision" else "right")
+    for name, result in results.items():
+        scale = np.median(result["final_scale"])
+        table.add_row(
+            name,
+            f"{100 * np.mean(result['test_accuracy']):.2f} %",
+            f"{100 * result['accuracy_difference']:+.2f} "
+            f"± {100 * result['accuracy_difference_standard_error']:.2f}",
+            f"{np.mean(result['final_loss']):.4f}",
+            f"{result['seconds_per_epoch']:.2f}",
+            f"{result['parameter_bytes'] / 1000:.0f} kB",
+            f"{result['checkpoint_bytes'] / 1000:.0f} kB",
+            f"{np.mean(result['skipped_steps']):.1f}",
+            "-" if scale == 1 else f"2^{np.log2(scale):.0f}",
+        )
+    console.print(table)
+
+
+def plot(results: dict[str, Any], path: pathlib.Path) -> None:
+    """Draws the loss curves and the course of the loss scale."""
+    # Okabe and Ito's colours, told apart by every kind of colour vision; line styles besides.
+    looks = zip(
+        ("#000000", "#D55E00", "#56B4E9", "#0072B2", "#009E73"),
+        ("-", "--", "-.", "-", ":"),
+        strict=True,
+    )
+    figure, (top, bottom) = plt.subplots(
+        2, 1, figsize=(6.4, 6.4), height_ratios=(3, 2), sharex=True, layout="constrained"
+    )
+    for (name, result), (color, style) in zip(results.items(), looks, strict=True):
+        curve = np.array(result["loss_curve"])
+        top.plot(curve, color=color, linestyle=style, label=name, linewidth=1.4)
+        if name in ("static float16", "mixed float16"):
+            scale = np.array(result["scale_curve"])
+            bottom.plot(scale, color=color, linestyle=style, label=name, drawstyle="steps-post")
+            skipped = np.flatnonzero(np.diff(result["skip_curve"], prepend=0))
+            if len(skipped):
+                bottom.plot(
+                    skipped, scale[skipped], "x", color=color, markersize=5, label="skipped step"
+                )
+    top.set(yscale="log", ylabel="training loss, mean of seeds")
+    top.legend(fontsize=8)
+    bottom.set_yscale("log", base=2)
+    bottom.set(xlabel="step", ylabel="loss scale, first seed")
+    bottom.legend(fontsize=8)
+    for axes in (top, bottom):
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=160)
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    console = Console()
+    device = jax.devices()[0]
+    console.print(f"Training on {device.device_kind} ({device.platform}), JAX {jax.__version__}")
+    arguments.output_dir.mkdir(parents=True, exist_ok=True)
+    data = load_data()
+    results = {}
+    with Progress(console=console) as progress:
+        for precision in PRECISIONS:
+            task = progress.add_task(precision.name, total=arguments.epochs * arguments.seeds)
+            results[precision.name] = run(
+                precision, arguments, data, lambda task=task: progress.advance(task)
+            )
+    add_differences(results)
+    print_table(results, console)
+    plot(results, arguments.output_dir / "digits.png")
+    options = {name: str(value) for name, value in vars(arguments).items() if name != "output_dir"}
+    about = {"device": device.device_kind, "jax": jax.__version__, "options": options}
+    report = {**about, "precisions": results}
+    (arguments.output_dir / "digits.json").write_text(json.dumps(report, indent=1) + "\n")
+    console.print(f"Wrote {arguments.output_dir / 'digits.json'} and digits.png beside it.")
+
+
+if __name__ == "__main__":
+    main()
