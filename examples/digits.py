@@ -4,8 +4,8 @@
     python examples/digits.py --help
 
 The model is an ordinary Flax model with BatchNorm that knows nothing of precision. The data is
-scikit-learn's bundled set of 1797 real digits of 8 x 8 pixels; nothing is downloaded. Every precision
-sees the same seeds, initial weights and batches.
+scikit-learn's bundled set of 1797 real digits of 8 x 8 pixels; nothing is downloaded. Every
+precision sees the same seeds, initial weights and batches.
 
 Writes `digits.json` and `digits.png` into the output folder.
 """
@@ -91,8 +91,8 @@ PRECISIONS = (
     # gradients, half Adam, no loss scaling.
     Precision("naive float16", "p=f16,c=f16,o=f16", lambda optimizer: optimizer),
     Precision("static float16", "mixed_float16", scaled_by(jmp.StaticLossScale(512.0))),
-    # torch's start of 2**16. Its period of 2000 is longer than this whole training; 25 lets the scale
-    # be seen growing until it overflows, and backing off.
+    # torch's start of 2**16. Its period of 2000 is longer than this whole training; with 25 the
+    # scale is seen growing until it overflows, and backing off.
     Precision(
         "mixed float16",
         "mixed_float16",
@@ -120,9 +120,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=positive(int), default=64)
     parser.add_argument("--seeds", type=positive(int), default=5)
     parser.add_argument("--learning-rate", type=positive(float), default=3e-3)
-    parser.add_argument(
-        "--width", type=positive(int), default=16, help="channels of the first block"
-    )
+    parser.add_argument("--width", type=positive(int), default=16, help="channels at the start")
     parser.add_argument("--output-dir", type=pathlib.Path, default=pathlib.Path("results"))
     arguments = parser.parse_args()
     if arguments.batch_size > 1437:
@@ -260,7 +258,7 @@ def print_table(results: dict[str, Any], console: Console) -> None:
             name,
             f"{100 * np.mean(result['test_accuracy']):.2f} %",
             f"{100 * result['accuracy_difference']:+.2f} "
-            f"± {100 * result['accuracy_difference_standard_error']:.2f}",
+            f"± {100 * result['accuracy_difference_standard_error']:.2f}".replace("± nan", ""),
             f"{np.mean(result['final_loss']):.4f}",
             f"{result['seconds_per_epoch']:.2f}",
             f"{result['parameter_bytes'] / 1000:.0f} kB",
@@ -284,6 +282,11 @@ def plot(results: dict[str, Any], path: pathlib.Path) -> None:
     )
     for (name, result), (color, style) in zip(results.items(), looks, strict=True):
         curve = np.array(result["loss_curve"])
+        if not np.all(np.isfinite(curve)):
+            end = int(np.argmin(np.isfinite(curve)))
+            name = f"{name} (NaN from step {end})"
+            top.plot(curve[:end], marker="X", markevery=[max(end - 1, 0)], color=color, label=name)
+            continue
         top.plot(curve, color=color, linestyle=style, label=name, linewidth=1.4)
         if name in ("static float16", "mixed float16"):
             scale = np.array(result["scale_curve"])
@@ -322,7 +325,8 @@ def main() -> None:
     plot(results, arguments.output_dir / "digits.png")
     options = {name: str(value) for name, value in vars(arguments).items() if name != "output_dir"}
     about = {"device": device.device_kind, "jax": jax.__version__, "options": options}
-    report = {**about, "precisions": results}
+    # JSON knows no NaN.
+    report = {**about, "precisions": jax.tree.map(lambda x: None if x != x else x, results)}
     (arguments.output_dir / "digits.json").write_text(json.dumps(report, indent=1) + "\n")
     console.print(f"Wrote {arguments.output_dir / 'digits.json'} and digits.png beside it.")
 
