@@ -13,7 +13,6 @@ Writes `digits.json` and `digits.png` into the output folder.
 import argparse
 import dataclasses
 import functools
-import json
 import pathlib
 import tempfile
 import time
@@ -26,6 +25,7 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import optax
+from _common import COLORS, device_line, positive, write_report
 from flax import serialization
 from rich.console import Console
 from rich.progress import Progress
@@ -100,16 +100,6 @@ PRECISIONS = (
     ),
     Precision("mixed bfloat16", "mixed_bfloat16", scaled_by(jmp.NoOpLossScale())),
 )
-
-
-def positive(kind: type) -> Callable[[str], Any]:
-    def parse(text: str) -> Any:
-        value = kind(text)
-        if not value > 0:
-            raise argparse.ArgumentTypeError(f"got {text}; expected a number above zero")
-        return value
-
-    return parse
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -271,12 +261,7 @@ def print_table(results: dict[str, Any], console: Console) -> None:
 
 def plot(results: dict[str, Any], path: pathlib.Path) -> None:
     """Draws the loss curves and the course of the loss scale."""
-    # Okabe and Ito's colours, told apart by every kind of colour vision; line styles besides.
-    looks = zip(
-        ("#000000", "#D55E00", "#56B4E9", "#0072B2", "#009E73"),
-        ("-", "--", "-.", "-", ":"),
-        strict=True,
-    )
+    looks = zip(COLORS, ("-", "--", "-.", "-", ":"), strict=True)
     figure, (top, bottom) = plt.subplots(
         2, 1, figsize=(6.4, 6.4), height_ratios=(3, 2), sharex=True, layout="constrained"
     )
@@ -309,8 +294,7 @@ def plot(results: dict[str, Any], path: pathlib.Path) -> None:
 def main() -> None:
     arguments = parse_arguments()
     console = Console()
-    device = jax.devices()[0]
-    console.print(f"Training on {device.device_kind} ({device.platform}), JAX {jax.__version__}")
+    console.print(device_line())
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
     data = load_data()
     results = {}
@@ -323,11 +307,7 @@ def main() -> None:
     add_differences(results)
     print_table(results, console)
     plot(results, arguments.output_dir / "digits.png")
-    options = {name: str(value) for name, value in vars(arguments).items() if name != "output_dir"}
-    about = {"device": device.device_kind, "jax": jax.__version__, "options": options}
-    # JSON knows no NaN.
-    report = {**about, "precisions": jax.tree.map(lambda x: None if x != x else x, results)}
-    (arguments.output_dir / "digits.json").write_text(json.dumps(report, indent=1) + "\n")
+    write_report(arguments.output_dir / "digits.json", arguments, precisions=results)
     console.print(f"Wrote {arguments.output_dir / 'digits.json'} and digits.png beside it.")
 
 

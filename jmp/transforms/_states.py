@@ -84,7 +84,7 @@ def without_weak_types(tree: Any) -> Any:
 
 def _nodes(tree: Any) -> Iterator[Any]:
     """Yields every tuple (named or plain) in `tree`, outermost first."""
-    is_tuple = lambda node: isinstance(node, tuple)  # noqa: E731
+    is_tuple = lambda node: isinstance(node, tuple)
     for node in jax.tree.leaves(tree, is_leaf=is_tuple):
         if is_tuple(node):
             yield node
