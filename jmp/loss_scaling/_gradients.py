@@ -72,7 +72,7 @@ def scaled_loss(
 def _checked_loss(loss: Any) -> jax.Array:
     try:
         array = jnp.asarray(loss)
-    except TypeError:
+    except (TypeError, ValueError):
         array = None
     if array is None or array.ndim != 0 or not is_castable(array.dtype):
         got = f"{array.dtype}{list(array.shape)}" if array is not None else repr(loss)

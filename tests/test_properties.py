@@ -1,0 +1,106 @@
+"""What must hold for every input that hypothesis can think of."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jmp
+from jmp.dtypes import dtype_to_names
+from tests.cases import odd_leaves
+
+powers = st.integers(-140, 127).map(lambda n: math.ldexp(1.0, n))
+flags = st.lists(st.booleans(), max_size=40)
+
+
+@given(start=powers, floor=powers, ceiling=powers, growth=st.integers(1, 8), flags=flags)
+def test_a_scale_stays_a_power_of_two_within_its_bounds(start, floor, ceiling, growth, flags):
+    floor, ceiling = sorted((floor, ceiling))
+    scale = jmp.DynamicLossScale(
+        start,
+        period=2,
+        factor=2.0**growth,
+        min_loss_scale=floor,
+        max_loss_scale=ceiling,
+    )
+    for finite in [None, *flags]:
+        scale = scale if finite is None else scale.adjust(finite)
+        value = float(scale.loss_scale)
+        assert scale.min_loss_scale <= value <= scale.max_loss_scale
+        assert 2.0**-126 <= value <= 2.0**126
+        assert math.frexp(value)[0] == 0.5
+
+
+@given(
+    start=st.floats(1e-30, 1e30),
+    factor=st.floats(1.001, 1e30),
+    backoff=st.floats(1e-30, 0.999),
+    flags=flags,
+)
+def test_a_scale_stays_finite_and_positive_with_any_parameters(start, factor, backoff, flags):
+    scale = jmp.DynamicLossScale(start, 0, 1, factor, 0.0, backoff_factor=backoff)
+    for finite in flags:
+        scale = scale.adjust(finite)
+        assert 2.0**-126 <= float(scale.loss_scale) <= 2.0**126
+
+
+dtypes = st.sampled_from(sorted(names[-1] for names in dtype_to_names.values()))
+
+
+@given(dtypes, dtypes, dtypes)
+def test_policies_round_trip_through_text(param, compute, output):
+    policy = jmp.Policy(param, compute, output)
+    assert jmp.get_policy(str(policy)) == policy
+    assert hash(jmp.get_policy(str(policy))) == hash(policy)
+
+
+@given(st.text() | st.from_regex(r"[pcoq]=[a-z0-9]+(,[pco]=[a-z0-9]*)*"))
+def test_any_text_is_a_policy_or_a_value_error(text):
+    try:
+        assert isinstance(jmp.get_policy(text), jmp.Policy)
+    except ValueError:
+        pass
+
+
+def arrays():
+    numbers = st.lists(st.floats(width=32), min_size=1, max_size=4)
+    return st.tuples(numbers, st.sampled_from(["float16", "bfloat16", "float32", "int32", "bool"]))
+
+
+def to_array(numbers_and_dtype):
+    numbers, dtype = numbers_and_dtype
+    with np.errstate(all="ignore"):
+        return np.array(numbers, np.float32).astype(jnp.dtype(dtype))
+
+
+leaves = arrays().map(to_array) | arrays().map(lambda a: jnp.asarray(to_array(a)))
+leaves |= st.sampled_from(list(odd_leaves().values())) | st.floats() | st.integers(-9, 9)
+trees = st.recursive(
+    leaves,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab"), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(trees)
+def test_any_tree_passes_casts_scaling_checks_and_selection(tree):
+    scale = jmp.DynamicLossScale(8.0)
+    for function in (jmp.cast_to_half, jmp.cast_to_full, scale.scale, scale.unscale):
+        assert jax.tree.structure(function(tree)) == jax.tree.structure(tree)
+    assert jmp.all_finite(tree).shape == ()
+    selected = jmp.select_tree(True, tree, tree)
+    assert jax.tree.structure(selected) == jax.tree.structure(tree)
+
+
+@given(trees)
+def test_all_finite_agrees_with_numpy(tree):
+    floats = [
+        np.asarray(leaf, np.float32)
+        for leaf in jax.tree.leaves(tree)
+        if getattr(leaf, "dtype", None) in (np.float16, jnp.dtype("bfloat16"), np.float32)
+        and not isinstance(leaf, jax.ShapeDtypeStruct)
+    ]
+    assert bool(jmp.all_finite(tree)) == all(np.isfinite(leaf).all() for leaf in floats)
