@@ -1,4 +1,8 @@
-"""Lists the shared checks run over. A new loss scale is one row in LOSS_SCALES."""
+"""The cases that shared checks run over. A new loss scale is one row in `LOSS_SCALES`."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -6,53 +10,213 @@ import numpy as np
 
 import jmp
 
-LOSS_SCALES = {
-    "no-op": jmp.NoOpLossScale,
-    "static": lambda: jmp.StaticLossScale(512),
-    "static, no power of two": lambda: jmp.StaticLossScale(3.0),
-    "dynamic": lambda: jmp.DynamicLossScale(2.0**15),
-    "dynamic, short period": lambda: jmp.DynamicLossScale(4.0, period=2, min_loss_scale=0.0),
-    "dynamic, own factors": lambda: jmp.DynamicLossScale(
-        8.0, period=3, growth_factor=4, backoff_factor=0.25, max_loss_scale=64.0
+
+@dataclasses.dataclass(frozen=True)
+class ScaleCase:
+    """One loss scale: how it is made, and its leaves by name with their fixed dtypes."""
+
+    name: str
+    make: Callable[[], jmp.LossScale]
+    leaves: dict[str, str]
+
+
+_DYNAMIC = {"loss_scale": "float32", "counter": "int32"}
+_HYSTERESIS = {**_DYNAMIC, "tolerance": "int32"}
+
+# Starting scales are powers of two, so that scaling and unscaling are exact. Some start above
+# float16's maximum, others below its smallest subnormal.
+LOSS_SCALES = [
+    ScaleCase("no_op", jmp.NoOpLossScale, {}),
+    ScaleCase("static", lambda: jmp.StaticLossScale(512.0), {}),
+    ScaleCase("static_at_the_bound", lambda: jmp.StaticLossScale(2.0**100), {}),
+    ScaleCase("dynamic", jmp.DynamicLossScale, _DYNAMIC),
+    ScaleCase(
+        "dynamic_with_every_option",
+        lambda: jmp.DynamicLossScale(
+            2.0**10,
+            1,
+            3,
+            2,
+            2.0**-3,
+            growth_factor=4.0,
+            backoff_factor=0.25,
+            max_loss_scale=2.0**20,
+        ),
+        _DYNAMIC,
     ),
-    "hysteresis": lambda: jmp.HysteresisLossScale(1024.0, period=3, hysteresis=2),
-    "deepmind": jmp.deepmind_loss_scale,
-    "torch": jmp.torch_loss_scale,
-    "apex": jmp.apex_loss_scale,
-    "fastai": jmp.fastai_loss_scale,
+    ScaleCase("dynamic_float_period", lambda: jmp.DynamicLossScale(2.0**16, period=2.0), _DYNAMIC),
+    ScaleCase(
+        "dynamic_far_below_one",
+        lambda: jmp.DynamicLossScale(2.0**-30, period=1, min_loss_scale=0.0),
+        _DYNAMIC,
+    ),
+    ScaleCase("hysteresis", jmp.HysteresisLossScale, _HYSTERESIS),
+    ScaleCase(
+        "hysteresis_used_up",
+        lambda: jmp.HysteresisLossScale(2.0**17, period=2, hysteresis=3, tolerance=1),
+        _HYSTERESIS,
+    ),
+    ScaleCase("deepmind", jmp.deepmind_loss_scale, _DYNAMIC),
+    ScaleCase("torch", jmp.torch_loss_scale, _DYNAMIC),
+    ScaleCase("apex", jmp.apex_loss_scale, _DYNAMIC),
+    ScaleCase("fastai", jmp.fastai_loss_scale, _DYNAMIC),
+]
+
+# Constructor calls that must be refused: the call, the error, and words of its sentence.
+NAN, INFINITY = float("nan"), float("inf")
+_Refused = tuple[str, Callable[[], Any], type[Exception], str]
+_NOT_POSITIVE = "expected a positive finite number such as 2.0**15. To switch loss scaling off"
+_NOT_NEGATIVE = "expected a number that is not negative"
+_ABOVE_ONE = "expected a finite number above 1, such as 2"
+_FRACTION = "expected a number between 0 and 1, such as 0.5"
+_STEPS = "expected a number of steps of at least 1"
+
+
+def _dynamic(name: str, value: Any, words: str, error: type[Exception] = ValueError) -> _Refused:
+    return (
+        f"dynamic {name}={value!r}",
+        lambda: jmp.DynamicLossScale(**{name: value}),
+        error,
+        f"{name} got {value!r}; {words}" if error is ValueError else words,
+    )
+
+
+def _static(value: Any, words: str, error: type[Exception] = ValueError) -> _Refused:
+    return f"static {value!r}", lambda: jmp.StaticLossScale(value), error, words
+
+
+REFUSED_SCALES: list[_Refused] = [
+    *(_dynamic("loss_scale", bad, _NOT_POSITIVE) for bad in (0.0, -0.0, -2.0, NAN, INFINITY)),
+    *(_dynamic("loss_scale", np.float32(bad), _NOT_POSITIVE) for bad in (0.0, -1.0, NAN)),
+    *(_dynamic("period", bad, _STEPS) for bad in (0, -3, 0.5, NAN)),
+    *(_dynamic("factor", bad, _ABOVE_ONE) for bad in (1, 1.0, 0.5, 0.0, -2.0, NAN, INFINITY)),
+    *(_dynamic("growth_factor", bad, _ABOVE_ONE) for bad in (1.0, 0.5, NAN, INFINITY)),
+    *(_dynamic("backoff_factor", bad, _FRACTION) for bad in (0.0, 1.0, 2.0, -0.5, NAN)),
+    *(_dynamic("min_loss_scale", bad, _NOT_NEGATIVE) for bad in (-1.0, NAN, -INFINITY)),
+    *(_dynamic("max_loss_scale", bad, _NOT_NEGATIVE) for bad in (-1.0, NAN)),
+    *(
+        _dynamic(name, bad, f"{name} got {bad!r}; expected one number", TypeError)
+        for name in ("period", "factor", "min_loss_scale", "max_loss_scale", "backoff_factor")
+        for bad in (True, "2", [2.0])
+    ),
+    *(
+        _static(bad, "expected a finite number that is not negative, such as 512")
+        for bad in (-1.0, NAN, INFINITY)
+    ),
+    *(
+        _static(bad, f"StaticLossScale got {bad!r}; expected one number", TypeError)
+        for bad in (None, "512", True, [512.0], np.ones(2))
+    ),
+    (
+        "floor above ceiling",
+        lambda: jmp.DynamicLossScale(16.0, min_loss_scale=32.0, max_loss_scale=8.0),
+        ValueError,
+        "min_loss_scale 32.0 lies above max_loss_scale 8.0; expected a floor below the ceiling",
+    ),
+    (
+        "hysteresis 0",
+        lambda: jmp.HysteresisLossScale(hysteresis=0),
+        ValueError,
+        "hysteresis got 0; expected at least 1 overflow",
+    ),
+    (
+        "hysteresis 1.5",
+        lambda: jmp.HysteresisLossScale(hysteresis=1.5),
+        TypeError,
+        "hysteresis got 1.5; expected a whole number",
+    ),
+    (
+        "hysteresis, period 0",
+        lambda: jmp.HysteresisLossScale(period=0),
+        ValueError,
+        f"period got 0; {_STEPS}",
+    ),
+]
+
+HALF = ("float16", "bfloat16")
+CASTABLE = (*HALF, "float32", "float64")
+FLOAT8 = tuple(name for name in sorted(dir(jnp)) if name.startswith("float8_"))
+
+# Text, and the three dtypes that it means on a CPU, where half precision is float16.
+POLICIES = [
+    ("float32", ("float32", "float32", "float32")),
+    ("full", ("float32", "float32", "float32")),
+    ("f64", ("float64", "float64", "float64")),
+    ("half", ("float16", "float16", "float16")),
+    ("bf16", ("bfloat16", "bfloat16", "bfloat16")),
+    ("f8_e4m3fn", ("float8_e4m3fn", "float8_e4m3fn", "float8_e4m3fn")),
+    ("p=f32,c=f16,o=f32", ("float32", "float16", "float32")),
+    ("params=float32,compute=half,output=full", ("float32", "float16", "float32")),
+    ("  p = f16 ,\to=f32,  c = bf16\n", ("float16", "bfloat16", "float32")),
+    ("p=f16", ("float16", "float16", "float16")),
+    ("c=bf16", ("float32", "bfloat16", "bfloat16")),
+    ("o=f16", ("float32", "float32", "float16")),
+    ("p=f16,o=f32", ("float16", "float16", "float32")),
+    ("mixed_float16", ("float32", "float16", "float32")),
+    ("mixed_bfloat16", ("float32", "bfloat16", "float32")),
+    ("O0", ("float32", "float32", "float32")),
+    ("O1", ("float32", "float16", "float32")),
+    ("O2", ("float16", "float16", "float32")),
+    ("O3", ("float16", "float16", "float16")),
+]
+
+# Leaves that no cast and no loss scale may touch, and that no check of finiteness looks at. They
+# come back as the very same object.
+ODD_LEAVES: dict[str, Any] = {
+    "none_in_a_list": [None],
+    "python_int": 3,
+    "python_bool": True,
+    "string": "relu",
+    "callable": len,
+    "object": object(),
+    "int_array": jnp.arange(3),
+    "int8_array": jnp.ones(2, jnp.int8),
+    "int4_array": jnp.ones(2, jnp.int4),
+    "bool_array": jnp.array([True, False]),
+    "numpy_ints": np.arange(3, dtype=np.int32),
+    "numpy_int_scalar": np.int32(7),
+    "numpy_bool_scalar": np.bool_(True),
+    "key": jax.random.key(0),
+    "keys": jax.random.split(jax.random.key(1), 3),
+    "raw_key": jax.random.PRNGKey(0),
+    "float0": np.zeros(2, jax.dtypes.float0),
+    "shape_dtype_struct": jax.ShapeDtypeStruct((2,), jnp.float32),
+    "numpy_strings": np.array(["a", "b"]),
+    "numpy_objects": np.array([None, 1], object),
+    "numpy_dates": np.array(["2020-01-01"], "datetime64[D]"),
+    "numpy_record": np.zeros(2, [("weight", "f4")]),
+    "long_double": np.longdouble(1.5),
+    "complex_long_double": np.clongdouble(1.5),
+    **{f"{name}_array": jnp.ones(2, name) for name in FLOAT8},
+    "numpy_float8": np.ones(2, jnp.float8_e4m3fn),
 }
 
-HALF_DTYPES = (jnp.float16, jnp.bfloat16)
+# Leaves that casts do not touch either, but loss scales do.
+COMPLEX_LEAVES: dict[str, Any] = {
+    "complex64_array": jnp.array([1 + 2j, -3.5j], jnp.complex64),
+    "numpy_complex64": np.array([1 + 2j], np.complex64),
+    "numpy_complex_scalar": np.complex64(1 - 1j),
+}
+PYTHON_FLOAT = 1.5
 
 
-def odd_leaves():
-    """Leaves that no cast, scale or check may touch."""
+def floating_leaves(dtype: str) -> dict[str, Any]:
+    """Leaves of one castable dtype: a JAX array, a NumPy array, a NumPy scalar, an empty array."""
+    numbers = np.array([0.0, -0.0, 1.5, -2.0], dtype)
     return {
-        "int": jnp.arange(3),
-        "small int": jnp.ones(2, jnp.int4),
-        "bool": jnp.array([True, False]),
-        "key": jax.random.key(0),
-        "raw key": jax.random.PRNGKey(0),
-        "float0": np.zeros(2, jax.dtypes.float0),
-        "none": None,
-        "string": "text",
-        "callable": len,
-        "python int": 3,
-        "python bool": True,
-        "float8": jnp.ones(2, jnp.float8_e4m3fn),
-        "shape": jax.ShapeDtypeStruct((2,), jnp.float16),
-        "numpy strings": np.array(["a"]),
-        "numpy objects": np.array([object()]),
-        "long double": np.longdouble(2),
+        "jax_array": jnp.asarray(numbers),
+        "numpy_array": numbers,
+        "numpy_scalar": numbers.dtype.type(1.5),
+        "empty": np.zeros((0, 3), dtype),
     }
 
 
-def bits(tree):
-    """The bytes of every array in `tree`, for comparisons that see -0.0 and NaN."""
+def edges(dtype: str) -> np.ndarray:
+    """Zeros, the smallest subnormal and normal, one, the maximum and their negatives, in `dtype`.
 
-    def leaf_bytes(leaf):
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-            leaf = jax.random.key_data(leaf)
-        return (leaf.shape, str(leaf.dtype), np.asarray(leaf).tobytes())
-
-    return [leaf_bytes(leaf) for leaf in jax.tree.leaves(tree)]
+    XLA flushes subnormals of float32, and with them bfloat16's, to zero; the others survive.
+    """
+    limits = jnp.finfo(dtype)
+    smallest = limits.smallest_subnormal if dtype in ("float16", "float64") else limits.tiny
+    positive = np.array([0.0, smallest, limits.tiny, 1.0, 1.5, limits.max], dtype)
+    return np.concatenate([positive, -positive])

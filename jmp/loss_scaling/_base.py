@@ -76,8 +76,9 @@ def _cast(factor: Any, dtype: np.dtype) -> jax.Array:
 
 
 def _scaled_leaf(leaf: Any, factor_in: Any) -> Any:
-    if isinstance(leaf, float):
-        leaf = jnp.asarray(leaf, jnp.float32)
+    if isinstance(leaf, float) and not is_array(leaf):  # np.float64 is a float, and an array too
+        with np.errstate(over="ignore"):
+            leaf = jnp.asarray(leaf, jnp.float32)
     if is_floating(leaf):
         # Without x64 a float64 NumPy leaf becomes float32, as everywhere in JAX.
         dtype = jax.dtypes.canonicalize_dtype(at_least_float32(leaf.dtype))
