@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import jmp
 from jmp.dtypes import dtype_to_names
-from tests.cases import odd_leaves
+from tests.cases import ODD_LEAVES
 
 powers = st.integers(-140, 127).map(lambda n: math.ldexp(1.0, n))
 flags = st.lists(st.booleans(), max_size=40)
@@ -77,7 +77,7 @@ def to_array(numbers_and_dtype):
 
 
 leaves = arrays().map(to_array) | arrays().map(lambda a: jnp.asarray(to_array(a)))
-leaves |= st.sampled_from(list(odd_leaves().values())) | st.floats() | st.integers(-9, 9)
+leaves |= st.sampled_from(list(ODD_LEAVES.values())) | st.floats() | st.integers(-9, 9)
 trees = st.recursive(
     leaves,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab"), inner, max_size=3),

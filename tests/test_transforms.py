@@ -10,7 +10,8 @@ import pytest
 
 import jmp
 from jmp import transforms
-from tests.cases import HALF_DTYPES, bits
+from tests.bits import bits
+from tests.cases import HALF
 
 OPTIMIZERS = {
     "adam, schedule": lambda: optax.adam(optax.linear_schedule(1e-2, 0.0, 10)),
@@ -46,7 +47,7 @@ def apply(update, gradients, opt_state, params):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
-@pytest.mark.parametrize("dtype", [*HALF_DTYPES, jnp.float32])
+@pytest.mark.parametrize("dtype", [*HALF, jnp.float32])
 @pytest.mark.parametrize("bad_step", [0, 2, 4])
 def test_a_bad_step_moves_nothing_and_the_run_goes_on_as_if_it_had_not_been(
     optimizer, dtype, bad_step
@@ -173,7 +174,7 @@ def test_extra_arguments_reach_the_inner_optimizer():
     assert updates[0] > -1.0
 
 
-@pytest.mark.parametrize("dtype", HALF_DTYPES)
+@pytest.mark.parametrize("dtype", HALF)
 def test_parameters_equal_their_rounded_masters_and_masters_equal_a_float32_run(dtype):
     params = jax.tree.map(
         lambda p: (p * 2.0 ** (4 * p - 6)).astype(dtype),  # of very different magnitudes

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 import jmp
-from tests.cases import HALF_DTYPES, bits, odd_leaves
+from tests.bits import bits
+from tests.cases import HALF, ODD_LEAVES
 
 
-@pytest.mark.parametrize("dtype", [*HALF_DTYPES, jnp.float32])
+@pytest.mark.parametrize("dtype", [*HALF, jnp.float32])
 def test_a_cast_is_a_plain_cast(dtype):
     values = np.array([0, -0.0, 1, 1e-8, 6e-8, 6.1e-5, 65504, 65520, 3e38, np.inf, np.nan], "f4")
     with np.errstate(over="ignore"):
@@ -24,8 +25,8 @@ def test_numpy_arrays_stay_numpy_and_scalars_are_cast():
     assert tree["scalar"].dtype == jnp.bfloat16
 
 
-def test_casts_pass_over_odd_leaves():
-    leaves = odd_leaves()
+def test_casts_pass_over_dict(ODD_LEAVES):
+    leaves = dict(ODD_LEAVES)
     for cast in (jmp.cast_to_half, jmp.cast_to_full):
         assert all(cast(leaves)[name] is leaf for name, leaf in leaves.items())
 
@@ -40,7 +41,7 @@ def test_all_finite_looks_at_elements_not_at_sums():
     assert jmp.all_finite(jnp.full(2, jnp.finfo(jnp.float32).max))
 
 
-@pytest.mark.parametrize("dtype", [*HALF_DTYPES, jnp.float32, jnp.complex64])
+@pytest.mark.parametrize("dtype", [*HALF, jnp.float32, jnp.complex64])
 @pytest.mark.parametrize("bad", [jnp.inf, -jnp.inf, jnp.nan])
 def test_one_bad_element_anywhere_is_found(dtype, bad):
     for position in (0, 4):
@@ -48,8 +49,8 @@ def test_one_bad_element_anywhere_is_found(dtype, bad):
         assert not jmp.all_finite(tree)
 
 
-def test_all_finite_passes_over_odd_leaves():
-    assert jmp.all_finite(odd_leaves())
+def test_all_finite_passes_over_dict(ODD_LEAVES):
+    assert jmp.all_finite(dict(ODD_LEAVES))
     assert jmp.all_finite(None) and jmp.all_finite({})
 
 
@@ -73,7 +74,7 @@ def test_select_takes_every_array_leaf():
 
 
 def test_leaves_without_numbers_come_from_the_first_tree():
-    first = {name: leaf for name, leaf in odd_leaves().items() if name not in ("shape",)}
+    first = {name: leaf for name, leaf in dict(ODD_LEAVES).items() if name not in ("shape",)}
     second = dict(first, string="other", callable=max)
     selected = jmp.select_tree(False, first, second)
     for name in ("float0", "none", "string", "callable", "numpy strings", "numpy objects"):
