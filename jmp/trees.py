@@ -22,6 +22,11 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
 
 
+def is_complex(leaf: Any) -> bool:
+    """Returns whether `leaf` is an array of complex numbers that JAX knows."""
+    return is_array(leaf) and leaf.dtype in (np.complex64, np.complex128)
+
+
 def is_floating(leaf: Any) -> bool:
     """Returns whether `leaf` is an array of real floats of at least 16 bits."""
     return is_array(leaf) and is_castable(leaf.dtype)
@@ -39,7 +44,8 @@ def cast_floating(tree: T, dtype: DTypeLike) -> T:
     """Casts the floating leaves of `tree` to `dtype`.
 
     Args:
-      tree: any pytree. Integer, bool, key, float0, float8 and non-array leaves pass unchanged.
+      tree: any pytree. Integer, bool, key, float0, float8 and non-array leaves pass unchanged, and
+        so do loss scales.
       dtype: a real floating dtype or its name, such as "bfloat16".
 
     Returns: the same structure and shapes.
@@ -49,7 +55,12 @@ def cast_floating(tree: T, dtype: DTypeLike) -> T:
     dtype(bfloat16)
     """
     target = floating_dtype(dtype, "dtype")
-    return jax.tree.map(lambda leaf: cast_leaf(leaf, target), tree)
+    return jax.tree.map(lambda leaf: cast_leaf(leaf, target), tree, is_leaf=_keeps_its_dtypes)
+
+
+def _keeps_its_dtypes(node: Any) -> bool:
+    """Whether a node's class refuses casts: a loss scale of 2**16 would be infinite in float16."""
+    return getattr(type(node), "keeps_its_dtypes", False)
 
 
 def cast_to_full(tree: T) -> T:
@@ -82,7 +93,7 @@ def all_finite(tree: Any) -> jax.Array:
     checks = [
         jnp.isfinite(leaf).all()
         for leaf in jax.tree.leaves(tree)
-        if is_floating(leaf) or (is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.complexfloating))
+        if is_floating(leaf) or is_complex(leaf)
     ]
     if not checks:
         return jnp.array(True)

@@ -1,4 +1,4 @@
-"""Casting, checking and selecting whole trees, at the edges."""
+"""Casts, checks and selection of whole trees."""
 
 import jax
 import jax.numpy as jnp
@@ -6,95 +6,366 @@ import numpy as np
 import pytest
 
 import jmp
-from tests.bits import bits
-from tests.cases import HALF, ODD_LEAVES
+from jmp.trees import cast_to_at_least_float32, path_string
+from tests import cases
+
+every_dtype = pytest.mark.parametrize("dtype", cases.CASTABLE)
 
 
-@pytest.mark.parametrize("dtype", [*HALF, jnp.float32])
-def test_a_cast_is_a_plain_cast(dtype):
-    values = np.array([0, -0.0, 1, 1e-8, 6e-8, 6.1e-5, 65504, 65520, 3e38, np.inf, np.nan], "f4")
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+# Casts
+
+
+@pytest.mark.parametrize("target", [*cases.CASTABLE, "float8_e4m3fn", "float8_e5m2"])
+@every_dtype
+def test_a_cast_rounds_as_numpy_does(dtype, target, x64):
+    # Without subnormals, which XLA flushes in float32 and bfloat16.
+    numbers = np.array([0.0, -0.0, 1.0, 1 / 3, -2.7, 100.3], dtype)
     with np.errstate(over="ignore"):
-        expected = values.astype(dtype)
-    for array in (values, jnp.asarray(values)):
-        assert bits(jmp.cast_floating(array, dtype)) == bits(expected)
+        expected = numbers.astype(target)
+    for leaf in (numbers, jnp.asarray(numbers)):
+        cast = jmp.cast_floating([leaf], target)[0]
+        assert cast.dtype == target
+        np.testing.assert_array_equal(np.asarray(cast, float), np.asarray(expected, float))
+        assert np.signbit(np.asarray(cast, float)[1])
 
 
-def test_numpy_arrays_stay_numpy_and_scalars_are_cast():
-    tree = jmp.cast_floating({"array": np.ones(2), "scalar": np.float64(1)}, "bfloat16")
-    assert isinstance(tree["array"], np.ndarray)
-    assert tree["scalar"].dtype == jnp.bfloat16
+@pytest.mark.parametrize("number", [65504.0, 65519.0, 65520.0, 1e6, -1e6, np.inf, -np.inf, np.nan])
+def test_numpy_and_jax_leaves_overflow_alike(number):
+    for_numpy = jmp.cast_floating(np.array([number], np.float32), "float16")
+    for_jax = jmp.cast_floating(jnp.array([number], jnp.float32), "float16")
+    np.testing.assert_array_equal(for_numpy, for_jax)
+    assert np.isinf(for_numpy[0]) == (abs(number) >= 65520)
 
 
-def test_casts_pass_over_dict(ODD_LEAVES):
-    leaves = dict(ODD_LEAVES)
-    for cast in (jmp.cast_to_half, jmp.cast_to_full):
-        assert all(cast(leaves)[name] is leaf for name, leaf in leaves.items())
+def test_float16_subnormals_survive_a_cast_there_and_back():
+    subnormals = np.arange(-1024, 1024, dtype=np.float32) * 2.0**-24
+    half = jmp.cast_floating(jnp.asarray(subnormals), "float16")
+    np.testing.assert_array_equal(jmp.cast_to_full(half), subnormals)
+    tie = jmp.cast_floating(jnp.array([2.0**-25, 1.5 * 2.0**-25]), "float16")
+    np.testing.assert_array_equal(tie, np.array([0.0, 2.0**-24], np.float16))
 
 
-def test_a_cast_to_an_integer_is_refused():
-    with pytest.raises(ValueError, match="expected a real floating dtype"):
-        jmp.cast_floating(jnp.ones(2), jnp.int32)
+@every_dtype
+def test_a_leaf_that_has_the_dtype_already_is_the_same_object(dtype, x64):
+    for leaf in cases.floating_leaves(dtype).values():
+        assert jmp.cast_floating({"w": leaf}, dtype)["w"] is leaf
 
 
-def test_all_finite_looks_at_elements_not_at_sums():
-    assert jmp.all_finite({"w": jnp.array([6e4, 6e4], jnp.float16)})
-    assert jmp.all_finite(jnp.full(2, jnp.finfo(jnp.float32).max))
+@pytest.mark.parametrize("cast", [jmp.cast_to_half, jmp.cast_to_full])
+@pytest.mark.parametrize("name", [*cases.ODD_LEAVES, *cases.COMPLEX_LEAVES])
+def test_casts_pass_other_leaves_as_they_are(cast, name):
+    leaf = {**cases.ODD_LEAVES, **cases.COMPLEX_LEAVES}[name]
+    passed = cast((leaf,))[0]
+    assert passed is leaf or (passed == leaf and isinstance(leaf, list))
 
 
-@pytest.mark.parametrize("dtype", [*HALF, jnp.float32, jnp.complex64])
-@pytest.mark.parametrize("bad", [jnp.inf, -jnp.inf, jnp.nan])
-def test_one_bad_element_anywhere_is_found(dtype, bad):
-    for position in (0, 4):
-        tree = {"good": jnp.ones(3), "bad": jnp.ones(5, dtype).at[position].set(bad)}
-        assert not jmp.all_finite(tree)
+def test_python_floats_are_no_arrays_and_pass():
+    assert jmp.cast_to_half({"rate": 0.1}) == {"rate": 0.1}
 
 
-def test_all_finite_passes_over_dict(ODD_LEAVES):
-    assert jmp.all_finite(dict(ODD_LEAVES))
-    assert jmp.all_finite(None) and jmp.all_finite({})
+@every_dtype
+def test_full_is_float32_and_half_is_float16_on_a_cpu(dtype, x64):
+    for leaf in cases.floating_leaves(dtype).values():
+        assert jmp.cast_to_full([leaf])[0].dtype == np.float32
+        assert jmp.cast_to_half([leaf])[0].dtype == np.float16
 
 
-def test_select_takes_every_array_leaf():
-    first, second = (
-        {
-            "float": jnp.full(2, value, jnp.float16),
-            "int": jnp.int32(value),
-            "bool": jnp.array(value == 1),
-            "key": jax.random.key(value),
-            "float8": jnp.full(2, value, jnp.float8_e4m3fn),
-            "numpy": np.float32(value),
-            "number": value,
-        }
-        for value in (1, 2)
-    )
-    for pred, chosen in ((True, first), (False, second)):
-        for flag in (pred, np.bool_(pred), jnp.array(pred)):
-            selected = jax.jit(jmp.select_tree)(flag, first, second)
-            assert bits(selected) == bits(jax.tree.map(jnp.asarray, chosen))
+@every_dtype
+def test_at_least_float32_widens_half_alone(dtype, x64):
+    tree = {**cases.floating_leaves(dtype), "step": 3}
+    wide = cast_to_at_least_float32(tree)
+    expected = np.float32 if dtype in cases.HALF else np.dtype(dtype)
+    assert wide.pop("step") == 3
+    assert all(leaf.dtype == expected for leaf in wide.values())
 
 
-def test_leaves_without_numbers_come_from_the_first_tree():
-    first = {name: leaf for name, leaf in dict(ODD_LEAVES).items() if name not in ("shape",)}
-    second = dict(first, string="other", callable=max)
-    selected = jmp.select_tree(False, first, second)
-    for name in ("float0", "none", "string", "callable", "numpy strings", "numpy objects"):
-        assert selected[name] is first[name]
+def test_casts_keep_the_structure():
+    tree = {"a": [jnp.ones(2), (None, "b")], "c": {}}
+    assert jax.tree.structure(jmp.cast_to_half(tree)) == jax.tree.structure(tree)
 
 
-@pytest.mark.parametrize("pred", [jnp.ones([1], bool), jnp.int32(1), 1.0])
-def test_select_refuses_what_is_no_flag(pred):
-    with pytest.raises(AssertionError, match="expected boolean scalar"):
-        jmp.select_tree(pred, None, None)
+def test_casts_work_inside_jit_and_grad():
+    gradient = jax.jit(jax.grad(lambda w: jmp.cast_to_half(w).sum().astype(jnp.float32)))
+    assert gradient(jnp.ones(3)).dtype == np.float32
+
+
+@pytest.mark.parametrize("dtype", [None, int, "int8", complex, "float17"])
+def test_a_cast_to_anything_but_real_floats_is_refused(dtype):
+    with pytest.raises(ValueError, match="expected .*bfloat16"):
+        jmp.cast_floating(jnp.ones(2), dtype)
+
+
+def test_a_foreign_byte_order_is_cast_like_any_other():
+    foreign = np.array([1.5, 2.5], np.dtype("float32").newbyteorder("S"))
+    cast = jmp.cast_to_half(foreign)
+    assert cast.dtype == np.float16
+    np.testing.assert_array_equal(cast, np.array([1.5, 2.5]))
+
+
+# Finiteness
+
+
+@every_dtype
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_one_bad_element_anywhere_is_found(dtype, bad, x64):
+    for position in (0, 5, 11):
+        numbers = np.zeros((3, 4), dtype)
+        numbers.flat[position] = bad
+        for leaf in (numbers, jnp.asarray(numbers)):
+            assert not bool(jmp.all_finite({"good": jnp.ones(2), "bad": [leaf]}))
+    assert not bool(jmp.all_finite(np.dtype(dtype).type(bad)))
+
+
+@every_dtype
+def test_the_edges_of_a_dtype_are_finite(dtype, x64):
+    assert bool(jmp.all_finite(cases.edges(dtype)))
+    assert bool(jmp.all_finite(jnp.asarray(cases.edges(dtype))))
+
+
+@every_dtype
+def test_finite_values_whose_sum_overflows_are_finite(dtype, x64):
+    largest = np.full(100, jnp.finfo(dtype).max, dtype)
+    assert bool(jmp.all_finite({"w": largest, "b": jnp.asarray(largest)}))
+
+
+def test_opposite_infinities_do_not_cancel():
+    assert not bool(jmp.all_finite(jnp.array([np.inf, -np.inf])))
+
+
+@pytest.mark.parametrize("name", cases.ODD_LEAVES)
+def test_leaves_without_floats_are_not_looked_at(name):
+    assert bool(jmp.all_finite({"odd": cases.ODD_LEAVES[name]}))
+    assert not bool(jmp.all_finite({"odd": cases.ODD_LEAVES[name], "w": jnp.array(np.nan)}))
+
+
+@pytest.mark.parametrize("name", cases.COMPLEX_LEAVES)
+def test_complex_leaves_are_looked_at(name):
+    leaf = cases.COMPLEX_LEAVES[name]
+    assert bool(jmp.all_finite([leaf]))
+    for bad in (np.inf, np.nan, complex(0, np.inf), complex(0, np.nan)):
+        assert not bool(jmp.all_finite([np.asarray(leaf).astype(np.complex64) * 0 + bad]))
+
+
+@pytest.mark.parametrize("tree", [(), {}, None, [], {"a": None}, 3, "text", np.zeros((0, 3))])
+def test_a_tree_without_numbers_is_finite(tree):
+    assert bool(jmp.all_finite(tree))
+
+
+def test_a_foreign_byte_order_is_looked_at():
+    foreign = np.array([1.0, np.inf], np.dtype("float32").newbyteorder("S"))
+    assert not bool(jmp.all_finite(foreign))
+
+
+def test_the_answer_is_a_bool_scalar_array_also_without_leaves():
+    for tree in ({"w": jnp.ones(2)}, {}):
+        for check in (jmp.all_finite, jax.jit(jmp.all_finite)):
+            answer = check(tree)
+            assert isinstance(answer, jax.Array)
+            assert answer.dtype == np.bool_
+            assert answer.shape == ()
+
+
+def test_the_check_needs_no_values_while_it_is_traced():
+    shapes = {"w": jax.ShapeDtypeStruct((4,), jnp.float16), "b": jax.ShapeDtypeStruct((), "int32")}
+    assert jax.eval_shape(jmp.all_finite, shapes).dtype == np.bool_
+
+
+# Selection
+
+SELECTABLE = {
+    **{f"{dtype}_array": jnp.arange(3).astype(dtype) for dtype in ("float16", "float32", "int32")},
+    "bfloat16_array": jnp.arange(3).astype(jnp.bfloat16),
+    "float8_array": jnp.arange(3).astype(jnp.float8_e4m3fn),
+    "int4_array": jnp.arange(3).astype(jnp.int4),
+    "complex_array": jnp.arange(3).astype(jnp.complex64),
+    "bool_array": jnp.array([True, False, True]),
+    "empty": jnp.zeros((0, 2)),
+    "keys": jax.random.split(jax.random.key(0), 3),
+    "key": jax.random.key(3),
+    "raw_key": jax.random.PRNGKey(3),
+    "numpy_array": np.arange(3, dtype=np.float32),
+    "numpy_bfloat16": np.arange(3).astype(jnp.bfloat16),
+    "numpy_float_scalar": np.float32(2.5),
+    "numpy_int_scalar": np.int32(7),
+    "numpy_bool_scalar": np.bool_(True),
+    "python_float": 2.5,
+    "python_int": 7,
+    "python_bool": True,
+    "python_complex": 1 + 2j,
+}
+FLAGS = [True, np.bool_(True), np.array(True), jnp.array(True)]
+
+
+def other_value(leaf):
+    """A leaf of the same type with other contents."""
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.clone(
+            jax.vmap(jax.random.fold_in)(leaf, jnp.arange(3))
+            if leaf.ndim
+            else jax.random.fold_in(leaf, 9)
+        )
+    if isinstance(leaf, (bool, np.bool_)) or getattr(leaf, "dtype", None) == np.bool_:
+        return ~leaf if hasattr(leaf, "dtype") else not leaf
+    if isinstance(leaf, (jax.Array, np.ndarray)):
+        return leaf[::-1]
+    return type(leaf)(leaf + 1)
+
+
+def contents(leaf):
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    return np.asarray(leaf)
+
+
+@pytest.mark.parametrize("name", SELECTABLE)
+def test_every_leaf_that_holds_numbers_is_selected(name):
+    first = SELECTABLE[name]
+    second = other_value(first)
+    for on_true, on_false in ((first, second), (second, first)):
+        for select in (jmp.select_tree, jax.jit(jmp.select_tree)):
+            kept = select(True, {"x": on_true}, {"x": on_false})["x"]
+            left = select(False, {"x": on_true}, {"x": on_false})["x"]
+            np.testing.assert_array_equal(contents(kept), contents(on_true))
+            np.testing.assert_array_equal(contents(left), contents(on_false))
+            if hasattr(first, "dtype"):
+                assert kept.dtype == left.dtype == first.dtype
+                assert kept.shape == left.shape == first.shape
 
 
 @pytest.mark.parametrize(
-    ("second", "sentence"),
+    "name",
     [
-        ({"b": jnp.ones(2)}, "different structure"),
-        ({"a": jnp.ones(3)}, r"at \['a'\]: float32\[2\] and float32\[3\]"),
-        ({"a": jnp.ones(2, jnp.float16)}, r"float32\[2\] and float16\[2\]"),
+        "none_in_a_list",
+        "string",
+        "callable",
+        "object",
+        "float0",
+        "shape_dtype_struct",
+        "numpy_strings",
+        "numpy_objects",
+        "numpy_dates",
+        "numpy_record",
+        "long_double",
+        "complex_long_double",
     ],
 )
-def test_select_says_where_trees_differ(second, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        jmp.select_tree(True, {"a": jnp.ones(2)}, second)
+@pytest.mark.parametrize("flag", [True, False])
+def test_leaves_that_hold_no_numbers_come_from_the_first_tree(name, flag):
+    leaf = cases.ODD_LEAVES[name]
+    trees = [{"odd": leaf, "w": jnp.float32(value)} for value in (1, 2)]
+    selected = jmp.select_tree(flag, *trees)
+    assert selected["odd"] is leaf or selected["odd"] == leaf
+    assert float(selected["w"]) == (1 if flag else 2)
+
+
+def test_strings_that_differ_come_from_the_first_tree():
+    assert jmp.select_tree(False, ["relu", len], ["gelu", max]) == ["relu", len]
+
+
+@pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: type(flag).__name__)
+def test_a_flag_of_any_kind_selects(flag):
+    assert int(jmp.select_tree(flag, 1, 2)) == 1
+    opposite = not flag if isinstance(flag, bool) else ~flag
+    assert int(jmp.select_tree(opposite, 1, 2)) == 2
+
+
+def test_the_side_that_is_not_selected_may_hold_nan():
+    good, bad = {"w": jnp.ones(2)}, {"w": jnp.full(2, np.nan)}
+    np.testing.assert_array_equal(jmp.select_tree(False, bad, good)["w"], np.ones(2))
+    np.testing.assert_array_equal(jmp.select_tree(True, good, bad)["w"], np.ones(2))
+
+
+def test_negative_zero_and_nan_are_selected_bit_for_bit():
+    special = jnp.array([-0.0, np.nan, 2.0**-24, -np.inf], jnp.float16)
+    selected = jmp.select_tree(True, special, jnp.zeros(4, jnp.float16))
+    np.testing.assert_array_equal(
+        np.asarray(selected).view(np.uint16), np.asarray(special).view(np.uint16)
+    )
+
+
+def test_a_python_number_takes_the_dtype_of_the_other_side():
+    for flag, expected in ((True, 1), (False, 2)):
+        for pair in ((jnp.int32(1), 2), (1, jnp.int32(2))):
+            selected = jmp.select_tree(flag, *pair)
+            assert selected.dtype == np.int32
+            assert int(selected) == expected
+    assert jmp.select_tree(False, jnp.float16(1), 2.0).dtype == np.float16
+
+
+def test_float64_leaves_stay_float64(x64):
+    selected = jmp.select_tree(False, np.float64(1), jnp.float64(1e300))
+    assert selected.dtype == np.float64
+    assert float(selected) == 1e300
+
+
+def test_empty_trees_select_to_empty_trees():
+    for empty in ((), {}, None, [None, {}]):
+        assert jmp.select_tree(True, empty, empty) == empty
+
+
+@pytest.mark.parametrize(
+    "flag", [1, 0.0, np.int32(1), np.array([True]), jnp.ones(2, bool), [True]], ids=repr
+)
+def test_a_flag_that_is_no_bool_scalar_is_refused(flag):
+    with pytest.raises(AssertionError, match="select_tree: expected boolean scalar, got"):
+        jmp.select_tree(flag, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("on_true", "on_false"),
+    [
+        ({"a": 1}, {"b": 1}),
+        ({"a": 1}, {"a": 1, "b": 2}),
+        ([1, 2], (1, 2)),
+        ([1, 2], [1, 2, 3]),
+        ({"a": None}, {"a": 1}),
+        ({"a": {}}, {"a": 1}),
+    ],
+)
+def test_trees_of_different_structure_are_refused(on_true, on_false):
+    for pair in ((on_true, on_false), (on_false, on_true)):
+        with pytest.raises(ValueError, match="got trees of different structure: .* must keep its"):
+            jmp.select_tree(True, *pair)
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        (jnp.ones(2), jnp.ones(3)),
+        (jnp.ones(2), jnp.ones(())),
+        (jnp.ones(2), jnp.ones((1, 2))),
+        (jnp.ones(2), jnp.ones(2, jnp.float16)),
+        (jnp.ones(2), np.ones(2, np.int32)),
+        (jnp.ones(2, jnp.bfloat16), jnp.ones(2, jnp.float16)),
+        (jax.random.key(0), jax.random.key(0, impl="rbg")),
+        (jax.random.key(0), jax.random.PRNGKey(0)),
+    ],
+    ids=lambda leaf: f"{leaf.dtype}{leaf.shape}",
+)
+def test_leaves_that_differ_in_shape_or_dtype_are_refused_by_name(left, right):
+    with pytest.raises(ValueError, match=r"differ at \['layer'\]\[1\]: .*Cast them to one dtype"):
+        jmp.select_tree(True, {"layer": [0, left]}, {"layer": [0, right]})
+    with pytest.raises(ValueError, match="differ at the root"):
+        jmp.select_tree(True, left, right)
+
+
+def test_a_selection_compiles_to_selects_and_no_branches():
+    jaxpr = str(jax.make_jaxpr(jmp.select_tree)(True, {"w": jnp.ones(2)}, {"w": jnp.zeros(2)}))
+    assert "select_n" in jaxpr
+    assert "cond" not in jaxpr
+
+
+# Paths
+
+
+def test_paths_are_names_joined_by_slashes():
+    tree = {"encoder": {"Dense_0": [jnp.ones(1)]}, "scale": jmp.DynamicLossScale()}
+    paths = [path_string(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    assert paths == ["encoder/Dense_0/0", "scale/loss_scale", "scale/counter"]
+    assert path_string(()) == ""

@@ -13,6 +13,7 @@ from typing import Any
 import flax.linen as nn
 import numpy as np
 
+from jmp.adapters._borders import call_across_border
 from jmp.rules import PolicyRules
 from jmp.trees import cast_floating
 
@@ -41,17 +42,19 @@ class Interceptor:
         # Functions that Flax lifts into a scan pass through here too; they are no methods, and
         # their carries must keep their types.
         # A recurrent cell's carry is float32, and so would be its output: half again from there.
-        border = inner != outer or (isinstance(module, nn.RNNCellBase) and method == "__call__")
+        is_cell = isinstance(module, nn.RNNCellBase) and method == "__call__"
+        border = inner != outer or is_cell
         border &= method not in _NO_BORDER and hasattr(type(module), method)
-        if border:
-            args, kwargs = _cast_arguments(module, method, args, kwargs, inner)
         self._surrounding.append(inner)
         try:
             with _computing_in(module, inner):
-                result = call(*args, **kwargs)
+                if not border:
+                    return call(*args, **kwargs)
+                return call_across_border(
+                    call, args, kwargs, inner=inner, outer=outer, is_cell=is_cell
+                )
         finally:
             self._surrounding.pop()
-        return _cast_result(module, method, result, outer) if border else result
 
 
 @contextlib.contextmanager
@@ -111,19 +114,3 @@ def _classes(module: nn.Module) -> list[type]:
         classes.append(type(node))
         node = node.parent
     return classes
-
-
-def _cast_arguments(
-    module: nn.Module, method: str, args: Any, kwargs: Any, dtype: np.dtype
-) -> tuple[Any, Any]:
-    if isinstance(module, nn.RNNCellBase) and method == "__call__" and args:
-        carry, *inputs = args  # a carry must leave a scan's step as it entered
-        return (carry, *cast_floating(inputs, dtype)), cast_floating(kwargs, dtype)
-    return cast_floating((args, kwargs), dtype)
-
-
-def _cast_result(module: nn.Module, method: str, result: Any, dtype: np.dtype) -> Any:
-    if isinstance(module, nn.RNNCellBase) and method == "__call__":
-        carry, output = result
-        return carry, cast_floating(output, dtype)
-    return cast_floating(result, dtype)

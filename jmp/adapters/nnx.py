@@ -17,13 +17,14 @@ import numpy as np
 from flax import nnx
 
 from jmp import transforms
+from jmp.adapters._borders import call_across_border
 from jmp.adapters._norms import FLOAT32, keeps_norms_float32, rules_for_modules
 from jmp.dtypes import is_half
 from jmp.loss_scaling import LossScale, NoOpLossScale
 from jmp.loss_scaling._gradients import scaled_loss
 from jmp.policy import Policy, get_policy
 from jmp.rules import PolicyRules, Rule
-from jmp.trees import cast_floating, cast_leaf, select_tree
+from jmp.trees import cast_leaf, select_tree
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -220,12 +221,8 @@ def _bordered(module_type: type, inner: np.dtype, outer: np.dtype) -> type:
 
     @functools.wraps(module_type.__call__)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        carry = args[:1] if is_cell else ()  # must leave a scan's step as it entered
-        rest, kwargs = cast_floating((args[len(carry) :], kwargs), inner)
-        result = module_type.__call__(self, *carry, *rest, **kwargs)  # type: ignore[operator]
-        if is_cell:
-            return result[0], cast_floating(result[1], outer)
-        return cast_floating(result, outer)
+        own_call = functools.partial(module_type.__call__, self)  # type: ignore[operator]
+        return call_across_border(own_call, args, kwargs, inner=inner, outer=outer, is_cell=is_cell)
 
     body = {"__call__": call, "__module__": module_type.__module__, "__doc__": module_type.__doc__}
     return type(module_type.__name__, (module_type,), body)

@@ -6,14 +6,14 @@ infinite in float16. (Micikevicius et al. 2018, "Mixed Precision Training", sect
 """
 
 import abc
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jmp.dtypes import at_least_float32
-from jmp.trees import is_array, is_floating
+from jmp.trees import is_array, is_complex, is_floating
 
 T = TypeVar("T")
 
@@ -31,6 +31,7 @@ class LossScale(abc.ABC):
     scaled, and adjust afterwards; `jmp.transforms.with_loss_scale` does both in that order.
     """
 
+    keeps_its_dtypes: ClassVar[bool] = True  # casts of a whole tree leave a loss scale alone
     loss_scale: Any  # the factor in force: a Python float, or a float32 scalar array
 
     @abc.abstractmethod
@@ -83,8 +84,10 @@ def _scaled_leaf(leaf: Any, factor_in: Any) -> Any:
         # Without x64 a float64 NumPy leaf becomes float32, as everywhere in JAX.
         dtype = jax.dtypes.canonicalize_dtype(at_least_float32(leaf.dtype))
         return jnp.asarray(leaf).astype(dtype) * factor_in(dtype)
-    # A complex parameter's gradient is scaled like any other. No complex type is half.
-    if is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+    # A complex parameter's gradient is scaled like any other. No complex type is half. Part by part:
+    # the complex product of inf + 0j and a real number has a NaN in it.
+    if is_complex(leaf):
         leaf = jnp.asarray(leaf)
-        return leaf * factor_in(jnp.finfo(leaf.dtype).dtype)
+        factor = factor_in(leaf.real.dtype)
+        return jax.lax.complex(leaf.real * factor, leaf.imag * factor)
     return leaf

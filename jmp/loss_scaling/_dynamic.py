@@ -1,6 +1,7 @@
 """The dynamic loss scale: back off on overflow, grow after a period of finite steps."""
 
 import dataclasses
+import math
 from typing import Any, TypeVar
 
 import jax.numpy as jnp
@@ -89,7 +90,7 @@ class DynamicLossScale(LossScale):
         """Returns the scale for the next step: grown, backed off or unchanged."""
         finite = _validation.finite_flag(grads_finite, self.loss_scale)
         counted = self.counter + 1
-        grow = finite & (counted >= self.period)
+        grow = finite & (counted >= math.ceil(self.period))
         return _validation.replace_leaves(
             self,
             loss_scale=jnp.where(

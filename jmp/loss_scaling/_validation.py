@@ -35,13 +35,15 @@ def scale_bound(value: Any, name: str) -> float:
 
 def static_scale(value: Any) -> float:
     """Returns the constant of a static scale as a Python float; zero is accepted."""
-    number = float(np.float32(_concrete_number(value, "StaticLossScale")))
+    number = _concrete_number(value, "StaticLossScale")
     if not np.isfinite(number) or number < 0:
         raise ValueError(
             f"StaticLossScale got {value!r}; expected a finite number that is not negative, such "
             "as 512."
         )
-    return 0.0 if number == 0 else float(np.clip(number, SMALLEST_SCALE, LARGEST_SCALE))
+    # Float32 is what it multiplies in.
+    clipped = np.float32(np.clip(number, SMALLEST_SCALE, LARGEST_SCALE))
+    return 0.0 if number == 0 else float(clipped)
 
 
 def dynamic_scale(value: Any, smallest: float, largest: float) -> Any:
@@ -64,15 +66,15 @@ def dynamic_scale(value: Any, smallest: float, largest: float) -> Any:
 
 def step_count(value: Any, name: str) -> Any:
     """Returns a counter as an int32 array; placeholders pass."""
-    if not (is_array(value) or isinstance(value, int)):
+    if not (is_array(value) or isinstance(value, (int, float))):
         return value
-    return jnp.asarray(value, jnp.int32)
+    return jnp.asarray(value).astype(jnp.int32)
 
 
 def period(value: Any) -> Any:
     """Returns `value` if it is a number of steps of at least one; floats are accepted."""
     number = _concrete_number(value, "period")
-    if not number >= 1:
+    if not 1 <= number < np.inf:
         raise ValueError(f"period got {value!r}; expected a number of steps of at least 1.")
     return value if isinstance(value, (int, float)) else value.item()
 

@@ -1,0 +1,349 @@
+"""The linen adapter: which products are half, what stays float32, what a skip leaves alone."""
+
+import functools
+import re
+import warnings
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import serialization
+
+import jmp
+from jmp import transforms
+from jmp.adapters import linen
+from tests.bits import bits
+from tests.products import equations, product_dtypes
+
+IMAGES = jnp.ones((2, 4, 4, 3))
+TOKENS = jnp.arange(12).reshape(2, 6) % 7
+
+
+class Raw(nn.Module):
+    """A module of the user's own, with a product of its own."""
+
+    @nn.compact
+    def __call__(self, x):
+        return x @ self.param("w", nn.initializers.lecun_normal(), (x.shape[-1], 8))
+
+
+class ScaleNorm(nn.Module):
+    """A norm of the user's own."""
+
+    @nn.compact
+    def __call__(self, x):
+        gain = self.param("g", nn.initializers.ones, ())
+        return gain * x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
+
+
+class Convolutions(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=True):
+        x = nn.relu(nn.BatchNorm(use_running_average=not train)(nn.Conv(8, (3, 3))(x)))
+        x = nn.GroupNorm(2)(nn.ConvTranspose(8, (3, 3))(x))
+        x = nn.InstanceNorm()(nn.Conv(8, (3, 3), feature_group_count=2)(x))
+        return nn.Dense(3)(x.mean((1, 2)))
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        y = nn.MultiHeadDotProductAttention(2)(nn.LayerNorm()(x))
+        return x + nn.Dense(8)(nn.gelu(nn.DenseGeneral(16)(nn.RMSNorm()(x + y))))
+
+
+class Transformer(nn.Module):
+    block: type = Block
+
+    @nn.compact
+    def __call__(self, tokens):
+        embed = nn.Embed(7, 8)
+        x = embed(tokens) + self.param("position", nn.initializers.normal(), (1, 6, 8))
+        x = self.block()(x)
+        return embed.attend(ScaleNorm()(Raw()(x)))
+
+
+class ScannedBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return Block()(x).astype(x.dtype), None
+
+
+class Scanned(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(7, 8)(tokens)
+        split = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+        x, _ = nn.scan(nn.remat(ScannedBlock), length=2, **split)()(x, None)
+        return nn.Dense(7)(x)
+
+
+class Recurrent(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(7, 8)(tokens)
+        for cell in (nn.OptimizedLSTMCell, nn.LSTMCell, nn.GRUCell, nn.SimpleCell):
+            x = nn.RNN(cell(8))(x)
+        return nn.WeightNorm(nn.Dense(7))(Raw()(x))
+
+
+MODELS = {
+    "convolutions": (Convolutions(), IMAGES),
+    "transformer": (Transformer(), TOKENS),
+    "rematerialised": (Transformer(nn.remat(Block)), TOKENS),
+    "scanned": (Scanned(), TOKENS),
+    "recurrent": (Recurrent(), TOKENS),
+}
+
+
+def loss_of(model, inputs, policy, rules=None):
+    apply_fn = linen.wrap_apply(model.apply, policy, rules)
+
+    def loss_fn(variables):
+        output, updated = apply_fn(variables, inputs, mutable=["batch_stats"])
+        return jnp.sum(output.astype(jnp.float32) ** 2), (output, updated)
+
+    return loss_fn
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "O2", "O3"])
+@pytest.mark.parametrize(("model", "inputs"), MODELS.values(), ids=MODELS.keys())
+def test_every_product_is_half_forward_and_backward(model, inputs, policy):
+    variables = linen.cast_params(model.init(jax.random.key(0), inputs), policy)
+    loss_fn = loss_of(model, inputs, policy)
+    half = jmp.get_policy(policy).compute_dtype.name
+    assert list(product_dtypes(jax.grad(loss_fn, has_aux=True), variables)) == [half]
+    _, (output, _) = jax.eval_shape(loss_fn, variables)
+    assert output.dtype == jmp.get_policy(policy).output_dtype
+
+
+@pytest.mark.parametrize(("model", "inputs"), MODELS.values(), ids=MODELS.keys())
+def test_the_plain_model_stays_as_it_was(model, inputs):
+    variables = model.init(jax.random.key(0), inputs)
+    plain = lambda v: model.apply(v, inputs, mutable=["batch_stats"])
+    before = product_dtypes(plain, variables)
+    jax.eval_shape(loss_of(model, inputs, "mixed_float16"), variables)
+    with pytest.raises(Exception):  # noqa: B017 - whatever Flax says of such a shape
+        linen.wrap_apply(model.apply, "mixed_float16")(variables, jnp.ones((1, 1, 1, 1, 1)))
+    assert product_dtypes(plain, variables) == before
+    assert list(before) == ["float32"]
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "O2"])
+def test_statistics_are_float32_even_if_the_whole_tree_was_cast(policy):
+    model, inputs = MODELS["convolutions"]
+    variables = model.init(jax.random.key(0), inputs)
+    for given in (linen.cast_params(variables, policy), jmp.cast_to_half(variables)):
+        loss_fn = loss_of(model, inputs, policy)
+        _, (_, updated) = jax.eval_shape(loss_fn, given)
+        assert {leaf.dtype.name for leaf in jax.tree.leaves(updated)} == {"float32"}
+        jaxpr = jax.make_jaxpr(loss_fn)(given).jaxpr
+        squares = [e for e in equations(jaxpr) if e.primitive.name in ("square", "rsqrt")]
+        assert squares and all(e.outvars[0].aval.dtype == jnp.float32 for e in squares)
+
+
+def test_gradients_are_close_to_float32s():
+    model, inputs = MODELS["transformer"]
+    variables = model.init(jax.random.key(0), inputs)
+    gradients = {
+        policy: jax.jit(jax.grad(loss_of(model, inputs, policy), has_aux=True))(variables)[0]
+        for policy in ("float32", "mixed_float16", "mixed_bfloat16")
+    }
+    exact = jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves(gradients["float32"])])
+    for policy, bound in (("mixed_float16", 5e-3), ("mixed_bfloat16", 4e-2)):
+        leaves = jax.tree.leaves(gradients[policy])
+        assert all(leaf.dtype == jnp.float32 for leaf in leaves)
+        error = jnp.concatenate([jnp.ravel(leaf) for leaf in leaves]) - exact
+        assert jnp.linalg.norm(error) <= bound * jnp.linalg.norm(exact)
+
+
+def test_weights_shared_over_time_add_up_their_gradients_in_float32():
+    class Sum(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            cell = nn.RNN(nn.SimpleCell(1, activation_fn=lambda v: v, carry_init=zeros))
+            return cell(x)
+
+    zeros = nn.initializers.zeros
+    model, steps = Sum(), 4096
+    variables = model.init(jax.random.key(0), jnp.ones((1, 2, 1)))
+    variables = jax.tree.map(jnp.zeros_like, variables)
+    apply_fn = linen.wrap_apply(model.apply, "mixed_float16")
+    grads = jax.grad(lambda v: apply_fn(v, jnp.ones((1, steps, 1))).sum())(variables)
+    kernel = grads["params"]["SimpleCell_0"]["i"]["kernel"]
+    assert kernel[0, 0] == steps  # float16 sticks at 2048
+
+
+def test_rules_by_path_and_by_type():
+    model, inputs = MODELS["transformer"]
+    variables = model.init(jax.random.key(0), inputs)
+    count = lambda rules: product_dtypes(
+        lambda v: loss_of(model, inputs, "mixed_float16", rules)(v)[0], variables
+    )
+    total = count(None)["float16"]
+    assert count([("Block_0/DenseGeneral_0", "float32")]) == {"float32": 1, "float16": total - 1}
+    assert count([(re.compile("Raw_.*"), "float32")]) == {"float32": 1, "float16": total - 1}
+    attention = count([(nn.MultiHeadDotProductAttention, "float32")])
+    assert attention == {"float32": 6, "float16": total - 6}
+
+
+def test_a_norm_can_be_overridden():
+    model = nn.LayerNorm()
+    variables = model.init(jax.random.key(0), jnp.ones((2, 8)))
+    apply_fn = linen.wrap_apply(model.apply, "O3", [(nn.LayerNorm, "O3")])
+    assert apply_fn(variables, jnp.ones((2, 8))).dtype == jnp.float16
+    assert linen.cast_params(variables, "O2", rules=())["params"]["scale"].dtype == jnp.float16
+
+
+def test_a_rule_that_matched_nothing_is_named():
+    model, inputs = MODELS["convolutions"]
+    variables = model.init(jax.random.key(0), inputs)
+    with pytest.warns(jmp.UnusedRuleWarning, match="'haed'"):
+        linen.cast_params(variables, "O2", [("haed", "float32"), ("Dense_0", "float32")])
+    with pytest.warns(jmp.UnusedRuleWarning, match="'haed'"):
+        linen.wrap_apply(model.apply, "O1", [("haed", "float32")])(variables, inputs, train=False)
+
+
+def test_a_layer_that_says_float32_is_mentioned():
+    model = nn.Dense(2, dtype=jnp.float32)
+    variables = model.init(jax.random.key(0), jnp.ones((1, 2)))
+    with pytest.warns(UserWarning, match=r"Dense .* says dtype=float32 and stays in float32"):
+        linen.wrap_apply(model.apply, "O1")(variables, jnp.ones((1, 2)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        linen.wrap_apply(model.apply, "O1", [(nn.Dense, "float32")])(variables, jnp.ones((1, 2)))
+
+
+def test_cast_params_keeps_norms_and_statistics_and_can_be_undone():
+    model, inputs = MODELS["convolutions"]
+    variables = model.init(jax.random.key(0), inputs)
+    cast = linen.cast_params(variables, "O2")
+    dtypes = jax.tree.map(lambda leaf: leaf.dtype.name, cast)
+    for name, module in dtypes["params"].items():
+        expected = "float32" if "Norm" in name else "float16"
+        assert set(module.values()) == {expected}, name
+    assert set(jax.tree.leaves(dtypes["batch_stats"])) == {"float32"}
+    assert bits(linen.cast_params(variables["params"], "O2")) == bits(cast["params"])
+    full = jmp.cast_to_full(cast)
+    assert jax.tree.structure(full) == jax.tree.structure(variables)
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(full))
+
+
+def test_it_is_called_as_apply_is():
+    class Model(nn.Module):
+        def setup(self):
+            self.dense, self.dropout = nn.Dense(4), nn.Dropout(0.5)
+
+        def __call__(self, x, *, train):
+            return self.dropout(self.dense(x), deterministic=not train)
+
+        def encode(self, x):
+            return self.dense(x)
+
+    model, x = Model(), jnp.ones((2, 3))
+    variables = model.init(jax.random.key(0), x, train=False)
+    apply_fn = linen.wrap_apply(model.apply, "mixed_bfloat16")
+    assert apply_fn(variables, x, method="encode").dtype == jnp.float32
+    assert apply_fn(variables, x, method=Model.encode).shape == (2, 4)
+    assert apply_fn(variables, x, train=True, rngs={"dropout": jax.random.key(1)}).shape == (2, 4)
+
+
+def make_state(loss_scale=None, optimizer=None):
+    model, inputs = MODELS["convolutions"]
+    variables = model.init(jax.random.key(0), inputs)
+    optimizer = optax.adam(optax.linear_schedule(1e-2, 0.0, 9)) if optimizer is None else optimizer
+    return linen.TrainState.create(
+        apply_fn=linen.wrap_apply(model.apply, "mixed_float16"),
+        params=variables["params"],
+        batch_stats=variables["batch_stats"],
+        tx=transforms.with_loss_scale(optimizer, loss_scale or jmp.DynamicLossScale(8.0, period=2)),
+    )
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def train_step(state, inputs):
+    def loss_fn(params):
+        variables = {"params": params, "batch_stats": state.batch_stats}
+        output, updated = state.apply_fn(variables, inputs, mutable=["batch_stats"])
+        return jnp.mean((output - 1.0) ** 2), updated["batch_stats"]
+
+    grad_fn = jmp.scaled_value_and_grad(loss_fn, state.loss_scale, has_aux=True)
+    (loss, batch_stats), grads = grad_fn(state.params)
+    return state.apply_gradients(grads=grads, batch_stats=batch_stats), loss
+
+
+def without_scale(state):
+    return bits(
+        (
+            state.step,
+            state.params,
+            state.batch_stats,
+            transforms.loss_scale_state(state.opt_state).inner_state,
+        )
+    )
+
+
+@pytest.mark.parametrize("bad_step", [0, 2])
+@pytest.mark.parametrize("bad", [jnp.inf, jnp.nan])
+def test_a_skipped_step_moves_no_batch_statistics_nor_anything_else(bad_step, bad):
+    state = make_state()
+    for i in range(4):
+        before, scale = without_scale(state), float(state.loss_scale.loss_scale)
+        state, _ = train_step(state, IMAGES * (bad if i == bad_step else 1.0 + i))
+        assert (without_scale(state) == before) == (i == bad_step)
+        if i == bad_step:
+            assert state.loss_scale.loss_scale == scale / 2
+    assert state.step == 3
+    assert jmp.all_finite((state.params, state.batch_stats))
+
+
+def test_any_number_of_steps_compiles_once():
+    train_step.clear_cache()
+    state = make_state(jmp.DynamicLossScale())
+    for _ in range(4):
+        state, _ = train_step(state, IMAGES)
+    assert train_step._cache_size() == 1
+
+
+def test_the_scale_is_found_inside_a_chain_and_absent_without_one():
+    inner = transforms.with_loss_scale(optax.sgd(0.1), jmp.DynamicLossScale(4.0))
+    create = functools.partial(linen.TrainState.create, apply_fn=None, params={"w": jnp.ones(2)})
+    assert create(tx=optax.chain(inner, optax.identity())).loss_scale.loss_scale == 4.0
+    assert create(tx=optax.sgd(0.1)).loss_scale == jmp.NoOpLossScale()
+
+
+def test_an_optimizer_in_a_failing_order_is_refused():
+    inner = transforms.with_loss_scale(optax.sgd(0.1), jmp.DynamicLossScale(4.0))
+    with pytest.raises(ValueError, match="Turn it round"):
+        linen.TrainState.create(
+            apply_fn=None, params={"w": jnp.ones(2)}, tx=optax.MultiSteps(inner, 2)
+        )
+
+
+def test_a_state_that_was_saved_goes_on_as_if_it_had_not_been():
+    state, _ = train_step(make_state(), IMAGES)
+    restored = serialization.from_bytes(make_state(), serialization.to_bytes(state))
+    assert restored.loss_scale.counter == 1
+    expected, _ = train_step(state, IMAGES)
+    resumed, _ = train_step(jax.tree.map(jnp.asarray, restored), IMAGES)
+    assert bits(resumed) == bits(expected)
+    assert resumed.loss_scale.loss_scale == 16.0
+
+
+def test_a_checkpoint_of_another_scale_is_refused():
+    saved = serialization.to_bytes(make_state())
+    other = make_state(jmp.HysteresisLossScale(8.0))
+    with pytest.raises(ValueError, match="Restore into the class of loss scale that was saved"):
+        serialization.from_bytes(other, saved)
+
+
+def test_a_step_without_overflow_equals_the_plain_float32_step():
+    params = {"w": jnp.arange(4.0)}
+    tx = transforms.with_loss_scale(optax.adam(0.1), jmp.DynamicLossScale(1024.0))
+    state = linen.TrainState.create(apply_fn=None, params=params, tx=tx)
+    state = state.apply_gradients(grads={"w": 1024 * jnp.ones(4)})
+    updates, _ = optax.adam(0.1).update({"w": jnp.ones(4)}, optax.adam(0.1).init(params))
+    np.testing.assert_array_equal(state.params["w"], params["w"] + updates["w"])

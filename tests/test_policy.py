@@ -1,0 +1,239 @@
+"""Policies: three dtypes, their text, and the casts."""
+
+import copy
+import dataclasses
+import itertools
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jmp
+from jmp.dtypes import floating_dtype, parse_dtype
+from tests import cases
+
+NAMES = (*cases.CASTABLE, *cases.FLOAT8)
+
+
+def dtypes_of(policy):
+    return policy.param_dtype, policy.compute_dtype, policy.output_dtype
+
+
+# Text
+
+
+@pytest.mark.parametrize(("text", "names"), cases.POLICIES, ids=lambda value: repr(value))
+def test_text_is_read_as_three_dtypes(text, names):
+    assert dtypes_of(jmp.get_policy(text)) == tuple(np.dtype(name) for name in names)
+
+
+def test_a_policy_is_returned_as_it_is():
+    policy = jmp.Policy("f16", "f16", "f16")
+    assert jmp.get_policy(policy) is policy
+
+
+@pytest.mark.parametrize("names", list(itertools.product(NAMES, repeat=2)))
+def test_the_text_of_a_policy_reads_as_the_same_policy(names):
+    policy = jmp.Policy(*names, "float32")
+    assert jmp.get_policy(str(policy)) == policy
+    assert str(jmp.get_policy(str(policy))) == str(policy)
+
+
+def test_the_text_is_deepminds_short_spelling():
+    assert str(jmp.Policy(jnp.float32, jnp.float16, np.float32)) == "p=full,c=f16,o=full"
+    assert str(jmp.Policy("bfloat16", "f64", "float8_e4m3fn")) == "p=bf16,c=f64,o=f8_e4m3fn"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_short_and_long_names_mean_the_same_dtype(name):
+    short, long = jmp.dtype_to_names[np.dtype(name).type][0], name
+    assert jmp.get_policy(short) == jmp.get_policy(long)
+
+
+def test_half_is_float16_but_on_a_tpu_bfloat16(monkeypatch):
+    assert jmp.half_dtype() == np.float16
+    assert jmp.get_policy("half").compute_dtype == np.float16
+
+    class Device:
+        platform = "tpu"
+
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
+    assert jmp.half_dtype() == jnp.bfloat16
+    assert str(jmp.get_policy("O2")) == "p=bf16,c=bf16,o=full"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["float17", "", " ", "F16", "o0", "int32", "complex64", "p=", "p=f32,c=int8", "p=f32=f16"],
+)
+def test_an_unknown_dtype_is_refused_with_the_list_of_known_ones(text):
+    with pytest.raises(ValueError, match="Unknown dtype .*; expected 'half'") as raised:
+        jmp.get_policy(text)
+    for name in (*NAMES, "half", "full", "bf16", "f8_e5m2"):
+        assert name in str(raised.value)
+
+
+def test_an_unknown_policy_is_told_the_named_ones():
+    with pytest.raises(
+        ValueError, match="Unknown dtype 'mixed_float8'.*Named policies are"
+    ) as info:
+        jmp.get_policy("mixed_float8")
+    for name in ("mixed_float16", "mixed_bfloat16", "O0", "O1", "O2", "O3"):
+        assert name in str(info.value)
+
+
+def test_every_name_that_an_error_advises_is_accepted():
+    with pytest.raises(ValueError) as raised:
+        jmp.get_policy("?")
+    listed = str(raised.value).split("one of ")[1].split(". Named policies are ")
+    names = [*listed[0].split(", "), *listed[1].split(";")[0].split(", ")]
+    assert len(names) > 12
+    for name in names:
+        jmp.get_policy(name)
+
+
+@pytest.mark.parametrize("text", ["q=f32", "p=f32,", "=f16", ",p=f32", "P=f32", "p=f32,f16"])
+def test_an_unknown_field_is_refused_with_the_list_of_known_ones(text):
+    with pytest.raises(ValueError, match="Unknown key .* in policy .*; expected one of") as raised:
+        jmp.get_policy(text)
+    assert "p, params, c, compute, o, output" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        ("p=f32,p=f32", "param_dtype"),
+        ("p=f32,params=f16", "param_dtype"),
+        ("c=f16,o=f32,compute=f16", "compute_dtype"),
+        ("o=f16,output=f32", "output_dtype"),
+    ],
+)
+def test_a_field_given_twice_is_refused(text, field):
+    with pytest.raises(ValueError, match=f"gives {field} twice; give each .* at most once"):
+        jmp.get_policy(text)
+
+
+@pytest.mark.parametrize("thing", [None, 16, b"f16", np.float16, np.dtype("float16"), ("f16",)])
+def test_what_is_neither_text_nor_a_policy_is_refused(thing):
+    with pytest.raises(TypeError, match="get_policy got .*; expected a Policy or text such as"):
+        jmp.get_policy(thing)
+
+
+# The triple
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_spelling_of_a_dtype_makes_an_equal_policy(name):
+    spellings = [name, np.dtype(name), np.dtype(name).type, getattr(jnp, name)]
+    policies = {jmp.Policy(spelling, spelling, spelling) for spelling in spellings}
+    assert len(policies) == 1
+    assert len({hash(policy) for policy in policies}) == 1
+    assert all(isinstance(dtype, np.dtype) for dtype in dtypes_of(policies.pop()))
+
+
+def test_a_foreign_byte_order_is_no_part_of_a_policy():
+    foreign = np.dtype("float32").newbyteorder("S")
+    policy = jmp.Policy(foreign, "f16", foreign)
+    assert policy == jmp.get_policy("mixed_float16")
+    assert hash(policy) == hash(jmp.get_policy("mixed_float16"))
+    assert policy.cast_to_param(jnp.ones(2, jnp.float16)).dtype == np.float32
+
+
+def test_policies_that_differ_in_one_dtype_are_unequal():
+    policy = jmp.Policy("f32", "f16", "f32")
+    others = [
+        jmp.Policy("f16", "f16", "f32"),
+        jmp.Policy("f32", "f32", "f32"),
+        jmp.Policy("f32", "f16", "f16"),
+    ]
+    assert all(policy != other for other in others)
+    assert policy != "p=full,c=f16,o=full"
+
+
+@pytest.mark.parametrize("field", [0, 1, 2])
+@pytest.mark.parametrize(
+    "thing", [None, int, bool, complex, jnp.int8, object, 1, [1], np.longdouble, "f1"]
+)
+def test_a_policy_refuses_all_but_real_floating_dtypes(field, thing):
+    arguments = ["f32", "f32", "f32"]
+    arguments[field] = thing
+    with pytest.raises(ValueError, match="expected") as raised:
+        jmp.Policy(*arguments)
+    assert "bfloat16" in str(raised.value)
+    if not isinstance(thing, str):
+        role = ("param_dtype", "compute_dtype", "output_dtype")[field]
+        assert f"{role} got" in str(raised.value)
+
+
+def test_a_policy_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        jmp.get_policy("f32").param_dtype = np.dtype("float16")
+
+
+def test_another_output_dtype_makes_another_policy():
+    policy = jmp.get_policy("f16")
+    assert policy.with_output_dtype("f32") == jmp.Policy("f16", "f16", "f32")
+    assert policy == jmp.get_policy("f16")
+    with pytest.raises(ValueError, match="output_dtype got"):
+        policy.with_output_dtype(int)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))])
+def test_copies_are_equal_and_hash_alike(duplicate):
+    policy = jmp.get_policy("p=f32,c=bf16,o=f8_e4m3fn")
+    assert duplicate(policy) == policy
+    assert hash(duplicate(policy)) == hash(policy)
+
+
+def test_a_policy_is_a_static_argument_of_jit():
+    traces = []
+
+    def cast(tree, policy):
+        traces.append(policy)
+        return policy.cast_to_compute(tree)
+
+    jitted = jax.jit(cast, static_argnums=1)
+    for policy in (jmp.Policy("f32", jnp.float16, "f32"), jmp.get_policy("mixed_float16")):
+        assert jitted(jnp.ones(2), policy).dtype == np.float16
+    assert len(traces) == 1
+
+
+def test_only_one_half_dtype_throughout_is_pure_half():
+    assert jmp.get_policy("O3").is_pure_half
+    assert jmp.get_policy("bf16").is_pure_half
+    for text in ("O0", "O1", "O2", "f8_e4m3fn", "p=f16,c=bf16,o=f16", "p=f32,c=f16,o=f16", "f64"):
+        assert not jmp.get_policy(text).is_pure_half
+
+
+# Casts
+
+
+@pytest.mark.parametrize("method", ["cast_to_param", "cast_to_compute", "cast_to_output"])
+@pytest.mark.parametrize("dtype", cases.CASTABLE)
+def test_each_cast_gives_its_own_dtype(method, dtype):
+    with jax.enable_x64(True):
+        policy = jmp.Policy("bfloat16", "float16", "float64")
+        target = {"param": "bfloat16", "compute": "float16", "output": "float64"}[method[8:]]
+        tree = cases.floating_leaves(dtype)
+        cast = getattr(policy, method)(tree)
+        for name, leaf in cast.items():
+            assert leaf.dtype == target
+            assert leaf.shape == tree[name].shape
+            np.testing.assert_array_equal(np.asarray(leaf, float), np.asarray(tree[name], float))
+
+
+@pytest.mark.parametrize("method", ["cast_to_param", "cast_to_compute", "cast_to_output"])
+@pytest.mark.parametrize("name", [*cases.ODD_LEAVES, *cases.COMPLEX_LEAVES])
+def test_casts_pass_other_leaves_as_they_are(method, name):
+    leaf = {**cases.ODD_LEAVES, **cases.COMPLEX_LEAVES}[name]
+    passed = getattr(jmp.get_policy("f16"), method)({"odd": leaf, "w": jnp.ones(2)})
+    assert passed["odd"] is leaf or (passed["odd"] == leaf and isinstance(leaf, list))
+    assert passed["w"].dtype == np.float16
+
+
+@pytest.mark.parametrize("name", ["half", "f16", "full", "bf16", "f8_e4m3fn", "float8_e5m2"])
+def test_a_parsed_name_is_a_numpy_dtype(name):
+    assert isinstance(parse_dtype(name), np.dtype)
+    assert floating_dtype(name, "dtype") == parse_dtype(name)

@@ -1,0 +1,60 @@
+"""Presets: the defaults that people know from other systems."""
+
+import math
+
+import jax
+import pytest
+
+import jmp
+
+# Start, growth, backoff, period, floor, ceiling, as each system documents them. Where a system has
+# no bound, ours is the last scale whose float32 reciprocal exists.
+NO_FLOOR, NO_CEILING = 2.0**-126, 2.0**126
+PRESETS = [
+    (jmp.deepmind_loss_scale, (2.0**15, 2.0, 0.5, 2000, 1.0, NO_CEILING)),
+    (jmp.torch_loss_scale, (2.0**16, 2.0, 0.5, 2000, NO_FLOOR, NO_CEILING)),
+    (jmp.apex_loss_scale, (2.0**16, 2.0, 0.5, 2000, NO_FLOOR, 2.0**24)),
+    (jmp.fastai_loss_scale, (2.0**24, 2.0, 0.5, 500, NO_FLOOR, NO_CEILING)),
+]
+every_preset = pytest.mark.parametrize(
+    ("preset", "defaults"), PRESETS, ids=[preset.__name__ for preset, _ in PRESETS]
+)
+
+
+@every_preset
+def test_the_defaults_are_those_of_the_system_it_is_named_for(preset, defaults):
+    scale = preset()
+    start, growth, backoff, period, floor, ceiling = defaults
+    assert float(scale.loss_scale) == start
+    assert (scale.period, scale.min_loss_scale, scale.max_loss_scale) == (period, floor, ceiling)
+    assert float(scale.adjust(False).loss_scale) == start * backoff
+    last = jax.lax.fori_loop(0, period, lambda _, scale: scale.adjust(True), scale)
+    assert float(last.loss_scale) == min(start * growth, ceiling)
+    before = jax.lax.fori_loop(0, period - 1, lambda _, scale: scale.adjust(True), scale)
+    assert float(before.loss_scale) == start
+
+
+@every_preset
+def test_every_number_is_a_power_of_two(preset, defaults):
+    scale = preset()
+    for number in (scale.loss_scale, scale.factor, scale.min_loss_scale, scale.max_loss_scale):
+        assert math.frexp(float(number))[0] == 0.5
+
+
+@every_preset
+def test_disabled_it_is_no_scale_at_all(preset, defaults):
+    assert preset(enabled=False) == jmp.NoOpLossScale()
+    assert preset(enabled=True) == preset()
+
+
+def test_apex_stops_growing_at_its_ceiling():
+    scale = jmp.apex_loss_scale()
+    steps = 2000 * 12
+    last = jax.lax.fori_loop(0, steps, lambda _, scale: scale.adjust(True), scale)
+    assert float(last.loss_scale) == 2.0**24
+
+
+def test_fastai_grows_past_its_start():
+    scale = jmp.fastai_loss_scale()
+    last = jax.lax.fori_loop(0, 1000, lambda _, scale: scale.adjust(True), scale)
+    assert float(last.loss_scale) == 2.0**26

@@ -1,0 +1,165 @@
+"""Rules: exceptions from a policy, by path or by module type; the first that matches wins."""
+
+import re
+
+import pytest
+
+import jmp
+
+F32, F16, BF16 = (jmp.get_policy(name) for name in ("f32", "f16", "bf16"))
+
+
+class Module:
+    pass
+
+
+class Norm(Module):
+    pass
+
+
+class BatchNorm(Norm):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("glob", "path", "matches"),
+    [
+        ("head", "head", True),
+        ("head", "head/kernel", True),
+        ("head", "body/head", False),
+        ("head", "headline", False),
+        ("head*", "headline/kernel", True),
+        ("*head", "body/head/kernel", True),
+        ("*", "any/thing", True),
+        ("*", "", True),
+        ("", "", True),
+        ("", "body", False),
+        ("*/Dense_0", "encoder/Dense_0/kernel", True),
+        ("*/Dense_0", "Dense_0", False),
+        ("*/Dense_0", "a/b/c/Dense_0/bias", True),
+        ("encoder/*/kernel", "encoder/block/Dense_0/kernel", True),
+        ("Dense_?", "Dense_1/kernel", True),
+        ("Dense_[01]", "Dense_2/kernel", False),
+        ("DENSE_0", "Dense_0", False),
+        ("kernel", "Dense_0/kernel", False),
+    ],
+)
+def test_a_glob_matches_a_path_or_what_is_inside_it(glob, path, matches):
+    rules = jmp.PolicyRules([(glob, "f32")], default="f16")
+    assert rules.policy_for(path) == (F32 if matches else F16)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path", "matches"),
+    [
+        (r"Dense_\d+", "Dense_12/kernel", True),
+        (r"Dense_\d", "Dense_12/kernel", False),
+        (r".*/kernel", "a/b/kernel", True),
+        (r"kernel", "a/kernel", False),
+        (r"(?i)HEAD", "head", True),
+        (r"", "", True),
+    ],
+)
+def test_a_regular_expression_matches_whole_paths(pattern, path, matches):
+    rules = jmp.PolicyRules([(re.compile(pattern), "f32")], default="f16")
+    assert rules.policy_for(path) == (F32 if matches else F16)
+
+
+@pytest.mark.parametrize(
+    ("target", "types", "matches"),
+    [
+        (Norm, [Norm], True),
+        (Norm, [BatchNorm], True),
+        (BatchNorm, [Norm], False),
+        ((int, BatchNorm), [BatchNorm], True),
+        (Norm, [Module, BatchNorm], True),
+        (Norm, [Module], False),
+        (Norm, [], False),
+    ],
+)
+def test_a_class_matches_its_modules_and_what_is_inside_them(target, types, matches):
+    rules = jmp.PolicyRules([(target, "f32")], default="f16")
+    assert rules.policy_for("some/path", types) == (F32 if matches else F16)
+
+
+def test_the_first_rule_that_matches_wins():
+    rules = jmp.PolicyRules([("head/out", "bf16"), ("head", "f32"), ("*", "f16")], default="f64")
+    assert rules.policy_for("head/out/kernel") == BF16
+    assert rules.policy_for("head/in/kernel") == F32
+    assert rules.policy_for("body") == F16
+
+
+def test_the_fallback_comes_after_the_rules_and_before_the_default():
+    def norms_are_full(path, module_types):
+        return F32 if any(issubclass(t, Norm) for t in module_types) else None
+
+    rules = jmp.PolicyRules([("head", "bf16")], default="f16", fallback=norms_are_full)
+    assert rules.policy_for("head/norm", [BatchNorm]) == BF16
+    assert rules.policy_for("body/norm", [BatchNorm]) == F32
+    assert rules.policy_for("body/dense", [Module]) == F16
+
+
+def test_policies_are_taken_as_text_or_as_they_are():
+    rules = jmp.PolicyRules([("a", BF16), ("b", "O1")], default=F32)
+    assert rules.policy_for("a") == BF16
+    assert rules.policy_for("b") == jmp.get_policy("O1")
+    assert rules.policy_for("c") == rules.default == F32
+
+
+def test_no_rules_at_all_give_the_default():
+    rules = jmp.PolicyRules([], default="mixed_bfloat16")
+    assert rules.policy_for("any", [Norm]) == jmp.get_policy("mixed_bfloat16")
+    assert rules.unused == []
+    rules.warn_unused()
+
+
+def test_rules_may_come_from_a_generator():
+    rules = jmp.PolicyRules((pair for pair in [("a", "f32")]), default="f16")
+    assert rules.policy_for("a") == F32
+
+
+def test_rules_that_never_matched_are_named_in_a_warning():
+    rules = jmp.PolicyRules(
+        [("haed*", "f32"), ("body", "f32"), (re.compile("x+"), "f32"), ((int, Norm), "f32")],
+        default="f16",
+    )
+    rules.policy_for("body/kernel", [Module])
+    assert rules.unused == ["'haed*'", "re.compile('x+')", "int | Norm"]
+    with pytest.warns(jmp.UnusedRuleWarning, match="matched no parameter and no module") as caught:
+        rules.warn_unused()
+    message = str(caught[0].message)
+    assert "'haed*', re.compile('x+'), int | Norm. Check their spelling" in message
+    assert "body" not in message.split("Check")[0]
+
+
+def test_a_rule_behind_a_stronger_one_counts_as_unused():
+    rules = jmp.PolicyRules([("*", "f32"), ("head", "bf16")], default="f16")
+    rules.policy_for("head")
+    assert rules.unused == ["'head'"]
+
+
+def test_rules_that_all_matched_warn_of_nothing():
+    rules = jmp.PolicyRules([("a", "f32"), (Norm, "f32")], default="f16")
+    rules.policy_for("a"), rules.policy_for("b", [BatchNorm])
+    rules.warn_unused()
+
+
+@pytest.mark.parametrize(
+    "rule", ["head*", ("head*",), ("head*", "f32", "f16"), ["head*", "f32"], None, Norm]
+)
+def test_a_rule_that_is_no_pair_is_refused(rule):
+    with pytest.raises(TypeError, match=r"A rule got .*; expected a pair \(target, policy\)"):
+        jmp.PolicyRules([rule], default="f32")
+
+
+@pytest.mark.parametrize("target", [None, 3, (), (Norm, "norm"), Norm(), b"head", [Norm]])
+def test_a_target_of_an_unknown_kind_is_refused(target):
+    with pytest.raises(TypeError, match="A rule's target got .*; expected a glob such as 'head"):
+        jmp.PolicyRules([(target, "f32")], default="f32")
+
+
+def test_a_rule_whose_policy_does_not_parse_is_refused():
+    with pytest.raises(ValueError, match="Unknown dtype 'f33'"):
+        jmp.PolicyRules([("head", "f33")], default="f32")
+    with pytest.raises(ValueError, match="Unknown dtype 'f33'"):
+        jmp.PolicyRules([], default="f33")
