@@ -12,7 +12,9 @@ from jax.typing import DTypeLike
 
 HALF_DTYPES = (np.dtype(jnp.float16), np.dtype(jnp.bfloat16))
 FULL_DTYPE = np.dtype(np.float32)
-_CASTABLE = frozenset({*HALF_DTYPES, FULL_DTYPE, np.dtype(np.float64)})
+# By scalar type, which byte orders share.
+_HALF = frozenset(dtype.type for dtype in HALF_DTYPES)
+_CASTABLE = frozenset({*_HALF, np.float32, np.float64})
 
 
 def _short_and_long_names() -> dict[type, tuple[str, ...]]:
@@ -91,17 +93,17 @@ def floating_dtype(dtype: DTypeLike, role: str) -> np.dtype:
             f"{role} got {dtype!r}; expected a real floating dtype or its name, one of "
             f"{', '.join(_name_to_dtype)}."
         )
-    return normalised
+    return np.dtype(normalised.type)  # in the machine's byte order
 
 
 def is_half(dtype: DTypeLike) -> bool:
     """Returns whether `dtype` is float16 or bfloat16."""
-    return np.dtype(dtype) in HALF_DTYPES
+    return np.dtype(dtype).type in _HALF
 
 
 def is_castable(dtype: DTypeLike) -> bool:
     """Returns whether tree casts touch `dtype`: float16, bfloat16, float32 or float64."""
-    return dtype in _CASTABLE
+    return getattr(dtype, "type", None) in _CASTABLE
 
 
 def at_least_float32(dtype: DTypeLike) -> np.dtype:

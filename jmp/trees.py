@@ -24,12 +24,19 @@ def is_array(leaf: Any) -> bool:
 
 def is_complex(leaf: Any) -> bool:
     """Returns whether `leaf` is an array of complex numbers that JAX knows."""
-    return is_array(leaf) and leaf.dtype in (np.complex64, np.complex128)
+    return is_array(leaf) and leaf.dtype.type in (np.complex64, np.complex128)
 
 
 def is_floating(leaf: Any) -> bool:
     """Returns whether `leaf` is an array of real floats of at least 16 bits."""
     return is_array(leaf) and is_castable(leaf.dtype)
+
+
+def as_jax_array(leaf: Any) -> jax.Array:
+    """Returns an array leaf as a JAX array, in the machine's byte order."""
+    if isinstance(leaf, np.ndarray):
+        leaf = leaf.astype(leaf.dtype.newbyteorder("="), copy=False)
+    return jnp.asarray(leaf)
 
 
 def cast_leaf(leaf: Any, dtype: np.dtype) -> Any:
@@ -91,7 +98,7 @@ def all_finite(tree: Any) -> jax.Array:
     True
     """
     checks = [
-        jnp.isfinite(leaf).all()
+        jnp.isfinite(as_jax_array(leaf)).all()
         for leaf in jax.tree.leaves(tree)
         if is_floating(leaf) or is_complex(leaf)
     ]

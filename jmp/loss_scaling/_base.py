@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp.dtypes import at_least_float32
-from jmp.trees import is_array, is_complex, is_floating
+from jmp.trees import as_jax_array, is_array, is_complex, is_floating
 
 T = TypeVar("T")
 
@@ -83,11 +83,11 @@ def _scaled_leaf(leaf: Any, factor_in: Any) -> Any:
     if is_floating(leaf):
         # Without x64 a float64 NumPy leaf becomes float32, as everywhere in JAX.
         dtype = jax.dtypes.canonicalize_dtype(at_least_float32(leaf.dtype))
-        return jnp.asarray(leaf).astype(dtype) * factor_in(dtype)
-    # A complex parameter's gradient is scaled like any other. No complex type is half. Part by part:
-    # the complex product of inf + 0j and a real number has a NaN in it.
+        return as_jax_array(leaf).astype(dtype) * factor_in(dtype)
+    # A complex parameter's gradient is scaled like any other; no complex type is half. Part by
+    # part: the complex product of inf + 0j and a real number has a NaN in it.
     if is_complex(leaf):
-        leaf = jnp.asarray(leaf)
+        leaf = as_jax_array(leaf)
         factor = factor_in(leaf.real.dtype)
         return jax.lax.complex(leaf.real * factor, leaf.imag * factor)
     return leaf

@@ -11,6 +11,8 @@ from jmp.loss_scaling._base import LARGEST_SCALE, LossScale, divide_tree, multip
 
 T = TypeVar("T")
 
+_LARGEST_FACTOR = 2.0**127  # the largest power of two that float32 has
+
 
 @_validation.register_state
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +92,7 @@ class DynamicLossScale(LossScale):
         """Returns the scale for the next step: grown, backed off or unchanged."""
         finite = _validation.finite_flag(grads_finite, self.loss_scale)
         counted = self.counter + 1
-        grow = finite & (counted >= math.ceil(self.period))
+        grow = finite & (counted >= self.whole_period)
         return _validation.replace_leaves(
             self,
             loss_scale=jnp.where(
@@ -101,13 +103,18 @@ class DynamicLossScale(LossScale):
             counter=jnp.where(finite & ~grow, counted, 0),
         )
 
+    @property
+    def whole_period(self) -> int:
+        """The period as a whole number of steps that fits the counter; infinity never comes."""
+        return math.ceil(min(self.period, 2**31 - 1))
+
     def _grown(self) -> Any:
         factor = self.factor if self.growth_factor is None else self.growth_factor
-        return self._clipped(self.loss_scale * factor)
+        return self._clipped(self.loss_scale * min(factor, _LARGEST_FACTOR))
 
     def _backed_off(self) -> Any:
         if self.backoff_factor is None:
-            return self._clipped(self.loss_scale / self.factor)
+            return self._clipped(self.loss_scale / min(self.factor, _LARGEST_FACTOR))
         return self._clipped(self.loss_scale * self.backoff_factor)
 
     def _clipped(self, scale: Any) -> Any:

@@ -1,7 +1,6 @@
 """A dynamic loss scale that forgives a few overflows before it backs off."""
 
 import dataclasses
-import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -51,7 +50,7 @@ class HysteresisLossScale(DynamicLossScale):
         """Returns the scale for the next step; an overflow may leave it unchanged."""
         finite = _validation.finite_flag(grads_finite, self.loss_scale)
         counted = self.counter + 1
-        grow = finite & (counted >= math.ceil(self.period))
+        grow = finite & (counted >= self.whole_period)
         left = jnp.where(finite, self.tolerance, jnp.maximum(self.tolerance - 1, 0))
         back_off = ~finite & (left == 0)
         unchanged = self._clipped(self.loss_scale)

@@ -34,7 +34,7 @@ def to_torch_state_dict(loss_scale: LossScale) -> dict[str, float | int]:
         "scale": float(loss_scale.loss_scale),
         "growth_factor": float(loss_scale.factor if growth is None else growth),
         "backoff_factor": float(1 / loss_scale.factor if backoff is None else backoff),
-        "growth_interval": loss_scale.period,
+        "growth_interval": loss_scale.whole_period,
         "_growth_tracker": int(loss_scale.counter),
     }
 

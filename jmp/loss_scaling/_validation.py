@@ -61,6 +61,7 @@ def dynamic_scale(value: Any, smallest: float, largest: float) -> Any:
                 f"loss_scale got {value!r}; expected a positive finite number such as 2.0**15. To "
                 "switch loss scaling off use NoOpLossScale()."
             )
+        value = np.clip(numbers, smallest, largest)  # before float32 makes an infinity of it
     return jnp.clip(jnp.asarray(value, jnp.float32), smallest, largest)
 
 
@@ -74,7 +75,7 @@ def step_count(value: Any, name: str) -> Any:
 def period(value: Any) -> Any:
     """Returns `value` if it is a number of steps of at least one; floats are accepted."""
     number = _concrete_number(value, "period")
-    if not 1 <= number < np.inf:
+    if not number >= 1:
         raise ValueError(f"period got {value!r}; expected a number of steps of at least 1.")
     return value if isinstance(value, (int, float)) else value.item()
 
