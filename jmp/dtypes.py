@@ -108,4 +108,4 @@ def is_castable(dtype: DTypeLike) -> bool:
 
 def at_least_float32(dtype: DTypeLike) -> np.dtype:
     """Returns float32 for half dtypes and `dtype` itself for float32, float64."""
-    return FULL_DTYPE if is_half(dtype) else np.dtype(dtype)
+    return FULL_DTYPE if is_half(dtype) else np.dtype(np.dtype(dtype).type)

@@ -148,6 +148,7 @@ def _select_leaf(pred: jax.Array, a: Any, b: Any, path: Any) -> Any:
     if not (_holds_numbers(a) and _holds_numbers(b)):
         return a
     # Python numbers have no dtype of their own and take the other side's; the rest must agree.
+    a, b = (as_jax_array(leaf) if is_array(leaf) else leaf for leaf in (a, b))
     typed = [leaf for leaf in (a, b) if is_array(leaf)]
     if len({(leaf.dtype, leaf.shape) for leaf in typed}) > 1:
         raise ValueError(

@@ -316,6 +316,16 @@ def test_a_float64_scalar_stays_float64(case):
 
 
 @every_scale
+@pytest.mark.parametrize("dtype", ["float16", "float32", "complex64"])
+def test_a_foreign_byte_order_is_scaled_like_any_other(case, dtype):
+    foreign = np.array([1.5, -2.0], np.dtype(dtype).newbyteorder("S"))
+    scale = case.make()
+    np.testing.assert_array_equal(np.real(scale.scale(foreign)), exact(case, foreign.real))
+    unscaled = np.real(scale.unscale(foreign))
+    np.testing.assert_array_equal(unscaled, exact(case, foreign.real, times=-1))
+
+
+@every_scale
 def test_float16_gradients_of_every_size_survive_unscaling(case):
     numbers = cases.edges("float16")
     unscaled = case.make().unscale(jnp.asarray(numbers))

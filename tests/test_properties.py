@@ -104,3 +104,64 @@ def test_all_finite_agrees_with_numpy(tree):
         and not isinstance(leaf, jax.ShapeDtypeStruct)
     ]
     assert bool(jmp.all_finite(tree)) == all(np.isfinite(leaf).all() for leaf in floats)
+
+
+@given(
+    start=powers,
+    growth=st.integers(1, 30),
+    backoff=st.integers(1, 30),
+    period=st.integers(1, 4),
+    hysteresis=st.integers(1, 4),
+    flags=flags,
+)
+def test_a_hysteresis_scale_stays_a_power_of_two_and_its_counts_in_range(
+    start, growth, backoff, period, hysteresis, flags
+):
+    scale = jmp.HysteresisLossScale(
+        start,
+        period=period,
+        min_loss_scale=0.0,
+        growth_factor=2.0**growth,
+        backoff_factor=2.0**-backoff,
+        hysteresis=hysteresis,
+    )
+    for finite in flags:
+        scale = scale.adjust(finite)
+        value = float(scale.loss_scale)
+        assert 2.0**-126 <= value <= 2.0**126
+        assert math.frexp(value)[0] == 0.5
+        assert 0 <= int(scale.counter) < period
+        assert 0 <= int(scale.tolerance) <= hysteresis
+
+
+@given(st.sampled_from(["float16", "bfloat16", "float32"]), st.floats(width=32), powers)
+def test_unscaling_what_was_scaled_is_exact_where_nothing_overflows(dtype, number, power):
+    scale = jmp.DynamicLossScale(power, min_loss_scale=0.0)
+    with np.errstate(all="ignore"):
+        leaf = np.float32(number).astype(dtype)
+    smallest, largest = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+    scaled = abs(float(leaf)) * float(scale.loss_scale)
+    if leaf == 0 or (smallest <= abs(float(leaf)) and smallest <= scaled <= largest):
+        assert float(scale.unscale(scale.scale(leaf))) == float(leaf)
+
+
+@given(trees)
+def test_any_tree_goes_through_flattening_and_half_precision_with_its_scale(tree):
+    state = {"tree": tree, "scale": jmp.DynamicLossScale(2.0**20)}
+    leaves, structure = jax.tree.flatten(jmp.cast_to_half(state))
+    scale = jax.tree.unflatten(structure, leaves)["scale"]
+    assert float(scale.loss_scale) == 2.0**20
+    assert scale.loss_scale.dtype == np.float32
+
+
+words = "p= c= o= params= , , = f32 f16 half bf16 f8_e4m3fn full O1 q ; mixed_float16".split(" ")
+
+
+@given(st.lists(st.sampled_from([*words, " "]), max_size=8).map("".join))
+def test_text_made_of_the_grammars_own_words_parses_or_raises_a_value_error(text):
+    try:
+        policy = jmp.get_policy(text)
+    except ValueError as error:
+        assert "expected" in str(error) or "at most once" in str(error)
+    else:
+        assert jmp.get_policy(str(policy)) == policy

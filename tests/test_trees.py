@@ -8,6 +8,7 @@ import pytest
 import jmp
 from jmp.trees import cast_to_at_least_float32, path_string
 from tests import cases
+from tests.bits import bits
 
 every_dtype = pytest.mark.parametrize("dtype", cases.CASTABLE)
 
@@ -41,6 +42,21 @@ def test_numpy_and_jax_leaves_overflow_alike(number):
     for_jax = jmp.cast_floating(jnp.array([number], jnp.float32), "float16")
     np.testing.assert_array_equal(for_numpy, for_jax)
     assert np.isinf(for_numpy[0]) == (abs(number) >= 65520)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_cast_from_float32_rounds_every_edge_as_numpy_does(dtype):
+    edges = np.array([0, -0.0, 1, 1e-8, 6e-8, 6.1e-5, 65504, 65520, 3e38, np.inf, np.nan], "f4")
+    with np.errstate(over="ignore"):
+        expected = edges.astype(dtype)
+    for leaf in (edges, jnp.asarray(edges)):
+        assert bits(jmp.cast_floating(leaf, dtype)) == bits(expected)
+
+
+def test_numpy_leaves_stay_numpy():
+    tree = jmp.cast_to_half({"array": np.ones(2), "scalar": np.float64(1)})
+    assert isinstance(tree["array"], np.ndarray)
+    assert isinstance(tree["scalar"], np.float16)
 
 
 def test_float16_subnormals_survive_a_cast_there_and_back():
@@ -284,9 +300,7 @@ def test_the_side_that_is_not_selected_may_hold_nan():
 def test_negative_zero_and_nan_are_selected_bit_for_bit():
     special = jnp.array([-0.0, np.nan, 2.0**-24, -np.inf], jnp.float16)
     selected = jmp.select_tree(True, special, jnp.zeros(4, jnp.float16))
-    np.testing.assert_array_equal(
-        np.asarray(selected).view(np.uint16), np.asarray(special).view(np.uint16)
-    )
+    assert bits(selected) == bits(special)
 
 
 def test_a_python_number_takes_the_dtype_of_the_other_side():
@@ -302,6 +316,15 @@ def test_float64_leaves_stay_float64(x64):
     selected = jmp.select_tree(False, np.float64(1), jnp.float64(1e300))
     assert selected.dtype == np.float64
     assert float(selected) == 1e300
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "int32", "complex64"])
+def test_a_foreign_byte_order_is_selected_like_any_other(dtype):
+    foreign = np.array([1, 2], np.dtype(dtype).newbyteorder("S"))
+    for other in (foreign + foreign, jnp.array([2, 4], dtype)):
+        selected = jmp.select_tree(False, foreign, other)
+        assert selected.dtype == np.dtype(dtype)
+        np.testing.assert_array_equal(selected, [2, 4])
 
 
 def test_empty_trees_select_to_empty_trees():

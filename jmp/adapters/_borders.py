@@ -1,5 +1,6 @@
-"""A call across the border between two dtypes: inputs cast on entry, outputs on exit."""
+"""Where two dtypes meet: a call that crosses the border, a layer that will not."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -31,3 +32,14 @@ def call_across_border(
     new_carry, output = call(carry, *inputs, **kwargs)
     new_carry = jax.tree.map(lambda new, old: new.astype(old.dtype), new_carry, carry)
     return new_carry, cast_floating(output, outer)
+
+
+def warn_if_explicitly_float32(module: Any, path: str, dtype: np.dtype) -> None:
+    """Warns of a layer whose author chose float32 where the policy computes in another dtype."""
+    if np.dtype(module.dtype) == np.float32 and dtype != np.float32:
+        warnings.warn(
+            f"{type(module).__name__} {path!r} says dtype=float32 and stays in float32, though the "
+            f"policy computes in {dtype}. Build the model with dtype=None, or if float32 is meant, "
+            f"say so with the rule ({path!r}, 'float32').",
+            stacklevel=2,
+        )

@@ -6,14 +6,13 @@ from the surrounding one.
 """
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import flax.linen as nn
 import numpy as np
 
-from jmp.adapters._borders import call_across_border
+from jmp.adapters._borders import call_across_border, warn_if_explicitly_float32
 from jmp.rules import PolicyRules
 from jmp.trees import cast_floating
 
@@ -67,7 +66,7 @@ def _computing_in(module: nn.Module, dtype: np.dtype) -> Iterator[None]:
     elif own["dtype"] is None:
         own["dtype"] = dtype
     else:
-        _warn_if_explicitly_float32(module, dtype)
+        warn_if_explicitly_float32(module, "/".join(module.path), dtype)
     try:
         yield
     finally:
@@ -93,18 +92,6 @@ def _is_flax_layer(module: nn.Module) -> bool:
         base.__module__.startswith("flax.") and "dtype" in vars(base).get("__annotations__", {})
         for base in type(module).__mro__
     )
-
-
-def _warn_if_explicitly_float32(module: nn.Module, dtype: np.dtype) -> None:
-    own = module.dtype  # type: ignore[attr-defined]
-    if own is not None and np.dtype(own) == np.float32 and dtype != np.float32:
-        name = "/".join(module.path)
-        warnings.warn(
-            f"{type(module).__name__} {name!r} says dtype=float32 and stays in float32, though the "
-            f"policy computes in {dtype}. Build the model with dtype=None, or if float32 is meant, "
-            f"say so with the rule ({name!r}, 'float32').",
-            stacklevel=2,
-        )
 
 
 def _classes(module: nn.Module) -> list[type]:

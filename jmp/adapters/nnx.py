@@ -17,8 +17,8 @@ import numpy as np
 from flax import nnx
 
 from jmp import transforms
-from jmp.adapters._borders import call_across_border
-from jmp.adapters._norms import FLOAT32, keeps_norms_float32, rules_for_modules
+from jmp.adapters._borders import call_across_border, warn_if_explicitly_float32
+from jmp.adapters._norms import FLOAT32, rules_for_modules
 from jmp.dtypes import is_half
 from jmp.loss_scaling import LossScale, NoOpLossScale
 from jmp.loss_scaling._gradients import scaled_loss
@@ -34,17 +34,18 @@ def with_policy(model: M, policy: str | Policy, rules: Sequence[Rule] | None = N
 
     Args:
       model: an unmodified model; its configuration stays as it is. Half running statistics are
-        brought back to float32 in place, unless the policy is pure half.
+        brought back to float32 in place: Flax updates them in float32 in any case.
       policy: its compute dtype is for products, its output dtype for what calling the view returns.
         Floating inputs of the call are cast to the compute dtype.
       rules: `(target, policy)` pairs, see `jmp.rules`; paths are attribute names joined by slashes.
         Norm layers are float32 behind them; a rule for a norm overrides that, `rules=()` switches
-        it off. Without rules a pure half policy (O3) keeps nothing in float32.
+        it off. Without rules a pure half policy (O3) keeps no norm in float32.
 
     Returns: a module of a subclass of the model's class, for `nnx.split` and `merge`, `nnx.jit`,
       `nnx.value_and_grad` and `nnx.Optimizer`. Modes are its own: call `eval()` on the view.
 
-    Warns: `UnusedRuleWarning` for a rule that matched nothing.
+    Warns: `UnusedRuleWarning` for a rule that matched nothing; UserWarning for a layer that stays
+      in float32 because the model says `dtype=jnp.float32`.
 
     >>> from flax import nnx
     >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
@@ -58,8 +59,7 @@ def with_policy(model: M, policy: str | Policy, rules: Sequence[Rule] | None = N
     for path, _, _ in _variables_with_path(model):  # rules may name single parameters
         module_rules.policy_for(path)
     module_rules.warn_unused()
-    if keeps_norms_float32(policy, rules):
-        _set_values(model, lambda variable, _: FLOAT32 if _is_statistic(variable) else None)
+    _set_values(model, lambda variable, _: FLOAT32 if _is_statistic(variable) else None)
     return view
 
 
@@ -80,12 +80,11 @@ def cast_params(model: M, policy: str | Policy, rules: Sequence[Rule] | None = N
     """
     policy = get_policy(policy)
     module_rules = rules_for_modules(policy, rules)
-    keep_statistics = keeps_norms_float32(policy, rules)
     copy = nnx.clone(model)
 
     def stored_as(variable: nnx.Variable, where: tuple[str, tuple[type, ...]]) -> Policy | None:
         if _is_statistic(variable):
-            return FLOAT32 if keep_statistics else policy
+            return FLOAT32
         return module_rules.policy_for(*where) if isinstance(variable, nnx.Param) else None
 
     _set_values(copy, stored_as)
@@ -185,8 +184,11 @@ class _View:
         attributes = vars(copy)
         for name, value in vars(node).items():
             attributes[name] = self.of(value, _join(path, name), classes, own)
-        if _is_flax_layer(node) and attributes.get("dtype", 0) is None:
-            attributes["dtype"] = own.compute_dtype
+        if _is_flax_layer(node) and "dtype" in attributes:
+            if _is_unset(attributes["dtype"], classes):
+                attributes["dtype"] = own.compute_dtype
+            else:
+                warn_if_explicitly_float32(node, path, own.compute_dtype)
         default_attention = attributes.get("attention_fn") is nnx.dot_product_attention
         if default_attention and is_half(own.compute_dtype):
             attributes["attention_fn"] = _attention_with_half_products
@@ -233,6 +235,15 @@ def _is_flax_layer(module: Any) -> bool:
         base.__module__.startswith("flax.") and base not in (nnx.Module, nnx.Pytree, object)
         for base in type(module).__mro__
     )
+
+
+def _is_unset(dtype: Any, classes: tuple[type, ...]) -> bool:
+    """Whether a layer was built without a dtype.
+
+    Embed and SimpleCell write float32 for None, the latter into the layers inside it too.
+    """
+    writes_float32 = any(issubclass(c, (nnx.Embed, nnx.SimpleCell)) for c in classes)
+    return dtype is None or (writes_float32 and np.dtype(dtype) == np.float32)
 
 
 def _is_statistic(variable: nnx.Variable) -> bool:

@@ -64,6 +64,8 @@ class DynamicLossScale(LossScale):
             "min_loss_scale": _validation.scale_bound(self.min_loss_scale, "min_loss_scale"),
             "max_loss_scale": _validation.scale_bound(self.max_loss_scale, "max_loss_scale"),
         }
+        if self.max_loss_scale == 0:
+            raise ValueError("max_loss_scale got 0; expected a ceiling above zero.")
         if check["min_loss_scale"] > check["max_loss_scale"]:
             raise ValueError(
                 f"min_loss_scale {check['min_loss_scale']} lies above max_loss_scale "

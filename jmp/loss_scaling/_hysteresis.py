@@ -1,6 +1,7 @@
 """A dynamic loss scale that forgives a few overflows before it backs off."""
 
 import dataclasses
+import operator
 from typing import Any
 
 import jax.numpy as jnp
@@ -39,10 +40,11 @@ class HysteresisLossScale(DynamicLossScale):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.hysteresis, bool) or not isinstance(self.hysteresis, int):
+        if isinstance(self.hysteresis, bool) or not hasattr(self.hysteresis, "__index__"):
             raise TypeError(f"hysteresis got {self.hysteresis!r}; expected a whole number.")
         if self.hysteresis < 1:
             raise ValueError(f"hysteresis got {self.hysteresis}; expected at least 1 overflow.")
+        object.__setattr__(self, "hysteresis", operator.index(self.hysteresis))
         left = self.hysteresis if self.tolerance is None else self.tolerance
         object.__setattr__(self, "tolerance", _validation.step_count(left, "tolerance"))
 

@@ -3,8 +3,8 @@
 Two different moments need two different checks. A *constructor* looks at values and refuses bad
 ones. *Unflattening* happens on every return from jit and inside every tree transformation: it must
 accept placeholders of any kind, and a look at a value there would wait for the device. It only
-brings arrays back to their fixed dtype, so that casting a whole training state to half does not
-harm the scale.
+brings arrays back to their fixed dtype. (`jmp`'s casts pass over loss scales; a cast by hand of 2**16
+to float16 is infinite before anything here can see it.)
 """
 
 import dataclasses
@@ -53,6 +53,8 @@ def dynamic_scale(value: Any, smallest: float, largest: float) -> Any:
     """
     if not (is_array(value) or isinstance(value, (int, float))):
         return value
+    if isinstance(value, bool) or (is_array(value) and not _is_number_dtype(value.dtype)):
+        raise TypeError(f"loss_scale got {value!r}; expected a number such as 2.0**15.")
     _warn_if_integer(value, "loss_scale")
     if not isinstance(value, jax.core.Tracer):
         numbers = np.asarray(value, np.float64)
@@ -69,6 +71,10 @@ def step_count(value: Any, name: str) -> Any:
     """Returns a counter as an int32 array; placeholders pass."""
     if not (is_array(value) or isinstance(value, (int, float))):
         return value
+    if not isinstance(value, jax.core.Tracer):
+        numbers = np.asarray(value, np.float64)
+        if not np.all((numbers >= 0) & (numbers < 2**31)):
+            raise ValueError(f"{name} got {value!r}; expected a count from 0 to 2**31 - 1.")
     return jnp.asarray(value).astype(jnp.int32)
 
 

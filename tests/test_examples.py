@@ -1,0 +1,59 @@
+"""The examples run end to end at a tiny size, and refuse what makes no sense."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+TINY = {
+    "digits": ["--epochs=1", "--seeds=2", "--batch-size=256", "--width=4"],
+    "char_lm": ["--steps=3", "--batch-size=2", "--length=8", "--width=8"],
+}
+
+
+def run_example(name, *arguments):
+    environment = dict(os.environ, PYTHONPATH=str(ROOT), COLUMNS="140")
+    command = [sys.executable, str(ROOT / "examples" / f"{name}.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_an_example_writes_its_table_its_numbers_and_its_picture(name, tmp_path):
+    finished = run_example(name, *TINY[name], f"--output-dir={tmp_path}")
+    assert finished.returncode == 0, finished.stderr
+    assert "Training on cpu" in finished.stdout
+    assert "float16" in finished.stdout
+    report = json.loads((tmp_path / f"{name}.json").read_text())
+    assert report["device"] == "cpu"
+    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    if name == "digits":
+        assert set(report["precisions"]) >= {"float32", "naive float16", "mixed float16"}
+        result = report["precisions"]["mixed float16"]
+        assert len(result["test_accuracy"]) == 2
+        assert (
+            result["parameter_bytes"]
+            == 2 * report["precisions"]["naive float16"]["parameter_bytes"]
+        )
+    else:
+        assert len(report["runs"]) == 3
+        assert 0 <= report["underflow"]["zero in float16 without loss scaling"] <= 1
+
+
+def test_the_quickstart_trains_alike_before_and_after():
+    finished = run_example("quickstart")
+    assert finished.returncode == 0, finished.stderr
+    before, after = (float(part.split()[0]) for part in finished.stdout.split("loss ")[1:])
+    assert after == pytest.approx(before, rel=0.1)
+    assert len((ROOT / "examples" / "quickstart.py").read_text().splitlines()) < 60
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_help_and_mistakes(name):
+    assert "--output-dir" in run_example(name, "--help").stdout
+    mistake = run_example(name, "--batch-size=-1")
+    assert mistake.returncode == 2
+    assert "expected a number above zero" in mistake.stderr

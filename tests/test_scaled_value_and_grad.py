@@ -1,0 +1,215 @@
+"""`scaled_value_and_grad` against `jax.value_and_grad` in float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jmp
+from tests import cases
+
+RANDOM = np.random.default_rng(0)
+X, Y = RANDOM.standard_normal((8, 4)), RANDOM.standard_normal(8)
+W, B = RANDOM.standard_normal(4), RANDOM.standard_normal()
+SCALE = 2.0**15
+
+
+def loss_fn(w, b, x, y):
+    """A mean of squares, in the dtype of its arguments."""
+    return jnp.mean((jnp.tanh(x @ w + b) - y) ** 2)
+
+
+def arguments(dtype):
+    return [jnp.asarray(array, dtype) for array in (W, B, X, Y)]
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.mark.parametrize("case", cases.LOSS_SCALES, ids=lambda case: case.name)
+def test_in_float64_it_is_value_and_grad_times_the_scale_exactly(case, x64):
+    # A power of two moves the exponents alone: not one bit of a mantissa differs.
+    scale = case.make()
+    value, gradients = jmp.scaled_value_and_grad(loss_fn, scale, argnums=(0, 1))(*arguments("f8"))
+    expected, oracle = jax.value_and_grad(loss_fn, argnums=(0, 1))(*arguments("f8"))
+    assert value.dtype == np.float64
+    assert float(value) == float(expected)
+    for gradient, unscaled, truth in zip(gradients, scale.unscale(gradients), oracle, strict=True):
+        assert gradient.dtype == np.float64
+        np.testing.assert_array_equal(gradient, truth * float(scale.loss_scale))
+        np.testing.assert_array_equal(unscaled, truth)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_in_each_dtype_it_is_near_the_float64_oracle(dtype):
+    with jax.enable_x64(True):
+        expected, oracle = jax.value_and_grad(loss_fn)(*arguments("f8"))
+    scale = jmp.StaticLossScale(256.0)
+    value, gradient = jax.jit(jmp.scaled_value_and_grad(loss_fn, scale))(*arguments(dtype))
+    assert value.dtype == np.float32
+    assert gradient.dtype == dtype
+    tolerance = 8 * float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(float(value), float(expected), rtol=tolerance)
+    np.testing.assert_allclose(scale.unscale(gradient), oracle, rtol=tolerance, atol=tolerance)
+
+
+def test_gradients_that_underflow_in_float16_survive():
+    def tiny(w):
+        return jnp.sum(w.astype(jnp.float32) * 1e-8)
+
+    w = jnp.ones(3, jnp.float16)
+    np.testing.assert_array_equal(jax.grad(tiny)(w), np.zeros(3))
+    scale = jmp.StaticLossScale(SCALE)
+    _, gradient = jmp.scaled_value_and_grad(tiny, scale)(w)
+    assert gradient.dtype == np.float16
+    np.testing.assert_allclose(scale.unscale(gradient), np.full(3, 1e-8), rtol=2.0**-10)
+
+
+def test_a_float16_loss_of_three_times_two_to_the_sixteenth_is_finite():
+    def three(w):
+        return (w * 3).astype(jnp.float16)
+
+    scale = jmp.StaticLossScale(2.0**16)
+    value, _ = jmp.scaled_value_and_grad(three, scale)(jnp.float16(1.0))
+    assert value.dtype == np.float32
+    assert float(value) == 3.0
+    assert float(scale.scale(value)) == 3 * 2.0**16
+
+
+def test_a_float16_gradient_that_overflows_is_seen_by_the_check():
+    _, gradient = jmp.scaled_value_and_grad(lambda w: w * 3, jmp.StaticLossScale(SCALE))(
+        jnp.float16(1.0)
+    )
+    assert not bool(jmp.all_finite(gradient))
+
+
+def test_the_value_is_reported_unscaled_also_when_it_is_not_finite():
+    for number in (np.inf, np.nan):
+        value, _ = jmp.scaled_value_and_grad(lambda w: w, jmp.StaticLossScale(8.0))(
+            jnp.float32(number)
+        )
+        np.testing.assert_array_equal(value, np.float32(number))
+
+
+def test_an_integer_argnum_gives_one_gradient_and_a_tuple_gives_a_tuple():
+    scale = jmp.StaticLossScale(SCALE)
+    truth = jax.grad(loss_fn, argnums=(0, 1))(*arguments("f4"))
+    for argnums in ((0, 1), [0, 1]):
+        _, both = jmp.scaled_value_and_grad(loss_fn, scale, argnums)(*arguments("f4"))
+        assert isinstance(both, tuple)
+        for gradient, expected in zip(both, truth, strict=True):
+            np.testing.assert_array_equal(gradient, expected * SCALE)
+    _, second = jmp.scaled_value_and_grad(loss_fn, scale, argnums=1)(*arguments("f4"))
+    assert second.shape == ()
+    np.testing.assert_array_equal(second, truth[1] * SCALE)
+    _, one = jmp.scaled_value_and_grad(loss_fn, scale, argnums=(1,))(*arguments("f4"))
+    assert isinstance(one, tuple)
+
+
+def test_an_auxiliary_output_comes_back_unscaled_and_untouched():
+    def with_aux(w):
+        half = w.astype(jnp.float16)
+        return w.sum(), {"half": half, "step": jnp.int32(3), "none": None}
+
+    grad_fn = jmp.scaled_value_and_grad(with_aux, jmp.StaticLossScale(SCALE), has_aux=True)
+    (value, aux), gradient = grad_fn(jnp.ones(2))
+    assert float(value) == 2.0
+    np.testing.assert_array_equal(aux["half"], np.ones(2, np.float16))
+    assert aux["half"].dtype == np.float16
+    assert aux["step"].dtype == np.int32
+    assert aux["none"] is None
+    np.testing.assert_array_equal(gradient, np.full(2, SCALE))
+
+
+def test_trees_and_keyword_arguments_pass_through():
+    def of_tree(params, *, factor):
+        return factor * (params["w"] ** 2).sum() + params["b"]
+
+    params = {"w": jnp.arange(3.0), "b": jnp.float32(1.0)}
+    grad_fn = jmp.scaled_value_and_grad(of_tree, jmp.StaticLossScale(4.0))
+    value, gradients = grad_fn(params, factor=2.0)
+    assert float(value) == 11.0
+    np.testing.assert_array_equal(gradients["w"], 4 * 4 * np.arange(3.0))
+    assert float(gradients["b"]) == 4.0
+
+
+def test_the_scale_may_be_traced():
+    @jax.jit
+    def step(scale, w):
+        value, gradient = jmp.scaled_value_and_grad(lambda w: w * w, scale)(w)
+        return value, gradient, scale.adjust(jmp.all_finite(gradient))
+
+    scale = jmp.DynamicLossScale(8.0, period=1)
+    for expected in (48.0, 96.0, 192.0):
+        value, gradient, scale = step(scale, jnp.float32(3.0))
+        assert (float(value), float(gradient)) == (9.0, expected)
+    assert step._cache_size() == 1
+
+
+def test_a_constant_loss_has_zero_gradients():
+    for constant in (3.0, np.float32(3), np.float16(3), jnp.float16(3)):
+        value, gradient = jmp.scaled_value_and_grad(
+            lambda w, constant=constant: constant, jmp.StaticLossScale(SCALE)
+        )(jnp.ones(2))
+        assert float(value) == 3.0
+        assert value.dtype == np.float32
+        np.testing.assert_array_equal(gradient, np.zeros(2))
+
+
+def test_the_function_keeps_its_name_and_may_be_without_one():
+    assert jmp.scaled_value_and_grad(loss_fn, jmp.NoOpLossScale()).__name__ == "loss_fn"
+    nameless = functools.partial(lambda w, power: w**power, power=2)
+    value, gradient = jmp.scaled_value_and_grad(nameless, jmp.StaticLossScale(8.0))(3.0)
+    assert (float(value), float(gradient)) == (9.0, 48.0)
+
+
+@pytest.mark.parametrize(
+    ("loss", "got"),
+    [
+        (lambda w: w, r"float32\[3\]"),
+        (lambda w: w.sum(keepdims=True), r"float32\[1\]"),
+        (lambda w: [w.sum()], r"float32\[1\]"),
+        (lambda w: 3, r"int32\[\]"),
+        (lambda w: w.sum().astype(jnp.int32), r"int32\[\]"),
+        (lambda w: True, r"bool\[\]"),
+        (lambda w: w.sum() + 0j, r"complex64\[\]"),
+        (lambda w: w.sum().astype(jnp.float8_e4m3fn), r"float8_e4m3fn\[\]"),
+        (lambda w: {"loss": w.sum()}, r"\{'loss': .*\}"),
+        (lambda w: None, "None"),
+        (lambda w: object(), "<object object at .*>"),
+    ],
+    ids=["vector", "one", "list", "int", "int_array", "bool", "complex", "f8", "dict", "none", "_"],
+)
+def test_a_loss_that_is_no_real_floating_scalar_is_refused(loss, got):
+    with pytest.raises(TypeError, match=f"a loss of {got}; expected a real floating scalar, such"):
+        jmp.scaled_value_and_grad(loss, jmp.StaticLossScale(8.0))(jnp.ones(3))
+
+
+@pytest.mark.parametrize(
+    "aux",
+    [
+        lambda w: w,
+        lambda w: w.sum(),
+        lambda w: {"logits": w},
+        lambda w: "name",
+        lambda w: None,
+        lambda w: jnp.ones((2, 3)),
+        lambda w: (w, w),
+    ],
+    ids=["array", "scalar", "dict", "string", "none", "matrix", "tuple"],
+)
+def test_a_tuple_is_refused_with_a_hint_at_has_aux(aux):
+    grad_fn = jmp.scaled_value_and_grad(lambda w: (w.sum(), aux(w)), jmp.StaticLossScale(8.0))
+    with pytest.raises(TypeError, match="With an auxiliary output pass has_aux=True"):
+        grad_fn(jnp.ones(3))
+
+
+@pytest.mark.parametrize("thing", [8.0, None, jnp.float32(8), jmp.DynamicLossScale])
+def test_what_is_no_loss_scale_is_refused(thing):
+    with pytest.raises(TypeError, match="got loss_scale=.*; expected a loss scale such as"):
+        jmp.scaled_value_and_grad(loss_fn, thing)
