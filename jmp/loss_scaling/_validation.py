@@ -3,8 +3,8 @@
 Two different moments need two different checks. A *constructor* looks at values and refuses bad
 ones. *Unflattening* happens on every return from jit and inside every tree transformation: it must
 accept placeholders of any kind, and a look at a value there would wait for the device. It only
-brings arrays back to their fixed dtype. (`jmp`'s casts pass over loss scales; a cast by hand of 2**16
-to float16 is infinite before anything here can see it.)
+brings arrays back to their fixed dtype. (`jmp`'s casts pass over loss scales; casting 2**16 to
+float16 by hand makes an infinity before anything here can see it.)
 """
 
 import dataclasses
