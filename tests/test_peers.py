@@ -29,7 +29,7 @@ def test_the_loss_is_reported_with_the_scale_in_force_on_growth_and_on_overflow(
     for bad in (False, False, True, False):
         scales.append(float(state.loss_scale.loss_scale))
         # The loss is finite on every step; on one of them the gradient is not.
-        loss_fn = lambda w, bad=bad: jnp.where(bad, jnp.sqrt(w - 3.0) + 3.0, w)
+        loss_fn = (lambda w: jnp.sqrt(w - 3.0) + 3.0) if bad else (lambda w: w)
         value, gradient = jmp.scaled_value_and_grad(loss_fn, state.loss_scale)(jnp.float32(3.0))
         assert value == 3.0
         _, state = tx.update(gradient, state)
