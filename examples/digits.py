@@ -27,6 +27,7 @@ import numpy as np
 import optax
 from _common import COLORS, device_line, positive, write_report
 from flax import serialization
+from rich import box
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -229,34 +230,40 @@ def add_differences(results: dict[str, Any]) -> None:
 
 
 def print_table(results: dict[str, Any], console: Console) -> None:
-    table = Table(title="Handwritten digits: what each precision costs and keeps")
+    # Narrow enough for a terminal of 80 columns.
+    table = Table(box=box.SIMPLE, padding=0)
+    table.add_column("precision", no_wrap=True)
     for heading in (
-        "precision",
-        "test accuracy",
-        "against float32",
-        "final loss",
-        "s / epoch",
-        "parameters",
-        "checkpoint",
-        "skipped",
-        "final scale",
+        "accuracy\n%",
+        "against\nfloat32",
+        "loss\n",
+        "s an\nepoch",
+        "params\nkB",
+        "on disk\nkB",
+        "skips\n",
+        "scale\n",
     ):
-        table.add_column(heading, justify="left" if heading == "precision" else "right")
+        table.add_column(heading, justify="right", no_wrap=True)
     for name, result in results.items():
         scale = np.median(result["final_scale"])
+        error = result["accuracy_difference_standard_error"]
         table.add_row(
             name,
-            f"{100 * np.mean(result['test_accuracy']):.2f} %",
-            f"{100 * result['accuracy_difference']:+.2f} "
-            f"± {100 * result['accuracy_difference_standard_error']:.2f}".replace("± nan", ""),
+            f"{100 * np.mean(result['test_accuracy']):.2f}",
+            f"{100 * result['accuracy_difference']:+.2f}"
+            + (f" ±{100 * error:.2f}" if np.isfinite(error) else ""),
             f"{np.mean(result['final_loss']):.4f}",
             f"{result['seconds_per_epoch']:.2f}",
-            f"{result['parameter_bytes'] / 1000:.0f} kB",
-            f"{result['checkpoint_bytes'] / 1000:.0f} kB",
+            f"{result['parameter_bytes'] / 1000:.0f}",
+            f"{result['checkpoint_bytes'] / 1000:.0f}",
             f"{np.mean(result['skipped_steps']):.1f}",
             "-" if scale == 1 else f"2^{np.log2(scale):.0f}",
         )
     console.print(table)
+    console.print(
+        "Means over the seeds. Against float32: the accuracies' paired difference and\n"
+        "its standard error. Loss of the last epoch; scale at the end, median."
+    )
 
 
 def plot(results: dict[str, Any], path: pathlib.Path) -> None:
