@@ -33,10 +33,14 @@ def agreed(flag: jax.Array, shared: Any, axis_name: AxisName) -> jax.Array:
 
 
 def _axes(flag: jax.Array, shared: Any, axis_name: AxisName) -> tuple[str, ...]:
+    mapped = _jax_compat.manual_axes()
+    tracked = _jax_compat.tracks_varying_axes()
+    varying = _jax_compat.varying_axes(flag)
     if axis_name != "auto":
-        return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-    axes = _jax_compat.manual_axes()
-    if axes and _jax_compat.tracks_varying_axes():
+        names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+        # Where the flag is known not to vary there is nothing to agree on, and JAX may refuse to.
+        return tuple(n for n in names if not (tracked and n in mapped and n not in varying))
+    if tracked:
         own = [_jax_compat.varying_axes(leaf) for leaf in jax.tree.leaves(shared)]
-        axes = _jax_compat.varying_axes(flag).difference(*own)
-    return tuple(sorted(axes))
+        return tuple(sorted(varying.difference(*own)))
+    return tuple(sorted(mapped))
