@@ -282,6 +282,13 @@ mastered = transforms.with_master_params(optax.sgd(1.0))
         ),
         (lambda p: mastered.update(p, mastered.init(p)), ValueError, "got no params"),
         (
+            lambda p: transforms.mixed_precision(optax.adam(1.0), "O2").update(
+                {"w": p["w"]}, transforms.mixed_precision(optax.adam(1.0), "O2").init(p), p
+            ),
+            ValueError,
+            "another structure than the parameters",
+        ),
+        (
             lambda p: transforms.with_loss_scale(optax.sgd(1.0), 512.0),
             TypeError,
             "expected a loss scale",

@@ -96,8 +96,13 @@ def with_loss_scale(
     ) -> tuple[Any, WithLossScaleState]:
         scale = state.loss_scale
         gradients = scale.unscale(cast_to_at_least_float32(updates))
-        new_updates, inner_state = inner.update(
-            gradients, state.inner_state, _as_inner_sees(params, state.inner_state), **extra_args
+        new_updates, inner_state = _states.update_inner(
+            inner,
+            gradients,
+            state.inner_state,
+            _as_inner_sees(params, state.inner_state),
+            extra_args,
+            "with_loss_scale",
         )
         if isinstance(scale, NoOpLossScale):
             return new_updates, state._replace(inner_state=inner_state)

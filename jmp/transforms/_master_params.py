@@ -88,8 +88,9 @@ def with_master_params(
                 "update is the difference between the new masters and the parameters."
             )
         full = _masters_or_params(state.masters, params)
-        full_updates, inner_state = inner.update(
-            cast_to_at_least_float32(updates), state.inner_state, full, **extra_args
+        gradients = cast_to_at_least_float32(updates)
+        full_updates, inner_state = _states.update_inner(
+            inner, gradients, state.inner_state, full, extra_args, "with_master_params"
         )
         new_full = optax.apply_updates(full, full_updates)
         masters = jax.tree.map(

@@ -24,6 +24,31 @@ def as_transformation(transformation: Any, caller: str) -> optax.GradientTransfo
     return optax.with_extra_args_support(transformation)
 
 
+def update_inner(
+    inner: optax.GradientTransformationExtraArgs,
+    gradients: Any,
+    inner_state: Any,
+    params: Any,
+    extra_args: dict[str, Any],
+    caller: str,
+) -> tuple[Any, Any]:
+    """Returns `inner.update(...)`; says so where it fails because the trees do not match.
+
+    Asked only after a failure: trees that differ where `inner` does not look are none of ours.
+    """
+    try:
+        return inner.update(gradients, inner_state, params, **extra_args)
+    except (TypeError, ValueError) as error:
+        given: Any = jax.tree.structure(gradients)
+        expected: Any = jax.tree.structure(params)
+        if params is None or given == expected:
+            raise
+        raise ValueError(
+            f"{caller} got gradients of another structure than the parameters: {given} and "
+            f"{expected}. Differentiate with respect to the parameters that the optimizer holds."
+        ) from error
+
+
 def find_states(opt_state: Any, state_type: type[S]) -> list[S]:
     """Returns every state of `state_type` in `opt_state`, however deep, outermost first."""
     return [node for node in _nodes(opt_state) if isinstance(node, state_type)]
