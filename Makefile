@@ -5,6 +5,7 @@ PYTHON ?= python3
 CUDA ?= $(shell nvidia-smi >/dev/null 2>&1 && echo 13)
 comma := ,
 TRAIN_EXTRAS := examples$(if $(CUDA),$(comma)cuda$(CUDA))
+CUDA_PLUGINS := jax-cuda12-plugin jax-cuda12-pjrt jax-cuda13-plugin jax-cuda13-pjrt
 
 # The H200 programs that tests count are those of this one compiler, which needs no GPU. It stays in
 # the test environment: where people train, JAX would try to start it.
@@ -31,8 +32,11 @@ types: .venv-test/installed  ## Check types.
 clean:  ## Remove the environments and caches.
 	rm -rf .venv .venv-test .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 
+# One choice of CUDA at a time: a plugin left from another choice would still be found, also by CUDA=.
 .venv/installed$(CUDA): pyproject.toml
 	$(PYTHON) -m venv .venv
+	rm -f .venv/installed*
+	.venv/bin/pip uninstall -qq --yes $(CUDA_PLUGINS)
 	.venv/bin/pip install --quiet -e '.[$(TRAIN_EXTRAS)]'
 	touch $@
 
