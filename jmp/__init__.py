@@ -8,6 +8,7 @@ unmodified Flax model computes in half and its norms stay float32).
 `jmp.transforms` (needs optax), `jmp.adapters.linen` and `jmp.adapters.nnx` (need flax).
 """
 
+from jmp.autocasting import autocast, full_precision
 from jmp.dtypes import dtype_to_names as dtype_to_names  # DeepMind's tests read it here
 from jmp.dtypes import half_dtype
 from jmp.loss_scaling import (
@@ -41,12 +42,14 @@ __all__ = [
     "UnusedRuleWarning",
     "all_finite",
     "apex_loss_scale",
+    "autocast",
     "cast_floating",
     "cast_to_full",
     "cast_to_half",
     "deepmind_loss_scale",
     "fastai_loss_scale",
     "from_torch_state_dict",
+    "full_precision",
     "get_policy",
     "half_dtype",
     "scaled_value_and_grad",

@@ -1,8 +1,11 @@
 """Everything that differs between the JAX versions we support (0.10 to 0.12), and nothing else."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
+from jax.extend import core, source_info_util
 
 
 def manual_axes() -> frozenset[str]:
@@ -29,3 +32,90 @@ def varying_axes(value: Any) -> frozenset[str]:
     if hasattr(aval, "manual_axis_type"):
         return frozenset(aval.manual_axis_type.varying)
     return frozenset(getattr(aval, "vma", ()))  # its name in earlier releases of JAX
+
+
+# Jaxprs. From 0.11 on one class stands for open and closed jaxprs.
+
+
+def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
+    """Returns the open jaxpr and the constants of a closed or an open one."""
+    constants = list(getattr(jaxpr, "consts", ()))
+    return getattr(jaxpr, "jaxpr", jaxpr), constants
+
+
+def inner_jaxprs(equation: core.JaxprEqn) -> Iterator[Any]:
+    """Yields the open jaxprs among an equation's parameters."""
+    for parameter in equation.params.values():
+        for item in parameter if isinstance(parameter, (tuple, list)) else (parameter,):
+            inner = getattr(item, "jaxpr", item)
+            if hasattr(inner, "eqns"):
+                yield inner
+
+
+def is_jit(equation: core.JaxprEqn) -> bool:
+    """Returns whether an equation calls a jitted function."""
+    return equation.primitive.name in ("jit", "pjit")
+
+
+def is_plain_jit(equation: core.JaxprEqn) -> bool:
+    """Returns whether an equation is a jit that may be inlined: it pins nothing down."""
+    params = equation.params
+    return (
+        is_jit(equation)
+        and not equation.effects
+        and not any(params["donated_invars"])
+        and not params["compiler_options_kvs"]
+        and all(layout is None for layout in (*params["in_layouts"], *params["out_layouts"]))
+        and all(
+            type(sharding).__name__ == "UnspecifiedValue"
+            for sharding in (*params["in_shardings"], *params["out_shardings"])
+        )
+    )
+
+
+def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """Returns how many inputs of a scan are constants and how many are carried."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    constants, carries, _ = params["ft_in"].unpack()
+    return len(constants), len(carries)
+
+
+def is_concrete(value: Any) -> bool:
+    """Returns whether `value` holds numbers now, rather than standing for some."""
+    return not isinstance(value, jax.core.Tracer)
+
+
+def typeof(value: Any) -> Any:
+    """Returns the type JAX traces `value` with."""
+    return jax.typeof(value)
+
+
+def scope_names(stack: Any) -> list[str]:
+    """Returns the names of a name stack, outermost first, without those of transformations."""
+    return [item.name for item in stack.stack if type(item).__name__ == "Scope"]
+
+
+def empty_name_stack() -> Any:
+    """Returns the name stack of no scope at all."""
+    return source_info_util.new_name_stack()
+
+
+def bind(primitive: Any, operands: Any, params: Any) -> list[Any]:
+    """Binds a primitive as a jaxpr's interpreter does; returns a list of results."""
+    results = primitive.bind(*operands, **primitive.get_bind_params(params))
+    return list(results) if primitive.multiple_results else [results]
+
+
+def as_function(jaxpr: Any) -> Any:
+    """Returns the function of flat arguments that a closed or constant-free open jaxpr stands for."""
+    return core.jaxpr_as_fun(core.ClosedJaxpr(*open_jaxpr(jaxpr)))
+
+
+@contextlib.contextmanager
+def place_of(equation: core.JaxprEqn, stack: Any) -> Iterator[None]:
+    """Binds under an equation's source line, name scopes (`stack`) and context (mesh, compute)."""
+    names = source_info_util.current_name_stack() + stack
+    traceback = equation.source_info.traceback
+    with source_info_util.user_context(traceback, name_stack=names), equation.ctx.manager:
+        yield

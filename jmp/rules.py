@@ -55,15 +55,23 @@ class PolicyRules:
         self._fallback = fallback
         self._unused = dict.fromkeys(range(len(self._rules)))
 
-    def policy_for(self, path: str, module_types: Sequence[type] = ()) -> Policy:
+    def policy_for(
+        self, path: str, module_types: Sequence[type] = (), *, anywhere: bool = False
+    ) -> Policy:
         """Returns the policy of the first rule that matches, else the default.
 
         Args:
           path: names joined by slashes; "" is the root.
           module_types: the classes of the module at `path` and of those around it, innermost
             first, where known.
+          anywhere: a glob may match from any name of the path on, not from the first alone: where
+            the root's name is not the user's.
         """
         prefixes = _path_and_ancestors(path)
+        if anywhere:
+            names = path.split("/")
+            tails = ["/".join(names[start:]) for start in range(len(names))]
+            prefixes = [prefix for tail in tails for prefix in _path_and_ancestors(tail)]
         for index, (target, policy) in enumerate(self._rules):
             if _matches(target, prefixes, module_types):
                 self._unused.pop(index, None)

@@ -1,0 +1,311 @@
+"""`autocast` and `full_precision`: the public face."""
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+
+from jmp import _jax_compat
+from jmp.autocasting._emit import run_plan
+from jmp.autocasting._graph import flatten
+from jmp.autocasting._nesting import Info, nominal
+from jmp.autocasting._plan import Context, Plan, make_plan
+from jmp.autocasting._regions import AUTOCAST, FULL_PRECISION, RegionRules
+from jmp.autocasting._settings import Settings, settings_for
+from jmp.policy import Policy, get_policy
+from jmp.rules import Rule
+from jmp.trees import as_jax_array, cast_leaf, is_array
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def autocast(
+    fun: Any = None,
+    policy: str | Policy | None = None,
+    *,
+    apply_to: Sequence[str] = (),
+    low: Iterable[Any] = (),
+    full: Iterable[Any] = (),
+    follow: Iterable[Any] = (),
+    rules: Sequence[Rule] = (),
+    recompute: str = "auto",
+    inside_custom_vjp: bool = False,
+) -> Any:
+    """Returns `fun` computing in mixed precision: products in half, what is delicate in float32.
+
+    `fun` is an unmodified float32 function: a loss, a model's apply, from any framework. Its
+    arguments and results keep their dtypes; parameters stay float32 and are cast at each use, so
+    that gradients arrive, and add up, in float32. Wrap the whole loss and differentiate the result:
+    `jax.grad(autocast(loss_fn, policy))`.
+
+    Args:
+      fun: any function that JAX can trace. It is traced as `jax.jit` would, and as seldom: what
+        changes from call to call must be an argument. Arguments that are not arrays (Python
+        numbers, strings, callables) reach it as they are. Left out, a decorator is returned.
+      policy: its compute dtype is read, and nothing else: float16 or bfloat16. With float32 `fun`
+        runs as it is, also inside another autocast.
+      apply_to: names of arguments whose floating leaves are rounded to the compute dtype on entry.
+      low, full, follow: primitives, or their names, that this call computes in the compute dtype,
+        in float32, or in the dtype that comes in; see the op table.
+      rules: `(target, policy)` pairs for name scopes (Flax and Haiku open one for each module,
+        `jax.named_scope` any other): `("head*", "float32")` runs the head in float32;
+        `("*/norm", "p=f32,c=f32,o=f16")` does the same and rounds what leaves to half.
+      recompute: float32 islands such as softmax or LayerNorm keep their half inputs alone and are
+        computed again in the backward pass: "auto" where that saves memory traffic, "none", "all".
+      inside_custom_vjp: also lower what is inside `jax.custom_vjp` functions and their rules.
+
+    Returns: a function with `fun`'s signature, usable under every JAX transformation.
+
+    Raises:
+      TypeError: `fun` or `policy` are missing or of the wrong kind.
+      ValueError: a compute dtype that cannot be; a primitive in two categories; `fun` changes one
+        of its arguments (at the call), because the change would be lost.
+
+    Warns: `UnusedRuleWarning` for a rule that no scope matched.
+
+    >>> def loss(w, x):
+    ...     return jnp.mean(jax.nn.softmax(x @ w) ** 2)
+    >>> w, x = jnp.ones((4, 4)), jnp.ones((2, 4))
+    >>> grads = jax.grad(autocast(loss, "mixed_bfloat16"))(w, x)
+    >>> grads.dtype
+    dtype('float32')
+    """
+    if policy is None:
+        raise TypeError(
+            f"autocast got no policy (its first argument is {fun!r}); write "
+            "autocast(fun, 'mixed_float16') or @autocast(policy='mixed_float16')."
+        )
+    options: dict[str, Any] = {"low": low, "full": full, "follow": follow, "recompute": recompute}
+    if fun is None:
+        return functools.partial(
+            autocast,
+            policy=policy,
+            apply_to=apply_to,
+            rules=rules,
+            inside_custom_vjp=inside_custom_vjp,
+            **{k: v if isinstance(v, str) else tuple(v) for k, v in options.items()},
+        )
+    if not callable(fun):
+        raise TypeError(f"autocast got {fun!r}; expected a function, such as a loss.")
+    settings = settings_for(get_policy(policy), inside_custom_vjp=inside_custom_vjp, **options)
+    _check_names(fun, apply_to)
+    if settings is None:
+        return _as_it_is(fun)
+    program = Program(fun, settings, tuple(rules), tuple(apply_to))
+
+    @functools.wraps(fun)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return program.call(args, kwargs)
+
+    return wrapped
+
+
+def full_precision(fun: F) -> F:
+    """Returns `fun` with a mark: inside `autocast` its operations run in float32.
+
+    The mark survives jit, grad, vmap, scan and nesting. Outside `autocast` nothing changes. This is
+    the way to say what an explicit `.astype(jnp.float32)` cannot: on a float32 program that cast
+    is nothing at all.
+
+    >>> @full_precision
+    ... def head(x, w):
+    ...     return x @ w
+    >>> model = autocast(lambda x, w: head(x @ w, w), "mixed_float16")
+    >>> str(jax.make_jaxpr(model)(jnp.ones((2, 2)), jnp.ones((2, 2)))).count("=float16]")
+    1
+    """
+
+    @functools.wraps(fun)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        with jax.named_scope(FULL_PRECISION):
+            return fun(*args, **kwargs)
+
+    return marked  # type: ignore[return-value]
+
+
+def _as_it_is(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """`fun`, marked so that an autocast around it leaves it as it is."""
+
+    @functools.wraps(fun)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        with jax.named_scope(AUTOCAST):
+            return fun(*args, **kwargs)
+
+    return marked
+
+
+def _check_names(fun: Callable[..., Any], apply_to: Sequence[str]) -> None:
+    if isinstance(apply_to, str):
+        raise TypeError(f"autocast got apply_to={apply_to!r}; expected a list: [{apply_to!r}].")
+    if not apply_to:
+        return
+    parameters = inspect.signature(fun).parameters
+    unknown = [name for name in apply_to if name not in parameters]
+    if unknown:
+        raise ValueError(
+            f"autocast got apply_to={list(apply_to)}, but {getattr(fun, '__name__', fun)!r} has no "
+            f"argument {', '.join(map(repr, unknown))}; it has {', '.join(parameters)}."
+        )
+
+
+# Programs.
+
+
+class Traced(NamedTuple):
+    """One call of a program: what was traced, planned, and what to run it on."""
+
+    closed: Any
+    plan: Plan
+    run: Callable[..., list[Any]]
+    arrays: list[Any]
+    result: Any
+
+
+class Program:
+    """A function, how to lower it, and the plans made for the types it was called with."""
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        settings: Settings,
+        rules: tuple[Rule, ...],
+        apply_to: tuple[str, ...],
+    ) -> None:
+        self.fun = fun
+        self.settings = settings
+        self.rules = rules
+        self.apply_to = apply_to
+        # JAX caches traces by function; so each structure of arguments keeps its own function.
+        self._flat_function = functools.lru_cache(maxsize=128)(self._make_flat_function)
+        self._plans: Any = weakref.WeakKeyDictionary()
+
+    def call(self, args: Any, kwargs: Any) -> Any:
+        """Runs the function on these arguments."""
+        traced = self.trace(args, kwargs)
+        operands = [*_jax_compat.open_jaxpr(traced.closed)[1], *traced.arrays]
+        if all(map(_jax_compat.is_concrete, operands)):
+            results = traced.run(operands)  # compiled once: an eager call does not retrace
+        else:
+            results = _run_marked(traced.plan, operands)
+        leaves, structure = jax.tree.flatten(traced.result)
+        results = [cast_leaf(x, leaf.dtype) for x, leaf in zip(results, leaves, strict=True)]
+        return jax.tree.unflatten(structure, results).restore()
+
+    def trace(self, args: Any, kwargs: Any) -> Traced:
+        """Traces and plans, or finds what was traced and planned before."""
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        in_half = self._in_half(args, kwargs)
+        static = tuple(None if is_array(leaf) else (type(leaf), leaf) for leaf in leaves)
+        arrays = [as_jax_array(leaf) for leaf in leaves if is_array(leaf)]
+        try:
+            flat = self._flat_function(structure, static)
+        except TypeError:  # an argument that cannot be hashed
+            flat = self._make_flat_function(structure, static)
+        closed, result = jax.make_jaxpr(flat, return_shape=True)(*arrays)
+        jaxpr, _ = _jax_compat.open_jaxpr(closed)
+        if jaxpr not in self._plans:
+            plan = self._plan(jaxpr, in_half)
+            self._plans[jaxpr] = plan, jax.jit(functools.partial(_run_marked, plan))
+        plan, run = self._plans[jaxpr]
+        dtype = self.settings.compute_dtype
+        arrays = [
+            cast_leaf(x, dtype) if half else x for x, half in zip(arrays, in_half, strict=True)
+        ]
+        return Traced(closed, plan, run, arrays, result)
+
+    def _in_half(self, args: Any, kwargs: Any) -> list[bool]:
+        """For each array among the arguments, whether `apply_to` names it."""
+        named: Any = (args, kwargs)
+        if self.apply_to:
+            bound = inspect.signature(self.fun).bind(*args, **kwargs)
+            for name in self.apply_to:
+                if name in bound.arguments:
+                    bound.arguments[name] = jax.tree.map(
+                        lambda leaf: _Named() if is_array(leaf) else leaf, bound.arguments[name]
+                    )
+            named = (bound.args, bound.kwargs)
+        leaves = jax.tree.leaves(named)
+        return [isinstance(leaf, _Named) for leaf in leaves if isinstance(leaf, _Named) or is_array(leaf)]
+
+    def _plan(self, jaxpr: Any, in_half: Sequence[bool]) -> Plan:
+        regions = RegionRules(self.rules, self.settings.compute_dtype)
+        graph = flatten(jaxpr, _jax_compat.empty_name_stack(), self.settings, regions)
+        infos = [Info(nominal(value), True) for value in graph.inputs]
+        first = len(infos) - len(in_half)
+        for position, half in enumerate(in_half):
+            if half and graph.inputs[first + position].is_float32:
+                infos[first + position] = Info(self.settings.compute_dtype, False)
+        outputs_feed = [False] * len(graph.outputs)
+        plan = make_plan(graph, infos, outputs_feed, Context(self.settings, regions))
+        regions.warn_unused()
+        return plan
+
+    def _make_flat_function(self, structure: Any, static: tuple[Any, ...]) -> Callable[..., Any]:
+        def flat(*arrays: Any) -> Packed:
+            following = iter(arrays)
+            leaves = [next(following) if leaf is None else leaf[1] for leaf in static]
+            args, kwargs = jax.tree.unflatten(structure, leaves)
+            result = self.fun(*args, **kwargs)
+            _check_unchanged((args, kwargs), structure, leaves)
+            return Packed.pack(result)
+
+        flat.__name__ = getattr(self.fun, "__name__", "autocast")
+        return flat
+
+
+def _run_marked(plan: Plan, operands: Sequence[Any]) -> list[Any]:
+    with jax.named_scope(AUTOCAST):
+        return run_plan(plan, operands)
+
+
+class _Named:
+    """Stands for an array among arguments that `apply_to` names."""
+
+
+def _check_unchanged(arguments: Any, structure: Any, leaves: Sequence[Any]) -> None:
+    after, structure_after = jax.tree.flatten(arguments)
+    same = structure_after == structure and all(
+        a is b for a, b in zip(after, leaves, strict=True)
+    )
+    if not same:
+        raise ValueError(
+            "The function changes one of its arguments, such as the batch statistics of an nnx "
+            "module; the change would be lost, because autocast traces a copy. Return what "
+            "changes instead: split the module inside the loss (nnx.split, nnx.merge) and return "
+            "its new state, or use jmp.adapters.nnx.with_policy, which keeps nnx's own semantics."
+        )
+
+
+@jax.tree_util.register_pytree_node_class
+class Packed:
+    """A result whose arrays are leaves and whose other objects are part of the structure."""
+
+    def __init__(self, arrays: Sequence[Any], structure: Any, static: tuple[Any, ...]) -> None:
+        self.arrays = arrays
+        self.structure = structure
+        self.static = static
+
+    @classmethod
+    def pack(cls, result: Any) -> "Packed":
+        """Takes the arrays of a result apart from the rest."""
+        leaves, structure = jax.tree.flatten(result)
+        static = tuple(None if is_array(leaf) else (leaf,) for leaf in leaves)
+        return cls([leaf for leaf in leaves if is_array(leaf)], structure, static)
+
+    def restore(self) -> Any:
+        """Puts the result together again."""
+        following = iter(self.arrays)
+        leaves = [next(following) if leaf is None else leaf[0] for leaf in self.static]
+        return jax.tree.unflatten(self.structure, leaves)
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        """The arrays; then structure and other objects."""
+        return tuple(self.arrays), (self.structure, self.static)
+
+    @classmethod
+    def tree_unflatten(cls, aux: Any, arrays: Any) -> "Packed":
+        """The inverse of `tree_flatten`."""
+        return cls(arrays, *aux)

@@ -1,0 +1,158 @@
+"""Runs a plan: binds its steps in order, each value cast to the dtype it is read in.
+
+Values are kept in the dtype the plan stores them in. A float32 parameter is cast where it is used,
+each time: XLA merges the casts and takes them out of loops, and gradients add up in float32.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jmp import _jax_compat
+from jmp.autocasting import _plan
+from jmp.autocasting._custom_derivatives import CustomJvp, CustomVjp
+from jmp.autocasting._flow import AFFINE
+from jmp.autocasting._graph import FLOAT32, Node, Value
+from jmp.autocasting._islands import Island, Mode
+from jmp.autocasting._loops import Cond, Scan, While, cast
+from jmp.autocasting._nesting import Jit, Remat, ShardMap, nominal
+from jmp.autocasting._plan import Plan
+
+Environment = dict[Value, Any]
+
+# Elementwise operations that JAX lets repeat an operand along axes of size one.
+ELEMENTWISE = frozenset({
+    *AFFINE, "rem", "max", "min", "atan2", "nextafter", "eq", "ne", "lt", "le", "gt", "ge",
+})  # fmt: skip
+
+
+def run_plan(plan: Plan, arguments: Sequence[Any]) -> list[Any]:
+    """Returns the outputs of a level, in the dtypes the plan stores them in."""
+    environment: Environment = dict(zip(plan.graph.inputs, arguments, strict=True))
+    for step in plan.steps:
+        if isinstance(step, Island):
+            _run_island(step, environment, plan)
+        else:
+            _run_node(step, environment, plan)
+    return [
+        _read(value, environment, value.dtype or nominal(value)) for value in plan.graph.outputs
+    ]
+
+
+def _read(value: Value, environment: Environment, dtype: Any) -> Any:
+    """Returns a value in `dtype`, if it is a float32 one; any other as it is."""
+    array = value.literal if value.literal is not None else environment[value]
+    if not value.is_float32:
+        return array
+    if value.literal is not None and _jax_compat.is_concrete(array) and np.ndim(array) == 0:
+        return array if dtype == FLOAT32 else np.asarray(array).astype(dtype)
+    return cast(array, dtype)
+
+
+def _write(node: Node, results: Sequence[Any], environment: Environment) -> None:
+    for value, result in zip(node.outputs, results, strict=True):
+        environment[value] = cast(result, value.dtype) if value.is_float32 else result
+
+
+def _run_node(node: Node, environment: Environment, plan: Plan) -> None:
+    with _jax_compat.place_of(node.equation, node.stack):
+        if node.mode == "nested":
+            results = _run_nested(node, environment, plan)
+        elif node.mode == _plan.HALF:
+            results = _run_half(node, environment, plan)
+        else:
+            operands = [_read(value, environment, FLOAT32) for value in node.inputs]
+            results = _jax_compat.bind(node.equation.primitive, operands, node.params)
+        _write(node, results, environment)
+
+
+def _run_nested(node: Node, environment: Environment, plan: Plan) -> list[Any]:
+    operands = [_read(value, environment, value.dtype or FLOAT32) for value in node.inputs]
+    match node.name:
+        case "custom_jvp_call":
+            return CustomJvp.run(node, operands, run_plan, _plan.make_plan, plan.context)
+        case "custom_vjp_call":
+            return CustomVjp.run(node, operands, run_plan, _plan.make_plan, plan.context)
+        case "scan":
+            return Scan.run(node, operands, run_plan)
+        case "while":
+            return While.run(node, operands, run_plan)
+        case "cond":
+            return Cond.run(node, operands, run_plan)
+        case "shard_map":
+            return ShardMap.run(node, operands, run_plan)
+        case "jit" | "pjit":
+            return Jit.run(node, operands, run_plan)
+        case _:
+            return Remat.run(node, operands, run_plan)
+
+
+def _run_half(node: Node, environment: Environment, plan: Plan) -> list[Any]:
+    half = plan.context.settings.compute_dtype
+    params = node.params
+    if any(value.is_float32 for value in node.outputs):
+        params = node.rule.params_in_half(params, half)
+    if node.name in ELEMENTWISE and (repeated := _repeated_operand(node)) is not None:
+        return [_run_repeating(node, repeated, environment, plan)]
+    operands = [_read(value, environment, half) for value in node.inputs]
+    return _jax_compat.bind(node.equation.primitive, operands, params)
+
+
+def _repeated_operand(node: Node) -> int | None:
+    """Returns which operand of an elementwise operation is repeated to the size of the result."""
+    for position, value in enumerate(node.inputs):
+        if value.is_float32 and value.constant is None and value.size < node.outputs[0].size:
+            return position
+    return None
+
+
+def _run_repeating(node: Node, position: int, environment: Environment, plan: Plan) -> Any:
+    """Repeats an operand in float32 and rounds afterwards.
+
+    The derivative of the repetition is a sum: rounded before, a bias would add up its gradient in
+    half. A parameter (a bias, a scale) is joined under `jax.checkpoint`: otherwise XLA keeps the
+    cotangent of the whole activation in float32, for the sum alone (8 % of a GPT's bytes).
+    """
+    half = plan.context.settings.compute_dtype
+    small, large = node.inputs[position], node.inputs[1 - position]
+    shape = node.outputs[0].aval.shape
+
+    def join(small_array: Any, large_array: Any) -> Any:
+        axes = range(len(shape) - small_array.ndim, len(shape))
+        repeated = lax.broadcast_in_dim(small_array, shape, tuple(axes)).astype(half)
+        operands = [repeated, large_array] if position == 0 else [large_array, repeated]
+        (result,) = _jax_compat.bind(node.equation.primitive, operands, node.params)
+        return result
+
+    small_array = jnp.asarray(_read(small, environment, FLOAT32))
+    large_array = _read(large, environment, half)
+    if small.neutral and node.name in AFFINE and plan.context.settings.recompute != "none":
+        join = jax.checkpoint(join, prevent_cse=not plan.context.in_loop)
+    return join(small_array, large_array)
+
+
+def _run_island(island: Island, environment: Environment, plan: Plan) -> None:
+    def run(*arrays: Any) -> list[Any]:
+        inside: Environment = dict(zip(island.inputs, arrays, strict=True))
+        for node in (*island.clones, *island.nodes):
+            with _jax_compat.place_of(node.equation, node.stack):
+                operands = [_read(value, inside, FLOAT32) for value in node.inputs]
+                results = _jax_compat.bind(node.equation.primitive, operands, node.params)
+            for value, result in zip(node.outputs, results, strict=True):
+                inside[value] = result
+        return [_read(value, inside, value.dtype) for value in island.outputs]
+
+    arrays = [_read(value, environment, value.dtype or FLOAT32) for value in island.inputs]
+    if island.mode is not Mode.PLAIN:
+        policy = _keep_sums if island.mode is Mode.RECOMPUTE_BUT_SUMS else None
+        run = jax.checkpoint(run, prevent_cse=not plan.context.in_loop, policy=policy)
+    for value, result in zip(island.outputs, run(*arrays), strict=True):
+        environment[value] = result
+
+
+def _keep_sums(primitive: Any, *_: Any, **__: Any) -> bool:
+    return primitive is lax.reduce_sum_p

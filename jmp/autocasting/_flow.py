@@ -1,0 +1,138 @@
+"""What the dataflow says by itself: which values feed products, which are neutral, their levels.
+
+  - A value *feeds* if it reaches a product, or an output that does. What does not is on the way to
+    the loss (or is a statistic) and stays float32.
+  - A value is *neutral* if no product lies before it: parameters, inputs, constants, and what is
+    computed from them alone. Neutral values have no vote: they stay as they are and are cast at
+    each use, so that gradients add up in float32.
+  - The *level* of a node is the largest number of barriers on a path to it. A barrier is anything
+    XLA does not fuse (a product, a sort, a loop), an embedding's gather, and the end of a batch
+    or group normalisation. Nodes of one level that touch each other can be computed as one: a
+    path that leaves such a set and comes back would cross a barrier, and so end on a higher level.
+"""
+
+from collections.abc import Iterable
+
+from jmp.autocasting._graph import Graph, Node, Value
+from jmp.autocasting._registry import Category
+
+AFFINE = frozenset({"add", "sub", "mul", "div"})
+REDUCTIONS = frozenset({"reduce_sum", "reduce_prod", "reduce_max", "reduce_min"})
+
+
+def mark_feeds(graph: Graph, outputs_feed: Iterable[bool]) -> None:
+    """Walks backwards from the products and from the outputs that feed products outside."""
+    for value in graph.inputs:
+        value.feeds = False
+    for node in graph.nodes:
+        for value in node.outputs:
+            value.feeds = False
+    for value, feeds in zip(graph.outputs, outputs_feed, strict=True):
+        value.feeds |= feeds
+    for node in reversed(graph.nodes):
+        if node.has_products or any(value.feeds for value in node.outputs):
+            for value in node.inputs:
+                value.feeds = True
+
+
+def mark_neutral(graph: Graph, inputs_neutral: Iterable[bool]) -> None:
+    """Walks forwards from the inputs."""
+    for value, neutral in zip(graph.inputs, inputs_neutral, strict=True):
+        value.neutral = neutral
+    for node in graph.nodes:
+        neutral = (
+            not node.has_products
+            and not is_embedding(node)
+            and not node.region.as_written
+            and all(value.neutral for value in node.inputs)
+        )
+        for value in node.outputs:
+            value.neutral = neutral
+
+
+def is_embedding(node: Node) -> bool:
+    """Returns whether a node looks rows up in a float32 table on their way to a product."""
+    return (
+        node.name == "gather"
+        and node.outputs[0].is_float32
+        and node.outputs[0].feeds
+        and node.inputs[0].neutral
+        and node.inputs[0].constant is None
+        and not node.region.is_full
+    )
+
+
+def mark_levels(graph: Graph) -> None:
+    """Walks forwards and counts barriers; neutral nodes are free and stay on level 0."""
+    for value in graph.inputs:
+        value.level = 0
+    for node in graph.nodes:
+        if node.outputs and all(value.neutral for value in node.outputs):
+            continue
+        node.level = max((value.level for value in node.inputs), default=0)
+        barrier = not node.fusible or node.is_cut
+        for value in node.outputs:
+            value.level = node.level + barrier
+
+
+# Normalisation over leading or spatial axes.
+
+
+def is_row_reduction(node: Node) -> bool:
+    """Returns whether a reduction is over trailing axes, as in softmax and LayerNorm."""
+    rank = len(node.inputs[0].aval.shape)
+    axes = sorted(node.params["axes"])
+    return axes == list(range(rank - len(axes), rank)) and len(axes) < rank
+
+
+def mark_cuts(graph: Graph) -> None:
+    """Marks the end of each normalisation over leading or spatial axes (BatchNorm, GroupNorm).
+
+    There the normalised value goes back to half, and what follows (relu, the residual addition) is
+    half too: the backward pass of such a norm reads its cotangent twice, and would store it in
+    float32 otherwise.
+    """
+    statistics: set[Value] = set()
+    normalised: set[Value] = set()
+    for node in graph.nodes:
+        node.is_cut = False
+        if not node.fusible or len(node.outputs) != 1:
+            continue
+        (output,) = node.outputs
+        if output.neutral:
+            continue
+        if node.name == "reduce_sum" and _reduces_before_last(node):
+            statistics.add(output)
+        elif all(v in statistics or v.neutral for v in node.inputs):
+            statistics.add(output)
+        elif node.name in AFFINE and _is_normalising(node, statistics, normalised):
+            normalised.add(output)
+    for value in normalised:
+        node = value.producer
+        if node is not None:
+            node.is_cut = not any(
+                user.outputs[0] in normalised and user.name in AFFINE for user in value.users
+            )
+
+
+def _reduces_before_last(node: Node) -> bool:
+    size = node.outputs[0].size
+    return size > 1 and not is_row_reduction(node)
+
+
+def _is_normalising(node: Node, statistics: set[Value], normalised: set[Value]) -> bool:
+    """An affine step whose other operand is a statistic, or a parameter after such a step."""
+    large = [v for v in node.inputs if not v.neutral and v not in statistics]
+    others = [v for v in node.inputs if v.neutral or v in statistics]
+    if len(large) != 1 or len(others) != 1:
+        return False
+    if others[0] in statistics:
+        return True
+    return large[0] in normalised and others[0].source_size < node.outputs[0].size
+
+
+def is_full_seed(node: Node) -> bool:
+    """Returns whether a node insists on float32 by what it is, whatever its operands are."""
+    if node.region.is_full or node.rule.category is Category.FULL:
+        return True
+    return node.name == "mul" and node.inputs[0] is node.inputs[1]

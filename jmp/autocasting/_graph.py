@@ -1,0 +1,306 @@
+"""The dataflow graph of one level of nesting: values, and the nodes that compute them.
+
+`flatten` reads a jaxpr. Inner jits that mean nothing (no shardings, no donation) are inlined, so
+that the planner sees through the many small ones of `jax.numpy`; dead code is left behind. What
+remains nested (loops, branches, remat, custom derivatives) is one node each and a level of its own.
+
+The passes of the planner annotate the graph in this order, each reading what the ones before wrote:
+`_flow` (feeds, neutral, level), then `_islands` and `_plan` (dtype, mode).
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jmp import _jax_compat
+from jmp.autocasting._regions import Region, RegionRules
+from jmp.autocasting._registry import Category, Rule
+from jmp.autocasting._settings import Settings
+
+FLOAT32 = np.dtype(np.float32)
+DRAWS_BITS = frozenset({
+    "random_bits", "random_seed", "random_wrap", "random_unwrap", "random_split",
+    "random_fold_in", "threefry2x32", "rng_bit_generator", "rng_uniform",
+})  # fmt: skip
+DESCENDS = frozenset({
+    "jit", "pjit", "scan", "while", "cond", "remat", "remat2", "checkpoint", "shard_map",
+    "custom_jvp_call",
+})  # fmt: skip
+
+
+class Value:
+    """One array of the program.
+
+    Attributes:
+      aval: its nominal type, as traced.
+      producer: the node that computes it; None for inputs, constants and literals.
+      users: the nodes that read it, once each.
+      literal: the scalar itself, where the jaxpr holds it.
+      constant: the number every element equals, where that is known.
+      is_exact: a half type holds it exactly (it was a boolean).
+      source_size: elements it had before it was repeated by broadcasts.
+      feeds, neutral, level: see `_flow`.
+      dtype: what it is stored in; None until the planner has decided.
+    """
+
+    __slots__ = (
+        "aval", "producer", "users", "literal", "constant", "is_exact", "source_size", "size",
+        "is_float32", "feeds", "neutral", "level", "dtype",
+    )  # fmt: skip
+
+    def __init__(self, aval: Any, producer: "Node | None" = None) -> None:
+        self.aval = aval
+        self.producer = producer
+        self.users: list[Node] = []
+        self.literal: Any = None
+        self.constant: float | None = None
+        self.is_exact = False
+        self.size = math.prod(getattr(aval, "shape", ()))
+        self.source_size = self.size
+        self.is_float32 = getattr(aval, "dtype", None) == FLOAT32
+        self.feeds = False
+        self.neutral = True
+        self.level = 0
+        self.dtype: Any = None
+
+
+class Node:
+    """One equation.
+
+    Attributes:
+      equation: the jaxpr's equation; its own variables are not to be read.
+      inputs, outputs: values.
+      stack: its name stack within this level; `scope` the same from the outermost level down.
+      rule: what the op table says.
+      region: what the user said of the scope it stands in.
+      index: its place in the program.
+      has_products: there is a product inside it that autocast may lower.
+      level, is_cut: see `_flow`.
+      mode: how it runs, and `why`: written by the planner, printed in reports.
+    """
+
+    __slots__ = (
+        "equation", "name", "params", "inputs", "outputs", "stack", "scope", "rule", "region", "index",
+        "has_products", "level", "is_cut", "mode", "why", "inner",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        equation: Any,
+        inputs: list[Value],
+        stack: Any,
+        scope: Any,
+        rule: Rule,
+        region: Region,
+        index: int,
+    ) -> None:
+        self.equation = equation
+        self.name: str = equation.primitive.name
+        self.params = equation.params
+        self.inputs = inputs
+        self.outputs = [Value(v.aval, self) for v in equation.outvars]
+        self.stack = stack
+        self.scope = scope
+        self.rule = rule
+        self.region = region
+        self.index = index
+        self.has_products = False
+        self.level = 0
+        self.is_cut = False
+        self.mode: Any = None
+        self.why = rule.reason
+        self.inner: Any = None
+
+    @property
+    def fusible(self) -> bool:
+        """Whether it may stand in an island."""
+        return self.rule.fusible and not self.region.as_written
+
+    @property
+    def is_product(self) -> bool:
+        """Whether it is computed in the compute dtype on purpose."""
+        return self.rule.category is Category.LOW and not self.region.is_full
+
+
+class Graph:
+    """One level: inputs, nodes in program order, outputs."""
+
+    def __init__(self, inputs: list[Value], nodes: list[Node], outputs: list[Value]) -> None:
+        self.inputs = inputs
+        self.nodes = nodes
+        self.outputs = outputs
+
+
+def flatten(jaxpr: Any, scope: Any, settings: Settings, regions: RegionRules) -> Graph:
+    """Returns the graph of a jaxpr without constants of its own.
+
+    Args:
+      jaxpr: an open jaxpr; its constvars count as its first inputs.
+      scope: name stack of the equation that holds it.
+    """
+    inputs = [Value(v.aval) for v in (*jaxpr.constvars, *jaxpr.invars)]
+    nodes: list[Node] = []
+    no_stack = _jax_compat.empty_name_stack()
+    outputs = _flatten_into(nodes, jaxpr, inputs, no_stack, scope, settings, regions)
+    nodes = _alive(nodes, outputs)
+    for node in nodes:
+        for value in dict.fromkeys(node.inputs):
+            value.users.append(node)
+    return Graph(inputs, nodes, outputs)
+
+
+def _flatten_into(
+    nodes: list[Node],
+    jaxpr: Any,
+    inputs: Sequence[Value],
+    outer: Any,
+    scope: Any,
+    settings: Settings,
+    regions: RegionRules,
+) -> list[Value]:
+    values: dict[Any, Value] = dict(
+        zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True)
+    )
+
+    def read(atom: Any) -> Value:
+        if hasattr(atom, "val"):  # a literal; it has no identity of its own
+            return _literal(atom)
+        return values[atom]
+
+    for equation in jaxpr.eqns:
+        operands = [read(atom) for atom in equation.invars]
+        stack = outer + equation.source_info.name_stack
+        if _jax_compat.is_plain_jit(equation) and not draws_bits(equation.params["jaxpr"]):
+            inner, constants = _jax_compat.open_jaxpr(equation.params["jaxpr"])
+            held = [_held_constant(constant) for constant in constants]
+            results = _flatten_into(
+                nodes, inner, [*held, *operands], stack, scope, settings, regions
+            )
+            values.update(zip(equation.outvars, results, strict=True))
+            continue
+        region = regions.region(scope + stack)
+        rule = _rule_of(equation, settings)
+        node = Node(equation, operands, stack, scope + stack, rule, region, len(nodes))
+        node.has_products = node.is_product or (
+            descends(node, settings) and contains_products(equation, settings)
+        )
+        _follow_constants(node)
+        nodes.append(node)
+        values.update(zip(equation.outvars, node.outputs, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _literal(atom: Any) -> Value:
+    value = Value(atom.aval)
+    value.literal = atom.val
+    if np.ndim(atom.val) == 0 and value.is_float32:
+        value.constant = float(atom.val)
+    return value
+
+
+def _held_constant(constant: Any) -> Value:
+    """A value that an inlined jaxpr holds by itself."""
+    value = Value(_jax_compat.typeof(constant))
+    value.literal = constant
+    if value.is_float32 and value.size == 1 and _jax_compat.is_concrete(constant):
+        value.constant = float(np.asarray(constant).reshape(()))
+    return value
+
+
+def _follow_constants(node: Node) -> None:
+    """Follows constants, booleans and sizes through the operations that only move them."""
+    if len(node.outputs) != 1:
+        return
+    (output,) = node.outputs
+    first = node.inputs[0] if node.inputs else None
+    if first is None:
+        return
+    if node.name in ("broadcast_in_dim", "reshape", "squeeze", "copy", "copy_p", "expand_dims"):
+        output.constant = first.constant
+        output.is_exact = first.is_exact
+        output.source_size = min(output.size, first.source_size)
+    elif node.name in ("transpose", "slice", "rev", "name", "pvary", "stop_gradient"):
+        output.constant = first.constant
+        output.is_exact = first.is_exact
+    elif node.name == "neg" and first.constant is not None:
+        output.constant = -first.constant
+    elif node.name == "convert_element_type" and output.is_float32:
+        output.constant = first.constant
+        output.source_size = min(output.size, first.source_size)
+        output.is_exact = first.is_exact or getattr(first.aval, "dtype", None) == np.bool_
+        if first.literal is not None and np.ndim(first.literal) == 0:
+            output.constant = float(first.literal)
+
+
+def _alive(nodes: list[Node], outputs: list[Value]) -> list[Node]:
+    """Drops what no output and no effect needs."""
+    needed = {value.producer for value in outputs}
+    kept = []
+    for node in reversed(nodes):
+        if node in needed or node.equation.effects:
+            kept.append(node)
+            needed.update(value.producer for value in node.inputs)
+    kept.reverse()
+    return kept
+
+
+def _rule_of(equation: Any, settings: Settings) -> Rule:
+    """Returns the op table's row; for a custom derivative one made of what is inside it."""
+    name = equation.primitive.name
+    if name in ("custom_jvp_call", "custom_vjp_call") and not equation.effects:
+        inner = list(inner_equations(equation))
+        rules = [settings.rule_for(e.primitive.name) for e in inner]
+        if any(rule.category is Category.LOW for rule in rules):
+            return settings.rule_for(name)
+        if not all(rule.fusible or _jax_compat.is_jit(e) for rule, e in zip(rules, inner, strict=True)):
+            return settings.rule_for(name)
+        full = name == "custom_vjp_call" or any(r.category is Category.FULL for r in rules)
+        return Rule(
+            Category.FULL if full else Category.FOLLOW,
+            "a custom derivative: one operation, " + ("float32" if full else "as its inside"),
+            fusible=True,
+            expensive=any(rule.expensive for rule in rules),
+        )
+    rule = settings.rule_for(name)
+    if name == "convert_element_type":
+        before, after = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
+        if not (after == FLOAT32 and before in (FLOAT32, np.bool_)):
+            return Rule(Category.AS_WRITTEN, "an explicit cast is the user's word", fusible=True)
+    return rule
+
+
+def descends(node: Node, settings: Settings) -> bool:
+    """Returns whether autocast goes inside a node; it binds every other node as a whole."""
+    if node.region.is_full or node.fusible:
+        return False
+    return node.name in DESCENDS or (
+        node.name == "custom_vjp_call" and settings.inside_custom_vjp
+    )
+
+
+def inner_equations(equation: Any) -> Any:
+    """Yields the equations inside one, at any depth."""
+    for jaxpr in _jax_compat.inner_jaxprs(equation):
+        for inner in jaxpr.eqns:
+            yield inner
+            yield from inner_equations(inner)
+
+
+def contains_products(equation: Any, settings: Settings) -> bool:
+    """Returns whether a product that may be lowered stands inside an equation."""
+    return any(
+        settings.rule_for(inner.primitive.name).category is Category.LOW
+        for inner in inner_equations(equation)
+    )
+
+
+def draws_bits(jaxpr: Any) -> bool:
+    """Returns whether random bits are drawn here: such a jit is kept whole and as written."""
+    inner, _ = _jax_compat.open_jaxpr(jaxpr)
+    return any(
+        equation.primitive.name in DRAWS_BITS
+        or any(draws_bits(nested) for nested in _jax_compat.inner_jaxprs(equation))
+        for equation in inner.eqns
+    )

@@ -1,0 +1,195 @@
+"""Loops and branches: `lax.scan`, `lax.while_loop`, `lax.switch`.
+
+A loop must carry the same dtypes round. A scan's carry is float32, unless it loses nothing in half:
+because products alone read it (the hidden state of an RNN), or because it comes in as half and
+feeds a product in the same step (the residual stream of a scanned transformer). The carry of a
+while loop keeps its nominal dtype. Branches join to the widest.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+from jmp import _jax_compat
+from jmp.autocasting import _flow
+from jmp.autocasting._graph import Graph, Node, Value
+from jmp.autocasting._islands import MOVES
+from jmp.autocasting._nesting import (
+    Info,
+    Inner,
+    MakePlan,
+    RunPlan,
+    constant_infos,
+    half_or_nominal,
+    info_of,
+    nominal,
+    open_level,
+    pass_constants_on,
+    plan_inner,
+    store,
+)
+
+
+class Scan:
+    """`lax.scan`."""
+
+    @staticmethod
+    def plan(node: Node, context: Any, make_plan: MakePlan) -> None:
+        """Fixes the dtype of each carry first, then plans the body."""
+        n_consts, n_carry = _jax_compat.scan_counts(node.params)
+        graph, constants = open_level(node.params["jaxpr"], node, context)
+        infos = [*constant_infos(graph, constants), *map(info_of, node.inputs)]
+        skip = len(constants)
+        pass_constants_on(
+            Graph(graph.inputs[: skip + n_consts], [], []), node.inputs[:n_consts]
+        )
+        carries = range(skip + n_consts, skip + n_consts + n_carry)
+        # Within one step nothing outside is fed.
+        _flow.mark_feeds(graph, [False] * len(graph.outputs))
+        for i in carries:
+            infos[i] = Info(_carry_dtype(graph.inputs[i], infos[i], context), False)
+        feeds = [value.feeds for value in node.outputs]
+        while True:
+            _flow.mark_feeds(graph, feeds)
+            again = [graph.inputs[i].feeds or feeds[k] for k, i in enumerate(carries)]
+            if again == feeds[:n_carry]:
+                break
+            feeds[:n_carry] = again
+        plan = make_plan(graph, infos, feeds, context._replace(in_loop=True))
+        node.inner = Inner(plan, constants)
+        dtypes = plan.output_dtypes
+        dtypes[:n_carry] = [infos[i].dtype for i in carries]
+        store(node, dtypes)
+
+    @staticmethod
+    def run(node: Node, operands: list[Any], run_plan: RunPlan) -> list[Any]:
+        """Emits `lax.scan`; constants are closed over and cast inside, at each use."""
+        n_consts, n_carry = _jax_compat.scan_counts(node.params)
+        consts, init, xs = (
+            operands[:n_consts],
+            operands[n_consts : n_consts + n_carry],
+            operands[n_consts + n_carry :],
+        )
+        dtypes = [value.dtype for value in node.outputs[:n_carry]]
+        init = [cast(value, dtype) for value, dtype in zip(init, dtypes, strict=True)]
+
+        def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+            results = node.inner.run([*consts, *carry, *x], run_plan)
+            carry = [cast(v, d) for v, d in zip(results[:n_carry], dtypes, strict=True)]
+            return carry, results[n_carry:]
+
+        params = node.params
+        carry, ys = lax.scan(
+            body,
+            init,
+            xs,
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+        )
+        return [*carry, *ys]
+
+
+def _carry_dtype(value: Value, info: Info, context: Any) -> Any:
+    half = context.settings.compute_dtype
+    if not value.is_float32:
+        return nominal(value)
+    alone = _read_by_products_alone(value)
+    return half if alone or (info.dtype == half and value.feeds) else nominal(value)
+
+
+def _read_by_products_alone(value: Value) -> bool:
+    return bool(value.users) and all(
+        user.is_product
+        or (
+            user.name in (*MOVES, "concatenate", "slice")
+            and all(_read_by_products_alone(output) for output in user.outputs)
+        )
+        for user in value.users
+    )
+
+
+class While:
+    """`lax.while_loop`; its condition runs as written."""
+
+    @staticmethod
+    def plan(node: Node, context: Any, make_plan: MakePlan) -> None:
+        """The carry keeps its nominal dtypes."""
+        skipped = node.params["cond_nconsts"]
+        n_consts = node.params["body_nconsts"]
+        graph, constants = open_level(node.params["body_jaxpr"], node, context)
+        operands = node.inputs[skipped:]
+        infos = [*constant_infos(graph, constants), *map(info_of, operands)]
+        first = len(constants) + n_consts
+        for i in range(first, len(infos)):
+            infos[i] = Info(nominal(graph.inputs[i]), False)
+        feeds = [False] * len(graph.outputs)
+        node.inner = Inner(
+            make_plan(graph, infos, feeds, context._replace(in_loop=True)), constants
+        )
+        store(node, [nominal(value) for value in node.outputs])
+
+    @staticmethod
+    def run(node: Node, operands: list[Any], run_plan: RunPlan) -> list[Any]:
+        """Emits `lax.while_loop`."""
+        params = node.params
+        first, second = params["cond_nconsts"], params["body_nconsts"]
+        cond_consts = operands[:first]
+        body_consts = operands[first : first + second]
+        values = node.inputs[first + second :]
+        init = [
+            cast(x, nominal(v)) for x, v in zip(operands[first + second :], values, strict=True)
+        ]
+        condition = _jax_compat.as_function(params["cond_jaxpr"])
+        cond_types = [nominal(v) for v in node.inputs[:first]]
+        cond_consts = [cast(x, d) for x, d in zip(cond_consts, cond_types, strict=True)]
+
+        def body(carry: list[Any]) -> list[Any]:
+            results = node.inner.run([*body_consts, *carry], run_plan)
+            return [cast(x, v.dtype) for x, v in zip(results, node.outputs, strict=True)]
+
+        return lax.while_loop(lambda carry: condition(*cond_consts, *carry)[0], body, init)
+
+
+class Cond:
+    """`lax.cond` and `lax.switch`."""
+
+    @staticmethod
+    def plan(node: Node, context: Any, make_plan: MakePlan) -> None:
+        """An output is half if every branch leaves it in half."""
+        half = context.settings.compute_dtype
+        node.inner = [
+            plan_inner(branch, node, node.inputs[1:], context, make_plan)
+            for branch in node.params["branches"]
+        ]
+        branches = [inner.plan.output_dtypes for inner in node.inner]
+        dtypes = []
+        for value, *stored in zip(node.outputs, *branches, strict=True):
+            agreed = half if all(dtype == half for dtype in stored) else None
+            dtypes.append(half_or_nominal(value, agreed, half))
+        store(node, dtypes)
+
+    @staticmethod
+    def run(node: Node, operands: list[Any], run_plan: RunPlan) -> list[Any]:
+        """Emits `lax.switch`."""
+
+        def branch(inner: Inner) -> Any:
+            def call(*args: Any) -> list[Any]:
+                results = inner.run(args, run_plan)
+                return [cast(x, v.dtype) for x, v in zip(results, node.outputs, strict=True)]
+
+            return call
+
+        index, *rest = operands
+        return lax.switch(index, [branch(inner) for inner in node.inner], *rest)
+
+
+def cast(value: Any, dtype: Any) -> Any:
+    """Casts an array to a real floating dtype; anything else passes."""
+    if dtype is None or getattr(value, "dtype", dtype) == dtype:
+        return value
+    if isinstance(value, np.ndarray | np.generic):
+        return value.astype(dtype)
+    return jax.lax.convert_element_type(value, dtype)

@@ -1,0 +1,84 @@
+"""Regions: parts of the program that are told apart by the name scopes they stand in.
+
+Name scopes survive jit, grad, vmap, scan and nesting, because every equation carries them. Three
+things are said with them:
+  - `full_precision` opens the scope FULL_PRECISION: no product in it is lowered;
+  - `autocast` opens the scope AUTOCAST: what stands in it is decided already, so that an autocast
+    around it leaves it as it is;
+  - modules (Flax, Haiku) and `jax.named_scope` open scopes of their own, which `rules=` name.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jmp import _jax_compat
+from jmp.policy import Policy
+from jmp.rules import PolicyRules, Rule
+
+FULL_PRECISION = "jmp.full_precision"
+AUTOCAST = "jmp.autocast"
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """What the user said of one place in the program.
+
+    Attributes:
+      is_full: operations run in float32.
+      as_written: an inner autocast has decided here.
+      output_dtype: float32 results that leave the region are rounded to it; None leaves it open.
+    """
+
+    is_full: bool = False
+    as_written: bool = False
+    output_dtype: np.dtype | None = None
+
+
+ORDINARY = Region()
+AS_WRITTEN = Region(is_full=True, as_written=True)
+FULL = Region(is_full=True)
+
+
+class RegionRules:
+    """`rules=` of one autocast, matched against name scopes; remembers what it found.
+
+    Args:
+      rules: `(target, policy)` pairs as in `jmp.rules`. A target matches from any scope of a path
+        on: "head*" finds "GPT/head". A policy with float32 compute runs its scope in float32; if
+        its output dtype is half, what leaves the scope is rounded to half.
+      compute_dtype: the dtype outside all rules.
+    """
+
+    def __init__(self, rules: Sequence[Rule], compute_dtype: np.dtype) -> None:
+        default = Policy(np.float32, compute_dtype, compute_dtype)
+        self._rules = PolicyRules(rules, default) if rules else None
+        self._default = default
+        self._found: dict[Any, Region] = {}
+
+    def region(self, stack: Any) -> Region:
+        """Returns what holds under a name stack."""
+        key = stack.stack
+        if key not in self._found:
+            self._found[key] = self._find(_jax_compat.scope_names(stack))
+        return self._found[key]
+
+    def _find(self, names: list[str]) -> Region:
+        if AUTOCAST in names:
+            return AS_WRITTEN
+        if FULL_PRECISION in names:
+            return FULL
+        if self._rules is None:
+            return ORDINARY
+        policy = self._rules.policy_for("/".join(names), anywhere=True)
+        if policy is self._default or policy.compute_dtype == self._default.compute_dtype:
+            return ORDINARY
+        leaves_half = policy.output_dtype == self._default.compute_dtype
+        return Region(is_full=True, output_dtype=policy.output_dtype if leaves_half else None)
+
+    def warn_unused(self) -> None:
+        """Warns of rules that matched no scope of the program."""
+        if self._rules is not None:
+            self._rules.warn_unused()

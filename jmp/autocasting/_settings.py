@@ -1,0 +1,84 @@
+"""What one call of `autocast` was asked for, checked and hashable."""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from jmp.autocasting import _registry, rules
+from jmp.autocasting._registry import Category, Rule, primitive_name
+from jmp.dtypes import is_half
+from jmp.policy import Policy
+
+__all__ = ["Settings", "rules"]  # importing the rules fills the registry
+
+RECOMPUTE = ("auto", "none", "all")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Everything the planner asks.
+
+    Attributes:
+      compute_dtype: float16 or bfloat16.
+      overrides: category by primitive name, for this call alone.
+      recompute: "auto", "none" or "all": which islands are computed again in the backward pass.
+      inside_custom_vjp: whether to go inside custom_vjp functions, which otherwise run as written.
+    """
+
+    compute_dtype: np.dtype
+    overrides: tuple[tuple[str, Category], ...] = ()
+    recompute: str = "auto"
+    inside_custom_vjp: bool = False
+
+    def rule_for(self, name: str) -> Rule:
+        """Returns the rule of a primitive, this call's overrides applied."""
+        rule = _registry.rule_for(name)
+        for overridden, category in self.overrides:
+            if overridden == name:
+                return dataclasses.replace(
+                    rule, category=category, exact=False, reason=f"asked for by {category.value}="
+                )
+        return rule
+
+
+def settings_for(
+    policy: Policy,
+    *,
+    low: Iterable[Any] = (),
+    full: Iterable[Any] = (),
+    follow: Iterable[Any] = (),
+    recompute: str = "auto",
+    inside_custom_vjp: bool = False,
+) -> Settings | None:
+    """Checks what `autocast` was given; None if nothing is to be lowered."""
+    overrides: dict[str, Category] = {}
+    for category, primitives in (
+        (Category.LOW, low),
+        (Category.FULL, full),
+        (Category.FOLLOW, follow),
+    ):
+        if isinstance(primitives, str):
+            raise TypeError(
+                f"autocast got {category.value}={primitives!r}; expected a sequence of primitives "
+                f"or of their names, such as {category.value}=[{primitives!r}]."
+            )
+        for name in map(primitive_name, primitives):
+            if name in overrides:
+                raise ValueError(
+                    f"autocast got {name!r} both in {overrides[name].value}= and in "
+                    f"{category.value}=; give it one category."
+                )
+            overrides[name] = category
+    if recompute not in RECOMPUTE:
+        raise ValueError(f"autocast got recompute={recompute!r}; expected one of {RECOMPUTE}.")
+    dtype = policy.compute_dtype
+    if dtype == np.float32:
+        return None
+    if not is_half(dtype):
+        raise ValueError(
+            f"autocast got the compute dtype {dtype}; expected float16 or bfloat16, or float32 to "
+            "switch it off."
+        )
+    return Settings(dtype, tuple(overrides.items()), recompute, inside_custom_vjp)

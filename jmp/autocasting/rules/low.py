@@ -1,0 +1,25 @@
+"""LOW: products. Operands and result in the compute dtype.
+
+The hardware multiplies half operands and adds up in float32 whatever the result's dtype (cuBLAS,
+cuDNN). A float32 result would save nothing and make both products of the backward pass float32.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jmp.autocasting._registry import Category, register_rule
+
+
+def result_in_compute_dtype(params: Mapping[str, Any], dtype: np.dtype) -> Mapping[str, Any]:
+    """Asks the product for a half result."""
+    return {**params, "preferred_element_type": dtype}
+
+
+register_rule(
+    ["dot_general", "ragged_dot_general", "ragged_dot", "conv_general_dilated"],
+    Category.LOW,
+    "tensor cores multiply in half and add up in float32",
+    params_in_half=result_in_compute_dtype,
+)
