@@ -20,6 +20,7 @@ from jmp.autocasting._graph import FLOAT32, Node, Value
 from jmp.autocasting._islands import Island, Mode
 from jmp.autocasting._loops import Cond, Scan, While, cast
 from jmp.autocasting._nesting import Jit, Remat, ShardMap, nominal
+from jmp.autocasting._picks import is_pick, pick
 from jmp.autocasting._plan import Plan
 
 Environment = dict[Value, Any]
@@ -141,7 +142,10 @@ def _run_island(island: Island, environment: Environment, plan: Plan) -> None:
         for node in (*island.clones, *island.nodes):
             with _jax_compat.place_of(node.equation, node.stack):
                 operands = [_read(value, inside, FLOAT32) for value in node.inputs]
-                results = _jax_compat.bind(node.equation.primitive, operands, node.params)
+                if is_pick(node):
+                    results = [pick(node, *operands)]
+                else:
+                    results = _jax_compat.bind(node.equation.primitive, operands, node.params)
             for value, result in zip(node.outputs, results, strict=True):
                 inside[value] = result
         return [_read(value, inside, value.dtype) for value in island.outputs]
@@ -155,4 +159,6 @@ def _run_island(island: Island, environment: Environment, plan: Plan) -> None:
 
 
 def _keep_sums(primitive: Any, *_: Any, **__: Any) -> bool:
+    import os
+    if os.environ.get('ROWS')=='2': return primitive in (lax.reduce_sum_p, lax.reduce_max_p)
     return primitive is lax.reduce_sum_p

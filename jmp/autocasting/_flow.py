@@ -42,24 +42,12 @@ def mark_neutral(graph: Graph, inputs_neutral: Iterable[bool]) -> None:
     for node in graph.nodes:
         neutral = (
             not node.has_products
-            and not is_embedding(node)
+            and not node.is_embedding
             and not node.region.as_written
             and all(value.neutral for value in node.inputs)
         )
         for value in node.outputs:
             value.neutral = neutral
-
-
-def is_embedding(node: Node) -> bool:
-    """Returns whether a node looks rows up in a float32 table on their way to a product."""
-    return (
-        node.name == "gather"
-        and node.outputs[0].is_float32
-        and node.outputs[0].feeds
-        and node.inputs[0].neutral
-        and node.inputs[0].constant is None
-        and not node.region.is_full
-    )
 
 
 def mark_levels(graph: Graph) -> None:

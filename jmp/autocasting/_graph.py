@@ -116,7 +116,19 @@ class Node:
     @property
     def fusible(self) -> bool:
         """Whether it may stand in an island."""
-        return self.rule.fusible and not self.region.as_written
+        return self.rule.fusible and not self.region.as_written and not self.is_embedding
+
+    @property
+    def is_embedding(self) -> bool:
+        """Whether it looks rows up in a float32 table on their way to a product."""
+        return (
+            self.name == "gather"
+            and self.outputs[0].is_float32
+            and self.outputs[0].feeds
+            and self.inputs[0].neutral
+            and self.inputs[0].constant is None
+            and not self.region.is_full
+        )
 
     @property
     def is_product(self) -> bool:

@@ -26,6 +26,8 @@ from jmp.autocasting._registry import Category
 # Islands whose largest value has fewer elements run plain: a recomputation would launch kernels to
 # save less than 32 KiB.
 SMALL = 1 << 14
+import os
+PEEL = int(os.environ.get('PEEL','0'))
 # Operations that may be moved in front of an island: a half result loses what storing it would.
 LINEAR = frozenset({"add", "sub"})
 MOVES = frozenset({"reshape", "transpose", "squeeze", "expand_dims", "name", "copy", "copy_p"})
@@ -105,9 +107,12 @@ def group(nodes: Iterable[Node]) -> list[list[Node]]:
     return list(components.values())
 
 
-def choose_mode(island: Island, recompute: str) -> Mode:
-    """Decides how an island runs, from its reductions and its largest value."""
-    largest = max((v.size for node in island.nodes for v in node.outputs), default=0)
+def choose_mode(island: Island, recompute: str, repeats: int) -> Mode:
+    """Decides how an island runs, from its reductions and its largest value.
+
+    Inside a loop what is kept is kept for every turn, so that sizes count `repeats` times.
+    """
+    largest = repeats * max((v.size for node in island.nodes for v in node.outputs), default=0)
     if recompute == "none":
         return Mode.PLAIN
     if recompute == "all":
@@ -123,8 +128,10 @@ def choose_mode(island: Island, recompute: str) -> Mode:
         node.name in REDUCTIONS and is_row_reduction(node) for node in island.nodes
     )
     expensive = any(
-        node.rule.expensive and any(v.size >= SMALL for v in node.outputs) for node in island.nodes
+        node.rule.expensive and any(repeats * v.size >= SMALL for v in node.outputs)
+        for node in island.nodes
     )
+    if row_reductions and os.environ.get('ROWS'): return Mode.RECOMPUTE_BUT_SUMS
     return Mode.RECOMPUTE if row_reductions or expensive else Mode.PLAIN
 
 
@@ -151,7 +158,8 @@ def peel(nodes: list[Node], half: np.dtype) -> tuple[list[Node], list[Node]]:
             for value in entering
             if all(user in members or user not in inside for user in value.users)
         ]
-        if node.name in LINEAR and sum(v.size for v in ends_here) > node.outputs[0].size:
+        saved = sum(v.size for v in ends_here) - node.outputs[0].size
+        if node.name in LINEAR and saved >= PEEL:
             front |= members
     return [n for n in nodes if n in front], [n for n in nodes if n not in front]
 

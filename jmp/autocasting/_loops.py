@@ -57,7 +57,10 @@ class Scan:
             if again == feeds[:n_carry]:
                 break
             feeds[:n_carry] = again
-        plan = make_plan(graph, infos, feeds, context._replace(in_loop=True))
+        kept = [infos[i].dtype == nominal(graph.inputs[i]) for i in carries]
+        # One more than the turns: also a loop of one turn is a loop.
+        repeats = context.repeats * (node.params["length"] + 1)
+        plan = make_plan(graph, infos, feeds, context._replace(repeats=repeats), kept)
         node.inner = Inner(plan, constants)
         dtypes = plan.output_dtypes
         dtypes[:n_carry] = [infos[i].dtype for i in carries]
@@ -126,9 +129,10 @@ class While:
         for i in range(first, len(infos)):
             infos[i] = Info(nominal(graph.inputs[i]), False)
         feeds = [False] * len(graph.outputs)
-        node.inner = Inner(
-            make_plan(graph, infos, feeds, context._replace(in_loop=True)), constants
-        )
+        # Nothing is kept for a backward pass, because there is none.
+        inside = context._replace(repeats=context.repeats + 1)
+        kept = [True] * len(feeds)
+        node.inner = Inner(make_plan(graph, infos, feeds, inside, kept), constants)
         store(node, [nominal(value) for value in node.outputs])
 
     @staticmethod

@@ -41,11 +41,16 @@ ROUNDED = "float32, rounded"
 
 
 class Context(NamedTuple):
-    """What is the same all over one program, and whether this level is inside a loop."""
+    """What is the same all over one program; and how often this level runs, as far as known."""
 
     settings: Settings
     regions: RegionRules
-    in_loop: bool = False
+    repeats: int = 1
+
+    @property
+    def in_loop(self) -> bool:
+        """Whether this level is the body of a loop."""
+        return self.repeats > 1
 
 
 class Plan:
@@ -63,7 +68,11 @@ class Plan:
 
 
 def make_plan(
-    graph: Graph, infos: Sequence[Info], outputs_feed: Sequence[bool], context: Context
+    graph: Graph,
+    infos: Sequence[Info],
+    outputs_feed: Sequence[bool],
+    context: Context,
+    kept: Sequence[bool] = (),
 ) -> Plan:
     """Plans one level.
 
@@ -72,6 +81,7 @@ def make_plan(
       infos: what comes in, input by input.
       outputs_feed: whether each output reaches a product outside.
       context: see `Context`.
+      kept: whether each output is read in its nominal dtype (a float32 carry); none where left out.
     """
     for value, info in zip(graph.inputs, infos, strict=True):
         value.dtype = info.dtype
@@ -91,9 +101,10 @@ def make_plan(
         else:
             barriers.setdefault(node.level, []).append(node)
     outputs = set(graph.outputs)
+    float32_outputs = {v for v, keep in zip(graph.outputs, kept, strict=False) if keep}
     for level in sorted({*fusible, *barriers}):
         for nodes in _islands.group(fusible.get(level, [])):
-            steps += _plan_component(nodes, outputs, context)
+            steps += _plan_component(nodes, outputs, float32_outputs, context)
         for node in barriers.get(level, []):
             _plan_barrier(node, context)
             steps.append(node)
@@ -126,7 +137,7 @@ def _store(node: Node, mode: str, half: Any = None) -> None:
 
 
 def _plan_component(
-    nodes: list[Node], outputs: set[Value], context: Context
+    nodes: list[Node], outputs: set[Value], float32_outputs: set[Value], context: Context
 ) -> list[Node | Island]:
     half = context.settings.compute_dtype
     inside = set(nodes)
@@ -140,7 +151,7 @@ def _plan_component(
     for node, why in seeds:
         node.why = why
     island = Island(nodes, outputs)
-    island.mode = _islands.choose_mode(island, context.settings.recompute)
+    island.mode = _islands.choose_mode(island, context.settings.recompute, context.repeats)
     front: list[Node] = []
     if island.mode is not Mode.PLAIN:
         front, rest = _islands.peel(nodes, half)
@@ -152,7 +163,9 @@ def _plan_component(
                 _plan_light(node, context)
         _islands.clone_cheap(island)
     for value in island.outputs:
-        if value.is_float32 and _leaves_in_half(value, set(island.nodes)):
+        if value in float32_outputs or not value.is_float32:
+            continue
+        if _leaves_in_half(value, set(island.nodes)):
             value.dtype = half
     return [*front, island]
 
@@ -213,7 +226,7 @@ def _plan_barrier(node: Node, context: Context) -> None:
         _store(node, FULL)
     elif descends(node, context.settings):
         KINDS[node.name].plan(node, context, make_plan)
-    elif _flow.is_embedding(node):
+    elif node.is_embedding:
         node.why = "rows of a float32 table, rounded after the lookup"
         _store(node, ROUNDED, half)
     elif node.rule.category is Category.LOW:

@@ -19,6 +19,7 @@ register_rule(
     Category.FOLLOW,
     "bounded by one, with bounded slope",
     fusible=True,
+    expensive=True,
 )
 register_rule(
     "reshape transpose squeeze expand_dims rev slice dynamic_slice split name "
@@ -52,6 +53,7 @@ register_rule(
     "gather",
     Category.FOLLOW,
     "moves data; its derivative adds up repeated rows, so it reads float32 and rounds afterwards",
+    fusible=True,
     exact=True,
 )
 register_rule(

@@ -1,0 +1,64 @@
+"""One element of each row, as a masked sum: `take_along_axis` in a cross entropy.
+
+The derivative of a gather is a scatter: XLA writes a float32 array of zeros as large as the logits,
+and adds one number to each row of it. Written as a sum over `where(column == label, logits, 0)` the
+same value (zeros add nothing, so the sum is exact) has a derivative that fuses with its neighbours.
+Measured on a GPT of width 512 with 8192 tokens in the vocabulary: 7 % of the bytes of a training
+step and 16 % of its memory.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.lax import GatherScatterMode
+
+from jmp.autocasting._graph import Node
+
+# Below this many elements a scatter costs nothing.
+LARGE = 1 << 14
+
+
+def is_pick(node: Node) -> bool:
+    """Returns whether a node gathers exactly one element of each row of a large float32 array."""
+    if node.name != "gather" or node.inputs[0].size < LARGE:
+        return False
+    operand, indices = (value.aval for value in node.inputs)
+    numbers = node.params["dimension_numbers"]
+    rows = numbers.operand_batching_dims
+    return (
+        node.inputs[0].is_float32
+        and not numbers.offset_dims
+        and len(numbers.start_index_map) == 1
+        and tuple(numbers.collapsed_slice_dims) == tuple(numbers.start_index_map)
+        and len(rows) == len(operand.shape) - 1
+        and tuple(rows) == tuple(sorted(rows))
+        and tuple(numbers.start_indices_batching_dims) == tuple(range(len(rows)))
+        and node.outputs[0].size == indices.size == operand.size // operand.shape[_axis(node)]
+        and node.params["mode"] in (
+            GatherScatterMode.CLIP,
+            GatherScatterMode.FILL_OR_DROP,
+            GatherScatterMode.PROMISE_IN_BOUNDS,
+        )
+    )
+
+
+def _axis(node: Node) -> int:
+    return int(node.params["dimension_numbers"].start_index_map[0])
+
+
+def pick(node: Node, operand: Any, indices: Any) -> Any:
+    """Returns what the gather `node` returns."""
+    axis, mode = _axis(node), node.params["mode"]
+    length = operand.shape[axis]
+    rows = operand.shape[:axis] + operand.shape[axis + 1 :]
+    chosen = jnp.expand_dims(indices.reshape(rows), axis)
+    if mode == GatherScatterMode.CLIP:
+        chosen = jnp.clip(chosen, 0, length - 1)
+    columns = lax.broadcasted_iota(chosen.dtype, operand.shape, axis)
+    picked = jnp.where(columns == chosen, operand, jnp.zeros([], operand.dtype)).sum(axis)
+    if mode == GatherScatterMode.FILL_OR_DROP:
+        fill = node.params["fill_value"]
+        outside = (chosen < 0) | (chosen >= length)
+        picked = jnp.where(outside.reshape(rows), jnp.nan if fill is None else fill, picked)
+    return picked.reshape(node.outputs[0].aval.shape)
