@@ -132,7 +132,7 @@ def _run_repeating(node: Node, position: int, environment: Environment, plan: Pl
     small_array = jnp.asarray(_read(small, environment, FLOAT32))
     large_array = _read(large, environment, half)
     if small.neutral and node.name in AFFINE and plan.context.settings.recompute != "none":
-        join = jax.checkpoint(join, prevent_cse=not plan.context.in_loop)
+        join = jax.checkpoint(join, prevent_cse=plan.context.prevent_cse)
     return join(small_array, large_array)
 
 
@@ -153,7 +153,7 @@ def _run_island(island: Island, environment: Environment, plan: Plan) -> None:
     arrays = [_read(value, environment, value.dtype or FLOAT32) for value in island.inputs]
     if island.mode is not Mode.PLAIN:
         policy = _keep_sums if island.mode is Mode.RECOMPUTE_BUT_SUMS else None
-        run = jax.checkpoint(run, prevent_cse=not plan.context.in_loop, policy=policy)
+        run = jax.checkpoint(run, prevent_cse=plan.context.prevent_cse, policy=policy)
     for value, result in zip(island.outputs, run(*arrays), strict=True):
         environment[value] = result
 

@@ -31,6 +31,7 @@ PEEL = int(os.environ.get('PEEL','0'))
 # Operations that may be moved in front of an island: a half result loses what storing it would.
 LINEAR = frozenset({"add", "sub"})
 MOVES = frozenset({"reshape", "transpose", "squeeze", "expand_dims", "name", "copy", "copy_p"})
+PARTS = frozenset({"split", "slice"})
 # Operations cheap enough to be done again inside an island rather than read from memory.
 CHEAP = frozenset({
     "broadcast_in_dim", "iota", "reshape", "squeeze", "expand_dims", "convert_element_type", "copy",
@@ -170,7 +171,7 @@ def _linear_cone(
     cones: dict[Node, tuple[frozenset[Node], frozenset[Value]]],
     half: np.dtype,
 ) -> tuple[frozenset[Node], frozenset[Value]] | None:
-    if node.name not in LINEAR and node.name not in MOVES:
+    if node.name not in LINEAR | MOVES | PARTS:
         return None
     if node.region.is_full or not node.outputs[0].is_float32:
         return None
@@ -181,7 +182,8 @@ def _linear_cone(
             if cone is None:
                 return None
             members |= cone[0]
-            entering |= cone[1]
+            # A part of a value counts as a value by itself: the gates of an LSTM.
+            entering |= {value} if value.producer.name in PARTS else cone[1]
         elif value.neutral:
             # A small parameter may go along. A mask, or an input as large as the result, may not.
             if value.constant is not None or value.source_size >= node.outputs[0].size:

@@ -60,7 +60,7 @@ class Scan:
         kept = [infos[i].dtype == nominal(graph.inputs[i]) for i in carries]
         # One more than the turns: also a loop of one turn is a loop.
         repeats = context.repeats * (node.params["length"] + 1)
-        plan = make_plan(graph, infos, feeds, context._replace(repeats=repeats), kept)
+        plan = make_plan(graph, infos, feeds, context._replace(repeats=repeats, prevent_cse=False), kept)
         node.inner = Inner(plan, constants)
         dtypes = plan.output_dtypes
         dtypes[:n_carry] = [infos[i].dtype for i in carries]
@@ -130,7 +130,7 @@ class While:
             infos[i] = Info(nominal(graph.inputs[i]), False)
         feeds = [False] * len(graph.outputs)
         # Nothing is kept for a backward pass, because there is none.
-        inside = context._replace(repeats=context.repeats + 1)
+        inside = context._replace(prevent_cse=False)
         kept = [True] * len(feeds)
         node.inner = Inner(make_plan(graph, infos, feeds, inside, kept), constants)
         store(node, [nominal(value) for value in node.outputs])

@@ -126,7 +126,8 @@ class Remat:
     @staticmethod
     def plan(node: Node, context: Any, make_plan: MakePlan) -> None:
         """Outputs come back as the inside leaves them."""
-        node.inner = plan_inner(node.params["jaxpr"], node, node.inputs, context, make_plan)
+        inside = context._replace(prevent_cse=True)
+        node.inner = plan_inner(node.params["jaxpr"], node, node.inputs, inside, make_plan)
         store(node, node.inner.plan.output_dtypes)
 
     @staticmethod

@@ -46,11 +46,10 @@ class Context(NamedTuple):
     settings: Settings
     regions: RegionRules
     repeats: int = 1
-
-    @property
-    def in_loop(self) -> bool:
-        """Whether this level is the body of a loop."""
-        return self.repeats > 1
+    # Whether a recomputation must be kept apart from the forward pass it repeats: XLA would merge
+    # the two and keep the float32 values. In a loop the two stand in different loops anyway,
+    # unless the body is itself recomputed.
+    prevent_cse: bool = True
 
 
 class Plan:
