@@ -4,7 +4,8 @@
     the loss (or is a statistic) and stays float32.
   - A value is *neutral* if no product lies before it: parameters, inputs, constants, and what is
     computed from them alone. Neutral values have no vote: they stay as they are and are cast at
-    each use, so that gradients add up in float32.
+    each use, so that gradients add up in float32. A neutral value is *fixed* if no floating input
+    lies before it (masks, tables of sines): no gradient flows into it.
   - The *level* of a node is the largest number of barriers on a path to it. A barrier is anything
     XLA does not fuse (a product, a sort, a loop), an embedding's gather, and the end of a batch
     or group normalisation. Nodes of one level that touch each other can be computed as one: a
@@ -12,6 +13,9 @@
 """
 
 from collections.abc import Iterable
+from typing import Any
+
+import jax.numpy as jnp
 
 from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._registry import Category
@@ -35,10 +39,11 @@ def mark_feeds(graph: Graph, outputs_feed: Iterable[bool]) -> None:
                 value.feeds = True
 
 
-def mark_neutral(graph: Graph, inputs_neutral: Iterable[bool]) -> None:
-    """Walks forwards from the inputs."""
-    for value, neutral in zip(graph.inputs, inputs_neutral, strict=True):
-        value.neutral = neutral
+def mark_neutral(graph: Graph, infos: Iterable[Any]) -> None:
+    """Walks forwards from the inputs; `infos` say which of them are neutral and fixed."""
+    for value, info in zip(graph.inputs, infos, strict=True):
+        value.neutral = info.neutral
+        value.fixed = info.fixed or not _is_inexact(value)
     for node in graph.nodes:
         neutral = (
             not node.has_products
@@ -46,8 +51,15 @@ def mark_neutral(graph: Graph, inputs_neutral: Iterable[bool]) -> None:
             and not node.region.as_written
             and all(value.neutral for value in node.inputs)
         )
+        fixed = neutral and all(value.fixed for value in node.inputs)
         for value in node.outputs:
             value.neutral = neutral
+            value.fixed = fixed
+
+
+def _is_inexact(value: Value) -> bool:
+    dtype = getattr(value.aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
 def mark_levels(graph: Graph) -> None:

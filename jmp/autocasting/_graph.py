@@ -41,13 +41,13 @@ class Value:
       constant: the number every element equals, where that is known.
       is_exact: a half type holds it exactly (it was a boolean).
       source_size: elements it had before it was repeated by broadcasts.
-      feeds, neutral, level: see `_flow`.
+      feeds, neutral, fixed, level: see `_flow`.
       dtype: what it is stored in; None until the planner has decided.
     """
 
     __slots__ = (
         "aval", "producer", "users", "literal", "constant", "is_exact", "source_size", "size",
-        "is_float32", "feeds", "neutral", "level", "dtype",
+        "is_float32", "feeds", "neutral", "fixed", "level", "dtype",
     )  # fmt: skip
 
     def __init__(self, aval: Any, producer: "Node | None" = None) -> None:
@@ -62,6 +62,7 @@ class Value:
         self.is_float32 = getattr(aval, "dtype", None) == FLOAT32
         self.feeds = False
         self.neutral = True
+        self.fixed = True
         self.level = 0
         self.dtype: Any = None
 

@@ -21,10 +21,11 @@ RunPlan = Callable[[Any, Sequence[Any]], list[Any]]
 
 
 class Info(NamedTuple):
-    """What an outer level knows of a value: its stored dtype, and whether it has no vote."""
+    """What an outer level knows of a value: its stored dtype; whether it is neutral, and fixed."""
 
     dtype: Any
     neutral: bool
+    fixed: bool = False
 
 
 class Inner(NamedTuple):
@@ -51,12 +52,13 @@ def nominal(value: Value) -> Any:
 
 def info_of(value: Value) -> Info:
     """Returns what an inner level needs to know of an operand."""
-    return Info(nominal(value) if value.dtype is None else value.dtype, value.neutral)
+    dtype = nominal(value) if value.dtype is None else value.dtype
+    return Info(dtype, value.neutral, value.fixed)
 
 
 def constant_infos(graph: Graph, constants: Sequence[Any]) -> list[Info]:
     """Returns the infos of the constants a level holds by itself."""
-    return [Info(nominal(value), True) for value in graph.inputs[: len(constants)]]
+    return [Info(nominal(value), True, True) for value in graph.inputs[: len(constants)]]
 
 
 def pass_constants_on(graph: Graph, operands: Sequence[Value]) -> None:

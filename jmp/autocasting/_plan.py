@@ -85,7 +85,7 @@ def make_plan(
     for value, info in zip(graph.inputs, infos, strict=True):
         value.dtype = info.dtype
     _flow.mark_feeds(graph, outputs_feed)
-    _flow.mark_neutral(graph, [info.neutral for info in infos])
+    _flow.mark_neutral(graph, infos)
     _flow.mark_cuts(graph)
     _flow.mark_levels(graph)
     steps: list[Node | Island] = []
