@@ -150,6 +150,4 @@ def _run_island(island: Island, environment: Environment, plan: Plan) -> None:
 
 
 def _keep_sums(primitive: Any, *_: Any, **__: Any) -> bool:
-    import os
-    if os.environ.get('ROWS')=='2': return primitive in (lax.reduce_sum_p, lax.reduce_max_p)
     return primitive is lax.reduce_sum_p
