@@ -324,12 +324,12 @@ def equinox_attention(dtype=jnp.float32, batch=4, length=32, width=64):
 def haiku_resnet(dtype=jnp.float32, batch=8, size=16):
     def forward(x):
         network = hk.nets.ResNet(
-            blocks_per_group=(1, 1),
+            blocks_per_group=(1, 1, 1, 1),
             num_classes=10,
             bottleneck=False,
-            channels_per_group=(16, 32),
-            use_projection=(True, True),
-            strides=(1, 2),
+            channels_per_group=(16, 16, 32, 32),
+            use_projection=(True, False, True, False),
+            strides=(1, 1, 2, 1),
             bn_config={"decay_rate": 0.9},
         )
         return network(x, is_training=True)

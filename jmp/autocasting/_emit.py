@@ -130,6 +130,8 @@ def _run_repeating(node: Node, position: int, environment: Environment, plan: Pl
 def _run_island(island: Island, environment: Environment, plan: Plan) -> None:
     def run(*arrays: Any) -> list[Any]:
         inside: Environment = dict(zip(island.inputs, arrays, strict=True))
+        if island.shares_casts:
+            inside = {v: cast(x, FLOAT32) if v.is_float32 else x for v, x in inside.items()}
         for node in (*island.clones, *island.nodes):
             with _jax_compat.place_of(node.equation, node.stack):
                 operands = [_read(value, inside, FLOAT32) for value in node.inputs]

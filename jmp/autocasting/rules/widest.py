@@ -19,7 +19,13 @@ register_rule(
     fusible=True,
 )
 register_rule(
-    "dynamic_update_slice scatter scatter-min scatter-max scatter_min scatter_max".split(),
+    ["dynamic_update_slice", "scatter"],
     Category.WIDEST,
     "writes into an operand of the same dtype",
+)
+register_rule(
+    "scatter-min scatter-max scatter_min scatter_max".split(),
+    Category.WIDEST,
+    "exact; its derivative counts ties, so it runs in float32 between two casts",
+    exact=True,
 )

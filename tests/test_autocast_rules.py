@@ -1,0 +1,141 @@
+"""Every row of the op table: against float64, and bit by bit against the casts it stands for."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jmp
+from jmp.autocasting import Category, all_rules, register_rule
+from jmp.autocasting._registry import rule_for
+from tests.op_cases import OP_CASES, OTHERS
+
+NAMES = [name for name, _, _ in OP_CASES]
+CASES = pytest.mark.parametrize(("name", "call", "inputs"), OP_CASES, ids=NAMES)
+HALVES = pytest.mark.parametrize("half", [jnp.float16, jnp.bfloat16], ids=["float16", "bfloat16"])
+
+
+def rounded_by_a_product(x):
+    """The same numbers as a product leaves them: half, under autocast. Each sum has one term."""
+    flat = jnp.reshape(x, (1, -1))
+    return jnp.reshape(flat @ jnp.eye(flat.size), x.shape)
+
+
+def as_float32(results):
+    return jax.tree.map(
+        lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, results
+    )
+
+
+def with_casts(name, call, half):
+    """The casts that a category stands for, on half operands."""
+    rule = rule_for(name)
+
+    def full(*xs):
+        return call(*as_float32(xs))
+
+    def product(*xs):
+        return as_float32(call(*xs))
+
+    def rounded(*xs):
+        return as_float32(jax.tree.map(lambda x: x.astype(half), full(*xs)))
+
+    if rule.category in (Category.FULL, Category.AS_WRITTEN):
+        return full
+    return rounded if rule.exact else product
+
+
+@HALVES
+@CASES
+def test_right_to_the_last_bit(name, call, inputs, half):
+    policy = jmp.Policy(jnp.float32, half, jnp.float32)
+    autocast = jmp.autocast(lambda *xs: call(*map(rounded_by_a_product, xs)), policy)
+    got = jax.tree.leaves(jax.jit(autocast)(*inputs))
+    halves = [jnp.asarray(x, half) for x in inputs]
+    # The casts that the category stands for.
+    by_hand = jax.tree.leaves(jax.jit(with_casts(name, call, half))(*halves))
+    for x, y in zip(got, by_hand, strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(x, y)
+    if name == "bitcast_convert_type":
+        return  # the bits of a float64 are others
+    # A float32 computation on half inputs loses a few float32 roundings; a half one a few half
+    # roundings (of operands, result and constants).
+    in_float32 = rule_for(name).category in (Category.FULL, Category.AS_WRITTEN)
+    bound = 2.0**-17 if in_float32 else 8 * float(jnp.finfo(half).eps)
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(x.astype(jnp.float32)), jnp.float64) for x in halves]
+        oracle = jax.tree.map(np.asarray, jax.tree.leaves(call(*wide)))
+    for x, y in zip(got, oracle, strict=True):
+        error = np.abs(np.asarray(x).astype(y.dtype) - y) if y.dtype != bool else x != y
+        assert np.max(error) <= bound * max(1.0, np.abs(y).max())
+
+
+@CASES
+def test_a_case_binds_the_primitive_it_names(name, call, inputs):
+    primitives = {e.primitive.name for e in jax.make_jaxpr(call)(*inputs).jaxpr.eqns}
+    if not primitives & {name, name.replace("-", "_")}:  # inside a jit
+        assert name in str(jax.make_jaxpr(call)(*inputs))
+
+
+def test_every_row_of_the_table_has_a_case_or_says_why_not():
+    others = {name for names in OTHERS.values() for name in names.split()}
+    ours = {name for name, rule in all_rules().items() if rule.owner.startswith("jmp.")}
+    assert ours == {*NAMES, *others}
+    assert not others & set(NAMES)
+
+
+def test_every_rule_gives_its_reason():
+    for rule in all_rules().values():
+        assert len(rule.reason.split()) >= 1
+        assert not rule.reason.endswith(".")
+
+
+def test_a_new_rule_for_a_primitive_that_has_one_is_refused():
+    with pytest.raises(ValueError, match=r"'exp' was registered by jmp.autocasting.rules.full"):
+        register_rule("exp", "low", "faster")
+    assert rule_for("exp").category is Category.FULL
+
+
+def test_a_rule_for_something_that_is_no_primitive_is_refused():
+    with pytest.raises(TypeError, match=r"Got 3; expected a JAX primitive or its name"):
+        register_rule(3, "low", "three")
+
+
+@pytest.fixture
+def cube():
+    """A primitive of a user's own."""
+    from jax.extend.core import Primitive
+    from jax.interpreters import mlir
+
+    primitive = Primitive("cube_for_tests")
+    primitive.def_abstract_eval(lambda x: x)
+    primitive.def_impl(lambda x: x * x * x)
+    mlir.register_lowering(primitive, mlir.lower_fun(lambda x: x * x * x, False))
+    yield primitive
+    from jmp.autocasting import _registry
+
+    _registry._RULES.pop("cube_for_tests", None)
+
+
+def operand_dtype(function, primitive, *args):
+    jaxpr = jax.make_jaxpr(function)(*args)
+    (equation,) = (e for e in jaxpr.jaxpr.eqns if e.primitive is primitive)
+    return equation.invars[0].aval.dtype
+
+
+def test_a_primitive_without_a_rule_runs_as_it_was_traced(cube):
+    function = lambda x: cube.bind(x @ x)
+    x = jnp.eye(4)
+    assert operand_dtype(jmp.autocast(function, "mixed_float16"), cube, x) == jnp.float32
+
+
+@pytest.mark.parametrize(
+    ("category", "dtype"),
+    [("low", "float16"), ("full", "float32"), ("follow", "float16"), ("widest", "float16")],
+)
+def test_users_register_rules_for_their_primitives(cube, category, dtype):
+    register_rule(cube, category, "for the test")
+    function = lambda x: cube.bind(x @ x)
+    assert operand_dtype(jmp.autocast(function, "mixed_float16"), cube, jnp.eye(4)) == dtype
+    np.testing.assert_array_equal(jmp.autocast(function, "mixed_float16")(jnp.eye(4)), jnp.eye(4))
