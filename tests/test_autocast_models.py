@@ -1,0 +1,93 @@
+"""Unmodified models of four frameworks: every product half, gradients float32 and right."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jmp
+from tests.models import MODELS
+from tests.products import equations, product_dtypes
+
+HALVES = {
+    # Loss scale; error of the gradient, and that of a ResNet at random initialisation (the network
+    # amplifies any rounding).
+    "float16": (2.0**12, 5e-3, 0.15),
+    "bfloat16": (1.0, 4e-2, 0.6),
+}
+# The error of the same model written in half by hand bounds ours, up to the luck of the roundings.
+LUCK = 1.05
+SUMS = ("reduce_sum", "reduce_window_sum", "cumsum", "scatter-add", "psum", "reduce_prod")
+
+
+@pytest.fixture(autouse=True)
+def users_rank_promotion():
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def gradient(loss, model, scale=1.0):
+    def scaled(*args):
+        result = loss(*args)
+        return (result[0] * scale, result[1]) if model.has_aux else (result * scale, None)
+
+    def unscaled(*args):
+        gradients, aux = jax.grad(scaled, has_aux=True)(*args)
+        return jax.tree.map(lambda g: g / scale, gradients), aux
+
+    return unscaled
+
+
+@functools.cache
+def in_float32(model):
+    loss, params, batch = model.make(**model.small)
+    gradients, statistics = jax.jit(gradient(loss, model))(params, *batch)
+    return loss, params, batch, gradients, statistics
+
+
+def error(gradients, reference):
+    """The relative L2 error over the whole gradient."""
+    a, b = (
+        np.concatenate([np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(tree)])
+        for tree in (gradients, reference)
+    )
+    return np.linalg.norm(a - b) / np.linalg.norm(b)
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_every_product_half_and_the_gradient_right(model, half):
+    loss, params, batch, reference, statistics = in_float32(model)
+    scale, bound, bound_if_noisy = HALVES[half]
+    ours = gradient(jmp.autocast(loss, f"mixed_{half}"), model, scale)
+    dtypes = product_dtypes(ours, params, *batch)
+    assert set(dtypes) <= {half, f"{half} int32"}, dtypes  # int32: the groups of ragged_dot
+    got, got_statistics = jax.jit(ours)(params, *batch)
+    assert {x.dtype for x in jax.tree.leaves(got)} == {np.dtype(np.float32)}
+    ours_error = error(got, reference)
+    assert ours_error <= (bound_if_noisy if model.noisy else bound)
+    by_hand, half_params, half_batch = model.make(jnp.dtype(half), **model.small)
+    hand, _ = jax.jit(gradient(by_hand, model, scale))(half_params, *half_batch)
+    assert ours_error <= LUCK * error(hand, reference)
+    for x, y in zip(jax.tree.leaves(got_statistics), jax.tree.leaves(statistics), strict=True):
+        assert x.dtype == y.dtype  # BatchNorm's running statistics: float32
+        np.testing.assert_allclose(x, y, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_nothing_adds_up_in_half(model):
+    loss, params, batch, _, _ = in_float32(model)
+    ours = gradient(jmp.autocast(loss, "mixed_float16"), model)
+    for equation in equations(jax.make_jaxpr(ours)(params, *batch).jaxpr):
+        if equation.primitive.name in SUMS:
+            assert equation.outvars[0].aval.dtype != jnp.float16, equation
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_as_many_products_as_the_model_has(model):
+    loss, params, batch, _, _ = in_float32(model)
+    plain = product_dtypes(gradient(loss, model), params, *batch)
+    ours = product_dtypes(gradient(jmp.autocast(loss, "mixed_float16"), model), params, *batch)
+    assert sum(plain.values()) == sum(ours.values())
