@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jmp import _jax_compat
 from jmp.autocasting._emit import run_plan
-from jmp.autocasting._graph import flatten
+from jmp.autocasting._graph import FLOAT32, flatten
 from jmp.autocasting._nesting import Info, nominal
 from jmp.autocasting._plan import Context, Plan, make_plan
 from jmp.autocasting._regions import AUTOCAST, FULL_PRECISION, RegionRules
@@ -191,28 +193,32 @@ class Program:
         else:
             results = _run_marked(traced.plan, operands)
         leaves, structure = jax.tree.flatten(traced.result)
-        results = [cast_leaf(x, leaf.dtype) for x, leaf in zip(results, leaves, strict=True)]
+        results = [
+            cast_leaf(x if isinstance(x, jax.Array) else jnp.asarray(x, leaf.dtype), leaf.dtype)
+            for x, leaf in zip(results, leaves, strict=True)
+        ]
         return jax.tree.unflatten(structure, results).restore()
 
     def trace(self, args: Any, kwargs: Any) -> Traced:
         """Traces and plans, or finds what was traced and planned before."""
         leaves, structure = jax.tree.flatten((args, kwargs))
         in_half = self._in_half(args, kwargs)
-        static = tuple(None if is_array(leaf) else (type(leaf), leaf) for leaf in leaves)
-        arrays = [as_jax_array(leaf) for leaf in leaves if is_array(leaf)]
+        static = tuple(None if _is_numbers(leaf) else _Static.of(leaf) for leaf in leaves)
+        arrays = [as_jax_array(leaf) for leaf in leaves if _is_numbers(leaf)]
         try:
             flat = self._flat_function(structure, static)
         except TypeError:  # an argument that cannot be hashed
             flat = self._make_flat_function(structure, static)
         closed, result = jax.make_jaxpr(flat, return_shape=True)(*arrays)
-        jaxpr, _ = _jax_compat.open_jaxpr(closed)
+        jaxpr, constants = _jax_compat.open_jaxpr(closed)
         if jaxpr not in self._plans:
-            plan = self._plan(jaxpr, in_half)
+            plan = self._plan(jaxpr, constants, in_half)
             self._plans[jaxpr] = plan, jax.jit(functools.partial(_run_marked, plan))
         plan, run = self._plans[jaxpr]
         dtype = self.settings.compute_dtype
         arrays = [
-            cast_leaf(x, dtype) if half else x for x, half in zip(arrays, in_half, strict=True)
+            cast_leaf(x, dtype) if half and x.dtype == FLOAT32 else x
+            for x, half in zip(arrays, in_half, strict=True)
         ]
         return Traced(closed, plan, run, arrays, result)
 
@@ -220,19 +226,30 @@ class Program:
         """For each array among the arguments, whether `apply_to` names it."""
         named: Any = (args, kwargs)
         if self.apply_to:
-            bound = inspect.signature(self.fun).bind(*args, **kwargs)
-            for name in self.apply_to:
-                if name in bound.arguments:
-                    bound.arguments[name] = jax.tree.map(
-                        lambda leaf: _Named() if is_array(leaf) else leaf, bound.arguments[name]
-                    )
-            named = (bound.args, bound.kwargs)
+            # Positional arguments by the name they are bound to, the others by their own.
+            parameters = inspect.signature(self.fun).parameters
+            names = [n for n, p in parameters.items() if p.kind in POSITIONAL]
+            rest = [n for n, p in parameters.items() if p.kind is inspect.Parameter.VAR_POSITIONAL]
+            names += rest * max(0, len(args) - len(names))
+            any_name = [n for n, p in parameters.items() if p.kind is inspect.Parameter.VAR_KEYWORD]
+            named = (
+                tuple(self._mark(name, x) for name, x in zip(names, args, strict=False)),
+                {
+                    name: self._mark(name if name in parameters else any_name[0], x)
+                    for name, x in kwargs.items()
+                },
+            )
         leaves = jax.tree.leaves(named)
-        return [isinstance(leaf, _Named) for leaf in leaves if isinstance(leaf, _Named) or is_array(leaf)]
+        return [isinstance(leaf, _Named) for leaf in leaves if isinstance(leaf, _Named) or _is_numbers(leaf)]
 
-    def _plan(self, jaxpr: Any, in_half: Sequence[bool]) -> Plan:
+    def _mark(self, name: str, argument: Any) -> Any:
+        if name not in self.apply_to:
+            return argument
+        return jax.tree.map(lambda leaf: _Named() if _is_numbers(leaf) else leaf, argument)
+
+    def _plan(self, jaxpr: Any, constants: Sequence[Any], in_half: Sequence[bool]) -> Plan:
         regions = RegionRules(self.rules, self.settings.compute_dtype)
-        graph = flatten(jaxpr, _jax_compat.empty_name_stack(), self.settings, regions)
+        graph = flatten(jaxpr, constants, _jax_compat.empty_name_stack(), self.settings, regions)
         infos = [Info(nominal(value), True) for value in graph.inputs]
         first = len(infos) - len(in_half)
         for position, half in enumerate(in_half):
@@ -246,7 +263,7 @@ class Program:
     def _make_flat_function(self, structure: Any, static: tuple[Any, ...]) -> Callable[..., Any]:
         def flat(*arrays: Any) -> Packed:
             following = iter(arrays)
-            leaves = [next(following) if leaf is None else leaf[1] for leaf in static]
+            leaves = [next(following) if leaf is None else leaf.value for leaf in static]
             args, kwargs = jax.tree.unflatten(structure, leaves)
             result = self.fun(*args, **kwargs)
             _check_unchanged((args, kwargs), structure, leaves)
@@ -261,12 +278,36 @@ def _run_marked(plan: Plan, operands: Sequence[Any]) -> list[Any]:
         return run_plan(plan, operands)
 
 
+POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+class _Static(NamedTuple):
+    """An argument that is no array: part of what a trace is made for."""
+
+    kind: type
+    value: Any
+    text: str  # 0.0 == -0.0
+
+    @classmethod
+    def of(cls, leaf: Any) -> "_Static":
+        """Returns `leaf` with all that tells it from others."""
+        return cls(type(leaf), leaf, repr(leaf) if isinstance(leaf, float | complex) else "")
+
+
+def _is_numbers(leaf: Any) -> bool:
+    """Returns whether a leaf is an array that JAX takes; one of strings or objects is not."""
+    return is_array(leaf) and not (isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OSUMm")
+
+
 class _Named:
     """Stands for an array among arguments that `apply_to` names."""
 
 
 def _check_unchanged(arguments: Any, structure: Any, leaves: Sequence[Any]) -> None:
-    after, structure_after = jax.tree.flatten(arguments)
+    try:
+        after, structure_after = jax.tree.flatten(arguments)
+    except ValueError:  # an argument that may be used once, such as Equinox's State
+        return
     same = structure_after == structure and all(
         a is b for a, b in zip(after, leaves, strict=True)
     )
@@ -292,8 +333,8 @@ class Packed:
     def pack(cls, result: Any) -> "Packed":
         """Takes the arrays of a result apart from the rest."""
         leaves, structure = jax.tree.flatten(result)
-        static = tuple(None if is_array(leaf) else (leaf,) for leaf in leaves)
-        return cls([leaf for leaf in leaves if is_array(leaf)], structure, static)
+        static = tuple(None if _is_numbers(leaf) else (leaf,) for leaf in leaves)
+        return cls([leaf for leaf in leaves if _is_numbers(leaf)], structure, static)
 
     def restore(self) -> Any:
         """Puts the result together again."""

@@ -127,30 +127,40 @@ class CustomVjp:
     ) -> list[Any]:
         """Emits `jax.custom_vjp` whose primal, forward and backward functions are planned."""
         dtypes = [value.dtype for value in node.outputs]
-        arguments = [_argument(v, x) for v, x in zip(node.inputs, operands, strict=True)]
+        # What the function closes over comes first; its rule has no gradient for that.
+        n_closed = node.params["num_consts"]
+        closed, operands = operands[:n_closed], operands[n_closed:]
+        all_arguments = [
+            _argument(v, x) for v, x in zip(node.inputs, [*closed, *operands], strict=True)
+        ]
+        arguments = all_arguments[n_closed:]
 
         def in_dtypes(results: Sequence[Any]) -> list[Any]:
             return [cast(x, dtype) for x, dtype in zip(results, dtypes, strict=True)]
 
         def nominal_forward(*args: Any) -> Any:
+            held, args = args[:n_closed], args[n_closed:]
             return jax.vjp(
-                lambda *a: _jax_compat.bind(node.equation.primitive, a, node.params), *args
+                lambda *a: _jax_compat.bind(node.equation.primitive, [*held, *a], node.params),
+                *args,
             )
 
         @jax.custom_vjp
         def function(*args: Any) -> list[Any]:
-            return in_dtypes(node.inner.run(args, run_plan))
+            return in_dtypes(node.inner.run([*closed, *args], run_plan))
 
         def forward(*args: Any) -> Any:
-            inner, structure = trace_and_plan(nominal_forward, arguments, node, context, make_plan)
-            results = inner.run(args, run_plan)
+            inner, structure = trace_and_plan(
+                nominal_forward, all_arguments, node, context, make_plan
+            )
+            results = inner.run([*closed, *args], run_plan)
             outputs, vjp = jax.tree.unflatten(structure, results)
             return in_dtypes(outputs), vjp
 
         def backward(vjp: Any, cotangents: Any) -> Any:
             residuals, structure = jax.tree.flatten(vjp)
             # The rule was written for nominal dtypes; half residuals and cotangents stand for them.
-            nominal_dtypes = _nominal_residuals(nominal_forward, arguments)
+            nominal_dtypes = _nominal_residuals(nominal_forward, all_arguments)
 
             def nominal_backward(*flat: Any) -> Any:
                 rule = jax.tree.unflatten(structure, flat[: len(residuals)])

@@ -16,12 +16,13 @@ from jmp import _jax_compat
 from jmp.autocasting import _plan
 from jmp.autocasting._custom_derivatives import CustomJvp, CustomVjp
 from jmp.autocasting._flow import AFFINE
-from jmp.autocasting._graph import FLOAT32, Node, Value
+from jmp.autocasting._graph import FLOAT32, HALF, Node, Value
 from jmp.autocasting._islands import Island, Mode
 from jmp.autocasting._loops import Cond, Scan, While, cast
 from jmp.autocasting._nesting import Jit, Remat, ShardMap, nominal
 from jmp.autocasting._picks import is_pick, pick
 from jmp.autocasting._plan import Plan
+from jmp.autocasting._registry import Category
 
 Environment = dict[Value, Any]
 
@@ -63,7 +64,7 @@ def _run_node(node: Node, environment: Environment, plan: Plan) -> None:
     with _jax_compat.place_of(node.equation, node.stack):
         if node.mode == "nested":
             results = _run_nested(node, environment, plan)
-        elif node.mode == _plan.HALF:
+        elif node.mode == HALF:
             results = _run_half(node, environment, plan)
         else:
             operands = [_read(value, environment, FLOAT32) for value in node.inputs]
@@ -72,7 +73,12 @@ def _run_node(node: Node, environment: Environment, plan: Plan) -> None:
 
 
 def _run_nested(node: Node, environment: Environment, plan: Plan) -> list[Any]:
-    operands = [_read(value, environment, value.dtype or FLOAT32) for value in node.inputs]
+    operands = [
+        jnp.asarray(_read(value, environment, value.dtype or FLOAT32), nominal(value))
+        if value.literal is not None
+        else _read(value, environment, value.dtype or FLOAT32)
+        for value in node.inputs
+    ]
     match node.name:
         case "custom_jvp_call":
             return CustomJvp.run(node, operands, run_plan, _plan.make_plan, plan.context)
@@ -99,8 +105,20 @@ def _run_half(node: Node, environment: Environment, plan: Plan) -> list[Any]:
         params = node.rule.params_in_half(params, half)
     if node.name in ELEMENTWISE and (repeated := _repeated_operand(node)) is not None:
         return [_run_repeating(node, repeated, environment, plan)]
-    operands = [_read(value, environment, half) for value in node.inputs]
+    operands = [_read_saturated(node, value, environment, half) for value in node.inputs]
     return _jax_compat.bind(node.equation.primitive, operands, params)
+
+
+def _read_saturated(node: Node, value: Value, environment: Environment, half: Any) -> Any:
+    """Reads an operand in half; a mask of -1e9 becomes the smallest number, not -inf."""
+    array = _read(value, environment, half)
+    if value.dtype != FLOAT32 or value.is_vector or value.constant is not None:
+        return array
+    if half != np.float16 or node.rule.category is not Category.WIDEST or value.is_exact:
+        return array
+    wide, limits = _read(value, environment, FLOAT32), jnp.finfo(half)
+    saturated = jnp.clip(wide, float(limits.min), float(limits.max)).astype(half)
+    return jnp.where(jnp.isinf(wide), array, saturated)
 
 
 def _repeated_operand(node: Node) -> int | None:

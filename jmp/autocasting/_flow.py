@@ -36,7 +36,8 @@ def mark_feeds(graph: Graph, outputs_feed: Iterable[bool]) -> None:
     for node in reversed(graph.nodes):
         if node.has_products or any(value.feeds for value in node.outputs):
             for value in node.inputs:
-                value.feeds = True
+                # Indices, masks and sizes carry no precision from one side to the other.
+                value.feeds |= _is_inexact(value)
 
 
 def mark_neutral(graph: Graph, infos: Iterable[Any]) -> None:
@@ -49,6 +50,7 @@ def mark_neutral(graph: Graph, infos: Iterable[Any]) -> None:
             not node.has_products
             and not node.is_embedding
             and not node.region.as_written
+            and node.region.output_dtype is None
             and all(value.neutral for value in node.inputs)
         )
         fixed = neutral and all(value.fixed for value in node.inputs)
@@ -111,7 +113,7 @@ def mark_cuts(graph: Graph) -> None:
         node = value.producer
         if node is not None:
             node.is_cut = not any(
-                user.outputs[0] in normalised and user.name in AFFINE for user in value.users
+                user.name in AFFINE and user.outputs[0] in normalised for user in value.users
             )
 
 

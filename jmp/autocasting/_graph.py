@@ -9,9 +9,10 @@ The passes of the planner annotate the graph in this order, each reading what th
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jmp import _jax_compat
@@ -20,10 +21,20 @@ from jmp.autocasting._registry import Category, Rule
 from jmp.autocasting._settings import Settings
 
 FLOAT32 = np.dtype(np.float32)
+UNKNOWN = 4096
+# How a node runs; besides "nested", and being part of an island.
+HALF = "half"
+FULL = "float32"
+ROUNDED = "float32, rounded"
 DRAWS_BITS = frozenset({
     "random_bits", "random_seed", "random_wrap", "random_unwrap", "random_split",
     "random_fold_in", "threefry2x32", "rng_bit_generator", "rng_uniform",
 })  # fmt: skip
+# Operations that leave the numbers as they are; those that also leave their order.
+SHUFFLES = frozenset({"transpose", "slice", "rev", "name", "pvary", "stop_gradient"})
+REPEATS = frozenset({"broadcast_in_dim", "reshape", "squeeze", "copy", "copy_p", "expand_dims"})
+# Arrays held in the program of at most this many elements are looked into.
+LOOKED_AT = 1 << 16
 DESCENDS = frozenset({
     "jit", "pjit", "scan", "while", "cond", "remat", "remat2", "checkpoint", "shard_map",
     "custom_jvp_call",
@@ -40,14 +51,16 @@ class Value:
       literal: the scalar itself, where the jaxpr holds it.
       constant: the number every element equals, where that is known.
       is_exact: a half type holds it exactly (it was a boolean).
-      source_size: elements it had before it was repeated by broadcasts.
+      is_hard: known to hold numbers that a half type does not: masks of -1e9, eps of 1e-12.
+      source: the value that it repeats or reshapes, from which it is broadcast; else itself.
+      size: number of elements; dimensions that are symbols count as `UNKNOWN`.
       feeds, neutral, fixed, level: see `_flow`.
       dtype: what it is stored in; None until the planner has decided.
     """
 
     __slots__ = (
-        "aval", "producer", "users", "literal", "constant", "is_exact", "source_size", "size",
-        "is_float32", "feeds", "neutral", "fixed", "level", "dtype",
+        "aval", "producer", "users", "literal", "constant", "is_exact", "is_hard", "source",
+        "size", "is_float32", "feeds", "neutral", "fixed", "level", "dtype",
     )  # fmt: skip
 
     def __init__(self, aval: Any, producer: "Node | None" = None) -> None:
@@ -57,14 +70,27 @@ class Value:
         self.literal: Any = None
         self.constant: float | None = None
         self.is_exact = False
-        self.size = math.prod(getattr(aval, "shape", ()))
-        self.source_size = self.size
+        self.is_hard = False
+        self.source = self
+        shape = getattr(aval, "shape", ())
+        self.size = math.prod(n if isinstance(n, int) else UNKNOWN for n in shape)
         self.is_float32 = getattr(aval, "dtype", None) == FLOAT32
         self.feeds = False
         self.neutral = True
         self.fixed = True
         self.level = 0
         self.dtype: Any = None
+
+    @property
+    def source_size(self) -> int:
+        """Elements it had before it was repeated."""
+        return min(self.size, self.source.size)
+
+    @property
+    def is_vector(self) -> bool:
+        """Whether it repeats an input of one axis at most, such as a bias; a mask has more."""
+        source = self.source
+        return source.producer is None and len(source.aval.shape) <= 1
 
 
 class Node:
@@ -129,6 +155,7 @@ class Node:
             and self.inputs[0].neutral
             and self.inputs[0].constant is None
             and not self.region.is_full
+            and not _is_compared(self.outputs[0])
         )
 
     @property
@@ -146,14 +173,19 @@ class Graph:
         self.outputs = outputs
 
 
-def flatten(jaxpr: Any, scope: Any, settings: Settings, regions: RegionRules) -> Graph:
-    """Returns the graph of a jaxpr without constants of its own.
+def flatten(
+    jaxpr: Any, constants: Sequence[Any], scope: Any, settings: Settings, regions: RegionRules
+) -> Graph:
+    """Returns the graph of a jaxpr.
 
     Args:
       jaxpr: an open jaxpr; its constvars count as its first inputs.
+      constants: what the constvars stand for.
       scope: name stack of the equation that holds it.
     """
     inputs = [Value(v.aval) for v in (*jaxpr.constvars, *jaxpr.invars)]
+    for value, constant in zip(inputs, constants, strict=False):
+        know(value, constant, settings.compute_dtype)
     nodes: list[Node] = []
     no_stack = _jax_compat.empty_name_stack()
     outputs = _flatten_into(nodes, jaxpr, inputs, no_stack, scope, settings, regions)
@@ -187,7 +219,7 @@ def _flatten_into(
         stack = outer + equation.source_info.name_stack
         if _jax_compat.is_plain_jit(equation) and not draws_bits(equation.params["jaxpr"]):
             inner, constants = _jax_compat.open_jaxpr(equation.params["jaxpr"])
-            held = [_held_constant(constant) for constant in constants]
+            held = [held_constant(constant, settings.compute_dtype) for constant in constants]
             results = _flatten_into(
                 nodes, inner, [*held, *operands], stack, scope, settings, regions
             )
@@ -199,7 +231,7 @@ def _flatten_into(
         node.has_products = node.is_product or (
             descends(node, settings) and contains_products(equation, settings)
         )
-        _follow_constants(node)
+        _follow_constants(node, settings.compute_dtype)
         nodes.append(node)
         values.update(zip(equation.outvars, node.outputs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
@@ -213,38 +245,99 @@ def _literal(atom: Any) -> Value:
     return value
 
 
-def _held_constant(constant: Any) -> Value:
+def held_constant(constant: Any, half: np.dtype) -> Value:
     """A value that an inlined jaxpr holds by itself."""
     value = Value(_jax_compat.typeof(constant))
     value.literal = constant
-    if value.is_float32 and value.size == 1 and _jax_compat.is_concrete(constant):
-        value.constant = float(np.asarray(constant).reshape(()))
+    know(value, constant, half)
     return value
 
 
-def _follow_constants(node: Node) -> None:
-    """Follows constants, booleans and sizes through the operations that only move them."""
-    if len(node.outputs) != 1:
+def know(value: Value, array: Any, half: np.dtype) -> None:
+    """Writes down what can be seen of the numbers of an array held in the program."""
+    if not (value.is_float32 and _jax_compat.is_concrete(array)):
+        return
+    if not 0 < value.size <= LOOKED_AT:
+        return
+    numbers = np.asarray(array).ravel()
+    if (numbers == numbers[0]).all():
+        value.constant = float(numbers[0])
+    value.is_hard = not all(fits(float(x), half) for x in _extremes(numbers))
+
+
+def _extremes(numbers: np.ndarray) -> Iterator[np.floating]:
+    """Yields the largest and the smallest magnitude but zero."""
+    magnitudes = np.abs(numbers[np.isfinite(numbers) & (numbers != 0)])
+    if magnitudes.size:
+        yield magnitudes.max()
+        yield magnitudes.min()
+
+
+def fits(constant: float, half: np.dtype) -> bool:
+    """Returns whether a half type holds a constant: finite if it was, and not flushed to zero."""
+    if constant == 0 or not np.isfinite(constant):
+        return True
+    # Below the smallest normal number digits are lost one by one.
+    limits = jnp.finfo(half)
+    return float(limits.smallest_normal) <= abs(constant) <= float(limits.max)
+
+
+def _follow_constants(node: Node, half: np.dtype) -> None:
+    """Follows constants, booleans and sources through the operations that only move them."""
+    if len(node.outputs) != 1 or not node.inputs:
         return
     (output,) = node.outputs
-    first = node.inputs[0] if node.inputs else None
-    if first is None:
-        return
-    if node.name in ("broadcast_in_dim", "reshape", "squeeze", "copy", "copy_p", "expand_dims"):
+    first = node.inputs[0]
+    if node.name in REPEATS or node.name in SHUFFLES:
         output.constant = first.constant
         output.is_exact = first.is_exact
-        output.source_size = min(output.size, first.source_size)
-    elif node.name in ("transpose", "slice", "rev", "name", "pvary", "stop_gradient"):
-        output.constant = first.constant
-        output.is_exact = first.is_exact
+        output.is_hard = first.is_hard
+        if node.name in REPEATS:
+            output.source = first.source
     elif node.name == "neg" and first.constant is not None:
         output.constant = -first.constant
     elif node.name == "convert_element_type" and output.is_float32:
         output.constant = first.constant
-        output.source_size = min(output.size, first.source_size)
+        output.source = first.source
         output.is_exact = first.is_exact or getattr(first.aval, "dtype", None) == np.bool_
+        output.is_hard = first.is_hard
         if first.literal is not None and np.ndim(first.literal) == 0:
             output.constant = float(first.literal)
+    elif node.name in ("select_n", "concatenate") and output.is_float32:
+        output.is_hard = any(
+            value.is_hard or (value.constant is not None and not fits(value.constant, half))
+            for value in node.inputs
+        )
+
+
+def _is_compared(value: Value) -> bool:
+    """Returns whether a value is subtracted from, or compared with, one that is not made of it.
+
+    So are coordinates: the difference of two of them has the error of both.
+    """
+    for user in value.users:
+        if user.name in REPEATS or user.name in SHUFFLES:
+            if _is_compared(user.outputs[0]):
+                return True
+        elif user.name in ("sub", "eq", "ne", "lt", "le", "gt", "ge"):
+            others = [other for other in user.inputs if other is not value]
+            if any(o.constant is None and not _is_made_of(o, value) for o in others):
+                return True
+    return False
+
+
+def _is_made_of(value: Value, part: Value) -> bool:
+    """Returns whether `part` stands upstream of `value`."""
+    first = part.producer.index if part.producer else -1
+    seen, stack = {value}, [value]
+    while stack:
+        current = stack.pop()
+        if current is part:
+            return True
+        if current.producer is not None and current.producer.index > first:
+            stack += [v for v in current.producer.inputs if v not in seen]
+            seen.update(current.producer.inputs)
+    return False
 
 
 def _alive(nodes: list[Node], outputs: list[Value]) -> list[Node]:

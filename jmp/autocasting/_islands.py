@@ -183,6 +183,8 @@ def _linear_cone(
         return None
     if node.region.is_full or not node.outputs[0].is_float32:
         return None
+    if node.rule.category is Category.FULL:
+        return None
     members, entering = {node}, set()
     for value in node.inputs:
         if value.producer in inside:
@@ -193,8 +195,10 @@ def _linear_cone(
             # A part of a value counts as a value by itself: the gates of an LSTM.
             entering |= {value} if value.producer.name in PARTS else cone[1]
         elif value.neutral:
-            # A small parameter may go along. A mask, or an input as large as the result, may not.
-            if value.constant is not None or value.source_size >= node.outputs[0].size:
+            # A bias may go along. A mask, or an input as large as the result, may not.
+            if value.constant is not None or not value.is_vector:
+                return None
+            if value.source_size >= node.outputs[0].size:
                 return None
         elif value.dtype != half:
             return None
@@ -231,7 +235,3 @@ def _cheap_producers(value: Value) -> list[Node]:
 
     return list(found) if is_cheap(value) else []
 
-
-def is_custom(node: Node) -> bool:
-    """Returns whether a node is a custom derivative that is kept whole."""
-    return node.name.startswith("custom_") and node.rule.category is not Category.AS_WRITTEN

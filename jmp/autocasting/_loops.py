@@ -2,8 +2,9 @@
 
 A loop must carry the same dtypes round. A scan's carry is float32, unless it loses nothing in half:
 because products alone read it (the hidden state of an RNN), or because it comes in as half and
-feeds a product in the same step (the residual stream of a scanned transformer). The carry of a
-while loop keeps its nominal dtype. Branches join to the widest.
+feeds a product in the same step of a short loop (the residual stream of a scanned transformer).
+What the body closes over enters in float32 and is rounded inside, because its gradients add up in
+the dtype it enters in. The carry of a while loop keeps its nominal dtype. Branches join to the widest.
 """
 
 from typing import Any
@@ -14,7 +15,7 @@ from jax import lax
 
 from jmp import _jax_compat
 from jmp.autocasting import _flow
-from jmp.autocasting._graph import Graph, Node, Value
+from jmp.autocasting._graph import FULL, Graph, Node, Value
 from jmp.autocasting._islands import MOVES
 from jmp.autocasting._nesting import (
     Info,
@@ -30,6 +31,10 @@ from jmp.autocasting._nesting import (
     plan_inner,
     store,
 )
+
+# The residual stream of a deep network adds up so many layers; a longer loop is one over time,
+# where small steps would be lost in half.
+LAYERS = 128
 
 
 class Scan:
@@ -49,7 +54,8 @@ class Scan:
         # Within one step nothing outside is fed.
         _flow.mark_feeds(graph, [False] * len(graph.outputs))
         for i in carries:
-            infos[i] = Info(_carry_dtype(graph.inputs[i], infos[i], context), False)
+            is_short = node.params["length"] <= LAYERS
+            infos[i] = Info(_carry_dtype(graph.inputs[i], infos[i], context, is_short), False)
         feeds = [value.feeds for value in node.outputs]
         while True:
             _flow.mark_feeds(graph, feeds)
@@ -77,9 +83,13 @@ class Scan:
         )
         dtypes = [value.dtype for value in node.outputs[:n_carry]]
         init = [cast(value, dtype) for value, dtype in zip(init, dtypes, strict=True)]
+        closed = node.inputs[:n_consts]
+        stored = [getattr(x, "dtype", None) for x in consts]
+        consts = [x if v.fixed else cast(x, nominal(v)) for x, v in zip(consts, closed, strict=True)]
 
         def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-            results = node.inner.run([*consts, *carry, *x], run_plan)
+            rounded = [cast(c, dtype) for c, dtype in zip(consts, stored, strict=True)]
+            results = node.inner.run([*rounded, *carry, *x], run_plan)
             carry = [cast(v, d) for v, d in zip(results[:n_carry], dtypes, strict=True)]
             return carry, results[n_carry:]
 
@@ -95,12 +105,13 @@ class Scan:
         return [*carry, *ys]
 
 
-def _carry_dtype(value: Value, info: Info, context: Any) -> Any:
+def _carry_dtype(value: Value, info: Info, context: Any, is_short: bool) -> Any:
     half = context.settings.compute_dtype
     if not value.is_float32:
         return nominal(value)
     alone = _read_by_products_alone(value)
-    return half if alone or (info.dtype == half and value.feeds) else nominal(value)
+    is_stream = is_short and info.dtype == half and value.feeds
+    return half if alone or is_stream else nominal(value)
 
 
 def _read_by_products_alone(value: Value) -> bool:
@@ -120,6 +131,13 @@ class While:
     @staticmethod
     def plan(node: Node, context: Any, make_plan: MakePlan) -> None:
         """The carry keeps its nominal dtypes."""
+        condition, _ = _jax_compat.open_jaxpr(node.params["cond_jaxpr"])
+        if condition.outvars[0].aval.shape:
+            # Under vmap each element has its own condition; no public function says that.
+            node.mode = FULL
+            for value in node.outputs:
+                value.dtype = nominal(value)
+            return
         skipped = node.params["cond_nconsts"]
         n_consts = node.params["body_nconsts"]
         graph, constants = open_level(node.params["body_jaxpr"], node, context)

@@ -42,7 +42,8 @@ class Inner(NamedTuple):
 def open_level(jaxpr: Any, node: Node, context: Any) -> tuple[Graph, list[Any]]:
     """Flattens a jaxpr inside `node`; its own constants are the graph's first inputs."""
     inner, constants = _jax_compat.open_jaxpr(jaxpr)
-    return flatten(inner, node.scope, context.settings, context.regions), constants
+    graph = flatten(inner, constants, node.scope, context.settings, context.regions)
+    return graph, constants
 
 
 def nominal(value: Value) -> Any:
@@ -66,7 +67,9 @@ def pass_constants_on(graph: Graph, operands: Sequence[Value]) -> None:
     for inner, outer in zip(graph.inputs[len(graph.inputs) - len(operands) :], operands, strict=True):
         inner.constant = outer.constant
         inner.is_exact = outer.is_exact
-        inner.source_size = min(inner.source_size, outer.source_size)
+        inner.is_hard = outer.is_hard
+        if outer.source.size <= inner.size:
+            inner.source = outer.source
 
 
 def plan_inner(

@@ -9,14 +9,25 @@ import heapq
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from jmp.autocasting import _flow, _islands
 from jmp.autocasting._custom_derivatives import CustomJvp, CustomVjp
-from jmp.autocasting._graph import FLOAT32, Graph, Node, Value, descends
+from jmp.autocasting._graph import (
+    FLOAT32,
+    FULL,
+    HALF,
+    ROUNDED,
+    Graph,
+    Node,
+    Value,
+    descends,
+    fits,
+)
 from jmp.autocasting._islands import Island, Mode
 from jmp.autocasting._loops import Cond, Scan, While
-from jmp.autocasting._nesting import Info, Jit, Remat, ShardMap
+from jmp.autocasting._nesting import Info, Jit, Remat, ShardMap, nominal
 from jmp.autocasting._regions import RegionRules
 from jmp.autocasting._registry import Category
 from jmp.autocasting._settings import Settings
@@ -35,9 +46,8 @@ KINDS: dict[str, Any] = {
     "custom_vjp_call": CustomVjp,
 }
 
-HALF = "half"
-FULL = "float32"
-ROUNDED = "float32, rounded"
+WIDE = (np.complex64, np.complex128, np.float64)
+
 
 
 class Context(NamedTuple):
@@ -110,20 +120,6 @@ def make_plan(
     return Plan(graph, context, _in_order(steps, graph))
 
 
-def fits(constant: float, dtype: np.dtype) -> bool:
-    """Returns whether a half type holds a constant: finite if it was, and not flushed to zero."""
-    with np.errstate(over="ignore"):
-        rounded = float(np.asarray(constant, np.float64).astype(dtype))
-    if not np.isfinite(constant):
-        return True
-    return np.isfinite(rounded) and (constant == 0 or abs(constant) >= float(_smallest(dtype)))
-
-
-def _smallest(dtype: np.dtype) -> float:
-    # Below the smallest normal number digits are lost one by one.
-    return 2.0**-14 if dtype == np.float16 else 2.0**-126
-
-
 def _store(node: Node, mode: str, half: Any = None) -> None:
     node.mode = mode
     for value in node.outputs:
@@ -164,7 +160,7 @@ def _plan_component(
     for value in island.outputs:
         if value in float32_outputs or not value.is_float32:
             continue
-        if _leaves_in_half(value, set(island.nodes)):
+        if _leaves_rounded(value) or _leaves_in_half(value, set(island.nodes)):
             value.dtype = half
     return [*front, island]
 
@@ -176,15 +172,24 @@ def _why_float32(node: Node, inside: set[Node], half: np.dtype) -> str:
     if node.rule.category is Category.AS_WRITTEN:
         return node.rule.reason if any(v.is_float32 for v in node.outputs) else ""
     size = max((value.size for value in node.outputs), default=0)
+    feeds = any(value.feeds for value in node.outputs)
     for value in node.inputs:
-        if not value.is_float32 or value.producer in inside:
+        if not value.is_float32:
+            if nominal(value) in WIDE and any(v.is_float32 for v in node.outputs):
+                return f"an operand is {nominal(value)}"
             continue
+        if value.producer in inside:
+            continue
+        if value.is_hard:
+            return f"{half} does not hold an array of the program"
         if value.constant is not None:
             if not fits(value.constant, half):
                 return f"{half} does not hold the constant {value.constant:g}"
         elif value.neutral:
             if not value.is_exact and value.source_size >= size:
                 return "an operand is a float32 input as large as the result"
+            if not value.is_exact and not feeds:
+                return "an operand is a float32 input, and no product reads the result"
         elif value.dtype == FLOAT32:
             return "an operand is float32"
     return ""
@@ -201,11 +206,18 @@ def _plan_light(node: Node, context: Context) -> None:
 
 
 def _leaves_in_half(value: Value, inside: set[Node]) -> bool:
-    region = value.producer.region if value.producer else None
-    if region is not None and region.output_dtype is not None:
-        return True
     readers = [user for user in value.users if user not in inside]
     return value.feeds and not (readers and all(_reads_float32(user) for user in readers))
+
+
+def _leaves_rounded(value: Value) -> bool:
+    """Whether a rule's output dtype rounds it: where it leaves the rule's region."""
+    region = value.producer.region if value.producer else None
+    return (
+        region is not None
+        and region.output_dtype is not None
+        and all(user.region != region for user in value.users)
+    )
 
 
 def _reads_float32(node: Node) -> bool:
@@ -223,6 +235,9 @@ def _plan_barrier(node: Node, context: Context) -> None:
     if node.region.is_full:
         node.why = "the user asked for float32 here"
         _store(node, FULL)
+        for value in node.outputs:
+            if value.is_float32 and _leaves_rounded(value):
+                value.dtype = half
     elif descends(node, context.settings):
         KINDS[node.name].plan(node, context, make_plan)
     elif node.is_embedding:
@@ -240,7 +255,7 @@ def _plan_barrier(node: Node, context: Context) -> None:
 
 def _may_lower(node: Node, half: np.dtype) -> bool:
     """Whether a product's operands are float32, or of the compute dtype already."""
-    dtypes = {v.aval.dtype for v in node.inputs if np.issubdtype(v.aval.dtype, np.inexact)}
+    dtypes = {v.aval.dtype for v in node.inputs if jnp.issubdtype(v.aval.dtype, jnp.inexact)}
     algorithm = type(node.params.get("precision")).__name__ in (
         "DotAlgorithm",
         "DotAlgorithmPreset",
@@ -249,11 +264,24 @@ def _may_lower(node: Node, half: np.dtype) -> bool:
         node.why = "the user named the algorithm"
     elif not dtypes <= {FLOAT32, half} or not node.outputs[0].is_float32:
         node.why = "the user chose other dtypes"
+    elif _is_inner_product(node):
+        node.why = "an inner product is a sum, such as one of squares; tensor cores do not help"
     elif FLOAT32 not in dtypes:
         node.why = "the user chose half operands and a float32 result"
     else:
         return True
     return False
+
+
+def _is_inner_product(node: Node) -> bool:
+    """Whether no axis of either operand survives, but those of the batch."""
+    if node.name != "dot_general":
+        return False
+    contracted, batched = node.params["dimension_numbers"]
+    return all(
+        len(value.aval.shape) == len(axes) + len(batch)
+        for value, axes, batch in zip(node.inputs, contracted, batched, strict=True)
+    )
 
 
 # Order.

@@ -38,7 +38,12 @@ class Settings:
         for overridden, category in self.overrides:
             if overridden == name:
                 return dataclasses.replace(
-                    rule, category=category, exact=False, reason=f"asked for by {category.value}="
+                    rule,
+                    category=category,
+                    exact=False,
+                    # What the user wants in half is no part of a float32 island.
+                    fusible=rule.fusible and category is not Category.LOW,
+                    reason=f"asked for by {category.value}=",
                 )
         return rule
 
