@@ -88,9 +88,8 @@ class Value:
 
     @property
     def is_vector(self) -> bool:
-        """Whether it repeats an input of one axis at most, such as a bias; a mask has more."""
-        source = self.source
-        return source.producer is None and len(source.aval.shape) <= 1
+        """Whether it repeats an array of one axis at most, such as a bias; a mask has more."""
+        return len(self.source.aval.shape) <= 1 and not self.is_hard
 
 
 class Node:

@@ -1,0 +1,32 @@
+"""A training step of a model, three ways: float32, half by hand, and float32 under autocast."""
+
+import jax
+import jax.numpy as jnp
+
+import jmp
+from tests.h200.harness import Program, compile_for_h200
+
+WAYS = ("float32", "by hand", "autocast")
+
+
+def compile_step(model, way, sizes) -> Program:
+    """Compiles gradient and update of one step for an H200, in float16 but for `float32`."""
+    loss, params, batch = model.make(jnp.float16 if way == "by hand" else jnp.float32, **sizes)
+    if way == "autocast":
+        loss = jmp.autocast(loss, "mixed_float16")
+
+    def step(params, *batch):
+        gradients = jax.grad(loss, has_aux=model.has_aux)(params, *batch)
+        gradients, statistics = gradients if model.has_aux else (gradients, None)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), statistics
+
+    return compile_for_h200(step, params, *batch, donate_argnums=0)
+
+
+def ratios(program: Program, by_hand: Program) -> tuple[float, float, float]:
+    """Returns bytes moved, temporary memory and kernels, each over those of the other program."""
+    return (
+        program.bytes_moved / by_hand.bytes_moved,
+        program.temp_bytes / by_hand.temp_bytes,
+        program.kernels / by_hand.kernels,
+    )
