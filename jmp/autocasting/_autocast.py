@@ -315,8 +315,9 @@ def _check_unchanged(arguments: Any, structure: Any, leaves: Sequence[Any]) -> N
         raise ValueError(
             "The function changes one of its arguments, such as the batch statistics of an nnx "
             "module; the change would be lost, because autocast traces a copy. Return what "
-            "changes instead: split the module inside the loss (nnx.split, nnx.merge) and return "
-            "its new state, or use jmp.adapters.nnx.with_policy, which keeps nnx's own semantics."
+            "changes instead: split the module outside (nnx.split), merge a copy inside "
+            "(nnx.merge(graphdef, state, copy=True)) and return its new nnx.state; or use "
+            "jmp.adapters.nnx.with_policy, which keeps nnx's own semantics."
         )
 
 

@@ -1,0 +1,400 @@
+"""What users say to autocast: arguments, regions, rules, overrides, mistakes."""
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jmp
+from tests.products import equations, product_dtypes
+
+F16 = "mixed_float16"
+X = jax.random.normal(jax.random.key(0), (4, 8))
+W = jax.random.normal(jax.random.key(1), (8, 8)) * 0.3
+
+
+def loss(w, x):
+    return (jnp.tanh(x @ w) @ w).sum()
+
+
+def dtypes_of(primitive, function, *args):
+    """The dtypes in which a primitive is bound, in the order of the program."""
+    found = equations(jax.make_jaxpr(function)(*args).jaxpr)
+    return [str(e.invars[0].aval.dtype) for e in found if e.primitive.name == primitive]
+
+
+# Ways to call it.
+
+
+def test_as_a_call_and_as_a_decorator():
+    @jmp.autocast(policy=F16)
+    def decorated(w, x):
+        """Says what it does."""
+        return loss(w, x)
+
+    assert decorated(W, X) == jmp.autocast(loss, F16)(W, X)
+    assert decorated.__name__ == "decorated"
+    assert decorated.__doc__ == "Says what it does."
+
+
+@pytest.mark.parametrize(
+    "policy", ["mixed_float16", "O1", "params=f32,compute=f16,output=f16", jmp.Policy(
+        jnp.float32, jnp.float16, jnp.float16)]
+)  # fmt: skip
+def test_any_policy_is_read_for_its_compute_dtype(policy):
+    result = jmp.autocast(loss, policy)(W, X)
+    assert result.dtype == jnp.float32
+    assert result == jmp.autocast(loss, F16)(W, X)
+
+
+def test_half_means_the_half_type_of_the_machine():
+    assert dtypes_of("dot_general", jmp.autocast(loss, "half"), W, X)[0] == str(jmp.half_dtype())
+
+
+def test_arguments_that_are_not_arrays_reach_the_function_as_they_are():
+    seen = []
+
+    def function(x, *, flag, name, callable_, number, nothing):
+        seen.append((flag, name, callable_, number, nothing))
+        return callable_(x @ W) if flag else x
+
+    arguments = dict(flag=True, name="a", callable_=jnp.exp, number=2.5, nothing=None)
+    jmp.autocast(function, F16)(X, **arguments)
+    assert seen == [tuple(arguments.values())]
+
+
+def test_results_that_are_not_arrays_come_back_as_they_are():
+    result = jmp.autocast(lambda x: {"y": x @ W, "name": "a", "n": 3, "f": jnp.exp}, F16)(X)
+    assert (result["name"], result["n"], result["f"]) == ("a", 3, jnp.exp)
+
+
+def test_constants_are_arrays_under_a_trace():
+    seen = []
+
+    def outer(x):
+        seen.extend(jmp.autocast(lambda x: (jnp.array(True), jnp.zeros(()), 3), F16)(x))
+        return x
+
+    jax.jit(outer)(X)
+    assert isinstance(seen[0], jax.Array) and isinstance(seen[1], jax.Array)
+    assert seen[2] == 3
+
+
+def test_numpy_arrays_and_keys_are_arrays():
+    key = jax.random.key(0)
+    got = jmp.autocast(lambda x, key: (x @ W, key), F16)(np.asarray(X), key)
+    assert got[0].dtype == jnp.float32
+    assert got[1] == key
+
+
+def test_arrays_of_strings_reach_the_function():
+    names = np.array(["a"])
+    assert jmp.autocast(lambda x, names: names, F16)(X, names) is names
+
+
+def test_methods_and_partials():
+    class Model:
+        def __call__(self, x):
+            return x @ W
+
+        def method(self, x):
+            return x @ W
+
+    expected = jmp.autocast(lambda x: x @ W, F16)(X)
+    for function in (Model(), Model().method, functools.partial(lambda w, x: x @ w, W)):
+        np.testing.assert_array_equal(jmp.autocast(function, F16)(X), expected)
+
+
+# Caching.
+
+
+def test_an_eager_call_traces_once():
+    traces = []
+
+    def function(x, flag=True):
+        traces.append(x.shape)
+        return x @ W
+
+    autocast = jmp.autocast(function, F16)
+    for _ in range(3):
+        autocast(X)
+    assert len(traces) == 1
+    autocast(X[:2])
+    autocast(X, flag=False)
+    assert len(traces) == 3
+    autocast(X)
+    assert len(traces) == 3
+
+
+def test_a_gradient_taken_twice_traces_once():
+    traces = []
+
+    def function(w):
+        traces.append(1)
+        return (X @ w).sum()
+
+    gradient = jax.grad(jmp.autocast(function, F16))
+    gradient(W)
+    gradient(W)
+    assert len(traces) == 1
+
+
+def test_the_zeros_of_either_sign_are_two_arguments():
+    autocast = jmp.autocast(lambda x, s: 1 / (x * s), F16)
+    assert autocast(jnp.ones(()), 0.0) == jnp.inf
+    assert autocast(jnp.ones(()), -0.0) == -jnp.inf
+
+
+# Nothing to do, and more than once.
+
+
+def test_float32_is_the_identity():
+    autocast = jmp.autocast(loss, "float32")
+    assert product_dtypes(autocast, W, X) == {"float32": 2}
+    np.testing.assert_array_equal(autocast(W, X), loss(W, X))
+
+
+def counts(function, *args):
+    found = [e.primitive.name for e in equations(jax.make_jaxpr(function)(*args).jaxpr)]
+    return {name: found.count(name) for name in ("dot_general", "convert_element_type")}
+
+
+def test_autocast_of_autocast_changes_nothing():
+    once = jmp.autocast(loss, F16)
+    twice = jmp.autocast(once, F16)
+    assert counts(twice, W, X) == counts(once, W, X)
+    assert product_dtypes(twice, W, X) == {"float16": 2}
+    np.testing.assert_array_equal(twice(W, X), once(W, X))
+
+
+@pytest.mark.parametrize(
+    ("inner", "outer", "expected"),
+    [
+        ("float32", F16, {"float32": 2, "float16": 1}),
+        (F16, "mixed_bfloat16", {"float16": 2, "bfloat16": 1}),
+        (F16, "float32", {"float16": 2, "float32": 1}),
+    ],
+)
+def test_the_inner_autocast_wins(inner, outer, expected):
+    function = jmp.autocast(lambda w, x: jmp.autocast(loss, inner)(w, x @ w), outer)
+    assert product_dtypes(function, W, X) == expected
+    backward = product_dtypes(jax.grad(function), W, X)
+    assert set(backward) == set(expected)
+
+
+# Regions.
+
+
+@jmp.full_precision
+def head(x, w):
+    return x @ w
+
+
+def model(w, x):
+    return head(jnp.tanh(x @ w), w).sum()
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda f: f,
+        jax.jit,
+        lambda f: jax.grad(f),
+        lambda f: jax.jit(jax.grad(f)),
+        lambda f: lambda w, x: jax.vmap(f, (None, 0))(w, x[None]),
+        lambda f: lambda w, x: jax.lax.scan(lambda c, x: (c, f(w, x)), 0, x[None]),
+        lambda f: jax.checkpoint(f),
+        lambda f: lambda w, x: jax.lax.cond(True, f, f, w, x),
+    ],
+    ids=["call", "jit", "grad", "jit of grad", "vmap", "scan", "remat", "cond"],
+)
+@pytest.mark.parametrize("inside", [True, False], ids=["autocast outside", "autocast inside"])
+def test_full_precision_survives(around, inside):
+    function = jmp.autocast(around(model), F16) if inside else around(jmp.autocast(model, F16))
+    jaxpr = jax.make_jaxpr(function)(W, X).jaxpr
+    products = [e for e in equations(jaxpr) if e.primitive.name == "dot_general"]
+    found = set()
+    for equation in products:
+        in_head = "full_precision" in str(equation.source_info.name_stack)
+        expected = jnp.float32 if in_head else jnp.float16
+        assert {v.aval.dtype for v in (*equation.invars, *equation.outvars)} == {jnp.dtype(expected)}
+        found.add(in_head)
+    assert found == {True, False}
+
+
+def test_full_precision_does_nothing_outside():
+    np.testing.assert_array_equal(head(X, W), X @ W)
+
+
+def test_rules_by_name_scope():
+    def function(x):
+        with jax.named_scope("block"):
+            x = x @ W
+            with jax.named_scope("head"):
+                return x @ W
+
+    autocast = jmp.autocast(function, F16, rules=[("head*", "float32")])
+    assert dtypes_of("dot_general", autocast, X) == ["float16", "float32"]
+
+
+@pytest.mark.parametrize("last", ["product", "sum", "parameters"])
+def test_a_rule_with_a_half_output_rounds_what_leaves(last):
+    def function(x, w):
+        y = x @ w
+        with jax.named_scope("head"):
+            return {"product": lambda: y @ w, "sum": lambda: y + 0.1, "parameters": lambda: w * 0.1}[
+                last
+            ]()
+
+    autocast = jmp.autocast(function, F16, rules=[("head", "p=f32,c=f32,o=f16")])
+    result = autocast(X, W)
+    np.testing.assert_array_equal(result, result.astype(jnp.float16))
+
+
+def test_a_rule_that_matched_nothing_warns():
+    with pytest.warns(jmp.UnusedRuleWarning, match="'haed'"):
+        jmp.autocast(loss, F16, rules=[("haed", "float32")])(W, X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jmp.autocast(loss, F16)(W, X)
+
+
+# Overrides.
+
+
+def test_overrides_for_one_call():
+    def function(x):
+        return jnp.exp(jnp.tanh(x @ W)) @ W
+
+    assert dtypes_of("exp", jmp.autocast(function, F16), X) == ["float32"]
+    assert dtypes_of("exp", jmp.autocast(function, F16, low=["exp"]), X) == ["float16"]
+    assert dtypes_of("exp", jmp.autocast(function, F16, follow=[jax.lax.exp_p]), X) == ["float16"]
+    full = jmp.autocast(function, F16, full=["dot_general"])
+    assert dtypes_of("dot_general", full, X) == ["float32", "float32"]
+    assert dtypes_of("exp", jmp.autocast(function, F16), X) == ["float32"]  # only for that call
+
+
+def test_a_full_addition_is_not_moved_in_front_of_a_norm():
+    def function(x):
+        return jax.nn.standardize(x @ W + x @ W.T) @ W
+
+    autocast = jmp.autocast(function, F16, full=["add"], recompute="all")
+    assert set(dtypes_of("add", autocast, X)) == {"float32"}
+
+
+@pytest.mark.parametrize(
+    ("recompute", "remats"), [("none", 0), ("auto", 0), ("all", 1)], ids=["none", "auto", "all"]
+)
+def test_recompute_of_a_small_island(recompute, remats):
+    function = jmp.autocast(lambda x: jax.nn.softmax(x @ W) @ W, F16, recompute=recompute)
+    assert str(jax.make_jaxpr(function)(X)).count("remat2[") == remats
+
+
+@pytest.mark.parametrize(("recompute", "kept"), [("auto", 0), ("none", 1)])
+def test_recompute_auto_keeps_nothing_in_float32(recompute, kept):
+    function = jmp.autocast(lambda x: jax.nn.softmax(x @ W) @ W, F16, recompute=recompute)
+    _, vjp = jax.vjp(function, jnp.ones((4096, 8)))
+    float32 = [x for x in jax.tree.leaves(vjp) if x.size == 4096 * 8 and x.dtype == jnp.float32]
+    assert len(float32) >= kept if kept else not float32
+
+
+# apply_to.
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda f: f(0.1 * jnp.ones(()), 0.1 * jnp.ones(())),
+        lambda f: f(0.1 * jnp.ones(()), b=0.1 * jnp.ones(())),
+        lambda f: f(b=0.1 * jnp.ones(()), a=0.1 * jnp.ones(())),
+    ],
+)
+def test_apply_to_rounds_the_arguments_it_names(call):
+    a, b = call(jmp.autocast(lambda a, b: (a, b), F16, apply_to=["b"]))
+    assert a == jnp.float32(0.1)
+    assert b == jnp.float16(0.1)
+
+
+def test_apply_to_leaves_other_dtypes_alone():
+    autocast = jmp.autocast(lambda x: x, F16, apply_to=["x"])
+    x = {"i": jnp.arange(3), "b": jnp.ones(2, jnp.bfloat16), "f": jnp.full(2, 0.1), "s": "text"}
+    result = autocast(x)
+    assert result["b"].dtype == jnp.bfloat16
+    assert result["i"].dtype == jnp.int32
+    np.testing.assert_array_equal(result["f"], jnp.float16(0.1))
+
+
+def test_apply_to_rounds_extra_arguments():
+    def function(*args, **kwargs):
+        return args, kwargs
+
+    autocast = jmp.autocast(function, F16, apply_to=["kwargs"])
+    args, kwargs = autocast(jnp.float32(0.1), z=jnp.float32(0.1))
+    assert args[0] == jnp.float32(0.1)
+    assert kwargs["z"] == jnp.float16(0.1)
+
+
+# Mistakes.
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: jmp.autocast(loss), TypeError, "autocast got no policy"),
+        (lambda: jmp.autocast("mixed_float16"), TypeError, "autocast got no policy"),
+        (lambda: jmp.autocast(3, F16), TypeError, "autocast got 3; expected a function"),
+        (lambda: jmp.autocast(loss, "f17"), ValueError, "f17"),
+        (lambda: jmp.autocast(loss, "float64"), ValueError, "compute dtype float64"),
+        (lambda: jmp.autocast(loss, F16, low="exp"), TypeError, r"expected a sequence"),
+        (lambda: jmp.autocast(loss, F16, low=[jnp.exp]), TypeError, "expected a JAX primitive"),
+        (
+            lambda: jmp.autocast(loss, F16, low=["exp"], full=["exp"]),
+            ValueError,
+            "both in low= and in full=",
+        ),
+        (lambda: jmp.autocast(loss, F16, recompute=True), ValueError, "recompute=True"),
+        (lambda: jmp.autocast(loss, F16, apply_to="x"), TypeError, r"expected a list: \['x'\]"),
+        (lambda: jmp.autocast(loss, F16, apply_to=["y"]), ValueError, "no argument 'y'; it has w, x"),
+    ],
+)
+def test_mistakes_are_named(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
+
+
+def test_an_nnx_module_whose_statistics_change_is_refused_and_left_as_it_was():
+    module = nnx.BatchNorm(8, rngs=nnx.Rngs(0))
+    before = np.asarray(module.mean[...])
+    with pytest.raises(ValueError, match="changes one of its arguments.*nnx.split"):
+        jmp.autocast(lambda module, x: module(x).sum(), F16)(module, X)
+    np.testing.assert_array_equal(module.mean[...], before)
+
+
+def test_an_nnx_module_that_does_not_change_is_an_argument_like_any_other():
+    module = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    autocast = jmp.autocast(lambda module, x: module(x).sum(), F16)
+    gradients = nnx.grad(autocast)(module, X)
+    assert gradients.kernel[...].dtype == jnp.float32
+    np.testing.assert_allclose(autocast(module, X), module(X).sum(), rtol=0.02)
+
+
+def test_an_nnx_module_split_inside_the_loss_returns_its_new_state():
+    graph, state = nnx.split(nnx.BatchNorm(8, rngs=nnx.Rngs(0)))
+
+    def function(state, x):
+        module = nnx.merge(graph, state, copy=True)
+        return module(x @ W).sum(), nnx.state(module)
+
+    _, new = jmp.autocast(function, F16)(state, X)
+    _, expected = function(state, X)
+    np.testing.assert_allclose(new["mean"][...], expected["mean"][...], atol=1e-3)
+    assert new["mean"][...].dtype == jnp.float32
+
+
+def test_an_error_of_the_function_itself_reaches_the_user():
+    with pytest.raises(TypeError, match="dot_general requires contracting dimensions"):
+        jmp.autocast(loss, F16)(W[:3], X)

@@ -1,0 +1,294 @@
+"""Where half precision breaks: saturation, literals, masks, small constants, squares, random bits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jmp
+
+HALVES = pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+TERMS = 16384  # float16 stops counting ones at 2048, bfloat16 at 256
+EYE = jnp.eye(4)
+
+
+def half(x):
+    """A product: under autocast its result is half. The numbers stay what they were."""
+    return x @ jnp.eye(x.shape[-1])
+
+
+# Saturation: 16384 contributions of one.
+
+
+def bias(b):
+    return (half(jnp.ones((TERMS, 1))) + b).sum()
+
+
+def bias_before_a_product(b):
+    return ((half(jnp.ones((TERMS, 1))) + b) @ jnp.ones((1, 1))).sum()
+
+
+def bias_before_gelu(b):
+    return ((half(jnp.ones((TERMS, 1))) + b) * jnp.tanh(100.0)).sum()
+
+
+def scale(b):
+    return ((half(jnp.ones((TERMS, 1))) * b) @ jnp.ones((1, 1))).sum()
+
+
+def embedding_row(b):
+    return (b.reshape(1, 1)[jnp.zeros(TERMS, int)] @ jnp.ones((1, 1))).sum()
+
+
+def weight_in_a_scan(b):
+    def body(carry, x):
+        return carry, (x @ b.reshape(1, 1)).sum()
+
+    return lax.scan(body, 0.0, jnp.ones((TERMS, 1, 1)))[1].sum()
+
+
+def bias_in_a_scan(b):
+    def body(carry, x):
+        return carry, ((half(x) + b) @ jnp.ones((1, 1))).sum()
+
+    return lax.scan(body, 0.0, jnp.ones((TERMS, 1, 1)))[1].sum()
+
+
+def half_value_closed_over_by_a_scan(b):
+    activation = half(b.reshape(1, 1))
+    return lax.scan(lambda c, _: (c, (activation * 1.0).sum()), 0.0, None, length=TERMS)[1].sum()
+
+
+def carry_of_a_scan(b):
+    step = half(b.reshape(1, 1))
+    return lax.scan(lambda c, _: (c + step, None), step * 0, None, length=TERMS)[0].sum()
+
+
+def vmapped_over_a_bias(b):
+    return jax.vmap(lambda x: ((half(x) + b) @ jnp.ones((1, 1))).sum())(
+        jnp.ones((TERMS, 1, 1))
+    ).sum()
+
+
+def rows_of_a_half_value(b):
+    rows = half(jnp.ones((1, 1)) * b)
+    return (rows[jnp.zeros(TERMS, int)] * 1.0).sum()
+
+
+def scattered_rows(b):
+    return jnp.zeros((1, 1)).at[jnp.zeros(TERMS, int)].add(half(jnp.ones((TERMS, 1)) * b)).sum()
+
+
+SHARED = [
+    bias,
+    bias_before_a_product,
+    bias_before_gelu,
+    scale,
+    embedding_row,
+    weight_in_a_scan,
+    bias_in_a_scan,
+    half_value_closed_over_by_a_scan,
+    carry_of_a_scan,
+    vmapped_over_a_bias,
+    rows_of_a_half_value,
+    scattered_rows,
+]
+
+
+@HALVES
+@pytest.mark.parametrize("function", SHARED, ids=lambda f: f.__name__)
+def test_sixteen_thousand_contributions_count(function, policy):
+    gradient = jax.jit(jax.grad(jmp.autocast(function, policy)))(jnp.ones(()))
+    assert gradient.dtype == jnp.float32
+    np.testing.assert_allclose(gradient, TERMS, rtol=0.01)
+
+
+@HALVES
+def test_sums_and_means_of_many_terms(policy):
+    x = jnp.ones((1, TERMS))
+
+    def sums(x):
+        y = x.reshape(-1, 1) @ jnp.ones((1, 1))
+        return y.sum(), y.mean(), jnp.cumsum(y)[-1], jnp.var(y + 1), jnp.linalg.norm(y)
+
+    got = jmp.autocast(sums, policy)(x)
+    np.testing.assert_allclose(got, (TERMS, 1, TERMS, 0, TERMS**0.5), rtol=1e-3)
+
+
+# Literals, masks, small constants, squares.
+
+
+def row_of(*numbers):
+    return jnp.array([numbers], jnp.float32)
+
+
+FINITE_AND_RIGHT = {
+    "eps of 1e-12": (lambda x: half(x) / jnp.sqrt((half(x) ** 2).sum() + 1e-12), row_of(0, 0)),
+    "literal of 1e-8": (lambda x: 1 / (half(x) + 1e-8), row_of(0.0, 1.0)),
+    "literal of 1e6": (lambda x: half(x) * 1e6, row_of(1, 2)),
+    "largest float32": (lambda x: jnp.minimum(half(x), 3e38), row_of(1, 2)),
+    "sum of squares at 300": (lambda x: (half(x) ** 2).sum(), row_of(300, 300)),
+    "norm at 300": (lambda x: jnp.linalg.norm(half(x)), row_of(300, 300)),
+    "inner product at 300": (lambda x: jnp.vdot(half(x), half(x)), row_of(300, 300)),
+    "a number times itself": (lambda x: (lambda y: y * y)(half(x)), row_of(300, 300)),
+    "variance at 300": (lambda x: jnp.var(half(x)), row_of(300, -300)),
+    "squares": (lambda x: jnp.square(half(x)), row_of(300, 300)),
+    "exp of 12": (lambda x: jnp.exp(half(x)), row_of(12, 20)),
+    "logsumexp": (lambda x: jax.nn.logsumexp(half(x)), row_of(500, 400)),
+    "log of a small number": (lambda x: jnp.log(half(x) * 1e-10), row_of(1, 1)),
+    "softplus": (lambda x: jax.nn.softplus(half(x)), row_of(80, -80)),
+    "mask of -1e9": (
+        lambda x: jax.nn.softmax(jnp.where(jnp.array([[True, False]]), half(x), -1e9)),
+        row_of(1, 2),
+    ),
+    "mask of the smallest float32": (
+        lambda x: jax.nn.softmax(
+            jnp.where(jnp.array([[True, False]]), half(x), jnp.finfo(jnp.float32).min)
+        ),
+        row_of(1, 2),
+    ),
+    "softmax of a row masked throughout": (
+        lambda x: jax.nn.softmax(jnp.where(jnp.zeros((1, 2), bool), half(x), -1e9)),
+        row_of(1, 2),
+    ),
+    "infinite mask": (
+        lambda x: jax.nn.softmax(jnp.where(jnp.array([[True, False]]), half(x), -jnp.inf)),
+        row_of(1, 2),
+    ),
+    "added mask": (
+        lambda x: jax.nn.softmax(half(x) + jnp.where(jnp.zeros((1, 2), bool), 0.0, -1e9)),
+        row_of(1, 2),
+    ),
+    "masked, then a product": (
+        lambda x: jax.nn.softmax(half(x) + jnp.full((1, 2), -1e9)) @ jnp.ones((2, 2)),
+        row_of(1, 2),
+    ),
+    "masked before a loop": (
+        lambda x: lax.map(jax.nn.softmax, half(x)[None] + jnp.full((1, 1, 2), -1e9)),
+        row_of(1, 2),
+    ),
+    "joined to large numbers": (
+        lambda x: jnp.concatenate([half(x), jnp.full((1, 2), 1e6)]),
+        row_of(1, 2),
+    ),
+    "cross entropy at 1000": (
+        lambda x: -jax.nn.log_softmax(half(x))[0, 1],
+        row_of(1000, -1000),
+    ),
+    "real part of a Fourier transform": (
+        lambda x: jnp.fft.fft(half(x) * jnp.ones((4096, 1)), axis=0).real,
+        row_of(60, 60),
+    ),
+}
+
+
+@HALVES
+@pytest.mark.parametrize("name", FINITE_AND_RIGHT)
+def test_finite_and_right(name, policy):
+    function, x = FINITE_AND_RIGHT[name]
+    got = jax.jit(jmp.autocast(function, policy))(x)
+    np.testing.assert_allclose(got, function(x), rtol=1e-2, atol=1e-6)
+
+
+@HALVES
+@pytest.mark.parametrize("shape", [(2, 2, 4, 4), (4, 4), (2, 1, 1, 4)])
+def test_a_mask_given_as_an_argument_hides_without_infinities(policy, shape):
+    # Every position of the first row is masked: what comes out is uniform, in float32 too.
+    mask = jnp.zeros(shape).at[..., 0, :].set(-1e9)
+
+    def attention(x, mask):
+        scores = jnp.einsum("bhqd,bhkd->bhqk", x, x) + mask
+        return jnp.einsum("bhqk,bhkd->bhqd", jax.nn.softmax(scores), x)
+
+    x = jax.random.normal(jax.random.key(0), (2, 2, 4, 8))
+    with jax.numpy_rank_promotion("allow"):
+        expected = attention(x, mask)
+        autocast = jmp.autocast(attention, policy)
+        np.testing.assert_allclose(autocast(x, mask), expected, rtol=0.05, atol=0.03)
+        gradient = jax.grad(lambda x: autocast(x, mask).sum())(x)
+    assert jnp.isfinite(gradient).all()
+
+
+def test_coordinates_are_subtracted_before_they_are_rounded():
+    positions = 1000 + jax.random.uniform(jax.random.key(0), (50, 3))
+    senders, receivers = jnp.arange(25), jnp.arange(25, 50)
+
+    def distances(positions):
+        return (positions[senders] - positions[receivers]) @ jnp.eye(3)
+
+    expected = distances(positions)
+    got = jmp.autocast(distances, "mixed_float16")(positions)
+    np.testing.assert_allclose(got, expected, atol=2e-3)
+
+
+def test_a_long_scan_does_not_lose_small_steps():
+    def integrate(x):
+        return lax.scan(lambda h, _: (h + 1e-3 * half(jnp.tanh(h)), None), half(x), None, 1000)[0]
+
+    x = jnp.ones((2, 4))
+    np.testing.assert_allclose(
+        jmp.autocast(integrate, "mixed_bfloat16")(x), integrate(x), rtol=1e-2
+    )
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (2, 4, 6)])
+@pytest.mark.parametrize("mode", ["clip", "fill", "promise_in_bounds"])
+def test_picks_are_gathers(monkeypatch, shape, mode):
+    from jmp.autocasting import _picks
+
+    monkeypatch.setattr(_picks, "LARGE", 1)
+    x = jax.random.normal(jax.random.key(0), shape)
+    in_bounds = mode == "promise_in_bounds"
+    indices = jax.random.randint(
+        jax.random.key(1), (*shape[:-1], 1), 0 if in_bounds else -9, shape[-1] if in_bounds else 9
+    )
+
+    def pick(x):
+        y = jax.nn.log_softmax(half(x))
+        return jnp.take_along_axis(y, indices, -1, mode=mode)
+
+    autocast = jmp.autocast(pick, "mixed_bfloat16")
+    assert " gather" not in str(jax.make_jaxpr(autocast)(x))
+    expected = pick(x.astype(jnp.bfloat16).astype(jnp.float32))
+    np.testing.assert_allclose(autocast(x), expected, rtol=1e-5)
+    weights = jnp.where(jnp.isnan(expected), 0, 1)
+    gradient = jax.grad(lambda x, f: jnp.nansum(f(x) * weights))
+    np.testing.assert_allclose(gradient(x, autocast), gradient(x, pick), atol=0.02)
+
+
+# Random numbers.
+
+
+DRAWS = {
+    "normal": jax.random.normal,
+    "uniform": jax.random.uniform,
+    "gumbel": jax.random.gumbel,
+    "bernoulli": lambda key, shape: jax.random.bernoulli(key, 0.5, shape),
+    "truncated normal": lambda key, shape: jax.random.truncated_normal(key, -1, 1, shape),
+    "categorical": lambda key, shape: jax.random.categorical(key, jnp.ones(shape)),
+    "permutation": lambda key, shape: jax.random.permutation(key, jnp.arange(shape[0])),
+    "folded and split": lambda key, shape: jax.random.bits(
+        jax.random.split(jax.random.fold_in(key, 3))[1], shape
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize("implementation", ["threefry2x32", "rbg"])
+def test_random_bits_are_identical(name, implementation):
+    def function(key, x):
+        return DRAWS[name](key, x.shape), half(x).sum()
+
+    key, x = jax.random.key(3, impl=implementation), jnp.ones((4, 8))
+    drawn, _ = jmp.autocast(function, "mixed_float16")(key, x)
+    np.testing.assert_array_equal(drawn, jax.jit(function)(key, x)[0])
+
+
+def test_dropout_drops_the_same_units():
+    def dropout(key, x):
+        keep = jax.random.bernoulli(key, 0.5, x.shape)
+        return jnp.where(keep, half(x) / 0.5, 0) @ jnp.eye(8)
+
+    key, x = jax.random.key(0), jnp.ones((64, 8))
+    np.testing.assert_array_equal(jmp.autocast(dropout, "mixed_float16")(key, x), dropout(key, x))

@@ -1,0 +1,503 @@
+"""Autocast through and around every transformation of JAX: structure, dtypes, values, gradients."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jmp
+from tests.products import equations, product_dtypes
+
+F16 = "mixed_float16"
+KEYS = jax.random.split(jax.random.key(0), 3)
+X = jax.random.normal(KEYS[0], (4, 8))
+W = jax.random.normal(KEYS[1], (8, 8)) * 8**-0.5
+STACK = jax.random.normal(KEYS[2], (3, 8, 8)) * 8**-0.5
+
+
+def dense(x, w):
+    return jnp.tanh(x @ w)
+
+
+# Functions of (x, w) that hold a transformation.
+
+
+def jitted(x, w):
+    return jax.jit(dense, inline=False)(x, w)
+
+
+def vmapped(x, w):
+    return jax.vmap(dense, (0, None))(x, w)
+
+
+def vmapped_with_a_name(x, w):
+    return jax.vmap(lambda x: dense(x, w) - lax.pmean(x @ w, "batch"), axis_name="batch")(x)
+
+
+def differentiated(x, w):
+    return jax.grad(lambda x: dense(x, w).sum())(x)
+
+
+def second_derivative(x, w):
+    return jax.jvp(jax.grad(lambda x: dense(x, w).sum()), (x,), (x,))[1]
+
+
+def scanned(x, w):
+    return lax.scan(lambda h, layer: (dense(h, layer) + h, h.sum()), x, STACK)
+
+
+def scanned_backwards(x, w):
+    return lax.scan(lambda h, _: (dense(h, w), h), x, None, length=3, reverse=True, unroll=2)
+
+
+def scanned_without_a_carry(x, w):
+    return lax.map(lambda row: dense(row[None], w), x)
+
+
+def scanned_no_turn(x, w):
+    return lax.scan(lambda h, _: (dense(h, w), h), x, None, length=0)
+
+
+def scanned_mixed_carry(x, w):
+    def body(carry, _):
+        h, count, key = carry
+        key, _ = jax.random.split(key)
+        return (dense(h, w), count + 1, key), (None, count)
+
+    (h, count, _), ys = lax.scan(body, (x, 0, jax.random.key(1)), None, length=3)
+    return h, count, ys
+
+
+def scanned_in_a_scan(x, w):
+    inner = lambda h: lax.scan(lambda h, _: (dense(h, w), None), h, None, length=2)[0]
+    return lax.scan(lambda h, _: (inner(h), None), x, None, length=2)[0]
+
+
+def while_loop(x, w):
+    return lax.while_loop(lambda s: s[0] < 3, lambda s: (s[0] + 1, dense(s[1], w)), (0, x))
+
+
+def batched_while_loop(x, w):
+    loop = lambda row: lax.while_loop(lambda c: c < row[0], lambda c: c + 1, row[0] - 2.5)
+    return jax.vmap(loop)(x @ w)
+
+
+def fori_loop(x, w):
+    return lax.fori_loop(0, 3, lambda i, h: dense(h, w), x)
+
+
+def branches(x, w):
+    return lax.cond(x[0, 0] > 0, lambda x: dense(x, w), lambda x: x, x)
+
+
+def switched(x, w):
+    choices = [lambda x: dense(x, w), lambda x: x @ w, lambda x: jnp.exp(x)]
+    return lax.switch(jnp.int32(1), choices, x)
+
+
+def associative(x, w):
+    return lax.associative_scan(jnp.add, x @ w)
+
+
+def recomputed(x, w):
+    return jax.checkpoint(lambda x: dense(dense(x, w), w))(x)
+
+
+def recomputed_with_a_policy(x, w):
+    policy = jax.checkpoint_policies.dots_saveable
+    return jax.checkpoint(lambda x: dense(dense(x, w), w), policy=policy)(x)
+
+
+def recomputed_by_name(x, w):
+    policy = jax.checkpoint_policies.save_only_these_names("hidden")
+    block = lambda x: dense(checkpoint_name(dense(x, w), "hidden"), w)
+    return jax.checkpoint(block, policy=policy)(x)
+
+
+@jax.custom_jvp
+def double(x):
+    return 2 * x
+
+
+double.defjvp(lambda primals, tangents: (double(*primals), 2 * tangents[0]))
+
+
+def custom_jvp(x, w):
+    return double(x @ w)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def product(transposed, x, w):
+    return x @ (w.T if transposed else w)
+
+
+@functools.partial(product.defjvp, symbolic_zeros=True)
+def product_jvp(transposed, primals, tangents):
+    x, w = primals
+    tangent = jnp.zeros(x.shape)
+    for i, t in enumerate(tangents):
+        if not isinstance(t, jax.custom_derivatives.SymbolicZero):
+            tangent += product(transposed, *((t, w) if i == 0 else (x, t)))
+    return product(transposed, x, w), tangent
+
+
+def custom_jvp_with_a_product(x, w):
+    return product(True, x, lax.stop_gradient(w)) + product(False, x, w)
+
+
+@jax.custom_vjp
+def clipped(x, w):
+    return x @ w
+
+
+def clipped_backward(residuals, gradient):
+    x, w = residuals
+    gradient = jnp.clip(gradient, -0.5, 0.5)
+    return gradient @ w.T, x.T @ gradient
+
+
+clipped.defvjp(lambda x, w: (x @ w, (x, w)), clipped_backward)
+
+
+def custom_vjp(x, w):
+    return clipped(jnp.tanh(x @ w), w)
+
+
+def callbacks(x, w):
+    y = jax.pure_callback(lambda y: np.asarray(y) * 2, jax.ShapeDtypeStruct(x.shape, x.dtype), lax.stop_gradient(x))
+    return dense(y + x, w)
+
+
+def references(x, w):
+    ref = jax.new_ref(jnp.zeros(x.shape))
+    ref[...] = x @ w
+    ref[0] = ref[0] * 2
+    return ref[...] @ w
+
+
+def linear_algebra(x, w):
+    gram = w @ w.T + jnp.eye(8)
+    return jnp.linalg.solve(gram, x.T), jnp.linalg.cholesky(gram), jnp.linalg.det(gram)
+
+
+def indexed(x, w):
+    y = x @ w
+    y = y.at[0].set(1.0).at[1].add(y[0]).at[2].max(0.5).at[3].mul(2.0)
+    return y[jnp.array([0, 0, 3])], jnp.sort(y), jnp.argsort(y[0]), lax.top_k(y, 2)
+
+
+def convolved(x, w):
+    image = x.reshape(1, 4, 8, 1)
+    return lax.conv_general_dilated(
+        image, w.reshape(2, 4, 1, 8), (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+
+
+def results_of_all_kinds(x, w):
+    return {"input": x, "again": x, "constant": jnp.ones(2), "number": 3, "none": None, "w": x @ w}
+
+
+def empty(x, w):
+    return x[:0] @ w, jnp.zeros((0, 8)) @ w, (x @ w)[:, :0].sum()
+
+
+FUNCTIONS = [
+    jitted, vmapped, vmapped_with_a_name, differentiated, second_derivative, scanned,
+    scanned_backwards, scanned_without_a_carry, scanned_no_turn, scanned_mixed_carry,
+    scanned_in_a_scan, while_loop, batched_while_loop, fori_loop, branches, switched, associative,
+    recomputed, recomputed_with_a_policy, recomputed_by_name, custom_jvp,
+    custom_jvp_with_a_product, custom_vjp, callbacks, references, linear_algebra, indexed,
+    convolved, results_of_all_kinds, empty,
+]  # fmt: skip
+ALL = pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+# What has no reverse derivative in plain JAX either.
+FORWARD_ONLY = (while_loop, batched_while_loop)
+
+
+def assert_same(got, expected, atol=0.03):
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert jnp.shape(x) == jnp.shape(y)
+        assert jnp.result_type(x) == jnp.result_type(y)
+        np.testing.assert_allclose(x, y, rtol=0.03, atol=atol)
+
+
+@ALL
+def test_values(function):
+    assert_same(jmp.autocast(function, F16)(X, W), function(X, W))
+
+
+@ALL
+def test_values_under_jit(function):
+    assert_same(jax.jit(jmp.autocast(function, F16))(X, W), function(X, W))
+
+
+def scalar(function):
+    """The sum of all floating results."""
+
+    def total(x, w):
+        leaves = jax.tree.leaves(function(x, w))
+        return sum(
+            jnp.sum(leaf) for leaf in leaves if jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+        )
+
+    return total
+
+
+@pytest.mark.parametrize(
+    "function", [f for f in FUNCTIONS if f not in FORWARD_ONLY], ids=lambda f: f.__name__
+)
+def test_gradients(function):
+    gradient = lambda f: jax.grad(scalar(f), (0, 1))(X, W)
+    assert_same(gradient(jmp.autocast(function, F16)), gradient(function), atol=0.1)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [f for f in FUNCTIONS if f not in (*FORWARD_ONLY, callbacks, references)],
+    ids=lambda f: f.__name__,
+)
+def test_autocast_of_a_gradient(function):
+    """Under a grad that stands inside, the derivative is a program like any other."""
+    gradient = jax.grad(scalar(function), (0, 1))
+    assert_same(jmp.autocast(gradient, F16)(X, W), gradient(X, W), atol=0.1)
+
+
+@pytest.mark.parametrize("function", [dense, scanned, recomputed, custom_jvp, indexed])
+def test_under_vmap(function):
+    xs = jnp.stack([X, -X])
+    batched = lambda f: jax.vmap(f, (0, None))(xs, W)
+    assert_same(batched(jmp.autocast(function, F16)), batched(function))
+
+
+@pytest.mark.parametrize("function", [dense, scanned, custom_jvp_with_a_product, recomputed])
+def test_forward_mode_and_linearize(function):
+    for transform in (
+        lambda f: jax.jvp(lambda x: f(x, W), (X,), (X,)),
+        lambda f: jax.linearize(lambda x: scalar(f)(x, W), X)[1](X),
+        lambda f: jax.jacrev(lambda x: scalar(f)(x, W))(X),
+    ):
+        assert_same(transform(jmp.autocast(function, F16)), transform(function), atol=0.1)
+
+
+@pytest.mark.parametrize("function", [scanned, recomputed, jitted, custom_jvp_with_a_product])
+def test_every_product_is_half_forward_and_backward(function):
+    total = jax.grad(scalar(jmp.autocast(function, F16)), (0, 1))
+    assert set(product_dtypes(total, X, W)) == {"float16"}
+
+
+def test_a_custom_vjp_runs_as_written_unless_one_asks():
+    gradient = lambda **options: jax.grad(scalar(jmp.autocast(custom_vjp, F16, **options)))
+    assert product_dtypes(gradient(), X, W) == {"float16": 2, "float32": 3}
+    assert product_dtypes(gradient(inside_custom_vjp=True), X, W) == {"float16": 5}
+    expected = jax.grad(scalar(custom_vjp))(X, W)
+    assert_same(gradient(inside_custom_vjp=True)(X, W), expected, atol=0.1)
+
+
+def test_inside_a_custom_vjp_that_closes_over_an_array():
+    function = jax.custom_vjp(lambda x: x @ W)
+    function.defvjp(lambda x: (x @ W, None), lambda _, g: (g @ W.T,))
+    autocast = jmp.autocast(lambda x: function(x).sum(), F16, inside_custom_vjp=True)
+    assert_same(jax.grad(autocast)(X), jax.grad(lambda x: function(x).sum())(X))
+
+
+def test_the_rule_of_a_custom_jvp_sees_symbolic_zeros():
+    seen = []
+
+    @jax.custom_jvp
+    def function(x, w):
+        return x @ w
+
+    @functools.partial(function.defjvp, symbolic_zeros=True)
+    def jvp(primals, tangents):
+        seen.append([isinstance(t, jax.custom_derivatives.SymbolicZero) for t in tangents])
+        return function(*primals), tangents[0] @ primals[1]
+
+    jax.grad(jmp.autocast(lambda x: function(x, W).sum(), F16))(X)
+    assert seen and all(zeros == [False, True] for zeros in seen)
+
+
+@pytest.mark.parametrize("policy_name", ["everything_saveable", "nothing_saveable", "dots_saveable"])
+def test_a_checkpoint_policy_decides_what_is_kept(policy_name):
+    policy = getattr(jax.checkpoint_policies, policy_name)
+
+    def block(x):
+        return jax.checkpoint(lambda x: jnp.sin(jnp.sin(x @ W) @ W), policy=policy)(x)
+
+    count = lambda f: sum(
+        e.primitive.name == "dot_general"
+        for e in equations(jax.make_jaxpr(jax.grad(lambda x: f(x).sum()))(X).jaxpr)
+    )
+    assert count(jmp.autocast(block, F16)) == count(block)
+
+
+def test_names_for_checkpoint_policies_survive():
+    jaxpr = str(jax.make_jaxpr(jmp.autocast(recomputed_by_name, F16))(X, W))
+    assert "name[name=hidden]" in jaxpr
+    kept = "f16[4,8] named 'hidden'"
+    from contextlib import redirect_stdout
+    from io import StringIO
+
+    with redirect_stdout(StringIO()) as printed:
+        jax.ad_checkpoint.print_saved_residuals(jmp.autocast(recomputed_by_name, F16), X, W)
+    assert kept in printed.getvalue()
+
+
+# Effects.
+
+
+def test_effects_happen_once_and_in_order():
+    seen = []
+
+    def function(x):
+        jax.debug.callback(lambda v: seen.append(("first", float(v))), x.sum(), ordered=True)
+        y = x @ W
+        jax.debug.callback(lambda v: seen.append(("second", v.dtype)), y, ordered=True)
+        return y
+
+    jmp.autocast(function, F16)(X)
+    jax.effects_barrier()
+    assert [name for name, _ in seen] == ["first", "second"]
+    assert seen[1][1] == np.float32  # a callback gets what the user wrote
+
+
+def test_a_callback_after_a_normalisation():
+    def function(x):
+        y = x @ W
+        y = (y - y.mean(0, keepdims=True)) / jnp.sqrt(y.var(0, keepdims=True) + 1e-5)
+        jax.debug.callback(lambda y: None, y)
+        return y @ W
+
+    assert_same(jmp.autocast(function, F16)(X), function(X))
+
+
+def test_an_effect_whose_result_nobody_reads_is_kept():
+    jaxpr = jax.make_jaxpr(jmp.autocast(references, F16))(X, W)
+    assert "swap" in str(jaxpr) or "<-" in str(jaxpr)
+
+
+# Kernels, devices, donation.
+
+
+def test_a_kernel_runs_as_written():
+    from jax.experimental import pallas
+
+    def kernel(x_ref, y_ref):
+        y_ref[...] = x_ref[...] * 2
+
+    def function(x):
+        call = pallas.pallas_call(
+            kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True
+        )
+        return call(x @ W) @ W
+
+    assert_same(jmp.autocast(function, F16)(X), function(X))
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map(mesh, check_vma):
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(P("x"), P()), out_specs=(P("x"), P()),
+        check_vma=check_vma,
+    )  # fmt: skip
+    def function(x, w):
+        y = jnp.tanh(x @ w)
+        return y, lax.pmean(lax.psum(y.sum(), "x"), "y")
+
+    assert_same(jmp.autocast(function, F16)(X, W), function(X, W), atol=0.1)
+    total = lambda f: jax.jit(jax.grad(lambda x, w: f(x, w)[1], 1))
+    assert set(product_dtypes(total(jmp.autocast(function, F16)), X, W)) == {"float16"}
+    got, expected = total(jmp.autocast(function, F16))(X, W), total(function)(X, W)
+    assert_same(got, expected, atol=0.3)
+
+
+def test_collectives_that_move_keep_half_and_those_that_add_do_not(mesh):
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"))
+    def function(x, w):
+        y = lax.all_gather(x @ w, "x").sum(0)
+        return y + lax.ppermute(x @ w, "x", [(i, (i + 1) % 4) for i in range(4)])
+
+    jaxpr = str(jax.make_jaxpr(jmp.autocast(function, F16))(X, W))
+    assert ":f16" in next(line for line in jaxpr.splitlines() if "all_gather[" in line)
+    assert_same(jmp.autocast(function, F16)(X, W), function(X, W), atol=0.1)
+
+
+def test_sharding_constraints_stay(mesh):
+    sharding = NamedSharding(mesh, P("x", None))
+
+    def function(x):
+        return lax.with_sharding_constraint(x @ W, sharding) @ W
+
+    jaxpr = str(jax.make_jaxpr(jmp.autocast(function, F16))(X))
+    assert "sharding_constraint" in jaxpr
+    assert_same(jax.jit(jmp.autocast(function, F16))(X), function(X))
+
+
+def test_a_jit_with_shardings_inside(mesh):
+    sharding = NamedSharding(mesh, P("x", None))
+    inner = jax.jit(dense, in_shardings=(sharding, None), out_shardings=sharding)
+    got = jmp.autocast(lambda x, w: inner(x, w) @ w, F16)(X, W)
+    assert_same(got, dense(X, W) @ W)
+
+
+def test_donation_outside(mesh):
+    step = jax.jit(jmp.autocast(lambda w, x: w - (x.T @ (x @ w)) * 0.1, F16), donate_argnums=0)
+    w = jnp.array(W)
+    step(w, X)
+    assert w.is_deleted()
+
+
+def test_export_with_a_symbolic_batch():
+    from jax import export
+
+    (n,) = export.symbolic_shape("n")
+    function = jmp.autocast(lambda x, w: jax.nn.softmax(x @ w) @ w, F16)
+    exported = export.export(jax.jit(function))(jax.ShapeDtypeStruct((n, 8), jnp.float32), W)
+    assert_same(exported.call(X, W), jax.nn.softmax(X @ W) @ W)
+
+
+# Names and places.
+
+
+def test_source_lines_and_name_scopes_stay():
+    def function(x):
+        with jax.named_scope("block"):
+            return jnp.exp(x @ W)
+
+    jaxpr = jax.make_jaxpr(jmp.autocast(function, F16))(X).jaxpr
+    found = {e.primitive.name: e for e in equations(jaxpr)}
+    for name in ("dot_general", "exp"):
+        assert "block" in str(found[name].source_info.name_stack)
+        frames = found[name].source_info.traceback.frames
+        assert any(frame.file_name == __file__ for frame in frames)
+
+
+def test_closures_over_outer_tracers():
+    def outer(x, w):
+        inner = jmp.autocast(lambda x: x @ w, F16)  # w is a tracer of grad, vmap and scan
+        return inner(x).sum()
+
+    gradient = jax.grad(outer, 1)(X, W)
+    assert_same(gradient, jax.grad(lambda x, w: (x @ w).sum(), 1)(X, W), atol=0.1)
+    ws = jnp.stack([W, W])
+    assert jax.vmap(outer, (None, 0))(X, ws).shape == (2,)
+    assert lax.scan(lambda c, w: (c, outer(X, w)), 0, ws)[1].shape == (2,)
+
+
+def test_x64_stays_x64():
+    with jax.enable_x64(True):
+        x = jnp.ones((2, 2), jnp.float64)
+        assert jmp.autocast(lambda x: x @ x, F16)(x).dtype == jnp.float64
+        mixed = lambda x: (x.astype(jnp.float32) @ x.astype(jnp.float32)).astype(jnp.float64) + x
+        assert jmp.autocast(mixed, F16)(x).dtype == jnp.float64
