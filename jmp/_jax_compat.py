@@ -119,3 +119,10 @@ def place_of(equation: core.JaxprEqn, stack: Any) -> Iterator[None]:
     traceback = equation.source_info.traceback
     with source_info_util.user_context(traceback, name_stack=names), equation.ctx.manager:
         yield
+
+
+def frames_of(equation: core.JaxprEqn) -> list[tuple[str, int]]:
+    """Returns file and line of each Python frame that an equation was traced in, innermost first."""
+    traceback = equation.source_info.traceback
+    frames = traceback.frames if traceback is not None else ()
+    return [(frame.file_name, frame.line_num) for frame in frames]

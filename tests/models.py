@@ -29,7 +29,9 @@ def linen_model(module, inputs, labels, mutable=()):
     params = variables.pop("params")
 
     def loss(params, inputs, labels):
-        logits = module.apply({"params": params, **variables}, inputs, mutable=list(mutable) or False)
+        logits = module.apply(
+            {"params": params, **variables}, inputs, mutable=list(mutable) or False
+        )
         if mutable:
             logits, statistics = logits
             return cross_entropy(logits, labels), statistics
@@ -55,9 +57,7 @@ class ResidualBlock(nn.Module):
         y = norm()(conv(self.features)(y))
         if x.shape != y.shape:
             x = norm()(
-                nn.Conv(
-                    self.features, (1, 1), self.strides, use_bias=False, dtype=self.dtype
-                )(x)
+                nn.Conv(self.features, (1, 1), self.strides, use_bias=False, dtype=self.dtype)(x)
             )
         return nn.relu(x + y)
 
@@ -183,9 +183,7 @@ def gpt(
 scanned_gpt = functools.partial(gpt, scanned=True)
 
 
-def plain_transformer(
-    dtype=jnp.float32, batch=8, length=512, layers=4, width=512, vocabulary=8192
-):
+def plain_transformer(dtype=jnp.float32, batch=8, length=512, layers=4, width=512, vocabulary=8192):
     """RMSNorm, rotary positions and SwiGLU in plain JAX."""
     heads = max(1, width // 64)
     hidden = 8 * width // 3 // 64 * 64
@@ -219,9 +217,7 @@ def plain_transformer(
 
     def rotary(x):
         angles = jnp.arange(x.shape[1])[:, None] * 1e4 ** -jnp.linspace(0, 1, x.shape[-1] // 2)
-        cos, sin = (
-            f(angles)[None, :, None].astype(dtype) for f in (jnp.cos, jnp.sin)
-        )
+        cos, sin = (f(angles)[None, :, None].astype(dtype) for f in (jnp.cos, jnp.sin))
         x1, x2 = jnp.split(x, 2, -1)
         return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1)
 

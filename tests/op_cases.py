@@ -4,7 +4,6 @@ A case is `(primitive, call, inputs)`; `call` binds that primitive and no other 
 another category. Inputs are chosen so that a half type holds them and the result is well conditioned.
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax

@@ -36,9 +36,7 @@ def clip_gradient(x):
     return x * 1.0
 
 
-clip_gradient.defvjp(
-    lambda x: (x * 1.0, None), lambda _, g: (jnp.clip(g, -1e3, 1e3),)
-)
+clip_gradient.defvjp(lambda x: (x * 1.0, None), lambda _, g: (jnp.clip(g, -1e3, 1e3),))
 
 OPERATIONS = {
     "product": lambda x: x @ WEIGHTS,
@@ -130,7 +128,9 @@ def in_float32(function, x):
         hypothesis.reject()
 
 
-@pytest.mark.parametrize(("policy", "half"), [("mixed_float16", jnp.float16), ("mixed_bfloat16", jnp.bfloat16)])
+@pytest.mark.parametrize(
+    ("policy", "half"), [("mixed_float16", jnp.float16), ("mixed_bfloat16", jnp.bfloat16)]
+)
 @hypothesis.given(names=steps, seed=st.integers(0, 9))
 def test_random_programs(policy, half, names, seed):
     function = program(names)

@@ -221,7 +221,9 @@ def test_full_precision_survives(around, inside):
     for equation in products:
         in_head = "full_precision" in str(equation.source_info.name_stack)
         expected = jnp.float32 if in_head else jnp.float16
-        assert {v.aval.dtype for v in (*equation.invars, *equation.outvars)} == {jnp.dtype(expected)}
+        assert {v.aval.dtype for v in (*equation.invars, *equation.outvars)} == {
+            jnp.dtype(expected)
+        }
         found.add(in_head)
     assert found == {True, False}
 
@@ -246,9 +248,11 @@ def test_a_rule_with_a_half_output_rounds_what_leaves(last):
     def function(x, w):
         y = x @ w
         with jax.named_scope("head"):
-            return {"product": lambda: y @ w, "sum": lambda: y + 0.1, "parameters": lambda: w * 0.1}[
-                last
-            ]()
+            return {
+                "product": lambda: y @ w,
+                "sum": lambda: y + 0.1,
+                "parameters": lambda: w * 0.1,
+            }[last]()
 
     autocast = jmp.autocast(function, F16, rules=[("head", "p=f32,c=f32,o=f16")])
     result = autocast(X, W)
@@ -358,7 +362,11 @@ def test_apply_to_rounds_extra_arguments():
         ),
         (lambda: jmp.autocast(loss, F16, recompute=True), ValueError, "recompute=True"),
         (lambda: jmp.autocast(loss, F16, apply_to="x"), TypeError, r"expected a list: \['x'\]"),
-        (lambda: jmp.autocast(loss, F16, apply_to=["y"]), ValueError, "no argument 'y'; it has w, x"),
+        (
+            lambda: jmp.autocast(loss, F16, apply_to=["y"]),
+            ValueError,
+            "no argument 'y'; it has w, x",
+        ),
     ],
 )
 def test_mistakes_are_named(call, error, words):

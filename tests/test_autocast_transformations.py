@@ -170,7 +170,9 @@ def custom_vjp(x, w):
 
 
 def callbacks(x, w):
-    y = jax.pure_callback(lambda y: np.asarray(y) * 2, jax.ShapeDtypeStruct(x.shape, x.dtype), lax.stop_gradient(x))
+    y = jax.pure_callback(
+        lambda y: np.asarray(y) * 2, jax.ShapeDtypeStruct(x.shape, x.dtype), lax.stop_gradient(x)
+    )
     return dense(y + x, w)
 
 
@@ -323,7 +325,9 @@ def test_the_rule_of_a_custom_jvp_sees_symbolic_zeros():
     assert seen and all(zeros == [False, True] for zeros in seen)
 
 
-@pytest.mark.parametrize("policy_name", ["everything_saveable", "nothing_saveable", "dots_saveable"])
+@pytest.mark.parametrize(
+    "policy_name", ["everything_saveable", "nothing_saveable", "dots_saveable"]
+)
 def test_a_checkpoint_policy_decides_what_is_kept(policy_name):
     policy = getattr(jax.checkpoint_policies, policy_name)
 

@@ -20,10 +20,9 @@ from jmp.autocasting._nesting import (
     Info,
     Inner,
     MakePlan,
-    RunPlan,
+    Tools,
     constant_infos,
     half_or_nominal,
-    nominal,
     open_level,
     plan_inner,
     store,
@@ -34,8 +33,7 @@ def trace_and_plan(
     function: Callable[..., Any],
     arguments: Sequence[tuple[Any, Any]],
     node: Node,
-    context: Any,
-    make_plan: MakePlan,
+    tools: Tools,
 ) -> tuple[Inner, Any]:
     """Traces `function` on nominal types and plans it.
 
@@ -46,9 +44,9 @@ def trace_and_plan(
     """
     structs = [struct for struct, _ in arguments]
     closed, result = jax.make_jaxpr(function, return_shape=True)(*structs)
-    graph, constants = open_level(closed, node, context)
+    graph, constants = open_level(closed, node, tools.context)
     infos = [*constant_infos(graph, constants), *(Info(dtype, False) for _, dtype in arguments)]
-    plan = make_plan(graph, infos, [True] * len(graph.outputs), context)
+    plan = tools.make_plan(graph, infos, [True] * len(graph.outputs), tools.context)
     return Inner(plan, constants), jax.tree.structure(result)
 
 
@@ -71,9 +69,7 @@ class CustomJvp:
         )
 
     @staticmethod
-    def run(
-        node: Node, operands: list[Any], run_plan: RunPlan, make_plan: MakePlan, context: Any
-    ) -> list[Any]:
+    def run(node: Node, operands: list[Any], tools: Tools) -> list[Any]:
         """Emits `jax.custom_jvp` whose primal and rule are planned."""
         dtypes = [value.dtype for value in node.outputs]
 
@@ -82,7 +78,7 @@ class CustomJvp:
 
         @jax.custom_jvp
         def function(*args: Any) -> list[Any]:
-            return in_dtypes(node.inner.run(args, run_plan))
+            return in_dtypes(node.inner.run(args, tools.run_plan))
 
         def rule(primals: Any, tangents: Any) -> Any:
             moving = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
@@ -100,9 +96,9 @@ class CustomJvp:
 
             arguments = [_argument(v, x) for v, x in zip(node.inputs, primals, strict=True)]
             arguments += [arguments[i] for i in moving]
-            inner, structure = trace_and_plan(nominal_rule, arguments, node, context, make_plan)
+            inner, structure = trace_and_plan(nominal_rule, arguments, node, tools)
             moved = [cast(tangents[i], primals[i].dtype) for i in moving]
-            results = inner.run([*primals, *moved], run_plan)
+            results = inner.run([*primals, *moved], tools.run_plan)
             primals_out, tangents_out = jax.tree.unflatten(structure, results)
             return in_dtypes(primals_out), [
                 cast(t, x.dtype) if t.dtype != jax.dtypes.float0 else t
@@ -122,9 +118,7 @@ class CustomVjp:
         CustomJvp.plan(node, context, make_plan)
 
     @staticmethod
-    def run(
-        node: Node, operands: list[Any], run_plan: RunPlan, make_plan: MakePlan, context: Any
-    ) -> list[Any]:
+    def run(node: Node, operands: list[Any], tools: Tools) -> list[Any]:
         """Emits `jax.custom_vjp` whose primal, forward and backward functions are planned."""
         dtypes = [value.dtype for value in node.outputs]
         # What the function closes over comes first; its rule has no gradient for that.
@@ -147,13 +141,11 @@ class CustomVjp:
 
         @jax.custom_vjp
         def function(*args: Any) -> list[Any]:
-            return in_dtypes(node.inner.run([*closed, *args], run_plan))
+            return in_dtypes(node.inner.run([*closed, *args], tools.run_plan))
 
         def forward(*args: Any) -> Any:
-            inner, structure = trace_and_plan(
-                nominal_forward, all_arguments, node, context, make_plan
-            )
-            results = inner.run([*closed, *args], run_plan)
+            inner, structure = trace_and_plan(nominal_forward, all_arguments, node, tools)
+            results = inner.run([*closed, *args], tools.run_plan)
             outputs, vjp = jax.tree.unflatten(structure, results)
             return in_dtypes(outputs), vjp
 
@@ -171,8 +163,10 @@ class CustomVjp:
                 for x, dtype in zip(residuals, nominal_dtypes, strict=True)
             ]
             given += [_argument(v, ct) for v, ct in zip(node.outputs, cotangents, strict=True)]
-            inner, out = trace_and_plan(nominal_backward, given, node, context, make_plan)
-            gradients = jax.tree.unflatten(out, inner.run([*residuals, *cotangents], run_plan))
+            inner, out = trace_and_plan(nominal_backward, given, node, tools)
+            gradients = jax.tree.unflatten(
+                out, inner.run([*residuals, *cotangents], tools.run_plan)
+            )
             return tuple(
                 cast(g, stored) if g.dtype != jax.dtypes.float0 else None
                 for g, (_, stored) in zip(gradients, arguments, strict=True)
@@ -185,6 +179,3 @@ class CustomVjp:
 def _nominal_residuals(forward: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
     _, residuals = jax.eval_shape(forward, *[struct for struct, _ in arguments])
     return [leaf.dtype for leaf in jax.tree.leaves(residuals)]
-
-
-__all__ = ["CustomJvp", "CustomVjp", "nominal"]

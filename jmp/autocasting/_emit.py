@@ -14,15 +14,16 @@ from jax import lax
 
 from jmp import _jax_compat
 from jmp.autocasting import _plan
-from jmp.autocasting._custom_derivatives import CustomJvp, CustomVjp
 from jmp.autocasting._flow import AFFINE
-from jmp.autocasting._graph import FLOAT32, HALF, Node, Value
+from jmp.autocasting._graph import HALF, Node
 from jmp.autocasting._islands import Island, Mode
-from jmp.autocasting._loops import Cond, Scan, While, cast
-from jmp.autocasting._nesting import Jit, Remat, ShardMap, nominal
+from jmp.autocasting._kinds import KINDS
+from jmp.autocasting._loops import cast
+from jmp.autocasting._nesting import Tools, nominal
 from jmp.autocasting._picks import is_pick, pick
 from jmp.autocasting._plan import Plan
 from jmp.autocasting._registry import Category
+from jmp.autocasting._values import FLOAT32, Value
 
 Environment = dict[Value, Any]
 
@@ -79,23 +80,8 @@ def _run_nested(node: Node, environment: Environment, plan: Plan) -> list[Any]:
         else _read(value, environment, value.dtype or FLOAT32)
         for value in node.inputs
     ]
-    match node.name:
-        case "custom_jvp_call":
-            return CustomJvp.run(node, operands, run_plan, _plan.make_plan, plan.context)
-        case "custom_vjp_call":
-            return CustomVjp.run(node, operands, run_plan, _plan.make_plan, plan.context)
-        case "scan":
-            return Scan.run(node, operands, run_plan)
-        case "while":
-            return While.run(node, operands, run_plan)
-        case "cond":
-            return Cond.run(node, operands, run_plan)
-        case "shard_map":
-            return ShardMap.run(node, operands, run_plan)
-        case "jit" | "pjit":
-            return Jit.run(node, operands, run_plan)
-        case _:
-            return Remat.run(node, operands, run_plan)
+    tools = Tools(run_plan, _plan.make_plan, plan.context)
+    return KINDS[node.name].run(node, operands, tools)
 
 
 def _run_half(node: Node, environment: Environment, plan: Plan) -> list[Any]:

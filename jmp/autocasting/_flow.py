@@ -1,15 +1,15 @@
 """What the dataflow says by itself: which values feed products, which are neutral, their levels.
 
-  - A value *feeds* if it reaches a product, or an output that does. What does not is on the way to
-    the loss (or is a statistic) and stays float32.
-  - A value is *neutral* if no product lies before it: parameters, inputs, constants, and what is
-    computed from them alone. Neutral values have no vote: they stay as they are and are cast at
-    each use, so that gradients add up in float32. A neutral value is *fixed* if no floating input
-    lies before it (masks, tables of sines): no gradient flows into it.
-  - The *level* of a node is the largest number of barriers on a path to it. A barrier is anything
-    XLA does not fuse (a product, a sort, a loop), an embedding's gather, and the end of a batch
-    or group normalisation. Nodes of one level that touch each other can be computed as one: a
-    path that leaves such a set and comes back would cross a barrier, and so end on a higher level.
+- A value *feeds* if it reaches a product, or an output that does. What does not is on the way to
+  the loss (or is a statistic) and stays float32.
+- A value is *neutral* if no product lies before it: parameters, inputs, constants, and what is
+  computed from them alone. Neutral values have no vote: they stay as they are and are cast at
+  each use, so that gradients add up in float32. A neutral value is *fixed* if no floating input
+  lies before it (masks, tables of sines): no gradient flows into it.
+- The *level* of a node is the largest number of barriers on a path to it. A barrier is anything
+  XLA does not fuse (a product, a sort, a loop), an embedding's gather, and the end of a batch
+  or group normalisation. Nodes of one level that touch each other can be computed as one: a
+  path that leaves such a set and comes back would cross a barrier, and so end on a higher level.
 """
 
 from collections.abc import Iterable
@@ -17,8 +17,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jmp.autocasting._graph import Graph, Node, Value
+from jmp.autocasting._graph import Graph, Node
 from jmp.autocasting._registry import Category
+from jmp.autocasting._values import Value
 
 AFFINE = frozenset({"add", "sub", "mul", "div"})
 REDUCTIONS = frozenset({"reduce_sum", "reduce_prod", "reduce_max", "reduce_min"})

@@ -8,20 +8,17 @@ The passes of the planner annotate the graph in this order, each reading what th
 `_flow` (feeds, neutral, level), then `_islands` and `_plan` (dtype, mode).
 """
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from jmp import _jax_compat
 from jmp.autocasting._regions import Region, RegionRules
 from jmp.autocasting._registry import Category, Rule
 from jmp.autocasting._settings import Settings
+from jmp.autocasting._values import FLOAT32, Value, fits, held_constant, know, literal
 
-FLOAT32 = np.dtype(np.float32)
-UNKNOWN = 4096
 # How a node runs; besides "nested", and being part of an island.
 HALF = "half"
 FULL = "float32"
@@ -33,63 +30,10 @@ DRAWS_BITS = frozenset({
 # Operations that leave the numbers as they are; those that also leave their order.
 SHUFFLES = frozenset({"transpose", "slice", "rev", "name", "pvary", "stop_gradient"})
 REPEATS = frozenset({"broadcast_in_dim", "reshape", "squeeze", "copy", "copy_p", "expand_dims"})
-# Arrays held in the program of at most this many elements are looked into.
-LOOKED_AT = 1 << 16
 DESCENDS = frozenset({
     "jit", "pjit", "scan", "while", "cond", "remat", "remat2", "checkpoint", "shard_map",
     "custom_jvp_call",
 })  # fmt: skip
-
-
-class Value:
-    """One array of the program.
-
-    Attributes:
-      aval: its nominal type, as traced.
-      producer: the node that computes it; None for inputs, constants and literals.
-      users: the nodes that read it, once each.
-      literal: the scalar itself, where the jaxpr holds it.
-      constant: the number every element equals, where that is known.
-      is_exact: a half type holds it exactly (it was a boolean).
-      is_hard: known to hold numbers that a half type does not: masks of -1e9, eps of 1e-12.
-      source: the value that it repeats or reshapes, from which it is broadcast; else itself.
-      size: number of elements; dimensions that are symbols count as `UNKNOWN`.
-      feeds, neutral, fixed, level: see `_flow`.
-      dtype: what it is stored in; None until the planner has decided.
-    """
-
-    __slots__ = (
-        "aval", "producer", "users", "literal", "constant", "is_exact", "is_hard", "source",
-        "size", "is_float32", "feeds", "neutral", "fixed", "level", "dtype",
-    )  # fmt: skip
-
-    def __init__(self, aval: Any, producer: "Node | None" = None) -> None:
-        self.aval = aval
-        self.producer = producer
-        self.users: list[Node] = []
-        self.literal: Any = None
-        self.constant: float | None = None
-        self.is_exact = False
-        self.is_hard = False
-        self.source = self
-        shape = getattr(aval, "shape", ())
-        self.size = math.prod(n if isinstance(n, int) else UNKNOWN for n in shape)
-        self.is_float32 = getattr(aval, "dtype", None) == FLOAT32
-        self.feeds = False
-        self.neutral = True
-        self.fixed = True
-        self.level = 0
-        self.dtype: Any = None
-
-    @property
-    def source_size(self) -> int:
-        """Elements it had before it was repeated."""
-        return min(self.size, self.source.size)
-
-    @property
-    def is_vector(self) -> bool:
-        """Whether it repeats an array of one axis at most, such as a bias; a mask has more."""
-        return len(self.source.aval.shape) <= 1 and not self.is_hard
 
 
 class Node:
@@ -204,13 +148,11 @@ def _flatten_into(
     settings: Settings,
     regions: RegionRules,
 ) -> list[Value]:
-    values: dict[Any, Value] = dict(
-        zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True)
-    )
+    values: dict[Any, Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
 
     def read(atom: Any) -> Value:
         if hasattr(atom, "val"):  # a literal; it has no identity of its own
-            return _literal(atom)
+            return literal(atom)
         return values[atom]
 
     for equation in jaxpr.eqns:
@@ -234,51 +176,6 @@ def _flatten_into(
         nodes.append(node)
         values.update(zip(equation.outvars, node.outputs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
-
-
-def _literal(atom: Any) -> Value:
-    value = Value(atom.aval)
-    value.literal = atom.val
-    if np.ndim(atom.val) == 0 and value.is_float32:
-        value.constant = float(atom.val)
-    return value
-
-
-def held_constant(constant: Any, half: np.dtype) -> Value:
-    """A value that an inlined jaxpr holds by itself."""
-    value = Value(_jax_compat.typeof(constant))
-    value.literal = constant
-    know(value, constant, half)
-    return value
-
-
-def know(value: Value, array: Any, half: np.dtype) -> None:
-    """Writes down what can be seen of the numbers of an array held in the program."""
-    if not (value.is_float32 and _jax_compat.is_concrete(array)):
-        return
-    if not 0 < value.size <= LOOKED_AT:
-        return
-    numbers = np.asarray(array).ravel()
-    if (numbers == numbers[0]).all():
-        value.constant = float(numbers[0])
-    value.is_hard = not all(fits(float(x), half) for x in _extremes(numbers))
-
-
-def _extremes(numbers: np.ndarray) -> Iterator[np.floating]:
-    """Yields the largest and the smallest magnitude but zero."""
-    magnitudes = np.abs(numbers[np.isfinite(numbers) & (numbers != 0)])
-    if magnitudes.size:
-        yield magnitudes.max()
-        yield magnitudes.min()
-
-
-def fits(constant: float, half: np.dtype) -> bool:
-    """Returns whether a half type holds a constant: finite if it was, and not flushed to zero."""
-    if constant == 0 or not np.isfinite(constant):
-        return True
-    # Below the smallest normal number digits are lost one by one.
-    limits = jnp.finfo(half)
-    return float(limits.smallest_normal) <= abs(constant) <= float(limits.max)
 
 
 def _follow_constants(node: Node, half: np.dtype) -> None:
@@ -359,7 +256,9 @@ def _rule_of(equation: Any, settings: Settings) -> Rule:
         rules = [settings.rule_for(e.primitive.name) for e in inner]
         if any(rule.category is Category.LOW for rule in rules):
             return settings.rule_for(name)
-        if not all(rule.fusible or _jax_compat.is_jit(e) for rule, e in zip(rules, inner, strict=True)):
+        if not all(
+            rule.fusible or _jax_compat.is_jit(e) for rule, e in zip(rules, inner, strict=True)
+        ):
             return settings.rule_for(name)
         full = name == "custom_vjp_call" or any(r.category is Category.FULL for r in rules)
         return Rule(
@@ -380,9 +279,7 @@ def descends(node: Node, settings: Settings) -> bool:
     """Returns whether autocast goes inside a node; it binds every other node as a whole."""
     if node.region.is_full or node.fusible:
         return False
-    return node.name in DESCENDS or (
-        node.name == "custom_vjp_call" and settings.inside_custom_vjp
-    )
+    return node.name in DESCENDS or (node.name == "custom_vjp_call" and settings.inside_custom_vjp)
 
 
 def inner_equations(equation: Any) -> Any:

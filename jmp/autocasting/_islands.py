@@ -20,8 +20,9 @@ from collections.abc import Iterable
 import numpy as np
 
 from jmp.autocasting._flow import REDUCTIONS, is_row_reduction
-from jmp.autocasting._graph import Node, Value
+from jmp.autocasting._graph import Node
 from jmp.autocasting._registry import Category
+from jmp.autocasting._values import Value
 
 # Islands whose largest value has fewer elements run plain: a recomputation would launch kernels to
 # save less than 32 KiB.
@@ -234,4 +235,3 @@ def _cheap_producers(value: Value) -> list[Node]:
         return True
 
     return list(found) if is_cheap(value) else []
-

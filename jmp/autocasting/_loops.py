@@ -15,13 +15,13 @@ from jax import lax
 
 from jmp import _jax_compat
 from jmp.autocasting import _flow
-from jmp.autocasting._graph import FULL, Graph, Node, Value
+from jmp.autocasting._graph import FULL, Graph, Node
 from jmp.autocasting._islands import MOVES
 from jmp.autocasting._nesting import (
     Info,
     Inner,
     MakePlan,
-    RunPlan,
+    Tools,
     constant_infos,
     half_or_nominal,
     info_of,
@@ -31,6 +31,7 @@ from jmp.autocasting._nesting import (
     plan_inner,
     store,
 )
+from jmp.autocasting._values import Value
 
 # The residual stream of a deep network adds up so many layers; a longer loop is one over time,
 # where small steps would be lost in half.
@@ -47,9 +48,7 @@ class Scan:
         graph, constants = open_level(node.params["jaxpr"], node, context)
         infos = [*constant_infos(graph, constants), *map(info_of, node.inputs)]
         skip = len(constants)
-        pass_constants_on(
-            Graph(graph.inputs[: skip + n_consts], [], []), node.inputs[:n_consts]
-        )
+        pass_constants_on(Graph(graph.inputs[: skip + n_consts], [], []), node.inputs[:n_consts])
         carries = range(skip + n_consts, skip + n_consts + n_carry)
         # Within one step nothing outside is fed.
         _flow.mark_feeds(graph, [False] * len(graph.outputs))
@@ -66,14 +65,16 @@ class Scan:
         kept = [infos[i].dtype == nominal(graph.inputs[i]) for i in carries]
         # One more than the turns: also a loop of one turn is a loop.
         repeats = context.repeats * (node.params["length"] + 1)
-        plan = make_plan(graph, infos, feeds, context._replace(repeats=repeats, prevent_cse=False), kept)
+        plan = make_plan(
+            graph, infos, feeds, context._replace(repeats=repeats, prevent_cse=False), kept
+        )
         node.inner = Inner(plan, constants)
         dtypes = plan.output_dtypes
         dtypes[:n_carry] = [infos[i].dtype for i in carries]
         store(node, dtypes)
 
     @staticmethod
-    def run(node: Node, operands: list[Any], run_plan: RunPlan) -> list[Any]:
+    def run(node: Node, operands: list[Any], tools: Tools) -> list[Any]:
         """Emits `lax.scan`; constants are closed over and cast inside, at each use."""
         n_consts, n_carry = _jax_compat.scan_counts(node.params)
         consts, init, xs = (
@@ -85,11 +86,13 @@ class Scan:
         init = [cast(value, dtype) for value, dtype in zip(init, dtypes, strict=True)]
         closed = node.inputs[:n_consts]
         stored = [getattr(x, "dtype", None) for x in consts]
-        consts = [x if v.fixed else cast(x, nominal(v)) for x, v in zip(consts, closed, strict=True)]
+        consts = [
+            x if v.fixed else cast(x, nominal(v)) for x, v in zip(consts, closed, strict=True)
+        ]
 
         def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
             rounded = [cast(c, dtype) for c, dtype in zip(consts, stored, strict=True)]
-            results = node.inner.run([*rounded, *carry, *x], run_plan)
+            results = node.inner.run([*rounded, *carry, *x], tools.run_plan)
             carry = [cast(v, d) for v, d in zip(results[:n_carry], dtypes, strict=True)]
             return carry, results[n_carry:]
 
@@ -154,7 +157,7 @@ class While:
         store(node, [nominal(value) for value in node.outputs])
 
     @staticmethod
-    def run(node: Node, operands: list[Any], run_plan: RunPlan) -> list[Any]:
+    def run(node: Node, operands: list[Any], tools: Tools) -> list[Any]:
         """Emits `lax.while_loop`."""
         params = node.params
         first, second = params["cond_nconsts"], params["body_nconsts"]
@@ -169,7 +172,7 @@ class While:
         cond_consts = [cast(x, d) for x, d in zip(cond_consts, cond_types, strict=True)]
 
         def body(carry: list[Any]) -> list[Any]:
-            results = node.inner.run([*body_consts, *carry], run_plan)
+            results = node.inner.run([*body_consts, *carry], tools.run_plan)
             return [cast(x, v.dtype) for x, v in zip(results, node.outputs, strict=True)]
 
         return lax.while_loop(lambda carry: condition(*cond_consts, *carry)[0], body, init)
@@ -194,12 +197,12 @@ class Cond:
         store(node, dtypes)
 
     @staticmethod
-    def run(node: Node, operands: list[Any], run_plan: RunPlan) -> list[Any]:
+    def run(node: Node, operands: list[Any], tools: Tools) -> list[Any]:
         """Emits `lax.switch`."""
 
         def branch(inner: Inner) -> Any:
             def call(*args: Any) -> list[Any]:
-                results = inner.run(args, run_plan)
+                results = inner.run(args, tools.run_plan)
                 return [cast(x, v.dtype) for x, v in zip(results, node.outputs, strict=True)]
 
             return call

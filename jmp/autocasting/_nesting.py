@@ -4,7 +4,7 @@ Each is planned as a level of its own and emitted through JAX's public function 
 to effects, shardings and caches. A kind is a class with two functions:
   - `plan(node, context, make_plan)` plans what is inside, writes `node.inner` and the dtypes that
     the outputs are stored in;
-  - `run(node, operands, run_plan)` emits it. Operands come in the dtypes they are stored in.
+  - `run(node, operands, tools)` emits it. Operands come in the dtypes they are stored in.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,8 @@ import jax
 import numpy as np
 
 from jmp import _jax_compat
-from jmp.autocasting._graph import FLOAT32, Graph, Node, Value, flatten
+from jmp.autocasting._graph import Graph, Node, flatten
+from jmp.autocasting._values import Value
 
 MakePlan = Callable[..., Any]
 RunPlan = Callable[[Any, Sequence[Any]], list[Any]]
@@ -26,6 +27,14 @@ class Info(NamedTuple):
     dtype: Any
     neutral: bool
     fixed: bool = False
+
+
+class Tools(NamedTuple):
+    """What a kind needs of the files above this one, to emit."""
+
+    run_plan: RunPlan
+    make_plan: MakePlan
+    context: Any
 
 
 class Inner(NamedTuple):
@@ -64,7 +73,9 @@ def constant_infos(graph: Graph, constants: Sequence[Any]) -> list[Info]:
 
 def pass_constants_on(graph: Graph, operands: Sequence[Value]) -> None:
     """Lets the inner level know which of its inputs are one number throughout."""
-    for inner, outer in zip(graph.inputs[len(graph.inputs) - len(operands) :], operands, strict=True):
+    for inner, outer in zip(
+        graph.inputs[len(graph.inputs) - len(operands) :], operands, strict=True
+    ):
         inner.constant = outer.constant
         inner.is_exact = outer.is_exact
         inner.is_hard = outer.is_hard
@@ -106,11 +117,11 @@ class Jit:
         store(node, node.inner.plan.output_dtypes)
 
     @staticmethod
-    def run(node: Node, operands: list[Any], run_plan: RunPlan) -> list[Any]:
+    def run(node: Node, operands: list[Any], tools: Tools) -> list[Any]:
         """Emits `jax.jit` with the same shardings, donation and options."""
 
         def call(*args: Any) -> list[Any]:
-            return node.inner.run(args, run_plan)
+            return node.inner.run(args, tools.run_plan)
 
         params = node.params
         call.__name__ = params["name"]
@@ -136,11 +147,11 @@ class Remat:
         store(node, node.inner.plan.output_dtypes)
 
     @staticmethod
-    def run(node: Node, operands: list[Any], run_plan: RunPlan) -> list[Any]:
+    def run(node: Node, operands: list[Any], tools: Tools) -> list[Any]:
         """Emits `jax.checkpoint`; a recomputation that stands in a gradient already is rebound."""
 
         def call(*args: Any) -> list[Any]:
-            return node.inner.run(args, run_plan)
+            return node.inner.run(args, tools.run_plan)
 
         params = node.params
         if params["differentiated"]:
@@ -163,11 +174,11 @@ class ShardMap:
         store(node, node.inner.plan.output_dtypes)
 
     @staticmethod
-    def run(node: Node, operands: list[Any], run_plan: RunPlan) -> list[Any]:
+    def run(node: Node, operands: list[Any], tools: Tools) -> list[Any]:
         """Emits `jax.shard_map` over the same mesh axes."""
         params = node.params
         return jax.shard_map(
-            lambda *args: node.inner.run(args, run_plan),
+            lambda *args: node.inner.run(args, tools.run_plan),
             mesh=params["mesh"],
             in_specs=tuple(params["in_specs"]),
             out_specs=list(params["out_specs"]),
@@ -179,10 +190,3 @@ class ShardMap:
 def half_or_nominal(value: Value, dtype: Any, half: np.dtype) -> Any:
     """Returns `half` if the float32 value is stored in it, else its nominal dtype."""
     return half if value.is_float32 and dtype == half else nominal(value)
-
-
-__all__ = [
-    "FLOAT32", "Info", "Inner", "Jit", "MakePlan", "Remat", "RunPlan", "ShardMap",
-    "constant_infos", "half_or_nominal", "info_of", "nominal", "open_level",
-    "pass_constants_on", "plan_inner", "store",
-]  # fmt: skip

@@ -13,41 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp.autocasting import _flow, _islands
-from jmp.autocasting._custom_derivatives import CustomJvp, CustomVjp
-from jmp.autocasting._graph import (
-    FLOAT32,
-    FULL,
-    HALF,
-    ROUNDED,
-    Graph,
-    Node,
-    Value,
-    descends,
-    fits,
-)
+from jmp.autocasting._graph import FULL, HALF, ROUNDED, Graph, Node, descends
 from jmp.autocasting._islands import Island, Mode
-from jmp.autocasting._loops import Cond, Scan, While
-from jmp.autocasting._nesting import Info, Jit, Remat, ShardMap, nominal
+from jmp.autocasting._kinds import KINDS
+from jmp.autocasting._nesting import Info, nominal
 from jmp.autocasting._regions import RegionRules
 from jmp.autocasting._registry import Category
 from jmp.autocasting._settings import Settings
-
-KINDS: dict[str, Any] = {
-    "jit": Jit,
-    "pjit": Jit,
-    "remat": Remat,
-    "remat2": Remat,
-    "checkpoint": Remat,
-    "shard_map": ShardMap,
-    "scan": Scan,
-    "while": While,
-    "cond": Cond,
-    "custom_jvp_call": CustomJvp,
-    "custom_vjp_call": CustomVjp,
-}
+from jmp.autocasting._values import FLOAT32, Value, fits
 
 WIDE = (np.complex64, np.complex128, np.float64)
-
 
 
 class Context(NamedTuple):
@@ -123,8 +98,8 @@ def make_plan(
 def _store(node: Node, mode: str, half: Any = None) -> None:
     node.mode = mode
     for value in node.outputs:
-        value.dtype = half if mode != FULL and value.is_float32 else getattr(
-            value.aval, "dtype", None
+        value.dtype = (
+            half if mode != FULL and value.is_float32 else getattr(value.aval, "dtype", None)
         )
 
 
@@ -200,7 +175,7 @@ def _plan_light(node: Node, context: Context) -> None:
     if node.rule.category is Category.AS_WRITTEN:
         _store(node, FULL)
     elif node.name == "custom_jvp_call":
-        CustomJvp.plan(node, context, make_plan)
+        KINDS[node.name].plan(node, context, make_plan)
     else:
         _store(node, ROUNDED if node.rule.exact else HALF, half)
 

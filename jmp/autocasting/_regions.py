@@ -78,6 +78,11 @@ class RegionRules:
         leaves_half = policy.output_dtype == self._default.compute_dtype
         return Region(is_full=True, output_dtype=policy.output_dtype if leaves_half else None)
 
+    @property
+    def unused(self) -> list[str]:
+        """The targets of the rules that matched no scope."""
+        return self._rules.unused if self._rules is not None else []
+
     def warn_unused(self) -> None:
         """Warns of rules that matched no scope of the program."""
         if self._rules is not None:

@@ -95,9 +95,7 @@ def register_rule(
     frame = inspect.currentframe()
     caller = frame.f_back if frame else None
     owner = caller.f_globals.get("__name__", "?") if caller else "?"
-    rule = Rule(
-        Category(category), reason, fusible, expensive, exact, params_in_half, owner=owner
-    )
+    rule = Rule(Category(category), reason, fusible, expensive, exact, params_in_half, owner=owner)
     names = [primitive_name(primitive) for primitive in _as_sequence(primitives)]
     for name in names:
         if name in _RULES:

@@ -1,0 +1,226 @@
+"""Programs: a function, how to lower it, and the plans made for the types it was called with.
+
+A call traces, or finds the trace in JAX's own cache; plans, or finds the plan; and runs it: an eager
+call through `jax.jit`, a call under a transformation by binding the plan's steps.
+"""
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmp import _jax_compat
+from jmp.autocasting._emit import run_plan
+from jmp.autocasting._graph import flatten
+from jmp.autocasting._nesting import Info, nominal
+from jmp.autocasting._plan import Context, Plan, make_plan
+from jmp.autocasting._regions import AUTOCAST, RegionRules
+from jmp.autocasting._settings import Settings
+from jmp.autocasting._values import FLOAT32
+from jmp.rules import Rule
+from jmp.trees import as_jax_array, cast_leaf, is_array
+
+POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+class Traced(NamedTuple):
+    """One call of a program: what was traced, planned, and what to run it on."""
+
+    closed: Any
+    plan: Plan
+    emit: Callable[..., list[Any]]
+    run: Callable[..., list[Any]]
+    arrays: list[Any]
+    result: Any
+
+
+class Program:
+    """A function, how to lower it, and the plans made for the types it was called with."""
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        settings: Settings,
+        rules: tuple[Rule, ...],
+        apply_to: tuple[str, ...],
+    ) -> None:
+        self.fun = fun
+        self.settings = settings
+        self.rules = rules
+        self.apply_to = apply_to
+        # JAX caches traces by function; so each structure of arguments keeps its own function.
+        self._flat_function = functools.lru_cache(maxsize=128)(self._make_flat_function)
+        self._plans: Any = weakref.WeakKeyDictionary()
+
+    def call(self, args: Any, kwargs: Any) -> Any:
+        """Runs the function on these arguments."""
+        traced = self.trace(args, kwargs)
+        operands = [*_jax_compat.open_jaxpr(traced.closed)[1], *traced.arrays]
+        if all(map(_jax_compat.is_concrete, operands)):
+            results = traced.run(*operands)  # compiled once: an eager call does not retrace
+        else:
+            results = traced.emit(*operands)
+        leaves, structure = jax.tree.flatten(traced.result)
+        results = [
+            cast_leaf(x if isinstance(x, jax.Array) else jnp.asarray(x, leaf.dtype), leaf.dtype)
+            for x, leaf in zip(results, leaves, strict=True)
+        ]
+        return jax.tree.unflatten(structure, results).restore()
+
+    def trace(self, args: Any, kwargs: Any) -> Traced:
+        """Traces and plans, or finds what was traced and planned before."""
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        in_half = self._in_half(args, kwargs)
+        static = tuple(None if _is_numbers(leaf) else _Static.of(leaf) for leaf in leaves)
+        arrays = [as_jax_array(leaf) for leaf in leaves if _is_numbers(leaf)]
+        try:
+            flat = self._flat_function(structure, static)
+        except TypeError:  # an argument that cannot be hashed
+            flat = self._make_flat_function(structure, static)
+        closed, result = jax.make_jaxpr(flat, return_shape=True)(*arrays)
+        jaxpr, constants = _jax_compat.open_jaxpr(closed)
+        if jaxpr not in self._plans:
+            plan = self._plan(jaxpr, constants, in_half)
+            emit = functools.partial(_run_marked, plan)
+            self._plans[jaxpr] = plan, emit, jax.jit(emit)
+        plan, emit, run = self._plans[jaxpr]
+        dtype = self.settings.compute_dtype
+        arrays = [
+            cast_leaf(x, dtype) if half and x.dtype == FLOAT32 else x
+            for x, half in zip(arrays, in_half, strict=True)
+        ]
+        return Traced(closed, plan, emit, run, arrays, result)
+
+    def _in_half(self, args: Any, kwargs: Any) -> list[bool]:
+        """For each array among the arguments, whether `apply_to` names it."""
+        named: Any = (args, kwargs)
+        if self.apply_to:
+            # Positional arguments by the name they are bound to, the others by their own.
+            parameters = inspect.signature(self.fun).parameters
+            names = [n for n, p in parameters.items() if p.kind in POSITIONAL]
+            rest = [n for n, p in parameters.items() if p.kind is inspect.Parameter.VAR_POSITIONAL]
+            names += rest * max(0, len(args) - len(names))
+            any_name = [n for n, p in parameters.items() if p.kind is inspect.Parameter.VAR_KEYWORD]
+            named = (
+                tuple(self._mark(name, x) for name, x in zip(names, args, strict=False)),
+                {
+                    name: self._mark(name if name in parameters else any_name[0], x)
+                    for name, x in kwargs.items()
+                },
+            )
+        leaves = jax.tree.leaves(named)
+        return [
+            isinstance(leaf, _Named)
+            for leaf in leaves
+            if isinstance(leaf, _Named) or _is_numbers(leaf)
+        ]
+
+    def _mark(self, name: str, argument: Any) -> Any:
+        if name not in self.apply_to:
+            return argument
+        return jax.tree.map(lambda leaf: _Named() if _is_numbers(leaf) else leaf, argument)
+
+    def _plan(self, jaxpr: Any, constants: Sequence[Any], in_half: Sequence[bool]) -> Plan:
+        regions = RegionRules(self.rules, self.settings.compute_dtype)
+        graph = flatten(jaxpr, constants, _jax_compat.empty_name_stack(), self.settings, regions)
+        infos = [Info(nominal(value), True) for value in graph.inputs]
+        first = len(infos) - len(in_half)
+        for position, half in enumerate(in_half):
+            if half and graph.inputs[first + position].is_float32:
+                infos[first + position] = Info(self.settings.compute_dtype, False)
+        outputs_feed = [False] * len(graph.outputs)
+        plan = make_plan(graph, infos, outputs_feed, Context(self.settings, regions))
+        regions.warn_unused()
+        return plan
+
+    def _make_flat_function(self, structure: Any, static: tuple[Any, ...]) -> Callable[..., Any]:
+        def flat(*arrays: Any) -> Packed:
+            following = iter(arrays)
+            leaves = [next(following) if leaf is None else leaf.value for leaf in static]
+            args, kwargs = jax.tree.unflatten(structure, leaves)
+            result = self.fun(*args, **kwargs)
+            _check_unchanged((args, kwargs), structure, leaves)
+            return Packed.pack(result)
+
+        flat.__name__ = getattr(self.fun, "__name__", "autocast")
+        return flat
+
+
+def _run_marked(plan: Plan, *operands: Any) -> list[Any]:
+    with jax.named_scope(AUTOCAST):
+        return run_plan(plan, operands)
+
+
+class _Static(NamedTuple):
+    """An argument that is no array: part of what a trace is made for."""
+
+    kind: type
+    value: Any
+    text: str  # 0.0 == -0.0
+
+    @classmethod
+    def of(cls, leaf: Any) -> "_Static":
+        """Returns `leaf` with all that tells it from others."""
+        return cls(type(leaf), leaf, repr(leaf) if isinstance(leaf, float | complex) else "")
+
+
+def _is_numbers(leaf: Any) -> bool:
+    """Returns whether a leaf is an array that JAX takes; one of strings or objects is not."""
+    return is_array(leaf) and not (isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OSUMm")
+
+
+class _Named:
+    """Stands for an array among arguments that `apply_to` names."""
+
+
+def _check_unchanged(arguments: Any, structure: Any, leaves: Sequence[Any]) -> None:
+    try:
+        after, structure_after = jax.tree.flatten(arguments)
+    except ValueError:  # an argument that may be used once, such as Equinox's State
+        return
+    same = structure_after == structure and all(a is b for a, b in zip(after, leaves, strict=True))
+    if not same:
+        raise ValueError(
+            "The function changes one of its arguments, such as the batch statistics of an nnx "
+            "module; the change would be lost, because autocast traces a copy. Return what "
+            "changes instead: split the module outside (nnx.split), merge a copy inside "
+            "(nnx.merge(graphdef, state, copy=True)) and return its new nnx.state; or use "
+            "jmp.adapters.nnx.with_policy, which keeps nnx's own semantics."
+        )
+
+
+@jax.tree_util.register_pytree_node_class
+class Packed:
+    """A result whose arrays are leaves and whose other objects are part of the structure."""
+
+    def __init__(self, arrays: Sequence[Any], structure: Any, static: tuple[Any, ...]) -> None:
+        self.arrays = arrays
+        self.structure = structure
+        self.static = static
+
+    @classmethod
+    def pack(cls, result: Any) -> "Packed":
+        """Takes the arrays of a result apart from the rest."""
+        leaves, structure = jax.tree.flatten(result)
+        static = tuple(None if _is_numbers(leaf) else (leaf,) for leaf in leaves)
+        return cls([leaf for leaf in leaves if _is_numbers(leaf)], structure, static)
+
+    def restore(self) -> Any:
+        """Puts the result together again."""
+        following = iter(self.arrays)
+        leaves = [next(following) if leaf is None else leaf[0] for leaf in self.static]
+        return jax.tree.unflatten(self.structure, leaves)
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        """The arrays; then structure and other objects."""
+        return tuple(self.arrays), (self.structure, self.static)
+
+    @classmethod
+    def tree_unflatten(cls, aux: Any, arrays: Any) -> "Packed":
+        """The inverse of `tree_flatten`."""
+        return cls(arrays, *aux)

@@ -1,0 +1,62 @@
+"""`assert_products_in`: for users' tests."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jmp import _jax_compat
+from jmp.autocasting._registry import Category, rule_for
+from jmp.diagnostics._places import module_path, source_line
+
+
+def assert_products_in(fun: Callable[..., Any], dtype: Any) -> Callable[..., None]:
+    """Returns a function that checks that every product of `fun` multiplies in `dtype`.
+
+    Called with `fun`'s arguments it traces `fun`, gradients and recomputations included where `fun`
+    is a gradient, and runs nothing. What a kernel or a custom call does inside is not seen.
+
+    Args:
+      fun: any function that JAX can trace, such as `jax.grad(jmp.autocast(loss, policy))`.
+      dtype: the dtype that all floating operands must have.
+
+    Raises: AssertionError with a line for each product in another dtype; also if there is none.
+
+    >>> def loss(w, x):
+    ...     return jnp.mean(x @ w)
+    >>> gradient = jax.grad(autocast(loss, "mixed_bfloat16"))
+    >>> assert_products_in(gradient, jnp.bfloat16)(jnp.ones((8, 8)), jnp.ones((4, 8)))
+    """
+    expected = jnp.dtype(dtype)
+
+    def check(*args: Any, **kwargs: Any) -> None:
+        jaxpr, _ = _jax_compat.open_jaxpr(jax.make_jaxpr(fun)(*args, **kwargs))
+        products = list(_products(jaxpr, ""))
+        name = getattr(fun, "__name__", "the function")
+        if not products:
+            raise AssertionError(f"{name} has no product whose dtype could be checked.")
+        others = [
+            f"{equation.primitive.name} in {', '.join(map(str, dtypes))} at "
+            f"{source_line(equation) or '?'}" + (f" ({path})" if path else "")
+            for equation, path, dtypes in products
+            if dtypes != [expected]
+        ]
+        if others:
+            raise AssertionError(
+                f"{len(others)} of {len(products)} products of {name} are not in {expected}:\n"
+                + "\n".join(others)
+            )
+
+    return check
+
+
+def _products(jaxpr: Any, outer: str) -> Iterator[tuple[Any, str, list[Any]]]:
+    for equation in jaxpr.eqns:
+        path = "/".join(filter(None, (outer, module_path(equation.source_info.name_stack))))
+        if rule_for(equation.primitive.name).category is Category.LOW:
+            dtypes = [atom.aval.dtype for atom in equation.invars]
+            floating = {d for d in dtypes if jnp.issubdtype(d, jnp.floating)}
+            yield equation, path, sorted(floating, key=str)
+        for inner in _jax_compat.inner_jaxprs(equation):
+            yield from _products(inner, path)

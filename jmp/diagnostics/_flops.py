@@ -1,0 +1,24 @@
+"""How many floating-point operations a product takes: two for each multiplication and addition."""
+
+import math
+from typing import Any
+
+
+def flops(name: str, params: Any, shapes: list[tuple[int, ...]], result: tuple[int, ...]) -> int:
+    """Returns the operations of one product.
+
+    Args:
+      name, params: of the primitive.
+      shapes: of its operands.
+      result: shape of its result.
+    """
+    if name == "dot_general":
+        (contracted, _), _ = params["dimension_numbers"]
+        return 2 * math.prod(result) * math.prod(shapes[0][axis] for axis in contracted)
+    if name == "conv_general_dilated":
+        features = shapes[1][params["dimension_numbers"].rhs_spec[0]]
+        return 2 * math.prod(result) * math.prod(shapes[1]) // max(1, features)
+    if name.startswith("ragged_dot"):
+        # Each row meets the matrix of its own group.
+        return 2 * math.prod(shapes[0]) * shapes[1][-1]
+    return 0

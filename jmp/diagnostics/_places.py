@@ -1,0 +1,39 @@
+"""Where an equation comes from: the user's line, and the path of modules or name scopes."""
+
+import functools
+import os
+import sysconfig
+from typing import Any
+
+import jax
+
+from jmp import _jax_compat
+
+# Lines of these packages are nobody's own: behind a Flax layer stands the model that calls it.
+FRAMEWORKS = ("jaxlib", "flax", "haiku", "equinox", "optax", "chex")
+
+
+@functools.cache
+def _hidden() -> tuple[str, ...]:
+    packages = sysconfig.get_paths()["purelib"]
+    own = [os.path.dirname(module.__file__ or "") for module in (jax, _jax_compat)]
+    standard_library = sysconfig.get_paths()["stdlib"]
+    hidden = [*own, *(os.path.join(packages, name) for name in FRAMEWORKS)]
+    lines = [path + os.sep for path in hidden]
+    lines += [os.path.join(standard_library, name) for name in ("contextlib.py", "functools.py")]
+    return tuple(lines)
+
+
+def source_line(equation: Any) -> str:
+    """Returns "file:line" of the innermost frame that is the user's; "" if there is none."""
+    frames = _jax_compat.frames_of(equation)
+    for file, line in frames:
+        if not file.startswith(_hidden()) and not file.startswith("<"):
+            return f"{os.path.relpath(file)}:{line}"
+    return f"{frames[0][0]}:{frames[0][1]}" if frames else ""
+
+
+def module_path(stack: Any) -> str:
+    """Returns the names of a name stack joined by slashes, without our own marks."""
+    names = [name for name in _jax_compat.scope_names(stack) if not name.startswith("jmp.")]
+    return "/".join(names)

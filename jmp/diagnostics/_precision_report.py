@@ -1,0 +1,177 @@
+"""`precision_report`: what an autocast program computes in which dtype, and why."""
+
+import collections
+import dataclasses
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jmp import _jax_compat
+from jmp.autocasting._autocast import make_program
+from jmp.autocasting._program import Program, Traced
+from jmp.diagnostics._places import module_path, source_line
+from jmp.diagnostics._rendering import render
+from jmp.diagnostics._rows import Row, rows_of
+from jmp.policy import Policy
+from jmp.rules import UnusedRuleWarning
+
+HALVES = ("float16", "bfloat16")
+
+
+def precision_report(
+    fun: Callable[..., Any], policy: str | Policy, **options: Any
+) -> Callable[..., "PrecisionReport"]:
+    """Returns a function that reports what `autocast(fun, policy, **options)` does.
+
+    Called with `fun`'s arguments (arrays, or anything `autocast` takes) it traces and plans, and
+    runs nothing.
+
+    Args:
+      fun, policy: as for `jmp.autocast`. A policy that computes in float32 has no plan.
+      options: those of `jmp.autocast`.
+
+    Raises: ValueError for a policy that computes in float32; otherwise as `jmp.autocast`.
+
+    >>> def loss(w, x):
+    ...     return jnp.mean(jnp.exp(x @ w))
+    >>> w, x = jnp.ones((8, 8)), jnp.ones((4, 8))
+    >>> report = precision_report(loss, "mixed_float16")(w, x)
+    >>> report.half_flops_share
+    1.0
+    >>> [(row.operation, row.dtype_in) for row in report.rows]
+    [('dot_general', 'float16'), ('exp', 'float32'), ('reduce_sum', 'float32')]
+    """
+    program = make_program(fun, policy, **options)
+    if program is None:
+        raise ValueError(
+            f"precision_report got the policy {policy!r}, which computes in float32: autocast "
+            "leaves the program as it is. Ask with 'mixed_float16' or 'mixed_bfloat16'."
+        )
+
+    def report(*args: Any, **kwargs: Any) -> PrecisionReport:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UnusedRuleWarning)  # they are in the report
+            return _report(program, program.trace(args, kwargs))
+
+    return report
+
+
+@dataclasses.dataclass(frozen=True)
+class PrecisionReport:
+    """What `precision_report` found; `print` shows it, `to_dict` gives the data.
+
+    Attributes:
+      compute_dtype: the half type.
+      rows: products, reductions and exponentials, in the order of the program.
+      casts: casts between float32 and half that autocast put in, by place: `(from, to, module,
+        source) -> number`. XLA merges those of one value.
+      half_flops_share: share of the floating-point operations of products that are half, 0 to 1;
+        None where there is no product.
+      residual_bytes: bytes kept for the backward pass, by dtype, arguments not counted; None where
+        there is no reverse derivative. As JAX traces it: XLA may keep less.
+      residual_bytes_float32: the same for `fun` without autocast.
+      hazards: sentences to act upon; none is the rule.
+    """
+
+    compute_dtype: str
+    rows: list[Row]
+    casts: dict[tuple[str, str, str, str], int]
+    half_flops_share: float | None
+    residual_bytes: dict[str, int] | None
+    residual_bytes_float32: dict[str, int] | None
+    hazards: list[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the data as dictionaries, lists, numbers and strings."""
+        data = dataclasses.asdict(self)
+        names = ("from", "to", "module", "source")
+        data["casts"] = [
+            {**dict(zip(names, place, strict=True)), "times": times}
+            for place, times in self.casts.items()
+        ]
+        return data
+
+    def __str__(self) -> str:
+        return render(self)
+
+
+def _report(program: Program, traced: Traced) -> PrecisionReport:
+    rows = _merged(rows_of(traced.plan))
+    operands = [*_jax_compat.open_jaxpr(traced.closed)[1], *traced.arrays]
+    emitted = jax.make_jaxpr(traced.emit)(*operands)
+    products = [row for row in rows if row.kind == "product"]
+    total = sum(row.flops for row in products)
+    half = sum(row.flops for row in products if row.dtype_in in HALVES)
+    return PrecisionReport(
+        str(program.settings.compute_dtype),
+        rows,
+        _casts(_jax_compat.open_jaxpr(emitted)[0], ""),
+        half / total if total else None,
+        _residual_bytes(traced.emit, operands),
+        _residual_bytes(_jax_compat.as_function(traced.closed), traced.arrays),
+        [*_hazards(rows), *_unused(traced)],
+    )
+
+
+def _merged(rows: Any) -> list[Row]:
+    found: dict[Row, list[Row]] = {}
+    for row in rows:
+        found.setdefault(dataclasses.replace(row, times=1, flops=0), []).append(row)
+    return [
+        dataclasses.replace(row, times=sum(r.times for r in same), flops=sum(r.flops for r in same))
+        for row, same in found.items()
+    ]
+
+
+def _casts(jaxpr: Any, outer: str) -> dict[tuple[str, str, str, str], int]:
+    found: collections.Counter[tuple[str, str, str, str]] = collections.Counter()
+    for equation in jaxpr.eqns:
+        path = "/".join(filter(None, (outer, module_path(equation.source_info.name_stack))))
+        for inner in _jax_compat.inner_jaxprs(equation):
+            found.update(_casts(inner, path))
+        if equation.primitive.name == "convert_element_type":
+            before, after = (
+                str(atom.aval.dtype) for atom in (equation.invars[0], equation.outvars[0])
+            )
+            if {before, after} in ({"float32", name} for name in HALVES):
+                found[before, after, path, source_line(equation)] += 1
+    return dict(found)
+
+
+def _residual_bytes(function: Callable[..., Any], arguments: list[Any]) -> dict[str, int] | None:
+    def residuals(*args: Any) -> list[Any]:
+        return jax.tree.leaves(jax.vjp(function, *args)[1])
+
+    try:
+        jaxpr = jax.make_jaxpr(residuals)(*arguments).jaxpr
+    except (TypeError, ValueError, NotImplementedError):  # a loop; a callback
+        return None
+    own = {*jaxpr.invars, *jaxpr.constvars}
+    kept = {v for v in jaxpr.outvars if not hasattr(v, "val") and v not in own}
+    found: collections.Counter[str] = collections.Counter()
+    for variable in kept:
+        dtype = variable.aval.dtype
+        size = getattr(dtype, "itemsize", 0) * variable.aval.size
+        found[str(dtype)] += size if not jnp.issubdtype(dtype, jax.dtypes.extended) else 0
+    return dict(found)
+
+
+def _hazards(rows: list[Row]) -> list[str]:
+    found = []
+    for row in rows:
+        place = f"{row.operation} at {row.source or '?'}" + f" ({row.module})" * bool(row.module)
+        in_half = row.dtype_in in HALVES
+        if row.kind == "reduction" and in_half:
+            found.append(f"{place} adds up in {row.dtype_in}: contributions stop counting")
+        elif row.kind == "exponential" and in_half:
+            found.append(f"{place} runs in {row.dtype_in}: it overflows, or loses all digits")
+        elif row.kind == "product" and not in_half and "user asked" not in row.why:
+            found.append(f"{place} multiplies in {row.dtype_in}: {row.why}")
+    return found
+
+
+def _unused(traced: Traced) -> list[str]:
+    return [f"the rule {rule} matched no scope" for rule in traced.plan.context.regions.unused]

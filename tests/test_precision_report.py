@@ -1,0 +1,187 @@
+"""What the precision report says, and that it is what runs."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jmp
+from jmp import diagnostics
+from jmp.diagnostics import _rendering
+from tests.models import MODELS
+from tests.products import product_dtypes
+
+F16 = "mixed_float16"
+W, X = jnp.ones((8, 8)), jnp.ones((4, 8))
+
+
+def loss(w, x):
+    with jax.named_scope("block"):
+        y = jnp.tanh(x @ w)
+    return jnp.mean(jnp.exp(y @ w))
+
+
+def report(function=loss, *args, **options):
+    return diagnostics.precision_report(function, F16, **options)(*(args or (W, X)))
+
+
+def test_a_row_for_each_product_reduction_and_exponential():
+    rows = report().rows
+    assert [(row.kind, row.operation, row.module) for row in rows] == [
+        ("product", "dot_general", "block"),
+        ("product", "dot_general", ""),
+        ("exponential", "exp", ""),
+        ("reduction", "reduce_sum", ""),
+    ]
+    assert [(row.dtype_in, row.dtype_out) for row in rows] == [
+        ("float16", "float16"),
+        ("float16", "float16"),
+        ("float32", "float32"),
+        ("float32", "float32"),
+    ]
+    assert all(row.why for row in rows)
+
+
+def test_rows_name_the_users_line():
+    first = loss.__code__.co_firstlineno
+    sources = [row.source for row in report().rows]
+    assert sources[0].endswith(f"test_precision_report.py:{first + 2}")
+    assert sources[1].endswith(f"test_precision_report.py:{first + 3}")
+
+
+def test_floating_point_operations():
+    by_operation = {row.source: row.flops for row in report().rows if row.kind == "product"}
+    assert list(by_operation.values()) == [2 * 4 * 8 * 8] * 2
+
+    def convolution(image, kernel):
+        return jax.lax.conv_general_dilated(
+            image, kernel, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+
+    (row,) = report(convolution, jnp.ones((1, 8, 8, 3)), jnp.ones((5, 5, 3, 7))).rows
+    assert row.flops == 2 * (4 * 4 * 7) * (5 * 5 * 3)
+
+    def grouped(x, w):
+        return jax.lax.ragged_dot(x, w, jnp.array([1, 3]))
+
+    (row,) = report(grouped, jnp.ones((4, 8)), jnp.ones((2, 8, 5))).rows
+    assert row.flops == 2 * 4 * 8 * 5
+
+
+def test_the_turns_of_a_scan_count():
+    def function(w, x):
+        return jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, None, length=5)[0]
+
+    (row,) = report(function).rows
+    assert (row.times, row.flops) == (5, 5 * 2 * 4 * 8 * 8)
+
+
+def test_shares_and_the_region_that_was_asked_for():
+    def function(w, x):
+        return jmp.full_precision(lambda y: y @ w)(x @ w)
+
+    found = report(function)
+    assert found.half_flops_share == 0.5
+    assert found.rows[1].why == "the user asked for float32 here"
+    assert found.hazards == []
+    assert report(lambda w, x: x.sum()).half_flops_share is None
+
+
+def test_casts_by_place():
+    found = report().casts
+    assert {(before, after) for before, after, _, _ in found} == {
+        ("float32", "float16"),
+        ("float16", "float32"),
+    }
+    assert sum(found.values()) == str(jax.make_jaxpr(jmp.autocast(loss, F16))(W, X)).count(
+        "convert_element_type"
+    )
+
+
+def test_bytes_kept_for_the_backward_pass():
+    def function(w, x):
+        return (jnp.tanh(x @ w) @ w).sum()
+
+    found = report(function, W, jnp.ones((1024, 8)))
+    # tanh's result, and the weights and x in half; arguments do not count.
+    assert found.residual_bytes["float16"] >= 1024 * 8 * 2
+    assert found.residual_bytes.get("float32", 0) == 0
+    assert found.residual_bytes_float32["float32"] >= 1024 * 8 * 4
+
+
+def test_a_program_without_a_reverse_derivative_has_no_residuals():
+    def function(w, x):
+        return jax.pure_callback(lambda y: y, jax.ShapeDtypeStruct((4, 8), jnp.float32), x @ w)
+
+    assert report(function).residual_bytes is None
+
+
+def hazard(function, **options):
+    (sentence,) = report(function, **options).hazards
+    return sentence
+
+
+def test_hazards():
+    words = hazard(lambda w, x: (x @ w).astype(jnp.float16).sum(dtype=jnp.float16))
+    assert "adds up in float16" in words
+    words = hazard(lambda w, x: jnp.exp(x @ w), low=["exp"])
+    assert "exp at" in words and "runs in float16" in words
+    preset = jax.lax.DotAlgorithmPreset.F32_F32_F32
+    words = hazard(lambda w, x: jnp.dot(x, w, precision=preset))
+    assert "multiplies in float32: the user named the algorithm" in words
+    assert hazard(loss, rules=[("haed", "float32")]) == "the rule 'haed' matched no scope"
+    assert report().hazards == []
+
+
+def test_printed_with_rich_and_without(monkeypatch):
+    found = report()
+    with_rich = str(found)
+    monkeypatch.setitem(__import__("sys").modules, "rich", None)
+    monkeypatch.setitem(__import__("sys").modules, "rich.console", None)
+    plain = str(found)
+    for text in (with_rich, plain):
+        for column in _rendering.COLUMNS:
+            assert column in text
+        assert "100.0% of the floating-point operations in float16" in text
+        assert "tensor cores multiply in half" in text
+    assert plain != with_rich
+
+
+def test_the_data_can_be_written_as_json():
+    data = json.loads(json.dumps(report().to_dict()))
+    assert data["compute_dtype"] == "float16"
+    assert len(data["rows"]) == 4
+    assert data["casts"][0].keys() == {"from", "to", "module", "source", "times"}
+
+
+def test_a_float32_policy_is_refused():
+    with pytest.raises(ValueError, match="computes in float32.*'mixed_float16'"):
+        diagnostics.precision_report(loss, "float32")
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_models_have_no_hazards_and_the_report_is_what_runs(model):
+    with jax.numpy_rank_promotion("allow"):
+        function, params, batch = model.make(jnp.float32, **model.small)
+        found = report(function, params, *batch)
+        emitted = product_dtypes(jmp.autocast(function, F16), params, *batch)
+    assert found.hazards == []
+    assert found.half_flops_share == 1.0
+    products = [row for row in found.rows if row.kind == "product"]
+    turns = sum(row.times for row in products)
+    assert turns >= sum(emitted.values())
+    assert found.residual_bytes["float16"] > 0
+    assert sum(found.residual_bytes.values()) < sum(found.residual_bytes_float32.values())
+
+
+def test_assert_products_in_passes_and_names_what_does_not():
+    gradient = jax.grad(jmp.autocast(loss, F16))
+    diagnostics.assert_products_in(gradient, jnp.float16)(W, X)
+    line = loss.__code__.co_firstlineno + 2
+    with pytest.raises(
+        AssertionError, match=rf"2 of 2 products of loss(.|\n)*float32 at .*:{line} \(block\)"
+    ):
+        diagnostics.assert_products_in(loss, jnp.float16)(W, X)
+    with pytest.raises(AssertionError, match="has no product"):
+        diagnostics.assert_products_in(jnp.exp, jnp.float16)(X)
