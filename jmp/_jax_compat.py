@@ -108,7 +108,7 @@ def bind(primitive: Any, operands: Any, params: Any) -> list[Any]:
 
 
 def as_function(jaxpr: Any) -> Any:
-    """Returns the function of flat arguments that a closed or constant-free open jaxpr stands for."""
+    """Returns the function of flat arguments that a jaxpr without open constants stands for."""
     return core.jaxpr_as_fun(core.ClosedJaxpr(*open_jaxpr(jaxpr)))
 
 
@@ -122,7 +122,7 @@ def place_of(equation: core.JaxprEqn, stack: Any) -> Iterator[None]:
 
 
 def frames_of(equation: core.JaxprEqn) -> list[tuple[str, int]]:
-    """Returns file and line of each Python frame that an equation was traced in, innermost first."""
+    """Returns file and line of the Python frames an equation was traced in, innermost first."""
     traceback = equation.source_info.traceback
-    frames = traceback.frames if traceback is not None else ()
+    frames: Any = traceback.frames if traceback is not None else ()
     return [(frame.file_name, frame.line_num) for frame in frames]

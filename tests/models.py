@@ -1,7 +1,7 @@
 """The models that autocast is judged on, each in float32 and written in half by hand.
 
-A model is a function `make(dtype, size)` that returns `(loss, params, batch)`: `loss(params, *batch)`
-is a float32 scalar, the parameters are float32 whatever `dtype` is. With `dtype=jnp.float32` it is
+A model is a function of a dtype and sizes that returns `(loss, params, batch)`: `loss(params,
+*batch)` is a float32 scalar, the parameters are float32 whatever the dtype is. With float32 it is
 what a user writes; with a half dtype what the same user writes who does mixed precision by hand:
 every layer's `dtype` in half, statistics of norms and the loss in float32.
 """

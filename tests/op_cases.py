@@ -1,7 +1,7 @@
 """One case for each primitive of autocast's op table: how it is called, and on what numbers.
 
 A case is `(primitive, call, inputs)`; `call` binds that primitive and no other that has a rule of
-another category. Inputs are chosen so that a half type holds them and the result is well conditioned.
+another category. Inputs are such that a half type holds them and the result is well conditioned.
 """
 
 import jax.numpy as jnp
@@ -26,7 +26,6 @@ IMAGE = _numbers(-1, 1, (2, 8, 8, 1))
 INDICES = np.array([[2], [0], [2]], np.int32)
 ROWS = _numbers(-1, 1, (3, 6))
 BAND = _numbers(-1, 1, (1, 5))
-WINDOW = {"window_dimensions": (1, 2), "window_strides": (1, 1), "padding": "VALID"}
 
 _take_rows = lax.GatherDimensionNumbers((1,), (0,), (0,))
 _put_rows = lax.ScatterDimensionNumbers((1,), (0,), (0,))
@@ -35,6 +34,10 @@ _spatial = ("NHWC", "HWIO", "NHWC")
 
 def _scatter(function):
     return lambda x, rows: function(x, INDICES, rows, _put_rows)
+
+
+def _window(initial, function):
+    return lambda x: lax.reduce_window(x, initial, function, (1, 2), (1, 1), "VALID")
 
 
 UNARY = {
@@ -101,11 +104,11 @@ SHAPES = {
     "cummin": (lax.cummin, ANY),
     "reduce_max": (lambda x: lax.reduce_max_p.bind(x, axes=(1,), out_sharding=None), ANY),
     "reduce_min": (lambda x: lax.reduce_min_p.bind(x, axes=(1,), out_sharding=None), ANY),
-    "reduce_window_max": (lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 2), (1, 1), "VALID"), ANY),
-    "reduce_window_min": (lambda x: lax.reduce_window(x, jnp.inf, lax.min, (1, 2), (1, 1), "VALID"), ANY),
+    "reduce_window_max": (_window(-jnp.inf, lax.max), ANY),
+    "reduce_window_min": (_window(jnp.inf, lax.min), ANY),
     "reduce_sum": (lambda x: lax.reduce_sum_p.bind(x, axes=(1,), out_sharding=None), ANY),
     "reduce_prod": (lambda x: lax.reduce_prod_p.bind(x, axes=(1,), out_sharding=None), ANY),
-    "reduce_window_sum": (lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 2), (1, 1), "VALID"), ANY),
+    "reduce_window_sum": (_window(0.0, lax.add), ANY),
     "cumsum": (lax.cumsum, ANY),
     "cumprod": (lax.cumprod, ANY),
     "cumlogsumexp": (lax.cumlogsumexp, ANY),

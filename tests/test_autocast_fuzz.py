@@ -1,9 +1,9 @@
-"""Random programs: autocast never crashes where float32 does not, and is right up to half roundings.
+"""Random programs: autocast never crashes where float32 does not, and is right up to roundings.
 
-A program is a list of steps on one array of shape (4, 8); steps are operations of every category and
-whole transformations around the rest of the program. Each step maps numbers of size one to numbers
-of size one and has a slope of at most about two, so that the error after n steps is bounded: each step rounds a
-few times (relative error eps) and doubles what it is given at most.
+A program is a list of steps on one array of shape (4, 8); steps are operations of every category
+and whole transformations around the rest of the program. Each step maps numbers of size one to
+numbers of size one and has a slope of at most about two, so that the error after n steps is
+bounded: each step rounds a few times (relative error eps) and doubles what it is given at most.
 """
 
 import hypothesis
@@ -87,7 +87,9 @@ TRANSFORMATIONS = {
     "vmap": lambda f: lambda x: jax.vmap(lambda x: f(x))(x[None])[0],
     "scan": lambda f: lambda x: lax.scan(lambda c, _: (f(c), None), x, None, length=2)[0],
     "scan of slices": lambda f: lambda x: lax.scan(lambda c, x: (c, f(x + c)), 0.0, x[None])[1][0],
-    "closed over by a scan": lambda f: lambda x: lax.scan(lambda c, _: (f(x) + c / 2, None), x, None, length=2)[0],
+    "closed over by a scan": lambda f: lambda x: lax.scan(
+        lambda c, _: (f(x) + c / 2, None), x, None, length=2
+    )[0],
     "cond": lambda f: lambda x: lax.cond(x.shape[0] == 4, f, jnp.tanh, x),
     "traced cond": lambda f: lambda x: lax.cond(jnp.isfinite(x[0, 0]), f, jnp.tanh, x),
     "loop": lambda f: lambda x: lax.fori_loop(0, 2, lambda _, x: f(x), x),

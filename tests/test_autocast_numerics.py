@@ -1,4 +1,4 @@
-"""Where half precision breaks: saturation, literals, masks, small constants, squares, random bits."""
+"""Where half precision breaks: saturation, literals, masks, small constants, squares, bits."""
 
 import jax
 import jax.numpy as jnp

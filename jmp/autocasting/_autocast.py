@@ -72,19 +72,18 @@ def autocast(
             f"autocast got no policy (its first argument is {fun!r}); write "
             "autocast(fun, 'mixed_float16') or @autocast(policy='mixed_float16')."
         )
-    options: dict[str, Any] = {"low": low, "full": full, "follow": follow, "recompute": recompute}
+    options: dict[str, Any] = {
+        "apply_to": apply_to,
+        "low": low,
+        "full": full,
+        "follow": follow,
+        "rules": rules,
+        "recompute": recompute,
+        "inside_custom_vjp": inside_custom_vjp,
+    }
     if fun is None:
-        return functools.partial(
-            autocast,
-            policy=policy,
-            apply_to=apply_to,
-            rules=rules,
-            inside_custom_vjp=inside_custom_vjp,
-            **{k: v if isinstance(v, str) else tuple(v) for k, v in options.items()},
-        )
-    program = make_program(
-        fun, policy, apply_to=apply_to, rules=rules, inside_custom_vjp=inside_custom_vjp, **options
-    )
+        return functools.partial(autocast, policy=policy, **options)
+    program = make_program(fun, policy, **options)
     if program is None:
         return _as_it_is(fun)
 

@@ -52,8 +52,8 @@ class Node:
     """
 
     __slots__ = (
-        "equation", "name", "params", "inputs", "outputs", "stack", "scope", "rule", "region", "index",
-        "has_products", "level", "is_cut", "mode", "why", "inner",
+        "equation", "name", "params", "inputs", "outputs", "stack", "scope", "rule", "region",
+        "index", "has_products", "level", "is_cut", "mode", "why", "inner",
     )  # fmt: skip
 
     def __init__(

@@ -186,7 +186,8 @@ def _linear_cone(
         return None
     if node.rule.category is Category.FULL:
         return None
-    members, entering = {node}, set()
+    members: set[Node] = {node}
+    entering: set[Value] = set()
     for value in node.inputs:
         if value.producer in inside:
             cone = cones.get(value.producer)

@@ -4,7 +4,8 @@ A loop must carry the same dtypes round. A scan's carry is float32, unless it lo
 because products alone read it (the hidden state of an RNN), or because it comes in as half and
 feeds a product in the same step of a short loop (the residual stream of a scanned transformer).
 What the body closes over enters in float32 and is rounded inside, because its gradients add up in
-the dtype it enters in. The carry of a while loop keeps its nominal dtype. Branches join to the widest.
+the dtype it enters in. The carry of a while loop keeps its nominal dtype. Branches join
+to the widest.
 """
 
 from typing import Any

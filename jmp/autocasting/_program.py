@@ -1,7 +1,7 @@
 """Programs: a function, how to lower it, and the plans made for the types it was called with.
 
-A call traces, or finds the trace in JAX's own cache; plans, or finds the plan; and runs it: an eager
-call through `jax.jit`, a call under a transformation by binding the plan's steps.
+A call traces, or finds the trace in JAX's own cache; plans, or finds the plan; and runs it: an
+eager call through `jax.jit`, a call under a transformation by binding the plan's steps.
 """
 
 import functools

@@ -10,7 +10,7 @@ COLUMNS = ("kind", "operation", "module", "source", "in", "out", "times", "GFLOP
 def render(report: Any) -> str:
     """Returns the report as text."""
     reasons = list(dict.fromkeys(row.why for row in report.rows))
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             row.kind, row.operation, row.module, row.source, row.dtype_in, row.dtype_out,
             str(row.times), f"{row.flops / 1e9:.3g}" if row.flops else "",

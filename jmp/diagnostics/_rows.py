@@ -46,7 +46,7 @@ class Row:
 
 
 def rows_of(plan: Any, times: int = 1) -> Iterator[Row]:
-    """Yields a row for each product, reduction and exponential of a plan and of what nests in it."""
+    """Yields a row for each product, reduction and exponential of a plan, nested ones included."""
     for step in plan.steps:
         if isinstance(step, Island):
             for node in step.nodes:

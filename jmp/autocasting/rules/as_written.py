@@ -1,10 +1,11 @@
-"""AS_WRITTEN: the user's word about bits, keys and integers; also every primitive without a rule."""
+"""AS_WRITTEN: bits, keys and counts as the user wrote them; also what has no rule."""
 
 from jmp.autocasting._registry import Category, register_rule
 
 register_rule(
-    "reduce_precision bitcast_convert_type iota random_seed random_wrap random_unwrap random_bits random_split "
-    "random_fold_in random_gamma threefry2x32 shift rng_bit_generator rng_uniform".split(),
+    "reduce_precision bitcast_convert_type iota random_seed random_wrap random_unwrap random_bits "
+    "random_split random_fold_in random_gamma threefry2x32 shift "
+    "rng_bit_generator rng_uniform".split(),
     Category.AS_WRITTEN,
     "bits, keys and counts have no half form",
 )
