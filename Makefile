@@ -11,16 +11,27 @@ CUDA_PLUGINS := jax-cuda12-plugin jax-cuda12-pjrt jax-cuda13-plugin jax-cuda13-p
 # the test environment: where people train, JAX would try to start it.
 JAXLIB := 0.10.2
 
-.PHONY: help train test lint types clean
+# The versions of JAX that we support; the later ones need Python 3.12.
+MATRIX := 0.10 0.11 0.12
+PYTHON312 ?= $(shell python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null || \
+	ls -d $(HOME)/.pyenv/versions/3.12.*/bin/python 2>/dev/null | tail -1)
+
+.PHONY: help train test test-matrix lint types clean
 
 help:  ## Show this list.
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/:/'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/:/'
 
 train: .venv/installed$(CUDA)  ## Install what training needs and compare precisions on real data.
 	.venv/bin/python examples/digits.py
 
 test: .venv-test/installed  ## Run the whole suite in an environment of its own.
 	JAX_PLATFORMS=cpu .venv-test/bin/python -m pytest -q -n 2 --dist loadfile
+
+test-matrix: $(MATRIX:%=.venv-jax-%/installed)  ## Run the suite on every version of JAX that we support.
+	for version in $(MATRIX); do \
+		echo "JAX $$version"; \
+		JAX_PLATFORMS=cpu .venv-jax-$$version/bin/python -m pytest -q -n 2 --dist loadfile || exit 1; \
+	done
 
 lint: .venv-test/installed  ## Check style.
 	.venv-test/bin/ruff check .
@@ -29,8 +40,13 @@ lint: .venv-test/installed  ## Check style.
 types: .venv-test/installed  ## Check types.
 	.venv-test/bin/mypy
 
+.venv-jax-%/installed: pyproject.toml
+	$(if $(filter 0.10,$*),$(PYTHON),$(or $(PYTHON312),$(error Python 3.12 was not found; name it: make test-matrix PYTHON312=...))) -m venv .venv-jax-$*
+	.venv-jax-$*/bin/pip install --quiet -e '.[test]' 'jax==$*.*'
+	touch $@
+
 clean:  ## Remove the environments and caches.
-	rm -rf .venv .venv-test .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv .venv-test .venv-jax-* .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 
 # One choice of CUDA at a time: a plugin left from another choice would still be found, also by CUDA=.
 .venv/installed$(CUDA): pyproject.toml
