@@ -3,6 +3,7 @@
 import functools
 import warnings
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -401,6 +402,21 @@ def test_an_nnx_module_split_inside_the_loss_returns_its_new_state():
     _, expected = function(state, X)
     np.testing.assert_allclose(new["mean"][...], expected["mean"][...], atol=1e-3)
     assert new["mean"][...].dtype == jnp.float32
+
+
+def test_a_state_of_equinox_that_may_be_used_once_is_an_argument():
+    class Counter(eqx.Module):
+        index: eqx.nn.StateIndex
+
+        def __init__(self):
+            self.index = eqx.nn.StateIndex(jnp.zeros(()))
+
+        def __call__(self, x, state):
+            return x @ W, state.set(self.index, state.get(self.index) + 1.0)
+
+    counter, state = eqx.nn.make_with_state(Counter)()
+    _, new = jmp.autocast(counter, F16)(X, state)
+    assert new.get(counter.index) == 1.0
 
 
 def test_an_error_of_the_function_itself_reaches_the_user():

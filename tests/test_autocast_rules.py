@@ -1,5 +1,8 @@
 """Every row of the op table: against float64, and bit by bit against the casts it stands for."""
 
+import pathlib
+import runpy
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +10,8 @@ import pytest
 
 import jmp
 from jmp.autocasting import Category, all_rules, register_rule
+from jmp.autocasting._graph import DESCENDS
+from jmp.autocasting._kinds import KINDS
 from jmp.autocasting._registry import rule_for
 from tests.op_cases import OP_CASES, OTHERS
 
@@ -83,6 +88,15 @@ def test_every_row_of_the_table_has_a_case_or_says_why_not():
     ours = {name for name, rule in all_rules().items() if rule.owner.startswith("jmp.")}
     assert ours == {*NAMES, *others}
     assert not others & set(NAMES)
+
+
+def test_the_page_with_the_op_table_is_what_is_registered():
+    script = runpy.run_path(str(pathlib.Path(__file__).parents[1] / "docs" / "op_table.py"))
+    assert script["PAGE"].read_text() == script["page"](), "run: python docs/op_table.py"
+
+
+def test_what_autocast_descends_into_has_a_kind():
+    assert {*DESCENDS, "custom_vjp_call"} == KINDS.keys()
 
 
 def test_every_rule_gives_its_reason():

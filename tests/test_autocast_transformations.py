@@ -309,6 +309,14 @@ def test_inside_a_custom_vjp_that_closes_over_an_array():
     assert_same(jax.grad(autocast)(X), jax.grad(lambda x: function(x).sum())(X))
 
 
+def test_inside_a_custom_vjp_with_a_literal_operand():
+    function = jax.custom_vjp(lambda x, flag: x @ W * flag)
+    function.defvjp(lambda x, flag: (x @ W * flag, flag), lambda flag, g: (g @ W.T * flag, None))
+    total = lambda x: function(x, jnp.array(True)).sum()
+    autocast = jmp.autocast(total, F16, inside_custom_vjp=True)
+    assert_same(jax.grad(autocast)(X), jax.grad(total)(X))
+
+
 def test_the_rule_of_a_custom_jvp_sees_symbolic_zeros():
     seen = []
 
