@@ -9,13 +9,14 @@ PAGE = pathlib.Path(__file__).with_suffix(".md")
 INTRODUCTION = """# The op table
 
 What `jmp.autocast` does with each primitive, as registered; a test compares this page with the
-registry. What the planner makes of it is on [the page about autocast](autocast.md). `register_rule` adds a
-primitive of your own; `low=`, `full=` and `follow=` change a category for one call.
+registry. What the planner makes of it is on [the page about autocast](autocast.md).
+`register_rule` adds a primitive of your own; `low=`, `full=` and `follow=` change a category for
+one call.
 
-A rule may say more than its category. *fusible*: XLA fuses it into its neighbours, so it may be part
-of a float32 island. *expensive*: its derivative keeps float32 values, so an island that holds one is
-recomputed. *exact*: it loses nothing in half, but its derivative adds up; it runs in float32 between
-two casts.
+A rule may say more than its category. *fusible*: XLA fuses it into its neighbours, so it may be
+part of a float32 island. *expensive*: its derivative keeps float32 values, so an island that holds
+one is recomputed. *exact*: it loses nothing in half, but its derivative adds up; it runs in float32
+between two casts.
 """
 
 CATEGORIES = {
