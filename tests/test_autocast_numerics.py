@@ -168,6 +168,13 @@ FINITE_AND_RIGHT = {
         lambda x: lax.map(jax.nn.softmax, half(x)[None] + jnp.full((1, 1, 2), -1e9)),
         row_of(1, 2),
     ),
+    "masked by a choice before a loop": (
+        lambda x: lax.map(
+            lambda s: jax.nn.softmax(s) @ jnp.eye(2),
+            jnp.where(jnp.zeros((1, 1, 2), bool), half(x)[None], -1e9),
+        ),
+        row_of(1, 2),
+    ),
     "joined to large numbers": (
         lambda x: jnp.concatenate([half(x), jnp.full((1, 2), 1e6)]),
         row_of(1, 2),
@@ -208,6 +215,17 @@ def test_a_mask_given_as_an_argument_hides_without_infinities(policy, shape):
         np.testing.assert_allclose(autocast(x, mask), expected, rtol=0.05, atol=0.03)
         gradient = jax.grad(lambda x: autocast(x, mask).sum())(x)
     assert jnp.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 8), (4, 8), (3, 4, 8)])
+def test_a_mask_given_as_an_argument_stays_finite_in_front_of_a_loop(shape):
+    def function(x, mask):
+        scores = half(x) + jnp.broadcast_to(mask, (3, 4, 8))
+        return lax.map(lambda s: jax.nn.softmax(s) @ jnp.eye(8), scores)
+
+    x, mask = jnp.ones((3, 4, 8)), jnp.full(shape, -1e9)
+    got = jmp.autocast(function, "mixed_float16")(x, mask)
+    np.testing.assert_allclose(got, function(x, mask), rtol=1e-2)
 
 
 def test_coordinates_are_subtracted_before_they_are_rounded():

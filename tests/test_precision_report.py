@@ -69,6 +69,14 @@ def test_floating_point_operations():
     assert row.flops == 2 * 4 * 8 * 5
 
 
+def test_an_inner_product_is_a_reduction():
+    (row,) = report(lambda w, x: jnp.vdot(w, w)).rows
+    assert (row.kind, row.dtype_in) == ("reduction", "float32")
+    diagnostics.assert_products_in(
+        jmp.autocast(lambda w, x: jnp.vdot(x @ w, x @ w), F16), jnp.float16
+    )(W, X)
+
+
 def test_the_turns_of_a_scan_count():
     def function(w, x):
         return jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, None, length=5)[0]

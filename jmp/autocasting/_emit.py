@@ -23,7 +23,7 @@ from jmp.autocasting._nesting import Tools, nominal
 from jmp.autocasting._picks import is_pick, pick
 from jmp.autocasting._plan import Plan
 from jmp.autocasting._registry import Category
-from jmp.autocasting._values import FLOAT32, Value
+from jmp.autocasting._values import FLOAT32, Value, fits
 
 Environment = dict[Value, Any]
 
@@ -89,46 +89,48 @@ def _run_half(node: Node, environment: Environment, plan: Plan) -> list[Any]:
     params = node.params
     if any(value.is_float32 for value in node.outputs):
         params = node.rule.params_in_half(params, half)
-    if node.name in ELEMENTWISE and (repeated := _repeated_operand(node)) is not None:
-        return [_run_repeating(node, repeated, environment, plan)]
-    operands = [_read_saturated(node, value, environment, half) for value in node.inputs]
+    operands = [_read_half(node, value, environment, half) for value in node.inputs]
     return _jax_compat.bind(node.equation.primitive, operands, params)
 
 
-def _read_saturated(node: Node, value: Value, environment: Environment, half: Any) -> Any:
-    """Reads an operand in half; a mask of -1e9 becomes the smallest number, not -inf."""
-    array = _read(value, environment, half)
-    if value.dtype != FLOAT32 or value.is_vector or value.constant is not None:
-        return array
-    if half != np.float16 or node.rule.category is not Category.WIDEST or value.is_exact:
-        return array
-    wide, limits = _read(value, environment, FLOAT32), jnp.finfo(half)
-    saturated = jnp.clip(wide, float(limits.min), float(limits.max)).astype(half)
-    return jnp.where(jnp.isinf(wide), array, saturated)
-
-
-def _repeated_operand(node: Node) -> int | None:
-    """Returns which operand of an elementwise operation is repeated to the size of the result."""
-    for position, value in enumerate(node.inputs):
-        if value.is_float32 and not value.fixed and value.size < node.outputs[0].size:
-            return position
-    return None
-
-
-def _run_repeating(node: Node, position: int, environment: Environment, plan: Plan) -> Any:
-    """Repeats an operand in float32 and rounds afterwards.
+def _read_half(node: Node, value: Value, environment: Environment, half: Any) -> Any:
+    """Reads an operand in half; one that the operation repeats is repeated in float32 first.
 
     The derivative of the repetition is a sum. Were the operand rounded first, a bias would add up
     its gradient in half: 16384 ones give 2048 in float16.
     """
-    half = plan.context.settings.compute_dtype
     shape = node.outputs[0].aval.shape
-    operands = [_read(value, environment, half) for value in node.inputs]
-    small = jnp.asarray(_read(node.inputs[position], environment, FLOAT32))
-    axes = range(len(shape) - small.ndim, len(shape))
-    operands[position] = lax.broadcast_in_dim(small, shape, tuple(axes)).astype(half)
-    (result,) = _jax_compat.bind(node.equation.primitive, operands, node.params)
-    return result
+    repeats = node.name in ELEMENTWISE and value.size < node.outputs[0].size
+    if not value.is_float32 or value.fixed or not repeats:
+        return _round(node, value, _read(value, environment, value.dtype or FLOAT32), half)
+    wide = jnp.asarray(_read(value, environment, FLOAT32))
+    axes = range(len(shape) - wide.ndim, len(shape))
+    return _round(node, value, lax.broadcast_in_dim(wide, shape, tuple(axes)), half)
+
+
+def _round(node: Node, value: Value, array: Any, half: Any) -> Any:
+    """Casts an operand of `node` to half; a mask becomes the smallest number, and not -inf."""
+    if not value.is_float32 or value.literal is not None:
+        return _read(value, {value: array}, half)
+    if node.rule.category is Category.WIDEST and _may_be_mask(value, half):
+        array = _saturated(array, half)
+    return cast(array, half)
+
+
+def _may_be_mask(value: Value, half: Any) -> bool:
+    """Whether a value may hold -1e9: it is known to, or is an input of more than one axis."""
+    if not value.is_float32 or half != np.float16:  # bfloat16 holds what float32 holds
+        return False
+    if value.constant is not None:
+        return not fits(value.constant, half)
+    return value.is_hard or (value.neutral and not value.is_vector and not value.is_exact)
+
+
+def _saturated(array: Any, half: Any) -> Any:
+    """Holds finite numbers within the half type's range: a row masked throughout stays finite."""
+    limits = jnp.finfo(half)
+    held = jnp.clip(array, float(limits.min), float(limits.max))
+    return jnp.where(jnp.isinf(array), array, held)
 
 
 def _run_island(island: Island, environment: Environment, plan: Plan) -> None:
@@ -145,8 +147,17 @@ def _run_island(island: Island, environment: Environment, plan: Plan) -> None:
                     results = _jax_compat.bind(node.equation.primitive, operands, node.params)
             for value, result in zip(node.outputs, results, strict=True):
                 inside[value] = result
-        return [_read(value, inside, value.dtype) for value in island.outputs]
+        return [leave(value, inside) for value in island.outputs]
 
+    def leave(value: Value, inside: Environment) -> Any:
+        masks = value.producer.rule.category is Category.WIDEST and any(
+            _may_be_mask(operand, half) for operand in value.producer.inputs
+        )
+        if masks and value.dtype == half:
+            return _saturated(inside[value], half).astype(half)
+        return _read(value, inside, value.dtype)
+
+    half = plan.context.settings.compute_dtype
     arrays = [_read(value, environment, value.dtype or FLOAT32) for value in island.inputs]
     if island.mode is not Mode.PLAIN:
         policy = _keep_sums if island.mode is Mode.RECOMPUTE_BUT_SUMS else None

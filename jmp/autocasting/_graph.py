@@ -268,11 +268,24 @@ def _rule_of(equation: Any, settings: Settings) -> Rule:
             expensive=any(rule.expensive for rule in rules),
         )
     rule = settings.rule_for(name)
+    if name == "dot_general" and is_inner_product(equation) and not settings.overrides_rule(name):
+        return Rule(Category.FULL, "an inner product is a sum, such as one of squares", False)
     if name == "convert_element_type":
         before, after = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
         if not (after == FLOAT32 and before in (FLOAT32, np.bool_)):
             return Rule(Category.AS_WRITTEN, "an explicit cast is the user's word", fusible=True)
     return rule
+
+
+def is_inner_product(equation: Any) -> bool:
+    """Returns whether a product sums over all axes of both operands, but those of the batch."""
+    if equation.primitive.name != "dot_general":
+        return False
+    contracted, batched = equation.params["dimension_numbers"]
+    return all(
+        len(atom.aval.shape) == len(axes) + len(batch)
+        for atom, axes, batch in zip(equation.invars, contracted, batched, strict=True)
+    )
 
 
 def descends(node: Node, settings: Settings) -> bool:

@@ -239,24 +239,11 @@ def _may_lower(node: Node, half: np.dtype) -> bool:
         node.why = "the user named the algorithm"
     elif not dtypes <= {FLOAT32, half} or not node.outputs[0].is_float32:
         node.why = "the user chose other dtypes"
-    elif _is_inner_product(node):
-        node.why = "an inner product is a sum, such as one of squares; tensor cores do not help"
     elif FLOAT32 not in dtypes:
         node.why = "the user chose half operands and a float32 result"
     else:
         return True
     return False
-
-
-def _is_inner_product(node: Node) -> bool:
-    """Whether no axis of either operand survives, but those of the batch."""
-    if node.name != "dot_general":
-        return False
-    contracted, batched = node.params["dimension_numbers"]
-    return all(
-        len(value.aval.shape) == len(axes) + len(batch)
-        for value, axes, batch in zip(node.inputs, contracted, batched, strict=True)
-    )
 
 
 # Order.

@@ -32,6 +32,10 @@ class Settings:
     recompute: str = "auto"
     inside_custom_vjp: bool = False
 
+    def overrides_rule(self, name: str) -> bool:
+        """Returns whether this call gave a primitive a category of its own."""
+        return any(overridden == name for overridden, _ in self.overrides)
+
     def rule_for(self, name: str) -> Rule:
         """Returns the rule of a primitive, this call's overrides applied."""
         rule = _registry.rule_for(name)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jmp import _jax_compat
+from jmp.autocasting._graph import is_inner_product
 from jmp.autocasting._registry import Category, rule_for
 from jmp.diagnostics._places import module_path, source_line
 
@@ -15,7 +16,8 @@ def assert_products_in(fun: Callable[..., Any], dtype: Any) -> Callable[..., Non
     """Returns a function that checks that every product of `fun` multiplies in `dtype`.
 
     Called with `fun`'s arguments it traces `fun`, gradients and recomputations included where `fun`
-    is a gradient, and runs nothing. What a kernel or a custom call does inside is not seen.
+    is a gradient, and runs nothing. Inner products are sums and do not count; what a kernel or a
+    custom call does inside is not seen.
 
     Args:
       fun: any function that JAX can trace, such as `jax.grad(jmp.autocast(loss, policy))`.
@@ -54,7 +56,8 @@ def assert_products_in(fun: Callable[..., Any], dtype: Any) -> Callable[..., Non
 def _products(jaxpr: Any, outer: str) -> Iterator[tuple[Any, str, list[Any]]]:
     for equation in jaxpr.eqns:
         path = "/".join(filter(None, (outer, module_path(equation.source_info.name_stack))))
-        if rule_for(equation.primitive.name).category is Category.LOW:
+        is_low = rule_for(equation.primitive.name).category is Category.LOW
+        if is_low and not is_inner_product(equation):
             dtypes = [atom.aval.dtype for atom in equation.invars]
             floating = {d for d in dtypes if jnp.issubdtype(d, jnp.floating)}
             yield equation, path, sorted(floating, key=str)

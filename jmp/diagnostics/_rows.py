@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jmp.autocasting._graph import FULL, HALF, Node, inner_equations
+from jmp.autocasting._graph import FULL, HALF, Node, inner_equations, is_inner_product
 from jmp.autocasting._islands import Island
 from jmp.autocasting._registry import Category, rule_for
 from jmp.autocasting._values import Value
@@ -83,19 +83,19 @@ def _rows_of_node(node: Node, plan: Any, times: int, inside: str | None) -> Iter
 
 def kind_of(node: Node) -> str | None:
     """Returns the kind of row a node makes; None if it makes none."""
-    names = [node.name]
-    if node.name.startswith("custom_"):
-        names = [equation.primitive.name for equation in inner_equations(node.equation)]
     if not any(value.is_float32 or _is_half(value) for value in node.outputs):
         return None
-    rules = [rule_for(name) for name in names]
-    if any(rule.category is Category.LOW for rule in rules):
-        return "product"
-    if any(rule.category is Category.FULL and rule.expensive for rule in rules):
-        return "exponential"
-    if any(name in SUMS for name in names):
+    rules = {node.name: rule_for(node.name)}
+    if node.name.startswith("custom_"):
+        inner = [equation.primitive.name for equation in inner_equations(node.equation)]
+        rules = {name: rule_for(name) for name in inner}
+    if is_inner_product(node.equation):
         return "reduction"
-    return None
+    if any(rule.category is Category.LOW for rule in rules.values()):
+        return "product"
+    if any(rule.category is Category.FULL and rule.expensive for rule in rules.values()):
+        return "exponential"
+    return "reduction" if any(name in SUMS for name in rules) else None
 
 
 def _is_half(value: Value) -> bool:
