@@ -101,20 +101,16 @@ def _read_half(node: Node, value: Value, environment: Environment, half: Any) ->
     """
     shape = node.outputs[0].aval.shape
     repeats = node.name in ELEMENTWISE and value.size < node.outputs[0].size
-    if not value.is_float32 or value.fixed or not repeats:
-        return _round(node, value, _read(value, environment, value.dtype or FLOAT32), half)
-    wide = jnp.asarray(_read(value, environment, FLOAT32))
-    axes = range(len(shape) - wide.ndim, len(shape))
-    return _round(node, value, lax.broadcast_in_dim(wide, shape, tuple(axes)), half)
-
-
-def _round(node: Node, value: Value, array: Any, half: Any) -> Any:
-    """Casts an operand of `node` to half; a mask becomes the smallest number, and not -inf."""
-    if not value.is_float32 or value.literal is not None:
-        return _read(value, {value: array}, half)
+    if not value.is_float32 or value.literal is not None and not repeats:
+        return _read(value, environment, half)
+    wide = _read(value, environment, value.dtype or FLOAT32)
+    if repeats and not value.fixed:
+        wide = jnp.asarray(wide, np.float32)
+        axes = range(len(shape) - wide.ndim, len(shape))
+        wide = lax.broadcast_in_dim(wide, shape, tuple(axes))
     if node.rule.category is Category.WIDEST and _may_be_mask(value, half):
-        array = _saturated(array, half)
-    return cast(array, half)
+        wide = _saturated(wide)  # after the repetition, where it fuses
+    return cast(wide, half)
 
 
 def _may_be_mask(value: Value, half: Any) -> bool:
@@ -126,11 +122,17 @@ def _may_be_mask(value: Value, half: Any) -> bool:
     return value.is_hard or (value.neutral and not value.is_vector and not value.is_exact)
 
 
-def _saturated(array: Any, half: Any) -> Any:
-    """Holds finite numbers within the half type's range: a row masked throughout stays finite."""
-    limits = jnp.finfo(half)
-    held = jnp.clip(array, float(limits.min), float(limits.max))
-    return jnp.where(jnp.isinf(array), array, held)
+@jax.custom_jvp
+def _saturated(array: Any) -> Any:
+    """Holds finite numbers within float16's range: a row masked throughout stays finite.
+
+    Its derivative is that of the identity, so that it costs the backward pass nothing.
+    """
+    limit = float(jnp.finfo(np.float16).max)
+    return jnp.where(jnp.isinf(array), array, jnp.clip(array, -limit, limit))
+
+
+_saturated.defjvp(lambda primals, tangents: (_saturated(*primals), *tangents))
 
 
 def _run_island(island: Island, environment: Environment, plan: Plan) -> None:
@@ -154,7 +156,7 @@ def _run_island(island: Island, environment: Environment, plan: Plan) -> None:
             _may_be_mask(operand, half) for operand in value.producer.inputs
         )
         if masks and value.dtype == half:
-            return _saturated(inside[value], half).astype(half)
+            return _saturated(inside[value]).astype(half)
         return _read(value, inside, value.dtype)
 
     half = plan.context.settings.compute_dtype
