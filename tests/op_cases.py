@@ -7,6 +7,7 @@ another category. Inputs are such that a half type holds them and the result is 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 _RANDOM = np.random.default_rng(0)
 
@@ -117,6 +118,17 @@ SHAPES = {
     "svd": (lambda x: lax.linalg.svd(x, compute_uv=False)[0], MATRIX),
     "qr": (lambda x: lax.linalg.qr(x)[1], MATRIX),
     "eigh": (lambda x: lax.linalg.eigh(x, symmetrize_input=False)[1], SYMMETRIC),
+    "eig": (lambda x: lax.linalg.eig(x)[0].real, MATRIX),
+    "hessenberg": (lambda x: lax.linalg.hessenberg(x)[0], MATRIX),
+    "tridiagonal": (lambda x: lax.linalg.tridiagonal(x)[1], SYMMETRIC),
+    "householder_product": (
+        lambda x: lax.linalg.householder_product(x, x[0]), np.tril(MATRIX, -1) / 8,
+    ),
+    "approx_top_k": (lambda x: lax.approx_max_k(x, 2)[0], ANY),
+    "reduce": (
+        lambda x: lax.reduce(x, np.zeros((), x.dtype), lambda a, b: a + b * b, (1,)), ANY,
+    ),
+    "name": (lambda x: checkpoint_name(x, "x"), ANY),
     "fft": (lambda x: lax.fft(x, "rfft", (6,)), ANY),
 }  # fmt: skip
 
@@ -152,6 +164,7 @@ BINARY = {
     "igamma": (lax.igamma, POSITIVE, POSITIVE),
     "igammac": (lax.igammac, POSITIVE, POSITIVE),
     "polygamma": (lax.polygamma, np.ones_like(POSITIVE), POSITIVE),
+    "igamma_grad_a": (lax.igamma_grad_a, POSITIVE, POSITIVE),
     "zeta": (lax.zeta, POSITIVE + 2, POSITIVE),
     "regularized_incomplete_beta": (lax.betainc, POSITIVE, POSITIVE, INSIDE),
     "triangular_solve": (
@@ -194,11 +207,12 @@ OTHERS = {
     "reduce_scatter unreduced_psum unreduced_reduce_scatter sharding_constraint reshard "
     "layout_constraint",
     "complex": "real imag",
-    "stands in derivatives only": "add_any igamma_grad_a select_and_scatter_add "
-    "select_and_gather_add name copy_p",
+    "stands in derivatives only": "add_any select_and_scatter_add select_and_gather_add",
+    "a copy for references": "copy_p",
     "a name it has in some versions of JAX": "scatter_add scatter_sub scatter_mul scatter_min "
     "scatter_max ragged_dot expand_dims",
-    "takes a Python function": "reduce reduce_window custom_linear_solve approx_top_k",
-    "no derivative and no half kernel, like its neighbours": "eig geqrf hessenberg schur "
-    "householder_product tridiagonal nextafter",
+    "takes a Python function, or is a part of one with a case": "reduce_window "
+    "custom_linear_solve geqrf",
+    "the next number is another in float64": "nextafter",
+    "its factors have either sign": "schur",
 }

@@ -445,6 +445,33 @@ def test_collectives_that_move_keep_half_and_those_that_add_do_not(mesh):
     assert_same(jmp.autocast(function, F16)(X, W), function(X, W), atol=0.1)
 
 
+COLLECTIVES = {
+    # What adds up gets float32; what moves or compares stays half.
+    "psum": (lambda y: lax.psum(y, "x"), "float32"),
+    "pmean": (lambda y: lax.pmean(y, "x"), "float32"),
+    "psum_scatter": (lambda y: lax.psum_scatter(y, "x", tiled=True), "float32"),
+    "pmax": (lambda y: lax.pmax(y, "x"), "float16"),
+    "pmin": (lambda y: lax.pmin(y, "x"), "float16"),
+    "all_gather": (lambda y: lax.all_gather(y, "x"), "float16"),
+    "all_to_all": (lambda y: lax.all_to_all(y, "x", 0, 0, tiled=True), "float16"),
+    "ppermute": (lambda y: lax.ppermute(y, "x", [(i, (i + 1) % 4) for i in range(4)]), "float16"),
+}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_collectives_are_the_casts_they_stand_for(mesh, name):
+    collective, dtype = COLLECTIVES[name]
+    over_devices = functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=P(None, "x"), out_specs=P("x"), check_vma=False
+    )
+    x = jnp.tile(X, (2, 4))
+    autocast = jmp.autocast(over_devices(lambda x: collective(x @ jnp.eye(8))), F16)
+    by_hand = over_devices(
+        lambda x: collective(x.astype(jnp.float16).astype(dtype)).astype(jnp.float32)
+    )
+    np.testing.assert_array_equal(jax.jit(autocast)(x), jax.jit(by_hand)(x))
+
+
 def test_sharding_constraints_stay(mesh):
     sharding = NamedSharding(mesh, P("x", None))
 
