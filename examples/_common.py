@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 # Okabe and Ito's colours, told apart by every kind of colour vision.
-COLORS = ("#000000", "#D55E00", "#56B4E9", "#0072B2", "#009E73")
+COLORS = ("#000000", "#D55E00", "#56B4E9", "#0072B2", "#009E73", "#CC79A7")
 
 
 def positive(kind: type) -> Callable[[str], Any]:
