@@ -90,6 +90,7 @@ UNARY = {
 SHAPES = {
     "reshape": (lambda x: lax.reshape(x, (6, 4)), ANY),
     "transpose": (lambda x: lax.transpose(x, (1, 0)), ANY),
+    "tile": (lambda x: lax.tile(x, (2, 1)), ANY),
     "squeeze": (lambda x: lax.squeeze(x, (0,)), ANY[None]),
     "rev": (lambda x: lax.rev(x, (1,)), ANY),
     "slice": (lambda x: lax.slice(x, (1, 1), (3, 5)), ANY),
@@ -149,6 +150,7 @@ BINARY = {
     "ge": (lax.ge, ANY, FRACTION),
     "select_n": (lambda x, y: lax.select_n(ANY > 0, x, y), ANY, POSITIVE),
     "clamp": (lambda x, y: lax.clamp(jnp.zeros_like(x), x, y), ANY, POSITIVE),
+    "stack": (lambda x, y: jnp.stack([x, y]), ANY, ANY),
     "concatenate": (lambda x, y: lax.concatenate([x, y], 0), ANY, POSITIVE),
     "pad": (lambda x: lax.pad(x, jnp.zeros([], x.dtype), [(0, 1, 0), (1, 0, 0)]), ANY),
     "dynamic_update_slice": (
@@ -207,6 +209,8 @@ OTHERS = {
     "reduce_scatter unreduced_psum unreduced_reduce_scatter sharding_constraint reshard "
     "layout_constraint",
     "complex": "real imag",
+    "moves between devices or memories": "device_put",
+    "stands in derivatives of stack": "unstack",
     "stands in derivatives only": "add_any select_and_scatter_add select_and_gather_add",
     "a copy for references": "copy_p",
     "a name it has in some versions of JAX": "scatter_add scatter_sub scatter_mul scatter_min "

@@ -143,7 +143,7 @@ def test_random_programs(policy, half, names, seed):
     assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
     # Any inner bfloat16 counts for the whole.
     eps = float(jnp.finfo(jnp.bfloat16 if "inner autocast" in names else half).eps)
-    bound = 4 * eps * 2 ** min(turns(names), 12)
+    bound = min(4 * eps * 2 ** turns(names), 0.25)
     assert np.max(np.abs(got - expected)) <= bound * max(1, np.abs(expected).max())
 
 
@@ -157,6 +157,6 @@ def test_gradients_of_random_programs(names, seed):
     assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
     assert np.isfinite(got).all() == np.isfinite(expected).all()
     # A maximum, relu or clip may go the other way where it is a near tie: most entries agree.
-    bound = 4 * float(jnp.finfo(jnp.bfloat16 if "inner autocast" in names else jnp.float16).eps)
-    bound *= 2 ** min(turns(names), 12) * max(1, np.abs(expected).max())
-    assert np.median(np.abs(got - expected)) <= bound
+    eps = float(jnp.finfo(jnp.bfloat16 if "inner autocast" in names else jnp.float16).eps)
+    bound = min(4 * eps * 2 ** turns(names), 0.25) * max(1, np.abs(expected).max())
+    assert np.quantile(np.abs(got - expected), 0.75) <= bound

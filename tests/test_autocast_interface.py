@@ -271,6 +271,17 @@ def test_a_rule_that_matched_nothing_warns():
 # Overrides.
 
 
+def test_an_override_that_names_no_primitive_of_the_program_warns():
+    with pytest.warns(jmp.UnusedRuleWarning, match="full= names 'softmax', which is no primitive"):
+        jmp.autocast(loss, F16, full=["softmax"])(W, X)
+
+
+def test_follow_is_taken_at_its_word_for_squares():
+    function = lambda x: (lambda y: y * y)(x @ W) @ W
+    assert dtypes_of("mul", jmp.autocast(function, F16), X) == ["float32"]
+    assert dtypes_of("mul", jmp.autocast(function, F16, follow=["mul"]), X) == ["float16"]
+
+
 def test_overrides_for_one_call():
     def function(x):
         return jnp.exp(jnp.tanh(x @ W)) @ W
@@ -362,6 +373,23 @@ def test_apply_to_rounds_extra_arguments():
             "both in low= and in full=",
         ),
         (lambda: jmp.autocast(loss, F16, recompute=True), ValueError, "recompute=True"),
+        (
+            lambda: jmp.autocast(loss, F16, rules=[(dict, "float32")])(W, X),
+            TypeError,
+            "name scopes, not classes",
+        ),
+        (
+            lambda: jmp.autocast(
+                jax.named_call(loss, name="head"), F16, rules=[("head", "mixed_bfloat16")]
+            )(W, X),
+            ValueError,
+            "computes in float16.*'head' asks for bfloat16",
+        ),
+        (
+            lambda: jmp.autocast(lambda x: x, F16, apply_to=["x"])(X, wrong=1),
+            TypeError,
+            "unexpected keyword argument 'wrong'",
+        ),
         (lambda: jmp.autocast(loss, F16, apply_to="x"), TypeError, r"expected a list: \['x'\]"),
         (
             lambda: jmp.autocast(loss, F16, apply_to=["y"]),
@@ -378,7 +406,7 @@ def test_mistakes_are_named(call, error, words):
 def test_an_nnx_module_whose_statistics_change_is_refused_and_left_as_it_was():
     module = nnx.BatchNorm(8, rngs=nnx.Rngs(0))
     before = np.asarray(module.mean[...])
-    with pytest.raises(ValueError, match="changes one of its arguments.*nnx.split"):
+    with pytest.raises(ValueError, match="changes one of its arguments(.|\n)*nnx.split"):
         jmp.autocast(lambda module, x: module(x).sum(), F16)(module, X)
     np.testing.assert_array_equal(module.mean[...], before)
 

@@ -29,8 +29,9 @@ def bias_before_a_product(b):
     return ((half(jnp.ones((TERMS, 1))) + b) @ jnp.ones((1, 1))).sum()
 
 
-def bias_before_gelu(b):
-    return ((half(jnp.ones((TERMS, 1))) + b) * jnp.tanh(100.0)).sum()
+def bias_before_an_island(b):
+    # exp(0) is one, and so is its derivative. The island is recomputed.
+    return (jnp.exp(half(jnp.zeros((TERMS, 1))) + (b - 1)) @ jnp.ones((1, 1))).sum()
 
 
 def scale(b):
@@ -83,7 +84,7 @@ def scattered_rows(b):
 SHARED = [
     bias,
     bias_before_a_product,
-    bias_before_gelu,
+    bias_before_an_island,
     scale,
     embedding_row,
     weight_in_a_scan,
@@ -190,19 +191,58 @@ FINITE_AND_RIGHT = {
 }
 
 
-@HALVES
+NESTED = {
+    "plain": lambda f: f,
+    "remat": jax.checkpoint,
+    "scan": lambda f: lambda x: lax.scan(lambda c, x: (c, f(x)), 0, x[None])[1][0],
+    "closed over by a scan": lambda f: lambda x: lax.scan(lambda c, _: (c, f(x)), 0, None, 1)[1][0],
+    "cond": lambda f: lambda x: lax.cond(x[0, 0] > -jnp.inf, f, f, x),
+}
+
+
+@pytest.mark.parametrize(
+    ("policy", "nested"),
+    [("mixed_bfloat16", "plain"), *(("mixed_float16", nested) for nested in NESTED)],
+)
 @pytest.mark.parametrize("name", FINITE_AND_RIGHT)
-def test_finite_and_right(name, policy):
+def test_finite_and_right(name, nested, policy):
     function, x = FINITE_AND_RIGHT[name]
-    got = jax.jit(jmp.autocast(function, policy))(x)
+    got = jax.jit(jmp.autocast(NESTED[nested](function), policy))(x)
     np.testing.assert_allclose(got, function(x), rtol=1e-2, atol=1e-6)
 
 
 @HALVES
-@pytest.mark.parametrize("shape", [(2, 2, 4, 4), (4, 4), (2, 1, 1, 4)])
+@pytest.mark.parametrize("nested", NESTED)
+def test_a_small_constant_from_outside_is_known_inside(nested, policy):
+    eps = jnp.array(1e-12)
+    function = lambda x: half(half(x) / (half(x) + eps))
+    got = jmp.autocast(NESTED[nested](function), policy)(jnp.zeros((1, 4)))
+    np.testing.assert_array_equal(got, jnp.zeros((1, 4)))
+
+
+def test_a_product_that_overflows_is_seen_to():
+    function = lambda x: half(half(x) * 1e6)
+    assert jnp.isinf(jmp.autocast(function, "mixed_float16")(jnp.ones((1, 1)))).all()
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.vmap], ids=["plain", "vmap"])
+@pytest.mark.parametrize("hide", [lambda m: (1 - m) * -1e9, lambda m: -jnp.where(m > 0, 0.0, 1e9)])
+def test_a_mask_over_keys_alone(transform, hide):
+    def attention(x, m):
+        return jax.nn.softmax(jnp.einsum("qd,kd->qk", x, x) + hide(m)[None]) @ x
+
+    x, m = jax.random.normal(jax.random.key(0), (256, 16)), jnp.zeros(256)
+    if transform is jax.vmap:
+        x, m = jnp.stack([x, x]), jnp.stack([m, m + 1])
+    got = transform(jmp.autocast(attention, "mixed_float16"))(x, m)
+    np.testing.assert_allclose(got, transform(attention)(x, m), atol=0.02)
+
+
+@HALVES
+@pytest.mark.parametrize("shape", [(2, 2, 4, 4), (4, 4), (2, 1, 1, 4), (4,)])
 def test_a_mask_given_as_an_argument_hides_without_infinities(policy, shape):
     # Every position of the first row is masked: what comes out is uniform, in float32 too.
-    mask = jnp.zeros(shape).at[..., 0, :].set(-1e9)
+    mask = jnp.full(shape, -1e9) if len(shape) == 1 else jnp.zeros(shape).at[..., 0, :].set(-1e9)
 
     def attention(x, mask):
         scores = jnp.einsum("bhqd,bhkd->bhqk", x, x) + mask
@@ -217,7 +257,7 @@ def test_a_mask_given_as_an_argument_hides_without_infinities(policy, shape):
     assert jnp.isfinite(gradient).all()
 
 
-@pytest.mark.parametrize("shape", [(1, 4, 8), (4, 8), (3, 4, 8)])
+@pytest.mark.parametrize("shape", [(1, 4, 8), (4, 8), (3, 4, 8), (8,)])
 def test_a_mask_given_as_an_argument_stays_finite_in_front_of_a_loop(shape):
     def function(x, mask):
         scores = half(x) + jnp.broadcast_to(mask, (3, 4, 8))

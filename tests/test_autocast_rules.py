@@ -14,6 +14,7 @@ from jmp.autocasting._graph import DESCENDS
 from jmp.autocasting._kinds import KINDS
 from jmp.autocasting._registry import rule_for
 from tests.op_cases import OP_CASES, OTHERS
+from tests.products import equations
 
 NAMES = [name for name, _, _ in OP_CASES]
 CASES = pytest.mark.parametrize(("name", "call", "inputs"), OP_CASES, ids=NAMES)
@@ -78,9 +79,8 @@ def test_right_to_the_last_bit(name, call, inputs, half):
 
 @CASES
 def test_a_case_binds_the_primitive_it_names(name, call, inputs):
-    primitives = {e.primitive.name for e in jax.make_jaxpr(call)(*inputs).jaxpr.eqns}
-    if not primitives & {name, name.replace("-", "_")}:  # inside a jit
-        assert name in str(jax.make_jaxpr(call)(*inputs))
+    bound = {e.primitive.name for e in equations(jax.make_jaxpr(call)(*inputs).jaxpr)}
+    assert bound & {name, name.replace("-", "_")}, bound
 
 
 def test_every_row_of_the_table_has_a_case_or_says_why_not():
@@ -101,8 +101,7 @@ def test_what_autocast_descends_into_has_a_kind():
 
 def test_every_rule_gives_its_reason():
     for rule in all_rules().values():
-        assert len(rule.reason.split()) >= 1
-        assert not rule.reason.endswith(".")
+        assert rule.reason and not rule.reason.endswith(".")
 
 
 def test_a_new_rule_for_a_primitive_that_has_one_is_refused():

@@ -36,12 +36,13 @@ def autocast(
     `jax.grad(autocast(loss_fn, policy))`.
 
     Args:
-      fun: any function that JAX can trace. It is traced as `jax.jit` would, and as seldom: what
-        changes from call to call must be an argument. Arguments that are not arrays (Python
-        numbers, strings, callables) reach it as they are. Left out, a decorator is returned.
+      fun: any function that JAX can trace. It is traced once for each shape and structure of
+        its arguments: what changes from call to call must be an argument. Those that are not arrays
+        (Python numbers, strings, callables) reach it as they are, and each new one is a new trace:
+        pass a step or a learning rate as an array. Left out, a decorator is returned.
       policy: its compute dtype is read, and nothing else: float16 or bfloat16. With float32 `fun`
         runs as it is, also inside another autocast.
-      apply_to: names of arguments whose floating leaves are rounded to the compute dtype on entry.
+      apply_to: names of arguments whose float32 leaves are rounded to the compute dtype on entry.
       low, full, follow: primitives, or their names, that this call computes in the compute dtype,
         in float32, or in the dtype that comes in; see the op table.
       rules: `(target, policy)` pairs for name scopes (Flax and Haiku open one for each module,

@@ -22,11 +22,12 @@ from jmp.autocasting._loops import cast
 from jmp.autocasting._nesting import Tools, nominal
 from jmp.autocasting._picks import is_pick, pick
 from jmp.autocasting._plan import Plan
-from jmp.autocasting._registry import Category
 from jmp.autocasting._values import FLOAT32, Value, fits
 
 Environment = dict[Value, Any]
 
+# How masks are applied. A product with a large number may overflow, and loss scaling must see it.
+MASKING = frozenset({"add", "sub", "select_n", "max", "min", "concatenate"})
 # Elementwise operations that JAX lets repeat an operand along axes of size one.
 ELEMENTWISE = frozenset({
     *AFFINE, "rem", "max", "min", "atan2", "nextafter", "eq", "ne", "lt", "le", "gt", "ge",
@@ -94,10 +95,12 @@ def _run_half(node: Node, environment: Environment, plan: Plan) -> list[Any]:
 
 
 def _read_half(node: Node, value: Value, environment: Environment, half: Any) -> Any:
-    """Reads an operand in half; one that the operation repeats is repeated in float32 first.
+    """Reads an operand in half.
 
-    The derivative of the repetition is a sum. Were the operand rounded first, a bias would add up
-    its gradient in half: 16384 ones give 2048 in float16.
+    One that the operation repeats is repeated in float32 first: the derivative of that is a sum,
+    and were the operand rounded before, a bias would add up its gradient in half (16384 ones give
+    2048 in float16). One that may be a mask is then held within float16's range, so that -1e9 does
+    not become -inf.
     """
     shape = node.outputs[0].aval.shape
     repeats = node.name in ELEMENTWISE and value.size < node.outputs[0].size
@@ -108,18 +111,18 @@ def _read_half(node: Node, value: Value, environment: Environment, half: Any) ->
         wide = jnp.asarray(wide, np.float32)
         axes = range(len(shape) - wide.ndim, len(shape))
         wide = lax.broadcast_in_dim(wide, shape, tuple(axes))
-    if node.rule.category is Category.WIDEST and _may_be_mask(value, half):
+    if node.name in MASKING and _may_be_mask(value, half):
         wide = _saturated(wide)  # after the repetition, where it fuses
     return cast(wide, half)
 
 
 def _may_be_mask(value: Value, half: Any) -> bool:
-    """Whether a value may hold -1e9: it is known to, or is an input of more than one axis."""
+    """Whether a value may hold -1e9: it is known to, or is an input of unknown numbers."""
     if not value.is_float32 or half != np.float16:  # bfloat16 holds what float32 holds
         return False
     if value.constant is not None:
         return not fits(value.constant, half)
-    return value.is_hard or (value.neutral and not value.is_vector and not value.is_exact)
+    return value.is_hard or (value.neutral and not value.is_exact)
 
 
 @jax.custom_jvp
@@ -152,7 +155,7 @@ def _run_island(island: Island, environment: Environment, plan: Plan) -> None:
         return [leave(value, inside) for value in island.outputs]
 
     def leave(value: Value, inside: Environment) -> Any:
-        masks = value.producer.rule.category is Category.WIDEST and any(
+        masks = value.producer.name in MASKING and any(
             _may_be_mask(operand, half) for operand in value.producer.inputs
         )
         if masks and value.dtype == half:

@@ -138,4 +138,5 @@ def is_full_seed(node: Node) -> bool:
     """Returns whether a node insists on float32 by what it is, whatever its operands are."""
     if node.region.is_full or node.rule.category is Category.FULL:
         return True
-    return node.name == "mul" and node.inputs[0] is node.inputs[1]
+    is_square = node.name == "mul" and node.inputs[0] is node.inputs[1]
+    return is_square and node.rule.category is Category.WIDEST  # unless the user said otherwise

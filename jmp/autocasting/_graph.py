@@ -5,10 +5,10 @@ that the planner sees through the many small ones of `jax.numpy`; dead code is l
 remains nested (loops, branches, remat, custom derivatives) is one node each and a level of its own.
 
 The passes of the planner annotate the graph in this order, each reading what the ones before wrote:
-`_flow` (feeds, neutral, level), then `_islands` and `_plan` (dtype, mode).
+`_flow` (feeds, neutral, fixed, is_cut, level), then `_islands` and `_plan` (dtype, mode).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,6 +49,7 @@ class Node:
       has_products: there is a product inside it that autocast may lower.
       level, is_cut: see `_flow`.
       mode: how it runs, and `why`: written by the planner, printed in reports.
+      inner: the plan or plans of what nests, written by its kind (`_kinds`).
     """
 
     __slots__ = (
@@ -117,18 +118,28 @@ class Graph:
 
 
 def flatten(
-    jaxpr: Any, constants: Sequence[Any], scope: Any, settings: Settings, regions: RegionRules
+    jaxpr: Any,
+    constants: Sequence[Any],
+    operands: Sequence[Value | None],
+    scope: Any,
+    settings: Settings,
+    regions: RegionRules,
 ) -> Graph:
     """Returns the graph of a jaxpr.
 
     Args:
       jaxpr: an open jaxpr; its constvars count as its first inputs.
       constants: what the constvars stand for.
+      operands: for each further input the value of the outer level that comes in, whose numbers
+        are known inside as well; None where it is not one value (the carry of a loop, a slice).
       scope: name stack of the equation that holds it.
     """
     inputs = [Value(v.aval) for v in (*jaxpr.constvars, *jaxpr.invars)]
     for value, constant in zip(inputs, constants, strict=False):
         know(value, constant, settings.compute_dtype)
+    for value, operand in zip(inputs[len(constants) :], operands, strict=False):
+        if operand is not None:
+            value.is_known_as(operand)
     nodes: list[Node] = []
     no_stack = _jax_compat.empty_name_stack()
     outputs = _flatten_into(nodes, jaxpr, inputs, no_stack, scope, settings, regions)
@@ -190,8 +201,14 @@ def _follow_constants(node: Node, half: np.dtype) -> None:
         output.is_hard = first.is_hard
         if node.name in REPEATS:
             output.source = first.source
-    elif node.name == "neg" and first.constant is not None:
-        output.constant = -first.constant
+    elif node.name == "neg":
+        output.constant = None if first.constant is None else -first.constant
+        output.is_hard = first.is_hard
+    elif node.name == "mul" and output.is_float32:
+        output.is_hard = any(
+            v.is_hard or (v.constant is not None and not fits(v.constant, half))
+            for v in node.inputs
+        )
     elif node.name == "convert_element_type" and output.is_float32:
         output.constant = first.constant
         output.source = first.source
@@ -295,12 +312,17 @@ def descends(node: Node, settings: Settings) -> bool:
     return node.name in DESCENDS or (node.name == "custom_vjp_call" and settings.inside_custom_vjp)
 
 
-def inner_equations(equation: Any) -> Any:
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Yields the equations of a jaxpr, at any depth."""
+    for equation in jaxpr.eqns:
+        yield equation
+        yield from inner_equations(equation)
+
+
+def inner_equations(equation: Any) -> Iterator[Any]:
     """Yields the equations inside one, at any depth."""
     for jaxpr in _jax_compat.inner_jaxprs(equation):
-        for inner in jaxpr.eqns:
-            yield inner
-            yield from inner_equations(inner)
+        yield from equations(jaxpr)
 
 
 def contains_products(equation: Any, settings: Settings) -> bool:
@@ -312,7 +334,7 @@ def contains_products(equation: Any, settings: Settings) -> bool:
 
 
 def draws_bits(jaxpr: Any) -> bool:
-    """Returns whether random bits are drawn here: such a jit is kept whole and as written."""
+    """Returns whether random bits are drawn here: such a jit is a level of its own."""
     inner, _ = _jax_compat.open_jaxpr(jaxpr)
     return any(
         equation.primitive.name in DRAWS_BITS

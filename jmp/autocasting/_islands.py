@@ -40,7 +40,7 @@ CHEAP = frozenset({
 
 
 class Mode(enum.Enum):
-    """How an island runs; see the module's page."""
+    """How an island runs; see the module's docstring."""
 
     PLAIN = "plain"
     RECOMPUTE = "recompute"

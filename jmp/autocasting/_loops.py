@@ -16,7 +16,7 @@ from jax import lax
 
 from jmp import _jax_compat
 from jmp.autocasting import _flow
-from jmp.autocasting._graph import FULL, Graph, Node
+from jmp.autocasting._graph import FULL, Node
 from jmp.autocasting._islands import MOVES
 from jmp.autocasting._nesting import (
     Info,
@@ -28,11 +28,10 @@ from jmp.autocasting._nesting import (
     info_of,
     nominal,
     open_level,
-    pass_constants_on,
     plan_inner,
     store,
 )
-from jmp.autocasting._values import Value
+from jmp.autocasting._values import UNKNOWN, Value
 
 # The residual stream of a deep network adds up so many layers; a longer loop is one over time,
 # where small steps would be lost in half.
@@ -46,15 +45,15 @@ class Scan:
     def plan(node: Node, context: Any, make_plan: MakePlan) -> None:
         """Fixes the dtype of each carry first, then plans the body."""
         n_consts, n_carry = _jax_compat.scan_counts(node.params)
-        graph, constants = open_level(node.params["jaxpr"], node, context)
+        closed = node.inputs[:n_consts]
+        graph, constants = open_level(node.params["jaxpr"], node, context, closed)
         infos = [*constant_infos(graph, constants), *map(info_of, node.inputs)]
         skip = len(constants)
-        pass_constants_on(Graph(graph.inputs[: skip + n_consts], [], []), node.inputs[:n_consts])
         carries = range(skip + n_consts, skip + n_consts + n_carry)
         # Within one step nothing outside is fed.
         _flow.mark_feeds(graph, [False] * len(graph.outputs))
         for i in carries:
-            is_short = node.params["length"] <= LAYERS
+            is_short = turns(node) <= LAYERS
             infos[i] = Info(_carry_dtype(graph.inputs[i], infos[i], context, is_short), False)
         feeds = [value.feeds for value in node.outputs]
         while True:
@@ -65,7 +64,7 @@ class Scan:
             feeds[:n_carry] = again
         kept = [infos[i].dtype == nominal(graph.inputs[i]) for i in carries]
         # One more than the turns: also a loop of one turn is a loop.
-        repeats = context.repeats * (node.params["length"] + 1)
+        repeats = context.repeats * (turns(node) + 1)
         plan = make_plan(
             graph, infos, feeds, context._replace(repeats=repeats, prevent_cse=False), kept
         )
@@ -102,11 +101,17 @@ class Scan:
             body,
             init,
             xs,
-            length=params["length"],
+            length=params["length"] if isinstance(params["length"], int) else None,
             reverse=params["reverse"],
             unroll=params["unroll"],
         )
         return [*carry, *ys]
+
+
+def turns(node: Node) -> int:
+    """Returns how often the body of a scan runs; `UNKNOWN` for a length that is a symbol."""
+    length = node.params["length"]
+    return length if isinstance(length, int) else UNKNOWN
 
 
 def _carry_dtype(value: Value, info: Info, context: Any, is_short: bool) -> Any:
@@ -144,8 +149,9 @@ class While:
             return
         skipped = node.params["cond_nconsts"]
         n_consts = node.params["body_nconsts"]
-        graph, constants = open_level(node.params["body_jaxpr"], node, context)
         operands = node.inputs[skipped:]
+        closed = operands[:n_consts]
+        graph, constants = open_level(node.params["body_jaxpr"], node, context, closed)
         infos = [*constant_infos(graph, constants), *map(info_of, operands)]
         first = len(constants) + n_consts
         for i in range(first, len(infos)):

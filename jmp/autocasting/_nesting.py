@@ -48,10 +48,12 @@ class Inner(NamedTuple):
         return run_plan(self.plan, [*self.constants, *operands])
 
 
-def open_level(jaxpr: Any, node: Node, context: Any) -> tuple[Graph, list[Any]]:
+def open_level(
+    jaxpr: Any, node: Node, context: Any, operands: Sequence[Value | None] = ()
+) -> tuple[Graph, list[Any]]:
     """Flattens a jaxpr inside `node`; its own constants are the graph's first inputs."""
     inner, constants = _jax_compat.open_jaxpr(jaxpr)
-    graph = flatten(inner, constants, node.scope, context.settings, context.regions)
+    graph = flatten(inner, constants, operands, node.scope, context.settings, context.regions)
     return graph, constants
 
 
@@ -71,31 +73,17 @@ def constant_infos(graph: Graph, constants: Sequence[Any]) -> list[Info]:
     return [Info(nominal(value), True, True) for value in graph.inputs[: len(constants)]]
 
 
-def pass_constants_on(graph: Graph, operands: Sequence[Value]) -> None:
-    """Lets the inner level know which of its inputs are one number throughout."""
-    for inner, outer in zip(
-        graph.inputs[len(graph.inputs) - len(operands) :], operands, strict=True
-    ):
-        inner.constant = outer.constant
-        inner.is_exact = outer.is_exact
-        inner.is_hard = outer.is_hard
-        if outer.source.size <= inner.size:
-            inner.source = outer.source
-
-
 def plan_inner(
     jaxpr: Any,
     node: Node,
     operands: Sequence[Value],
     context: Any,
     make_plan: MakePlan,
-    outputs_feed: Sequence[bool] | None = None,
 ) -> Inner:
     """Plans a jaxpr that is called once with `operands`."""
-    graph, constants = open_level(jaxpr, node, context)
-    pass_constants_on(graph, operands)
+    graph, constants = open_level(jaxpr, node, context, operands)
     infos = [*constant_infos(graph, constants), *map(info_of, operands)]
-    feeds = [v.feeds for v in node.outputs] if outputs_feed is None else outputs_feed
+    feeds = [value.feeds for value in node.outputs]
     return Inner(make_plan(graph, infos, feeds, context), constants)
 
 

@@ -143,7 +143,7 @@ def _plan_component(
 def _why_float32(node: Node, inside: set[Node], half: np.dtype) -> str:
     """Returns why a node insists on float32, or nothing if it does not."""
     if _flow.is_full_seed(node):
-        return "the user asked for float32 here" if node.region.is_full else node.rule.reason
+        return _why_region(node) if node.region.is_full else node.rule.reason
     if node.rule.category is Category.AS_WRITTEN:
         return node.rule.reason if any(v.is_float32 for v in node.outputs) else ""
     size = max((value.size for value in node.outputs), default=0)
@@ -168,6 +168,12 @@ def _why_float32(node: Node, inside: set[Node], half: np.dtype) -> str:
         elif value.dtype == FLOAT32:
             return "an operand is float32"
     return ""
+
+
+def _why_region(node: Node) -> str:
+    if node.region.as_written:
+        return "an inner autocast decided here"
+    return "the user asked for float32 here"
 
 
 def _plan_light(node: Node, context: Context) -> None:
@@ -208,7 +214,7 @@ def _reads_float32(node: Node) -> bool:
 def _plan_barrier(node: Node, context: Context) -> None:
     half = context.settings.compute_dtype
     if node.region.is_full:
-        node.why = "the user asked for float32 here"
+        node.why = _why_region(node)
         _store(node, FULL)
         for value in node.outputs:
             if value.is_float32 and _leaves_rounded(value):

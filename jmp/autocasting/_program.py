@@ -6,6 +6,7 @@ eager call through `jax.jit`, a call under a transformation by binding the plan'
 
 import functools
 import inspect
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,13 +17,13 @@ import numpy as np
 
 from jmp import _jax_compat
 from jmp.autocasting._emit import run_plan
-from jmp.autocasting._graph import flatten
+from jmp.autocasting._graph import equations, flatten
 from jmp.autocasting._nesting import Info, nominal
 from jmp.autocasting._plan import Context, Plan, make_plan
 from jmp.autocasting._regions import AUTOCAST, RegionRules
 from jmp.autocasting._settings import Settings
 from jmp.autocasting._values import FLOAT32
-from jmp.rules import Rule
+from jmp.rules import Rule, UnusedRuleWarning
 from jmp.trees import as_jax_array, cast_leaf, is_array
 
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -109,7 +110,7 @@ class Program:
             named = (
                 tuple(self._mark(name, x) for name, x in zip(names, args, strict=False)),
                 {
-                    name: self._mark(name if name in parameters else any_name[0], x)
+                    name: self._mark(name if name in parameters else (any_name or [name])[0], x)
                     for name, x in kwargs.items()
                 },
             )
@@ -127,7 +128,9 @@ class Program:
 
     def _plan(self, jaxpr: Any, constants: Sequence[Any], in_half: Sequence[bool]) -> Plan:
         regions = RegionRules(self.rules, self.settings.compute_dtype)
-        graph = flatten(jaxpr, constants, _jax_compat.empty_name_stack(), self.settings, regions)
+        graph = flatten(
+            jaxpr, constants, (), _jax_compat.empty_name_stack(), self.settings, regions
+        )
         infos = [Info(nominal(value), True) for value in graph.inputs]
         first = len(infos) - len(in_half)
         for position, half in enumerate(in_half):
@@ -136,7 +139,20 @@ class Program:
         outputs_feed = [False] * len(graph.outputs)
         plan = make_plan(graph, infos, outputs_feed, Context(self.settings, regions))
         regions.warn_unused()
+        self._warn_unused_overrides(jaxpr)
         return plan
+
+    def _warn_unused_overrides(self, jaxpr: Any) -> None:
+        names = {equation.primitive.name for equation in equations(jaxpr)}
+        for name, category in self.settings.overrides:
+            if name not in names:
+                warnings.warn(
+                    f"{category.value}= names {name!r}, which is no primitive of this program. "
+                    "Functions such as softmax or matmul are made of primitives (exp, dot_general; "
+                    "jax.make_jaxpr shows them); to name a layer, use rules=.",
+                    UnusedRuleWarning,
+                    stacklevel=2,
+                )
 
     def _make_flat_function(self, structure: Any, static: tuple[Any, ...]) -> Callable[..., Any]:
         def flat(*arrays: Any) -> Packed:
@@ -186,11 +202,11 @@ def _check_unchanged(arguments: Any, structure: Any, leaves: Sequence[Any]) -> N
     same = structure_after == structure and all(a is b for a, b in zip(after, leaves, strict=True))
     if not same:
         raise ValueError(
-            "The function changes one of its arguments, such as the batch statistics of an nnx "
-            "module; the change would be lost, because autocast traces a copy. Return what "
-            "changes instead: split the module outside (nnx.split), merge a copy inside "
-            "(nnx.merge(graphdef, state, copy=True)) and return its new nnx.state; or use "
-            "jmp.adapters.nnx.with_policy, which keeps nnx's own semantics."
+            "The function changes one of its arguments; the change would be lost, because autocast "
+            "traces a copy. Work on a copy of a dictionary or list (batch = {**batch, ...}), and "
+            "return what changes. For an nnx module with batch statistics: split it outside "
+            "(nnx.split), merge a copy inside (nnx.merge(graphdef, state, copy=True)) and return "
+            "its new nnx.state; or use jmp.adapters.nnx.with_policy, which keeps nnx's semantics."
         )
 
 

@@ -9,12 +9,14 @@ things are said with them:
 """
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from jmp import _jax_compat
+from jmp.dtypes import is_half
 from jmp.policy import Policy
 from jmp.rules import PolicyRules, Rule
 
@@ -53,6 +55,12 @@ class RegionRules:
     """
 
     def __init__(self, rules: Sequence[Rule], compute_dtype: np.dtype) -> None:
+        for target, _ in rules:
+            if not isinstance(target, str | re.Pattern):
+                raise TypeError(
+                    f"autocast got a rule for {target!r}; its rules name scopes, not classes. "
+                    "Expected a glob such as '*LayerNorm*' or a compiled regular expression."
+                )
         default = Policy(np.float32, compute_dtype, compute_dtype)
         self._rules = PolicyRules(rules, default) if rules else None
         self._default = default
@@ -75,6 +83,12 @@ class RegionRules:
         policy = self._rules.policy_for("/".join(names), anywhere=True)
         if policy is self._default or policy.compute_dtype == self._default.compute_dtype:
             return ORDINARY
+        if is_half(policy.compute_dtype):
+            raise ValueError(
+                f"autocast computes in {self._default.compute_dtype}; a rule for the scope "
+                f"{'/'.join(names)!r} asks for {policy.compute_dtype}. Expected the same dtype or "
+                "float32; wrap that part in an autocast of its own."
+            )
         leaves_half = policy.output_dtype == self._default.compute_dtype
         return Region(is_full=True, output_dtype=policy.output_dtype if leaves_half else None)
 

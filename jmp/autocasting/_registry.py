@@ -20,7 +20,7 @@ import numpy as np
 
 
 class Category(enum.Enum):
-    """Which dtype a primitive is computed in; see the module's page."""
+    """Which dtype a primitive is computed in; see the module's docstring."""
 
     LOW = "low"
     FULL = "full"

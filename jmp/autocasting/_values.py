@@ -60,6 +60,14 @@ class Value:
         self.level = 0
         self.dtype: Any = None
 
+    def is_known_as(self, outer: "Value") -> None:
+        """Takes over what an outer level knows of the same value."""
+        self.constant = outer.constant
+        self.is_exact = outer.is_exact
+        self.is_hard = outer.is_hard
+        if outer.source.size <= self.size:
+            self.source = outer.source
+
     @property
     def source_size(self) -> int:
         """Elements it had before it was repeated."""

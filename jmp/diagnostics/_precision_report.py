@@ -19,6 +19,8 @@ from jmp.policy import Policy
 from jmp.rules import UnusedRuleWarning
 
 HALVES = ("float16", "bfloat16")
+# Float32 products that are what somebody asked for.
+DELIBERATE = ("the user asked", "an inner autocast", "asked for by")
 
 
 def precision_report(
@@ -26,8 +28,8 @@ def precision_report(
 ) -> Callable[..., "PrecisionReport"]:
     """Returns a function that reports what `autocast(fun, policy, **options)` does.
 
-    Called with `fun`'s arguments (arrays, or anything `autocast` takes) it traces and plans, and
-    runs nothing.
+    Called with `fun`'s arguments it traces and plans, and runs nothing: `jax.ShapeDtypeStruct` may
+    stand for arrays.
 
     Args:
       fun, policy: as for `jmp.autocast`. A policy that computes in float32 has no plan.
@@ -51,10 +53,23 @@ def precision_report(
             "leaves the program as it is. Ask with 'mixed_float16' or 'mixed_bfloat16'."
         )
 
-    def report(*args: Any, **kwargs: Any) -> PrecisionReport:
+    def of_arrays(args: Any, kwargs: Any) -> PrecisionReport:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UnusedRuleWarning)  # they are in the report
             return _report(program, program.trace(args, kwargs))
+
+    def report(*args: Any, **kwargs: Any) -> PrecisionReport:
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        is_struct = [isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves]
+        found = []
+
+        def on_tracers(*tracers: Any) -> None:
+            following = iter(tracers)
+            filled = [next(following) if s else x for x, s in zip(leaves, is_struct, strict=True)]
+            found.append(of_arrays(*jax.tree.unflatten(structure, filled)))
+
+        jax.eval_shape(on_tracers, *(x for x, s in zip(leaves, is_struct, strict=True) if s))
+        return found[0]
 
     return report
 
@@ -168,7 +183,7 @@ def _hazards(rows: list[Row]) -> list[str]:
             found.append(f"{place} adds up in {row.dtype_in}: contributions stop counting")
         elif row.kind == "exponential" and in_half:
             found.append(f"{place} runs in {row.dtype_in}: it overflows, or loses all digits")
-        elif row.kind == "product" and not in_half and "user asked" not in row.why:
+        elif row.kind == "product" and not in_half and not row.why.startswith(DELIBERATE):
             found.append(f"{place} multiplies in {row.dtype_in}: {row.why}")
     return found
 

@@ -6,10 +6,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jmp.autocasting._graph import FULL, HALF, Node, inner_equations, is_inner_product
+from jmp import _jax_compat
+from jmp.autocasting._graph import FULL, HALF, Node, is_inner_product
 from jmp.autocasting._islands import Island
+from jmp.autocasting._loops import turns
 from jmp.autocasting._registry import Category, rule_for
-from jmp.autocasting._values import Value
 from jmp.diagnostics._flops import flops
 from jmp.diagnostics._places import module_path, source_line
 
@@ -24,7 +25,8 @@ class Row:
     """One operation, or several that agree in everything but their number.
 
     Attributes:
-      kind: "product", "reduction" or "exponential" (exp, log, powers and roots).
+      kind: "product", "reduction" or "exponential" (exp, log, powers, roots: what is expensive and
+        runs in float32).
       operation: the primitive.
       module: path of modules or name scopes, "" at the top.
       source: "file:line" of the user's code.
@@ -56,59 +58,65 @@ def rows_of(plan: Any, times: int = 1) -> Iterator[Row]:
 
 
 def _rows_of_node(node: Node, plan: Any, times: int, inside: str | None) -> Iterator[Row]:
+    count = turns(node) if node.name == "scan" else 1
     if node.mode == "nested":
-        turns = node.params["length"] if node.name == "scan" else 1
         for inner in node.inner if isinstance(node.inner, list) else [node.inner]:
-            yield from rows_of(inner.plan, times * turns)
+            yield from rows_of(inner.plan, times * count)
         return
-    kind = kind_of(node)
-    if kind is None:
+    if any(True for _ in _jax_compat.inner_jaxprs(node.equation)):
+        # Bound as a whole, in the dtypes it was traced with: a region, a custom derivative.
+        for jaxpr in _jax_compat.inner_jaxprs(node.equation):
+            yield from _rows_as_written(jaxpr, node, times * count)
         return
     half = str(plan.context.settings.compute_dtype)
-    dtype_in = inside or (half if node.mode == HALF else None)
-    shapes = [tuple(value.aval.shape) for value in node.inputs]
-    # A custom derivative that is kept whole runs as written: float32, if that is what it was.
+    read = inside or (half if node.mode == HALF else FULL)
+    types_in = [read if value.is_float32 else _dtype(value) for value in node.inputs]
+    types_out = [str(v.dtype) if v.is_float32 else _dtype(v) for v in node.outputs]
+    yield from _row(node.equation, node.why, node.scope, times, types_in, types_out)
+
+
+def _rows_as_written(jaxpr: Any, node: Node, times: int) -> Iterator[Row]:
+    for equation in jaxpr.eqns:
+        inner = list(_jax_compat.inner_jaxprs(equation))
+        count = times * (equation.params["length"] if equation.primitive.name == "scan" else 1)
+        for nested in inner:
+            yield from _rows_as_written(nested, node, count)
+        if not inner:
+            types = [[_dtype(v) for v in side] for side in (equation.invars, equation.outvars)]
+            scope = node.scope + equation.source_info.name_stack
+            yield from _row(equation, node.why, scope, times, *types)
+
+
+def _row(
+    equation: Any, why: str, scope: Any, times: int, types_in: list[str], types_out: list[str]
+) -> Iterator[Row]:
+    kind, name = kind_of(equation), equation.primitive.name
+    types_in, types_out = (list(dict.fromkeys(filter(None, t))) for t in (types_in, types_out))
+    if kind is None or not types_out:
+        return
+    shapes = [tuple(atom.aval.shape) for atom in equation.invars]
+    result = tuple(equation.outvars[0].aval.shape)
+    operations = times * flops(name, equation.params, shapes, result) if kind == "product" else 0
     yield Row(
-        kind,
-        node.name,
-        module_path(node.scope),
-        source_line(node.equation),
-        _dtypes(node.inputs, dtype_in),
-        _dtypes(node.outputs, None, stored=True),
-        node.why,
-        times,
-        times * flops(node.name, node.params, shapes, tuple(node.outputs[0].aval.shape)),
-    )
+        kind, name, module_path(scope), source_line(equation), ", ".join(types_in),
+        ", ".join(types_out), why, times, operations,
+    )  # fmt: skip
 
 
-def kind_of(node: Node) -> str | None:
-    """Returns the kind of row a node makes; None if it makes none."""
-    if not any(value.is_float32 or _is_half(value) for value in node.outputs):
-        return None
-    rules = {node.name: rule_for(node.name)}
-    if node.name.startswith("custom_"):
-        inner = [equation.primitive.name for equation in inner_equations(node.equation)]
-        rules = {name: rule_for(name) for name in inner}
-    if is_inner_product(node.equation):
+def kind_of(equation: Any) -> str | None:
+    """Returns the kind of row an equation makes; None if it makes none."""
+    name = equation.primitive.name
+    rule = rule_for(name)
+    if is_inner_product(equation):
         return "reduction"
-    if any(rule.category is Category.LOW for rule in rules.values()):
+    if rule.category is Category.LOW:
         return "product"
-    if any(rule.category is Category.FULL and rule.expensive for rule in rules.values()):
+    if rule.category is Category.FULL and rule.expensive:
         return "exponential"
-    return "reduction" if any(name in SUMS for name in rules) else None
+    return "reduction" if name in SUMS else None
 
 
-def _is_half(value: Value) -> bool:
-    return getattr(value.aval, "dtype", None) in (jnp.float16, jnp.bfloat16)
-
-
-def _dtypes(values: list[Value], read: str | None, stored: bool = False) -> str:
-    found: dict[str, None] = {}
-    for value in values:
-        dtype = getattr(value.aval, "dtype", None)
-        if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
-            continue
-        if value.is_float32:
-            dtype = (value.dtype or dtype) if stored else (read or FULL)
-        found[str(dtype)] = None
-    return ", ".join(found)
+def _dtype(value: Any) -> str:
+    """Returns the name of a floating or complex dtype; "" for any other."""
+    dtype = getattr(value.aval, "dtype", None)
+    return str(dtype) if dtype is not None and jnp.issubdtype(dtype, jnp.inexact) else ""

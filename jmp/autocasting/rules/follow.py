@@ -22,14 +22,14 @@ register_rule(
     expensive=True,
 )
 register_rule(
-    "reshape transpose squeeze expand_dims rev slice dynamic_slice split name "
-    "sharding_constraint pvary pcast reshard layout_constraint".split(),
+    "reshape transpose squeeze expand_dims rev slice dynamic_slice split stack unstack name "
+    "device_put sharding_constraint pvary pcast reshard layout_constraint".split(),
     Category.FOLLOW,
     "moves data",
     fusible=True,
 )
 register_rule(
-    "broadcast_in_dim",
+    ["broadcast_in_dim", "tile"],
     Category.FOLLOW,
     "moves data; its derivative is a sum, so it repeats a float32 value and rounds afterwards",
     fusible=True,
