@@ -117,12 +117,12 @@ def _read_half(node: Node, value: Value, environment: Environment, half: Any) ->
 
 
 def _may_be_mask(value: Value, half: Any) -> bool:
-    """Whether a value may hold -1e9: it is known to, or is an input of unknown numbers."""
+    """Whether a value may hold -1e9: it is known to, or is an input of more than one axis."""
     if not value.is_float32 or half != np.float16:  # bfloat16 holds what float32 holds
         return False
     if value.constant is not None:
         return not fits(value.constant, half)
-    return value.is_hard or (value.neutral and not value.is_exact)
+    return value.is_hard or (value.neutral and not value.is_vector and not value.is_exact)
 
 
 @jax.custom_jvp

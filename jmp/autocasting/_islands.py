@@ -118,6 +118,10 @@ def group(nodes: Iterable[Node]) -> list[list[Node]]:
     return list(components.values())
 
 
+def _is_softmax(nodes: Iterable[Node]) -> bool:
+    return any(node.name == "reduce_max" and is_row_reduction(node) for node in nodes)
+
+
 def choose_mode(island: Island, recompute: str, repeats: int) -> Mode:
     """Decides how an island runs, from its reductions and its largest value.
 
@@ -135,8 +139,7 @@ def choose_mode(island: Island, recompute: str, repeats: int) -> Mode:
         over_batch = any(0 in node.params["axes"] for node in sums if not is_row_reduction(node))
         return Mode.PLAIN if over_batch else Mode.RECOMPUTE_BUT_SUMS
     if any(node.name in REDUCTIONS and is_row_reduction(node) for node in island.nodes):
-        is_softmax = any(node.name == "reduce_max" for node in island.nodes)
-        return Mode.RECOMPUTE if is_softmax or not sums else Mode.RECOMPUTE_BUT_SUMS
+        return Mode.RECOMPUTE if _is_softmax(island.nodes) or not sums else Mode.RECOMPUTE_BUT_SUMS
     expensive = any(
         node.rule.expensive and any(repeats * v.size >= SMALL for v in node.outputs)
         for node in island.nodes
@@ -155,11 +158,13 @@ def peel(nodes: list[Node], half: np.dtype) -> tuple[list[Node], list[Node]]:
     Returns: the nodes in front, to run in half, and the rest.
     """
     inside = set(nodes)
+    # What is added to the scores of an attention may be a mask over the keys.
+    takes_biases = not (_is_softmax(nodes) and any(v.feeds for n in nodes for v in n.outputs))
     # For each node that is a linear function of what enters: the nodes it takes, and the values.
     cones: dict[Node, tuple[frozenset[Node], frozenset[Value]]] = {}
     front: frozenset[Node] = frozenset()
     for node in nodes:
-        cone = _linear_cone(node, inside, cones, half)
+        cone = _linear_cone(node, inside, cones, half, takes_biases)
         if cone is None:
             continue
         cones[node] = cone
@@ -179,6 +184,7 @@ def _linear_cone(
     inside: set[Node],
     cones: dict[Node, tuple[frozenset[Node], frozenset[Value]]],
     half: np.dtype,
+    takes_biases: bool,
 ) -> tuple[frozenset[Node], frozenset[Value]] | None:
     if node.name not in LINEAR | MOVES | PARTS:
         return None
@@ -198,7 +204,7 @@ def _linear_cone(
             entering |= {value} if value.producer.name in PARTS else cone[1]
         elif value.neutral:
             # A bias may go along. A mask, or an input as large as the result, may not.
-            if value.constant is not None or not value.is_vector:
+            if value.constant is not None or not (value.is_vector and takes_biases):
                 return None
             if value.source_size >= node.outputs[0].size:
                 return None
