@@ -15,7 +15,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jmp import _jax_compat
 from jmp.autocasting._graph import Node
-from jmp.autocasting._loops import cast
+from jmp.autocasting._loops import cast, cast_all
 from jmp.autocasting._nesting import (
     Info,
     Inner,
@@ -73,12 +73,9 @@ class CustomJvp:
         """Emits `jax.custom_jvp` whose primal and rule are planned."""
         dtypes = [value.dtype for value in node.outputs]
 
-        def in_dtypes(results: Sequence[Any]) -> list[Any]:
-            return [cast(x, dtype) for x, dtype in zip(results, dtypes, strict=True)]
-
         @jax.custom_jvp
         def function(*args: Any) -> list[Any]:
-            return in_dtypes(node.inner.run(args, tools.run_plan))
+            return cast_all(node.inner.run(args, tools.run_plan), dtypes)
 
         def rule(primals: Any, tangents: Any) -> Any:
             moving = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
@@ -100,9 +97,10 @@ class CustomJvp:
             moved = [cast(tangents[i], primals[i].dtype) for i in moving]
             results = inner.run([*primals, *moved], tools.run_plan)
             primals_out, tangents_out = jax.tree.unflatten(structure, results)
-            return in_dtypes(primals_out), [
+            primals_out = cast_all(primals_out, dtypes)
+            return primals_out, [
                 cast(t, x.dtype) if t.dtype != jax.dtypes.float0 else t
-                for t, x in zip(tangents_out, in_dtypes(primals_out), strict=True)
+                for t, x in zip(tangents_out, primals_out, strict=True)
             ]
 
         function.defjvp(rule, symbolic_zeros=True)
@@ -129,9 +127,6 @@ class CustomVjp:
         ]
         arguments = all_arguments[n_closed:]
 
-        def in_dtypes(results: Sequence[Any]) -> list[Any]:
-            return [cast(x, dtype) for x, dtype in zip(results, dtypes, strict=True)]
-
         def nominal_forward(*args: Any) -> Any:
             held, args = args[:n_closed], args[n_closed:]
             return jax.vjp(
@@ -141,13 +136,13 @@ class CustomVjp:
 
         @jax.custom_vjp
         def function(*args: Any) -> list[Any]:
-            return in_dtypes(node.inner.run([*closed, *args], tools.run_plan))
+            return cast_all(node.inner.run([*closed, *args], tools.run_plan), dtypes)
 
         def forward(*args: Any) -> Any:
             inner, structure = trace_and_plan(nominal_forward, all_arguments, node, tools)
             results = inner.run([*closed, *args], tools.run_plan)
             outputs, vjp = jax.tree.unflatten(structure, results)
-            return in_dtypes(outputs), vjp
+            return cast_all(outputs, dtypes), vjp
 
         def backward(vjp: Any, cotangents: Any) -> Any:
             residuals, structure = jax.tree.flatten(vjp)

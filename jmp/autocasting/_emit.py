@@ -22,7 +22,7 @@ from jmp.autocasting._loops import cast
 from jmp.autocasting._nesting import Tools, nominal
 from jmp.autocasting._picks import is_pick, pick
 from jmp.autocasting._plan import Plan
-from jmp.autocasting._values import FLOAT32, Value, fits
+from jmp.autocasting._values import FLOAT32, Value
 
 Environment = dict[Value, Any]
 
@@ -75,12 +75,10 @@ def _run_node(node: Node, environment: Environment, plan: Plan) -> None:
 
 
 def _run_nested(node: Node, environment: Environment, plan: Plan) -> list[Any]:
-    operands = [
-        jnp.asarray(_read(value, environment, value.dtype or FLOAT32), nominal(value))
-        if value.literal is not None
-        else _read(value, environment, value.dtype or FLOAT32)
-        for value in node.inputs
-    ]
+    operands = [_read(value, environment, value.dtype or FLOAT32) for value in node.inputs]
+    for position, value in enumerate(node.inputs):
+        if value.literal is not None:  # a Python or NumPy number
+            operands[position] = jnp.asarray(operands[position], nominal(value))
     tools = Tools(run_plan, _plan.make_plan, plan.context)
     return KINDS[node.name].run(node, operands, tools)
 
@@ -121,7 +119,7 @@ def _may_be_mask(value: Value, half: Any) -> bool:
     if not value.is_float32 or half != np.float16:  # bfloat16 holds what float32 holds
         return False
     if value.constant is not None:
-        return not fits(value.constant, half)
+        return value.exceeds(half)
     return value.is_hard or (value.neutral and not value.is_vector and not value.is_exact)
 
 

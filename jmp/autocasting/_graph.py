@@ -17,7 +17,7 @@ from jmp import _jax_compat
 from jmp.autocasting._regions import Region, RegionRules
 from jmp.autocasting._registry import Category, Rule
 from jmp.autocasting._settings import Settings
-from jmp.autocasting._values import FLOAT32, Value, fits, held_constant, know, literal
+from jmp.autocasting._values import FLOAT32, Value, held_constant, know, literal
 
 # How a node runs; besides "nested", and being part of an island.
 HALF = "half"
@@ -204,11 +204,6 @@ def _follow_constants(node: Node, half: np.dtype) -> None:
     elif node.name == "neg":
         output.constant = None if first.constant is None else -first.constant
         output.is_hard = first.is_hard
-    elif node.name == "mul" and output.is_float32:
-        output.is_hard = any(
-            v.is_hard or (v.constant is not None and not fits(v.constant, half))
-            for v in node.inputs
-        )
     elif node.name == "convert_element_type" and output.is_float32:
         output.constant = first.constant
         output.source = first.source
@@ -216,11 +211,8 @@ def _follow_constants(node: Node, half: np.dtype) -> None:
         output.is_hard = first.is_hard
         if first.literal is not None and np.ndim(first.literal) == 0:
             output.constant = float(first.literal)
-    elif node.name in ("select_n", "concatenate") and output.is_float32:
-        output.is_hard = any(
-            value.is_hard or (value.constant is not None and not fits(value.constant, half))
-            for value in node.inputs
-        )
+    elif node.name in ("mul", "select_n", "concatenate") and output.is_float32:
+        output.is_hard = any(value.exceeds(half) for value in node.inputs)
 
 
 def _is_compared(value: Value) -> bool:

@@ -223,7 +223,7 @@ def clone_cheap(island: Island) -> None:
             clones.update(dict.fromkeys(_cheap_producers(value)))
     if clones:
         island.clones = sorted(clones, key=lambda node: node.index)
-        island.connect({value for value in island.outputs})
+        island.connect(set(island.outputs))
 
 
 def _cheap_producers(value: Value) -> list[Node]:

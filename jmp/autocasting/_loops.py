@@ -8,6 +8,7 @@ the dtype it enters in. The carry of a while loop keeps its nominal dtype. Branc
 to the widest.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -83,7 +84,7 @@ class Scan:
             operands[n_consts + n_carry :],
         )
         dtypes = [value.dtype for value in node.outputs[:n_carry]]
-        init = [cast(value, dtype) for value, dtype in zip(init, dtypes, strict=True)]
+        init = cast_all(init, dtypes)
         closed = node.inputs[:n_consts]
         stored = [getattr(x, "dtype", None) for x in consts]
         consts = [
@@ -91,10 +92,9 @@ class Scan:
         ]
 
         def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-            rounded = [cast(c, dtype) for c, dtype in zip(consts, stored, strict=True)]
+            rounded = cast_all(consts, stored)
             results = node.inner.run([*rounded, *carry, *x], tools.run_plan)
-            carry = [cast(v, d) for v, d in zip(results[:n_carry], dtypes, strict=True)]
-            return carry, results[n_carry:]
+            return cast_all(results[:n_carry], dtypes), results[n_carry:]
 
         params = node.params
         carry, ys = lax.scan(
@@ -168,19 +168,15 @@ class While:
         """Emits `lax.while_loop`."""
         params = node.params
         first, second = params["cond_nconsts"], params["body_nconsts"]
-        cond_consts = operands[:first]
         body_consts = operands[first : first + second]
-        values = node.inputs[first + second :]
-        init = [
-            cast(x, nominal(v)) for x, v in zip(operands[first + second :], values, strict=True)
-        ]
+        nominals = [nominal(value) for value in node.inputs]
+        init = cast_all(operands[first + second :], nominals[first + second :])
+        cond_consts = cast_all(operands[:first], nominals[:first])
         condition = _jax_compat.as_function(params["cond_jaxpr"])
-        cond_types = [nominal(v) for v in node.inputs[:first]]
-        cond_consts = [cast(x, d) for x, d in zip(cond_consts, cond_types, strict=True)]
+        dtypes = [value.dtype for value in node.outputs]
 
         def body(carry: list[Any]) -> list[Any]:
-            results = node.inner.run([*body_consts, *carry], tools.run_plan)
-            return [cast(x, v.dtype) for x, v in zip(results, node.outputs, strict=True)]
+            return cast_all(node.inner.run([*body_consts, *carry], tools.run_plan), dtypes)
 
         return lax.while_loop(lambda carry: condition(*cond_consts, *carry)[0], body, init)
 
@@ -206,16 +202,18 @@ class Cond:
     @staticmethod
     def run(node: Node, operands: list[Any], tools: Tools) -> list[Any]:
         """Emits `lax.switch`."""
+        dtypes = [value.dtype for value in node.outputs]
 
         def branch(inner: Inner) -> Any:
-            def call(*args: Any) -> list[Any]:
-                results = inner.run(args, tools.run_plan)
-                return [cast(x, v.dtype) for x, v in zip(results, node.outputs, strict=True)]
-
-            return call
+            return lambda *args: cast_all(inner.run(args, tools.run_plan), dtypes)
 
         index, *rest = operands
         return lax.switch(index, [branch(inner) for inner in node.inner], *rest)
+
+
+def cast_all(values: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
+    """Casts each array to the dtype beside it."""
+    return [cast(value, dtype) for value, dtype in zip(values, dtypes, strict=True)]
 
 
 def cast(value: Any, dtype: Any) -> Any:

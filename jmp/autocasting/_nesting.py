@@ -95,14 +95,18 @@ def store(node: Node, dtypes: Sequence[Any]) -> None:
         value.dtype = dtype
 
 
-class Jit:
-    """A jit that pins something down: shardings, donation, compiler options."""
+class CalledOnce:
+    """A jaxpr that is called once, with all the operands."""
 
     @staticmethod
     def plan(node: Node, context: Any, make_plan: MakePlan) -> None:
         """Outputs come back as the inside leaves them."""
         node.inner = plan_inner(node.params["jaxpr"], node, node.inputs, context, make_plan)
         store(node, node.inner.plan.output_dtypes)
+
+
+class Jit(CalledOnce):
+    """A jit that pins something down: shardings, donation, compiler options."""
 
     @staticmethod
     def run(node: Node, operands: list[Any], tools: Tools) -> list[Any]:
@@ -124,15 +128,13 @@ class Jit:
         )(*operands)
 
 
-class Remat:
+class Remat(CalledOnce):
     """`jax.checkpoint` of the user's, with its policy and names."""
 
     @staticmethod
     def plan(node: Node, context: Any, make_plan: MakePlan) -> None:
-        """Outputs come back as the inside leaves them."""
-        inside = context._replace(prevent_cse=True)
-        node.inner = plan_inner(node.params["jaxpr"], node, node.inputs, inside, make_plan)
-        store(node, node.inner.plan.output_dtypes)
+        """Islands inside are kept apart from the forward pass they repeat."""
+        CalledOnce.plan(node, context._replace(prevent_cse=True), make_plan)
 
     @staticmethod
     def run(node: Node, operands: list[Any], tools: Tools) -> list[Any]:
@@ -152,14 +154,8 @@ class Remat:
         )
 
 
-class ShardMap:
+class ShardMap(CalledOnce):
     """`jax.shard_map`: the inside is planned on the shards."""
-
-    @staticmethod
-    def plan(node: Node, context: Any, make_plan: MakePlan) -> None:
-        """Outputs come back as the inside leaves them."""
-        node.inner = plan_inner(node.params["jaxpr"], node, node.inputs, context, make_plan)
-        store(node, node.inner.plan.output_dtypes)
 
     @staticmethod
     def run(node: Node, operands: list[Any], tools: Tools) -> list[Any]:

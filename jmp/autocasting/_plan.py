@@ -98,9 +98,7 @@ def make_plan(
 def _store(node: Node, mode: str, half: Any = None) -> None:
     node.mode = mode
     for value in node.outputs:
-        value.dtype = (
-            half if mode != FULL and value.is_float32 else getattr(value.aval, "dtype", None)
-        )
+        value.dtype = half if mode != FULL and value.is_float32 else nominal(value)
 
 
 # Components of fusible nodes.
@@ -126,9 +124,8 @@ def _plan_component(
     if island.mode is not Mode.PLAIN:
         front, rest = _islands.peel(nodes, half)
         if front:
-            mode = island.mode
-            island = Island(rest, outputs)
-            island.mode = mode
+            island.nodes = rest
+            island.connect(outputs)
             for node in front:
                 _plan_light(node, context)
         _islands.clone_cheap(island)

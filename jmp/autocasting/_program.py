@@ -76,9 +76,9 @@ class Program:
     def trace(self, args: Any, kwargs: Any) -> Traced:
         """Traces and plans, or finds what was traced and planned before."""
         leaves, structure = jax.tree.flatten((args, kwargs))
-        in_half = self._in_half(args, kwargs)
         static = tuple(None if _is_numbers(leaf) else _Static.of(leaf) for leaf in leaves)
         arrays = [as_jax_array(leaf) for leaf in leaves if _is_numbers(leaf)]
+        in_half = self._in_half(args, kwargs) if self.apply_to else [False] * len(arrays)
         try:
             flat = self._flat_function(structure, static)
         except TypeError:  # an argument that cannot be hashed
@@ -99,21 +99,19 @@ class Program:
 
     def _in_half(self, args: Any, kwargs: Any) -> list[bool]:
         """For each array among the arguments, whether `apply_to` names it."""
-        named: Any = (args, kwargs)
-        if self.apply_to:
-            # Positional arguments by the name they are bound to, the others by their own.
-            parameters = inspect.signature(self.fun).parameters
-            names = [n for n, p in parameters.items() if p.kind in POSITIONAL]
-            rest = [n for n, p in parameters.items() if p.kind is inspect.Parameter.VAR_POSITIONAL]
-            names += rest * max(0, len(args) - len(names))
-            any_name = [n for n, p in parameters.items() if p.kind is inspect.Parameter.VAR_KEYWORD]
-            named = (
-                tuple(self._mark(name, x) for name, x in zip(names, args, strict=False)),
-                {
-                    name: self._mark(name if name in parameters else (any_name or [name])[0], x)
-                    for name, x in kwargs.items()
-                },
-            )
+        # Positional arguments by the name they are bound to, the others by their own.
+        parameters = inspect.signature(self.fun).parameters
+        names = [n for n, p in parameters.items() if p.kind in POSITIONAL]
+        rest = [n for n, p in parameters.items() if p.kind is inspect.Parameter.VAR_POSITIONAL]
+        names += rest * max(0, len(args) - len(names))
+        any_name = [n for n, p in parameters.items() if p.kind is inspect.Parameter.VAR_KEYWORD]
+        named = (
+            tuple(self._mark(name, x) for name, x in zip(names, args, strict=False)),
+            {
+                name: self._mark(name if name in parameters else (any_name or [name])[0], x)
+                for name, x in kwargs.items()
+            },
+        )
         leaves = jax.tree.leaves(named)
         return [
             isinstance(leaf, _Named)

@@ -68,6 +68,10 @@ class Value:
         if outer.source.size <= self.size:
             self.source = outer.source
 
+    def exceeds(self, half: np.dtype) -> bool:
+        """Whether it is known to hold a number that a half type does not."""
+        return self.is_hard or (self.constant is not None and not fits(self.constant, half))
+
     @property
     def source_size(self) -> int:
         """Elements it had before it was repeated."""
@@ -80,6 +84,7 @@ class Value:
 
 
 def literal(atom: Any) -> Value:
+    """A value that stands in the jaxpr itself."""
     value = Value(atom.aval)
     value.literal = atom.val
     if np.ndim(atom.val) == 0 and value.is_float32:

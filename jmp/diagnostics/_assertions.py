@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jmp import _jax_compat
 from jmp.autocasting._graph import is_inner_product
 from jmp.autocasting._registry import Category, rule_for
-from jmp.diagnostics._places import module_path, source_line
+from jmp.diagnostics._places import source_line, with_paths
 
 
 def assert_products_in(fun: Callable[..., Any], dtype: Any) -> Callable[..., None]:
@@ -34,7 +34,7 @@ def assert_products_in(fun: Callable[..., Any], dtype: Any) -> Callable[..., Non
 
     def check(*args: Any, **kwargs: Any) -> None:
         jaxpr, _ = _jax_compat.open_jaxpr(jax.make_jaxpr(fun)(*args, **kwargs))
-        products = list(_products(jaxpr, ""))
+        products = list(_products(jaxpr))
         name = getattr(fun, "__name__", "the function")
         if not products:
             raise AssertionError(f"{name} has no product whose dtype could be checked.")
@@ -53,13 +53,10 @@ def assert_products_in(fun: Callable[..., Any], dtype: Any) -> Callable[..., Non
     return check
 
 
-def _products(jaxpr: Any, outer: str) -> Iterator[tuple[Any, str, list[Any]]]:
-    for equation in jaxpr.eqns:
-        path = "/".join(filter(None, (outer, module_path(equation.source_info.name_stack))))
+def _products(jaxpr: Any) -> Iterator[tuple[Any, str, list[Any]]]:
+    for equation, path in with_paths(jaxpr):
         is_low = rule_for(equation.primitive.name).category is Category.LOW
         if is_low and not is_inner_product(equation):
             dtypes = [atom.aval.dtype for atom in equation.invars]
             floating = {d for d in dtypes if jnp.issubdtype(d, jnp.floating)}
             yield equation, path, sorted(floating, key=str)
-        for inner in _jax_compat.inner_jaxprs(equation):
-            yield from _products(inner, path)

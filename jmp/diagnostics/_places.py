@@ -3,6 +3,7 @@
 import functools
 import os
 import sysconfig
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -31,6 +32,15 @@ def source_line(equation: Any) -> str:
         if not file.startswith(_hidden()) and not file.startswith("<"):
             return f"{os.path.relpath(file)}:{line}"
     return f"{frames[0][0]}:{frames[0][1]}" if frames else ""
+
+
+def with_paths(jaxpr: Any, outer: str = "") -> Iterator[tuple[Any, str]]:
+    """Yields the equations of a jaxpr at any depth, each with its path from the outermost level."""
+    for equation in jaxpr.eqns:
+        path = "/".join(filter(None, (outer, module_path(equation.source_info.name_stack))))
+        yield equation, path
+        for inner in _jax_compat.inner_jaxprs(equation):
+            yield from with_paths(inner, path)
 
 
 def module_path(stack: Any) -> str:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jmp import _jax_compat
 from jmp.autocasting._autocast import make_program
 from jmp.autocasting._program import Program, Traced
-from jmp.diagnostics._places import module_path, source_line
+from jmp.diagnostics._places import source_line, with_paths
 from jmp.diagnostics._rendering import render
 from jmp.diagnostics._rows import Row, rows_of
 from jmp.policy import Policy
@@ -123,7 +123,7 @@ def _report(program: Program, traced: Traced) -> PrecisionReport:
     return PrecisionReport(
         str(program.settings.compute_dtype),
         rows,
-        _casts(_jax_compat.open_jaxpr(emitted)[0], ""),
+        _casts(_jax_compat.open_jaxpr(emitted)[0]),
         half / total if total else None,
         _residual_bytes(traced.emit, operands),
         _residual_bytes(_jax_compat.as_function(traced.closed), traced.arrays),
@@ -141,12 +141,9 @@ def _merged(rows: Any) -> list[Row]:
     ]
 
 
-def _casts(jaxpr: Any, outer: str) -> dict[tuple[str, str, str, str], int]:
+def _casts(jaxpr: Any) -> dict[tuple[str, str, str, str], int]:
     found: collections.Counter[tuple[str, str, str, str]] = collections.Counter()
-    for equation in jaxpr.eqns:
-        path = "/".join(filter(None, (outer, module_path(equation.source_info.name_stack))))
-        for inner in _jax_compat.inner_jaxprs(equation):
-            found.update(_casts(inner, path))
+    for equation, path in with_paths(jaxpr):
         if equation.primitive.name == "convert_element_type":
             before, after = (
                 str(atom.aval.dtype) for atom in (equation.invars[0], equation.outvars[0])
