@@ -34,6 +34,21 @@ def varying_axes(value: Any) -> frozenset[str]:
     return frozenset(getattr(aval, "vma", ()))  # its name in earlier releases of JAX
 
 
+def may_be_sharded(value: Any) -> bool:
+    """Returns whether jit may have sharded `value` over several devices.
+
+    Its type names the mesh of whatever it was computed from, but for the parts that shard_map and
+    pmap hand to each device whole. Without a mesh one device is certain only if there is no other.
+    """
+    mesh = jax.typeof(value).sharding.mesh
+    if mesh.empty:
+        return jax.device_count() > 1
+    return any(
+        size > 1 and name not in mesh.manual_axes
+        for name, size in zip(mesh.axis_names, mesh.axis_sizes, strict=True)
+    )
+
+
 # Jaxprs. From 0.11 on one class stands for open and closed jaxprs.
 
 

@@ -9,8 +9,9 @@ import optax
 from jmp.loss_scaling import LossScale, NoOpLossScale
 from jmp.transforms import _states
 from jmp.transforms._agreement import AxisName, agreed
+from jmp.transforms._finite_check import gradients_finite
 from jmp.transforms._master_params import WithMasterParamsState
-from jmp.trees import all_finite, cast_to_at_least_float32, select_tree
+from jmp.trees import cast_to_at_least_float32, select_tree
 
 
 class WithLossScaleState(NamedTuple):
@@ -107,7 +108,7 @@ def with_loss_scale(
         if isinstance(scale, NoOpLossScale):
             return new_updates, state._replace(inner_state=inner_state)
 
-        finite = agreed(all_finite(gradients), scale, axis_name)
+        finite = agreed(gradients_finite(gradients), scale, axis_name)
         skipped = 1 - finite.astype(jnp.int32)
         new_updates = jax.tree.map(lambda u: _zero_unless(finite, u), new_updates)
         return new_updates, WithLossScaleState(

@@ -64,6 +64,6 @@ def test_an_update_stays_on_its_floor(h200, name, tx, param_dtype, bytes_per_par
     )
     assert measured <= bytes_per_parameter
     assert program.copies <= 2
-    assert program.kernels <= 180
+    assert program.kernels <= 90
     assert temp <= 0.2
     assert program.conditionals == 0
