@@ -1,4 +1,4 @@
-"""Teaches `flax.serialization` the loss scales, so that a saved TrainState holds its scale."""
+"""Teaches `flax.serialization` the classes of ours that a saved TrainState holds."""
 
 from typing import Any
 
@@ -6,26 +6,28 @@ import jax
 from flax import serialization
 
 from jmp.loss_scaling import DynamicLossScale, HysteresisLossScale, NoOpLossScale, StaticLossScale
+from jmp.transforms import FlatMasters
 
 
-def _to_state_dict(loss_scale: Any) -> dict[str, Any]:
-    leaves = jax.tree_util.tree_leaves_with_path(loss_scale)
+def _to_state_dict(node: Any) -> dict[str, Any]:
+    leaves = jax.tree_util.tree_leaves_with_path(node)
     return {path[0].name: leaf for path, leaf in leaves}
 
 
-def _from_state_dict(loss_scale: Any, state: dict[str, Any]) -> Any:
-    names = list(_to_state_dict(loss_scale))
+def _from_state_dict(node: Any, state: dict[str, Any]) -> Any:
+    names = list(_to_state_dict(node))
     if set(names) != set(state):
         raise ValueError(
-            f"A checkpoint holds {sorted(state)} for a {type(loss_scale).__name__}; expected "
-            f"{sorted(names)}. Restore into the class of loss scale that was saved."
+            f"A checkpoint holds {sorted(state)} for a {type(node).__name__}; expected "
+            f"{sorted(names)}. Restore into the class that was saved."
         )
-    return jax.tree.unflatten(jax.tree.structure(loss_scale), [state[name] for name in names])
+    return jax.tree.unflatten(jax.tree.structure(node), [state[name] for name in names])
 
 
 def register() -> None:
-    """Registers every loss scale; harmless when called again."""
-    for cls in (NoOpLossScale, StaticLossScale, DynamicLossScale, HysteresisLossScale):
+    """Registers them; harmless when called again."""
+    loss_scales = (NoOpLossScale, StaticLossScale, DynamicLossScale, HysteresisLossScale)
+    for cls in (*loss_scales, FlatMasters):
         serialization.register_serialization_state(
             cls, _to_state_dict, _from_state_dict, override=True
         )

@@ -7,6 +7,7 @@ policy. `loss_scale_state` and `masters` read an optimizer's state.
 
 from typing import Any
 
+from jmp.transforms._flat_masters import FlatMasters
 from jmp.transforms._loss_scaling import WithLossScaleState, with_loss_scale
 from jmp.transforms._master_params import (
     WithMasterParamsState,
@@ -17,6 +18,7 @@ from jmp.transforms._mixed_precision import mixed_precision
 from jmp.transforms._states import check_order, find_states
 
 __all__ = [
+    "FlatMasters",
     "WithLossScaleState",
     "WithMasterParamsState",
     "check_optimizer_state",

@@ -10,7 +10,8 @@ from jmp.loss_scaling import LossScale, NoOpLossScale
 from jmp.transforms import _states
 from jmp.transforms._agreement import AxisName, agreed
 from jmp.transforms._finite_check import gradients_finite
-from jmp.transforms._master_params import WithMasterParamsState
+from jmp.transforms._flat_masters import map_vectors
+from jmp.transforms._master_params import WithMasterParamsState, has_flat_masters
 from jmp.trees import cast_to_at_least_float32, select_tree
 
 
@@ -96,7 +97,7 @@ def with_loss_scale(
         updates: Any, state: WithLossScaleState, params: Any = None, **extra_args: Any
     ) -> tuple[Any, WithLossScaleState]:
         scale = state.loss_scale
-        gradients = scale.unscale(cast_to_at_least_float32(updates))
+        gradients, to_check = _unscaled(updates, state)
         new_updates, inner_state = _states.update_inner(
             inner,
             gradients,
@@ -108,7 +109,7 @@ def with_loss_scale(
         if isinstance(scale, NoOpLossScale):
             return new_updates, state._replace(inner_state=inner_state)
 
-        finite = agreed(gradients_finite(gradients), scale, axis_name)
+        finite = agreed(gradients_finite(to_check), scale, axis_name)
         skipped = 1 - finite.astype(jnp.int32)
         new_updates = jax.tree.map(lambda u: _zero_unless(finite, u), new_updates)
         return new_updates, WithLossScaleState(
@@ -120,6 +121,15 @@ def with_loss_scale(
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _unscaled(updates: Any, state: WithLossScaleState) -> tuple[Any, Any]:
+    """Returns unscaled gradients in at least float32, and the arrays in which to check them."""
+    unscale = lambda tree: state.loss_scale.unscale(cast_to_at_least_float32(tree))
+    if has_flat_masters(state.inner_state):
+        return map_vectors(unscale, updates)  # the form in which they are needed afterwards
+    gradients = unscale(updates)
+    return gradients, gradients
 
 
 def _as_inner_sees(params: Any, inner_state: Any) -> Any:

@@ -4,12 +4,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.typing import DTypeLike
 
 from jmp.dtypes import floating_dtype, is_half
 from jmp.transforms import _states
+from jmp.transforms._flat_masters import FlatMasters, flatten
+from jmp.transforms._rounding import difference
 from jmp.trees import cast_to_at_least_float32, is_floating, path_string
 
 
@@ -18,7 +19,7 @@ class WithMasterParamsState(NamedTuple):
 
     Attributes:
       masters: the parameters' tree with a master for every half leaf, and `optax.MaskedNode()`,
-        which holds nothing, for every other leaf.
+        which holds nothing, for every other leaf; or `FlatMasters`.
       inner_state: state of the wrapped optimizer.
     """
 
@@ -29,6 +30,8 @@ class WithMasterParamsState(NamedTuple):
 def with_master_params(
     inner: optax.GradientTransformation | optax.MultiSteps,
     master_dtype: DTypeLike = jnp.float32,
+    *,
+    flat_master: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Keeps float32 masters of half parameters in the optimizer's state.
 
@@ -46,11 +49,17 @@ def with_master_params(
     Args:
       inner: any optax transformation, or a `MultiSteps` object.
       master_dtype: float32 or float64.
+      flat_master: keep masters, and with them the moments of `inner`, as one flat vector. For
+        hundreds of small tensors: an Adam update of 400 takes a few kernels instead of hundreds,
+        and moves more bytes. All parameters must be of one half dtype (give each dtype a group with
+        `optax.partition`), `inner` sees one vector (no masks by path inside it), and on parameters
+        sharded by jit it would gather them: it is for one device.
 
     Returns: a transformation whose state is a `WithMasterParamsState`; `update` needs `params`.
 
     Raises:
-      ValueError: half masters; `update` without `params`; masters around masters.
+      ValueError: half masters; `update` without `params`; masters around masters; in `init`, flat
+        masters of more than one dtype.
       TypeError: `inner` is no transformation.
 
     >>> import optax
@@ -72,10 +81,12 @@ def with_master_params(
         )
 
     def init(params: Any) -> WithMasterParamsState:
-        masters = jax.tree.map(
-            lambda p: jnp.array(p, master_dtype) if _needs_master(p) else optax.MaskedNode(), params
-        )
-        inner_state = inner.init(_masters_or_params(masters, params))
+        if flat_master:
+            masters: Any = FlatMasters.from_tree(params, master_dtype)
+        else:
+            make = lambda p: jnp.array(p, master_dtype) if _needs_master(p) else optax.MaskedNode()
+            masters = jax.tree.map(make, params)
+        inner_state = inner.init(_as_inner_sees(masters, params))
         _states.check_inner_state(inner_state, WithMasterParamsState, "with_master_params")
         return WithMasterParamsState(masters, _states.without_weak_types(inner_state))
 
@@ -87,17 +98,23 @@ def with_master_params(
                 "with_master_params got no params; call update(gradients, state, params): the "
                 "update is the difference between the new masters and the parameters."
             )
-        full = _masters_or_params(state.masters, params)
+        full = _as_inner_sees(state.masters, params)
         gradients = cast_to_at_least_float32(updates)
+        if flat_master:
+            gradients = flatten(gradients, full.dtype)
         full_updates, inner_state = _states.update_inner(
             inner, gradients, state.inner_state, full, extra_args, "with_master_params"
         )
         new_full = optax.apply_updates(full, full_updates)
-        masters = jax.tree.map(
-            lambda p, new: new if _needs_master(p) else optax.MaskedNode(), params, new_full
-        )
+        if flat_master:
+            masters = state.masters.replace_vector(new_full)
+            new_leaves = list(masters.leaves().values())
+            new_full = full_updates = jax.tree.unflatten(jax.tree.structure(params), new_leaves)
+        else:
+            keep = lambda p, new: new if _needs_master(p) else optax.MaskedNode()
+            masters = jax.tree.map(keep, params, new_full)
         half_updates = jax.tree.map(
-            lambda p, new, u: _difference(p, new) if _needs_master(p) else u,
+            lambda p, new, u: difference(p, new) if _needs_master(p) else u,
             params,
             new_full,
             full_updates,
@@ -111,7 +128,10 @@ def _needs_master(param: Any) -> bool:
     return is_floating(param) and is_half(param.dtype)
 
 
-def _masters_or_params(masters: Any, params: Any) -> Any:
+def _as_inner_sees(masters: Any, params: Any) -> Any:
+    """Returns the masters, and the parameters that need none."""
+    if isinstance(masters, FlatMasters):
+        return masters.vector
     return jax.tree.map(
         lambda m, p: p if isinstance(m, optax.MaskedNode) else m,
         masters,
@@ -120,34 +140,21 @@ def _masters_or_params(masters: Any, params: Any) -> Any:
     )
 
 
-def _difference(param: jax.Array, master: jax.Array) -> jax.Array:
-    """Returns what must be added to `param`, in float32, to get the rounded master."""
-    rounded = _rounded(master.astype(jnp.float32), param.dtype)
-    old = param.astype(jnp.float32)
-    # Equal values: the zero with the master's sign, so that -0.0 stays what it is.
-    return jnp.where(rounded == old, jnp.copysign(jnp.float32(0), rounded), rounded - old)
-
-
-def _rounded(value: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Returns float32 `value` rounded to the nearest number of a half `dtype`, still float32.
-
-    Not `value.astype(dtype).astype(float32)`: XLA drops such a pair of casts on a GPU.
-    """
-    if dtype == jnp.bfloat16:
-        return jax.lax.reduce_precision(value, exponent_bits=8, mantissa_bits=7)
-    # reduce_precision flushes what is subnormal in float16: there, multiples of 2**-24.
-    subnormal = jnp.round(value * 2.0**24) * 2.0**-24
-    normal = jax.lax.reduce_precision(value, exponent_bits=5, mantissa_bits=10)
-    return jnp.where(jnp.abs(value) < 2.0**-14, subnormal, normal)
+def has_flat_masters(opt_state: Any) -> bool:
+    """Returns whether any parameter group keeps its masters as one vector."""
+    states = _states.find_states(opt_state, WithMasterParamsState)
+    return any(isinstance(state.masters, FlatMasters) for state in states)
 
 
 def collect_masters(opt_state: Any, params: Any) -> Any:
     """Returns `params` with half leaves replaced by their masters, of whatever parameter group."""
-    by_path = {
-        path_string(path): master
-        for state in _states.find_states(opt_state, WithMasterParamsState)
-        for path, master in jax.tree_util.tree_leaves_with_path(state.masters)
-    }
+    by_path: dict[str, Any] = {}
+    for state in _states.find_states(opt_state, WithMasterParamsState):
+        if isinstance(state.masters, FlatMasters):
+            by_path |= state.masters.leaves()
+        else:
+            leaves = jax.tree_util.tree_leaves_with_path(state.masters)
+            by_path |= {path_string(path): master for path, master in leaves}
     # A half leaf of a frozen group has no master and is its own truth.
     return jax.tree_util.tree_map_with_path(
         lambda path, p: by_path.get(path_string(path), p), cast_to_at_least_float32(params)

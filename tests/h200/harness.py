@@ -10,8 +10,9 @@ one marked ENTRY.
 * An instruction that launches work is one kernel: it reads each distinct operand once and writes
   its result once. A fusion is one kernel, whatever it holds. Caches, workspaces of cuBLAS and cuDNN
   and the insides of library calls are not counted.
-* A fusion that only slices or gathers from an operand reads what it takes, not the whole; one that
-  updates a slice of an operand in place writes that slice only. A scatter counts whole.
+* A fusion that only slices or gathers from an operand reads what it takes, not the whole, also
+  behind a cast and the like; one that updates a slice of an operand in place writes that slice
+  only. A scatter counts whole.
 * Parameters, constants, tuples, bitcasts and the like name bytes already there: they are free.
 * The condition and the body of a loop count once, not once a turn.
 * One branch of a conditional runs: `bytes_moved` takes the one that moves most. The counts of
@@ -45,6 +46,8 @@ NAMES_FOR_BYTES = frozenset({
 })  # fmt: skip
 CALLERS = frozenset({"while", "conditional", "call"})
 SLICES = frozenset({"slice", "dynamic-slice", "gather"})
+# What a fusion computes of one operand element by element, only where its result is needed.
+POINTWISE = frozenset({"abs", "convert", "negate", "reduce-precision"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,6 +155,7 @@ CALLED = re.compile(
     r"(\{[^}]*\}|%[\w.\-]+)"
 )
 FUSED = re.compile(r"calls=%([\w.\-]+)")
+SLICE = re.compile(r"slice=\{[^}]*\}")
 LIBRARY_CALL = re.compile(r'custom_call_target="__cu(?:blas|dnn)')
 
 
@@ -297,18 +301,22 @@ def _bytes_moved_by_fusion(fusion: Instruction, fused: list[Instruction]) -> int
     sizes = _sizes(fused)
     producers = {instruction.name: instruction for instruction in fused}
 
-    def bytes_read(name: str) -> int:
-        read = 0
-        for user in fused:
-            if name not in user.operands:
-                continue
-            if user.opcode == "bitcast":
-                read += bytes_read(user.name)
+    def parts_read(name: str) -> dict[str, float]:
+        """Returns the parts of an array that are read, by their place, as fractions of it."""
+        parts: dict[str, float] = {}
+        users = [user for user in fused if name in user.operands]
+        for user in users:
+            if user.opcode == "bitcast" or user.opcode in POINTWISE:
+                parts |= parts_read(user.name)
             elif user.opcode in SLICES and name not in user.operands[1:]:
-                read += sizes[user.name]
+                place = SLICE.search(user.attributes)
+                parts[place[0] if place else user.name] = sizes[user.name] / sizes[name]
             elif not updates_in_place(user) or name in user.operands[1:]:
-                return sizes[name]
-        return min(read, sizes[name])
+                parts["whole"] = 1
+        return parts if users else {"whole": 1}
+
+    def bytes_read(name: str) -> int:
+        return round(sizes[name] * min(1, sum(parts_read(name).values())))
 
     def updates_in_place(instruction: Instruction) -> bool:
         if instruction.opcode != "dynamic-update-slice":

@@ -1,0 +1,26 @@
+"""How a half parameter follows its float32 master: by an update that is exactly the difference."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def difference(param: jax.Array, master: jax.Array) -> jax.Array:
+    """Returns what must be added to `param`, in float32, to get the rounded master."""
+    rounded = _rounded(master.astype(jnp.float32), param.dtype)
+    old = param.astype(jnp.float32)
+    # Equal values: the zero with the master's sign, so that -0.0 stays what it is.
+    return jnp.where(rounded == old, jnp.copysign(jnp.float32(0), rounded), rounded - old)
+
+
+def _rounded(value: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Returns float32 `value` rounded to the nearest number of a half `dtype`, still float32.
+
+    Not `value.astype(dtype).astype(float32)`: XLA drops such a pair of casts on a GPU.
+    """
+    if dtype == jnp.bfloat16:
+        return jax.lax.reduce_precision(value, exponent_bits=8, mantissa_bits=7)
+    # reduce_precision flushes what is subnormal in float16: there, multiples of 2**-24.
+    subnormal = jnp.round(value * 2.0**24) * 2.0**-24
+    normal = jax.lax.reduce_precision(value, exponent_bits=5, mantissa_bits=10)
+    return jnp.where(jnp.abs(value) < 2.0**-14, subnormal, normal)

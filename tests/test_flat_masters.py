@@ -1,0 +1,168 @@
+"""Masters as one flat vector: the same training, bit for bit, and a way to and from the tree."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import serialization
+
+import jmp
+from jmp import transforms
+from jmp.adapters import linen
+
+flat_masters = functools.partial(transforms.with_master_params, flat_master=True)
+
+
+def parameters(dtype):
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = {"kernel": (3, 5), "bias": (5,), "scalar": ()}
+    return {
+        name: jax.random.normal(key, shape, dtype)
+        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+
+
+def train(tx, params, steps, bad_step=None):
+    state = tx.init(params)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, gradients):
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = jax.tree.map(jnp.copy, params)
+    for i in range(steps):
+        gradients = jax.tree.map(lambda p, i=i: jnp.sin(p * (i + 1)) * 8, params)
+        if i == bad_step:
+            gradients["bias"] = gradients["bias"].at[0].set(jnp.inf)
+        params, state = step(params, state, gradients)
+    return params, state
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("scale", [None, jmp.StaticLossScale(8.0), jmp.DynamicLossScale(8.0)])
+def test_training_is_the_same_as_with_a_tree_of_masters(dtype, scale):
+    def make(masters):
+        inner = masters(optax.adamw(1e-3))
+        return inner if scale is None else transforms.with_loss_scale(inner, scale)
+
+    bad_step = 3 if isinstance(scale, jmp.DynamicLossScale) else None
+    params, state = train(make(transforms.with_master_params), parameters(dtype), 10, bad_step)
+    flat_params, flat_state = train(make(flat_masters), parameters(dtype), 10, bad_step)
+    jax.tree.map(np.testing.assert_array_equal, flat_params, params)
+    masters = transforms.masters(state, params)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_max_ulp(a, b, 1),
+        transforms.masters(flat_state, flat_params),
+        masters,
+    )
+    for name, param in flat_params.items():
+        np.testing.assert_array_equal(param, masters[name].astype(dtype))
+
+
+def test_a_skipped_step_moves_neither_masters_nor_moments():
+    params = parameters(jnp.float16)
+    tx = transforms.with_loss_scale(flat_masters(optax.adam(1e-3)), jmp.DynamicLossScale(8.0))
+    stepped, state = train(tx, params, 1, bad_step=0)
+    assert state.skipped_steps == 1 and state.loss_scale.loss_scale == 4.0
+    jax.tree.map(np.testing.assert_array_equal, stepped, params)
+    jax.tree.map(np.testing.assert_array_equal, state.inner_state, tx.init(params).inner_state)
+
+
+def test_masters_and_moments_are_one_vector_each():
+    state = flat_masters(optax.adam(1e-3)).init(parameters(jnp.float16))
+    assert state.masters.vector.shape == state.inner_state[0].mu.shape == (21,)
+    assert state.masters.vector.dtype == state.inner_state[0].nu.dtype == jnp.float32
+
+
+def test_the_vector_and_the_tree_are_one_another_s_inverse():
+    params = parameters(jnp.float16)
+    state = flat_masters(optax.sgd(1.0), jnp.float32).init(params)
+    tree = transforms.masters(state, params)
+    jax.tree.map(lambda m, p: np.testing.assert_array_equal(m, p.astype("float32")), tree, params)
+    again = transforms.FlatMasters.from_tree(params, "float32")
+    np.testing.assert_array_equal(again.vector, state.masters.vector)
+    assert again.paths == ("bias", "kernel", "scalar")
+
+
+def test_every_dtype_has_a_group_of_its_own():
+    params = {"half": parameters(jnp.float16), "norm": {"scale": jnp.ones(3)}}
+    groups = {"half": flat_masters(optax.adam(1e-2)), "norm": optax.adam(1e-2)}
+    tx = transforms.with_loss_scale(
+        optax.partition(groups, {"half": "half", "norm": "norm"}), jmp.DynamicLossScale(8.0)
+    )
+    state = tx.init(params)
+    gradients = jax.tree.map(lambda p: jnp.full(p.shape, 8.0, p.dtype), params)
+    updates, state = jax.jit(tx.update)(gradients, state, params)
+    new = optax.apply_updates(params, updates)
+    assert new["norm"]["scale"].dtype == jnp.float32
+    masters = transforms.masters(state, new)
+    np.testing.assert_allclose(masters["norm"]["scale"], 0.99, rtol=1e-6)
+    for name, param in params["half"].items():
+        np.testing.assert_allclose(masters["half"][name], param - 0.01, rtol=1e-3, atol=1e-3)
+        np.testing.assert_array_equal(new["half"][name], masters["half"][name].astype("float16"))
+    # An infinity in one group skips both.
+    gradients["norm"]["scale"] = jnp.full(3, jnp.nan)
+    updates, state = jax.jit(tx.update)(gradients, state, new)
+    assert state.skipped_steps == 1
+    assert all(jnp.all(u == 0) for u in jax.tree.leaves(updates))
+
+
+@pytest.mark.parametrize(
+    ("params", "got"),
+    [
+        (
+            {"a": jnp.ones(2, jnp.float16), "b": {"c": jnp.ones(2)}},
+            r"float16 \(a\), float32 \(b/c\)",
+        ),
+        (
+            {"a": jnp.ones(2, jnp.float16), "b": jnp.ones(2, jnp.bfloat16)},
+            r"float16 \(a\), bfloat16",
+        ),
+        ({"a": jnp.ones(2)}, r"float32 \(a\)"),
+        (
+            {"a": jnp.ones(2, jnp.float16), "steps": jnp.arange(2)},
+            r"float16 \(a\), int32 \(steps\)",
+        ),
+        ({}, "no dtype at all"),
+    ],
+)
+def test_what_does_not_fit_one_vector_is_refused_with_the_way_out(params, got):
+    with pytest.raises(ValueError, match=f"got parameters of {got}.*optax.partition"):
+        flat_masters(optax.sgd(1.0)).init(params)
+
+
+def test_steps_scan():
+    params = parameters(jnp.float16)
+    tx = transforms.with_loss_scale(flat_masters(optax.adam(1e-3)), jmp.DynamicLossScale(8.0))
+
+    def step(carry, _):
+        params, state = carry
+        updates, state = tx.update(jax.tree.map(jnp.sin, params), state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    (params, state), _ = jax.lax.scan(step, (params, tx.init(params)), None, length=3)
+    assert state.skipped_steps == 0
+    masters = transforms.masters(state, params)
+    jax.tree.map(lambda p, m: np.testing.assert_array_equal(p, m.astype(p.dtype)), params, masters)
+
+
+def test_checkpoints_hold_the_vector(tmp_path):
+    params = parameters(jnp.float16)
+    tx = transforms.with_loss_scale(flat_masters(optax.adam(1e-3)), jmp.DynamicLossScale(8.0))
+    params, opt_state = train(tx, params, 2)
+    fresh = tx.init(params)
+
+    assert linen.TrainState  # its module teaches flax.serialization our classes
+    restored = serialization.from_bytes(fresh, serialization.to_bytes(opt_state))
+    jax.tree.map(np.testing.assert_array_equal, restored, opt_state)
+
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", opt_state)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "state", fresh)
+    jax.tree.map(np.testing.assert_array_equal, restored, opt_state)
