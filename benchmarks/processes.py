@@ -1,0 +1,70 @@
+"""Talks to the workers: one process a recipe, PyTorch's among them."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+ROOT = pathlib.Path(__file__).parents[1]
+# `pip install --no-deps --target` puts the peers here: DeepMind's `jmp` must not replace ours.
+PEERS = ROOT / "benchmarks" / "peers"
+
+
+class Process:
+    """A worker that is asked one thing at a time.
+
+    Args:
+      arguments: of the Python interpreter, such as `["-m", "benchmarks.worker", "adapter"]`.
+      peers: whether, and how, the peers' folder is on the import path: "first" before this project,
+        "last" behind it.
+      log: where its standard error goes.
+      platform: the only one JAX may start; None leaves it the choice.
+    """
+
+    def __init__(
+        self, arguments: list[str], peers: str, log: pathlib.Path, platform: str | None = None
+    ) -> None:
+        paths = {"first": [PEERS, ROOT], "last": [ROOT, PEERS]}[peers]
+        # Several processes share a device: none may take all of its memory.
+        environment = dict(
+            os.environ,
+            PYTHONPATH=os.pathsep.join(map(str, paths)),
+            XLA_PYTHON_CLIENT_PREALLOCATE="false",
+            **({"JAX_PLATFORMS": platform} if platform else {}),
+        )
+        self._log = log
+        self._process = subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log.open("w"),
+            text=True,
+        )
+
+    def tell(self, do: str, **options: Any) -> None:
+        """Sends a command; its answer has to be fetched with `answer`."""
+        try:
+            print(json.dumps({"do": do, **options}), file=self._process.stdin, flush=True)
+        except BrokenPipeError:
+            pass  # `answer` says what became of it
+
+    def answer(self) -> dict[str, Any]:
+        """Waits for the answer; `{"error": sentence}` if the command or the process failed."""
+        line = self._process.stdout.readline()
+        if line:
+            return json.loads(line)
+        end = self._log.read_text().strip().splitlines()[-1:]
+        return {"error": f"the process ended with status {self._process.wait()}: {end}"[:300]}
+
+    def ask(self, do: str, **options: Any) -> dict[str, Any]:
+        self.tell(do, **options)
+        return self.answer()
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()

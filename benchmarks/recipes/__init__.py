@@ -1,0 +1,85 @@
+"""The same training step, in the recipes that people use: one file a library, one row here.
+
+A recipe's module is imported when it is asked for: the peers need not be installed, and DeepMind's
+`jmp` shares our import name, so it has to run in a process of its own.
+"""
+
+import dataclasses
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.recipes._training import Training
+
+__all__ = ["RECIPES", "Recipe", "Training"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """A way to train in mixed precision.
+
+    Attributes:
+      name: as in `--recipes`.
+      title: as in the report.
+      training: module and function that make a workload's training step.
+      update: the same for an update alone; None where the recipe has no optimizer of its own.
+      package: what has to be importable.
+      matmul_precision: of float32 products, as in `jax.default_matmul_precision`.
+      needs_peers_first: whether `package` hides behind ours unless it comes first.
+    """
+
+    name: str
+    title: str
+    training: str | None
+    update: str | None = None
+    package: str | None = None
+    matmul_precision: str | None = None
+    needs_peers_first: bool = False
+
+    def make(self, workload: Any) -> Training:
+        """Returns the functions that train `workload` by this recipe."""
+        from benchmarks.workloads import Update
+
+        address = self.update if isinstance(workload, Update) else self.training
+        if address is None:
+            raise ValueError(f"The recipe {self.name} has nothing for the workload {workload.name}")
+        module, _, function = address.partition(":")
+        make: Callable[..., Training] = getattr(
+            importlib.import_module(f"benchmarks.recipes.{module}"), function
+        )
+        return make(workload)
+
+
+RECIPES = (
+    Recipe("float32", "float32, exact products", "_training:float32", matmul_precision="highest"),
+    Recipe("tf32", "float32, TF32 products", "_training:float32", matmul_precision="tensorfloat32"),
+    Recipe(
+        "unscaled",
+        "by hand, no loss scaling",
+        "_training:half_unscaled",
+        "_training:unscaled_update",
+    ),
+    Recipe("by-hand", "by hand, dynamic loss scaling", "by_hand:training", "by_hand:update"),
+    Recipe(
+        "deepmind-jmp",
+        "DeepMind's jmp",
+        "deepmind_jmp:training",
+        "deepmind_jmp:update",
+        package="jmp",
+        needs_peers_first=True,
+    ),
+    Recipe("mpx", "mpx", "mpx:training", package="mpx"),
+    Recipe("dynamic-scale", "flax DynamicScale", "dynamic_scale:training"),
+    Recipe(
+        "apply-if-finite",
+        "optax.apply_if_finite, static scale",
+        "apply_if_finite:training",
+        "apply_if_finite:update",
+    ),
+    Recipe("adapter", "ours: adapter", "ours:adapter", "ours:update"),
+    Recipe("adapter-unscaled", "ours: adapter, no loss scaling", "ours:adapter_unscaled"),
+    Recipe("autocast", "ours: autocast", "ours:autocast"),
+    Recipe("masters", "ours: half parameters, masters", "ours:masters", "ours:masters_update"),
+    Recipe("flat-masters", "ours: half parameters, flat masters", None, "ours:flat_masters_update"),
+)

@@ -1,0 +1,82 @@
+"""This library: the adapter for Flax, autocast, and half parameters with float32 masters."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jmp
+from benchmarks.recipes._training import HALF, Training
+from jmp import transforms
+from jmp.adapters import linen
+
+
+def adapter(workload: Any) -> Training:
+    """`linen.wrap_apply` and dynamic loss scaling; parameters float32."""
+    return _training(workload, linen.wrap_apply, "O1", jmp.torch_loss_scale())
+
+
+def adapter_unscaled(workload: Any) -> Training:
+    """The same without loss scaling, as for bfloat16."""
+    return _training(workload, linen.wrap_apply, "O1", jmp.NoOpLossScale())
+
+
+def autocast(workload: Any) -> Training:
+    """`jmp.autocast` around the model and dynamic loss scaling; parameters float32."""
+    return _training(workload, jmp.autocast, "O1", jmp.torch_loss_scale())
+
+
+def masters(workload: Any) -> Training:
+    """Half parameters with float32 masters in the optimizer, dynamic loss scaling."""
+    return _training(workload, linen.wrap_apply, "O2", jmp.torch_loss_scale())
+
+
+def update(workload: Any) -> Training:
+    return _update(workload, jnp.float32, workload.optimizer)
+
+
+def masters_update(workload: Any) -> Training:
+    return _update(workload, HALF, transforms.with_master_params(workload.optimizer))
+
+
+def flat_masters_update(workload: Any) -> Training:
+    """Masters and moments as one flat vector."""
+    optimizer = transforms.with_master_params(workload.optimizer, flat_master=True)
+    return _update(workload, HALF, optimizer)
+
+
+def _training(workload: Any, lower: Any, policy: str, loss_scale: jmp.LossScale) -> Training:
+    apply_fn = lower(workload.module(None).apply, policy)
+    loss_fn = workload.loss_fn(apply_fn)
+
+    def init(key: jax.Array) -> linen.TrainState:
+        params, statistics = workload.variables(key)
+        return linen.TrainState.create(
+            apply_fn=apply_fn,
+            params=linen.cast_params(params, policy),
+            batch_stats=statistics,
+            tx=transforms.mixed_precision(workload.optimizer, policy, loss_scale),
+        )
+
+    def step(state: linen.TrainState, batch: Any) -> Any:
+        grad_fn = jmp.scaled_value_and_grad(loss_fn, state.loss_scale, has_aux=True)
+        (loss, statistics), gradients = grad_fn(state.params, state.batch_stats, batch)
+        return state.apply_gradients(grads=gradients, batch_stats=statistics), loss
+
+    return Training(init, step)
+
+
+def _update(workload: Any, param_dtype: Any, optimizer: Any) -> Training:
+    tx = transforms.with_loss_scale(optimizer, jmp.torch_loss_scale())
+
+    def init(key: jax.Array) -> Any:
+        params = [p.astype(param_dtype) for p in workload.params(key)]
+        return params, tx.init(params)
+
+    def step(state: Any, gradients: Any) -> Any:
+        params, opt_state = state
+        updates, opt_state = tx.update(gradients, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), None
+
+    return Training(init, step)

@@ -1,0 +1,217 @@
+"""Measures training steps in every recipe, side by side, and writes JSON for `report.py`.
+
+    python -m benchmarks.run --suite compiled    # bytes, kernels, memory on an H200; needs no GPU
+    python -m benchmarks.run --suite checks    # the same for ways to check gradients
+    python -m benchmarks.run --suite gpu --only gpt2    # paired times on this machine's GPU
+    python -m benchmarks.run --suite cpu    # update, trace and compile ratios on this CPU
+    python -m benchmarks.run --rehearse --suite gpu    # everything at a tiny size, on any machine
+
+A run with `--only` or `--recipes` replaces those results in the file and keeps the others, so that
+a long suite can be run in parts. `make bench` installs what the suites need.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import pathlib
+import tempfile
+from collections.abc import Iterator
+from concurrent import futures
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+
+from benchmarks.finite_checks import CHECKS
+from benchmarks.pairing import paired
+from benchmarks.processes import ROOT, Process
+from benchmarks.recipes import RECIPES
+from benchmarks.workloads import UPDATES, WORKLOADS, Update
+
+BASELINE = "by-hand"
+CONTROL = "by-hand again"  # the same recipe in a second process: what chance alone makes of a ratio
+TORCH = {"torch-eager": "eager", "torch-compile": "compile"}
+NAMES = [workload.name for workload in (*WORKLOADS, *UPDATES)]
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--suite", choices=SUITES, required=True)
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, help="workloads")
+    recipes = [row.name for row in RECIPES] + list(TORCH)
+    parser.add_argument("--recipes", nargs="+", choices=recipes, default=recipes)
+    parser.add_argument("--rounds", type=int, default=12, help="at least 8")
+    parser.add_argument("--rehearse", action="store_true", help="tiny shapes, on any machine")
+    parser.add_argument("--output-dir", type=pathlib.Path, default=ROOT / "results" / "benchmarks")
+    arguments = parser.parse_args()
+    if arguments.rounds < 8:
+        parser.error(f"--rounds got {arguments.rounds}; expected at least 8 for an interval")
+    if BASELINE not in arguments.recipes:
+        parser.error(f"--recipes has to name {BASELINE}: every ratio is to it")
+    return arguments
+
+
+def recipes_for(workload: Any, arguments: argparse.Namespace, compiled: bool) -> list[str]:
+    """Returns the names of the recipes that have something to run for `workload`."""
+    update = isinstance(workload, Update)
+    names = [row.name for row in RECIPES if (row.update if update else row.training)]
+    if compiled:
+        names = [name for name in names if name != "tf32"]  # the same program as float32
+    elif not update:
+        names += TORCH
+    return [name for name in names if name in arguments.recipes]
+
+
+@contextlib.contextmanager
+def workers(names: list[str], platform: str | None = None) -> Iterator[dict[str, Process]]:
+    """Starts a process a recipe, and ends them all."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        found = {}
+        for name in names:
+            log = pathlib.Path(folder) / f"{name}.log"
+            if name in TORCH:
+                process = Process(["-m", "benchmarks.torch_worker", TORCH[name]], "last", log)
+            else:
+                recipe = BASELINE if name == CONTROL else name
+                (row,) = (row for row in RECIPES if row.name == recipe)
+                peers = "first" if row.needs_peers_first else "last"
+                process = Process(["-m", "benchmarks.worker", recipe], peers, log, platform)
+            stack.callback(process.close)
+            found[name] = process
+        yield found
+
+
+# The suites: each returns what is written down for one workload.
+
+
+def compiled_suite(workload: Any, arguments: argparse.Namespace, tick: Any) -> dict[str, Any]:
+    """Counts bytes, kernels and memory of the programs an H200 would run."""
+    options = {"workload": workload.name, "rehearse": arguments.rehearse}
+    names = recipes_for(workload, arguments, compiled=True)
+    return {"recipes": counted({name: (name, options) for name in names}, tick)}
+
+
+def checks_suite(workload: Any, arguments: argparse.Namespace, tick: Any) -> dict[str, Any]:
+    """Counts the step of our adapter with one finite check or another."""
+    options = {"workload": workload.name, "rehearse": arguments.rehearse}
+    checks = {check: ("adapter", {**options, "check": check}) for check in CHECKS}
+    return {"recipes": counted(checks, tick)}
+
+
+def counted(jobs: dict[str, tuple[str, dict[str, Any]]], tick: Any) -> dict[str, Any]:
+    """Returns the counts of `{name: (recipe, options)}`, as many at a time as there are cores."""
+
+    def count(job: tuple[str, dict[str, Any]]) -> dict[str, Any]:
+        recipe, options = job
+        with workers([recipe], "cpu") as found:  # JAX must not take the compiler for a GPU
+            answer = found[recipe].ask("count", **options)
+        tick()
+        return answer
+
+    with futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        return dict(zip(jobs, pool.map(count, jobs.values()), strict=True))
+
+
+def timed_suite(
+    workload: Any, arguments: argparse.Namespace, tick: Any, platform: str | None = None
+) -> dict[str, Any]:
+    """Times the steps in shuffled rounds; ratios are within a round, to the same step by hand."""
+    names = [*recipes_for(workload, arguments, compiled=False), CONTROL]
+    options = {"workload": workload.name, "rehearse": arguments.rehearse}
+    with workers(names, platform) as found:
+        results = {}
+        for name, process in found.items():  # one at a time: XLA times kernels while it compiles
+            results[name] = process.ask("prepare", **options)
+            tick()
+        alive = {name: process for name, process in found.items() if "error" not in results[name]}
+        if BASELINE not in alive:
+            return {"recipes": results}
+        seconds = paired(
+            {
+                name: lambda steps, p=process: p.ask("time", steps=steps)["seconds"]
+                for name, process in alive.items()
+            },
+            step_seconds=results[BASELINE]["step_seconds"],
+            baseline=BASELINE,
+            rounds=arguments.rounds,
+        )
+        for name, process in alive.items():
+            results[name] |= seconds[name] | process.ask("peak")
+        measured = {"recipes": results}
+        if not isinstance(workload, Update) and "float32" in alive:
+            measured |= found["float32"].ask("flops", **options)
+    return measured
+
+
+def cpu_suite(workload: Any, arguments: argparse.Namespace, tick: Any) -> dict[str, Any]:
+    """Times updates as they are; of models, whose half products no CPU is made for, tracing."""
+    if isinstance(workload, Update):
+        return timed_suite(workload, arguments, tick, "cpu")
+    names = recipes_for(workload, arguments, compiled=True)
+    options = {"workload": workload.name, "rehearse": arguments.rehearse}
+    with workers(names, "cpu") as found:
+        first = {name: process.ask("trace", **options) for name, process in found.items()}
+        alive = [name for name in found if "error" not in first[name]]
+        seconds = paired(
+            {
+                name: lambda steps, n=name: found[n].ask("trace", **options)["seconds"]
+                for name in alive
+            },
+            step_seconds=None,
+            baseline=BASELINE,
+            rounds=arguments.rounds,
+        )
+    tick()
+    return {"recipes": {name: seconds.get(name, first[name]) for name in found}}
+
+
+SUITES = {
+    "compiled": compiled_suite,
+    "checks": checks_suite,
+    "gpu": timed_suite,
+    "cpu": cpu_suite,
+}
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    console = Console()
+    suite = SUITES[arguments.suite]
+    name = f"{arguments.suite}_rehearsal" if arguments.rehearse else arguments.suite
+    path = arguments.output_dir / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"workloads": {}}
+
+    with workers(["float32"], None if arguments.suite == "gpu" else "cpu") as found:
+        results["machine"] = found["float32"].ask("machine")
+        if arguments.suite == "gpu":
+            platform = results["machine"].get("platform")
+            if platform != "gpu" and not arguments.rehearse:
+                raise SystemExit(
+                    f"--suite gpu found {platform}; expected a GPU. Without one take --suite "
+                    "compiled, or --rehearse to see that everything runs."
+                )
+            results["ceilings"] = found["float32"].ask("ceilings", rehearse=arguments.rehearse)
+
+    with Progress(console=console) as progress:
+        for workload in (*WORKLOADS, *UPDATES):
+            if workload.name not in arguments.only:
+                continue
+            task = progress.add_task(workload.name, total=None)
+            measured = suite(workload, arguments, lambda task=task: progress.advance(task))
+            kept = results["workloads"].setdefault(workload.name, {"recipes": {}})
+            recipes = kept["recipes"] | measured.pop("recipes")
+            kept |= {"title": workload.title, "recipes": recipes} | measured
+            # After each: a run that is cut short loses one workload.
+            path.write_text(json.dumps(results, indent=1) + "\n")
+            for recipe, found_here in recipes.items():
+                if "error" in found_here:
+                    console.print(f"{workload.name}, {recipe}: {found_here['error']}")
+    console.print(f"Wrote {path}. `python -m benchmarks.report` makes the documentation of it.")
+
+
+if __name__ == "__main__":
+    main()
