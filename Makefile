@@ -16,7 +16,10 @@ MATRIX := 0.10 0.11 0.12
 PYTHON312 ?= $(shell python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null || \
 	ls -d $(HOME)/.pyenv/versions/3.12.*/bin/python 2>/dev/null | tail -1)
 
-.PHONY: help train test test-matrix lint types clean
+# What the benchmarks compare with. Not into the environment: DeepMind's jmp has our import name.
+PEERS := jmp==0.0.4 mixed-precision-for-JAX==0.1.8
+
+.PHONY: help train test test-matrix bench lint types clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/:/'
@@ -33,6 +36,16 @@ test-matrix: $(MATRIX:%=.venv-jax-%/installed)  ## Run the suite on every versio
 		JAX_PLATFORMS=cpu .venv-jax-$$version/bin/python -m pytest -q -n 2 --dist loadfile || exit 1; \
 	done
 
+bench: .venv-test/installed benchmarks/peers/installed  ## Count and time everything that needs no GPU; an hour.
+	.venv-test/bin/python -m benchmarks.run --suite compiled
+	.venv-test/bin/python -m benchmarks.run --suite checks --only gpt2 resnet50-cifar-128 update-60
+	.venv-test/bin/python -m benchmarks.run --suite cpu --only gpt2 resnet50-cifar-128 update-60 update-400
+	.venv-test/bin/python -m benchmarks.report
+
+benchmarks/peers/installed: Makefile | .venv-test/installed
+	.venv-test/bin/pip install --quiet --no-deps --upgrade --target benchmarks/peers $(PEERS)
+	touch $@
+
 lint: .venv-test/installed  ## Check style.
 	.venv-test/bin/ruff check .
 	.venv-test/bin/ruff format --check .
@@ -46,7 +59,7 @@ types: .venv-test/installed  ## Check types.
 	touch $@
 
 clean:  ## Remove the environments and caches.
-	rm -rf .venv .venv-test .venv-jax-* .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv .venv-test .venv-jax-* benchmarks/peers .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 
 # One choice of CUDA at a time: a plugin left from another choice would still be found, also by CUDA=.
 .venv/installed$(CUDA): pyproject.toml

@@ -60,9 +60,10 @@ def compiled_section(results: dict[str, Any]) -> str:
     text = f"""## Counted: programs compiled for an H200
 
 One training step, compiled by XLA for an H200 without a device
-({versions_of(results["machine"])}): bytes that its kernels read and write, kernels it launches, memory for intermediate values. No time
-was measured. The ratios are to the same step by hand: `dtype=float16` on every layer, dynamic loss
-scaling written out.
+({versions_of(results["machine"])}): bytes that its
+kernels read and write, kernels it launches, memory for intermediate values. No time was measured.
+The ratios are to the same step by hand: `dtype=float16` on every layer, dynamic loss scaling
+written out.
 
 ![Bytes, kernels and temporary memory of every recipe, over those of the step by hand](compiled.png)
 
@@ -164,8 +165,8 @@ def checks_section(results: dict[str, Any]) -> str:
 
 What was tried (`benchmarks/finite_checks.py`, `--suite checks`): the step of our adapter with one
 check or another. Sums and norms save no kernel: each tensor is reduced by itself all the same.
-Beyond eight tensors of one shape XLA writes an intermediate array. Long concatenations count as few kernels, but
-each of their threads has to find its tensor branch by branch: compiled for an H200, the kernel of
+Beyond eight tensors of one shape XLA writes an intermediate array. Long concatenations count as few
+kernels, but each of their threads has to find its tensor branch by branch: compiled for an H200, the kernel of
 eight concatenated matrices holds 108 branches and loads single elements, that of eight matrices
 checked element by element 4 branches. How long either takes was not measured.
 

@@ -38,7 +38,8 @@ class Worker:
             from benchmarks.finite_checks import CHECKS
             from jmp.transforms import _loss_scaling
 
-            vars(_loss_scaling)["gradients_finite"] = CHECKS[check]
+            chosen = CHECKS[check]
+            vars(_loss_scaling)["gradients_finite"] = lambda tree: chosen(jax.tree.leaves(tree))
 
         training, *arguments = self._training(find(workload, rehearse))
         program = compile_for_h200(training.step, *arguments, donate_argnums=0)

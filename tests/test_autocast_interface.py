@@ -310,6 +310,16 @@ def test_recompute_of_a_small_island(recompute, remats):
     assert str(jax.make_jaxpr(function)(X)).count("remat2[") == remats
 
 
+def test_an_island_of_linear_operations_alone_recomputes_too():
+    # The bias of a head, whose output leaves in float32.
+    bias = jnp.linspace(0, 1, 8)[None]
+    function = lambda x, bias: x @ W + bias
+    x = jnp.linspace(-1, 1, 4 * 8).reshape(4, 8)
+    half = jmp.autocast(function, F16, recompute="all")(x, bias)
+    assert half.dtype == jnp.float32
+    np.testing.assert_allclose(half, function(x, bias), rtol=2e-3, atol=2e-3)
+
+
 @pytest.mark.parametrize(("recompute", "kept"), [("auto", 0), ("none", 1)])
 def test_recompute_auto_keeps_nothing_in_float32(recompute, kept):
     function = jmp.autocast(lambda x: jax.nn.softmax(x @ W) @ W, F16, recompute=recompute)

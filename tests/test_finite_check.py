@@ -16,7 +16,7 @@ from jmp.transforms._finite_check import SMALL, gradients_finite
 
 AUTO = jax.sharding.AxisType.Auto
 # Small and large, alike and unlike, more of each than one group holds; no elements; a scalar.
-SHAPES = [(3,)] * 40 + [(SMALL, 2)] * 9 + [(SMALL + 1,), (2, SMALL), (0, 4), (), (SMALL,)]
+SHAPES = [(3,)] * 40 + [(SMALL, 2)] * 9 + [(SMALL - 1,), (2, SMALL), (0, 4), (), (SMALL,)]
 
 
 def on_one_device(tree):

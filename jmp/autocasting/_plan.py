@@ -122,9 +122,9 @@ def _plan_component(
     island.mode = _islands.choose_mode(island, context.settings.recompute, context.repeats)
     front: list[Node] = []
     if island.mode is not Mode.PLAIN:
-        front, rest = _islands.peel(nodes, half)
-        if front:
-            island.nodes = rest
+        peeled, rest = _islands.peel(nodes, half)
+        if peeled and rest:  # an island that is linear throughout stays what it is, float32
+            front, island.nodes = peeled, rest
             island.connect(outputs)
             for node in front:
                 _plan_light(node, context)

@@ -25,7 +25,7 @@ from jmp.trees import all_finite, as_jax_array, is_complex, is_floating
 
 SAME_SHAPE_TOGETHER = 8
 SMALL_TOGETHER = 32
-SMALL = 2**14  # elements
+SMALL = 2**12  # elements: vectors, not matrices
 
 
 def gradients_finite(gradients: Any) -> jax.Array:
@@ -44,7 +44,7 @@ def gradients_finite(gradients: Any) -> jax.Array:
 
     small, alike = collections.defaultdict(list), collections.defaultdict(list)
     for leaf in leaves:
-        if leaf.size <= SMALL:
+        if leaf.size < SMALL:
             small[leaf.dtype].append(leaf.ravel())
         else:
             alike[leaf.shape].append(leaf)

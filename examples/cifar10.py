@@ -1,0 +1,447 @@
+"""Trains a ResNet-50 on CIFAR-10 in float32 and in half, and compares time, size and accuracy.
+
+    python examples/cifar10.py --data-dir cifar-10-batches-py     # meant for a GPU
+    python examples/cifar10.py --help
+
+The model is an ordinary Flax model with BatchNorm that knows nothing of precision. Every precision
+sees the same initial weights, batches and crops. float32 is what JAX makes of it: on NVIDIA GPUs
+since Ampere its products run in TensorFloat-32 unless JAX_DEFAULT_MATMUL_PRECISION=float32 is set.
+
+Writes `cifar10.json` and `cifar10.png` into the output folder. Into the checkpoint folder go a
+checkpoint after every epoch, with all that --resume needs, and at the end the model alone.
+"""
+
+import argparse
+import functools
+import json
+import pathlib
+import pickle
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from _common import COLORS, RECORD, check_checkpoints, device_line, positive, write_report
+from flax import serialization
+from rich import box
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import jmp
+from jmp import transforms
+from jmp.adapters import linen
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+# How to train, and how to store what is exported. BatchNorm is float32 in both.
+PRECISIONS = {
+    "float32": ("float32", "float32"),
+    "float16": ("mixed_float16", "p=f16,c=f16,o=f32"),
+    "bfloat16": ("mixed_bfloat16", "p=bf16,c=bf16,o=f32"),
+}
+# The blocks of each stage, and whether they are bottlenecks.
+MODELS = {"resnet18": ((2, 2, 2, 2), False), "resnet50": ((3, 4, 6, 3), True)}
+
+FOLDER = "cifar-10-batches-py"
+TRAIN_FILES = tuple(f"data_batch_{number}" for number in range(1, 6))
+FILES = (*TRAIN_FILES, "test_batch", "batches.meta")
+# Options that may differ when a training is resumed: they change nothing that is learned.
+FREE = {"data_dir", "output_dir", "checkpoint_dir", "devices", "resume", "stop_after"}
+WAY_OUT = (
+    'Get "CIFAR-10 python version" from https://www.cs.toronto.edu/~kriz/cifar.html, unpack it and '
+    "give its folder as --data-dir; nothing is downloaded here."
+)
+
+
+class Block(nn.Module):
+    """Two 3 x 3 convolutions, or a 3 x 3 one between two 1 x 1, around a shortcut."""
+
+    features: int
+    stride: int
+    bottleneck: bool
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        conv = functools.partial(nn.Conv, use_bias=False, kernel_init=nn.initializers.he_normal())
+        norm = functools.partial(nn.BatchNorm, use_running_average=not train, momentum=0.9)
+        features, strides = self.features, (self.stride, self.stride)
+        if self.bottleneck:
+            y = nn.relu(norm()(conv(features, (1, 1))(x)))
+            y = nn.relu(norm()(conv(features, (3, 3), strides)(y)))
+            y = conv(4 * features, (1, 1))(y)
+        else:
+            y = nn.relu(norm()(conv(features, (3, 3), strides)(x)))
+            y = conv(features, (3, 3))(y)
+        y = norm(scale_init=nn.initializers.zeros)(y)  # every block starts as its shortcut
+        if x.shape != y.shape:
+            x = norm()(conv(y.shape[-1], (1, 1), strides)(x))
+        return nn.relu(x + y)
+
+
+class ResNet(nn.Module):
+    """A ResNet for 32 x 32 images: its stem is one 3 x 3 convolution, without pooling."""
+
+    stages: tuple[int, ...]
+    bottleneck: bool
+    width: int
+    classes: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        x = nn.Conv(self.width, (3, 3), use_bias=False)(x)
+        x = nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.9)(x))
+        for stage, blocks in enumerate(self.stages):
+            for block in range(blocks):
+                stride = 2 if stage > 0 and block == 0 else 1
+                x = Block(self.width * 2**stage, stride, self.bottleneck)(x, train)
+        return nn.Dense(self.classes)(x.mean(axis=(1, 2)))
+
+
+def argument_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--data-dir", type=pathlib.Path, help=f"{FOLDER}, or the folder that it lies in")
+    add("--model", choices=MODELS, default="resnet50")
+    add("--width", type=positive(int), default=64, help="channels at the start")
+    add("--precision", nargs="+", choices=PRECISIONS, default=["float32", "float16"])
+    add("--batch-size", nargs="+", type=positive(int), default=[128, 512])
+    add("--epochs", type=positive(int), default=30)
+    add("--learning-rate", type=positive(float), default=0.1, help="peak, times batch / 128")
+    add("--weight-decay", type=positive(float), default=5e-4, help="of kernels alone")
+    add("--seed", type=int, default=0)
+    add("--devices", type=positive(int), default=1, help="devices that share every batch")
+    add("--output-dir", type=pathlib.Path, default=pathlib.Path("results"))
+    add("--checkpoint-dir", type=pathlib.Path, help="default: OUTPUT_DIR/checkpoints/cifar10")
+    add("--resume", action="store_true", help="go on with the trainings in the checkpoint folder")
+    add("--stop-after", type=positive(int), help="end after this epoch, to be resumed")
+    return parser
+
+
+def check_options(arguments: argparse.Namespace, train_images: int) -> None:
+    """Raises ValueError for options that fit neither the data nor the devices."""
+    devices = arguments.devices
+    if devices > jax.device_count():
+        raise ValueError(
+            f"--devices {devices}: JAX sees {jax.device_count()}; expected at most that. On a CPU "
+            f"set XLA_FLAGS=--xla_force_host_platform_device_count={devices}."
+        )
+    for batch_size in arguments.batch_size:
+        if batch_size % devices or batch_size > train_images:
+            raise ValueError(
+                f"--batch-size {batch_size}: expected a multiple of --devices {devices} and at "
+                f"most {train_images}, the images to train on."
+            )
+
+
+class PlainUnpickler(pickle.Unpickler):
+    """Reads arrays and plain containers, and refuses whatever else a pickle asks to be called."""
+
+    arrays, buffers = (np.empty(0).__reduce_ex__(protocol)[0] for protocol in (2, 5))
+    admitted = {
+        "numpy.ndarray": np.ndarray,
+        "numpy.dtype": np.dtype,
+        "numpy.core.multiarray._reconstruct": arrays,
+        "numpy._core.multiarray._reconstruct": arrays,
+        "numpy._core.numeric._frombuffer": buffers,
+        # So Python 3 writes bytes in protocol 2; the originals are Python 2's, which did not.
+        "_codecs.encode": lambda text, _: text.encode("latin1"),
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if f"{module}.{name}" not in self.admitted:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which could run code")
+        return self.admitted[f"{module}.{name}"]
+
+
+def read_pickle(path: pathlib.Path, *keys: bytes) -> list[Any]:
+    """Returns what the pickled dict in a file has under `keys`."""
+    try:
+        with path.open("rb") as file:
+            content = PlainUnpickler(file, encoding="bytes").load()
+        return [content[key] for key in keys]
+    except Exception as error:  # bytes that are no such pickle raise nearly anything
+        raise ValueError(
+            f"{path} cannot be read ({type(error).__name__}: {error}); expected a pickled dict "
+            f"with {' and '.join(map(str, keys))}. {WAY_OUT}"
+        ) from error
+
+
+def read_images(path: pathlib.Path, classes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns uint8[n, 32, 32, 3] images and int32[n] labels."""
+    pixels, labels = map(np.asarray, read_pickle(path, b"data", b"labels"))
+    known = np.isin(labels, np.arange(classes)).all()
+    if pixels.dtype != np.uint8 or pixels.shape != (*labels.shape, 3072) or not known:
+        raise ValueError(
+            f"{path} holds data {pixels.dtype}{[*pixels.shape]} and labels {[*labels.shape]}; "
+            f"expected uint8[n, 3072] and n labels from 0 to {classes - 1}. {WAY_OUT}"
+        )
+    # A row is all red, then all green, then all blue values of an image.
+    return pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), labels.astype(np.int32)
+
+
+def load_data(data_dir: pathlib.Path | None) -> tuple[dict[str, np.ndarray], int]:
+    """Returns images, labels, mean and deviation of each colour; and how many classes there are."""
+    if data_dir is None:
+        raise ValueError(f"--data-dir is missing; expected {[*FILES]} there. {WAY_OUT}")
+    folder = data_dir / FOLDER if (data_dir / FOLDER).is_dir() else data_dir
+    if missing := [name for name in FILES if not (folder / name).is_file()]:
+        raise ValueError(f"{folder} lacks {missing}; expected {[*FILES]} there. {WAY_OUT}")
+    classes = len(*read_pickle(folder / "batches.meta", b"label_names"))
+    parts = [read_images(folder / name, classes) for name in TRAIN_FILES]
+    images, labels = map(np.concatenate, zip(*parts, strict=True))
+    test_images, test_labels = read_images(folder / "test_batch", classes)
+    return {
+        "train_images": images,
+        "train_labels": labels,
+        "test_images": test_images,
+        "test_labels": test_labels,
+        "mean": images.mean(axis=(0, 1, 2)).astype(np.float32),
+        "std": np.array([images[..., i].std() for i in range(3)], np.float32),
+    }, classes
+
+
+def augment(key: jax.Array, images: jax.Array) -> jax.Array:
+    """Moves images by up to 4 pixels, black moving in, and mirrors half of them."""
+    crop_key, flip_key = jax.random.split(key)
+    padded = jnp.pad(images, ((0, 0), (4, 4), (4, 4), (0, 0)))
+    corners = jax.random.randint(crop_key, (len(images), 2), 0, 9)
+    crop = lambda image, corner: jax.lax.dynamic_slice(image, (*corner, 0), images.shape[1:])
+    images = jax.vmap(crop)(padded, corners)
+    flips = jax.random.bernoulli(flip_key, 0.5, (len(images), 1, 1, 1))
+    return jnp.where(flips, images[:, :, ::-1], images)
+
+
+def normalize(data: Any, images: jax.Array) -> jax.Array:
+    return (images.astype(jnp.float32) - data["mean"]) / data["std"]
+
+
+def train_step(state: Any, data: Any, number: Any, batch: jax.Array) -> tuple[Any, jax.Array]:
+    """Returns the next state and the loss of the images at int32[n] `batch`."""
+    # Crops follow from seed and step alone, so that a resumed training comes to the very same ones.
+    images = augment(jax.random.fold_in(data["key"], number), data["train_images"][batch])
+    images, labels = normalize(data, images), data["train_labels"][batch]
+
+    def loss_fn(params: Any) -> tuple[jax.Array, Any]:
+        variables = {"params": params, "batch_stats": state.batch_stats}
+        logits, updated = state.apply_fn(variables, images, train=True, mutable=["batch_stats"])
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        return losses.mean(), updated["batch_stats"]
+
+    grad_fn = jmp.scaled_value_and_grad(loss_fn, state.loss_scale, has_aux=True)
+    (loss, batch_stats), grads = grad_fn(state.params)
+    return state.apply_gradients(grads=grads, batch_stats=batch_stats), loss
+
+
+def count_correct(apply_fn: Any, variables: Any, data: Any, batch: jax.Array) -> jax.Array:
+    """Returns how many test images at int32[n] `batch` are recognised; -1 stands for no image."""
+    logits = apply_fn(variables, normalize(data, data["test_images"][batch]), train=False)
+    return jnp.sum((logits.argmax(-1) == data["test_labels"][batch]) & (batch >= 0))
+
+
+def make_optimizer(arguments: argparse.Namespace, batch_size: int, steps: int) -> Any:
+    peak = arguments.learning_rate * batch_size / 128  # k times the batch, k times the rate
+    schedule = optax.cosine_onecycle_schedule(steps * arguments.epochs, peak)
+    is_kernel = lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree)
+    return optax.chain(
+        optax.add_decayed_weights(arguments.weight_decay, mask=is_kernel),
+        optax.sgd(schedule, momentum=0.9, nesterov=True),
+    )
+
+
+def run(precision: str, batch_size: int, setup: Any, progress: Progress) -> dict[str, Any] | None:
+    """Trains once, or goes on with it; returns everything measured, None if it is to be resumed."""
+    model, variables, data, (everywhere, divided), arguments, record = setup
+    policy, export_policy = PRECISIONS[precision]
+    name = f"{precision}-batch{batch_size}"
+    train_count, test_count = len(data["train_labels"]), len(data["test_labels"])
+    steps = train_count // batch_size  # the rest of an epoch's images is left out
+    state = linen.TrainState.create(
+        apply_fn=linen.wrap_apply(model.apply, policy),
+        tx=transforms.mixed_precision(make_optimizer(arguments, batch_size, steps), policy),
+        # Copies, as every step donates its state and other trainings start from the same weights.
+        **jax.tree.map(jnp.copy, variables),
+    )
+    state = jax.device_put(state, everywhere)
+    variables_of = lambda state: {"params": state.params, "batch_stats": state.batch_stats}
+    # Only batches are divided. There is one program for all devices, so that what BatchNorm and the
+    # loss average over is still the whole batch.
+    step = jax.jit(train_step, donate_argnums=0, out_shardings=everywhere)
+    count = jax.jit(functools.partial(count_correct, state.apply_fn))
+
+    def in_batches(numbers: np.ndarray) -> Iterator[jax.Array]:
+        for batch in numbers.astype(np.int32).reshape(-1, batch_size):
+            yield jax.device_put(batch, divided)
+
+    def test_accuracy(variables: Any) -> float:
+        numbers = np.pad(np.arange(test_count), (0, -test_count % batch_size), constant_values=-1)
+        counts = [count(variables, data, batch) for batch in in_batches(numbers)]
+        return sum(map(int, counts)) / test_count
+
+    folder = (arguments.checkpoint_dir / name).absolute()
+    # Not in the background, where it would slow the next epoch down, which is timed.
+    keep = ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False)
+    manager = ocp.CheckpointManager(folder / "training", options=keep)
+    history = {"loss": [], "test_accuracy": [], "seconds": [], "compiled_in": []}
+    if (latest := manager.latest_step()) is not None:
+        items = {"state": ocp.args.StandardRestore(state), "history": ocp.args.JsonRestore()}
+        restored = manager.restore(latest, args=ocp.args.Composite(**items))
+        state, history = restored["state"], restored["history"]
+
+    first = len(history["loss"])
+    task = progress.add_task(name, total=steps * arguments.epochs, completed=steps * first)
+    for epoch in range(first, arguments.stop_after):
+        # Of seed and epoch alone, so that a resumed training sees the same order.
+        order = np.random.default_rng((arguments.seed, epoch)).permutation(train_count)
+        losses, started = [], time.perf_counter()
+        for i, batch in enumerate(in_batches(order[: steps * batch_size])):
+            state, loss = step(state, data, np.int32(epoch * steps + i), batch)
+            losses.append(loss)
+            progress.advance(task)
+        jax.block_until_ready(state)
+        history["seconds"].append(time.perf_counter() - started)
+        history["compiled_in"] += [epoch] * (epoch == first)
+        history["loss"].append(float(np.mean(jax.device_get(losses))))
+        history["test_accuracy"].append(test_accuracy(variables_of(state)))
+        progress.update(task, description=f"{name} {100 * history['test_accuracy'][-1]:.1f} %")
+        (arguments.checkpoint_dir / RECORD).write_text(json.dumps(record, indent=1) + "\n")
+        items = {"state": ocp.args.StandardSave(state), "history": ocp.args.JsonSave(history)}
+        manager.save(epoch + 1, args=ocp.args.Composite(**items))
+    manager.close()
+    if len(history["loss"]) < arguments.epochs:
+        return None
+
+    # What one hands on: the model alone, in the dtypes it is used in, and tested as it was stored.
+    exported = linen.cast_params(variables_of(state), export_policy)
+    model_file = folder / "model.msgpack"
+    model_file.write_bytes(serialization.to_bytes(jax.device_get(exported)))
+    stored = serialization.from_bytes(exported, model_file.read_bytes())
+    checkpoint = [path for path in (folder / "training").rglob("*") if path.is_file()]
+    warm = np.delete(history["seconds"], history["compiled_in"])
+    return {
+        "precision": precision,
+        "batch_size": batch_size,
+        "seconds_per_epoch": float(np.median(warm if len(warm) else history["seconds"])),
+        "parameter_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(state.params)),
+        "model_bytes": model_file.stat().st_size,
+        "checkpoint_bytes": sum(path.stat().st_size for path in checkpoint),
+        "test_accuracy": test_accuracy(jax.device_put(stored, everywhere)),
+        "skipped_steps": int(transforms.loss_scale_state(state.opt_state).skipped_steps),
+        "final_scale": float(state.loss_scale.loss_scale),
+        "epochs": history,
+    }
+
+
+def print_table(runs: list[dict[str, Any]], title: str, console: Console) -> None:
+    # Narrow enough for a terminal of 80 columns.
+    table = Table(title=title, box=box.SIMPLE, padding=0)
+    table.add_column("precision\n", no_wrap=True)
+    headings = "batch\n|s an\nepoch|params\nMB|model on\ndisk, MB|checkpoint\non disk, MB"
+    for heading in f"{headings}|accuracy\n%|skipped\nsteps".split("|"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for result in runs:
+        table.add_row(
+            result["precision"],
+            str(result["batch_size"]),
+            f"{result['seconds_per_epoch']:.2f}",
+            *(f"{result[size] / 1e6:.3g}" for size in result if size.endswith("_bytes")),
+            f"{100 * result['test_accuracy']:.2f}",
+            str(result["skipped_steps"]),
+        )
+    console.print(table)
+    console.print(
+        "Time: training alone, median of the epochs that did not compile, if there are\n"
+        "any. Params: as trained, float32 throughout. Model: as exported, read back and\n"
+        "tested; in half its BatchNorms stay float32. Checkpoint: whatever training needs\n"
+        "to go on, float32 with momentum, compressed by Orbax."
+    )
+
+
+def plot(runs: list[dict[str, Any]], path: pathlib.Path) -> None:
+    """Draws losses and test accuracies by epoch: a colour a precision, a style a batch size."""
+    # Wide below narrow, as the curves may well lie on each other.
+    looks = {"float32": (COLORS[0], 3.0), "float16": (COLORS[1], 1.8), "bfloat16": (COLORS[2], 0.9)}
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(6, 6), sharex=True, layout="constrained")
+    batch_sizes = sorted({result["batch_size"] for result in runs})
+    for result in runs:
+        history, batch_size = result["epochs"], result["batch_size"]
+        epochs = range(1, len(history["loss"]) + 1)
+        style = ("-", "--", "-.", ":")[batch_sizes.index(batch_size) % 4]
+        color, width = looks[result["precision"]]
+        look = {"color": color, "linewidth": width, "linestyle": style, "marker": "."}
+        look["label"] = f"{result['precision']}, batch {batch_size}"
+        top.plot(epochs, history["loss"], **look)
+        bottom.plot(epochs, 100 * np.array(history["test_accuracy"]), **look)
+    top.set(yscale="log", ylabel="training loss, mean of the epoch")
+    bottom.set(xlabel="epoch", ylabel="test accuracy, %")
+    bottom.xaxis.get_major_locator().set_params(integer=True)
+    bottom.legend(fontsize=8, handlelength=4)
+    top.grid(alpha=0.3)
+    bottom.grid(alpha=0.3)
+    figure.savefig(path, dpi=160)
+
+
+def main() -> None:
+    parser = argument_parser()
+    arguments = parser.parse_args()
+    if arguments.checkpoint_dir is None:
+        arguments.checkpoint_dir = arguments.output_dir / "checkpoints" / "cifar10"
+    arguments.stop_after = min(arguments.epochs, arguments.stop_after or arguments.epochs)
+    try:
+        data, classes = load_data(arguments.data_dir)
+        check_options(arguments, len(data["train_labels"]))
+        options = {name: value for name, value in vars(arguments).items() if name not in FREE}
+        record = options | {"train_images": len(data["train_labels"])}
+        check_checkpoints(arguments.checkpoint_dir, record, arguments.resume)
+    except ValueError as error:
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
+
+    console = Console()
+    console.print(device_line())
+    arguments.output_dir.mkdir(parents=True, exist_ok=True)
+    arguments.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+    auto, devices = (jax.sharding.AxisType.Auto,), jax.devices()[: arguments.devices]
+    mesh = jax.make_mesh((len(devices),), ("data",), axis_types=auto, devices=devices)
+    everywhere, divided = (jax.NamedSharding(mesh, spec) for spec in (jax.P(), jax.P("data")))
+    # All images are on the devices, as bytes.
+    data = jax.device_put(data | {"key": jax.random.key(arguments.seed)}, everywhere)
+    model = ResNet(*MODELS[arguments.model], arguments.width, classes)
+    # rbg, because the default generator takes the CPU's compiler minutes for so many kernels.
+    init = jax.jit(functools.partial(model.init, train=False), out_shardings=everywhere)
+    variables = init(jax.random.key(arguments.seed, impl="rbg"), jnp.zeros((1, 32, 32, 3)))
+    setup = (model, variables, data, (everywhere, divided), arguments, record)
+    with Progress(console=console) as progress:
+        runs = [
+            run(precision, batch_size, setup, progress)
+            for batch_size in arguments.batch_size
+            for precision in arguments.precision
+        ]
+    if None in runs:
+        stopped = f"Stopped after epoch {arguments.stop_after} of {arguments.epochs}"
+        console.print(f"{stopped}; the same options with --resume go on from there.")
+        return
+
+    print_table(runs, f"{arguments.model.replace('resnet', 'ResNet-')} on CIFAR-10", console)
+    plot(runs, arguments.output_dir / "cifar10.png")
+    write_report(
+        arguments.output_dir / "cifar10.json",
+        argparse.Namespace(**options, devices=arguments.devices),
+        train_images=len(data["train_labels"]),
+        test_images=len(data["test_labels"]),
+        matmul_precision=jax.config.jax_default_matmul_precision or "default",
+        runs=runs,
+    )
+    console.print(f"Wrote {arguments.output_dir / 'cifar10.json'} and cifar10.png beside it.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,440 @@
+"""Trains a GPT on a folder of text, byte by byte, in mixed precision by one line of autocast.
+
+    python examples/gpt.py                # Python's own source; minutes on two CPU cores
+    python examples/gpt.py --help
+
+    # For a GPU: GPT-2 small but for its vocabulary, 86 million parameters of its 124.
+    python examples/gpt.py --data-dir my-text --pattern "*.txt" --layers 12 --width 768 \\
+        --heads 12 --length 1024 --accumulate 4 --learning-rate 6e-4 --steps 10000
+
+The model is an ordinary Flax nnx module, written in float32, that knows nothing of precision.
+Tokens are bytes, so that nothing is downloaded. Files are taken in a fixed random order, and the
+last tenth of the text is held out. A step is --accumulate micro-batches of --batch-size texts, and
+one update of the parameters; a micro-batch that overflows is left out, and the next one takes its
+place.
+
+Writes `gpt.json` and `gpt.png` into the output folder, and into the checkpoint folder all that
+--resume needs to end, on a CPU bit by bit, where an uninterrupted training ends.
+"""
+
+import argparse
+import hashlib
+import json
+import pathlib
+import sysconfig
+import time
+import types
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from _common import COLORS, RECORD, check_checkpoints, device_line, positive, write_report
+from flax import nnx
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import jmp
+from jmp import transforms
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+POLICIES = {"float32": "float32", "float16": "mixed_float16", "bfloat16": "mixed_bfloat16"}
+VOCABULARY = 256  # bytes
+HELD_OUT = 0.1
+VALIDATION_BATCHES = 8
+# Options that may differ when a training is resumed: they change nothing that is learned.
+FREE = (
+    "data_dir pattern output_dir checkpoint_dir checkpoint_every validate_every resume stop_after "
+    "prompt sample_length temperature"
+).split()
+
+
+class Block(nnx.Module):
+    """Causal attention, then two layers with gelu, each behind a LayerNorm, around a shortcut."""
+
+    def __init__(self, width: int, heads: int, layers: int, rngs: nnx.Rngs) -> None:
+        # What adds to the stream starts smaller the more blocks there are, as in GPT-2.
+        small, smaller = (nnx.initializers.normal(0.02 / d) for d in (1, (2 * layers) ** 0.5))
+        self.heads = heads
+        self.attention_norm = nnx.LayerNorm(width, rngs=rngs)
+        self.attention_in = nnx.Linear(width, 3 * width, kernel_init=small, rngs=rngs)
+        self.attention_out = nnx.Linear(width, width, kernel_init=smaller, rngs=rngs)
+        self.mlp_norm = nnx.LayerNorm(width, rngs=rngs)
+        self.mlp_in = nnx.Linear(width, 4 * width, kernel_init=small, rngs=rngs)
+        self.mlp_out = nnx.Linear(4 * width, width, kernel_init=smaller, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        joint = self.attention_in(self.attention_norm(x))
+        query, key, value = (
+            part.reshape(*x.shape[:2], self.heads, -1) for part in jnp.split(joint, 3, axis=-1)
+        )
+        mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.attention_out(mixed.reshape(x.shape))
+        return x + self.mlp_out(nnx.gelu(self.mlp_in(self.mlp_norm(x))))
+
+
+class GPT(nnx.Module):
+    """A decoder-only transformer over bytes, the head tied to the embedding."""
+
+    def __init__(self, width: int, heads: int, layers: int, length: int, rngs: nnx.Rngs) -> None:
+        small = nnx.initializers.normal(0.02)
+        self.bytes = nnx.Embed(VOCABULARY, width, embedding_init=small, rngs=rngs)
+        self.positions = nnx.Embed(length, width, embedding_init=small, rngs=rngs)
+        self.blocks = nnx.List([Block(width, heads, layers, rngs) for _ in range(layers)])
+        self.norm = nnx.LayerNorm(width, rngs=rngs)
+
+    def __call__(self, text: jax.Array) -> jax.Array:
+        """Returns float32[batch, length, 256] logits of what follows each of int32 `text`."""
+        x = self.bytes(text) + self.positions(jnp.arange(text.shape[1])[None])
+        for block in self.blocks:
+            x = block(x)
+        return self.bytes.attend(self.norm(x))
+
+
+class State(NamedTuple):
+    """All that training changes."""
+
+    params: Any
+    opt_state: Any
+
+
+def argument_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--data-dir", type=pathlib.Path, help="searched with all folders in it; default: Python's")
+    add("--pattern", default="*.py", help="which files in it are text, such as '*.txt'")
+    add("--precision", choices=POLICIES, default="float16")
+    add("--layers", type=positive(int), default=4)
+    add("--width", type=positive(int), default=128)
+    add("--heads", type=positive(int), default=4)
+    add("--length", type=positive(int), default=128, help="bytes that the model sees at once")
+    add("--batch-size", type=positive(int), default=16, help="texts in a micro-batch")
+    add("--accumulate", type=positive(int), default=1, help="micro-batches in a step")
+    add("--steps", type=positive(int), default=250)
+    add("--learning-rate", type=positive(float), default=4e-3, help="after the warmup, its peak")
+    add("--weight-decay", type=positive(float), default=0.1, help="of kernels alone")
+    add("--seed", type=int, default=0)
+    add("--validate-every", type=positive(int), default=50, help="steps")
+    add("--prompt", default="def ", help="what the sample at the end starts with")
+    add("--sample-length", type=positive(int), default=200, help="bytes")
+    add("--temperature", type=positive(float), default=0.8, help="near 0: always the likeliest")
+    add("--output-dir", type=pathlib.Path, default=pathlib.Path("results"))
+    add("--checkpoint-dir", type=pathlib.Path, help="default: OUTPUT_DIR/checkpoints/gpt")
+    add("--checkpoint-every", type=positive(int), default=100, help="steps")
+    add("--resume", action="store_true", help="go on with the training in the checkpoint folder")
+    add("--stop-after", type=positive(int), help="end after this step, to be resumed")
+    return parser
+
+
+def check_options(arguments: argparse.Namespace) -> None:
+    """Raises ValueError for options that do not fit together."""
+    width, heads = arguments.width, arguments.heads
+    if width % heads:
+        fitting = [n for n in range(1, width + 1) if width % n == 0]
+        raise ValueError(
+            f"--heads {heads} does not divide --width {width}; expected one of "
+            f"{', '.join(map(str, fitting))}, as every head takes an equal part of the width."
+        )
+    if not arguments.prompt:
+        raise ValueError("--prompt is empty; expected one character or more to go on from.")
+
+
+def load_text(arguments: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the bytes to train on and those held out.
+
+    Raises: ValueError if there is too little text.
+    """
+    folder = arguments.data_dir or pathlib.Path(sysconfig.get_paths()["stdlib"])
+    # Beside Python's own library lie packages that somebody installed: others on every machine.
+    foreign = set() if arguments.data_dir else {"site-packages", "dist-packages"}
+    if not folder.is_dir():
+        raise ValueError(f"--data-dir {folder} is no folder; expected one that holds text files.")
+    paths = [path for path in sorted(folder.rglob(arguments.pattern)) if path.is_file()]
+    paths = [path for path in paths if not foreign & set(path.relative_to(folder).parts)]
+    if not paths:
+        raise ValueError(
+            f"{folder} holds no files {arguments.pattern}, nor do the folders in it; give the "
+            "folder of your text as --data-dir, and what its files are called as --pattern."
+        )
+    # In the alphabet's order the held-out end would be other kinds of text than the beginning.
+    order = np.random.default_rng(0).permutation(len(paths))
+    text = np.frombuffer(b"\n".join(paths[i].read_bytes() for i in order), np.uint8)
+    held_out = int(HELD_OUT * len(text))
+    # Random windows may overlap, but a text smaller than one batch of them is surely a mistake.
+    window = arguments.length + 1
+    needed = max(arguments.batch_size * window / (1 - HELD_OUT), window / HELD_OUT)
+    if len(text) < needed + 1:
+        raise ValueError(
+            f"{folder} holds {len(text)} bytes in {len(paths)} files {arguments.pattern}; expected "
+            f"{int(needed) + 1} or more for one batch of {arguments.batch_size} x {window} bytes "
+            "beside what is held out. Give more text, or a smaller --batch-size or --length."
+        )
+    return text[: len(text) - held_out], text[len(text) - held_out :]
+
+
+def make_optimizer(arguments: argparse.Namespace) -> optax.GradientTransformationExtraArgs:
+    """AdamW; the schedule counts updates of the parameters, not micro-batches."""
+    peak, warmup = arguments.learning_rate, max(1, arguments.steps // 10)
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.1 * peak, peak, warmup, max(arguments.steps, warmup + 1), end_value=0.1 * peak
+    )
+    # Kernels alone: no norm, no bias and no embedding decays.
+    is_kernel = lambda path, _: path[-1].key == "kernel"
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(
+            schedule,
+            b2=0.95,
+            weight_decay=arguments.weight_decay,
+            mask=lambda params: jax.tree_util.tree_map_with_path(is_kernel, params),
+        ),
+    )
+    if arguments.accumulate > 1:
+        optimizer = optax.MultiSteps(optimizer, arguments.accumulate)
+    # The loss scale goes around: a micro-batch that overflows must not reach the accumulator.
+    return transforms.mixed_precision(optimizer, POLICIES[arguments.precision])
+
+
+def make_programs(arguments: argparse.Namespace) -> types.SimpleNamespace:
+    """Returns what runs on the device: `create`, `train`, `validate` and `sample`."""
+    policy, optimizer = POLICIES[arguments.precision], make_optimizer(arguments)
+    length, batch_size = arguments.length, arguments.batch_size
+
+    def make_model() -> GPT:
+        size = (arguments.width, arguments.heads, arguments.layers, length)
+        return GPT(*size, nnx.Rngs(arguments.seed))
+
+    graph = nnx.graphdef(nnx.eval_shape(make_model))
+
+    def create() -> State:
+        params = nnx.to_pure_dict(nnx.state(make_model()))
+        return State(params, optimizer.init(params))
+
+    def logits_fn(params: Any, text: jax.Array) -> jax.Array:
+        return nnx.merge(graph, nnx.State(params))(text)
+
+    def loss_fn(params: Any, text: jax.Array) -> jax.Array:
+        logits = logits_fn(params, text[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:]).mean()
+
+    loss_fn = jmp.autocast(loss_fn, policy)  # the one line of mixed precision
+
+    def windows(text: jax.Array, starts: jax.Array) -> jax.Array:
+        return text[jnp.add.outer(starts, jnp.arange(length + 1))].astype(jnp.int32)
+
+    def train(state: State, text: jax.Array, step: Any) -> tuple[State, dict[str, jax.Array]]:
+        """Returns the state after one step, and what to write down of it."""
+
+        def train_on(state: State, batch: jax.Array) -> tuple[State, jax.Array]:
+            grad_fn = jmp.scaled_value_and_grad(loss_fn, state.opt_state.loss_scale)
+            loss, grads = grad_fn(state.params, batch)
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+            return State(optax.apply_updates(state.params, updates), opt_state), loss
+
+        # Of seed and step alone: that is how a resumed training comes to the very same batches.
+        key = jax.random.fold_in(jax.random.key(arguments.seed), step)
+        shape = (arguments.accumulate, batch_size)
+        starts = jax.random.randint(key, shape, 0, len(text) - length)
+        state, losses = jax.lax.scan(train_on, state, windows(text, starts))
+        return state, {
+            "loss": losses.mean(),
+            "loss_scale": jnp.float32(state.opt_state.loss_scale.loss_scale),
+            "skipped": state.opt_state.skipped_steps,
+        }
+
+    def validate(params: Any, text: jax.Array) -> jax.Array:
+        """Returns the mean loss of windows spread over the text, always the same ones."""
+        starts = np.linspace(0, len(text) - length - 1, VALIDATION_BATCHES * batch_size, dtype=int)
+        batches = windows(text, starts.reshape(VALIDATION_BATCHES, batch_size))
+        return jax.lax.map(lambda batch: loss_fn(params, batch), batches).mean()
+
+    def sample(params: Any, prompt: jax.Array, key: jax.Array) -> jax.Array:
+        """Returns the bytes that follow `prompt`, drawn one by one."""
+        predict = jmp.autocast(logits_fn, policy)
+
+        def next_byte(carry: Any, key: jax.Array) -> tuple[Any, jax.Array]:
+            text, filled = carry  # a window of fixed size; what is not filled yet, nobody attends
+            logits = predict(params, text[None])[0, filled - 1]
+            drawn = jax.random.categorical(key, logits / arguments.temperature)
+            full = filled == length
+            text = jnp.where(full, jnp.roll(text, -1), text)  # the oldest byte makes room
+            text = text.at[filled - full].set(drawn)
+            return (text, jnp.minimum(filled + 1, length)), drawn
+
+        filled = min(len(prompt), length)
+        text = jnp.zeros(length, jnp.int32).at[:filled].set(prompt[-filled:])
+        keys = jax.random.split(key, arguments.sample_length)
+        return jax.lax.scan(next_byte, (text, jnp.int32(filled)), keys)[1]
+
+    return types.SimpleNamespace(
+        create=jax.jit(create),
+        train=jax.jit(train, donate_argnums=0),
+        validate=jax.jit(validate),
+        sample=jax.jit(sample),
+    )
+
+
+def run(arguments: argparse.Namespace, setup: Any) -> tuple[State, dict[str, Any]]:
+    """Trains, or goes on with it; returns the state and what was measured at every step."""
+    programs, (train_text, held_out), record, console = setup
+    state = programs.create()
+    history = {"loss": [], "loss_scale": [], "skipped": [], "validation": [], "seconds": 0.0}
+    manager = ocp.CheckpointManager(
+        (arguments.checkpoint_dir / "training").absolute(),
+        # Not in the background, where it would slow the next steps down, which are timed.
+        options=ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False),
+    )
+    if (latest := manager.latest_step()) is not None:
+        items = {"state": ocp.args.StandardRestore(state), "history": ocp.args.JsonRestore()}
+        restored = manager.restore(latest, args=ocp.args.Composite(**items))
+        state, history = restored["state"], restored["history"]
+
+    def save(step: int) -> None:
+        (arguments.checkpoint_dir / RECORD).write_text(json.dumps(record, indent=1) + "\n")
+        items = {"state": ocp.args.StandardSave(state), "history": ocp.args.JsonSave(history)}
+        manager.save(step, args=ocp.args.Composite(**items))
+
+    # Compiled ahead: once, and not while the clock runs.
+    train = programs.train.lower(state, train_text, np.int32(0)).compile()
+    stops = (arguments.validate_every, arguments.checkpoint_every)
+    first = len(history["loss"])
+    with Progress(console=console) as progress:
+        task = progress.add_task("loss", total=arguments.steps, completed=first)
+        while (step := len(history["loss"])) < arguments.stop_after:
+            end = min(arguments.stop_after, *(step - step % every + every for every in stops))
+            measured, started = [], time.perf_counter()
+            for number in range(step, end):
+                state, now = train(state, train_text, np.int32(number))
+                # Of the step before: while we wait for that, the device has this one to work on.
+                label = f"loss {measured[-1]['loss']:.3f}" if measured else None
+                progress.update(task, advance=1, description=label)
+                measured.append(now)
+            jax.block_until_ready(state)
+            history["seconds"] += time.perf_counter() - started
+            for now in jax.device_get(measured):
+                for name, value in now.items():
+                    history[name].append(value.item())
+            if end % arguments.validate_every == 0 or end == arguments.steps:
+                loss = float(programs.validate(state.params, held_out))
+                history["validation"].append([end, loss])
+            if end % arguments.checkpoint_every == 0 or end == arguments.stop_after:
+                save(end)
+    manager.close()
+    return state, history
+
+
+def summarize(
+    arguments: argparse.Namespace, state: State, history: Any, console: Console
+) -> dict[str, Any]:
+    """Prints the figures of the whole training, and returns them."""
+    micro_batches = arguments.steps * arguments.accumulate
+    tokens = micro_batches * arguments.batch_size * arguments.length
+    skipped, scale = history["skipped"][-1], history["loss_scale"][-1]
+    summary = {
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(state.params)),
+        "tokens_per_second": tokens / history["seconds"],
+        "training_loss": float(np.mean(history["loss"][-20:])),
+        "validation_loss": history["validation"][-1][1],
+        "skipped_micro_batches": skipped,
+        "updates": (micro_batches - skipped) // arguments.accumulate,
+        "final_scale": scale,
+    }
+    in_bits = lambda nats: f"{nats:.3f} nats a byte, {nats / np.log(2):.3f} bits"
+    table = Table(title=f"A GPT in {arguments.precision}", show_header=False)
+    table.add_row("parameters", f"{summary['parameters']:,}")
+    table.add_row("tokens a second, compilation apart", f"{summary['tokens_per_second']:,.0f}")
+    table.add_row("training loss, last 20 steps", in_bits(summary["training_loss"]))
+    table.add_row("validation loss", in_bits(summary["validation_loss"]))
+    table.add_row("skipped micro-batches", f"{skipped} of {micro_batches}")
+    table.add_row("final loss scale", f"2^{np.log2(scale):.0f}" if scale != 1 else "-")
+    console.print(table)
+    return summary
+
+
+def plot(arguments: argparse.Namespace, history: dict[str, Any], path: pathlib.Path) -> None:
+    figure, (top, bottom) = plt.subplots(
+        2, 1, figsize=(6.4, 5.6), height_ratios=(3, 1), sharex=True, layout="constrained"
+    )
+    losses = np.array(history["loss"])
+    steps, around = np.arange(1, len(losses) + 1), max(1, len(losses) // 30)
+    smoothed = np.convolve(losses, np.full(around, 1 / around), "valid")
+    top.plot(steps, losses, color=COLORS[2], linewidth=0.7, alpha=0.6, label="training, a step")
+    label = f"training, mean of {around} steps"
+    middles = steps[: len(smoothed)] + (around - 1) / 2
+    top.plot(middles, smoothed, color=COLORS[3], linewidth=1.6, label=label)
+    top.plot(*zip(*history["validation"], strict=True), "o", color=COLORS[1], label="validation")
+    top.set(ylabel="loss, nats a byte", title=f"GPT in {arguments.precision}")
+    top.legend(fontsize=8)
+    scale = np.array(history["loss_scale"])
+    bottom.plot(steps, scale, color=COLORS[0], drawstyle="steps-post")
+    skipped = np.flatnonzero(np.diff(history["skipped"], prepend=0))
+    if len(skipped):
+        bottom.plot(steps[skipped], scale[skipped], "x", color=COLORS[1], label="skipped")
+        bottom.legend(fontsize=8)
+    bottom.set_yscale("log", base=2)
+    bottom.set(xlabel="step", ylabel="loss scale")
+    for axes in (top, bottom):
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=160)
+
+
+def main() -> None:
+    parser = argument_parser()
+    arguments = parser.parse_args()
+    if arguments.checkpoint_dir is None:
+        arguments.checkpoint_dir = arguments.output_dir / "checkpoints" / "gpt"
+    arguments.stop_after = min(arguments.steps, arguments.stop_after or arguments.steps)
+    record = {name: value for name, value in vars(arguments).items() if name not in FREE}
+    try:
+        check_options(arguments)
+        texts = load_text(arguments)
+        record["text_sha256"] = hashlib.sha256(b"".join(texts)).hexdigest()
+        check_checkpoints(arguments.checkpoint_dir, record, arguments.resume)
+    except (ValueError, OSError, NotImplementedError) as error:  # the last: an absolute pattern
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
+
+    console = Console()
+    console.print(device_line())
+    for folder in (arguments.output_dir, arguments.checkpoint_dir):
+        folder.mkdir(parents=True, exist_ok=True)
+    programs = make_programs(arguments)
+    state, history = run(arguments, (programs, jax.device_put(texts), record, console))
+    if len(history["loss"]) < arguments.steps:
+        console.print(
+            f"Stopped after step {len(history['loss'])} of {arguments.steps}; the same options "
+            "with --resume go on from there."
+        )
+        return
+
+    summary = summarize(arguments, state, history, console)
+    prompt = np.frombuffer(arguments.prompt.encode(), np.uint8).astype(np.int32)
+    drawn = np.asarray(programs.sample(state.params, prompt, jax.random.key(arguments.seed)))
+    sample = bytes(drawn.tolist()).decode(errors="replace")
+    # Bytes that a terminal would take for commands are shown as dots.
+    shown = "".join(c if c.isprintable() or c in "\n\t" else "." for c in sample)
+    console.rule("sample")
+    console.print(arguments.prompt + shown, markup=False, highlight=False)
+    console.rule()
+
+    plot(arguments, history, arguments.output_dir / "gpt.png")
+    write_report(
+        arguments.output_dir / "gpt.json",
+        argparse.Namespace(**record),
+        text_bytes={"training": len(texts[0]), "validation": len(texts[1])},
+        **summary,
+        sample=sample,
+        history=history,
+    )
+    console.print(f"Wrote {arguments.output_dir / 'gpt.json'} and gpt.png beside it.")
+
+
+if __name__ == "__main__":
+    main()
