@@ -166,9 +166,9 @@ def checks_section(results: dict[str, Any]) -> str:
 What was tried (`benchmarks/finite_checks.py`, `--suite checks`): the step of our adapter with one
 check or another. Sums and norms save no kernel: each tensor is reduced by itself all the same.
 Beyond eight tensors of one shape XLA writes an intermediate array. Long concatenations count as few
-kernels, but each of their threads has to find its tensor branch by branch: compiled for an H200, the
-kernel of eight concatenated matrices holds 108 branches and loads single elements, that of eight
-matrices checked element by element 4 branches. How long either takes was not measured.
+kernels, but each of their threads has to find its tensor branch by branch: compiled for an H200,
+the kernel of eight concatenated matrices holds 108 branches and loads single elements, that of
+eight matrices checked element by element 4 branches. How long either takes was not measured.
 
 {table(headers, rows)}
 """
