@@ -22,6 +22,7 @@ from jmp.autocasting._loops import cast
 from jmp.autocasting._nesting import Tools, nominal
 from jmp.autocasting._picks import is_pick, pick
 from jmp.autocasting._plan import Plan
+from jmp.autocasting._softmaxes import KEPT, Softmax, odd_softmax, softmax
 from jmp.autocasting._values import FLOAT32, Value
 
 Environment = dict[Value, Any]
@@ -146,6 +147,9 @@ def _run_island(island: Island, environment: Environment, plan: Plan) -> None:
                 operands = [_read(value, inside, FLOAT32) for value in node.inputs]
                 if is_pick(node):
                     results = [pick(node, *operands)]
+                elif node in softmaxes:
+                    shifted, rows = softmaxes[node]
+                    results = [softmax(_read(shifted, inside, FLOAT32), rows, half)]
                 else:
                     results = _jax_compat.bind(node.equation.primitive, operands, node.params)
             for value, result in zip(node.outputs, results, strict=True):
@@ -161,12 +165,24 @@ def _run_island(island: Island, environment: Environment, plan: Plan) -> None:
         return _read(value, inside, value.dtype)
 
     half = plan.context.settings.compute_dtype
+    softmaxes = _odd_softmaxes(island, half)
     arrays = [_read(value, environment, value.dtype or FLOAT32) for value in island.inputs]
     if island.mode is not Mode.PLAIN:
         policy = _keep_sums if island.mode is Mode.RECOMPUTE_BUT_SUMS else None
+        if softmaxes:
+            policy = jax.checkpoint_policies.save_only_these_names(KEPT)
         run = jax.checkpoint(run, prevent_cse=plan.context.prevent_cse, policy=policy)
     for value, result in zip(island.outputs, run(*arrays), strict=True):
         environment[value] = result
+
+
+def _odd_softmaxes(island: Island, half: Any) -> dict[Node, Softmax]:
+    """Returns the last steps of softmaxes whose half results are kept, and what they are of."""
+    if island.mode is not Mode.RECOMPUTE:
+        return {}
+    inside = frozenset(island.nodes)
+    found = {n: odd_softmax(n, inside) for n in island.nodes if n.outputs[0].dtype == half}
+    return {node: softmax for node, softmax in found.items() if softmax is not None}
 
 
 def _keep_sums(primitive: Any, *_: Any, **__: Any) -> bool:

@@ -1,0 +1,130 @@
+"""Attention over rows whose length is no multiple of eight: the softmax's half result is kept."""
+
+import contextlib
+import io
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jmp
+
+ODD, EVEN = 61, 64
+
+
+def attention(queries, keys, values, mask):
+    scores = jnp.einsum("bqd,bkd->bqk", queries, keys) / 4
+    weights = jax.nn.softmax(jnp.where(mask, scores, -1e9))
+    return jnp.einsum("bqk,bkd->bqd", weights, values)
+
+
+def arguments(length, masked_row=False):
+    keys = jax.random.split(jax.random.key(0), 3)
+    tokens = [jax.random.normal(key, (8, length, 16)) for key in keys]
+    mask = jnp.tril(jnp.ones((length, length), bool))[None]
+    return *tokens, mask.at[:, 3].set(False) if masked_row else mask
+
+
+def loss(*args):
+    return jnp.sin(attention(*args)).sum()
+
+
+def gradients(function, args):
+    return jax.jit(jax.grad(function, argnums=(0, 1, 2)))(*args)
+
+
+def in_float64(args):
+    with jax.enable_x64(True):
+        exact = [np.asarray(a, np.float64) for a in args[:3]]
+        return [np.asarray(g) for g in gradients(loss, (*map(jnp.asarray, exact), args[3]))]
+
+
+def error(found, exact):
+    return max(np.linalg.norm(f - e) / np.linalg.norm(e) for f, e in zip(found, exact, strict=True))
+
+
+@pytest.mark.parametrize(("dtype", "at_most"), [("float16", 2e-3), ("bfloat16", 1.5e-2)])
+def test_gradients_are_as_exact_as_from_a_softmax_computed_again(dtype, at_most):
+    args = arguments(ODD)
+    exact = in_float64(args)
+    kept = error(gradients(jmp.autocast(loss, f"mixed_{dtype}"), args), exact)
+    in_full = jmp.autocast(loss, f"mixed_{dtype}", recompute="none")
+    again = error(gradients(in_full, args), exact)
+    assert kept <= min(at_most, 1.2 * again)
+
+
+def saved(function, args):
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        jax.ad_checkpoint.print_saved_residuals(function, *args)
+    lines = [line for line in text.getvalue().splitlines() if "from the argument" not in line]
+    return [line.split()[0] for line in lines]
+
+
+def test_one_half_array_is_kept_of_a_softmax():
+    kept = saved(jmp.autocast(loss, "mixed_float16"), arguments(ODD))
+    square = [entry for entry in kept if entry.endswith(f"[8,{ODD},{ODD}]")]
+    assert set(square) == {f"f16[8,{ODD},{ODD}]"}
+    # Of even rows the scores are kept, and the rows computed again.
+    even = saved(jmp.autocast(loss, "mixed_float16"), arguments(EVEN))
+    assert sum(entry == f"f16[8,{EVEN},{EVEN}]" for entry in even) > len(set(square))
+
+
+def test_a_row_masked_throughout_stays_finite():
+    args = arguments(ODD, masked_row=True)
+    for found in gradients(jmp.autocast(loss, "mixed_float16"), args):
+        assert jnp.isfinite(found).all()
+    np.testing.assert_allclose(
+        jmp.autocast(attention, "mixed_float16")(*args), attention(*args), atol=3e-3
+    )
+
+
+def test_forward_mode_second_derivatives_and_vmap():
+    args = arguments(ODD)
+    autocast = jmp.autocast(loss, "mixed_float16")
+    along = lambda function: jax.jvp(lambda q: function(q, *args[1:]), args[:1], args[:1])[1]
+    np.testing.assert_allclose(along(autocast), along(loss), rtol=2e-2, atol=0.5)
+
+    def curvature(function):
+        slope = lambda q: jax.grad(function)(q, *args[1:])
+        return jax.jvp(slope, args[:1], args[:1])[1]
+
+    exact, found = curvature(loss), curvature(autocast)
+    assert jnp.linalg.norm(found - exact) < 2e-2 * jnp.linalg.norm(exact)
+
+    stacked = jnp.stack([args[0], 2 * args[0]])
+    mapped = jax.vmap(jax.grad(autocast), (0, None, None, None))(stacked, *args[1:])
+    for one, queries in zip(mapped, stacked, strict=True):
+        expected = jax.grad(autocast)(queries, *args[1:])
+        np.testing.assert_allclose(one, expected, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "softmax",
+    [
+        lambda x: jnp.exp(x) / jnp.exp(x).sum(-1, keepdims=True).swapaxes(1, 2).mean(1)[:, None],
+        lambda x: jnp.exp(x) / jnp.exp(2 * x).sum(-1, keepdims=True),
+        lambda x: jnp.exp(x) / jnp.exp(x).sum(1, keepdims=True),
+        lambda x: jnp.exp(x) / jnp.exp(x).sum((1, 2), keepdims=True),
+        lambda x: jax.nn.softmax(x, where=x > 0),
+        # Every column by the sum of a row.
+        lambda x: jnp.exp(x) / jnp.exp(x).sum(-1)[:, None],
+        lambda x: jnp.exp(x) / jnp.broadcast_to(jnp.exp(x).sum(-1)[:, None], x.shape),
+    ],
+)
+def test_what_looks_like_a_softmax_is_differentiated_as_what_it_is(softmax):
+    queries, keys, values, _ = arguments(ODD)
+
+    def loss(queries):
+        weights = softmax(jnp.einsum("bqd,bkd->bqk", queries, keys) / 16)
+        # Scaled, so that nothing underflows.
+        return 2**10 * jnp.sin(jnp.einsum("bqk,bkd->bqd", weights, values)).sum()
+
+    exact = jax.grad(loss)(queries)
+
+    def error(**options):
+        found = jax.grad(jmp.autocast(loss, "mixed_float16", **options))(queries)
+        return jnp.linalg.norm(found - exact) / jnp.linalg.norm(exact)
+
+    # Some of these gradients nearly cancel: no more exact with everything kept in float32.
+    assert error() < max(1e-2, 1.2 * error(recompute="none"))
