@@ -44,6 +44,7 @@ def parse_arguments() -> argparse.Namespace:
     recipes = [row.name for row in RECIPES] + list(TORCH)
     parser.add_argument("--recipes", nargs="+", choices=recipes, default=recipes)
     parser.add_argument("--rounds", type=int, default=12, help="at least 8")
+    parser.add_argument("--compile-together", type=int, default=4, help="processes at a time")
     parser.add_argument("--rehearse", action="store_true", help="tiny shapes, on any machine")
     parser.add_argument("--output-dir", type=pathlib.Path, default=ROOT / "results" / "benchmarks")
     arguments = parser.parse_args()
@@ -122,10 +123,15 @@ def timed_suite(
     names = [*recipes_for(workload, arguments, compiled=False), CONTROL]
     options = {"workload": workload.name, "rehearse": arguments.rehearse}
     with workers(names, platform) as found:
-        results = {}
-        for name, process in found.items():  # one at a time: XLA times kernels while it compiles
-            results[name] = process.ask("prepare", **options)
+
+        def prepare(name: str) -> dict[str, Any]:
+            answer = found[name].ask("prepare", **options)
             tick()
+            return answer
+
+        # A few at a time: on a GPU XLA times kernels while it compiles, not to be disturbed much.
+        with futures.ThreadPoolExecutor(arguments.compile_together) as pool:
+            results = dict(zip(names, pool.map(prepare, names), strict=True))
         alive = {name: process for name, process in found.items() if "error" not in results[name]}
         if BASELINE not in alive:
             return {"recipes": results}
@@ -164,7 +170,9 @@ def cpu_suite(workload: Any, arguments: argparse.Namespace, tick: Any) -> dict[s
             baseline=BASELINE,
             rounds=arguments.rounds,
         )
-    tick()
+        for name in alive:
+            seconds[name] |= found[name].ask("compile", **options)
+            tick()
     return {"recipes": {name: seconds.get(name, first[name]) for name in found}}
 
 

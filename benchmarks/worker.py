@@ -92,6 +92,14 @@ class Worker:
         jax.jit(training.step).trace(*arguments)
         return {"seconds": time.perf_counter() - started}
 
+    def compile(self, workload: str, rehearse: bool) -> dict[str, Any]:
+        """Compiles the step for this machine's device, once."""
+        training, *arguments = self._training(find(workload, rehearse))
+        lowered = jax.jit(training.step, donate_argnums=0).lower(*arguments)
+        started = time.perf_counter()
+        lowered.compile()
+        return {"compile_seconds": time.perf_counter() - started}
+
     def flops(self, workload: str, rehearse: bool) -> dict[str, Any]:
         """Counts the operations of the step's products: those of the model, not of a recipe."""
         from jmp.diagnostics import precision_report

@@ -154,6 +154,28 @@ def test_a_loop_body_counts_once_whatever_the_number_of_turns(h200):
     assert run(10).kernels == run(1000).kernels
 
 
+def test_slices_behind_a_cast_are_read_alone_and_once():
+    text = """
+%cut (p: f32[100]) -> (f16[10], f32[10], pred[10]) {
+  %p = f32[100]{0} parameter(0)
+  %half = f16[100]{0} convert(%p)
+  %first = f16[10]{0} slice(%half), slice={[0:10]}
+  %size = f32[100]{0} abs(%p)
+  %again = f32[10]{0} slice(%size), slice={[0:10]}
+  %other = f32[10]{0} slice(%size), slice={[10:20]}
+  %less = pred[10]{0} compare(%again, %other), direction=LT
+  ROOT %all = (f16[10]{0}, f32[10]{0}, pred[10]{0}) tuple(%first, %again, %less)
+}
+
+ENTRY %main (x: f32[100]) -> (f16[10], f32[10], pred[10]) {
+  %x = f32[100]{0} parameter(0)
+  ROOT %fusion = (f16[10]{0}, f32[10]{0}, pred[10]{0}) fusion(%x), kind=kLoop, calls=%cut
+}
+"""
+    read, written = 20 * 4, 10 * 2 + 10 * 4 + 10
+    assert count(text)["bytes_moved"] == read + written
+
+
 def test_a_scan_over_a_stack_reads_one_slice_a_turn(h200):
     def scan(x, stack):
         return lax.scan(lambda x, w: (x * w, None), x, stack)[0]

@@ -17,9 +17,9 @@ SHAPES = [(640, 1024)] * 40 + [(1024,)] * 20
 NUMBER_OF_PARAMETERS = sum(jnp.zeros(shape).size for shape in SHAPES)
 
 
-def compiled_update(h200, tx, param_dtype):
-    params = [jax.ShapeDtypeStruct(shape, param_dtype) for shape in SHAPES]
-    gradients = [jax.ShapeDtypeStruct(shape, jnp.float16) for shape in SHAPES]
+def compiled_update(h200, tx, param_dtype, shapes=SHAPES):
+    params = [jax.ShapeDtypeStruct(shape, param_dtype) for shape in shapes]
+    gradients = [jax.ShapeDtypeStruct(shape, jnp.float16) for shape in shapes]
     opt_state = jax.eval_shape(tx.init, params)
 
     def update(params, opt_state, gradients):
@@ -67,3 +67,22 @@ def test_an_update_stays_on_its_floor(h200, name, tx, param_dtype, bytes_per_par
     assert program.kernels <= 90
     assert temp <= 0.2
     assert program.conditionals == 0
+
+
+@pytest.mark.parametrize(
+    ("scale", "kernels", "bytes_per_parameter"),
+    [(None, 20, 38.4), (jmp.torch_loss_scale(), 25, 44.5)],
+    ids=["no-scale", "dynamic-scale"],
+)
+def test_flat_masters_update_hundreds_of_small_tensors_in_few_kernels(
+    h200, scale, kernels, bytes_per_parameter
+):
+    shapes = [(256, 256)] * 200 + [(256,)] * 200
+    tx = transforms.with_master_params(optax.adam(1e-3), flat_master=True)
+    tx = tx if scale is None else transforms.with_loss_scale(tx, scale)
+    program = compiled_update(h200, tx, jnp.float16, shapes)
+    measured = program.bytes_moved / (200 * 256 * 257)
+    print(f"\nflat: {measured:.2f} bytes a parameter, {program.kernels} kernels")
+    assert program.kernels <= kernels
+    assert measured <= bytes_per_parameter
+    assert program.copies == program.conditionals == 0
