@@ -215,7 +215,8 @@ def gpu_section(results: dict[str, Any], compiled: dict[str, Any] | None) -> str
     rates = {key: ceilings[f"{name}_flops_per_second"] / 1e12 for key, name in names.items()}
     text = f"""## Measured on a GPU
 
-{machine["device"]}, {machine["platform_version"]}, {versions_of(machine)}. Every recipe in
+{machine["device"]}, driver {machine["driver"]}, {machine["platform_version"]},
+{versions_of(machine)}. Every recipe in
 a process of its own, compiled once, in shuffled rounds; the median of the ratios within a round,
 with its 95 % bootstrap interval. The second process by hand says what chance makes of a ratio.
 Ceilings measured on the same device: {bandwidth / 1e12:.2f} TB/s, {rates["half"]:.0f} TFLOP/s in

@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import math
 import os
+import subprocess
 import sys
 import time
 import traceback
@@ -120,7 +121,8 @@ class Worker:
         return {
             "device": device.device_kind,
             "platform": device.platform,
-            "platform_version": device.client.platform_version,
+            "platform_version": " ".join(device.client.platform_version.split()),
+            "driver": _driver(),
             "python": sys.version.split()[0],
             **{package: importlib.metadata.version(package) for package in packages},
         }
@@ -147,6 +149,16 @@ class Worker:
         training = self._recipe.make(workload)
         key = jax.random.key(0)
         return training, jax.eval_shape(training.init, key), jax.eval_shape(workload.batch, key)
+
+
+def _driver() -> str | None:
+    """Returns the version of the NVIDIA driver; None without one."""
+    try:
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.split("\n")[0]
 
 
 def _best_seconds(function: Any, argument: Any) -> float:
