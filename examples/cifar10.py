@@ -13,7 +13,6 @@ checkpoint after every epoch, with all that --resume needs, and at the end the m
 
 import argparse
 import functools
-import json
 import pathlib
 import pickle
 import time
@@ -26,8 +25,8 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
-from _common import COLORS, RECORD, check_checkpoints, device_line, positive, write_report
+from _checkpoints import Checkpoints, check_checkpoints
+from _common import COLORS, device_line, positive, write_report
 from flax import serialization
 from rich import box
 from rich.console import Console
@@ -288,14 +287,10 @@ def run(precision: str, batch_size: int, setup: Any, progress: Progress) -> dict
         return sum(map(int, counts)) / test_count
 
     folder = (arguments.checkpoint_dir / name).absolute()
-    # Not in the background, where it would slow the next epoch down, which is timed.
-    keep = ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False)
-    manager = ocp.CheckpointManager(folder / "training", options=keep)
-    history = {"loss": [], "test_accuracy": [], "seconds": [], "compiled_in": []}
-    if (latest := manager.latest_step()) is not None:
-        items = {"state": ocp.args.StandardRestore(state), "history": ocp.args.JsonRestore()}
-        restored = manager.restore(latest, args=ocp.args.Composite(**items))
-        state, history = restored["state"], restored["history"]
+    checkpoints = Checkpoints(folder / "training", arguments.checkpoint_dir, record)
+    state, history = checkpoints.restore(
+        state, {"loss": [], "test_accuracy": [], "seconds": [], "compiled_in": []}
+    )
 
     first = len(history["loss"])
     task = progress.add_task(name, total=steps * arguments.epochs, completed=steps * first)
@@ -313,10 +308,8 @@ def run(precision: str, batch_size: int, setup: Any, progress: Progress) -> dict
         history["loss"].append(float(np.mean(jax.device_get(losses))))
         history["test_accuracy"].append(test_accuracy(variables_of(state)))
         progress.update(task, description=f"{name} {100 * history['test_accuracy'][-1]:.1f} %")
-        (arguments.checkpoint_dir / RECORD).write_text(json.dumps(record, indent=1) + "\n")
-        items = {"state": ocp.args.StandardSave(state), "history": ocp.args.JsonSave(history)}
-        manager.save(epoch + 1, args=ocp.args.Composite(**items))
-    manager.close()
+        checkpoints.save(epoch + 1, state, history)
+    checkpoints.close()
     if len(history["loss"]) < arguments.epochs:
         return None
 

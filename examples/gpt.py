@@ -19,7 +19,6 @@ Writes `gpt.json` and `gpt.png` into the output folder, and into the checkpoint 
 
 import argparse
 import hashlib
-import json
 import pathlib
 import sysconfig
 import time
@@ -31,8 +30,8 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
-from _common import COLORS, RECORD, check_checkpoints, device_line, positive, write_report
+from _checkpoints import Checkpoints, check_checkpoints
+from _common import COLORS, device_line, positive, write_report
 from flax import nnx
 from rich.console import Console
 from rich.progress import Progress
@@ -287,20 +286,9 @@ def run(arguments: argparse.Namespace, setup: Any) -> tuple[State, dict[str, Any
     programs, (train_text, held_out), record, console = setup
     state = programs.create()
     history = {"loss": [], "loss_scale": [], "skipped": [], "validation": [], "seconds": 0.0}
-    manager = ocp.CheckpointManager(
-        (arguments.checkpoint_dir / "training").absolute(),
-        # Not in the background, where it would slow the next steps down, which are timed.
-        options=ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False),
-    )
-    if (latest := manager.latest_step()) is not None:
-        items = {"state": ocp.args.StandardRestore(state), "history": ocp.args.JsonRestore()}
-        restored = manager.restore(latest, args=ocp.args.Composite(**items))
-        state, history = restored["state"], restored["history"]
-
-    def save(step: int) -> None:
-        (arguments.checkpoint_dir / RECORD).write_text(json.dumps(record, indent=1) + "\n")
-        items = {"state": ocp.args.StandardSave(state), "history": ocp.args.JsonSave(history)}
-        manager.save(step, args=ocp.args.Composite(**items))
+    folder = arguments.checkpoint_dir
+    checkpoints = Checkpoints(folder / "training", folder, record)
+    state, history = checkpoints.restore(state, history)
 
     # Compiled ahead: once, and not while the clock runs.
     train = programs.train.lower(state, train_text, np.int32(0)).compile()
@@ -326,8 +314,8 @@ def run(arguments: argparse.Namespace, setup: Any) -> tuple[State, dict[str, Any
                 loss = float(programs.validate(state.params, held_out))
                 history["validation"].append([end, loss])
             if end % arguments.checkpoint_every == 0 or end == arguments.stop_after:
-                save(end)
-    manager.close()
+                checkpoints.save(end, state, history)
+    checkpoints.close()
     return state, history
 
 

@@ -136,6 +136,20 @@ def test_what_does_not_fit_one_vector_is_refused_with_the_way_out(params, got):
         flat_masters(optax.sgd(1.0)).init(params)
 
 
+def test_complex_gradients_beside_flat_masters_are_unscaled_and_checked():
+    params = {"half": jnp.ones(2, jnp.float16), "complex": jnp.ones(2, jnp.complex64)}
+    groups = {"half": flat_masters(optax.sgd(1.0)), "complex": optax.sgd(1.0)}
+    tx = transforms.with_loss_scale(
+        optax.partition(groups, {"half": "half", "complex": "complex"}), jmp.DynamicLossScale(8.0)
+    )
+    gradients = jax.tree.map(lambda p: 8 * p, params)
+    updates, state = tx.update(gradients, tx.init(params), params)
+    np.testing.assert_allclose(updates["complex"], -1)
+    gradients["complex"] = gradients["complex"].at[0].set(jnp.inf)
+    _, state = tx.update(gradients, state, params)
+    assert state.skipped_steps == 1
+
+
 def test_steps_scan():
     params = parameters(jnp.float16)
     tx = transforms.with_loss_scale(flat_masters(optax.adam(1e-3)), jmp.DynamicLossScale(8.0))

@@ -57,10 +57,6 @@ class FlatMasters:
         """Returns every master in its parameter's shape, by path."""
         return dict(zip(self.paths, split(self.vector, self.shapes), strict=True))
 
-    def replace_vector(self, vector: jax.Array) -> "FlatMasters":
-        """Returns masters of the same layout with other values."""
-        return dataclasses.replace(self, vector=vector)
-
 
 def flatten(tree: Any, dtype: Any) -> jax.Array:
     """Returns the leaves of `tree` in `dtype`, one after the other in a vector."""
@@ -75,17 +71,19 @@ def split(vector: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Arra
 
 
 def map_vectors(function: Callable[[jax.Array], jax.Array], tree: Any) -> tuple[Any, list[Any]]:
-    """Maps a pointwise function over the floating leaves of `tree`, all of a dtype at a time.
+    """Maps a pointwise function over the leaves of `tree`, all floating ones of a dtype at a time.
 
-    Returns: the mapped tree, and the vectors that its leaves were cut from. XLA puts the leaves of
-      a vector together again at no cost.
+    Returns: the mapped tree, and the vectors that its leaves were cut from beside the leaves that
+      are not floating. XLA puts the leaves of a vector together again at no cost.
     """
     leaves, structure = jax.tree.flatten(tree)
     groups: dict[Any, list[int]] = {}
     for position, leaf in enumerate(leaves):
         if is_floating(leaf):
             groups.setdefault(leaf.dtype, []).append(position)
-    vectors = []
+        else:
+            leaves[position] = function(leaf)
+    vectors = [leaf for leaf in leaves if not is_floating(leaf)]
     for dtype, positions in groups.items():
         group = [leaves[position] for position in positions]
         vectors.append(function(flatten(group, dtype)))

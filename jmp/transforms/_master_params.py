@@ -1,5 +1,6 @@
 """`with_master_params`: float32 masters for parameters that are stored in half."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -107,7 +108,7 @@ def with_master_params(
         )
         new_full = optax.apply_updates(full, full_updates)
         if flat_master:
-            masters = state.masters.replace_vector(new_full)
+            masters = dataclasses.replace(state.masters, vector=new_full)
             new_leaves = list(masters.leaves().values())
             new_full = full_updates = jax.tree.unflatten(jax.tree.structure(params), new_leaves)
         else:
