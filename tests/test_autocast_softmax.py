@@ -70,6 +70,20 @@ def test_one_half_array_is_kept_of_a_softmax():
     assert sum(entry == f"f16[8,{EVEN},{EVEN}]" for entry in even) > len(set(square))
 
 
+def test_probabilities_that_are_read_in_float32_too_are_not_rounded():
+    def with_entropy(queries, keys, values):
+        weights = jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", queries, keys))
+        entropy = -(weights * jnp.log(weights)).sum(-1)  # of 1e-9 in float16: 0 * -inf
+        return jnp.sin(jnp.einsum("bqk,bkd->bqd", weights, values)).mean() + 0.1 * entropy.mean()
+
+    args = arguments(ODD)[:3]
+    mixed = jmp.autocast(with_entropy, "mixed_float16")
+    value, grads = jax.value_and_grad(mixed, argnums=(0, 1, 2))(*args)
+    np.testing.assert_allclose(value, mixed(*args), rtol=1e-6)
+    for found, exact in zip(grads, gradients(with_entropy, args), strict=True):
+        np.testing.assert_allclose(found, exact, atol=3e-3 * jnp.abs(exact).max())
+
+
 def test_a_row_masked_throughout_stays_finite():
     args = arguments(ODD, masked_row=True)
     for found in gradients(jmp.autocast(loss, "mixed_float16"), args):

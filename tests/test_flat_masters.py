@@ -54,11 +54,11 @@ def test_training_is_the_same_as_with_a_tree_of_masters(dtype, scale):
     params, state = train(make(transforms.with_master_params), parameters(dtype), 10, bad_step)
     flat_params, flat_state = train(make(flat_masters), parameters(dtype), 10, bad_step)
     jax.tree.map(np.testing.assert_array_equal, flat_params, params)
-    masters = transforms.masters(state, params)
+    masters = transforms.masters(flat_state, flat_params)
     jax.tree.map(
         lambda a, b: np.testing.assert_array_max_ulp(a, b, 1),
-        transforms.masters(flat_state, flat_params),
         masters,
+        transforms.masters(state, params),
     )
     for name, param in flat_params.items():
         np.testing.assert_array_equal(param, masters[name].astype(dtype))
@@ -86,7 +86,7 @@ def test_the_vector_and_the_tree_are_one_another_s_inverse():
     jax.tree.map(lambda m, p: np.testing.assert_array_equal(m, p.astype("float32")), tree, params)
     again = transforms.FlatMasters.from_tree(params, "float32")
     np.testing.assert_array_equal(again.vector, state.masters.vector)
-    assert again.paths == ("bias", "kernel", "scalar")
+    assert again.paths == ("['bias']", "['kernel']", "['scalar']")
 
 
 def test_every_dtype_has_a_group_of_its_own():
@@ -134,6 +134,47 @@ def test_every_dtype_has_a_group_of_its_own():
 def test_what_does_not_fit_one_vector_is_refused_with_the_way_out(params, got):
     with pytest.raises(ValueError, match=f"got parameters of {got}.*optax.partition"):
         flat_masters(optax.sgd(1.0)).init(params)
+
+
+@pytest.mark.parametrize(
+    "gradients",
+    [
+        {"a": jnp.ones((3, 2), jnp.float16), "b": jnp.ones(3, jnp.float16)},
+        {"x": jnp.ones((2, 3), jnp.float16), "y": jnp.ones(3, jnp.float16)},
+        {"a": jnp.ones((), jnp.float16)},
+    ],
+    ids=["transposed", "other names", "one number"],
+)
+def test_gradients_that_would_land_beside_their_parameters_are_refused(gradients):
+    params = {"a": jnp.ones((2, 3), jnp.float16), "b": jnp.ones(3, jnp.float16)}
+    tx = flat_masters(optax.sgd(1.0))
+    with pytest.raises(
+        ValueError, match="got gradients of the shapes .* expected those of the par"
+    ):
+        tx.update(gradients, tx.init(params), params)
+
+
+def test_arrays_without_elements_and_accumulation_may_be_flat():
+    params = {**parameters(jnp.float16), "empty": jnp.ones((0, 3), jnp.float16)}
+    tx = transforms.with_loss_scale(
+        flat_masters(optax.MultiSteps(optax.sgd(0.5), 2)), jmp.DynamicLossScale(8.0)
+    )
+    state = tx.init(params)
+    for _ in range(2):
+        updates, state = tx.update(jax.tree.map(lambda p: 8 * p, params), state, params)
+    expected = jax.tree.map(lambda p: p - p / 2, params)
+    jax.tree.map(np.testing.assert_array_equal, optax.apply_updates(params, updates), expected)
+
+
+def test_an_infinite_python_number_beside_flat_masters_is_seen():
+    params = {"half": jnp.ones(2, jnp.float16), "gain": 1.0}
+    groups = {"half": flat_masters(optax.sgd(1.0)), "gain": optax.sgd(1.0)}
+    tx = transforms.with_loss_scale(
+        optax.partition(groups, {"half": "half", "gain": "gain"}), jmp.DynamicLossScale(8.0)
+    )
+    gradients = {"half": jnp.ones(2, jnp.float16), "gain": float("inf")}
+    updates, state = tx.update(gradients, tx.init(params), params)
+    assert state.skipped_steps == 1 and updates["gain"] == 0
 
 
 def test_complex_gradients_beside_flat_masters_are_unscaled_and_checked():

@@ -217,6 +217,22 @@ def test_a_layer_that_says_float32_is_mentioned():
         linen.wrap_apply(model.apply, "O1", [(nn.Dense, "float32")])(variables, jnp.ones((1, 2)))
 
 
+@pytest.mark.filterwarnings("error")
+def test_what_follows_a_norm_whose_author_asked_for_float32_is_half_again():
+    found = []
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.LayerNorm(dtype=jnp.float32)(nn.Dense(8)(x))
+            found.append(x.dtype)
+            return nn.Dense(2)(x)
+
+    variables = Model().init(jax.random.key(0), jnp.ones((2, 8)))
+    linen.wrap_apply(Model().apply, "mixed_float16")(variables, jnp.ones((2, 8)))
+    assert found[-1] == jnp.float16
+
+
 def test_cast_params_keeps_norms_and_statistics_and_can_be_undone():
     model, inputs = MODELS["convolutions"]
     variables = model.init(jax.random.key(0), inputs)

@@ -62,6 +62,11 @@ def test_floating_point_operations():
     (row,) = report(convolution, jnp.ones((1, 8, 8, 3)), jnp.ones((5, 5, 3, 7))).rows
     assert row.flops == 2 * (4 * 4 * 7) * (5 * 5 * 3)
 
+    # Its input's gradient is a convolution of the cotangent with zeros put between: not counted.
+    gradient = jax.grad(lambda image, kernel: convolution(image, kernel).sum(), argnums=(0, 1))
+    rows = report(gradient, jnp.ones((1, 8, 8, 3)), jnp.ones((5, 5, 3, 7))).rows
+    assert sum(r.flops for r in rows) == 2 * row.flops
+
     def grouped(x, w):
         return jax.lax.ragged_dot(x, w, jnp.array([1, 3]))
 

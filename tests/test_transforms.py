@@ -197,6 +197,21 @@ def test_parameters_equal_their_rounded_masters_and_masters_equal_a_float32_run(
     assert isinstance(state.masters["norm"], optax.MaskedNode)
 
 
+@pytest.mark.parametrize("scale", [jmp.NoOpLossScale(), jmp.DynamicLossScale(8.0)])
+def test_moments_of_a_half_group_without_masters_are_float32_beside_one_with(scale):
+    params = {"a/b": jnp.ones(2, jnp.float16), "a": {"b": jnp.full(2, 2.0, jnp.float16)}}
+    groups = {"with": transforms.with_master_params(optax.adam(1e-2)), "without": optax.adam(1e-2)}
+    labels = {"a/b": "with", "a": {"b": "without"}}
+    tx = transforms.with_loss_scale(optax.partition(groups, labels), scale)
+    state = tx.init(params)
+    gradients = jax.tree.map(lambda p: jnp.full_like(p, 1e-4), params)  # squared: 0 in float16
+    for _ in range(3):
+        updates, state = tx.update(state.loss_scale.scale(gradients), state, params)
+        np.testing.assert_allclose(updates["a"]["b"], -0.01, rtol=2e-3)
+    # Paths that read alike are told apart.
+    assert transforms.masters(state, params)["a"]["b"][0] == 2
+
+
 def test_small_updates_that_half_precision_loses_add_up_in_the_masters():
     params = jnp.ones(2, jnp.bfloat16)
     tx = transforms.mixed_precision(optax.sgd(1.0), "p=bf16,c=bf16,o=f32")

@@ -47,7 +47,8 @@ def odd_softmax(node: Node, inside: Collection[Node]) -> Softmax | None:
     Args:
       inside: nodes of its island, where all of the softmax has to be.
     """
-    if node.name != "div":
+    # What reads the result inside would read the rounded one, where log(p) of a small p is -inf.
+    if node.name != "div" or any(user in inside for user in node.outputs[0].users):
         return None
     powers, sums = node.inputs
     while sums.producer is not None and sums.producer.name in RESHAPES:

@@ -17,7 +17,9 @@ def flops(name: str, params: Any, shapes: list[tuple[int, ...]], result: tuple[i
         return 2 * math.prod(result) * math.prod(shapes[0][axis] for axis in contracted)
     if name == "conv_general_dilated":
         features = shapes[1][params["dimension_numbers"].rhs_spec[0]]
-        return 2 * math.prod(result) * math.prod(shapes[1]) // max(1, features)
+        # Zeros between the elements of a dilated input are not multiplied (strided gradients).
+        features = max(1, features) * math.prod(params["lhs_dilation"])
+        return 2 * math.prod(result) * math.prod(shapes[1]) // features
     if name.startswith("ragged_dot"):
         # Each row meets the matrix of its own group.
         return 2 * math.prod(shapes[0]) * shapes[1][-1]

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import keystr, tree_leaves_with_path
 
 from jmp.dtypes import is_half
 from jmp.trees import is_floating, path_string
@@ -27,11 +28,11 @@ class FlatMasters:
 
     Attributes:
       vector: float32 or float64, of as many elements as the parameters have.
-      paths: the parameters' paths, as in "encoder/Dense_0/kernel".
+      paths: the parameters' paths, as `jax.tree_util.keystr` writes them.
       shapes: the parameters' shapes.
 
     >>> flat = FlatMasters.from_tree({"b": jnp.ones(2, jnp.float16)}, "float32")
-    >>> flat.vector.shape, flat.leaves()["b"].dtype
+    >>> flat.vector.shape, flat.leaves()["['b']"].dtype
     ((2,), dtype('float32'))
     """
 
@@ -45,11 +46,11 @@ class FlatMasters:
 
         Raises: ValueError for no parameters at all, more than one dtype, or one that is not half.
         """
-        found = [(path_string(p), leaf) for p, leaf in jax.tree_util.tree_leaves_with_path(params)]
+        found = tree_leaves_with_path(params)
         _check_one_half_dtype(found)
         return cls(
             vector=flatten([leaf for _, leaf in found], dtype),
-            paths=tuple(path for path, _ in found),
+            paths=tuple(keystr(path) for path, _ in found),
             shapes=tuple(leaf.shape for _, leaf in found),
         )
 
@@ -77,13 +78,14 @@ def map_vectors(function: Callable[[jax.Array], jax.Array], tree: Any) -> tuple[
       are not floating. XLA puts the leaves of a vector together again at no cost.
     """
     leaves, structure = jax.tree.flatten(tree)
+    vectors = []
     groups: dict[Any, list[int]] = {}
     for position, leaf in enumerate(leaves):
         if is_floating(leaf):
             groups.setdefault(leaf.dtype, []).append(position)
         else:
             leaves[position] = function(leaf)
-    vectors = [leaf for leaf in leaves if not is_floating(leaf)]
+            vectors.append(leaves[position])
     for dtype, positions in groups.items():
         group = [leaves[position] for position in positions]
         vectors.append(function(flatten(group, dtype)))
@@ -93,10 +95,11 @@ def map_vectors(function: Callable[[jax.Array], jax.Array], tree: Any) -> tuple[
     return jax.tree.unflatten(structure, leaves), vectors
 
 
-def _check_one_half_dtype(found: list[tuple[str, Any]]) -> None:
+def _check_one_half_dtype(found: list[tuple[Any, Any]]) -> None:
     examples: dict[str, str] = {}
     for path, leaf in found:
-        examples.setdefault(str(np.dtype(getattr(leaf, "dtype", type(leaf)))), path)
+        dtype = str(np.dtype(getattr(leaf, "dtype", type(leaf))))
+        examples.setdefault(dtype, path_string(path))
     if len(examples) == 1 and is_floating(found[0][1]) and is_half(found[0][1].dtype):
         return
     got = ", ".join(f"{dtype} ({path or 'the root'})" for dtype, path in examples.items())

@@ -5,13 +5,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
 from jmp.loss_scaling import LossScale, NoOpLossScale
 from jmp.transforms import _states
 from jmp.transforms._agreement import AxisName, agreed
 from jmp.transforms._finite_check import gradients_finite
 from jmp.transforms._flat_masters import map_vectors
-from jmp.transforms._master_params import WithMasterParamsState, has_flat_masters
+from jmp.transforms._master_params import (
+    WithMasterParamsState,
+    has_flat_masters,
+    master_paths,
+)
 from jmp.trees import cast_to_at_least_float32, select_tree
 
 
@@ -133,14 +138,18 @@ def _unscaled(updates: Any, state: WithLossScaleState) -> tuple[Any, Any]:
 
 
 def _as_inner_sees(params: Any, inner_state: Any) -> Any:
-    """Returns `params` in at least float32, or as they are where `inner` keeps masters of them.
+    """Returns `params` in at least float32, but for those that `inner` keeps masters of.
 
     Moments made from half parameters would be half: Adam's eps of 1e-8 is zero in float16, and its
     second moment stalls in bfloat16.
     """
-    if _states.find_states(inner_state, WithMasterParamsState):
+    masters = master_paths(inner_state)
+    paths = {keystr(path) for path, _ in tree_leaves_with_path(params)}
+    if not masters <= paths:  # under other names: something inside rearranges the leaves
         return params
-    return cast_to_at_least_float32(params)
+    return tree_map_with_path(
+        lambda path, p: p if keystr(path) in masters else cast_to_at_least_float32(p), params
+    )
 
 
 def _zero_unless(finite: jax.Array, update: Any) -> Any:

@@ -6,13 +6,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 from jax.typing import DTypeLike
 
 from jmp.dtypes import floating_dtype, is_half
 from jmp.transforms import _states
 from jmp.transforms._flat_masters import FlatMasters, flatten
 from jmp.transforms._rounding import difference
-from jmp.trees import cast_to_at_least_float32, is_floating, path_string
+from jmp.trees import cast_to_at_least_float32, is_floating
 
 
 class WithMasterParamsState(NamedTuple):
@@ -102,6 +103,7 @@ def with_master_params(
         full = _as_inner_sees(state.masters, params)
         gradients = cast_to_at_least_float32(updates)
         if flat_master:
+            _check_gradients(gradients, params)
             gradients = flatten(gradients, full.dtype)
         full_updates, inner_state = _states.update_inner(
             inner, gradients, state.inner_state, full, extra_args, "with_master_params"
@@ -147,6 +149,31 @@ def has_flat_masters(opt_state: Any) -> bool:
     return any(isinstance(state.masters, FlatMasters) for state in states)
 
 
+def _check_gradients(gradients: Any, params: Any) -> None:
+    """Raises ValueError if gradients would land beside their parameters in the vector."""
+    got, expected = (
+        {keystr(path): jnp.shape(leaf) for path, leaf in tree_leaves_with_path(tree)}
+        for tree in (gradients, params)
+    )
+    if got != expected:
+        raise ValueError(
+            f"with_master_params(..., flat_master=True) got gradients of the shapes {got}; "
+            f"expected those of the parameters, {expected}. Differentiate with respect to the "
+            "parameters that the optimizer holds."
+        )
+
+
+def master_paths(opt_state: Any) -> set[str]:
+    """Returns the paths (`keystr`) of all parameters that have a master, of whatever group."""
+    paths: set[str] = set()
+    for state in _states.find_states(opt_state, WithMasterParamsState):
+        if isinstance(state.masters, FlatMasters):
+            paths.update(state.masters.paths)
+        else:
+            paths.update(keystr(path) for path, _ in tree_leaves_with_path(state.masters))
+    return paths
+
+
 def collect_masters(opt_state: Any, params: Any) -> Any:
     """Returns `params` with half leaves replaced by their masters, of whatever parameter group."""
     by_path: dict[str, Any] = {}
@@ -154,9 +181,9 @@ def collect_masters(opt_state: Any, params: Any) -> Any:
         if isinstance(state.masters, FlatMasters):
             by_path |= state.masters.leaves()
         else:
-            leaves = jax.tree_util.tree_leaves_with_path(state.masters)
-            by_path |= {path_string(path): master for path, master in leaves}
+            leaves = tree_leaves_with_path(state.masters)
+            by_path |= {keystr(path): master for path, master in leaves}
     # A half leaf of a frozen group has no master and is its own truth.
-    return jax.tree_util.tree_map_with_path(
-        lambda path, p: by_path.get(path_string(path), p), cast_to_at_least_float32(params)
+    return tree_map_with_path(
+        lambda path, p: by_path.get(keystr(path), p), cast_to_at_least_float32(params)
     )
