@@ -27,19 +27,29 @@ def paired(
       rounds: how often; each in an order of its own.
 
     Returns: for each candidate its median `seconds` a step, the median `ratio` to the baseline and
-      the 95 % bootstrap `interval` of that median.
+      the 95 % bootstrap `interval` of that median; `{"error": sentence}` for one that raised
+      RuntimeError, and for all if that was the baseline.
     """
     steps = 1 if step_seconds is None else int(np.clip(SLICE_SECONDS / step_seconds, 1, 100))
     shuffle = random.Random(0)
     seconds: dict[str, list[float]] = {name: [] for name in time_steps}
+    failed: dict[str, dict[str, Any]] = {}
     for _ in range(rounds):
-        order = list(time_steps)
+        order = [name for name in time_steps if name not in failed]
         shuffle.shuffle(order)
         for name in order:
-            seconds[name].append(time_steps[name](steps) / steps)
+            try:
+                seconds[name].append(time_steps[name](steps) / steps)
+            except RuntimeError as error:
+                failed[name] = {"error": str(error)}
+        if baseline in failed:
+            return {name: failed[baseline] for name in time_steps} | failed
 
-    results = {}
+    results: dict[str, dict[str, Any]] = {}
     for name, own in seconds.items():
+        if name in failed:
+            results[name] = failed[name]
+            continue
         ratios = np.array(own) / np.array(seconds[baseline])
         results[name] = {"seconds": float(np.median(own)), "ratio": float(np.median(ratios))}
         if np.ptp(ratios) > 0:  # the baseline's own ratios are all 1

@@ -17,16 +17,19 @@ class Process:
 
     Args:
       arguments: of the Python interpreter, such as `["-m", "benchmarks.worker", "adapter"]`.
-      peers: whether, and how, the peers' folder is on the import path: "first" before this project,
-        "last" behind it.
+      peers_first: whether the peers' folder comes before this project on the import path, or after.
       log: where its standard error goes.
       platform: the only one JAX may start; None leaves it the choice.
     """
 
     def __init__(
-        self, arguments: list[str], peers: str, log: pathlib.Path, platform: str | None = None
+        self,
+        arguments: list[str],
+        peers_first: bool,
+        log: pathlib.Path,
+        platform: str | None = None,
     ) -> None:
-        paths = {"first": [PEERS, ROOT], "last": [ROOT, PEERS]}[peers]
+        paths = [PEERS, ROOT] if peers_first else [ROOT, PEERS]
         # Several processes share a device: none may take all of its memory.
         environment = dict(
             os.environ,
@@ -63,6 +66,13 @@ class Process:
     def ask(self, do: str, **options: Any) -> dict[str, Any]:
         self.tell(do, **options)
         return self.answer()
+
+    def seconds(self, do: str, **options: Any) -> float:
+        """Returns the seconds that a command measured; raises RuntimeError if it failed."""
+        answer = self.ask(do, **options)
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        return answer["seconds"]
 
     def close(self) -> None:
         self._process.stdin.close()

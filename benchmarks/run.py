@@ -7,7 +7,9 @@
     python -m benchmarks.run --rehearse --suite gpu    # everything at a tiny size, on any machine
 
 A run with `--only` or `--recipes` replaces those results in the file and keeps the others, so that
-a long suite can be run in parts. `make bench` installs what the suites need.
+a long suite can be run in parts; results of another machine are not kept. `make bench` installs
+what compiled, checks and cpu need. The suite gpu needs JAX for CUDA and, for its PyTorch rows,
+torch: `make benchmarks/peers/installed`, then `pip install -e '.[test,cuda13]' torch`.
 """
 
 import argparse
@@ -16,22 +18,24 @@ import json
 import os
 import pathlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
 
+from benchmarks import workloads
 from benchmarks.finite_checks import CHECKS
 from benchmarks.pairing import paired
 from benchmarks.processes import ROOT, Process
-from benchmarks.recipes import RECIPES
+from benchmarks.recipes import RECIPES, find
 from benchmarks.workloads import UPDATES, WORKLOADS, Update
 
 BASELINE = "by-hand"
 CONTROL = "by-hand again"  # the same recipe in a second process: what chance alone makes of a ratio
 TORCH = {"torch-eager": "eager", "torch-compile": "compile"}
+TOGETHER = 4  # recipes on a device beside the baseline and its control: GPT-2 takes 12 GB in each
 NAMES = [workload.name for workload in (*WORKLOADS, *UPDATES)]
 
 
@@ -44,7 +48,6 @@ def parse_arguments() -> argparse.Namespace:
     recipes = [row.name for row in RECIPES] + list(TORCH)
     parser.add_argument("--recipes", nargs="+", choices=recipes, default=recipes)
     parser.add_argument("--rounds", type=int, default=12, help="at least 8")
-    parser.add_argument("--compile-together", type=int, default=4, help="processes at a time")
     parser.add_argument("--rehearse", action="store_true", help="tiny shapes, on any machine")
     parser.add_argument("--output-dir", type=pathlib.Path, default=ROOT / "results" / "benchmarks")
     arguments = parser.parse_args()
@@ -74,12 +77,11 @@ def workers(names: list[str], platform: str | None = None) -> Iterator[dict[str,
         for name in names:
             log = pathlib.Path(folder) / f"{name}.log"
             if name in TORCH:
-                process = Process(["-m", "benchmarks.torch_worker", TORCH[name]], "last", log)
+                process = Process(["-m", "benchmarks.torch_worker", TORCH[name]], False, log)
             else:
-                recipe = BASELINE if name == CONTROL else name
-                (row,) = (row for row in RECIPES if row.name == recipe)
-                peers = "first" if row.needs_peers_first else "last"
-                process = Process(["-m", "benchmarks.worker", recipe], peers, log, platform)
+                row = find(BASELINE if name == CONTROL else name)
+                arguments = ["-m", "benchmarks.worker", row.name]
+                process = Process(arguments, row.needs_peers_first, log, platform)
             stack.callback(process.close)
             found[name] = process
         yield found
@@ -120,36 +122,48 @@ def timed_suite(
     workload: Any, arguments: argparse.Namespace, tick: Any, platform: str | None = None
 ) -> dict[str, Any]:
     """Times the steps in shuffled rounds; ratios are within a round, to the same step by hand."""
-    names = [*recipes_for(workload, arguments, compiled=False), CONTROL]
     options = {"workload": workload.name, "rehearse": arguments.rehearse}
-    with workers(names, platform) as found:
+    first = [BASELINE, CONTROL]
+    others = [n for n in recipes_for(workload, arguments, compiled=False) if n != BASELINE]
+    results: dict[str, Any] = {}
+    flops: dict[str, Any] = {}
+    with workers(first, platform) as always:
+        results |= prepared(always, options, arguments, tick)
+        if "error" in results[BASELINE]:
+            return {"recipes": {name: results[BASELINE] for name in (*first, *others)}}
+        step_seconds = results[BASELINE]["step_seconds"]
+        for start in range(0, len(others), TOGETHER):
+            with workers(others[start : start + TOGETHER], platform) as group:
+                results |= prepared(group, options, arguments, tick)
+                alive = {n: p for n, p in (always | group).items() if "error" not in results[n]}
+                time_steps = {n: stepping(p) for n, p in alive.items()}
+                found = paired(time_steps, step_seconds, BASELINE, arguments.rounds)
+                # The baseline and its control are timed in every group; the last one's are kept.
+                for name, process in alive.items():
+                    results[name] |= found[name] | process.ask("peak")
+                if "float32" in group and not isinstance(workload, Update):
+                    flops = group["float32"].ask("flops", **options)
+    return {"recipes": results, **flops}
 
-        def prepare(name: str) -> dict[str, Any]:
-            answer = found[name].ask("prepare", **options)
-            tick()
-            return answer
 
-        # A few at a time: on a GPU XLA times kernels while it compiles, not to be disturbed much.
-        with futures.ThreadPoolExecutor(arguments.compile_together) as pool:
-            results = dict(zip(names, pool.map(prepare, names), strict=True))
-        alive = {name: process for name, process in found.items() if "error" not in results[name]}
-        if BASELINE not in alive:
-            return {"recipes": results}
-        seconds = paired(
-            {
-                name: lambda steps, p=process: p.ask("time", steps=steps)["seconds"]
-                for name, process in alive.items()
-            },
-            step_seconds=results[BASELINE]["step_seconds"],
-            baseline=BASELINE,
-            rounds=arguments.rounds,
-        )
-        for name, process in alive.items():
-            results[name] |= seconds[name] | process.ask("peak")
-        measured = {"recipes": results}
-        if not isinstance(workload, Update) and "float32" in alive:
-            measured |= found["float32"].ask("flops", **options)
-    return measured
+def prepared(
+    found: dict[str, Process], options: dict[str, Any], arguments: argparse.Namespace, tick: Any
+) -> dict[str, Any]:
+    """Compiles in every process and takes the first steps."""
+
+    def prepare(name: str) -> dict[str, Any]:
+        answer = found[name].ask("prepare", **options)
+        tick()
+        return answer
+
+    # A few at a time: on a GPU XLA times kernels while it compiles, not to be disturbed much. On a
+    # CPU, where it takes all cores, one: the seconds of compilation are reported.
+    with futures.ThreadPoolExecutor(1 if arguments.suite == "cpu" else TOGETHER) as pool:
+        return dict(zip(found, pool.map(prepare, found), strict=True))
+
+
+def stepping(process: Process) -> Callable[[int], float]:
+    return lambda steps: process.seconds("time", steps=steps)
 
 
 def cpu_suite(workload: Any, arguments: argparse.Namespace, tick: Any) -> dict[str, Any]:
@@ -158,22 +172,20 @@ def cpu_suite(workload: Any, arguments: argparse.Namespace, tick: Any) -> dict[s
         return timed_suite(workload, arguments, tick, "cpu")
     names = recipes_for(workload, arguments, compiled=True)
     options = {"workload": workload.name, "rehearse": arguments.rehearse}
+
+    def tracing(process: Process) -> Callable[[int], float]:
+        return lambda steps: process.seconds("trace", **options)
+
     with workers(names, "cpu") as found:
-        first = {name: process.ask("trace", **options) for name, process in found.items()}
-        alive = [name for name in found if "error" not in first[name]]
-        seconds = paired(
-            {
-                name: lambda steps, n=name: found[n].ask("trace", **options)["seconds"]
-                for name in alive
-            },
-            step_seconds=None,
-            baseline=BASELINE,
-            rounds=arguments.rounds,
-        )
-        for name in alive:
-            seconds[name] |= found[name].ask("compile", **options)
+        for process in found.values():
+            process.ask("trace", **options)  # imports
+        time_steps = {name: tracing(process) for name, process in found.items()}
+        results = paired(time_steps, None, BASELINE, arguments.rounds)
+        for name, process in found.items():
+            if "error" not in results[name]:
+                results[name] |= process.ask("compile", **options)
             tick()
-    return {"recipes": {name: seconds.get(name, first[name]) for name in found}}
+    return {"recipes": results}
 
 
 SUITES = {
@@ -184,6 +196,29 @@ SUITES = {
 }
 
 
+def begun(path: pathlib.Path, arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Returns the results so far of this machine (counted ones: of these versions), or none."""
+    on_gpu = arguments.suite == "gpu"
+    with workers(["float32"], None if on_gpu else "cpu") as found:
+        process = found["float32"]
+        counting = arguments.suite in ("compiled", "checks")
+        machine = process.ask("versions" if counting else "machine")
+        platform = machine.get("platform")
+        if on_gpu and platform != "gpu" and not arguments.rehearse:
+            raise SystemExit(
+                f"--suite gpu found {machine.get('error', platform)}; expected a GPU. Without one "
+                "take --suite compiled, or --rehearse to see that everything runs."
+            )
+        results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        if results.get("machine") != machine:
+            if results:
+                console.print(f"{path} was of {results['machine']}: begun anew.")
+            results = {"machine": machine, "workloads": {}}
+        if on_gpu and "ceilings" not in results:
+            results["ceilings"] = process.ask("ceilings", rehearse=arguments.rehearse)
+    return results
+
+
 def main() -> None:
     arguments = parse_arguments()
     console = Console()
@@ -191,18 +226,7 @@ def main() -> None:
     name = f"{arguments.suite}_rehearsal" if arguments.rehearse else arguments.suite
     path = arguments.output_dir / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"workloads": {}}
-
-    with workers(["float32"], None if arguments.suite == "gpu" else "cpu") as found:
-        results["machine"] = found["float32"].ask("machine")
-        if arguments.suite == "gpu":
-            platform = results["machine"].get("platform")
-            if platform != "gpu" and not arguments.rehearse:
-                raise SystemExit(
-                    f"--suite gpu found {platform}; expected a GPU. Without one take --suite "
-                    "compiled, or --rehearse to see that everything runs."
-                )
-            results["ceilings"] = found["float32"].ask("ceilings", rehearse=arguments.rehearse)
+    results = begun(path, arguments, console)
 
     with Progress(console=console) as progress:
         for workload in (*WORKLOADS, *UPDATES):
@@ -212,7 +236,8 @@ def main() -> None:
             measured = suite(workload, arguments, lambda task=task: progress.advance(task))
             kept = results["workloads"].setdefault(workload.name, {"recipes": {}})
             recipes = kept["recipes"] | measured.pop("recipes")
-            kept |= {"title": workload.title, "recipes": recipes} | measured
+            title = workloads.find(workload.name, arguments.rehearse).title
+            kept |= {"title": title, "recipes": recipes} | measured
             # After each: a run that is cut short loses one workload.
             path.write_text(json.dumps(results, indent=1) + "\n")
             for recipe, found_here in recipes.items():

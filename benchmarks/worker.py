@@ -12,6 +12,8 @@ import importlib.metadata
 import json
 import math
 import os
+import pathlib
+import platform
 import subprocess
 import sys
 import time
@@ -20,15 +22,14 @@ from typing import Any
 
 import jax
 
-from benchmarks.recipes import RECIPES, Training
-from benchmarks.workloads import find
+from benchmarks import recipes, workloads
 
 
 class Worker:
     """Every public method is a command; it returns what is answered."""
 
     def __init__(self, recipe: str) -> None:
-        (self._recipe,) = (row for row in RECIPES if row.name == recipe)
+        self._recipe = recipes.find(recipe)
         jax.config.update("jax_default_matmul_precision", self._recipe.matmul_precision)
 
     def count(self, workload: str, rehearse: bool, check: str | None = None) -> dict[str, Any]:
@@ -40,9 +41,10 @@ class Worker:
             from jmp.transforms import _loss_scaling
 
             chosen = CHECKS[check]
-            vars(_loss_scaling)["gradients_finite"] = lambda tree: chosen(jax.tree.leaves(tree))
+            # There is no option for it; this process counts one check and ends.
+            _loss_scaling.gradients_finite = lambda tree: chosen(jax.tree.leaves(tree))
 
-        training, *arguments = self._training(find(workload, rehearse))
+        training, *arguments = self._training(workloads.find(workload, rehearse))
         program = compile_for_h200(training.step, *arguments, donate_argnums=0)
         return {
             "bytes_moved": program.bytes_moved,
@@ -54,7 +56,7 @@ class Worker:
 
     def prepare(self, workload: str, rehearse: bool) -> dict[str, Any]:
         """Traces and compiles the step for this machine's device and takes the first steps."""
-        found = find(workload, rehearse)
+        found = workloads.find(workload, rehearse)
         training, *arguments = self._training(found)
         started = time.perf_counter()
         traced = jax.jit(training.step, donate_argnums=0).trace(*arguments)
@@ -87,7 +89,7 @@ class Worker:
 
     def trace(self, workload: str, rehearse: bool) -> dict[str, Any]:
         """Traces the step from scratch, caches cleared."""
-        training, *arguments = self._training(find(workload, rehearse))
+        training, *arguments = self._training(workloads.find(workload, rehearse))
         jax.clear_caches()
         started = time.perf_counter()
         jax.jit(training.step).trace(*arguments)
@@ -95,7 +97,7 @@ class Worker:
 
     def compile(self, workload: str, rehearse: bool) -> dict[str, Any]:
         """Compiles the step for this machine's device, once."""
-        training, *arguments = self._training(find(workload, rehearse))
+        training, *arguments = self._training(workloads.find(workload, rehearse))
         lowered = jax.jit(training.step, donate_argnums=0).lower(*arguments)
         started = time.perf_counter()
         lowered.compile()
@@ -105,7 +107,7 @@ class Worker:
         """Counts the operations of the step's products: those of the model, not of a recipe."""
         from jmp.diagnostics import precision_report
 
-        training, *arguments = self._training(find(workload, rehearse))
+        training, *arguments = self._training(workloads.find(workload, rehearse))
         report = precision_report(training.step, "mixed_float16")(*arguments)
         return {"flops": sum(row["flops"] for row in report.to_dict()["rows"])}
 
@@ -117,20 +119,25 @@ class Worker:
     def machine(self) -> dict[str, Any]:
         """Returns what the figures belong to."""
         device = jax.devices()[0]
-        packages = ("jax", "jaxlib", "flax", "optax", "numpy")
+        on_cpu = device.platform == "cpu"
         return {
-            "device": device.device_kind,
+            "device": f"{_processor()}, {os.cpu_count()} cores" if on_cpu else device.device_kind,
             "platform": device.platform,
             "platform_version": " ".join(device.client.platform_version.split()),
             "driver": _driver(),
-            "python": sys.version.split()[0],
-            **{package: importlib.metadata.version(package) for package in packages},
+            **self.versions(),
         }
+
+    def versions(self) -> dict[str, Any]:
+        """Returns what counts in compiled programs belong to."""
+        packages = ("jax", "jaxlib", "flax", "optax", "numpy")
+        python = {"python": sys.version.split()[0]}
+        return python | {package: importlib.metadata.version(package) for package in packages}
 
     def ceilings(self, rehearse: bool) -> dict[str, Any]:
         """Measures what the device can do at best: bytes a second, operations a second."""
         side, elements = (256, 2**20) if rehearse else (8192, 2**28)
-        array = jax.numpy.ones(elements, "float32")
+        array = jax.random.normal(jax.random.key(0), elements)
         seconds = _best_seconds(jax.jit(lambda x: x + 1), array)
         found = {"bytes_per_second": 2 * array.nbytes / seconds}
         for name, dtype, precision in (
@@ -138,17 +145,25 @@ class Worker:
             ("tf32", "float32", "tensorfloat32"),
             ("float32", "float32", "highest"),
         ):
-            matrix = jax.numpy.ones((side, side), dtype)
+            matrix = jax.random.normal(jax.random.key(0), (side, side), dtype)
             with jax.default_matmul_precision(precision):
                 seconds = _best_seconds(jax.jit(lambda x: x @ x), matrix)
             found[f"{name}_flops_per_second"] = 2 * side**3 / seconds
         return found
 
-    def _training(self, workload: Any) -> tuple[Training, Any, Any]:
+    def _training(self, workload: Any) -> tuple[recipes.Training, Any, Any]:
         """Returns the recipe's functions, and the shapes of a state and of a batch."""
         training = self._recipe.make(workload)
         key = jax.random.key(0)
         return training, jax.eval_shape(training.init, key), jax.eval_shape(workload.batch, key)
+
+
+def _processor() -> str:
+    """Returns the name of this machine's processor."""
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
 
 
 def _driver() -> str | None:
@@ -162,12 +177,14 @@ def _driver() -> str | None:
 
 
 def _best_seconds(function: Any, argument: Any) -> float:
+    """Returns the seconds of a call, of several that are waited for together."""
+    calls = 10
     jax.block_until_ready(function(argument))
     best = math.inf
     for _ in range(10):
         started = time.perf_counter()
-        jax.block_until_ready(function(argument))
-        best = min(best, time.perf_counter() - started)
+        jax.block_until_ready([function(argument) for _ in range(calls)])
+        best = min(best, (time.perf_counter() - started) / calls)
     return best
 
 

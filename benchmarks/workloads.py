@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import optax
 
 from benchmarks.models import GPT2, ResNet, ViT
-from tests.models import cross_entropy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +82,12 @@ class Update:
     def batch(self, key: jax.Array) -> list[jax.Array]:
         """Returns gradients."""
         return [jax.random.normal(key, shape, jnp.float16) for shape in self.shapes]
+
+
+def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """Returns the mean loss in float32, as every recipe computes it."""
+    logits = logits.astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
 
 def _images(batch: int, size: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
@@ -163,9 +168,10 @@ UPDATES = (
 
 def find(name: str, rehearse: bool) -> Workload | Update:
     """Returns a workload by name, at the size people train it or at that of a rehearsal."""
-    rows = rehearsal() if rehearse else (*WORKLOADS, *UPDATES)
-    (found,) = (row for row in rows if row.name == name)
-    return found
+    rows = {row.name: row for row in (rehearsal() if rehearse else (*WORKLOADS, *UPDATES))}
+    if name not in rows:
+        raise ValueError(f"find got the workload {name!r}; expected one of {', '.join(rows)}.")
+    return rows[name]
 
 
 def rehearsal() -> tuple[Workload | Update, ...]:
@@ -180,11 +186,20 @@ def rehearsal() -> tuple[Workload | Update, ...]:
         module, (inputs, targets), classes = small.get(workload.name, (network, _images(4, 16), 10))
         models.append(
             dataclasses.replace(
-                workload, module=module, inputs=inputs, targets=targets, classes=classes
+                workload,
+                title=f"{workload.title}: a rehearsal, tiny",
+                module=module,
+                inputs=inputs,
+                targets=targets,
+                classes=classes,
             )
         )
     updates = [
-        dataclasses.replace(update, shapes=tuple((8,) * len(s) for s in update.shapes))
+        dataclasses.replace(
+            update,
+            title=f"{update.title}: a rehearsal, tiny",
+            shapes=tuple((8,) * len(s) for s in update.shapes),
+        )
         for update in UPDATES
     ]
     return (*models, *updates)

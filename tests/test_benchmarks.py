@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import os
-import pathlib
 import subprocess
 import sys
 
@@ -11,12 +10,12 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import report
+from benchmarks import _counted, _measured, recipes, report, workloads
 from benchmarks.pairing import paired
+from benchmarks.processes import ROOT
 from benchmarks.recipes import RECIPES
 from benchmarks.workloads import UPDATES, Update, rehearsal
 
-ROOT = pathlib.Path(__file__).parents[1]
 # One of each kind: the others differ in sizes alone.
 KINDS = ("gpt2", "resnet50-cifar-128", "update-60")
 WORKLOADS = [workload for workload in rehearsal() if workload.name in KINDS]
@@ -63,9 +62,8 @@ def test_recipes_start_from_the_same_loss():
 
 
 def test_ratios_are_within_a_round_and_come_with_an_interval():
-    moments = iter(
-        np.random.default_rng(0).uniform(1, 100, 1000)
-    )  # of a machine now slow, now fast
+    # Of a machine now slow, now fast.
+    moments = iter(np.random.default_rng(0).uniform(1, 100, 1000))
 
     def candidates():
         state = {"calls": 0, "slow": 1.0}
@@ -93,23 +91,70 @@ def test_ratios_are_within_a_round_and_come_with_an_interval():
     assert 1.3 < low < 1.5 < high < 1.7
 
 
+def test_a_candidate_that_fails_is_named_and_the_others_go_on():
+    calls = iter(range(100))
+
+    def failing(steps):
+        if next(calls) == 3:
+            raise RuntimeError("out of memory")
+        return 1.0
+
+    steady = lambda steps: 2.0
+    results = paired({"by-hand": steady, "ours": failing}, None, "by-hand", rounds=8)
+    assert results["ours"] == {"error": "out of memory"} and results["by-hand"]["seconds"] == 2
+    results = paired({"by-hand": failing, "ours": steady}, None, "ours", rounds=8)
+    assert results["ours"]["ratio"] == 1
+    calls = iter(range(100))
+    results = paired({"by-hand": failing, "ours": steady}, None, "by-hand", rounds=8)
+    assert results["ours"] == results["by-hand"] == {"error": "out of memory"}
+
+
+def test_a_recipe_that_did_not_run_is_a_line_of_the_report():
+    failed, found = {"error": "out of memory"}, {"seconds": 1.0, "ratio": 1.0, "bytes_moved": 1}
+    counted = {"machine": MACHINE, "workloads": {"gpt2": {"title": "GPT-2", "recipes": {}}}}
+    for rows in ({"by-hand": failed, "adapter": failed}, {"by-hand": found, "adapter": failed}):
+        ceilings = {f"{n}_flops_per_second": 1.0 for n in ("float16", "tf32", "float32")}
+        counted["ceilings"] = ceilings | {"bytes_per_second": 1.0}
+        counted["workloads"]["gpt2"]["recipes"] = rows
+        for section in (_measured.cpu(counted), _measured.gpu(counted, None)):
+            assert "ours: adapter: not run: out of memory" in section
+    counted["workloads"]["gpt2"]["recipes"] = {"by-hand": failed}
+    assert "by hand, dynamic loss scaling: not run: out of memory" in _counted.steps(counted)
+
+
+MACHINE = dict.fromkeys(
+    ("device", "driver", "platform_version", "python", "jax", "jaxlib", "flax", "optax"), "1.0"
+)
+
+
+def test_an_unknown_name_is_answered_with_those_there_are():
+    with pytest.raises(ValueError, match="got the recipe 'hand'; expected one of .*by-hand"):
+        recipes.find("hand")
+    with pytest.raises(ValueError, match="got the workload 'gpt3'; expected one of gpt2"):
+        workloads.find("gpt3", rehearse=False)
+
+
 def run(*arguments):
     environment = dict(os.environ, JAX_PLATFORMS="cpu", PYTHONPATH=str(ROOT))
     command = [sys.executable, "-m", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
 
 
-def test_a_rehearsal_writes_what_the_report_reads(tmp_path, monkeypatch):
+def test_a_rehearsal_writes_what_the_report_reads(tmp_path):
+    old = {"machine": {"device": "another"}, "workloads": {"gpt2": {"recipes": {}}}}
+    (tmp_path / "gpu_rehearsal.json").write_text(json.dumps(old))
     finished = run(
         "benchmarks.run", "--suite=gpu", "--rehearse", "--rounds=8", f"--output-dir={tmp_path}",
         "--only", "update-60", "--recipes", "by-hand", "adapter",
     )  # fmt: skip
     assert finished.returncode == 0, finished.stderr
+    assert "begun anew" in finished.stdout  # no result of one machine stands beside another's
     results = json.loads((tmp_path / "gpu_rehearsal.json").read_text())
+    assert set(results["workloads"]) == {"update-60"}
     measured = results["workloads"]["update-60"]["recipes"]
     assert set(measured) == {"by-hand", "by-hand again", "adapter"}
     assert all(len(measured[name]["interval"]) == 2 for name in ("by-hand again", "adapter"))
-    text = report.gpu_section(results, None)
+    text = _measured.gpu(results, None)
     assert UPDATES[0].title in text and "ours: adapter" in text
 
 
@@ -129,7 +174,27 @@ def test_mistakes_are_refused(arguments, sentence, tmp_path):
 
 
 def test_the_documentation_is_what_the_committed_results_say(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "plot_compiled", lambda *_: None)
+    monkeypatch.setattr(_counted, "plot", lambda *_: None)
     monkeypatch.setattr(report, "DOCS", tmp_path)
     report.main()
     assert (tmp_path / "performance.md").read_text() == (ROOT / "docs/performance.md").read_text()
+
+
+def test_the_readme_says_what_the_committed_results_say():
+    results = json.loads((report.RESULTS / "compiled.json").read_text())
+    steps = results["workloads"]["gpt2"]["recipes"]
+    readme = (ROOT / "README.md").read_text()
+    titles = {
+        "unscaled": "by hand, no loss scaling",
+        "adapter": "ours, adapter",
+        "autocast": "ours, autocast",
+        "float32": "float32",
+    }
+    for name, title in titles.items():
+        ratios = [
+            _counted.ratio(steps, name, key) for key in ("bytes_moved", "kernels", "temp_bytes")
+        ]
+        assert f"| {title} | {' | '.join(ratios)} |" in readme
+    for name in ("deepmind-jmp", "mpx", "dynamic-scale", "apply-if-finite"):
+        for key in ("bytes_moved", "kernels", "temp_bytes"):
+            assert abs(steps[name][key] / steps["by-hand"][key] - 1) <= 0.01, (name, key)

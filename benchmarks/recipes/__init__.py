@@ -6,13 +6,12 @@ A recipe's module is imported when it is asked for: the peers need not be instal
 
 import dataclasses
 import importlib
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 from benchmarks.recipes._training import Training
 
-__all__ = ["RECIPES", "Recipe", "Training"]
+__all__ = ["RECIPES", "Recipe", "Training", "find"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,3 +82,11 @@ RECIPES = (
     Recipe("masters", "ours: half parameters, masters", "ours:masters", "ours:masters_update"),
     Recipe("flat-masters", "ours: half parameters, flat masters", None, "ours:flat_masters_update"),
 )
+
+
+def find(name: str) -> Recipe:
+    """Returns a recipe by name."""
+    rows = {row.name: row for row in RECIPES}
+    if name not in rows:
+        raise ValueError(f"find got the recipe {name!r}; expected one of {', '.join(rows)}.")
+    return rows[name]

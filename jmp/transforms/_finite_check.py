@@ -2,7 +2,7 @@
 
 A check by tensor costs one or two small kernels each: a fifth of all kernels of a GPT-2's step.
 Here tensors are checked together, in programs that read them in place: no byte more is moved.
-Compiled for an H200 that leaves a GPT-2's step with 3.6 % more kernels than no check at all.
+Compiled for an H200 that leaves a GPT-2's step with 3 % more kernels than no check at all.
 
 Tensors of one shape are checked element by element together, eight at a time: with more XLA writes
 an intermediate array. (One long concatenation takes as few kernels, but each of its threads has to

@@ -1,0 +1,162 @@
+"""The parts of the report that were counted in compiled programs."""
+
+import pathlib
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+from benchmarks._tables import BASELINE, TITLES, failures, table, versions_of
+from benchmarks.workloads import UPDATES, WORKLOADS
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+# Okabe and Ito's colours.
+COLORS = {"unscaled": "#999999", "adapter": "#0072B2", "autocast": "#009E73", "masters": "#CC79A7"}
+OTHERS = {"deepmind-jmp": "#E69F00", "mpx": "#D55E00", "dynamic-scale": "#F0E442"}
+PLOTTED = {**COLORS, **OTHERS, "apply-if-finite": "#56B4E9"}
+
+
+def steps(results: dict[str, Any]) -> str:
+    text = f"""## Counted: programs compiled for an H200
+
+One training step, compiled by XLA for an H200 without a device
+({versions_of(results["machine"])}): bytes that its
+kernels read and write, kernels it launches, memory for intermediate values. No time was measured.
+The ratios are to the same step by hand: `dtype=float16` on every layer, dynamic loss scaling
+written out.
+
+![Bytes, kernels and temporary memory of every recipe, over those of the step by hand](compiled.png)
+
+"""
+    for workload in WORKLOADS:
+        found = results["workloads"].get(workload.name)
+        if found is None:
+            continue
+        recipes = {n: r for n, r in found["recipes"].items() if "error" not in r}
+        rows = [
+            [
+                TITLES[name],
+                f"{counted['bytes_moved'] / 1e9:.2f}",
+                ratio(recipes, name, "bytes_moved"),
+                str(counted["kernels"]),
+                ratio(recipes, name, "kernels"),
+                f"{counted['temp_bytes'] / 1e9:.2f}",
+                ratio(recipes, name, "temp_bytes"),
+            ]
+            for name, counted in recipes.items()
+        ]
+        headers = ["recipe", "GB moved", "ratio", "kernels", "ratio", "GB temp", "ratio"]
+        text += f"### {found['title']}\n\n{table(headers, rows)}{failures(found['recipes'])}\n"
+    return text
+
+
+def ratio(recipes: dict[str, Any], name: str, key: str) -> str:
+    """Returns what is counted of a recipe over that of the step by hand; "" if that failed."""
+    base = recipes.get(BASELINE)
+    return f"{recipes[name][key] / base[key]:.3f}" if base else ""
+
+
+def loss_scaling(results: dict[str, Any]) -> str:
+    rows = []
+    for workload in WORKLOADS:
+        recipes = results["workloads"].get(workload.name, {}).get("recipes", {})
+        pairs = (("by-hand", "unscaled"), ("adapter", "adapter-unscaled"))
+        if any("error" in recipes.get(name, {"error": ""}) for pair in pairs for name in pair):
+            continue
+        row = [workload.title]
+        for scaled, unscaled in pairs:
+            for key in ("kernels", "bytes_moved"):
+                row.append(f"{100 * (recipes[scaled][key] / recipes[unscaled][key] - 1):+.2f} %")
+        rows.append(row)
+    headers = [
+        "what dynamic loss scaling adds",
+        "by hand: kernels",
+        "bytes",
+        "ours: kernels",
+        "bytes",
+    ]
+    return f"""## What loss scaling adds
+
+The check has to read every gradient before the update may use one: two bytes a parameter in half,
+four where a gradient is float32 (embeddings). By tensor it takes one or two kernels each; ours
+checks tensors together (`jmp/transforms/_finite_check.py`).
+What is left on a ResNet is mostly the selection of its running statistics, 106 small arrays, which
+a skipped step has to leave as they were.
+
+{table(headers, rows)}
+"""
+
+
+def updates(results: dict[str, Any]) -> str:
+    text = "## The update alone\n\nFloat16 gradients, buffers donated; bytes a parameter.\n\n"
+    for update in UPDATES:
+        found = results["workloads"].get(update.name)
+        if found is None:
+            continue
+        rows = [
+            [
+                TITLES[name],
+                f"{counted['bytes_moved'] / update.parameters:.2f}",
+                str(counted["kernels"]),
+                str(counted["copies"]),
+                f"{counted['temp_bytes'] / update.parameters:.2f}",
+            ]
+            for name, counted in found["recipes"].items()
+            if "error" not in counted
+        ]
+        headers = ["recipe", "bytes", "kernels", "copies", "temp"]
+        text += f"### {found['title']}\n\n{table(headers, rows)}{failures(found['recipes'])}\n"
+    return text
+
+
+def checks(results: dict[str, Any]) -> str:
+    found = results["workloads"]
+    names = list(next(iter(found.values()))["recipes"])
+    rows = []
+    for check in names:
+        row = [check]
+        for measured in found.values():
+            counted = measured["recipes"][check]
+            row += [str(counted["kernels"]), f"{counted['bytes_moved'] / 1e9:.3f}"]
+        rows.append(row)
+    headers = [""]
+    for measured in found.values():
+        headers += [f"{measured['title']}: kernels", "GB moved"]
+    return f"""## Ways to check the gradients
+
+What was tried (`benchmarks/finite_checks.py`, `--suite checks`): the step of our adapter with one
+check or another. Sums and norms save next to no kernels: each tensor is reduced by itself all the
+same. Beyond eight tensors of one shape XLA writes an intermediate array. Long concatenations count
+as few kernels, but each of their threads has to find its tensor branch by branch. How long either
+takes was not measured.
+
+{table(headers, rows)}
+"""
+
+
+def plot(results: dict[str, Any], path: pathlib.Path) -> None:
+    workloads = [w for w in WORKLOADS if w.name in results["workloads"]]
+    figure, axes = plt.subplots(3, 1, figsize=(9, 8), sharex=True, layout="constrained")
+    keys = (("bytes_moved", "bytes"), ("kernels", "kernels"), ("temp_bytes", "temp memory"))
+    for axis, (key, label) in zip(axes, keys, strict=True):
+        for position, (name, color) in enumerate(PLOTTED.items()):
+            ratios = []
+            for workload in workloads:
+                recipes = results["workloads"][workload.name]["recipes"]
+                counted, base = (recipes.get(n, {}).get(key, np.nan) for n in (name, BASELINE))
+                ratios.append(counted / base)
+            x = np.arange(len(workloads)) + (position - len(PLOTTED) / 2 + 0.5) * 0.1
+            axis.bar(x, np.array(ratios) - 1, 0.1, bottom=1, color=color, label=TITLES[name])
+        axis.axhline(1, color="black", linewidth=0.8)
+        axis.set_ylabel(f"{label}, over\nthose by hand")
+        axis.grid(axis="y", alpha=0.3)
+    axes[-1].set_xticks(
+        range(len(workloads)), [w.title.replace(", ", "\n") for w in workloads], fontsize=8
+    )
+    figure.legend(
+        *axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=4, fontsize=8
+    )
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

@@ -1,0 +1,31 @@
+"""What the parts of the report share: titles of recipes, tables, what did not run."""
+
+from typing import Any
+
+from tabulate import tabulate
+
+from benchmarks.recipes import RECIPES
+from benchmarks.run import BASELINE, CONTROL
+
+__all__ = ["BASELINE", "CONTROL", "TITLES", "failures", "table", "versions_of"]
+
+TITLES = {row.name: row.title for row in RECIPES} | {
+    CONTROL: "by hand, a second process (A/A control)",
+    "torch-eager": "PyTorch AMP, eager",
+    "torch-compile": "PyTorch AMP, torch.compile",
+}
+
+
+def table(headers: list[str], rows: list[list[Any]]) -> str:
+    return tabulate(rows, headers, tablefmt="github", disable_numparse=True) + "\n"
+
+
+def versions_of(machine: dict[str, Any]) -> str:
+    names = {"python": "Python", "jax": "JAX", "jaxlib": "jaxlib", "flax": "Flax", "optax": "Optax"}
+    return ", ".join(f"{title} {machine[name]}" for name, title in names.items())
+
+
+def failures(recipes: dict[str, Any]) -> str:
+    """Returns a line for every recipe that did not run, with its reason."""
+    lines = [f"- {TITLES[n]}: not run: {r['error']}" for n, r in recipes.items() if "error" in r]
+    return "\n" + "\n".join(lines) + "\n" if lines else ""
