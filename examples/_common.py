@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -32,11 +33,15 @@ def device_line() -> str:
 
 
 def write_report(path: pathlib.Path, options: argparse.Namespace, **results: Any) -> None:
-    """Writes what was measured, with device, version and options; NaN, unknown to JSON, is null."""
+    """Writes what was measured, with device, version and options; NaN and infinity are null."""
     report = {
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
         "options": {k: v for k, v in vars(options).items() if k != "output_dir"},
-        **jax.tree.map(lambda x: None if x != x else x, results),
+        **jax.tree.map(_finite_or_none, results),
     }
     path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _finite_or_none(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -14,10 +14,9 @@ checkpoint after every epoch, with all that --resume needs, and at the end the m
 import argparse
 import functools
 import pathlib
-import pickle
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -26,6 +25,7 @@ import matplotlib
 import numpy as np
 import optax
 from _checkpoints import Checkpoints, check_checkpoints
+from _cifar10_files import FOLDER, load_data
 from _common import COLORS, device_line, positive, write_report
 from flax import serialization
 from rich import box
@@ -49,15 +49,8 @@ PRECISIONS = {
 # The blocks of each stage, and whether they are bottlenecks.
 MODELS = {"resnet18": ((2, 2, 2, 2), False), "resnet50": ((3, 4, 6, 3), True)}
 
-FOLDER = "cifar-10-batches-py"
-TRAIN_FILES = tuple(f"data_batch_{number}" for number in range(1, 6))
-FILES = (*TRAIN_FILES, "test_batch", "batches.meta")
 # Options that may differ when a training is resumed: they change nothing that is learned.
 FREE = {"data_dir", "output_dir", "checkpoint_dir", "devices", "resume", "stop_after"}
-WAY_OUT = (
-    'Get "CIFAR-10 python version" from https://www.cs.toronto.edu/~kriz/cifar.html, unpack it and '
-    "give its folder as --data-dir; nothing is downloaded here."
-)
 
 
 class Block(nn.Module):
@@ -142,73 +135,6 @@ def check_options(arguments: argparse.Namespace, train_images: int) -> None:
             )
 
 
-class PlainUnpickler(pickle.Unpickler):
-    """Reads arrays and plain containers, and refuses whatever else a pickle asks to be called."""
-
-    arrays, buffers = (np.empty(0).__reduce_ex__(protocol)[0] for protocol in (2, 5))
-    admitted = {
-        "numpy.ndarray": np.ndarray,
-        "numpy.dtype": np.dtype,
-        "numpy.core.multiarray._reconstruct": arrays,
-        "numpy._core.multiarray._reconstruct": arrays,
-        "numpy._core.numeric._frombuffer": buffers,
-        # So Python 3 writes bytes in protocol 2; the originals are Python 2's, which did not.
-        "_codecs.encode": lambda text, _: text.encode("latin1"),
-    }
-
-    def find_class(self, module: str, name: str) -> Any:
-        if f"{module}.{name}" not in self.admitted:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which could run code")
-        return self.admitted[f"{module}.{name}"]
-
-
-def read_pickle(path: pathlib.Path, *keys: bytes) -> list[Any]:
-    """Returns what the pickled dict in a file has under `keys`."""
-    try:
-        with path.open("rb") as file:
-            content = PlainUnpickler(file, encoding="bytes").load()
-        return [content[key] for key in keys]
-    except Exception as error:  # bytes that are no such pickle raise nearly anything
-        raise ValueError(
-            f"{path} cannot be read ({type(error).__name__}: {error}); expected a pickled dict "
-            f"with {' and '.join(map(str, keys))}. {WAY_OUT}"
-        ) from error
-
-
-def read_images(path: pathlib.Path, classes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns uint8[n, 32, 32, 3] images and int32[n] labels."""
-    pixels, labels = map(np.asarray, read_pickle(path, b"data", b"labels"))
-    known = np.isin(labels, np.arange(classes)).all()
-    if pixels.dtype != np.uint8 or pixels.shape != (*labels.shape, 3072) or not known:
-        raise ValueError(
-            f"{path} holds data {pixels.dtype}{[*pixels.shape]} and labels {[*labels.shape]}; "
-            f"expected uint8[n, 3072] and n labels from 0 to {classes - 1}. {WAY_OUT}"
-        )
-    # A row is all red, then all green, then all blue values of an image.
-    return pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), labels.astype(np.int32)
-
-
-def load_data(data_dir: pathlib.Path | None) -> tuple[dict[str, np.ndarray], int]:
-    """Returns images, labels, mean and deviation of each colour; and how many classes there are."""
-    if data_dir is None:
-        raise ValueError(f"--data-dir is missing; expected {[*FILES]} there. {WAY_OUT}")
-    folder = data_dir / FOLDER if (data_dir / FOLDER).is_dir() else data_dir
-    if missing := [name for name in FILES if not (folder / name).is_file()]:
-        raise ValueError(f"{folder} lacks {missing}; expected {[*FILES]} there. {WAY_OUT}")
-    classes = len(*read_pickle(folder / "batches.meta", b"label_names"))
-    parts = [read_images(folder / name, classes) for name in TRAIN_FILES]
-    images, labels = map(np.concatenate, zip(*parts, strict=True))
-    test_images, test_labels = read_images(folder / "test_batch", classes)
-    return {
-        "train_images": images,
-        "train_labels": labels,
-        "test_images": test_images,
-        "test_labels": test_labels,
-        "mean": images.mean(axis=(0, 1, 2)).astype(np.float32),
-        "std": np.array([images[..., i].std() for i in range(3)], np.float32),
-    }, classes
-
-
 def augment(key: jax.Array, images: jax.Array) -> jax.Array:
     """Moves images by up to 4 pixels, black moving in, and mirrors half of them."""
     crop_key, flip_key = jax.random.split(key)
@@ -257,9 +183,21 @@ def make_optimizer(arguments: argparse.Namespace, batch_size: int, steps: int) -
     )
 
 
-def run(precision: str, batch_size: int, setup: Any, progress: Progress) -> dict[str, Any] | None:
+class Setup(NamedTuple):
+    """What all trainings share; `everywhere` and `divided` say how arrays lie on the devices."""
+
+    model: ResNet
+    variables: Any
+    data: Any
+    everywhere: jax.NamedSharding
+    divided: jax.NamedSharding
+    arguments: argparse.Namespace
+    record: dict[str, Any]
+
+
+def run(precision: str, batch_size: int, setup: Setup, progress: Progress) -> dict[str, Any] | None:
     """Trains once, or goes on with it; returns everything measured, None if it is to be resumed."""
-    model, variables, data, (everywhere, divided), arguments, record = setup
+    model, variables, data, everywhere, divided, arguments, record = setup
     policy, export_policy = PRECISIONS[precision]
     name = f"{precision}-batch{batch_size}"
     train_count, test_count = len(data["train_labels"]), len(data["test_labels"])
@@ -338,15 +276,18 @@ def print_table(runs: list[dict[str, Any]], title: str, console: Console) -> Non
     # Narrow enough for a terminal of 80 columns.
     table = Table(title=title, box=box.SIMPLE, padding=0)
     table.add_column("precision\n", no_wrap=True)
-    headings = "batch\n|s an\nepoch|params\nMB|model on\ndisk, MB|checkpoint\non disk, MB"
-    for heading in f"{headings}|accuracy\n%|skipped\nsteps".split("|"):
+    headings = ["batch\n", "s an\nepoch", "params\nMB", "model on\ndisk, MB"]
+    for heading in [*headings, "checkpoint\non disk, MB", "accuracy\n%", "skipped\nsteps"]:
         table.add_column(heading, justify="right", no_wrap=True)
     for result in runs:
         table.add_row(
             result["precision"],
             str(result["batch_size"]),
             f"{result['seconds_per_epoch']:.2f}",
-            *(f"{result[size] / 1e6:.3g}" for size in result if size.endswith("_bytes")),
+            *(
+                f"{result[f'{what}_bytes'] / 1e6:.3g}"
+                for what in ("parameter", "model", "checkpoint")
+            ),
             f"{100 * result['test_accuracy']:.2f}",
             str(result["skipped_steps"]),
         )
@@ -411,7 +352,7 @@ def main() -> None:
     # rbg, because the default generator takes the CPU's compiler minutes for so many kernels.
     init = jax.jit(functools.partial(model.init, train=False), out_shardings=everywhere)
     variables = init(jax.random.key(arguments.seed, impl="rbg"), jnp.zeros((1, 32, 32, 3)))
-    setup = (model, variables, data, (everywhere, divided), arguments, record)
+    setup = Setup(model, variables, data, everywhere, divided, arguments, record)
     with Progress(console=console) as progress:
         runs = [
             run(precision, batch_size, setup, progress)

@@ -1,4 +1,4 @@
-"""Trains a GPT on a folder of text, byte by byte, in mixed precision by one line of autocast.
+"""Trains a GPT on a folder of text, byte by byte, in mixed precision by autocast.
 
     python examples/gpt.py                # Python's own source; minutes on two CPU cores
     python examples/gpt.py --help
@@ -20,7 +20,6 @@ Writes `gpt.json` and `gpt.png` into the output folder, and into the checkpoint 
 import argparse
 import hashlib
 import pathlib
-import sysconfig
 import time
 import types
 from typing import Any, NamedTuple
@@ -32,6 +31,7 @@ import numpy as np
 import optax
 from _checkpoints import Checkpoints, check_checkpoints
 from _common import COLORS, device_line, positive, write_report
+from _text import load_text
 from flax import nnx
 from rich.console import Console
 from rich.progress import Progress
@@ -45,7 +45,6 @@ import matplotlib.pyplot as plt
 
 POLICIES = {"float32": "float32", "float16": "mixed_float16", "bfloat16": "mixed_bfloat16"}
 VOCABULARY = 256  # bytes
-HELD_OUT = 0.1
 VALIDATION_BATCHES = 8
 # Options that may differ when a training is resumed: they change nothing that is learned.
 FREE = (
@@ -146,39 +145,6 @@ def check_options(arguments: argparse.Namespace) -> None:
         raise ValueError("--prompt is empty; expected one character or more to go on from.")
 
 
-def load_text(arguments: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the bytes to train on and those held out.
-
-    Raises: ValueError if there is too little text.
-    """
-    folder = arguments.data_dir or pathlib.Path(sysconfig.get_paths()["stdlib"])
-    # Beside Python's own library lie packages that somebody installed: others on every machine.
-    foreign = set() if arguments.data_dir else {"site-packages", "dist-packages"}
-    if not folder.is_dir():
-        raise ValueError(f"--data-dir {folder} is no folder; expected one that holds text files.")
-    paths = [path for path in sorted(folder.rglob(arguments.pattern)) if path.is_file()]
-    paths = [path for path in paths if not foreign & set(path.relative_to(folder).parts)]
-    if not paths:
-        raise ValueError(
-            f"{folder} holds no files {arguments.pattern}, nor do the folders in it; give the "
-            "folder of your text as --data-dir, and what its files are called as --pattern."
-        )
-    # In the alphabet's order the held-out end would be other kinds of text than the beginning.
-    order = np.random.default_rng(0).permutation(len(paths))
-    text = np.frombuffer(b"\n".join(paths[i].read_bytes() for i in order), np.uint8)
-    held_out = int(HELD_OUT * len(text))
-    # Random windows may overlap, but a text smaller than one batch of them is surely a mistake.
-    window = arguments.length + 1
-    needed = max(arguments.batch_size * window / (1 - HELD_OUT), window / HELD_OUT)
-    if len(text) < needed + 1:
-        raise ValueError(
-            f"{folder} holds {len(text)} bytes in {len(paths)} files {arguments.pattern}; expected "
-            f"{int(needed) + 1} or more for one batch of {arguments.batch_size} x {window} bytes "
-            "beside what is held out. Give more text, or a smaller --batch-size or --length."
-        )
-    return text[: len(text) - held_out], text[len(text) - held_out :]
-
-
 def make_optimizer(arguments: argparse.Namespace) -> optax.GradientTransformationExtraArgs:
     """AdamW; the schedule counts updates of the parameters, not micro-batches."""
     peak, warmup = arguments.learning_rate, max(1, arguments.steps // 10)
@@ -224,7 +190,7 @@ def make_programs(arguments: argparse.Namespace) -> types.SimpleNamespace:
         logits = logits_fn(params, text[:, :-1])
         return optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:]).mean()
 
-    loss_fn = jmp.autocast(loss_fn, policy)  # the one line of mixed precision
+    loss_fn = jmp.autocast(loss_fn, policy)  # products in half; `train_on` scales the loss
 
     def windows(text: jax.Array, starts: jax.Array) -> jax.Array:
         return text[jnp.add.outer(starts, jnp.arange(length + 1))].astype(jnp.int32)
@@ -281,7 +247,16 @@ def make_programs(arguments: argparse.Namespace) -> types.SimpleNamespace:
     )
 
 
-def run(arguments: argparse.Namespace, setup: Any) -> tuple[State, dict[str, Any]]:
+class Setup(NamedTuple):
+    """What a training needs beside its options; `texts`: to train on, and held out."""
+
+    programs: types.SimpleNamespace
+    texts: tuple[jax.Array, jax.Array]
+    record: dict[str, Any]
+    console: Console
+
+
+def run(arguments: argparse.Namespace, setup: Setup) -> tuple[State, dict[str, Any]]:
     """Trains, or goes on with it; returns the state and what was measured at every step."""
     programs, (train_text, held_out), record, console = setup
     state = programs.create()
@@ -394,7 +369,7 @@ def main() -> None:
     for folder in (arguments.output_dir, arguments.checkpoint_dir):
         folder.mkdir(parents=True, exist_ok=True)
     programs = make_programs(arguments)
-    state, history = run(arguments, (programs, jax.device_put(texts), record, console))
+    state, history = run(arguments, Setup(programs, jax.device_put(texts), record, console))
     if len(history["loss"]) < arguments.steps:
         console.print(
             f"Stopped after step {len(history['loss'])} of {arguments.steps}; the same options "
