@@ -5,7 +5,8 @@ float16), *transforms* (optax: unscale, check, skip, float32 masters), *adapters
 unmodified Flax model computes in half and its norms stay float32).
 
 `import jmp` loads this page's names and touches no device. The rest is imported by address:
-`jmp.transforms` (needs optax), `jmp.adapters.linen` and `jmp.adapters.nnx` (need flax).
+`jmp.transforms` (needs optax), `jmp.adapters.linen` and `jmp.adapters.nnx` (need flax),
+`jmp.diagnostics`, which answers what ran where, what underflows, what made the NaN.
 """
 
 from jmp.autocasting import autocast, full_precision

@@ -5,7 +5,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend import core, source_info_util
+
+# The name scope of what remat computes again in a backward pass.
+RECOMPUTED = "rematted_computation"
 
 
 def manual_axes() -> frozenset[str]:
@@ -101,6 +105,20 @@ def is_concrete(value: Any) -> bool:
     return not isinstance(value, jax.core.Tracer)
 
 
+def on_all_devices(value: Any) -> Any:
+    """Returns the numbers of all devices, on the host, of a value inside an uncompiled shard_map.
+
+    They may have an axis more. Every other value is returned as it is.
+    """
+    is_shard = isinstance(value, jax.core.Tracer) and hasattr(value, "val")
+    return np.asarray(value.val) if is_shard else value
+
+
+def is_reference(value: Any) -> bool:
+    """Returns whether a value, or a type, is a reference to an array that can be written to."""
+    return hasattr(getattr(value, "aval", value), "inner_aval")
+
+
 def typeof(value: Any) -> Any:
     """Returns the type JAX traces `value` with."""
     return jax.typeof(value)
@@ -109,6 +127,24 @@ def typeof(value: Any) -> Any:
 def scope_names(stack: Any) -> list[str]:
     """Returns the names of a name stack, outermost first, without those of transformations."""
     return [item.name for item in stack.stack if type(item).__name__ == "Scope"]
+
+
+def is_backward(stack: Any) -> bool:
+    """Returns whether a name stack stands in a backward pass; what remat recomputes there does not.
+
+    JAX marks what it transposes, and within that what it computes again.
+    """
+    is_transposed = False
+    for item in stack.stack:
+        is_transposed |= type(item).__name__ == "Transform" and item.name == "transpose"
+        is_transposed &= item.name != RECOMPUTED
+    return is_transposed
+
+
+def is_differentiated(stack: Any) -> bool:
+    """Returns whether derivatives are computed under a name stack, in either pass."""
+    names = {item.name for item in stack.stack if type(item).__name__ == "Transform"}
+    return bool(names & {"jvp", "transpose"})
 
 
 def empty_name_stack() -> Any:

@@ -12,6 +12,10 @@ ROOT = pathlib.Path(__file__).parents[1]
 TINY = {
     "digits": ["--epochs=1", "--seeds=2", "--batch-size=256", "--width=4"],
     "char_lm": ["--steps=3", "--batch-size=2", "--length=8", "--width=8"],
+    "memory": ["--layers=1", "--batch-size=2", "--length=8", "--width=8", "--vocabulary=16"],
+    "inspect_ranges": ["--batch-size=2", "--length=8", "--width=8"],
+    "log_metrics": ["--steps=25", "--batch-size=8"],
+    "find_overflow": ["--steps=45", "--learning-rate=0.3", "--batch-size=16", "--width=8"],
 }
 
 
@@ -25,7 +29,7 @@ def run_example(name, *arguments):
 def test_an_example_writes_its_table_its_numbers_and_its_picture(name, tmp_path):
     finished = run_example(name, *TINY[name], f"--output-dir={tmp_path}")
     assert finished.returncode == 0, finished.stderr
-    assert "Training on cpu" in finished.stdout
+    assert "on cpu" in finished.stdout
     assert "float16" in finished.stdout
     report = json.loads((tmp_path / f"{name}.json").read_text())
     assert report["device"] == "cpu"
@@ -38,7 +42,27 @@ def test_an_example_writes_its_table_its_numbers_and_its_picture(name, tmp_path)
             result["parameter_bytes"]
             == 2 * report["precisions"]["naive float16"]["parameter_bytes"]
         )
-    else:
+    elif name == "log_metrics":
+        header, *lines = (tmp_path / "log_metrics.csv").read_text().splitlines()
+        assert header.startswith("step,loss,loss_scale,grads_finite,skipped_steps")
+        assert len(lines) == 25
+        assert 0 < report["last_line"]["skipped_steps"] < 25
+    elif name == "inspect_ranges":
+        zeros = {
+            name: sum(row["zeros"] for row in program["rows"] if row["operation"])
+            for name, program in report["programs"].items()
+        }
+        assert len(zeros) == 3
+        assert zeros["float16 without loss scaling"] == max(zeros.values())
+    elif name == "find_overflow":
+        assert report["found"]["operation"] in ("exp", "integer_pow")
+        assert report["found"]["module"] == "Network/attention"
+        assert 25 < report["cured_at_step"] < 45
+    elif name == "memory":
+        kept = {run: found["activations"] for run, found in report["reports"].items()}
+        assert kept["mixed float16, checkpoint"] < kept["mixed float16"] <= kept["float32"]
+        assert report["transformer_factors"].keys() == kept.keys()
+    elif name == "char_lm":
         assert len(report["runs"]) == 3
         assert 0 <= report["underflow"]["zero in float16 without loss scaling"] <= 1
 

@@ -147,6 +147,100 @@ def test_hazards():
     assert report().hazards == []
 
 
+def shape(*sizes):
+    return jax.ShapeDtypeStruct(sizes, jnp.float32)
+
+
+def sizes_hazards(function, *shapes, **options):
+    return diagnostics.precision_report(function, F16, **options)(*shapes).hazards
+
+
+def test_sizes_that_are_no_multiples_of_8_are_named_with_their_share():
+    def function(w, v, x):
+        with jax.named_scope("body"):
+            x = x @ w
+        with jax.named_scope("head"):
+            return x @ v
+
+    first = function.__code__.co_firstlineno
+    (sentence,) = sizes_hazards(function, shape(256, 256), shape(256, 100), shape(128, 256))
+    assert sentence.endswith(
+        f"test_precision_report.py:{first + 4} (head) multiplies in float16 with 100 columns, no "
+        "multiple of 8: padded on a GPU, it may be slower (28% of the operations of half products)"
+    )
+    assert sizes_hazards(function, shape(256, 256), shape(256, 104), shape(128, 256)) == []
+    # Rows and summed elements count as well: the backward pass exchanges the roles.
+    (sentence,) = sizes_hazards(lambda w, x: x @ w, shape(197, 256), shape(123, 197))
+    assert "with 123 rows, 197 summed elements, no multiple" in sentence
+    # In float32 there is nothing to pad.
+    shapes = (shape(256, 256), shape(256, 100), shape(128, 256))
+    assert sizes_hazards(function, *shapes, rules=[("head", "float32")]) == []
+
+
+def test_places_with_the_same_sizes_make_one_sentence():
+    def function(w, x):
+        for name in ("first", "second", "third"):
+            with jax.named_scope(name):
+                x = x @ w
+        return jnp.einsum("bnd,bmd->bnm", x, x)
+
+    # XLA multiplies 5 x 197 rows by one matrix, and 197 by 197 five times.
+    layers, scores = sizes_hazards(function, shape(64, 64), shape(5, 197, 64))
+    assert "(first), with 2 other places, multiplies in float16 with 985 rows, no" in layers
+    assert "multiplies in float16 with 197 rows, 197 columns, no multiple of 8" in scores
+
+
+def test_sizes_that_hardly_count_are_no_hazard():
+    def scanned(layers):
+        def function(w, v, x):
+            x = jax.lax.scan(lambda h, _: (h @ w, None), x, None, length=layers)[0]
+            return x @ v
+
+        return function
+
+    shapes = shape(512, 512), shape(512, 10), shape(256, 512)
+    assert "10 columns" in sizes_hazards(scanned(1), *shapes)[0]
+    assert sizes_hazards(scanned(2), *shapes) == []  # below 1 % of all operations
+    assert sizes_hazards(lambda w, x: x @ w, shape(100, 100), shape(4, 100)) == []  # tiny
+    assert sizes_hazards(lambda w, x: x @ w, shape(1001, 1001), shape(1, 1001)) == []  # a vector
+
+
+def convolution(groups=1):
+    def function(image, kernel):
+        return jax.lax.conv_general_dilated(
+            image, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            feature_group_count=groups,
+        )  # fmt: skip
+
+    return function
+
+
+def test_channels_of_convolutions():
+    def found(inputs, outputs, groups=1):
+        shapes = shape(4, 32, 32, inputs), shape(3, 3, inputs // groups, outputs)
+        return "".join(sizes_hazards(convolution(groups), *shapes))
+
+    assert "multiplies in float16 with 12 input channels, 60 output channels, no" in found(12, 60)
+    assert found(64, 64) == ""
+    assert found(3, 64) == ""  # an image
+    assert found(60, 60, groups=60) == ""  # other kernels
+    # The derivative by the kernel exchanges batch and channels; 5 is the batch.
+    gradient = jax.grad(lambda kernel, image: convolution()(image, kernel).sum())
+    shapes = shape(3, 3, 64, 64), shape(5, 32, 32, 64)
+    assert sizes_hazards(gradient, *shapes) == []
+
+
+def test_padding_is_what_a_gpu_does_with_such_sizes(h200):
+    def moved(columns, dtype):
+        operands = (jax.ShapeDtypeStruct(s, dtype) for s in ((4096, 4096), (4096, columns)))
+        return h200(jnp.matmul, *operands)
+
+    even, odd = moved(4096, jnp.float16), moved(4095, jnp.float16)
+    assert odd.bytes_moved == pytest.approx(2.33 * even.bytes_moved, rel=0.01)
+    assert (even.kernels, odd.kernels) == (1, 3)
+    assert moved(4095, jnp.float32).kernels == 1
+
+
 def test_products_of_a_region_that_nests_are_reported():
     @jmp.full_precision
     def body(w, x):

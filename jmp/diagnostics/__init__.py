@@ -1,9 +1,41 @@
 """Diagnostics: what a program computes where, in which dtype, and why.
 
 `precision_report` reads the plan of an autocast program; `assert_products_in` is for users' tests.
+`gradient_report` and `range_report` say what underflows or overflows. `compare` measures the error
+of a policy. `metrics` and `check_skips` watch a training run.
+`find_nonfinite` names the operation that made a NaN.
 """
 
 from jmp.diagnostics._assertions import assert_products_in
+from jmp.diagnostics._comparison import Comparison, compare
+from jmp.diagnostics._gradient_report import gradient_report
+from jmp.diagnostics._live import check_skips, metrics
+from jmp.diagnostics._memory_plot import plot_memory
+from jmp.diagnostics._memory_report import MemoryReport, memory_report
+from jmp.diagnostics._memory_table import compare_memory
+from jmp.diagnostics._nonfinite import NonFinite, find_nonfinite
 from jmp.diagnostics._precision_report import PrecisionReport, precision_report
+from jmp.diagnostics._range_report import RangeReport, range_report
+from jmp.diagnostics._ranges import Range
+from jmp.diagnostics._residuals import Residual
 
-__all__ = ["PrecisionReport", "assert_products_in", "precision_report"]
+__all__ = [
+    "Comparison",
+    "MemoryReport",
+    "NonFinite",
+    "PrecisionReport",
+    "Range",
+    "RangeReport",
+    "Residual",
+    "assert_products_in",
+    "check_skips",
+    "compare",
+    "compare_memory",
+    "find_nonfinite",
+    "gradient_report",
+    "memory_report",
+    "metrics",
+    "plot_memory",
+    "precision_report",
+    "range_report",
+]

@@ -26,12 +26,17 @@ def _hidden() -> tuple[str, ...]:
 
 
 def source_line(equation: Any) -> str:
-    """Returns "file:line" of the innermost frame that is the user's; "" if there is none."""
+    """Returns "file:line" of the innermost frame that is the user's, or of any; "" without one."""
     frames = _jax_compat.frames_of(equation)
-    for file, line in frames:
+    return users_line(equation) or (f"{frames[0][0]}:{frames[0][1]}" if frames else "")
+
+
+def users_line(equation: Any) -> str:
+    """Returns "file:line" of the innermost frame that is the user's; "" if there is none."""
+    for file, line in _jax_compat.frames_of(equation):
         if not file.startswith(_hidden()) and not file.startswith("<"):
             return f"{os.path.relpath(file)}:{line}"
-    return f"{frames[0][0]}:{frames[0][1]}" if frames else ""
+    return ""
 
 
 def with_paths(jaxpr: Any, outer: str = "") -> Iterator[tuple[Any, str]]:
@@ -44,6 +49,6 @@ def with_paths(jaxpr: Any, outer: str = "") -> Iterator[tuple[Any, str]]:
 
 
 def module_path(stack: Any) -> str:
-    """Returns the names of a name stack joined by slashes, without our own marks."""
-    names = [name for name in _jax_compat.scope_names(stack) if not name.startswith("jmp.")]
-    return "/".join(names)
+    """Returns the names of a name stack joined by slashes, without JAX's marks and our own."""
+    names = (name for name in _jax_compat.scope_names(stack) if name != _jax_compat.RECOMPUTED)
+    return "/".join(name for name in names if not name.startswith("jmp."))

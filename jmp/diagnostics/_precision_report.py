@@ -7,20 +7,17 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jmp import _jax_compat
 from jmp.autocasting._autocast import make_program
 from jmp.autocasting._program import Program, Traced
+from jmp.diagnostics._hazards import HALVES, delicate_in_half, odd_sizes, unused_rules
 from jmp.diagnostics._places import source_line, with_paths
 from jmp.diagnostics._rendering import render
+from jmp.diagnostics._residuals import residuals
 from jmp.diagnostics._rows import Row, rows_of
 from jmp.policy import Policy
 from jmp.rules import UnusedRuleWarning
-
-HALVES = ("float16", "bfloat16")
-# Float32 products that are what somebody asked for.
-DELIBERATE = ("the user asked", "an inner autocast", "asked for by")
 
 
 def precision_report(
@@ -116,18 +113,18 @@ class PrecisionReport:
 def _report(program: Program, traced: Traced) -> PrecisionReport:
     rows = _merged(rows_of(traced.plan))
     operands = [*_jax_compat.open_jaxpr(traced.closed)[1], *traced.arrays]
-    emitted = jax.make_jaxpr(traced.emit)(*operands)
+    emitted = _jax_compat.open_jaxpr(jax.make_jaxpr(traced.emit)(*operands))[0]
     products = [row for row in rows if row.kind == "product"]
     total = sum(row.flops for row in products)
     half = sum(row.flops for row in products if row.dtype_in in HALVES)
     return PrecisionReport(
         str(program.settings.compute_dtype),
         rows,
-        _casts(_jax_compat.open_jaxpr(emitted)[0]),
+        _casts(emitted),
         half / total if total else None,
         _residual_bytes(traced.emit, operands),
         _residual_bytes(_jax_compat.as_function(traced.closed), traced.arrays),
-        [*_hazards(rows), *_unused(traced)],
+        [*delicate_in_half(rows), *unused_rules(traced), *odd_sizes(emitted)],
     )
 
 
@@ -154,36 +151,11 @@ def _casts(jaxpr: Any) -> dict[tuple[str, str, str, str], int]:
 
 
 def _residual_bytes(function: Callable[..., Any], arguments: list[Any]) -> dict[str, int] | None:
-    def residuals(*args: Any) -> list[Any]:
-        return jax.tree.leaves(jax.vjp(function, *args)[1])
-
     try:
-        jaxpr = jax.make_jaxpr(residuals)(*arguments).jaxpr
+        kept = residuals(lambda *a: (function(*a), ()), arguments, range(len(arguments)))
     except (TypeError, ValueError, NotImplementedError):  # a loop; a callback
         return None
-    own = {*jaxpr.invars, *jaxpr.constvars}
-    kept = {v for v in jaxpr.outvars if not hasattr(v, "val") and v not in own}
     found: collections.Counter[str] = collections.Counter()
-    for variable in kept:
-        dtype = variable.aval.dtype
-        size = getattr(dtype, "itemsize", 0) * variable.aval.size
-        found[str(dtype)] += size if not jnp.issubdtype(dtype, jax.dtypes.extended) else 0
+    for row in kept:
+        found[row.dtype] += row.bytes
     return dict(found)
-
-
-def _hazards(rows: list[Row]) -> list[str]:
-    found = []
-    for row in rows:
-        place = f"{row.operation} at {row.source or '?'}" + f" ({row.module})" * bool(row.module)
-        in_half = row.dtype_in in HALVES
-        if row.kind == "reduction" and in_half:
-            found.append(f"{place} adds up in {row.dtype_in}: contributions stop counting")
-        elif row.kind == "exponential" and in_half:
-            found.append(f"{place} runs in {row.dtype_in}: it overflows, or loses all digits")
-        elif row.kind == "product" and not in_half and not row.why.startswith(DELIBERATE):
-            found.append(f"{place} multiplies in {row.dtype_in}: {row.why}")
-    return found
-
-
-def _unused(traced: Traced) -> list[str]:
-    return [f"the rule {rule} matched no scope" for rule in traced.plan.context.regions.unused]

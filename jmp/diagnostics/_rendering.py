@@ -1,8 +1,9 @@
-"""How a precision report is printed: by rich where it is installed, else in plain columns."""
+"""How a precision report is printed."""
 
-import io
 from collections.abc import Iterable
 from typing import Any
+
+from jmp.diagnostics._tables import table
 
 COLUMNS = ("kind", "operation", "module", "source", "in", "out", "times", "GFLOP", "why")
 
@@ -19,7 +20,7 @@ def render(report: Any) -> str:
         for row in report.rows
     ]  # fmt: skip
     numbered = [f"  {number}. {reason}" for number, reason in enumerate(reasons, 1)]
-    return "\n".join([_table(rows), "why:", *numbered, *_totals(report)])
+    return "\n".join([table(COLUMNS, rows), "why:", *numbered, *_totals(report)])
 
 
 def _totals(report: Any) -> Iterable[str]:
@@ -35,24 +36,3 @@ def _totals(report: Any) -> Iterable[str]:
             parts = [f"{size / 1e6:.3g} MB {dtype}" for dtype, size in sorted(kept.items())]
             yield f"{name}: {', '.join(parts) or 'nothing'}"
     yield from (f"hazard: {hazard}" for hazard in report.hazards)
-
-
-def _table(rows: list[tuple[str, ...]]) -> str:
-    try:
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in (COLUMNS, *rows)
-        )
-    table = Table(box=box.SIMPLE_HEAD)
-    for column in COLUMNS:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    text = io.StringIO()
-    Console(file=text, width=160).print(table)
-    return text.getvalue().rstrip()

@@ -1,0 +1,186 @@
+"""A training that goes wrong in float16, the operation that did it, and the cure.
+
+    python examples/find_overflow.py            # half a minute on two CPU cores
+    python examples/find_overflow.py --help
+
+A small attention network reads scikit-learn's handwritten digits, eight rows of eight pixels each.
+Its softmax is written by hand, as exp(x) / sum(exp(x)), which float32 forgives: exp overflows there
+above 88, in float16 above 11. The adapter for Flax runs every layer in half and does not look
+between them, so the softmax runs in half as well. It goes well until the scores have grown. From
+then on every step is skipped, `check_skips` raises, `find_nonfinite` names the line, and its cure
+is one other line in this file: `jmp.autocast`, which looks at every operation. Parameters and
+optimizer stay as they are, and training goes on.
+
+Writes `find_overflow.json` and `find_overflow.png` into the output folder.
+"""
+
+import argparse
+import dataclasses
+import pathlib
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+import optax
+from _common import COLORS, device_line, positive, write_report
+from rich.console import Console
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+
+import jmp
+from jmp import diagnostics, transforms
+from jmp.adapters import linen
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+LIMIT = 25  # skipped steps in a row that are too many
+
+
+class Attention(nn.Module):
+    """One head of attention over the rows of an image."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        query, key, value = (nn.Dense(x.shape[-1], name=name)(x) for name in ("q", "k", "v"))
+        scores = query @ key.swapaxes(-1, -2) * x.shape[-1] ** -0.5
+        weights = jnp.exp(scores)
+        weights = weights / weights.sum(-1, keepdims=True)
+        return x + weights @ value
+
+
+class Network(nn.Module):
+    width: int
+
+    @nn.compact
+    def __call__(self, images: jax.Array) -> jax.Array:
+        x = nn.Dense(self.width, name="embedding")(images)
+        x = x + self.param("positions", nn.initializers.normal(0.1), x.shape[-2:]).astype(x.dtype)
+        x = Attention(name="attention")(x)
+        return nn.Dense(10, name="classes")(nn.relu(x).reshape(x.shape[0], -1))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=positive(int), default=500)
+    parser.add_argument("--batch-size", type=positive(int), default=64)
+    parser.add_argument("--width", type=positive(int), default=32)
+    parser.add_argument("--learning-rate", type=positive(float), default=3e-3)
+    parser.add_argument("--output-dir", type=pathlib.Path, default=pathlib.Path("results"))
+    return parser.parse_args()
+
+
+def loss_fn(params: Any, apply_fn: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
+    logits = apply_fn({"params": params}, images).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+@jax.jit
+def train_step(state: linen.TrainState, batch: Any) -> tuple[linen.TrainState, dict[str, Any]]:
+    grad_fn = jmp.scaled_value_and_grad(loss_fn, state.loss_scale)
+    loss, grads = grad_fn(state.params, state.apply_fn, *batch)
+    state = state.apply_gradients(grads=grads)
+    return state, {"loss": loss, **diagnostics.metrics(state.opt_state)}
+
+
+def train(state: linen.TrainState, batches: Any, history: list[Any]) -> linen.TrainState:
+    """Returns the state after all batches, or that in which too many steps were skipped.
+
+    Appends to `history` what each step measured.
+    """
+    for batch in batches:
+        state, measured = train_step(state, batch)
+        history.append(jax.tree.map(float, measured))
+        try:
+            diagnostics.check_skips(state.opt_state, LIMIT)
+        except FloatingPointError as error:
+            print(f"Step {len(history)}: {error}\n")
+            break
+    return state
+
+
+def plot(history: list[Any], cured: int, path: pathlib.Path) -> None:
+    """Draws the loss and its scale, and where the cure was applied."""
+    figure, (top, bottom) = plt.subplots(2, figsize=(6.4, 5), sharex=True, layout="constrained")
+    losses, scales = ([row[name] for row in history] for name in ("loss", "loss_scale"))
+    top.plot(losses, color=COLORS[3], linewidth=1.2)
+    top.set(yscale="log", ylabel="loss")
+    bottom.plot(scales, color=COLORS[0], linewidth=1.4, drawstyle="steps-post")
+    bottom.set_yscale("log", base=2)
+    bottom.set(xlabel="step", ylabel="loss scale")
+    for axes in (top, bottom):
+        bad = np.flatnonzero([not row["grads_finite"] for row in history])
+        axes.vlines(bad, 0, 0.06, COLORS[1], transform=axes.get_xaxis_transform(), label="skipped")
+        axes.axvline(cured, color=COLORS[4], linestyle="--", label="the cure")
+        axes.grid(alpha=0.3)
+    top.legend(fontsize=8)
+    figure.savefig(path, dpi=160)
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    console = Console()
+    console.print(device_line())
+    arguments.output_dir.mkdir(parents=True, exist_ok=True)
+
+    digits = load_digits()
+    images = (digits.images / 16).astype(np.float32)
+    images, test_images, labels, test_labels = train_test_split(
+        images, digits.target.astype(np.int32), test_size=0.2, random_state=0
+    )
+    size = (arguments.steps, arguments.batch_size)
+    picks = np.random.default_rng(0).integers(0, len(images), size)
+    batches = ((images[pick], labels[pick]) for pick in picks)
+
+    def accuracy(state: linen.TrainState) -> float:
+        logits = state.apply_fn({"params": state.params}, test_images)
+        return float((logits.argmax(-1) == test_labels).mean())
+
+    model = Network(arguments.width)
+    state = linen.TrainState.create(
+        apply_fn=linen.wrap_apply(model.apply, "mixed_float16"),
+        params=model.init(jax.random.key(0), images[:1])["params"],
+        # A floor of 1: with no end of skips the scale would sink until gradients underflow.
+        tx=transforms.with_loss_scale(
+            optax.adam(arguments.learning_rate),
+            jmp.DynamicLossScale(2.0**12, period=100, min_loss_scale=1.0),
+        ),
+    )
+    history: list[Any] = []
+    state = train(state, batches, history)
+    cured, before = len(history), accuracy(state)
+    if cured == arguments.steps:
+        raise SystemExit("Nothing overflowed for good; give it more --steps.")
+
+    # What made it? The gradient function is asked, on the batch that failed.
+    batch = (images[picks[cured - 1]], labels[picks[cured - 1]])
+    grad_fn = jmp.scaled_value_and_grad(loss_fn, state.loss_scale)
+    found = diagnostics.find_nonfinite(grad_fn)(state.params, state.apply_fn, *batch)
+    print(f"{found}\n")
+
+    state = state.replace(apply_fn=jmp.autocast(model.apply, "mixed_float16"))  # the cure
+    state = train(state, batches, history)
+    after = accuracy(state)
+    console.print(
+        f"Test accuracy in float16: {100 * before:.1f} % at step {cured}, where it stood still; "
+        f"{100 * after:.1f} % after {len(history) - cured} steps more."
+    )
+    plot(history, cured, arguments.output_dir / "find_overflow.png")
+    write_report(
+        arguments.output_dir / "find_overflow.json",
+        arguments,
+        found=dataclasses.asdict(found),
+        cured_at_step=cured,
+        accuracy={"at the cure": before, "at the end": after},
+        history={name: [row[name] for row in history] for name in ("loss", "loss_scale")},
+    )
+    console.print(f"Wrote {arguments.output_dir / 'find_overflow.json'} and .png beside it.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""Logs loss and loss scale of a small network to a CSV file, one line a step, and draws them.
+
+    python examples/log_metrics.py        # some seconds on two CPU cores
+    python examples/log_metrics.py --help
+
+A dynamic loss scale that starts far too high, at 2^32, so that the first steps are skipped until it
+has come down; with a period far shorter than usual it then grows until a step overflows, backs off
+and grows again. `jmp.diagnostics.metrics` is called inside the jitted step; `check_skips` ends the
+run if skipping does not end. The data is scikit-learn's set of 1797 handwritten digits.
+
+Writes `log_metrics.csv`, `log_metrics.json` and `log_metrics.png` into the output folder.
+"""
+
+import argparse
+import csv
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+import optax
+from _common import COLORS, device_line, positive, write_report
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from sklearn.datasets import load_digits
+
+import jmp
+from jmp import diagnostics, transforms
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+FIELDS = (
+    "step", "loss", "loss_scale", "grads_finite", "skipped_steps", "consecutive_skips", "skip_rate",
+)  # fmt: skip
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=positive(int), default=200)
+    parser.add_argument("--batch-size", type=positive(int), default=256)
+    parser.add_argument("--learning-rate", type=positive(float), default=1e-2)
+    parser.add_argument("--loss-scale", type=positive(float), default=2.0**32, help="at the start")
+    parser.add_argument("--period", type=positive(int), default=20, help="steps between growths")
+    parser.add_argument("--output-dir", type=pathlib.Path, default=pathlib.Path("results"))
+    return parser.parse_args()
+
+
+def loss_fn(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
+    hidden = jax.nn.gelu(images @ params["in"])
+    losses = optax.softmax_cross_entropy_with_integer_labels(hidden @ params["out"], labels)
+    return losses.mean()
+
+
+def train(arguments: argparse.Namespace, path: pathlib.Path) -> list[dict[str, float]]:
+    """Trains and writes a line for each step; returns the lines."""
+    pixels, digits = load_digits(return_X_y=True)
+    generator = np.random.default_rng(0)
+    params = {
+        "in": jnp.asarray(generator.normal(0, 64**-0.5, (64, 128)), jnp.float32),
+        "out": jnp.asarray(generator.normal(0, 128**-0.5, (128, 16)), jnp.float32),
+    }
+    scale = jmp.DynamicLossScale(arguments.loss_scale, period=arguments.period)
+    tx = transforms.with_loss_scale(optax.adam(arguments.learning_rate), scale)
+    opt_state = tx.init(params)
+    half_loss = jmp.autocast(loss_fn, "mixed_float16")
+
+    @jax.jit
+    def train_step(params: Any, opt_state: Any, step: Any, *batch: jax.Array) -> Any:
+        grad_fn = jmp.scaled_value_and_grad(half_loss, opt_state.loss_scale)
+        loss, grads = grad_fn(params, *batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        logged = {"step": step, "loss": loss, **diagnostics.metrics(opt_state, steps=step)}
+        return optax.apply_updates(params, updates), opt_state, logged
+
+    lines = []
+    enough = int(np.log2(arguments.loss_scale)) + 20  # halvings down to 1, and some
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS)
+        writer.writeheader()
+        for step in range(1, arguments.steps + 1):
+            chosen = generator.choice(len(pixels), arguments.batch_size)
+            batch = (np.float32(pixels[chosen] / 16), digits[chosen].astype(np.int32))
+            params, opt_state, logged = train_step(params, opt_state, np.int32(step), *batch)
+            lines.append({name: value.item() for name, value in jax.device_get(logged).items()})
+            writer.writerow(lines[-1])
+            diagnostics.check_skips(opt_state, limit=max(1, enough))
+    return lines
+
+
+def plot(lines: list[dict[str, float]], path: pathlib.Path) -> None:
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(6.4, 5), sharex=True, layout="constrained")
+    steps, losses, scales = (
+        np.array([line[name] for line in lines]) for name in ("step", "loss", "loss_scale")
+    )
+    skipped = ~np.array([line["grads_finite"] for line in lines], bool)
+    looks = ((top, losses, COLORS[3], "default"), (bottom, scales, COLORS[0], "steps-post"))
+    for axes, values, color, drawstyle in looks:
+        axes.plot(steps, values, color=color, linewidth=1.2, drawstyle=drawstyle)
+        axes.plot(
+            steps[skipped],
+            values[skipped],
+            "x",
+            color=COLORS[1],
+            markersize=5,
+            label="skipped step",
+        )
+        axes.grid(alpha=0.3)
+    top.set(ylabel="loss", yscale="log")
+    top.legend(fontsize=8)
+    bottom.set_yscale("log", base=2)
+    bottom.set(xlabel="step", ylabel="loss scale after the step")
+    figure.savefig(path, dpi=160)
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    console = Console()
+    console.print(device_line())
+    arguments.output_dir.mkdir(parents=True, exist_ok=True)
+    path = arguments.output_dir / "log_metrics.csv"
+    lines = train(arguments, path)
+
+    table = Table(title="Mixed float16, some of the lines", box=box.SIMPLE, padding=0)
+    for name in FIELDS:
+        table.add_column(name.replace("_", "\n"), justify="right")
+    for line in lines[:: max(1, len(lines) // 8)]:
+        table.add_row(*(f"{line[name]:.5g}" for name in FIELDS))
+    console.print(table)
+    plot(lines, path.with_suffix(".png"))
+    final_loss = float(np.mean([line["loss"] for line in lines[-20:]]))
+    write_report(path.with_suffix(".json"), arguments, final_loss=final_loss, last_line=lines[-1])
+    console.print(f"Wrote {path.name}, log_metrics.json and log_metrics.png into {path.parent}.")
+
+
+if __name__ == "__main__":
+    main()

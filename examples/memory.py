@@ -1,0 +1,165 @@
+"""Counts what training a GPT holds in memory: in float32, in float16, and with `jax.checkpoint`.
+
+    python examples/memory.py             # half a minute on two CPU cores
+    python examples/memory.py --help
+
+    # GPT-2 small, 124 million parameters.
+    python examples/memory.py --layers 12 --width 768 --heads 12 --length 1024 \\
+        --vocabulary 50257 --no-xla
+
+Nothing is trained or even allocated: shapes stand for the parameters and the batch. XLA compiles
+each program for its own figures, for the device that is there; --no-xla leaves that out.
+
+Writes `memory.json` and `memory.png` into the output folder.
+"""
+
+import argparse
+import pathlib
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import matplotlib
+import optax
+from _common import device_line, positive, write_report
+from rich.console import Console
+
+from jmp import diagnostics
+
+matplotlib.use("Agg")
+
+# Name, policy, and whether each block is under `jax.checkpoint`.
+RUNS = (
+    ("float32", "float32", False),
+    ("mixed float16", "mixed_float16", False),
+    ("mixed float16, checkpoint", "mixed_float16", True),
+)
+
+
+class Block(nn.Module):
+    """Causal attention, then two layers with gelu, each behind a LayerNorm, around a shortcut."""
+
+    heads: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        width = x.shape[-1]
+        joint = nn.Dense(3 * width, name="attention_in")(nn.LayerNorm()(x))
+        query, key, value = (
+            part.reshape(*x.shape[:2], self.heads, -1) for part in jnp.split(joint, 3, axis=-1)
+        )
+        mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+        x = x + nn.Dense(width, name="attention_out")(mixed.reshape(x.shape))
+        wide = nn.gelu(nn.Dense(4 * width, name="mlp_in")(nn.LayerNorm()(x)))
+        return x + nn.Dense(width, name="mlp_out")(wide)
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer, the head tied to the embedding."""
+
+    layers: int
+    width: int
+    heads: int
+    vocabulary: int
+    checkpoint: bool = False
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        embedding = nn.Embed(self.vocabulary, self.width, name="tokens")
+        positions = nn.Embed(tokens.shape[1], self.width, name="positions")
+        x = embedding(tokens) + positions(jnp.arange(tokens.shape[1])[None])
+        block = nn.remat(Block) if self.checkpoint else Block
+        for layer in range(self.layers):
+            x = block(self.heads, name=f"block_{layer}")(x)
+        return embedding.attend(nn.LayerNorm()(x))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--layers", type=positive(int), default=4)
+    add("--width", type=positive(int), default=256)
+    add("--heads", type=positive(int), default=4)
+    add("--length", type=positive(int), default=256, help="tokens that the model sees at once")
+    add("--batch-size", type=positive(int), default=8)
+    add("--vocabulary", type=positive(int), default=256)
+    add("--xla", action=argparse.BooleanOptionalAction, default=True, help="compile as well")
+    add("--output-dir", type=pathlib.Path, default=pathlib.Path("results"))
+    arguments = parser.parse_args()
+    if arguments.width % arguments.heads:
+        parser.error(f"--width {arguments.width} is no multiple of --heads {arguments.heads}")
+    return arguments
+
+
+def count(policy: str, checkpoint: bool, arguments: argparse.Namespace) -> Any:
+    """Returns the memory report of one run."""
+    model = GPT(
+        arguments.layers, arguments.width, arguments.heads, arguments.vocabulary, checkpoint
+    )
+    tokens = jax.ShapeDtypeStruct((arguments.batch_size, arguments.length), jnp.int32)
+    params = jax.eval_shape(model.init, jax.random.key(0), tokens)
+
+    def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
+        logits, labels = model.apply(params, tokens)[:, :-1], tokens[:, 1:]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    return diagnostics.memory_report(
+        loss_fn,
+        params,
+        tokens,
+        policy=policy,
+        optimizer=optax.adam(1e-3),
+        compiled=arguments.xla,
+    )
+
+
+def layer_factor(report: Any, arguments: argparse.Namespace) -> dict[str, float]:
+    """Returns bytes kept over layers x hidden x batch x sequence, in all and within the blocks.
+
+    Korthikanti et al. 2022 count 34 + 5 x heads x sequence / hidden within a block, with dropout.
+    The second term is the attention scores.
+    """
+    sizes = arguments.layers, arguments.width, arguments.batch_size, arguments.length
+    within = [row for row in report.residuals if "block_" in row.module and not row.of_parameters]
+    scores = [r for r in within if r.shape.count(arguments.length) > 1 and len(r.shape) > 3]
+    one = report.transformer_factor(*sizes) / report.parts["activations"]
+    return {
+        "in all": report.transformer_factor(*sizes),
+        "within the blocks": one * sum(row.bytes for row in within),
+        "of it attention scores": one * sum(row.bytes for row in scores),
+    }
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    console = Console()
+    console.print(device_line().replace("Training", "XLA compiles"))
+    reports = {name: count(policy, ckpt, arguments) for name, policy, ckpt in RUNS}
+    print(diagnostics.compare_memory(reports))
+    factors = {name: layer_factor(report, arguments) for name, report in reports.items()}
+    formula = 34 + 5 * arguments.heads * arguments.length / arguments.width
+    console.print("Bytes of activations over layers x hidden x batch x sequence:")
+    for name, factor in factors.items():
+        console.print(f"  {name}: {', '.join(f'{v:.1f} {k}' for k, v in factor.items())}")
+    console.print(f"  by Korthikanti et al.'s formula, float16 and dropout: {formula:.1f}")
+
+    arguments.output_dir.mkdir(parents=True, exist_ok=True)
+    axes = diagnostics.plot_memory(reports)
+    axes.figure.savefig(arguments.output_dir / "memory.png", dpi=160)
+    data = {name: report.to_dict() for name, report in reports.items()}
+    for report in (*data.values(), *(report["without_checkpoint"] for report in data.values())):
+        report and report.pop("residuals")  # hundreds of rows
+    write_report(
+        arguments.output_dir / "memory.json",
+        arguments,
+        reports=data,
+        transformer_factors=factors,
+    )
+    console.print(f"Wrote {arguments.output_dir / 'memory.json'} and memory.png beside it.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""`python -m jmp`: what is installed, which half type the devices have, and whether jmp works here.
+
+Prints versions, devices and the policy to start with, then checks against NumPy that mixed
+precision does on this machine what it promises. The exit status is 1 if a check fails.
+"""
+
+import argparse
+import importlib.metadata
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jmp
+from jmp import diagnostics, transforms
+from jmp.diagnostics._tables import table
+
+HALVES = (jnp.float16, jnp.bfloat16)
+SIZE = 64  # of matrices: much smaller ones are no matrix products to XLA on a GPU
+
+
+def versions() -> list[tuple[str, str]]:
+    """Returns names and versions of Python, of jmp and of what it stands on."""
+    found = [("python", platform.python_version()), ("jmp", jmp.__version__)]
+    for name in ("jax", "jaxlib", "numpy", "optax", "flax"):
+        try:
+            found.append((name, importlib.metadata.version(name)))
+        except importlib.metadata.PackageNotFoundError:
+            found.append((name, "not installed"))
+    return found
+
+
+def devices() -> list[tuple[str, str, str, str, str]]:
+    """Returns number, kind, platform, half types and first policy of each kind of device."""
+    kinds: dict[tuple[str, str, str, str], int] = {}
+    for device in jax.devices():
+        kind = (device.device_kind, device.platform, *advice(device))
+        kinds[kind] = kinds.get(kind, 0) + 1
+    return [(str(number), *kind) for kind, number in kinds.items()]
+
+
+def advice(device: Any) -> tuple[str, str]:
+    """Returns the half types that a device multiplies fast, and the policy to start with."""
+    unscaled = "mixed_bfloat16, without a loss scale"
+    if device.platform == "tpu":
+        return "bfloat16", unscaled
+    if device.platform == "cpu":
+        return "none, as a rule", "mixed_bfloat16, to try it out"
+    major = str(getattr(device, "compute_capability", "")).partition(".")[0]
+    if not major.isdigit():  # NVIDIA's are numbers, such as "9.0"
+        return "unknown to jmp", unscaled
+    if int(major) >= 8:  # Ampere
+        return "bfloat16, float16", unscaled
+    fast = "float16" if int(major) >= 7 else "none: no tensor cores"  # Volta
+    return fast, "mixed_float16, with a dynamic loss scale"
+
+
+# The checks. Each raises AssertionError, or whatever goes wrong, and returns what it found.
+
+
+def check_casts() -> str:
+    """Casts round to the nearest number, ties to the even one."""
+    generator = np.random.default_rng(0)
+    exponents = np.concatenate([generator.integers(-25, 17, 4000), np.zeros(96, int)])
+    values = np.ldexp(generator.uniform(-2, 2, exponents.size), exponents).astype(np.float32)
+    ties = np.float32(1) + np.arange(4096, dtype=np.float32) * np.float32(2.0**-12)
+    edges = np.array([0, -0.0, 65504, 65520, 1e38, np.inf], np.float32)
+    values = np.concatenate([values, ties, -ties, edges])
+    for dtype in HALVES:
+        with np.errstate(over="ignore"):
+            expected = values.astype(dtype)
+        found = np.asarray(jax.jit(lambda x, d=dtype: jmp.cast_floating(x, d))(values))
+        np.testing.assert_array_equal(found.view(np.uint16), expected.view(np.uint16))
+    return f"casts round to the nearest, ties to even ({values.size} values, both half types)"
+
+
+def check_overflow() -> str:
+    """A float16 overflow skips the step and halves the scale; the next step is taken."""
+    tx = transforms.with_loss_scale(optax.adam(0.1), jmp.DynamicLossScale(2.0**16))
+    params = jnp.float32(3.0)
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params: Any, state: Any, x: Any) -> Any:
+        loss = jmp.autocast(lambda w: jnp.sum((x * w) @ x), "mixed_float16")
+        _, gradients = jmp.scaled_value_and_grad(loss, state.loss_scale)(params)
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    # The derivative by the product's result is the scale itself: 2^16 is infinite in float16.
+    x = jnp.full((SIZE, SIZE), 2.0**-8, jnp.float32)
+    kept, skipped = step(params, state, x)
+    assert kept == params, f"a skipped step moved the parameter from {params} to {kept}"
+    scale, count = skipped.loss_scale.loss_scale, skipped.inner_state[0].count
+    assert scale == 2.0**15, f"the loss scale is {scale} after an overflow, not 32768"
+    assert count == 0, f"a skipped step counts in Adam: {count}"
+    moved, taken = step(kept, skipped, x)
+    assert taken.grads_finite and moved < kept, "no step was taken after the overflow"
+    return "a float16 overflow skips the step and halves the loss scale"
+
+
+def check_underflow() -> str:
+    """A gradient too small for float16 survives with a loss scale, and only with one."""
+    x, w = jnp.eye(SIZE, dtype=jnp.float32), jnp.ones((SIZE, SIZE), jnp.float32)
+    loss = jmp.autocast(lambda w, x: 2.0**-30 * jnp.sum(x @ w), "mixed_float16")
+    for scale, expected in ((1.0, 0.0), (2.0**16, 2.0**-30)):
+        loss_scale = jmp.StaticLossScale(scale)
+        _, gradients = jax.jit(jmp.scaled_value_and_grad(loss, loss_scale))(w, x)
+        found = np.asarray(loss_scale.unscale(gradients))
+        np.testing.assert_array_equal(found, np.full(w.shape, expected, np.float32))
+    return "a gradient of 2^-30 survives float16 with a loss scale of 2^16, and is 0 without"
+
+
+def check_autocast() -> str:
+    """Autocast multiplies in half, forward and backward, and is as close as half can be."""
+    generator = np.random.default_rng(1)
+    w, x = (generator.standard_normal((SIZE, SIZE)) / 8 for _ in range(2))
+
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.mean(jnp.exp(x @ w))
+
+    expected = x.T @ np.exp(x @ w) / w.size
+    errors = []
+    for dtype in HALVES:
+        gradient = jax.jit(jax.grad(jmp.autocast(loss, f"mixed_{np.dtype(dtype)}")))
+        arrays = (jnp.asarray(w, jnp.float32), jnp.asarray(x, jnp.float32))
+        diagnostics.assert_products_in(gradient, dtype)(*arrays)
+        error = np.linalg.norm(gradient(*arrays) - expected) / np.linalg.norm(expected)
+        errors.append(f"{error:.1e}")
+        unit = float(jnp.finfo(dtype).eps)
+        assert unit / 100 < error < 2 * unit, f"gradients in {np.dtype(dtype)} are off by {error}"
+    return f"autocast multiplies in half (gradients off by {' and '.join(errors)})"
+
+
+def check_masters() -> str:
+    """Half parameters with float32 masters train as NumPy does in float64."""
+    generator = np.random.default_rng(2)
+    x = generator.standard_normal((64, 4)).round(2)
+    y = x @ np.array([1.0, -2.0, 3.0, 0.5])
+    rate, steps = 1e-3, 20
+    expected = np.ones(4)
+    for _ in range(steps):
+        expected -= rate * 2 / y.size * x.T @ (x @ expected - y)
+
+    tx = transforms.mixed_precision(optax.sgd(rate), "p=bf16,c=bf16,o=f32")
+    params = jnp.ones(4, jnp.bfloat16)
+    state = tx.init(params)
+    data = (jnp.asarray(x, jnp.float32), jnp.asarray(y, jnp.float32))
+
+    @jax.jit
+    def step(params: Any, state: Any) -> Any:
+        loss = lambda w: jnp.mean((data[0] @ w - data[1]) ** 2)
+        gradients = jax.grad(loss)(transforms.masters(state, params))
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    with jax.default_matmul_precision("highest"):  # no TF32: float32 to the last digits
+        for _ in range(steps):
+            params, state = step(params, state)
+    masters = np.asarray(transforms.masters(state, params))
+    np.testing.assert_allclose(masters, expected, rtol=1e-5)
+    np.testing.assert_array_equal(params, masters.astype(jnp.bfloat16))
+    return f"float32 masters train as float64 does ({steps} steps of a regression in bfloat16)"
+
+
+CHECKS = (check_casts, check_overflow, check_underflow, check_autocast, check_masters)
+
+
+def main(
+    arguments: Sequence[str] | None = None, checks: Sequence[Callable[[], str]] = CHECKS
+) -> int:
+    """Prints the tables, runs the checks, and returns the exit status."""
+    parser = argparse.ArgumentParser("python -m jmp", description=__doc__)
+    parser.parse_args(arguments)
+    print(table(["package", "version"], versions()))
+    print(table(["", "device", "platform", "fast half types", "start with"], devices()))
+    failed = 0
+    for check in checks:
+        started = time.perf_counter()
+        try:
+            sentence = check()
+        except Exception as error:  # a check may fail in any way; the others run
+            failed += 1
+            print(f"FAILED  {check.__doc__}\n        {type(error).__name__}: {error}", flush=True)
+        else:
+            seconds = time.perf_counter() - started
+            print(f"ok      {sentence}, {seconds:.1f} s", flush=True)
+    print(
+        f"{len(checks) - failed} of {len(checks)} checks passed on {jax.devices()[0].device_kind}"
+    )
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

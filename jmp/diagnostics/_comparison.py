@@ -1,0 +1,254 @@
+"""`compare`: how far results and gradients in mixed precision lie from those in float32."""
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmp import _jax_compat
+from jmp.autocasting._autocast import autocast
+from jmp.diagnostics._errors import COLUMNS, Difference, cells, difference, together
+from jmp.diagnostics._places import source_line, with_paths
+from jmp.diagnostics._tables import table
+from jmp.dtypes import is_castable
+from jmp.policy import Policy, get_policy
+from jmp.trees import (
+    cast_floating,
+    cast_to_at_least_float32,
+    is_array,
+    is_complex,
+    path_string,
+)
+
+
+def compare(
+    fun: Callable[..., Any],
+    policy: str | Policy,
+    *args: Any,
+    argnums: int | Sequence[int] = 0,
+    reference: str = "float32",
+    scale: float = 1.0,
+    **options: Any,
+) -> "Comparison":
+    """Returns the errors of `autocast(fun, policy)` against `fun` in float32 or float64.
+
+    Both are compiled and run on `args`, forward and backward. A scalar result is differentiated as
+    it is. Of any other result it is the mean, and of several results the sum of their means: the
+    cotangent of a result of n elements is 1 / n everywhere. Results that should have no part in the
+    gradient are left out by `lambda *args: fun(*args)[0]`.
+
+    In the reference half arguments are widened, exactly, and products run at the highest precision
+    of the device: no TF32. Integers, keys and all that is no float pass as they are.
+
+    Args:
+      fun, policy: as for `jmp.autocast`. A policy that computes in float32 is `fun` itself: its
+        error against float64 is the one that any training has.
+      args: the arguments of `fun`, any pytrees. They are not donated.
+      argnums: as in `jax.grad`: which of them are differentiated, their floating arrays alone; ()
+        for none.
+      reference: "float32", or "float64", for which `fun` runs under `jax.enable_x64`. What `fun`
+        itself casts to float32 stays float32 there, with a warning.
+      scale: loss scale of the policy's run: its cotangents are multiplied, its gradients divided,
+        in float64, so that what underflows without a loss scale is not counted.
+      options: those of `jmp.autocast`, such as `rules`.
+
+    Returns: a `Comparison`.
+
+    Raises: ValueError for another reference, for a scale that is not positive, for argnums that
+      are not there, and where `fun` draws random numbers of 64 bits under `reference="float64"`:
+      they are others than in float32.
+
+    Warns: where `fun` casts float64 down under `reference="float64"`.
+
+    >>> def loss(params, x):
+    ...     return jnp.mean(jnp.tanh(x @ params["w"]))
+    >>> comparison = compare(loss, "mixed_bfloat16", {"w": jnp.eye(4) / 3}, jnp.ones((2, 4)))
+    >>> [(row.kind, row.path, row.relative_error < 0.01) for row in comparison.rows]
+    [('result', '', True), ('gradient', 'w', True)]
+    """
+    if reference not in ("float32", "float64"):
+        raise ValueError(f"compare got reference={reference!r}; expected 'float32' or 'float64'.")
+    if not 0 < scale < math.inf:
+        raise ValueError(f"compare got scale={scale!r}; expected a loss scale, above zero.")
+    found = _run(autocast(fun, policy, **options), args, argnums, scale)
+    if reference == "float64":
+        with jax.enable_x64(True):
+            expected = _run_in_float64(fun, args, argnums)
+    else:
+        with jax.default_matmul_precision("highest"):
+            expected = _run(fun, cast_to_at_least_float32(args), argnums, 1.0)
+    divisors = {"result": 1.0, "gradient": float(scale)}
+    rows = [
+        difference(*key, np.asarray(found[key]), np.asarray(expected[key]), divisors[key[0]])
+        for key in expected
+        if not jnp.issubdtype(expected[key].dtype, jax.dtypes.extended)  # keys
+    ]
+    return Comparison(str(get_policy(policy)), reference, float(scale), rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What `compare` found; `print` shows modules and the worst leaves, `to_dict` gives the data.
+
+    Attributes:
+      policy: the policy, as text.
+      reference: "float32" or "float64".
+      scale: the loss scale of the policy's run.
+      rows: one for each leaf: results first, then gradients.
+    """
+
+    policy: str
+    reference: str
+    scale: float
+    rows: list[Difference]
+
+    def worst(self, n: int = 10) -> list[Difference]:
+        """Returns the `n` leaves of the largest relative errors, the worst first.
+
+        Last come gradients below the rounding of the others, such as that of the bias of
+        attention's keys, which is zero but for rounding: the reference's norm is below 16 unit
+        roundoffs of the norm of all gradients, the error below as many of the compute dtype.
+        """
+        return self._worst_first(self.rows)[:n]
+
+    def by_module(self, depth: int = 1) -> list[Difference]:
+        """Returns a row for each prefix of at most `depth` names of the paths, the worst first.
+
+        The norms are those of all leaves below the prefix as one vector; with depth 0 of all.
+
+        >>> params = {"dense": {"kernel": jnp.ones((2, 2)), "bias": jnp.ones((1, 2))}}
+        >>> dense = lambda p, x: x @ p["dense"]["kernel"] + p["dense"]["bias"]
+        >>> rows = compare(dense, "mixed_bfloat16", params, jnp.ones((4, 2))).by_module()
+        >>> [(row.path, row.elements) for row in rows if row.kind == "gradient"]
+        [('dense', 6)]
+        """
+        groups: dict[tuple[str, str], list[Difference]] = {}
+        for row in self.rows:
+            prefix = "/".join(row.path.split("/")[:depth])
+            groups.setdefault((row.kind, prefix), []).append(row)
+        return self._worst_first(together(*key, rows) for key, rows in groups.items())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the data as dictionaries, lists, numbers and strings; errors may be infinite."""
+        data = dataclasses.asdict(self)
+        for row, entry in zip(self.rows, data["rows"], strict=True):
+            entry |= {"relative_error": row.relative_error, "cosine": row.cosine}
+        return data
+
+    def __str__(self) -> str:
+        scaled = f", loss scale {self.scale:g}" if self.scale != 1 else ""
+        modules = self.by_module()
+        lines = [f"{self.policy} against {self.reference}{scaled}:", self._table(modules)]
+        if len(modules) < len(self.rows):
+            worst = self.worst()
+            lines += [f"the worst {len(worst)} of {len(self.rows)} leaves:", self._table(worst)]
+        return "\n".join(lines)
+
+    def _table(self, rows: list[Difference]) -> str:
+        return table(COLUMNS, [cells(row, self._is_negligible(row)) for row in rows])
+
+    def _worst_first(self, rows: Iterable[Difference]) -> list[Difference]:
+        return sorted(rows, key=lambda row: (self._is_negligible(row), -row.relative_error))
+
+    def _is_negligible(self, row: Difference) -> bool:
+        gradients = [row for row in self.rows if row.kind == "gradient"]
+        total = math.hypot(*(row.reference_norm for row in gradients))
+        dtypes = (self.reference, get_policy(self.policy).compute_dtype)
+        zero, noise = (8 * float(jnp.finfo(dtype).eps) * total for dtype in dtypes)
+        return row.kind == "gradient" and row.reference_norm < zero and row.error_norm < noise
+
+
+def _run_in_float64(
+    fun: Callable[..., Any], args: Any, argnums: int | Sequence[int]
+) -> dict[tuple[str, str], Any]:
+    """Returns what `_run` does, in float64; x64 is enabled."""
+    wide = cast_floating(args, "float64")
+    wide = jax.tree.map(lambda x: x.astype(np.complex128) if is_complex(x) else x, wide)
+    leaves, structure = jax.tree.flatten(wide)
+    arrays = {i: leaf for i, leaf in enumerate(leaves) if is_array(leaf)}
+    try:
+        _check_float64(jax.make_jaxpr(lambda a: _filled(fun, leaves, structure, a))(arrays))
+        return _run(fun, wide, argnums, 1.0)
+    except TypeError as error:
+        error.add_note(
+            "This came from compare's run in float64, where fun must take float64 arguments: a "
+            "dtype written into fun may not fit. reference='float32' runs it as it is."
+        )
+        raise
+
+
+def _check_float64(jaxpr: Any) -> None:
+    """Raises or warns where a program, traced in float64, is no reference for one in float32."""
+    narrow = []
+    for equation, _ in with_paths(_jax_compat.open_jaxpr(jaxpr)[0]):
+        if equation.params.get("bit_width") == 64:  # random_bits
+            raise ValueError(
+                "compare got a function that draws random numbers of 64 bits in float64: others "
+                "than in float32, which would count as error. Switch dropout and noise off, draw "
+                "them with dtype=jnp.float32, or compare with reference='float32'."
+            )
+        if equation.primitive.name == "convert_element_type":
+            before, after = (atom[0].aval.dtype for atom in (equation.invars, equation.outvars))
+            # Scalars pass: JAX's own random numbers have bounds that it casts.
+            is_array_cast = equation.outvars[0].aval.ndim > 0 and before == np.float64
+            if is_array_cast and after != np.float64 and is_castable(after):
+                narrow.append(f"{source_line(equation) or '?'} to {after}")
+    if narrow:
+        warnings.warn(
+            f"compare's reference is not float64 throughout: fun casts {len(narrow)} values down, "
+            f"the first at {narrow[0]}. Remove such casts and dtype= arguments for the comparison.",
+            stacklevel=4,
+        )
+
+
+def _run(
+    fun: Callable[..., Any], args: Any, argnums: int | Sequence[int], scale: float
+) -> dict[tuple[str, str], Any]:
+    """Returns results and gradients, by kind and path, from one compiled program."""
+    found, structure = jax.tree_util.tree_flatten_with_path(args)
+    leaves = [leaf for _, leaf in found]
+    arrays = {i: leaf for i, leaf in enumerate(leaves) if is_array(leaf)}
+    several = not isinstance(argnums, int)
+    chosen = [n % len(args) for n in _checked(argnums if several else [argnums], len(args))]
+    names = {
+        i: path_string(path if several else path[1:])
+        for i, (path, leaf) in enumerate(found)
+        if path[0].idx in chosen and i in arrays and jnp.issubdtype(leaf.dtype, jnp.inexact)
+    }
+
+    def results_and_gradients(arrays: dict[int, Any]) -> tuple[Any, dict[int, Any]]:
+        results, pullback = jax.vjp(
+            lambda some: _filled(fun, leaves, structure, {**arrays, **some}),
+            {i: arrays[i] for i in names},
+        )
+        (gradients,) = pullback(jax.tree.map(lambda x: _cotangent(x, scale), results))
+        return results, gradients
+
+    results, gradients = jax.jit(results_and_gradients)(arrays)
+    return {
+        ("result", path_string(path)): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(results)
+    } | {("gradient", names[i]): gradient for i, gradient in gradients.items()}
+
+
+def _checked(argnums: Any, number: int) -> Any:
+    if not all(-number <= n < number for n in argnums):
+        raise ValueError(f"compare got argnums={argnums}; expected numbers of its {number} args.")
+    return argnums
+
+
+def _filled(fun: Callable[..., Any], leaves: list[Any], structure: Any, arrays: Any) -> Any:
+    """Returns `fun` of its arguments, in which arrays stand at some leaves."""
+    args = jax.tree.unflatten(structure, [arrays.get(i, leaf) for i, leaf in enumerate(leaves)])
+    return fun(*args)
+
+
+def _cotangent(result: Any, scale: float) -> Any:
+    if not jnp.issubdtype(result.dtype, jnp.inexact):
+        return np.zeros(result.shape, jax.dtypes.float0)
+    return jnp.full(result.shape, scale / max(1, result.size), result.dtype)

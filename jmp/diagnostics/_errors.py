@@ -1,0 +1,123 @@
+"""How far one array lies from another: norms and angles, in float64 on the host."""
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+
+COLUMNS = (
+    "of", "path", "elements", "relative error", "largest error", "reference norm", "cosine",
+    "remark",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """The error of one leaf, or of a module's leaves together: a the policy's, b the reference's.
+
+    Everything is computed in float64 on the host: integers are exact up to 2**53, norms overflow
+    above 1e154. An element that is the same infinity, or NaN, in both is no error; one that is not
+    finite in one of them alone, or otherwise, is an infinite error. Neither is part of the norms of
+    a and b.
+
+    Attributes:
+      kind: "result" or "gradient".
+      path: names in the result, or in the differentiated argument, joined by slashes; "" at the
+        root. With several `argnums` the argument's number comes first.
+      elements: how many there are.
+      nonfinite, reference_nonfinite: how many of them are infinite or NaN.
+      error_norm: Euclidean norm of a - b.
+      norm, reference_norm: Euclidean norms of a and of b.
+      inner_product: sum of a * b; the real part where they are complex.
+      largest_error: largest absolute a - b.
+    """
+
+    kind: str
+    path: str
+    elements: int
+    nonfinite: int
+    reference_nonfinite: int
+    error_norm: float
+    norm: float
+    reference_norm: float
+    inner_product: float
+    largest_error: float
+
+    @property
+    def relative_error(self) -> float:
+        """||a - b|| / ||b||; 0 where both are zero, infinite where b alone is."""
+        if self.error_norm == 0:
+            return 0.0
+        finite = math.isfinite(self.error_norm) and self.reference_norm > 0
+        return self.error_norm / self.reference_norm if finite else math.inf
+
+    @property
+    def cosine(self) -> float | None:
+        """Cosine of the angle between a and b; None where one is zero or they are not finite."""
+        norms = self.norm * self.reference_norm
+        if norms == 0 or not math.isfinite(self.error_norm):
+            return None
+        return max(-1.0, min(1.0, self.inner_product / norms))  # rounding may go past one
+
+
+def difference(kind: str, path: str, a: np.ndarray, b: np.ndarray, divisor: float) -> Difference:
+    """Returns the error of `a / divisor` against `b`; both may be of any dtype of numbers."""
+    wide = np.complex128 if np.iscomplexobj(a) or np.iscomplexobj(b) else np.float64
+    with np.errstate(invalid="ignore"):  # a complex infinity by a real number is NaN to NumPy
+        a = a.astype(wide).ravel() / divisor
+    b = b.astype(wide).ravel()
+    nonfinite, reference_nonfinite = (int(np.sum(~np.isfinite(x))) for x in (a, b))
+    elements = a.size
+
+    same = ~np.isfinite(a) & ((a == b) | (np.isnan(a) & np.isnan(b)))
+    finite = np.isfinite(a) & np.isfinite(b)
+    is_defined = bool(np.all(same | finite))
+    a, b = a[finite], b[finite]
+    errors = np.abs(a - b)
+    if not is_defined:
+        errors = np.array([math.inf])
+    return Difference(
+        kind,
+        path,
+        elements=elements,
+        nonfinite=nonfinite,
+        reference_nonfinite=reference_nonfinite,
+        error_norm=float(np.linalg.norm(errors)),
+        norm=float(np.linalg.norm(a)),
+        reference_norm=float(np.linalg.norm(b)),
+        inner_product=float(np.vdot(a, b).real),
+        largest_error=float(errors.max(initial=0)),
+    )
+
+
+def together(kind: str, path: str, rows: list[Difference]) -> Difference:
+    """Returns the error of the leaves of all rows as one vector."""
+
+    def of(name: str) -> list[Any]:
+        return [getattr(row, name) for row in rows]
+
+    return Difference(
+        kind,
+        path,
+        elements=sum(of("elements")),
+        nonfinite=sum(of("nonfinite")),
+        reference_nonfinite=sum(of("reference_nonfinite")),
+        error_norm=math.hypot(*of("error_norm")),
+        norm=math.hypot(*of("norm")),
+        reference_norm=math.hypot(*of("reference_norm")),
+        inner_product=math.fsum(of("inner_product")),
+        largest_error=max(of("largest_error")),
+    )
+
+
+def cells(row: Difference, is_negligible: bool) -> tuple[str, ...]:
+    """Returns a row of a table, in the order of `COLUMNS`."""
+    remark = "below rounding" if is_negligible else ""
+    if row.nonfinite or row.reference_nonfinite:
+        remark = f"not finite: {row.nonfinite}, in the reference {row.reference_nonfinite}"
+    return (
+        row.kind, row.path, str(row.elements), f"{row.relative_error:.2g}",
+        f"{row.largest_error:.2g}", f"{row.reference_norm:.2g}",
+        "" if row.cosine is None else f"{row.cosine:.6f}", remark,
+    )  # fmt: skip

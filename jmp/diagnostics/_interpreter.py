@@ -1,0 +1,258 @@
+"""Runs a program operation by operation and finds who made each result non-finite.
+
+Every operation runs by itself, so each result is rounded to its dtype before the next one reads it;
+inside a fusion XLA may keep more. What holds a program runs as a whole first, compiled: a loop, one
+turn of it, a shard_map. It is looked into only if it is to blame.
+"""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jmp import _jax_compat
+from jmp.diagnostics._origins import (
+    Call,
+    Held,
+    Origin,
+    Place,
+    culprit,
+    earliest,
+    given,
+    handed_on,
+    held,
+    is_finite_of,
+)
+from jmp.diagnostics._states import FINITE, state_of
+
+CALLS = (
+    "jit", "pjit", "checkpoint", "remat", "remat2", "closed_call", "core_call", "custom_jvp_call",
+    "custom_vjp_call",
+)  # fmt: skip
+# These hold programs that are not looked into; a scatter's or a reduction's is its operator.
+OPAQUE = ("cond", "pmap", "pallas_call", "custom_linear_solve", "custom_vmap_call")
+
+Origins = list[Origin | None]
+Look = Callable[[], Origins]
+
+
+class Interpreter:
+    """Runs jaxprs operation by operation; see the module."""
+
+    def __init__(self) -> None:
+        self._order = itertools.count()
+
+    def given(self, value: Any, kind: str, name: str, place: Place) -> Held:
+        """Holds an "argument" or a "constant"."""
+        return given(value, kind, name, place, next(self._order))
+
+    def run(self, jaxpr: Any, operands: list[Held], place: Place) -> list[Held]:
+        """Returns what a jaxpr gives. `operands` is emptied: each is freed after its last use."""
+        jaxpr, constants = _jax_compat.open_jaxpr(jaxpr)
+        values = dict(zip(jaxpr.invars, operands, strict=True))
+        operands.clear()
+        for variable, constant in zip(jaxpr.constvars, constants, strict=True):
+            readers = (e for e in jaxpr.eqns if any(atom is variable for atom in e.invars))
+            reader = next(readers, None)
+            here = place.at(reader) if reader is not None else place
+            values[variable] = self.given(constant, "constant", "", here)
+        last_use = _last_uses(jaxpr)
+
+        def read(atom: Any, place: Place) -> Held:
+            if not hasattr(atom, "val"):
+                return values[atom]
+            # A literal is given its dtype: where it enters a loop it would be a Python number.
+            with np.errstate(over="ignore"):  # 1e30 is infinite in float16, as it is to JAX
+                literal = np.asarray(atom.val, atom.aval.dtype)
+            return self.given(literal, "constant", "", place)
+
+        for index, equation in enumerate(jaxpr.eqns):
+            here = place.at(equation)
+            inputs = [read(atom, here) for atom in equation.invars]
+            for atom in equation.invars:
+                if not hasattr(atom, "val") and last_use[atom] == index:
+                    values.pop(atom, None)  # gone already if it is read twice
+            # In the equation's context: mesh, compute type.
+            with _jax_compat.place_of(equation, equation.source_info.name_stack):
+                outputs = self._step(equation, inputs, here)
+            pairs = zip(equation.outvars, outputs, strict=True)
+            values |= {variable: output for variable, output in pairs if variable in last_use}
+        return [read(atom, place) for atom in jaxpr.outvars]
+
+    def _step(self, equation: Any, inputs: list[Held], here: Place) -> list[Held]:
+        if equation.primitive.name in CALLS:
+            return self._call(equation, inputs, here)
+        match equation.primitive.name:
+            case "cond":
+                return self._cond(equation, inputs, here)
+            case "scan":
+                return self._scan(equation, inputs, here)
+            case "while":
+                return self._while(equation, inputs, here)
+            case "shard_map":
+                return self._shard_map(equation, inputs, here)
+        return self._operation(equation, inputs, here)
+
+    def _operation(self, equation: Any, inputs: list[Held], here: Place) -> list[Held]:
+        call = _call_of(equation)
+        results = call(*(x.value for x in inputs))
+        states = [state_of(result) for result in results]
+        origin = None
+        if any(states):
+            kind = "whole" if equation.primitive.name in OPAQUE else "operation"
+            rerun = None if equation.effects else call
+            origin = handed_on(rerun, inputs, max(states)) or culprit(
+                equation, inputs, max(states), here, kind, next(self._order)
+            )
+        return held(results, states, [origin] * len(results))
+
+    def _call(self, equation: Any, inputs: list[Held], here: Place) -> list[Held]:
+        params = equation.params
+        name = equation.primitive.name
+        if _jax_compat.is_jit(equation):
+            name = f"jit {params['name']}"
+        elif name in ("checkpoint", "remat2"):
+            name = "remat"
+        jaxpr = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
+        return self.run(jaxpr, inputs, here.within(name))
+
+    def _cond(self, equation: Any, inputs: list[Held], here: Place) -> list[Held]:
+        branches = equation.params["branches"]
+        index = np.unique(_jax_compat.on_all_devices(inputs[0].value))
+        if index.size > 1:  # devices go different ways
+            return self._operation(equation, inputs, here)
+        branch = min(max(int(index[0]), 0), len(branches) - 1)
+        del inputs[0]
+        return self.run(branches[branch], inputs, here.within(f"cond, branch {branch}"))
+
+    def _scan(self, equation: Any, inputs: list[Held], here: Place) -> list[Held]:
+        params = equation.params
+        n_consts, n_carry = _jax_compat.scan_counts(params)
+        first = n_consts + n_carry
+        # A turn is the same scan with a length of one: JAX keeps what it compiled for that.
+        one = {**params, "length": 1, "unroll": 1}
+
+        def body(*operands: Any) -> list[Any]:
+            rows = (x[None] for x in operands[first:])
+            results = _jax_compat.bind(equation.primitive, (*operands[:first], *rows), one)
+            return [*results[:n_carry], *(y[0] for y in results[n_carry:])]
+
+        def look() -> Origins:
+            constants, carry, xs = inputs[:n_consts], inputs[n_consts:first], inputs[first:]
+            stacked: Origins = [None] * (len(equation.outvars) - n_carry)
+            order = range(params["length"])
+            for turn in reversed(order) if params["reverse"] else order:
+                operands = [*constants, *carry, *(_row(x, turn) for x in xs)]
+                place = here.within(f"scan, iteration {turn}")
+                results = self._turn(equation, body, params["jaxpr"], operands, place)
+                carry = results[:n_carry]
+                rows = (x.origin for x in results[n_carry:])
+                stacked = [earliest(pair) for pair in zip(stacked, rows, strict=True)]
+            return [*(x.origin for x in carry), *stacked]
+
+        return self._looked_into(equation, _call_of(equation), inputs, here, look)
+
+    def _while(self, equation: Any, inputs: list[Held], here: Place) -> list[Held]:
+        params = equation.params
+        n_outside = params["cond_nconsts"]
+        first = n_outside + params["body_nconsts"]
+        condition = jax.jit(_jax_compat.as_function(params["cond_jaxpr"]))
+        body = jax.jit(_jax_compat.as_function(params["body_jaxpr"]))
+
+        def goes_on(carry: list[Held]) -> np.ndarray:
+            (answer,) = condition(*(x.value for x in [*inputs[:n_outside], *carry]))
+            return np.asarray(_jax_compat.on_all_devices(answer))
+
+        def look() -> Origins:
+            constants, carry = inputs[n_outside:first], inputs[first:]
+            if goes_on(carry).size > 1:  # under vmap and shard_map each one stops by itself
+                return [None] * len(carry)
+            for turn in itertools.count():
+                if not goes_on(carry).item():
+                    break
+                operands = [*constants, *carry]
+                place = here.within(f"while, iteration {turn}")
+                carry = self._turn(equation, body, params["body_jaxpr"], operands, place)
+            return [x.origin for x in carry]
+
+        return self._looked_into(equation, _call_of(equation), inputs, here, look)
+
+    def _turn(
+        self, equation: Any, body: Call, jaxpr: Any, inputs: list[Held], here: Place
+    ) -> list[Held]:
+        """Runs one turn of a loop."""
+
+        def look() -> Origins:
+            return [x.origin for x in self.run(jaxpr, list(inputs), here)]
+
+        return self._looked_into(equation, body, inputs, here, look)
+
+    def _shard_map(self, equation: Any, inputs: list[Held], here: Place) -> list[Held]:
+        params = equation.params
+        axes = set(params["newly_manual_axes"])
+        found: Origins = []
+
+        def body(*shards: Any) -> list[Any]:
+            # Outside of jit JAX runs shard_map operation by operation, on all devices.
+            values = [x._replace(value=shard) for x, shard in zip(inputs, shards, strict=True)]
+            results = self.run(params["jaxpr"], values, here.within("shard_map"))
+            found.extend(x.origin for x in results)
+            return [x.value for x in results]
+
+        def look() -> Origins:
+            if axes != set(params["mesh"].axis_names):  # JAX needs jit for that
+                return [None] * len(equation.outvars)
+            jax.shard_map(
+                body,
+                mesh=params["mesh"],
+                in_specs=tuple(params["in_specs"]),
+                out_specs=list(params["out_specs"]),
+                check_vma=params["check_vma"],
+                axis_names=axes,
+            )(*(x.value for x in inputs))
+            return found
+
+        return self._looked_into(equation, jax.jit(_call_of(equation)), inputs, here, look)
+
+    def _looked_into(
+        self, equation: Any, call: Call, inputs: list[Held], here: Place, look: Look
+    ) -> list[Held]:
+        """Runs what holds a program as a whole, and looks into it if that is to blame.
+
+        Values are those of the whole: what it gave is what is read next. Looking finds origins.
+        """
+        results = call(*(x.value for x in inputs))
+        states = [state_of(result) for result in results]
+        origins: Origins = [None] * len(results)
+        if any(states):
+            origin = earliest(x.origin for x in inputs)
+            if origin is None or origin.may_be_meant or not is_finite_of(call, inputs):
+                origins = look()
+        if any(s and o is None for s, o in zip(states, origins, strict=True)):
+            blamed = handed_on(call, inputs, max(states)) or culprit(
+                equation, inputs, max(states), here, "whole", next(self._order)
+            )
+            origins = [o or blamed for o in origins]
+        return held(results, states, origins)
+
+
+def _call_of(equation: Any) -> Call:
+    return lambda *operands: _jax_compat.bind(equation.primitive, operands, equation.params)
+
+
+def _row(x: Held, index: int) -> Held:
+    row = x.value[index]
+    return held([row], [state_of(row) if x.state else FINITE], [x.origin])[0]
+
+
+def _last_uses(jaxpr: Any) -> dict[Any, int]:
+    """Returns for each variable the index of the equation that reads it last."""
+    found = {
+        atom: index
+        for index, equation in enumerate(jaxpr.eqns)
+        for atom in equation.invars
+        if not hasattr(atom, "val")
+    }
+    return found | {atom: len(jaxpr.eqns) for atom in jaxpr.outvars if not hasattr(atom, "val")}

@@ -1,0 +1,119 @@
+"""`metrics` and `check_skips`: what loss scaling does while a model trains."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmp import _jax_compat
+from jmp.loss_scaling import StaticLossScale
+from jmp.transforms import WithLossScaleState, loss_scale_state
+
+
+def metrics(opt_state: Any, *, steps: Any = None) -> dict[str, jax.Array]:
+    """Returns the state of loss scaling as a flat dictionary of scalars, for any logger.
+
+    It computes on the device and waits for nothing. Call it *inside* the jitted step and return the
+    dictionary: then it belongs to the caller, while the state may be donated to the next step and
+    be gone before a logger reads it. Outside of jit it works as well. `jax.device_get` brings the
+    whole dictionary to the host at once; do that every so many steps, since it waits for the step.
+
+    The names, each an array (of one value a seed under vmap):
+      loss_scale: float32, the scale for the next loss; 1 without scaling.
+      grads_finite: bool, whether the last step was taken.
+      skipped_steps: int32, steps skipped so far.
+      consecutive_skips: int32, steps skipped in a row, up to the last.
+      skip_rate: float32, skipped_steps / steps; only if `steps` is given.
+    With `NoOpLossScale` no gradient is checked: the flag stays True and the counts stay 0.
+
+    Args:
+      opt_state: the state of an optimizer that `with_loss_scale` or `mixed_precision` made; of an
+        `nnx.Optimizer`, `nnx.as_pure(optimizer.opt_state)`.
+      steps: steps tried so far, *with* the skipped ones: of a loop, its index plus one. The
+        optimizer's state does not hold it. Flax's `TrainState.step` counts steps taken: add
+        `skipped_steps`.
+
+    Raises: ValueError if the optimizer has no loss scaling, or its order is at fault; see
+      `transforms.check_optimizer_state`.
+
+    >>> import optax
+    >>> from jmp import transforms
+    >>> tx = transforms.with_loss_scale(optax.sgd(0.1), DynamicLossScale(8.0))
+    >>> state = tx.init(jnp.ones(2))
+    >>> _, state = tx.update(jnp.array([1.0, jnp.inf]), state)
+    >>> {name: value.item() for name, value in metrics(state, steps=4).items()}
+    ... # doctest: +NORMALIZE_WHITESPACE
+    {'loss_scale': 4.0, 'grads_finite': False, 'skipped_steps': 1, 'consecutive_skips': 1,
+     'skip_rate': 0.25}
+    """
+    state = _scaling(opt_state, "metrics")
+    found = {
+        "loss_scale": jnp.asarray(state.loss_scale.loss_scale, jnp.float32),
+        "grads_finite": jnp.asarray(state.grads_finite),
+        "skipped_steps": jnp.asarray(state.skipped_steps),
+        "consecutive_skips": jnp.asarray(state.consecutive_skips),
+    }
+    if steps is not None:
+        # Counts above 2**24 are rounded in float32: by 6e-8 of the rate.
+        tried = jnp.maximum(jnp.asarray(steps, jnp.float32), 1)
+        found["skip_rate"] = found["skipped_steps"].astype(jnp.float32) / tried
+    return found
+
+
+def check_skips(opt_state: Any, limit: int) -> None:
+    """Raises FloatingPointError if `limit` steps or more were skipped in a row, up to the last.
+
+    A dynamic scale that is too large is halved with each skip until training goes on. Skips that do
+    not end have another cause: a NaN in the parameters or in the data. Call this on the host,
+    outside of jit; it waits for the step, so once in a hundred steps is enough.
+
+    Args:
+      opt_state: as for `metrics`. Under vmap the worst seed counts.
+      limit: more than the halvings that the scale may need from where it starts: 25 is enough from
+        2**24 down to 1.
+
+    Raises:
+      FloatingPointError: as said.
+      ValueError: `limit` is below 1; and as `metrics`.
+      TypeError: called inside of jit.
+
+    >>> import optax
+    >>> from jmp import transforms
+    >>> tx = transforms.with_loss_scale(optax.sgd(0.1), DynamicLossScale(8.0))
+    >>> check_skips(tx.init(jnp.ones(2)), limit=25)
+    """
+    if limit < 1:
+        raise ValueError(f"check_skips got limit={limit}; expected at least 1 step.")
+    state = _scaling(opt_state, "check_skips")
+    if not _jax_compat.is_concrete(state.consecutive_skips):
+        raise TypeError(
+            "check_skips got a traced state: it raises, which a compiled step cannot. Call it on "
+            "the state that the step returns, outside of jit."
+        )
+    skips = np.asarray(state.consecutive_skips)
+    if skips.max(initial=0) < limit:
+        return
+    scales = np.broadcast_to(np.asarray(state.loss_scale.loss_scale, np.float32), skips.shape)
+    scale = scales.ravel()[skips.argmax()]
+    if isinstance(state.loss_scale, StaticLossScale):
+        exception = "Unless this static scale is too high (a dynamic one would come down)"
+    else:
+        exception = "Unless it started more than that many halvings too high"
+    raise FloatingPointError(
+        f"The last {skips.max()} steps were skipped, all of them: their gradients were infinite or "
+        f"NaN, and the loss scale is {scale:g} by now. {exception}, the cause is another: an "
+        "infinity or a NaN in the parameters, the batch or the loss. diagnostics."
+        "find_nonfinite(jax.grad(loss_fn))(params, *batch) names the operation behind it."
+    )
+
+
+def _scaling(opt_state: Any, caller: str) -> WithLossScaleState:
+    state = loss_scale_state(opt_state)
+    if state is None:
+        raise ValueError(
+            f"{caller} got the state of an optimizer without loss scaling ({type(opt_state)}); "
+            "expected one of transforms.with_loss_scale(optimizer, loss_scale) or of "
+            "transforms.mixed_precision(optimizer, policy)."
+        )
+    return state

@@ -1,0 +1,255 @@
+"""`memory_report`: what training holds in memory, and for what."""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jmp.autocasting import autocast
+from jmp.diagnostics._memory_step import (
+    flat_function,
+    value_and_gradients,
+    without_checkpoint,
+    xla_bytes,
+)
+from jmp.diagnostics._memory_table import render
+from jmp.diagnostics._residuals import Residual, residuals
+from jmp.policy import Policy
+from jmp.transforms import WithMasterParamsState, find_states
+
+Sizes = dict[str, int]  # bytes by dtype
+
+
+def memory_report(
+    fun: Callable[..., Any],
+    *args: Any,
+    policy: str | Policy | None = None,
+    optimizer: Any = None,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    compiled: bool = True,
+) -> "MemoryReport":
+    """Counts the bytes that a training step of `fun` holds: state, gradients, activations.
+
+    Activations are those that the linearisation of `fun` keeps for its backward pass, exactly; see
+    `Residual`. Nothing is run: `jax.ShapeDtypeStruct` may stand for arrays.
+
+    Args:
+      fun: a loss, as for `jax.grad`.
+      args: its arguments. Leaves that are no arrays reach it as they are.
+      policy: counts `jmp.autocast(fun, policy)` instead; parameters stay as they are given.
+      optimizer: an optax transformation, for the bytes of its state.
+      argnums: which arguments are parameters; what they are not differentiated for is not kept.
+      has_aux: whether `fun` returns a pair, of which the first is differentiated.
+      compiled: whether XLA compiles value and gradient, for its own figures. It compiles for the
+        device that the arguments are on, or that the sharding of a `ShapeDtypeStruct` names.
+
+    Raises:
+      ValueError: `argnums` names no argument, or none that holds floating arrays.
+      TypeError: `optimizer` is no optax transformation.
+
+    >>> def loss(w, x):
+    ...     return jnp.mean(jnp.sin(x @ w))
+    >>> w, x = jnp.ones((8, 4)), jnp.ones((16, 8))
+    >>> report = memory_report(loss, w, x, policy="mixed_float16", compiled=False)
+    >>> report.parameter_bytes, report.activation_bytes  # x in half, the cosine in float32
+    ({'float32': 128}, {'float16': 256, 'float32': 256})
+    """
+    chosen = _positions(argnums, len(args))
+    function, arrays, owners = flat_function(fun, args, has_aux)
+    structs = jax.eval_shape(lambda *leaves: leaves, *arrays)
+    parameters = [i for i, owner in enumerate(owners) if owner in chosen]
+    moving = [i for i in parameters if jnp.issubdtype(structs[i].dtype, jnp.inexact)]
+    if not moving:
+        raise ValueError(
+            f"memory_report got argnums={argnums}, but there are no floating arrays in that "
+            "argument; name the one that holds the parameters."
+        )
+    state, masters = _optimizer_sizes(optimizer, args, argnums)
+
+    def cast(function: Callable[..., Any]) -> Callable[..., Any]:
+        return function if policy is None else autocast(function, policy)
+
+    measured = cast(function)
+    traced = value_and_gradients(measured, arrays, moving)
+    report = MemoryReport(
+        sum(structs[i].size for i in moving),
+        _sizes(structs[i] for i in parameters),
+        _sizes(traced.out_info[1]),
+        state,
+        masters,
+        tuple(residuals(measured, arrays, moving)),
+    )
+    plain = without_checkpoint(function, arrays)
+    if plain is not None:
+        kept = tuple(residuals(cast(plain), arrays, moving))
+        report = dataclasses.replace(
+            report, without_checkpoint=dataclasses.replace(report, residuals=kept)
+        )
+    found = xla_bytes(traced) if compiled else None
+    if found is not None:
+        report = dataclasses.replace(report, xla_temp_bytes=found[0], xla_peak_bytes=found[1])
+    return report
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryReport:
+    """What `memory_report` counted; `print` shows it, `to_dict` gives the data. 1 MB is 10^6 bytes.
+
+    Attributes:
+      parameters: how many numbers the parameters are, P.
+      parameter_bytes, gradient_bytes: by dtype; a gradient has its parameter's dtype.
+      optimizer_bytes, master_bytes: the optimizer's state, and of it the float32 masters.
+      residuals: what is kept for the backward pass, in rows that add up exactly.
+      without_checkpoint: the same report if the regions under `jax.checkpoint` were ordinary ones;
+        None if there are none. The recomputation that `policy` brings by itself stays.
+      xla_temp_bytes: what XLA's compiled value and gradient holds besides arguments and results;
+        None where it was not compiled, or its backend does not say.
+      xla_peak_bytes: arguments, results and temp together.
+    """
+
+    parameters: int
+    parameter_bytes: Sizes
+    gradient_bytes: Sizes
+    optimizer_bytes: Sizes
+    master_bytes: Sizes
+    residuals: tuple[Residual, ...]
+    without_checkpoint: "MemoryReport | None" = None
+    xla_temp_bytes: int | None = None
+    xla_peak_bytes: int | None = None
+
+    @property
+    def activations(self) -> int:
+        """How many numbers are kept for the backward pass, N, copies of parameters left out."""
+        return sum(row.numbers for row in self.residuals if not row.of_parameters)
+
+    @property
+    def activation_bytes(self) -> Sizes:
+        """Bytes kept for the backward pass, by dtype, copies of parameters left out."""
+        return _total((row.dtype, row.bytes) for row in self.residuals if not row.of_parameters)
+
+    @property
+    def copy_bytes(self) -> Sizes:
+        """Bytes kept that are computed of parameters alone, such as half copies, by dtype."""
+        return _total((row.dtype, row.bytes) for row in self.residuals if row.of_parameters)
+
+    @property
+    def residual_bytes(self) -> Sizes:
+        """Bytes of activations and copies together, by dtype."""
+        return _total((row.dtype, row.bytes) for row in self.residuals)
+
+    @property
+    def residual_bytes_by_module(self) -> dict[str, Sizes]:
+        """The same by module, or by source line where no name scope is open, and dtype."""
+        rows: dict[str, list[Residual]] = {}
+        for row in self.residuals:
+            rows.setdefault(row.module or row.source, []).append(row)
+        return {place: _total((row.dtype, row.bytes) for row in rows[place]) for place in rows}
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes of each part of `total_bytes`."""
+        sizes = {
+            "parameters": self.parameter_bytes,
+            "gradients": self.gradient_bytes,
+            "optimizer": self.optimizer_bytes,
+            "masters": self.master_bytes,
+            "copies of parameters": self.copy_bytes,
+            "activations": self.activation_bytes,
+        }
+        return {name: sum(size.values()) for name, size in sizes.items()}
+
+    @property
+    def total_bytes(self) -> int:
+        """All that was counted together; the batch is not."""
+        return sum(self.parts.values())
+
+    @property
+    def closed_forms(self) -> dict[str, int]:
+        """Bytes by the rules of thumb for Adam: in float32, and in mixed precision.
+
+        16 P: parameters, gradients and two moments of 4 bytes each; or half parameters and
+        gradients beside masters and moments of 4. N at 4 or 2 bytes.
+        """
+        return {f"16 P + {b} N": 16 * self.parameters + b * self.activations for b in (4, 2)}
+
+    @property
+    def temp_ratio(self) -> float | None:
+        """XLA's temp over the activations and copies that JAX keeps."""
+        return self._ratio(self.xla_temp_bytes, 0)
+
+    @property
+    def peak_ratio(self) -> float | None:
+        """XLA's peak over parameters, gradients, activations and copies."""
+        state = self.parts["parameters"] + self.parts["gradients"]
+        return self._ratio(self.xla_peak_bytes, state)
+
+    def _ratio(self, size: int | None, state: int) -> float | None:
+        counted = state + sum(self.residual_bytes.values())
+        return None if size is None or not counted else size / counted
+
+    def transformer_factor(self, layers: int, hidden: int, batch: int, sequence: int) -> float:
+        """Returns the bytes of activations over layers x hidden x batch x sequence.
+
+        Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models",
+        section 4, count 34 + 5 x heads x sequence / hidden for a layer with half activations and
+        dropout; the second term is the attention scores. Embedding and logits count here too.
+        """
+        return self.parts["activations"] / (layers * hidden * batch * sequence)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the data as dictionaries, lists, numbers and strings."""
+        data = {
+            **vars(self),
+            "residuals": [dataclasses.asdict(row) for row in self.residuals],
+            "residual_bytes_by_module": self.residual_bytes_by_module,
+            "without_checkpoint": self.without_checkpoint and self.without_checkpoint.to_dict(),
+        }
+        names = ("activations", "activation_bytes", "copy_bytes", "parts", "total_bytes",
+                 "closed_forms", "temp_ratio", "peak_ratio")  # fmt: skip
+        return {**data, **{name: getattr(self, name) for name in names}}
+
+    def __str__(self) -> str:
+        return render(self)
+
+
+def _positions(argnums: int | Sequence[int], count: int) -> set[int]:
+    chosen = [argnums] if isinstance(argnums, int) else list(argnums)
+    if not all(-count <= i < count for i in chosen):
+        raise ValueError(f"memory_report got argnums={argnums} for {count} arguments.")
+    return {i % count for i in chosen}
+
+
+def _optimizer_sizes(
+    optimizer: Any, args: Sequence[Any], argnums: int | Sequence[int]
+) -> tuple[Sizes, Sizes]:
+    """Returns the bytes of the optimizer's state without masters, and those of the masters."""
+    if optimizer is None:
+        return {}, {}
+    if not hasattr(optimizer, "init"):
+        raise TypeError(
+            f"memory_report got optimizer={optimizer!r}; expected an optax transformation, such as "
+            "optax.adam(1e-3)."
+        )
+    # As `jax.grad` gives gradients: a tuple for several arguments.
+    params = args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in argnums)
+    state = jax.eval_shape(optimizer.init, params)
+    masters = _sizes(
+        jax.tree.leaves([s.masters for s in find_states(state, WithMasterParamsState)])
+    )
+    rest = collections.Counter(_sizes(jax.tree.leaves(state))) - collections.Counter(masters)
+    return dict(rest), masters
+
+
+def _sizes(arrays: Iterable[Any]) -> Sizes:
+    return _total((str(x.dtype), x.size * x.dtype.itemsize) for x in arrays)
+
+
+def _total(sizes: Iterable[tuple[str, int]]) -> Sizes:
+    found: collections.Counter[str] = collections.Counter()
+    for dtype, size in sizes:
+        found[dtype] += size
+    return dict(sorted(found.items()))

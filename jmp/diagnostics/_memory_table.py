@@ -1,0 +1,101 @@
+"""How memory reports are printed: several side by side, or one with its modules and arrays."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jmp.diagnostics._tables import table
+
+SHOWN = 20
+ARRAYS = ("module", "source", "operation", "dtype", "shape", "times", "size")
+UNITS = ("B", "kB", "MB", "GB", "TB")
+
+
+def compare_memory(reports: Mapping[str, Any]) -> str:
+    """Returns one table of several memory reports, a column each.
+
+    Args:
+      reports: what `memory_report` returned, by the names of the columns. Totals and peaks are
+        also given over those of the first.
+
+    >>> from jmp.diagnostics import memory_report
+    >>> def loss(w, x):
+    ...     return jnp.mean(jnp.sin(x @ w))
+    >>> arguments = jnp.ones((8, 4)), jnp.ones((16, 8))
+    >>> policies = ("float32", "mixed_float16")
+    >>> reports = {p: memory_report(loss, *arguments, policy=p, compiled=False) for p in policies}
+    >>> "N : P" in compare_memory(reports)
+    True
+    """
+    first = next(iter(reports.values()), None)
+    columns = [_cells(r, None if r is first else first) for r in reports.values()]
+    names = columns[0] if columns else {}
+    rows = [(name, *(column[name] for column in columns)) for name in names]
+    return table(("", *reports), [row for row in rows if any(row[1:])])
+
+
+def render(report: Any) -> str:
+    """Returns one report as text: its parts, then the modules and arrays that keep most."""
+    lines = [compare_memory({"one step": report})]
+    kept = sum(report.residual_bytes.values())
+    if not kept:
+        return lines[0]
+    dtypes = list(report.residual_bytes)
+    modules = sorted(report.residual_bytes_by_module.items(), key=lambda m: -sum(m[1].values()))
+    cells = [
+        (place or "?", *(size(by.get(dtype)) for dtype in dtypes), f"{sum(by.values()) / kept:.1%}")
+        for place, by in modules
+    ]
+    lines += _longest("kept for the backward pass, by module:", ("module", *dtypes, "share"), cells)
+    rows = sorted(report.residuals, key=lambda row: -row.bytes)
+    cells = [
+        (
+            row.module, row.source, row.operation, row.dtype, "x".join(map(str, row.shape)),
+            str(row.times), size(row.bytes),
+        )
+        for row in rows
+    ]  # fmt: skip
+    return "\n".join([*lines, *_longest("by array:", ARRAYS, cells)])
+
+
+def _longest(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    rest = [f"and {len(rows) - SHOWN} more"] if len(rows) > SHOWN else []
+    return [title, table(columns, rows[:SHOWN]), *rest]
+
+
+def _cells(report: Any, base: Any) -> dict[str, str]:
+    """Returns what a column says, by row, also over `base`; "" for nothing."""
+    plain, total = report.without_checkpoint, report.total_bytes
+    temp, peak = report.xla_temp_bytes, report.xla_peak_bytes
+    return {
+        **{name: size(number) for name, number in report.parts.items()},
+        "total": size(total),
+        "total, of the first": _ratio(total, base and base.total_bytes),
+        "total without jax.checkpoint": size(plain.total_bytes) if plain else "",
+        "P, parameters": f"{report.parameters:,}",
+        "N, activations kept": f"{report.activations:,}",
+        "N without jax.checkpoint": f"{plain.activations:,}" if plain else "",
+        "N : P": _ratio(report.activations, report.parameters),
+        **{name: size(number) for name, number in report.closed_forms.items()},
+        "XLA: temp": size(temp),
+        "XLA: temp, of what JAX keeps": _ratio(report.temp_ratio),
+        "XLA: peak of value and gradient": size(peak),
+        "XLA: peak, of what was counted": _ratio(report.peak_ratio),
+        "XLA: peak, of the first": _ratio(peak, base and base.xla_peak_bytes),
+    }
+
+
+def _ratio(number: float | None, base: float | None = 1) -> str:
+    return "" if number is None or not base else f"{number / base:.3g}"
+
+
+def size(number: int | None) -> str:
+    """Returns bytes in a unit that suits them; "" for none.
+
+    >>> size(12_345_678), size(999_600)
+    ('12.3 MB', '1 MB')
+    """
+    if not number:
+        return ""
+    digits = len(str(round(float(f"{number:.3g}"))))  # rounded first: 999.6 kB is 1 MB
+    power = min((digits - 1) // 3, len(UNITS) - 1)
+    return f"{number / 1000**power:.3g} {UNITS[power]}"

@@ -1,0 +1,181 @@
+"""`find_nonfinite`: what made the NaN."""
+
+import dataclasses
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jmp import _jax_compat
+from jmp.autocasting._regions import AUTOCAST
+from jmp.diagnostics._cures import Facts, cure_for
+from jmp.diagnostics._interpreter import Interpreter
+from jmp.diagnostics._origins import Origin, Place, earliest
+from jmp.diagnostics._places import module_path
+from jmp.diagnostics._states import NAN, Operand
+from jmp.trees import as_jax_array, is_array
+
+
+def find_nonfinite(fun: Callable[..., Any]) -> Callable[..., "NonFinite | None"]:
+    """Returns a function that finds the operation that made the first infinity or NaN of `fun`.
+
+    Called with `fun`'s arguments it traces `fun` and runs it operation by operation, here and now;
+    nothing is added to `fun`. Found is the first operation, in the order of execution, that turned
+    finite numbers into an infinity or a NaN that reaches a result. So an infinity that `jnp.where`
+    throws away is blamed on nobody; nor is one that was given, such as a mask of -inf, unless it
+    reaches a result by itself. Where -inf - (-inf) makes a NaN, the subtraction is found.
+
+    Each operation runs by itself, so each result is rounded to its dtype. XLA may fuse several and
+    keep more in between: what overflows here may, rarely, pass there. See docs/nonfinite.md.
+
+    Args:
+      fun: any function that JAX can trace, such as `jax.grad(loss)`: what is asked about is its
+        result. Arguments that are not arrays reach it as they are.
+
+    Returns: a function that returns a `NonFinite`, or None if all results are finite.
+
+    Raises: TypeError, from that function, for arrays without numbers: call it outside of jit.
+
+    >>> def loss(x):
+    ...     return jnp.sum(jnp.log(x) / 2)
+    >>> found = find_nonfinite(loss)(jnp.array([1.0, 0.0]))
+    >>> found.operation, found.became, found.operands[0].zeros
+    ('log', 'infinity', 1)
+    """
+
+    def find(*args: Any, **kwargs: Any) -> NonFinite | None:
+        named, structure = jax.tree_util.tree_flatten_with_path((args, kwargs))
+        leaves = [leaf for _, leaf in named]
+        positions = [i for i, leaf in enumerate(leaves) if _is_numbers(leaf)]
+        for leaf in leaves:
+            _check_has_numbers(leaf)
+
+        def flat(*arrays: Any) -> list[Any]:
+            filled = list(leaves)
+            for position, array in zip(positions, arrays, strict=True):
+                filled[position] = array
+            args, kwargs = jax.tree.unflatten(structure, filled)
+            return [x for x in jax.tree.leaves(fun(*args, **kwargs)) if _is_numbers(x)]
+
+        arrays = [as_jax_array(leaves[i]) for i in positions]
+        closed = jax.make_jaxpr(flat)(*arrays)
+        interpreter = Interpreter()
+        names = [_name(named[i][0]) for i in positions]
+        operands = [
+            interpreter.given(array, "argument", name, Place())
+            for array, name in zip(arrays, names, strict=True)
+        ]
+        results = interpreter.run(closed, operands, Place())
+        origin = earliest(x.origin for x in results)
+        return None if origin is None else _non_finite(origin)
+
+    return find
+
+
+@dataclasses.dataclass(frozen=True)
+class NonFinite:
+    """What `find_nonfinite` found; `print` says it in a few lines.
+
+    Attributes:
+      operation: the primitive; "argument args[0]['w']" for an argument, "constant" for a number
+        that is written in the program or closed over.
+      dtype: of its result.
+      became: "infinity" or "NaN".
+      direction: "forward" or "backward"; what `jax.checkpoint` computes again is forward.
+      module: path of modules or name scopes, "" at the top.
+      source: "file:line" of the user's code.
+      inside: loops, branches and calls around it, outermost first: ("jit train_step", "scan,
+        iteration 7"). Iterations count from zero along what is scanned over, also in reverse.
+      operands: what it read, the floating arrays alone.
+      cure: what to do.
+    """
+
+    operation: str
+    dtype: str
+    became: str
+    direction: str
+    module: str
+    source: str
+    inside: tuple[str, ...]
+    operands: tuple[Operand, ...]
+    cure: str
+
+    def __str__(self) -> str:
+        what = "a NaN" if self.became == "NaN" else "an infinity"
+        if self.operation.startswith(("argument", "constant")):
+            lines = [f"{self.operation} holds {what}"]
+        else:
+            backward = ", in the backward pass" * (self.direction == "backward")
+            lines = [f"{self.operation} makes {what} in {self.dtype}{backward}"]
+        where = ", ".join(filter(None, (self.source, f"module {self.module}" * bool(self.module))))
+        rows = [("where", where), ("inside", " > ".join(self.inside))]
+        rows += [("read", _range_of(operand)) for operand in self.operands]
+        rows.append(("cure", self.cure))
+        for name, text in dict.fromkeys(rows):  # x * x reads the same twice
+            if text:
+                lines += textwrap.wrap(
+                    text, 100, initial_indent=f"  {name:<8}", subsequent_indent=" " * 10,
+                    break_long_words=False, break_on_hyphens=False,
+                )  # fmt: skip
+        return "\n".join(lines)
+
+
+def _range_of(operand: Operand) -> str:
+    kind = f"{operand.dtype}[{','.join(map(str, operand.shape))}]"
+    zeros = f"{operand.zeros} zeros" if operand.zeros > 1 else "1 zero"
+    counts = {zeros: operand.zeros, f"{operand.nonfinite} infinite or NaN": operand.nonfinite}
+    counted = [text for text, n in counts.items() if n]
+    smallest, largest = f"{operand.smallest:.3g}", f"{operand.largest:.3g}"
+    if operand.largest:
+        both = f"magnitudes {smallest} to {largest}"
+        counted.insert(0, both if smallest != largest else f"magnitude {largest}")
+    return ", ".join([kind, *counted])
+
+
+def _non_finite(origin: Origin) -> NonFinite:
+    stack = origin.place.stack
+    module = module_path(stack)
+    is_backward = _jax_compat.is_backward(stack)
+    facts = Facts(
+        origin.kind,
+        origin.name,
+        origin.dtype,
+        origin.state == NAN,
+        origin.operands,
+        origin.params.get("y"),
+        is_backward,
+        _jax_compat.is_differentiated(stack),
+        AUTOCAST in _jax_compat.scope_names(stack),
+        module,
+    )
+    what = {"argument": f"argument {origin.name}", "constant": "constant"}
+    return NonFinite(
+        what.get(origin.kind, origin.name),
+        origin.dtype,
+        "NaN" if origin.state == NAN else "infinity",
+        "backward" if is_backward else "forward",
+        module,
+        origin.place.source,
+        origin.place.inside,
+        origin.operands,
+        cure_for(facts),
+    )
+
+
+def _name(path: Any) -> str:
+    return ("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:])
+
+
+def _is_numbers(leaf: Any) -> bool:
+    """Returns whether a leaf is an array that JAX takes; one of strings or objects is not."""
+    return is_array(leaf) and not (isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OSUMm")
+
+
+def _check_has_numbers(leaf: Any) -> None:
+    if isinstance(leaf, jax.ShapeDtypeStruct) or not _jax_compat.is_concrete(leaf):
+        raise TypeError(
+            f"find_nonfinite got {leaf}, which holds no numbers; expected the arrays of the step "
+            "that failed. Call it outside of jax.jit, on what the jitted function was called with."
+        )

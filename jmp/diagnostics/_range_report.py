@@ -1,0 +1,190 @@
+"""`range_report`: between which powers of two the numbers of a tree lie."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jmp.diagnostics._histograms import exponents
+from jmp.diagnostics._range_table import render
+from jmp.diagnostics._ranges import HALVES, SCALED, Range, limits_of, power_of_two, row_of
+from jmp.trees import as_jax_array, is_array, path_string
+
+_count = jax.jit(exponents)
+
+
+def range_report(tree: Any) -> "RangeReport":
+    """Counts the numbers in each floating leaf of `tree` by powers of two.
+
+    Leaves are counted where they are, sharded or not; the counts alone are fetched, and are exact.
+
+    Args:
+      tree: any pytree, such as parameters, gradients, an optimizer's state, an nnx model. Complex
+        leaves count as their real and imaginary parts; leaves that are no floating arrays are left
+        out.
+
+    Returns: a report with a row of the role "value" for each leaf.
+
+    >>> report = range_report({"w": jnp.array([1.0, 3e-6, 1e-9, 0.0])})
+    >>> report.rows[0].shares("float16").underflow, report.rows[0].shares("float16").zero
+    (0.25, 0.25)
+    >>> report.rows[0].shares("float16", scale=2.0**10).underflow
+    0.0
+    >>> report.best_scale("float16")
+    16384.0
+    """
+    with jax.enable_x64(True):  # float64 leaves of NumPy stay; a count may exceed 2**31
+        leaves = [
+            (path_string(path), as_jax_array(leaf))
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+            if is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+        ]
+        counts = jax.device_get([_count(leaf) for _, leaf in leaves])
+    rows = (
+        row_of("value", path, str(leaf.dtype), count)
+        for (path, leaf), count in zip(leaves, counts, strict=True)
+    )
+    return RangeReport(tuple(rows))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RangeReport:
+    """What `range_report` or `gradient_report` found; `print` shows it, `to_dict` gives the data.
+
+    Where a role has rows that are stored in half, its other rows do not count: they stay in float32
+    and lose nothing. Where it has none, all its rows count, for what they would lose. So do the
+    gradients of parameters, which arrive in float32, but were products in half before.
+
+    Attributes:
+      rows: a `Range` for each leaf and each place, in the order of the tree and of the program.
+      dtype: the half type that is meant where none is named.
+    """
+
+    rows: tuple[Range, ...]
+    dtype: str = "float16"
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles that there are rows of."""
+        return tuple(dict.fromkeys(row.role for row in self.rows))
+
+    def counting(self, role: str) -> list[Range]:
+        """Returns the rows of a role that count: those in half, or all if none is."""
+        rows = [row for row in self.rows if row.role == role]
+        return [row for row in rows if row.dtype in HALVES] or rows
+
+    def total(self, role: str) -> Range:
+        """Returns the rows of a role that count, added up.
+
+        Raises: ValueError if there is none.
+        """
+        rows = self.counting(role)
+        if not rows:
+            known = ", ".join(map(repr, self.roles)) or "no rows at all"
+            raise ValueError(f"The report has no rows of the role {role!r}; it has {known}.")
+        longest = max(rows, key=lambda row: len(row.counts))
+        counts = np.zeros_like(longest.counts)
+        for row in rows:
+            first = row.lowest - longest.lowest
+            counts[first : first + len(row.counts)] += row.counts
+        return Range(
+            role,
+            "",
+            ", ".join(dict.fromkeys(row.dtype for row in rows)),
+            counts,
+            longest.lowest,
+            sum(row.zeros for row in rows),
+            sum(row.infinities for row in rows),
+            sum(row.nans for row in rows),
+            rows[0].scale,
+        )
+
+    def best_scale(self, dtype: DTypeLike | None = None, margin: float = 2.0) -> float | None:
+        """Returns the largest safe static loss scale, a power of two.
+
+        Under it the largest gradient times `margin` is below the power of two above the maximum of
+        `dtype`: with a margin of 2 the scaled gradients are below 2**15 in float16, whose maximum
+        is 65504. Gradients of parameters and of activations count, and rows of a tree.
+
+        Args:
+          dtype: a half type; the report's if left out.
+          margin: a factor of at least 1, rounded up to a power of two. At 1 itself the largest
+            gradient may still round to infinity.
+
+        Returns: a scale between 2**-126 and 2**126; None where it cannot be known, because a
+          gradient is infinite or NaN (measure under a lower scale) or because all are zero.
+        """
+        found = self._lossless_exponents(dtype, margin)
+        return None if found is None else power_of_two(found[1])
+
+    def lossless_scales(
+        self, dtype: DTypeLike | None = None, margin: float = 2.0
+    ) -> tuple[float, float] | None:
+        """Returns the lowest and the highest scale under which no gradient is lost.
+
+        That is, none becomes zero and, with `margin`, none infinite. Those below the smallest
+        normal number keep fewer digits.
+
+        Returns: powers of two, the highest being `best_scale`. None where no scale keeps them all,
+          and where it cannot be known: `best_scale` is None, or gradients stored in half are zero,
+          which they may have become; ask of the program in float32.
+        """
+        found = self._lossless_exponents(dtype, margin)
+        rows = [row for role in SCALED for row in self.counting(role)]
+        hidden = any(row.zeros and row.dtype in HALVES for row in rows)
+        if found is None or found[0] > found[1] or hidden:
+            return None
+        return power_of_two(found[0]), power_of_two(found[1])
+
+    def _lossless_exponents(self, dtype: DTypeLike | None, margin: float) -> tuple[int, int] | None:
+        rows = [row for role in SCALED for row in self.counting(role) if row.zeros < row.size]
+        found = [row.lossless_exponents(dtype or self.dtype, margin) for row in rows]
+        known = [exponents for exponents in found if exponents is not None]
+        if not known or len(known) < len(found):
+            return None
+        return max(low for low, _ in known), min(high for _, high in known)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the data as dictionaries, lists, numbers and strings."""
+        rows = []
+        for row in self.rows:
+            first, last = row.exponents or (row.lowest, row.lowest - 1)
+            counts = row.counts[first - row.lowest : last + 1 - row.lowest].tolist()
+            shares = dataclasses.asdict(row.shares(self.dtype))
+            rows.append({**vars(row), "counts": counts, "lowest": first, "shares": shares})
+        return {"dtype": self.dtype, "best_scale": self.best_scale(), "rows": rows}
+
+    def plot(
+        self,
+        axes: Any = None,
+        *,
+        roles: Sequence[str] | None = None,
+        dtype: DTypeLike | None = None,
+        scale: float | None = None,
+    ) -> Any:
+        """Draws the share of numbers between each two powers of two, on a logarithmic axis.
+
+        What `dtype` cannot hold is shaded, and lighter where it holds subnormal numbers; a dot at
+        the left end is the share of zeros. The picture is that of Micikevicius et al. 2018, "Mixed
+        Precision Training", figure 3.
+
+        Args:
+          axes: matplotlib's; new ones if left out.
+          roles: a line for the total of each; all there are if left out.
+          dtype: a half type; the report's if left out.
+          scale: the loss scale to show gradients under; the one that is in them if left out.
+
+        Returns: the axes.
+        Raises: ImportError without matplotlib.
+        """
+        from jmp.diagnostics._range_plot import draw
+
+        totals = [self.total(role) for role in (self.roles if roles is None else roles)]
+        return draw(totals, limits_of(dtype or self.dtype), scale, axes)
+
+    def __str__(self) -> str:
+        return render(self)

@@ -1,0 +1,173 @@
+"""`Range`: the exponents of one tensor, and what becomes of its elements in a half type."""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jmp.diagnostics._histograms import layout
+from jmp.dtypes import HALF_DTYPES, floating_dtype, is_half
+
+HALVES = tuple(map(str, HALF_DTYPES))
+# What is multiplied by the loss scale. A tree of values may be one of gradients.
+SCALED = ("gradient", "activation gradient", "value")
+# Of a loss scale; beyond it the scale or its reciprocal is no normal float32 number.
+LARGEST_EXPONENT = 126
+
+
+class Limits(NamedTuple):
+    """Exponents of a half type: its smallest, smallest normal and largest numbers."""
+
+    name: str
+    smallest: int
+    normal: int
+    largest: int
+
+
+def limits_of(dtype: DTypeLike) -> Limits:
+    """Returns the limits of a half type.
+
+    Raises: ValueError for any other.
+    """
+    half = floating_dtype(dtype, "dtype")
+    if not is_half(half):
+        raise ValueError(f"Ranges were asked for {half}; expected 'float16' or 'bfloat16'.")
+    info = jnp.finfo(half)
+    return Limits(str(half), int(info.minexp) - info.nmant, int(info.minexp), info.maxexp - 1)
+
+
+def exponent_of(scale: float) -> int:
+    """Returns the exponent of a loss scale.
+
+    Raises: ValueError if it is no power of two between 2**-126 and 2**126.
+    """
+    fraction, exponent = math.frexp(float(scale))
+    if fraction != 0.5 or abs(exponent - 1) > LARGEST_EXPONENT:
+        raise ValueError(
+            f"Got the loss scale {scale!r}; expected a power of two between 2**-126 and 2**126, "
+            "which moves exponents and rounds nothing."
+        )
+    return exponent - 1
+
+
+def power_of_two(exponent: int) -> float:
+    """Returns 2**exponent, brought between 2**-126 and 2**126."""
+    return 2.0 ** max(-LARGEST_EXPONENT, min(LARGEST_EXPONENT, exponent))
+
+
+@dataclasses.dataclass(frozen=True)
+class Shares:
+    """What becomes of the elements of a tensor in a half type: seven shares that add up to 1.
+
+    Attributes:
+      zero: zeros before any rounding.
+      underflow: below half the smallest subnormal number (2**-25 in float16): rounded to zero.
+      subnormal: from there up to the smallest normal number (2**-14): kept with fewer digits.
+        Exactly half the smallest subnormal number counts here, though it rounds to zero.
+      normal: up to the maximum.
+      overflow: from the power of two above the maximum on (2**16): infinite. Numbers between 65520
+        and 65536 round to infinity as well; they count as normal.
+      infinite, nan: before any rounding.
+    """
+
+    zero: float
+    underflow: float
+    subnormal: float
+    normal: float
+    overflow: float
+    infinite: float
+    nan: float
+
+    @property
+    def lost(self) -> float:
+        """The share that comes out as zero, infinity or NaN, and is no zero."""
+        return self.underflow + self.overflow + self.infinite + self.nan
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Range:
+    """The exponents of the elements of a tensor, or of all that come from one place.
+
+    Attributes:
+      role: "parameter", "gradient", "activation", "activation gradient"; "value" for a leaf of a
+        tree that `range_report` was given.
+      path: of the leaf in its tree; of an activation, its module or name scope.
+      dtype: as stored.
+      counts: int64 array: `counts[i]` elements are at least `2**(lowest + i)` and below twice that,
+        in absolute value.
+      lowest: the exponent of the first count.
+      zeros, infinities, nans: elements that have no exponent.
+      scale: the loss scale that is in the numbers.
+      operation, source: of an activation, the primitive and "file:line" of the user's code.
+    """
+
+    role: str
+    path: str
+    dtype: str
+    counts: np.ndarray = dataclasses.field(repr=False)
+    lowest: int
+    zeros: int
+    infinities: int
+    nans: int
+    scale: float = 1.0
+    operation: str = ""
+    source: str = ""
+
+    @property
+    def size(self) -> int:
+        """How many elements were counted; complex ones count twice, and in a loop once a turn."""
+        return int(self.counts.sum()) + self.zeros + self.infinities + self.nans
+
+    @property
+    def exponents(self) -> tuple[int, int] | None:
+        """The lowest and the highest exponent; None where no element is finite and not zero."""
+        (found,) = self.counts.nonzero()
+        return (self.lowest + int(found[0]), self.lowest + int(found[-1])) if found.size else None
+
+    def shares(self, dtype: DTypeLike = "float16", scale: float | None = None) -> Shares:
+        """Returns what becomes of the elements in a half type under a loss scale; 0 if empty.
+
+        Args:
+          dtype: the half type.
+          scale: the loss scale, a power of two; the one that is in the numbers if left out.
+            Parameters and activations are not scaled.
+
+        Raises: ValueError for another dtype, or a scale that is no power of two.
+        """
+        limits = limits_of(dtype)
+        exponents = self.lowest + self.shift(scale) + np.arange(len(self.counts))
+        edges = (limits.smallest - 1, limits.normal, limits.largest + 1)
+        below = [int(self.counts[exponents < edge].sum()) for edge in edges]
+        finite = np.diff([0, *below, int(self.counts.sum())])
+        numbers = (self.zeros, *finite, self.infinities, self.nans)
+        return Shares(*(int(number) / max(1, self.size) for number in numbers))
+
+    def shift(self, scale: float | None) -> int:
+        """Returns by how much exponents grow where `scale` takes the place of the own scale."""
+        if scale is None or self.role not in SCALED:
+            return 0
+        return exponent_of(scale) - exponent_of(self.scale)
+
+    def lossless_exponents(self, dtype: DTypeLike, margin: float) -> tuple[int, int] | None:
+        """Returns the exponents of the lowest and the highest scale that lose nothing.
+
+        The first may be above the second. None where it cannot be known: there is nothing to scale,
+        or infinities or NaNs hide the largest number.
+        """
+        limits = limits_of(dtype)
+        if not 1 <= margin < math.inf:
+            raise ValueError(f"Got margin={margin!r}; expected a factor of at least 1.")
+        if self.role not in SCALED or self.infinities or self.nans or self.exponents is None:
+            return None
+        low, high = (exponent - exponent_of(self.scale) for exponent in self.exponents)
+        return limits.smallest - low, limits.largest - math.ceil(math.log2(margin)) - high
+
+
+def row_of(role: str, path: str, dtype: str, counts: np.ndarray, **where: object) -> Range:
+    """Returns the row of what `exponents` counted."""
+    numbers = counts.astype(np.int64)
+    rest = map(int, numbers[-3:])
+    return Range(role, path, dtype, numbers[:-3], layout(jnp.dtype(dtype))[0], *rest, **where)  # type: ignore[arg-type]

@@ -1,0 +1,163 @@
+"""Runs a traced program again, equation by equation, with a look at every result.
+
+`replay` binds the equations of a jaxpr under whatever trace is current, so that it may be
+differentiated, compiled or traced anew. Loops, branches, remat and jit are emitted through JAX's
+public functions, with the inside replayed too; while loops, custom derivatives, `shard_map` and
+kernels are bound as they are. Two things can be said of the run:
+  - `on_results(site, results)` sees what each equation gives and returns what stands for it;
+  - `handlers` says, by the name of the primitive, how an equation is emitted. So
+    `{**HANDLERS, **dict.fromkeys(REMAT, inline)}` is the program without its remat.
+"""
+
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax import lax
+
+from jmp import _jax_compat
+from jmp.autocasting._nesting import Inner, Jit, Remat, Tools
+from jmp.diagnostics._places import module_path
+
+REMAT = ("checkpoint", "remat", "remat2")
+
+
+class Site(NamedTuple):
+    """A place in a program.
+
+    Attributes:
+      equation: what stands there.
+      path: modules or name scopes from the outermost level down, joined by slashes.
+      position: indices of equations and branches from the outermost level down. It tells a jaxpr
+        that is called twice apart, and is the same in each replay of one program.
+    """
+
+    equation: Any
+    path: str
+    position: tuple[int, ...]
+
+
+Replay = Callable[..., list[Any]]  # (jaxpr, operands, branch=0) -> results
+OnResults = Callable[[Site, list[Any]], list[Any]]
+Handler = Callable[[Any, list[Any], Replay], list[Any]]  # (equation, operands, replay) -> results
+
+
+def replay(
+    jaxpr: Any,
+    operands: Sequence[Any],
+    on_results: OnResults = lambda site, results: results,
+    handlers: Mapping[str, Handler] | None = None,
+    path: str = "",
+    position: tuple[int, ...] = (),
+) -> list[Any]:
+    """Returns the outputs of a jaxpr.
+
+    Args:
+      jaxpr: closed, or open without constants.
+      operands: its arguments, flat.
+      on_results: called after each equation, those of levels inside first.
+      handlers: how equations are emitted, by the names of their primitives; `HANDLERS` if left out.
+        A primitive that is not there is bound as it is.
+      path, position: of the level above.
+
+    >>> def loss(x):
+    ...     return jax.lax.scan(lambda total, x: (total + jnp.exp(x), None), jnp.zeros(()), x)[0]
+    >>> names = []
+    >>> def look(site, results):
+    ...     names.append(site.equation.primitive.name)
+    ...     return results
+    >>> _ = replay(jax.make_jaxpr(loss)(jnp.ones(3)), [jnp.ones(3)], look)
+    >>> names
+    ['exp', 'add', 'scan']
+    """
+    inner, constants = _jax_compat.open_jaxpr(jaxpr)
+    handlers = HANDLERS if handlers is None else handlers
+    values = [*constants, *operands]
+    environment = dict(zip((*inner.constvars, *inner.invars), values, strict=True))
+
+    def read(atom: Any) -> Any:
+        # A literal is given its dtype: where it enters a loop it would be a Python number.
+        return np.asarray(atom.val, atom.aval.dtype) if hasattr(atom, "val") else environment[atom]
+
+    def run(equation: Any, index: int) -> list[Any]:
+        stack = equation.source_info.name_stack
+        names = "/".join(filter(None, (path, module_path(stack))))
+        site = Site(equation, names, (*position, index))
+
+        def inside(jaxpr: Any, operands: Sequence[Any], branch: int = 0) -> list[Any]:
+            below = (*site.position, branch)
+            return replay(jaxpr, operands, on_results, handlers, names, below)
+
+        emit = handlers.get(equation.primitive.name, bound)
+        with _jax_compat.place_of(equation, stack):
+            results = emit(equation, [read(atom) for atom in equation.invars], inside)
+            return on_results(site, results)
+
+    for index, equation in enumerate(inner.eqns):
+        environment.update(zip(equation.outvars, run(equation, index), strict=True))
+    return [read(atom) for atom in inner.outvars]
+
+
+def bound(equation: Any, operands: list[Any], replay: Replay) -> list[Any]:
+    """Binds an equation as it is."""
+    return _jax_compat.bind(equation.primitive, operands, equation.params)
+
+
+def inline(equation: Any, operands: list[Any], replay: Replay) -> list[Any]:
+    """Replays what is inside a jit or a remat without the jit or the remat."""
+    return replay(equation.params["jaxpr"], operands)
+
+
+def _by_kind(kind: Any) -> Handler:
+    """Emits as autocast does, which goes by the equation and a plan: here the jaxpr itself."""
+
+    def emit(equation: Any, operands: list[Any], replay: Replay) -> list[Any]:
+        inner = Inner(equation.params["jaxpr"], [])
+        node = types.SimpleNamespace(equation=equation, params=equation.params, inner=inner)
+        return kind.run(node, operands, Tools(replay, None, None))  # type: ignore[arg-type]
+
+    return emit
+
+
+def _jit(equation: Any, operands: list[Any], replay: Replay) -> list[Any]:
+    pins_nothing = _jax_compat.is_plain_jit(equation)
+    return (inline if pins_nothing else _by_kind(Jit))(equation, operands, replay)
+
+
+def _scan(equation: Any, operands: list[Any], replay: Replay) -> list[Any]:
+    params = equation.params
+    n_consts, n_carry = _jax_compat.scan_counts(params)
+    constants, carry = operands[:n_consts], operands[n_consts : n_consts + n_carry]
+
+    def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+        results = replay(params["jaxpr"], [*constants, *carry, *x])
+        return results[:n_carry], results[n_carry:]
+
+    carry, ys = lax.scan(
+        body,
+        carry,
+        operands[n_consts + n_carry :],
+        length=params["length"],
+        reverse=params["reverse"],
+        unroll=params["unroll"],
+    )
+    return [*carry, *ys]
+
+
+def _cond(equation: Any, operands: list[Any], replay: Replay) -> list[Any]:
+    def branch(index: int, jaxpr: Any) -> Callable[..., list[Any]]:
+        return lambda *args: replay(jaxpr, args, index)
+
+    index, *rest = operands
+    branches = [branch(i, jaxpr) for i, jaxpr in enumerate(equation.params["branches"])]
+    return lax.switch(index, branches, *rest)
+
+
+HANDLERS: Mapping[str, Handler] = {
+    "jit": _jit,
+    "pjit": _jit,
+    "scan": _scan,
+    "cond": _cond,
+    **dict.fromkeys(REMAT, _by_kind(Remat)),
+}

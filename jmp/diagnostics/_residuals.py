@@ -1,0 +1,192 @@
+"""What the backward pass keeps of the forward pass: the residuals of a linearisation.
+
+`jax.vjp` returns a function whose leaves are the arrays that it holds. Traced, each of them is a
+variable of a jaxpr: an argument, which is there anyway, or the result of an equation, which is kept
+for the backward pass alone. So the bytes are exact, and each array can be followed to the equation
+that made it, into jits, loops, branches and rematerialised regions.
+"""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from jmp import _jax_compat
+from jmp.diagnostics._places import module_path, users_line
+
+# Equations that call a jaxpr once, with their operands as its arguments.
+CALLS = frozenset({
+    "jit", "pjit", "checkpoint", "remat", "remat2", "custom_jvp_call", "custom_vjp_call",
+    "shard_map", "closed_call", "core_call",
+})  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Residual:
+    """An array kept for the backward pass, or several that agree in everything but their number.
+
+    Attributes:
+      module: path of modules or name scopes, "" at the top.
+      source: "file:line" of the user's code.
+      operation: the primitive that made it; "literal" for a number that stands in the program, and
+        "argument" for a second copy of one.
+      dtype, shape: of one array; what a loop keeps of each turn is one array.
+      of_parameters: whether it is computed of parameters alone, as their half copies are, so that
+        it does not grow with the batch.
+      times: how many there are.
+      bytes: of all of them together.
+    """
+
+    module: str
+    source: str
+    operation: str
+    dtype: str
+    shape: tuple[int, ...]
+    of_parameters: bool
+    times: int
+    bytes: int
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers they are, all of them together."""
+        return self.times * math.prod(self.shape)
+
+
+class Origin(NamedTuple):
+    """Where a value comes from: its place and primitive, and whether parameters or data made it."""
+
+    module: str = ""
+    source: str = ""
+    operation: str = "literal"
+    of_parameters: bool = False
+    of_data: bool = False
+
+
+LITERAL = Origin()
+
+
+def residuals(
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    parameters: Iterable[int],
+) -> list[Residual]:
+    """Returns what `jax.vjp` of `function` keeps, besides arguments and closed-over arrays.
+
+    Args:
+      function: of flat arrays; returns a pair, of which the first is differentiated.
+      arguments: arrays or `jax.ShapeDtypeStruct`.
+      parameters: positions of the arguments that are differentiated with respect to.
+    """
+    positions = list(parameters)
+
+    def leaves(*arrays: Any) -> list[Any]:
+        return jax.tree.leaves(linearise(function, arrays, positions)[1])
+
+    jaxpr, _ = _jax_compat.open_jaxpr(jax.make_jaxpr(leaves)(*arguments))
+    inputs = [
+        Origin("", "", "argument", of_parameters=i in positions, of_data=i not in positions)
+        for i in range(len(jaxpr.invars))
+    ]
+    held = {*jaxpr.invars, *jaxpr.constvars}
+    found: collections.Counter[tuple[Any, ...]] = collections.Counter()
+    for atom, origin in zip(jaxpr.outvars, _origins(jaxpr, inputs, LITERAL), strict=True):
+        if atom.aval.shape if hasattr(atom, "val") else atom in held:
+            continue  # an argument, or an array that the function closes over
+        found[origin, atom.aval.dtype, tuple(atom.aval.shape)] += 1
+    return [
+        Residual(
+            module=origin.module,
+            source=origin.source,
+            operation=origin.operation,
+            dtype=str(dtype),
+            shape=shape,
+            of_parameters=origin.of_parameters and not origin.of_data,
+            times=times,
+            bytes=times * math.prod(shape) * dtype.itemsize,
+        )
+        for (origin, dtype, shape), times in found.items()
+    ]
+
+
+def linearise(function: Callable[..., Any], arrays: Sequence[Any], positions: Sequence[int]) -> Any:
+    """Returns `jax.vjp` of `function`, which returns a pair, for the arguments at `positions`."""
+
+    def of_some(*moving: Any) -> Any:
+        filled = list(arrays)
+        for position, array in zip(positions, moving, strict=True):
+            filled[position] = array
+        return function(*filled)
+
+    return jax.vjp(of_some, *(arrays[i] for i in positions), has_aux=True)
+
+
+def _origins(jaxpr: Any, inputs: Sequence[Origin], outer: Origin) -> list[Origin]:
+    """Returns the origin of each output of an open jaxpr that stands at the place of `outer`."""
+    known = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def read(atom: Any) -> Origin:
+        return LITERAL if hasattr(atom, "val") else known.get(atom, LITERAL)
+
+    for equation in jaxpr.eqns:
+        origins = _results(equation, [read(atom) for atom in equation.invars], outer)
+        known.update(zip(equation.outvars, origins, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _results(equation: Any, operands: list[Origin], outer: Origin) -> list[Origin]:
+    """Returns the origin of each result: an equation inside, where there is one."""
+    names = (outer.module, module_path(equation.source_info.name_stack))
+    here = outer._replace(
+        module="/".join(filter(None, names)),
+        source=users_line(equation) or outer.source,
+        operation=equation.primitive.name,
+    )
+    inner = list(_jax_compat.inner_jaxprs(equation))
+    if here.operation == "scan":
+        return _scan(equation, inner[0], operands, here)
+    if here.operation == "cond":
+        return _cond(inner, operands, here)
+    if here.operation in CALLS and len(inner) == 1 and len(inner[0].invars) == len(operands):
+        return _origins(inner[0], operands, here)
+    if not (here.module or here.source):
+        # A cast of ours, for one: it stands where its operand does.
+        near = next((o for o in operands if o.module or o.source), here)
+        here = here._replace(module=near.module, source=near.source)
+    return [_joined(here, operands)] * len(equation.outvars)
+
+
+def _scan(equation: Any, body: Any, operands: list[Origin], here: Origin) -> list[Origin]:
+    n_consts, n_carry = _jax_compat.scan_counts(equation.params)
+    first, last = n_consts, n_consts + n_carry
+    settled = False
+    while True:
+        results = _origins(body, operands, here)
+        if settled:
+            return results
+        # What is carried was made in the turn before, of what any turn carries.
+        before = operands[first:last]
+        carried = [_joined(new, [old]) for new, old in zip(results, before, strict=False)]
+        settled = [origin[3:] for origin in carried] == [origin[3:] for origin in before]
+        operands = [*operands[:first], *carried, *operands[last:]]
+
+
+def _cond(branches: list[Any], operands: list[Origin], here: Origin) -> list[Origin]:
+    """Names what several branches keep after the first.
+
+    What a branch does not keep it fills in, with something made of nothing.
+    """
+    found = []
+    for choices in zip(*(_origins(b, operands[1:], here) for b in branches), strict=True):
+        made = [origin for origin in choices if origin.of_parameters or origin.of_data]
+        found.append(_joined((made or choices)[0], [*choices, operands[0]]))
+    return found
+
+
+def _joined(origin: Origin, others: Sequence[Origin]) -> Origin:
+    return origin._replace(
+        of_parameters=origin.of_parameters or any(o.of_parameters for o in others),
+        of_data=origin.of_data or any(o.of_data for o in others),
+    )

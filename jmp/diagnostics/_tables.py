@@ -1,0 +1,30 @@
+"""Tables as text: by rich where it is installed, else in plain columns."""
+
+import io
+from collections.abc import Sequence
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Returns the rows under the names of their columns, as lines of text.
+
+    >>> "loss" in table(["name", "value"], [["loss", "0.25"]])
+    True
+    """
+    try:
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in (columns, *rows)
+        )
+    shown = Table(box=box.SIMPLE_HEAD)
+    for column in columns:
+        shown.add_column(column, overflow="fold")
+    for row in rows:
+        shown.add_row(*row)
+    text = io.StringIO()
+    Console(file=text, width=160).print(shown)
+    return text.getvalue().rstrip()

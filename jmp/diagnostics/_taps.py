@@ -1,0 +1,153 @@
+"""Counts of a program's activations and of their gradients, taken while it is differentiated.
+
+Products, reductions and exponentials are followed by a *tap*: the identity, whose backward pass
+hands the cotangent on and gives the counts of both, value and cotangent, as the gradient of a
+*probe*, an argument of zeros. Turns of loops, the branch that is taken, remat, jit and shardings
+then come out right by themselves, because gradients with respect to one argument add up.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmp.autocasting._graph import inner_equations
+from jmp.diagnostics._histograms import DIGITS, digits, exponents, from_digits, length
+from jmp.diagnostics._places import users_line
+from jmp.diagnostics._replay import HANDLERS, OnResults, Site, replay
+from jmp.diagnostics._rows import kind_of
+
+
+class Place(NamedTuple):
+    """What taps are merged by: an operation on a source line of a module."""
+
+    path: str
+    operation: str
+    source: str
+    dtype: str
+
+
+class Counts(NamedTuple):
+    """What `exponents` gives: for parameters, for gradients, for values and cotangents by place."""
+
+    parameters: list[np.ndarray]
+    gradients: list[np.ndarray]
+    activations: dict[Place, tuple[np.ndarray, np.ndarray]]
+
+
+Tap = Callable[[tuple[int, ...], Place, Any], Any]  # (position, place, value) -> value
+
+
+def count(closed: Any, parameters: list[Any], others: list[Any], dtype: Any = None) -> Counts:
+    """Runs a traced loss and its gradient once.
+
+    Args:
+      closed: jaxpr whose first output is a real scalar.
+      parameters, others: its arguments; the former are differentiated.
+      dtype: count activations that are stored in it; None for all.
+    """
+    step, probes = counting_step(closed, parameters, others, dtype)
+    own, gradients, sums = jax.device_get(jax.jit(step)(parameters, others, probes))
+    found = {place: tuple(from_digits(sums[place])) for place in probes}
+    return Counts(own, gradients, found)
+
+
+def counting_step(
+    closed: Any, parameters: list[Any], others: list[Any], dtype: Any = None
+) -> tuple[Callable[..., Any], dict[Place, jax.Array]]:
+    """Returns what `count` compiles, a function of (parameters, others, probes), and the probes.
+
+    It returns the counts of parameters, those of their gradients, and sums of digits by place.
+    """
+    places = _differentiated(closed, parameters, others, dtype)
+    probes = {p: jnp.zeros((DIGITS, 2, length(p.dtype)), np.float32) for p in places.values()}
+
+    def loss(parameters: Any, probes: Any, others: Any) -> Any:
+        def tap(position: tuple[int, ...], place: Place, value: Any) -> Any:
+            return _tap(value, probes[place]) if position in places else value
+
+        return replay(closed, [*parameters, *others], _after_each(tap, dtype))[0]
+
+    def step(parameters: Any, others: Any, probes: Any) -> Any:
+        gradients, sums = jax.grad(loss, (0, 1))(parameters, probes, others)
+        return list(map(exponents, parameters)), list(map(exponents, gradients)), sums
+
+    return step, probes
+
+
+@jax.custom_vjp
+def _tap(value: Any, probe: Any) -> Any:
+    return value
+
+
+def _forward(value: Any, probe: Any) -> tuple[Any, Any]:
+    # The counts are kept and not the value: a tap makes nothing live longer than it did.
+    return value, exponents(value)
+
+
+def _backward(counted: Any, cotangent: Any) -> tuple[Any, Any]:
+    return cotangent, digits(jnp.stack([counted, exponents(cotangent)]))
+
+
+_tap.defvjp(_forward, _backward)
+
+
+def _after_each(tap: Tap, dtype: Any) -> OnResults:
+    """Returns a hook that taps what precision reports have rows of, if it is stored in `dtype`.
+
+    What is bound as a whole (a custom derivative, a kernel, shard_map) is tapped at its outputs if
+    such an operation stands inside.
+    """
+
+    def on_results(site: Site, results: list[Any]) -> list[Any]:
+        equation = site.equation
+        name = equation.primitive.name
+        is_whole = name not in HANDLERS and any(map(kind_of, inner_equations(equation)))
+        if kind_of(equation) is None and not is_whole:
+            return results
+        operation = equation.params.get("name", name) if is_whole else name
+        tapped = []
+        for index, result in enumerate(results):
+            if jnp.issubdtype(result.dtype, jnp.inexact) and dtype in (None, result.dtype):
+                place = Place(site.path, operation, users_line(equation), str(result.dtype))
+                result = tap((*site.position, index), place, result)
+            tapped.append(result)
+        return tapped
+
+    return on_results
+
+
+def _differentiated(
+    closed: Any, parameters: list[Any], others: list[Any], dtype: Any
+) -> dict[tuple[int, ...], Place]:
+    """Returns where the values are that depend on the parameters, in the program's order.
+
+    A tap makes all behind it depend on its probe. Anywhere else it would send a backward pass
+    where there is none, and where there may be none, as through a while loop.
+    """
+    order: dict[tuple[int, ...], Place] = {}
+    found = set()
+
+    def tap(position: tuple[int, ...], place: Place, value: Any) -> Any:
+        @jax.custom_jvp
+        def look(value: Any) -> Any:
+            return value
+
+        @look.defjvp
+        def rule(primals: Any, tangents: Any) -> Any:  # called where there is a tangent
+            found.add(position)
+            return primals[0], tangents[0]
+
+        order[position] = place
+        return look(value)
+
+    def loss(parameters: Any, others: Any) -> Any:
+        return replay(closed, [*parameters, *others], _after_each(tap, dtype))[0]
+
+    def differentiate(parameters: Any, others: Any) -> Any:
+        return jax.vjp(lambda parameters: loss(parameters, others), parameters)[0]
+
+    jax.eval_shape(differentiate, parameters, others)
+    return {position: place for position, place in order.items() if position in found}

@@ -1,0 +1,361 @@
+"""`compare`: the errors of a policy, leaf by leaf, against float32 and float64."""
+
+import functools
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jmp
+from jmp import diagnostics
+from jmp.diagnostics import _errors
+
+F16, BF16 = "mixed_float16", "mixed_bfloat16"
+
+
+def normal(*shapes):
+    """Random arrays, one of each shape."""
+    generator = np.random.default_rng(0)
+    return [jnp.asarray(generator.normal(size=shape), jnp.float32) for shape in shapes]
+
+
+def product(w, x):
+    return x @ w
+
+
+def row_of(comparison, kind, path=""):
+    (row,) = (row for row in comparison.rows if (row.kind, row.path) == (kind, path))
+    return row
+
+
+def test_errors_of_a_product_worked_out_by_hand():
+    # 1 + 2^-11 lies half way between two float16 numbers and is rounded to the even one, 1; in
+    # float32 everything here is exact.
+    w = jnp.array([[1 + 2.0**-11], [1.0]])
+    x = jnp.array([[1.0, 2.0], [3.0, 4.0]])
+    found = diagnostics.compare(product, F16, w, x, argnums=(0, 1))
+    result = row_of(found, "result")
+    a, b = np.array([3.0, 7.0]), np.array([3 + 2.0**-11, 7 + 3 * 2.0**-11])
+    assert result.elements == 2
+    assert result.error_norm == np.linalg.norm(a - b)
+    assert result.relative_error == np.linalg.norm(a - b) / np.linalg.norm(b)
+    assert result.largest_error == 3 * 2.0**-11
+    assert result.cosine == pytest.approx(a @ b / np.linalg.norm(a) / np.linalg.norm(b), abs=1e-15)
+    # The mean of two results: half the sums of x's columns, exact; and w^T / 2 in each row.
+    assert row_of(found, "gradient", "0").relative_error == 0.0
+    assert row_of(found, "gradient", "0").reference_norm == np.hypot(4 / 2, 6 / 2)
+    gradient = row_of(found, "gradient", "1")
+    assert gradient.largest_error == 2.0**-12
+    assert gradient.error_norm == pytest.approx(2**0.5 * 2.0**-12, rel=1e-15)
+
+
+@pytest.mark.parametrize("policy", [F16, BF16])
+def test_norms_and_angle_are_numpys_in_float64(policy):
+    w, x = normal((32, 32), (32, 32))
+    loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) @ w)
+    row = row_of(diagnostics.compare(loss, policy, w, x), "gradient")
+    a = np.asarray(jax.jit(jax.grad(jmp.autocast(loss, policy)))(w, x), np.float64).ravel()
+    b = np.asarray(jax.jit(jax.grad(loss))(w, x), np.float64).ravel()
+    assert row.relative_error == pytest.approx(np.linalg.norm(a - b) / np.linalg.norm(b), rel=1e-3)
+    assert row.cosine == pytest.approx(a @ b / np.linalg.norm(a) / np.linalg.norm(b), abs=1e-9)
+    assert row.largest_error == pytest.approx(np.abs(a - b).max(), rel=1e-3)
+
+
+def test_a_scalar_is_differentiated_as_it_is_and_anything_else_by_its_mean():
+    w, x = jnp.full((4, 4), 0.5), jnp.ones((2, 4))
+
+    def norm(fun, *args):
+        return row_of(diagnostics.compare(fun, BF16, *args), "gradient").reference_norm
+
+    def expected(loss):
+        return float(jnp.linalg.norm(jax.grad(loss)(w, x)))
+
+    assert norm(lambda w, x: product(w, x).sum(), w, x) == expected(lambda *a: product(*a).sum())
+    assert norm(product, w, x) == expected(lambda w, x: product(w, x).mean())
+    several = lambda w, x: {"y": product(w, x), "aux": (w**2, jnp.arange(3), None)}
+    total = lambda w, x: product(w, x).mean() + (w**2).mean()
+    assert norm(several, w, x) == pytest.approx(expected(total), rel=1e-6)
+
+
+def two_heads(params, x, targets):
+    with jax.named_scope("trunk"):
+        h = jnp.tanh(x @ params["trunk"]["w"])
+    with jax.named_scope("classifier"):
+        logits = h @ params["classifier"]["w"] + params["classifier"]["b"]
+    with jax.named_scope("unsafe"):
+        # The large part cancels, and in half it took the digits of the small one with it.
+        w = params["unsafe"]["w"]
+        y = (h + 100) @ w - 100 * w.sum(0, keepdims=True) + params["unsafe"]["b"]
+    return jnp.mean(logits**2) + jnp.mean(y * targets)
+
+
+def test_the_module_with_a_half_unsafe_operation_is_named():
+    square, wide = (64, 64), (32, 64)
+    classifier, unsafe, trunk, x, targets = normal(square, square, square, wide, wide)
+    params = {
+        "classifier": {"w": classifier / 8, "b": jnp.zeros((1, 64))},
+        "unsafe": {"w": unsafe / 8, "b": jnp.zeros((1, 64))},
+        "trunk": {"w": trunk / 8},
+    }
+    args = (params, x, targets)
+    found = diagnostics.compare(two_heads, F16, *args)
+    worst, second, *_ = found.by_module()
+    assert (worst.path, worst.elements) == ("unsafe", 64 * 65)
+    assert worst.relative_error > 5 * second.relative_error
+    assert [row.path for row in found.worst(1)] == ["unsafe/w"]
+    assert [row.path for row in found.rows] == [
+        "", "classifier/b", "classifier/w", "trunk/w", "unsafe/b", "unsafe/w",
+    ]  # fmt: skip
+    # What the report suggests is the cure.
+    cured = diagnostics.compare(two_heads, F16, *args, rules=[("unsafe", "float32")])
+    assert cured.worst(1)[0].relative_error < worst.relative_error / 5
+
+
+def test_a_module_is_its_leaves_as_one_vector():
+    generator = np.random.default_rng(1)
+    arrays = generator.normal(size=(2, 3, 50))
+    rows = [_errors.difference("gradient", str(i), a, b, 1.0) for i, (a, b) in enumerate(
+        zip(arrays[0], arrays[1], strict=True)
+    )]  # fmt: skip
+    together = _errors.together("gradient", "m", rows)
+    whole = _errors.difference("gradient", "m", arrays[0], arrays[1], 1.0)
+    assert together.elements == whole.elements == 150
+    for name in ("relative_error", "cosine", "largest_error", "norm", "error_norm"):
+        assert getattr(together, name) == pytest.approx(getattr(whole, name), rel=1e-12)
+
+
+NAN, INF = math.nan, math.inf
+EDGES = {
+    # a, b: relative error, largest error, cosine, how many are not finite
+    "equal": ([3, 4], [3, 4], 0, 0, 1, (0, 0)),
+    "opposite": ([-3, -4], [3, 4], 2, 8, -1, (0, 0)),
+    "both zero": ([0, 0], [0, 0], 0, 0, None, (0, 0)),
+    "reference zero": ([1, 0], [0, 0], INF, 1, None, (0, 0)),
+    "flushed to zero": ([0, 0], [0, 2], 1, 2, None, (0, 0)),
+    "empty": ([], [], 0, 0, None, (0, 0)),
+    "the same NaN": ([NAN, 3], [NAN, 3], 0, 0, 1, (1, 1)),
+    "the same infinity": ([-INF, 3], [-INF, 4], 0.25, 1, 1, (1, 1)),
+    "NaN in the policy": ([NAN, 3], [1, 3], INF, INF, None, (1, 0)),
+    "overflow": ([INF, 3], [1e6, 3], INF, INF, None, (1, 0)),
+    "NaN in the reference": ([1, 3], [NAN, 3], INF, INF, None, (0, 1)),
+    "other infinities": ([INF, 3], [-INF, 3], INF, INF, None, (1, 1)),
+    "subnormal float16": ([0, 2.0**-24], [2.0**-24] * 2, 0.5**0.5, 2.0**-24, 0.5**0.5, (0, 0)),
+    "tiny": ([1e-38, 0], [1e-38, 0], 0, 0, 1, (0, 0)),
+    "large": ([3e38, 3e38], [3e38, 3e38], 0, 0, 1, (0, 0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_edges(name):
+    a, b, relative, largest, cosine, nonfinite = EDGES[name]
+    row = _errors.difference("result", "", np.array(a), np.array(b), 1.0)
+    assert row.relative_error == pytest.approx(relative)
+    assert row.largest_error == pytest.approx(largest)
+    assert row.cosine == (None if cosine is None else pytest.approx(cosine))
+    assert (row.nonfinite, row.reference_nonfinite) == nonfinite
+
+
+@pytest.mark.parametrize(
+    "dtype", [np.int32, np.bool_, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, np.complex64]
+)
+def test_every_dtype_of_numbers_is_compared(dtype):
+    a, b = np.array([0, 1, 1]).astype(dtype), np.array([0, 1, 0]).astype(dtype)
+    row = _errors.difference("result", "", a, b, 1.0)
+    assert (row.relative_error, row.largest_error) == (1.0, 1.0)
+
+
+def test_an_overflow_shows_as_an_infinite_error_and_is_printed():
+    found = diagnostics.compare(lambda w: (w @ w).sum(), F16, jnp.full((4, 4), 300.0))
+    row = row_of(found, "result")
+    assert (row.relative_error, row.nonfinite, row.reference_nonfinite) == (INF, 1, 0)
+    assert "not finite: 1, in the reference 0" in str(found)
+
+
+def test_a_loss_scale_takes_underflow_out_of_the_error():
+    loss = lambda w: 2.0**-26 * jnp.sum(jnp.eye(4) @ w)
+    w = jnp.full((4, 4), 1 / 3)
+    without = row_of(diagnostics.compare(loss, F16, w), "gradient")
+    assert without.relative_error == 1.0 and without.norm == 0.0
+    scaled = diagnostics.compare(loss, F16, w, scale=2.0**16)
+    assert row_of(scaled, "gradient").relative_error == 0.0
+    assert row_of(scaled, "gradient").norm == 2.0**-26 * 4
+    assert "loss scale 65536" in str(scaled)
+
+
+@pytest.mark.parametrize("reference", ["float32", "float64"])
+def test_a_policy_in_float32_is_compared_with_itself_or_with_float64(reference):
+    (w,) = normal((16, 16))
+    found = diagnostics.compare(lambda w: jnp.tanh(w @ w), "float32", w, reference=reference)
+    errors = [row.relative_error for row in found.rows]
+    if reference == "float32":
+        assert errors == [0.0, 0.0]
+    else:
+        assert all(2.0**-30 < error < 2.0**-20 for error in errors)
+
+
+def test_the_reference_in_float64_is_numpys():
+    generator = np.random.default_rng(2)
+    w, x = (generator.normal(size=(8, 8)).astype(np.float32) for _ in range(2))
+    found = diagnostics.compare(lambda w, x: jnp.exp(x @ w), BF16, w, x, reference="float64")
+    exact = np.exp(x.astype(np.float64) @ w)
+    assert row_of(found, "result").reference_norm == pytest.approx(np.linalg.norm(exact), rel=1e-14)
+    gradient = x.astype(np.float64).T @ exact / 64
+    assert row_of(found, "gradient").reference_norm == pytest.approx(
+        np.linalg.norm(gradient), rel=1e-14
+    )
+    assert jnp.ones(1).dtype == jnp.float32  # x64 is off again
+
+
+def test_keys_integers_strings_and_none_pass_as_they_are():
+    def noisy(params, key, index, axis, nothing):
+        assert isinstance(axis, str) and nothing is None
+        assert params["step"].dtype == jnp.int32 and index.dtype == jnp.int32
+        noise = jax.random.normal(key, (2, 4), jnp.float32)
+        kept = jax.random.bernoulli(key, jnp.float32(0.5), (2, 4))
+        y = (noise * kept).astype(params["w"].dtype) @ params["w"]
+        return {"y": y[:, index], "step": params["step"] + 1, "best": y.argmax(-1), "key": key}
+
+    params = {"w": normal((4, 4))[0], "step": jnp.int32(3)}
+    args = (params, jax.random.key(2), jnp.array([0, 2]), "rows", None)
+    for reference in ("float32", "float64"):
+        found = diagnostics.compare(noisy, F16, *args, reference=reference)
+        rows = {(row.kind, row.path): row for row in found.rows}
+        assert list(rows) == [
+            ("result", "best"), ("result", "step"), ("result", "y"), ("gradient", "w"),
+        ]  # fmt: skip
+        assert rows["result", "step"].relative_error == 0.0
+        assert 0 < rows["result", "y"].relative_error < 1e-3
+
+
+def test_random_numbers_that_float64_would_change_are_refused():
+    def dropout(w, key):
+        return jnp.where(jax.random.bernoulli(key, 0.5, w.shape), w, 0).sum()
+
+    args = (jnp.ones((4, 4)), jax.random.key(0))
+    diagnostics.compare(dropout, F16, *args)
+    with pytest.raises(ValueError, match="random numbers of 64 bits.*Switch dropout.*'float32'"):
+        diagnostics.compare(dropout, F16, *args, reference="float64")
+    with pytest.raises(ValueError, match="random numbers of 64 bits"):
+        diagnostics.compare(
+            jax.jit(dropout), F16, jnp.ones(4), jax.random.PRNGKey(0), reference="float64"
+        )
+
+
+def test_a_cast_down_in_the_function_is_said_to_spoil_the_reference():
+    def loss(w):
+        return jnp.mean((w @ w).astype(jnp.float32))
+
+    line = loss.__code__.co_firstlineno + 1
+    with pytest.warns(UserWarning, match=rf"1 values down, the first at .*:{line} to float32") as w:
+        diagnostics.compare(loss, F16, jnp.ones((4, 4)), reference="float64")
+    assert w[0].filename == __file__
+
+
+def test_a_function_that_cannot_run_in_float64_says_so():
+    def loss(w):
+        start = jnp.zeros((4, 4), jnp.float32)
+        return jax.lax.scan(lambda h, _: (h + w, None), start, None, length=2)[0]
+
+    diagnostics.compare(loss, F16, jnp.ones((4, 4)))
+    with pytest.raises(TypeError) as raised:
+        diagnostics.compare(loss, F16, jnp.ones((4, 4)), reference="float64")
+    assert "reference='float32' runs it as it is" in "".join(raised.value.__notes__)
+
+
+def test_half_arguments_are_widened_in_the_reference():
+    w = jnp.full((8, 8), 0.1, jnp.bfloat16)
+    found = diagnostics.compare(lambda w: w @ w @ w, BF16, w)
+    exact = np.linalg.multi_dot([np.asarray(w, np.float64)] * 3)
+    assert row_of(found, "result").reference_norm == pytest.approx(np.linalg.norm(exact), rel=1e-6)
+    assert row_of(found, "gradient").relative_error > 0
+
+
+def test_products_of_the_reference_run_at_the_highest_precision():
+    seen = []
+
+    def fun(w):
+        seen.append(jax.config.jax_default_matmul_precision)
+        return w @ w
+
+    diagnostics.compare(fun, F16, jnp.ones((4, 4)))
+    assert seen == [None, "highest"]
+
+
+def test_complex_arguments_have_errors_too():
+    w = jnp.array([[1 + 1j, 0.5], [0.3j, 2.0]], jnp.complex64)
+    x = jnp.full((2, 2), 1 / 3)
+    fun = lambda w, x: jnp.abs(w @ (x @ x)).sum()
+    found = diagnostics.compare(fun, F16, w, x, reference="float64")
+    assert 0 < row_of(found, "gradient").relative_error < 1e-2
+
+
+def attention(params, x):
+    queries, keys = x @ params["q"], x @ params["k"] + params["key_bias"]
+    return jnp.mean((jax.nn.softmax(queries @ keys.T) @ x) ** 2)
+
+
+def test_a_gradient_below_the_rounding_of_the_others_comes_last():
+    q, k, bias, x = normal((8, 8), (8, 8), (1, 8), (16, 8))
+    params = {"q": q, "k": k, "key_bias": bias}
+    found = diagnostics.compare(attention, F16, params, x)
+    # A bias of the keys moves every score of a row alike, and softmax does not see it.
+    assert row_of(found, "gradient", "key_bias").relative_error > 1
+    assert found.worst()[-1].path == "key_bias"
+    assert found.by_module()[-1].path == "key_bias"
+    assert str(found).count("below rounding") == 1
+
+
+def test_a_leak_into_a_true_zero_comes_first():
+    # In float32 relu cuts this gradient off; in float16 1 - 2^-12 is 1, and it is there.
+    def loss(params):
+        first = params["x"] @ jnp.eye(2)
+        return jnp.sum(jnp.where(first >= 1, 1.0, 0.0) * params["y"]) + jnp.sum(params["x"])
+
+    params = {"x": jnp.full((2, 2), 1 - 2.0**-12), "y": jnp.ones((2, 2))}
+    found = diagnostics.compare(loss, F16, params)
+    assert found.worst(1)[0].relative_error == INF
+    assert found.worst(1)[0].path == "y"
+
+
+def test_which_arguments_are_differentiated():
+    args = ({"w": jnp.ones((4, 4)), "n": jnp.int32(1)}, jnp.ones((2, 4)))
+    fun = lambda params, x: x @ params["w"]
+
+    def paths(argnums):
+        rows = diagnostics.compare(fun, F16, *args, argnums=argnums).rows
+        return [row.path for row in rows if row.kind == "gradient"]
+
+    assert paths(0) == ["w"]
+    assert paths(-1) == paths(1) == [""]
+    assert paths((0, 1)) == ["0/w", "1"]
+    assert paths(()) == []
+
+
+def test_printed_and_as_data():
+    params = {"a": {"w": jnp.ones((4, 4)), "b": jnp.ones((1, 4))}}
+    found = diagnostics.compare(lambda p: jnp.eye(4) @ p["a"]["w"] + p["a"]["b"], F16, params)
+    text = str(found)
+    assert text.startswith("p=full,c=f16,o=full against float32:")
+    for column in _errors.COLUMNS:
+        assert column in text
+    assert "the worst 3 of 3 leaves" in text and "a/w" in text
+    assert "the worst" not in str(diagnostics.compare(product, F16, jnp.eye(2), jnp.eye(2)))
+    data = json.loads(json.dumps(found.to_dict()))
+    assert data["policy"] == "p=full,c=f16,o=full" and data["reference"] == "float32"
+    assert [row["path"] for row in data["rows"]] == ["", "a/b", "a/w"]
+    assert data["rows"][2]["relative_error"] == 0.0
+    assert [row.path for row in found.by_module(depth=0)] == ["", ""]
+
+
+def test_mistakes():
+    compare = functools.partial(diagnostics.compare, product, F16, jnp.eye(2), jnp.eye(2))
+    with pytest.raises(ValueError, match="reference='f64'; expected 'float32' or 'float64'"):
+        compare(reference="f64")
+    for scale in (0.0, -1.0, INF, NAN):
+        with pytest.raises(ValueError, match="expected a loss scale, above zero"):
+            compare(scale=scale)
+    with pytest.raises(ValueError, match=r"argnums=\[2\]; expected numbers of its 2 args"):
+        compare(argnums=2)

@@ -1,0 +1,197 @@
+"""`metrics` and `check_skips`: numbers of a training run, and the end of one that is dead."""
+
+import csv
+import io
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jmp
+from jmp import diagnostics, transforms
+from jmp.adapters import linen
+from jmp.adapters import nnx as nnx_adapter
+
+INNER = {
+    "adam": optax.adam(0.1),
+    "chain": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
+    "masked": optax.masked(optax.sgd(0.1), True),
+    "MultiSteps": optax.MultiSteps(optax.sgd(0.1), 2),
+}
+
+
+def after(gradients, tx, params=None):
+    params = jnp.ones(2) if params is None else params
+    state = tx.init(params)
+    for gradient in gradients:
+        _, state = tx.update(jnp.full(2, float(gradient)), state, params)
+    return state
+
+
+@pytest.mark.parametrize("name", INNER)
+def test_the_numbers_of_a_run_with_two_skips(name):
+    tx = transforms.with_loss_scale(INNER[name], jmp.DynamicLossScale(2.0**10))
+    found = diagnostics.metrics(after([1, jnp.nan, 1, jnp.inf], tx), steps=4)
+    assert {name: value.item() for name, value in found.items()} == {
+        "loss_scale": 2.0**8,
+        "grads_finite": False,
+        "skipped_steps": 2,
+        "consecutive_skips": 1,
+        "skip_rate": 0.5,
+    }
+    dtypes = {name: str(value.dtype) for name, value in found.items()}
+    assert dtypes == {
+        "loss_scale": "float32",
+        "grads_finite": "bool",
+        "skipped_steps": "int32",
+        "consecutive_skips": "int32",
+        "skip_rate": "float32",
+    }
+    assert all(value.shape == () for value in found.values())
+
+
+def test_loss_scaling_in_the_middle_of_a_chain_is_found():
+    tx = optax.chain(
+        transforms.with_loss_scale(optax.adam(0.1), jmp.DynamicLossScale(8.0)), optax.scale(0.5)
+    )
+    assert diagnostics.metrics(after([jnp.inf], tx))["loss_scale"] == 4.0
+
+
+def test_without_steps_there_is_no_rate_and_no_step_is_divided_by_nothing():
+    tx = transforms.with_loss_scale(optax.sgd(0.1), jmp.DynamicLossScale(8.0))
+    assert "skip_rate" not in diagnostics.metrics(after([1], tx))
+    assert diagnostics.metrics(after([], tx), steps=0)["skip_rate"] == 0.0
+
+
+def test_static_and_no_scales_give_arrays_too():
+    for scale, expected in ((jmp.StaticLossScale(128), 128.0), (jmp.NoOpLossScale(), 1.0)):
+        found = diagnostics.metrics(
+            after([jnp.inf], transforms.with_loss_scale(INNER["adam"], scale))
+        )
+        assert found["loss_scale"].dtype == jnp.float32
+        assert found["loss_scale"] == expected
+        # NoOpLossScale checks nothing, and says so.
+        assert found["skipped_steps"] == (expected != 1.0)
+        assert found["grads_finite"] == (expected == 1.0)
+
+
+def test_inside_jit_they_outlive_a_donated_state():
+    tx = transforms.with_loss_scale(optax.adam(0.1), jmp.DynamicLossScale(2.0**10))
+
+    def step(state, gradient, tried):
+        _, state = tx.update(gradient, state)
+        return state, diagnostics.metrics(state, steps=tried)
+
+    compiled = jax.jit(step, donate_argnums=0)
+    state = tx.init(jnp.ones(2))
+    logged, outside = [], []
+    for i, gradient in enumerate([jnp.inf, 1.0, jnp.inf]):
+        state, found = compiled(state, jnp.full(2, gradient), jnp.int32(i + 1))
+        logged.append(found)
+        outside.append(diagnostics.metrics(state))
+    assert compiled._cache_size() == 1
+    assert [int(found["skipped_steps"]) for found in logged] == [1, 1, 2]
+    assert [float(found["skip_rate"]) for found in logged] == [1.0, 0.5, np.float32(2 / 3)]
+    # Why the docstring says inside: the arrays of a donated state are gone.
+    assert outside[0]["skipped_steps"].is_deleted()
+
+
+def test_it_waits_for_nothing_and_copies_nothing_to_the_host():
+    state = after([1], transforms.with_loss_scale(optax.sgd(0.1), jmp.DynamicLossScale(8.0)))
+    found = diagnostics.metrics(state, steps=jnp.int32(1))
+    assert found["skipped_steps"] is state.skipped_steps
+    # What reads a value would fail on a tracer.
+    shapes = jax.eval_shape(diagnostics.metrics, state)
+    assert shapes["loss_scale"].shape == ()
+
+
+def test_each_seed_has_its_own_numbers():
+    tx = transforms.with_loss_scale(optax.sgd(0.1), jmp.DynamicLossScale(8.0))
+    params = jnp.ones(3)
+    states = jax.vmap(tx.init)(params)
+    _, states = jax.vmap(tx.update)(jnp.array([1.0, jnp.inf, 1.0]), states, params)
+    found = diagnostics.metrics(states, steps=1)
+    assert found["loss_scale"].tolist() == [8.0, 4.0, 8.0]
+    assert found["skip_rate"].tolist() == [0.0, 1.0, 0.0]
+    with pytest.raises(FloatingPointError, match="The last 1 steps .* loss scale is 4 "):
+        diagnostics.check_skips(states, 1)
+
+
+def test_states_of_the_adapters():
+    model = nn.Dense(1)
+    params = model.init(jax.random.key(0), jnp.ones((1, 2)))["params"]
+    tx = transforms.mixed_precision(optax.adam(0.1), "mixed_float16")
+    state = linen.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+    state = state.apply_gradients(grads=jax.tree.map(lambda p: p * jnp.nan, params))
+    assert diagnostics.metrics(state.opt_state)["loss_scale"] == 2.0**15
+
+    network = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(network, tx, wrt=nnx.Param)
+    nnx_adapter.train_step(
+        lambda model, x: jnp.nan * model(x).sum(), network, optimizer, jnp.ones((1, 2))
+    )
+    found = diagnostics.metrics(nnx.as_pure(optimizer.opt_state))
+    assert found["loss_scale"] == 2.0**15 and found["skipped_steps"] == 1
+
+
+def test_a_csv_logger_takes_the_dictionary_as_it_is():
+    state = after([jnp.inf], transforms.with_loss_scale(optax.sgd(0.1), jmp.DynamicLossScale(8.0)))
+    found = jax.device_get(diagnostics.metrics(state))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, found)
+    writer.writeheader()
+    writer.writerow(found)
+    assert text.getvalue().splitlines() == [
+        "consecutive_skips,grads_finite,loss_scale,skipped_steps",  # JAX sorts a dictionary
+        "1,False,4.0,1",
+    ]
+
+
+@pytest.mark.parametrize("call", [diagnostics.metrics, lambda s: diagnostics.check_skips(s, 1)])
+def test_an_optimizer_without_loss_scaling_is_refused(call):
+    with pytest.raises(
+        ValueError, match="without loss scaling .* expected one of transforms.with_l"
+    ):
+        call(optax.adam(0.1).init(jnp.ones(2)))
+
+
+def test_skips_up_to_the_limit_pass_and_a_taken_step_starts_the_count_anew():
+    tx = transforms.with_loss_scale(optax.sgd(0.1), jmp.DynamicLossScale(2.0**10))
+    diagnostics.check_skips(after([jnp.inf] * 3, tx), 4)
+    diagnostics.check_skips(after([jnp.inf] * 3 + [1.0, jnp.inf], tx), 2)
+
+
+def test_a_model_that_is_dead_is_said_to_be():
+    tx = transforms.with_loss_scale(optax.sgd(0.1), jmp.DynamicLossScale(2.0**10))
+    with pytest.raises(FloatingPointError) as raised:
+        diagnostics.check_skips(after([jnp.nan] * 12, tx), 12)
+    assert str(raised.value) == (
+        "The last 12 steps were skipped, all of them: their gradients were infinite or NaN, and "
+        "the loss scale is 1 by now. Unless it started more than that many halvings too high, the "
+        "cause is another: an infinity or a NaN in the parameters, the batch or the loss. "
+        "diagnostics.find_nonfinite(jax.grad(loss_fn))(params, *batch) names the operation behind "
+        "it."
+    )
+
+
+def test_a_static_scale_may_be_the_cause_itself():
+    tx = transforms.with_loss_scale(optax.sgd(0.1), jmp.StaticLossScale(2.0**20))
+    with pytest.raises(FloatingPointError, match="Unless this static scale is too high"):
+        diagnostics.check_skips(after([jnp.inf] * 2, tx), 2)
+
+
+def test_no_scale_counts_nothing():
+    tx = transforms.with_loss_scale(optax.sgd(0.1), jmp.NoOpLossScale())
+    diagnostics.check_skips(after([jnp.nan] * 3, tx), 1)
+
+
+def test_check_skips_refuses_a_traced_state_and_a_limit_that_makes_no_sense():
+    state = after([1], transforms.with_loss_scale(optax.sgd(0.1), jmp.DynamicLossScale(8.0)))
+    with pytest.raises(TypeError, match="traced state.*outside of jit"):
+        jax.jit(lambda state: diagnostics.check_skips(state, 1))(state)
+    with pytest.raises(ValueError, match="limit=0; expected at least 1"):
+        diagnostics.check_skips(state, 0)

@@ -1,0 +1,117 @@
+"""`python -m jmp`: what it prints, and that its checks can fail."""
+
+import os
+import pathlib
+import subprocess
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jmp
+from jmp import __main__ as command
+from jmp import transforms
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def test_it_prints_versions_devices_and_checks_and_exits_with_zero():
+    finished = subprocess.run(
+        [sys.executable, "-m", "jmp"],
+        capture_output=True,
+        text=True,
+        env=dict(os.environ, PYTHONPATH=str(ROOT)),
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    words = finished.stdout.split()
+    assert jmp.__version__ in words and jax.__version__ in words
+    assert "start with" in finished.stdout and "mixed_bfloat16" in finished.stdout
+    assert finished.stdout.count("\nok ") == len(command.CHECKS)
+    assert "5 of 5 checks passed on cpu" in finished.stdout
+
+
+def test_a_failed_check_is_named_the_others_run_and_the_status_is_one(capsys):
+    def broken():
+        """Two and two are five."""
+        np.testing.assert_equal(2 + 2, 5)
+
+    assert command.main([], [broken, lambda: "fine"]) == 1
+    printed = capsys.readouterr().out
+    assert "FAILED  Two and two are five.\n        AssertionError" in printed
+    assert "ok      fine" in printed
+    assert "1 of 2 checks passed" in printed
+
+
+def test_an_unknown_option_is_refused(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["--fast"])
+    assert "unrecognized arguments: --fast" in capsys.readouterr().err
+
+
+def towards_zero(tree, dtype):
+    """Rounds as casts must not: by cutting bits off."""
+    exact = tree.astype(dtype).astype(jnp.float32)
+    bits = jax.lax.bitcast_convert_type(tree.astype(dtype), jnp.uint16)
+    down = jax.lax.bitcast_convert_type(bits - 1, dtype)
+    return jnp.where(jnp.abs(exact) > jnp.abs(tree), down, tree.astype(dtype))
+
+
+def unscaled(fun, loss_scale):
+    return jax.value_and_grad(fun)
+
+
+BROKEN = {
+    "check_casts": (jmp, "cast_floating", towards_zero, "Arrays are not equal"),
+    "check_overflow": (
+        transforms,
+        "with_loss_scale",
+        lambda tx, scale, real=transforms.with_loss_scale: real(tx, jmp.StaticLossScale(2.0**16)),
+        "the loss scale is 65536.0 after an overflow, not 32768",
+    ),
+    "check_underflow": (jmp, "scaled_value_and_grad", unscaled, "Arrays are not equal"),
+    "check_autocast": (jmp, "autocast", lambda fun, policy: fun, "are not in float16"),
+    "check_masters": (
+        transforms,
+        "mixed_precision",
+        lambda tx, policy: tx,
+        "Not equal to tolerance",
+    ),
+}
+
+
+@pytest.mark.parametrize("check", command.CHECKS, ids=lambda check: check.__name__)
+def test_each_check_fails_when_what_it_checks_is_broken(check, monkeypatch):
+    module, name, broken, words = BROKEN[check.__name__]
+    monkeypatch.setattr(module, name, broken)
+    with pytest.raises(AssertionError, match=words):
+        check()
+
+
+def test_a_skipped_step_that_moves_the_parameter_is_seen(monkeypatch):
+    monkeypatch.setattr(optax, "apply_updates", lambda params, updates: params - 1)
+    with pytest.raises(AssertionError, match="a skipped step moved the parameter"):
+        command.check_overflow()
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "expected"),
+    [
+        ("tpu", None, ("bfloat16", "mixed_bfloat16, without")),
+        ("gpu", "9.0", ("bfloat16, float16", "mixed_bfloat16, without")),
+        ("gpu", "12.0", ("bfloat16, float16", "mixed_bfloat16, without")),
+        ("gpu", "7.5", ("float16", "mixed_float16, with a dynamic")),
+        ("gpu", "6.1", ("none", "mixed_float16, with a dynamic")),
+        ("gpu", "gfx90a", ("unknown", "mixed_bfloat16, without")),
+        ("cpu", None, ("none", "mixed_bfloat16, to try")),
+    ],
+)
+def test_what_to_start_with(platform, capability, expected):
+    device = types.SimpleNamespace(platform=platform)
+    if capability is not None:
+        device.compute_capability = capability
+    for found, start in zip(command.advice(device), expected, strict=True):
+        assert found.startswith(start)

@@ -1,0 +1,516 @@
+"""What the memory report counts, and that it is what the compiled program hands on."""
+
+import json
+import sys
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jmp
+from jmp import diagnostics, transforms
+from jmp.diagnostics import compare_memory, memory_report, plot_memory
+
+F16 = "mixed_float16"
+W, X = jnp.ones((8, 8)), jnp.ones((4, 8))
+
+
+def report(function, *args, **options):
+    return memory_report(function, *args, **{"compiled": False, **options})
+
+
+def mlp(params, x):
+    for w in params["layers"]:
+        with jax.named_scope("layer"):
+            x = jnp.tanh(x @ w)
+    return jnp.mean(jax.nn.softmax(x) ** 2)
+
+
+MLP = {"layers": [jnp.ones((8, 8)), jnp.ones((8, 8)), jnp.ones((8, 3))]}
+
+
+# Programs whose residuals are compared with what XLA's program puts out.
+
+
+def scanned(w, x):
+    return jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), h.sum()), x, None, length=5)[0].sum()
+
+
+def rematerialised(w, x):
+    block = jax.checkpoint(lambda w, h: jnp.tanh(jnp.sin(h @ w)))
+    return block(w, jax.lax.scan(lambda h, _: (block(w, h), None), x, None, length=3)[0]).sum()
+
+
+def branching(w, x):
+    return jax.lax.cond(x.sum() > 0, lambda w: jnp.sin(w).sum(), lambda w: (w * w).sum(), w)
+
+
+@jax.custom_vjp
+def doubled(x):
+    return jnp.sin(x)
+
+
+# Residuals that are results, occur twice, are numbers and are integers.
+doubled.defvjp(
+    lambda x: (jnp.sin(x), (x, x, jnp.cos(x), 2.0, jnp.arange(4))),
+    lambda kept, g: (g * kept[2] * kept[3],),
+)
+
+
+def with_custom_vjp(w, x):
+    return doubled(x @ w).sum()
+
+
+def with_aux(w, x):
+    y = jnp.tanh(x @ w)
+    return y.sum(), {"mean": y.mean(0), "name": "not an array"}
+
+
+def dropout(w, x, key):
+    keep = jax.random.bernoulli(key, 0.5, x.shape)
+    inner = jax.checkpoint(lambda x, key: x * jnp.sin(jax.random.normal(key, x.shape)))
+    return inner(jnp.where(keep, x @ w, 0), jax.random.split(key)[0]).sum()
+
+
+def integers(w, x, rows):
+    return jnp.tanh(w[rows] + x.sum()).sum()
+
+
+def empty(w, x):
+    return (jnp.sin(x[:0] @ w)).sum() + jnp.sin(w).sum()
+
+
+def with_constants(w, x):
+    return jnp.sum(jnp.tanh(w * CONSTANT) * CONSTANT * 3.0)
+
+
+CONSTANT = np.arange(64, dtype=np.float32).reshape(8, 8)
+
+
+class CNN(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Conv(4, (3, 3))(x)
+        x = nn.relu(nn.BatchNorm(use_running_average=False)(x))
+        return nn.Dense(3)(x.mean((1, 2)))
+
+
+def linen_cnn():
+    images = jnp.ones((2, 8, 8, 3))
+    variables = CNN().init(jax.random.key(0), images)
+    statistics = variables["batch_stats"]
+
+    def loss(params, images):
+        logits, changed = CNN().apply(
+            {"params": params, "batch_stats": statistics}, images, mutable=["batch_stats"]
+        )
+        return jnp.mean(logits**2), changed
+
+    return loss, (variables["params"], images), True
+
+
+def nnx_mlp():
+    layers = nnx.Sequential(
+        nnx.Linear(8, 16, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(16, 4, rngs=nnx.Rngs(1))
+    )
+    graphdef, params = nnx.split(layers)
+    return lambda params, x: jnp.mean(nnx.merge(graphdef, params)(x) ** 2), (params, X), False
+
+
+PROGRAMS = {
+    "mlp": (mlp, (MLP, X), False),
+    "scan": (scanned, (W, X), False),
+    "remat": (rematerialised, (W, X), False),
+    "cond": (branching, (W, X), False),
+    "custom_vjp": (with_custom_vjp, (W, X), False),
+    "dropout keys": (dropout, (W, X, jax.random.key(0)), False),
+    "integers": (integers, (W, X, jnp.array([1, 2])), False),
+    "empty": (empty, (W, X), False),
+    "constants": (with_constants, (W, X), False),
+    "linen CNN with BatchNorm": linen_cnn(),
+    "nnx": nnx_mlp(),
+}
+
+
+def compiled_bytes(function, args, has_aux):
+    """Bytes that the compiled linearisation puts out besides results and arguments."""
+
+    def program(params, *rest):
+        return jax.vjp(lambda params: function(params, *rest), params, has_aux=has_aux)
+
+    def kept(*args):
+        return jax.tree.leaves(program(*args)[1])
+
+    quickly = {"xla_backend_optimization_level": 0}
+    compiled = jax.jit(program).lower(*args).compile(quickly)
+    results, vjp, *aux = jax.eval_shape(program, *args)
+    n_leaves = len(jax.tree.leaves((results, vjp, aux)))
+    jaxpr = jax.make_jaxpr(kept)(*args).jaxpr
+    arguments = {*jaxpr.invars, *jaxpr.constvars}
+    is_argument = [not hasattr(v, "val") and v in arguments for v in jaxpr.outvars]
+    passed = [x for x, own in zip(jax.tree.leaves(vjp), is_argument, strict=True) if own]
+    known = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((results, aux, passed)))
+    # A tuple of several results holds a pointer to each.
+    pointers = 8 * n_leaves if n_leaves > 1 else 0
+    return compiled.memory_analysis().output_size_in_bytes - pointers - known
+
+
+@pytest.mark.parametrize("policy", ["float32", F16])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_residuals_are_the_bytes_that_the_compiled_linearisation_puts_out(name, policy):
+    function, args, has_aux = PROGRAMS[name]
+    found = report(function, *args, policy=policy, has_aux=has_aux)
+    expected = compiled_bytes(jmp.autocast(function, policy), args, has_aux)
+    assert sum(found.residual_bytes.values()) == expected
+    assert sum(row.bytes for row in found.residuals) == expected
+
+
+def test_residuals_in_bfloat16_and_in_float64():
+    found = report(scanned, W, X, policy="mixed_bfloat16")
+    expected = compiled_bytes(jmp.autocast(scanned, "mixed_bfloat16"), (W, X), False)
+    assert sum(found.residual_bytes.values()) == expected
+    with jax.enable_x64(True):
+        args = np.ones((8, 8)), np.ones((4, 8))
+        found = report(scanned, *args)
+        assert sum(found.residual_bytes.values()) == compiled_bytes(scanned, args, False)
+        assert found.parameter_bytes == {"float64": 512}
+        assert found.residual_bytes.keys() == {"float64"}
+    assert report(scanned, *args).parameter_bytes == {"float32": 256}  # as JAX takes them
+
+
+def test_arguments_that_are_no_arrays_reach_the_function():
+    def loss(params, x, name, activation, nothing):
+        assert (name, nothing) == ("tanh", None)
+        return activation(x @ params["w"]).sum()
+
+    found = report(loss, {"w": W, "name": None}, X, "tanh", jnp.tanh, None)
+    assert sum(found.residual_bytes.values()) == compiled_bytes(
+        lambda w, x: jnp.tanh(x @ w).sum(), (W, X), False
+    )
+
+
+# Where residuals come from.
+
+
+def line(function, offset):
+    return f"test_memory_report.py:{function.__code__.co_firstlineno + offset}"
+
+
+def test_rows_name_module_line_and_operation():
+    found = report(mlp, MLP, X).residuals
+    assert {row.module for row in found if row.operation == "tanh"} == {"layer"}
+    row = next(row for row in found if row.operation == "tanh" and row.shape == (4, 8))
+    assert row.source.endswith(line(mlp, 3))
+    assert (row.dtype, row.times, row.bytes, row.numbers) == ("float32", 2, 256, 64)
+    by_module = report(mlp, MLP, X).residual_bytes_by_module
+    assert sum(by_module["layer"].values()) == sum(r.bytes for r in found if r.module == "layer")
+    # Where no scope is open, the line stands for the module.
+    assert any(place.endswith(line(mlp, 4)) for place in by_module)
+
+
+def test_what_a_loop_keeps_is_followed_into_its_body():
+    def loss(w, x):
+        def body(h, _):
+            with jax.named_scope("cell"):
+                return jnp.exp(h @ w), None
+
+        return jax.lax.scan(body, x, None, length=5)[0].sum()
+
+    rows = {row.operation: row for row in report(loss, W, X).residuals}
+    # The hidden state that enters a turn is the result of the one before.
+    assert rows.keys() == {"exp"}
+    assert rows["exp"].shape == (5, 4, 8)
+    assert rows["exp"].module == "cell"
+    assert rows["exp"].source.endswith(line(loss, 3))
+
+
+def test_carries_that_change_places_are_followed():
+    def loss(w, x):
+        def body(carry, _):
+            a, b = carry
+            return (b, jnp.exp(a @ w)), a
+
+        return jax.lax.scan(body, (x, 2 * x), None, length=4)[1].sum()
+
+    found = report(loss, W, X)
+    assert sum(found.residual_bytes.values()) == compiled_bytes(loss, (W, X), False)
+    assert {row.operation for row in found.residuals if row.shape[0] == 4} >= {"exp"}
+    assert not any(row.of_parameters for row in found.residuals)
+
+
+def test_what_stands_in_jit_remat_branches_and_custom_rules_is_followed():
+    def inner(x):
+        with jax.named_scope("inner"):
+            return jnp.sin(x)
+
+    def loss(w, x):
+        saved = jax.checkpoint_policies.everything_saveable
+        y = jax.checkpoint(inner, policy=saved)(jax.jit(inner)(x @ w))
+        return jax.lax.cond(x.sum() > 0, inner, jnp.negative, y).sum()
+
+    found = [row for row in report(loss, W, X).residuals if row.operation == "cos"]
+    assert sum(row.times for row in found) == 3
+    assert all(row.module == "inner" and row.source.endswith(line(inner, 2)) for row in found)
+    (row,) = (row for row in report(with_custom_vjp, W, X).residuals if row.operation == "cos")
+    assert row.source.endswith(line(with_custom_vjp, -5))
+
+
+def test_linen_modules_are_named():
+    function, args, has_aux = linen_cnn()
+    found = report(function, *args, has_aux=has_aux, policy=F16)
+    assert {"CNN/BatchNorm_0", "CNN/Conv_0", "CNN/Dense_0"} <= found.residual_bytes_by_module.keys()
+
+
+def test_half_copies_of_parameters_are_no_activations():
+    params = {"layers": [jnp.ones((64, 64))] * 3}
+    small, large = (report(mlp, params, jnp.ones((b, 64)), policy=F16) for b in (32, 64))
+    # Of the first layer none is kept: x needs no gradient.
+    assert small.copy_bytes == large.copy_bytes == {"float16": 2 * 2 * 64 * 64}
+    assert large.parts["activations"] == 2 * small.parts["activations"] > 0
+    assert large.activations == 2 * small.activations
+    both = small.parts["activations"] + small.parts["copies of parameters"]
+    assert both == sum(small.residual_bytes.values())
+
+
+def test_copies_made_inside_a_loop_are_copies():
+    def loss(stacked, x):
+        return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, stacked)[0].sum()
+
+    found = report(loss, jnp.ones((6, 8, 8)), X, policy=F16)
+    assert found.copy_bytes == {"float16": 6 * 8 * 8 * 2}
+    assert found.activation_bytes and not any(
+        row.of_parameters for row in found.residuals if row.shape[1:] != (8, 8)
+    )
+
+
+# State.
+
+
+def test_parameters_and_gradients_by_dtype():
+    params = {"w": W, "half": jnp.ones(3, jnp.bfloat16), "steps": jnp.arange(5), "none": None}
+    found = report(lambda p, x: (x @ p["w"]).sum() + p["half"].sum(), params, X)
+    assert found.parameter_bytes == {"bfloat16": 6, "float32": 256, "int32": 20}
+    assert found.gradient_bytes == {"bfloat16": 6, "float32": 256}
+    assert found.parameters == 64 + 3
+
+
+def test_the_optimizers_state_and_its_masters():
+    count = {"int32": 4}
+    found = report(mlp, MLP, X, optimizer=optax.adam(1e-3))
+    assert found.optimizer_bytes == {"float32": 8 * found.parameters, **count}
+    assert found.master_bytes == {}
+    half = jmp.cast_to_half(MLP)
+    for flat in (False, True):
+        tx = transforms.with_master_params(optax.adam(1e-3), flat_master=flat)
+        found = report(mlp, half, X, optimizer=tx)
+        assert found.master_bytes == {"float32": 4 * found.parameters}
+        assert found.optimizer_bytes == {"float32": 8 * found.parameters, **count}
+    tx = transforms.with_loss_scale(optax.chain(tx), jmp.DynamicLossScale(2.0**15))
+    assert report(mlp, half, X, optimizer=tx).master_bytes == found.master_bytes
+
+
+def test_the_closed_forms_hold_where_all_that_is_kept_has_one_dtype():
+    def loss(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return x.sum(dtype=jnp.float32)
+
+    params = [jnp.ones((8, 8))] * 3
+    found = report(loss, params, X, optimizer=optax.adam(1e-3))
+    literals = sum(row.bytes for row in found.residuals if row.operation == "literal")
+    assert literals == 0
+    count = 4  # Adam counts its steps
+    assert found.total_bytes == found.closed_forms["16 P + 4 N"] + count
+    assert found.closed_forms["16 P + 4 N"] == 16 * 192 + 4 * found.activations
+    half = jmp.cast_to_half(params)
+    tx = transforms.with_master_params(optax.adam(1e-3))
+    found = report(loss, half, X.astype(jnp.float16), optimizer=tx)
+    assert found.total_bytes == found.closed_forms["16 P + 2 N"] + count
+
+
+def test_argnums_choose_the_parameters():
+    def loss(x, w, b):
+        return jnp.tanh(x @ w * b[None]).sum()
+
+    b = jnp.ones(8)
+    first = report(lambda w, x, b: loss(x, w, b), W, X, b)
+    assert report(loss, X, W, b, argnums=1).residual_bytes == first.residual_bytes
+    assert report(loss, X, W, b, argnums=-2).parameters == 64
+    both = report(loss, X, W, b, argnums=(1, 2), optimizer=optax.sgd(0.1, momentum=0.9))
+    assert both.parameters == 64 + 8
+    assert both.optimizer_bytes == {"float32": 4 * 72}
+
+
+# Remat.
+
+
+def blocks(checkpoint):
+    def block(h, w):
+        with jax.named_scope("block"):
+            return jnp.sin(jnp.tanh(h @ w))
+
+    def loss(w, x):
+        if checkpoint:
+            inner = jax.checkpoint(block)
+        else:
+            inner = block
+        x = jax.jit(inner)(x, w)
+        return jax.lax.scan(lambda h, _: (inner(h, w), None), x, None, length=4)[0].sum()
+
+    return loss
+
+
+@pytest.mark.parametrize("policy", ["float32", F16])
+def test_without_checkpoint_is_the_program_that_was_written_without(policy):
+    optimizer = optax.adam(1e-3)
+    found = report(blocks(True), W, X, policy=policy, optimizer=optimizer)
+    plain = report(blocks(False), W, X, policy=policy, optimizer=optimizer)
+    assert plain.without_checkpoint is None
+    assert found.activations < plain.activations
+    without = found.without_checkpoint
+    assert without.residual_bytes == plain.residual_bytes
+    assert without.activations == plain.activations
+    assert without.total_bytes == plain.total_bytes
+    assert {row.module for row in without.residuals} == {row.module for row in plain.residuals}
+
+
+def test_the_recomputation_of_a_policy_is_no_checkpoint_of_the_users():
+    x = jnp.ones((512, 64))
+    found = report(lambda w, x: jax.nn.gelu(x @ w).sum(), jnp.ones((64, 64)), x, policy=F16)
+    assert found.without_checkpoint is None
+
+
+# XLA, shapes, other forms.
+
+
+def test_xla_figures_stand_beside_what_was_counted():
+    args = {"layers": [jnp.ones((64, 64))] * 4}, jnp.ones((256, 64))
+    found = memory_report(mlp, *args)
+    expected = jax.jit(jax.value_and_grad(mlp)).lower(*args).compile().memory_analysis()
+    assert found.xla_temp_bytes == expected.temp_size_in_bytes > 0
+    held = expected.argument_size_in_bytes + expected.output_size_in_bytes
+    assert found.xla_peak_bytes == held + found.xla_temp_bytes
+    kept = sum(found.residual_bytes.values())
+    assert found.temp_ratio == found.xla_temp_bytes / kept
+    assert found.peak_ratio == found.xla_peak_bytes / (2 * 4 * found.parameters + kept)
+    without = report(mlp, *args)
+    assert (without.xla_temp_bytes, without.peak_ratio) == (None, None)
+    assert without.residuals == found.residuals
+
+
+def test_results_need_be_no_scalars_to_be_compiled():
+    def function(w, x):
+        return {"y": jnp.sin(x @ w), "rows": jnp.arange(3)}, "words"
+
+    found = memory_report(function, W, X, has_aux=True)
+    assert found.xla_peak_bytes > found.xla_temp_bytes >= 0
+
+
+@pytest.mark.parametrize("answer", [None, NotImplementedError])
+def test_a_backend_that_does_not_say_leaves_xlas_figures_out(monkeypatch, answer):
+    def memory_analysis(self):
+        if answer is not None:
+            raise answer
+        return answer
+
+    monkeypatch.setattr(jax.stages.Compiled, "memory_analysis", memory_analysis)
+    found = memory_report(scanned, W, X)
+    assert (found.xla_temp_bytes, found.temp_ratio) == (None, None)
+    assert "XLA" not in str(found)
+
+
+def test_nothing_is_run_and_bytes_are_exact_beyond_any_memory():
+    size = 10**7
+    w = jax.ShapeDtypeStruct((size, size), jnp.float32)
+    x = jax.ShapeDtypeStruct((size,), jnp.float32)
+    found = report(lambda w, x: jnp.sum(jnp.sin(w) * x[None]), w, x, optimizer=optax.adam(1e-3))
+    assert found.parameters == 10**14
+    assert found.optimizer_bytes["float32"] == 8 * 10**14
+    assert found.copy_bytes["float32"] >= 4 * 10**14  # computed of parameters alone
+    assert "4e+14" not in str(found) and "400 TB" in str(found)
+
+
+def test_shapes_may_stand_for_arrays():
+    structs = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (MLP, X))
+    assert report(mlp, *structs).to_dict() == report(mlp, MLP, X).to_dict()
+    assert memory_report(mlp, *structs).xla_temp_bytes is not None
+
+
+def test_the_factor_of_a_transformer():
+    found = report(mlp, MLP, X)
+    kept = sum(found.activation_bytes.values())
+    assert found.transformer_factor(2, 8, 4, 16) == kept / (2 * 8 * 4 * 16)
+
+
+def test_mistakes_are_named():
+    with pytest.raises(ValueError, match="argnums=2 for 2 arguments"):
+        report(mlp, MLP, X, argnums=2)
+    with pytest.raises(ValueError, match="argnums=0, but there are no floating arrays"):
+        report(lambda n, x: x.sum(), jnp.arange(3), X)
+    with pytest.raises(TypeError, match="optimizer=0.1; expected an optax"):
+        report(mlp, MLP, X, optimizer=0.1)
+    with pytest.raises(ValueError, match="Reverse-mode differentiation"):
+        report(lambda w, x: jax.lax.while_loop(lambda h: h.sum() < 9, lambda h: h @ w, x), W, X)
+
+
+# How it is shown.
+
+
+def two_reports():
+    return {policy: report(mlp, MLP, X, policy=policy) for policy in ("float32", F16)}
+
+
+def test_printed_with_rich_and_without(monkeypatch):
+    args = jnp.ones((8, 8)), jnp.ones((4, 8))
+    found = memory_report(blocks(True), *args, optimizer=optax.adam(1e-3))
+    with_rich = str(found)
+    monkeypatch.setitem(sys.modules, "rich", None)
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    plain = str(found)
+    assert plain != with_rich
+    for text in (with_rich, plain):
+        assert "16 P + 2 N" in text and "N without jax.checkpoint" in text
+        assert "XLA: temp, of what JAX keeps" in text
+        assert "test_memory_report.py" in text  # no module there
+        assert "masters" not in text  # what there is none of is left out
+
+
+def test_two_policies_in_one_table():
+    text = compare_memory(two_reports())
+    assert "float32" in text and F16 in text
+    first, second = two_reports().values()
+    assert f"{second.total_bytes / first.total_bytes:.3g}" in text
+
+
+def test_the_data_can_be_written_as_json():
+    data = json.loads(json.dumps(report(blocks(True), W, X).to_dict()))
+    assert data["activations"] < data["without_checkpoint"]["activations"]
+    assert data["residuals"][0].keys() >= {"module", "source", "operation", "dtype", "shape"}
+    assert data["closed_forms"].keys() == {"16 P + 4 N", "16 P + 2 N"}
+
+
+def test_bars_are_stacked_to_the_total():
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    reports = two_reports()
+    _, given = plt.subplots()
+    axes = plot_memory(reports, given)
+    assert axes is given
+    widths = np.array([[bar.get_width() for bar in bars] for bars in axes.containers])
+    totals = [r.total_bytes / 1e6 for r in reports.values()]
+    np.testing.assert_allclose(widths.sum(0), totals)
+    assert "masters" not in [text.get_text() for text in axes.get_legend().get_texts()]
+    plt.close("all")
+
+
+def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    with pytest.raises(ImportError, match=r"pip install 'jmp\[examples\]'"):
+        diagnostics.plot_memory(two_reports())
