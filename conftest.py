@@ -32,6 +32,14 @@ def names_for_doctests(doctest_namespace):
 
 
 @pytest.fixture
+def quick_compilation():
+    """Lets LLVM optimise less: for tests that compile much and run little."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
 def strict_promotion():
     """Refuses every implicit promotion between dtypes."""
     with jax.numpy_dtype_promotion("strict"):

@@ -292,7 +292,7 @@ def test_a_float32_policy_is_refused():
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
-def test_models_have_no_hazards_and_the_report_is_what_runs(model):
+def test_models_have_no_hazards_and_the_report_is_what_runs(model, quick_compilation):
     with jax.numpy_rank_promotion("allow"):
         function, params, batch = model.make(jnp.float32, **model.small)
         found = report(function, params, *batch)

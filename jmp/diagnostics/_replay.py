@@ -77,8 +77,11 @@ def replay(
     environment = dict(zip((*inner.constvars, *inner.invars), values, strict=True))
 
     def read(atom: Any) -> Any:
+        if not hasattr(atom, "val"):
+            return environment[atom]
         # A literal is given its dtype: where it enters a loop it would be a Python number.
-        return np.asarray(atom.val, atom.aval.dtype) if hasattr(atom, "val") else environment[atom]
+        with np.errstate(over="ignore"):  # 1e30 is infinite in float16, as it is to JAX
+            return np.asarray(atom.val, atom.aval.dtype)
 
     def run(equation: Any, index: int) -> list[Any]:
         stack = equation.source_info.name_stack
