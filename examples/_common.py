@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from rich.console import Console
 
 # Okabe and Ito's colours, told apart by every kind of colour vision.
 COLORS = ("#000000", "#D55E00", "#56B4E9", "#0072B2", "#009E73", "#CC79A7")
@@ -30,6 +31,14 @@ def device_line() -> str:
     """Returns which device and which JAX the figures belong to."""
     device = jax.devices()[0]
     return f"Training on {device.device_kind} ({device.platform}), JAX {jax.__version__}"
+
+
+def begin(arguments: argparse.Namespace) -> Console:
+    """Makes the output folder, and says which device and which JAX the figures belong to."""
+    console = Console()
+    console.print(device_line())
+    arguments.output_dir.mkdir(parents=True, exist_ok=True)
+    return console
 
 
 def write_report(path: pathlib.Path, options: argparse.Namespace, **results: Any) -> None:

@@ -25,8 +25,7 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import optax
-from _common import COLORS, device_line, positive, write_report
-from rich.console import Console
+from _common import COLORS, begin, positive, write_report
 from rich.progress import Progress
 from rich.table import Table
 
@@ -178,9 +177,7 @@ def plot(results: dict[str, Any], lost: float, path: pathlib.Path) -> None:
 
 def main() -> None:
     arguments = parse_arguments()
-    console = Console()
-    console.print(device_line())
-    arguments.output_dir.mkdir(parents=True, exist_ok=True)
+    console = begin(arguments)
     text, vocabulary = load_text()
     data = batches(text, arguments)
     model = CharLM(vocabulary, arguments.width)

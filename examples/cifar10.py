@@ -26,7 +26,7 @@ import numpy as np
 import optax
 from _checkpoints import Checkpoints, check_checkpoints
 from _cifar10_files import FOLDER, load_data
-from _common import COLORS, device_line, positive, write_report
+from _common import COLORS, begin, positive, write_report
 from flax import serialization
 from rich import box
 from rich.console import Console
@@ -339,9 +339,7 @@ def main() -> None:
     except ValueError as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
 
-    console = Console()
-    console.print(device_line())
-    arguments.output_dir.mkdir(parents=True, exist_ok=True)
+    console = begin(arguments)
     arguments.checkpoint_dir.mkdir(parents=True, exist_ok=True)
     auto, devices = (jax.sharding.AxisType.Auto,), jax.devices()[: arguments.devices]
     mesh = jax.make_mesh((len(devices),), ("data",), axis_types=auto, devices=devices)

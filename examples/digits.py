@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import optax
-from _common import COLORS, device_line, positive, write_report
+from _common import COLORS, begin, positive, write_report
 from flax import serialization
 from rich import box
 from rich.console import Console
@@ -308,9 +308,7 @@ def plot(results: dict[str, Any], path: pathlib.Path) -> None:
 
 def main() -> None:
     arguments = parse_arguments()
-    console = Console()
-    console.print(device_line())
-    arguments.output_dir.mkdir(parents=True, exist_ok=True)
+    console = begin(arguments)
     data = load_data()
     results = {}
     with Progress(console=console) as progress:

@@ -25,8 +25,7 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import optax
-from _common import COLORS, device_line, positive, write_report
-from rich.console import Console
+from _common import COLORS, begin, positive, write_report
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
@@ -124,9 +123,7 @@ def plot(history: list[Any], cured: int, path: pathlib.Path) -> None:
 
 def main() -> None:
     arguments = parse_arguments()
-    console = Console()
-    console.print(device_line())
-    arguments.output_dir.mkdir(parents=True, exist_ok=True)
+    console = begin(arguments)
 
     digits = load_digits()
     images = (digits.images / 16).astype(np.float32)

@@ -30,7 +30,7 @@ import matplotlib
 import numpy as np
 import optax
 from _checkpoints import Checkpoints, check_checkpoints
-from _common import COLORS, device_line, positive, write_report
+from _common import COLORS, begin, positive, write_report
 from _text import load_text
 from flax import nnx
 from rich.console import Console
@@ -364,10 +364,8 @@ def main() -> None:
     except (ValueError, OSError, NotImplementedError) as error:  # the last: an absolute pattern
         parser.exit(2, f"{parser.prog}: error: {error}\n")
 
-    console = Console()
-    console.print(device_line())
-    for folder in (arguments.output_dir, arguments.checkpoint_dir):
-        folder.mkdir(parents=True, exist_ok=True)
+    console = begin(arguments)
+    arguments.checkpoint_dir.mkdir(parents=True, exist_ok=True)
     programs = make_programs(arguments)
     state, history = run(arguments, Setup(programs, jax.device_put(texts), record, console))
     if len(history["loss"]) < arguments.steps:

@@ -18,9 +18,8 @@ import jax
 import jax.numpy as jnp
 import matplotlib
 import numpy as np
-from _common import device_line, positive, write_report
+from _common import begin, positive, write_report
 from char_lm import CharLM, batches, load_text, loss_fn
-from rich.console import Console
 
 from jmp import diagnostics
 
@@ -54,9 +53,7 @@ def plot(reports: dict[str, diagnostics.RangeReport], path: pathlib.Path) -> Non
 
 def main() -> None:
     arguments = parse_arguments()
-    console = Console()
-    console.print(device_line())
-    arguments.output_dir.mkdir(parents=True, exist_ok=True)
+    console = begin(arguments)
     text, vocabulary = load_text()
     batch = jnp.asarray(batches(text, arguments)[0])
     model = CharLM(vocabulary, arguments.width)

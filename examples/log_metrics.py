@@ -21,9 +21,8 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import optax
-from _common import COLORS, device_line, positive, write_report
+from _common import COLORS, begin, positive, write_report
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from sklearn.datasets import load_digits
 
@@ -120,9 +119,7 @@ def plot(lines: list[dict[str, float]], path: pathlib.Path) -> None:
 
 def main() -> None:
     arguments = parse_arguments()
-    console = Console()
-    console.print(device_line())
-    arguments.output_dir.mkdir(parents=True, exist_ok=True)
+    console = begin(arguments)
     path = arguments.output_dir / "log_metrics.csv"
     lines = train(arguments, path)
 

@@ -22,6 +22,11 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
 
 
+def holds_numbers(leaf: Any) -> bool:
+    """Returns whether `leaf` is an array that JAX takes; one of strings or objects is not."""
+    return is_array(leaf) and not (isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OSUMm")
+
+
 def is_complex(leaf: Any) -> bool:
     """Returns whether `leaf` is an array of complex numbers that JAX knows."""
     return is_array(leaf) and leaf.dtype.type in (np.complex64, np.complex128)

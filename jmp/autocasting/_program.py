@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jmp import _jax_compat
 from jmp.autocasting._emit import run_plan
@@ -24,7 +23,7 @@ from jmp.autocasting._regions import AUTOCAST, RegionRules
 from jmp.autocasting._settings import Settings
 from jmp.autocasting._values import FLOAT32
 from jmp.rules import Rule, UnusedRuleWarning
-from jmp.trees import as_jax_array, cast_leaf, is_array
+from jmp.trees import as_jax_array, cast_leaf, holds_numbers
 
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -76,8 +75,8 @@ class Program:
     def trace(self, args: Any, kwargs: Any) -> Traced:
         """Traces and plans, or finds what was traced and planned before."""
         leaves, structure = jax.tree.flatten((args, kwargs))
-        static = tuple(None if _is_numbers(leaf) else _Static.of(leaf) for leaf in leaves)
-        arrays = [as_jax_array(leaf) for leaf in leaves if _is_numbers(leaf)]
+        static = tuple(None if holds_numbers(leaf) else _Static.of(leaf) for leaf in leaves)
+        arrays = [as_jax_array(leaf) for leaf in leaves if holds_numbers(leaf)]
         in_half = self._in_half(args, kwargs) if self.apply_to else [False] * len(arrays)
         try:
             flat = self._flat_function(structure, static)
@@ -116,13 +115,13 @@ class Program:
         return [
             isinstance(leaf, _Named)
             for leaf in leaves
-            if isinstance(leaf, _Named) or _is_numbers(leaf)
+            if isinstance(leaf, _Named) or holds_numbers(leaf)
         ]
 
     def _mark(self, name: str, argument: Any) -> Any:
         if name not in self.apply_to:
             return argument
-        return jax.tree.map(lambda leaf: _Named() if _is_numbers(leaf) else leaf, argument)
+        return jax.tree.map(lambda leaf: _Named() if holds_numbers(leaf) else leaf, argument)
 
     def _plan(self, jaxpr: Any, constants: Sequence[Any], in_half: Sequence[bool]) -> Plan:
         regions = RegionRules(self.rules, self.settings.compute_dtype)
@@ -183,11 +182,6 @@ class _Static(NamedTuple):
         return cls(type(leaf), leaf, repr(leaf) if isinstance(leaf, float | complex) else "")
 
 
-def _is_numbers(leaf: Any) -> bool:
-    """Returns whether a leaf is an array that JAX takes; one of strings or objects is not."""
-    return is_array(leaf) and not (isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OSUMm")
-
-
 class _Named:
     """Stands for an array among arguments that `apply_to` names."""
 
@@ -221,8 +215,8 @@ class Packed:
     def pack(cls, result: Any) -> "Packed":
         """Takes the arrays of a result apart from the rest."""
         leaves, structure = jax.tree.flatten(result)
-        static = tuple(None if _is_numbers(leaf) else (leaf,) for leaf in leaves)
-        return cls([leaf for leaf in leaves if _is_numbers(leaf)], structure, static)
+        static = tuple(None if holds_numbers(leaf) else (leaf,) for leaf in leaves)
+        return cls([leaf for leaf in leaves if holds_numbers(leaf)], structure, static)
 
     def restore(self) -> Any:
         """Puts the result together again."""

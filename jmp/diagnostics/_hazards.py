@@ -8,9 +8,9 @@ from jmp import _jax_compat
 from jmp.autocasting._program import Traced
 from jmp.diagnostics._flops import flops
 from jmp.diagnostics._places import module_path, source_line
+from jmp.diagnostics._ranges import HALVES
 from jmp.diagnostics._rows import Row
 
-HALVES = ("float16", "bfloat16")
 # Float32 products that are what somebody asked for.
 DELIBERATE = ("the user asked", "an inner autocast", "asked for by")
 

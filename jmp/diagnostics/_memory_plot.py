@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from jmp.diagnostics._axes import axes_or_new
+
 # Okabe and Ito's colours, told apart by every kind of colour vision.
 COLORS = {
     "parameters": "#0072B2",
@@ -30,14 +32,7 @@ def plot_memory(reports: Mapping[str, Any], axes: Any = None) -> Any:
     >>> plot_memory({"float32": report}).get_xlabel()
     'MB'
     """
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError as error:
-        raise ImportError(
-            "plot_memory needs matplotlib, which is not installed: pip install 'jmp[examples]'."
-        ) from error
-    if axes is None:
-        _, axes = plt.subplots(figsize=(6.4, 1.2 + 0.5 * len(reports)), layout="constrained")
+    axes = axes_or_new(axes, "plot_memory", 6.4, 1.2 + 0.5 * len(reports))
     largest = max((report.total_bytes for report in reports.values()), default=0)
     unit, name = (1e9, "GB") if largest >= 1e9 else (1e6, "MB")
     ends = [0.0] * len(reports)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 
 from jmp import _jax_compat
 from jmp.autocasting._regions import AUTOCAST
@@ -15,7 +14,7 @@ from jmp.diagnostics._interpreter import Interpreter
 from jmp.diagnostics._origins import Origin, Place, earliest
 from jmp.diagnostics._places import module_path
 from jmp.diagnostics._states import NAN, Operand
-from jmp.trees import as_jax_array, is_array
+from jmp.trees import as_jax_array, holds_numbers
 
 
 def find_nonfinite(fun: Callable[..., Any]) -> Callable[..., "NonFinite | None"]:
@@ -48,7 +47,7 @@ def find_nonfinite(fun: Callable[..., Any]) -> Callable[..., "NonFinite | None"]
     def find(*args: Any, **kwargs: Any) -> NonFinite | None:
         named, structure = jax.tree_util.tree_flatten_with_path((args, kwargs))
         leaves = [leaf for _, leaf in named]
-        positions = [i for i, leaf in enumerate(leaves) if _is_numbers(leaf)]
+        positions = [i for i, leaf in enumerate(leaves) if holds_numbers(leaf)]
         for leaf in leaves:
             _check_has_numbers(leaf)
 
@@ -57,7 +56,7 @@ def find_nonfinite(fun: Callable[..., Any]) -> Callable[..., "NonFinite | None"]
             for position, array in zip(positions, arrays, strict=True):
                 filled[position] = array
             args, kwargs = jax.tree.unflatten(structure, filled)
-            return [x for x in jax.tree.leaves(fun(*args, **kwargs)) if _is_numbers(x)]
+            return [x for x in jax.tree.leaves(fun(*args, **kwargs)) if holds_numbers(x)]
 
         arrays = [as_jax_array(leaves[i]) for i in positions]
         closed = jax.make_jaxpr(flat)(*arrays)
@@ -166,11 +165,6 @@ def _non_finite(origin: Origin) -> NonFinite:
 
 def _name(path: Any) -> str:
     return ("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:])
-
-
-def _is_numbers(leaf: Any) -> bool:
-    """Returns whether a leaf is an array that JAX takes; one of strings or objects is not."""
-    return is_array(leaf) and not (isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OSUMm")
 
 
 def _check_has_numbers(leaf: Any) -> None:

@@ -11,8 +11,9 @@ import jax
 from jmp import _jax_compat
 from jmp.autocasting._autocast import make_program
 from jmp.autocasting._program import Program, Traced
-from jmp.diagnostics._hazards import HALVES, delicate_in_half, odd_sizes, unused_rules
+from jmp.diagnostics._hazards import delicate_in_half, odd_sizes, unused_rules
 from jmp.diagnostics._places import source_line, with_paths
+from jmp.diagnostics._ranges import HALVES
 from jmp.diagnostics._rendering import render
 from jmp.diagnostics._residuals import residuals
 from jmp.diagnostics._rows import Row, rows_of

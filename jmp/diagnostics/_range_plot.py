@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from jmp.diagnostics._axes import axes_or_new
 from jmp.diagnostics._ranges import Limits, Range
 
 # Okabe and Ito's colours, told apart by every kind of colour vision; and by dashes in print.
@@ -20,14 +21,7 @@ TOP = 30.0  # of the share's axis: room for the legend above 100 %
 
 def draw(totals: Sequence[Range], limits: Limits, scale: float | None, axes: Any) -> Any:
     """Draws a line for each total; see `RangeReport.plot`."""
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError as error:
-        raise ImportError(
-            "plot needs matplotlib, which is not installed: pip install 'jmp[examples]'."
-        ) from error
-    if axes is None:
-        _, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
+    axes = axes_or_new(axes, "plot", 6.4, 3.6)
     axes.set_yscale("log")
     _fit(axes, totals, limits, scale)
     _shade(axes, limits)
