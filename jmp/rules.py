@@ -56,7 +56,12 @@ class PolicyRules:
         self._unused = dict.fromkeys(range(len(self._rules)))
 
     def policy_for(
-        self, path: str, module_types: Sequence[type] = (), *, anywhere: bool = False
+        self,
+        path: str,
+        module_types: Sequence[type] = (),
+        *,
+        root: str = "",
+        anywhere: bool = False,
     ) -> Policy:
         """Returns the policy of the first rule that matches, else the default.
 
@@ -64,10 +69,14 @@ class PolicyRules:
           path: names joined by slashes; "" is the root.
           module_types: the classes of the module at `path` and of those around it, innermost
             first, where known.
+          root: what the root is called, where it has a name: a target may begin with it, so that
+            "*/head" finds a head at the top.
           anywhere: a glob may match from any name of the path on, not from the first alone: where
             the root's name is not the user's.
         """
         prefixes = _path_and_ancestors(path)
+        if root:
+            prefixes += _path_and_ancestors(f"{root}/{path}" if path else root)
         if anywhere:
             names = path.split("/")
             tails = ["/".join(names[start:]) for start in range(len(names))]

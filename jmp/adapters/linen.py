@@ -1,20 +1,16 @@
 """Flax linen: run an unmodified model in mixed precision, and train it with atomic steps.
 
-`wrap_apply(model.apply, policy)` gives a function that is called exactly as `model.apply` is.
-Inside it every module computes in the dtype its rule asks for:
-  - Flax's own layers get it as their `dtype` where the model left that at None, and cast their
-    parameters at each use, inside scans too, so that gradients add up in float32;
-  - other modules get the parameters they declare themselves in that dtype;
-  - at the border between two dtypes (a BatchNorm inside a half network) inputs are cast on entry
-    and outputs on exit, so that what follows a float32 norm is half again.
-Nothing is patched: modules are changed for the length of a call, on the copies that `apply` makes.
+`wrap_apply(model.apply, policy)` gives a function that is called exactly as `model.apply` is, and
+computes by `jmp.autocast`: each product in half, forward and backward, whatever `dtype` the model's
+layers name; norms, softmax, sums and running statistics in float32. Rules name modules by path or
+by class: while the model is traced, Flax tells which module is being called.
 
 `TrainState` skips a step atomically: parameters, optimizer state, batch statistics and step count
 move together or not at all. Importing this module also teaches `flax.serialization` loss scales.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import flax.linen as nn
@@ -25,17 +21,13 @@ from flax.training import train_state
 
 from jmp import transforms
 from jmp.adapters import _flax_serialization
-from jmp.adapters._linen_interception import Interceptor
-from jmp.adapters._norms import (
-    FLOAT32,
-    is_norm_parameters,
-    keeps_norms_float32,
-    rules_for_modules,
-)
-from jmp.loss_scaling import LossScale, NoOpLossScale
+from jmp.adapters._atomic import keep_if_skipped, loss_scale_in
+from jmp.adapters._module_policies import ModulePolicies
+from jmp.adapters._norms import FLOAT32, is_norm_parameters, keeps_norms_float32
+from jmp.loss_scaling import LossScale
 from jmp.policy import Policy, get_policy
 from jmp.rules import PolicyRules, Rule
-from jmp.trees import cast_floating, cast_leaf, path_string, select_tree
+from jmp.trees import cast_floating, cast_leaf, cast_to_at_least_float32, path_string
 
 T = TypeVar("T")
 
@@ -46,23 +38,34 @@ def wrap_apply(
     apply_fn: Callable[..., Any],
     policy: str | Policy,
     rules: Sequence[Rule] | None = None,
+    *,
+    keep_dtypes: bool = False,
+    **options: Any,
 ) -> Callable[..., Any]:
     """Returns `apply_fn` computing by `policy`; call it exactly as before.
 
     Args:
-      apply_fn: `model.apply` of an unmodified model. Parameters may be stored in float32 (O1) or in
-        half but for the norms (O2, see `cast_params`).
+      apply_fn: `model.apply` of an unmodified model, or any function of its variables that applies
+        it, such as the `__call__` of a Hugging Face model. Variables are its first argument, or its
+        keyword argument `variables` or `params`. Parameters may be stored in float32 (O1) or in
+        half but for the norms (O2, see `cast_params`): these count as float32 numbers, and their
+        gradients come back in half.
       policy: its compute dtype is for products, its output dtype for what the call returns.
-        Floating inputs of the call are cast to the compute dtype.
-      rules: `(target, policy)` pairs, see `jmp.rules`. Norm layers are float32 behind them; a rule
-        for a norm overrides that, and `rules=()` switches it off. Without rules a pure half policy
-        (O3) keeps nothing in float32.
+      rules: `(target, policy)` pairs, see `jmp.rules`; a path is that of a module, "*/head" finds
+        one at the top too. `("head", "float32")` computes the head in float32. Norms compute in
+        float32 from half inputs in every policy; a float32 rule for one keeps its output float32.
+      keep_dtypes: whether modules that say `dtype=jnp.float32` compute in float32. Most published
+        models say it as a default, so by default the policy decides; a rule wins in either case.
+      **options: those of `jmp.autocast`, such as `recompute="none"`.
 
     Returns: a function with `apply_fn`'s signature. Updated batch statistics come back in float32
-      whatever dtype they were passed in (in half under O3).
+      whatever dtype they were passed in (in half under O3); other collections keep their dtypes.
+      A model that was wrapped by itself keeps its own policy inside another.
 
-    Warns: `UnusedRuleWarning` for a rule that matched nothing; UserWarning for a layer that stays
-      in float32 because the model says `dtype=jnp.float32`.
+    Raises:
+      ValueError: policy and rules name two half dtypes; or `jmp.autocast` refuses an option.
+
+    Warns: `UnusedRuleWarning` for a rule that matched no module and no parameter.
 
     >>> import flax.linen as nn
     >>> model = nn.Dense(3)
@@ -70,24 +73,40 @@ def wrap_apply(
     >>> wrap_apply(model.apply, "p=f32,c=bf16,o=bf16")(variables, jnp.ones((1, 2))).dtype
     dtype(bfloat16)
     """
-    policy = get_policy(policy)
-    module_rules = rules_for_modules(policy, rules)
-    pure_half = not keeps_norms_float32(policy, rules)
-    statistics_dtype = policy.param_dtype if pure_half else FLOAT32.param_dtype
+    modules = ModulePolicies(policy, rules, options, keep_dtypes=keep_dtypes)
+    keeps_float32 = keeps_norms_float32(modules.policy, rules)
+    statistics_dtype = FLOAT32.param_dtype if keeps_float32 else modules.policy.param_dtype
+
+    def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+        if not modules.are_in_force:  # a model wrapped by itself stands inside this one
+            return call(*args, **kwargs)
+        module, *around = _with_parents(context.module)
+        root = [module, *around][-1]
+        classes = [type(node) for node in (module, *around)]
+        named = modules.named(module, "/".join(module.path), classes, root=type(root).__name__)
+        with modules.scope(named):
+            return call(*args, **kwargs)
 
     @functools.wraps(apply_fn)
-    def wrapped(variables: Any, *args: Any, **kwargs: Any) -> Any:
-        variables = _cast_statistics(variables, statistics_dtype)
-        args, kwargs = policy.cast_to_compute((args, kwargs))
-        with nn.intercept_methods(Interceptor(module_rules, policy.compute_dtype)):
-            result = apply_fn(variables, *args, **kwargs)
-        for path, _ in _parameters_with_path(variables):  # rules may name single parameters
-            module_rules.policy_for(path)
-        module_rules.warn_unused()
+    def in_float32(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _map_variables(_widen, args, kwargs)
+        with modules.in_force(), nn.intercept_methods(intercept):
+            result = apply_fn(*args, **kwargs)
+        for variables in _variables_among(args, kwargs):  # rules may name single parameters
+            for path, _ in _parameters_with_path(variables):
+                modules.rules.policy_for(path)
+        modules.rules.warn_unused()
+        return result
+
+    lowered = modules.autocast(in_float32)
+
+    @functools.wraps(apply_fn)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        result = lowered(*args, **kwargs)
         if kwargs.get("mutable", False) is False:
-            return policy.cast_to_output(result)
+            return modules.policy.cast_to_output(result)
         output, updated = result
-        return policy.cast_to_output(output), _cast_statistics(updated, statistics_dtype)
+        return modules.policy.cast_to_output(output), _cast_statistics(updated, statistics_dtype)
 
     return wrapped
 
@@ -165,8 +184,7 @@ class TrainState(train_state.TrainState):
     @property
     def loss_scale(self) -> LossScale:
         """The loss scale in force, wherever the optimizer holds it; `NoOpLossScale` if nowhere."""
-        scaling = transforms.loss_scale_state(self.opt_state)
-        return NoOpLossScale() if scaling is None else scaling.loss_scale
+        return loss_scale_in(self.opt_state)
 
     def apply_gradients(self, *, grads: Any, **kwargs: Any) -> "TrainState":
         """Returns the next state, or on overflow this one with a smaller scale.
@@ -177,37 +195,70 @@ class TrainState(train_state.TrainState):
             the step and stay as they were if it is skipped.
         """
         new = super().apply_gradients(grads=grads, **kwargs)
-        scaling = transforms.loss_scale_state(new.opt_state)
-        if scaling is None or isinstance(scaling.loss_scale, NoOpLossScale):
-            return new
         moved = {"step", *kwargs}
-        kept = {name: getattr(self, name) for name in moved}
-        stepped = {name: getattr(new, name) for name in moved}
-        return new.replace(**select_tree(scaling.grads_finite, stepped, kept))
+        before = {name: getattr(self, name) for name in moved}
+        after = {name: getattr(new, name) for name in moved}
+        return new.replace(**keep_if_skipped(new.opt_state, after, before))
+
+
+def _with_parents(module: nn.Module) -> list[nn.Module]:
+    """Returns a module and those around it, innermost first."""
+    nodes = []
+    node: Any = module
+    while isinstance(node, nn.Module):
+        nodes.append(node)
+        node = node.parent
+    return nodes
+
+
+def _map_variables(function: Callable[[Any], Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Applies `function` to the variables among the arguments of an apply function."""
+    if args and isinstance(args[0], Mapping):
+        args = (function(args[0]), *args[1:])
+    named = {name: kwargs[name] for name in ("variables", "params") if name in kwargs}
+    return args, {**kwargs, **{name: function(value) for name, value in named.items()}}
+
+
+def _variables_among(args: Any, kwargs: Any) -> list[Any]:
+    found: list[Any] = []
+    _map_variables(found.append, args, kwargs)
+    return found
+
+
+def _widen(variables: Any) -> Any:
+    """Returns half parameters and statistics in float32; what a model caches keeps its dtype."""
+    if not any(_has_collection(variables, name) for name in ("params", "batch_stats")):
+        return cast_to_at_least_float32(variables)  # the parameters alone
+    wide = {
+        name: cast_to_at_least_float32(collection)
+        for name, collection in variables.items()
+        if name in ("params", "batch_stats")
+    }
+    return type(variables)({**variables, **wide})
 
 
 def _cast_statistics(variables: Any, dtype: np.dtype) -> Any:
-    if not _has_collections(variables, "batch_stats"):
+    if not _has_collection(variables, "batch_stats"):
         return variables
     return type(variables)(
         {**variables, "batch_stats": cast_floating(variables["batch_stats"], dtype)}
     )
 
 
-def _has_collections(variables: Any, name: str) -> bool:
+def _has_collection(variables: Any, name: str) -> bool:
     return hasattr(variables, "keys") and name in variables
 
 
 def _parameters_with_path(variables: Any) -> list[tuple[str, Any]]:
-    params = variables["params"] if _has_collections(variables, "params") else variables
-    if not _has_collections(variables, "params") and _has_collections(variables, "batch_stats"):
+    params = variables["params"] if _has_collection(variables, "params") else variables
+    if not _has_collection(variables, "params") and _has_collection(variables, "batch_stats"):
         return []
     return [(path_string(p), leaf) for p, leaf in jax.tree_util.tree_leaves_with_path(params)]
 
 
 def _path_in_params(path: Any, variables: Any) -> str:
     collection, _, rest = path_string(path).partition("/")
-    if _has_collections(variables, "params"):
+    if _has_collection(variables, "params"):
         return rest if collection == "params" else ""
     return path_string(path)
 

@@ -1,64 +1,129 @@
 """Flax nnx: run an unmodified model in mixed precision, and train it with atomic steps.
 
-`with_policy(model, policy)` returns a second view of the model: new module objects around the
-*same* Variables. On it Flax's own layers have their `dtype` set where the model left it at None,
-and where two dtypes meet (a norm inside a half network, the model's outside) modules cast their
-inputs on entry and their outputs on exit. The model that was passed keeps its configuration.
+Two ways in, both by `jmp.autocast`:
+  - `autocast(loss_fn, policy)`, lifted as `nnx.jit` and `nnx.grad` are: modules stand among the
+    arguments, and what the function changes in them (statistics, counts, caches) is written back;
+  - `with_policy(model, policy)`, a second view of a model: new module objects around the *same*
+    Variables, each of which computes by the policy when it is called.
 
-A parameter that a module of your own multiplies itself (`x @ self.w`) is not seen here and stays in
-the dtype it is stored in: give it an explicit cast, or use one of Flax's layers.
+`train_step` skips a step atomically: parameters, optimizer state, batch statistics and step count
+move together or not at all.
 """
 
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import numpy as np
 from flax import nnx
 
-from jmp import transforms
-from jmp.adapters._borders import call_across_border, warn_if_explicitly_float32
+from jmp.adapters._atomic import keep_if_skipped, loss_scale_in
+from jmp.adapters._module_policies import ModulePolicies
+from jmp.adapters._nnx_modules import lift, mark_parameters, variables_with_path, view_of
 from jmp.adapters._norms import FLOAT32, rules_for_modules
-from jmp.dtypes import is_half
-from jmp.loss_scaling import LossScale, NoOpLossScale
+from jmp.loss_scaling import LossScale
 from jmp.loss_scaling._gradients import scaled_loss
 from jmp.policy import Policy, get_policy
-from jmp.rules import PolicyRules, Rule
-from jmp.trees import cast_leaf, select_tree
+from jmp.rules import Rule
+from jmp.trees import cast_leaf
 
 M = TypeVar("M", bound=nnx.Module)
 
 
-def with_policy(model: M, policy: str | Policy, rules: Sequence[Rule] | None = None) -> M:
+def autocast(
+    fun: Any = None,
+    policy: str | Policy | None = None,
+    *,
+    rules: Sequence[Rule] = (),
+    **options: Any,
+) -> Any:
+    """Returns `fun`, a function of nnx modules, computing in mixed precision; see `jmp.autocast`.
+
+    Args:
+      fun: a function whose arguments may be, or contain, modules, optimizers and `nnx.Rngs`, such
+        as a loss: `nnx.value_and_grad(autocast(loss_fn, policy))(model, batch)`. Left out, a
+        decorator is returned. Half parameters count as float32 numbers; their gradients come back
+        in half.
+      policy: its compute dtype is read, and nothing else. Results keep the dtypes `fun` returns.
+      rules: `(target, policy)` pairs, see `jmp.rules`; paths are attribute names from a module
+        among the arguments on, joined by slashes.
+      **options: those of `jmp.autocast`.
+
+    Returns: a function with `fun`'s signature. What `fun` changes in its modules is changed.
+
+    Raises:
+      TypeError: no policy; `fun` is a module or a method of one.
+      ValueError: policy and rules name two half dtypes.
+
+    Warns: `UnusedRuleWarning` for a rule that matched no module and no parameter.
+
+    >>> from flax import nnx
+    >>> @nnx.jit
+    ... @autocast(policy="mixed_bfloat16")
+    ... def loss_fn(model, x):
+    ...     return model(x).sum()
+    >>> loss_fn(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), jnp.ones((1, 2))).dtype
+    dtype('float32')
+    """
+    if policy is None:
+        raise TypeError(
+            f"autocast got no policy (its first argument is {fun!r}); write "
+            "autocast(fun, 'mixed_float16') or @autocast(policy='mixed_float16')."
+        )
+    modules = ModulePolicies(policy, rules, options)
+    if fun is None:
+        return functools.partial(autocast, policy=policy, rules=rules, **options)
+    if isinstance(fun, nnx.Module):
+        raise TypeError(
+            f"autocast got the module {type(fun).__name__}; expected a function of modules. For a "
+            "module that computes in half write with_policy(model, policy)."
+        )
+    if isinstance(getattr(fun, "__self__", None), nnx.Module):
+        raise TypeError(
+            f"autocast got {fun.__qualname__}, a method bound to its module, whose changes would "
+            f"be lost. Write autocast({fun.__qualname__}, policy)(model, ...)."
+        )
+    return lift(fun, modules)
+
+
+def with_policy(
+    model: M, policy: str | Policy, rules: Sequence[Rule] | None = None, **options: Any
+) -> M:
     """Returns a view of `model` that computes by `policy` and shares its Variables.
+
+    Calling the view, or a module inside it, computes by autocast. Its other methods run as written
+    but for the modules they call; to lower one whole: `autocast(Model.encode, policy)(model, x)`.
 
     Args:
       model: an unmodified model; its configuration stays as it is. Half running statistics are
-        brought back to float32 in place: Flax updates them in float32 in any case.
-      policy: its compute dtype is for products, its output dtype for what calling the view returns.
-        Floating inputs of the call are cast to the compute dtype.
+        brought back to float32 in place: Flax updates them in float32 in any case. A view is taken
+        for the model it shows, so that a second policy replaces the first; a view *inside* a model
+        keeps its own.
+      policy: its compute dtype is for products, its output dtype for what a call returns.
       rules: `(target, policy)` pairs, see `jmp.rules`; paths are attribute names joined by slashes.
-        Norm layers are float32 behind them; a rule for a norm overrides that, `rules=()` switches
-        it off. Without rules a pure half policy (O3) keeps no norm in float32.
+        Norms compute in float32 from half inputs in every policy.
+      **options: those of `jmp.autocast`.
 
     Returns: a module of a subclass of the model's class, for `nnx.split` and `merge`, `nnx.jit`,
-      `nnx.value_and_grad` and `nnx.Optimizer`. Modes are its own: call `eval()` on the view.
+      `nnx.value_and_grad` and `nnx.Optimizer`. Modes are its own: `view.eval()` sets the view's
+      alone, and leaves `model` in the mode it is in.
 
-    Warns: `UnusedRuleWarning` for a rule that matched nothing; UserWarning for a layer that stays
-      in float32 because the model says `dtype=jnp.float32`.
+    Raises:
+      TypeError: `model` is no module.
+      ValueError: policy and rules name two half dtypes.
+
+    Warns: `UnusedRuleWarning` for a rule that matched no module and no parameter.
 
     >>> from flax import nnx
     >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     >>> half = with_policy(model, "p=f32,c=bf16,o=bf16")
-    >>> half(jnp.ones((1, 2))).dtype, half.kernel is model.kernel, model.dtype
-    (dtype(bfloat16), True, None)
+    >>> half(jnp.ones((1, 2))).dtype, half.kernel is model.kernel
+    (dtype(bfloat16), True)
     """
-    policy = get_policy(policy)
-    module_rules = rules_for_modules(policy, rules)
-    view = _View(module_rules).of(model, "", (), policy)
-    for path, _, _ in _variables_with_path(model):  # rules may name single parameters
-        module_rules.policy_for(path)
-    module_rules.warn_unused()
+    _check_kind("with_policy", "model", model, nnx.Module)
+    modules = ModulePolicies(policy, rules, options)
+    view = view_of(model, modules)
+    mark_parameters(model, modules)
+    modules.rules.warn_unused()
     _set_values(model, lambda variable, _: FLOAT32 if _is_statistic(variable) else None)
     return view
 
@@ -103,8 +168,7 @@ def loss_scale(optimizer: nnx.Optimizer) -> LossScale:
     >>> loss_scale(nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param))
     NoOpLossScale()
     """
-    scaling = _scaling(optimizer)
-    return NoOpLossScale() if scaling is None else scaling.loss_scale
+    return loss_scale_in(nnx.as_pure(optimizer.opt_state))
 
 
 def train_step(
@@ -129,152 +193,69 @@ def train_step(
       has_aux: whether `loss_fn` returns something beside the loss.
 
     Returns: the unscaled loss in at least float32, or `(loss, aux)`.
-    Raises: TypeError if the loss is not a real floating scalar.
+    Raises: TypeError if an argument is of the wrong kind, or the loss is not a real floating
+      scalar; nothing has changed then.
+
+    >>> from flax import nnx
+    >>> import optax
+    >>> from jmp import transforms
+    >>> model = with_policy(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), "mixed_float16")
+    >>> tx = transforms.mixed_precision(optax.sgd(0.1), "mixed_float16")
+    >>> optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    >>> step = nnx.jit(lambda m, o, x: train_step(lambda m, x: (m(x) ** 2).mean(), m, o, x))
+    >>> step(model, optimizer, jnp.ones((4, 2))).dtype
+    dtype('float32')
     """
-    statistics = nnx.as_pure(nnx.state(model, nnx.BatchStat))
+    if not callable(loss_fn) or isinstance(loss_fn, nnx.Module):
+        raise TypeError(
+            f"train_step got {_kind(loss_fn)} as loss_fn; expected a function of the model. The "
+            "order is train_step(loss_fn, model, optimizer, *args)."
+        )
+    _check_kind("train_step", "model", model, nnx.Module)
+    _check_kind("train_step", "optimizer", optimizer, nnx.Optimizer)
+    before = _beside_parameters(model, optimizer)
     differentiate = nnx.value_and_grad(
         scaled_loss(loss_fn, loss_scale(optimizer), has_aux),
         argnums=nnx.DiffState(0, optimizer.wrt),
         has_aux=True,
     )
     (_, (value, aux)), gradients = differentiate(model, *args)
-    step = optimizer.step[...]
     optimizer.update(model, gradients)
-
-    scaling = _scaling(optimizer)
-    if scaling is not None and not isinstance(scaling.loss_scale, NoOpLossScale):
-        finite = scaling.grads_finite
-        new_statistics = nnx.as_pure(nnx.state(model, nnx.BatchStat))
-        nnx.update(model, select_tree(finite, new_statistics, statistics))
-        optimizer.step[...] = select_tree(finite, optimizer.step[...], step)
+    opt_state = nnx.as_pure(optimizer.opt_state)
+    statistics, step = keep_if_skipped(opt_state, _beside_parameters(model, optimizer), before)
+    nnx.update(model, statistics)
+    optimizer.step[...] = step
     return (value, aux) if has_aux else value
 
 
-class _View:
-    """Copies modules, not Variables, and sets on each copy how it computes."""
-
-    def __init__(self, rules: PolicyRules) -> None:
-        self._rules = rules
-        self._copies: dict[int, Any] = {}  # a module used in two places stays one module
-
-    def of(self, node: Any, path: str, around: tuple[type, ...], outer: Policy) -> Any:
-        """Returns `node` with every module in it replaced by its view.
-
-        Args:
-          node: a module, a container of modules, or anything else, which is returned as it is.
-          path: its attribute path.
-          around: classes of the modules around it, innermost first.
-          outer: what surrounds it. At the root its output dtype is what leaves the model.
-        """
-        if isinstance(node, (list, tuple)) and not hasattr(node, "_fields"):
-            return type(node)(
-                self.of(v, _join(path, str(i)), around, outer) for i, v in enumerate(node)
-            )
-        if isinstance(node, dict):
-            return {k: self.of(v, _join(path, str(k)), around, outer) for k, v in node.items()}
-        if not isinstance(node, nnx.Pytree) or isinstance(node, nnx.Variable):
-            return node
-        if id(node) in self._copies:
-            return self._copies[id(node)]
-
-        classes = (type(node), *around)
-        own = self._rules.policy_for(path, classes)
-        copy = object.__new__(type(node))
-        self._copies[id(node)] = copy
-        attributes = vars(copy)
-        for name, value in vars(node).items():
-            attributes[name] = self.of(value, _join(path, name), classes, own)
-        if _is_flax_layer(node) and "dtype" in attributes:
-            if _is_unset(attributes["dtype"], classes):
-                attributes["dtype"] = own.compute_dtype
-            else:
-                warn_if_explicitly_float32(node, path, own.compute_dtype)
-        default_attention = attributes.get("attention_fn") is nnx.dot_product_attention
-        if default_attention and is_half(own.compute_dtype):
-            attributes["attention_fn"] = _attention_with_half_products
-        leaves_in = outer.compute_dtype if path else outer.output_dtype
-        # A recurrent cell's carry is float32, and so would be its output: half again from there.
-        border = not path or own.compute_dtype != leaves_in or isinstance(node, nnx.RNNCellBase)
-        if border and callable(node):
-            copy.__class__ = _bordered(type(node), own.compute_dtype, leaves_in)
-        return copy
+def _beside_parameters(model: nnx.Module, optimizer: nnx.Optimizer) -> tuple[Any, Any]:
+    """Returns what a step changes that the optimizer does not select by itself."""
+    return nnx.as_pure(nnx.state(model, nnx.BatchStat)), optimizer.step[...]
 
 
-@functools.wraps(nnx.dot_product_attention)
-def _attention_with_half_products(
-    *args: Any, dropout_rate: float = 0.0, deterministic: bool = False, **kwargs: Any
-) -> Any:
-    """Flax's attention, through its path that keeps both products half.
-
-    Without dropout it calls `jax.nn.dot_product_attention`, whose float32 logits make the backward
-    products float32 x half, and whose float16 products no CPU runs. With a dropout that is switched
-    off it computes the same by its own einsums.
-    """
-    if dropout_rate == 0.0:
-        dropout_rate, deterministic = 0.5, True
-    kwargs |= {"dropout_rate": dropout_rate, "deterministic": deterministic}
-    return nnx.dot_product_attention(*args, **kwargs)
+def _kind(value: Any) -> str:
+    return f"a {type(value).__name__}"
 
 
-@functools.cache  # one class for all views, so that their graph definitions compare equal
-def _bordered(module_type: type, inner: np.dtype, outer: np.dtype) -> type:
-    """Returns a subclass whose calls cast floating inputs to `inner` and outputs to `outer`."""
-    is_cell = issubclass(module_type, nnx.RNNCellBase)
-
-    @functools.wraps(module_type.__call__)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        own_call = functools.partial(module_type.__call__, self)  # type: ignore[operator]
-        return call_across_border(own_call, args, kwargs, inner=inner, outer=outer, is_cell=is_cell)
-
-    body = {"__call__": call, "__module__": module_type.__module__, "__doc__": module_type.__doc__}
-    return type(module_type.__name__, (module_type,), body)
-
-
-def _is_flax_layer(module: Any) -> bool:
-    return any(
-        base.__module__.startswith("flax.") and base not in (nnx.Module, nnx.Pytree, object)
-        for base in type(module).__mro__
-    )
-
-
-def _is_unset(dtype: Any, classes: tuple[type, ...]) -> bool:
-    """Whether a layer was built without a dtype.
-
-    Embed and SimpleCell write float32 for None, the latter into the layers inside it too.
-    """
-    writes_float32 = any(issubclass(c, (nnx.Embed, nnx.SimpleCell)) for c in classes)
-    return dtype is None or (writes_float32 and np.dtype(dtype) == np.float32)
+def _check_kind(caller: str, name: str, value: Any, expected: type) -> None:
+    if not isinstance(value, expected):
+        order = " The order is train_step(loss_fn, model, optimizer, *args)."
+        raise TypeError(
+            f"{caller} got {_kind(value)} as {name}; expected an nnx.{expected.__name__}."
+            f"{order if caller == 'train_step' else ''}"
+        )
 
 
 def _is_statistic(variable: nnx.Variable) -> bool:
     return isinstance(variable, nnx.BatchStat)
 
 
-def _variables_with_path(model: nnx.Module) -> list[tuple[str, nnx.Variable, tuple[type, ...]]]:
-    """Returns every Variable of `model`: its path, itself, and the classes around it."""
-    classes = {path: type(module) for path, module in nnx.iter_modules(model)}
-    found = []
-    for path, variable in nnx.to_flat_state(nnx.state(model)):
-        ancestors = [path[:end] for end in range(len(path), -1, -1)]  # innermost first
-        around = tuple(classes[ancestor] for ancestor in ancestors if ancestor in classes)
-        found.append(("/".join(map(str, path)), variable, around))
-    return found
-
-
 def _set_values(model: nnx.Module, stored_as: Callable[..., Policy | None]) -> None:
     """Casts in place: `stored_as(variable, (path, classes))` is a policy, or None to leave it."""
-    for path, variable, classes in _variables_with_path(model):
+    for path, variable, classes in variables_with_path(model):
         policy = stored_as(variable, (path, classes))
         if policy is not None:
             value = variable.get_value()
             cast = cast_leaf(value, policy.param_dtype)
             if cast is not value:
                 variable.set_value(cast)
-
-
-def _scaling(optimizer: nnx.Optimizer) -> transforms.WithLossScaleState | None:
-    return transforms.loss_scale_state(nnx.as_pure(optimizer.opt_state))
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}/{name}" if path else name

@@ -1,27 +1,32 @@
 """Regions: parts of the program that are told apart by the name scopes they stand in.
 
-Name scopes survive jit, grad, vmap, scan and nesting, because every equation carries them. Three
+Name scopes survive jit, grad, vmap, scan and nesting, because every equation carries them. Four
 things are said with them:
   - `full_precision` opens the scope FULL_PRECISION: no product in it is lowered;
   - `autocast` opens the scope AUTOCAST: what stands in it is decided already, so that an autocast
     around it leaves it as it is;
+  - `policy_scope` opens a scope that names a policy, the innermost of which holds: the adapters,
+    who know each module's class and path, say with it what a rule wants of a module;
   - modules (Flax, Haiku) and `jax.named_scope` open scopes of their own, which `rules=` name.
 """
 
 import dataclasses
 import re
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
+import jax
 import numpy as np
 
 from jmp import _jax_compat
 from jmp.dtypes import is_half
-from jmp.policy import Policy
+from jmp.policy import Policy, get_policy
 from jmp.rules import PolicyRules, Rule
 
 FULL_PRECISION = "jmp.full_precision"
 AUTOCAST = "jmp.autocast"
+POLICY = "jmp.policy:"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +47,11 @@ class Region:
 ORDINARY = Region()
 AS_WRITTEN = Region(is_full=True, as_written=True)
 FULL = Region(is_full=True)
+
+
+def policy_scope(policy: Policy) -> AbstractContextManager[None]:
+    """Returns a context in which an autocast around it computes by `policy`, like a rule's."""
+    return jax.named_scope(f"{POLICY}{policy}")
 
 
 class RegionRules:
@@ -78,10 +88,14 @@ class RegionRules:
             return AS_WRITTEN
         if FULL_PRECISION in names:
             return FULL
-        if self._rules is None:
+        named = [name for name in names if name.startswith(POLICY)]
+        if named:
+            policy = get_policy(named[-1].removeprefix(POLICY))
+        elif self._rules is not None:
+            policy = self._rules.policy_for("/".join(names), anywhere=True)
+        else:
             return ORDINARY
-        policy = self._rules.policy_for("/".join(names), anywhere=True)
-        if policy is self._default or policy.compute_dtype == self._default.compute_dtype:
+        if policy.compute_dtype == self._default.compute_dtype:
             return ORDINARY
         if is_half(policy.compute_dtype):
             raise ValueError(

@@ -10,7 +10,12 @@ def difference(param: jax.Array, master: jax.Array) -> jax.Array:
     rounded = _rounded(master.astype(jnp.float32), param.dtype)
     old = param.astype(jnp.float32)
     # Equal values: the zero with the master's sign, so that -0.0 stays what it is.
-    return jnp.where(rounded == old, jnp.copysign(jnp.float32(0), rounded), rounded - old)
+    zero = jnp.copysign(jnp.float32(0), rounded)
+    if param.dtype == jnp.float16:
+        # 0.0 + -0.0 is 0.0: a master of -1e-9 needs a number that float16 rounds to -0.0.
+        turns = (old == 0) & (jnp.signbit(rounded) != jnp.signbit(old))
+        zero = jnp.where(turns, jnp.copysign(jnp.float32(2.0**-126), rounded), zero)
+    return jnp.where(rounded == old, zero, rounded - old)
 
 
 def _rounded(value: jax.Array, dtype: np.dtype) -> jax.Array:

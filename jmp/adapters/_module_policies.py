@@ -1,0 +1,123 @@
+"""Which policy a module computes by, and how autocast is told.
+
+Autocast sees operations, not modules. So while a model is traced, each module that a rule names
+runs under a name scope that says the rule's policy (`policy_scope`); autocast reads it. Modules
+that no rule names open no scope and compute by the policy of the whole.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jmp.adapters._norms import FLOAT32
+from jmp.autocasting import autocast
+from jmp.autocasting._regions import policy_scope
+from jmp.dtypes import is_half
+from jmp.policy import Policy, get_policy
+from jmp.rules import PolicyRules, Rule
+
+_FLOAT32 = FLOAT32.compute_dtype
+
+
+class ModulePolicies:
+    """How one wrapped model computes: a policy, rules, and options of autocast.
+
+    Equal ones, of equal arguments, are as good as one.
+
+    Args:
+      policy: what computes where no rule matches.
+      rules: `(target, policy)` pairs, see `jmp.rules`.
+      options: keyword arguments of `jmp.autocast`.
+      keep_dtypes: whether a module whose `dtype` field says float32 computes in float32, unless a
+        rule matches it.
+
+    Raises: ValueError if policy and rules name two half dtypes.
+    """
+
+    def __init__(
+        self,
+        policy: str | Policy,
+        rules: Sequence[Rule] | None,
+        options: Mapping[str, Any],
+        *,
+        keep_dtypes: bool = False,
+    ) -> None:
+        self.policy = get_policy(policy)
+        self.rules = PolicyRules(rules or (), self.policy)
+        self._options = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in options.items()
+        }
+        self._keep_dtypes = keep_dtypes
+        policies = [self.policy, *(get_policy(policy) for _, policy in rules or ())]
+        halves = {p.compute_dtype for p in policies if is_half(p.compute_dtype)}
+        if len(halves) > 1:
+            names = " and ".join(sorted(map(str, halves)))
+            raise ValueError(
+                f"A policy and its rules ask for products in {names}; expected one half dtype a "
+                "model. Wrap the part that differs by itself: the inner policy holds there."
+            )
+        self._lowered = next(iter(halves), self.policy.compute_dtype)
+        self._key = (self.policy, tuple(rules or ()), tuple(self._options.items()), keep_dtypes)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ModulePolicies) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def autocast(self, fun: Any) -> Any:
+        """Returns `fun` under autocast, for code that runs inside `in_force`."""
+        policy = Policy(_FLOAT32, self._lowered, self._lowered)
+        return autocast(fun, policy, **self._options)
+
+    @contextlib.contextmanager
+    def in_force(self) -> Iterator[None]:
+        """Makes these the rules that hold, and not those of a wrapped model around this one."""
+        token = _IN_FORCE.set(self)
+        try:
+            # Float32 with a half part: what is not in that part.
+            with self.scope(None if self.policy.compute_dtype == self._lowered else self.policy):
+                yield
+        finally:
+            _IN_FORCE.reset(token)
+
+    @property
+    def are_in_force(self) -> bool:
+        """Whether the code being traced is inside `in_force`, and of no other wrapped model."""
+        return _IN_FORCE.get() == self
+
+    def named(
+        self, module: Any, path: str, classes: Sequence[type], root: str = ""
+    ) -> Policy | None:
+        """Returns the policy that a rule, or the module's own `dtype`, gives a module; else None.
+
+        Args:
+          path: its attributes' names joined by slashes; "" is the root.
+          classes: its class and those of the modules around it, innermost first.
+          root: what the root is called; a rule's path may begin with it.
+        """
+        policy = self.rules.policy_for(path, classes, root=root)
+        if policy is not self.policy:
+            return policy
+        return FLOAT32 if self._keep_dtypes and _says_float32(module) else None
+
+    def scope(self, named: Policy | None) -> contextlib.AbstractContextManager[None]:
+        """Returns the context that the methods of a module run in, given what `named` returned."""
+        return contextlib.nullcontext() if named is None else policy_scope(named)
+
+
+_IN_FORCE: contextvars.ContextVar[ModulePolicies | None] = contextvars.ContextVar(
+    "jmp_policies_in_force", default=None
+)
+
+
+def _says_float32(module: Any) -> bool:
+    dtype = getattr(module, "dtype", None)
+    try:
+        return dtype is not None and np.dtype(dtype) == _FLOAT32
+    except TypeError:  # a field of that name that is no dtype
+        return False

@@ -1,0 +1,224 @@
+"""Modules of Flax nnx that compute by a policy: lifted functions, marked modules, views.
+
+nnx modules are objects whose Variables change. A function of them is lifted over autocast, which
+sees pure functions alone, by Flax's own bookkeeping (`nnx.to_tree`, `nnx.from_tree`), as under
+`nnx.jit`. Flax opens no name scope for an nnx module and offers no way to intercept its calls, so a
+module that a rule names is given a subclass of its class whose methods open the scope themselves:
+for the length of the trace, on the copies that live in it, or for good in a view.
+"""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jmp.adapters._module_policies import ModulePolicies
+from jmp.adapters._norms import FLOAT32
+from jmp.dtypes import is_half
+from jmp.policy import Policy
+from jmp.trees import cast_leaf
+
+_POLICIES = "_jmp_module_policies"
+_PLAIN = "_jmp_plain_class"
+
+
+def lift(fun: Callable[..., Any], modules: ModulePolicies) -> Callable[..., Any]:
+    """Returns `fun` under autocast; what it changes in modules among its arguments is changed."""
+    tag = object()  # tells this function's bookkeeping from that of others, in Flax
+
+    def pure(trees: Any) -> Any:
+        arguments = nnx.from_tree(trees, is_inner=True, ctxtag=tag)
+        models = _nodes(arguments)
+        with modules.in_force(), _marked(models, modules), _widened(models):
+            args, kwargs = arguments
+            result = fun(*args, **kwargs)
+        modules.rules.warn_unused()
+        # Of the arguments, what can have changed.
+        return nnx.to_tree((models, result), ctxtag=tag)
+
+    lowered = modules.autocast(pure)
+
+    @functools.wraps(fun)
+    @nnx.update_context(tag)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        trees = nnx.to_tree((args, kwargs), ctxtag=tag)
+        _, result = nnx.from_tree(lowered(trees), is_inner=False, ctxtag=tag)
+        return result
+
+    return wrapped
+
+
+def _nodes(tree: Any) -> list[Any]:
+    """Returns the modules, optimizers and Variables among the leaves of a tree."""
+    is_node = lambda x: isinstance(x, nnx.Pytree | nnx.Variable)
+    return [leaf for leaf in jax.tree.leaves(tree, is_leaf=is_node) if is_node(leaf)]
+
+
+@contextlib.contextmanager
+def _marked(models: Sequence[Any], modules: ModulePolicies) -> Iterator[None]:
+    """Gives each module that a rule matches a class that says so, within the context."""
+    plain = []
+    for model in models:
+        if isinstance(model, nnx.Module):
+            for module, path, classes in _modules_with_path(model):
+                marked = _computing(type(module), modules, modules.named(module, path, classes))
+                plain.append((module, type(module)))
+                module.__class__ = marked
+            mark_parameters(model, modules)
+    try:
+        yield
+    finally:
+        for module, own_type in plain:
+            module.__class__ = own_type
+
+
+@contextlib.contextmanager
+def _widened(models: Sequence[Any]) -> Iterator[None]:
+    """Holds half parameters in float32 within the context."""
+    narrow = []
+    for model in models:
+        for _, variable in nnx.iter_graph(model):
+            if isinstance(variable, nnx.Param) and is_half(getattr(variable, "dtype", None)):
+                before = variable.get_value()
+                wide = cast_leaf(before, FLOAT32.param_dtype)
+                variable.set_value(wide)
+                narrow.append((variable, before, wide))
+    try:
+        yield
+    finally:
+        for variable, before, wide in narrow:
+            after = variable.get_value()
+            variable.set_value(before if after is wide else cast_leaf(after, before.dtype))
+
+
+def view_of(model: Any, modules: ModulePolicies) -> Any:
+    """Returns a copy of `model` that shares its Variables and computes by `modules`."""
+    return _View(modules, replaced=getattr(type(model), _POLICIES, None)).of(model, "", ())
+
+
+class _View:
+    """Copies modules, not Variables, and gives each copy a class that computes by its policy.
+
+    Args:
+      replaced: how the view computes that is being replaced, if one is.
+    """
+
+    def __init__(self, modules: ModulePolicies, replaced: ModulePolicies | None) -> None:
+        self._modules = modules
+        self._replaced = replaced
+        self._copies: dict[int, Any] = {}  # a module used in two places stays one module
+
+    def of(self, node: Any, path: str, around: tuple[type, ...]) -> Any:
+        """Returns `node` with every module in it replaced by its view.
+
+        Args:
+          node: a module, a container of modules, or anything else, which is returned as it is.
+          path: its attribute path.
+          around: classes of the modules around it, innermost first.
+        """
+        if isinstance(node, (list, tuple)) and not hasattr(node, "_fields"):
+            return type(node)(self.of(v, _join(path, str(i)), around) for i, v in enumerate(node))
+        if isinstance(node, dict):
+            return {k: self.of(v, _join(path, str(k)), around) for k, v in node.items()}
+        if not isinstance(node, nnx.Pytree) or isinstance(node, nnx.Variable):
+            return node
+        if id(node) in self._copies:
+            return self._copies[id(node)]
+
+        own_policies = getattr(type(node), _POLICIES, None)
+        own_type = type(node)
+        if own_policies is not None and own_policies == self._replaced:
+            own_type, own_policies = getattr(own_type, _PLAIN), None
+        classes = (own_type, *around)
+        copy = object.__new__(own_type)
+        self._copies[id(node)] = copy
+        attributes = vars(copy)
+        for name, value in vars(node).items():
+            attributes[name] = self.of(value, _join(path, name), classes)
+        if own_policies is None and isinstance(node, nnx.Module):
+            named = self._modules.named(node, path, classes)
+            copy.__class__ = _computing(own_type, self._modules, named, is_view=True)
+        return copy
+
+
+@functools.cache  # one class for all views, so that their graph definitions compare equal
+def _computing(
+    module_type: type, modules: ModulePolicies, named: Policy | None, is_view: bool = False
+) -> type:
+    """Returns a subclass whose methods run under the policy that a rule gave the module, if one.
+
+    That of a view computes by autocast too, when it is called from outside of all autocast.
+    """
+    body: dict[str, Any] = {
+        "__module__": module_type.__module__,
+        "__doc__": module_type.__doc__,
+        "__qualname__": module_type.__qualname__,
+    }
+    if is_view:
+        body |= {_POLICIES: modules, _PLAIN: module_type}
+    for name in _methods(module_type):
+        method = getattr(module_type, name)
+        lowers = is_view and name == "__call__"
+        if lowers or named is not None:
+            body[name] = _method(method, modules, named, lowers)
+    return type(module_type.__name__, (module_type,), body)
+
+
+def _method(
+    method: Callable[..., Any], modules: ModulePolicies, named: Policy | None, lowers: bool
+) -> Callable[..., Any]:
+    lowered = lift(method, modules) if lowers else method
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if modules.are_in_force:
+            with modules.scope(named):
+                return method(self, *args, **kwargs)
+        result = lowered(self, *args, **kwargs)
+        return modules.policy.cast_to_output(result) if lowers else result
+
+    return call
+
+
+def _methods(module_type: type) -> list[str]:
+    """Returns the names of the methods that a module's own class, or a layer's of Flax, defines."""
+    return [
+        name
+        for name, member in inspect.getmembers(module_type, inspect.isfunction)
+        if name == "__call__" or not (name.startswith("_") or hasattr(nnx.Module, name))
+    ]
+
+
+def _modules_with_path(model: nnx.Module) -> list[tuple[nnx.Module, str, tuple[type, ...]]]:
+    """Returns every module of `model`: itself, its path, and its class and those around it."""
+    found = {path: module for path, module in nnx.iter_modules(model)}
+    classes = {path: type(module) for path, module in found.items()}
+    return [(m, "/".join(map(str, path)), _around(path, classes)) for path, m in found.items()]
+
+
+def variables_with_path(model: nnx.Module) -> list[tuple[str, nnx.Variable, tuple[type, ...]]]:
+    """Returns every Variable of `model`: its path, itself, and the classes around it."""
+    classes = {path: type(module) for path, module in nnx.iter_modules(model)}
+    found = []
+    for path, variable in nnx.to_flat_state(nnx.state(model)):
+        found.append(("/".join(map(str, path)), variable, _around(path, classes)))
+    return found
+
+
+def _around(path: tuple[Any, ...], classes: dict[Any, type]) -> tuple[type, ...]:
+    ancestors = [path[:end] for end in range(len(path), -1, -1)]  # innermost first
+    return tuple(classes[ancestor] for ancestor in ancestors if ancestor in classes)
+
+
+def mark_parameters(model: nnx.Module, modules: ModulePolicies) -> None:
+    """Marks the rules that name single parameters as used; only `cast_params` reads them."""
+    for path, _, _ in variables_with_path(model):
+        modules.rules.policy_for(path)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}/{name}" if path else name
