@@ -1,9 +1,13 @@
 """Atomic steps: what a training step changes moves together with the parameters, or not at all."""
 
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import optax
 
 from jmp import transforms
-from jmp.loss_scaling import LossScale, NoOpLossScale
+from jmp.loss_scaling import LossScale, NoOpLossScale, scaled_value_and_grad
 from jmp.trees import select_tree
 
 T = TypeVar("T")
@@ -26,3 +30,63 @@ def keep_if_skipped(opt_state: Any, after: T, before: T) -> T:
     if scaling is None or isinstance(scaling.loss_scale, NoOpLossScale):
         return after
     return select_tree(scaling.grads_finite, after, before)
+
+
+class TrainStep(NamedTuple):
+    """What a training step of a functional framework returns.
+
+    Attributes:
+      model: the next model or parameters.
+      opt_state: the next state of the optimizer.
+      loss: of the model before the step; unscaled, at least float32.
+      state: the next state of the model (running statistics), or None.
+      aux: what the loss function returned beside, or None.
+    """
+
+    model: Any
+    opt_state: Any
+    loss: jax.Array
+    state: Any = None
+    aux: Any = None
+
+
+def take_step(
+    loss_fn: Callable[..., Any],
+    params: Any,
+    opt_state: Any,
+    tx: Any,
+    args: tuple[Any, ...],
+    state: Any,
+    has_aux: bool,
+) -> TrainStep:
+    """Takes one step on a tree of arrays, or on overflow leaves all as it was but the scale.
+
+    Args:
+      loss_fn: `(params, *args)` to a scalar; with a state `(params, state, *args)` to
+        `(scalar, state)`; with `has_aux` to `(scalar, aux)` or `(scalar, (state, aux))`.
+    """
+    if not callable(loss_fn):
+        raise TypeError(f"train_step got {loss_fn!r} as loss_fn; expected a function.")
+    if not isinstance(tx, optax.GradientTransformation):
+        raise TypeError(
+            f"train_step got a {type(tx).__name__} as tx; expected an optax transformation. The "
+            "order is train_step(loss_fn, model, opt_state, tx, *args)."
+        )
+    # Taken apart before the loss is computed: Equinox's State may be used once.
+    before = jax.tree.leaves(state)
+    given = args if state is None else (state, *args)
+    differentiate = scaled_value_and_grad(
+        loss_fn, loss_scale_in(opt_state), has_aux=has_aux or state is not None
+    )
+    value, gradients = differentiate(params, *given)
+    loss, new_state, aux = value, None, None
+    if state is not None:
+        loss, more = value
+        new_state, aux = more if has_aux else (more, None)
+    elif has_aux:
+        loss, aux = value
+    updates, opt_state = tx.update(gradients, opt_state, params)
+    leaves, structure = jax.tree.flatten(new_state)
+    kept = keep_if_skipped(opt_state, leaves, before)
+    new_state = jax.tree.unflatten(structure, kept)
+    return TrainStep(optax.apply_updates(params, updates), opt_state, loss, new_state, aux)

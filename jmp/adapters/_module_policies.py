@@ -3,11 +3,16 @@
 Autocast sees operations, not modules. So while a model is traced, each module that a rule names
 runs under a name scope that says the rule's policy (`policy_scope`); autocast reads it. Modules
 that no rule names open no scope and compute by the policy of the whole.
+
+Where a framework lets method calls be intercepted (Flax linen, Haiku), an interceptor opens the
+scopes. Elsewhere (nnx, Equinox) a named module is given a subclass of its class, `marked_class`.
 """
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +25,7 @@ from jmp.policy import Policy, get_policy
 from jmp.rules import PolicyRules, Rule
 
 _FLOAT32 = FLOAT32.compute_dtype
+_PLAIN = "_jmp_plain_class"
 
 
 class ModulePolicies:
@@ -47,7 +53,7 @@ class ModulePolicies:
     ) -> None:
         self.policy = get_policy(policy)
         self.rules = PolicyRules(rules or (), self.policy)
-        self._options = {
+        self._options: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value
             for name, value in options.items()
         }
@@ -121,3 +127,45 @@ def _says_float32(module: Any) -> bool:
         return dtype is not None and np.dtype(dtype) == _FLOAT32
     except TypeError:  # a field of that name that is no dtype
         return False
+
+
+@functools.cache  # one class for all models: a structure that holds it must compare equal
+def marked_class(module_type: type, base: type, modules: ModulePolicies, named: Policy) -> type:
+    """Returns a subclass of `module_type` whose methods run in the scope of the policy `named`.
+
+    Args:
+      base: the framework's class of all modules, whose own methods stay as they are.
+    """
+    body: dict[str, Any] = {
+        name: _in_scope(getattr(module_type, name), modules, named)
+        for name, _ in inspect.getmembers(module_type, inspect.isfunction)
+        if name == "__call__" or not (name.startswith("_") or hasattr(base, name))
+    }
+    return subclass(module_type, body)
+
+
+def subclass(module_type: type, body: Mapping[str, Any]) -> type:
+    """Returns a subclass of `module_type` with its name; `plain_class` undoes it."""
+    named = {
+        _PLAIN: plain_class(module_type),
+        "__module__": module_type.__module__,
+        "__qualname__": module_type.__qualname__,
+        "__doc__": module_type.__doc__,
+    }
+    return type(module_type.__name__, (module_type,), {**named, **body})
+
+
+def plain_class(module_type: type) -> type:
+    """Returns the class as its author wrote it."""
+    return getattr(module_type, _PLAIN, module_type)
+
+
+def _in_scope(
+    method: Callable[..., Any], modules: ModulePolicies, named: Policy
+) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with modules.scope(named) if modules.are_in_force else contextlib.nullcontext():
+            return method(self, *args, **kwargs)
+
+    return call

@@ -9,21 +9,19 @@ for the length of the trace, on the copies that live in it, or for good in a vie
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 from flax import nnx
 
-from jmp.adapters._module_policies import ModulePolicies
+from jmp.adapters._module_policies import ModulePolicies, marked_class, plain_class, subclass
 from jmp.adapters._norms import FLOAT32
 from jmp.dtypes import is_half
 from jmp.policy import Policy
 from jmp.trees import cast_leaf
 
 _POLICIES = "_jmp_module_policies"
-_PLAIN = "_jmp_plain_class"
 
 
 def lift(fun: Callable[..., Any], modules: ModulePolicies) -> Callable[..., Any]:
@@ -33,7 +31,7 @@ def lift(fun: Callable[..., Any], modules: ModulePolicies) -> Callable[..., Any]
     def pure(trees: Any) -> Any:
         arguments = nnx.from_tree(trees, is_inner=True, ctxtag=tag)
         models = _nodes(arguments)
-        with modules.in_force(), _marked(models, modules), _widened(models):
+        with modules.in_force(), _marking(models, modules), _widened(models):
             args, kwargs = arguments
             result = fun(*args, **kwargs)
         modules.rules.warn_unused()
@@ -59,15 +57,15 @@ def _nodes(tree: Any) -> list[Any]:
 
 
 @contextlib.contextmanager
-def _marked(models: Sequence[Any], modules: ModulePolicies) -> Iterator[None]:
+def _marking(models: Sequence[Any], modules: ModulePolicies) -> Iterator[None]:
     """Gives each module that a rule matches a class that says so, within the context."""
     plain = []
     for model in models:
         if isinstance(model, nnx.Module):
             for module, path, classes in _modules_with_path(model):
-                marked = _computing(type(module), modules, modules.named(module, path, classes))
+                named = modules.named(module, path, classes)
                 plain.append((module, type(module)))
-                module.__class__ = marked
+                module.__class__ = _marked(type(module), modules, named)
             mark_parameters(model, modules)
     try:
         yield
@@ -82,8 +80,8 @@ def _widened(models: Sequence[Any]) -> Iterator[None]:
     narrow = []
     for model in models:
         for _, variable in nnx.iter_graph(model):
-            if isinstance(variable, nnx.Param) and is_half(getattr(variable, "dtype", None)):
-                before = variable.get_value()
+            if isinstance(variable, nnx.Param) and is_half(variable.dtype):
+                before: Any = variable.get_value()
                 wide = cast_leaf(before, FLOAT32.param_dtype)
                 variable.set_value(wide)
                 narrow.append((variable, before, wide))
@@ -132,7 +130,7 @@ class _View:
         own_policies = getattr(type(node), _POLICIES, None)
         own_type = type(node)
         if own_policies is not None and own_policies == self._replaced:
-            own_type, own_policies = getattr(own_type, _PLAIN), None
+            own_type, own_policies = plain_class(own_type), None
         classes = (own_type, *around)
         copy = object.__new__(own_type)
         self._copies[id(node)] = copy
@@ -141,56 +139,33 @@ class _View:
             attributes[name] = self.of(value, _join(path, name), classes)
         if own_policies is None and isinstance(node, nnx.Module):
             named = self._modules.named(node, path, classes)
-            copy.__class__ = _computing(own_type, self._modules, named, is_view=True)
+            copy.__class__ = _view_class(own_type, self._modules, named)
         return copy
 
 
 @functools.cache  # one class for all views, so that their graph definitions compare equal
-def _computing(
-    module_type: type, modules: ModulePolicies, named: Policy | None, is_view: bool = False
-) -> type:
-    """Returns a subclass whose methods run under the policy that a rule gave the module, if one.
-
-    That of a view computes by autocast too, when it is called from outside of all autocast.
-    """
-    body: dict[str, Any] = {
-        "__module__": module_type.__module__,
-        "__doc__": module_type.__doc__,
-        "__qualname__": module_type.__qualname__,
-    }
-    if is_view:
-        body |= {_POLICIES: modules, _PLAIN: module_type}
-    for name in _methods(module_type):
-        method = getattr(module_type, name)
-        lowers = is_view and name == "__call__"
-        if lowers or named is not None:
-            body[name] = _method(method, modules, named, lowers)
-    return type(module_type.__name__, (module_type,), body)
+def _view_class(module_type: type, modules: ModulePolicies, named: Policy | None) -> type:
+    """Returns a subclass whose `__call__` computes by autocast, if it is not inside it already."""
+    body: dict[str, Any] = {_POLICIES: modules}
+    if "__call__" in dir(module_type):
+        body["__call__"] = _lowered_call(_marked(module_type, modules, named), modules)
+    return subclass(_marked(module_type, modules, named), body)
 
 
-def _method(
-    method: Callable[..., Any], modules: ModulePolicies, named: Policy | None, lowers: bool
-) -> Callable[..., Any]:
-    lowered = lift(method, modules) if lowers else method
+def _lowered_call(module_type: Any, modules: ModulePolicies) -> Callable[..., Any]:
+    lowered = lift(module_type.__call__, modules)
 
-    @functools.wraps(method)
+    @functools.wraps(module_type.__call__)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if modules.are_in_force:
-            with modules.scope(named):
-                return method(self, *args, **kwargs)
-        result = lowered(self, *args, **kwargs)
-        return modules.policy.cast_to_output(result) if lowers else result
+            return module_type.__call__(self, *args, **kwargs)
+        return modules.policy.cast_to_output(lowered(self, *args, **kwargs))
 
     return call
 
 
-def _methods(module_type: type) -> list[str]:
-    """Returns the names of the methods that a module's own class, or a layer's of Flax, defines."""
-    return [
-        name
-        for name, member in inspect.getmembers(module_type, inspect.isfunction)
-        if name == "__call__" or not (name.startswith("_") or hasattr(nnx.Module, name))
-    ]
+def _marked(module_type: type, modules: ModulePolicies, named: Policy | None) -> type:
+    return module_type if named is None else marked_class(module_type, nnx.Module, modules, named)
 
 
 def _modules_with_path(model: nnx.Module) -> list[tuple[nnx.Module, str, tuple[type, ...]]]:

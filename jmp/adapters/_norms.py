@@ -1,4 +1,4 @@
-"""Which Flax modules and parameters belong to a norm layer, and what that means for them.
+"""Which modules and parameters belong to a norm layer, and what that means for them.
 
 A norm subtracts means and sums squares: 300 squared overflows float16, and a mean over thousands of
 half numbers loses them. So norms compute in float32, from float32 scales, biases and statistics, in
@@ -38,7 +38,8 @@ def is_norm_parameters(module_name: str, parameter_names: Iterable[str]) -> bool
     names = set(parameter_names)
     if names & _PRODUCT_PARAMETERS:
         return False
-    return ("scale" in names and names <= {"scale", "bias"}) or bool(_NORM_NAME.search(module_name))
+    affine = {"scale", "bias", "offset"}  # Haiku's bias is an offset
+    return ("scale" in names and names <= affine) or bool(_NORM_NAME.search(module_name))
 
 
 def keeps_norms_float32(policy: Policy, rules: Iterable[Rule] | None) -> bool:

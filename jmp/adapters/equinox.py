@@ -1,0 +1,248 @@
+"""Equinox: run unmodified modules in mixed precision, and train them with atomic steps.
+
+`autocast(loss_fn, policy)` is used as `eqx.filter_jit` is: on functions whose arguments are, or
+contain, modules. Wrap the whole loss, around `jax.vmap`, not the module inside it: what is decided
+for one example is not best for a batch.
+
+`train_step` skips a step atomically: model, optimizer state and `eqx.nn.State` move together or not
+at all.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax
+import optax
+
+from jmp.adapters._atomic import TrainStep, take_step
+from jmp.adapters._module_policies import ModulePolicies, marked_class, plain_class
+from jmp.adapters._norms import rules_for_modules
+from jmp.loss_scaling import LossScale
+from jmp.loss_scaling import scaled_value_and_grad as differentiate_scaled
+from jmp.policy import Policy, get_policy
+from jmp.rules import Rule
+from jmp.trees import cast_leaf, cast_to_at_least_float32, is_array
+
+T = TypeVar("T")
+
+
+def autocast(
+    fun: Any = None,
+    policy: str | Policy | None = None,
+    *,
+    rules: Sequence[Rule] = (),
+    **options: Any,
+) -> Any:
+    """Returns `fun`, a function of Equinox modules, computing in mixed precision.
+
+    Args:
+      fun: a function whose arguments may be, or contain, modules and `eqx.nn.State`, such as a
+        loss. Left out, a decorator is returned. Half arrays of modules count as float32 numbers;
+        their gradients come back in half.
+      policy: its compute dtype is read, and nothing else. Results keep the dtypes `fun` returns.
+      rules: `(target, policy)` pairs, see `jmp.rules`; paths are attribute names from a module
+        among the arguments on, joined by slashes: "layers/0".
+      **options: those of `jmp.autocast`.
+
+    Returns: a function with `fun`'s signature, for `eqx.filter_jit`, `eqx.filter_grad`, `jax.vmap`.
+
+    Raises:
+      TypeError: no policy.
+      ValueError: policy and rules name two half dtypes.
+
+    Warns: `UnusedRuleWarning` for a rule that matched no module and no array of one.
+
+    >>> import equinox as eqx
+    >>> loss = lambda model, x: jax.vmap(model)(x).sum()
+    >>> model = eqx.nn.Linear(2, 3, key=jax.random.key(0))
+    >>> grads = eqx.filter_grad(autocast(loss, "mixed_bfloat16"))(model, jnp.ones((4, 2)))
+    >>> grads.weight.dtype
+    dtype('float32')
+    """
+    if policy is None:
+        raise TypeError(
+            f"autocast got no policy (its first argument is {fun!r}); write "
+            "autocast(fun, 'mixed_float16') or @autocast(policy='mixed_float16')."
+        )
+    modules = ModulePolicies(policy, rules, options)
+    if fun is None:
+        return functools.partial(autocast, policy=policy, rules=rules, **options)
+
+    @functools.wraps(fun)
+    def in_float32(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _map_modules(functools.partial(_marked, modules), (args, kwargs))
+        with modules.in_force():
+            result = fun(*args, **kwargs)
+        modules.rules.warn_unused()
+        return _map_modules(_unmarked, result)
+
+    return modules.autocast(in_float32)
+
+
+def cast_params(model: T, policy: str | Policy, rules: Sequence[Rule] | None = None) -> T:
+    """Returns `model` stored as `policy` says: its arrays in `param_dtype` but for those of norms.
+
+    Args:
+      model: a module, or a tree of them. An `eqx.nn.State` stays as it is, float32.
+      policy, rules: as in `autocast`; classes, paths of modules and of arrays match. Norms are
+        float32 behind the rules; `rules=()` and, without rules, a pure half policy keep none.
+
+    Returns: a model of the same structure; `jmp.cast_to_full` undoes it for export.
+
+    Warns: `UnusedRuleWarning` for a rule that matched nothing.
+
+    >>> import equinox as eqx
+    >>> cast_params(eqx.nn.Linear(2, 3, key=jax.random.key(0)), "O2").weight.dtype
+    dtype('float16')
+    """
+    module_rules = rules_for_modules(get_policy(policy), rules)
+
+    def cast(leaf: Any, path: str, classes: tuple[type, ...]) -> Any:
+        return cast_leaf(leaf, module_rules.policy_for(path, classes).param_dtype)
+
+    result = _map_modules(lambda module: _rebuilt(module, cast), model)
+    module_rules.warn_unused()
+    return result
+
+
+def scaled_value_and_grad(
+    fun: Callable[..., Any], loss_scale: LossScale, *, has_aux: bool = False
+) -> Callable[..., Any]:
+    """Like `eqx.filter_value_and_grad`, of a loss times its scale; see `jmp.scaled_value_and_grad`.
+
+    Args:
+      fun: returns a real floating scalar, or `(scalar, aux)` with `has_aux`. Differentiated with
+        respect to the floating arrays of its first argument.
+      loss_scale: the scale in force.
+
+    Returns: a function that returns `(value, gradients)` or `((value, aux), gradients)`: the value
+      unscaled, the gradients still scaled, None where there is no floating array.
+
+    >>> import equinox as eqx
+    >>> model = eqx.nn.Linear(2, 1, key=jax.random.key(0))
+    >>> loss = lambda model, x: jax.vmap(model)(x).sum()
+    >>> _, grads = scaled_value_and_grad(loss, StaticLossScale(8))(model, jnp.ones((3, 2)))
+    >>> float(grads.bias[0])
+    24.0
+    """
+
+    @functools.wraps(fun)
+    def wrapped(model: Any, *args: Any, **kwargs: Any) -> Any:
+        params, static = eqx.partition(model, eqx.is_inexact_array)
+        of_params = lambda params, *args, **kwargs: fun(
+            eqx.combine(params, static), *args, **kwargs
+        )
+        differentiate = differentiate_scaled(of_params, loss_scale, has_aux=has_aux)
+        return differentiate(params, *args, **kwargs)
+
+    return wrapped
+
+
+def train_step(
+    loss_fn: Callable[..., Any],
+    model: Any,
+    opt_state: Any,
+    tx: optax.GradientTransformation,
+    *args: Any,
+    state: Any = None,
+    has_aux: bool = False,
+) -> TrainStep:
+    """Takes one training step, or on overflow leaves everything as it was but the scale.
+
+    Args:
+      loss_fn: called as `loss_fn(model, *args)`, returns a real floating scalar; with `state` as
+        `loss_fn(model, state, *args)`, returns `(scalar, state)`. With `has_aux` what it returns
+        beside the scalar is `aux`, or `(state, aux)`.
+      model: the module; its floating arrays are trained.
+      opt_state: `tx.init(eqx.filter(model, eqx.is_inexact_array))`.
+      tx: such as `transforms.mixed_precision(optax.adam(1e-3), "mixed_float16")`.
+      *args: passed to `loss_fn`.
+      state: an `eqx.nn.State`, or None.
+
+    Returns: model, optimizer state, unscaled loss, state and aux; see `TrainStep`. Wrap the call in
+      `eqx.filter_jit`.
+    Raises: TypeError if the loss is no real floating scalar or an argument is of the wrong kind.
+
+    >>> import equinox as eqx, optax
+    >>> from jmp import transforms
+    >>> tx = transforms.mixed_precision(optax.sgd(0.1), "mixed_float16")
+    >>> model = eqx.nn.Linear(2, 1, key=jax.random.key(0))
+    >>> opt_state = tx.init(eqx.filter(model, eqx.is_inexact_array))
+    >>> loss = autocast(lambda model, x: (jax.vmap(model)(x) ** 2).mean(), "mixed_float16")
+    >>> step = train_step(loss, model, opt_state, tx, jnp.ones((4, 2)))
+    >>> step.loss.dtype, type(step.model).__name__
+    (dtype('float32'), 'Linear')
+    """
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    of_params = lambda params, *args: loss_fn(eqx.combine(params, static), *args)
+    step = take_step(of_params, params, opt_state, tx, args, state, has_aux)
+    return step._replace(model=eqx.combine(step.model, static))
+
+
+# Modules inside trees.
+
+
+def _is_module(node: Any) -> bool:
+    return isinstance(node, eqx.Module)
+
+
+def _map_modules(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Applies `function` to the outermost modules of a tree."""
+    return jax.tree.map(lambda x: function(x) if _is_module(x) else x, tree, is_leaf=_is_module)
+
+
+def _marked(modules: ModulePolicies, module: Any) -> Any:
+    """Returns a module whose parts open the scopes of the rules they match, arrays in float32."""
+
+    def mark(node: Any, path: str, classes: tuple[type, ...]) -> type:
+        named = modules.named(node, path, classes)
+        own: Any = type(node)
+        return own if named is None else marked_class(own, eqx.Module, modules, named)
+
+    def widen(leaf: Any, path: str, classes: tuple[type, ...]) -> Any:
+        modules.rules.policy_for(path, classes)  # rules may name single arrays
+        return cast_to_at_least_float32(leaf)
+
+    return _rebuilt(module, widen, mark)
+
+
+def _unmarked(module: Any) -> Any:
+    unmark = lambda node, *_: plain_class(type(node))
+    return _rebuilt(module, lambda leaf, *_: leaf, unmark)
+
+
+def _rebuilt(
+    node: Any,
+    of_array: Callable[..., Any],
+    class_of: Callable[..., type] = lambda module, *_: type(module),
+    path: str = "",
+    around: tuple[type, ...] = (),
+) -> Any:
+    """Returns a copy of a module, its arrays and the classes of its parts exchanged.
+
+    Args:
+      node: a module, a container, an array, or anything else, which is returned as it is.
+      of_array, class_of: called as `(array or module, path, classes)`, classes innermost first.
+    """
+    inside = functools.partial(_rebuilt, of_array=of_array, class_of=class_of)
+    below = lambda name: f"{path}/{name}" if path else str(name)
+    if is_array(node):
+        return of_array(node, path, around)
+    if isinstance(node, (list, tuple)) and not hasattr(node, "_fields"):
+        return type(node)(inside(v, path=below(i), around=around) for i, v in enumerate(node))
+    if isinstance(node, dict):
+        return {k: inside(v, path=below(k), around=around) for k, v in node.items()}
+    if not _is_module(node):
+        return node
+    classes = (type(node), *around)
+    copy: Any = object.__new__(class_of(node, path, classes))
+    for field in dataclasses.fields(node):
+        if hasattr(node, field.name):  # a module may leave a field unset
+            value = getattr(node, field.name)
+            if not field.metadata.get("static", False):
+                value = inside(value, path=below(field.name), around=classes)
+            object.__setattr__(copy, field.name, value)
+    return copy

@@ -1,0 +1,176 @@
+"""Haiku: run an unmodified, transformed network in mixed precision, and train it with atomic steps.
+
+`with_policy(hk.transform_with_state(forward), policy)` gives the same pair of functions, of which
+`apply` computes by `jmp.autocast`. `train_step` skips a step atomically: parameters, optimizer
+state and the network's state move together or not at all.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import haiku as hk
+import jax
+
+from jmp.adapters._atomic import TrainStep, take_step
+from jmp.adapters._module_policies import ModulePolicies
+from jmp.adapters._norms import FLOAT32, is_norm_parameters, keeps_norms_float32
+from jmp.policy import Policy, get_policy
+from jmp.rules import PolicyRules, Rule
+from jmp.trees import cast_floating, cast_leaf, cast_to_at_least_float32, path_string
+
+N = TypeVar("N", hk.Transformed, hk.TransformedWithState)
+
+
+def with_policy(
+    network: N, policy: str | Policy, rules: Sequence[Rule] | None = None, **options: Any
+) -> N:
+    """Returns `network` whose `apply` computes by `policy`; call it exactly as before.
+
+    Args:
+      network: what `hk.transform` or `hk.transform_with_state` returned, also through
+        `hk.without_apply_rng`. Parameters may be stored in float32 (O1) or in half but for the
+        norms (O2, see `cast_params`): these count as float32 numbers, and their gradients come back
+        in half.
+      policy: its compute dtype is for products, its output dtype for what the network returns.
+      rules: `(target, policy)` pairs, see `jmp.rules`; a path is a module's name as it stands in
+        the parameters, such as "res_net/~/logits". Norms compute in float32 from half inputs in
+        every policy.
+      **options: those of `jmp.autocast`.
+
+    Returns: the same kind of pair; `init` is the network's own. State comes back in float32
+      whatever dtype it was passed in (in half under O3).
+
+    Raises:
+      TypeError: `network` is not transformed.
+      ValueError: policy and rules name two half dtypes.
+
+    Warns: `UnusedRuleWarning` for a rule that matched no module and no parameter.
+
+    >>> import haiku as hk
+    >>> network = hk.without_apply_rng(hk.transform(lambda x: hk.Linear(3)(x)))
+    >>> half = with_policy(network, "p=f32,c=bf16,o=bf16")
+    >>> params = half.init(jax.random.key(0), jnp.ones((1, 2)))
+    >>> half.apply(params, jnp.ones((1, 2))).dtype
+    dtype(bfloat16)
+    """
+    if not isinstance(network, (hk.Transformed, hk.TransformedWithState)):
+        raise TypeError(
+            f"with_policy got a {type(network).__name__}; expected what hk.transform or "
+            "hk.transform_with_state returned."
+        )
+    modules = ModulePolicies(policy, rules, options)
+    keeps_float32 = keeps_norms_float32(modules.policy, rules)
+    state_dtype = FLOAT32.param_dtype if keeps_float32 else modules.policy.param_dtype
+    has_state = isinstance(network, hk.TransformedWithState)
+    around: list[type] = []  # classes of the modules being called, innermost first
+
+    def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+        # A constructor computes nothing; a network wrapped by itself may stand inside this one.
+        if context.method_name == "__init__" or not modules.are_in_force:
+            return call(*args, **kwargs)
+        module = context.module
+        around.insert(0, type(module))
+        try:
+            with modules.scope(modules.named(module, module.module_name, tuple(around))):
+                return call(*args, **kwargs)
+        finally:
+            around.pop(0)
+
+    @functools.wraps(network.apply)
+    def in_float32(params: Any, *args: Any, **kwargs: Any) -> Any:
+        params = cast_to_at_least_float32(params)
+        if has_state:
+            args = (cast_to_at_least_float32(args[0]), *args[1:])
+        with modules.in_force(), hk.intercept_methods(intercept):
+            result = network.apply(params, *args, **kwargs)
+        for path, _ in jax.tree_util.tree_leaves_with_path(params):
+            modules.rules.policy_for(path_string(path))  # rules may name single parameters
+        modules.rules.warn_unused()
+        return result
+
+    lowered = modules.autocast(in_float32)
+
+    @functools.wraps(network.apply)
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        result = lowered(*args, **kwargs)
+        if not has_state:
+            return modules.policy.cast_to_output(result)
+        output, state = result
+        return modules.policy.cast_to_output(output), cast_floating(state, state_dtype)
+
+    return type(network)(network.init, apply)
+
+
+def cast_params(params: Any, policy: str | Policy, rules: Sequence[Rule] | None = None) -> Any:
+    """Returns `params` stored as `policy` says: in `param_dtype` but for those of norms.
+
+    Args:
+      params: what `network.init` returned, without the state, which stays float32.
+      policy: its param dtype is for every parameter that no rule and no norm claims.
+      rules: as in `with_policy`. Only paths can match: parameters do not know their modules'
+        classes. Norms are told by their names.
+
+    Returns: the same structure; `jmp.cast_to_full` undoes it for export.
+
+    Warns: `UnusedRuleWarning` for a rule that matched nothing.
+
+    >>> params = {"linear": {"w": jnp.ones((2, 2))}, "batch_norm": {"scale": jnp.ones(2)}}
+    >>> cast = cast_params(params, "O2")
+    >>> cast["linear"]["w"].dtype, cast["batch_norm"]["scale"].dtype
+    (dtype('float16'), dtype('float32'))
+    """
+    policy = get_policy(policy)
+    keeps_norms = keeps_norms_float32(policy, rules)
+
+    def norms(path: str, _: Sequence[type]) -> Policy | None:
+        module = path.rpartition("/")[0]
+        is_norm = is_norm_parameters(module.split("/")[-1], params[module])
+        return FLOAT32 if keeps_norms and is_norm else None
+
+    module_rules = PolicyRules(rules or (), policy, fallback=norms)
+    cast = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: cast_leaf(leaf, module_rules.policy_for(path_string(path)).param_dtype),
+        params,
+    )
+    module_rules.warn_unused()
+    return cast
+
+
+def train_step(
+    loss_fn: Callable[..., Any],
+    params: Any,
+    opt_state: Any,
+    tx: Any,
+    *args: Any,
+    state: Any = None,
+    has_aux: bool = False,
+) -> TrainStep:
+    """Takes one training step, or on overflow leaves everything as it was but the scale.
+
+    Args:
+      loss_fn: called as `loss_fn(params, *args)`, returns a real floating scalar; with `state` as
+        `loss_fn(params, state, *args)`, returns `(scalar, state)`. With `has_aux` what it returns
+        beside the scalar is `aux`, or `(state, aux)`.
+      params: what is trained.
+      opt_state: `tx.init(params)`.
+      tx: such as `transforms.mixed_precision(optax.adam(1e-3), "mixed_float16")`.
+      *args: passed to `loss_fn`.
+      state: the network's state, or None.
+
+    Returns: parameters (`model`), optimizer state, unscaled loss, state and aux; see `TrainStep`.
+      Wrap the call in `jax.jit`.
+    Raises: TypeError if the loss is no real floating scalar or an argument is of the wrong kind.
+
+    >>> import haiku as hk, optax
+    >>> from jmp import transforms
+    >>> network = hk.without_apply_rng(hk.transform(lambda x: hk.Linear(1)(x)))
+    >>> network = with_policy(network, "mixed_float16")
+    >>> params = network.init(jax.random.key(0), jnp.ones((1, 2)))
+    >>> tx = transforms.mixed_precision(optax.sgd(0.1), "mixed_float16")
+    >>> loss_fn = lambda params, x: (network.apply(params, x) ** 2).mean()
+    >>> step = train_step(loss_fn, params, tx.init(params), tx, jnp.ones((4, 2)))
+    >>> step.loss.dtype, sorted(step.model["linear"])
+    (dtype('float32'), ['b', 'w'])
+    """
+    return take_step(loss_fn, params, opt_state, tx, args, state, has_aux)
