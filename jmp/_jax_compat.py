@@ -92,6 +92,24 @@ def is_plain_jit(equation: core.JaxprEqn) -> bool:
     )
 
 
+def sum_over_own_axes(equation: core.JaxprEqn) -> core.JaxprEqn:
+    """Returns a psum over axes of the array itself, as vmap makes it, as the plain sum it is."""
+    params = equation.params
+    axes = params.get("axes", ())
+    is_plain = (
+        equation.primitive.name in ("psum", "psum2", "psum_invariant")
+        and len(equation.invars) == 1
+        and all(isinstance(axis, int) for axis in axes)
+        and params.get("axis_index_groups") is None
+    )
+    if not is_plain:
+        return equation
+    operand: Any = equation.invars[0].aval
+    struct = jax.ShapeDtypeStruct(operand.shape, operand.dtype)
+    plain = jax.make_jaxpr(lambda x: jax.lax.reduce_sum(x, axes))(struct).eqns[-1]
+    return equation.replace(primitive=plain.primitive, params=plain.params)
+
+
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     """Returns how many inputs of a scan are constants and how many are carried."""
     if "num_consts" in params:

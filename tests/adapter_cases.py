@@ -173,20 +173,24 @@ def nnx_lifted_trainer(policy, tx):
 
 def nnx_trainer(model, tx, loss_fn):
     optimizer = flax_nnx.Optimizer(model, tx, wrt=flax_nnx.Param)
-    graph, state = flax_nnx.split((model, optimizer))
 
     @jax.jit
-    def step(state, x):
-        model, optimizer = flax_nnx.merge(graph, state, copy=True)
+    def step(both, x):
+        model, optimizer = flax_nnx.merge(*both, copy=True)
         nnx.train_step(loss_fn, model, optimizer, x)
-        return flax_nnx.state((model, optimizer))
+        return flax_nnx.split((model, optimizer))
 
-    return state, step
+    return flax_nnx.split((model, optimizer)), step
 
 
-def nnx_everything(state):
-    model, optimizer = flax_nnx.as_pure(state)[0], flax_nnx.as_pure(state)[1]
-    return model, optimizer["step"], inner_state(optimizer["opt_state"])
+def nnx_everything(both):
+    model, optimizer = flax_nnx.merge(*both, copy=True)
+    parameters_and_statistics = flax_nnx.as_pure(flax_nnx.state(model))
+    return parameters_and_statistics, optimizer.step[...], inner_state(nnx_opt_state(both))
+
+
+def nnx_opt_state(both):
+    return flax_nnx.as_pure(flax_nnx.merge(*both, copy=True)[1].opt_state)
 
 
 # Equinox.
@@ -221,7 +225,8 @@ def equinox_init():
 
 
 def equinox_forward(policy, rules=None, **options):
-    static = eqx.filter(EquinoxNet(), eqx.is_inexact_array, inverse=True)
+    model, _ = eqx.nn.make_with_state(EquinoxNet)()
+    static = eqx.filter(model, eqx.is_inexact_array, inverse=True)
     lowered = equinox.autocast(equinox_batched, policy, rules=rules or (), **options)
 
     def forward(params, state, x):
@@ -323,7 +328,7 @@ ADAPTERS = [
         forward=nnx_view_forward,
         trainer=nnx_view_trainer,
         everything=nnx_everything,
-        opt_state=lambda state: flax_nnx.as_pure(state)[1]["opt_state"],
+        opt_state=nnx_opt_state,
         head="head",
         convolution=flax_nnx.Conv,
         norm=flax_nnx.BatchNorm,
@@ -335,7 +340,7 @@ ADAPTERS = [
         forward=nnx_lifted_forward,
         trainer=nnx_lifted_trainer,
         everything=nnx_everything,
-        opt_state=lambda state: flax_nnx.as_pure(state)[1]["opt_state"],
+        opt_state=nnx_opt_state,
         head="head",
         convolution=flax_nnx.Conv,
         norm=flax_nnx.BatchNorm,

@@ -1,6 +1,5 @@
 """The contract of all adapters, over the rows of `adapter_cases`: one network in each framework."""
 
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -68,15 +67,14 @@ def test_a_batch_norm_computes_in_float32_and_what_follows_is_half(adapter, poli
     _, (_, updated) = jax.eval_shape(loss_fn, params, statistics)
     assert dtypes_of(updated) == {"float32"}
     jaxpr = jax.make_jaxpr(loss_fn)(params, statistics).jaxpr
-    roots = [e for e in equations(jaxpr) if e.primitive.name == "rsqrt"]
+    roots = [e for e in equations(jaxpr) if e.primitive.name in ("rsqrt", "sqrt")]
     assert roots and all(e.outvars[0].aval.dtype == jnp.float32 for e in roots)
-    shape = (*IMAGES.shape[:3], 8)
     relus = [
-        e.outvars[0].aval
-        for e in equations(jaxpr)
-        if e.primitive.name == "max" and len(e.outvars[0].aval.shape) == len(shape)
+        equation.outvars[0].aval.dtype.name
+        for equation in equations(jaxpr)
+        if equation.primitive.name == "max" and getattr(equation.invars[1], "val", None) == 0
     ]
-    assert relus and {aval.dtype.name for aval in relus} == {"float16"}
+    assert relus and set(relus) == {"float16"}
 
 
 @every_adapter
@@ -119,7 +117,8 @@ def test_a_float32_policy_with_a_half_part(adapter):
 @every_adapter
 def test_two_half_dtypes_in_one_model_are_refused(adapter):
     with pytest.raises(ValueError, match="bfloat16 and float16; expected one half dtype"):
-        adapter.forward("mixed_float16", [(adapter.head, "mixed_bfloat16")])
+        forward = adapter.forward("mixed_float16", [(adapter.head, "mixed_bfloat16")])
+        forward(*adapter.init(), IMAGES)
 
 
 @every_adapter
@@ -157,15 +156,12 @@ def test_cast_params_keeps_norms_and_can_be_undone(adapter):
     assert dtypes_of(restored) == {"float32"}
 
 
-def optimizer(policy, loss_scale):
-    schedule = optax.linear_schedule(1e-2, 0.0, 9)
-    return transforms.mixed_precision(optax.adam(schedule), policy, loss_scale)
-
-
 @every_adapter
 @pytest.mark.parametrize("policy", ["mixed_float16", "O2"])
 def test_a_skipped_step_moves_nothing_but_the_scale_and_all_steps_compile_once(adapter, policy):
-    state, step = adapter.trainer(policy, optimizer(policy, jmp.DynamicLossScale(8.0, period=2)))
+    adam = optax.adam(optax.linear_schedule(1e-2, 0.0, 9))
+    tx = transforms.mixed_precision(adam, policy, jmp.DynamicLossScale(8.0, period=2))
+    state, step = adapter.trainer(policy, tx)
     scale_of = lambda state: transforms.loss_scale_state(adapter.opt_state(state)).loss_scale
     for i, factor in enumerate([jnp.nan, 1.0, 2.0, jnp.inf, 1.0]):
         before = bits(adapter.everything(state))
@@ -180,15 +176,14 @@ def test_a_skipped_step_moves_nothing_but_the_scale_and_all_steps_compile_once(a
 
 @every_adapter
 def test_training_follows_float32(adapter):
-    losses = {}
+    ends = {}
     for policy in ("float32", "mixed_float16"):
-        params, statistics = adapter.init()
-        state, step = adapter.trainer(policy, optimizer(policy, jmp.DynamicLossScale(1024.0)))
+        tx = transforms.mixed_precision(optax.sgd(0.1), policy, jmp.StaticLossScale(1024.0))
+        state, step = adapter.trainer(policy, tx)
         for _ in range(8):
             state = step(state, IMAGES)
-        del params, statistics
         leaves = jax.tree.leaves(adapter.everything(state))
-        losses[policy] = [x for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
-    for half, full in zip(losses["mixed_float16"], losses["float32"], strict=True):
-        scale = jnp.maximum(jnp.abs(full).max(), 1e-2)
-        assert jnp.abs(half - full).max() <= 0.05 * scale
+        leaves = [x.ravel() for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
+        ends[policy] = jnp.concatenate(leaves)
+    error = jnp.linalg.norm(ends["mixed_float16"] - ends["float32"])
+    assert error <= 5e-3 * jnp.linalg.norm(ends["float32"])

@@ -64,14 +64,15 @@ def _marking(models: Sequence[Any], modules: ModulePolicies) -> Iterator[None]:
         if isinstance(model, nnx.Module):
             for module, path, classes in _modules_with_path(model):
                 named = modules.named(module, path, classes)
-                plain.append((module, type(module)))
-                module.__class__ = _marked(type(module), modules, named)
+                if named is not None:
+                    plain.append((module, type(module)))
+                    _set_class(module, marked_class(type(module), nnx.Module, modules, named))
             mark_parameters(model, modules)
     try:
         yield
     finally:
         for module, own_type in plain:
-            module.__class__ = own_type
+            _set_class(module, own_type)
 
 
 @contextlib.contextmanager
@@ -139,17 +140,20 @@ class _View:
             attributes[name] = self.of(value, _join(path, name), classes)
         if own_policies is None and isinstance(node, nnx.Module):
             named = self._modules.named(node, path, classes)
-            copy.__class__ = _view_class(own_type, self._modules, named)
+            _set_class(copy, _view_class(own_type, self._modules, named))
         return copy
 
 
 @functools.cache  # one class for all views, so that their graph definitions compare equal
 def _view_class(module_type: type, modules: ModulePolicies, named: Policy | None) -> type:
     """Returns a subclass whose `__call__` computes by autocast, if it is not inside it already."""
+    base: Any = module_type
+    if named is not None:
+        base = marked_class(module_type, nnx.Module, modules, named)
     body: dict[str, Any] = {_POLICIES: modules}
     if "__call__" in dir(module_type):
-        body["__call__"] = _lowered_call(_marked(module_type, modules, named), modules)
-    return subclass(_marked(module_type, modules, named), body)
+        body["__call__"] = _lowered_call(base, modules)
+    return subclass(base, body)
 
 
 def _lowered_call(module_type: Any, modules: ModulePolicies) -> Callable[..., Any]:
@@ -164,8 +168,9 @@ def _lowered_call(module_type: Any, modules: ModulePolicies) -> Callable[..., An
     return call
 
 
-def _marked(module_type: type, modules: ModulePolicies, named: Policy | None) -> type:
-    return module_type if named is None else marked_class(module_type, nnx.Module, modules, named)
+def _set_class(module: nnx.Pytree, own_type: type) -> None:
+    # Not by assignment, which nnx writes down in the module's graph as that of an attribute.
+    object.__setattr__(module, "__class__", own_type)
 
 
 def _modules_with_path(model: nnx.Module) -> list[tuple[nnx.Module, str, tuple[type, ...]]]:

@@ -235,7 +235,7 @@ def _rebuilt(
         return type(node)(inside(v, path=below(i), around=around) for i, v in enumerate(node))
     if isinstance(node, dict):
         return {k: inside(v, path=below(k), around=around) for k, v in node.items()}
-    if not _is_module(node):
+    if not _is_module(node) or isinstance(node, eqx.nn.StateIndex):
         return node
     classes = (type(node), *around)
     copy: Any = object.__new__(class_of(node, path, classes))

@@ -166,7 +166,7 @@ def _flatten_into(
             return literal(atom)
         return values[atom]
 
-    for equation in jaxpr.eqns:
+    for equation in map(_jax_compat.sum_over_own_axes, jaxpr.eqns):
         operands = [read(atom) for atom in equation.invars]
         stack = outer + equation.source_info.name_stack
         if _jax_compat.is_plain_jit(equation) and not draws_bits(equation.params["jaxpr"]):
