@@ -12,7 +12,7 @@ from jmp import _jax_compat
 from jmp.autocasting._autocast import make_program
 from jmp.autocasting._program import Program, Traced
 from jmp.diagnostics._hazards import delicate_in_half, odd_sizes, unused_rules
-from jmp.diagnostics._places import source_line, with_paths
+from jmp.diagnostics._places import lines_of_callers, with_places
 from jmp.diagnostics._ranges import HALVES
 from jmp.diagnostics._rendering import render
 from jmp.diagnostics._residuals import residuals
@@ -112,8 +112,9 @@ class PrecisionReport:
 
 
 def _report(program: Program, traced: Traced) -> PrecisionReport:
-    rows = _merged(rows_of(traced.plan))
-    operands = [*_jax_compat.open_jaxpr(traced.closed)[1], *traced.arrays]
+    jaxpr, constants = _jax_compat.open_jaxpr(traced.closed)
+    rows = _merged(rows_of(traced.plan, lines_of_callers(jaxpr)))
+    operands = [*constants, *traced.arrays]
     emitted = _jax_compat.open_jaxpr(jax.make_jaxpr(traced.emit)(*operands))[0]
     products = [row for row in rows if row.kind == "product"]
     total = sum(row.flops for row in products)
@@ -141,13 +142,13 @@ def _merged(rows: Any) -> list[Row]:
 
 def _casts(jaxpr: Any) -> dict[tuple[str, str, str, str], int]:
     found: collections.Counter[tuple[str, str, str, str]] = collections.Counter()
-    for equation, path in with_paths(jaxpr):
+    for equation, path, source, _ in with_places(jaxpr):
         if equation.primitive.name == "convert_element_type":
             before, after = (
                 str(atom.aval.dtype) for atom in (equation.invars[0], equation.outvars[0])
             )
             if {before, after} in ({"float32", name} for name in HALVES):
-                found[before, after, path, source_line(equation)] += 1
+                found[before, after, path, source] += 1
     return dict(found)
 
 
