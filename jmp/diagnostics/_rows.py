@@ -29,8 +29,8 @@ class Row:
         runs in float32).
       operation: the primitive.
       module: path of modules or name scopes, "" at the top.
-      source: "file:line" of the user's code, or of a library's where no frame is the user's; several
-        where JAX traced a function once for all its callers.
+      source: "file:line" of the user's code, or of a library's where no frame is the user's;
+        several where JAX traced a function once for all its callers.
       dtype_in, dtype_out: of the floating operands as they are read, and of the result as stored.
       why: the reason of the rule or of the planner.
       times: how often it stands in the program, turns of loops included.
@@ -87,9 +87,7 @@ def _rows_of_node(
     yield from _row(node.equation, node.why, lines, node.scope, times, types_in, types_out)
 
 
-def _rows_as_written(
-    jaxpr: Any, node: Node, lines: Lines, outer: Any, times: int
-) -> Iterator[Row]:
+def _rows_as_written(jaxpr: Any, node: Node, lines: Lines, outer: Any, times: int) -> Iterator[Row]:
     for equation in jaxpr.eqns:
         inner = list(_jax_compat.inner_jaxprs(equation))
         count = times * (equation.params["length"] if equation.primitive.name == "scan" else 1)

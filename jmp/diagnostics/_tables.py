@@ -27,4 +27,4 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         shown.add_row(*row)
     text = io.StringIO()
     Console(file=text, width=160).print(shown)
-    return text.getvalue().rstrip()
+    return text.getvalue().partition("\n")[2].rstrip()  # the first line is the blank upper edge
