@@ -55,8 +55,12 @@ def _totals(report: Any) -> Iterable[str]:
         ("kept without autocast", report.residual_bytes_float32),
     ):
         if kept is not None:
-            parts = [f"{size / 1e6:.3g} MB {dtype}" for dtype, size in sorted(kept.items())]
+            parts = [f"{_bytes(size)} {dtype}" for dtype, size in sorted(kept.items())]
             yield f"{name}: {', '.join(parts) or 'nothing'}"
+
+
+def _bytes(size: int) -> str:
+    return f"{size / 1e9:.3g} GB" if size >= 1e9 else f"{size / 1e6:.3g} MB"
 
 
 def _reasons(rows: list[Row]) -> Iterable[str]:
