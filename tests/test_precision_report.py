@@ -1,7 +1,10 @@
 """What the precision report says, and that it is what runs."""
 
+import dataclasses
 import json
+import re
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,6 +12,10 @@ import pytest
 import jmp
 from jmp import diagnostics
 from jmp.diagnostics import _rendering
+from jmp.diagnostics._places import spelled
+from jmp.diagnostics._row_groups import grouped
+from jmp.diagnostics._rows import Row
+from tests.gpt2 import gpt2
 from tests.models import MODELS
 from tests.products import equations, product_dtypes
 
@@ -277,6 +284,137 @@ def test_printed_with_rich_and_without(monkeypatch):
         assert "100.0% of the floating-point operations in float16" in text
         assert "tensor cores multiply in half" in text
     assert plain != with_rich
+
+
+def test_a_gpt2_is_printed_in_40_lines_whatever_its_layers():
+    texts = {}
+    for layers in (2, 3):
+        loss_fn, *shapes = gpt2(layers)
+        found = diagnostics.precision_report(loss_fn, F16)(*shapes)
+        texts[layers] = str(found)
+        assert f"GPT2/transformer/h/* x {layers}" in texts[layers]
+        assert f"{len(found.rows)} rows, those of modules that repeat" in texts[layers]
+        assert "report.table() shows each row" in texts[layers]
+        # A line for each row, and for each reason; more where a row is wider than the table.
+        assert len(found.table().splitlines()) >= len(found.rows) + 6
+    assert len(texts[2].splitlines()) == len(texts[3].splitlines()) <= 40
+    # Summary, hazards, rows; the place from the package or the working directory on.
+    lines = texts[3].splitlines()
+    assert lines[0] == "policy: p=full,c=f16,o=full"
+    assert lines[1].startswith(
+        "products: 19 of 19 in half, 100.0% of the floating-point operations"
+    )
+    starts = ("in float32: ", "  [2] ", "hazards: none", "  module ", "  GPT2/transformer/h/*")
+    positions = [next(i for i, x in enumerate(lines) if x.startswith(start)) for start in starts]
+    assert positions == sorted(positions)
+    (norms,) = (line for line in lines if line.startswith("    ln_* "))
+    assert re.search(
+        r"square x 12 \[\d\], reduce_sum x 12 \[\d\].* tests/gpt2.py:\d+,\d+ *$", norms
+    )
+    assert ".." not in texts[3].replace("...", "")
+
+
+def row(module, source="model.py:1", **fields):
+    fields = {"dtype_in": "float16", "dtype_out": "float16", "why": "because", **fields}
+    return Row("product", "dot_general", module, source, flops=2, **fields)
+
+
+def labels(*rows):
+    return [(group.row.module, group.row.times, group.repeated) for group in grouped(rows)]
+
+
+def test_modules_that_repeat_make_one_row():
+    layers = [row(f"net/h/{i}/mlp") for i in range(12)]
+    (group,) = grouped(layers)
+    assert (group.repeated, group.rest) == ("net/h/* x 12", "mlp")
+    assert group.row == dataclasses.replace(layers[0], module="net/h/*/mlp", times=12, flops=24)
+    # Another reason, dtype or module is another row, and says whose it is.
+    layers[3] = row("net/h/3/mlp", why="a rule")
+    layers[7] = row("net/h/7/mlp", why="a rule")
+    assert labels(*layers) == [
+        ("net/h/{0,1,2,4,5,6,8,9,10,11}/mlp", 10, "net/h/{0,1,2,4,5,6,8,9,10,11} x 10"),
+        ("net/h/{3,7}/mlp", 2, "net/h/{3,7} x 2"),
+    ]
+    layers[0] = row("net/h/0/mlp", dtype_in="float32")
+    assert labels(*layers[:3]) == [
+        ("net/h/0/mlp", 1, ""),
+        ("net/h/{1,2}/mlp", 2, "net/h/{1,2} x 2"),
+    ]
+    tail = [row(f"Block_{i}", why="a" if i else "b") for i in range(5)]
+    assert labels(*tail)[1][0] == "Block_{1-4}"
+    # Haiku's first module of a kind has no number.
+    assert labels(row("linear"), row("linear_1"))[0] == ("linear*", 2, "linear* x 2")
+    assert labels(row("linear"), row("linear_1"), row("conv"), row("conv_1", why=""))[1:] == [
+        ("conv", 1, ""),
+        ("conv_1", 1, ""),
+    ]
+
+
+def test_modules_that_repeat_inside_others():
+    nested = [row(f"Block_{i}/Dense_{j}", f"model.py:{j}") for i in range(3) for j in range(2)]
+    (group,) = grouped(nested)
+    assert (group.row.module, group.row.source) == ("Block_*/Dense_*", "model.py:0,1")
+    assert (group.repeated, group.rest, group.row.times) == ("Block_* x 3", "Dense_*", 6)
+    # A label never says more than what is so: here each of two blocks has one of two layers.
+    crossed = [row("Block_0/Dense_0"), row("Block_1/Dense_1")]
+    assert [label for label, _, _ in labels(*crossed)] == ["Block_0/Dense_0", "Block_1/Dense_1"]
+    # Two lines of one module stay two rows.
+    lines = [row(f"h/{i}", f"model.py:{line}") for i in range(3) for line in (5, 7)]
+    assert [group.row.source for group in grouped(lines)] == ["model.py:5", "model.py:7"]
+    without_modules = [row("", f"model.py:{line}") for line in (5, 7)]
+    assert labels(*without_modules) == [("", 1, ""), ("", 1, "")]
+    assert grouped([]) == []
+
+
+def test_hazards_of_modules_that_repeat_are_printed_once():
+    def function(w, x):
+        for i in range(3):
+            with jax.named_scope(f"layer_{i}"):
+                x = jnp.dot(x, w, precision=jax.lax.DotAlgorithmPreset.F32_F32_F32)
+        return x
+
+    found = report(function, rules=[("haed", "float32")])
+    assert len(found.hazards) == 4
+    printed = str(found)
+    assert printed.count(" multiplies in float32: the user named the algorithm") == 1
+    assert "(layer_*) multiplies in float32" in printed
+    assert "  the rule 'haed' matched no scope" in printed
+    every_row = found.table()
+    assert all(f"layer_{i} " in every_row for i in range(3)) and "layer_*" not in every_row
+
+
+def test_places_are_spelled_from_the_package_or_the_working_directory_on(monkeypatch, tmp_path):
+    assert spelled("/opt/v/lib/python3.12/site-packages/flax/linen/x.py") == "flax/linen/x.py"
+    assert spelled("/usr/lib/python3/dist-packages/jax/a.py") == "jax/a.py"
+    monkeypatch.chdir(tmp_path)
+    assert spelled(f"{tmp_path}/src/model.py") == "src/model.py"
+    assert spelled("/elsewhere/model.py") == "/elsewhere/model.py"
+    line = loss.__code__.co_firstlineno + 2
+    assert report().rows[0].source == f"{__file__}:{line}"
+    # A program of libraries alone: their line, not one of JAX's machinery.
+    layer = nn.Dense(8)
+    variables = jax.eval_shape(layer.init, jax.random.key(0), X)
+    assert re.fullmatch(
+        r"flax/linen/linear.py:\d+", report(layer.apply, variables, X).rows[0].source
+    )
+
+
+def test_bodies_that_jax_traces_apart_have_the_line_of_their_caller():
+    def function(w, x):
+        y = jax.lax.map(jnp.exp, x @ w)
+        once = jnp.var(y, axis=0)
+        again = jnp.var(x, axis=0)
+        return jax.lax.scan(lambda c, v: (c * jnp.var(v), None), once, y - again[None])[0]
+
+    first = function.__code__.co_firstlineno
+    lines = {}
+    for found in report(function).rows:
+        assert all(re.fullmatch(r"tests/.*:\d+", place) for place in found.source.split(", "))
+        places = [int(place.rpartition(":")[2]) - first for place in found.source.split(", ")]
+        lines.setdefault(found.operation, []).append(places)
+    assert lines["exp"] == [[1]]
+    # JAX traced the variance of four by eight numbers once: both its lines are named.
+    assert [2, 3] in lines["square"] and [4] in lines["square"]
 
 
 def test_the_data_can_be_written_as_json():

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jmp import _jax_compat
 from jmp.autocasting._graph import is_inner_product
 from jmp.autocasting._registry import Category, rule_for
-from jmp.diagnostics._places import source_line, with_paths
+from jmp.diagnostics._places import with_places
 
 
 def assert_products_in(fun: Callable[..., Any], dtype: Any) -> Callable[..., None]:
@@ -40,8 +40,8 @@ def assert_products_in(fun: Callable[..., Any], dtype: Any) -> Callable[..., Non
             raise AssertionError(f"{name} has no product whose dtype could be checked.")
         others = [
             f"{equation.primitive.name} in {', '.join(map(str, dtypes))} at "
-            f"{source_line(equation) or '?'}" + (f" ({path})" if path else "")
-            for equation, path, dtypes in products
+            f"{source or '?'}" + (f" ({path})" if path else "")
+            for equation, path, source, dtypes in products
             if dtypes != [expected]
         ]
         if others:
@@ -53,10 +53,10 @@ def assert_products_in(fun: Callable[..., Any], dtype: Any) -> Callable[..., Non
     return check
 
 
-def _products(jaxpr: Any) -> Iterator[tuple[Any, str, list[Any]]]:
-    for equation, path in with_paths(jaxpr):
+def _products(jaxpr: Any) -> Iterator[tuple[Any, str, str, list[Any]]]:
+    for equation, path, source, _ in with_places(jaxpr):
         is_low = rule_for(equation.primitive.name).category is Category.LOW
         if is_low and not is_inner_product(equation):
             dtypes = [atom.aval.dtype for atom in equation.invars]
             floating = {d for d in dtypes if jnp.issubdtype(d, jnp.floating)}
-            yield equation, path, sorted(floating, key=str)
+            yield equation, path, source, sorted(floating, key=str)

@@ -13,7 +13,7 @@ import numpy as np
 from jmp import _jax_compat
 from jmp.autocasting._autocast import autocast
 from jmp.diagnostics._errors import COLUMNS, Difference, cells, difference, together
-from jmp.diagnostics._places import source_line, with_paths
+from jmp.diagnostics._places import with_places
 from jmp.diagnostics._tables import table
 from jmp.dtypes import is_castable
 from jmp.policy import Policy, get_policy
@@ -185,7 +185,7 @@ def _run_in_float64(
 def _check_float64(jaxpr: Any) -> None:
     """Raises or warns where a program, traced in float64, is no reference for one in float32."""
     narrow = []
-    for equation, _ in with_paths(_jax_compat.open_jaxpr(jaxpr)[0]):
+    for equation, _, source, _ in with_places(_jax_compat.open_jaxpr(jaxpr)[0]):
         if equation.params.get("bit_width") == 64:  # random_bits
             raise ValueError(
                 "compare got a function that draws random numbers of 64 bits in float64: others "
@@ -197,7 +197,7 @@ def _check_float64(jaxpr: Any) -> None:
             # Scalars pass: JAX's own random numbers have bounds that it casts.
             is_array_cast = equation.outvars[0].aval.ndim > 0 and before == np.float64
             if is_array_cast and after != np.float64 and is_castable(after):
-                narrow.append(f"{source_line(equation) or '?'} to {after}")
+                narrow.append(f"{source or '?'} to {after}")
     if narrow:
         warnings.warn(
             f"compare's reference is not float64 throughout: fun casts {len(narrow)} values down, "

@@ -1,13 +1,11 @@
 """Hazards of a precision report: sentences to act upon. None is the rule."""
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
-from jmp import _jax_compat
 from jmp.autocasting._program import Traced
 from jmp.diagnostics._flops import flops
-from jmp.diagnostics._places import module_path, source_line
+from jmp.diagnostics._places import with_places
 from jmp.diagnostics._ranges import HALVES
 from jmp.diagnostics._rows import Row
 
@@ -62,14 +60,16 @@ def odd_sizes(jaxpr: Any) -> list[str]:
     """
     total = 0
     found: dict[tuple[str, str], dict[str, int]] = {}
-    for equation, path, times in _half_products(jaxpr):
+    for equation, path, source, times in with_places(jaxpr):
+        if not _is_half_product(equation):
+            continue
         name = equation.primitive.name
         shapes = [tuple(atom.aval.shape) for atom in equation.invars]
         operations = flops(name, equation.params, shapes, tuple(equation.outvars[0].aval.shape))
         total += times * operations
         odd = [f"{size} {label}" for label, size in _sizes(equation) if size % MULTIPLE]
         if odd and operations >= LARGE:
-            place = _place(name, source_line(equation), path)
+            place = _place(name, source, path)
             by_place = found.setdefault((str(equation.invars[0].aval.dtype), ", ".join(odd)), {})
             by_place[place] = by_place.get(place, 0) + times * operations
     return [
@@ -81,15 +81,9 @@ def odd_sizes(jaxpr: Any) -> list[str]:
     ]
 
 
-def _half_products(jaxpr: Any, outer: str = "", times: int = 1) -> Iterator[tuple[Any, str, int]]:
-    for equation in jaxpr.eqns:
-        path = "/".join(filter(None, (outer, module_path(equation.source_info.name_stack))))
-        if equation.primitive.name in ("dot_general", "conv_general_dilated"):
-            if all(str(atom.aval.dtype) in HALVES for atom in equation.invars):
-                yield equation, path, times
-        turns = equation.params["length"] if equation.primitive.name == "scan" else 1
-        for inner in _jax_compat.inner_jaxprs(equation):
-            yield from _half_products(inner, path, times * turns)
+def _is_half_product(equation: Any) -> bool:
+    is_product = equation.primitive.name in ("dot_general", "conv_general_dilated")
+    return is_product and all(str(atom.aval.dtype) in HALVES for atom in equation.invars)
 
 
 def _sizes(equation: Any) -> list[tuple[str, int]]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp import _jax_compat
-from jmp.diagnostics._places import with_paths
+from jmp.diagnostics._places import with_places
 from jmp.diagnostics._replay import HANDLERS, REMAT, inline, replay
 from jmp.diagnostics._residuals import linearise
 from jmp.trees import is_array
@@ -41,8 +41,8 @@ def without_checkpoint(
 ) -> Callable[..., Any] | None:
     """Returns the function without `jax.checkpoint`; None if it has none."""
     closed, result = jax.make_jaxpr(function, return_shape=True)(*arrays)
-    equations = with_paths(_jax_compat.open_jaxpr(closed)[0])
-    if not any(equation.primitive.name in REMAT for equation, _ in equations):
+    equations = with_places(_jax_compat.open_jaxpr(closed)[0])
+    if not any(placed.equation.primitive.name in REMAT for placed in equations):
         return None
     structure = jax.tree.structure(result)
     handlers = {**HANDLERS, **dict.fromkeys(REMAT, inline)}

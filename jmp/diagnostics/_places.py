@@ -4,48 +4,107 @@ import functools
 import os
 import sysconfig
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from jmp import _jax_compat
 
 # Lines of these packages are nobody's own: behind a Flax layer stands the model that calls it.
-FRAMEWORKS = ("jaxlib", "flax", "haiku", "equinox", "optax", "chex")
+FRAMEWORKS = ("jaxlib/", "flax/", "haiku/", "equinox/", "optax/", "chex/")
 
 
 @functools.cache
-def _hidden() -> tuple[str, ...]:
-    packages = sysconfig.get_paths()["purelib"]
-    own = [os.path.dirname(module.__file__ or "") for module in (jax, _jax_compat)]
-    standard_library = sysconfig.get_paths()["stdlib"]
-    hidden = [*own, *(os.path.join(packages, name) for name in FRAMEWORKS)]
-    lines = [path + os.sep for path in hidden]
-    lines += [os.path.join(standard_library, name) for name in ("contextlib.py", "functools.py")]
-    return tuple(lines)
+def _machinery() -> tuple[str, ...]:
+    """Returns how the files begin that say nothing of a model: JAX's, ours, Python's own."""
+    own = [os.path.dirname(module.__file__ or "") + os.sep for module in (jax, _jax_compat)]
+    library = sysconfig.get_paths()["stdlib"]
+    return ("<", *own, *(os.path.join(library, name) for name in ("contextlib.py", "functools.py")))
 
 
-def source_line(equation: Any) -> str:
-    """Returns "file:line" of the innermost frame that is the user's, or of any; "" without one."""
-    frames = _jax_compat.frames_of(equation)
-    return users_line(equation) or (f"{frames[0][0]}:{frames[0][1]}" if frames else "")
+def spelled(file: str) -> str:
+    """Returns a file's path as it is read best.
+
+    Installed packages from their own name on, files below the working directory from there, and
+    any other as it is: a path that climbs up with ".." says less than all of it.
+
+    >>> spelled("/opt/python/lib/python3.12/site-packages/flax/linen/linear.py")
+    'flax/linen/linear.py'
+    """
+    return _installed(file) or file.removeprefix(os.path.join(os.getcwd(), ""))
+
+
+def _installed(file: str) -> str:
+    """Returns the path of an installed package's file from the package on; "" for any other."""
+    for folder in ("site-packages", "dist-packages"):
+        _, found, inside = file.rpartition(f"{os.sep}{folder}{os.sep}")
+        if found:
+            return inside.replace(os.sep, "/")
+    return ""
+
+
+def source_line(equation: Any, outer: str = "") -> str:
+    """Returns "file:line" of the user's line, or of a library's; "" if no frame is known.
+
+    Args:
+      equation: JAX records the frames from the innermost trace on, so that the body of a loop, or
+        of a jitted function of `jax.numpy`, need not have a line of the user's.
+      outer: the user's line of the equation around it, taken then.
+    """
+    return users_line(equation) or outer or _librarys_line(equation)
 
 
 def users_line(equation: Any) -> str:
     """Returns "file:line" of the innermost frame that is the user's; "" if there is none."""
     for file, line in _jax_compat.frames_of(equation):
-        if not file.startswith(_hidden()) and not file.startswith("<"):
-            return f"{os.path.relpath(file)}:{line}"
+        if not file.startswith(_machinery()) and not _installed(file).startswith(FRAMEWORKS):
+            return f"{spelled(file)}:{line}"
     return ""
 
 
-def with_paths(jaxpr: Any, outer: str = "") -> Iterator[tuple[Any, str]]:
-    """Yields the equations of a jaxpr at any depth, each with its path from the outermost level."""
+def _librarys_line(equation: Any) -> str:
+    frames = _jax_compat.frames_of(equation)
+    outside_jax = [frame for frame in frames if not frame[0].startswith(_machinery())]
+    return "".join(f"{spelled(file)}:{line}" for file, line in (outside_jax or frames)[:1])
+
+
+class Placed(NamedTuple):
+    """An equation, its path of modules from the outermost level, its line, how often it runs."""
+
+    equation: Any
+    path: str
+    source: str
+    times: int
+
+
+def with_places(
+    jaxpr: Any, outer: str = "", outer_line: str = "", times: int = 1
+) -> Iterator[Placed]:
+    """Yields the equations of a jaxpr at any depth with their places; the turns of scans count.
+
+    Args:
+      jaxpr: an open one.
+      outer, outer_line, times: path, user's line and times of the equation that holds it.
+    """
     for equation in jaxpr.eqns:
         path = "/".join(filter(None, (outer, module_path(equation.source_info.name_stack))))
-        yield equation, path
+        line = users_line(equation) or outer_line
+        yield Placed(equation, path, line or _librarys_line(equation), times)
+        turns = equation.params["length"] if equation.primitive.name == "scan" else 1
         for inner in _jax_compat.inner_jaxprs(equation):
-            yield from with_paths(inner, path)
+            yield from with_places(inner, path, line, times * turns)
+
+
+def lines_of_callers(jaxpr: Any) -> dict[tuple[int, str], str]:
+    """Returns source lines of the equations that have none of the user's, by identity and path.
+
+    What JAX traced once stands at all its places in the program: such an equation has all lines.
+    """
+    found: dict[tuple[int, str], dict[str, None]] = {}
+    for equation, path, source, _ in with_places(jaxpr):
+        if not users_line(equation):
+            found.setdefault((id(equation), path), {})[source] = None
+    return {place: ", ".join(lines) for place, lines in found.items()}
 
 
 def module_path(stack: Any) -> str:

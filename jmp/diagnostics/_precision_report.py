@@ -12,12 +12,12 @@ from jmp import _jax_compat
 from jmp.autocasting._autocast import make_program
 from jmp.autocasting._program import Program, Traced
 from jmp.diagnostics._hazards import delicate_in_half, odd_sizes, unused_rules
-from jmp.diagnostics._places import source_line, with_paths
+from jmp.diagnostics._places import lines_of_callers, with_places
 from jmp.diagnostics._ranges import HALVES
-from jmp.diagnostics._rendering import render
+from jmp.diagnostics._rendering import render, render_every_row
 from jmp.diagnostics._residuals import residuals
 from jmp.diagnostics._rows import Row, rows_of
-from jmp.policy import Policy
+from jmp.policy import Policy, get_policy
 from jmp.rules import UnusedRuleWarning
 
 
@@ -54,7 +54,7 @@ def precision_report(
     def of_arrays(args: Any, kwargs: Any) -> PrecisionReport:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UnusedRuleWarning)  # they are in the report
-            return _report(program, program.trace(args, kwargs))
+            return _report(program, program.trace(args, kwargs), str(get_policy(policy)))
 
     def report(*args: Any, **kwargs: Any) -> PrecisionReport:
         leaves, structure = jax.tree.flatten((args, kwargs))
@@ -87,6 +87,9 @@ class PrecisionReport:
         there is no reverse derivative. As JAX traces it: XLA may keep less.
       residual_bytes_float32: the same for `fun` without autocast.
       hazards: sentences to act upon; none is the rule.
+      policy: the policy, in short.
+
+    Printed, modules that repeat stand in one row; `table` has a row for each of `rows`.
     """
 
     compute_dtype: str
@@ -96,6 +99,7 @@ class PrecisionReport:
     residual_bytes: dict[str, int] | None
     residual_bytes_float32: dict[str, int] | None
     hazards: list[str]
+    policy: str
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the data as dictionaries, lists, numbers and strings."""
@@ -107,13 +111,18 @@ class PrecisionReport:
         ]
         return data
 
+    def table(self) -> str:
+        """Returns every row as text, and the reasons."""
+        return render_every_row(self)
+
     def __str__(self) -> str:
         return render(self)
 
 
-def _report(program: Program, traced: Traced) -> PrecisionReport:
-    rows = _merged(rows_of(traced.plan))
-    operands = [*_jax_compat.open_jaxpr(traced.closed)[1], *traced.arrays]
+def _report(program: Program, traced: Traced, policy: str) -> PrecisionReport:
+    jaxpr, constants = _jax_compat.open_jaxpr(traced.closed)
+    rows = _merged(rows_of(traced.plan, lines_of_callers(jaxpr)))
+    operands = [*constants, *traced.arrays]
     emitted = _jax_compat.open_jaxpr(jax.make_jaxpr(traced.emit)(*operands))[0]
     products = [row for row in rows if row.kind == "product"]
     total = sum(row.flops for row in products)
@@ -126,6 +135,7 @@ def _report(program: Program, traced: Traced) -> PrecisionReport:
         _residual_bytes(traced.emit, operands),
         _residual_bytes(_jax_compat.as_function(traced.closed), traced.arrays),
         [*delicate_in_half(rows), *unused_rules(traced), *odd_sizes(emitted)],
+        policy,
     )
 
 
@@ -141,13 +151,13 @@ def _merged(rows: Any) -> list[Row]:
 
 def _casts(jaxpr: Any) -> dict[tuple[str, str, str, str], int]:
     found: collections.Counter[tuple[str, str, str, str]] = collections.Counter()
-    for equation, path in with_paths(jaxpr):
+    for equation, path, source, _ in with_places(jaxpr):
         if equation.primitive.name == "convert_element_type":
             before, after = (
                 str(atom.aval.dtype) for atom in (equation.invars[0], equation.outvars[0])
             )
             if {before, after} in ({"float32", name} for name in HALVES):
-                found[before, after, path, source_line(equation)] += 1
+                found[before, after, path, source] += 1
     return dict(found)
 
 

@@ -26,5 +26,5 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     for row in rows:
         shown.add_row(*row)
     text = io.StringIO()
-    Console(file=text, width=160).print(shown)
-    return text.getvalue().rstrip()
+    Console(file=text, width=160, markup=False, emoji=False).print(shown)  # "[why]" is text
+    return text.getvalue().partition("\n")[2].rstrip()  # the first line is the blank upper edge
