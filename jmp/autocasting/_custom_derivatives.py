@@ -34,11 +34,13 @@ def trace_and_plan(
     arguments: Sequence[tuple[Any, Any]],
     node: Node,
     tools: Tools,
+    kept: Sequence[bool] = (),
 ) -> tuple[Inner, Any]:
     """Traces `function` on nominal types and plans it.
 
     Args:
       arguments: for each one its nominal shape and dtype, and the dtype it is stored in.
+      kept: which of the first outputs reach the float32 carry of a loop.
 
     Returns: the plan, whose outputs may all be half, and the structure of what `function` returns.
     """
@@ -46,7 +48,9 @@ def trace_and_plan(
     closed, result = jax.make_jaxpr(function, return_shape=True)(*structs)
     graph, constants = open_level(closed, node, tools.context)
     infos = [*constant_infos(graph, constants), *(Info(dtype, False) for _, dtype in arguments)]
-    plan = tools.make_plan(graph, infos, [True] * len(graph.outputs), tools.context)
+    feeds = [True] * len(graph.outputs)
+    kept = [*kept, *([False] * (len(feeds) - len(kept)))]
+    plan = tools.make_plan(graph, infos, feeds, kept, tools.context)
     return Inner(plan, constants), jax.tree.structure(result)
 
 
@@ -93,7 +97,8 @@ class CustomJvp:
 
             arguments = [_argument(v, x) for v, x in zip(node.inputs, primals, strict=True)]
             arguments += [arguments[i] for i in moving]
-            inner, structure = trace_and_plan(nominal_rule, arguments, node, tools)
+            kept = [value.kept for value in node.outputs]
+            inner, structure = trace_and_plan(nominal_rule, arguments, node, tools, kept * 2)
             moved = [cast(tangents[i], primals[i].dtype) for i in moving]
             results = inner.run([*primals, *moved], tools.run_plan)
             primals_out, tangents_out = jax.tree.unflatten(structure, results)
@@ -139,7 +144,8 @@ class CustomVjp:
             return cast_all(node.inner.run([*closed, *args], tools.run_plan), dtypes)
 
         def forward(*args: Any) -> Any:
-            inner, structure = trace_and_plan(nominal_forward, all_arguments, node, tools)
+            kept = [value.kept for value in node.outputs]
+            inner, structure = trace_and_plan(nominal_forward, all_arguments, node, tools, kept)
             results = inner.run([*closed, *args], tools.run_plan)
             outputs, vjp = jax.tree.unflatten(structure, results)
             return cast_all(outputs, dtypes), vjp

@@ -2,6 +2,8 @@
 
 - A value *feeds* if it reaches a product, or an output that does. What does not is on the way to
   the loss (or is a statistic) and stays float32.
+- A value is *kept* if it reaches the float32 carry of a loop, and no product lies between. Rounded
+  on the way, it would be rounded at every turn: the carry would lose what small steps add to it.
 - A value is *neutral* if no product lies before it: parameters, inputs, constants, and what is
   computed from them alone. Neutral values have no vote: they stay as they are and are cast at
   each use, so that gradients add up in float32. A neutral value is *fixed* if no floating input
@@ -15,37 +17,45 @@
 from collections.abc import Iterable
 from typing import Any
 
-import jax.numpy as jnp
-
 from jmp.autocasting._graph import Graph, Node
 from jmp.autocasting._registry import Category
-from jmp.autocasting._values import Value
+from jmp.autocasting._values import Value, is_inexact
 
 AFFINE = frozenset({"add", "sub", "mul", "div"})
 REDUCTIONS = frozenset({"reduce_sum", "reduce_prod", "reduce_max", "reduce_min"})
 
 
-def mark_feeds(graph: Graph, outputs_feed: Iterable[bool]) -> None:
-    """Walks backwards from the products and from the outputs that feed products outside."""
-    for value in graph.inputs:
-        value.feeds = False
-    for node in graph.nodes:
-        for value in node.outputs:
-            value.feeds = False
-    for value, feeds in zip(graph.outputs, outputs_feed, strict=True):
-        value.feeds |= feeds
+def mark_destinations(
+    graph: Graph, outputs_feed: Iterable[bool], outputs_kept: Iterable[bool]
+) -> None:
+    """Walks backwards from the products and the outputs: which values feed, which are kept."""
+    feeding = feeding_values(graph, outputs_feed)
+    kept = {
+        v for v, keep in zip(graph.outputs, outputs_kept, strict=True) if keep and is_inexact(v)
+    }
     for node in reversed(graph.nodes):
-        if node.has_products or any(value.feeds for value in node.outputs):
-            for value in node.inputs:
-                # Indices, masks and sizes carry no precision from one side to the other.
-                value.feeds |= _is_inexact(value)
+        if not node.is_product and not kept.isdisjoint(node.outputs):
+            kept.update(filter(is_inexact, node.inputs))
+    for value in (*graph.inputs, *(value for node in graph.nodes for value in node.outputs)):
+        value.feeds = value in feeding
+        value.kept = value in kept
+
+
+def feeding_values(graph: Graph, outputs_feed: Iterable[bool]) -> set[Value]:
+    """Returns the values that reach a product, or an output that feeds one outside."""
+    feeding = {value for value, feeds in zip(graph.outputs, outputs_feed, strict=True) if feeds}
+    for node in reversed(graph.nodes):
+        if node.has_products or not feeding.isdisjoint(node.outputs):
+            # Indices, masks and sizes carry no precision from one side to the other.
+            feeding.update(filter(is_inexact, node.inputs))
+    return feeding
 
 
 def mark_neutral(graph: Graph, infos: Iterable[Any]) -> None:
     """Walks forwards from the inputs; `infos` say which of them are neutral and fixed."""
     for value, info in zip(graph.inputs, infos, strict=True):
         value.neutral = info.neutral
-        value.fixed = info.fixed or not _is_inexact(value)
+        value.fixed = info.fixed or not is_inexact(value)
     for node in graph.nodes:
         neutral = (
             not node.has_products
@@ -58,11 +68,6 @@ def mark_neutral(graph: Graph, infos: Iterable[Any]) -> None:
         for value in node.outputs:
             value.neutral = neutral
             value.fixed = fixed
-
-
-def _is_inexact(value: Value) -> bool:
-    dtype = getattr(value.aval, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
 def mark_levels(graph: Graph) -> None:

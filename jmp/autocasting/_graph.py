@@ -5,7 +5,7 @@ that the planner sees through the many small ones of `jax.numpy`; dead code is l
 remains nested (loops, branches, remat, custom derivatives) is one node each and a level of its own.
 
 The passes of the planner annotate the graph in this order, each reading what the ones before wrote:
-`_flow` (feeds, neutral, fixed, is_cut, level), then `_islands` and `_plan` (dtype, mode).
+`_flow` (feeds, kept, neutral, fixed, is_cut, level), then `_islands` and `_plan` (dtype, mode).
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,6 +17,7 @@ from jmp import _jax_compat
 from jmp.autocasting._regions import Region, RegionRules
 from jmp.autocasting._registry import Category, Rule
 from jmp.autocasting._settings import Settings
+from jmp.autocasting._tolerances import has_many_conditions, runs_to_tolerance
 from jmp.autocasting._values import FLOAT32, Value, held_constant, know, literal
 
 # How a node runs; besides "nested", and being part of an island.
@@ -96,6 +97,7 @@ class Node:
             self.name == "gather"
             and self.outputs[0].is_float32
             and self.outputs[0].feeds
+            and not self.outputs[0].kept
             and self.inputs[0].neutral
             and self.inputs[0].constant is None
             and not self.region.is_full
@@ -277,6 +279,10 @@ def _rule_of(equation: Any, settings: Settings) -> Rule:
             expensive=any(rule.expensive for rule in rules),
         )
     rule = settings.rule_for(name)
+    if name == "while" and runs_to_tolerance(equation) and not settings.overrides_rule(name):
+        return Rule(Category.FULL, "in a loop that runs to a tolerance", False)
+    if name == "while" and has_many_conditions(equation):
+        return Rule(Category.FULL, "in a loop that vmap gave a condition for each element", False)
     if name == "dot_general" and is_inner_product(equation) and not settings.overrides_rule(name):
         return Rule(Category.FULL, "an inner product is a sum, such as one of squares", False)
     if name == "convert_element_type":
@@ -299,7 +305,7 @@ def is_inner_product(equation: Any) -> bool:
 
 def descends(node: Node, settings: Settings) -> bool:
     """Returns whether autocast goes inside a node; it binds every other node as a whole."""
-    if node.region.is_full or node.fusible:
+    if node.region.is_full or node.fusible or node.rule.category is Category.FULL:
         return False
     return node.name in DESCENDS or (node.name == "custom_vjp_call" and settings.inside_custom_vjp)
 

@@ -3,9 +3,10 @@
 A loop must carry the same dtypes round. A scan's carry is float32, unless it loses nothing in half:
 because products alone read it (the hidden state of an RNN), or because it comes in as half and
 feeds a product in the same step of a short loop (the residual stream of a scanned transformer).
+Carries are decided first: half ones feed products, and what float32 ones receive is kept.
 What the body closes over enters in float32 and is rounded inside, because its gradients add up in
-the dtype it enters in. The carry of a while loop keeps its nominal dtype. Branches join
-to the widest.
+the dtype it enters in. The carry of a while loop keeps its nominal dtype; a loop whose condition
+depends on floating numbers is not gone into (see `_tolerances`). Branches join to the widest.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from jax import lax
 
 from jmp import _jax_compat
 from jmp.autocasting import _flow
-from jmp.autocasting._graph import FULL, Node
+from jmp.autocasting._graph import Graph, Node
 from jmp.autocasting._islands import MOVES
 from jmp.autocasting._nesting import (
     Info,
@@ -45,34 +46,28 @@ class Scan:
     @staticmethod
     def plan(node: Node, context: Any, make_plan: MakePlan) -> None:
         """Fixes the dtype of each carry first, then plans the body."""
+        half = context.settings.compute_dtype
         n_consts, n_carry = _jax_compat.scan_counts(node.params)
         closed = node.inputs[:n_consts]
         graph, constants = open_level(node.params["jaxpr"], node, context, closed)
         infos = [*constant_infos(graph, constants), *map(info_of, node.inputs)]
-        skip = len(constants)
-        carries = range(skip + n_consts, skip + n_consts + n_carry)
-        # Within one step nothing outside is fed.
-        _flow.mark_feeds(graph, [False] * len(graph.outputs))
-        for i in carries:
-            is_short = turns(node) <= LAYERS
-            infos[i] = Info(_carry_dtype(graph.inputs[i], infos[i], context, is_short), False)
-        feeds = [value.feeds for value in node.outputs]
-        while True:
-            _flow.mark_feeds(graph, feeds)
-            again = [graph.inputs[i].feeds or feeds[k] for k, i in enumerate(carries)]
-            if again == feeds[:n_carry]:
-                break
-            feeds[:n_carry] = again
-        kept = [infos[i].dtype == nominal(graph.inputs[i]) for i in carries]
+        first = len(constants) + n_consts
+        carried = slice(first, first + n_carry)
+        in_half = _carried_in_half(graph, carried, infos, node, half)
+        carries = [
+            Info(half if is_half else nominal(value), False)
+            for value, is_half in zip(graph.inputs[carried], in_half, strict=True)
+        ]
+        infos[carried] = carries
+        stacked = node.outputs[n_carry:]
+        feeds = [*in_half, *(value.feeds for value in stacked)]
+        kept = [*(not is_half for is_half in in_half), *(value.kept for value in stacked)]
         # One more than the turns: also a loop of one turn is a loop.
         repeats = context.repeats * (turns(node) + 1)
-        plan = make_plan(
-            graph, infos, feeds, context._replace(repeats=repeats, prevent_cse=False), kept
-        )
+        inside = context._replace(repeats=repeats, prevent_cse=False)
+        plan = make_plan(graph, infos, feeds, kept, inside)
         node.inner = Inner(plan, constants)
-        dtypes = plan.output_dtypes
-        dtypes[:n_carry] = [infos[i].dtype for i in carries]
-        store(node, dtypes)
+        store(node, [*(info.dtype for info in carries), *plan.output_dtypes[n_carry:]])
 
     @staticmethod
     def run(node: Node, operands: list[Any], tools: Tools) -> list[Any]:
@@ -114,21 +109,40 @@ def turns(node: Node) -> int:
     return length if isinstance(length, int) else UNKNOWN
 
 
-def _carry_dtype(value: Value, info: Info, context: Any, is_short: bool) -> Any:
-    half = context.settings.compute_dtype
-    if not value.is_float32:
-        return nominal(value)
-    alone = _read_by_products_alone(value)
-    is_stream = is_short and info.dtype == half and value.feeds
-    return half if alone or is_stream else nominal(value)
+def _carried_in_half(
+    graph: Graph, carried: slice, infos: list[Info], node: Node, half: np.dtype
+) -> list[bool]:
+    """Returns for each carry of a scan whether it loses nothing in half."""
+    fed = _flow.feeding_values(graph, [False] * len(graph.outputs))  # within one step
+    values, stored = graph.inputs[carried], infos[carried]
+    streams = [
+        turns(node) <= LAYERS and info.dtype == half and value.is_float32 and value in fed
+        for value, info in zip(values, stored, strict=True)
+    ]
+    results, outside = graph.outputs[: len(values)], node.outputs[: len(values)]
+    found = [
+        value.is_float32 and not outer.kept for value, outer in zip(values, outside, strict=True)
+    ]
+    while True:
+        wide = {result for result, is_half in zip(results, found, strict=True) if not is_half}
+        again = [
+            is_stream or (is_half and _read_by_products_alone(value, wide))
+            for value, is_half, is_stream in zip(values, found, streams, strict=True)
+        ]
+        if again == found:
+            return found
+        found = again
 
 
-def _read_by_products_alone(value: Value) -> bool:
-    return bool(value.users) and all(
+def _read_by_products_alone(value: Value, wide: set[Value]) -> bool:
+    """Returns whether nothing else reads a value, a float32 carry (`wide`) included."""
+    if value in wide or not value.users:
+        return False
+    return all(
         user.is_product
         or (
             user.name in (*MOVES, "concatenate", "slice")
-            and all(_read_by_products_alone(output) for output in user.outputs)
+            and all(_read_by_products_alone(output, wide) for output in user.outputs)
         )
         for user in value.users
     )
@@ -140,13 +154,6 @@ class While:
     @staticmethod
     def plan(node: Node, context: Any, make_plan: MakePlan) -> None:
         """The carry keeps its nominal dtypes."""
-        condition, _ = _jax_compat.open_jaxpr(node.params["cond_jaxpr"])
-        if condition.outvars[0].aval.shape:
-            # Under vmap each element has its own condition; no public function says that.
-            node.mode = FULL
-            for value in node.outputs:
-                value.dtype = nominal(value)
-            return
         skipped = node.params["cond_nconsts"]
         n_consts = node.params["body_nconsts"]
         operands = node.inputs[skipped:]
@@ -156,11 +163,10 @@ class While:
         first = len(constants) + n_consts
         for i in range(first, len(infos)):
             infos[i] = Info(nominal(graph.inputs[i]), False)
-        feeds = [False] * len(graph.outputs)
-        # Nothing is kept for a backward pass, because there is none.
+        feeds, kept = [False] * len(graph.outputs), [True] * len(graph.outputs)
+        # Nothing is saved for a backward pass, because there is none.
         inside = context._replace(prevent_cse=False)
-        kept = [True] * len(feeds)
-        node.inner = Inner(make_plan(graph, infos, feeds, inside, kept), constants)
+        node.inner = Inner(make_plan(graph, infos, feeds, kept, inside), constants)
         store(node, [nominal(value) for value in node.outputs])
 
     @staticmethod

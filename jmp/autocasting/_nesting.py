@@ -84,7 +84,8 @@ def plan_inner(
     graph, constants = open_level(jaxpr, node, context, operands)
     infos = [*constant_infos(graph, constants), *map(info_of, operands)]
     feeds = [value.feeds for value in node.outputs]
-    return Inner(make_plan(graph, infos, feeds, context), constants)
+    kept = [value.kept for value in node.outputs]
+    return Inner(make_plan(graph, infos, feeds, kept, context), constants)
 
 
 def store(node: Node, dtypes: Sequence[Any]) -> None:

@@ -55,8 +55,8 @@ def make_plan(
     graph: Graph,
     infos: Sequence[Info],
     outputs_feed: Sequence[bool],
+    outputs_kept: Sequence[bool],
     context: Context,
-    kept: Sequence[bool] = (),
 ) -> Plan:
     """Plans one level.
 
@@ -64,12 +64,12 @@ def make_plan(
       graph: the level, as flattened.
       infos: what comes in, input by input.
       outputs_feed: whether each output reaches a product outside.
+      outputs_kept: whether each output reaches the float32 carry of a loop.
       context: see `Context`.
-      kept: whether each output is read in its nominal dtype (a float32 carry); none where left out.
     """
     for value, info in zip(graph.inputs, infos, strict=True):
         value.dtype = info.dtype
-    _flow.mark_feeds(graph, outputs_feed)
+    _flow.mark_destinations(graph, outputs_feed, outputs_kept)
     _flow.mark_neutral(graph, infos)
     _flow.mark_cuts(graph)
     _flow.mark_levels(graph)
@@ -85,10 +85,9 @@ def make_plan(
         else:
             barriers.setdefault(node.level, []).append(node)
     outputs = set(graph.outputs)
-    float32_outputs = {v for v, keep in zip(graph.outputs, kept, strict=False) if keep}
     for level in sorted({*fusible, *barriers}):
         for nodes in _islands.group(fusible.get(level, [])):
-            steps += _plan_component(nodes, outputs, float32_outputs, context)
+            steps += _plan_component(nodes, outputs, context)
         for node in barriers.get(level, []):
             _plan_barrier(node, context)
             steps.append(node)
@@ -105,7 +104,7 @@ def _store(node: Node, mode: str, half: Any = None) -> None:
 
 
 def _plan_component(
-    nodes: list[Node], outputs: set[Value], float32_outputs: set[Value], context: Context
+    nodes: list[Node], outputs: set[Value], context: Context
 ) -> list[Node | Island]:
     half = context.settings.compute_dtype
     inside = set(nodes)
@@ -130,7 +129,7 @@ def _plan_component(
                 _plan_light(node, context)
         _islands.clone_cheap(island)
     for value in island.outputs:
-        if value in float32_outputs or not value.is_float32:
+        if not value.is_float32:
             continue
         if _leaves_rounded(value) or _leaves_in_half(value, set(island.nodes)):
             value.dtype = half
@@ -185,7 +184,8 @@ def _plan_light(node: Node, context: Context) -> None:
 
 def _leaves_in_half(value: Value, inside: set[Node]) -> bool:
     readers = [user for user in value.users if user not in inside]
-    return value.feeds and not (readers and all(_reads_float32(user) for user in readers))
+    read_wide = readers and all(_reads_float32(user) for user in readers)
+    return value.feeds and not value.kept and not read_wide
 
 
 def _leaves_rounded(value: Value) -> bool:

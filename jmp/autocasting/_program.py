@@ -133,8 +133,8 @@ class Program:
         for position, half in enumerate(in_half):
             if half and graph.inputs[first + position].is_float32:
                 infos[first + position] = Info(self.settings.compute_dtype, False)
-        outputs_feed = [False] * len(graph.outputs)
-        plan = make_plan(graph, infos, outputs_feed, Context(self.settings, regions))
+        nowhere = [False] * len(graph.outputs)
+        plan = make_plan(graph, infos, nowhere, nowhere, Context(self.settings, regions))
         regions.warn_unused()
         self._warn_unused_overrides(jaxpr)
         return plan

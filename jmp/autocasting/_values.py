@@ -33,13 +33,13 @@ class Value:
       is_hard: known to hold numbers that a half type does not: masks of -1e9, eps of 1e-12.
       source: the value that it repeats or reshapes, from which it is broadcast; else itself.
       size: number of elements; dimensions that are symbols count as `UNKNOWN`.
-      feeds, neutral, fixed, level: see `_flow`.
+      feeds, kept, neutral, fixed, level: see `_flow`.
       dtype: what it is stored in; None until the planner has decided.
     """
 
     __slots__ = (
         "aval", "producer", "users", "literal", "constant", "is_exact", "is_hard", "source",
-        "size", "is_float32", "feeds", "neutral", "fixed", "level", "dtype",
+        "size", "is_float32", "feeds", "kept", "neutral", "fixed", "level", "dtype",
     )  # fmt: skip
 
     def __init__(self, aval: Any, producer: Any = None) -> None:
@@ -55,6 +55,7 @@ class Value:
         self.size = math.prod(n if isinstance(n, int) else UNKNOWN for n in shape)
         self.is_float32 = getattr(aval, "dtype", None) == FLOAT32
         self.feeds = False
+        self.kept = False
         self.neutral = True
         self.fixed = True
         self.level = 0
@@ -118,6 +119,12 @@ def _extremes(numbers: np.ndarray) -> Iterator[np.floating]:
     if magnitudes.size:
         yield magnitudes.max()
         yield magnitudes.min()
+
+
+def is_inexact(value: Any) -> bool:
+    """Returns whether a value, or an atom of a jaxpr, is floating or complex."""
+    dtype = getattr(value.aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
 def fits(constant: float, half: np.dtype) -> bool:

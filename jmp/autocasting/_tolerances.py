@@ -1,0 +1,81 @@
+"""Which loops run to a tolerance: those whose number of turns depends on floating numbers.
+
+A fixed point iterated in half may end in a cycle whose steps are longer than the tolerance, and its
+loop would never end. So such loops run in float32, as they were written. The condition may read the
+numbers themselves, or integers and booleans that the body computes from them (a flag that says
+"done"): each is followed through the body, turn after turn, and through whatever nests in it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jmp import _jax_compat
+from jmp.autocasting._values import is_inexact
+
+
+def has_many_conditions(equation: Any) -> bool:
+    """Returns whether a while loop has a condition for each element, which vmap alone can write."""
+    condition, _ = _jax_compat.open_jaxpr(equation.params["cond_jaxpr"])
+    return bool(condition.outvars[0].aval.shape)
+
+
+def runs_to_tolerance(equation: Any) -> bool:
+    """Returns whether the condition of a while loop depends on floating numbers."""
+    return _through_while(equation.params, [False] * len(equation.invars))[0]
+
+
+def _through(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
+    """Returns for each output whether it is floating, or depends on what is.
+
+    Args:
+      jaxpr: open or closed.
+      inputs: for each input whether it depends on a floating number; one that is floating does.
+    """
+    jaxpr, _ = _jax_compat.open_jaxpr(jaxpr)
+    found = {variable for variable, depends in zip(jaxpr.invars, inputs, strict=True) if depends}
+
+    def depends(atom: Any) -> bool:
+        return is_inexact(atom) or (not hasattr(atom, "val") and atom in found)
+
+    for equation in jaxpr.eqns:
+        outputs = _through_equation(equation, list(map(depends, equation.invars)))
+        found.update(v for v, marked in zip(equation.outvars, outputs, strict=True) if marked)
+    return list(map(depends, jaxpr.outvars))
+
+
+def _through_equation(equation: Any, inputs: list[bool]) -> list[bool]:
+    params, name = equation.params, equation.primitive.name
+    inner = list(_jax_compat.inner_jaxprs(equation))
+    if name == "while":
+        decides, carry = _through_while(params, inputs)
+        return [decides or depends for depends in carry]
+    if name == "scan":
+        n_consts, n_carry = _jax_compat.scan_counts(params)
+        end = n_consts + n_carry
+        return _through_loop(inner[0], inputs[:n_consts], inputs[n_consts:end], inputs[end:])
+    if name == "cond":
+        branches = [_through(branch, inputs[1:]) for branch in inner]
+        return [inputs[0] or any(outputs) for outputs in zip(*branches, strict=True)]
+    for called in inner:
+        sizes = len(called.invars), len(called.outvars)
+        if sizes == (len(inputs), len(equation.outvars)):  # called once, as a jit is
+            return _through(called, inputs)
+    return [any(inputs)] * len(equation.outvars)
+
+
+def _through_while(params: Any, inputs: list[bool]) -> tuple[bool, list[bool]]:
+    """Returns the same of the condition and of each carry."""
+    first, end = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    carry = _through_loop(params["body_jaxpr"], inputs[first:end], inputs[end:], [])
+    (decides,) = _through(params["cond_jaxpr"], [*inputs[:first], *carry])
+    return decides, carry
+
+
+def _through_loop(body: Any, consts: list[bool], carry: list[bool], xs: list[bool]) -> list[bool]:
+    """Returns the same of the carries after any number of turns, then of what is stacked."""
+    while True:
+        outputs = _through(body, [*consts, *carry, *xs])
+        again = [a or b for a, b in zip(carry, outputs, strict=False)]
+        if again == carry:
+            return [*carry, *outputs[len(carry) :]]
+        carry = again

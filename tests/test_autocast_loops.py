@@ -1,0 +1,328 @@
+"""Loops under autocast: small steps add up in a float32 carry; a tolerance is met in float32."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jmp
+from jmp import diagnostics
+from tests.products import product_dtypes
+
+HALVES = ("float16", "bfloat16")
+KEYS = jax.random.split(jax.random.key(0), 4)
+TURNS, STEP = 1000, 1e-3
+N = 8
+W = jax.random.normal(KEYS[0], (N, N)) * 0.4
+B = jax.random.normal(KEYS[1], (4, N))
+XS = jax.random.normal(KEYS[2], (TURNS, 2, 4))
+H = jax.random.normal(KEYS[3], (2, N))
+
+
+# Steps of `h -> (1 - STEP) h + STEP f(h)`: what is lost in one of them, a thousand times over, is
+# lost for good. Each takes the matrix product to use, a weight, the state and an input.
+
+
+def drive(dot, w, h, x):
+    return jnp.tanh(dot(h, w) + dot(x, B))
+
+
+def decay_and_drive(dot, w, h, x):
+    return (1 - STEP) * h + STEP * drive(dot, w, h, x)
+
+
+def increment(dot, w, h, x):
+    return h + STEP * (drive(dot, w, h, x) - h)
+
+
+def two_layers(dot, w, h, x):
+    return (1 - STEP) * h + STEP * jnp.tanh(dot(drive(dot, w, h, x), w))
+
+
+def slow_gate(dot, w, h, x):
+    gate = jax.nn.sigmoid(dot(x, B) + 7.0)
+    return gate * h + (1 - gate) * jnp.tanh(dot(gate * h, w))
+
+
+def reshaped_and_concatenated(dot, w, h, x):
+    rest = ((1 - STEP) * h).reshape(-1)
+    return jnp.concatenate([rest[N:], rest[:N]]).reshape(2, N) + STEP * drive(dot, w, h, x)
+
+
+def in_a_branch(dot, w, h, x):
+    move = lambda rest: rest + STEP * drive(dot, w, rest, x)
+    return lax.cond(x[0, 0] > -9, move, lambda rest: rest, (1 - STEP) * h)
+
+
+def in_a_scan(dot, w, h, x):
+    step = lambda h, x: (decay_and_drive(dot, w, h, x), None)
+    return lax.scan(step, (1 - STEP) * h, x[None])[0]
+
+
+def with_a_derivative_of_its_own(dot, w, h, x):
+    function = jax.custom_jvp(functools.partial(two_layers, dot))
+    function.defjvp(functools.partial(jax.jvp, functools.partial(two_layers, dot)))
+    return function(w, h, x)
+
+
+def oscillator(dot, w, state, x):
+    position, velocity = state
+    velocity = (1 - STEP) * velocity - STEP * dot(jnp.sin(position), w)
+    return position + STEP * velocity, velocity
+
+
+CELLS = {
+    "decay and drive": decay_and_drive,
+    "increment": increment,
+    "two layers": two_layers,
+    "slow gate": slow_gate,
+    "reshaped and concatenated": reshaped_and_concatenated,
+    "in a branch": in_a_branch,
+    "in a scan": in_a_scan,
+    "with a derivative of its own": with_a_derivative_of_its_own,
+    "oscillator": oscillator,
+}
+WS = dict.fromkeys(CELLS, W)
+STATES = {name: (H, H) if name == "oscillator" else H for name in CELLS}
+
+
+def all_cells(dot, ws):
+    def step(states, x):
+        states = {name: cell(dot, ws[name], states[name], x) for name, cell in CELLS.items()}
+        return states, states
+
+    last, stacked = lax.scan(step, STATES, XS)
+    # Products read the states behind the loop too.
+    return last, jax.tree.map(lambda states: dot(states[-1], W), stacked)
+
+
+def counting_while(dot, w):
+    def step(state):
+        count, h, _ = state
+        h = two_layers(dot, w, h, XS[0])
+        return count + 1, h, dot(h, w)
+
+    return lax.while_loop(lambda s: s[0] < TURNS, step, (0, H, H))[1:]
+
+
+def product_by_hand(half):
+    """A product as written by hand beside a float32 carry: half operands, half result."""
+    return lambda x, y: (x.astype(half) @ y.astype(half)).astype(jnp.float32)
+
+
+def states_and_gradients(function):
+    def loss(ws):
+        last, read = function(ws)
+        return sum((x**2).sum() for x in jax.tree.leaves((last, read))), last
+
+    gradients, last = jax.jit(jax.grad(loss, has_aux=True))(WS)
+    return last, gradients
+
+
+def error(got, expected):
+    differences = jax.tree.map(lambda x, y: float(jnp.abs(x - y).max()), got, expected)
+    return max(jax.tree.leaves(differences))
+
+
+@pytest.fixture(scope="module")
+def in_float32():
+    return states_and_gradients(functools.partial(all_cells, jnp.matmul))
+
+
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize("half", HALVES)
+def test_small_steps_of_a_float32_carry_add_up(in_float32, half):
+    autocast = jmp.autocast(functools.partial(all_cells, jnp.matmul), f"mixed_{half}")
+    assert set(product_dtypes(autocast, WS)) == {half}
+    states, gradients = states_and_gradients(autocast)
+    by_hand = states_and_gradients(functools.partial(all_cells, product_by_hand(half)))
+    for name in CELLS:
+        expected, expected_gradient = (tree[name] for tree in in_float32)
+        assert error(states[name], expected) <= 2 * error(by_hand[0][name], expected), name
+        bound = 1.05 * error(by_hand[1][name], expected_gradient)
+        bound += 0.1 * jnp.finfo(half).eps * jnp.abs(expected_gradient).max()
+        assert error(gradients[name], expected_gradient) <= bound, name
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_small_steps_of_a_while_loop_add_up(half):
+    program = functools.partial(counting_while, jnp.matmul)
+    autocast = jmp.autocast(program, f"mixed_{half}")
+    assert set(product_dtypes(autocast, W)) == {half}
+    expected = program(W)
+    by_hand = counting_while(product_by_hand(half), W)
+    assert error(autocast(W), expected) <= 2 * error(by_hand, expected)
+
+
+def dtypes_of_carries(function, *args):
+    jaxpr = jax.make_jaxpr(jmp.autocast(function, "mixed_bfloat16"))(*args).jaxpr
+    (scan,) = (e for e in jaxpr.eqns if e.primitive.name == "scan")
+    return [str(v.aval.dtype) for v in scan.outvars]
+
+
+def test_what_products_alone_read_is_float32_where_a_float32_carry_receives_it():
+    def recurrence(passes_on):
+        def step(carry, _):
+            h, previous, total = carry
+            return (jnp.tanh(h @ W), h if passes_on else previous, total + previous), None
+
+        return lambda h: lax.scan(step, (h, h, h), None, length=3)[0]
+
+    assert dtypes_of_carries(recurrence(True), H) == ["float32"] * 3
+    assert dtypes_of_carries(recurrence(False), H)[0] == "bfloat16"
+
+
+# Tolerances.
+
+
+TOLERANCE = 1e-6
+MAPS = 20
+WEIGHTS = jax.random.normal(KEYS[0], (MAPS, 16, 16)) * 0.11
+BIASES = jax.random.normal(KEYS[1], (MAPS, 16))
+
+
+def fixed_point(w, b):
+    def cond(state):
+        _, x, before = state
+        return jnp.abs(x - before).max() > TOLERANCE
+
+    step = lambda s: (s[0] + 1, jnp.tanh(s[1] @ w + b), s[1])
+    return lax.while_loop(cond, step, (0, b, b + 1))[:2]
+
+
+def fixed_point_by_a_flag(w, b):
+    def step(state):
+        count, x, _ = state
+        after = jax.jit(lambda x: jnp.tanh(x @ w + b), inline=False)(x)
+        return count + 1, after, jnp.linalg.norm(after - x) < TOLERANCE
+
+    return lax.while_loop(lambda s: ~s[2], step, (0, b, False))[:2]
+
+
+def flag_of_a_branch_and_a_loop(w, b):
+    def step(state):
+        count, x, moves = state
+        after, largest = lax.scan(
+            lambda x, _: (jnp.tanh(x @ w + b), jnp.abs(jnp.tanh(x @ w + b) - x).max()), x, None, 2
+        )
+        moves = lax.cond(count < 2, lambda: 1, lambda: (largest[-1] > TOLERANCE).astype(int))
+        return count + 1, after, moves
+
+    return lax.while_loop(lambda s: s[2] > 0, step, (0, b, 1))[:2]
+
+
+def counted_by_an_inner_loop(w, b):
+    def step(state):
+        count, x = state
+        inner, x = fixed_point_by_a_flag(w, b + x)
+        return count + inner, x
+
+    return lax.while_loop(lambda s: s[0] < 40, step, (0, b * 0))
+
+
+def fixed_points_in_a_scan(w, b):
+    def step(x, _):
+        count, x = fixed_point(w, b + x)
+        return x, count
+
+    return lax.scan(step, b * 0, None, length=2)[::-1]
+
+
+def root(w, b):
+    def solve(f, x):
+        return lax.while_loop(lambda x: jnp.abs(f(x)).max() > TOLERANCE, lambda x: x - f(x), x)
+
+    w, b = w[:1, :1], b[:1]
+    tangent = lambda g, y: y / g(jnp.ones_like(y))
+    return 0, lax.custom_root(lambda x: x - jnp.tanh(x @ w + b), b, solve, tangent)
+
+
+TO_A_TOLERANCE = (
+    fixed_point, fixed_point_by_a_flag, flag_of_a_branch_and_a_loop, counted_by_an_inner_loop,
+    fixed_points_in_a_scan, root,
+)  # fmt: skip
+
+
+def each_on_all_maps(transform):
+    """One program for all functions: whether a loop ends is a matter of each by itself."""
+    run = jax.jit(lambda *args: {f.__name__: transform(f)(*args) for f in TO_A_TOLERANCE})
+    return run(WEIGHTS, BIASES)
+
+
+@pytest.fixture(scope="module")
+def at_tolerance():
+    return each_on_all_maps(jax.vmap)
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_a_loop_that_runs_to_a_tolerance_ends_when_float32_ends(at_tolerance, half):
+    autocast = functools.partial(jmp.autocast, policy=f"mixed_{half}")
+    for function in TO_A_TOLERANCE:
+        assert set(product_dtypes(autocast(function), WEIGHTS[0], BIASES[0])) == {"float32"}
+    for name, (count, x) in each_on_all_maps(lambda f: jax.vmap(autocast(f))).items():
+        np.testing.assert_array_equal(count, at_tolerance[name][0], name)
+        np.testing.assert_allclose(x, at_tolerance[name][1], atol=TOLERANCE, err_msg=name)
+
+
+def test_so_does_one_that_vmap_wrote():
+    count, x = jmp.autocast(jax.vmap(fixed_point), "mixed_bfloat16")(WEIGHTS, BIASES)
+    expected_count, expected = jax.vmap(fixed_point)(WEIGHTS, BIASES)
+    np.testing.assert_array_equal(count, expected_count)
+    np.testing.assert_allclose(x, expected, atol=TOLERANCE)
+
+
+def test_the_gradient_of_a_root():
+    gradient = lambda f: jax.grad(lambda b: f(WEIGHTS[0], b)[1].sum())(BIASES[0])
+    np.testing.assert_allclose(
+        gradient(jmp.autocast(root, "mixed_float16")), gradient(root), rtol=2e-3
+    )
+
+
+@pytest.mark.parametrize(
+    "limit", [lambda b: 3, lambda b: (b > 0).sum()], ids=["known", "counted before the loop"]
+)
+def test_a_loop_that_counts_integers_is_lowered(limit):
+    def function(w, b):
+        end = limit(b)
+
+        def step(state):
+            i, x, norm = state
+            return i + 1, jnp.tanh(x @ w), jnp.linalg.norm(x)
+
+        return lax.while_loop(lambda s: s[0] < end, step, (0, b, 0.0))
+
+    autocast = jmp.autocast(function, "mixed_float16")
+    assert product_dtypes(autocast, WEIGHTS[0], BIASES[0]) == {"float16": 1}
+
+
+def test_an_integer_loop_around_a_loop_that_runs_to_a_tolerance_is_lowered():
+    def function(w, b):
+        step = lambda s: (s[0] + 1, fixed_point(w, s[1])[1] @ w)
+        return lax.while_loop(lambda s: s[0] < 3, step, (0, b))
+
+    autocast = jmp.autocast(function, "mixed_float16")
+    assert product_dtypes(autocast, WEIGHTS[0], BIASES[0]) == {"float16": 1, "float32": 1}
+
+
+def test_the_report_says_why_a_product_in_such_a_loop_is_float32():
+    def why(function, *args):
+        rows = diagnostics.precision_report(function, "mixed_float16")(*args).rows
+        return {row.why for row in rows if row.kind == "product"}
+
+    reason = "in a loop that runs to a tolerance"
+    assert why(fixed_point, WEIGHTS[0], BIASES[0]) == {reason}
+    assert why(jax.vmap(fixed_point), WEIGHTS, BIASES) == {reason}
+    count = lambda w, b: lax.while_loop(
+        lambda s: s[0] < s[1], lambda s: (s[0] + 1, s[1], s[2] @ w), (0, 3 + (b[0] > 0), b)
+    )
+    assert why(jax.vmap(count), WEIGHTS, BIASES) == {
+        "in a loop that vmap gave a condition for each element"
+    }
+
+
+def test_the_user_may_lower_a_loop_that_runs_to_a_tolerance():
+    autocast = jmp.autocast(fixed_point, "mixed_float16", follow=["while"])
+    assert product_dtypes(autocast, WEIGHTS[0], BIASES[0]) == {"float16": 1}
