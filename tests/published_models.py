@@ -174,20 +174,20 @@ class T5Module(nn.Module):
         norm = functools.partial(T5Norm, dtype=self.dtype)
         attention = functools.partial(T5Attention, self.dtype, self.float32_logits)
         table = self.param("embedding", nn.initializers.normal(), (VOCABULARY, WIDTH))
-        embed = lambda ids: jnp.asarray(table, self.dtype)[ids]
+        table = jnp.asarray(table, self.dtype)
         length = targets.shape[1]
         padding = (inputs > 0)[:, None, None, :]
         everywhere = jnp.broadcast_to(padding, (len(inputs), HEADS, length, inputs.shape[1]))
         causal = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), everywhere.shape)
 
-        x = embed(inputs)
+        x = table[inputs]
         bias = RelativeBias(True, dtype=self.dtype, name="encoder_bias")(length, length)
         y = norm(name="encoder_norm1")(x)
         x = x + attention(name="encoder_attention")(y, y, everywhere, bias)
         x = x + T5MLP(self.dtype, name="encoder_mlp")(norm(name="encoder_norm2")(x))
         encoded = norm(name="encoder_norm")(x)
 
-        x = embed(jnp.pad(targets, ((0, 0), (1, 0)))[:, :-1])
+        x = table[jnp.pad(targets, ((0, 0), (1, 0)))[:, :-1]]
         bias = RelativeBias(False, dtype=self.dtype, name="decoder_bias")(length, length)
         y = norm(name="decoder_norm1")(x)
         x = x + attention(name="decoder_attention")(y, y, causal, bias)

@@ -17,13 +17,15 @@ from tests.products import product_dtypes, product_dtypes_of
 from tests.published_models import PATTERNS
 
 SEEDS = 32
-# The error of the model's own half option bounds ours, up to the luck of the roundings: over 32
-# seeds the mean of the logarithm of their ratio has a standard error of at most 0.034.
+# The error of the model's own half option bounds ours, up to the luck of the roundings: the mean
+# over the seeds of the logarithm of their ratio has a standard error of at most 0.035. Measured are
+# ratios of 0.79 to 1.002; exp, rsqrt and sums in half give 1.4 and more.
 LUCK = 1.05
 STEPS = 20
 # How far a loss may lie from float32's, in units of what float32 gains in these steps: four
-# roundings. A loss is a mean over many numbers, each of which has been rounded a few times.
-FOLLOWS = {half: 4 * float(jnp.finfo(half).eps) / 2 for half in ("float16", "bfloat16")}
+# roundings. A loss is a mean of many numbers, each rounded a few times on its way, by errors that
+# partly cancel; in these steps it amplifies none of them. Measured is at most one rounding.
+FOLLOWS = {half: 4 * float(jnp.finfo(half).eps / 2) for half in ("float16", "bfloat16")}
 
 
 def by_autocast(pattern, policy, **options):
@@ -74,7 +76,8 @@ class Run:
         params, batch = draws(pattern)[0]
         scale = tx.init(params).loss_scale
         traced = jax.jit(value_and_grad).trace(scale, params, batch)
-        self.compiled = traced.lower().compile()
+        # XLA's older code generator compiles these programs in half the time or less.
+        self.compiled = traced.lower().compile({"xla_cpu_use_fusion_emitters": False})
         self.products = product_dtypes_of(traced.jaxpr.jaxpr)
         outputs = [self.compiled(scale, *drawn) for drawn in draws(pattern)]
         self.gradients = [scale.unscale(gradients) for _, gradients, _ in outputs]
