@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from jmp import _jax_compat
+from jmp.autocasting._precision import asked_for
 from jmp.autocasting._regions import Region, RegionRules
 from jmp.autocasting._registry import Category, Rule
 from jmp.autocasting._settings import Settings
@@ -279,6 +280,8 @@ def _rule_of(equation: Any, settings: Settings) -> Rule:
     rule = settings.rule_for(name)
     if name == "dot_general" and is_inner_product(equation) and not settings.overrides_rule(name):
         return Rule(Category.FULL, "an inner product is a sum, such as one of squares", False)
+    if (why := asked_for(equation)) and not settings.overrides_rule(name):
+        return Rule(Category.FULL, why, False)
     if name == "convert_element_type":
         before, after = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
         if not (after == FLOAT32 and before in (FLOAT32, np.bool_)):
@@ -320,7 +323,8 @@ def inner_equations(equation: Any) -> Iterator[Any]:
 def contains_products(equation: Any, settings: Settings) -> bool:
     """Returns whether a product that may be lowered stands inside an equation."""
     return any(
-        settings.rule_for(inner.primitive.name).category is Category.LOW
+        settings.rule_for(name := inner.primitive.name).category is Category.LOW
+        and (settings.overrides_rule(name) or not asked_for(inner))
         for inner in inner_equations(equation)
     )
 

@@ -17,6 +17,7 @@ from jmp.autocasting._graph import FULL, HALF, ROUNDED, Graph, Node, descends
 from jmp.autocasting._islands import Island, Mode
 from jmp.autocasting._kinds import KINDS
 from jmp.autocasting._nesting import Info, nominal
+from jmp.autocasting._precision import names_algorithm
 from jmp.autocasting._regions import RegionRules
 from jmp.autocasting._registry import Category
 from jmp.autocasting._settings import Settings
@@ -234,11 +235,7 @@ def _plan_barrier(node: Node, context: Context) -> None:
 def _may_lower(node: Node, half: np.dtype) -> bool:
     """Whether a product's operands are float32, or of the compute dtype already."""
     dtypes = {v.aval.dtype for v in node.inputs if jnp.issubdtype(v.aval.dtype, jnp.inexact)}
-    algorithm = type(node.params.get("precision")).__name__ in (
-        "DotAlgorithm",
-        "DotAlgorithmPreset",
-    )
-    if algorithm:
+    if names_algorithm(node.params):
         node.why = "the user named the algorithm"
     elif not dtypes <= {FLOAT32, half} or not node.outputs[0].is_float32:
         node.why = "the user chose other dtypes"
