@@ -1,7 +1,8 @@
 """What the dataflow says by itself: which values feed products, which are neutral, their levels.
 
 - A value *feeds* if it reaches a product, or an output that does. What does not is on the way to
-  the loss (or is a statistic) and stays float32.
+  the loss (or is a statistic) and stays float32. So does what reaches a product only through a
+  barrier that reads float32 anyway (a linear solver, a product with precision HIGHEST).
 - A value is *neutral* if no product lies before it: parameters, inputs, constants, and what is
   computed from them alone. Neutral values have no vote: they stay as they are and are cast at
   each use, so that gradients add up in float32. A neutral value is *fixed* if no floating input
@@ -35,7 +36,9 @@ def mark_feeds(graph: Graph, outputs_feed: Iterable[bool]) -> None:
     for value, feeds in zip(graph.outputs, outputs_feed, strict=True):
         value.feeds |= feeds
     for node in reversed(graph.nodes):
-        if node.has_products or any(value.feeds for value in node.outputs):
+        ends_here = node.reads_float32 and not node.fusible
+        passes_on = not ends_here and any(value.feeds for value in node.outputs)
+        if node.has_products or passes_on:
             for value in node.inputs:
                 # Indices, masks and sizes carry no precision from one side to the other.
                 value.feeds |= _is_inexact(value)

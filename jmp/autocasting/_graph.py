@@ -104,6 +104,13 @@ class Node:
         )
 
     @property
+    def reads_float32(self) -> bool:
+        """Whether it is a barrier that reads float32 whatever its operands are stored in."""
+        if self.fusible or self.has_products:
+            return self.region.is_full
+        return self.rule.category in (Category.FULL, Category.AS_WRITTEN)
+
+    @property
     def is_product(self) -> bool:
         """Whether it is computed in the compute dtype on purpose."""
         return self.rule.category is Category.LOW and not self.region.is_full

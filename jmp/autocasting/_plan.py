@@ -186,7 +186,7 @@ def _plan_light(node: Node, context: Context) -> None:
 
 def _leaves_in_half(value: Value, inside: set[Node]) -> bool:
     readers = [user for user in value.users if user not in inside]
-    return value.feeds and not (readers and all(_reads_float32(user) for user in readers))
+    return value.feeds and not (readers and all(user.reads_float32 for user in readers))
 
 
 def _leaves_rounded(value: Value) -> bool:
@@ -197,13 +197,6 @@ def _leaves_rounded(value: Value) -> bool:
         and region.output_dtype is not None
         and all(user.region != region for user in value.users)
     )
-
-
-def _reads_float32(node: Node) -> bool:
-    """Whether a barrier reads float32 whatever its operands are stored in."""
-    if node.fusible or node.has_products:
-        return node.region.is_full
-    return node.rule.category in (Category.FULL, Category.AS_WRITTEN)
 
 
 # Barriers.
