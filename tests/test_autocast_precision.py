@@ -33,6 +33,9 @@ def _name(precision):
     return precision[0].name if isinstance(precision, tuple) else precision
 
 
+# What one product asks for.
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("precision", "dtype"),
@@ -98,3 +101,61 @@ def test_an_exponential_of_a_matrix_between_products_in_float16():
     np.testing.assert_allclose(
         jax.jit(jmp.autocast(function, F16))(eye, 2 * eye), np.exp(2.0) * eye, rtol=1e-3
     )
+
+
+# The global default.
+
+
+def everywhere(x):
+    """Products of every kind, in what nests and in what is bound as a whole."""
+
+    @jax.custom_vjp
+    def square(x):
+        return x @ x
+
+    square.defvjp(lambda x: (x @ x, x), lambda x, ct: (2 * ct @ x.T,))
+    loop = lambda x: lax.scan(lambda c, _: (jnp.tanh(c @ X), None), x, length=2)[0]
+    x = loop(x @ X) + KINDS["conv"](x, None)[0, 0] + KINDS["ragged_dot"](x, None)
+    x = jmp.full_precision(loop)(x) + jmp.full_precision(lambda x: x @ X)(x)
+    x = jmp.autocast(loop, "float32")(x) + jmp.autocast(loop, F16)(x)
+    x = lax.cond(x[0, 0] > 0, square, lambda x: jnp.matmul(x, x, precision="highest"), x)
+    return x.sum() + x[0] @ x[1]
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda f: jmp.autocast(f, F16),
+        lambda f: jax.grad(jmp.autocast(f, F16)),
+        lambda f: jmp.autocast(jax.grad(f), F16),
+    ],
+    ids=["call", "grad", "of grad"],
+)
+def test_the_default_precision_is_that_of_the_products_that_stay_float32(around):
+    function = around(everywhere)
+    without = products(function, X)
+    with jax.default_matmul_precision("high"):
+        found = products(function, X)
+    assert [dtype for dtype, _ in found] == [dtype for dtype, _ in without]
+    assert {p for dtype, p in without if dtype == "float32"} == {None, "HIGHEST"}
+    assert {p for dtype, p in found if dtype == "float32"} == {"HIGH", "HIGHEST"}
+    named = [p == "HIGHEST" for _, p in without]
+    assert [p == "HIGHEST" for _, p in found] == named
+
+
+@pytest.mark.parametrize("default", ["default", "float32", "BF16_BF16_F32_X3"])
+def test_every_default_precision_is_put_in_as_jax_puts_it_in(default):
+    function = jmp.full_precision(lambda x: x @ X)
+    with jax.default_matmul_precision(default):
+        assert products(jmp.autocast(function, F16), X) == products(function, X)
+
+
+def test_a_default_inside_the_function_is_the_functions_word():
+    @jax.default_matmul_precision("highest")
+    def function(x):
+        return x @ X
+
+    assert products(jmp.autocast(lambda x: function(x @ X), F16), X) == [
+        ("float16", None),
+        ("float32", "HIGHEST"),
+    ]

@@ -78,11 +78,13 @@ class Program:
         static = tuple(None if holds_numbers(leaf) else _Static.of(leaf) for leaf in leaves)
         arrays = [as_jax_array(leaf) for leaf in leaves if holds_numbers(leaf)]
         in_half = self._in_half(args, kwargs) if self.apply_to else [False] * len(arrays)
+        default = _jax_compat.default_precision_setting()
         try:
-            flat = self._flat_function(structure, static)
+            flat = self._flat_function(structure, static, default)
         except TypeError:  # an argument that cannot be hashed
-            flat = self._make_flat_function(structure, static)
-        closed, result = jax.make_jaxpr(flat, return_shape=True)(*arrays)
+            flat = self._make_flat_function(structure, static, default)
+        with _jax_compat.without_default_precision():
+            closed, result = jax.make_jaxpr(flat, return_shape=True)(*arrays)
         jaxpr, constants = _jax_compat.open_jaxpr(closed)
         if jaxpr not in self._plans:
             plan = self._plan(jaxpr, constants, in_half)
@@ -151,7 +153,11 @@ class Program:
                     stacklevel=2,
                 )
 
-    def _make_flat_function(self, structure: Any, static: tuple[Any, ...]) -> Callable[..., Any]:
+    def _make_flat_function(
+        self, structure: Any, static: tuple[Any, ...], default: Any
+    ) -> Callable[..., Any]:
+        # Each default precision has a trace of its own, because a trace holds the rules of custom
+        # derivatives, which JAX traces once, under the default of that moment.
         def flat(*arrays: Any) -> Packed:
             following = iter(arrays)
             leaves = [next(following) if leaf is None else leaf.value for leaf in static]
