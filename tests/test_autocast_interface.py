@@ -413,6 +413,42 @@ def test_mistakes_are_named(call, error, words):
         call()
 
 
+def generator(x):
+    yield x @ W
+
+
+async def coroutine(x):
+    return x @ W
+
+
+async def asynchronous_generator(x):
+    yield x @ W
+
+
+class Lazy:
+    def __call__(self, x):
+        return {"results": generator(x)}
+
+
+@pytest.mark.parametrize("policy", [F16, "float32"])
+@pytest.mark.parametrize("function", [generator, coroutine, asynchronous_generator])
+def test_what_runs_later_than_it_is_called_is_refused(function, policy):
+    kind = function.__name__.replace("_", " ")
+    for wrapped in (function, functools.partial(function)):
+        with pytest.raises(TypeError, match=f"autocast got .*, an? {kind}: its body"):
+            jmp.autocast(wrapped, policy)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda x: generator(x), lambda x: coroutine(x), lambda x: asynchronous_generator(x), Lazy()],
+    ids=["generator", "coroutine", "asynchronous generator", "in a dictionary"],
+)
+def test_results_that_are_computed_later_are_refused(function):
+    with pytest.raises(TypeError, match="a function that returned <.*wrap the functions"):
+        jmp.autocast(function, F16)(X)
+
+
 def test_an_nnx_module_whose_statistics_change_is_refused_and_left_as_it_was():
     module = nnx.BatchNorm(8, rngs=nnx.Rngs(0))
     before = np.asarray(module.mean[...])

@@ -27,6 +27,13 @@ from jmp.trees import as_jax_array, cast_leaf, holds_numbers
 
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
+# What runs later than it is called: its name, and how a function and its result are told.
+LATE = (
+    ("a generator", inspect.isgeneratorfunction, inspect.isgenerator),
+    ("a coroutine", inspect.iscoroutinefunction, inspect.iscoroutine),
+    ("an asynchronous generator", inspect.isasyncgenfunction, inspect.isasyncgen),
+)
+
 
 class Traced(NamedTuple):
     """One call of a program: what was traced, planned, and what to run it on."""
@@ -192,6 +199,24 @@ class _Named:
     """Stands for an array among arguments that `apply_to` names."""
 
 
+def check_runs_when_called(fun: Any) -> None:
+    """Refuses what computes after the call has returned: a function, or a result of one.
+
+    Raises: TypeError for generators and coroutines, asynchronous ones too.
+    """
+    for kind, is_function, is_result in LATE:
+        if not (is_function(fun) or is_result(fun)):
+            continue
+        if inspect.iscoroutine(fun):
+            fun.close()  # or Python warns that it was never awaited
+        returned = "" if is_function(fun) else "a function that returned "
+        raise TypeError(
+            f"autocast got {returned}{fun!r}, {kind}: its body runs after the call has returned, "
+            "when nothing is traced. Expected a function that computes its results and returns "
+            "them; wrap the functions that the body calls, and leave the body outside."
+        )
+
+
 def _check_unchanged(arguments: Any, structure: Any, leaves: Sequence[Any]) -> None:
     try:
         after, structure_after = jax.tree.flatten(arguments)
@@ -220,7 +245,9 @@ class Packed:
     @classmethod
     def pack(cls, result: Any) -> "Packed":
         """Takes the arrays of a result apart from the rest."""
-        leaves, structure = jax.tree.flatten(result)
+        leaves, structure = jax.tree.flatten(result, is_leaf=inspect.isgenerator)
+        for leaf in leaves:
+            check_runs_when_called(leaf)
         static = tuple(None if holds_numbers(leaf) else (leaf,) for leaf in leaves)
         return cls([leaf for leaf in leaves if holds_numbers(leaf)], structure, static)
 
