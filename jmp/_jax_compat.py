@@ -172,6 +172,15 @@ def typeof(value: Any) -> Any:
     return jax.typeof(value)
 
 
+def with_weak_type(value: Any, weak_type: bool) -> Any:
+    """Returns `value` with a weak or a strong type, which no public function of JAX says."""
+    if getattr(typeof(value), "weak_type", False) == weak_type:
+        return value
+    return jax.lax.convert_element_type_p.bind(
+        value, new_dtype=value.dtype, weak_type=weak_type, sharding=None
+    )
+
+
 def scope_names(stack: Any) -> list[str]:
     """Returns the names of a name stack, outermost first, without those of transformations."""
     return [item.name for item in stack.stack if type(item).__name__ == "Scope"]

@@ -73,6 +73,29 @@ def test_results_that_are_not_arrays_come_back_as_they_are():
     assert (result["name"], result["n"], result["f"]) == ("a", 3, jnp.exp)
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: jnp.asarray(2.0),
+        lambda x: jnp.asarray(3),
+        lambda x: jnp.float32(2.0),
+        lambda x: jnp.asarray(2.0) * 3.0,
+        lambda x: (x @ W).sum(),
+    ],
+    ids=["weak", "weak integer", "strong", "computed", "product"],
+)
+def test_results_keep_weak_types(function):
+    def weak(around, function):
+        return [x.weak_type for x in jax.tree.leaves(jax.eval_shape(around(function), X))]
+
+    autocast = jmp.autocast(function, F16)
+    assert weak(jax.jit, autocast) == weak(jax.jit, function)
+    assert autocast(X).weak_type == jax.jit(function)(X).weak_type
+    if autocast(X).dtype == jnp.float32:
+        for around in (jax.value_and_grad, lambda f: lambda x: jax.jvp(f, (x,), (x,))[0]):
+            assert weak(around, autocast) == weak(around, function)
+
+
 def test_constants_are_arrays_under_a_trace():
     seen = []
 

@@ -73,10 +73,7 @@ class Program:
         else:
             results = traced.emit(*operands)
         leaves, structure = jax.tree.flatten(traced.result)
-        results = [
-            cast_leaf(x if isinstance(x, jax.Array) else jnp.asarray(x, leaf.dtype), leaf.dtype)
-            for x, leaf in zip(results, leaves, strict=True)
-        ]
+        results = [_of_type(x, leaf) for x, leaf in zip(results, leaves, strict=True)]
         return jax.tree.unflatten(structure, results).restore()
 
     def trace(self, args: Any, kwargs: Any) -> Traced:
@@ -175,6 +172,12 @@ class Program:
 
         flat.__name__ = getattr(self.fun, "__name__", "autocast")
         return flat
+
+
+def _of_type(result: Any, struct: Any) -> Any:
+    """Returns a result in the dtype that it was traced with, weak if it was weak."""
+    array = result if isinstance(result, jax.Array) else jnp.asarray(result, struct.dtype)
+    return _jax_compat.with_weak_type(cast_leaf(array, struct.dtype), struct.weak_type)
 
 
 def _run_marked(plan: Plan, *operands: Any) -> list[Any]:
