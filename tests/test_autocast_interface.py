@@ -1,8 +1,12 @@
 """What users say to autocast: arguments, regions, rules, overrides, mistakes."""
 
+import copy
 import functools
+import pickle
+import re
 import warnings
 
+import cloudpickle
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -11,6 +15,7 @@ import pytest
 from flax import nnx
 
 import jmp
+from jmp.autocasting._autocast import make_program
 from tests.products import equations, product_dtypes
 
 F16 = "mixed_float16"
@@ -131,6 +136,35 @@ def test_methods_and_partials():
     expected = jmp.autocast(lambda x: x @ W, F16)(X)
     for function in (Model(), Model().method, functools.partial(lambda w, x: x @ w, W)):
         np.testing.assert_array_equal(jmp.autocast(function, F16)(X), expected)
+
+
+# Sending it elsewhere.
+
+
+def scoped(w, x):
+    with jax.named_scope("tail"):
+        return jnp.tanh(x @ w).sum()
+
+
+OPTIONS = {"rules": [(re.compile("t.il"), "p=f32,c=f32,o=f16")], "full": ["tanh"]}
+
+
+@pytest.mark.parametrize("policy", [F16, "mixed_bfloat16", "float32"])
+def test_a_wrapped_function_can_be_pickled_after_a_call(policy):
+    function = lambda w, x: scoped(w, x @ w)
+    autocast = jmp.autocast(function, policy, apply_to=["w"], **OPTIONS)
+    expected = autocast(W, X)
+    restored = cloudpickle.loads(cloudpickle.dumps(autocast))
+    assert restored(W, X) == expected
+    assert dtypes_of("dot_general", restored, W, X) == dtypes_of("dot_general", autocast, W, X)
+
+
+def test_a_program_can_be_pickled_and_copied():
+    program = make_program(scoped, F16, apply_to=["w"], **OPTIONS)
+    expected = program.call((W, X), {})
+    for restored in (pickle.loads(pickle.dumps(program)), copy.deepcopy(program)):
+        assert (restored.settings, restored.rules) == (program.settings, program.rules)
+        assert restored.call((W, X), {}) == expected
 
 
 # Caching.

@@ -64,6 +64,10 @@ class Program:
         self._flat_function = functools.lru_cache(maxsize=128)(self._make_flat_function)
         self._plans: Any = weakref.WeakKeyDictionary()
 
+    def __reduce__(self) -> Any:
+        """Pickles and copies what the program was made from; traces and plans are made anew."""
+        return Program, (self.fun, self.settings, self.rules, self.apply_to)
+
     def call(self, args: Any, kwargs: Any) -> Any:
         """Runs the function on these arguments."""
         traced = self.trace(args, kwargs)
