@@ -8,6 +8,15 @@ each primitive wants is said in the op table (`_registry`, `rules/`), what the u
 """
 
 from jmp.autocasting._autocast import autocast, full_precision
+from jmp.autocasting._operations import NoHalfProductWarning
 from jmp.autocasting._registry import Category, Rule, all_rules, register_rule
 
-__all__ = ["Category", "Rule", "all_rules", "autocast", "full_precision", "register_rule"]
+__all__ = [
+    "Category",
+    "NoHalfProductWarning",
+    "Rule",
+    "all_rules",
+    "autocast",
+    "full_precision",
+    "register_rule",
+]

@@ -60,7 +60,8 @@ def autocast(
       ValueError: a compute dtype that cannot be; a primitive in two categories; `fun` changes one
         of its arguments (at the call), because the change would be lost.
 
-    Warns: `UnusedRuleWarning` for a rule that no scope matched.
+    Warns: `UnusedRuleWarning` for a rule that no scope matched; `NoHalfProductWarning`, once, where
+      `fun` has products and every one stays float32, though not all by the caller's wish.
 
     >>> def loss(w, x):
     ...     return jnp.mean(jax.nn.softmax(x @ w) ** 2)

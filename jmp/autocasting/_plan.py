@@ -80,6 +80,8 @@ def make_plan(
     for node in graph.nodes:
         if node.outputs and all(value.neutral for value in node.outputs):
             _store(node, FULL)
+            if node.region.is_full:
+                node.why = _why_region(node)
             steps.append(node)
         elif node.fusible:
             fusible.setdefault(node.level, []).append(node)

@@ -18,6 +18,7 @@ from jmp import _jax_compat
 from jmp.autocasting._emit import run_plan
 from jmp.autocasting._graph import equations, flatten
 from jmp.autocasting._nesting import Info, nominal
+from jmp.autocasting._operations import warn_if_no_product_is_half
 from jmp.autocasting._plan import Context, Plan, make_plan
 from jmp.autocasting._regions import AUTOCAST, RegionRules
 from jmp.autocasting._settings import Settings
@@ -62,6 +63,7 @@ class Program:
         self.apply_to = apply_to
         # JAX caches traces by function; so each structure of arguments keeps its own function.
         self._flat_function = functools.lru_cache(maxsize=128)(self._make_flat_function)
+        self._has_warned = False
         self._plans: Any = weakref.WeakKeyDictionary()
 
     def __reduce__(self) -> Any:
@@ -146,6 +148,9 @@ class Program:
         outputs_feed = [False] * len(graph.outputs)
         plan = make_plan(graph, infos, outputs_feed, Context(self.settings, regions))
         regions.warn_unused()
+        if not self._has_warned:
+            name = getattr(self.fun, "__name__", repr(self.fun))
+            self._has_warned = warn_if_no_product_is_half(plan, name)
         self._warn_unused_overrides(jaxpr)
         return plan
 
