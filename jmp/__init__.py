@@ -9,7 +9,7 @@ unmodified Flax model computes in half and its norms stay float32).
 `jmp.diagnostics`, which answers what ran where, what underflows, what made the NaN.
 """
 
-from jmp.autocasting import autocast, full_precision
+from jmp.autocasting import NoHalfProductWarning, autocast, full_precision
 from jmp.dtypes import dtype_to_names as dtype_to_names  # DeepMind's tests read it here
 from jmp.dtypes import half_dtype
 from jmp.loss_scaling import (
@@ -36,6 +36,7 @@ __all__ = [
     "DynamicLossScale",
     "HysteresisLossScale",
     "LossScale",
+    "NoHalfProductWarning",
     "NoOpLossScale",
     "Policy",
     "PolicyRules",

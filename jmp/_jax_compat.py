@@ -1,7 +1,7 @@
 """Everything that differs between the JAX versions we support (0.10 to 0.12), and nothing else."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -51,6 +51,29 @@ def may_be_sharded(value: Any) -> bool:
         size > 1 and name not in mesh.manual_axes
         for name, size in zip(mesh.axis_names, mesh.axis_sizes, strict=True)
     )
+
+
+# The precision of products that name none.
+
+
+def without_default_precision() -> contextlib.AbstractContextManager[Any]:
+    """Traces with the global default switched off: a product that names no precision has None."""
+    return jax.default_matmul_precision(None)
+
+
+def default_precision_setting() -> str | None:
+    """Returns the global default as the user wrote it."""
+    config: Any = jax.config  # its attributes are not typed
+    return config.jax_default_matmul_precision
+
+
+def default_precision() -> Any:
+    """Returns what the global default puts into a product that names no precision; or None."""
+    if default_precision_setting() is None:
+        return None
+    vector = jax.ShapeDtypeStruct((1,), np.float32)
+    (equation,) = open_jaxpr(jax.make_jaxpr(jax.lax.dot)(vector, vector))[0].eqns
+    return equation.params["precision"]
 
 
 # Jaxprs. From 0.11 on one class stands for open and closed jaxprs.
@@ -110,6 +133,31 @@ def sum_over_own_axes(equation: core.JaxprEqn) -> core.JaxprEqn:
     return equation.replace(primitive=plain.primitive, params=plain.params)
 
 
+def with_inner_params(params: Mapping[str, Any], change: Callable[..., Any]) -> dict[str, Any]:
+    """Returns an equation's parameters, changed in the equations of its jaxprs, at any depth.
+
+    Args:
+      change: given a primitive's name and its parameters, the parameters to put there.
+    """
+
+    def of(parameter: Any) -> Any:
+        if type(parameter) in (tuple, list):
+            return type(parameter)(map(of, parameter))
+        inner = getattr(parameter, "jaxpr", parameter)
+        if not hasattr(inner, "eqns"):
+            return parameter
+        equations = [
+            equation.replace(
+                params=change(equation.primitive.name, with_inner_params(equation.params, change))
+            )
+            for equation in inner.eqns
+        ]
+        changed = inner.replace(eqns=equations)
+        return changed if inner is parameter else parameter.replace(jaxpr=changed)
+
+    return {name: of(parameter) for name, parameter in params.items()}
+
+
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     """Returns how many inputs of a scan are constants and how many are carried."""
     if "num_consts" in params:
@@ -140,6 +188,15 @@ def is_reference(value: Any) -> bool:
 def typeof(value: Any) -> Any:
     """Returns the type JAX traces `value` with."""
     return jax.typeof(value)
+
+
+def with_weak_type(value: Any, weak_type: bool) -> Any:
+    """Returns `value` with a weak or a strong type, which no public function of JAX says."""
+    if getattr(typeof(value), "weak_type", False) == weak_type:
+        return value
+    return jax.lax.convert_element_type_p.bind(
+        value, new_dtype=value.dtype, weak_type=weak_type, sharding=None
+    )
 
 
 def scope_names(stack: Any) -> list[str]:

@@ -1,8 +1,12 @@
 """What users say to autocast: arguments, regions, rules, overrides, mistakes."""
 
+import copy
 import functools
+import pickle
+import re
 import warnings
 
+import cloudpickle
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -11,6 +15,7 @@ import pytest
 from flax import nnx
 
 import jmp
+from jmp.autocasting._autocast import make_program
 from tests.products import equations, product_dtypes
 
 F16 = "mixed_float16"
@@ -73,6 +78,29 @@ def test_results_that_are_not_arrays_come_back_as_they_are():
     assert (result["name"], result["n"], result["f"]) == ("a", 3, jnp.exp)
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: jnp.asarray(2.0),
+        lambda x: jnp.asarray(3),
+        lambda x: jnp.float32(2.0),
+        lambda x: jnp.asarray(2.0) * 3.0,
+        lambda x: (x @ W).sum(),
+    ],
+    ids=["weak", "weak integer", "strong", "computed", "product"],
+)
+def test_results_keep_weak_types(function):
+    def weak(around, function):
+        return [x.weak_type for x in jax.tree.leaves(jax.eval_shape(around(function), X))]
+
+    autocast = jmp.autocast(function, F16)
+    assert weak(jax.jit, autocast) == weak(jax.jit, function)
+    assert autocast(X).weak_type == jax.jit(function)(X).weak_type
+    if autocast(X).dtype == jnp.float32:
+        for around in (jax.value_and_grad, lambda f: lambda x: jax.jvp(f, (x,), (x,))[0]):
+            assert weak(around, autocast) == weak(around, function)
+
+
 def test_constants_are_arrays_under_a_trace():
     seen = []
 
@@ -108,6 +136,35 @@ def test_methods_and_partials():
     expected = jmp.autocast(lambda x: x @ W, F16)(X)
     for function in (Model(), Model().method, functools.partial(lambda w, x: x @ w, W)):
         np.testing.assert_array_equal(jmp.autocast(function, F16)(X), expected)
+
+
+# Sending it elsewhere.
+
+
+def scoped(w, x):
+    with jax.named_scope("tail"):
+        return jnp.tanh(x @ w).sum()
+
+
+OPTIONS = {"rules": [(re.compile("t.il"), "p=f32,c=f32,o=f16")], "full": ["tanh"]}
+
+
+@pytest.mark.parametrize("policy", [F16, "mixed_bfloat16", "float32"])
+def test_a_wrapped_function_can_be_pickled_after_a_call(policy):
+    function = lambda w, x: scoped(w, x @ w)
+    autocast = jmp.autocast(function, policy, apply_to=["w"], **OPTIONS)
+    expected = autocast(W, X)
+    restored = cloudpickle.loads(cloudpickle.dumps(autocast))
+    assert restored(W, X) == expected
+    assert dtypes_of("dot_general", restored, W, X) == dtypes_of("dot_general", autocast, W, X)
+
+
+def test_a_program_can_be_pickled_and_copied():
+    program = make_program(scoped, F16, apply_to=["w"], **OPTIONS)
+    expected = program.call((W, X), {})
+    for restored in (pickle.loads(pickle.dumps(program)), copy.deepcopy(program)):
+        assert (restored.settings, restored.rules) == (program.settings, program.rules)
+        assert restored.call((W, X), {}) == expected
 
 
 # Caching.
@@ -411,6 +468,42 @@ def test_apply_to_rounds_extra_arguments():
 def test_mistakes_are_named(call, error, words):
     with pytest.raises(error, match=words):
         call()
+
+
+def generator(x):
+    yield x @ W
+
+
+async def coroutine(x):
+    return x @ W
+
+
+async def asynchronous_generator(x):
+    yield x @ W
+
+
+class Lazy:
+    def __call__(self, x):
+        return {"results": generator(x)}
+
+
+@pytest.mark.parametrize("policy", [F16, "float32"])
+@pytest.mark.parametrize("function", [generator, coroutine, asynchronous_generator])
+def test_what_runs_later_than_it_is_called_is_refused(function, policy):
+    kind = function.__name__.replace("_", " ")
+    for wrapped in (function, functools.partial(function)):
+        with pytest.raises(TypeError, match=f"autocast got .*, an? {kind}: its body"):
+            jmp.autocast(wrapped, policy)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda x: generator(x), lambda x: coroutine(x), lambda x: asynchronous_generator(x), Lazy()],
+    ids=["generator", "coroutine", "asynchronous generator", "in a dictionary"],
+)
+def test_results_that_are_computed_later_are_refused(function):
+    with pytest.raises(TypeError, match="a function that returned <.*wrap the functions"):
+        jmp.autocast(function, F16)(X)
 
 
 def test_an_nnx_module_whose_statistics_change_is_refused_and_left_as_it_was():

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from jmp.autocasting._program import Program
+from jmp.autocasting._program import Program, check_runs_when_called
 from jmp.autocasting._regions import AUTOCAST, FULL_PRECISION
 from jmp.autocasting._settings import settings_for
 from jmp.policy import Policy, get_policy
@@ -55,11 +55,13 @@ def autocast(
     Returns: a function with `fun`'s signature, usable under every JAX transformation.
 
     Raises:
-      TypeError: `fun` or `policy` are missing or of the wrong kind.
+      TypeError: `fun` or `policy` are missing or of the wrong kind; `fun` is a generator or a
+        coroutine function, or returns a generator or a coroutine (at the call).
       ValueError: a compute dtype that cannot be; a primitive in two categories; `fun` changes one
         of its arguments (at the call), because the change would be lost.
 
-    Warns: `UnusedRuleWarning` for a rule that no scope matched.
+    Warns: `UnusedRuleWarning` for a rule that no scope matched; `NoHalfProductWarning`, once, where
+      `fun` has products and every one stays float32, though not all by the caller's wish.
 
     >>> def loss(w, x):
     ...     return jnp.mean(jax.nn.softmax(x @ w) ** 2)
@@ -106,6 +108,7 @@ def make_program(
     """Checks what `autocast` was given; None if the policy computes in float32."""
     if not callable(fun):
         raise TypeError(f"autocast got {fun!r}; expected a function, such as a loss.")
+    check_runs_when_called(fun)
     settings = settings_for(get_policy(policy), **options)
     _check_names(fun, apply_to)
     if settings is None:

@@ -22,6 +22,7 @@ from jmp.autocasting._loops import cast
 from jmp.autocasting._nesting import Tools, nominal
 from jmp.autocasting._picks import is_pick, pick
 from jmp.autocasting._plan import Plan
+from jmp.autocasting._precision import with_default
 from jmp.autocasting._softmaxes import KEPT, Softmax, odd_softmax, softmax
 from jmp.autocasting._values import FLOAT32, Value
 
@@ -71,7 +72,8 @@ def _run_node(node: Node, environment: Environment, plan: Plan) -> None:
             results = _run_half(node, environment, plan)
         else:
             operands = [_read(value, environment, FLOAT32) for value in node.inputs]
-            results = _jax_compat.bind(node.equation.primitive, operands, node.params)
+            params = with_default(node.name, node.params)
+            results = _jax_compat.bind(node.equation.primitive, operands, params)
         _write(node, results, environment)
 
 

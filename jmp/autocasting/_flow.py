@@ -1,7 +1,8 @@
 """What the dataflow says by itself: which values feed products, which are neutral, their levels.
 
 - A value *feeds* if it reaches a product, or an output that does. What does not is on the way to
-  the loss (or is a statistic) and stays float32.
+  the loss (or is a statistic) and stays float32. So does what reaches a product only through a
+  barrier that reads float32 anyway (a linear solver, a product with precision HIGHEST).
 - A value is *kept* if it reaches the float32 carry of a loop, and no product lies between. Rounded
   on the way, it would be rounded at every turn: the carry would lose what small steps add to it.
 - A value is *neutral* if no product lies before it: parameters, inputs, constants, and what is
@@ -45,7 +46,8 @@ def feeding_values(graph: Graph, outputs_feed: Iterable[bool]) -> set[Value]:
     """Returns the values that reach a product, or an output that feeds one outside."""
     feeding = {value for value, feeds in zip(graph.outputs, outputs_feed, strict=True) if feeds}
     for node in reversed(graph.nodes):
-        if node.has_products or not feeding.isdisjoint(node.outputs):
+        ends_here = node.reads_float32 and not node.fusible
+        if node.has_products or not (ends_here or feeding.isdisjoint(node.outputs)):
             # Indices, masks and sizes carry no precision from one side to the other.
             feeding.update(filter(is_inexact, node.inputs))
     return feeding

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from jmp import _jax_compat
+from jmp.autocasting._precision import asked_for
 from jmp.autocasting._regions import Region, RegionRules
 from jmp.autocasting._registry import Category, Rule
 from jmp.autocasting._settings import Settings
@@ -103,6 +104,13 @@ class Node:
             and not self.region.is_full
             and not _is_compared(self.outputs[0])
         )
+
+    @property
+    def reads_float32(self) -> bool:
+        """Whether it is a barrier that reads float32 whatever its operands are stored in."""
+        if self.fusible or self.has_products:
+            return self.region.is_full
+        return self.rule.category in (Category.FULL, Category.AS_WRITTEN)
 
     @property
     def is_product(self) -> bool:
@@ -285,6 +293,8 @@ def _rule_of(equation: Any, settings: Settings) -> Rule:
         return Rule(Category.FULL, "in a loop that vmap gave a condition for each element", False)
     if name == "dot_general" and is_inner_product(equation) and not settings.overrides_rule(name):
         return Rule(Category.FULL, "an inner product is a sum, such as one of squares", False)
+    if (why := asked_for(equation)) and not settings.overrides_rule(name):
+        return Rule(Category.FULL, why, False)
     if name == "convert_element_type":
         before, after = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
         if not (after == FLOAT32 and before in (FLOAT32, np.bool_)):
@@ -326,7 +336,8 @@ def inner_equations(equation: Any) -> Iterator[Any]:
 def contains_products(equation: Any, settings: Settings) -> bool:
     """Returns whether a product that may be lowered stands inside an equation."""
     return any(
-        settings.rule_for(inner.primitive.name).category is Category.LOW
+        settings.rule_for(name := inner.primitive.name).category is Category.LOW
+        and (settings.overrides_rule(name) or not asked_for(inner))
         for inner in inner_equations(equation)
     )
 

@@ -17,6 +17,7 @@ from jmp.autocasting._graph import FULL, HALF, ROUNDED, Graph, Node, descends
 from jmp.autocasting._islands import Island, Mode
 from jmp.autocasting._kinds import KINDS
 from jmp.autocasting._nesting import Info, nominal
+from jmp.autocasting._precision import names_algorithm
 from jmp.autocasting._regions import RegionRules
 from jmp.autocasting._registry import Category
 from jmp.autocasting._settings import Settings
@@ -79,6 +80,8 @@ def make_plan(
     for node in graph.nodes:
         if node.outputs and all(value.neutral for value in node.outputs):
             _store(node, FULL)
+            if node.region.is_full:
+                node.why = _why_region(node)
             steps.append(node)
         elif node.fusible:
             fusible.setdefault(node.level, []).append(node)
@@ -184,7 +187,7 @@ def _plan_light(node: Node, context: Context) -> None:
 
 def _leaves_in_half(value: Value, inside: set[Node]) -> bool:
     readers = [user for user in value.users if user not in inside]
-    read_wide = readers and all(_reads_float32(user) for user in readers)
+    read_wide = readers and all(user.reads_float32 for user in readers)
     return value.feeds and not value.kept and not read_wide
 
 
@@ -196,13 +199,6 @@ def _leaves_rounded(value: Value) -> bool:
         and region.output_dtype is not None
         and all(user.region != region for user in value.users)
     )
-
-
-def _reads_float32(node: Node) -> bool:
-    """Whether a barrier reads float32 whatever its operands are stored in."""
-    if node.fusible or node.has_products:
-        return node.region.is_full
-    return node.rule.category in (Category.FULL, Category.AS_WRITTEN)
 
 
 # Barriers.
@@ -234,11 +230,7 @@ def _plan_barrier(node: Node, context: Context) -> None:
 def _may_lower(node: Node, half: np.dtype) -> bool:
     """Whether a product's operands are float32, or of the compute dtype already."""
     dtypes = {v.aval.dtype for v in node.inputs if jnp.issubdtype(v.aval.dtype, jnp.inexact)}
-    algorithm = type(node.params.get("precision")).__name__ in (
-        "DotAlgorithm",
-        "DotAlgorithmPreset",
-    )
-    if algorithm:
+    if names_algorithm(node.params):
         node.why = "the user named the algorithm"
     elif not dtypes <= {FLOAT32, half} or not node.outputs[0].is_float32:
         node.why = "the user chose other dtypes"

@@ -18,6 +18,7 @@ from jmp import _jax_compat
 from jmp.autocasting._emit import run_plan
 from jmp.autocasting._graph import equations, flatten
 from jmp.autocasting._nesting import Info, nominal
+from jmp.autocasting._operations import warn_if_no_product_is_half
 from jmp.autocasting._plan import Context, Plan, make_plan
 from jmp.autocasting._regions import AUTOCAST, RegionRules
 from jmp.autocasting._settings import Settings
@@ -26,6 +27,13 @@ from jmp.rules import Rule, UnusedRuleWarning
 from jmp.trees import as_jax_array, cast_leaf, holds_numbers
 
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+# What runs later than it is called: its name, and how a function and its result are told.
+LATE = (
+    ("a generator", inspect.isgeneratorfunction, inspect.isgenerator),
+    ("a coroutine", inspect.iscoroutinefunction, inspect.iscoroutine),
+    ("an asynchronous generator", inspect.isasyncgenfunction, inspect.isasyncgen),
+)
 
 
 class Traced(NamedTuple):
@@ -55,7 +63,12 @@ class Program:
         self.apply_to = apply_to
         # JAX caches traces by function; so each structure of arguments keeps its own function.
         self._flat_function = functools.lru_cache(maxsize=128)(self._make_flat_function)
+        self._has_warned = False
         self._plans: Any = weakref.WeakKeyDictionary()
+
+    def __reduce__(self) -> Any:
+        """Pickles and copies what the program was made from; traces and plans are made anew."""
+        return Program, (self.fun, self.settings, self.rules, self.apply_to)
 
     def call(self, args: Any, kwargs: Any) -> Any:
         """Runs the function on these arguments."""
@@ -66,10 +79,7 @@ class Program:
         else:
             results = traced.emit(*operands)
         leaves, structure = jax.tree.flatten(traced.result)
-        results = [
-            cast_leaf(x if isinstance(x, jax.Array) else jnp.asarray(x, leaf.dtype), leaf.dtype)
-            for x, leaf in zip(results, leaves, strict=True)
-        ]
+        results = [_of_type(x, leaf) for x, leaf in zip(results, leaves, strict=True)]
         return jax.tree.unflatten(structure, results).restore()
 
     def trace(self, args: Any, kwargs: Any) -> Traced:
@@ -78,11 +88,13 @@ class Program:
         static = tuple(None if holds_numbers(leaf) else _Static.of(leaf) for leaf in leaves)
         arrays = [as_jax_array(leaf) for leaf in leaves if holds_numbers(leaf)]
         in_half = self._in_half(args, kwargs) if self.apply_to else [False] * len(arrays)
+        default = _jax_compat.default_precision_setting()
         try:
-            flat = self._flat_function(structure, static)
+            flat = self._flat_function(structure, static, default)
         except TypeError:  # an argument that cannot be hashed
-            flat = self._make_flat_function(structure, static)
-        closed, result = jax.make_jaxpr(flat, return_shape=True)(*arrays)
+            flat = self._make_flat_function(structure, static, default)
+        with _jax_compat.without_default_precision():
+            closed, result = jax.make_jaxpr(flat, return_shape=True)(*arrays)
         jaxpr, constants = _jax_compat.open_jaxpr(closed)
         if jaxpr not in self._plans:
             plan = self._plan(jaxpr, constants, in_half)
@@ -136,6 +148,9 @@ class Program:
         nowhere = [False] * len(graph.outputs)
         plan = make_plan(graph, infos, nowhere, nowhere, Context(self.settings, regions))
         regions.warn_unused()
+        if not self._has_warned:
+            name = getattr(self.fun, "__name__", repr(self.fun))
+            self._has_warned = warn_if_no_product_is_half(plan, name)
         self._warn_unused_overrides(jaxpr)
         return plan
 
@@ -151,7 +166,11 @@ class Program:
                     stacklevel=2,
                 )
 
-    def _make_flat_function(self, structure: Any, static: tuple[Any, ...]) -> Callable[..., Any]:
+    def _make_flat_function(
+        self, structure: Any, static: tuple[Any, ...], default: Any
+    ) -> Callable[..., Any]:
+        # Each default precision has a trace of its own, because a trace holds the rules of custom
+        # derivatives, which JAX traces once, under the default of that moment.
         def flat(*arrays: Any) -> Packed:
             following = iter(arrays)
             leaves = [next(following) if leaf is None else leaf.value for leaf in static]
@@ -162,6 +181,12 @@ class Program:
 
         flat.__name__ = getattr(self.fun, "__name__", "autocast")
         return flat
+
+
+def _of_type(result: Any, struct: Any) -> Any:
+    """Returns a result in the dtype that it was traced with, weak if it was weak."""
+    array = result if isinstance(result, jax.Array) else jnp.asarray(result, struct.dtype)
+    return _jax_compat.with_weak_type(cast_leaf(array, struct.dtype), struct.weak_type)
 
 
 def _run_marked(plan: Plan, *operands: Any) -> list[Any]:
@@ -184,6 +209,24 @@ class _Static(NamedTuple):
 
 class _Named:
     """Stands for an array among arguments that `apply_to` names."""
+
+
+def check_runs_when_called(fun: Any) -> None:
+    """Refuses what computes after the call has returned: a function, or a result of one.
+
+    Raises: TypeError for generators and coroutines, asynchronous ones too.
+    """
+    for kind, is_function, is_result in LATE:
+        if not (is_function(fun) or is_result(fun)):
+            continue
+        if inspect.iscoroutine(fun):
+            fun.close()  # or Python warns that it was never awaited
+        returned = "" if is_function(fun) else "a function that returned "
+        raise TypeError(
+            f"autocast got {returned}{fun!r}, {kind}: its body runs after the call has returned, "
+            "when nothing is traced. Expected a function that computes its results and returns "
+            "them; wrap the functions that the body calls, and leave the body outside."
+        )
 
 
 def _check_unchanged(arguments: Any, structure: Any, leaves: Sequence[Any]) -> None:
@@ -214,7 +257,9 @@ class Packed:
     @classmethod
     def pack(cls, result: Any) -> "Packed":
         """Takes the arrays of a result apart from the rest."""
-        leaves, structure = jax.tree.flatten(result)
+        leaves, structure = jax.tree.flatten(result, is_leaf=inspect.isgenerator)
+        for leaf in leaves:
+            check_runs_when_called(leaf)
         static = tuple(None if holds_numbers(leaf) else (leaf,) for leaf in leaves)
         return cls([leaf for leaf in leaves if holds_numbers(leaf)], structure, static)
 

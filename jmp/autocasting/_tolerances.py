@@ -12,6 +12,10 @@ from typing import Any
 from jmp import _jax_compat
 from jmp.autocasting._values import is_inexact
 
+# Which entry is the largest is a choice, not a distance that shrinks: a text is generated up to the
+# token that ends it.
+CHOICES = frozenset({"argmax", "argmin"})
+
 
 def has_many_conditions(equation: Any) -> bool:
     """Returns whether a while loop has a condition for each element, which vmap alone can write."""
@@ -45,6 +49,8 @@ def _through(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
 
 def _through_equation(equation: Any, inputs: list[bool]) -> list[bool]:
     params, name = equation.params, equation.primitive.name
+    if name in CHOICES:
+        return [False]
     inner = list(_jax_compat.inner_jaxprs(equation))
     if name == "while":
         decides, carry = _through_while(params, inputs)

@@ -10,6 +10,7 @@ import jax
 
 from jmp import _jax_compat
 from jmp.autocasting._autocast import make_program
+from jmp.autocasting._operations import NoHalfProductWarning
 from jmp.autocasting._program import Program, Traced
 from jmp.diagnostics._hazards import delicate_in_half, odd_sizes, unused_rules
 from jmp.diagnostics._places import lines_of_callers, with_places
@@ -53,7 +54,8 @@ def precision_report(
 
     def of_arrays(args: Any, kwargs: Any) -> PrecisionReport:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UnusedRuleWarning)  # they are in the report
+            for told in (UnusedRuleWarning, NoHalfProductWarning):  # they are in the report
+                warnings.simplefilter("ignore", told)
             return _report(program, program.trace(args, kwargs), str(get_policy(policy)))
 
     def report(*args: Any, **kwargs: Any) -> PrecisionReport:

@@ -1,0 +1,127 @@
+"""The warning that autocast lowered no product: when it is given, and when not."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import jmp
+from jmp import diagnostics
+
+F16 = "mixed_float16"
+X = jnp.eye(4)
+
+
+def precise(x):
+    return jnp.matmul(x, x, precision="highest")
+
+
+@jax.custom_vjp
+def custom(x):
+    return x @ x
+
+
+custom.defvjp(lambda x: (x @ x, x), lambda x, ct: (2 * ct @ x.T,))
+
+
+def in_nests(function):
+    """`function` in a loop, a branch, a recomputation and a jit of its own."""
+
+    def step(x, _):
+        x = lax.cond(x[0, 0] > 0, jax.checkpoint(function), lambda x: x, x)
+        return jax.jit(function, donate_argnums=0)(x), None
+
+    return lambda x: lax.scan(step, x, length=3)[0]
+
+
+def in_head(function):
+    return jax.named_call(function, name="head")
+
+
+def said(function, *args, **options):
+    """The warning of a call, or None."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        jax.eval_shape(jmp.autocast(function, F16, **options), *args)
+    assert {w.category for w in caught} <= {jmp.NoHalfProductWarning}
+    assert len(caught) < 2
+    return str(caught[0].message) if caught else None
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (precise, "1 product: the user asked for precision=HIGHEST. "),
+        (in_nests(precise), "2 products: the user asked for precision=HIGHEST. "),
+        (
+            lambda x: custom(precise(precise(x))),
+            "2 products: the user asked for precision=HIGHEST; "
+            "1: inside custom_vjp, which runs as written (inside_custom_vjp=True goes inside). ",
+        ),
+        (
+            lambda x: precise(jmp.full_precision(precise)(x)),
+            "1 product: the user asked for float32 here; 1: the user asked for precision=HIGHEST. ",
+        ),
+        (lambda x: jnp.exp(lax.dot(x, x, preferred_element_type=jnp.float64)), None),
+    ],
+    ids=["alone", "in nests", "of two kinds", "beside a wish", "of other dtypes"],
+)
+def test_it_counts_the_reasons(function, words):
+    with jax.enable_x64(words is None):
+        message = said(function, X)
+    assert f"autocast computes no product of '{function.__name__}' in float16. " in message
+    assert (words or "1 product: the user chose other dtypes. ") in message
+
+
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [
+        (lambda x: jnp.exp(x).sum(), {}),
+        (lambda x: x[0] @ x[1], {}),  # a sum
+        (lambda x: x.astype(jnp.int32) @ x.astype(jnp.int32), {}),
+        (in_head(precise), {"rules": [("head", "float32")]}),
+        (in_head(custom), {"rules": [("head", "float32")]}),
+        (lambda x: x @ x, {"full": ["dot_general"]}),
+        (jmp.full_precision(in_nests(precise)), {}),
+        (jmp.autocast(in_nests(precise), "float32"), {}),
+        (jmp.autocast(lambda x: x @ x, "mixed_bfloat16"), {}),
+        (lambda x: x.astype(jnp.float16) @ x.astype(jnp.float16), {}),
+        (lambda x: jnp.matmul(*2 * [x.astype("bfloat16")], preferred_element_type="float32"), {}),
+        (lambda x: precise(x @ x), {}),
+        (custom, {"inside_custom_vjp": True}),
+        (jax.nn.silu, {}),
+    ],
+    ids=[
+        "no product", "an inner product", "integers", "a rule", "a rule on custom_vjp", "full=",
+        "full_precision", "autocast in float32", "another autocast", "half by hand",
+        "half operands", "one is lowered", "inside custom_vjp", "a derivative of its own",
+    ],
+)  # fmt: skip
+def test_it_is_not_given(function, options):
+    assert said(function, X, **options) is None
+
+
+def test_it_is_given_once_and_names_the_place_of_the_call():
+    autocast = jmp.autocast(precise, F16)
+    with pytest.warns(jmp.NoHalfProductWarning) as caught:
+        autocast(X)
+    assert caught[0].filename == __file__
+    autocast(X[:2, :2])
+
+
+def test_a_derivative_of_a_custom_rule_is_not_traced_for_it():
+    @jax.custom_jvp
+    def function(x):
+        return precise(x)
+
+    @function.defjvp
+    def rule(primals, tangents):
+        raise AssertionError("traced")
+
+    assert "precision=HIGHEST" in said(function, X)
+
+
+def test_a_report_says_it_by_its_share_and_does_not_warn():
+    assert diagnostics.precision_report(precise, F16)(X).half_flops_share == 0
