@@ -6,7 +6,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 from jax.extend import core, source_info_util
+from jax.interpreters import ad
 
 # The name scope of what remat computes again in a backward pass.
 RECOMPUTED = "rematted_computation"
@@ -231,6 +233,11 @@ def bind(primitive: Any, operands: Any, params: Any) -> list[Any]:
     """Binds a primitive as a jaxpr's interpreter does; returns a list of results."""
     results = primitive.bind(*operands, **primitive.get_bind_params(params))
     return list(results) if primitive.multiple_results else [results]
+
+
+def zero_cotangent(zero: SymbolicZero) -> Any:
+    """Returns the zero that a function returned by `jax.vjp` takes, of one that a rule was given."""
+    return ad.Zero(zero.aval)
 
 
 def as_function(jaxpr: Any) -> Any:

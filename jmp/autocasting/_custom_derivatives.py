@@ -2,7 +2,8 @@
 
 A `custom_jvp` keeps its rule: primal and tangents are planned as one program, and tangents that are
 zero stay symbolic zeros. A `custom_vjp` runs as written, because its rule was written for the
-dtypes it was traced with; `inside_custom_vjp=True` goes inside, forward and backward.
+dtypes it was traced with; `inside_custom_vjp=True` goes inside, forward and backward. Its rule is
+told which arguments are differentiated and which cotangents are zero, as JAX would tell it.
 
 The rules are traced when a derivative is asked for, and not before.
 """
@@ -11,7 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
+from jax.tree_util import Partial
 
 from jmp import _jax_compat
 from jmp.autocasting._graph import Node
@@ -23,39 +26,63 @@ from jmp.autocasting._nesting import (
     Tools,
     constant_infos,
     half_or_nominal,
+    info_of,
     open_level,
     plan_inner,
     store,
 )
+from jmp.autocasting._values import FLOAT32, Value
 
 
 def trace_and_plan(
     function: Callable[..., Any],
-    arguments: Sequence[tuple[Any, Any]],
+    values: Sequence[Value],
+    changes: Sequence[tuple[Value, Any]],
+    dtypes: Sequence[Any],
     node: Node,
     tools: Tools,
-    kept: Sequence[bool] = (),
-) -> tuple[Inner, Any]:
+) -> tuple[Callable[..., Any], list[Value]]:
     """Traces `function` on nominal types and plans it.
 
     Args:
-      arguments: for each one its nominal shape and dtype, and the dtype it is stored in.
-      kept: which of the first outputs reach the float32 carry of a loop.
+      values: what it is given first, as they are known and stored outside.
+      changes: what comes after them, tangents or cotangents: whose, and the dtype they come in.
+      dtypes: what the first results are read in. What comes after them stays as it is computed:
+        who reads a residual is not known here, and a sum of squares does not fit into float16.
 
-    Returns: the plan, whose outputs may all be half, and the structure of what `function` returns.
+    Returns: the planned function, and the leaves of its result as values.
     """
-    structs = [struct for struct, _ in arguments]
+    structs = [
+        jax.ShapeDtypeStruct(value.aval.shape, value.aval.dtype)
+        for value in (*values, *(value for value, _ in changes))
+    ]
     closed, result = jax.make_jaxpr(function, return_shape=True)(*structs)
-    graph, constants = open_level(closed, node, tools.context)
-    infos = [*constant_infos(graph, constants), *(Info(dtype, False) for _, dtype in arguments)]
-    feeds = [True] * len(graph.outputs)
-    kept = [*kept, *([False] * (len(feeds) - len(kept)))]
-    plan = tools.make_plan(graph, infos, feeds, kept, tools.context)
-    return Inner(plan, constants), jax.tree.structure(result)
+    graph, constants = open_level(closed, node, tools.context, values)
+    infos = [*constant_infos(graph, constants), *map(info_of, values)]
+    infos += [Info(dtype, False) for _, dtype in changes]
+    dtypes = [*dtypes, *[None] * (len(graph.outputs) - len(dtypes))]
+    feeds = [dtype == tools.context.settings.compute_dtype for dtype in dtypes]
+    kept = [dtype == FLOAT32 for dtype in dtypes]
+    inner = Inner(tools.make_plan(graph, infos, feeds, kept, tools.context), constants)
+    structure = jax.tree.structure(result)
+
+    def run(*arrays: Any) -> Any:
+        results = inner.run(arrays, tools.run_plan)
+        return jax.tree.unflatten(structure, cast_all(results, dtypes))
+
+    return run, graph.outputs
 
 
-def _argument(value: Any, stored: Any) -> tuple[Any, Any]:
-    return jax.ShapeDtypeStruct(value.aval.shape, value.aval.dtype), stored.dtype
+def _of_some(node: Node, operands: Sequence[Any], moving: Sequence[int]) -> Callable[..., Any]:
+    """Returns the node, bound as written, as a function of the operands that are `moving`."""
+
+    def call(*values: Any) -> list[Any]:
+        filled = list(operands)
+        for i, value in zip(moving, values, strict=True):
+            filled[i] = value
+        return _jax_compat.bind(node.equation.primitive, filled, node.params)
+
+    return call
 
 
 class CustomJvp:
@@ -85,28 +112,18 @@ class CustomJvp:
             moving = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
 
             def nominal_rule(*flat: Any) -> Any:
-                fixed, moved = list(flat[: len(primals)]), flat[len(primals) :]
-
-                def along(*values: Any) -> list[Any]:
-                    arguments = list(fixed)
-                    for i, value in zip(moving, values, strict=True):
-                        arguments[i] = value
-                    return _jax_compat.bind(node.equation.primitive, arguments, node.params)
-
+                fixed, moved = flat[: len(primals)], flat[len(primals) :]
+                along = _of_some(node, fixed, moving)
                 return jax.jvp(along, [fixed[i] for i in moving], list(moved))
 
-            arguments = [_argument(v, x) for v, x in zip(node.inputs, primals, strict=True)]
-            arguments += [arguments[i] for i in moving]
-            kept = [value.kept for value in node.outputs]
-            inner, structure = trace_and_plan(nominal_rule, arguments, node, tools, kept * 2)
+            changes = [(node.inputs[i], primals[i].dtype) for i in moving]
+            # The tangent of an integer has no dtype that could be chosen.
+            spaces = [dtype if jnp.issubdtype(dtype, jnp.inexact) else None for dtype in dtypes]
+            run, _ = trace_and_plan(
+                nominal_rule, node.inputs, changes, [*dtypes, *spaces], node, tools
+            )
             moved = [cast(tangents[i], primals[i].dtype) for i in moving]
-            results = inner.run([*primals, *moved], tools.run_plan)
-            primals_out, tangents_out = jax.tree.unflatten(structure, results)
-            primals_out = cast_all(primals_out, dtypes)
-            return primals_out, [
-                cast(t, x.dtype) if t.dtype != jax.dtypes.float0 else t
-                for t, x in zip(tangents_out, primals_out, strict=True)
-            ]
+            return run(*primals, *moved)
 
         function.defjvp(rule, symbolic_zeros=True)
         return function(*operands)
@@ -127,56 +144,46 @@ class CustomVjp:
         # What the function closes over comes first; its rule has no gradient for that.
         n_closed = node.params["num_consts"]
         closed, operands = operands[:n_closed], operands[n_closed:]
-        all_arguments = [
-            _argument(v, x) for v, x in zip(node.inputs, [*closed, *operands], strict=True)
-        ]
-        arguments = all_arguments[n_closed:]
-
-        def nominal_forward(*args: Any) -> Any:
-            held, args = args[:n_closed], args[n_closed:]
-            return jax.vjp(
-                lambda *a: _jax_compat.bind(node.equation.primitive, [*held, *a], node.params),
-                *args,
-            )
 
         @jax.custom_vjp
         def function(*args: Any) -> list[Any]:
             return cast_all(node.inner.run([*closed, *args], tools.run_plan), dtypes)
 
         def forward(*args: Any) -> Any:
-            kept = [value.kept for value in node.outputs]
-            inner, structure = trace_and_plan(nominal_forward, all_arguments, node, tools, kept)
-            results = inner.run([*closed, *args], tools.run_plan)
-            outputs, vjp = jax.tree.unflatten(structure, results)
-            return cast_all(outputs, dtypes), vjp
+            moving = [i for i, arg in enumerate(args, n_closed) if arg.perturbed]
 
-        def backward(vjp: Any, cotangents: Any) -> Any:
+            def nominal_forward(*flat: Any) -> Any:
+                return jax.vjp(_of_some(node, flat, moving), *(flat[i] for i in moving))
+
+            run, outputs = trace_and_plan(nominal_forward, node.inputs, [], dtypes, node, tools)
+            results, vjp = run(*closed, *(arg.value for arg in args))
             residuals, structure = jax.tree.flatten(vjp)
-            # The rule was written for nominal dtypes; half residuals and cotangents stand for them.
-            nominal_dtypes = _nominal_residuals(nominal_forward, all_arguments)
+            kept = outputs[len(dtypes) :]
 
-            def nominal_backward(*flat: Any) -> Any:
-                rule = jax.tree.unflatten(structure, flat[: len(residuals)])
-                return rule(list(flat[len(residuals) :]))
+            def pull_back(*given: Any) -> Any:
+                *arrays, cotangents = given
+                some = [i for i, ct in enumerate(cotangents) if not isinstance(ct, SymbolicZero)]
 
-            given = [
-                (jax.ShapeDtypeStruct(x.shape, dtype), x.dtype)
-                for x, dtype in zip(residuals, nominal_dtypes, strict=True)
-            ]
-            given += [_argument(v, ct) for v, ct in zip(node.outputs, cotangents, strict=True)]
-            inner, out = trace_and_plan(nominal_backward, given, node, tools)
-            gradients = jax.tree.unflatten(
-                out, inner.run([*residuals, *cotangents], tools.run_plan)
-            )
-            return tuple(
-                cast(g, stored) if g.dtype != jax.dtypes.float0 else None
-                for g, (_, stored) in zip(gradients, arguments, strict=True)
-            )
+                def nominal_backward(*flat: Any) -> Any:
+                    following = iter(flat[len(arrays) :])
+                    filled = [
+                        next(following) if i in some else _jax_compat.zero_cotangent(ct)
+                        for i, ct in enumerate(cotangents)
+                    ]
+                    return jax.tree.unflatten(structure, flat[: len(arrays)])(filled)
 
-        function.defvjp(forward, backward)
+                changes = [(node.outputs[i], dtypes[i]) for i in some]
+                stored = [info_of(node.inputs[i]).dtype for i in moving]
+                run, found = trace_and_plan(nominal_backward, kept, changes, stored, node, tools)
+                gradients = run(*arrays, *(cotangents[i] for i in some))
+                nonzero = {
+                    i: gradient
+                    for i, gradient, value in zip(moving, gradients, found, strict=True)
+                    if value.constant != 0  # what stands for a gradient that the rule left out
+                }
+                return tuple(map(nonzero.get, range(n_closed, len(node.inputs))))
+
+            return results, Partial(pull_back, *residuals)
+
+        function.defvjp(forward, lambda rule, cts: rule(cts), symbolic_zeros=True)
         return function(*operands)
-
-
-def _nominal_residuals(forward: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
-    _, residuals = jax.eval_shape(forward, *[struct for struct, _ in arguments])
-    return [leaf.dtype for leaf in jax.tree.leaves(residuals)]

@@ -8,6 +8,7 @@ The passes of the planner annotate the graph in this order, each reading what th
 `_flow` (feeds, kept, neutral, fixed, is_cut, level), then `_islands` and `_plan` (dtype, mode).
 """
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -36,6 +37,7 @@ DESCENDS = frozenset({
     "jit", "pjit", "scan", "while", "cond", "remat", "remat2", "checkpoint", "shard_map",
     "custom_jvp_call",
 })  # fmt: skip
+INSIDE_CUSTOM_VJP = "inside a custom_vjp, which runs as written; inside_custom_vjp=True lowers it"
 
 
 class Node:
@@ -270,27 +272,13 @@ def _alive(nodes: list[Node], outputs: list[Value]) -> list[Node]:
 def _rule_of(equation: Any, settings: Settings) -> Rule:
     """Returns the op table's row; for a custom derivative one made of what is inside it."""
     name = equation.primitive.name
-    if name in ("custom_jvp_call", "custom_vjp_call") and not equation.effects:
-        inner = list(inner_equations(equation))
-        rules = [settings.rule_for(e.primitive.name) for e in inner]
-        if any(rule.category is Category.LOW for rule in rules):
-            return settings.rule_for(name)
-        if not all(
-            rule.fusible or _jax_compat.is_jit(e) for rule, e in zip(rules, inner, strict=True)
-        ):
-            return settings.rule_for(name)
-        full = name == "custom_vjp_call" or any(r.category is Category.FULL for r in rules)
-        return Rule(
-            Category.FULL if full else Category.FOLLOW,
-            "a custom derivative: one operation, " + ("float32" if full else "as its inside"),
-            fusible=True,
-            expensive=any(rule.expensive for rule in rules),
-        )
     rule = settings.rule_for(name)
     if name == "while" and runs_to_tolerance(equation) and not settings.overrides_rule(name):
         return Rule(Category.FULL, "in a loop that runs to a tolerance", False)
     if name == "while" and has_many_conditions(equation):
         return Rule(Category.FULL, "in a loop that vmap gave a condition for each element", False)
+    if name in ("custom_jvp_call", "custom_vjp_call"):
+        return _rule_of_custom_derivative(equation, rule, settings)
     if name == "dot_general" and is_inner_product(equation) and not settings.overrides_rule(name):
         return Rule(Category.FULL, "an inner product is a sum, such as one of squares", False)
     if (why := asked_for(equation)) and not settings.overrides_rule(name):
@@ -300,6 +288,26 @@ def _rule_of(equation: Any, settings: Settings) -> Rule:
         if not (after == FLOAT32 and before in (FLOAT32, np.bool_)):
             return Rule(Category.AS_WRITTEN, "an explicit cast is the user's word", fusible=True)
     return rule
+
+
+def _rule_of_custom_derivative(equation: Any, rule: Rule, settings: Settings) -> Rule:
+    full = equation.primitive.name == "custom_vjp_call"
+    if full:
+        rule = dataclasses.replace(rule, reason=INSIDE_CUSTOM_VJP)
+    inner = list(inner_equations(equation))
+    rules = [settings.rule_for(e.primitive.name) for e in inner]
+    if equation.effects or any(
+        r.category is Category.LOW or not (r.fusible or _jax_compat.is_jit(e))
+        for r, e in zip(rules, inner, strict=True)
+    ):
+        return rule
+    full = full or any(r.category is Category.FULL for r in rules)
+    return Rule(
+        Category.FULL if full else Category.FOLLOW,
+        "a custom derivative: one operation, " + ("float32" if full else "as its inside"),
+        fusible=True,
+        expensive=any(r.expensive for r in rules),
+    )
 
 
 def is_inner_product(equation: Any) -> bool:
