@@ -339,6 +339,13 @@ def test_follow_is_taken_at_its_word_for_squares():
     assert dtypes_of("mul", jmp.autocast(function, F16, follow=["mul"]), X) == ["float16"]
 
 
+def test_what_holds_a_function_keeps_its_dtypes_whatever_is_asked_for():
+    function = lambda x: (x @ W).at[jnp.array([0, 0])].add(1.0) @ W
+    low = jmp.autocast(function, F16, low=["scatter-add"])
+    assert dtypes_of("scatter-add", low, X) == ["float32"]
+    np.testing.assert_allclose(low(X), function(X), atol=0.05)
+
+
 def test_overrides_for_one_call():
     def function(x):
         return jnp.exp(jnp.tanh(x @ W)) @ W

@@ -280,6 +280,42 @@ def test_coordinates_are_subtracted_before_they_are_rounded():
     np.testing.assert_allclose(got, expected, atol=2e-3)
 
 
+SATURATED = {
+    "tanh": lambda x: jnp.tanh(half(x)),
+    "square of tanh": lambda x: jnp.tanh(half(x)) ** 2,
+    "tanh between products": lambda x: half(jnp.tanh(half(x))),
+    "logistic": lambda x: jax.nn.sigmoid(half(x)),
+    "logistic between products": lambda x: half(jax.nn.sigmoid(half(x))),
+    "silu": lambda x: half(jax.nn.silu(-half(x))),
+}
+
+
+@HALVES
+@pytest.mark.parametrize("name", SATURATED)
+def test_the_slope_of_a_saturated_function_in_a_gradient_of_the_programs_own(name, policy):
+    gradient = jax.grad(lambda x: SATURATED[name](x).sum())
+    got = jmp.autocast(gradient, policy)(row_of(4, -4))
+    np.testing.assert_allclose(got, gradient(row_of(4, -4)), rtol=5e-3)
+
+
+@HALVES
+def test_what_is_left_of_one(policy):
+    def function(x):
+        x = half(x)
+        tails = [1 - jnp.tanh(x), 1 - lax.erf(x), -1 + jax.nn.sigmoid(x), lax.cos(x / 16) - 1]
+        return half(jnp.stack(tails)[:, 0])
+
+    got = jmp.autocast(function, policy)(row_of(2, 3))
+    np.testing.assert_allclose(got, function(row_of(2, 3)), rtol=1e-2)
+
+
+@HALVES
+def test_the_next_number_is_that_of_float32(policy):
+    spacing = lambda x: (jnp.spacing(half(x)) * 2.0**23) @ EYE
+    got = jmp.autocast(spacing, policy)(row_of(1, 2, 3, 4))
+    np.testing.assert_array_equal(got, row_of(1, 2, 2, 4))
+
+
 def test_a_long_scan_does_not_lose_small_steps():
     def integrate(x):
         return lax.scan(lambda h, _: (h + 1e-3 * half(jnp.tanh(h)), None), half(x), None, 1000)[0]

@@ -32,7 +32,7 @@ Environment = dict[Value, Any]
 MASKING = frozenset({"add", "sub", "select_n", "max", "min", "concatenate"})
 # Elementwise operations that JAX lets repeat an operand along axes of size one.
 ELEMENTWISE = frozenset({
-    *AFFINE, "rem", "max", "min", "atan2", "nextafter", "eq", "ne", "lt", "le", "gt", "ge",
+    *AFFINE, "rem", "max", "min", "atan2", "eq", "ne", "lt", "le", "gt", "ge",
 })  # fmt: skip
 
 

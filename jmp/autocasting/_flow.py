@@ -18,9 +18,10 @@
 from collections.abc import Iterable
 from typing import Any
 
-from jmp.autocasting._graph import Graph, Node
+from jmp.autocasting._graph import REPEATS, SHUFFLES, Graph, Node
 from jmp.autocasting._registry import Category
 from jmp.autocasting._values import Value, is_inexact
+from jmp.autocasting.rules.follow import BOUNDED
 
 AFFINE = frozenset({"add", "sub", "mul", "div"})
 REDUCTIONS = frozenset({"reduce_sum", "reduce_prod", "reduce_max", "reduce_min"})
@@ -145,5 +146,26 @@ def is_full_seed(node: Node) -> bool:
     """Returns whether a node insists on float32 by what it is, whatever its operands are."""
     if node.region.is_full or node.rule.category is Category.FULL:
         return True
+    if node.rule.category is not Category.WIDEST:  # the user said otherwise
+        return False
     is_square = node.name == "mul" and node.inputs[0] is node.inputs[1]
-    return is_square and node.rule.category is Category.WIDEST  # unless the user said otherwise
+    return is_square or _cancels(node)
+
+
+def _cancels(node: Node) -> bool:
+    """Returns whether a bounded function's result is added to one, or subtracted.
+
+    Near the end of its range nothing is left of that: float16's 1 - tanh(4) is off by a quarter,
+    bfloat16's is zero. So are derivatives written, such as s * (1 - s).
+    """
+    if node.name not in ("add", "sub"):
+        return False
+    is_one = [value.constant is not None and abs(value.constant) == 1 for value in node.inputs]
+    return any(is_one) and any(_is_bounded(value) for value in node.inputs)
+
+
+def _is_bounded(value: Value) -> bool:
+    node = value.producer
+    while node is not None and (node.name in REPEATS or node.name in SHUFFLES):
+        node = node.inputs[0].producer
+    return node is not None and node.name in BOUNDED and node.fusible

@@ -287,6 +287,9 @@ def _rule_of(equation: Any, settings: Settings) -> Rule:
         before, after = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
         if not (after == FLOAT32 and before in (FLOAT32, np.bool_)):
             return Rule(Category.AS_WRITTEN, "an explicit cast is the user's word", fusible=True)
+    in_half = rule.category in (Category.LOW, Category.WIDEST, Category.FOLLOW) and not rule.exact
+    if in_half and name not in DESCENDS and any(True for _ in _jax_compat.inner_jaxprs(equation)):
+        return Rule(Category.AS_WRITTEN, "holds a function, which has its dtypes", fusible=False)
     return rule
 
 

@@ -1,4 +1,4 @@
-"""AS_WRITTEN: bits, keys and counts as the user wrote them; also what has no rule."""
+"""AS_WRITTEN: bits, keys, counts and spacings as the user wrote them; also what has no rule."""
 
 from jmp.autocasting._registry import Category, register_rule
 
@@ -8,4 +8,7 @@ register_rule(
     "rng_bit_generator rng_uniform".split(),
     Category.AS_WRITTEN,
     "bits, keys and counts have no half form",
+)
+register_rule(
+    "nextafter", Category.AS_WRITTEN, "the next number, and so the spacing, is that of a dtype"
 )

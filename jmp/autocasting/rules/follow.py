@@ -14,8 +14,10 @@ register_rule(
     "exact",
     fusible=True,
 )
+BOUNDED = ("tanh", "logistic", "erf", "sin", "cos")
+
 register_rule(
-    ["tanh", "logistic", "erf", "sin", "cos"],
+    BOUNDED,
     Category.FOLLOW,
     "bounded by one, with bounded slope",
     fusible=True,

@@ -7,7 +7,7 @@ is a float32 result of another computation, or a constant that a half type does 
 from jmp.autocasting._registry import Category, register_rule
 
 register_rule(
-    "add sub mul div rem max min atan2 nextafter select_n clamp eq ne lt le gt ge".split(),
+    "add sub mul div rem max min atan2 select_n clamp eq ne lt le gt ge".split(),
     Category.WIDEST,
     "operands must share a dtype",
     fusible=True,
