@@ -58,7 +58,7 @@ def said(function, *args, **options):
         (
             lambda x: custom(precise(precise(x))),
             "2 products: the user asked for precision=HIGHEST; "
-            "1: inside custom_vjp, which runs as written (inside_custom_vjp=True goes inside). ",
+            "1: inside a custom_vjp, which runs as written (inside_custom_vjp=True lowers it). ",
         ),
         (
             lambda x: precise(jmp.full_precision(precise)(x)),

@@ -38,7 +38,7 @@ def by_adapter(pattern, policy, **options):
 
 
 WAYS = {"autocast": by_autocast, "adapter": by_adapter}
-RUN = ["autocast"]  # and "adapter", as soon as adapters rest on autocast
+RUN = ["autocast", "adapter"]
 
 each_way = pytest.mark.parametrize("way", RUN)
 each_half = pytest.mark.parametrize("half", FOLLOWS)

@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from jmp import _jax_compat
-from jmp.autocasting._graph import FULL, HALF, Node, is_inner_product
+from jmp.autocasting._equations import is_inner_product
+from jmp.autocasting._graph import FULL, HALF, Node
 from jmp.autocasting._islands import Island
 from jmp.autocasting._loops import turns
 from jmp.autocasting._plan import Plan
 from jmp.autocasting._precision import asked_for
 from jmp.autocasting._regions import AUTOCAST, FULL_PRECISION
-from jmp.autocasting._registry import Category, rule_for
+from jmp.autocasting._registry import NO_RULE, Category, rule_for
 
 WIDE = frozenset({"float32", "float64", "complex64", "complex128"})
 
@@ -116,7 +117,7 @@ def warn_if_no_product_is_half(plan: Plan, name: str) -> bool:
         if is_product(operation.equation) and operation.dtypes_in:
             if not WIDE.issuperset(operation.dtypes_in):
                 return False
-            reasons[_reason(operation, plan)] += 1
+            reasons[_reason(operation)] += 1
             is_surprise |= not _is_callers_wish(operation, plan)
     if is_surprise:
         (why, first), *others = reasons.most_common()
@@ -131,16 +132,15 @@ def warn_if_no_product_is_half(plan: Plan, name: str) -> bool:
     return is_surprise
 
 
-def _reason(operation: Operation, plan: Plan) -> str:
+def _reason(operation: Operation) -> str:
     node = operation.node
-    if node.equation is operation.equation or node.region.is_full:
+    if node.region.is_full:
         return node.why
     if asked := asked_for(operation.equation):
         return asked
-    inside = f"inside {node.name.removesuffix('_call')}, which runs as written"
-    if node.name == "custom_vjp_call" and not plan.context.settings.inside_custom_vjp:
-        return f"{inside} (inside_custom_vjp=True goes inside)"
-    return inside
+    if node.rule != NO_RULE:
+        return node.why
+    return f"inside {node.name.removesuffix('_call')}, which runs as written"
 
 
 def _is_callers_wish(operation: Operation, plan: Plan) -> bool:

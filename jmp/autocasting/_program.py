@@ -16,7 +16,8 @@ import jax.numpy as jnp
 
 from jmp import _jax_compat
 from jmp.autocasting._emit import run_plan
-from jmp.autocasting._graph import equations, flatten
+from jmp.autocasting._equations import equations
+from jmp.autocasting._graph import flatten
 from jmp.autocasting._nesting import Info, nominal
 from jmp.autocasting._operations import warn_if_no_product_is_half
 from jmp.autocasting._plan import Context, Plan, make_plan

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jmp import _jax_compat
-from jmp.autocasting._graph import is_inner_product
+from jmp.autocasting._equations import is_inner_product
 from jmp.autocasting._registry import Category, rule_for
 from jmp.diagnostics._places import with_places
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from jmp.autocasting._graph import is_inner_product
+from jmp.autocasting._equations import is_inner_product
 from jmp.autocasting._operations import is_product, operations_of
 from jmp.autocasting._plan import Plan
 from jmp.autocasting._registry import Category, rule_for

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp.autocasting._graph import inner_equations
+from jmp.autocasting._equations import inner_equations
 from jmp.diagnostics._histograms import DIGITS, digits, exponents, from_digits, length
 from jmp.diagnostics._places import users_line
 from jmp.diagnostics._replay import HANDLERS, OnResults, Site, replay
