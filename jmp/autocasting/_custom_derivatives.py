@@ -56,7 +56,8 @@ def trace_and_plan(
         jax.ShapeDtypeStruct(value.aval.shape, value.aval.dtype)
         for value in (*values, *(value for value, _ in changes))
     ]
-    closed, result = jax.make_jaxpr(function, return_shape=True)(*structs)
+    with _jax_compat.without_default_precision():
+        closed, result = jax.make_jaxpr(function, return_shape=True)(*structs)
     graph, constants = open_level(closed, node, tools.context, values)
     infos = [*constant_infos(graph, constants), *map(info_of, values)]
     infos += [Info(dtype, False) for _, dtype in changes]
