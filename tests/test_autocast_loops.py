@@ -257,6 +257,7 @@ def at_tolerance():
     return each_on_all_maps(jax.vmap)
 
 
+@pytest.mark.filterwarnings("ignore::jmp.NoHalfProductWarning")  # its products are the loop's
 @pytest.mark.parametrize("half", HALVES)
 def test_a_loop_that_runs_to_a_tolerance_ends_when_float32_ends(at_tolerance, half):
     autocast = functools.partial(jmp.autocast, policy=f"mixed_{half}")
@@ -267,6 +268,7 @@ def test_a_loop_that_runs_to_a_tolerance_ends_when_float32_ends(at_tolerance, ha
         np.testing.assert_allclose(x, at_tolerance[name][1], atol=TOLERANCE, err_msg=name)
 
 
+@pytest.mark.filterwarnings("ignore::jmp.NoHalfProductWarning")  # its products are the loop's
 def test_so_does_one_that_vmap_wrote():
     count, x = jmp.autocast(jax.vmap(fixed_point), "mixed_bfloat16")(WEIGHTS, BIASES)
     expected_count, expected = jax.vmap(fixed_point)(WEIGHTS, BIASES)
@@ -274,6 +276,7 @@ def test_so_does_one_that_vmap_wrote():
     np.testing.assert_allclose(x, expected, atol=TOLERANCE)
 
 
+@pytest.mark.filterwarnings("ignore::jmp.NoHalfProductWarning")  # its products are the loop's
 def test_the_gradient_of_a_root():
     gradient = lambda f: jax.grad(lambda b: f(WEIGHTS[0], b)[1].sum())(BIASES[0])
     np.testing.assert_allclose(
@@ -326,3 +329,17 @@ def test_the_report_says_why_a_product_in_such_a_loop_is_float32():
 def test_the_user_may_lower_a_loop_that_runs_to_a_tolerance():
     autocast = jmp.autocast(fixed_point, "mixed_float16", follow=["while"])
     assert product_dtypes(autocast, WEIGHTS[0], BIASES[0]) == {"float16": 1}
+
+
+def test_a_loop_that_ends_at_a_token_is_lowered():
+    def generate(x, w):
+        def step(carry):
+            count, x, _ = carry
+            x = jnp.tanh(x @ w)
+            return count + 1, x, jnp.argmax(x, axis=-1)
+
+        keep_going = lambda carry: (carry[0] < 8) & ~jnp.all(carry[2] == 3)
+        return jax.lax.while_loop(keep_going, step, (0, x, jnp.zeros(2, int)))
+
+    x, w = jnp.ones((2, 8)), jnp.eye(8)
+    assert product_dtypes(jmp.autocast(generate, "mixed_float16"), x, w) == {"float16": 1}

@@ -88,6 +88,7 @@ def test_low_lowers_precise_products_too():
     assert products(lowered, X) == [("float16", "HIGHEST")]
 
 
+@pytest.mark.filterwarnings("ignore::jmp.NoHalfProductWarning")
 def test_backward_products_of_a_precise_product_stay_float32():
     function = lambda x: jnp.matmul(x, X, precision="highest").sum()
     for gradient in (jax.grad(jmp.autocast(function, F16)), jmp.autocast(jax.grad(function), F16)):
