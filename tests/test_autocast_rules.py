@@ -1,5 +1,6 @@
 """Every row of the op table: against float64, and bit by bit against the casts it stands for."""
 
+import itertools
 import pathlib
 import runpy
 
@@ -10,12 +11,14 @@ import pytest
 
 import jmp
 from jmp.autocasting import Category, all_rules, register_rule
+from jmp.autocasting._emit import ELEMENTWISE
 from jmp.autocasting._graph import DESCENDS
 from jmp.autocasting._kinds import KINDS
 from jmp.autocasting._registry import rule_for
-from tests.op_cases import OP_CASES, OTHERS
+from tests.op_cases import OP_CASES, OTHERS, UNARY
 from tests.products import equations
 
+SERIES = "pow igamma igammac polygamma igamma_grad_a zeta regularized_incomplete_beta".split()
 NAMES = [name for name, _, _ in OP_CASES]
 CASES = pytest.mark.parametrize(("name", "call", "inputs"), OP_CASES, ids=NAMES)
 HALVES = pytest.mark.parametrize("half", [jnp.float16, jnp.bfloat16], ids=["float16", "bfloat16"])
@@ -77,6 +80,40 @@ def test_right_to_the_last_bit(name, call, inputs, half):
     for x, y in zip(got, oracle, strict=True):
         error = np.abs(np.asarray(x).astype(y.dtype) - y) if y.dtype != bool else x != y
         assert np.max(error) <= bound * max(1.0, np.abs(y).max())
+
+
+# Those that are elementwise are the same operations on a larger array.
+# Of ragged products JAX itself maps over the first axis alone.
+LEFT_OUT = {*UNARY, *ELEMENTWISE, *SERIES, "ragged_dot_general"}
+BATCHED = [case for case in OP_CASES if case[0] not in LEFT_OUT]
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_under_vmap_and_around_it(part, quick_compilation):
+    cases = {name: (call, inputs) for name, call, inputs in BATCHED[part::2]}
+    batches = {}
+    for name, (_, inputs) in cases.items():
+        halves = [x.astype(np.float16).astype(np.float32) for x in inputs]
+        batches[name] = [np.stack([x, x / 2]) for x in halves]
+
+    @jax.jit
+    def run(batches):
+        results = {"float32": {}, "under": {}, "around": {}}
+        for name, (call, _) in cases.items():
+            behind = lambda *xs, call=call: call(*map(rounded_by_a_product, xs))
+            results["float32"][name] = jax.vmap(call)(*batches[name])
+            under = jax.vmap(jmp.autocast(behind, "mixed_float16"))
+            results["under"][name] = under(*batches[name])
+            around = jmp.autocast(jax.vmap(behind), "mixed_float16")
+            results["around"][name] = around(*batches[name])
+        return results
+
+    results = run(batches)
+    for way, (name, expected) in itertools.product(("under", "around"), results["float32"].items()):
+        for x, y in zip(*map(jax.tree.leaves, (results[way][name], expected)), strict=True):
+            assert (x.dtype, x.shape) == (y.dtype, y.shape), (way, name)
+            bound = 0 if y.dtype.kind in "ib" else 8 * 2.0**-10 * max(1.0, np.nanmax(np.abs(y)))
+            np.testing.assert_allclose(x, y, rtol=0, atol=bound, err_msg=f"{way} {name}")
 
 
 @CASES

@@ -475,6 +475,41 @@ def test_collectives_are_the_casts_they_stand_for(mesh, name):
     np.testing.assert_array_equal(jax.jit(autocast)(x), jax.jit(by_hand)(x))
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_collectives_between_products(mesh, check_vma, quick_compilation):
+    everywhere = P(("x", "y"))
+
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(everywhere, P()), out_specs=everywhere,
+        check_vma=check_vma,
+    )  # fmt: skip
+    def function(x, w):
+        y = jnp.tanh(x @ w)
+        constant = lax.stop_gradient(y)  # of maxima JAX has no derivative
+        moved = {
+            name: collective(constant if name in ("pmax", "pmin") else y)
+            for name, (collective, _) in COLLECTIVES.items()
+        }
+        # Whichever device it is on: a sum over all of them, between two products.
+        mean = jax.nn.softmax(x @ w) - lax.pmean(x @ w, ("x", "y"))
+        return {name: y.reshape(-1, 8) @ w for name, y in {**moved, "mean": mean}.items()}
+
+    def values_and_gradients(function):
+        def total(x, w):
+            values = function(x, w)
+            weights = {name: jnp.linspace(-1, 1, y.size) for name, y in values.items()}
+            return sum(y.ravel() @ weights[name] / y.size for name, y in values.items()), values
+
+        return jax.jit(jax.grad(total, (0, 1), has_aux=True))(jnp.tile(X, (8, 1)), W)
+
+    gradients, values = values_and_gradients(jmp.autocast(function, F16))
+    expected_gradients, expected = values_and_gradients(function)
+    for name in expected:
+        np.testing.assert_allclose(values[name], expected[name], atol=0.03, err_msg=name)
+    for x, y in zip(gradients, expected_gradients, strict=True):
+        np.testing.assert_allclose(x, y, atol=0.01 * np.abs(y).max())
+
+
 def test_sharding_constraints_stay(mesh):
     sharding = NamedSharding(mesh, P("x", None))
 
