@@ -21,8 +21,12 @@ def equations(jaxpr):
 
 def product_dtypes(function, *args):
     """Counts the dtypes of the products of `function(*args)`: operands and result."""
+    return product_dtypes_in(jax.make_jaxpr(function)(*args).jaxpr)
+
+
+def product_dtypes_in(jaxpr):
     counts = collections.Counter()
-    for equation in equations(jax.make_jaxpr(function)(*args).jaxpr):
+    for equation in equations(jaxpr):
         if equation.primitive.name in PRODUCTS:
             dtypes = {str(v.aval.dtype) for v in (*equation.invars, *equation.outvars)}
             counts[" ".join(sorted(dtypes))] += 1
