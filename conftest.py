@@ -1,6 +1,8 @@
 """Ground rules of tests and doctests: a CPU with eight devices, and no silent rank promotion."""
 
 import os
+import shutil
+import tempfile
 
 # Before JAX starts: the compiler for CUDA programs must not be taken for a GPU, and agreement
 # between devices needs more than one of them.
@@ -8,6 +10,14 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
+# What takes the time of most tests is compiling what runs once: LLVM optimises less, and a program
+# that another test compiled is read again. XLA's own passes, and with them every cast, stay as they
+# are. The folder is of this process and what it starts: a reader could find half a file of another.
+# To test with all optimisations: JAX_DISABLE_MOST_OPTIMIZATIONS=0 make test.
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jmp-compiled-")
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import hypothesis
 import jax
@@ -24,6 +34,10 @@ hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, m
 hypothesis.settings.load_profile("suite")
 
 
+def pytest_unconfigure():
+    shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+
+
 @pytest.fixture(autouse=True)
 def names_for_doctests(doctest_namespace):
     """Adds the names that every docstring's example may use without importing them."""
@@ -33,10 +47,11 @@ def names_for_doctests(doctest_namespace):
 
 @pytest.fixture
 def quick_compilation():
-    """Lets LLVM optimise less: for tests that compile much and run little."""
+    """Lets LLVM optimise less also where the environment asks for all optimisations."""
+    before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture

@@ -335,7 +335,7 @@ def haiku_resnet(dtype=jnp.float32, batch=8, size=16):
     network = hk.without_apply_rng(hk.transform_with_state(forward))
     images = jax.random.normal(jax.random.key(1), (batch, size, size, 3))
     labels = jnp.arange(batch) % 10
-    params, state = network.init(jax.random.key(0), images)
+    params, state = jax.jit(network.init)(jax.random.key(0), images)
 
     def loss(params, images, labels):
         half = jax.tree.map(lambda w: w.astype(dtype), params)

@@ -9,7 +9,7 @@ import pytest
 
 import jmp
 from tests.models import MODELS
-from tests.products import equations, product_dtypes
+from tests.products import equations, product_dtypes_of
 
 HALVES = {
     # Loss scale; error of the gradient, and that of a ResNet at random initialisation (the network
@@ -41,10 +41,37 @@ def gradient(loss, model, scale=1.0):
 
 
 @functools.cache
+def made(model):
+    return model.make(**model.small)
+
+
+@functools.cache
 def in_float32(model):
-    loss, params, batch = model.make(**model.small)
-    gradients, statistics = jax.jit(gradient(loss, model))(params, *batch)
-    return loss, params, batch, gradients, statistics
+    """The gradient of the model as it is, traced."""
+    loss, params, batch = made(model)
+    return jax.jit(gradient(loss, model)).trace(params, *batch)
+
+
+@functools.cache
+def under_autocast(model, half):
+    loss, params, batch = made(model)
+    ours = gradient(jmp.autocast(loss, f"mixed_{half}"), model, HALVES[half][0])
+    return jax.jit(ours).trace(params, *batch)
+
+
+def by_hand(model, half):
+    # The loss is made inside: nothing is initialised again, for the parameters are the same.
+    def loss(params, *batch):
+        return model.make(jnp.dtype(half), **model.small)[0](params, *batch)
+
+    _, params, batch = made(model)
+    return jax.jit(gradient(loss, model, HALVES[half][0])).trace(params, *batch)
+
+
+@functools.cache
+def computed(traced, model):
+    _, params, batch = made(model)
+    return traced.lower().compile()(params, *batch)
 
 
 def error(gradients, reference):
@@ -59,17 +86,16 @@ def error(gradients, reference):
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 def test_every_product_half_and_the_gradient_right(model, half):
-    loss, params, batch, reference, statistics = in_float32(model)
-    scale, bound, bound_if_noisy = HALVES[half]
-    ours = gradient(jmp.autocast(loss, f"mixed_{half}"), model, scale)
-    dtypes = product_dtypes(ours, params, *batch)
+    reference, statistics = computed(in_float32(model), model)
+    _, bound, bound_if_noisy = HALVES[half]
+    ours = under_autocast(model, half)
+    dtypes = product_dtypes_of(ours.jaxpr.jaxpr)
     assert set(dtypes) <= {half, f"{half} int32"}, dtypes  # int32: the groups of ragged_dot
-    got, got_statistics = jax.jit(ours)(params, *batch)
+    got, got_statistics = computed(ours, model)
     assert {x.dtype for x in jax.tree.leaves(got)} == {np.dtype(np.float32)}
     ours_error = error(got, reference)
     assert ours_error <= (bound_if_noisy if model.noisy else bound)
-    by_hand, half_params, half_batch = model.make(jnp.dtype(half), **model.small)
-    hand, _ = jax.jit(gradient(by_hand, model, scale))(half_params, *half_batch)
+    hand, _ = computed(by_hand(model, half), model)
     assert ours_error <= LUCK * error(hand, reference)
     for x, y in zip(jax.tree.leaves(got_statistics), jax.tree.leaves(statistics), strict=True):
         assert x.dtype == y.dtype  # BatchNorm's running statistics: float32
@@ -78,16 +104,14 @@ def test_every_product_half_and_the_gradient_right(model, half):
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 def test_nothing_adds_up_in_half(model):
-    loss, params, batch, _, _ = in_float32(model)
-    ours = gradient(jmp.autocast(loss, "mixed_float16"), model)
-    for equation in equations(jax.make_jaxpr(ours)(params, *batch).jaxpr):
+    for equation in equations(under_autocast(model, "float16").jaxpr.jaxpr):
         if equation.primitive.name in SUMS:
             assert equation.outvars[0].aval.dtype != jnp.float16, equation
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 def test_as_many_products_as_the_model_has(model):
-    loss, params, batch, _, _ = in_float32(model)
-    plain = product_dtypes(gradient(loss, model), params, *batch)
-    ours = product_dtypes(gradient(jmp.autocast(loss, "mixed_float16"), model), params, *batch)
-    assert sum(plain.values()) == sum(ours.values())
+    plain, ours = in_float32(model), under_autocast(model, "float16")
+    assert sum(product_dtypes_of(plain.jaxpr.jaxpr).values()) == sum(
+        product_dtypes_of(ours.jaxpr.jaxpr).values()
+    )

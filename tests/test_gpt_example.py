@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 from jmp import diagnostics
-from tests.test_examples import ROOT, run_example
+from tests.test_examples import ROOT, exit_of_example, run_example
 
 MODEL = ["--layers=1", "--width=16", "--heads=2", "--length=12"]
 TINY = [*MODEL, "--batch-size=4", "--steps=6", "--validate-every=3", "--checkpoint-every=4"]
@@ -108,25 +108,19 @@ def test_a_resumed_training_ends_bit_by_bit_where_an_uninterrupted_one_ends(
         assert got[name].tobytes() == array.tobytes(), name
 
 
-def refusal(gpt, monkeypatch, capsys, *options):
-    """Returns what the example, run in this process, says as it refuses."""
-    monkeypatch.setattr("sys.argv", ["gpt.py", *map(str, options)])
-    with pytest.raises(SystemExit) as exit:
-        gpt.main()
-    assert exit.value.code == 2
-    return capsys.readouterr().err
+def refusal(*options):
+    """Returns what the example says as it refuses."""
+    refused = exit_of_example("gpt", *options)
+    assert refused.returncode == 2
+    return refused.stderr
 
 
-def test_resuming_another_training_is_refused_before_anything_is_written(
-    gpt, monkeypatch, capsys, finished, text
-):
+def test_resuming_another_training_is_refused_before_anything_is_written(finished, text):
     _, folder = finished
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
     def refused(*options):
-        return refusal(
-            gpt, monkeypatch, capsys, *ACCUMULATING, *text, f"--output-dir={folder}", *options
-        )
+        return refusal(*ACCUMULATING, *text, f"--output-dir={folder}", *options)
 
     message = refused("--resume", "--width=32")
     assert "got {'width': 32}; expected {'width': 16}" in message
@@ -137,9 +131,9 @@ def test_resuming_another_training_is_refused_before_anything_is_written(
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
-def test_mistakes_are_told_with_a_way_out(gpt, monkeypatch, capsys, text, tmp_path):
+def test_mistakes_are_told_with_a_way_out(text, tmp_path):
     def refused(*options):
-        return refusal(gpt, monkeypatch, capsys, f"--output-dir={tmp_path / 'out'}", *options)
+        return refusal(f"--output-dir={tmp_path / 'out'}", *options)
 
     message = refused(*text, "--width=16", "--heads=3")
     assert "--heads 3 does not divide --width 16; expected one of 1, 2, 4, 8, 16" in message

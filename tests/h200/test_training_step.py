@@ -1,18 +1,24 @@
-"""Whole training steps of GPT-2, compiled for an H200: ours against the same step by hand.
+"""Training steps of GPT-2, compiled for an H200: ours against the same step by hand.
 
-The other workloads and the other libraries are counted by `benchmarks/run.py --suite compiled`.
+Three layers, which compile in seconds. All twelve, the other workloads and the other libraries are
+counted by `benchmarks/run.py --suite compiled`.
 """
+
+import dataclasses
 
 import jax
 import pytest
 
+from benchmarks.models import GPT2
 from benchmarks.recipes import RECIPES
 from benchmarks.workloads import find
 
 
 @pytest.fixture(scope="module")
 def gpt2(h200):
-    workload = find("gpt2", rehearse=False)
+    workload = dataclasses.replace(
+        find("gpt2", rehearse=False), module=lambda dtype: GPT2(dtype, layers=3)
+    )
 
     def compiled(name):
         (recipe,) = (row for row in RECIPES if row.name == name)
@@ -41,6 +47,7 @@ def test_a_step_is_as_lean_as_by_hand(gpt2, name, at_most):
 
 
 def test_loss_scaling_adds_few_kernels_and_no_byte_that_the_check_by_tensor_does_not(gpt2):
-    assert gpt2["adapter"].kernels <= 1.05 * gpt2["adapter-unscaled"].kernels
+    # 20 are added here, 33 with all twelve layers; one for each tensor would be 40.
+    assert gpt2["adapter"].kernels <= gpt2["adapter-unscaled"].kernels + 25
     assert gpt2["adapter"].bytes_moved <= gpt2["by-hand"].bytes_moved
     assert gpt2["adapter"].conditionals == 0

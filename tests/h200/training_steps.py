@@ -1,5 +1,7 @@
 """A training step of a model, three ways: float32, half by hand, and float32 under autocast."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -11,11 +13,14 @@ WAYS = ("float32", "by hand", "autocast")
 
 def compile_step(model, way, sizes) -> Program:
     """Compiles gradient and update of one step for an H200, in float16 but for `float32`."""
-    loss, params, batch = model.make(jnp.float16 if way == "by hand" else jnp.float32, **sizes)
-    if way == "autocast":
-        loss = jmp.autocast(loss, "mixed_float16")
+    make = functools.partial(model.make, jnp.float16 if way == "by hand" else jnp.float32, **sizes)
+    # Shapes are all that is needed: nothing is initialised.
+    params, batch = jax.eval_shape(lambda: make()[1:])
 
     def step(params, *batch):
+        loss, _, _ = make()  # made here, since a loss may close over arrays, as running statistics
+        if way == "autocast":
+            loss = jmp.autocast(loss, "mixed_float16")
         gradients = jax.grad(loss, has_aux=model.has_aux)(params, *batch)
         gradients, statistics = gradients if model.has_aux else (gradients, None)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), statistics
