@@ -161,7 +161,7 @@ def bind(primitive: Any, operands: Any, params: Any) -> list[Any]:
 
 
 def zero_cotangent(zero: SymbolicZero) -> Any:
-    """Returns the zero that a function returned by `jax.vjp` takes, of one that a rule was given."""
+    """Returns a zero that `jax.vjp` takes as a cotangent, of one that a rule was given."""
     return ad.Zero(zero.aval)
 
 
