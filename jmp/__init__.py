@@ -2,10 +2,10 @@
 
 The idea in four words: *policy* (which dtype where), *loss scale* (so that small gradients survive
 float16), *transforms* (optax: unscale, check, skip, float32 masters), *adapters* (so that an
-unmodified Flax model computes in half and its norms stay float32).
+unmodified model of Flax, Equinox or Haiku computes in half and its norms stay float32).
 
 `import jmp` loads this page's names and touches no device. The rest is imported by address:
-`jmp.transforms` (needs optax), `jmp.adapters.linen` and `jmp.adapters.nnx` (need flax),
+`jmp.transforms` (needs optax); `jmp.adapters.linen` and `.nnx` (need flax), `.equinox`, `.haiku`;
 `jmp.diagnostics`, which answers what ran where, what underflows, what made the NaN.
 """
 

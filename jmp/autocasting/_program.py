@@ -240,9 +240,8 @@ def _check_unchanged(arguments: Any, structure: Any, leaves: Sequence[Any]) -> N
         raise ValueError(
             "The function changes one of its arguments; the change would be lost, because autocast "
             "traces a copy. Work on a copy of a dictionary or list (batch = {**batch, ...}), and "
-            "return what changes. For an nnx module with batch statistics: split it outside "
-            "(nnx.split), merge a copy inside (nnx.merge(graphdef, state, copy=True)) and return "
-            "its new nnx.state; or use jmp.adapters.nnx.with_policy, which keeps nnx's semantics."
+            "return what changes. For nnx modules, whose state changes, use "
+            "jmp.adapters.nnx.autocast, which writes their state back."
         )
 
 

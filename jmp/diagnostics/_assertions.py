@@ -10,6 +10,7 @@ from jmp import _jax_compat
 from jmp.autocasting._equations import is_inner_product
 from jmp.autocasting._registry import Category, rule_for
 from jmp.diagnostics._places import with_places
+from jmp.trees import holds_numbers
 
 
 def assert_products_in(fun: Callable[..., Any], dtype: Any) -> Callable[..., None]:
@@ -33,7 +34,7 @@ def assert_products_in(fun: Callable[..., Any], dtype: Any) -> Callable[..., Non
     expected = jnp.dtype(dtype)
 
     def check(*args: Any, **kwargs: Any) -> None:
-        jaxpr, _ = _jax_compat.open_jaxpr(jax.make_jaxpr(fun)(*args, **kwargs))
+        jaxpr, _ = _jax_compat.open_jaxpr(_traced(fun, args, kwargs))
         products = list(_products(jaxpr))
         name = getattr(fun, "__name__", "the function")
         if not products:
@@ -51,6 +52,20 @@ def assert_products_in(fun: Callable[..., Any], dtype: Any) -> Callable[..., Non
             )
 
     return check
+
+
+def _traced(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Returns the jaxpr of a call; what is no array, such as `train=True`, reaches `fun` as it is."""
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    is_traced = [holds_numbers(x) or isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
+
+    def of_arrays(*arrays: Any) -> Any:
+        following = iter(arrays)
+        filled = [next(following) if t else x for t, x in zip(is_traced, leaves, strict=True)]
+        args, kwargs = jax.tree.unflatten(structure, filled)
+        return [x for x in jax.tree.leaves(fun(*args, **kwargs)) if holds_numbers(x)]
+
+    return jax.make_jaxpr(of_arrays)(*(x for x, t in zip(leaves, is_traced, strict=True) if t))
 
 
 def _products(jaxpr: Any) -> Iterator[tuple[Any, str, str, list[Any]]]:
