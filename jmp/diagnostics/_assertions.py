@@ -55,7 +55,7 @@ def assert_products_in(fun: Callable[..., Any], dtype: Any) -> Callable[..., Non
 
 
 def _traced(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Returns the jaxpr of a call; what is no array, such as `train=True`, reaches `fun` as it is."""
+    """Returns the jaxpr of a call; what is no array (`train=True`) reaches `fun` as it is."""
     leaves, structure = jax.tree.flatten((args, kwargs))
     is_traced = [holds_numbers(x) or isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
 
