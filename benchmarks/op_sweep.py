@@ -48,6 +48,8 @@ LARGEST = 1 << 13
 # What cannot be closer, and why.
 EXPECTED = {
     "harness approx_top_k_large": "entries are equal, and any of them may be taken",
+    "jax.lax.linalg.qdwh": "the number of iterations, which one rounding of float32 decides",
+    "jax.scipy.special.expn": "of an order that is an array, jax.grad(jax.jit(expn)) fails as well",
     "jax.numpy.linalg.lstsq": "the system has a solution, and what is left over is roundings",
 }
 
@@ -468,7 +470,12 @@ SOURCES: dict[str, Callable[[int], Iterator[Named]]] = {
 
 
 def run(
-    cases: Iterable[Named], shard: int, shards: int, file: pathlib.Path, scale: float = 1.0
+    cases: Iterable[Named],
+    shard: int,
+    shards: int,
+    file: pathlib.Path,
+    scale: float,
+    places: Iterable[str],
 ) -> None:
     """Runs one shard of the cases, but those done already, and appends to a file."""
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -477,7 +484,8 @@ def run(
         if number % shards != shard - 1 or name in done:
             continue
         case = make()
-        report = check(case._replace(arrays=[x * np.float32(scale) for x in case.arrays]))
+        case = case._replace(arrays=[x * np.float32(scale) for x in case.arrays])
+        report = check(case, places=places)
         with file.open("a") as lines:
             lines.write(json.dumps(report) + "\n")
         for failure in report.get("failures", ()):
@@ -544,6 +552,7 @@ def main() -> None:
     parser.add_argument("--per-primitive", type=int, default=8, help="harnesses of one primitive")
     parser.add_argument("--source", default="", choices=list(SOURCES), help="one of the two alone")
     parser.add_argument("--scale", type=float, default=1, help="a power of two, times all operands")
+    parser.add_argument("--places", nargs="+", default=list(PLACES), choices=list(PLACES))
     parser.add_argument("--only", default="", help="cases whose name contains this, not recorded")
     options = parser.parse_args()
     jax.config.update("jax_disable_most_optimizations", True)
@@ -557,7 +566,7 @@ def main() -> None:
     shard, shards = map(int, options.shard.split("/"))
     folder = BUILD / f"scale {options.scale:g}"
     file = folder / f"{options.source or 'all'} {shard} of {shards}.jsonl"
-    run(cases, shard, shards, file, options.scale)
+    run(cases, shard, shards, file, options.scale, options.places)
     found = summary(list({report["name"]: report for report in _reports(folder)}.values()))
     if options.scale == 1:
         RESULTS.write_text(json.dumps(found, indent=1) + "\n")

@@ -236,7 +236,7 @@ def bind(primitive: Any, operands: Any, params: Any) -> list[Any]:
 
 
 def zero_cotangent(zero: SymbolicZero) -> Any:
-    """Returns the zero a function from `jax.vjp` takes, of the one that a rule was given."""
+    """Returns a zero that `jax.vjp` takes as a cotangent, of one that a rule was given."""
     return ad.Zero(zero.aval)
 
 

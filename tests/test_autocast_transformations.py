@@ -294,45 +294,6 @@ def test_every_product_is_half_forward_and_backward(function):
     assert set(product_dtypes(total, X, W)) == {"float16"}
 
 
-def test_a_custom_vjp_runs_as_written_unless_one_asks():
-    gradient = lambda **options: jax.grad(scalar(jmp.autocast(custom_vjp, F16, **options)))
-    assert product_dtypes(gradient(), X, W) == {"float16": 2, "float32": 3}
-    assert product_dtypes(gradient(inside_custom_vjp=True), X, W) == {"float16": 5}
-    expected = jax.grad(scalar(custom_vjp))(X, W)
-    assert_same(gradient(inside_custom_vjp=True)(X, W), expected, atol=0.1)
-
-
-def test_inside_a_custom_vjp_that_closes_over_an_array():
-    function = jax.custom_vjp(lambda x: x @ W)
-    function.defvjp(lambda x: (x @ W, None), lambda _, g: (g @ W.T,))
-    autocast = jmp.autocast(lambda x: function(x).sum(), F16, inside_custom_vjp=True)
-    assert_same(jax.grad(autocast)(X), jax.grad(lambda x: function(x).sum())(X))
-
-
-def test_inside_a_custom_vjp_with_a_literal_operand():
-    function = jax.custom_vjp(lambda x, flag: x @ W * flag)
-    function.defvjp(lambda x, flag: (x @ W * flag, flag), lambda flag, g: (g @ W.T * flag, None))
-    total = lambda x: function(x, jnp.array(True)).sum()
-    autocast = jmp.autocast(total, F16, inside_custom_vjp=True)
-    assert_same(jax.grad(autocast)(X), jax.grad(total)(X))
-
-
-def test_the_rule_of_a_custom_jvp_sees_symbolic_zeros():
-    seen = []
-
-    @jax.custom_jvp
-    def function(x, w):
-        return x @ w
-
-    @functools.partial(function.defjvp, symbolic_zeros=True)
-    def jvp(primals, tangents):
-        seen.append([isinstance(t, jax.custom_derivatives.SymbolicZero) for t in tangents])
-        return function(*primals), tangents[0] @ primals[1]
-
-    jax.grad(jmp.autocast(lambda x: function(x, W).sum(), F16))(X)
-    assert seen and all(zeros == [False, True] for zeros in seen)
-
-
 @pytest.mark.parametrize(
     "policy_name", ["everything_saveable", "nothing_saveable", "dots_saveable"]
 )

@@ -2,7 +2,6 @@
 
 import functools
 import re
-import warnings
 
 import flax.linen as nn
 import jax
@@ -16,7 +15,7 @@ import jmp
 from jmp import transforms
 from jmp.adapters import linen
 from tests.bits import bits
-from tests.products import equations, product_dtypes
+from tests.products import product_dtypes
 
 IMAGES = jnp.ones((2, 4, 4, 3))
 TOKENS = jnp.arange(12).reshape(2, 6) % 7
@@ -132,19 +131,6 @@ def test_the_plain_model_stays_as_it_was(model, inputs):
     assert list(before) == ["float32"]
 
 
-@pytest.mark.parametrize("policy", ["mixed_float16", "O2"])
-def test_statistics_are_float32_even_if_the_whole_tree_was_cast(policy):
-    model, inputs = MODELS["convolutions"]
-    variables = model.init(jax.random.key(0), inputs)
-    for given in (linen.cast_params(variables, policy), jmp.cast_to_half(variables)):
-        loss_fn = loss_of(model, inputs, policy)
-        _, (_, updated) = jax.eval_shape(loss_fn, given)
-        assert {leaf.dtype.name for leaf in jax.tree.leaves(updated)} == {"float32"}
-        jaxpr = jax.make_jaxpr(loss_fn)(given).jaxpr
-        squares = [e for e in equations(jaxpr) if e.primitive.name in ("square", "rsqrt")]
-        assert squares and all(e.outvars[0].aval.dtype == jnp.float32 for e in squares)
-
-
 def test_gradients_are_close_to_float32s():
     model, inputs = MODELS["transformer"]
     variables = model.init(jax.random.key(0), inputs)
@@ -198,39 +184,99 @@ def test_a_norm_can_be_overridden():
     assert linen.cast_params(variables, "O2", rules=())["params"]["scale"].dtype == jnp.float16
 
 
-def test_a_rule_that_matched_nothing_is_named():
-    model, inputs = MODELS["convolutions"]
-    variables = model.init(jax.random.key(0), inputs)
-    with pytest.warns(jmp.UnusedRuleWarning, match="'haed'"):
-        linen.cast_params(variables, "O2", [("haed", "float32"), ("Dense_0", "float32")])
-    with pytest.warns(jmp.UnusedRuleWarning, match="'haed'"):
-        linen.wrap_apply(model.apply, "O1", [("haed", "float32")])(variables, inputs, train=False)
-
-
-def test_a_layer_that_says_float32_is_mentioned():
-    model = nn.Dense(2, dtype=jnp.float32)
-    variables = model.init(jax.random.key(0), jnp.ones((1, 2)))
-    with pytest.warns(UserWarning, match=r"Dense .* says dtype=float32 and stays in float32"):
-        linen.wrap_apply(model.apply, "O1")(variables, jnp.ones((1, 2)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        linen.wrap_apply(model.apply, "O1", [(nn.Dense, "float32")])(variables, jnp.ones((1, 2)))
-
-
-@pytest.mark.filterwarnings("error")
-def test_what_follows_a_norm_whose_author_asked_for_float32_is_half_again():
-    found = []
-
+@pytest.fixture
+def layers_that_say_float32():
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x):
-            x = nn.LayerNorm(dtype=jnp.float32)(nn.Dense(8)(x))
-            found.append(x.dtype)
-            return nn.Dense(2)(x)
+            x = nn.LayerNorm(dtype=jnp.float32)(nn.Dense(8, dtype=jnp.float32)(x))
+            return nn.Dense(2, dtype=jnp.float32, name="head")(x)
 
-    variables = Model().init(jax.random.key(0), jnp.ones((2, 8)))
-    linen.wrap_apply(Model().apply, "mixed_float16")(variables, jnp.ones((2, 8)))
-    assert found[-1] == jnp.float16
+    x = jnp.ones((2, 8))
+    return Model(), Model().init(jax.random.key(0), x), x
+
+
+def test_a_layer_that_says_float32_is_lowered_unless_one_keeps_it(layers_that_say_float32):
+    model, variables, x = layers_that_say_float32
+    count = lambda *args, **options: product_dtypes(
+        linen.wrap_apply(model.apply, "mixed_float16", *args, **options), variables, x
+    )
+    assert count() == {"float16": 2}
+    assert count([("*/head", "float32")]) == {"float16": 1, "float32": 1}
+    assert count([("Model/head", "float32")]) == count([("head", "float32")])
+    assert count(keep_dtypes=True) == {"float32": 2}
+    assert count([("head", "mixed_float16")], keep_dtypes=True) == {"float16": 1, "float32": 1}
+
+
+def test_a_wrapped_model_inside_another_keeps_its_own_policy(layers_that_say_float32):
+    model, variables, x = layers_that_say_float32
+    for inner, expected in (("float32", "float32"), ("mixed_bfloat16", "bfloat16")):
+        inside = linen.wrap_apply(model.apply, inner)
+
+        class Around(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                return inside(variables, nn.Dense(8)(x))  # noqa: B023
+
+        own = Around().init(jax.random.key(0), x)
+        rules = [(nn.LayerNorm, "float32"), ("*", "mixed_float16")]
+        apply_fn = linen.wrap_apply(Around().apply, "mixed_float16", rules[1:])
+        assert product_dtypes(apply_fn, own, x) == {"float16": 1, expected: 2}
+
+
+def test_collections_but_statistics_keep_their_dtypes():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            self.variable("cache", "last", jnp.zeros, x.shape, jnp.bfloat16).value = x.astype(
+                jnp.bfloat16
+            )
+            return nn.Dense(2)(nn.Dense(8)(x))
+
+    x = jnp.ones((2, 8))
+    variables = Model().init(jax.random.key(0), x)
+    apply_fn = linen.wrap_apply(Model().apply, "O3")
+    mutable = ["cache", "intermediates"]
+    output, updated = apply_fn(variables, x, mutable=mutable, capture_intermediates=True)
+    assert output.dtype == jnp.float16
+    assert updated["cache"]["last"].dtype == jnp.bfloat16
+    captured = jax.tree.leaves(updated["intermediates"])
+    assert len(captured) == 3 and {leaf.dtype.name for leaf in captured} == {"float32"}
+
+
+def test_lifted_over_examples_and_over_devices():
+    class Ensemble(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            split = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+            return nn.vmap(nn.Dense, in_axes=None, axis_size=3, **split)(4)(x).sum(0)
+
+    x = jnp.ones((jax.device_count(), 2, 8))
+    variables = Ensemble().init(jax.random.key(0), x[0])
+    apply_fn = linen.wrap_apply(Ensemble().apply, "mixed_float16", [(nn.Dense, "mixed_float16")])
+
+    def step(variables, x):
+        gradient = jax.grad(lambda v: jnp.mean(apply_fn(v, x) ** 2))(variables)
+        return jax.lax.pmean(gradient, "devices")
+
+    mapped = jax.pmap(step, axis_name="devices", in_axes=(None, 0))
+    assert list(product_dtypes(mapped, variables, x)) == ["float16"]
+    gradient = jax.tree.map(lambda g: g[0], mapped(variables, x))
+    expected = jax.grad(lambda v: jnp.mean(Ensemble().apply(v, x[0]) ** 2))(variables)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=5e-3), gradient, expected)
+
+
+def test_variables_may_be_named(layers_that_say_float32):
+    model, variables, x = layers_that_say_float32
+
+    def call(x, *, params=None, **variables):
+        return model.apply(variables.get("variables") or {"params": params}, x)
+
+    wrapped = linen.wrap_apply(call, "mixed_float16", [("head/kernel", "float32")])
+    half = linen.cast_params(variables, "O2")
+    gradient = jax.grad(lambda params: wrapped(x, params=params).sum())(half["params"])
+    assert gradient["head"]["kernel"].dtype == jnp.float16
+    assert product_dtypes(lambda v: wrapped(x, variables=v), half) == {"float16": 2}
 
 
 def test_cast_params_keeps_norms_and_statistics_and_can_be_undone():
@@ -289,39 +335,6 @@ def train_step(state, inputs):
     grad_fn = jmp.scaled_value_and_grad(loss_fn, state.loss_scale, has_aux=True)
     (loss, batch_stats), grads = grad_fn(state.params)
     return state.apply_gradients(grads=grads, batch_stats=batch_stats), loss
-
-
-def without_scale(state):
-    return bits(
-        (
-            state.step,
-            state.params,
-            state.batch_stats,
-            transforms.loss_scale_state(state.opt_state).inner_state,
-        )
-    )
-
-
-@pytest.mark.parametrize("bad_step", [0, 2])
-@pytest.mark.parametrize("bad", [jnp.inf, jnp.nan])
-def test_a_skipped_step_moves_no_batch_statistics_nor_anything_else(bad_step, bad):
-    state = make_state()
-    for i in range(4):
-        before, scale = without_scale(state), float(state.loss_scale.loss_scale)
-        state, _ = train_step(state, IMAGES * (bad if i == bad_step else 1.0 + i))
-        assert (without_scale(state) == before) == (i == bad_step)
-        if i == bad_step:
-            assert state.loss_scale.loss_scale == scale / 2
-    assert state.step == 3
-    assert jmp.all_finite((state.params, state.batch_stats))
-
-
-def test_any_number_of_steps_compiles_once():
-    train_step.clear_cache()
-    state = make_state(jmp.DynamicLossScale())
-    for _ in range(4):
-        state, _ = train_step(state, IMAGES)
-    assert train_step._cache_size() == 1
 
 
 def test_the_scale_is_found_inside_a_chain_and_absent_without_one():

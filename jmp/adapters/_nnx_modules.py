@@ -9,6 +9,7 @@ for the length of the trace, on the copies that live in it, or for good in a vie
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -31,11 +32,15 @@ def lift(fun: Callable[..., Any], modules: ModulePolicies) -> Callable[..., Any]
     def pure(trees: Any) -> Any:
         arguments = nnx.from_tree(trees, is_inner=True, ctxtag=tag)
         models = _nodes(arguments)
+        graph, values = _contents(models)
         with modules.in_force(), _marking(models, modules), _widened(models):
             args, kwargs = arguments
             result = fun(*args, **kwargs)
         modules.rules.warn_unused()
-        # Of the arguments, what can have changed.
+        graph_after, values_after = _contents(models)
+        if graph_after == graph and all(map(operator.is_, values_after, values)):
+            # A model from outside of a trace may be called inside it, but not be written to.
+            models = []
         return nnx.to_tree((models, result), ctxtag=tag)
 
     lowered = modules.autocast(pure)
@@ -54,6 +59,11 @@ def _nodes(tree: Any) -> list[Any]:
     """Returns the modules, optimizers and Variables among the leaves of a tree."""
     is_node = lambda x: isinstance(x, nnx.Pytree | nnx.Variable)
     return [leaf for leaf in jax.tree.leaves(tree, is_leaf=is_node) if is_node(leaf)]
+
+
+def _contents(models: Sequence[Any]) -> tuple[Any, list[Any]]:
+    graph, state = nnx.split(list(models))
+    return graph, jax.tree.leaves(state)
 
 
 @contextlib.contextmanager

@@ -52,12 +52,9 @@ def trace_and_plan(
 
     Returns: the planned function, and the leaves of its result as values.
     """
-    structs = [
-        jax.ShapeDtypeStruct(value.aval.shape, value.aval.dtype)
-        for value in (*values, *(value for value, _ in changes))
-    ]
+    types = [value.aval for value in (*values, *(value for value, _ in changes))]
     with _jax_compat.without_default_precision():
-        closed, result = jax.make_jaxpr(function, return_shape=True)(*structs)
+        closed, result = jax.make_jaxpr(function, return_shape=True)(*types)
     graph, constants = open_level(closed, node, tools.context, values)
     infos = [*constant_infos(graph, constants), *map(info_of, values)]
     infos += [Info(dtype, False) for _, dtype in changes]

@@ -1,0 +1,392 @@
+"""Custom derivatives: as written, or gone into; the rule is told what JAX would tell it."""
+
+import functools
+
+import equinox as eqx
+import equinox.internal as eqxi
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jax.sharding import PartitionSpec as P
+
+import jmp
+from jmp import diagnostics
+from tests.products import product_dtypes
+
+F16 = "mixed_float16"
+KEYS = jax.random.split(jax.random.key(0), 2)
+X = jax.random.normal(KEYS[0], (4, 8))
+W = jax.random.normal(KEYS[1], (8, 8)) * 8**-0.5
+TABLE = jnp.linspace(-1, 1, 64).reshape(8, 8)
+
+# What runs as written on purpose lowers nothing.
+pytestmark = pytest.mark.filterwarnings("ignore::jmp.NoHalfProductWarning")
+
+
+def gradient_of(function):
+    return jax.grad(function, (0, 1))
+
+
+def inside(function, policy=F16):
+    return jmp.autocast(function, policy, inside_custom_vjp=True)
+
+
+def assert_near(got, expected, bound):
+    """Compares gradients by their largest entries."""
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert x.dtype == y.dtype
+        assert float(jnp.abs(x - y).max()) <= bound * float(jnp.abs(y).max())
+
+
+# A custom_vjp of each kind, and a scalar function of (x, w) that calls it.
+
+
+@jax.custom_vjp
+def layer(x, w):
+    return jnp.tanh(x @ w)
+
+
+def layer_forward(x, w):
+    y = jnp.tanh(x @ w)
+    return y, (x, w, y)
+
+
+def layer_backward(residuals, gradient):
+    x, w, y = residuals
+    gradient = gradient * (1 - y**2)
+    return gradient @ w.T, x.T @ gradient
+
+
+layer.defvjp(layer_forward, layer_backward)
+
+
+def two_layers(x, w):
+    return layer(layer(x, w), w).sum()
+
+
+def vmapped(x, w):
+    return jax.vmap(lambda row: layer(row[None], w)[0])(x).sum()
+
+
+def scanned(x, w):
+    return lax.scan(lambda h, _: (layer(h, w), h.sum()), x, None, length=3)[0].sum()
+
+
+def jitted(x, w):
+    return jax.jit(lambda x: layer(x, w), inline=False)(x).sum()
+
+
+def recomputed(x, w):
+    return jax.checkpoint(lambda x: layer(layer(x, w), w))(x).sum()
+
+
+def on_shards(x, w):
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    call = lambda x, w: layer(x, lax.pcast(w, "data", to="varying"))
+    return jax.shard_map(call, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))(
+        x, w
+    ).sum()
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def of_all_kinds(activation, x, w, key, row, flag):
+    return {"y": jnp.where(flag, activation(x @ w), x[row]), "row": row}
+
+
+def of_all_kinds_forward(activation, x, w, key, row, flag):
+    return of_all_kinds(activation, x, w, key, row, flag), (x, w, key, row)
+
+
+def of_all_kinds_backward(activation, residuals, gradient):
+    x, w, key, row = residuals
+    gradient = gradient["y"] + jax.random.key_data(key)[1] + row
+    return gradient @ w.T, x.T @ gradient, None, np.zeros((), jax.dtypes.float0), None
+
+
+of_all_kinds.defvjp(of_all_kinds_forward, of_all_kinds_backward)
+
+
+def keys_integers_and_booleans(x, w):
+    row = jnp.argmax(x[:, 0])
+    results = of_all_kinds(jnp.sin, x, w, jax.random.key(3), row, jnp.array(True))
+    return results["y"].sum() + results["row"]
+
+
+@jax.custom_vjp
+def with_a_table(x, w):
+    return x @ w @ TABLE
+
+
+with_a_table.defvjp(
+    lambda x, w: (x @ w @ TABLE, (x, w)),
+    lambda r, g: (g @ TABLE.T @ r[1].T, r[0].T @ (g @ TABLE.T)),
+)
+
+
+def closes_over_a_table(x, w):
+    return lax.scan(lambda h, _: (with_a_table(h, w), None), x, None, length=2)[0].sum()
+
+
+@jax.custom_vjp
+def outer(x, w):
+    return layer(x, w) @ w
+
+
+def outer_forward(x, w):
+    y, pull_back = jax.vjp(layer, x, w)
+    return y @ w, (pull_back, y, w)
+
+
+def outer_backward(residuals, gradient):
+    pull_back, y, w = residuals
+    of_x, of_w = pull_back(layer(gradient, w.T))
+    return of_x, of_w + y.T @ gradient
+
+
+outer.defvjp(outer_forward, outer_backward)
+
+
+def nested(x, w):
+    return outer(x, w).sum()
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["kept"], meta_fields=["times"])
+class Residuals:
+    def __init__(self, kept, times):
+        self.kept = kept
+        self.times = times
+
+
+@jax.custom_vjp
+def structured(x, w):
+    return x @ w
+
+
+structured.defvjp(
+    lambda x, w: (x @ w, Residuals({"x": x, "w": w, "none": None, "two": 2}, 3)),
+    lambda r, g: (g @ r.kept["w"].T * r.times, r.kept["x"].T @ g * r.kept["two"]),
+)
+
+
+def residuals_of_any_structure(x, w):
+    return structured(x, w).sum()
+
+
+@jax.custom_vjp
+def scaled(x, w, eps):
+    return x @ w / jnp.sqrt(jnp.sum((100 * x) ** 2) + eps)
+
+
+def scaled_forward(x, w, eps):
+    norm = jnp.sqrt(jnp.sum((100 * x) ** 2) + eps)
+    return x @ w / norm, (x, w, norm**2, eps)
+
+
+scaled.defvjp(
+    scaled_forward,
+    lambda r, g: (
+        g @ r[1].T / jnp.sqrt(r[2]), r[0].T @ g / jnp.sqrt(r[2]) * jnp.sqrt(r[3] * 1e10), None
+    ),
+)  # fmt: skip
+
+
+def residuals_that_half_does_not_hold(x, w):
+    """1e5 and more, kept; 1e-10 that comes in."""
+    return 100 * scaled(x, w, 1e-10).sum()
+
+
+@eqx.filter_custom_vjp
+def filtered(arguments, mode, count):
+    x, w = arguments
+    return x @ w, mode, count
+
+
+@filtered.def_fwd
+def filtered_forward(perturbed, arguments, mode, count):
+    return filtered(arguments, mode, count), ("residual", arguments[0])
+
+
+@filtered.def_bwd
+def filtered_backward(residuals, gradients, perturbed, arguments, mode, count):
+    gradient, w = gradients[0], arguments[1]
+    return (
+        gradient @ w.T if perturbed[0] else None,
+        residuals[1].T @ gradient if perturbed[1] else None,
+    )
+
+
+def of_equinox(x, w):
+    fixed = filtered((x, lax.stop_gradient(w)), "mode", jnp.int32(3))[0]
+    return (filtered((fixed, w), "mode", 3)[0]).sum()
+
+
+def checkpointed_loop(x, w):
+    condition = lambda carry: carry[0] < 3
+    body = lambda carry: (carry[0] + 1, jnp.tanh(carry[1] @ w))
+    limits = {"max_steps": 4, "checkpoints": 4}
+    return eqxi.while_loop(condition, body, (0, x), kind="checkpointed", **limits)[1].sum()
+
+
+CASES = {
+    two_layers: 6,
+    vmapped: 3,
+    scanned: 3,
+    jitted: 3,
+    recomputed: 8,
+    on_shards: 3,
+    keys_integers_and_booleans: 3,
+    closes_over_a_table: 6,
+    nested: 6,
+    residuals_of_any_structure: 3,
+    residuals_that_half_does_not_hold: 3,
+    of_equinox: 5,
+    checkpointed_loop: 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("function", "products"), CASES.items(), ids=lambda f: getattr(f, "__name__", "")
+)
+def test_gone_into_each_product_is_half_and_gradients_agree(function, products):
+    gradient = gradient_of(inside(function))
+    assert product_dtypes(gradient, X, W) == {"float16": products}
+    expected = jax.jit(gradient_of(function))(X, W)
+    assert_near(jax.jit(gradient)(X, W), expected, 3e-3)
+
+
+def test_a_custom_vjp_runs_as_written_unless_one_asks():
+    for function in (two_layers, of_equinox):
+        gradient = gradient_of(jmp.autocast(function, F16))
+        assert set(product_dtypes(gradient, X, W)) == {"float32"}
+        assert_near(gradient(X, W), gradient_of(function)(X, W), 1e-6)
+
+
+def test_in_bfloat16():
+    gradient = gradient_of(inside(two_layers, "mixed_bfloat16"))
+    assert set(product_dtypes(gradient, X, W)) == {"bfloat16"}
+    assert_near(gradient(X, W), gradient_of(two_layers)(X, W), 0.03)
+
+
+def test_what_is_not_differentiated_costs_nothing():
+    function = inside(two_layers)
+    assert product_dtypes(function, X, W) == {"float16": 2}
+    assert product_dtypes(jax.grad(function), X, W) == {"float16": 4}
+
+
+def test_a_rule_is_not_traced_where_no_derivative_is_taken():
+    function = jax.custom_vjp(lambda x, w: x @ w)
+
+    def forward(x, w):
+        raise AssertionError
+
+    function.defvjp(forward, forward)
+    assert inside(function)(X, W).dtype == jnp.float32
+
+
+def test_values_of_a_gradient_that_stands_inside():
+    gradient = inside(gradient_of(two_layers))
+    assert set(product_dtypes(gradient, X, W)) == {"float16"}
+    assert_near(gradient(X, W), gradient_of(two_layers)(X, W), 3e-3)
+
+
+# Symbolic zeros. `seen` is what the rule was told.
+
+seen = []
+
+
+@jax.custom_vjp
+def product_and_sum(x, w, count):
+    return x @ w * count, x.sum(0), count + 1
+
+
+def product_and_sum_forward(x, w, count):
+    seen.append([x.perturbed, w.perturbed, count.perturbed])
+    x, w, count = x.value, w.value, count.value
+    return product_and_sum(x, w, count), (x, w, count)
+
+
+def product_and_sum_backward(residuals, gradients):
+    seen.append([isinstance(gradient, SymbolicZero) for gradient in gradients])
+    x, w, count = residuals
+    first, second, _ = gradients
+    of_x = jnp.zeros_like(x)
+    if not isinstance(second, SymbolicZero):
+        of_x += second[None]
+    if isinstance(first, SymbolicZero):
+        return of_x, None, None
+    return of_x + first @ w.T * count, x.T @ first * count, None
+
+
+product_and_sum.defvjp(product_and_sum_forward, product_and_sum_backward, symbolic_zeros=True)
+
+
+def of_both(x, w):
+    first, second, _ = product_and_sum(x, w, 2)
+    return first.sum() + second.sum()
+
+
+def of_the_first(x, w):
+    return product_and_sum(x, lax.stop_gradient(w), jnp.int32(2))[0].sum()
+
+
+def of_the_second(x, w):
+    return product_and_sum(x, w, 2)[1].sum()
+
+
+def of_the_first_of_each(x, w):
+    return jax.vmap(lambda row: product_and_sum(row[None], w, 2)[0])(x).sum()
+
+
+@pytest.mark.parametrize("option", [False, True])
+@pytest.mark.parametrize("function", [of_both, of_the_first, of_the_second, of_the_first_of_each])
+def test_a_rule_is_told_what_is_perturbed_and_which_cotangents_are_zero(function, option):
+    seen.clear()
+    expected = gradient_of(function)(X, W)
+    told = seen.copy()
+    seen.clear()
+    autocast = jmp.autocast(function, F16, inside_custom_vjp=option)
+    assert_near(gradient_of(autocast)(X, W), expected, 3e-3)
+    assert seen == told
+
+
+def test_a_gradient_that_a_rule_leaves_out_is_a_zero_to_the_rule_in_front():
+    @jax.custom_vjp
+    def function(x, w):
+        return x @ w
+
+    function.defvjp(lambda x, w: (x @ w, x), lambda x, g: (None, x.T @ g))
+    seen.clear()
+    jax.grad(inside(lambda x, w: function(product_and_sum(x, w, 2)[0], w).sum()), 1)(X, W)
+    assert seen == [[False, True, False]]  # backward, its rule is not asked at all
+
+
+def test_the_rule_of_a_custom_jvp_sees_symbolic_zeros():
+    zeros = []
+
+    @jax.custom_jvp
+    def function(x, w):
+        return x @ w
+
+    @functools.partial(function.defjvp, symbolic_zeros=True)
+    def jvp(primals, tangents):
+        zeros.append([isinstance(t, SymbolicZero) for t in tangents])
+        return function(*primals), tangents[0] @ primals[1]
+
+    jax.grad(jmp.autocast(lambda x: function(x, W).sum(), F16))(X)
+    assert zeros and all(z == [False, True] for z in zeros)
+
+
+# Reports.
+
+
+@pytest.mark.parametrize("function", [two_layers, scanned, of_equinox, checkpointed_loop])
+def test_a_report_names_the_custom_vjp_and_the_switch(function):
+    rows = diagnostics.precision_report(function, F16)(X, W).rows
+    assert {row.why for row in rows if row.kind == "product"} == {
+        "inside a custom_vjp, which runs as written (inside_custom_vjp=True lowers it)"
+    }
+    rows = diagnostics.precision_report(function, F16, inside_custom_vjp=True)(X, W).rows
+    assert {row.dtype_in for row in rows if row.kind == "product"} == {"float16"}
