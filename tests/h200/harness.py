@@ -23,11 +23,13 @@ Programs that call cuSOLVER (`jnp.linalg.cholesky` and its like) do not compile 
 are registered by the full CUDA plugin only.
 """
 
+import contextlib
 import dataclasses
 import functools
+import math
 import pathlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -92,11 +94,25 @@ def compile_for_h200(
         jax.eval_shape(lambda *leaves: leaves, *arguments),
     )
     traced = jax.jit(function, donate_argnums=donate_argnums).trace(*specs)
-    compiled = traced.lower(lowering_platforms=("cuda",)).compile(compiler_options=COMPILER_OPTIONS)
+    lowered = traced.lower(lowering_platforms=("cuda",))
+    with _nothing_stored():
+        compiled = lowered.compile(compiler_options=COMPILER_OPTIONS)
     text = compiled.as_text()
     return Program(
         text=text, temp_bytes=compiled.memory_analysis().temp_size_in_bytes, **count(text)
     )
+
+
+@contextlib.contextmanager
+def _nothing_stored() -> Iterator[None]:
+    """Keeps programs out of JAX's compilation cache: without a GPU they cannot be read again."""
+    option = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, option)
+    jax.config.update(option, math.inf)
+    try:
+        yield
+    finally:
+        jax.config.update(option, before)
 
 
 @functools.cache
