@@ -1,7 +1,7 @@
-"""Training steps of GPT-2, compiled for an H200: ours against the same step by hand.
+"""Training steps through the adapter, compiled for an H200: ours against the same step by hand.
 
-Three layers, which compile in seconds. All twelve, the other workloads and the other libraries are
-counted by `benchmarks/run.py --suite compiled`.
+A few layers of each model, which compile in seconds, at the sizes people train. The whole models
+and the other libraries are counted by `benchmarks/run.py --suite compiled`.
 """
 
 import dataclasses
@@ -9,45 +9,55 @@ import dataclasses
 import jax
 import pytest
 
-from benchmarks.models import GPT2
-from benchmarks.recipes import RECIPES
+from benchmarks.models import GPT2, ResNet, ViT
+from benchmarks.recipes import find as recipe_of
 from benchmarks.workloads import find
+
+SMALLER = {
+    "gpt2": lambda dtype: GPT2(dtype, layers=3),
+    "vit-b16": lambda dtype: ViT(dtype, layers=2),
+    "resnet50-cifar-128": lambda dtype: ResNet(dtype, stages=(1, 1, 1, 1)),
+}
 
 
 @pytest.fixture(scope="module")
-def gpt2(h200):
-    workload = dataclasses.replace(
-        find("gpt2", rehearse=False), module=lambda dtype: GPT2(dtype, layers=3)
-    )
+def compiled(h200):
+    found = {}
 
-    def compiled(name):
-        (recipe,) = (row for row in RECIPES if row.name == name)
-        training = recipe.make(workload)
-        key = jax.random.key(0)
-        arguments = (jax.eval_shape(training.init, key), jax.eval_shape(workload.batch, key))
-        return h200(training.step, *arguments, donate_argnums=0)
+    def compile_step(name, recipe):
+        if (name, recipe) not in found:
+            workload = dataclasses.replace(find(name, rehearse=False), module=SMALLER[name])
+            training = recipe_of(recipe).make(workload)
+            key = jax.random.key(0)
+            arguments = (jax.eval_shape(training.init, key), jax.eval_shape(workload.batch, key))
+            with jax.numpy_rank_promotion("allow"):
+                program = h200(training.step, *arguments, donate_argnums=0)
+            print(
+                f"\n{name}, {recipe}: {program.bytes_moved / 1e9:.3f} GB, "
+                f"{program.kernels} kernels, {program.temp_bytes / 1e9:.3f} GB temp"
+            )
+            found[name, recipe] = program
+        return found[name, recipe]
 
-    with jax.numpy_rank_promotion("allow"):
-        names = ("by-hand", "adapter", "adapter-unscaled", "autocast")
-        programs = {name: compiled(name) for name in names}
-    for name, program in programs.items():
-        print(
-            f"\n{name}: {program.bytes_moved / 1e9:.3f} GB, {program.kernels} kernels, "
-            f"{program.temp_bytes / 1e9:.3f} GB temp"
-        )
-    return programs
+    return compile_step
 
 
-@pytest.mark.parametrize(("name", "at_most"), [("adapter", 1.005), ("autocast", 1.02)])
-def test_a_step_is_as_lean_as_by_hand(gpt2, name, at_most):
-    ours, by_hand = gpt2[name], gpt2["by-hand"]
-    assert ours.bytes_moved <= at_most * by_hand.bytes_moved
-    assert ours.kernels <= at_most * by_hand.kernels
-    assert ours.temp_bytes <= at_most * by_hand.temp_bytes
+# What autocast saves is in the layers: with all twelve, GPT-2 moves 0.836 of the bytes by hand and
+# ViT-B/16 0.992. Beside a few layers the loss and the optimizer weigh more: 0.904 and 1.017 here.
+@pytest.mark.parametrize(
+    ("name", "bytes_at_most", "others_at_most"),
+    [("gpt2", 0.91, 1.0), ("vit-b16", 1.018, 0.95), ("resnet50-cifar-128", 1.005, 1.0)],
+)
+def test_a_step_is_as_lean_as_by_hand(compiled, name, bytes_at_most, others_at_most):
+    ours, by_hand = compiled(name, "adapter"), compiled(name, "by-hand")
+    assert ours.bytes_moved <= bytes_at_most * by_hand.bytes_moved
+    assert ours.kernels <= others_at_most * by_hand.kernels
+    assert ours.temp_bytes <= others_at_most * by_hand.temp_bytes
 
 
-def test_loss_scaling_adds_few_kernels_and_no_byte_that_the_check_by_tensor_does_not(gpt2):
+def test_loss_scaling_adds_few_kernels_and_no_byte_that_the_check_by_tensor_does_not(compiled):
+    scaled, unscaled = compiled("gpt2", "adapter"), compiled("gpt2", "adapter-unscaled")
     # 20 are added here, 33 with all twelve layers; one for each tensor would be 40.
-    assert gpt2["adapter"].kernels <= gpt2["adapter-unscaled"].kernels + 25
-    assert gpt2["adapter"].bytes_moved <= gpt2["by-hand"].bytes_moved
-    assert gpt2["adapter"].conditionals == 0
+    assert scaled.kernels <= unscaled.kernels + 25
+    assert scaled.bytes_moved <= compiled("gpt2", "by-hand").bytes_moved
+    assert scaled.conditionals == 0
