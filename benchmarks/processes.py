@@ -38,15 +38,16 @@ class Process:
             **({"JAX_PLATFORMS": platform} if platform else {}),
         )
         self._log = log
-        self._process = subprocess.Popen(
-            [sys.executable, *arguments],
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log.open("w"),
-            text=True,
-        )
+        with log.open("w") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, *arguments],
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
 
     def tell(self, do: str, **options: Any) -> None:
         """Sends a command; its answer has to be fetched with `answer`."""
