@@ -80,11 +80,16 @@ class Precision:
     name: str
     policy: str
     wrap: Callable[[optax.GradientTransformation], optax.GradientTransformation]
-    autocast: bool = False  # instead of the adapter for Flax
 
 
 def scaled_by(loss_scale: jmp.LossScale) -> Callable[..., Any]:
     return lambda optimizer: transforms.with_loss_scale(optimizer, loss_scale)
+
+
+def growing_scale() -> jmp.LossScale:
+    # torch's start of 2**16. Its period of 2000 is longer than this whole training; with 25 the
+    # scale is seen growing until it overflows, and backing off.
+    return jmp.DynamicLossScale(2.0**16, period=25, min_loss_scale=0.0)
 
 
 PRECISIONS = (
@@ -93,19 +98,12 @@ PRECISIONS = (
     # gradients, half Adam, no loss scaling.
     Precision("naive float16", "p=f16,c=f16,o=f16", lambda optimizer: optimizer),
     Precision("static float16", "mixed_float16", scaled_by(jmp.StaticLossScale(512.0))),
-    # torch's start of 2**16. Its period of 2000 is longer than this whole training; with 25 the
-    # scale is seen growing until it overflows, and backing off.
-    Precision(
-        "mixed float16",
-        "mixed_float16",
-        scaled_by(jmp.DynamicLossScale(2.0**16, period=25, min_loss_scale=0.0)),
-    ),
+    Precision("mixed float16", "mixed_float16", scaled_by(growing_scale())),
     Precision("mixed bfloat16", "mixed_bfloat16", scaled_by(jmp.NoOpLossScale())),
     Precision(
-        "autocast float16",
-        "mixed_float16",
-        scaled_by(jmp.DynamicLossScale(2.0**16, period=25, min_loss_scale=0.0)),
-        autocast=True,
+        "float16, masters",
+        "O2",
+        lambda optimizer: transforms.mixed_precision(optimizer, "O2", growing_scale()),
     ),
 )
 
@@ -142,9 +140,8 @@ def load_data() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
 def create_state(precision: Precision, model: nn.Module, optimizer: Any, key: jax.Array) -> Any:
     variables = model.init(key, jnp.zeros((1, 8, 8, 1)), train=False)
     variables = linen.cast_params(variables, precision.policy)
-    lower = jmp.autocast if precision.autocast else linen.wrap_apply
     return linen.TrainState.create(
-        apply_fn=lower(model.apply, precision.policy),
+        apply_fn=linen.wrap_apply(model.apply, precision.policy),
         params=variables["params"],
         batch_stats=variables["batch_stats"],
         tx=precision.wrap(optimizer),
