@@ -13,7 +13,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 # Okabe and Ito's colours.
-COLORS = {"unscaled": "#999999", "adapter": "#0072B2", "autocast": "#009E73", "masters": "#CC79A7"}
+COLORS = {"unscaled": "#999999", "adapter": "#0072B2", "masters": "#CC79A7"}
 OTHERS = {"deepmind-jmp": "#E69F00", "mpx": "#D55E00", "dynamic-scale": "#F0E442"}
 PLOTTED = {**COLORS, **OTHERS, "apply-if-finite": "#56B4E9"}
 

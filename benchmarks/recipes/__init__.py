@@ -78,7 +78,6 @@ RECIPES = (
     ),
     Recipe("adapter", "ours: adapter", "ours:adapter", "ours:update"),
     Recipe("adapter-unscaled", "ours: adapter, no loss scaling", "ours:adapter_unscaled"),
-    Recipe("autocast", "ours: autocast", "ours:autocast"),
     Recipe("masters", "ours: half parameters, masters", "ours:masters", "ours:masters_update"),
     Recipe("flat-masters", "ours: half parameters, flat masters", None, "ours:flat_masters_update"),
 )

@@ -1,4 +1,4 @@
-"""This library: the adapter for Flax, autocast, and half parameters with float32 masters."""
+"""This library: the adapter for Flax, by autocast, and half parameters with float32 masters."""
 
 from typing import Any
 
@@ -14,22 +14,17 @@ from jmp.adapters import linen
 
 def adapter(workload: Any) -> Training:
     """`linen.wrap_apply` and dynamic loss scaling; parameters float32."""
-    return _training(workload, linen.wrap_apply, "O1", jmp.torch_loss_scale())
+    return _training(workload, "O1", jmp.torch_loss_scale())
 
 
 def adapter_unscaled(workload: Any) -> Training:
     """The same without loss scaling, as for bfloat16."""
-    return _training(workload, linen.wrap_apply, "O1", jmp.NoOpLossScale())
-
-
-def autocast(workload: Any) -> Training:
-    """`jmp.autocast` around the model and dynamic loss scaling; parameters float32."""
-    return _training(workload, jmp.autocast, "O1", jmp.torch_loss_scale())
+    return _training(workload, "O1", jmp.NoOpLossScale())
 
 
 def masters(workload: Any) -> Training:
     """Half parameters with float32 masters in the optimizer, dynamic loss scaling."""
-    return _training(workload, linen.wrap_apply, "O2", jmp.torch_loss_scale())
+    return _training(workload, "O2", jmp.torch_loss_scale())
 
 
 def update(workload: Any) -> Training:
@@ -46,8 +41,8 @@ def flat_masters_update(workload: Any) -> Training:
     return _update(workload, HALF, optimizer)
 
 
-def _training(workload: Any, lower: Any, policy: str, loss_scale: jmp.LossScale) -> Training:
-    apply_fn = lower(workload.module(None).apply, policy)
+def _training(workload: Any, policy: str, loss_scale: jmp.LossScale) -> Training:
+    apply_fn = linen.wrap_apply(workload.module(None).apply, policy)
     loss_fn = workload.loss_fn(apply_fn)
 
     def init(key: jax.Array) -> linen.TrainState:
