@@ -20,6 +20,7 @@ import optax
 from jmp.adapters._atomic import TrainStep, take_step
 from jmp.adapters._module_policies import ModulePolicies, marked_class, plain_class
 from jmp.adapters._norms import rules_for_modules
+from jmp.autocasting._autocast import given_policy
 from jmp.loss_scaling import LossScale
 from jmp.loss_scaling import scaled_value_and_grad as differentiate_scaled
 from jmp.policy import Policy, get_policy
@@ -62,11 +63,7 @@ def autocast(
     >>> grads.weight.dtype
     dtype('float32')
     """
-    if policy is None:
-        raise TypeError(
-            f"autocast got no policy (its first argument is {fun!r}); write "
-            "autocast(fun, 'mixed_float16') or @autocast(policy='mixed_float16')."
-        )
+    policy = given_policy(policy, fun)
     modules = ModulePolicies(policy, rules, options)
     if fun is None:
         return functools.partial(autocast, policy=policy, rules=rules, **options)

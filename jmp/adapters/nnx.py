@@ -20,6 +20,7 @@ from jmp.adapters._atomic import keep_if_skipped, loss_scale_in
 from jmp.adapters._module_policies import ModulePolicies
 from jmp.adapters._nnx_modules import lift, mark_parameters, variables_with_path, view_of
 from jmp.adapters._norms import FLOAT32, rules_for_modules
+from jmp.autocasting._autocast import given_policy
 from jmp.loss_scaling import LossScale
 from jmp.loss_scaling._gradients import scaled_loss
 from jmp.policy import Policy, get_policy
@@ -64,11 +65,7 @@ def autocast(
     >>> loss_fn(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), jnp.ones((1, 2))).dtype
     dtype('float32')
     """
-    if policy is None:
-        raise TypeError(
-            f"autocast got no policy (its first argument is {fun!r}); write "
-            "autocast(fun, 'mixed_float16') or @autocast(policy='mixed_float16')."
-        )
+    policy = given_policy(policy, fun)
     modules = ModulePolicies(policy, rules, options)
     if fun is None:
         return functools.partial(autocast, policy=policy, rules=rules, **options)

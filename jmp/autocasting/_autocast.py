@@ -70,11 +70,7 @@ def autocast(
     >>> grads.dtype
     dtype('float32')
     """
-    if policy is None:
-        raise TypeError(
-            f"autocast got no policy (its first argument is {fun!r}); write "
-            "autocast(fun, 'mixed_float16') or @autocast(policy='mixed_float16')."
-        )
+    policy = given_policy(policy, fun)
     options: dict[str, Any] = {
         "apply_to": apply_to,
         "low": low,
@@ -95,6 +91,16 @@ def autocast(
         return program.call(args, kwargs)
 
     return wrapped
+
+
+def given_policy(policy: str | Policy | None, fun: Any) -> Policy:
+    """Returns the policy; raises TypeError if it was left out, and names what came instead."""
+    if policy is None:
+        raise TypeError(
+            f"autocast got no policy (its first argument is {fun!r}); write "
+            "autocast(fun, 'mixed_float16') or @autocast(policy='mixed_float16')."
+        )
+    return get_policy(policy)
 
 
 def make_program(
