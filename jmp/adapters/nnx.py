@@ -69,9 +69,9 @@ def autocast(
             f"autocast got no policy (its first argument is {fun!r}); write "
             "autocast(fun, 'mixed_float16') or @autocast(policy='mixed_float16')."
         )
-    modules = ModulePolicies(policy, rules, options)
     if fun is None:
         return functools.partial(autocast, policy=policy, rules=rules, **options)
+    modules = ModulePolicies(policy, rules, options)
     if isinstance(fun, nnx.Module):
         raise TypeError(
             f"autocast got the module {type(fun).__name__}; expected a function of modules. For a "
