@@ -63,7 +63,8 @@ def _nodes(tree: Any) -> list[Any]:
 
 def _contents(models: Sequence[Any]) -> tuple[Any, list[Any]]:
     graph, state = nnx.split(list(models))
-    return graph, jax.tree.leaves(state)
+    arrays, structure = jax.tree.flatten(state)  # a Variable may hold a tuple that grows
+    return (graph, structure), arrays
 
 
 @contextlib.contextmanager
