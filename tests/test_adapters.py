@@ -1,13 +1,21 @@
 """The contract of all adapters, over the rows of `adapter_cases`: one network in each framework."""
 
+import threading
+import warnings
+from collections import OrderedDict
+from typing import NamedTuple
+
+import equinox as eqx
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import nnx
 
 import jmp
-from jmp import transforms
-from tests.adapter_cases import ADAPTERS, IMAGES, PRODUCTS, mean_square
+from jmp import adapters, transforms
+from tests.adapter_cases import ADAPTERS, HAIKU_NET, IMAGES, PRODUCTS, mean_square
 from tests.bits import bits
 from tests.products import equations, product_dtypes
 
@@ -107,6 +115,20 @@ def test_rules_by_path_and_by_type(adapter):
 
 
 @every_adapter
+def test_rules_may_be_an_iterator_and_give_the_policy_of_the_whole(adapter):
+    params, statistics = adapter.init()
+    policy = jmp.get_policy("mixed_float16")
+    rules = [(adapter.convolution, policy), ("*", "float32")]
+    loss_fn = loss_of(adapter, policy, iter(rules), full={"exp"})
+    with pytest.warns(jmp.UnusedRuleWarning, match="full= names 'exp'"):
+        products = product_dtypes(lambda p: loss_fn(p, statistics)[0], params)
+    assert products == {"float16": PRODUCTS - 1, "float32": 1}
+    cast = lambda rules: bits(adapter.cast_params(params, "O2", rules))
+    rules = [(adapter.head, "float32")]
+    assert cast(iter(rules)) == cast(rules) != cast(())
+
+
+@every_adapter
 def test_a_float32_policy_with_a_half_part(adapter):
     params, statistics = adapter.init()
     loss_fn = loss_of(adapter, "float32", [(adapter.convolution, "mixed_float16")])
@@ -187,3 +209,106 @@ def test_training_follows_float32(adapter):
         ends[policy] = jnp.concatenate(leaves)
     error = jnp.linalg.norm(ends["mixed_float16"] - ends["float32"])
     assert error <= 5e-3 * jnp.linalg.norm(ends["float32"])
+
+
+WEIGHT = jnp.ones((3, 3))
+
+
+class Decorated(eqx.Module):
+    """Methods that are no plain functions; each has a product of its own."""
+
+    weight: jax.Array
+
+    @staticmethod
+    def double(x):
+        return 2 * x
+
+    @jax.jit
+    def jitted(self, x):
+        return x @ self.weight
+
+    def __call__(self, x):
+        return self.jitted(self.double(x))
+
+
+class DecoratedNnx(nnx.Module):
+    def __init__(self, weight):
+        self.weight = nnx.Param(weight)
+
+    double = staticmethod(Decorated.double)
+
+    @nnx.jit
+    def jitted(self, x):
+        return x @ self.weight
+
+    def __call__(self, x):
+        return self.jitted(self.double(x))
+
+
+@pytest.mark.parametrize(
+    ("framework", "decorated"), [(adapters.equinox, Decorated), (adapters.nnx, DecoratedNnx)]
+)
+def test_static_and_decorated_methods_run_in_the_scope_of_a_rule(framework, decorated):
+    rules = [(decorated, "float32")]
+    loss = framework.autocast(lambda model, x: model.jitted(model(x)), "O1", rules=rules)
+    assert product_dtypes(lambda w: loss(decorated(w), WEIGHT), WEIGHT) == {"float32": 2}
+    assert jnp.array_equal(loss(decorated(WEIGHT), WEIGHT), 18 * WEIGHT)
+
+
+class Pair(NamedTuple):
+    first: eqx.nn.Linear
+    second: eqx.nn.Linear
+
+
+class Containers(eqx.Module):
+    pair: Pair
+    ordered: OrderedDict
+
+    def __call__(self, x):
+        return self.ordered["z"](self.pair.second(self.pair.first(x)))
+
+
+def test_equinox_modules_in_containers_of_any_class_are_found():
+    linear = eqx.nn.Linear(3, 3, key=jax.random.key(0))
+    model = Containers(Pair(linear, linear), OrderedDict(z=linear))
+    rules = [("pair/first", "float32"), ("ordered/z", "float32")]
+    lowered = adapters.equinox.autocast(lambda model, x: model(x), "O1", rules=rules)
+    assert product_dtypes(lowered, model, WEIGHT[0]) == {"float16": 1, "float32": 2}
+    cast = adapters.equinox.cast_params(model, "O2")
+    assert jax.tree.structure(cast) == jax.tree.structure(model)
+    assert dtypes_of(cast) == {"float16"}
+
+
+def test_haiku_takes_its_state_by_name_and_names_what_it_cannot_wrap():
+    network = adapters.haiku.with_policy(HAIKU_NET, "mixed_float16")
+    params, state = HAIKU_NET.init(jax.random.key(0), IMAGES)
+    named = jax.eval_shape(lambda: network.apply(params, state=jmp.cast_to_half(state), x=IMAGES))
+    assert dtypes_of(named[1]) == {"float32"}
+    with pytest.raises(TypeError, match="Each function of an hk.multi_transform"):
+        both = hk.multi_transform(lambda: (lambda x: x, (lambda x: x,)))
+        adapters.haiku.with_policy(both, "mixed_float16")
+
+
+def test_two_threads_may_trace_one_haiku_network():
+    is_inside, has_traced = threading.Event(), threading.Event()
+
+    class Slow(hk.Module):
+        def __call__(self, x):
+            is_inside.set()
+            assert has_traced.wait(5)
+            return x
+
+    forward = lambda x, slow: Slow()(x) if slow else hk.Linear(3)(x)
+    network = hk.without_apply_rng(hk.transform(forward))
+    params = network.init(jax.random.key(0), WEIGHT, False)
+    rules = [(Slow, "float32"), ("linear", "mixed_float16")]
+    apply = adapters.haiku.with_policy(network, "mixed_float16", rules).apply
+    thread = threading.Thread(target=lambda: jax.eval_shape(lambda: apply({}, WEIGHT, True)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", jmp.UnusedRuleWarning)
+        thread.start()
+        assert is_inside.wait(5)
+        products = product_dtypes(lambda p: apply(p, WEIGHT, False), params)
+        has_traced.set()
+        thread.join()
+    assert products == {"float16": 1}

@@ -208,6 +208,29 @@ def test_a_layer_that_says_float32_is_lowered_unless_one_keeps_it(layers_that_sa
     assert count([("head", "mixed_float16")], keep_dtypes=True) == {"float16": 1, "float32": 1}
 
 
+def test_a_jitted_part_is_traced_anew_for_other_rules():
+    class Jitted(nn.Module):
+        @nn.jit
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(8, name="first")(nn.Dense(8, name="second")(x))
+
+    model, x = Jitted(), jnp.ones((2, 8))
+    variables = model.init(jax.random.key(0), x)
+    count = lambda rules: product_dtypes(
+        linen.wrap_apply(model.apply, "mixed_float16", rules), variables, x
+    )
+    assert count(None) == {"float16": 2}
+    assert count([("first", "float32")]) == {"float16": 1, "float32": 1}
+    assert count([(nn.Dense, "float32")]) == {"float32": 2}
+    assert product_dtypes(model.apply, variables, x) == {"float32": 2}
+
+
+def test_a_module_in_place_of_its_apply_is_told():
+    with pytest.raises(TypeError, match="wrap_apply got the module Convolutions"):
+        linen.wrap_apply(Convolutions(), "mixed_float16")
+
+
 def test_a_wrapped_model_inside_another_keeps_its_own_policy(layers_that_say_float32):
     model, variables, x = layers_that_say_float32
     for inner, expected in (("float32", "float32"), ("mixed_bfloat16", "bfloat16")):
@@ -376,3 +399,12 @@ def test_a_step_without_overflow_equals_the_plain_float32_step():
     state = state.apply_gradients(grads={"w": 1024 * jnp.ones(4)})
     updates, _ = optax.adam(0.1).update({"w": jnp.ones(4)}, optax.adam(0.1).init(params))
     np.testing.assert_array_equal(state.params["w"], params["w"] + updates["w"])
+
+
+def test_captured_intermediates_keep_their_dtypes():
+    model, x = nn.Dense(8), jnp.ones((2, 8))
+    variables = model.init(jax.random.key(0), x)
+    apply_fn = linen.wrap_apply(model.apply, "p=f32,c=bf16,o=bf16")
+    output, updated = apply_fn(variables, x, capture_intermediates=True)
+    (captured,) = jax.tree.leaves(updated)
+    assert output.dtype == jnp.bfloat16 and captured.dtype == jnp.float32

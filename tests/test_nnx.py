@@ -1,5 +1,6 @@
 """The nnx adapter: half products, shared Variables, an untouched argument, atomic steps."""
 
+import functools
 import re
 
 import jax
@@ -289,6 +290,51 @@ def test_a_view_has_modes_of_its_own():
     before = bits(nnx.as_pure(nnx.state(model, nnx.BatchStat)))
     view(ROWS)
     assert bits(nnx.as_pure(nnx.state(model, nnx.BatchStat))) == before
+
+
+class Sowing(nnx.Module):
+    """A module whose Variables hold what is no single array."""
+
+    def __init__(self, rngs):
+        self.layer = nnx.Linear(8, 8, rngs=rngs)
+        self.absent = nnx.Param(None)
+
+    def __call__(self, x):
+        x = self.layer(x)
+        self.sow(nnx.Intermediate, "activations", x[0, 0])
+        return x
+
+
+@pytest.mark.parametrize("way", ["lifted", "view"])
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow")
+def test_a_variable_that_grows_keeps_growing(way):
+    model = Sowing(nnx.Rngs(0))
+    if way == "view":
+        call = model = adapter.with_policy(model, "mixed_bfloat16")
+    else:
+        call = functools.partial(adapter.autocast(lambda m, x: m(x), "mixed_bfloat16"), model)
+    outputs = [call(ROWS * factor)[0, 0] for factor in (1.0, 2.0, 3.0)]
+    assert bits(model.activations.get_value()) == bits(tuple(outputs))
+
+
+def test_a_jitted_part_keeps_no_scope_of_other_rules():
+    part = nnx.jit(lambda layer, x: layer(x))
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.layer = nnx.Linear(8, 8, rngs=rngs)
+
+        def __call__(self, x):
+            return part(self.layer, x)
+
+    view = adapter.with_policy(Model(nnx.Rngs(0)), "mixed_bfloat16")
+    view(ROWS)
+    assert bits(part(view.layer, ROWS)) == bits(view.layer(ROWS))
+
+
+def test_options_name_the_functions_arguments():
+    lowered = adapter.autocast(lambda model, x: x * 1.0, "mixed_bfloat16", apply_to=("x",))
+    assert bits(lowered(Sowing(nnx.Rngs(0)), ROWS)) != bits(ROWS)
 
 
 def test_rules_leave_no_trace_in_the_graph():

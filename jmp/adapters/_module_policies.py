@@ -9,15 +9,16 @@ scopes. Elsewhere (nnx, Equinox) a named module is given a subclass of its class
 """
 
 import contextlib
-import contextvars
+import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
-from jmp.adapters._norms import FLOAT32
+from jmp.adapters._norms import FLOAT32, keeps_norms_float32
 from jmp.autocasting import autocast
 from jmp.autocasting._regions import policy_scope
 from jmp.dtypes import is_half
@@ -51,10 +52,13 @@ class ModulePolicies:
         *,
         keep_dtypes: bool = False,
     ) -> None:
+        rules = None if rules is None else tuple(rules)  # read more than once
         self.policy = get_policy(policy)
-        self.rules = PolicyRules(rules or (), self.policy)
+        self.keeps_norms_float32 = keeps_norms_float32(self.policy, rules)
+        # The default is an object of its own: a rule may give the very policy of the whole.
+        self.rules = PolicyRules(rules or (), dataclasses.replace(self.policy))
         self._options: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value
+            name: value if isinstance(value, str) or not isinstance(value, Iterable) else (*value,)
             for name, value in options.items()
         }
         self._keep_dtypes = keep_dtypes
@@ -67,7 +71,7 @@ class ModulePolicies:
                 "model. Wrap the part that differs by itself: the inner policy holds there."
             )
         self._lowered = next(iter(halves), self.policy.compute_dtype)
-        self._key = (self.policy, tuple(rules or ()), tuple(self._options.items()), keep_dtypes)
+        self._key = (self.policy, rules, tuple(self._options.items()), keep_dtypes)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ModulePolicies) and self._key == other._key
@@ -83,18 +87,15 @@ class ModulePolicies:
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
         """Makes these the rules that hold, and not those of a wrapped model around this one."""
-        token = _IN_FORCE.set(self)
-        try:
-            # Float32 with a half part: what is not in that part.
-            with self.scope(None if self.policy.compute_dtype == self._lowered else self.policy):
-                yield
-        finally:
-            _IN_FORCE.reset(token)
+        # Float32 with a half part: what is not in that part.
+        whole = None if self.policy.compute_dtype == self._lowered else self.policy
+        with _in_force(self), self.scope(whole):
+            yield
 
     @property
     def are_in_force(self) -> bool:
         """Whether the code being traced is inside `in_force`, and of no other wrapped model."""
-        return _IN_FORCE.get() == self
+        return _in_force.value == self
 
     def named(
         self, module: Any, path: str, classes: Sequence[type], root: str = ""
@@ -107,7 +108,7 @@ class ModulePolicies:
           root: what the root is called; a rule's path may begin with it.
         """
         policy = self.rules.policy_for(path, classes, root=root)
-        if policy is not self.policy:
+        if policy is not self.rules.default:
             return policy
         return FLOAT32 if self._keep_dtypes and _says_float32(module) else None
 
@@ -116,9 +117,9 @@ class ModulePolicies:
         return contextlib.nullcontext() if named is None else policy_scope(named)
 
 
-_IN_FORCE: contextvars.ContextVar[ModulePolicies | None] = contextvars.ContextVar(
-    "jmp_policies_in_force", default=None
-)
+# Part of the key of JAX's caches: a jitted part of a model is traced anew for other rules, whose
+# scopes its trace would not hold.
+_in_force = jax.make_user_context(default_value=None)
 
 
 def _says_float32(module: Any) -> bool:
@@ -138,8 +139,9 @@ def marked_class(module_type: type, base: type, modules: ModulePolicies, named: 
     """
     body: dict[str, Any] = {
         name: _in_scope(getattr(module_type, name), modules, named)
-        for name, _ in inspect.getmembers(module_type, inspect.isfunction)
+        for name in dir(module_type)
         if name == "__call__" or not (name.startswith("_") or hasattr(base, name))
+        if _is_method(module_type, name)
     }
     return subclass(module_type, body)
 
@@ -160,10 +162,17 @@ def plain_class(module_type: type) -> type:
     return getattr(module_type, _PLAIN, module_type)
 
 
+def _is_method(module_type: type, name: str) -> bool:
+    """Returns whether an attribute takes the module first, decorated or not (`jax.jit`)."""
+    attribute = inspect.getattr_static(module_type, name)
+    binds = hasattr(attribute, "__get__") and not isinstance(attribute, staticmethod | classmethod)
+    return binds and callable(getattr(module_type, name))
+
+
 def _in_scope(
     method: Callable[..., Any], modules: ModulePolicies, named: Policy
 ) -> Callable[..., Any]:
-    @functools.wraps(method)
+    @functools.wraps(method, updated=())
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         with modules.scope(named) if modules.are_in_force else contextlib.nullcontext():
             return method(self, *args, **kwargs)

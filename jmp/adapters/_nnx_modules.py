@@ -20,7 +20,7 @@ from jmp.adapters._module_policies import ModulePolicies, marked_class, plain_cl
 from jmp.adapters._norms import FLOAT32
 from jmp.dtypes import is_half
 from jmp.policy import Policy
-from jmp.trees import cast_leaf
+from jmp.trees import cast_leaf, is_array
 
 _POLICIES = "_jmp_module_policies"
 
@@ -29,12 +29,12 @@ def lift(fun: Callable[..., Any], modules: ModulePolicies) -> Callable[..., Any]
     """Returns `fun` under autocast; what it changes in modules among its arguments is changed."""
     tag = object()  # tells this function's bookkeeping from that of others, in Flax
 
-    def pure(trees: Any) -> Any:
-        arguments = nnx.from_tree(trees, is_inner=True, ctxtag=tag)
-        models = _nodes(arguments)
+    @functools.wraps(fun)  # options name its arguments, warnings name it
+    def pure(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = nnx.from_tree((args, kwargs), is_inner=True, ctxtag=tag)
+        models = _nodes((args, kwargs))
         graph, values = _contents(models)
         with modules.in_force(), _marking(models, modules), _widened(models):
-            args, kwargs = arguments
             result = fun(*args, **kwargs)
         modules.rules.warn_unused()
         graph_after, values_after = _contents(models)
@@ -48,8 +48,8 @@ def lift(fun: Callable[..., Any], modules: ModulePolicies) -> Callable[..., Any]
     @functools.wraps(fun)
     @nnx.update_context(tag)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        trees = nnx.to_tree((args, kwargs), ctxtag=tag)
-        _, result = nnx.from_tree(lowered(trees), is_inner=False, ctxtag=tag)
+        args, kwargs = nnx.to_tree((args, kwargs), ctxtag=tag)
+        _, result = nnx.from_tree(lowered(*args, **kwargs), is_inner=False, ctxtag=tag)
         return result
 
     return wrapped
@@ -63,7 +63,8 @@ def _nodes(tree: Any) -> list[Any]:
 
 def _contents(models: Sequence[Any]) -> tuple[Any, list[Any]]:
     graph, state = nnx.split(list(models))
-    return graph, jax.tree.leaves(state)
+    arrays, structure = jax.tree.flatten(state)  # a Variable may hold a tuple that grows
+    return (graph, structure), arrays
 
 
 @contextlib.contextmanager
@@ -91,8 +92,8 @@ def _widened(models: Sequence[Any]) -> Iterator[None]:
     narrow = []
     for model in models:
         for _, variable in nnx.iter_graph(model):
-            if isinstance(variable, nnx.Param) and is_half(variable.dtype):
-                before: Any = variable.get_value()
+            before: Any = variable.get_value() if isinstance(variable, nnx.Param) else None
+            if is_array(before) and is_half(before.dtype):
                 wide = cast_leaf(before, FLOAT32.param_dtype)
                 variable.set_value(wide)
                 narrow.append((variable, before, wide))

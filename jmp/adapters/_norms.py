@@ -58,5 +58,6 @@ def rules_for_modules(policy: Policy, rules: Sequence[Rule] | None) -> PolicyRul
         del path
         return FLOAT32 if module_types and is_norm_class(module_types[0]) else None
 
+    rules = None if rules is None else tuple(rules)
     fallback = norms if keeps_norms_float32(policy, rules) else None
     return PolicyRules(rules or (), policy, fallback=fallback)

@@ -25,7 +25,7 @@ from jmp.loss_scaling import LossScale
 from jmp.loss_scaling import scaled_value_and_grad as differentiate_scaled
 from jmp.policy import Policy, get_policy
 from jmp.rules import Rule
-from jmp.trees import cast_leaf, cast_to_at_least_float32, is_array
+from jmp.trees import cast_leaf, cast_to_at_least_float32, is_array, path_string
 
 T = TypeVar("T")
 
@@ -64,9 +64,9 @@ def autocast(
     dtype('float32')
     """
     policy = given_policy(policy, fun)
-    modules = ModulePolicies(policy, rules, options)
     if fun is None:
         return functools.partial(autocast, policy=policy, rules=rules, **options)
+    modules = ModulePolicies(policy, rules, options)
 
     @functools.wraps(fun)
     def in_float32(*args: Any, **kwargs: Any) -> Any:
@@ -225,15 +225,18 @@ def _rebuilt(
       of_array, class_of: called as `(array or module, path, classes)`, classes innermost first.
     """
     inside = functools.partial(_rebuilt, of_array=of_array, class_of=class_of)
-    below = lambda name: f"{path}/{name}" if path else str(name)
+    below = lambda name: f"{path}/{name}" if path else name
     if is_array(node):
         return of_array(node, path, around)
-    if isinstance(node, (list, tuple)) and not hasattr(node, "_fields"):
-        return type(node)(inside(v, path=below(i), around=around) for i, v in enumerate(node))
-    if isinstance(node, dict):
-        return {k: inside(v, path=below(k), around=around) for k, v in node.items()}
-    if not _is_module(node) or isinstance(node, eqx.nn.StateIndex):
+    if isinstance(node, eqx.nn.StateIndex):
         return node
+    if not _is_module(node):
+        one_level = lambda x: x is not node
+        parts, structure = jax.tree_util.tree_flatten_with_path(node, is_leaf=one_level)
+        if jax.tree_util.treedef_is_leaf(structure):
+            return node
+        rebuilt = [inside(part, path=below(path_string(key)), around=around) for key, part in parts]
+        return jax.tree.unflatten(structure, rebuilt)
     classes = (type(node), *around)
     copy: Any = object.__new__(class_of(node, path, classes))
     for field in dataclasses.fields(node):

@@ -57,32 +57,36 @@ def with_policy(
     if not isinstance(network, (hk.Transformed, hk.TransformedWithState)):
         raise TypeError(
             f"with_policy got a {type(network).__name__}; expected what hk.transform or "
-            "hk.transform_with_state returned."
+            "hk.transform_with_state returned. Each function of an hk.multi_transform is wrapped "
+            "by itself: with_policy(hk.Transformed(network.init, network.apply[0]), policy)."
         )
     modules = ModulePolicies(policy, rules, options)
-    keeps_float32 = keeps_norms_float32(modules.policy, rules)
-    state_dtype = FLOAT32.param_dtype if keeps_float32 else modules.policy.param_dtype
+    state_dtype = (FLOAT32 if modules.keeps_norms_float32 else modules.policy).param_dtype
     has_state = isinstance(network, hk.TransformedWithState)
-    around: list[type] = []  # classes of the modules being called, innermost first
 
-    def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
-        # A constructor computes nothing; a network wrapped by itself may stand inside this one.
-        if context.method_name == "__init__" or not modules.are_in_force:
-            return call(*args, **kwargs)
-        module = context.module
-        around.insert(0, type(module))
-        try:
-            with modules.scope(modules.named(module, module.module_name, tuple(around))):
+    def interceptor() -> Callable[..., Any]:
+        around: list[type] = []  # classes of the modules being called, innermost first
+
+        def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+            # A constructor computes nothing; a network wrapped by itself may stand inside this one.
+            if context.method_name == "__init__" or not modules.are_in_force:
                 return call(*args, **kwargs)
-        finally:
-            around.pop(0)
+            module = context.module
+            around.insert(0, type(module))
+            try:
+                with modules.scope(modules.named(module, module.module_name, tuple(around))):
+                    return call(*args, **kwargs)
+            finally:
+                around.pop(0)
+
+        return intercept
 
     @functools.wraps(network.apply)
     def in_float32(params: Any, *args: Any, **kwargs: Any) -> Any:
         params = cast_to_at_least_float32(params)
         if has_state:
-            args = (cast_to_at_least_float32(args[0]), *args[1:])
-        with modules.in_force(), hk.intercept_methods(intercept):
+            args, kwargs = _with_wide_state(args, kwargs)
+        with modules.in_force(), hk.intercept_methods(interceptor()):
             result = network.apply(params, *args, **kwargs)
         for path, _ in jax.tree_util.tree_leaves_with_path(params):
             modules.rules.policy_for(path_string(path))  # rules may name single parameters
@@ -100,6 +104,12 @@ def with_policy(
         return modules.policy.cast_to_output(output), cast_floating(state, state_dtype)
 
     return type(network)(network.init, apply)
+
+
+def _with_wide_state(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    if "state" in kwargs:
+        return args, {**kwargs, "state": cast_to_at_least_float32(kwargs["state"])}
+    return (cast_to_at_least_float32(args[0]), *args[1:]), kwargs
 
 
 def cast_params(params: Any, policy: str | Policy, rules: Sequence[Rule] | None = None) -> Any:
@@ -121,6 +131,7 @@ def cast_params(params: Any, policy: str | Policy, rules: Sequence[Rule] | None 
     (dtype('float16'), dtype('float32'))
     """
     policy = get_policy(policy)
+    rules = None if rules is None else tuple(rules)
     keeps_norms = keeps_norms_float32(policy, rules)
 
     def norms(path: str, _: Sequence[type]) -> Policy | None:

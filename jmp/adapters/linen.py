@@ -63,6 +63,7 @@ def wrap_apply(
       A model that was wrapped by itself keeps its own policy inside another.
 
     Raises:
+      TypeError: `apply_fn` is a module.
       ValueError: policy and rules name two half dtypes; or `jmp.autocast` refuses an option.
 
     Warns: `UnusedRuleWarning` for a rule that matched no module and no parameter.
@@ -73,9 +74,13 @@ def wrap_apply(
     >>> wrap_apply(model.apply, "p=f32,c=bf16,o=bf16")(variables, jnp.ones((1, 2))).dtype
     dtype(bfloat16)
     """
+    if isinstance(apply_fn, nn.Module) and apply_fn.scope is None:
+        raise TypeError(
+            f"wrap_apply got the module {type(apply_fn).__name__}; expected a function of its "
+            "variables. Write wrap_apply(model.apply, policy)."
+        )
     modules = ModulePolicies(policy, rules, options, keep_dtypes=keep_dtypes)
-    keeps_float32 = keeps_norms_float32(modules.policy, rules)
-    statistics_dtype = FLOAT32.param_dtype if keeps_float32 else modules.policy.param_dtype
+    statistics = FLOAT32 if modules.keeps_norms_float32 else modules.policy
 
     def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         if not modules.are_in_force:  # a model wrapped by itself stands inside this one
@@ -103,10 +108,11 @@ def wrap_apply(
     @functools.wraps(apply_fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         result = lowered(*args, **kwargs)
-        if kwargs.get("mutable", False) is False:
+        if kwargs.get("mutable", False) is False and not kwargs.get("capture_intermediates"):
             return modules.policy.cast_to_output(result)
         output, updated = result
-        return modules.policy.cast_to_output(output), _cast_statistics(updated, statistics_dtype)
+        updated = _cast_statistics(updated, statistics.param_dtype)
+        return modules.policy.cast_to_output(output), updated
 
     return wrapped
 
@@ -130,7 +136,9 @@ def cast_params(variables: T, policy: str | Policy, rules: Sequence[Rule] | None
     (dtype('float16'), dtype('float32'))
     """
     policy = get_policy(policy)
-    norms = _norm_modules(variables) if keeps_norms_float32(policy, rules) else frozenset()
+    rules = None if rules is None else tuple(rules)
+    keeps_norms = keeps_norms_float32(policy, rules)
+    norms = _norm_modules(variables) if keeps_norms else frozenset()
     path_rules = PolicyRules(
         rules or (),
         policy,
@@ -141,7 +149,7 @@ def cast_params(variables: T, policy: str | Policy, rules: Sequence[Rule] | None
         for path, leaf in _parameters_with_path(variables)
     }
     path_rules.warn_unused()
-    statistics = FLOAT32 if keeps_norms_float32(policy, rules) else policy
+    statistics = FLOAT32 if keeps_norms else policy
     variables = _cast_statistics(variables, statistics.param_dtype)
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: cast.get(_path_in_params(path, variables), leaf), variables

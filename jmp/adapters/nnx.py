@@ -66,9 +66,9 @@ def autocast(
     dtype('float32')
     """
     policy = given_policy(policy, fun)
-    modules = ModulePolicies(policy, rules, options)
     if fun is None:
         return functools.partial(autocast, policy=policy, rules=rules, **options)
+    modules = ModulePolicies(policy, rules, options)
     if isinstance(fun, nnx.Module):
         raise TypeError(
             f"autocast got the module {type(fun).__name__}; expected a function of modules. For a "
