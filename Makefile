@@ -19,7 +19,12 @@ PYTHON312 ?= $(shell python3.12 -c 'import sys; print(sys.executable)' 2>/dev/nu
 # What the benchmarks compare with. Not into the environment: DeepMind's jmp has our import name.
 PEERS := jmp==0.0.4 mixed-precision-for-JAX==0.1.8
 
-.PHONY: help train test test-matrix bench lint types clean
+# Published models to try autocast on; transformers 4 and diffusers 0.35 are the last with Flax.
+PUBLISHED := 'transformers==4.57.*' 'diffusers==0.35.*' 'keras==3.15.*' jraph==0.0.6.dev0 \
+	'e3nn-jax==0.21.*' 'dm-haiku==0.0.17' 'diffrax==0.7.*' 'equinox==0.13.*' 'numpyro==0.22.*' \
+	'flowjax==19.1.*'
+
+.PHONY: help train test test-matrix bench public-models lint types clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/:/'
@@ -46,6 +51,15 @@ bench: .venv-test/installed benchmarks/peers/installed  ## Count and time everyt
 	.venv-test/bin/python -m benchmarks.run --suite cpu --only gpt2 update-60
 	.venv-test/bin/python -m benchmarks.report
 
+public-models: .venv-published/installed  ## Try autocast on models that others published; an hour.
+	.venv-published/bin/python -m benchmarks.public_models
+
+.venv-published/installed: pyproject.toml Makefile
+	$(PYTHON) -m venv .venv-published
+	.venv-published/bin/pip install --quiet -e '.[flax]' rich tabulate \
+		jax==$(JAXLIB) jaxlib==$(JAXLIB) $(PUBLISHED)
+	touch $@
+
 benchmarks/peers/installed: Makefile | .venv-test/installed
 	.venv-test/bin/pip install --quiet --no-deps --upgrade --target benchmarks/peers $(PEERS)
 	touch $@
@@ -63,7 +77,7 @@ types: .venv-test/installed  ## Check types.
 	touch $@
 
 clean:  ## Remove the environments and caches.
-	rm -rf .venv .venv-test .venv-jax-* benchmarks/peers .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv .venv-test .venv-jax-* .venv-published benchmarks/peers .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 
 # One choice of CUDA at a time: a plugin left from another choice would still be found, also by CUDA=.
 .venv/installed$(CUDA): pyproject.toml

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 import benchmarks.run
-from benchmarks import _counted, _measured, recipes, report, workloads
+from benchmarks import _counted, _measured, public_models, recipes, report, workloads
 from benchmarks.pairing import paired
 from benchmarks.processes import ROOT
+from benchmarks.published import _page
 from benchmarks.recipes import RECIPES
 from benchmarks.workloads import UPDATES, Update, rehearsal
 
@@ -183,6 +184,12 @@ def test_the_documentation_is_what_the_committed_results_say(tmp_path, monkeypat
     monkeypatch.setattr(report, "DOCS", tmp_path)
     report.main()
     assert (tmp_path / "performance.md").read_text() == (ROOT / "docs/performance.md").read_text()
+
+
+def test_the_page_of_published_models_is_what_the_committed_results_say():
+    files = sorted(public_models.RESULTS.glob("*.json"))
+    results = [json.loads(file.read_text()) for file in files]
+    assert _page.page(results) == public_models.PAGE.read_text()
 
 
 def test_the_readme_says_what_the_committed_results_say():

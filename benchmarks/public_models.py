@@ -1,0 +1,94 @@
+"""Takes published models through autocast and the adapters, and writes `docs/public_models.md`.
+
+    python -m benchmarks.public_models    # what has no result yet, then the page
+    python -m benchmarks.public_models --list
+    python -m benchmarks.public_models --only bert gpt-2    # these, whether or not they have one
+    python -m benchmarks.public_models --report    # the page alone
+
+`make public-models` installs the models' packages and runs all of it. Each model runs in a process
+of its own on the CPU and has a file of its own under `results/benchmarks/public_models`: a run that
+is cut short goes on where it stopped. Models that fail are rows of the page.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from concurrent import futures
+from typing import Any
+
+from benchmarks import published
+from benchmarks.processes import ROOT
+from benchmarks.published import _page
+
+RESULTS = ROOT / "results" / "benchmarks" / "public_models"
+PAGE = ROOT / "docs" / "public_models.md"
+LIMIT = 1800  # seconds a model
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--list", action="store_true", help="print the models and end")
+    parser.add_argument("--only", nargs="+", metavar="MODEL", help="run these, again if need be")
+    parser.add_argument("--report", action="store_true", help="run nothing, write the page")
+    parser.add_argument("--jobs", type=int, default=1, help="models at a time")
+    return parser.parse_args()
+
+
+def path_of(name: str) -> pathlib.Path:
+    return RESULTS / f"{name}.json"
+
+
+def measure(source: str, name: str) -> dict[str, Any]:
+    """Runs one model in a process; what becomes of it is in its file."""
+    worker = "benchmarks.published._worker"
+    command = [sys.executable, "-m", worker, source, name, str(path_of(name))]
+    environment = dict(os.environ, JAX_PLATFORMS="cpu", PYTHONPATH=str(ROOT))
+    path_of(name).unlink(missing_ok=True)
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT
+        )
+        raised = [line for line in done.stderr.splitlines() if "Error: " in line][-1:]
+        error = f"the process ended with status {done.returncode}: {' '.join(raised)[:300]}"
+    except subprocess.TimeoutExpired:
+        error = f"it took more than {LIMIT} seconds"
+    if not path_of(name).exists():
+        title = published.find(source, name).title
+        result = {"title": title, "source": source, "error": error}
+        path_of(name).write_text(json.dumps(result, indent=1) + "\n")
+    return json.loads(path_of(name).read_text())
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measures the models that are asked for, or have no result."""
+    sources = published.sources()
+    names = arguments.only or [name for name in sources if not path_of(name).exists()]
+    if unknown := [name for name in names if name not in sources]:
+        raise SystemExit(f"--only got {', '.join(unknown)}; --list prints the models.")
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    with futures.ThreadPoolExecutor(arguments.jobs) as pool:
+        results = pool.map(lambda name: measure(sources[name], name), names)
+        for name, result in zip(names, results, strict=True):
+            print(_page.line(name, result), flush=True)
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    if arguments.list:
+        for source, (title, _) in published.SOURCES.items():
+            print(f"{title}: {', '.join(row.name for row in published.rows_of(source))}")
+        return
+    if not arguments.report:
+        run(arguments)
+    found = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
+    PAGE.write_text(_page.page(found))
+    print(f"Wrote {PAGE}.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""Writes `docs/public_models.md` of the results, and a line of each while they come in."""
+
+import collections
+import math
+from typing import Any
+
+from benchmarks._tables import table
+from benchmarks.published import SOURCES
+
+INTRODUCTION = """# Published models
+
+Models that nobody here wrote, as their packages bring them and called as their users call them,
+with random parameters at tiny sizes: does `jmp.autocast` compute their products in half, and what
+does it do to the gradient? `make public-models` installs the packages, runs every model on the CPU
+and makes this page; `python -m benchmarks.public_models --only bert` runs one again.
+[benchmarks/published](../benchmarks/published) has a file a source.
+
+- *products*: matrix products and convolutions of loss and gradient in the float32 program, as
+  traced: what stands in a loop counts once; inner products of vectors are sums and do not count.
+- *half*: how many multiply in half under `autocast`, the same in float16 and bfloat16 but where two
+  numbers are given.
+- *float16*, *bfloat16*: the relative error of the gradient, all parameters together, to the float32
+  one: `norm(gradient - reference) / norm(reference)`, the median over five points near the initial
+  parameters. Float16 with a loss scale of 4096, taken out again, or the next of 256, 16 and 1 that
+  gives a finite gradient, named then. One unit in the last place is 1e-3 in float16 and 8e-3 in
+  bfloat16. What chooses (ReLU, maxima, the nearest code) may choose otherwise in half, by hand too,
+  and adds to that; so does the random start of MobileNets and ResNets, which nearly loses the
+  signal.
+- *by hand*: the model's own option (`dtype=jnp.float16`, Keras's policy "mixed_float16").
+- *adapter*: ours for Flax linen, Haiku or Equinox around the model alone, the loss outside it:
+  `jmp.adapters.linen.wrap_apply(model.__call__, "mixed_float16")`.
+
+"""
+
+
+def page(results: list[dict[str, Any]]) -> str:
+    ran = [r for r in results if "error" not in r and "error" not in r["recipes"][FLOAT16]]
+    whole = [r for r in ran if all_half(r["recipes"][FLOAT16])]
+    text = INTRODUCTION
+    text += f"**{len(whole)} of {len(results)} models have all products half**"
+    text += " and " * bool(broken(results)) + ", ".join(broken(results)) + ".\n"
+    for source, (title, _) in SOURCES.items():
+        found = [result for result in results if result["source"] == source]
+        if found:
+            versions = next((r["versions"] for r in found if "versions" in r), {})
+            named = ", ".join(f"{package} {version}" for package, version in versions.items())
+            text += f"\n## {title}\n\n" + f"{named}.\n\n" * bool(named)
+            text += table_of(found) + notes(found)
+    return text.rstrip() + "\n"
+
+
+FLOAT16, BFLOAT16 = "autocast float16", "autocast bfloat16"
+INSIDE = "inside_custom_vjp float16"
+BY_HAND, ADAPTER = "by hand float16", "adapter float16"
+
+
+def table_of(results: list[dict[str, Any]]) -> str:
+    columns = {BY_HAND: "by hand", ADAPTER: "adapter"}
+    used = [c for c in columns if any(c in r.get("recipes", ()) for r in results)]
+    headers = ["model", "products", "half", "float16", "bfloat16"]
+    for column in used:
+        headers += [f"{columns[column]}: half", "float16"]
+    rows = []
+    for result in results:
+        recipes = result.get("recipes", {})
+        row = [result["title"], str(recipes.get("float32", {}).get("products", ""))]
+        row += [half_of(recipes), error_of(recipes, FLOAT16), error_of(recipes, BFLOAT16)]
+        for column in used:
+            row += [number_half(recipes, column), error_of(recipes, column)]
+        rows.append(row)
+    return table(headers, rows)
+
+
+def half_of(recipes: dict[str, Any]) -> str:
+    numbers = [number_half(recipes, recipe) for recipe in (FLOAT16, BFLOAT16)]
+    return " / ".join(dict.fromkeys(filter(None, numbers)))
+
+
+def number_half(recipes: dict[str, Any], recipe: str) -> str:
+    found = recipes.get(recipe, {})
+    if "half" not in found:
+        return ""
+    share = "all" if all_half(found) else str(found["half"])
+    more = found["products"] - recipes["float32"]["products"]
+    return share + (f" (of {found['products']})" if more else "")
+
+
+def all_half(found: dict[str, Any]) -> bool:
+    return 0 < found["products"] == found["half"]
+
+
+def error_of(recipes: dict[str, Any], recipe: str) -> str:
+    if recipe not in recipes:
+        return ""
+    found = recipes[recipe]
+    if "error" in found:
+        return "fails"
+    if not found["finite"]:
+        return "not finite"
+    lowered = recipe != BFLOAT16 and found["scale"] < 4096
+    return f"{found['gradient_error']:.1e}" + f" (scale {found['scale']:.0f})" * lowered
+
+
+def notes(results: list[dict[str, Any]]) -> str:
+    """Returns a line for all that is not half, or failed, with its reason."""
+    lines = []
+    for result in results:
+        if "error" in result:
+            lines.append(f"- {result['title']}: not run: {result['error']}")
+            continue
+        for recipe, found in result["recipes"].items():
+            if "error" in found:
+                lines.append(f"- {result['title']}, {recipe}: {found['error']}")
+        found = result["recipes"][FLOAT16]
+        if found.get("others"):
+            lines.append(f"- {result['title']}, not half: {why(found)}.{inside(result)}")
+    return "\n" + "\n".join(lines) + "\n" if lines else ""
+
+
+def inside(result: dict[str, Any]) -> str:
+    """Returns what the option to go inside custom_vjp functions makes of it; "" for nothing."""
+    before, after = (result["recipes"].get(recipe, {}) for recipe in (FLOAT16, INSIDE))
+    if after.get("half", 0) <= before["half"]:
+        return ""
+    error = error_of(result["recipes"], INSIDE)
+    return (
+        f" With `inside_custom_vjp=True` {after['half']} of {after['products']} are, error {error}."
+    )
+
+
+def why(found: dict[str, Any]) -> str:
+    """Returns why products are not half: the planner's reasons, by their number in the program."""
+    numbers: collections.Counter[str] = collections.Counter()
+    places: dict[str, str] = {}
+    for row in found["reasons"]:
+        numbers[row["why"]] += row["times"]
+        places.setdefault(row["why"], f"`{row['operation']}` at {row['source']}")
+    if not numbers:
+        place = next(iter(found["others"]))
+        return f"the backward pass alone, {place}"
+    return "; ".join(f"{reason} ({places[reason]})" for reason in numbers)
+
+
+def broken(results: list[dict[str, Any]]) -> list[str]:
+    """Returns what is no gradient where float32 has one: the defects."""
+    found = []
+    for result in results:
+        for recipe in (FLOAT16, BFLOAT16):
+            run = result.get("recipes", {}).get(recipe, {})
+            if "error" in run or not run.get("finite", True):
+                found.append(f"{result['title']} fails under {recipe}")
+    return found
+
+
+def line(name: str, result: dict[str, Any]) -> str:
+    """Returns what is printed when a model is done."""
+    if "error" in result:
+        return f"{name}: {result['error']}"
+    parts = []
+    for recipe, found in result["recipes"].items():
+        if "error" in found:
+            parts.append(f"{recipe}: {found['error']}")
+        elif recipe != "float32":
+            error = found["gradient_error"]
+            ok = f"{error:.1e}" if math.isfinite(error) else "not finite"
+            parts.append(f"{recipe}: {found['half']} of {found['products']} half, {ok}")
+    return f"{name}: " + "; ".join(parts)
