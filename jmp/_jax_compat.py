@@ -1,8 +1,8 @@
 """Everything that differs between the JAX versions we support (0.10 to 0.12), and nothing else."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
@@ -10,6 +10,14 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend import core, source_info_util
 from jax.interpreters import ad
 
+Params = Mapping[str, Any]
+
+# Equations that call one function once, with their operands as its arguments.
+CALLS = frozenset({
+    "jit", "pjit", "checkpoint", "remat", "remat2", "custom_jvp_call", "custom_vjp_call",
+    "shard_map", "closed_call", "core_call",
+})  # fmt: skip
+REMAT = ("checkpoint", "remat", "remat2")
 # The name scope of what remat computes again in a backward pass.
 RECOMPUTED = "rematted_computation"
 
@@ -135,37 +143,86 @@ def sum_over_own_axes(equation: core.JaxprEqn) -> core.JaxprEqn:
     return equation.replace(primitive=plain.primitive, params=plain.params)
 
 
-def with_inner_params(params: Mapping[str, Any], change: Callable[..., Any]) -> dict[str, Any]:
-    """Returns an equation's parameters, changed in the equations of its jaxprs, at any depth.
-
-    Args:
-      change: given a primitive's name and its parameters, the parameters to put there.
-    """
-
-    def of(parameter: Any) -> Any:
-        if type(parameter) in (tuple, list):
-            return type(parameter)(map(of, parameter))
-        inner = getattr(parameter, "jaxpr", parameter)
-        if not hasattr(inner, "eqns"):
-            return parameter
-        equations = [
-            equation.replace(
-                params=change(equation.primitive.name, with_inner_params(equation.params, change))
-            )
-            for equation in inner.eqns
-        ]
-        changed = inner.replace(eqns=equations)
-        return changed if inner is parameter else parameter.replace(jaxpr=changed)
-
-    return {name: of(parameter) for name, parameter in params.items()}
+# What an equation holds, read here alone. The names of a class are those of JAX's public function.
 
 
-def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """Returns how many inputs of a scan are constants and how many are carried."""
-    if "num_consts" in params:
-        return params["num_consts"], params["num_carry"]
-    constants, carries, _ = params["ft_in"].unpack()
-    return len(constants), len(carries)
+class Scan(NamedTuple):
+    """A scan calls its body with constants, carries and one row of each array, `length` times."""
+
+    body: core.ClosedJaxpr
+    n_consts: int
+    n_carry: int
+    length: Any  # an integer, or the symbol of a dimension
+    reverse: bool
+    unroll: int | bool
+
+    @classmethod
+    def of(cls, params: Params) -> Self:
+        """Reads the parameters of a scan."""
+        if "num_consts" in params:
+            counts = params["num_consts"], params["num_carry"]
+        else:
+            constants, carries, _ = params["ft_in"].unpack()
+            counts = len(constants), len(carries)
+        names = ("length", "reverse", "unroll")
+        return cls(params["jaxpr"], *counts, *(params[name] for name in names))
+
+
+class While(NamedTuple):
+    """A while loop calls each of its two functions with constants of its own and the carries."""
+
+    condition: core.ClosedJaxpr
+    n_condition: int
+    body: core.ClosedJaxpr
+    n_body: int
+
+    @classmethod
+    def of(cls, params: Params) -> Self:
+        """Reads the parameters of a while loop."""
+        names = ("cond_jaxpr", "cond_nconsts", "body_jaxpr", "body_nconsts")
+        return cls(*(params[name] for name in names))
+
+
+def branches(params: Params) -> tuple[core.ClosedJaxpr, ...]:
+    """Returns the functions of a cond, each called with all operands but the first."""
+    return params["branches"]
+
+
+def called(params: Params) -> core.ClosedJaxpr:
+    """Returns the function that a jit, remat, shard_map or custom derivative calls."""
+    return params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
+
+
+def closed_over(params: Params) -> int:
+    """Returns how many operands of a custom_vjp its function closes over: they come first."""
+    return params["num_consts"]
+
+
+def jit_options(params: Params) -> dict[str, Any]:
+    """Returns what to give `jax.jit` for the same shardings, donation and compiler options."""
+    return {
+        "in_shardings": tuple(params["in_shardings"]),
+        "out_shardings": list(params["out_shardings"]),
+        "donate_argnums": [i for i, donate in enumerate(params["donated_invars"]) if donate],
+        "keep_unused": params["keep_unused"],
+        "compiler_options": dict(params["compiler_options_kvs"]) or None,
+    }
+
+
+def shard_map_options(params: Params) -> dict[str, Any]:
+    """Returns what to give `jax.shard_map` for the same mesh axes."""
+    return {
+        "mesh": params["mesh"],
+        "in_specs": tuple(params["in_specs"]),
+        "out_specs": list(params["out_specs"]),
+        "check_vma": params["check_vma"],
+        "axis_names": set(params["newly_manual_axes"]),
+    }
+
+
+def remat_options(params: Params) -> dict[str, Any]:
+    """Returns what to give `jax.checkpoint`."""
+    return {"prevent_cse": params["prevent_cse"], "policy": params["policy"]}
 
 
 def is_concrete(value: Any) -> bool:

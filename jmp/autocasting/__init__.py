@@ -1,12 +1,20 @@
 """Autocast: op-level mixed precision of any JAX function, by a transformation of its jaxpr.
 
-The way of a program: `_autocast` traces it at its nominal (float32) types; `_graph` flattens the
-jaxpr; `_flow`, `_islands` and `_plan` decide every dtype without tracing again; `_emit` binds the
-result. What nests (`_nesting`, `_loops`, `_custom_derivatives`) is planned level by level. What
-each primitive wants is said in the op table (`_registry`, `rules/`), what the user wants in
-`_settings`, `_regions` and `_precision`. `_operations` reads a finished plan, for reports.
+The way of a program, and the files in the order in which they build on each other:
+
+  - what each primitive wants: the op table (`_registry`, `rules/`); what the user wants:
+    `_settings`, `_regions`, `_precision`;
+  - `_autocast` and `_program` trace the function at its nominal (float32) types;
+  - `_flatten` makes a dataflow graph (`_graph`) of the jaxpr, with what is known of each value's
+    numbers (`_numbers`) and the rule of each equation (`_equations`, `_tolerances`);
+  - `_flow` finds the facts of the graph, by pure functions;
+  - `_planner` decides every dtype, and writes it down with its reason as steps (`_steps`), with the
+    help of `_reasons`, `_islands`, `rewrites/` and `_order`; what nests is planned by its kind
+    (`_kinds`, `kinds/`), level by level;
+  - `_emit` runs the steps and decides nothing; `_operations` reads them, for reports.
 """
 
+from jmp.autocasting import kinds, rules
 from jmp.autocasting._autocast import autocast, full_precision
 from jmp.autocasting._operations import NoHalfProductWarning
 from jmp.autocasting._registry import Category, Rule, all_rules, register_rule
@@ -18,5 +26,7 @@ __all__ = [
     "all_rules",
     "autocast",
     "full_precision",
+    "kinds",
     "register_rule",
+    "rules",
 ]

@@ -1,4 +1,4 @@
-"""What the dataflow says by itself: which values feed products, which are neutral, their levels.
+"""What the dataflow says by itself: pure functions of a graph, whose answers stand in `Facts`.
 
 - A value *feeds* if it reaches a product, or an output that does. What does not is on the way to
   the loss (or is a statistic) and stays float32. So does what reaches a product only through a
@@ -6,84 +6,188 @@
 - A value is *kept* if it reaches the float32 carry of a loop, and no product lies between. Rounded
   on the way, it would be rounded at every turn: the carry would lose what small steps add to it.
 - A value is *neutral* if no product lies before it: parameters, inputs, constants, and what is
-  computed from them alone. Neutral values have no vote: they stay as they are and are cast at
-  each use, so that gradients add up in float32. A neutral value is *fixed* if no floating input
-  lies before it (masks, tables of sines): no gradient flows into it.
-- The *level* of a node is the largest number of barriers on a path to it. A barrier is anything
-  XLA does not fuse (a product, a sort, a loop), an embedding's gather, and the end of a batch
-  or group normalisation. Nodes of one level that touch each other can be computed as one: a
-  path that leaves such a set and comes back would cross a barrier, and so end on a higher level.
+  computed from them alone. Neutral values do not decide the dtype of an operation: they stay as
+  they are and are cast at each use, so that gradients add up in float32. A neutral value is *fixed*
+  if no floating input lies before it (masks, tables of sines): no gradient flows into it.
+- An *embedding* is a gather that looks rows up in a neutral table on their way to a product.
+- A *cut* is the end of a batch or group normalisation. There the normalised value goes back to
+  half, and what follows (relu, the residual addition) is half too: the backward pass of such a norm
+  reads its cotangent twice, and would store it in float32 otherwise.
+- The *depth* of a node is the largest number of barriers on a path to it. A barrier is anything
+  XLA does not fuse (a product, a sort, a loop), an embedding, and a cut. Nodes of one depth that
+  touch each other can be computed as one: a path that leaves such a set and comes back would cross
+  a barrier, and so end deeper.
 """
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Mapping, Sequence, Set
+from typing import NamedTuple
 
-from jmp.autocasting._graph import REPEATS, SHUFFLES, Graph, Node
-from jmp.autocasting._registry import Category
-from jmp.autocasting._values import Value, is_inexact
-from jmp.autocasting.rules.follow import BOUNDED
-
-AFFINE = frozenset({"add", "sub", "mul", "div"})
-REDUCTIONS = frozenset({"reduce_sum", "reduce_prod", "reduce_max", "reduce_min"})
+from jmp.autocasting._graph import Graph, Node, Value
+from jmp.autocasting._numbers import Dtype, is_inexact
 
 
-def mark_destinations(
-    graph: Graph, outputs_feed: Iterable[bool], outputs_kept: Iterable[bool]
-) -> None:
-    """Walks backwards from the products and the outputs: which values feed, which are kept."""
-    feeding = feeding_values(graph, outputs_feed)
-    kept = {
-        v for v, keep in zip(graph.outputs, outputs_kept, strict=True) if keep and is_inexact(v)
-    }
-    for node in reversed(graph.nodes):
-        if not node.is_product and not kept.isdisjoint(node.outputs):
-            kept.update(filter(is_inexact, node.inputs))
-    for value in (*graph.inputs, *(value for node in graph.nodes for value in node.outputs)):
-        value.feeds = value in feeding
-        value.kept = value in kept
+class Info(NamedTuple):
+    """What an outer level knows of a value: its stored dtype; whether it is neutral, and fixed."""
+
+    dtype: Dtype | None
+    neutral: bool
+    fixed: bool = False
 
 
-def feeding_values(graph: Graph, outputs_feed: Iterable[bool]) -> set[Value]:
+class Facts(NamedTuple):
+    """What the analyses found; see the module.
+
+    Attributes:
+      feeds, kept: values.
+      dependent: values that are not neutral: they depend on a product.
+      varying: values that are not fixed: they depend on a floating input, or on a product.
+      embeddings, cuts: nodes.
+      depths: of all nodes but those whose results are neutral, which are free.
+    """
+
+    feeds: Set[Value]
+    kept: Set[Value]
+    dependent: Set[Value]
+    varying: Set[Value]
+    embeddings: Set[Node]
+    cuts: Set[Node]
+    depths: Mapping[Node, int]
+
+
+def facts_of(
+    graph: Graph,
+    infos: Sequence[Info],
+    outputs_feed: Sequence[bool],
+    outputs_kept: Sequence[bool],
+) -> Facts:
+    """Returns the facts of a level.
+
+    Args:
+      graph: the level.
+      infos: of its inputs.
+      outputs_feed: whether each output reaches a product outside.
+      outputs_kept: whether each output reaches the float32 carry of a loop.
+    """
+    feeds = feeding_values(graph, outputs_feed)
+    kept = kept_values(graph, outputs_kept)
+    embeddings, dependent = find_dependent(graph, infos, feeds - kept)
+    varying = find_varying(graph, infos, dependent)
+    cuts = find_cuts(graph, dependent, embeddings)
+    depths = find_depths(graph, dependent, embeddings | cuts)
+    return Facts(feeds, kept, dependent, varying, embeddings, cuts, depths)
+
+
+def feeding_values(graph: Graph, outputs_feed: Sequence[bool]) -> set[Value]:
     """Returns the values that reach a product, or an output that feeds one outside."""
     feeding = {value for value, feeds in zip(graph.outputs, outputs_feed, strict=True) if feeds}
     for node in reversed(graph.nodes):
-        ends_here = node.reads_float32 and not node.fusible
+        ends_here = node.reads_float32 and not node.is_fusible
         if node.has_products or not (ends_here or feeding.isdisjoint(node.outputs)):
             # Indices, masks and sizes carry no precision from one side to the other.
             feeding.update(filter(is_inexact, node.inputs))
     return feeding
 
 
-def mark_neutral(graph: Graph, infos: Iterable[Any]) -> None:
-    """Walks forwards from the inputs; `infos` say which of them are neutral and fixed."""
-    for value, info in zip(graph.inputs, infos, strict=True):
-        value.neutral = info.neutral
-        value.fixed = info.fixed or not is_inexact(value)
-    for node in graph.nodes:
-        neutral = (
-            not node.has_products
-            and not node.is_embedding
-            and not node.region.as_written
-            and node.region.output_dtype is None
-            and all(value.neutral for value in node.inputs)
-        )
-        fixed = neutral and all(value.fixed for value in node.inputs)
-        for value in node.outputs:
-            value.neutral = neutral
-            value.fixed = fixed
+def kept_values(graph: Graph, outputs_kept: Sequence[bool]) -> set[Value]:
+    """Returns the values that reach the float32 carry of a loop without a product between."""
+    pairs = zip(graph.outputs, outputs_kept, strict=True)
+    kept = {value for value, keep in pairs if keep and is_inexact(value)}
+    for node in reversed(graph.nodes):
+        if not node.is_product and not kept.isdisjoint(node.outputs):
+            kept.update(filter(is_inexact, node.inputs))
+    return kept
 
 
-def mark_levels(graph: Graph) -> None:
-    """Walks forwards and counts barriers; neutral nodes are free and stay on level 0."""
-    for value in graph.inputs:
-        value.level = 0
+def find_dependent(
+    graph: Graph, infos: Sequence[Info], rounded: Set[Value]
+) -> tuple[set[Node], set[Value]]:
+    """Returns embeddings, and the values that are not neutral.
+
+    Args:
+      rounded: values that may be rounded, because they feed and are not kept.
+    """
+    embeddings: set[Node] = set()
+    found = {v for v, info in zip(graph.inputs, infos, strict=True) if not info.neutral}
     for node in graph.nodes:
-        if node.outputs and all(value.neutral for value in node.outputs):
+        if _is_embedding(node, found, rounded):
+            embeddings.add(node)
+        elif not (
+            node.has_products
+            or node.region.as_written
+            or node.region.output_dtype is not None
+            or not found.isdisjoint(node.inputs)
+        ):
             continue
-        node.level = max((value.level for value in node.inputs), default=0)
-        barrier = not node.fusible or node.is_cut
-        for value in node.outputs:
-            value.level = node.level + barrier
+        found.update(node.outputs)
+    return embeddings, found
+
+
+def find_varying(graph: Graph, infos: Sequence[Info], dependent: Set[Value]) -> set[Value]:
+    """Returns the values that depend on a floating input, or on a product."""
+    pairs = zip(graph.inputs, infos, strict=True)
+    found = {value for value, info in pairs if is_inexact(value) and not info.fixed}
+    for node in graph.nodes:
+        if not (found.isdisjoint(node.inputs) and dependent.isdisjoint(node.outputs)):
+            found.update(node.outputs)
+    return found
+
+
+def find_depths(graph: Graph, dependent: Set[Value], ends: Set[Node]) -> dict[Node, int]:
+    """Counts barriers on the way to each node.
+
+    Args:
+      ends: nodes that are barriers though they are fusible.
+    """
+    depths: dict[Node, int] = {}
+    after: dict[Value, int] = {}
+    for node in graph.nodes:
+        if node.outputs and dependent.isdisjoint(node.outputs):
+            continue
+        depth = depths[node] = max((after.get(value, 0) for value in node.inputs), default=0)
+        is_barrier = not node.is_fusible or node in ends
+        after.update(dict.fromkeys(node.outputs, depth + is_barrier))
+    return depths
+
+
+# Embeddings.
+
+
+def _is_embedding(node: Node, dependent: Set[Value], rounded: Set[Value]) -> bool:
+    if node.name != "gather" or node.region.in_float32:
+        return False
+    table, (rows,) = node.inputs[0], node.outputs
+    is_table = table not in dependent and table.constant is None
+    return is_table and rows.is_float32 and rows in rounded and not _is_compared(rows)
+
+
+def _is_compared(value: Value) -> bool:
+    """Returns whether a value is subtracted from, or compared with, one that is not made of it.
+
+    So are coordinates: the difference of two of them has the error of both.
+    """
+    for user in value.users:
+        if user.rule.moves:
+            if any(map(_is_compared, user.outputs)):
+                return True
+        elif user.name == "sub" or user.rule.compares:
+            others = [other for other in user.inputs if other is not value]
+            if any(o.constant is None and not _is_made_of(o, value) for o in others):
+                return True
+    return False
+
+
+def _is_made_of(value: Value, part: Value) -> bool:
+    """Returns whether `part` stands upstream of `value`."""
+    first = part.producer.index if part.producer else -1
+    seen, stack = {value}, [value]
+    while stack:
+        current = stack.pop()
+        if current is part:
+            return True
+        if current.producer is not None and current.producer.index > first:
+            stack += [v for v in current.producer.inputs if v not in seen]
+            seen.update(current.producer.inputs)
+    return False
 
 
 # Normalisation over leading or spatial axes.
@@ -96,76 +200,38 @@ def is_row_reduction(node: Node) -> bool:
     return axes == list(range(rank - len(axes), rank)) and len(axes) < rank
 
 
-def mark_cuts(graph: Graph) -> None:
-    """Marks the end of each normalisation over leading or spatial axes (BatchNorm, GroupNorm).
-
-    There the normalised value goes back to half, and what follows (relu, the residual addition) is
-    half too: the backward pass of such a norm reads its cotangent twice, and would store it in
-    float32 otherwise.
-    """
+def find_cuts(graph: Graph, dependent: Set[Value], embeddings: Set[Node]) -> set[Node]:
+    """Returns the end of each normalisation over leading or spatial axes."""
     statistics: set[Value] = set()
     normalised: set[Value] = set()
     for node in graph.nodes:
-        node.is_cut = False
-        if not node.fusible or len(node.outputs) != 1:
+        if not node.is_fusible or node in embeddings or len(node.outputs) != 1:
             continue
         (output,) = node.outputs
-        if output.neutral:
+        if output not in dependent:
             continue
-        if node.name == "reduce_sum" and _reduces_before_last(node):
+        if node.name == "reduce_sum" and output.size > 1 and not is_row_reduction(node):
             statistics.add(output)
-        elif all(v in statistics or v.neutral for v in node.inputs):
+        elif all(v in statistics or v not in dependent for v in node.inputs):
             statistics.add(output)
-        elif node.name in AFFINE and _is_normalising(node, statistics, normalised):
+        elif node.rule.affine and _is_normalising(node, dependent, statistics, normalised):
             normalised.add(output)
-    for value in normalised:
-        node = value.producer
-        if node is not None:
-            node.is_cut = not any(
-                user.name in AFFINE and user.outputs[0] in normalised for user in value.users
-            )
+    return {
+        value.producer
+        for value in normalised
+        if value.producer is not None
+        and not any(user.rule.affine and user.outputs[0] in normalised for user in value.users)
+    }
 
 
-def _reduces_before_last(node: Node) -> bool:
-    size = node.outputs[0].size
-    return size > 1 and not is_row_reduction(node)
-
-
-def _is_normalising(node: Node, statistics: set[Value], normalised: set[Value]) -> bool:
+def _is_normalising(
+    node: Node, dependent: Set[Value], statistics: Set[Value], normalised: Set[Value]
+) -> bool:
     """An affine step whose other operand is a statistic, or a parameter after such a step."""
-    large = [v for v in node.inputs if not v.neutral and v not in statistics]
-    others = [v for v in node.inputs if v.neutral or v in statistics]
+    large = [v for v in node.inputs if v in dependent and v not in statistics]
+    others = [v for v in node.inputs if v not in dependent or v in statistics]
     if len(large) != 1 or len(others) != 1:
         return False
     if others[0] in statistics:
         return True
     return large[0] in normalised and others[0].source_size < node.outputs[0].size
-
-
-def is_full_seed(node: Node) -> bool:
-    """Returns whether a node insists on float32 by what it is, whatever its operands are."""
-    if node.region.is_full or node.rule.category is Category.FULL:
-        return True
-    if node.rule.category is not Category.WIDEST:  # the user said otherwise
-        return False
-    is_square = node.name == "mul" and node.inputs[0] is node.inputs[1]
-    return is_square or _cancels(node)
-
-
-def _cancels(node: Node) -> bool:
-    """Returns whether a bounded function's result is added to one, or subtracted.
-
-    Near the end of its range nothing is left of that: float16's 1 - tanh(4) is off by a quarter,
-    bfloat16's is zero. So are derivatives written, such as s * (1 - s).
-    """
-    if node.name not in ("add", "sub"):
-        return False
-    is_one = [value.constant is not None and abs(value.constant) == 1 for value in node.inputs]
-    return any(is_one) and any(_is_bounded(value) for value in node.inputs)
-
-
-def _is_bounded(value: Value) -> bool:
-    node = value.producer
-    while node is not None and (node.name in REPEATS or node.name in SHUFFLES):
-        node = node.inputs[0].producer
-    return node is not None and node.name in BOUNDED and node.fusible

@@ -1,7 +1,7 @@
 """Islands: float32 arithmetic between half values.
 
-An island is a connected set of fusible nodes of one level that holds a *seed*: a node that insists
-on float32. It reads half values, computes in float32 inside one fusion, and writes half values
+An island is a connected set of fusible nodes of one depth that holds a *seed*: a node that requires
+float32. It reads half values, computes in float32 inside one fusion, and writes half values
 where a product follows. Islands come from the dataflow alone; no module's name is asked.
 
 How an island runs:
@@ -14,90 +14,21 @@ How an island runs:
     RMSNorm, GroupNorm): the sums are small, and adding up again reads everything once more.
 """
 
-import enum
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence, Set
+from typing import NamedTuple
 
-import numpy as np
-
-from jmp.autocasting._flow import REDUCTIONS, is_row_reduction
-from jmp.autocasting._graph import Node
+from jmp.autocasting._flow import Facts, is_row_reduction
+from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._registry import Category
-from jmp.autocasting._values import Value
+from jmp.autocasting._steps import Recompute
 
 # Islands whose largest value has fewer elements run plain: a recomputation would launch kernels to
 # save less than 32 KiB.
 SMALL = 1 << 14
-# Operations that may be moved in front of an island: a half result loses what storing it would.
-LINEAR = frozenset({"add", "sub"})
-MOVES = frozenset({"reshape", "transpose", "squeeze", "expand_dims", "name", "copy", "copy_p"})
-PARTS = frozenset({"split", "slice"})
-# Operations cheap enough to be done again inside an island rather than read from memory.
-CHEAP = frozenset({
-    "broadcast_in_dim", "iota", "reshape", "squeeze", "expand_dims", "convert_element_type", "copy",
-    "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "add", "sub", "mul", "neg", "select_n",
-    "copy_p",
-})  # fmt: skip
 
 
-class Mode(enum.Enum):
-    """How an island runs; see the module's docstring."""
-
-    PLAIN = "plain"
-    RECOMPUTE = "recompute"
-    RECOMPUTE_BUT_SUMS = "recompute but sums"
-
-
-class Island:
-    """A set of nodes computed in float32, as one step.
-
-    Attributes:
-      nodes: in program order.
-      clones: neutral nodes that it computes for itself, before its own; they may stand outside too.
-      inputs: values read from outside, each once.
-      outputs: values read outside.
-      mode: how it runs.
-    """
-
-    def __init__(self, nodes: list[Node], graph_outputs: set[Value]) -> None:
-        self.nodes = nodes
-        self.clones: list[Node] = []
-        self.inputs: list[Value] = []
-        self.outputs: list[Value] = []
-        self.mode = Mode.PLAIN
-        self.connect(graph_outputs)
-
-    @property
-    def shares_casts(self) -> bool:
-        """Whether all readers of an input share one cast, so that its cotangents add up in float32.
-
-        So for norms over rows (4 % of the gradient error of an RMSNorm transformer). Elsewhere each
-        reader has its own, and the cotangents add up in half: XLA takes a pair of casts away, and
-        would store the float32 sum (3 % of a U-Net's bytes, 8 % of a GPT's).
-        """
-        is_cut = any(node.is_cut for node in self.nodes)
-        return self.mode is Mode.RECOMPUTE_BUT_SUMS and not is_cut
-
-    def connect(self, graph_outputs: set[Value]) -> None:
-        """Finds inputs and outputs anew from the nodes."""
-        inside = {*self.clones, *self.nodes}
-        self.inputs = list(
-            dict.fromkeys(
-                value
-                for node in (*self.clones, *self.nodes)
-                for value in node.inputs
-                if value.producer not in inside and value.literal is None
-            )
-        )
-        self.outputs = [
-            value
-            for node in self.nodes
-            for value in node.outputs
-            if value in graph_outputs or any(user not in inside for user in value.users)
-        ]
-
-
-def group(nodes: Iterable[Node]) -> list[list[Node]]:
-    """Returns the connected components of fusible, non-neutral nodes of equal level."""
+def group(nodes: Iterable[Node], cuts: Set[Node]) -> list[list[Node]]:
+    """Returns the connected components of fusible, non-neutral nodes of one depth."""
     leader: dict[Node, Node] = {}
 
     def find(node: Node) -> Node:
@@ -110,7 +41,7 @@ def group(nodes: Iterable[Node]) -> list[list[Node]]:
         leader[node] = node
         for value in node.inputs:
             other = value.producer
-            if other in leader and value.level == node.level:
+            if other in leader and other not in cuts:
                 leader[find(other)] = find(node)
     components: dict[Node, list[Node]] = {}
     for node in leader:
@@ -122,32 +53,40 @@ def _is_softmax(nodes: Iterable[Node]) -> bool:
     return any(node.name == "reduce_max" and is_row_reduction(node) for node in nodes)
 
 
-def choose_mode(island: Island, recompute: str, repeats: int) -> Mode:
-    """Decides how an island runs, from its reductions and its largest value.
+def choose_recompute(nodes: Sequence[Node], cuts: Set[Node], asked: str, repeats: int) -> Recompute:
+    """Decides what an island keeps, from its reductions and its largest value.
 
     Inside a loop what is kept is kept for every turn, so that sizes count `repeats` times.
     """
-    largest = repeats * max((v.size for node in island.nodes for v in node.outputs), default=0)
-    if recompute == "none":
-        return Mode.PLAIN
-    if recompute == "all":
-        return Mode.RECOMPUTE
-    if largest < SMALL:
-        return Mode.PLAIN
-    sums = [node for node in island.nodes if node.name == "reduce_sum"]
-    if any(node.is_cut for node in island.nodes):
+    largest = repeats * max((v.size for node in nodes for v in node.outputs), default=0)
+    if asked == "all":
+        return Recompute.RECOMPUTE
+    if asked == "none" or largest < SMALL:
+        return Recompute.PLAIN
+    sums = [node for node in nodes if node.name == "reduce_sum"]
+    if not cuts.isdisjoint(nodes):
         over_batch = any(0 in node.params["axes"] for node in sums if not is_row_reduction(node))
-        return Mode.PLAIN if over_batch else Mode.RECOMPUTE_BUT_SUMS
-    if any(node.name in REDUCTIONS and is_row_reduction(node) for node in island.nodes):
-        return Mode.RECOMPUTE if _is_softmax(island.nodes) or not sums else Mode.RECOMPUTE_BUT_SUMS
+        return Recompute.PLAIN if over_batch else Recompute.RECOMPUTE_BUT_SUMS
+    if any(node.rule.reduces and is_row_reduction(node) for node in nodes):
+        keeps_sums = sums and not _is_softmax(nodes)
+        return Recompute.RECOMPUTE_BUT_SUMS if keeps_sums else Recompute.RECOMPUTE
     expensive = any(
         node.rule.expensive and any(repeats * v.size >= SMALL for v in node.outputs)
-        for node in island.nodes
+        for node in nodes
     )
-    return Mode.RECOMPUTE if expensive else Mode.PLAIN
+    return Recompute.RECOMPUTE if expensive else Recompute.PLAIN
 
 
-def peel(nodes: list[Node], half: np.dtype) -> tuple[list[Node], list[Node]]:
+class Cone(NamedTuple):
+    """What a node is a linear function of: the nodes on the way, and the values that enter."""
+
+    nodes: frozenset[Node]
+    entering: frozenset[Value]
+
+
+def peel(
+    nodes: Sequence[Node], is_half: Callable[[Value], bool], facts: Facts
+) -> tuple[list[Node], list[Node]]:
     """Splits linear nodes off the entry of an island where no more values enter the rest then.
 
     A residual addition in front of a LayerNorm: two half values enter before, their sum after; and
@@ -155,75 +94,80 @@ def peel(nodes: list[Node], half: np.dtype) -> tuple[list[Node], list[Node]]:
     values enter, and the cotangent is rounded before the bias adds it up, so that XLA need not
     store it in float32 for two readers (14 % of a U-Net's bytes).
 
+    Args:
+      nodes: of the island.
+      is_half: whether a value from outside is stored in half.
+      facts: of the level.
+
     Returns: the nodes in front, to run in half, and the rest.
     """
     inside = set(nodes)
     # What is added to the scores of an attention may be a mask over the keys.
-    takes_biases = not (_is_softmax(nodes) and any(v.feeds for n in nodes for v in n.outputs))
-    # For each node that is a linear function of what enters: the nodes it takes, and the values.
-    cones: dict[Node, tuple[frozenset[Node], frozenset[Value]]] = {}
+    feeds = any(not facts.feeds.isdisjoint(node.outputs) for node in nodes)
+    takes_biases = not (_is_softmax(nodes) and feeds)
+    cones: dict[Node, Cone] = {}
     front: frozenset[Node] = frozenset()
     for node in nodes:
-        cone = _linear_cone(node, inside, cones, half, takes_biases)
+        cone = _linear_cone(node, inside, cones, is_half, facts, takes_biases)
         if cone is None:
             continue
         cones[node] = cone
-        members, entering = cone
         ends_here = [
             value
-            for value in entering
-            if all(user in members or user not in inside for user in value.users)
+            for value in cone.entering
+            if all(user in cone.nodes or user not in inside for user in value.users)
         ]
-        if node.name in LINEAR and sum(v.size for v in ends_here) >= node.outputs[0].size:
-            front |= members
+        if node.rule.linear and sum(v.size for v in ends_here) >= node.outputs[0].size:
+            front |= cone.nodes
     return [n for n in nodes if n in front], [n for n in nodes if n not in front]
 
 
 def _linear_cone(
     node: Node,
-    inside: set[Node],
-    cones: dict[Node, tuple[frozenset[Node], frozenset[Value]]],
-    half: np.dtype,
+    inside: Set[Node],
+    cones: dict[Node, Cone],
+    is_half: Callable[[Value], bool],
+    facts: Facts,
     takes_biases: bool,
-) -> tuple[frozenset[Node], frozenset[Value]] | None:
-    if node.name not in LINEAR | MOVES | PARTS:
+) -> Cone | None:
+    rule, result = node.rule, node.outputs[0]
+    if not (rule.linear or rule.reshapes or rule.permutes or rule.selects):
         return None
-    if node.region.is_full or not node.outputs[0].is_float32:
+    if node.region.in_float32 or rule.category is Category.FULL or not result.is_float32:
         return None
-    if node.rule.category is Category.FULL:
-        return None
-    members: set[Node] = {node}
+    nodes: set[Node] = {node}
     entering: set[Value] = set()
     for value in node.inputs:
         if value.producer in inside:
             cone = cones.get(value.producer)
             if cone is None:
                 return None
-            members |= cone[0]
+            nodes |= cone.nodes
             # A part of a value counts as a value by itself: the gates of an LSTM.
-            entering |= {value} if value.producer.name in PARTS else cone[1]
-        elif value.neutral:
+            entering |= {value} if value.producer.rule.selects else cone.entering
+        elif value not in facts.dependent:
             # A bias may go along. A mask, or an input as large as the result, may not.
             if value.constant is not None or not (value.is_vector and takes_biases):
                 return None
-            if value.source_size >= node.outputs[0].size:
+            if value.source_size >= result.size:
                 return None
-        elif value.dtype != half:
-            return None
-        else:
+        elif is_half(value):
             entering.add(value)
-    return frozenset(members), frozenset(entering)
+        else:
+            return None
+    return Cone(frozenset(nodes), frozenset(entering))
 
 
-def clone_cheap(island: Island) -> None:
-    """Lets an island compute masks and broadcasts for itself rather than keep them as residuals."""
+def clones_for(entering: Iterable[Value], facts: Facts) -> list[Node]:
+    """Returns nodes that an island computes for itself rather than keep their results.
+
+    They make masks and broadcasts, large neutral values, from small ones.
+    """
     clones: dict[Node, None] = {}
-    for value in island.inputs:
-        if value.neutral and value.size >= SMALL:
+    for value in entering:
+        if value not in facts.dependent and value.size >= SMALL:
             clones.update(dict.fromkeys(_cheap_producers(value)))
-    if clones:
-        island.clones = sorted(clones, key=lambda node: node.index)
-        island.connect(set(island.outputs))
+    return sorted(clones, key=lambda node: node.index)
 
 
 def _cheap_producers(value: Value) -> list[Node]:
@@ -232,12 +176,13 @@ def _cheap_producers(value: Value) -> list[Node]:
 
     def is_cheap(value: Value) -> bool:
         node = value.producer
-        if value.literal is not None or node in found:
+        if value.held is not None or node in found:
             return True
-        if node is None or node.name not in CHEAP:
-            return value.size < SMALL
+        is_small = value.size < SMALL
+        if node is None or not (node.rule.cheap or node.rule.reshapes or node.rule.repeats):
+            return is_small
         if not all(is_cheap(operand) for operand in node.inputs):
-            return value.size < SMALL
+            return is_small
         found[node] = None
         return True
 

@@ -1,21 +1,162 @@
-"""The kinds of nodes that are levels of their own, by the names of their primitives."""
+"""Kinds: what autocast goes inside, and how it does.
 
+A kind is a class for one sort of equation that holds functions (jit, remat, shard_map, loops,
+branches, custom derivatives): `kinds/` has one file each, and `register_kind` adds another. What a
+kind does not say is that of a function that is called once with all the operands.
+
+  - `rule` says how the equation counts as a whole, where the op table cannot know.
+  - `plan` plans what is inside, each function as a level of its own, and decides in which dtypes
+    operands go in and results come out.
+  - `emit` binds the equation anew through JAX's public function for it, which sees to effects,
+    shardings and caches; it is told what stands for each function inside. The diagnostics emit
+    programs with it too.
+"""
+
+import abc
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from jmp.autocasting._custom_derivatives import CustomJvp, CustomVjp
-from jmp.autocasting._loops import Cond, Scan, While
-from jmp.autocasting._nesting import Jit, Remat, ShardMap
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-KINDS: dict[str, Any] = {
-    "jit": Jit,
-    "pjit": Jit,
-    "remat": Remat,
-    "remat2": Remat,
-    "checkpoint": Remat,
-    "shard_map": ShardMap,
-    "scan": Scan,
-    "while": While,
-    "cond": Cond,
-    "custom_jvp_call": CustomJvp,
-    "custom_vjp_call": CustomVjp,
-}
+from jmp import _jax_compat
+from jmp.autocasting._flow import Info
+from jmp.autocasting._graph import Graph, Node, Value
+from jmp.autocasting._numbers import Dtype
+from jmp.autocasting._registry import Rule, primitive_name
+from jmp.autocasting._settings import Settings
+from jmp.autocasting._steps import Inside, Nested, Unplanned
+
+Arrays = Sequence[Any]
+Function = Callable[..., list[Any]]  # of flat arrays
+
+
+# The graph of a function inside, and the arrays that it holds by itself, its first inputs.
+Opened = tuple[Graph, list[Any]]
+
+
+class Level(abc.ABC):
+    """What a kind may ask of the planner, of the level that its equation stands in."""
+
+    half: Dtype
+
+    @abc.abstractmethod
+    def info(self, value: Value) -> Info:
+        """Returns what an inner level needs to know of an operand."""
+
+    @abc.abstractmethod
+    def feeds(self, value: Value) -> bool:
+        """Returns whether a value reaches a product."""
+
+    @abc.abstractmethod
+    def kept(self, value: Value) -> bool:
+        """Returns whether a value reaches the float32 carry of a loop."""
+
+    @abc.abstractmethod
+    def open(
+        self, function: ClosedJaxpr, node: Node, operands: Sequence[Value | None] = ()
+    ) -> Opened:
+        """Flattens a function inside `node`.
+
+        Args:
+          operands: values of this level that are its arguments, None where it is not one value.
+        """
+
+    @abc.abstractmethod
+    def plan(
+        self,
+        opened: Opened,
+        infos: Sequence[Info],
+        feeds: Sequence[bool],
+        kept: Sequence[bool],
+        *,
+        turns: int = 1,
+        prevent_cse: bool | None = None,
+    ) -> Inside:
+        """Plans what was opened.
+
+        Args:
+          infos: of its arguments.
+          feeds, kept: whether each result reaches a product outside; the float32 carry of a loop.
+          turns: how often it runs.
+          prevent_cse: whether XLA must not merge recomputed islands inside with the forward pass;
+            None: as on this level.
+        """
+
+    def plan_called(
+        self,
+        function: ClosedJaxpr,
+        node: Node,
+        operands: Sequence[Value],
+        prevent_cse: bool | None = None,
+    ) -> Inside:
+        """Plans a function that `node` calls once with `operands`."""
+        opened = self.open(function, node, operands)
+        feeds, kept = map(self.feeds, node.outputs), map(self.kept, node.outputs)
+        infos = list(map(self.info, operands))
+        return self.plan(opened, infos, list(feeds), list(kept), prevent_cse=prevent_cse)
+
+    @abc.abstractmethod
+    def nested(
+        self,
+        node: Node,
+        insides: Sequence[Inside | Unplanned],
+        stores: Sequence[Dtype | None],
+        reads: Sequence[Dtype | None] | None = None,
+    ) -> Nested:
+        """Returns the step of an equation that is planned inside.
+
+        Args:
+          insides: what stands for its functions.
+          stores: the dtypes of its results.
+          reads: the dtypes that its operands go in with; left out, those that they are stored in.
+        """
+
+
+class Kind:
+    """An equation that calls one function once, with all its operands."""
+
+    def goes_inside(self, settings: Settings) -> bool:
+        """Returns whether autocast goes inside; else the equation is bound as it was written."""
+        return True
+
+    def rule(self, equation: JaxprEqn, rule: Rule, settings: Settings) -> Rule:
+        """Returns the rule of the equation, given that of the op table."""
+        return rule
+
+    def functions(self, equation: JaxprEqn) -> Sequence[ClosedJaxpr]:
+        """Returns the functions inside, in the order in which `emit` takes what stands for them."""
+        return [_jax_compat.called(equation.params)]
+
+    def plan(self, node: Node, level: Level) -> Nested:
+        """Plans the node's functions; results come out as the inside leaves them."""
+        (function,) = self.functions(node.equation)
+        inside = level.plan_called(function, node, node.inputs)
+        return level.nested(node, [inside], inside.plan.stores)
+
+    def emit(self, equation: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> Any:
+        """Binds the equation anew; returns a list of results."""
+        raise NotImplementedError
+
+
+_KINDS: dict[str, Kind] = {}
+
+
+def register_kind(primitives: Sequence[Any], kind: Kind) -> None:
+    """Tells autocast and the diagnostics how to go inside the equations of some primitives.
+
+    Args:
+      primitives: primitives or their names.
+      kind: see the module.
+
+    Raises: ValueError if a primitive has a kind already.
+    """
+    names = list(map(primitive_name, primitives))
+    for name in names:
+        if name in _KINDS:
+            raise ValueError(f"{name!r} has a kind already, {type(_KINDS[name]).__name__}.")
+    _KINDS.update(dict.fromkeys(names, kind))
+
+
+def kind_of(name: str) -> Kind | None:
+    """Returns the kind of the primitive called `name`; None if autocast binds it as a whole."""
+    return _KINDS.get(name)

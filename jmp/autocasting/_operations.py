@@ -5,20 +5,20 @@ What says that autocast lowered no product at all stands here too.
 
 import collections
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from jmp import _jax_compat
 from jmp.autocasting._equations import is_inner_product
-from jmp.autocasting._graph import FULL, HALF, Node
-from jmp.autocasting._islands import Island
-from jmp.autocasting._loops import turns
-from jmp.autocasting._plan import Plan
+from jmp.autocasting._graph import Node
+from jmp.autocasting._numbers import FLOAT32, Dtype
 from jmp.autocasting._precision import asked_for
 from jmp.autocasting._regions import AUTOCAST, FULL_PRECISION
 from jmp.autocasting._registry import NO_RULE, Category, rule_for
+from jmp.autocasting._steps import Arithmetic, Inside, Island, Nested, Plan
+from jmp.autocasting.kinds.scan import turns_of
 
 WIDE = frozenset({"float32", "float64", "complex64", "complex128"})
 
@@ -33,6 +33,7 @@ class Operation(NamedTuple):
     Attributes:
       equation: the jaxpr's.
       node: the plan's node; `equation` is its own, or stands inside it.
+      why: the reason of its dtypes.
       scope: its name stack from the outermost level down.
       times: how often it runs, turns of loops included.
       dtypes_in, dtypes_out: of its floating operands as they are read, and results as stored.
@@ -40,6 +41,7 @@ class Operation(NamedTuple):
 
     equation: Any
     node: Node
+    why: str
     scope: Any
     times: int
     dtypes_in: list[str]
@@ -48,44 +50,52 @@ class Operation(NamedTuple):
 
 def operations_of(plan: Plan, times: int = 1) -> Iterator[Operation]:
     """Yields the operations of a plan, nested ones included."""
+    half = plan.words.settings.compute_dtype
     for step in plan.steps:
-        if isinstance(step, Island):
+        if isinstance(step, Nested):
+            turns = times * turns_of(step.node.equation)
+            for inside in step.insides:
+                if isinstance(inside, Inside):
+                    yield from operations_of(inside.plan, turns)
+        elif isinstance(step, Island):
+            stored = {leave.value: leave.dtype for leave in step.leaves}
             for node in step.nodes:
-                yield from _operations_of_node(node, plan, times, FULL)
+                stores = [stored.get(value, value.dtype) for value in node.outputs]
+                why = step.why.get(node, node.rule.reason)
+                yield from _operations_of_node(node, why, times, FLOAT32, stores)
         else:
-            yield from _operations_of_node(step, plan, times, None)
+            read = half if step.arithmetic is Arithmetic.HALF else FLOAT32
+            yield from _operations_of_node(step.node, step.why, times, read, step.stores)
 
 
 def _operations_of_node(
-    node: Node, plan: Plan, times: int, inside: str | None
+    node: Node, why: str, times: int, read: Dtype, stores: Sequence[Dtype | None]
 ) -> Iterator[Operation]:
-    count = turns(node) if node.name == "scan" else 1
-    if node.mode == "nested":
-        for inner in node.inner if isinstance(node.inner, list) else [node.inner]:
-            yield from operations_of(inner.plan, times * count)
-        return
-    if any(True for _ in _jax_compat.inner_jaxprs(node.equation)):
-        # Bound as a whole, in the dtypes it was traced with: a region, a custom derivative.
-        for jaxpr in _jax_compat.inner_jaxprs(node.equation):
-            yield from _operations_as_written(jaxpr, node, node.scope, times * count)
-        return
-    half = str(plan.context.settings.compute_dtype)
-    read = inside or (half if node.mode == HALF else FULL)
-    dtypes_in = [read if value.is_float32 else _dtype(value) for value in node.inputs]
-    dtypes_out = [str(v.dtype) if v.is_float32 else _dtype(v) for v in node.outputs]
-    yield Operation(node.equation, node, node.scope, times, *_named(dtypes_in, dtypes_out))
+    inner = list(_jax_compat.inner_jaxprs(node.equation))
+    # Bound as a whole, in the dtypes it was traced with: a region, a custom derivative.
+    for jaxpr in inner:
+        turns = times * turns_of(node.equation)
+        yield from _operations_as_written(jaxpr, node, why, node.scope, turns)
+    if not inner:
+        dtypes_in = [str(read) if value.is_float32 else _dtype(value) for value in node.inputs]
+        pairs = zip(node.outputs, stores, strict=True)
+        dtypes_out = [str(dtype) if value.is_float32 else _dtype(value) for value, dtype in pairs]
+        named = _named(dtypes_in, dtypes_out)
+        yield Operation(node.equation, node, why, node.scope, times, *named)
 
 
-def _operations_as_written(jaxpr: Any, node: Node, outer: Any, times: int) -> Iterator[Operation]:
+def _operations_as_written(
+    jaxpr: Any, node: Node, why: str, outer: Any, times: int
+) -> Iterator[Operation]:
     for equation in jaxpr.eqns:
         inner = list(_jax_compat.inner_jaxprs(equation))
-        count = times * (equation.params["length"] if equation.primitive.name == "scan" else 1)
         scope = outer + equation.source_info.name_stack
         for nested in inner:
-            yield from _operations_as_written(nested, node, scope, count)
+            turns = times * turns_of(equation)
+            yield from _operations_as_written(nested, node, why, scope, turns)
         if not inner:
             dtypes = [[_dtype(v) for v in side] for side in (equation.invars, equation.outvars)]
-            yield Operation(equation, node, scope, times, *_named(*dtypes))
+            yield Operation(equation, node, why, scope, times, *_named(*dtypes))
 
 
 def _named(*sides: list[str]) -> Iterator[list[str]]:
@@ -124,7 +134,7 @@ def warn_if_no_product_is_half(plan: Plan, name: str) -> bool:
         listed = [f"{first} product{'s' * (first > 1)}: {why}"]
         listed += [f"{count}: {why}" for why, count in others]
         warnings.warn(
-            f"autocast computes no product of {name!r} in {plan.context.settings.compute_dtype}. "
+            f"autocast computes no product of {name!r} in {plan.words.settings.compute_dtype}. "
             f"{'; '.join(listed)}. jmp.diagnostics.precision_report says where each one stands.",
             NoHalfProductWarning,
             stacklevel=6,  # the call of the wrapped function
@@ -134,18 +144,18 @@ def warn_if_no_product_is_half(plan: Plan, name: str) -> bool:
 
 def _reason(operation: Operation) -> str:
     node = operation.node
-    if node.region.is_full:
-        return node.why
+    if node.region.in_float32:
+        return operation.why
     if asked := asked_for(operation.equation):
         return asked
     if node.rule != NO_RULE:
-        return node.why
+        return operation.why
     return f"inside {node.name.removesuffix('_call')}, which runs as written"
 
 
 def _is_callers_wish(operation: Operation, plan: Plan) -> bool:
-    if operation.node.region.is_full:
+    if operation.node.region.in_float32:
         return True
-    if plan.context.settings.overrides_rule(operation.equation.primitive.name):
+    if plan.words.settings.overrides_rule(operation.equation.primitive.name):
         return True
     return bool({AUTOCAST, FULL_PRECISION} & set(_jax_compat.scope_names(operation.scope)))

@@ -10,28 +10,26 @@ from being lowered. So functions are traced with it switched off, and the produc
 are bound with it. (A while loop's condition is bound as it was traced, without.)
 """
 
-from collections.abc import Mapping
 from typing import Any
 
+from jax.extend.core import JaxprEqn
 from jax.lax import Precision
 
 from jmp import _jax_compat
-from jmp.autocasting._values import FLOAT32
+from jmp.autocasting._numbers import FLOAT32
+from jmp.autocasting._registry import Category, Params, rule_for
 
-PRODUCTS = frozenset({
-    "dot_general", "ragged_dot_general", "ragged_dot", "conv_general_dilated",
-})  # fmt: skip
 STRONGER = (Precision.HIGHEST, Precision.HIGH)
 
 
-def names_algorithm(params: Mapping[str, Any]) -> bool:
+def names_algorithm(params: Params) -> bool:
     """Returns whether a product says how the hardware shall multiply."""
     return type(params.get("precision")).__name__ in ("DotAlgorithm", "DotAlgorithmPreset")
 
 
-def asked_for(equation: Any) -> str:
+def asked_for(equation: JaxprEqn) -> str:
     """Returns why `precision=` keeps a product of float32 operands as it is, or nothing."""
-    if equation.primitive.name not in PRODUCTS:
+    if rule_for(equation.primitive.name).category is not Category.LOW:
         return ""
     if not any(getattr(atom.aval, "dtype", None) == FLOAT32 for atom in equation.invars):
         return ""
@@ -43,7 +41,7 @@ def asked_for(equation: Any) -> str:
     return f"the user asked for precision={asked.name}" if asked else ""
 
 
-def with_default(name: str, params: Mapping[str, Any]) -> Mapping[str, Any]:
+def with_default(name: str, params: Params) -> Params:
     """Returns parameters in which products that name no precision have the global default's.
 
     Args:
@@ -52,9 +50,21 @@ def with_default(name: str, params: Mapping[str, Any]) -> Mapping[str, Any]:
     default = _jax_compat.default_precision()
     if default is None:
         return params
+    found = {key: _with_default_inside(parameter) for key, parameter in params.items()}
+    names_none = rule_for(name).category is Category.LOW and params.get("precision", "") is None
+    return {**found, "precision": default} if names_none else found
 
-    def change(name: str, params: dict[str, Any]) -> dict[str, Any]:
-        names_none = name in PRODUCTS and params["precision"] is None
-        return {**params, "precision": default} if names_none else params
 
-    return change(name, _jax_compat.with_inner_params(params, change))
+def _with_default_inside(parameter: Any) -> Any:
+    """Returns a parameter of an equation with the same change in the jaxprs that it holds."""
+    if type(parameter) in (tuple, list):
+        return type(parameter)(map(_with_default_inside, parameter))
+    inner, _ = _jax_compat.open_jaxpr(parameter)
+    if not hasattr(inner, "eqns"):
+        return parameter
+    equations = [
+        equation.replace(params=with_default(equation.primitive.name, equation.params))
+        for equation in inner.eqns
+    ]
+    changed = inner.replace(eqns=equations)
+    return changed if inner is parameter else parameter.replace(jaxpr=changed)

@@ -17,13 +17,14 @@ import jax.numpy as jnp
 from jmp import _jax_compat
 from jmp.autocasting._emit import run_plan
 from jmp.autocasting._equations import equations
-from jmp.autocasting._graph import flatten
-from jmp.autocasting._nesting import Info, nominal
+from jmp.autocasting._flatten import flatten
+from jmp.autocasting._flow import Info
+from jmp.autocasting._numbers import FLOAT32
 from jmp.autocasting._operations import warn_if_no_product_is_half
-from jmp.autocasting._plan import Context, Plan, make_plan
-from jmp.autocasting._regions import AUTOCAST, RegionRules
+from jmp.autocasting._planner import Context, make_plan
+from jmp.autocasting._regions import AUTOCAST, RegionRules, Words
 from jmp.autocasting._settings import Settings
-from jmp.autocasting._values import FLOAT32
+from jmp.autocasting._steps import Plan
 from jmp.rules import Rule, UnusedRuleWarning
 from jmp.trees import as_jax_array, cast_leaf, holds_numbers
 
@@ -138,16 +139,15 @@ class Program:
 
     def _plan(self, jaxpr: Any, constants: Sequence[Any], in_half: Sequence[bool]) -> Plan:
         regions = RegionRules(self.rules, self.settings.compute_dtype)
-        graph = flatten(
-            jaxpr, constants, (), _jax_compat.empty_name_stack(), self.settings, regions
-        )
-        infos = [Info(nominal(value), True) for value in graph.inputs]
+        words = Words(self.settings, regions)
+        graph = flatten(jaxpr, constants, (), _jax_compat.empty_name_stack(), words)
+        infos = [Info(value.dtype, True) for value in graph.inputs]
         first = len(infos) - len(in_half)
         for position, half in enumerate(in_half):
             if half and graph.inputs[first + position].is_float32:
                 infos[first + position] = Info(self.settings.compute_dtype, False)
         nowhere = [False] * len(graph.outputs)
-        plan = make_plan(graph, infos, nowhere, nowhere, Context(self.settings, regions))
+        plan = make_plan(graph, infos, nowhere, nowhere, Context(words))
         regions.warn_unused()
         if not self._has_warned:
             name = getattr(self.fun, "__name__", repr(self.fun))

@@ -14,12 +14,13 @@ import dataclasses
 import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jmp import _jax_compat
+from jmp.autocasting._settings import Settings
 from jmp.dtypes import is_half
 from jmp.policy import Policy, get_policy
 from jmp.rules import PolicyRules, Rule
@@ -34,19 +35,19 @@ class Region:
     """What the user said of one place in the program.
 
     Attributes:
-      is_full: operations run in float32.
+      in_float32: operations run in float32.
       as_written: an inner autocast has decided here.
       output_dtype: float32 results that leave the region are rounded to it; None leaves it open.
     """
 
-    is_full: bool = False
+    in_float32: bool = False
     as_written: bool = False
     output_dtype: np.dtype | None = None
 
 
 ORDINARY = Region()
-AS_WRITTEN = Region(is_full=True, as_written=True)
-FULL = Region(is_full=True)
+AS_WRITTEN = Region(in_float32=True, as_written=True)
+IN_FLOAT32 = Region(in_float32=True)
 
 
 def policy_scope(policy: Policy) -> AbstractContextManager[None]:
@@ -87,7 +88,7 @@ class RegionRules:
         if AUTOCAST in names:
             return AS_WRITTEN
         if FULL_PRECISION in names:
-            return FULL
+            return IN_FLOAT32
         named = [name for name in names if name.startswith(POLICY)]
         if named:
             policy = get_policy(named[-1].removeprefix(POLICY))
@@ -104,7 +105,7 @@ class RegionRules:
                 "float32; wrap that part in an autocast of its own."
             )
         leaves_half = policy.output_dtype == self._default.compute_dtype
-        return Region(is_full=True, output_dtype=policy.output_dtype if leaves_half else None)
+        return Region(in_float32=True, output_dtype=policy.output_dtype if leaves_half else None)
 
     @property
     def unused(self) -> list[str]:
@@ -115,3 +116,10 @@ class RegionRules:
         """Warns of rules that matched no scope of the program."""
         if self._rules is not None:
             self._rules.warn_unused()
+
+
+class Words(NamedTuple):
+    """What the user said: options of this call, and of places in the program."""
+
+    settings: Settings
+    regions: RegionRules

@@ -3,7 +3,7 @@
 Five categories, decided per primitive and looked up by its name:
   - LOW: products, computed in the compute dtype, on the tensor cores.
   - FULL: float32, because the range or the precision of a half type would not do.
-  - WIDEST: operands must agree; half if an operand is half and none insists on float32.
+  - WIDEST: operands must agree; half if an operand is half and none requires float32.
   - FOLLOW: exact or bounded; computed in whatever dtype comes in.
   - AS_WRITTEN: the dtypes the program was traced with. A primitive without a rule is here too.
 
@@ -30,9 +30,10 @@ class Category(enum.Enum):
 
 
 Params = Mapping[str, Any]
+InHalf = Callable[[Params, np.dtype[Any]], Params]
 
 
-def _same_params(params: Params, dtype: np.dtype) -> Params:
+def _same_params(params: Params, dtype: np.dtype[Any]) -> Params:
     return params
 
 
@@ -43,26 +44,66 @@ class Rule:
     Attributes:
       category: see `Category`.
       reason: one sentence, printed in the op table and in reports.
+      params_in_half: given the parameters and a half dtype, the parameters to bind there.
+      owner: the module that registered it.
+
+    The others are traits, from which the planner and the diagnostics take every set of primitives:
       fusible: XLA fuses it into its neighbours (elementwise, data movement, reductions), so that it
         may be part of an island. Products, sorts, scatters and loops are not.
       expensive: an elementwise function whose derivative keeps float32 values; an island that holds
         one is worth recomputing.
-      exact: rounding its float32 result changes nothing, but its *derivative* adds up: it runs in
-        float32 between two casts, which cost nothing inside a fusion.
-      params_in_half: given the parameters and a half dtype, the parameters to bind there.
-      owner: the module that registered it.
+      sums_backward: rounding its float32 result changes nothing, but its *derivative* adds up: it
+        runs in float32 between two casts, which cost nothing inside a fusion.
+      cheap: an island computes it again rather than read its result from memory.
+      reshapes, permutes: it moves all numbers of its first operand; `reshapes` keeps their order.
+      repeats, selects: it repeats the numbers of its first operand; takes some of them.
+      linear, affine: it adds or subtracts; these and `mul` and `div`.
+      elementwise: of two operands, of which JAX stretches the smaller one to the larger.
+      compares: it asks how two operands differ.
+      masks: it is how masks are applied. (Not `mul`: a product that overflows must be seen.)
+      keeps_range: its result is known to go beyond a half type where an operand does.
+      bounded: its result lies between minus one and one.
+      reduces: it reduces over `axes`.
+      sums: it adds up, or multiplies, many terms; in reports a reduction.
+      draws_bits: it makes or uses random bits.
+      factorises: it factorises or solves a matrix, which fails for a singular one.
+      casts: it changes the dtype and nothing else.
     """
 
     category: Category
     reason: str
-    fusible: bool = True
-    expensive: bool = False
-    exact: bool = False
-    params_in_half: Callable[[Params, np.dtype], Params] = _same_params
+    params_in_half: InHalf = _same_params
     owner: str = "jmp"
+    fusible: bool = False
+    expensive: bool = False
+    sums_backward: bool = False
+    cheap: bool = False
+    reshapes: bool = False
+    permutes: bool = False
+    repeats: bool = False
+    selects: bool = False
+    linear: bool = False
+    affine: bool = False
+    elementwise: bool = False
+    compares: bool = False
+    masks: bool = False
+    keeps_range: bool = False
+    bounded: bool = False
+    reduces: bool = False
+    sums: bool = False
+    draws_bits: bool = False
+    factorises: bool = False
+    casts: bool = False
+
+    @property
+    def moves(self) -> bool:
+        """Whether the numbers of its result are those of its first operand."""
+        return self.reshapes or self.permutes or self.repeats or self.selects
 
 
-NO_RULE = Rule(Category.AS_WRITTEN, "no rule: computed in the dtypes it was traced with", False)
+TRAITS = tuple(field.name for field in dataclasses.fields(Rule) if field.type is bool)
+
+NO_RULE = Rule(Category.AS_WRITTEN, "no rule: computed in the dtypes it was traced with")
 
 _RULES: dict[str, Rule] = {}
 
@@ -72,10 +113,8 @@ def register_rule(
     category: Category | str,
     reason: str,
     *,
-    fusible: bool = False,
-    expensive: bool = False,
-    exact: bool = False,
-    params_in_half: Callable[[Params, np.dtype], Params] = _same_params,
+    params_in_half: InHalf = _same_params,
+    **traits: bool,
 ) -> None:
     """Tells autocast how to compute one or more primitives.
 
@@ -83,19 +122,27 @@ def register_rule(
       primitives: a primitive, its name, or a sequence of either.
       category: a `Category` or its name: "low", "full", "widest", "follow", "as written".
       reason: one sentence for the op table.
-      fusible, expensive, exact, params_in_half: see `Rule`. A rule for a primitive that names a
-        dtype in its parameters gives `params_in_half`.
+      params_in_half: see `Rule`. A rule for a primitive that names a dtype in its parameters gives
+        it.
+      traits: see `Rule`; what is left out is False.
 
-    Raises: ValueError if a primitive has a rule already; the message names who registered it.
+    Raises:
+      ValueError: a primitive has a rule already; the message names who registered it.
+      TypeError: a trait that there is not.
 
     >>> register_rule("my_product", "low", "runs on the tensor cores")
     >>> rule_for("my_product").category
     <Category.LOW: 'low'>
     """
+    if unknown := traits.keys() - set(TRAITS):
+        raise TypeError(
+            f"register_rule got {', '.join(sorted(unknown))}; the traits of a rule are "
+            f"{', '.join(TRAITS)}."
+        )
     frame = inspect.currentframe()
     caller = frame.f_back if frame else None
     owner = caller.f_globals.get("__name__", "?") if caller else "?"
-    rule = Rule(Category(category), reason, fusible, expensive, exact, params_in_half, owner=owner)
+    rule = Rule(Category(category), reason, params_in_half, owner, **traits)
     names = [primitive_name(primitive) for primitive in _as_sequence(primitives)]
     for name in names:
         if name in _RULES:

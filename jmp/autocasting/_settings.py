@@ -6,12 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from jmp.autocasting import _registry, rules
+from jmp.autocasting import _registry
 from jmp.autocasting._registry import Category, Rule, primitive_name
 from jmp.dtypes import is_half
 from jmp.policy import Policy
-
-__all__ = ["Settings", "rules"]  # importing the rules fills the registry
 
 RECOMPUTE = ("auto", "none", "all")
 
@@ -44,7 +42,7 @@ class Settings:
                 return dataclasses.replace(
                     rule,
                     category=category,
-                    exact=False,
+                    sums_backward=False,
                     # What the user wants in half is no part of a float32 island.
                     fusible=rule.fusible and category is not Category.LOW,
                     reason=f"asked for by {category.value}=",

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jmp import _jax_compat
-from jmp.autocasting._values import is_inexact
+from jmp.autocasting._numbers import is_inexact
 
 # Which entry is the largest is a choice, not a distance that shrinks: a text is generated up to the
 # token that ends it.
@@ -19,7 +19,7 @@ CHOICES = frozenset({"argmax", "argmin"})
 
 def has_many_conditions(equation: Any) -> bool:
     """Returns whether a while loop has a condition for each element, which vmap alone can write."""
-    condition, _ = _jax_compat.open_jaxpr(equation.params["cond_jaxpr"])
+    condition, _ = _jax_compat.open_jaxpr(_jax_compat.While.of(equation.params).condition)
     return bool(condition.outvars[0].aval.shape)
 
 
@@ -48,17 +48,17 @@ def _through(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
 
 
 def _through_equation(equation: Any, inputs: list[bool]) -> list[bool]:
-    params, name = equation.params, equation.primitive.name
+    name = equation.primitive.name
     if name in CHOICES:
         return [False]
     inner = list(_jax_compat.inner_jaxprs(equation))
     if name == "while":
-        decides, carry = _through_while(params, inputs)
+        decides, carry = _through_while(equation.params, inputs)
         return [decides or depends for depends in carry]
     if name == "scan":
-        n_consts, n_carry = _jax_compat.scan_counts(params)
-        end = n_consts + n_carry
-        return _through_loop(inner[0], inputs[:n_consts], inputs[n_consts:end], inputs[end:])
+        scan = _jax_compat.Scan.of(equation.params)
+        first, end = scan.n_consts, scan.n_consts + scan.n_carry
+        return _through_loop(scan.body, inputs[:first], inputs[first:end], inputs[end:])
     if name == "cond":
         branches = [_through(branch, inputs[1:]) for branch in inner]
         return [inputs[0] or any(outputs) for outputs in zip(*branches, strict=True)]
@@ -69,11 +69,12 @@ def _through_equation(equation: Any, inputs: list[bool]) -> list[bool]:
     return [any(inputs)] * len(equation.outvars)
 
 
-def _through_while(params: Any, inputs: list[bool]) -> tuple[bool, list[bool]]:
+def _through_while(params: _jax_compat.Params, inputs: list[bool]) -> tuple[bool, list[bool]]:
     """Returns the same of the condition and of each carry."""
-    first, end = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-    carry = _through_loop(params["body_jaxpr"], inputs[first:end], inputs[end:], [])
-    (decides,) = _through(params["cond_jaxpr"], [*inputs[:first], *carry])
+    loop = _jax_compat.While.of(params)
+    first, end = loop.n_condition, loop.n_condition + loop.n_body
+    carry = _through_loop(loop.body, inputs[first:end], inputs[end:], [])
+    (decides,) = _through(loop.condition, [*inputs[:first], *carry])
     return decides, carry
 
 

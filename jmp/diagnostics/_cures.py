@@ -12,16 +12,12 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from jmp.autocasting._registry import Category, rule_for
-from jmp.diagnostics._rows import SUMS
 from jmp.diagnostics._states import Operand
 
 # The function whose inverse says where each one overflows.
 EXPONENTIALS = {
     "exp": math.log, "expm1": math.log, "exp2": math.log2, "sinh": math.asinh, "cosh": math.acosh,
 }  # fmt: skip
-POWERS = ("square", "integer_pow", "pow")
-CASTS = ("convert_element_type", "reduce_precision")
-FACTORISATIONS = ("cholesky", "lu", "qr", "eigh", "eig", "svd", "triangular_solve")
 DOMAINS = {
     "log": "positive numbers", "log1p": "numbers above -1", "sqrt": "numbers from zero on",
     "rsqrt": "positive numbers", "pow": "positive numbers, or whole exponents",
@@ -123,7 +119,7 @@ def _gather(facts: Facts) -> str | None:
 
 
 def _factorisation(facts: Facts) -> str | None:
-    if facts.name not in FACTORISATIONS:
+    if not rule_for(facts.name).factorises:
         return None
     return (
         f"{facts.name} failed: the matrix is singular, or not positive definite as stored. Add a "
@@ -202,7 +198,7 @@ def _scaled_gradient(facts: Facts) -> str | None:
 
 
 def _cast(facts: Facts) -> str | None:
-    if facts.name not in CASTS or not facts.is_narrow:
+    if not rule_for(facts.name).casts or not facts.is_narrow:
         return None
     return (
         f"The cast meets numbers beyond {facts.limit}, {facts.dtype}'s largest. Make them smaller "
@@ -234,7 +230,7 @@ def _product(facts: Facts) -> str | None:
 def _narrow(facts: Facts) -> str | None:
     if not facts.is_narrow:
         return None
-    what = "sum" if facts.name in SUMS else "power" if facts.name in POWERS else "result"
+    what = "sum" if rule_for(facts.name).sums else "result"
     return f"The {what} went beyond {facts.limit}, {facts.dtype}'s largest. {_keep_full(facts)}"
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import JaxprEqn
 
 from jmp import _jax_compat
 from jmp.diagnostics._origins import (
@@ -27,10 +28,6 @@ from jmp.diagnostics._origins import (
 )
 from jmp.diagnostics._states import FINITE, state_of
 
-CALLS = (
-    "jit", "pjit", "checkpoint", "remat", "remat2", "closed_call", "core_call", "custom_jvp_call",
-    "custom_vjp_call",
-)  # fmt: skip
 # These hold programs that are not looked into; a scatter's or a reduction's is its operator.
 OPAQUE = ("cond", "pmap", "pallas_call", "custom_linear_solve", "custom_vmap_call")
 
@@ -81,9 +78,7 @@ class Interpreter:
             values |= {variable: output for variable, output in pairs if variable in last_use}
         return [read(atom, place) for atom in jaxpr.outvars]
 
-    def _step(self, equation: Any, inputs: list[Held], here: Place) -> list[Held]:
-        if equation.primitive.name in CALLS:
-            return self._call(equation, inputs, here)
+    def _step(self, equation: JaxprEqn, inputs: list[Held], here: Place) -> list[Held]:
         match equation.primitive.name:
             case "cond":
                 return self._cond(equation, inputs, here)
@@ -93,9 +88,11 @@ class Interpreter:
                 return self._while(equation, inputs, here)
             case "shard_map":
                 return self._shard_map(equation, inputs, here)
+            case name if name in _jax_compat.CALLS:
+                return self._call(equation, inputs, here)
         return self._operation(equation, inputs, here)
 
-    def _operation(self, equation: Any, inputs: list[Held], here: Place) -> list[Held]:
+    def _operation(self, equation: JaxprEqn, inputs: list[Held], here: Place) -> list[Held]:
         call = _call_of(equation)
         results = call(*(x.value for x in inputs))
         states = [state_of(result) for result in results]
@@ -108,18 +105,16 @@ class Interpreter:
             )
         return held(results, states, [origin] * len(results))
 
-    def _call(self, equation: Any, inputs: list[Held], here: Place) -> list[Held]:
-        params = equation.params
+    def _call(self, equation: JaxprEqn, inputs: list[Held], here: Place) -> list[Held]:
         name = equation.primitive.name
         if _jax_compat.is_jit(equation):
-            name = f"jit {params['name']}"
-        elif name in ("checkpoint", "remat2"):
+            name = f"jit {equation.params['name']}"
+        elif name in _jax_compat.REMAT:
             name = "remat"
-        jaxpr = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
-        return self.run(jaxpr, inputs, here.within(name))
+        return self.run(_jax_compat.called(equation.params), inputs, here.within(name))
 
-    def _cond(self, equation: Any, inputs: list[Held], here: Place) -> list[Held]:
-        branches = equation.params["branches"]
+    def _cond(self, equation: JaxprEqn, inputs: list[Held], here: Place) -> list[Held]:
+        branches = _jax_compat.branches(equation.params)
         index = np.unique(_jax_compat.on_all_devices(inputs[0].value))
         if index.size > 1:  # devices go different ways
             return self._operation(equation, inputs, here)
@@ -127,46 +122,44 @@ class Interpreter:
         del inputs[0]
         return self.run(branches[branch], inputs, here.within(f"cond, branch {branch}"))
 
-    def _scan(self, equation: Any, inputs: list[Held], here: Place) -> list[Held]:
-        params = equation.params
-        n_consts, n_carry = _jax_compat.scan_counts(params)
-        first = n_consts + n_carry
+    def _scan(self, equation: JaxprEqn, inputs: list[Held], here: Place) -> list[Held]:
+        scan = _jax_compat.Scan.of(equation.params)
+        first, end = scan.n_consts, scan.n_consts + scan.n_carry
         # A turn is the same scan with a length of one: JAX keeps what it compiled for that.
-        one = {**params, "length": 1, "unroll": 1}
+        one = {**equation.params, "length": 1, "unroll": 1}
 
         def body(*operands: Any) -> list[Any]:
-            rows = (x[None] for x in operands[first:])
-            results = _jax_compat.bind(equation.primitive, (*operands[:first], *rows), one)
-            return [*results[:n_carry], *(y[0] for y in results[n_carry:])]
+            rows = (x[None] for x in operands[end:])
+            results = _jax_compat.bind(equation.primitive, (*operands[:end], *rows), one)
+            return [*results[: scan.n_carry], *(y[0] for y in results[scan.n_carry :])]
 
         def look() -> Origins:
-            constants, carry, xs = inputs[:n_consts], inputs[n_consts:first], inputs[first:]
-            stacked: Origins = [None] * (len(equation.outvars) - n_carry)
-            order = range(params["length"])
-            for turn in reversed(order) if params["reverse"] else order:
+            constants, carry, xs = inputs[:first], inputs[first:end], inputs[end:]
+            stacked: Origins = [None] * (len(equation.outvars) - scan.n_carry)
+            order = range(scan.length)
+            for turn in reversed(order) if scan.reverse else order:
                 operands = [*constants, *carry, *(_row(x, turn) for x in xs)]
                 place = here.within(f"scan, iteration {turn}")
-                results = self._turn(equation, body, params["jaxpr"], operands, place)
-                carry = results[:n_carry]
-                rows = (x.origin for x in results[n_carry:])
+                results = self._turn(equation, body, scan.body, operands, place)
+                carry = results[: scan.n_carry]
+                rows = (x.origin for x in results[scan.n_carry :])
                 stacked = [earliest(pair) for pair in zip(stacked, rows, strict=True)]
             return [*(x.origin for x in carry), *stacked]
 
         return self._looked_into(equation, _call_of(equation), inputs, here, look)
 
-    def _while(self, equation: Any, inputs: list[Held], here: Place) -> list[Held]:
-        params = equation.params
-        n_outside = params["cond_nconsts"]
-        first = n_outside + params["body_nconsts"]
-        condition = jax.jit(_jax_compat.as_function(params["cond_jaxpr"]))
-        body = jax.jit(_jax_compat.as_function(params["body_jaxpr"]))
+    def _while(self, equation: JaxprEqn, inputs: list[Held], here: Place) -> list[Held]:
+        loop = _jax_compat.While.of(equation.params)
+        first, end = loop.n_condition, loop.n_condition + loop.n_body
+        condition = jax.jit(_jax_compat.as_function(loop.condition))
+        body = jax.jit(_jax_compat.as_function(loop.body))
 
         def goes_on(carry: list[Held]) -> np.ndarray:
-            (answer,) = condition(*(x.value for x in [*inputs[:n_outside], *carry]))
+            (answer,) = condition(*(x.value for x in [*inputs[:first], *carry]))
             return np.asarray(_jax_compat.on_all_devices(answer))
 
         def look() -> Origins:
-            constants, carry = inputs[n_outside:first], inputs[first:]
+            constants, carry = inputs[first:end], inputs[end:]
             if goes_on(carry).size > 1:  # under vmap and shard_map each one stops by itself
                 return [None] * len(carry)
             for turn in itertools.count():
@@ -174,13 +167,13 @@ class Interpreter:
                     break
                 operands = [*constants, *carry]
                 place = here.within(f"while, iteration {turn}")
-                carry = self._turn(equation, body, params["body_jaxpr"], operands, place)
+                carry = self._turn(equation, body, loop.body, operands, place)
             return [x.origin for x in carry]
 
         return self._looked_into(equation, _call_of(equation), inputs, here, look)
 
     def _turn(
-        self, equation: Any, body: Call, jaxpr: Any, inputs: list[Held], here: Place
+        self, equation: JaxprEqn, body: Call, jaxpr: Any, inputs: list[Held], here: Place
     ) -> list[Held]:
         """Runs one turn of a loop."""
 
@@ -189,35 +182,28 @@ class Interpreter:
 
         return self._looked_into(equation, body, inputs, here, look)
 
-    def _shard_map(self, equation: Any, inputs: list[Held], here: Place) -> list[Held]:
-        params = equation.params
-        axes = set(params["newly_manual_axes"])
+    def _shard_map(self, equation: JaxprEqn, inputs: list[Held], here: Place) -> list[Held]:
+        options = _jax_compat.shard_map_options(equation.params)
         found: Origins = []
 
         def body(*shards: Any) -> list[Any]:
             # Outside of jit JAX runs shard_map operation by operation, on all devices.
             values = [x._replace(value=shard) for x, shard in zip(inputs, shards, strict=True)]
-            results = self.run(params["jaxpr"], values, here.within("shard_map"))
+            function = _jax_compat.called(equation.params)
+            results = self.run(function, values, here.within("shard_map"))
             found.extend(x.origin for x in results)
             return [x.value for x in results]
 
         def look() -> Origins:
-            if axes != set(params["mesh"].axis_names):  # JAX needs jit for that
+            if options["axis_names"] != set(options["mesh"].axis_names):  # JAX needs jit for that
                 return [None] * len(equation.outvars)
-            jax.shard_map(
-                body,
-                mesh=params["mesh"],
-                in_specs=tuple(params["in_specs"]),
-                out_specs=list(params["out_specs"]),
-                check_vma=params["check_vma"],
-                axis_names=axes,
-            )(*(x.value for x in inputs))
+            jax.shard_map(body, **options)(*(x.value for x in inputs))
             return found
 
         return self._looked_into(equation, jax.jit(_call_of(equation)), inputs, here, look)
 
     def _looked_into(
-        self, equation: Any, call: Call, inputs: list[Held], here: Place, look: Look
+        self, equation: JaxprEqn, call: Call, inputs: list[Held], here: Place, look: Look
     ) -> list[Held]:
         """Runs what holds a program as a whole, and looks into it if that is to blame.
 
@@ -238,7 +224,7 @@ class Interpreter:
         return held(results, states, origins)
 
 
-def _call_of(equation: Any) -> Call:
+def _call_of(equation: JaxprEqn) -> Call:
     return lambda *operands: _jax_compat.bind(equation.primitive, operands, equation.params)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from jmp import _jax_compat
 from jmp.diagnostics._places import with_places
-from jmp.diagnostics._replay import HANDLERS, REMAT, inline, replay
+from jmp.diagnostics._replay import HANDLERS, inline, replay
 from jmp.diagnostics._residuals import linearise
 from jmp.trees import is_array
 
@@ -42,10 +42,10 @@ def without_checkpoint(
     """Returns the function without `jax.checkpoint`; None if it has none."""
     closed, result = jax.make_jaxpr(function, return_shape=True)(*arrays)
     equations = with_places(_jax_compat.open_jaxpr(closed)[0])
-    if not any(placed.equation.primitive.name in REMAT for placed in equations):
+    if not any(placed.equation.primitive.name in _jax_compat.REMAT for placed in equations):
         return None
     structure = jax.tree.structure(result)
-    handlers = {**HANDLERS, **dict.fromkeys(REMAT, inline)}
+    handlers = {**HANDLERS, **dict.fromkeys(_jax_compat.REMAT, inline)}
     return lambda *operands: jax.tree.unflatten(
         structure, replay(closed, operands, handlers=handlers)
     )

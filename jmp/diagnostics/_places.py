@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jmp import _jax_compat
+from jmp.autocasting.kinds.scan import turns_of
 
 # Lines of these packages are nobody's own: behind a Flax layer stands the model that calls it.
 FRAMEWORKS = ("jaxlib/", "flax/", "haiku/", "equinox/", "optax/", "chex/")
@@ -90,9 +91,8 @@ def with_places(
         path = "/".join(filter(None, (outer, module_path(equation.source_info.name_stack))))
         line = users_line(equation) or outer_line
         yield Placed(equation, path, line or _librarys_line(equation), times)
-        turns = equation.params["length"] if equation.primitive.name == "scan" else 1
         for inner in _jax_compat.inner_jaxprs(equation):
-            yield from with_places(inner, path, line, times * turns)
+            yield from with_places(inner, path, line, times * turns_of(equation))
 
 
 def lines_of_callers(jaxpr: Any) -> dict[tuple[int, str], str]:

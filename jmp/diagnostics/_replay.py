@@ -6,21 +6,18 @@ public functions, with the inside replayed too; while loops, custom derivatives,
 kernels are bound as they are. Two things can be said of the run:
   - `on_results(site, results)` sees what each equation gives and returns what stands for it;
   - `handlers` says, by the name of the primitive, how an equation is emitted. So
-    `{**HANDLERS, **dict.fromkeys(REMAT, inline)}` is the program without its remat.
+    `{**HANDLERS, "remat": inline}` is the program without its remat.
 """
 
-import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax import lax
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jmp import _jax_compat
-from jmp.autocasting._nesting import Inner, Jit, Remat, Tools
+from jmp.autocasting._kinds import kind_of
 from jmp.diagnostics._places import module_path
-
-REMAT = ("checkpoint", "remat", "remat2")
 
 
 class Site(NamedTuple):
@@ -33,14 +30,16 @@ class Site(NamedTuple):
         that is called twice apart, and is the same in each replay of one program.
     """
 
-    equation: Any
+    equation: JaxprEqn
     path: str
     position: tuple[int, ...]
 
 
 Replay = Callable[..., list[Any]]  # (jaxpr, operands, branch=0) -> results
 OnResults = Callable[[Site, list[Any]], list[Any]]
-Handler = Callable[[Any, list[Any], Replay], list[Any]]  # (equation, operands, replay) -> results
+Handler = Callable[
+    [JaxprEqn, list[Any], Replay], list[Any]
+]  # (equation, operands, replay) -> results
 
 
 def replay(
@@ -83,7 +82,7 @@ def replay(
         with np.errstate(over="ignore"):  # 1e30 is infinite in float16, as it is to JAX
             return np.asarray(atom.val, atom.aval.dtype)
 
-    def run(equation: Any, index: int) -> list[Any]:
+    def run(equation: JaxprEqn, index: int) -> list[Any]:
         stack = equation.source_info.name_stack
         names = "/".join(filter(None, (path, module_path(stack))))
         site = Site(equation, names, (*position, index))
@@ -102,65 +101,30 @@ def replay(
     return [read(atom) for atom in inner.outvars]
 
 
-def bound(equation: Any, operands: list[Any], replay: Replay) -> list[Any]:
+def bound(equation: JaxprEqn, operands: list[Any], replay: Replay) -> list[Any]:
     """Binds an equation as it is."""
     return _jax_compat.bind(equation.primitive, operands, equation.params)
 
 
-def inline(equation: Any, operands: list[Any], replay: Replay) -> list[Any]:
+def inline(equation: JaxprEqn, operands: list[Any], replay: Replay) -> list[Any]:
     """Replays what is inside a jit or a remat without the jit or the remat."""
-    return replay(equation.params["jaxpr"], operands)
+    return replay(_jax_compat.called(equation.params), operands)
 
 
-def _by_kind(kind: Any) -> Handler:
-    """Emits as autocast does, which goes by the equation and a plan: here the jaxpr itself."""
+def emitted(equation: JaxprEqn, operands: list[Any], replay: Replay) -> list[Any]:
+    """Emits an equation as autocast does, with what is inside replayed."""
+    kind = kind_of(equation.primitive.name)
+    assert kind is not None, equation
+    if _jax_compat.is_plain_jit(equation):
+        return inline(equation, operands, replay)
 
-    def emit(equation: Any, operands: list[Any], replay: Replay) -> list[Any]:
-        inner = Inner(equation.params["jaxpr"], [])
-        node = types.SimpleNamespace(equation=equation, params=equation.params, inner=inner)
-        return kind.run(node, operands, Tools(replay, None, None))  # type: ignore[arg-type]
+    def function(index: int, jaxpr: ClosedJaxpr) -> Callable[..., list[Any]]:
+        return lambda *arrays: replay(jaxpr, arrays, index)
 
-    return emit
-
-
-def _jit(equation: Any, operands: list[Any], replay: Replay) -> list[Any]:
-    pins_nothing = _jax_compat.is_plain_jit(equation)
-    return (inline if pins_nothing else _by_kind(Jit))(equation, operands, replay)
+    functions = [function(i, jaxpr) for i, jaxpr in enumerate(kind.functions(equation))]
+    return kind.emit(equation, operands, functions)
 
 
-def _scan(equation: Any, operands: list[Any], replay: Replay) -> list[Any]:
-    params = equation.params
-    n_consts, n_carry = _jax_compat.scan_counts(params)
-    constants, carry = operands[:n_consts], operands[n_consts : n_consts + n_carry]
-
-    def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        results = replay(params["jaxpr"], [*constants, *carry, *x])
-        return results[:n_carry], results[n_carry:]
-
-    carry, ys = lax.scan(
-        body,
-        carry,
-        operands[n_consts + n_carry :],
-        length=params["length"],
-        reverse=params["reverse"],
-        unroll=params["unroll"],
-    )
-    return [*carry, *ys]
-
-
-def _cond(equation: Any, operands: list[Any], replay: Replay) -> list[Any]:
-    def branch(index: int, jaxpr: Any) -> Callable[..., list[Any]]:
-        return lambda *args: replay(jaxpr, args, index)
-
-    index, *rest = operands
-    branches = [branch(i, jaxpr) for i, jaxpr in enumerate(equation.params["branches"])]
-    return lax.switch(index, branches, *rest)
-
-
-HANDLERS: Mapping[str, Handler] = {
-    "jit": _jit,
-    "pjit": _jit,
-    "scan": _scan,
-    "cond": _cond,
-    **dict.fromkeys(REMAT, _by_kind(Remat)),
-}
+HANDLERS: Mapping[str, Handler] = dict.fromkeys(
+    ("jit", "pjit", "scan", "cond", *_jax_compat.REMAT), emitted
+)

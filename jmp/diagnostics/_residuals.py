@@ -17,12 +17,6 @@ import jax
 from jmp import _jax_compat
 from jmp.diagnostics._places import module_path, users_line
 
-# Equations that call a jaxpr once, with their operands as its arguments.
-CALLS = frozenset({
-    "jit", "pjit", "checkpoint", "remat", "remat2", "custom_jvp_call", "custom_vjp_call",
-    "shard_map", "closed_call", "core_call",
-})  # fmt: skip
-
 
 @dataclasses.dataclass(frozen=True)
 class Residual:
@@ -149,7 +143,11 @@ def _results(equation: Any, operands: list[Origin], outer: Origin) -> list[Origi
         return _scan(equation, inner[0], operands, here)
     if here.operation == "cond":
         return _cond(inner, operands, here)
-    if here.operation in CALLS and len(inner) == 1 and len(inner[0].invars) == len(operands):
+    if (
+        here.operation in _jax_compat.CALLS
+        and len(inner) == 1
+        and len(inner[0].invars) == len(operands)
+    ):
         return _origins(inner[0], operands, here)
     if not (here.module or here.source):
         # A cast of ours, for one: it stands where its operand does.
@@ -159,8 +157,8 @@ def _results(equation: Any, operands: list[Origin], outer: Origin) -> list[Origi
 
 
 def _scan(equation: Any, body: Any, operands: list[Origin], here: Origin) -> list[Origin]:
-    n_consts, n_carry = _jax_compat.scan_counts(equation.params)
-    first, last = n_consts, n_consts + n_carry
+    scan = _jax_compat.Scan.of(equation.params)
+    first, last = scan.n_consts, scan.n_consts + scan.n_carry
     settled = False
     while True:
         results = _origins(body, operands, here)

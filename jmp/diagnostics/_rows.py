@@ -6,15 +6,10 @@ from typing import Any
 
 from jmp.autocasting._equations import is_inner_product
 from jmp.autocasting._operations import is_product, operations_of
-from jmp.autocasting._plan import Plan
 from jmp.autocasting._registry import Category, rule_for
+from jmp.autocasting._steps import Plan
 from jmp.diagnostics._flops import flops
 from jmp.diagnostics._places import module_path, source_line
-
-SUMS = (
-    "reduce_sum", "reduce_prod", "cumsum", "cumprod", "cumlogsumexp", "reduce_window_sum",
-    "scatter-add", "scatter_add", "psum", "psum_invariant", "reduce_scatter", "reduce",
-)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +64,7 @@ def rows_of(plan: Plan, lines: Lines) -> Iterator[Row]:
         source = source_line(equation, lines.get((id(equation), module), ""))
         yield Row(
             kind, name, module, source, ", ".join(operation.dtypes_in),
-            ", ".join(operation.dtypes_out), operation.node.why, times, done,
+            ", ".join(operation.dtypes_out), operation.why, times, done,
         )  # fmt: skip
 
 
@@ -83,4 +78,4 @@ def kind_of(equation: Any) -> str | None:
         return "reduction"
     if rule.category is Category.FULL and rule.expensive:
         return "exponential"
-    return "reduction" if name in SUMS else None
+    return "reduction" if rule.sums else None

@@ -50,22 +50,37 @@ register_rule(
     Category.FULL,
     "a sum of ones sticks at 2048 in float16 and at 256 in bfloat16",
     fusible=True,
+    reduces=True,
+    sums=True,
+)
+ACCUMULATES = "accumulates: in a half type contributions stop counting"
+register_rule(
+    "cumsum cumprod cumlogsumexp reduce_window_sum reduce scatter-add scatter-sub scatter-mul "
+    "scatter_add scatter_sub scatter_mul".split(),
+    Category.FULL,
+    ACCUMULATES,
+    sums=True,
 )
 register_rule(
-    "cumsum cumprod cumlogsumexp reduce_window_sum reduce_window reduce add_any "
-    "scatter-add scatter-sub scatter-mul scatter_add scatter_sub scatter_mul "
-    "select_and_scatter_add select_and_gather_add".split(),
+    "add_any reduce_window select_and_scatter_add select_and_gather_add".split(),
     Category.FULL,
-    "accumulates: in a half type contributions stop counting",
+    ACCUMULATES,
 )
 register_rule(
     "psum psum2 psum_invariant reduce_scatter unreduced_psum unreduced_reduce_scatter".split(),
     Category.FULL,
     "adds up over devices, in the dtype it is given",
+    sums=True,
 )
 register_rule(
-    "cholesky lu svd qr eigh eig geqrf householder_product hessenberg schur triangular_solve "
-    "tridiagonal tridiagonal_solve fft lu_pivots_to_permutation custom_linear_solve".split(),
+    "cholesky lu svd qr eigh eig triangular_solve".split(),
+    Category.FULL,
+    "no half kernel",
+    factorises=True,
+)
+register_rule(
+    "geqrf householder_product hessenberg schur tridiagonal tridiagonal_solve fft "
+    "lu_pivots_to_permutation custom_linear_solve".split(),
     Category.FULL,
     "no half kernel",
 )

@@ -4,15 +4,12 @@ The hardware multiplies half operands and adds up in float32 whatever the result
 cuDNN). A float32 result would save nothing and make both products of the backward pass float32.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 
-from jmp.autocasting._registry import Category, register_rule
+from jmp.autocasting._registry import Category, Params, register_rule
 
 
-def result_in_compute_dtype(params: Mapping[str, Any], dtype: np.dtype) -> Mapping[str, Any]:
+def result_in_compute_dtype(params: Params, dtype: np.dtype) -> Params:
     """Asks the product for a half result."""
     return {**params, "preferred_element_type": dtype}
 

@@ -13,8 +13,7 @@ with it, where sum and product from the half result would read everything twice 
 """
 
 import functools
-from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,47 +21,37 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jmp.autocasting._flow import is_row_reduction
 from jmp.autocasting._graph import Node
-from jmp.autocasting._values import Value
+from jmp.autocasting._steps import Recompute, Rewrite, Surroundings
 
 KEPT = "autocast_softmax"
 ALIGNED = 8  # elements: XLA pads half products to multiples of it
-RESHAPES = frozenset({"broadcast_in_dim", "reshape", "expand_dims", "copy"})
 
 
-class Softmax(NamedTuple):
-    """What a softmax is of.
-
-    Attributes:
-      shifted: the values it takes the exponentials of.
-      rows: how many axes lie in front of a row.
-    """
-
-    shifted: Value
-    rows: int
-
-
-def odd_softmax(node: Node, inside: Collection[Node]) -> Softmax | None:
-    """Returns the softmax that `node` is the last step of, if its rows are padded; else None.
-
-    Args:
-      inside: nodes of its island, where all of the softmax has to be.
-    """
-    # What reads the result inside would read the rounded one, where log(p) of a small p is -inf.
-    if node.name != "div" or any(user in inside for user in node.outputs[0].users):
+def softmax_from_half_result(node: Node, around: Surroundings) -> Rewrite | None:
+    """Rewrites the last step of a softmax over rows that are padded, all of it in one island."""
+    if node.name != "div" or around.recompute is not Recompute.RECOMPUTE:
         return None
-    powers, sums = node.inputs
-    while sums.producer is not None and sums.producer.name in RESHAPES:
+    (result,), (powers, sums) = node.outputs, node.inputs
+    # What reads the result inside would read the rounded one, where log(p) of a small p is -inf.
+    is_read_inside = not around.inside.isdisjoint(result.users)
+    if result not in around.in_half or is_read_inside:
+        return None
+    while sums.producer is not None and (sums.producer.rule.reshapes or sums.producer.rule.repeats):
         sums = sums.producer.inputs[0]
     exp, total = powers.producer, sums.producer
-    if exp not in inside or total not in inside or exp.name != "exp" or total.name != "reduce_sum":
+    if exp is None or total is None or not {exp, total} <= around.inside:
         return None
-    if total.inputs[0] is not powers or not is_row_reduction(total):
+    is_softmax = exp.name == "exp" and total.name == "reduce_sum" and total.inputs[0] is powers
+    if not is_softmax or not is_row_reduction(total):
         return None
     shape, rows = powers.aval.shape, len(sums.aval.shape)
     is_padded = shape[-1] % ALIGNED != 0
     # Of that shape there is one sum for each row, and in the rows' order.
     by_its_own = node.inputs[1].aval.shape == (*shape[:rows], *(1 for _ in shape[rows:]))
-    return Softmax(exp.inputs[0], rows) if is_padded and by_its_own else None
+    if not (is_padded and by_its_own):
+        return None
+    why = "a softmax over padded rows, whose derivative is taken from its half result"
+    return Rewrite(why, (exp.inputs[0],), lambda x: softmax(x, rows, around.half), KEPT)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))

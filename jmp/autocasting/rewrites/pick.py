@@ -7,6 +7,7 @@ Measured on a GPT of width 512 with 8192 tokens in the vocabulary: 7 % of the by
 step and 16 % of its memory.
 """
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,12 +15,21 @@ from jax import lax
 from jax.lax import GatherScatterMode
 
 from jmp.autocasting._graph import Node
+from jmp.autocasting._steps import Rewrite, Surroundings
 
 # Below this many elements a scatter costs nothing.
 LARGE = 1 << 14
 
 
-def is_pick(node: Node) -> bool:
+def pick_as_sum(node: Node, around: Surroundings) -> Rewrite | None:
+    """Rewrites a gather of exactly one element of each row of a large float32 array."""
+    if not _is_pick(node):
+        return None
+    why = "one element of each row, as a masked sum: its derivative writes no zeros"
+    return Rewrite(why, node.inputs, functools.partial(_pick, node))
+
+
+def _is_pick(node: Node) -> bool:
     """Returns whether a node gathers exactly one element of each row of a large float32 array."""
     if node.name != "gather" or node.inputs[0].size < LARGE:
         return False
@@ -48,7 +58,7 @@ def _axis(node: Node) -> int:
     return int(node.params["dimension_numbers"].start_index_map[0])
 
 
-def pick(node: Node, operand: Any, indices: Any) -> Any:
+def _pick(node: Node, operand: Any, indices: Any) -> Any:
     """Returns what the gather `node` returns."""
     axis, mode = _axis(node), node.params["mode"]
     length = operand.shape[axis]

@@ -1,0 +1,171 @@
+"""From a jaxpr to the graph of one level of nesting.
+
+Inner jits that mean nothing (no shardings, no donation) are inlined, so that the planner sees
+through the many small ones of `jax.numpy`; dead code is left behind. What remains nested (loops,
+branches, remat, custom derivatives) is one node each and a level of its own.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from jmp import _jax_compat
+from jmp.autocasting._equations import contains_products, draws_bits, rule_of
+from jmp.autocasting._graph import Graph, Node, Value
+from jmp.autocasting._kinds import kind_of
+from jmp.autocasting._numbers import FLOAT32, NOTHING, Dtype, Known, known_of, size_of
+from jmp.autocasting._regions import Region, Words
+from jmp.autocasting._registry import Category, Rule
+from jmp.autocasting._settings import Settings
+
+
+def flatten(
+    jaxpr: Jaxpr,
+    constants: Sequence[Any],
+    operands: Sequence[Value | None],
+    scope: Any,
+    words: Words,
+) -> Graph:
+    """Returns the graph of a jaxpr.
+
+    Args:
+      jaxpr: an open jaxpr; its constvars count as its first inputs.
+      constants: what the constvars stand for.
+      operands: for each further input the value of the outer level that comes in, whose numbers
+        are known inside as well; None where it is not one value (the carry of a loop, a slice).
+      scope: name stack of the equation that holds it.
+      words: see `Words`.
+    """
+    half = words.settings.compute_dtype
+    known = [known_of(constant, half) for constant in constants]
+    outer = [*operands, *[None] * (len(jaxpr.invars) - len(operands))]
+    inputs = [Value(v.aval, None, k) for v, k in zip(jaxpr.constvars, known, strict=True)]
+    inputs += [
+        Value(v.aval, None, NOTHING if value is None else _known_inside(value, v.aval))
+        for v, value in zip(jaxpr.invars, outer, strict=True)
+    ]
+    nodes: list[Node] = []
+    outputs = _flatten_into(nodes, jaxpr, inputs, _jax_compat.empty_name_stack(), scope, words)
+    nodes = _alive(nodes, outputs)
+    users: dict[Value, list[Node]] = {}
+    for node in nodes:
+        for value in dict.fromkeys(node.inputs):
+            users.setdefault(value, []).append(node)
+    for value, readers in users.items():
+        value.users = tuple(readers)
+    return Graph(inputs, nodes, outputs)
+
+
+def _flatten_into(
+    nodes: list[Node],
+    jaxpr: Jaxpr,
+    inputs: Sequence[Value],
+    outer: Any,
+    scope: Any,
+    words: Words,
+) -> list[Value]:
+    values: dict[Any, Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
+    half = words.settings.compute_dtype
+
+    def read(atom: Any) -> Value:
+        # A literal has no identity of its own.
+        return _literal(atom) if hasattr(atom, "val") else values[atom]
+
+    for equation in map(_jax_compat.sum_over_own_axes, jaxpr.eqns):
+        operands = [read(atom) for atom in equation.invars]
+        stack = outer + equation.source_info.name_stack
+        if _jax_compat.is_plain_jit(equation) and not draws_bits(equation):
+            inner, constants = _jax_compat.open_jaxpr(_jax_compat.called(equation.params))
+            held = [
+                Value(_jax_compat.typeof(array), None, known_of(array, half), array)
+                for array in constants
+            ]
+            results = _flatten_into(nodes, inner, [*held, *operands], stack, scope, words)
+        else:
+            node = _node(equation, operands, stack, scope + stack, words, len(nodes))
+            nodes.append(node)
+            results = list(node.outputs)
+        values.update(zip(equation.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _node(
+    equation: JaxprEqn,
+    operands: Sequence[Value],
+    stack: Any,
+    scope: Any,
+    words: Words,
+    index: int,
+) -> Node:
+    settings = words.settings
+    rule, region = rule_of(equation, settings), words.regions.region(scope)
+    known = _known_result(equation, rule, operands, settings.compute_dtype)
+    node = Node(equation, operands, known, stack, scope, rule, region, index)
+    node.goes_inside = _goes_inside(node, region, settings)
+    node.has_products = node.is_product or (
+        node.goes_inside and contains_products(equation, settings)
+    )
+    return node
+
+
+def _goes_inside(node: Node, region: Region, settings: Settings) -> bool:
+    if region.in_float32 or node.is_fusible or node.rule.category is Category.FULL:
+        return False
+    kind = kind_of(node.name)
+    return kind is not None and kind.goes_inside(settings)
+
+
+# What is known of numbers.
+
+
+def _literal(atom: Any) -> Value:
+    is_number = np.ndim(atom.val) == 0 and atom.aval.dtype == FLOAT32
+    return Value(atom.aval, None, Known(float(atom.val)) if is_number else NOTHING, atom.val)
+
+
+def _known_inside(outer: Value, aval: Any) -> Known:
+    """Returns what an outer level knows of an input."""
+    shapes = [getattr(given, "shape", ()) for given in (outer.aval, aval)]
+    source = shapes[0] if outer.known.source is None else outer.known.source
+    return outer.known._replace(source=source if size_of(source) <= size_of(shapes[1]) else None)
+
+
+def _known_result(equation: JaxprEqn, rule: Rule, operands: Sequence[Value], half: Dtype) -> Known:
+    """Follows constants, booleans and sources through the operations that only move them."""
+    if len(equation.outvars) != 1 or not operands:
+        return NOTHING
+    first, name = operands[0], equation.primitive.name
+    if rule.moves:
+        keeps_source = rule.reshapes or rule.repeats
+        return first.known._replace(source=_source(first) if keeps_source else None)
+    if name == "neg":
+        constant = None if first.constant is None else -first.constant
+        return Known(constant, is_hard=first.is_hard)
+    if getattr(equation.outvars[0].aval, "dtype", None) != FLOAT32:
+        return NOTHING
+    if name == "convert_element_type":
+        is_number = first.held is not None and np.ndim(first.held) == 0
+        constant = float(first.held) if is_number else first.constant
+        fits_half = first.fits_half or first.dtype == np.bool_
+        return Known(constant, fits_half, first.is_hard, _source(first))
+    if rule.keeps_range:
+        return Known(is_hard=any(value.exceeds(half) for value in operands))
+    return NOTHING
+
+
+def _source(value: Value) -> tuple[Any, ...]:
+    return getattr(value.aval, "shape", ()) if value.known.source is None else value.known.source
+
+
+def _alive(nodes: list[Node], outputs: list[Value]) -> list[Node]:
+    """Drops what no output and no effect needs."""
+    needed = {value.producer for value in outputs}
+    kept = []
+    for node in reversed(nodes):
+        if node in needed or node.equation.effects:
+            kept.append(node)
+            needed.update(value.producer for value in node.inputs)
+    kept.reverse()
+    return kept

@@ -1,0 +1,81 @@
+"""What is known of a value's numbers before the program runs.
+
+It is little, and enough: a literal's number, the range of a small array that the program holds,
+whether a value was a boolean, and what it repeats.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jmp import _jax_compat
+
+Dtype = np.dtype[Any]
+Shape = tuple[Any, ...]
+
+FLOAT32: Dtype = np.dtype(np.float32)
+# A dimension that is a symbol counts as this long.
+UNKNOWN = 4096
+# Arrays held in the program of at most this many elements are looked into.
+LOOKED_AT = 1 << 16
+
+
+class Known(NamedTuple):
+    """What is known of a value's numbers.
+
+    Attributes:
+      constant: the number every element equals.
+      fits_half: a half type holds it exactly (it was a boolean).
+      is_hard: known to hold numbers that a half type does not: masks of -1e9, eps of 1e-12.
+      source: shape of the value that it repeats or reshapes; None for its own.
+    """
+
+    constant: float | None = None
+    fits_half: bool = False
+    is_hard: bool = False
+    source: Shape | None = None
+
+
+NOTHING = Known()
+
+
+def size_of(shape: Shape) -> int:
+    """Returns the number of elements; dimensions that are symbols count as `UNKNOWN`."""
+    return math.prod(n if isinstance(n, int) else UNKNOWN for n in shape)
+
+
+def known_of(array: Any, half: Dtype) -> Known:
+    """Returns what can be seen of the numbers of an array held in the program."""
+    if not _jax_compat.is_concrete(array) or getattr(array, "dtype", None) != FLOAT32:
+        return NOTHING
+    if not 0 < array.size <= LOOKED_AT:
+        return NOTHING
+    numbers = np.asarray(array).ravel()
+    constant = float(numbers[0]) if (numbers == numbers[0]).all() else None
+    return Known(constant, is_hard=not all(fits(float(x), half) for x in _extremes(numbers)))
+
+
+def _extremes(numbers: np.ndarray[Any, Any]) -> Iterator[np.floating[Any]]:
+    """Yields the largest and the smallest magnitude but zero."""
+    magnitudes = np.abs(numbers[np.isfinite(numbers) & (numbers != 0)])
+    if magnitudes.size:
+        yield magnitudes.max()
+        yield magnitudes.min()
+
+
+def is_inexact(value: Any) -> bool:
+    """Returns whether a value, or an atom of a jaxpr, is floating or complex."""
+    dtype = getattr(value.aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def fits(constant: float, half: Dtype) -> bool:
+    """Returns whether a half type holds a constant: finite if it was, and not flushed to zero."""
+    if constant == 0 or not np.isfinite(constant):
+        return True
+    # Below the smallest normal number digits are lost one by one.
+    limits = jnp.finfo(half)
+    return float(limits.smallest_normal) <= abs(constant) <= float(limits.max)

@@ -1,0 +1,56 @@
+"""The order of a plan's steps: what each one needs, then the order of the program."""
+
+import graphlib
+import heapq
+from collections.abc import Sequence
+
+from jmp.autocasting._graph import Value
+from jmp.autocasting._steps import Island, Step
+
+
+def in_order(steps: Sequence[Step], outputs: Sequence[Value]) -> list[Step]:
+    """Sorts steps; those that neither an output nor an effect needs are left out."""
+    producers = {
+        value: index
+        for index, step in enumerate(steps)
+        for node in step.nodes
+        for value in node.outputs
+    }
+    place = [step.nodes[-1].index for step in steps]
+    effects = sorted(
+        (i for i, step in enumerate(steps) if _has_effects(step)), key=place.__getitem__
+    )
+    needs = [
+        {producers.get(read.value, index) for read in step.reads} - {index}
+        for index, step in enumerate(steps)
+    ]
+    for before, after in zip(effects, effects[1:], strict=False):
+        needs[after].add(before)
+    ends = [producers[value] for value in outputs if value in producers]
+    needed = _closure([*ends, *effects], needs)
+    sorter = graphlib.TopologicalSorter({index: needs[index] for index in needed})
+    sorter.prepare()  # it raises if an island is not convex, which depths rule out
+    ready: list[tuple[int, int]] = []
+    order = []
+    while sorter.is_active():
+        for index in sorter.get_ready():
+            heapq.heappush(ready, (place[index], index))
+        _, first = heapq.heappop(ready)
+        order.append(steps[first])
+        sorter.done(first)
+    return order
+
+
+def _has_effects(step: Step) -> bool:
+    return not isinstance(step, Island) and bool(step.node.equation.effects)
+
+
+def _closure(ends: Sequence[int], needs: Sequence[set[int]]) -> set[int]:
+    """Returns all that `ends` need, themselves included."""
+    found = set(ends)
+    stack = list(found)
+    while stack:
+        for other in needs[stack.pop()] - found:
+            found.add(other)
+            stack.append(other)
+    return found

@@ -1,0 +1,295 @@
+"""The planner: the dtype of every value of one level of nesting, and the steps that compute them.
+
+Planning traces nothing. Depth by depth, each connected component of fusible nodes becomes either an
+island (see `_islands`) or, where no node requires float32, a run of single half operations; each
+barrier is decided by its rule; what nests is planned by its kind, which hands back its dtypes.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jax.extend.core import ClosedJaxpr
+
+from jmp import _jax_compat
+from jmp.autocasting._flatten import flatten
+from jmp.autocasting._flow import Info, facts_of
+from jmp.autocasting._graph import Graph, Node, Value
+from jmp.autocasting._islands import choose_recompute, clones_for, group, peel
+from jmp.autocasting._kinds import Level, Opened, kind_of
+from jmp.autocasting._numbers import FLOAT32, Dtype
+from jmp.autocasting._order import in_order
+from jmp.autocasting._precision import with_default
+from jmp.autocasting._reasons import why_float32, why_not_lowered, why_region
+from jmp.autocasting._regions import Words
+from jmp.autocasting._registry import Category
+from jmp.autocasting._steps import (
+    Arithmetic,
+    Inside,
+    Island,
+    Leave,
+    Nested,
+    Plan,
+    Read,
+    Recompute,
+    Single,
+    Step,
+    Surroundings,
+    Unplanned,
+)
+from jmp.autocasting._storage import Storage
+from jmp.autocasting.rewrites import rewrite_of
+
+
+class Context(NamedTuple):
+    """What is the same all over one program; and how often this level runs, as far as known."""
+
+    words: Words
+    repeats: int = 1
+    # Whether a recomputation must be kept apart from the forward pass it repeats: XLA would merge
+    # the two and keep the float32 values. In a loop the two stand in different loops anyway,
+    # unless the body is itself recomputed.
+    prevent_cse: bool = True
+
+
+def make_plan(
+    graph: Graph,
+    infos: Sequence[Info],
+    outputs_feed: Sequence[bool],
+    outputs_kept: Sequence[bool],
+    context: Context,
+) -> Plan:
+    """Plans one level.
+
+    Args:
+      graph: the level, as flattened.
+      infos: what comes in, input by input.
+      outputs_feed: whether each output reaches a product outside.
+      outputs_kept: whether each output reaches the float32 carry of a loop.
+      context: see `Context`.
+    """
+    return Planner(graph, infos, outputs_feed, outputs_kept, context).plan_level()
+
+
+class Planner(Level):
+    """Plans one level."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        infos: Sequence[Info],
+        outputs_feed: Sequence[bool],
+        outputs_kept: Sequence[bool],
+        context: Context,
+    ) -> None:
+        self.graph = graph
+        self.context = context
+        self.half = context.words.settings.compute_dtype
+        self.facts = facts_of(graph, infos, outputs_feed, outputs_kept)
+        self.storage = Storage(self.facts, self.half)
+        self.storage.store(graph.inputs, (info.dtype for info in infos))
+
+    def plan_level(self) -> Plan:
+        """Returns the plan."""
+        depths = self.facts.depths
+        steps: list[Step] = []
+        fusible: dict[int, list[Node]] = {}
+        barriers: dict[int, list[Node]] = {}
+        for node in self.graph.nodes:
+            if node not in depths:
+                steps.append(self._single(node, Arithmetic.FLOAT32, why_region(node)))
+            elif node.is_fusible and node not in self.facts.embeddings:
+                fusible.setdefault(depths[node], []).append(node)
+            else:
+                barriers.setdefault(depths[node], []).append(node)
+        for depth in sorted({*fusible, *barriers}):
+            for nodes in group(fusible.get(depth, []), self.facts.cuts):
+                steps += self._component(nodes)
+            steps += map(self._barrier, barriers.get(depth, []))
+        infos = tuple(map(self.storage.info, self.graph.outputs))
+        order = in_order(steps, self.graph.outputs)
+        return Plan(self.graph, tuple(order), infos, self.context.words)
+
+    # Components of fusible nodes.
+
+    def _component(self, nodes: list[Node]) -> list[Step]:
+        inside = set(nodes)
+        why = {
+            node: reason for node in nodes if (reason := why_float32(node, inside, self.storage))
+        }
+        if not why:
+            return [self._light(node) for node in nodes]
+        settings, cuts = self.context.words.settings, self.facts.cuts
+        recompute = choose_recompute(nodes, cuts, settings.recompute, self.context.repeats)
+        front: list[Node] = []
+        clones: list[Node] = []
+        if recompute is not Recompute.PLAIN:
+            peeled, rest = peel(nodes, self.storage.is_half, self.facts)
+            if peeled and rest:  # an island that is linear throughout stays what it is, float32
+                front, nodes = peeled, rest
+        steps: list[Step] = [self._light(node) for node in front]
+        if recompute is not Recompute.PLAIN:
+            clones = clones_for(_entering(nodes), self.facts)
+        return [*steps, self._island(nodes, clones, why, recompute)]
+
+    def _island(
+        self, nodes: list[Node], clones: list[Node], why: dict[Node, str], recompute: Recompute
+    ) -> Island:
+        storage, outputs = self.storage, set(self.graph.outputs)
+        inside, own = {*clones, *nodes}, set(nodes)
+        leaves = []
+        for value in (value for node in nodes for value in node.outputs):
+            if value not in outputs and inside.issuperset(value.users):
+                continue
+            if value.is_float32 and (
+                storage.rounded_by_rule(value) or storage.leaves_half(value, own)
+            ):
+                storage.store([value], [self.half])
+            leaves.append(Leave(value, storage.dtype(value), self._is_masked(value)))
+        in_half = {leave.value for leave in leaves if leave.dtype == self.half}
+        around = Surroundings(own, recompute, self.half, in_half)
+        rewrites = {node: found for node in nodes if (found := rewrite_of(node, around))}
+        # All readers of an input of a norm over rows share one cast, so that its cotangents add up
+        # in float32 (4 % of the gradient error of an RMSNorm transformer). Elsewhere each has its
+        # own, and the cotangents add up in half: XLA takes a pair of casts away, and would store
+        # the float32 sum (3 % of a U-Net's bytes, 8 % of a GPT's).
+        is_cut = not self.facts.cuts.isdisjoint(nodes)
+        return Island(
+            nodes=tuple(nodes),
+            clones=tuple(clones),
+            rewrites=rewrites,
+            why=why,
+            reads=tuple(Read(v, storage.dtype(v)) for v in _entering([*clones, *nodes])),
+            leaves=tuple(leaves),
+            recompute=recompute,
+            prevent_cse=self.context.prevent_cse,
+            shares_casts=recompute is Recompute.RECOMPUTE_BUT_SUMS and not is_cut,
+        )
+
+    def _is_masked(self, value: Value) -> bool:
+        """Returns whether a value of an island is rounded where a mask may have been applied."""
+        node = value.producer
+        is_mask = (
+            node is not None and node.rule.masks and any(map(self.storage.may_be_mask, node.inputs))
+        )
+        return is_mask and self.storage.is_half(value)
+
+    def _light(self, node: Node) -> Step:
+        kind = kind_of(node.name)
+        if node.rule.category is Category.AS_WRITTEN:
+            return self._single(node, Arithmetic.FLOAT32)
+        if kind is not None:
+            return kind.plan(node, self)
+        return self._single(node, _half(node))
+
+    # Barriers.
+
+    def _barrier(self, node: Node) -> Step:
+        kind, category = kind_of(node.name), node.rule.category
+        if node.goes_inside and kind is not None:
+            return kind.plan(node, self)
+        if node in self.facts.embeddings:
+            why = "rows of a float32 table, rounded after the lookup"
+            return self._single(node, Arithmetic.ROUNDED, why)
+        if node.region.in_float32 or category in (Category.FULL, Category.AS_WRITTEN):
+            return self._single(node, Arithmetic.FLOAT32, why_region(node))
+        if category is Category.LOW:
+            why = why_not_lowered(node, self.half)
+            return self._single(node, Arithmetic.FLOAT32 if why else Arithmetic.HALF, why)
+        operands = [v for v in node.inputs if v in self.facts.dependent and v.is_float32]
+        all_half = operands and all(map(self.storage.is_half, operands))
+        is_half = all_half and not why_float32(node, set(), self.storage)
+        return self._single(node, _half(node) if is_half else Arithmetic.FLOAT32)
+
+    # Single equations, and how they read.
+
+    def _single(self, node: Node, arithmetic: Arithmetic, why: str = "") -> Single:
+        if arithmetic is Arithmetic.HALF:
+            reads = tuple(self._read_half(node, value) for value in node.inputs)
+            has_result = any(value.is_float32 for value in node.outputs)
+            params = node.rule.params_in_half(node.params, self.half) if has_result else node.params
+        else:
+            reads = tuple(Read(v, FLOAT32 if v.is_float32 else None) for v in node.inputs)
+            params = with_default(node.name, node.params)
+        stores = self._store(node, arithmetic)
+        return Single(node, arithmetic, why or node.rule.reason, reads, params, stores)
+
+    def _store(self, node: Node, arithmetic: Arithmetic) -> tuple[Dtype | None, ...]:
+        if arithmetic is Arithmetic.FLOAT32:
+            stores = tuple(self.storage.rounded_by_rule(v) or v.dtype for v in node.outputs)
+        else:
+            stores = tuple(self.half if v.is_float32 else v.dtype for v in node.outputs)
+        self.storage.store(node.outputs, stores)
+        return stores
+
+    def _read_half(self, node: Node, value: Value) -> Read:
+        """Returns how an operand is read in half.
+
+        One that the operation repeats is repeated in float32 first: the derivative of that is a
+        sum, and were the operand rounded before, a bias would add up its gradient in half (16384
+        ones give 2048 in float16). One that may be a mask is then held within float16's range, so
+        that -1e9 does not become -inf.
+        """
+        if not value.is_float32:
+            return Read(value, None)
+        result = node.outputs[0]
+        repeats = node.rule.elementwise and value.size < result.size
+        if value.held is not None and not repeats:
+            return Read(value, self.half)
+        shape = result.aval.shape if repeats and value in self.facts.varying else None
+        return Read(value, self.half, shape, node.rule.masks and self.storage.may_be_mask(value))
+
+    # What kinds ask; see `Level`.
+
+    def info(self, value: Value) -> Info:
+        return self.storage.info(value)
+
+    def feeds(self, value: Value) -> bool:
+        return value in self.facts.feeds
+
+    def kept(self, value: Value) -> bool:
+        return value in self.facts.kept
+
+    def open(
+        self, function: ClosedJaxpr, node: Node, operands: Sequence[Value | None] = ()
+    ) -> Opened:
+        inner, constants = _jax_compat.open_jaxpr(function)
+        return flatten(inner, constants, operands, node.scope, self.context.words), constants
+
+    def plan(
+        self,
+        opened: Opened,
+        infos: Sequence[Info],
+        feeds: Sequence[bool],
+        kept: Sequence[bool],
+        *,
+        turns: int = 1,
+        prevent_cse: bool | None = None,
+    ) -> Inside:
+        graph, constants = opened
+        own = [Info(v.dtype, True, True) for v in graph.inputs[: len(constants)]]
+        apart = self.context.prevent_cse if prevent_cse is None else prevent_cse
+        context = Context(self.context.words, self.context.repeats * turns, apart)
+        return Inside(make_plan(graph, [*own, *infos], feeds, kept, context), constants)
+
+    def nested(
+        self,
+        node: Node,
+        insides: Sequence[Inside | Unplanned],
+        stores: Sequence[Dtype | None],
+        reads: Sequence[Dtype | None] | None = None,
+    ) -> Nested:
+        dtypes = map(self.storage.dtype, node.inputs) if reads is None else reads
+        self.storage.store(node.outputs, stores)
+        found = tuple(Read(value, dtype) for value, dtype in zip(node.inputs, dtypes, strict=True))
+        return Nested(node, tuple(insides), found, tuple(stores))
+
+
+def _entering(nodes: Sequence[Node]) -> list[Value]:
+    """Returns the values that nodes read from outside, each once."""
+    inside = set(nodes)
+    values = dict.fromkeys(value for node in nodes for value in node.inputs)
+    return [v for v in values if v.producer not in inside and v.held is None]
+
+
+def _half(node: Node) -> Arithmetic:
+    return Arithmetic.ROUNDED if node.rule.sums_backward else Arithmetic.HALF

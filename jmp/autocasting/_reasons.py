@@ -1,0 +1,98 @@
+"""Why an operation is computed in float32, in words; "" where it need not be."""
+
+from collections.abc import Set
+
+import jax.numpy as jnp
+import numpy as np
+
+from jmp.autocasting._graph import Node, Value
+from jmp.autocasting._numbers import FLOAT32, Dtype, fits
+from jmp.autocasting._precision import names_algorithm
+from jmp.autocasting._registry import Category
+from jmp.autocasting._storage import Storage
+
+WIDE = (np.complex64, np.complex128, np.float64)
+
+
+def why_region(node: Node) -> str:
+    """Returns what the user said of the place a node stands in."""
+    if node.region.as_written:
+        return "an inner autocast decided here"
+    return "the user asked for float32 here" if node.region.in_float32 else ""
+
+
+def why_not_lowered(node: Node, half: Dtype) -> str:
+    """Returns what the user chose for a product that autocast must leave."""
+    dtypes = {v.aval.dtype for v in node.inputs if jnp.issubdtype(v.aval.dtype, jnp.inexact)}
+    if names_algorithm(node.params):
+        return "the user named the algorithm"
+    if not dtypes <= {FLOAT32, half} or not node.outputs[0].is_float32:
+        return "the user chose other dtypes"
+    if FLOAT32 not in dtypes:
+        return "the user chose half operands and a float32 result"
+    return ""
+
+
+def why_float32(node: Node, inside: Set[Node], storage: Storage) -> str:
+    """Returns why a node requires float32.
+
+    Args:
+      inside: the nodes of its component, whose results are not decided yet.
+      storage: what is decided of values from outside.
+    """
+    rule = node.rule
+    if node.region.in_float32:
+        return why_region(node)
+    if rule.category is Category.FULL:
+        return rule.reason
+    if rule.category is Category.AS_WRITTEN:
+        return rule.reason if any(v.is_float32 for v in node.outputs) else ""
+    if rule.category is Category.WIDEST:  # else the user said otherwise
+        if node.name == "mul" and node.inputs[0] is node.inputs[1]:
+            return "a square, whose range a half type does not hold"
+        if _cancels(node):
+            return "near its bound a bounded function leaves few digits of one"
+    return next(filter(None, (_why_operand(v, node, inside, storage) for v in node.inputs)), "")
+
+
+def _why_operand(value: Value, node: Node, inside: Set[Node], storage: Storage) -> str:
+    """Returns why an operand makes a node float32."""
+    half, facts = storage.half, storage.facts
+    if not value.is_float32:
+        is_wide = value.dtype in WIDE and any(v.is_float32 for v in node.outputs)
+        return f"an operand is {value.dtype}" if is_wide else ""
+    if value.producer in inside:
+        return ""
+    if value.is_hard:
+        return f"{half} does not hold an array of the program"
+    if value.constant is not None:
+        is_held = fits(value.constant, half)
+        return "" if is_held else f"{half} does not hold the constant {value.constant:g}"
+    if value in facts.dependent:
+        return "an operand is float32" if storage.dtype(value) == FLOAT32 else ""
+    if value.fits_half:
+        return ""
+    if value.source_size >= max(v.size for v in node.outputs):
+        return "an operand is a float32 input as large as the result"
+    if facts.feeds.isdisjoint(node.outputs):
+        return "an operand is a float32 input, and no product reads the result"
+    return ""
+
+
+def _cancels(node: Node) -> bool:
+    """Returns whether a bounded function's result is added to one, or subtracted.
+
+    Near the end of its range nothing is left of that: float16's 1 - tanh(4) is off by a quarter,
+    bfloat16's is zero. So are derivatives written, such as s * (1 - s).
+    """
+    if not node.rule.linear:
+        return False
+    is_one = [value.constant is not None and abs(value.constant) == 1 for value in node.inputs]
+    return any(is_one) and any(map(_is_bounded, node.inputs))
+
+
+def _is_bounded(value: Value) -> bool:
+    node = value.producer
+    while node is not None and node.rule.moves:
+        node = node.inputs[0].producer
+    return node is not None and node.rule.bounded and node.is_fusible

@@ -1,0 +1,61 @@
+"""Functions that are called once: jit with shardings, remat, shard_map."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import JaxprEqn
+
+from jmp import _jax_compat
+from jmp.autocasting._graph import Node
+from jmp.autocasting._kinds import Arrays, Function, Kind, Level, register_kind
+from jmp.autocasting._steps import Nested
+
+
+class Jit(Kind):
+    """A jit that pins something down: shardings, donation, compiler options."""
+
+    def emit(self, equation: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> Any:
+        """Emits `jax.jit` with the same shardings, donation and options."""
+        (function,) = functions
+
+        def call(*args: Any) -> list[Any]:
+            return function(*args)
+
+        call.__name__ = equation.params["name"]
+        return jax.jit(call, **_jax_compat.jit_options(equation.params))(*operands)
+
+
+class Remat(Kind):
+    """`jax.checkpoint` of the user's, with its policy and names."""
+
+    def plan(self, node: Node, level: Level) -> Nested:
+        """Islands inside are kept apart from the forward pass they repeat."""
+        (function,) = self.functions(node.equation)
+        inside = level.plan_called(function, node, node.inputs, prevent_cse=True)
+        return level.nested(node, [inside], inside.plan.stores)
+
+    def emit(self, equation: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> Any:
+        """Emits `jax.checkpoint`; a recomputation that stands in a gradient already is rebound."""
+        (function,) = functions
+        params = equation.params
+        if params["differentiated"]:
+            jaxpr, constants = _jax_compat.open_jaxpr(jax.make_jaxpr(function)(*operands))
+            if not constants:
+                return equation.primitive.bind(*operands, **{**params, "jaxpr": jaxpr})
+        return jax.checkpoint(function, **_jax_compat.remat_options(params))(*operands)
+
+
+class ShardMap(Kind):
+    """`jax.shard_map`: the inside is planned on the shards."""
+
+    def emit(self, equation: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> Any:
+        """Emits `jax.shard_map` over the same mesh axes."""
+        (function,) = functions
+        options = _jax_compat.shard_map_options(equation.params)
+        return jax.shard_map(function, **options)(*operands)
+
+
+register_kind(["jit", "pjit"], Jit())
+register_kind(_jax_compat.REMAT, Remat())
+register_kind(["shard_map"], ShardMap())

@@ -1,0 +1,43 @@
+"""`lax.cond` and `lax.switch`. Branches join to the widest dtype."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax import lax
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+
+from jmp import _jax_compat
+from jmp.autocasting._graph import Node
+from jmp.autocasting._kinds import Arrays, Function, Kind, Level, register_kind
+from jmp.autocasting._steps import Nested
+
+
+class Cond(Kind):
+    """One of several functions runs."""
+
+    def functions(self, equation: JaxprEqn) -> Sequence[ClosedJaxpr]:
+        """The branches."""
+        return _jax_compat.branches(equation.params)
+
+    def plan(self, node: Node, level: Level) -> Nested:
+        """A result is half if every branch leaves it in half."""
+        operands = node.inputs[1:]
+        insides = [
+            level.plan_called(branch, node, operands) for branch in self.functions(node.equation)
+        ]
+        stores = [
+            level.half if value.is_float32 and set(dtypes) == {level.half} else value.dtype
+            for value, *dtypes in zip(
+                node.outputs, *(inside.plan.stores for inside in insides), strict=True
+            )
+        ]
+        joined = [inside._replace(stores=tuple(stores)) for inside in insides]
+        return level.nested(node, joined, stores)
+
+    def emit(self, equation: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> Any:
+        """Emits `lax.switch`."""
+        index, *rest = operands
+        return lax.switch(index, list(functions), *rest)
+
+
+register_kind(["cond"], Cond())

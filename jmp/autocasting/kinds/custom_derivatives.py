@@ -1,0 +1,238 @@
+"""Custom derivatives: the function and its rule are both interpreted.
+
+A `custom_jvp` keeps its rule: primal and tangents are planned as one program, and tangents that are
+zero stay symbolic zeros. A `custom_vjp` runs as written, because its rule was written for the
+dtypes it was traced with; `inside_custom_vjp=True` goes inside, forward and backward. Its rule is
+told which arguments are differentiated and which cotangents are zero, as JAX would tell it.
+
+The rules are traced and planned when a derivative is asked for, and not before.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import JaxprEqn
+from jax.tree_util import Partial
+
+from jmp import _jax_compat
+from jmp.autocasting._casts import cast, cast_all
+from jmp.autocasting._equations import inner_equations
+from jmp.autocasting._flow import Info
+from jmp.autocasting._graph import Node, Value
+from jmp.autocasting._kinds import Arrays, Function, Kind, Level, register_kind
+from jmp.autocasting._numbers import FLOAT32, Dtype
+from jmp.autocasting._registry import Category, Rule
+from jmp.autocasting._settings import Settings
+from jmp.autocasting._steps import Inside, Nested, RunPlan
+
+INSIDE_CUSTOM_VJP = "inside a custom_vjp, which runs as written (inside_custom_vjp=True lowers it)"
+
+
+class CustomJvp(Kind):
+    """`jax.custom_jvp`, where it holds a product or stands outside an island."""
+
+    def rule(self, equation: JaxprEqn, rule: Rule, settings: Settings) -> Rule:
+        """One without products is one operation: float32 if something inside is."""
+        return _rule_of_inside(equation, rule, settings, is_full=False)
+
+    def plan(self, node: Node, level: Level) -> Nested:
+        """Results that feed products are half; the rule will give tangents of the same dtype."""
+        (function,) = self.functions(node.equation)
+        inside = level.plan_called(function, node, node.inputs)
+        stores = tuple(
+            level.half if value.is_float32 and dtype == level.half else value.dtype
+            for value, dtype in zip(node.outputs, inside.plan.stores, strict=True)
+        )
+        rule = functools.partial(self.plan_rule, node, level, stores)
+        return level.nested(node, [inside._replace(stores=stores), rule], stores)
+
+    def plan_rule(
+        self, node: Node, level: Level, stores: Sequence[Dtype | None], run_plan: RunPlan
+    ) -> Callable[..., Any]:
+        """Returns the rule, a function of primals and tangents that plans when it is called."""
+
+        def rule(primals: Any, tangents: Any) -> Any:
+            moving = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
+
+            def nominal_rule(*flat: Any) -> Any:
+                fixed, moved = flat[: len(primals)], flat[len(primals) :]
+                along = _of_some(node, fixed, moving)
+                return jax.jvp(along, [fixed[i] for i in moving], list(moved))
+
+            changes = [(node.inputs[i], primals[i].dtype) for i in moving]
+            # The tangent of an integer has no dtype that could be chosen.
+            spaces = [dtype if jnp.issubdtype(dtype, jnp.inexact) else None for dtype in stores]
+            known = list(zip(node.inputs, map(level.info, node.inputs), strict=True))
+            traced = _trace_and_plan(nominal_rule, node, level, known, changes, [*stores, *spaces])
+            moved = [cast(tangents[i], primals[i].dtype) for i in moving]
+            return traced.run(run_plan, [*primals, *moved])
+
+        return rule
+
+    def emit(self, equation: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> Any:
+        """Emits `jax.custom_jvp`, given the primal function and its rule."""
+        primal, rule = functions
+        function = jax.custom_jvp(lambda *args: primal(*args))
+        function.defjvp(rule, symbolic_zeros=True)
+        return function(*operands)
+
+
+class CustomVjp(CustomJvp):
+    """`jax.custom_vjp`, gone into on request; otherwise it is bound as written."""
+
+    def goes_inside(self, settings: Settings) -> bool:
+        """On request."""
+        return settings.inside_custom_vjp
+
+    def rule(self, equation: JaxprEqn, rule: Rule, settings: Settings) -> Rule:
+        """One without products is one operation in float32."""
+        written = dataclasses.replace(rule, reason=INSIDE_CUSTOM_VJP)
+        return _rule_of_inside(equation, written, settings, is_full=True)
+
+    def plan_rule(
+        self, node: Node, level: Level, stores: Sequence[Dtype | None], run_plan: RunPlan
+    ) -> Callable[..., Any]:
+        """Returns the forward function: of closed-over arrays, and arguments that may move."""
+        n_closed = _jax_compat.closed_over(node.params)
+        infos = list(map(level.info, node.inputs))
+
+        def forward(closed: Arrays, args: Sequence[Any]) -> Any:
+            moving = [i for i, arg in enumerate(args, n_closed) if arg.perturbed]
+
+            def nominal_forward(*flat: Any) -> Any:
+                return jax.vjp(_of_some(node, flat, moving), *(flat[i] for i in moving))
+
+            known = list(zip(node.inputs, infos, strict=True))
+            traced = _trace_and_plan(nominal_forward, node, level, known, [], stores)
+            results, vjp = traced.run(run_plan, [*closed, *(arg.value for arg in args)])
+            residuals, structure = jax.tree.flatten(vjp)
+            kept = traced.results[len(stores) :]
+
+            def pull_back(*given: Any) -> Any:
+                *arrays, cotangents = given
+                some = [i for i, ct in enumerate(cotangents) if not isinstance(ct, SymbolicZero)]
+
+                def nominal_backward(*flat: Any) -> Any:
+                    following = iter(flat[len(arrays) :])
+                    filled = [
+                        next(following) if i in some else _jax_compat.zero_cotangent(ct)
+                        for i, ct in enumerate(cotangents)
+                    ]
+                    return jax.tree.unflatten(structure, flat[: len(arrays)])(filled)
+
+                changes = [(node.outputs[i], stores[i]) for i in some]
+                stored = [infos[i].dtype for i in moving]
+                traced = _trace_and_plan(nominal_backward, node, level, kept, changes, stored)
+                gradients = traced.run(run_plan, [*arrays, *(cotangents[i] for i in some)])
+                nonzero = {
+                    i: gradient
+                    for i, gradient, (value, _) in zip(
+                        moving, gradients, traced.results, strict=True
+                    )
+                    if value.constant != 0  # what stands for a gradient that the rule left out
+                }
+                return tuple(map(nonzero.get, range(n_closed, len(node.inputs))))
+
+            return results, Partial(pull_back, *residuals)
+
+        return forward
+
+    def emit(self, equation: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> Any:
+        """Emits `jax.custom_vjp`, given the primal function and the forward one."""
+        primal, forward = functions
+        # What the function closes over comes first; its rule has no gradient for that.
+        n_closed = _jax_compat.closed_over(equation.params)
+        closed, operands = operands[:n_closed], operands[n_closed:]
+        function = jax.custom_vjp(lambda *args: primal(*closed, *args))
+        function.defvjp(
+            lambda *args: forward(closed, args), lambda rule, cts: rule(cts), symbolic_zeros=True
+        )
+        return function(*operands)
+
+
+def _rule_of_inside(equation: JaxprEqn, rule: Rule, settings: Settings, is_full: bool) -> Rule:
+    inner = list(inner_equations(equation))
+    rules = [settings.rule_for(e.primitive.name) for e in inner]
+    if equation.effects or any(
+        r.category is Category.LOW or not (r.fusible or _jax_compat.is_jit(e))
+        for r, e in zip(rules, inner, strict=True)
+    ):
+        return rule
+    is_full = is_full or any(r.category is Category.FULL for r in rules)
+    return Rule(
+        Category.FULL if is_full else Category.FOLLOW,
+        "a custom derivative: one operation, " + ("float32" if is_full else "as its inside"),
+        fusible=True,
+        expensive=any(r.expensive for r in rules),
+    )
+
+
+class _Traced(NamedTuple):
+    """A planned function that was traced on nominal types.
+
+    Attributes:
+      inside: its plan.
+      structure: of its result.
+      results: the leaves of its result as values, and what is known of them.
+    """
+
+    inside: Inside
+    structure: Any
+    results: list[tuple[Value, Info]]
+
+    def run(self, run_plan: RunPlan, arrays: Sequence[Any]) -> Any:
+        """Returns the result."""
+        leaves = run_plan(self.inside.plan, [*self.inside.constants, *arrays])
+        return jax.tree.unflatten(self.structure, cast_all(leaves, self.inside.stores))
+
+
+def _trace_and_plan(
+    function: Callable[..., Any],
+    node: Node,
+    level: Level,
+    known: Sequence[tuple[Value, Info]],
+    changes: Sequence[tuple[Value, Dtype | None]],
+    dtypes: Sequence[Dtype | None],
+) -> _Traced:
+    """Traces `function` on nominal types and plans it.
+
+    Args:
+      known: what it is given first, as it is known and stored outside.
+      changes: what comes after that, tangents or cotangents: whose, and the dtype they come in.
+      dtypes: what the first results are read in. What comes after them stays as it is computed:
+        who reads a residual is not known here, and a sum of squares does not fit into float16.
+    """
+    values = [value for value, _ in known]
+    types = [value.aval for value in (*values, *(value for value, _ in changes))]
+    with _jax_compat.without_default_precision():
+        closed, result = jax.make_jaxpr(function, return_shape=True)(*types)
+    opened = level.open(closed, node, values)
+    infos = [info for _, info in known] + [Info(dtype, False) for _, dtype in changes]
+    outputs = opened[0].outputs
+    stores = (*dtypes, *[None] * (len(outputs) - len(dtypes)))
+    feeds = [dtype == level.half for dtype in stores]
+    kept = [dtype == FLOAT32 for dtype in stores]
+    inside = level.plan(opened, infos, feeds, kept)._replace(stores=stores)
+    results = list(zip(outputs, inside.plan.infos, strict=True))
+    return _Traced(inside, jax.tree.structure(result), results)
+
+
+def _of_some(node: Node, operands: Sequence[Any], moving: Sequence[int]) -> Callable[..., Any]:
+    """Returns the node, bound as written, as a function of the operands that are `moving`."""
+
+    def call(*values: Any) -> list[Any]:
+        filled = list(operands)
+        for i, value in zip(moving, values, strict=True):
+            filled[i] = value
+        return _jax_compat.bind(node.equation.primitive, filled, node.params)
+
+    return call
+
+
+register_kind(["custom_jvp_call"], CustomJvp())
+register_kind(["custom_vjp_call"], CustomVjp())

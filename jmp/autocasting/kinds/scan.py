@@ -1,0 +1,140 @@
+"""`lax.scan`. A loop must carry the same dtypes round.
+
+A carry is float32, unless it loses nothing in half: because products alone read it (the hidden
+state of an RNN), or because it comes in as half and feeds a product in the same step of a short
+loop (the residual stream of a scanned transformer). Carries are decided first: half ones feed
+products, and what float32 ones receive is kept. What the body closes over enters in float32 and is
+rounded inside, because its gradients add up in the dtype it enters in.
+"""
+
+from collections.abc import Sequence, Set
+from typing import Any
+
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from jmp import _jax_compat
+from jmp.autocasting._flow import Info, feeding_values
+from jmp.autocasting._graph import Graph, Node, Value
+from jmp.autocasting._kinds import Arrays, Function, Kind, Level, register_kind
+from jmp.autocasting._numbers import UNKNOWN
+from jmp.autocasting._steps import Nested
+
+# The residual stream of a deep network adds up so many layers; a longer loop is one over time,
+# where small steps would be lost in half.
+LAYERS = 128
+
+
+class Scan(Kind):
+    """A body, called with constants, carries and rows."""
+
+    def plan(self, node: Node, level: Level) -> Nested:
+        """Decides the dtype of each carry first, then plans the body."""
+        scan = _jax_compat.Scan.of(node.params)
+        first, end = scan.n_consts, scan.n_consts + scan.n_carry
+        closed = node.inputs[:first]
+        opened = level.open(scan.body, node, closed)
+        infos = list(map(level.info, node.inputs))
+        in_half = _carried_in_half(opened[0], infos, node, level)
+        carried, stacked = node.outputs[: scan.n_carry], node.outputs[scan.n_carry :]
+        carries = [
+            level.half if is_half else value.dtype
+            for value, is_half in zip(carried, in_half, strict=True)
+        ]
+        stored = [info.dtype for info in infos]
+        infos[first:end] = [Info(dtype, False) for dtype in carries]
+        feeds = [*in_half, *map(level.feeds, stacked)]
+        kept = [*(not is_half for is_half in in_half), *map(level.kept, stacked)]
+        # One more than the turns: also a loop of one turn is a loop.
+        turns = turns_of(node.equation) + 1
+        body = level.plan(opened, infos, feeds, kept, turns=turns, prevent_cse=False)
+        stores = (*carries, *body.plan.stores[scan.n_carry :])
+        # Fixed constants have no gradient.
+        outside = [
+            dtype if info.fixed else value.dtype
+            for value, info, dtype in zip(closed, infos, stored, strict=False)
+        ]
+        inside = (*stored[:first], *[None] * (len(stored) - first))
+        reads = [*outside, *carries, *stored[end:]]
+        return level.nested(node, [body._replace(reads=inside, stores=stores)], stores, reads)
+
+    def emit(self, equation: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> Any:
+        """Emits `lax.scan`; constants are closed over."""
+        scan = _jax_compat.Scan.of(equation.params)
+        first, end = scan.n_consts, scan.n_consts + scan.n_carry
+        (body,) = functions
+
+        def turn(carry: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
+            results = body(*operands[:first], *carry, *rows)
+            return results[: scan.n_carry], results[scan.n_carry :]
+
+        carry, stacked = lax.scan(
+            turn,
+            list(operands[first:end]),
+            list(operands[end:]),
+            length=scan.length if isinstance(scan.length, int) else None,
+            reverse=scan.reverse,
+            unroll=scan.unroll,
+        )
+        return [*carry, *stacked]
+
+
+def turns_of(equation: JaxprEqn) -> int:
+    """Returns how often the inside of an equation runs: of a scan its length, of any other once.
+
+    `UNKNOWN` for a length that is a symbol.
+    """
+    if equation.primitive.name != "scan":
+        return 1
+    length = _jax_compat.Scan.of(equation.params).length
+    return length if isinstance(length, int) else UNKNOWN
+
+
+def _carried_in_half(graph: Graph, infos: Sequence[Info], node: Node, level: Level) -> list[bool]:
+    """Returns for each carry of a scan whether it loses nothing in half."""
+    scan = _jax_compat.Scan.of(node.params)
+    first = len(graph.inputs) - len(infos) + scan.n_consts  # the graph's own constants come before
+    values, results = graph.inputs[first : first + scan.n_carry], graph.outputs[: scan.n_carry]
+    fed = feeding_values(graph, [False] * len(graph.outputs))  # within one step
+    streams = [
+        turns_of(node.equation) <= LAYERS
+        and info.dtype == level.half
+        and value.is_float32
+        and value in fed
+        for value, info in zip(values, infos[scan.n_consts :], strict=False)
+    ]
+    found = [
+        value.is_float32 and not level.kept(outer)
+        for value, outer in zip(values, node.outputs, strict=False)
+    ]
+    while True:
+        wide = {result for result, is_half in zip(results, found, strict=True) if not is_half}
+        again = [
+            is_stream or (is_half and _read_by_products_alone(value, wide))
+            for value, is_half, is_stream in zip(values, found, streams, strict=True)
+        ]
+        if again == found:
+            return found
+        found = again
+
+
+def _read_by_products_alone(value: Value, wide: Set[Value]) -> bool:
+    """Returns whether nothing else reads a value, a float32 carry (`wide`) included."""
+    if value in wide or not value.users:
+        return False
+    return all(
+        user.is_product
+        or (
+            _hands_on(user)
+            and all(_read_by_products_alone(output, wide) for output in user.outputs)
+        )
+        for user in value.users
+    )
+
+
+def _hands_on(node: Node) -> bool:
+    rule = node.rule
+    return rule.reshapes or rule.permutes or rule.selects or node.name == "concatenate"
+
+
+register_kind(["scan"], Scan())

@@ -1,0 +1,72 @@
+"""`lax.while_loop`. Its carry keeps its nominal dtypes; its condition runs as it was written.
+
+One whose condition depends on floating numbers is not gone into: see `_tolerances`.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from jax import lax
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+
+from jmp import _jax_compat
+from jmp.autocasting._flow import Info
+from jmp.autocasting._graph import Node
+from jmp.autocasting._kinds import Arrays, Function, Kind, Level, register_kind
+from jmp.autocasting._registry import Category, Rule
+from jmp.autocasting._settings import Settings
+from jmp.autocasting._steps import Nested, RunPlan
+from jmp.autocasting._tolerances import has_many_conditions, runs_to_tolerance
+
+
+class While(Kind):
+    """A condition and a body."""
+
+    def rule(self, equation: JaxprEqn, rule: Rule, settings: Settings) -> Rule:
+        """Two sorts of loops are float32."""
+        is_asked_for = settings.overrides_rule(equation.primitive.name)
+        if runs_to_tolerance(equation) and not is_asked_for:
+            return Rule(Category.FULL, "in a loop that runs to a tolerance")
+        if has_many_conditions(equation):
+            return Rule(Category.FULL, "in a loop that vmap gave a condition for each element")
+        return rule
+
+    def functions(self, equation: JaxprEqn) -> Sequence[ClosedJaxpr]:
+        """The condition, then the body."""
+        loop = _jax_compat.While.of(equation.params)
+        return loop.condition, loop.body
+
+    def plan(self, node: Node, level: Level) -> Nested:
+        """Plans the body."""
+        loop = _jax_compat.While.of(node.params)
+        first, end = loop.n_condition, loop.n_condition + loop.n_body
+        opened = level.open(loop.body, node, node.inputs[first:end])
+        carries = [Info(value.dtype, False) for value in node.outputs]
+        infos = [*map(level.info, node.inputs[first:end]), *carries]
+        feeds, kept = [False] * len(carries), [True] * len(carries)
+        # Nothing is saved for a backward pass, because there is none.
+        body = level.plan(opened, infos, feeds, kept, prevent_cse=False)
+        stores = tuple(value.dtype for value in node.outputs)
+        condition = functools.partial(_as_written, loop.condition)
+        reads = [value.dtype for value in node.inputs]
+        reads[first:end] = [info.dtype for info in infos[: loop.n_body]]
+        return level.nested(node, [condition, body._replace(stores=stores)], stores, reads)
+
+    def emit(self, equation: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> Any:
+        """Emits `lax.while_loop`."""
+        loop = _jax_compat.While.of(equation.params)
+        first, end = loop.n_condition, loop.n_condition + loop.n_body
+        condition, body = functions
+        return lax.while_loop(
+            lambda carry: condition(*operands[:first], *carry)[0],
+            lambda carry: body(*operands[first:end], *carry),
+            list(operands[end:]),
+        )
+
+
+def _as_written(condition: ClosedJaxpr, run_plan: RunPlan) -> Function:
+    return _jax_compat.as_function(condition)
+
+
+register_kind(["while"], While())
