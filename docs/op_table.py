@@ -15,8 +15,8 @@ one call.
 
 A rule may say more than its category. *fusible*: XLA fuses it into its neighbours, so it may be
 part of a float32 island. *expensive*: its derivative keeps float32 values, so an island that holds
-one is recomputed. *exact*: it loses nothing in half, but its derivative adds up; it runs in float32
-between two casts.
+one is recomputed. *sums backward*: it loses nothing in half, but its derivative adds up; it runs in
+float32 between two casts. The other traits are in the docstring of `jmp.autocasting.Rule`.
 """
 
 CATEGORIES = {
@@ -37,7 +37,8 @@ def page():
         rows = {}
         for name, rule in all_rules().items():
             if rule.category is category and rule.owner.startswith("jmp."):
-                flags = [f for f in ("fusible", "expensive", "exact") if getattr(rule, f)]
+                flags = [f for f in ("fusible", "expensive", "sums_backward") if getattr(rule, f)]
+                flags = [flag.replace("_", " ") for flag in flags]
                 rows.setdefault((rule.reason, ", ".join(flags)), []).append(f"`{name}`")
         parts += [
             f"| {' '.join(names)} | {why} | {flags} |" for (why, flags), names in rows.items()

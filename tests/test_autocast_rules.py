@@ -50,7 +50,7 @@ def with_casts(name, call, half):
 
     if rule.category in (Category.FULL, Category.AS_WRITTEN):
         return full
-    return rounded if rule.exact else product
+    return rounded if rule.sums_backward else product
 
 
 @HALVES
