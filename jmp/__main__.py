@@ -10,7 +10,6 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +44,7 @@ def devices() -> list[tuple[str, str, str, str, str]]:
     return [(str(number), *kind) for kind, number in kinds.items()]
 
 
-def advice(device: Any) -> tuple[str, str]:
+def advice(device: jax.Device) -> tuple[str, str]:
     """Returns the half types that a device multiplies fast, and the policy to start with."""
     unscaled = "mixed_bfloat16, without a loss scale"
     if device.platform == "tpu":
@@ -87,7 +86,9 @@ def check_overflow() -> str:
     state = tx.init(params)
 
     @jax.jit
-    def step(params: Any, state: Any, x: Any) -> Any:
+    def step(
+        params: jax.Array, state: optax.OptState, x: jax.Array
+    ) -> tuple[jax.Array, optax.OptState]:
         loss = jmp.autocast(lambda w: jnp.sum((x * w) @ x), "mixed_float16")
         _, gradients = jmp.scaled_value_and_grad(loss, state.loss_scale)(params)
         updates, state = tx.update(gradients, state, params)
@@ -122,7 +123,7 @@ def check_autocast() -> str:
     generator = np.random.default_rng(1)
     w, x = (generator.standard_normal((SIZE, SIZE)) / 8 for _ in range(2))
 
-    def loss(w: Any, x: Any) -> Any:
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
         return jnp.mean(jnp.exp(x @ w))
 
     expected = x.T @ np.exp(x @ w) / w.size
@@ -154,7 +155,7 @@ def check_masters() -> str:
     data = (jnp.asarray(x, jnp.float32), jnp.asarray(y, jnp.float32))
 
     @jax.jit
-    def step(params: Any, state: Any) -> Any:
+    def step(params: jax.Array, state: optax.OptState) -> tuple[jax.Array, optax.OptState]:
         loss = lambda w: jnp.mean((data[0] @ w - data[1]) ** 2)
         gradients = jax.grad(loss)(transforms.masters(state, params))
         updates, state = tx.update(gradients, state, params)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-HALF_DTYPES = (np.dtype(jnp.float16), np.dtype(jnp.bfloat16))
+HALF_DTYPES: tuple[np.dtype, np.dtype] = (np.dtype(jnp.float16), np.dtype(jnp.bfloat16))
 FULL_DTYPE = np.dtype(np.float32)
 # By scalar type, which byte orders share.
 _HALF = frozenset(dtype.type for dtype in HALF_DTYPES)
@@ -44,8 +44,8 @@ def half_dtype() -> np.dtype:
     A GPU since Ampere computes in bfloat16 as fast as in float16; ask for "bfloat16" by name there
     if range matters more than precision.
     """
-    on_tpu = jax.local_devices()[0].platform == "tpu"
-    return np.dtype(jnp.bfloat16 if on_tpu else jnp.float16)
+    float16, bfloat16 = HALF_DTYPES
+    return bfloat16 if jax.local_devices()[0].platform == "tpu" else float16
 
 
 def parse_dtype(name: str) -> np.dtype:

@@ -17,7 +17,6 @@ import fnmatch
 import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 from jmp.policy import Policy, get_policy
 
@@ -105,7 +104,7 @@ class PolicyRules:
             )
 
 
-def _checked(rule: Any) -> tuple[Target, Policy]:
+def _checked(rule: object) -> tuple[Target, Policy]:
     if not (isinstance(rule, tuple) and len(rule) == 2):
         raise TypeError(f"A rule got {rule!r}; expected a pair (target, policy).")
     target, policy = rule

@@ -5,39 +5,42 @@ bits. Every other leaf (integers, booleans, PRNG keys, float0, None, strings, ca
 numbers, float8) passes a cast unchanged.
 """
 
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jmp.dtypes import FULL_DTYPE, at_least_float32, floating_dtype, half_dtype, is_castable
 
 T = TypeVar("T")
+# Containers in containers, with leaves of any kind: more than a type can say.
+PyTree: TypeAlias = Any
+AnyArray = jax.Array | np.ndarray | np.generic
 
 
-def is_array(leaf: Any) -> bool:
+def is_array(leaf: object) -> TypeGuard[AnyArray]:
     """Returns whether `leaf` is a JAX array (or tracer), a NumPy array or a NumPy scalar."""
-    return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
+    return isinstance(leaf, AnyArray)
 
 
-def holds_numbers(leaf: Any) -> bool:
+def holds_numbers(leaf: object) -> TypeGuard[AnyArray]:
     """Returns whether `leaf` is an array that JAX takes; one of strings or objects is not."""
     return is_array(leaf) and not (isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OSUMm")
 
 
-def is_complex(leaf: Any) -> bool:
+def is_complex(leaf: object) -> TypeGuard[AnyArray]:
     """Returns whether `leaf` is an array of complex numbers that JAX knows."""
     return is_array(leaf) and leaf.dtype.type in (np.complex64, np.complex128)
 
 
-def is_floating(leaf: Any) -> bool:
+def is_floating(leaf: object) -> TypeGuard[AnyArray]:
     """Returns whether `leaf` is an array of real floats of at least 16 bits."""
     return is_array(leaf) and is_castable(leaf.dtype)
 
 
-def as_jax_array(leaf: Any) -> jax.Array:
+def as_jax_array(leaf: AnyArray | float) -> jax.Array:
     """Returns an array leaf as a JAX array, in the machine's byte order."""
     if isinstance(leaf, np.ndarray):
         leaf = leaf.astype(leaf.dtype.newbyteorder("="), copy=False)
@@ -67,10 +70,11 @@ def cast_floating(tree: T, dtype: DTypeLike) -> T:
     dtype(bfloat16)
     """
     target = floating_dtype(dtype, "dtype")
-    return jax.tree.map(lambda leaf: cast_leaf(leaf, target), tree, is_leaf=_keeps_its_dtypes)
+    cast: T = jax.tree.map(lambda x: cast_leaf(x, target), tree, is_leaf=_keeps_its_dtypes)
+    return cast
 
 
-def _keeps_its_dtypes(node: Any) -> bool:
+def _keeps_its_dtypes(node: object) -> bool:
     """Whether a node's class refuses casts: a loss scale of 2**16 would be infinite in float16."""
     return getattr(type(node), "keeps_its_dtypes", False)
 
@@ -93,7 +97,7 @@ def cast_to_half(tree: T) -> T:
     return cast_floating(tree, half_dtype())
 
 
-def all_finite(tree: Any) -> jax.Array:
+def all_finite(tree: PyTree) -> jax.Array:
     """Returns a bool scalar: no floating or complex leaf of `tree` holds an infinity or a NaN.
 
     Each element is looked at by itself. A sum would be cheaper to write and wrong: finite values
@@ -112,7 +116,7 @@ def all_finite(tree: Any) -> jax.Array:
     return jnp.stack(checks).all()
 
 
-def select_tree(pred: Any, on_true: T, on_false: T) -> T:
+def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
     """Selects one of two trees by a scalar flag, leaf by leaf, with `jnp.where`.
 
     Every array leaf is selected: floats, integers, booleans and PRNG keys alike, and Python numbers
@@ -144,12 +148,13 @@ def select_tree(pred: Any, on_true: T, on_false: T) -> T:
             f"select_tree got trees of different structure: {first} and {second}. An optimizer "
             "state must keep its structure from step to step."
         )
-    return jax.tree_util.tree_map_with_path(
+    selected: T = jax.tree_util.tree_map_with_path(
         lambda path, a, b: _select_leaf(pred, a, b, path), on_true, on_false
     )
+    return selected
 
 
-def _select_leaf(pred: jax.Array, a: Any, b: Any, path: Any) -> Any:
+def _select_leaf(pred: jax.Array, a: Any, b: Any, path: tuple[Any, ...]) -> Any:
     if not (_holds_numbers(a) and _holds_numbers(b)):
         return a
     # Python numbers have no dtype of their own and take the other side's; the rest must agree.
@@ -183,9 +188,15 @@ def path_string(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+def joined(path: str, name: str) -> str:
+    """Returns the path of what is called `name` within `path`, of which "" is the root."""
+    return f"{path}/{name}" if path else name
+
+
 def cast_to_at_least_float32(tree: T) -> T:
     """Casts half leaves to float32; float32 and float64 leaves stay as they are."""
-    return jax.tree.map(
+    wide: T = jax.tree.map(
         lambda leaf: cast_leaf(leaf, at_least_float32(leaf.dtype)) if is_floating(leaf) else leaf,
         tree,
     )
+    return wide

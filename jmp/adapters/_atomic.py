@@ -8,18 +8,18 @@ import optax
 
 from jmp import transforms
 from jmp.loss_scaling import LossScale, NoOpLossScale, scaled_value_and_grad
-from jmp.trees import select_tree
+from jmp.trees import PyTree, select_tree
 
 T = TypeVar("T")
 
 
-def loss_scale_in(opt_state: Any) -> LossScale:
+def loss_scale_in(opt_state: optax.OptState) -> LossScale:
     """Returns the loss scale in force inside an optimizer's state; a no-op if there is none."""
     scaling = transforms.loss_scale_state(opt_state)
     return NoOpLossScale() if scaling is None else scaling.loss_scale
 
 
-def keep_if_skipped(opt_state: Any, after: T, before: T) -> T:
+def keep_if_skipped(opt_state: optax.OptState, after: T, before: T) -> T:
     """Returns `after`, or `before` if the optimizer has skipped this step.
 
     Args:
@@ -43,20 +43,20 @@ class TrainStep(NamedTuple):
       aux: what the loss function returned beside, or None.
     """
 
-    model: Any
-    opt_state: Any
+    model: PyTree
+    opt_state: optax.OptState
     loss: jax.Array
-    state: Any = None
+    state: PyTree = None
     aux: Any = None
 
 
 def take_step(
     loss_fn: Callable[..., Any],
-    params: Any,
-    opt_state: Any,
-    tx: Any,
+    params: optax.Params,
+    opt_state: optax.OptState,
+    tx: optax.GradientTransformation,
     args: tuple[Any, ...],
-    state: Any,
+    state: PyTree,
     has_aux: bool,
 ) -> TrainStep:
     """Takes one step on a tree of arrays, or on overflow leaves all as it was but the scale.

@@ -7,14 +7,15 @@ from flax import serialization
 
 from jmp.loss_scaling import DynamicLossScale, HysteresisLossScale, NoOpLossScale, StaticLossScale
 from jmp.transforms import FlatMasters
+from jmp.trees import PyTree
 
 
-def _to_state_dict(node: Any) -> dict[str, Any]:
+def _to_state_dict(node: PyTree) -> dict[str, Any]:
     leaves = jax.tree_util.tree_leaves_with_path(node)
     return {path[0].name: leaf for path, leaf in leaves}
 
 
-def _from_state_dict(node: Any, state: dict[str, Any]) -> Any:
+def _from_state_dict(node: PyTree, state: dict[str, Any]) -> PyTree:
     names = list(_to_state_dict(node))
     if set(names) != set(state):
         raise ValueError(

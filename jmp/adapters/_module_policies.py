@@ -79,10 +79,11 @@ class ModulePolicies:
     def __hash__(self) -> int:
         return hash(self._key)
 
-    def autocast(self, fun: Any) -> Any:
+    def autocast(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         """Returns `fun` under autocast, for code that runs inside `in_force`."""
         policy = Policy(_FLOAT32, self._lowered, self._lowered)
-        return autocast(fun, policy, **self._options)
+        lowered: Callable[..., Any] = autocast(fun, policy, **self._options)
+        return lowered
 
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
@@ -95,10 +96,10 @@ class ModulePolicies:
     @property
     def are_in_force(self) -> bool:
         """Whether the code being traced is inside `in_force`, and of no other wrapped model."""
-        return _in_force.value == self
+        return bool(_in_force.value == self)
 
     def named(
-        self, module: Any, path: str, classes: Sequence[type], root: str = ""
+        self, module: object, path: str, classes: Sequence[type], root: str = ""
     ) -> Policy | None:
         """Returns the policy that a rule, or the module's own `dtype`, gives a module; else None.
 
@@ -122,7 +123,7 @@ class ModulePolicies:
 _in_force = jax.make_user_context(default_value=None)
 
 
-def _says_float32(module: Any) -> bool:
+def _says_float32(module: object) -> bool:
     dtype = getattr(module, "dtype", None)
     try:
         return dtype is not None and np.dtype(dtype) == _FLOAT32

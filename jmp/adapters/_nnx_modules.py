@@ -20,7 +20,7 @@ from jmp.adapters._module_policies import ModulePolicies, marked_class, plain_cl
 from jmp.adapters._norms import FLOAT32
 from jmp.dtypes import is_half
 from jmp.policy import Policy
-from jmp.trees import cast_leaf, is_array
+from jmp.trees import PyTree, cast_leaf, is_array, joined
 
 _POLICIES = "_jmp_module_policies"
 
@@ -46,19 +46,20 @@ def lift(fun: Callable[..., Any], modules: ModulePolicies) -> Callable[..., Any]
     lowered = modules.autocast(pure)
 
     @functools.wraps(fun)
-    @nnx.update_context(tag)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = nnx.to_tree((args, kwargs), ctxtag=tag)
-        _, result = nnx.from_tree(lowered(*args, **kwargs), is_inner=False, ctxtag=tag)
+        with nnx.update_context(tag):
+            args, kwargs = nnx.to_tree((args, kwargs), ctxtag=tag)
+            _, result = nnx.from_tree(lowered(*args, **kwargs), is_inner=False, ctxtag=tag)
         return result
 
     return wrapped
 
 
-def _nodes(tree: Any) -> list[Any]:
+def _nodes(tree: PyTree) -> list[Any]:
     """Returns the modules, optimizers and Variables among the leaves of a tree."""
-    is_node = lambda x: isinstance(x, nnx.Pytree | nnx.Variable)
-    return [leaf for leaf in jax.tree.leaves(tree, is_leaf=is_node) if is_node(leaf)]
+    kinds = (nnx.Pytree, nnx.Variable)
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kinds))
+    return [leaf for leaf in leaves if isinstance(leaf, kinds)]
 
 
 def _contents(models: Sequence[Any]) -> tuple[Any, list[Any]]:
@@ -105,7 +106,7 @@ def _widened(models: Sequence[Any]) -> Iterator[None]:
             variable.set_value(before if after is wide else cast_leaf(after, before.dtype))
 
 
-def view_of(model: Any, modules: ModulePolicies) -> Any:
+def view_of(model: nnx.Module, modules: ModulePolicies) -> Any:
     """Returns a copy of `model` that shares its Variables and computes by `modules`."""
     return _View(modules, replaced=getattr(type(model), _POLICIES, None)).of(model, "", ())
 
@@ -131,9 +132,9 @@ class _View:
           around: classes of the modules around it, innermost first.
         """
         if isinstance(node, (list, tuple)) and not hasattr(node, "_fields"):
-            return type(node)(self.of(v, _join(path, str(i)), around) for i, v in enumerate(node))
+            return type(node)(self.of(v, joined(path, str(i)), around) for i, v in enumerate(node))
         if isinstance(node, dict):
-            return {k: self.of(v, _join(path, str(k)), around) for k, v in node.items()}
+            return {k: self.of(v, joined(path, str(k)), around) for k, v in node.items()}
         if not isinstance(node, nnx.Pytree) or isinstance(node, nnx.Variable):
             return node
         if id(node) in self._copies:
@@ -148,7 +149,7 @@ class _View:
         self._copies[id(node)] = copy
         attributes = vars(copy)
         for name, value in vars(node).items():
-            attributes[name] = self.of(value, _join(path, name), classes)
+            attributes[name] = self.of(value, joined(path, name), classes)
         if own_policies is None and isinstance(node, nnx.Module):
             named = self._modules.named(node, path, classes)
             _set_class(copy, _view_class(own_type, self._modules, named))
@@ -191,7 +192,7 @@ def _modules_with_path(model: nnx.Module) -> list[tuple[nnx.Module, str, tuple[t
     return [(m, "/".join(map(str, path)), _around(path, classes)) for path, m in found.items()]
 
 
-def variables_with_path(model: nnx.Module) -> list[tuple[str, nnx.Variable, tuple[type, ...]]]:
+def variables_with_path(model: nnx.Module) -> list[tuple[str, nnx.Variable[Any], tuple[type, ...]]]:
     """Returns every Variable of `model`: its path, itself, and the classes around it."""
     classes = {path: type(module) for path, module in nnx.iter_modules(model)}
     found = []
@@ -209,7 +210,3 @@ def mark_parameters(model: nnx.Module, modules: ModulePolicies) -> None:
     """Marks the rules that name single parameters as used; only `cast_params` reads them."""
     for path, _, _ in variables_with_path(model):
         modules.rules.policy_for(path)
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}/{name}" if path else name

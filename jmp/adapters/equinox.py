@@ -25,18 +25,18 @@ from jmp.loss_scaling import LossScale
 from jmp.loss_scaling import scaled_value_and_grad as differentiate_scaled
 from jmp.policy import Policy, get_policy
 from jmp.rules import Rule
-from jmp.trees import cast_leaf, cast_to_at_least_float32, is_array, path_string
+from jmp.trees import PyTree, cast_leaf, cast_to_at_least_float32, is_array, joined, path_string
 
 T = TypeVar("T")
 
 
 def autocast(
-    fun: Any = None,
+    fun: Callable[..., Any] | None = None,
     policy: str | Policy | None = None,
     *,
     rules: Sequence[Rule] = (),
     **options: Any,
-) -> Any:
+) -> Callable[..., Any]:
     """Returns `fun`, a function of Equinox modules, computing in mixed precision.
 
     Args:
@@ -100,14 +100,14 @@ def cast_params(model: T, policy: str | Policy, rules: Sequence[Rule] | None = N
     def cast(leaf: Any, path: str, classes: tuple[type, ...]) -> Any:
         return cast_leaf(leaf, module_rules.policy_for(path, classes).param_dtype)
 
-    result = _map_modules(lambda module: _rebuilt(module, cast), model)
+    result: T = _map_modules(lambda module: _rebuilt(module, cast), model)
     module_rules.warn_unused()
     return result
 
 
 def scaled_value_and_grad(
     fun: Callable[..., Any], loss_scale: LossScale, *, has_aux: bool = False
-) -> Callable[..., Any]:
+) -> Callable[..., tuple[Any, Any]]:
     """Like `eqx.filter_value_and_grad`, of a loss times its scale; see `jmp.scaled_value_and_grad`.
 
     Args:
@@ -127,7 +127,7 @@ def scaled_value_and_grad(
     """
 
     @functools.wraps(fun)
-    def wrapped(model: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapped(model: PyTree, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         params, static = eqx.partition(model, eqx.is_inexact_array)
         of_params = lambda params, *args, **kwargs: fun(
             eqx.combine(params, static), *args, **kwargs
@@ -140,11 +140,11 @@ def scaled_value_and_grad(
 
 def train_step(
     loss_fn: Callable[..., Any],
-    model: Any,
-    opt_state: Any,
+    model: PyTree,
+    opt_state: optax.OptState,
     tx: optax.GradientTransformation,
     *args: Any,
-    state: Any = None,
+    state: PyTree = None,
     has_aux: bool = False,
 ) -> TrainStep:
     """Takes one training step, or on overflow leaves everything as it was but the scale.
@@ -182,21 +182,21 @@ def train_step(
 # Modules inside trees.
 
 
-def _is_module(node: Any) -> bool:
+def _is_module(node: object) -> bool:
     return isinstance(node, eqx.Module)
 
 
-def _map_modules(function: Callable[[Any], Any], tree: Any) -> Any:
+def _map_modules(function: Callable[[eqx.Module], Any], tree: PyTree) -> PyTree:
     """Applies `function` to the outermost modules of a tree."""
     return jax.tree.map(lambda x: function(x) if _is_module(x) else x, tree, is_leaf=_is_module)
 
 
-def _marked(modules: ModulePolicies, module: Any) -> Any:
+def _marked(modules: ModulePolicies, module: eqx.Module) -> Any:
     """Returns a module whose parts open the scopes of the rules they match, arrays in float32."""
 
-    def mark(node: Any, path: str, classes: tuple[type, ...]) -> type:
+    def mark(node: eqx.Module, path: str, classes: tuple[type, ...]) -> type:
         named = modules.named(node, path, classes)
-        own: Any = type(node)
+        own = type(node)
         return own if named is None else marked_class(own, eqx.Module, modules, named)
 
     def widen(leaf: Any, path: str, classes: tuple[type, ...]) -> Any:
@@ -206,7 +206,7 @@ def _marked(modules: ModulePolicies, module: Any) -> Any:
     return _rebuilt(module, widen, mark)
 
 
-def _unmarked(module: Any) -> Any:
+def _unmarked(module: eqx.Module) -> Any:
     unmark = lambda node, *_: plain_class(type(node))
     return _rebuilt(module, lambda leaf, *_: leaf, unmark)
 
@@ -225,7 +225,6 @@ def _rebuilt(
       of_array, class_of: called as `(array or module, path, classes)`, classes innermost first.
     """
     inside = functools.partial(_rebuilt, of_array=of_array, class_of=class_of)
-    below = lambda name: f"{path}/{name}" if path else name
     if is_array(node):
         return of_array(node, path, around)
     if isinstance(node, eqx.nn.StateIndex):
@@ -235,7 +234,9 @@ def _rebuilt(
         parts, structure = jax.tree_util.tree_flatten_with_path(node, is_leaf=one_level)
         if jax.tree_util.treedef_is_leaf(structure):
             return node
-        rebuilt = [inside(part, path=below(path_string(key)), around=around) for key, part in parts]
+        rebuilt = [
+            inside(part, path=joined(path, path_string(key)), around=around) for key, part in parts
+        ]
         return jax.tree.unflatten(structure, rebuilt)
     classes = (type(node), *around)
     copy: Any = object.__new__(class_of(node, path, classes))
@@ -243,6 +244,6 @@ def _rebuilt(
         if hasattr(node, field.name):  # a module may leave a field unset
             value = getattr(node, field.name)
             if not field.metadata.get("static", False):
-                value = inside(value, path=below(field.name), around=classes)
+                value = inside(value, path=joined(path, field.name), around=classes)
             object.__setattr__(copy, field.name, value)
     return copy

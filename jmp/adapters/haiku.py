@@ -6,19 +6,21 @@ state and the network's state move together or not at all.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import haiku as hk
 import jax
+import optax
 
 from jmp.adapters._atomic import TrainStep, take_step
 from jmp.adapters._module_policies import ModulePolicies
 from jmp.adapters._norms import FLOAT32, is_norm_parameters, keeps_norms_float32
 from jmp.policy import Policy, get_policy
 from jmp.rules import PolicyRules, Rule
-from jmp.trees import cast_floating, cast_leaf, cast_to_at_least_float32, path_string
+from jmp.trees import PyTree, cast_floating, cast_leaf, cast_to_at_least_float32, path_string
 
+T = TypeVar("T", bound=Mapping[str, Any])
 N = TypeVar("N", hk.Transformed, hk.TransformedWithState)
 
 
@@ -67,7 +69,9 @@ def with_policy(
     def interceptor() -> Callable[..., Any]:
         around: list[type] = []  # classes of the modules being called, innermost first
 
-        def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+        def intercept(
+            call: Callable[..., Any], args: Any, kwargs: Any, context: hk.MethodContext
+        ) -> Any:
             # A constructor computes nothing; a network wrapped by itself may stand inside this one.
             if context.method_name == "__init__" or not modules.are_in_force:
                 return call(*args, **kwargs)
@@ -82,7 +86,7 @@ def with_policy(
         return intercept
 
     @functools.wraps(network.apply)
-    def in_float32(params: Any, *args: Any, **kwargs: Any) -> Any:
+    def in_float32(params: optax.Params, *args: Any, **kwargs: Any) -> Any:
         params = cast_to_at_least_float32(params)
         if has_state:
             args, kwargs = _with_wide_state(args, kwargs)
@@ -112,7 +116,7 @@ def _with_wide_state(args: Any, kwargs: Any) -> tuple[Any, Any]:
     return (cast_to_at_least_float32(args[0]), *args[1:]), kwargs
 
 
-def cast_params(params: Any, policy: str | Policy, rules: Sequence[Rule] | None = None) -> Any:
+def cast_params(params: T, policy: str | Policy, rules: Sequence[Rule] | None = None) -> T:
     """Returns `params` stored as `policy` says: in `param_dtype` but for those of norms.
 
     Args:
@@ -140,7 +144,7 @@ def cast_params(params: Any, policy: str | Policy, rules: Sequence[Rule] | None 
         return FLOAT32 if keeps_norms and is_norm else None
 
     module_rules = PolicyRules(rules or (), policy, fallback=norms)
-    cast = jax.tree_util.tree_map_with_path(
+    cast: T = jax.tree_util.tree_map_with_path(
         lambda path, leaf: cast_leaf(leaf, module_rules.policy_for(path_string(path)).param_dtype),
         params,
     )
@@ -150,11 +154,11 @@ def cast_params(params: Any, policy: str | Policy, rules: Sequence[Rule] | None 
 
 def train_step(
     loss_fn: Callable[..., Any],
-    params: Any,
-    opt_state: Any,
-    tx: Any,
+    params: optax.Params,
+    opt_state: optax.OptState,
+    tx: optax.GradientTransformation,
     *args: Any,
-    state: Any = None,
+    state: PyTree = None,
     has_aux: bool = False,
 ) -> TrainStep:
     """Takes one training step, or on overflow leaves everything as it was but the scale.

@@ -17,6 +17,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax.training import train_state
 
 from jmp import transforms
@@ -27,7 +28,7 @@ from jmp.adapters._norms import FLOAT32, is_norm_parameters, keeps_norms_float32
 from jmp.loss_scaling import LossScale
 from jmp.policy import Policy, get_policy
 from jmp.rules import PolicyRules, Rule
-from jmp.trees import cast_floating, cast_leaf, cast_to_at_least_float32, path_string
+from jmp.trees import PyTree, cast_floating, cast_leaf, cast_to_at_least_float32, path_string
 
 T = TypeVar("T")
 
@@ -151,9 +152,10 @@ def cast_params(variables: T, policy: str | Policy, rules: Sequence[Rule] | None
     path_rules.warn_unused()
     statistics = FLOAT32 if keeps_norms else policy
     variables = _cast_statistics(variables, statistics.param_dtype)
-    return jax.tree_util.tree_map_with_path(
+    stored: T = jax.tree_util.tree_map_with_path(
         lambda path, leaf: cast.get(_path_in_params(path, variables), leaf), variables
     )
+    return stored
 
 
 class TrainState(train_state.TrainState):
@@ -172,11 +174,16 @@ class TrainState(train_state.TrainState):
     0
     """
 
-    batch_stats: Any = None
+    batch_stats: PyTree = None
 
     @classmethod
     def create(
-        cls, *, apply_fn: Callable[..., Any], params: Any, tx: Any, **kwargs: Any
+        cls,
+        *,
+        apply_fn: Callable[..., Any],
+        params: optax.Params,
+        tx: optax.GradientTransformation,
+        **kwargs: Any,
     ) -> "TrainState":
         """Creates a state at step 0.
 
@@ -185,7 +192,9 @@ class TrainState(train_state.TrainState):
         Raises: ValueError for an optimizer in an order that fails; see
           `transforms.check_optimizer_state`.
         """
-        state = super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
+        state: TrainState = super().create(  # type: ignore[no-untyped-call]  # Flax gives no types
+            apply_fn=apply_fn, params=params, tx=tx, **kwargs
+        )
         transforms.check_optimizer_state(state.opt_state)
         return state.replace(step=jnp.zeros([], jnp.int32))
 
@@ -194,7 +203,7 @@ class TrainState(train_state.TrainState):
         """The loss scale in force, wherever the optimizer holds it; `NoOpLossScale` if nowhere."""
         return loss_scale_in(self.opt_state)
 
-    def apply_gradients(self, *, grads: Any, **kwargs: Any) -> "TrainState":
+    def apply_gradients(self, *, grads: optax.Updates, **kwargs: Any) -> "TrainState":
         """Returns the next state, or on overflow this one with a smaller scale.
 
         Args:
@@ -202,7 +211,9 @@ class TrainState(train_state.TrainState):
           **kwargs: fields to replace, such as `batch_stats=new_statistics`. They count as part of
             the step and stay as they were if it is skipped.
         """
-        new = super().apply_gradients(grads=grads, **kwargs)
+        new: TrainState = super().apply_gradients(  # type: ignore[no-untyped-call]  # likewise
+            grads=grads, **kwargs
+        )
         moved = {"step", *kwargs}
         before = {name: getattr(self, name) for name in moved}
         after = {name: getattr(new, name) for name in moved}
@@ -233,7 +244,7 @@ def _variables_among(args: Any, kwargs: Any) -> list[Any]:
     return found
 
 
-def _widen(variables: Any) -> Any:
+def _widen(variables: PyTree) -> PyTree:
     """Returns half parameters and statistics in float32; what a model caches keeps its dtype."""
     if not any(_has_collection(variables, name) for name in ("params", "batch_stats")):
         return cast_to_at_least_float32(variables)  # the parameters alone
@@ -245,7 +256,7 @@ def _widen(variables: Any) -> Any:
     return type(variables)({**variables, **wide})
 
 
-def _cast_statistics(variables: Any, dtype: np.dtype) -> Any:
+def _cast_statistics(variables: PyTree, dtype: np.dtype) -> PyTree:
     if not _has_collection(variables, "batch_stats"):
         return variables
     return type(variables)(
@@ -253,25 +264,25 @@ def _cast_statistics(variables: Any, dtype: np.dtype) -> Any:
     )
 
 
-def _has_collection(variables: Any, name: str) -> bool:
+def _has_collection(variables: PyTree, name: str) -> bool:
     return hasattr(variables, "keys") and name in variables
 
 
-def _parameters_with_path(variables: Any) -> list[tuple[str, Any]]:
+def _parameters_with_path(variables: PyTree) -> list[tuple[str, Any]]:
     params = variables["params"] if _has_collection(variables, "params") else variables
     if not _has_collection(variables, "params") and _has_collection(variables, "batch_stats"):
         return []
     return [(path_string(p), leaf) for p, leaf in jax.tree_util.tree_leaves_with_path(params)]
 
 
-def _path_in_params(path: Any, variables: Any) -> str:
+def _path_in_params(path: tuple[Any, ...], variables: PyTree) -> str:
     collection, _, rest = path_string(path).partition("/")
     if _has_collection(variables, "params"):
         return rest if collection == "params" else ""
     return path_string(path)
 
 
-def _norm_modules(variables: Any) -> frozenset[str]:
+def _norm_modules(variables: PyTree) -> frozenset[str]:
     """Returns the paths of the modules whose parameters are those of a norm."""
     names: dict[str, list[str]] = {}
     for path, _ in _parameters_with_path(variables):

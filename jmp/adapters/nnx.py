@@ -31,12 +31,12 @@ M = TypeVar("M", bound=nnx.Module)
 
 
 def autocast(
-    fun: Any = None,
+    fun: Callable[..., Any] | None = None,
     policy: str | Policy | None = None,
     *,
     rules: Sequence[Rule] = (),
     **options: Any,
-) -> Any:
+) -> Callable[..., Any]:
     """Returns `fun`, a function of nnx modules, computing in mixed precision; see `jmp.autocast`.
 
     Args:
@@ -118,7 +118,7 @@ def with_policy(
     """
     _check_kind("with_policy", "model", model, nnx.Module)
     modules = ModulePolicies(policy, rules, options)
-    view = view_of(model, modules)
+    view: M = view_of(model, modules)
     mark_parameters(model, modules)
     modules.rules.warn_unused()
     _set_values(model, lambda variable, _: FLOAT32 if _is_statistic(variable) else None)
@@ -144,7 +144,9 @@ def cast_params(model: M, policy: str | Policy, rules: Sequence[Rule] | None = N
     module_rules = rules_for_modules(policy, rules)
     copy = nnx.clone(model)
 
-    def stored_as(variable: nnx.Variable, where: tuple[str, tuple[type, ...]]) -> Policy | None:
+    def stored_as(
+        variable: nnx.Variable[Any], where: tuple[str, tuple[type, ...]]
+    ) -> Policy | None:
         if _is_statistic(variable):
             return FLOAT32
         return module_rules.policy_for(*where) if isinstance(variable, nnx.Param) else None
@@ -154,7 +156,7 @@ def cast_params(model: M, policy: str | Policy, rules: Sequence[Rule] | None = N
     return copy
 
 
-def loss_scale(optimizer: nnx.Optimizer) -> LossScale:
+def loss_scale(optimizer: nnx.Optimizer[Any]) -> LossScale:
     """Returns the loss scale in force inside an `nnx.Optimizer`; `NoOpLossScale` if it has none.
 
     Raises: ValueError if the optimizer's order is at fault; see `transforms.check_optimizer_state`.
@@ -171,7 +173,7 @@ def loss_scale(optimizer: nnx.Optimizer) -> LossScale:
 def train_step(
     loss_fn: Callable[..., Any],
     model: nnx.Module,
-    optimizer: nnx.Optimizer,
+    optimizer: nnx.Optimizer[Any],
     *args: Any,
     has_aux: bool = False,
 ) -> Any:
@@ -225,16 +227,16 @@ def train_step(
     return (value, aux) if has_aux else value
 
 
-def _beside_parameters(model: nnx.Module, optimizer: nnx.Optimizer) -> tuple[Any, Any]:
+def _beside_parameters(model: nnx.Module, optimizer: nnx.Optimizer[Any]) -> tuple[Any, Any]:
     """Returns what a step changes that the optimizer does not select by itself."""
     return nnx.as_pure(nnx.state(model, nnx.BatchStat)), optimizer.step[...]
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
-def _check_kind(caller: str, name: str, value: Any, expected: type) -> None:
+def _check_kind(caller: str, name: str, value: object, expected: type) -> None:
     if not isinstance(value, expected):
         order = " The order is train_step(loss_fn, model, optimizer, *args)."
         raise TypeError(
@@ -243,7 +245,7 @@ def _check_kind(caller: str, name: str, value: Any, expected: type) -> None:
         )
 
 
-def _is_statistic(variable: nnx.Variable) -> bool:
+def _is_statistic(variable: nnx.Variable[Any]) -> bool:
     return isinstance(variable, nnx.BatchStat)
 
 

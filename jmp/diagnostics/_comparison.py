@@ -18,6 +18,7 @@ from jmp.diagnostics._tables import table
 from jmp.dtypes import is_castable
 from jmp.policy import Policy, get_policy
 from jmp.trees import (
+    PyTree,
     cast_floating,
     cast_to_at_least_float32,
     is_array,
@@ -164,8 +165,8 @@ class Comparison:
 
 
 def _run_in_float64(
-    fun: Callable[..., Any], args: Any, argnums: int | Sequence[int]
-) -> dict[tuple[str, str], Any]:
+    fun: Callable[..., Any], args: tuple[Any, ...], argnums: int | Sequence[int]
+) -> dict[tuple[str, str], jax.Array]:
     """Returns what `_run` does, in float64; x64 is enabled."""
     wide = cast_floating(args, "float64")
     wide = jax.tree.map(lambda x: x.astype(np.complex128) if is_complex(x) else x, wide)
@@ -207,8 +208,8 @@ def _check_float64(jaxpr: Any) -> None:
 
 
 def _run(
-    fun: Callable[..., Any], args: Any, argnums: int | Sequence[int], scale: float
-) -> dict[tuple[str, str], Any]:
+    fun: Callable[..., Any], args: tuple[Any, ...], argnums: int | Sequence[int], scale: float
+) -> dict[tuple[str, str], jax.Array]:
     """Returns results and gradients, by kind and path, from one compiled program."""
     found, structure = jax.tree_util.tree_flatten_with_path(args)
     leaves = [leaf for _, leaf in found]
@@ -221,7 +222,7 @@ def _run(
         if path[0].idx in chosen and i in arrays and jnp.issubdtype(leaf.dtype, jnp.inexact)
     }
 
-    def results_and_gradients(arrays: dict[int, Any]) -> tuple[Any, dict[int, Any]]:
+    def results_and_gradients(arrays: dict[int, jax.Array]) -> tuple[PyTree, dict[int, jax.Array]]:
         results, pullback = jax.vjp(
             lambda some: _filled(fun, leaves, structure, {**arrays, **some}),
             {i: arrays[i] for i in names},
@@ -248,7 +249,7 @@ def _filled(fun: Callable[..., Any], leaves: list[Any], structure: Any, arrays: 
     return fun(*args)
 
 
-def _cotangent(result: Any, scale: float) -> Any:
+def _cotangent(result: jax.Array, scale: float) -> jax.Array | np.ndarray:
     if not jnp.issubdtype(result.dtype, jnp.inexact):
         return np.zeros(result.shape, jax.dtypes.float0)
     return jnp.full(result.shape, scale / max(1, result.size), result.dtype)

@@ -4,7 +4,9 @@ import math
 from typing import Any
 
 
-def flops(name: str, params: Any, shapes: list[tuple[int, ...]], result: tuple[int, ...]) -> int:
+def flops(
+    name: str, params: dict[str, Any], shapes: list[tuple[int, ...]], result: tuple[int, ...]
+) -> int:
     """Returns the operations of one product.
 
     Args:
@@ -13,10 +15,10 @@ def flops(name: str, params: Any, shapes: list[tuple[int, ...]], result: tuple[i
       result: shape of its result.
     """
     if name == "dot_general":
-        (contracted, _), _ = params["dimension_numbers"]
+        contracted: tuple[int, ...] = params["dimension_numbers"][0][0]
         return 2 * math.prod(result) * math.prod(shapes[0][axis] for axis in contracted)
     if name == "conv_general_dilated":
-        features = shapes[1][params["dimension_numbers"].rhs_spec[0]]
+        features: int = shapes[1][params["dimension_numbers"].rhs_spec[0]]
         # Zeros between the elements of a dilated input are not multiplied (strided gradients).
         features = max(1, features) * math.prod(params["lhs_dilation"])
         return 2 * math.prod(result) * math.prod(shapes[1]) // features

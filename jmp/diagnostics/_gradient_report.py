@@ -80,8 +80,11 @@ def gradient_report(
 
 
 def _flatten(
-    function: Callable[..., Any], argnums: int | Sequence[int], args: Any, kwargs: Any
-) -> tuple[Callable[..., Any], list[tuple[str, Any]], list[Any]]:
+    function: Callable[..., Any],
+    argnums: int | Sequence[int],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[Callable[..., Any], list[tuple[str, jax.Array]], list[jax.Array]]:
     """Returns the loss as a function of two lists, and these: named parameters, other arrays.
 
     What is no array is held, because it may decide what is traced.
@@ -103,7 +106,7 @@ def _flatten(
             "no floating array to differentiate there; expected the parameters."
         )
 
-    def run(*lists: Any) -> Any:
+    def run(*lists: Sequence[jax.Array]) -> Any:
         arrays = dict(zip((*parameters, *others), itertools.chain(*lists), strict=True))
         filled = [arrays.get(index, leaf) for index, (_, leaf) in enumerate(leaves)]
         args, kwargs = jax.tree.unflatten(structure, filled)
@@ -115,7 +118,7 @@ def _flatten(
     return run, named, list(others.values())
 
 
-def _rows(parameters: list[tuple[str, Any]], counts: Counts, scale: float) -> Iterator[Range]:
+def _rows(parameters: list[tuple[str, jax.Array]], counts: Counts, scale: float) -> Iterator[Range]:
     for role, found, own in (
         ("parameter", counts.parameters, 1.0),
         ("gradient", counts.gradients, scale),

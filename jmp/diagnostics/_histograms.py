@@ -4,19 +4,18 @@ Read off the bit patterns, in integer arithmetic: XLA may flush subnormal floats
 it computes with them, and then they could not be told from zeros.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 # The exponents of every dtype but float64; zeros, infinities and NaNs are counted behind them.
 LOWEST, HIGHEST = -149, 127
 DIGIT_BITS, DIGITS = 8, 4
 
 
-def layout(dtype: Any) -> tuple[int, int]:
+def layout(dtype: DTypeLike) -> tuple[int, int]:
     """Returns the lowest and the highest exponent that are counted for a dtype.
 
     Those of float32's subnormals and normals, which all narrower types share, so that counts of
@@ -26,7 +25,7 @@ def layout(dtype: Any) -> tuple[int, int]:
     return (-1074, 1023) if wide else (LOWEST, HIGHEST)
 
 
-def length(dtype: Any) -> int:
+def length(dtype: DTypeLike) -> int:
     """Returns how many counts there are for a dtype: zeros, infinities and NaNs are the last."""
     lowest, highest = layout(dtype)
     return highest - lowest + 4
@@ -58,7 +57,8 @@ def exponents(array: jax.Array) -> jax.Array:
         count = jax.sharding.auto_axes(
             _exponents, axes=mesh.explicit_axes, out_sharding=jax.sharding.PartitionSpec()
         )
-        return count(array)
+        counts: jax.Array = count(array)
+    return counts
 
 
 def _exponents(array: jax.Array) -> jax.Array:
@@ -93,7 +93,7 @@ def digits(counts: jax.Array) -> jax.Array:
     """
     counts = counts.astype(np.int32)
     shifted = jnp.stack([counts >> DIGIT_BITS * digit for digit in range(DIGITS)])
-    return (shifted & (2**DIGIT_BITS - 1)).astype(np.float32)
+    return (shifted & ((1 << DIGIT_BITS) - 1)).astype(np.float32)
 
 
 def from_digits(sums: np.ndarray) -> np.ndarray:

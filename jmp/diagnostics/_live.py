@@ -1,17 +1,17 @@
 """`metrics` and `check_skips`: what loss scaling does while a model trains."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+from jax.typing import ArrayLike
 
 from jmp import _jax_compat
 from jmp.loss_scaling import StaticLossScale
 from jmp.transforms import WithLossScaleState, loss_scale_state
 
 
-def metrics(opt_state: Any, *, steps: Any = None) -> dict[str, jax.Array]:
+def metrics(opt_state: optax.OptState, *, steps: ArrayLike | None = None) -> dict[str, jax.Array]:
     """Returns the state of loss scaling as a flat dictionary of scalars, for any logger.
 
     It computes on the device and waits for nothing. Call it *inside* the jitted step and return the
@@ -61,7 +61,7 @@ def metrics(opt_state: Any, *, steps: Any = None) -> dict[str, jax.Array]:
     return found
 
 
-def check_skips(opt_state: Any, limit: int) -> None:
+def check_skips(opt_state: optax.OptState, limit: int) -> None:
     """Raises FloatingPointError if `limit` steps or more were skipped in a row, up to the last.
 
     A dynamic scale that is too large is halved with each skip until training goes on. Skips that do
@@ -108,7 +108,7 @@ def check_skips(opt_state: Any, limit: int) -> None:
     )
 
 
-def _scaling(opt_state: Any, caller: str) -> WithLossScaleState:
+def _scaling(opt_state: optax.OptState, caller: str) -> WithLossScaleState:
     state = loss_scale_state(opt_state)
     if state is None:
         raise ValueError(

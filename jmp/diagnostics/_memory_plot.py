@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jmp.diagnostics._axes import axes_or_new
+from jmp.diagnostics._memory_report import MemoryReport
 
 # Okabe and Ito's colours, told apart by every kind of colour vision.
 COLORS = {
@@ -16,7 +17,7 @@ COLORS = {
 }
 
 
-def plot_memory(reports: Mapping[str, Any], axes: Any = None) -> Any:
+def plot_memory(reports: Mapping[str, MemoryReport], axes: Any = None) -> Any:
     """Draws a bar for each memory report, stacked of its parts.
 
     Args:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from jmp.autocasting import autocast
 from jmp.diagnostics._memory_step import (
@@ -18,7 +19,8 @@ from jmp.diagnostics._memory_step import (
 from jmp.diagnostics._memory_table import render
 from jmp.diagnostics._residuals import Residual, residuals
 from jmp.policy import Policy
-from jmp.transforms import WithMasterParamsState, find_states
+from jmp.transforms import WithMasterParamsState
+from jmp.transforms._states import find_states
 
 Sizes = dict[str, int]  # bytes by dtype
 
@@ -27,7 +29,7 @@ def memory_report(
     fun: Callable[..., Any],
     *args: Any,
     policy: str | Policy | None = None,
-    optimizer: Any = None,
+    optimizer: optax.GradientTransformation | None = None,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     compiled: bool = True,
@@ -224,7 +226,9 @@ def _positions(argnums: int | Sequence[int], count: int) -> set[int]:
 
 
 def _optimizer_sizes(
-    optimizer: Any, args: Sequence[Any], argnums: int | Sequence[int]
+    optimizer: optax.GradientTransformation | None,
+    args: Sequence[Any],
+    argnums: int | Sequence[int],
 ) -> tuple[Sizes, Sizes]:
     """Returns the bytes of the optimizer's state without masters, and those of the masters."""
     if optimizer is None:

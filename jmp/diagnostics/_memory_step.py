@@ -53,8 +53,8 @@ def without_checkpoint(
 
 def value_and_gradients(
     function: Callable[..., Any], arrays: Sequence[Any], moving: Sequence[int]
-) -> Any:
-    """Traces the whole step; returns it as `jax.stages.Traced`, results in three parts.
+) -> jax.stages.Traced:
+    """Traces the whole step, whose results are in three parts.
 
     They are the value, the gradients at the positions `moving`, and what is not differentiated.
     """
@@ -66,7 +66,7 @@ def value_and_gradients(
     return jax.jit(step).trace(*arrays)
 
 
-def xla_bytes(traced: Any) -> tuple[int, int] | None:
+def xla_bytes(traced: jax.stages.Traced) -> tuple[int, int] | None:
     """Compiles and returns XLA's temp and peak; None where its backend does not say."""
     compiled = traced.lower().compile()
     try:
@@ -81,7 +81,7 @@ def xla_bytes(traced: Any) -> tuple[int, int] | None:
     return temp, held + temp
 
 
-def _cotangent(result: Any) -> Any:
+def _cotangent(result: jax.Array) -> jax.Array | np.ndarray:
     if jnp.issubdtype(result.dtype, jnp.inexact):
         return jnp.ones_like(result)
     return np.zeros(result.shape, jax.dtypes.float0)

@@ -163,11 +163,11 @@ def _non_finite(origin: Origin) -> NonFinite:
     )
 
 
-def _name(path: Any) -> str:
+def _name(path: tuple[Any, ...]) -> str:
     return ("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:])
 
 
-def _check_has_numbers(leaf: Any) -> None:
+def _check_has_numbers(leaf: object) -> None:
     if isinstance(leaf, jax.ShapeDtypeStruct) or not _jax_compat.is_concrete(leaf):
         raise TypeError(
             f"find_nonfinite got {leaf}, which holds no numbers; expected the arrays of the step "

@@ -9,6 +9,9 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from jax.extend import core
+from jax.extend.source_info_util import NameStack
+
 from jmp import _jax_compat
 from jmp.diagnostics._places import users_line
 from jmp.diagnostics._states import FINITE, NAN, Operand, is_inexact, operand, state_of, tamed
@@ -19,10 +22,10 @@ Call = Callable[..., list[Any]]
 class Place(NamedTuple):
     """Where an operation stands: the equations from the outermost level down, and what they are."""
 
-    equations: tuple[Any, ...] = ()
+    equations: tuple[core.JaxprEqn, ...] = ()
     inside: tuple[str, ...] = ()
 
-    def at(self, equation: Any) -> "Place":
+    def at(self, equation: core.JaxprEqn) -> "Place":
         """The place of an equation of this level."""
         return Place((*self.equations, equation), self.inside)
 
@@ -31,7 +34,7 @@ class Place(NamedTuple):
         return Place(self.equations, (*self.inside, label))
 
     @property
-    def stack(self) -> Any:
+    def stack(self) -> NameStack:
         """The name scopes of all levels."""
         stacks = (equation.source_info.name_stack for equation in self.equations)
         return sum(stacks, start=_jax_compat.empty_name_stack())
@@ -62,7 +65,7 @@ class Origin(NamedTuple):
     name: str
     dtype: str
     state: int
-    params: Any
+    params: dict[str, Any]
     place: Place
     operands: tuple[Operand, ...]
 
@@ -80,7 +83,9 @@ class Held(NamedTuple):
     origin: Origin | None = None
 
 
-def held(results: Iterable[Any], states: Iterable[int], origins: Any) -> list[Held]:
+def held(
+    results: Iterable[Any], states: Iterable[int], origins: Iterable[Origin | None]
+) -> list[Held]:
     """Holds results; those that are finite have no origin."""
     return [
         Held(result, state, origin) if state else Held(result)

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
+from jax.extend import core
+from jax.extend.source_info_util import NameStack
 
 from jmp import _jax_compat
 from jmp.autocasting.kinds.scan import turns_of
@@ -44,7 +46,7 @@ def _installed(file: str) -> str:
     return ""
 
 
-def source_line(equation: Any, outer: str = "") -> str:
+def source_line(equation: core.JaxprEqn, outer: str = "") -> str:
     """Returns "file:line" of the user's line, or of a library's; "" if no frame is known.
 
     Args:
@@ -55,7 +57,7 @@ def source_line(equation: Any, outer: str = "") -> str:
     return users_line(equation) or outer or _librarys_line(equation)
 
 
-def users_line(equation: Any) -> str:
+def users_line(equation: core.JaxprEqn) -> str:
     """Returns "file:line" of the innermost frame that is the user's; "" if there is none."""
     for file, line in _jax_compat.frames_of(equation):
         if not file.startswith(_machinery()) and not _installed(file).startswith(FRAMEWORKS):
@@ -63,7 +65,7 @@ def users_line(equation: Any) -> str:
     return ""
 
 
-def _librarys_line(equation: Any) -> str:
+def _librarys_line(equation: core.JaxprEqn) -> str:
     frames = _jax_compat.frames_of(equation)
     outside_jax = [frame for frame in frames if not frame[0].startswith(_machinery())]
     return "".join(f"{spelled(file)}:{line}" for file, line in (outside_jax or frames)[:1])
@@ -79,7 +81,7 @@ class Placed(NamedTuple):
 
 
 def with_places(
-    jaxpr: Any, outer: str = "", outer_line: str = "", times: int = 1
+    jaxpr: core.Jaxpr, outer: str = "", outer_line: str = "", times: int = 1
 ) -> Iterator[Placed]:
     """Yields the equations of a jaxpr at any depth with their places; the turns of scans count.
 
@@ -95,7 +97,7 @@ def with_places(
             yield from with_places(inner, path, line, times * turns_of(equation))
 
 
-def lines_of_callers(jaxpr: Any) -> dict[tuple[int, str], str]:
+def lines_of_callers(jaxpr: core.Jaxpr) -> dict[tuple[int, str], str]:
     """Returns source lines of the equations that have none of the user's, by identity and path.
 
     What JAX traced once stands at all its places in the program: such an equation has all lines.
@@ -107,7 +109,7 @@ def lines_of_callers(jaxpr: Any) -> dict[tuple[int, str], str]:
     return {place: ", ".join(lines) for place, lines in found.items()}
 
 
-def module_path(stack: Any) -> str:
+def module_path(stack: NameStack) -> str:
     """Returns the names of a name stack joined by slashes, without JAX's marks and our own."""
     names = (name for name in _jax_compat.scope_names(stack) if name != _jax_compat.RECOMPUTED)
     return "/".join(name for name in names if not name.startswith("jmp."))

@@ -12,12 +12,12 @@ from jax.typing import DTypeLike
 from jmp.diagnostics._histograms import exponents
 from jmp.diagnostics._range_table import render
 from jmp.diagnostics._ranges import HALVES, SCALED, Range, limits_of, power_of_two, row_of
-from jmp.trees import as_jax_array, is_array, path_string
+from jmp.trees import PyTree, as_jax_array, is_array, path_string
 
 _count = jax.jit(exponents)
 
 
-def range_report(tree: Any) -> "RangeReport":
+def range_report(tree: PyTree) -> "RangeReport":
     """Counts the numbers in each floating leaf of `tree` by powers of two.
 
     Leaves are counted where they are, sharded or not; the counts alone are fetched, and are exact.

@@ -166,8 +166,20 @@ class Range:
         return limits.smallest - low, limits.largest - math.ceil(math.log2(margin)) - high
 
 
-def row_of(role: str, path: str, dtype: str, counts: np.ndarray, **where: object) -> Range:
+def row_of(
+    role: str,
+    path: str,
+    dtype: str,
+    counts: np.ndarray,
+    *,
+    scale: float = 1.0,
+    operation: str = "",
+    source: str = "",
+) -> Range:
     """Returns the row of what `exponents` counted."""
     numbers = counts.astype(np.int64)
-    rest = map(int, numbers[-3:])
-    return Range(role, path, dtype, numbers[:-3], layout(jnp.dtype(dtype))[0], *rest, **where)  # type: ignore[arg-type]
+    zeros, infinities, nans = map(int, numbers[-3:])
+    lowest, _ = layout(jnp.dtype(dtype))
+    return Range(
+        role, path, dtype, numbers[:-3], lowest, zeros, infinities, nans, scale, operation, source
+    )

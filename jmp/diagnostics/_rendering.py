@@ -89,7 +89,7 @@ def _numbers(rows: list[Row]) -> Numbers:
         times[_dtype(row), row.why] += row.times
         by_dtype[_dtype(row)] += row.times
 
-    def rank(key: tuple[str, str]) -> Any:
+    def rank(key: tuple[str, str]) -> tuple[bool, int, str, int]:
         dtype, _ = key
         return dtype not in HALVES, -by_dtype[dtype], dtype, -times[key]
 

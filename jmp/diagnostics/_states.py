@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -31,7 +32,7 @@ class Operand:
     nonfinite: int
 
 
-def is_inexact(value: Any) -> bool:
+def is_inexact(value: object) -> bool:
     """Returns whether a value, or a type, is an array of floating or complex numbers."""
     dtype = getattr(value, "dtype", None)
     if dtype is None or _jax_compat.is_reference(value):
@@ -39,7 +40,7 @@ def is_inexact(value: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
-def state_of(value: Any) -> int:
+def state_of(value: object) -> int:
     """Returns `NAN` if an element is NaN, else `INFINITE` if one is infinite, else `FINITE`."""
     if not is_inexact(value):
         return FINITE
@@ -60,13 +61,13 @@ def tamed(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(_wide(x)), x, jnp.ones_like(x))
 
 
-def _state(numpy: Any, x: Any) -> Any:
+def _state(numpy: ModuleType, x: Any) -> Any:
     x = _wide(x)
     infinite = numpy.where(numpy.isfinite(x).all(), FINITE, INFINITE)
     return numpy.where(numpy.isnan(x).any(), NAN, infinite)
 
 
-def _ranges(numpy: Any, x: Any) -> Any:
+def _ranges(numpy: ModuleType, x: Any) -> Any:
     magnitudes = abs(_wide(x))
     is_zero, is_finite = magnitudes == 0, numpy.isfinite(magnitudes)
     counts = is_finite & ~is_zero

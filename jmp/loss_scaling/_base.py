@@ -6,11 +6,13 @@ infinite in float16. (Micikevicius et al. 2018, "Mixed Precision Training", sect
 """
 
 import abc
+from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from jmp.dtypes import at_least_float32
 from jmp.trees import as_jax_array, is_array, is_complex, is_floating
@@ -50,7 +52,7 @@ class LossScale(abc.ABC):
         """
 
     @abc.abstractmethod
-    def adjust(self, grads_finite: Any) -> "LossScale":
+    def adjust(self, grads_finite: ArrayLike) -> "LossScale":
         """Returns the scale for the next step.
 
         Args:
@@ -59,24 +61,22 @@ class LossScale(abc.ABC):
         """
 
 
-def multiply_tree(tree: T, factor: Any) -> T:
+def multiply_tree(tree: T, factor: ArrayLike) -> T:
     """Multiplies the floating and complex leaves of `tree` by float32 `factor`."""
-    return jax.tree.map(lambda leaf: _scaled_leaf(leaf, lambda dtype: _cast(factor, dtype)), tree)
+    factor_in = lambda dtype: jnp.asarray(factor, dtype)
+    scaled: T = jax.tree.map(lambda leaf: _scaled_leaf(leaf, factor_in), tree)
+    return scaled
 
 
-def divide_tree(tree: T, divisor: Any) -> T:
+def divide_tree(tree: T, divisor: ArrayLike) -> T:
     """Multiplies the floating and complex leaves of `tree` by the reciprocal of `divisor`."""
     # The reciprocal is taken in the leaf's own precision: exact for powers of two in any case.
-    return jax.tree.map(
-        lambda leaf: _scaled_leaf(leaf, lambda dtype: 1 / _cast(divisor, dtype)), tree
-    )
+    factor_in = lambda dtype: 1 / jnp.asarray(divisor, dtype)
+    scaled: T = jax.tree.map(lambda leaf: _scaled_leaf(leaf, factor_in), tree)
+    return scaled
 
 
-def _cast(factor: Any, dtype: np.dtype) -> jax.Array:
-    return jnp.asarray(factor, dtype)
-
-
-def _scaled_leaf(leaf: Any, factor_in: Any) -> Any:
+def _scaled_leaf(leaf: Any, factor_in: Callable[[np.dtype], jax.Array]) -> Any:
     if isinstance(leaf, float) and not is_array(leaf):  # np.float64 is a float, and an array too
         with np.errstate(over="ignore"):
             leaf = jnp.asarray(leaf, jnp.float32)

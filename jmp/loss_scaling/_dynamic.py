@@ -4,7 +4,9 @@ import dataclasses
 import math
 from typing import Any, TypeVar
 
+import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jmp.loss_scaling import _validation
 from jmp.loss_scaling._base import LARGEST_SCALE, LossScale, divide_tree, multiply_tree
@@ -90,7 +92,7 @@ class DynamicLossScale(LossScale):
         """Casts the floating leaves to at least float32 and divides them by the scale."""
         return divide_tree(tree, self.loss_scale)
 
-    def adjust(self, grads_finite: Any) -> "DynamicLossScale":
+    def adjust(self, grads_finite: ArrayLike) -> "DynamicLossScale":
         """Returns the scale for the next step: grown, backed off or unchanged."""
         finite = _validation.finite_flag(grads_finite, self.loss_scale)
         counted = self.counter + 1
@@ -110,15 +112,15 @@ class DynamicLossScale(LossScale):
         """The period as a whole number of steps that fits the counter; infinity never comes."""
         return math.ceil(min(self.period, 2**31 - 1))
 
-    def _grown(self) -> Any:
+    def _grown(self) -> jax.Array:
         factor = self.factor if self.growth_factor is None else self.growth_factor
         return self._clipped(self.loss_scale * min(factor, _LARGEST_FACTOR))
 
-    def _backed_off(self) -> Any:
+    def _backed_off(self) -> jax.Array:
         if self.backoff_factor is None:
             return self._clipped(self.loss_scale / min(self.factor, _LARGEST_FACTOR))
         return self._clipped(self.loss_scale * self.backoff_factor)
 
-    def _clipped(self, scale: Any) -> Any:
+    def _clipped(self, scale: ArrayLike) -> jax.Array:
         # Infinity, from growing near float32's maximum, comes back to the ceiling.
         return jnp.clip(scale, self.min_loss_scale, self.max_loss_scale)

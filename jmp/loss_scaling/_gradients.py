@@ -16,7 +16,7 @@ def scaled_value_and_grad(
     loss_scale: LossScale,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
-) -> Callable[..., Any]:
+) -> Callable[..., tuple[Any, Any]]:
     """Like `jax.value_and_grad`, for gradients that must survive half precision.
 
     The loss is cast to float32 before it is multiplied: 2**16 is infinite in float16.
@@ -48,7 +48,7 @@ def scaled_value_and_grad(
     )
 
     @functools.wraps(fun)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         (_, (value, aux)), gradients = value_and_grad(*args, **kwargs)
         return ((value, aux), gradients) if has_aux else (value, gradients)
 
@@ -57,11 +57,11 @@ def scaled_value_and_grad(
 
 def scaled_loss(
     fun: Callable[..., Any], loss_scale: LossScale, has_aux: bool
-) -> Callable[..., Any]:
+) -> Callable[..., tuple[jax.Array, tuple[jax.Array, Any]]]:
     """Returns what to differentiate: a function that returns `(scaled loss, (loss, aux))`."""
 
     @functools.wraps(fun)
-    def scaled(*args: Any, **kwargs: Any) -> Any:
+    def scaled(*args: Any, **kwargs: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
         loss, aux = fun(*args, **kwargs) if has_aux else (fun(*args, **kwargs), None)
         value = _checked_loss(loss)
         return loss_scale.scale(value), (value, aux)
@@ -69,7 +69,7 @@ def scaled_loss(
     return scaled
 
 
-def _checked_loss(loss: Any) -> jax.Array:
+def _checked_loss(loss: object) -> jax.Array:
     try:
         array = jnp.asarray(loss)
     except (TypeError, ValueError):

@@ -5,6 +5,7 @@ import operator
 from typing import Any
 
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jmp.loss_scaling import _validation
 from jmp.loss_scaling._dynamic import DynamicLossScale
@@ -48,7 +49,7 @@ class HysteresisLossScale(DynamicLossScale):
         left = self.hysteresis if self.tolerance is None else self.tolerance
         object.__setattr__(self, "tolerance", _validation.step_count(left, "tolerance"))
 
-    def adjust(self, grads_finite: Any) -> "HysteresisLossScale":
+    def adjust(self, grads_finite: ArrayLike) -> "HysteresisLossScale":
         """Returns the scale for the next step; an overflow may leave it unchanged."""
         finite = _validation.finite_flag(grads_finite, self.loss_scale)
         counted = self.counter + 1

@@ -1,9 +1,10 @@
 """A loss scale that does nothing: for float32 and bfloat16, or to switch scaling off."""
 
 import dataclasses
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
+from jax.typing import ArrayLike
 
 from jmp.loss_scaling._base import LossScale
 
@@ -20,7 +21,7 @@ class NoOpLossScale(LossScale):
     """
 
     @property
-    def loss_scale(self) -> float:  # type: ignore[override]
+    def loss_scale(self) -> float:
         """Always 1.0."""
         return 1.0
 
@@ -32,7 +33,7 @@ class NoOpLossScale(LossScale):
         """Returns `tree` itself."""
         return tree
 
-    def adjust(self, grads_finite: Any) -> "NoOpLossScale":
+    def adjust(self, grads_finite: ArrayLike) -> "NoOpLossScale":
         """Returns itself."""
         del grads_finite
         return self

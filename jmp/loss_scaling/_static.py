@@ -1,9 +1,10 @@
 """A loss scale that stays what it is."""
 
 import dataclasses
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
+from jax.typing import ArrayLike
 
 from jmp.loss_scaling._base import LossScale, divide_tree, multiply_tree
 from jmp.loss_scaling._validation import static_scale
@@ -45,7 +46,7 @@ class StaticLossScale(LossScale):
         """Casts the floating leaves to at least float32 and divides them by the constant."""
         return divide_tree(tree, self.loss_scale)
 
-    def adjust(self, grads_finite: Any) -> "StaticLossScale":
+    def adjust(self, grads_finite: ArrayLike) -> "StaticLossScale":
         """Returns itself."""
         del grads_finite
         return self

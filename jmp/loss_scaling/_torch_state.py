@@ -1,7 +1,7 @@
 """Loss scales as plain dictionaries in the layout of torch's `GradScaler.state_dict()`."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Mapping
 
 from jmp.loss_scaling._base import LossScale
 from jmp.loss_scaling._dynamic import DynamicLossScale
@@ -39,7 +39,9 @@ def to_torch_state_dict(loss_scale: LossScale) -> dict[str, float | int]:
     }
 
 
-def from_torch_state_dict(state: dict[str, Any], *, like: LossScale | None = None) -> LossScale:
+def from_torch_state_dict(
+    state: Mapping[str, float | int], *, like: LossScale | None = None
+) -> LossScale:
     """Returns the loss scale that a GradScaler's `state_dict()` describes.
 
     Args:

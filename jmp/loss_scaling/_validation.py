@@ -9,11 +9,13 @@ float16 by hand makes an infinity before anything here can see it.)
 
 import dataclasses
 import warnings
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from jmp.loss_scaling._base import LARGEST_SCALE, SMALLEST_SCALE
 from jmp.trees import is_array
@@ -21,7 +23,7 @@ from jmp.trees import is_array
 T = TypeVar("T")
 
 
-def scale_bound(value: Any, name: str) -> float:
+def scale_bound(value: object, name: str) -> float:
     """Returns a floor or ceiling as a Python float within the representable scales.
 
     Zero is accepted for a floor and means the smallest scale there is.
@@ -33,7 +35,7 @@ def scale_bound(value: Any, name: str) -> float:
     return float(np.clip(number, SMALLEST_SCALE, LARGEST_SCALE))
 
 
-def static_scale(value: Any) -> float:
+def static_scale(value: object) -> float:
     """Returns the constant of a static scale as a Python float; zero is accepted."""
     number = _concrete_number(value, "StaticLossScale")
     if not np.isfinite(number) or number < 0:
@@ -78,7 +80,7 @@ def step_count(value: Any, name: str) -> Any:
     return jnp.asarray(value).astype(jnp.int32)
 
 
-def period(value: Any) -> Any:
+def period(value: Any) -> float:
     """Returns `value` if it is a number of steps of at least one; floats are accepted."""
     number = _concrete_number(value, "period")
     if not number >= 1:
@@ -86,7 +88,7 @@ def period(value: Any) -> Any:
     return value if isinstance(value, (int, float)) else value.item()
 
 
-def growth(value: Any, name: str) -> Any:
+def growth(value: Any, name: str) -> float:
     """Returns `value` if it is a finite number above one."""
     number = _concrete_number(value, name)
     if not (number > 1 and np.isfinite(number)):
@@ -97,7 +99,7 @@ def growth(value: Any, name: str) -> Any:
     return value if isinstance(value, (int, float)) else value.item()
 
 
-def backoff(value: Any) -> Any:
+def backoff(value: Any) -> float:
     """Returns `value` if it lies strictly between zero and one."""
     number = _concrete_number(value, "backoff_factor")
     if not 0 < number < 1:
@@ -108,7 +110,7 @@ def backoff(value: Any) -> Any:
     return value if isinstance(value, (int, float)) else value.item()
 
 
-def finite_flag(grads_finite: Any, scale: Any) -> jax.Array:
+def finite_flag(grads_finite: ArrayLike, scale: ArrayLike) -> jax.Array:
     """Returns the flag of `adjust` as a bool array of the scale's shape."""
     flag = jnp.asarray(grads_finite)
     if flag.dtype != jnp.bool_:
@@ -130,15 +132,15 @@ def register_state(cls: type[T]) -> type[T]:
     A field is a leaf if its metadata holds `leaf=dtype`. This is `register_dataclass` but for one
     thing: unflattening does not run the constructor's checks of values (see the module's text).
     """
-    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]  # T stands for dataclasses
     leaves = {field.name: field.metadata["leaf"] for field in fields if "leaf" in field.metadata}
     static = [field.name for field in fields if field.name not in leaves]
 
-    def flatten_with_keys(node: T) -> Any:
+    def flatten_with_keys(node: T) -> tuple[list[Any], tuple[Any, ...]]:
         children = [(jax.tree_util.GetAttrKey(name), getattr(node, name)) for name in leaves]
         return children, tuple(getattr(node, name) for name in static)
 
-    def unflatten(meta: tuple[Any, ...], children: Any) -> T:
+    def unflatten(meta: tuple[Any, ...], children: Iterable[Any]) -> T:
         node = object.__new__(cls)
         for name, value in zip(static, meta, strict=True):
             object.__setattr__(node, name, value)
@@ -155,13 +157,13 @@ def register_state(cls: type[T]) -> type[T]:
 def replace_leaves(node: T, **leaves: Any) -> T:
     """Returns a copy of `node` with other leaves, without running the constructor's checks."""
     copy = object.__new__(type(node))
-    for field in dataclasses.fields(node):  # type: ignore[arg-type]
+    for field in dataclasses.fields(node):  # type: ignore[arg-type]  # likewise
         value = leaves.get(field.name, getattr(node, field.name))
         object.__setattr__(copy, field.name, value)
     return copy
 
 
-def _is_number_dtype(dtype: Any) -> bool:
+def _is_number_dtype(dtype: np.dtype) -> bool:
     return dtype != jax.dtypes.float0 and jnp.issubdtype(dtype, np.number)
 
 
@@ -178,7 +180,7 @@ def _concrete_number(value: Any, name: str) -> float:
     return float(value)
 
 
-def _warn_if_integer(value: Any, name: str) -> None:
+def _warn_if_integer(value: object, name: str) -> None:
     dtype = value.dtype if is_array(value) else np.result_type(type(value))
     if not jnp.issubdtype(dtype, jnp.floating):
         warnings.warn(f"Expected floating type for {name}, got {dtype}", stacklevel=5)

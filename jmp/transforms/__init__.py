@@ -5,7 +5,7 @@
 policy. `loss_scale_state` and `masters` read an optimizer's state.
 """
 
-from typing import Any
+import optax
 
 from jmp.transforms._flat_masters import FlatMasters
 from jmp.transforms._loss_scaling import WithLossScaleState, with_loss_scale
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 
-def check_optimizer_state(opt_state: Any) -> None:
+def check_optimizer_state(opt_state: optax.OptState) -> None:
     """Raises ValueError if an optimizer combines these transformations in an order that fails.
 
     Those orders are: loss scaling twice, anything chained after masters, and `MultiSteps` around
@@ -41,7 +41,7 @@ def check_optimizer_state(opt_state: Any) -> None:
     check_order(opt_state, WithMasterParamsState, WithLossScaleState)
 
 
-def loss_scale_state(opt_state: Any) -> WithLossScaleState | None:
+def loss_scale_state(opt_state: optax.OptState) -> WithLossScaleState | None:
     """Returns the `WithLossScaleState` inside an optimizer's state, or None where there is none.
 
     Raises: ValueError if the optimizer's order is at fault; see `check_optimizer_state`.
@@ -53,7 +53,7 @@ def loss_scale_state(opt_state: Any) -> WithLossScaleState | None:
     return next(iter(find_states(opt_state, WithLossScaleState)), None)
 
 
-def masters(opt_state: Any, params: Any) -> Any:
+def masters(opt_state: optax.OptState, params: optax.Params) -> optax.Params:
     """Returns the parameters as the optimizer knows them: the float32 masters.
 
     Args:

@@ -6,17 +6,17 @@ Under jit with sharded arrays there is one program and one flag, and nothing to 
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jmp import _jax_compat
+from jmp.trees import PyTree
 
 AxisName = str | Sequence[str]
 
 
-def agreed(flag: jax.Array, shared: Any, axis_name: AxisName) -> jax.Array:
+def agreed(flag: jax.Array, shared: PyTree, axis_name: AxisName) -> jax.Array:
     """Returns whether `flag` holds on every device that shares the tree `shared`.
 
     Args:
@@ -29,10 +29,11 @@ def agreed(flag: jax.Array, shared: Any, axis_name: AxisName) -> jax.Array:
     axes = _axes(flag, shared, axis_name)
     if not axes:
         return flag
-    return jax.lax.pmin(flag.astype(jnp.int32), axes).astype(jnp.bool_)
+    everywhere: jax.Array = jax.lax.pmin(flag.astype(jnp.int32), axes)
+    return everywhere.astype(jnp.bool_)
 
 
-def _axes(flag: jax.Array, shared: Any, axis_name: AxisName) -> tuple[str, ...]:
+def _axes(flag: jax.Array, shared: PyTree, axis_name: AxisName) -> tuple[str, ...]:
     mapped = _jax_compat.manual_axes()
     tracked = _jax_compat.tracks_varying_axes()
     varying = _jax_compat.varying_axes(flag)

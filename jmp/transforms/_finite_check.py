@@ -15,20 +15,19 @@ one shape may be sharded along different axes. There the check is by tensor, and
 
 import collections
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jmp import _jax_compat
-from jmp.trees import all_finite, as_jax_array, is_complex, is_floating
+from jmp.trees import PyTree, all_finite, as_jax_array, is_complex, is_floating
 
 SAME_SHAPE_TOGETHER = 8
 SMALL_TOGETHER = 32
 SMALL = 2**12  # elements: vectors, not matrices
 
 
-def gradients_finite(gradients: Any) -> jax.Array:
+def gradients_finite(gradients: PyTree) -> jax.Array:
     """Returns what `all_finite` returns, from fewer kernels where the gradients lie on one device.
 
     >>> bool(gradients_finite({"w": jnp.ones((2, 3)), "b": jnp.array([jnp.inf])}))

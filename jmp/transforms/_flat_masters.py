@@ -13,10 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.tree_util import keystr, tree_leaves_with_path
+from jax.typing import DTypeLike
 
 from jmp.dtypes import is_half
-from jmp.trees import is_floating, path_string
+from jmp.trees import PyTree, is_floating, path_string
 
 
 @jax.tree_util.register_dataclass
@@ -41,7 +43,7 @@ class FlatMasters:
     shapes: tuple[tuple[int, ...], ...] = dataclasses.field(metadata={"static": True})
 
     @classmethod
-    def from_tree(cls, params: Any, dtype: Any) -> "FlatMasters":
+    def from_tree(cls, params: optax.Params, dtype: DTypeLike) -> "FlatMasters":
         """Returns masters in `dtype` of parameters that are all of one half dtype.
 
         Raises: ValueError for no parameters at all, more than one dtype, or one that is not half.
@@ -59,7 +61,7 @@ class FlatMasters:
         return dict(zip(self.paths, split(self.vector, self.shapes), strict=True))
 
 
-def flatten(tree: Any, dtype: Any) -> jax.Array:
+def flatten(tree: PyTree, dtype: DTypeLike) -> jax.Array:
     """Returns the leaves of `tree` in `dtype`, one after the other in a vector."""
     return jnp.concatenate([jnp.ravel(leaf).astype(dtype) for leaf in jax.tree.leaves(tree)])
 
@@ -71,7 +73,9 @@ def split(vector: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Arra
     return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def map_vectors(function: Callable[[jax.Array], jax.Array], tree: Any) -> tuple[Any, list[Any]]:
+def map_vectors(
+    function: Callable[[jax.Array], jax.Array], tree: PyTree
+) -> tuple[PyTree, list[jax.Array]]:
     """Maps a pointwise function over the leaves of `tree`, all floating ones of a dtype at a time.
 
     Returns: the mapped tree, and the vectors that its leaves were cut from beside the leaves that
@@ -79,7 +83,7 @@ def map_vectors(function: Callable[[jax.Array], jax.Array], tree: Any) -> tuple[
     """
     leaves, structure = jax.tree.flatten(tree)
     vectors = []
-    groups: dict[Any, list[int]] = {}
+    groups: dict[np.dtype, list[int]] = {}
     for position, leaf in enumerate(leaves):
         if is_floating(leaf):
             groups.setdefault(leaf.dtype, []).append(position)
@@ -95,7 +99,7 @@ def map_vectors(function: Callable[[jax.Array], jax.Array], tree: Any) -> tuple[
     return jax.tree.unflatten(structure, leaves), vectors
 
 
-def _check_one_half_dtype(found: list[tuple[Any, Any]]) -> None:
+def _check_one_half_dtype(found: list[tuple[tuple[Any, ...], Any]]) -> None:
     examples: dict[str, str] = {}
     for path, leaf in found:
         dtype = str(np.dtype(getattr(leaf, "dtype", type(leaf))))

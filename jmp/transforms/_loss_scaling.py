@@ -17,7 +17,7 @@ from jmp.transforms._master_params import (
     has_flat_masters,
     master_paths,
 )
-from jmp.trees import cast_to_at_least_float32, select_tree
+from jmp.trees import PyTree, cast_to_at_least_float32, select_tree
 
 
 class WithLossScaleState(NamedTuple):
@@ -36,7 +36,7 @@ class WithLossScaleState(NamedTuple):
     grads_finite: jax.Array
     skipped_steps: jax.Array
     consecutive_skips: jax.Array
-    inner_state: Any
+    inner_state: optax.OptState
 
 
 def with_loss_scale(
@@ -86,7 +86,7 @@ def with_loss_scale(
             "jmp.torch_loss_scale() or jmp.NoOpLossScale()."
         )
 
-    def init(params: Any) -> WithLossScaleState:
+    def init(params: optax.Params) -> WithLossScaleState:
         inner_state = inner.init(_as_inner_sees(params, jax.eval_shape(inner.init, params)))
         _states.check_inner_state(inner_state, WithLossScaleState, "with_loss_scale")
         _states.check_order(inner_state, WithMasterParamsState, WithLossScaleState)
@@ -99,8 +99,11 @@ def with_loss_scale(
         )
 
     def update(
-        updates: Any, state: WithLossScaleState, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, WithLossScaleState]:
+        updates: optax.Updates,
+        state: WithLossScaleState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, WithLossScaleState]:
         scale = state.loss_scale
         gradients, to_check = _unscaled(updates, state)
         new_updates, inner_state = _states.update_inner(
@@ -128,16 +131,19 @@ def with_loss_scale(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _unscaled(updates: Any, state: WithLossScaleState) -> tuple[Any, Any]:
+def _unscaled(updates: optax.Updates, state: WithLossScaleState) -> tuple[optax.Updates, PyTree]:
     """Returns unscaled gradients in at least float32, and the arrays in which to check them."""
-    unscale = lambda tree: state.loss_scale.unscale(cast_to_at_least_float32(tree))
+
+    def unscale(tree: PyTree) -> PyTree:
+        return state.loss_scale.unscale(cast_to_at_least_float32(tree))
+
     if has_flat_masters(state.inner_state):
         return map_vectors(unscale, updates)  # the form in which they are needed afterwards
     gradients = unscale(updates)
     return gradients, gradients
 
 
-def _as_inner_sees(params: Any, inner_state: Any) -> Any:
+def _as_inner_sees(params: optax.Params, inner_state: optax.OptState) -> optax.Params:
     """Returns `params` in at least float32, but for those that `inner` keeps masters of.
 
     Moments made from half parameters would be half: Adam's eps of 1e-8 is zero in float16, and its

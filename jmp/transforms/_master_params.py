@@ -13,7 +13,7 @@ from jmp.dtypes import floating_dtype, is_half
 from jmp.transforms import _states
 from jmp.transforms._flat_masters import FlatMasters, flatten
 from jmp.transforms._rounding import difference
-from jmp.trees import cast_to_at_least_float32, is_floating
+from jmp.trees import PyTree, cast_to_at_least_float32, is_floating
 
 
 class WithMasterParamsState(NamedTuple):
@@ -25,8 +25,8 @@ class WithMasterParamsState(NamedTuple):
       inner_state: state of the wrapped optimizer.
     """
 
-    masters: Any
-    inner_state: Any
+    masters: PyTree
+    inner_state: optax.OptState
 
 
 def with_master_params(
@@ -82,9 +82,9 @@ def with_master_params(
             "masters exist to take updates that are too small for half precision."
         )
 
-    def init(params: Any) -> WithMasterParamsState:
+    def init(params: optax.Params) -> WithMasterParamsState:
         if flat_master:
-            masters: Any = FlatMasters.from_tree(params, master_dtype)
+            masters: PyTree = FlatMasters.from_tree(params, master_dtype)
         else:
             make = lambda p: jnp.array(p, master_dtype) if _needs_master(p) else optax.MaskedNode()
             masters = jax.tree.map(make, params)
@@ -93,8 +93,11 @@ def with_master_params(
         return WithMasterParamsState(masters, _states.without_weak_types(inner_state))
 
     def update(
-        updates: Any, state: WithMasterParamsState, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, WithMasterParamsState]:
+        updates: optax.Updates,
+        state: WithMasterParamsState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, WithMasterParamsState]:
         if params is None:
             raise ValueError(
                 "with_master_params got no params; call update(gradients, state, params): the "
@@ -131,7 +134,7 @@ def _needs_master(param: Any) -> bool:
     return is_floating(param) and is_half(param.dtype)
 
 
-def _as_inner_sees(masters: Any, params: Any) -> Any:
+def _as_inner_sees(masters: PyTree, params: optax.Params) -> optax.Params:
     """Returns the masters, and the parameters that need none."""
     if isinstance(masters, FlatMasters):
         return masters.vector
@@ -143,13 +146,13 @@ def _as_inner_sees(masters: Any, params: Any) -> Any:
     )
 
 
-def has_flat_masters(opt_state: Any) -> bool:
+def has_flat_masters(opt_state: optax.OptState) -> bool:
     """Returns whether any parameter group keeps its masters as one vector."""
     states = _states.find_states(opt_state, WithMasterParamsState)
     return any(isinstance(state.masters, FlatMasters) for state in states)
 
 
-def _check_gradients(gradients: Any, params: Any) -> None:
+def _check_gradients(gradients: optax.Updates, params: optax.Params) -> None:
     """Raises ValueError if gradients would land beside their parameters in the vector."""
     got, expected = (
         {keystr(path): jnp.shape(leaf) for path, leaf in tree_leaves_with_path(tree)}
@@ -163,7 +166,7 @@ def _check_gradients(gradients: Any, params: Any) -> None:
         )
 
 
-def master_paths(opt_state: Any) -> set[str]:
+def master_paths(opt_state: optax.OptState) -> set[str]:
     """Returns the paths (`keystr`) of all parameters that have a master, of whatever group."""
     paths: set[str] = set()
     for state in _states.find_states(opt_state, WithMasterParamsState):
@@ -174,7 +177,7 @@ def master_paths(opt_state: Any) -> set[str]:
     return paths
 
 
-def collect_masters(opt_state: Any, params: Any) -> Any:
+def collect_masters(opt_state: optax.OptState, params: optax.Params) -> optax.Params:
     """Returns `params` with half leaves replaced by their masters, of whatever parameter group."""
     by_path: dict[str, Any] = {}
     for state in _states.find_states(opt_state, WithMasterParamsState):

@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmp.trees import is_array
+from jmp.trees import PyTree, is_array
 
 S = TypeVar("S")
 
 
-def as_transformation(transformation: Any, caller: str) -> optax.GradientTransformationExtraArgs:
+def as_transformation(transformation: object, caller: str) -> optax.GradientTransformationExtraArgs:
     """Returns an optax transformation that takes extra arguments; `MultiSteps` objects are fine."""
     if isinstance(transformation, optax.MultiSteps):
         transformation = transformation.gradient_transformation()
@@ -26,18 +26,18 @@ def as_transformation(transformation: Any, caller: str) -> optax.GradientTransfo
 
 def update_inner(
     inner: optax.GradientTransformationExtraArgs,
-    gradients: Any,
-    inner_state: Any,
-    params: Any,
+    gradients: optax.Updates,
+    inner_state: optax.OptState,
+    params: optax.Params | None,
     extra_args: dict[str, Any],
     caller: str,
-) -> tuple[Any, Any]:
+) -> tuple[optax.Updates, optax.OptState]:
     """Returns `inner.update(...)`; says so where it fails because the trees do not match.
 
     Asked only after a failure: trees that differ where `inner` does not look are none of ours.
     """
     try:
-        return inner.update(gradients, inner_state, params, **extra_args)
+        updates, new_state = inner.update(gradients, inner_state, params, **extra_args)
     except (TypeError, ValueError) as error:
         given: Any = jax.tree.structure(gradients)
         expected: Any = jax.tree.structure(params)
@@ -47,14 +47,15 @@ def update_inner(
             f"{caller} got gradients of another structure than the parameters: {given} and "
             f"{expected}. Differentiate with respect to the parameters that the optimizer holds."
         ) from error
+    return updates, new_state
 
 
-def find_states(opt_state: Any, state_type: type[S]) -> list[S]:
+def find_states(opt_state: optax.OptState, state_type: type[S]) -> list[S]:
     """Returns every state of `state_type` in `opt_state`, however deep, outermost first."""
     return [node for node in _nodes(opt_state) if isinstance(node, state_type)]
 
 
-def check_inner_state(inner_state: Any, state_type: type, caller: str) -> None:
+def check_inner_state(inner_state: optax.OptState, state_type: type, caller: str) -> None:
     """Raises ValueError if `inner_state` holds a second wrapper of the same kind."""
     if find_states(inner_state, state_type):
         raise ValueError(
@@ -63,7 +64,7 @@ def check_inner_state(inner_state: Any, state_type: type, caller: str) -> None:
         )
 
 
-def check_order(opt_state: Any, last_type: type, scale_type: type) -> None:
+def check_order(opt_state: optax.OptState, last_type: type, scale_type: type) -> None:
     """Raises ValueError for orders of transformations that lose or corrupt updates.
 
     Args:
@@ -92,7 +93,7 @@ def check_order(opt_state: Any, last_type: type, scale_type: type) -> None:
             )
 
 
-def without_weak_types(tree: Any) -> Any:
+def without_weak_types(tree: PyTree) -> PyTree:
     """Gives arrays that took their dtype from a Python number that dtype for good.
 
     The first step would return them strongly typed, and the second step would compile again.
@@ -107,11 +108,10 @@ def without_weak_types(tree: Any) -> Any:
     )
 
 
-def _nodes(tree: Any) -> Iterator[Any]:
+def _nodes(tree: PyTree) -> Iterator[tuple[Any, ...]]:
     """Yields every tuple (named or plain) in `tree`, outermost first."""
-    is_tuple = lambda node: isinstance(node, tuple)
-    for node in jax.tree.leaves(tree, is_leaf=is_tuple):
-        if is_tuple(node):
+    for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, tuple)):
+        if isinstance(node, tuple):
             yield node
             for child in node:
                 yield from _nodes(child)
