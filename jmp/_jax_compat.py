@@ -1,7 +1,7 @@
 """Everything that differs between the JAX versions we support (0.10 to 0.12), and nothing else."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -297,7 +297,7 @@ def zero_cotangent(zero: SymbolicZero) -> Any:
     return ad.Zero(zero.aval)
 
 
-def as_function(jaxpr: Any) -> Any:
+def as_function(jaxpr: Any) -> Callable[..., list[Any]]:
     """Returns the function of flat arguments that a jaxpr without open constants stands for."""
     return core.jaxpr_as_fun(core.ClosedJaxpr(*open_jaxpr(jaxpr)))
 

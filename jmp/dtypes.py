@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 HALF_DTYPES: tuple[np.dtype, np.dtype] = (np.dtype(jnp.float16), np.dtype(jnp.bfloat16))
-FULL_DTYPE = np.dtype(np.float32)
+FLOAT32 = np.dtype(np.float32)
 # By scalar type, which byte orders share.
 _HALF = frozenset(dtype.type for dtype in HALF_DTYPES)
 _CASTABLE = frozenset({*_HALF, np.float32, np.float64})
@@ -108,4 +108,4 @@ def is_castable(dtype: DTypeLike) -> bool:
 
 def at_least_float32(dtype: DTypeLike) -> np.dtype:
     """Returns float32 for half dtypes and `dtype` itself for float32, float64."""
-    return FULL_DTYPE if is_half(dtype) else np.dtype(np.dtype(dtype).type)
+    return FLOAT32 if is_half(dtype) else np.dtype(np.dtype(dtype).type)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jmp.dtypes import FULL_DTYPE, at_least_float32, floating_dtype, half_dtype, is_castable
+from jmp.dtypes import FLOAT32, at_least_float32, floating_dtype, half_dtype, is_castable
 
 T = TypeVar("T")
 # Containers in containers, with leaves of any kind: more than a type can say.
@@ -85,7 +85,7 @@ def cast_to_full(tree: T) -> T:
     >>> cast_to_full(jnp.ones(2, jnp.float16)).dtype
     dtype('float32')
     """
-    return cast_floating(tree, FULL_DTYPE)
+    return cast_floating(tree, FLOAT32)
 
 
 def cast_to_half(tree: T) -> T:

@@ -18,14 +18,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from jmp.adapters._norms import FLOAT32, keeps_norms_float32
+from jmp.adapters._norms import FLOAT32_POLICY, keeps_norms_float32
 from jmp.autocasting import autocast
 from jmp.autocasting._regions import policy_scope
 from jmp.dtypes import is_half
 from jmp.policy import Policy, get_policy
 from jmp.rules import PolicyRules, Rule
 
-_FLOAT32 = FLOAT32.compute_dtype
+_FLOAT32 = FLOAT32_POLICY.compute_dtype
 _PLAIN = "_jmp_plain_class"
 
 
@@ -111,7 +111,7 @@ class ModulePolicies:
         policy = self.rules.policy_for(path, classes, root=root)
         if policy is not self.rules.default:
             return policy
-        return FLOAT32 if self._keep_dtypes and _says_float32(module) else None
+        return FLOAT32_POLICY if self._keep_dtypes and _says_float32(module) else None
 
     def scope(self, named: Policy | None) -> contextlib.AbstractContextManager[None]:
         """Returns the context that the methods of a module run in, given what `named` returned."""

@@ -17,7 +17,7 @@ import jax
 from flax import nnx
 
 from jmp.adapters._module_policies import ModulePolicies, marked_class, plain_class, subclass
-from jmp.adapters._norms import FLOAT32
+from jmp.adapters._norms import FLOAT32_POLICY
 from jmp.dtypes import is_half
 from jmp.policy import Policy
 from jmp.trees import PyTree, cast_leaf, is_array, joined
@@ -95,7 +95,7 @@ def _widened(models: Sequence[Any]) -> Iterator[None]:
         for _, variable in nnx.iter_graph(model):
             before: Any = variable.get_value() if isinstance(variable, nnx.Param) else None
             if is_array(before) and is_half(before.dtype):
-                wide = cast_leaf(before, FLOAT32.param_dtype)
+                wide = cast_leaf(before, FLOAT32_POLICY.param_dtype)
                 variable.set_value(wide)
                 narrow.append((variable, before, wide))
     try:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from jmp.policy import Policy
 from jmp.rules import PolicyRules, Rule
 
-FLOAT32 = Policy("float32", "float32", "float32")
+FLOAT32_POLICY = Policy("float32", "float32", "float32")
 
 # WeightNorm and SpectralNorm wrap a layer and normalise its *kernel*; PreNorm and PostNorm wrap a
 # whole block. What they contain must stay half.
@@ -56,7 +56,7 @@ def rules_for_modules(policy: Policy, rules: Sequence[Rule] | None) -> PolicyRul
     def norms(path: str, module_types: Sequence[type]) -> Policy | None:
         # The module itself only: a product inside something called a norm stays half.
         del path
-        return FLOAT32 if module_types and is_norm_class(module_types[0]) else None
+        return FLOAT32_POLICY if module_types and is_norm_class(module_types[0]) else None
 
     rules = None if rules is None else tuple(rules)
     fallback = norms if keeps_norms_float32(policy, rules) else None

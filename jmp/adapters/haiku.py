@@ -15,7 +15,7 @@ import optax
 
 from jmp.adapters._atomic import TrainStep, take_step
 from jmp.adapters._module_policies import ModulePolicies
-from jmp.adapters._norms import FLOAT32, is_norm_parameters, keeps_norms_float32
+from jmp.adapters._norms import FLOAT32_POLICY, is_norm_parameters, keeps_norms_float32
 from jmp.policy import Policy, get_policy
 from jmp.rules import PolicyRules, Rule
 from jmp.trees import PyTree, cast_floating, cast_leaf, cast_to_at_least_float32, path_string
@@ -63,7 +63,7 @@ def with_policy(
             "by itself: with_policy(hk.Transformed(network.init, network.apply[0]), policy)."
         )
     modules = ModulePolicies(policy, rules, options)
-    state_dtype = (FLOAT32 if modules.keeps_norms_float32 else modules.policy).param_dtype
+    state_dtype = (FLOAT32_POLICY if modules.keeps_norms_float32 else modules.policy).param_dtype
     has_state = isinstance(network, hk.TransformedWithState)
 
     def interceptor() -> Callable[..., Any]:
@@ -141,7 +141,7 @@ def cast_params(params: T, policy: str | Policy, rules: Sequence[Rule] | None = 
     def norms(path: str, _: Sequence[type]) -> Policy | None:
         module = path.rpartition("/")[0]
         is_norm = is_norm_parameters(module.split("/")[-1], params[module])
-        return FLOAT32 if keeps_norms and is_norm else None
+        return FLOAT32_POLICY if keeps_norms and is_norm else None
 
     module_rules = PolicyRules(rules or (), policy, fallback=norms)
     cast: T = jax.tree_util.tree_map_with_path(

@@ -24,7 +24,7 @@ from jmp import transforms
 from jmp.adapters import _flax_serialization
 from jmp.adapters._atomic import keep_if_skipped, loss_scale_in
 from jmp.adapters._module_policies import ModulePolicies
-from jmp.adapters._norms import FLOAT32, is_norm_parameters, keeps_norms_float32
+from jmp.adapters._norms import FLOAT32_POLICY, is_norm_parameters, keeps_norms_float32
 from jmp.loss_scaling import LossScale
 from jmp.policy import Policy, get_policy
 from jmp.rules import PolicyRules, Rule
@@ -81,7 +81,7 @@ def wrap_apply(
             "variables. Write wrap_apply(model.apply, policy)."
         )
     modules = ModulePolicies(policy, rules, options, keep_dtypes=keep_dtypes)
-    statistics = FLOAT32 if modules.keeps_norms_float32 else modules.policy
+    statistics = FLOAT32_POLICY if modules.keeps_norms_float32 else modules.policy
 
     def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         if not modules.are_in_force:  # a model wrapped by itself stands inside this one
@@ -143,14 +143,14 @@ def cast_params(variables: T, policy: str | Policy, rules: Sequence[Rule] | None
     path_rules = PolicyRules(
         rules or (),
         policy,
-        fallback=lambda path, _: FLOAT32 if path.rpartition("/")[0] in norms else None,
+        fallback=lambda path, _: FLOAT32_POLICY if path.rpartition("/")[0] in norms else None,
     )
     cast = {
         path: cast_leaf(leaf, path_rules.policy_for(path).param_dtype)
         for path, leaf in _parameters_with_path(variables)
     }
     path_rules.warn_unused()
-    statistics = FLOAT32 if keeps_norms else policy
+    statistics = FLOAT32_POLICY if keeps_norms else policy
     variables = _cast_statistics(variables, statistics.param_dtype)
     stored: T = jax.tree_util.tree_map_with_path(
         lambda path, leaf: cast.get(_path_in_params(path, variables), leaf), variables

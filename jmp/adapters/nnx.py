@@ -19,7 +19,7 @@ from flax import nnx
 from jmp.adapters._atomic import keep_if_skipped, loss_scale_in
 from jmp.adapters._module_policies import ModulePolicies
 from jmp.adapters._nnx_modules import lift, mark_parameters, variables_with_path, view_of
-from jmp.adapters._norms import FLOAT32, rules_for_modules
+from jmp.adapters._norms import FLOAT32_POLICY, rules_for_modules
 from jmp.autocasting._autocast import given_policy
 from jmp.loss_scaling import LossScale
 from jmp.loss_scaling._gradients import scaled_loss
@@ -121,7 +121,7 @@ def with_policy(
     view: M = view_of(model, modules)
     mark_parameters(model, modules)
     modules.rules.warn_unused()
-    _set_values(model, lambda variable, _: FLOAT32 if _is_statistic(variable) else None)
+    _set_values(model, lambda variable, _: FLOAT32_POLICY if _is_statistic(variable) else None)
     return view
 
 
@@ -148,7 +148,7 @@ def cast_params(model: M, policy: str | Policy, rules: Sequence[Rule] | None = N
         variable: nnx.Variable[Any], where: tuple[str, tuple[type, ...]]
     ) -> Policy | None:
         if _is_statistic(variable):
-            return FLOAT32
+            return FLOAT32_POLICY
         return module_rules.policy_for(*where) if isinstance(variable, nnx.Param) else None
 
     _set_values(copy, stored_as)

@@ -6,10 +6,8 @@ from typing import Any
 import numpy as np
 from jax import lax
 
-from jmp.autocasting._numbers import Dtype
 
-
-def cast(value: Any, dtype: Dtype | None) -> Any:
+def cast(value: Any, dtype: np.dtype | None) -> Any:
     """Casts an array to a real floating dtype; None leaves it, and so does any other object."""
     if dtype is None or getattr(value, "dtype", dtype) == dtype:
         return value
@@ -18,6 +16,6 @@ def cast(value: Any, dtype: Dtype | None) -> Any:
     return lax.convert_element_type(value, dtype)
 
 
-def cast_all(values: Sequence[Any], dtypes: Sequence[Dtype | None]) -> list[Any]:
+def cast_all(values: Sequence[Any], dtypes: Sequence[np.dtype | None]) -> list[Any]:
     """Casts each array to the dtype beside it."""
     return [cast(value, dtype) for value, dtype in zip(values, dtypes, strict=True)]

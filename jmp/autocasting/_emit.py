@@ -5,7 +5,7 @@ is cast where it is used, each time: XLA merges the casts and takes them out of 
 add up in float32.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,8 +17,8 @@ from jmp import _jax_compat
 from jmp.autocasting._casts import cast, cast_all
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import kind_of
-from jmp.autocasting._numbers import FLOAT32
 from jmp.autocasting._steps import (
+    Function,
     Inside,
     Island,
     Leave,
@@ -29,6 +29,7 @@ from jmp.autocasting._steps import (
     Single,
     Unplanned,
 )
+from jmp.dtypes import FLOAT32
 
 Environment = dict[Value, Any]
 
@@ -40,31 +41,26 @@ def run_plan(plan: Plan, arguments: Sequence[Any]) -> list[Any]:
         if isinstance(step, Island):
             environment.update(_run_island(step, environment))
         else:
-            node = step.node
-            run = _run_nested if isinstance(step, Nested) else _run_single
-            with _jax_compat.place_of(node.equation, node.stack):
-                results = run(step, environment)
-                stored = cast_all(results, step.stores)
-            environment.update(zip(node.outputs, stored, strict=True))
+            with _jax_compat.place_of(step.node.equation, step.node.stack):
+                stored = cast_all(_run_one(step, environment), step.stores)
+            environment.update(zip(step.node.outputs, stored, strict=True))
     pairs = zip(plan.graph.outputs, plan.stores, strict=True)
     return [_read(Read(value, dtype), environment) for value, dtype in pairs]
 
 
-def _run_single(step: Single, environment: Environment) -> list[Any]:
+def _run_one(step: Single | Nested, environment: Environment) -> Any:
+    equation = step.node.equation
     operands = [_read(read, environment) for read in step.reads]
-    return _jax_compat.bind(step.node.equation.primitive, operands, step.params)
-
-
-def _run_nested(step: Nested, environment: Environment) -> list[Any]:
-    operands = [_read(read, environment) for read in step.reads]
+    if isinstance(step, Single):
+        return _jax_compat.bind(equation.primitive, operands, step.params)
     for position, (value, *_) in enumerate(step.reads):
         if value.held is not None:  # a Python or NumPy number
             operands[position] = jnp.asarray(operands[position], value.dtype)
-    kind = kind_of(step.node.name)
-    return kind.emit(step.node.equation, operands, list(map(_as_function, step.insides)))
+    functions = list(map(_as_function, step.insides))
+    return kind_of(step.node.name).emit(equation, operands, functions)
 
 
-def _as_function(inside: Inside | Unplanned) -> Callable[..., Any]:
+def _as_function(inside: Inside | Unplanned) -> Function:
     if not isinstance(inside, Inside):
         return inside(run_plan)
 

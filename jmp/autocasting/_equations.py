@@ -11,11 +11,12 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from jmp import _jax_compat
-from jmp.autocasting._kinds import kind_of
-from jmp.autocasting._numbers import FLOAT32
+from jmp.autocasting._kinds import has_kind, kind_of
+from jmp.autocasting._numbers import dtype_of, shape_of
 from jmp.autocasting._precision import asked_for
 from jmp.autocasting._registry import Category, Rule, rule_for
 from jmp.autocasting._settings import Settings
+from jmp.dtypes import FLOAT32
 
 IN_HALF = (Category.LOW, Category.WIDEST, Category.FOLLOW)
 
@@ -24,16 +25,15 @@ def rule_of(equation: JaxprEqn, settings: Settings) -> Rule:
     """Returns the op table's row, as the parameters of an equation change it."""
     name = equation.primitive.name
     rule = settings.rule_for(name)
-    kind = kind_of(name)
-    if kind is not None:
-        return kind.rule(equation, rule, settings)
+    if has_kind(name):
+        return kind_of(name).rule(equation, rule, settings)
     if rule.category is Category.LOW and not settings.overrides_rule(name):
         if is_inner_product(equation):
             return Rule(Category.FULL, "an inner product is a sum, such as one of squares")
         if why := asked_for(equation):
             return Rule(Category.FULL, why)
     if name == "convert_element_type":
-        before, after = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
+        before, after = dtype_of(equation.invars[0]), dtype_of(equation.outvars[0])
         if not (after == FLOAT32 and before in (FLOAT32, np.bool_)):
             why = "an explicit cast is the user's word"
             return dataclasses.replace(rule, category=Category.AS_WRITTEN, reason=why)
@@ -49,7 +49,7 @@ def is_inner_product(equation: JaxprEqn) -> bool:
         return False
     contracted, batched = equation.params["dimension_numbers"]
     return all(
-        len(atom.aval.shape) == len(axes) + len(batch)
+        len(shape_of(atom)) == len(axes) + len(batch)
         for atom, axes, batch in zip(equation.invars, contracted, batched, strict=True)
     )
 

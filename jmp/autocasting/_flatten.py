@@ -14,11 +14,12 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jmp import _jax_compat
 from jmp.autocasting._equations import contains_products, draws_bits, rule_of
 from jmp.autocasting._graph import Graph, Node, Value
-from jmp.autocasting._kinds import kind_of
-from jmp.autocasting._numbers import FLOAT32, NOTHING, Dtype, Known, known_of, size_of
+from jmp.autocasting._kinds import has_kind, kind_of
+from jmp.autocasting._numbers import NOTHING, Known, known_of, size_of
 from jmp.autocasting._regions import Region, Words
 from jmp.autocasting._registry import Category, Rule
 from jmp.autocasting._settings import Settings
+from jmp.dtypes import FLOAT32
 
 
 def flatten(
@@ -113,8 +114,7 @@ def _node(
 def _goes_inside(node: Node, region: Region, settings: Settings) -> bool:
     if region.in_float32 or node.is_fusible or node.rule.category is Category.FULL:
         return False
-    kind = kind_of(node.name)
-    return kind is not None and kind.goes_inside(settings)
+    return has_kind(node.name) and kind_of(node.name).goes_inside(settings)
 
 
 # What is known of numbers.
@@ -132,7 +132,9 @@ def _known_inside(outer: Value, aval: Any) -> Known:
     return outer.known._replace(source=source if size_of(source) <= size_of(shapes[1]) else None)
 
 
-def _known_result(equation: JaxprEqn, rule: Rule, operands: Sequence[Value], half: Dtype) -> Known:
+def _known_result(
+    equation: JaxprEqn, rule: Rule, operands: Sequence[Value], half: np.dtype
+) -> Known:
     """Follows constants, booleans and sources through the operations that only move them."""
     if len(equation.outvars) != 1 or not operands:
         return NOTHING

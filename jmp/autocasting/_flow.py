@@ -22,14 +22,16 @@
 from collections.abc import Mapping, Sequence, Set
 from typing import NamedTuple
 
+import numpy as np
+
 from jmp.autocasting._graph import Graph, Node, Value
-from jmp.autocasting._numbers import Dtype, is_inexact
+from jmp.autocasting._numbers import is_inexact
 
 
 class Info(NamedTuple):
     """What an outer level knows of a value: its stored dtype; whether it is neutral, and fixed."""
 
-    dtype: Dtype | None
+    dtype: np.dtype | None
     neutral: bool
     fixed: bool = False
 

@@ -7,11 +7,13 @@ and what the planner decides (`_steps`) stands in records of their own.
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jmp.autocasting._numbers import FLOAT32, NOTHING, Dtype, Known, fits, size_of
+from jmp.autocasting._numbers import NOTHING, Known, fits, size_of
 from jmp.autocasting._regions import Region
 from jmp.autocasting._registry import Category, Params, Rule
+from jmp.dtypes import FLOAT32
 
 
 class Value:
@@ -37,7 +39,7 @@ class Value:
         self, aval: Any, producer: "Node | None" = None, known: Known = NOTHING, held: Any = None
     ) -> None:
         self.aval = aval
-        self.dtype: Dtype | None = getattr(aval, "dtype", None)
+        self.dtype: np.dtype | None = getattr(aval, "dtype", None)
         self.producer = producer
         self.users: tuple[Node, ...] = ()
         self.held = held
@@ -49,7 +51,7 @@ class Value:
         self.is_vector = len(shape if source is None else source) <= 1 and not self.is_hard
         self.is_float32 = self.dtype == FLOAT32
 
-    def exceeds(self, half: Dtype) -> bool:
+    def exceeds(self, half: np.dtype) -> bool:
         """Returns whether it is known to hold a number that a half type does not."""
         return self.is_hard or (self.constant is not None and not fits(self.constant, half))
 

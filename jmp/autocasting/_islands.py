@@ -138,13 +138,14 @@ def _linear_cone(
     nodes: set[Node] = {node}
     entering: set[Value] = set()
     for value in node.inputs:
-        if value.producer in inside:
-            cone = cones.get(value.producer)
+        producer = value.producer
+        if producer is not None and producer in inside:
+            cone = cones.get(producer)
             if cone is None:
                 return None
             nodes |= cone.nodes
             # A part of a value counts as a value by itself: the gates of an LSTM.
-            entering |= {value} if value.producer.rule.selects else cone.entering
+            entering |= {value} if producer.rule.selects else cone.entering
         elif value not in facts.dependent:
             # A bias may go along. A mask, or an input as large as the result, may not.
             if value.constant is not None or not (value.is_vector and takes_biases):

@@ -12,75 +12,43 @@ kind does not say is that of a function that is called once with all the operand
     programs with it too.
 """
 
-import abc
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
+import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jmp import _jax_compat
-from jmp.autocasting._flow import Info
-from jmp.autocasting._graph import Graph, Node, Value
-from jmp.autocasting._numbers import Dtype
+from jmp.autocasting._flow import Facts, Info
+from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._registry import Rule, primitive_name
 from jmp.autocasting._settings import Settings
-from jmp.autocasting._steps import Inside, Nested, Unplanned
+from jmp.autocasting._steps import Function, Inside, Nested, Opened, Unplanned
+from jmp.autocasting._storage import Storage
 
 Arrays = Sequence[Any]
-Function = Callable[..., list[Any]]  # of flat arrays
 
 
-# The graph of a function inside, and the arrays that it holds by itself, its first inputs.
-Opened = tuple[Graph, list[Any]]
+class Level(Protocol):
+    """What a kind asks of the planner of the level that its equation stands in (`_planner`)."""
 
+    half: np.dtype
+    facts: Facts
+    storage: Storage
 
-class Level(abc.ABC):
-    """What a kind may ask of the planner, of the level that its equation stands in."""
-
-    half: Dtype
-
-    @abc.abstractmethod
-    def info(self, value: Value) -> Info:
-        """Returns what an inner level needs to know of an operand."""
-
-    @abc.abstractmethod
-    def feeds(self, value: Value) -> bool:
-        """Returns whether a value reaches a product."""
-
-    @abc.abstractmethod
-    def kept(self, value: Value) -> bool:
-        """Returns whether a value reaches the float32 carry of a loop."""
-
-    @abc.abstractmethod
     def open(
-        self, function: ClosedJaxpr, node: Node, operands: Sequence[Value | None] = ()
-    ) -> Opened:
-        """Flattens a function inside `node`.
+        self, function: ClosedJaxpr, node: Node, operands: Sequence[Value | None]
+    ) -> Opened: ...
 
-        Args:
-          operands: values of this level that are its arguments, None where it is not one value.
-        """
-
-    @abc.abstractmethod
     def plan(
         self,
         opened: Opened,
         infos: Sequence[Info],
         feeds: Sequence[bool],
         kept: Sequence[bool],
-        *,
         turns: int = 1,
         prevent_cse: bool | None = None,
-    ) -> Inside:
-        """Plans what was opened.
-
-        Args:
-          infos: of its arguments.
-          feeds, kept: whether each result reaches a product outside; the float32 carry of a loop.
-          turns: how often it runs.
-          prevent_cse: whether XLA must not merge recomputed islands inside with the forward pass;
-            None: as on this level.
-        """
+    ) -> Inside: ...
 
     def plan_called(
         self,
@@ -88,28 +56,15 @@ class Level(abc.ABC):
         node: Node,
         operands: Sequence[Value],
         prevent_cse: bool | None = None,
-    ) -> Inside:
-        """Plans a function that `node` calls once with `operands`."""
-        opened = self.open(function, node, operands)
-        feeds, kept = map(self.feeds, node.outputs), map(self.kept, node.outputs)
-        infos = list(map(self.info, operands))
-        return self.plan(opened, infos, list(feeds), list(kept), prevent_cse=prevent_cse)
+    ) -> Inside: ...
 
-    @abc.abstractmethod
     def nested(
         self,
         node: Node,
         insides: Sequence[Inside | Unplanned],
-        stores: Sequence[Dtype | None],
-        reads: Sequence[Dtype | None] | None = None,
-    ) -> Nested:
-        """Returns the step of an equation that is planned inside.
-
-        Args:
-          insides: what stands for its functions.
-          stores: the dtypes of its results.
-          reads: the dtypes that its operands go in with; left out, those that they are stored in.
-        """
+        stores: Sequence[np.dtype | None],
+        reads: Sequence[np.dtype | None] | None = None,
+    ) -> Nested: ...
 
 
 class Kind:
@@ -157,6 +112,11 @@ def register_kind(primitives: Sequence[Any], kind: Kind) -> None:
     _KINDS.update(dict.fromkeys(names, kind))
 
 
-def kind_of(name: str) -> Kind | None:
-    """Returns the kind of the primitive called `name`; None if autocast binds it as a whole."""
-    return _KINDS.get(name)
+def has_kind(name: str) -> bool:
+    """Returns whether the primitive called `name` has a kind; else it is bound as a whole."""
+    return name in _KINDS
+
+
+def kind_of(name: str) -> Kind:
+    """Returns the kind of the primitive called `name`."""
+    return _KINDS[name]

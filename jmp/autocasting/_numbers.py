@@ -12,11 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp import _jax_compat
+from jmp.dtypes import FLOAT32
 
-Dtype = np.dtype[Any]
 Shape = tuple[Any, ...]
 
-FLOAT32: Dtype = np.dtype(np.float32)
 # A dimension that is a symbol counts as this long.
 UNKNOWN = 4096
 # Arrays held in the program of at most this many elements are looked into.
@@ -47,7 +46,7 @@ def size_of(shape: Shape) -> int:
     return math.prod(n if isinstance(n, int) else UNKNOWN for n in shape)
 
 
-def known_of(array: Any, half: Dtype) -> Known:
+def known_of(array: Any, half: np.dtype) -> Known:
     """Returns what can be seen of the numbers of an array held in the program."""
     if not _jax_compat.is_concrete(array) or getattr(array, "dtype", None) != FLOAT32:
         return NOTHING
@@ -66,13 +65,23 @@ def _extremes(numbers: np.ndarray[Any, Any]) -> Iterator[np.floating[Any]]:
         yield magnitudes.min()
 
 
+def dtype_of(atom: Any) -> np.dtype | None:
+    """Returns the dtype of a value, or of an atom of a jaxpr; None for what has none."""
+    return getattr(atom.aval, "dtype", None)
+
+
+def shape_of(atom: Any) -> Shape:
+    """Returns the shape of a value, or of an atom of a jaxpr; () for what has none."""
+    return getattr(atom.aval, "shape", ())
+
+
 def is_inexact(value: Any) -> bool:
     """Returns whether a value, or an atom of a jaxpr, is floating or complex."""
-    dtype = getattr(value.aval, "dtype", None)
+    dtype = dtype_of(value)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
-def fits(constant: float, half: Dtype) -> bool:
+def fits(constant: float, half: np.dtype) -> bool:
     """Returns whether a half type holds a constant: finite if it was, and not flushed to zero."""
     if constant == 0 or not np.isfinite(constant):
         return True

@@ -9,16 +9,17 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from jmp import _jax_compat
 from jmp.autocasting._equations import is_inner_product
 from jmp.autocasting._graph import Node
-from jmp.autocasting._numbers import FLOAT32, Dtype
 from jmp.autocasting._precision import asked_for
 from jmp.autocasting._regions import AUTOCAST, FULL_PRECISION
 from jmp.autocasting._registry import NO_RULE, Category, rule_for
 from jmp.autocasting._steps import Arithmetic, Inside, Island, Nested, Plan
 from jmp.autocasting.kinds.scan import turns_of
+from jmp.dtypes import FLOAT32
 
 WIDE = frozenset({"float32", "float64", "complex64", "complex128"})
 
@@ -69,7 +70,7 @@ def operations_of(plan: Plan, times: int = 1) -> Iterator[Operation]:
 
 
 def _operations_of_node(
-    node: Node, why: str, times: int, read: Dtype, stores: Sequence[Dtype | None]
+    node: Node, why: str, times: int, read: np.dtype, stores: Sequence[np.dtype | None]
 ) -> Iterator[Operation]:
     inner = list(_jax_compat.inner_jaxprs(node.equation))
     # Bound as a whole, in the dtypes it was traced with: a region, a custom derivative.

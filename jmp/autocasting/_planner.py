@@ -8,6 +8,7 @@ barrier is decided by its rule; what nests is planned by its kind, which hands b
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from jmp import _jax_compat
@@ -15,8 +16,7 @@ from jmp.autocasting._flatten import flatten
 from jmp.autocasting._flow import Info, facts_of
 from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._islands import choose_recompute, clones_for, group, peel
-from jmp.autocasting._kinds import Level, Opened, kind_of
-from jmp.autocasting._numbers import FLOAT32, Dtype
+from jmp.autocasting._kinds import has_kind, kind_of
 from jmp.autocasting._order import in_order
 from jmp.autocasting._precision import with_default
 from jmp.autocasting._reasons import why_float32, why_not_lowered, why_region
@@ -28,6 +28,7 @@ from jmp.autocasting._steps import (
     Island,
     Leave,
     Nested,
+    Opened,
     Plan,
     Read,
     Recompute,
@@ -38,6 +39,7 @@ from jmp.autocasting._steps import (
 )
 from jmp.autocasting._storage import Storage
 from jmp.autocasting.rewrites import rewrite_of
+from jmp.dtypes import FLOAT32
 
 
 class Context(NamedTuple):
@@ -51,14 +53,8 @@ class Context(NamedTuple):
     prevent_cse: bool = True
 
 
-def make_plan(
-    graph: Graph,
-    infos: Sequence[Info],
-    outputs_feed: Sequence[bool],
-    outputs_kept: Sequence[bool],
-    context: Context,
-) -> Plan:
-    """Plans one level.
+class Planner:
+    """Plans one level; kinds see it as a `Level`.
 
     Args:
       graph: the level, as flattened.
@@ -67,11 +63,6 @@ def make_plan(
       outputs_kept: whether each output reaches the float32 carry of a loop.
       context: see `Context`.
     """
-    return Planner(graph, infos, outputs_feed, outputs_kept, context).plan_level()
-
-
-class Planner(Level):
-    """Plans one level."""
 
     def __init__(
         self,
@@ -174,19 +165,18 @@ class Planner(Level):
         return is_mask and self.storage.is_half(value)
 
     def _light(self, node: Node) -> Step:
-        kind = kind_of(node.name)
         if node.rule.category is Category.AS_WRITTEN:
             return self._single(node, Arithmetic.FLOAT32)
-        if kind is not None:
-            return kind.plan(node, self)
+        if has_kind(node.name):
+            return kind_of(node.name).plan(node, self)
         return self._single(node, _half(node))
 
     # Barriers.
 
     def _barrier(self, node: Node) -> Step:
-        kind, category = kind_of(node.name), node.rule.category
-        if node.goes_inside and kind is not None:
-            return kind.plan(node, self)
+        category = node.rule.category
+        if node.goes_inside:
+            return kind_of(node.name).plan(node, self)
         if node in self.facts.embeddings:
             why = "rows of a float32 table, rounded after the lookup"
             return self._single(node, Arithmetic.ROUNDED, why)
@@ -213,7 +203,7 @@ class Planner(Level):
         stores = self._store(node, arithmetic)
         return Single(node, arithmetic, why or node.rule.reason, reads, params, stores)
 
-    def _store(self, node: Node, arithmetic: Arithmetic) -> tuple[Dtype | None, ...]:
+    def _store(self, node: Node, arithmetic: Arithmetic) -> tuple[np.dtype | None, ...]:
         if arithmetic is Arithmetic.FLOAT32:
             stores = tuple(self.storage.rounded_by_rule(v) or v.dtype for v in node.outputs)
         else:
@@ -238,20 +228,15 @@ class Planner(Level):
         shape = result.aval.shape if repeats and value in self.facts.varying else None
         return Read(value, self.half, shape, node.rule.masks and self.storage.may_be_mask(value))
 
-    # What kinds ask; see `Level`.
+    # What kinds ask.
 
-    def info(self, value: Value) -> Info:
-        return self.storage.info(value)
+    def open(self, function: ClosedJaxpr, node: Node, operands: Sequence[Value | None]) -> Opened:
+        """Flattens a function inside `node`.
 
-    def feeds(self, value: Value) -> bool:
-        return value in self.facts.feeds
-
-    def kept(self, value: Value) -> bool:
-        return value in self.facts.kept
-
-    def open(
-        self, function: ClosedJaxpr, node: Node, operands: Sequence[Value | None] = ()
-    ) -> Opened:
+        Args:
+          operands: values of this level that are its first arguments; None for one that is not one
+            value (a slice of it, the carry of a loop). What is known of their numbers holds inside.
+        """
         inner, constants = _jax_compat.open_jaxpr(function)
         return flatten(inner, constants, operands, node.scope, self.context.words), constants
 
@@ -261,23 +246,52 @@ class Planner(Level):
         infos: Sequence[Info],
         feeds: Sequence[bool],
         kept: Sequence[bool],
-        *,
         turns: int = 1,
         prevent_cse: bool | None = None,
     ) -> Inside:
+        """Plans what was opened.
+
+        Args:
+          infos: of its arguments.
+          feeds, kept: whether each result reaches a product outside; the float32 carry of a loop.
+          turns: how often it runs, as far as known.
+          prevent_cse: see `Context`; None: as on this level.
+        """
         graph, constants = opened
         own = [Info(v.dtype, True, True) for v in graph.inputs[: len(constants)]]
         apart = self.context.prevent_cse if prevent_cse is None else prevent_cse
         context = Context(self.context.words, self.context.repeats * turns, apart)
-        return Inside(make_plan(graph, [*own, *infos], feeds, kept, context), constants)
+        planner = Planner(graph, [*own, *infos], feeds, kept, context)
+        return Inside(planner.plan_level(), constants)
+
+    def plan_called(
+        self,
+        function: ClosedJaxpr,
+        node: Node,
+        operands: Sequence[Value],
+        prevent_cse: bool | None = None,
+    ) -> Inside:
+        """Plans a function that `node` calls once with `operands`."""
+        opened = self.open(function, node, operands)
+        feeds = [value in self.facts.feeds for value in node.outputs]
+        kept = [value in self.facts.kept for value in node.outputs]
+        infos = list(map(self.storage.info, operands))
+        return self.plan(opened, infos, feeds, kept, prevent_cse=prevent_cse)
 
     def nested(
         self,
         node: Node,
         insides: Sequence[Inside | Unplanned],
-        stores: Sequence[Dtype | None],
-        reads: Sequence[Dtype | None] | None = None,
+        stores: Sequence[np.dtype | None],
+        reads: Sequence[np.dtype | None] | None = None,
     ) -> Nested:
+        """Returns the step of an equation that is planned inside.
+
+        Args:
+          insides: what stands for its functions.
+          stores: the dtypes of its results.
+          reads: the dtypes that its operands go in with; left out, those that they are stored in.
+        """
         dtypes = map(self.storage.dtype, node.inputs) if reads is None else reads
         self.storage.store(node.outputs, stores)
         found = tuple(Read(value, dtype) for value, dtype in zip(node.inputs, dtypes, strict=True))

@@ -16,8 +16,8 @@ from jax.extend.core import JaxprEqn
 from jax.lax import Precision
 
 from jmp import _jax_compat
-from jmp.autocasting._numbers import FLOAT32
 from jmp.autocasting._registry import Category, Params, rule_for
+from jmp.dtypes import FLOAT32
 
 STRONGER = (Precision.HIGHEST, Precision.HIGH)
 

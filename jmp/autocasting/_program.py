@@ -19,12 +19,12 @@ from jmp.autocasting._emit import run_plan
 from jmp.autocasting._equations import equations
 from jmp.autocasting._flatten import flatten
 from jmp.autocasting._flow import Info
-from jmp.autocasting._numbers import FLOAT32
 from jmp.autocasting._operations import warn_if_no_product_is_half
-from jmp.autocasting._planner import Context, make_plan
+from jmp.autocasting._planner import Context, Planner
 from jmp.autocasting._regions import AUTOCAST, RegionRules, Words
 from jmp.autocasting._settings import Settings
 from jmp.autocasting._steps import Plan
+from jmp.dtypes import FLOAT32
 from jmp.rules import Rule, UnusedRuleWarning
 from jmp.trees import as_jax_array, cast_leaf, holds_numbers
 
@@ -147,7 +147,7 @@ class Program:
             if half and graph.inputs[first + position].is_float32:
                 infos[first + position] = Info(self.settings.compute_dtype, False)
         nowhere = [False] * len(graph.outputs)
-        plan = make_plan(graph, infos, nowhere, nowhere, Context(words))
+        plan = Planner(graph, infos, nowhere, nowhere, Context(words)).plan_level()
         regions.warn_unused()
         if not self._has_warned:
             name = getattr(self.fun, "__name__", repr(self.fun))

@@ -6,10 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp.autocasting._graph import Node, Value
-from jmp.autocasting._numbers import FLOAT32, Dtype, fits
+from jmp.autocasting._numbers import fits
 from jmp.autocasting._precision import names_algorithm
 from jmp.autocasting._registry import Category
 from jmp.autocasting._storage import Storage
+from jmp.dtypes import FLOAT32
 
 WIDE = (np.complex64, np.complex128, np.float64)
 
@@ -21,7 +22,7 @@ def why_region(node: Node) -> str:
     return "the user asked for float32 here" if node.region.in_float32 else ""
 
 
-def why_not_lowered(node: Node, half: Dtype) -> str:
+def why_not_lowered(node: Node, half: np.dtype) -> str:
     """Returns what the user chose for a product that autocast must leave."""
     dtypes = {v.aval.dtype for v in node.inputs if jnp.issubdtype(v.aval.dtype, jnp.inexact)}
     if names_algorithm(node.params):

@@ -30,10 +30,10 @@ class Category(enum.Enum):
 
 
 Params = Mapping[str, Any]
-InHalf = Callable[[Params, np.dtype[Any]], Params]
+InHalf = Callable[[Params, np.dtype], Params]
 
 
-def _same_params(params: Params, dtype: np.dtype[Any]) -> Params:
+def _same_params(params: Params, dtype: np.dtype) -> Params:
     return params
 
 
@@ -112,9 +112,9 @@ def register_rule(
     primitives: Any,
     category: Category | str,
     reason: str,
+    traits: str = "",
     *,
     params_in_half: InHalf = _same_params,
-    **traits: bool,
 ) -> None:
     """Tells autocast how to compute one or more primitives.
 
@@ -122,27 +122,27 @@ def register_rule(
       primitives: a primitive, its name, or a sequence of either.
       category: a `Category` or its name: "low", "full", "widest", "follow", "as written".
       reason: one sentence for the op table.
+      traits: names of traits with spaces between, such as "fusible expensive"; see `Rule`.
       params_in_half: see `Rule`. A rule for a primitive that names a dtype in its parameters gives
         it.
-      traits: see `Rule`; what is left out is False.
 
-    Raises:
-      ValueError: a primitive has a rule already; the message names who registered it.
-      TypeError: a trait that there is not.
+    Raises: ValueError for a primitive that has a rule already, by whom, and for a trait that there
+      is not.
 
     >>> register_rule("my_product", "low", "runs on the tensor cores")
     >>> rule_for("my_product").category
     <Category.LOW: 'low'>
     """
-    if unknown := traits.keys() - set(TRAITS):
-        raise TypeError(
-            f"register_rule got {', '.join(sorted(unknown))}; the traits of a rule are "
+    if unknown := set(traits.split()) - set(TRAITS):
+        raise ValueError(
+            f"register_rule got the traits {', '.join(sorted(unknown))}; there are "
             f"{', '.join(TRAITS)}."
         )
     frame = inspect.currentframe()
     caller = frame.f_back if frame else None
     owner = caller.f_globals.get("__name__", "?") if caller else "?"
-    rule = Rule(Category(category), reason, params_in_half, owner, **traits)
+    flags = dict.fromkeys(traits.split(), True)
+    rule = Rule(Category(category), reason, params_in_half, owner, **flags)
     names = [primitive_name(primitive) for primitive in _as_sequence(primitives)]
     for name in names:
         if name in _RULES:

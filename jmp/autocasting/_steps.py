@@ -8,9 +8,10 @@ import enum
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from jmp.autocasting._flow import Info
 from jmp.autocasting._graph import Graph, Node, Value
-from jmp.autocasting._numbers import Dtype
 from jmp.autocasting._regions import Words
 from jmp.autocasting._registry import Params
 
@@ -42,7 +43,7 @@ class Read(NamedTuple):
     """
 
     value: Value
-    dtype: Dtype | None
+    dtype: np.dtype | None
     shape: tuple[Any, ...] | None = None
     saturates: bool = False
 
@@ -51,7 +52,7 @@ class Leave(NamedTuple):
     """How a value leaves an island: what it is stored in, and whether it is saturated before."""
 
     value: Value
-    dtype: Dtype | None
+    dtype: np.dtype | None
     saturates: bool = False
 
 
@@ -83,7 +84,7 @@ class Surroundings(NamedTuple):
 
     inside: Set[Node]
     recompute: Recompute
-    half: Dtype
+    half: np.dtype
     in_half: Set[Value]
 
 
@@ -104,7 +105,7 @@ class Single(NamedTuple):
     why: str
     reads: tuple[Read, ...]
     params: Params
-    stores: tuple[Dtype | None, ...]
+    stores: tuple[np.dtype | None, ...]
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -124,15 +125,20 @@ class Inside(NamedTuple):
 
     plan: "Plan"
     constants: Sequence[Any]
-    reads: tuple[Dtype | None, ...] = ()
-    stores: tuple[Dtype | None, ...] = ()
+    reads: tuple[np.dtype | None, ...] = ()
+    stores: tuple[np.dtype | None, ...] = ()
 
+
+# Of flat arrays; returns a list of them.
+Function = Callable[..., Any]
+# The graph of a function inside, and the arrays that it holds by itself, its first inputs.
+Opened = tuple[Graph, list[Any]]
 
 # What stands for a function inside that is not planned: it is run as it was written, or traced and
 # planned when it is called, as the rule of a custom derivative is. Given what runs a plan, it
 # returns a function of flat arrays.
 RunPlan = Callable[["Plan", Sequence[Any]], list[Any]]
-Unplanned = Callable[[RunPlan], Callable[..., Any]]
+Unplanned = Callable[[RunPlan], Function]
 
 
 class Nested(NamedTuple):
@@ -146,7 +152,7 @@ class Nested(NamedTuple):
     node: Node
     insides: tuple[Inside | Unplanned, ...]
     reads: tuple[Read, ...]
-    stores: tuple[Dtype | None, ...]
+    stores: tuple[np.dtype | None, ...]
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -199,6 +205,6 @@ class Plan(NamedTuple):
     words: Words
 
     @property
-    def stores(self) -> tuple[Dtype | None, ...]:
+    def stores(self) -> tuple[np.dtype | None, ...]:
         """The dtypes in which the outputs come out."""
         return tuple(info.dtype for info in self.infos)

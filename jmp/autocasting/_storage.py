@@ -6,7 +6,6 @@ import numpy as np
 
 from jmp.autocasting._flow import Facts, Info
 from jmp.autocasting._graph import Node, Value
-from jmp.autocasting._numbers import Dtype
 
 
 class Storage:
@@ -17,16 +16,16 @@ class Storage:
       half: the compute dtype.
     """
 
-    def __init__(self, facts: Facts, half: Dtype) -> None:
+    def __init__(self, facts: Facts, half: np.dtype) -> None:
         self.facts = facts
         self.half = half
-        self._dtypes: dict[Value, Dtype | None] = {}
+        self._dtypes: dict[Value, np.dtype | None] = {}
 
-    def store(self, values: Iterable[Value], dtypes: Iterable[Dtype | None]) -> None:
+    def store(self, values: Iterable[Value], dtypes: Iterable[np.dtype | None]) -> None:
         """Decides what values are stored in."""
         self._dtypes.update(zip(values, dtypes, strict=True))
 
-    def dtype(self, value: Value) -> Dtype | None:
+    def dtype(self, value: Value) -> np.dtype | None:
         """Returns what a value is stored in; None for what has no dtype."""
         return self._dtypes.get(value, value.dtype)
 
@@ -39,7 +38,7 @@ class Storage:
         facts = self.facts
         return Info(self.dtype(value), value not in facts.dependent, value not in facts.varying)
 
-    def rounded_by_rule(self, value: Value) -> Dtype | None:
+    def rounded_by_rule(self, value: Value) -> np.dtype | None:
         """Returns the dtype that a rule rounds a value to, where it leaves the rule's region."""
         node = value.producer
         if node is None or node.region.output_dtype is None or not value.is_float32:

@@ -8,8 +8,8 @@ from jax.extend.core import JaxprEqn
 
 from jmp import _jax_compat
 from jmp.autocasting._graph import Node
-from jmp.autocasting._kinds import Arrays, Function, Kind, Level, register_kind
-from jmp.autocasting._steps import Nested
+from jmp.autocasting._kinds import Arrays, Kind, Level, register_kind
+from jmp.autocasting._steps import Function, Nested
 
 
 class Jit(Kind):
@@ -19,7 +19,7 @@ class Jit(Kind):
         """Emits `jax.jit` with the same shardings, donation and options."""
         (function,) = functions
 
-        def call(*args: Any) -> list[Any]:
+        def call(*args: Any) -> Any:
             return function(*args)
 
         call.__name__ = equation.params["name"]

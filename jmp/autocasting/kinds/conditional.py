@@ -8,8 +8,8 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jmp import _jax_compat
 from jmp.autocasting._graph import Node
-from jmp.autocasting._kinds import Arrays, Function, Kind, Level, register_kind
-from jmp.autocasting._steps import Nested
+from jmp.autocasting._kinds import Arrays, Kind, Level, register_kind
+from jmp.autocasting._steps import Function, Nested
 
 
 class Cond(Kind):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import JaxprEqn
 from jax.tree_util import Partial
@@ -24,11 +24,12 @@ from jmp.autocasting._casts import cast, cast_all
 from jmp.autocasting._equations import inner_equations
 from jmp.autocasting._flow import Info
 from jmp.autocasting._graph import Node, Value
-from jmp.autocasting._kinds import Arrays, Function, Kind, Level, register_kind
-from jmp.autocasting._numbers import FLOAT32, Dtype
+from jmp.autocasting._kinds import Arrays, Kind, Level, register_kind
+from jmp.autocasting._numbers import is_inexact
 from jmp.autocasting._registry import Category, Rule
 from jmp.autocasting._settings import Settings
-from jmp.autocasting._steps import Inside, Nested, RunPlan
+from jmp.autocasting._steps import Function, Inside, Nested, RunPlan
+from jmp.dtypes import FLOAT32
 
 INSIDE_CUSTOM_VJP = "inside a custom_vjp, which runs as written (inside_custom_vjp=True lowers it)"
 
@@ -52,7 +53,7 @@ class CustomJvp(Kind):
         return level.nested(node, [inside._replace(stores=stores), rule], stores)
 
     def plan_rule(
-        self, node: Node, level: Level, stores: Sequence[Dtype | None], run_plan: RunPlan
+        self, node: Node, level: Level, stores: Sequence[np.dtype | None], run_plan: RunPlan
     ) -> Callable[..., Any]:
         """Returns the rule, a function of primals and tangents that plans when it is called."""
 
@@ -66,8 +67,9 @@ class CustomJvp(Kind):
 
             changes = [(node.inputs[i], primals[i].dtype) for i in moving]
             # The tangent of an integer has no dtype that could be chosen.
-            spaces = [dtype if jnp.issubdtype(dtype, jnp.inexact) else None for dtype in stores]
-            known = list(zip(node.inputs, map(level.info, node.inputs), strict=True))
+            pairs = zip(node.outputs, stores, strict=True)
+            spaces = [dtype if is_inexact(value) else None for value, dtype in pairs]
+            known = list(zip(node.inputs, map(level.storage.info, node.inputs), strict=True))
             traced = _trace_and_plan(nominal_rule, node, level, known, changes, [*stores, *spaces])
             moved = [cast(tangents[i], primals[i].dtype) for i in moving]
             return traced.run(run_plan, [*primals, *moved])
@@ -95,11 +97,11 @@ class CustomVjp(CustomJvp):
         return _rule_of_inside(equation, written, settings, is_full=True)
 
     def plan_rule(
-        self, node: Node, level: Level, stores: Sequence[Dtype | None], run_plan: RunPlan
+        self, node: Node, level: Level, stores: Sequence[np.dtype | None], run_plan: RunPlan
     ) -> Callable[..., Any]:
         """Returns the forward function: of closed-over arrays, and arguments that may move."""
         n_closed = _jax_compat.closed_over(node.params)
-        infos = list(map(level.info, node.inputs))
+        infos = list(map(level.storage.info, node.inputs))
 
         def forward(closed: Arrays, args: Sequence[Any]) -> Any:
             moving = [i for i, arg in enumerate(args, n_closed) if arg.perturbed]
@@ -196,8 +198,8 @@ def _trace_and_plan(
     node: Node,
     level: Level,
     known: Sequence[tuple[Value, Info]],
-    changes: Sequence[tuple[Value, Dtype | None]],
-    dtypes: Sequence[Dtype | None],
+    changes: Sequence[tuple[Value, np.dtype | None]],
+    dtypes: Sequence[np.dtype | None],
 ) -> _Traced:
     """Traces `function` on nominal types and plans it.
 

@@ -16,9 +16,9 @@ from jax.extend.core import JaxprEqn
 from jmp import _jax_compat
 from jmp.autocasting._flow import Info, feeding_values
 from jmp.autocasting._graph import Graph, Node, Value
-from jmp.autocasting._kinds import Arrays, Function, Kind, Level, register_kind
+from jmp.autocasting._kinds import Arrays, Kind, Level, register_kind
 from jmp.autocasting._numbers import UNKNOWN
-from jmp.autocasting._steps import Nested
+from jmp.autocasting._steps import Function, Nested
 
 # The residual stream of a deep network adds up so many layers; a longer loop is one over time,
 # where small steps would be lost in half.
@@ -34,7 +34,7 @@ class Scan(Kind):
         first, end = scan.n_consts, scan.n_consts + scan.n_carry
         closed = node.inputs[:first]
         opened = level.open(scan.body, node, closed)
-        infos = list(map(level.info, node.inputs))
+        infos = list(map(level.storage.info, node.inputs))
         in_half = _carried_in_half(opened[0], infos, node, level)
         carried, stacked = node.outputs[: scan.n_carry], node.outputs[scan.n_carry :]
         carries = [
@@ -43,8 +43,8 @@ class Scan(Kind):
         ]
         stored = [info.dtype for info in infos]
         infos[first:end] = [Info(dtype, False) for dtype in carries]
-        feeds = [*in_half, *map(level.feeds, stacked)]
-        kept = [*(not is_half for is_half in in_half), *map(level.kept, stacked)]
+        feeds = [*in_half, *(value in level.facts.feeds for value in stacked)]
+        kept = [*(not half for half in in_half), *(value in level.facts.kept for value in stacked)]
         # One more than the turns: also a loop of one turn is a loop.
         turns = turns_of(node.equation) + 1
         body = level.plan(opened, infos, feeds, kept, turns=turns, prevent_cse=False)
@@ -104,7 +104,7 @@ def _carried_in_half(graph: Graph, infos: Sequence[Info], node: Node, level: Lev
         for value, info in zip(values, infos[scan.n_consts :], strict=False)
     ]
     found = [
-        value.is_float32 and not level.kept(outer)
+        value.is_float32 and outer not in level.facts.kept
         for value, outer in zip(values, node.outputs, strict=False)
     ]
     while True:

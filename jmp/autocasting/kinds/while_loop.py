@@ -13,10 +13,10 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jmp import _jax_compat
 from jmp.autocasting._flow import Info
 from jmp.autocasting._graph import Node
-from jmp.autocasting._kinds import Arrays, Function, Kind, Level, register_kind
+from jmp.autocasting._kinds import Arrays, Kind, Level, register_kind
 from jmp.autocasting._registry import Category, Rule
 from jmp.autocasting._settings import Settings
-from jmp.autocasting._steps import Nested, RunPlan
+from jmp.autocasting._steps import Function, Nested, RunPlan
 from jmp.autocasting._tolerances import has_many_conditions, runs_to_tolerance
 
 
@@ -43,7 +43,7 @@ class While(Kind):
         first, end = loop.n_condition, loop.n_condition + loop.n_body
         opened = level.open(loop.body, node, node.inputs[first:end])
         carries = [Info(value.dtype, False) for value in node.outputs]
-        infos = [*map(level.info, node.inputs[first:end]), *carries]
+        infos = [*map(level.storage.info, node.inputs[first:end]), *carries]
         feeds, kept = [False] * len(carries), [True] * len(carries)
         # Nothing is saved for a backward pass, because there is none.
         body = level.plan(opened, infos, feeds, kept, prevent_cse=False)

@@ -4,73 +4,60 @@ import numpy as np
 
 from jmp.autocasting._registry import Category, Params, register_rule
 
+FOLLOW = Category.FOLLOW
+
 register_rule(
     "is_finite abs sign floor ceil round real imag optimization_barrier".split(),
-    Category.FOLLOW,
+    FOLLOW,
     "exact",
-    fusible=True,
+    "fusible",
 )
-register_rule(["copy", "copy_p"], Category.FOLLOW, "exact", fusible=True, reshapes=True)
-register_rule("stop_gradient", Category.FOLLOW, "exact", fusible=True, permutes=True)
+register_rule(["copy", "copy_p"], FOLLOW, "exact", "fusible reshapes")
+register_rule("stop_gradient", FOLLOW, "exact", "fusible permutes")
 register_rule(
     "tanh logistic erf sin cos".split(),
-    Category.FOLLOW,
+    FOLLOW,
     "bounded by one, with bounded slope",
-    fusible=True,
-    expensive=True,
-    bounded=True,
+    "fusible expensive bounded",
 )
-register_rule(
-    "reshape squeeze expand_dims".split(),
-    Category.FOLLOW,
-    "moves data",
-    fusible=True,
-    reshapes=True,
-)
-register_rule(
-    "transpose rev name pvary".split(), Category.FOLLOW, "moves data", fusible=True, permutes=True
-)
-register_rule(["slice", "split"], Category.FOLLOW, "moves data", fusible=True, selects=True)
+register_rule("reshape squeeze expand_dims".split(), FOLLOW, "moves data", "fusible reshapes")
+register_rule("transpose rev name pvary".split(), FOLLOW, "moves data", "fusible permutes")
+register_rule(["slice", "split"], FOLLOW, "moves data", "fusible selects")
 register_rule(
     "dynamic_slice stack unstack device_put sharding_constraint pcast reshard "
     "layout_constraint".split(),
-    Category.FOLLOW,
+    FOLLOW,
     "moves data",
-    fusible=True,
+    "fusible",
 )
 REPEATS = "moves data; its derivative is a sum, so it repeats a float32 value and rounds afterwards"
-register_rule(
-    "broadcast_in_dim", Category.FOLLOW, REPEATS, fusible=True, sums_backward=True, repeats=True
-)
-register_rule("tile", Category.FOLLOW, REPEATS, fusible=True, sums_backward=True)
+register_rule("broadcast_in_dim", FOLLOW, REPEATS, "fusible sums_backward repeats")
+register_rule("tile", FOLLOW, REPEATS, "fusible sums_backward")
 register_rule(
     ["reduce_max", "reduce_min"],
-    Category.FOLLOW,
+    FOLLOW,
     "exact; its derivative counts ties, so it runs in float32 between two casts",
-    fusible=True,
-    sums_backward=True,
-    reduces=True,
+    "fusible sums_backward reduces",
 )
-register_rule(["neg", "and", "or", "not"], Category.FOLLOW, "exact", fusible=True, cheap=True)
+register_rule(["neg", "and", "or", "not"], FOLLOW, "exact", "fusible cheap")
 register_rule(
     "argmax argmin reduce_and reduce_or reduce_xor xor shift_left "
     "shift_right_logical shift_right_arithmetic population_count clz".split(),
-    Category.FOLLOW,
+    FOLLOW,
     "exact",
-    fusible=True,
+    "fusible",
 )
 register_rule(
     "gather",
-    Category.FOLLOW,
+    FOLLOW,
     "moves data; its derivative adds up repeated rows, so it reads float32 and rounds afterwards",
-    fusible=True,
-    sums_backward=True,
+    "fusible sums_backward",
 )
 register_rule(
     "sort top_k approx_top_k cummax cummin reduce_window_max reduce_window_min "
     "all_gather all_gather_invariant all_gather_reduced ppermute all_to_all "
     "pmax pmin pbroadcast".split(),
-    Category.FOLLOW,
+    FOLLOW,
     "exact; moves or compares data",
 )
 
@@ -82,10 +69,8 @@ def new_dtype_in_half(params: Params, dtype: np.dtype) -> Params:
 
 register_rule(
     "convert_element_type",
-    Category.FOLLOW,
+    FOLLOW,
     "float32 to float32 and from booleans: exact; every other cast is the user's word",
-    fusible=True,
-    casts=True,
-    cheap=True,
+    "fusible casts cheap",
     params_in_half=new_dtype_in_half,
 )

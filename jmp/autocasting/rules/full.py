@@ -2,85 +2,75 @@
 
 from jmp.autocasting._registry import Category, register_rule
 
+FULL = Category.FULL
+
 register_rule(
     "exp exp2 expm1 sinh cosh".split(),
-    Category.FULL,
+    FULL,
     "grows exponentially: exp(12) overflows float16",
-    fusible=True,
-    expensive=True,
+    "fusible expensive",
 )
 register_rule(
     "log log1p".split(),
-    Category.FULL,
+    FULL,
     "log of a half probability loses all digits near 1; log(0) where float16 flushes",
-    fusible=True,
-    expensive=True,
+    "fusible expensive",
 )
 register_rule(
     "pow integer_pow square".split(),
-    Category.FULL,
+    FULL,
     "300 squared overflows float16; squares of small values flush to zero",
-    fusible=True,
-    expensive=True,
+    "fusible expensive",
 )
 register_rule(
     "sqrt rsqrt cbrt".split(),
-    Category.FULL,
+    FULL,
     "stands behind a sum of squares, whose range a half type does not hold",
-    fusible=True,
-    expensive=True,
+    "fusible expensive",
 )
 register_rule(
     "tan acos asin atan acosh asinh atanh erfc erf_inv lgamma digamma".split(),
-    Category.FULL,
+    FULL,
     "steep, or cancels, near the ends of its domain",
-    fusible=True,
-    expensive=True,
+    "fusible expensive",
 )
 register_rule(
     "bessel_i0e bessel_i1e igamma igammac igamma_grad_a random_gamma_grad polygamma zeta "
     "regularized_incomplete_beta".split(),
-    Category.FULL,
+    FULL,
     "a series or a continued fraction: no half kernel",
-    fusible=True,
-    expensive=True,
+    "fusible expensive",
 )
 register_rule(
     ["reduce_sum", "reduce_prod"],
-    Category.FULL,
+    FULL,
     "a sum of ones sticks at 2048 in float16 and at 256 in bfloat16",
-    fusible=True,
-    reduces=True,
-    sums=True,
+    "fusible reduces sums",
 )
 ACCUMULATES = "accumulates: in a half type contributions stop counting"
 register_rule(
     "cumsum cumprod cumlogsumexp reduce_window_sum reduce scatter-add scatter-sub scatter-mul "
     "scatter_add scatter_sub scatter_mul".split(),
-    Category.FULL,
+    FULL,
     ACCUMULATES,
-    sums=True,
+    "sums",
 )
 register_rule(
-    "add_any reduce_window select_and_scatter_add select_and_gather_add".split(),
-    Category.FULL,
-    ACCUMULATES,
+    "add_any reduce_window select_and_scatter_add select_and_gather_add".split(), FULL, ACCUMULATES
 )
+
 register_rule(
     "psum psum2 psum_invariant reduce_scatter unreduced_psum unreduced_reduce_scatter".split(),
-    Category.FULL,
+    FULL,
     "adds up over devices, in the dtype it is given",
-    sums=True,
+    "sums",
 )
 register_rule(
-    "cholesky lu svd qr eigh eig triangular_solve".split(),
-    Category.FULL,
-    "no half kernel",
-    factorises=True,
+    "cholesky lu svd qr eigh eig triangular_solve".split(), FULL, "no half kernel", "factorises"
 )
 register_rule(
     "geqrf householder_product hessenberg schur tridiagonal tridiagonal_solve fft "
     "lu_pivots_to_permutation custom_linear_solve".split(),
-    Category.FULL,
+    FULL,
     "no half kernel",
 )

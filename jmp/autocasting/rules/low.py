@@ -8,6 +8,8 @@ import numpy as np
 
 from jmp.autocasting._registry import Category, Params, register_rule
 
+LOW = Category.LOW
+
 
 def result_in_compute_dtype(params: Params, dtype: np.dtype) -> Params:
     """Asks the product for a half result."""
@@ -16,7 +18,7 @@ def result_in_compute_dtype(params: Params, dtype: np.dtype) -> Params:
 
 register_rule(
     ["dot_general", "ragged_dot_general", "ragged_dot", "conv_general_dilated"],
-    Category.LOW,
+    LOW,
     "tensor cores multiply in half and add up in float32",
     params_in_half=result_in_compute_dtype,
 )

@@ -7,64 +7,29 @@ not hold.
 
 from jmp.autocasting._registry import Category, register_rule
 
+WIDEST = Category.WIDEST
+
 ONE_DTYPE = "operands must share a dtype"
 
+register_rule(["add", "sub"], WIDEST, ONE_DTYPE, "fusible elementwise linear affine masks cheap")
+register_rule("mul", WIDEST, ONE_DTYPE, "fusible elementwise affine cheap keeps_range")
+register_rule("div", WIDEST, ONE_DTYPE, "fusible elementwise affine")
+register_rule(["max", "min"], WIDEST, ONE_DTYPE, "fusible elementwise masks")
+register_rule(["rem", "atan2"], WIDEST, ONE_DTYPE, "fusible elementwise")
+register_rule("eq ne lt le gt ge".split(), WIDEST, ONE_DTYPE, "fusible elementwise compares cheap")
+register_rule("select_n", WIDEST, ONE_DTYPE, "fusible masks cheap keeps_range")
+register_rule("clamp", WIDEST, ONE_DTYPE, "fusible")
 register_rule(
-    ["add", "sub"],
-    Category.WIDEST,
-    ONE_DTYPE,
-    fusible=True,
-    elementwise=True,
-    linear=True,
-    affine=True,
-    masks=True,
-    cheap=True,
+    "concatenate", WIDEST, "operands must share a dtype; moves data", "fusible masks keeps_range"
 )
+register_rule("pad", WIDEST, "operands must share a dtype; moves data", "fusible")
 register_rule(
-    "mul",
-    Category.WIDEST,
-    ONE_DTYPE,
-    fusible=True,
-    elementwise=True,
-    affine=True,
-    cheap=True,
-    keeps_range=True,
+    ["dynamic_update_slice", "scatter"], WIDEST, "writes into an operand of the same dtype"
 )
-register_rule("div", Category.WIDEST, ONE_DTYPE, fusible=True, elementwise=True, affine=True)
-register_rule(
-    ["max", "min"], Category.WIDEST, ONE_DTYPE, fusible=True, elementwise=True, masks=True
-)
-register_rule(["rem", "atan2"], Category.WIDEST, ONE_DTYPE, fusible=True, elementwise=True)
-register_rule(
-    "eq ne lt le gt ge".split(),
-    Category.WIDEST,
-    ONE_DTYPE,
-    fusible=True,
-    elementwise=True,
-    compares=True,
-    cheap=True,
-)
-register_rule(
-    "select_n", Category.WIDEST, ONE_DTYPE, fusible=True, masks=True, cheap=True, keeps_range=True
-)
-register_rule("clamp", Category.WIDEST, ONE_DTYPE, fusible=True)
-register_rule(
-    "concatenate",
-    Category.WIDEST,
-    "operands must share a dtype; moves data",
-    fusible=True,
-    masks=True,
-    keeps_range=True,
-)
-register_rule("pad", Category.WIDEST, "operands must share a dtype; moves data", fusible=True)
-register_rule(
-    ["dynamic_update_slice", "scatter"],
-    Category.WIDEST,
-    "writes into an operand of the same dtype",
-)
+
 register_rule(
     "scatter-min scatter-max scatter_min scatter_max".split(),
-    Category.WIDEST,
+    WIDEST,
     "exact; its derivative counts ties, so it runs in float32 between two casts",
-    sums_backward=True,
+    "sums_backward",
 )
