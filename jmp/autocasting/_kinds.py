@@ -12,8 +12,9 @@ kind does not say is that of a function that is called once with all the operand
     programs with it too.
 """
 
+import abc
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
@@ -23,23 +24,29 @@ from jmp.autocasting._flow import Facts, Info
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._registry import Rule, primitive_name
 from jmp.autocasting._settings import Settings
-from jmp.autocasting._steps import Function, Inside, Nested, Opened, Unplanned
+from jmp.autocasting._steps import Function, Inside, Nested, Opened, Read, Unplanned
 from jmp.autocasting._storage import Storage
 
 Arrays = Sequence[Any]
 
 
-class Level(Protocol):
-    """What a kind asks of the planner of the level that its equation stands in (`_planner`)."""
+class Level(abc.ABC):
+    """What a kind may ask of the planner of the level that its equation stands in."""
 
     half: np.dtype
     facts: Facts
     storage: Storage
 
-    def open(
-        self, function: ClosedJaxpr, node: Node, operands: Sequence[Value | None]
-    ) -> Opened: ...
+    @abc.abstractmethod
+    def open(self, function: ClosedJaxpr, node: Node, operands: Sequence[Value | None]) -> Opened:
+        """Flattens a function inside `node`.
 
+        Args:
+          operands: values of this level that are its first arguments, whose numbers are known
+            inside as well; None for what is not one value (a slice of one, the carry of a loop).
+        """
+
+    @abc.abstractmethod
     def plan(
         self,
         opened: Opened,
@@ -48,7 +55,16 @@ class Level(Protocol):
         kept: Sequence[bool],
         turns: int = 1,
         prevent_cse: bool | None = None,
-    ) -> Inside: ...
+    ) -> Inside:
+        """Plans what was opened.
+
+        Args:
+          infos: of its arguments.
+          feeds, kept: whether each result reaches a product outside; the float32 carry of a loop.
+          turns: how often it runs, as far as known.
+          prevent_cse: whether recomputed islands are kept apart from the forward pass; None: as on
+            this level.
+        """
 
     def plan_called(
         self,
@@ -56,7 +72,13 @@ class Level(Protocol):
         node: Node,
         operands: Sequence[Value],
         prevent_cse: bool | None = None,
-    ) -> Inside: ...
+    ) -> Inside:
+        """Plans a function that `node` calls once with `operands`."""
+        opened = self.open(function, node, operands)
+        feeds = [value in self.facts.feeds for value in node.outputs]
+        kept = [value in self.facts.kept for value in node.outputs]
+        infos = list(map(self.storage.info, operands))
+        return self.plan(opened, infos, feeds, kept, prevent_cse=prevent_cse)
 
     def nested(
         self,
@@ -64,7 +86,18 @@ class Level(Protocol):
         insides: Sequence[Inside | Unplanned],
         stores: Sequence[np.dtype | None],
         reads: Sequence[np.dtype | None] | None = None,
-    ) -> Nested: ...
+    ) -> Nested:
+        """Returns the step of an equation that is planned inside.
+
+        Args:
+          insides: what stands for its functions.
+          stores: the dtypes of its results.
+          reads: the dtypes that its operands go in with; left out, those that they are stored in.
+        """
+        dtypes = map(self.storage.dtype, node.inputs) if reads is None else reads
+        self.storage.store(node.outputs, stores)
+        operands = tuple(map(Read, node.inputs, dtypes))
+        return Nested(node, tuple(insides), operands, tuple(stores))
 
 
 class Kind:

@@ -16,7 +16,7 @@ from jmp.autocasting._flatten import flatten
 from jmp.autocasting._flow import Info, facts_of
 from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._islands import choose_recompute, clones_for, group, peel
-from jmp.autocasting._kinds import has_kind, kind_of
+from jmp.autocasting._kinds import Level, has_kind, kind_of
 from jmp.autocasting._order import in_order
 from jmp.autocasting._precision import with_default
 from jmp.autocasting._reasons import why_float32, why_not_lowered, why_region
@@ -27,7 +27,6 @@ from jmp.autocasting._steps import (
     Inside,
     Island,
     Leave,
-    Nested,
     Opened,
     Plan,
     Read,
@@ -35,7 +34,6 @@ from jmp.autocasting._steps import (
     Single,
     Step,
     Surroundings,
-    Unplanned,
 )
 from jmp.autocasting._storage import Storage
 from jmp.autocasting.rewrites import rewrite_of
@@ -53,8 +51,8 @@ class Context(NamedTuple):
     prevent_cse: bool = True
 
 
-class Planner:
-    """Plans one level; kinds see it as a `Level`.
+class Planner(Level):
+    """Plans one level.
 
     Args:
       graph: the level, as flattened.
@@ -228,15 +226,9 @@ class Planner:
         shape = result.aval.shape if repeats and value in self.facts.varying else None
         return Read(value, self.half, shape, node.rule.masks and self.storage.may_be_mask(value))
 
-    # What kinds ask.
+    # What kinds ask; see `Level`.
 
     def open(self, function: ClosedJaxpr, node: Node, operands: Sequence[Value | None]) -> Opened:
-        """Flattens a function inside `node`.
-
-        Args:
-          operands: values of this level that are its first arguments; None for one that is not one
-            value (a slice of it, the carry of a loop). What is known of their numbers holds inside.
-        """
         inner, constants = _jax_compat.open_jaxpr(function)
         return flatten(inner, constants, operands, node.scope, self.context.words), constants
 
@@ -249,53 +241,12 @@ class Planner:
         turns: int = 1,
         prevent_cse: bool | None = None,
     ) -> Inside:
-        """Plans what was opened.
-
-        Args:
-          infos: of its arguments.
-          feeds, kept: whether each result reaches a product outside; the float32 carry of a loop.
-          turns: how often it runs, as far as known.
-          prevent_cse: see `Context`; None: as on this level.
-        """
         graph, constants = opened
         own = [Info(v.dtype, True, True) for v in graph.inputs[: len(constants)]]
         apart = self.context.prevent_cse if prevent_cse is None else prevent_cse
         context = Context(self.context.words, self.context.repeats * turns, apart)
         planner = Planner(graph, [*own, *infos], feeds, kept, context)
         return Inside(planner.plan_level(), constants)
-
-    def plan_called(
-        self,
-        function: ClosedJaxpr,
-        node: Node,
-        operands: Sequence[Value],
-        prevent_cse: bool | None = None,
-    ) -> Inside:
-        """Plans a function that `node` calls once with `operands`."""
-        opened = self.open(function, node, operands)
-        feeds = [value in self.facts.feeds for value in node.outputs]
-        kept = [value in self.facts.kept for value in node.outputs]
-        infos = list(map(self.storage.info, operands))
-        return self.plan(opened, infos, feeds, kept, prevent_cse=prevent_cse)
-
-    def nested(
-        self,
-        node: Node,
-        insides: Sequence[Inside | Unplanned],
-        stores: Sequence[np.dtype | None],
-        reads: Sequence[np.dtype | None] | None = None,
-    ) -> Nested:
-        """Returns the step of an equation that is planned inside.
-
-        Args:
-          insides: what stands for its functions.
-          stores: the dtypes of its results.
-          reads: the dtypes that its operands go in with; left out, those that they are stored in.
-        """
-        dtypes = map(self.storage.dtype, node.inputs) if reads is None else reads
-        self.storage.store(node.outputs, stores)
-        found = tuple(Read(value, dtype) for value, dtype in zip(node.inputs, dtypes, strict=True))
-        return Nested(node, tuple(insides), found, tuple(stores))
 
 
 def _entering(nodes: Sequence[Node]) -> list[Value]:
