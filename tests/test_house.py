@@ -9,6 +9,7 @@ import sys
 import pytest
 
 import jmp
+from jmp.autocasting import all_rules
 
 PACKAGE = pathlib.Path(jmp.__file__).parent
 FILES = sorted(path for path in PACKAGE.rglob("*.py"))
@@ -117,3 +118,40 @@ def test_importing_jmp_and_parsing_a_policy_starts_no_backend():
         "from jax._src import xla_bridge; print(len(xla_bridge._backends))"
     )
     assert run_python(code) == ["0"]
+
+
+PLANNER = [path for path in FILES if part_of(path) == "autocasting"]
+
+
+@pytest.mark.parametrize("path", PLANNER, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_nothing_is_written_on_a_value_or_a_node_after_its_graph_is_made(path):
+    if path.name in ("_flatten.py", "_program.py"):  # what makes graphs; the cache of plans
+        return
+    for function in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(function, ast.FunctionDef) or function.name == "__init__":
+            continue
+        for node in ast.walk(function):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                assert node.attr == "__name__", f"{path}:{node.lineno} writes .{node.attr}"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in FILES if part_of(path) in ("autocasting", "diagnostics")],
+    ids=lambda path: str(path.relative_to(PACKAGE)),
+)
+def test_sets_of_primitives_come_from_the_op_table(path):
+    if path.parent.name == "rules":
+        return
+    known = all_rules()
+    tree = ast.parse(path.read_text())
+    slots = [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__slots__"
+    ]  # some are named as primitives
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Set | ast.Tuple | ast.List) and node not in slots:
+            names = [item.value for item in node.elts if isinstance(item, ast.Constant)]
+            listed = [name for name in names if isinstance(name, str) and name in known]
+            assert len(listed) < 2, f"{path}:{node.lineno} lists {listed}: give them a trait"

@@ -65,6 +65,7 @@ class Rule:
       bounded: its result lies between minus one and one.
       reduces: it reduces over `axes`.
       sums: it adds up, or multiplies, many terms; in reports a reduction.
+      chooses: its result says which entry, and not how large it is.
       draws_bits: it makes or uses random bits.
       factorises: it factorises or solves a matrix, which fails for a singular one.
       casts: it changes the dtype and nothing else.
@@ -91,6 +92,7 @@ class Rule:
     bounded: bool = False
     reduces: bool = False
     sums: bool = False
+    chooses: bool = False
     draws_bits: bool = False
     factorises: bool = False
     casts: bool = False

@@ -11,10 +11,7 @@ from typing import Any
 
 from jmp import _jax_compat
 from jmp.autocasting._numbers import is_inexact
-
-# Which entry is the largest is a choice, not a distance that shrinks: a text is generated up to the
-# token that ends it.
-CHOICES = frozenset({"argmax", "argmin"})
+from jmp.autocasting._registry import rule_for
 
 
 def has_many_conditions(equation: Any) -> bool:
@@ -49,7 +46,9 @@ def _through(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
 
 def _through_equation(equation: Any, inputs: list[bool]) -> list[bool]:
     name = equation.primitive.name
-    if name in CHOICES:
+    if rule_for(name).chooses:
+        # Which entry is the largest is no distance that shrinks: a text is generated up to the
+        # token that ends it.
         return [False]
     inner = list(_jax_compat.inner_jaxprs(equation))
     if name == "while":

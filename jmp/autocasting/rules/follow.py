@@ -39,9 +39,10 @@ register_rule(
     "exact; its derivative counts ties, so it runs in float32 between two casts",
     "fusible sums_backward reduces",
 )
+register_rule(["argmax", "argmin"], FOLLOW, "exact", "fusible chooses")
 register_rule(["neg", "and", "or", "not"], FOLLOW, "exact", "fusible cheap")
 register_rule(
-    "argmax argmin reduce_and reduce_or reduce_xor xor shift_left "
+    "reduce_and reduce_or reduce_xor xor shift_left "
     "shift_right_logical shift_right_arithmetic population_count clz".split(),
     FOLLOW,
     "exact",

@@ -1,0 +1,134 @@
+"""A new op rule, a new rewrite and a new kind of nested equation: one row, or one class, each."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+import jmp
+from jmp import diagnostics
+from jmp.autocasting import register_rule
+from jmp.autocasting._kinds import Kind, register_kind
+from jmp.autocasting._registry import _RULES
+from jmp.autocasting._steps import Rewrite
+from jmp.autocasting.rewrites import REWRITES
+
+W = jnp.eye(128)
+X = jnp.linspace(-2, 2, 128 * 128).reshape(128, 128)
+
+
+@pytest.fixture
+def softsign():
+    """A primitive of a user's: x / (1 + |x|), with its derivative."""
+    primitive = Primitive("softsign_for_the_test")
+
+    def written_out(x):
+        return x / (1 + abs(x))
+
+    primitive.def_impl(written_out)
+    primitive.def_abstract_eval(lambda x: x)
+    ad.defjvp(primitive, lambda tangent, x: tangent / (1 + abs(x)) ** 2)
+    batching.defvectorized(primitive)
+    mlir.register_lowering(primitive, mlir.lower_fun(written_out, multiple_results=False))
+    yield primitive
+    _RULES.pop(primitive.name, None)
+
+
+def dtypes_read_by(name, fun, *args):
+    """The dtypes that the equations of one primitive read, at any depth."""
+    found = set()
+
+    def visit(jaxpr):
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == name:
+                found.update(str(atom.aval.dtype) for atom in equation.invars)
+            for inner in jax.extend.core.jaxprs_in_params(equation.params):
+                visit(inner)
+
+    visit(jax.make_jaxpr(fun)(*args).jaxpr)
+    return found
+
+
+def test_a_new_rule_is_one_row(softsign):
+    def layers(x):
+        return jnp.sum(softsign.bind(x @ W) @ W)
+
+    autocast = jmp.autocast(layers, "mixed_float16")
+    assert dtypes_read_by(softsign.name, autocast, X) == {"float32"}
+
+    register_rule(softsign, "follow", "bounded by one, with bounded slope", "fusible bounded")
+
+    autocast = jmp.autocast(layers, "mixed_float16")
+    assert dtypes_read_by(softsign.name, autocast, X) == {"float16"}
+    np.testing.assert_allclose(jax.grad(autocast)(X), jax.grad(layers)(X), atol=2e-3)
+
+
+def test_a_trait_that_is_misspelt_is_refused(softsign):
+    with pytest.raises(ValueError, match=r"the traits fusable; there are fusible, expensive"):
+        register_rule(softsign, "follow", "bounded", "fusable bounded")
+    assert softsign.name not in _RULES
+
+
+def test_a_new_rewrite_is_one_row(monkeypatch):
+    def reciprocal_root(node, around):
+        """1 / sqrt(x) as rsqrt(x)."""
+        if node.name != "div" or node.inputs[0].constant != 1:
+            return None
+        root = node.inputs[1].producer
+        if root not in around.inside or root.name != "sqrt":
+            return None
+        return Rewrite("one over a root, in one operation", root.inputs, jax.lax.rsqrt)
+
+    def layers(x):
+        y = x @ W
+        return jnp.sum((y * (1 / jnp.sqrt(1 + y**2))) @ W)
+
+    before = jmp.autocast(layers, "mixed_float16")
+    assert dtypes_read_by("rsqrt", before, X) == set()
+    monkeypatch.setattr("jmp.autocasting.rewrites.REWRITES", [*REWRITES, reciprocal_root])
+    after = jmp.autocast(layers, "mixed_float16")
+    assert dtypes_read_by("rsqrt", after, X) == {"float32"}
+    np.testing.assert_allclose(jax.grad(after)(X), jax.grad(before)(X), atol=1e-3)
+
+
+class CustomVmap(Kind):
+    """`jax.custom_batching.custom_vmap`, without its rule."""
+
+    def functions(self, equation):
+        return [equation.params["call"]]
+
+    def emit(self, equation, operands, functions):
+        return functions[0](*operands)
+
+
+def test_a_new_kind_of_nested_equation_is_one_class(monkeypatch):
+    @jax.custom_batching.custom_vmap
+    def layer(x):
+        return jnp.tanh(x @ W)
+
+    @layer.def_vmap
+    def rule(axis_size, in_batched, x):
+        return jax.vmap(lambda x: jnp.tanh(x @ W))(x), True
+
+    def layers(x):
+        return jnp.sum(layer(x @ W))
+
+    def report():
+        return diagnostics.precision_report(layers, "mixed_float16")(X)
+
+    assert report().half_flops_share == 0.5
+    monkeypatch.setattr("jmp.autocasting._kinds._KINDS", dict(jmp.autocasting._kinds._KINDS))
+
+    register_kind(["custom_vmap_call"], CustomVmap())
+
+    assert report().half_flops_share == 1
+    autocast = jmp.autocast(layers, "mixed_float16")
+    diagnostics.assert_products_in(autocast, jnp.float16)(X)
+    np.testing.assert_allclose(autocast(X), layers(X), rtol=2e-3)
+
+
+def test_a_second_kind_for_a_primitive_is_refused():
+    with pytest.raises(ValueError, match="'scan' has a kind already, Scan"):
+        register_kind(["my_loop", "scan"], CustomVmap())
