@@ -48,15 +48,17 @@ def step(name: str, sizes: dict[str, Any], off: dict[str, Any]) -> Program:
 
 def small() -> Rows:
     """Training steps with islands of fewer elements recomputed, or fewer islands."""
-    tiny = {"batch": 2, "length": 64, "layers": 2, "width": 128, "vocabulary": 256}
+    little = {"batch": 2, "length": 64, "layers": 2, "width": 128, "vocabulary": 256}
+    tiny = {"batch": 1, "length": 32, "layers": 2, "width": 64, "vocabulary": 256}
     rows = []
     for name, sizes in (
         ("gpt", tiny),
+        ("gpt", little),
         ("unet", {"widths": (32, 64)}),
         ("lstm", {"width": 256}),
     ):
         chosen = step(name, sizes, {})
-        for exponent in (8, 12, 16, 18):
+        for exponent in (8, 10, 12, 16, 18):
             program = step(name, sizes, {"_islands.SMALL": 2**exponent})
             figures = figures_over(program, chosen)
             rows.append({"model": f"{name} {sizes}", "SMALL": f"2**{exponent}", **figures})

@@ -8,9 +8,9 @@ relative to autocast with all rules:
     There islands and arrays count as large from 256 elements on, so that all rules are at work. Up
     to 5 % is the luck of the roundings;
   - the error of the gradient of small programs (`PROGRAMS`) that a rule was made for.
-The tables stand in `docs/internals.md`. Run it from the project's root in the test environment. With
-names of models it measures these alone, of `cost` or `errors` that alone, and leaves all other
-figures as they are; `table` measures nothing:
+The tables stand in `docs/internals.md`. Run it from the project's root in the test environment.
+With names of models it measures these alone, with `cost` or `errors` that alone, and leaves all
+other figures as they are; `table` measures nothing:
 
     JAX_PLATFORMS=cpu PYTHONPATH=. .venv-test/bin/python benchmarks/planner_rules.py gpt errors
 """
@@ -322,7 +322,11 @@ def ratios(figures: Any, base: dict[str, float]) -> str:
     if figures == "the same":
         return ""
     pairs = [(value, base[name]) for name, value in figures.items()]
-    return " ".join(f"{value / before:.3g}" if before else "-" for value, before in pairs)
+    return " ".join(_short(value / before) for value, before in pairs)
+
+
+def _short(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f}"
 
 
 def table(found: dict[str, Any], what: str, models: list[str]) -> str:
