@@ -53,7 +53,7 @@ def _island(island):
 
 
 def _signature(step):
-    return f"{' '.join(map(_read, step.reads))} -> {_dtypes(step.stores)}".lstrip()
+    return f"{' '.join(map(_read, step.reads))} -> {_dtypes(step.stores)}".strip()
 
 
 def _read(read):
