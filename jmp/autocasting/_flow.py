@@ -37,23 +37,15 @@ class Info(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What the analyses found; see the module.
-
-    Attributes:
-      feeds, kept: values.
-      dependent: values that are not neutral: they depend on a product.
-      varying: values that are not fixed: they depend on a floating input, or on a product.
-      embeddings, cuts: nodes.
-      depths: of all nodes but those whose results are neutral, which are free.
-    """
+    """What the analyses found; see the module."""
 
     feeds: Set[Value]
     kept: Set[Value]
-    dependent: Set[Value]
-    varying: Set[Value]
+    dependent: Set[Value]  # not neutral: they depend on a product
+    varying: Set[Value]  # not fixed: they depend on a floating input, or on a product
     embeddings: Set[Node]
     cuts: Set[Node]
-    depths: Mapping[Node, int]
+    depths: Mapping[Node, int]  # of all but those whose results are neutral, which are free
 
 
 def facts_of(
@@ -62,14 +54,7 @@ def facts_of(
     outputs_feed: Sequence[bool],
     outputs_kept: Sequence[bool],
 ) -> Facts:
-    """Returns the facts of a level.
-
-    Args:
-      graph: the level.
-      infos: of its inputs.
-      outputs_feed: whether each output reaches a product outside.
-      outputs_kept: whether each output reaches the float32 carry of a loop.
-    """
+    """Returns the facts of a level, given what is known of its inputs and its outputs outside."""
     feeds = feeding_values(graph, outputs_feed)
     kept = kept_values(graph, outputs_kept)
     embeddings, dependent = find_dependent(graph, infos, feeds - kept)
