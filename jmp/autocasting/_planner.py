@@ -22,6 +22,7 @@ from jmp.autocasting._precision import with_default
 from jmp.autocasting._reasons import why_float32, why_not_lowered, why_region
 from jmp.autocasting._regions import Words
 from jmp.autocasting._registry import Category
+from jmp.autocasting._sharing import common_depth, key_of
 from jmp.autocasting._steps import (
     Arithmetic,
     Inside,
@@ -142,7 +143,7 @@ class Planner(Level):
         # own, and the cotangents add up in half: XLA takes a pair of casts away, and would store
         # the float32 sum (3 % of a U-Net's bytes, 8 % of a GPT's).
         is_cut = not self.facts.cuts.isdisjoint(nodes)
-        return Island(
+        island = Island(
             nodes=tuple(nodes),
             clones=tuple(clones),
             rewrites=rewrites,
@@ -152,7 +153,9 @@ class Planner(Level):
             recompute=recompute,
             prevent_cse=self.context.prevent_cse,
             shares_casts=recompute is Recompute.RECOMPUTE_BUT_SUMS and not is_cut,
+            depth=common_depth(nodes),
         )
+        return island if recompute is Recompute.PLAIN else island._replace(key=key_of(island))
 
     def _is_masked(self, value: Value) -> bool:
         """Returns whether a value of an island is rounded where a mask may have been applied."""

@@ -5,7 +5,7 @@ There are three sorts of steps: a `Single` equation, a `Nested` one that is plan
 """
 
 import enum
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -119,6 +119,8 @@ class Island(NamedTuple):
     recompute: Recompute
     prevent_cse: bool  # XLA must not merge its recomputation with its forward pass
     shares_casts: bool  # all readers of an input share one cast
+    depth: int  # how many name scopes its nodes stand in together
+    key: Hashable = None  # islands with one key share a trace (`_sharing`); None: with no other
 
 
 Step = Single | Nested | Island
