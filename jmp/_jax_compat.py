@@ -1,8 +1,8 @@
 """Everything that differs between the JAX versions we support (0.10 to 0.12), and nothing else."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Self, TypeVar
 
 import jax
 import numpy as np
@@ -11,6 +11,7 @@ from jax.extend import core, source_info_util
 from jax.interpreters import ad
 
 Params = Mapping[str, Any]
+T = TypeVar("T")
 
 # Equations that call one function once, with their operands as its arguments.
 CALLS = frozenset({
@@ -167,6 +168,15 @@ class Scan(NamedTuple):
         names = ("length", "reverse", "unroll")
         return cls(params["jaxpr"], *counts, *(params[name] for name in names))
 
+    def split(self, operands: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
+        """Returns the constants, the carries and the arrays among a scan's operands."""
+        end = self.n_consts + self.n_carry
+        return (
+            list(operands[: self.n_consts]),
+            list(operands[self.n_consts : end]),
+            list(operands[end:]),
+        )
+
 
 class While(NamedTuple):
     """A while loop calls each of its two functions with constants of its own and the carries."""
@@ -181,6 +191,11 @@ class While(NamedTuple):
         """Reads the parameters of a while loop."""
         names = ("cond_jaxpr", "cond_nconsts", "body_jaxpr", "body_nconsts")
         return cls(*(params[name] for name in names))
+
+    def split(self, operands: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
+        """Returns the condition's constants, the body's, and the carries among the operands."""
+        first, end = self.n_condition, self.n_condition + self.n_body
+        return list(operands[:first]), list(operands[first:end]), list(operands[end:])
 
 
 def branches(params: Params) -> tuple[core.ClosedJaxpr, ...]:

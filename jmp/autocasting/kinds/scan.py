@@ -31,47 +31,46 @@ class Scan(Kind):
     def plan(self, node: Node, level: Level) -> Nested:
         """Decides the dtype of each carry first, then plans the body."""
         scan = _jax_compat.Scan.of(node.params)
-        first, end = scan.n_consts, scan.n_consts + scan.n_carry
-        closed = node.inputs[:first]
-        opened = level.open(scan.body, node, closed)
-        infos = list(map(level.storage.info, node.inputs))
-        in_half = _carried_in_half(opened[0], infos, node, level)
-        carried, stacked = node.outputs[: scan.n_carry], node.outputs[scan.n_carry :]
+        closed, _, _ = scan.split(node.inputs)
+        graph, held = level.open(scan.body, node, closed)
+        consts, before, rows = scan.split(list(map(level.storage.info, node.inputs)))
+        _, values, _ = scan.split(graph.inputs[len(held) :])
+        in_half = _carried_in_half(graph, values, before, node, level)
         carries = [
             level.half if is_half else value.dtype
-            for value, is_half in zip(carried, in_half, strict=True)
+            for value, is_half in zip(values, in_half, strict=True)
         ]
-        stored = [info.dtype for info in infos]
-        infos[first:end] = [Info(dtype, False) for dtype in carries]
+        infos = [*consts, *(Info(dtype, False) for dtype in carries), *rows]
+        stacked = node.outputs[scan.n_carry :]
         feeds = [*in_half, *(value in level.facts.feeds for value in stacked)]
         kept = [*(not half for half in in_half), *(value in level.facts.kept for value in stacked)]
         # One more than the turns: also a loop of one turn is a loop.
         turns = turns_of(node.equation) + 1
-        body = level.plan(opened, infos, feeds, kept, turns=turns, prevent_cse=False)
+        body = level.plan((graph, held), infos, feeds, kept, turns=turns, prevent_cse=False)
         stores = (*carries, *body.plan.stores[scan.n_carry :])
-        # Fixed constants have no gradient.
+        # Constants are rounded inside, but those that have no gradient.
         outside = [
-            dtype if info.fixed else value.dtype
-            for value, info, dtype in zip(closed, infos, stored, strict=False)
+            info.dtype if info.fixed else value.dtype
+            for value, info in zip(closed, consts, strict=True)
         ]
-        inside = (*stored[:first], *[None] * (len(stored) - first))
-        reads = [*outside, *carries, *stored[end:]]
+        inside = (*(info.dtype for info in consts), *[None] * (len(carries) + len(rows)))
+        reads = [*outside, *carries, *(info.dtype for info in rows)]
         return level.nested(node, [body._replace(reads=inside, stores=stores)], stores, reads)
 
     def emit(self, equation: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> Any:
         """Emits `lax.scan`; constants are closed over."""
         scan = _jax_compat.Scan.of(equation.params)
-        first, end = scan.n_consts, scan.n_consts + scan.n_carry
+        constants, carries, arrays = scan.split(operands)
         (body,) = functions
 
         def turn(carry: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
-            results = body(*operands[:first], *carry, *rows)
+            results = body(*constants, *carry, *rows)
             return results[: scan.n_carry], results[scan.n_carry :]
 
         carry, stacked = lax.scan(
             turn,
-            list(operands[first:end]),
-            list(operands[end:]),
+            carries,
+            arrays,
             length=scan.length if isinstance(scan.length, int) else None,
             reverse=scan.reverse,
             unroll=scan.unroll,
@@ -90,18 +89,23 @@ def turns_of(equation: JaxprEqn) -> int:
     return length if isinstance(length, int) else UNKNOWN
 
 
-def _carried_in_half(graph: Graph, infos: Sequence[Info], node: Node, level: Level) -> list[bool]:
-    """Returns for each carry of a scan whether it loses nothing in half."""
-    scan = _jax_compat.Scan.of(node.params)
-    first = len(graph.inputs) - len(infos) + scan.n_consts  # the graph's own constants come before
-    values, results = graph.inputs[first : first + scan.n_carry], graph.outputs[: scan.n_carry]
+def _carried_in_half(
+    graph: Graph, values: Sequence[Value], before: Sequence[Info], node: Node, level: Level
+) -> list[bool]:
+    """Returns for each carry of a scan whether it loses nothing in half.
+
+    Args:
+      graph: of the body; `values` are those of its inputs that are carried.
+      before: what is known of the carries that come in first.
+    """
+    results = graph.outputs[: len(values)]
     fed = feeding_values(graph, [False] * len(graph.outputs))  # within one step
     streams = [
         turns_of(node.equation) <= LAYERS
         and info.dtype == level.half
         and value.is_float32
         and value in fed
-        for value, info in zip(values, infos[scan.n_consts :], strict=False)
+        for value, info in zip(values, before, strict=True)
     ]
     found = [
         value.is_float32 and outer not in level.facts.kept
