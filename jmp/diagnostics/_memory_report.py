@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jmp._calls import ArrayCall
 from jmp.autocasting import autocast
 from jmp.diagnostics._memory_step import (
-    flat_function,
     value_and_gradients,
+    with_arrays_of_aux,
     without_checkpoint,
     xla_bytes,
 )
@@ -60,10 +61,10 @@ def memory_report(
     >>> report.parameter_bytes, report.activation_bytes  # x in half, the cosine in float32
     ({'float32': 128}, {'float16': 256, 'float32': 256})
     """
-    chosen = _positions(argnums, len(args))
-    function, arrays, owners = flat_function(fun, args, has_aux)
+    call = ArrayCall(fun, args)
+    arrays, function = call.arrays, with_arrays_of_aux(call, has_aux)
     structs = jax.eval_shape(lambda *leaves: leaves, *arrays)
-    parameters = [i for i, owner in enumerate(owners) if owner in chosen]
+    parameters = call.within(argnums, "memory_report")
     moving = [i for i in parameters if jnp.issubdtype(structs[i].dtype, jnp.inexact)]
     if not moving:
         raise ValueError(
@@ -216,13 +217,6 @@ class MemoryReport:
 
     def __str__(self) -> str:
         return render(self)
-
-
-def _positions(argnums: int | Sequence[int], count: int) -> set[int]:
-    chosen = [argnums] if isinstance(argnums, int) else list(argnums)
-    if not all(-count <= i < count for i in chosen):
-        raise ValueError(f"memory_report got argnums={argnums} for {count} arguments.")
-    return {i % count for i in chosen}
 
 
 def _optimizer_sizes(

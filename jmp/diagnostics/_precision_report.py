@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jmp import _jax_compat
+from jmp._calls import ArrayCall
 from jmp.autocasting._autocast import make_program
 from jmp.autocasting._operations import NoHalfProductWarning
 from jmp.autocasting._program import Program, Traced
@@ -52,23 +53,16 @@ def precision_report(
             "leaves the program as it is. Ask with 'mixed_float16' or 'mixed_bfloat16'."
         )
 
-    def of_arrays(args: Any, kwargs: Any) -> PrecisionReport:
+    def of_arrays(*args: Any, **kwargs: Any) -> PrecisionReport:
         with warnings.catch_warnings():
             for told in (UnusedRuleWarning, NoHalfProductWarning):  # they are in the report
                 warnings.simplefilter("ignore", told)
             return _report(program, program.trace(args, kwargs), str(get_policy(policy)))
 
     def report(*args: Any, **kwargs: Any) -> PrecisionReport:
-        leaves, structure = jax.tree.flatten((args, kwargs))
-        is_struct = [isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves]
-        found = []
-
-        def on_tracers(*tracers: Any) -> None:
-            following = iter(tracers)
-            filled = [next(following) if s else x for x, s in zip(leaves, is_struct, strict=True)]
-            found.append(of_arrays(*jax.tree.unflatten(structure, filled)))
-
-        jax.eval_shape(on_tracers, *(x for x, s in zip(leaves, is_struct, strict=True) if s))
+        call = ArrayCall(of_arrays, args, kwargs, lambda x: isinstance(x, jax.ShapeDtypeStruct))
+        found: list[PrecisionReport] = []
+        jax.eval_shape(lambda *tracers: found.append(call(*tracers)), *call.arrays)
         return found[0]
 
     return report

@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jmp import _jax_compat
 from jmp.autocasting._kinds import kind_of
-from jmp.diagnostics._places import module_path
+from jmp.diagnostics._places import path_within
 
 
 class Site(NamedTuple):
@@ -83,16 +83,14 @@ def replay(
             return np.asarray(atom.val, atom.aval.dtype)
 
     def run(equation: JaxprEqn, index: int) -> list[Any]:
-        stack = equation.source_info.name_stack
-        names = "/".join(filter(None, (path, module_path(stack))))
-        site = Site(equation, names, (*position, index))
+        site = Site(equation, path_within(path, equation), (*position, index))
 
         def inside(jaxpr: Any, operands: Sequence[Any], branch: int = 0) -> list[Any]:
             below = (*site.position, branch)
-            return replay(jaxpr, operands, on_results, handlers, names, below)
+            return replay(jaxpr, operands, on_results, handlers, site.path, below)
 
         emit = handlers.get(equation.primitive.name, bound)
-        with _jax_compat.place_of(equation, stack):
+        with _jax_compat.place_of(equation, equation.source_info.name_stack):
             results = emit(equation, [read(atom) for atom in equation.invars], inside)
             return on_results(site, results)
 

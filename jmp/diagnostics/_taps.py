@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmp._calls import vjp_at
 from jmp.autocasting._equations import inner_equations
 from jmp.diagnostics._histograms import DIGITS, digits, exponents, from_digits, length
 from jmp.diagnostics._places import users_line
@@ -40,39 +41,42 @@ class Counts(NamedTuple):
 Tap = Callable[[tuple[int, ...], Place, Any], Any]  # (position, place, value) -> value
 
 
-def count(closed: Any, parameters: list[Any], others: list[Any], dtype: Any = None) -> Counts:
+def count(closed: Any, arrays: list[Any], positions: list[int], dtype: Any = None) -> Counts:
     """Runs a traced loss and its gradient once.
 
     Args:
       closed: jaxpr whose first output is a real scalar.
-      parameters, others: its arguments; the former are differentiated.
+      arrays: its arguments.
+      positions: of those that are differentiated, the parameters.
       dtype: count activations that are stored in it; None for all.
     """
-    step, probes = counting_step(closed, parameters, others, dtype)
-    own, gradients, sums = jax.device_get(jax.jit(step)(parameters, others, probes))
+    step, probes = counting_step(closed, arrays, positions, dtype)
+    own, gradients, sums = jax.device_get(jax.jit(step)(arrays, probes))
     found = {place: tuple(from_digits(sums[place])) for place in probes}
     return Counts(own, gradients, found)
 
 
 def counting_step(
-    closed: Any, parameters: list[Any], others: list[Any], dtype: Any = None
+    closed: Any, arrays: list[Any], positions: list[int], dtype: Any = None
 ) -> tuple[Callable[..., Any], dict[Place, jax.Array]]:
-    """Returns what `count` compiles, a function of (parameters, others, probes), and the probes.
+    """Returns what `count` compiles, a function of (arrays, probes), and the probes.
 
     It returns the counts of parameters, those of their gradients, and sums of digits by place.
     """
-    places = _differentiated(closed, parameters, others, dtype)
+    places = _differentiated(closed, arrays, positions, dtype)
     probes = {p: jnp.zeros((DIGITS, 2, length(p.dtype)), np.float32) for p in places.values()}
 
-    def loss(parameters: Any, probes: Any, others: Any) -> Any:
+    def loss(*operands: Any) -> Any:
+        *arrays, probes = operands
+
         def tap(position: tuple[int, ...], place: Place, value: Any) -> Any:
             return _tap(value, probes[place]) if position in places else value
 
-        return replay(closed, [*parameters, *others], _after_each(tap, dtype))[0]
+        return replay(closed, arrays, _after_each(tap, dtype))[0]
 
-    def step(parameters: Any, others: Any, probes: Any) -> Any:
-        gradients, sums = jax.grad(loss, (0, 1))(parameters, probes, others)
-        return list(map(exponents, parameters)), list(map(exponents, gradients)), sums
+    def step(arrays: Any, probes: Any) -> Any:
+        *gradients, sums = jax.grad(loss, (*positions, len(arrays)))(*arrays, probes)
+        return [exponents(arrays[i]) for i in positions], list(map(exponents, gradients)), sums
 
     return step, probes
 
@@ -120,7 +124,7 @@ def _after_each(tap: Tap, dtype: Any) -> OnResults:
 
 
 def _differentiated(
-    closed: Any, parameters: list[Any], others: list[Any], dtype: Any
+    closed: Any, arrays: list[Any], positions: list[int], dtype: Any
 ) -> dict[tuple[int, ...], Place]:
     """Returns where the values are that depend on the parameters, in the program's order.
 
@@ -143,11 +147,8 @@ def _differentiated(
         order[position] = place
         return look(value)
 
-    def loss(parameters: Any, others: Any) -> Any:
-        return replay(closed, [*parameters, *others], _after_each(tap, dtype))[0]
+    def loss(*arrays: Any) -> Any:
+        return replay(closed, arrays, _after_each(tap, dtype))[0]
 
-    def differentiate(parameters: Any, others: Any) -> Any:
-        return jax.vjp(lambda parameters: loss(parameters, others), parameters)[0]
-
-    jax.eval_shape(differentiate, parameters, others)
+    jax.eval_shape(lambda *arrays: vjp_at(loss, arrays, positions)[0], *arrays)
     return {position: place for position, place in order.items() if position in found}
