@@ -19,6 +19,7 @@ from jmp.diagnostics._memory_step import (
 )
 from jmp.diagnostics._memory_table import render
 from jmp.diagnostics._residuals import Residual, residuals
+from jmp.diagnostics._tables import totals
 from jmp.policy import Policy
 from jmp.transforms import WithMasterParamsState
 from jmp.transforms._states import find_states
@@ -132,17 +133,17 @@ class MemoryReport:
     @property
     def activation_bytes(self) -> Sizes:
         """Bytes kept for the backward pass, by dtype, copies of parameters left out."""
-        return _total((row.dtype, row.bytes) for row in self.residuals if not row.of_parameters)
+        return _bytes_of(row for row in self.residuals if not row.of_parameters)
 
     @property
     def copy_bytes(self) -> Sizes:
         """Bytes kept that are computed of parameters alone, such as half copies, by dtype."""
-        return _total((row.dtype, row.bytes) for row in self.residuals if row.of_parameters)
+        return _bytes_of(row for row in self.residuals if row.of_parameters)
 
     @property
     def residual_bytes(self) -> Sizes:
         """Bytes of activations and copies together, by dtype."""
-        return _total((row.dtype, row.bytes) for row in self.residuals)
+        return _bytes_of(self.residuals)
 
     @property
     def residual_bytes_by_module(self) -> dict[str, Sizes]:
@@ -150,7 +151,7 @@ class MemoryReport:
         rows: dict[str, list[Residual]] = {}
         for row in self.residuals:
             rows.setdefault(row.module or row.source, []).append(row)
-        return {place: _total((row.dtype, row.bytes) for row in rows[place]) for place in rows}
+        return {place: _bytes_of(found) for place, found in rows.items()}
 
     @property
     def parts(self) -> dict[str, int]:
@@ -243,11 +244,12 @@ def _optimizer_sizes(
 
 
 def _sizes(arrays: Iterable[Any]) -> Sizes:
-    return _total((str(x.dtype), x.size * x.dtype.itemsize) for x in arrays)
+    return _sorted((str(x.dtype), x.size * x.dtype.itemsize) for x in arrays)
 
 
-def _total(sizes: Iterable[tuple[str, int]]) -> Sizes:
-    found: collections.Counter[str] = collections.Counter()
-    for dtype, size in sizes:
-        found[dtype] += size
-    return dict(sorted(found.items()))
+def _bytes_of(rows: Iterable[Residual]) -> Sizes:
+    return _sorted((row.dtype, row.bytes) for row in rows)
+
+
+def _sorted(sizes: Iterable[tuple[str, int]]) -> Sizes:
+    return dict(sorted(totals(sizes).items()))

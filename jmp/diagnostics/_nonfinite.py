@@ -9,12 +9,10 @@ import jax
 
 from jmp import _jax_compat
 from jmp._calls import ArrayCall
-from jmp.autocasting._regions import AUTOCAST
-from jmp.diagnostics._cures import Facts, cure_for
+from jmp.diagnostics._cures import cure_for
 from jmp.diagnostics._interpreter import Interpreter
 from jmp.diagnostics._origins import Origin, Place, earliest
-from jmp.diagnostics._places import module_path
-from jmp.diagnostics._states import NAN, Operand
+from jmp.diagnostics._states import Operand
 from jmp.trees import as_jax_array
 
 
@@ -123,32 +121,17 @@ def _range_of(operand: Operand) -> str:
 
 
 def _non_finite(origin: Origin) -> NonFinite:
-    stack = origin.place.stack
-    module = module_path(stack)
-    is_backward = _jax_compat.is_backward(stack)
-    facts = Facts(
-        origin.kind,
-        origin.name,
-        origin.dtype,
-        origin.state == NAN,
-        origin.operands,
-        origin.params.get("y"),
-        is_backward,
-        _jax_compat.is_differentiated(stack),
-        AUTOCAST in _jax_compat.scope_names(stack),
-        module,
-    )
     what = {"argument": f"argument {origin.name}", "constant": "constant"}
     return NonFinite(
-        what.get(origin.kind, origin.name),
-        origin.dtype,
-        "NaN" if origin.state == NAN else "infinity",
-        "backward" if is_backward else "forward",
-        module,
-        origin.place.source,
-        origin.place.inside,
-        origin.operands,
-        cure_for(facts),
+        operation=what.get(origin.kind, origin.name),
+        dtype=origin.dtype,
+        became="NaN" if origin.is_nan else "infinity",
+        direction="backward" if origin.place.is_backward else "forward",
+        module=origin.place.module,
+        source=origin.place.source,
+        inside=origin.place.inside,
+        operands=origin.operands,
+        cure=cure_for(origin),
     )
 
 

@@ -13,7 +13,7 @@ from jax.extend import core
 from jax.extend.source_info_util import NameStack
 
 from jmp import _jax_compat
-from jmp.diagnostics._places import users_line
+from jmp.diagnostics._places import module_path, users_line
 from jmp.diagnostics._states import FINITE, NAN, Operand, is_inexact, operand, state_of, tamed
 
 Call = Callable[..., list[Any]]
@@ -38,6 +38,16 @@ class Place(NamedTuple):
         """The name scopes of all levels."""
         stacks = (equation.source_info.name_stack for equation in self.equations)
         return sum(stacks, start=_jax_compat.empty_name_stack())
+
+    @property
+    def module(self) -> str:
+        """The path of modules or name scopes."""
+        return module_path(self.stack)
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether it stands in a backward pass."""
+        return _jax_compat.is_backward(self.stack)
 
     @property
     def source(self) -> str:
@@ -68,6 +78,11 @@ class Origin(NamedTuple):
     params: dict[str, Any]
     place: Place
     operands: tuple[Operand, ...]
+
+    @property
+    def is_nan(self) -> bool:
+        """Whether it made a NaN, and no infinity."""
+        return self.state == NAN
 
     @property
     def may_be_meant(self) -> bool:

@@ -7,18 +7,21 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.extend.core import Jaxpr
 
 from jmp import _jax_compat
 from jmp._calls import ArrayCall
 from jmp.autocasting._autocast import make_program
 from jmp.autocasting._operations import NoHalfProductWarning
 from jmp.autocasting._program import Program, Traced
+from jmp.autocasting._registry import rule_for
 from jmp.diagnostics._hazards import delicate_in_half, odd_sizes, unused_rules
 from jmp.diagnostics._places import lines_of_callers, with_places
 from jmp.diagnostics._ranges import HALVES
 from jmp.diagnostics._rendering import render, render_every_row
 from jmp.diagnostics._residuals import residuals
-from jmp.diagnostics._rows import Row, rows_of
+from jmp.diagnostics._rows import Row, merged, rows_of
+from jmp.diagnostics._tables import totals
 from jmp.policy import Policy, get_policy
 from jmp.rules import UnusedRuleWarning
 
@@ -117,7 +120,7 @@ class PrecisionReport:
 
 def _report(program: Program, traced: Traced, policy: str) -> PrecisionReport:
     jaxpr, constants = _jax_compat.open_jaxpr(traced.closed)
-    rows = _merged(rows_of(traced.plan, lines_of_callers(jaxpr)))
+    rows = merged(rows_of(traced.plan, lines_of_callers(jaxpr)))
     operands = [*constants, *traced.arrays]
     emitted = _jax_compat.open_jaxpr(jax.make_jaxpr(traced.emit)(*operands))[0]
     products = [row for row in rows if row.kind == "product"]
@@ -135,23 +138,11 @@ def _report(program: Program, traced: Traced, policy: str) -> PrecisionReport:
     )
 
 
-def _merged(rows: Any) -> list[Row]:
-    found: dict[Row, list[Row]] = {}
-    for row in rows:
-        found.setdefault(dataclasses.replace(row, times=1, flops=0), []).append(row)
-    return [
-        dataclasses.replace(row, times=sum(r.times for r in same), flops=sum(r.flops for r in same))
-        for row, same in found.items()
-    ]
-
-
-def _casts(jaxpr: Any) -> dict[tuple[str, str, str, str], int]:
+def _casts(jaxpr: Jaxpr) -> dict[tuple[str, str, str, str], int]:
     found: collections.Counter[tuple[str, str, str, str]] = collections.Counter()
     for equation, path, source, _ in with_places(jaxpr):
-        if equation.primitive.name == "convert_element_type":
-            before, after = (
-                str(atom.aval.dtype) for atom in (equation.invars[0], equation.outvars[0])
-            )
+        if rule_for(equation.primitive.name).casts:
+            before, after = str(equation.invars[0].aval.dtype), str(equation.outvars[0].aval.dtype)
             if {before, after} in ({"float32", name} for name in HALVES):
                 found[before, after, path, source] += 1
     return dict(found)
@@ -162,7 +153,4 @@ def _residual_bytes(function: Callable[..., Any], arguments: list[Any]) -> dict[
         kept = residuals(lambda *a: (function(*a), ()), arguments, range(len(arguments)))
     except (TypeError, ValueError, NotImplementedError):  # a loop; a callback
         return None
-    found: collections.Counter[str] = collections.Counter()
-    for row in kept:
-        found[row.dtype] += row.bytes
-    return dict(found)
+    return totals((row.dtype, row.bytes) for row in kept)

@@ -1,15 +1,16 @@
 """Rows of a precision report, read off a plan."""
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+
+from jax.extend.core import JaxprEqn
 
 from jmp.autocasting._equations import is_inner_product
 from jmp.autocasting._operations import is_product, operations_of
 from jmp.autocasting._registry import Category, rule_for
 from jmp.autocasting._steps import Plan
-from jmp.diagnostics._flops import flops
 from jmp.diagnostics._places import module_path, source_line
+from jmp.diagnostics._products import product_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,23 +53,39 @@ def rows_of(plan: Plan, lines: Lines) -> Iterator[Row]:
     """
     for operation in operations_of(plan):
         equation = operation.equation
-        kind, name = kind_of(equation), equation.primitive.name
+        kind = kind_of(equation)
         if kind is None or not operation.dtypes_out:
             continue
-        shapes = [tuple(atom.aval.shape) for atom in equation.invars]
-        result = tuple(equation.outvars[0].aval.shape)
-        times, done = operation.times, 0
-        if kind == "product":
-            done = times * flops(name, equation.params, shapes, result)
+        flops = product_of(equation).flops if kind == "product" else 0
         module = module_path(operation.scope)
-        source = source_line(equation, lines.get((id(equation), module), ""))
         yield Row(
-            kind, name, module, source, ", ".join(operation.dtypes_in),
-            ", ".join(operation.dtypes_out), operation.why, times, done,
-        )  # fmt: skip
+            kind=kind,
+            operation=equation.primitive.name,
+            module=module,
+            source=source_line(equation, lines.get((id(equation), module), "")),
+            dtype_in=", ".join(operation.dtypes_in),
+            dtype_out=", ".join(operation.dtypes_out),
+            why=operation.why,
+            times=operation.times,
+            flops=operation.times * flops,
+        )
 
 
-def kind_of(equation: Any) -> str | None:
+def together(rows: Sequence[Row]) -> Row:
+    """Returns the first of some rows with the times and the operations of all."""
+    times, flops = sum(row.times for row in rows), sum(row.flops for row in rows)
+    return dataclasses.replace(rows[0], times=times, flops=flops)
+
+
+def merged(rows: Iterable[Row]) -> list[Row]:
+    """Returns rows of which no two agree in everything but their numbers."""
+    found: dict[Row, list[Row]] = {}
+    for row in rows:
+        found.setdefault(dataclasses.replace(row, times=1, flops=0), []).append(row)
+    return list(map(together, found.values()))
+
+
+def kind_of(equation: JaxprEqn) -> str | None:
     """Returns the kind of row an equation makes; None if it makes none."""
     name = equation.primitive.name
     rule = rule_for(name)

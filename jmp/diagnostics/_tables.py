@@ -1,7 +1,22 @@
-"""Tables as text: by rich where it is installed, else in plain columns."""
+"""Rows of reports: added up, and as text, by rich where it is installed, else in plain columns."""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from typing import TypeVar
+
+K = TypeVar("K", bound=Hashable)
+
+
+def totals(pairs: Iterable[tuple[K, int]]) -> dict[K, int]:
+    """Returns the sum of the numbers of each key, the keys in the order in which they come.
+
+    >>> totals([("float16", 2), ("float32", 4), ("float16", 2)])
+    {'float16': 4, 'float32': 4}
+    """
+    found: dict[K, int] = {}
+    for key, number in pairs:
+        found[key] = found.get(key, 0) + number
+    return found
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
