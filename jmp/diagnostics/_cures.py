@@ -24,11 +24,13 @@ class Function(NamedTuple):
       domain: what it is finite for; "" for all numbers that are not too large.
       is_steep: it is infinite at an end of its domain other than zero.
       inverse: its own inverse, which says where it overflows.
+      divisor: the number of the operand that it divides by, or takes the logarithm of.
     """
 
     domain: str = ""
     is_steep: bool = False
     inverse: Callable[[float], float] | None = None
+    divisor: int | None = None
 
 
 FUNCTIONS = {
@@ -37,11 +39,13 @@ FUNCTIONS = {
     "exp2": Function(inverse=math.log2),
     "sinh": Function(inverse=math.asinh),
     "cosh": Function(inverse=math.acosh),
-    "log": Function("positive numbers"),
+    "div": Function(divisor=1),
+    "rem": Function(divisor=1),
+    "log": Function("positive numbers", divisor=0),
     "log1p": Function("numbers above -1", is_steep=True),
     "sqrt": Function("numbers from zero on"),
-    "rsqrt": Function("positive numbers"),
-    "pow": Function("positive numbers, or whole exponents"),
+    "rsqrt": Function("positive numbers", divisor=0),
+    "pow": Function("positive numbers, or whole exponents", divisor=0),
     "acos": Function("numbers from -1 to 1"),
     "asin": Function("numbers from -1 to 1"),
     "acosh": Function("numbers from 1 on"),
@@ -85,10 +89,10 @@ class Facts(Origin):
     @property
     def divisor(self) -> Operand | None:
         """What the operation divides by, or takes the logarithm of."""
-        if self.name in ("div", "rem"):
-            return self.operands[1]
-        is_inverse = self.name == "integer_pow" and self.params["y"] < 0
-        return self.operands[0] if is_inverse or self.name in ("log", "rsqrt", "pow") else None
+        if self.name == "integer_pow" and self.params["y"] < 0:
+            return self.operands[0]
+        position = self.function.divisor
+        return None if position is None else self.operands[position]
 
     @property
     def has_zeros(self) -> bool:

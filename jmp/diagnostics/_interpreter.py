@@ -26,10 +26,8 @@ from jmp.diagnostics._origins import (
     held,
     is_finite_of,
 )
+from jmp.diagnostics._replay import literal
 from jmp.diagnostics._states import FINITE, state_of
-
-# These hold programs that are not looked into; a scatter's or a reduction's is its operator.
-OPAQUE = ("cond", "pmap", "pallas_call", "custom_linear_solve", "custom_vmap_call")
 
 Origins = list[Origin | None]
 Look = Callable[[], Origins]
@@ -60,10 +58,7 @@ class Interpreter:
         def read(atom: Any, place: Place) -> Held:
             if not hasattr(atom, "val"):
                 return values[atom]
-            # A literal is given its dtype: where it enters a loop it would be a Python number.
-            with np.errstate(over="ignore"):  # 1e30 is infinite in float16, as it is to JAX
-                literal = np.asarray(atom.val, atom.aval.dtype)
-            return self.given(literal, "constant", "", place)
+            return self.given(literal(atom), "constant", "", place)
 
         for index, equation in enumerate(jaxpr.eqns):
             here = place.at(equation)
@@ -98,7 +93,7 @@ class Interpreter:
         states = [state_of(result) for result in results]
         origin = None
         if any(states):
-            kind = "whole" if equation.primitive.name in OPAQUE else "operation"
+            kind = "whole" if _holds_a_program(equation) else "operation"
             rerun = None if equation.effects else call
             origin = handed_on(rerun, inputs, max(states)) or culprit(
                 equation, inputs, max(states), here, kind, next(self._order)
@@ -108,7 +103,7 @@ class Interpreter:
     def _call(self, equation: JaxprEqn, inputs: list[Held], here: Place) -> list[Held]:
         name = equation.primitive.name
         if _jax_compat.is_jit(equation):
-            name = f"jit {equation.params['name']}"
+            name = f"jit {_jax_compat.name_of(equation)}"
         elif name in _jax_compat.REMAT:
             name = "remat"
         return self.run(_jax_compat.called(equation.params), inputs, here.within(name))
@@ -126,7 +121,7 @@ class Interpreter:
         scan = _jax_compat.Scan.of(equation.params)
         first, end = scan.n_consts, scan.n_consts + scan.n_carry
         # A turn is the same scan with a length of one: JAX keeps what it compiled for that.
-        one = {**equation.params, "length": 1, "unroll": 1}
+        one = _jax_compat.one_turn(equation.params)
 
         def body(*operands: Any) -> list[Any]:
             rows = (x[None] for x in operands[end:])
@@ -222,6 +217,12 @@ class Interpreter:
             )
             origins = [o or blamed for o in origins]
         return held(results, states, origins)
+
+
+def _holds_a_program(equation: JaxprEqn) -> bool:
+    """Returns whether functions of arrays stand inside; a scatter's operator takes scalars."""
+    inner = _jax_compat.inner_jaxprs(equation)
+    return any(getattr(atom.aval, "shape", ()) for jaxpr in inner for atom in jaxpr.invars)
 
 
 def _call_of(equation: JaxprEqn) -> Call:

@@ -76,11 +76,7 @@ def replay(
     environment = dict(zip((*inner.constvars, *inner.invars), values, strict=True))
 
     def read(atom: Any) -> Any:
-        if not hasattr(atom, "val"):
-            return environment[atom]
-        # A literal is given its dtype: where it enters a loop it would be a Python number.
-        with np.errstate(over="ignore"):  # 1e30 is infinite in float16, as it is to JAX
-            return np.asarray(atom.val, atom.aval.dtype)
+        return literal(atom) if hasattr(atom, "val") else environment[atom]
 
     def run(equation: JaxprEqn, index: int) -> list[Any]:
         site = Site(equation, path_within(path, equation), (*position, index))
@@ -97,6 +93,12 @@ def replay(
     for index, equation in enumerate(inner.eqns):
         environment.update(zip(equation.outvars, run(equation, index), strict=True))
     return [read(atom) for atom in inner.outvars]
+
+
+def literal(atom: Any) -> np.ndarray:
+    """Returns a literal in its dtype: where it enters a loop it would be a Python number."""
+    with np.errstate(over="ignore"):  # 1e30 is infinite in float16, as it is to JAX
+        return np.asarray(atom.val, atom.aval.dtype)
 
 
 def bound(equation: JaxprEqn, operands: list[Any], replay: Replay) -> list[Any]:
@@ -123,5 +125,5 @@ def emitted(equation: JaxprEqn, operands: list[Any], replay: Replay) -> list[Any
 
 
 HANDLERS: Mapping[str, Handler] = dict.fromkeys(
-    ("jit", "pjit", "scan", "cond", *_jax_compat.REMAT), emitted
+    (*_jax_compat.JITS, *_jax_compat.REMAT, "scan", "cond"), emitted
 )

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmp import _jax_compat
 from jmp._calls import vjp_at
 from jmp.autocasting._equations import inner_equations
 from jmp.diagnostics._histograms import DIGITS, digits, exponents, from_digits, length
@@ -111,7 +112,7 @@ def _after_each(tap: Tap, dtype: Any) -> OnResults:
         is_whole = name not in HANDLERS and any(map(kind_of, inner_equations(equation)))
         if kind_of(equation) is None and not is_whole:
             return results
-        operation = equation.params.get("name", name) if is_whole else name
+        operation = _jax_compat.name_of(equation) if is_whole else name
         tapped = []
         for index, result in enumerate(results):
             if jnp.issubdtype(result.dtype, jnp.inexact) and dtype in (None, result.dtype):
