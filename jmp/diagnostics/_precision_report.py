@@ -20,7 +20,7 @@ from jmp.diagnostics._places import lines_of_callers, with_places
 from jmp.diagnostics._ranges import HALVES
 from jmp.diagnostics._rendering import render, render_every_row
 from jmp.diagnostics._residuals import residuals
-from jmp.diagnostics._rows import Row, merged, rows_of
+from jmp.diagnostics._rows import Decision, Row, decisions_in, merged, rows_of
 from jmp.diagnostics._tables import totals
 from jmp.policy import Policy, get_policy
 from jmp.rules import UnusedRuleWarning
@@ -87,6 +87,8 @@ class PrecisionReport:
       residual_bytes_float32: the same for `fun` without autocast.
       hazards: sentences to act upon; none is the rule.
       policy: the policy, in short.
+      decisions: what autocast does besides choosing dtypes, by place: leaner forms of equations,
+        and masks that are held within float16's range.
 
     Printed, modules that repeat stand in one row; `table` has a row for each of `rows`.
     """
@@ -99,6 +101,7 @@ class PrecisionReport:
     residual_bytes_float32: dict[str, int] | None
     hazards: list[str]
     policy: str
+    decisions: list[Decision]
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the data as dictionaries, lists, numbers and strings."""
@@ -120,7 +123,8 @@ class PrecisionReport:
 
 def _report(program: Program, traced: Traced, policy: str) -> PrecisionReport:
     jaxpr, constants = _jax_compat.open_jaxpr(traced.closed)
-    rows = merged(rows_of(traced.plan, lines_of_callers(jaxpr)))
+    lines = lines_of_callers(jaxpr)
+    rows = merged(rows_of(traced.plan, lines))
     operands = [*constants, *traced.arrays]
     emitted = _jax_compat.open_jaxpr(jax.make_jaxpr(traced.emit)(*operands))[0]
     products = [row for row in rows if row.kind == "product"]
@@ -135,6 +139,7 @@ def _report(program: Program, traced: Traced, policy: str) -> PrecisionReport:
         _residual_bytes(_jax_compat.as_function(traced.closed), traced.arrays),
         [*delicate_in_half(rows), *unused_rules(traced), *odd_sizes(emitted)],
         policy,
+        decisions_in(traced.plan, lines),
     )
 
 

@@ -5,9 +5,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from jmp.diagnostics._hazards import delicate_in_half
+from jmp.diagnostics._places import place_name
 from jmp.diagnostics._ranges import HALVES
 from jmp.diagnostics._row_groups import Group, grouped
-from jmp.diagnostics._rows import Row
+from jmp.diagnostics._rows import Decision, Row
 from jmp.diagnostics._tables import table
 
 COLUMNS = ("module", "dtype", "operations [why]", "GFLOP", "source")
@@ -20,7 +21,8 @@ def render(report: Any) -> str:
     """Returns the report as text."""
     groups = grouped(report.rows)
     rows = list(_rows(groups, _numbers(report.rows)))
-    lines = [*_totals(report), *_reasons(report.rows), *_hazards(report, [g.row for g in groups])]
+    lines = [*_totals(report), *_reasons(report.rows), *_decisions(report.decisions)]
+    lines += _hazards(report, [group.row for group in groups])
     lines += ["", table(COLUMNS, rows)]
     if len(groups) < len(report.rows):
         lines.append(
@@ -94,6 +96,19 @@ def _numbers(rows: list[Row]) -> Numbers:
         return dtype not in HALVES, -by_dtype[dtype], dtype, -times[key]
 
     return {key: number for number, key in enumerate(sorted(times, key=rank), 1)}
+
+
+def _decisions(decisions: list[Decision]) -> Iterable[str]:
+    """Yields what was decided besides dtypes, each with its first place and how many there are."""
+    by_what: dict[str, list[Decision]] = {}
+    for decision in decisions:
+        by_what.setdefault(decision.what, []).append(decision)
+    if decisions:
+        yield "besides dtypes:"
+    for what, (first, *others) in by_what.items():
+        times = first.times + sum(decision.times for decision in others)
+        more = f" and {len(others)} other places" if others else ""
+        yield f"  {times} x {what}; at {place_name(first.source, first.module)}{more}"
 
 
 def _hazards(report: Any, groups: list[Row]) -> Iterable[str]:

@@ -4,13 +4,15 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
 from jax.extend.core import JaxprEqn
+from jax.extend.source_info_util import NameStack
 
 from jmp.autocasting._equations import is_inner_product
-from jmp.autocasting._operations import is_product, operations_of
+from jmp.autocasting._operations import decisions_of, is_product, operations_of
 from jmp.autocasting._registry import Category, rule_for
 from jmp.autocasting._steps import Plan
 from jmp.diagnostics._places import module_path, source_line
 from jmp.diagnostics._products import product_of
+from jmp.diagnostics._tables import totals
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,18 +59,48 @@ def rows_of(plan: Plan, lines: Lines) -> Iterator[Row]:
         if kind is None or not operation.dtypes_out:
             continue
         flops = product_of(equation).flops if kind == "product" else 0
-        module = module_path(operation.scope)
+        module, source = _place(equation, operation.scope, lines)
         yield Row(
             kind=kind,
             operation=equation.primitive.name,
             module=module,
-            source=source_line(equation, lines.get((id(equation), module), "")),
+            source=source,
             dtype_in=", ".join(operation.dtypes_in),
             dtype_out=", ".join(operation.dtypes_out),
             why=operation.why,
             times=operation.times,
             flops=operation.times * flops,
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What autocast does at one place besides choosing dtypes.
+
+    Attributes:
+      what: one sentence.
+      module, source, times: as of a `Row`.
+    """
+
+    what: str
+    module: str
+    source: str
+    times: int = 1
+
+
+def decisions_in(plan: Plan, lines: Lines) -> list[Decision]:
+    """Returns what a plan does besides choosing dtypes, a row for each place; see `rows_of`."""
+    found = totals(
+        ((what, *_place(node.equation, node.scope, lines)), times)
+        for what, node, times in decisions_of(plan)
+    )
+    return [Decision(*key, times) for key, times in found.items()]
+
+
+def _place(equation: JaxprEqn, scope: NameStack, lines: Lines) -> tuple[str, str]:
+    """Returns the module and the source line of an equation."""
+    module = module_path(scope)
+    return module, source_line(equation, lines.get((id(equation), module), ""))
 
 
 def together(rows: Sequence[Row]) -> Row:
