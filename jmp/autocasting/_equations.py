@@ -98,4 +98,5 @@ def sum_over_own_axes(equation: JaxprEqn) -> JaxprEqn:
     operand: Any = equation.invars[0].aval
     struct = jax.ShapeDtypeStruct(operand.shape, operand.dtype)
     plain = jax.make_jaxpr(lambda x: jax.lax.reduce_sum(x, axes))(struct).eqns[-1]
-    return equation.replace(primitive=plain.primitive, params=plain.params)
+    summed: JaxprEqn = equation.replace(primitive=plain.primitive, params=plain.params)
+    return summed

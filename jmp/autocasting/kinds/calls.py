@@ -42,8 +42,8 @@ class Remat(Kind):
         if _jax_compat.recomputes(params):
             jaxpr, constants = _jax_compat.open_jaxpr(jax.make_jaxpr(function)(*operands))
             if not constants:
-                params = _jax_compat.with_function(params, jaxpr)
-                return _jax_compat.bind(equation.primitive, operands, params)
+                anew = _jax_compat.with_function(params, jaxpr)
+                return _jax_compat.bind(equation.primitive, operands, anew)
         return jax.checkpoint(function, **_jax_compat.remat_options(params))(*operands)
 
 
