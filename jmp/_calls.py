@@ -123,13 +123,15 @@ def vjp_at(
 ) -> Any:
     """Returns `jax.vjp` of a function of arrays, with respect to those at `positions`."""
 
+    vjp: Any = jax.vjp  # it has types for each value of `has_aux` by itself
+
     def of_some(*some: Any) -> Any:
         filled = list(arrays)
         for position, array in zip(positions, some, strict=True):
             filled[position] = array
         return function(*filled)
 
-    return jax.vjp(of_some, *(arrays[i] for i in positions), has_aux=has_aux)
+    return vjp(of_some, *(arrays[i] for i in positions), has_aux=has_aux)
 
 
 def cotangent(result: Any, number: float) -> Any:

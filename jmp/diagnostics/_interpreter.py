@@ -46,7 +46,7 @@ class Interpreter:
     def run(self, jaxpr: Any, operands: list[Held], place: Place) -> list[Held]:
         """Returns what a jaxpr gives. `operands` is emptied: each is freed after its last use."""
         jaxpr, constants = _jax_compat.open_jaxpr(jaxpr)
-        values = dict(zip(jaxpr.invars, operands, strict=True))
+        values: dict[Any, Held] = dict(zip(jaxpr.invars, operands, strict=True))
         operands.clear()
         for variable, constant in zip(jaxpr.constvars, constants, strict=True):
             readers = (e for e in jaxpr.eqns if any(atom is variable for atom in e.invars))

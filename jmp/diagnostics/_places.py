@@ -4,7 +4,7 @@ import functools
 import os
 import sysconfig
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core
@@ -74,7 +74,7 @@ def _librarys_line(equation: core.JaxprEqn) -> str:
 class Placed(NamedTuple):
     """An equation, its path of modules from the outermost level, its line, how often it runs."""
 
-    equation: core.JaxprEqn
+    equation: Any  # core.JaxprEqn, whose types of values name no dtype
     path: str
     source: str
     times: int

@@ -4,8 +4,6 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from jax.extend.core import JaxprEqn
-
 # The channels of an image are what they are; cuDNN has kernels of its own for them.
 IMAGE_CHANNELS = 4
 
@@ -25,7 +23,7 @@ class Product(NamedTuple):
     sizes: tuple[tuple[int, str], ...] = ()
 
 
-def product_of(equation: JaxprEqn) -> Product:
+def product_of(equation: Any) -> Product:
     """Returns what a product takes; nothing is known of a primitive that is not in `PRODUCTS`."""
     name = equation.primitive.name
     if name not in PRODUCTS:

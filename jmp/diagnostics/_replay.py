@@ -121,7 +121,8 @@ def emitted(equation: JaxprEqn, operands: list[Any], replay: Replay) -> list[Any
         return lambda *arrays: replay(jaxpr, arrays, index)
 
     functions = [function(i, jaxpr) for i, jaxpr in enumerate(kind.functions(equation))]
-    return kind.emit(equation, operands, functions)
+    results: list[Any] = kind.emit(equation, operands, functions)
+    return results
 
 
 HANDLERS: Mapping[str, Handler] = dict.fromkeys(
