@@ -6,6 +6,7 @@ turn of it, a shard_map. It is looked into only if it is to blame.
 """
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,15 +20,13 @@ from jmp.diagnostics._origins import (
     Held,
     Origin,
     Place,
-    culprit,
     earliest,
-    given,
     handed_on,
     held,
     is_finite_of,
 )
 from jmp.diagnostics._replay import literal
-from jmp.diagnostics._states import FINITE, state_of
+from jmp.diagnostics._states import FINITE, NAN, is_inexact, operand, state_of
 
 Origins = list[Origin | None]
 Look = Callable[[], Origins]
@@ -40,8 +39,13 @@ class Interpreter:
         self._order = itertools.count()
 
     def given(self, value: Any, kind: str, name: str, place: Place) -> Held:
-        """Holds an "argument" or a "constant"."""
-        return given(value, kind, name, place, next(self._order))
+        """Holds an "argument" or a "constant"; an infinity may be meant, as in a mask."""
+        state = state_of(value)
+        if state == FINITE:
+            return Held(value)
+        order = next(self._order) if state == NAN else math.inf
+        dtype, read = str(value.dtype), (operand(value),)
+        return Held(value, state, Origin(order, kind, name, dtype, state, {}, place, read))
 
     def run(self, jaxpr: Any, operands: list[Held], place: Place) -> list[Held]:
         """Returns what a jaxpr gives. `operands` is emptied: each is freed after its last use."""
@@ -95,10 +99,26 @@ class Interpreter:
         if any(states):
             kind = "whole" if _holds_a_program(equation) else "operation"
             rerun = None if equation.effects else call
-            origin = handed_on(rerun, inputs, max(states)) or culprit(
-                equation, inputs, max(states), here, kind, next(self._order)
-            )
+            origin = self._blamed(equation, rerun, inputs, max(states), here, kind)
         return held(results, states, [origin] * len(results))
+
+    def _blamed(
+        self,
+        equation: JaxprEqn,
+        call: Call | None,
+        inputs: list[Held],
+        state: int,
+        here: Place,
+        kind: str,
+    ) -> Origin:
+        """Returns the origin that an equation hands on, or blames it; see `handed_on`."""
+        if origin := handed_on(call, inputs, state):
+            return origin
+        results: list[Any] = [v.aval for v in equation.outvars if is_inexact(v.aval)]
+        read = tuple(operand(x.value) for x in inputs if is_inexact(x.value))
+        order, name = next(self._order), equation.primitive.name
+        dtype = str(results[0].dtype)
+        return Origin(order, kind, name, dtype, state, equation.params, here, read)
 
     def _call(self, equation: JaxprEqn, inputs: list[Held], here: Place) -> list[Held]:
         name = equation.primitive.name
@@ -212,9 +232,7 @@ class Interpreter:
             if origin is None or origin.may_be_meant or not is_finite_of(call, inputs):
                 origins = look()
         if any(s and o is None for s, o in zip(states, origins, strict=True)):
-            blamed = handed_on(call, inputs, max(states)) or culprit(
-                equation, inputs, max(states), here, "whole", next(self._order)
-            )
+            blamed = self._blamed(equation, call, inputs, max(states), here, "whole")
             origins = [o or blamed for o in origins]
         return held(results, states, origins)
 

@@ -77,26 +77,23 @@ def memory_report(
     def cast(function: Callable[..., Any]) -> Callable[..., Any]:
         return function if policy is None else autocast(function, policy)
 
-    measured = cast(function)
-    traced = value_and_gradients(measured, arrays, moving)
+    traced = value_and_gradients(cast(function), arrays, moving)
     report = MemoryReport(
-        sum(structs[i].size for i in moving),
-        _sizes(structs[i] for i in parameters),
-        _sizes(traced.out_info[1]),
-        state,
-        masters,
-        tuple(residuals(measured, arrays, moving)),
+        parameters=sum(structs[i].size for i in moving),
+        parameter_bytes=_sizes(structs[i] for i in parameters),
+        gradient_bytes=_sizes(traced.out_info[1]),
+        optimizer_bytes=state,
+        master_bytes=masters,
+        residuals=tuple(residuals(cast(function), arrays, moving)),
     )
     plain = without_checkpoint(function, arrays)
-    if plain is not None:
-        kept = tuple(residuals(cast(plain), arrays, moving))
-        report = dataclasses.replace(
-            report, without_checkpoint=dataclasses.replace(report, residuals=kept)
-        )
-    found = xla_bytes(traced) if compiled else None
-    if found is not None:
-        report = dataclasses.replace(report, xla_temp_bytes=found[0], xla_peak_bytes=found[1])
-    return report
+    other = plain and dataclasses.replace(
+        report, residuals=tuple(residuals(cast(plain), arrays, moving))
+    )
+    temp, peak = xla_bytes(traced) if compiled else (None, None)
+    return dataclasses.replace(
+        report, without_checkpoint=other, xla_temp_bytes=temp, xla_peak_bytes=peak
+    )
 
 
 @dataclasses.dataclass(frozen=True)

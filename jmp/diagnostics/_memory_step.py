@@ -52,15 +52,15 @@ def value_and_gradients(
     return jax.jit(step).trace(*arrays)
 
 
-def xla_bytes(traced: jax.stages.Traced) -> tuple[int, int] | None:
-    """Compiles and returns XLA's temp and peak; None where its backend does not say."""
+def xla_bytes(traced: jax.stages.Traced) -> tuple[int | None, int | None]:
+    """Compiles and returns XLA's temp and peak; None for both if its backend does not say."""
     compiled = traced.lower().compile()
     try:
         found = compiled.memory_analysis()
     except NotImplementedError:
         found = None
     if found is None:
-        return None
+        return None, None
     # Not XLA's own peak, which leaves temp out on a CPU.
     temp = found.temp_size_in_bytes
     held = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes

@@ -14,7 +14,7 @@ from jax.extend.source_info_util import NameStack
 
 from jmp import _jax_compat
 from jmp.diagnostics._places import module_path, users_line
-from jmp.diagnostics._states import FINITE, NAN, Operand, is_inexact, operand, state_of, tamed
+from jmp.diagnostics._states import FINITE, NAN, Operand, state_of, tamed
 
 Call = Callable[..., list[Any]]
 
@@ -106,28 +106,6 @@ def held(
         Held(result, state, origin) if state else Held(result)
         for result, state, origin in zip(results, states, origins, strict=True)
     ]
-
-
-def given(value: Any, kind: str, name: str, place: Place, order: int) -> Held:
-    """Holds an argument or a constant. An infinity may be meant, as in a mask; a NaN not."""
-    state = state_of(value)
-    if state == FINITE:
-        return Held(value)
-    position = order if state == NAN else math.inf
-    read = (operand(value),)
-    return Held(
-        value, state, Origin(position, kind, name, str(value.dtype), state, {}, place, read)
-    )
-
-
-def culprit(
-    equation: Any, inputs: Sequence[Held], state: int, place: Place, kind: str, order: int
-) -> Origin:
-    """Blames an equation."""
-    dtypes = [v.aval.dtype for v in equation.outvars if is_inexact(v.aval)]
-    read = tuple(operand(x.value) for x in inputs if is_inexact(x.value))
-    name, params = equation.primitive.name, equation.params
-    return Origin(order, kind, name, str(dtypes[0]), state, params, place, read)
 
 
 def handed_on(call: Call | None, inputs: Sequence[Held], state: int) -> Origin | None:

@@ -20,7 +20,7 @@ from jmp.diagnostics._places import lines_of_callers, with_places
 from jmp.diagnostics._ranges import HALVES
 from jmp.diagnostics._rendering import render, render_every_row
 from jmp.diagnostics._residuals import residuals
-from jmp.diagnostics._rows import Decision, Row, decisions_in, merged, rows_of
+from jmp.diagnostics._rows import Decision, Row, decisions_in, rows_of
 from jmp.diagnostics._tables import totals
 from jmp.policy import Policy, get_policy
 from jmp.rules import UnusedRuleWarning
@@ -124,7 +124,7 @@ class PrecisionReport:
 def _report(program: Program, traced: Traced, policy: str) -> PrecisionReport:
     jaxpr, constants = _jax_compat.open_jaxpr(traced.closed)
     lines = lines_of_callers(jaxpr)
-    rows = merged(rows_of(traced.plan, lines))
+    rows = rows_of(traced.plan, lines)
     operands = [*constants, *traced.arrays]
     emitted = _jax_compat.open_jaxpr(jax.make_jaxpr(traced.emit)(*operands))[0]
     products = [row for row in rows if row.kind == "product"]

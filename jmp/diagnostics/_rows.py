@@ -1,7 +1,7 @@
 """Rows of a precision report, read off a plan."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 from jax.extend.core import JaxprEqn
 from jax.extend.source_info_util import NameStack
@@ -46,13 +46,14 @@ class Row:
 Lines = dict[tuple[int, str], str]
 
 
-def rows_of(plan: Plan, lines: Lines) -> Iterator[Row]:
-    """Yields a row for each product, reduction and exponential of a plan, nested ones included.
+def rows_of(plan: Plan, lines: Lines) -> list[Row]:
+    """Returns the products, reductions and exponentials of a plan, nested ones included.
 
     Args:
       plan: of the whole program.
       lines: of `lines_of_callers`, for the jaxpr that was planned.
     """
+    found: dict[Row, list[Row]] = {}
     for operation in operations_of(plan):
         equation = operation.equation
         kind = kind_of(equation)
@@ -60,7 +61,7 @@ def rows_of(plan: Plan, lines: Lines) -> Iterator[Row]:
             continue
         flops = product_of(equation).flops if kind == "product" else 0
         module, source = _place(equation, operation.scope, lines)
-        yield Row(
+        row = Row(
             kind=kind,
             operation=equation.primitive.name,
             module=module,
@@ -68,9 +69,11 @@ def rows_of(plan: Plan, lines: Lines) -> Iterator[Row]:
             dtype_in=", ".join(operation.dtypes_in),
             dtype_out=", ".join(operation.dtypes_out),
             why=operation.why,
-            times=operation.times,
-            flops=operation.times * flops,
         )
+        times = operation.times
+        same = dataclasses.replace(row, times=times, flops=times * flops)
+        found.setdefault(row, []).append(same)
+    return list(map(together, found.values()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,14 +110,6 @@ def together(rows: Sequence[Row]) -> Row:
     """Returns the first of some rows with the times and the operations of all."""
     times, flops = sum(row.times for row in rows), sum(row.flops for row in rows)
     return dataclasses.replace(rows[0], times=times, flops=flops)
-
-
-def merged(rows: Iterable[Row]) -> list[Row]:
-    """Returns rows of which no two agree in everything but their numbers."""
-    found: dict[Row, list[Row]] = {}
-    for row in rows:
-        found.setdefault(dataclasses.replace(row, times=1, flops=0), []).append(row)
-    return list(map(together, found.values()))
 
 
 def kind_of(equation: JaxprEqn) -> str | None:
