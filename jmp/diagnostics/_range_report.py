@@ -181,10 +181,10 @@ class RangeReport:
         Returns: the axes.
         Raises: ImportError without matplotlib.
         """
-        from jmp.diagnostics._range_plot import draw
+        from jmp.diagnostics._plots import plot_ranges
 
         totals = [self.total(role) for role in (self.roles if roles is None else roles)]
-        return draw(totals, limits_of(dtype or self.dtype), scale, axes)
+        return plot_ranges(totals, limits_of(dtype or self.dtype), scale, axes)
 
     def __str__(self) -> str:
         return render(self)
