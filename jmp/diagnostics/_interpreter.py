@@ -15,6 +15,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jmp import _jax_compat
+from jmp.autocasting._kinds import has_kind
 from jmp.diagnostics._origins import (
     Call,
     Held,
@@ -91,33 +92,47 @@ class Interpreter:
                 return self._call(equation, inputs, here)
         return self._operation(equation, inputs, here)
 
-    def _operation(self, equation: JaxprEqn, inputs: list[Held], here: Place) -> list[Held]:
-        call = _call_of(equation)
-        results = call(*(x.value for x in inputs))
-        states = [state_of(result) for result in results]
-        origin = None
-        if any(states):
-            kind = "whole" if _holds_a_program(equation) else "operation"
-            rerun = None if equation.effects else call
-            origin = self._blamed(equation, rerun, inputs, max(states), here, kind)
-        return held(results, states, [origin] * len(results))
-
-    def _blamed(
+    def _operation(
         self,
         equation: JaxprEqn,
-        call: Call | None,
         inputs: list[Held],
-        state: int,
         here: Place,
-        kind: str,
+        look: Look | None = None,
+        call: Call | None = None,
+    ) -> list[Held]:
+        """Runs an equation, and finds who made what is not finite.
+
+        Values are those of the whole: what it gave is what is read next.
+
+        Args:
+          look: finds the origins of its results inside; asked if what is inside is to blame.
+          call: runs it; `bind` if left out.
+        """
+        call = call or _call_of(equation)
+        results = call(*(x.value for x in inputs))
+        states = list(map(state_of, results))
+        origins: Origins = [None] * len(results)
+        if any(states) and look is not None:
+            origin = earliest(x.origin for x in inputs)
+            if origin is None or origin.may_be_meant or not is_finite_of(call, inputs):
+                origins = look()
+        if any(state and origin is None for state, origin in zip(states, origins, strict=True)):
+            rerun = None if equation.effects and look is None else call
+            blamed = handed_on(rerun, inputs, max(states))
+            if blamed is None:
+                is_whole = look is not None or _holds_a_program(equation)
+                kind = "whole" if is_whole else "operation"
+                blamed = self._culprit(equation, inputs, max(states), here, kind)
+            origins = [origin or blamed for origin in origins]
+        return held(results, states, origins)
+
+    def _culprit(
+        self, equation: JaxprEqn, inputs: list[Held], state: int, here: Place, kind: str
     ) -> Origin:
-        """Returns the origin that an equation hands on, or blames it; see `handed_on`."""
-        if origin := handed_on(call, inputs, state):
-            return origin
+        """Blames an equation."""
         results: list[Any] = [v.aval for v in equation.outvars if is_inexact(v.aval)]
         read = tuple(operand(x.value) for x in inputs if is_inexact(x.value))
-        order, name = next(self._order), equation.primitive.name
-        dtype = str(results[0].dtype)
+        order, name, dtype = next(self._order), equation.primitive.name, str(results[0].dtype)
         return Origin(order, kind, name, dtype, state, equation.params, here, read)
 
     def _call(self, equation: JaxprEqn, inputs: list[Held], here: Place) -> list[Held]:
@@ -161,7 +176,7 @@ class Interpreter:
                 stacked = [earliest(pair) for pair in zip(stacked, rows, strict=True)]
             return [*(x.origin for x in carry), *stacked]
 
-        return self._looked_into(equation, _call_of(equation), inputs, here, look)
+        return self._operation(equation, inputs, here, look)
 
     def _while(self, equation: JaxprEqn, inputs: list[Held], here: Place) -> list[Held]:
         loop = _jax_compat.While.of(equation.params)
@@ -185,7 +200,7 @@ class Interpreter:
                 carry = self._turn(equation, body, loop.body, operands, place)
             return [x.origin for x in carry]
 
-        return self._looked_into(equation, _call_of(equation), inputs, here, look)
+        return self._operation(equation, inputs, here, look)
 
     def _turn(
         self, equation: JaxprEqn, body: Call, jaxpr: Any, inputs: list[Held], here: Place
@@ -195,7 +210,7 @@ class Interpreter:
         def look() -> Origins:
             return [x.origin for x in self.run(jaxpr, list(inputs), here)]
 
-        return self._looked_into(equation, body, inputs, here, look)
+        return self._operation(equation, inputs, here, look, body)
 
     def _shard_map(self, equation: JaxprEqn, inputs: list[Held], here: Place) -> list[Held]:
         options = _jax_compat.shard_map_options(equation.params)
@@ -215,32 +230,14 @@ class Interpreter:
             jax.shard_map(body, **options)(*(x.value for x in inputs))
             return found
 
-        return self._looked_into(equation, jax.jit(_call_of(equation)), inputs, here, look)
-
-    def _looked_into(
-        self, equation: JaxprEqn, call: Call, inputs: list[Held], here: Place, look: Look
-    ) -> list[Held]:
-        """Runs what holds a program as a whole, and looks into it if that is to blame.
-
-        Values are those of the whole: what it gave is what is read next. Looking finds origins.
-        """
-        results = call(*(x.value for x in inputs))
-        states = [state_of(result) for result in results]
-        origins: Origins = [None] * len(results)
-        if any(states):
-            origin = earliest(x.origin for x in inputs)
-            if origin is None or origin.may_be_meant or not is_finite_of(call, inputs):
-                origins = look()
-        if any(s and o is None for s, o in zip(states, origins, strict=True)):
-            blamed = self._blamed(equation, call, inputs, max(states), here, "whole")
-            origins = [o or blamed for o in origins]
-        return held(results, states, origins)
+        return self._operation(equation, inputs, here, look, jax.jit(_call_of(equation)))
 
 
 def _holds_a_program(equation: JaxprEqn) -> bool:
-    """Returns whether functions of arrays stand inside; a scatter's operator takes scalars."""
+    """Returns whether a program stands inside. A scatter's operator is none: it takes scalars."""
     inner = _jax_compat.inner_jaxprs(equation)
-    return any(getattr(atom.aval, "shape", ()) for jaxpr in inner for atom in jaxpr.invars)
+    takes_arrays = any(getattr(v.aval, "shape", ()) for jaxpr in inner for v in jaxpr.invars)
+    return takes_arrays or has_kind(equation.primitive.name)
 
 
 def _call_of(equation: JaxprEqn) -> Call:

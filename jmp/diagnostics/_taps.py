@@ -18,7 +18,7 @@ from jmp._calls import vjp_at
 from jmp.autocasting._equations import inner_equations
 from jmp.diagnostics._histograms import DIGITS, digits, exponents, from_digits, length
 from jmp.diagnostics._places import users_line
-from jmp.diagnostics._replay import HANDLERS, OnResults, Site, replay
+from jmp.diagnostics._replay import HANDLERS, Site, replay
 from jmp.diagnostics._rows import kind_of
 
 
@@ -73,7 +73,7 @@ def counting_step(
         def tap(position: tuple[int, ...], place: Place, value: Any) -> Any:
             return _tap(value, probes[place]) if position in places else value
 
-        return replay(closed, arrays, _after_each(tap, dtype))[0]
+        return _tapped(closed, tap, dtype)(*arrays)
 
     def step(arrays: Any, probes: Any) -> Any:
         *gradients, sums = jax.grad(loss, (*positions, len(arrays)))(*arrays, probes)
@@ -99,8 +99,8 @@ def _backward(counted: Any, cotangent: Any) -> tuple[Any, Any]:
 _tap.defvjp(_forward, _backward)
 
 
-def _after_each(tap: Tap, dtype: Any) -> OnResults:
-    """Returns a hook that taps what precision reports have rows of, if it is stored in `dtype`.
+def _tapped(closed: Any, tap: Tap, dtype: Any) -> Callable[..., Any]:
+    """Returns the loss with taps behind what precision reports have rows of, stored in `dtype`.
 
     What is bound as a whole (a custom derivative, a kernel, shard_map) is tapped at its outputs if
     such an operation stands inside.
@@ -121,7 +121,7 @@ def _after_each(tap: Tap, dtype: Any) -> OnResults:
             tapped.append(result)
         return tapped
 
-    return on_results
+    return lambda *arrays: replay(closed, arrays, on_results)[0]
 
 
 def _differentiated(
@@ -148,8 +148,6 @@ def _differentiated(
         order[position] = place
         return look(value)
 
-    def loss(*arrays: Any) -> Any:
-        return replay(closed, arrays, _after_each(tap, dtype))[0]
-
+    loss = _tapped(closed, tap, dtype)
     jax.eval_shape(lambda *arrays: vjp_at(loss, arrays, positions)[0], *arrays)
     return {position: place for position, place in order.items() if position in found}
