@@ -8,11 +8,12 @@ branches, remat, custom derivatives) is one node each and a level of its own.
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from jmp import _jax_compat
-from jmp.autocasting._equations import contains_products, draws_bits, rule_of
+from jmp.autocasting._equations import contains_products, draws_bits, rule_of, sum_over_own_axes
 from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._kinds import has_kind, kind_of
 from jmp.autocasting._numbers import NOTHING, Known, known_of, size_of
@@ -74,14 +75,13 @@ def _flatten_into(
         # A literal has no identity of its own.
         return _literal(atom) if hasattr(atom, "val") else values[atom]
 
-    for equation in map(_jax_compat.sum_over_own_axes, jaxpr.eqns):
+    for equation in map(sum_over_own_axes, jaxpr.eqns):
         operands = [read(atom) for atom in equation.invars]
         stack = outer + equation.source_info.name_stack
         if _jax_compat.is_plain_jit(equation) and not draws_bits(equation):
             inner, constants = _jax_compat.open_jaxpr(_jax_compat.called(equation.params))
             held = [
-                Value(_jax_compat.typeof(array), None, known_of(array, half), array)
-                for array in constants
+                Value(jax.typeof(array), None, known_of(array, half), array) for array in constants
             ]
             results = _flatten_into(nodes, inner, [*held, *operands], stack, scope, words)
         else:
