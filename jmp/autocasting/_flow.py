@@ -36,6 +36,13 @@ class Info(NamedTuple):
     fixed: bool = False
 
 
+class Destination(NamedTuple):
+    """Where an output goes outside: to a product, to the float32 carry of a loop."""
+
+    feeds: bool
+    kept: bool
+
+
 class Facts(NamedTuple):
     """What the analyses found; see the module."""
 
@@ -48,15 +55,10 @@ class Facts(NamedTuple):
     depths: Mapping[Node, int]  # of all but those whose results are neutral, which are free
 
 
-def facts_of(
-    graph: Graph,
-    infos: Sequence[Info],
-    outputs_feed: Sequence[bool],
-    outputs_kept: Sequence[bool],
-) -> Facts:
-    """Returns the facts of a level, given what is known of its inputs and its outputs outside."""
-    feeds = feeding_values(graph, outputs_feed)
-    kept = kept_values(graph, outputs_kept)
+def facts_of(graph: Graph, infos: Sequence[Info], outputs: Sequence[Destination]) -> Facts:
+    """Returns the facts of a level, given what is known of its inputs and outputs outside."""
+    feeds = feeding_values(graph, [output.feeds for output in outputs])
+    kept = kept_values(graph, [output.kept for output in outputs])
     embeddings, dependent = find_dependent(graph, infos, feeds - kept)
     varying = find_varying(graph, infos, dependent)
     cuts = find_cuts(graph, dependent, embeddings)

@@ -31,24 +31,15 @@ class NoHalfProductWarning(UserWarning):
 
 
 class Operation(NamedTuple):
-    """One equation that stands in a plan, or inside a node that is bound as a whole.
-
-    Attributes:
-      equation: the jaxpr's.
-      node: the plan's node; `equation` is its own, or stands inside it.
-      why: the reason of its dtypes.
-      scope: its name stack from the outermost level down.
-      times: how often it runs, turns of loops included.
-      dtypes_in, dtypes_out: of its floating operands as they are read, and results as stored.
-    """
+    """One equation that stands in a plan, or inside a node that is bound as a whole."""
 
     equation: Any
-    node: Node
-    why: str
-    scope: Any
-    times: int
-    dtypes_in: list[str]
-    dtypes_out: list[str]
+    node: Node  # of the plan: `equation` is its own, or stands inside it
+    why: str  # the reason of its dtypes
+    scope: Any  # its name stack from the outermost level down
+    times: int  # how often it runs, turns of loops included
+    dtypes_in: list[str]  # of its floating operands, as they are read
+    dtypes_out: list[str]  # of its floating results, as they are stored
 
 
 def operations_of(plan: Plan) -> Iterator[Operation]:

@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr
 
 from jmp import _jax_compat
 from jmp.autocasting._flatten import flatten
-from jmp.autocasting._flow import Info, facts_of
+from jmp.autocasting._flow import Destination, Info, facts_of
 from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._islands import choose_recompute, clones_for, group, peel
 from jmp.autocasting._kinds import Level, has_kind, kind_of
@@ -58,8 +58,7 @@ class Planner(Level):
     Args:
       graph: the level, as flattened.
       infos: what comes in, input by input.
-      outputs_feed: whether each output reaches a product outside.
-      outputs_kept: whether each output reaches the float32 carry of a loop.
+      outputs: where each output goes.
       context: see `Context`.
     """
 
@@ -67,14 +66,13 @@ class Planner(Level):
         self,
         graph: Graph,
         infos: Sequence[Info],
-        outputs_feed: Sequence[bool],
-        outputs_kept: Sequence[bool],
+        outputs: Sequence[Destination],
         context: Context,
     ) -> None:
         self.graph = graph
         self.context = context
         self.half = context.words.settings.compute_dtype
-        self.facts = facts_of(graph, infos, outputs_feed, outputs_kept)
+        self.facts = facts_of(graph, infos, outputs)
         self.storage = Storage(self.facts, self.half)
         self.storage.store(graph.inputs, (info.dtype for info in infos))
 
@@ -239,8 +237,7 @@ class Planner(Level):
         self,
         opened: Opened,
         infos: Sequence[Info],
-        feeds: Sequence[bool],
-        kept: Sequence[bool],
+        outputs: Sequence[Destination],
         turns: int = 1,
         prevent_cse: bool | None = None,
     ) -> Inside:
@@ -248,8 +245,7 @@ class Planner(Level):
         own = [Info(v.dtype, True, True) for v in graph.inputs[: len(constants)]]
         apart = self.context.prevent_cse if prevent_cse is None else prevent_cse
         context = Context(self.context.words, self.context.repeats * turns, apart)
-        planner = Planner(graph, [*own, *infos], feeds, kept, context)
-        return Inside(planner.plan_level(), constants)
+        return Inside(Planner(graph, [*own, *infos], outputs, context).plan_level(), constants)
 
 
 def _entering(nodes: Sequence[Node]) -> list[Value]:

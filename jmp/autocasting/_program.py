@@ -19,7 +19,7 @@ from jmp._calls import Held, take_arrays
 from jmp.autocasting._emit import run_plan
 from jmp.autocasting._equations import equations
 from jmp.autocasting._flatten import flatten
-from jmp.autocasting._flow import Info
+from jmp.autocasting._flow import Destination, Info
 from jmp.autocasting._operations import warn_if_no_product_is_half
 from jmp.autocasting._planner import Context, Planner
 from jmp.autocasting._regions import AUTOCAST, RegionRules, Words
@@ -147,8 +147,8 @@ class Program:
         for position, half in enumerate(in_half):
             if half and graph.inputs[first + position].is_float32:
                 infos[first + position] = Info(self.settings.compute_dtype, False)
-        nowhere = [False] * len(graph.outputs)
-        plan = Planner(graph, infos, nowhere, nowhere, Context(words)).plan_level()
+        nowhere = [Destination(feeds=False, kept=False)] * len(graph.outputs)
+        plan = Planner(graph, infos, nowhere, Context(words)).plan_level()
         regions.warn_unused()
         if not self._has_warned:
             name = getattr(self.fun, "__name__", repr(self.fun))

@@ -14,7 +14,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jmp import _jax_compat
-from jmp.autocasting._flow import Info, feeding_values
+from jmp.autocasting._flow import Destination, Info, feeding_values
 from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._kinds import Arrays, Kind, Level, register_kind
 from jmp.autocasting._numbers import UNKNOWN
@@ -41,12 +41,11 @@ class Scan(Kind):
             for value, is_half in zip(values, in_half, strict=True)
         ]
         infos = [*consts, *(Info(dtype, False) for dtype in carries), *rows]
-        stacked = node.outputs[scan.n_carry :]
-        feeds = [*in_half, *(value in level.facts.feeds for value in stacked)]
-        kept = [*(not half for half in in_half), *(value in level.facts.kept for value in stacked)]
+        outputs = [Destination(feeds=is_half, kept=not is_half) for is_half in in_half]
+        outputs += map(level.storage.destination, node.outputs[scan.n_carry :])
         # One more than the turns: also a loop of one turn is a loop.
         turns = turns_of(node.equation) + 1
-        body = level.plan((graph, held), infos, feeds, kept, turns=turns, prevent_cse=False)
+        body = level.plan((graph, held), infos, outputs, turns=turns, prevent_cse=False)
         stores = (*carries, *body.plan.stores[scan.n_carry :])
         # Constants are rounded inside, but those that have no gradient.
         outside = [

@@ -11,7 +11,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jmp import _jax_compat
-from jmp.autocasting._flow import Info
+from jmp.autocasting._flow import Destination, Info
 from jmp.autocasting._graph import Node
 from jmp.autocasting._kinds import Arrays, Kind, Level, register_kind
 from jmp.autocasting._registry import Category, Rule
@@ -44,10 +44,10 @@ class While(Kind):
         infos = list(map(level.storage.info, closed))
         stores = tuple(value.dtype for value in node.outputs)
         carries = [Info(dtype, False) for dtype in stores]
-        feeds, kept = [False] * len(stores), [True] * len(stores)
+        outputs = [Destination(feeds=False, kept=True)] * len(stores)
         opened = level.open(loop.body, node, closed)
         # Nothing is saved for a backward pass, because there is none.
-        body = level.plan(opened, [*infos, *carries], feeds, kept, prevent_cse=False)
+        body = level.plan(opened, [*infos, *carries], outputs, prevent_cse=False)
         condition = functools.partial(_as_written, loop.condition)
         reads = [*(value.dtype for value in asked), *(info.dtype for info in infos), *stores]
         return level.nested(node, [condition, body._replace(stores=stores)], stores, reads)
