@@ -63,11 +63,7 @@ class Planner(Level):
     """
 
     def __init__(
-        self,
-        graph: Graph,
-        infos: Sequence[Info],
-        outputs: Sequence[Destination],
-        context: Context,
+        self, graph: Graph, infos: Sequence[Info], outputs: Sequence[Destination], context: Context
     ) -> None:
         self.graph = graph
         self.context = context

@@ -29,8 +29,6 @@ from jmp.dtypes import FLOAT32
 from jmp.rules import Rule, UnusedRuleWarning
 from jmp.trees import as_jax_array, cast_leaf, holds_numbers
 
-POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-
 # What runs later than it is called: its name, and how a function and its result are told.
 LATE = (
     ("a generator", inspect.isgeneratorfunction, inspect.isgenerator),
@@ -113,30 +111,12 @@ class Program:
 
     def _in_half(self, args: Any, kwargs: Any) -> list[bool]:
         """For each array among the arguments, whether `apply_to` names it."""
-        # Positional arguments by the name they are bound to, the others by their own.
-        parameters = inspect.signature(self.fun).parameters
-        names = [n for n, p in parameters.items() if p.kind in POSITIONAL]
-        rest = [n for n, p in parameters.items() if p.kind is inspect.Parameter.VAR_POSITIONAL]
-        names += rest * max(0, len(args) - len(names))
-        any_name = [n for n, p in parameters.items() if p.kind is inspect.Parameter.VAR_KEYWORD]
-        named = (
-            tuple(self._mark(name, x) for name, x in zip(names, args, strict=False)),
-            {
-                name: self._mark(name if name in parameters else (any_name or [name])[0], x)
-                for name, x in kwargs.items()
-            },
-        )
-        leaves = jax.tree.leaves(named)
-        return [
-            isinstance(leaf, _Named)
-            for leaf in leaves
-            if isinstance(leaf, _Named) or holds_numbers(leaf)
-        ]
-
-    def _mark(self, name: str, argument: Any) -> Any:
-        if name not in self.apply_to:
-            return argument
-        return jax.tree.map(lambda leaf: _Named() if holds_numbers(leaf) else leaf, argument)
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        # Leaves are counted, bound to the names of arguments, and counted there again.
+        args, kwargs = jax.tree.unflatten(structure, range(len(leaves)))
+        bound = inspect.signature(self.fun).bind(*args, **kwargs).arguments
+        named = set(jax.tree.leaves([bound.get(name) for name in self.apply_to]))
+        return [i in named for i, leaf in enumerate(leaves) if holds_numbers(leaf)]
 
     def _plan(self, jaxpr: Any, constants: Sequence[Any], in_half: Sequence[bool]) -> Plan:
         regions = RegionRules(self.rules, self.settings.compute_dtype)
@@ -197,10 +177,6 @@ def _run_marked(plan: Plan, *operands: Any) -> list[Any]:
 def _kind(leaf: Any) -> tuple[type, str]:
     """Returns what tells a leaf that is no array from its equals: 1 == True, and 0.0 == -0.0."""
     return type(leaf), repr(leaf) if isinstance(leaf, float | complex) else ""
-
-
-class _Named:
-    """Stands for an array among arguments that `apply_to` names."""
 
 
 def check_runs_when_called(fun: Any) -> None:

@@ -77,9 +77,14 @@ class Rule:
     casts: bool = False  # it changes the dtype and nothing else
 
     @property
+    def hands_on(self) -> bool:
+        """Whether it moves all or some numbers of its first operand, each once."""
+        return self.reshapes or self.permutes or self.selects
+
+    @property
     def moves(self) -> bool:
         """Whether the numbers of its result are those of its first operand."""
-        return self.reshapes or self.permutes or self.repeats or self.selects
+        return self.hands_on or self.repeats
 
 
 TRAITS = tuple(field.name for field in dataclasses.fields(Rule) if field.type is bool)

@@ -125,19 +125,12 @@ def _read_by_products_alone(value: Value, wide: Set[Value]) -> bool:
     """Returns whether nothing else reads a value, a float32 carry (`wide`) included."""
     if value in wide or not value.users:
         return False
-    return all(
-        user.is_product
-        or (
-            _hands_on(user)
-            and all(_read_by_products_alone(output, wide) for output in user.outputs)
-        )
-        for user in value.users
-    )
-
-
-def _hands_on(node: Node) -> bool:
-    rule = node.rule
-    return rule.reshapes or rule.permutes or rule.selects or node.name == "concatenate"
+    for user in value.users:
+        hands_on = user.rule.hands_on or user.name == "concatenate"
+        moved = hands_on and all(_read_by_products_alone(v, wide) for v in user.outputs)
+        if not (user.is_product or moved):
+            return False
+    return True
 
 
 register_kind(["scan"], Scan())
