@@ -8,6 +8,7 @@ branches, remat, custom derivatives) is one node each and a level of its own.
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 
@@ -84,7 +85,7 @@ class _Flattening:
             if _jax_compat.is_plain_jit(equation) and not draws_bits(equation):
                 inner, constants = _jax_compat.open_jaxpr(_jax_compat.called(equation.params))
                 held = [
-                    Value(_jax_compat.typeof(array), None, known_of(array, half), array)
+                    Value(jax.typeof(array), None, known_of(array, half), array)
                     for array in constants
                 ]
                 results = self.run(inner, [*held, *operands], stack)
