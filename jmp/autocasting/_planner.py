@@ -8,7 +8,6 @@ barrier is decided by its rule; what nests is planned by its kind, which hands b
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from jmp import _jax_compat
@@ -104,16 +103,14 @@ class Planner(Level):
             return [self._light(node) for node in nodes]
         settings, cuts = self.context.words.settings, self.facts.cuts
         recompute = choose_recompute(nodes, cuts, settings.recompute, self.context.repeats)
-        front: list[Node] = []
-        clones: list[Node] = []
-        if recompute is not Recompute.PLAIN:
-            peeled, rest = peel(nodes, self.storage.is_half, self.facts)
-            if peeled and rest:  # an island that is linear throughout stays what it is, float32
-                front, nodes = peeled, rest
+        if recompute is Recompute.PLAIN:
+            return [self._island(nodes, [], why, recompute)]
+        front, rest = peel(nodes, self.storage.is_half, self.facts)
+        if not rest:  # an island that is linear throughout stays what it is, float32
+            front, rest = [], nodes
         steps: list[Step] = [self._light(node) for node in front]
-        if recompute is not Recompute.PLAIN:
-            clones = clones_for(_entering(nodes), self.facts)
-        return [*steps, self._island(nodes, clones, why, recompute)]
+        clones = clones_for(_entering(rest), self.facts)
+        return [*steps, self._island(rest, clones, why, recompute)]
 
     def _island(
         self, nodes: list[Node], clones: list[Node], why: dict[Node, str], recompute: Recompute
@@ -154,10 +151,9 @@ class Planner(Level):
     def _is_masked(self, value: Value) -> bool:
         """Returns whether a value of an island is rounded where a mask may have been applied."""
         node = value.producer
-        is_mask = (
-            node is not None and node.rule.masks and any(map(self.storage.may_be_mask, node.inputs))
-        )
-        return is_mask and self.storage.is_half(value)
+        if node is None or not (node.rule.masks and self.storage.is_half(value)):
+            return False
+        return any(map(self.storage.may_be_mask, node.inputs))
 
     def _light(self, node: Node) -> Step:
         if node.rule.category is Category.AS_WRITTEN:
@@ -195,16 +191,12 @@ class Planner(Level):
         else:
             reads = tuple(Read(v, FLOAT32 if v.is_float32 else None) for v in node.inputs)
             params = with_default(node.name, node.params)
-        stores = self._store(node, arithmetic)
-        return Single(node, arithmetic, why or node.rule.reason, reads, params, stores)
-
-    def _store(self, node: Node, arithmetic: Arithmetic) -> tuple[np.dtype | None, ...]:
         if arithmetic is Arithmetic.FLOAT32:
             stores = tuple(self.storage.rounded_by_rule(v) or v.dtype for v in node.outputs)
         else:
             stores = tuple(self.half if v.is_float32 else v.dtype for v in node.outputs)
         self.storage.store(node.outputs, stores)
-        return stores
+        return Single(node, arithmetic, why or node.rule.reason, reads, params, stores)
 
     def _read_half(self, node: Node, value: Value) -> Read:
         """Returns how an operand is read in half.
