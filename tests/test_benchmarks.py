@@ -13,6 +13,7 @@ import pytest
 import benchmarks.run
 from benchmarks import _counted, _measured, public_models, recipes, report, workloads
 from benchmarks.pairing import paired
+from benchmarks.planner_rules import RULES, replaced
 from benchmarks.processes import ROOT
 from benchmarks.published import _page
 from benchmarks.recipes import RECIPES
@@ -211,3 +212,10 @@ def test_the_readme_says_what_the_committed_results_say():
     for name in ("deepmind-jmp", "mpx", "dynamic-scale", "apply-if-finite"):
         for key in ("bytes_moved", "kernels", "temp_bytes"):
             assert abs(steps[name][key] / steps["by-hand"][key] - 1) <= 0.01, (name, key)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_what_switches_off_a_rule_of_the_planner_stands_where_it_says(rule):
+    with replaced(rule.off):  # an AttributeError names what is not there
+        pass
+    assert f"**{rule.name}" in (ROOT / "docs" / "internals.md").read_text().lower()

@@ -24,6 +24,8 @@ from jmp.autocasting._steps import Recompute
 
 # Islands whose largest value has fewer elements run plain: a recomputation would launch kernels to
 # save less than 32 KiB.
+# A small GPT's step moves 4 % fewer bytes in 11 % more kernels with 2**8 (width 64, 32 tokens), and
+# 5 % more bytes in 8 % fewer kernels with 2**16 (width 128, 2 x 64 tokens).
 SMALL = 1 << 14
 
 

@@ -11,8 +11,8 @@ from tests.h200.harness import Program, compile_for_h200
 WAYS = ("float32", "by hand", "autocast")
 
 
-def compile_step(model, way, sizes) -> Program:
-    """Compiles gradient and update of one step for an H200, in float16 but for `float32`."""
+def make_step(model, way, sizes):
+    """Returns gradient and update of one step, in float16 but for `float32`, and its arguments."""
     make = functools.partial(model.make, jnp.float16 if way == "by hand" else jnp.float32, **sizes)
     # Shapes are all that is needed: nothing is initialised.
     params, batch = jax.eval_shape(lambda: make()[1:])
@@ -25,7 +25,13 @@ def compile_step(model, way, sizes) -> Program:
         gradients, statistics = gradients if model.has_aux else (gradients, None)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), statistics
 
-    return compile_for_h200(step, params, *batch, donate_argnums=0)
+    return step, (params, *batch)
+
+
+def compile_step(model, way, sizes) -> Program:
+    """Compiles a step for an H200."""
+    step, arguments = make_step(model, way, sizes)
+    return compile_for_h200(step, *arguments, donate_argnums=0)
 
 
 def ratios(program: Program, by_hand: Program) -> tuple[float, float, float]:

@@ -1,0 +1,209 @@
+"""Varies each constant of autocast's planner, and measures what changes.
+
+The figures stand beside the constants and in `docs/internals.md`. Bytes, memory and kernels are
+those of float16 programs compiled for an H200, counted and not timed, without a GPU; errors and
+planning times are of a CPU. Run it from the project's root in the test environment; the names of
+constants measure these alone, and leave the other figures as they are:
+
+    JAX_PLATFORMS=cpu PYTHONPATH=. .venv-test/bin/python benchmarks/planner_constants.py
+"""
+
+import json
+import pathlib
+import sys
+import timeit
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+from tabulate import tabulate
+
+import jmp
+from benchmarks.planner_rules import FIGURES, HALVES, normal, numbers, replaced
+from jmp.autocasting import _planner
+from jmp.autocasting._numbers import known_of
+from tests.h200.harness import Program, compile_for_h200
+from tests.h200.training_steps import compile_step
+from tests.models import MODELS
+
+RESULTS = pathlib.Path("results/planner_constants.json")
+Rows = list[dict[str, Any]]
+
+
+def figures_over(program: Program, other: Program) -> dict[str, float]:
+    """Returns the figures of a program, each over that of the other."""
+    return {name: round(getattr(program, name) / getattr(other, name), 4) for name in FIGURES}
+
+
+def step(name: str, sizes: dict[str, Any], off: dict[str, Any]) -> Program:
+    """Compiles a training step of a model, with other objects at some addresses."""
+    (model,) = (model for model in MODELS if model.name == name)
+    with replaced(off):
+        return compile_step(model, "autocast", sizes)
+
+
+def small() -> Rows:
+    """Training steps with islands of fewer elements recomputed, or fewer islands."""
+    little = {"batch": 2, "length": 64, "layers": 2, "width": 128, "vocabulary": 256}
+    tiny = {"batch": 1, "length": 32, "layers": 2, "width": 64, "vocabulary": 256}
+    rows = []
+    for name, sizes in (
+        ("gpt", tiny),
+        ("gpt", little),
+        ("unet", {"widths": (32, 64)}),
+        ("lstm", {"width": 256}),
+    ):
+        chosen = step(name, sizes, {})
+        for exponent in (8, 10, 12, 16, 18):
+            program = step(name, sizes, {"_islands.SMALL": 2**exponent})
+            figures = figures_over(program, chosen)
+            rows.append({"model": f"{name} {sizes}", "SMALL": f"2**{exponent}", **figures})
+    return rows
+
+
+def large() -> Rows:
+    """The end of a classifier, its labels' logits picked as a sum over the same with a gather."""
+    rows = []
+    for exponent in (8, 10, 12, 13, 14, 15, 16, 18, 20):
+        classes = 2 ** (exponent // 2)
+        examples = 2**exponent // classes
+
+        def loss(w: Any, x: Any, labels: Any) -> Any:
+            logits = jax.nn.log_softmax(x @ w)
+            return -jnp.take_along_axis(logits, labels[:, None], 1).mean()
+
+        shapes = ((64, classes), (examples, 64))
+        types = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
+        types.append(jax.ShapeDtypeStruct((examples,), np.int32))
+        programs = []
+        for limit in (0, 2**30):
+            with replaced({"rewrites.pick.LARGE": limit}):
+                gradient = jax.grad(jmp.autocast(loss, "mixed_float16"))
+                programs.append(compile_for_h200(gradient, *types))
+        rows.append({"elements": f"2**{exponent}", **figures_over(*programs)})
+    return rows
+
+
+def aligned() -> Rows:
+    """Attention, its derivative from the half result over the same computed again."""
+    rows = []
+    for length in (504, 505, 506, 508, 509, 512):
+        sizes = {"batch": 8, "length": length, "width": 512}
+        programs = [
+            step("equinox_attention", sizes, {"rewrites.softmax.ALIGNED": multiple})
+            for multiple in (2**30, 1)
+        ]
+        rows.append({"length of rows": length, **figures_over(*programs)})
+    return rows
+
+
+def layers() -> Rows:
+    """Errors of gradients: a carry in half, and in float32, of a deep network and of a state."""
+
+    def network(x: Any, w: Any) -> Any:
+        return x + jnp.tanh(x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True)) @ w)
+
+    def leaky(x: Any, w: Any) -> Any:
+        return 0.99 * x + 0.01 * jnp.tanh(x @ w)
+
+    rows = []
+    for name, turn in (("residual network", network), ("leaky state", leaky)):
+        for turns in (16, 32, 64, 128, 256, 512, 1024):
+
+            def loss(params: Any, x: Any, turn: Any = turn) -> Any:
+                first = x @ params["in"]
+                state, _ = jax.lax.scan(lambda x, w: (turn(x, w), None), first, params["layers"])
+                return jnp.mean((state @ params["out"]) ** 2)
+
+            params = {key: normal(i, 64, 64) / 8 for i, key in enumerate(("in", "out"))}
+            params["layers"] = normal(2, turns, 64, 64) / 8
+            arguments = params, normal(3, 32, 64)
+            reference = numbers(jax.grad(loss)(*arguments))
+            row: dict[str, Any] = {"carry": name, "turns": turns}
+            for half, scale in HALVES.items():
+                for place, limit in (("half", 2**20), ("float32", 0)):
+                    with replaced({"kinds.scan.LAYERS": limit}):
+                        ours = jmp.autocast(loss, f"mixed_{half}")
+                        scaled = lambda *args, ours=ours, scale=scale: ours(*args) * scale
+                        got = numbers(jax.jit(jax.grad(scaled))(*arguments)) / scale
+                    error = np.linalg.norm(got - reference) / np.linalg.norm(reference)
+                    row[f"{half}, in {place}"] = float(f"{error:.2e}")
+            rows.append(row)
+    return rows
+
+
+def looked_at() -> Rows:
+    """How long it takes to look into an array, and what is found in a table of sines."""
+    rows = []
+    for exponent in (8, 12, 14, 16, 18, 20, 22):
+        array = jnp.sin(jnp.arange(2**exponent) / 100)
+        with replaced({"_numbers.LOOKED_AT": 2**30}):
+            seconds = min(timeit.repeat(lambda a=array: known_of(a, np.float16), number=1))
+        rows.append({"elements": f"2**{exponent}", "milliseconds": round(1000 * seconds, 3)})
+    return rows
+
+
+def unknown() -> Rows:
+    """Islands of a layer whose batch is a symbol, of which as many are recomputed."""
+
+    def loss(params: Any, x: Any) -> Any:
+        y = x @ params["in"]
+        y = (y - y.mean(-1, keepdims=True)) * jax.lax.rsqrt(y.var(-1, keepdims=True) + 1e-6)
+        y = jax.nn.softmax(jax.nn.gelu(y @ params["w"]) @ params["w"])
+        return jnp.mean((y @ params["out"]) ** 2)
+
+    def recomputed(batch: Any, width: int, symbol: int) -> str:
+        found = []
+        choose = _planner.choose_recompute
+
+        def recorded(*args: Any) -> Any:
+            found.append(choose(*args))
+            return found[-1]
+
+        types = {k: jax.ShapeDtypeStruct((width, width), np.float32) for k in ("in", "w", "out")}
+        x = jax.ShapeDtypeStruct((batch, width), np.float32)
+        off = {"_planner.choose_recompute": recorded, "_numbers.UNKNOWN": symbol}
+        with replaced(off):
+            jax.eval_shape(jmp.autocast(loss, "mixed_float16"), types, x)
+        return ", ".join(f"{mode.value}" for mode in found)
+
+    rows = []
+    (symbol,) = jax.export.symbolic_shape("batch")
+    for width in (4, 64, 512):
+        for counts in (1, 64, 4096, 2**20):
+            rows.append({"width": width, "batch": f"symbol, UNKNOWN {counts}"})
+            rows[-1]["islands"] = recomputed(symbol, width, counts)
+        for batch in (1, 64, 4096):
+            rows.append({"width": width, "batch": f"{batch}"})
+            rows[-1]["islands"] = recomputed(batch, width, 4096)
+    return rows
+
+
+CONSTANTS: dict[str, Callable[[], Rows]] = {
+    "SMALL": small,
+    "LARGE": large,
+    "ALIGNED": aligned,
+    "LAYERS": layers,
+    "LOOKED_AT": looked_at,
+    "UNKNOWN": unknown,
+}
+
+
+def main(names: list[str]) -> None:
+    """Measures the constants that are named, or all, and prints their tables."""
+    warnings.simplefilter("ignore")
+    jax.config.update("jax_disable_most_optimizations", True)
+    jax.config.update("jax_numpy_rank_promotion", "allow")
+    found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for name in names or CONSTANTS:
+        found[name] = CONSTANTS[name]()
+        RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+        print(f"{name}\n{tabulate(found[name], 'keys', tablefmt='github')}\n", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

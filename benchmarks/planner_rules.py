@@ -1,0 +1,358 @@
+"""Switches off one rule of autocast's planner at a time, and measures what that costs.
+
+A rule is switched off by another function in its place (`RULES`). Three things are measured, each
+relative to autocast with all rules:
+  - bytes moved, temporary memory and kernels of a training step in float16, compiled for an H200.
+    Counted, not timed, and without a GPU;
+  - the error of the gradient against float32, in both half types, on a CPU and at small sizes.
+    There islands and arrays count as large from 256 elements on, so that all rules are at work. Up
+    to 5 % is the luck of the roundings;
+  - the error of the gradient of small programs (`PROGRAMS`) that a rule was made for.
+The tables stand in `docs/internals.md`. Run it from the project's root in the test environment.
+With names of models it measures these alone, with `cost` or `errors` that alone, and leaves all
+other figures as they are; `table` measures nothing:
+
+    JAX_PLATFORMS=cpu PYTHONPATH=. .venv-test/bin/python benchmarks/planner_rules.py gpt errors
+"""
+
+import contextlib
+import functools
+import json
+import pathlib
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tabulate import tabulate
+
+import jmp
+from jmp.autocasting import _planner, _reasons
+from jmp.autocasting._numbers import is_inexact
+from jmp.autocasting._steps import Arithmetic, Recompute
+from jmp.autocasting.rewrites.pick import pick_as_sum
+from jmp.autocasting.rewrites.softmax import softmax_from_half_result
+from tests.h200.harness import compile_for_h200
+from tests.h200.training_steps import make_step
+from tests.models import MODELS, Model
+
+RESULTS = pathlib.Path("results/planner_rules.json")
+HALVES = {"float16": 2.0**12, "bfloat16": 1.0}  # and the loss scale
+FIGURES = ("bytes_moved", "temp_bytes", "kernels")
+# So that all rules are at work at small sizes.
+SMALL = {"_islands.SMALL": 256, "rewrites.pick.LARGE": 256}
+
+# Models and their sizes: on an H200, and on a CPU beside `Model.small`.
+SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "resnet": ({"widths": (64, 128)}, {}),
+    "unet": ({"widths": (32, 64)}, {}),
+    "gpt": ({"layers": 2}, {}),
+    "scanned_gpt": ({"layers": 2}, {}),
+    "lstm": ({"width": 256}, {}),
+    "plain_transformer": ({"layers": 1}, {}),
+    "equinox_attention": ({"batch": 8, "length": 509, "width": 512}, {"length": 31}),
+}
+
+
+# Rules, and what stands in their place.
+
+
+def _keep_nothing(primitive: Any, *_: Any, **__: Any) -> bool:
+    return False
+
+
+def _all_values(graph: Any, _: Any) -> set[Any]:
+    values = {value for node in graph.nodes for value in (*node.inputs, *node.outputs)}
+    return set(filter(is_inexact, {*graph.inputs, *graph.outputs, *values}))
+
+
+def _neutral_values_decide(value: Any, node: Any, inside: Any, storage: Any) -> str:
+    is_open = value.is_float32 and value.producer not in inside and value.constant is None
+    if is_open and value not in storage.facts.dependent:
+        return "a float32 operand"
+    return WHY_OPERAND(value, node, inside, storage)
+
+
+def _island_with(**changed: Any) -> Callable[..., Any]:
+    return lambda **fields: ISLAND(**{**fields, **changed})
+
+
+WHY_OPERAND = _reasons._why_operand
+ISLAND = _planner.Island
+READ_HALF = _planner.Planner._read_half
+
+
+class Rule(NamedTuple):
+    """A rule of the planner, and what switches it off: by address, what stands there instead."""
+
+    name: str
+    off: dict[str, Any]
+
+
+RULES = [
+    Rule("islands are recomputed", {"_planner.choose_recompute": lambda *_: Recompute.PLAIN}),
+    Rule("islands keep their sums", {"_emit._keep_sums": _keep_nothing}),
+    Rule("peeling", {"_planner.peel": lambda nodes, *_: ([], nodes)}),
+    Rule("clones", {"_planner.clones_for": lambda *_: []}),
+    Rule("cuts", {"_flow.find_cuts": lambda *_: set()}),
+    Rule("islands leave half", {"_storage.Storage.leaves_half": lambda *_: False}),
+    Rule("only what feeds is half", {"_flow.feeding_values": _all_values}),
+    Rule("what is kept is not rounded", {"_flow.kept_values": lambda *_: set()}),
+    Rule("embeddings", {"_flow._is_embedding": lambda *_: False}),
+    Rule("coordinates are no embeddings", {"_flow._is_compared": lambda *_: False}),
+    Rule("neutral values do not decide", {"_reasons._why_operand": _neutral_values_decide}),
+    Rule(
+        "repeated in float32, then rounded",
+        {
+            "_planner.Planner._read_half": lambda *args: READ_HALF(*args)._replace(shape=None),
+            "_planner._half": lambda _: Arithmetic.HALF,
+        },
+    ),
+    Rule("masks saturate", {"_storage.Storage.may_be_mask": lambda *_: False}),
+    Rule("constants are looked at", {"_reasons.fits": lambda *_: True}),
+    Rule("one minus a bounded value", {"_reasons._cancels": lambda _: False}),
+    Rule("streams are carried in half", {"kinds.scan.LAYERS": 0}),
+    Rule(
+        "states of products are carried in half",
+        {"kinds.scan._read_by_products_alone": lambda *_: False},
+    ),
+    Rule("pick as a sum", {"rewrites.REWRITES": [softmax_from_half_result]}),
+    Rule("softmax over odd rows", {"rewrites.REWRITES": [pick_as_sum]}),
+    Rule("one cast for all readers", {"_planner.Island": _island_with(shares_casts=False)}),
+    Rule("a cast of its own elsewhere", {"_planner.Island": _island_with(shares_casts=True)}),
+    Rule("prevent_cse", {"_planner.Island": _island_with(prevent_cse=False)}),
+]
+
+
+@contextlib.contextmanager
+def replaced(off: dict[str, Any]) -> Iterator[None]:
+    """Puts other objects in place of those at some addresses."""
+    with contextlib.ExitStack() as stack:
+        for address, instead in off.items():
+            stack.enter_context(mock.patch(f"jmp.autocasting.{address}", instead))
+        yield
+
+
+# Small programs, each made for one rule.
+
+
+def normal(key: int, *shape: int) -> jax.Array:
+    """Returns an array of normal numbers."""
+    return jax.random.normal(jax.random.key(key), shape)
+
+
+def biased():
+    """A bias, repeated over 16384 rows; it alone is differentiated."""
+
+    def loss(bias, x, w, v):
+        return jnp.mean(jnp.tanh(x @ w + bias) @ v)
+
+    return loss, jnp.full(16, 0.5), (normal(2, 16384, 16), normal(0, 16, 16) / 4, jnp.eye(16))
+
+
+def masked():
+    """The largest of scores to which an argument adds -1e9, one row masked throughout."""
+
+    def loss(params, x, mask):
+        scores, _ = jax.lax.top_k(x @ params["w"] + mask, 8)
+        return jnp.mean((jax.nn.softmax(scores) @ params["v"]) ** 2)
+
+    mask = jnp.where(jnp.tril(jnp.ones((32, 32))) > 0, 0, -1e9).at[3].set(-1e9)
+    params = {"w": normal(0, 32, 32) / 6, "v": normal(1, 8, 8) / 3}
+    return loss, params, (normal(2, 32, 32), mask)
+
+
+def stepping(turns=512):
+    """A loop that adds small steps to a state, of which a product is read at each turn."""
+
+    def loss(params, x):
+        def turn(state, _):
+            state = state + 0.01 * jnp.tanh(state @ params["w"])
+            return state, jnp.tanh(state @ params["v"])
+
+        state, read = jax.lax.scan(turn, x, None, length=turns)
+        return jnp.mean(state**2) + jnp.mean(read**2)
+
+    params = {"w": normal(0, 16, 16) / 4, "v": normal(1, 16, 16) / 4}
+    return loss, params, (normal(2, 8, 16),)
+
+
+def distances():
+    """Distances of points that are looked up, in a layer."""
+
+    def loss(params, pairs):
+        points = params["points"][pairs]
+        return jnp.mean((jnp.tanh(100 * (points[:, 0] - points[:, 1])) @ params["w"]) ** 2)
+
+    points = 10 + normal(0, 64, 8) / 100
+    pairs = jax.random.randint(jax.random.key(1), (256, 2), 0, 64)
+    return loss, {"points": points, "w": normal(2, 8, 8) / 3}, (pairs,)
+
+
+def saturating():
+    """What tanh leaves of one, large enough to read after."""
+
+    def loss(params, x):
+        return jnp.mean(((1 - jnp.tanh(4 + x @ params["w"])) @ params["v"]) ** 2)
+
+    return loss, {"w": normal(0, 16, 16) / 8, "v": normal(1, 16, 16)}, (normal(2, 64, 16),)
+
+
+def guarded():
+    """A quotient whose denominator is kept from zero by 1e-12; some rows are zero."""
+
+    def loss(params, x):
+        y = jnp.abs(x) @ jnp.abs(params["w"])
+        return jnp.mean(((y / (y + 1e-12)) @ params["v"]) ** 2)
+
+    x = normal(2, 64, 16).at[:8].set(0)
+    return loss, {"w": normal(0, 16, 16) / 8, "v": normal(1, 16, 16)}, (x,)
+
+
+PROGRAMS = [
+    Model(make.__name__, make, {})
+    for make in (biased, masked, stepping, distances, saturating, guarded)
+]
+
+
+# What is measured.
+
+
+def cost(model: Model, base: dict[str, Any] | None) -> dict[str, Any]:
+    """Returns the figures of a training step, and its text before XLA sees it.
+
+    Args:
+      base: the same with all rules; where the text is the same, so are the figures.
+    """
+    step, arguments = make_step(model, "autocast", SIZES[model.name][0])
+    text = jax.jit(step).lower(*arguments).as_text()
+    if base is not None and text == base["text"]:
+        return base
+    program = compile_for_h200(step, *arguments, donate_argnums=0)
+    return {"text": text, **{figure: getattr(program, figure) for figure in FIGURES}}
+
+
+@functools.cache
+def made(model: Model) -> Any:
+    """Returns the loss of a small model, its parameters and its batch."""
+    return model.make(**model.small, **SIZES.get(model.name, ({}, {}))[1])
+
+
+def gradient_of(model: Model, loss: Callable[..., Any], scale: float) -> Any:
+    """Returns the gradient of a small model, lowered for the CPU."""
+
+    def scaled(*args: Any) -> Any:
+        result = loss(*args)
+        return (result[0] if model.has_aux else result) * scale
+
+    return jax.jit(jax.grad(scaled)).lower(*made(model)[1:2], *made(model)[2])
+
+
+def numbers(tree: Any) -> np.ndarray:
+    """Returns all numbers of a tree, in float64."""
+    return np.concatenate([np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(tree)])
+
+
+@functools.cache
+def in_float32(model: Model) -> np.ndarray:
+    """Returns the gradient without autocast."""
+    loss, params, batch = made(model)
+    return numbers(gradient_of(model, loss, 1).compile()(params, *batch))
+
+
+def errors(model: Model, base: dict[str, Any] | None) -> dict[str, Any]:
+    """Returns for each half type the relative error of the whole gradient, and the text."""
+    loss, params, batch = made(model)
+    reference, found = in_float32(model), {}
+    sizes = {} if model in PROGRAMS else SMALL
+    for half, scale in HALVES.items():
+        with replaced(sizes):
+            lowered = gradient_of(model, jmp.autocast(loss, f"mixed_{half}"), scale)
+        text = lowered.as_text()
+        if base is not None and text == base[half]["text"]:
+            found[half] = base[half]
+            continue
+        got = numbers(lowered.compile()(params, *batch)) / scale
+        error = np.linalg.norm(got - reference) / np.linalg.norm(reference)
+        found[half] = {"text": text, "error": float(error)}
+    return found
+
+
+MEASURED: list[tuple[Model, str, Callable[..., Any]]] = [
+    *((model, "cost", cost) for model in MODELS if model.name in SIZES),
+    # A ResNet at random initialisation amplifies any rounding.
+    *((m, "errors", errors) for m in MODELS if m.name in SIZES and not m.noisy),
+    *((program, "errors", errors) for program in PROGRAMS),
+]
+
+
+def measure(names: list[str], found: dict[str, Any]) -> None:
+    """Measures models without each of the rules; `found` is filled, model by model."""
+    for model, what, measured in MEASURED:
+        wanted = [name for name in names if name not in ("cost", "errors")]
+        if (wanted and model.name not in wanted) or (wanted != names and what not in names):
+            continue
+        base = measured(model, None)
+        found.setdefault("all rules", {}).setdefault(what, {})[model.name] = _without_text(base)
+        for rule in RULES:
+            with replaced(rule.off):
+                got = measured(model, base)
+            figures = "the same" if got == base else _without_text(got)
+            found.setdefault(rule.name, {}).setdefault(what, {})[model.name] = figures
+            print(model.name, what, rule.name, figures, file=sys.stderr, flush=True)
+        RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+        jax.clear_caches()
+
+
+def _without_text(figures: dict[str, Any]) -> dict[str, Any]:
+    if "text" not in figures:
+        return {half: inner["error"] for half, inner in figures.items()}
+    return {name: figure for name, figure in figures.items() if name != "text"}
+
+
+# Tables.
+
+
+def ratios(figures: Any, base: dict[str, float]) -> str:
+    """Returns figures over those with all rules; "" where the program is the same."""
+    if figures == "the same":
+        return ""
+    pairs = [(value, base[name]) for name, value in figures.items()]
+    return " ".join(_short(value / before) for value, before in pairs)
+
+
+def _short(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f}"
+
+
+def table(found: dict[str, Any], what: str, models: list[str]) -> str:
+    """Returns one table: a row for each rule."""
+    base = found["all rules"][what]
+    rows = [
+        [rule.name, *(ratios(found[rule.name][what][model], base[model]) for model in models)]
+        for rule in RULES
+    ]
+    return tabulate(rows, ["without the rule", *models], tablefmt="github", disable_numparse=True)
+
+
+def main(names: list[str]) -> None:
+    """Measures the models that are named, or all, and prints the tables of all."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    warnings.simplefilter("ignore")
+    found = json.loads(RESULTS.read_text()) if names and RESULTS.exists() else {}
+    if names != ["table"]:
+        measure(names, found)
+    base = found["all rules"]
+    programs = [program.name for program in PROGRAMS]
+    print("bytes moved, temp memory, kernels\n" + table(found, "cost", list(base["cost"])))
+    models = [name for name in base["errors"] if name not in programs]
+    print("\nerror in float16 and in bfloat16\n" + table(found, "errors", models))
+    print("\nthe same of small programs\n" + table(found, "errors", programs))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
