@@ -1,8 +1,8 @@
 """Everything that differs between the JAX versions we support (0.10 to 0.12), and nothing else."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Self, TypeVar
 
 import jax
 import numpy as np
@@ -11,12 +11,15 @@ from jax.extend import core, source_info_util
 from jax.interpreters import ad
 
 Params = Mapping[str, Any]
+T = TypeVar("T")
 
 # Equations that call one function once, with their operands as its arguments.
 CALLS = frozenset({
     "jit", "pjit", "checkpoint", "remat", "remat2", "custom_jvp_call", "custom_vjp_call",
     "shard_map", "closed_call", "core_call",
 })  # fmt: skip
+JITS = ("jit", "pjit")
+PSUMS = ("psum", "psum2", "psum_invariant")
 REMAT = ("checkpoint", "remat", "remat2")
 # The name scope of what remat computes again in a backward pass.
 RECOMPUTED = "rematted_computation"
@@ -48,21 +51,6 @@ def varying_axes(value: Any) -> frozenset[str]:
     return frozenset(getattr(aval, "vma", ()))  # its name in earlier releases of JAX
 
 
-def may_be_sharded(value: Any) -> bool:
-    """Returns whether jit may have sharded `value` over several devices.
-
-    Its type names the mesh of whatever it was computed from, but for the parts that shard_map and
-    pmap hand to each device whole. Without a mesh one device is certain only if there is no other.
-    """
-    mesh = jax.typeof(value).sharding.mesh
-    if mesh.empty:
-        return jax.device_count() > 1
-    return any(
-        size > 1 and name not in mesh.manual_axes
-        for name, size in zip(mesh.axis_names, mesh.axis_sizes, strict=True)
-    )
-
-
 # The precision of products that name none.
 
 
@@ -75,15 +63,6 @@ def default_precision_setting() -> str | None:
     """Returns the global default as the user wrote it."""
     config: Any = jax.config  # its attributes are not typed
     return config.jax_default_matmul_precision
-
-
-def default_precision() -> Any:
-    """Returns what the global default puts into a product that names no precision; or None."""
-    if default_precision_setting() is None:
-        return None
-    vector = jax.ShapeDtypeStruct((1,), np.float32)
-    (equation,) = open_jaxpr(jax.make_jaxpr(jax.lax.dot)(vector, vector))[0].eqns
-    return equation.params["precision"]
 
 
 # Jaxprs. From 0.11 on one class stands for open and closed jaxprs.
@@ -106,7 +85,7 @@ def inner_jaxprs(equation: core.JaxprEqn) -> Iterator[Any]:
 
 def is_jit(equation: core.JaxprEqn) -> bool:
     """Returns whether an equation calls a jitted function."""
-    return equation.primitive.name in ("jit", "pjit")
+    return equation.primitive.name in JITS
 
 
 def is_plain_jit(equation: core.JaxprEqn) -> bool:
@@ -123,24 +102,6 @@ def is_plain_jit(equation: core.JaxprEqn) -> bool:
             for sharding in (*params["in_shardings"], *params["out_shardings"])
         )
     )
-
-
-def sum_over_own_axes(equation: core.JaxprEqn) -> core.JaxprEqn:
-    """Returns a psum over axes of the array itself, as vmap makes it, as the plain sum it is."""
-    params = equation.params
-    axes = params.get("axes", ())
-    is_plain = (
-        equation.primitive.name in ("psum", "psum2", "psum_invariant")
-        and len(equation.invars) == 1
-        and all(isinstance(axis, int) for axis in axes)
-        and params.get("axis_index_groups") is None
-    )
-    if not is_plain:
-        return equation
-    operand: Any = equation.invars[0].aval
-    struct = jax.ShapeDtypeStruct(operand.shape, operand.dtype)
-    plain = jax.make_jaxpr(lambda x: jax.lax.reduce_sum(x, axes))(struct).eqns[-1]
-    return equation.replace(primitive=plain.primitive, params=plain.params)
 
 
 # What an equation holds, read here alone. The names of a class are those of JAX's public function.
@@ -167,6 +128,20 @@ class Scan(NamedTuple):
         names = ("length", "reverse", "unroll")
         return cls(params["jaxpr"], *counts, *(params[name] for name in names))
 
+    def split(self, operands: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
+        """Returns the constants, the carries and the arrays among a scan's operands."""
+        end = self.n_consts + self.n_carry
+        return (
+            list(operands[: self.n_consts]),
+            list(operands[self.n_consts : end]),
+            list(operands[end:]),
+        )
+
+
+def one_turn(params: Params) -> Params:
+    """Returns the parameters of a scan of one turn."""
+    return {**params, "length": 1, "unroll": 1}
+
 
 class While(NamedTuple):
     """A while loop calls each of its two functions with constants of its own and the carries."""
@@ -182,6 +157,11 @@ class While(NamedTuple):
         names = ("cond_jaxpr", "cond_nconsts", "body_jaxpr", "body_nconsts")
         return cls(*(params[name] for name in names))
 
+    def split(self, operands: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
+        """Returns the condition's constants, the body's, and the carries among the operands."""
+        first, end = self.n_condition, self.n_condition + self.n_body
+        return list(operands[:first]), list(operands[first:end]), list(operands[end:])
+
 
 def branches(params: Params) -> tuple[core.ClosedJaxpr, ...]:
     """Returns the functions of a cond, each called with all operands but the first."""
@@ -196,6 +176,11 @@ def called(params: Params) -> core.ClosedJaxpr:
 def closed_over(params: Params) -> int:
     """Returns how many operands of a custom_vjp its function closes over: they come first."""
     return params["num_consts"]
+
+
+def name_of(equation: core.JaxprEqn) -> str:
+    """Returns the name of what a jit, a custom derivative or a kernel calls, else the primitive."""
+    return str(equation.params.get("name", equation.primitive.name))
 
 
 def jit_options(params: Params) -> dict[str, Any]:
@@ -218,6 +203,16 @@ def shard_map_options(params: Params) -> dict[str, Any]:
         "check_vma": params["check_vma"],
         "axis_names": set(params["newly_manual_axes"]),
     }
+
+
+def recomputes(params: Params) -> bool:
+    """Returns whether a remat stands in a gradient already, as what is computed again there."""
+    return bool(params["differentiated"])
+
+
+def with_function(params: Params, jaxpr: Any) -> Params:
+    """Returns the parameters of a remat that calls another function."""
+    return {**params, "jaxpr": jaxpr}
 
 
 def remat_options(params: Params) -> dict[str, Any]:
@@ -244,14 +239,9 @@ def is_reference(value: Any) -> bool:
     return hasattr(getattr(value, "aval", value), "inner_aval")
 
 
-def typeof(value: Any) -> Any:
-    """Returns the type JAX traces `value` with."""
-    return jax.typeof(value)
-
-
 def with_weak_type(value: Any, weak_type: bool) -> Any:
     """Returns `value` with a weak or a strong type, which no public function of JAX says."""
-    if getattr(typeof(value), "weak_type", False) == weak_type:
+    if getattr(jax.typeof(value), "weak_type", False) == weak_type:
         return value
     return jax.lax.convert_element_type_p.bind(
         value, new_dtype=value.dtype, weak_type=weak_type, sharding=None

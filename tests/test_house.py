@@ -17,6 +17,7 @@ LAYERS = {
     "_jax_compat": 0,
     "dtypes": 1,
     "trees": 2,
+    "_calls": 3,
     "policy": 3,
     "rules": 3,
     "autocasting": 4,

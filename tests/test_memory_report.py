@@ -447,7 +447,7 @@ def test_the_factor_of_a_transformer():
 
 
 def test_mistakes_are_named():
-    with pytest.raises(ValueError, match="argnums=2 for 2 arguments"):
+    with pytest.raises(ValueError, match="argnums=2; expected numbers of its 2 args"):
         report(mlp, MLP, X, argnums=2)
     with pytest.raises(ValueError, match="argnums=0, but there are no floating arrays"):
         report(lambda n, x: x.sum(), jnp.arange(3), X)

@@ -57,6 +57,58 @@ def test_rows_name_the_users_line():
     assert sources[1].endswith(f"test_precision_report.py:{first + 3}")
 
 
+def masked(q, k):
+    with jax.named_scope("attention"):
+        return jnp.where(jnp.tri(len(q), len(k), dtype=bool), q @ k.T, -1e9) @ k
+
+
+def picked(w, x, labels):
+    logits = jax.nn.log_softmax(x @ w)
+    return -jnp.mean(jnp.take_along_axis(logits, labels[:, None], 1))
+
+
+ODD = jnp.ones((197, 8))
+
+
+@pytest.mark.parametrize(
+    "function, args, what",
+    [
+        (
+            picked,
+            (jnp.ones((8, 4096)), X, jnp.zeros(4, int)),
+            "one element of each row, as a masked sum",
+        ),
+        (lambda q, k: jax.nn.softmax(q @ k.T) @ k, (ODD, ODD), "a softmax over padded rows"),
+        (masked, (W, W), "a mask held within float16's range"),
+    ],
+)
+def test_what_is_decided_besides_dtypes_is_said_with_its_place(function, args, what):
+    found = report(function, *args)
+    (decision,) = found.decisions
+    assert decision.what.startswith(what) and decision.times == 1
+    assert "test_precision_report.py:" in decision.source
+    assert decision.module == ("attention" if function is masked else "")
+    assert found.to_dict()["decisions"] == [dataclasses.asdict(decision)]
+    assert f"besides dtypes:\n  1 x {what}" in str(found)
+
+
+def test_decisions_count_turns_and_places_and_have_no_section_where_there_are_none():
+    assert report().decisions == [] and "besides dtypes" not in str(report())
+
+    def twice(x):
+        layer = lambda x, _: (x + jax.nn.softmax(x @ x.T) @ x, None)
+        with jax.named_scope("first"):
+            x = jax.nn.softmax(x @ x.T) @ x
+        return jax.lax.scan(layer, x, length=3)[0]
+
+    found = report(twice, ODD)
+    assert [(decision.module, decision.times) for decision in found.decisions] == [
+        ("first", 1),
+        ("", 3),
+    ]
+    assert "  4 x a softmax over padded rows" in str(found) and "and 1 other place" in str(found)
+
+
 def test_floating_point_operations():
     by_operation = {row.source: row.flops for row in report().rows if row.kind == "product"}
     assert list(by_operation.values()) == [2 * 4 * 8 * 8] * 2

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jmp import diagnostics
+from jmp import _jax_compat, diagnostics
 from jmp.diagnostics import _replay
 from jmp.diagnostics._histograms import digits, exponents, from_digits
 from jmp.diagnostics._ranges import Range
@@ -374,15 +374,14 @@ def test_a_sharded_step_gathers_nothing_to_count_it():
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto, AxisType.Auto))
     put = lambda spec, *shape: jax.device_put(jnp.ones(shape), NamedSharding(mesh, spec))
     parameters = [put(P(None, "y"), 64, 128), put(P("y"), 128, 64)]
-    others = [put(P("x"), 32, 64)]
 
     def function(up, down, x):
         return (jnp.tanh(x @ up) @ down).sum()
 
-    closed = jax.make_jaxpr(function)(*parameters, *others)
-    step, probes = counting_step(closed, parameters, others)
+    arrays = [*parameters, put(P("x"), 32, 64)]
+    step, probes = counting_step(jax.make_jaxpr(function)(*arrays), arrays, [0, 1])
     assert len(probes) == 2  # both products stand on one line
-    assert collectives(step, parameters, others, probes) == {"all-reduce"}
+    assert collectives(step, arrays, probes) == {"all-reduce"}
 
 
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
@@ -605,7 +604,7 @@ def test_a_replayed_program_is_the_program():
 
 def test_handlers_say_how_an_equation_is_emitted():
     closed = jax.make_jaxpr(scanned_and_rematerialised)(W["a"], X)
-    handlers = {**_replay.HANDLERS, **dict.fromkeys(_replay.REMAT, _replay.inline)}
+    handlers = {**_replay.HANDLERS, **dict.fromkeys(_jax_compat.REMAT, _replay.inline)}
     run = lambda *args: _replay.replay(closed, args, handlers=handlers)
     assert "remat" in str(closed) and "remat" not in str(jax.make_jaxpr(run)(W["a"], X))
     assert run(W["a"], X)[0] == pytest.approx(float(scanned(W["a"], X)))

@@ -84,7 +84,7 @@ def autocast(
         return functools.partial(autocast, policy=policy, **options)
     program = make_program(fun, policy, **options)
     if program is None:
-        return _as_it_is(fun)
+        return _in_scope(AUTOCAST, fun)  # an autocast around it leaves it as it is
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -138,23 +138,16 @@ def full_precision(fun: F) -> F:
     1
     """
 
+    return _in_scope(FULL_PRECISION, fun)
+
+
+def _in_scope(name: str, fun: F) -> F:
     @functools.wraps(fun)
     def marked(*args: Any, **kwargs: Any) -> Any:
-        with jax.named_scope(FULL_PRECISION):
+        with jax.named_scope(name):
             return fun(*args, **kwargs)
 
-    return marked  # type: ignore[return-value]
-
-
-def _as_it_is(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """`fun`, marked so that an autocast around it leaves it as it is."""
-
-    @functools.wraps(fun)
-    def marked(*args: Any, **kwargs: Any) -> Any:
-        with jax.named_scope(AUTOCAST):
-            return fun(*args, **kwargs)
-
-    return marked
+    return marked  # type: ignore[return-value]  # functools.wraps keeps the signature
 
 
 def _check_names(fun: Callable[..., Any], apply_to: Sequence[str]) -> None:

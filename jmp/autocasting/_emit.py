@@ -5,7 +5,7 @@ is cast where it is used, each time: XLA merges the casts and takes them out of 
 add up in float32.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -32,14 +32,16 @@ from jmp.autocasting._steps import (
 from jmp.dtypes import FLOAT32
 
 Environment = dict[Value, Any]
+Shared = dict[Hashable, Function]  # the functions of islands, by their keys
 
 
 def run_plan(plan: Plan, arguments: Sequence[Any]) -> list[Any]:
     """Returns the outputs of a level, in the dtypes the plan stores them in."""
     environment: Environment = dict(zip(plan.graph.inputs, arguments, strict=True))
+    shared: Shared = {}
     for step in plan.steps:
         if isinstance(step, Island):
-            environment.update(_run_island(step, environment))
+            environment.update(_run_island(step, environment, shared))
         else:
             with _jax_compat.place_of(step.node.equation, step.node.stack):
                 stored = cast_all(_run_one(step, environment), step.stores)
@@ -72,7 +74,17 @@ def _as_function(inside: Inside | Unplanned) -> Function:
     return function
 
 
-def _run_island(island: Island, environment: Environment) -> Environment:
+def _run_island(island: Island, environment: Environment, shared: Shared) -> Environment:
+    key = island.key or id(island)
+    run = shared[key] if key in shared else shared.setdefault(key, _function_of(island))
+    arrays = [_read(read, environment) for read in island.reads]
+    first = island.nodes[0]
+    with _jax_compat.place_of(first.equation, first.stack[: island.depth]):
+        results = run(*arrays)
+    return dict(zip((leave.value for leave in island.leaves), results, strict=True))
+
+
+def _function_of(island: Island) -> Function:
     entering = [read.value for read in island.reads]
 
     def run(*arrays: Any) -> list[Any]:
@@ -80,15 +92,13 @@ def _run_island(island: Island, environment: Environment) -> Environment:
         if island.shares_casts:
             inside = {value: _in_float32(value, inside) for value in inside}
         for node in (*island.clones, *island.nodes):
-            with _jax_compat.place_of(node.equation, node.stack):
+            with _jax_compat.place_of(node.equation, node.stack[island.depth :]):
                 inside.update(zip(node.outputs, _run_inside(node, island, inside), strict=True))
         return [_leave(leave, inside) for leave in island.leaves]
 
-    if island.recompute is not Recompute.PLAIN:
-        policy = _policy(island)
-        run = jax.checkpoint(run, prevent_cse=island.prevent_cse, policy=policy)
-    results = run(*(_read(read, environment) for read in island.reads))
-    return dict(zip((leave.value for leave in island.leaves), results, strict=True))
+    if island.recompute is Recompute.PLAIN:
+        return run
+    return jax.checkpoint(run, prevent_cse=island.prevent_cse, policy=_policy(island))
 
 
 def _run_inside(node: Node, island: Island, inside: Environment) -> list[Any]:

@@ -6,7 +6,9 @@ precision a product names, what a loop or a custom derivative holds.
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
+import jax
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 
@@ -79,3 +81,22 @@ def inner_equations(equation: JaxprEqn) -> Iterator[JaxprEqn]:
     """Yields the equations inside one, at any depth."""
     for jaxpr in _jax_compat.inner_jaxprs(equation):
         yield from equations(jaxpr)
+
+
+def sum_over_own_axes(equation: JaxprEqn) -> JaxprEqn:
+    """Returns a psum over axes of the array itself, as vmap makes it, as the plain sum it is."""
+    params = equation.params
+    axes = params.get("axes", ())
+    is_plain = (
+        equation.primitive.name in _jax_compat.PSUMS
+        and len(equation.invars) == 1
+        and all(isinstance(axis, int) for axis in axes)
+        and params.get("axis_index_groups") is None
+    )
+    if not is_plain:
+        return equation
+    operand: Any = equation.invars[0].aval
+    struct = jax.ShapeDtypeStruct(operand.shape, operand.dtype)
+    plain = jax.make_jaxpr(lambda x: jax.lax.reduce_sum(x, axes))(struct).eqns[-1]
+    summed: JaxprEqn = equation.replace(primitive=plain.primitive, params=plain.params)
+    return summed

@@ -8,11 +8,12 @@ branches, remat, custom derivatives) is one node each and a level of its own.
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from jmp import _jax_compat
-from jmp.autocasting._equations import contains_products, draws_bits, rule_of
+from jmp.autocasting._equations import contains_products, draws_bits, rule_of, sum_over_own_axes
 from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._kinds import has_kind, kind_of
 from jmp.autocasting._numbers import NOTHING, Known, known_of, size_of
@@ -40,16 +41,18 @@ def flatten(
       words: see `Words`.
     """
     half = words.settings.compute_dtype
-    known = [known_of(constant, half) for constant in constants]
     outer = [*operands, *[None] * (len(jaxpr.invars) - len(operands))]
-    inputs = [Value(v.aval, None, k) for v, k in zip(jaxpr.constvars, known, strict=True)]
+    inputs = [
+        Value(v.aval, None, known_of(constant, half))
+        for v, constant in zip(jaxpr.constvars, constants, strict=True)
+    ]
     inputs += [
         Value(v.aval, None, NOTHING if value is None else _known_inside(value, v.aval))
         for v, value in zip(jaxpr.invars, outer, strict=True)
     ]
-    nodes: list[Node] = []
-    outputs = _flatten_into(nodes, jaxpr, inputs, _jax_compat.empty_name_stack(), scope, words)
-    nodes = _alive(nodes, outputs)
+    flattening = _Flattening(scope, words)
+    outputs = flattening.run(jaxpr, inputs, _jax_compat.empty_name_stack())
+    nodes = _alive(flattening.nodes, outputs)
     users: dict[Value, list[Node]] = {}
     for node in nodes:
         for value in dict.fromkeys(node.inputs):
@@ -59,56 +62,49 @@ def flatten(
     return Graph(inputs, nodes, outputs)
 
 
-def _flatten_into(
-    nodes: list[Node],
-    jaxpr: Jaxpr,
-    inputs: Sequence[Value],
-    outer: Any,
-    scope: Any,
-    words: Words,
-) -> list[Value]:
-    values: dict[Any, Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
-    half = words.settings.compute_dtype
+class _Flattening:
+    """The nodes found so far."""
 
-    def read(atom: Any) -> Value:
-        # A literal has no identity of its own.
-        return _literal(atom) if hasattr(atom, "val") else values[atom]
+    def __init__(self, scope: Any, words: Words) -> None:
+        self.nodes: list[Node] = []
+        self._scope = scope
+        self._words = words
 
-    for equation in map(_jax_compat.sum_over_own_axes, jaxpr.eqns):
-        operands = [read(atom) for atom in equation.invars]
-        stack = outer + equation.source_info.name_stack
-        if _jax_compat.is_plain_jit(equation) and not draws_bits(equation):
-            inner, constants = _jax_compat.open_jaxpr(_jax_compat.called(equation.params))
-            held = [
-                Value(_jax_compat.typeof(array), None, known_of(array, half), array)
-                for array in constants
-            ]
-            results = _flatten_into(nodes, inner, [*held, *operands], stack, scope, words)
-        else:
-            node = _node(equation, operands, stack, scope + stack, words, len(nodes))
-            nodes.append(node)
-            results = list(node.outputs)
-        values.update(zip(equation.outvars, results, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+    def run(self, jaxpr: Jaxpr, inputs: Sequence[Value], outer: Any) -> list[Value]:
+        """Adds the nodes of a jaxpr that stands under the name stack `outer`; returns outputs."""
+        values: dict[Any, Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
+        half = self._words.settings.compute_dtype
 
+        def read(atom: Any) -> Value:
+            # A literal has no identity of its own.
+            return _literal(atom) if hasattr(atom, "val") else values[atom]
 
-def _node(
-    equation: JaxprEqn,
-    operands: Sequence[Value],
-    stack: Any,
-    scope: Any,
-    words: Words,
-    index: int,
-) -> Node:
-    settings = words.settings
-    rule, region = rule_of(equation, settings), words.regions.region(scope)
-    known = _known_result(equation, rule, operands, settings.compute_dtype)
-    node = Node(equation, operands, known, stack, scope, rule, region, index)
-    node.goes_inside = _goes_inside(node, region, settings)
-    node.has_products = node.is_product or (
-        node.goes_inside and contains_products(equation, settings)
-    )
-    return node
+        for equation in map(sum_over_own_axes, jaxpr.eqns):
+            operands = [read(atom) for atom in equation.invars]
+            stack = outer + equation.source_info.name_stack
+            if _jax_compat.is_plain_jit(equation) and not draws_bits(equation):
+                inner, constants = _jax_compat.open_jaxpr(_jax_compat.called(equation.params))
+                held = [
+                    Value(jax.typeof(array), None, known_of(array, half), array)
+                    for array in constants
+                ]
+                results = self.run(inner, [*held, *operands], stack)
+            else:
+                results = list(self._add(equation, operands, stack).outputs)
+            values.update(zip(equation.outvars, results, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _add(self, equation: JaxprEqn, operands: Sequence[Value], stack: Any) -> Node:
+        settings, scope = self._words.settings, self._scope + stack
+        rule, region = rule_of(equation, settings), self._words.regions.region(scope)
+        known = _known_result(equation, rule, operands, settings.compute_dtype)
+        node = Node(equation, operands, known, stack, scope, rule, region, len(self.nodes))
+        node.goes_inside = _goes_inside(node, region, settings)
+        node.has_products = node.is_product or (
+            node.goes_inside and contains_products(equation, settings)
+        )
+        self.nodes.append(node)
+        return node
 
 
 def _goes_inside(node: Node, region: Region, settings: Settings) -> bool:

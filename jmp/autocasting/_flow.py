@@ -36,42 +36,29 @@ class Info(NamedTuple):
     fixed: bool = False
 
 
-class Facts(NamedTuple):
-    """What the analyses found; see the module.
+class Destination(NamedTuple):
+    """Where an output goes outside: to a product, to the float32 carry of a loop."""
 
-    Attributes:
-      feeds, kept: values.
-      dependent: values that are not neutral: they depend on a product.
-      varying: values that are not fixed: they depend on a floating input, or on a product.
-      embeddings, cuts: nodes.
-      depths: of all nodes but those whose results are neutral, which are free.
-    """
+    feeds: bool
+    kept: bool
+
+
+class Facts(NamedTuple):
+    """What the analyses found; see the module."""
 
     feeds: Set[Value]
     kept: Set[Value]
-    dependent: Set[Value]
-    varying: Set[Value]
+    dependent: Set[Value]  # not neutral: they depend on a product
+    varying: Set[Value]  # not fixed: they depend on a floating input, or on a product
     embeddings: Set[Node]
     cuts: Set[Node]
-    depths: Mapping[Node, int]
+    depths: Mapping[Node, int]  # of all but those whose results are neutral, which are free
 
 
-def facts_of(
-    graph: Graph,
-    infos: Sequence[Info],
-    outputs_feed: Sequence[bool],
-    outputs_kept: Sequence[bool],
-) -> Facts:
-    """Returns the facts of a level.
-
-    Args:
-      graph: the level.
-      infos: of its inputs.
-      outputs_feed: whether each output reaches a product outside.
-      outputs_kept: whether each output reaches the float32 carry of a loop.
-    """
-    feeds = feeding_values(graph, outputs_feed)
-    kept = kept_values(graph, outputs_kept)
+def facts_of(graph: Graph, infos: Sequence[Info], outputs: Sequence[Destination]) -> Facts:
+    """Returns the facts of a level, given what is known of its inputs and outputs outside."""
+    feeds = feeding_values(graph, [output.feeds for output in outputs])
+    kept = kept_values(graph, [output.kept for output in outputs])
     embeddings, dependent = find_dependent(graph, infos, feeds - kept)
     varying = find_varying(graph, infos, dependent)
     cuts = find_cuts(graph, dependent, embeddings)

@@ -17,18 +17,7 @@ from jmp.dtypes import FLOAT32
 
 
 class Value:
-    """One array of the program.
-
-    Attributes:
-      aval: its nominal type, as traced; `dtype` that of its elements, None for what has none.
-      producer: the node that computes it; None for inputs, constants and literals.
-      users: the nodes that read it, once each.
-      held: the number or array that the program holds in its place; None for any other value.
-      known: what is known of its numbers, of which `constant`, `fits_half` and `is_hard` are parts.
-      size: number of elements; `source_size` those it had before it was repeated.
-      is_vector: it repeats an array of one axis at most, such as a bias; a mask has more.
-      is_float32: its nominal dtype is float32; what it is stored in is for the planner to decide.
-    """
+    """One array of the program."""
 
     __slots__ = (
         "aval", "dtype", "producer", "users", "held", "known", "constant", "fits_half", "is_hard",
@@ -38,18 +27,19 @@ class Value:
     def __init__(
         self, aval: Any, producer: "Node | None" = None, known: Known = NOTHING, held: Any = None
     ) -> None:
-        self.aval = aval
+        self.aval = aval  # its nominal type, as traced
         self.dtype: np.dtype | None = getattr(aval, "dtype", None)
-        self.producer = producer
-        self.users: tuple[Node, ...] = ()
-        self.held = held
+        self.is_float32 = self.dtype == FLOAT32  # what it is stored in is for the planner to decide
+        self.producer = producer  # None for inputs, constants and literals
+        self.users: tuple[Node, ...] = ()  # the nodes that read it, once each
+        self.held = held  # the number or array that the program holds in its place; or None
         self.known = known
         self.constant, self.fits_half, self.is_hard, source = known
         shape = getattr(aval, "shape", ())
-        self.size = size_of(shape)
+        self.size = size_of(shape)  # in elements, as is what it had before it was repeated:
         self.source_size = self.size if source is None else min(self.size, size_of(source))
+        # It repeats an array of one axis at most, such as a bias. A mask has more.
         self.is_vector = len(shape if source is None else source) <= 1 and not self.is_hard
-        self.is_float32 = self.dtype == FLOAT32
 
     def exceeds(self, half: np.dtype) -> bool:
         """Returns whether it is known to hold a number that a half type does not."""
@@ -57,20 +47,7 @@ class Value:
 
 
 class Node:
-    """One equation.
-
-    Attributes:
-      equation: the jaxpr's equation; its own variables are not to be read.
-      name, params: of its primitive.
-      inputs, outputs: values.
-      stack: its name stack within this level; `scope` the same from the outermost level down.
-      rule: what the op table says, as the equation's parameters change it.
-      region: what the user said of the scope it stands in.
-      index: its place in the program.
-      goes_inside: it is planned inside, as a level of its own; every other node is bound whole.
-      has_products: it is a product that autocast may lower, or holds one that it goes inside for.
-      is_fusible: it may stand in an island.
-    """
+    """One equation."""
 
     __slots__ = (
         "equation", "name", "params", "inputs", "outputs", "stack", "scope", "rule", "region",
@@ -88,18 +65,20 @@ class Node:
         region: Region,
         index: int,
     ) -> None:
-        self.equation = equation
+        self.equation = equation  # its own variables are not to be read
         self.name: str = equation.primitive.name
         self.params: Params = equation.params
         self.inputs = tuple(inputs)
         self.outputs = tuple(Value(v.aval, self, known) for v in equation.outvars)
-        self.stack = stack
-        self.scope = scope
-        self.rule = rule
-        self.region = region
-        self.index = index
-        self.is_fusible = rule.fusible and not region.as_written
+        self.stack = stack  # its name scopes within this level
+        self.scope = scope  # and from the outermost level down
+        self.rule = rule  # what the op table says, as the equation's parameters change it
+        self.region = region  # what the user said of its scope
+        self.index = index  # its place in the program
+        self.is_fusible = rule.fusible and not region.as_written  # it may stand in an island
+        # It is planned inside, as a level of its own; every other node is bound as a whole.
         self.goes_inside = False
+        # It is a product that autocast may lower, or holds one and is gone inside.
         self.has_products = False
 
     @property

@@ -133,9 +133,9 @@ def _linear_cone(
     takes_biases: bool,
 ) -> Cone | None:
     rule, result = node.rule, node.outputs[0]
-    if not (rule.linear or rule.reshapes or rule.permutes or rule.selects):
+    if not (rule.linear or rule.hands_on) or rule.category is Category.FULL:
         return None
-    if node.region.in_float32 or rule.category is Category.FULL or not result.is_float32:
+    if node.region.in_float32 or not result.is_float32:
         return None
     nodes: set[Node] = {node}
     entering: set[Value] = set()

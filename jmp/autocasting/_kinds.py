@@ -20,7 +20,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jmp import _jax_compat
-from jmp.autocasting._flow import Facts, Info
+from jmp.autocasting._flow import Destination, Facts, Info
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._registry import Rule, primitive_name
 from jmp.autocasting._settings import Settings
@@ -51,8 +51,7 @@ class Level(abc.ABC):
         self,
         opened: Opened,
         infos: Sequence[Info],
-        feeds: Sequence[bool],
-        kept: Sequence[bool],
+        outputs: Sequence[Destination],
         turns: int = 1,
         prevent_cse: bool | None = None,
     ) -> Inside:
@@ -60,7 +59,7 @@ class Level(abc.ABC):
 
         Args:
           infos: of its arguments.
-          feeds, kept: whether each result reaches a product outside; the float32 carry of a loop.
+          outputs: where its results go.
           turns: how often it runs, as far as known.
           prevent_cse: whether recomputed islands are kept apart from the forward pass; None: as on
             this level.
@@ -75,10 +74,9 @@ class Level(abc.ABC):
     ) -> Inside:
         """Plans a function that `node` calls once with `operands`."""
         opened = self.open(function, node, operands)
-        feeds = [value in self.facts.feeds for value in node.outputs]
-        kept = [value in self.facts.kept for value in node.outputs]
         infos = list(map(self.storage.info, operands))
-        return self.plan(opened, infos, feeds, kept, prevent_cse=prevent_cse)
+        outputs = list(map(self.storage.destination, node.outputs))
+        return self.plan(opened, infos, outputs, prevent_cse=prevent_cse)
 
     def nested(
         self,

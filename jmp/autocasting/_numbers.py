@@ -25,19 +25,12 @@ LOOKED_AT = 1 << 16
 
 
 class Known(NamedTuple):
-    """What is known of a value's numbers.
+    """What is known of a value's numbers."""
 
-    Attributes:
-      constant: the number every element equals.
-      fits_half: a half type holds it exactly (it was a boolean).
-      is_hard: known to hold numbers that a half type does not: masks of -1e9, eps of 1e-12.
-      source: shape of the value that it repeats or reshapes; None for its own.
-    """
-
-    constant: float | None = None
-    fits_half: bool = False
-    is_hard: bool = False
-    source: Shape | None = None
+    constant: float | None = None  # the number that every element equals
+    fits_half: bool = False  # a half type holds it exactly: it was a boolean
+    is_hard: bool = False  # it holds numbers that a half type does not: -1e9, 1e-12
+    source: Shape | None = None  # of the value that it repeats or reshapes; None: its own
 
 
 NOTHING = Known()

@@ -1,4 +1,4 @@
-"""The operations of a plan, at any depth, and the dtypes that they run in.
+"""The operations of a plan, at any depth, and the dtypes that they run in; its other decisions.
 
 What says that autocast lowered no product at all stands here too.
 """
@@ -17,9 +17,11 @@ from jmp.autocasting._graph import Node
 from jmp.autocasting._precision import asked_for
 from jmp.autocasting._regions import AUTOCAST, FULL_PRECISION
 from jmp.autocasting._registry import NO_RULE, Category, rule_for
-from jmp.autocasting._steps import Arithmetic, Inside, Island, Nested, Plan
+from jmp.autocasting._steps import Arithmetic, Inside, Island, Nested, Plan, Single
 from jmp.autocasting.kinds.scan import turns_of
 from jmp.dtypes import FLOAT32
+
+SATURATED = "a mask held within float16's range: a row that is masked throughout stays finite"
 
 WIDE = frozenset({"float32", "float64", "complex64", "complex128"})
 
@@ -29,36 +31,22 @@ class NoHalfProductWarning(UserWarning):
 
 
 class Operation(NamedTuple):
-    """One equation that stands in a plan, or inside a node that is bound as a whole.
-
-    Attributes:
-      equation: the jaxpr's.
-      node: the plan's node; `equation` is its own, or stands inside it.
-      why: the reason of its dtypes.
-      scope: its name stack from the outermost level down.
-      times: how often it runs, turns of loops included.
-      dtypes_in, dtypes_out: of its floating operands as they are read, and results as stored.
-    """
+    """One equation that stands in a plan, or inside a node that is bound as a whole."""
 
     equation: Any
-    node: Node
-    why: str
-    scope: Any
-    times: int
-    dtypes_in: list[str]
-    dtypes_out: list[str]
+    node: Node  # of the plan: `equation` is its own, or stands inside it
+    why: str  # the reason of its dtypes
+    scope: Any  # its name stack from the outermost level down
+    times: int  # how often it runs, turns of loops included
+    dtypes_in: list[str]  # of its floating operands, as they are read
+    dtypes_out: list[str]  # of its floating results, as they are stored
 
 
-def operations_of(plan: Plan, times: int = 1) -> Iterator[Operation]:
+def operations_of(plan: Plan) -> Iterator[Operation]:
     """Yields the operations of a plan, nested ones included."""
     half = plan.words.settings.compute_dtype
-    for step in plan.steps:
-        if isinstance(step, Nested):
-            turns = times * turns_of(step.node.equation)
-            for inside in step.insides:
-                if isinstance(inside, Inside):
-                    yield from operations_of(inside.plan, turns)
-        elif isinstance(step, Island):
+    for step, times in _steps_of(plan, 1):
+        if isinstance(step, Island):
             stored = {leave.value: leave.dtype for leave in step.leaves}
             for node in step.nodes:
                 stores = [stored.get(value, value.dtype) for value in node.outputs]
@@ -67,6 +55,31 @@ def operations_of(plan: Plan, times: int = 1) -> Iterator[Operation]:
         else:
             read = half if step.arithmetic is Arithmetic.HALF else FLOAT32
             yield from _operations_of_node(step.node, step.why, times, read, step.stores)
+
+
+def decisions_of(plan: Plan) -> Iterator[tuple[str, Node, int]]:
+    """Yields what a plan does besides choosing dtypes: a sentence, the node, how often it runs."""
+    for step, times in _steps_of(plan, 1):
+        if isinstance(step, Island):
+            for node, rewrite in step.rewrites.items():
+                yield rewrite.why, node, times
+            masked = (leave.value.producer for leave in step.leaves if leave.saturates)
+            for node in filter(None, masked):
+                yield SATURATED, node, times
+        elif any(read.saturates for read in step.reads):
+            yield SATURATED, step.node, times
+
+
+def _steps_of(plan: Plan, times: int) -> Iterator[tuple[Single | Island, int]]:
+    """Yields the steps of all levels but those that are planned inside; how often each runs."""
+    for step in plan.steps:
+        if not isinstance(step, Nested):
+            yield step, times
+            continue
+        turns = times * turns_of(step.node.equation)
+        for inside in step.insides:
+            if isinstance(inside, Inside):
+                yield from _steps_of(inside.plan, turns)
 
 
 def _operations_of_node(

@@ -5,7 +5,7 @@ import heapq
 from collections.abc import Sequence
 
 from jmp.autocasting._graph import Value
-from jmp.autocasting._steps import Island, Step
+from jmp.autocasting._steps import Island, Step, nodes_of
 
 
 def in_order(steps: Sequence[Step], outputs: Sequence[Value]) -> list[Step]:
@@ -13,10 +13,10 @@ def in_order(steps: Sequence[Step], outputs: Sequence[Value]) -> list[Step]:
     producers = {
         value: index
         for index, step in enumerate(steps)
-        for node in step.nodes
+        for node in nodes_of(step)
         for value in node.outputs
     }
-    place = [step.nodes[-1].index for step in steps]
+    place = [nodes_of(step)[-1].index for step in steps]
     effects = sorted(
         (i for i, step in enumerate(steps) if _has_effects(step)), key=place.__getitem__
     )

@@ -8,12 +8,11 @@ barrier is decided by its rule; what nests is planned by its kind, which hands b
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from jmp import _jax_compat
 from jmp.autocasting._flatten import flatten
-from jmp.autocasting._flow import Info, facts_of
+from jmp.autocasting._flow import Destination, Info, facts_of
 from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._islands import choose_recompute, clones_for, group, peel
 from jmp.autocasting._kinds import Level, has_kind, kind_of
@@ -22,6 +21,7 @@ from jmp.autocasting._precision import with_default
 from jmp.autocasting._reasons import why_float32, why_not_lowered, why_region
 from jmp.autocasting._regions import Words
 from jmp.autocasting._registry import Category
+from jmp.autocasting._sharing import common_depth, key_of
 from jmp.autocasting._steps import (
     Arithmetic,
     Inside,
@@ -57,23 +57,17 @@ class Planner(Level):
     Args:
       graph: the level, as flattened.
       infos: what comes in, input by input.
-      outputs_feed: whether each output reaches a product outside.
-      outputs_kept: whether each output reaches the float32 carry of a loop.
+      outputs: where each output goes.
       context: see `Context`.
     """
 
     def __init__(
-        self,
-        graph: Graph,
-        infos: Sequence[Info],
-        outputs_feed: Sequence[bool],
-        outputs_kept: Sequence[bool],
-        context: Context,
+        self, graph: Graph, infos: Sequence[Info], outputs: Sequence[Destination], context: Context
     ) -> None:
         self.graph = graph
         self.context = context
         self.half = context.words.settings.compute_dtype
-        self.facts = facts_of(graph, infos, outputs_feed, outputs_kept)
+        self.facts = facts_of(graph, infos, outputs)
         self.storage = Storage(self.facts, self.half)
         self.storage.store(graph.inputs, (info.dtype for info in infos))
 
@@ -109,16 +103,14 @@ class Planner(Level):
             return [self._light(node) for node in nodes]
         settings, cuts = self.context.words.settings, self.facts.cuts
         recompute = choose_recompute(nodes, cuts, settings.recompute, self.context.repeats)
-        front: list[Node] = []
-        clones: list[Node] = []
-        if recompute is not Recompute.PLAIN:
-            peeled, rest = peel(nodes, self.storage.is_half, self.facts)
-            if peeled and rest:  # an island that is linear throughout stays what it is, float32
-                front, nodes = peeled, rest
+        if recompute is Recompute.PLAIN:
+            return [self._island(nodes, [], why, recompute)]
+        front, rest = peel(nodes, self.storage.is_half, self.facts)
+        if not rest:  # an island that is linear throughout stays what it is, float32
+            front, rest = [], nodes
         steps: list[Step] = [self._light(node) for node in front]
-        if recompute is not Recompute.PLAIN:
-            clones = clones_for(_entering(nodes), self.facts)
-        return [*steps, self._island(nodes, clones, why, recompute)]
+        clones = clones_for(_entering(rest), self.facts)
+        return [*steps, self._island(rest, clones, why, recompute)]
 
     def _island(
         self, nodes: list[Node], clones: list[Node], why: dict[Node, str], recompute: Recompute
@@ -142,7 +134,7 @@ class Planner(Level):
         # own, and the cotangents add up in half: XLA takes a pair of casts away, and would store
         # the float32 sum (3 % of a U-Net's bytes, 8 % of a GPT's).
         is_cut = not self.facts.cuts.isdisjoint(nodes)
-        return Island(
+        island = Island(
             nodes=tuple(nodes),
             clones=tuple(clones),
             rewrites=rewrites,
@@ -152,15 +144,16 @@ class Planner(Level):
             recompute=recompute,
             prevent_cse=self.context.prevent_cse,
             shares_casts=recompute is Recompute.RECOMPUTE_BUT_SUMS and not is_cut,
+            depth=common_depth(nodes),
         )
+        return island if recompute is Recompute.PLAIN else island._replace(key=key_of(island))
 
     def _is_masked(self, value: Value) -> bool:
         """Returns whether a value of an island is rounded where a mask may have been applied."""
         node = value.producer
-        is_mask = (
-            node is not None and node.rule.masks and any(map(self.storage.may_be_mask, node.inputs))
-        )
-        return is_mask and self.storage.is_half(value)
+        if node is None or not (node.rule.masks and self.storage.is_half(value)):
+            return False
+        return any(map(self.storage.may_be_mask, node.inputs))
 
     def _light(self, node: Node) -> Step:
         if node.rule.category is Category.AS_WRITTEN:
@@ -198,16 +191,12 @@ class Planner(Level):
         else:
             reads = tuple(Read(v, FLOAT32 if v.is_float32 else None) for v in node.inputs)
             params = with_default(node.name, node.params)
-        stores = self._store(node, arithmetic)
-        return Single(node, arithmetic, why or node.rule.reason, reads, params, stores)
-
-    def _store(self, node: Node, arithmetic: Arithmetic) -> tuple[np.dtype | None, ...]:
         if arithmetic is Arithmetic.FLOAT32:
             stores = tuple(self.storage.rounded_by_rule(v) or v.dtype for v in node.outputs)
         else:
             stores = tuple(self.half if v.is_float32 else v.dtype for v in node.outputs)
         self.storage.store(node.outputs, stores)
-        return stores
+        return Single(node, arithmetic, why or node.rule.reason, reads, params, stores)
 
     def _read_half(self, node: Node, value: Value) -> Read:
         """Returns how an operand is read in half.
@@ -236,8 +225,7 @@ class Planner(Level):
         self,
         opened: Opened,
         infos: Sequence[Info],
-        feeds: Sequence[bool],
-        kept: Sequence[bool],
+        outputs: Sequence[Destination],
         turns: int = 1,
         prevent_cse: bool | None = None,
     ) -> Inside:
@@ -245,8 +233,7 @@ class Planner(Level):
         own = [Info(v.dtype, True, True) for v in graph.inputs[: len(constants)]]
         apart = self.context.prevent_cse if prevent_cse is None else prevent_cse
         context = Context(self.context.words, self.context.repeats * turns, apart)
-        planner = Planner(graph, [*own, *infos], feeds, kept, context)
-        return Inside(planner.plan_level(), constants)
+        return Inside(Planner(graph, [*own, *infos], outputs, context).plan_level(), constants)
 
 
 def _entering(nodes: Sequence[Node]) -> list[Value]:

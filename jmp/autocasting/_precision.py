@@ -12,6 +12,8 @@ are bound with it. (A while loop's condition is bound as it was traced, without.
 
 from typing import Any
 
+import jax
+import numpy as np
 from jax.extend.core import JaxprEqn
 from jax.lax import Precision
 
@@ -47,7 +49,7 @@ def with_default(name: str, params: Params) -> Params:
     Args:
       name, params: of a primitive that is bound in float32, or as a whole with products inside.
     """
-    default = _jax_compat.default_precision()
+    default = _default_precision()
     if default is None:
         return params
     found = {key: _with_default_inside(parameter) for key, parameter in params.items()}
@@ -68,3 +70,12 @@ def _with_default_inside(parameter: Any) -> Any:
     ]
     changed = inner.replace(eqns=equations)
     return changed if inner is parameter else parameter.replace(jaxpr=changed)
+
+
+def _default_precision() -> Any:
+    """Returns what the global default puts into a product that names no precision; or None."""
+    if _jax_compat.default_precision_setting() is None:
+        return None
+    vector = jax.ShapeDtypeStruct((1,), np.float32)
+    (equation,) = _jax_compat.open_jaxpr(jax.make_jaxpr(jax.lax.dot)(vector, vector))[0].eqns
+    return equation.params["precision"]

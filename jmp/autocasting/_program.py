@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from jmp import _jax_compat
+from jmp._calls import Held, take_arrays
 from jmp.autocasting._emit import run_plan
 from jmp.autocasting._equations import equations
 from jmp.autocasting._flatten import flatten
-from jmp.autocasting._flow import Info
+from jmp.autocasting._flow import Destination, Info
 from jmp.autocasting._operations import warn_if_no_product_is_half
 from jmp.autocasting._planner import Context, Planner
 from jmp.autocasting._regions import AUTOCAST, RegionRules, Words
@@ -27,8 +28,6 @@ from jmp.autocasting._steps import Plan
 from jmp.dtypes import FLOAT32
 from jmp.rules import Rule, UnusedRuleWarning
 from jmp.trees import as_jax_array, cast_leaf, holds_numbers
-
-POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 # What runs later than it is called: its name, and how a function and its result are told.
 LATE = (
@@ -86,15 +85,15 @@ class Program:
 
     def trace(self, args: Any, kwargs: Any) -> Traced:
         """Traces and plans, or finds what was traced and planned before."""
-        leaves, structure = jax.tree.flatten((args, kwargs))
-        static = tuple(None if holds_numbers(leaf) else _Static.of(leaf) for leaf in leaves)
-        arrays = [as_jax_array(leaf) for leaf in leaves if holds_numbers(leaf)]
+        taken, held = take_arrays((args, kwargs))
+        arrays = list(map(as_jax_array, taken))
+        kinds = tuple(map(_kind, held.leaves))
         in_half = self._in_half(args, kwargs) if self.apply_to else [False] * len(arrays)
         default = _jax_compat.default_precision_setting()
         try:
-            flat = self._flat_function(structure, static, default)
+            flat = self._flat_function(held, kinds, default)
         except TypeError:  # an argument that cannot be hashed
-            flat = self._make_flat_function(structure, static, default)
+            flat = self._make_flat_function(held, kinds, default)
         with _jax_compat.without_default_precision():
             closed, result = jax.make_jaxpr(flat, return_shape=True)(*arrays)
         jaxpr, constants = _jax_compat.open_jaxpr(closed)
@@ -112,30 +111,12 @@ class Program:
 
     def _in_half(self, args: Any, kwargs: Any) -> list[bool]:
         """For each array among the arguments, whether `apply_to` names it."""
-        # Positional arguments by the name they are bound to, the others by their own.
-        parameters = inspect.signature(self.fun).parameters
-        names = [n for n, p in parameters.items() if p.kind in POSITIONAL]
-        rest = [n for n, p in parameters.items() if p.kind is inspect.Parameter.VAR_POSITIONAL]
-        names += rest * max(0, len(args) - len(names))
-        any_name = [n for n, p in parameters.items() if p.kind is inspect.Parameter.VAR_KEYWORD]
-        named = (
-            tuple(self._mark(name, x) for name, x in zip(names, args, strict=False)),
-            {
-                name: self._mark(name if name in parameters else (any_name or [name])[0], x)
-                for name, x in kwargs.items()
-            },
-        )
-        leaves = jax.tree.leaves(named)
-        return [
-            isinstance(leaf, _Named)
-            for leaf in leaves
-            if isinstance(leaf, _Named) or holds_numbers(leaf)
-        ]
-
-    def _mark(self, name: str, argument: Any) -> Any:
-        if name not in self.apply_to:
-            return argument
-        return jax.tree.map(lambda leaf: _Named() if holds_numbers(leaf) else leaf, argument)
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        # Leaves are counted, bound to the names of arguments, and counted there again.
+        args, kwargs = jax.tree.unflatten(structure, range(len(leaves)))
+        bound = inspect.signature(self.fun).bind(*args, **kwargs).arguments
+        named = set(jax.tree.leaves([bound.get(name) for name in self.apply_to]))
+        return [i in named for i, leaf in enumerate(leaves) if holds_numbers(leaf)]
 
     def _plan(self, jaxpr: Any, constants: Sequence[Any], in_half: Sequence[bool]) -> Plan:
         regions = RegionRules(self.rules, self.settings.compute_dtype)
@@ -146,8 +127,8 @@ class Program:
         for position, half in enumerate(in_half):
             if half and graph.inputs[first + position].is_float32:
                 infos[first + position] = Info(self.settings.compute_dtype, False)
-        nowhere = [False] * len(graph.outputs)
-        plan = Planner(graph, infos, nowhere, nowhere, Context(words)).plan_level()
+        nowhere = [Destination(feeds=False, kept=False)] * len(graph.outputs)
+        plan = Planner(graph, infos, nowhere, Context(words)).plan_level()
         regions.warn_unused()
         if not self._has_warned:
             name = getattr(self.fun, "__name__", repr(self.fun))
@@ -168,16 +149,14 @@ class Program:
                 )
 
     def _make_flat_function(
-        self, structure: Any, static: tuple[Any, ...], default: Any
+        self, held: Held, kinds: tuple[Any, ...], default: Any
     ) -> Callable[..., Any]:
         # Each default precision has a trace of its own, because a trace holds the rules of custom
         # derivatives, which JAX traces once, under the default of that moment.
         def flat(*arrays: Any) -> Packed:
-            following = iter(arrays)
-            leaves = [next(following) if leaf is None else leaf.value for leaf in static]
-            args, kwargs = jax.tree.unflatten(structure, leaves)
+            args, kwargs = held.filled(arrays)
             result = self.fun(*args, **kwargs)
-            _check_unchanged((args, kwargs), structure, leaves)
+            _check_unchanged((args, kwargs), held, arrays)
             return Packed.pack(result)
 
         flat.__name__ = getattr(self.fun, "__name__", "autocast")
@@ -195,21 +174,9 @@ def _run_marked(plan: Plan, *operands: Any) -> list[Any]:
         return run_plan(plan, operands)
 
 
-class _Static(NamedTuple):
-    """An argument that is no array: part of what a trace is made for."""
-
-    kind: type
-    value: Any
-    text: str  # 0.0 == -0.0
-
-    @classmethod
-    def of(cls, leaf: Any) -> "_Static":
-        """Returns `leaf` with all that tells it from others."""
-        return cls(type(leaf), leaf, repr(leaf) if isinstance(leaf, float | complex) else "")
-
-
-class _Named:
-    """Stands for an array among arguments that `apply_to` names."""
+def _kind(leaf: Any) -> tuple[type, str]:
+    """Returns what tells a leaf that is no array from its equals: 1 == True, and 0.0 == -0.0."""
+    return type(leaf), repr(leaf) if isinstance(leaf, float | complex) else ""
 
 
 def check_runs_when_called(fun: Any) -> None:
@@ -230,13 +197,13 @@ def check_runs_when_called(fun: Any) -> None:
         )
 
 
-def _check_unchanged(arguments: Any, structure: Any, leaves: Sequence[Any]) -> None:
+def _check_unchanged(arguments: Any, held: Held, arrays: Sequence[Any]) -> None:
     try:
         after, structure_after = jax.tree.flatten(arguments)
     except ValueError:  # an argument that may be used once, such as Equinox's State
         return
-    same = structure_after == structure and all(a is b for a, b in zip(after, leaves, strict=True))
-    if not same:
+    pairs = zip(after, held.leaves_with(arrays), strict=True)
+    if structure_after != held.structure or not all(a is b for a, b in pairs):
         raise ValueError(
             "The function changes one of its arguments; the change would be lost, because autocast "
             "traces a copy. Work on a copy of a dictionary or list (batch = {**batch, ...}), and "
@@ -249,31 +216,27 @@ def _check_unchanged(arguments: Any, structure: Any, leaves: Sequence[Any]) -> N
 class Packed:
     """A result whose arrays are leaves and whose other objects are part of the structure."""
 
-    def __init__(self, arrays: Sequence[Any], structure: Any, static: tuple[Any, ...]) -> None:
+    def __init__(self, arrays: Sequence[Any], held: Held) -> None:
         self.arrays = arrays
-        self.structure = structure
-        self.static = static
+        self.held = held
 
     @classmethod
     def pack(cls, result: Any) -> "Packed":
         """Takes the arrays of a result apart from the rest."""
-        leaves, structure = jax.tree.flatten(result, is_leaf=inspect.isgenerator)
-        for leaf in leaves:
+        arrays, held = take_arrays(result, is_leaf=inspect.isgenerator)
+        for leaf in held.leaves:
             check_runs_when_called(leaf)
-        static = tuple(None if holds_numbers(leaf) else (leaf,) for leaf in leaves)
-        return cls([leaf for leaf in leaves if holds_numbers(leaf)], structure, static)
+        return cls(arrays, held)
 
     def restore(self) -> Any:
         """Puts the result together again."""
-        following = iter(self.arrays)
-        leaves = [next(following) if leaf is None else leaf[0] for leaf in self.static]
-        return jax.tree.unflatten(self.structure, leaves)
+        return self.held.filled(self.arrays)
 
     def tree_flatten(self) -> tuple[Any, Any]:
         """The arrays; then structure and other objects."""
-        return tuple(self.arrays), (self.structure, self.static)
+        return tuple(self.arrays), self.held
 
     @classmethod
-    def tree_unflatten(cls, aux: Any, arrays: Any) -> "Packed":
+    def tree_unflatten(cls, held: Held, arrays: Any) -> "Packed":
         """The inverse of `tree_flatten`."""
-        return cls(arrays, *aux)
+        return cls(arrays, held)

@@ -32,17 +32,11 @@ POLICY = "jmp.policy:"
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """What the user said of one place in the program.
+    """What the user said of one place in the program."""
 
-    Attributes:
-      in_float32: operations run in float32.
-      as_written: an inner autocast has decided here.
-      output_dtype: float32 results that leave the region are rounded to it; None leaves it open.
-    """
-
-    in_float32: bool = False
-    as_written: bool = False
-    output_dtype: np.dtype | None = None
+    in_float32: bool = False  # operations run in float32
+    as_written: bool = False  # an inner autocast has decided here
+    output_dtype: np.dtype | None = None  # float32 results that leave the region are rounded to it
 
 
 ORDINARY = Region()

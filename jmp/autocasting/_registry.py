@@ -41,66 +41,50 @@ def _same_params(params: Params, dtype: np.dtype) -> Params:
 class Rule:
     """What autocast knows of one primitive.
 
-    Attributes:
-      category: see `Category`.
-      reason: one sentence, printed in the op table and in reports.
-      params_in_half: given the parameters and a half dtype, the parameters to bind there.
-      owner: the module that registered it.
-
-    The others are traits, from which the planner and the diagnostics take every set of primitives:
-      fusible: XLA fuses it into its neighbours (elementwise, data movement, reductions), so that it
-        may be part of an island. Products, sorts, scatters and loops are not.
-      expensive: an elementwise function whose derivative keeps float32 values; an island that holds
-        one is worth recomputing.
-      sums_backward: rounding its float32 result changes nothing, but its *derivative* adds up: it
-        runs in float32 between two casts, which cost nothing inside a fusion.
-      cheap: an island computes it again rather than read its result from memory.
-      reshapes, permutes: it moves all numbers of its first operand; `reshapes` keeps their order.
-      repeats, selects: it repeats the numbers of its first operand; takes some of them.
-      linear, affine: it adds or subtracts; these and `mul` and `div`.
-      elementwise: of two operands, of which JAX stretches the smaller one to the larger.
-      compares: it asks how two operands differ.
-      masks: it is how masks are applied. (Not `mul`: a product that overflows must be seen.)
-      keeps_range: its result is known to go beyond a half type where an operand does.
-      bounded: its result lies between minus one and one.
-      reduces: it reduces over `axes`.
-      sums: it adds up, or multiplies, many terms; in reports a reduction.
-      chooses: its result says which entry, and not how large it is.
-      draws_bits: it makes or uses random bits.
-      factorises: it factorises or solves a matrix, which fails for a singular one.
-      casts: it changes the dtype and nothing else.
+    From the traits, the flags, planner and diagnostics take every set of primitives they need.
     """
 
     category: Category
-    reason: str
-    params_in_half: InHalf = _same_params
-    owner: str = "jmp"
+    reason: str  # one sentence, printed in the op table and in reports
+    params_in_half: InHalf = _same_params  # given parameters and a half dtype, those to bind there
+    owner: str = "jmp"  # the module that registered it
+
+    # XLA fuses it into its neighbours (elementwise, data movement, reductions), so that it may be
+    # part of an island. Products, sorts, scatters and loops are not.
     fusible: bool = False
+    # An elementwise function whose derivative keeps float32 values: worth recomputing.
     expensive: bool = False
+    # Rounding its float32 result changes nothing, but its derivative adds up: it runs in float32
+    # between two casts, which cost nothing inside a fusion.
     sums_backward: bool = False
-    cheap: bool = False
-    reshapes: bool = False
-    permutes: bool = False
-    repeats: bool = False
-    selects: bool = False
-    linear: bool = False
-    affine: bool = False
-    elementwise: bool = False
-    compares: bool = False
-    masks: bool = False
-    keeps_range: bool = False
-    bounded: bool = False
-    reduces: bool = False
-    sums: bool = False
-    chooses: bool = False
-    draws_bits: bool = False
-    factorises: bool = False
-    casts: bool = False
+    cheap: bool = False  # an island computes it again rather than read its result from memory
+    reshapes: bool = False  # it moves the numbers of its first operand, and keeps their order
+    permutes: bool = False  # it moves them and changes their order
+    repeats: bool = False  # it repeats them
+    selects: bool = False  # it takes some of them
+    linear: bool = False  # it adds or subtracts
+    affine: bool = False  # or multiplies or divides
+    elementwise: bool = False  # of two operands, of which JAX stretches the smaller to the larger
+    compares: bool = False  # it asks how two operands differ
+    masks: bool = False  # it is how masks are applied; not `mul`: its overflow must be seen
+    keeps_range: bool = False  # its result goes beyond a half type where an operand does
+    bounded: bool = False  # its result lies between minus one and one
+    reduces: bool = False  # it reduces over `axes`
+    sums: bool = False  # it adds up or multiplies many terms: in reports, a reduction
+    chooses: bool = False  # its result says which entry, and not how large it is
+    draws_bits: bool = False  # it makes or uses random bits
+    factorises: bool = False  # it factorises or solves a matrix, and fails for a singular one
+    casts: bool = False  # it changes the dtype and nothing else
+
+    @property
+    def hands_on(self) -> bool:
+        """Whether it moves all or some numbers of its first operand, each once."""
+        return self.reshapes or self.permutes or self.selects
 
     @property
     def moves(self) -> bool:
         """Whether the numbers of its result are those of its first operand."""
-        return self.reshapes or self.permutes or self.repeats or self.selects
+        return self.hands_on or self.repeats
 
 
 TRAITS = tuple(field.name for field in dataclasses.fields(Rule) if field.type is bool)

@@ -16,19 +16,12 @@ RECOMPUTE = ("auto", "none", "all")
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Everything the planner asks.
+    """Everything the planner asks."""
 
-    Attributes:
-      compute_dtype: float16 or bfloat16.
-      overrides: category by primitive name, for this call alone.
-      recompute: "auto", "none" or "all": which islands are computed again in the backward pass.
-      inside_custom_vjp: whether to go inside custom_vjp functions, which otherwise run as written.
-    """
-
-    compute_dtype: np.dtype
-    overrides: tuple[tuple[str, Category], ...] = ()
-    recompute: str = "auto"
-    inside_custom_vjp: bool = False
+    compute_dtype: np.dtype  # float16 or bfloat16
+    overrides: tuple[tuple[str, Category], ...] = ()  # categories of primitives, for this call
+    recompute: str = "auto"  # which islands are computed again in the backward pass
+    inside_custom_vjp: bool = False  # what is inside custom_vjp functions is lowered too
 
     def overrides_rule(self, name: str) -> bool:
         """Returns whether this call gave a primitive a category of its own."""

@@ -5,7 +5,7 @@ There are three sorts of steps: a `Single` equation, a `Nested` one that is plan
 """
 
 import enum
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +14,9 @@ from jmp.autocasting._flow import Info
 from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._regions import Words
 from jmp.autocasting._registry import Params
+
+Function = Callable[..., Any]  # of flat arrays; returns a list of them
+Dtypes = tuple[np.dtype | None, ...]  # None for what has no dtype, or keeps its own
 
 
 class Arithmetic(enum.Enum):
@@ -33,19 +36,12 @@ class Recompute(enum.Enum):
 
 
 class Read(NamedTuple):
-    """How an operand is read.
-
-    Attributes:
-      value: what is read.
-      dtype: what it is handed over in; None for what is no real floating array, which passes.
-      shape: what it is repeated to in float32, before it is rounded; None leaves it.
-      saturates: whether finite numbers are held within float16's range before they are rounded.
-    """
+    """How an operand is read: repeated to `shape` in float32, saturated, cast to `dtype`."""
 
     value: Value
     dtype: np.dtype | None
     shape: tuple[Any, ...] | None = None
-    saturates: bool = False
+    saturates: bool = False  # finite numbers are held within float16's range
 
 
 class Leave(NamedTuple):
@@ -57,154 +53,93 @@ class Leave(NamedTuple):
 
 
 class Rewrite(NamedTuple):
-    """A leaner form of one equation of an island, which gives the same; see `rewrites`.
+    """A leaner form of one equation of an island, which gives the same; see `rewrites`."""
 
-    Attributes:
-      why: one sentence, for reports.
-      reads: the values that it reads instead of the equation's operands.
-      run: a function of these, in float32, that returns the equation's result.
-      keeps: the name under which it keeps a value where the island is recomputed; "" for none.
-    """
-
-    why: str
-    reads: tuple[Value, ...]
-    run: Callable[..., Any]
-    keeps: str = ""
+    why: str  # one sentence, for reports
+    reads: tuple[Value, ...]  # instead of the equation's operands
+    run: Callable[..., Any]  # of these in float32; returns the equation's result
+    keeps: str = ""  # the name under which it keeps a value where the island is recomputed
 
 
 class Surroundings(NamedTuple):
-    """What a rewrite may ask of the island that an equation stands in.
-
-    Attributes:
-      inside: the nodes of the island.
-      recompute: what it keeps for the backward pass.
-      half: the half type of those results that are stored in it.
-      in_half: values stored in it.
-    """
+    """What a rewrite may ask of the island that an equation stands in."""
 
     inside: Set[Node]
     recompute: Recompute
     half: np.dtype
-    in_half: Set[Value]
+    in_half: Set[Value]  # results that leave in half
 
 
 class Single(NamedTuple):
-    """One equation.
-
-    Attributes:
-      node: the graph's.
-      arithmetic: what it is computed in.
-      why: for reports.
-      reads: its operands.
-      params: what its primitive is bound with.
-      stores: the dtype of each result.
-    """
+    """One equation, and what its primitive is bound with."""
 
     node: Node
     arithmetic: Arithmetic
     why: str
     reads: tuple[Read, ...]
     params: Params
-    stores: tuple[np.dtype | None, ...]
-
-    @property
-    def nodes(self) -> tuple[Node, ...]:
-        """The node."""
-        return (self.node,)
+    stores: Dtypes
 
 
 class Inside(NamedTuple):
-    """A planned function inside an equation.
-
-    Attributes:
-      plan: of its jaxpr.
-      constants: the arrays that the jaxpr holds by itself, its first inputs.
-      reads: the dtypes that its arguments are cast to inside; an empty tuple casts none.
-      stores: the dtypes that its results are cast to; an empty tuple casts none.
-    """
+    """A planned function inside an equation."""
 
     plan: "Plan"
-    constants: Sequence[Any]
-    reads: tuple[np.dtype | None, ...] = ()
-    stores: tuple[np.dtype | None, ...] = ()
+    constants: Sequence[Any]  # arrays that its jaxpr holds by itself, its first inputs
+    reads: Dtypes = ()  # what its arguments are cast to inside; empty: as they come
+    stores: Dtypes = ()  # what its results are cast to; empty: as the plan stores them
 
 
-# Of flat arrays; returns a list of them.
-Function = Callable[..., Any]
-# The graph of a function inside, and the arrays that it holds by itself, its first inputs.
+# The graph of a function inside, and the arrays that it holds by itself.
 Opened = tuple[Graph, list[Any]]
-
-# What stands for a function inside that is not planned: it is run as it was written, or traced and
-# planned when it is called, as the rule of a custom derivative is. Given what runs a plan, it
-# returns a function of flat arrays.
 RunPlan = Callable[["Plan", Sequence[Any]], list[Any]]
+# What stands for a function inside that is not planned: it is run as it was written, or traced and
+# planned when it is called, as the rule of a custom derivative is.
 Unplanned = Callable[[RunPlan], Function]
 
 
 class Nested(NamedTuple):
-    """One equation that is planned inside; its kind emits it (`_kinds`).
-
-    Attributes:
-      insides: what stands for each of its functions.
-      reads: its operands, and `stores` the dtypes of its results.
-    """
+    """One equation that is planned inside; its kind emits it (`_kinds`)."""
 
     node: Node
-    insides: tuple[Inside | Unplanned, ...]
+    insides: tuple[Inside | Unplanned, ...]  # what stands for each of its functions
     reads: tuple[Read, ...]
-    stores: tuple[np.dtype | None, ...]
-
-    @property
-    def nodes(self) -> tuple[Node, ...]:
-        """The node."""
-        return (self.node,)
+    stores: Dtypes
 
 
 class Island(NamedTuple):
-    """A set of nodes computed in float32 as one; see `_islands`.
+    """A set of nodes computed in float32 as one; see `_islands`."""
 
-    Attributes:
-      nodes: in program order.
-      clones: neutral nodes that it computes for itself, before its own; they may stand outside too.
-      rewrites: of nodes that run in a leaner form.
-      why: why nodes of it require float32, for reports; the others are there between them.
-      reads: values from outside, each once.
-      leaves: values read outside.
-      recompute: what it keeps for the backward pass.
-      prevent_cse: whether XLA must not merge its recomputation with its forward pass.
-      shares_casts: whether all readers of an input share one cast.
-    """
-
-    nodes: tuple[Node, ...]
-    clones: tuple[Node, ...]
+    nodes: tuple[Node, ...]  # in program order
+    clones: tuple[Node, ...]  # neutral nodes that it computes for itself, before its own
     rewrites: Mapping[Node, Rewrite]
-    why: Mapping[Node, str]
-    reads: tuple[Read, ...]
-    leaves: tuple[Leave, ...]
+    why: Mapping[Node, str]  # of nodes that require float32; others are there between them
+    reads: tuple[Read, ...]  # values from outside, each once
+    leaves: tuple[Leave, ...]  # values read outside
     recompute: Recompute
-    prevent_cse: bool
-    shares_casts: bool
+    prevent_cse: bool  # XLA must not merge its recomputation with its forward pass
+    shares_casts: bool  # all readers of an input share one cast
+    depth: int  # how many name scopes its nodes stand in together
+    key: Hashable = None  # islands with one key share a trace (`_sharing`); None: with no other
 
 
 Step = Single | Nested | Island
 
 
 class Plan(NamedTuple):
-    """Steps in an order that can be run.
-
-    Attributes:
-      graph: the level.
-      steps: all that its outputs and its effects need.
-      infos: what is known of each output, the dtype in which it comes out among it.
-      words: what the user said.
-    """
+    """Steps in an order that can be run: all that the outputs and the effects of a level need."""
 
     graph: Graph
     steps: tuple[Step, ...]
-    infos: tuple[Info, ...]
+    infos: tuple[Info, ...]  # what is known of each output, the dtype it comes out in among it
     words: Words
 
     @property
-    def stores(self) -> tuple[np.dtype | None, ...]:
+    def stores(self) -> Dtypes:
         """The dtypes in which the outputs come out."""
         return tuple(info.dtype for info in self.infos)
+
+
+def nodes_of(step: Step) -> tuple[Node, ...]:
+    """Returns the nodes that a step computes."""
+    return step.nodes if isinstance(step, Island) else (step.node,)

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Set
 
 import numpy as np
 
-from jmp.autocasting._flow import Facts, Info
+from jmp.autocasting._flow import Destination, Facts, Info
 from jmp.autocasting._graph import Node, Value
 
 
@@ -37,6 +37,10 @@ class Storage:
         """Returns what an inner level needs to know of a value."""
         facts = self.facts
         return Info(self.dtype(value), value not in facts.dependent, value not in facts.varying)
+
+    def destination(self, value: Value) -> Destination:
+        """Returns where a value goes."""
+        return Destination(value in self.facts.feeds, value in self.facts.kept)
 
     def rounded_by_rule(self, value: Value) -> np.dtype | None:
         """Returns the dtype that a rule rounds a value to, where it leaves the rule's region."""

@@ -56,8 +56,7 @@ def _through_equation(equation: Any, inputs: list[bool]) -> list[bool]:
         return [decides or depends for depends in carry]
     if name == "scan":
         scan = _jax_compat.Scan.of(equation.params)
-        first, end = scan.n_consts, scan.n_consts + scan.n_carry
-        return _through_loop(scan.body, inputs[:first], inputs[first:end], inputs[end:])
+        return _through_loop(scan.body, *scan.split(inputs))
     if name == "cond":
         branches = [_through(branch, inputs[1:]) for branch in inner]
         return [inputs[0] or any(outputs) for outputs in zip(*branches, strict=True)]
@@ -71,9 +70,9 @@ def _through_equation(equation: Any, inputs: list[bool]) -> list[bool]:
 def _through_while(params: _jax_compat.Params, inputs: list[bool]) -> tuple[bool, list[bool]]:
     """Returns the same of the condition and of each carry."""
     loop = _jax_compat.While.of(params)
-    first, end = loop.n_condition, loop.n_condition + loop.n_body
-    carry = _through_loop(loop.body, inputs[first:end], inputs[end:], [])
-    (decides,) = _through(loop.condition, [*inputs[:first], *carry])
+    asked, closed, carries = loop.split(inputs)
+    carry = _through_loop(loop.body, closed, carries, [])
+    (decides,) = _through(loop.condition, [*asked, *carry])
     return decides, carry
 
 

@@ -10,10 +10,10 @@ from jmp.diagnostics._assertions import assert_products_in
 from jmp.diagnostics._comparison import Comparison, compare
 from jmp.diagnostics._gradient_report import gradient_report
 from jmp.diagnostics._live import check_skips, metrics
-from jmp.diagnostics._memory_plot import plot_memory
 from jmp.diagnostics._memory_report import MemoryReport, memory_report
 from jmp.diagnostics._memory_table import compare_memory
 from jmp.diagnostics._nonfinite import NonFinite, find_nonfinite
+from jmp.diagnostics._plots import plot_memory
 from jmp.diagnostics._precision_report import PrecisionReport, precision_report
 from jmp.diagnostics._range_report import RangeReport, range_report
 from jmp.diagnostics._ranges import Range

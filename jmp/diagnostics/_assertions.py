@@ -5,12 +5,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Jaxpr
 
 from jmp import _jax_compat
-from jmp.autocasting._equations import is_inner_product
-from jmp.autocasting._registry import Category, rule_for
-from jmp.diagnostics._places import with_places
-from jmp.trees import holds_numbers
+from jmp._calls import ArrayCall
+from jmp.autocasting._operations import is_product
+from jmp.diagnostics._places import Placed, with_places
 
 
 def assert_products_in(fun: Callable[..., Any], dtype: Any) -> Callable[..., None]:
@@ -34,15 +34,15 @@ def assert_products_in(fun: Callable[..., Any], dtype: Any) -> Callable[..., Non
     expected = jnp.dtype(dtype)
 
     def check(*args: Any, **kwargs: Any) -> None:
-        jaxpr, _ = _jax_compat.open_jaxpr(_traced(fun, args, kwargs))
-        products = list(_products(jaxpr))
+        call = ArrayCall(fun, args, kwargs)
+        closed = jax.make_jaxpr(call.results)(*call.arrays)
+        products = list(_products(_jax_compat.open_jaxpr(closed)[0]))
         name = getattr(fun, "__name__", "the function")
         if not products:
             raise AssertionError(f"{name} has no product whose dtype could be checked.")
         others = [
-            f"{equation.primitive.name} in {', '.join(map(str, dtypes))} at "
-            f"{source or '?'}" + (f" ({path})" if path else "")
-            for equation, path, source, dtypes in products
+            f"{placed.equation.primitive.name} in {', '.join(map(str, dtypes))} at {placed.place}"
+            for placed, dtypes in products
             if dtypes != [expected]
         ]
         if others:
@@ -54,24 +54,9 @@ def assert_products_in(fun: Callable[..., Any], dtype: Any) -> Callable[..., Non
     return check
 
 
-def _traced(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Returns the jaxpr of a call; what is no array (`train=True`) reaches `fun` as it is."""
-    leaves, structure = jax.tree.flatten((args, kwargs))
-    is_traced = [holds_numbers(x) or isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
-
-    def of_arrays(*arrays: Any) -> Any:
-        following = iter(arrays)
-        filled = [next(following) if t else x for t, x in zip(is_traced, leaves, strict=True)]
-        args, kwargs = jax.tree.unflatten(structure, filled)
-        return [x for x in jax.tree.leaves(fun(*args, **kwargs)) if holds_numbers(x)]
-
-    return jax.make_jaxpr(of_arrays)(*(x for x, t in zip(leaves, is_traced, strict=True) if t))
-
-
-def _products(jaxpr: Any) -> Iterator[tuple[Any, str, str, list[Any]]]:
-    for equation, path, source, _ in with_places(jaxpr):
-        is_low = rule_for(equation.primitive.name).category is Category.LOW
-        if is_low and not is_inner_product(equation):
-            dtypes = [atom.aval.dtype for atom in equation.invars]
-            floating = {d for d in dtypes if jnp.issubdtype(d, jnp.floating)}
-            yield equation, path, source, sorted(floating, key=str)
+def _products(jaxpr: Jaxpr) -> Iterator[tuple[Placed, list[Any]]]:
+    """Yields each product with the dtypes of its floating operands."""
+    for placed in with_places(jaxpr):
+        if is_product(placed.equation):
+            dtypes = {atom.aval.dtype for atom in placed.equation.invars}
+            yield placed, sorted((d for d in dtypes if jnp.issubdtype(d, jnp.floating)), key=str)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp import _jax_compat
+from jmp._calls import ArrayCall, cotangent, vjp_at
 from jmp.autocasting._autocast import autocast
 from jmp.diagnostics._errors import COLUMNS, Difference, cells, difference, together
 from jmp.diagnostics._places import with_places
@@ -21,7 +22,6 @@ from jmp.trees import (
     PyTree,
     cast_floating,
     cast_to_at_least_float32,
-    is_array,
     is_complex,
     path_string,
 )
@@ -170,10 +170,9 @@ def _run_in_float64(
     """Returns what `_run` does, in float64; x64 is enabled."""
     wide = cast_floating(args, "float64")
     wide = jax.tree.map(lambda x: x.astype(np.complex128) if is_complex(x) else x, wide)
-    leaves, structure = jax.tree.flatten(wide)
-    arrays = {i: leaf for i, leaf in enumerate(leaves) if is_array(leaf)}
+    call = ArrayCall(fun, wide)
     try:
-        _check_float64(jax.make_jaxpr(lambda a: _filled(fun, leaves, structure, a))(arrays))
+        _check_float64(jax.make_jaxpr(call)(*call.arrays))
         return _run(fun, wide, argnums, 1.0)
     except TypeError as error:
         error.add_note(
@@ -211,45 +210,19 @@ def _run(
     fun: Callable[..., Any], args: tuple[Any, ...], argnums: int | Sequence[int], scale: float
 ) -> dict[tuple[str, str], jax.Array]:
     """Returns results and gradients, by kind and path, from one compiled program."""
-    found, structure = jax.tree_util.tree_flatten_with_path(args)
-    leaves = [leaf for _, leaf in found]
-    arrays = {i: leaf for i, leaf in enumerate(leaves) if is_array(leaf)}
-    several = not isinstance(argnums, int)
-    chosen = [n % len(args) for n in _checked(argnums if several else [argnums], len(args))]
-    names = {
-        i: path_string(path if several else path[1:])
-        for i, (path, leaf) in enumerate(found)
-        if path[0].idx in chosen and i in arrays and jnp.issubdtype(leaf.dtype, jnp.inexact)
+    call = ArrayCall(fun, args)
+    paths = {
+        ("gradient", path): i
+        for i, path in call.within(argnums, "compare").items()
+        if jnp.issubdtype(call.arrays[i].dtype, jnp.inexact)
     }
 
-    def results_and_gradients(arrays: dict[int, jax.Array]) -> tuple[PyTree, dict[int, jax.Array]]:
-        results, pullback = jax.vjp(
-            lambda some: _filled(fun, leaves, structure, {**arrays, **some}),
-            {i: arrays[i] for i in names},
-        )
-        (gradients,) = pullback(jax.tree.map(lambda x: _cotangent(x, scale), results))
-        return results, gradients
+    def results_and_gradients(*arrays: jax.Array) -> tuple[PyTree, tuple[jax.Array, ...]]:
+        results, vjp = vjp_at(call, arrays, list(paths.values()))
+        return results, vjp(jax.tree.map(lambda x: cotangent(x, scale / max(1, x.size)), results))
 
-    results, gradients = jax.jit(results_and_gradients)(arrays)
+    results, gradients = jax.jit(results_and_gradients)(*call.arrays)
     return {
         ("result", path_string(path)): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(results)
-    } | {("gradient", names[i]): gradient for i, gradient in gradients.items()}
-
-
-def _checked(argnums: Any, number: int) -> Any:
-    if not all(-number <= n < number for n in argnums):
-        raise ValueError(f"compare got argnums={argnums}; expected numbers of its {number} args.")
-    return argnums
-
-
-def _filled(fun: Callable[..., Any], leaves: list[Any], structure: Any, arrays: Any) -> Any:
-    """Returns `fun` of its arguments, in which arrays stand at some leaves."""
-    args = jax.tree.unflatten(structure, [arrays.get(i, leaf) for i, leaf in enumerate(leaves)])
-    return fun(*args)
-
-
-def _cotangent(result: jax.Array, scale: float) -> jax.Array | np.ndarray:
-    if not jnp.issubdtype(result.dtype, jnp.inexact):
-        return np.zeros(result.shape, jax.dtypes.float0)
-    return jnp.full(result.shape, scale / max(1, result.size), result.dtype)
+    } | dict(zip(paths, gradients, strict=True))

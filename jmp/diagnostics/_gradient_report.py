@@ -1,11 +1,11 @@
 """`gradient_report`: between which powers of two the numbers of a training step lie."""
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 
+from jmp._calls import ArrayCall, argument_numbers
 from jmp.autocasting import autocast
 from jmp.diagnostics._range_report import RangeReport
 from jmp.diagnostics._ranges import Range, exponent_of, row_of
@@ -14,7 +14,7 @@ from jmp.dtypes import is_half
 from jmp.loss_scaling import StaticLossScale
 from jmp.loss_scaling._gradients import scaled_loss
 from jmp.policy import Policy, get_policy
-from jmp.trees import as_jax_array, is_array, is_complex, is_floating, path_string
+from jmp.trees import PyTree, as_jax_array, is_complex, is_floating
 
 
 def gradient_report(
@@ -71,60 +71,42 @@ def gradient_report(
     scaled = scaled_loss(loss_fn, StaticLossScale(scale), has_aux)
 
     def report(*args: Any, **kwargs: Any) -> RangeReport:
-        run, parameters, others = _flatten(scaled, argnums, args, kwargs)
-        arrays = [array for _, array in parameters]
-        counts = count(jax.make_jaxpr(run)(arrays, others), arrays, others, half)
-        return RangeReport(tuple(_rows(parameters, counts, scale)), str(half or "float16"))
+        numbers = argument_numbers(argnums, len(args), "gradient_report")
+        call = ArrayCall(
+            scaled, [_with_arrays(x) if i in numbers else x for i, x in enumerate(args)], kwargs
+        )
+        arrays = list(map(as_jax_array, call.arrays))
+        paths = {
+            i: path
+            for i, path in call.within(argnums, "gradient_report").items()
+            if is_floating(arrays[i]) or is_complex(arrays[i])
+        }
+        if not paths:
+            raise ValueError(
+                f"gradient_report got argnums={argnums!r} and {len(args)} positional arguments, "
+                "with no floating array to differentiate there; expected the parameters."
+            )
+        closed = jax.make_jaxpr(lambda *arrays: call(*arrays)[0])(*arrays)
+        counts = count(closed, arrays, list(paths), half)
+        named = [(path, str(arrays[i].dtype)) for i, path in paths.items()]
+        return RangeReport(tuple(_rows(named, counts, scale)), str(half or "float16"))
 
     return report
 
 
-def _flatten(
-    function: Callable[..., Any],
-    argnums: int | Sequence[int],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> tuple[Callable[..., Any], list[tuple[str, jax.Array]], list[jax.Array]]:
-    """Returns the loss as a function of two lists, and these: named parameters, other arrays.
-
-    What is no array is held, because it may decide what is traced.
-    """
-    leaves, structure = jax.tree_util.tree_flatten_with_path((args, kwargs))
-    chosen = [argnums] if isinstance(argnums, int) else argnums
-    chosen = [number % max(1, len(args)) for number in chosen]
-
-    parameters, others = {}, {}
-    for index, (path, leaf) in enumerate(leaves):
-        differentiable = is_floating(leaf) or is_complex(leaf) or isinstance(leaf, float)
-        if differentiable and path[0].idx == 0 and path[1].idx in chosen:
-            parameters[index] = as_jax_array(leaf)
-        elif is_array(leaf):
-            others[index] = as_jax_array(leaf)
-    if not parameters:
-        raise ValueError(
-            f"gradient_report got argnums={argnums!r} and {len(args)} positional arguments, with "
-            "no floating array to differentiate there; expected the parameters."
-        )
-
-    def run(*lists: Sequence[jax.Array]) -> Any:
-        arrays = dict(zip((*parameters, *others), itertools.chain(*lists), strict=True))
-        filled = [arrays.get(index, leaf) for index, (_, leaf) in enumerate(leaves)]
-        args, kwargs = jax.tree.unflatten(structure, filled)
-        return function(*args, **kwargs)[0]
-
-    # Within its own argument, or within all of them.
-    first = 2 if isinstance(argnums, int) else 1
-    named = [(path_string(leaves[i][0][first:]), array) for i, array in parameters.items()]
-    return run, named, list(others.values())
+def _with_arrays(argument: PyTree) -> PyTree:
+    """Returns an argument to differentiate with arrays for its Python floats."""
+    return jax.tree.map(lambda x: as_jax_array(x) if isinstance(x, float) else x, argument)
 
 
-def _rows(parameters: list[tuple[str, jax.Array]], counts: Counts, scale: float) -> Iterator[Range]:
+def _rows(parameters: list[tuple[str, str]], counts: Counts, scale: float) -> Iterator[Range]:
+    """Yields the rows of a report; of the parameters paths and dtypes are given."""
     for role, found, own in (
         ("parameter", counts.parameters, 1.0),
         ("gradient", counts.gradients, scale),
     ):
-        for (path, array), counted in zip(parameters, found, strict=True):
-            yield row_of(role, path, str(array.dtype), counted, scale=own)
+        for (path, dtype), counted in zip(parameters, found, strict=True):
+            yield row_of(role, path, dtype, counted, scale=own)
     for index, (role, own) in enumerate((("activation", 1.0), ("activation gradient", scale))):
         for place, both in counts.activations.items():
             if both[index].any():  # else no gradient reaches it

@@ -6,6 +6,7 @@ turn of it, a shard_map. It is looked into only if it is to blame.
 """
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,22 +15,19 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jmp import _jax_compat
+from jmp.autocasting._kinds import has_kind
 from jmp.diagnostics._origins import (
     Call,
     Held,
     Origin,
     Place,
-    culprit,
     earliest,
-    given,
     handed_on,
     held,
     is_finite_of,
 )
-from jmp.diagnostics._states import FINITE, state_of
-
-# These hold programs that are not looked into; a scatter's or a reduction's is its operator.
-OPAQUE = ("cond", "pmap", "pallas_call", "custom_linear_solve", "custom_vmap_call")
+from jmp.diagnostics._replay import literal
+from jmp.diagnostics._states import FINITE, NAN, is_inexact, operand, state_of
 
 Origins = list[Origin | None]
 Look = Callable[[], Origins]
@@ -42,13 +40,18 @@ class Interpreter:
         self._order = itertools.count()
 
     def given(self, value: Any, kind: str, name: str, place: Place) -> Held:
-        """Holds an "argument" or a "constant"."""
-        return given(value, kind, name, place, next(self._order))
+        """Holds an "argument" or a "constant"; an infinity may be meant, as in a mask."""
+        state = state_of(value)
+        if state == FINITE:
+            return Held(value)
+        order = next(self._order) if state == NAN else math.inf
+        dtype, read = str(value.dtype), (operand(value),)
+        return Held(value, state, Origin(order, kind, name, dtype, state, {}, place, read))
 
     def run(self, jaxpr: Any, operands: list[Held], place: Place) -> list[Held]:
         """Returns what a jaxpr gives. `operands` is emptied: each is freed after its last use."""
         jaxpr, constants = _jax_compat.open_jaxpr(jaxpr)
-        values = dict(zip(jaxpr.invars, operands, strict=True))
+        values: dict[Any, Held] = dict(zip(jaxpr.invars, operands, strict=True))
         operands.clear()
         for variable, constant in zip(jaxpr.constvars, constants, strict=True):
             readers = (e for e in jaxpr.eqns if any(atom is variable for atom in e.invars))
@@ -60,10 +63,7 @@ class Interpreter:
         def read(atom: Any, place: Place) -> Held:
             if not hasattr(atom, "val"):
                 return values[atom]
-            # A literal is given its dtype: where it enters a loop it would be a Python number.
-            with np.errstate(over="ignore"):  # 1e30 is infinite in float16, as it is to JAX
-                literal = np.asarray(atom.val, atom.aval.dtype)
-            return self.given(literal, "constant", "", place)
+            return self.given(literal(atom), "constant", "", place)
 
         for index, equation in enumerate(jaxpr.eqns):
             here = place.at(equation)
@@ -92,23 +92,53 @@ class Interpreter:
                 return self._call(equation, inputs, here)
         return self._operation(equation, inputs, here)
 
-    def _operation(self, equation: JaxprEqn, inputs: list[Held], here: Place) -> list[Held]:
-        call = _call_of(equation)
+    def _operation(
+        self,
+        equation: JaxprEqn,
+        inputs: list[Held],
+        here: Place,
+        look: Look | None = None,
+        call: Call | None = None,
+    ) -> list[Held]:
+        """Runs an equation, and finds who made what is not finite.
+
+        Values are those of the whole: what it gave is what is read next.
+
+        Args:
+          look: finds the origins of its results inside; asked if what is inside is to blame.
+          call: runs it; `bind` if left out.
+        """
+        call = call or _call_of(equation)
         results = call(*(x.value for x in inputs))
-        states = [state_of(result) for result in results]
-        origin = None
-        if any(states):
-            kind = "whole" if equation.primitive.name in OPAQUE else "operation"
-            rerun = None if equation.effects else call
-            origin = handed_on(rerun, inputs, max(states)) or culprit(
-                equation, inputs, max(states), here, kind, next(self._order)
-            )
-        return held(results, states, [origin] * len(results))
+        states = list(map(state_of, results))
+        origins: Origins = [None] * len(results)
+        if any(states) and look is not None:
+            origin = earliest(x.origin for x in inputs)
+            if origin is None or origin.may_be_meant or not is_finite_of(call, inputs):
+                origins = look()
+        if any(state and origin is None for state, origin in zip(states, origins, strict=True)):
+            rerun = None if equation.effects and look is None else call
+            blamed = handed_on(rerun, inputs, max(states))
+            if blamed is None:
+                is_whole = look is not None or _holds_a_program(equation)
+                kind = "whole" if is_whole else "operation"
+                blamed = self._culprit(equation, inputs, max(states), here, kind)
+            origins = [origin or blamed for origin in origins]
+        return held(results, states, origins)
+
+    def _culprit(
+        self, equation: JaxprEqn, inputs: list[Held], state: int, here: Place, kind: str
+    ) -> Origin:
+        """Blames an equation."""
+        results: list[Any] = [v.aval for v in equation.outvars if is_inexact(v.aval)]
+        read = tuple(operand(x.value) for x in inputs if is_inexact(x.value))
+        order, name, dtype = next(self._order), equation.primitive.name, str(results[0].dtype)
+        return Origin(order, kind, name, dtype, state, equation.params, here, read)
 
     def _call(self, equation: JaxprEqn, inputs: list[Held], here: Place) -> list[Held]:
         name = equation.primitive.name
         if _jax_compat.is_jit(equation):
-            name = f"jit {equation.params['name']}"
+            name = f"jit {_jax_compat.name_of(equation)}"
         elif name in _jax_compat.REMAT:
             name = "remat"
         return self.run(_jax_compat.called(equation.params), inputs, here.within(name))
@@ -126,7 +156,7 @@ class Interpreter:
         scan = _jax_compat.Scan.of(equation.params)
         first, end = scan.n_consts, scan.n_consts + scan.n_carry
         # A turn is the same scan with a length of one: JAX keeps what it compiled for that.
-        one = {**equation.params, "length": 1, "unroll": 1}
+        one = _jax_compat.one_turn(equation.params)
 
         def body(*operands: Any) -> list[Any]:
             rows = (x[None] for x in operands[end:])
@@ -146,7 +176,7 @@ class Interpreter:
                 stacked = [earliest(pair) for pair in zip(stacked, rows, strict=True)]
             return [*(x.origin for x in carry), *stacked]
 
-        return self._looked_into(equation, _call_of(equation), inputs, here, look)
+        return self._operation(equation, inputs, here, look)
 
     def _while(self, equation: JaxprEqn, inputs: list[Held], here: Place) -> list[Held]:
         loop = _jax_compat.While.of(equation.params)
@@ -170,7 +200,7 @@ class Interpreter:
                 carry = self._turn(equation, body, loop.body, operands, place)
             return [x.origin for x in carry]
 
-        return self._looked_into(equation, _call_of(equation), inputs, here, look)
+        return self._operation(equation, inputs, here, look)
 
     def _turn(
         self, equation: JaxprEqn, body: Call, jaxpr: Any, inputs: list[Held], here: Place
@@ -180,7 +210,7 @@ class Interpreter:
         def look() -> Origins:
             return [x.origin for x in self.run(jaxpr, list(inputs), here)]
 
-        return self._looked_into(equation, body, inputs, here, look)
+        return self._operation(equation, inputs, here, look, body)
 
     def _shard_map(self, equation: JaxprEqn, inputs: list[Held], here: Place) -> list[Held]:
         options = _jax_compat.shard_map_options(equation.params)
@@ -200,28 +230,14 @@ class Interpreter:
             jax.shard_map(body, **options)(*(x.value for x in inputs))
             return found
 
-        return self._looked_into(equation, jax.jit(_call_of(equation)), inputs, here, look)
+        return self._operation(equation, inputs, here, look, jax.jit(_call_of(equation)))
 
-    def _looked_into(
-        self, equation: JaxprEqn, call: Call, inputs: list[Held], here: Place, look: Look
-    ) -> list[Held]:
-        """Runs what holds a program as a whole, and looks into it if that is to blame.
 
-        Values are those of the whole: what it gave is what is read next. Looking finds origins.
-        """
-        results = call(*(x.value for x in inputs))
-        states = [state_of(result) for result in results]
-        origins: Origins = [None] * len(results)
-        if any(states):
-            origin = earliest(x.origin for x in inputs)
-            if origin is None or origin.may_be_meant or not is_finite_of(call, inputs):
-                origins = look()
-        if any(s and o is None for s, o in zip(states, origins, strict=True)):
-            blamed = handed_on(call, inputs, max(states)) or culprit(
-                equation, inputs, max(states), here, "whole", next(self._order)
-            )
-            origins = [o or blamed for o in origins]
-        return held(results, states, origins)
+def _holds_a_program(equation: JaxprEqn) -> bool:
+    """Returns whether a program stands inside. A scatter's operator is none: it takes scalars."""
+    inner = _jax_compat.inner_jaxprs(equation)
+    takes_arrays = any(getattr(v.aval, "shape", ()) for jaxpr in inner for v in jaxpr.invars)
+    return takes_arrays or has_kind(equation.primitive.name)
 
 
 def _call_of(equation: JaxprEqn) -> Call:

@@ -9,15 +9,17 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jmp._calls import ArrayCall
 from jmp.autocasting import autocast
 from jmp.diagnostics._memory_step import (
-    flat_function,
     value_and_gradients,
+    with_arrays_of_aux,
     without_checkpoint,
     xla_bytes,
 )
 from jmp.diagnostics._memory_table import render
 from jmp.diagnostics._residuals import Residual, residuals
+from jmp.diagnostics._tables import totals
 from jmp.policy import Policy
 from jmp.transforms import WithMasterParamsState
 from jmp.transforms._states import find_states
@@ -60,10 +62,10 @@ def memory_report(
     >>> report.parameter_bytes, report.activation_bytes  # x in half, the cosine in float32
     ({'float32': 128}, {'float16': 256, 'float32': 256})
     """
-    chosen = _positions(argnums, len(args))
-    function, arrays, owners = flat_function(fun, args, has_aux)
+    call = ArrayCall(fun, args)
+    arrays, function = call.arrays, with_arrays_of_aux(call, has_aux)
     structs = jax.eval_shape(lambda *leaves: leaves, *arrays)
-    parameters = [i for i, owner in enumerate(owners) if owner in chosen]
+    parameters = call.within(argnums, "memory_report")
     moving = [i for i in parameters if jnp.issubdtype(structs[i].dtype, jnp.inexact)]
     if not moving:
         raise ValueError(
@@ -75,26 +77,23 @@ def memory_report(
     def cast(function: Callable[..., Any]) -> Callable[..., Any]:
         return function if policy is None else autocast(function, policy)
 
-    measured = cast(function)
-    traced = value_and_gradients(measured, arrays, moving)
+    traced = value_and_gradients(cast(function), arrays, moving)
     report = MemoryReport(
-        sum(structs[i].size for i in moving),
-        _sizes(structs[i] for i in parameters),
-        _sizes(traced.out_info[1]),
-        state,
-        masters,
-        tuple(residuals(measured, arrays, moving)),
+        parameters=sum(structs[i].size for i in moving),
+        parameter_bytes=_sizes(structs[i] for i in parameters),
+        gradient_bytes=_sizes(traced.out_info[1]),
+        optimizer_bytes=state,
+        master_bytes=masters,
+        residuals=tuple(residuals(cast(function), arrays, moving)),
     )
     plain = without_checkpoint(function, arrays)
-    if plain is not None:
-        kept = tuple(residuals(cast(plain), arrays, moving))
-        report = dataclasses.replace(
-            report, without_checkpoint=dataclasses.replace(report, residuals=kept)
-        )
-    found = xla_bytes(traced) if compiled else None
-    if found is not None:
-        report = dataclasses.replace(report, xla_temp_bytes=found[0], xla_peak_bytes=found[1])
-    return report
+    other = plain and dataclasses.replace(
+        report, residuals=tuple(residuals(cast(plain), arrays, moving))
+    )
+    temp, peak = xla_bytes(traced) if compiled else (None, None)
+    return dataclasses.replace(
+        report, without_checkpoint=other, xla_temp_bytes=temp, xla_peak_bytes=peak
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,17 +130,17 @@ class MemoryReport:
     @property
     def activation_bytes(self) -> Sizes:
         """Bytes kept for the backward pass, by dtype, copies of parameters left out."""
-        return _total((row.dtype, row.bytes) for row in self.residuals if not row.of_parameters)
+        return _bytes_of(row for row in self.residuals if not row.of_parameters)
 
     @property
     def copy_bytes(self) -> Sizes:
         """Bytes kept that are computed of parameters alone, such as half copies, by dtype."""
-        return _total((row.dtype, row.bytes) for row in self.residuals if row.of_parameters)
+        return _bytes_of(row for row in self.residuals if row.of_parameters)
 
     @property
     def residual_bytes(self) -> Sizes:
         """Bytes of activations and copies together, by dtype."""
-        return _total((row.dtype, row.bytes) for row in self.residuals)
+        return _bytes_of(self.residuals)
 
     @property
     def residual_bytes_by_module(self) -> dict[str, Sizes]:
@@ -149,7 +148,7 @@ class MemoryReport:
         rows: dict[str, list[Residual]] = {}
         for row in self.residuals:
             rows.setdefault(row.module or row.source, []).append(row)
-        return {place: _total((row.dtype, row.bytes) for row in rows[place]) for place in rows}
+        return {place: _bytes_of(found) for place, found in rows.items()}
 
     @property
     def parts(self) -> dict[str, int]:
@@ -218,13 +217,6 @@ class MemoryReport:
         return render(self)
 
 
-def _positions(argnums: int | Sequence[int], count: int) -> set[int]:
-    chosen = [argnums] if isinstance(argnums, int) else list(argnums)
-    if not all(-count <= i < count for i in chosen):
-        raise ValueError(f"memory_report got argnums={argnums} for {count} arguments.")
-    return {i % count for i in chosen}
-
-
 def _optimizer_sizes(
     optimizer: optax.GradientTransformation | None,
     args: Sequence[Any],
@@ -249,11 +241,12 @@ def _optimizer_sizes(
 
 
 def _sizes(arrays: Iterable[Any]) -> Sizes:
-    return _total((str(x.dtype), x.size * x.dtype.itemsize) for x in arrays)
+    return _sorted((str(x.dtype), x.size * x.dtype.itemsize) for x in arrays)
 
 
-def _total(sizes: Iterable[tuple[str, int]]) -> Sizes:
-    found: collections.Counter[str] = collections.Counter()
-    for dtype, size in sizes:
-        found[dtype] += size
-    return dict(sorted(found.items()))
+def _bytes_of(rows: Iterable[Residual]) -> Sizes:
+    return _sorted((row.dtype, row.bytes) for row in rows)
+
+
+def _sorted(sizes: Iterable[tuple[str, int]]) -> Sizes:
+    return dict(sorted(totals(sizes).items()))

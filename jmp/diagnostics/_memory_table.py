@@ -3,11 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jmp.diagnostics._tables import table
+from jmp.diagnostics._tables import first_rows, size, table
 
 SHOWN = 20
 ARRAYS = ("module", "source", "operation", "dtype", "shape", "times", "size")
-UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def compare_memory(reports: Mapping[str, Any]) -> str:
@@ -45,7 +44,10 @@ def render(report: Any) -> str:
         (place or "?", *(size(by.get(dtype)) for dtype in dtypes), f"{sum(by.values()) / kept:.1%}")
         for place, by in modules
     ]
-    lines += _longest("kept for the backward pass, by module:", ("module", *dtypes, "share"), cells)
+    title = "kept for the backward pass, by module:"
+    lines += first_rows(
+        title, ("module", *dtypes, "share"), cells, SHOWN, "residual_bytes_by_module"
+    )
     rows = sorted(report.residuals, key=lambda row: -row.bytes)
     cells = [
         (
@@ -54,12 +56,7 @@ def render(report: Any) -> str:
         )
         for row in rows
     ]  # fmt: skip
-    return "\n".join([*lines, *_longest("by array:", ARRAYS, cells)])
-
-
-def _longest(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    rest = [f"and {len(rows) - SHOWN} more"] if len(rows) > SHOWN else []
-    return [title, table(columns, rows[:SHOWN]), *rest]
+    return "\n".join([*lines, *first_rows("by array:", ARRAYS, cells, SHOWN, "residuals")])
 
 
 def _cells(report: Any, base: Any) -> dict[str, str]:
@@ -86,16 +83,3 @@ def _cells(report: Any, base: Any) -> dict[str, str]:
 
 def _ratio(number: float | None, base: float | None = 1) -> str:
     return "" if number is None or not base else f"{number / base:.3g}"
-
-
-def size(number: int | None) -> str:
-    """Returns bytes in a unit that suits them; "" for none.
-
-    >>> size(12_345_678), size(999_600)
-    ('12.3 MB', '1 MB')
-    """
-    if not number:
-        return ""
-    digits = len(str(round(float(f"{number:.3g}"))))  # rounded first: 999.6 kB is 1 MB
-    power = min((digits - 1) // 3, len(UNITS) - 1)
-    return f"{number / 1000**power:.3g} {UNITS[power]}"

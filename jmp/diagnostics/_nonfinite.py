@@ -8,13 +8,12 @@ from typing import Any
 import jax
 
 from jmp import _jax_compat
-from jmp.autocasting._regions import AUTOCAST
-from jmp.diagnostics._cures import Facts, cure_for
+from jmp._calls import ArrayCall
+from jmp.diagnostics._cures import cure_for
 from jmp.diagnostics._interpreter import Interpreter
 from jmp.diagnostics._origins import Origin, Place, earliest
-from jmp.diagnostics._places import module_path
-from jmp.diagnostics._states import NAN, Operand
-from jmp.trees import as_jax_array, holds_numbers
+from jmp.diagnostics._states import Operand
+from jmp.trees import as_jax_array
 
 
 def find_nonfinite(fun: Callable[..., Any]) -> Callable[..., "NonFinite | None"]:
@@ -45,28 +44,16 @@ def find_nonfinite(fun: Callable[..., Any]) -> Callable[..., "NonFinite | None"]
     """
 
     def find(*args: Any, **kwargs: Any) -> NonFinite | None:
-        named, structure = jax.tree_util.tree_flatten_with_path((args, kwargs))
-        leaves = [leaf for _, leaf in named]
-        positions = [i for i, leaf in enumerate(leaves) if holds_numbers(leaf)]
-        for leaf in leaves:
-            _check_has_numbers(leaf)
-
-        def flat(*arrays: Any) -> list[Any]:
-            filled = list(leaves)
-            for position, array in zip(positions, arrays, strict=True):
-                filled[position] = array
-            args, kwargs = jax.tree.unflatten(structure, filled)
-            return [x for x in jax.tree.leaves(fun(*args, **kwargs)) if holds_numbers(x)]
-
-        arrays = [as_jax_array(leaves[i]) for i in positions]
-        closed = jax.make_jaxpr(flat)(*arrays)
+        call = ArrayCall(fun, args, kwargs)
+        for array in call.arrays:
+            _check_has_numbers(array)
+        arrays = list(map(as_jax_array, call.arrays))
         interpreter = Interpreter()
-        names = [_name(named[i][0]) for i in positions]
         operands = [
-            interpreter.given(array, "argument", name, Place())
-            for array, name in zip(arrays, names, strict=True)
+            interpreter.given(array, "argument", _name(path), Place())
+            for array, path in zip(arrays, call.paths, strict=True)
         ]
-        results = interpreter.run(closed, operands, Place())
+        results = interpreter.run(jax.make_jaxpr(call.results)(*arrays), operands, Place())
         origin = earliest(x.origin for x in results)
         return None if origin is None else _non_finite(origin)
 
@@ -134,32 +121,17 @@ def _range_of(operand: Operand) -> str:
 
 
 def _non_finite(origin: Origin) -> NonFinite:
-    stack = origin.place.stack
-    module = module_path(stack)
-    is_backward = _jax_compat.is_backward(stack)
-    facts = Facts(
-        origin.kind,
-        origin.name,
-        origin.dtype,
-        origin.state == NAN,
-        origin.operands,
-        origin.params.get("y"),
-        is_backward,
-        _jax_compat.is_differentiated(stack),
-        AUTOCAST in _jax_compat.scope_names(stack),
-        module,
-    )
     what = {"argument": f"argument {origin.name}", "constant": "constant"}
     return NonFinite(
-        what.get(origin.kind, origin.name),
-        origin.dtype,
-        "NaN" if origin.state == NAN else "infinity",
-        "backward" if is_backward else "forward",
-        module,
-        origin.place.source,
-        origin.place.inside,
-        origin.operands,
-        cure_for(facts),
+        operation=what.get(origin.kind, origin.name),
+        dtype=origin.dtype,
+        became="NaN" if origin.is_nan else "infinity",
+        direction="backward" if origin.place.is_backward else "forward",
+        module=origin.place.module,
+        source=origin.place.source,
+        inside=origin.place.inside,
+        operands=origin.operands,
+        cure=cure_for(origin),
     )
 
 

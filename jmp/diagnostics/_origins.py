@@ -13,8 +13,8 @@ from jax.extend import core
 from jax.extend.source_info_util import NameStack
 
 from jmp import _jax_compat
-from jmp.diagnostics._places import users_line
-from jmp.diagnostics._states import FINITE, NAN, Operand, is_inexact, operand, state_of, tamed
+from jmp.diagnostics._places import module_path, users_line
+from jmp.diagnostics._states import FINITE, NAN, Operand, state_of, tamed
 
 Call = Callable[..., list[Any]]
 
@@ -38,6 +38,16 @@ class Place(NamedTuple):
         """The name scopes of all levels."""
         stacks = (equation.source_info.name_stack for equation in self.equations)
         return sum(stacks, start=_jax_compat.empty_name_stack())
+
+    @property
+    def module(self) -> str:
+        """The path of modules or name scopes."""
+        return module_path(self.stack)
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether it stands in a backward pass."""
+        return _jax_compat.is_backward(self.stack)
 
     @property
     def source(self) -> str:
@@ -70,6 +80,11 @@ class Origin(NamedTuple):
     operands: tuple[Operand, ...]
 
     @property
+    def is_nan(self) -> bool:
+        """Whether it made a NaN, and no infinity."""
+        return self.state == NAN
+
+    @property
     def may_be_meant(self) -> bool:
         """Whether this is an infinity that was given, such as a mask."""
         return self.order == math.inf
@@ -91,28 +106,6 @@ def held(
         Held(result, state, origin) if state else Held(result)
         for result, state, origin in zip(results, states, origins, strict=True)
     ]
-
-
-def given(value: Any, kind: str, name: str, place: Place, order: int) -> Held:
-    """Holds an argument or a constant. An infinity may be meant, as in a mask; a NaN not."""
-    state = state_of(value)
-    if state == FINITE:
-        return Held(value)
-    position = order if state == NAN else math.inf
-    read = (operand(value),)
-    return Held(
-        value, state, Origin(position, kind, name, str(value.dtype), state, {}, place, read)
-    )
-
-
-def culprit(
-    equation: Any, inputs: Sequence[Held], state: int, place: Place, kind: str, order: int
-) -> Origin:
-    """Blames an equation."""
-    dtypes = [v.aval.dtype for v in equation.outvars if is_inexact(v.aval)]
-    read = tuple(operand(x.value) for x in inputs if is_inexact(x.value))
-    name, params = equation.primitive.name, equation.params
-    return Origin(order, kind, name, str(dtypes[0]), state, params, place, read)
 
 
 def handed_on(call: Call | None, inputs: Sequence[Held], state: int) -> Origin | None:

@@ -74,10 +74,20 @@ def _librarys_line(equation: core.JaxprEqn) -> str:
 class Placed(NamedTuple):
     """An equation, its path of modules from the outermost level, its line, how often it runs."""
 
-    equation: Any
+    equation: Any  # core.JaxprEqn, whose types of values name no dtype
     path: str
     source: str
     times: int
+
+    @property
+    def place(self) -> str:
+        """Line and path, as errors and hazards name them."""
+        return place_name(self.source, self.path)
+
+
+def place_name(source: str, path: str) -> str:
+    """Returns a source line and a path of modules as one text."""
+    return (source or "?") + f" ({path})" * bool(path)
 
 
 def with_places(
@@ -90,7 +100,7 @@ def with_places(
       outer, outer_line, times: path, user's line and times of the equation that holds it.
     """
     for equation in jaxpr.eqns:
-        path = "/".join(filter(None, (outer, module_path(equation.source_info.name_stack))))
+        path = path_within(outer, equation)
         line = users_line(equation) or outer_line
         yield Placed(equation, path, line or _librarys_line(equation), times)
         for inner in _jax_compat.inner_jaxprs(equation):
@@ -107,6 +117,15 @@ def lines_of_callers(jaxpr: core.Jaxpr) -> dict[tuple[int, str], str]:
         if not users_line(equation):
             found.setdefault((id(equation), path), {})[source] = None
     return {place: ", ".join(lines) for place, lines in found.items()}
+
+
+def path_within(outer: str, equation: core.JaxprEqn) -> str:
+    """Returns the path of an equation's modules from the outermost level down.
+
+    Args:
+      outer: the path of the equation around it.
+    """
+    return "/".join(filter(None, (outer, module_path(equation.source_info.name_stack))))
 
 
 def module_path(stack: NameStack) -> str:

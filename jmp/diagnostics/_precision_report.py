@@ -7,17 +7,21 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.extend.core import Jaxpr
 
 from jmp import _jax_compat
+from jmp._calls import ArrayCall
 from jmp.autocasting._autocast import make_program
 from jmp.autocasting._operations import NoHalfProductWarning
 from jmp.autocasting._program import Program, Traced
+from jmp.autocasting._registry import rule_for
 from jmp.diagnostics._hazards import delicate_in_half, odd_sizes, unused_rules
 from jmp.diagnostics._places import lines_of_callers, with_places
 from jmp.diagnostics._ranges import HALVES
 from jmp.diagnostics._rendering import render, render_every_row
 from jmp.diagnostics._residuals import residuals
-from jmp.diagnostics._rows import Row, rows_of
+from jmp.diagnostics._rows import Decision, Row, decisions_in, rows_of
+from jmp.diagnostics._tables import totals
 from jmp.policy import Policy, get_policy
 from jmp.rules import UnusedRuleWarning
 
@@ -52,23 +56,16 @@ def precision_report(
             "leaves the program as it is. Ask with 'mixed_float16' or 'mixed_bfloat16'."
         )
 
-    def of_arrays(args: Any, kwargs: Any) -> PrecisionReport:
+    def of_arrays(*args: Any, **kwargs: Any) -> PrecisionReport:
         with warnings.catch_warnings():
             for told in (UnusedRuleWarning, NoHalfProductWarning):  # they are in the report
                 warnings.simplefilter("ignore", told)
             return _report(program, program.trace(args, kwargs), str(get_policy(policy)))
 
     def report(*args: Any, **kwargs: Any) -> PrecisionReport:
-        leaves, structure = jax.tree.flatten((args, kwargs))
-        is_struct = [isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves]
-        found = []
-
-        def on_tracers(*tracers: Any) -> None:
-            following = iter(tracers)
-            filled = [next(following) if s else x for x, s in zip(leaves, is_struct, strict=True)]
-            found.append(of_arrays(*jax.tree.unflatten(structure, filled)))
-
-        jax.eval_shape(on_tracers, *(x for x, s in zip(leaves, is_struct, strict=True) if s))
+        call = ArrayCall(of_arrays, args, kwargs, lambda x: isinstance(x, jax.ShapeDtypeStruct))
+        found: list[PrecisionReport] = []
+        jax.eval_shape(lambda *tracers: found.append(call(*tracers)), *call.arrays)
         return found[0]
 
     return report
@@ -90,6 +87,8 @@ class PrecisionReport:
       residual_bytes_float32: the same for `fun` without autocast.
       hazards: sentences to act upon; none is the rule.
       policy: the policy, in short.
+      decisions: what autocast does besides choosing dtypes, by place: leaner forms of equations,
+        and masks that are held within float16's range.
 
     Printed, modules that repeat stand in one row; `table` has a row for each of `rows`.
     """
@@ -102,6 +101,7 @@ class PrecisionReport:
     residual_bytes_float32: dict[str, int] | None
     hazards: list[str]
     policy: str
+    decisions: list[Decision]
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the data as dictionaries, lists, numbers and strings."""
@@ -123,7 +123,8 @@ class PrecisionReport:
 
 def _report(program: Program, traced: Traced, policy: str) -> PrecisionReport:
     jaxpr, constants = _jax_compat.open_jaxpr(traced.closed)
-    rows = _merged(rows_of(traced.plan, lines_of_callers(jaxpr)))
+    lines = lines_of_callers(jaxpr)
+    rows = rows_of(traced.plan, lines)
     operands = [*constants, *traced.arrays]
     emitted = _jax_compat.open_jaxpr(jax.make_jaxpr(traced.emit)(*operands))[0]
     products = [row for row in rows if row.kind == "product"]
@@ -138,26 +139,15 @@ def _report(program: Program, traced: Traced, policy: str) -> PrecisionReport:
         _residual_bytes(_jax_compat.as_function(traced.closed), traced.arrays),
         [*delicate_in_half(rows), *unused_rules(traced), *odd_sizes(emitted)],
         policy,
+        decisions_in(traced.plan, lines),
     )
 
 
-def _merged(rows: Any) -> list[Row]:
-    found: dict[Row, list[Row]] = {}
-    for row in rows:
-        found.setdefault(dataclasses.replace(row, times=1, flops=0), []).append(row)
-    return [
-        dataclasses.replace(row, times=sum(r.times for r in same), flops=sum(r.flops for r in same))
-        for row, same in found.items()
-    ]
-
-
-def _casts(jaxpr: Any) -> dict[tuple[str, str, str, str], int]:
+def _casts(jaxpr: Jaxpr) -> dict[tuple[str, str, str, str], int]:
     found: collections.Counter[tuple[str, str, str, str]] = collections.Counter()
     for equation, path, source, _ in with_places(jaxpr):
-        if equation.primitive.name == "convert_element_type":
-            before, after = (
-                str(atom.aval.dtype) for atom in (equation.invars[0], equation.outvars[0])
-            )
+        if rule_for(equation.primitive.name).casts:
+            before, after = str(equation.invars[0].aval.dtype), str(equation.outvars[0].aval.dtype)
             if {before, after} in ({"float32", name} for name in HALVES):
                 found[before, after, path, source] += 1
     return dict(found)
@@ -168,7 +158,4 @@ def _residual_bytes(function: Callable[..., Any], arguments: list[Any]) -> dict[
         kept = residuals(lambda *a: (function(*a), ()), arguments, range(len(arguments)))
     except (TypeError, ValueError, NotImplementedError):  # a loop; a callback
         return None
-    found: collections.Counter[str] = collections.Counter()
-    for row in kept:
-        found[row.dtype] += row.bytes
-    return dict(found)
+    return totals((row.dtype, row.bytes) for row in kept)

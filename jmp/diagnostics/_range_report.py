@@ -91,16 +91,16 @@ class RangeReport:
         for row in rows:
             first = row.lowest - longest.lowest
             counts[first : first + len(row.counts)] += row.counts
-        return Range(
-            role,
-            "",
-            ", ".join(dict.fromkeys(row.dtype for row in rows)),
-            counts,
-            longest.lowest,
-            sum(row.zeros for row in rows),
-            sum(row.infinities for row in rows),
-            sum(row.nans for row in rows),
-            rows[0].scale,
+        return dataclasses.replace(
+            longest,
+            path="",
+            dtype=", ".join(dict.fromkeys(row.dtype for row in rows)),
+            counts=counts,
+            zeros=sum(row.zeros for row in rows),
+            infinities=sum(row.infinities for row in rows),
+            nans=sum(row.nans for row in rows),
+            operation="",
+            source="",
         )
 
     def best_scale(self, dtype: DTypeLike | None = None, margin: float = 2.0) -> float | None:
@@ -181,10 +181,10 @@ class RangeReport:
         Returns: the axes.
         Raises: ImportError without matplotlib.
         """
-        from jmp.diagnostics._range_plot import draw
+        from jmp.diagnostics._plots import plot_ranges
 
         totals = [self.total(role) for role in (self.roles if roles is None else roles)]
-        return draw(totals, limits_of(dtype or self.dtype), scale, axes)
+        return plot_ranges(totals, limits_of(dtype or self.dtype), scale, axes)
 
     def __str__(self) -> str:
         return render(self)

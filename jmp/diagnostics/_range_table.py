@@ -3,7 +3,7 @@
 from typing import Any
 
 from jmp.diagnostics._ranges import HALVES, SCALED, Range, exponent_of
-from jmp.diagnostics._tables import table
+from jmp.diagnostics._tables import first_rows, table
 
 SHOWN = 10  # of each role
 NOTABLE = 0.01  # share of subnormal numbers, which lose digits and no more
@@ -45,12 +45,10 @@ def _section(role: str, rows: list[Range], dtype: str) -> list[str]:
     if not rows:
         return []
     where = ("path", "operation", "source") if any(row.operation for row in rows) else ("path",)
-    cells = [
-        (*(getattr(row, name) for name in where), *_shares(row, dtype, None))
-        for row in rows[:SHOWN]
-    ]
-    more = [f"and {len(rows) - SHOWN} more, which `rows` has too"] * (len(rows) > SHOWN)
-    return [f"{role}s in {dtype}, most is lost first:", table((*where, *SHARES), cells), *more]
+    cells = [(*(getattr(row, name) for name in where), *_shares(row, dtype, None)) for row in rows]
+    return first_rows(
+        f"{role}s in {dtype}, most is lost first:", (*where, *SHARES), cells, SHOWN, "rows"
+    )
 
 
 def _losses(row: Range, dtype: str) -> tuple[float, ...]:

@@ -1,18 +1,18 @@
 """How a precision report is printed: the summary, then the hazards, then the rows in groups."""
 
-import collections
 from collections.abc import Iterable
 from typing import Any
 
 from jmp.diagnostics._hazards import delicate_in_half
+from jmp.diagnostics._places import place_name
 from jmp.diagnostics._ranges import HALVES
 from jmp.diagnostics._row_groups import Group, grouped
-from jmp.diagnostics._rows import Row
-from jmp.diagnostics._tables import table
+from jmp.diagnostics._rows import Decision, Row
+from jmp.diagnostics._tables import size, table, totals
 
 COLUMNS = ("module", "dtype", "operations [why]", "GFLOP", "source")
 
-# Of each reason, with the dtype that it gives.
+# A number of each reason, with the dtype that it gives.
 Numbers = dict[tuple[str, str], int]
 
 
@@ -20,7 +20,8 @@ def render(report: Any) -> str:
     """Returns the report as text."""
     groups = grouped(report.rows)
     rows = list(_rows(groups, _numbers(report.rows)))
-    lines = [*_totals(report), *_reasons(report.rows), *_hazards(report, [g.row for g in groups])]
+    lines = [*_totals(report), *_reasons(report.rows), *_decisions(report.decisions)]
+    lines += _hazards(report, [group.row for group in groups])
     lines += ["", table(COLUMNS, rows)]
     if len(groups) < len(report.rows):
         lines.append(
@@ -55,26 +56,17 @@ def _totals(report: Any) -> Iterable[str]:
         ("kept without autocast", report.residual_bytes_float32),
     ):
         if kept is not None:
-            parts = [f"{_bytes(size)} {dtype}" for dtype, size in sorted(kept.items())]
+            parts = [f"{size(number)} {dtype}" for dtype, number in sorted(kept.items())]
             yield f"{name}: {', '.join(parts) or 'nothing'}"
-
-
-def _bytes(size: int) -> str:
-    return f"{size / 1e9:.3g} GB" if size >= 1e9 else f"{size / 1e6:.3g} MB"
 
 
 def _reasons(rows: list[Row]) -> Iterable[str]:
     """Yields for each dtype what is computed in it, and each reason with its number and count."""
-    numbers = _numbers(rows)
-    kinds: dict[str, collections.Counter[str]] = {}
-    for dtype, _ in numbers:
-        kinds[dtype] = collections.Counter()
-    times: collections.Counter[tuple[str, str]] = collections.Counter()
-    for row in rows:
-        kinds[_dtype(row)][row.kind] += row.times
-        times[_dtype(row), row.why] += row.times
-    for dtype, counts in kinds.items():
-        parts = [f"{count} {kind}{'s' * (count > 1)}" for kind, count in counts.items()]
+    numbers, times = _numbers(rows), _times(rows)
+    kinds = totals(((_dtype(row), row.kind), row.times) for row in rows)
+    for dtype in dict.fromkeys(dtype for dtype, _ in numbers):
+        counts = [(kind, count) for (of, kind), count in kinds.items() if of == dtype]
+        parts = [f"{count} {kind}{'s' * (count > 1)}" for kind, count in counts]
         yield f"in {dtype}: {', '.join(parts)}"
         for (of, why), number in numbers.items():
             if of == dtype:
@@ -83,17 +75,28 @@ def _reasons(rows: list[Row]) -> Iterable[str]:
 
 def _numbers(rows: list[Row]) -> Numbers:
     """Returns a number for each dtype and reason: half first, then by how often they count."""
-    times: collections.Counter[tuple[str, str]] = collections.Counter()
-    by_dtype: collections.Counter[str] = collections.Counter()
-    for row in rows:
-        times[_dtype(row), row.why] += row.times
-        by_dtype[_dtype(row)] += row.times
+    times = _times(rows)
+    by_dtype = totals((_dtype(row), row.times) for row in rows)
 
     def rank(key: tuple[str, str]) -> tuple[bool, int, str, int]:
         dtype, _ = key
         return dtype not in HALVES, -by_dtype[dtype], dtype, -times[key]
 
     return {key: number for number, key in enumerate(sorted(times, key=rank), 1)}
+
+
+def _times(rows: list[Row]) -> Numbers:
+    return totals(((_dtype(row), row.why), row.times) for row in rows)
+
+
+def _decisions(decisions: list[Decision]) -> Iterable[str]:
+    """Yields what was decided besides dtypes, each with its first place and how many there are."""
+    if decisions:
+        yield "besides dtypes:"
+    for what, times in totals((decision.what, decision.times) for decision in decisions).items():
+        first, *others = (place_name(d.source, d.module) for d in decisions if d.what == what)
+        more = f" and {len(others)} other places" if others else ""
+        yield f"  {times} x {what}; at {first}{more}"
 
 
 def _hazards(report: Any, groups: list[Row]) -> Iterable[str]:

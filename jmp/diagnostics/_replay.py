@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jmp import _jax_compat
 from jmp.autocasting._kinds import kind_of
-from jmp.diagnostics._places import module_path
+from jmp.diagnostics._places import path_within
 
 
 class Site(NamedTuple):
@@ -76,29 +76,29 @@ def replay(
     environment = dict(zip((*inner.constvars, *inner.invars), values, strict=True))
 
     def read(atom: Any) -> Any:
-        if not hasattr(atom, "val"):
-            return environment[atom]
-        # A literal is given its dtype: where it enters a loop it would be a Python number.
-        with np.errstate(over="ignore"):  # 1e30 is infinite in float16, as it is to JAX
-            return np.asarray(atom.val, atom.aval.dtype)
+        return literal(atom) if hasattr(atom, "val") else environment[atom]
 
     def run(equation: JaxprEqn, index: int) -> list[Any]:
-        stack = equation.source_info.name_stack
-        names = "/".join(filter(None, (path, module_path(stack))))
-        site = Site(equation, names, (*position, index))
+        site = Site(equation, path_within(path, equation), (*position, index))
 
         def inside(jaxpr: Any, operands: Sequence[Any], branch: int = 0) -> list[Any]:
             below = (*site.position, branch)
-            return replay(jaxpr, operands, on_results, handlers, names, below)
+            return replay(jaxpr, operands, on_results, handlers, site.path, below)
 
         emit = handlers.get(equation.primitive.name, bound)
-        with _jax_compat.place_of(equation, stack):
+        with _jax_compat.place_of(equation, equation.source_info.name_stack):
             results = emit(equation, [read(atom) for atom in equation.invars], inside)
             return on_results(site, results)
 
     for index, equation in enumerate(inner.eqns):
         environment.update(zip(equation.outvars, run(equation, index), strict=True))
     return [read(atom) for atom in inner.outvars]
+
+
+def literal(atom: Any) -> np.ndarray:
+    """Returns a literal in its dtype: where it enters a loop it would be a Python number."""
+    with np.errstate(over="ignore"):  # 1e30 is infinite in float16, as it is to JAX
+        return np.asarray(atom.val, atom.aval.dtype)
 
 
 def bound(equation: JaxprEqn, operands: list[Any], replay: Replay) -> list[Any]:
@@ -121,9 +121,10 @@ def emitted(equation: JaxprEqn, operands: list[Any], replay: Replay) -> list[Any
         return lambda *arrays: replay(jaxpr, arrays, index)
 
     functions = [function(i, jaxpr) for i, jaxpr in enumerate(kind.functions(equation))]
-    return kind.emit(equation, operands, functions)
+    results: list[Any] = kind.emit(equation, operands, functions)
+    return results
 
 
 HANDLERS: Mapping[str, Handler] = dict.fromkeys(
-    ("jit", "pjit", "scan", "cond", *_jax_compat.REMAT), emitted
+    (*_jax_compat.JITS, *_jax_compat.REMAT, "scan", "cond"), emitted
 )

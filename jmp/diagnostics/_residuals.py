@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import jax
 
 from jmp import _jax_compat
-from jmp.diagnostics._places import module_path, users_line
+from jmp._calls import vjp_at
+from jmp.diagnostics._places import path_within, users_line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +78,7 @@ def residuals(
     positions = list(parameters)
 
     def leaves(*arrays: Any) -> list[Any]:
-        return jax.tree.leaves(linearise(function, arrays, positions)[1])
+        return jax.tree.leaves(vjp_at(function, arrays, positions, has_aux=True)[1])
 
     jaxpr, _ = _jax_compat.open_jaxpr(jax.make_jaxpr(leaves)(*arguments))
     inputs = [
@@ -105,18 +106,6 @@ def residuals(
     ]
 
 
-def linearise(function: Callable[..., Any], arrays: Sequence[Any], positions: Sequence[int]) -> Any:
-    """Returns `jax.vjp` of `function`, which returns a pair, for the arguments at `positions`."""
-
-    def of_some(*moving: Any) -> Any:
-        filled = list(arrays)
-        for position, array in zip(positions, moving, strict=True):
-            filled[position] = array
-        return function(*filled)
-
-    return jax.vjp(of_some, *(arrays[i] for i in positions), has_aux=True)
-
-
 def _origins(jaxpr: Any, inputs: Sequence[Origin], outer: Origin) -> list[Origin]:
     """Returns the origin of each output of an open jaxpr that stands at the place of `outer`."""
     known = dict(zip(jaxpr.invars, inputs, strict=True))
@@ -132,9 +121,8 @@ def _origins(jaxpr: Any, inputs: Sequence[Origin], outer: Origin) -> list[Origin
 
 def _results(equation: Any, operands: list[Origin], outer: Origin) -> list[Origin]:
     """Returns the origin of each result: an equation inside, where there is one."""
-    names = (outer.module, module_path(equation.source_info.name_stack))
     here = outer._replace(
-        module="/".join(filter(None, names)),
+        module=path_within(outer.module, equation),
         source=users_line(equation) or outer.source,
         operation=equation.primitive.name,
     )

@@ -6,7 +6,7 @@ import string
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jmp.diagnostics._rows import Row
+from jmp.diagnostics._rows import Row, together
 
 # A path of modules: at each depth the names that stand there, all of them with all of the others.
 Names = tuple[frozenset[str], ...]
@@ -67,12 +67,8 @@ def _merged(found: Found, depth: int, with_source: bool) -> Found:
         if not union or len(union) < sum(map(len, at_depth)):
             merged.update({i: found[i] for i in indices})
             continue
-        row, names, _ = found[indices[0]]
-        row = dataclasses.replace(
-            row,
-            times=sum(found[i][0].times for i in indices),
-            flops=sum(found[i][0].flops for i in indices),
-        )
+        names = found[indices[0]][1]
+        row = together([found[i][0] for i in indices])
         sources = tuple(dict.fromkeys(source for i in indices for source in found[i][2]))
         merged[indices[0]] = row, (*names[:depth], union, *names[depth + 1 :]), sources
     return [merged[index] for index in sorted(merged)]

@@ -1,15 +1,18 @@
 """Rows of a precision report, read off a plan."""
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Sequence
+
+from jax.extend.core import JaxprEqn
+from jax.extend.source_info_util import NameStack
 
 from jmp.autocasting._equations import is_inner_product
-from jmp.autocasting._operations import is_product, operations_of
+from jmp.autocasting._operations import decisions_of, is_product, operations_of
 from jmp.autocasting._registry import Category, rule_for
 from jmp.autocasting._steps import Plan
-from jmp.diagnostics._flops import flops
 from jmp.diagnostics._places import module_path, source_line
+from jmp.diagnostics._products import product_of
+from jmp.diagnostics._tables import totals
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,32 +46,73 @@ class Row:
 Lines = dict[tuple[int, str], str]
 
 
-def rows_of(plan: Plan, lines: Lines) -> Iterator[Row]:
-    """Yields a row for each product, reduction and exponential of a plan, nested ones included.
+def rows_of(plan: Plan, lines: Lines) -> list[Row]:
+    """Returns the products, reductions and exponentials of a plan, nested ones included.
 
     Args:
       plan: of the whole program.
       lines: of `lines_of_callers`, for the jaxpr that was planned.
     """
+    found: dict[Row, list[Row]] = {}
     for operation in operations_of(plan):
         equation = operation.equation
-        kind, name = kind_of(equation), equation.primitive.name
+        kind = kind_of(equation)
         if kind is None or not operation.dtypes_out:
             continue
-        shapes = [tuple(atom.aval.shape) for atom in equation.invars]
-        result = tuple(equation.outvars[0].aval.shape)
-        times, done = operation.times, 0
-        if kind == "product":
-            done = times * flops(name, equation.params, shapes, result)
-        module = module_path(operation.scope)
-        source = source_line(equation, lines.get((id(equation), module), ""))
-        yield Row(
-            kind, name, module, source, ", ".join(operation.dtypes_in),
-            ", ".join(operation.dtypes_out), operation.why, times, done,
-        )  # fmt: skip
+        flops = product_of(equation).flops if kind == "product" else 0
+        module, source = _place(equation, operation.scope, lines)
+        row = Row(
+            kind=kind,
+            operation=equation.primitive.name,
+            module=module,
+            source=source,
+            dtype_in=", ".join(operation.dtypes_in),
+            dtype_out=", ".join(operation.dtypes_out),
+            why=operation.why,
+        )
+        times = operation.times
+        same = dataclasses.replace(row, times=times, flops=times * flops)
+        found.setdefault(row, []).append(same)
+    return list(map(together, found.values()))
 
 
-def kind_of(equation: Any) -> str | None:
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What autocast does at one place besides choosing dtypes.
+
+    Attributes:
+      what: one sentence.
+      module, source, times: as of a `Row`.
+    """
+
+    what: str
+    module: str
+    source: str
+    times: int = 1
+
+
+def decisions_in(plan: Plan, lines: Lines) -> list[Decision]:
+    """Returns what a plan does besides choosing dtypes, a row for each place; see `rows_of`."""
+    found = totals(
+        ((what, *_place(node.equation, node.scope, lines)), times)
+        for what, node, times in decisions_of(plan)
+    )
+    return [Decision(*key, times) for key, times in found.items()]
+
+
+def _place(equation: JaxprEqn, scope: NameStack, lines: Lines) -> tuple[str, str]:
+    """Returns the module and the source line of an equation."""
+    module = module_path(scope)
+    return module, source_line(equation, lines.get((id(equation), module), ""))
+
+
+def together(rows: Sequence[Row]) -> Row:
+    """Returns the first of some rows with the times and the operations of all."""
+    times, flops = sum(row.times for row in rows), sum(row.flops for row in rows)
+    return dataclasses.replace(rows[0], times=times, flops=flops)
+
+
+def kind_of(equation: JaxprEqn) -> str | None:
     """Returns the kind of row an equation makes; None if it makes none."""
     name = equation.primitive.name
     rule = rule_for(name)

@@ -13,10 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmp import _jax_compat
+from jmp._calls import vjp_at
 from jmp.autocasting._equations import inner_equations
 from jmp.diagnostics._histograms import DIGITS, digits, exponents, from_digits, length
 from jmp.diagnostics._places import users_line
-from jmp.diagnostics._replay import HANDLERS, OnResults, Site, replay
+from jmp.diagnostics._replay import HANDLERS, Site, replay
 from jmp.diagnostics._rows import kind_of
 
 
@@ -40,39 +42,42 @@ class Counts(NamedTuple):
 Tap = Callable[[tuple[int, ...], Place, Any], Any]  # (position, place, value) -> value
 
 
-def count(closed: Any, parameters: list[Any], others: list[Any], dtype: Any = None) -> Counts:
+def count(closed: Any, arrays: list[Any], positions: list[int], dtype: Any = None) -> Counts:
     """Runs a traced loss and its gradient once.
 
     Args:
       closed: jaxpr whose first output is a real scalar.
-      parameters, others: its arguments; the former are differentiated.
+      arrays: its arguments.
+      positions: of those that are differentiated, the parameters.
       dtype: count activations that are stored in it; None for all.
     """
-    step, probes = counting_step(closed, parameters, others, dtype)
-    own, gradients, sums = jax.device_get(jax.jit(step)(parameters, others, probes))
+    step, probes = counting_step(closed, arrays, positions, dtype)
+    own, gradients, sums = jax.device_get(jax.jit(step)(arrays, probes))
     found = {place: tuple(from_digits(sums[place])) for place in probes}
     return Counts(own, gradients, found)
 
 
 def counting_step(
-    closed: Any, parameters: list[Any], others: list[Any], dtype: Any = None
+    closed: Any, arrays: list[Any], positions: list[int], dtype: Any = None
 ) -> tuple[Callable[..., Any], dict[Place, jax.Array]]:
-    """Returns what `count` compiles, a function of (parameters, others, probes), and the probes.
+    """Returns what `count` compiles, a function of (arrays, probes), and the probes.
 
     It returns the counts of parameters, those of their gradients, and sums of digits by place.
     """
-    places = _differentiated(closed, parameters, others, dtype)
+    places = _differentiated(closed, arrays, positions, dtype)
     probes = {p: jnp.zeros((DIGITS, 2, length(p.dtype)), np.float32) for p in places.values()}
 
-    def loss(parameters: Any, probes: Any, others: Any) -> Any:
+    def loss(*operands: Any) -> Any:
+        *arrays, probes = operands
+
         def tap(position: tuple[int, ...], place: Place, value: Any) -> Any:
             return _tap(value, probes[place]) if position in places else value
 
-        return replay(closed, [*parameters, *others], _after_each(tap, dtype))[0]
+        return _tapped(closed, tap, dtype)(*arrays)
 
-    def step(parameters: Any, others: Any, probes: Any) -> Any:
-        gradients, sums = jax.grad(loss, (0, 1))(parameters, probes, others)
-        return list(map(exponents, parameters)), list(map(exponents, gradients)), sums
+    def step(arrays: Any, probes: Any) -> Any:
+        *gradients, sums = jax.grad(loss, (*positions, len(arrays)))(*arrays, probes)
+        return [exponents(arrays[i]) for i in positions], list(map(exponents, gradients)), sums
 
     return step, probes
 
@@ -94,8 +99,8 @@ def _backward(counted: Any, cotangent: Any) -> tuple[Any, Any]:
 _tap.defvjp(_forward, _backward)
 
 
-def _after_each(tap: Tap, dtype: Any) -> OnResults:
-    """Returns a hook that taps what precision reports have rows of, if it is stored in `dtype`.
+def _tapped(closed: Any, tap: Tap, dtype: Any) -> Callable[..., Any]:
+    """Returns the loss with taps behind what precision reports have rows of, stored in `dtype`.
 
     What is bound as a whole (a custom derivative, a kernel, shard_map) is tapped at its outputs if
     such an operation stands inside.
@@ -107,7 +112,7 @@ def _after_each(tap: Tap, dtype: Any) -> OnResults:
         is_whole = name not in HANDLERS and any(map(kind_of, inner_equations(equation)))
         if kind_of(equation) is None and not is_whole:
             return results
-        operation = equation.params.get("name", name) if is_whole else name
+        operation = _jax_compat.name_of(equation) if is_whole else name
         tapped = []
         for index, result in enumerate(results):
             if jnp.issubdtype(result.dtype, jnp.inexact) and dtype in (None, result.dtype):
@@ -116,11 +121,11 @@ def _after_each(tap: Tap, dtype: Any) -> OnResults:
             tapped.append(result)
         return tapped
 
-    return on_results
+    return lambda *arrays: replay(closed, arrays, on_results)[0]
 
 
 def _differentiated(
-    closed: Any, parameters: list[Any], others: list[Any], dtype: Any
+    closed: Any, arrays: list[Any], positions: list[int], dtype: Any
 ) -> dict[tuple[int, ...], Place]:
     """Returns where the values are that depend on the parameters, in the program's order.
 
@@ -143,11 +148,6 @@ def _differentiated(
         order[position] = place
         return look(value)
 
-    def loss(parameters: Any, others: Any) -> Any:
-        return replay(closed, [*parameters, *others], _after_each(tap, dtype))[0]
-
-    def differentiate(parameters: Any, others: Any) -> Any:
-        return jax.vjp(lambda parameters: loss(parameters, others), parameters)[0]
-
-    jax.eval_shape(differentiate, parameters, others)
+    loss = _tapped(closed, tap, dtype)
+    jax.eval_shape(lambda *arrays: vjp_at(loss, arrays, positions)[0], *arrays)
     return {position: place for position, place in order.items() if position in found}

@@ -15,11 +15,11 @@ one shape may be sharded along different axes. There the check is by tensor, and
 
 import collections
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jmp import _jax_compat
 from jmp.trees import PyTree, all_finite, as_jax_array, is_complex, is_floating
 
 SAME_SHAPE_TOGETHER = 8
@@ -38,7 +38,7 @@ def gradients_finite(gradients: PyTree) -> jax.Array:
         for leaf in jax.tree.leaves(gradients)
         if is_floating(leaf) or is_complex(leaf)
     ]
-    if any(_jax_compat.may_be_sharded(leaf) for leaf in leaves):
+    if any(_may_be_sharded(leaf) for leaf in leaves):
         return all_finite(leaves)
 
     small, alike = collections.defaultdict(list), collections.defaultdict(list)
@@ -65,3 +65,18 @@ def gradients_finite(gradients: PyTree) -> jax.Array:
 
 def _groups(leaves: list[jax.Array], size: int) -> list[list[jax.Array]]:
     return [leaves[start : start + size] for start in range(0, len(leaves), size)]
+
+
+def _may_be_sharded(value: Any) -> bool:
+    """Returns whether jit may have sharded `value` over several devices.
+
+    Its type names the mesh of whatever it was computed from, but for the parts that shard_map and
+    pmap hand to each device whole. Without a mesh one device is certain only if there is no other.
+    """
+    mesh = jax.typeof(value).sharding.mesh
+    if mesh.empty:
+        return jax.device_count() > 1
+    return any(
+        size > 1 and name not in mesh.manual_axes
+        for name, size in zip(mesh.axis_names, mesh.axis_sizes, strict=True)
+    )

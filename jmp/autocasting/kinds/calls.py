@@ -22,7 +22,7 @@ class Jit(Kind):
         def call(*args: Any) -> Any:
             return function(*args)
 
-        call.__name__ = equation.params["name"]
+        call.__name__ = _jax_compat.name_of(equation)
         return jax.jit(call, **_jax_compat.jit_options(equation.params))(*operands)
 
 
@@ -39,10 +39,11 @@ class Remat(Kind):
         """Emits `jax.checkpoint`; a recomputation that stands in a gradient already is rebound."""
         (function,) = functions
         params = equation.params
-        if params["differentiated"]:
+        if _jax_compat.recomputes(params):
             jaxpr, constants = _jax_compat.open_jaxpr(jax.make_jaxpr(function)(*operands))
             if not constants:
-                return equation.primitive.bind(*operands, **{**params, "jaxpr": jaxpr})
+                anew = _jax_compat.with_function(params, jaxpr)
+                return _jax_compat.bind(equation.primitive, operands, anew)
         return jax.checkpoint(function, **_jax_compat.remat_options(params))(*operands)
 
 

@@ -22,7 +22,7 @@ from jax.tree_util import Partial
 from jmp import _jax_compat
 from jmp.autocasting._casts import cast, cast_all
 from jmp.autocasting._equations import inner_equations
-from jmp.autocasting._flow import Info
+from jmp.autocasting._flow import Destination, Info
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import Arrays, Kind, Level, register_kind
 from jmp.autocasting._numbers import is_inexact
@@ -31,15 +31,30 @@ from jmp.autocasting._settings import Settings
 from jmp.autocasting._steps import Function, Inside, Nested, RunPlan
 from jmp.dtypes import FLOAT32
 
-INSIDE_CUSTOM_VJP = "inside a custom_vjp, which runs as written (inside_custom_vjp=True lowers it)"
+AS_WRITTEN = "inside a custom_vjp, which runs as written (inside_custom_vjp=True lowers it)"
 
 
 class CustomJvp(Kind):
     """`jax.custom_jvp`, where it holds a product or stands outside an island."""
 
+    is_written = False  # for the dtypes it was traced with
+
     def rule(self, equation: JaxprEqn, rule: Rule, settings: Settings) -> Rule:
         """One without products is one operation: float32 if something inside is."""
-        return _rule_of_inside(equation, rule, settings, is_full=False)
+        inner = list(inner_equations(equation))
+        rules = [settings.rule_for(e.primitive.name) for e in inner]
+        if equation.effects or any(
+            r.category is Category.LOW or not (r.fusible or _jax_compat.is_jit(e))
+            for r, e in zip(rules, inner, strict=True)
+        ):
+            return rule
+        is_full = self.is_written or any(r.category is Category.FULL for r in rules)
+        return Rule(
+            Category.FULL if is_full else Category.FOLLOW,
+            "a custom derivative: one operation, " + ("float32" if is_full else "as its inside"),
+            fusible=True,
+            expensive=any(r.expensive for r in rules),
+        )
 
     def plan(self, node: Node, level: Level) -> Nested:
         """Results that feed products are half; the rule will give tangents of the same dtype."""
@@ -87,14 +102,15 @@ class CustomJvp(Kind):
 class CustomVjp(CustomJvp):
     """`jax.custom_vjp`, gone into on request; otherwise it is bound as written."""
 
+    is_written = True
+
     def goes_inside(self, settings: Settings) -> bool:
         """On request."""
         return settings.inside_custom_vjp
 
     def rule(self, equation: JaxprEqn, rule: Rule, settings: Settings) -> Rule:
-        """One without products is one operation in float32."""
-        written = dataclasses.replace(rule, reason=INSIDE_CUSTOM_VJP)
-        return _rule_of_inside(equation, written, settings, is_full=True)
+        """One without products is one operation, in float32."""
+        return super().rule(equation, dataclasses.replace(rule, reason=AS_WRITTEN), settings)
 
     def plan_rule(
         self, node: Node, level: Level, stores: Sequence[np.dtype | None], run_plan: RunPlan
@@ -157,35 +173,12 @@ class CustomVjp(CustomJvp):
         return function(*operands)
 
 
-def _rule_of_inside(equation: JaxprEqn, rule: Rule, settings: Settings, is_full: bool) -> Rule:
-    inner = list(inner_equations(equation))
-    rules = [settings.rule_for(e.primitive.name) for e in inner]
-    if equation.effects or any(
-        r.category is Category.LOW or not (r.fusible or _jax_compat.is_jit(e))
-        for r, e in zip(rules, inner, strict=True)
-    ):
-        return rule
-    is_full = is_full or any(r.category is Category.FULL for r in rules)
-    return Rule(
-        Category.FULL if is_full else Category.FOLLOW,
-        "a custom derivative: one operation, " + ("float32" if is_full else "as its inside"),
-        fusible=True,
-        expensive=any(r.expensive for r in rules),
-    )
-
-
 class _Traced(NamedTuple):
-    """A planned function that was traced on nominal types.
-
-    Attributes:
-      inside: its plan.
-      structure: of its result.
-      results: the leaves of its result as values, and what is known of them.
-    """
+    """A planned function that was traced on nominal types."""
 
     inside: Inside
-    structure: Any
-    results: list[tuple[Value, Info]]
+    structure: Any  # of its result
+    results: list[tuple[Value, Info]]  # the leaves of its result, and what is known of them
 
     def run(self, run_plan: RunPlan, arrays: Sequence[Any]) -> Any:
         """Returns the result."""
@@ -217,9 +210,8 @@ def _trace_and_plan(
     infos = [info for _, info in known] + [Info(dtype, False) for _, dtype in changes]
     outputs = opened[0].outputs
     stores = (*dtypes, *[None] * (len(outputs) - len(dtypes)))
-    feeds = [dtype == level.half for dtype in stores]
-    kept = [dtype == FLOAT32 for dtype in stores]
-    inside = level.plan(opened, infos, feeds, kept)._replace(stores=stores)
+    goes = [Destination(feeds=dtype == level.half, kept=dtype == FLOAT32) for dtype in stores]
+    inside = level.plan(opened, infos, goes)._replace(stores=stores)
     results = list(zip(outputs, inside.plan.infos, strict=True))
     return _Traced(inside, jax.tree.structure(result), results)
 

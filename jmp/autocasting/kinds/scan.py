@@ -14,7 +14,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jmp import _jax_compat
-from jmp.autocasting._flow import Info, feeding_values
+from jmp.autocasting._flow import Destination, Info, feeding_values
 from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._kinds import Arrays, Kind, Level, register_kind
 from jmp.autocasting._numbers import UNKNOWN
@@ -33,47 +33,45 @@ class Scan(Kind):
     def plan(self, node: Node, level: Level) -> Nested:
         """Decides the dtype of each carry first, then plans the body."""
         scan = _jax_compat.Scan.of(node.params)
-        first, end = scan.n_consts, scan.n_consts + scan.n_carry
-        closed = node.inputs[:first]
-        opened = level.open(scan.body, node, closed)
-        infos = list(map(level.storage.info, node.inputs))
-        in_half = _carried_in_half(opened[0], infos, node, level)
-        carried, stacked = node.outputs[: scan.n_carry], node.outputs[scan.n_carry :]
+        closed, _, _ = scan.split(node.inputs)
+        graph, held = level.open(scan.body, node, closed)
+        consts, before, rows = scan.split(list(map(level.storage.info, node.inputs)))
+        _, values, _ = scan.split(graph.inputs[len(held) :])
+        in_half = _carried_in_half(graph, values, before, node, level)
         carries = [
             level.half if is_half else value.dtype
-            for value, is_half in zip(carried, in_half, strict=True)
+            for value, is_half in zip(values, in_half, strict=True)
         ]
-        stored = [info.dtype for info in infos]
-        infos[first:end] = [Info(dtype, False) for dtype in carries]
-        feeds = [*in_half, *(value in level.facts.feeds for value in stacked)]
-        kept = [*(not half for half in in_half), *(value in level.facts.kept for value in stacked)]
+        infos = [*consts, *(Info(dtype, False) for dtype in carries), *rows]
+        outputs = [Destination(feeds=is_half, kept=not is_half) for is_half in in_half]
+        outputs += map(level.storage.destination, node.outputs[scan.n_carry :])
         # One more than the turns: also a loop of one turn is a loop.
         turns = turns_of(node.equation) + 1
-        body = level.plan(opened, infos, feeds, kept, turns=turns, prevent_cse=False)
+        body = level.plan((graph, held), infos, outputs, turns=turns, prevent_cse=False)
         stores = (*carries, *body.plan.stores[scan.n_carry :])
-        # Fixed constants have no gradient.
+        # Constants are rounded inside, but those that have no gradient.
         outside = [
-            dtype if info.fixed else value.dtype
-            for value, info, dtype in zip(closed, infos, stored, strict=False)
+            info.dtype if info.fixed else value.dtype
+            for value, info in zip(closed, consts, strict=True)
         ]
-        inside = (*stored[:first], *[None] * (len(stored) - first))
-        reads = [*outside, *carries, *stored[end:]]
+        inside = (*(info.dtype for info in consts), *[None] * (len(carries) + len(rows)))
+        reads = [*outside, *carries, *(info.dtype for info in rows)]
         return level.nested(node, [body._replace(reads=inside, stores=stores)], stores, reads)
 
     def emit(self, equation: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> Any:
         """Emits `lax.scan`; constants are closed over."""
         scan = _jax_compat.Scan.of(equation.params)
-        first, end = scan.n_consts, scan.n_consts + scan.n_carry
+        constants, carries, arrays = scan.split(operands)
         (body,) = functions
 
         def turn(carry: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
-            results = body(*operands[:first], *carry, *rows)
+            results = body(*constants, *carry, *rows)
             return results[: scan.n_carry], results[scan.n_carry :]
 
         carry, stacked = lax.scan(
             turn,
-            list(operands[first:end]),
-            list(operands[end:]),
+            carries,
+            arrays,
             length=scan.length if isinstance(scan.length, int) else None,
             reverse=scan.reverse,
             unroll=scan.unroll,
@@ -92,18 +90,23 @@ def turns_of(equation: JaxprEqn) -> int:
     return length if isinstance(length, int) else UNKNOWN
 
 
-def _carried_in_half(graph: Graph, infos: Sequence[Info], node: Node, level: Level) -> list[bool]:
-    """Returns for each carry of a scan whether it loses nothing in half."""
-    scan = _jax_compat.Scan.of(node.params)
-    first = len(graph.inputs) - len(infos) + scan.n_consts  # the graph's own constants come before
-    values, results = graph.inputs[first : first + scan.n_carry], graph.outputs[: scan.n_carry]
+def _carried_in_half(
+    graph: Graph, values: Sequence[Value], before: Sequence[Info], node: Node, level: Level
+) -> list[bool]:
+    """Returns for each carry of a scan whether it loses nothing in half.
+
+    Args:
+      graph: of the body; `values` are those of its inputs that are carried.
+      before: what is known of the carries that come in first.
+    """
+    results = graph.outputs[: len(values)]
     fed = feeding_values(graph, [False] * len(graph.outputs))  # within one step
     streams = [
         turns_of(node.equation) <= LAYERS
         and info.dtype == level.half
         and value.is_float32
         and value in fed
-        for value, info in zip(values, infos[scan.n_consts :], strict=False)
+        for value, info in zip(values, before, strict=True)
     ]
     found = [
         value.is_float32 and outer not in level.facts.kept
@@ -124,19 +127,12 @@ def _read_by_products_alone(value: Value, wide: Set[Value]) -> bool:
     """Returns whether nothing else reads a value, a float32 carry (`wide`) included."""
     if value in wide or not value.users:
         return False
-    return all(
-        user.is_product
-        or (
-            _hands_on(user)
-            and all(_read_by_products_alone(output, wide) for output in user.outputs)
-        )
-        for user in value.users
-    )
-
-
-def _hands_on(node: Node) -> bool:
-    rule = node.rule
-    return rule.reshapes or rule.permutes or rule.selects or node.name == "concatenate"
+    for user in value.users:
+        hands_on = user.rule.hands_on or user.name == "concatenate"
+        moved = hands_on and all(_read_by_products_alone(v, wide) for v in user.outputs)
+        if not (user.is_product or moved):
+            return False
+    return True
 
 
 register_kind(["scan"], Scan())

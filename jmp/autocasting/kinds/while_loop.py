@@ -11,7 +11,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jmp import _jax_compat
-from jmp.autocasting._flow import Info
+from jmp.autocasting._flow import Destination, Info
 from jmp.autocasting._graph import Node
 from jmp.autocasting._kinds import Arrays, Kind, Level, register_kind
 from jmp.autocasting._registry import Category, Rule
@@ -40,28 +40,27 @@ class While(Kind):
     def plan(self, node: Node, level: Level) -> Nested:
         """Plans the body."""
         loop = _jax_compat.While.of(node.params)
-        first, end = loop.n_condition, loop.n_condition + loop.n_body
-        opened = level.open(loop.body, node, node.inputs[first:end])
-        carries = [Info(value.dtype, False) for value in node.outputs]
-        infos = [*map(level.storage.info, node.inputs[first:end]), *carries]
-        feeds, kept = [False] * len(carries), [True] * len(carries)
-        # Nothing is saved for a backward pass, because there is none.
-        body = level.plan(opened, infos, feeds, kept, prevent_cse=False)
+        asked, closed, _ = loop.split(node.inputs)
+        infos = list(map(level.storage.info, closed))
         stores = tuple(value.dtype for value in node.outputs)
+        carries = [Info(dtype, False) for dtype in stores]
+        outputs = [Destination(feeds=False, kept=True)] * len(stores)
+        opened = level.open(loop.body, node, closed)
+        # Nothing is saved for a backward pass, because there is none.
+        body = level.plan(opened, [*infos, *carries], outputs, prevent_cse=False)
         condition = functools.partial(_as_written, loop.condition)
-        reads = [value.dtype for value in node.inputs]
-        reads[first:end] = [info.dtype for info in infos[: loop.n_body]]
+        reads = [*(value.dtype for value in asked), *(info.dtype for info in infos), *stores]
         return level.nested(node, [condition, body._replace(stores=stores)], stores, reads)
 
     def emit(self, equation: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> Any:
         """Emits `lax.while_loop`."""
         loop = _jax_compat.While.of(equation.params)
-        first, end = loop.n_condition, loop.n_condition + loop.n_body
+        asked, closed, carries = loop.split(operands)
         condition, body = functions
         return lax.while_loop(
-            lambda carry: condition(*operands[:first], *carry)[0],
-            lambda carry: body(*operands[first:end], *carry),
-            list(operands[end:]),
+            lambda carry: condition(*asked, *carry)[0],
+            lambda carry: body(*closed, *carry),
+            carries,
         )
 
 

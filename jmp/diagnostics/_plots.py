@@ -1,14 +1,22 @@
-"""How a range report is drawn."""
+"""Pictures of memory reports and range reports. matplotlib is optional: imported to draw one."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from jmp.diagnostics._axes import axes_or_new
+from jmp.diagnostics._memory_report import MemoryReport
 from jmp.diagnostics._ranges import Limits, Range
 
-# Okabe and Ito's colours, told apart by every kind of colour vision; and by dashes in print.
+# Okabe and Ito's colours, told apart by every kind of colour vision; lines by dashes in print too.
+COLORS = {
+    "parameters": "#0072B2",
+    "gradients": "#56B4E9",
+    "optimizer": "#009E73",
+    "masters": "#F0E442",
+    "copies of parameters": "#CC79A7",
+    "activations": "#D55E00",
+}
 STYLES = {
     "parameter": ("#000000", ":"),
     "activation": ("#009E73", "-."),
@@ -19,9 +27,43 @@ STYLES = {
 TOP = 30.0  # of the share's axis: room for the legend above 100 %
 
 
-def draw(totals: Sequence[Range], limits: Limits, scale: float | None, axes: Any) -> Any:
+def plot_memory(reports: Mapping[str, MemoryReport], axes: Any = None) -> Any:
+    """Draws a bar for each memory report, stacked of its parts.
+
+    Args:
+      reports: what `memory_report` returned, by the names of the bars.
+      axes: matplotlib's; new ones if left out.
+
+    Returns: the axes.
+    Raises: ImportError without matplotlib.
+
+    >>> from jmp.diagnostics import memory_report
+    >>> arguments = jnp.ones((8, 4)), jnp.ones((16, 8))
+    >>> report = memory_report(lambda w, x: jnp.sum(x @ w), *arguments, compiled=False)
+    >>> plot_memory({"float32": report}).get_xlabel()
+    'MB'
+    """
+    axes = _axes_or_new(axes, "plot_memory", 6.4, 1.2 + 0.5 * len(reports))
+    largest = max((report.total_bytes for report in reports.values()), default=0)
+    unit, name = (1e9, "GB") if largest >= 1e9 else (1e6, "MB")
+    ends = [0.0] * len(reports)
+    for part, color in COLORS.items():
+        widths = [report.parts[part] / unit for report in reports.values()]
+        if any(widths):
+            axes.barh(list(reports), widths, 0.65, ends, color=color, edgecolor="white", label=part)
+        ends = [end + width for end, width in zip(ends, widths, strict=True)]
+    for position, end in enumerate(ends):
+        axes.text(end, position, f" {end:.3g}", va="center", fontsize=9)
+    axes.invert_yaxis()  # the first at the top
+    axes.margins(x=0.1)
+    axes.set_xlabel(name)
+    axes.legend(fontsize=8, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1), frameon=False)
+    return axes
+
+
+def plot_ranges(totals: Sequence[Range], limits: Limits, scale: float | None, axes: Any) -> Any:
     """Draws a line for each total; see `RangeReport.plot`."""
-    axes = axes_or_new(axes, "plot", 6.4, 3.6)
+    axes = _axes_or_new(axes, "plot", 6.4, 3.6)
     axes.set_yscale("log")
     _fit(axes, totals, limits, scale)
     _shade(axes, limits)
@@ -75,3 +117,19 @@ def _line(axes: Any, total: Range, scale: float | None) -> None:
     zeros = [total.zeros / size] if total.zeros else []
     left = [0.02] * len(zeros)
     axes.plot(left, zeros, "o", color=color, markersize=6, transform=axes.get_yaxis_transform())
+
+
+def _axes_or_new(axes: Any, caller: str, width: float, height: float) -> Any:
+    """Returns `axes`, or those of a new figure of that size in inches if it is None.
+
+    Raises: ImportError without matplotlib.
+    """
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError as error:
+        raise ImportError(
+            f"{caller} needs matplotlib, which is not installed: pip install 'jmp[examples]'."
+        ) from error
+    if axes is not None:
+        return axes
+    return plt.subplots(figsize=(width, height), layout="constrained")[1]

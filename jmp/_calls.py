@@ -1,0 +1,141 @@
+"""Calls as functions of the arrays among their arguments, and derivatives at some of these.
+
+What is no array (`train=True`, a string, a callable) may decide what is traced, so it is held, and
+reaches the function as it is.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmp.trees import PyTree, holds_numbers, path_string
+
+
+class Held(NamedTuple):
+    """What is left of a tree whose arrays were taken out.
+
+    Attributes:
+      structure: of the tree.
+      leaves: the others; None, which is no leaf, stands where an array was.
+    """
+
+    structure: Any
+    leaves: tuple[Any, ...]
+
+    def leaves_with(self, arrays: Iterable[Any]) -> list[Any]:
+        """Returns the leaves with arrays in the places of those that were taken out."""
+        following = iter(arrays)
+        return [next(following) if leaf is None else leaf for leaf in self.leaves]
+
+    def filled(self, arrays: Iterable[Any]) -> PyTree:
+        """Returns the tree with arrays in the places of those that were taken out."""
+        return jax.tree.unflatten(self.structure, self.leaves_with(arrays))
+
+
+def take_arrays(
+    tree: PyTree,
+    is_taken: Callable[[Any], bool] = holds_numbers,
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> tuple[list[Any], Held]:
+    """Takes the arrays out of a tree.
+
+    >>> arrays, held = take_arrays({"x": jnp.ones(2), "train": True})
+    >>> held.filled([2 * array for array in arrays])
+    {'train': True, 'x': Array([2., 2.], dtype=float32)}
+    """
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_leaf)
+    are_taken = list(map(is_taken, leaves))
+    arrays = [leaf for leaf, taken in zip(leaves, are_taken, strict=True) if taken]
+    rest = (None if taken else leaf for leaf, taken in zip(leaves, are_taken, strict=True))
+    return arrays, Held(structure, tuple(rest))
+
+
+def _stands_for_numbers(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct) or holds_numbers(leaf)
+
+
+class ArrayCall:
+    """`fun(*args, **kwargs)` as a function of its arrays alone, in the order of the leaves.
+
+    Attributes:
+      arrays: those of the call; a `jax.ShapeDtypeStruct` is one too.
+      paths: their key paths in `(args, kwargs)`.
+    """
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None = None,
+        is_taken: Callable[[Any], bool] = _stands_for_numbers,
+    ) -> None:
+        self._fun = fun
+        self._count = len(args)
+        arguments = (tuple(args), dict(kwargs or {}))
+        self.arrays, self._held = take_arrays(arguments, is_taken)
+        named = jax.tree_util.tree_leaves_with_path(arguments)
+        self.paths = [path for path, leaf in named if is_taken(leaf)]
+
+    def __call__(self, *arrays: Any) -> Any:
+        """Calls the function with other arrays."""
+        args, kwargs = self._held.filled(arrays)
+        return self._fun(*args, **kwargs)
+
+    def results(self, *arrays: Any) -> list[Any]:
+        """Calls the function and returns the arrays among its results, flat."""
+        return [leaf for leaf in jax.tree.leaves(self(*arrays)) if holds_numbers(leaf)]
+
+    def within(self, argnums: int | Sequence[int], caller: str) -> dict[int, str]:
+        """Returns the arrays of some arguments: the position of each in `arrays`, and its path.
+
+        Args:
+          argnums: as in `jax.grad`. Of several the argument's number comes first in the path.
+          caller: as for `argument_numbers`.
+        """
+        numbers = argument_numbers(argnums, self._count, caller)
+        start = 2 if isinstance(argnums, int) else 1
+        found: dict[int, str] = {}
+        for position, path in enumerate(self.paths):
+            if path[0].idx == 0 and path[1].idx in numbers:
+                found[position] = path_string(path[start:])
+        return found
+
+
+def argument_numbers(argnums: int | Sequence[int], count: int, caller: str) -> set[int]:
+    """Returns the numbers of the arguments that `argnums` names, counted from the first.
+
+    Raises: ValueError, with the name of `caller`, if one is not there.
+    """
+    numbers = [argnums] if isinstance(argnums, int) else argnums
+    if not all(-count <= number < count for number in numbers):
+        raise ValueError(f"{caller} got argnums={argnums}; expected numbers of its {count} args.")
+    return {number % count for number in numbers}
+
+
+def vjp_at(
+    function: Callable[..., Any],
+    arrays: Sequence[Any],
+    positions: Sequence[int],
+    has_aux: bool = False,
+) -> Any:
+    """Returns `jax.vjp` of a function of arrays, with respect to those at `positions`."""
+
+    vjp: Any = jax.vjp  # it has types for each value of `has_aux` by itself
+
+    def of_some(*some: Any) -> Any:
+        filled = list(arrays)
+        for position, array in zip(positions, some, strict=True):
+            filled[position] = array
+        return function(*filled)
+
+    return vjp(of_some, *(arrays[i] for i in positions), has_aux=has_aux)
+
+
+def cotangent(result: Any, number: float) -> Any:
+    """Returns the cotangent of a result that is `number` everywhere; an integer has none."""
+    if not jnp.issubdtype(result.dtype, jnp.inexact):
+        return np.zeros(result.shape, jax.dtypes.float0)
+    return jnp.full(result.shape, number, result.dtype)

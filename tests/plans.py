@@ -1,0 +1,72 @@
+"""Plans as text: one line a step, what is inside below it."""
+
+from jmp.autocasting._autocast import make_program
+from jmp.autocasting._steps import Inside, Island, Nested
+
+SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "int32": "i32", "None": "-"}
+
+
+def plan_of(fun, *args, policy="mixed_float16", **options):
+    """The plan of `jmp.autocast(fun, policy, **options)` for some arguments."""
+    return make_program(fun, policy, **options).trace(args, {}).plan
+
+
+def listing(plan):
+    """The lines of a plan. A reason is left out where it is that of the op table."""
+    lines = []
+    for step in plan.steps:
+        if isinstance(step, Island):
+            lines += _island(step)
+        elif isinstance(step, Nested):
+            lines.append(f"{step.node.name} inside: {_signature(step)}")
+            for inside in step.insides:
+                lines += [f"  {line}" for line in _inside(inside)]
+        else:
+            floats = [v for v in (*step.node.inputs, *step.node.outputs) if v.is_float32]
+            how = f" in {step.arithmetic.value}" * bool(floats)
+            why = f"; {step.why}" * (step.why != step.node.rule.reason)
+            lines.append(f"{step.node.name}{how}: {_signature(step)}{why}")
+    return lines
+
+
+def _inside(inside):
+    if not isinstance(inside, Inside):
+        return ["function, not planned"]
+    casts = [f"reads {_dtypes(inside.reads)}"] * bool(inside.reads)
+    casts += [f"stores {_dtypes(inside.stores)}"] * bool(inside.stores)
+    return [", ".join(["function", *casts]), *listing(inside.plan)]
+
+
+def _island(island):
+    how = [island.recompute.value]
+    how += ["apart"] * island.prevent_cse + ["shared casts"] * island.shares_casts
+    leaves = (_short(x.dtype) + " saturated" * x.saturates for x in island.leaves)
+    yield f"island, {', '.join(how)}: {' '.join(map(_read, island.reads))} -> {' '.join(leaves)}"
+    for node in island.clones:
+        yield f"  clone {node.name}"
+    for node in island.nodes:
+        why = island.why.get(node, "")
+        reason = "full" if why == node.rule.reason else why
+        rewrite = island.rewrites.get(node)
+        form = f" [{rewrite.why}]" if rewrite is not None else ""
+        yield f"  {node.name}" + f"; {reason}" * bool(why) + form
+
+
+def _signature(step):
+    return f"{' '.join(map(_read, step.reads))} -> {_dtypes(step.stores)}".strip()
+
+
+def _read(read):
+    value = read.value
+    text = "" if value.held is None or value.constant is None else f"{value.constant:g} "
+    text += _short(value.dtype)
+    text += f">{_short(read.dtype)}" * (read.dtype not in (None, value.dtype))
+    return text + " repeated" * (read.shape is not None) + " saturated" * read.saturates
+
+
+def _dtypes(dtypes):
+    return " ".join(map(_short, dtypes))
+
+
+def _short(dtype):
+    return SHORT.get(str(dtype), str(dtype))
