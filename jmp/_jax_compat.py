@@ -27,8 +27,7 @@ RECOMPUTED = "rematted_computation"
 
 def manual_axes() -> frozenset[str]:
     """Returns the mesh axes over which the code being traced is mapped (shard_map, pmap)."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return frozenset(mesh.manual_axes)
+    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def tracks_varying_axes() -> bool:
@@ -90,18 +89,15 @@ def is_jit(equation: core.JaxprEqn) -> bool:
 
 def is_plain_jit(equation: core.JaxprEqn) -> bool:
     """Returns whether an equation is a jit that may be inlined: it pins nothing down."""
+    if not is_jit(equation) or equation.effects:
+        return False
     params = equation.params
-    return (
-        is_jit(equation)
-        and not equation.effects
-        and not any(params["donated_invars"])
-        and not params["compiler_options_kvs"]
-        and all(layout is None for layout in (*params["in_layouts"], *params["out_layouts"]))
-        and all(
-            type(sharding).__name__ == "UnspecifiedValue"
-            for sharding in (*params["in_shardings"], *params["out_shardings"])
-        )
-    )
+    layouts = (*params["in_layouts"], *params["out_layouts"])
+    shardings = {*map(type, params["in_shardings"]), *map(type, params["out_shardings"])}
+    is_placed = any(sharding.__name__ != "UnspecifiedValue" for sharding in shardings)
+    is_laid_out = any(layout is not None for layout in layouts)
+    options = any(params["donated_invars"]) or params["compiler_options_kvs"]
+    return not (is_placed or is_laid_out or options)
 
 
 # What an equation holds, read here alone. The names of a class are those of JAX's public function.
@@ -130,12 +126,8 @@ class Scan(NamedTuple):
 
     def split(self, operands: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
         """Returns the constants, the carries and the arrays among a scan's operands."""
-        end = self.n_consts + self.n_carry
-        return (
-            list(operands[: self.n_consts]),
-            list(operands[self.n_consts : end]),
-            list(operands[end:]),
-        )
+        first, end = self.n_consts, self.n_consts + self.n_carry
+        return list(operands[:first]), list(operands[first:end]), list(operands[end:])
 
 
 def one_turn(params: Params) -> Params:

@@ -18,13 +18,7 @@ from jmp.diagnostics._places import with_places
 from jmp.diagnostics._tables import table
 from jmp.dtypes import is_castable
 from jmp.policy import Policy, get_policy
-from jmp.trees import (
-    PyTree,
-    cast_floating,
-    cast_to_at_least_float32,
-    is_complex,
-    path_string,
-)
+from jmp.trees import PyTree, cast_floating, cast_to_at_least_float32, is_complex, path_string
 
 
 def compare(

@@ -18,19 +18,12 @@ from jmp.diagnostics._states import Operand
 
 
 class Function(NamedTuple):
-    """Where a function is finite.
+    """Where a function is finite."""
 
-    Attributes:
-      domain: what it is finite for; "" for all numbers that are not too large.
-      is_steep: it is infinite at an end of its domain other than zero.
-      inverse: its own inverse, which says where it overflows.
-      divisor: the number of the operand that it divides by, or takes the logarithm of.
-    """
-
-    domain: str = ""
-    is_steep: bool = False
-    inverse: Callable[[float], float] | None = None
-    divisor: int | None = None
+    domain: str = ""  # for all numbers that are not too large
+    is_steep: bool = False  # infinite at an end of its domain other than zero
+    inverse: Callable[[float], float] | None = None  # says where it overflows
+    divisor: int | None = None  # which operand it divides by, or takes the logarithm of
 
 
 FUNCTIONS = {
@@ -67,11 +60,6 @@ class Facts(Origin):
         return float(jnp.finfo(self.dtype).max)
 
     @property
-    def limit(self) -> str:
-        """The same in words."""
-        return f"{self.largest:.5g}"
-
-    @property
     def is_narrow(self) -> bool:
         """Whether the dtype ends long before float32 does; bfloat16 does not."""
         return self.largest < 1e30
@@ -102,13 +90,10 @@ class Facts(Origin):
     @property
     def was_flushed(self) -> str:
         """Where a zero may come from that was none in float32; "" if the dtype is not narrow."""
-        if self.dtype == "float16":
-            return (
-                " float16's smallest number is 6e-8: an epsilon of 1e-8 is zero in it, and so is "
-                "the square of 1e-4."
-            )
+        small = ": an epsilon of 1e-8 is zero in it, and so is the square of 1e-4"
         smallest = float(jnp.finfo(self.dtype).smallest_subnormal)
-        return f" {self.dtype}'s smallest number is {smallest:.2g}." if self.is_narrow else ""
+        words = f"6e-8{small}" if self.dtype == "float16" else f"{smallest:.2g}"
+        return f" {self.dtype}'s smallest number is {words}." if self.is_narrow else ""
 
     @property
     def keep(self) -> str:
@@ -120,9 +105,8 @@ class Facts(Origin):
             names = itertools.takewhile(lambda x: "->" not in x, self.place.module.split("/"))
             scope = "/".join(names)
             where = f'rules=[("{scope}*", "float32")]' if scope else "jmp.full_precision"
-            return (
-                f' Keep it in float32: full=["{self.name}"] in autocast, or this place by {where}.'
-            )
+            ways = f'full=["{self.name}"] in autocast, or this place by {where}'
+            return f" Keep it in float32: {ways}."
         if rule_for(self.name).category is Category.FULL:
             return " Keep it in float32, as jmp.autocast of the float32 function does."
         return " Keep it in float32, or use bfloat16, which has float32's range."
@@ -137,8 +121,10 @@ def cure_for(origin: Origin) -> str:
 
 def _of_a_division(it: Facts) -> str:
     assert it.divisor is not None
-    smallest = f"It divides by as little as {it.divisor.smallest:.2g}, and goes beyond"
-    text = f"The divisor is zero.{it.was_flushed}" if it.has_zeros else f"{smallest} {it.limit}."
+    smallest = (
+        f"It divides by as little as {it.divisor.smallest:.2g}, and goes beyond {it.largest:.5g}."
+    )
+    text = f"The divisor is zero.{it.was_flushed}" if it.has_zeros else smallest
     text += it.keep or " Add an epsilon to the divisor, or choose it by jnp.where."
     if _jax_compat.is_differentiated(it.place.stack):
         text += (
@@ -208,15 +194,16 @@ CURES: tuple[tuple[Callable[[Facts], bool], str | Callable[[Facts], str]], ...] 
     ),
     (
         lambda it: it.place.is_backward and it.is_narrow,
-        "A gradient went beyond {it.limit} in {it.dtype}. If the loss is scaled, lower the "
+        "A gradient went beyond {it.largest:.5g} in {it.dtype}. If the loss is scaled, lower the "
         "scale. A jmp.DynamicLossScale does so by itself, and the step is skipped: harmless if it "
         "happens rarely. If it happens at any scale, clip or normalise what is differentiated.",
     ),
     (
         lambda it: rule_for(it.name).casts and it.is_narrow,
-        "The cast meets numbers beyond {it.limit}, {it.dtype}'s largest. Make them smaller "
-        "before the cast, or leave them in float32. A sum or mean of half numbers ends in such a "
-        "cast: dtype=jnp.float32 leaves it out. A mask of -1e9: jnp.finfo(dtype).min is its like.",
+        "The cast meets numbers beyond {it.largest:.5g}, {it.dtype}'s largest. Make them "
+        "smaller before the cast, or leave them in float32. A sum or mean of half numbers ends in "
+        "such a cast: dtype=jnp.float32 leaves it out. A mask of -1e9: jnp.finfo(dtype).min is its "
+        "like.",
     ),
     (
         lambda it: it.function.inverse is not None,
@@ -225,20 +212,19 @@ CURES: tuple[tuple[Callable[[Facts], bool], str | Callable[[Facts], str]], ...] 
     ),
     (
         lambda it: it.is_narrow and rule_for(it.name).category is Category.LOW,
-        "A sum of products went beyond {it.limit}. Scale the operands before they are "
+        "A sum of products went beyond {it.largest:.5g}. Scale the operands before they are "
         "multiplied (a query by 1 / sqrt(d)), or normalise them.{it.keep}",
     ),
     (
-        lambda it: it.is_narrow and rule_for(it.name).sums,
-        "The sum went beyond {it.limit}, {it.dtype}'s largest.{it.keep}",
-    ),
-    (
         lambda it: it.is_narrow,
-        "The result went beyond {it.limit}, {it.dtype}'s largest.{it.keep}",
+        lambda it: (
+            f"The {'sum' if rule_for(it.name).sums else 'result'} went beyond {it.largest:.5g}, "
+            f"{it.dtype}'s largest.{it.keep}"
+        ),
     ),
     (
         lambda it: True,
-        "{it.dtype} reaches to {it.limit}, so this is no matter of precision: something "
+        "{it.dtype} reaches to {it.largest:.5g}, so this is no matter of precision: something "
         "grows. Lower the learning rate or warm it up, clip gradients (optax.clip_by_global_norm), "
         "and look at the data and the initial values.",
     ),

@@ -20,29 +20,20 @@ class Difference:
     above 1e154. An element that is the same infinity, or NaN, in both is no error; one that is not
     finite in one of them alone, or otherwise, is an infinite error. Neither is part of the norms of
     a and b.
-
-    Attributes:
-      kind: "result" or "gradient".
-      path: names in the result, or in the differentiated argument, joined by slashes; "" at the
-        root. With several `argnums` the argument's number comes first.
-      elements: how many there are.
-      nonfinite, reference_nonfinite: how many of them are infinite or NaN.
-      error_norm: Euclidean norm of a - b.
-      norm, reference_norm: Euclidean norms of a and of b.
-      inner_product: sum of a * b; the real part where they are complex.
-      largest_error: largest absolute a - b.
     """
 
-    kind: str
+    kind: str  # "result" or "gradient"
+    # Names in the result, or in the differentiated argument, joined by slashes; "" at the root.
+    # With several `argnums` the argument's number comes first.
     path: str
     elements: int
-    nonfinite: int
-    reference_nonfinite: int
-    error_norm: float
-    norm: float
-    reference_norm: float
-    inner_product: float
-    largest_error: float
+    nonfinite: int  # how many elements of a are infinite or NaN
+    reference_nonfinite: int  # and of b
+    error_norm: float  # Euclidean, of a - b
+    norm: float  # of a
+    reference_norm: float  # of b
+    inner_product: float  # sum of a * b; the real part where they are complex
+    largest_error: float  # largest absolute a - b
 
     @property
     def relative_error(self) -> float:
@@ -67,28 +58,16 @@ def difference(kind: str, path: str, a: np.ndarray, b: np.ndarray, divisor: floa
     with np.errstate(invalid="ignore"):  # a complex infinity by a real number is NaN to NumPy
         a = a.astype(wide).ravel() / divisor
     b = b.astype(wide).ravel()
-    nonfinite, reference_nonfinite = (int(np.sum(~np.isfinite(x))) for x in (a, b))
-    elements = a.size
-
+    counts = a.size, *(int(np.sum(~np.isfinite(x))) for x in (a, b))
     same = ~np.isfinite(a) & ((a == b) | (np.isnan(a) & np.isnan(b)))
     finite = np.isfinite(a) & np.isfinite(b)
     is_defined = bool(np.all(same | finite))
     a, b = a[finite], b[finite]
-    errors = np.abs(a - b)
-    if not is_defined:
-        errors = np.array([math.inf])
-    return Difference(
-        kind,
-        path,
-        elements=elements,
-        nonfinite=nonfinite,
-        reference_nonfinite=reference_nonfinite,
-        error_norm=float(np.linalg.norm(errors)),
-        norm=float(np.linalg.norm(a)),
-        reference_norm=float(np.linalg.norm(b)),
-        inner_product=float(np.vdot(a, b).real),
-        largest_error=float(errors.max(initial=0)),
-    )
+    errors = np.abs(a - b) if is_defined else np.array([math.inf])
+    norms = (float(np.linalg.norm(x)) for x in (errors, a, b))
+    inner_product, largest = float(np.vdot(a, b).real), float(errors.max(initial=0))
+    numbers: list[Any] = [*counts, *norms, inner_product, largest]
+    return Difference(kind, path, *numbers)
 
 
 def together(kind: str, path: str, rows: list[Difference]) -> Difference:
@@ -97,18 +76,11 @@ def together(kind: str, path: str, rows: list[Difference]) -> Difference:
     def of(name: str) -> list[Any]:
         return [getattr(row, name) for row in rows]
 
-    return Difference(
-        kind,
-        path,
-        elements=sum(of("elements")),
-        nonfinite=sum(of("nonfinite")),
-        reference_nonfinite=sum(of("reference_nonfinite")),
-        error_norm=math.hypot(*of("error_norm")),
-        norm=math.hypot(*of("norm")),
-        reference_norm=math.hypot(*of("reference_norm")),
-        inner_product=math.fsum(of("inner_product")),
-        largest_error=max(of("largest_error")),
-    )
+    counts = (sum(of(name)) for name in ("elements", "nonfinite", "reference_nonfinite"))
+    norms = (math.hypot(*of(name)) for name in ("error_norm", "norm", "reference_norm"))
+    inner_product, largest = math.fsum(of("inner_product")), max(of("largest_error"))
+    numbers: list[Any] = [*counts, *norms, inner_product, largest]
+    return Difference(kind, path, *numbers)
 
 
 def cells(row: Difference, is_negligible: bool) -> tuple[str, ...]:

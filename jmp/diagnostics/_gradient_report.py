@@ -65,16 +65,14 @@ def gradient_report(
         half = compute_dtype if is_half(compute_dtype) else None
         loss_fn = autocast(loss_fn, policy, **options)
     elif options:
-        raise TypeError(
-            f"gradient_report got {sorted(options)}, options of autocast, but no policy."
-        )
+        got = sorted(options)
+        raise TypeError(f"gradient_report got {got}, options of autocast, but no policy.")
     scaled = scaled_loss(loss_fn, StaticLossScale(scale), has_aux)
 
     def report(*args: Any, **kwargs: Any) -> RangeReport:
         numbers = argument_numbers(argnums, len(args), "gradient_report")
-        call = ArrayCall(
-            scaled, [_with_arrays(x) if i in numbers else x for i, x in enumerate(args)], kwargs
-        )
+        moving = [_with_arrays(x) if i in numbers else x for i, x in enumerate(args)]
+        call = ArrayCall(scaled, moving, kwargs)
         arrays = list(map(as_jax_array, call.arrays))
         paths = {
             i: path
@@ -101,15 +99,12 @@ def _with_arrays(argument: PyTree) -> PyTree:
 
 def _rows(parameters: list[tuple[str, str]], counts: Counts, scale: float) -> Iterator[Range]:
     """Yields the rows of a report; of the parameters paths and dtypes are given."""
-    for role, found, own in (
-        ("parameter", counts.parameters, 1.0),
-        ("gradient", counts.gradients, scale),
-    ):
-        for (path, dtype), counted in zip(parameters, found, strict=True):
-            yield row_of(role, path, dtype, counted, scale=own)
+    for (path, dtype), counted in zip(parameters, counts.parameters, strict=True):
+        yield row_of("parameter", path, dtype, counted)
+    for (path, dtype), counted in zip(parameters, counts.gradients, strict=True):
+        yield row_of("gradient", path, dtype, counted, scale=scale)
     for index, (role, own) in enumerate((("activation", 1.0), ("activation gradient", scale))):
-        for place, both in counts.activations.items():
+        for (path, operation, source, dtype), both in counts.activations.items():
+            where = {"scale": own, "operation": operation, "source": source}
             if both[index].any():  # else no gradient reaches it
-                path, operation, source, dtype = place
-                where = {"operation": operation, "source": source}
-                yield row_of(role, path, dtype, both[index], scale=own, **where)
+                yield row_of(role, path, dtype, both[index], **where)

@@ -52,31 +52,27 @@ def odd_sizes(jaxpr: Jaxpr) -> list[str]:
     an H200 with cuBLAS, 4096 x 4096 by 4096 x 4095 in float16 moves 2.3 times the bytes of its
     neighbour with 4096 columns.
 
-    Sizes that many places share make one sentence. Products with a vector, grouped convolutions and
-    ragged products are passed over: they use other kernels.
-
-    Args:
-      jaxpr: the program that runs, open; the turns of its scans count.
+    Sizes that many places share make one sentence; the turns of scans count. Products with a
+    vector, grouped convolutions and ragged products are passed over: they use other kernels.
     """
     total = 0
     found: dict[tuple[str, str], collections.Counter[str]] = {}
     for placed in with_places(jaxpr):
         equation = placed.equation
         dtypes = {str(atom.aval.dtype) for atom in equation.invars[:2]}
-        if not (is_product(equation) and dtypes.issubset(HALVES)):
-            continue
-        flops, sizes = product_of(equation)
-        total += placed.times * flops
-        odd = ", ".join(f"{size} {name}" for size, name in sizes if size % MULTIPLE)
-        if odd and flops >= LARGE:
-            by_place = found.setdefault((min(dtypes), odd), collections.Counter())
-            by_place[f"{equation.primitive.name} at {placed.place}"] += placed.times * flops
+        if is_product(equation) and dtypes.issubset(HALVES):
+            flops, sizes = product_of(equation)
+            total += placed.times * flops
+            odd = ", ".join(f"{size} {name}" for size, name in sizes if size % MULTIPLE)
+            if odd and flops >= LARGE:
+                by_place = found.setdefault((min(dtypes), odd), collections.Counter())
+                by_place[f"{equation.primitive.name} at {placed.place}"] += placed.times * flops
     return [
-        f"{_largest(by_place)} multiplies in {dtype} with {odd_of_all}, no multiple of {MULTIPLE}: "
-        f"padded on a GPU, it may be slower ({sum(by_place.values()) / total:.0%} of the "
-        "operations of half products)"
-        for (dtype, odd_of_all), by_place in found.items()
-        if sum(by_place.values()) >= SHARE * total
+        f"{_largest(by_place)} multiplies in {dtype} with {odd}, no multiple of {MULTIPLE}: padded "
+        f"on a GPU, it may be slower ({by_place.total() / total:.0%} of the operations of half "
+        "products)"
+        for (dtype, odd), by_place in found.items()
+        if by_place.total() >= SHARE * total
     ]
 
 

@@ -32,16 +32,12 @@ def length(dtype: DTypeLike) -> int:
 
 
 def exponents(array: jax.Array) -> jax.Array:
-    """Counts the elements of an array by `floor(log2(abs(x)))`.
+    """Counts the elements of an array by `floor(log2(abs(x)))`, real and imaginary parts each.
 
     The array keeps its shape all along: flattened, it would be gathered where it is sharded.
 
-    Args:
-      array: of any real or complex floating dtype. Real and imaginary parts count each.
-
     Returns: int32[length(dtype)], int64 in x64 mode: the counts from the lowest exponent of
-      `layout` to the highest, then those of zeros, infinities and NaNs. Exact where each is below
-      2**31.
+      `layout` to the highest, then those of zeros, infinities and NaNs. Exact below 2**31.
 
     >>> counts = jax.jit(exponents)(jnp.array([3.0, -2.0, 0.0, jnp.inf, 1e-40]))
     >>> {int(i) + LOWEST: int(counts[i]) for i in counts[:-3].nonzero()[0]}
@@ -53,10 +49,9 @@ def exponents(array: jax.Array) -> jax.Array:
     if not mesh.explicit_axes:
         return _exponents(array)
     # Where types name shardings, a scatter asks for the sharding of its result.
+    replicated = jax.sharding.PartitionSpec()
     with jax.sharding.use_abstract_mesh(mesh):
-        count = jax.sharding.auto_axes(
-            _exponents, axes=mesh.explicit_axes, out_sharding=jax.sharding.PartitionSpec()
-        )
+        count = jax.sharding.auto_axes(_exponents, axes=mesh.explicit_axes, out_sharding=replicated)
         counts: jax.Array = count(array)
     return counts
 

@@ -16,16 +16,7 @@ from jax.extend.core import JaxprEqn
 
 from jmp import _jax_compat
 from jmp.autocasting._kinds import has_kind
-from jmp.diagnostics._origins import (
-    Call,
-    Held,
-    Origin,
-    Place,
-    earliest,
-    handed_on,
-    held,
-    is_finite_of,
-)
+from jmp.diagnostics._origins import Call, Held, Origin, Place, earliest, handed_on, is_finite_of
 from jmp.diagnostics._replay import literal
 from jmp.diagnostics._states import FINITE, NAN, is_inexact, operand, state_of
 
@@ -79,17 +70,14 @@ class Interpreter:
         return [read(atom, place) for atom in jaxpr.outvars]
 
     def _step(self, equation: JaxprEqn, inputs: list[Held], here: Place) -> list[Held]:
-        match equation.primitive.name:
-            case "cond":
-                return self._cond(equation, inputs, here)
-            case "scan":
-                return self._scan(equation, inputs, here)
-            case "while":
-                return self._while(equation, inputs, here)
-            case "shard_map":
-                return self._shard_map(equation, inputs, here)
-            case name if name in _jax_compat.CALLS:
-                return self._call(equation, inputs, here)
+        name = equation.primitive.name
+        named = {"scan": self._scan, "cond": self._cond, "while": self._while}
+        if name in named:
+            return named[name](equation, inputs, here)
+        if name == "shard_map":
+            return self._shard_map(equation, inputs, here)
+        if name in _jax_compat.CALLS:
+            return self._call(equation, inputs, here)
         return self._operation(equation, inputs, here)
 
     def _operation(
@@ -100,13 +88,10 @@ class Interpreter:
         look: Look | None = None,
         call: Call | None = None,
     ) -> list[Held]:
-        """Runs an equation, and finds who made what is not finite.
+        """Runs an equation by `call`, and finds who made what is not finite.
 
-        Values are those of the whole: what it gave is what is read next.
-
-        Args:
-          look: finds the origins of its results inside; asked if what is inside is to blame.
-          call: runs it; `bind` if left out.
+        Values are those of the whole: what it gave is what is read next. `look` finds the origins
+        of its results inside; it is asked if what is inside is to blame.
         """
         call = call or _call_of(equation)
         results = call(*(x.value for x in inputs))
@@ -121,18 +106,20 @@ class Interpreter:
             blamed = handed_on(rerun, inputs, max(states))
             if blamed is None:
                 is_whole = look is not None or _holds_a_program(equation)
-                kind = "whole" if is_whole else "operation"
-                blamed = self._culprit(equation, inputs, max(states), here, kind)
+                blamed = self._culprit(equation, inputs, max(states), here, is_whole)
             origins = [origin or blamed for origin in origins]
-        return held(results, states, origins)
+        return [
+            Held(result, state, origin) if state else Held(result)
+            for result, state, origin in zip(results, states, origins, strict=True)
+        ]
 
     def _culprit(
-        self, equation: JaxprEqn, inputs: list[Held], state: int, here: Place, kind: str
+        self, equation: JaxprEqn, inputs: list[Held], state: int, here: Place, is_whole: bool
     ) -> Origin:
-        """Blames an equation."""
-        results: list[Any] = [v.aval for v in equation.outvars if is_inexact(v.aval)]
+        result: Any = next(v.aval for v in equation.outvars if is_inexact(v.aval))
         read = tuple(operand(x.value) for x in inputs if is_inexact(x.value))
-        order, name, dtype = next(self._order), equation.primitive.name, str(results[0].dtype)
+        order, kind = next(self._order), "whole" if is_whole else "operation"
+        name, dtype = equation.primitive.name, str(result.dtype)
         return Origin(order, kind, name, dtype, state, equation.params, here, read)
 
     def _call(self, equation: JaxprEqn, inputs: list[Held], here: Place) -> list[Held]:
@@ -154,17 +141,17 @@ class Interpreter:
 
     def _scan(self, equation: JaxprEqn, inputs: list[Held], here: Place) -> list[Held]:
         scan = _jax_compat.Scan.of(equation.params)
-        first, end = scan.n_consts, scan.n_consts + scan.n_carry
         # A turn is the same scan with a length of one: JAX keeps what it compiled for that.
         one = _jax_compat.one_turn(equation.params)
 
         def body(*operands: Any) -> list[Any]:
-            rows = (x[None] for x in operands[end:])
-            results = _jax_compat.bind(equation.primitive, (*operands[:end], *rows), one)
+            constants, carry, row = scan.split(operands)
+            rows = (x[None] for x in row)
+            results = _jax_compat.bind(equation.primitive, [*constants, *carry, *rows], one)
             return [*results[: scan.n_carry], *(y[0] for y in results[scan.n_carry :])]
 
         def look() -> Origins:
-            constants, carry, xs = inputs[:first], inputs[first:end], inputs[end:]
+            constants, carry, xs = scan.split(inputs)
             stacked: Origins = [None] * (len(equation.outvars) - scan.n_carry)
             order = range(scan.length)
             for turn in reversed(order) if scan.reverse else order:
@@ -172,33 +159,31 @@ class Interpreter:
                 place = here.within(f"scan, iteration {turn}")
                 results = self._turn(equation, body, scan.body, operands, place)
                 carry = results[: scan.n_carry]
-                rows = (x.origin for x in results[scan.n_carry :])
+                rows = _origins_of(results[scan.n_carry :])
                 stacked = [earliest(pair) for pair in zip(stacked, rows, strict=True)]
-            return [*(x.origin for x in carry), *stacked]
+            return [*_origins_of(carry), *stacked]
 
         return self._operation(equation, inputs, here, look)
 
     def _while(self, equation: JaxprEqn, inputs: list[Held], here: Place) -> list[Held]:
         loop = _jax_compat.While.of(equation.params)
-        first, end = loop.n_condition, loop.n_condition + loop.n_body
+        tested, constants, first = loop.split(inputs)
         condition = jax.jit(_jax_compat.as_function(loop.condition))
         body = jax.jit(_jax_compat.as_function(loop.body))
 
         def goes_on(carry: list[Held]) -> np.ndarray:
-            (answer,) = condition(*(x.value for x in [*inputs[:first], *carry]))
+            (answer,) = condition(*(x.value for x in [*tested, *carry]))
             return np.asarray(_jax_compat.on_all_devices(answer))
 
         def look() -> Origins:
-            constants, carry = inputs[first:end], inputs[end:]
+            carry, turn = first, 0
             if goes_on(carry).size > 1:  # under vmap and shard_map each one stops by itself
                 return [None] * len(carry)
-            for turn in itertools.count():
-                if not goes_on(carry).item():
-                    break
-                operands = [*constants, *carry]
+            while goes_on(carry).item():
                 place = here.within(f"while, iteration {turn}")
-                carry = self._turn(equation, body, loop.body, operands, place)
-            return [x.origin for x in carry]
+                carry = self._turn(equation, body, loop.body, [*constants, *carry], place)
+                turn += 1
+            return _origins_of(carry)
 
         return self._operation(equation, inputs, here, look)
 
@@ -206,10 +191,7 @@ class Interpreter:
         self, equation: JaxprEqn, body: Call, jaxpr: Any, inputs: list[Held], here: Place
     ) -> list[Held]:
         """Runs one turn of a loop."""
-
-        def look() -> Origins:
-            return [x.origin for x in self.run(jaxpr, list(inputs), here)]
-
+        look = lambda: _origins_of(self.run(jaxpr, list(inputs), here))
         return self._operation(equation, inputs, here, look, body)
 
     def _shard_map(self, equation: JaxprEqn, inputs: list[Held], here: Place) -> list[Held]:
@@ -221,7 +203,7 @@ class Interpreter:
             values = [x._replace(value=shard) for x, shard in zip(inputs, shards, strict=True)]
             function = _jax_compat.called(equation.params)
             results = self.run(function, values, here.within("shard_map"))
-            found.extend(x.origin for x in results)
+            found.extend(_origins_of(results))
             return [x.value for x in results]
 
         def look() -> Origins:
@@ -244,9 +226,14 @@ def _call_of(equation: JaxprEqn) -> Call:
     return lambda *operands: _jax_compat.bind(equation.primitive, operands, equation.params)
 
 
+def _origins_of(values: list[Held]) -> Origins:
+    return [x.origin for x in values]
+
+
 def _row(x: Held, index: int) -> Held:
     row = x.value[index]
-    return held([row], [state_of(row) if x.state else FINITE], [x.origin])[0]
+    state = state_of(row) if x.state else FINITE
+    return Held(row, state, x.origin if state else None)
 
 
 def _last_uses(jaxpr: Any) -> dict[Any, int]:

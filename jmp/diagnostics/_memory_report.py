@@ -23,6 +23,7 @@ from jmp.diagnostics._tables import totals
 from jmp.policy import Policy
 from jmp.transforms import WithMasterParamsState
 from jmp.transforms._states import find_states
+from jmp.trees import PyTree
 
 Sizes = dict[str, int]  # bytes by dtype
 
@@ -72,28 +73,25 @@ def memory_report(
             f"memory_report got argnums={argnums}, but there are no floating arrays in that "
             "argument; name the one that holds the parameters."
         )
-    state, masters = _optimizer_sizes(optimizer, args, argnums)
-
-    def cast(function: Callable[..., Any]) -> Callable[..., Any]:
-        return function if policy is None else autocast(function, policy)
-
+    # As `jax.grad` gives gradients: a tuple for several arguments.
+    params = args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in argnums)
+    state, masters = _optimizer_sizes(optimizer, params)
+    cast: Callable[[Any], Any] = lambda f: f if policy is None else autocast(f, policy)
     traced = value_and_gradients(cast(function), arrays, moving)
     report = MemoryReport(
         parameters=sum(structs[i].size for i in moving),
-        parameter_bytes=_sizes(structs[i] for i in parameters),
+        parameter_bytes=_sizes([structs[i] for i in parameters]),
         gradient_bytes=_sizes(traced.out_info[1]),
         optimizer_bytes=state,
         master_bytes=masters,
         residuals=tuple(residuals(cast(function), arrays, moving)),
     )
     plain = without_checkpoint(function, arrays)
-    other = plain and dataclasses.replace(
-        report, residuals=tuple(residuals(cast(plain), arrays, moving))
-    )
+    if plain is not None:
+        other = dataclasses.replace(report, residuals=tuple(residuals(cast(plain), arrays, moving)))
+        report = dataclasses.replace(report, without_checkpoint=other)
     temp, peak = xla_bytes(traced) if compiled else (None, None)
-    return dataclasses.replace(
-        report, without_checkpoint=other, xla_temp_bytes=temp, xla_peak_bytes=peak
-    )
+    return dataclasses.replace(report, xla_temp_bytes=temp, xla_peak_bytes=peak)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,9 +216,7 @@ class MemoryReport:
 
 
 def _optimizer_sizes(
-    optimizer: optax.GradientTransformation | None,
-    args: Sequence[Any],
-    argnums: int | Sequence[int],
+    optimizer: optax.GradientTransformation | None, params: PyTree
 ) -> tuple[Sizes, Sizes]:
     """Returns the bytes of the optimizer's state without masters, and those of the masters."""
     if optimizer is None:
@@ -230,23 +226,16 @@ def _optimizer_sizes(
             f"memory_report got optimizer={optimizer!r}; expected an optax transformation, such as "
             "optax.adam(1e-3)."
         )
-    # As `jax.grad` gives gradients: a tuple for several arguments.
-    params = args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in argnums)
     state = jax.eval_shape(optimizer.init, params)
-    masters = _sizes(
-        jax.tree.leaves([s.masters for s in find_states(state, WithMasterParamsState)])
-    )
-    rest = collections.Counter(_sizes(jax.tree.leaves(state))) - collections.Counter(masters)
+    masters = _sizes([s.masters for s in find_states(state, WithMasterParamsState)])
+    rest = collections.Counter(_sizes(state)) - collections.Counter(masters)
     return dict(rest), masters
 
 
-def _sizes(arrays: Iterable[Any]) -> Sizes:
-    return _sorted((str(x.dtype), x.size * x.dtype.itemsize) for x in arrays)
+def _sizes(tree: PyTree) -> Sizes:
+    sizes = totals((str(x.dtype), x.size * x.dtype.itemsize) for x in jax.tree.leaves(tree))
+    return dict(sorted(sizes.items()))
 
 
 def _bytes_of(rows: Iterable[Residual]) -> Sizes:
-    return _sorted((row.dtype, row.bytes) for row in rows)
-
-
-def _sorted(sizes: Iterable[tuple[str, int]]) -> Sizes:
-    return dict(sorted(totals(sizes).items()))
+    return dict(sorted(totals((row.dtype, row.bytes) for row in rows).items()))

@@ -11,8 +11,11 @@ from jmp.diagnostics._places import with_places
 from jmp.diagnostics._replay import HANDLERS, inline, replay
 from jmp.trees import is_array
 
+Function = Callable[..., Any]  # of flat arrays
+Traced = jax.stages.Traced
 
-def with_arrays_of_aux(function: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
+
+def with_arrays_of_aux(function: Function, has_aux: bool) -> Function:
     """Returns a function of a pair: the result, and the arrays of what is not differentiated."""
 
     def pair(*arrays: Any) -> tuple[Any, list[Any]]:
@@ -22,28 +25,20 @@ def with_arrays_of_aux(function: Callable[..., Any], has_aux: bool) -> Callable[
     return pair
 
 
-def without_checkpoint(
-    function: Callable[..., Any], arrays: Sequence[Any]
-) -> Callable[..., Any] | None:
+def without_checkpoint(function: Function, arrays: Sequence[Any]) -> Function | None:
     """Returns the function without `jax.checkpoint`; None if it has none."""
     closed, result = jax.make_jaxpr(function, return_shape=True)(*arrays)
-    equations = with_places(_jax_compat.open_jaxpr(closed)[0])
-    if not any(placed.equation.primitive.name in _jax_compat.REMAT for placed in equations):
+    placed = with_places(_jax_compat.open_jaxpr(closed)[0])
+    if not any(equation.primitive.name in _jax_compat.REMAT for equation, *_ in placed):
         return None
     structure = jax.tree.structure(result)
     handlers = {**HANDLERS, **dict.fromkeys(_jax_compat.REMAT, inline)}
-    return lambda *operands: jax.tree.unflatten(
-        structure, replay(closed, operands, handlers=handlers)
-    )
+    flat: Function = lambda *operands: replay(closed, operands, handlers=handlers)
+    return lambda *operands: jax.tree.unflatten(structure, flat(*operands))
 
 
-def value_and_gradients(
-    function: Callable[..., Any], arrays: Sequence[Any], moving: Sequence[int]
-) -> jax.stages.Traced:
-    """Traces the whole step, whose results are in three parts.
-
-    They are the value, the gradients at the positions `moving`, and what is not differentiated.
-    """
+def value_and_gradients(function: Function, arrays: Sequence[Any], moving: Sequence[int]) -> Traced:
+    """Traces a step: the value, gradients at the positions `moving`, what is not differentiated."""
 
     def step(*arrays: Any) -> Any:
         result, vjp, aux = vjp_at(function, arrays, moving, has_aux=True)
@@ -52,7 +47,7 @@ def value_and_gradients(
     return jax.jit(step).trace(*arrays)
 
 
-def xla_bytes(traced: jax.stages.Traced) -> tuple[int | None, int | None]:
+def xla_bytes(traced: Traced) -> tuple[int | None, int | None]:
     """Compiles and returns XLA's temp and peak; None for both if its backend does not say."""
     compiled = traced.lower().compile()
     try:

@@ -45,14 +45,13 @@ def find_nonfinite(fun: Callable[..., Any]) -> Callable[..., "NonFinite | None"]
 
     def find(*args: Any, **kwargs: Any) -> NonFinite | None:
         call = ArrayCall(fun, args, kwargs)
-        for array in call.arrays:
-            _check_has_numbers(array)
+        _check_numbers(call.arrays)
         arrays = list(map(as_jax_array, call.arrays))
         interpreter = Interpreter()
-        operands = [
-            interpreter.given(array, "argument", _name(path), Place())
-            for array, path in zip(arrays, call.paths, strict=True)
-        ]
+        operands = []
+        for array, (first, *path) in zip(arrays, call.paths, strict=True):
+            name = ("args", "kwargs")[first.idx] + jax.tree_util.keystr(tuple(path))
+            operands.append(interpreter.given(array, "argument", name, Place()))
         results = interpreter.run(jax.make_jaxpr(call.results)(*arrays), operands, Place())
         origin = earliest(x.origin for x in results)
         return None if origin is None else _non_finite(origin)
@@ -135,13 +134,11 @@ def _non_finite(origin: Origin) -> NonFinite:
     )
 
 
-def _name(path: tuple[Any, ...]) -> str:
-    return ("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:])
-
-
-def _check_has_numbers(leaf: object) -> None:
-    if isinstance(leaf, jax.ShapeDtypeStruct) or not _jax_compat.is_concrete(leaf):
-        raise TypeError(
-            f"find_nonfinite got {leaf}, which holds no numbers; expected the arrays of the step "
-            "that failed. Call it outside of jax.jit, on what the jitted function was called with."
-        )
+def _check_numbers(arrays: list[Any]) -> None:
+    for array in arrays:
+        if isinstance(array, jax.ShapeDtypeStruct) or not _jax_compat.is_concrete(array):
+            raise TypeError(
+                f"find_nonfinite got {array}, which holds no numbers; expected the arrays of the "
+                "step that failed. Call it outside of jax.jit, on what the jitted function was "
+                "called with."
+            )

@@ -56,28 +56,19 @@ class Place(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Who made a value non-finite.
+    """Who made a value non-finite."""
 
-    Attributes:
-      order: position in the order of execution; `math.inf` for an infinity that was given, which is
-        to blame only if nobody else is.
-      kind: "operation"; "whole", a loop or kernel inside which nobody was found; "argument" or
-        "constant".
-      name: the primitive; of an argument its path.
-      dtype, state: of what came out.
-      params: of the primitive.
-      place: where it stands.
-      operands: the floating ones, or what was given itself.
-    """
-
+    # In the order of execution; `math.inf` for an infinity that was given, which is to blame only
+    # if nobody else is.
     order: float
+    # "operation"; "whole", a loop or kernel inside which nobody was found; "argument", "constant".
     kind: str
-    name: str
-    dtype: str
+    name: str  # the primitive; of an argument its path
+    dtype: str  # of what came out, and so is the state
     state: int
-    params: dict[str, Any]
+    params: dict[str, Any]  # of the primitive
     place: Place
-    operands: tuple[Operand, ...]
+    operands: tuple[Operand, ...]  # the floating ones, or what was given itself
 
     @property
     def is_nan(self) -> bool:
@@ -91,31 +82,19 @@ class Origin(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A value, its state, and who made it non-finite."""
+    """A value, its state, and who made it non-finite: nobody, if it is finite."""
 
     value: Any
     state: int = FINITE
     origin: Origin | None = None
 
 
-def held(
-    results: Iterable[Any], states: Iterable[int], origins: Iterable[Origin | None]
-) -> list[Held]:
-    """Holds results; those that are finite have no origin."""
-    return [
-        Held(result, state, origin) if state else Held(result)
-        for result, state, origin in zip(results, states, origins, strict=True)
-    ]
-
-
 def handed_on(call: Call | None, inputs: Sequence[Held], state: int) -> Origin | None:
     """Returns the earliest origin that an operation hands on; None if it is to blame itself.
 
-    Args:
-      call: runs the operation again; None if that would have effects. With the inputs of one
-        origin left as they are and all others tamed it shows who counts: a `where` reads one side.
-      inputs: of the operation.
-      state: the worst state of its results, which is not finite.
+    `state` is the worst of its results. `call` runs it again; None if that would have effects. With
+    the inputs of one origin left as they are and all others tamed it shows who counts: a `where`
+    reads one side.
     """
     origins = {x.origin.order: x.origin for x in inputs if x.origin is not None}
     first = earliest(origins.values())
@@ -133,9 +112,7 @@ def handed_on(call: Call | None, inputs: Sequence[Held], state: int) -> Origin |
 
 def is_finite_of(call: Call, inputs: Sequence[Held], kept: float | None = None) -> bool:
     """Returns whether results are finite with all inputs tamed that are not, but those of one."""
-    values = [
-        x.value if x.origin is None or x.origin.order == kept else tamed(x.value) for x in inputs
-    ]
+    values = (tamed(x.value) if x.origin and x.origin.order != kept else x.value for x in inputs)
     return not any(map(state_of, call(*values)))
 
 

@@ -49,10 +49,9 @@ def _installed(file: str) -> str:
 def source_line(equation: core.JaxprEqn, outer: str = "") -> str:
     """Returns "file:line" of the user's line, or of a library's; "" if no frame is known.
 
-    Args:
-      equation: JAX records the frames from the innermost trace on, so that the body of a loop, or
-        of a jitted function of `jax.numpy`, need not have a line of the user's.
-      outer: the user's line of the equation around it, taken then.
+    JAX records the frames from the innermost trace on, so that the body of a loop, or of a jitted
+    function of `jax.numpy`, need not have a line of the user's. Then it is `outer`, the user's line
+    of the equation around it.
     """
     return users_line(equation) or outer or _librarys_line(equation)
 
@@ -93,11 +92,9 @@ def place_name(source: str, path: str) -> str:
 def with_places(
     jaxpr: core.Jaxpr, outer: str = "", outer_line: str = "", times: int = 1
 ) -> Iterator[Placed]:
-    """Yields the equations of a jaxpr at any depth with their places; the turns of scans count.
+    """Yields the equations of an open jaxpr at any depth with their places.
 
-    Args:
-      jaxpr: an open one.
-      outer, outer_line, times: path, user's line and times of the equation that holds it.
+    Path, user's line and times of the equation that holds it are given; the turns of scans count.
     """
     for equation in jaxpr.eqns:
         path = path_within(outer, equation)
@@ -120,11 +117,7 @@ def lines_of_callers(jaxpr: core.Jaxpr) -> dict[tuple[int, str], str]:
 
 
 def path_within(outer: str, equation: core.JaxprEqn) -> str:
-    """Returns the path of an equation's modules from the outermost level down.
-
-    Args:
-      outer: the path of the equation around it.
-    """
+    """Returns the path of an equation's modules below `outer`, that of the equation around it."""
     return "/".join(filter(None, (outer, module_path(equation.source_info.name_stack))))
 
 

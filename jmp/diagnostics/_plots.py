@@ -92,18 +92,15 @@ def _fit(axes: Any, totals: Sequence[Range], limits: Limits, scale: float | None
 
 def _shade(axes: Any, limits: Limits) -> None:
     """Shades where numbers become zero, subnormal and infinite, and says so above."""
-    lowest, largest, far = limits.smallest - 1, limits.largest + 1, 4096
+    lowest, normal, largest, far = limits.smallest - 1, limits.normal, limits.largest + 1, 4096
     axes.axvspan(-far, lowest, color="#CCCCCC", linewidth=0)
-    axes.axvspan(lowest, limits.normal, color="#EBEBEB", linewidth=0)
+    axes.axvspan(lowest, normal, color="#EBEBEB", linewidth=0)
     axes.axvspan(largest, far, color="#CCCCCC", linewidth=0)
-    for place, side, word in (
-        (lowest, "right", "zero "),
-        ((lowest + limits.normal) / 2, "center", "subnormal"),
-        ((limits.normal + largest) / 2, "center", f"normal in {limits.name}"),
-        (largest, "left", " infinite"),
-    ):
-        above = axes.get_xaxis_transform()
-        axes.text(place, 1.02, word, transform=above, ha=side, fontsize=8, clip_on=False)
+    words = {"transform": axes.get_xaxis_transform(), "fontsize": 8, "clip_on": False}
+    axes.text(lowest, 1.02, "zero ", ha="right", **words)
+    axes.text((lowest + normal) / 2, 1.02, "subnormal", ha="center", **words)
+    axes.text((normal + largest) / 2, 1.02, f"normal in {limits.name}", ha="center", **words)
+    axes.text(largest, 1.02, " infinite", ha="left", **words)
 
 
 def _line(axes: Any, total: Range, scale: float | None) -> None:
@@ -114,22 +111,18 @@ def _line(axes: Any, total: Range, scale: float | None) -> None:
     line = {"color": color, "linestyle": dashes, "linewidth": 1.6, "label": words}
     axes.stairs(total.counts / size, places, **line)
     # A logarithm has no place for zeros: at the left end, whatever is drawn there later.
-    zeros = [total.zeros / size] if total.zeros else []
-    left = [0.02] * len(zeros)
-    axes.plot(left, zeros, "o", color=color, markersize=6, transform=axes.get_yaxis_transform())
+    if total.zeros:
+        dot = {"color": color, "markersize": 6, "transform": axes.get_yaxis_transform()}
+        axes.plot([0.02], [total.zeros / size], "o", **dot)
 
 
 def _axes_or_new(axes: Any, caller: str, width: float, height: float) -> Any:
-    """Returns `axes`, or those of a new figure of that size in inches if it is None.
-
-    Raises: ImportError without matplotlib.
-    """
+    """Returns `axes`, or those of a new figure of that size in inches if it is None."""
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
-        raise ImportError(
-            f"{caller} needs matplotlib, which is not installed: pip install 'jmp[examples]'."
-        ) from error
-    if axes is not None:
-        return axes
-    return plt.subplots(figsize=(width, height), layout="constrained")[1]
+        way_out = "which is not installed: pip install 'jmp[examples]'."
+        raise ImportError(f"{caller} needs matplotlib, {way_out}") from error
+    if axes is None:
+        axes = plt.subplots(figsize=(width, height), layout="constrained")[1]
+    return axes

@@ -11,15 +11,10 @@ Shape = tuple[int, ...]
 
 
 class Product(NamedTuple):
-    """What one product takes.
+    """What one product takes."""
 
-    Attributes:
-      flops: floating-point operations, two for each multiplication and addition.
-      sizes: those that tensor cores cut into pieces, with their names; none where other kernels
-        run, as for a vector or for groups.
-    """
-
-    flops: int = 0
+    flops: int = 0  # floating-point operations, two for each multiplication and addition
+    # What tensor cores cut into pieces, with names; none where other kernels run, as for a vector.
     sizes: tuple[tuple[int, str], ...] = ()
 
 

@@ -44,11 +44,10 @@ def range_report(tree: PyTree) -> "RangeReport":
             if is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
         ]
         counts = jax.device_get([_count(leaf) for _, leaf in leaves])
-    rows = (
-        row_of("value", path, str(leaf.dtype), count)
-        for (path, leaf), count in zip(leaves, counts, strict=True)
+    pairs = zip(leaves, counts, strict=True)
+    return RangeReport(
+        tuple(row_of("value", path, str(leaf.dtype), count) for (path, leaf), count in pairs)
     )
-    return RangeReport(tuple(rows))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -91,17 +90,10 @@ class RangeReport:
         for row in rows:
             first = row.lowest - longest.lowest
             counts[first : first + len(row.counts)] += row.counts
-        return dataclasses.replace(
-            longest,
-            path="",
-            dtype=", ".join(dict.fromkeys(row.dtype for row in rows)),
-            counts=counts,
-            zeros=sum(row.zeros for row in rows),
-            infinities=sum(row.infinities for row in rows),
-            nans=sum(row.nans for row in rows),
-            operation="",
-            source="",
-        )
+        dtypes = ", ".join(dict.fromkeys(row.dtype for row in rows))
+        zeros, infinities, nans = np.sum([row.special for row in rows], 0).tolist()
+        whole = Range(role, "", dtypes, counts, longest.lowest, zeros, infinities, nans)
+        return dataclasses.replace(whole, scale=longest.scale)
 
     def best_scale(self, dtype: DTypeLike | None = None, margin: float = 2.0) -> float | None:
         """Returns the largest safe static loss scale, a power of two.

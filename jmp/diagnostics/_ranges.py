@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -28,10 +28,7 @@ class Limits(NamedTuple):
 
 
 def limits_of(dtype: DTypeLike) -> Limits:
-    """Returns the limits of a half type.
-
-    Raises: ValueError for any other.
-    """
+    """Returns the limits of a half type; raises ValueError for any other."""
     half = floating_dtype(dtype, "dtype")
     if not is_half(half):
         raise ValueError(f"Ranges were asked for {half}; expected 'float16' or 'bfloat16'.")
@@ -40,10 +37,7 @@ def limits_of(dtype: DTypeLike) -> Limits:
 
 
 def exponent_of(scale: float) -> int:
-    """Returns the exponent of a loss scale.
-
-    Raises: ValueError if it is no power of two between 2**-126 and 2**126.
-    """
+    """Returns the exponent of a loss scale; raises ValueError if it is no normal power of two."""
     fraction, exponent = math.frexp(float(scale))
     if fraction != 0.5 or abs(exponent - 1) > LARGEST_EXPONENT:
         raise ValueError(
@@ -60,25 +54,18 @@ def power_of_two(exponent: int) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Shares:
-    """What becomes of the elements of a tensor in a half type: seven shares that add up to 1.
+    """What becomes of the elements of a tensor in a half type: seven shares that add up to 1."""
 
-    Attributes:
-      zero: zeros before any rounding.
-      underflow: below half the smallest subnormal number (2**-25 in float16): rounded to zero.
-      subnormal: from there up to the smallest normal number (2**-14): kept with fewer digits.
-        Exactly half the smallest subnormal number counts here, though it rounds to zero.
-      normal: up to the maximum.
-      overflow: from the power of two above the maximum on (2**16): infinite. Numbers between 65520
-        and 65536 round to infinity as well; they count as normal.
-      infinite, nan: before any rounding.
-    """
-
-    zero: float
-    underflow: float
+    zero: float  # before any rounding
+    underflow: float  # below half the smallest subnormal number (2**-25 in float16): becomes zero
+    # Up to the smallest normal number (2**-14), with fewer digits. Exactly half the smallest
+    # subnormal number counts here, though it rounds to zero.
     subnormal: float
-    normal: float
+    normal: float  # up to the maximum
+    # From the power of two above the maximum on (2**16): infinite. Numbers between 65520 and 65536
+    # round to infinity as well; they count as normal.
     overflow: float
-    infinite: float
+    infinite: float  # before any rounding, and so is `nan`
     nan: float
 
     @property
@@ -117,9 +104,14 @@ class Range:
     source: str = ""
 
     @property
+    def special(self) -> tuple[int, int, int]:
+        """Zeros, infinities and NaNs."""
+        return self.zeros, self.infinities, self.nans
+
+    @property
     def size(self) -> int:
         """How many elements were counted; complex ones count twice, and in a loop once a turn."""
-        return int(self.counts.sum()) + self.zeros + self.infinities + self.nans
+        return int(self.counts.sum()) + sum(self.special)
 
     @property
     def exponents(self) -> tuple[int, int] | None:
@@ -166,20 +158,9 @@ class Range:
         return limits.smallest - low, limits.largest - math.ceil(math.log2(margin)) - high
 
 
-def row_of(
-    role: str,
-    path: str,
-    dtype: str,
-    counts: np.ndarray,
-    *,
-    scale: float = 1.0,
-    operation: str = "",
-    source: str = "",
-) -> Range:
-    """Returns the row of what `exponents` counted."""
+def row_of(role: str, path: str, dtype: str, counts: np.ndarray, **fields: Any) -> Range:
+    """Returns the row of what `exponents` counted; `fields` are the last of a `Range`."""
     numbers = counts.astype(np.int64)
     zeros, infinities, nans = map(int, numbers[-3:])
     lowest, _ = layout(jnp.dtype(dtype))
-    return Range(
-        role, path, dtype, numbers[:-3], lowest, zeros, infinities, nans, scale, operation, source
-    )
+    return Range(role, path, dtype, numbers[:-3], lowest, zeros, infinities, nans, **fields)

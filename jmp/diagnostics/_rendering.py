@@ -1,5 +1,6 @@
 """How a precision report is printed: the summary, then the hazards, then the rows in groups."""
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,8 +22,7 @@ def render(report: Any) -> str:
     groups = grouped(report.rows)
     rows = list(_rows(groups, _numbers(report.rows)))
     lines = [*_totals(report), *_reasons(report.rows), *_decisions(report.decisions)]
-    lines += _hazards(report, [group.row for group in groups])
-    lines += ["", table(COLUMNS, rows)]
+    lines += [*_hazards(report, [group.row for group in groups]), "", table(COLUMNS, rows)]
     if len(groups) < len(report.rows):
         lines.append(
             f"{len(report.rows)} rows, those of modules that repeat (*) and of one place together, "
@@ -51,10 +51,9 @@ def _totals(report: Any) -> Iterable[str]:
             f"{report.half_flops_share:.1%} of the floating-point operations in {half}"
         )
     yield f"casts between float32 and {half}: {sum(report.casts.values())}"
-    for name, kept in (
-        ("kept for the backward pass", report.residual_bytes),
-        ("kept without autocast", report.residual_bytes_float32),
-    ):
+    names = "kept for the backward pass", "kept without autocast"
+    both = report.residual_bytes, report.residual_bytes_float32
+    for name, kept in zip(names, both, strict=True):
         if kept is not None:
             parts = [f"{size(number)} {dtype}" for dtype, number in sorted(kept.items())]
             yield f"{name}: {', '.join(parts) or 'nothing'}"
@@ -62,15 +61,13 @@ def _totals(report: Any) -> Iterable[str]:
 
 def _reasons(rows: list[Row]) -> Iterable[str]:
     """Yields for each dtype what is computed in it, and each reason with its number and count."""
-    numbers, times = _numbers(rows), _times(rows)
-    kinds = totals(((_dtype(row), row.kind), row.times) for row in rows)
-    for dtype in dict.fromkeys(dtype for dtype, _ in numbers):
-        counts = [(kind, count) for (of, kind), count in kinds.items() if of == dtype]
-        parts = [f"{count} {kind}{'s' * (count > 1)}" for kind, count in counts]
+    times = _times(rows)
+    for dtype, reasons in itertools.groupby(_numbers(rows).items(), lambda item: item[0][0]):
+        kinds = totals((row.kind, row.times) for row in rows if _dtype(row) == dtype)
+        parts = [f"{count} {kind}{'s' * (count > 1)}" for kind, count in kinds.items()]
         yield f"in {dtype}: {', '.join(parts)}"
-        for (of, why), number in numbers.items():
-            if of == dtype:
-                yield f"  [{number}] {times[of, why]} x {why}"
+        for (_, why), number in reasons:
+            yield f"  [{number}] {times[dtype, why]} x {why}"
 
 
 def _numbers(rows: list[Row]) -> Numbers:

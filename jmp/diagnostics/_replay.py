@@ -21,25 +21,19 @@ from jmp.diagnostics._places import path_within
 
 
 class Site(NamedTuple):
-    """A place in a program.
-
-    Attributes:
-      equation: what stands there.
-      path: modules or name scopes from the outermost level down, joined by slashes.
-      position: indices of equations and branches from the outermost level down. It tells a jaxpr
-        that is called twice apart, and is the same in each replay of one program.
-    """
+    """A place in a program."""
 
     equation: JaxprEqn
-    path: str
+    path: str  # modules or name scopes from the outermost level down, joined by slashes
+    # Indices of equations and branches from the outermost level down: they tell a jaxpr that is
+    # called twice apart, and are the same in each replay of one program.
     position: tuple[int, ...]
 
 
-Replay = Callable[..., list[Any]]  # (jaxpr, operands, branch=0) -> results
-OnResults = Callable[[Site, list[Any]], list[Any]]
-Handler = Callable[
-    [JaxprEqn, list[Any], Replay], list[Any]
-]  # (equation, operands, replay) -> results
+Arrays = list[Any]
+Replay = Callable[..., Arrays]  # (jaxpr, operands, branch=0) -> results
+OnResults = Callable[[Site, Arrays], Arrays]
+Handler = Callable[[JaxprEqn, Arrays, Replay], Arrays]  # (equation, operands, replay) -> results
 
 
 def replay(
@@ -50,11 +44,9 @@ def replay(
     path: str = "",
     position: tuple[int, ...] = (),
 ) -> list[Any]:
-    """Returns the outputs of a jaxpr.
+    """Returns the outputs of a jaxpr, which is closed, or open without constants.
 
     Args:
-      jaxpr: closed, or open without constants.
-      operands: its arguments, flat.
       on_results: called after each equation, those of levels inside first.
       handlers: how equations are emitted, by the names of their primitives; `HANDLERS` if left out.
         A primitive that is not there is bound as it is.

@@ -59,21 +59,22 @@ class Origin(NamedTuple):
     of_parameters: bool = False
     of_data: bool = False
 
+    @property
+    def made_of(self) -> tuple[bool, bool]:
+        """Whether parameters made it, and whether data did."""
+        return self.of_parameters, self.of_data
+
 
 LITERAL = Origin()
 
 
 def residuals(
-    function: Callable[..., Any],
-    arguments: Sequence[Any],
-    parameters: Iterable[int],
+    function: Callable[..., Any], arguments: Sequence[Any], parameters: Iterable[int]
 ) -> list[Residual]:
     """Returns what `jax.vjp` of `function` keeps, besides arguments and closed-over arrays.
 
-    Args:
-      function: of flat arrays; returns a pair, of which the first is differentiated.
-      arguments: arrays or `jax.ShapeDtypeStruct`.
-      parameters: positions of the arguments that are differentiated with respect to.
+    The function returns a pair, of which the first is differentiated, with respect to the arguments
+    at the positions `parameters`. `jax.ShapeDtypeStruct` may stand for arrays.
     """
     positions = list(parameters)
 
@@ -91,19 +92,14 @@ def residuals(
         if atom.aval.shape if hasattr(atom, "val") else atom in held:
             continue  # an argument, or an array that the function closes over
         found[origin, atom.aval.dtype, tuple(atom.aval.shape)] += 1
-    return [
-        Residual(
-            module=origin.module,
-            source=origin.source,
-            operation=origin.operation,
-            dtype=str(dtype),
-            shape=shape,
-            of_parameters=origin.of_parameters and not origin.of_data,
-            times=times,
-            bytes=times * math.prod(shape) * dtype.itemsize,
-        )
-        for (origin, dtype, shape), times in found.items()
-    ]
+    rows = []
+    for (origin, dtype, shape), times in found.items():
+        is_copy = origin.of_parameters and not origin.of_data
+        size = times * math.prod(shape) * dtype.itemsize
+        module, source, operation = origin[:3]
+        row = Residual(module, source, operation, str(dtype), shape, is_copy, times, size)
+        rows.append(row)
+    return rows
 
 
 def _origins(jaxpr: Any, inputs: Sequence[Origin], outer: Origin) -> list[Origin]:
@@ -131,11 +127,8 @@ def _results(equation: Any, operands: list[Origin], outer: Origin) -> list[Origi
         return _scan(equation, inner[0], operands, here)
     if here.operation == "cond":
         return _cond(inner, operands, here)
-    if (
-        here.operation in _jax_compat.CALLS
-        and len(inner) == 1
-        and len(inner[0].invars) == len(operands)
-    ):
+    counts = [len(jaxpr.invars) for jaxpr in inner]
+    if here.operation in _jax_compat.CALLS and counts == [len(operands)]:
         return _origins(inner[0], operands, here)
     if not (here.module or here.source):
         # A cast of ours, for one: it stands where its operand does.
@@ -145,18 +138,14 @@ def _results(equation: Any, operands: list[Origin], outer: Origin) -> list[Origi
 
 
 def _scan(equation: Any, body: Any, operands: list[Origin], here: Origin) -> list[Origin]:
-    scan = _jax_compat.Scan.of(equation.params)
-    first, last = scan.n_consts, scan.n_consts + scan.n_carry
-    settled = False
-    while True:
-        results = _origins(body, operands, here)
-        if settled:
-            return results
+    constants, carried, rows = _jax_compat.Scan.of(equation.params).split(operands)
+    before = None
+    while before != [origin.made_of for origin in carried]:
+        before = [origin.made_of for origin in carried]
         # What is carried was made in the turn before, of what any turn carries.
-        before = operands[first:last]
-        carried = [_joined(new, [old]) for new, old in zip(results, before, strict=False)]
-        settled = [origin[3:] for origin in carried] == [origin[3:] for origin in before]
-        operands = [*operands[:first], *carried, *operands[last:]]
+        results = _origins(body, [*constants, *carried, *rows], here)
+        carried = [_joined(new, [old]) for new, old in zip(results, carried, strict=False)]
+    return _origins(body, [*constants, *carried, *rows], here)
 
 
 def _cond(branches: list[Any], operands: list[Origin], here: Origin) -> list[Origin]:

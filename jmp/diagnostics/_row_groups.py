@@ -16,19 +16,13 @@ Found = list[tuple[Row, Names, tuple[str, ...]]]
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Rows that agree in everything but the numbers of their modules.
+    """Rows that agree in everything but the numbers of their modules."""
 
-    Attributes:
-      row: what they share, with times and operations of all. Its module is written "h/*/attn" where
-        all modules h/0, h/1, ... of the report take part, "h/{3,7}/attn" where only some do.
-      repeated: the path up to the first module that repeats, with their number, "h/* x 12"; ""
-        where none does.
-      rest: the path below it.
-    """
-
+    # What they share, with times and operations of all. Its module is written "h/*/attn" where all
+    # modules h/0, h/1, ... of the report take part, "h/{3,7}/attn" where only some do.
     row: Row
-    repeated: str
-    rest: str
+    repeated: str  # the path up to the first module that repeats, "h/* x 12"; "" where none does
+    rest: str  # the path below it
 
 
 def grouped(rows: Sequence[Row]) -> list[Group]:
@@ -55,34 +49,32 @@ def _merged(found: Found, depth: int, with_source: bool) -> Found:
     """Merges what differs at this depth alone, and where it has no module in common."""
     alike: dict[Any, list[int]] = {}
     for index, (row, names, sources) in enumerate(found):
-        stems = {_stem(name) for at_depth in names[depth : depth + 1] for name in at_depth}
+        stems = frozenset(_stem(name) for at in names[depth : depth + 1] for name in at)
         shared = dataclasses.replace(row, module="", source="", times=1, flops=0)
-        others = names[:depth], names[depth + 1 :]
-        key = shared, others, frozenset(stems), sources if with_source else ()
+        key = shared, names[:depth], stems, names[depth + 1 :], sources if with_source else ()
         alike.setdefault(key, []).append(index)
-    merged = {}
+    merged = dict(enumerate(found))
     for indices in alike.values():
-        at_depth = [names for i in indices for names in found[i][1][depth : depth + 1]]
-        union = frozenset().union(*at_depth)
-        if not union or len(union) < sum(map(len, at_depth)):
-            merged.update({i: found[i] for i in indices})
-            continue
-        names = found[indices[0]][1]
-        row = together([found[i][0] for i in indices])
-        sources = tuple(dict.fromkeys(source for i in indices for source in found[i][2]))
-        merged[indices[0]] = row, (*names[:depth], union, *names[depth + 1 :]), sources
-    return [merged[index] for index in sorted(merged)]
+        members = [found[index] for index in indices]
+        levels = [at for _, names, _ in members for at in names[depth : depth + 1]]
+        union = frozenset().union(*levels)
+        if union and len(union) == sum(map(len, levels)):
+            _, names, _ = members[0]
+            names = (*names[:depth], union, *names[depth + 1 :])
+            sources = tuple(dict.fromkeys(source for member in members for source in member[2]))
+            merged[indices[0]] = together([row for row, _, _ in members]), names, sources
+            for index in indices[1:]:
+                del merged[index]
+    return list(merged.values())
 
 
 def _group(
     row: Row, names: Names, sources: tuple[str, ...], siblings: dict[tuple[str, ...], set[str]]
 ) -> Group:
-    stems = tuple(_stem(min(at_depth)) for at_depth in names)
-    labels = [
-        _label(at_depth, siblings[stems[: depth + 1]]) for depth, at_depth in enumerate(names)
-    ]
+    stems = tuple(_stem(min(at)) for at in names)
+    labels = [_label(at, siblings[stems[: depth + 1]]) for depth, at in enumerate(names)]
     row = dataclasses.replace(row, module="/".join(labels), source=", ".join(_joined(sources)))
-    first = next((depth for depth, at_depth in enumerate(names) if len(at_depth) > 1), None)
+    first = next((depth for depth, at in enumerate(names) if len(at) > 1), None)
     if first is None:
         return Group(row, "", row.module)
     repeated = f"{'/'.join(labels[: first + 1])} x {len(names[first])}"

@@ -17,30 +17,20 @@ from jmp.diagnostics._tables import totals
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One operation, or several that agree in everything but their number.
+    """One operation, or several that agree in everything but their number."""
 
-    Attributes:
-      kind: "product", "reduction" or "exponential" (exp, log, powers, roots: what is expensive and
-        runs in float32).
-      operation: the primitive.
-      module: path of modules or name scopes, "" at the top.
-      source: "file:line" of the user's code, or of a library's where no frame is the user's;
-        several where JAX traced a function once for all its callers.
-      dtype_in, dtype_out: of the floating operands as they are read, and of the result as stored.
-      why: the reason of the rule or of the planner.
-      times: how often it stands in the program, turns of loops included.
-      flops: floating-point operations of all of them together; 0 for what is no product.
-    """
-
+    # "product", "reduction" or "exponential" (exp, log, powers, roots: expensive, in float32).
     kind: str
-    operation: str
-    module: str
+    operation: str  # the primitive
+    module: str  # path of modules or name scopes, "" at the top
+    # "file:line" of the user's code, or of a library's where no frame is the user's; several where
+    # JAX traced a function once for all its callers.
     source: str
-    dtype_in: str
-    dtype_out: str
-    why: str
-    times: int = 1
-    flops: int = 0
+    dtype_in: str  # of the floating operands as they are read
+    dtype_out: str  # of the result as stored
+    why: str  # the reason of the rule or of the planner
+    times: int = 1  # how often it stands in the program, turns of loops included
+    flops: int = 0  # floating-point operations of all together; 0 for what is no product
 
 
 Lines = dict[tuple[int, str], str]
@@ -49,9 +39,7 @@ Lines = dict[tuple[int, str], str]
 def rows_of(plan: Plan, lines: Lines) -> list[Row]:
     """Returns the products, reductions and exponentials of a plan, nested ones included.
 
-    Args:
-      plan: of the whole program.
-      lines: of `lines_of_callers`, for the jaxpr that was planned.
+    `lines` are those that `lines_of_callers` gives for the jaxpr that was planned.
     """
     found: dict[Row, list[Row]] = {}
     for operation in operations_of(plan):
@@ -69,23 +57,18 @@ def rows_of(plan: Plan, lines: Lines) -> list[Row]:
             dtype_in=", ".join(operation.dtypes_in),
             dtype_out=", ".join(operation.dtypes_out),
             why=operation.why,
+            times=operation.times,
+            flops=operation.times * flops,
         )
-        times = operation.times
-        same = dataclasses.replace(row, times=times, flops=times * flops)
-        found.setdefault(row, []).append(same)
+        found.setdefault(dataclasses.replace(row, times=1, flops=0), []).append(row)
     return list(map(together, found.values()))
 
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What autocast does at one place besides choosing dtypes.
+    """What autocast does at one place besides choosing dtypes."""
 
-    Attributes:
-      what: one sentence.
-      module, source, times: as of a `Row`.
-    """
-
-    what: str
+    what: str  # one sentence; the rest is as in a `Row`
     module: str
     source: str
     times: int = 1

@@ -16,20 +16,14 @@ FINITE, INFINITE, NAN = 0, 1, 2
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """What an operation read; as the device sees it, which may take subnormal numbers for zero.
-
-    Attributes:
-      dtype, shape: of the array.
-      smallest, largest: magnitudes of the finite elements that are not zero; 0.0 if there are none.
-      zeros, nonfinite: how many elements are zero, and infinite or NaN; exact below 2**31.
-    """
+    """What an operation read; as the device sees it, which may take subnormal numbers for zero."""
 
     dtype: str
     shape: tuple[int, ...]
-    smallest: float
+    smallest: float  # magnitude of the finite elements that are not zero; 0.0 if there are none
     largest: float
-    zeros: int
-    nonfinite: int
+    zeros: int  # how many elements are zero; exact below 2**31
+    nonfinite: int  # how many are infinite or NaN
 
 
 def is_inexact(value: object) -> bool:

@@ -31,6 +31,11 @@ class Place(NamedTuple):
     dtype: str
 
 
+Position = tuple[int, ...]  # of a site, and of the result among those of its equation
+Places = dict[Position, Place]
+Tap = Callable[[Position, Place, Any], Any]  # (position, place, value) -> value
+
+
 class Counts(NamedTuple):
     """What `exponents` gives: for parameters, for gradients, for values and cotangents by place."""
 
@@ -39,17 +44,11 @@ class Counts(NamedTuple):
     activations: dict[Place, tuple[np.ndarray, np.ndarray]]
 
 
-Tap = Callable[[tuple[int, ...], Place, Any], Any]  # (position, place, value) -> value
-
-
 def count(closed: Any, arrays: list[Any], positions: list[int], dtype: Any = None) -> Counts:
-    """Runs a traced loss and its gradient once.
+    """Runs a traced loss of `arrays` and its gradient once, and counts.
 
-    Args:
-      closed: jaxpr whose first output is a real scalar.
-      arrays: its arguments.
-      positions: of those that are differentiated, the parameters.
-      dtype: count activations that are stored in it; None for all.
+    The arrays at `positions` are the parameters. Of the activations those that are stored in
+    `dtype` are counted; None for all.
     """
     step, probes = counting_step(closed, arrays, positions, dtype)
     own, gradients, sums = jax.device_get(jax.jit(step)(arrays, probes))
@@ -64,13 +63,13 @@ def counting_step(
 
     It returns the counts of parameters, those of their gradients, and sums of digits by place.
     """
-    places = _differentiated(closed, arrays, positions, dtype)
+    places = _places(closed, arrays, positions, dtype)
     probes = {p: jnp.zeros((DIGITS, 2, length(p.dtype)), np.float32) for p in places.values()}
 
     def loss(*operands: Any) -> Any:
         *arrays, probes = operands
 
-        def tap(position: tuple[int, ...], place: Place, value: Any) -> Any:
+        def tap(position: Position, place: Place, value: Any) -> Any:
             return _tap(value, probes[place]) if position in places else value
 
         return _tapped(closed, tap, dtype)(*arrays)
@@ -124,18 +123,16 @@ def _tapped(closed: Any, tap: Tap, dtype: Any) -> Callable[..., Any]:
     return lambda *arrays: replay(closed, arrays, on_results)[0]
 
 
-def _differentiated(
-    closed: Any, arrays: list[Any], positions: list[int], dtype: Any
-) -> dict[tuple[int, ...], Place]:
+def _places(closed: Any, arrays: list[Any], positions: list[int], dtype: Any) -> Places:
     """Returns where the values are that depend on the parameters, in the program's order.
 
     A tap makes all behind it depend on its probe. Anywhere else it would send a backward pass
     where there is none, and where there may be none, as through a while loop.
     """
-    order: dict[tuple[int, ...], Place] = {}
+    order: Places = {}
     found = set()
 
-    def tap(position: tuple[int, ...], place: Place, value: Any) -> Any:
+    def tap(position: Position, place: Place, value: Any) -> Any:
         @jax.custom_jvp
         def look(value: Any) -> Any:
             return value
