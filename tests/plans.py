@@ -1,9 +1,61 @@
-"""Plans as text: one line a step, what is inside below it."""
+"""Plans as text: one line a step, what is inside below it; and programs that have theirs beside."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
 
 from jmp.autocasting._autocast import make_program
 from jmp.autocasting._steps import Inside, Island, Nested
 
 SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "int32": "i32", "None": "-"}
+
+
+# Traces, and so plans, change with JAX's version.
+HAS_THESE_TRACES = jax.__version__.startswith("0.10.")
+
+
+def struct(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+X = W = struct(128, 128)
+ROW = struct(128)
+IMAGE, KERNEL = struct(8, 16, 16, 16), struct(3, 3, 16, 16)
+SMALL = struct(8, 8)
+INDICES = struct(128, dtype=jnp.int32)
+
+
+class Case(NamedTuple):
+    """A program, what it is planned for, and the options of autocast."""
+
+    fun: Callable[..., Any]
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+def add_case(cases, *args, **options):
+    """Adds a program to `cases`; its docstring has its plan below the first line."""
+
+    def add(fun):
+        cases.append(Case(fun, args, options))
+        return fun
+
+    return add
+
+
+def expected(case):
+    """The plan in a program's docstring."""
+    return inspect.getdoc(case.fun).partition("\n\n")[2]
+
+
+def listing_of(case):
+    """The lines of the plan that is made for a program."""
+    arrays = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), case.args)
+    with jax.numpy_rank_promotion("allow"):
+        return listing(plan_of(case.fun, *arrays, **case.options))
 
 
 def plan_of(fun, *args, policy="mixed_float16", **options):

@@ -16,7 +16,7 @@ from jmp import _jax_compat
 from jmp.autocasting._equations import contains_products, draws_bits, rule_of, sum_over_own_axes
 from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._kinds import has_kind, kind_of
-from jmp.autocasting._numbers import NOTHING, Known, known_of, size_of
+from jmp.autocasting._numbers import NOTHING, Known, known_of
 from jmp.autocasting._regions import Region, Words
 from jmp.autocasting._registry import Category, Rule
 from jmp.autocasting._settings import Settings
@@ -47,7 +47,7 @@ def flatten(
         for v, constant in zip(jaxpr.constvars, constants, strict=True)
     ]
     inputs += [
-        Value(v.aval, None, NOTHING if value is None else _known_inside(value, v.aval))
+        Value(v.aval, None, NOTHING if value is None else value.known)
         for v, value in zip(jaxpr.invars, outer, strict=True)
     ]
     flattening = _Flattening(scope, words)
@@ -119,13 +119,6 @@ def _goes_inside(node: Node, region: Region, settings: Settings) -> bool:
 def _literal(atom: Any) -> Value:
     is_number = np.ndim(atom.val) == 0 and atom.aval.dtype == FLOAT32
     return Value(atom.aval, None, Known(float(atom.val)) if is_number else NOTHING, atom.val)
-
-
-def _known_inside(outer: Value, aval: Any) -> Known:
-    """Returns what an outer level knows of an input."""
-    shapes = [getattr(given, "shape", ()) for given in (outer.aval, aval)]
-    source = shapes[0] if outer.known.source is None else outer.known.source
-    return outer.known._replace(source=source if size_of(source) <= size_of(shapes[1]) else None)
 
 
 def _known_result(

@@ -166,17 +166,15 @@ def _is_compared(value: Value) -> bool:
 
 
 def _is_made_of(value: Value, part: Value) -> bool:
-    """Returns whether `part` stands upstream of `value`."""
-    first = part.producer.index if part.producer else -1
-    seen, stack = {value}, [value]
+    """Returns whether `part`, a computed value, stands upstream of `value`."""
+    computed: set[Value] = set()
+    stack = [value]
     while stack:
         current = stack.pop()
-        if current is part:
-            return True
-        if current.producer is not None and current.producer.index > first:
-            stack += [v for v in current.producer.inputs if v not in seen]
-            seen.update(current.producer.inputs)
-    return False
+        if current.producer is not None and current not in computed:
+            computed.add(current)
+            stack += current.producer.inputs
+    return part in computed
 
 
 # Normalisation over leading or spatial axes.
@@ -219,8 +217,7 @@ def _is_normalising(
     """An affine step whose other operand is a statistic, or a parameter after such a step."""
     large = [v for v in node.inputs if v in dependent and v not in statistics]
     others = [v for v in node.inputs if v not in dependent or v in statistics]
-    if len(large) != 1 or len(others) != 1:
+    if [len(large), len(others)] != [1, 1]:
         return False
-    if others[0] in statistics:
-        return True
-    return large[0] in normalised and others[0].source_size < node.outputs[0].size
+    is_parameter = others[0].source_size < node.outputs[0].size
+    return others[0] in statistics or (large[0] in normalised and is_parameter)

@@ -60,7 +60,7 @@ def choose_recompute(nodes: Sequence[Node], cuts: Set[Node], asked: str, repeats
 
     Inside a loop what is kept is kept for every turn, so that sizes count `repeats` times.
     """
-    largest = repeats * max((v.size for node in nodes for v in node.outputs), default=0)
+    largest = repeats * max(v.size for node in nodes for v in node.outputs)
     if asked == "all":
         return Recompute.RECOMPUTE
     if asked == "none" or largest < SMALL:
@@ -135,7 +135,7 @@ def _linear_cone(
     rule, result = node.rule, node.outputs[0]
     if not (rule.linear or rule.hands_on) or rule.category is Category.FULL:
         return None
-    if node.region.in_float32 or not result.is_float32:
+    if node.region.in_float32:
         return None
     nodes: set[Node] = {node}
     entering: set[Value] = set()
@@ -181,12 +181,10 @@ def _cheap_producers(value: Value) -> list[Node]:
         node = value.producer
         if value.held is not None or node in found:
             return True
-        is_small = value.size < SMALL
         if node is None or not (node.rule.cheap or node.rule.reshapes or node.rule.repeats):
-            return is_small
-        if not all(is_cheap(operand) for operand in node.inputs):
-            return is_small
-        found[node] = None
-        return True
+            return value.size < SMALL
+        if all(map(is_cheap, node.inputs)):
+            found[node] = None
+        return node in found
 
     return list(found) if is_cheap(value) else []

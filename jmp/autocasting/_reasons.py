@@ -86,10 +86,8 @@ def _cancels(node: Node) -> bool:
     Near the end of its range nothing is left of that: float16's 1 - tanh(4) is off by a quarter,
     bfloat16's is zero. So are derivatives written, such as s * (1 - s).
     """
-    if not node.rule.linear:
-        return False
-    is_one = [value.constant is not None and abs(value.constant) == 1 for value in node.inputs]
-    return any(is_one) and any(map(_is_bounded, node.inputs))
+    is_one = [value.constant in (1, -1) for value in node.inputs]
+    return node.rule.linear and any(is_one) and any(map(_is_bounded, node.inputs))
 
 
 def _is_bounded(value: Value) -> bool:

@@ -1,0 +1,1263 @@
+"""Closer looks at single rules of the planner: a program each, with its plan in the docstring.
+
+A line is a step. `f32>f16` is a float32 operand that is read in half, `->` what is stored. Arrays
+have 128 x 128 elements unless said otherwise: large enough to be recomputed.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.lax import Precision
+
+import jmp
+from tests.plans import (
+    HAS_THESE_TRACES,
+    IMAGE,
+    INDICES,
+    KERNEL,
+    ROW,
+    Case,
+    W,
+    X,
+    add_case,
+    expected,
+    listing_of,
+    struct,
+)
+
+CASES: list[Case] = []
+planned = functools.partial(add_case, CASES)
+
+# Operands, constants and arrays.
+
+
+@planned(X, W)
+def dead_readers(x, w):
+    """What nothing needs decides nothing: p does not feed.
+
+    dot_general in half: f32>f16 f32>f16 -> f16
+    island, recompute, apart: f32>f16 -> f32
+      exp; full
+      reduce_sum; full
+    """
+    p = jnp.exp(x @ w)
+    _ = p @ w
+    return p.sum()
+
+
+@planned(X, W)
+def small_numbers(x, w):
+    """1e-5 is subnormal in float16: digits are lost. Infinity and zero are held.
+
+    dot_general in half: f32>f16 f32>f16 -> f16
+    island, plain, apart: f32>f16 -> f16 saturated
+      max; float16 does not hold the constant 1e-05
+    dot_general in half: f32>f16 f32>f16 -> f16
+    max in half: f32>f16 -inf f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    max in half: f32>f16 0 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    """
+    y = x @ w
+    return lax.max(y, 1e-5) @ w, lax.max(y, -jnp.inf) @ w, lax.max(y, 0.0) @ w
+
+
+@planned(X, W, policy="mixed_bfloat16")
+def small_numbers_in_bfloat16(x, w):
+    """bfloat16 holds 1e-5 as well as another number.
+
+    dot_general in half: f32>bf16 f32>bf16 -> bf16
+    max in half: f32>bf16 1e-05 f32>bf16 -> bf16
+    dot_general in half: f32>bf16 f32>bf16 -> bf16
+    """
+    return lax.max(x @ w, 1e-5) @ w
+
+
+@planned(X, W, ROW)
+def mask_over_the_keys(x, w, mask):
+    """What is added to the scores of an attention stays in the island.
+
+    dot_general in half: f32>f16 f32>f16 -> f16
+    broadcast_in_dim in float32: f32 -> f32
+    island, recompute, apart: f32>f16 f32 -> f16
+      add
+      reduce_max
+      max
+      broadcast_in_dim
+      stop_gradient
+      sub
+      exp; full
+      reduce_sum; full
+      broadcast_in_dim
+      div
+    dot_general in half: f32>f16 f32>f16 -> f16
+    """
+    return jax.nn.softmax(x @ w + mask, -1) @ w
+
+
+@planned(X, W, ROW)
+def bias_before_the_loss(x, w, b):
+    """A bias before a loss is peeled off.
+
+    dot_general in half: f32>f16 f32>f16 -> f16
+    broadcast_in_dim in float32: f32 -> f32
+    add in half: f32>f16 f32>f16 repeated -> f16
+    island, recompute, apart: f32>f16 -> f32
+      reduce_max
+      max
+      broadcast_in_dim
+      stop_gradient
+      sub
+      exp; full
+      reduce_sum; full
+      broadcast_in_dim
+      log; full
+      sub
+      reduce_sum; full
+    """
+    return jax.nn.log_softmax(x @ w + b, -1).sum()
+
+
+@planned(X, W)
+def sum_and_its_parts(x, w):
+    """No addition is peeled off where both operands enter anyway.
+
+    dot_general in half: f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    island, recompute, apart: f32>f16 f32>f16 -> f16
+      add
+      exp; full
+      sin
+      mul
+      sin
+      mul
+    dot_general in half: f32>f16 f32>f16 -> f16
+    """
+    y, z = x @ w, x @ w
+    return (jnp.exp(y + z) * jnp.sin(y) * jnp.sin(z)) @ w
+
+
+@planned(X, W, recompute="all")
+def linear_island(x, w):
+    """An island that is linear throughout is not peeled away.
+
+    dot_general in half: f32>f16 f32>f16 -> f16
+    island, recompute, apart: f32>f16 f32 -> f16 saturated
+      sub; an operand is a float32 input as large as the result
+    dot_general in half: f32>f16 f32>f16 -> f16
+    """
+    return (x @ w - w) @ w
+
+
+@planned(X, W)
+def row_maximum(x, w):
+    """A reduction over rows without a sum is recomputed.
+
+    dot_general in half: f32>f16 f32>f16 -> f16
+    island, recompute, apart: f32>f16 -> f16
+      mul; float16 does not hold the constant 1e+09
+      reduce_max
+      broadcast_in_dim
+      div
+    dot_general in half: f32>f16 f32>f16 -> f16
+    """
+    y = x @ w
+    return (y / jnp.max(y * 1e9, -1, keepdims=True)) @ w
+
+
+@planned(X, W)
+def residual_around_a_product(x, w):
+    """Operations on both sides of a product are two islands, and in order.
+
+    dot_general in half: f32>f16 f32>f16 -> f16
+    island, recompute, apart: f32>f16 -> f16
+      exp; full
+    dot_general in half: f32>f16 f32>f16 -> f16
+    island, recompute, apart: f32>f16 f32>f16 -> f16
+      exp; full
+      add
+    dot_general in half: f32>f16 f32>f16 -> f16
+    """
+    y = jnp.exp(x @ w)
+    return (jnp.exp(y @ w) + y) @ w
+
+
+@planned(IMAGE, KERNEL)
+def norm_with_one_statistic(x, k):
+    """A norm over everything has one sum: it is no norm over leading axes.
+
+    conv_general_dilated in half: f32>f16 f32>f16 -> f16
+    island, recompute, apart: f32>f16 -> f16
+      mul; a square, whose range a half type does not hold
+      reduce_sum; full
+      rsqrt; full
+      mul
+      sin
+    conv_general_dilated in half: f32>f16 f32>f16 -> f16
+    """
+    conv = functools.partial(
+        lax.conv_general_dilated, window_strides=(1, 1), padding="SAME",
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+    )  # fmt: skip
+    y = conv(x, k)
+    y = y * lax.rsqrt((y * y).sum())
+    return conv(jnp.sin(y), k)
+
+
+@planned(IMAGE, KERNEL, struct(16))
+def norm_and_residual(x, k, scale):
+    """The end of a norm is its last affine step; what is added then is half.
+
+    conv_general_dilated in half: f32>f16 f32>f16 -> f16
+    broadcast_in_dim in float32: f32 -> f32
+    island, plain, apart: f32>f16 f32 -> f16
+      reduce_sum; full
+      div
+      broadcast_in_dim
+      sub
+      mul
+      sub
+    tanh in half: f32>f16 -> f16
+    add in half: f32>f16 f32>f16 -> f16
+    conv_general_dilated in half: f32>f16 f32>f16 -> f16
+    island, plain, apart: f32>f16 f32 -> f16
+      mul; an operand is a float32 input as large as the result
+    conv_general_dilated in half: f32>f16 f32>f16 -> f16
+    """
+    conv = functools.partial(
+        lax.conv_general_dilated, window_strides=(1, 1), padding="SAME",
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+    )  # fmt: skip
+    y = conv(x, k)
+    z = (y - y.mean((0, 1, 2))) * scale - 0.5
+    return conv(jnp.tanh(z) + y, k), conv(z * x, k)
+
+
+@planned(X, W, INDICES)
+def sorted_in_float32(x, w, tokens):
+    """Barriers that follow read half only if all that comes from products is half.
+
+    dot_general in half: f32>f16 f32>f16 -> f16
+    cumsum in float32: f32 -> f32
+    sort in float32: f32 f32 -> f32 f32
+    sort in float32: f32 f32 -> f32 f32
+    lt: i32 i32 -> bool
+    add: i32 i32 -> i32
+    select_n: bool i32 i32 -> i32
+    broadcast_in_dim: i32 -> i32
+    scatter-min in float32, rounded: f32 i32 f32 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    cummax in half: f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    """
+    y = x @ w
+    wide = jnp.cumsum(y, -1)
+    keys, values = lax.sort((wide, y), num_keys=1)
+    _, parameters = lax.sort((y, w), num_keys=1)
+    smallest = y.at[tokens].min(y)
+    return keys @ w, values @ w, parameters @ w, smallest @ w, lax.cummax(y) @ w
+
+
+@planned(X, W, INDICES)
+def tables(x, w, tokens):
+    """No embedding: a table of one number, rows that are compared, rows of a region.
+
+    broadcast_in_dim in float32: 1 f32 -> f32
+    lt: i32 i32 -> bool
+    add: i32 i32 -> i32
+    select_n: bool i32 i32 -> i32
+    broadcast_in_dim: i32 -> i32
+    gather in float32: f32 i32 -> f32
+    lt: i32 i32 -> bool
+    add: i32 i32 -> i32
+    select_n: bool i32 i32 -> i32
+    broadcast_in_dim: i32 -> i32
+    gather in float32: f32 i32 -> f32
+    transpose in float32: f32 -> f32
+    eq in float32: f32 f32 -> bool
+    lt: i32 i32 -> bool; the user asked for float32 here
+    add: i32 i32 -> i32; the user asked for float32 here
+    select_n: bool i32 i32 -> i32; the user asked for float32 here
+    broadcast_in_dim: i32 -> i32; the user asked for float32 here
+    gather in float32: f32 i32 -> f32; the user asked for float32 here
+    dot_general in half: f32>f16 f32>f16 -> f16
+    island, plain, apart: f32>f16 f32 -> f16 saturated
+      add; an operand is a float32 input as large as the result
+    dot_general in half: f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    convert_element_type in float32: i32 -> f32
+    broadcast_in_dim in float32: f32 -> f32
+    select_n in half: bool f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    """
+    ones = jnp.ones((128, 128))[tokens]
+    same = x[tokens].T == w
+    inside = jmp.full_precision(lambda: x[tokens])()
+    return (x @ w + ones) @ w, jnp.where(same, x @ w, 0) @ w, inside @ w
+
+
+@planned(X, W)
+def cases_of_a_bounded_result(x, w):
+    """One plus and minus a bounded result; two minus it, and one minus any other, are half.
+
+    dot_general in half: f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    island, recompute, apart: f32>f16 -> f16
+      tanh
+      sub; near its bound a bounded function leaves few digits of one
+    dot_general in half: f32>f16 f32>f16 -> f16
+    mul in half: f32>f16 1 f32>f16 -> f16
+    tanh in half: f32>f16 -> f16
+    sub in half: 2 f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    sub in half: 1 f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    """
+    y, z = x @ w, x @ w
+    return (jnp.tanh(y) - 1) @ w, (2 - jnp.tanh(y * 1)) @ w, (1 - z) @ w
+
+
+@planned(X, W, struct(128, 128, dtype=jnp.int32))
+def other_dtypes(x, w, counts):
+    """Integers are no operands that decide.
+
+    dot_general in half: f32>f16 f32>f16 -> f16
+    convert_element_type in float32: i32 -> f32
+    island, plain, apart: f32>f16 f32 -> f16
+      mul; an operand is a float32 input as large as the result
+    dot_general in half: f32>f16 f32>f16 -> f16
+    dot_general: i32 i32 -> i32; the user chose other dtypes
+    convert_element_type in float32: f32 -> i32
+    add: i32 i32 -> i32
+    """
+    y = x @ w
+    return (y * counts.astype(jnp.float32)) @ w, (counts @ counts), (y.astype(int) + counts)
+
+
+# What a product reads.
+
+
+@planned(X, W)
+def solved_between_products(x, w):
+    """A solver reads float32, and so does a precise product: nothing is rounded in front of them.
+
+    dot_general in half: f32>f16 f32>f16 -> f16
+    island, recompute, apart: f32>f16 -> f32
+      exp; full
+      transpose
+      add
+      div
+    cholesky in float32: f32 -> f32
+    iota: -> i32
+    add: i32 i32 -> i32
+    iota: -> i32
+    ge: i32 i32 -> bool
+    broadcast_in_dim in float32: 0 f32 -> f32
+    island, plain, apart: bool f32 f32 -> f16
+      select_n; an operand is float32
+    dot_general in half: f32>f16 f32>f16 -> f16
+    island, recompute, apart: f32>f16 -> f32
+      exp; full
+    dot_general in float32: f32 f32 -> f32
+    dot_general in half: f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    """
+    solved = jnp.linalg.cholesky(jnp.exp(x @ w))
+    precise = jnp.matmul(jnp.exp(x @ w), w, precision=Precision.HIGHEST)
+    return solved @ w, precise @ w
+
+
+@planned(X, W)
+def order_of_the_rows(x, w):
+    """Indices carry no precision: what is sorted for them alone stays float32.
+
+    dot_general in half: f32>f16 f32>f16 -> f16
+    island, recompute, apart: f32>f16 -> f32
+      exp; full
+    iota: -> i32
+    sort in float32: f32 i32 -> f32 i32
+    slice: i32 -> i32
+    squeeze: i32 -> i32
+    lt: i32 i32 -> bool
+    add: i32 i32 -> i32
+    select_n: bool i32 i32 -> i32
+    broadcast_in_dim: i32 -> i32
+    gather in float32, rounded: f32 i32 -> f16; rows of a float32 table, rounded after the lookup
+    dot_general in half: f32>f16 f32>f16 -> f16
+    """
+    return w[jnp.argsort(jnp.exp(x @ w), -1)[0]] @ w
+
+
+@planned(X, W)
+def read_by_both(x, w):
+    """One result that a product reads and the loss too leaves in half.
+
+    dot_general in half: f32>f16 f32>f16 -> f16
+    island, recompute, apart: f32>f16 -> f16 f32
+      exp; full
+      reduce_sum; full
+    dot_general in half: f32>f16 f32>f16 -> f16
+    """
+    y = jnp.exp(x @ w)
+    return y @ w, y.sum()
+
+
+@planned(X, W)
+def inner_autocast_of_parameters(x, w):
+    """What an autocast inside makes of parameters alone is decided as well.
+
+    dot_general in half: f32>f16 f32>f16 -> f16
+    sin in float32: f32 -> f32; an inner autocast decided here
+    island, plain, apart: f32>f16 f32 -> f16
+      add; an operand is float32
+    dot_general in half: f32>f16 f32>f16 -> f16
+    """
+    inner = jmp.autocast(jnp.sin, "mixed_bfloat16")
+    return (x @ w + inner(w)) @ w
+
+
+@planned(X, W, rules=[("head", "p=f32,c=f32,o=f16")])
+def rule_on_parameters(x, w):
+    """What a rule rounds comes out half, also of parameters alone.
+
+    island, recompute, apart: f32 -> f16
+      sin; the user asked for float32 here
+    dot_general in half: f32>f16 f32>f16 -> f16
+    add in half: f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    """
+    with jax.named_scope("head"):
+        v = jnp.sin(w)
+    return (x @ w + v) @ w
+
+
+@planned(X, W, ROW, INDICES)
+def fixed_rows(x, w, b, places):
+    """No gradient flows into a row of positions: it is rounded before it is repeated.
+
+    iota in float32: -> f32
+    sin in float32: f32 -> f32
+    convert_element_type in float32: i32 -> f32
+    sin in float32: f32 -> f32
+    dot_general in half: f32>f16 f32>f16 -> f16
+    broadcast_in_dim in float32: f32 -> f32
+    add in half: f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    mul in float32: f32 f32 -> f32
+    broadcast_in_dim in float32: f32 -> f32
+    add in half: f32>f16 f32>f16 repeated -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    broadcast_in_dim in float32: f32 -> f32
+    add in half: f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    """
+    positions = jnp.sin(jnp.arange(128.0))
+    given = jnp.sin(places.astype(jnp.float32))
+    return (x @ w + positions) @ w, (x @ w + positions * b) @ w, (x @ w + given) @ w
+
+
+# Tables.
+
+
+@planned(X, W, INDICES)
+def rows_that_are_normalised(x, w, tokens):
+    """Rows that are compared with what is made of them, or with a number, are an embedding.
+
+    lt: i32 i32 -> bool
+    add: i32 i32 -> i32
+    select_n: bool i32 i32 -> i32
+    broadcast_in_dim: i32 -> i32
+    gather in float32, rounded: f32 i32 -> f16; rows of a float32 table, rounded after the lookup
+    island, recompute but sums, apart, shared casts: f32>f16 -> f16
+      reduce_sum; full
+      broadcast_in_dim
+      div
+      sub
+    lt: i32 i32 -> bool
+    add: i32 i32 -> i32
+    select_n: bool i32 i32 -> i32
+    broadcast_in_dim: i32 -> i32
+    gather in float32, rounded: f32 i32 -> f16; rows of a float32 table, rounded after the lookup
+    reshape in half: f32>f16 -> f16
+    reshape in half: f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    lt: i32 i32 -> bool
+    add: i32 i32 -> i32
+    select_n: bool i32 i32 -> i32
+    broadcast_in_dim: i32 -> i32
+    gather in float32, rounded: f32 i32 -> f16; rows of a float32 table, rounded after the lookup
+    sub in half: f32>f16 1 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    sin in half: f32>f16 -> f16
+    sub in half: f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    """
+    rows = x[tokens]
+    centred = rows - rows.mean(-1, keepdims=True)
+    moved = x[tokens].reshape(64, 256).reshape(128, 128)
+    return centred @ w, (x[tokens] - 1.0) @ w, (moved - jnp.sin(moved)) @ w
+
+
+@planned(X, W, INDICES)
+def rows_that_are_moved_and_compared(x, w, tokens):
+    """Rows that are compared with others are not, however they are moved before.
+
+    lt: i32 i32 -> bool
+    add: i32 i32 -> i32
+    select_n: bool i32 i32 -> i32
+    broadcast_in_dim: i32 -> i32
+    gather in float32: f32 i32 -> f32
+    reshape in float32: f32 -> f32
+    reshape in float32: f32 -> f32
+    lt: i32 i32 -> bool
+    add: i32 i32 -> i32
+    select_n: bool i32 i32 -> i32
+    broadcast_in_dim: i32 -> i32
+    gather in float32: f32 i32 -> f32
+    sub in float32: f32 f32 -> f32
+    dot_general in half: f32>f16 f32>f16 -> f16
+    transpose in float32: f32 -> f32
+    mul in float32: f32 f32 -> f32
+    sub in float32: f32 f32 -> f32
+    dot_general in half: f32>f16 f32>f16 -> f16
+    transpose in float32: f32 -> f32
+    lt: i32 i32 -> bool
+    add: i32 i32 -> i32
+    select_n: bool i32 i32 -> i32
+    broadcast_in_dim: i32 -> i32
+    gather in float32: f32 i32 -> f32
+    sub in float32: f32 f32 -> f32
+    dot_general in half: f32>f16 f32>f16 -> f16
+    """
+    moved, both = x[tokens].reshape(64, 256).reshape(128, 128), x[tokens]
+    return (moved - w) @ w, (both - both.T * w) @ w, (both.T - x[tokens]) @ w
+
+
+@planned(struct(128, 128, dtype=jnp.int32), W, INDICES)
+def table_of_integers(counts, w, tokens):
+    """A table of integers is no embedding.
+
+    lt: i32 i32 -> bool
+    add: i32 i32 -> i32
+    select_n: bool i32 i32 -> i32
+    broadcast_in_dim: i32 -> i32
+    gather: i32 i32 -> i32
+    convert_element_type in float32: i32 -> f32
+    dot_general in half: f32>f16 f32>f16 -> f16
+    """
+    return counts[tokens].astype(jnp.float32) @ w
+
+
+@planned(X, W, INDICES)
+def embedding_beside_an_island(x, w, tokens):
+    """An embedding is a barrier: what follows it is of another depth, and half comes in.
+
+    lt: i32 i32 -> bool
+    add: i32 i32 -> i32
+    select_n: bool i32 i32 -> i32
+    broadcast_in_dim: i32 -> i32
+    gather in float32, rounded: f32 i32 -> f16; rows of a float32 table, rounded after the lookup
+    dot_general in half: f32>f16 f32>f16 -> f16
+    add in half: f32>f16 f32>f16 -> f16
+    island, recompute, apart: f32>f16 -> f16
+      exp; full
+    dot_general in half: f32>f16 f32>f16 -> f16
+    """
+    return jnp.exp(x[tokens] + x @ w) @ w
+
+
+# Numbers.
+
+
+@planned(X, W)
+def arrays_of_one_number(x, w):
+    """An array of equal numbers is that number; zeros and infinities fit, and 1e-9 does not.
+
+    dot_general in half: f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    add in half: f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    island, plain, apart: f32>f16 f32 -> f16 saturated
+      max; an operand is a float32 input as large as the result
+    dot_general in half: f32>f16 f32>f16 -> f16
+    island, plain, apart: f32>f16 f32 -> f16 saturated
+      add; float16 does not hold an array of the program
+    dot_general in half: f32>f16 f32>f16 -> f16
+    island, recompute, apart: f32>f16 f32 -> f16
+      tanh
+      sub; near its bound a bounded function leaves few digits of one
+    dot_general in half: f32>f16 f32>f16 -> f16
+    """
+    y, z, v = x @ w, x @ w, x @ w
+    held = np.where(np.tri(128) > 0, 0, -np.inf).astype(np.float32)
+    same, other = np.full((128, 128), 0.5, np.float32), np.full((128, 128), 1e-9, np.float32)
+    return (y + same) @ w, lax.max(z, held) @ w, (v + other) @ w, (jnp.tanh(v) - 2 * same) @ w
+
+
+@planned(struct(512, 256), struct(256, 256))
+def arrays_too_large_to_look_at(x, w):
+    """Up to 65536 numbers are looked at; a larger array is an input.
+
+    dot_general in half: f32>f16 f32>f16 -> f16
+    island, plain, apart: f32>f16 f32 -> f16
+      slice
+      mul; float16 does not hold an array of the program
+    dot_general in half: f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    island, plain, apart: f32>f16 f32 -> f16
+      mul; an operand is a float32 input as large as the result
+    dot_general in half: f32>f16 f32>f16 -> f16
+    """
+    looked_at = np.full((256, 256), 1e9, np.float32)
+    larger = np.full((512, 256), 1e9, np.float32)
+    return ((x @ w)[:256] * looked_at) @ w, (x @ w * larger) @ w
+
+
+@planned(X, W)
+def small_and_large_in_one_array(x, w):
+    """The smallest number counts, and so does the largest.
+
+    dot_general in half: f32>f16 f32>f16 -> f16
+    broadcast_in_dim in float32: f32 -> f32
+    island, plain, apart: f32>f16 f32 -> f16
+      mul; float16 does not hold an array of the program
+    dot_general in half: f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    broadcast_in_dim in float32: f32 -> f32
+    island, plain, apart: f32>f16 f32 -> f16
+      mul; float16 does not hold an array of the program
+    dot_general in half: f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    mul in half: f32>f16 0 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    """
+    small, large = np.ones(128, np.float32), np.ones(128, np.float32)
+    small[3], large[3] = 1e-9, -1e9
+    return (x @ w * small) @ w, (x @ w * large) @ w, (x @ w * np.ones(0, np.float32).sum()) @ w
+
+
+@planned(X, W, struct(128, 128, dtype=bool))
+def what_is_known_behind_a_choice(x, w, keep):
+    """What may hold -1e9 is hard wherever it is moved to; what was a boolean is not.
+
+    broadcast_in_dim in float32: 0 f32 -> f32
+    broadcast_in_dim in float32: -1e+09 f32 -> f32
+    select_n in float32: bool f32 f32 -> f32
+    slice in float32: f32 -> f32
+    broadcast_in_dim in float32: 0 f32 -> f32
+    convert_element_type in float32: f32 -> f32
+    concatenate in float32: f32 f32 -> f32
+    dot_general in half: f32>f16 f32>f16 -> f16
+    convert_element_type in float32: f32 -> f32
+    island, plain, apart: f32>f16 f32 -> f16 saturated
+      add; float16 does not hold an array of the program
+    dot_general in half: f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    transpose in float32: f32 -> f32
+    island, plain, apart: f32>f16 f32 -> f16
+      mul; float16 does not hold an array of the program
+    dot_general in half: f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    slice: bool -> bool
+    convert_element_type in float32: bool -> f32
+    add in half: f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    """
+    mask = jnp.where(keep, 0.0, -1e9)
+    joined = jnp.concatenate([mask[:64], jnp.zeros((64, 128))])
+    return (x @ w + mask) @ w, (x @ w * joined.T) @ w, (x @ w + keep[:1].astype(float)) @ w
+
+
+@planned(X, W, ROW)
+def what_is_known_of_moved_numbers(x, w, b):
+    """A row that is reshaped and repeated is a row; what turns or negates it makes another value.
+
+    reshape in float32: f32 -> f32
+    broadcast_in_dim in float32: f32 -> f32
+    broadcast_in_dim in float32: f32 -> f32
+    neg in float32: f32 -> f32
+    broadcast_in_dim in float32: f32 -> f32
+    dot_general in half: f32>f16 f32>f16 -> f16
+    add in half: f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    add in half: f32>f16 f32>f16 saturated -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    rev in float32: f32 -> f32
+    island, plain, apart: f32>f16 f32 -> f16 saturated
+      add; an operand is a float32 input as large as the result
+    dot_general in half: f32>f16 f32>f16 -> f16
+    """
+    row = jnp.broadcast_to(b.reshape(1, 128), (128, 128))
+    column = jnp.broadcast_to(-b[:, None], (128, 128))
+    return (x @ w + row) @ w, (x @ w + column) @ w, (x @ w + row[:, ::-1]) @ w
+
+
+@planned(X, W)
+def numbers_that_are_converted(x, w):
+    """A Python integer that becomes a float is a constant; so is one that is negated.
+
+    dot_general in half: f32>f16 f32>f16 -> f16
+    island, plain, apart: f32>f16 -> f16 saturated
+      add; float16 does not hold the constant 100000
+    dot_general in half: f32>f16 f32>f16 -> f16
+    mul in float32: 2 f32 1 f32 -> f32
+    neg in float32: f32 -> f32
+    mul in half: f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    """
+    y = x @ w
+    return (y + lax.convert_element_type(100000, jnp.float32)) @ w, (y * -(2 * jnp.ones(()))) @ w
+
+
+# Islands.
+
+
+@planned(X, W)
+def two_islands_of_one_depth(x, w):
+    """Islands that do not touch are two.
+
+    dot_general in half: f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    island, recompute, apart: f32>f16 -> f16
+      exp; full
+    dot_general in half: f32>f16 f32>f16 -> f16
+    island, recompute, apart: f32>f16 -> f16
+      exp; full
+    dot_general in half: f32>f16 f32>f16 -> f16
+    """
+    y, z = x @ w, x @ w
+    return jnp.exp(y) @ w, jnp.exp(z) @ w
+
+
+@planned(X, W)
+def sums_of_both_kinds(x, w):
+    """Sums over rows are kept, but a softmax is computed again as a whole.
+
+    dot_general in half: f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    island, recompute but sums, apart, shared casts: f32>f16 -> f16
+      reduce_sum; full
+      broadcast_in_dim
+      div
+    dot_general in half: f32>f16 f32>f16 -> f16
+    island, recompute, apart: f32>f16 -> f16
+      reduce_max
+      broadcast_in_dim
+      stop_gradient
+      sub
+      exp; full
+      reduce_sum; full
+      broadcast_in_dim
+      div
+    dot_general in half: f32>f16 f32>f16 -> f16
+    island, plain, apart: f32>f16 -> f16
+      mul; float16 does not hold the constant 1e+09
+      reduce_sum; full
+      div
+    dot_general in half: f32>f16 f32>f16 -> f16
+    """
+    y, z, v = x @ w, x @ w, x @ w
+    shifted = z - lax.stop_gradient(z.max(-1, keepdims=True))
+    return (
+        (y / jnp.sum(y, -1, keepdims=True)) @ w,
+        (jnp.exp(shifted) / jnp.sum(shifted, -1, keepdims=True)) @ w,
+        (v / jnp.sum(v * 1e9)) @ w,
+    )
+
+
+@planned(struct(127, 128), W)
+def just_too_few_numbers(x, w):
+    """127 x 128 elements are fewer than 16384.
+
+    dot_general in half: f32>f16 f32>f16 -> f16
+    island, plain, apart: f32>f16 -> f16
+      exp; full
+    dot_general in half: f32>f16 f32>f16 -> f16
+    """
+    return jnp.exp(x @ w) @ w
+
+
+@planned(X, W)
+def expensive_but_small(x, w):
+    """An expensive function of few numbers costs nothing in the backward pass.
+
+    dot_general in half: f32>f16 f32>f16 -> f16
+    island, plain, apart: f32>f16 -> f16
+      slice
+      exp; full
+      mul
+      mul; float16 does not hold the constant 1e+09
+    dot_general in half: f32>f16 f32>f16 -> f16
+    """
+    y = x @ w
+    return (y * jnp.exp(y[:1]) * 1e9) @ w
+
+
+@planned(X, W, struct(128, 128, dtype=bool), ROW)
+def what_islands_compute_for_themselves(x, w, keep, b):
+    """Cheap large values made of small ones: masks and repetitions, but no sine, and no input.
+
+    iota: -> i32
+    broadcast_in_dim: i32 -> i32
+    broadcast_in_dim: i32 -> i32
+    ge: i32 i32 -> bool
+    broadcast_in_dim in float32: 0 f32 -> f32
+    broadcast_in_dim in float32: -1e+09 f32 -> f32
+    select_n in float32: bool f32 f32 -> f32
+    dot_general in half: f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    sin in float32: f32 -> f32
+    convert_element_type in float32: -1e+09 f32 -> f32
+    broadcast_in_dim in float32: f32 -> f32
+    broadcast_in_dim in float32: f32 -> f32
+    select_n in float32: bool f32 f32 -> f32
+    island, recompute, apart: f32>f16 -> f16
+      clone iota
+      clone broadcast_in_dim
+      clone broadcast_in_dim
+      clone ge
+      clone broadcast_in_dim
+      clone broadcast_in_dim
+      clone select_n
+      clone convert_element_type
+      add; float16 does not hold an array of the program
+      exp; full
+    dot_general in half: f32>f16 f32>f16 -> f16
+    convert_element_type in float32: f32 -> f32
+    island, recompute, apart: f32>f16 f32 -> f16
+      add; an operand is a float32 input as large as the result
+      exp; full
+    dot_general in half: f32>f16 f32>f16 -> f16
+    island, recompute, apart: f32>f16 f32 -> f16
+      add; float16 does not hold an array of the program
+      exp; full
+    dot_general in half: f32>f16 f32>f16 -> f16
+    """
+    rows = jnp.arange(128)
+    causal = jnp.where(rows[:, None] >= rows, 0.0, -1e9)
+    y, z, v = x @ w, x @ w, x @ w
+    sine = jnp.sin(causal)
+    given = jnp.where(keep, b, -1e9)
+    return jnp.exp(y + causal) @ w, jnp.exp(z + sine) @ w, jnp.exp(v + given) @ w
+
+
+@planned(X, W, ROW)
+def two_linear_nodes_in_front(x, w, b):
+    """A chain of additions is peeled off as one.
+
+    dot_general in half: f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    add in half: f32>f16 f32>f16 -> f16
+    broadcast_in_dim in float32: f32 -> f32
+    add in half: f32>f16 f32>f16 repeated -> f16
+    island, recompute, apart: f32>f16 -> f16
+      reshape
+      exp; full
+      reshape
+    dot_general in half: f32>f16 f32>f16 -> f16
+    """
+    y, z = x @ w, x @ w
+    s = (y + z + b).reshape(64, 256)
+    return jnp.exp(s).reshape(128, 128) @ w
+
+
+@planned(X, W, ROW)
+def half_and_float32_in_front(x, w, b):
+    """No addition of a float32 operand is peeled off, nor one whose operand the island reads.
+
+    dot_general in half: f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    cumsum in float32: f32 -> f32
+    island, recompute, apart: f32>f16 f32 -> f16
+      add; an operand is float32
+      exp; full
+    dot_general in half: f32>f16 f32>f16 -> f16
+    broadcast_in_dim in float32: f32 -> f32
+    island, recompute, apart: f32>f16 f32 -> f16
+      add
+      exp; full
+      mul
+    dot_general in half: f32>f16 f32>f16 -> f16
+    """
+    y, z = x @ w, x @ w
+    summed = jnp.cumsum(x @ w, 0)
+    return jnp.exp(y + summed) @ w, (jnp.exp(z + b) * z) @ w
+
+
+@planned(struct(256, 128), W)
+def part_beside_the_whole(x, w):
+    """Parts of one value count as values by themselves, also where the whole enters too.
+
+    dot_general in half: f32>f16 f32>f16 -> f16
+    split in half: f32>f16 -> f16 f16
+    add in half: f32>f16 f32>f16 -> f16
+    island, recompute, apart: f32>f16 f32>f16 -> f16
+      exp; full
+      slice
+      sin
+      mul
+    slice in float32: f32 -> f32
+    dot_general in half: f32>f16 f32>f16 -> f16
+    """
+    y = x @ w
+    a, b = jnp.split(y, 2, axis=1)
+    return (jnp.exp(a + b) * jnp.sin(y[:, 1:65])) @ w[:64]
+
+
+@planned(X, W)
+def three_values_and_their_sum(x, w):
+    """Nothing is peeled off where all operands enter the rest anyway.
+
+    dot_general in half: f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    island, recompute, apart: f32>f16 f32>f16 f32>f16 -> f16
+      add
+      add
+      exp; full
+      sin
+      mul
+      sin
+      mul
+      sin
+      mul
+    dot_general in half: f32>f16 f32>f16 -> f16
+    """
+    y, z, v = x @ w, x @ w, x @ w
+    return (jnp.exp(y + z + v) * jnp.sin(y) * jnp.sin(z) * jnp.sin(v)) @ w
+
+
+@planned(X, W, ROW)
+def numbers_in_front(x, w, b):
+    """A number that is added is no bias; a full addition and a region stay in the island.
+
+    dot_general in half: f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    island, recompute, apart: f32>f16 -> f16
+      add
+      exp; full
+    dot_general in half: f32>f16 f32>f16 -> f16
+    broadcast_in_dim in float32: f32 -> f32; the user asked for float32 here
+    island, recompute, apart: f32>f16 f32 -> f16
+      add; the user asked for float32 here
+      exp; full
+    dot_general in half: f32>f16 f32>f16 -> f16
+    """
+    y, z = x @ w, x @ w
+    inside = jmp.full_precision(lambda z: z + b)
+    return jnp.exp(y + 2.0) @ w, jnp.exp(inside(z)) @ w
+
+
+@planned(X, W, ROW)
+def scores_of_a_mask(x, w, b):
+    """A bias in front of a maximum over rows is peeled off only where no product follows.
+
+    dot_general in half: f32>f16 f32>f16 -> f16
+    broadcast_in_dim in float32: f32 -> f32
+    dot_general in half: f32>f16 f32>f16 -> f16
+    broadcast_in_dim in float32: f32 -> f32
+    add in half: f32>f16 f32>f16 repeated -> f16
+    island, recompute, apart: f32>f16 f32 -> f16 saturated
+      add
+      mul; float16 does not hold the constant 1e+09
+      reduce_max
+      broadcast_in_dim
+      sub
+    dot_general in half: f32>f16 f32>f16 -> f16
+    island, recompute, apart: f32>f16 -> f32
+      mul; float16 does not hold the constant 1e+09
+      reduce_max
+      broadcast_in_dim
+      sub
+      reduce_sum; full
+    """
+    y, z = x @ w + b, x @ w + b
+    return (y * 1e9 - y.max(-1, keepdims=True)) @ w, (z * 1e9 - z.max(-1, keepdims=True)).sum()
+
+
+@planned(X, W, struct(16384))
+def vector_as_large_as_the_result(x, w, b):
+    """A vector as large as the result is no bias.
+
+    dot_general in half: f32>f16 f32>f16 -> f16
+    island, recompute, apart: f32>f16 f32 -> f16
+      reshape
+      add; an operand is a float32 input as large as the result
+      exp; full
+      reshape
+    dot_general in half: f32>f16 f32>f16 -> f16
+    """
+    y = jnp.exp((x @ w).reshape(-1) + b)
+    return y.reshape(128, 128) @ w
+
+
+@planned(X, W, ROW)
+def repetition_of_a_sine(x, w, b):
+    """The small value that a large one is made of is read, whatever it is made of.
+
+    sin in float32: f32 -> f32
+    dot_general in half: f32>f16 f32>f16 -> f16
+    island, recompute, apart: f32 f32>f16 -> f16
+      clone broadcast_in_dim
+      clone mul
+      add; an operand is a float32 input as large as the result
+      exp; full
+    dot_general in half: f32>f16 f32>f16 -> f16
+    """
+    row = jnp.broadcast_to(jnp.sin(b), (128, 128))
+    return jnp.exp(x @ w + row * 2) @ w
+
+
+@planned(X, W, ROW)
+def softmax_that_the_loss_reads_too(x, w, mask):
+    """A mask over the keys stays in the island if any of its results feeds a product.
+
+    dot_general in half: f32>f16 f32>f16 -> f16
+    broadcast_in_dim in float32: f32 -> f32
+    island, recompute, apart: f32>f16 f32 -> f16 f32
+      add
+      reduce_max
+      max
+      broadcast_in_dim
+      stop_gradient
+      sub
+      exp; full
+      reduce_sum; full
+      broadcast_in_dim
+      div
+      log; full
+      reduce_sum; full
+    dot_general in half: f32>f16 f32>f16 -> f16
+    """
+    p = jax.nn.softmax(x @ w + mask, -1)
+    return p @ w, jnp.log(p).sum()
+
+
+# Norms over leading axes.
+
+
+@planned(IMAGE, KERNEL)
+def norm_over_the_batch_and_one_over_images(x, k):
+    """One sum over the batch is enough to need two passes.
+
+    conv_general_dilated in half: f32>f16 f32>f16 -> f16
+    island, plain, apart: f32>f16 -> f16
+      reduce_sum; full
+      div
+      broadcast_in_dim
+      sub
+      mul; a square, whose range a half type does not hold
+      reduce_sum; full
+      broadcast_in_dim
+      div
+      rsqrt; full
+      mul
+    conv_general_dilated in half: f32>f16 f32>f16 -> f16
+    """
+    conv = functools.partial(
+        lax.conv_general_dilated, window_strides=(1, 1), padding="SAME",
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+    )  # fmt: skip
+    y = conv(x, k)
+    y = y - y.mean((0, 1, 2))
+    return conv(y * lax.rsqrt((y * y).mean((1, 2), keepdims=True)), k)
+
+
+@planned(IMAGE, KERNEL)
+def norm_of_what_is_added_behind_it(x, k):
+    """The end of a norm stands between, also where both sides read one value.
+
+    conv_general_dilated in half: f32>f16 f32>f16 -> f16
+    island, plain, apart: f32>f16 -> f16 f16
+      sin
+      reduce_sum; full
+      div
+      broadcast_in_dim
+      sub
+    tanh in half: f32>f16 -> f16
+    add in half: f32>f16 f32>f16 -> f16
+    conv_general_dilated in half: f32>f16 f32>f16 -> f16
+    """
+    conv = functools.partial(
+        lax.conv_general_dilated, window_strides=(1, 1), padding="SAME",
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+    )  # fmt: skip
+    y = jnp.sin(conv(x, k))
+    z = y - y.mean((0, 1, 2))
+    return conv(jnp.tanh(z) + y, k)
+
+
+@planned(X, W, ROW)
+def norm_over_the_batch(x, w, b):
+    """A norm over the rows of a batch, and a centred value that is divided by a statistic.
+
+    dot_general in half: f32>f16 f32>f16 -> f16
+    broadcast_in_dim in float32: f32 -> f32
+    broadcast_in_dim in float32: f32 -> f32
+    island, plain, apart: f32>f16 f32 f32 -> f16
+      reduce_sum; full
+      div
+      broadcast_in_dim
+      sub
+      mul; a square, whose range a half type does not hold
+      reduce_sum; full
+      div
+      add; float16 does not hold the constant 1e-05
+      sqrt; full
+      broadcast_in_dim
+      div
+      mul
+      add
+    dot_general in half: f32>f16 f32>f16 -> f16
+    """
+    y = x @ w
+    centred = y - y.mean(0)
+    scaled = centred / jnp.sqrt((centred * centred).mean(0) + 1e-5)
+    return (scaled * b + b) @ w
+
+
+@planned(X, W)
+def mean_that_is_added(x, w):
+    """One sum over everything is a number, and no norm.
+
+    dot_general in half: f32>f16 f32>f16 -> f16
+    island, plain, apart: f32>f16 -> f16
+      reduce_sum; full
+      div
+      sub
+    dot_general in half: f32>f16 f32>f16 -> f16
+    island, plain, apart: f32>f16 -> f16
+      reduce_sum; full
+      div
+      broadcast_in_dim
+      mul
+    dot_general in half: f32>f16 f32>f16 -> f16
+    """
+    y = x @ w
+    return (y - y.mean()) @ w, (y * y.mean(0)) @ w
+
+
+# Other dtypes and reasons.
+
+
+@planned(X, W)
+def reasons_of_products(x, w):
+    """What keeps a product from being lowered.
+
+    dot_general in half: f32>f16 f32>f16 -> f16
+    convert_element_type in float32: f32 -> f16
+    dot_general in float32: f32 f32 -> f32
+    dot_general in float32: f16 f16 -> f32; the user named the algorithm
+    dot_general: f16 f16 -> f16; the user chose other dtypes
+    convert_element_type in float32: f32 -> bf16
+    dot_general in float32: f16 bf16 -> f32; the user chose other dtypes
+    dot_general in half: f16 f32>f16 -> f16
+    dot_general in float32: f32 f32 -> f32
+    """
+    y = x @ w
+    half = y.astype(jnp.float16)
+    algorithm = lax.DotAlgorithmPreset.F32_F32_F32
+    return (
+        lax.dot(y, w, precision=algorithm),
+        lax.dot(half, half, precision=algorithm, preferred_element_type=jnp.float32),
+        lax.dot(half, half),
+        lax.dot(half, w.astype(jnp.bfloat16), preferred_element_type=jnp.float32),
+        lax.dot(half, w, preferred_element_type=jnp.float32),
+        jnp.matmul(y, w, precision=Precision.HIGH),
+    )
+
+
+@planned(X, struct(2, 128, 128), struct(2, dtype=jnp.int32))
+def product_of_groups(x, ws, sizes):
+    """Integers among the operands of a product decide nothing.
+
+    ragged_dot_general in half: f32>f16 f32>f16 i32 -> f16
+    """
+    return lax.ragged_dot(x, ws, sizes)
+
+
+@planned(X, W)
+def one_plus_a_bounded_result(x, w):
+    """A bounded function behind a reshape is bounded; a constant on either side is one.
+
+    dot_general in half: f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    island, recompute, apart: f32>f16 -> f16
+      tanh
+      transpose
+      add; near its bound a bounded function leaves few digits of one
+    dot_general in half: f32>f16 f32>f16 -> f16
+    island, recompute, apart: f32>f16 -> f16
+      tanh
+      add; near its bound a bounded function leaves few digits of one
+    dot_general in half: f32>f16 f32>f16 -> f16
+    tanh in half: f32>f16 -> f16
+    mul in half: f32>f16 1 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    """
+    y, z = x @ w, x @ w
+    turned = jnp.tanh(y).T
+    return (1 + turned) @ w, (-1 + jnp.tanh(z)) @ w, (jnp.tanh(z) * 1.0) @ w
+
+
+@planned(X, W)
+def user_asks_for_float32_operations(x, w):
+    """A region without products: its island reads half and is float32 throughout.
+
+    dot_general in half: f32>f16 f32>f16 -> f16
+    island, recompute, apart: f32>f16 -> f16
+      tanh; the user asked for float32 here
+      mul; the user asked for float32 here
+    dot_general in half: f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    sort in float32: f32 -> f32; the user asked for float32 here
+    dot_general in half: f32>f16 f32>f16 -> f16
+    """
+    y = jmp.full_precision(lambda y: jnp.tanh(y) * 2)(x @ w)
+    return y @ w, jmp.full_precision(lambda y: jnp.sort(y))(x @ w) @ w
+
+
+@planned(X, W, struct(128, 128), struct(1, 128))
+def masks_that_may_be(x, w, mask, row):
+    """Saturated: inputs of two axes that a choice, a maximum or an addition repeats or joins.
+
+    dot_general in half: f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    slice in half: f32>f16 -> f16
+    slice in float32: f32 -> f32
+    concatenate in half: f32>f16 f32>f16 saturated -> f16
+    add in half: f32>f16 f32>f16 repeated saturated -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    transpose in float32: f32 -> f32
+    mul in float32: f32 1 f32 -> f32
+    max in half: f32>f16 f32>f16 repeated saturated -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    mul in half: f32>f16 f32>f16 repeated -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    """
+    y, z = x @ w, x @ w
+    joined = jnp.concatenate([y[:64], mask[:64]])
+    return (z + row) @ w, lax.max(y, row.T * jnp.ones(())) @ w, joined @ w, (z * row) @ w
+
+
+@pytest.mark.skipif(not HAS_THESE_TRACES, reason="the traces of JAX 0.10")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.fun.__name__)
+def test_plan(case):
+    assert "\n".join(listing_of(case)) == expected(case)
