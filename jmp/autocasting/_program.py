@@ -129,7 +129,7 @@ class Program:
                 infos[first + position] = Info(self.settings.compute_dtype, False)
         nowhere = [Destination(feeds=False, kept=False)] * len(graph.outputs)
         plan = Planner(graph, infos, nowhere, Context(words)).plan_level()
-        regions.warn_unused()
+        regions.rules.warn_unused()
         if not self._has_warned:
             name = getattr(self.fun, "__name__", repr(self.fun))
             self._has_warned = warn_if_no_product_is_half(plan, name)

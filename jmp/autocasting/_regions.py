@@ -66,9 +66,8 @@ class RegionRules:
                     f"autocast got a rule for {target!r}; its rules name scopes, not classes. "
                     "Expected a glob such as '*LayerNorm*' or a compiled regular expression."
                 )
-        default = Policy(np.float32, compute_dtype, compute_dtype)
-        self._rules = PolicyRules(rules, default) if rules else None
-        self._default = default
+        self.rules = PolicyRules(rules, Policy(np.float32, compute_dtype, compute_dtype))
+        self._half = compute_dtype
         self._found: dict[Any, Region] = {}
 
     def region(self, stack: Any) -> Region:
@@ -86,30 +85,18 @@ class RegionRules:
         named = [name for name in names if name.startswith(POLICY)]
         if named:
             policy = get_policy(named[-1].removeprefix(POLICY))
-        elif self._rules is not None:
-            policy = self._rules.policy_for("/".join(names), anywhere=True)
         else:
-            return ORDINARY
-        if policy.compute_dtype == self._default.compute_dtype:
+            policy = self.rules.policy_for("/".join(names), anywhere=True)
+        if policy.compute_dtype == self._half:
             return ORDINARY
         if is_half(policy.compute_dtype):
             raise ValueError(
-                f"autocast computes in {self._default.compute_dtype}; a rule for the scope "
+                f"autocast computes in {self._half}; a rule for the scope "
                 f"{'/'.join(names)!r} asks for {policy.compute_dtype}. Expected the same dtype or "
                 "float32; wrap that part in an autocast of its own."
             )
-        leaves_half = policy.output_dtype == self._default.compute_dtype
-        return Region(in_float32=True, output_dtype=policy.output_dtype if leaves_half else None)
-
-    @property
-    def unused(self) -> list[str]:
-        """The targets of the rules that matched no scope."""
-        return self._rules.unused if self._rules is not None else []
-
-    def warn_unused(self) -> None:
-        """Warns of rules that matched no scope of the program."""
-        if self._rules is not None:
-            self._rules.warn_unused()
+        leaves_half = policy.output_dtype == self._half
+        return Region(in_float32=True, output_dtype=self._half if leaves_half else None)
 
 
 class Words(NamedTuple):

@@ -12,8 +12,8 @@ Five categories, decided per primitive and looked up by its name:
 
 import dataclasses
 import enum
-import inspect
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -124,12 +124,11 @@ def register_rule(
             f"register_rule got the traits {', '.join(sorted(unknown))}; there are "
             f"{', '.join(TRAITS)}."
         )
-    frame = inspect.currentframe()
-    caller = frame.f_back if frame else None
-    owner = caller.f_globals.get("__name__", "?") if caller else "?"
+    owner = sys._getframe(1).f_globals.get("__name__", "?")  # who calls
     flags = dict.fromkeys(traits.split(), True)
     rule = Rule(Category(category), reason, params_in_half, owner, **flags)
-    names = [primitive_name(primitive) for primitive in _as_sequence(primitives)]
+    is_one = not isinstance(primitives, (list, tuple, set, frozenset))
+    names = [primitive_name(primitive) for primitive in ([primitives] if is_one else primitives)]
     for name in names:
         if name in _RULES:
             raise ValueError(
@@ -159,9 +158,3 @@ def primitive_name(primitive: Any) -> str:
             f"Got {primitive!r}; expected a JAX primitive or its name, such as lax.exp_p or 'exp'."
         )
     return name
-
-
-def _as_sequence(primitives: Any) -> Iterable[Any]:
-    if isinstance(primitives, (list, tuple, set, frozenset)):
-        return primitives
-    return [primitives]

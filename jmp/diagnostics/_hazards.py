@@ -39,7 +39,7 @@ def delicate_in_half(rows: list[Row]) -> list[str]:
 
 def unused_rules(traced: Traced) -> list[str]:
     """Returns a sentence for each rule that matched no scope."""
-    return [f"the rule {rule} matched no scope" for rule in traced.plan.words.regions.unused]
+    return [f"the rule {rule} matched no scope" for rule in traced.plan.words.regions.rules.unused]
 
 
 def odd_sizes(jaxpr: Jaxpr) -> list[str]:

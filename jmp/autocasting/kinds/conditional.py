@@ -21,17 +21,14 @@ class Cond(Kind):
 
     def plan(self, node: Node, level: Level) -> Nested:
         """A result is half if every branch leaves it in half."""
-        operands = node.inputs[1:]
-        insides = [
-            level.plan_called(branch, node, operands) for branch in self.functions(node.equation)
-        ]
-        stores = [
+        branches = self.functions(node.equation)
+        insides = [level.plan_called(branch, node, node.inputs[1:]) for branch in branches]
+        plans = (inside.plan.stores for inside in insides)
+        stores = tuple(
             level.half if value.is_float32 and set(dtypes) == {level.half} else value.dtype
-            for value, *dtypes in zip(
-                node.outputs, *(inside.plan.stores for inside in insides), strict=True
-            )
-        ]
-        joined = [inside._replace(stores=tuple(stores)) for inside in insides]
+            for value, *dtypes in zip(node.outputs, *plans, strict=True)
+        )
+        joined = [inside._replace(stores=stores) for inside in insides]
         return level.nested(node, joined, stores)
 
     def emit(self, equation: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> Any:
