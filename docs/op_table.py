@@ -16,7 +16,7 @@ one call.
 A rule may say more than its category. *fusible*: XLA fuses it into its neighbours, so it may be
 part of a float32 island. *expensive*: its derivative keeps float32 values, so an island that holds
 one is recomputed. *sums backward*: it loses nothing in half, but its derivative adds up; it runs in
-float32 between two casts. The other traits are in the docstring of `jmp.autocasting.Rule`.
+float32 between two casts. The other traits stand beside their names in `jmp.autocasting.Rule`.
 """
 
 CATEGORIES = {
