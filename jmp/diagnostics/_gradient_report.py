@@ -14,7 +14,7 @@ from jmp.dtypes import is_half
 from jmp.loss_scaling import StaticLossScale
 from jmp.loss_scaling._gradients import scaled_loss
 from jmp.policy import Policy, get_policy
-from jmp.trees import PyTree, as_jax_array, is_complex, is_floating
+from jmp.trees import as_jax_array, is_complex, is_floating
 
 
 def gradient_report(
@@ -71,8 +71,10 @@ def gradient_report(
 
     def report(*args: Any, **kwargs: Any) -> RangeReport:
         numbers = argument_numbers(argnums, len(args), "gradient_report")
-        moving = [_with_arrays(x) if i in numbers else x for i, x in enumerate(args)]
-        call = ArrayCall(scaled, moving, kwargs)
+        # Python floats to differentiate become arrays.
+        of_float: Callable[[Any], Any] = lambda x: as_jax_array(x) if isinstance(x, float) else x
+        given = [jax.tree.map(of_float, x) if i in numbers else x for i, x in enumerate(args)]
+        call = ArrayCall(scaled, given, kwargs)
         arrays = list(map(as_jax_array, call.arrays))
         paths = {
             i: path
@@ -90,11 +92,6 @@ def gradient_report(
         return RangeReport(tuple(_rows(named, counts, scale)), str(half or "float16"))
 
     return report
-
-
-def _with_arrays(argument: PyTree) -> PyTree:
-    """Returns an argument to differentiate with arrays for its Python floats."""
-    return jax.tree.map(lambda x: as_jax_array(x) if isinstance(x, float) else x, argument)
 
 
 def _rows(parameters: list[tuple[str, str]], counts: Counts, scale: float) -> Iterator[Range]:

@@ -57,16 +57,16 @@ def odd_sizes(jaxpr: Jaxpr) -> list[str]:
     """
     total = 0
     found: dict[tuple[str, str], collections.Counter[str]] = {}
-    for placed in with_places(jaxpr):
-        equation = placed.equation
+    for equation, path, source, times in with_places(jaxpr):
         dtypes = {str(atom.aval.dtype) for atom in equation.invars[:2]}
         if is_product(equation) and dtypes.issubset(HALVES):
             flops, sizes = product_of(equation)
-            total += placed.times * flops
+            total += times * flops
             odd = ", ".join(f"{size} {name}" for size, name in sizes if size % MULTIPLE)
             if odd and flops >= LARGE:
                 by_place = found.setdefault((min(dtypes), odd), collections.Counter())
-                by_place[f"{equation.primitive.name} at {placed.place}"] += placed.times * flops
+                place = f"{equation.primitive.name} at {place_name(source, path)}"
+                by_place[place] += times * flops
     return [
         f"{_largest(by_place)} multiplies in {dtype} with {odd}, no multiple of {MULTIPLE}: padded "
         f"on a GPU, it may be slower ({by_place.total() / total:.0%} of the operations of half "
