@@ -22,6 +22,7 @@ from jmp.diagnostics._states import FINITE, NAN, is_inexact, operand, state_of
 
 Origins = list[Origin | None]
 Look = Callable[[], Origins]
+Step = Callable[[JaxprEqn, list[Held], Place], list[Held]]
 
 
 class Interpreter:
@@ -71,14 +72,10 @@ class Interpreter:
 
     def _step(self, equation: JaxprEqn, inputs: list[Held], here: Place) -> list[Held]:
         name = equation.primitive.name
-        named = {"scan": self._scan, "cond": self._cond, "while": self._while}
-        if name in named:
-            return named[name](equation, inputs, here)
-        if name == "shard_map":
-            return self._shard_map(equation, inputs, here)
-        if name in _jax_compat.CALLS:
-            return self._call(equation, inputs, here)
-        return self._operation(equation, inputs, here)
+        named: dict[str, Step] = {"scan": self._scan, "cond": self._cond, "while": self._while}
+        named["shard_map"] = self._shard_map
+        other: Step = self._call if name in _jax_compat.CALLS else self._operation
+        return named.get(name, other)(equation, inputs, here)
 
     def _operation(
         self,

@@ -95,9 +95,9 @@ class RangeReport:
             first = row.lowest - longest.lowest
             counts[first : first + len(row.counts)] += row.counts
         dtypes = ", ".join(dict.fromkeys(row.dtype for row in rows))
-        zeros, infinities, nans = np.sum([row.special for row in rows], 0).tolist()
-        whole = Range(role, "", dtypes, counts, longest.lowest, zeros, infinities, nans)
-        return dataclasses.replace(whole, scale=longest.scale)
+        names = "zeros", "infinities", "nans"
+        special: dict[str, Any] = {n: sum(getattr(row, n) for row in rows) for n in names}
+        return Range(role, "", dtypes, counts, longest.lowest, scale=longest.scale, **special)
 
     def best_scale(self, dtype: DTypeLike | None = None, margin: float = 2.0) -> float | None:
         """Returns the largest safe static loss scale, a power of two.

@@ -5,7 +5,7 @@ import itertools
 import re
 import string
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jmp.diagnostics._hazards import delicate_in_half
 from jmp.diagnostics._places import place_name
@@ -23,9 +23,8 @@ Names = tuple[frozenset[str], ...]
 Found = list[tuple[Row, Names, tuple[str, ...]]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Group:
-    """Rows that agree in everything but the numbers of their modules."""
+class Group(NamedTuple):
+    """Rows that agree in everything but the numbers of their modules: blocks are read once."""
 
     # What they share, with times and operations of all. Its module is written "h/*/attn" where all
     # modules h/0, h/1, ... of the report take part, "h/{3,7}/attn" where only some do.

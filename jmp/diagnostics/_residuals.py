@@ -89,8 +89,7 @@ def residuals(
         module, source, operation, made_of = origin
         is_copy = made_of == {"parameters"}
         size = times * math.prod(shape) * dtype.itemsize
-        row = Residual(module, source, operation, str(dtype), shape, is_copy, times, size)
-        rows.append(row)
+        rows.append(Residual(module, source, operation, str(dtype), shape, is_copy, times, size))
     return rows
 
 
