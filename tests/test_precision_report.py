@@ -13,7 +13,7 @@ import jmp
 from jmp import diagnostics
 from jmp.diagnostics import _rendering
 from jmp.diagnostics._places import spelled
-from jmp.diagnostics._row_groups import grouped
+from jmp.diagnostics._rendering import grouped
 from jmp.diagnostics._rows import Row
 from tests.gpt2 import gpt2
 from tests.models import MODELS

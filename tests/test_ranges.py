@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 from jmp import _jax_compat, diagnostics
 from jmp.diagnostics import _replay
+from jmp.diagnostics._gradient_report import counting_step
 from jmp.diagnostics._histograms import digits, exponents, from_digits
 from jmp.diagnostics._ranges import Range
-from jmp.diagnostics._taps import counting_step
 
 F16 = "mixed_float16"
 FLOAT8 = sorted(name for name in dir(jnp) if name.startswith("float8_"))

@@ -155,7 +155,7 @@ def points(params: Any) -> list[Any]:
 def counted(closed: Any) -> dict[str, Any]:
     """Counts the products of a program, each once that stands in it, and names those not half."""
     total, others = 0, collections.Counter()
-    for equation, path, source, dtypes in _products(closed.jaxpr):
+    for (equation, path, source, _), dtypes in _products(closed.jaxpr):
         total += 1
         if not {str(dtype) for dtype in dtypes} <= set(HALVES):
             others[f"{equation.primitive.name} at {short(source)} ({path})"] += 1

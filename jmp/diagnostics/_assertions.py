@@ -10,7 +10,7 @@ from jax.extend.core import Jaxpr
 from jmp import _jax_compat
 from jmp._calls import ArrayCall
 from jmp.autocasting._operations import is_product
-from jmp.diagnostics._places import Placed, with_places
+from jmp.diagnostics._places import Placed, place_name, with_places
 
 
 def assert_products_in(fun: Callable[..., Any], dtype: Any) -> Callable[..., None]:
@@ -40,16 +40,15 @@ def assert_products_in(fun: Callable[..., Any], dtype: Any) -> Callable[..., Non
         name = getattr(fun, "__name__", "the function")
         if not products:
             raise AssertionError(f"{name} has no product whose dtype could be checked.")
-        others = [
-            f"{placed.equation.primitive.name} in {', '.join(map(str, dtypes))} at {placed.place}"
-            for placed, dtypes in products
-            if dtypes != [expected]
-        ]
+        others = []
+        for (equation, path, source, _), dtypes in products:
+            if dtypes != [expected]:
+                what = f"{equation.primitive.name} in {', '.join(map(str, dtypes))}"
+                others.append(f"{what} at {place_name(source, path)}")
         if others:
-            raise AssertionError(
-                f"{len(others)} of {len(products)} products of {name} are not in {expected}:\n"
-                + "\n".join(others)
-            )
+            count = f"{len(others)} of {len(products)}"
+            lines = [f"{count} products of {name} are not in {expected}:", *others]
+            raise AssertionError("\n".join(lines))
 
     return check
 

@@ -52,8 +52,6 @@ FUNCTIONS = {
 class Facts(Origin):
     """An origin, with what follows from it. Sentences that may follow others begin with a space."""
 
-    __slots__ = ()
-
     @property
     def largest(self) -> float:
         """The largest number of the dtype."""

@@ -7,9 +7,8 @@ from jax.extend.core import Jaxpr
 from jmp.autocasting._operations import is_product
 from jmp.autocasting._program import Traced
 from jmp.diagnostics._places import place_name, with_places
-from jmp.diagnostics._products import product_of
 from jmp.diagnostics._ranges import HALVES
-from jmp.diagnostics._rows import Row
+from jmp.diagnostics._rows import Row, product_of
 
 # Float32 products that are what somebody asked for.
 DELIBERATE = ("the user asked", "an inner autocast", "asked for by")
@@ -57,26 +56,25 @@ def odd_sizes(jaxpr: Jaxpr) -> list[str]:
     """
     total = 0
     found: dict[tuple[str, str], collections.Counter[str]] = {}
-    for placed in with_places(jaxpr):
-        equation = placed.equation
+    for equation, path, source, times in with_places(jaxpr):
         dtypes = {str(atom.aval.dtype) for atom in equation.invars[:2]}
         if is_product(equation) and dtypes.issubset(HALVES):
             flops, sizes = product_of(equation)
-            total += placed.times * flops
+            total += times * flops
             odd = ", ".join(f"{size} {name}" for size, name in sizes if size % MULTIPLE)
             if odd and flops >= LARGE:
                 by_place = found.setdefault((min(dtypes), odd), collections.Counter())
-                by_place[f"{equation.primitive.name} at {placed.place}"] += placed.times * flops
-    return [
-        f"{_largest(by_place)} multiplies in {dtype} with {odd}, no multiple of {MULTIPLE}: padded "
-        f"on a GPU, it may be slower ({by_place.total() / total:.0%} of the operations of half "
-        "products)"
-        for (dtype, odd), by_place in found.items()
-        if by_place.total() >= SHARE * total
-    ]
-
-
-def _largest(operations: collections.Counter[str]) -> str:
-    others = f", with {len(operations) - 1} other places," if len(operations) > 1 else ""
-    ((largest, _),) = operations.most_common(1)
-    return largest + others
+                place = f"{equation.primitive.name} at {place_name(source, path)}"
+                by_place[place] += times * flops
+    hazards = []
+    for (dtype, odd), by_place in found.items():
+        share, others = by_place.total() / total, len(by_place) - 1
+        ((largest, _),) = by_place.most_common(1)
+        if share >= SHARE:
+            more = f", with {others} other places," * (others > 0)
+            hazards.append(
+                f"{largest}{more} multiplies in {dtype} with {odd}, no multiple of {MULTIPLE}: "
+                "padded on a GPU, it may be slower "
+                f"({share:.0%} of the operations of half products)"
+            )
+    return hazards

@@ -10,25 +10,20 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-# The exponents of every dtype but float64; zeros, infinities and NaNs are counted behind them.
+# The exponents of every dtype but float64.
 LOWEST, HIGHEST = -149, 127
+SPECIAL = 3  # zeros, infinities and NaNs are counted behind them
 DIGIT_BITS, DIGITS = 8, 4
 
 
-def layout(dtype: DTypeLike) -> tuple[int, int]:
-    """Returns the lowest and the highest exponent that are counted for a dtype.
+def layout(dtype: DTypeLike) -> range:
+    """Returns the exponents that are counted for a dtype.
 
     Those of float32's subnormals and normals, which all narrower types share, so that counts of
     different types can be added; float64 has a longer row of its own.
     """
     wide = np.dtype(dtype) in (np.float64, np.complex128)
-    return (-1074, 1023) if wide else (LOWEST, HIGHEST)
-
-
-def length(dtype: DTypeLike) -> int:
-    """Returns how many counts there are for a dtype: zeros, infinities and NaNs are the last."""
-    lowest, highest = layout(dtype)
-    return highest - lowest + 4
+    return range(-1074, 1024) if wide else range(LOWEST, HIGHEST + 1)
 
 
 def exponents(array: jax.Array) -> jax.Array:
@@ -36,8 +31,8 @@ def exponents(array: jax.Array) -> jax.Array:
 
     The array keeps its shape all along: flattened, it would be gathered where it is sharded.
 
-    Returns: int32[length(dtype)], int64 in x64 mode: the counts from the lowest exponent of
-      `layout` to the highest, then those of zeros, infinities and NaNs. Exact below 2**31.
+    Returns: int32 counts, int64 in x64 mode: those of the exponents of `layout`, then those of
+      zeros, infinities and NaNs. Exact below 2**31.
 
     >>> counts = jax.jit(exponents)(jnp.array([3.0, -2.0, 0.0, jnp.inf, 1e-40]))
     >>> {int(i) + LOWEST: int(counts[i]) for i in counts[:-3].nonzero()[0]}
@@ -61,8 +56,8 @@ def _exponents(array: jax.Array) -> jax.Array:
         return _exponents(array.real) + _exponents(array.imag)
     if array.dtype.itemsize == 1:
         array = array.astype(np.float32)  # exact: all of them are normal float32 numbers, or e8m0
-    lowest, highest = layout(array.dtype)
-    places = highest - lowest + 1
+    counted = layout(array.dtype)
+    places = len(counted)
     info = jnp.finfo(array.dtype)
     signed = np.int64 if info.bits == 64 else np.int32
     bits = lax.bitcast_convert_type(array, np.dtype(f"uint{info.bits}"))
@@ -72,11 +67,11 @@ def _exponents(array: jax.Array) -> jax.Array:
     # A subnormal number is its fraction times the smallest one: the highest bit set counts.
     highest_bit = info.bits - 1 - lax.clz(magnitude).astype(signed)
     smallest = int(info.minexp) - info.nmant
-    place = jnp.where(stored == 0, highest_bit + smallest, stored + int(info.minexp) - 1) - lowest
+    exponent = jnp.where(stored == 0, highest_bit + smallest, stored + int(info.minexp) - 1)
     special = jnp.where(fraction == 0, places + 1, places + 2)
-    place = jnp.where(stored == 2**info.nexp - 1, special, place)
+    place = jnp.where(stored == 2**info.nexp - 1, special, exponent - counted.start)
     place = jnp.where(magnitude == 0, places, place)
-    counts = jnp.zeros(length(array.dtype), jax.dtypes.canonicalize_dtype(np.int64))
+    counts = jnp.zeros(places + SPECIAL, jax.dtypes.canonicalize_dtype(np.int64))
     return counts.at[place].add(1, mode="promise_in_bounds")
 
 

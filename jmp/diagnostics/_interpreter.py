@@ -7,7 +7,7 @@ turn of it, a shard_map. It is looked into only if it is to blame.
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ from jmp.diagnostics._states import FINITE, NAN, is_inexact, operand, state_of
 
 Origins = list[Origin | None]
 Look = Callable[[], Origins]
+Step = Callable[[JaxprEqn, list[Held], Place], list[Held]]
 
 
 class Interpreter:
@@ -46,10 +47,10 @@ class Interpreter:
         operands.clear()
         for variable, constant in zip(jaxpr.constvars, constants, strict=True):
             readers = (e for e in jaxpr.eqns if any(atom is variable for atom in e.invars))
-            reader = next(readers, None)
-            here = place.at(reader) if reader is not None else place
+            here = next(map(place.at, readers), place)
             values[variable] = self.given(constant, "constant", "", here)
-        last_use = _last_uses(jaxpr)
+        variables = [_variables(e.invars) for e in jaxpr.eqns] + [_variables(jaxpr.outvars)]
+        last_use = {v: index for index, read in enumerate(variables) for v in read}
 
         def read(atom: Any, place: Place) -> Held:
             if not hasattr(atom, "val"):
@@ -59,9 +60,9 @@ class Interpreter:
         for index, equation in enumerate(jaxpr.eqns):
             here = place.at(equation)
             inputs = [read(atom, here) for atom in equation.invars]
-            for atom in equation.invars:
-                if not hasattr(atom, "val") and last_use[atom] == index:
-                    values.pop(atom, None)  # gone already if it is read twice
+            for variable in variables[index]:
+                if last_use[variable] == index:
+                    values.pop(variable, None)  # gone already if it is read twice
             # In the equation's context: mesh, compute type.
             with _jax_compat.place_of(equation, equation.source_info.name_stack):
                 outputs = self._step(equation, inputs, here)
@@ -71,14 +72,10 @@ class Interpreter:
 
     def _step(self, equation: JaxprEqn, inputs: list[Held], here: Place) -> list[Held]:
         name = equation.primitive.name
-        named = {"scan": self._scan, "cond": self._cond, "while": self._while}
-        if name in named:
-            return named[name](equation, inputs, here)
-        if name == "shard_map":
-            return self._shard_map(equation, inputs, here)
-        if name in _jax_compat.CALLS:
-            return self._call(equation, inputs, here)
-        return self._operation(equation, inputs, here)
+        named: dict[str, Step] = {"scan": self._scan, "cond": self._cond, "while": self._while}
+        named["shard_map"] = self._shard_map
+        other: Step = self._call if name in _jax_compat.CALLS else self._operation
+        return named.get(name, other)(equation, inputs, here)
 
     def _operation(
         self,
@@ -236,12 +233,5 @@ def _row(x: Held, index: int) -> Held:
     return Held(row, state, x.origin if state else None)
 
 
-def _last_uses(jaxpr: Any) -> dict[Any, int]:
-    """Returns for each variable the index of the equation that reads it last."""
-    found = {
-        atom: index
-        for index, equation in enumerate(jaxpr.eqns)
-        for atom in equation.invars
-        if not hasattr(atom, "val")
-    }
-    return found | {atom: len(jaxpr.eqns) for atom in jaxpr.outvars if not hasattr(atom, "val")}
+def _variables(atoms: Sequence[Any]) -> list[Any]:
+    return [atom for atom in atoms if not hasattr(atom, "val")]

@@ -48,12 +48,9 @@ def metrics(opt_state: optax.OptState, *, steps: ArrayLike | None = None) -> dic
      'skip_rate': 0.25}
     """
     state = _scaling(opt_state, "metrics")
-    found = {
-        "loss_scale": jnp.asarray(state.loss_scale.loss_scale, jnp.float32),
-        "grads_finite": jnp.asarray(state.grads_finite),
-        "skipped_steps": jnp.asarray(state.skipped_steps),
-        "consecutive_skips": jnp.asarray(state.consecutive_skips),
-    }
+    found = {"loss_scale": jnp.asarray(state.loss_scale.loss_scale, jnp.float32)}
+    for name in ("grads_finite", "skipped_steps", "consecutive_skips"):
+        found[name] = jnp.asarray(getattr(state, name))
     if steps is not None:
         # Counts above 2**24 are rounded in float32: by 6e-8 of the rate.
         tried = jnp.maximum(jnp.asarray(steps, jnp.float32), 1)

@@ -11,12 +11,7 @@ import optax
 
 from jmp._calls import ArrayCall
 from jmp.autocasting import autocast
-from jmp.diagnostics._memory_step import (
-    value_and_gradients,
-    with_arrays_of_aux,
-    without_checkpoint,
-    xla_bytes,
-)
+from jmp.diagnostics import _memory_step
 from jmp.diagnostics._memory_table import render
 from jmp.diagnostics._residuals import Residual, residuals
 from jmp.diagnostics._tables import totals
@@ -64,7 +59,7 @@ def memory_report(
     ({'float32': 128}, {'float16': 256, 'float32': 256})
     """
     call = ArrayCall(fun, args)
-    arrays, function = call.arrays, with_arrays_of_aux(call, has_aux)
+    arrays, function = call.arrays, _memory_step.with_arrays_of_aux(call, has_aux)
     structs = jax.eval_shape(lambda *leaves: leaves, *arrays)
     parameters = call.within(argnums, "memory_report")
     moving = [i for i in parameters if jnp.issubdtype(structs[i].dtype, jnp.inexact)]
@@ -77,7 +72,7 @@ def memory_report(
     params = args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in argnums)
     state, masters = _optimizer_sizes(optimizer, params)
     cast: Callable[[Any], Any] = lambda f: f if policy is None else autocast(f, policy)
-    traced = value_and_gradients(cast(function), arrays, moving)
+    traced = _memory_step.value_and_gradients(cast(function), arrays, moving)
     report = MemoryReport(
         parameters=sum(structs[i].size for i in moving),
         parameter_bytes=_sizes([structs[i] for i in parameters]),
@@ -86,11 +81,11 @@ def memory_report(
         master_bytes=masters,
         residuals=tuple(residuals(cast(function), arrays, moving)),
     )
-    plain = without_checkpoint(function, arrays)
+    plain = _memory_step.without_checkpoint(function, arrays)
     if plain is not None:
         other = dataclasses.replace(report, residuals=tuple(residuals(cast(plain), arrays, moving)))
         report = dataclasses.replace(report, without_checkpoint=other)
-    temp, peak = xla_bytes(traced) if compiled else (None, None)
+    temp, peak = _memory_step.xla_bytes(traced) if compiled else (None, None)
     return dataclasses.replace(report, xla_temp_bytes=temp, xla_peak_bytes=peak)
 
 

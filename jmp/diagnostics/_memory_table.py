@@ -44,18 +44,13 @@ def render(report: Any) -> str:
         (place or "?", *(size(by.get(dtype)) for dtype in dtypes), f"{sum(by.values()) / kept:.1%}")
         for place, by in modules
     ]
-    title = "kept for the backward pass, by module:"
-    lines += first_rows(
-        title, ("module", *dtypes, "share"), cells, SHOWN, "residual_bytes_by_module"
-    )
+    title, columns = "kept for the backward pass, by module:", ("module", *dtypes, "share")
+    lines += first_rows(title, columns, cells, SHOWN, "residual_bytes_by_module")
     rows = sorted(report.residuals, key=lambda row: -row.bytes)
-    cells = [
-        (
-            row.module, row.source, row.operation, row.dtype, "x".join(map(str, row.shape)),
-            str(row.times), size(row.bytes),
-        )
-        for row in rows
-    ]  # fmt: skip
+    cells = []
+    for row in rows:
+        place, shape = (row.module, row.source, row.operation), "x".join(map(str, row.shape))
+        cells.append((*place, row.dtype, shape, str(row.times), size(row.bytes)))
     return "\n".join([*lines, *first_rows("by array:", ARRAYS, cells, SHOWN, "residuals")])
 
 

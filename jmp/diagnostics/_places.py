@@ -78,14 +78,9 @@ class Placed(NamedTuple):
     source: str
     times: int
 
-    @property
-    def place(self) -> str:
-        """Line and path, as errors and hazards name them."""
-        return place_name(self.source, self.path)
-
 
 def place_name(source: str, path: str) -> str:
-    """Returns a source line and a path of modules as one text."""
+    """Returns a source line and a path of modules as errors and hazards name them."""
     return (source or "?") + f" ({path})" * bool(path)
 
 

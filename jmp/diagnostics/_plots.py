@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from jax.typing import DTypeLike
 
 from jmp.diagnostics._memory_report import MemoryReport
-from jmp.diagnostics._ranges import Limits, Range
+from jmp.diagnostics._ranges import Limits, Range, limits_of
 
 # Okabe and Ito's colours, told apart by every kind of colour vision; lines by dashes in print too.
 COLORS = {
@@ -61,8 +62,9 @@ def plot_memory(reports: Mapping[str, MemoryReport], axes: Any = None) -> Any:
     return axes
 
 
-def plot_ranges(totals: Sequence[Range], limits: Limits, scale: float | None, axes: Any) -> Any:
+def plot_ranges(totals: Sequence[Range], dtype: DTypeLike, scale: float | None, axes: Any) -> Any:
     """Draws a line for each total; see `RangeReport.plot`."""
+    limits = limits_of(dtype)
     axes = _axes_or_new(axes, "plot", 6.4, 3.6)
     axes.set_yscale("log")
     _fit(axes, totals, limits, scale)

@@ -106,11 +106,9 @@ class PrecisionReport:
     def to_dict(self) -> dict[str, Any]:
         """Returns the data as dictionaries, lists, numbers and strings."""
         data = dataclasses.asdict(self)
-        names = ("from", "to", "module", "source")
-        data["casts"] = [
-            {**dict(zip(names, place, strict=True)), "times": times}
-            for place, times in self.casts.items()
-        ]
+        names = ("from", "to", "module", "source", "times")
+        casts = [(*place, times) for place, times in self.casts.items()]
+        data["casts"] = [dict(zip(names, cast, strict=True)) for cast in casts]
         return data
 
     def table(self) -> str:

@@ -10,9 +10,13 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jmp.diagnostics._histograms import exponents
-from jmp.diagnostics._range_table import render
-from jmp.diagnostics._ranges import HALVES, SCALED, Range, limits_of, power_of_two, row_of
+from jmp.diagnostics._ranges import HALVES, SCALED, Range, exponent_of, power_of_two, row_of
+from jmp.diagnostics._tables import first_rows, table
 from jmp.trees import PyTree, as_jax_array, is_array, path_string
+
+SHOWN = 10  # of each role
+NOTABLE = 0.01  # share of subnormal numbers, which lose digits and no more
+SHARES = ("in", "elements", "zero", "underflow", "subnormal", "overflow", "inf, NaN", "powers of 2")
 
 _count = jax.jit(exponents)
 
@@ -91,9 +95,9 @@ class RangeReport:
             first = row.lowest - longest.lowest
             counts[first : first + len(row.counts)] += row.counts
         dtypes = ", ".join(dict.fromkeys(row.dtype for row in rows))
-        zeros, infinities, nans = np.sum([row.special for row in rows], 0).tolist()
-        whole = Range(role, "", dtypes, counts, longest.lowest, zeros, infinities, nans)
-        return dataclasses.replace(whole, scale=longest.scale)
+        names = "zeros", "infinities", "nans"
+        special: dict[str, Any] = {n: sum(getattr(row, n) for row in rows) for n in names}
+        return Range(role, "", dtypes, counts, longest.lowest, scale=longest.scale, **special)
 
     def best_scale(self, dtype: DTypeLike | None = None, margin: float = 2.0) -> float | None:
         """Returns the largest safe static loss scale, a power of two.
@@ -176,7 +180,61 @@ class RangeReport:
         from jmp.diagnostics._plots import plot_ranges
 
         totals = [self.total(role) for role in (self.roles if roles is None else roles)]
-        return plot_ranges(totals, limits_of(dtype or self.dtype), scale, axes)
+        return plot_ranges(totals, dtype or self.dtype, scale, axes)
 
     def __str__(self) -> str:
-        return render(self)
+        best, lossless = self.best_scale(), self.lossless_scales()
+        lines = [table(("role", "scale", *SHARES), _totals(self, best))]
+        lines.append(f"best static scale: {'unknown' if best is None else _power(best)}")
+        if lossless:
+            lines.append(f"scales that lose no gradient: {' to '.join(map(_power, lossless))}")
+        for role in self.roles:
+            lines += _section(role, self.counting(role), self.dtype)
+        return "\n".join(lines)
+
+
+def _totals(report: RangeReport, best: float | None) -> list[tuple[str, ...]]:
+    # In half a scale that comes too late brings nothing back: no use to show one.
+    is_half = any(row.dtype in HALVES for row in report.rows)
+    found = []
+    for role in report.roles:
+        total = report.total(role)
+        scales = [total.scale]
+        if role in SCALED and best not in (None, total.scale) and not is_half:
+            scales.append(best)
+        for scale in scales:
+            shown = _power(scale) if role in SCALED else ""
+            found.append((role, shown, *_shares(total, report.dtype, scale)))
+    return found
+
+
+def _section(role: str, rows: list[Range], dtype: str) -> list[str]:
+    """Returns the lines of one role; none if nothing is lost."""
+    losing = [row for row in rows if any(_losses(row, dtype))]
+    rows = sorted(losing, key=lambda row: _losses(row, dtype), reverse=True)
+    if not rows:
+        return []
+    where = ("path", "operation", "source") if any(row.operation for row in rows) else ("path",)
+    cells = [(*(getattr(row, name) for name in where), *_shares(row, dtype, None)) for row in rows]
+    title = f"{role}s in {dtype}, most is lost first:"
+    return first_rows(title, (*where, *SHARES), cells, SHOWN, "rows")
+
+
+def _losses(row: Range, dtype: str) -> tuple[float, ...]:
+    """Returns shares to sort by: what is lost, what may be, what loses digits."""
+    shares = row.shares(dtype)
+    zero = shares.zero if row.dtype in HALVES else 0.0  # it may have underflowed already
+    return shares.lost, zero, shares.subnormal if shares.subnormal > NOTABLE else 0.0
+
+
+def _shares(row: Range, dtype: str, scale: float | None) -> tuple[str, ...]:
+    shares, shift = row.shares(dtype, scale), row.shift(scale)
+    numbers = shares.zero, shares.underflow, shares.subnormal, shares.overflow
+    special = shares.infinite + shares.nan
+    percents = (f"{100 * share:.3g} %" if share else "0" for share in (*numbers, special))
+    exponents = dict.fromkeys(exponent + shift for exponent in row.exponents or ())
+    return row.dtype, str(row.size), *percents, " to ".join(map(str, exponents))
+
+
+def _power(scale: float) -> str:
+    return f"2^{exponent_of(scale)}"

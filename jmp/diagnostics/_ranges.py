@@ -104,14 +104,9 @@ class Range:
     source: str = ""
 
     @property
-    def special(self) -> tuple[int, int, int]:
-        """Zeros, infinities and NaNs."""
-        return self.zeros, self.infinities, self.nans
-
-    @property
     def size(self) -> int:
         """How many elements were counted; complex ones count twice, and in a loop once a turn."""
-        return int(self.counts.sum()) + sum(self.special)
+        return int(self.counts.sum()) + self.zeros + self.infinities + self.nans
 
     @property
     def exponents(self) -> tuple[int, int] | None:
@@ -162,5 +157,5 @@ def row_of(role: str, path: str, dtype: str, counts: np.ndarray, **fields: Any) 
     """Returns the row of what `exponents` counted; `fields` are the last of a `Range`."""
     numbers = counts.astype(np.int64)
     zeros, infinities, nans = map(int, numbers[-3:])
-    lowest, _ = layout(jnp.dtype(dtype))
+    lowest = layout(jnp.dtype(dtype)).start
     return Range(role, path, dtype, numbers[:-3], lowest, zeros, infinities, nans, **fields)

@@ -109,11 +109,11 @@ def emitted(equation: JaxprEqn, operands: list[Any], replay: Replay) -> list[Any
     if _jax_compat.is_plain_jit(equation):
         return inline(equation, operands, replay)
 
-    def function(index: int, jaxpr: ClosedJaxpr) -> Callable[..., list[Any]]:
+    def function(index: int, jaxpr: ClosedJaxpr) -> Callable[..., Arrays]:
         return lambda *arrays: replay(jaxpr, arrays, index)
 
     functions = [function(i, jaxpr) for i, jaxpr in enumerate(kind.functions(equation))]
-    results: list[Any] = kind.emit(equation, operands, functions)
+    results: Arrays = kind.emit(equation, operands, functions)
     return results
 
 

@@ -51,18 +51,12 @@ class Residual:
 
 
 class Origin(NamedTuple):
-    """Where a value comes from: its place and primitive, and whether parameters or data made it."""
+    """Where a value comes from."""
 
     module: str = ""
     source: str = ""
     operation: str = "literal"
-    of_parameters: bool = False
-    of_data: bool = False
-
-    @property
-    def made_of(self) -> tuple[bool, bool]:
-        """Whether parameters made it, and whether data did."""
-        return self.of_parameters, self.of_data
+    made_of: frozenset[str] = frozenset()  # "parameters", "data", both or neither
 
 
 LITERAL = Origin()
@@ -82,10 +76,8 @@ def residuals(
         return jax.tree.leaves(vjp_at(function, arrays, positions, has_aux=True)[1])
 
     jaxpr, _ = _jax_compat.open_jaxpr(jax.make_jaxpr(leaves)(*arguments))
-    inputs = [
-        Origin("", "", "argument", of_parameters=i in positions, of_data=i not in positions)
-        for i in range(len(jaxpr.invars))
-    ]
+    names = ["parameters" if i in positions else "data" for i in range(len(jaxpr.invars))]
+    inputs = [Origin("", "", "argument", frozenset([name])) for name in names]
     held = {*jaxpr.invars, *jaxpr.constvars}
     found: collections.Counter[tuple[Any, ...]] = collections.Counter()
     for atom, origin in zip(jaxpr.outvars, _origins(jaxpr, inputs, LITERAL), strict=True):
@@ -94,11 +86,10 @@ def residuals(
         found[origin, atom.aval.dtype, tuple(atom.aval.shape)] += 1
     rows = []
     for (origin, dtype, shape), times in found.items():
-        is_copy = origin.of_parameters and not origin.of_data
+        module, source, operation, made_of = origin
+        is_copy = made_of == {"parameters"}
         size = times * math.prod(shape) * dtype.itemsize
-        module, source, operation = origin[:3]
-        row = Residual(module, source, operation, str(dtype), shape, is_copy, times, size)
-        rows.append(row)
+        rows.append(Residual(module, source, operation, str(dtype), shape, is_copy, times, size))
     return rows
 
 
@@ -155,13 +146,10 @@ def _cond(branches: list[Any], operands: list[Origin], here: Origin) -> list[Ori
     """
     found = []
     for choices in zip(*(_origins(b, operands[1:], here) for b in branches), strict=True):
-        made = [origin for origin in choices if origin.of_parameters or origin.of_data]
+        made = [origin for origin in choices if origin.made_of]
         found.append(_joined((made or choices)[0], [*choices, operands[0]]))
     return found
 
 
 def _joined(origin: Origin, others: Sequence[Origin]) -> Origin:
-    return origin._replace(
-        of_parameters=origin.of_parameters or any(o.of_parameters for o in others),
-        of_data=origin.of_data or any(o.of_data for o in others),
-    )
+    return origin._replace(made_of=origin.made_of.union(*(o.made_of for o in others)))
