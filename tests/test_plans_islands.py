@@ -96,16 +96,20 @@ def sum_and_its_parts(x, w):
     return (jnp.exp(y + z) * jnp.sin(y) * jnp.sin(z)) @ w
 
 
-@planned(X, W, recompute="all")
-def linear_island(x, w):
+@planned(X, W, ROW, recompute="all")
+def linear_island(x, w, b):
     """An island that is linear throughout is not peeled away.
 
     dot_general in half: f32>f16 f32>f16 -> f16
     island, recompute, apart: f32>f16 f32 -> f16 saturated
       sub; an operand is a float32 input as large as the result
     dot_general in half: f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    broadcast_in_dim in float32: f32 -> f32
+    island, recompute, apart: f32>f16 f32 -> f32
+      add; an operand is a float32 input, and no product reads the result
     """
-    return (x @ w - w) @ w
+    return (x @ w - w) @ w, x @ w + b
 
 
 @planned(X, W)

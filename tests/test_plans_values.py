@@ -255,6 +255,41 @@ def solved_between_products(x, w):
 
 
 @planned(X, W)
+def read_by_solvers_and_products(x, w):
+    """What both read is half; a product behind the next operation of an island does not count.
+
+    dot_general in half: f32>f16 f32>f16 -> f16
+    island, recompute, apart: f32>f16 -> f16
+      exp; full
+    dot_general in half: f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    cholesky in float32: f32 -> f32
+    iota: -> i32
+    add: i32 i32 -> i32
+    iota: -> i32
+    ge: i32 i32 -> bool
+    broadcast_in_dim in float32: 0 f32 -> f32
+    island, plain, apart: bool f32 f32 -> f32
+      select_n; an operand is float32
+    island, recompute, apart: f32>f16 -> f32 f16 saturated
+      exp; full
+      add; float16 does not hold the constant 1e+09
+    dot_general in half: f32>f16 f32>f16 -> f16
+    cholesky in float32: f32 -> f32
+    iota: -> i32
+    add: i32 i32 -> i32
+    iota: -> i32
+    ge: i32 i32 -> bool
+    broadcast_in_dim in float32: 0 f32 -> f32
+    island, plain, apart: bool f32 f32 -> f32
+      select_n; an operand is float32
+    """
+    solve = functools.partial(lax.linalg.cholesky, symmetrize_input=False)
+    y, z = jnp.exp(x @ w), jnp.exp(x @ w)
+    return y @ w, solve(y), (z + 1e9) @ w, solve(z)
+
+
+@planned(X, W)
 def order_of_the_rows(x, w):
     """Indices carry no precision: what is sorted for them alone stays float32.
 
@@ -343,6 +378,31 @@ def fixed_rows(x, w, b, places):
     positions = jnp.sin(jnp.arange(128.0))
     given = jnp.sin(places.astype(jnp.float32))
     return (x @ w + positions) @ w, (x @ w + positions * b) @ w, (x @ w + given) @ w
+
+
+@planned(X, W)
+def places_that_are_chosen(x, w):
+    """Constants that are written where a result says are float32: no operand is half.
+
+    dot_general in half: f32>f16 f32>f16 -> f16
+    argmax in half: f32>f16 -> i32
+    broadcast_in_dim in float32: 0 f32 -> f32
+    iota: -> i32
+    lt: i32 i32 -> bool
+    add: i32 i32 -> i32
+    select_n: bool i32 i32 -> i32
+    lt: i32 i32 -> bool
+    add: i32 i32 -> i32
+    select_n: bool i32 i32 -> i32
+    broadcast_in_dim: i32 -> i32
+    broadcast_in_dim: i32 -> i32
+    concatenate: i32 i32 -> i32
+    broadcast_in_dim in float32: 1 f32 -> f32
+    scatter in float32: f32 i32 f32 -> f32
+    dot_general in half: f32>f16 f32>f16 -> f16
+    """
+    places = jnp.argmax(x @ w, -1)
+    return jnp.zeros((128, 128)).at[jnp.arange(128), places].set(1.0) @ w
 
 
 # Tables.
@@ -477,11 +537,22 @@ def arrays_of_one_number(x, w):
       tanh
       sub; near its bound a bounded function leaves few digits of one
     dot_general in half: f32>f16 f32>f16 -> f16
+    island, recompute, apart: f32>f16 f32 -> f16
+      tanh
+      sub; near its bound a bounded function leaves few digits of one
+    dot_general in half: f32>f16 f32>f16 -> f16
     """
     y, z, v = x @ w, x @ w, x @ w
     held = np.where(np.tri(128) > 0, 0, -np.inf).astype(np.float32)
     same, other = np.full((128, 128), 0.5, np.float32), np.full((128, 128), 1e-9, np.float32)
-    return (y + same) @ w, lax.max(z, held) @ w, (v + other) @ w, (jnp.tanh(v) - 2 * same) @ w
+    one = np.full((1, 1), 1, np.float32)
+    return (
+        (y + same) @ w,
+        lax.max(z, held) @ w,
+        (v + other) @ w,
+        (jnp.tanh(v) - 2 * same) @ w,
+        (one - jnp.tanh(v)) @ w,
+    )
 
 
 @planned(struct(512, 256), struct(256, 256))
@@ -522,7 +593,7 @@ def small_and_large_in_one_array(x, w):
     dot_general in half: f32>f16 f32>f16 -> f16
     """
     small, large = np.ones(128, np.float32), np.ones(128, np.float32)
-    small[3], large[3] = 1e-9, -1e9
+    small[3:5], large[3] = (1e-9, 0), -1e9
     return (x @ w * small) @ w, (x @ w * large) @ w, (x @ w * np.ones(0, np.float32).sum()) @ w
 
 
