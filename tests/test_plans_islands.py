@@ -15,6 +15,7 @@ import jmp
 from tests.plans import (
     HAS_THESE_TRACES,
     IMAGE,
+    INDICES,
     KERNEL,
     ROW,
     Case,
@@ -583,6 +584,266 @@ def mean_that_is_added(x, w):
     """
     y = x @ w
     return (y - y.mean()) @ w, (y * y.mean(0)) @ w
+
+
+# Rewrites.
+
+
+@planned(X, W, INDICES)
+def picks(x, w, labels):
+    """One element of each row is one; of each column it is not, nor of any axis but the last.
+
+    dot_general in half: f32>f16 f32>f16 -> f16
+    reshape: i32 -> i32
+    broadcast_in_dim: i32 -> i32
+    reshape: i32 -> i32
+    lt: i32 i32 -> bool
+    add: i32 i32 -> i32
+    select_n: bool i32 i32 -> i32
+    reshape: i32 -> i32
+    broadcast_in_dim: i32 -> i32
+    lt: i32 i32 -> bool
+    add: i32 i32 -> i32
+    select_n: bool i32 i32 -> i32
+    reshape: i32 -> i32
+    broadcast_in_dim: i32 -> i32
+    lt: i32 i32 -> bool
+    add: i32 i32 -> i32
+    select_n: bool i32 i32 -> i32
+    reshape: i32 -> i32
+    island, recompute, apart: f32>f16 i32 i32 i32 -> f32 f32 f32
+      exp; full
+      reshape
+      gather
+      gather [one element of each row, as a masked sum: its derivative writes no zeros]
+      gather
+    """
+    y, take = jnp.exp(x @ w), jnp.take_along_axis
+    in_the_middle = take(y.reshape(4, 32, 128), labels.reshape(1, 1, 128).repeat(4, 0), 1)
+    return take(y, labels[:, None], 1), take(y, labels[None], 0), in_the_middle
+
+
+@planned(X, W, INDICES)
+def gathers_that_are_no_picks(x, w, labels):
+    """Several elements of a row, rows, elements of their own, and one of each of few rows.
+
+    dot_general in half: f32>f16 f32>f16 -> f16
+    stack: i32 i32 -> i32
+    lt: i32 i32 -> bool
+    add: i32 i32 -> i32
+    select_n: bool i32 i32 -> i32
+    reshape: i32 -> i32
+    slice: i32 -> i32
+    broadcast_in_dim: i32 -> i32
+    lt: i32 i32 -> bool
+    add: i32 i32 -> i32
+    select_n: bool i32 i32 -> i32
+    reshape: i32 -> i32
+    lt: i32 i32 -> bool
+    add: i32 i32 -> i32
+    select_n: bool i32 i32 -> i32
+    broadcast_in_dim: i32 -> i32
+    lt: i32 i32 -> bool
+    add: i32 i32 -> i32
+    select_n: bool i32 i32 -> i32
+    lt: i32 i32 -> bool
+    add: i32 i32 -> i32
+    select_n: bool i32 i32 -> i32
+    broadcast_in_dim: i32 -> i32
+    broadcast_in_dim: i32 -> i32
+    concatenate: i32 i32 -> i32
+    lt: i32 i32 -> bool
+    add: i32 i32 -> i32
+    select_n: bool i32 i32 -> i32
+    broadcast_in_dim: i32 -> i32
+    island, recompute, apart: f32>f16 i32 i32 i32 i32 i32 -> f32 f32 f32 f32 f32 f32
+      exp; full
+      gather
+      slice
+      gather
+      gather
+      gather
+      gather
+      slice
+      squeeze
+    """
+    y, take = jnp.exp(x @ w), jnp.take_along_axis
+    several = take(y, jnp.stack([labels, labels], 1), 1)
+    few = take(y[:127], labels[:127, None], 1)
+    return several, few, y[labels], y[labels, labels], y[:, labels], y[3]
+
+
+def powers(y):
+    return jnp.exp(y - y.max(-1, keepdims=True))
+
+
+@planned(struct(256, 67), struct(67, 67))
+def what_looks_like_a_softmax(x, w):
+    """Sums of something else or of everything, and quotients of something else.
+
+    dot_general in half: f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    island, recompute, apart: f32>f16 -> f16
+      reduce_max
+      broadcast_in_dim
+      sub
+      exp; full
+      mul; a square, whose range a half type does not hold
+      reduce_sum; full
+      broadcast_in_dim
+      div
+    dot_general in half: f32>f16 f32>f16 -> f16
+    island, recompute, apart: f32>f16 -> f16
+      reduce_max
+      broadcast_in_dim
+      sub
+      exp; full
+      slice
+      sin
+      div
+    dot_general in half: f32>f16 f32>f16 -> f16
+    island, recompute, apart: f32>f16 -> f16
+      reduce_max
+      broadcast_in_dim
+      sub
+      exp; full
+      reduce_sum; full
+      div
+    dot_general in half: f32>f16 f32>f16 -> f16
+    island, recompute, apart: f32>f16 -> f16
+      reduce_max
+      broadcast_in_dim
+      sub
+      exp; full
+      sin
+      sin
+      reduce_sum; full
+      broadcast_in_dim
+      div
+    dot_general in half: f32>f16 f32>f16 -> f16
+    island, recompute, apart: f32>f16 -> f16
+      reduce_max
+      broadcast_in_dim
+      sub
+      exp; full
+      reduce_prod; full
+      broadcast_in_dim
+      div
+    dot_general in half: f32>f16 f32>f16 -> f16
+    """
+    y, z, v, u, t = (powers(x @ w) for _ in range(5))
+    return (
+        (y / (y * y).sum(-1, keepdims=True)) @ w,
+        (z / jnp.sin(z[:, :1])) @ w,
+        (v / v.sum()) @ w,
+        (jnp.sin(u) / jnp.sin(u).sum(-1, keepdims=True)) @ w,
+        (t / t.prod(-1, keepdims=True)) @ w,
+    )
+
+
+@planned(struct(256, 67), struct(67, 67), struct(256, 1))
+def quotients_of_values_from_outside(x, w, given):
+    """Powers or sums that an island only reads are no softmax.
+
+    dot_general in half: f32>f16 f32>f16 -> f16
+    cumsum in float32: f32 -> f32
+    dot_general in half: f32>f16 f32>f16 -> f16
+    island, recompute, apart: f32>f16 f32 -> f16
+      reduce_max
+      broadcast_in_dim
+      sub
+      exp; full
+      div
+    dot_general in half: f32>f16 f32>f16 -> f16
+    island, recompute, apart: f32 -> f16
+      reduce_max; an operand is float32
+      broadcast_in_dim
+      sub; an operand is float32
+      exp; full
+      reduce_sum; full
+      broadcast_in_dim
+      div; an operand is float32
+    dot_general in half: f32>f16 f32>f16 -> f16
+    """
+    solved = jnp.cumsum(x @ w, 0)
+    return (powers(x @ w) / given) @ w, (solved / powers(solved).sum(-1, keepdims=True)) @ w
+
+
+@planned(struct(64, 4, 67), struct(67, 67))
+def softmax_over_two_axes(x, w):
+    """A softmax over the last axes is one too; one by the sums of other rows is not.
+
+    dot_general in half: f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    island, recompute, apart: f32>f16 -> f16
+      reduce_max
+      broadcast_in_dim
+      sub
+      exp; full
+      reduce_sum; full
+      broadcast_in_dim
+      div [a softmax over padded rows, whose derivative is taken from its half result]
+    dot_general in half: f32>f16 f32>f16 -> f16
+    island, recompute, apart: f32>f16 -> f16
+      reduce_max
+      broadcast_in_dim
+      sub
+      exp; full
+      reduce_sum; full
+      reshape
+      reshape
+      broadcast_in_dim
+      reduce_sum; full
+      broadcast_in_dim
+      div
+    dot_general in half: f32>f16 f32>f16 -> f16
+    """
+    y, z = (x @ w for _ in range(2))
+    y = jnp.exp(y - y.max((1, 2), keepdims=True))
+    z = powers(z)
+    turned = jnp.broadcast_to(z.sum(-1).reshape(4, 64).reshape(64, 1, 4), (64, 4, 4)).sum(-1)
+    return (y / y.sum((1, 2), keepdims=True)) @ w, (z / turned[:, :, None]) @ w
+
+
+@planned(struct(4, 67, 67), struct(67, 67))
+def columns_by_the_sums_of_rows(x, w):
+    """A quotient by the sum of another row is no softmax.
+
+    dot_general in half: f32>f16 f32>f16 -> f16
+    island, recompute, apart: f32>f16 -> f16
+      reduce_max
+      broadcast_in_dim
+      sub
+      exp; full
+      reduce_sum; full
+      broadcast_in_dim
+      div
+    dot_general in half: f32>f16 f32>f16 -> f16
+    """
+    y = powers(x @ w)
+    return (y / y.sum(-1)[:, None]) @ w
+
+
+@planned(struct(256, 67), struct(67, 67))
+def softmax_that_nothing_rounds(x, w):
+    """A float32 result has the derivative that it had.
+
+    dot_general in half: f32>f16 f32>f16 -> f16
+    island, recompute, apart: f32>f16 -> f32
+      reduce_max
+      max
+      broadcast_in_dim
+      stop_gradient
+      sub
+      exp; full
+      reduce_sum; full
+      broadcast_in_dim
+      div
+    """
+    return jax.nn.softmax(x @ w, -1)
 
 
 @pytest.mark.skipif(not HAS_THESE_TRACES, reason="the traces of JAX 0.10")
