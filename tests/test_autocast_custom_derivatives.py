@@ -379,6 +379,25 @@ def test_the_rule_of_a_custom_jvp_sees_symbolic_zeros():
     assert zeros and all(z == [False, True] for z in zeros)
 
 
+def test_the_rule_of_a_custom_jvp_may_hold_arrays():
+    scale, offset = np.linspace(1, 2, 8, dtype=np.float32), np.linspace(0, 1, 32).reshape(4, 8)
+
+    @jax.custom_jvp
+    def function(x, w):
+        return jnp.tanh(x @ w)
+
+    @function.defjvp
+    def rule(primals, tangents):
+        y = function(*primals)
+        change = tangents[0] @ primals[1] + primals[0] @ tangents[1]
+        return y, change * jnp.asarray(scale)[None] * (y + jnp.asarray(offset, jnp.float32))
+
+    gradient = gradient_of(jmp.autocast(lambda x, w: (function(x, w) @ w).sum(), F16))
+    expected = gradient_of(lambda x, w: (function(x, w) @ w).sum())(X, W)
+    assert set(product_dtypes(gradient, X, W)) == {"float16"}
+    assert_near(gradient(X, W), expected, 5e-3)
+
+
 # Reports.
 
 

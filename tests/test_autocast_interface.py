@@ -15,6 +15,7 @@ import pytest
 from flax import nnx
 
 import jmp
+from jmp.autocasting import _program
 from jmp.autocasting._autocast import make_program
 from tests.products import equations, product_dtypes
 
@@ -186,6 +187,22 @@ def test_an_eager_call_traces_once():
     assert len(traces) == 3
     autocast(X)
     assert len(traces) == 3
+
+
+def test_an_eager_call_binds_its_plan_once(monkeypatch):
+    runs = []
+    run_plan = _program.run_plan
+    monkeypatch.setattr(_program, "run_plan", lambda *args: runs.append(1) or run_plan(*args))
+    autocast = jmp.autocast(loss, F16)
+    assert autocast(W, X) == autocast(W, X)
+    assert len(runs) == 1
+
+
+def test_under_a_trace_the_plan_is_bound_without_a_jit_around_it():
+    found = jax.make_jaxpr(jmp.autocast(loss, F16))(W, X).eqns
+    assert [e.primitive.name for e in found if e.primitive.name in ("dot_general", "jit")] == [
+        "dot_general", "dot_general",
+    ]  # fmt: skip
 
 
 def test_a_gradient_taken_twice_traces_once():
@@ -407,6 +424,29 @@ def test_apply_to_rounds_the_arguments_it_names(call):
     a, b = call(jmp.autocast(lambda a, b: (a, b), F16, apply_to=["b"]))
     assert a == jnp.float32(0.1)
     assert b == jnp.float16(0.1)
+
+
+def test_apply_to_rounds_once_and_on_entry():
+    autocast = jmp.autocast(lambda x: (x @ W) * (x @ W.T), F16, apply_to=["x"])
+    jaxpr = jax.make_jaxpr(autocast)(X).jaxpr
+    (cast,) = (equation for equation in jaxpr.eqns if jaxpr.invars[0] in equation.invars)
+    assert (cast.primitive.name, cast.outvars[0].aval.dtype) == ("convert_element_type", "float16")
+
+
+def test_apply_to_names_each_kind_of_argument():
+    def function(a, /, *rest, b, **others):
+        return a, rest, b, others
+
+    def rounded(names):
+        autocast = jmp.autocast(function, F16, apply_to=names)
+        tenth = jnp.float32(0.1)
+        result = autocast(tenth, tenth, tenth, b=tenth, c=tenth, d="text")
+        return [leaf == jnp.float16(0.1) for leaf in jax.tree.leaves(result) if leaf != "text"]
+
+    assert rounded(["a"]) == [True, False, False, False, False]
+    assert rounded(["rest"]) == [False, True, True, False, False]
+    assert rounded(["b"]) == [False, False, False, True, False]
+    assert rounded(["others"]) == [False, False, False, False, True]
 
 
 def test_apply_to_leaves_other_dtypes_alone():

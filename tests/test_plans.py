@@ -697,11 +697,12 @@ def rule_with_a_half_output(x, w):
       sin; the user asked for float32 here
     dot_general in float32: f32 f32 -> f16; the user asked for float32 here
     dot_general in half: f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
     """
     with jax.named_scope("head"):
-        y = jnp.sin(x @ w)
-        y = y @ w
-    return y @ w
+        z = jnp.sin(x @ w)
+        y = z @ w
+    return y @ w, z @ w
 
 
 @planned(X, W)

@@ -90,7 +90,7 @@ def scan_over_layers(x, ws, w):
     return lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), x @ w, ws)[0] @ w
 
 
-@planned(X, struct(200, 128, 128), W)
+@planned(X, struct(129, 128, 128), W)
 def scan_over_many_layers(x, ws, w):
     """But not in a loop that is too long for layers.
 
@@ -396,6 +396,30 @@ def carry_that_is_handed_on(xs, w):
     return lax.scan(step, (jnp.zeros((128, 128)), jnp.zeros((128, 128))), xs)[0]
 
 
+@planned(struct(4, 128, 128), W)
+def carry_that_is_handed_on_unchanged(xs, w):
+    """Also one that products alone read, but for the carry that receives it.
+
+    broadcast_in_dim in float32: 0 f32 -> f32
+    scan inside: f32 f32 f32 f32 f32 -> f32 f32 f32
+      function, reads f32 - - - -, stores f32 f32 f32
+      dot_general in half: f32>f16 f32>f16 -> f16
+      dot_general in half: f32>f16 f32>f16 -> f16
+      add in half: f32>f16 f32>f16 -> f16
+      tanh in half: f32>f16 -> f16
+      island, plain: f32 -> f32
+        transpose; an operand is float32
+      island, plain: f32 f32 -> f32
+        add; an operand is float32
+    """
+
+    def step(carry, x):
+        h, before, total = carry
+        return (jnp.tanh(x @ w + h @ w), h.T, total + before), None
+
+    return lax.scan(step, (jnp.zeros((128, 128)),) * 3, xs)[0]
+
+
 @planned(X, W)
 def carry_that_is_kept_outside(x, w):
     """A result that reaches a float32 carry outside is carried in float32 inside.
@@ -648,7 +672,7 @@ def stacked_results(xs, w):
 
 @planned(struct(1, 128, 128), W)
 def scan_of_one_turn(xs, w):
-    """A loop of one turn is a loop.
+    """A loop of one turn is a loop: it counts as two.
 
     scan inside: i32 f32 f32 -> f16
       function, reads i32 f32 -, stores f16
@@ -657,8 +681,17 @@ def scan_of_one_turn(xs, w):
       island, recompute: f32>f16 -> f16
         exp; full
       dot_general in half: f32>f16 f32>f16 -> f16
+    scan inside: i32 f32 f32 -> f16
+      function, reads i32 f32 -, stores f16
+      slice in float32: f32 -> f32
+      dot_general in half: f32>f16 f32>f16 -> f16
+      island, plain: f32>f16 -> f16
+        exp; full
+      dot_general in half: f32>f16 f32>f16 -> f16
     """
-    return lax.scan(lambda c, x: (c, jnp.exp(x[:64] @ w) @ w), 0, xs)[1]
+    half = lax.scan(lambda c, x: (c, jnp.exp(x[:64] @ w) @ w), 0, xs)[1]
+    less = lax.scan(lambda c, x: (c, jnp.exp(x[:63] @ w) @ w), 0, xs)[1]
+    return half, less
 
 
 @planned(X, W)

@@ -176,9 +176,8 @@ class Planner(Level):
         if category is Category.LOW:
             why = why_not_lowered(node, self.half)
             return self._single(node, Arithmetic.FLOAT32 if why else Arithmetic.HALF, why)
-        operands = [v for v in node.inputs if v in self.facts.dependent and v.is_float32]
-        all_half = operands and all(map(self.storage.is_half, operands))
-        is_half = all_half and not why_float32(node, set(), self.storage)
+        decides = any(v in self.facts.dependent and v.is_float32 for v in node.inputs)
+        is_half = decides and not why_float32(node, set(), self.storage)
         return self._single(node, _half(node) if is_half else Arithmetic.FLOAT32)
 
     # Single equations, and how they read.
@@ -186,8 +185,8 @@ class Planner(Level):
     def _single(self, node: Node, arithmetic: Arithmetic, why: str = "") -> Single:
         if arithmetic is Arithmetic.HALF:
             reads = tuple(self._read_half(node, value) for value in node.inputs)
-            has_result = any(value.is_float32 for value in node.outputs)
-            params = node.rule.params_in_half(node.params, self.half) if has_result else node.params
+            is_half = node.outputs[0].is_float32
+            params = node.rule.params_in_half(node.params, self.half) if is_half else node.params
         else:
             reads = tuple(Read(v, FLOAT32 if v.is_float32 else None) for v in node.inputs)
             params = with_default(node.name, node.params)
@@ -210,8 +209,6 @@ class Planner(Level):
             return Read(value, None)
         result = node.outputs[0]
         repeats = node.rule.elementwise and value.size < result.size
-        if value.held is not None and not repeats:
-            return Read(value, self.half)
         shape = result.aval.shape if repeats and value in self.facts.varying else None
         return Read(value, self.half, shape, node.rule.masks and self.storage.may_be_mask(value))
 

@@ -63,7 +63,7 @@ class Program:
         self.rules = rules
         self.apply_to = apply_to
         # JAX caches traces by function; so each structure of arguments keeps its own function.
-        self._flat_function = functools.lru_cache(maxsize=128)(self._make_flat_function)
+        self._flat_function = functools.lru_cache(self._make_flat_function)
         self._has_warned = False
         self._plans: Any = weakref.WeakKeyDictionary()
 

@@ -47,7 +47,7 @@ def why_float32(node: Node, inside: Set[Node], storage: Storage) -> str:
     if rule.category is Category.FULL:
         return rule.reason
     if rule.category is Category.AS_WRITTEN:
-        return rule.reason if any(v.is_float32 for v in node.outputs) else ""
+        return rule.reason if node.outputs[0].is_float32 else ""
     if rule.category is Category.WIDEST:  # else the user said otherwise
         if node.name == "mul" and node.inputs[0] is node.inputs[1]:
             return "a square, whose range a half type does not hold"
@@ -73,7 +73,7 @@ def _why_operand(value: Value, node: Node, inside: Set[Node], storage: Storage) 
         return "an operand is float32" if storage.dtype(value) == FLOAT32 else ""
     if value.fits_half:
         return ""
-    if value.source_size >= max(v.size for v in node.outputs):
+    if value.source_size >= node.outputs[0].size:
         return "an operand is a float32 input as large as the result"
     if facts.feeds.isdisjoint(node.outputs):
         return "an operand is a float32 input, and no product reads the result"

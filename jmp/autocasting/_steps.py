@@ -49,7 +49,7 @@ class Leave(NamedTuple):
 
     value: Value
     dtype: np.dtype | None
-    saturates: bool = False
+    saturates: bool
 
 
 class Rewrite(NamedTuple):

@@ -1,4 +1,4 @@
-"""Closer looks at single rules of the planner: a program each, with its plan in the docstring.
+"""How the planner tells what each value may lose: a program each, with its plan in the docstring.
 
 A line is a step. `f32>f16` is a float32 operand that is read in half, `->` what is stored. Arrays
 have 128 x 128 elements unless said otherwise: large enough to be recomputed.
@@ -77,98 +77,6 @@ def small_numbers_in_bfloat16(x, w):
     return lax.max(x @ w, 1e-5) @ w
 
 
-@planned(X, W, ROW)
-def mask_over_the_keys(x, w, mask):
-    """What is added to the scores of an attention stays in the island.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    broadcast_in_dim in float32: f32 -> f32
-    island, recompute, apart: f32>f16 f32 -> f16
-      add
-      reduce_max
-      max
-      broadcast_in_dim
-      stop_gradient
-      sub
-      exp; full
-      reduce_sum; full
-      broadcast_in_dim
-      div
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
-    return jax.nn.softmax(x @ w + mask, -1) @ w
-
-
-@planned(X, W, ROW)
-def bias_before_the_loss(x, w, b):
-    """A bias before a loss is peeled off.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    broadcast_in_dim in float32: f32 -> f32
-    add in half: f32>f16 f32>f16 repeated -> f16
-    island, recompute, apart: f32>f16 -> f32
-      reduce_max
-      max
-      broadcast_in_dim
-      stop_gradient
-      sub
-      exp; full
-      reduce_sum; full
-      broadcast_in_dim
-      log; full
-      sub
-      reduce_sum; full
-    """
-    return jax.nn.log_softmax(x @ w + b, -1).sum()
-
-
-@planned(X, W)
-def sum_and_its_parts(x, w):
-    """No addition is peeled off where both operands enter anyway.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    island, recompute, apart: f32>f16 f32>f16 -> f16
-      add
-      exp; full
-      sin
-      mul
-      sin
-      mul
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
-    y, z = x @ w, x @ w
-    return (jnp.exp(y + z) * jnp.sin(y) * jnp.sin(z)) @ w
-
-
-@planned(X, W, recompute="all")
-def linear_island(x, w):
-    """An island that is linear throughout is not peeled away.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    island, recompute, apart: f32>f16 f32 -> f16 saturated
-      sub; an operand is a float32 input as large as the result
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
-    return (x @ w - w) @ w
-
-
-@planned(X, W)
-def row_maximum(x, w):
-    """A reduction over rows without a sum is recomputed.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    island, recompute, apart: f32>f16 -> f16
-      mul; float16 does not hold the constant 1e+09
-      reduce_max
-      broadcast_in_dim
-      div
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
-    y = x @ w
-    return (y / jnp.max(y * 1e9, -1, keepdims=True)) @ w
-
-
 @planned(X, W)
 def residual_around_a_product(x, w):
     """Operations on both sides of a product are two islands, and in order.
@@ -206,35 +114,6 @@ def norm_with_one_statistic(x, k):
     y = conv(x, k)
     y = y * lax.rsqrt((y * y).sum())
     return conv(jnp.sin(y), k)
-
-
-@planned(IMAGE, KERNEL, struct(16))
-def norm_and_residual(x, k, scale):
-    """The end of a norm is its last affine step; what is added then is half.
-
-    conv_general_dilated in half: f32>f16 f32>f16 -> f16
-    broadcast_in_dim in float32: f32 -> f32
-    island, plain, apart: f32>f16 f32 -> f16
-      reduce_sum; full
-      div
-      broadcast_in_dim
-      sub
-      mul
-      sub
-    tanh in half: f32>f16 -> f16
-    add in half: f32>f16 f32>f16 -> f16
-    conv_general_dilated in half: f32>f16 f32>f16 -> f16
-    island, plain, apart: f32>f16 f32 -> f16
-      mul; an operand is a float32 input as large as the result
-    conv_general_dilated in half: f32>f16 f32>f16 -> f16
-    """
-    conv = functools.partial(
-        lax.conv_general_dilated, window_strides=(1, 1), padding="SAME",
-        dimension_numbers=("NHWC", "HWIO", "NHWC"),
-    )  # fmt: skip
-    y = conv(x, k)
-    z = (y - y.mean((0, 1, 2))) * scale - 0.5
-    return conv(jnp.tanh(z) + y, k), conv(z * x, k)
 
 
 @planned(X, W, INDICES)
@@ -376,6 +255,41 @@ def solved_between_products(x, w):
 
 
 @planned(X, W)
+def read_by_solvers_and_products(x, w):
+    """What both read is half; a product behind the next operation of an island does not count.
+
+    dot_general in half: f32>f16 f32>f16 -> f16
+    island, recompute, apart: f32>f16 -> f16
+      exp; full
+    dot_general in half: f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
+    cholesky in float32: f32 -> f32
+    iota: -> i32
+    add: i32 i32 -> i32
+    iota: -> i32
+    ge: i32 i32 -> bool
+    broadcast_in_dim in float32: 0 f32 -> f32
+    island, plain, apart: bool f32 f32 -> f32
+      select_n; an operand is float32
+    island, recompute, apart: f32>f16 -> f32 f16 saturated
+      exp; full
+      add; float16 does not hold the constant 1e+09
+    dot_general in half: f32>f16 f32>f16 -> f16
+    cholesky in float32: f32 -> f32
+    iota: -> i32
+    add: i32 i32 -> i32
+    iota: -> i32
+    ge: i32 i32 -> bool
+    broadcast_in_dim in float32: 0 f32 -> f32
+    island, plain, apart: bool f32 f32 -> f32
+      select_n; an operand is float32
+    """
+    solve = functools.partial(lax.linalg.cholesky, symmetrize_input=False)
+    y, z = jnp.exp(x @ w), jnp.exp(x @ w)
+    return y @ w, solve(y), (z + 1e9) @ w, solve(z)
+
+
+@planned(X, W)
 def order_of_the_rows(x, w):
     """Indices carry no precision: what is sorted for them alone stays float32.
 
@@ -464,6 +378,31 @@ def fixed_rows(x, w, b, places):
     positions = jnp.sin(jnp.arange(128.0))
     given = jnp.sin(places.astype(jnp.float32))
     return (x @ w + positions) @ w, (x @ w + positions * b) @ w, (x @ w + given) @ w
+
+
+@planned(X, W)
+def places_that_are_chosen(x, w):
+    """Constants that are written where a result says are float32: no operand is half.
+
+    dot_general in half: f32>f16 f32>f16 -> f16
+    argmax in half: f32>f16 -> i32
+    broadcast_in_dim in float32: 0 f32 -> f32
+    iota: -> i32
+    lt: i32 i32 -> bool
+    add: i32 i32 -> i32
+    select_n: bool i32 i32 -> i32
+    lt: i32 i32 -> bool
+    add: i32 i32 -> i32
+    select_n: bool i32 i32 -> i32
+    broadcast_in_dim: i32 -> i32
+    broadcast_in_dim: i32 -> i32
+    concatenate: i32 i32 -> i32
+    broadcast_in_dim in float32: 1 f32 -> f32
+    scatter in float32: f32 i32 f32 -> f32
+    dot_general in half: f32>f16 f32>f16 -> f16
+    """
+    places = jnp.argmax(x @ w, -1)
+    return jnp.zeros((128, 128)).at[jnp.arange(128), places].set(1.0) @ w
 
 
 # Tables.
@@ -598,11 +537,22 @@ def arrays_of_one_number(x, w):
       tanh
       sub; near its bound a bounded function leaves few digits of one
     dot_general in half: f32>f16 f32>f16 -> f16
+    island, recompute, apart: f32>f16 f32 -> f16
+      tanh
+      sub; near its bound a bounded function leaves few digits of one
+    dot_general in half: f32>f16 f32>f16 -> f16
     """
     y, z, v = x @ w, x @ w, x @ w
     held = np.where(np.tri(128) > 0, 0, -np.inf).astype(np.float32)
     same, other = np.full((128, 128), 0.5, np.float32), np.full((128, 128), 1e-9, np.float32)
-    return (y + same) @ w, lax.max(z, held) @ w, (v + other) @ w, (jnp.tanh(v) - 2 * same) @ w
+    one = np.full((1, 1), 1, np.float32)
+    return (
+        (y + same) @ w,
+        lax.max(z, held) @ w,
+        (v + other) @ w,
+        (jnp.tanh(v) - 2 * same) @ w,
+        (one - jnp.tanh(v)) @ w,
+    )
 
 
 @planned(struct(512, 256), struct(256, 256))
@@ -643,7 +593,7 @@ def small_and_large_in_one_array(x, w):
     dot_general in half: f32>f16 f32>f16 -> f16
     """
     small, large = np.ones(128, np.float32), np.ones(128, np.float32)
-    small[3], large[3] = 1e-9, -1e9
+    small[3:5], large[3] = (1e-9, 0), -1e9
     return (x @ w * small) @ w, (x @ w * large) @ w, (x @ w * np.ones(0, np.float32).sum()) @ w
 
 
@@ -720,437 +670,6 @@ def numbers_that_are_converted(x, w):
     """
     y = x @ w
     return (y + lax.convert_element_type(100000, jnp.float32)) @ w, (y * -(2 * jnp.ones(()))) @ w
-
-
-# Islands.
-
-
-@planned(X, W)
-def two_islands_of_one_depth(x, w):
-    """Islands that do not touch are two.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    island, recompute, apart: f32>f16 -> f16
-      exp; full
-    dot_general in half: f32>f16 f32>f16 -> f16
-    island, recompute, apart: f32>f16 -> f16
-      exp; full
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
-    y, z = x @ w, x @ w
-    return jnp.exp(y) @ w, jnp.exp(z) @ w
-
-
-@planned(X, W)
-def sums_of_both_kinds(x, w):
-    """Sums over rows are kept, but a softmax is computed again as a whole.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    island, recompute but sums, apart, shared casts: f32>f16 -> f16
-      reduce_sum; full
-      broadcast_in_dim
-      div
-    dot_general in half: f32>f16 f32>f16 -> f16
-    island, recompute, apart: f32>f16 -> f16
-      reduce_max
-      broadcast_in_dim
-      stop_gradient
-      sub
-      exp; full
-      reduce_sum; full
-      broadcast_in_dim
-      div
-    dot_general in half: f32>f16 f32>f16 -> f16
-    island, plain, apart: f32>f16 -> f16
-      mul; float16 does not hold the constant 1e+09
-      reduce_sum; full
-      div
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
-    y, z, v = x @ w, x @ w, x @ w
-    shifted = z - lax.stop_gradient(z.max(-1, keepdims=True))
-    return (
-        (y / jnp.sum(y, -1, keepdims=True)) @ w,
-        (jnp.exp(shifted) / jnp.sum(shifted, -1, keepdims=True)) @ w,
-        (v / jnp.sum(v * 1e9)) @ w,
-    )
-
-
-@planned(struct(127, 128), W)
-def just_too_few_numbers(x, w):
-    """127 x 128 elements are fewer than 16384.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    island, plain, apart: f32>f16 -> f16
-      exp; full
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
-    return jnp.exp(x @ w) @ w
-
-
-@planned(X, W)
-def expensive_but_small(x, w):
-    """An expensive function of few numbers costs nothing in the backward pass.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    island, plain, apart: f32>f16 -> f16
-      slice
-      exp; full
-      mul
-      mul; float16 does not hold the constant 1e+09
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
-    y = x @ w
-    return (y * jnp.exp(y[:1]) * 1e9) @ w
-
-
-@planned(X, W, struct(128, 128, dtype=bool), ROW)
-def what_islands_compute_for_themselves(x, w, keep, b):
-    """Cheap large values made of small ones: masks and repetitions, but no sine, and no input.
-
-    iota: -> i32
-    broadcast_in_dim: i32 -> i32
-    broadcast_in_dim: i32 -> i32
-    ge: i32 i32 -> bool
-    broadcast_in_dim in float32: 0 f32 -> f32
-    broadcast_in_dim in float32: -1e+09 f32 -> f32
-    select_n in float32: bool f32 f32 -> f32
-    dot_general in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    sin in float32: f32 -> f32
-    convert_element_type in float32: -1e+09 f32 -> f32
-    broadcast_in_dim in float32: f32 -> f32
-    broadcast_in_dim in float32: f32 -> f32
-    select_n in float32: bool f32 f32 -> f32
-    island, recompute, apart: f32>f16 -> f16
-      clone iota
-      clone broadcast_in_dim
-      clone broadcast_in_dim
-      clone ge
-      clone broadcast_in_dim
-      clone broadcast_in_dim
-      clone select_n
-      clone convert_element_type
-      add; float16 does not hold an array of the program
-      exp; full
-    dot_general in half: f32>f16 f32>f16 -> f16
-    convert_element_type in float32: f32 -> f32
-    island, recompute, apart: f32>f16 f32 -> f16
-      add; an operand is a float32 input as large as the result
-      exp; full
-    dot_general in half: f32>f16 f32>f16 -> f16
-    island, recompute, apart: f32>f16 f32 -> f16
-      add; float16 does not hold an array of the program
-      exp; full
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
-    rows = jnp.arange(128)
-    causal = jnp.where(rows[:, None] >= rows, 0.0, -1e9)
-    y, z, v = x @ w, x @ w, x @ w
-    sine = jnp.sin(causal)
-    given = jnp.where(keep, b, -1e9)
-    return jnp.exp(y + causal) @ w, jnp.exp(z + sine) @ w, jnp.exp(v + given) @ w
-
-
-@planned(X, W, ROW)
-def two_linear_nodes_in_front(x, w, b):
-    """A chain of additions is peeled off as one.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    add in half: f32>f16 f32>f16 -> f16
-    broadcast_in_dim in float32: f32 -> f32
-    add in half: f32>f16 f32>f16 repeated -> f16
-    island, recompute, apart: f32>f16 -> f16
-      reshape
-      exp; full
-      reshape
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
-    y, z = x @ w, x @ w
-    s = (y + z + b).reshape(64, 256)
-    return jnp.exp(s).reshape(128, 128) @ w
-
-
-@planned(X, W, ROW)
-def half_and_float32_in_front(x, w, b):
-    """No addition of a float32 operand is peeled off, nor one whose operand the island reads.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    cumsum in float32: f32 -> f32
-    island, recompute, apart: f32>f16 f32 -> f16
-      add; an operand is float32
-      exp; full
-    dot_general in half: f32>f16 f32>f16 -> f16
-    broadcast_in_dim in float32: f32 -> f32
-    island, recompute, apart: f32>f16 f32 -> f16
-      add
-      exp; full
-      mul
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
-    y, z = x @ w, x @ w
-    summed = jnp.cumsum(x @ w, 0)
-    return jnp.exp(y + summed) @ w, (jnp.exp(z + b) * z) @ w
-
-
-@planned(struct(256, 128), W)
-def part_beside_the_whole(x, w):
-    """Parts of one value count as values by themselves, also where the whole enters too.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    split in half: f32>f16 -> f16 f16
-    add in half: f32>f16 f32>f16 -> f16
-    island, recompute, apart: f32>f16 f32>f16 -> f16
-      exp; full
-      slice
-      sin
-      mul
-    slice in float32: f32 -> f32
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
-    y = x @ w
-    a, b = jnp.split(y, 2, axis=1)
-    return (jnp.exp(a + b) * jnp.sin(y[:, 1:65])) @ w[:64]
-
-
-@planned(X, W)
-def three_values_and_their_sum(x, w):
-    """Nothing is peeled off where all operands enter the rest anyway.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    island, recompute, apart: f32>f16 f32>f16 f32>f16 -> f16
-      add
-      add
-      exp; full
-      sin
-      mul
-      sin
-      mul
-      sin
-      mul
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
-    y, z, v = x @ w, x @ w, x @ w
-    return (jnp.exp(y + z + v) * jnp.sin(y) * jnp.sin(z) * jnp.sin(v)) @ w
-
-
-@planned(X, W, ROW)
-def numbers_in_front(x, w, b):
-    """A number that is added is no bias; a full addition and a region stay in the island.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    island, recompute, apart: f32>f16 -> f16
-      add
-      exp; full
-    dot_general in half: f32>f16 f32>f16 -> f16
-    broadcast_in_dim in float32: f32 -> f32; the user asked for float32 here
-    island, recompute, apart: f32>f16 f32 -> f16
-      add; the user asked for float32 here
-      exp; full
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
-    y, z = x @ w, x @ w
-    inside = jmp.full_precision(lambda z: z + b)
-    return jnp.exp(y + 2.0) @ w, jnp.exp(inside(z)) @ w
-
-
-@planned(X, W, ROW)
-def scores_of_a_mask(x, w, b):
-    """A bias in front of a maximum over rows is peeled off only where no product follows.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    broadcast_in_dim in float32: f32 -> f32
-    dot_general in half: f32>f16 f32>f16 -> f16
-    broadcast_in_dim in float32: f32 -> f32
-    add in half: f32>f16 f32>f16 repeated -> f16
-    island, recompute, apart: f32>f16 f32 -> f16 saturated
-      add
-      mul; float16 does not hold the constant 1e+09
-      reduce_max
-      broadcast_in_dim
-      sub
-    dot_general in half: f32>f16 f32>f16 -> f16
-    island, recompute, apart: f32>f16 -> f32
-      mul; float16 does not hold the constant 1e+09
-      reduce_max
-      broadcast_in_dim
-      sub
-      reduce_sum; full
-    """
-    y, z = x @ w + b, x @ w + b
-    return (y * 1e9 - y.max(-1, keepdims=True)) @ w, (z * 1e9 - z.max(-1, keepdims=True)).sum()
-
-
-@planned(X, W, struct(16384))
-def vector_as_large_as_the_result(x, w, b):
-    """A vector as large as the result is no bias.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    island, recompute, apart: f32>f16 f32 -> f16
-      reshape
-      add; an operand is a float32 input as large as the result
-      exp; full
-      reshape
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
-    y = jnp.exp((x @ w).reshape(-1) + b)
-    return y.reshape(128, 128) @ w
-
-
-@planned(X, W, ROW)
-def repetition_of_a_sine(x, w, b):
-    """The small value that a large one is made of is read, whatever it is made of.
-
-    sin in float32: f32 -> f32
-    dot_general in half: f32>f16 f32>f16 -> f16
-    island, recompute, apart: f32 f32>f16 -> f16
-      clone broadcast_in_dim
-      clone mul
-      add; an operand is a float32 input as large as the result
-      exp; full
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
-    row = jnp.broadcast_to(jnp.sin(b), (128, 128))
-    return jnp.exp(x @ w + row * 2) @ w
-
-
-@planned(X, W, ROW)
-def softmax_that_the_loss_reads_too(x, w, mask):
-    """A mask over the keys stays in the island if any of its results feeds a product.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    broadcast_in_dim in float32: f32 -> f32
-    island, recompute, apart: f32>f16 f32 -> f16 f32
-      add
-      reduce_max
-      max
-      broadcast_in_dim
-      stop_gradient
-      sub
-      exp; full
-      reduce_sum; full
-      broadcast_in_dim
-      div
-      log; full
-      reduce_sum; full
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
-    p = jax.nn.softmax(x @ w + mask, -1)
-    return p @ w, jnp.log(p).sum()
-
-
-# Norms over leading axes.
-
-
-@planned(IMAGE, KERNEL)
-def norm_over_the_batch_and_one_over_images(x, k):
-    """One sum over the batch is enough to need two passes.
-
-    conv_general_dilated in half: f32>f16 f32>f16 -> f16
-    island, plain, apart: f32>f16 -> f16
-      reduce_sum; full
-      div
-      broadcast_in_dim
-      sub
-      mul; a square, whose range a half type does not hold
-      reduce_sum; full
-      broadcast_in_dim
-      div
-      rsqrt; full
-      mul
-    conv_general_dilated in half: f32>f16 f32>f16 -> f16
-    """
-    conv = functools.partial(
-        lax.conv_general_dilated, window_strides=(1, 1), padding="SAME",
-        dimension_numbers=("NHWC", "HWIO", "NHWC"),
-    )  # fmt: skip
-    y = conv(x, k)
-    y = y - y.mean((0, 1, 2))
-    return conv(y * lax.rsqrt((y * y).mean((1, 2), keepdims=True)), k)
-
-
-@planned(IMAGE, KERNEL)
-def norm_of_what_is_added_behind_it(x, k):
-    """The end of a norm stands between, also where both sides read one value.
-
-    conv_general_dilated in half: f32>f16 f32>f16 -> f16
-    island, plain, apart: f32>f16 -> f16 f16
-      sin
-      reduce_sum; full
-      div
-      broadcast_in_dim
-      sub
-    tanh in half: f32>f16 -> f16
-    add in half: f32>f16 f32>f16 -> f16
-    conv_general_dilated in half: f32>f16 f32>f16 -> f16
-    """
-    conv = functools.partial(
-        lax.conv_general_dilated, window_strides=(1, 1), padding="SAME",
-        dimension_numbers=("NHWC", "HWIO", "NHWC"),
-    )  # fmt: skip
-    y = jnp.sin(conv(x, k))
-    z = y - y.mean((0, 1, 2))
-    return conv(jnp.tanh(z) + y, k)
-
-
-@planned(X, W, ROW)
-def norm_over_the_batch(x, w, b):
-    """A norm over the rows of a batch, and a centred value that is divided by a statistic.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    broadcast_in_dim in float32: f32 -> f32
-    broadcast_in_dim in float32: f32 -> f32
-    island, plain, apart: f32>f16 f32 f32 -> f16
-      reduce_sum; full
-      div
-      broadcast_in_dim
-      sub
-      mul; a square, whose range a half type does not hold
-      reduce_sum; full
-      div
-      add; float16 does not hold the constant 1e-05
-      sqrt; full
-      broadcast_in_dim
-      div
-      mul
-      add
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
-    y = x @ w
-    centred = y - y.mean(0)
-    scaled = centred / jnp.sqrt((centred * centred).mean(0) + 1e-5)
-    return (scaled * b + b) @ w
-
-
-@planned(X, W)
-def mean_that_is_added(x, w):
-    """One sum over everything is a number, and no norm.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    island, plain, apart: f32>f16 -> f16
-      reduce_sum; full
-      div
-      sub
-    dot_general in half: f32>f16 f32>f16 -> f16
-    island, plain, apart: f32>f16 -> f16
-      reduce_sum; full
-      div
-      broadcast_in_dim
-      mul
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
-    y = x @ w
-    return (y - y.mean()) @ w, (y * y.mean(0)) @ w
 
 
 # Other dtypes and reasons.
