@@ -22,7 +22,7 @@ float32 between two casts. The other traits stand beside their names in `jmp.aut
 CATEGORIES = {
     Category.LOW: "Low: operands and result in the compute dtype",
     Category.FULL: "Full: float32",
-    Category.WIDEST: "Widest: half if an operand is half and none insists on float32",
+    Category.WIDEST: "Widest: half if an operand is half and none requires float32",
     Category.FOLLOW: "Follow: in the dtype that comes in",
     Category.AS_WRITTEN: "As written: in the dtypes it was traced with",
 }

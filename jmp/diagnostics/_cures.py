@@ -49,7 +49,7 @@ FUNCTIONS = {
 }
 
 
-class Facts(Origin):
+class Findings(Origin):
     """An origin, with what follows from it. Sentences that may follow others begin with a space."""
 
     @property
@@ -112,12 +112,12 @@ class Facts(Origin):
 
 def cure_for(origin: Origin) -> str:
     """Returns what to do."""
-    facts = Facts(*origin)
-    text = next(text for applies, text in CURES if applies(facts))
-    return text.format(it=facts) if isinstance(text, str) else text(facts)
+    findings = Findings(*origin)
+    text = next(text for applies, text in CURES if applies(findings))
+    return text.format(it=findings) if isinstance(text, str) else text(findings)
 
 
-def _of_a_division(it: Facts) -> str:
+def _of_a_division(it: Findings) -> str:
     assert it.divisor is not None
     smallest = (
         f"It divides by as little as {it.divisor.smallest:.2g}, and goes beyond {it.largest:.5g}."
@@ -132,8 +132,8 @@ def _of_a_division(it: Facts) -> str:
     return text
 
 
-# When each applies, and what to say: text with facts, or a function of them.
-CURES: tuple[tuple[Callable[[Facts], bool], str | Callable[[Facts], str]], ...] = (
+# When each applies, and what to say: text with findings, or a function of them.
+CURES: tuple[tuple[Callable[[Findings], bool], str | Callable[[Findings], str]], ...] = (
     (
         lambda it: it.kind == "argument",
         "It came in like this: nothing in this function made it. Look at the data, or at the step "

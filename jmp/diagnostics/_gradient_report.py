@@ -22,7 +22,7 @@ from jmp.diagnostics._places import users_line
 from jmp.diagnostics._range_report import RangeReport
 from jmp.diagnostics._ranges import Range, exponent_of, row_of
 from jmp.diagnostics._replay import HANDLERS, Site, replay
-from jmp.diagnostics._rows import kind_of
+from jmp.diagnostics._rows import kind_of_row
 from jmp.dtypes import is_half
 from jmp.loss_scaling import StaticLossScale
 from jmp.loss_scaling._gradients import scaled_loss
@@ -204,8 +204,8 @@ def _tapped(closed: Any, tap: Tap, dtype: Any) -> Callable[..., Any]:
     def on_results(site: Site, results: list[Any]) -> list[Any]:
         equation = site.equation
         name = equation.primitive.name
-        is_whole = name not in HANDLERS and any(map(kind_of, inner_equations(equation)))
-        if kind_of(equation) is None and not is_whole:
+        is_whole = name not in HANDLERS and any(map(kind_of_row, inner_equations(equation)))
+        if kind_of_row(equation) is None and not is_whole:
             return results
         operation = _jax_compat.name_of(equation) if is_whole else name
         tapped = []

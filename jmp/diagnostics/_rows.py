@@ -50,7 +50,7 @@ def rows_of(plan: Plan, lines: Lines) -> list[Row]:
     found: dict[Row, list[Row]] = {}
     for operation in operations_of(plan):
         equation = operation.equation
-        kind = kind_of(equation)
+        kind = kind_of_row(equation)
         if kind is None or not operation.dtypes_out:
             continue
         flops = product_of(equation).flops if kind == "product" else 0
@@ -101,7 +101,7 @@ def together(rows: Sequence[Row]) -> Row:
     return dataclasses.replace(rows[0], times=times, flops=flops)
 
 
-def kind_of(equation: JaxprEqn) -> str | None:
+def kind_of_row(equation: JaxprEqn) -> str | None:
     """Returns the kind of row an equation makes; None if it makes none."""
     name = equation.primitive.name
     rule = rule_for(name)
