@@ -102,7 +102,7 @@ def find_dependent(
             embeddings.add(node)
         elif not (
             node.has_products
-            or node.region.as_written
+            or node.region.is_decided
             or node.region.output_dtype is not None
             or not found.isdisjoint(node.inputs)
         ):

@@ -75,7 +75,7 @@ class Node:
         self.rule = rule  # what the op table says, as the equation's parameters change it
         self.region = region  # what the user said of its scope
         self.index = index  # its place in the program
-        self.is_fusible = rule.fusible and not region.as_written  # it may stand in an island
+        self.is_fusible = rule.fusible and not region.is_decided  # it may stand in an island
         # A barrier that is planned as a level of its own; so are light nodes that have a kind.
         self.goes_inside = False
         # A product that autocast may lower, or a node that is planned inside and holds one.

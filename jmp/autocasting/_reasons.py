@@ -17,7 +17,7 @@ NEVER_HALF = (np.complex64, np.complex128, np.float64)
 
 def why_region(node: Node) -> str:
     """Returns what the user said of the place a node stands in."""
-    if node.region.as_written:
+    if node.region.is_decided:
         return "an inner autocast decided here"
     return "the user asked for float32 here" if node.region.in_float32 else ""
 

@@ -35,12 +35,12 @@ class Region:
     """What the user said of one place in the program."""
 
     in_float32: bool = False  # operations run in float32
-    as_written: bool = False  # an inner autocast has decided here
+    is_decided: bool = False  # an inner autocast has decided here
     output_dtype: np.dtype | None = None  # float32 results that leave the region are rounded to it
 
 
 ORDINARY = Region()
-DECIDED_INSIDE = Region(in_float32=True, as_written=True)
+DECIDED = Region(in_float32=True, is_decided=True)
 IN_FLOAT32 = Region(in_float32=True)
 
 
@@ -79,7 +79,7 @@ class RegionRules:
 
     def _find(self, names: list[str]) -> Region:
         if AUTOCAST in names:
-            return DECIDED_INSIDE
+            return DECIDED
         if FULL_PRECISION in names:
             return IN_FLOAT32
         named = [name for name in names if name.startswith(POLICY)]

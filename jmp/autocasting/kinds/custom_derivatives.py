@@ -1,4 +1,4 @@
-"""Custom derivatives: the function and its rule are both interpreted.
+"""Custom derivatives: the function and its rule are both planned.
 
 A `custom_jvp` keeps its rule: primal and tangents are planned as one program, and tangents that are
 zero stay symbolic zeros. A `custom_vjp` runs as written, because its rule was written for the
@@ -37,7 +37,7 @@ WHY_AS_WRITTEN = "inside a custom_vjp, which runs as written (inside_custom_vjp=
 class CustomJvp(Kind):
     """`jax.custom_jvp`, where it holds a product or stands outside an island."""
 
-    is_written = False  # for the dtypes it was traced with
+    runs_as_written = False  # in the dtypes it was traced with
 
     def rule(self, equation: JaxprEqn, rule: Rule, settings: Settings) -> Rule:
         """One without products is one operation: float32 if something inside is."""
@@ -48,7 +48,7 @@ class CustomJvp(Kind):
             for r, e in zip(rules, inner, strict=True)
         ):
             return rule
-        is_full = self.is_written or any(r.category is Category.FULL for r in rules)
+        is_full = self.runs_as_written or any(r.category is Category.FULL for r in rules)
         return Rule(
             Category.FULL if is_full else Category.FOLLOW,
             "a custom derivative: one operation, " + ("float32" if is_full else "as its inside"),
@@ -102,7 +102,7 @@ class CustomJvp(Kind):
 class CustomVjp(CustomJvp):
     """`jax.custom_vjp`, gone into on request; otherwise it is bound as written."""
 
-    is_written = True
+    runs_as_written = True
 
     def goes_inside(self, settings: Settings) -> bool:
         """On request."""
