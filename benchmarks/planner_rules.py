@@ -109,7 +109,7 @@ RULES = [
         "repeated in float32, then rounded",
         {
             "_planner.Planner._read_half": lambda *args: READ_HALF(*args)._replace(shape=None),
-            "_planner._half": lambda _: Arithmetic.HALF,
+            "_planner._half_arithmetic": lambda _: Arithmetic.HALF,
         },
     ),
     Rule("masks saturate", {"_storage.Storage.may_be_mask": lambda *_: False}),

@@ -1,6 +1,13 @@
-"""Plans as text: one line a step, what is inside below it; and programs that have theirs beside."""
+"""Plans as text: one line a step, what is inside below it; and programs that have theirs beside.
 
+`python -m tests.plans` writes the plans that are made now into `tests/test_plans*.py`.
+"""
+
+import ast
+import importlib
 import inspect
+import pathlib
+import textwrap
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -37,7 +44,7 @@ class Case(NamedTuple):
 
 
 def add_case(cases, *args, **options):
-    """Adds a program to `cases`; its docstring has its plan below the first line."""
+    """Adds a program to `cases`; its docstring has its plan below the first blank line."""
 
     def add(fun):
         cases.append(Case(fun, args, options))
@@ -122,3 +129,26 @@ def _dtypes(dtypes):
 
 def _short(dtype):
     return SHORT.get(str(dtype), str(dtype))
+
+
+def rewrite(path, cases):
+    """Writes the plans that are made now into the docstrings of the programs in a file."""
+    text = path.read_text()
+    lines = text.splitlines()
+    programs = {node.name: node for node in ast.parse(text).body if hasattr(node, "name")}
+    # From the last to the first: the numbers of the lines above stay as they are.
+    for case in sorted(cases, key=lambda case: -programs[case.fun.__name__].lineno):
+        docstring = programs[case.fun.__name__].body[0]
+        what = docstring.value.value.partition("\n\n")[0].rstrip()
+        indent = " " * docstring.col_offset
+        plan = textwrap.indent("\n".join(listing_of(case)), indent)
+        rest = lines[docstring.end_lineno - 1][docstring.end_col_offset :]
+        new = f'{indent}"""{what}\n\n{plan}\n{indent}"""{rest}'
+        lines[docstring.lineno - 1 : docstring.end_lineno] = new.splitlines()
+    path.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    assert HAS_THESE_TRACES, f"the plans are those of JAX 0.10, and not of {jax.__version__}"
+    for path in sorted(pathlib.Path(__file__).parent.glob("test_plans*.py")):
+        rewrite(path, importlib.import_module(f"tests.{path.stem}").CASES)

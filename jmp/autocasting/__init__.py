@@ -2,14 +2,14 @@
 
 The way of a program, and the files in the order in which they build on each other:
 
-  - what each primitive wants: the op table (`_registry`, `rules/`); what the user wants:
+  - what each primitive requires: the op table (`_registry`, `rules/`); what the user asks for:
     `_settings`, `_regions`, `_precision`;
   - `_autocast` and `_program` trace the function at its nominal (float32) types;
   - `_flatten` makes a dataflow graph (`_graph`) of the jaxpr, with what is known of each value's
     numbers (`_numbers`) and the rule of each equation (`_equations`, `_tolerances`);
   - `_flow` finds the facts of the graph, by pure functions;
-  - `_planner` decides every dtype, and writes it down with its reason as steps (`_steps`), with the
-    help of `_reasons`, `_islands`, `rewrites/` and `_order`; what nests is planned by its kind
+  - `_planner` decides every dtype (`_storage`) and makes steps (`_steps`), with the help of
+    `_reasons`, `_islands`, `rewrites/`, `_sharing` and `_order`; what nests is planned by its kind
     (`_kinds`, `kinds/`), level by level;
   - `_emit` runs the steps and decides nothing; `_operations` reads them, for reports.
 """

@@ -79,7 +79,7 @@ def _run_island(island: Island, environment: Environment, shared: Shared) -> Env
     run = shared[key] if key in shared else shared.setdefault(key, _function_of(island))
     arrays = [_read(read, environment) for read in island.reads]
     first = island.nodes[0]
-    with _jax_compat.place_of(first.equation, first.stack[: island.depth]):
+    with _jax_compat.place_of(first.equation, first.stack[: island.common_scopes]):
         results = run(*arrays)
     return dict(zip((leave.value for leave in island.leaves), results, strict=True))
 
@@ -88,28 +88,29 @@ def _function_of(island: Island) -> Function:
     entering = [read.value for read in island.reads]
 
     def run(*arrays: Any) -> list[Any]:
-        inside: Environment = dict(zip(entering, arrays, strict=True))
+        environment: Environment = dict(zip(entering, arrays, strict=True))
         if island.shares_casts:
-            inside = {value: _in_float32(value, inside) for value in inside}
+            environment = {value: _in_float32(value, environment) for value in environment}
         for node in (*island.clones, *island.nodes):
-            with _jax_compat.place_of(node.equation, node.stack[island.depth :]):
-                inside.update(zip(node.outputs, _run_inside(node, island, inside), strict=True))
-        return [_leave(leave, inside) for leave in island.leaves]
+            with _jax_compat.place_of(node.equation, node.stack[island.common_scopes :]):
+                results = _run_node(node, island, environment)
+            environment.update(zip(node.outputs, results, strict=True))
+        return [_leave(leave, environment) for leave in island.leaves]
 
     if island.recompute is Recompute.PLAIN:
         return run
-    return jax.checkpoint(run, prevent_cse=island.prevent_cse, policy=_policy(island))
+    return jax.checkpoint(run, prevent_cse=island.prevent_cse, policy=_what_to_keep(island))
 
 
-def _run_inside(node: Node, island: Island, inside: Environment) -> list[Any]:
+def _run_node(node: Node, island: Island, environment: Environment) -> list[Any]:
     rewrite = island.rewrites.get(node)
     if rewrite is not None:
-        return [rewrite.run(*(_in_float32(value, inside) for value in rewrite.reads))]
-    operands = [_in_float32(value, inside) for value in node.inputs]
+        return [rewrite.run(*(_in_float32(value, environment) for value in rewrite.reads))]
+    operands = [_in_float32(value, environment) for value in node.inputs]
     return _jax_compat.bind(node.equation.primitive, operands, node.params)
 
 
-def _policy(island: Island) -> Any:
+def _what_to_keep(island: Island) -> Any:
     names = [rewrite.keeps for rewrite in island.rewrites.values() if rewrite.keeps]
     if names:
         return jax.checkpoint_policies.save_only_these_names(*names)
@@ -143,8 +144,8 @@ def _read(read: Read, environment: Environment) -> Any:
     return cast(array, dtype)
 
 
-def _leave(leave: Leave, inside: Environment) -> Any:
-    array = inside[leave.value]
+def _leave(leave: Leave, environment: Environment) -> Any:
+    array = environment[leave.value]
     return cast(_saturated(array) if leave.saturates else array, leave.dtype)
 
 

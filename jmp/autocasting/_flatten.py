@@ -84,11 +84,11 @@ class _Flattening:
             stack = outer + equation.source_info.name_stack
             if _jax_compat.is_plain_jit(equation) and not draws_bits(equation):
                 inner, constants = _jax_compat.open_jaxpr(_jax_compat.called(equation.params))
-                held = [
+                constvars = [
                     Value(jax.typeof(array), None, known_of(array, half), array)
                     for array in constants
                 ]
-                results = self.run(inner, [*held, *operands], stack)
+                results = self.run(inner, [*constvars, *operands], stack)
             else:
                 results = list(self._add(equation, operands, stack).outputs)
             values.update(zip(equation.outvars, results, strict=True))

@@ -29,7 +29,7 @@ from jmp.autocasting._numbers import is_inexact
 
 
 class Info(NamedTuple):
-    """What an outer level knows of a value: its stored dtype; whether it is neutral, and fixed."""
+    """What is known of a value on another level: its stored dtype; whether it is neutral, fixed."""
 
     dtype: np.dtype | None
     neutral: bool

@@ -29,7 +29,7 @@ class Value:
     ) -> None:
         self.aval = aval  # its nominal type, as traced
         self.dtype: np.dtype | None = getattr(aval, "dtype", None)
-        self.is_float32 = self.dtype == FLOAT32  # what it is stored in is for the planner to decide
+        self.is_float32 = self.dtype == FLOAT32  # as traced; `Storage` says what it is stored in
         self.producer = producer  # None for inputs, constants and literals
         self.users: tuple[Node, ...] = ()  # the nodes that read it, once each
         self.held = held  # the number or array that the program holds in its place; or None
@@ -76,9 +76,9 @@ class Node:
         self.region = region  # what the user said of its scope
         self.index = index  # its place in the program
         self.is_fusible = rule.fusible and not region.as_written  # it may stand in an island
-        # It is planned inside, as a level of its own; every other node is bound as a whole.
+        # A barrier that is planned as a level of its own; so are light nodes that have a kind.
         self.goes_inside = False
-        # It is a product that autocast may lower, or holds one and is gone inside.
+        # A product that autocast may lower, or a node that is planned inside and holds one.
         self.has_products = False
 
     @property
@@ -90,12 +90,12 @@ class Node:
 
     @property
     def is_product(self) -> bool:
-        """Whether it is computed in the compute dtype on purpose."""
+        """Whether it is a product that autocast may lower."""
         return self.rule.category is Category.LOW and not self.region.in_float32
 
 
 class Graph:
-    """One level: inputs, nodes in program order, outputs."""
+    """Inputs, nodes in program order, and outputs of one level."""
 
     def __init__(
         self, inputs: Sequence[Value], nodes: Sequence[Node], outputs: Sequence[Value]

@@ -55,12 +55,12 @@ def _is_softmax(nodes: Iterable[Node]) -> bool:
     return any(node.name == "reduce_max" and is_row_reduction(node) for node in nodes)
 
 
-def choose_recompute(nodes: Sequence[Node], cuts: Set[Node], asked: str, repeats: int) -> Recompute:
+def choose_recompute(nodes: Sequence[Node], cuts: Set[Node], asked: str, times: int) -> Recompute:
     """Decides what an island keeps, from its reductions and its largest value.
 
-    Inside a loop what is kept is kept for every turn, so that sizes count `repeats` times.
+    Inside a loop what is kept is kept for every turn, so that sizes count so many `times`.
     """
-    largest = repeats * max(v.size for node in nodes for v in node.outputs)
+    largest = times * max(v.size for node in nodes for v in node.outputs)
     if asked == "all":
         return Recompute.RECOMPUTE
     if asked == "none" or largest < SMALL:
@@ -73,8 +73,7 @@ def choose_recompute(nodes: Sequence[Node], cuts: Set[Node], asked: str, repeats
         keeps_sums = sums and not _is_softmax(nodes)
         return Recompute.RECOMPUTE_BUT_SUMS if keeps_sums else Recompute.RECOMPUTE
     expensive = any(
-        node.rule.expensive and any(repeats * v.size >= SMALL for v in node.outputs)
-        for node in nodes
+        node.rule.expensive and any(times * v.size >= SMALL for v in node.outputs) for node in nodes
     )
     return Recompute.RECOMPUTE if expensive else Recompute.PLAIN
 
@@ -94,7 +93,7 @@ def peel(
     A residual addition in front of a LayerNorm: two half values enter before, their sum after; and
     the sum is needed in half anyway, for the next addition. A bias in front of a gelu: as many
     values enter, and the cotangent is rounded before the bias adds it up, so that XLA need not
-    store it in float32 for two readers (14 % of a U-Net's bytes).
+    store it in float32 for two readers. Without peeling a U-Net moves 18 % more bytes, a GPT 14 %.
 
     Args:
       nodes: of the island.

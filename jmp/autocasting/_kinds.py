@@ -31,7 +31,7 @@ Arrays = Sequence[Any]
 
 
 class Level(abc.ABC):
-    """What a kind may ask of the planner of the level that its equation stands in."""
+    """The level that a nested equation stands in: what its kind may ask there."""
 
     half: np.dtype
     facts: Facts
@@ -47,7 +47,7 @@ class Level(abc.ABC):
         """
 
     @abc.abstractmethod
-    def plan(
+    def plan_opened(
         self,
         opened: Opened,
         infos: Sequence[Info],
@@ -76,7 +76,7 @@ class Level(abc.ABC):
         opened = self.open(function, node, operands)
         infos = list(map(self.storage.info, operands))
         outputs = list(map(self.storage.destination, node.outputs))
-        return self.plan(opened, infos, outputs, prevent_cse=prevent_cse)
+        return self.plan_opened(opened, infos, outputs, prevent_cse=prevent_cse)
 
     def nested(
         self,

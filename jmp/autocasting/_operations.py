@@ -23,7 +23,7 @@ from jmp.dtypes import FLOAT32
 
 SATURATED = "a mask held within float16's range: a row that is masked throughout stays finite"
 
-WIDE = frozenset({"float32", "float64", "complex64", "complex128"})
+NOT_HALF = frozenset({"float32", "float64", "complex64", "complex128"})
 
 
 class NoHalfProductWarning(UserWarning):
@@ -139,7 +139,7 @@ def warn_if_no_product_is_half(plan: Plan, name: str) -> bool:
     is_surprise = False
     for operation in operations_of(plan):
         if is_product(operation.equation) and operation.dtypes_in:
-            if not WIDE.issuperset(operation.dtypes_in):
+            if not NOT_HALF.issuperset(operation.dtypes_in):
                 return False
             reasons[_reason(operation)] += 1
             is_surprise |= not _is_callers_wish(operation, plan)

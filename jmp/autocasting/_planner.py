@@ -21,7 +21,7 @@ from jmp.autocasting._precision import with_default
 from jmp.autocasting._reasons import why_float32, why_not_lowered, why_region
 from jmp.autocasting._regions import Words
 from jmp.autocasting._registry import Category
-from jmp.autocasting._sharing import common_depth, key_of
+from jmp.autocasting._sharing import common_scopes_of, key_of
 from jmp.autocasting._steps import (
     Arithmetic,
     Inside,
@@ -44,7 +44,7 @@ class Context(NamedTuple):
     """What is the same all over one program; and how often this level runs, as far as known."""
 
     words: Words
-    repeats: int = 1
+    times: int = 1
     # Whether a recomputation must be kept apart from the forward pass it repeats: XLA would merge
     # the two and keep the float32 values. In a loop the two stand in different loops anyway,
     # unless the body is itself recomputed.
@@ -102,7 +102,7 @@ class Planner(Level):
         if not why:
             return [self._light(node) for node in nodes]
         settings, cuts = self.context.words.settings, self.facts.cuts
-        recompute = choose_recompute(nodes, cuts, settings.recompute, self.context.repeats)
+        recompute = choose_recompute(nodes, cuts, settings.recompute, self.context.times)
         if recompute is Recompute.PLAIN:
             return [self._island(nodes, [], why, recompute)]
         front, rest = peel(nodes, self.storage.is_half, self.facts)
@@ -116,10 +116,10 @@ class Planner(Level):
         self, nodes: list[Node], clones: list[Node], why: dict[Node, str], recompute: Recompute
     ) -> Island:
         storage, outputs = self.storage, set(self.graph.outputs)
-        inside, own = {*clones, *nodes}, set(nodes)
+        own, with_clones = set(nodes), {*clones, *nodes}
         leaves = []
         for value in (value for node in nodes for value in node.outputs):
-            if value not in outputs and inside.issuperset(value.users):
+            if value not in outputs and with_clones.issuperset(value.users):
                 continue
             if value.is_float32 and (
                 storage.rounded_by_rule(value) or storage.leaves_half(value, own)
@@ -132,8 +132,8 @@ class Planner(Level):
         # All readers of an input of a norm over rows share one cast, so that its cotangents add up
         # in float32 (4 % of the gradient error of an RMSNorm transformer). Elsewhere each has its
         # own, and the cotangents add up in half: XLA takes a pair of casts away, and would store
-        # the float32 sum (3 % of a U-Net's bytes, 8 % of a GPT's).
-        is_cut = not self.facts.cuts.isdisjoint(nodes)
+        # the float32 sum (2 % of a U-Net's bytes, 10 % of a GPT's).
+        has_cut = not self.facts.cuts.isdisjoint(nodes)
         island = Island(
             nodes=tuple(nodes),
             clones=tuple(clones),
@@ -143,8 +143,8 @@ class Planner(Level):
             leaves=tuple(leaves),
             recompute=recompute,
             prevent_cse=self.context.prevent_cse,
-            shares_casts=recompute is Recompute.RECOMPUTE_BUT_SUMS and not is_cut,
-            depth=common_depth(nodes),
+            shares_casts=recompute is Recompute.RECOMPUTE_BUT_SUMS and not has_cut,
+            common_scopes=common_scopes_of(nodes),
         )
         return island if recompute is Recompute.PLAIN else island._replace(key=key_of(island))
 
@@ -160,7 +160,7 @@ class Planner(Level):
             return self._single(node, Arithmetic.FLOAT32)
         if has_kind(node.name):
             return kind_of(node.name).plan(node, self)
-        return self._single(node, _half(node))
+        return self._single(node, _half_arithmetic(node))
 
     # Barriers.
 
@@ -176,17 +176,18 @@ class Planner(Level):
         if category is Category.LOW:
             why = why_not_lowered(node, self.half)
             return self._single(node, Arithmetic.FLOAT32 if why else Arithmetic.HALF, why)
-        decides = any(v in self.facts.dependent and v.is_float32 for v in node.inputs)
-        is_half = decides and not why_float32(node, set(), self.storage)
-        return self._single(node, _half(node) if is_half else Arithmetic.FLOAT32)
+        # Neutral operands alone do not make it half.
+        is_dependent = any(v in self.facts.dependent and v.is_float32 for v in node.inputs)
+        is_half = is_dependent and not why_float32(node, set(), self.storage)
+        return self._single(node, _half_arithmetic(node) if is_half else Arithmetic.FLOAT32)
 
     # Single equations, and how they read.
 
     def _single(self, node: Node, arithmetic: Arithmetic, why: str = "") -> Single:
         if arithmetic is Arithmetic.HALF:
             reads = tuple(self._read_half(node, value) for value in node.inputs)
-            is_half = node.outputs[0].is_float32
-            params = node.rule.params_in_half(node.params, self.half) if is_half else node.params
+            lowers = node.outputs[0].is_float32
+            params = node.rule.params_in_half(node.params, self.half) if lowers else node.params
         else:
             reads = tuple(Read(v, FLOAT32 if v.is_float32 else None) for v in node.inputs)
             params = with_default(node.name, node.params)
@@ -218,7 +219,7 @@ class Planner(Level):
         inner, constants = _jax_compat.open_jaxpr(function)
         return flatten(inner, constants, operands, node.scope, self.context.words), constants
 
-    def plan(
+    def plan_opened(
         self,
         opened: Opened,
         infos: Sequence[Info],
@@ -229,7 +230,7 @@ class Planner(Level):
         graph, constants = opened
         own = [Info(v.dtype, True, True) for v in graph.inputs[: len(constants)]]
         apart = self.context.prevent_cse if prevent_cse is None else prevent_cse
-        context = Context(self.context.words, self.context.repeats * turns, apart)
+        context = Context(self.context.words, self.context.times * turns, apart)
         return Inside(Planner(graph, [*own, *infos], outputs, context).plan_level(), constants)
 
 
@@ -240,5 +241,5 @@ def _entering(nodes: Sequence[Node]) -> list[Value]:
     return [v for v in values if v.producer not in inside and v.held is None]
 
 
-def _half(node: Node) -> Arithmetic:
+def _half_arithmetic(node: Node) -> Arithmetic:
     return Arithmetic.ROUNDED if node.rule.sums_backward else Arithmetic.HALF

@@ -29,7 +29,7 @@ from jmp.dtypes import FLOAT32
 from jmp.rules import Rule, UnusedRuleWarning
 from jmp.trees import as_jax_array, cast_leaf, holds_numbers
 
-# What runs later than it is called: its name, and how a function and its result are told.
+# What runs later than it is called: its name, and how its function and result are recognised.
 LATE = (
     ("a generator", inspect.isgeneratorfunction, inspect.isgenerator),
     ("a coroutine", inspect.iscoroutinefunction, inspect.iscoroutine),
@@ -87,13 +87,13 @@ class Program:
         """Traces and plans, or finds what was traced and planned before."""
         taken, held = take_arrays((args, kwargs))
         arrays = list(map(as_jax_array, taken))
-        kinds = tuple(map(_kind, held.leaves))
+        types = tuple(map(_type_and_sign, held.leaves))
         in_half = self._in_half(args, kwargs) if self.apply_to else [False] * len(arrays)
         default = _jax_compat.default_precision_setting()
         try:
-            flat = self._flat_function(held, kinds, default)
+            flat = self._flat_function(held, types, default)
         except TypeError:  # an argument that cannot be hashed
-            flat = self._make_flat_function(held, kinds, default)
+            flat = self._make_flat_function(held, types, default)
         with _jax_compat.without_default_precision():
             closed, result = jax.make_jaxpr(flat, return_shape=True)(*arrays)
         jaxpr, constants = _jax_compat.open_jaxpr(closed)
@@ -149,7 +149,7 @@ class Program:
                 )
 
     def _make_flat_function(
-        self, held: Held, kinds: tuple[Any, ...], default: Any
+        self, held: Held, types: tuple[Any, ...], default: Any
     ) -> Callable[..., Any]:
         # Each default precision has a trace of its own, because a trace holds the rules of custom
         # derivatives, which JAX traces once, under the default of that moment.
@@ -174,7 +174,7 @@ def _run_marked(plan: Plan, *operands: Any) -> list[Any]:
         return run_plan(plan, operands)
 
 
-def _kind(leaf: Any) -> tuple[type, str]:
+def _type_and_sign(leaf: Any) -> tuple[type, str]:
     """Returns what tells a leaf that is no array from its equals: 1 == True, and 0.0 == -0.0."""
     return type(leaf), repr(leaf) if isinstance(leaf, float | complex) else ""
 
@@ -184,14 +184,14 @@ def check_runs_when_called(fun: Any) -> None:
 
     Raises: TypeError for generators and coroutines, asynchronous ones too.
     """
-    for kind, is_function, is_result in LATE:
+    for what, is_function, is_result in LATE:
         if not (is_function(fun) or is_result(fun)):
             continue
         if inspect.iscoroutine(fun):
             fun.close()  # or Python warns that it was never awaited
         returned = "" if is_function(fun) else "a function that returned "
         raise TypeError(
-            f"autocast got {returned}{fun!r}, {kind}: its body runs after the call has returned, "
+            f"autocast got {returned}{fun!r}, {what}: its body runs after the call has returned, "
             "when nothing is traced. Expected a function that computes its results and returns "
             "them; wrap the functions that the body calls, and leave the body outside."
         )

@@ -12,7 +12,7 @@ from jmp.autocasting._registry import Category
 from jmp.autocasting._storage import Storage
 from jmp.dtypes import FLOAT32
 
-WIDE = (np.complex64, np.complex128, np.float64)
+NEVER_HALF = (np.complex64, np.complex128, np.float64)
 
 
 def why_region(node: Node) -> str:
@@ -60,8 +60,8 @@ def _why_operand(value: Value, node: Node, inside: Set[Node], storage: Storage) 
     """Returns why an operand makes a node float32."""
     half, facts = storage.half, storage.facts
     if not value.is_float32:
-        is_wide = value.dtype in WIDE and any(v.is_float32 for v in node.outputs)
-        return f"an operand is {value.dtype}" if is_wide else ""
+        has_no_half = value.dtype in NEVER_HALF and any(v.is_float32 for v in node.outputs)
+        return f"an operand is {value.dtype}" if has_no_half else ""
     if value.producer in inside:
         return ""
     if value.is_hard:

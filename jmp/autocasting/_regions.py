@@ -6,7 +6,7 @@ things are said with them:
   - `autocast` opens the scope AUTOCAST: what stands in it is decided already, so that an autocast
     around it leaves it as it is;
   - `policy_scope` opens a scope that names a policy, the innermost of which holds: the adapters,
-    who know each module's class and path, say with it what a rule wants of a module;
+    who know each module's class and path, say with it what a rule asks of a module;
   - modules (Flax, Haiku) and `jax.named_scope` open scopes of their own, which `rules=` name.
 """
 
@@ -40,7 +40,7 @@ class Region:
 
 
 ORDINARY = Region()
-AS_WRITTEN = Region(in_float32=True, as_written=True)
+DECIDED_INSIDE = Region(in_float32=True, as_written=True)
 IN_FLOAT32 = Region(in_float32=True)
 
 
@@ -79,7 +79,7 @@ class RegionRules:
 
     def _find(self, names: list[str]) -> Region:
         if AUTOCAST in names:
-            return AS_WRITTEN
+            return DECIDED_INSIDE
         if FULL_PRECISION in names:
             return IN_FLOAT32
         named = [name for name in names if name.startswith(POLICY)]
@@ -95,8 +95,8 @@ class RegionRules:
                 f"{'/'.join(names)!r} asks for {policy.compute_dtype}. Expected the same dtype or "
                 "float32; wrap that part in an autocast of its own."
             )
-        leaves_half = policy.output_dtype == self._half
-        return Region(in_float32=True, output_dtype=self._half if leaves_half else None)
+        rounds = policy.output_dtype == self._half
+        return Region(in_float32=True, output_dtype=self._half if rounds else None)
 
 
 class Words(NamedTuple):

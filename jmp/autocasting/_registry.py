@@ -41,7 +41,7 @@ def _same_params(params: Params, dtype: np.dtype) -> Params:
 class Rule:
     """What autocast knows of one primitive.
 
-    From the traits, the flags, planner and diagnostics take every set of primitives they need.
+    The flags are called traits: planner and diagnostics take every set of primitives from them.
     """
 
     category: Category
@@ -59,12 +59,12 @@ class Rule:
     sums_backward: bool = False
     cheap: bool = False  # an island computes it again rather than read its result from memory
     reshapes: bool = False  # it moves the numbers of its first operand, and keeps their order
-    permutes: bool = False  # it moves them and changes their order
+    permutes: bool = False  # it moves them, and their order may change
     repeats: bool = False  # it repeats them
     selects: bool = False  # it takes some of them
     linear: bool = False  # it adds or subtracts
     affine: bool = False  # or multiplies or divides
-    elementwise: bool = False  # of two operands, of which JAX stretches the smaller to the larger
+    elementwise: bool = False  # of two operands, the smaller of which JAX repeats
     compares: bool = False  # it asks how two operands differ
     masks: bool = False  # it is how masks are applied; not `mul`: its overflow must be seen
     keeps_range: bool = False  # its result goes beyond a half type where an operand does

@@ -11,12 +11,12 @@ from jmp.autocasting._registry import Category, Rule, primitive_name
 from jmp.dtypes import is_half
 from jmp.policy import Policy
 
-RECOMPUTE = ("auto", "none", "all")
+CHOICES = ("auto", "none", "all")  # of `recompute`
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Everything the planner asks."""
+    """The options of one call that the planner reads."""
 
     compute_dtype: np.dtype  # float16 or bfloat16
     overrides: tuple[tuple[str, Category], ...] = ()  # categories of primitives, for this call
@@ -36,7 +36,7 @@ class Settings:
                     rule,
                     category=category,
                     sums_backward=False,
-                    # What the user wants in half is no part of a float32 island.
+                    # What the user asks for in half is no part of a float32 island.
                     fusible=rule.fusible and category is not Category.LOW,
                     reason=f"asked for by {category.value}=",
                 )
@@ -71,8 +71,8 @@ def settings_for(
                     f"{category.value}=; give it one category."
                 )
             overrides[name] = category
-    if recompute not in RECOMPUTE:
-        raise ValueError(f"autocast got recompute={recompute!r}; expected one of {RECOMPUTE}.")
+    if recompute not in CHOICES:
+        raise ValueError(f"autocast got recompute={recompute!r}; expected one of {CHOICES}.")
     dtype = policy.compute_dtype
     if dtype == np.float32:
         return None

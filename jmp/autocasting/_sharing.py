@@ -13,13 +13,13 @@ from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._steps import Island
 
 
-def common_depth(nodes: Sequence[Node]) -> int:
+def common_scopes_of(nodes: Sequence[Node]) -> int:
     """Returns how many name scopes all nodes stand in together."""
     stacks = [node.stack.stack for node in nodes]
-    depth = min(map(len, stacks))
-    while any(stack[:depth] != stacks[0][:depth] for stack in stacks):
-        depth -= 1
-    return depth
+    count = min(map(len, stacks))
+    while any(stack[:count] != stacks[0][:count] for stack in stacks):
+        count -= 1
+    return count
 
 
 def key_of(island: Island) -> Hashable:
@@ -38,7 +38,7 @@ def key_of(island: Island) -> Hashable:
         return (
             equation.primitive,
             tuple(sorted(node.params.items())),
-            str(node.stack[island.depth :]),
+            str(node.stack[island.common_scopes :]),
             (equation.source_info.traceback, equation.ctx),
             tuple(map(name, node.inputs)),
             tuple(map(name, node.outputs)),

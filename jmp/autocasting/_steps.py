@@ -23,7 +23,7 @@ class Arithmetic(enum.Enum):
     """What a single equation is computed in."""
 
     HALF = "half"
-    FLOAT32 = "float32"
+    FLOAT32 = "float32"  # or other dtypes that it was traced with
     ROUNDED = "float32, rounded"
 
 
@@ -119,7 +119,7 @@ class Island(NamedTuple):
     recompute: Recompute
     prevent_cse: bool  # XLA must not merge its recomputation with its forward pass
     shares_casts: bool  # all readers of an input share one cast
-    depth: int  # how many name scopes its nodes stand in together
+    common_scopes: int  # how many name scopes its nodes stand in together
     key: Hashable = None  # islands with one key share a trace (`_sharing`); None: with no other
 
 

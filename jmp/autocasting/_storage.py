@@ -34,7 +34,7 @@ class Storage:
         return self.dtype(value) == self.half
 
     def info(self, value: Value) -> Info:
-        """Returns what an inner level needs to know of a value."""
+        """Returns what another level needs to know of a value."""
         facts = self.facts
         return Info(self.dtype(value), value not in facts.dependent, value not in facts.varying)
 

@@ -68,7 +68,7 @@ def _through_equation(equation: Any, inputs: list[bool]) -> list[bool]:
 
 
 def _through_while(params: _jax_compat.Params, inputs: list[bool]) -> tuple[bool, list[bool]]:
-    """Returns the same of the condition and of each carry."""
+    """Returns whether the condition depends on floating numbers, and for each carry whether."""
     loop = _jax_compat.While.of(params)
     asked, closed, carries = loop.split(inputs)
     carry = _through_loop(loop.body, closed, carries, [])
@@ -77,7 +77,7 @@ def _through_while(params: _jax_compat.Params, inputs: list[bool]) -> tuple[bool
 
 
 def _through_loop(body: Any, consts: list[bool], carry: list[bool], xs: list[bool]) -> list[bool]:
-    """Returns the same of the carries after any number of turns, then of what is stacked."""
+    """Returns it for the carries after any number of turns, then for what is stacked."""
     while True:
         outputs = _through(body, [*consts, *carry, *xs])
         again = [a or b for a, b in zip(carry, outputs, strict=False)]

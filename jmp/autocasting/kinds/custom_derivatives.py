@@ -31,7 +31,7 @@ from jmp.autocasting._settings import Settings
 from jmp.autocasting._steps import Function, Inside, Nested, RunPlan
 from jmp.dtypes import FLOAT32
 
-AS_WRITTEN = "inside a custom_vjp, which runs as written (inside_custom_vjp=True lowers it)"
+WHY_AS_WRITTEN = "inside a custom_vjp, which runs as written (inside_custom_vjp=True lowers it)"
 
 
 class CustomJvp(Kind):
@@ -64,15 +64,15 @@ class CustomJvp(Kind):
             level.half if value.is_float32 and dtype == level.half else value.dtype
             for value, dtype in zip(node.outputs, inside.plan.stores, strict=True)
         )
-        rule = functools.partial(self.plan_rule, node, level, stores)
-        return level.nested(node, [inside._replace(stores=stores), rule], stores)
+        derivative = functools.partial(self.plan_derivative, node, level, stores)
+        return level.nested(node, [inside._replace(stores=stores), derivative], stores)
 
-    def plan_rule(
+    def plan_derivative(
         self, node: Node, level: Level, stores: Sequence[np.dtype | None], run_plan: RunPlan
     ) -> Callable[..., Any]:
         """Returns the rule, a function of primals and tangents that plans when it is called."""
 
-        def rule(primals: Any, tangents: Any) -> Any:
+        def derivative(primals: Any, tangents: Any) -> Any:
             moving = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
 
             def nominal_rule(*flat: Any) -> Any:
@@ -84,18 +84,18 @@ class CustomJvp(Kind):
             # The tangent of an integer has no dtype that could be chosen.
             pairs = zip(node.outputs, stores, strict=True)
             spaces = [dtype if is_inexact(value) else None for value, dtype in pairs]
-            known = list(zip(node.inputs, map(level.storage.info, node.inputs), strict=True))
-            traced = _trace_and_plan(nominal_rule, node, level, known, changes, [*stores, *spaces])
+            given = list(zip(node.inputs, map(level.storage.info, node.inputs), strict=True))
+            traced = _trace_and_plan(nominal_rule, node, level, given, changes, [*stores, *spaces])
             moved = [cast(tangents[i], primals[i].dtype) for i in moving]
             return traced.run(run_plan, [*primals, *moved])
 
-        return rule
+        return derivative
 
     def emit(self, equation: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> Any:
         """Emits `jax.custom_jvp`, given the primal function and its rule."""
-        primal, rule = functions
+        primal, derivative = functions
         function = jax.custom_jvp(lambda *args: primal(*args))
-        function.defjvp(rule, symbolic_zeros=True)
+        function.defjvp(derivative, symbolic_zeros=True)
         return function(*operands)
 
 
@@ -110,9 +110,9 @@ class CustomVjp(CustomJvp):
 
     def rule(self, equation: JaxprEqn, rule: Rule, settings: Settings) -> Rule:
         """One without products is one operation, in float32."""
-        return super().rule(equation, dataclasses.replace(rule, reason=AS_WRITTEN), settings)
+        return super().rule(equation, dataclasses.replace(rule, reason=WHY_AS_WRITTEN), settings)
 
-    def plan_rule(
+    def plan_derivative(
         self, node: Node, level: Level, stores: Sequence[np.dtype | None], run_plan: RunPlan
     ) -> Callable[..., Any]:
         """Returns the forward function: of closed-over arrays, and arguments that may move."""
@@ -125,14 +125,14 @@ class CustomVjp(CustomJvp):
             def nominal_forward(*flat: Any) -> Any:
                 return jax.vjp(_of_some(node, flat, moving), *(flat[i] for i in moving))
 
-            known = list(zip(node.inputs, infos, strict=True))
-            traced = _trace_and_plan(nominal_forward, node, level, known, [], stores)
+            given = list(zip(node.inputs, infos, strict=True))
+            traced = _trace_and_plan(nominal_forward, node, level, given, [], stores)
             results, vjp = traced.run(run_plan, [*closed, *(arg.value for arg in args)])
             residuals, structure = jax.tree.flatten(vjp)
-            kept = traced.results[len(stores) :]
+            saved = traced.results[len(stores) :]
 
-            def pull_back(*given: Any) -> Any:
-                *arrays, cotangents = given
+            def pull_back(*passed: Any) -> Any:
+                *arrays, cotangents = passed
                 some = [i for i, ct in enumerate(cotangents) if not isinstance(ct, SymbolicZero)]
 
                 def nominal_backward(*flat: Any) -> Any:
@@ -145,7 +145,7 @@ class CustomVjp(CustomJvp):
 
                 changes = [(node.outputs[i], stores[i]) for i in some]
                 stored = [infos[i].dtype for i in moving]
-                traced = _trace_and_plan(nominal_backward, node, level, kept, changes, stored)
+                traced = _trace_and_plan(nominal_backward, node, level, saved, changes, stored)
                 gradients = traced.run(run_plan, [*arrays, *(cotangents[i] for i in some)])
                 nonzero = {
                     i: gradient
@@ -190,28 +190,28 @@ def _trace_and_plan(
     function: Callable[..., Any],
     node: Node,
     level: Level,
-    known: Sequence[tuple[Value, Info]],
+    given: Sequence[tuple[Value, Info]],
     changes: Sequence[tuple[Value, np.dtype | None]],
     dtypes: Sequence[np.dtype | None],
 ) -> _Traced:
     """Traces `function` on nominal types and plans it.
 
     Args:
-      known: what it is given first, as it is known and stored outside.
+      given: what it is given first, as it is known and stored outside.
       changes: what comes after that, tangents or cotangents: whose, and the dtype they come in.
       dtypes: what the first results are read in. What comes after them stays as it is computed:
         who reads a residual is not known here, and a sum of squares does not fit into float16.
     """
-    values = [value for value, _ in known]
+    values = [value for value, _ in given]
     types = [value.aval for value in (*values, *(value for value, _ in changes))]
     with _jax_compat.without_default_precision():
         closed, result = jax.make_jaxpr(function, return_shape=True)(*types)
     opened = level.open(closed, node, values)
-    infos = [info for _, info in known] + [Info(dtype, False) for _, dtype in changes]
+    infos = [info for _, info in given] + [Info(dtype, False) for _, dtype in changes]
     outputs = opened[0].outputs
     stores = (*dtypes, *[None] * (len(outputs) - len(dtypes)))
     goes = [Destination(feeds=dtype == level.half, kept=dtype == FLOAT32) for dtype in stores]
-    inside = level.plan(opened, infos, goes)._replace(stores=stores)
+    inside = level.plan_opened(opened, infos, goes)._replace(stores=stores)
     results = list(zip(outputs, inside.plan.infos, strict=True))
     return _Traced(inside, jax.tree.structure(result), results)
 

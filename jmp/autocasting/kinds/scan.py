@@ -34,9 +34,9 @@ class Scan(Kind):
         """Decides the dtype of each carry first, then plans the body."""
         scan = _jax_compat.Scan.of(node.params)
         closed, _, _ = scan.split(node.inputs)
-        graph, held = level.open(scan.body, node, closed)
+        graph, constants = level.open(scan.body, node, closed)
         consts, before, rows = scan.split(list(map(level.storage.info, node.inputs)))
-        _, values, _ = scan.split(graph.inputs[len(held) :])
+        _, values, _ = scan.split(graph.inputs[len(constants) :])
         in_half = _carried_in_half(graph, values, before, node, level)
         carries = [
             level.half if is_half else value.dtype
@@ -47,16 +47,16 @@ class Scan(Kind):
         outputs += map(level.storage.destination, node.outputs[scan.n_carry :])
         # One more than the turns: also a loop of one turn is a loop.
         turns = turns_of(node.equation) + 1
-        body = level.plan((graph, held), infos, outputs, turns=turns, prevent_cse=False)
+        body = level.plan_opened((graph, constants), infos, outputs, turns=turns, prevent_cse=False)
         stores = (*carries, *body.plan.stores[scan.n_carry :])
         # Constants are rounded inside, but those that have no gradient.
-        outside = [
+        reads = [
             info.dtype if info.fixed else value.dtype
             for value, info in zip(closed, consts, strict=True)
         ]
-        inside = (*(info.dtype for info in consts), *[None] * (len(carries) + len(rows)))
-        reads = [*outside, *carries, *(info.dtype for info in rows)]
-        return level.nested(node, [body._replace(reads=inside, stores=stores)], stores, reads)
+        reads_inside = (*(info.dtype for info in consts), *[None] * (len(carries) + len(rows)))
+        reads += [*carries, *(info.dtype for info in rows)]
+        return level.nested(node, [body._replace(reads=reads_inside, stores=stores)], stores, reads)
 
     def emit(self, equation: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> Any:
         """Emits `lax.scan`; constants are closed over."""

@@ -47,8 +47,8 @@ class While(Kind):
         outputs = [Destination(feeds=False, kept=True)] * len(stores)
         opened = level.open(loop.body, node, closed)
         # Nothing is saved for a backward pass, because there is none.
-        body = level.plan(opened, [*infos, *carries], outputs, prevent_cse=False)
-        condition = functools.partial(_as_written, loop.condition)
+        body = level.plan_opened(opened, [*infos, *carries], outputs, prevent_cse=False)
+        condition = functools.partial(_unplanned, loop.condition)
         reads = [*(value.dtype for value in asked), *(info.dtype for info in infos), *stores]
         return level.nested(node, [condition, body._replace(stores=stores)], stores, reads)
 
@@ -64,7 +64,7 @@ class While(Kind):
         )
 
 
-def _as_written(condition: ClosedJaxpr, run_plan: RunPlan) -> Function:
+def _unplanned(condition: ClosedJaxpr, run_plan: RunPlan) -> Function:
     return _jax_compat.as_function(condition)
 
 
