@@ -398,6 +398,19 @@ def test_the_rule_of_a_custom_jvp_may_hold_arrays():
     assert_near(gradient(X, W), expected, 5e-3)
 
 
+def test_an_array_that_a_rule_holds_joins_in_half_and_before_it_is_repeated():
+    row = np.linspace(1, 2, 8, dtype=np.float32)[None]
+
+    @jax.custom_jvp
+    def function(x):
+        return jnp.tanh(x @ W)
+
+    function.defjvp(lambda xs, ts: (function(*xs), (ts[0] @ W) * row))
+    gradient = jax.make_jaxpr(jax.grad(jmp.autocast(lambda x: (function(x) @ W).sum(), F16)))(X)
+    (scaling,) = (e for e in gradient.eqns if e.primitive.name == "mul")
+    assert [atom.aval.str_short() for atom in scaling.invars] == ["float16[4,8]", "float16[1,8]"]
+
+
 # Reports.
 
 

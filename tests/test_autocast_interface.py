@@ -346,8 +346,10 @@ def test_a_rule_that_matched_nothing_warns():
 
 
 def test_an_override_that_names_no_primitive_of_the_program_warns():
-    with pytest.warns(jmp.UnusedRuleWarning, match="full= names 'softmax', which is no primitive"):
+    words = "full= names 'softmax', which is no primitive"
+    with pytest.warns(jmp.UnusedRuleWarning, match=words) as caught:
         jmp.autocast(loss, F16, full=["softmax"])(W, X)
+    assert caught[0].filename == __file__
 
 
 def test_follow_is_taken_at_its_word_for_squares():

@@ -26,6 +26,14 @@ def custom(x):
 custom.defvjp(lambda x: (x @ x, x), lambda x, ct: (2 * ct @ x.T,))
 
 
+@jax.custom_vjp
+def custom_by_wish(x):
+    return jmp.full_precision(jnp.matmul)(x, x)
+
+
+custom_by_wish.defvjp(lambda x: (x @ x, x), lambda x, ct: (2 * ct @ x.T,))
+
+
 def in_nests(function):
     """`function` in a loop, a branch, a recomputation and a jit of its own."""
 
@@ -85,6 +93,7 @@ def test_it_counts_the_reasons(function, words):
         (in_head(custom), {"rules": [("head", "float32")]}),
         (lambda x: x @ x, {"full": ["dot_general"]}),
         (jmp.full_precision(in_nests(precise)), {}),
+        (custom_by_wish, {}),
         (jmp.autocast(in_nests(precise), "float32"), {}),
         (jmp.autocast(lambda x: x @ x, "mixed_bfloat16"), {}),
         (lambda x: x.astype(jnp.float16) @ x.astype(jnp.float16), {}),
@@ -95,7 +104,8 @@ def test_it_counts_the_reasons(function, words):
     ],
     ids=[
         "no product", "an inner product", "integers", "a rule", "a rule on custom_vjp", "full=",
-        "full_precision", "autocast in float32", "another autocast", "half by hand",
+        "full_precision", "full_precision in custom_vjp", "autocast in float32",
+        "another autocast", "half by hand",
         "half operands", "one is lowered", "inside custom_vjp", "a derivative of its own",
     ],
 )  # fmt: skip

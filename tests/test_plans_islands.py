@@ -586,6 +586,24 @@ def mean_that_is_added(x, w):
     return (y - y.mean()) @ w, (y * y.mean(0)) @ w
 
 
+@planned(X, W)
+def effects_around_an_island(x, w):
+    """An effect that waits for an island keeps those behind it waiting.
+
+    dot_general in half: f32>f16 f32>f16 -> f16
+    island, recompute, apart: f32>f16 -> f32 f16
+      exp; full
+      mul
+    debug_callback in float32: f32 ->
+    debug_callback in float32: f32 ->
+    dot_general in half: f32>f16 f32>f16 -> f16
+    """
+    y = jnp.exp(x @ w)
+    jax.debug.callback(print, y)
+    jax.debug.callback(print, x)
+    return (y * 2) @ w
+
+
 # Rewrites.
 
 

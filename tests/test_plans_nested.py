@@ -420,6 +420,61 @@ def carry_that_is_handed_on_unchanged(xs, w):
     return lax.scan(step, (jnp.zeros((128, 128)),) * 3, xs)[0]
 
 
+@planned(struct(4, 128, 128), W)
+def carry_of_looked_up_rows(xs, w):
+    """Indices carry nothing into a carry: what they were made of may be half.
+
+    broadcast_in_dim in float32: 0 f32 -> f32
+    scan inside: f32 f32 f32 -> f32 f16
+      function, reads f32 - -, stores f32 f16
+      dot_general in half: f32>f16 f32>f16 -> f16
+      island, recompute: f32>f16 -> f16 f32
+        exp; full
+        slice
+        squeeze
+      iota: -> i32
+      sort in float32: f32 i32 -> f32 i32
+      island, plain: i32 f32 f32 -> f32
+        lt
+        add
+        select_n
+        broadcast_in_dim
+        gather; an operand is a float32 input as large as the result
+        add; an operand is float32
+      dot_general in half: f32>f16 f32>f16 -> f16
+    """
+
+    def step(total, x):
+        y = jnp.exp(x @ w)
+        return total + w[jnp.argsort(y[:, 0])], y @ w
+
+    return lax.scan(step, jnp.zeros((128, 128)), xs)
+
+
+@planned(struct(4, 128, 128), W)
+def carry_of_indices(xs, w):
+    """Nor are indices that are carried any reason to keep float32.
+
+    iota: -> i32
+    scan inside: f32 i32 f32 -> i32 f16
+      function, reads f32 - -, stores i32 f16
+      dot_general in half: f32>f16 f32>f16 -> f16
+      island, recompute: f32>f16 -> f16 f32
+        exp; full
+        slice
+        squeeze
+      iota: -> i32
+      sort in float32: f32 i32 -> f32 i32
+      dot_general in half: f32>f16 f32>f16 -> f16
+    """
+
+    def step(_, x):
+        y = jnp.exp(x @ w)
+        return jnp.argsort(y[:, 0]), y @ w
+
+    return lax.scan(step, jnp.arange(128), xs)
+
+
 @planned(X, W)
 def carry_that_is_kept_outside(x, w):
     """A result that reaches a float32 carry outside is carried in float32 inside.

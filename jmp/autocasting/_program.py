@@ -145,7 +145,7 @@ class Program:
                     "Functions such as softmax or matmul are made of primitives (exp, dot_general; "
                     "jax.make_jaxpr shows them); to name a layer, use rules=.",
                     UnusedRuleWarning,
-                    stacklevel=2,
+                    stacklevel=6,  # the call of the wrapped function
                 )
 
     def _make_flat_function(

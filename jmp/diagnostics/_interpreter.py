@@ -50,7 +50,7 @@ class Interpreter:
             here = next(map(place.at, readers), place)
             values[variable] = self.given(constant, "constant", "", here)
         variables = [_variables(e.invars) for e in jaxpr.eqns] + [_variables(jaxpr.outvars)]
-        last_use = {v: index for index, read in enumerate(variables) for v in read}
+        last_use = {v: index for index, found in enumerate(variables) for v in found}
 
         def read(atom: Any, place: Place) -> Held:
             if not hasattr(atom, "val"):

@@ -46,9 +46,8 @@ def render(report: Any) -> str:
     ]
     title, columns = "kept for the backward pass, by module:", ("module", *dtypes, "share")
     lines += first_rows(title, columns, cells, SHOWN, "residual_bytes_by_module")
-    rows = sorted(report.residuals, key=lambda row: -row.bytes)
     cells = []
-    for row in rows:
+    for row in sorted(report.residuals, key=lambda row: -row.bytes):
         place, shape = (row.module, row.source, row.operation), "x".join(map(str, row.shape))
         cells.append((*place, row.dtype, shape, str(row.times), size(row.bytes)))
     return "\n".join([*lines, *first_rows("by array:", ARRAYS, cells, SHOWN, "residuals")])
