@@ -16,7 +16,7 @@ from jmp.autocasting._steps import Island
 def common_depth(nodes: Sequence[Node]) -> int:
     """Returns how many name scopes all nodes stand in together."""
     stacks = [node.stack.stack for node in nodes]
-    depth = min(map(len, stacks))
+    depth = len(stacks[0])
     while any(stack[:depth] != stacks[0][:depth] for stack in stacks):
         depth -= 1
     return depth
