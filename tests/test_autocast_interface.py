@@ -435,6 +435,12 @@ def test_apply_to_rounds_once_and_on_entry():
     assert (cast.primitive.name, cast.outvars[0].aval.dtype) == ("convert_element_type", "float16")
 
 
+@pytest.mark.parametrize(("names", "dtype"), [([], "float32"), (["x"], "float16")])
+def test_what_apply_to_rounds_is_half_from_there_on(names, dtype):
+    autocast = jmp.autocast(lambda x: jnp.tanh(x) @ W, F16, apply_to=names)
+    assert dtypes_of("tanh", autocast, X) == [dtype]
+
+
 def test_apply_to_names_each_kind_of_argument():
     def function(a, /, *rest, b, **others):
         return a, rest, b, others

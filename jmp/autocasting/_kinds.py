@@ -128,7 +128,7 @@ _KINDS: dict[str, Kind] = {}
 
 
 def register_kind(primitives: Sequence[Any], kind: Kind) -> None:
-    """Tells autocast and the diagnostics how to go inside the equations of some primitives.
+    """Tells autocast how to go inside the equations of some primitives.
 
     Args:
       primitives: primitives or their names.

@@ -16,7 +16,7 @@ from jmp.autocasting._steps import Island
 def common_scopes_of(nodes: Sequence[Node]) -> int:
     """Returns how many name scopes all nodes stand in together."""
     stacks = [node.stack.stack for node in nodes]
-    count = min(map(len, stacks))
+    count = len(stacks[0])
     while any(stack[:count] != stacks[0][:count] for stack in stacks):
         count -= 1
     return count
