@@ -185,7 +185,7 @@ class Planner(Level):
     def _single(self, node: Node, arithmetic: Arithmetic, why: str = "") -> Single:
         if arithmetic is Arithmetic.HALF:
             reads = tuple(self._read_half(node, value) for value in node.inputs)
-            is_half = node.outputs[0].is_float32
+            is_half = any(value.is_float32 for value in node.outputs)  # a callback has none
             params = node.rule.params_in_half(node.params, self.half) if is_half else node.params
         else:
             reads = tuple(Read(v, FLOAT32 if v.is_float32 else None) for v in node.inputs)
@@ -207,9 +207,8 @@ class Planner(Level):
         """
         if not value.is_float32:
             return Read(value, None)
-        result = node.outputs[0]
-        repeats = node.rule.elementwise and value.size < result.size
-        shape = result.aval.shape if repeats and value in self.facts.varying else None
+        repeats = node.rule.elementwise and value.size < node.outputs[0].size
+        shape = node.outputs[0].aval.shape if repeats and value in self.facts.varying else None
         return Read(value, self.half, shape, node.rule.masks and self.storage.may_be_mask(value))
 
     # What kinds ask; see `Level`.

@@ -73,7 +73,8 @@ def _why_operand(value: Value, node: Node, inside: Set[Node], storage: Storage) 
         return "an operand is float32" if storage.dtype(value) == FLOAT32 else ""
     if value.fits_half:
         return ""
-    if value.source_size >= node.outputs[0].size:
+    # A callback has no result.
+    if value.source_size >= max((result.size for result in node.outputs), default=0):
         return "an operand is a float32 input as large as the result"
     if facts.feeds.isdisjoint(node.outputs):
         return "an operand is a float32 input, and no product reads the result"
