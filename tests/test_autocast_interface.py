@@ -608,3 +608,27 @@ def test_a_state_of_equinox_that_may_be_used_once_is_an_argument():
 def test_an_error_of_the_function_itself_reaches_the_user():
     with pytest.raises(TypeError, match="dot_general requires contracting dimensions"):
         jmp.autocast(loss, F16)(W[:3], X)
+
+
+def test_apply_to_takes_a_function_whose_decorator_fills_in_an_argument():
+    def inner(w, x, shift):
+        return x @ w + shift
+
+    @functools.wraps(inner)
+    def outer(w, x):
+        return inner(w, x, 1.0)
+
+    half = jmp.autocast(outer, "mixed_float16", apply_to=["x"])
+    assert half(jnp.eye(2), jnp.full((1, 2), 1 + 2**-12)).tolist() == [[2.0, 2.0]]
+
+
+def test_a_callback_may_follow_its_operands():
+    def product(w, x):
+        y = x @ w
+        jax.debug.callback(lambda a: None, y)
+        jax.debug.callback(lambda a, b: None, y, w)
+        return y
+
+    w = jnp.eye(2)
+    half = jmp.autocast(product, "mixed_float16", follow=["debug_callback"])
+    assert half(w, w).tolist() == [[1.0, 0.0], [0.0, 1.0]]

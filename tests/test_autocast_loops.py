@@ -344,3 +344,19 @@ def test_a_loop_that_ends_at_a_token_is_lowered():
 
     x, w = jnp.ones((2, 8)), jnp.eye(8)
     assert product_dtypes(jmp.autocast(generate, "mixed_float16"), x, w) == {"float16": 1}
+
+
+def test_a_scan_may_start_from_an_array_that_the_program_holds():
+    start = np.zeros((2, 4), np.float32)
+
+    @jax.jit
+    def states(w, xs):
+        def step(h, x):
+            h = jnp.tanh(h @ w + x @ w)
+            return h, h
+
+        return jax.lax.scan(step, start, xs)[1]
+
+    w, xs = jnp.eye(4), jnp.full((3, 2, 4), 0.1)
+    got = jmp.autocast(states, "mixed_float16")(w, xs)
+    np.testing.assert_allclose(got, states(w, xs), rtol=1e-2)

@@ -55,9 +55,9 @@ def _run_one(step: Single | Nested, environment: Environment) -> Any:
     operands = [_read(read, environment) for read in step.reads]
     if isinstance(step, Single):
         return _jax_compat.bind(equation.primitive, operands, step.params)
-    for position, (value, *_) in enumerate(step.reads):
+    for position, (value, dtype, *_) in enumerate(step.reads):
         if value.held is not None:  # a Python or NumPy number
-            operands[position] = jnp.asarray(operands[position], value.dtype)
+            operands[position] = jnp.asarray(operands[position], dtype or value.dtype)
     functions = list(map(_as_function, step.insides))
     return kind_of(step.node.name).emit(equation, operands, functions)
 

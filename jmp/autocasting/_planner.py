@@ -177,8 +177,8 @@ class Planner(Level):
             why = why_not_lowered(node, self.half)
             return self._single(node, Arithmetic.FLOAT32 if why else Arithmetic.HALF, why)
         # Neutral operands alone do not make it half.
-        is_dependent = any(v in self.facts.dependent and v.is_float32 for v in node.inputs)
-        is_half = is_dependent and not why_float32(node, set(), self.storage)
+        is_led = any(v in self.facts.dependent and self.storage.is_half(v) for v in node.inputs)
+        is_half = is_led and not why_float32(node, set(), self.storage)
         return self._single(node, _half_arithmetic(node) if is_half else Arithmetic.FLOAT32)
 
     # Single equations, and how they read.
@@ -186,8 +186,8 @@ class Planner(Level):
     def _single(self, node: Node, arithmetic: Arithmetic, why: str = "") -> Single:
         if arithmetic is Arithmetic.HALF:
             reads = tuple(self._read_half(node, value) for value in node.inputs)
-            lowers = node.outputs[0].is_float32
-            params = node.rule.params_in_half(node.params, self.half) if lowers else node.params
+            is_half = any(value.is_float32 for value in node.outputs)  # a callback has none
+            params = node.rule.params_in_half(node.params, self.half) if is_half else node.params
         else:
             reads = tuple(Read(v, FLOAT32 if v.is_float32 else None) for v in node.inputs)
             params = with_default(node.name, node.params)
@@ -208,9 +208,8 @@ class Planner(Level):
         """
         if not value.is_float32:
             return Read(value, None)
-        result = node.outputs[0]
-        repeats = node.rule.elementwise and value.size < result.size
-        shape = result.aval.shape if repeats and value in self.facts.varying else None
+        repeats = node.rule.elementwise and value.size < node.outputs[0].size
+        shape = node.outputs[0].aval.shape if repeats and value in self.facts.varying else None
         return Read(value, self.half, shape, node.rule.masks and self.storage.may_be_mask(value))
 
     # What kinds ask; see `Level`.

@@ -114,7 +114,8 @@ class Program:
         leaves, structure = jax.tree.flatten((args, kwargs))
         # Leaves are counted, bound to the names of arguments, and counted there again.
         args, kwargs = jax.tree.unflatten(structure, range(len(leaves)))
-        bound = inspect.signature(self.fun).bind(*args, **kwargs).arguments
+        # Partially: a decorator may fill in the rest, and a call that is wrong fails by itself.
+        bound = inspect.signature(self.fun).bind_partial(*args, **kwargs).arguments
         named = set(jax.tree.leaves([bound.get(name) for name in self.apply_to]))
         return [i in named for i, leaf in enumerate(leaves) if holds_numbers(leaf)]
 

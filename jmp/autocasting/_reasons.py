@@ -27,7 +27,7 @@ def why_not_lowered(node: Node, half: np.dtype) -> str:
     dtypes = {v.aval.dtype for v in node.inputs if jnp.issubdtype(v.aval.dtype, jnp.inexact)}
     if names_algorithm(node.params):
         return "the user named the algorithm"
-    if not dtypes <= {FLOAT32, half} or not node.outputs[0].is_float32:
+    if not dtypes <= {FLOAT32, half} or not all(v.is_float32 for v in node.outputs):
         return "the user chose other dtypes"
     if FLOAT32 not in dtypes:
         return "the user chose half operands and a float32 result"
@@ -73,7 +73,8 @@ def _why_operand(value: Value, node: Node, inside: Set[Node], storage: Storage) 
         return "an operand is float32" if storage.dtype(value) == FLOAT32 else ""
     if value.fits_half:
         return ""
-    if value.source_size >= node.outputs[0].size:
+    # A callback has no result.
+    if value.source_size >= max((result.size for result in node.outputs), default=0):
         return "an operand is a float32 input as large as the result"
     if facts.feeds.isdisjoint(node.outputs):
         return "an operand is a float32 input, and no product reads the result"
