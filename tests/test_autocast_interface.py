@@ -48,6 +48,11 @@ def test_as_a_call_and_as_a_decorator():
     assert decorated.__doc__ == "Says what it does."
 
 
+def test_a_builtin_without_a_signature():
+    autocast = jmp.autocast(functools.reduce, F16)
+    assert product_dtypes(lambda x: autocast(jnp.matmul, [x, W, W]), X) == {"float16": 2}
+
+
 @pytest.mark.parametrize(
     "policy", ["mixed_float16", "O1", "params=f32,compute=f16,output=f16", jmp.Policy(
         jnp.float32, jnp.float16, jnp.float16)]
