@@ -30,18 +30,6 @@ def manual_axes() -> frozenset[str]:
     return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 
 
-def tracks_varying_axes() -> bool:
-    """Returns whether types say along which manual axes a value varies (`check_vma`).
-
-    Asked of a value that certainly varies: an axis index.
-    """
-    axes = manual_axes()
-    if not axes:
-        return False
-    axis = min(axes)
-    return axis in varying_axes(jax.lax.axis_index(axis))
-
-
 def varying_axes(value: Any) -> frozenset[str]:
     """Returns the manual axes along which `value` varies, as far as its type says so."""
     aval = jax.typeof(value)
@@ -100,7 +88,7 @@ def is_plain_jit(equation: core.JaxprEqn) -> bool:
     return not (is_placed or is_laid_out or options)
 
 
-# What an equation holds, read here alone. The names of a class are those of JAX's public function.
+# What an equation holds, read here alone.
 
 
 class Scan(NamedTuple):
@@ -241,8 +229,18 @@ def with_weak_type(value: Any, weak_type: bool) -> Any:
 
 
 def scope_names(stack: Any) -> list[str]:
-    """Returns the names of a name stack, outermost first, without those of transformations."""
-    return [item.name for item in stack.stack if type(item).__name__ == "Scope"]
+    """Returns the names of a name stack, outermost first, without those of transformations.
+
+    JAX repeats the names of a remat in its transpose, behind a second "jvp": they count once.
+    """
+    names, starts = [], []
+    for item in stack.stack:
+        if type(item).__name__ == "Scope":
+            names.append(item.name)
+        elif item.name == "jvp":
+            starts.append(len(names))
+    repeated = (start for start in starts if start and names[:start] == names[start : 2 * start])
+    return names[next(repeated, 0) :]
 
 
 def is_backward(stack: Any) -> bool:

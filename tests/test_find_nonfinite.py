@@ -659,3 +659,12 @@ def test_printed_in_a_few_lines():
     assert text.count("  read    float32[2], magnitude 1, 1 zero") == 1  # not twice the same
     text = str(find_nonfinite(lambda x: x)(jnp.array([jnp.nan, 0.0])))
     assert text.startswith("argument args[0] holds a NaN\n  read    float32[2], 1 zero, 1 infinite")
+
+
+def test_a_module_that_is_computed_again_is_named_once():
+    def loss(x):
+        with jax.named_scope("encoder"):
+            return jax.checkpoint(lambda x: jnp.sum(jnp.sqrt(x)))(x)
+
+    found = find_nonfinite(jax.grad(loss))(jnp.zeros(3))
+    assert found.module == "encoder"

@@ -35,7 +35,8 @@ def agreed(flag: jax.Array, shared: PyTree, axis_name: AxisName) -> jax.Array:
 
 def _axes(flag: jax.Array, shared: PyTree, axis_name: AxisName) -> tuple[str, ...]:
     mapped = _jax_compat.manual_axes()
-    tracked = _jax_compat.tracks_varying_axes()
+    # Types say along which axes a value varies (`check_vma`): an axis index certainly does.
+    tracked = any(axis in _jax_compat.varying_axes(jax.lax.axis_index(axis)) for axis in mapped)
     varying = _jax_compat.varying_axes(flag)
     if axis_name != "auto":
         names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
