@@ -421,6 +421,31 @@ def carry_that_is_handed_on_unchanged(xs, w):
 
 
 @planned(struct(4, 128, 128), W)
+def carry_of_two_parts(xs, w):
+    """A carry of which one part is added up is float32.
+
+    broadcast_in_dim in float32: 0 f32 -> f32
+    scan inside: f32 f32 f32 -> f32
+      function, reads f32 - -, stores f32
+      dot_general in half: f32>f16 f32>f16 -> f16
+      island, plain: f32 f32 -> f16 f32
+        split; an operand is float32
+        add; an operand is a float32 input as large as the result
+      dot_general in half: f32>f16 f32>f16 -> f16
+      add in half: f32>f16 f32>f16 -> f16
+      island, recompute: f32>f16 f32 -> f32
+        tanh
+        concatenate; an operand is float32
+    """
+
+    def step(carry, x):
+        h, total = jnp.split(carry, 2)
+        return jnp.concatenate([jnp.tanh(h @ w + x @ w), total + x]), None
+
+    return lax.scan(step, jnp.zeros((256, 128)), xs)[0]
+
+
+@planned(struct(4, 128, 128), W)
 def carry_of_looked_up_rows(xs, w):
     """Indices carry nothing into a carry: what they were made of may be half.
 

@@ -734,6 +734,24 @@ def sum_over_a_mapped_axis(xs, w):
     return jax.vmap(centred, axis_name="batch")(xs)
 
 
+@planned(struct(4, 128, 128), W)
+def sum_over_a_mapped_axis_and_devices(xs, w):
+    """Over devices too it is a sum of theirs.
+
+    shard_map inside: f32 f32 -> f32
+      function
+      dot_general in half: f32>f16 f32>f16 -> f16
+      psum in float32: f32 -> f32
+      island, plain, apart: f32 -> f32
+        broadcast_in_dim; an operand is float32
+    """
+    mesh = jax.make_mesh((1,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows, everywhere = jax.sharding.PartitionSpec("devices"), jax.sharding.PartitionSpec()
+    summed = jax.vmap(lambda x: lax.psum(x @ w, ("batch", "devices")), axis_name="batch")
+    options = {"in_specs": rows, "out_specs": everywhere, "check_vma": False}
+    return jax.shard_map(summed, mesh=mesh, **options)(xs)
+
+
 @planned(X, W)
 def one_plus_a_bounded_result(x, w):
     """A bounded function behind a reshape is bounded; a constant on either side is one.
