@@ -386,3 +386,11 @@ def test_dropout_drops_the_same_units():
 
     key, x = jax.random.key(0), jnp.ones((64, 8))
     np.testing.assert_array_equal(jmp.autocast(dropout, "mixed_float16")(key, x), dropout(key, x))
+
+
+def test_nothing_is_rounded_inside_a_float32_region():
+    x = jnp.linspace(0.1, 1, 64).reshape(8, 8)
+    inside = lambda y: jnp.exp(y) @ jnp.exp(y)
+    autocast = jmp.autocast(lambda x: jmp.full_precision(inside)(x @ x), "mixed_float16")
+    entering = (x.astype(jnp.float16) @ x.astype(jnp.float16)).astype(jnp.float32)
+    np.testing.assert_allclose(autocast(x), inside(entering), rtol=2e-6)

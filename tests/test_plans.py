@@ -679,7 +679,7 @@ def full_precision(x, w):
     """No product is lowered inside; what comes out is float32.
 
     dot_general in half: f32>f16 f32>f16 -> f16
-    island, recompute, apart: f32>f16 -> f16
+    island, recompute, apart: f32>f16 -> f32
       tanh; the user asked for float32 here
     dot_general in float32: f32 f32 -> f32; the user asked for float32 here
     dot_general in half: f32>f16 f32>f16 -> f16

@@ -83,8 +83,8 @@ class Node:
 
     @property
     def reads_float32(self) -> bool:
-        """Whether it is a barrier that reads float32 whatever its operands are stored in."""
-        if self.is_fusible or self.has_products:
+        """Whether it reads float32 whatever its operands are stored in."""
+        if self.is_fusible or self.has_products or self.region.in_float32:
             return self.region.in_float32
         return self.rule.category in (Category.FULL, Category.AS_WRITTEN)
 
