@@ -15,6 +15,9 @@ import optax
 import jmp
 from benchmarks.recipes._training import HALF, Training
 
+if hasattr(jmp, "autocast"):  # else ours would be measured under its name
+    raise ModuleNotFoundError("DeepMind's jmp is not installed: make benchmarks/peers/installed")
+
 POLICY = jmp.Policy(param_dtype=jnp.float32, compute_dtype=HALF, output_dtype=jnp.float32)
 
 
