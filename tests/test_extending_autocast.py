@@ -68,6 +68,8 @@ def test_a_new_rule_is_one_row(softsign):
 def test_a_trait_that_is_misspelt_is_refused(softsign):
     with pytest.raises(ValueError, match=r"the traits fusable; there are fusible, expensive"):
         register_rule(softsign, "follow", "bounded", "fusable bounded")
+    with pytest.raises(ValueError, match=r"category 'folow'; expected one of 'low', 'full'"):
+        register_rule(softsign, "folow", "bounded")
     assert softsign.name not in _RULES
 
 

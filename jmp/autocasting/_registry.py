@@ -28,6 +28,11 @@ class Category(enum.Enum):
     FOLLOW = "follow"
     AS_WRITTEN = "as written"
 
+    @classmethod
+    def _missing_(cls, value: object) -> None:
+        names = ", ".join(repr(category.value) for category in cls)
+        raise ValueError(f"Got the category {value!r}; expected one of {names}.")
+
 
 Params = Mapping[str, Any]
 InHalf = Callable[[Params, np.dtype], Params]
