@@ -28,6 +28,7 @@ import pytest
 import jmp
 from tests.h200.fixture import h200 as h200
 
+pytest.register_assert_rewrite("tests.plans")  # its comparison of plans says where they differ
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, max_examples=60)

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import pytest
+from jax import lax
 
 from jmp.autocasting._autocast import make_program
 from jmp.autocasting._steps import Inside, Island, Nested
@@ -51,6 +53,23 @@ def add_case(cases, *args, **options):
         return fun
 
     return add
+
+
+def conv(x, kernel):
+    """A convolution over images."""
+    layout = ("NHWC", "HWIO", "NHWC")
+    return lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=layout)
+
+
+def plan_test(cases):
+    """The test that each program has the plan that its docstring says."""
+
+    @pytest.mark.skipif(not HAS_THESE_TRACES, reason="the traces of JAX 0.10")
+    @pytest.mark.parametrize("case", cases, ids=lambda case: case.fun.__name__)
+    def test_plan(case):
+        assert "\n".join(listing_of(case)) == expected(case)
+
+    return test_plan
 
 
 def expected(case):

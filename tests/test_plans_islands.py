@@ -8,12 +8,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import pytest
 from jax import lax
 
 import jmp
 from tests.plans import (
-    HAS_THESE_TRACES,
     IMAGE,
     INDICES,
     KERNEL,
@@ -22,8 +20,8 @@ from tests.plans import (
     W,
     X,
     add_case,
-    expected,
-    listing_of,
+    conv,
+    plan_test,
     struct,
 )
 
@@ -149,10 +147,6 @@ def norm_and_residual(x, k, scale):
       mul; an operand is a float32 input as large as the result
     conv_general_dilated in half: f32>f16 f32>f16 -> f16
     """
-    conv = functools.partial(
-        lax.conv_general_dilated, window_strides=(1, 1), padding="SAME",
-        dimension_numbers=("NHWC", "HWIO", "NHWC"),
-    )  # fmt: skip
     y = conv(x, k)
     z = (y - y.mean((0, 1, 2))) * scale - 0.5
     return conv(jnp.tanh(z) + y, k), conv(z * x, k)
@@ -503,10 +497,6 @@ def norm_over_the_batch_and_one_over_images(x, k):
       mul
     conv_general_dilated in half: f32>f16 f32>f16 -> f16
     """
-    conv = functools.partial(
-        lax.conv_general_dilated, window_strides=(1, 1), padding="SAME",
-        dimension_numbers=("NHWC", "HWIO", "NHWC"),
-    )  # fmt: skip
     y = conv(x, k)
     y = y - y.mean((0, 1, 2))
     return conv(y * lax.rsqrt((y * y).mean((1, 2), keepdims=True)), k)
@@ -527,10 +517,6 @@ def norm_of_what_is_added_behind_it(x, k):
     add in half: f32>f16 f32>f16 -> f16
     conv_general_dilated in half: f32>f16 f32>f16 -> f16
     """
-    conv = functools.partial(
-        lax.conv_general_dilated, window_strides=(1, 1), padding="SAME",
-        dimension_numbers=("NHWC", "HWIO", "NHWC"),
-    )  # fmt: skip
     y = jnp.sin(conv(x, k))
     z = y - y.mean((0, 1, 2))
     return conv(jnp.tanh(z) + y, k)
@@ -864,7 +850,4 @@ def softmax_that_nothing_rounds(x, w):
     return jax.nn.softmax(x @ w, -1)
 
 
-@pytest.mark.skipif(not HAS_THESE_TRACES, reason="the traces of JAX 0.10")
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.fun.__name__)
-def test_plan(case):
-    assert "\n".join(listing_of(case)) == expected(case)
+test_plan = plan_test(CASES)

@@ -9,11 +9,9 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax import lax
 
 from tests.plans import (
-    HAS_THESE_TRACES,
     INDICES,
     ROW,
     SMALL,
@@ -21,8 +19,7 @@ from tests.plans import (
     W,
     X,
     add_case,
-    expected,
-    listing_of,
+    plan_test,
     struct,
 )
 
@@ -989,7 +986,4 @@ def custom_jvp_whose_product_is_float32(x, w):
     return doubled(x @ w, w)
 
 
-@pytest.mark.skipif(not HAS_THESE_TRACES, reason="the traces of JAX 0.10")
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.fun.__name__)
-def test_plan(case):
-    assert "\n".join(listing_of(case)) == expected(case)
+test_plan = plan_test(CASES)

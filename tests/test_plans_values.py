@@ -9,13 +9,11 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax import lax
 from jax.lax import Precision
 
 import jmp
 from tests.plans import (
-    HAS_THESE_TRACES,
     IMAGE,
     INDICES,
     KERNEL,
@@ -24,8 +22,8 @@ from tests.plans import (
     W,
     X,
     add_case,
-    expected,
-    listing_of,
+    conv,
+    plan_test,
     struct,
 )
 
@@ -107,10 +105,6 @@ def norm_with_one_statistic(x, k):
       sin
     conv_general_dilated in half: f32>f16 f32>f16 -> f16
     """
-    conv = functools.partial(
-        lax.conv_general_dilated, window_strides=(1, 1), padding="SAME",
-        dimension_numbers=("NHWC", "HWIO", "NHWC"),
-    )  # fmt: skip
     y = conv(x, k)
     y = y * lax.rsqrt((y * y).sum())
     return conv(jnp.sin(y), k)
@@ -817,7 +811,4 @@ def masks_that_may_be(x, w, mask, row):
     return (z + row) @ w, lax.max(y, row.T * jnp.ones(())) @ w, joined @ w, (z * row) @ w
 
 
-@pytest.mark.skipif(not HAS_THESE_TRACES, reason="the traces of JAX 0.10")
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.fun.__name__)
-def test_plan(case):
-    assert "\n".join(listing_of(case)) == expected(case)
+test_plan = plan_test(CASES)

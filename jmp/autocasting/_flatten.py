@@ -16,7 +16,7 @@ from jmp import _jax_compat
 from jmp.autocasting._equations import contains_products, draws_bits, rule_of, sum_over_own_axes
 from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._kinds import has_kind, kind_of
-from jmp.autocasting._numbers import NOTHING, Known, known_of
+from jmp.autocasting._numbers import NOTHING, Known, dtype_of, known_of, shape_of
 from jmp.autocasting._regions import Region, Words
 from jmp.autocasting._registry import Category, Rule
 from jmp.autocasting._settings import Settings
@@ -134,7 +134,7 @@ def _known_result(
     if name == "neg":
         constant = None if first.constant is None else -first.constant
         return Known(constant, is_hard=first.is_hard)
-    if getattr(equation.outvars[0].aval, "dtype", None) != FLOAT32:
+    if dtype_of(equation.outvars[0]) != FLOAT32:
         return NOTHING
     if name == "convert_element_type":
         is_number = first.held is not None and np.ndim(first.held) == 0
@@ -147,7 +147,7 @@ def _known_result(
 
 
 def _source(value: Value) -> tuple[Any, ...]:
-    return getattr(value.aval, "shape", ()) if value.known.source is None else value.known.source
+    return shape_of(value) if value.known.source is None else value.known.source
 
 
 def _alive(nodes: list[Node], outputs: list[Value]) -> list[Node]:

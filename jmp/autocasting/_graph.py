@@ -36,7 +36,8 @@ class Value:
         self.known = known
         self.constant, self.fits_half, self.is_hard, source = known
         shape = getattr(aval, "shape", ())
-        self.size = size_of(shape)  # in elements, as is what it had before it was repeated:
+        self.size = size_of(shape)  # how many elements it has
+        # How many it had before it was repeated.
         self.source_size = self.size if source is None else min(self.size, size_of(source))
         # It repeats an array of one axis at most, such as a bias. A mask has more.
         self.is_vector = len(shape if source is None else source) <= 1 and not self.is_hard

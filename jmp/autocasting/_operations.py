@@ -8,12 +8,12 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 from jmp import _jax_compat
 from jmp.autocasting._equations import is_inner_product
 from jmp.autocasting._graph import Node
+from jmp.autocasting._numbers import dtype_of, is_inexact
 from jmp.autocasting._precision import asked_for
 from jmp.autocasting._regions import AUTOCAST, FULL_PRECISION
 from jmp.autocasting._registry import NO_RULE, Category, rule_for
@@ -118,8 +118,7 @@ def _named(*sides: list[str]) -> Iterator[list[str]]:
 
 def _dtype(value: Any) -> str:
     """Returns the name of a floating or complex dtype; "" for any other."""
-    dtype = getattr(value.aval, "dtype", None)
-    return str(dtype) if dtype is not None and jnp.issubdtype(dtype, jnp.inexact) else ""
+    return str(dtype_of(value)) if is_inexact(value) else ""
 
 
 def is_product(equation: Any) -> bool:

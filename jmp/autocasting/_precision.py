@@ -18,6 +18,7 @@ from jax.extend.core import JaxprEqn
 from jax.lax import Precision
 
 from jmp import _jax_compat
+from jmp.autocasting._numbers import dtype_of
 from jmp.autocasting._registry import Category, Params, rule_for
 from jmp.dtypes import FLOAT32
 
@@ -33,7 +34,7 @@ def asked_for(equation: JaxprEqn) -> str:
     """Returns why `precision=` keeps a product of float32 operands as it is, or nothing."""
     if rule_for(equation.primitive.name).category is not Category.LOW:
         return ""
-    if not any(getattr(atom.aval, "dtype", None) == FLOAT32 for atom in equation.invars):
+    if not any(dtype_of(atom) == FLOAT32 for atom in equation.invars):
         return ""
     if names_algorithm(equation.params):
         return "the user named the algorithm"

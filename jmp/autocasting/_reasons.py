@@ -2,11 +2,10 @@
 
 from collections.abc import Set
 
-import jax.numpy as jnp
 import numpy as np
 
 from jmp.autocasting._graph import Node, Value
-from jmp.autocasting._numbers import fits
+from jmp.autocasting._numbers import fits, is_inexact
 from jmp.autocasting._precision import names_algorithm
 from jmp.autocasting._registry import Category
 from jmp.autocasting._storage import Storage
@@ -24,7 +23,7 @@ def why_region(node: Node) -> str:
 
 def why_not_lowered(node: Node, half: np.dtype) -> str:
     """Returns what the user chose for a product that autocast must leave."""
-    dtypes = {v.aval.dtype for v in node.inputs if jnp.issubdtype(v.aval.dtype, jnp.inexact)}
+    dtypes = {v.dtype for v in node.inputs if is_inexact(v)}
     if names_algorithm(node.params):
         return "the user named the algorithm"
     if not dtypes <= {FLOAT32, half} or not all(v.is_float32 for v in node.outputs):
