@@ -103,7 +103,7 @@ def linen_trainer(policy, tx):
 
 
 def linen_everything(state):
-    return state.step, state.params, state.batch_stats, inner_state(state.opt_state)
+    return state.step, state.params, state.batch_stats, all_but_scaling(state.opt_state)
 
 
 # Flax nnx.
@@ -186,7 +186,7 @@ def nnx_trainer(model, tx, loss_fn):
 def nnx_everything(both):
     model, optimizer = flax_nnx.merge(*both, copy=True)
     parameters_and_statistics = flax_nnx.as_pure(flax_nnx.state(model))
-    return parameters_and_statistics, optimizer.step[...], inner_state(nnx_opt_state(both))
+    return parameters_and_statistics, optimizer.step[...], all_but_scaling(nnx_opt_state(both))
 
 
 def nnx_opt_state(both):
@@ -263,7 +263,7 @@ def equinox_trainer(policy, tx):
 
 def functional_everything(state):
     params, model_state, opt_state = state
-    return params, model_state, inner_state(opt_state)
+    return params, model_state, all_but_scaling(opt_state)
 
 
 # Haiku.
@@ -304,8 +304,10 @@ def haiku_trainer(policy, tx):
     return (params, state, tx.init(params)), step
 
 
-def inner_state(opt_state):
-    return transforms.loss_scale_state(opt_state).inner_state
+def all_but_scaling(opt_state):
+    is_scaling = lambda node: isinstance(node, transforms.WithLossScaleState)
+    inner = lambda node: node.inner_state if is_scaling(node) else node
+    return jax.tree.map(inner, opt_state, is_leaf=is_scaling)
 
 
 ADAPTERS = [

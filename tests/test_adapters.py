@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import jmp
-from jmp import adapters, transforms
+from jmp import adapters, diagnostics, transforms
 from tests.adapter_cases import ADAPTERS, HAIKU_NET, IMAGES, PRODUCTS, mean_square
 from tests.bits import bits
 from tests.products import equations, product_dtypes
@@ -178,20 +178,37 @@ def test_cast_params_keeps_norms_and_can_be_undone(adapter):
     assert dtypes_of(restored) == {"float32"}
 
 
+ADAM = optax.adam(optax.linear_schedule(1e-2, 0.0, 9))
+SCALE = jmp.DynamicLossScale(8.0, period=2)
+
+
 @every_adapter
-@pytest.mark.parametrize("policy", ["mixed_float16", "O2"])
-def test_a_skipped_step_moves_nothing_but_the_scale_and_all_steps_compile_once(adapter, policy):
-    adam = optax.adam(optax.linear_schedule(1e-2, 0.0, 9))
-    tx = transforms.mixed_precision(adam, policy, jmp.DynamicLossScale(8.0, period=2))
+@pytest.mark.parametrize(
+    ("policy", "tx"),
+    [
+        ("mixed_float16", transforms.mixed_precision(ADAM, "mixed_float16", SCALE)),
+        ("O2", transforms.mixed_precision(ADAM, "O2", SCALE)),
+        (
+            "mixed_float16",
+            optax.chain(
+                transforms.with_loss_scale(optax.identity(), SCALE),
+                optax.add_decayed_weights(0.1),
+                ADAM,
+            ),
+        ),
+    ],
+    ids=["mixed_float16", "O2", "with Adam and weight decay behind loss scaling"],
+)
+def test_a_skipped_step_moves_nothing_but_the_scale_and_all_steps_compile_once(adapter, policy, tx):
     state, step = adapter.trainer(policy, tx)
-    scale_of = lambda state: transforms.loss_scale_state(adapter.opt_state(state)).loss_scale
+    scale_of = lambda state: diagnostics.metrics(adapter.opt_state(state))["loss_scale"]
     for i, factor in enumerate([jnp.nan, 1.0, 2.0, jnp.inf, 1.0]):
         before = bits(adapter.everything(state))
-        scale = float(scale_of(state).loss_scale)
+        scale = float(scale_of(state))
         state = step(state, IMAGES * factor)
         skipped = i in (0, 3)
         assert (bits(adapter.everything(state)) == before) == skipped
-        assert not skipped or scale_of(state).loss_scale == scale / 2
+        assert not skipped or scale_of(state) == scale / 2
     assert jmp.all_finite(adapter.everything(state))
     assert step._cache_size() == 1
 

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import optax
 
-from jmp import transforms
 from jmp.loss_scaling import LossScale, NoOpLossScale, scaled_value_and_grad
+from jmp.transforms._loss_scaling import WithLossScaleState, find_loss_scaling
 from jmp.trees import PyTree, select_tree
 
 T = TypeVar("T")
@@ -15,21 +15,34 @@ T = TypeVar("T")
 
 def loss_scale_in(opt_state: optax.OptState) -> LossScale:
     """Returns the loss scale in force inside an optimizer's state; a no-op if there is none."""
-    scaling = transforms.loss_scale_state(opt_state)
+    scaling = find_loss_scaling(opt_state)
     return NoOpLossScale() if scaling is None else scaling.loss_scale
 
 
-def keep_if_skipped(opt_state: optax.OptState, after: T, before: T) -> T:
-    """Returns `after`, or `before` if the optimizer has skipped this step.
+def keep_if_skipped(
+    after: T, before: T, state_after: optax.OptState, state_before: optax.OptState
+) -> tuple[T, optax.OptState]:
+    """Returns what a step leaves behind: `after`, or `before` if the optimizer has skipped it.
 
     Args:
-      opt_state: the optimizer's state after the step.
-      after, before: what the step would have changed beside the parameters: statistics, counts.
+      after, before: all that the step changes beside the optimizer's state. Parameters too: loss
+        scaling leaves them as they were, but what a chain has behind it may not.
+      state_after, state_before: the optimizer's state. On a skip all of it is as it was but what
+        loss scaling itself counts.
     """
-    scaling = transforms.loss_scale_state(opt_state)
+    scaling = find_loss_scaling(state_after)
     if scaling is None or isinstance(scaling.loss_scale, NoOpLossScale):
-        return after
-    return select_tree(scaling.grads_finite, after, before)
+        return after, state_after
+    finite = scaling.grads_finite
+    # What loss scaling wraps it has selected already.
+    is_scaling: Callable[[Any], bool] = lambda node: isinstance(node, WithLossScaleState)
+    kept = jax.tree.map(
+        lambda new, old: new if is_scaling(new) else select_tree(finite, new, old),
+        state_after,
+        state_before,
+        is_leaf=is_scaling,
+    )
+    return select_tree(finite, after, before), kept
 
 
 class TrainStep(NamedTuple):
@@ -85,8 +98,11 @@ def take_step(
         new_state, aux = more if has_aux else (more, None)
     elif has_aux:
         loss, aux = value
-    updates, opt_state = tx.update(gradients, opt_state, params)
+    updates, new_opt_state = tx.update(gradients, opt_state, params)
+    new_params = optax.apply_updates(params, updates)
     leaves, structure = jax.tree.flatten(new_state)
-    kept = keep_if_skipped(opt_state, leaves, before)
+    (new_params, kept), new_opt_state = keep_if_skipped(
+        (new_params, leaves), (params, before), new_opt_state, opt_state
+    )
     new_state = jax.tree.unflatten(structure, kept)
-    return TrainStep(optax.apply_updates(params, updates), opt_state, loss, new_state, aux)
+    return TrainStep(new_params, new_opt_state, loss, new_state, aux)

@@ -20,7 +20,6 @@ import numpy as np
 import optax
 from flax.training import train_state
 
-from jmp import transforms
 from jmp.adapters import _flax_serialization
 from jmp.adapters._atomic import keep_if_skipped, loss_scale_in
 from jmp.adapters._module_policies import ModulePolicies
@@ -165,6 +164,7 @@ class TrainState(train_state.TrainState):
       batch_stats: the model's running statistics, or None.
 
     >>> import flax.linen as nn, optax, jmp
+    >>> from jmp import transforms
     >>> model = nn.Dense(1)
     >>> params = model.init(jax.random.key(0), jnp.ones((1, 2)))["params"]
     >>> tx = transforms.with_loss_scale(optax.sgd(0.1), jmp.StaticLossScale(8))
@@ -190,12 +190,13 @@ class TrainState(train_state.TrainState):
         The step is an int32 array from the start: a Python 0 would compile the step twice.
 
         Raises: ValueError for an optimizer in an order that fails; see
-          `transforms.check_optimizer_state`.
+          `transforms.check_optimizer_state`. What comes after loss scaling in a chain is taken:
+          `apply_gradients` undoes it on a skip.
         """
         state: TrainState = super().create(  # type: ignore[no-untyped-call]  # Flax gives no types
             apply_fn=apply_fn, params=params, tx=tx, **kwargs
         )
-        transforms.check_optimizer_state(state.opt_state)
+        loss_scale_in(state.opt_state)  # refuses orders
         return state.replace(step=jnp.zeros([], jnp.int32))
 
     @property
@@ -214,10 +215,11 @@ class TrainState(train_state.TrainState):
         new: TrainState = super().apply_gradients(  # type: ignore[no-untyped-call]  # likewise
             grads=grads, **kwargs
         )
-        moved = {"step", *kwargs}
+        moved = {"step", "params", *kwargs}
         before = {name: getattr(self, name) for name in moved}
         after = {name: getattr(new, name) for name in moved}
-        return new.replace(**keep_if_skipped(new.opt_state, after, before))
+        kept, opt_state = keep_if_skipped(after, before, new.opt_state, self.opt_state)
+        return new.replace(opt_state=opt_state, **kept)
 
 
 def _with_parents(module: nn.Module) -> list[nn.Module]:

@@ -212,7 +212,7 @@ def train_step(
         )
     _check_kind("train_step", "model", model, nnx.Module)
     _check_kind("train_step", "optimizer", optimizer, nnx.Optimizer)
-    before = _beside_parameters(model, optimizer)
+    before, state_before = _moved_by_a_step(model, optimizer)
     differentiate = nnx.value_and_grad(
         scaled_loss(loss_fn, loss_scale(optimizer), has_aux),
         argnums=nnx.DiffState(0, optimizer.wrt),
@@ -220,16 +220,19 @@ def train_step(
     )
     (_, (value, aux)), gradients = differentiate(model, *args)
     optimizer.update(model, gradients)
-    opt_state = nnx.as_pure(optimizer.opt_state)
-    statistics, step = keep_if_skipped(opt_state, _beside_parameters(model, optimizer), before)
-    nnx.update(model, statistics)
+    after, state_after = _moved_by_a_step(model, optimizer)
+    (variables, step), opt_state = keep_if_skipped(after, before, state_after, state_before)
+    nnx.update(model, variables)
+    nnx.update(optimizer.opt_state, nnx.state(opt_state))
     optimizer.step[...] = step
     return (value, aux) if has_aux else value
 
 
-def _beside_parameters(model: nnx.Module, optimizer: nnx.Optimizer[Any]) -> tuple[Any, Any]:
-    """Returns what a step changes that the optimizer does not select by itself."""
-    return nnx.as_pure(nnx.state(model, nnx.BatchStat)), optimizer.step[...]
+def _moved_by_a_step(model: nnx.Module, optimizer: nnx.Optimizer[Any]) -> tuple[Any, Any]:
+    """Returns what a step changes, as arrays: beside the optimizer's state, and that state."""
+    variables = nnx.state(model, nnx.filterlib.Any(optimizer.wrt, nnx.BatchStat))
+    beside = nnx.as_pure(variables), optimizer.step[...]
+    return beside, nnx.as_pure(optimizer.opt_state)
 
 
 def _kind(value: object) -> str:

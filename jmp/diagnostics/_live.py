@@ -8,7 +8,8 @@ from jax.typing import ArrayLike
 
 from jmp import _jax_compat
 from jmp.loss_scaling import StaticLossScale
-from jmp.transforms import WithLossScaleState, loss_scale_state
+from jmp.transforms import WithLossScaleState
+from jmp.transforms._loss_scaling import find_loss_scaling
 
 
 def metrics(opt_state: optax.OptState, *, steps: ArrayLike | None = None) -> dict[str, jax.Array]:
@@ -106,7 +107,7 @@ def check_skips(opt_state: optax.OptState, limit: int) -> None:
 
 
 def _scaling(opt_state: optax.OptState, caller: str) -> WithLossScaleState:
-    state = loss_scale_state(opt_state)
+    state = find_loss_scaling(opt_state)
     if state is None:
         raise ValueError(
             f"{caller} got the state of an optimizer without loss scaling ({type(opt_state)}); "

@@ -8,14 +8,18 @@ policy. `loss_scale_state` and `masters` read an optimizer's state.
 import optax
 
 from jmp.transforms._flat_masters import FlatMasters
-from jmp.transforms._loss_scaling import WithLossScaleState, with_loss_scale
+from jmp.transforms._loss_scaling import (
+    WithLossScaleState,
+    find_loss_scaling,
+    with_loss_scale,
+)
 from jmp.transforms._master_params import (
     WithMasterParamsState,
     collect_masters,
     with_master_params,
 )
 from jmp.transforms._mixed_precision import mixed_precision
-from jmp.transforms._states import check_order, find_states
+from jmp.transforms._states import check_masters, check_nothing_moves_after
 
 __all__ = [
     "FlatMasters",
@@ -33,12 +37,19 @@ __all__ = [
 def check_optimizer_state(opt_state: optax.OptState) -> None:
     """Raises ValueError if an optimizer combines these transformations in an order that fails.
 
-    Those orders are: loss scaling twice, anything chained after masters, and `MultiSteps` around
-    loss scaling. The adapters' training states call it; with plain optax call it once after `init`.
+    Those orders are: anything before loss scaling in a chain, which would see scaled gradients;
+    a transformation with a state after it, which a skip would not stop; loss scaling twice, or
+    inside `partition`, `masked`, `apply_if_finite`, `MultiSteps` and the like; anything chained
+    after masters. `named_chain` is a chain.
+
+    `loss_scale_state` calls it, and so do the adapters, but that their steps undo on a skip what
+    comes after loss scaling, and take it. With plain optax call it once after `init`, or read
+    the scale with `loss_scale_state`.
 
     >>> check_optimizer_state(())
     """
-    check_order(opt_state, WithMasterParamsState, WithLossScaleState)
+    find_loss_scaling(opt_state)
+    check_nothing_moves_after(opt_state, WithLossScaleState)
 
 
 def loss_scale_state(opt_state: optax.OptState) -> WithLossScaleState | None:
@@ -50,7 +61,7 @@ def loss_scale_state(opt_state: optax.OptState) -> WithLossScaleState | None:
     True
     """
     check_optimizer_state(opt_state)
-    return next(iter(find_states(opt_state, WithLossScaleState)), None)
+    return find_loss_scaling(opt_state)
 
 
 def masters(opt_state: optax.OptState, params: optax.Params) -> optax.Params:
@@ -61,10 +72,10 @@ def masters(opt_state: optax.OptState, params: optax.Params) -> optax.Params:
       params: the parameters. Leaves that need no master (float32) are taken from here; half leaves
         without one (frozen groups) come back cast to float32.
 
-    Raises: ValueError if the optimizer's order is at fault; see `check_optimizer_state`.
+    Raises: ValueError if something is chained after the masters.
 
     >>> masters((), {"w": jnp.ones(2, jnp.float16)})["w"].dtype
     dtype('float32')
     """
-    check_optimizer_state(opt_state)
+    check_masters(opt_state, WithMasterParamsState)
     return collect_masters(opt_state, params)

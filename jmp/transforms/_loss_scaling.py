@@ -56,6 +56,12 @@ def with_loss_scale(
     With `NoOpLossScale` nothing is checked or selected: the program is `inner` on float32
     gradients.
 
+    Make it the outermost. Around it `partition`, `masked`, `apply_if_finite` and the like are
+    refused, and so is what comes before it in a chain, which would see scaled gradients: `init`,
+    `transforms.check_optimizer_state` and the adapters say so. What comes after it in a chain runs
+    on a skip too, on updates of -0.0: `add_decayed_weights` there still shrinks the parameters, and
+    moments move. The steps of `jmp.adapters` undo that; elsewhere put it inside.
+
     Wrap it *around* `optax.MultiSteps`: the other way round one infinite micro-batch ruins the
     accumulator, which optax resets by multiplying with zero, and 0 * inf is NaN.
 
@@ -70,7 +76,8 @@ def with_loss_scale(
 
     Raises:
       TypeError: `loss_scale` is not a loss scale, or `inner` no transformation.
-      ValueError: in `init`, if `inner` unscales already, or changes updates after masters.
+      ValueError: in `init`, if `inner` unscales already, or changes updates after masters, or
+        if this stands inside `optax.masked` or `partition`.
 
     >>> import optax
     >>> tx = with_loss_scale(optax.sgd(0.5), StaticLossScale(8))
@@ -87,9 +94,13 @@ def with_loss_scale(
         )
 
     def init(params: optax.Params) -> WithLossScaleState:
-        inner_state = inner.init(_as_inner_sees(params, jax.eval_shape(inner.init, params)))
+        _check_not_masked(params)
+        inner_state = inner.init(params)
+        seen = _as_inner_sees(params, inner_state)
+        if _dtypes(seen) != _dtypes(params):
+            inner_state = inner.init(seen)
         _states.check_inner_state(inner_state, WithLossScaleState, "with_loss_scale")
-        _states.check_order(inner_state, WithMasterParamsState, WithLossScaleState)
+        _states.check_masters(inner_state, WithMasterParamsState)
         return WithLossScaleState(
             loss_scale=jax.tree.map(jnp.array, loss_scale),
             grads_finite=jnp.array(True),
@@ -118,17 +129,42 @@ def with_loss_scale(
             return new_updates, state._replace(inner_state=inner_state)
 
         finite = agreed(gradients_finite(to_check), scale, axis_name)
-        skipped = 1 - finite.astype(jnp.int32)
         new_updates = jax.tree.map(lambda u: _zero_unless(finite, u), new_updates)
         return new_updates, WithLossScaleState(
             loss_scale=scale.adjust(finite),
             grads_finite=finite,
-            skipped_steps=state.skipped_steps + skipped,
-            consecutive_skips=(state.consecutive_skips + 1) * skipped,
+            skipped_steps=jnp.where(
+                finite, state.skipped_steps, optax.safe_increment(state.skipped_steps)
+            ),
+            consecutive_skips=jnp.where(finite, 0, optax.safe_increment(state.consecutive_skips)),
             inner_state=select_tree(finite, inner_state, state.inner_state),
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def find_loss_scaling(opt_state: optax.OptState) -> WithLossScaleState | None:
+    """Returns the state of loss scaling, also where a transformation with a state comes after it.
+
+    For steps that undo, on a skip, what came after; see `transforms.check_optimizer_state`.
+    """
+    _states.check_masters(opt_state, WithMasterParamsState)
+    _states.check_loss_scaling(opt_state, WithLossScaleState)
+    return next(iter(_states.find_states(opt_state, WithLossScaleState)), None)
+
+
+def _check_not_masked(params: optax.Params) -> None:
+    is_masked = lambda node: isinstance(node, optax.MaskedNode)
+    if any(map(is_masked, jax.tree.leaves(params, is_leaf=is_masked))):
+        raise ValueError(
+            "with_loss_scale got parameters of which some are masked: it stands inside "
+            "optax.partition or optax.masked, and the gradients of the other parameters would stay "
+            "scaled. Put it around: with_loss_scale(optax.partition(...), loss_scale)."
+        )
+
+
+def _dtypes(params: optax.Params) -> list[Any]:
+    return [getattr(leaf, "dtype", None) for leaf in jax.tree.leaves(params)]
 
 
 def _unscaled(updates: optax.Updates, state: WithLossScaleState) -> tuple[optax.Updates, PyTree]:

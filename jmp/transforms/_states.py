@@ -1,7 +1,9 @@
 """Reading optimizer states: find a wrapper's state inside chains, and refuse orders that fail."""
 
+import collections
+import re
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -50,9 +52,34 @@ def update_inner(
     return updates, new_state
 
 
+class Located(NamedTuple, Generic[S]):
+    """A state inside that of an optimizer.
+
+    Attributes:
+      state: the state.
+      around: what it lies in, outermost first: pairs of a node and of which child leads to it.
+    """
+
+    state: S
+    around: tuple[tuple[Any, int], ...]
+
+
+def locate(opt_state: optax.OptState, state_type: type[S]) -> list[Located[S]]:
+    """Returns every state of `state_type` in `opt_state`, however deep, outermost first."""
+
+    def visit(node: Any, around: tuple[tuple[Any, int], ...]) -> Iterator[Located[S]]:
+        if isinstance(node, state_type):
+            yield Located(node, around)
+        for position, child in enumerate(_children(node)):
+            if _holds(child, state_type):
+                yield from visit(child, (*around, (node, position)))
+
+    return list(visit(opt_state, ()))
+
+
 def find_states(opt_state: optax.OptState, state_type: type[S]) -> list[S]:
     """Returns every state of `state_type` in `opt_state`, however deep, outermost first."""
-    return [node for node in _nodes(opt_state) if isinstance(node, state_type)]
+    return [found.state for found in locate(opt_state, state_type)]
 
 
 def check_inner_state(inner_state: optax.OptState, state_type: type, caller: str) -> None:
@@ -64,33 +91,85 @@ def check_inner_state(inner_state: optax.OptState, state_type: type, caller: str
         )
 
 
-def check_order(opt_state: optax.OptState, last_type: type, scale_type: type) -> None:
-    """Raises ValueError for orders of transformations that lose or corrupt updates.
-
-    Args:
-      opt_state: the state of the whole optimizer.
-      last_type: the state of the transformation that nothing in a chain may follow (masters).
-      scale_type: the state of the one that must stand outside `MultiSteps` (loss scaling).
-    """
-    if len(find_states(opt_state, scale_type)) > 1:
-        raise ValueError(
-            "This optimizer contains with_loss_scale more than once; gradients would be unscaled "
-            "twice. Use it once, outermost."
-        )
-    for node in _nodes(opt_state):
-        # optax.chain keeps its parts' states in a plain tuple.
-        if type(node) is tuple and any(find_states(part, last_type) for part in node[:-1]):
+def check_masters(opt_state: optax.OptState, masters_type: type) -> None:
+    """Raises ValueError if something in a chain follows master parameters."""
+    for _, around in locate(opt_state, masters_type):
+        if any(is_chain(node) and position + 1 < len(node) for node, position in around):
             raise ValueError(
                 "This optimizer chains a transformation after with_master_params; it would change "
                 "the parameters but not their masters. Move it inside: "
                 "with_master_params(optax.chain(adam, scale))."
             )
-        if isinstance(node, optax.MultiStepsState) and find_states(node, scale_type):
+
+
+def check_loss_scaling(opt_state: optax.OptState, scaling_type: type) -> None:
+    """Raises ValueError if anything but a chain's later part stands around loss scaling."""
+    scaled: list[Located[Any]] = locate(opt_state, scaling_type)
+    if len(scaled) > 1:
+        raise ValueError(
+            "This optimizer contains with_loss_scale more than once; gradients would be unscaled "
+            "twice, or by several scales. Use it once, outermost. One optimizer for several groups "
+            "is with_loss_scale(optax.partition(...), loss_scale)."
+        )
+    for node, position in (pair for found in scaled for pair in found.around):
+        if isinstance(node, optax.MultiStepsState):
             raise ValueError(
                 "This optimizer accumulates outside of with_loss_scale; one infinite micro-batch "
                 "would ruin the accumulator for ever. Turn it round: "
                 "with_loss_scale(optax.MultiSteps(adam, 4), loss_scale)."
             )
+        if not is_chain(node) and type(node).__module__.startswith("optax"):
+            raise ValueError(
+                f"This optimizer has with_loss_scale inside {_made_by(node)}, which sees gradients "
+                "that are still scaled, or keeps a skip from being seen. Put it around: "
+                f"with_loss_scale({_made_by(node)}(...), loss_scale)."
+            )
+        if is_chain(node) and position > 0:
+            raise ValueError(
+                "This optimizer chains a transformation before with_loss_scale; it would see "
+                "gradients that are still scaled: clipping them to 1 makes updates 65536 times too "
+                "small. Move it inside: "
+                "with_loss_scale(optax.chain(clip_by_global_norm, adam), loss_scale)."
+            )
+
+
+def check_nothing_moves_after(opt_state: optax.OptState, scaling_type: type) -> None:
+    """Raises ValueError if a chain has a part with a state of its own after loss scaling.
+
+    A skip does not reach it: its moments and counts move, and with them the parameters.
+    """
+    for _, around in locate(opt_state, scaling_type):
+        for node, position in around:
+            if is_chain(node) and jax.tree.leaves(_children(node)[position + 1 :]):
+                raise ValueError(
+                    "This optimizer chains a transformation with a state after with_loss_scale; a "
+                    "skipped step would move that state and the parameters. Move it inside: "
+                    "with_loss_scale(optax.chain(clip, adam), loss_scale). (The steps of "
+                    "jmp.adapters undo it, and take such a chain.)"
+                )
+
+
+def is_chain(node: object) -> bool:
+    """Returns whether `node` is the state of `optax.chain` or `optax.named_chain`."""
+    return type(node) is tuple or isinstance(node, collections.OrderedDict)
+
+
+def _made_by(state: object) -> str:
+    """Returns the name of the optax transformation that keeps such a state: "masked"."""
+    words = re.findall("[A-Z]+[a-z]*", type(state).__name__.removesuffix("State"))
+    package = "optax.contrib" if "contrib" in type(state).__module__ else "optax"
+    return f"{package}.{'_'.join(words).lower()}"
+
+
+def _children(node: Any) -> list[Any]:
+    if isinstance(node, collections.OrderedDict):
+        return list(node.values())
+    return jax.tree.leaves(node, is_leaf=lambda inside: inside is not node)
+
+
+def _holds(node: Any, state_type: type) -> bool:
+    leaves = jax.tree.leaves(node, is_leaf=lambda inside: isinstance(inside, state_type))
+    return any(isinstance(leaf, state_type) for leaf in leaves)
 
 
 def without_weak_types(tree: PyTree) -> PyTree:
@@ -106,12 +185,3 @@ def without_weak_types(tree: PyTree) -> PyTree:
         ),
         tree,
     )
-
-
-def _nodes(tree: PyTree) -> Iterator[tuple[Any, ...]]:
-    """Yields every tuple (named or plain) in `tree`, outermost first."""
-    for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, tuple)):
-        if isinstance(node, tuple):
-            yield node
-            for child in node:
-                yield from _nodes(child)
