@@ -15,19 +15,17 @@ from typing import Any, TypeVar
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
-from flax.training import train_state
 
 from jmp.adapters import _flax_serialization
-from jmp.adapters._atomic import keep_if_skipped, loss_scale_in
 from jmp.adapters._module_policies import ModulePolicies
 from jmp.adapters._norms import FLOAT32_POLICY, is_norm_parameters, keeps_norms_float32
-from jmp.loss_scaling import LossScale
+from jmp.adapters._train_state import TrainState
 from jmp.policy import Policy, get_policy
 from jmp.rules import PolicyRules, Rule
 from jmp.trees import PyTree, cast_floating, cast_leaf, cast_to_at_least_float32, path_string
+
+__all__ = ["TrainState", "cast_params", "wrap_apply"]
 
 T = TypeVar("T")
 
@@ -155,71 +153,6 @@ def cast_params(variables: T, policy: str | Policy, rules: Sequence[Rule] | None
         lambda path, leaf: cast.get(_path_in_params(path, variables), leaf), variables
     )
     return stored
-
-
-class TrainState(train_state.TrainState):
-    """Flax's TrainState with batch statistics, whose steps are atomic.
-
-    Attributes, beyond those of Flax's:
-      batch_stats: the model's running statistics, or None.
-
-    >>> import flax.linen as nn, optax, jmp
-    >>> from jmp import transforms
-    >>> model = nn.Dense(1)
-    >>> params = model.init(jax.random.key(0), jnp.ones((1, 2)))["params"]
-    >>> tx = transforms.with_loss_scale(optax.sgd(0.1), jmp.StaticLossScale(8))
-    >>> state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
-    >>> bad = jax.tree.map(lambda p: p * jnp.inf, params)
-    >>> int(state.apply_gradients(grads=bad).step)
-    0
-    """
-
-    batch_stats: PyTree = None
-
-    @classmethod
-    def create(
-        cls,
-        *,
-        apply_fn: Callable[..., Any],
-        params: optax.Params,
-        tx: optax.GradientTransformation,
-        **kwargs: Any,
-    ) -> "TrainState":
-        """Creates a state at step 0.
-
-        The step is an int32 array from the start: a Python 0 would compile the step twice.
-
-        Raises: ValueError for an optimizer in an order that fails; see
-          `transforms.check_optimizer_state`. What comes after loss scaling in a chain is taken:
-          `apply_gradients` undoes it on a skip.
-        """
-        state: TrainState = super().create(  # type: ignore[no-untyped-call]  # Flax gives no types
-            apply_fn=apply_fn, params=params, tx=tx, **kwargs
-        )
-        loss_scale_in(state.opt_state)  # refuses orders
-        return state.replace(step=jnp.zeros([], jnp.int32))
-
-    @property
-    def loss_scale(self) -> LossScale:
-        """The loss scale in force, wherever the optimizer holds it; `NoOpLossScale` if nowhere."""
-        return loss_scale_in(self.opt_state)
-
-    def apply_gradients(self, *, grads: optax.Updates, **kwargs: Any) -> "TrainState":
-        """Returns the next state, or on overflow this one with a smaller scale.
-
-        Args:
-          grads: scaled gradients, as `jmp.scaled_value_and_grad` returns them.
-          **kwargs: fields to replace, such as `batch_stats=new_statistics`. They count as part of
-            the step and stay as they were if it is skipped.
-        """
-        new: TrainState = super().apply_gradients(  # type: ignore[no-untyped-call]  # likewise
-            grads=grads, **kwargs
-        )
-        moved = {"step", "params", *kwargs}
-        before = {name: getattr(self, name) for name in moved}
-        after = {name: getattr(new, name) for name in moved}
-        kept, opt_state = keep_if_skipped(after, before, new.opt_state, self.opt_state)
-        return new.replace(opt_state=opt_state, **kept)
 
 
 def _with_parents(module: nn.Module) -> list[nn.Module]:

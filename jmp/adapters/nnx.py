@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from flax import nnx
 
+from jmp import transforms
 from jmp.adapters._atomic import keep_if_skipped, loss_scale_in
 from jmp.adapters._module_policies import ModulePolicies
 from jmp.adapters._nnx_modules import lift, mark_parameters, variables_with_path, view_of
@@ -168,6 +169,28 @@ def loss_scale(optimizer: nnx.Optimizer[Any]) -> LossScale:
     NoOpLossScale()
     """
     return loss_scale_in(nnx.as_pure(optimizer.opt_state))
+
+
+def reset_masters(model: nnx.Module, optimizer: nnx.Optimizer[Any]) -> None:
+    """Takes the masters in an optimizer from its model's parameters; see `transforms`.
+
+    Call it after parameters were changed by something else than the optimizer, such as
+    `nnx.update(model, loaded)`: the next step would undo that.
+
+    >>> from flax import nnx
+    >>> import optax
+    >>> from jmp import transforms
+    >>> model = cast_params(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), "O2")
+    >>> tx = transforms.with_master_params(optax.sgd(0.1))
+    >>> optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    >>> model.bias[...] = jnp.ones(1, jnp.float16)
+    >>> reset_masters(model, optimizer)
+    >>> float(nnx.as_pure(optimizer.opt_state).masters["bias"][0])
+    1.0
+    """
+    params = nnx.as_pure(nnx.state(model, optimizer.wrt))
+    opt_state = transforms.reset_masters(nnx.as_pure(optimizer.opt_state), params)
+    nnx.update(optimizer.opt_state, nnx.state(opt_state))
 
 
 def train_step(

@@ -2,7 +2,8 @@
 
 `with_loss_scale` takes scaled gradients, unscales and checks them, and skips bad steps.
 `with_master_params` keeps float32 masters of half parameters. `mixed_precision` combines them by
-policy. `loss_scale_state` and `masters` read an optimizer's state.
+policy. `loss_scale_state` and `masters` read an optimizer's state, `reset_masters` takes masters
+from parameters that were loaded.
 """
 
 import optax
@@ -16,6 +17,7 @@ from jmp.transforms._loss_scaling import (
 from jmp.transforms._master_params import (
     WithMasterParamsState,
     collect_masters,
+    reset_masters,
     with_master_params,
 )
 from jmp.transforms._mixed_precision import mixed_precision
@@ -29,6 +31,7 @@ __all__ = [
     "loss_scale_state",
     "masters",
     "mixed_precision",
+    "reset_masters",
     "with_loss_scale",
     "with_master_params",
 ]

@@ -13,7 +13,7 @@ from jmp.dtypes import floating_dtype, is_half
 from jmp.transforms import _states
 from jmp.transforms._flat_masters import FlatMasters, flatten
 from jmp.transforms._rounding import difference
-from jmp.trees import PyTree, cast_to_at_least_float32, is_floating
+from jmp.trees import PyTree, cast_to_at_least_float32, is_array, is_floating
 
 
 class WithMasterParamsState(NamedTuple):
@@ -39,9 +39,14 @@ def with_master_params(
 
     In float16 1 + 0.0001 is 1, in bfloat16 even 1 + 0.001: small updates vanish. The masters take
     them, and the parameters follow: after `optax.apply_updates` they equal their masters, rounded,
-    bit for bit. One exception: an update that shrinks a weight more than 4096-fold at once, or to a
-    negative zero, which no float32 difference added to the old weight can express; the next step
-    makes up for it, because the masters are the truth. (Micikevicius et al. 2018, section 3.1.)
+    bit for bit. Two exceptions. An update that shrinks a weight more than 4096-fold at once, or to
+    a negative zero, no float32 difference added to the old weight can express; the next step makes
+    up for it, because the masters are the truth. And while a master is beyond the half range its
+    parameter stays at the largest finite number, from which it can come back.
+    (Micikevicius et al. 2018, section 3.1.)
+
+    Parameters that were changed by hand, as by loading a checkpoint, are undone by the next step:
+    call `transforms.reset_masters(opt_state, params)` with them.
 
     Leaves that are float32 already, such as BatchNorm's, are not duplicated. `inner` sees masters
     and gradients in at least float32. Only wrappers such as `with_loss_scale` may go around it: in
@@ -103,6 +108,7 @@ def with_master_params(
                 "with_master_params got no params; call update(gradients, state, params): the "
                 "update is the difference between the new masters and the parameters."
             )
+        _check_stored_as_in_init(params, state.masters)
         full = _as_inner_sees(state.masters, params)
         gradients = cast_to_at_least_float32(updates)
         if flat_master:
@@ -132,6 +138,19 @@ def with_master_params(
 
 def _needs_master(param: Any) -> bool:
     return is_floating(param) and is_half(param.dtype)
+
+
+def _check_stored_as_in_init(params: optax.Params, masters: PyTree) -> None:
+    """Raises ValueError if parameters have changed between half and another dtype."""
+    with_master = master_paths_of(masters)
+    for path, leaf in tree_leaves_with_path(params):
+        if _needs_master(leaf) != (keystr(path) in with_master):
+            had = "a half" if keystr(path) in with_master else "no half"
+            raise ValueError(
+                f"with_master_params got params{keystr(path)} of dtype {leaf.dtype}; when `init` "
+                f"was called it had {had} dtype. Cast the parameters as they were stored then "
+                "(cast_params of the adapters), or call init again."
+            )
 
 
 def _as_inner_sees(masters: PyTree, params: optax.Params) -> optax.Params:
@@ -168,13 +187,15 @@ def _check_gradients(gradients: optax.Updates, params: optax.Params) -> None:
 
 def master_paths(opt_state: optax.OptState) -> set[str]:
     """Returns the paths (`keystr`) of all parameters that have a master, of whatever group."""
-    paths: set[str] = set()
-    for state in _states.find_states(opt_state, WithMasterParamsState):
-        if isinstance(state.masters, FlatMasters):
-            paths.update(state.masters.paths)
-        else:
-            paths.update(keystr(path) for path, _ in tree_leaves_with_path(state.masters))
-    return paths
+    states = _states.find_states(opt_state, WithMasterParamsState)
+    return set().union(*(master_paths_of(state.masters) for state in states))
+
+
+def master_paths_of(masters: PyTree) -> set[str]:
+    """Returns the paths of the parameters that one `WithMasterParamsState` has masters of."""
+    if isinstance(masters, FlatMasters):
+        return set(masters.paths)
+    return {keystr(path) for path, _ in tree_leaves_with_path(masters)}
 
 
 def collect_masters(opt_state: optax.OptState, params: optax.Params) -> optax.Params:
@@ -189,4 +210,55 @@ def collect_masters(opt_state: optax.OptState, params: optax.Params) -> optax.Pa
     # A half leaf of a frozen group has no master and is its own truth.
     return tree_map_with_path(
         lambda path, p: by_path.get(keystr(path), p), cast_to_at_least_float32(params)
+    )
+
+
+def reset_masters(opt_state: optax.OptState, params: optax.Params) -> optax.OptState:
+    """Returns the optimizer's state with its masters taken from the parameters.
+
+    For parameters that something else than the optimizer has changed: a checkpoint that was loaded,
+    weights that were tied, pruned or averaged. Without it the next step undoes such a change, since
+    masters are the truth. Moments, counts and the loss scale stay as they are.
+
+    Args:
+      opt_state: the state of an optimizer, chained, partitioned or masked. Without masters it is
+        returned as it is.
+      params: the parameters, as the optimizer's `init` had them. They may be given in float32:
+        masters are then exact, and the model's parameters are these, rounded.
+
+    Raises: ValueError if a parameter that has a master is missing here or has another shape.
+
+    >>> import optax
+    >>> tx = with_master_params(optax.sgd(0.1))
+    >>> state = tx.init(jnp.ones(2, jnp.float16))
+    >>> reset_masters(state, jnp.float32([0.1, 0.2])).masters
+    Array([0.1, 0.2], dtype=float32)
+    """
+    given = {keystr(path): leaf for path, leaf in tree_leaves_with_path(params)}
+    if not given or not all(map(is_array, given.values())):
+        return opt_state  # None, or shardings: a tree that describes arrays, or stands for them
+
+    def parameter(path: str, shape: tuple[int, ...]) -> Any:
+        found = given.get(path)
+        if found is None or found.shape != shape:
+            got = "nothing" if found is None else f"the shape {found.shape}"
+            raise ValueError(
+                f"reset_masters got {got} for params{path}; expected the shape {shape} of its "
+                "master. Pass the parameters that the optimizer was initialised with."
+            )
+        return found
+
+    def reset(state: Any) -> Any:
+        if not isinstance(state, WithMasterParamsState):
+            return state
+        masters = state.masters
+        if isinstance(masters, FlatMasters):
+            leaves = list(map(parameter, masters.paths, masters.shapes))
+            vector = flatten(leaves, masters.vector.dtype)
+            return state._replace(masters=dataclasses.replace(masters, vector=vector))
+        reset_leaf = lambda path, old: jnp.array(parameter(keystr(path), old.shape), old.dtype)
+        return state._replace(masters=tree_map_with_path(reset_leaf, masters))
+
+    return jax.tree.map(
+        reset, opt_state, is_leaf=lambda node: isinstance(node, WithMasterParamsState)
     )

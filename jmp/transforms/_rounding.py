@@ -6,8 +6,15 @@ import numpy as np
 
 
 def difference(param: jax.Array, master: jax.Array) -> jax.Array:
-    """Returns what must be added to `param`, in float32, to get the rounded master."""
-    rounded = _rounded(master.astype(jnp.float32), param.dtype)
+    """Returns what must be added to `param`, in float32, to get the rounded master.
+
+    A finite master beyond the half range gives the largest finite half number: from an infinite
+    parameter no sum leads back, since inf - inf is NaN.
+    """
+    value = master.astype(jnp.float32)
+    largest = float(jnp.finfo(param.dtype).max)
+    within = jnp.clip(_rounded(value, param.dtype), -largest, largest)
+    rounded = jnp.where(jnp.isfinite(master), within, value)
     old = param.astype(jnp.float32)
     # Equal values: the zero with the master's sign, so that -0.0 stays what it is.
     zero = jnp.copysign(jnp.float32(0), rounded)
@@ -15,7 +22,12 @@ def difference(param: jax.Array, master: jax.Array) -> jax.Array:
         # 0.0 + -0.0 is 0.0: a master of -1e-9 needs a number that float16 rounds to -0.0.
         turns = (old == 0) & (jnp.signbit(rounded) != jnp.signbit(old))
         zero = jnp.where(turns, jnp.copysign(jnp.float32(2.0**-126), rounded), zero)
-    return jnp.where(rounded == old, zero, rounded - old)
+    change = rounded - old
+    if param.dtype == jnp.bfloat16:
+        # From one end of its range to the other is more than float32 can say at once.
+        farthest = float(jnp.finfo(jnp.float32).max)
+        change = jnp.where(jnp.isfinite(rounded), jnp.clip(change, -farthest, farthest), change)
+    return jnp.where(rounded == old, zero, change)
 
 
 def _rounded(value: jax.Array, dtype: np.dtype) -> jax.Array:

@@ -1,0 +1,97 @@
+"""Flax's TrainState with atomic steps, and masters that follow replaced parameters."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+from flax.training import train_state
+
+from jmp.adapters._atomic import keep_if_skipped, loss_scale_in
+from jmp.loss_scaling import LossScale
+from jmp.transforms import reset_masters
+from jmp.trees import PyTree
+
+
+class TrainState(train_state.TrainState):
+    """Flax's TrainState with batch statistics, whose steps are atomic.
+
+    Attributes, beyond those of Flax's:
+      batch_stats: the model's running statistics, or None.
+
+    >>> import flax.linen as nn, optax, jmp
+    >>> from jmp import transforms
+    >>> model = nn.Dense(1)
+    >>> params = model.init(jax.random.key(0), jnp.ones((1, 2)))["params"]
+    >>> tx = transforms.with_loss_scale(optax.sgd(0.1), jmp.StaticLossScale(8))
+    >>> state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+    >>> bad = jax.tree.map(lambda p: p * jnp.inf, params)
+    >>> int(state.apply_gradients(grads=bad).step)
+    0
+    """
+
+    batch_stats: PyTree = None
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        apply_fn: Callable[..., Any],
+        params: optax.Params,
+        tx: optax.GradientTransformation,
+        **kwargs: Any,
+    ) -> "TrainState":
+        """Creates a state at step 0.
+
+        The step is an int32 array from the start: a Python 0 would compile the step twice.
+
+        Raises: ValueError for an optimizer in an order that fails; see
+          `transforms.check_optimizer_state`. What comes after loss scaling in a chain is taken:
+          `apply_gradients` undoes it on a skip.
+        """
+        state: TrainState = super().create(  # type: ignore[no-untyped-call]  # Flax gives no types
+            apply_fn=apply_fn, params=params, tx=tx, **kwargs
+        )
+        loss_scale_in(state.opt_state)  # refuses orders
+        return state.replace(step=jnp.zeros([], jnp.int32))
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call]  # likewise
+        # Flax has given every subclass one of its own.
+        cls.replace = _replace_with_masters  # type: ignore[assignment, method-assign]
+
+    @property
+    def loss_scale(self) -> LossScale:
+        """The loss scale in force, wherever the optimizer holds it; `NoOpLossScale` if nowhere."""
+        return loss_scale_in(self.opt_state)
+
+    def apply_gradients(self, *, grads: optax.Updates, **kwargs: Any) -> "TrainState":
+        """Returns the next state, or on overflow this one with a smaller scale.
+
+        Args:
+          grads: scaled gradients, as `jmp.scaled_value_and_grad` returns them.
+          **kwargs: fields to replace, such as `batch_stats=new_statistics`. They count as part of
+            the step and stay as they were if it is skipped.
+        """
+        new: TrainState = super().apply_gradients(  # type: ignore[no-untyped-call]  # likewise
+            grads=grads, **kwargs
+        )
+        moved = {"step", "params", *kwargs}
+        before = {name: getattr(self, name) for name in moved}
+        after = {name: getattr(new, name) for name in moved}
+        kept, opt_state = keep_if_skipped(after, before, new.opt_state, self.opt_state)
+        return new.replace(opt_state=opt_state, **kept)
+
+
+def _replace_with_masters(self: TrainState, **updates: Any) -> TrainState:
+    """Returns a state with other fields; masters follow `params=`, unless `opt_state=` is given.
+
+    Else the next step would undo the replacement, since masters are the truth.
+    """
+    if "params" in updates and "opt_state" not in updates:
+        updates["opt_state"] = reset_masters(self.opt_state, updates["params"])
+    return dataclasses.replace(self, **updates)
+
+
+TrainState.replace = _replace_with_masters  # type: ignore[assignment, method-assign]

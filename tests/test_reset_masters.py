@@ -1,0 +1,166 @@
+"""Masters and parameters that part: loaded parameters, and masters beyond the half range."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import jmp
+from jmp import transforms
+from jmp.adapters import linen
+from jmp.adapters import nnx as jmp_nnx
+from tests.bits import bits
+
+HALF = [jnp.float16, jnp.bfloat16]
+PARAMS = {"a": jnp.ones((2, 2), jnp.float16), "b": jnp.ones(2, jnp.float16), "norm": jnp.ones(2)}
+LOADED = jax.tree.map(lambda p: 3 * p, PARAMS)
+SGD = optax.sgd(0.5)
+
+
+def grouped(**options):
+    labels = {"a": "half", "b": "half", "norm": "float32"}
+    groups = {"half": transforms.with_master_params(SGD, **options), "float32": SGD}
+    return optax.partition(groups, labels)
+
+
+OPTIMIZERS = {
+    "a tree": transforms.with_master_params(SGD),
+    "under loss scaling": transforms.mixed_precision(SGD, "O2", jmp.StaticLossScale(1.0)),
+    "last in a chain": optax.chain(optax.scale(1.0), transforms.with_master_params(SGD)),
+    "in a partition": grouped(),
+    "flat, in a partition": grouped(flat_master=True),
+}
+every_optimizer = pytest.mark.parametrize("tx", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+
+
+def stepped(tx, state, params):
+    updates, state = tx.update(jax.tree.map(jnp.ones_like, params), state, params)
+    return optax.apply_updates(params, updates), state
+
+
+@every_optimizer
+def test_the_next_step_starts_from_the_parameters_that_were_loaded(tx):
+    state = tx.init(PARAMS)
+    undone, _ = stepped(tx, state, LOADED)
+    assert undone["a"][0, 0] == 0.5  # why masters have to be reset
+    params, state = stepped(tx, transforms.reset_masters(state, LOADED), LOADED)
+    assert [leaf.ravel()[0] for leaf in jax.tree.leaves(params)] == [2.5, 2.5, 2.5]
+    assert bits(transforms.masters(state, params)) == bits(jmp.cast_to_full(params))
+
+
+@every_optimizer
+def test_masters_may_be_taken_from_float32_parameters_exactly_and_nothing_else_moves(tx):
+    state = tx.init(PARAMS)
+    full = jax.tree.map(lambda p: jnp.full(p.shape, 0.1, jnp.float32), PARAMS)
+    new = transforms.reset_masters(state, full)
+    assert jax.tree.structure(new) == jax.tree.structure(state)
+    masters = transforms.masters(new, PARAMS)
+    assert masters["a"][0, 0] == jnp.float32(0.1) and masters["norm"][0] == 1.0
+    donated = jax.jit(lambda state: state, donate_argnums=0)
+    donated(new)
+    assert not full["a"].is_deleted()  # they are copies
+
+
+def test_a_state_without_masters_is_returned_as_it_is():
+    state = optax.adam(0.1).init(LOADED)
+    assert transforms.reset_masters(state, LOADED) == state
+
+
+@pytest.mark.parametrize(
+    ("params", "sentence"),
+    [
+        ({"a": LOADED["a"]}, r"got nothing for params\['b'\]; expected the shape \(2,\)"),
+        ({**LOADED, "b": jnp.ones(3)}, r"got the shape \(3,\) for params\['b'\]"),
+    ],
+)
+@pytest.mark.parametrize("flat_master", [False, True])
+def test_parameters_of_another_model_are_refused(params, sentence, flat_master):
+    state = grouped(flat_master=flat_master).init(PARAMS)
+    with pytest.raises(ValueError, match=sentence):
+        transforms.reset_masters(state, params)
+
+
+@pytest.mark.parametrize("flat_master", [False, True])
+def test_parameters_that_are_no_longer_half_are_refused_and_not_left_without_masters(flat_master):
+    params = {"a": PARAMS["a"], "b": PARAMS["b"]}
+    tx = transforms.with_master_params(SGD, flat_master=flat_master)
+    full = jmp.cast_to_full(params)
+    with pytest.raises(ValueError, match=r"params\['a'\] of dtype float32; when .* a half dtype"):
+        tx.update(full, tx.init(params), full)
+    float32_first = transforms.with_master_params(SGD)
+    with pytest.raises(ValueError, match="had no half dtype"):
+        float32_first.update(params, float32_first.init(full), params)
+
+
+class StateOfAUser(linen.TrainState):
+    average: jax.Array | None = None
+
+
+@pytest.mark.parametrize("cls", [linen.TrainState, StateOfAUser])
+def test_replacing_the_parameters_of_a_train_state_takes_its_masters_along(cls):
+    tx = transforms.mixed_precision(SGD, "O2", jmp.StaticLossScale(1.0))
+    state = cls.create(apply_fn=None, params=PARAMS, tx=tx)
+    loaded = state.replace(params=LOADED)
+    assert type(loaded) is cls and loaded.params is LOADED
+    assert transforms.masters(loaded.opt_state, LOADED)["a"][0, 0] == 3.0
+    grads = jax.tree.map(jnp.ones_like, PARAMS)
+    assert loaded.apply_gradients(grads=grads).params["a"][0, 0] == 2.5
+    # Who gives both means both; a tree that describes arrays says nothing of masters.
+    both = state.replace(params=LOADED, opt_state=state.opt_state)
+    assert both.opt_state is state.opt_state
+    for stand_in in (None, jax.sharding.SingleDeviceSharding(jax.devices()[0])):
+        described = state.replace(params=jax.tree.map(lambda _, s=stand_in: s, PARAMS))
+        assert described.opt_state is state.opt_state
+    assert dataclasses.fields(cls)[-1].name == ("average" if cls is StateOfAUser else "batch_stats")
+
+
+def test_an_nnx_optimizer_takes_its_masters_from_the_model():
+    model = jmp_nnx.cast_params(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), "O2")
+    tx = transforms.mixed_precision(SGD, "O2", jmp.StaticLossScale(1.0))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    model.bias[...] = jnp.full(1, 3.0, jnp.float16)
+    jmp_nnx.reset_masters(model, optimizer)
+    jmp_nnx.train_step(lambda model: model.bias[...].sum(), model, optimizer)
+    assert model.bias[...] == 2.5 and model.bias[...].dtype == jnp.float16
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_parameter_comes_back_when_its_master_comes_back_into_range(dtype, sign):
+    largest = float(jnp.finfo(dtype).max)
+    beyond = min(1.5 * largest, float(jnp.finfo(jnp.float32).max))
+    tx = transforms.with_master_params(optax.sgd(1.0))
+    params = jnp.array([sign], dtype)
+    state = tx.init(params)
+    # The way back takes two steps: one difference in float32 cannot say so large a change exactly.
+    for target, expected in ((beyond, largest), (1000.0, None), (1000.0, 1000.0)):
+        target, expected = sign * target, expected and sign * expected
+        gradient = state.masters - jnp.array([target], jnp.float32)
+        updates, state = tx.update(gradient, state, params)
+        params = optax.apply_updates(params, updates)
+        assert expected is None or params[0] == jnp.array(expected, dtype)
+
+
+def test_a_jump_across_the_range_of_bfloat16_does_not_overflow():
+    largest = float(jnp.finfo(jnp.bfloat16).max)
+    tx = transforms.with_master_params(optax.identity())
+    params = jnp.array([-largest], jnp.bfloat16)
+    state = tx.init(params)
+    for _ in range(2):
+        new = jnp.array([largest], jnp.float32)
+        state = state._replace(masters=new)
+        updates, _ = tx.update(jnp.zeros(1), state, params)
+        params = optax.apply_updates(params, updates)
+        assert jnp.isfinite(params).all()
+    assert params[0] == largest
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_an_infinite_master_is_not_hidden(dtype):
+    tx = transforms.with_master_params(optax.sgd(1.0))
+    params = jnp.ones(1, dtype)
+    updates, _ = tx.update(jnp.array([-jnp.inf]), tx.init(params), params)
+    assert optax.apply_updates(params, updates)[0] == jnp.inf
