@@ -154,6 +154,71 @@ def test_gradients_that_would_land_beside_their_parameters_are_refused(gradients
         tx.update(gradients, tx.init(params), params)
 
 
+SMALL_TENSORS = {
+    "kernel": jnp.ones((3, 2), jnp.float16),
+    "bias": jnp.ones(2, jnp.float16),
+    "gain": jnp.ones((), jnp.float16),
+}
+MASK = {"kernel": True, "bias": False, "gain": False}
+WARMUP = optax.linear_schedule(0.0, 1e-3, 3)
+POINTWISE = {
+    "adamw": optax.adamw(1e-3),
+    "clipped by the norm of all": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
+    "warmup": optax.adam(WARMUP),
+    "accumulation": optax.MultiSteps(optax.adam(1e-3), 3),
+    "lion": optax.lion(1e-3),
+    "prodigy": optax.contrib.prodigy(),
+    "injected": optax.inject_hyperparams(optax.adam)(1e-3),
+    "extra arguments": optax.polyak_sgd(),
+}
+SHAPED = {
+    "scale_by_trust_ratio": optax.lamb(1e-3),
+    "lars": optax.lars(0.1),
+    "scale_by_muon": optax.contrib.muon(1e-3),
+    "accumulated scale_by_muon": optax.MultiSteps(optax.contrib.muon(1e-3), 2),
+    "scale_by_factored_rms": optax.adafactor(1e-3),
+    "scale_by_novograd": optax.novograd(1e-3),
+    "fromage": optax.fromage(1e-3),
+    "scale_by_sm3": optax.sm3(1e-3),
+    "adaptive_grad_clip": optax.adaptive_grad_clip(0.1),
+    "clip_by_block_rms": optax.clip_by_block_rms(0.1),
+    "masked by shape": optax.adamw(1e-3, mask=lambda t: jax.tree.map(lambda x: x.ndim > 1, t)),
+    "slightly masked": optax.adamw(1e-3, weight_decay=1e-6, mask=lambda p: MASK if p else p),
+    "masked by a tree": optax.adamw(1e-3, mask=MASK),
+    "labelled": optax.partition(
+        {1: optax.adam(1e-3), 0: optax.sgd(0.1)},
+        lambda tree: jax.tree.map(lambda x: int(x.ndim > 1), tree),
+    ),
+    "late warmup": optax.lamb(WARMUP),
+}
+
+
+@pytest.mark.parametrize("inner", POINTWISE.values(), ids=POINTWISE.keys())
+def test_optimizers_that_take_a_vector_as_they_take_a_tree_may_be_flat(inner):
+    jax.eval_shape(flat_masters(inner).init, SMALL_TENSORS)
+
+
+@pytest.mark.parametrize(("name", "inner"), SHAPED.items(), ids=SHAPED.keys())
+def test_optimizers_that_look_at_shapes_or_paths_are_refused_by_name(name, inner):
+    named = name.split()[-1] if name.split()[-1].startswith("scale_by") else ""
+    with pytest.raises(ValueError, match=f"(?s)consists of .*{named}.*Leave flat_master=True out"):
+        jax.eval_shape(flat_masters(inner).init, SMALL_TENSORS)
+
+
+def test_what_factors_large_tensors_alone_is_refused_for_large_ones():
+    inner = optax.scale_by_factored_rms()
+    flat_masters(inner).init({"kernel": jnp.ones((8, 8), jnp.float16)})
+    with pytest.raises(ValueError, match="depends on the sizes of tensors"):
+        flat_masters(inner).init({"kernel": jnp.ones((128, 128), jnp.float16)})
+
+
+def test_the_probe_runs_inside_jit_and_leaves_nothing_in_the_program():
+    program = jax.make_jaxpr(flat_masters(optax.adam(1e-3)).init)(SMALL_TENSORS)
+    assert "sqrt" not in str(program)
+    with pytest.raises(ValueError, match="flat_master=True"):
+        jax.jit(flat_masters(optax.lamb(1e-3)).init)(SMALL_TENSORS)
+
+
 def test_arrays_without_elements_and_accumulation_may_be_flat():
     params = {**parameters(jnp.float16), "empty": jnp.ones((0, 3), jnp.float16)}
     tx = transforms.with_loss_scale(

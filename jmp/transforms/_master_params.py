@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jmp.dtypes import floating_dtype, is_half
 from jmp.transforms import _states
 from jmp.transforms._flat_masters import FlatMasters, flatten
+from jmp.transforms._flat_probe import check_takes_a_vector
 from jmp.transforms._rounding import difference
 from jmp.trees import PyTree, cast_to_at_least_float32, is_array, is_floating
 
@@ -59,14 +60,16 @@ def with_master_params(
       flat_master: keep masters, and with them the moments of `inner`, as one flat vector. For
         hundreds of small tensors: an Adam update of 400 takes a few kernels instead of hundreds,
         and moves more bytes. All parameters must be of one half dtype (give each dtype a group with
-        `optax.partition`), `inner` sees one vector (no masks by path inside it), and on parameters
-        sharded by jit it would gather them: it is for one device.
+        `optax.partition`). `inner` sees one vector, so what looks at tensors one by one is refused:
+        LAMB, Muon, Adafactor, masks inside it. On parameters sharded by jit it would gather them:
+        it is for one device.
 
     Returns: a transformation whose state is a `WithMasterParamsState`; `update` needs `params`.
 
     Raises:
-      ValueError: half masters; `update` without `params`; masters around masters; in `init`, flat
-        masters of more than one dtype.
+      ValueError: half masters; `update` without `params`, or with parameters whose dtypes have
+        changed since `init`; masters around masters; in `init`, flat masters of more than one
+        dtype, or of an optimizer that treats a vector in another way than a tree.
       TypeError: `inner` is no transformation.
 
     >>> import optax
@@ -90,6 +93,7 @@ def with_master_params(
     def init(params: optax.Params) -> WithMasterParamsState:
         if flat_master:
             masters: PyTree = FlatMasters.from_tree(params, master_dtype)
+            check_takes_a_vector(inner, params, master_dtype)
         else:
             make = lambda p: jnp.array(p, master_dtype) if _needs_master(p) else optax.MaskedNode()
             masters = jax.tree.map(make, params)
