@@ -119,6 +119,7 @@ def with_loss_scale(
         gradients, to_check = _unscaled(updates, state)
         new_updates, inner_state = _states.update_inner(
             inner,
+            updates,
             gradients,
             state.inner_state,
             _as_inner_sees(params, state.inner_state),

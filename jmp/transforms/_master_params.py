@@ -119,7 +119,7 @@ def with_master_params(
             _check_gradients(gradients, params)
             gradients = flatten(gradients, full.dtype)
         full_updates, inner_state = _states.update_inner(
-            inner, gradients, state.inner_state, full, extra_args, "with_master_params"
+            inner, updates, gradients, state.inner_state, full, extra_args, "with_master_params"
         )
         new_full = optax.apply_updates(full, full_updates)
         if flat_master:

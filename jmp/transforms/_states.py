@@ -28,6 +28,7 @@ def as_transformation(transformation: object, caller: str) -> optax.GradientTran
 
 def update_inner(
     inner: optax.GradientTransformationExtraArgs,
+    given: optax.Updates,
     gradients: optax.Updates,
     inner_state: optax.OptState,
     params: optax.Params | None,
@@ -37,16 +38,21 @@ def update_inner(
     """Returns `inner.update(...)`; says so where it fails because the trees do not match.
 
     Asked only after a failure: trees that differ where `inner` does not look are none of ours.
+
+    Args:
+      given: the gradients before they were unscaled or cast. An extra argument that is this very
+        tree, as `grad=` of line searches, is replaced by `gradients` too.
     """
+    extra_args = {n: gradients if value is given else value for n, value in extra_args.items()}
     try:
         updates, new_state = inner.update(gradients, inner_state, params, **extra_args)
     except (TypeError, ValueError) as error:
-        given: Any = jax.tree.structure(gradients)
+        got: Any = jax.tree.structure(gradients)
         expected: Any = jax.tree.structure(params)
-        if params is None or given == expected:
+        if params is None or got == expected:
             raise
         raise ValueError(
-            f"{caller} got gradients of another structure than the parameters: {given} and "
+            f"{caller} got gradients of another structure than the parameters: {got} and "
             f"{expected}. Differentiate with respect to the parameters that the optimizer holds."
         ) from error
     return updates, new_state
