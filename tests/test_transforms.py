@@ -174,6 +174,16 @@ def test_extra_arguments_reach_the_inner_optimizer():
     assert updates[0] > -1.0
 
 
+@pytest.mark.parametrize("keep", [lambda tx: tx, transforms.with_master_params])
+def test_gradients_that_a_line_search_is_given_again_are_unscaled_too(keep):
+    return_grad = lambda u, state, params=None, *, grad: (grad, state)
+    inner = optax.GradientTransformationExtraArgs(lambda params: (), return_grad)
+    tx = transforms.with_loss_scale(keep(inner), jmp.StaticLossScale(8.0))
+    params, grads = jnp.zeros(1), jnp.array([8.0], jnp.float16)
+    updates, _ = tx.update(grads, tx.init(params), params, grad=grads)
+    assert updates == 1.0 and updates.dtype == jnp.float32
+
+
 @pytest.mark.parametrize("dtype", HALF)
 def test_parameters_equal_their_rounded_masters_and_masters_equal_a_float32_run(dtype):
     params = jax.tree.map(
