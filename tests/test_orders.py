@@ -13,6 +13,7 @@ import jmp
 from jmp import diagnostics, transforms
 from jmp.adapters import linen
 from jmp.adapters import nnx as jmp_nnx
+from tests.bits import bits
 
 PARAMS = {"a": jnp.ones((2, 2)), "b": jnp.ones(2)}
 
@@ -128,6 +129,43 @@ def test_a_state_behind_loss_scaling_is_refused_where_no_adapter_undoes_it(tx):
     assert diagnostics.metrics(state)["loss_scale"] == 1024.0
     state = linen.TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
     assert state.loss_scale.loss_scale == 1024.0
+
+
+def plain_update(tx, params):
+    tx = tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx
+    return tx.update(params, tx.init(params), params)
+
+
+@pytest.mark.parametrize(
+    "update", [plain_update, lambda tx, params: jax.jit(plain_update, static_argnums=0)(tx, params)]
+)
+@rows(BEFORE | MOVING_TAIL)
+def test_a_plain_update_refuses_an_order_that_fails(tx, update):
+    with pytest.raises(ValueError, match="Move it inside"):
+        update(tx, PARAMS)
+
+
+@rows(INSIDE)
+def test_a_plain_update_refuses_loss_scaling_inside_another_wrapper(tx):
+    with pytest.raises(ValueError, match="Turn it round|Put it around"):
+        plain_update(tx, PARAMS)
+
+
+@rows(AFTER_MASTERS)
+def test_a_plain_update_refuses_what_follows_masters(tx):
+    with pytest.raises(ValueError, match="after with_master_params.*Move it inside"):
+        plain_update(tx, jmp.cast_to_half(PARAMS))
+
+
+@rows(BEFORE | MOVING_TAIL)
+def test_a_plain_nnx_optimizer_refuses_an_order_that_fails(tx):
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    grads = nnx.grad(lambda model: model(jnp.ones((1, 2))).sum())(model)
+    before = bits(nnx.as_pure(nnx.state((model, optimizer))))
+    with pytest.raises(ValueError, match="Move it inside"):
+        optimizer.update(model, grads)
+    assert bits(nnx.as_pure(nnx.state((model, optimizer)))) == before
 
 
 def test_a_tail_without_a_state_is_taken_and_what_it_does_on_a_skip_is_as_documented():

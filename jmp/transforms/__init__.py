@@ -11,6 +11,7 @@ import optax
 from jmp.transforms._flat_masters import FlatMasters
 from jmp.transforms._loss_scaling import (
     WithLossScaleState,
+    check_order,
     find_loss_scaling,
     with_loss_scale,
 )
@@ -21,7 +22,7 @@ from jmp.transforms._master_params import (
     with_master_params,
 )
 from jmp.transforms._mixed_precision import mixed_precision
-from jmp.transforms._states import check_masters, check_nothing_moves_after
+from jmp.transforms._states import check_masters
 
 __all__ = [
     "FlatMasters",
@@ -45,14 +46,13 @@ def check_optimizer_state(opt_state: optax.OptState) -> None:
     inside `partition`, `masked`, `apply_if_finite`, `MultiSteps` and the like; anything chained
     after masters. `named_chain` is a chain.
 
-    `loss_scale_state` calls it, and so do the adapters, but that their steps undo on a skip what
-    comes after loss scaling, and take it. With plain optax call it once after `init`, or read
-    the scale with `loss_scale_state`.
+    Called by `loss_scale_state`, and whenever an `update` is traced, where optax's calling
+    functions show the whole state. The adapters call it too, but that their steps undo on a skip
+    what comes after loss scaling, and take it.
 
     >>> check_optimizer_state(())
     """
-    find_loss_scaling(opt_state)
-    check_nothing_moves_after(opt_state, WithLossScaleState)
+    check_order(opt_state)
 
 
 def loss_scale_state(opt_state: optax.OptState) -> WithLossScaleState | None:

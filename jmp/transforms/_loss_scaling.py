@@ -10,6 +10,7 @@ from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 from jmp.loss_scaling import LossScale, NoOpLossScale
 from jmp.transforms import _states
 from jmp.transforms._agreement import AxisName, agreed
+from jmp.transforms._callers import calling_optimizer, is_called_by_an_adapter
 from jmp.transforms._finite_check import gradients_finite
 from jmp.transforms._flat_masters import map_vectors
 from jmp.transforms._master_params import (
@@ -57,10 +58,10 @@ def with_loss_scale(
     gradients.
 
     Make it the outermost. Around it `partition`, `masked`, `apply_if_finite` and the like are
-    refused, and so is what comes before it in a chain, which would see scaled gradients: `init`,
-    `transforms.check_optimizer_state` and the adapters say so. What comes after it in a chain runs
-    on a skip too, on updates of -0.0: `add_decayed_weights` there still shrinks the parameters, and
-    moments move. The steps of `jmp.adapters` undo that; elsewhere put it inside.
+    refused, and so is what comes before it in a chain, which would see scaled gradients. What comes
+    after it in a chain runs on a skip too, on updates of -0.0. The steps of `jmp.adapters` undo
+    that; elsewhere a part with a state is refused there, since its moments would move, and one
+    without does what it does: `add_decayed_weights` still shrinks the parameters.
 
     Wrap it *around* `optax.MultiSteps`: the other way round one infinite micro-batch ruins the
     accumulator, which optax resets by multiplying with zero, and 0 * inf is NaN.
@@ -76,8 +77,8 @@ def with_loss_scale(
 
     Raises:
       TypeError: `loss_scale` is not a loss scale, or `inner` no transformation.
-      ValueError: in `init`, if `inner` unscales already, or changes updates after masters, or
-        if this stands inside `optax.masked` or `partition`.
+      ValueError: in `init`, if `inner` unscales already, or changes updates after masters; in
+        `init` or `update`, for an order that fails (see `transforms.check_optimizer_state`).
 
     >>> import optax
     >>> tx = with_loss_scale(optax.sgd(0.5), StaticLossScale(8))
@@ -115,6 +116,7 @@ def with_loss_scale(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, WithLossScaleState]:
+        check_order(calling_optimizer(), undone_on_a_skip=is_called_by_an_adapter())
         scale = state.loss_scale
         gradients, to_check = _unscaled(updates, state)
         new_updates, inner_state = _states.update_inner(
@@ -152,6 +154,17 @@ def find_loss_scaling(opt_state: optax.OptState) -> WithLossScaleState | None:
     _states.check_masters(opt_state, WithMasterParamsState)
     _states.check_loss_scaling(opt_state, WithLossScaleState)
     return next(iter(_states.find_states(opt_state, WithLossScaleState)), None)
+
+
+def check_order(opt_state: optax.OptState, *, undone_on_a_skip: bool = False) -> None:
+    """Raises ValueError for orders that fail; see `transforms.check_optimizer_state`.
+
+    Args:
+      undone_on_a_skip: whether the step undoes, on a skip, what comes after loss scaling.
+    """
+    find_loss_scaling(opt_state)
+    if not undone_on_a_skip:
+        _states.check_nothing_moves_after(opt_state, WithLossScaleState)
 
 
 def _check_not_masked(params: optax.Params) -> None:

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from jmp.dtypes import floating_dtype, is_half
 from jmp.transforms import _states
+from jmp.transforms._callers import calling_optimizer
 from jmp.transforms._flat_masters import FlatMasters, flatten
 from jmp.transforms._flat_probe import check_takes_a_vector
 from jmp.transforms._rounding import difference
@@ -52,7 +53,7 @@ def with_master_params(
     Leaves that are float32 already, such as BatchNorm's, are not duplicated. `inner` sees masters
     and gradients in at least float32. Only wrappers such as `with_loss_scale` may go around it: in
     `optax.chain(with_master_params(...), optax.scale(0.5))` masters and parameters would part in
-    silence; `masters` and the adapters' training states refuse such a chain.
+    silence; `update`, `masters` and `check_optimizer_state` refuse such a chain.
 
     Args:
       inner: any optax transformation, or a `MultiSteps` object.
@@ -112,6 +113,7 @@ def with_master_params(
                 "with_master_params got no params; call update(gradients, state, params): the "
                 "update is the difference between the new masters and the parameters."
             )
+        _states.check_masters(calling_optimizer(), WithMasterParamsState)
         _check_stored_as_in_init(params, state.masters)
         full = _as_inner_sees(state.masters, params)
         gradients = cast_to_at_least_float32(updates)
