@@ -47,7 +47,7 @@ def as_jax_array(leaf: AnyArray | float) -> jax.Array:
     return jnp.asarray(leaf)
 
 
-def cast_leaf(leaf: Any, dtype: np.dtype) -> Any:
+def cast_leaf(leaf: Any, dtype: DTypeLike) -> Any:
     """Casts one leaf if it is floating; a leaf that has the dtype already is returned as it is."""
     if not is_floating(leaf) or leaf.dtype == dtype:
         return leaf

@@ -54,7 +54,7 @@ def dtypes_of(tree):
 def test_every_product_is_half_forward_and_backward(adapter, policy):
     params, statistics = stored(adapter, policy)
     loss_fn = loss_of(adapter, policy)
-    half = jmp.get_policy(policy).compute_dtype.name
+    half = jmp.get_policy(policy).compute_dtype.__name__
     grad_fn = jax.grad(loss_fn, has_aux=True)
     assert list(product_dtypes(grad_fn, params, statistics)) == [half]
     gradients, (output, _) = jax.eval_shape(grad_fn, params, statistics)

@@ -25,7 +25,7 @@ from jmp.dtypes import is_half
 from jmp.policy import Policy, get_policy
 from jmp.rules import PolicyRules, Rule
 
-_FLOAT32 = FLOAT32_POLICY.compute_dtype
+_FLOAT32 = np.dtype(FLOAT32_POLICY.compute_dtype)
 _PLAIN = "_jmp_plain_class"
 
 
@@ -65,7 +65,7 @@ class ModulePolicies:
         policies = [self.policy, *(get_policy(policy) for _, policy in rules or ())]
         halves = {p.compute_dtype for p in policies if is_half(p.compute_dtype)}
         if len(halves) > 1:
-            names = " and ".join(sorted(map(str, halves)))
+            names = " and ".join(sorted(half.__name__ for half in halves))
             raise ValueError(
                 f"A policy and its rules ask for products in {names}; expected one half dtype a "
                 "model. Wrap the part that differs by itself: the inner policy holds there."

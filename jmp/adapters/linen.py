@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import flax.linen as nn
 import jax
-import numpy as np
+from jax.typing import DTypeLike
 
 from jmp.adapters import _flax_serialization
 from jmp.adapters._module_policies import ModulePolicies
@@ -191,7 +191,7 @@ def _widen(variables: PyTree) -> PyTree:
     return type(variables)({**variables, **wide})
 
 
-def _cast_statistics(variables: PyTree, dtype: np.dtype) -> PyTree:
+def _cast_statistics(variables: PyTree, dtype: DTypeLike) -> PyTree:
     if not _has_collection(variables, "batch_stats"):
         return variables
     return type(variables)(

@@ -92,8 +92,8 @@ class RegionRules:
         if is_half(policy.compute_dtype):
             raise ValueError(
                 f"autocast computes in {self._half}; a rule for the scope "
-                f"{'/'.join(names)!r} asks for {policy.compute_dtype}. Expected the same dtype or "
-                "float32; wrap that part in an autocast of its own."
+                f"{'/'.join(names)!r} asks for {policy.compute_dtype.__name__}. Expected the same "
+                "dtype or float32; wrap that part in an autocast of its own."
             )
         rounds = policy.output_dtype == self._half
         return Region(in_float32=True, output_dtype=self._half if rounds else None)

@@ -73,7 +73,7 @@ def settings_for(
             overrides[name] = category
     if recompute not in CHOICES:
         raise ValueError(f"autocast got recompute={recompute!r}; expected one of {CHOICES}.")
-    dtype = policy.compute_dtype
+    dtype = np.dtype(policy.compute_dtype)
     if dtype == np.float32:
         return None
     if not is_half(dtype):

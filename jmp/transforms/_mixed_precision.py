@@ -1,5 +1,6 @@
 """`mixed_precision`: loss scaling and master parameters in one call, as a policy asks for them."""
 
+import jax.numpy as jnp
 import optax
 
 from jmp.dtypes import is_half
@@ -38,7 +39,7 @@ def mixed_precision(
     """
     policy = get_policy(policy)
     if loss_scale is None:
-        needs_scale = policy.compute_dtype.name == "float16"
+        needs_scale = policy.compute_dtype == jnp.float16
         loss_scale = torch_loss_scale() if needs_scale else NoOpLossScale()
     if is_half(policy.param_dtype):
         inner = with_master_params(inner)
