@@ -116,6 +116,21 @@ class Policy:
         return f"Policy({', '.join(arguments)})"
 
 
+def refuse_float8(policy: Policy, caller: str) -> None:
+    """Raises ValueError if a dtype of `policy` is a float8, which `caller` cannot honour yet.
+
+    Its numbers need scales of their own: a plain cast to float8_e4m3fn makes NaN of 1000.
+    """
+    dtypes = {name: getattr(policy, name) for name in dict.fromkeys(_KEYS.values())}
+    for name, dtype in dtypes.items():
+        if np.dtype(dtype).itemsize == 1:
+            raise ValueError(
+                f"{caller} got the policy '{policy}', whose {name} is {dtype.__name__}: float8 is "
+                "not supported there yet. Expected float16, bfloat16 or float32, such as "
+                "'mixed_bfloat16'. A Policy's own casts do know float8."
+            )
+
+
 def get_policy(policy: str | Policy) -> Policy:
     """Reads a policy from text; a `Policy` is returned as it is.
 
