@@ -65,6 +65,18 @@ def test_every_product_is_half_forward_and_backward(adapter, policy):
 
 
 @every_adapter
+def test_float8_is_refused_in_every_dtype_of_a_policy_and_of_a_rule(adapter):
+    policies = ["p=f8_e5m2,c=f16,o=f16", "p=f16,c=f8_e5m2,o=f16", "p=f16,c=f16,o=f8_e5m2"]
+    params, statistics = adapter.init()
+    as_rules = [("mixed_float16", [(adapter.head, policy)]) for policy in policies]
+    for whole, rules in (*((policy, None) for policy in policies), *as_rules):
+        with pytest.raises(ValueError, match="is float8_e5m2: float8 is not supported there yet"):
+            jax.eval_shape(loss_of(adapter, whole, rules), params, statistics)
+        with pytest.raises(ValueError, match="cast_params got the policy .* is float8_e5m2"):
+            adapter.cast_params(params, whole, rules)
+
+
+@every_adapter
 @pytest.mark.parametrize("policy", ["mixed_float16", "O2"])
 @pytest.mark.parametrize("cast_all", [False, True])
 def test_a_batch_norm_computes_in_float32_and_what_follows_is_half(adapter, policy, cast_all):

@@ -9,6 +9,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jmp
@@ -241,6 +242,17 @@ def test_only_one_half_dtype_throughout_is_pure_half():
     assert jmp.get_policy("bf16").is_pure_half
     for text in ("O0", "O1", "O2", "f8_e4m3fn", "p=f16,c=bf16,o=f16", "p=f32,c=f16,o=f16", "f64"):
         assert not jmp.get_policy(text).is_pure_half
+
+
+@pytest.mark.parametrize("field", ["param_dtype", "compute_dtype", "output_dtype"])
+def test_an_optimizer_and_autocast_refuse_float8_and_say_what_to_use(field):
+    policy = dataclasses.replace(jmp.get_policy("mixed_float16"), **{field: "f8_e4m3fn"})
+    words = f"whose {field} is float8_e4m3fn: float8 is not supported there yet. Expected float16"
+    with pytest.raises(ValueError, match=f"mixed_precision got .*{words}"):
+        jmp.transforms.mixed_precision(optax.identity(), policy)
+    with pytest.raises(ValueError, match=f"autocast got .*{words}"):
+        jmp.autocast(jnp.sin, policy)
+    assert policy.with_output_dtype("f8_e5m2").cast_to_output(jnp.ones(2)).dtype == "float8_e5m2"
 
 
 # Casts
