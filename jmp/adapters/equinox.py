@@ -20,7 +20,7 @@ import optax
 from jmp.adapters._atomic import TrainStep, take_step
 from jmp.adapters._module_policies import ModulePolicies, marked_class, plain_class
 from jmp.adapters._norms import rules_for_modules
-from jmp.autocasting._autocast import Options, given_policy
+from jmp.autocasting._autocast import AllOptions, given_policy
 from jmp.loss_scaling import LossScale
 from jmp.loss_scaling import scaled_value_and_grad as differentiate_scaled
 from jmp.policy import Policy, get_policy
@@ -35,15 +35,11 @@ Aux = TypeVar("Aux")
 
 @overload
 def autocast(
-    fun: Callable[P, R],
-    policy: str | Policy,
-    *,
-    rules: Sequence[Rule] = (),
-    **options: Unpack[Options],
+    fun: Callable[P, R], policy: str | Policy, **options: Unpack[AllOptions]
 ) -> Callable[P, R]: ...
 @overload
 def autocast(
-    *, policy: str | Policy, rules: Sequence[Rule] = (), **options: Unpack[Options]
+    *, policy: str | Policy, **options: Unpack[AllOptions]
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def autocast(
     fun: Any = None,

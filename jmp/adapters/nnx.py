@@ -21,7 +21,7 @@ from jmp.adapters._atomic import keep_if_skipped, loss_scale_in
 from jmp.adapters._module_policies import ModulePolicies
 from jmp.adapters._nnx_modules import lift, mark_parameters, variables_with_path, view_of
 from jmp.adapters._norms import FLOAT32_POLICY, rules_for_modules
-from jmp.autocasting._autocast import Options, given_policy
+from jmp.autocasting._autocast import AllOptions, Options, given_policy
 from jmp.loss_scaling import LossScale
 from jmp.loss_scaling._gradients import scaled_loss
 from jmp.policy import Policy, get_policy
@@ -35,15 +35,11 @@ R = TypeVar("R")
 
 @overload
 def autocast(
-    fun: Callable[P, R],
-    policy: str | Policy,
-    *,
-    rules: Sequence[Rule] = (),
-    **options: Unpack[Options],
+    fun: Callable[P, R], policy: str | Policy, **options: Unpack[AllOptions]
 ) -> Callable[P, R]: ...
 @overload
 def autocast(
-    *, policy: str | Policy, rules: Sequence[Rule] = (), **options: Unpack[Options]
+    *, policy: str | Policy, **options: Unpack[AllOptions]
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def autocast(
     fun: Any = None,
@@ -98,10 +94,7 @@ def autocast(
 
 
 def with_policy(
-    model: M,
-    policy: str | Policy,
-    rules: Sequence[Rule] | None = None,
-    **options: Unpack[Options],
+    model: M, policy: str | Policy, rules: Sequence[Rule] | None = None, **options: Unpack[Options]
 ) -> M:
     """Returns a view of `model` that computes by `policy` and shares its Variables.
 

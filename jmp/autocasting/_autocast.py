@@ -19,7 +19,7 @@ R = TypeVar("R")
 
 
 class Options(TypedDict, total=False):
-    """Those keyword arguments of `autocast` that the adapters' functions take too."""
+    """The keyword arguments of `autocast` but for rules, which adapters read themselves."""
 
     apply_to: Sequence[str]
     low: Iterable[Any]
@@ -29,17 +29,19 @@ class Options(TypedDict, total=False):
     inside_custom_vjp: bool
 
 
+class AllOptions(Options, total=False):
+    """The keyword arguments of `autocast`, and of the adapters' functions of that name."""
+
+    rules: Sequence[Rule]
+
+
 @overload
 def autocast(
-    fun: Callable[P, R],
-    policy: str | Policy,
-    *,
-    rules: Sequence[Rule] = (),
-    **options: Unpack[Options],
+    fun: Callable[P, R], policy: str | Policy, **options: Unpack[AllOptions]
 ) -> Callable[P, R]: ...
 @overload
 def autocast(
-    *, policy: str | Policy, rules: Sequence[Rule] = (), **options: Unpack[Options]
+    *, policy: str | Policy, **options: Unpack[AllOptions]
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def autocast(
     fun: Any = None,
