@@ -31,8 +31,11 @@ from tests.h200.fixture import h200 as h200
 pytest.register_assert_rewrite("tests.plans")  # its comparison of plans says where they differ
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
+# "suite" tries the same inputs each time, so that a change is judged by itself; "random" tries new
+# ones each time, as CI does, and prints how to repeat a failure.
 hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, max_examples=60)
-hypothesis.settings.load_profile("suite")
+hypothesis.settings.register_profile("random", deadline=None, max_examples=60, print_blob=True)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
 
 
 def pytest_unconfigure():

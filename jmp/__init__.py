@@ -4,11 +4,17 @@ The idea in four words: *policy* (which dtype where), *loss scale* (so that smal
 float16), *transforms* (optax: unscale, check, skip, float32 masters), *adapters* (so that an
 unmodified model of Flax, Equinox or Haiku computes in half and its norms stay float32).
 
-`import jmp` loads this page's names and touches no device. The rest is imported by address:
-`jmp.transforms` (needs optax); `jmp.adapters.linen` and `.nnx` (need flax), `.equinox`, `.haiku`;
-`jmp.diagnostics`, which answers what ran where, what underflows, what made the NaN.
+`import jmp` loads this page's names, with jax and numpy alone, and touches no device. The rest is
+loaded when it is touched, so that each part asks for its own framework alone:
+  - `jmp.transforms` (needs optax);
+  - `jmp.adapters.linen` and `jmp.adapters.nnx` (need flax), `jmp.adapters.equinox`,
+    `jmp.adapters.haiku`;
+  - `jmp.diagnostics`, which answers what ran where, what underflows, what made the NaN.
 """
 
+from typing import TYPE_CHECKING
+
+from jmp import _lazy
 from jmp.autocasting import NoHalfProductWarning, autocast, full_precision
 from jmp.dtypes import dtype_to_names as dtype_to_names  # DeepMind's tests read it here
 from jmp.dtypes import half_dtype
@@ -29,6 +35,15 @@ from jmp.loss_scaling import (
 from jmp.policy import Policy, get_policy
 from jmp.rules import PolicyRules, UnusedRuleWarning
 from jmp.trees import all_finite, cast_floating, cast_to_full, cast_to_half, select_tree
+
+if TYPE_CHECKING:
+    from jmp import adapters as adapters
+    from jmp import diagnostics as diagnostics
+    from jmp import transforms as transforms
+else:  # type checkers would take every misspelt name for an attribute
+    __getattr__, __dir__ = _lazy.loaded_when_touched(
+        __name__, {"adapters": "", "diagnostics": "", "transforms": ""}
+    )
 
 __version__ = "1.0.0.dev0"
 

@@ -3,7 +3,12 @@
 The library speaks of *real floating dtypes of at least 16 bits*: float16, bfloat16, float32,
 float64. Narrower floats (float8 and below) are storage formats that carry their own scales: they
 have names here, so that a policy can spell them, but no cast of a whole tree touches them.
+
+Users are given dtypes as JAX's *scalar types*, such as `jnp.float16`; the library works with
+`np.dtype`, which `np.dtype(scalar_type)` gives.
 """
+
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -38,14 +43,41 @@ dtype_to_names = _short_and_long_names()
 _name_to_dtype = {name: np.dtype(t) for t, names in dtype_to_names.items() for name in names}
 
 
-def half_dtype() -> np.dtype:
-    """Returns the half-precision dtype of the default device: bfloat16 on a TPU, else float16.
+class ScalarType(Protocol):
+    """What `jnp.float16` is: it equals and hashes as `np.float16`, and makes arrays when called."""
+
+    __name__: str
+
+    @property
+    def dtype(self) -> np.dtype: ...
+
+    def __call__(self, x: Any) -> jax.Array: ...
+
+
+def scalar_type(dtype: DTypeLike) -> ScalarType:
+    """Returns JAX's scalar type of a dtype that has a name here.
+
+    >>> scalar_type(np.dtype("float16")) is jnp.float16
+    True
+    """
+    found: ScalarType = getattr(jnp, np.dtype(dtype).name)
+    return found
+
+
+def half_dtype() -> ScalarType:
+    """Returns the half-precision type of the default device: bfloat16 on a TPU, else float16.
 
     A GPU since Ampere computes in bfloat16 as fast as in float16; ask for "bfloat16" by name there
     if range matters more than precision.
+
+    Returns: `jnp.float16` or `jnp.bfloat16`, which make an array when called.
+
+    >>> half_dtype()(2**15)
+    Array(3.277e+04, dtype=float16)
     """
-    float16, bfloat16 = HALF_DTYPES
-    return bfloat16 if jax.local_devices()[0].platform == "tpu" else float16
+    on_tpu = jax.local_devices()[0].platform == "tpu"
+    half: ScalarType = jnp.bfloat16 if on_tpu else jnp.float16
+    return half
 
 
 def parse_dtype(name: str) -> np.dtype:
@@ -59,7 +91,7 @@ def parse_dtype(name: str) -> np.dtype:
     dtype(bfloat16)
     """
     if name == "half":
-        return half_dtype()
+        return np.dtype(half_dtype())
     if name not in _name_to_dtype:
         raise ValueError(
             f"Unknown dtype {name!r}; expected 'half' (the platform's half precision) or one of "

@@ -10,7 +10,14 @@ from typing import TypeVar
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp.dtypes import dtype_to_names, floating_dtype, is_half, parse_dtype
+from jmp.dtypes import (
+    ScalarType,
+    dtype_to_names,
+    floating_dtype,
+    is_half,
+    parse_dtype,
+    scalar_type,
+)
 from jmp.trees import cast_floating
 
 T = TypeVar("T")
@@ -44,8 +51,9 @@ class Policy:
       compute_dtype: dtype in which products are computed.
       output_dtype: dtype in which results are returned.
 
-    Each may be given as a dtype, scalar type or name and is kept as an `np.dtype`, so that equal
-    policies are equal and hash alike.
+    Each may be given as a dtype, scalar type or name and is kept as JAX's scalar type, such as
+    `jnp.float16`, so that equal policies are equal and hash alike. A scalar type equals the dtype
+    that it names, and makes an array when called; `np.dtype(policy.compute_dtype)` is the dtype.
 
     Raises: ValueError for anything that is not a real floating dtype.
 
@@ -54,18 +62,24 @@ class Policy:
     'p=full,c=f16,o=full'
     >>> policy == get_policy(str(policy))
     True
+    >>> policy.compute_dtype(2.0)
+    Array(2., dtype=float16)
     """
 
-    param_dtype: np.dtype
-    compute_dtype: np.dtype
-    output_dtype: np.dtype
+    param_dtype: ScalarType
+    compute_dtype: ScalarType
+    output_dtype: ScalarType
 
     def __init__(
         self, param_dtype: DTypeLike, compute_dtype: DTypeLike, output_dtype: DTypeLike
     ) -> None:
-        object.__setattr__(self, "param_dtype", floating_dtype(param_dtype, "param_dtype"))
-        object.__setattr__(self, "compute_dtype", floating_dtype(compute_dtype, "compute_dtype"))
-        object.__setattr__(self, "output_dtype", floating_dtype(output_dtype, "output_dtype"))
+        given = {
+            "param_dtype": param_dtype,
+            "compute_dtype": compute_dtype,
+            "output_dtype": output_dtype,
+        }
+        for name, dtype in given.items():
+            object.__setattr__(self, name, scalar_type(floating_dtype(dtype, name)))
 
     def cast_to_param(self, tree: T) -> T:
         """Casts the floating leaves of `tree` to `param_dtype`."""
@@ -93,7 +107,28 @@ class Policy:
 
     def __str__(self) -> str:
         dtypes = (self.param_dtype, self.compute_dtype, self.output_dtype)
-        return "p={},c={},o={}".format(*(dtype_to_names[dtype.type][0] for dtype in dtypes))
+        return "p={},c={},o={}".format(*(dtype_to_names[np.dtype(d).type][0] for d in dtypes))
+
+    def __repr__(self) -> str:
+        """Returns the call that makes an equal policy."""
+        fields = (field.name for field in dataclasses.fields(self))
+        arguments = (f"{name}=jnp.{getattr(self, name).__name__}" for name in fields)
+        return f"Policy({', '.join(arguments)})"
+
+
+def refuse_float8(policy: Policy, caller: str) -> None:
+    """Raises ValueError if a dtype of `policy` is a float8, which `caller` cannot honour yet.
+
+    Its numbers need scales of their own: a plain cast to float8_e4m3fn makes NaN of 1000.
+    """
+    dtypes = {name: getattr(policy, name) for name in dict.fromkeys(_KEYS.values())}
+    for name, dtype in dtypes.items():
+        if np.dtype(dtype).itemsize == 1:
+            raise ValueError(
+                f"{caller} got the policy '{policy}', whose {name} is {dtype.__name__}: float8 is "
+                "not supported there yet. Expected float16, bfloat16 or float32, such as "
+                "'mixed_bfloat16'. A Policy's own casts do know float8."
+            )
 
 
 def get_policy(policy: str | Policy) -> Policy:

@@ -18,7 +18,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 
-from jmp.policy import Policy, get_policy
+from jmp.policy import Policy, get_policy, refuse_float8
 
 Target = str | re.Pattern[str] | type | tuple[type, ...]
 Rule = tuple[Target, str | Policy]
@@ -91,6 +91,11 @@ class PolicyRules:
     def unused(self) -> list[str]:
         """The targets of the user's rules that have not matched yet."""
         return [_describe(self._rules[index][0]) for index in self._unused]
+
+    def refuse_float8(self, caller: str) -> None:
+        """Raises ValueError if the default or a rule has a float8, which `caller` cannot honour."""
+        for policy in (self.default, *(policy for _, policy in self._rules)):
+            refuse_float8(policy, caller)
 
     def warn_unused(self) -> None:
         """Warns with an `UnusedRuleWarning` that names each rule that has not matched yet."""

@@ -47,7 +47,7 @@ def as_jax_array(leaf: AnyArray | float) -> jax.Array:
     return jnp.asarray(leaf)
 
 
-def cast_leaf(leaf: Any, dtype: np.dtype) -> Any:
+def cast_leaf(leaf: Any, dtype: DTypeLike) -> Any:
     """Casts one leaf if it is floating; a leaf that has the dtype already is returned as it is."""
     if not is_floating(leaf) or leaf.dtype == dtype:
         return leaf
@@ -120,7 +120,8 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
     """Selects one of two trees by a scalar flag, leaf by leaf, with `jnp.where`.
 
     Every array leaf is selected: floats, integers, booleans and PRNG keys alike, and Python numbers
-    as arrays. A select keeps donated buffers in place where `lax.cond` would copy them.
+    as arrays, of the other side's dtype or JAX's default one (float32, int32). A select keeps
+    donated buffers in place where `lax.cond` would copy them.
 
     Args:
       pred: bool scalar (array, NumPy or Python).
@@ -131,7 +132,8 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
 
     Raises:
       AssertionError: `pred` is not a bool scalar (DeepMind's contract).
-      ValueError: structures, shapes or dtypes differ.
+      ValueError: structures, shapes or dtypes differ, or that dtype cannot hold a Python number:
+        1e300 would become infinite in float32 in silence.
 
     >>> int(select_tree(False, {"step": 3}, {"step": 2})["step"])
     2
@@ -162,11 +164,50 @@ def _select_leaf(pred: jax.Array, a: Any, b: Any, path: tuple[Any, ...]) -> Any:
     typed = [leaf for leaf in (a, b) if is_array(leaf)]
     if len({(leaf.dtype, leaf.shape) for leaf in typed}) > 1:
         raise ValueError(
-            f"select_tree got leaves that differ at {jax.tree_util.keystr(path) or 'the root'}: "
+            f"select_tree got leaves that differ at {_name(path)}: "
             f"{a.dtype}{list(a.shape)} and {b.dtype}{list(b.shape)}. Cast them to one dtype and "
             "shape first: a state must keep its types from step to step."
         )
+    if len(typed) < 2:
+        dtype = jnp.result_type(*map(_sample, (a, b)))
+        a, b = (leaf if is_array(leaf) else _number_in(dtype, leaf, path) for leaf in (a, b))
     return jnp.where(pred, a, b)
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return jax.tree_util.keystr(path) or "the root"
+
+
+def _sample(leaf: Any) -> Any:
+    """Returns an array as it is, and for a Python number a small one of its type."""
+    kinds = (bool, int, float, complex)
+    return leaf if is_array(leaf) else next(kind(1) for kind in kinds if isinstance(leaf, kind))
+
+
+def _number_in(dtype: np.dtype, number: complex, path: tuple[Any, ...]) -> complex:
+    """Returns a Python number that `dtype` can hold; raises ValueError if it cannot."""
+    if not _fits(number, dtype):
+        raise ValueError(
+            f"select_tree got the Python number {number!r:.40} at {_name(path)}, which becomes an "
+            f"array of {dtype} and does not fit in it. Expected a smaller number, infinity, or an "
+            "array of a wider dtype (float64 needs jax_enable_x64)."
+        )
+    is_float = jnp.issubdtype(dtype, jnp.floating)
+    return float(number.real) if is_float else number  # JAX takes no integer beyond its own
+
+
+def _fits(number: complex, dtype: np.dtype) -> bool:
+    """Returns whether a Python number can be rounded to `dtype` without becoming infinite."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        limits = jnp.iinfo(dtype)
+        return int(limits.min) <= number.real <= int(limits.max)
+    try:
+        parts = [float(number.real), float(number.imag)]
+    except OverflowError:  # an integer beyond float64
+        return False
+    with np.errstate(over="ignore"):
+        rounded = np.array(parts).astype(np.zeros((), dtype).real.dtype)
+    return bool(np.all(np.isfinite(rounded) | ~np.isfinite(parts)))
 
 
 def _holds_numbers(leaf: Any) -> bool:

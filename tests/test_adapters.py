@@ -54,7 +54,7 @@ def dtypes_of(tree):
 def test_every_product_is_half_forward_and_backward(adapter, policy):
     params, statistics = stored(adapter, policy)
     loss_fn = loss_of(adapter, policy)
-    half = jmp.get_policy(policy).compute_dtype.name
+    half = jmp.get_policy(policy).compute_dtype.__name__
     grad_fn = jax.grad(loss_fn, has_aux=True)
     assert list(product_dtypes(grad_fn, params, statistics)) == [half]
     gradients, (output, _) = jax.eval_shape(grad_fn, params, statistics)
@@ -62,6 +62,18 @@ def test_every_product_is_half_forward_and_backward(adapter, policy):
     assert all(jax.tree.leaves(same))
     expected = jmp.get_policy(policy).output_dtype if adapter.casts_output else None
     assert output.dtype == (expected or output.dtype)
+
+
+@every_adapter
+def test_float8_is_refused_in_every_dtype_of_a_policy_and_of_a_rule(adapter):
+    policies = ["p=f8_e5m2,c=f16,o=f16", "p=f16,c=f8_e5m2,o=f16", "p=f16,c=f16,o=f8_e5m2"]
+    params, statistics = adapter.init()
+    as_rules = [("mixed_float16", [(adapter.head, policy)]) for policy in policies]
+    for whole, rules in (*((policy, None) for policy in policies), *as_rules):
+        with pytest.raises(ValueError, match="is float8_e5m2: float8 is not supported there yet"):
+            jax.eval_shape(loss_of(adapter, whole, rules), params, statistics)
+        with pytest.raises(ValueError, match="cast_params got the policy .* is float8_e5m2"):
+            adapter.cast_params(params, whole, rules)
 
 
 @every_adapter

@@ -64,7 +64,8 @@ def test_any_policy_is_read_for_its_compute_dtype(policy):
 
 
 def test_half_means_the_half_type_of_the_machine():
-    assert dtypes_of("dot_general", jmp.autocast(loss, "half"), W, X)[0] == str(jmp.half_dtype())
+    half = jmp.half_dtype().__name__
+    assert dtypes_of("dot_general", jmp.autocast(loss, "half"), W, X)[0] == half
 
 
 def test_arguments_that_are_not_arrays_reach_the_function_as_they_are():
@@ -501,16 +502,41 @@ def test_apply_to_rounds_extra_arguments():
         ),
         (lambda: jmp.autocast(loss, F16, recompute=True), ValueError, "recompute=True"),
         (
-            lambda: jmp.autocast(loss, F16, rules=[(dict, "float32")])(W, X),
+            lambda: jmp.autocast(loss, F16, rules=[(dict, "float32")]),
             TypeError,
             "name scopes, not classes",
         ),
         (
-            lambda: jmp.autocast(
-                jax.named_call(loss, name="head"), F16, rules=[("head", "mixed_bfloat16")]
-            )(W, X),
+            lambda: jmp.autocast(loss, F16, rules=[("head", "mixed_bfloat16")]),
             ValueError,
             "computes in float16.*'head' asks for bfloat16",
+        ),
+        (
+            lambda: jmp.autocast(loss, F16, rules=[("head", "float64")]),
+            ValueError,
+            "computes in float16.*'head' asks for float64",
+        ),
+        (
+            lambda: jmp.autocast(loss, F16, rules=[("head", "float17")]),
+            ValueError,
+            "Unknown dtype 'float17'",
+        ),
+        (
+            lambda: jmp.autocast(loss, "float32", rules=[("head", "float17")]),
+            ValueError,
+            "Unknown dtype 'float17'",
+        ),
+        (lambda: jmp.autocast(loss, F16, rules=["head"]), TypeError, "expected a pair"),
+        (lambda: jmp.autocast(loss, F16, rules=[(3, F16)]), TypeError, "rule's target got 3"),
+        (
+            lambda: jmp.autocast(loss, F16, rules=[("head", "f8_e4m3fn")]),
+            ValueError,
+            "float8_e4m3fn: float8 is not supported there yet. Expected .* 'mixed_bfloat16'",
+        ),
+        (
+            lambda: jmp.autocast(loss, "p=f32,c=f8_e4m3fn,o=f32"),
+            ValueError,
+            "whose compute_dtype is float8_e4m3fn: float8 is not supported there yet",
         ),
         (
             lambda: jmp.autocast(lambda x: x, F16, apply_to=["x"])(X, wrong=1),

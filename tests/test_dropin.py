@@ -1,7 +1,9 @@
-"""Drop-in: the tests of DeepMind's `jmp`, and of Haiku on top of it, pass on ours.
+"""Drop-in: what DeepMind's `jmp` 0.0.4 documents holds on ours, and what was tested on it passes.
 
-They come from the wheels of the package index, unzipped into a temporary folder; nothing of them is
-installed or kept. Only lines that import `jmp._src` are changed, to `import jmp`.
+First our own tests of the lines of its README, which need nothing. Then Haiku's tests of mixed
+precision, as they are installed with it, and DeepMind's own, from the package on the index. These
+run in a temporary folder; of DeepMind's only the lines that import `jmp._src` are changed, to
+`import jmp`. Where `JMP_REQUIRE_DEEPMIND=1` is set, an index that cannot be reached is an error.
 """
 
 import os
@@ -10,21 +12,115 @@ import re
 import subprocess
 import sys
 import zipfile
+from importlib import metadata
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+
+import jmp
 
 ROOT = pathlib.Path(__file__).parents[1]
 
 
-def unzipped(requirement, folder):
-    """Downloads a wheel and unzips it, or skips where the index cannot be reached."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder]
-    done = subprocess.run([*command, requirement], capture_output=True, text=True)
-    if done.returncode != 0:
-        pytest.skip(f"cannot download {requirement}: {done.stderr.strip()[-300:]}")
-    (wheel,) = folder.glob("*.whl")
-    zipfile.ZipFile(wheel).extractall(folder)
-    return folder
+# The README of DeepMind's jmp
+
+
+def test_a_policy_of_scalar_types_casts_and_makes_parameters():
+    half, full = jnp.float16, jnp.float32
+    policy = jmp.Policy(compute_dtype=half, param_dtype=full, output_dtype=half)
+
+    def layer(params, x):
+        params, x = policy.cast_to_compute((params, x))
+        assert params["w"].dtype == x.dtype == half
+        return policy.cast_to_output(x @ params["w"])
+
+    params = {"w": jnp.ones([2, 2], dtype=policy.param_dtype)}
+    assert params["w"].dtype == full
+    assert layer(params, jnp.ones([1, 2])).dtype == half
+    assert policy.with_output_dtype(full).output_dtype == full
+
+
+def test_policies_are_given_as_text():
+    policy = jmp.get_policy("params=float32,compute=float16,output=float32")
+    assert policy == jmp.Policy(jnp.float32, jnp.float16, jnp.float32)
+    assert jmp.get_policy("float16") == jmp.Policy(jnp.float16, jnp.float16, jnp.float16)
+    half = jmp.half_dtype()
+    assert jmp.get_policy("half") == jmp.Policy(half, half, half)
+
+
+def test_the_half_type_can_be_called_as_the_readme_calls_it():
+    scale = jmp.DynamicLossScale(jmp.half_dtype()(2**15))
+    assert float(scale.loss_scale) == 2**15
+    assert jmp.half_dtype() is jnp.float16
+
+
+def test_dtypes_of_a_policy_are_scalar_types_in_every_use_of_one():
+    names = {jnp.float16: "f16", jnp.bfloat16: "bf16", jnp.float32: "f32"}
+    policy = jmp.get_policy("p=f32,c=f16,o=bf16")
+    dtypes = (policy.param_dtype, policy.compute_dtype, policy.output_dtype)
+    assert dtypes == (jnp.float32, jnp.float16, jnp.bfloat16)
+    assert [names[dtype] for dtype in dtypes] == ["f32", "f16", "bf16"]
+    assert [dtype.__name__ for dtype in dtypes] == ["float32", "float16", "bfloat16"]
+    for dtype in dtypes:
+        number = dtype(1.5)
+        assert isinstance(number, jax.Array) and number.dtype == dtype
+        assert jnp.zeros(2, dtype).astype(dtype).dtype == np.zeros(2, dtype).dtype == dtype
+        assert dtype == np.dtype(dtype) and np.dtype(dtype) == dtype
+        assert jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits in (16, 32)
+    assert policy.compute_dtype == np.float16 and policy.compute_dtype != jnp.bfloat16
+
+
+def loss_fn(params, loss_scale, x):
+    return loss_scale.scale(jnp.mean((x @ params["w"]) ** 2))
+
+
+def apply_optimizer(params, grads):
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+
+def train_step(params, loss_scale, x):
+    """The step of the README, for dynamic and for other scales."""
+    grads = jax.grad(loss_fn)(params, loss_scale, x)
+    grads = loss_scale.unscale(grads)
+    if isinstance(loss_scale, jmp.DynamicLossScale):
+        grads_finite = jmp.all_finite(grads)
+        loss_scale = loss_scale.adjust(grads_finite)
+        params = jmp.select_tree(grads_finite, apply_optimizer(params, grads), params)
+    else:
+        params = apply_optimizer(params, grads)
+    return params, loss_scale
+
+
+def test_the_training_steps_of_the_readme_take_and_skip_steps():
+    params = {"w": jnp.array([[1.0], [2.0]])}
+    x = jnp.array([[1.0, 0.5]])
+    expected = params["w"] - 0.1 * 2 * (x @ params["w"]) * x.T
+    scales = (
+        jmp.StaticLossScale(2**15),
+        jmp.NoOpLossScale(),
+        jmp.DynamicLossScale(jmp.half_dtype()(2**15)),
+    )
+    for scale in scales:
+        stepped, after = jax.jit(train_step)(params, scale, x)
+        np.testing.assert_array_equal(stepped["w"], expected)
+        assert float(after.loss_scale) == float(scale.loss_scale)
+    skipped, after = jax.jit(train_step)(params, scale, x * jnp.inf)
+    np.testing.assert_array_equal(skipped["w"], params["w"])
+    assert float(after.loss_scale) == 2**14
+
+
+def test_the_no_op_scale_does_nothing():
+    loss, grads = jnp.float16(2.0), {"w": jnp.ones(2, jnp.float16)}
+    loss_scale = jmp.NoOpLossScale()
+    assert loss is loss_scale.scale(loss)
+    assert grads is loss_scale.unscale(grads)
+    assert loss_scale is loss_scale.adjust(jmp.all_finite(grads))
+    assert loss_scale.loss_scale == 1
+
+
+# Tests that others wrote
 
 
 def run_tests(path, *import_path):
@@ -39,9 +135,32 @@ def run_tests(path, *import_path):
     return int(ran[1])
 
 
+def test_haikus_mixed_precision_tests_pass(tmp_path):
+    haiku = metadata.distribution("dm-haiku")
+    test = pathlib.Path(haiku.locate_file("haiku/_src/mixed_precision_test.py"))
+    (tmp_path / test.name).write_text(test.read_text())  # away from modules named `jax`, `random`
+    assert run_tests(tmp_path / test.name, ROOT) >= 13
+
+
+@pytest.fixture(scope="module")
+def deepminds_jmp(tmp_path_factory):
+    """The package jmp 0.0.4, unzipped in a temporary folder."""
+    folder = tmp_path_factory.mktemp("deepmind")
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder]
+    done = subprocess.run([*command, "jmp==0.0.4"], capture_output=True, text=True)
+    if done.returncode != 0:
+        reason = f"jmp==0.0.4 cannot be downloaded: {done.stderr.strip()[-300:]}"
+        if os.environ.get("JMP_REQUIRE_DEEPMIND") == "1":
+            pytest.fail(f"JMP_REQUIRE_DEEPMIND=1, but {reason}")
+        pytest.skip(f"{reason}. With JMP_REQUIRE_DEEPMIND=1 this is an error")
+    (wheel,) = folder.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(folder)
+    return folder / "jmp"
+
+
 @pytest.mark.parametrize(("module", "at_least"), [("loss_scale", 25), ("policy", 72)])
-def test_deepminds_own_tests_pass(module, at_least, tmp_path):
-    source = unzipped("jmp==0.0.4", tmp_path) / "jmp" / "_src" / f"{module}_test.py"
+def test_deepminds_own_tests_pass(module, at_least, deepminds_jmp, tmp_path):
+    source = deepminds_jmp / "_src" / f"{module}_test.py"
     text, changed = re.subn(
         rf"^from jmp\._src import {module} as jmp$",
         "import jmp",
@@ -49,16 +168,6 @@ def test_deepminds_own_tests_pass(module, at_least, tmp_path):
         flags=re.MULTILINE,
     )
     assert changed == 1
-    alone = tmp_path / "alone"  # away from the unzipped package, which would be imported
-    alone.mkdir()
-    (alone / source.name).write_text(text)
-    assert run_tests(alone / source.name, ROOT) >= at_least
-
-
-def test_haikus_mixed_precision_tests_pass(tmp_path):
-    folder = unzipped("dm-haiku==0.0.17", tmp_path)
-    test = folder / "haiku" / "_src" / "mixed_precision_test.py"
-    alone = tmp_path / "alone"
-    alone.mkdir()
-    (alone / test.name).write_text(test.read_text())
-    assert run_tests(alone / test.name, ROOT, folder) >= 13
+    alone = tmp_path / source.name  # away from the unzipped package, which would be imported
+    alone.write_text(text)
+    assert run_tests(alone, ROOT) >= at_least

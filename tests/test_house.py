@@ -15,6 +15,7 @@ PACKAGE = pathlib.Path(jmp.__file__).parent
 FILES = sorted(path for path in PACKAGE.rglob("*.py"))
 LAYERS = {
     "_jax_compat": 0,
+    "_lazy": 0,
     "dtypes": 1,
     "trees": 2,
     "_calls": 3,
@@ -92,6 +93,7 @@ def test_the_front_door_is_sorted_and_complete():
         name
         for name, value in vars(jmp).items()
         if callable(value) and getattr(value, "__module__", "").startswith("jmp")
+        if not name.startswith("__")
     }
     assert classes_and_functions == set(jmp.__all__)
 
@@ -106,19 +108,65 @@ def run_python(code):
     return finished.stdout.split()
 
 
-def test_importing_jmp_imports_neither_flax_nor_optax():
-    loaded = run_python("import sys, jmp; print(*sys.modules)")
+PARTS = ["jmp.transforms", "jmp.diagnostics"]
+FRAMEWORKS = {"linen": "flax", "nnx": "flax", "equinox": "equinox", "haiku": "haiku"}
+ADAPTERS = [f"jmp.adapters.{name}" for name in FRAMEWORKS]
+
+
+def test_importing_jmp_needs_jax_alone_and_parts_are_loaded_when_touched():
+    code = f"""
+import sys, jmp
+jmp.get_policy("mixed_float16"), dir(jmp), dir(jmp.adapters)
+from jax._src import xla_bridge  # private, but the one place where JAX keeps its backends
+print(len(xla_bridge._backends))
+print(*sys.modules)
+for part in {[*PARTS, *ADAPTERS]}:
+    assert part not in sys.modules, part
+    assert eval(part) is sys.modules[part]
+"""
+    backends, *loaded = run_python(code)
+    assert backends == "0"
     assert "jmp.policy" in loaded
-    assert not {"flax", "optax", "chex"} & set(loaded)
+    assert not {"flax", "optax", "chex", "equinox", "haiku"} & set(loaded)
 
 
-def test_importing_jmp_and_parsing_a_policy_starts_no_backend():
-    # Private, but the one place where JAX keeps its backends.
-    code = (
-        "import jmp; jmp.get_policy('mixed_float16');"
-        "from jax._src import xla_bridge; print(len(xla_bridge._backends))"
-    )
-    assert run_python(code) == ["0"]
+def test_a_missing_framework_is_named_with_the_extra_that_installs_it():
+    missing = [("optax", "jmp.transforms")]
+    missing += [(extra, f"jmp.adapters.{name}") for name, extra in FRAMEWORKS.items()]
+    code = f"""
+import sys, jmp
+for framework, part in {missing}:
+    sys.modules[framework] = None
+    try:
+        eval(part)
+    except ModuleNotFoundError as error:
+        print(error, end="|")
+    del sys.modules[framework]
+sys.modules["equinox"] = None
+try:
+    from jmp.adapters import equinox
+except ModuleNotFoundError as error:
+    print(error)
+"""
+    found = " ".join(run_python(code)).split("|")
+    way = "Install jmp with its extra '{0}': pip install '.[{0}]' in the clone of jmp."
+    assert found == [
+        "jmp.transforms needs optax, which is not installed. Install it: pip install optax.",
+        *(
+            f"jmp.adapters.{name} needs {extra}, which is not installed. {way.format(extra)}"
+            for name, extra in [*FRAMEWORKS.items(), ("equinox", "equinox")]
+        ),
+    ]
+
+
+def test_parts_are_listed_and_a_misspelt_name_is_an_attribute_error():
+    assert {"adapters", "diagnostics", "transforms", *jmp.__all__} <= set(dir(jmp))
+    assert set(FRAMEWORKS) <= set(dir(jmp.adapters))
+    with pytest.raises(AttributeError, match="module 'jmp' has no attribute 'transform'"):
+        _ = jmp.transform
+    with pytest.raises(AttributeError, match="module 'jmp.adapters' has no attribute 'line'"):
+        _ = jmp.adapters.line
+    assert not hasattr(jmp, "autocasts")
 
 
 PLANNER = [path for path in FILES if part_of(path) == "autocasting"]

@@ -113,7 +113,7 @@ def loss_of(model, inputs, policy, rules=None):
 def test_every_product_is_half_forward_and_backward(model, inputs, policy):
     variables = linen.cast_params(model.init(jax.random.key(0), inputs), policy)
     loss_fn = loss_of(model, inputs, policy)
-    half = jmp.get_policy(policy).compute_dtype.name
+    half = jmp.get_policy(policy).compute_dtype.__name__
     assert list(product_dtypes(jax.grad(loss_fn, has_aux=True), variables)) == [half]
     _, (output, _) = jax.eval_shape(loss_fn, variables)
     assert output.dtype == jmp.get_policy(policy).output_dtype

@@ -82,7 +82,7 @@ def test_every_product_is_half_forward_and_backward(make, inputs, policy):
     model = adapter.cast_params(make(nnx.Rngs(0)), policy)
     view = adapter.with_policy(model, policy)
     loss_fn, params = split_loss(view, inputs)
-    half = jmp.get_policy(policy).compute_dtype.name
+    half = jmp.get_policy(policy).compute_dtype.__name__
     assert list(product_dtypes(jax.grad(loss_fn), params)) == [half]
     output = nnx.eval_shape(lambda m: m(inputs), view)
     assert output.dtype == jmp.get_policy(policy).output_dtype

@@ -4,10 +4,12 @@ import copy
 import dataclasses
 import itertools
 import pickle
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jmp
@@ -27,6 +29,13 @@ def dtypes_of(policy):
 @pytest.mark.parametrize(("text", "names"), cases.POLICIES, ids=lambda value: repr(value))
 def test_text_is_read_as_three_dtypes(text, names):
     assert dtypes_of(jmp.get_policy(text)) == tuple(np.dtype(name) for name in names)
+
+
+@pytest.mark.parametrize(("text", "names"), cases.POLICIES, ids=lambda value: repr(value))
+def test_spaces_may_stand_around_every_word(text, names):
+    del names
+    spaced = re.sub(r"[^\s,=]+", lambda word: f" \t{word[0]}\n ", text)
+    assert jmp.get_policy(spaced) == jmp.get_policy(text)
 
 
 def test_a_policy_is_returned_as_it_is():
@@ -53,14 +62,14 @@ def test_short_and_long_names_mean_the_same_dtype(name):
 
 
 def test_half_is_float16_but_on_a_tpu_bfloat16(monkeypatch):
-    assert jmp.half_dtype() == np.float16
+    assert jmp.half_dtype() is jnp.float16
     assert jmp.get_policy("half").compute_dtype == np.float16
 
     class Device:
         platform = "tpu"
 
     monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
-    assert jmp.half_dtype() == jnp.bfloat16
+    assert jmp.half_dtype() is jnp.bfloat16
     assert str(jmp.get_policy("O2")) == "p=bf16,c=bf16,o=full"
 
 
@@ -127,10 +136,33 @@ def test_what_is_neither_text_nor_a_policy_is_refused(thing):
 @pytest.mark.parametrize("name", NAMES)
 def test_every_spelling_of_a_dtype_makes_an_equal_policy(name):
     spellings = [name, np.dtype(name), np.dtype(name).type, getattr(jnp, name)]
-    policies = {jmp.Policy(spelling, spelling, spelling) for spelling in spellings}
-    assert len(policies) == 1
-    assert len({hash(policy) for policy in policies}) == 1
-    assert all(isinstance(dtype, np.dtype) for dtype in dtypes_of(policies.pop()))
+    policies = [jmp.Policy(spelling, spelling, spelling) for spelling in spellings]
+    assert len(set(policies)) == len({hash(policy) for policy in policies}) == 1
+    for policy in policies:
+        assert all(dtype is getattr(jnp, name) for dtype in dtypes_of(policy))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_dtype_of_a_policy_is_a_scalar_type(name):
+    dtype = jmp.Policy("f32", name, "f32").compute_dtype
+    assert (dtype.__name__, dtype.dtype, np.dtype(dtype)) == (name, np.dtype(name), np.dtype(name))
+    assert dtype == getattr(jnp, name) == np.dtype(name).type
+    assert dtype == np.dtype(name) and np.dtype(name) == dtype
+    assert dtype != jnp.int8 and dtype != np.dtype("int8")
+    keys = {getattr(jnp, name): 1}
+    assert keys[dtype] == {np.dtype(name).type: 1}[dtype] == 1
+    with jax.enable_x64(True):
+        number = dtype(2.0)
+        assert isinstance(number, jax.Array) and number.dtype == name and number == dtype(2)
+
+
+def test_the_repr_of_a_policy_makes_an_equal_one():
+    policy = jmp.Policy("f32", "bf16", "f8_e4m3fn")
+    assert repr(policy) == (
+        "Policy(param_dtype=jnp.float32, compute_dtype=jnp.bfloat16, "
+        "output_dtype=jnp.float8_e4m3fn)"
+    )
+    assert eval(repr(policy), {"Policy": jmp.Policy, "jnp": jnp}) == policy
 
 
 def test_a_foreign_byte_order_is_no_part_of_a_policy():
@@ -169,7 +201,7 @@ def test_a_policy_refuses_all_but_real_floating_dtypes(field, thing):
 
 def test_a_policy_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
-        jmp.get_policy("f32").param_dtype = np.dtype("float16")
+        jmp.get_policy("f32").param_dtype = jnp.float16
 
 
 def test_another_output_dtype_makes_another_policy():
@@ -180,11 +212,16 @@ def test_another_output_dtype_makes_another_policy():
         policy.with_output_dtype(int)
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))])
+@pytest.mark.parametrize(
+    "duplicate",
+    [copy.copy, copy.deepcopy, dataclasses.replace, lambda p: pickle.loads(pickle.dumps(p))],
+)
 def test_copies_are_equal_and_hash_alike(duplicate):
     policy = jmp.get_policy("p=f32,c=bf16,o=f8_e4m3fn")
-    assert duplicate(policy) == policy
-    assert hash(duplicate(policy)) == hash(policy)
+    copied = duplicate(policy)
+    assert copied == policy
+    assert hash(copied) == hash(policy)
+    assert copied.compute_dtype is jnp.bfloat16
 
 
 def test_a_policy_is_a_static_argument_of_jit():
@@ -205,6 +242,17 @@ def test_only_one_half_dtype_throughout_is_pure_half():
     assert jmp.get_policy("bf16").is_pure_half
     for text in ("O0", "O1", "O2", "f8_e4m3fn", "p=f16,c=bf16,o=f16", "p=f32,c=f16,o=f16", "f64"):
         assert not jmp.get_policy(text).is_pure_half
+
+
+@pytest.mark.parametrize("field", ["param_dtype", "compute_dtype", "output_dtype"])
+def test_an_optimizer_and_autocast_refuse_float8_and_say_what_to_use(field):
+    policy = dataclasses.replace(jmp.get_policy("mixed_float16"), **{field: "f8_e4m3fn"})
+    words = f"whose {field} is float8_e4m3fn: float8 is not supported there yet. Expected float16"
+    with pytest.raises(ValueError, match=f"mixed_precision got .*{words}"):
+        jmp.transforms.mixed_precision(optax.identity(), policy)
+    with pytest.raises(ValueError, match=f"autocast got .*{words}"):
+        jmp.autocast(jnp.sin, policy)
+    assert policy.with_output_dtype("f8_e5m2").cast_to_output(jnp.ones(2)).dtype == "float8_e5m2"
 
 
 # Casts

@@ -1,11 +1,13 @@
 """What must hold for every input that hypothesis can think of."""
 
 import math
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from hypothesis import given
+import pytest
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import jmp
@@ -66,7 +68,7 @@ def test_any_text_is_a_policy_or_a_value_error(text):
 
 
 def arrays():
-    numbers = st.lists(st.floats(width=32), min_size=1, max_size=4)
+    numbers = st.lists(st.floats(width=32), min_size=1, max_size=2)
     return st.tuples(numbers, st.sampled_from(["float16", "bfloat16", "float32", "int32", "bool"]))
 
 
@@ -77,7 +79,8 @@ def to_array(numbers_and_dtype):
 
 
 leaves = arrays().map(to_array) | arrays().map(lambda a: jnp.asarray(to_array(a)))
-leaves |= st.sampled_from(list(ODD_LEAVES.values())) | st.floats() | st.integers(-9, 9)
+# Python numbers beyond what an array of 32 bits holds are refused by a select; see below.
+leaves |= st.sampled_from(list(ODD_LEAVES.values())) | st.floats(width=32) | st.integers(-9, 9)
 trees = st.recursive(
     leaves,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab"), inner, max_size=3),
@@ -93,6 +96,27 @@ def test_any_tree_passes_casts_scaling_checks_and_selection(tree):
     assert jmp.all_finite(tree).shape == ()
     selected = jmp.select_tree(True, tree, tree)
     assert jax.tree.structure(selected) == jax.tree.structure(tree)
+
+
+@given(st.floats() | st.integers() | st.integers(-(2**70), 2**70), st.booleans())
+@example(sys.float_info.max, True)
+@example(2**31, False)
+def test_a_python_number_is_selected_as_32_bits_hold_it_or_refused(number, first):
+    kind = np.float32 if isinstance(number, float) else np.int32
+    trees = ({"best": number}, {"best": type(number)(1)})
+    with np.errstate(over="ignore"):
+        fits = not math.isfinite(number) or (
+            math.isfinite(np.float32(number)) if kind is np.float32 else -(2**31) <= number < 2**31
+        )
+    if fits:
+        selected = jmp.select_tree(first, *trees)["best"]
+        assert selected.dtype == kind
+        smallest = float(np.finfo(np.float32).tiny)  # XLA flushes what is below it to zero
+        atol = smallest if kind is np.float32 else 0
+        np.testing.assert_allclose(selected, kind(number if first else 1), rtol=0, atol=atol)
+    else:
+        with pytest.raises(ValueError, match=r"number .* at \['best'\].* does not fit in it"):
+            jmp.select_tree(first, *trees)
 
 
 @given(trees)

@@ -303,6 +303,41 @@ def test_negative_zero_and_nan_are_selected_bit_for_bit():
     assert bits(selected) == bits(special)
 
 
+@pytest.mark.parametrize(
+    ("number", "other", "dtype"),
+    [
+        (65519.9, jnp.float16(1), "float16"),  # rounds to 65504
+        (2**40, jnp.float32(1), "float32"),
+        (float("inf"), jnp.float16(1), "float16"),
+        (-(2**31), 1, "int32"),
+        (-128, jnp.int8(1), "int8"),
+        (1 + 2j, jnp.float32(1), "complex64"),
+    ],
+)
+def test_a_python_number_that_fits_is_selected(number, other, dtype):
+    selected = jmp.select_tree(True, number, other)
+    assert selected.dtype == dtype
+    assert selected == np.array(number).astype(dtype)
+
+
+@pytest.mark.parametrize(
+    ("number", "other", "dtype"),
+    [
+        (1e300, 1.0, "float32"),
+        (65520.0, jnp.float16(1), "float16"),
+        (70000, jnp.float16(1), "float16"),
+        (10**400, jnp.float32(1), "float32"),
+        (2**31, 1, "int32"),
+        (-1, jnp.uint8(1), "uint8"),
+        (1e39j, 1j, "complex64"),
+    ],
+)
+def test_a_python_number_that_would_become_infinite_or_another_is_refused(number, other, dtype):
+    for pair in ((number, other), (other, number)):
+        with pytest.raises(ValueError, match=rf"at \['best'\].*an array of {dtype} and does not"):
+            jmp.select_tree(True, *({"best": leaf} for leaf in pair))
+
+
 def test_a_python_number_takes_the_dtype_of_the_other_side():
     for flag, expected in ((True, 1), (False, 2)):
         for pair in ((jnp.int32(1), 2), (1, jnp.int32(2))):
@@ -316,6 +351,7 @@ def test_float64_leaves_stay_float64(x64):
     selected = jmp.select_tree(False, np.float64(1), jnp.float64(1e300))
     assert selected.dtype == np.float64
     assert float(selected) == 1e300
+    assert float(jmp.select_tree(True, 1e300, 1.0)) == 1e300
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "int32", "complex64"])

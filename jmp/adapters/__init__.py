@@ -1,5 +1,20 @@
 """Adapters make an unmodified model of a framework compute by a policy; one framework a file.
 
-They rest on `jmp.autocast`. `linen` and `nnx` need flax, `equinox` and `haiku` theirs. Nothing
-is imported here, so that each adapter asks for its own framework alone.
+They rest on `jmp.autocast`. `linen` and `nnx` need flax, `equinox` and `haiku` theirs. Each is
+loaded when it is touched, so that it asks for its own framework alone: after `import jmp`,
+`jmp.adapters.linen` is there, and `from jmp.adapters import linen` works as well.
 """
+
+from typing import TYPE_CHECKING
+
+from jmp import _lazy
+
+if TYPE_CHECKING:
+    from jmp.adapters import equinox as equinox
+    from jmp.adapters import haiku as haiku
+    from jmp.adapters import linen as linen
+    from jmp.adapters import nnx as nnx
+else:  # type checkers would take every misspelt name for an attribute
+    __getattr__, __dir__ = _lazy.loaded_when_touched(
+        __name__, {"linen": "flax", "nnx": "flax", "equinox": "equinox", "haiku": "haiku"}
+    )

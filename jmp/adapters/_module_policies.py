@@ -13,19 +13,23 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import numpy as np
 
 from jmp.adapters._norms import FLOAT32_POLICY, keeps_norms_float32
 from jmp.autocasting import autocast
+from jmp.autocasting._autocast import Options
 from jmp.autocasting._regions import policy_scope
 from jmp.dtypes import is_half
 from jmp.policy import Policy, get_policy
 from jmp.rules import PolicyRules, Rule
 
-_FLOAT32 = FLOAT32_POLICY.compute_dtype
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_FLOAT32 = np.dtype(FLOAT32_POLICY.compute_dtype)
 _PLAIN = "_jmp_plain_class"
 
 
@@ -41,7 +45,7 @@ class ModulePolicies:
       keep_dtypes: whether a module whose `dtype` field says float32 computes in float32, unless a
         rule matches it.
 
-    Raises: ValueError if policy and rules name two half dtypes.
+    Raises: ValueError if policy and rules name two half dtypes, or one a float8.
     """
 
     def __init__(
@@ -57,15 +61,17 @@ class ModulePolicies:
         self.keeps_norms_float32 = keeps_norms_float32(self.policy, rules)
         # The default is an object of its own: a rule may give the very policy of the whole.
         self.rules = PolicyRules(rules or (), dataclasses.replace(self.policy))
-        self._options: dict[str, Any] = {
+        self.rules.refuse_float8("An adapter")
+        options_kept: Any = {
             name: value if isinstance(value, str) or not isinstance(value, Iterable) else (*value,)
             for name, value in options.items()
         }
+        self._options: Options = options_kept
         self._keep_dtypes = keep_dtypes
         policies = [self.policy, *(get_policy(policy) for _, policy in rules or ())]
         halves = {p.compute_dtype for p in policies if is_half(p.compute_dtype)}
         if len(halves) > 1:
-            names = " and ".join(sorted(map(str, halves)))
+            names = " and ".join(sorted(half.__name__ for half in halves))
             raise ValueError(
                 f"A policy and its rules ask for products in {names}; expected one half dtype a "
                 "model. Wrap the part that differs by itself: the inner policy holds there."
@@ -79,11 +85,10 @@ class ModulePolicies:
     def __hash__(self) -> int:
         return hash(self._key)
 
-    def autocast(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+    def autocast(self, fun: Callable[P, R]) -> Callable[P, R]:
         """Returns `fun` under autocast, for code that runs inside `in_force`."""
         policy = Policy(_FLOAT32, self._lowered, self._lowered)
-        lowered: Callable[..., Any] = autocast(fun, policy, **self._options)
-        return lowered
+        return autocast(fun, policy, **self._options)
 
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:

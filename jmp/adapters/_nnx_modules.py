@@ -11,7 +11,7 @@ import contextlib
 import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 from flax import nnx
@@ -22,10 +22,13 @@ from jmp.dtypes import is_half
 from jmp.policy import Policy
 from jmp.trees import PyTree, cast_leaf, is_array, joined
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 _POLICIES = "_jmp_module_policies"
 
 
-def lift(fun: Callable[..., Any], modules: ModulePolicies) -> Callable[..., Any]:
+def lift(fun: Callable[P, R], modules: ModulePolicies) -> Callable[P, R]:
     """Returns `fun` under autocast; what it changes in modules among its arguments is changed."""
     tag = object()  # tells this function's bookkeeping from that of others, in Flax
 

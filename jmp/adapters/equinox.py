@@ -11,7 +11,7 @@ at all.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar, Unpack, overload
 
 import equinox as eqx
 import jax
@@ -20,7 +20,7 @@ import optax
 from jmp.adapters._atomic import TrainStep, take_step
 from jmp.adapters._module_policies import ModulePolicies, marked_class, plain_class
 from jmp.adapters._norms import rules_for_modules
-from jmp.autocasting._autocast import given_policy
+from jmp.autocasting._autocast import AllOptions, given_policy
 from jmp.loss_scaling import LossScale
 from jmp.loss_scaling import scaled_value_and_grad as differentiate_scaled
 from jmp.policy import Policy, get_policy
@@ -28,15 +28,26 @@ from jmp.rules import Rule
 from jmp.trees import PyTree, cast_leaf, cast_to_at_least_float32, is_array, joined, path_string
 
 T = TypeVar("T")
+P = ParamSpec("P")
+R = TypeVar("R")
+Aux = TypeVar("Aux")
 
 
+@overload
 def autocast(
-    fun: Callable[..., Any] | None = None,
+    fun: Callable[P, R], policy: str | Policy, **options: Unpack[AllOptions]
+) -> Callable[P, R]: ...
+@overload
+def autocast(
+    *, policy: str | Policy, **options: Unpack[AllOptions]
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def autocast(
+    fun: Any = None,
     policy: str | Policy | None = None,
     *,
     rules: Sequence[Rule] = (),
     **options: Any,
-) -> Callable[..., Any]:
+) -> Any:
     """Returns `fun`, a function of Equinox modules, computing in mixed precision.
 
     Args:
@@ -96,6 +107,7 @@ def cast_params(model: T, policy: str | Policy, rules: Sequence[Rule] | None = N
     dtype('float16')
     """
     module_rules = rules_for_modules(get_policy(policy), rules)
+    module_rules.refuse_float8("cast_params")
 
     def cast(leaf: Any, path: str, classes: tuple[type, ...]) -> Any:
         return cast_leaf(leaf, module_rules.policy_for(path, classes).param_dtype)
@@ -105,6 +117,18 @@ def cast_params(model: T, policy: str | Policy, rules: Sequence[Rule] | None = N
     return result
 
 
+@overload
+def scaled_value_and_grad(
+    fun: Callable[P, Any], loss_scale: LossScale, *, has_aux: Literal[False] = False
+) -> Callable[P, tuple[jax.Array, Any]]: ...
+@overload
+def scaled_value_and_grad(
+    fun: Callable[P, tuple[Any, Aux]], loss_scale: LossScale, *, has_aux: Literal[True]
+) -> Callable[P, tuple[tuple[jax.Array, Aux], Any]]: ...
+@overload
+def scaled_value_and_grad(
+    fun: Callable[P, Any], loss_scale: LossScale, *, has_aux: bool
+) -> Callable[P, tuple[Any, Any]]: ...
 def scaled_value_and_grad(
     fun: Callable[..., Any], loss_scale: LossScale, *, has_aux: bool = False
 ) -> Callable[..., tuple[Any, Any]]:

@@ -7,7 +7,7 @@ state and the network's state move together or not at all.
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import haiku as hk
 import jax
@@ -16,6 +16,7 @@ import optax
 from jmp.adapters._atomic import TrainStep, take_step
 from jmp.adapters._module_policies import ModulePolicies
 from jmp.adapters._norms import FLOAT32_POLICY, is_norm_parameters, keeps_norms_float32
+from jmp.autocasting._autocast import Options
 from jmp.policy import Policy, get_policy
 from jmp.rules import PolicyRules, Rule
 from jmp.trees import PyTree, cast_floating, cast_leaf, cast_to_at_least_float32, path_string
@@ -25,7 +26,10 @@ N = TypeVar("N", hk.Transformed, hk.TransformedWithState)
 
 
 def with_policy(
-    network: N, policy: str | Policy, rules: Sequence[Rule] | None = None, **options: Any
+    network: N,
+    policy: str | Policy,
+    rules: Sequence[Rule] | None = None,
+    **options: Unpack[Options],
 ) -> N:
     """Returns `network` whose `apply` computes by `policy`; call it exactly as before.
 
@@ -144,6 +148,7 @@ def cast_params(params: T, policy: str | Policy, rules: Sequence[Rule] | None = 
         return FLOAT32_POLICY if keeps_norms and is_norm else None
 
     module_rules = PolicyRules(rules or (), policy, fallback=norms)
+    module_rules.refuse_float8("cast_params")
     cast: T = jax.tree_util.tree_map_with_path(
         lambda path, leaf: cast_leaf(leaf, module_rules.policy_for(path_string(path)).param_dtype),
         params,

@@ -11,16 +11,17 @@ move together or not at all. Importing this module also teaches `flax.serializat
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar, Unpack
 
 import flax.linen as nn
 import jax
-import numpy as np
+from jax.typing import DTypeLike
 
 from jmp.adapters import _flax_serialization
 from jmp.adapters._module_policies import ModulePolicies
 from jmp.adapters._norms import FLOAT32_POLICY, is_norm_parameters, keeps_norms_float32
 from jmp.adapters._train_state import TrainState
+from jmp.autocasting._autocast import Options
 from jmp.policy import Policy, get_policy
 from jmp.rules import PolicyRules, Rule
 from jmp.trees import PyTree, cast_floating, cast_leaf, cast_to_at_least_float32, path_string
@@ -28,18 +29,20 @@ from jmp.trees import PyTree, cast_floating, cast_leaf, cast_to_at_least_float32
 __all__ = ["TrainState", "cast_params", "wrap_apply"]
 
 T = TypeVar("T")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _flax_serialization.register()
 
 
 def wrap_apply(
-    apply_fn: Callable[..., Any],
+    apply_fn: Callable[P, R],
     policy: str | Policy,
     rules: Sequence[Rule] | None = None,
     *,
     keep_dtypes: bool = False,
-    **options: Any,
-) -> Callable[..., Any]:
+    **options: Unpack[Options],
+) -> Callable[P, R]:
     """Returns `apply_fn` computing by `policy`; call it exactly as before.
 
     Args:
@@ -142,6 +145,7 @@ def cast_params(variables: T, policy: str | Policy, rules: Sequence[Rule] | None
         policy,
         fallback=lambda path, _: FLOAT32_POLICY if path.rpartition("/")[0] in norms else None,
     )
+    path_rules.refuse_float8("cast_params")
     cast = {
         path: cast_leaf(leaf, path_rules.policy_for(path).param_dtype)
         for path, leaf in _parameters_with_path(variables)
@@ -191,7 +195,7 @@ def _widen(variables: PyTree) -> PyTree:
     return type(variables)({**variables, **wide})
 
 
-def _cast_statistics(variables: PyTree, dtype: np.dtype) -> PyTree:
+def _cast_statistics(variables: PyTree, dtype: DTypeLike) -> PyTree:
     if not _has_collection(variables, "batch_stats"):
         return variables
     return type(variables)(

@@ -12,7 +12,7 @@ move together or not at all.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar, Unpack, overload
 
 from flax import nnx
 
@@ -21,7 +21,7 @@ from jmp.adapters._atomic import keep_if_skipped, loss_scale_in
 from jmp.adapters._module_policies import ModulePolicies
 from jmp.adapters._nnx_modules import lift, mark_parameters, variables_with_path, view_of
 from jmp.adapters._norms import FLOAT32_POLICY, rules_for_modules
-from jmp.autocasting._autocast import given_policy
+from jmp.autocasting._autocast import AllOptions, Options, given_policy
 from jmp.loss_scaling import LossScale
 from jmp.loss_scaling._gradients import scaled_loss
 from jmp.policy import Policy, get_policy
@@ -29,15 +29,25 @@ from jmp.rules import Rule
 from jmp.trees import cast_leaf
 
 M = TypeVar("M", bound=nnx.Module)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
+@overload
 def autocast(
-    fun: Callable[..., Any] | None = None,
+    fun: Callable[P, R], policy: str | Policy, **options: Unpack[AllOptions]
+) -> Callable[P, R]: ...
+@overload
+def autocast(
+    *, policy: str | Policy, **options: Unpack[AllOptions]
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def autocast(
+    fun: Any = None,
     policy: str | Policy | None = None,
     *,
     rules: Sequence[Rule] = (),
     **options: Any,
-) -> Callable[..., Any]:
+) -> Any:
     """Returns `fun`, a function of nnx modules, computing in mixed precision; see `jmp.autocast`.
 
     Args:
@@ -84,7 +94,7 @@ def autocast(
 
 
 def with_policy(
-    model: M, policy: str | Policy, rules: Sequence[Rule] | None = None, **options: Any
+    model: M, policy: str | Policy, rules: Sequence[Rule] | None = None, **options: Unpack[Options]
 ) -> M:
     """Returns a view of `model` that computes by `policy` and shares its Variables.
 
@@ -143,6 +153,7 @@ def cast_params(model: M, policy: str | Policy, rules: Sequence[Rule] | None = N
     """
     policy = get_policy(policy)
     module_rules = rules_for_modules(policy, rules)
+    module_rules.refuse_float8("cast_params")
     copy = nnx.clone(model)
 
     def stored_as(

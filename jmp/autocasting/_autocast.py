@@ -3,19 +3,46 @@
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import jax
 
 from jmp.autocasting._program import Program, check_runs_when_called
-from jmp.autocasting._regions import AUTOCAST, FULL_PRECISION
+from jmp.autocasting._regions import AUTOCAST, FULL_PRECISION, check_rules
 from jmp.autocasting._settings import settings_for
+from jmp.dtypes import FLOAT32
 from jmp.policy import Policy, get_policy
 from jmp.rules import Rule
 
-F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
+class Options(TypedDict, total=False):
+    """The keyword arguments of `autocast` but for rules, which adapters read themselves."""
+
+    apply_to: Sequence[str]
+    low: Iterable[Any]
+    full: Iterable[Any]
+    follow: Iterable[Any]
+    recompute: str
+    inside_custom_vjp: bool
+
+
+class AllOptions(Options, total=False):
+    """The keyword arguments of `autocast`, and of the adapters' functions of that name."""
+
+    rules: Sequence[Rule]
+
+
+@overload
+def autocast(
+    fun: Callable[P, R], policy: str | Policy, **options: Unpack[AllOptions]
+) -> Callable[P, R]: ...
+@overload
+def autocast(
+    *, policy: str | Policy, **options: Unpack[AllOptions]
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def autocast(
     fun: Any = None,
     policy: str | Policy | None = None,
@@ -57,8 +84,8 @@ def autocast(
     Raises:
       TypeError: `fun` or `policy` are missing or of the wrong kind; `fun` is a generator or a
         coroutine function, or returns a generator or a coroutine (at the call).
-      ValueError: a compute dtype that cannot be; a primitive in two categories; `fun` changes one
-        of its arguments (at the call), because the change would be lost.
+      ValueError: a compute dtype that cannot be, in the policy or in a rule; a primitive in two
+        categories; `fun` changes one of its arguments (at the call): the change would be lost.
 
     Warns: `UnusedRuleWarning` for a rule that no scope matched; `NoHalfProductWarning`, once, where
       `fun` has products and every one stays float32, though not all by the caller's wish.
@@ -116,13 +143,13 @@ def make_program(
         raise TypeError(f"autocast got {fun!r}; expected a function, such as a loss.")
     check_runs_when_called(fun)
     settings = settings_for(get_policy(policy), **options)
+    rules = tuple(rules)
+    check_rules(rules, settings.compute_dtype if settings else FLOAT32)
     _check_names(fun, apply_to)
-    if settings is None:
-        return None
-    return Program(fun, settings, tuple(rules), tuple(apply_to))
+    return Program(fun, settings, rules, tuple(apply_to)) if settings else None
 
 
-def full_precision(fun: F) -> F:
+def full_precision(fun: Callable[P, R]) -> Callable[P, R]:
     """Returns `fun` with a mark: inside `autocast` its operations run in float32.
 
     The mark survives jit, grad, vmap, scan and nesting. Outside `autocast` nothing changes. This is
@@ -141,13 +168,13 @@ def full_precision(fun: F) -> F:
     return _in_scope(FULL_PRECISION, fun)
 
 
-def _in_scope(name: str, fun: F) -> F:
+def _in_scope(name: str, fun: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(fun)
-    def marked(*args: Any, **kwargs: Any) -> Any:
+    def marked(*args: P.args, **kwargs: P.kwargs) -> R:
         with jax.named_scope(name):
             return fun(*args, **kwargs)
 
-    return marked  # type: ignore[return-value]  # functools.wraps keeps the signature
+    return marked
 
 
 def _check_names(fun: Callable[..., Any], apply_to: Sequence[str]) -> None:

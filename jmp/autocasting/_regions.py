@@ -21,8 +21,8 @@ import numpy as np
 
 from jmp import _jax_compat
 from jmp.autocasting._settings import Settings
-from jmp.dtypes import is_half
-from jmp.policy import Policy, get_policy
+from jmp.dtypes import FLOAT32, is_half
+from jmp.policy import Policy, get_policy, refuse_float8
 from jmp.rules import PolicyRules, Rule
 
 FULL_PRECISION = "jmp.full_precision"
@@ -49,6 +49,31 @@ def policy_scope(policy: Policy) -> AbstractContextManager[None]:
     return jax.named_scope(f"{POLICY}{policy}")
 
 
+def check_rules(rules: Sequence[Rule], compute_dtype: np.dtype) -> None:
+    """Raises TypeError or ValueError for rules that `autocast` in `compute_dtype` cannot follow."""
+    PolicyRules(rules, "float32")  # checks that they are pairs, and reads the policies
+    for target, text in rules:
+        if not isinstance(target, str | re.Pattern):
+            raise TypeError(
+                f"autocast got a rule for {target!r}; its rules name scopes, not classes. "
+                "Expected a glob such as '*LayerNorm*' or a compiled regular expression."
+            )
+        _check_dtype(get_policy(text), compute_dtype, repr(target))
+
+
+def _check_dtype(policy: Policy, compute_dtype: np.dtype, where: str) -> None:
+    """Raises ValueError if a rule asks for what is neither the dtype around it nor float32."""
+    refuse_float8(policy, "autocast")
+    dtype = np.dtype(policy.compute_dtype)
+    if compute_dtype == FLOAT32 and is_half(dtype):
+        return  # autocast is switched off, and its rules with it
+    if dtype not in (compute_dtype, FLOAT32):
+        raise ValueError(
+            f"autocast computes in {compute_dtype}; a rule for the scope {where} asks for {dtype}. "
+            "Expected the same dtype or float32; wrap that part in an autocast of its own."
+        )
+
+
 class RegionRules:
     """`rules=` of one autocast, matched against name scopes; remembers what it found.
 
@@ -60,12 +85,6 @@ class RegionRules:
     """
 
     def __init__(self, rules: Sequence[Rule], compute_dtype: np.dtype) -> None:
-        for target, _ in rules:
-            if not isinstance(target, str | re.Pattern):
-                raise TypeError(
-                    f"autocast got a rule for {target!r}; its rules name scopes, not classes. "
-                    "Expected a glob such as '*LayerNorm*' or a compiled regular expression."
-                )
         self.rules = PolicyRules(rules, Policy(np.float32, compute_dtype, compute_dtype))
         self._half = compute_dtype
         self._found: dict[Any, Region] = {}
@@ -87,14 +106,9 @@ class RegionRules:
             policy = get_policy(named[-1].removeprefix(POLICY))
         else:
             policy = self.rules.policy_for("/".join(names), anywhere=True)
+        _check_dtype(policy, self._half, repr("/".join(names)))
         if policy.compute_dtype == self._half:
             return ORDINARY
-        if is_half(policy.compute_dtype):
-            raise ValueError(
-                f"autocast computes in {self._half}; a rule for the scope "
-                f"{'/'.join(names)!r} asks for {policy.compute_dtype}. Expected the same dtype or "
-                "float32; wrap that part in an autocast of its own."
-            )
         rounds = policy.output_dtype == self._half
         return Region(in_float32=True, output_dtype=self._half if rounds else None)
 

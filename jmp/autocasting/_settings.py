@@ -9,7 +9,7 @@ import numpy as np
 from jmp.autocasting import _registry
 from jmp.autocasting._registry import Category, Rule, primitive_name
 from jmp.dtypes import is_half
-from jmp.policy import Policy
+from jmp.policy import Policy, refuse_float8
 
 CHOICES = ("auto", "none", "all")  # of `recompute`
 
@@ -73,7 +73,8 @@ def settings_for(
             overrides[name] = category
     if recompute not in CHOICES:
         raise ValueError(f"autocast got recompute={recompute!r}; expected one of {CHOICES}.")
-    dtype = policy.compute_dtype
+    refuse_float8(policy, "autocast")
+    dtype = np.dtype(policy.compute_dtype)
     if dtype == np.float32:
         return None
     if not is_half(dtype):

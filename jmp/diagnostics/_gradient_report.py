@@ -96,7 +96,7 @@ def gradient_report(
     exponent_of(scale)  # refuses what is no power of two
     half = None
     if policy is not None:
-        compute_dtype = get_policy(policy).compute_dtype
+        compute_dtype = np.dtype(get_policy(policy).compute_dtype)
         half = compute_dtype if is_half(compute_dtype) else None
         loss_fn = autocast(loss_fn, policy, **options)
     elif options:

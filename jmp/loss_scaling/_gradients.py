@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,39 @@ import jax.numpy as jnp
 from jmp.dtypes import at_least_float32, is_castable
 from jmp.loss_scaling._base import LossScale
 
+P = ParamSpec("P")
+Aux = TypeVar("Aux")
 
+
+@overload
+def scaled_value_and_grad(
+    fun: Callable[P, Any],
+    loss_scale: LossScale,
+    argnums: int | Sequence[int] = 0,
+    has_aux: Literal[False] = False,
+) -> Callable[P, tuple[jax.Array, Any]]: ...
+@overload
+def scaled_value_and_grad(
+    fun: Callable[P, tuple[Any, Aux]],
+    loss_scale: LossScale,
+    argnums: int | Sequence[int] = 0,
+    *,
+    has_aux: Literal[True],
+) -> Callable[P, tuple[tuple[jax.Array, Aux], Any]]: ...
+@overload
+def scaled_value_and_grad(
+    fun: Callable[P, tuple[Any, Aux]],
+    loss_scale: LossScale,
+    argnums: int | Sequence[int],
+    has_aux: Literal[True],
+) -> Callable[P, tuple[tuple[jax.Array, Aux], Any]]: ...
+@overload
+def scaled_value_and_grad(
+    fun: Callable[P, Any],
+    loss_scale: LossScale,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+) -> Callable[P, tuple[Any, Any]]: ...
 def scaled_value_and_grad(
     fun: Callable[..., Any],
     loss_scale: LossScale,

@@ -1,10 +1,11 @@
 """`mixed_precision`: loss scaling and master parameters in one call, as a policy asks for them."""
 
+import jax.numpy as jnp
 import optax
 
 from jmp.dtypes import is_half
 from jmp.loss_scaling import LossScale, NoOpLossScale, torch_loss_scale
-from jmp.policy import Policy, get_policy
+from jmp.policy import Policy, get_policy, refuse_float8
 from jmp.transforms._agreement import AxisName
 from jmp.transforms._loss_scaling import with_loss_scale
 from jmp.transforms._master_params import with_master_params
@@ -30,6 +31,7 @@ def mixed_precision(
       axis_name: as in `with_loss_scale`.
 
     Returns: a transformation whose state is a `WithLossScaleState`.
+    Raises: ValueError for a policy with a float8, which neither masters nor scales cover yet.
 
     >>> import optax
     >>> tx = mixed_precision(optax.adam(1e-3), "mixed_float16")
@@ -37,8 +39,9 @@ def mixed_precision(
     65536.0
     """
     policy = get_policy(policy)
+    refuse_float8(policy, "mixed_precision")
     if loss_scale is None:
-        needs_scale = policy.compute_dtype.name == "float16"
+        needs_scale = policy.compute_dtype == jnp.float16
         loss_scale = torch_loss_scale() if needs_scale else NoOpLossScale()
     if is_half(policy.param_dtype):
         inner = with_master_params(inner)
