@@ -225,6 +225,31 @@ def test_a_skipped_step_moves_nothing_but_the_scale_and_all_steps_compile_once(a
     assert step._cache_size() == 1
 
 
+# In the rows of linen and Haiku a plain function calls the wrapped network, which no step can
+# see through. What linen's state is given is seen.
+MARKED = [adapter for adapter in ADAPTERS if adapter.name not in ("linen", "haiku")]
+
+
+@pytest.mark.parametrize("adapter", MARKED, ids=lambda adapter: adapter.name)
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "float32"])
+def test_an_optimizer_that_scales_nothing_is_refused_for_a_float16_model(adapter, policy):
+    state, step = adapter.trainer("mixed_float16", transforms.mixed_precision(ADAM, policy))
+    with pytest.raises(ValueError, match="computes in float16, but .* scales no loss"):
+        step(state, IMAGES)
+
+
+def test_a_train_state_refuses_an_optimizer_that_scales_nothing_for_a_float16_model():
+    def create(tx, policy="mixed_float16"):
+        apply_fn = jax.jit(adapters.linen.wrap_apply(lambda variables: variables["w"], policy))
+        adapters.linen.TrainState.create(apply_fn=apply_fn, params={"w": jnp.ones(1)}, tx=tx)
+
+    with pytest.raises(ValueError, match="computes in float16, but .* scales no loss"):
+        create(transforms.mixed_precision(ADAM, "mixed_bfloat16"))
+    create(transforms.mixed_precision(ADAM, "mixed_bfloat16"), "mixed_bfloat16")
+    create(transforms.mixed_precision(ADAM, "mixed_bfloat16", jmp.NoOpLossScale()))  # none wanted
+    create(ADAM)
+
+
 @every_adapter
 def test_training_follows_float32(adapter):
     ends = {}

@@ -16,6 +16,7 @@ FILES = sorted(path for path in PACKAGE.rglob("*.py"))
 LAYERS = {
     "_jax_compat": 0,
     "_lazy": 0,
+    "_marks": 0,
     "dtypes": 1,
     "trees": 2,
     "_calls": 3,

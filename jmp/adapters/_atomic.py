@@ -4,10 +4,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 import optax
 
+from jmp._marks import lowered_to
 from jmp.loss_scaling import LossScale, NoOpLossScale, scaled_value_and_grad
 from jmp.transforms._loss_scaling import WithLossScaleState, find_loss_scaling
+from jmp.transforms._mixed_precision import unscaled_policy
 from jmp.trees import PyTree, select_tree
 
 T = TypeVar("T")
@@ -17,6 +20,21 @@ def loss_scale_in(opt_state: optax.OptState) -> LossScale:
     """Returns the loss scale in force inside an optimizer's state; a no-op if there is none."""
     scaling = find_loss_scaling(opt_state)
     return NoOpLossScale() if scaling is None else scaling.loss_scale
+
+
+def check_is_scaled_for(tx: optax.GradientTransformation, *computing: object) -> None:
+    """Raises ValueError if functions or modules compute in float16, and `tx` was made for bfloat16.
+
+    It scales no loss then, and small gradients would be zero.
+    """
+    policy = unscaled_policy(tx)
+    if policy is not None and jnp.float16 in map(lowered_to, computing):
+        raise ValueError(
+            "The model computes in float16, but its optimizer was made by mixed_precision(..., "
+            f"'{policy}'), which scales no loss: small gradients would be flushed to zero. Give "
+            "both one policy; or say which scale, mixed_precision(..., "
+            "loss_scale=jmp.NoOpLossScale()) if there is to be none."
+        )
 
 
 def keep_if_skipped(
@@ -85,6 +103,7 @@ def take_step(
             f"train_step got a {type(tx).__name__} as tx; expected an optax transformation. The "
             "order is train_step(loss_fn, model, opt_state, tx, *args)."
         )
+    check_is_scaled_for(tx, loss_fn)
     # Taken apart before the loss is computed: Equinox's State may be used once.
     before = jax.tree.leaves(state)
     given = args if state is None else (state, *args)

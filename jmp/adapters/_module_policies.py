@@ -76,7 +76,7 @@ class ModulePolicies:
                 f"A policy and its rules ask for products in {names}; expected one half dtype a "
                 "model. Wrap the part that differs by itself: the inner policy holds there."
             )
-        self._lowered = next(iter(halves), self.policy.compute_dtype)
+        self.lowered = next(iter(halves), self.policy.compute_dtype)
         self._key = (self.policy, rules, tuple(self._options.items()), keep_dtypes)
 
     def __eq__(self, other: object) -> bool:
@@ -87,14 +87,14 @@ class ModulePolicies:
 
     def autocast(self, fun: Callable[P, R]) -> Callable[P, R]:
         """Returns `fun` under autocast, for code that runs inside `in_force`."""
-        policy = Policy(_FLOAT32, self._lowered, self._lowered)
+        policy = Policy(_FLOAT32, self.lowered, self.lowered)
         return autocast(fun, policy, **self._options)
 
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
         """Makes these the rules that hold, and not those of a wrapped model around this one."""
         # Float32 with a half part: what is not in that part.
-        whole = None if self.policy.compute_dtype == self._lowered else self.policy
+        whole = None if self.policy.compute_dtype == self.lowered else self.policy
         with _in_force(self), self.scope(whole):
             yield
 

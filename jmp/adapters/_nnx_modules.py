@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
+import numpy as np
 from flax import nnx
 
+from jmp._marks import LOWERED_TO, mark_lowered
 from jmp.adapters._module_policies import ModulePolicies, marked_class, plain_class, subclass
 from jmp.adapters._norms import FLOAT32_POLICY
 from jmp.dtypes import is_half
@@ -55,7 +57,7 @@ def lift(fun: Callable[P, R], modules: ModulePolicies) -> Callable[P, R]:
             _, result = nnx.from_tree(lowered(*args, **kwargs), is_inner=False, ctxtag=tag)
         return result
 
-    return wrapped
+    return mark_lowered(wrapped, modules.lowered)
 
 
 def _nodes(tree: PyTree) -> list[Any]:
@@ -165,7 +167,7 @@ def _view_class(module_type: type, modules: ModulePolicies, named: Policy | None
     base: Any = module_type
     if named is not None:
         base = marked_class(module_type, nnx.Module, modules, named)
-    body: dict[str, Any] = {_POLICIES: modules}
+    body: dict[str, Any] = {_POLICIES: modules, LOWERED_TO: np.dtype(modules.lowered)}
     if "__call__" in dir(module_type):
         body["__call__"] = _lowered_call(base, modules)
     return subclass(base, body)

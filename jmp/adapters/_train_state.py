@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from flax.training import train_state
 
-from jmp.adapters._atomic import keep_if_skipped, loss_scale_in
+from jmp.adapters._atomic import check_is_scaled_for, keep_if_skipped, loss_scale_in
 from jmp.loss_scaling import LossScale
 from jmp.transforms import reset_masters
 from jmp.trees import PyTree
@@ -48,12 +48,14 @@ class TrainState(train_state.TrainState):
 
         Raises: ValueError for an optimizer in an order that fails; see
           `transforms.check_optimizer_state`. What comes after loss scaling in a chain is taken:
-          `apply_gradients` undoes it on a skip.
+          `apply_gradients` undoes it on a skip. And for `mixed_precision` of a policy that needs
+          no loss scale, where `apply_fn` computes in float16.
         """
         state: TrainState = super().create(  # type: ignore[no-untyped-call]  # Flax gives no types
             apply_fn=apply_fn, params=params, tx=tx, **kwargs
         )
         loss_scale_in(state.opt_state)  # refuses orders
+        check_is_scaled_for(tx, apply_fn)
         return state.replace(step=jnp.zeros([], jnp.int32))
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

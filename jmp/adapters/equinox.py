@@ -198,7 +198,9 @@ def train_step(
     (dtype('float32'), 'Linear')
     """
     params, static = eqx.partition(model, eqx.is_inexact_array)
-    of_params = lambda params, *args: loss_fn(eqx.combine(params, static), *args)
+    of_params = functools.wraps(loss_fn)(
+        lambda params, *args: loss_fn(eqx.combine(params, static), *args)
+    )
     step = take_step(of_params, params, opt_state, tx, args, state, has_aux)
     return step._replace(model=eqx.combine(step.model, static))
 

@@ -17,6 +17,7 @@ import flax.linen as nn
 import jax
 from jax.typing import DTypeLike
 
+from jmp._marks import mark_lowered
 from jmp.adapters import _flax_serialization
 from jmp.adapters._module_policies import ModulePolicies
 from jmp.adapters._norms import FLOAT32_POLICY, is_norm_parameters, keeps_norms_float32
@@ -115,7 +116,7 @@ def wrap_apply(
         updated = _cast_statistics(updated, statistics.param_dtype)
         return modules.policy.cast_to_output(output), updated
 
-    return wrapped
+    return mark_lowered(wrapped, modules.lowered)
 
 
 def cast_params(variables: T, policy: str | Policy, rules: Sequence[Rule] | None = None) -> T:

@@ -17,7 +17,7 @@ from typing import Any, ParamSpec, TypeVar, Unpack, overload
 from flax import nnx
 
 from jmp import transforms
-from jmp.adapters._atomic import keep_if_skipped, loss_scale_in
+from jmp.adapters._atomic import check_is_scaled_for, keep_if_skipped, loss_scale_in
 from jmp.adapters._module_policies import ModulePolicies
 from jmp.adapters._nnx_modules import lift, mark_parameters, variables_with_path, view_of
 from jmp.adapters._norms import FLOAT32_POLICY, rules_for_modules
@@ -246,6 +246,7 @@ def train_step(
         )
     _check_kind("train_step", "model", model, nnx.Module)
     _check_kind("train_step", "optimizer", optimizer, nnx.Optimizer)
+    check_is_scaled_for(optimizer.tx, loss_fn, model)
     before, state_before = _moved_by_a_step(model, optimizer)
     differentiate = nnx.value_and_grad(
         scaled_loss(loss_fn, loss_scale(optimizer), has_aux),

@@ -7,6 +7,7 @@ from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import jax
 
+from jmp._marks import mark_lowered
 from jmp.autocasting._program import Program, check_runs_when_called
 from jmp.autocasting._regions import AUTOCAST, FULL_PRECISION, check_rules
 from jmp.autocasting._settings import settings_for
@@ -117,7 +118,7 @@ def autocast(
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         return program.call(args, kwargs)
 
-    return wrapped
+    return mark_lowered(wrapped, policy.compute_dtype)
 
 
 def given_policy(policy: str | Policy | None, fun: Any) -> Policy:

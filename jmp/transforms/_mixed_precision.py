@@ -10,6 +10,8 @@ from jmp.transforms._agreement import AxisName
 from jmp.transforms._loss_scaling import with_loss_scale
 from jmp.transforms._master_params import with_master_params
 
+_UNSCALED = "__jmp_made_without_a_scale_for__"
+
 
 def mixed_precision(
     inner: optax.GradientTransformation | optax.MultiSteps,
@@ -27,7 +29,8 @@ def mixed_precision(
       inner: any optax transformation, or a `MultiSteps` object.
       policy: a policy or its name.
       loss_scale: by default torch's dynamic scale if the policy computes in float16, and none for
-        bfloat16 and float32, whose range needs none.
+        bfloat16 and float32, whose range needs none. The adapters' steps refuse such a one for a
+        model that computes in float16; `jmp.NoOpLossScale()` says that none is wanted.
       axis_name: as in `with_loss_scale`.
 
     Returns: a transformation whose state is a `WithLossScaleState`.
@@ -40,9 +43,19 @@ def mixed_precision(
     """
     policy = get_policy(policy)
     refuse_float8(policy, "mixed_precision")
-    if loss_scale is None:
-        needs_scale = policy.compute_dtype == jnp.float16
-        loss_scale = torch_loss_scale() if needs_scale else NoOpLossScale()
+    needs_scale = policy.compute_dtype == jnp.float16
+    scale = loss_scale
+    if scale is None:
+        scale = torch_loss_scale() if needs_scale else NoOpLossScale()
     if is_half(policy.param_dtype):
         inner = with_master_params(inner)
-    return with_loss_scale(inner, loss_scale, axis_name=axis_name)
+    tx = with_loss_scale(inner, scale, axis_name=axis_name)
+    if loss_scale is None and not needs_scale:
+        setattr(tx.update, _UNSCALED, policy)
+    return tx
+
+
+def unscaled_policy(tx: optax.GradientTransformation) -> Policy | None:
+    """Returns the policy for which `mixed_precision` made `tx` without a scale, if it did."""
+    policy: Policy | None = getattr(tx.update, _UNSCALED, None)
+    return policy
