@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from jmp import transforms as transforms
 else:  # type checkers would take every misspelt name for an attribute
     __getattr__, __dir__ = _lazy.loaded_when_touched(
-        __name__, {"adapters": "", "diagnostics": "", "transforms": ""}
+        __name__, {"adapters": "", "diagnostics": "optax", "transforms": "optax"}
     )
 
 __version__ = "1.0.0.dev0"

@@ -1,9 +1,14 @@
 """Parts of a package that are loaded when they are touched, not when the package is (PEP 562)."""
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
+
+EXTRAS = frozenset(
+    {"flax", "equinox", "haiku"}
+)  # of jmp; each installs what is imported by its name
 
 
 def loaded_when_touched(
@@ -13,10 +18,11 @@ def loaded_when_touched(
 
     Args:
       package: its name, such as "jmp.adapters".
-      parts: its modules by name, each with the extra of jmp that installs what it needs, or "".
+      parts: its modules by name, each with the package beside jax that it needs, or "".
 
     The `__getattr__` raises ModuleNotFoundError, with the extra to install, where a part needs what
-    is not installed, and AttributeError for a name that is no part.
+    is not installed, and AttributeError for a name that is no part. The `__dir__` lists the parts
+    that can be loaded: `help` and completion touch all that is listed.
     """
 
     def load(name: str) -> ModuleType:
@@ -32,15 +38,20 @@ def loaded_when_touched(
             missing = (error.name or "").partition(".")[0]
             if missing in ("", "jmp"):  # not a matter of what is installed
                 raise
-            extra = parts[name]
-            way = f"jmp with its extra {extra!r}: pip install '.[{extra}]' in the clone of jmp"
+            way = f"it: pip install {missing}"
+            if missing in EXTRAS:
+                way = f"jmp with its extra {missing!r}: pip install '.[{missing}]' in its clone"
             raise ModuleNotFoundError(
-                f"{package}.{name} needs {missing}, which is not installed. Install "
-                f"{way if extra else f'it: pip install {missing}'}.",
+                f"{package}.{name} needs {missing}, which is not installed. Install {way}.",
                 name=error.name,
             ) from error
 
     def names() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *parts})
+        can_load = (name for name, needs in parts.items() if not needs or _is_installed(needs))
+        return sorted({*vars(sys.modules[package]), *can_load})
 
     return load, names
+
+
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None  # without importing it

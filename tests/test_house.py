@@ -142,7 +142,10 @@ for framework, part in {missing}:
         eval(part)
     except ModuleNotFoundError as error:
         print(error, end="|")
+    package, _, name = part.rpartition(".")
+    assert name not in dir(eval(package)), part  # help() touches all that is listed
     del sys.modules[framework]
+    assert name in dir(eval(package)), part
 sys.modules["equinox"] = None
 try:
     from jmp.adapters import equinox
@@ -150,7 +153,7 @@ except ModuleNotFoundError as error:
     print(error)
 """
     found = " ".join(run_python(code)).split("|")
-    way = "Install jmp with its extra '{0}': pip install '.[{0}]' in the clone of jmp."
+    way = "Install jmp with its extra '{0}': pip install '.[{0}]' in its clone."
     assert found == [
         "jmp.transforms needs optax, which is not installed. Install it: pip install optax.",
         *(
