@@ -42,7 +42,9 @@ def results_so_far(path: pathlib.Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text()) if path.exists() else {}
     except ValueError as error:
-        raise SystemExit(f"{path} is no JSON ({error}); delete it, or give another --output.")
+        raise SystemExit(
+            f"{path} is no JSON ({error}); delete it, or give another --output."
+        ) from error
 
 
 def write(path: pathlib.Path, results: dict[str, Any]) -> None:
