@@ -72,8 +72,9 @@ def _is_scaling(node: object) -> bool:
 
 
 def _with_scale(state: WithLossScaleState, new: LossScale) -> WithLossScaleState:
-    flag: Any = state.grads_finite
-    shapes = {jnp.shape(leaf) for leaf in jax.tree.leaves(new)}
+    flag: Any
+    (flag,), wrapping = jax.tree.flatten(state.grads_finite)  # nnx holds arrays in Variables
+    shapes = {leaf.shape for leaf in jax.tree.leaves(new)}
     if not shapes <= {(), flag.shape}:
         raise ValueError(
             f"replace_loss_scale got a scale of the shapes {sorted(shapes)}; expected scalars, or "
@@ -84,11 +85,11 @@ def _with_scale(state: WithLossScaleState, new: LossScale) -> WithLossScaleState
         if isinstance(flag, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(flag.shape, leaf.dtype, sharding=flag.sharding)
         copy = jnp.broadcast_to(jnp.array(leaf), flag.shape)
-        on_a_mesh = (
-            isinstance(flag, jax.Array)
-            and not isinstance(flag, jax.core.Tracer)
-            and len(flag.sharding.device_set) > 1
-        )
-        return jax.device_put(copy, flag.sharding) if on_a_mesh else copy
+        is_concrete = isinstance(flag, jax.Array) and not isinstance(flag, jax.core.Tracer)
+        if is_concrete and len(flag.sharding.device_set) > 1:
+            return jax.device_put(copy, flag.sharding)
+        return copy
 
-    return state._replace(loss_scale=jax.tree.map(placed, new))
+    return state._replace(
+        loss_scale=jax.tree.map(lambda leaf: jax.tree.unflatten(wrapping, [placed(leaf)]), new)
+    )
