@@ -169,6 +169,7 @@ moments = jax.tree.map(join, new.inner_state, opt_state.inner_state)
 opt_state = transforms.reset_masters(new._replace(inner_state=moments), masters)
 """,
         stored="float16",
+        remark="an update of one vector rounds otherwise",
     ),
     Migration(
         "flat masters to masters in a tree",
@@ -181,6 +182,7 @@ opt_state = tx.init(params)._replace(inner_state=moments)
 opt_state = transforms.reset_masters(opt_state, masters)
 """,
         stored="float16",
+        remark="an update of one vector rounds otherwise",
     ),
     Migration(
         "Flax's `DynamicScale` to a dynamic scale",
@@ -271,11 +273,12 @@ def migrated(row: Migration, restored: dict[str, Any]) -> dict[str, Any]:
     return names
 
 
-def compared(row: Migration, way: str) -> dict[str, bool]:
+def compared(row: Migration, way: str) -> dict[str, Any]:
     """Returns what is bit-equal between a training that went on and one that was migrated.
 
     `structure` says whether the new optimizer would have made such a state itself: a step that was
-    compiled for it takes the migrated one.
+    compiled for it takes the migrated one. `largest_difference` is that of the parameters after
+    the next steps, in units of the last place of what is expected.
     """
     fresh = make_params(row.stored)
     begun = row.old.init(fresh)
@@ -291,6 +294,7 @@ def compared(row: Migration, way: str) -> dict[str, bool]:
         "the next steps": (
             bits((truth(*after), moments(*after))) == bits((truth(*expected), moments(*expected)))
         ),
+        "largest_difference": largest_difference(truth(*after), truth(*expected)),
     }
 
 
@@ -305,6 +309,11 @@ def moments(params: Any, opt_state: Any) -> Any:
     is_adam = lambda node: isinstance(node, optax.ScaleByAdamState)
     (found,) = filter(is_adam, jax.tree.leaves(opt_state, is_leaf=is_adam))
     return [ravel_pytree(part)[0] for part in found]
+
+
+def largest_difference(got: Any, expected: Any) -> float:
+    a, b = (np.asarray(ravel_pytree(tree)[0], np.float64) for tree in (got, expected))
+    return float((np.abs(a - b) / np.spacing(np.abs(np.float32(b)))).max())
 
 
 def described(tree: Any) -> tuple[Any, list[Any]]:
@@ -326,17 +335,20 @@ def table(results: dict[str, Any]) -> str:
         "|---|---|---|---|",
     ]
     for recipe, rows in recipes.items():
-        cells = []
-        for way in WAYS:
-            found = [results[row.name][way] for row in rows]
-            whole = all(all(one.values()) for one in found)
-            failed = sorted({name for one in found for name, same in one.items() if not same})
-            cells.append("yes" if whole else f"but for {', '.join(failed)}")
+        cells = [_cell([results[row.name][way] for row in rows]) for way in WAYS]
         pairs = f" ({len(rows)} pairs)" if len(rows) > 1 else ""
         text.append(f"| {recipe}{pairs} | {cells[0]} | {cells[1]} | {rows[0].remark} |")
     for recipe, rows in recipes.items():
         text += ["", f"{recipe[0].upper()}{recipe[1:]}:", "", "```py", rows[0].lines + "```"]
     return "\n".join(text) + "\n"
+
+
+def _cell(found: list[dict[str, Any]]) -> str:
+    failed = sorted({name for one in found for name, value in one.items() if value is False})
+    if not failed:
+        return "yes"
+    difference = max(one["largest_difference"] for one in found)
+    return f"but for {', '.join(failed)}: {difference:g} ulp" if difference else f"not {failed}"
 
 
 def page_with(page: str, text: str) -> str:

@@ -97,10 +97,10 @@ def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
             left = min(KILLS_A_TRAINING, arguments.kills - len(kills))
             output = folder / f"training{number}"
             fell = [{"training": number} | kill for kill in bench.killed(output, left, chance)]
-            faults = bench.faults(output)
-            trainings.append({"example": bench.example.name, "kills": len(fell), "faults": faults})
+            found = faults(bench.example, output, bench.expected)
+            trainings.append({"example": bench.example.name, "kills": len(fell), "faults": found})
             kills += fell
-            console.print(f"{len(kills)} kills; {bench.example.name}: {faults or 'bit-equal'}")
+            console.print(f"{len(kills)} kills; {bench.example.name}: {found or 'bit-equal'}")
     left = collections.Counter(name for kill in kills for name in kill["left"])
     return {
         "passed": not any(training["faults"] for training in trainings),
@@ -122,10 +122,10 @@ class Bench:
         folder.mkdir()
         self.example, self._folder = example, folder
         self._data = write_data(example.name, folder / "data")
-        self._expected = folder / "uninterrupted"
+        self.expected = folder / "uninterrupted"
         finish(self._start(folder / "first", resume=False))  # compiles; the next ones read it
         started = time.perf_counter()
-        finish(self._start(self._expected, resume=False))
+        finish(self._start(self.expected, resume=False))
         self.seconds = time.perf_counter() - started
 
     def killed(
@@ -136,21 +136,13 @@ class Bench:
         for _ in range(kills):
             process = self._start(output, resume=record_of(self.example, output).exists())
             aim = chance.choice(["any", *AIMS])
-            kill = fall(process, aim, chance, self, output)
+            kill = fall(process, aim, chance, self.seconds, self.example, output)
             if kill is None:  # it had ended before the moment came
                 break
             fell.append(kill)
         if not (output / f"{self.example.name}.json").exists() or fell:
             finish(self._start(output, resume=record_of(self.example, output).exists()))
         return fell
-
-    def faults(self, output: pathlib.Path) -> list[str]:
-        """Returns in what the training in `output` differs from the one that was not stopped."""
-        return [
-            fault
-            for compare in (different_history, different_arrays, different_models)
-            for fault in compare(self.example, output, self._expected)
-        ]
 
     def _start(self, output: pathlib.Path, resume: bool) -> subprocess.Popen[bytes]:
         script = ROOT / "examples" / f"{self.example.name}.py"
@@ -182,23 +174,23 @@ def fall(
     process: subprocess.Popen[bytes],
     aim: str,
     chance: random.Random,
-    bench: Bench,
+    seconds: float,
+    example: Example,
     output: pathlib.Path,
 ) -> dict[str, Any] | None:
-    """Kills the process at the moment aimed at; None if it ended before."""
-    example, started = bench.example, time.perf_counter()
+    """Kills the process at the moment aimed at, or within `seconds`; None if it ended before."""
+    started = time.perf_counter()
     if aim == "any":
-        delay, times = chance.uniform(0, bench.seconds), 0
+        delay, times = chance.uniform(0, seconds), 0
     else:
         delay, times = chance.uniform(0, AIMS[aim]), chance.randint(1, 3)
-    before = None if times else set()
-    seen = 0
+    if aim in ("record", "report"):
+        times = 1  # they come once
+    before, seen = moments(example, output).get(aim), 0
     while seen < times and process.poll() is None:
         now = moments(example, output)[aim]
-        seen += before is not None and bool(now - before)
+        seen += bool(now - before)
         before = now
-        if aim in ("record", "report"):
-            seen *= times  # they come once
         time.sleep(0.0005)
     end = time.perf_counter() + delay
     while time.perf_counter() < end and process.poll() is None:
@@ -269,6 +261,15 @@ def write_data(name: str, folder: pathlib.Path) -> pathlib.Path:
 
     writers = {"gpt": test_gpt_example.write_text, "cifar10": test_cifar10.write_data}
     return writers[name](folder)
+
+
+def faults(example: Example, got: pathlib.Path, expected: pathlib.Path) -> list[str]:
+    """Returns in what one training differs from another that was not stopped."""
+    return [
+        fault
+        for compare in (different_history, different_arrays, different_models)
+        for fault in compare(example, got, expected)
+    ]
 
 
 def different_history(example: Example, got: pathlib.Path, expected: pathlib.Path) -> list[str]:
