@@ -70,7 +70,8 @@ def test_a_process_is_killed_at_its_moment_or_has_ended_before(tmp_path):
     assert kill["left"] == ["no record"] and kill["aim"] == "any"
     assert kills.fall(slow(0), "report", chance, 0.01, GPT, tmp_path) is None
     failed = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
-    with pytest.raises(RuntimeError, match="gpt failed by itself, status 3"):
+    kills.errors_of(tmp_path).write_text("one\nno training there\n")
+    with pytest.raises(RuntimeError, match="ended with status 3: no training there"):
         kills.fall(failed, "report", chance, 0.01, GPT, tmp_path)
 
 

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -96,11 +97,18 @@ def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
             number = len(trainings)
             left = min(KILLS_A_TRAINING, arguments.kills - len(kills))
             output = folder / f"training{number}"
-            fell = [{"training": number} | kill for kill in bench.killed(output, left, chance)]
-            found = faults(bench.example, output, bench.expected)
+            fell: list[dict[str, Any]] = []
+            try:
+                for kill in bench.killed(output, left, chance):
+                    fell.append({"training": number} | kill)
+                found = faults(bench.example, output, bench.expected)
+            except (RuntimeError, OSError) as error:  # it could not be resumed, or lacks a file
+                found = [str(error)]
             trainings.append({"example": bench.example.name, "kills": len(fell), "faults": found})
             kills += fell
             console.print(f"{len(kills)} kills; {bench.example.name}: {found or 'bit-equal'}")
+            if found:
+                break  # every other training might fail in the same way, and never be killed
     left = collections.Counter(name for kill in kills for name in kill["left"])
     return {
         "passed": not any(training["faults"] for training in trainings),
@@ -123,26 +131,27 @@ class Bench:
         self.example, self._folder = example, folder
         self._data = write_data(example.name, folder / "data")
         self.expected = folder / "uninterrupted"
-        finish(self._start(folder / "first", resume=False))  # compiles; the next ones read it
+        first = folder / "first"
+        finish(self._start(first, resume=False), first)  # compiles; the next ones read it
         started = time.perf_counter()
-        finish(self._start(self.expected, resume=False))
+        finish(self._start(self.expected, resume=False), self.expected)
         self.seconds = time.perf_counter() - started
 
     def killed(
         self, output: pathlib.Path, kills: int, chance: random.Random
-    ) -> list[dict[str, Any]]:
-        """Trains into `output`, kills it that often on the way, and returns what each kill left."""
-        fell = []
-        for _ in range(kills):
-            process = self._start(output, resume=record_of(self.example, output).exists())
+    ) -> Iterator[dict[str, Any]]:
+        """Trains into `output`, kills it that often on the way, and yields what each kill left."""
+        ended = False
+        while kills and not ended:
+            process = self._start(output, record_of(self.example, output).exists())
             aim = chance.choice(["any", *AIMS])
             kill = fall(process, aim, chance, self.seconds, self.example, output)
-            if kill is None:  # it had ended before the moment came
-                break
-            fell.append(kill)
-        if not (output / f"{self.example.name}.json").exists() or fell:
-            finish(self._start(output, resume=record_of(self.example, output).exists()))
-        return fell
+            ended = kill is None  # before the moment came
+            if kill is not None:
+                kills -= 1
+                yield kill
+        if not ended:
+            finish(self._start(output, record_of(self.example, output).exists()), output)
 
     def _start(self, output: pathlib.Path, resume: bool) -> subprocess.Popen[bytes]:
         script = ROOT / "examples" / f"{self.example.name}.py"
@@ -158,16 +167,25 @@ class Bench:
         return subprocess.Popen(
             [sys.executable, script, *self.example.options, *folders, *["--resume"] * resume],
             stdout=subprocess.DEVNULL,
-            stderr=(self._folder / "errors.txt").open("wb"),
+            stderr=errors_of(output).open("wb"),
             env=environment,
         )
 
 
-def finish(process: subprocess.Popen[bytes]) -> None:
+def finish(process: subprocess.Popen[bytes], output: pathlib.Path) -> None:
     """Waits for a training to end; raises RuntimeError if it fails."""
     if process.wait(LIMIT) != 0:
-        command = " ".join(map(str, process.args[1:]))
-        raise RuntimeError(f"the training ended with status {process.returncode}: {command}")
+        raise failure(process, output)
+
+
+def failure(process: subprocess.Popen[bytes], output: pathlib.Path) -> RuntimeError:
+    errors = errors_of(output)
+    said = errors.read_text().strip().splitlines()[-1:] if errors.exists() else []
+    return RuntimeError(f"a training ended with status {process.returncode}: {' '.join(said)}")
+
+
+def errors_of(output: pathlib.Path) -> pathlib.Path:
+    return output.with_suffix(".errors.txt")
 
 
 def fall(
@@ -198,7 +216,7 @@ def fall(
     process.send_signal(signal.SIGKILL)
     if process.wait() != -signal.SIGKILL:
         if process.returncode != 0:
-            raise RuntimeError(f"{example.name} failed by itself, status {process.returncode}")
+            raise failure(process, output)
         return None
     return {
         "aim": aim,
