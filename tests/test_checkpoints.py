@@ -165,6 +165,8 @@ def test_many_scales_are_restored_and_as_many_are_expected():
     saved["loss_scale"] = np.float32([2.0, np.nan])
     with pytest.raises(ValueError, match="cannot go on"):
         restored(scales, saved)
+    with pytest.raises(ValueError, match="cannot go on"):
+        restored(DYNAMIC, {"loss_scale": float("nan"), "counter": 0})
 
 
 @pytest.mark.parametrize("placeholder", ["x", jax.ShapeDtypeStruct((), jnp.float32)])

@@ -9,6 +9,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import numpy as np
 from flax import serialization
 
 from jmp.loss_scaling import (
@@ -35,6 +36,7 @@ def _from_state_dict(node: PyTree, state: dict[str, Any]) -> PyTree:
             f"A checkpoint holds {held} for a {type(node).__name__}; expected {sorted(expected)}. "
             f"Restore into the class that was saved, and {_afterwards(node)}"
         )
+    state = {n: np.asarray(v) if isinstance(v, (int, float)) else v for n, v in state.items()}
     restored = jax.tree.unflatten(jax.tree.structure(node), [state[name] for name in expected])
     # Elsewhere leaves may be anything, such as shardings.
     if all(map(is_array, state.values())):
