@@ -55,7 +55,7 @@ public-models: .venv-published/installed  ## Try autocast on models that others 
 	.venv-published/bin/python -m benchmarks.public_models
 
 soak: .venv-test/installed  ## Kill and resume trainings, and whatever else takes long; a quarter of an hour.
-	.venv-test/bin/python -m benchmarks.soak
+	JAX_PLATFORMS=cpu .venv-test/bin/python -m benchmarks.soak
 
 .venv-published/installed: pyproject.toml Makefile
 	$(PYTHON) -m venv .venv-published

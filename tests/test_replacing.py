@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
@@ -110,6 +111,16 @@ def test_an_abstract_state_gets_an_abstract_scale_that_lies_where_its_flags_lie(
     concrete = jax.device_put(tx.init(PARAMS), everywhere)
     replaced = transforms.replace_loss_scale(concrete, SCALES["dynamic"])
     assert all(leaf.sharding == everywhere for leaf in jax.tree.leaves(replaced))
+
+
+def test_an_abstract_state_with_the_old_scale_is_what_orbax_restores_into(tmp_path):
+    saved = skipped(scaling(SCALES["hysteresis"]))
+    like = jax.eval_shape(scaling(SCALES["static"]).init, PARAMS)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", saved)
+        checkpointer.wait_until_finished()
+        like = transforms.replace_loss_scale(like, jmp.HysteresisLossScale(2.0, hysteresis=3))
+        assert_equal(checkpointer.restore(tmp_path / "state", like), saved)
 
 
 def test_every_member_of_a_vmapped_state_gets_the_scale_or_one_of_its_own():
