@@ -24,7 +24,7 @@ PUBLISHED := 'transformers==4.57.*' 'diffusers==0.35.*' 'keras==3.15.*' jraph==0
 	'e3nn-jax==0.21.*' 'dm-haiku==0.0.17' 'diffrax==0.7.*' 'equinox==0.13.*' 'numpyro==0.22.*' \
 	'flowjax==19.1.*'
 
-.PHONY: help train test test-matrix bench public-models lint types clean
+.PHONY: help train test test-matrix bench public-models soak lint types clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/:/'
@@ -53,6 +53,9 @@ bench: .venv-test/installed benchmarks/peers/installed  ## Count and time everyt
 
 public-models: .venv-published/installed  ## Try autocast on models that others published; an hour.
 	.venv-published/bin/python -m benchmarks.public_models
+
+soak: .venv-test/installed  ## Kill and resume trainings, and whatever else takes long; a quarter of an hour.
+	JAX_PLATFORMS=cpu .venv-test/bin/python -m benchmarks.soak
 
 .venv-published/installed: pyproject.toml Makefile
 	$(PYTHON) -m venv .venv-published

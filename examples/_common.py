@@ -1,11 +1,15 @@
-"""What the examples share: positive options, the line that names the device, valid JSON."""
+"""What the examples share: options, folders and files, the line that names the device."""
 
 import argparse
+import contextlib
 import json
 import math
+import os
 import pathlib
-from collections.abc import Callable
-from typing import Any
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
 
 import jax
 from rich.console import Console
@@ -33,12 +37,51 @@ def device_line() -> str:
     return f"Training on {device.device_kind} ({device.platform}), JAX {jax.__version__}"
 
 
-def begin(arguments: argparse.Namespace) -> Console:
-    """Makes the output folder, and says which device and which JAX the figures belong to."""
+def stop(message: str) -> NoReturn:
+    """Ends the program as argparse does for an option that makes no sense."""
+    print(f"{pathlib.Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def prepare_folder(folder: pathlib.Path, option: str) -> None:
+    """Makes `folder` and tries to write into it: better now than after hours of training."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"to see whether there is room")
+    except OSError as error:
+        stop(
+            f"{option} {folder} cannot be written into ({error.strerror}); expected a folder, or "
+            f"a name under which one can be made. Give another {option}; nothing was done yet."
+        )
+
+
+def begin(arguments: argparse.Namespace, *more_folders: str) -> Console:
+    """Makes the folders to write into, and says what device and what JAX the figures belong to."""
+    for name in ("output_dir", *more_folders):
+        prepare_folder(getattr(arguments, name), "--" + name.replace("_", "-"))
     console = Console()
     console.print(device_line())
-    arguments.output_dir.mkdir(parents=True, exist_ok=True)
     return console
+
+
+@contextlib.contextmanager
+def written_whole(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yields the name of a file to write; once it is whole, it takes the place of `path`.
+
+    Who is killed or fails while writing leaves what was there before, and beside it a file
+    `name.tmp.suffix`, which the next one overwrites.
+    """
+    temporary = path.with_stem(f"{path.stem}.tmp")
+    yield temporary
+    with temporary.open("rb") as file:
+        os.fsync(file.fileno())  # else a power cut could leave the new name on an empty file
+    os.replace(temporary, path)
+
+
+def save_figure(figure: Any, path: pathlib.Path) -> None:
+    with written_whole(path) as file:
+        figure.savefig(file, dpi=160)
 
 
 def write_report(path: pathlib.Path, options: argparse.Namespace, **results: Any) -> None:
@@ -49,7 +92,8 @@ def write_report(path: pathlib.Path, options: argparse.Namespace, **results: Any
         "options": {k: v for k, v in vars(options).items() if k != "output_dir"},
         **jax.tree.map(_finite_or_none, results),
     }
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    with written_whole(path) as file:
+        file.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def _finite_or_none(value: Any) -> Any:

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import optax
-from _common import COLORS, begin, positive, write_report
+from _common import COLORS, begin, positive, save_figure, write_report
 from rich.progress import Progress
 from rich.table import Table
 
@@ -172,7 +172,7 @@ def plot(results: dict[str, Any], lost: float, path: pathlib.Path) -> None:
     axes.set_title(f"{100 * lost:.0f} % of the gradients are zero without scaling", fontsize=10)
     axes.legend(fontsize=8)
     axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=160)
+    save_figure(figure, path)
 
 
 def main() -> None:

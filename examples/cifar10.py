@@ -26,7 +26,7 @@ import numpy as np
 import optax
 from _checkpoints import Checkpoints, check_checkpoints
 from _cifar10_files import FOLDER, load_data
-from _common import COLORS, begin, positive, write_report
+from _common import COLORS, begin, positive, save_figure, write_report, written_whole
 from flax import serialization
 from rich import box
 from rich.console import Console
@@ -254,7 +254,8 @@ def run(precision: str, batch_size: int, setup: Setup, progress: Progress) -> di
     # What one hands on: the model alone, in the dtypes it is used in, and tested as it was stored.
     exported = linen.cast_params(variables_of(state), export_policy)
     model_file = folder / "model.msgpack"
-    model_file.write_bytes(serialization.to_bytes(jax.device_get(exported)))
+    with written_whole(model_file) as file:
+        file.write_bytes(serialization.to_bytes(jax.device_get(exported)))
     stored = serialization.from_bytes(exported, model_file.read_bytes())
     checkpoint = [path for path in (folder / "training").rglob("*") if path.is_file()]
     warm = np.delete(history["seconds"], history["compiled_in"])
@@ -321,7 +322,7 @@ def plot(runs: list[dict[str, Any]], path: pathlib.Path) -> None:
     bottom.legend(fontsize=8, handlelength=4)
     top.grid(alpha=0.3)
     bottom.grid(alpha=0.3)
-    figure.savefig(path, dpi=160)
+    save_figure(figure, path)
 
 
 def main() -> None:
@@ -339,8 +340,7 @@ def main() -> None:
     except ValueError as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
 
-    console = begin(arguments)
-    arguments.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+    console = begin(arguments, "checkpoint_dir")
     auto, devices = (jax.sharding.AxisType.Auto,), jax.devices()[: arguments.devices]
     mesh = jax.make_mesh((len(devices),), ("data",), axis_types=auto, devices=devices)
     everywhere, divided = (jax.NamedSharding(mesh, spec) for spec in (jax.P(), jax.P("data")))

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import optax
-from _common import COLORS, begin, positive, write_report
+from _common import COLORS, begin, positive, save_figure, write_report
 from flax import serialization
 from rich import box
 from rich.console import Console
@@ -300,7 +300,7 @@ def plot(results: dict[str, Any], path: pathlib.Path) -> None:
     bottom.legend(fontsize=8)
     for axes in (top, bottom):
         axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=160)
+    save_figure(figure, path)
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import optax
-from _common import COLORS, begin, positive, write_report
+from _common import COLORS, begin, positive, save_figure, write_report
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
@@ -123,7 +123,7 @@ def plot(history: list[Any], cured: int, path: pathlib.Path) -> None:
         axes.axvline(cured, color=COLORS[4], linestyle="--", label="the cure")
         axes.grid(alpha=0.3)
     top.legend(fontsize=8)
-    figure.savefig(path, dpi=160)
+    save_figure(figure, path)
 
 
 def main() -> None:

@@ -30,7 +30,7 @@ import matplotlib
 import numpy as np
 import optax
 from _checkpoints import Checkpoints, check_checkpoints
-from _common import COLORS, begin, positive, write_report
+from _common import COLORS, begin, positive, save_figure, write_report
 from _text import load_text
 from flax import nnx
 from rich.console import Console
@@ -346,7 +346,7 @@ def plot(arguments: argparse.Namespace, history: dict[str, Any], path: pathlib.P
     bottom.set(xlabel="step", ylabel="loss scale")
     for axes in (top, bottom):
         axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=160)
+    save_figure(figure, path)
 
 
 def main() -> None:
@@ -364,8 +364,7 @@ def main() -> None:
     except (ValueError, OSError, NotImplementedError) as error:  # the last: an absolute pattern
         parser.exit(2, f"{parser.prog}: error: {error}\n")
 
-    console = begin(arguments)
-    arguments.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+    console = begin(arguments, "checkpoint_dir")
     programs = make_programs(arguments)
     state, history = run(arguments, Setup(programs, jax.device_put(texts), record, console))
     if len(history["loss"]) < arguments.steps:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import matplotlib
 import numpy as np
-from _common import begin, positive, write_report
+from _common import begin, positive, save_figure, write_report
 from char_lm import CharLM, batches, load_text, loss_fn
 
 from jmp import diagnostics
@@ -48,7 +48,7 @@ def plot(reports: dict[str, diagnostics.RangeReport], path: pathlib.Path) -> Non
         report.plot(axes, roles=["gradient", "activation gradient"], dtype="float16")
         axes.set_title(name, loc="left", fontsize=9, pad=16)
         axes.label_outer()
-    figure.savefig(path, dpi=160)
+    save_figure(figure, path)
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import optax
-from _common import COLORS, begin, positive, write_report
+from _common import COLORS, begin, positive, save_figure, write_report, written_whole
 from rich import box
 from rich.table import Table
 from sklearn.datasets import load_digits
@@ -79,7 +79,7 @@ def train(arguments: argparse.Namespace, path: pathlib.Path) -> list[dict[str, f
 
     lines = []
     enough = int(np.log2(arguments.loss_scale)) + 20  # halvings down to 1, and some
-    with path.open("w", newline="") as file:
+    with written_whole(path) as temporary, temporary.open("w", newline="") as file:
         writer = csv.DictWriter(file, FIELDS)
         writer.writeheader()
         for step in range(1, arguments.steps + 1):
@@ -114,7 +114,7 @@ def plot(lines: list[dict[str, float]], path: pathlib.Path) -> None:
     top.legend(fontsize=8)
     bottom.set_yscale("log", base=2)
     bottom.set(xlabel="step", ylabel="loss scale after the step")
-    figure.savefig(path, dpi=160)
+    save_figure(figure, path)
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import matplotlib
 import optax
-from _common import device_line, positive, write_report
+from _common import device_line, positive, prepare_folder, save_figure, write_report
 from rich.console import Console
 
 from jmp import diagnostics
@@ -135,6 +135,7 @@ def layer_factor(report: Any, arguments: argparse.Namespace) -> dict[str, float]
 
 def main() -> None:
     arguments = parse_arguments()
+    prepare_folder(arguments.output_dir, "--output-dir")
     console = Console()
     console.print(device_line().replace("Training", "XLA compiles"))
     reports = {name: count(policy, ckpt, arguments) for name, policy, ckpt in RUNS}
@@ -146,9 +147,8 @@ def main() -> None:
         console.print(f"  {name}: {', '.join(f'{v:.1f} {k}' for k, v in factor.items())}")
     console.print(f"  by Korthikanti et al.'s formula, float16 and dropout: {formula:.1f}")
 
-    arguments.output_dir.mkdir(parents=True, exist_ok=True)
     axes = diagnostics.plot_memory(reports)
-    axes.figure.savefig(arguments.output_dir / "memory.png", dpi=160)
+    save_figure(axes.figure, arguments.output_dir / "memory.png")
     data = {name: report.to_dict() for name, report in reports.items()}
     for report in (*data.values(), *(report["without_checkpoint"] for report in data.values())):
         report and report.pop("residuals")  # hundreds of rows

@@ -124,6 +124,10 @@ def test_missing_and_unknown_keys_are_named():
     [
         ("scale", 0.0, "expected a positive finite number"),
         ("scale", float("inf"), "expected a positive finite number"),
+        ("scale", float("nan"), "got scale=nan; expected a positive finite number"),
+        ("scale", -8.0, "got scale=-8.0; expected a positive finite number"),
+        ("_growth_tracker", -1, "got _growth_tracker=-1; expected a count of steps from 0"),
+        ("_growth_tracker", float("nan"), "got _growth_tracker=nan; expected a count"),
         ("growth_factor", 1.0, "expected a finite number above 1"),
         ("backoff_factor", 1.0, "expected a number between 0 and 1"),
         ("growth_interval", 0, "expected a number of steps of at least 1"),
@@ -132,3 +136,16 @@ def test_missing_and_unknown_keys_are_named():
 def test_a_broken_state_is_refused(key, value, sentence):
     with pytest.raises(ValueError, match=sentence):
         jmp.from_torch_state_dict({**FRESH_GRAD_SCALER, key: value})
+
+
+@pytest.mark.parametrize("key", ["scale", "_growth_tracker"])
+def test_a_value_that_is_no_number_is_named(key):
+    with pytest.raises(TypeError, match=f"got {key}=None; expected a number"):
+        jmp.from_torch_state_dict({**FRESH_GRAD_SCALER, key: None})
+
+
+def test_a_scale_beyond_the_bounds_of_like_is_brought_back_to_them():
+    for scale, expected in ((2.0**30, 2.0**24), (2.0**-130, 2.0**-126)):
+        state = {**FRESH_GRAD_SCALER, "scale": scale}
+        restored = jmp.from_torch_state_dict(state, like=jmp.apex_loss_scale())
+        assert float(restored.loss_scale) == expected

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from flax.training import train_state
 
+from jmp.adapters import _flax_serialization
 from jmp.adapters._atomic import check_is_scaled_for, keep_if_skipped, loss_scale_in
 from jmp.loss_scaling import LossScale
 from jmp.transforms import reset_masters
@@ -60,8 +61,9 @@ class TrainState(train_state.TrainState):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call]  # likewise
-        # Flax has given every subclass one of its own.
+        # Flax has given every subclass one of its own, and a way to restore it.
         cls.replace = _replace_with_masters  # type: ignore[assignment, method-assign]
+        _flax_serialization.register_train_state(cls)
 
     @property
     def loss_scale(self) -> LossScale:
@@ -97,3 +99,4 @@ def _replace_with_masters(self: TrainState, **updates: Any) -> TrainState:
 
 
 TrainState.replace = _replace_with_masters  # type: ignore[assignment, method-assign]
+_flax_serialization.register_train_state(TrainState)

@@ -1,6 +1,7 @@
 """Loss scales as plain dictionaries in the layout of torch's `GradScaler.state_dict()`."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 from jmp.loss_scaling._base import LossScale
@@ -49,9 +50,12 @@ def from_torch_state_dict(
       like: a scale whose class, floor, ceiling and hysteresis the result takes; by default a
         `DynamicLossScale` without floor, as torch's.
 
+    Returns: the scale, brought between the floor and the ceiling of `like`.
+
     Raises:
-      ValueError: keys are missing or unknown.
-      TypeError: `like` is a static scale, which holds no such state.
+      ValueError: keys are missing or unknown, or a value is none that a scaler can go on with, such
+        as a scale that is NaN or not positive, or a negative count.
+      TypeError: `like` is a static scale, which holds no such state; or a value is no number.
 
     >>> from_torch_state_dict(to_torch_state_dict(DynamicLossScale(1024.0))).period
     2000
@@ -70,6 +74,8 @@ def from_torch_state_dict(
         )
     if not isinstance(like, DynamicLossScale):
         like = DynamicLossScale(min_loss_scale=0.0)
+    for key in ("scale", "_growth_tracker"):
+        _check_value(key, state[key])
     return dataclasses.replace(
         like,
         loss_scale=float(state["scale"]),
@@ -78,3 +84,20 @@ def from_torch_state_dict(
         growth_factor=state["growth_factor"],
         backoff_factor=state["backoff_factor"],
     )
+
+
+def _check_value(key: str, value: object) -> None:
+    """Raises for a value that changes from step to step and that no scaler can go on with."""
+    try:
+        number = float(value)  # type: ignore[arg-type]  # what does not become one raises
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"from_torch_state_dict got {key}={value!r}; expected a number, as state_dict() has."
+        ) from error
+    positive = key == "scale"
+    if not math.isfinite(number) or number < 0 or (positive and number == 0):
+        raise ValueError(
+            f"from_torch_state_dict got {key}={value!r}; expected "
+            f"{'a positive finite number' if positive else 'a count of steps from 0'}. Take the "
+            "state of an earlier checkpoint, or put a number there."
+        )

@@ -2,8 +2,8 @@
 
 `with_loss_scale` takes scaled gradients, unscales and checks them, and skips bad steps.
 `with_master_params` keeps float32 masters of half parameters. `mixed_precision` combines them by
-policy. `loss_scale_state` and `masters` read an optimizer's state, `reset_masters` takes masters
-from parameters that were loaded.
+policy. `loss_scale_state` and `masters` read an optimizer's state; `replace_loss_scale` gives it
+another scale, and `reset_masters` takes masters from parameters that were loaded.
 """
 
 import optax
@@ -22,6 +22,7 @@ from jmp.transforms._master_params import (
     with_master_params,
 )
 from jmp.transforms._mixed_precision import mixed_precision
+from jmp.transforms._replacing import replace_loss_scale
 from jmp.transforms._states import check_masters
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "loss_scale_state",
     "masters",
     "mixed_precision",
+    "replace_loss_scale",
     "reset_masters",
     "with_loss_scale",
     "with_master_params",

@@ -1,0 +1,367 @@
+"""Takes checkpoints of one kind of training into another, and writes down what came out bit-equal.
+
+    python -m benchmarks.migrations    # a minute
+
+The lines of each migration are run as they stand in `docs/checkpoints.md`, on a training that was
+saved and restored, once by `flax.serialization` and once by Orbax. Results go to
+`results/migrations.json`, and the table and the lines in that page are written anew.
+"""
+
+import dataclasses
+import json
+import pathlib
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from flax import serialization
+from flax.training import dynamic_scale, train_state
+from jax.flatten_util import ravel_pytree
+
+import jmp
+from benchmarks.processes import ROOT
+from jmp import transforms
+from jmp.adapters import linen
+
+RESULTS = ROOT / "results" / "migrations.json"
+PAGE = ROOT / "docs" / "checkpoints.md"
+BEGIN, END = "<!-- written by benchmarks/migrations.py -->\n", "<!-- end -->\n"
+
+inner = optax.adam(1e-2)
+SCALES = {
+    "dynamic": jmp.DynamicLossScale(2.0**10, period=4),
+    "static": jmp.StaticLossScale(256),
+    "no-op": jmp.NoOpLossScale(),
+    "hysteresis": jmp.HysteresisLossScale(2.0**9, period=6, hysteresis=3),
+}
+LIKE_FLAX = jmp.DynamicLossScale(
+    2.0**16,
+    period=5,
+    growth_factor=2.0,
+    backoff_factor=0.5,
+    min_loss_scale=float(jnp.finfo("float32").tiny),
+)
+DYNAMIC = transforms.with_loss_scale(inner, SCALES["dynamic"])
+MASTERS = transforms.with_master_params(inner)
+FLAT = transforms.with_master_params(inner, flat_master=True)
+BOTH = transforms.with_loss_scale(MASTERS, SCALES["dynamic"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Migration:
+    """A way from one kind of training to another.
+
+    Attributes:
+      old, new: the optimizers.
+      lines: what to run, once for all migrations of the same `recipe`. They find what was restored
+        as `params` and `opt_state` (or as `state`), and the new optimizer as `tx`; they leave
+        the new `params` and `opt_state` (or `state`).
+      stored: how the old training stores its parameters.
+      remark: what changes beside what is measured.
+      pack: makes of parameters and optimizer state what is saved.
+      more: other names that the lines use.
+    """
+
+    name: str
+    old: optax.GradientTransformation
+    new: optax.GradientTransformation
+    lines: str
+    recipe: str = ""
+    stored: str = "float32"
+    remark: str = ""
+    pack: Callable[[Any, Any], dict[str, Any]] = lambda p, o: {"params": p, "opt_state": o}
+    more: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def with_dynamic_scale(params: Any, opt_state: Any) -> dict[str, Any]:
+    theirs = dynamic_scale.DynamicScale(growth_interval=4, fin_steps=jnp.int32(3), scale=1024.0)
+    return {"params": params, "opt_state": opt_state, "dynamic_scale": theirs}
+
+
+def in_state(cls: type, tx: optax.GradientTransformation) -> Callable[[Any, Any], dict[str, Any]]:
+    def pack(params: Any, opt_state: Any) -> dict[str, Any]:
+        state = cls.create(apply_fn=None, params=params, tx=tx)
+        return {"state": state.replace(step=jnp.int32(3), opt_state=opt_state)}
+
+    return pack
+
+
+COUNTS_GO = "the counts of skipped steps go"
+MIGRATIONS = (
+    Migration(
+        "float32 to a dynamic scale",
+        inner,
+        DYNAMIC,
+        "opt_state = tx.init(params)._replace(inner_state=opt_state)\n",
+    ),
+    Migration(
+        "a dynamic scale to float32",
+        DYNAMIC,
+        inner,
+        "opt_state = opt_state.inner_state\n",
+        remark=COUNTS_GO,
+    ),
+    Migration(
+        "float32 to O2: half parameters, masters",
+        inner,
+        MASTERS,
+        """full, params = params, linen.cast_params(params, "O2")
+opt_state = tx.init(params)._replace(inner_state=opt_state)
+opt_state = transforms.reset_masters(opt_state, full)
+""",
+    ),
+    Migration(
+        "float32 to O2: half parameters, masters, a dynamic scale",
+        inner,
+        BOTH,
+        """full, params = params, linen.cast_params(params, "O2")
+new = tx.init(params)
+with_masters = new.inner_state._replace(inner_state=opt_state)
+opt_state = new._replace(inner_state=with_masters)
+opt_state = transforms.reset_masters(opt_state, full)
+""",
+    ),
+    Migration(
+        "masters to float32",
+        MASTERS,
+        inner,
+        """params = transforms.masters(opt_state, params)
+opt_state = opt_state.inner_state
+""",
+        stored="O2",
+    ),
+    Migration(
+        "masters and a dynamic scale to float32",
+        BOTH,
+        inner,
+        """params = transforms.masters(opt_state, params)
+opt_state = opt_state.inner_state.inner_state
+""",
+        stored="O2",
+        remark=COUNTS_GO,
+    ),
+    *(
+        Migration(
+            f"{old} scale to {new}",
+            transforms.with_loss_scale(inner, SCALES[old]),
+            transforms.with_loss_scale(inner, SCALES[new]),
+            "opt_state = transforms.replace_loss_scale(opt_state, new_scale)\n",
+            recipe="a scale of one class to another: dynamic, static, no-op, hysteresis",
+            more={"new_scale": SCALES[new]},
+        )
+        for old in SCALES
+        for new in SCALES
+        if old != new
+    ),
+    Migration(
+        "masters in a tree to flat masters",
+        MASTERS,
+        FLAT,
+        """masters = transforms.masters(opt_state, params)
+new = tx.init(params)
+join = lambda vector, old: ravel_pytree(old)[0].reshape(vector.shape)
+moments = jax.tree.map(join, new.inner_state, opt_state.inner_state)
+opt_state = transforms.reset_masters(new._replace(inner_state=moments), masters)
+""",
+        stored="float16",
+        remark="an update of one vector rounds otherwise",
+    ),
+    Migration(
+        "flat masters to masters in a tree",
+        FLAT,
+        MASTERS,
+        """masters = transforms.masters(opt_state, params)
+_, cut = ravel_pytree(masters)
+moments = jax.tree.map(lambda old: cut(old) if old.ndim else old, opt_state.inner_state)
+opt_state = tx.init(params)._replace(inner_state=moments)
+opt_state = transforms.reset_masters(opt_state, masters)
+""",
+        stored="float16",
+        remark="an update of one vector rounds otherwise",
+    ),
+    Migration(
+        "Flax's `DynamicScale` to a dynamic scale",
+        inner,
+        transforms.with_loss_scale(inner, LIKE_FLAX),
+        """new_scale = jmp.DynamicLossScale(
+    dynamic_scale.scale,
+    dynamic_scale.fin_steps,
+    period=dynamic_scale.growth_interval + 1,  # theirs grows one step after its interval
+    growth_factor=dynamic_scale.growth_factor,
+    backoff_factor=dynamic_scale.backoff_factor,
+    min_loss_scale=dynamic_scale.minimum_scale or 0.0,
+)
+opt_state = tx.init(params)._replace(inner_state=opt_state, loss_scale=new_scale)
+""",
+        pack=with_dynamic_scale,
+    ),
+    Migration(
+        "Flax's `TrainState` to ours",
+        inner,
+        DYNAMIC,
+        """new = linen.TrainState.create(apply_fn=state.apply_fn, params=state.params, tx=tx)
+opt_state = new.opt_state._replace(inner_state=state.opt_state)
+state = new.replace(opt_state=opt_state, step=jnp.asarray(state.step, jnp.int32))
+""",
+        pack=in_state(train_state.TrainState, inner),
+    ),
+    Migration(
+        "our `TrainState` to Flax's",
+        DYNAMIC,
+        inner,
+        """new = train_state.TrainState.create(apply_fn=state.apply_fn, params=state.params, tx=tx)
+state = new.replace(opt_state=state.opt_state.inner_state, step=state.step)
+""",
+        remark=COUNTS_GO,
+        pack=in_state(linen.TrainState, DYNAMIC),
+    ),
+)
+
+
+def make_params(stored: str) -> Any:
+    values = jnp.linspace(-1, 1, 32)
+    params = {"Dense_0": {"kernel": values[:16] / 3, "bias": values[16:]}}
+    if stored == "float16":
+        return jmp.cast_to_half(params)
+    params["LayerNorm_0"] = {"scale": values[:16] + 2, "bias": values[16:] / 7}
+    return linen.cast_params(params, "O2") if stored == "O2" else params
+
+
+def trained(
+    tx: optax.GradientTransformation, params: Any, opt_state: Any, steps: range
+) -> tuple[Any, Any]:
+    """Returns parameters and state after these steps, with gradients that float16 holds exactly."""
+    for number in steps:
+        scaling = transforms.loss_scale_state(opt_state)
+        factor = 1.0 if scaling is None else scaling.loss_scale.loss_scale
+        size = 2.0**-5 * (1 + number % 3)
+        gradients = jax.tree.map(lambda p, by=factor * size: jnp.full_like(p, by), params)
+        updates, opt_state = tx.update(gradients, opt_state, params)
+        params = optax.apply_updates(params, updates)
+    return params, opt_state
+
+
+def by_flax(saved: Any, fresh: Any) -> Any:
+    restored = serialization.from_bytes(fresh, serialization.to_bytes(saved))
+    return jax.tree.map(jnp.asarray, restored)
+
+
+def by_orbax(saved: Any, fresh: Any) -> Any:
+    with tempfile.TemporaryDirectory() as folder, ocp.StandardCheckpointer() as checkpointer:
+        path = pathlib.Path(folder) / "saved"
+        checkpointer.save(path, saved)
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(path, fresh)
+
+
+WAYS = {"flax.serialization": by_flax, "Orbax": by_orbax}
+
+
+def migrated(row: Migration, restored: dict[str, Any]) -> dict[str, Any]:
+    """Returns all names after the lines of a migration: `params`, `opt_state` or `state`."""
+    known = {"jax": jax, "jnp": jnp, "jmp": jmp, "transforms": transforms, "linen": linen}
+    known |= {"train_state": train_state, "ravel_pytree": ravel_pytree, "tx": row.new}
+    names = known | row.more | restored
+    exec(compile(row.lines, row.name, "exec"), names)
+    if "state" in restored:
+        names |= {"params": names["state"].params, "opt_state": names["state"].opt_state}
+    return names
+
+
+def compared(row: Migration, way: str) -> dict[str, Any]:
+    """Returns what is bit-equal between a training that went on and one that was migrated.
+
+    `structure` says whether the new optimizer would have made such a state itself: a step that was
+    compiled for it takes the migrated one. `largest_difference` is that of the parameters after
+    the next steps, in units of the last place of what is expected.
+    """
+    fresh = make_params(row.stored)
+    begun = row.old.init(fresh)
+    params, opt_state = trained(row.old, fresh, begun, range(3))
+    names = migrated(row, WAYS[way](row.pack(params, opt_state), row.pack(fresh, begun)))
+    after = trained(row.new, names["params"], names["opt_state"], range(3, 6))
+    expected = trained(row.old, params, opt_state, range(3, 6))
+    was, now = (params, opt_state), (names["params"], names["opt_state"])
+    return {
+        "structure": described(row.new.init(now[0])) == described(now[1]),
+        "parameters": bits(truth(*now)) == bits(truth(*was)),
+        "moments": bits(moments(*now)) == bits(moments(*was)),
+        "the next steps": (
+            bits((truth(*after), moments(*after))) == bits((truth(*expected), moments(*expected)))
+        ),
+        "largest_difference": largest_difference(truth(*after), truth(*expected)),
+    }
+
+
+def truth(params: Any, opt_state: Any) -> Any:
+    """Returns the parameters in float32, as the optimizer knows them."""
+    return transforms.masters(opt_state, params)
+
+
+def moments(params: Any, opt_state: Any) -> Any:
+    """Returns Adam's state, each moment as one vector."""
+    del params
+    is_adam = lambda node: isinstance(node, optax.ScaleByAdamState)
+    (found,) = filter(is_adam, jax.tree.leaves(opt_state, is_leaf=is_adam))
+    return [ravel_pytree(part)[0] for part in found]
+
+
+def largest_difference(got: Any, expected: Any) -> float:
+    a, b = (np.asarray(ravel_pytree(tree)[0], np.float64) for tree in (got, expected))
+    return float((np.abs(a - b) / np.spacing(np.abs(np.float32(b)))).max())
+
+
+def described(tree: Any) -> tuple[Any, list[Any]]:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
+
+
+def bits(tree: Any) -> list[bytes]:
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+def table(results: dict[str, Any]) -> str:
+    """Returns the table and, below it, the lines of every migration."""
+    recipes: dict[str, list[Migration]] = {}
+    for row in MIGRATIONS:
+        recipes.setdefault(row.recipe or row.name, []).append(row)
+    text = [
+        "| from, to | bit-equal by flax.serialization | by Orbax | what changes |",
+        "|---|---|---|---|",
+    ]
+    for recipe, rows in recipes.items():
+        cells = [_cell([results[row.name][way] for row in rows]) for way in WAYS]
+        pairs = f" ({len(rows)} pairs)" if len(rows) > 1 else ""
+        text.append(f"| {recipe}{pairs} | {cells[0]} | {cells[1]} | {rows[0].remark} |")
+    for recipe, rows in recipes.items():
+        text += ["", f"{recipe[0].upper()}{recipe[1:]}:", "", "```py", rows[0].lines + "```"]
+    return "\n".join(text) + "\n"
+
+
+def _cell(found: list[dict[str, Any]]) -> str:
+    failed = sorted({name for one in found for name, value in one.items() if value is False})
+    if not failed:
+        return "yes"
+    difference = max(one["largest_difference"] for one in found)
+    return f"but for {', '.join(failed)}: {difference:g} ulp" if difference else f"not {failed}"
+
+
+def page_with(page: str, text: str) -> str:
+    before, _, rest = page.partition(BEGIN)
+    return f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}"
+
+
+def main() -> None:
+    results = {row.name: {way: compared(row, way) for way in WAYS} for row in MIGRATIONS}
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    PAGE.write_text(page_with(PAGE.read_text(), table(results)))
+    print(f"Wrote {RESULTS} and {PAGE}.")
+
+
+if __name__ == "__main__":
+    main()

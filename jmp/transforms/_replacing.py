@@ -1,0 +1,95 @@
+"""`replace_loss_scale`: an optimizer's state with another loss scale in it."""
+
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jmp.loss_scaling import LossScale
+from jmp.transforms._loss_scaling import WithLossScaleState, find_loss_scaling
+
+S = TypeVar("S", bound=optax.OptState)
+
+
+def replace_loss_scale(opt_state: S, new: LossScale) -> S:
+    """Returns an optimizer's state with its loss scale replaced, of whatever class either is.
+
+    The state goes on under an optimizer made with the new scale, or under the one it has: which
+    scale is in force, the state says. Everything else stays, the moments, `grads_finite` and the
+    counts of skipped steps among it. For a checkpoint of another scale: restore it into a state
+    of the scale that was saved, then replace that.
+
+    Args:
+      opt_state: the state of an optimizer that contains `with_loss_scale`, in a chain, a partition
+        or wherever. Its arrays may be concrete, traced, or `jax.ShapeDtypeStruct`.
+      new: the scale to go on with. Its arrays are copied, so that it may be used again after the
+        state was donated. Scalars of a state that `jax.vmap` made, a scale a member, are repeated.
+
+    Returns: the state, of the same structure but for the scale. In an abstract state the scale is
+      abstract too; on a mesh its arrays lie where the state's flags lie.
+
+    Raises:
+      TypeError: `new` is not a loss scale, or `opt_state` is an optimizer and not its state.
+      ValueError: the state holds no loss scale, or the optimizer's order is at fault, see
+        `check_optimizer_state`; or `new` is neither a single scale nor one for each member.
+
+    >>> import optax
+    >>> from jmp import transforms
+    >>> tx = transforms.with_loss_scale(optax.adam(1e-3), DynamicLossScale(8.0))
+    >>> state = replace_loss_scale(tx.init(jnp.ones(2)), StaticLossScale(512))
+    >>> state.loss_scale
+    StaticLossScale(loss_scale=512.0)
+    """
+    if not isinstance(new, LossScale):
+        raise TypeError(
+            f"replace_loss_scale got a {type(new).__name__} as the new scale; expected a loss "
+            "scale such as jmp.torch_loss_scale(). The order is "
+            "replace_loss_scale(opt_state, new)."
+        )
+    if isinstance(opt_state, (optax.GradientTransformation, optax.MultiSteps)):
+        raise TypeError(
+            "replace_loss_scale got an optimizer; expected its state, as `init` and `update` "
+            "return it."
+        )
+    if find_loss_scaling(opt_state) is None:
+        raise ValueError(
+            "replace_loss_scale got an optimizer's state without a loss scale; expected that of "
+            "an optimizer with jmp.transforms.with_loss_scale. To give it one, wrap the optimizer, "
+            "tx = with_loss_scale(inner, new), and put the old state into a fresh one: "
+            "tx.init(params)._replace(inner_state=opt_state)."
+        )
+    replaced: S = jax.tree.map(
+        lambda node: _with_scale(node, new) if _is_scaling(node) else node,
+        opt_state,
+        is_leaf=_is_scaling,
+    )
+    return replaced
+
+
+def _is_scaling(node: object) -> bool:
+    return isinstance(node, WithLossScaleState)
+
+
+def _with_scale(state: WithLossScaleState, new: LossScale) -> WithLossScaleState:
+    flag: Any
+    (flag,), wrapping = jax.tree.flatten(state.grads_finite)  # nnx holds arrays in Variables
+    shapes = {leaf.shape for leaf in jax.tree.leaves(new)}
+    if not shapes <= {(), flag.shape}:
+        raise ValueError(
+            f"replace_loss_scale got a scale of the shapes {sorted(shapes)}; expected scalars, or "
+            f"{flag.shape} as the state's flags are: one scale for each member."
+        )
+
+    def placed(leaf: Any) -> Any:
+        if isinstance(flag, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(flag.shape, leaf.dtype, sharding=flag.sharding)
+        copy = jnp.broadcast_to(jnp.array(leaf), flag.shape)
+        is_concrete = isinstance(flag, jax.Array) and not isinstance(flag, jax.core.Tracer)
+        if is_concrete and len(flag.sharding.device_set) > 1:
+            return jax.device_put(copy, flag.sharding)
+        return copy
+
+    return state._replace(
+        loss_scale=jax.tree.map(lambda leaf: jax.tree.unflatten(wrapping, [placed(leaf)]), new)
+    )

@@ -1,0 +1,166 @@
+"""`replace_loss_scale`: an optimizer's state goes on with another loss scale."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+
+import jmp
+from jmp import transforms
+from jmp.adapters import nnx as adapter
+
+PARAMS = {"w": jnp.arange(4.0)}
+SCALES = {
+    "dynamic": jmp.DynamicLossScale(2.0**10, counter=3),
+    "static": jmp.StaticLossScale(8),
+    "no-op": jmp.NoOpLossScale(),
+    "hysteresis": jmp.HysteresisLossScale(16.0, hysteresis=3),
+}
+
+
+def scaling(scale, inner=None):
+    return transforms.with_loss_scale(inner or optax.adam(0.1), scale)
+
+
+def skipped(tx):
+    """The state of an optimizer after a skipped step."""
+    return tx.update({"w": jnp.full(4, jnp.inf)}, tx.init(PARAMS), PARAMS)[1]
+
+
+def assert_equal(got, expected):
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+@pytest.mark.parametrize(("old", "new"), list(itertools.permutations(SCALES, 2)))
+def test_a_scale_of_any_class_takes_the_place_of_any_other_and_nothing_else_changes(old, new):
+    state = scaling(SCALES[old]).init(PARAMS)
+    replaced = transforms.replace_loss_scale(state, SCALES[new])
+    assert_equal(replaced, scaling(SCALES[new]).init(PARAMS))
+
+
+def test_what_the_last_steps_were_stays():
+    state = skipped(scaling(SCALES["dynamic"]))
+    replaced = transforms.replace_loss_scale(state, SCALES["static"])
+    assert not replaced.grads_finite
+    assert replaced.skipped_steps == replaced.consecutive_skips == 1
+    assert_equal(replaced.inner_state, state.inner_state)
+
+
+WRAPPED = {
+    "chain": lambda scale: optax.chain(scaling(scale), optax.scale(1.0)),
+    "named chain": lambda scale: optax.named_chain(("a", scaling(scale)), ("b", optax.scale(1.0))),
+    "around a partition": lambda scale: scaling(
+        scale, optax.partition({"all": optax.adam(0.1)}, {"w": "all"})
+    ),
+    "around MultiSteps and hyperparameters": lambda scale: scaling(
+        scale, optax.MultiSteps(optax.inject_hyperparams(optax.sgd)(0.1), 2)
+    ),
+    "around masters": lambda scale: scaling(scale, transforms.with_master_params(optax.sgd(0.1))),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_the_scale_is_replaced_wherever_it_stands(name):
+    state = WRAPPED[name](SCALES["dynamic"]).init(PARAMS)
+    replaced = transforms.replace_loss_scale(state, SCALES["hysteresis"])
+    assert_equal(replaced, WRAPPED[name](SCALES["hysteresis"]).init(PARAMS))
+
+
+def test_the_optimizer_goes_on_with_the_new_scale():
+    tx = scaling(SCALES["dynamic"], optax.sgd(1.0))
+    state = transforms.replace_loss_scale(tx.init(PARAMS), SCALES["static"])
+    updates, state = tx.update({"w": 8 * jnp.ones(4)}, state, PARAMS)
+    assert updates["w"].tolist() == [-1.0] * 4
+    assert state.loss_scale == SCALES["static"]
+
+
+def test_the_new_scale_outlives_a_donated_state():
+    new = jmp.DynamicLossScale(64.0)
+    state = transforms.replace_loss_scale(scaling(SCALES["static"]).init(PARAMS), new)
+    for leaf in jax.tree.leaves(state.loss_scale):
+        leaf.delete()  # as donation does
+    assert new.adjust(True).counter == 1
+
+
+def test_a_traced_state_takes_it_inside_of_jit():
+    state = scaling(SCALES["static"]).init(PARAMS)
+    traced = jax.jit(lambda state: transforms.replace_loss_scale(state, SCALES["dynamic"]))
+    assert_equal(traced(state), transforms.replace_loss_scale(state, SCALES["dynamic"]))
+
+
+def test_an_abstract_state_gets_an_abstract_scale_that_lies_where_its_flags_lie():
+    tx = scaling(SCALES["static"])
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    everywhere = jax.NamedSharding(mesh, jax.P())
+    abstract = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere),
+        jax.eval_shape(tx.init, PARAMS),
+    )
+    replaced = transforms.replace_loss_scale(abstract, SCALES["dynamic"])
+    leaves = jax.tree.leaves(replaced.loss_scale)
+    assert [(leaf.shape, leaf.dtype.name) for leaf in leaves] == [((), "float32"), ((), "int32")]
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(replaced))
+    assert all(leaf.sharding == everywhere for leaf in jax.tree.leaves(replaced))
+
+    concrete = jax.device_put(tx.init(PARAMS), everywhere)
+    replaced = transforms.replace_loss_scale(concrete, SCALES["dynamic"])
+    assert all(leaf.sharding == everywhere for leaf in jax.tree.leaves(replaced))
+
+
+def test_an_abstract_state_with_the_old_scale_is_what_orbax_restores_into(tmp_path):
+    saved = skipped(scaling(SCALES["hysteresis"]))
+    like = jax.eval_shape(scaling(SCALES["static"]).init, PARAMS)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", saved)
+        checkpointer.wait_until_finished()
+        like = transforms.replace_loss_scale(like, jmp.HysteresisLossScale(2.0, hysteresis=3))
+        assert_equal(checkpointer.restore(tmp_path / "state", like), saved)
+
+
+def test_every_member_of_a_vmapped_state_gets_the_scale_or_one_of_its_own():
+    state = jax.vmap(scaling(SCALES["dynamic"]).init)({"w": jnp.ones((3, 4))})
+    replaced = transforms.replace_loss_scale(state, SCALES["hysteresis"])
+    assert replaced.loss_scale.loss_scale.tolist() == [16.0] * 3
+    assert replaced.loss_scale.tolerance.tolist() == [3] * 3
+    own = jax.vmap(jmp.DynamicLossScale)(jnp.array([2.0, 4.0, 8.0]), jnp.zeros(3, jnp.int32))
+    replaced = transforms.replace_loss_scale(state, own)
+    assert replaced.loss_scale.loss_scale.tolist() == [2.0, 4.0, 8.0]
+    with pytest.raises(ValueError, match=r"shapes \[\(3,\)\]; expected scalars, or \(\)"):
+        transforms.replace_loss_scale(scaling(SCALES["static"]).init(PARAMS), own)
+
+
+def test_the_state_of_an_nnx_optimizer_takes_it_as_it_is():
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, scaling(SCALES["static"], optax.sgd(0.1)), wrt=nnx.Param)
+    optimizer.opt_state = transforms.replace_loss_scale(optimizer.opt_state, SCALES["dynamic"])
+    loss_fn = lambda model, x: (model(x) ** 2).mean()
+    adapter.train_step(loss_fn, model, optimizer, jnp.full((1, 2), jnp.inf))
+    assert adapter.loss_scale(optimizer).loss_scale == 2.0**9
+
+
+def test_a_state_without_a_scale_is_refused_with_the_lines_that_give_it_one():
+    opt_state = optax.adam(0.1).init(PARAMS)
+    with pytest.raises(ValueError, match="without a loss scale") as refused:
+        transforms.replace_loss_scale(opt_state, SCALES["static"])
+    line = "tx.init(params)._replace(inner_state=opt_state)"
+    assert line in str(refused.value)
+    tx = scaling(SCALES["static"])
+    given = eval(line, {"tx": tx, "params": PARAMS, "opt_state": opt_state})
+    assert_equal(given, tx.init(PARAMS))
+
+
+def test_other_kinds_are_refused():
+    tx = scaling(SCALES["static"])
+    with pytest.raises(TypeError, match="got a float as the new scale; expected a loss scale"):
+        transforms.replace_loss_scale(tx.init(PARAMS), 8.0)
+    with pytest.raises(TypeError, match="order is replace_loss_scale.opt_state, new"):
+        transforms.replace_loss_scale(SCALES["static"], tx.init(PARAMS))
+    for optimizer in (tx, optax.MultiSteps(tx, 2)):
+        with pytest.raises(TypeError, match="got an optimizer; expected its state"):
+            transforms.replace_loss_scale(optimizer, SCALES["static"])

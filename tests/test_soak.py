@@ -1,0 +1,114 @@
+"""The long checks: how they are run and written down, and that a fault would be seen."""
+
+import json
+import subprocess
+import sys
+import types
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import benchmarks.soak.__main__ as soak
+from benchmarks.processes import ROOT
+from benchmarks.soak import kills
+
+GPT, CIFAR10 = kills.EXAMPLES["gpt"], kills.EXAMPLES["cifar10"]
+
+
+def save_ended(example, output, weight=1.0, loss=0.5):
+    """What a training leaves that has ended."""
+    for training in example.trainings:
+        folder = kills.checkpoint_folder(example, output) / training
+        with ocp.CheckpointManager(folder) as manager:
+            state = {"w": np.float32([0.0, weight])}
+            manager.save(example.last, args=ocp.args.Composite(state=ocp.args.StandardSave(state)))
+        (folder.parent / "model.msgpack").write_bytes(b"%f" % weight)
+    history = {"loss": [1.0, loss], "seconds": float(weight)}
+    report = {"runs": [{"epochs": history}]} if example is CIFAR10 else {"history": history}
+    (output / f"{example.name}.json").write_text(json.dumps(report))
+    return output
+
+
+@pytest.mark.parametrize("example", [GPT, CIFAR10], ids=["gpt", "cifar10"])
+def test_a_training_that_ends_elsewhere_in_one_bit_is_a_fault(example, tmp_path):
+    expected = save_ended(example, tmp_path / "expected")
+    other = save_ended(example, tmp_path / "bit", weight=np.nextafter(np.float32(1), np.float32(2)))
+    losses = save_ended(example, tmp_path / "losses", loss=0.5 + 2**-53)
+
+    def faults(output):
+        return kills.faults(example, output, expected)
+
+    assert faults(expected) == []
+    assert faults(other) == [f"{training}['w']" for training in example.trainings]
+    assert faults(losses) == ["0: loss"]
+
+
+def test_what_a_kill_leaves_is_told_in_words(tmp_path):
+    checkpoints = kills.checkpoint_folder(GPT, tmp_path)
+    assert kills.left_behind(GPT, tmp_path) == ["no record"]
+    (checkpoints / "training").mkdir(parents=True)
+    (checkpoints / "training.tmp.json").touch()
+    assert "half a record" in kills.left_behind(GPT, tmp_path)
+    (checkpoints / "training.tmp.json").rename(checkpoints / "training.json")
+    (checkpoints / "training" / "4.orbax-checkpoint-tmp").mkdir()
+    left = ["a record without a checkpoint", "half a checkpoint"]
+    assert kills.left_behind(GPT, tmp_path) == left
+    (checkpoints / "training" / "4.orbax-checkpoint-tmp").rename(checkpoints / "training" / "4")
+    assert kills.left_behind(GPT, tmp_path) == []
+
+
+def slow(seconds=60):
+    return subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({seconds})"])
+
+
+def test_a_process_is_killed_at_its_moment_or_has_ended_before(tmp_path):
+    chance = kills.random.Random(0)
+    process = slow()
+    kill = kills.fall(process, "any", chance, 0.01, GPT, tmp_path)
+    assert process.returncode == -kills.signal.SIGKILL
+    assert kill["left"] == ["no record"] and kill["aim"] == "any"
+    assert kills.fall(slow(0), "report", chance, 0.01, GPT, tmp_path) is None
+    failed = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+    kills.errors_of(tmp_path).write_text("one\nno training there\n")
+    with pytest.raises(RuntimeError, match="ended with status 3: no training there"):
+        kills.fall(failed, "report", chance, 0.01, GPT, tmp_path)
+
+
+def check_of(passed):
+    """A check that needs no time."""
+    options = lambda parser: parser.add_argument("--times", type=int, default=3)
+    run = lambda arguments, console: {"passed": passed, "times": arguments.times}
+    module = types.SimpleNamespace(__doc__="Does nothing.", add_options=options, run=run)
+    return module
+
+
+def test_a_check_replaces_its_own_results_and_keeps_those_of_the_others(monkeypatch, tmp_path):
+    output = tmp_path / "soak.json"
+    output.write_text(json.dumps({"older": {"passed": True}}))
+    monkeypatch.setattr(soak, "CHECKS", {"good": check_of(True), "bad": check_of(False)})
+    soak.main([f"--output={output}", "good", "--times=5"])
+    found = json.loads(output.read_text())
+    assert found["older"] == {"passed": True} and found["good"]["times"] == 5
+    assert set(found["good"]["versions"]) == set(soak.VERSIONS)
+    with pytest.raises(SystemExit, match="bad: a fault was found"):
+        soak.main([f"--output={output}"])  # all of them, by their defaults
+    found = json.loads(output.read_text())
+    assert found["good"]["times"] == found["bad"]["times"] == 3
+    output.write_text("")
+    with pytest.raises(SystemExit, match="is no JSON.*delete it, or give another --output"):
+        soak.main([f"--output={output}"])
+
+
+def test_the_page_quotes_what_was_found():
+    found = json.loads((ROOT / "results" / "soak.json").read_text())["kills"]
+    assert found["passed"] and found["kills"] >= 30
+    assert found["bit_equal"] == found["trainings"]
+    aimed = found["kills"] - found["by_aim"].get("any", 0)
+    half = found["left_behind"]["half a checkpoint"]
+    page = " ".join((ROOT / "docs" / "checkpoints.md").read_text().split())
+    sentence = (
+        f"Of {found['kills']} kills, {aimed} were aimed at moments at which files are written, and "
+        f"{half} left half a checkpoint; all {found['trainings']} trainings ended with"
+    )
+    assert sentence in page
