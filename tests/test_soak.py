@@ -11,7 +11,7 @@ import pytest
 
 import benchmarks.soak.__main__ as soak
 from benchmarks.processes import ROOT
-from benchmarks.soak import kills
+from benchmarks.soak import faults, kills
 
 GPT, CIFAR10 = kills.EXAMPLES["gpt"], kills.EXAMPLES["cifar10"]
 
@@ -112,3 +112,19 @@ def test_the_page_quotes_what_was_found():
         f"{half} left half a checkpoint; all {found['trainings']} trainings ended with"
     )
     assert sentence in page
+
+
+@pytest.mark.parametrize(
+    ("scale", "storage"),
+    [*zip(["hysteresis", "dynamic", "static", "hysteresis"], faults.STORAGES, strict=True)],
+)
+def test_spoilt_steps_are_those_of_numpy_bit_by_bit(scale, storage):
+    found = faults.compare(scale, storage, steps=400, seed=1)
+    assert found["different"] == []
+    assert found["faults"] > 100 and found["skipped"] >= found["faults"]
+
+
+def test_a_step_that_is_not_numpys_is_a_finding(monkeypatch):
+    monkeypatch.setattr(faults.NumpyScale, "update", lambda self, finite: None)
+    found = faults.compare("dynamic", "float32", steps=20, seed=1)["different"]
+    assert any(step.endswith(": scale") for step in found)
