@@ -34,7 +34,7 @@ train: .venv/installed$(CUDA)  ## Install what training needs and compare precis
 
 # A file stays in one process, which keeps what it compiled. In the order of the alphabet, for the
 # other order, by the number of tests, leaves slow files of few tests for the end.
-IN_PARALLEL := -q -n 2 --dist loadfile --no-loadscope-reorder
+IN_PARALLEL := -q -n auto --dist loadfile --no-loadscope-reorder
 
 test: .venv-test/installed  ## Run the whole suite in an environment of its own.
 	JAX_PLATFORMS=cpu .venv-test/bin/python -m pytest $(IN_PARALLEL)

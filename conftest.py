@@ -1,8 +1,10 @@
 """Ground rules of tests and doctests: a CPU with eight devices, and no silent rank promotion."""
 
+import gc
 import os
 import shutil
 import tempfile
+from importlib.metadata import version
 
 # Before JAX starts: the compiler for CUDA programs must not be taken for a GPU, and agreement
 # between devices needs more than one of them.
@@ -15,6 +17,10 @@ os.environ["XLA_FLAGS"] = (
 # are. The folder is of this process and what it starts: a reader could find half a file of another.
 # To test with all optimisations: JAX_DISABLE_MOST_OPTIMIZATIONS=0 make test.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+# The older of two ways to make machine code of a fusion on a CPU takes a third of the time; from
+# JAX 0.11 on there is but the newer one, and the flag is an error.
+if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1" and version("jaxlib").startswith("0.10."):
+    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jmp-compiled-")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
@@ -26,7 +32,12 @@ import numpy as np
 import pytest
 
 import jmp
+from jmp.autocasting import _kinds, _registry
 from tests.h200.fixture import h200 as h200
+
+# Python would look through all of JAX's objects again and again: 7 % of the time.
+gc.freeze()
+gc.set_threshold(20_000, 20, 50)
 
 pytest.register_assert_rewrite("tests.plans")  # its comparison of plans says where they differ
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -47,6 +58,17 @@ def names_for_doctests(doctest_namespace):
     """Adds the names that every docstring's example may use without importing them."""
     doctest_namespace.update({name: getattr(jmp, name) for name in jmp.__all__})
     doctest_namespace.update(jax=jax, jnp=jnp, np=np)
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    """Takes back the rules and kinds that a test or a docstring's example registers."""
+    tables = [(table, dict(table)) for table in (_registry._RULES, _kinds._KINDS)]
+    yield
+    for table, before in tables:
+        if table != before:
+            table.clear()
+            table.update(before)
 
 
 @pytest.fixture

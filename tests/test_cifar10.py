@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import serialization
 
-from tests.test_examples import ROOT, exit_of_example, run_example
+from tests.test_examples import ROOT, run_example
 
 FILES = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch", "batches.meta"]
 TINY = ["--model=resnet18", "--width=4", "--batch-size=8"]
@@ -74,7 +74,7 @@ def uninterrupted(data, tmp_path_factory):
 
 def refusal(*arguments):
     """Returns the error of a run that must end at once, by its one line."""
-    refused = exit_of_example("cifar10", *arguments)
+    refused = run_example("cifar10", *arguments)
     assert refused.returncode == 2 and "Traceback" not in refused.stderr
     assert "Training on" not in refused.stdout
     return refused.stderr[refused.stderr.index("cifar10.py: error: ") :]

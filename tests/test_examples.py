@@ -8,7 +8,9 @@ import pathlib
 import runpy
 import subprocess
 import sys
+import warnings
 
+import jax
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -23,24 +25,35 @@ TINY = {
 
 
 def run_example(name, *arguments):
-    environment = dict(os.environ, PYTHONPATH=str(ROOT), COLUMNS="140")
-    command = [sys.executable, str(ROOT / "examples" / f"{name}.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment)
+    """Runs an example in this process, which has imported what takes seconds.
 
-
-def exit_of_example(name, *arguments):
-    """Runs an example that ends at once; in this process, which has imported what takes seconds."""
+    Returns: its exit status, what it printed and its errors. An exception comes through.
+    """
     path = ROOT / "examples" / f"{name}.py"
-    output, errors = io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch:
+    code, output, errors = 0, io.StringIO(), io.StringIO()
+    with contextlib.ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.syspath_prepend(path.parent)
         patch.setenv("COLUMNS", "140")
         patch.setattr(sys, "argv", [str(path), *map(str, arguments)])
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
-            with pytest.raises(SystemExit) as exit:
-                runpy.run_path(str(path), run_name="__main__")
-    code = exit.value.code or 0
+        # As a user's program runs, which knows nothing of the rules of our tests.
+        stack.enter_context(jax.numpy_rank_promotion("allow"))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("default")
+        stack.enter_context(contextlib.redirect_stdout(output))
+        stack.enter_context(contextlib.redirect_stderr(errors))
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        except SystemExit as exit:
+            code = exit.code or 0
     return subprocess.CompletedProcess(path, code, output.getvalue(), errors.getvalue())
+
+
+def run_example_alone(name):
+    """Runs an example as a user does, in a process of its own."""
+    environment = dict(os.environ, PYTHONPATH=str(ROOT), COLUMNS="140")
+    command = [sys.executable, str(ROOT / "examples" / f"{name}.py")]
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -86,7 +99,7 @@ def test_an_example_writes_its_table_its_numbers_and_its_picture(name, tmp_path)
 
 
 def test_the_quickstart_trains_alike_before_and_after():
-    finished = run_example("quickstart")
+    finished = run_example_alone("quickstart")
     assert finished.returncode == 0, finished.stderr
     before, after = (float(part.split()[0]) for part in finished.stdout.split("loss ")[1:])
     assert after == pytest.approx(before, rel=0.1)
@@ -95,7 +108,7 @@ def test_the_quickstart_trains_alike_before_and_after():
 
 @pytest.mark.parametrize("name", TINY)
 def test_help_and_mistakes(name):
-    assert "--output-dir" in exit_of_example(name, "--help").stdout
-    mistake = exit_of_example(name, "--batch-size=-1")
+    assert "--output-dir" in run_example(name, "--help").stdout
+    mistake = run_example(name, "--batch-size=-1")
     assert mistake.returncode == 2
     assert "expected a number above zero" in mistake.stderr

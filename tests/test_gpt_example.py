@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 from jmp import diagnostics
-from tests.test_examples import ROOT, exit_of_example, run_example
+from tests.test_examples import ROOT, run_example
 
 MODEL = ["--layers=1", "--width=16", "--heads=2", "--length=12"]
 TINY = [*MODEL, "--batch-size=4", "--steps=6", "--validate-every=3", "--checkpoint-every=4"]
@@ -110,7 +110,7 @@ def test_a_resumed_training_ends_bit_by_bit_where_an_uninterrupted_one_ends(
 
 def refusal(*options):
     """Returns what the example says as it refuses."""
-    refused = exit_of_example("gpt", *options)
+    refused = run_example("gpt", *options)
     assert refused.returncode == 2
     return refused.stderr
 
