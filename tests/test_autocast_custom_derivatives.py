@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmp
 from jmp import diagnostics
-from tests.products import product_dtypes
+from tests.products import equations, product_dtypes
 
 F16 = "mixed_float16"
 KEYS = jax.random.split(jax.random.key(0), 2)
@@ -409,6 +409,53 @@ def test_an_array_that_a_rule_holds_joins_in_half_and_before_it_is_repeated():
     gradient = jax.make_jaxpr(jax.grad(jmp.autocast(lambda x: (function(x) @ W).sum(), F16)))(X)
     (scaling,) = (e for e in gradient.eqns if e.primitive.name == "mul")
     assert [atom.aval.str_short() for atom in scaling.invars] == ["float16[4,8]", "float16[1,8]"]
+
+
+# Dtypes of tangents, cotangents and results.
+
+
+@jax.custom_jvp
+def with_a_tripled_tangent(x):
+    return x @ W
+
+
+with_a_tripled_tangent.defjvp(lambda xs, ts: (xs[0] @ W, (ts[0] * 3.0) @ W))
+
+
+@jax.custom_vjp
+def with_a_tripled_cotangent(x):
+    return x @ W
+
+
+with_a_tripled_cotangent.defvjp(lambda x: (x @ W, None), lambda _, g: ((g * 3.0) @ W.T,))
+
+
+@pytest.mark.parametrize("function", [with_a_tripled_tangent, with_a_tripled_cotangent])
+def test_a_rule_reads_tangents_and_cotangents_in_the_dtype_they_come_in(function):
+    layers = inside(lambda x: (function(x @ W) @ W).sum())
+    multiplied = {
+        str(atom.aval.dtype)
+        for equation in equations(jax.make_jaxpr(jax.grad(layers))(X).jaxpr)
+        if equation.primitive.name == "mul"
+        for atom in equation.invars
+    }
+    assert multiplied == {"float16"}
+
+
+@pytest.mark.parametrize("kind", ["jvp", "vjp"])
+def test_a_result_that_no_product_reads_is_not_rounded_by_its_rule(kind):
+    def plain(x):
+        return jnp.exp(x @ W)
+
+    if kind == "jvp":
+        function = jax.custom_jvp(plain)
+        function.defjvp(lambda xs, ts: (y := plain(*xs), y * (ts[0] @ W)))
+    else:
+        function = jax.custom_vjp(plain)
+        function.defvjp(lambda x: (y := plain(x), y), lambda y, g: ((g * y) @ W.T,))
+    autocast = inside(function)
+    primal, _ = jax.vjp(autocast, X)
+    np.testing.assert_allclose(primal, autocast(X), rtol=1e-6)
 
 
 # Reports.

@@ -309,6 +309,12 @@ def test_what_is_left_of_one(policy):
     np.testing.assert_allclose(got, function(row_of(2, 3)), rtol=1e-2)
 
 
+def test_a_mask_over_keys_may_be_a_constant_with_its_sign_turned():
+    padding = np.array([0, 0, 1e9, 1e9], np.float32)
+    masked = jmp.autocast(lambda x: half(half(x) + (-jnp.asarray(padding))[None]), "mixed_float16")
+    np.testing.assert_array_equal(masked(jnp.ones((2, 4)))[0], [1, 1, -65504, -65504])
+
+
 @HALVES
 def test_the_next_number_is_that_of_float32(policy):
     spacing = lambda x: (jnp.spacing(half(x)) * 2.0**23) @ EYE
