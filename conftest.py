@@ -71,6 +71,14 @@ def registered():
             table.update(before)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def memory():
+    """Forgets what a file has compiled: a process that kept it all would need 5 GB."""
+    yield
+    jax.clear_caches()
+    gc.collect()
+
+
 @pytest.fixture
 def quick_compilation():
     """Lets LLVM optimise less also where the environment asks for all optimisations."""

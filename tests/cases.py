@@ -149,6 +149,7 @@ POLICIES = [
     ("params=float32,compute=half,output=full", ("float32", "float16", "float32")),
     ("  p = f16 ,\to=f32,  c = bf16\n", ("float16", "bfloat16", "float32")),
     ("p=f16", ("float16", "float16", "float16")),
+    (" mixed_bfloat16\n", ("float32", "bfloat16", "float32")),
     ("c=bf16", ("float32", "bfloat16", "bfloat16")),
     ("o=f16", ("float32", "float32", "float16")),
     ("p=f16,o=f32", ("float16", "float16", "float32")),

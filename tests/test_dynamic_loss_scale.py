@@ -138,6 +138,12 @@ def test_the_ceiling_stops_growth_in_the_middle_of_a_factor():
     assert history_of(scale, [True] * 3) == [(32.0, 0), (48.0, 0), (48.0, 0)]
 
 
+def test_a_restored_scale_above_the_ceiling_comes_down_with_the_next_finite_step():
+    structure = jax.tree.structure(jmp.DynamicLossScale(8.0, max_loss_scale=16.0))
+    restored = jax.tree.unflatten(structure, [jnp.float32(64.0), jnp.int32(0)])
+    assert restored.adjust(True).loss_scale == 16.0
+
+
 def test_growth_and_backoff_can_differ():
     scale = jmp.DynamicLossScale(16.0, period=1, growth_factor=8.0, backoff_factor=0.25)
     assert history_of(scale, [False, True]) == [(4.0, 0), (32.0, 0)]

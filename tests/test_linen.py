@@ -317,6 +317,44 @@ def test_cast_params_keeps_norms_and_statistics_and_can_be_undone():
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(full))
 
 
+def test_statistics_are_half_in_a_pure_half_policy_and_where_no_rule_keeps_norms():
+    model, inputs = MODELS["convolutions"]
+    variables = jax.eval_shape(model.init, jax.random.key(0), inputs)
+
+    def dtypes_of_statistics(policy, rules):
+        cast = functools.partial(linen.cast_params, policy=policy, rules=rules)
+        stored = jax.eval_shape(cast, variables)
+        apply_fn = linen.wrap_apply(model.apply, policy, rules)
+        call = functools.partial(apply_fn, mutable=["batch_stats"])
+        _, updated = jax.eval_shape(call, stored, inputs)
+        trees = stored["batch_stats"], updated["batch_stats"]
+        return [{leaf.dtype.name for leaf in jax.tree.leaves(tree)} for tree in trees]
+
+    assert dtypes_of_statistics("O3", None) == [{"float16"}] * 2
+    assert dtypes_of_statistics("O2", []) == [{"float16"}] * 2
+    assert dtypes_of_statistics("O2", None) == [{"float32"}] * 2
+
+
+def test_of_a_layer_under_weight_norm_the_scale_stays_float32_and_the_kernel_is_half():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.WeightNorm(nn.Dense(3))(x)
+
+    variables = jax.eval_shape(Model().init, jax.random.key(0), jnp.ones((2, 4)))
+    params = jax.eval_shape(lambda v: linen.cast_params(v, "O2"), variables)["params"]
+    assert params["WeightNorm_0"]["Dense_0/kernel/scale"].dtype == jnp.float32
+    assert params["Dense_0"]["kernel"].dtype == jnp.float16
+
+
+def test_a_rule_may_name_one_parameter():
+    model, inputs = MODELS["convolutions"]
+    variables = jax.eval_shape(model.init, jax.random.key(0), inputs)["params"]
+    cast = functools.partial(linen.cast_params, policy="O2", rules=[("Conv_0/bias", "float32")])
+    conv = jax.eval_shape(cast, variables)["Conv_0"]
+    assert (conv["bias"].dtype, conv["kernel"].dtype) == (jnp.float32, jnp.float16)
+
+
 def test_it_is_called_as_apply_is():
     class Model(nn.Module):
         def setup(self):
