@@ -111,7 +111,8 @@ def loss_of(model, inputs, policy, rules=None):
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "O2", "O3"])
 @pytest.mark.parametrize(("model", "inputs"), MODELS.values(), ids=MODELS.keys())
 def test_every_product_is_half_forward_and_backward(model, inputs, policy):
-    variables = linen.cast_params(model.init(jax.random.key(0), inputs), policy)
+    init = lambda key: linen.cast_params(model.init(key, inputs), policy)
+    variables = jax.eval_shape(init, jax.random.key(0))
     loss_fn = loss_of(model, inputs, policy)
     half = jmp.get_policy(policy).compute_dtype.__name__
     assert list(product_dtypes(jax.grad(loss_fn, has_aux=True), variables)) == [half]
@@ -121,19 +122,20 @@ def test_every_product_is_half_forward_and_backward(model, inputs, policy):
 
 @pytest.mark.parametrize(("model", "inputs"), MODELS.values(), ids=MODELS.keys())
 def test_the_plain_model_stays_as_it_was(model, inputs):
-    variables = model.init(jax.random.key(0), inputs)
+    variables = jax.eval_shape(model.init, jax.random.key(0), inputs)
     plain = lambda v: model.apply(v, inputs, mutable=["batch_stats"])
     before = product_dtypes(plain, variables)
     jax.eval_shape(loss_of(model, inputs, "mixed_float16"), variables)
     with pytest.raises(Exception):  # noqa: B017 - whatever Flax says of such a shape
-        linen.wrap_apply(model.apply, "mixed_float16")(variables, jnp.ones((1, 1, 1, 1, 1)))
+        apply_fn = linen.wrap_apply(model.apply, "mixed_float16")
+        jax.eval_shape(apply_fn, variables, jnp.ones((1, 1, 1, 1, 1)))
     assert product_dtypes(plain, variables) == before
     assert list(before) == ["float32"]
 
 
 def test_gradients_are_close_to_float32s():
     model, inputs = MODELS["transformer"]
-    variables = model.init(jax.random.key(0), inputs)
+    variables = jax.jit(model.init)(jax.random.key(0), inputs)
     gradients = {
         policy: jax.jit(jax.grad(loss_of(model, inputs, policy), has_aux=True))(variables)[0]
         for policy in ("float32", "mixed_float16", "mixed_bfloat16")
@@ -165,7 +167,7 @@ def test_weights_shared_over_time_add_up_their_gradients_in_float32():
 
 def test_rules_by_path_and_by_type():
     model, inputs = MODELS["transformer"]
-    variables = model.init(jax.random.key(0), inputs)
+    variables = jax.eval_shape(model.init, jax.random.key(0), inputs)
     count = lambda rules: product_dtypes(
         lambda v: loss_of(model, inputs, "mixed_float16", rules)(v)[0], variables
     )
@@ -304,7 +306,7 @@ def test_variables_may_be_named(layers_that_say_float32):
 
 def test_cast_params_keeps_norms_and_statistics_and_can_be_undone():
     model, inputs = MODELS["convolutions"]
-    variables = model.init(jax.random.key(0), inputs)
+    variables = jax.jit(model.init)(jax.random.key(0), inputs)
     cast = linen.cast_params(variables, "O2")
     dtypes = jax.tree.map(lambda leaf: leaf.dtype.name, cast)
     for name, module in dtypes["params"].items():
@@ -376,7 +378,7 @@ def test_it_is_called_as_apply_is():
 
 def make_state(loss_scale=None, optimizer=None):
     model, inputs = MODELS["convolutions"]
-    variables = model.init(jax.random.key(0), inputs)
+    variables = jax.jit(model.init)(jax.random.key(0), inputs)
     optimizer = optax.adam(optax.linear_schedule(1e-2, 0.0, 9)) if optimizer is None else optimizer
     return linen.TrainState.create(
         apply_fn=linen.wrap_apply(model.apply, "mixed_float16"),
