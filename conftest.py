@@ -1,6 +1,7 @@
 """Ground rules of tests and doctests: a CPU with eight devices, and no silent rank promotion."""
 
 import ctypes
+import functools
 import gc
 import os
 import shutil
@@ -18,8 +19,8 @@ os.environ["XLA_FLAGS"] = (
 # are. The folder is of this process and what it starts: a reader could find half a file of another.
 # To test with all optimisations: JAX_DISABLE_MOST_OPTIMIZATIONS=0 make test.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-# The older of two ways to make machine code of a fusion on a CPU takes a third of the time; from
-# JAX 0.11 on there is but the newer one, and the flag is an error.
+# The older of two ways to make machine code of a fusion on a CPU compiles in half the time, and from
+# the same casts. From JAX 0.11 on there is the newer one alone, and the flag is an error.
 if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1" and version("jaxlib").startswith("0.10."):
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jmp-compiled-")
@@ -73,9 +74,12 @@ def registered():
 
 
 @pytest.fixture(autouse=True, scope="module")
-def memory():
+def memory(request):
     """Forgets what a file has compiled, and gives the memory back: 5 GB for six of the largest."""
     yield
+    for value in vars(request.module).values():
+        if isinstance(value, functools._lru_cache_wrapper):
+            value.cache_clear()
     jax.clear_caches()
     gc.collect()
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # of glibc alone
