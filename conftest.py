@@ -19,8 +19,8 @@ os.environ["XLA_FLAGS"] = (
 # are. The folder is of this process and what it starts: a reader could find half a file of another.
 # To test with all optimisations: JAX_DISABLE_MOST_OPTIMIZATIONS=0 make test.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-# The older of two ways to make machine code of a fusion on a CPU compiles in half the time, and from
-# the same casts. From JAX 0.11 on there is the newer one alone, and the flag is an error.
+# The older of two ways to make machine code of a fusion compiles in half the time, and changes no
+# cast. From JAX 0.11 on there is the newer one alone, and the flag is an error.
 if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1" and version("jaxlib").startswith("0.10."):
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jmp-compiled-")
