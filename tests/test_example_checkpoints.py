@@ -9,7 +9,7 @@ import shutil
 import jax.numpy as jnp
 import pytest
 
-from tests.test_examples import ROOT, TINY, exit_of_example
+from tests.test_examples import ROOT, TINY, run_example
 from tests.test_gpt_example import write_text
 
 RECORD = {"width": 16, "seed": 0}
@@ -184,7 +184,7 @@ def test_a_folder_that_cannot_be_written_into_is_refused_before_anything_is_trai
     (tmp_path / "file").write_text("in the way")
     options = TINY.get(name, [f"--data-dir={write_text(tmp_path / 'text')}", "--pattern=*.txt"])
     for folder in (tmp_path / "file", tmp_path / "file" / "below", pathlib.Path("/proc/none")):
-        refused = exit_of_example(name, *options, f"--output-dir={folder}")
+        refused = run_example(name, *options, f"--output-dir={folder}")
         assert refused.returncode == 2
         assert f"--output-dir {folder} cannot be written into" in refused.stderr
         assert "Give another --output-dir" in refused.stderr
@@ -195,6 +195,6 @@ def test_a_checkpoint_folder_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_text("in the way")
     options = [f"--data-dir={write_text(tmp_path / 'text')}", "--pattern=*.txt", "--batch-size=4"]
     folders = [f"--output-dir={tmp_path / 'out'}", f"--checkpoint-dir={tmp_path / 'file'}"]
-    refused = exit_of_example("gpt", *options, *folders)
+    refused = run_example("gpt", *options, *folders)
     assert refused.returncode == 2
     assert f"--checkpoint-dir {tmp_path / 'file'} cannot be written into" in refused.stderr
