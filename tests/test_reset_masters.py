@@ -159,8 +159,8 @@ def test_a_jump_across_the_range_of_bfloat16_does_not_overflow():
 
 
 @pytest.mark.parametrize("dtype", HALF)
-def test_an_infinite_master_is_not_hidden(dtype):
+def test_a_master_that_is_no_number_is_not_hidden(dtype):
     tx = transforms.with_master_params(optax.sgd(1.0))
     params = jnp.ones(1, dtype)
-    updates, _ = tx.update(jnp.array([-jnp.inf]), tx.init(params), params)
-    assert optax.apply_updates(params, updates)[0] == jnp.inf
+    updates, _ = tx.update(jnp.array([jnp.nan]), tx.init(params), params)
+    assert jnp.isnan(optax.apply_updates(params, updates)[0])

@@ -8,13 +8,12 @@ import numpy as np
 def difference(param: jax.Array, master: jax.Array) -> jax.Array:
     """Returns what must be added to `param`, in float32, to get the rounded master.
 
-    A finite master beyond the half range gives the largest finite half number: from an infinite
-    parameter no sum leads back, since inf - inf is NaN.
+    A master beyond the half range gives the largest finite half number: from an infinite parameter
+    no sum leads back, since inf - inf is NaN. (A choice by `isfinite(master)`, to let infinite ones
+    through, would break flat masters' update into a kernel a tensor.)
     """
-    value = master.astype(jnp.float32)
     largest = float(jnp.finfo(param.dtype).max)
-    within = jnp.clip(_rounded(value, param.dtype), -largest, largest)
-    rounded = jnp.where(jnp.isfinite(master), within, value)
+    rounded = jnp.clip(_rounded(master.astype(jnp.float32), param.dtype), -largest, largest)
     old = param.astype(jnp.float32)
     # Equal values: the zero with the master's sign, so that -0.0 stays what it is.
     zero = jnp.copysign(jnp.float32(0), rounded)
@@ -26,7 +25,7 @@ def difference(param: jax.Array, master: jax.Array) -> jax.Array:
     if param.dtype == jnp.bfloat16:
         # From one end of its range to the other is more than float32 can say at once.
         farthest = float(jnp.finfo(jnp.float32).max)
-        change = jnp.where(jnp.isfinite(rounded), jnp.clip(change, -farthest, farthest), change)
+        change = jnp.clip(change, -farthest, farthest)
     return jnp.where(rounded == old, zero, change)
 
 
