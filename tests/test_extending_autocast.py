@@ -65,14 +65,6 @@ def test_a_new_rule_is_one_row(softsign):
     np.testing.assert_allclose(jax.grad(autocast)(X), jax.grad(layers)(X), atol=2e-3)
 
 
-def test_a_trait_that_is_misspelt_is_refused(softsign):
-    with pytest.raises(ValueError, match=r"the traits fusable; there are fusible, expensive"):
-        register_rule(softsign, "follow", "bounded", "fusable bounded")
-    with pytest.raises(ValueError, match=r"category 'folow'; expected one of 'low', 'full'"):
-        register_rule(softsign, "folow", "bounded")
-    assert softsign.name not in _RULES
-
-
 def test_a_new_rewrite_is_one_row(monkeypatch):
     def reciprocal_root(node, around):
         """1 / sqrt(x) as rsqrt(x)."""
