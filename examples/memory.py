@@ -107,13 +107,8 @@ def count(policy: str, checkpoint: bool, arguments: argparse.Namespace) -> Any:
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
     return diagnostics.memory_report(
-        loss_fn,
-        params,
-        tokens,
-        policy=policy,
-        optimizer=optax.adam(1e-3),
-        compiled=arguments.xla,
-    )
+        loss_fn, policy=policy, optimizer=optax.adam(1e-3), compiled=arguments.xla
+    )(params, tokens)
 
 
 def layer_factor(report: Any, arguments: argparse.Namespace) -> dict[str, float]:

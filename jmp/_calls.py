@@ -11,7 +11,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmp._describe import described
 from jmp.trees import PyTree, holds_numbers, path_string
+
+
+def check_function(fun: object, caller: str, call: str) -> None:
+    """Raises TypeError if `fun` cannot be called.
+
+    Args:
+      caller: the function that it was given to.
+      call: how that one is called, for the error.
+    """
+    if not callable(fun):
+        raise TypeError(f"{caller} got {described(fun)}; expected a function: {call}.")
 
 
 class Held(NamedTuple):
@@ -107,11 +119,18 @@ class ArrayCall:
 def argument_numbers(argnums: int | Sequence[int], count: int, caller: str) -> set[int]:
     """Returns the numbers of the arguments that `argnums` names, counted from the first.
 
-    Raises: ValueError, with the name of `caller`, if one is not there.
+    Raises: ValueError, with the name of `caller`, if one is not there; TypeError for no numbers.
     """
     numbers = [argnums] if isinstance(argnums, int) else argnums
+    if not isinstance(numbers, Sequence) or not all(isinstance(n, int) for n in numbers):
+        raise TypeError(
+            f"{caller} got argnums={described(argnums)}; expected the number of an argument or "
+            "several, counted from 0: names are no numbers."
+        )
     if not all(-count <= number < count for number in numbers):
-        raise ValueError(f"{caller} got argnums={argnums}; expected numbers of its {count} args.")
+        raise ValueError(
+            f"{caller} got argnums={described(argnums)}; expected numbers of its {count} args."
+        )
     return {number % count for number in numbers}
 
 

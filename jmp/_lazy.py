@@ -28,7 +28,7 @@ def loaded_when_touched(
     def load(name: str) -> ModuleType:
         if name not in parts:
             raise AttributeError(
-                f"module {package!r} has no attribute {name!r}",
+                f"module '{package}' has no attribute '{name}'",
                 name=name,
                 obj=sys.modules[package],
             )
@@ -40,7 +40,7 @@ def loaded_when_touched(
                 raise
             way = f"it: pip install {missing}"
             if missing in EXTRAS:
-                way = f"jmp with its extra {missing!r}: pip install '.[{missing}]' in its clone"
+                way = f"jmp with its extra '{missing}': pip install '.[{missing}]' in its clone"
             raise ModuleNotFoundError(
                 f"{package}.{name} needs {missing}, which is not installed. Install {way}.",
                 name=error.name,

@@ -8,12 +8,15 @@ Users are given dtypes as JAX's *scalar types*, such as `jnp.float16`; the libra
 `np.dtype`, which `np.dtype(scalar_type)` gives.
 """
 
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
+
+from jmp._describe import described, did_you_mean
 
 HALF_DTYPES: tuple[np.dtype, np.dtype] = (np.dtype(jnp.float16), np.dtype(jnp.bfloat16))
 FLOAT32 = np.dtype(np.float32)
@@ -80,12 +83,15 @@ def half_dtype() -> ScalarType:
     return half
 
 
-def parse_dtype(name: str) -> np.dtype:
+def parse_dtype(name: str, others: Iterable[str] = ()) -> np.dtype:
     """Returns the dtype called `name`, such as "f16", "bfloat16", "full", "half" or "f8_e4m3fn".
 
     "half" asks the default device (see `half_dtype`); every other name touches no device.
 
-    Raises: ValueError that lists the known names.
+    Args:
+      others: what else the user may have meant, for the error.
+
+    Raises: ValueError that lists the known names, and says which is nearest.
 
     >>> parse_dtype("bf16")
     dtype(bfloat16)
@@ -94,7 +100,8 @@ def parse_dtype(name: str) -> np.dtype:
         return np.dtype(half_dtype())
     if name not in _name_to_dtype:
         raise ValueError(
-            f"Unknown dtype {name!r}; expected 'half' (the platform's half precision) or one of "
+            f"Unknown dtype {described(name)}.{did_you_mean(name, [*others, *_name_to_dtype])} "
+            "Expected 'half' (the platform's half precision) or one of "
             f"{', '.join(_name_to_dtype)}."
         )
     return _name_to_dtype[name]
@@ -107,7 +114,9 @@ def floating_dtype(dtype: DTypeLike, role: str) -> np.dtype:
       dtype: what the user gave.
       role: what it was given for, named in the error.
 
-    Raises: ValueError if it is no real floating dtype.
+    Raises:
+      TypeError: it is no dtype at all.
+      ValueError: an unknown name, or a dtype that is not real floating.
 
     >>> floating_dtype("f16", "compute_dtype")
     dtype('float16')
@@ -115,14 +124,16 @@ def floating_dtype(dtype: DTypeLike, role: str) -> np.dtype:
     if isinstance(dtype, str):
         return parse_dtype(dtype)
     try:
-        if dtype is None:  # np.dtype(None) would be float64
+        # np.dtype(None) would be float64, and that of an array the array's.
+        if dtype is None or isinstance(dtype, (jax.Array, np.ndarray, np.generic)):
             raise TypeError
         normalised = np.dtype(dtype)
-    except TypeError:
+    except (TypeError, ValueError):
         normalised = None
     if normalised is None or normalised.type not in dtype_to_names:
-        raise ValueError(
-            f"{role} got {dtype!r}; expected a real floating dtype or its name, one of "
+        error = TypeError if normalised is None else ValueError
+        raise error(
+            f"{role} got {described(dtype)}; expected a real floating dtype or its name, one of "
             f"{', '.join(_name_to_dtype)}."
         )
     return np.dtype(normalised.type)  # in the machine's byte order

@@ -10,6 +10,7 @@ from typing import TypeVar
 import numpy as np
 from jax.typing import DTypeLike
 
+from jmp._describe import described, did_you_mean
 from jmp.dtypes import (
     ScalarType,
     dtype_to_names,
@@ -55,7 +56,7 @@ class Policy:
     `jnp.float16`, so that equal policies are equal and hash alike. A scalar type equals the dtype
     that it names, and makes an array when called; `np.dtype(policy.compute_dtype)` is the dtype.
 
-    Raises: ValueError for anything that is not a real floating dtype.
+    Raises: ValueError for a dtype that is not real floating, TypeError for what is no dtype.
 
     >>> policy = Policy("float32", jnp.float16, np.dtype("float32"))
     >>> str(policy)
@@ -153,14 +154,14 @@ def get_policy(policy: str | Policy) -> Policy:
         return policy
     if not isinstance(policy, str):
         raise TypeError(
-            f"get_policy got {policy!r} of type {type(policy).__name__}; expected a Policy or text "
-            "such as 'mixed_float16' or 'p=f32,c=f16,o=f32'."
+            f"get_policy got {described(policy)}; expected a Policy or text such as "
+            "'mixed_float16' or 'p=f32,c=f16,o=f32'."
         )
     text = policy.strip()
     text = _NAMED.get(text, text)
     if "=" not in text:
         try:
-            dtype = parse_dtype(text)
+            dtype = parse_dtype(text, _NAMED)
         except ValueError as error:
             raise ValueError(
                 f"{error} Named policies are {', '.join(_NAMED)}; fields are written "
@@ -173,13 +174,13 @@ def get_policy(policy: str | Policy) -> Policy:
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or key not in _KEYS:
             raise ValueError(
-                f"Unknown key {key!r} in policy {policy!r}; expected one of {', '.join(_KEYS)}, "
-                "written 'p=f32,c=f16,o=f32'."
+                f"Unknown key {described(key)} in policy {described(policy)}; expected one of "
+                f"{', '.join(_KEYS)}, written 'p=f32,c=f16,o=f32'.{did_you_mean(key, _KEYS)}"
             )
         if _KEYS[key] in given:
             raise ValueError(
-                f"Policy {policy!r} gives {_KEYS[key]} twice; give each of param, compute and "
-                "output at most once."
+                f"Policy {described(policy)} gives {_KEYS[key]} twice; give each of param, compute "
+                "and output at most once."
             )
         given[_KEYS[key]] = parse_dtype(value)
     param_dtype = given.get("param_dtype", np.dtype(np.float32))

@@ -16,8 +16,9 @@ matched is reported by `warn_unused`, because a typo must not pass in silence.
 import fnmatch
 import re
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from jmp._describe import described
 from jmp.policy import Policy, get_policy, refuse_float8
 
 Target = str | re.Pattern[str] | type | tuple[type, ...]
@@ -50,6 +51,11 @@ class PolicyRules:
         fallback: Callable[[str, Sequence[type]], Policy | None] | None = None,
     ) -> None:
         self.default = get_policy(default)
+        if isinstance(rules, (str, Mapping)) or not isinstance(rules, Iterable):
+            raise TypeError(
+                f"Got rules={described(rules)}; expected a list of pairs (target, policy): "
+                "rules=[('head*', 'float32')]."
+            )
         self._rules = [_checked(rule) for rule in rules]
         self._fallback = fallback
         self._unused = dict.fromkeys(range(len(self._rules)))
@@ -101,8 +107,9 @@ class PolicyRules:
         """Warns with an `UnusedRuleWarning` that names each rule that has not matched yet."""
         if self.unused:
             warnings.warn(
-                f"These rules matched no parameter and no module: {', '.join(self.unused)}. Check "
-                "their spelling; a path is written like 'encoder/Dense_0/kernel', without the "
+                "These rules matched no parameter and no module: "
+                f"{', '.join(self.unused[:8])}{' and more' * (len(self.unused) > 8)}. Check their "
+                "spelling; a path is written like 'encoder/Dense_0/kernel', without the "
                 "collection's name, and an earlier rule may have taken every match.",
                 UnusedRuleWarning,
                 stacklevel=3,
@@ -111,14 +118,17 @@ class PolicyRules:
 
 def _checked(rule: object) -> tuple[Target, Policy]:
     if not (isinstance(rule, tuple) and len(rule) == 2):
-        raise TypeError(f"A rule got {rule!r}; expected a pair (target, policy).")
+        raise TypeError(
+            f"A rule got {described(rule)}; expected a pair (target, policy), in a list: "
+            "rules=[('head*', 'float32')]."
+        )
     target, policy = rule
     classes = target if isinstance(target, tuple) else (target,)
     is_class = bool(classes) and all(isinstance(item, type) for item in classes)
     if not (isinstance(target, (str, re.Pattern)) or is_class):
         raise TypeError(
-            f"A rule's target got {target!r}; expected a glob such as 'head*', a compiled regular "
-            "expression, or a module class."
+            f"A rule's target got {described(target)}; expected a glob such as 'head*', a compiled "
+            "regular expression, or a module class."
         )
     return target, get_policy(policy)
 
@@ -138,8 +148,8 @@ def _matches(target: Target, prefixes: list[str], module_types: Sequence[type]) 
 
 def _describe(target: Target) -> str:
     if isinstance(target, str):
-        return repr(target)
+        return described(target)
     if isinstance(target, re.Pattern):
-        return f"re.compile({target.pattern!r})"
+        return f"re.compile({described(target.pattern)})"
     classes = target if isinstance(target, tuple) else (target,)
     return " | ".join(item.__name__ for item in classes)

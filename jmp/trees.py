@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
+from jmp._describe import described, shape_text, where_trees_differ
 from jmp.dtypes import FLOAT32, at_least_float32, floating_dtype, half_dtype, is_castable
 
 T = TypeVar("T")
@@ -64,7 +65,7 @@ def cast_floating(tree: T, dtype: DTypeLike) -> T:
       dtype: a real floating dtype or its name, such as "bfloat16".
 
     Returns: the same structure and shapes.
-    Raises: ValueError if `dtype` is not real floating.
+    Raises: ValueError if `dtype` is not real floating, TypeError if it is no dtype.
 
     >>> cast_floating({"w": jnp.ones(2), "step": 3}, "bfloat16")["w"].dtype
     dtype(bfloat16)
@@ -147,8 +148,9 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
     second: Any = jax.tree.structure(on_false)
     if first != second:
         raise ValueError(
-            f"select_tree got trees of different structure: {first} and {second}. An optimizer "
-            "state must keep its structure from step to step."
+            "select_tree got trees of different structure: "
+            f"{where_trees_differ(on_true, on_false)}. An optimizer state must keep its structure "
+            "from step to step."
         )
     selected: T = jax.tree_util.tree_map_with_path(
         lambda path, a, b: _select_leaf(pred, a, b, path), on_true, on_false
@@ -165,8 +167,8 @@ def _select_leaf(pred: jax.Array, a: Any, b: Any, path: tuple[Any, ...]) -> Any:
     if len({(leaf.dtype, leaf.shape) for leaf in typed}) > 1:
         raise ValueError(
             f"select_tree got leaves that differ at {_name(path)}: "
-            f"{a.dtype}{list(a.shape)} and {b.dtype}{list(b.shape)}. Cast them to one dtype and "
-            "shape first: a state must keep its types from step to step."
+            f"{shape_text(a)} and {shape_text(b)}. Cast them to one dtype and shape first: a state "
+            "must keep its types from step to step."
         )
     if len(typed) < 2:
         dtype = jnp.result_type(*map(_sample, (a, b)))
@@ -175,7 +177,7 @@ def _select_leaf(pred: jax.Array, a: Any, b: Any, path: tuple[Any, ...]) -> Any:
 
 
 def _name(path: tuple[Any, ...]) -> str:
-    return jax.tree_util.keystr(path) or "the root"
+    return jax.tree_util.keystr(path)[:200] or "the root"
 
 
 def _sample(leaf: Any) -> Any:
@@ -188,9 +190,9 @@ def _number_in(dtype: np.dtype, number: complex, path: tuple[Any, ...]) -> compl
     """Returns a Python number that `dtype` can hold; raises ValueError if it cannot."""
     if not _fits(number, dtype):
         raise ValueError(
-            f"select_tree got the Python number {number!r:.40} at {_name(path)}, which becomes an "
-            f"array of {dtype} and does not fit in it. Expected a smaller number, infinity, or an "
-            "array of a wider dtype (float64 needs jax_enable_x64)."
+            f"select_tree got the Python number {described(number)} at {_name(path)}, which "
+            f"becomes an array of {dtype} and does not fit in it. Expected a smaller number, "
+            "infinity, or an array of a wider dtype (float64 needs jax_enable_x64)."
         )
     is_float = jnp.issubdtype(dtype, jnp.floating)
     return float(number.real) if is_float else number  # JAX takes no integer beyond its own

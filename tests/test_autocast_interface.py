@@ -485,27 +485,18 @@ def test_apply_to_rounds_extra_arguments():
 # Mistakes.
 
 
+def test_rules_and_names_may_come_from_iterators():
+    options = {"rules": iter([("head", "float32")]), "apply_to": iter(["x"])}
+    function = jmp.autocast(jax.named_call(loss, name="head"), F16, **options)
+    again = jmp.autocast(
+        jax.named_call(loss, name="head"), F16, rules=[("head", "float32")], apply_to=["x"]
+    )
+    assert str(jax.make_jaxpr(function)(W, X)) == str(jax.make_jaxpr(again)(W, X))
+
+
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda: jmp.autocast(loss), TypeError, "autocast got no policy"),
-        (lambda: jmp.autocast("mixed_float16"), TypeError, "autocast got no policy"),
-        (lambda: jmp.autocast(3, F16), TypeError, "autocast got 3; expected a function"),
-        (lambda: jmp.autocast(loss, "f17"), ValueError, "f17"),
-        (lambda: jmp.autocast(loss, "float64"), ValueError, "compute dtype float64"),
-        (lambda: jmp.autocast(loss, F16, low="exp"), TypeError, r"expected a sequence"),
-        (lambda: jmp.autocast(loss, F16, low=[jnp.exp]), TypeError, "expected a JAX primitive"),
-        (
-            lambda: jmp.autocast(loss, F16, low=["exp"], full=["exp"]),
-            ValueError,
-            "both in low= and in full=",
-        ),
-        (lambda: jmp.autocast(loss, F16, recompute=True), ValueError, "recompute=True"),
-        (
-            lambda: jmp.autocast(loss, F16, rules=[(dict, "float32")]),
-            TypeError,
-            "name scopes, not classes",
-        ),
         (
             lambda: jmp.autocast(loss, F16, rules=[("head", "mixed_bfloat16")]),
             ValueError,
@@ -542,12 +533,6 @@ def test_apply_to_rounds_extra_arguments():
             lambda: jmp.autocast(lambda x: x, F16, apply_to=["x"])(X, wrong=1),
             TypeError,
             "unexpected keyword argument 'wrong'",
-        ),
-        (lambda: jmp.autocast(loss, F16, apply_to="x"), TypeError, r"expected a list: \['x'\]"),
-        (
-            lambda: jmp.autocast(loss, F16, apply_to=["y"]),
-            ValueError,
-            "no argument 'y'; it has w, x",
         ),
     ],
 )
@@ -588,7 +573,9 @@ def test_what_runs_later_than_it_is_called_is_refused(function, policy):
     ids=["generator", "coroutine", "asynchronous generator", "in a dictionary"],
 )
 def test_results_that_are_computed_later_are_refused(function):
-    with pytest.raises(TypeError, match="a function that returned <.*wrap the functions"):
+    with pytest.raises(
+        TypeError, match="a function that returned an? .*: its body(.|\n)*wrap the f"
+    ):
         jmp.autocast(function, F16)(X)
 
 

@@ -141,17 +141,6 @@ def test_every_rule_gives_its_reason():
         assert rule.reason and not rule.reason.endswith(".")
 
 
-def test_a_new_rule_for_a_primitive_that_has_one_is_refused():
-    with pytest.raises(ValueError, match=r"'exp' was registered by jmp.autocasting.rules.full"):
-        register_rule("exp", "low", "faster")
-    assert rule_for("exp").category is Category.FULL
-
-
-def test_a_rule_for_something_that_is_no_primitive_is_refused():
-    with pytest.raises(TypeError, match=r"Got 3; expected a JAX primitive or its name"):
-        register_rule(3, "low", "three")
-
-
 @pytest.fixture
 def cube():
     """A primitive of a user's own."""

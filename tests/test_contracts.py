@@ -573,13 +573,6 @@ def test_a_static_scale_at_the_bounds_has_a_reciprocal(number):
     assert abs(unscaled - 1) <= np.finfo(np.float32).eps
 
 
-def test_a_static_scale_of_zero_gives_zeros():
-    # DeepMind's contract: accepted. Unscaling then divides by zero, which the check will see.
-    scale = jmp.StaticLossScale(0.0)
-    assert float(scale.scale(3.0)) == 0.0
-    assert not bool(jmp.all_finite(scale.unscale(jnp.float32(1.0))))
-
-
 def test_a_no_op_scale_hands_back_the_very_same_tree():
     tree = {"w": jnp.ones(2, jnp.float16), "loss": 1.5}
     scale = jmp.NoOpLossScale()

@@ -11,6 +11,7 @@ import pytest
 import jmp
 
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
+NAN, INFINITY = float("nan"), float("inf")
 
 
 def reference(flags, scale, counter, period, growth, backoff, floor, ceiling):
@@ -221,6 +222,48 @@ def test_a_start_beyond_float32_is_brought_to_the_ceiling_without_a_warning(numb
 
 def test_a_floor_of_zero_is_the_smallest_scale_there_is():
     assert jmp.DynamicLossScale(8.0, min_loss_scale=0.0).min_loss_scale == SMALLEST
+
+
+def restored(scale, *leaves):
+    """What a checkpoint does: unflattening, which looks at no value."""
+    return jax.tree.unflatten(jax.tree.structure(scale), leaves)
+
+
+@pytest.mark.parametrize("leaf", [NAN, INFINITY, -INFINITY, 0.0, -8.0])
+@pytest.mark.parametrize("make", [jmp.DynamicLossScale, jmp.HysteresisLossScale])
+def test_a_restored_scale_that_is_none_starts_anew_at_the_next_step(make, leaf):
+    scale = make(8.0, period=10)
+    broken = restored(scale, jnp.float32(leaf), *jax.tree.leaves(scale)[1:])
+    assert float(broken.adjust(True).loss_scale) == 2.0**15
+    assert float(broken.adjust(False).loss_scale) in (2.0**14, 2.0**15)
+    bounded = make(8.0, max_loss_scale=16.0)
+    broken = restored(bounded, jnp.float32(leaf), *jax.tree.leaves(scale)[1:])
+    assert float(broken.adjust(True).loss_scale) == 16.0
+
+
+@pytest.mark.parametrize(("leaf", "kept"), [(2.0**20, 64.0), (0.25, 1.0), (32.0, 32.0)])
+def test_a_restored_scale_beyond_its_bounds_comes_back_to_them(leaf, kept):
+    scale = jmp.DynamicLossScale(8.0, max_loss_scale=64.0)
+    after = restored(scale, jnp.float32(leaf), jnp.int32(0)).adjust(True)
+    assert float(after.loss_scale) == kept
+
+
+@pytest.mark.parametrize(
+    ("period", "count", "scale", "counter"),
+    [
+        (2000, 2**31 - 1, 16.0, 0),
+        (2**31 - 1, 2**31 - 2, 16.0, 0),
+        (2**31 - 1, 2**31 - 3, 8.0, 2**31 - 2),
+        (INFINITY, 2**31 - 2, 8.0, 2**31 - 1),
+        (INFINITY, 2**31 - 1, 8.0, 2**31 - 1),
+        (2000, -5, 8.0, 1),
+        (2000, -(2**31), 8.0, 1),
+    ],
+)
+def test_a_count_never_overflows_and_none_is_negative(period, count, scale, counter):
+    before = restored(jmp.DynamicLossScale(8.0, period=period), jnp.float32(8), jnp.int32(count))
+    after = before.adjust(True)
+    assert (float(after.loss_scale), int(after.counter)) == (scale, counter)
 
 
 def test_many_scales_side_by_side_take_many_flags():

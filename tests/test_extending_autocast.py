@@ -11,7 +11,6 @@ import jmp
 from jmp import diagnostics
 from jmp.autocasting import register_rule
 from jmp.autocasting._kinds import Kind, register_kind
-from jmp.autocasting._registry import NO_RULE, rule_for
 from jmp.autocasting._steps import Rewrite
 from jmp.autocasting.rewrites import REWRITES
 
@@ -62,14 +61,6 @@ def test_a_new_rule_is_one_row(softsign):
     autocast = jmp.autocast(layers, "mixed_float16")
     assert dtypes_read_by(softsign.name, autocast, X) == {"float16"}
     np.testing.assert_allclose(jax.grad(autocast)(X), jax.grad(layers)(X), atol=2e-3)
-
-
-def test_a_trait_that_is_misspelt_is_refused(softsign):
-    with pytest.raises(ValueError, match=r"the traits fusable; there are fusible, expensive"):
-        register_rule(softsign, "follow", "bounded", "fusable bounded")
-    with pytest.raises(ValueError, match=r"category 'folow'; expected one of 'low', 'full'"):
-        register_rule(softsign, "folow", "bounded")
-    assert rule_for(softsign.name) is NO_RULE
 
 
 def test_a_new_rewrite_is_one_row(monkeypatch):

@@ -632,9 +632,7 @@ def test_values_are_freed_after_their_last_use():
     assert alive[0] <= 3
 
 
-def test_shapes_and_tracers_hold_no_numbers():
-    with pytest.raises(TypeError, match="holds no numbers.*the arrays of the step that failed"):
-        find_nonfinite(jnp.exp)(jax.ShapeDtypeStruct((2,), jnp.float32))
+def test_tracers_hold_no_numbers():
     with pytest.raises(TypeError, match="holds no numbers.*outside of jax.jit"):
         jax.jit(find_nonfinite(jnp.exp))(jnp.ones(2))
 

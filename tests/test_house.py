@@ -14,6 +14,8 @@ from jmp.autocasting import all_rules
 PACKAGE = pathlib.Path(jmp.__file__).parent
 FILES = sorted(path for path in PACKAGE.rglob("*.py"))
 LAYERS = {
+    "_describe": 0,
+    "_frameworks": 1,
     "_jax_compat": 0,
     "_lazy": 0,
     "_marks": 0,
@@ -171,6 +173,24 @@ def test_parts_are_listed_and_a_misspelt_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="module 'jmp.adapters' has no attribute 'line'"):
         _ = jmp.adapters.line
     assert not hasattr(jmp, "autocasts")
+
+
+def messages_of(tree):
+    """Yields what is raised or warned of."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise) and node.exc is not None:
+            yield node.exc
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("warn", "add_note"):
+            yield node
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_message_holds_no_representation_but_a_description(path):
+    """The representation of what a user gave may be megabytes long: `jmp._describe.described`."""
+    for message in messages_of(ast.parse(path.read_text())):
+        for node in ast.walk(message):
+            if isinstance(node, ast.FormattedValue):
+                assert node.conversion == -1, f"{path}:{node.lineno} prints a representation"
 
 
 PLANNER = [path for path in FILES if part_of(path) == "autocasting"]

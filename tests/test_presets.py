@@ -47,6 +47,28 @@ def test_disabled_it_is_no_scale_at_all(preset, defaults):
     assert preset(enabled=True) == preset()
 
 
+def test_torchs_keywords_mean_what_they_mean_in_torch():
+    defaults = {
+        "init_scale": 2.0**16,
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 2000,
+        "enabled": True,
+    }
+    assert jmp.torch_loss_scale(**defaults) == jmp.torch_loss_scale()
+    assert jmp.torch_loss_scale(**{**defaults, "enabled": False}) == jmp.NoOpLossScale()
+    scale = jmp.torch_loss_scale(
+        init_scale=2.0**10, growth_factor=4.0, backoff_factor=0.25, growth_interval=3
+    )
+    assert jmp.to_torch_state_dict(scale) == {
+        "scale": 2.0**10,
+        "growth_factor": 4.0,
+        "backoff_factor": 0.25,
+        "growth_interval": 3,
+        "_growth_tracker": 0,
+    }
+
+
 def test_apex_stops_growing_at_its_ceiling():
     scale = jmp.apex_loss_scale()
     steps = 2000 * 12

@@ -138,28 +138,20 @@ def test_a_rule_behind_a_stronger_one_counts_as_unused():
     assert rules.unused == ["'head'"]
 
 
+def test_a_warning_of_many_long_rules_is_short():
+    rules = jmp.PolicyRules([(f"{i}" * 1000, "f32") for i in range(1000)], default="f16")
+    with pytest.warns(jmp.UnusedRuleWarning, match="and more. Check") as caught:
+        rules.warn_unused()
+    assert len(str(caught[0].message)) <= 1500
+
+
 def test_rules_that_all_matched_warn_of_nothing():
     rules = jmp.PolicyRules([("a", "f32"), (Norm, "f32")], default="f16")
     rules.policy_for("a"), rules.policy_for("b", [BatchNorm])
     rules.warn_unused()
 
 
-@pytest.mark.parametrize(
-    "rule", ["head*", ("head*",), ("head*", "f32", "f16"), ["head*", "f32"], None, Norm]
-)
-def test_a_rule_that_is_no_pair_is_refused(rule):
-    with pytest.raises(TypeError, match=r"A rule got .*; expected a pair \(target, policy\)"):
-        jmp.PolicyRules([rule], default="f32")
-
-
 @pytest.mark.parametrize("target", [None, 3, (), (Norm, "norm"), Norm(), b"head", [Norm]])
 def test_a_target_of_an_unknown_kind_is_refused(target):
     with pytest.raises(TypeError, match="A rule's target got .*; expected a glob such as 'head"):
         jmp.PolicyRules([(target, "f32")], default="f32")
-
-
-def test_a_rule_whose_policy_does_not_parse_is_refused():
-    with pytest.raises(ValueError, match="Unknown dtype 'f33'"):
-        jmp.PolicyRules([("head", "f33")], default="f32")
-    with pytest.raises(ValueError, match="Unknown dtype 'f33'"):
-        jmp.PolicyRules([], default="f33")

@@ -104,21 +104,6 @@ def test_switching_scaling_on_reads_a_state_into_a_dynamic_scale():
     assert float(restored.loss_scale) == 65536.0
 
 
-def test_torch_has_no_static_scale():
-    with pytest.raises(TypeError, match="got a StaticLossScale; expected a dynamic or no-op"):
-        jmp.to_torch_state_dict(jmp.StaticLossScale(8.0))
-    with pytest.raises(TypeError, match="like=StaticLossScale.*expected a dynamic or no-op"):
-        jmp.from_torch_state_dict(FRESH_GRAD_SCALER, like=jmp.StaticLossScale(8.0))
-
-
-def test_missing_and_unknown_keys_are_named():
-    missing = {key: value for key, value in FRESH_GRAD_SCALER.items() if key != "scale"}
-    for state in (missing, {**FRESH_GRAD_SCALER, "enabled": True}, {"scale": 1.0}):
-        with pytest.raises(ValueError, match="got the keys .* expected torch GradScaler's") as info:
-            jmp.from_torch_state_dict(state)
-        assert str(sorted(state)) in str(info.value)
-
-
 @pytest.mark.parametrize(
     ("key", "value", "sentence"),
     [

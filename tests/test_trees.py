@@ -111,9 +111,9 @@ def test_casts_work_inside_jit_and_grad():
     assert gradient(jnp.ones(3)).dtype == np.float32
 
 
-@pytest.mark.parametrize("dtype", [None, int, "int8", complex, "float17"])
+@pytest.mark.parametrize("dtype", [int, "int8", complex, "float17"])
 def test_a_cast_to_anything_but_real_floats_is_refused(dtype):
-    with pytest.raises(ValueError, match="expected .*bfloat16"):
+    with pytest.raises(ValueError, match="[Ee]xpected .*bfloat16"):
         jmp.cast_floating(jnp.ones(2), dtype)
 
 

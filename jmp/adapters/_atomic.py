@@ -7,11 +7,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jmp._describe import described
+from jmp._frameworks import framework_of, refuse_other_models
 from jmp._marks import lowered_to
 from jmp.loss_scaling import LossScale, NoOpLossScale, scaled_value_and_grad
+from jmp.loss_scaling._gradients import pair_of
 from jmp.transforms._loss_scaling import WithLossScaleState, find_loss_scaling
 from jmp.transforms._mixed_precision import unscaled_policy
-from jmp.trees import PyTree, select_tree
+from jmp.trees import PyTree, is_complex, is_floating, select_tree
 
 T = TypeVar("T")
 
@@ -63,6 +66,9 @@ def keep_if_skipped(
     return select_tree(finite, after, before), kept
 
 
+_ORDER = " The order is train_step(loss_fn, model, opt_state, tx, *args)."
+
+
 class TrainStep(NamedTuple):
     """What a training step of a functional framework returns.
 
@@ -81,6 +87,27 @@ class TrainStep(NamedTuple):
     aux: Any = None
 
 
+def check_step(loss_fn: object, model: object, own: str, kind: str) -> None:
+    """Refuses what is no function, and models of another framework or without arrays.
+
+    Args:
+      own: the framework whose models are taken.
+      kind: what the model should be.
+    """
+    is_swapped = framework_of(loss_fn) and callable(model) and not framework_of(model)
+    if not callable(loss_fn) or is_swapped:
+        raise TypeError(
+            f"train_step got {described(loss_fn)} as loss_fn; expected a function of the "
+            f"model.{_ORDER}"
+        )
+    refuse_other_models(model, "train_step", "the model", own, kind)
+    if not any(is_floating(leaf) or is_complex(leaf) for leaf in jax.tree.leaves(model)):
+        raise ValueError(
+            f"train_step got {described(model)} as the model, which holds no floating array; "
+            f"expected {kind}.{_ORDER}"
+        )
+
+
 def take_step(
     loss_fn: Callable[..., Any],
     params: optax.Params,
@@ -96,12 +123,13 @@ def take_step(
       loss_fn: `(params, *args)` to a scalar; with a state `(params, state, *args)` to
         `(scalar, state)`; with `has_aux` to `(scalar, aux)` or `(scalar, (state, aux))`.
     """
-    if not callable(loss_fn):
-        raise TypeError(f"train_step got {loss_fn!r} as loss_fn; expected a function.")
     if not isinstance(tx, optax.GradientTransformation):
         raise TypeError(
-            f"train_step got a {type(tx).__name__} as tx; expected an optax transformation. The "
-            "order is train_step(loss_fn, model, opt_state, tx, *args)."
+            f"train_step got {described(tx)} as tx; expected an optax transformation.{_ORDER}"
+        )
+    if isinstance(opt_state, optax.GradientTransformation):
+        raise TypeError(
+            f"train_step got the optimizer as opt_state; expected what tx.init returned.{_ORDER}"
         )
     check_is_scaled_for(tx, loss_fn)
     # Taken apart before the loss is computed: Equinox's State may be used once.
@@ -114,7 +142,7 @@ def take_step(
     loss, new_state, aux = value, None, None
     if state is not None:
         loss, more = value
-        new_state, aux = more if has_aux else (more, None)
+        new_state, aux = pair_of(more, "(state, aux)") if has_aux else (more, None)
     elif has_aux:
         loss, aux = value
     updates, new_opt_state = tx.update(gradients, opt_state, params)

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from flax import serialization
 
+from jmp._describe import listed
 from jmp.loss_scaling import (
     DynamicLossScale,
     HysteresisLossScale,
@@ -31,10 +32,11 @@ def _to_state_dict(node: PyTree) -> dict[str, Any]:
 def _from_state_dict(node: PyTree, state: dict[str, Any]) -> PyTree:
     expected = _to_state_dict(node)
     if not isinstance(state, dict) or set(expected) != set(state):
-        held = sorted(state) if isinstance(state, dict) else type(state).__name__
+        held = listed(sorted(state)) if isinstance(state, dict) else type(state).__name__
         raise ValueError(
-            f"A checkpoint holds {held} for a {type(node).__name__}; expected {sorted(expected)}. "
-            f"Restore into the class that was saved, and {_afterwards(node)}"
+            f"A checkpoint holds {held} for a {type(node).__name__}; expected "
+            f"{listed(sorted(expected))}. Restore into the class that was saved, and "
+            f"{_afterwards(node)}"
         )
     state = {n: np.asarray(v) if isinstance(v, (int, float)) else v for n, v in state.items()}
     restored = jax.tree.unflatten(jax.tree.structure(node), [state[name] for name in expected])
@@ -97,9 +99,9 @@ def _restore_train_state(node: PyTree, state: dict[str, Any]) -> PyTree:
         state = {"batch_stats": None, **state}
     if set(state) != set(fields):
         raise ValueError(
-            f"A checkpoint holds {sorted(state)} for a {type(node).__name__}; expected "
-            f"{sorted(fields)}. Restore into the class that was saved, and make the new state of "
-            "its fields: docs/checkpoints.md has the lines."
+            f"A checkpoint holds {listed(sorted(state))} for a {type(node).__name__}; expected "
+            f"{listed(sorted(fields), most=16)}. Restore into the class that was saved, and make "
+            "the new state of its fields: docs/checkpoints.md has the lines."
         )
     restored = {
         name: serialization.from_state_dict(getattr(node, name), state[name], name=name)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from flax.training import train_state
 
+from jmp._describe import described
 from jmp.adapters import _flax_serialization
 from jmp.adapters._atomic import check_is_scaled_for, keep_if_skipped, loss_scale_in
 from jmp.loss_scaling import LossScale
@@ -47,11 +48,12 @@ class TrainState(train_state.TrainState):
 
         The step is an int32 array from the start: a Python 0 would compile the step twice.
 
-        Raises: ValueError for an optimizer in an order that fails; see
-          `transforms.check_optimizer_state`. What comes after loss scaling in a chain is taken:
-          `apply_gradients` undoes it on a skip. And for `mixed_precision` of a policy that needs
-          no loss scale, where `apply_fn` computes in float16.
+        Raises: TypeError if `tx` is no optax transformation; ValueError for an optimizer in an
+          order that fails, see `transforms.check_optimizer_state`, and for `mixed_precision` of a
+          policy that needs no loss scale, where `apply_fn` computes in float16. What comes after
+          loss scaling in a chain is taken: `apply_gradients` undoes it on a skip.
         """
+        _check_optimizer(tx)
         state: TrainState = super().create(  # type: ignore[no-untyped-call]  # Flax gives no types
             apply_fn=apply_fn, params=params, tx=tx, **kwargs
         )
@@ -100,3 +102,12 @@ def _replace_with_masters(self: TrainState, **updates: Any) -> TrainState:
 
 TrainState.replace = _replace_with_masters  # type: ignore[assignment, method-assign]
 _flax_serialization.register_train_state(TrainState)
+
+
+def _check_optimizer(tx: Any) -> None:
+    """Raises TypeError for what is no optimizer, such as a function that makes one."""
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        raise TypeError(
+            f"TrainState.create got tx={described(tx)}; expected an optax transformation, such as "
+            "transforms.mixed_precision(optax.adam(1e-3), policy)."
+        )

@@ -17,12 +17,15 @@ import equinox as eqx
 import jax
 import optax
 
-from jmp.adapters._atomic import TrainStep, take_step
+from jmp._calls import check_function
+from jmp._frameworks import refuse_other_models
+from jmp.adapters._atomic import TrainStep, check_step, take_step
 from jmp.adapters._module_policies import ModulePolicies, marked_class, plain_class
 from jmp.adapters._norms import rules_for_modules
 from jmp.autocasting._autocast import AllOptions, given_policy
 from jmp.loss_scaling import LossScale
 from jmp.loss_scaling import scaled_value_and_grad as differentiate_scaled
+from jmp.loss_scaling._given import check_loss_scale
 from jmp.policy import Policy, get_policy
 from jmp.rules import Rule
 from jmp.trees import PyTree, cast_leaf, cast_to_at_least_float32, is_array, joined, path_string
@@ -62,7 +65,7 @@ def autocast(
     Returns: a function with `fun`'s signature, for `eqx.filter_jit`, `eqx.filter_grad`, `jax.vmap`.
 
     Raises:
-      TypeError: no policy.
+      TypeError: no policy; `fun` is no function.
       ValueError: policy and rules name two half dtypes.
 
     Warns: `UnusedRuleWarning` for a rule that matched no module and no array of one.
@@ -77,6 +80,8 @@ def autocast(
     policy = given_policy(policy, fun)
     if fun is None:
         return functools.partial(autocast, policy=policy, rules=rules, **options)
+    check_function(fun, "autocast", "autocast(loss_fn, policy)(model, *args)")
+    refuse_other_models(fun, "autocast", "the function", "equinox", "a function of Equinox modules")
     modules = ModulePolicies(policy, rules, options)
 
     @functools.wraps(fun)
@@ -106,6 +111,7 @@ def cast_params(model: T, policy: str | Policy, rules: Sequence[Rule] | None = N
     >>> cast_params(eqx.nn.Linear(2, 3, key=jax.random.key(0)), "O2").weight.dtype
     dtype('float16')
     """
+    refuse_other_models(model, "cast_params", "the model", "equinox", "a module of Equinox")
     module_rules = rules_for_modules(get_policy(policy), rules)
     module_rules.refuse_float8("cast_params")
 
@@ -150,6 +156,9 @@ def scaled_value_and_grad(
     24.0
     """
 
+    check_function(fun, "scaled_value_and_grad", "scaled_value_and_grad(loss_fn, scale)(model)")
+    check_loss_scale(loss_scale, "scaled_value_and_grad")
+
     @functools.wraps(fun)
     def wrapped(model: PyTree, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         params, static = eqx.partition(model, eqx.is_inexact_array)
@@ -185,7 +194,8 @@ def train_step(
 
     Returns: model, optimizer state, unscaled loss, state and aux; see `TrainStep`. Wrap the call in
       `eqx.filter_jit`.
-    Raises: TypeError if the loss is no real floating scalar or an argument is of the wrong kind.
+    Raises: TypeError if the loss is no real floating scalar or an argument is of the wrong kind;
+      ValueError if the model holds no floating array.
 
     >>> import equinox as eqx, optax
     >>> from jmp import transforms
@@ -197,6 +207,7 @@ def train_step(
     >>> step.loss.dtype, type(step.model).__name__
     (dtype('float32'), 'Linear')
     """
+    check_step(loss_fn, model, "equinox", "a module of Equinox, or a tree of them")
     params, static = eqx.partition(model, eqx.is_inexact_array)
     of_params = functools.wraps(loss_fn)(
         lambda params, *args: loss_fn(eqx.combine(params, static), *args)

@@ -13,7 +13,9 @@ import haiku as hk
 import jax
 import optax
 
-from jmp.adapters._atomic import TrainStep, take_step
+from jmp._describe import described
+from jmp._frameworks import refuse_other_models, way_out
+from jmp.adapters._atomic import TrainStep, check_step, take_step
 from jmp.adapters._module_policies import ModulePolicies
 from jmp.adapters._norms import FLOAT32_POLICY, is_norm_parameters, keeps_norms_float32
 from jmp.autocasting._autocast import Options
@@ -62,9 +64,10 @@ def with_policy(
     """
     if not isinstance(network, (hk.Transformed, hk.TransformedWithState)):
         raise TypeError(
-            f"with_policy got a {type(network).__name__}; expected what hk.transform or "
+            f"with_policy got {described(network)}; expected what hk.transform or "
             "hk.transform_with_state returned. Each function of an hk.multi_transform is wrapped "
-            "by itself: with_policy(hk.Transformed(network.init, network.apply[0]), policy)."
+            "by itself: with_policy(hk.Transformed(network.init, network.apply[0]), "
+            f"policy).{way_out(network)}"
         )
     modules = ModulePolicies(policy, rules, options)
     state_dtype = (FLOAT32_POLICY if modules.keeps_norms_float32 else modules.policy).param_dtype
@@ -130,6 +133,7 @@ def cast_params(params: T, policy: str | Policy, rules: Sequence[Rule] | None = 
         classes. Norms are told by their names.
 
     Returns: the same structure; `jmp.cast_to_full` undoes it for export.
+    Raises: TypeError for what is no dictionary of dictionaries.
 
     Warns: `UnusedRuleWarning` for a rule that matched nothing.
 
@@ -138,6 +142,12 @@ def cast_params(params: T, policy: str | Policy, rules: Sequence[Rule] | None = 
     >>> cast["linear"]["w"].dtype, cast["batch_norm"]["scale"].dtype
     (dtype('float16'), dtype('float32'))
     """
+    refuse_other_models(params, "cast_params", "parameters", "", "what network.init returned")
+    if not isinstance(params, Mapping) or not all(isinstance(x, Mapping) for x in params.values()):
+        raise TypeError(
+            f"cast_params got {described(params)} as parameters; expected what network.init "
+            "returned: {module: {name: array}}."
+        )
     policy = get_policy(policy)
     rules = None if rules is None else tuple(rules)
     keeps_norms = keeps_norms_float32(policy, rules)
@@ -180,7 +190,8 @@ def train_step(
 
     Returns: parameters (`model`), optimizer state, unscaled loss, state and aux; see `TrainStep`.
       Wrap the call in `jax.jit`.
-    Raises: TypeError if the loss is no real floating scalar or an argument is of the wrong kind.
+    Raises: TypeError if the loss is no real floating scalar or an argument is of the wrong kind;
+      ValueError if there are no floating arrays to train.
 
     >>> import haiku as hk, optax
     >>> from jmp import transforms
@@ -193,4 +204,5 @@ def train_step(
     >>> step.loss.dtype, sorted(step.model["linear"])
     (dtype('float32'), ['b', 'w'])
     """
+    check_step(loss_fn, params, "", "parameters, such as network.init returned")
     return take_step(loss_fn, params, opt_state, tx, args, state, has_aux)

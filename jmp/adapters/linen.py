@@ -17,6 +17,8 @@ import flax.linen as nn
 import jax
 from jax.typing import DTypeLike
 
+from jmp._describe import described
+from jmp._frameworks import refuse_other_models
 from jmp._marks import mark_lowered
 from jmp.adapters import _flax_serialization
 from jmp.adapters._module_policies import ModulePolicies
@@ -65,7 +67,7 @@ def wrap_apply(
       A model that was wrapped by itself keeps its own policy inside another.
 
     Raises:
-      TypeError: `apply_fn` is a module.
+      TypeError: `apply_fn` is a module, a method that takes no variables, or of another framework.
       ValueError: policy and rules name two half dtypes; or `jmp.autocast` refuses an option.
 
     Warns: `UnusedRuleWarning` for a rule that matched no module and no parameter.
@@ -76,11 +78,7 @@ def wrap_apply(
     >>> wrap_apply(model.apply, "p=f32,c=bf16,o=bf16")(variables, jnp.ones((1, 2))).dtype
     dtype(bfloat16)
     """
-    if isinstance(apply_fn, nn.Module) and apply_fn.scope is None:
-        raise TypeError(
-            f"wrap_apply got the module {type(apply_fn).__name__}; expected a function of its "
-            "variables. Write wrap_apply(model.apply, policy)."
-        )
+    _check_apply(apply_fn)
     modules = ModulePolicies(policy, rules, options, keep_dtypes=keep_dtypes)
     statistics = FLOAT32_POLICY if modules.keeps_norms_float32 else modules.policy
 
@@ -137,6 +135,7 @@ def cast_params(variables: T, policy: str | Policy, rules: Sequence[Rule] | None
     >>> cast["Dense_0"]["kernel"].dtype, cast["BatchNorm_0"]["scale"].dtype
     (dtype('float16'), dtype('float32'))
     """
+    refuse_other_models(variables, "cast_params", "variables", "", "what model.init returned")
     policy = get_policy(policy)
     rules = None if rules is None else tuple(rules)
     keeps_norms = keeps_norms_float32(policy, rules)
@@ -158,6 +157,30 @@ def cast_params(variables: T, policy: str | Policy, rules: Sequence[Rule] | None
         lambda path, leaf: cast.get(_path_in_params(path, variables), leaf), variables
     )
     return stored
+
+
+def _check_apply(apply_fn: Any) -> None:
+    """Raises TypeError for what is no function of a model's variables."""
+    expected = "a function of a model's variables"
+    for value in (apply_fn, getattr(apply_fn, "__self__", None)):  # a model, or that of a method
+        refuse_other_models(value, "wrap_apply", "apply_fn", "flax.linen", expected)
+    if isinstance(apply_fn, nn.Module) and apply_fn.scope is None:
+        raise TypeError(
+            f"wrap_apply got the module {type(apply_fn).__name__}; expected {expected}. Write "
+            "wrap_apply(model.apply, policy)."
+        )
+    owner, name = getattr(apply_fn, "__self__", None), getattr(apply_fn, "__name__", "")
+    if isinstance(owner, nn.Module) and owner.scope is None and name not in vars(nn.Module):
+        raise TypeError(
+            f"wrap_apply got {type(owner).__name__}.{name}, which takes no variables; expected "
+            f"{expected}. Write wrap_apply(model.apply, policy), and give method= when it is "
+            "called."
+        )
+    if not callable(apply_fn):
+        raise TypeError(
+            f"wrap_apply got {described(apply_fn)}; expected {expected}: wrap_apply(model.apply, "
+            "policy)."
+        )
 
 
 def _with_parents(module: nn.Module) -> list[nn.Module]:

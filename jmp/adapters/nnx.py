@@ -17,6 +17,9 @@ from typing import Any, ParamSpec, TypeVar, Unpack, overload
 from flax import nnx
 
 from jmp import transforms
+from jmp._calls import check_function
+from jmp._describe import described
+from jmp._frameworks import refuse_other_models, way_out
 from jmp.adapters._atomic import check_is_scaled_for, keep_if_skipped, loss_scale_in
 from jmp.adapters._module_policies import ModulePolicies
 from jmp.adapters._nnx_modules import lift, mark_parameters, variables_with_path, view_of
@@ -29,6 +32,7 @@ from jmp.rules import Rule
 from jmp.trees import cast_leaf
 
 M = TypeVar("M", bound=nnx.Module)
+_ORDER = " The order is train_step(loss_fn, model, optimizer, *args)."
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -80,6 +84,8 @@ def autocast(
     if fun is None:
         return functools.partial(autocast, policy=policy, rules=rules, **options)
     modules = ModulePolicies(policy, rules, options)
+    check_function(fun, "autocast", "autocast(loss_fn, policy)(model, *args)")
+    refuse_other_models(fun, "autocast", "the function", "flax.nnx", "a function of nnx modules")
     if isinstance(fun, nnx.Module):
         raise TypeError(
             f"autocast got the module {type(fun).__name__}; expected a function of modules. For a "
@@ -152,6 +158,7 @@ def cast_params(model: M, policy: str | Policy, rules: Sequence[Rule] | None = N
     dtype('float16')
     """
     policy = get_policy(policy)
+    _check_kind("cast_params", "model", model, nnx.Module)
     module_rules = rules_for_modules(policy, rules)
     module_rules.refuse_float8("cast_params")
     copy = nnx.clone(model)
@@ -171,7 +178,7 @@ def cast_params(model: M, policy: str | Policy, rules: Sequence[Rule] | None = N
 def loss_scale(optimizer: nnx.Optimizer[Any]) -> LossScale:
     """Returns the loss scale in force inside an `nnx.Optimizer`; `NoOpLossScale` if it has none.
 
-    Raises: ValueError if the optimizer's order is at fault; see `transforms.check_optimizer_state`.
+    Raises: ValueError for an order at fault, see `transforms.check_optimizer_state`; or TypeError.
 
     >>> from flax import nnx
     >>> import optax
@@ -179,6 +186,7 @@ def loss_scale(optimizer: nnx.Optimizer[Any]) -> LossScale:
     >>> loss_scale(nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param))
     NoOpLossScale()
     """
+    _check_kind("loss_scale", "optimizer", optimizer, nnx.Optimizer)
     return loss_scale_in(nnx.as_pure(optimizer.opt_state))
 
 
@@ -241,8 +249,7 @@ def train_step(
     """
     if not callable(loss_fn) or isinstance(loss_fn, nnx.Module):
         raise TypeError(
-            f"train_step got {_kind(loss_fn)} as loss_fn; expected a function of the model. The "
-            "order is train_step(loss_fn, model, optimizer, *args)."
+            f"train_step got {described(loss_fn)} as loss_fn; expected a function.{_ORDER}"
         )
     _check_kind("train_step", "model", model, nnx.Module)
     _check_kind("train_step", "optimizer", optimizer, nnx.Optimizer)
@@ -270,16 +277,11 @@ def _moved_by_a_step(model: nnx.Module, optimizer: nnx.Optimizer[Any]) -> tuple[
     return beside, nnx.as_pure(optimizer.opt_state)
 
 
-def _kind(value: object) -> str:
-    return f"a {type(value).__name__}"
-
-
 def _check_kind(caller: str, name: str, value: object, expected: type) -> None:
     if not isinstance(value, expected):
-        order = " The order is train_step(loss_fn, model, optimizer, *args)."
         raise TypeError(
-            f"{caller} got {_kind(value)} as {name}; expected an nnx.{expected.__name__}."
-            f"{order if caller == 'train_step' else ''}"
+            f"{caller} got {described(value)} as {name}; expected an nnx.{expected.__name__}."
+            f"{_ORDER if caller == 'train_step' else way_out(value)}"
         )
 
 

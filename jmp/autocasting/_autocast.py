@@ -2,11 +2,14 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import jax
 
+from jmp._calls import check_function
+from jmp._describe import described, listed, name_of
+from jmp._frameworks import framework_of, way_out
 from jmp._marks import mark_lowered
 from jmp.autocasting._program import Program, check_runs_when_called
 from jmp.autocasting._regions import AUTOCAST, FULL_PRECISION, check_rules
@@ -123,10 +126,20 @@ def autocast(
 
 def given_policy(policy: str | Policy | None, fun: Any) -> Policy:
     """Returns the policy; raises TypeError if it was left out, and names what came instead."""
+    if policy is None and isinstance(fun, (str, Policy)):
+        raise TypeError(
+            f"autocast got the policy {described(fun)} in the place of the function; write "
+            "autocast(fun, policy), or @autocast(policy=policy) above a function."
+        )
     if policy is None:
         raise TypeError(
-            f"autocast got no policy (its first argument is {fun!r}); write "
+            f"autocast got no policy (its first argument is {described(fun)}); write "
             "autocast(fun, 'mixed_float16') or @autocast(policy='mixed_float16')."
+        )
+    if callable(policy) and isinstance(fun, (str, Policy)):
+        raise TypeError(
+            f"autocast got {described(fun)} as the function and {described(policy)} as the policy. "
+            "The order is autocast(fun, policy)."
         )
     return get_policy(policy)
 
@@ -140,14 +153,15 @@ def make_program(
     **options: Any,
 ) -> Program | None:
     """Checks what `autocast` was given; None if the policy computes in float32."""
-    if not callable(fun):
-        raise TypeError(f"autocast got {fun!r}; expected a function, such as a loss.")
+    # They are read more than once.
+    rules = tuple(rules) if isinstance(rules, Iterator) else rules
+    apply_to = tuple(apply_to) if isinstance(apply_to, Iterator) else apply_to
+    _check_function(fun)
     check_runs_when_called(fun)
     settings = settings_for(get_policy(policy), **options)
-    rules = tuple(rules)
     check_rules(rules, settings.compute_dtype if settings else FLOAT32)
     _check_names(fun, apply_to)
-    return Program(fun, settings, rules, tuple(apply_to)) if settings else None
+    return Program(fun, settings, tuple(rules), tuple(apply_to)) if settings else None
 
 
 def full_precision(fun: Callable[P, R]) -> Callable[P, R]:
@@ -156,6 +170,8 @@ def full_precision(fun: Callable[P, R]) -> Callable[P, R]:
     The mark survives jit, grad, vmap, scan and nesting. Outside `autocast` nothing changes. This is
     the way to say what an explicit `.astype(jnp.float32)` cannot: on a float32 program that cast
     is nothing at all.
+
+    Raises: TypeError if `fun` is no function.
 
     >>> @full_precision
     ... def head(x, w):
@@ -166,6 +182,7 @@ def full_precision(fun: Callable[P, R]) -> Callable[P, R]:
     1
     """
 
+    check_function(fun, "full_precision", "full_precision(fun)(*args), or @full_precision")
     return _in_scope(FULL_PRECISION, fun)
 
 
@@ -178,15 +195,34 @@ def _in_scope(name: str, fun: Callable[P, R]) -> Callable[P, R]:
     return marked
 
 
+def _check_function(fun: Any) -> None:
+    if not callable(fun):
+        raise TypeError(
+            f"autocast got {described(fun)}; expected a function, such as a loss.{way_out(fun)}"
+        )
+    # Bound to its variables, inside another module, it can be called as it is.
+    if framework_of(fun) == "flax.linen" and getattr(fun, "scope", fun) is None:
+        raise TypeError(
+            f"autocast got the module {type(fun).__name__}, which has no variables by itself; "
+            f"expected a function, such as a loss.{way_out(fun)}"
+        )
+
+
 def _check_names(fun: Callable[..., Any], apply_to: Sequence[str]) -> None:
     if isinstance(apply_to, str):
-        raise TypeError(f"autocast got apply_to={apply_to!r}; expected a list: [{apply_to!r}].")
+        text = described(apply_to)
+        raise TypeError(f"autocast got apply_to={text}; expected a list: [{text}].")
+    if not isinstance(apply_to, Iterable) or not all(isinstance(name, str) for name in apply_to):
+        raise TypeError(
+            f"autocast got apply_to={described(apply_to)}; expected names of arguments, such as "
+            "apply_to=['x']."
+        )
     if not apply_to:
         return
     parameters = inspect.signature(fun).parameters
     unknown = [name for name in apply_to if name not in parameters]
     if unknown:
         raise ValueError(
-            f"autocast got apply_to={list(apply_to)}, but {getattr(fun, '__name__', fun)!r} has no "
-            f"argument {', '.join(map(repr, unknown))}; it has {', '.join(parameters)}."
+            f"autocast got apply_to={described(list(apply_to))}, but '{name_of(fun)}' has no "
+            f"argument {listed(unknown)}; it has {', '.join(list(parameters)[:16])}."
         )

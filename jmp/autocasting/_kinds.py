@@ -20,6 +20,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jmp import _jax_compat
+from jmp._describe import described
 from jmp.autocasting._flow import Destination, Facts, Info
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._registry import Rule, primitive_name
@@ -139,7 +140,9 @@ def register_kind(primitives: Sequence[Any], kind: Kind) -> None:
     names = list(map(primitive_name, primitives))
     for name in names:
         if name in _KINDS:
-            raise ValueError(f"{name!r} has a kind already, {type(_KINDS[name]).__name__}.")
+            raise ValueError(
+                f"{described(name)} has a kind already, {type(_KINDS[name]).__name__}."
+            )
     _KINDS.update(dict.fromkeys(names, kind))
 
 

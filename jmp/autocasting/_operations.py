@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jmp import _jax_compat
+from jmp._describe import described
 from jmp.autocasting._equations import is_inner_product
 from jmp.autocasting._graph import Node
 from jmp.autocasting._numbers import dtype_of, is_inexact
@@ -147,8 +148,9 @@ def warn_if_no_product_is_half(plan: Plan, name: str) -> bool:
         listed = [f"{first} product{'s' * (first > 1)}: {why}"]
         listed += [f"{count}: {why}" for why, count in others]
         warnings.warn(
-            f"autocast computes no product of {name!r} in {plan.words.settings.compute_dtype}. "
-            f"{'; '.join(listed)}. jmp.diagnostics.precision_report says where each one stands.",
+            f"autocast computes no product of {described(name)} in "
+            f"{plan.words.settings.compute_dtype}. {'; '.join(listed)}. "
+            "jmp.diagnostics.precision_report says where each one stands.",
             NoHalfProductWarning,
             stacklevel=6,  # the call of the wrapped function
         )

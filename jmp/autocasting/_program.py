@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from jmp import _jax_compat
 from jmp._calls import Held, take_arrays
+from jmp._describe import described, name_of
 from jmp.autocasting._emit import run_plan
 from jmp.autocasting._equations import equations
 from jmp.autocasting._flatten import flatten
@@ -132,8 +133,7 @@ class Program:
         plan = Planner(graph, infos, nowhere, Context(words)).plan_level()
         regions.rules.warn_unused()
         if not self._has_warned:
-            name = getattr(self.fun, "__name__", repr(self.fun))
-            self._has_warned = warn_if_no_product_is_half(plan, name)
+            self._has_warned = warn_if_no_product_is_half(plan, name_of(self.fun))
         self._warn_unused_overrides(jaxpr)
         return plan
 
@@ -142,9 +142,9 @@ class Program:
         for name, category in self.settings.overrides:
             if name not in names:
                 warnings.warn(
-                    f"{category.value}= names {name!r}, which is no primitive of this program. "
-                    "Functions such as softmax or matmul are made of primitives (exp, dot_general; "
-                    "jax.make_jaxpr shows them); to name a layer, use rules=.",
+                    f"{category.value}= names {described(name)}, which is no primitive of this "
+                    "program. Functions such as softmax or matmul are made of primitives (exp, "
+                    "dot_general; jax.make_jaxpr shows them); to name a layer, use rules=.",
                     UnusedRuleWarning,
                     stacklevel=6,  # the call of the wrapped function
                 )
@@ -190,11 +190,13 @@ def check_runs_when_called(fun: Any) -> None:
             continue
         if inspect.iscoroutine(fun):
             fun.close()  # or Python warns that it was never awaited
-        returned = "" if is_function(fun) else "a function that returned "
+        late = (
+            f"{described(fun)}, {what}" if is_function(fun) else f"a function that returned {what}"
+        )
         raise TypeError(
-            f"autocast got {returned}{fun!r}, {what}: its body runs after the call has returned, "
-            "when nothing is traced. Expected a function that computes its results and returns "
-            "them; wrap the functions that the body calls, and leave the body outside."
+            f"autocast got {late}: its body runs after the call has returned, when nothing is "
+            "traced. Expected a function that computes its results and returns them; wrap the "
+            "functions that the body calls, and leave the body outside."
         )
 
 

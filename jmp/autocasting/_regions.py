@@ -20,6 +20,7 @@ import jax
 import numpy as np
 
 from jmp import _jax_compat
+from jmp._describe import described
 from jmp.autocasting._settings import Settings
 from jmp.dtypes import FLOAT32, is_half
 from jmp.policy import Policy, get_policy, refuse_float8
@@ -55,10 +56,10 @@ def check_rules(rules: Sequence[Rule], compute_dtype: np.dtype) -> None:
     for target, text in rules:
         if not isinstance(target, str | re.Pattern):
             raise TypeError(
-                f"autocast got a rule for {target!r}; its rules name scopes, not classes. "
-                "Expected a glob such as '*LayerNorm*' or a compiled regular expression."
+                f"autocast got a rule for {described(target)}; its rules name scopes, not "
+                "classes. Expected a glob such as '*LayerNorm*' or a compiled regular expression."
             )
-        _check_dtype(get_policy(text), compute_dtype, repr(target))
+        _check_dtype(get_policy(text), compute_dtype, described(target))
 
 
 def _check_dtype(policy: Policy, compute_dtype: np.dtype, where: str) -> None:
@@ -106,7 +107,7 @@ class RegionRules:
             policy = get_policy(named[-1].removeprefix(POLICY))
         else:
             policy = self.rules.policy_for("/".join(names), anywhere=True)
-        _check_dtype(policy, self._half, repr("/".join(names)))
+        _check_dtype(policy, self._half, described("/".join(names)))
         if policy.compute_dtype == self._half:
             return ORDINARY
         rounds = policy.output_dtype == self._half

@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from jmp._describe import described, listed
+
 
 class Category(enum.Enum):
     """Which dtype a primitive is computed in; see the module's docstring."""
@@ -31,7 +33,7 @@ class Category(enum.Enum):
     @classmethod
     def _missing_(cls, value: object) -> None:
         names = ", ".join(repr(category.value) for category in cls)
-        raise ValueError(f"Got the category {value!r}; expected one of {names}.")
+        raise ValueError(f"Got the category {described(value)}; expected one of {names}.")
 
 
 Params = Mapping[str, Any]
@@ -126,7 +128,7 @@ def register_rule(
     """
     if unknown := set(traits.split()) - set(TRAITS):
         raise ValueError(
-            f"register_rule got the traits {', '.join(sorted(unknown))}; there are "
+            f"register_rule got the traits {listed(sorted(unknown))}; there are "
             f"{', '.join(TRAITS)}."
         )
     owner = sys._getframe(1).f_globals.get("__name__", "?")  # who calls
@@ -137,8 +139,8 @@ def register_rule(
     for name in names:
         if name in _RULES:
             raise ValueError(
-                f"A rule for {name!r} was registered by {_RULES[name].owner} already "
-                f"(category {_RULES[name].category.value!r}). To change a category for one call, "
+                f"A rule for {described(name)} was registered by {_RULES[name].owner} already "
+                f"(category '{_RULES[name].category.value}'). To change a category for one call, "
                 "pass `low=`, `full=` or `follow=` to autocast."
             )
     _RULES.update(dict.fromkeys(names, rule))
@@ -160,6 +162,7 @@ def primitive_name(primitive: Any) -> str:
     name = primitive if isinstance(primitive, str) else getattr(primitive, "name", None)
     if not isinstance(name, str):
         raise TypeError(
-            f"Got {primitive!r}; expected a JAX primitive or its name, such as lax.exp_p or 'exp'."
+            f"Got {described(primitive)}; expected a JAX primitive or its name, such as lax.exp_p "
+            "or 'exp'."
         )
     return name

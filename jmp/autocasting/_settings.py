@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from jmp._describe import described
 from jmp.autocasting import _registry
 from jmp.autocasting._registry import Category, Rule, primitive_name
 from jmp.dtypes import is_half
@@ -61,18 +62,25 @@ def settings_for(
     ):
         if isinstance(primitives, str):
             raise TypeError(
-                f"autocast got {category.value}={primitives!r}; expected a sequence of primitives "
-                f"or of their names, such as {category.value}=[{primitives!r}]."
+                f"autocast got {category.value}={described(primitives)}; expected a sequence of "
+                f"primitives or of their names, such as {category.value}=[{described(primitives)}]."
+            )
+        if not isinstance(primitives, Iterable):
+            raise TypeError(
+                f"autocast got {category.value}={described(primitives)}; expected a sequence of "
+                f"primitives or of their names, such as {category.value}=['exp']."
             )
         for name in map(primitive_name, primitives):
             if name in overrides:
                 raise ValueError(
-                    f"autocast got {name!r} both in {overrides[name].value}= and in "
+                    f"autocast got {described(name)} both in {overrides[name].value}= and in "
                     f"{category.value}=; give it one category."
                 )
             overrides[name] = category
     if recompute not in CHOICES:
-        raise ValueError(f"autocast got recompute={recompute!r}; expected one of {CHOICES}.")
+        raise (ValueError if isinstance(recompute, str) else TypeError)(
+            f"autocast got recompute={described(recompute)}; expected one of {CHOICES}."
+        )
     refuse_float8(policy, "autocast")
     dtype = np.dtype(policy.compute_dtype)
     if dtype == np.float32:

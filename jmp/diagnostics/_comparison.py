@@ -12,7 +12,9 @@ import numpy as np
 
 from jmp import _jax_compat
 from jmp._calls import ArrayCall, cotangent, vjp_at
+from jmp._describe import described
 from jmp.autocasting._autocast import autocast
+from jmp.diagnostics._asked import check_asked
 from jmp.diagnostics._errors import COLUMNS, Difference, cells, difference, together
 from jmp.diagnostics._places import with_places
 from jmp.diagnostics._tables import table
@@ -20,22 +22,24 @@ from jmp.dtypes import is_castable
 from jmp.policy import Policy, get_policy
 from jmp.trees import PyTree, cast_floating, cast_to_at_least_float32, is_complex, path_string
 
+Given = tuple[tuple[Any, ...], dict[str, Any]]  # positional arguments, and those by name
+
 
 def compare(
     fun: Callable[..., Any],
     policy: str | Policy,
-    *args: Any,
+    *early: Any,
     argnums: int | Sequence[int] = 0,
     reference: str = "float32",
     scale: float = 1.0,
     **options: Any,
-) -> "Comparison":
-    """Returns the errors of `autocast(fun, policy)` against `fun` in float32 or float64.
+) -> Callable[..., "Comparison"]:
+    """Returns a function that measures `autocast(fun, policy)` against `fun` in float32 or float64.
 
-    Both are compiled and run on `args`, forward and backward. A scalar result is differentiated as
-    it is. Of any other result it is the mean, and of several results the sum of their means: the
-    cotangent of a result of n elements is 1 / n everywhere. Results that should have no part in the
-    gradient are left out by `lambda *args: fun(*args)[0]`.
+    Called with `fun`'s arguments it compiles both and runs them, forward and backward. A scalar
+    result is differentiated as it is. Of any other result it is the mean, and of several results
+    the sum of their means: the cotangent of a result of n elements is 1 / n everywhere. Results
+    that should have no part in the gradient are left out by `lambda *args: fun(*args)[0]`.
 
     In the reference half arguments are widened, exactly, and products run at the highest precision
     of the device: no TF32. Integers, keys and all that is no float pass as they are.
@@ -43,47 +47,61 @@ def compare(
     Args:
       fun, policy: as for `jmp.autocast`. A policy that computes in float32 is `fun` itself: its
         error against float64 is the one that any training has.
-      args: the arguments of `fun`, any pytrees. They are not donated.
-      argnums: as in `jax.grad`: which of them are differentiated, their floating arrays alone; ()
-        for none.
+      argnums: as in `jax.grad`: which arguments are differentiated, their floating arrays alone;
+        () for none.
       reference: "float32", or "float64", for which `fun` runs under `jax.enable_x64`. What `fun`
         itself casts to float32 stays float32 there, with a warning.
       scale: loss scale of the policy's run: its cotangents are multiplied, its gradients divided,
         in float64, so that what underflows without a loss scale is not counted.
       options: those of `jmp.autocast`, such as `rules`.
 
-    Returns: a `Comparison`.
+    Returns: a function of `fun`'s arguments, any pytrees, that returns a `Comparison`. They are not
+      donated.
 
-    Raises: ValueError for another reference, for a scale that is not positive, for argnums that
-      are not there, and where `fun` draws random numbers of 64 bits under `reference="float64"`:
-      they are others than in float32.
+    Raises:
+      TypeError: `fun` is no function, or its arguments were given in the first call; otherwise as
+        `jmp.autocast`.
+      ValueError: another reference, a scale that is not positive; when called, argnums that are not
+        there, and, where `fun` draws random numbers of 64 bits, `reference="float64"`: they are
+        others than in float32.
 
     Warns: where `fun` casts float64 down under `reference="float64"`.
 
     >>> def loss(params, x):
     ...     return jnp.mean(jnp.tanh(x @ params["w"]))
-    >>> comparison = compare(loss, "mixed_bfloat16", {"w": jnp.eye(4) / 3}, jnp.ones((2, 4)))
+    >>> comparison = compare(loss, "mixed_bfloat16")({"w": jnp.eye(4) / 3}, jnp.ones((2, 4)))
     >>> [(row.kind, row.path, row.relative_error < 0.01) for row in comparison.rows]
     [('result', '', True), ('gradient', 'w', True)]
     """
+    check_asked("compare", "compare(fun, policy)(*args)", fun, early, policy)
     if reference not in ("float32", "float64"):
-        raise ValueError(f"compare got reference={reference!r}; expected 'float32' or 'float64'.")
+        raise ValueError(
+            f"compare got reference={described(reference)}; expected 'float32' or 'float64'."
+        )
     if not 0 < scale < math.inf:
-        raise ValueError(f"compare got scale={scale!r}; expected a loss scale, above zero.")
-    found = _run(autocast(fun, policy, **options), args, argnums, scale)
-    if reference == "float64":
-        with jax.enable_x64(True):
-            expected = _run_in_float64(fun, args, argnums)
-    else:
-        with jax.default_matmul_precision("highest"):
-            expected = _run(fun, cast_to_at_least_float32(args), argnums, 1.0)
-    divisors = {"result": 1.0, "gradient": float(scale)}
-    rows = [
-        difference(*key, np.asarray(found[key]), np.asarray(expected[key]), divisors[key[0]])
-        for key in expected
-        if not jnp.issubdtype(expected[key].dtype, jax.dtypes.extended)  # keys
-    ]
-    return Comparison(str(get_policy(policy)), reference, float(scale), rows)
+        raise ValueError(
+            f"compare got scale={described(scale)}; expected a loss scale, above zero."
+        )
+    lowered = autocast(fun, policy, **options)
+
+    def measure(*args: Any, **kwargs: Any) -> Comparison:
+        given = args, kwargs
+        found = _run(lowered, given, argnums, scale)
+        if reference == "float64":
+            with jax.enable_x64(True):
+                expected = _run_in_float64(fun, given, argnums)
+        else:
+            with jax.default_matmul_precision("highest"):
+                expected = _run(fun, cast_to_at_least_float32(given), argnums, 1.0)
+        divisors = {"result": 1.0, "gradient": float(scale)}
+        rows = [
+            difference(*key, np.asarray(found[key]), np.asarray(expected[key]), divisors[key[0]])
+            for key in expected
+            if not jnp.issubdtype(expected[key].dtype, jax.dtypes.extended)  # keys
+        ]
+        return Comparison(str(get_policy(policy)), reference, float(scale), rows)
+
+    return measure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +136,7 @@ class Comparison:
 
         >>> params = {"dense": {"kernel": jnp.ones((2, 2)), "bias": jnp.ones((1, 2))}}
         >>> dense = lambda p, x: x @ p["dense"]["kernel"] + p["dense"]["bias"]
-        >>> rows = compare(dense, "mixed_bfloat16", params, jnp.ones((4, 2))).by_module()
+        >>> rows = compare(dense, "mixed_bfloat16")(params, jnp.ones((4, 2))).by_module()
         >>> [(row.path, row.elements) for row in rows if row.kind == "gradient"]
         [('dense', 6)]
         """
@@ -129,7 +147,10 @@ class Comparison:
         return self._worst_first(together(*key, rows) for key, rows in groups.items())
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the data as dictionaries, lists, numbers and strings; errors may be infinite."""
+        """Returns the data as dictionaries, lists, numbers and strings.
+
+        Errors may be infinite or NaN.
+        """
         data = dataclasses.asdict(self)
         for row, entry in zip(self.rows, data["rows"], strict=True):
             entry |= {"relative_error": row.relative_error, "cosine": row.cosine}
@@ -148,7 +169,9 @@ class Comparison:
         return table(COLUMNS, [cells(row, self._is_negligible(row)) for row in rows])
 
     def _worst_first(self, rows: Iterable[Difference]) -> list[Difference]:
-        return sorted(rows, key=lambda row: (self._is_negligible(row), -row.relative_error))
+        return sorted(
+            rows, key=lambda row: (self._is_negligible(row), -_weight(row.relative_error))
+        )
 
     def _is_negligible(self, row: Difference) -> bool:
         gradients = [row for row in self.rows if row.kind == "gradient"]
@@ -158,13 +181,18 @@ class Comparison:
         return row.kind == "gradient" and row.reference_norm < zero and row.error_norm < noise
 
 
+def _weight(error: float) -> float:
+    """An error to sort by: NaN, which compares with nothing, as the worst."""
+    return math.inf if math.isnan(error) else error
+
+
 def _run_in_float64(
-    fun: Callable[..., Any], args: tuple[Any, ...], argnums: int | Sequence[int]
+    fun: Callable[..., Any], given: Given, argnums: int | Sequence[int]
 ) -> dict[tuple[str, str], jax.Array]:
     """Returns what `_run` does, in float64; x64 is enabled."""
-    wide = cast_floating(args, "float64")
+    wide = cast_floating(given, "float64")
     wide = jax.tree.map(lambda x: x.astype(np.complex128) if is_complex(x) else x, wide)
-    call = ArrayCall(fun, wide)
+    call = ArrayCall(fun, *wide)
     try:
         _check_float64(jax.make_jaxpr(call)(*call.arrays))
         return _run(fun, wide, argnums, 1.0)
@@ -201,10 +229,10 @@ def _check_float64(jaxpr: Any) -> None:
 
 
 def _run(
-    fun: Callable[..., Any], args: tuple[Any, ...], argnums: int | Sequence[int], scale: float
+    fun: Callable[..., Any], given: Given, argnums: int | Sequence[int], scale: float
 ) -> dict[tuple[str, str], jax.Array]:
     """Returns results and gradients, by kind and path, from one compiled program."""
-    call = ArrayCall(fun, args)
+    call = ArrayCall(fun, *given)
     paths = {
         ("gradient", path): i
         for i, path in call.within(argnums, "compare").items()

@@ -17,9 +17,9 @@ class Difference:
     """The error of one leaf, or of a module's leaves together: a the policy's, b the reference's.
 
     Everything is computed in float64 on the host: integers are exact up to 2**53, norms overflow
-    above 1e154. An element that is the same infinity, or NaN, in both is no error; one that is not
-    finite in one of them alone, or otherwise, is an infinite error. Neither is part of the norms of
-    a and b.
+    above 1e154. An element that is the same infinity in both is no error. One that is NaN in the
+    reference has no error that could be known: the errors are NaN then. Any other that is not
+    finite in one of them is an infinite error. None of these is part of the norms of a and b.
     """
 
     kind: str  # "result" or "gradient"
@@ -37,9 +37,9 @@ class Difference:
 
     @property
     def relative_error(self) -> float:
-        """||a - b|| / ||b||; 0 where both are zero, infinite where b alone is."""
-        if self.error_norm == 0:
-            return 0.0
+        """||a - b|| / ||b||; 0 where both are zero, infinite where b is, NaN where b has a NaN."""
+        if self.error_norm == 0 or math.isnan(self.error_norm):
+            return self.error_norm
         finite = math.isfinite(self.error_norm) and self.reference_norm > 0
         return self.error_norm / self.reference_norm if finite else math.inf
 
@@ -59,11 +59,11 @@ def difference(kind: str, path: str, a: np.ndarray, b: np.ndarray, divisor: floa
         a = a.astype(wide).ravel() / divisor
     b = b.astype(wide).ravel()
     counts = a.size, *(int(np.sum(~np.isfinite(x))) for x in (a, b))
-    same = ~np.isfinite(a) & ((a == b) | (np.isnan(a) & np.isnan(b)))
     finite = np.isfinite(a) & np.isfinite(b)
-    is_defined = bool(np.all(same | finite))
+    is_defined = bool(np.all(finite | (a == b)))
+    unknown = math.nan if np.any(np.isnan(b)) else math.inf
     a, b = a[finite], b[finite]
-    errors = np.abs(a - b) if is_defined else np.array([math.inf])
+    errors = np.abs(a - b) if is_defined else np.array([unknown])
     norms = (float(np.linalg.norm(x)) for x in (errors, a, b))
     inner_product, largest = float(np.vdot(a, b).real), float(errors.max(initial=0))
     numbers: list[Any] = [*counts, *norms, inner_product, largest]
@@ -77,9 +77,11 @@ def together(kind: str, path: str, rows: list[Difference]) -> Difference:
         return [getattr(row, name) for row in rows]
 
     counts = (sum(of(name)) for name in ("elements", "nonfinite", "reference_nonfinite"))
-    norms = (math.hypot(*of(name)) for name in ("error_norm", "norm", "reference_norm"))
-    inner_product, largest = math.fsum(of("inner_product")), max(of("largest_error"))
-    numbers: list[Any] = [*counts, *norms, inner_product, largest]
+    # NumPy keeps a NaN beside an infinity, which Python's own functions pass over.
+    error, largest = np.linalg.norm(of("error_norm")), np.max(of("largest_error"))
+    norms = (math.hypot(*of(name)) for name in ("norm", "reference_norm"))
+    inner_product = math.fsum(of("inner_product"))
+    numbers: list[Any] = [*counts, float(error), *norms, inner_product, float(largest)]
     return Difference(kind, path, *numbers)
 
 
@@ -88,6 +90,9 @@ def cells(row: Difference, is_negligible: bool) -> tuple[str, ...]:
     remark = "below rounding" if is_negligible else ""
     if row.nonfinite or row.reference_nonfinite:
         remark = f"not finite: {row.nonfinite}, in the reference {row.reference_nonfinite}"
+    if math.isnan(row.error_norm):
+        both = "both are NaN" if row.nonfinite else "the reference is NaN"
+        remark = f"{both}, the error unknown; {remark}"
     return (
         row.kind, row.path, str(row.elements), f"{row.relative_error:.2g}",
         f"{row.largest_error:.2g}", f"{row.reference_norm:.2g}",

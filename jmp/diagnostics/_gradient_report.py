@@ -15,8 +15,10 @@ import numpy as np
 
 from jmp import _jax_compat
 from jmp._calls import ArrayCall, argument_numbers, vjp_at
+from jmp._describe import described
 from jmp.autocasting import autocast
 from jmp.autocasting._equations import inner_equations
+from jmp.diagnostics._asked import check_asked
 from jmp.diagnostics._histograms import DIGITS, SPECIAL, digits, exponents, from_digits, layout
 from jmp.diagnostics._places import users_line
 from jmp.diagnostics._range_report import RangeReport
@@ -55,7 +57,7 @@ class Counts(NamedTuple):
 def gradient_report(
     loss_fn: Callable[..., Any],
     policy: str | Policy | None = None,
-    *,
+    *early: Any,
     scale: float = 1.0,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
@@ -81,7 +83,8 @@ def gradient_report(
       elements and no line of a module runs 2**16 times.
 
     Raises: ValueError for a scale that is no power of two, or arguments without a floating array to
-      differentiate; TypeError for a loss that is no real floating scalar.
+      differentiate; TypeError for a loss that is no real floating scalar, and for the arguments of
+      `loss_fn` in the first call.
 
     >>> def loss(w, x):
     ...     return 1e-6 * jnp.mean(jnp.tanh(x @ w) ** 2)
@@ -93,6 +96,8 @@ def gradient_report(
     >>> scaled.total("activation gradient").shares("float16").normal
     1.0
     """
+    call = "gradient_report(loss_fn, policy)(*args)"
+    check_asked("gradient_report", call, loss_fn, early, policy)
     exponent_of(scale)  # refuses what is no power of two
     half = None
     if policy is not None:
@@ -100,8 +105,10 @@ def gradient_report(
         half = compute_dtype if is_half(compute_dtype) else None
         loss_fn = autocast(loss_fn, policy, **options)
     elif options:
-        got = sorted(options)
-        raise TypeError(f"gradient_report got {got}, options of autocast, but no policy.")
+        raise TypeError(
+            f"gradient_report got {described(sorted(options))}, options of autocast, but no "
+            "policy; expected one too: gradient_report(loss_fn, 'mixed_float16', ...)."
+        )
     scaled = scaled_loss(loss_fn, StaticLossScale(scale), has_aux)
 
     def report(*args: Any, **kwargs: Any) -> RangeReport:
@@ -118,8 +125,8 @@ def gradient_report(
         }
         if not paths:
             raise ValueError(
-                f"gradient_report got argnums={argnums!r} and {len(args)} positional arguments, "
-                "with no floating array to differentiate there; expected the parameters."
+                f"gradient_report got argnums={described(argnums)} and {len(args)} positional "
+                "arguments, with no floating array to differentiate there; expected the parameters."
             )
         closed = jax.make_jaxpr(lambda *arrays: call(*arrays)[0])(*arrays)
         counts = count(closed, arrays, list(paths), half)

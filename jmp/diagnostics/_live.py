@@ -7,6 +7,7 @@ import optax
 from jax.typing import ArrayLike
 
 from jmp import _jax_compat
+from jmp._describe import described
 from jmp.loss_scaling import StaticLossScale
 from jmp.transforms import WithLossScaleState
 from jmp.transforms._loss_scaling import find_loss_scaling
@@ -74,15 +75,20 @@ def check_skips(opt_state: optax.OptState, limit: int) -> None:
     Raises:
       FloatingPointError: as said.
       ValueError: `limit` is below 1; and as `metrics`.
-      TypeError: called inside of jit.
+      TypeError: called inside of jit; `limit` is no whole number.
 
     >>> import optax
     >>> from jmp import transforms
     >>> tx = transforms.with_loss_scale(optax.sgd(0.1), DynamicLossScale(8.0))
     >>> check_skips(tx.init(jnp.ones(2)), limit=25)
     """
+    if isinstance(limit, bool) or not isinstance(limit, (int, np.integer)):
+        raise TypeError(
+            f"check_skips got limit={described(limit)}; expected a whole number of steps, such as "
+            "25."
+        )
     if limit < 1:
-        raise ValueError(f"check_skips got limit={limit}; expected at least 1 step.")
+        raise ValueError(f"check_skips got limit={described(limit)}; expected at least 1 step.")
     state = _scaling(opt_state, "check_skips")
     if not _jax_compat.is_concrete(state.consecutive_skips):
         raise TypeError(
@@ -110,8 +116,8 @@ def _scaling(opt_state: optax.OptState, caller: str) -> WithLossScaleState:
     state = find_loss_scaling(opt_state)
     if state is None:
         raise ValueError(
-            f"{caller} got the state of an optimizer without loss scaling ({type(opt_state)}); "
-            "expected one of transforms.with_loss_scale(optimizer, loss_scale) or of "
-            "transforms.mixed_precision(optimizer, policy)."
+            f"{caller} got the state of an optimizer without loss scaling "
+            f"({described(opt_state)}); expected one of transforms.with_loss_scale(optimizer, "
+            "loss_scale) or of transforms.mixed_precision(optimizer, policy)."
         )
     return state

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -10,12 +11,14 @@ import jax.numpy as jnp
 import optax
 
 from jmp._calls import ArrayCall
+from jmp._describe import described
 from jmp.autocasting import autocast
 from jmp.diagnostics import _memory_step
+from jmp.diagnostics._asked import check_asked
 from jmp.diagnostics._memory_table import render
 from jmp.diagnostics._residuals import Residual, residuals
 from jmp.diagnostics._tables import totals
-from jmp.policy import Policy
+from jmp.policy import Policy, get_policy
 from jmp.transforms import WithMasterParamsState
 from jmp.transforms._states import find_states
 from jmp.trees import PyTree
@@ -25,21 +28,21 @@ Sizes = dict[str, int]  # bytes by dtype
 
 def memory_report(
     fun: Callable[..., Any],
-    *args: Any,
     policy: str | Policy | None = None,
+    *early: Any,
     optimizer: optax.GradientTransformation | None = None,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     compiled: bool = True,
-) -> "MemoryReport":
-    """Counts the bytes that a training step of `fun` holds: state, gradients, activations.
+) -> Callable[..., "MemoryReport"]:
+    """Returns a function that counts what a training step of `fun` holds, in bytes.
 
-    Activations are those that the linearisation of `fun` keeps for its backward pass, exactly; see
-    `Residual`. Nothing is run: `jax.ShapeDtypeStruct` may stand for arrays.
+    Called with `fun`'s arguments it counts state, gradients and activations. Activations are those
+    that the linearisation of `fun` keeps for its backward pass, exactly; see `Residual`. Nothing is
+    run: `jax.ShapeDtypeStruct` may stand for arrays.
 
     Args:
       fun: a loss, as for `jax.grad`.
-      args: its arguments. Leaves that are no arrays reach it as they are.
       policy: counts `jmp.autocast(fun, policy)` instead; parameters stay as they are given.
       optimizer: an optax transformation, for the bytes of its state.
       argnums: which arguments are parameters; what they are not differentiated for is not kept.
@@ -47,31 +50,58 @@ def memory_report(
       compiled: whether XLA compiles value and gradient, for its own figures. It compiles for the
         device that the arguments are on, or that the sharding of a `ShapeDtypeStruct` names.
 
+    Returns: a function of `fun`'s arguments that returns a `MemoryReport`. Arguments that are no
+      arrays reach `fun` as they are.
+
     Raises:
-      ValueError: `argnums` names no argument, or none that holds floating arrays.
-      TypeError: `optimizer` is no optax transformation.
+      TypeError: `fun` is no function, or its arguments were given in the first call; `optimizer` is
+        no optax transformation; when called, with `has_aux`, a result that is no pair.
+      ValueError: when called, `argnums` that name no argument, or none that holds floating arrays.
 
     >>> def loss(w, x):
     ...     return jnp.mean(jnp.sin(x @ w))
     >>> w, x = jnp.ones((8, 4)), jnp.ones((16, 8))
-    >>> report = memory_report(loss, w, x, policy="mixed_float16", compiled=False)
+    >>> report = memory_report(loss, "mixed_float16", compiled=False)(w, x)
     >>> report.parameter_bytes, report.activation_bytes  # x in half, the cosine in float32
     ({'float32': 128}, {'float16': 256, 'float32': 256})
     """
-    call = ArrayCall(fun, args)
+    call = "memory_report(fun, policy=policy)(*args)"
+    check_asked("memory_report", call, fun, early, policy)
+    _check_optimizer(optimizer)
+    # The policy is read here, so that one that does not parse is refused at once.
+    cast = (
+        (lambda f: f) if policy is None else functools.partial(autocast, policy=get_policy(policy))
+    )
+
+    def count(*args: Any, **kwargs: Any) -> MemoryReport:
+        return _count(
+            ArrayCall(fun, args, kwargs), args, cast, optimizer, argnums, has_aux, compiled
+        )
+
+    return count
+
+
+def _count(
+    call: ArrayCall,
+    args: tuple[Any, ...],
+    cast: Callable[[Any], Any],
+    optimizer: optax.GradientTransformation | None,
+    argnums: int | Sequence[int],
+    has_aux: bool,
+    compiled: bool,
+) -> "MemoryReport":
     arrays, function = call.arrays, _memory_step.with_arrays_of_aux(call, has_aux)
     structs = jax.eval_shape(lambda *leaves: leaves, *arrays)
     parameters = call.within(argnums, "memory_report")
     moving = [i for i in parameters if jnp.issubdtype(structs[i].dtype, jnp.inexact)]
     if not moving:
         raise ValueError(
-            f"memory_report got argnums={argnums}, but there are no floating arrays in that "
-            "argument; name the one that holds the parameters."
+            f"memory_report got argnums={described(argnums)}, but there are no floating arrays in "
+            "that argument; name the one that holds the parameters."
         )
     # As `jax.grad` gives gradients: a tuple for several arguments.
     params = args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in argnums)
     state, masters = _optimizer_sizes(optimizer, params)
-    cast: Callable[[Any], Any] = lambda f: f if policy is None else autocast(f, policy)
     traced = _memory_step.value_and_gradients(cast(function), arrays, moving)
     report = MemoryReport(
         parameters=sum(structs[i].size for i in moving),
@@ -216,15 +246,18 @@ def _optimizer_sizes(
     """Returns the bytes of the optimizer's state without masters, and those of the masters."""
     if optimizer is None:
         return {}, {}
-    if not hasattr(optimizer, "init"):
-        raise TypeError(
-            f"memory_report got optimizer={optimizer!r}; expected an optax transformation, such as "
-            "optax.adam(1e-3)."
-        )
     state = jax.eval_shape(optimizer.init, params)
     masters = _sizes([s.masters for s in find_states(state, WithMasterParamsState)])
     rest = collections.Counter(_sizes(state)) - collections.Counter(masters)
     return dict(rest), masters
+
+
+def _check_optimizer(optimizer: object) -> None:
+    if not (optimizer is None or hasattr(optimizer, "init")):
+        raise TypeError(
+            f"memory_report got optimizer={described(optimizer)}; expected an optax "
+            "transformation, such as optax.adam(1e-3)."
+        )
 
 
 def _sizes(tree: PyTree) -> Sizes:

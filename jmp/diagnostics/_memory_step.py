@@ -9,6 +9,7 @@ from jmp import _jax_compat
 from jmp._calls import cotangent, vjp_at
 from jmp.diagnostics._places import with_places
 from jmp.diagnostics._replay import HANDLERS, inline, replay
+from jmp.loss_scaling._gradients import pair_of
 from jmp.trees import is_array
 
 Function = Callable[..., Any]  # of flat arrays
@@ -19,7 +20,8 @@ def with_arrays_of_aux(function: Function, has_aux: bool) -> Function:
     """Returns a function of a pair: the result, and the arrays of what is not differentiated."""
 
     def pair(*arrays: Any) -> tuple[Any, list[Any]]:
-        result, aux = function(*arrays) if has_aux else (function(*arrays), None)
+        result = function(*arrays)
+        result, aux = pair_of(result, "(loss, aux)") if has_aux else (result, None)
         return result, [leaf for leaf in jax.tree.leaves(aux) if is_array(leaf)]
 
     return pair

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from jmp._describe import described
 from jmp.diagnostics._tables import first_rows, size, table
 
 SHOWN = 20
@@ -16,20 +17,33 @@ def compare_memory(reports: Mapping[str, Any]) -> str:
       reports: what `memory_report` returned, by the names of the columns. Totals and peaks are
         also given over those of the first.
 
+    Raises: TypeError for anything but reports by name.
+
     >>> from jmp.diagnostics import memory_report
     >>> def loss(w, x):
     ...     return jnp.mean(jnp.sin(x @ w))
     >>> arguments = jnp.ones((8, 4)), jnp.ones((16, 8))
     >>> policies = ("float32", "mixed_float16")
-    >>> reports = {p: memory_report(loss, *arguments, policy=p, compiled=False) for p in policies}
+    >>> reports = {p: memory_report(loss, p, compiled=False)(*arguments) for p in policies}
     >>> "N : P" in compare_memory(reports)
     True
     """
+    check_reports(reports, "compare_memory")
     first = next(iter(reports.values()), None)
     columns = [_cells(r, None if r is first else first) for r in reports.values()]
     names = columns[0] if columns else {}
     rows = [(name, *(column[name] for column in columns)) for name in names]
     return table(("", *reports), [row for row in rows if any(row[1:])])
+
+
+def check_reports(reports: Any, caller: str) -> None:
+    """Raises TypeError if `reports` are no memory reports by name."""
+    is_mapping = isinstance(reports, Mapping)
+    if not (is_mapping and all(hasattr(r, "total_bytes") for r in reports.values())):
+        raise TypeError(
+            f"{caller} got {described(reports)}; expected what memory_report(fun)(*args) returned, "
+            "by name: {'float32': report, 'mixed_float16': other}."
+        )
 
 
 def render(report: Any) -> str:

@@ -9,6 +9,8 @@ import jax
 
 from jmp import _jax_compat
 from jmp._calls import ArrayCall
+from jmp._describe import described
+from jmp.diagnostics._asked import check_asked
 from jmp.diagnostics._cures import cure_for
 from jmp.diagnostics._interpreter import Interpreter
 from jmp.diagnostics._origins import Origin, Place, earliest
@@ -16,7 +18,7 @@ from jmp.diagnostics._states import Operand
 from jmp.trees import as_jax_array
 
 
-def find_nonfinite(fun: Callable[..., Any]) -> Callable[..., "NonFinite | None"]:
+def find_nonfinite(fun: Callable[..., Any], *early: Any) -> Callable[..., "NonFinite | None"]:
     """Returns a function that finds the operation that made the first infinity or NaN of `fun`.
 
     Called with `fun`'s arguments it traces `fun` and runs it operation by operation, here and now;
@@ -34,7 +36,8 @@ def find_nonfinite(fun: Callable[..., Any]) -> Callable[..., "NonFinite | None"]
 
     Returns: a function that returns a `NonFinite`, or None if all results are finite.
 
-    Raises: TypeError, from that function, for arrays without numbers: call it outside of jit.
+    Raises: TypeError if `fun` is no function, or its arguments were given in the first call; from
+      the function that is returned, for arrays without numbers: call it outside of jit.
 
     >>> def loss(x):
     ...     return jnp.sum(jnp.log(x) / 2)
@@ -42,6 +45,8 @@ def find_nonfinite(fun: Callable[..., Any]) -> Callable[..., "NonFinite | None"]
     >>> found.operation, found.became, found.operands[0].zeros
     ('log', 'infinity', 1)
     """
+
+    check_asked("find_nonfinite", "find_nonfinite(fun)(*args)", fun, early, None)
 
     def find(*args: Any, **kwargs: Any) -> NonFinite | None:
         call = ArrayCall(fun, args, kwargs)
@@ -138,7 +143,7 @@ def _check_numbers(arrays: list[Any]) -> None:
     for array in arrays:
         if isinstance(array, jax.ShapeDtypeStruct) or not _jax_compat.is_concrete(array):
             raise TypeError(
-                f"find_nonfinite got {array}, which holds no numbers; expected the arrays of the "
-                "step that failed. Call it outside of jax.jit, on what the jitted function was "
-                "called with."
+                f"find_nonfinite got {described(array)}, which holds no numbers; expected the "
+                "arrays of the step that failed. Call it outside of jax.jit, on what the jitted "
+                "function was called with."
             )

@@ -7,6 +7,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jmp.diagnostics._memory_report import MemoryReport
+from jmp.diagnostics._memory_table import check_reports
 from jmp.diagnostics._ranges import Limits, Range, limits_of
 
 # Okabe and Ito's colours, told apart by every kind of colour vision; lines by dashes in print too.
@@ -36,14 +37,15 @@ def plot_memory(reports: Mapping[str, MemoryReport], axes: Any = None) -> Any:
       axes: matplotlib's; new ones if left out.
 
     Returns: the axes.
-    Raises: ImportError without matplotlib.
+    Raises: TypeError for anything but reports by name; ImportError without matplotlib.
 
     >>> from jmp.diagnostics import memory_report
     >>> arguments = jnp.ones((8, 4)), jnp.ones((16, 8))
-    >>> report = memory_report(lambda w, x: jnp.sum(x @ w), *arguments, compiled=False)
+    >>> report = memory_report(lambda w, x: jnp.sum(x @ w), compiled=False)(*arguments)
     >>> plot_memory({"float32": report}).get_xlabel()
     'MB'
     """
+    check_reports(reports, "plot_memory")
     axes = _axes_or_new(axes, "plot_memory", 6.4, 1.2 + 0.5 * len(reports))
     largest = max((report.total_bytes for report in reports.values()), default=0)
     unit, name = (1e9, "GB") if largest >= 1e9 else (1e6, "MB")

@@ -15,6 +15,7 @@ from jmp.autocasting._autocast import make_program
 from jmp.autocasting._operations import NoHalfProductWarning
 from jmp.autocasting._program import Program, Traced
 from jmp.autocasting._registry import rule_for
+from jmp.diagnostics._asked import check_asked
 from jmp.diagnostics._hazards import delicate_in_half, odd_sizes, unused_rules
 from jmp.diagnostics._places import lines_of_callers, with_places
 from jmp.diagnostics._ranges import HALVES
@@ -27,7 +28,7 @@ from jmp.rules import UnusedRuleWarning
 
 
 def precision_report(
-    fun: Callable[..., Any], policy: str | Policy, **options: Any
+    fun: Callable[..., Any], policy: str | Policy, *early: Any, **options: Any
 ) -> Callable[..., "PrecisionReport"]:
     """Returns a function that reports what `autocast(fun, policy, **options)` does.
 
@@ -38,7 +39,8 @@ def precision_report(
       fun, policy: as for `jmp.autocast`. A policy that computes in float32 has no plan.
       options: those of `jmp.autocast`.
 
-    Raises: ValueError for a policy that computes in float32; otherwise as `jmp.autocast`.
+    Raises: TypeError if the arguments of `fun` were given in the first call; ValueError for a
+      policy that computes in float32; otherwise as `jmp.autocast`.
 
     >>> def loss(w, x):
     ...     return jnp.mean(jnp.exp(x @ w))
@@ -49,11 +51,12 @@ def precision_report(
     >>> [(row.operation, row.dtype_in) for row in report.rows]
     [('dot_general', 'float16'), ('exp', 'float32'), ('reduce_sum', 'float32')]
     """
+    check_asked("precision_report", "precision_report(fun, policy)(*args)", fun, early, policy)
     program = make_program(fun, policy, **options)
     if program is None:
         raise ValueError(
-            f"precision_report got the policy {policy!r}, which computes in float32: autocast "
-            "leaves the program as it is. Ask with 'mixed_float16' or 'mixed_bfloat16'."
+            f"precision_report got the policy {get_policy(policy)}, which computes in float32: "
+            "autocast leaves the program as it is. Ask with 'mixed_float16' or 'mixed_bfloat16'."
         )
 
     def of_arrays(*args: Any, **kwargs: Any) -> PrecisionReport:

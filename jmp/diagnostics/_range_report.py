@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jmp._describe import described
 from jmp.diagnostics._histograms import exponents
 from jmp.diagnostics._ranges import HALVES, SCALED, Range, exponent_of, power_of_two, row_of
 from jmp.diagnostics._tables import first_rows, table
@@ -32,6 +33,7 @@ def range_report(tree: PyTree) -> "RangeReport":
         out.
 
     Returns: a report with a row of the role "value" for each leaf.
+    Raises: TypeError for a function.
 
     >>> report = range_report({"w": jnp.array([1.0, 3e-6, 1e-9, 0.0])})
     >>> report.rows[0].shares("float16").underflow, report.rows[0].shares("float16").zero
@@ -48,6 +50,11 @@ def range_report(tree: PyTree) -> "RangeReport":
             if is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
         ]
         counts = jax.device_get([_count(leaf) for _, leaf in leaves])
+    if not leaves and callable(tree):
+        raise TypeError(
+            f"range_report got {described(tree)}; expected a tree of arrays, such as parameters. "
+            "What a loss computes is counted by gradient_report(loss_fn)(*args)."
+        )
     pairs = zip(leaves, counts, strict=True)
     return RangeReport(
         tuple(row_of("value", path, str(leaf.dtype), count) for (path, leaf), count in pairs)
@@ -88,7 +95,9 @@ class RangeReport:
         rows = self.counting(role)
         if not rows:
             known = ", ".join(map(repr, self.roles)) or "no rows at all"
-            raise ValueError(f"The report has no rows of the role {role!r}; it has {known}.")
+            raise ValueError(
+                f"The report has no rows of the role {described(role)}; it has {known}."
+            )
         longest = max(rows, key=lambda row: len(row.counts))
         counts = np.zeros_like(longest.counts)
         for row in rows:

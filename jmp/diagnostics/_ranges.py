@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jmp._describe import described
 from jmp.diagnostics._histograms import layout
 from jmp.dtypes import HALF_DTYPES, floating_dtype, is_half
 
@@ -41,8 +42,8 @@ def exponent_of(scale: float) -> int:
     fraction, exponent = math.frexp(float(scale))
     if fraction != 0.5 or abs(exponent - 1) > LARGEST_EXPONENT:
         raise ValueError(
-            f"Got the loss scale {scale!r}; expected a power of two between 2**-126 and 2**126, "
-            "which moves exponents and rounds nothing."
+            f"Got the loss scale {described(scale)}; expected a power of two between 2**-126 and "
+            "2**126, which moves exponents and rounds nothing."
         )
     return exponent - 1
 
@@ -146,7 +147,7 @@ class Range:
         """
         limits = limits_of(dtype)
         if not 1 <= margin < math.inf:
-            raise ValueError(f"Got margin={margin!r}; expected a factor of at least 1.")
+            raise ValueError(f"Got margin={described(margin)}; expected a factor of at least 1.")
         if self.role not in SCALED or self.infinities or self.nans or self.exponents is None:
             return None
         low, high = (exponent - exponent_of(self.scale) for exponent in self.exponents)

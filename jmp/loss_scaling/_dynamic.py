@@ -14,6 +14,10 @@ from jmp.loss_scaling._base import LARGEST_SCALE, LossScale, divide_tree, multip
 T = TypeVar("T")
 
 _LARGEST_FACTOR = 2.0**127  # the largest power of two that float32 has
+_LARGEST_COUNT = 2**31 - 1  # of int32
+# Where a scale goes on that a checkpoint brought as NaN, zero or the like: too large costs a few
+# skipped steps, too small thousands of steps whose gradients underflow.
+_RESTART = 2.0**15
 
 
 @_validation.register_state
@@ -30,10 +34,19 @@ class DynamicLossScale(LossScale):
 
     (Micikevicius et al. 2018, section 3.2; arguments in the order of DeepMind's `jmp`.)
 
+    The scale is float32. With factors that are powers of two it is exact; with others it is rounded
+    at each change, and drifts by units in the last place from torch's, which is computed in double.
+
+    What a checkpoint brings is not looked at before the next `adjust`, which puts it in order: a
+    scale beyond its floor or ceiling goes to that bound; one that is NaN, infinite, zero or
+    negative to 2**15, where a new one starts; a negative count to zero. The count stops at
+    2**31 - 1.
+
     Attributes:
       loss_scale: float32 scalar, a leaf. Brought into [min_loss_scale, max_loss_scale].
       counter: int32 scalar, a leaf: finite steps since the last change.
-      period: finite steps between two growths, at least 1.
+      period: finite steps between two growths, at least 1; above 2**31 - 1, such as infinity, the
+        scale never grows.
       factor: growth, and the inverse of the backoff, unless these are given on their own. Above 1.
       min_loss_scale: floor; 0 means the smallest there is, 2**-126.
       growth_factor: replaces `factor` for growth; above 1.
@@ -95,13 +108,12 @@ class DynamicLossScale(LossScale):
     def adjust(self, grads_finite: ArrayLike) -> "DynamicLossScale":
         """Returns the scale for the next step: grown, backed off or unchanged."""
         finite = _validation.finite_flag(grads_finite, self.loss_scale)
-        counted = self.counter + 1
-        grow = finite & (counted >= self.whole_period)
+        counted, grow = self._counted(finite)
         return _validation.replace_leaves(
             self,
             loss_scale=jnp.where(
                 finite,
-                jnp.where(grow, self._grown(), self._clipped(self.loss_scale)),
+                jnp.where(grow, self._grown(), self._clipped(self._sane)),
                 self._backed_off(),
             ),
             counter=jnp.where(finite & ~grow, counted, 0),
@@ -109,17 +121,29 @@ class DynamicLossScale(LossScale):
 
     @property
     def whole_period(self) -> int:
-        """The period as a whole number of steps that fits the counter; infinity never comes."""
-        return math.ceil(min(self.period, 2**31 - 1))
+        """The period as a whole number of steps that fits the counter."""
+        return math.ceil(min(self.period, _LARGEST_COUNT))
+
+    def _counted(self, finite: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the count after a finite step, and whether the scale grows."""
+        counted = jnp.clip(self.counter, 0, _LARGEST_COUNT - 1) + 1
+        is_due = counted >= self.whole_period
+        return counted, finite & is_due if self.period <= _LARGEST_COUNT else jnp.zeros_like(finite)
+
+    @property
+    def _sane(self) -> ArrayLike:
+        """The scale; where a checkpoint brought what is none, that of a new one."""
+        is_sane = jnp.isfinite(self.loss_scale) & (self.loss_scale > 0)
+        return jnp.where(is_sane, self.loss_scale, _RESTART)
 
     def _grown(self) -> jax.Array:
         factor = self.factor if self.growth_factor is None else self.growth_factor
-        return self._clipped(self.loss_scale * min(factor, _LARGEST_FACTOR))
+        return self._clipped(self._sane * min(factor, _LARGEST_FACTOR))
 
     def _backed_off(self) -> jax.Array:
         if self.backoff_factor is None:
-            return self._clipped(self.loss_scale / min(self.factor, _LARGEST_FACTOR))
-        return self._clipped(self.loss_scale * self.backoff_factor)
+            return self._clipped(self._sane / min(self.factor, _LARGEST_FACTOR))
+        return self._clipped(self._sane * self.backoff_factor)
 
     def _clipped(self, scale: ArrayLike) -> jax.Array:
         # Infinity, from growing near float32's maximum, comes back to the ceiling.

@@ -7,8 +7,11 @@ from typing import Any, Literal, ParamSpec, TypeVar, overload
 import jax
 import jax.numpy as jnp
 
+from jmp._calls import check_function
+from jmp._describe import described, shape_text
 from jmp.dtypes import at_least_float32, is_castable
 from jmp.loss_scaling._base import LossScale
+from jmp.loss_scaling._given import check_loss_scale
 
 P = ParamSpec("P")
 Aux = TypeVar("Aux")
@@ -62,19 +65,20 @@ def scaled_value_and_grad(
       is unscaled and at least float32. The gradients are *still scaled*: hand them to
       `jmp.transforms.with_loss_scale`, which unscales and checks them. Do not unscale them before.
 
-    Raises: TypeError, when called, if the loss is not a real floating scalar.
+    Raises:
+      TypeError: `fun` is no function, or `loss_scale` no loss scale; when called, if the loss is
+        not a real floating scalar, or with `has_aux` the result is no pair.
+      ValueError: a static scale of zero.
 
     >>> grad_fn = scaled_value_and_grad(lambda w: w * w, StaticLossScale(8))
     >>> value, scaled_gradient = grad_fn(jnp.float32(3.0))
     >>> float(value), float(scaled_gradient)
     (9.0, 48.0)
     """
-    if not isinstance(loss_scale, LossScale):
-        raise TypeError(
-            f"scaled_value_and_grad got loss_scale={loss_scale!r}; expected a loss scale such as "
-            "StaticLossScale(512) or the optimizer state's `.loss_scale`."
-        )
-
+    check_function(
+        fun, "scaled_value_and_grad", "scaled_value_and_grad(loss_fn, loss_scale)(*args)"
+    )
+    check_loss_scale(loss_scale, "scaled_value_and_grad")
     value_and_grad = jax.value_and_grad(
         scaled_loss(fun, loss_scale, has_aux), argnums=argnums, has_aux=True
     )
@@ -90,15 +94,34 @@ def scaled_value_and_grad(
 def scaled_loss(
     fun: Callable[..., Any], loss_scale: LossScale, has_aux: bool
 ) -> Callable[..., tuple[jax.Array, tuple[jax.Array, Any]]]:
-    """Returns what to differentiate: a function that returns `(scaled loss, (loss, aux))`."""
+    """Returns what to differentiate: a function that returns `(scaled loss, (loss, aux))`.
+
+    Raises: TypeError, when called, if the loss is not a real floating scalar.
+    """
 
     @functools.wraps(fun)
     def scaled(*args: Any, **kwargs: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
-        loss, aux = fun(*args, **kwargs) if has_aux else (fun(*args, **kwargs), None)
+        result = fun(*args, **kwargs)
+        loss, aux = pair_of(result, "(loss, aux)") if has_aux else (result, None)
         value = _checked_loss(loss)
         return loss_scale.scale(value), (value, aux)
 
     return scaled
+
+
+def pair_of(result: Any, expected: str) -> tuple[Any, Any]:
+    """Returns what a function gave beside the loss; raises TypeError if it is no pair.
+
+    Args:
+      expected: the pair, as text, such as "(loss, aux)".
+    """
+    if not (isinstance(result, (tuple, list)) and len(result) == 2):
+        raise TypeError(
+            f"The function returned {described(result)}; expected the pair {expected}, as "
+            "has_aux=True or a state asks for. Without one, leave has_aux or the state out."
+        )
+    first, second = result
+    return first, second
 
 
 def _checked_loss(loss: object) -> jax.Array:
@@ -107,10 +130,10 @@ def _checked_loss(loss: object) -> jax.Array:
     except (TypeError, ValueError):
         array = None
     if array is None or array.ndim != 0 or not is_castable(array.dtype):
-        got = f"{array.dtype}{list(array.shape)}" if array is not None else repr(loss)
+        got = shape_text(array) if array is not None else described(loss)
         hint = " With an auxiliary output pass has_aux=True." if isinstance(loss, tuple) else ""
         raise TypeError(
-            f"scaled_value_and_grad got a loss of {got}; expected a real floating scalar, such as "
-            f"a mean over the batch.{hint}"
+            f"The function returned a loss of {got}; expected a real floating scalar, such as a "
+            f"mean over the batch.{hint}"
         )
     return array.astype(at_least_float32(array.dtype))

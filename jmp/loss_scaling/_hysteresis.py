@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from jmp._describe import described
 from jmp.loss_scaling import _validation
 from jmp.loss_scaling._dynamic import DynamicLossScale
 
@@ -18,13 +19,15 @@ class HysteresisLossScale(DynamicLossScale):
 
     Follows Megatron-LM's `DynamicGradScaler`: each overflow uses up one tolerance and restarts the
     count of finite steps; with none left, each further overflow backs off; growth after `period`
-    finite steps restores them all. (DeepSpeed restores them after a backoff or, with
-    `consecutive_hysteresis`, after any finite step.) The step itself is skipped on every overflow.
+    finite steps restores them all. DeepSpeed's `DynamicLossScaler` does the same by default; with
+    `consecutive_hysteresis` it restores them after every finite step, which this class does not.
+    The step itself is skipped on every overflow.
 
     Attributes, beyond those of `DynamicLossScale`:
       hysteresis: overflows until the scale backs off, at least 1; with 1 this is
         `DynamicLossScale`.
-      tolerance: int32 scalar, a leaf: how many of them are left.
+      tolerance: int32 scalar, a leaf: how many of them are left. What a checkpoint brings beyond
+        0 to `hysteresis` counts as the nearer of the two.
 
     Raises: as `DynamicLossScale`; ValueError for a hysteresis below 1.
 
@@ -42,9 +45,14 @@ class HysteresisLossScale(DynamicLossScale):
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.hysteresis, bool) or not hasattr(self.hysteresis, "__index__"):
-            raise TypeError(f"hysteresis got {self.hysteresis!r}; expected a whole number.")
-        if self.hysteresis < 1:
-            raise ValueError(f"hysteresis got {self.hysteresis}; expected at least 1 overflow.")
+            raise TypeError(
+                f"hysteresis got {described(self.hysteresis)}; expected a whole number."
+            )
+        if not 1 <= self.hysteresis < 2**31:
+            raise ValueError(
+                f"hysteresis got {described(self.hysteresis)}; expected at least 1 overflow, and "
+                "fewer than 2**31."
+            )
         object.__setattr__(self, "hysteresis", operator.index(self.hysteresis))
         left = self.hysteresis if self.tolerance is None else self.tolerance
         object.__setattr__(self, "tolerance", _validation.step_count(left, "tolerance"))
@@ -52,11 +60,11 @@ class HysteresisLossScale(DynamicLossScale):
     def adjust(self, grads_finite: ArrayLike) -> "HysteresisLossScale":
         """Returns the scale for the next step; an overflow may leave it unchanged."""
         finite = _validation.finite_flag(grads_finite, self.loss_scale)
-        counted = self.counter + 1
-        grow = finite & (counted >= self.whole_period)
-        left = jnp.where(finite, self.tolerance, jnp.maximum(self.tolerance - 1, 0))
+        counted, grow = self._counted(finite)
+        tolerance = jnp.clip(self.tolerance, 0, self.hysteresis)
+        left = jnp.where(finite, tolerance, jnp.maximum(tolerance - 1, 0))
         back_off = ~finite & (left == 0)
-        unchanged = self._clipped(self.loss_scale)
+        unchanged = self._clipped(self._sane)
         return _validation.replace_leaves(
             self,
             loss_scale=jnp.where(

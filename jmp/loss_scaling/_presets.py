@@ -4,6 +4,7 @@ Each takes `enabled`: False gives a `NoOpLossScale`, so that one switch turns sc
 rest of the script stays as it is.
 """
 
+from jmp._describe import described
 from jmp.loss_scaling._base import LossScale
 from jmp.loss_scaling._dynamic import DynamicLossScale
 from jmp.loss_scaling._no_op import NoOpLossScale
@@ -12,29 +13,55 @@ from jmp.loss_scaling._no_op import NoOpLossScale
 def deepmind_loss_scale(enabled: bool = True) -> LossScale:
     """DeepMind jmp's defaults: start at 2**15, factor 2, period 2000, floor 1.
 
+    Raises: TypeError if `enabled` is no bool.
+
     >>> deepmind_loss_scale().period
     2000
     """
+    _check_enabled(enabled, "deepmind_loss_scale")
     return DynamicLossScale(2.0**15) if enabled else NoOpLossScale()
 
 
-def torch_loss_scale(enabled: bool = True) -> LossScale:
+def torch_loss_scale(
+    enabled: bool = True,
+    *,
+    init_scale: float = 2.0**16,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+) -> LossScale:
     """`torch.amp.GradScaler`'s defaults: start at 2**16, growth 2, backoff 0.5, interval 2000.
 
-    torch has no floor; ours is 2**-126, the smallest scale with a float32 reciprocal.
+    Its keywords are taken too, and mean what they mean there; they are checked with `enabled=False`
+    as well. torch has no floor; ours is 2**-126, the smallest scale with a float32 reciprocal.
+
+    Raises: TypeError if `enabled` is no bool; otherwise as `DynamicLossScale`.
 
     >>> float(torch_loss_scale().loss_scale)
     65536.0
+    >>> torch_loss_scale(init_scale=2.0**10, growth_interval=100).period
+    100
     """
-    return DynamicLossScale(2.0**16, min_loss_scale=0.0) if enabled else NoOpLossScale()
+    _check_enabled(enabled, "torch_loss_scale", "init_scale=2.0**16")
+    scale = DynamicLossScale(
+        init_scale,
+        period=growth_interval,
+        min_loss_scale=0.0,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+    )
+    return scale if enabled else NoOpLossScale()
 
 
 def apex_loss_scale(enabled: bool = True) -> LossScale:
     """Apex amp's defaults: as torch's, with a ceiling of 2**24.
 
+    Raises: TypeError if `enabled` is no bool.
+
     >>> apex_loss_scale().max_loss_scale == 2.0**24
     True
     """
+    _check_enabled(enabled, "apex_loss_scale")
     if not enabled:
         return NoOpLossScale()
     return DynamicLossScale(2.0**16, min_loss_scale=0.0, max_loss_scale=2.0**24)
@@ -48,9 +75,22 @@ def fastai_loss_scale(enabled: bool = True) -> LossScale:
     start later. Here an overflow resets the count of finite steps, so that growth needs 500 finite
     steps in a row; fastai's count goes on over a skipped step.
 
+    Raises: TypeError if `enabled` is no bool.
+
     >>> float(fastai_loss_scale().loss_scale) == 2.0**24, fastai_loss_scale().period
     (True, 500)
     """
+    _check_enabled(enabled, "fastai_loss_scale")
     if not enabled:
         return NoOpLossScale()
     return DynamicLossScale(2.0**24, period=500, min_loss_scale=0.0)
+
+
+def _check_enabled(enabled: object, caller: str, keywords: str = "") -> None:
+    """Refuses what torch's GradScaler takes first: a device, or a scale."""
+    if not isinstance(enabled, bool):
+        way_out = f"{caller}({keywords})" if keywords else "jmp.DynamicLossScale(2.0**16)"
+        raise TypeError(
+            f"{caller} got enabled={described(enabled)}; expected True or False. For a scale that "
+            f"starts elsewhere write {way_out}."
+        )

@@ -21,12 +21,13 @@ class StaticLossScale(LossScale):
     returns is as good as the one it was given.
 
     Attributes:
-      loss_scale: the constant, a Python float. Zero is accepted, as DeepMind's is; anything else
-        is brought into [2**-126, 2**126], where its float32 reciprocal exists.
+      loss_scale: the constant, a Python float, brought into [2**-126, 2**126], where its float32
+        reciprocal exists. Zero can be held, as DeepMind's class can, but not used: it would make
+        every gradient zero, and unscaling divide by it.
 
     Raises:
       TypeError: not one number, or a tracer (its value must be known when the step is compiled).
-      ValueError: negative, infinite or NaN.
+      ValueError: negative, infinite or NaN; where it is used, zero.
 
     >>> scale = StaticLossScale(512)
     >>> float(scale.unscale(scale.scale(jnp.float16(3.0))))
@@ -38,12 +39,23 @@ class StaticLossScale(LossScale):
     def __post_init__(self) -> None:
         object.__setattr__(self, "loss_scale", static_scale(self.loss_scale))
 
+    def check_not_zero(self) -> None:
+        """Raises ValueError for a scale of zero, by which nothing can be scaled."""
+        if self.loss_scale == 0:
+            raise ValueError(
+                "StaticLossScale(0) multiplies every gradient by zero, and unscaling divides by "
+                "it; expected a positive number such as 512. To switch loss scaling off use "
+                "NoOpLossScale()."
+            )
+
     def scale(self, tree: T) -> T:
         """Multiplies the floating leaves by the constant, in at least float32."""
+        self.check_not_zero()
         return multiply_tree(tree, self.loss_scale)
 
     def unscale(self, tree: T) -> T:
         """Casts the floating leaves to at least float32 and divides them by the constant."""
+        self.check_not_zero()
         return divide_tree(tree, self.loss_scale)
 
     def adjust(self, grads_finite: ArrayLike) -> "StaticLossScale":

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
+from jmp._describe import described
 from jmp.loss_scaling._base import LossScale
 from jmp.loss_scaling._dynamic import DynamicLossScale
 from jmp.loss_scaling._no_op import NoOpLossScale
@@ -27,7 +28,7 @@ def to_torch_state_dict(loss_scale: LossScale) -> dict[str, float | int]:
         return {}
     if not isinstance(loss_scale, DynamicLossScale):
         raise TypeError(
-            f"to_torch_state_dict got a {type(loss_scale).__name__}; expected a dynamic or no-op "
+            f"to_torch_state_dict got {described(loss_scale)}; expected a dynamic or no-op "
             "scale: torch's GradScaler has no static one."
         )
     growth, backoff = loss_scale.growth_factor, loss_scale.backoff_factor
@@ -55,22 +56,28 @@ def from_torch_state_dict(
     Raises:
       ValueError: keys are missing or unknown, or a value is none that a scaler can go on with, such
         as a scale that is NaN or not positive, or a negative count.
-      TypeError: `like` is a static scale, which holds no such state; or a value is no number.
+      TypeError: `state` is no dictionary; `like` is no loss scale, or a static one, which holds no
+        such state; or a value is no number.
 
     >>> from_torch_state_dict(to_torch_state_dict(DynamicLossScale(1024.0))).period
     2000
     """
-    if isinstance(like, StaticLossScale):
+    if isinstance(like, StaticLossScale) or not (like is None or isinstance(like, LossScale)):
         raise TypeError(
-            "from_torch_state_dict got like=StaticLossScale(...); expected a dynamic or no-op "
-            "scale, or no `like` at all."
+            f"from_torch_state_dict got like={described(like)}; expected a dynamic or no-op scale, "
+            "or no `like` at all."
+        )
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            f"from_torch_state_dict got {described(state)}; expected the dictionary that a "
+            "GradScaler's state_dict() returns."
         )
     if not state:
         return NoOpLossScale()
     if set(state) != set(_KEYS):
         raise ValueError(
-            f"from_torch_state_dict got the keys {sorted(state)}; expected torch GradScaler's "
-            f"{list(_KEYS)}."
+            f"from_torch_state_dict got the keys {described(sorted(state))}; expected torch "
+            f"GradScaler's {list(_KEYS)}."
         )
     if not isinstance(like, DynamicLossScale):
         like = DynamicLossScale(min_loss_scale=0.0)
@@ -92,12 +99,13 @@ def _check_value(key: str, value: object) -> None:
         number = float(value)  # type: ignore[arg-type]  # what does not become one raises
     except (TypeError, ValueError) as error:
         raise TypeError(
-            f"from_torch_state_dict got {key}={value!r}; expected a number, as state_dict() has."
+            f"from_torch_state_dict got {key}={described(value)}; expected a number, as "
+            "state_dict() has."
         ) from error
     positive = key == "scale"
     if not math.isfinite(number) or number < 0 or (positive and number == 0):
         raise ValueError(
-            f"from_torch_state_dict got {key}={value!r}; expected "
+            f"from_torch_state_dict got {key}={described(value)}; expected "
             f"{'a positive finite number' if positive else 'a count of steps from 0'}. Take the "
             "state of an earlier checkpoint, or put a number there."
         )

@@ -8,6 +8,7 @@ float16 by hand makes an infinity before anything here can see it.)
 """
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Iterable
 from typing import Any, TypeVar
@@ -17,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jmp.loss_scaling._base import LARGEST_SCALE, SMALLEST_SCALE
+from jmp._describe import described
+from jmp.loss_scaling._base import LARGEST_SCALE, SMALLEST_SCALE, LossScale
 from jmp.trees import is_array
 
 T = TypeVar("T")
@@ -36,12 +38,12 @@ def scale_bound(value: object, name: str) -> float:
 
 
 def static_scale(value: object) -> float:
-    """Returns the constant of a static scale as a Python float; zero is accepted."""
+    """Returns the constant of a static scale as a Python float; zero can be held, not used."""
     number = _concrete_number(value, "StaticLossScale")
     if not np.isfinite(number) or number < 0:
         raise ValueError(
-            f"StaticLossScale got {value!r}; expected a finite number that is not negative, such "
-            "as 512."
+            f"StaticLossScale got {described(value)}; expected a finite number that is not "
+            "negative, such as 512."
         )
     # Float32 is what it multiplies in.
     clipped = np.float32(np.clip(number, SMALLEST_SCALE, LARGEST_SCALE))
@@ -54,16 +56,16 @@ def dynamic_scale(value: Any, smallest: float, largest: float) -> Any:
     Anything that is neither a number nor an array (None, a sharding) is returned as it is.
     """
     if not (is_array(value) or isinstance(value, (int, float))):
-        return value
+        return _placeholder(value, "loss_scale", "a number such as 2.0**15")
     if isinstance(value, bool) or (is_array(value) and not _is_number_dtype(value.dtype)):
-        raise TypeError(f"loss_scale got {value!r}; expected a number such as 2.0**15.")
+        raise TypeError(f"loss_scale got {described(value)}; expected a number such as 2.0**15.")
     _warn_if_integer(value, "loss_scale")
     if not isinstance(value, jax.core.Tracer):
-        numbers = np.asarray(value, np.float64)
+        numbers = _as_float64(value)
         if not np.all(np.isfinite(numbers) & (numbers > 0)):
             raise ValueError(
-                f"loss_scale got {value!r}; expected a positive finite number such as 2.0**15. To "
-                "switch loss scaling off use NoOpLossScale()."
+                f"loss_scale got {described(value)}; expected a positive finite number such as "
+                "2.0**15. To switch loss scaling off use NoOpLossScale()."
             )
         value = np.clip(numbers, smallest, largest)  # before float32 makes an infinity of it
     return jnp.clip(jnp.asarray(value, jnp.float32), smallest, largest)
@@ -72,19 +74,31 @@ def dynamic_scale(value: Any, smallest: float, largest: float) -> Any:
 def step_count(value: Any, name: str) -> Any:
     """Returns a counter as an int32 array; placeholders pass."""
     if not (is_array(value) or isinstance(value, (int, float))):
-        return value
+        return _placeholder(value, name, "a count from 0 to 2**31 - 1")
     if not isinstance(value, jax.core.Tracer):
-        numbers = np.asarray(value, np.float64)
+        numbers = _as_float64(value)
         if not np.all((numbers >= 0) & (numbers < 2**31)):
-            raise ValueError(f"{name} got {value!r}; expected a count from 0 to 2**31 - 1.")
+            raise ValueError(
+                f"{name} got {described(value)}; expected a count from 0 to 2**31 - 1."
+            )
     return jnp.asarray(value).astype(jnp.int32)
+
+
+def _placeholder(value: Any, name: str, expected: str) -> Any:
+    """Returns what stands for an array, such as None or a sharding; refuses what cannot."""
+    containers = (str, bytes, list, tuple, dict, LossScale)
+    if isinstance(value, containers) or callable(value):
+        raise TypeError(f"{name} got {described(value)}; expected {expected}.")
+    return value
 
 
 def period(value: Any) -> float:
     """Returns `value` if it is a number of steps of at least one; floats are accepted."""
     number = _concrete_number(value, "period")
     if not number >= 1:
-        raise ValueError(f"period got {value!r}; expected a number of steps of at least 1.")
+        raise ValueError(
+            f"period got {described(value)}; expected a number of steps of at least 1."
+        )
     return value if isinstance(value, (int, float)) else value.item()
 
 
@@ -93,8 +107,8 @@ def growth(value: Any, name: str) -> float:
     number = _concrete_number(value, name)
     if not (number > 1 and np.isfinite(number)):
         raise ValueError(
-            f"{name} got {value!r}; expected a finite number above 1, such as 2: the scale is "
-            "multiplied by it after enough finite steps."
+            f"{name} got {described(value)}; expected a finite number above 1, such as 2: the "
+            "scale is multiplied by it after enough finite steps."
         )
     return value if isinstance(value, (int, float)) else value.item()
 
@@ -104,15 +118,21 @@ def backoff(value: Any) -> float:
     number = _concrete_number(value, "backoff_factor")
     if not 0 < number < 1:
         raise ValueError(
-            f"backoff_factor got {value!r}; expected a number between 0 and 1, such as 0.5: the "
-            "scale is multiplied by it after an overflow."
+            f"backoff_factor got {described(value)}; expected a number between 0 and 1, such as "
+            "0.5: the scale is multiplied by it after an overflow."
         )
     return value if isinstance(value, (int, float)) else value.item()
 
 
 def finite_flag(grads_finite: ArrayLike, scale: ArrayLike) -> jax.Array:
     """Returns the flag of `adjust` as a bool array of the scale's shape."""
-    flag = jnp.asarray(grads_finite)
+    try:
+        flag = jnp.asarray(grads_finite)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"adjust got {described(grads_finite)}; expected a boolean, as "
+            "jmp.all_finite(gradients) returns it."
+        ) from None
     if flag.dtype != jnp.bool_:
         raise TypeError(
             f"adjust got grads_finite of dtype {flag.dtype}; expected a boolean, as "
@@ -176,8 +196,15 @@ def _concrete_number(value: Any, name: str) -> float:
     if isinstance(value, bool) or not (
         isinstance(value, (int, float)) or (is_array(value) and value.ndim == 0)
     ):
-        raise TypeError(f"{name} got {value!r}; expected one number.")
-    return float(value)
+        raise TypeError(f"{name} got {described(value)}; expected one number.")
+    return float(_as_float64(value))
+
+
+def _as_float64(value: Any) -> np.ndarray:
+    try:
+        return np.asarray(value, np.float64)
+    except OverflowError:  # a Python integer beyond float64
+        return np.asarray(math.inf if value > 0 else -math.inf)
 
 
 def _warn_if_integer(value: object, name: str) -> None:

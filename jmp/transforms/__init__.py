@@ -8,6 +8,7 @@ another scale, and `reset_masters` takes masters from parameters that were loade
 
 import optax
 
+from jmp._describe import described
 from jmp.transforms._flat_masters import FlatMasters
 from jmp.transforms._loss_scaling import (
     WithLossScaleState,
@@ -23,7 +24,7 @@ from jmp.transforms._master_params import (
 )
 from jmp.transforms._mixed_precision import mixed_precision
 from jmp.transforms._replacing import replace_loss_scale
-from jmp.transforms._states import check_masters
+from jmp.transforms._states import check_masters, find_states
 
 __all__ = [
     "FlatMasters",
@@ -52,6 +53,8 @@ def check_optimizer_state(opt_state: optax.OptState) -> None:
     functions show the whole state. The adapters call it too, but that their steps undo on a skip
     what comes after loss scaling, and take it.
 
+    Raises: ValueError for such an order; TypeError for an optimizer in the place of its state.
+
     >>> check_optimizer_state(())
     """
     check_order(opt_state)
@@ -77,10 +80,16 @@ def masters(opt_state: optax.OptState, params: optax.Params) -> optax.Params:
       params: the parameters. Leaves that need no master (float32) are taken from here; half leaves
         without one (frozen groups) come back cast to float32.
 
-    Raises: ValueError if something is chained after the masters.
+    Raises: ValueError if something is chained after the masters; TypeError for an optimizer in the
+      place of its state, or a state in the place of parameters.
 
     >>> masters((), {"w": jnp.ones(2, jnp.float16)})["w"].dtype
     dtype('float32')
     """
     check_masters(opt_state, WithMasterParamsState)
+    if isinstance(params, optax.GradientTransformation) or find_states(params, WithLossScaleState):
+        raise TypeError(
+            f"masters got {described(params)} as the parameters. The order is masters(opt_state, "
+            "params)."
+        )
     return collect_masters(opt_state, params)

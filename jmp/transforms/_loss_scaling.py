@@ -8,6 +8,7 @@ import optax
 from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
 from jmp.loss_scaling import LossScale, NoOpLossScale
+from jmp.loss_scaling._given import check_loss_scale
 from jmp.transforms import _states
 from jmp.transforms._agreement import AxisName, agreed
 from jmp.transforms._callers import calling_optimizer, is_called_by_an_adapter
@@ -77,8 +78,9 @@ def with_loss_scale(
 
     Raises:
       TypeError: `loss_scale` is not a loss scale, or `inner` no transformation.
-      ValueError: in `init`, if `inner` unscales already, or changes updates after masters; in
-        `init` or `update`, for an order that fails (see `transforms.check_optimizer_state`).
+      ValueError: a static scale of zero; in `init`, if `inner` unscales already, or changes updates
+        after masters; in `init` or `update`, for an order that fails (see
+        `transforms.check_optimizer_state`).
 
     >>> import optax
     >>> tx = with_loss_scale(optax.sgd(0.5), StaticLossScale(8))
@@ -88,11 +90,7 @@ def with_loss_scale(
     (-0.5, True)
     """
     inner = _states.as_transformation(inner, "with_loss_scale")
-    if not isinstance(loss_scale, LossScale):
-        raise TypeError(
-            f"with_loss_scale got loss_scale={loss_scale!r}; expected a loss scale such as "
-            "jmp.torch_loss_scale() or jmp.NoOpLossScale()."
-        )
+    check_loss_scale(loss_scale, "with_loss_scale")
 
     def init(params: optax.Params) -> WithLossScaleState:
         _check_not_masked(params)
@@ -116,6 +114,7 @@ def with_loss_scale(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, WithLossScaleState]:
+        _states.check_own_state(state, WithLossScaleState, "with_loss_scale")
         check_order(calling_optimizer(), undone_on_a_skip=is_called_by_an_adapter())
         scale = state.loss_scale
         gradients, to_check = _unscaled(updates, state)

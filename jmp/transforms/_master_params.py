@@ -9,6 +9,7 @@ import optax
 from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 from jax.typing import DTypeLike
 
+from jmp._describe import described
 from jmp.dtypes import floating_dtype, is_half
 from jmp.transforms import _states
 from jmp.transforms._callers import calling_optimizer
@@ -113,6 +114,7 @@ def with_master_params(
                 "with_master_params got no params; call update(gradients, state, params): the "
                 "update is the difference between the new masters and the parameters."
             )
+        _states.check_own_state(state, WithMasterParamsState, "with_master_params")
         _states.check_masters(calling_optimizer(), WithMasterParamsState)
         _check_stored_as_in_init(params, state.masters)
         full = _as_inner_sees(state.masters, params)
@@ -185,9 +187,9 @@ def _check_gradients(gradients: optax.Updates, params: optax.Params) -> None:
     )
     if got != expected:
         raise ValueError(
-            f"with_master_params(..., flat_master=True) got gradients of the shapes {got}; "
-            f"expected those of the parameters, {expected}. Differentiate with respect to the "
-            "parameters that the optimizer holds."
+            "with_master_params(..., flat_master=True) got gradients of the shapes "
+            f"{described(got)}; expected those of the parameters, {described(expected)}. "
+            "Differentiate with respect to the parameters that the optimizer holds."
         )
 
 
@@ -232,7 +234,8 @@ def reset_masters(opt_state: optax.OptState, params: optax.Params) -> optax.OptS
       params: the parameters, as the optimizer's `init` had them. They may be given in float32:
         masters are then exact, and the model's parameters are these, rounded.
 
-    Raises: ValueError if a parameter that has a master is missing here or has another shape.
+    Raises: ValueError if a parameter that has a master is missing here or has another shape;
+      TypeError for an optimizer in the place of its state.
 
     >>> import optax
     >>> tx = with_master_params(optax.sgd(0.1))
@@ -240,6 +243,7 @@ def reset_masters(opt_state: optax.OptState, params: optax.Params) -> optax.OptS
     >>> reset_masters(state, jnp.float32([0.1, 0.2])).masters
     Array([0.1, 0.2], dtype=float32)
     """
+    _states.check_is_state(opt_state)
     given = {keystr(path): leaf for path, leaf in tree_leaves_with_path(params)}
     if not given or not all(map(is_array, given.values())):
         return opt_state  # None, or shardings: a tree that describes arrays, or stands for them

@@ -1,6 +1,7 @@
 """Reading optimizer states: find a wrapper's state inside chains, and refuse orders that fail."""
 
 import collections
+import inspect
 import re
 from collections.abc import Iterator
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jmp._describe import described, where_trees_differ
 from jmp.trees import PyTree, is_array
 
 S = TypeVar("S")
@@ -19,9 +21,10 @@ def as_transformation(transformation: object, caller: str) -> optax.GradientTran
     if isinstance(transformation, optax.MultiSteps):
         transformation = transformation.gradient_transformation()
     if not isinstance(transformation, optax.GradientTransformation):
+        is_function = inspect.isfunction(transformation)
         raise TypeError(
-            f"{caller} got inner={transformation!r}; expected an optax transformation, such as "
-            "optax.adam(1e-3)."
+            f"{caller} got inner={described(transformation)}; expected an optax transformation, "
+            f"such as optax.adam(1e-3).{' Did you forget to call it?' * is_function}"
         )
     return optax.with_extra_args_support(transformation)
 
@@ -52,8 +55,9 @@ def update_inner(
         if params is None or got == expected:
             raise
         raise ValueError(
-            f"{caller} got gradients of another structure than the parameters: {got} and "
-            f"{expected}. Differentiate with respect to the parameters that the optimizer holds."
+            f"{caller} got gradients of another structure than the parameters: of gradients and "
+            f"parameters {where_trees_differ(gradients, params)}. Differentiate with respect to "
+            "the parameters that the optimizer holds."
         ) from error
     return updates, new_state
 
@@ -97,8 +101,30 @@ def check_inner_state(inner_state: optax.OptState, state_type: type, caller: str
         )
 
 
+def check_own_state(state: object, state_type: type, caller: str) -> None:
+    """Raises TypeError if `update` got something else than the state that it returned last."""
+    if not isinstance(state, state_type):
+        raise TypeError(
+            f"{caller} got {described(state)} as its state; expected what tx.init(params) or "
+            "tx.update returned. The order is tx.update(gradients, state, params)."
+        )
+
+
+def check_is_state(opt_state: object) -> None:
+    """Raises TypeError for an optimizer in the place of its state."""
+    if isinstance(opt_state, (optax.GradientTransformation, optax.MultiSteps)):
+        raise TypeError(
+            f"Got {described(opt_state)} as the state of an optimizer; expected what "
+            "tx.init(params) or tx.update(...) returned, not the optimizer itself."
+        )
+
+
 def check_masters(opt_state: optax.OptState, masters_type: type) -> None:
-    """Raises ValueError if something in a chain follows master parameters."""
+    """Raises ValueError if something in a chain follows master parameters.
+
+    Raises TypeError too, for an optimizer in the place of its state.
+    """
+    check_is_state(opt_state)
     for _, around in locate(opt_state, masters_type):
         if any(is_chain(node) and position + 1 < len(node) for node, position in around):
             raise ValueError(

@@ -1,0 +1,227 @@
+"""Short texts for errors and warnings: any value by kind, dtype, shape and structure.
+
+What a user gave may be a whole optimizer state or ten megabytes of text. A message says what it is,
+never all that is in it.
+"""
+
+import difflib
+import functools
+import inspect
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from typing import Any
+
+import jax
+import numpy as np
+
+_TEXT = 60  # characters of a text that are shown
+_ENTRIES = 4  # of a container
+_DEPTH = 2  # containers in containers
+_LENGTH = 240  # of a whole description
+
+# What other libraries call these, in lower case and without separators: nearest first.
+_ALIASES: dict[str, tuple[str, ...]] = {
+    "fp16": ("mixed_float16", "float16"),
+    "16": ("mixed_float16", "float16"),
+    "16mixed": ("mixed_float16",),
+    "fp16mixed": ("mixed_float16",),
+    "f16mixed": ("mixed_float16",),
+    "mixedfp16": ("mixed_float16",),
+    "mixedf16": ("mixed_float16",),
+    "mixed": ("mixed_float16", "mixed_bfloat16"),
+    "mixedprecision": ("mixed_float16", "mixed_bfloat16"),
+    "amp": ("mixed_float16", "mixed_bfloat16"),
+    "auto": ("mixed_float16", "mixed_bfloat16"),
+    "16true": ("float16",),
+    "float": ("float32",),
+    "bf16mixed": ("mixed_bfloat16",),
+    "mixedbf16": ("mixed_bfloat16",),
+    "bfp16": ("mixed_bfloat16", "bfloat16"),
+    "brainfloat16": ("mixed_bfloat16", "bfloat16"),
+    "bf16true": ("bfloat16",),
+    "fp32": ("float32",),
+    "32": ("float32",),
+    "32true": ("float32",),
+    "tf32": ("float32",),
+    "single": ("float32",),
+    "no": ("float32",),
+    "none": ("float32",),
+    "fp64": ("float64",),
+    "64": ("float64",),
+    "64true": ("float64",),
+    "double": ("float64",),
+    "o4": ("mixed_bfloat16",),  # of Apex's branch for bfloat16, and so is O5
+    "o5": ("p=bf16,c=bf16,o=f32",),
+    "p": ("p",),
+    "param": ("params",),
+    "paramdtype": ("params",),
+    "computation": ("compute",),
+    "computedtype": ("compute",),
+    "out": ("output",),
+    "outputdtype": ("output",),
+}
+
+
+def described(value: object) -> str:
+    """Returns a short text that says what a value is: its kind, dtype, shape or structure.
+
+    No array is printed, scalars alone excepted; texts and containers are cut, with their sizes.
+
+    >>> described({"w": jnp.ones((2, 3)), "steps": [1] * 100})
+    "{'w': float32[2,3], 'steps': [1, 1, 1, 1, and 96 more]}"
+    >>> described("p=" * 1000)[-20:]
+    '. (2,000 characters)'
+    """
+    text = _described(value, _DEPTH)
+    return text if len(text) <= _LENGTH else f"{text[: _LENGTH - 4]} ..."
+
+
+def shape_text(value: Any) -> str:
+    """Returns the dtype and shape of an array.
+
+    >>> shape_text(jnp.ones((2, 3)))
+    'float32[2,3]'
+    """
+    return f"{value.dtype}[{','.join(map(str, value.shape))}]"
+
+
+def listed(names: Iterable[object], most: int = 8) -> str:
+    """Returns names joined by commas, each described, the first few of many.
+
+    >>> listed("abc", most=2)
+    "'a', 'b' and 1 more"
+    """
+    names = list(names)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(described, names[:most])) + more
+
+
+def name_of(fun: object) -> str:
+    """Returns what a function is called, or what it is, for a message.
+
+    >>> name_of(len)
+    'len'
+    """
+    if isinstance(fun, functools.partial):
+        return name_of(fun.func)
+    name = getattr(fun, "__name__", None)
+    return _cut(name) if isinstance(name, str) else described(fun)
+
+
+def did_you_mean(text: str, known: Iterable[str]) -> str:
+    """Returns " Did you mean ...?" with the known names that are nearest; "" where none is near.
+
+    >>> did_you_mean("fp16", ["float16", "bfloat16"])
+    " Did you mean 'float16'?"
+    """
+    if len(text) > _TEXT:
+        return ""
+    known = list(known)
+    spelt = {_plain(name): name for name in known}
+    # A policy that is spelt out may stand for a name where policies may stand.
+    takes_fields = "mixed_float16" in spelt.values()
+    plain = _plain(text)
+    found = [spelt[plain]] if plain in spelt else []
+    aliases = _ALIASES.get(plain, ())
+    found = found or [name for name in aliases if name in known or ("=" in name and takes_fields)]
+    if not found:
+        near = difflib.get_close_matches(plain, spelt, n=1, cutoff=0.75)
+        found = [spelt[name] for name in near]
+    return f" Did you mean {' or '.join(map(repr, found))}?" if found else ""
+
+
+def where_trees_differ(first: Any, second: Any) -> str:
+    """Returns a short text of how the structures of two trees differ.
+
+    >>> where_trees_differ({"a": 1}, {"a": 1, "b": 2})
+    "the second alone has ['b']"
+    """
+    paths = [
+        {jax.tree_util.keystr(path) or "the root": None for path, _ in _leaves(tree)}
+        for tree in (first, second)
+    ]
+    words = []
+    for which, here, there in (("first", *paths), ("second", *reversed(paths))):
+        alone = [path for path in here if path not in there]
+        if alone:
+            more = f" and {len(alone) - 3} more" if len(alone) > 3 else ""
+            words.append(f"the {which} alone has {', '.join(map(_cut, alone[:3]))}{more}")
+    if words:
+        return "; ".join(words)
+    return f"same paths, other containers: {described(first)} and {described(second)}"
+
+
+def _leaves(tree: Any) -> list[tuple[Any, Any]]:
+    return jax.tree_util.tree_leaves_with_path(tree)
+
+
+def _plain(text: str) -> str:
+    """Without case, separators and the library's name: "torch.float16" is "float16"."""
+    return re.sub(r"^(torch|np|numpy|jnp|jax\.numpy|tf)\.|[\s_-]", "", text.lower())
+
+
+def _described(value: Any, depth: int) -> str:
+    if isinstance(value, (str, bytes)):
+        cut = repr(value[:_TEXT])
+        unit = "characters" if isinstance(value, str) else "bytes"
+        return cut if len(value) <= _TEXT else f"{cut}... ({len(value):,} {unit})"
+    if isinstance(value, (np.generic, np.ndarray, jax.Array)):
+        return _described_array(value)
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return f"ShapeDtypeStruct {shape_text(value)}"
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an int of {value.bit_length():,} bits"
+    if value is None or isinstance(value, (bool, int, float, complex, np.dtype)):
+        return repr(value)
+    if isinstance(value, type):
+        return f"the class {_cut(value.__name__)}"
+    if inspect.ismodule(value):
+        return f"the module {_cut(value.__name__)}"
+    if isinstance(value, functools.partial):
+        return f"a partial of {described(value.func)}"
+    if inspect.isroutine(value):
+        return f"the {'method' if inspect.ismethod(value) else 'function'} {name_of(value)}"
+    is_named = isinstance(value, tuple) and hasattr(value, "_fields")
+    if isinstance(value, (Mapping, Sequence, Set)) and not is_named:
+        return _described_container(value, depth)
+    name = _cut(type(value).__name__)
+    return f"{'an' if name[:1].lower() in tuple('aeiou') else 'a'} {name}"
+
+
+def _described_array(value: Any) -> str:
+    if isinstance(value, jax.core.Tracer):
+        return f"traced {shape_text(value)}"
+    if isinstance(value, jax.Array) and value.is_deleted():
+        return f"deleted {shape_text(value)}"
+    is_number = value.ndim == 0 and getattr(value, "is_fully_addressable", True)
+    if is_number and getattr(value.dtype, "kind", "") in tuple("biufc"):
+        return f"{shape_text(value)} of value {value.item()!r}"
+    return shape_text(value)
+
+
+def _described_container(value: Any, depth: int) -> str:
+    kind = type(value).__name__
+    if depth == 0:
+        return f"{kind} of {len(value):,}"
+    shown = list(itertools.islice(_entries(value, depth - 1), _ENTRIES))
+    if len(value) > _ENTRIES:
+        shown.append(f"and {len(value) - _ENTRIES:,} more")
+    inside = ", ".join(shown)
+    if type(value) is tuple and len(value) == 1:
+        inside += ","
+    brackets: dict[type, Sequence[str]] = {dict: "{}", list: "[]", tuple: "()", set: "{}"}
+    left, right = brackets.get(type(value), (f"{kind}(", ")"))
+    return f"{left}{inside}{right}"
+
+
+def _entries(value: Any, depth: int) -> Iterator[str]:
+    for entry in value:
+        if isinstance(value, Mapping):
+            yield f"{_described(entry, 0)}: {_described(value[entry], depth)}"
+        else:
+            yield _described(entry, depth)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _TEXT else f"{text[:_TEXT]}... ({len(text):,} characters)"
