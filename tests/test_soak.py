@@ -12,6 +12,9 @@ import pytest
 import benchmarks.soak.__main__ as soak
 from benchmarks.processes import ROOT
 from benchmarks.soak import faults, kills
+from tests.every_optimizer import TRANSFORMATIONS
+from tests.mistakes import MISTAKES
+from tests.test_orders import AFTER_MASTERS, BEFORE, INSIDE, MASKED, MOVING_TAIL
 
 GPT, CIFAR10 = kills.EXAMPLES["gpt"], kills.EXAMPLES["cifar10"]
 
@@ -128,3 +131,24 @@ def test_a_step_that_is_not_numpys_is_a_finding(monkeypatch):
     monkeypatch.setattr(faults.NumpyScale, "update", lambda self, finite: None)
     found = faults.compare("dynamic", "float32", steps=20, seed=1)["different"]
     assert any(step.endswith(": scale") for step in found)
+
+
+def test_the_examination_quotes_what_was_found():
+    found = json.loads((ROOT / "results" / "soak.json").read_text())
+    migrations = json.loads((ROOT / "results" / "migrations.json").read_text())
+    spoilt, killed = found["faults"], found["kills"]
+    different = sum(len(row["different"]) for row in spoilt["rows"])
+    orders = [*BEFORE, *INSIDE, *MASKED, *AFTER_MASTERS, *MOVING_TAIL]
+    mistakes = sum(len(rows) for rows in MISTAKES.values())
+    page = " ".join((ROOT / "docs" / "examination.md").read_text().split())
+    for sentence in (
+        f"{spoilt['steps']:,} steps with {spoilt['faults']:,} infinities and NaNs",
+        f"| {different} steps differ; {spoilt['skipped']:,} were skipped",
+        f"{killed['kills']} kills of training examples",
+        f"all {killed['bit_equal']} trainings resumed",
+        f"{len(migrations)} restores into another kind of training",
+        f"{len(TRANSFORMATIONS)} optimizers and transformations of optax",
+        f"{mistakes} mistakes of users",
+        f"{len(orders)} orders of transformations",
+    ):
+        assert sentence in page
