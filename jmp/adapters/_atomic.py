@@ -81,7 +81,7 @@ class TrainStep(NamedTuple):
     """
 
     model: PyTree
-    opt_state: optax.OptState
+    opt_state: PyTree
     loss: jax.Array
     state: PyTree = None
     aux: Any = None
@@ -111,7 +111,7 @@ def check_step(loss_fn: object, model: object, own: str, kind: str) -> None:
 def take_step(
     loss_fn: Callable[..., Any],
     params: optax.Params,
-    opt_state: optax.OptState,
+    opt_state: PyTree,
     tx: optax.GradientTransformation,
     args: tuple[Any, ...],
     state: PyTree,

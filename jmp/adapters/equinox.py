@@ -174,7 +174,7 @@ def scaled_value_and_grad(
 def train_step(
     loss_fn: Callable[..., Any],
     model: PyTree,
-    opt_state: optax.OptState,
+    opt_state: PyTree,
     tx: optax.GradientTransformation,
     *args: Any,
     state: PyTree = None,

@@ -170,7 +170,7 @@ def cast_params(params: T, policy: str | Policy, rules: Sequence[Rule] | None = 
 def train_step(
     loss_fn: Callable[..., Any],
     params: optax.Params,
-    opt_state: optax.OptState,
+    opt_state: PyTree,
     tx: optax.GradientTransformation,
     *args: Any,
     state: PyTree = None,

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.typing import ArrayLike
 
 from jmp import _jax_compat
@@ -11,9 +10,10 @@ from jmp._describe import described
 from jmp.loss_scaling import StaticLossScale
 from jmp.transforms import WithLossScaleState
 from jmp.transforms._loss_scaling import find_loss_scaling
+from jmp.trees import PyTree
 
 
-def metrics(opt_state: optax.OptState, *, steps: ArrayLike | None = None) -> dict[str, jax.Array]:
+def metrics(opt_state: PyTree, *, steps: ArrayLike | None = None) -> dict[str, jax.Array]:
     """Returns the state of loss scaling as a flat dictionary of scalars, for any logger.
 
     It computes on the device and waits for nothing. Call it *inside* the jitted step and return the
@@ -60,7 +60,7 @@ def metrics(opt_state: optax.OptState, *, steps: ArrayLike | None = None) -> dic
     return found
 
 
-def check_skips(opt_state: optax.OptState, limit: int) -> None:
+def check_skips(opt_state: PyTree, limit: int) -> None:
     """Raises FloatingPointError if `limit` steps or more were skipped in a row, up to the last.
 
     A dynamic scale that is too large is halved with each skip until training goes on. Skips that do
@@ -112,7 +112,7 @@ def check_skips(opt_state: optax.OptState, limit: int) -> None:
     )
 
 
-def _scaling(opt_state: optax.OptState, caller: str) -> WithLossScaleState:
+def _scaling(opt_state: PyTree, caller: str) -> WithLossScaleState:
     state = find_loss_scaling(opt_state)
     if state is None:
         raise ValueError(

@@ -25,6 +25,7 @@ from jmp.transforms._master_params import (
 from jmp.transforms._mixed_precision import mixed_precision
 from jmp.transforms._replacing import replace_loss_scale
 from jmp.transforms._states import check_masters, find_states
+from jmp.trees import PyTree
 
 __all__ = [
     "FlatMasters",
@@ -41,7 +42,7 @@ __all__ = [
 ]
 
 
-def check_optimizer_state(opt_state: optax.OptState) -> None:
+def check_optimizer_state(opt_state: PyTree) -> None:
     """Raises ValueError if an optimizer combines these transformations in an order that fails.
 
     Those orders are: anything before loss scaling in a chain, which would see scaled gradients;
@@ -60,7 +61,7 @@ def check_optimizer_state(opt_state: optax.OptState) -> None:
     check_order(opt_state)
 
 
-def loss_scale_state(opt_state: optax.OptState) -> WithLossScaleState | None:
+def loss_scale_state(opt_state: PyTree) -> WithLossScaleState | None:
     """Returns the `WithLossScaleState` inside an optimizer's state, or None where there is none.
 
     Raises: ValueError if the optimizer's order is at fault; see `check_optimizer_state`.
@@ -72,7 +73,7 @@ def loss_scale_state(opt_state: optax.OptState) -> WithLossScaleState | None:
     return find_loss_scaling(opt_state)
 
 
-def masters(opt_state: optax.OptState, params: optax.Params) -> optax.Params:
+def masters(opt_state: PyTree, params: PyTree) -> PyTree:
     """Returns the parameters as the optimizer knows them: the float32 masters.
 
     Args:

@@ -19,6 +19,7 @@ from jmp.transforms._master_params import (
     has_flat_masters,
     master_paths,
 )
+from jmp.transforms._typed import Transformation
 from jmp.trees import PyTree, cast_to_at_least_float32, select_tree
 
 
@@ -38,7 +39,7 @@ class WithLossScaleState(NamedTuple):
     grads_finite: jax.Array
     skipped_steps: jax.Array
     consecutive_skips: jax.Array
-    inner_state: optax.OptState
+    inner_state: PyTree
 
 
 def with_loss_scale(
@@ -46,7 +47,7 @@ def with_loss_scale(
     loss_scale: LossScale,
     *,
     axis_name: AxisName = "auto",
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation[WithLossScaleState]:
     """Wraps an optimizer so that it takes scaled gradients and skips steps that overflowed.
 
     `update` casts the gradients to at least float32, unscales them with the scale in force, checks
@@ -142,7 +143,8 @@ def with_loss_scale(
             inner_state=select_tree(finite, inner_state, state.inner_state),
         )
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    tx: Transformation[WithLossScaleState] = optax.GradientTransformationExtraArgs(init, update)
+    return tx
 
 
 def find_loss_scaling(opt_state: optax.OptState) -> WithLossScaleState | None:

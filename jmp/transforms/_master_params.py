@@ -1,7 +1,7 @@
 """`with_master_params`: float32 masters for parameters that are stored in half."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,10 @@ from jmp.transforms._callers import calling_optimizer
 from jmp.transforms._flat_masters import FlatMasters, flatten
 from jmp.transforms._flat_probe import check_takes_a_vector
 from jmp.transforms._rounding import difference
+from jmp.transforms._typed import Transformation
 from jmp.trees import PyTree, cast_to_at_least_float32, is_array, is_floating
+
+S = TypeVar("S")
 
 
 class WithMasterParamsState(NamedTuple):
@@ -29,7 +32,7 @@ class WithMasterParamsState(NamedTuple):
     """
 
     masters: PyTree
-    inner_state: optax.OptState
+    inner_state: PyTree
 
 
 def with_master_params(
@@ -37,7 +40,7 @@ def with_master_params(
     master_dtype: DTypeLike = jnp.float32,
     *,
     flat_master: bool = False,
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation[WithMasterParamsState]:
     """Keeps float32 masters of half parameters in the optimizer's state.
 
     In float16 1 + 0.0001 is 1, in bfloat16 even 1 + 0.001: small updates vanish. The masters take
@@ -141,7 +144,8 @@ def with_master_params(
         )
         return half_updates, WithMasterParamsState(masters, inner_state)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    tx: Transformation[WithMasterParamsState] = optax.GradientTransformationExtraArgs(init, update)
+    return tx
 
 
 def _needs_master(param: Any) -> bool:
@@ -221,7 +225,7 @@ def collect_masters(opt_state: optax.OptState, params: optax.Params) -> optax.Pa
     )
 
 
-def reset_masters(opt_state: optax.OptState, params: optax.Params) -> optax.OptState:
+def reset_masters(opt_state: S, params: PyTree) -> S:
     """Returns the optimizer's state with its masters taken from the parameters.
 
     For parameters that something else than the optimizer has changed: a checkpoint that was loaded,
@@ -269,6 +273,7 @@ def reset_masters(opt_state: optax.OptState, params: optax.Params) -> optax.OptS
         reset_leaf = lambda path, old: jnp.array(parameter(keystr(path), old.shape), old.dtype)
         return state._replace(masters=tree_map_with_path(reset_leaf, masters))
 
-    return jax.tree.map(
+    with_masters: S = jax.tree.map(
         reset, opt_state, is_leaf=lambda node: isinstance(node, WithMasterParamsState)
     )
+    return with_masters

@@ -7,8 +7,9 @@ from jmp.dtypes import is_half
 from jmp.loss_scaling import LossScale, NoOpLossScale, torch_loss_scale
 from jmp.policy import Policy, get_policy, refuse_float8
 from jmp.transforms._agreement import AxisName
-from jmp.transforms._loss_scaling import with_loss_scale
+from jmp.transforms._loss_scaling import WithLossScaleState, with_loss_scale
 from jmp.transforms._master_params import with_master_params
+from jmp.transforms._typed import Transformation
 
 _UNSCALED = "__jmp_made_without_a_scale_for__"
 
@@ -19,7 +20,7 @@ def mixed_precision(
     loss_scale: LossScale | None = None,
     *,
     axis_name: AxisName = "auto",
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation[WithLossScaleState]:
     """Wraps an optimizer with what `policy` needs.
 
     Float32 masters are kept if the policy stores parameters in half; loss scaling goes around

@@ -9,7 +9,7 @@ import optax
 from jmp.loss_scaling import LossScale
 from jmp.transforms._loss_scaling import WithLossScaleState, find_loss_scaling
 
-S = TypeVar("S", bound=optax.OptState)
+S = TypeVar("S")
 
 
 def replace_loss_scale(opt_state: S, new: LossScale) -> S:
