@@ -134,7 +134,8 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
     Raises:
       AssertionError: `pred` is not a bool scalar (DeepMind's contract).
       ValueError: structures, shapes or dtypes differ, or that dtype cannot hold a Python number:
-        1e300 would become infinite in float32 in silence.
+        1e300 would become infinite in float32 in silence. So too for NumPy's float64 and int64,
+        which JAX takes as float32 and int32 without jax_enable_x64.
 
     >>> int(select_tree(False, {"step": 3}, {"step": 2})["step"])
     2
@@ -162,7 +163,7 @@ def _select_leaf(pred: jax.Array, a: Any, b: Any, path: tuple[Any, ...]) -> Any:
     if not (_holds_numbers(a) and _holds_numbers(b)):
         return a
     # Python numbers have no dtype of their own and take the other side's; the rest must agree.
-    a, b = (as_jax_array(leaf) if is_array(leaf) else leaf for leaf in (a, b))
+    a, b = (_held_by_jax(leaf, path) if is_array(leaf) else leaf for leaf in (a, b))
     typed = [leaf for leaf in (a, b) if is_array(leaf)]
     if len({(leaf.dtype, leaf.shape) for leaf in typed}) > 1:
         raise ValueError(
@@ -186,29 +187,44 @@ def _sample(leaf: Any) -> Any:
     return leaf if is_array(leaf) else next(kind(1) for kind in kinds if isinstance(leaf, kind))
 
 
+def _held_by_jax(leaf: AnyArray, path: tuple[Any, ...]) -> jax.Array:
+    """Returns an array leaf as a JAX array; raises ValueError if a number would become another."""
+    if not isinstance(leaf, jax.Array):
+        native = leaf.dtype.newbyteorder("=")
+        dtype = jax.dtypes.canonicalize_dtype(native)
+        if dtype != native:
+            _check_fits(leaf, dtype, described(leaf), path)
+    return as_jax_array(leaf)
+
+
 def _number_in(dtype: np.dtype, number: complex, path: tuple[Any, ...]) -> complex:
     """Returns a Python number that `dtype` can hold; raises ValueError if it cannot."""
-    if not _fits(number, dtype):
-        raise ValueError(
-            f"select_tree got the Python number {described(number)} at {_name(path)}, which "
-            f"becomes an array of {dtype} and does not fit in it. Expected a smaller number, "
-            "infinity, or an array of a wider dtype (float64 needs jax_enable_x64)."
-        )
+    _check_fits(number, dtype, f"the Python number {described(number)}", path)
     is_float = jnp.issubdtype(dtype, jnp.floating)
     return float(number.real) if is_float else number  # JAX takes no integer beyond its own
 
 
-def _fits(number: complex, dtype: np.dtype) -> bool:
-    """Returns whether a Python number can be rounded to `dtype` without becoming infinite."""
+def _check_fits(numbers: Any, dtype: np.dtype, name: str, path: tuple[Any, ...]) -> None:
+    """Raises ValueError if a number, of Python or in a NumPy array, is too large for `dtype`."""
+    if not _fits(numbers, dtype):
+        raise ValueError(
+            f"select_tree got {name} at {_name(path)}, which becomes an array of {dtype} and does "
+            "not fit in it. Expected a smaller number, infinity, or an array of a wider dtype "
+            "(float64 needs jax_enable_x64)."
+        )
+
+
+def _fits(numbers: Any, dtype: np.dtype) -> bool:
+    """Returns whether numbers can be rounded to `dtype` without becoming infinite."""
     if jnp.issubdtype(dtype, jnp.integer):
         limits = jnp.iinfo(dtype)
-        return int(limits.min) <= number.real <= int(limits.max)
+        return bool(np.all((int(limits.min) <= numbers.real) & (numbers.real <= int(limits.max))))
     try:
-        parts = [float(number.real), float(number.imag)]
+        parts = np.array([numbers.real, numbers.imag], np.float64)
     except OverflowError:  # an integer beyond float64
         return False
     with np.errstate(over="ignore"):
-        rounded = np.array(parts).astype(np.zeros((), dtype).real.dtype)
+        rounded = parts.astype(np.zeros((), dtype).real.dtype)
     return bool(np.all(np.isfinite(rounded) | ~np.isfinite(parts)))
 
 

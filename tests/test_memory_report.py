@@ -506,5 +506,5 @@ def test_bars_are_stacked_to_the_total():
 
 def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
-    with pytest.raises(ImportError, match=r"pip install 'jmp\[examples\]'"):
+    with pytest.raises(ImportError, match=r"pip install '\.\[examples\]'"):
         diagnostics.plot_memory(two_reports())

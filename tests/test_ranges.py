@@ -547,7 +547,7 @@ def test_the_picture():
 
 def test_without_matplotlib_it_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
-    with pytest.raises(ImportError, match=r"pip install 'jmp\[examples\]'"):
+    with pytest.raises(ImportError, match=r"pip install '\.\[examples\]'"):
         diagnostics.range_report(jnp.ones(3)).plot()
 
 

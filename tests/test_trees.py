@@ -338,6 +338,34 @@ def test_a_python_number_that_would_become_infinite_or_another_is_refused(number
             jmp.select_tree(True, *({"best": leaf} for leaf in pair))
 
 
+@pytest.mark.parametrize(
+    ("leaf", "dtype"),
+    [
+        (np.float64(1e300), "float32"),
+        (np.array([1.0, -1e39]), "float32"),
+        (np.array([1e39], ">f8"), "float32"),
+        (np.int64(2**40), "int32"),
+        (np.array([-(2**31) - 1]), "int32"),
+        (np.uint64(2**32), "uint32"),
+        (np.complex128(1e300j), "complex64"),
+    ],
+    ids=repr,
+)
+def test_a_numpy_leaf_that_would_become_infinite_or_another_is_refused(leaf, dtype):
+    for pair in ((leaf, leaf * 0), (leaf * 0, leaf), (leaf, jnp.zeros(leaf.shape, dtype))):
+        with pytest.raises(ValueError, match=rf"at \['best'\].*an array of {dtype} and does not"):
+            jmp.select_tree(True, *({"best": side} for side in pair))
+
+
+@pytest.mark.parametrize(
+    "leaf", [np.float64(0.1), np.array([np.inf, np.nan]), np.int64(-(2**31)), np.uint64(2**32 - 1)]
+)
+def test_a_wide_numpy_leaf_that_fits_is_selected_in_the_dtype_of_jax(leaf):
+    selected = jmp.select_tree(True, leaf, np.zeros_like(leaf))
+    assert selected.dtype == jax.dtypes.canonicalize_dtype(leaf.dtype)
+    np.testing.assert_array_equal(selected, leaf.astype(selected.dtype))
+
+
 def test_a_python_number_takes_the_dtype_of_the_other_side():
     for flag, expected in ((True, 1), (False, 2)):
         for pair in ((jnp.int32(1), 2), (1, jnp.int32(2))):

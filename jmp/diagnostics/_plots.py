@@ -125,8 +125,10 @@ def _axes_or_new(axes: Any, caller: str, width: float, height: float) -> Any:
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
-        way_out = "which is not installed: pip install 'jmp[examples]'."
-        raise ImportError(f"{caller} needs matplotlib, {way_out}") from error
+        raise ImportError(
+            f"{caller} needs matplotlib, which is not installed. Install jmp with its extra "
+            "'examples': pip install '.[examples]' in its clone."
+        ) from error
     if axes is None:
         axes = plt.subplots(figsize=(width, height), layout="constrained")[1]
     return axes
