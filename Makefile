@@ -73,6 +73,7 @@ lint: .venv-test/installed  ## Check style.
 
 types: .venv-test/installed  ## Check types.
 	.venv-test/bin/mypy
+	.venv-test/bin/python -m tests.printed_programs
 
 .venv-jax-%/installed: pyproject.toml
 	$(if $(filter 0.10,$*),$(PYTHON),$(or $(PYTHON312),$(error Python 3.12 was not found; name it: make test-matrix PYTHON312=...))) -m venv .venv-jax-$*

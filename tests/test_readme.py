@@ -1,29 +1,17 @@
 """The README and the recipes run as they are printed."""
 
-import pathlib
 import re
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+from tests.printed_programs import PAGES, code_blocks
+
+PROGRAMS = [
+    pytest.param(code, id=f"{page.stem}: {heading}") for page, heading, code in code_blocks()
+]
 
 
-def code_blocks():
-    """Yields every Python block of every page, with the heading it stands under."""
-    for page in PAGES:
-        heading = ""
-        for part in re.split(
-            r"(^#+ [^\n]*$|^```python\n.*?^```$)", page.read_text(), flags=re.M | re.S
-        ):
-            if part.startswith("#"):
-                heading = part.lstrip("# ")
-            elif part.startswith("```python"):
-                code = part.removeprefix("```python\n").removesuffix("```")
-                yield pytest.param(code, id=f"{page.stem}: {heading}")
-
-
-@pytest.mark.parametrize("code", list(code_blocks()))
+@pytest.mark.parametrize("code", PROGRAMS)
 def test_a_printed_program_runs(code):
     exec(compile(code, "<page>", "exec"), {"__name__": "page"})
 

@@ -9,10 +9,13 @@ import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 
 import jmp
+from jmp import transforms
 from jmp.adapters import linen
+from jmp.transforms import WithLossScaleState, WithMasterParamsState
 
 X = jnp.ones((2, 2))
 SCALE = jmp.DynamicLossScale(jmp.half_dtype()(2**15))
@@ -100,6 +103,27 @@ def test_adapters_keep_signatures_too() -> None:
         lowered(module, y=X)  # type: ignore[call-arg]
         jmp.adapters.lin  # type: ignore[attr-defined]  # noqa: B018
         jmp.autocats  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_optimizers_know_the_types_of_their_states() -> None:
+    tx = transforms.with_loss_scale(optax.sgd(0.5), SCALE)
+    state = tx.init(X)
+    assert_type(state, WithLossScaleState)
+    assert_type(tx.update(X, state, X)[1], WithLossScaleState)
+    assert_type(state.loss_scale, jmp.LossScale)
+    assert_type(transforms.loss_scale_state(state), WithLossScaleState | None)
+    assert_type(transforms.replace_loss_scale(state, SCALE), WithLossScaleState)
+    masters = transforms.with_master_params(optax.sgd(0.5))
+    assert_type(masters.init(X), WithMasterParamsState)
+    assert_type(transforms.reset_masters(masters.init(X), X), WithMasterParamsState)
+    both = transforms.mixed_precision(masters, "mixed_float16")
+    assert_type(both.update(X, both.init(X), X)[1], WithLossScaleState)
+    for made in (tx, masters, both):
+        assert type(made) is optax.GradientTransformationExtraArgs
+    optax.chain(tx, optax.scale(1.0)).init(X)
+    if TYPE_CHECKING:
+        state.scale  # type: ignore[attr-defined]  # noqa: B018
+        tx.update(X, masters.init(X))  # type: ignore[arg-type]
 
 
 def test_dtypes_of_policies_are_scalar_types_to_a_type_checker() -> None:
