@@ -54,4 +54,7 @@ def loaded_when_touched(
 
 
 def _is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None  # without importing it
+    try:
+        return importlib.util.find_spec(package) is not None  # without importing it
+    except ValueError:  # a stand-in for it, which has no spec
+        return package in sys.modules

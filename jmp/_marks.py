@@ -3,6 +3,7 @@
 Steps read it, to refuse an optimizer that was made for another policy.
 """
 
+import functools
 from typing import TypeVar
 
 import numpy as np
@@ -29,5 +30,5 @@ def lowered_to(fun: object) -> np.dtype | None:
         dtype: np.dtype | None = getattr(fun, LOWERED_TO, None)
         if dtype is not None:
             return dtype
-        fun = getattr(fun, "__wrapped__", None)
+        fun = fun.func if isinstance(fun, functools.partial) else getattr(fun, "__wrapped__", None)
     return None

@@ -247,7 +247,11 @@ def test_a_train_state_refuses_an_optimizer_that_scales_nothing_for_a_float16_mo
         create(transforms.mixed_precision(ADAM, "mixed_bfloat16"))
     create(transforms.mixed_precision(ADAM, "mixed_bfloat16"), "mixed_bfloat16")
     create(transforms.mixed_precision(ADAM, "mixed_bfloat16", jmp.NoOpLossScale()))  # none wanted
-    create(ADAM)
+    for unscaled in (ADAM, optax.chain(optax.clip(1.0), ADAM)):
+        with pytest.raises(ValueError, match="float16, but its optimizer scales no loss"):
+            create(unscaled)
+        create(transforms.with_loss_scale(unscaled, jmp.NoOpLossScale()))
+        create(unscaled, "mixed_bfloat16")
 
 
 @every_adapter

@@ -1,6 +1,7 @@
 """Orders of optax transformations: each one trains right, or is refused with the one that does."""
 
 import collections
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import jmp
 from jmp import diagnostics, transforms
 from jmp.adapters import linen
 from jmp.adapters import nnx as jmp_nnx
+from jmp.transforms import WithLossScaleState
 from tests.bits import bits
 
 PARAMS = {"a": jnp.ones((2, 2)), "b": jnp.ones(2)}
@@ -52,6 +54,23 @@ MASKED = {
 AFTER_MASTERS = {
     "chain": optax.chain(mastered(), optax.scale(0.5)),
     "named_chain": optax.named_chain(("z", mastered()), ("a", optax.scale(0.5))),
+}
+AROUND_MASTERS = {
+    "lookahead": optax.lookahead(mastered(), 2, 0.5),
+    "contrib.schedule_free": optax.contrib.schedule_free(mastered(), 0.1),
+    "contrib.mechanic": optax.contrib.mechanize(mastered()),
+    "apply_if_finite": optax.apply_if_finite(mastered(), 3),
+    "conditionally_mask": optax.conditionally_mask(mastered(), lambda step: step > 1),
+}
+RIGHT_AROUND_MASTERS = {
+    "MultiSteps": optax.MultiSteps(mastered(), 2).gradient_transformation(),
+    "partition": optax.partition({"x": mastered(), "y": optax.sgd(0.1)}, {"a": "x", "b": "y"}),
+    "masked": optax.masked(mastered(), {"a": True, "b": False}),
+    "inject_hyperparams": optax.inject_hyperparams(
+        lambda rate: transforms.with_master_params(optax.sgd(rate))
+    )(rate=0.1),
+    "contrib.sam": optax.contrib.sam(mastered(), optax.sgd(0.1)),
+    "flatten": optax.flatten(mastered()),
 }
 MOVING_TAIL = {
     "Adam": optax.chain(scaled(optax.identity()), optax.adam(0.1)),
@@ -187,6 +206,78 @@ def test_masters_last_in_a_chain_follow_what_stands_before_them():
     new = optax.apply_updates(params, updates)
     assert new["b"].dtype == jnp.float16 and new["b"][0] == 0.5
     assert transforms.masters(state, new)["b"][0] == 0.5
+
+
+@pytest.mark.parametrize(("name", "tx"), AROUND_MASTERS.items(), ids=AROUND_MASTERS.keys())
+def test_a_wrapper_that_parts_masters_from_parameters_is_refused_by_name(name, tx):
+    params = jmp.cast_to_half(PARAMS)
+    of_lookahead = name == "lookahead"
+    state = tx.init(optax.LookaheadParams.init_synced(params) if of_lookahead else params)
+    with pytest.raises(ValueError, match=f"inside optax.{name}, which .*Put it around"):
+        transforms.check_optimizer_state(state)
+    with pytest.raises(ValueError, match=f"inside optax.{name}, which .*Put it around"):
+        transforms.masters(state, params)
+
+
+@rows(RIGHT_AROUND_MASTERS)
+def test_wrappers_that_hand_on_what_masters_say_may_stand_around_them(tx):
+    params = jmp.cast_to_half(PARAMS)
+    state = tx.init(params)
+    transforms.check_optimizer_state(state)
+    tx.update(params, state, params)
+
+
+def test_a_plain_loop_inside_an_adapter_s_function_is_no_step_of_an_adapter():
+    tx = MOVING_TAIL["Adam"]
+
+    def loop(params):
+        return tx.update(params, tx.init(params), params)[0]["b"].sum()
+
+    with pytest.raises(ValueError, match="state after with_loss_scale.*Move it inside"):
+        jmp_nnx.autocast(loop, "mixed_bfloat16")(PARAMS)
+
+
+def test_a_chain_inside_the_function_of_a_line_search_is_refused_too():
+    def value_fn(params):
+        plain_update(BEFORE["chain"], params)
+        return jnp.sum(params["b"])
+
+    search = optax.lbfgs()
+    with pytest.raises(ValueError, match="before with_loss_scale"):
+        search.update(
+            PARAMS, search.init(PARAMS), PARAMS, value=0.0, grad=PARAMS, value_fn=value_fn
+        )
+
+
+def test_a_tuple_of_one_s_own_around_an_optimizer_s_state_is_no_chain():
+    state = scaled().init(PARAMS)
+    for whole in ((3, state), (jnp.zeros(()), state), (PARAMS, state), ([1.0], state)):
+        assert transforms.loss_scale_state(whole).loss_scale.loss_scale == 1024.0
+        assert diagnostics.metrics(whole)["loss_scale"] == 1024.0
+
+
+def test_a_package_whose_name_begins_with_optax_is_not_optax():
+    class CountState(NamedTuple):
+        inner: WithLossScaleState
+
+    CountState.__module__ = "optax_of_a_user"
+    state = CountState(scaled().init(PARAMS))
+    assert transforms.loss_scale_state(state).loss_scale.loss_scale == 1024.0
+    CountState.__module__ = "optax.counting"
+    with pytest.raises(ValueError, match="inside optax.count, "):
+        transforms.loss_scale_state(state)
+
+
+def test_half_parameters_with_moments_behind_loss_scaling_train_and_skip():
+    params = jmp.cast_to_half(PARAMS)
+    tx = optax.chain(scaled(optax.identity()), optax.trace(0.9))
+    state = linen.TrainState.create(apply_fn=None, params=params, tx=tx)
+    for factor in (jnp.inf, 1024.0):
+        before = state
+        state = state.apply_gradients(grads=jax.tree.map(lambda p, f=factor: f * p, PARAMS))
+        assert (state.step == before.step) == jnp.isinf(factor)
+    assert state.opt_state[1].trace["b"].dtype == jnp.float32
+    assert (state.params["b"] == 3).all() and state.step == 1  # the scale is 512 by then
 
 
 def test_other_trees_that_hold_optimizer_states_are_no_chains():

@@ -4,9 +4,10 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import nnx, struct
 
 import jmp
 from jmp import transforms
@@ -33,6 +34,7 @@ OPTIMIZERS = {
     "in a partition": grouped(),
     "flat, in a partition": grouped(flat_master=True),
 }
+FLAT = transforms.with_master_params(optax.sgd(2.0**-13), flat_master=True)
 every_optimizer = pytest.mark.parametrize("tx", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 
 
@@ -115,6 +117,52 @@ def test_replacing_the_parameters_of_a_train_state_takes_its_masters_along(cls):
         described = state.replace(params=jax.tree.map(lambda _, s=stand_in: s, PARAMS))
         assert described.opt_state is state.opt_state
     assert dataclasses.fields(cls)[-1].name == ("average" if cls is StateOfAUser else "batch_stats")
+
+
+@pytest.mark.parametrize("tx", [transforms.with_master_params(optax.sgd(2.0**-13)), FLAT])
+@pytest.mark.parametrize(
+    "replace",
+    [
+        lambda state: state.replace(params=state.params),
+        lambda state: state.replace(
+            params=jax.tree.map(lambda p: jnp.clip(p, -5, 5), state.params)
+        ),
+        lambda state: state.replace(params=jax.device_put(state.params, jax.devices()[0])),
+    ],
+    ids=["the same", "clipped", "moved"],
+)
+def test_parameters_that_are_put_back_keep_what_their_masters_know(tx, replace):
+    params = {"a": jnp.ones(3, jnp.float16)}
+    state = linen.TrainState.create(apply_fn=None, params=params, tx=tx)
+    for _ in range(8):  # each step too small for float16
+        state = replace(state.apply_gradients(grads=params))
+    assert state.params["a"][0] == 1 - 2.0**-10
+
+
+def test_parameters_of_another_structure_leave_the_state_as_it_is():
+    tx = transforms.with_master_params(SGD)
+    state = linen.TrainState.create(apply_fn=None, params={"a": PARAMS, "b": PARAMS}, tx=tx)
+    part = state.replace(params=state.params["a"])  # to evaluate an encoder alone
+    assert part.opt_state is state.opt_state
+
+
+def test_a_static_field_cannot_be_part_of_a_step():
+    class Counting(linen.TrainState):
+        epoch: int = struct.field(pytree_node=False, default=0)
+
+    state = Counting.create(apply_fn=None, params=PARAMS, tx=SGD)
+    with pytest.raises(ValueError, match=r"static fields epoch; .*\.replace\("):
+        state.apply_gradients(grads=PARAMS, epoch=1)
+
+
+def test_masters_from_the_host_lie_where_they_lay():
+    mesh = jax.make_mesh((2,), ("x",))
+    sharding = jax.NamedSharding(mesh, jax.P("x"))
+    params = {"a": jax.device_put(jnp.ones(4, jnp.float16), sharding)}
+    state = transforms.with_master_params(SGD).init(params)
+    new = transforms.reset_masters(state, {"a": np.full(4, 3.0, np.float16)})
+    assert new.masters["a"].sharding == state.masters["a"].sharding == sharding
+    assert (np.asarray(new.masters["a"]) == 3.0).all()
 
 
 def test_an_nnx_optimizer_takes_its_masters_from_the_model():

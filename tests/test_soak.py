@@ -14,7 +14,14 @@ from benchmarks.processes import ROOT
 from benchmarks.soak import faults, kills
 from tests.every_optimizer import TRANSFORMATIONS
 from tests.mistakes import MISTAKES
-from tests.test_orders import AFTER_MASTERS, BEFORE, INSIDE, MASKED, MOVING_TAIL
+from tests.test_orders import (
+    AFTER_MASTERS,
+    AROUND_MASTERS,
+    BEFORE,
+    INSIDE,
+    MASKED,
+    MOVING_TAIL,
+)
 
 GPT, CIFAR10 = kills.EXAMPLES["gpt"], kills.EXAMPLES["cifar10"]
 
@@ -138,7 +145,7 @@ def test_the_examination_quotes_what_was_found():
     migrations = json.loads((ROOT / "results" / "migrations.json").read_text())
     spoilt, killed = found["faults"], found["kills"]
     different = sum(len(row["different"]) for row in spoilt["rows"])
-    orders = [*BEFORE, *INSIDE, *MASKED, *AFTER_MASTERS, *MOVING_TAIL]
+    orders = [*BEFORE, *INSIDE, *MASKED, *AFTER_MASTERS, *AROUND_MASTERS, *MOVING_TAIL]
     mistakes = sum(len(rows) for rows in MISTAKES.values())
     page = " ".join((ROOT / "docs" / "examination.md").read_text().split())
     for sentence in (

@@ -12,6 +12,7 @@ from jmp._frameworks import framework_of, refuse_other_models
 from jmp._marks import lowered_to
 from jmp.loss_scaling import LossScale, NoOpLossScale, scaled_value_and_grad
 from jmp.loss_scaling._gradients import pair_of
+from jmp.transforms._callers import skips_undone
 from jmp.transforms._loss_scaling import WithLossScaleState, find_loss_scaling
 from jmp.transforms._mixed_precision import unscaled_policy
 from jmp.trees import PyTree, is_complex, is_floating, select_tree
@@ -25,18 +26,28 @@ def loss_scale_in(opt_state: optax.OptState) -> LossScale:
     return NoOpLossScale() if scaling is None else scaling.loss_scale
 
 
-def check_is_scaled_for(tx: optax.GradientTransformation, *computing: object) -> None:
-    """Raises ValueError if functions or modules compute in float16, and `tx` was made for bfloat16.
+def check_is_scaled(
+    tx: optax.GradientTransformation, opt_state: optax.OptState, *computing: object
+) -> None:
+    """Raises ValueError if functions or modules compute in float16, and nothing scales their loss.
 
-    It scales no loss then, and small gradients would be zero.
+    Small gradients would be zero. An optimizer that says so, `NoOpLossScale()`, is taken.
     """
+    if jnp.float16 not in map(lowered_to, computing):
+        return
     policy = unscaled_policy(tx)
-    if policy is not None and jnp.float16 in map(lowered_to, computing):
+    if policy is not None:
         raise ValueError(
             "The model computes in float16, but its optimizer was made by mixed_precision(..., "
             f"'{policy}'), which scales no loss: small gradients would be flushed to zero. Give "
             "both one policy; or say which scale, mixed_precision(..., "
             "loss_scale=jmp.NoOpLossScale()) if there is to be none."
+        )
+    if find_loss_scaling(opt_state) is None:
+        raise ValueError(
+            "The model computes in float16, but its optimizer scales no loss: small gradients "
+            "would be flushed to zero. Write transforms.mixed_precision(tx, 'mixed_float16'); or "
+            "transforms.with_loss_scale(tx, jmp.NoOpLossScale()) if there is to be no scale."
         )
 
 
@@ -58,12 +69,18 @@ def keep_if_skipped(
     # What loss scaling wraps it has selected already.
     is_scaling: Callable[[Any], bool] = lambda node: isinstance(node, WithLossScaleState)
     kept = jax.tree.map(
-        lambda new, old: new if is_scaling(new) else select_tree(finite, new, old),
+        lambda new, old: new if is_scaling(new) else _select(finite, new, old),
         state_after,
         state_before,
         is_leaf=is_scaling,
     )
     return select_tree(finite, after, before), kept
+
+
+def _select(finite: jax.Array, new: Any, old: Any) -> Any:
+    # Moments made from half parameters are half, until the first update in float32.
+    old = old.astype(new.dtype) if is_floating(new) and is_floating(old) else old
+    return select_tree(finite, new, old)
 
 
 _ORDER = " The order is train_step(loss_fn, model, opt_state, tx, *args)."
@@ -131,7 +148,7 @@ def take_step(
         raise TypeError(
             f"train_step got the optimizer as opt_state; expected what tx.init returned.{_ORDER}"
         )
-    check_is_scaled_for(tx, loss_fn)
+    check_is_scaled(tx, opt_state, loss_fn)
     # Taken apart before the loss is computed: Equinox's State may be used once.
     before = jax.tree.leaves(state)
     given = args if state is None else (state, *args)
@@ -145,7 +162,8 @@ def take_step(
         new_state, aux = pair_of(more, "(state, aux)") if has_aux else (more, None)
     elif has_aux:
         loss, aux = value
-    updates, new_opt_state = tx.update(gradients, opt_state, params)
+    with skips_undone():
+        updates, new_opt_state = tx.update(gradients, opt_state, params)
     new_params = optax.apply_updates(params, updates)
     leaves, structure = jax.tree.flatten(new_state)
     (new_params, kept), new_opt_state = keep_if_skipped(

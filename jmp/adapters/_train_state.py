@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import jax.numpy as jnp
 import optax
@@ -10,9 +10,11 @@ from flax.training import train_state
 
 from jmp._describe import described
 from jmp.adapters import _flax_serialization
-from jmp.adapters._atomic import check_is_scaled_for, keep_if_skipped, loss_scale_in
+from jmp.adapters._atomic import check_is_scaled, keep_if_skipped, loss_scale_in
 from jmp.loss_scaling import LossScale
-from jmp.transforms import reset_masters
+from jmp.transforms._callers import skips_undone
+from jmp.transforms._loss_scaling import check_order
+from jmp.transforms._masters import follow_replaced
 from jmp.trees import PyTree
 
 
@@ -43,22 +45,22 @@ class TrainState(train_state.TrainState):
         params: optax.Params,
         tx: optax.GradientTransformation,
         **kwargs: Any,
-    ) -> "TrainState":
+    ) -> Self:
         """Creates a state at step 0.
 
         The step is an int32 array from the start: a Python 0 would compile the step twice.
 
         Raises: TypeError if `tx` is no optax transformation; ValueError for an optimizer in an
-          order that fails, see `transforms.check_optimizer_state`, and for `mixed_precision` of a
-          policy that needs no loss scale, where `apply_fn` computes in float16. What comes after
-          loss scaling in a chain is taken: `apply_gradients` undoes it on a skip.
+          order that fails, see `transforms.check_optimizer_state`, and for one that scales no
+          loss, where `apply_fn` computes in float16. What comes after loss scaling in a chain is
+          taken: `apply_gradients` undoes it on a skip.
         """
         _check_optimizer(tx)
-        state: TrainState = super().create(  # type: ignore[no-untyped-call]  # Flax gives no types
+        state: Self = super().create(  # type: ignore[no-untyped-call]  # Flax gives no types
             apply_fn=apply_fn, params=params, tx=tx, **kwargs
         )
-        loss_scale_in(state.opt_state)  # refuses orders
-        check_is_scaled_for(tx, apply_fn)
+        check_order(state.opt_state, undone_on_a_skip=True)
+        check_is_scaled(tx, state.opt_state, apply_fn)
         return state.replace(step=jnp.zeros([], jnp.int32))
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -72,17 +74,21 @@ class TrainState(train_state.TrainState):
         """The loss scale in force, wherever the optimizer holds it; `NoOpLossScale` if nowhere."""
         return loss_scale_in(self.opt_state)
 
-    def apply_gradients(self, *, grads: optax.Updates, **kwargs: Any) -> "TrainState":
+    def apply_gradients(self, *, grads: optax.Updates, **kwargs: Any) -> Self:
         """Returns the next state, or on overflow this one with a smaller scale.
 
         Args:
           grads: scaled gradients, as `jmp.scaled_value_and_grad` returns them.
           **kwargs: fields to replace, such as `batch_stats=new_statistics`. They count as part of
             the step and stay as they were if it is skipped.
+
+        Raises: ValueError for a field that is static, which no array can decide about.
         """
-        new: TrainState = super().apply_gradients(  # type: ignore[no-untyped-call]  # likewise
-            grads=grads, **kwargs
-        )
+        _check_not_static(self, kwargs)
+        with skips_undone():
+            new: Self = super().apply_gradients(  # type: ignore[no-untyped-call]  # likewise
+                grads=grads, **kwargs
+            )
         moved = {"step", "params", *kwargs}
         before = {name: getattr(self, name) for name in moved}
         after = {name: getattr(new, name) for name in moved}
@@ -93,15 +99,26 @@ class TrainState(train_state.TrainState):
 def _replace_with_masters(self: TrainState, **updates: Any) -> TrainState:
     """Returns a state with other fields; masters follow `params=`, unless `opt_state=` is given.
 
-    Else the next step would undo the replacement, since masters are the truth.
+    Else the next step would undo the replacement, since masters are the truth. For an evaluation
+    with other parameters, after which these come back, give `opt_state=state.opt_state` too.
     """
     if "params" in updates and "opt_state" not in updates:
-        updates["opt_state"] = reset_masters(self.opt_state, updates["params"])
+        updates["opt_state"] = follow_replaced(self.opt_state, updates["params"])
     return dataclasses.replace(self, **updates)
 
 
 TrainState.replace = _replace_with_masters  # type: ignore[assignment, method-assign]
 _flax_serialization.register_train_state(TrainState)
+
+
+def _check_not_static(state: TrainState, given: dict[str, Any]) -> None:
+    static = {f.name for f in dataclasses.fields(state) if not f.metadata.get("pytree_node", True)}
+    if static & given.keys():
+        raise ValueError(
+            f"apply_gradients got the static fields {', '.join(sorted(static & given.keys()))}; "
+            "expected fields of arrays, which a skipped step can leave as they were. Write "
+            "state.apply_gradients(grads=grads).replace(...) for the others."
+        )
 
 
 def _check_optimizer(tx: Any) -> None:

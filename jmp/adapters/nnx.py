@@ -20,7 +20,7 @@ from jmp import transforms
 from jmp._calls import check_function
 from jmp._describe import described
 from jmp._frameworks import refuse_other_models, way_out
-from jmp.adapters._atomic import check_is_scaled_for, keep_if_skipped, loss_scale_in
+from jmp.adapters._atomic import check_is_scaled, keep_if_skipped, loss_scale_in
 from jmp.adapters._module_policies import ModulePolicies
 from jmp.adapters._nnx_modules import lift, mark_parameters, variables_with_path, view_of
 from jmp.adapters._norms import FLOAT32_POLICY, rules_for_modules
@@ -29,6 +29,7 @@ from jmp.loss_scaling import LossScale
 from jmp.loss_scaling._gradients import scaled_loss
 from jmp.policy import Policy, get_policy
 from jmp.rules import Rule
+from jmp.transforms._callers import skips_undone
 from jmp.trees import cast_leaf
 
 M = TypeVar("M", bound=nnx.Module)
@@ -193,15 +194,13 @@ def loss_scale(optimizer: nnx.Optimizer[Any]) -> LossScale:
 def reset_masters(model: nnx.Module, optimizer: nnx.Optimizer[Any]) -> None:
     """Takes the masters in an optimizer from its model's parameters; see `transforms`.
 
-    Call it after parameters were changed by something else than the optimizer, such as
-    `nnx.update(model, loaded)`: the next step would undo that.
+    Else the next step undoes what changed the parameters, such as `nnx.update(model, loaded)`.
 
     >>> from flax import nnx
     >>> import optax
     >>> from jmp import transforms
     >>> model = cast_params(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), "O2")
-    >>> tx = transforms.with_master_params(optax.sgd(0.1))
-    >>> optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    >>> optimizer = nnx.Optimizer(model, transforms.with_master_params(optax.sgd(1)), wrt=nnx.Param)
     >>> model.bias[...] = jnp.ones(1, jnp.float16)
     >>> reset_masters(model, optimizer)
     >>> float(nnx.as_pure(optimizer.opt_state).masters["bias"][0])
@@ -253,7 +252,7 @@ def train_step(
         )
     _check_kind("train_step", "model", model, nnx.Module)
     _check_kind("train_step", "optimizer", optimizer, nnx.Optimizer)
-    check_is_scaled_for(optimizer.tx, loss_fn, model)
+    check_is_scaled(optimizer.tx, nnx.as_pure(optimizer.opt_state), loss_fn, model)
     before, state_before = _moved_by_a_step(model, optimizer)
     differentiate = nnx.value_and_grad(
         scaled_loss(loss_fn, loss_scale(optimizer), has_aux),
@@ -261,7 +260,8 @@ def train_step(
         has_aux=True,
     )
     (_, (value, aux)), gradients = differentiate(model, *args)
-    optimizer.update(model, gradients)
+    with skips_undone():
+        optimizer.update(model, gradients)
     after, state_after = _moved_by_a_step(model, optimizer)
     (variables, step), opt_state = keep_if_skipped(after, before, state_after, state_before)
     nnx.update(model, variables)

@@ -16,12 +16,8 @@ from jmp.transforms._loss_scaling import (
     find_loss_scaling,
     with_loss_scale,
 )
-from jmp.transforms._master_params import (
-    WithMasterParamsState,
-    collect_masters,
-    reset_masters,
-    with_master_params,
-)
+from jmp.transforms._master_params import WithMasterParamsState, with_master_params
+from jmp.transforms._masters import collect_masters, reset_masters
 from jmp.transforms._mixed_precision import mixed_precision
 from jmp.transforms._replacing import replace_loss_scale
 from jmp.transforms._states import check_masters, find_states

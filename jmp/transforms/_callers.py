@@ -1,40 +1,50 @@
-"""The whole optimizer that an `update` is part of, read off the stack of calls.
+"""The optimizer that an `update` is part of, read off the stack of calls.
 
 A transformation is handed its own part of the optimizer's state, and cannot see what stands before,
 behind or around it: `optax.chain(clip_by_global_norm(1.0), with_loss_scale(...))` would clip scaled
 gradients in silence. The functions of optax that are calling hold the whole state. They are looked
-at whenever `update` is traced, which costs a compiled step nothing. Where they tell nothing,
-`transforms.check_optimizer_state` still does.
+at whenever `update` is traced, which costs a compiled step nothing. Where they tell nothing, as of
+an `update` that was jitted and traced by itself, `transforms.check_optimizer_state` still does.
 """
 
+import contextlib
+import contextvars
 import sys
 from collections.abc import Iterator
 from types import FrameType
 
 import optax
 
-
-def calling_optimizer() -> optax.OptState | None:
-    """Returns the state that the outermost `update` of optax on the stack was given, if any."""
-    whole = None
-    for frame in _callers():
-        if _module(frame).startswith("optax.") and "update" in frame.f_code.co_name:
-            whole = frame.f_locals.get("state", whole)
-    return whole
+_undoes_skips = contextvars.ContextVar("undoes_skips", default=False)
 
 
-def is_called_by_an_adapter() -> bool:
-    """Returns whether a step of `jmp.adapters` is calling, which undoes all of a skipped step."""
-    return any(_module(frame).startswith("jmp.adapters.") for frame in _callers())
+def is_of_optax(module: str) -> bool:
+    """Returns whether a module of this name belongs to optax."""
+    return module == "optax" or module.startswith("optax.")
 
 
-def _callers() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(2)
+def calling_states() -> list[optax.OptState]:
+    """Returns the states that every `update` of optax on the stack was given, innermost first."""
+    states = []
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        yield frame
+        of_optax = is_of_optax(frame.f_globals.get("__name__", ""))
+        if of_optax and "update" in frame.f_code.co_name and "state" in frame.f_locals:
+            states.append(frame.f_locals["state"])
         frame = frame.f_back
+    return states
 
 
-def _module(frame: FrameType) -> str:
-    name: str = frame.f_globals.get("__name__", "")
-    return name
+@contextlib.contextmanager
+def skips_undone() -> Iterator[None]:
+    """Says that the step around an `update` undoes all that a skipped step has moved."""
+    token = _undoes_skips.set(True)
+    try:
+        yield
+    finally:
+        _undoes_skips.reset(token)
+
+
+def are_skips_undone() -> bool:
+    """Returns whether `update` is called inside `skips_undone`."""
+    return _undoes_skips.get()

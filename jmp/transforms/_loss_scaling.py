@@ -11,7 +11,7 @@ from jmp.loss_scaling import LossScale, NoOpLossScale
 from jmp.loss_scaling._given import check_loss_scale
 from jmp.transforms import _states
 from jmp.transforms._agreement import AxisName, agreed
-from jmp.transforms._callers import calling_optimizer, is_called_by_an_adapter
+from jmp.transforms._callers import are_skips_undone, calling_states
 from jmp.transforms._finite_check import gradients_finite
 from jmp.transforms._flat_masters import map_vectors
 from jmp.transforms._master_params import (
@@ -116,7 +116,8 @@ def with_loss_scale(
         **extra_args: Any,
     ) -> tuple[optax.Updates, WithLossScaleState]:
         _states.check_own_state(state, WithLossScaleState, "with_loss_scale")
-        check_order(calling_optimizer(), undone_on_a_skip=is_called_by_an_adapter())
+        for opt_state in calling_states():
+            check_order(opt_state, undone_on_a_skip=are_skips_undone())
         scale = state.loss_scale
         gradients, to_check = _unscaled(updates, state)
         new_updates, inner_state = _states.update_inner(

@@ -1,25 +1,23 @@
 """`with_master_params`: float32 masters for parameters that are stored in half."""
 
 import dataclasses
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
+from jax.tree_util import keystr, tree_leaves_with_path
 from jax.typing import DTypeLike
 
 from jmp._describe import described
 from jmp.dtypes import floating_dtype, is_half
 from jmp.transforms import _states
-from jmp.transforms._callers import calling_optimizer
+from jmp.transforms._callers import calling_states
 from jmp.transforms._flat_masters import FlatMasters, flatten
 from jmp.transforms._flat_probe import check_takes_a_vector
 from jmp.transforms._rounding import difference
 from jmp.transforms._typed import Transformation
-from jmp.trees import PyTree, cast_to_at_least_float32, is_array, is_floating
-
-S = TypeVar("S")
+from jmp.trees import PyTree, cast_to_at_least_float32, is_floating
 
 
 class WithMasterParamsState(NamedTuple):
@@ -57,7 +55,8 @@ def with_master_params(
     Leaves that are float32 already, such as BatchNorm's, are not duplicated. `inner` sees masters
     and gradients in at least float32. Only wrappers such as `with_loss_scale` may go around it: in
     `optax.chain(with_master_params(...), optax.scale(0.5))` masters and parameters would part in
-    silence; `update`, `masters` and `check_optimizer_state` refuse such a chain.
+    silence; `update`, `masters` and `check_optimizer_state` refuse that, and `optax.lookahead` and
+    others around it.
 
     Args:
       inner: any optax transformation, or a `MultiSteps` object.
@@ -100,7 +99,7 @@ def with_master_params(
             masters: PyTree = FlatMasters.from_tree(params, master_dtype)
             check_takes_a_vector(inner, params, master_dtype)
         else:
-            make = lambda p: jnp.array(p, master_dtype) if _needs_master(p) else optax.MaskedNode()
+            make = lambda p: jnp.array(p, master_dtype) if needs_master(p) else optax.MaskedNode()
             masters = jax.tree.map(make, params)
         inner_state = inner.init(_as_inner_sees(masters, params))
         _states.check_inner_state(inner_state, WithMasterParamsState, "with_master_params")
@@ -118,7 +117,8 @@ def with_master_params(
                 "update is the difference between the new masters and the parameters."
             )
         _states.check_own_state(state, WithMasterParamsState, "with_master_params")
-        _states.check_masters(calling_optimizer(), WithMasterParamsState)
+        for opt_state in calling_states():
+            _states.check_masters(opt_state, WithMasterParamsState)
         _check_stored_as_in_init(params, state.masters)
         full = _as_inner_sees(state.masters, params)
         gradients = cast_to_at_least_float32(updates)
@@ -134,10 +134,10 @@ def with_master_params(
             new_leaves = list(masters.leaves().values())
             new_full = full_updates = jax.tree.unflatten(jax.tree.structure(params), new_leaves)
         else:
-            keep = lambda p, new: new if _needs_master(p) else optax.MaskedNode()
+            keep = lambda p, new: new if needs_master(p) else optax.MaskedNode()
             masters = jax.tree.map(keep, params, new_full)
         half_updates = jax.tree.map(
-            lambda p, new, u: difference(p, new) if _needs_master(p) else u,
+            lambda p, new, u: difference(p, new) if needs_master(p) else u,
             params,
             new_full,
             full_updates,
@@ -148,7 +148,7 @@ def with_master_params(
     return tx
 
 
-def _needs_master(param: Any) -> bool:
+def needs_master(param: Any) -> bool:
     return is_floating(param) and is_half(param.dtype)
 
 
@@ -156,7 +156,7 @@ def _check_stored_as_in_init(params: optax.Params, masters: PyTree) -> None:
     """Raises ValueError if parameters have changed between half and another dtype."""
     with_master = master_paths_of(masters)
     for path, leaf in tree_leaves_with_path(params):
-        if _needs_master(leaf) != (keystr(path) in with_master):
+        if needs_master(leaf) != (keystr(path) in with_master):
             had = "a half" if keystr(path) in with_master else "no half"
             raise ValueError(
                 f"with_master_params got params{keystr(path)} of dtype {leaf.dtype}; when `init` "
@@ -208,72 +208,3 @@ def master_paths_of(masters: PyTree) -> set[str]:
     if isinstance(masters, FlatMasters):
         return set(masters.paths)
     return {keystr(path) for path, _ in tree_leaves_with_path(masters)}
-
-
-def collect_masters(opt_state: optax.OptState, params: optax.Params) -> optax.Params:
-    """Returns `params` with half leaves replaced by their masters, of whatever parameter group."""
-    by_path: dict[str, Any] = {}
-    for state in _states.find_states(opt_state, WithMasterParamsState):
-        if isinstance(state.masters, FlatMasters):
-            by_path |= state.masters.leaves()
-        else:
-            leaves = tree_leaves_with_path(state.masters)
-            by_path |= {keystr(path): master for path, master in leaves}
-    # A half leaf of a frozen group has no master and is its own truth.
-    return tree_map_with_path(
-        lambda path, p: by_path.get(keystr(path), p), cast_to_at_least_float32(params)
-    )
-
-
-def reset_masters(opt_state: S, params: PyTree) -> S:
-    """Returns the optimizer's state with its masters taken from the parameters.
-
-    For parameters that something else than the optimizer has changed: a checkpoint that was loaded,
-    weights that were tied, pruned or averaged. Without it the next step undoes such a change, since
-    masters are the truth. Moments, counts and the loss scale stay as they are.
-
-    Args:
-      opt_state: the state of an optimizer, chained, partitioned or masked. Without masters it is
-        returned as it is.
-      params: the parameters, as the optimizer's `init` had them. They may be given in float32:
-        masters are then exact, and the model's parameters are these, rounded.
-
-    Raises: ValueError if a parameter that has a master is missing here or has another shape;
-      TypeError for an optimizer in the place of its state.
-
-    >>> import optax
-    >>> tx = with_master_params(optax.sgd(0.1))
-    >>> state = tx.init(jnp.ones(2, jnp.float16))
-    >>> reset_masters(state, jnp.float32([0.1, 0.2])).masters
-    Array([0.1, 0.2], dtype=float32)
-    """
-    _states.check_is_state(opt_state)
-    given = {keystr(path): leaf for path, leaf in tree_leaves_with_path(params)}
-    if not given or not all(map(is_array, given.values())):
-        return opt_state  # None, or shardings: a tree that describes arrays, or stands for them
-
-    def parameter(path: str, shape: tuple[int, ...]) -> Any:
-        found = given.get(path)
-        if found is None or found.shape != shape:
-            got = "nothing" if found is None else f"the shape {found.shape}"
-            raise ValueError(
-                f"reset_masters got {got} for params{path}; expected the shape {shape} of its "
-                "master. Pass the parameters that the optimizer was initialised with."
-            )
-        return found
-
-    def reset(state: Any) -> Any:
-        if not isinstance(state, WithMasterParamsState):
-            return state
-        masters = state.masters
-        if isinstance(masters, FlatMasters):
-            leaves = list(map(parameter, masters.paths, masters.shapes))
-            vector = flatten(leaves, masters.vector.dtype)
-            return state._replace(masters=dataclasses.replace(masters, vector=vector))
-        reset_leaf = lambda path, old: jnp.array(parameter(keystr(path), old.shape), old.dtype)
-        return state._replace(masters=tree_map_with_path(reset_leaf, masters))
-
-    with_masters: S = jax.tree.map(
-        reset, opt_state, is_leaf=lambda node: isinstance(node, WithMasterParamsState)
-    )
-    return with_masters

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from jmp._describe import described, where_trees_differ
+from jmp.transforms._callers import is_of_optax
 from jmp.trees import PyTree, is_array
 
 S = TypeVar("S")
@@ -119,14 +120,28 @@ def check_is_state(opt_state: object) -> None:
         )
 
 
+# States of optax's wrappers that hand an update on as it is, or hold all of it back.
+_AROUND_MASTERS = frozenset(
+    """PartitionState MaskedState MultiStepsState InjectHyperparamsState
+    InjectStatefulHyperparamsState SAMState""".split()
+)
+
+
 def check_masters(opt_state: optax.OptState, masters_type: type) -> None:
-    """Raises ValueError if something in a chain follows master parameters.
+    """Raises ValueError if something changes an update after master parameters have moved.
 
     Raises TypeError too, for an optimizer in the place of its state.
     """
     check_is_state(opt_state)
-    for _, around in locate(opt_state, masters_type):
-        if any(is_chain(node) and position + 1 < len(node) for node, position in around):
+    located: list[Located[Any]] = locate(opt_state, masters_type)
+    for node, position in (pair for found in located for pair in found.around):
+        if _is_wrapper(node) and type(node).__name__ not in _AROUND_MASTERS:
+            raise ValueError(
+                f"This optimizer has with_master_params inside {_made_by(node)}, which changes the "
+                "parameters but not their masters. Put it around: "
+                f"with_master_params({_made_by(node)}(...))."
+            )
+        if is_chain(node) and position + 1 < len(node):
             raise ValueError(
                 "This optimizer chains a transformation after with_master_params; it would change "
                 "the parameters but not their masters. Move it inside: "
@@ -150,7 +165,7 @@ def check_loss_scaling(opt_state: optax.OptState, scaling_type: type) -> None:
                 "would ruin the accumulator for ever. Turn it round: "
                 "with_loss_scale(optax.MultiSteps(adam, 4), loss_scale)."
             )
-        if not is_chain(node) and type(node).__module__.startswith("optax"):
+        if _is_wrapper(node):
             raise ValueError(
                 f"This optimizer has with_loss_scale inside {_made_by(node)}, which sees gradients "
                 "that are still scaled, or keeps a skip from being seen. Put it around: "
@@ -158,9 +173,9 @@ def check_loss_scaling(opt_state: optax.OptState, scaling_type: type) -> None:
             )
         if is_chain(node) and position > 0:
             raise ValueError(
-                "This optimizer chains a transformation before with_loss_scale; it would see "
-                "gradients that are still scaled: clipping them to 1 makes updates 65536 times too "
-                "small. Move it inside: "
+                "This optimizer chains a transformation before with_loss_scale; it sees gradients "
+                "that are still scaled: clipping them to 1, for one, would make updates 65536 "
+                "times too small. Move it inside: "
                 "with_loss_scale(optax.chain(clip_by_global_norm, adam), loss_scale)."
             )
 
@@ -182,8 +197,17 @@ def check_nothing_moves_after(opt_state: optax.OptState, scaling_type: type) -> 
 
 
 def is_chain(node: object) -> bool:
-    """Returns whether `node` is the state of `optax.chain` or `optax.named_chain`."""
-    return type(node) is tuple or isinstance(node, collections.OrderedDict)
+    """Returns whether `node` is the state of `optax.chain` or `optax.named_chain`.
+
+    A tuple with an array or a tree of arrays in it is one of the user's: `(step, opt_state)`.
+    """
+    if type(node) is tuple:
+        return not any(is_array(part) or type(part) in (dict, list, int) for part in node)
+    return isinstance(node, collections.OrderedDict)
+
+
+def _is_wrapper(node: object) -> bool:
+    return not is_chain(node) and is_of_optax(type(node).__module__)
 
 
 def _made_by(state: object) -> str:
