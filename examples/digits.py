@@ -16,6 +16,7 @@ import functools
 import pathlib
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -140,12 +141,15 @@ def load_data() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
 def create_state(precision: Precision, model: nn.Module, optimizer: Any, key: jax.Array) -> Any:
     variables = model.init(key, jnp.zeros((1, 8, 8, 1)), train=False)
     variables = linen.cast_params(variables, precision.policy)
-    return linen.TrainState.create(
-        apply_fn=linen.wrap_apply(model.apply, precision.policy),
-        params=variables["params"],
-        batch_stats=variables["batch_stats"],
-        tx=precision.wrap(optimizer),
-    )
+    with warnings.catch_warnings():
+        # What it says of naive float16 is what this example shows.
+        warnings.simplefilter("ignore", jmp.UnscaledLossWarning)
+        return linen.TrainState.create(
+            apply_fn=linen.wrap_apply(model.apply, precision.policy),
+            params=variables["params"],
+            batch_stats=variables["batch_stats"],
+            tx=precision.wrap(optimizer),
+        )
 
 
 def train_step(state: Any, images: jax.Array, labels: jax.Array) -> tuple[Any, dict[str, Any]]:

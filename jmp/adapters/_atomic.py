@@ -1,5 +1,6 @@
 """Atomic steps: what a training step changes moves together with the parameters, or not at all."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -10,7 +11,12 @@ import optax
 from jmp._describe import described
 from jmp._frameworks import framework_of, refuse_other_models
 from jmp._marks import lowered_to
-from jmp.loss_scaling import LossScale, NoOpLossScale, scaled_value_and_grad
+from jmp.loss_scaling import (
+    LossScale,
+    NoOpLossScale,
+    UnscaledLossWarning,
+    scaled_value_and_grad,
+)
 from jmp.loss_scaling._gradients import pair_of
 from jmp.transforms._callers import skips_undone
 from jmp.transforms._loss_scaling import WithLossScaleState, find_loss_scaling
@@ -29,9 +35,13 @@ def loss_scale_in(opt_state: optax.OptState) -> LossScale:
 def check_is_scaled(
     tx: optax.GradientTransformation, opt_state: optax.OptState, *computing: object
 ) -> None:
-    """Raises ValueError if functions or modules compute in float16, and nothing scales their loss.
+    """Refuses an optimizer made for bfloat16 where functions or modules compute in float16.
 
-    Small gradients would be zero. An optimizer that says so, `NoOpLossScale()`, is taken.
+    It scales no loss, and small gradients would be zero. `NoOpLossScale()` says that none is meant.
+
+    Raises: ValueError where `mixed_precision` made it for a policy that needs no scale.
+    Warns: `UnscaledLossWarning` where it is any other without loss scaling: it may be scaled by
+      means of another library.
     """
     if jnp.float16 not in map(lowered_to, computing):
         return
@@ -44,10 +54,12 @@ def check_is_scaled(
             "loss_scale=jmp.NoOpLossScale()) if there is to be none."
         )
     if find_loss_scaling(opt_state) is None:
-        raise ValueError(
+        warnings.warn(
             "The model computes in float16, but its optimizer scales no loss: small gradients "
             "would be flushed to zero. Write transforms.mixed_precision(tx, 'mixed_float16'); or "
-            "transforms.with_loss_scale(tx, jmp.NoOpLossScale()) if there is to be no scale."
+            "transforms.with_loss_scale(tx, jmp.NoOpLossScale()) if there is to be no scale.",
+            UnscaledLossWarning,
+            stacklevel=3,
         )
 
 

@@ -51,9 +51,10 @@ class TrainState(train_state.TrainState):
         The step is an int32 array from the start: a Python 0 would compile the step twice.
 
         Raises: TypeError if `tx` is no optax transformation; ValueError for an optimizer in an
-          order that fails, see `transforms.check_optimizer_state`, and for one that scales no
-          loss, where `apply_fn` computes in float16. What comes after loss scaling in a chain is
-          taken: `apply_gradients` undoes it on a skip.
+          order that fails, see `transforms.check_optimizer_state`, and for `mixed_precision` of a
+          policy that needs no scale, where `apply_fn` computes in float16. What comes after loss
+          scaling in a chain is taken: `apply_gradients` undoes it on a skip.
+        Warns: `jmp.UnscaledLossWarning` for another optimizer that scales no loss there.
         """
         _check_optimizer(tx)
         state: Self = super().create(  # type: ignore[no-untyped-call]  # Flax gives no types

@@ -7,7 +7,7 @@ adjusts.
 
 from jmp.loss_scaling._base import LossScale
 from jmp.loss_scaling._dynamic import DynamicLossScale
-from jmp.loss_scaling._gradients import scaled_value_and_grad
+from jmp.loss_scaling._gradients import UnscaledLossWarning, scaled_value_and_grad
 from jmp.loss_scaling._hysteresis import HysteresisLossScale
 from jmp.loss_scaling._no_op import NoOpLossScale
 from jmp.loss_scaling._presets import (
@@ -25,6 +25,7 @@ __all__ = [
     "LossScale",
     "NoOpLossScale",
     "StaticLossScale",
+    "UnscaledLossWarning",
     "apex_loss_scale",
     "deepmind_loss_scale",
     "fastai_loss_scale",

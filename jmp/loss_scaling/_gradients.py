@@ -17,6 +17,10 @@ P = ParamSpec("P")
 Aux = TypeVar("Aux")
 
 
+class UnscaledLossWarning(UserWarning):
+    """A model computes in float16 and nothing scales its loss: small gradients become zero."""
+
+
 @overload
 def scaled_value_and_grad(
     fun: Callable[P, Any],
