@@ -164,3 +164,9 @@ def test_other_kinds_are_refused():
     for optimizer in (tx, optax.MultiSteps(tx, 2)):
         with pytest.raises(TypeError, match="got an optimizer; expected its state"):
             transforms.replace_loss_scale(optimizer, SCALES["static"])
+
+
+def test_a_state_that_came_back_as_numpy_arrays_is_taken():
+    state = jax.tree.map(np.asarray, skipped(scaling(SCALES["dynamic"])))
+    new = transforms.replace_loss_scale(state, SCALES["hysteresis"])
+    assert new.loss_scale.loss_scale == 16.0 and new.skipped_steps == 1
