@@ -154,6 +154,16 @@ def test_gradients_that_would_land_beside_their_parameters_are_refused(gradients
         tx.update(gradients, tx.init(params), params)
 
 
+def scaled_from(norm, step):
+    """Clips the norm of every tensor, from this step on, under a name that nobody knows."""
+
+    def update(updates, count, params=None):
+        clip = lambda u, p: u / jnp.maximum(1, (count >= step) * jnp.linalg.norm(p) / norm)
+        return jax.tree.map(clip, updates, params), count + 1
+
+    return optax.GradientTransformation(lambda params: jnp.int32(0), update)
+
+
 SMALL_TENSORS = {
     "kernel": jnp.ones((3, 2), jnp.float16),
     "bias": jnp.ones(2, jnp.float16),
@@ -170,9 +180,24 @@ POINTWISE = {
     "prodigy": optax.contrib.prodigy(),
     "injected": optax.inject_hyperparams(optax.adam)(1e-3),
     "extra arguments": optax.polyak_sgd(),
+    "rmsprop": optax.rmsprop(1e-3, momentum=0.9),
+    "adagrad": optax.adagrad(0.1),
+    "clipped": optax.chain(optax.clip(1.0), optax.sgd(0.1)),
+    "schedule_free": optax.contrib.schedule_free_adamw(1e-3),
+    "apply_if_finite": optax.apply_if_finite(optax.adam(1e-3), 3),
+    "reduce_on_plateau": optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()),
+    "mechanize": optax.contrib.mechanize(optax.adam(1e-3)),
+    "accumulation of 64": optax.MultiSteps(optax.adam(1e-3), 64),
+    "clipped before accumulation": optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.MultiSteps(optax.adam(1e-3), 64).gradient_transformation(),
+    ),
+    "learning rate to be filled in": optax.inject_hyperparams(optax.adam)(learning_rate=0.0),
+    "zero for 100 steps": optax.adam(optax.linear_schedule(0.0, 1e-3, 10, 100)),
+    "frozen": optax.set_to_zero(),
 }
 SHAPED = {
-    "scale_by_trust_ratio": optax.lamb(1e-3),
+    "lamb, of scale_by_trust_ratio": optax.lamb(1e-3),
     "lars": optax.lars(0.1),
     "scale_by_muon": optax.contrib.muon(1e-3),
     "accumulated scale_by_muon": optax.MultiSteps(optax.contrib.muon(1e-3), 2),
@@ -180,8 +205,20 @@ SHAPED = {
     "scale_by_novograd": optax.novograd(1e-3),
     "fromage": optax.fromage(1e-3),
     "scale_by_sm3": optax.sm3(1e-3),
-    "adaptive_grad_clip": optax.adaptive_grad_clip(0.1),
-    "clip_by_block_rms": optax.clip_by_block_rms(0.1),
+    "adaptive_grad_clip": optax.adaptive_grad_clip(0.5),
+    "clip_by_block_rms": optax.clip_by_block_rms(1e8),
+    "scale_by_trust_ratio": optax.scale_by_trust_ratio(min_norm=1e8),
+    "injected adaptive_grad_clip": optax.inject_hyperparams(optax.adaptive_grad_clip)(0.5),
+    "injected clip_by_block_rms": optax.inject_hyperparams(optax.clip_by_block_rms)(100.0),
+    "injected lamb": optax.inject_hyperparams(optax.lamb)(learning_rate=0.0),
+    "late clip_by_block_rms": optax.conditionally_transform(
+        optax.clip_by_block_rms(0.1), lambda step: step > 10
+    ),
+    "norm above 100, late": scaled_from(100.0, 11),
+    "norm above 10000": scaled_from(1e4, 0),
+    "accumulated scale_by_muon in a chain": optax.chain(
+        optax.clip(1.0), optax.MultiSteps(optax.contrib.muon(1e-3), 64).gradient_transformation()
+    ),
     "masked by shape": optax.adamw(1e-3, mask=lambda t: jax.tree.map(lambda x: x.ndim > 1, t)),
     "slightly masked": optax.adamw(1e-3, weight_decay=1e-6, mask=lambda p: MASK if p else p),
     "masked by a tree": optax.adamw(1e-3, mask=MASK),
@@ -201,7 +238,23 @@ def test_optimizers_that_take_a_vector_as_they_take_a_tree_may_be_flat(inner):
 @pytest.mark.parametrize(("name", "inner"), SHAPED.items(), ids=SHAPED.keys())
 def test_optimizers_that_look_at_shapes_or_paths_are_refused_by_name(name, inner):
     named = name.split()[-1] if name.split()[-1].startswith("scale_by") else ""
+    # SM3 takes no scalars, in a tree neither.
+    tensors = {n: p for n, p in SMALL_TENSORS.items() if p.ndim or name != "scale_by_sm3"}
     with pytest.raises(ValueError, match=f"(?s)consists of .*{named}.*Leave flat_master=True out"):
+        jax.eval_shape(flat_masters(inner).init, tensors)
+
+
+@pytest.mark.parametrize(
+    ("inner", "reason"),
+    [
+        (optax.lbfgs(), "its update needs value_fn"),
+        (optax.sm3(1e-3), "it raised IndexError for a tree too"),
+        (optax.masked(optax.sgd(0.1), {"kernel": True}), "it raised ValueError for a tree too"),
+    ],
+    ids=["lbfgs", "sm3", "a mask of other parameters"],
+)
+def test_optimizers_that_the_small_model_cannot_try_are_not_said_to_look_at_shapes(inner, reason):
+    with pytest.raises(ValueError, match=rf"could not be tried .*\({reason}\).*Leave flat_master"):
         jax.eval_shape(flat_masters(inner).init, SMALL_TENSORS)
 
 
