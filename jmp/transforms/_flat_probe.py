@@ -59,7 +59,8 @@ def check_takes_a_vector(
         raise ValueError(_message(functions, f"{' and '.join(named)} takes each on its own"))
     for steps in filter(_accumulates, map(_owner, functions)):
         check_takes_a_vector(steps.inner_opt, params, dtype)
-    if _accumulates(_owner(functions[_name(functions[0]) == "with_extra_args_support"])):
+    wrapped = _name(inner.update) == "with_extra_args_support"
+    if any(_accumulates(_owner(f)) for f in functions[wrapped : wrapped + 1]):
         return
     with jax.ensure_compile_time_eval(), jax.disable_jit():
         fault = _fault(inner, params, dtype, _needed(functions))
@@ -232,8 +233,19 @@ def _parts(update: Callable[..., Any]) -> list[Callable[..., Any]]:
     held = [_contents(cell) for cell in getattr(update, "__closure__", None) or ()]
     held += getattr(_owner(update), "__dict__", {}).values()  # of MultiSteps
     held.append(getattr(update, "__wrapped__", None))  # by jit
-    leaves = [leaf for value in held for leaf in _leaves(value)]
-    return [f for f in leaves if callable(f) and "update" in getattr(f, "__name__", "")]
+    leaves = [_update_of(leaf) for value in held for leaf in _leaves(value)]
+    return [f for f in leaves if callable(f)]
+
+
+def _is_transformation(value: object) -> bool:
+    return isinstance(value, optax.GradientTransformation)
+
+
+def _update_of(value: Any) -> Any:
+    """Returns the update function of a transformation, or one itself, which its name tells."""
+    if isinstance(value, optax.GradientTransformation):
+        return value.update
+    return value if "update" in getattr(value, "__name__", "") else None
 
 
 def _contents(cell: Any) -> Any:
@@ -245,7 +257,7 @@ def _contents(cell: Any) -> Any:
 
 def _leaves(value: Any) -> list[Any]:
     try:
-        return jax.tree.leaves(value)
+        return jax.tree.leaves(value, is_leaf=_is_transformation)
     except (TypeError, ValueError):  # a dictionary whose keys JAX cannot sort
         return []
 
