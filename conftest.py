@@ -4,6 +4,7 @@ import ctypes
 import functools
 import gc
 import os
+import pathlib
 import shutil
 import tempfile
 from importlib.metadata import version
@@ -51,6 +52,9 @@ hypothesis.settings.register_profile("random", deadline=None, max_examples=60, p
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
 
 
+STATM = pathlib.Path("/proc/self/statm")  # of Linux: pages of memory, in all and in use
+
+
 def pytest_unconfigure():
     shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
@@ -80,6 +84,18 @@ def memory(request):
     for value in vars(request.module).values():
         if isinstance(value, functools._lru_cache_wrapper):
             value.cache_clear()
+    give_memory_back()
+
+
+@pytest.fixture(autouse=True)
+def memory_within_a_file():
+    """The same inside a file whose programs are many: a process stays below 2 GB."""
+    yield
+    if STATM.exists() and int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") > 1.7e9:
+        give_memory_back()
+
+
+def give_memory_back():
     jax.clear_caches()
     gc.collect()
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # of glibc alone
