@@ -247,6 +247,18 @@ def path_string(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+def leaves_by_path(tree: PyTree) -> dict[str, Any]:
+    """Returns the leaves of a tree by their paths, as `jax.tree_util.keystr` writes them.
+
+    Such a path tells apart what `path_string` spells alike: {"a/b": 1} and {"a": {"b": 1}}.
+
+    >>> leaves_by_path({"a": {"b": 1}})
+    {"['a']['b']": 1}
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+
+
 def joined(path: str, name: str) -> str:
     """Returns the path of what is called `name` within `path`, of which "" is the root."""
     return f"{path}/{name}" if path else name

@@ -44,7 +44,8 @@ def check_optimizer_state(opt_state: PyTree) -> None:
     Those orders are: anything before loss scaling in a chain, which would see scaled gradients;
     a transformation with a state after it, which a skip would not stop; loss scaling twice, or
     inside `partition`, `masked`, `apply_if_finite`, `MultiSteps` and the like; anything chained
-    after masters. `named_chain` is a chain.
+    after masters, or masters inside `lookahead` and others that change updates. `named_chain` is
+    a chain.
 
     Called by `loss_scale_state`, and whenever an `update` is traced, where optax's calling
     functions show the whole state. The adapters call it too, but that their steps undo on a skip
@@ -77,8 +78,8 @@ def masters(opt_state: PyTree, params: PyTree) -> PyTree:
       params: the parameters. Leaves that need no master (float32) are taken from here; half leaves
         without one (frozen groups) come back cast to float32.
 
-    Raises: ValueError if something is chained after the masters; TypeError for an optimizer in the
-      place of its state, or a state in the place of parameters.
+    Raises: ValueError if something changes the masters' updates, see `check_optimizer_state`;
+      TypeError for an optimizer in the place of its state, or a state in the place of parameters.
 
     >>> masters((), {"w": jnp.ones(2, jnp.float16)})["w"].dtype
     dtype('float32')

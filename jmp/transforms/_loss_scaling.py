@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
+from jax.tree_util import keystr, tree_map_with_path
 
 from jmp.loss_scaling import LossScale, NoOpLossScale
 from jmp.loss_scaling._given import check_loss_scale
@@ -17,10 +17,10 @@ from jmp.transforms._flat_masters import map_vectors
 from jmp.transforms._master_params import (
     WithMasterParamsState,
     has_flat_masters,
-    master_paths,
+    shapes_with_master,
 )
 from jmp.transforms._typed import Transformation
-from jmp.trees import PyTree, cast_to_at_least_float32, select_tree
+from jmp.trees import PyTree, cast_to_at_least_float32, leaves_by_path, select_tree
 
 
 class WithLossScaleState(NamedTuple):
@@ -153,8 +153,7 @@ def find_loss_scaling(opt_state: optax.OptState) -> WithLossScaleState | None:
 
     For steps that undo, on a skip, what came after; see `transforms.check_optimizer_state`.
     """
-    _states.check_masters(opt_state, WithMasterParamsState)
-    _states.check_loss_scaling(opt_state, WithLossScaleState)
+    check_order(opt_state, undone_on_a_skip=True)
     return next(iter(_states.find_states(opt_state, WithLossScaleState)), None)
 
 
@@ -164,7 +163,8 @@ def check_order(opt_state: optax.OptState, *, undone_on_a_skip: bool = False) ->
     Args:
       undone_on_a_skip: whether the step undoes, on a skip, what comes after loss scaling.
     """
-    find_loss_scaling(opt_state)
+    _states.check_masters(opt_state, WithMasterParamsState)
+    _states.check_loss_scaling(opt_state, WithLossScaleState)
     if not undone_on_a_skip:
         _states.check_nothing_moves_after(opt_state, WithLossScaleState)
 
@@ -201,10 +201,9 @@ def _as_inner_sees(params: optax.Params, inner_state: optax.OptState) -> optax.P
     Moments made from half parameters would be half: Adam's eps of 1e-8 is zero in float16, and its
     second moment stalls in bfloat16.
     """
-    masters = master_paths(inner_state)
-    paths = {keystr(path) for path, _ in tree_leaves_with_path(params)}
-    if not masters <= paths:  # under other names: something inside rearranges the leaves
-        return params
+    masters = shapes_with_master(inner_state)
+    if not masters.keys() <= leaves_by_path(params).keys():
+        return params  # something inside rearranges the leaves, and gives them other names
     return tree_map_with_path(
         lambda path, p: p if keystr(path) in masters else cast_to_at_least_float32(p), params
     )

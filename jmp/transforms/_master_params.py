@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.tree_util import keystr, tree_leaves_with_path
 from jax.typing import DTypeLike
 
 from jmp._describe import described
@@ -17,7 +16,7 @@ from jmp.transforms._flat_masters import FlatMasters, flatten
 from jmp.transforms._flat_probe import check_takes_a_vector
 from jmp.transforms._rounding import difference
 from jmp.transforms._typed import Transformation
-from jmp.trees import PyTree, cast_to_at_least_float32, is_floating
+from jmp.trees import PyTree, cast_to_at_least_float32, is_floating, leaves_by_path
 
 
 class WithMasterParamsState(NamedTuple):
@@ -73,7 +72,8 @@ def with_master_params(
     Raises:
       ValueError: half masters; `update` without `params`, or with parameters whose dtypes have
         changed since `init`; masters around masters; in `init`, flat masters of more than one
-        dtype, or of an optimizer that treats a vector in another way than a tree.
+        dtype, or of an optimizer that treats a vector in another way than a tree or that cannot
+        be tried on one.
       TypeError: `inner` is no transformation.
 
     >>> import optax
@@ -154,12 +154,12 @@ def needs_master(param: Any) -> bool:
 
 def _check_stored_as_in_init(params: optax.Params, masters: PyTree) -> None:
     """Raises ValueError if parameters have changed between half and another dtype."""
-    with_master = master_paths_of(masters)
-    for path, leaf in tree_leaves_with_path(params):
-        if needs_master(leaf) != (keystr(path) in with_master):
-            had = "a half" if keystr(path) in with_master else "no half"
+    with_master = shapes_by_path(masters)
+    for path, leaf in leaves_by_path(params).items():
+        if needs_master(leaf) != (path in with_master):
+            had = "a half" if path in with_master else "no half"
             raise ValueError(
-                f"with_master_params got params{keystr(path)} of dtype {leaf.dtype}; when `init` "
+                f"with_master_params got params{path} of dtype {leaf.dtype}; when `init` "
                 f"was called it had {had} dtype. Cast the parameters as they were stored then "
                 "(cast_params of the adapters), or call init again."
             )
@@ -186,7 +186,7 @@ def has_flat_masters(opt_state: optax.OptState) -> bool:
 def _check_gradients(gradients: optax.Updates, params: optax.Params) -> None:
     """Raises ValueError if gradients would land beside their parameters in the vector."""
     got, expected = (
-        {keystr(path): jnp.shape(leaf) for path, leaf in tree_leaves_with_path(tree)}
+        {path: jnp.shape(leaf) for path, leaf in leaves_by_path(tree).items()}
         for tree in (gradients, params)
     )
     if got != expected:
@@ -197,14 +197,16 @@ def _check_gradients(gradients: optax.Updates, params: optax.Params) -> None:
         )
 
 
-def master_paths(opt_state: optax.OptState) -> set[str]:
-    """Returns the paths (`keystr`) of all parameters that have a master, of whatever group."""
-    states = _states.find_states(opt_state, WithMasterParamsState)
-    return set().union(*(master_paths_of(state.masters) for state in states))
-
-
-def master_paths_of(masters: PyTree) -> set[str]:
-    """Returns the paths of the parameters that one `WithMasterParamsState` has masters of."""
+def shapes_by_path(masters: PyTree) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the parameters that one state has masters of, by path (`keystr`)."""
     if isinstance(masters, FlatMasters):
-        return set(masters.paths)
-    return {keystr(path) for path, _ in tree_leaves_with_path(masters)}
+        return dict(zip(masters.paths, masters.shapes, strict=True))
+    return {path: master.shape for path, master in leaves_by_path(masters).items()}
+
+
+def shapes_with_master(opt_state: optax.OptState) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of all parameters that have a master, of whatever group, by path."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for state in _states.find_states(opt_state, WithMasterParamsState):
+        shapes |= shapes_by_path(state.masters)
+    return shapes

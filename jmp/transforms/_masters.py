@@ -7,13 +7,14 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import optax
-from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
+from jax.tree_util import keystr, tree_map_with_path
 
+from jmp import _jax_compat
 from jmp.transforms import _states
 from jmp.transforms._flat_masters import FlatMasters, flatten
-from jmp.transforms._master_params import WithMasterParamsState, needs_master
+from jmp.transforms._master_params import WithMasterParamsState, needs_master, shapes_with_master
 from jmp.transforms._rounding import rounded
-from jmp.trees import PyTree, cast_to_at_least_float32, is_array
+from jmp.trees import PyTree, cast_to_at_least_float32, is_array, leaves_by_path
 
 S = TypeVar("S")
 
@@ -25,8 +26,7 @@ def collect_masters(opt_state: optax.OptState, params: optax.Params) -> optax.Pa
         if isinstance(state.masters, FlatMasters):
             by_path |= state.masters.leaves()
         else:
-            leaves = tree_leaves_with_path(state.masters)
-            by_path |= {keystr(path): master for path, master in leaves}
+            by_path |= leaves_by_path(state.masters)
     # A half leaf of a frozen group has no master and is its own truth.
     return tree_map_with_path(
         lambda path, p: by_path.get(keystr(path), p), cast_to_at_least_float32(params)
@@ -57,10 +57,10 @@ def reset_masters(opt_state: S, params: PyTree) -> S:
     Array([0.1, 0.2], dtype=float32)
     """
     _states.check_is_state(opt_state)
-    given = {keystr(path): leaf for path, leaf in tree_leaves_with_path(params)}
+    given = leaves_by_path(params)
     if not _are_parameters(given):
         return opt_state
-    for path, shape in _shapes_of_masters(opt_state).items():
+    for path, shape in shapes_with_master(opt_state).items():
         found = given.get(path)
         if found is None or found.shape != shape:
             got = "nothing" if found is None else f"the shape {found.shape}"
@@ -78,9 +78,9 @@ def follow_replaced(opt_state: S, params: PyTree) -> S:
     parameters that were clipped, moved to other devices or put back say nothing of the digits that
     their masters have beyond half precision. Another model's parameters leave the state as it is.
     """
-    given = {keystr(path): leaf for path, leaf in tree_leaves_with_path(params)}
+    given = leaves_by_path(params)
     shapes = {path: getattr(leaf, "shape", None) for path, leaf in given.items()}
-    if not _are_parameters(given) or not _shapes_of_masters(opt_state).items() <= shapes.items():
+    if not _are_parameters(given) or not shapes_with_master(opt_state).items() <= shapes.items():
         return opt_state
 
     def follow(path: str, old: jax.Array) -> jax.Array:
@@ -98,21 +98,10 @@ def _are_parameters(given: dict[str, Any]) -> bool:
     return bool(given) and all(map(is_array, given.values()))
 
 
-def _shapes_of_masters(opt_state: optax.OptState) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {}
-    for state in _states.find_states(opt_state, WithMasterParamsState):
-        if isinstance(state.masters, FlatMasters):
-            shapes.update(zip(state.masters.paths, state.masters.shapes, strict=True))
-        else:
-            found = tree_leaves_with_path(state.masters)
-            shapes.update({keystr(path): master.shape for path, master in found})
-    return shapes
-
-
 def _as_master(param: Any, old: jax.Array) -> jax.Array:
     """Returns a copy in the dtype of the old master; what comes from the host, where that lies."""
     master: jax.Array = jnp.array(param, old.dtype)
-    is_placed = isinstance(old, jax.Array) and not isinstance(old, jax.core.Tracer)
+    is_placed = isinstance(old, jax.Array) and _jax_compat.is_concrete(old)
     from_host = not isinstance(param, jax.Array)
     return jax.device_put(master, old.sharding) if is_placed and from_host else master
 
@@ -120,9 +109,7 @@ def _as_master(param: Any, old: jax.Array) -> jax.Array:
 def _map_masters(function: Callable[[str, jax.Array], jax.Array], opt_state: S) -> S:
     """Applies `function` to the path of every parameter and its master."""
 
-    def in_state(state: Any) -> Any:
-        if not isinstance(state, WithMasterParamsState):
-            return state
+    def in_state(state: WithMasterParamsState) -> WithMasterParamsState:
         masters = state.masters
         if isinstance(masters, FlatMasters):
             leaves = [function(path, old) for path, old in masters.leaves().items()]
@@ -131,7 +118,4 @@ def _map_masters(function: Callable[[str, jax.Array], jax.Array], opt_state: S) 
         mapped = tree_map_with_path(lambda path, old: function(keystr(path), old), masters)
         return state._replace(masters=mapped)
 
-    result: S = jax.tree.map(
-        in_state, opt_state, is_leaf=lambda node: isinstance(node, WithMasterParamsState)
-    )
-    return result
+    return _states.map_states(in_state, opt_state, WithMasterParamsState)

@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jmp import _jax_compat
 from jmp.loss_scaling import LossScale
+from jmp.transforms import _states
 from jmp.transforms._loss_scaling import WithLossScaleState, find_loss_scaling
 
 S = TypeVar("S")
@@ -21,8 +23,8 @@ def replace_loss_scale(opt_state: S, new: LossScale) -> S:
     of the scale that was saved, then replace that.
 
     Args:
-      opt_state: the state of an optimizer that contains `with_loss_scale`, in a chain, a partition
-        or wherever. Its arrays may be concrete, traced, or `jax.ShapeDtypeStruct`.
+      opt_state: the state of an optimizer that contains `with_loss_scale`, alone or in a chain. Its
+        arrays may be concrete, traced, or `jax.ShapeDtypeStruct`.
       new: the scale to go on with. Its arrays are copied, so that it may be used again after the
         state was donated. Scalars of a state that `jax.vmap` made, a scale a member, are repeated.
 
@@ -59,16 +61,7 @@ def replace_loss_scale(opt_state: S, new: LossScale) -> S:
             "tx = with_loss_scale(inner, new), and put the old state into a fresh one: "
             "tx.init(params)._replace(inner_state=opt_state)."
         )
-    replaced: S = jax.tree.map(
-        lambda node: _with_scale(node, new) if _is_scaling(node) else node,
-        opt_state,
-        is_leaf=_is_scaling,
-    )
-    return replaced
-
-
-def _is_scaling(node: object) -> bool:
-    return isinstance(node, WithLossScaleState)
+    return _states.map_states(lambda state: _with_scale(state, new), opt_state, WithLossScaleState)
 
 
 def _with_scale(state: WithLossScaleState, new: LossScale) -> WithLossScaleState:
@@ -85,8 +78,8 @@ def _with_scale(state: WithLossScaleState, new: LossScale) -> WithLossScaleState
         if isinstance(flag, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(flag.shape, leaf.dtype, sharding=flag.sharding)
         copy = jnp.broadcast_to(jnp.array(leaf), flag.shape)
-        is_concrete = isinstance(flag, jax.Array) and not isinstance(flag, jax.core.Tracer)
-        if is_concrete and len(flag.sharding.device_set) > 1:
+        is_placed = isinstance(flag, jax.Array) and _jax_compat.is_concrete(flag)
+        if is_placed and len(flag.sharding.device_set) > 1:
             return jax.device_put(copy, flag.sharding)
         return copy
 

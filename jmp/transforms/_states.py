@@ -3,7 +3,7 @@
 import collections
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
@@ -15,6 +15,7 @@ from jmp.transforms._callers import is_of_optax
 from jmp.trees import PyTree, is_array
 
 S = TypeVar("S")
+T = TypeVar("T")
 
 
 def as_transformation(transformation: object, caller: str) -> optax.GradientTransformationExtraArgs:
@@ -91,6 +92,15 @@ def locate(opt_state: optax.OptState, state_type: type[S]) -> list[Located[S]]:
 def find_states(opt_state: optax.OptState, state_type: type[S]) -> list[S]:
     """Returns every state of `state_type` in `opt_state`, however deep, outermost first."""
     return [found.state for found in locate(opt_state, state_type)]
+
+
+def map_states(function: Callable[[S], S], opt_state: T, state_type: type[S]) -> T:
+    """Returns `opt_state` with `function` applied to every outermost state of `state_type`."""
+    is_state: Callable[[Any], bool] = lambda node: isinstance(node, state_type)
+    mapped: T = jax.tree.map(
+        lambda node: function(node) if is_state(node) else node, opt_state, is_leaf=is_state
+    )
+    return mapped
 
 
 def check_inner_state(inner_state: optax.OptState, state_type: type, caller: str) -> None:
