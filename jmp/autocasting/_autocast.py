@@ -31,6 +31,7 @@ class Options(TypedDict, total=False):
     follow: Iterable[Any]
     recompute: str
     inside_custom_vjp: bool
+    attention: str
 
 
 class AllOptions(Options, total=False):
@@ -58,6 +59,7 @@ def autocast(
     rules: Sequence[Rule] = (),
     recompute: str = "auto",
     inside_custom_vjp: bool = False,
+    attention: str = "plain",
 ) -> Any:
     """Returns `fun` computing in mixed precision: products in half, what is delicate in float32.
 
@@ -82,6 +84,9 @@ def autocast(
       recompute: float32 islands such as softmax or LayerNorm keep their half inputs alone and are
         computed again in the backward pass: "auto" where that saves memory traffic, "none", "all".
       inside_custom_vjp: also lower what is inside `jax.custom_vjp` functions and their rules.
+      attention: "fused" computes attention by cuDNN's fused kernel, `jax.nn.dot_product_attention`,
+        wherever it is found, JAX takes its shapes, and the program is lowered for CUDA; see
+        docs/autocast.md. "plain" as it is written.
 
     Returns: a function with `fun`'s signature, usable under every JAX transformation.
 
@@ -110,6 +115,7 @@ def autocast(
         "rules": rules,
         "recompute": recompute,
         "inside_custom_vjp": inside_custom_vjp,
+        "attention": attention,
     }
     if fun is None:
         return functools.partial(autocast, policy=policy, **options)

@@ -19,6 +19,7 @@ from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import kind_of
 from jmp.autocasting._steps import (
     Function,
+    Fused,
     Inside,
     Island,
     Leave,
@@ -27,8 +28,10 @@ from jmp.autocasting._steps import (
     Read,
     Recompute,
     Single,
+    Step,
     Unplanned,
 )
+from jmp.autocasting.attention import attend
 from jmp.dtypes import FLOAT32
 
 Environment = dict[Value, Any]
@@ -38,16 +41,43 @@ Shared = dict[Hashable, Function]  # the functions of islands, by their keys
 def run_plan(plan: Plan, arguments: Sequence[Any]) -> list[Any]:
     """Returns the outputs of a level, in the dtypes the plan stores them in."""
     environment: Environment = dict(zip(plan.graph.inputs, arguments, strict=True))
-    shared: Shared = {}
-    for step in plan.steps:
+    _run_steps(plan.steps, environment, {})
+    pairs = zip(plan.graph.outputs, plan.stores, strict=True)
+    return [_read(Read(value, dtype), environment) for value, dtype in pairs]
+
+
+def _run_steps(steps: Sequence[Step], environment: Environment, shared: Shared) -> None:
+    """Adds what the steps compute to the environment."""
+    for step in steps:
         if isinstance(step, Island):
             environment.update(_run_island(step, environment, shared))
+        elif isinstance(step, Fused):
+            environment.update(zip(step.node.outputs, _run_fused(step, environment), strict=True))
         else:
             with _jax_compat.place_of(step.node.equation, step.node.stack):
                 stored = cast_all(_run_one(step, environment), step.stores)
             environment.update(zip(step.node.outputs, stored, strict=True))
-    pairs = zip(plan.graph.outputs, plan.stores, strict=True)
-    return [_read(Read(value, dtype), environment) for value, dtype in pairs]
+
+
+def _run_fused(step: Fused, environment: Environment) -> list[Any]:
+    """Runs both forms of an attention, of which a program keeps that of its platform."""
+    entering = [read.value for read in step.reads]
+
+    def plain(*arrays: Any) -> list[Any]:
+        inside: Environment = dict(zip(entering, arrays, strict=True))
+        _run_steps(step.plain, inside, {})
+        return [inside[value] for value in step.node.outputs]
+
+    def fused(*arrays: Any) -> list[Any]:
+        inside: Environment = dict(zip(entering, arrays, strict=True))
+        operands = [_read(read, inside) for read in step.operands]
+        added = [[_read(read, inside) for read in reads] for reads in (step.biases, step.masks)]
+        with _jax_compat.place_of(step.node.equation, step.node.stack):
+            return [attend(step.form, *operands, *added)]
+
+    arrays = [environment[value] for value in entering]
+    results: list[Any] = jax.lax.platform_dependent(*arrays, cuda=fused, default=plain)
+    return results
 
 
 def _run_one(step: Single | Nested, environment: Environment) -> Any:

@@ -130,7 +130,7 @@ def _known_result(
     first, name = operands[0], equation.primitive.name
     if rule.moves:
         keeps_source = rule.reshapes or rule.repeats
-        return first.known._replace(source=_source(first) if keeps_source else None)
+        return first.known._replace(source=_source(first) if keeps_source else None, array=None)
     if name == "neg":
         constant = None if first.constant is None else -first.constant
         return Known(constant, is_hard=first.is_hard)

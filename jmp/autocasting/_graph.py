@@ -34,7 +34,7 @@ class Value:
         self.users: tuple[Node, ...] = ()  # the nodes that read it, once each
         self.held = held  # the number or array that the program holds in its place; or None
         self.known = known
-        self.constant, self.fits_half, self.is_hard, source = known
+        self.constant, self.fits_half, self.is_hard, source, _ = known
         shape = getattr(aval, "shape", ())
         self.size = size_of(shape)  # how many elements it has
         # How many it had before it was repeated.

@@ -31,6 +31,7 @@ class Known(NamedTuple):
     fits_half: bool = False  # a half type holds it exactly: it was a boolean
     is_hard: bool = False  # it holds numbers that a half type does not: -1e9, 1e-12
     source: Shape | None = None  # of the value that it repeats or reshapes; None: its own
+    array: Any = None  # the array that the program holds in its place; None: it is computed
 
 
 NOTHING = Known()
@@ -43,13 +44,14 @@ def size_of(shape: Shape) -> int:
 
 def known_of(array: Any, half: np.dtype) -> Known:
     """Returns what can be seen of the numbers of an array held in the program."""
-    if not _jax_compat.is_concrete(array) or getattr(array, "dtype", None) != FLOAT32:
+    if not _jax_compat.is_concrete(array):
         return NOTHING
-    if not 0 < array.size <= LOOKED_AT:
-        return NOTHING
+    if getattr(array, "dtype", None) != FLOAT32 or not 0 < array.size <= LOOKED_AT:
+        return Known(array=array)
     numbers = np.asarray(array).ravel()
     constant = float(numbers[0]) if (numbers == numbers[0]).all() else None
-    return Known(constant, is_hard=not all(fits(float(x), half) for x in _extremes(numbers)))
+    is_hard = not all(fits(float(x), half) for x in _extremes(numbers))
+    return Known(constant, is_hard=is_hard, array=array)
 
 
 def _extremes(numbers: np.ndarray[Any, Any]) -> Iterator[np.floating[Any]]:

@@ -18,7 +18,16 @@ from jmp.autocasting._numbers import dtype_of, is_inexact
 from jmp.autocasting._precision import asked_for
 from jmp.autocasting._regions import AUTOCAST, FULL_PRECISION
 from jmp.autocasting._registry import NO_RULE, Category, rule_for
-from jmp.autocasting._steps import Arithmetic, Inside, Island, Nested, Plan, Single
+from jmp.autocasting._steps import (
+    Arithmetic,
+    Fused,
+    Inside,
+    Island,
+    Nested,
+    Plan,
+    Single,
+    plain_steps,
+)
 from jmp.autocasting.kinds.scan import turns_of
 from jmp.dtypes import FLOAT32
 
@@ -60,6 +69,7 @@ def operations_of(plan: Plan) -> Iterator[Operation]:
 
 def decisions_of(plan: Plan) -> Iterator[tuple[str, Node, int]]:
     """Yields what a plan does besides choosing dtypes: a sentence, the node, how often it runs."""
+    yield from _fused_of(plan, 1)
     for step, times in _steps_of(plan, 1):
         if isinstance(step, Island):
             for node, rewrite in step.rewrites.items():
@@ -72,15 +82,32 @@ def decisions_of(plan: Plan) -> Iterator[tuple[str, Node, int]]:
 
 
 def _steps_of(plan: Plan, times: int) -> Iterator[tuple[Single | Island, int]]:
-    """Yields the steps of all levels but those that are planned inside; how often each runs."""
-    for step in plan.steps:
-        if not isinstance(step, Nested):
+    """Yields the steps of all levels but those that hold others; how often each runs."""
+    for step in plain_steps(plan.steps):
+        if isinstance(step, Nested):
+            for inside, turns in _plans_in(step, times):
+                yield from _steps_of(inside, turns)
+        else:
             yield step, times
-            continue
-        turns = times * turns_of(step.node.equation)
-        for inside in step.insides:
-            if isinstance(inside, Inside):
-                yield from _steps_of(inside.plan, turns)
+
+
+def _fused_of(plan: Plan, times: int) -> Iterator[tuple[str, Node, int]]:
+    """Yields what became of the attentions of all levels."""
+    for step in plan.steps:
+        if isinstance(step, Fused):
+            yield step.why, step.node, times
+        elif isinstance(step, Nested):
+            for inside, turns in _plans_in(step, times):
+                yield from _fused_of(inside, turns)
+    for node, why in plan.not_fused.items():
+        yield why, node, times
+
+
+def _plans_in(step: Nested, times: int) -> Iterator[tuple[Plan, int]]:
+    turns = times * turns_of(step.node.equation)
+    for inside in step.insides:
+        if isinstance(inside, Inside):
+            yield inside.plan, turns
 
 
 def _operations_of_node(

@@ -36,6 +36,7 @@ from jmp.autocasting._steps import (
     Surroundings,
 )
 from jmp.autocasting._storage import Storage
+from jmp.autocasting.attention import fuse_attentions
 from jmp.autocasting.rewrites import rewrite_of
 from jmp.dtypes import FLOAT32
 
@@ -88,9 +89,12 @@ class Planner(Level):
             for nodes in group(fusible.get(depth, []), self.facts.cuts):
                 steps += self._component(nodes)
             steps += map(self._barrier, barriers.get(depth, []))
+        not_fused: dict[Node, str] = {}
+        if self.context.words.settings.fuses_attention:
+            steps, not_fused = fuse_attentions(steps, self.graph, self.storage)
         infos = tuple(map(self.storage.info, self.graph.outputs))
         order = in_order(steps, self.graph.outputs)
-        return Plan(self.graph, tuple(order), infos, self.context.words)
+        return Plan(self.graph, tuple(order), infos, self.context.words, not_fused)
 
     # Components of fusible nodes.
 

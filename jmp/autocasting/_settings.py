@@ -12,7 +12,7 @@ from jmp.autocasting._registry import Category, Rule, primitive_name
 from jmp.dtypes import is_half
 from jmp.policy import Policy, refuse_float8
 
-CHOICES = ("auto", "none", "all")  # of `recompute`
+CHOICES = {"recompute": ("auto", "none", "all"), "attention": ("plain", "fused")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +23,7 @@ class Settings:
     overrides: tuple[tuple[str, Category], ...] = ()  # categories of primitives, for this call
     recompute: str = "auto"  # which islands are computed again in the backward pass
     inside_custom_vjp: bool = False  # what is inside custom_vjp functions is lowered too
+    fuses_attention: bool = False  # where JAX's cuDNN attention takes it
 
     def overrides_rule(self, name: str) -> bool:
         """Returns whether this call gave a primitive a category of its own."""
@@ -52,6 +53,7 @@ def settings_for(
     follow: Iterable[Any] = (),
     recompute: str = "auto",
     inside_custom_vjp: bool = False,
+    attention: str = "plain",
 ) -> Settings | None:
     """Checks what `autocast` was given; None if nothing is to be lowered."""
     overrides: dict[str, Category] = {}
@@ -77,10 +79,11 @@ def settings_for(
                     f"{category.value}=; give it one category."
                 )
             overrides[name] = category
-    if recompute not in CHOICES:
-        raise (ValueError if isinstance(recompute, str) else TypeError)(
-            f"autocast got recompute={described(recompute)}; expected one of {CHOICES}."
-        )
+    for option, choice in (("recompute", recompute), ("attention", attention)):
+        if choice not in CHOICES[option]:
+            raise (ValueError if isinstance(choice, str) else TypeError)(
+                f"autocast got {option}={described(choice)}; expected one of {CHOICES[option]}."
+            )
     refuse_float8(policy, "autocast")
     dtype = np.dtype(policy.compute_dtype)
     if dtype == np.float32:
@@ -90,4 +93,5 @@ def settings_for(
             f"autocast got the compute dtype {dtype}; expected float16 or bfloat16, or float32 to "
             "switch it off."
         )
-    return Settings(dtype, tuple(overrides.items()), recompute, inside_custom_vjp)
+    fuses = attention == "fused"
+    return Settings(dtype, tuple(overrides.items()), recompute, inside_custom_vjp, fuses)

@@ -5,7 +5,7 @@ There are three sorts of steps: a `Single` equation, a `Nested` one that is plan
 """
 
 import enum
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -123,7 +123,20 @@ class Island(NamedTuple):
     key: Hashable = None  # islands with one key share a trace (`_sharing`); None: with no other
 
 
-Step = Single | Nested | Island
+class Fused(NamedTuple):
+    """An attention as one kernel, where the program is lowered for CUDA; see `attention`."""
+
+    node: Node  # the last of those it stands for
+    plain: "tuple[Step, ...]"  # the steps that run elsewhere, in order
+    reads: tuple[Read, ...]  # values from outside, as they are stored
+    form: Any  # see `attention`
+    operands: tuple[Read, ...]  # queries, keys and values
+    biases: tuple[Read, ...]
+    masks: tuple[Read, ...]
+    why: str
+
+
+Step = Single | Nested | Island | Fused
 
 
 class Plan(NamedTuple):
@@ -133,6 +146,7 @@ class Plan(NamedTuple):
     steps: tuple[Step, ...]
     infos: tuple[Info, ...]  # what is known of each output, the dtype it comes out in among it
     words: Words
+    not_fused: Mapping[Node, str] = {}  # the last products of attentions, and why they are plain
 
     @property
     def stores(self) -> Dtypes:
@@ -140,6 +154,17 @@ class Plan(NamedTuple):
         return tuple(info.dtype for info in self.infos)
 
 
+def plain_steps(steps: Sequence[Step]) -> Iterator[Single | Nested | Island]:
+    """Yields steps, of a fused attention those that run where it is not fused."""
+    for step in steps:
+        if isinstance(step, Fused):
+            yield from plain_steps(step.plain)
+        else:
+            yield step
+
+
 def nodes_of(step: Step) -> tuple[Node, ...]:
     """Returns the nodes that a step computes."""
+    if isinstance(step, Fused):
+        return tuple(node for inner in plain_steps(step.plain) for node in nodes_of(inner))
     return step.nodes if isinstance(step, Island) else (step.node,)

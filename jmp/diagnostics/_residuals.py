@@ -60,6 +60,8 @@ class Origin(NamedTuple):
 
 
 LITERAL = Origin()
+# What a branch fills in for a residual of another platform's: XLA keeps no room for it.
+ELSEWHERE = Origin(operation="platform")
 
 
 def residuals(
@@ -83,6 +85,8 @@ def residuals(
     for atom, origin in zip(jaxpr.outvars, _origins(jaxpr, inputs, LITERAL), strict=True):
         if atom.aval.shape if hasattr(atom, "val") else atom in held:
             continue  # an argument, or an array that the function closes over
+        if origin is ELSEWHERE:
+            continue
         found[origin, atom.aval.dtype, tuple(atom.aval.shape)] += 1
     rows = []
     for (origin, dtype, shape), times in found.items():
@@ -114,9 +118,13 @@ def _results(equation: Any, operands: list[Origin], outer: Origin) -> list[Origi
         operation=equation.primitive.name,
     )
     inner = list(_jax_compat.inner_jaxprs(equation))
+    if here.operation == "platform_index":  # known when the program is compiled
+        return [ELSEWHERE]
     if here.operation == "scan":
         return _scan(equation, inner[0], operands, here)
     if here.operation == "cond":
+        if (chosen := _branch_here(equation)) is not None:
+            return _without_fillings(inner[chosen], _origins(inner[chosen], operands[1:], here))
         return _cond(inner, operands, here)
     counts = [len(jaxpr.invars) for jaxpr in inner]
     if here.operation in _jax_compat.CALLS and counts == [len(operands)]:
@@ -149,6 +157,28 @@ def _cond(branches: list[Any], operands: list[Origin], here: Origin) -> list[Ori
         made = [origin for origin in choices if origin.made_of]
         found.append(_joined((made or choices)[0], [*choices, operands[0]]))
     return found
+
+
+def _branch_here(equation: Any) -> int | None:
+    """Returns which branch of `lax.platform_dependent` runs here; None for another conditional."""
+    here = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
+    platforms = equation.params.get("branches_platforms") or ()
+    return next((i for i, names in enumerate(platforms) if names is None or here in names), None)
+
+
+def _without_fillings(branch: Any, origins: list[Origin]) -> list[Origin]:
+    """Marks what a branch returns, without a value, in the place of what other platforms keep."""
+    empty: set[Any] = set()
+
+    def is_empty(atom: Any) -> bool:
+        return not hasattr(atom, "val") and atom in empty
+
+    for equation in branch.eqns:
+        made_of_nothing = equation.invars and all(map(is_empty, equation.invars))
+        if made_of_nothing or equation.primitive.name.startswith("empty"):
+            empty.update(equation.outvars)
+    atoms = zip(branch.outvars, origins, strict=True)
+    return [ELSEWHERE if is_empty(atom) else origin for atom, origin in atoms]
 
 
 def _joined(origin: Origin, others: Sequence[Origin]) -> Origin:

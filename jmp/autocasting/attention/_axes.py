@@ -1,0 +1,142 @@
+"""Axes by where they come from: which axes of the scores an axis of another array is made of.
+
+An *atom* is an axis of the scores longer than one, or another axis that a product brings in. Each
+axis of an array is a tuple of atoms, slowest first: of the scores' own layout `((0,), (1,), (2,))`;
+with the first two merged `((0, 1), (2,))`. An axis of length one, or one that only repeats, is
+`()`.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from jmp.autocasting._graph import Node, Value
+from jmp.autocasting._numbers import shape_of
+from jmp.autocasting.attention._repeats import keeps_places, repeating
+
+Axes = tuple[tuple[int, ...], ...]
+Sizes = Mapping[int, int]  # how long each atom is
+
+
+def own_axes(shape: Sequence[int]) -> Axes:
+    """Returns the axes of the array whose axes are the atoms."""
+    return tuple((i,) if n != 1 else () for i, n in enumerate(shape))
+
+
+def after(node: Node, axes: Axes, sizes: Sizes) -> Axes | None:
+    """Returns the axes of the result of a node that moves data, given those of its operand.
+
+    Returns: None if the node repeats or drops numbers, or if an atom would be split.
+    """
+    shape = shape_of(node.outputs[0])
+    if node.name == "transpose":
+        return tuple(axes[i] for i in node.params["permutation"])
+    if node.rule.reshapes or (node.rule.repeats and node.outputs[0].size == node.inputs[0].size):
+        return _regrouped(axes, shape, sizes)
+    return axes if keeps_places(node) else None
+
+
+def before(node: Node, axes: Axes, sizes: Sizes) -> Axes | None:
+    """Returns the axes of the operand of a node that moves data, given those of its result.
+
+    What the node repeats has no atoms in the operand.
+    """
+    shape = shape_of(node.inputs[0])
+    if node.name == "transpose":
+        places = node.params["permutation"]
+        return tuple(axes[places.index(i)] for i in range(len(axes)))
+    if node.rule.repeats:
+        places = node.params["broadcast_dimensions"]
+        return tuple(axes[i] if n != 1 else () for n, i in zip(shape, places, strict=True))
+    if node.rule.reshapes:
+        return _regrouped(axes, shape, sizes)
+    return axes if keeps_places(node) else None
+
+
+def moves_axes(node: Node) -> bool:
+    """Returns whether `after` and `before` may follow axes through a node."""
+    return node.rule.reshapes or node.rule.permutes or node.rule.repeats or keeps_places(node)
+
+
+def _regrouped(axes: Axes, shape: Sequence[int], sizes: Sizes) -> Axes | None:
+    """Returns the atoms in the same order, as the axes of another shape."""
+    atoms = [atom for axis in axes for atom in axis]
+    regrouped: list[tuple[int, ...]] = []
+    for length in shape:
+        taken: tuple[int, ...] = ()
+        while atoms and math.prod(sizes[atom] for atom in taken) < length:
+            taken = (*taken, atoms.pop(0))
+        if math.prod(sizes[atom] for atom in taken) != length:
+            return None
+        regrouped.append(taken)
+    return None if atoms else tuple(regrouped)
+
+
+class Layout(NamedTuple):
+    """How an array is laid out anew: reshaped to `split`, transposed, reshaped to `shape`."""
+
+    split: tuple[int, ...]
+    order: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def __call__(self, array: Any) -> Any:
+        """Returns the array laid out anew."""
+        return array.reshape(self.split).transpose(self.order).reshape(self.shape)
+
+
+Group = tuple[int, ...]  # atoms that one axis of another array is made of
+Groups = Sequence[Group]
+
+
+def layout(axes: Axes, groups: Groups, sizes: Sizes) -> Layout:
+    """Returns how an array with `axes` becomes one whose axes are `groups` of atoms."""
+    atoms = [atom for axis in axes for atom in axis]
+    wanted = [atom for group in groups for atom in group]
+    return Layout(
+        tuple(sizes[atom] for atom in atoms),
+        tuple(atoms.index(atom) for atom in wanted),
+        tuple(math.prod(sizes[atom] for atom in group) for group in groups),
+    )
+
+
+def spread(array: Any, axes: Axes, groups: Groups, sizes: Sizes) -> Any:
+    """Lays out an array that lacks some atoms; a group that it has in part is repeated.
+
+    Along an axis without atoms all entries are equal, and the first is taken.
+
+    Returns: an array of one axis for each group, of length one where it has none of its atoms.
+    """
+    present = {atom for axis in axes for atom in axis}
+    atoms = [(atom, bool(present.intersection(group))) for group in groups for atom in group]
+    array = array[tuple(slice(None) if axis else slice(1) for axis in axes)]
+    array = layout(axes, [(atom,) for atom, _ in atoms if atom in present], sizes)(array)
+    array = array.reshape([sizes[atom] if atom in present else 1 for atom, _ in atoms])
+    array = jnp.broadcast_to(array, [sizes[atom] if in_part else 1 for atom, in_part in atoms])
+    return array.reshape(
+        [math.prod(sizes[a] for a in g) if present.intersection(g) else 1 for g in groups]
+    )
+
+
+class Placed(NamedTuple):
+    """A value, and which atoms its axes are."""
+
+    value: Value
+    axes: Axes
+
+
+def core_of(value: Value, axes: Axes, sizes: Sizes) -> Placed:
+    """Goes back from a value over what only repeats and moves it.
+
+    An axis along which the value that is left repeats has no atoms, whatever its length.
+    """
+    node = value.producer
+    while node is not None and moves_axes(node):
+        inner = before(node, axes, sizes)
+        if inner is None:
+            break
+        value, axes = node.inputs[0], inner
+        node = value.producer
+    pairs = zip(axes, repeating(value), strict=True)
+    return Placed(value, tuple(() if repeats else axis for axis, repeats in pairs))

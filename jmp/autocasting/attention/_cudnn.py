@@ -1,0 +1,193 @@
+"""Attention as cuDNN computes it: one kernel forward, two backward, and no scores in memory.
+
+T. Dao, FlashAttention-2 (2023): scores are made tile by tile, in float32, and made again in the
+backward pass from the rows' log-sum-exp.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jmp.autocasting.attention._axes import Axes, Groups, Layout, Sizes, spread
+
+# What stands for minus infinity in a bias: exp of it is zero in any row with a score above -2**14,
+# and cuDNN, which multiplies by log2(e), stays finite.
+LOWEST = -(2.0**15)
+# A row is masked wholly where no bias is above this.
+ALIVE = LOWEST / 2
+
+ONE_DIRECTION = (
+    "autocast(attention='fused') got {what}: the fused kernel has a first derivative in reverse "
+    "mode alone (jax.grad, jax.vjp). Use attention='plain' for this function."
+)
+
+
+class Form(NamedTuple):
+    """How one attention is laid out for cuDNN, and what is done to its scores.
+
+    cuDNN takes queries of the shape (batch, rows, heads, width), keys and values of (batch, keys,
+    groups of heads, width), a bias of (batch, heads, rows, keys).
+    """
+
+    query: Layout
+    key: Layout
+    values: Layout
+    result: Layout
+    scale: float
+    is_causal: bool
+    window: int | None  # how many keys before its own a row sees
+    biases: tuple[tuple[Axes, float], ...]
+    masks: tuple[tuple[Axes, bool], ...]
+    groups: Groups  # of a bias
+    sizes: Sizes
+    has_gradient: bool  # of the bias
+    is_alive: bool  # every row is known to see a key
+
+
+def attend(
+    form: Form, query: Any, key: Any, values: Any, biases: list[Any], masks: list[Any]
+) -> Any:
+    """Returns the attention of half queries, keys and values, in their dtype.
+
+    A row whose keys are all masked is the average of the values, as that of the plain program is,
+    whose scores are then all equal; its gradient with respect to queries and keys is zero.
+
+    Args:
+      biases, masks: what the form says how to lay out; floating, and boolean.
+    """
+    q, k, v = form.query(query), form.key(key), form.values(values)
+    rows, keys = q.shape[1], k.shape[1]
+    bias = _bias(form, biases, masks)
+    half_bias = None if bias is None else _half_bias(form, bias, q, keys)
+    # In the backward pass JAX refuses odd lengths. A key that is added is behind the last one, so
+    # that a causal mask hides it; else its bias does, or the number of keys that count.
+    hides = form.is_causal or half_bias is not None
+    lengths = None if hides or keys % 2 == 0 else jnp.full(len(q), keys, jnp.int32)
+    if half_bias is not None:
+        half_bias = _evened(half_bias, (2, 3), LOWEST)
+    fused = _fused(form.scale, form.is_causal, form.window)
+    result = fused(*(_evened(array, (1,)) for array in (q, k, v)), half_bias, lengths)[:, :rows]
+    if not form.is_alive and bias is not None:
+        result = _or_average(result, _sees_a_key(form, bias, rows, keys), v)
+    return form.result(result)
+
+
+def _evened(array: Any, axes: tuple[int, ...], fill: float = 0.0) -> Any:
+    """Returns an array whose lengths along some axes are even."""
+    added = [(0, array.shape[i] % 2 if i in axes else 0) for i in range(array.ndim)]
+    return jnp.pad(array, added, constant_values=fill) if any(n for _, n in added) else array
+
+
+def _half_bias(form: Form, bias: Any, query: Any, keys: int) -> Any:
+    """Returns a bias as cuDNN takes it: rows and keys in full, and heads if it has a gradient."""
+    heads = query.shape[2] if form.has_gradient else bias.shape[1]
+    held = bias if form.has_gradient else jnp.maximum(bias, LOWEST)
+    shape = (bias.shape[0], heads, query.shape[1], keys)
+    return jnp.broadcast_to(held, shape).astype(query.dtype)
+
+
+def _bias(form: Form, biases: list[Any], masks: list[Any]) -> Any:
+    bias = None
+    for array, (axes, factor) in zip(biases, form.biases, strict=True):
+        term = spread(array.astype(jnp.float32) * factor, axes, form.groups, form.sizes)
+        bias = term if bias is None else bias + term
+    for array, (axes, keeps) in zip(masks, form.masks, strict=True):
+        kept = spread(array == keeps, axes, form.groups, form.sizes)
+        bias = jnp.where(kept, 0.0 if bias is None else bias, LOWEST)
+    return bias
+
+
+def _sees_a_key(form: Form, bias: Any, rows: int, keys: int) -> Any:
+    """Returns whether a row has a key left: (batch, rows, heads, 1), or ones in place of these."""
+    left = bias > ALIVE
+    if form.is_causal:
+        row, key = jnp.arange(rows)[:, None], jnp.arange(keys)[None]
+        left &= (key <= row) & (form.window is None or row - key <= form.window)
+    return left.any(-1, keepdims=True).swapaxes(1, 2)
+
+
+def _or_average(result: Any, sees_a_key: Any, values: Any) -> Any:
+    average = values.mean(1, keepdims=True, dtype=jnp.float32).astype(values.dtype)
+    average = jnp.repeat(average, result.shape[2] // values.shape[2], axis=2)
+    return jnp.where(sees_a_key, result, average)
+
+
+# The call, and derivatives that it has not.
+
+
+@functools.cache
+def _fused(scale: float, is_causal: bool, window: int | None) -> Callable[..., Any]:
+    def call(q: Any, k: Any, v: Any, bias: Any, lengths: Any) -> Any:
+        return jax.nn.dot_product_attention(
+            q, k, v, bias, scale=scale, is_causal=is_causal, key_value_seq_lengths=lengths,
+            local_window_size=None if window is None else (window, 0), implementation="cudnn",
+        )  # fmt: skip
+
+    attention = jax.custom_vjp(call)
+    attention.defvjp(
+        _differentiated_once(lambda *operands: jax.vjp(call, *operands)),
+        _differentiated_once(lambda pull_back, cotangent: pull_back(cotangent)),
+    )
+    return lambda *operands: attention(*jax.tree.map(_in_reverse_mode, operands))
+
+
+def _differentiated_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    wrapped = jax.custom_jvp(function)
+
+    def refuse(primals: Any, tangents: Any) -> Any:
+        raise NotImplementedError(ONE_DIRECTION.format(what="a second derivative"))
+
+    wrapped.defjvp(refuse)
+    return lambda *operands: wrapped(*operands)
+
+
+# The identity, whose tangent is handed on by a primitive that can be transposed and not run: it is
+# left over in forward mode alone.
+@jax.custom_jvp
+def _in_reverse_mode(array: Any) -> Any:
+    return array
+
+
+@_in_reverse_mode.defjvp
+def _hand_on(primals: Any, tangents: Any) -> Any:
+    return primals[0], _tangent.bind(tangents[0])
+
+
+def _refuse(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError(ONE_DIRECTION.format(what="forward-mode differentiation (jax.jvp)"))
+
+
+_tangent = Primitive("reverse_mode_only")
+_tangent.def_impl(_refuse)
+_tangent.def_abstract_eval(lambda aval: aval)
+ad.deflinear2(_tangent, lambda cotangent, _: [cotangent])
+batching.defvectorized(_tangent)
+mlir.register_lowering(_tangent, _refuse)
+
+
+# Whether JAX takes it.
+
+
+def why_refused(form: Form, *operands: Any) -> str:
+    """Returns what JAX says against its cuDNN attention of these types; "" if nothing.
+
+    Args:
+      *operands: of `attend`, as types. Forward and backward pass are traced: JAX refuses some
+        shapes only there, and all of them where it finds no cuDNN.
+    """
+
+    def with_gradient(query: Any, key: Any, values: Any, biases: Any, masks: Any) -> Any:
+        function = functools.partial(attend, form, biases=biases, masks=masks)
+        result, pull_back = jax.vjp(function, query, key, values)
+        return pull_back(result)
+
+    try:
+        jax.eval_shape(with_gradient, *operands)
+    except Exception as error:  # JAX raises what it finds: RuntimeError, ValueError, ...
+        return " ".join(str(error).split()) or type(error).__name__
+    return ""

@@ -1,0 +1,238 @@
+"""Finds attention in the dataflow: product, scale, bias and mask, softmax, product.
+
+It goes back from the second product, and names no module: through what only moves numbers to the
+division of a softmax, and from there to the first product. Axes are followed by what they are made
+of (`_axes`), so that any order of them, and heads that are split or merged, come out alike.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from jmp.autocasting._graph import Node, Value
+from jmp.autocasting._numbers import shape_of
+from jmp.autocasting.attention._axes import (
+    Axes,
+    Placed,
+    after,
+    core_of,
+    moves_axes,
+    own_axes,
+)
+from jmp.autocasting.attention._operands import NotFused, Operands, operands_of
+from jmp.autocasting.attention._repeats import repeating
+
+# What a mask puts in place of a score: exp of it is zero beside any score that is left.
+MASKED = -1e4
+
+
+class Bias(NamedTuple):
+    """What is added to the scores: `factor` times a value."""
+
+    placed: Placed
+    factor: float
+
+
+class Mask(NamedTuple):
+    """A boolean value: where it equals `keeps` the score stays, elsewhere it is `fill`."""
+
+    placed: Placed
+    keeps: bool
+    fill: float
+
+
+class Attention(NamedTuple):
+    """What was found; atoms are the axes of the scores."""
+
+    scores: Node  # the first product
+    result: Node  # the second
+    nodes: tuple[Node, ...]  # both, and what was recognised between
+    operands: Operands
+    sizes: dict[int, int]
+    scale: float
+    biases: tuple[Bias, ...]
+    masks: tuple[Mask, ...]
+
+
+class _Softmax(NamedTuple):
+    nodes: tuple[Node, ...]  # that it is known by
+    to_weights: tuple[Node, ...]  # what moves the weights afterwards
+    argument: Value
+    axis: int  # of the argument
+
+
+def find_attention(result: Node) -> Attention | None:
+    """Returns the attention that ends with the product `result`; None if there is no softmax.
+
+    Raises: NotFused if there is one, but not as an attention has it.
+    """
+    if result.name != "dot_general":
+        return None
+    for side in (0, 1):
+        softmax = _softmax_of(result.inputs[side])
+        if softmax is not None:
+            return _attention(result, side, softmax)
+    for value in result.inputs:
+        if blocking := _before_softmax(value):
+            raise NotFused(f"{blocking.name} stands between its softmax and the values")
+    return None
+
+
+def _softmax_of(weights: Value) -> _Softmax | None:
+    moved: list[Node] = []
+    node = weights.producer
+    while node is not None and moves_axes(node):
+        moved.append(node)
+        node = node.inputs[0].producer
+    if node is None or node.name != "div":
+        return None
+    powers, total = node.inputs[0], node.inputs[1].producer
+    exp = powers.producer
+    while total is not None and moves_axes(total):
+        total = total.inputs[0].producer
+    if exp is None or exp.name != "exp" or total is None or total.name != "reduce_sum":
+        return None
+    if total.inputs[0] is not powers or len(total.params["axes"]) != 1:
+        return None
+    (axis,) = total.params["axes"]
+    argument = exp.inputs[0]
+    # What is the same for all keys, such as the row's maximum, may be subtracted: it cancels.
+    while (shift := argument.producer) is not None and shift.name == "sub":
+        if not repeating(shift.inputs[1])[axis]:
+            break
+        argument = shift.inputs[0]
+    return _Softmax((node, exp), tuple(moved[::-1]), argument, int(axis))
+
+
+def _before_softmax(value: Value) -> Node | None:
+    """Returns what stands between a softmax of scores and a value, if there is such a softmax."""
+    first: Node | None = None
+    stack, seen = [value], set()
+    while stack:
+        node = stack.pop().producer
+        if node is None or node in seen or not node.is_fusible:
+            continue
+        seen.add(node)
+        if first is None and not moves_axes(node):
+            first = node
+        if node.name == "exp" and _leads_to_product(node.inputs[0]):
+            return first
+        stack += node.inputs
+    return None
+
+
+def _leads_to_product(value: Value) -> bool:
+    stack, seen = [value], set()
+    while stack:
+        node = stack.pop().producer
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name == "dot_general" and node.is_product:
+            return True
+        if node.is_fusible:
+            stack += node.inputs
+    return False
+
+
+# From the softmax back to the first product.
+
+
+def _attention(result: Node, side: int, softmax: _Softmax) -> Attention:
+    path = _path_to_product(softmax.argument)
+    if path is None:
+        raise NotFused("no product is found in front of its softmax")
+    scores, *between = path
+    sizes = dict(enumerate(shape_of(scores.outputs[0])))
+    axes = own_axes(shape_of(scores.outputs[0]))
+    scale, biases, masks = 1.0, list[Bias](), list[Mask]()
+    on_path = {scores.outputs[0]}
+    for node in between:
+        if moves_axes(node):
+            axes = _followed(node, axes, sizes)
+        elif node.name == "select_n":
+            masks.append(_mask(node, on_path, axes, sizes))
+        elif node.rule.linear:
+            biases.append(_bias(node, on_path, axes, sizes))
+        else:
+            factor = _factor(node, on_path)
+            scale *= factor
+            biases = [Bias(bias.placed, bias.factor * factor) for bias in biases]
+        on_path.add(node.outputs[0])
+    keys = axes[softmax.axis]
+    for node in softmax.to_weights:
+        axes = _followed(node, axes, sizes)
+    if len(keys) != 1:
+        raise NotFused("its softmax is not over one axis of keys longer than one")
+    nodes = (scores, *between, *softmax.nodes, *softmax.to_weights, result)
+    operands = operands_of(scores, result, side, axes, keys[0], sizes)
+    return Attention(scores, result, nodes, operands, sizes, scale, tuple(biases), tuple(masks))
+
+
+def _followed(node: Node, axes: Axes, sizes: dict[int, int]) -> Axes:
+    followed = after(node, axes, sizes)
+    if followed is None:
+        raise NotFused(f"{node.name} mixes the axes of its scores")
+    return followed
+
+
+def _path_to_product(value: Value) -> list[Node] | None:
+    """Returns the nodes from the product that makes the scores to `value`."""
+    node = value.producer
+    if node is None:
+        return None
+    if node.name == "dot_general":
+        return [node] if node.is_product else None
+    if not node.is_fusible:
+        return None
+    operands: Iterable[Value] = node.inputs
+    if moves_axes(node) or node.name == "div":
+        operands = node.inputs[:1]
+    elif node.name == "select_n":
+        operands = node.inputs[1:]
+    elif not (node.rule.linear or node.name == "mul"):
+        if _leads_to_product(value):
+            raise NotFused(f"{node.name} changes its scores")
+        return None
+    for operand in operands:
+        path = _path_to_product(operand)
+        if path is not None:
+            return [*path, node]
+    return None
+
+
+def _other(node: Node, on_path: set[Value]) -> Value:
+    others = [value for value in node.inputs if value not in on_path]
+    if len(others) != 1:
+        raise NotFused(f"{node.name} reads its scores twice")
+    return others[0]
+
+
+def _factor(node: Node, on_path: set[Value]) -> float:
+    constant = _other(node, on_path).constant
+    if constant is None or not constant > 0:
+        raise NotFused("its scores are scaled by a number that is not a positive constant")
+    return 1 / constant if node.name == "div" else constant
+
+
+def _bias(node: Node, on_path: set[Value], axes: Axes, sizes: dict[int, int]) -> Bias:
+    bias = _other(node, on_path)
+    if node.name == "sub" and node.inputs[0] is bias:
+        raise NotFused("its scores are subtracted from a bias")
+    return Bias(_placed(bias, axes, sizes), -1.0 if node.name == "sub" else 1.0)
+
+
+def _mask(node: Node, on_path: set[Value], axes: Axes, sizes: dict[int, int]) -> Mask:
+    which, *cases = node.inputs
+    kept = [case in on_path for case in cases]
+    if which.dtype != bool or sum(kept) != 1 or which in on_path:
+        raise NotFused("its mask is not a choice between the scores and a number")
+    (fill,) = [case.constant for case, keeps in zip(cases, kept, strict=True) if not keeps]
+    if fill is None or not fill <= MASKED:
+        raise NotFused("its mask puts in numbers that are not a constant of -1e4 or below")
+    return Mask(_placed(which, axes, sizes), kept[1], fill)
+
+
+def _placed(value: Value, axes: Axes, sizes: dict[int, int]) -> Placed:
+    shape = shape_of(value)  # () of a number
+    own = tuple(axis if n != 1 else () for n, axis in zip(shape, axes, strict=False))
+    return core_of(value, own, sizes)
