@@ -1,5 +1,6 @@
 """The benchmarks run, at a tiny size; nothing here asserts a time."""
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -11,13 +12,14 @@ import numpy as np
 import pytest
 
 import benchmarks.run
-from benchmarks import _counted, _measured, public_models, recipes, report, workloads
+from benchmarks import _counted, _measured, models, public_models, recipes, report, workloads
 from benchmarks.pairing import paired
 from benchmarks.planner_rules import RULES, replaced
 from benchmarks.processes import ROOT
 from benchmarks.published import _page
 from benchmarks.recipes import RECIPES
-from benchmarks.workloads import UPDATES, Update, rehearsal
+from benchmarks.workloads import UPDATES, rehearsal
+from tests.h200.harness import as_if_cudnn
 
 # One of each kind: the others differ in sizes alone.
 KINDS = ("gpt2", "resnet50-cifar-128", "update-60")
@@ -26,7 +28,7 @@ PAIRS = [
     (recipe, workload)
     for recipe in RECIPES
     for workload in WORKLOADS
-    if (recipe.update if isinstance(workload, Update) else recipe.training)
+    if recipe.address(workload) is not None
 ]
 
 
@@ -42,7 +44,8 @@ def test_a_step_returns_a_state_like_the_one_it_got(recipe, workload):
         training = recipe.make(workload)
         key = jax.random.key(0)
         state, batch = (jax.eval_shape(make, key) for make in (training.init, workload.batch))
-        new_state, loss = jax.eval_shape(training.step, state, batch)
+        with as_if_cudnn() if recipe.needs_cudnn else contextlib.nullcontext():
+            new_state, loss = jax.eval_shape(training.step, state, batch)
     # What is donated can only be reused, and the step compiled only once, if no type changes.
     assert jax.tree.structure(new_state) == jax.tree.structure(state)
     for new, old in zip(jax.tree.leaves(new_state), jax.tree.leaves(state), strict=True):
@@ -55,7 +58,7 @@ def test_recipes_start_from_the_same_loss():
     trainings = {
         recipe.name: recipe.make(workload)
         for recipe in RECIPES
-        if recipe.training and not recipe.package
+        if recipe.training and not (recipe.package or recipe.needs_cudnn)
     }
 
     # The losses alone, of all in one program: most of the time goes into compiling.
@@ -67,6 +70,20 @@ def test_recipes_start_from_the_same_loss():
         losses = first_losses(jax.random.key(0), workload.batch(jax.random.key(1)))
     for name, loss in losses.items():
         assert float(loss) == pytest.approx(float(losses["float32"]), rel=1e-3), name
+
+
+# Even and causal as in GPT-2, odd and not as in ViT-B/16.
+@pytest.mark.parametrize(("length", "causal"), [(4, True), (5, False)])
+def test_the_models_attend_alike_with_cudnn(length, causal, monkeypatch):
+    attend = jax.nn.dot_product_attention
+    by_xla = lambda *heads, implementation, **masks: attend(*heads, **masks)
+    heads = jax.random.normal(jax.random.key(0), (3, 2, length, 2, 8), np.float16)
+    with jax.numpy_rank_promotion("allow"):
+        expected = models.attention(*heads, causal)
+        monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)  # there is no cuDNN here
+        attended = models.cudnn_attention(*heads, causal)
+    assert attended.dtype == expected.dtype == np.float16
+    np.testing.assert_allclose(attended, expected, atol=4e-3)
 
 
 def test_ratios_are_within_a_round_and_come_with_an_interval():
