@@ -1,5 +1,6 @@
 """The benchmarks run, at a tiny size; nothing here asserts a time."""
 
+import argparse
 import contextlib
 import importlib.util
 import json
@@ -13,6 +14,7 @@ import pytest
 
 import benchmarks.run
 from benchmarks import _counted, _measured, models, public_models, recipes, report, workloads
+from benchmarks._tables import TITLES
 from benchmarks.pairing import paired
 from benchmarks.planner_rules import RULES, replaced
 from benchmarks.processes import ROOT
@@ -72,18 +74,25 @@ def test_recipes_start_from_the_same_loss():
         assert float(loss) == pytest.approx(float(losses["float32"]), rel=1e-3), name
 
 
-# Even and causal as in GPT-2, odd and not as in ViT-B/16.
-@pytest.mark.parametrize(("length", "causal"), [(4, True), (5, False)])
-def test_the_models_attend_alike_with_cudnn(length, causal, monkeypatch):
+def test_the_models_attend_alike_with_cudnn(monkeypatch):
     attend = jax.nn.dot_product_attention
     by_xla = lambda *heads, implementation, **masks: attend(*heads, **masks)
-    heads = jax.random.normal(jax.random.key(0), (3, 2, length, 2, 8), np.float16)
+    monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)  # there is no cuDNN here
+
+    @jax.jit
+    def both(heads):
+        # Causal and even as GPT-2, the first four; not causal and odd as ViT-B/16, all five.
+        return [
+            [attention(*parts, causal) for attention in (models.attention, models.cudnn_attention)]
+            for parts, causal in ((heads[:, :, :4], True), (heads, False))
+        ]
+
+    heads = jax.random.normal(jax.random.key(0), (3, 2, 5, 2, 8), np.float16)
     with jax.numpy_rank_promotion("allow"):
-        expected = models.attention(*heads, causal)
-        monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)  # there is no cuDNN here
-        attended = models.cudnn_attention(*heads, causal)
-    assert attended.dtype == expected.dtype == np.float16
-    np.testing.assert_allclose(attended, expected, atol=4e-3)
+        pairs = both(heads)
+    for expected, attended in pairs:
+        assert attended.dtype == expected.dtype == np.float16
+        np.testing.assert_allclose(attended, expected, atol=4e-3)
 
 
 def test_ratios_are_within_a_round_and_come_with_an_interval():
@@ -145,6 +154,54 @@ def test_a_recipe_that_did_not_run_is_a_line_of_the_report():
             assert "ours: adapter: not run: out of memory" in section
     counted["workloads"]["gpt2"]["recipes"] = {"by-hand": failed}
     assert "by hand, dynamic loss scaling: not run: out of memory" in _counted.steps(counted)
+
+
+def test_a_modelled_limit_stands_in_the_tables_with_its_parts_and_never_as_a_time():
+    parts = {"bytes": 5.0, "operations": 6.5, "launches": 1.0}
+    counted = {"bytes_moved": 1, "kernels": 1, "temp_bytes": 1, "model_ms": parts}
+    slower = counted | {"model_ms": parts | {"bytes": 17.5}}
+    recipes = {"by-hand": counted, "float32": slower}
+    compiled = {"machine": MACHINE, "workloads": {"gpt2": {"title": "GPT-2", "recipes": recipes}}}
+    cells = cells_of(_counted.steps(compiled))
+    assert cells["by hand, dynamic loss scaling"][-2:] == ["12.50 = 5.00 + 6.50 + 1.00", "1.000"]
+    assert cells["float32, exact products"][-1] == "2.000"
+    assert cells["recipe"][-2].startswith("modelled limit, model ms")
+
+    ceilings = {f"{n}_flops_per_second": 1.0 for n in ("float16", "tf32", "float32")}
+    measured = {name: {"seconds": 1.0, "ratio": 1.0} for name in ("by-hand", "float32", "tf32")}
+    timed = {
+        "machine": MACHINE,
+        "ceilings": ceilings | {"bytes_per_second": 1.0},
+        "workloads": {"gpt2": {"title": "GPT-2", "recipes": measured}},
+    }
+    cells = cells_of(_measured.gpu(timed, compiled))
+    column = cells["recipe"].index("modelled limit, model ms")
+    limits = {name: row[column] for name, row in cells.items() if name in TITLES.values()}
+    assert limits == {
+        "by hand, dynamic loss scaling": "12.50",
+        "float32, exact products": "25.00",
+        "float32, TF32 products": "",  # another program than that of exact products
+    }
+
+
+def cells_of(text):
+    """Returns the rows of the tables in a text by their first cell."""
+    rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("| ")]
+    return {row[0].strip(): [cell.strip() for cell in row] for row in rows}
+
+
+def test_attention_of_cudnn_is_for_models_with_attention_and_not_for_a_cpu():
+    rows = {row.name: row for row in (*workloads.WORKLOADS, *UPDATES)}
+
+    def names(suite, workload):
+        arguments = argparse.Namespace(suite=suite, recipes=[row.name for row in RECIPES])
+        return benchmarks.run.recipes_for(rows[workload], arguments, compiled=suite != "gpu")
+
+    has = {name: "by-hand-cudnn" in names("compiled", name) for name in rows}
+    assert [name for name in rows if has[name]] == ["gpt2", "vit-b16"]
+    assert "by-hand-cudnn" in names("gpu", "gpt2")
+    assert "by-hand-cudnn" not in names("cpu", "gpt2")
+    assert "by-hand" in names("cpu", "gpt2")
 
 
 MACHINE = dict.fromkeys(
