@@ -17,6 +17,7 @@ those of `tests.h200.harness`, which says how they are counted: loops count one 
   its gradient takes five, since the probabilities were not stored and are computed once more. A
   causal mask over as many queries as keys halves them. The softmax, padded keys and windows change
   nothing.
+* A library call is one launch, also where the library takes several kernels for it.
 * Caches are not modelled: an H200 holds 50 MB in its second-level cache, so a kernel that reads
   what the last one wrote may take less than its bytes say. Otherwise kernels take longer: none
   reaches the peak, and the matrices of a model are smaller than those of a data sheet.

@@ -2,8 +2,8 @@
 
 Its import name is ours; it runs in a process whose import path has it first. Stepped around: its
 README's half-precision scale raises in `adjust`, so the scale is float32; batch statistics are left
-in float32, as a half policy for the whole state lets a variance go negative; the scale reaches a
-step as its leaves, since JAX 0.10 describes arguments by what its class refuses to hold.
+in float32, as a half policy for the whole state lets a variance go negative; a step takes the scale
+as its leaves, since its class refuses the `jax.stages.ArgInfo` that JAX puts into it in lowering.
 """
 
 import warnings
