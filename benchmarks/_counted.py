@@ -6,7 +6,9 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-from benchmarks._tables import BASELINE, TITLES, failures, table, versions_of
+from benchmarks._roofline import BANDWIDTH, LAUNCH, PEAKS
+from benchmarks._tables import BASELINE, TITLES, failures, table, total, versions_of
+from benchmarks.recipes import RECIPES
 from benchmarks.workloads import UPDATES, WORKLOADS
 
 matplotlib.use("Agg")
@@ -16,6 +18,16 @@ import matplotlib.pyplot as plt
 COLORS = {"unscaled": "#999999", "adapter": "#0072B2", "masters": "#CC79A7"}
 OTHERS = {"deepmind-jmp": "#E69F00", "mpx": "#D55E00", "dynamic-scale": "#F0E442"}
 PLOTTED = {**COLORS, **OTHERS, "apply-if-finite": "#56B4E9"}
+
+LIMIT = "modelled limit, model ms: bytes + operations + launches"
+MODEL = f"""The *modelled limit* is a model, in model milliseconds, and no time: what the data sheet
+of an H200 allows these kernels, so that the distance of a measured step to it can be read. It is
+the sum over the kernels of the larger of their bytes over {BANDWIDTH / 1e12:.1f} TB/s and their
+operations over {PEAKS["f16"] / 1e12:.0f} TFLOP/s in float16 and bfloat16,
+{PEAKS["tf32"] / 1e12:.0f} in TF32, {PEAKS["f32"] / 1e12:.0f} in float32, and {1e6 * LAUNCH:.0f}
+microsecond for each launch, as XLA estimates it. Its parts: the kernels whose bytes decide, those
+whose operations decide, the launches. `benchmarks/_roofline.py` says how operations are counted and
+what the model leaves out, caches first of all."""
 
 
 def steps(results: dict[str, Any]) -> str:
@@ -27,6 +39,13 @@ kernels read and write, kernels it launches, memory for intermediate values. No 
 The ratios are to the same step by hand: `dtype=float16` on every layer, dynamic loss scaling
 written out.
 
+{MODEL}
+
+With cuDNN's attention a step by hand keeps no matrix of probabilities: one kernel forward, one
+backward (`jax.nn.dot_product_attention`, `implementation="cudnn"`). Without a device the compiler
+does not know cuDNN's workspace, so it is not in GB temp. For a gradient JAX takes sequences of even
+length alone: the 197 tokens of ViT-B/16 are filled up to 198.
+
 ![Bytes, kernels and temporary memory of every recipe, over those of the step by hand](compiled.png)
 
 """
@@ -34,7 +53,10 @@ written out.
         found = results["workloads"].get(workload.name)
         if found is None:
             continue
-        recipes = {n: r for n, r in found["recipes"].items() if "error" not in r}
+        # In the order of the list, also where some were counted again or later.
+        counts = found["recipes"]
+        ran = (row.name for row in RECIPES if "error" not in counts.get(row.name, {"error": ""}))
+        recipes = {name: counts[name] for name in ran}
         rows = [
             [
                 TITLES[name],
@@ -44,10 +66,13 @@ written out.
                 ratio(recipes, name, "kernels"),
                 f"{counted['temp_bytes'] / 1e9:.2f}",
                 ratio(recipes, name, "temp_bytes"),
+                limit_text(counted),
+                ratio(recipes, name, "model_ms"),
             ]
             for name, counted in recipes.items()
         ]
         headers = ["recipe", "GB moved", "ratio", "kernels", "ratio", "GB temp", "ratio"]
+        headers += [LIMIT, "ratio"]
         text += f"### {found['title']}\n\n{table(headers, rows)}{failures(found['recipes'])}\n"
     return text
 
@@ -55,7 +80,14 @@ written out.
 def ratio(recipes: dict[str, Any], name: str, key: str) -> str:
     """Returns what is counted of a recipe over that of the step by hand; "" if that failed."""
     base = recipes.get(BASELINE)
-    return f"{recipes[name][key] / base[key]:.3f}" if base else ""
+    return f"{total(recipes[name][key]) / total(base[key]):.3f}" if base else ""
+
+
+def limit_text(counted: dict[str, Any]) -> str:
+    """Returns the modelled limit and its parts, such as "12.67 = 5.02 + 6.69 + 0.96"."""
+    parts = counted["model_ms"]
+    terms = " + ".join(f"{parts[part]:.2f}" for part in ("bytes", "operations", "launches"))
+    return f"{total(parts):.2f} = {terms}"
 
 
 def loss_scaling(results: dict[str, Any]) -> str:
@@ -90,7 +122,8 @@ a skipped step has to leave as they were.
 
 
 def updates(results: dict[str, Any]) -> str:
-    text = "## The update alone\n\nFloat16 gradients, buffers donated; bytes a parameter.\n\n"
+    text = "## The update alone\n\nFloat16 gradients, buffers donated; bytes a parameter. The "
+    text += "modelled limit is that of the steps above.\n\n"
     for update in UPDATES:
         found = results["workloads"].get(update.name)
         if found is None:
@@ -102,11 +135,12 @@ def updates(results: dict[str, Any]) -> str:
                 str(counted["kernels"]),
                 str(counted["copies"]),
                 f"{counted['temp_bytes'] / update.parameters:.2f}",
+                limit_text(counted),
             ]
             for name, counted in found["recipes"].items()
             if "error" not in counted
         ]
-        headers = ["recipe", "bytes", "kernels", "copies", "temp"]
+        headers = ["recipe", "bytes", "kernels", "copies", "temp", LIMIT]
         text += f"### {found['title']}\n\n{table(headers, rows)}{failures(found['recipes'])}\n"
     return text
 

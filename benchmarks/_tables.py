@@ -1,4 +1,4 @@
-"""What the parts of the report share: titles of recipes, tables, what did not run."""
+"""What the parts of the report share: titles of recipes, tables, sums, what did not run."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from tabulate import tabulate
 from benchmarks.recipes import RECIPES
 from benchmarks.run import BASELINE, CONTROL
 
-__all__ = ["BASELINE", "CONTROL", "TITLES", "failures", "table", "versions_of"]
+__all__ = ["BASELINE", "CONTROL", "TITLES", "failures", "table", "total", "versions_of"]
 
 TITLES = {row.name: row.title for row in RECIPES} | {
     CONTROL: "by hand, a second process (A/A control)",
@@ -18,6 +18,11 @@ TITLES = {row.name: row.title for row in RECIPES} | {
 
 def table(headers: list[str], rows: list[list[Any]]) -> str:
     return tabulate(rows, headers, tablefmt="github", disable_numparse=True) + "\n"
+
+
+def total(counted: Any) -> float:
+    """Returns a figure, or the sum of its parts."""
+    return sum(counted.values()) if isinstance(counted, dict) else counted
 
 
 def versions_of(machine: dict[str, Any]) -> str:

@@ -34,6 +34,7 @@ class Process:
         environment = dict(
             os.environ,
             PYTHONPATH=os.pathsep.join(map(str, paths)),
+            PYTHONSAFEPATH="1",  # `-m` would put this project before everything
             XLA_PYTHON_CLIENT_PREALLOCATE="false",
             **({"JAX_PLATFORMS": platform} if platform else {}),
         )

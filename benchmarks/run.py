@@ -60,11 +60,15 @@ def parse_arguments() -> argparse.Namespace:
 
 def recipes_for(workload: Any, arguments: argparse.Namespace, compiled: bool) -> list[str]:
     """Returns the names of the recipes that have something to run for `workload`."""
-    update = isinstance(workload, Update)
-    names = [row.name for row in RECIPES if (row.update if update else row.training)]
+    on_cpu = arguments.suite == "cpu"
+    names = [
+        row.name
+        for row in RECIPES
+        if row.address(workload) is not None and not (on_cpu and row.needs_cudnn)
+    ]
     if compiled:
         names = [name for name in names if name != "tf32"]  # the same program as float32
-    elif not update:
+    elif not isinstance(workload, Update):
         names += TORCH
     return [name for name in names if name in arguments.recipes]
 

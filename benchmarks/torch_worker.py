@@ -2,8 +2,9 @@
 
     python -m benchmarks.torch_worker eager|compile
 
-Its usual best: fused optimizers, convolutions in channels-last, flash attention where PyTorch
-chooses it. Obeys the commands of `benchmarks.worker` that time.
+Its usual best: fused optimizers, convolutions in channels-last, attention by
+`functional.scaled_dot_product_attention`, for which PyTorch chooses the kernel. Obeys the commands
+of `benchmarks.worker` that time.
 """
 
 import sys

@@ -33,7 +33,11 @@ class Worker:
         jax.config.update("jax_default_matmul_precision", self._recipe.matmul_precision)
 
     def count(self, workload: str, rehearse: bool, check: str | None = None) -> dict[str, Any]:
-        """Counts the step compiled for an H200, without a device; with another finite check."""
+        """Counts the step compiled for an H200, without a device; with another finite check.
+
+        `model_ms` is a model of what its kernels take at least (`benchmarks/_roofline.py`).
+        """
+        from benchmarks._roofline import modelled_limit
         from tests.h200.harness import compile_for_h200
 
         if check is not None:
@@ -52,6 +56,7 @@ class Worker:
             "copies": program.copies,
             "conditionals": program.conditionals,
             "temp_bytes": program.temp_bytes,
+            "model_ms": modelled_limit(program.text),
         }
 
     def prepare(self, workload: str, rehearse: bool) -> dict[str, Any]:

@@ -34,6 +34,10 @@ class Workload:
     classes: int
     optimizer: optax.GradientTransformation
 
+    @property
+    def has_attention(self) -> bool:
+        return hasattr(self.module(None), "attention")
+
     def variables(self, key: jax.Array) -> tuple[Any, Any]:
         """Returns float32 parameters and batch statistics (empty for a model without)."""
         module = self.module(None)

@@ -1,5 +1,7 @@
 """The benchmarks run, at a tiny size; nothing here asserts a time."""
 
+import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -11,13 +13,15 @@ import numpy as np
 import pytest
 
 import benchmarks.run
-from benchmarks import _counted, _measured, public_models, recipes, report, workloads
+from benchmarks import _counted, _measured, models, public_models, recipes, report, workloads
+from benchmarks._tables import TITLES
 from benchmarks.pairing import paired
 from benchmarks.planner_rules import RULES, replaced
 from benchmarks.processes import ROOT
 from benchmarks.published import _page
 from benchmarks.recipes import RECIPES
-from benchmarks.workloads import UPDATES, Update, rehearsal
+from benchmarks.workloads import UPDATES, rehearsal
+from tests.h200.harness import as_if_cudnn
 
 # One of each kind: the others differ in sizes alone.
 KINDS = ("gpt2", "resnet50-cifar-128", "update-60")
@@ -26,7 +30,7 @@ PAIRS = [
     (recipe, workload)
     for recipe in RECIPES
     for workload in WORKLOADS
-    if (recipe.update if isinstance(workload, Update) else recipe.training)
+    if recipe.address(workload) is not None
 ]
 
 
@@ -42,7 +46,8 @@ def test_a_step_returns_a_state_like_the_one_it_got(recipe, workload):
         training = recipe.make(workload)
         key = jax.random.key(0)
         state, batch = (jax.eval_shape(make, key) for make in (training.init, workload.batch))
-        new_state, loss = jax.eval_shape(training.step, state, batch)
+        with as_if_cudnn() if recipe.needs_cudnn else contextlib.nullcontext():
+            new_state, loss = jax.eval_shape(training.step, state, batch)
     # What is donated can only be reused, and the step compiled only once, if no type changes.
     assert jax.tree.structure(new_state) == jax.tree.structure(state)
     for new, old in zip(jax.tree.leaves(new_state), jax.tree.leaves(state), strict=True):
@@ -55,7 +60,7 @@ def test_recipes_start_from_the_same_loss():
     trainings = {
         recipe.name: recipe.make(workload)
         for recipe in RECIPES
-        if recipe.training and not recipe.package
+        if recipe.training and not (recipe.package or recipe.needs_cudnn)
     }
 
     # The losses alone, of all in one program: most of the time goes into compiling.
@@ -67,6 +72,26 @@ def test_recipes_start_from_the_same_loss():
         losses = first_losses(jax.random.key(0), workload.batch(jax.random.key(1)))
     for name, loss in losses.items():
         assert float(loss) == pytest.approx(float(losses["float32"]), rel=1e-3), name
+
+
+def test_the_models_attend_alike_with_cudnn(monkeypatch):
+    attend = jax.nn.dot_product_attention
+    by_xla = lambda *heads, implementation, **masks: attend(*heads, **masks)
+    monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)  # there is no cuDNN here
+
+    @jax.jit
+    def both(heads):
+        # Causal and even as GPT-2, the first four; not causal and odd as ViT-B/16, all five.
+        return [
+            [attention(*parts, causal) for attention in (models.attention, models.cudnn_attention)]
+            for parts, causal in ((heads[:, :, :4], True), (heads, False))
+        ]
+
+    heads = jax.random.normal(jax.random.key(0), (3, 2, 5, 2, 8))
+    with jax.numpy_rank_promotion("allow"):
+        pairs = both(heads)
+    for expected, attended in pairs:
+        np.testing.assert_allclose(attended, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_ratios_are_within_a_round_and_come_with_an_interval():
@@ -128,6 +153,54 @@ def test_a_recipe_that_did_not_run_is_a_line_of_the_report():
             assert "ours: adapter: not run: out of memory" in section
     counted["workloads"]["gpt2"]["recipes"] = {"by-hand": failed}
     assert "by hand, dynamic loss scaling: not run: out of memory" in _counted.steps(counted)
+
+
+def test_a_modelled_limit_stands_in_the_tables_with_its_parts_and_never_as_a_time():
+    parts = {"bytes": 5.0, "operations": 6.5, "launches": 1.0}
+    counted = {"bytes_moved": 1, "kernels": 1, "temp_bytes": 1, "model_ms": parts}
+    slower = counted | {"model_ms": parts | {"bytes": 17.5}}
+    recipes = {"by-hand": counted, "float32": slower}
+    compiled = {"machine": MACHINE, "workloads": {"gpt2": {"title": "GPT-2", "recipes": recipes}}}
+    cells = cells_of(_counted.steps(compiled))
+    assert cells["by hand, dynamic loss scaling"][-2:] == ["12.50 = 5.00 + 6.50 + 1.00", "1.000"]
+    assert cells["float32, exact products"][-1] == "2.000"
+    assert cells["recipe"][-2].startswith("modelled limit, model ms")
+
+    ceilings = {f"{n}_flops_per_second": 1.0 for n in ("float16", "tf32", "float32")}
+    measured = {name: {"seconds": 1.0, "ratio": 1.0} for name in ("by-hand", "float32", "tf32")}
+    timed = {
+        "machine": MACHINE,
+        "ceilings": ceilings | {"bytes_per_second": 1.0},
+        "workloads": {"gpt2": {"title": "GPT-2", "recipes": measured}},
+    }
+    cells = cells_of(_measured.gpu(timed, compiled))
+    column = cells["recipe"].index("modelled limit, model ms")
+    limits = {name: row[column] for name, row in cells.items() if name in TITLES.values()}
+    assert limits == {
+        "by hand, dynamic loss scaling": "12.50",
+        "float32, exact products": "25.00",
+        "float32, TF32 products": "",  # another program than that of exact products
+    }
+
+
+def cells_of(text):
+    """Returns the rows of the tables in a text by their first cell."""
+    rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("| ")]
+    return {row[0].strip(): [cell.strip() for cell in row] for row in rows}
+
+
+def test_attention_of_cudnn_is_for_models_with_attention_and_not_for_a_cpu():
+    rows = {row.name: row for row in (*workloads.WORKLOADS, *UPDATES)}
+
+    def names(suite, workload):
+        arguments = argparse.Namespace(suite=suite, recipes=[row.name for row in RECIPES])
+        return benchmarks.run.recipes_for(rows[workload], arguments, compiled=suite != "gpu")
+
+    has = {name: "by-hand-cudnn" in names("compiled", name) for name in rows}
+    assert [name for name in rows if has[name]] == ["gpt2", "vit-b16"]
+    assert "by-hand-cudnn" in names("gpu", "gpt2")
+    assert "by-hand-cudnn" not in names("cpu", "gpt2")
+    assert "by-hand" in names("cpu", "gpt2")
 
 
 MACHINE = dict.fromkeys(

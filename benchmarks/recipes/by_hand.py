@@ -1,4 +1,9 @@
-"""Mixed precision written by hand: `dtype` on every layer, dynamic loss scaling in the step."""
+"""Mixed precision written by hand: `dtype` on every layer, dynamic loss scaling in the step.
+
+With cuDNN's attention, which is what `torch.nn.functional.scaled_dot_product_attention` of the
+PyTorch recipes compares with: `jax.nn.dot_product_attention(..., implementation="cudnn")`. Stepped
+around: for a gradient it takes sequences of even length alone (`benchmarks/models.py` fills up).
+"""
 
 from typing import Any, NamedTuple
 
@@ -6,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from benchmarks.models import cudnn_attention
 from benchmarks.recipes._training import HALF, Training
 
 
@@ -17,7 +23,15 @@ class State(NamedTuple):
 
 
 def training(workload: Any) -> Training:
-    loss_fn = workload.loss_fn(workload.module(HALF).apply)
+    return _training(workload, workload.module(HALF))
+
+
+def training_with_cudnn_attention(workload: Any) -> Training:
+    return _training(workload, workload.module(HALF).clone(attention=cudnn_attention))
+
+
+def _training(workload: Any, module: Any) -> Training:
+    loss_fn = workload.loss_fn(module.apply)
 
     def init(key: jax.Array) -> Any:
         params, statistics = workload.variables(key)

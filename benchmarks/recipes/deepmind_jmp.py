@@ -2,7 +2,8 @@
 
 Its import name is ours; it runs in a process whose import path has it first. Stepped around: its
 README's half-precision scale raises in `adjust`, so the scale is float32; batch statistics are left
-in float32, as a half policy for the whole state lets a variance go negative.
+in float32, as a half policy for the whole state lets a variance go negative; a step takes the scale
+as its leaves, since its class refuses the `jax.stages.ArgInfo` that JAX puts into it in lowering.
 """
 
 import warnings
@@ -35,14 +36,15 @@ def training(workload: Any) -> Training:
         return _init(workload.optimizer, params), statistics
 
     def step(state: Any, batch: Any) -> Any:
-        (params, opt_state, loss_scale), statistics = state
+        (params, opt_state, scale_leaves), statistics = state
+        loss_scale = _loss_scale(scale_leaves)
 
         def scaled_loss(params: Any) -> Any:
             loss, new_statistics = loss_fn(params, statistics, batch)
             return loss_scale.scale(loss), (loss, new_statistics)
 
         gradients, (loss, new_statistics) = jax.grad(scaled_loss, has_aux=True)(params)
-        new, finite = _step(workload.optimizer, (params, opt_state, loss_scale), gradients)
+        new, finite = _step(workload.optimizer, (params, opt_state, scale_leaves), gradients)
         return (new, jmp.select_tree(finite, new_statistics, statistics)), loss
 
     return Training(init, step)
@@ -56,11 +58,20 @@ def update(workload: Any) -> Training:
 
 
 def _init(optimizer: Any, params: Any) -> Any:
-    return params, optimizer.init(params), jmp.DynamicLossScale(jnp.float32(2.0**15))
+    return params, optimizer.init(params), jax.tree.leaves(_new_loss_scale())
+
+
+def _new_loss_scale() -> Any:
+    return jmp.DynamicLossScale(jnp.float32(2.0**15))
+
+
+def _loss_scale(leaves: Any) -> Any:
+    return jax.tree.unflatten(jax.tree.structure(_new_loss_scale()), leaves)
 
 
 def _step(optimizer: Any, state: Any, gradients: Any) -> Any:
-    params, opt_state, loss_scale = state
+    params, opt_state, scale_leaves = state
+    loss_scale = _loss_scale(scale_leaves)
     gradients = loss_scale.unscale(POLICY.cast_to_param(gradients))
     finite = jmp.all_finite(gradients)
     updates, new_opt_state = optimizer.update(gradients, opt_state, params)
@@ -69,4 +80,4 @@ def _step(optimizer: Any, state: Any, gradients: Any) -> Any:
         warnings.simplefilter("ignore")  # it warns on every step
         loss_scale = loss_scale.adjust(finite)
     params, opt_state = jmp.select_tree(finite, (new_params, new_opt_state), (params, opt_state))
-    return (params, opt_state, loss_scale), finite
+    return (params, opt_state, jax.tree.leaves(loss_scale)), finite

@@ -17,6 +17,11 @@ def adapter(workload: Any) -> Training:
     return _training(workload, "O1", jmp.torch_loss_scale())
 
 
+def adapter_fused(workload: Any) -> Training:
+    """The same with attention in one kernel of cuDNN, for the unmodified model."""
+    return _training(workload, "O1", jmp.torch_loss_scale(), attention="fused")
+
+
 def adapter_unscaled(workload: Any) -> Training:
     """The same without loss scaling, as for bfloat16."""
     return _training(workload, "O1", jmp.NoOpLossScale())
@@ -41,8 +46,8 @@ def flat_masters_update(workload: Any) -> Training:
     return _update(workload, HALF, optimizer)
 
 
-def _training(workload: Any, policy: str, loss_scale: jmp.LossScale) -> Training:
-    apply_fn = linen.wrap_apply(workload.module(None).apply, policy)
+def _training(workload: Any, policy: str, loss_scale: jmp.LossScale, **options: Any) -> Training:
+    apply_fn = linen.wrap_apply(workload.module(None).apply, policy, **options)
     loss_fn = workload.loss_fn(apply_fn)
 
     def init(key: jax.Array) -> linen.TrainState:

@@ -9,7 +9,9 @@ one marked ENTRY.
 
 * An instruction that launches work is one kernel: it reads each distinct operand once and writes
   its result once. A fusion is one kernel, whatever it holds. Caches, workspaces of cuBLAS and cuDNN
-  and the insides of library calls are not counted.
+  and the insides of library calls are not counted. A call of cuDNN's attention for a gradient reads
+  and writes the statistics of the softmax, a number a row, and never the matrix of probabilities;
+  how large its workspace is the compiler asks the device alone, so that `temp_bytes` is without it.
 * A fusion that only slices or gathers from an operand reads what it takes, not the whole, also
   behind a cast and the like; one that updates a slice of an operand in place writes that slice
   only. A scatter counts whole.
@@ -26,17 +28,24 @@ are registered by the full CUDA plugin only.
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import pathlib
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import jax
+from jax._src.cudnn import fused_attention_stablehlo as cudnn_attention
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
 HARDWARE_FACTS = pathlib.Path(__file__).with_name("h200.textproto")
+
+CUDNN_VERSION = 91000  # 9.10, as in the hardware facts
+# A part of the keys of JAX's caches: what is traced as if there were cuDNN is not taken elsewhere.
+_cudnn_version = jax.make_user_context(None)
 
 # Triton's matrix products are chosen by timing them on a device; without one cuBLAS is the stable
 # answer.
@@ -93,14 +102,32 @@ def compile_for_h200(
         ),
         jax.eval_shape(lambda *leaves: leaves, *arguments),
     )
-    traced = jax.jit(function, donate_argnums=donate_argnums).trace(*specs)
-    lowered = traced.lower(lowering_platforms=("cuda",))
+    with as_if_cudnn():
+        traced = jax.jit(function, donate_argnums=donate_argnums).trace(*specs)
+        lowered = traced.lower(lowering_platforms=("cuda",))
     with _nothing_stored():
         compiled = lowered.compile(compiler_options=COMPILER_OPTIONS)
     text = compiled.as_text()
     return Program(
         text=text, temp_bytes=compiled.memory_analysis().temp_size_in_bytes, **count(text)
     )
+
+
+@contextlib.contextmanager
+def as_if_cudnn() -> Iterator[None]:
+    """Traces cuDNN's attention on a machine without cuDNN; it can be compiled, but not run.
+
+    `jax.nn.dot_product_attention(..., implementation="cudnn")` asks for cuDNN's version while it is
+    traced, and raises RuntimeError where there is none. Here the answer is 9.10. All other checks
+    of JAX stay: the dtype has to be half, a head at most 128 wide (256 on a device that JAX sees to
+    be a Hopper), and for a gradient the sequences of even length.
+
+    What is traced inside is not taken from JAX's caches outside, nor the other way round. For one
+    thread at a time: others see the answer too.
+    """
+    answer = mock.patch.object(cudnn_attention, "check_cudnn_version", lambda: CUDNN_VERSION)
+    with answer, _cudnn_version(CUDNN_VERSION):
+        yield
 
 
 @contextlib.contextmanager
@@ -132,7 +159,7 @@ def count(text: str) -> dict[str, int]:
         for instruction in computations[name]
     ]
     return {
-        "bytes_moved": _bytes_moved(entry, computations),
+        "bytes_moved": _bytes_moved_by(_launched(entry, computations)),
         "kernels": sum(_launches(opcode) and not opcode.endswith("-done") for opcode in opcodes),
         "copies": sum(opcode in ("copy", "copy-start") for opcode in opcodes),
         "conditionals": opcodes.count("conditional"),
@@ -279,25 +306,58 @@ def _scheduled(computation: str, computations: Computations) -> list[str]:
     return names
 
 
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """An instruction that launches work.
+
+    Attributes:
+      instruction: as in the text; of an asynchronous pair both halves are here.
+      operands: the shapes of its operands, in order.
+      bytes_moved: bytes read and written.
+    """
+
+    instruction: Instruction
+    operands: tuple[str, ...]
+    bytes_moved: int
+
+
+def kernels(text: str) -> list[Kernel]:
+    """Returns what a scheduled HLO program launches; of branches those of the one that moves most.
+
+    The kernels of a loop are there once.
+    """
+    computations, entry = parse_program(text)
+    return _launched(entry, computations)
+
+
+def _launched(computation: str, computations: Computations) -> list[Kernel]:
+    instructions = computations[computation]
+    shapes = {instruction.name: instruction.shape for instruction in instructions}
+    sizes = _sizes(instructions)
+    found: list[Kernel] = []
+    for instruction in instructions:
+        called = [_launched(name, computations) for name in _called(instruction)]
+        if instruction.opcode == "conditional":
+            found += max(called, key=_bytes_moved_by)
+        elif _launches(instruction.opcode):
+            if instruction.opcode == "fusion":
+                (fused,) = FUSED.findall(instruction.attributes)
+                moved = _bytes_moved_by_fusion(instruction, computations[fused])
+            else:
+                moved = _bytes_moved_by_kernel(instruction, sizes)
+            operands = tuple(shapes[name] for name in instruction.operands)
+            found.append(Kernel(instruction, operands, moved))
+        else:
+            found += itertools.chain.from_iterable(called)
+    return found
+
+
+def _bytes_moved_by(launched: list[Kernel]) -> int:
+    return sum(kernel.bytes_moved for kernel in launched)
+
+
 def _sizes(instructions: list[Instruction]) -> dict[str, int]:
     return {instruction.name: sum(array_bytes(instruction.shape)) for instruction in instructions}
-
-
-def _bytes_moved(computation: str, computations: Computations) -> int:
-    sizes = _sizes(computations[computation])
-    moved = 0
-    for instruction in computations[computation]:
-        called = [_bytes_moved(name, computations) for name in _called(instruction)]
-        if instruction.opcode == "conditional":
-            moved += max(called)
-        elif instruction.opcode == "fusion":
-            (fused,) = FUSED.findall(instruction.attributes)
-            moved += _bytes_moved_by_fusion(instruction, computations[fused])
-        elif _launches(instruction.opcode):
-            moved += _bytes_moved_by_kernel(instruction, sizes)
-        else:
-            moved += sum(called)
-    return moved
 
 
 def _bytes_moved_by_kernel(instruction: Instruction, sizes: dict[str, int]) -> int:

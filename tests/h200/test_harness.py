@@ -11,10 +11,11 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from jax._src.cudnn import fused_attention_stablehlo as cudnn_attention
 
 from tests.h200 import fixture
 from tests.h200.fixture import h200  # noqa: F401  the tests below take it by name
-from tests.h200.harness import Program, array_bytes, count, parse_instruction
+from tests.h200.harness import Program, array_bytes, as_if_cudnn, count, parse_instruction
 
 
 def spec(*shape, dtype=jnp.float32):
@@ -92,7 +93,54 @@ def test_another_compiler_version_gets_a_reason(monkeypatch):
     assert "the H200 figures are those of 0.0.1" in fixture.reason_to_skip()
 
 
+# As if there were cuDNN.
+
+
+def attend(query, key, value):
+    return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
+
+
+def attend_or(query, key, value):
+    """As a function that looks at the machine while it is traced."""
+    try:
+        return attend(query, key, value)
+    except RuntimeError:
+        return query
+
+
+def test_attention_traced_as_if_there_were_cudnn_does_not_change_it_elsewhere():
+    if cudnn_attention.cuda_versions is not None:
+        pytest.skip("JAX knows this machine's version of cuDNN")
+    with_cudnn, without = jax.jit(attend), jax.jit(attend_or)
+    heads = (spec(2, 8, 1, 8, dtype=jnp.float16),) * 3
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="cuDNN is not detected"):
+            with_cudnn.trace(*heads)
+        assert "attention" not in str(without.trace(*heads).jaxpr)
+        with as_if_cudnn():
+            for function in (with_cudnn, without):
+                assert "dot_product_attention_fwd" in str(function.trace(*heads).jaxpr)
+
+
 # Compiled programs.
+
+
+def test_attention_of_cudnn_reads_and_writes_its_heads_and_a_number_a_row(h200):
+    batch, length, heads, width = 8, 1024, 12, 64
+    one = batch * length * heads * width * 2  # bytes of queries, of keys, of values, of outputs
+    statistics = batch * heads * length * 4  # of the softmax, in float32
+
+    def gradient(query, key, value):
+        loss = lambda *inputs: attend(*inputs).astype(jnp.float32).sum()
+        return jax.grad(loss, (0, 1, 2))(query, key, value)
+
+    program = h200(gradient, *(spec(batch, length, heads, width, dtype=jnp.float16),) * 3)
+    forward = (3 + 1) * one + statistics
+    backward = (5 + 3) * one + statistics  # query, key, value, output and its gradient are read
+    ones = one  # the gradient of a sum
+    assert program.bytes_moved == forward + backward + ones
+    assert (program.kernels, program.copies) == (3, 0)
+    assert program.text.count("__cudnn$fmhaSoftmax") == 2
 
 
 def test_a_float16_product_is_a_cublas_call_on_float16_operands(h200):
