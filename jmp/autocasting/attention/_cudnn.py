@@ -106,8 +106,8 @@ def _sees_a_key(form: Form, bias: Any, rows: int, keys: int) -> Any:
     """Returns whether a row has a key left: (batch, rows, heads, 1), or ones in place of these."""
     left = bias > ALIVE
     if form.is_causal:
-        row, key = jnp.arange(rows)[:, None], jnp.arange(keys)[None]
-        left &= (key <= row) & (form.window is None or row - key <= form.window)
+        behind = jnp.arange(rows)[None, None, :, None] - jnp.arange(keys)[None, None, None]
+        left &= (behind >= 0) & (form.window is None or behind <= form.window)
     return left.any(-1, keepdims=True).swapaxes(1, 2)
 
 
