@@ -287,10 +287,9 @@ def own_bias(q, k, v):
 TWO_HEADS = Q[:, :, :2]
 LEFT = {
     "dropout": (
-        lambda q, k, v: weigh(
-            jax.nn.softmax(scores(q, k)) * jax.random.bernoulli(jax.random.key(0), 0.9, (1, 1, 1, LENGTH)),
-            v),
-        (), "mul stands between its softmax and the values"),
+        lambda q, k, v, kept: weigh(jax.nn.softmax(scores(q, k)) * kept, v),
+        (jax.random.bernoulli(jax.random.key(0), 0.9, (1, 1, 1, LENGTH)),),
+        "mul stands between its softmax and the values"),
     "soft-capped scores": (
         lambda q, k, v: weigh(jax.nn.softmax(jnp.tanh(scores(q, k))), v),
         (), "tanh changes its scores"),

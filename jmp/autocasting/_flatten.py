@@ -47,7 +47,7 @@ def flatten(
         for v, constant in zip(jaxpr.constvars, constants, strict=True)
     ]
     inputs += [
-        Value(v.aval, None, NOTHING if value is None else value.known)
+        Value(v.aval, None, NOTHING if value is None else value.known, outside=value)
         for v, value in zip(jaxpr.invars, outer, strict=True)
     ]
     flattening = _Flattening(scope, words)

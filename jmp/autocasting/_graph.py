@@ -20,12 +20,17 @@ class Value:
     """One array of the program."""
 
     __slots__ = (
-        "aval", "dtype", "producer", "users", "held", "known", "constant", "fits_half", "is_hard",
-        "size", "source_size", "is_vector", "is_float32",
+        "aval", "dtype", "producer", "users", "held", "outside", "known", "constant", "fits_half",
+        "is_hard", "size", "source_size", "is_vector", "is_float32",
     )  # fmt: skip
 
     def __init__(
-        self, aval: Any, producer: "Node | None" = None, known: Known = NOTHING, held: Any = None
+        self,
+        aval: Any,
+        producer: "Node | None" = None,
+        known: Known = NOTHING,
+        held: Any = None,
+        outside: "Value | None" = None,
     ) -> None:
         self.aval = aval  # its nominal type, as traced
         self.dtype: np.dtype | None = getattr(aval, "dtype", None)
@@ -33,6 +38,7 @@ class Value:
         self.producer = producer  # None for inputs, constants and literals
         self.users: tuple[Node, ...] = ()  # the nodes that read it, once each
         self.held = held  # the number or array that the program holds in its place; or None
+        self.outside = outside  # an input: the value of the outer level that comes in; or None
         self.known = known
         self.constant, self.fits_half, self.is_hard, source, _ = known
         shape = getattr(aval, "shape", ())

@@ -28,6 +28,8 @@ def constant_of(value: Value, found: Found | None = None) -> "np.ndarray[Any, An
     Returns: an array of the value's rank, whose axes are of its length or, where it repeats, one.
     """
     found = {} if found is None else found
+    while value.outside is not None:
+        value = value.outside
     if value.held is not None:
         return np.asarray(value.held)
     if value.known.array is not None:

@@ -18,6 +18,7 @@ from jmp.autocasting.attention._axes import (
     moves_axes,
     own_axes,
 )
+from jmp.autocasting.attention._constants import constant_of
 from jmp.autocasting.attention._operands import NotFused, Operands, operands_of
 from jmp.autocasting.attention._repeats import repeating
 
@@ -55,7 +56,7 @@ class Attention(NamedTuple):
 
 class _Softmax(NamedTuple):
     nodes: tuple[Node, ...]  # that it is known by
-    to_weights: tuple[Node, ...]  # what moves the weights afterwards
+    to_weights: tuple[tuple[Node, int], ...]  # what moves the weights afterwards: which operand
     argument: Value
     axis: int  # of the argument
 
@@ -78,11 +79,11 @@ def find_attention(result: Node) -> Attention | None:
 
 
 def _softmax_of(weights: Value) -> _Softmax | None:
-    moved: list[Node] = []
+    moved: list[tuple[Node, int]] = []
     node = weights.producer
-    while node is not None and moves_axes(node):
-        moved.append(node)
-        node = node.inputs[0].producer
+    while node is not None and (handed_on := _handed_on(node)) is not None:
+        moved.append((node, handed_on))
+        node = node.inputs[handed_on].producer
     if node is None or node.name != "div":
         return None
     powers, total = node.inputs[0], node.inputs[1].producer
@@ -101,6 +102,18 @@ def _softmax_of(weights: Value) -> _Softmax | None:
             break
         argument = shift.inputs[0]
     return _Softmax((node, exp), tuple(moved[::-1]), argument, int(axis))
+
+
+def _handed_on(node: Node) -> int | None:
+    """Returns which operand a node moves, or multiplies by ones; None if it computes."""
+    if moves_axes(node):
+        return 0
+    if node.name == "mul" or node.name == "dot_general":
+        for side in (0, 1):
+            factor = constant_of(node.inputs[1 - side])
+            if factor is not None and (factor == 1).all():
+                return side
+    return None
 
 
 def _before_softmax(value: Value) -> Node | None:
@@ -159,17 +172,17 @@ def _attention(result: Node, side: int, softmax: _Softmax) -> Attention:
             biases = [Bias(bias.placed, bias.factor * factor) for bias in biases]
         on_path.add(node.outputs[0])
     keys = axes[softmax.axis]
-    for node in softmax.to_weights:
-        axes = _followed(node, axes, sizes)
+    for node, side_of_weights in softmax.to_weights:
+        axes = _followed(node, axes, sizes, side_of_weights)
     if len(keys) != 1:
         raise NotFused("its softmax is not over one axis of keys longer than one")
-    nodes = (scores, *between, *softmax.nodes, *softmax.to_weights, result)
+    nodes = (scores, *between, *softmax.nodes, *(node for node, _ in softmax.to_weights), result)
     operands = operands_of(scores, result, side, axes, keys[0], sizes)
     return Attention(scores, result, nodes, operands, sizes, scale, tuple(biases), tuple(masks))
 
 
-def _followed(node: Node, axes: Axes, sizes: dict[int, int]) -> Axes:
-    followed = after(node, axes, sizes)
+def _followed(node: Node, axes: Axes, sizes: dict[int, int], side: int = 0) -> Axes:
+    followed = after(node, axes, sizes, side)
     if followed is None:
         raise NotFused(f"{node.name} mixes the axes of its scores")
     return followed
