@@ -5,7 +5,6 @@ import functools
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.experimental import topologies
 from jax.sharding import NamedSharding
