@@ -20,6 +20,7 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
+import optax
 from tabulate import tabulate
 
 import jmp
@@ -98,6 +99,42 @@ def aligned() -> Rows:
             for multiple in (2**30, 1)
         ]
         rows.append({"length of rows": length, **figures_over(*programs)})
+    return rows
+
+
+def _head(tokens: int, width: int, classes: int, limits: dict[str, Any]) -> Program:
+    """Compiles a product and its cross entropy, value and gradient."""
+
+    def loss(x: Any, table: Any, labels: Any) -> Any:
+        logits = x @ table.T
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    types = [jax.ShapeDtypeStruct((n, width), np.float32) for n in (tokens, classes)]
+    types.append(jax.ShapeDtypeStruct((tokens,), np.int32))
+    with replaced({f"rewrites.one_pass.{name}": limit for name, limit in limits.items()}):
+        mixed = jmp.autocast(loss, "mixed_float16")
+        return compile_for_h200(jax.value_and_grad(mixed, argnums=(0, 1)), *types)
+
+
+def short() -> Rows:
+    """A cross entropy, its sums in one pass with the maxima over the same in two passes."""
+    rows = []
+    for classes in (10, 21, 32, 64, 100, 1000, 8192, 16384, 50304):
+        tokens, width = (1 << 16, 64) if classes <= 100 else (8192, 768)
+        off = {"SHORT": 2**30, "LONG": 2**30}
+        one, two = (_head(tokens, width, classes, limits) for limits in ({"SHORT": 1}, off))
+        rows.append({"classes": classes, **figures_over(one, two)})
+    return rows
+
+
+def long() -> Rows:
+    """A softmax alone: kernels, and bytes over those of the half scores."""
+    rows = []
+    for length in (1024, 8192, 16384, 16385, 32768, 50304):
+        softmax = lambda x: jax.nn.softmax(x.astype(np.float32)).astype(x.dtype)
+        program = compile_for_h200(softmax, jax.ShapeDtypeStruct((8192, length), np.float16))
+        moved = round(program.bytes_moved / (2 * 8192 * length), 2)
+        rows.append({"length of rows": length, "kernels": program.kernels, "bytes": moved})
     return rows
 
 
@@ -187,6 +224,8 @@ CONSTANTS: dict[str, Callable[[], Rows]] = {
     "SMALL": small,
     "LARGE": large,
     "ALIGNED": aligned,
+    "LONG": long,
+    "SHORT": short,
     "LAYERS": layers,
     "LOOKED_AT": looked_at,
     "UNKNOWN": unknown,

@@ -34,6 +34,8 @@ import jmp
 from jmp.autocasting import _planner, _reasons
 from jmp.autocasting._numbers import is_inexact
 from jmp.autocasting._steps import Arithmetic, Recompute
+from jmp.autocasting.rewrites import REWRITES
+from jmp.autocasting.rewrites.one_pass import sums_in_one_pass
 from jmp.autocasting.rewrites.pick import pick_as_sum
 from jmp.autocasting.rewrites.softmax import softmax_from_half_result
 from tests.h200.harness import compile_for_h200
@@ -81,6 +83,10 @@ def _island_with(**changed: Any) -> Callable[..., Any]:
     return lambda **fields: ISLAND(**{**fields, **changed})
 
 
+def _rewrites_without(rewrite: Callable[..., Any]) -> dict[str, Any]:
+    return {"rewrites.REWRITES": [other for other in REWRITES if other is not rewrite]}
+
+
 WHY_OPERAND = _reasons._why_operand
 ISLAND = _planner.Island
 READ_HALF = _planner.Planner._read_half
@@ -120,8 +126,12 @@ RULES = [
         "states of products are carried in half",
         {"kinds.scan._read_by_products_alone": lambda *_: False},
     ),
-    Rule("pick as a sum", {"rewrites.REWRITES": [softmax_from_half_result]}),
-    Rule("softmax over odd rows", {"rewrites.REWRITES": [pick_as_sum]}),
+    Rule("pick as a sum", _rewrites_without(pick_as_sum)),
+    Rule(
+        "rows in one pass",
+        {**_rewrites_without(sums_in_one_pass), "rewrites.pick.is_long": lambda _: False},
+    ),
+    Rule("softmax over odd rows", _rewrites_without(softmax_from_half_result)),
     Rule("one cast for all readers", {"_planner.Island": _island_with(shares_casts=False)}),
     Rule("a cast of its own elsewhere", {"_planner.Island": _island_with(shares_casts=True)}),
     Rule("prevent_cse", {"_planner.Island": _island_with(prevent_cse=False)}),

@@ -329,15 +329,6 @@ def test_what_the_kernel_does_not_compute_stays_as_it_is_and_the_report_says_why
         assert reason in str(report(TWO_HEADS, K, V, *others)).replace("\n", " ")
 
 
-def test_weights_that_are_multiplied_by_ones_are_fused_and_noted_once():
-    def with_all_heads(q, k, v):  # as models have it whose heads can be switched off
-        weights = jnp.einsum("bhqk,h->bhqk", jax.nn.softmax(scores(q, k)), jnp.ones(2))
-        return weigh(weights, v)
-
-    fused, reasons = attentions(with_all_heads, TWO_HEADS, K, V)
-    assert (len(fused), reasons) == (1, [])
-
-
 def test_products_around_a_softmax_that_are_no_attention_are_not_mentioned():
     def classifier(x, w, v):
         return jax.nn.softmax(x @ w).sum() + (x @ w @ v).sum()
@@ -356,6 +347,13 @@ def test_without_cudnn_the_program_is_the_plain_one():
     assert str(programs[0]) == str(programs[1])
     report = jmp.diagnostics.precision_report(jax_attention, "mixed_float16", attention="fused")
     assert "cuDNN is not detected" in str(report(Q, K, V))
+
+
+def test_attention_is_plain_or_fused():
+    with pytest.raises(
+        ValueError, match=r"attention='flash'; expected one of \('plain', 'fused'\)"
+    ):
+        jmp.autocast(jax_attention, "mixed_float16", attention="flash")
 
 
 # Under the transformations of JAX.

@@ -127,6 +127,48 @@ def row_maximum(x, w):
     return (y / jnp.max(y * 1e9, -1, keepdims=True)) @ w
 
 
+@planned(struct(16, 8), struct(8, 16392))
+def softmax_over_long_rows(x, w):
+    """Of rows too long for one kernel the maxima and the sums are kept, and come in one pass.
+
+    dot_general in half: f32>f16 f32>f16 -> f16
+    island, recompute, apart: f32>f16 -> f32
+      reduce_max [one number a row, kept for the backward pass: the rows are not read again]
+      max
+      broadcast_in_dim
+      stop_gradient
+      sub
+      exp; full
+      reduce_sum; full [sums of powers in one pass with the maxima of their rows, on a GPU; kept]
+      broadcast_in_dim
+      div
+    """
+    return jax.nn.softmax(x @ w, -1)
+
+
+@planned(X, W)
+def log_sum_exp(x, w):
+    """So are those of shorter rows, if no row is made of them.
+
+    dot_general in half: f32>f16 f32>f16 -> f16
+    broadcast_in_dim in float32: 0 f32 -> f32
+    island, recompute, apart: f32>f16 f32 -> f32
+      reduce_max [one number a row, kept for the backward pass: the rows are not read again]
+      max
+      is_finite
+      select_n
+      stop_gradient
+      broadcast_in_dim
+      sub
+      exp; full
+      reduce_sum; full [sums of powers in one pass with the maxima of their rows, on a GPU; kept]
+      abs
+      log; full
+      add
+    """
+    return jax.nn.logsumexp(x @ w, -1)
+
+
 @planned(IMAGE, KERNEL, struct(16))
 def norm_and_residual(x, k, scale):
     """The end of a norm is its last affine step; what is added then is half.

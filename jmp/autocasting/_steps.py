@@ -59,6 +59,7 @@ class Rewrite(NamedTuple):
     reads: tuple[Value, ...]  # instead of the equation's operands
     run: Callable[..., Any]  # of these in float32; returns the equation's result
     keeps: str = ""  # the name under which it keeps a value where the island is recomputed
+    as_stored: bool = False  # what enters the island is read with the rounding it is stored with
 
 
 class Surroundings(NamedTuple):

@@ -13,7 +13,7 @@ one marked ENTRY.
   and writes the statistics of the softmax, a number a row, and never the matrix of probabilities;
   how large its workspace is the compiler asks the device alone, so that `temp_bytes` is without it.
 * A fusion that only slices or gathers from an operand reads what it takes, not the whole, also
-  behind a cast and the like; one that updates a slice of an operand in place writes that slice
+  behind casts and arithmetic; one that updates a slice of an operand in place writes that slice
   only. A scatter counts whole.
 * Parameters, constants, tuples, bitcasts and the like name bytes already there: they are free.
 * The condition and the body of a loop count once, not once a turn.
@@ -58,7 +58,11 @@ NAMES_FOR_BYTES = frozenset({
 CALLERS = frozenset({"while", "conditional", "call"})
 SLICES = frozenset({"slice", "dynamic-slice", "gather"})
 # What a fusion computes of one operand element by element, only where its result is needed.
-POINTWISE = frozenset({"abs", "convert", "negate", "reduce-precision"})
+POINTWISE = frozenset({
+    "abs", "add", "and", "compare", "convert", "divide", "exponential", "log", "maximum", "minimum",
+    "multiply", "negate", "or", "power", "reduce-precision", "rsqrt", "select", "sqrt", "subtract",
+    "tanh",
+})  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

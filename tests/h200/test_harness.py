@@ -224,6 +224,17 @@ ENTRY %main (x: f32[100]) -> (f16[10], f32[10], pred[10]) {
     assert count(text)["bytes_moved"] == read + written
 
 
+def test_a_gather_behind_arithmetic_reads_what_it_takes(h200):
+    def logarithms(logits, labels):
+        maxima, sums = logits.max(-1), jnp.exp(logits).sum(-1)
+        rows = logits - (maxima + jnp.log(sums))[:, None]
+        return jnp.take_along_axis(rows, labels[:, None], 1, mode="clip")
+
+    logits = jax.ShapeDtypeStruct((64, 30000), jnp.float32)
+    program = h200(logarithms, logits, jax.ShapeDtypeStruct((64,), jnp.int32))
+    assert program.bytes_moved < 1.1 * 64 * 30000 * 4  # read once, for maxima and sums
+
+
 def test_a_scan_over_a_stack_reads_one_slice_a_turn(h200):
     def scan(x, stack):
         return lax.scan(lambda x, w: (x * w, None), x, stack)[0]

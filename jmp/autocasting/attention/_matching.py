@@ -66,7 +66,7 @@ def find_attention(result: Node) -> Attention | None:
 
     Raises: NotFused if there is one, but not as an attention has it.
     """
-    if result.name != "dot_general" or _handed_on(result) is not None:
+    if result.name != "dot_general":
         return None
     for side in (0, 1):
         softmax = _softmax_of(result.inputs[side])
