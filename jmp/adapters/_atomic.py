@@ -21,7 +21,8 @@ from jmp.loss_scaling._gradients import pair_of
 from jmp.transforms._callers import skips_undone
 from jmp.transforms._loss_scaling import WithLossScaleState, find_loss_scaling
 from jmp.transforms._mixed_precision import unscaled_policy
-from jmp.trees import PyTree, is_complex, is_floating, select_tree
+from jmp.transforms._selection import select_step
+from jmp.trees import PyTree, is_complex, is_floating
 
 T = TypeVar("T")
 
@@ -86,13 +87,13 @@ def keep_if_skipped(
         state_before,
         is_leaf=is_scaling,
     )
-    return select_tree(finite, after, before), kept
+    return select_step(finite, after, before), kept
 
 
 def _select(finite: jax.Array, new: Any, old: Any) -> Any:
     # Moments made from half parameters are half, until the first update in float32.
     old = old.astype(new.dtype) if is_floating(new) and is_floating(old) else old
-    return select_tree(finite, new, old)
+    return select_step(finite, new, old)
 
 
 _ORDER = " The order is train_step(loss_fn, model, opt_state, tx, *args)."
