@@ -11,15 +11,12 @@ Large arrays are selected by a scalar, each in a kernel of its own, as without l
 fast an H200 runs kernels that update many large arrays at once was not measured.
 """
 
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-
-from jmp.trees import select_leaves
-
-T = TypeVar("T")
 
 SMALL = 2**16  # elements, of which a kernel takes less time than its launch
 
@@ -31,18 +28,19 @@ def read_from_array(finite: jax.Array) -> jax.Array:
     True
     """
     pair = lax.optimization_barrier(jnp.broadcast_to(finite, (2,)))
-    return pair[0]
+    flag: jax.Array = pair[0]
+    return flag
 
 
-def flag_for(leaf: Any, finite: jax.Array) -> jax.Array:
-    """Returns the flag that selects `leaf`: `finite`, or for a large one a scalar of its value."""
-    return finite if jnp.size(leaf) <= SMALL else lax.optimization_barrier(finite)
+def flag_by_size(finite: jax.Array) -> Callable[[Any], jax.Array]:
+    """Returns which flag selects a leaf: `finite` a small one, a scalar of its value a large one.
 
+    Args:
+      finite: what `read_from_array` returned.
 
-def select_step(finite: jax.Array, after: T, before: T) -> T:
-    """Selects as `select_tree` does, given a flag that comes from `read_from_array`.
-
-    >>> int(select_step(read_from_array(jnp.array(False)), {"step": 3}, {"step": 2})["step"])
-    2
+    >>> flag_of = flag_by_size(read_from_array(jnp.array(True)))
+    >>> bool(flag_of(jnp.zeros(3))), bool(flag_of(jnp.zeros(SMALL + 1)))
+    (True, True)
     """
-    return select_leaves(lambda leaf: flag_for(leaf, finite), after, before)
+    scalar = lax.optimization_barrier(finite)
+    return lambda leaf: finite if getattr(leaf, "size", 1) <= SMALL else scalar
