@@ -1,11 +1,12 @@
 """Selects what a skipped step leaves as it was, in few kernels.
 
-A select belongs into the kernel that computes the new value, and XLA puts it there. What costs
-kernels are the many small arrays (biases, scales, running statistics, their moments, counts), one
-or two each. XLA computes arrays of one shape together in a kernel if all of them read some array;
-a scalar, as the flag that selects them is, does not count. Read from an array of two, it does: no
-array is concatenated, and no byte more is moved. A GPT-2's step with loss scaling has fewer kernels
-than one without, a ResNet-50's 2 % more; selected by a scalar they have 3.5 and 14 % more.
+A select costs no kernel where XLA puts it into the one that computes the new value. It cannot where
+the new value is computed before the flag is known: 42 of the 53 running means of a ResNet-50 took
+one kernel each, as most small arrays do. XLA computes arrays of one shape together if all of them
+read some array; a scalar, as the flag is, does not count. Read from an array of two, it does, and
+biases, statistics, moments and counts are updated many at a time; nothing is concatenated. Compiled
+for an H200, a GPT-2's step has 858 kernels with loss scaling and 925 without, a ResNet-50's 1063
+and 1053; selected by a scalar the latter has 1205, and moves 0.11 MB less, of 16.9 GB.
 
 Large arrays are selected by a scalar, each in a kernel of its own, as without loss scaling. How
 fast an H200 runs kernels that update many large arrays at once was not measured.
