@@ -5,6 +5,7 @@ bits. Every other leaf (integers, booleans, PRNG keys, float0, None, strings, ca
 numbers, float8) passes a cast unchanged.
 """
 
+from collections.abc import Callable
 from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 import jax
@@ -145,6 +146,11 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
         raise AssertionError(
             f"select_tree: expected boolean scalar, got {pred.dtype} of shape {pred.shape}."
         )
+    return select_leaves(lambda leaf: pred, on_true, on_false)
+
+
+def select_leaves(flag_of: Callable[[Any], jax.Array], on_true: T, on_false: T) -> T:
+    """Selects as `select_tree` does, each leaf that holds numbers by the flag `flag_of(leaf)`."""
     first: Any = jax.tree.structure(on_true)
     second: Any = jax.tree.structure(on_false)
     if first != second:
@@ -154,12 +160,12 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
             "from step to step."
         )
     selected: T = jax.tree_util.tree_map_with_path(
-        lambda path, a, b: _select_leaf(pred, a, b, path), on_true, on_false
+        lambda path, a, b: _select_leaf(flag_of, a, b, path), on_true, on_false
     )
     return selected
 
 
-def _select_leaf(pred: jax.Array, a: Any, b: Any, path: tuple[Any, ...]) -> Any:
+def _select_leaf(flag_of: Callable[[Any], jax.Array], a: Any, b: Any, path: tuple[Any, ...]) -> Any:
     if not (_holds_numbers(a) and _holds_numbers(b)):
         return a
     # Python numbers have no dtype of their own and take the other side's; the rest must agree.
@@ -174,7 +180,7 @@ def _select_leaf(pred: jax.Array, a: Any, b: Any, path: tuple[Any, ...]) -> Any:
     if len(typed) < 2:
         dtype = jnp.result_type(*map(_sample, (a, b)))
         a, b = (leaf if is_array(leaf) else _number_in(dtype, leaf, path) for leaf in (a, b))
-    return jnp.where(pred, a, b)
+    return jnp.where(flag_of(a), a, b)
 
 
 def _name(path: tuple[Any, ...]) -> str:

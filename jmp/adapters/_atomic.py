@@ -21,7 +21,8 @@ from jmp.loss_scaling._gradients import pair_of
 from jmp.transforms._callers import skips_undone
 from jmp.transforms._loss_scaling import WithLossScaleState, find_loss_scaling
 from jmp.transforms._mixed_precision import unscaled_policy
-from jmp.trees import PyTree, is_complex, is_floating, select_tree
+from jmp.transforms._selection import flag_by_size
+from jmp.trees import PyTree, is_complex, is_floating, select_leaves
 
 T = TypeVar("T")
 
@@ -77,22 +78,22 @@ def keep_if_skipped(
     scaling = find_loss_scaling(state_after)
     if scaling is None or isinstance(scaling.loss_scale, NoOpLossScale):
         return after, state_after
-    finite = scaling.grads_finite
+    flag_of = flag_by_size(scaling.grads_finite)
     # What loss scaling wraps it has selected already.
     is_scaling: Callable[[Any], bool] = lambda node: isinstance(node, WithLossScaleState)
     kept = jax.tree.map(
-        lambda new, old: new if is_scaling(new) else _select(finite, new, old),
+        lambda new, old: new if is_scaling(new) else _select(flag_of, new, old),
         state_after,
         state_before,
         is_leaf=is_scaling,
     )
-    return select_tree(finite, after, before), kept
+    return select_leaves(flag_of, after, before), kept
 
 
-def _select(finite: jax.Array, new: Any, old: Any) -> Any:
+def _select(flag_of: Callable[[Any], jax.Array], new: Any, old: Any) -> Any:
     # Moments made from half parameters are half, until the first update in float32.
     old = old.astype(new.dtype) if is_floating(new) and is_floating(old) else old
-    return select_tree(finite, new, old)
+    return select_leaves(flag_of, new, old)
 
 
 _ORDER = " The order is train_step(loss_fn, model, opt_state, tx, *args)."

@@ -19,8 +19,9 @@ from jmp.transforms._master_params import (
     has_flat_masters,
     shapes_with_master,
 )
+from jmp.transforms._selection import flag_by_size, read_from_array
 from jmp.transforms._typed import Transformation
-from jmp.trees import PyTree, cast_to_at_least_float32, leaves_by_path, select_tree
+from jmp.trees import PyTree, cast_to_at_least_float32, leaves_by_path, select_leaves
 
 
 class WithLossScaleState(NamedTuple):
@@ -132,8 +133,9 @@ def with_loss_scale(
         if isinstance(scale, NoOpLossScale):
             return new_updates, state._replace(inner_state=inner_state)
 
-        finite = agreed(gradients_finite(to_check), scale, axis_name)
-        new_updates = jax.tree.map(lambda u: _zero_unless(finite, u), new_updates)
+        finite = read_from_array(agreed(gradients_finite(to_check), scale, axis_name))
+        flag_of = flag_by_size(finite)
+        new_updates = jax.tree.map(lambda u: _zero_unless(flag_of(u), u), new_updates)
         return new_updates, WithLossScaleState(
             loss_scale=scale.adjust(finite),
             grads_finite=finite,
@@ -141,7 +143,7 @@ def with_loss_scale(
                 finite, state.skipped_steps, optax.safe_increment(state.skipped_steps)
             ),
             consecutive_skips=jnp.where(finite, 0, optax.safe_increment(state.consecutive_skips)),
-            inner_state=select_tree(finite, inner_state, state.inner_state),
+            inner_state=select_leaves(flag_of, inner_state, state.inner_state),
         )
 
     tx: Transformation[WithLossScaleState] = optax.GradientTransformationExtraArgs(init, update)

@@ -45,19 +45,26 @@ def compiled(h200):
 # What autocast saves is in the layers: with all twelve, GPT-2 moves 0.836 of the bytes by hand and
 # ViT-B/16 0.992. Beside a few layers the loss and the optimizer weigh more: 0.904 and 1.017 here.
 @pytest.mark.parametrize(
-    ("name", "bytes_at_most", "others_at_most"),
-    [("gpt2", 0.91, 1.0), ("vit-b16", 1.018, 0.95), ("resnet50-cifar-128", 1.005, 1.0)],
+    ("name", "bytes_at_most", "kernels_at_most", "memory_at_most"),
+    [
+        ("gpt2", 0.91, 0.81, 1.0),
+        ("vit-b16", 1.018, 0.85, 0.95),
+        ("resnet50-cifar-128", 1.005, 0.89, 1.0),
+    ],
 )
-def test_a_step_is_as_lean_as_by_hand(compiled, name, bytes_at_most, others_at_most):
+def test_a_step_is_as_lean_as_by_hand(
+    compiled, name, bytes_at_most, kernels_at_most, memory_at_most
+):
     ours, by_hand = compiled(name, "adapter"), compiled(name, "by-hand")
     assert ours.bytes_moved <= bytes_at_most * by_hand.bytes_moved
-    assert ours.kernels <= others_at_most * by_hand.kernels
-    assert ours.temp_bytes <= others_at_most * by_hand.temp_bytes
+    assert ours.kernels <= kernels_at_most * by_hand.kernels
+    assert ours.temp_bytes <= memory_at_most * by_hand.temp_bytes
 
 
-def test_loss_scaling_adds_few_kernels_and_no_byte_that_the_check_by_tensor_does_not(compiled):
+def test_loss_scaling_adds_no_kernel_and_no_byte_that_the_check_by_tensor_does_not(compiled):
     scaled, unscaled = compiled("gpt2", "adapter"), compiled("gpt2", "adapter-unscaled")
-    # 20 are added here, 33 with all twelve layers; one for each tensor would be 40.
-    assert scaled.kernels <= unscaled.kernels + 25
+    # What it adds for the check it saves where it selects: 250 instead of 259 here, 858 instead of
+    # 925 with all twelve layers. One more for each tensor would be 40.
+    assert scaled.kernels <= 0.985 * unscaled.kernels
     assert scaled.bytes_moved <= compiled("gpt2", "by-hand").bytes_moved
     assert scaled.conditionals == 0
