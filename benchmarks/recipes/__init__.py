@@ -91,8 +91,7 @@ RECIPES = (
         "apply_if_finite:update",
     ),
     Recipe("adapter", "ours: adapter", "ours:adapter", "ours:update"),
-    # To switch on when `wrap_apply` takes attention="fused"; until then it has no results.
-    # Recipe("adapter-fused", "ours: fused attention", "ours:adapter_fused", needs_cudnn=True),
+    Recipe("adapter-fused", "ours: fused attention", "ours:adapter_fused", needs_cudnn=True),
     Recipe("adapter-unscaled", "ours: adapter, no loss scaling", "ours:adapter_unscaled"),
     Recipe("masters", "ours: half parameters, masters", "ours:masters", "ours:masters_update"),
     Recipe("flat-masters", "ours: half parameters, flat masters", None, "ours:flat_masters_update"),

@@ -49,7 +49,7 @@ def gradients_finite(gradients: PyTree) -> jax.Array:
         for leaf in jax.tree.leaves(gradients)
         if is_floating(leaf) or is_complex(leaf)
     ]
-    if any(_may_be_sharded(leaf) for leaf in leaves):
+    if any(may_be_sharded(leaf) for leaf in leaves):
         return all_finite(leaves)
 
     small, alike = collections.defaultdict(list), collections.defaultdict(list)
@@ -95,7 +95,7 @@ def _groups(leaves: list[jax.Array], size: int) -> list[list[jax.Array]]:
     return [leaves[start : start + size] for start in range(0, len(leaves), size)]
 
 
-def _may_be_sharded(value: Any) -> bool:
+def may_be_sharded(value: Any) -> bool:
     """Returns whether jit may have sharded `value` over several devices.
 
     Its type names the mesh of whatever it was computed from, but for the parts that shard_map and

@@ -14,6 +14,7 @@ from jmp.transforms._agreement import AxisName, agreed
 from jmp.transforms._callers import are_skips_undone, calling_states
 from jmp.transforms._finite_check import gradients_finite
 from jmp.transforms._flat_masters import map_vectors
+from jmp.transforms._in_order import in_order
 from jmp.transforms._master_params import (
     WithMasterParamsState,
     has_flat_masters,
@@ -193,7 +194,7 @@ def _unscaled(updates: optax.Updates, state: WithLossScaleState) -> tuple[optax.
 
     if has_flat_masters(state.inner_state):
         return map_vectors(unscale, updates)  # the form in which they are needed afterwards
-    gradients = unscale(updates)
+    gradients = unscale(in_order(updates))
     return gradients, gradients
 
 

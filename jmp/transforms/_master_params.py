@@ -14,6 +14,7 @@ from jmp.transforms import _states
 from jmp.transforms._callers import calling_states
 from jmp.transforms._flat_masters import FlatMasters, flatten
 from jmp.transforms._flat_probe import check_takes_a_vector
+from jmp.transforms._in_order import in_order
 from jmp.transforms._rounding import difference
 from jmp.transforms._typed import Transformation
 from jmp.trees import PyTree, cast_to_at_least_float32, is_floating, leaves_by_path
@@ -121,10 +122,11 @@ def with_master_params(
             _states.check_masters(opt_state, WithMasterParamsState)
         _check_stored_as_in_init(params, state.masters)
         full = _as_inner_sees(state.masters, params)
-        gradients = cast_to_at_least_float32(updates)
         if flat_master:
-            _check_gradients(gradients, params)
-            gradients = flatten(gradients, full.dtype)
+            _check_gradients(updates, params)
+            gradients: PyTree = flatten(cast_to_at_least_float32(updates), full.dtype)
+        else:
+            gradients = cast_to_at_least_float32(in_order(updates))
         full_updates, inner_state = _states.update_inner(
             inner, updates, gradients, state.inner_state, full, extra_args, "with_master_params"
         )
