@@ -243,6 +243,7 @@ SHAPED = {
     ),
     "norm above 100, late": scaled_from(100.0, 11),
     "norm above 10000": scaled_from(1e4, 0),
+    "accumulated norm above 10000": optax.MultiSteps(scaled_from(1e4, 0), 64),
     "matrices of large weights with large gradients": matrices_halved(1e4, 10.0),
     "accumulated scale_by_muon in a chain": optax.chain(
         optax.clip(1.0), optax.MultiSteps(optax.contrib.muon(1e-3), 64).gradient_transformation()
