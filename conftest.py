@@ -60,10 +60,16 @@ def pytest_unconfigure():
 
 
 @pytest.fixture(autouse=True)
-def names_for_doctests(doctest_namespace):
-    """Adds the names that every docstring's example may use without importing them."""
-    doctest_namespace.update({name: getattr(jmp, name) for name in jmp.__all__})
-    doctest_namespace.update(jax=jax, jnp=jnp, np=np)
+def names_for_doctests(doctest_namespace, request):
+    """Adds the names that every docstring's example may use without importing them.
+
+    What the example's module defines itself comes first: an adapter's `autocast` is not `jmp`'s.
+    """
+    example = getattr(request.node, "dtest", None)
+    given = {name: getattr(jmp, name) for name in jmp.__all__} | {"jax": jax, "jnp": jnp, "np": np}
+    own = example.globs if example else {}
+    doctest_namespace.clear()
+    doctest_namespace.update({name: given[name] for name in given if name not in own})
 
 
 @pytest.fixture(autouse=True)

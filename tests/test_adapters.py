@@ -159,7 +159,7 @@ def test_two_half_dtypes_in_one_model_are_refused(adapter):
 def test_autocasts_options_are_taken(adapter):
     params, statistics = adapter.init()
     full = ["conv_general_dilated"]
-    loss_fn = loss_of(adapter, "mixed_float16", full=full)
+    loss_fn = loss_of(adapter, "mixed_float16", full=full, inside_custom_vjp=True)
     products = product_dtypes(lambda p: loss_fn(p, statistics)[0], params)
     assert products == {"float16": 1, "float32": PRODUCTS - 1}
     with pytest.raises(ValueError, match="recompute='sometimes'"):
@@ -223,6 +223,18 @@ def test_a_skipped_step_moves_nothing_but_the_scale_and_all_steps_compile_once(a
         assert not skipped or scale_of(state) == scale / 2
     assert jmp.all_finite(adapter.everything(state))
     assert step._cache_size() == 1
+
+
+def test_an_optimizer_behind_loss_scaling_may_start_from_python_numbers():
+    totals = optax.GradientTransformation(
+        lambda params: 1.0, lambda updates, total, params: (updates, total + updates["w"].sum())
+    )
+    tx = optax.chain(transforms.with_loss_scale(optax.identity(), SCALE), totals)
+    model = {"w": jnp.ones(2)}
+    for factor, expected in ((1.0, 3.0), (jnp.inf, 1.0)):
+        loss_fn = lambda model, factor: factor * model["w"].sum()
+        step = adapters.equinox.train_step(loss_fn, model, tx.init(model), tx, factor)
+        assert step.opt_state[1] == expected
 
 
 # In the rows of linen and Haiku a plain function calls the wrapped network, which no step can
@@ -330,11 +342,35 @@ def test_equinox_modules_in_containers_of_any_class_are_found():
     linear = eqx.nn.Linear(3, 3, key=jax.random.key(0))
     model = Containers(Pair(linear, linear), OrderedDict(z=linear))
     rules = [("pair/first", "float32"), ("ordered/z", "float32")]
-    lowered = adapters.equinox.autocast(lambda model, x: model(x), "O1", rules=rules)
+    classes = []
+
+    def call(model, x):
+        classes.extend(map(type, model.pair))
+        return model(x)
+
+    lowered = adapters.equinox.autocast(call, "O1", rules=rules)
     assert product_dtypes(lowered, model, WEIGHT[0]) == {"float16": 1, "float32": 2}
+    assert issubclass(classes[0], eqx.nn.Linear)
+    assert classes[1] is eqx.nn.Linear  # what no rule names keeps its class
     cast = adapters.equinox.cast_params(model, "O2")
     assert jax.tree.structure(cast) == jax.tree.structure(model)
     assert dtypes_of(cast) == {"float16"}
+
+
+class Calibrated(eqx.Module):
+    """Sets its second field by what it computes with the first."""
+
+    weight: jax.Array
+    largest: jax.Array
+
+    def __init__(self, weight):
+        self.weight = weight
+        call = adapters.equinox.autocast(lambda module, x: x @ module.weight, "mixed_float16")
+        self.largest = jnp.max(call(self, weight))
+
+
+def test_an_equinox_module_may_compute_before_all_its_fields_are_set():
+    assert Calibrated(WEIGHT / 3).largest == pytest.approx(1 / 3, abs=1e-3)
 
 
 def test_haiku_takes_its_state_by_name_and_names_what_it_cannot_wrap():

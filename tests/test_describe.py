@@ -88,4 +88,5 @@ def test_every_name_that_is_suggested_is_known():
         hint = did_you_mean(text, known)
         for name in hint.removeprefix(" Did you mean ").removesuffix("?").split(" or "):
             jmp.get_policy(name.strip("'"))
-    assert did_you_mean("int8", ["float16"]) == did_you_mean("x" * 10**7, ["x"]) == ""
+    assert did_you_mean("int8", ["float16"]) == ""
+    assert did_you_mean("x" + " " * 10**7, ["x"]) == ""  # no name is as long

@@ -567,6 +567,23 @@ def test_callbacks_are_called_and_not_again_for_the_search():
     assert seen == [100.0]
 
 
+def test_a_loop_whose_culprit_was_found_inside_is_not_run_again():
+    runs = []
+
+    def count():
+        runs.append(1)
+        return np.float32(1.0)
+
+    def function(x, mask):
+        number = jax.ShapeDtypeStruct((), jnp.float32)
+        body = lambda x, _: (jax.pure_callback(count, number) * jnp.exp(x + mask), None)
+        return lax.scan(body, x, None, length=1)[0]
+
+    found = find_nonfinite(function)(jnp.full(2, 100.0), jnp.array([0, -jnp.inf]))
+    assert found.operation == "exp"
+    assert len(runs) == 3  # the loop, its turn, and the operation by itself
+
+
 def test_nothing_is_added_to_the_function_and_it_is_traced_once():
     calls = []
 

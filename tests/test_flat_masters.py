@@ -164,6 +164,31 @@ def scaled_from(norm, step):
     return optax.GradientTransformation(lambda params: jnp.int32(0), update)
 
 
+def matrices_halved(weights, gradients):
+    """Halves updates of matrices alone, where weights and gradients are above these sizes."""
+
+    def halved(update, param):
+        is_large = (jnp.abs(param).mean() > weights) & (jnp.abs(update).mean() > gradients)
+        return jnp.where(is_large & (update.ndim > 1), update / 2, update)
+
+    return optax.stateless(lambda updates, params: jax.tree.map(halved, updates, params))
+
+
+def square_roots():
+    """Gives NaN for negative gradients, and writes them down by a method called update."""
+    record = {}.update
+
+    def update(updates, params):
+        record(gradients=updates)
+        return jax.tree.map(jnp.sqrt, updates)
+
+    return optax.stateless(update)
+
+
+FROZEN_WITH_A_KEY = optax.GradientTransformation(
+    lambda params: jax.random.key(0),
+    lambda updates, key, params=None: (jax.tree.map(jnp.zeros_like, updates), key),
+)
 SMALL_TENSORS = {
     "kernel": jnp.ones((3, 2), jnp.float16),
     "bias": jnp.ones(2, jnp.float16),
@@ -195,6 +220,8 @@ POINTWISE = {
     "learning rate to be filled in": optax.inject_hyperparams(optax.adam)(learning_rate=0.0),
     "zero for 100 steps": optax.adam(optax.linear_schedule(0.0, 1e-3, 10, 100)),
     "frozen": optax.set_to_zero(),
+    "frozen, with a key in its state": FROZEN_WITH_A_KEY,
+    "square roots, with NaN": square_roots(),
 }
 SHAPED = {
     "lamb, of scale_by_trust_ratio": optax.lamb(1e-3),
@@ -216,6 +243,8 @@ SHAPED = {
     ),
     "norm above 100, late": scaled_from(100.0, 11),
     "norm above 10000": scaled_from(1e4, 0),
+    "accumulated norm above 10000": optax.MultiSteps(scaled_from(1e4, 0), 64),
+    "matrices of large weights with large gradients": matrices_halved(1e4, 10.0),
     "accumulated scale_by_muon in a chain": optax.chain(
         optax.clip(1.0), optax.MultiSteps(optax.contrib.muon(1e-3), 64).gradient_transformation()
     ),

@@ -97,6 +97,11 @@ def test_a_skipped_step_that_moves_the_parameter_is_seen(monkeypatch):
         command.check_overflow()
 
 
+def test_devices_of_one_kind_are_counted():
+    first = "none, as a rule", "mixed_bfloat16, to try it out"
+    assert command.devices() == [(str(jax.device_count()), "cpu", "cpu", *first)]
+
+
 @pytest.mark.parametrize(
     ("platform", "capability", "expected"),
     [

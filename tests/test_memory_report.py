@@ -500,6 +500,7 @@ def test_bars_are_stacked_to_the_total():
     widths = np.array([[bar.get_width() for bar in bars] for bars in axes.containers])
     totals = [r.total_bytes / 1e6 for r in reports.values()]
     np.testing.assert_allclose(widths.sum(0), totals)
+    assert axes.yaxis_inverted()  # the first at the top
     assert "masters" not in [text.get_text() for text in axes.get_legend().get_texts()]
     plt.close("all")
 

@@ -150,6 +150,25 @@ def test_rules_by_path_and_type():
     assert count([(re.compile("first|second"), "float32")]) == {"float16": 1, "float32": 2}
 
 
+class Containers(nnx.Module):
+    def __init__(self, rngs):
+        self.parts = nnx.data({"a": nnx.Linear(8, 8, rngs=rngs), "b": nnx.Linear(8, 8, rngs=rngs)})
+        self.pair = nnx.data((nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 8, rngs=rngs)))
+
+    def __call__(self, x):
+        for part in (*self.parts.values(), *self.pair):
+            x = part(x)
+        return x
+
+
+def test_modules_in_containers_are_found_by_key_and_by_index():
+    rules = [("parts/a", "float32"), ("pair/1", "float32")]
+    view = adapter.with_policy(Containers(nnx.Rngs(0)), "mixed_float16", rules)
+    assert product_dtypes(lambda x: view(x), ROWS) == {"float16": 2, "float32": 2}
+    # So too where they are called from outside.
+    assert product_dtypes(lambda x: view.parts["a"](view.pair[1](x)), ROWS) == {"float32": 2}
+
+
 def mean_square(model, inputs):
     return jnp.mean((model(inputs) - 1.0) ** 2)
 

@@ -699,6 +699,25 @@ def rule_with_a_half_output(x, w):
     return y @ w, z @ w
 
 
+@planned(X, W, rules=[("head", "p=f32,c=f32,o=f16")])
+def positions_made_in_the_scope_of_a_rule(x, w):
+    """What an island computes of constants made there is computed inside it, and not stored.
+
+    dot_general in half: f32>f16 f32>f16 -> f16
+    iota in float32: -> f32; the user asked for float32 here
+    island, recompute, apart: f32 f32>f16 -> f16
+      sin; the user asked for float32 here
+      broadcast_in_dim; the user asked for float32 here
+      add; the user asked for float32 here
+      exp; the user asked for float32 here
+    dot_general in half: f32>f16 f32>f16 -> f16
+    """
+    x = x @ w
+    with jax.named_scope("head"):
+        x = jnp.exp(x + jnp.sin(lax.iota(jnp.float32, 128)))
+    return x @ w
+
+
 @planned(X, W)
 def inner_autocast(x, w):
     """An autocast inside has decided.

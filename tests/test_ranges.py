@@ -506,6 +506,16 @@ def test_printed_with_rich_and_without(monkeypatch):
         assert "activations in float16" not in text  # nothing is lost there
 
 
+def test_what_is_scaled_is_shown_as_it_is_and_under_the_best_scale():
+    text = str(diagnostics.range_report(jnp.array([1e-3, 1.0])))
+    shown = r"^ *{} +2\^{} .* {} *$"
+    assert re.search(shown.format("value", 0, "-10 to 0"), text, re.M)
+    assert re.search(shown.format("value", 14, "4 to 14"), text, re.M)
+    assert "best static scale: 2^14\nscales that lose no gradient: 2^-14 to 2^14" in text
+    roles = re.findall(r"^ *(\w+(?: gradient)?) .* float32 ", str(measured(unrolled)), re.M)
+    assert roles[:6] == ["parameter", *["gradient"] * 2, "activation", *["activation gradient"] * 2]
+
+
 def test_the_worst_rows_come_first_and_a_long_list_is_cut_with_a_word():
     tree = {f"{i:02}": jnp.array([1.0] * i + [1e-12] * (13 - i)) for i in range(12)}
     text = str(diagnostics.range_report(tree))
@@ -540,7 +550,10 @@ def test_the_picture():
     line = first.patches[-1].get_data()
     assert line.values.sum() == pytest.approx(1) and line.edges[0] == -149
     assert second.patches[4].get_data().edges[0] == -149 + 20
-    assert "normal in bfloat16" in [text.get_text() for text in second.texts]
+    words = sorted(second.texts, key=lambda text: text.get_position())
+    assert [text.get_text().strip() for text in words] == [
+        "zero", "subnormal", "normal in bfloat16", "infinite",
+    ]  # fmt: skip
     figure.canvas.draw()
     plt.close(figure)
 

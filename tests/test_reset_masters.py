@@ -139,6 +139,18 @@ def test_parameters_that_are_put_back_keep_what_their_masters_know(tx, replace):
     assert state.params["a"][0] == 1 - 2.0**-10
 
 
+@pytest.mark.parametrize("tx", [transforms.with_master_params(optax.sgd(2.0**-13)), FLAT])
+def test_float32_parameters_that_are_put_into_a_train_state_are_its_masters_exactly(tx):
+    params = {"a": jnp.ones(3, jnp.float16)}
+    state = linen.TrainState.create(apply_fn=None, params=params, tx=tx)
+    state = state.apply_gradients(grads=params)
+    full = jmp.cast_to_full(state.params)
+    assert transforms.masters(state.opt_state, full)["a"][0] == 1 - 2.0**-13
+    for number in (1.0, 0.1):
+        given = jax.tree.map(lambda p, n=number: jnp.full_like(p, n), full)
+        assert bits(transforms.masters(state.replace(params=given).opt_state, full)) == bits(given)
+
+
 def test_parameters_of_another_structure_leave_the_state_as_it_is():
     tx = transforms.with_master_params(SGD)
     state = linen.TrainState.create(apply_fn=None, params={"a": PARAMS, "b": PARAMS}, tx=tx)

@@ -278,7 +278,7 @@ def _rebuilt(
     classes = (type(node), *around)
     copy: Any = object.__new__(class_of(node, path, classes))
     for field in dataclasses.fields(node):
-        if hasattr(node, field.name):  # a module may leave a field unset
+        if hasattr(node, field.name):  # not in a module's own __init__
             value = getattr(node, field.name)
             if not field.metadata.get("static", False):
                 value = inside(value, path=joined(path, field.name), around=classes)

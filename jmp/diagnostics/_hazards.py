@@ -71,7 +71,7 @@ def odd_sizes(jaxpr: Jaxpr) -> list[str]:
         share, others = by_place.total() / total, len(by_place) - 1
         ((largest, _),) = by_place.most_common(1)
         if share >= SHARE:
-            more = f", with {others} other places," * (others > 0)
+            more = f", with {others} other place{'s' * (others > 1)}," * (others > 0)
             hazards.append(
                 f"{largest}{more} multiplies in {dtype} with {odd}, no multiple of {MULTIPLE}: "
                 "padded on a GPU, it may be slower "

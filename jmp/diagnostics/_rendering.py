@@ -108,7 +108,7 @@ def _decisions(decisions: list[Decision]) -> Iterable[str]:
         yield "besides dtypes:"
     for what, times in totals((decision.what, decision.times) for decision in decisions).items():
         first, *others = (place_name(d.source, d.module) for d in decisions if d.what == what)
-        more = f" and {len(others)} other places" if others else ""
+        more = f" and {len(others)} other place{'s' * (len(others) > 1)}" if others else ""
         yield f"  {times} x {what}; at {first}{more}"
 
 

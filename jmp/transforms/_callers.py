@@ -20,7 +20,7 @@ _undoes_skips = contextvars.ContextVar("undoes_skips", default=False)
 
 def is_of_optax(module: str) -> bool:
     """Returns whether a module of this name belongs to optax."""
-    return module == "optax" or module.startswith("optax.")
+    return module.partition(".")[0] == "optax"
 
 
 def calling_states() -> list[optax.OptState]:

@@ -179,9 +179,14 @@ def _agree(of_vector: PyTree, of_tree: PyTree) -> bool:
     expected = [_joined([leaf]) for leaf in leaves]
     parts = np.split(got, np.cumsum([leaf.size for leaf in expected], dtype=int))
     return all(
-        np.allclose(a, b, TOLERANCE, TOLERANCE * np.abs(b).max(initial=0), equal_nan=True)
+        np.allclose(a, b, TOLERANCE, TOLERANCE * _largest(b), equal_nan=True)
         for a, b in zip(parts, expected, strict=False)
     )
+
+
+def _largest(array: np.ndarray) -> float:
+    """Returns the largest magnitude of the elements that are finite, or zero."""
+    return float(np.abs(array[np.isfinite(array)]).max(initial=0))
 
 
 def _joined(arrays: Sequence[Any]) -> np.ndarray:

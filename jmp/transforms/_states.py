@@ -244,10 +244,6 @@ def without_weak_types(tree: PyTree) -> PyTree:
     The first step would return them strongly typed, and the second step would compile again.
     """
     return jax.tree.map(
-        lambda leaf: (
-            jnp.asarray(leaf, leaf.dtype)
-            if is_array(leaf) and getattr(leaf, "weak_type", False)
-            else leaf
-        ),
+        lambda leaf: jnp.asarray(leaf, leaf.dtype) if getattr(leaf, "weak_type", False) else leaf,
         tree,
     )
