@@ -17,6 +17,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jmp
+from jmp.adapters import equinox, haiku, linen
+from jmp.adapters import nnx as nnx_adapter
 from jmp.autocasting._autocast import make_program
 from jmp.autocasting._steps import Fused, Inside, Nested
 from tests.h200.harness import as_if_cudnn
@@ -138,6 +140,8 @@ FOUND = {
     "a bias that is computed": (with_slopes, (Q, K, V), ()),
     "one query": (attention_of_jax, (Q[:, :1], K, V), ()),
     "heads of 80": (attention_of_jax, [normal(i, 1, 6, 2, 80) for i in range(3)], ()),
+    "heads of 64": (attention_of_jax, [normal(i, 1, 6, 2, 64) for i in range(3)], ()),
+    "heads of 128": (attention_of_jax, [normal(i, 1, 6, 2, 128) for i in range(3)], ()),
     "an odd length": (attention_of_jax, (Q[:, :7], K[:, :7], V[:, :7]), ()),
     "an odd length, causal": (jax_attention, (Q[:, :7], K[:, :7], V[:, :7]), ()),
     "an odd number of keys, padded": (
@@ -311,6 +315,9 @@ LEFT = {
     "a learned temperature": (
         lambda q, k, v, t: weigh(jax.nn.softmax(scores(q, k) * t), v),
         (jnp.float32(2),), "not a positive constant"),
+    "one key": (
+        lambda q, k, v: attention_of_jax(q, k[:, :1], v[:, :1]),
+        (), "not over one axis of keys longer than one"),
     "heads of 12": (
         lambda q, k, v: attention_of_jax(q[..., :4], k[..., :4], v[..., :4]),
         (), "multiple of 8"),
@@ -405,6 +412,39 @@ def test_kernels_are_there_under_every_transformation(function, args, kernels):
     with as_if_cudnn():
         lowered = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",))
         assert lowered.as_text().count("__cudnn$fmha") == kernels
+
+
+def in_linen():
+    apply = linen.wrap_apply(
+        nn.MultiHeadDotProductAttention(4).apply, "mixed_float16", attention="fused"
+    )
+    return apply, (FLAX, X, X)
+
+
+def in_nnx():
+    module = nnx.MultiHeadAttention(4, 32, 32, decode=False, rngs=nnx.Rngs(0))
+    lowered = nnx_adapter.with_policy(module, "mixed_float16", attention="fused")
+    return lambda x: lowered(x), (X,)
+
+
+def in_equinox():
+    module = eqx.nn.MultiheadAttention(4, 32, key=jax.random.key(1))
+    run = lambda module, x: module(x, x, x)
+    lowered = equinox.autocast(run, "mixed_float16", attention="fused")
+    return functools.partial(lowered, module), (X[0],)
+
+
+def in_haiku():
+    lowered = haiku.with_policy(HAIKU, "mixed_float16", attention="fused")
+    return lowered.apply, (HAIKU.init(jax.random.key(0), X), X)
+
+
+@pytest.mark.parametrize("make", [in_linen, in_nnx, in_equinox, in_haiku])
+def test_every_adapter_fuses_attention(make):
+    function, args = make()
+    with as_if_cudnn():
+        lowered = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",))
+        assert lowered.as_text().count("__cudnn$fmha") == 1
 
 
 @pytest.mark.parametrize(
