@@ -17,9 +17,14 @@ def adapter(workload: Any) -> Training:
     return _training(workload, "O1", jmp.torch_loss_scale())
 
 
-def adapter_fused(workload: Any) -> Training:
-    """The same with attention in one kernel of cuDNN, for the unmodified model."""
-    return _training(workload, "O1", jmp.torch_loss_scale(), attention="fused")
+def autocast(workload: Any) -> Training:
+    """`jmp.autocast` of the whole loss, and dynamic loss scaling."""
+    return _autocast(workload)
+
+
+def autocast_fused(workload: Any) -> Training:
+    """The same with attention in one kernel."""
+    return _autocast(workload, attention="fused")
 
 
 def adapter_unscaled(workload: Any) -> Training:
@@ -46,14 +51,22 @@ def flat_masters_update(workload: Any) -> Training:
     return _update(workload, HALF, optimizer)
 
 
-def _training(workload: Any, policy: str, loss_scale: jmp.LossScale, **options: Any) -> Training:
-    apply_fn = linen.wrap_apply(workload.module(None).apply, policy, **options)
-    loss_fn = workload.loss_fn(apply_fn)
+def _autocast(workload: Any, **options: Any) -> Training:
+    loss_fn = workload.loss_fn(workload.module(None).apply)
+    loss_fn = jmp.autocast(loss_fn, "mixed_float16", **options)
+    return _step_of(workload, loss_fn, "O1", jmp.torch_loss_scale())
 
+
+def _training(workload: Any, policy: str, loss_scale: jmp.LossScale) -> Training:
+    loss_fn = workload.loss_fn(linen.wrap_apply(workload.module(None).apply, policy))
+    return _step_of(workload, loss_fn, policy, loss_scale)
+
+
+def _step_of(workload: Any, loss_fn: Any, policy: str, loss_scale: jmp.LossScale) -> Training:
     def init(key: jax.Array) -> linen.TrainState:
         params, statistics = workload.variables(key)
         return linen.TrainState.create(
-            apply_fn=apply_fn,
+            apply_fn=None,
             params=linen.cast_params(params, policy),
             batch_stats=statistics,
             tx=transforms.mixed_precision(workload.optimizer, policy, loss_scale),
