@@ -15,7 +15,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 # Okabe and Ito's colours.
-COLORS = {"unscaled": "#999999", "adapter": "#0072B2", "masters": "#CC79A7"}
+COLORS = {"unscaled": "#999999", "by-hand-cudnn": "#000000", "adapter": "#0072B2"}
+COLORS |= {"masters": "#CC79A7", "autocast-fused": "#009E73"}
 OTHERS = {"deepmind-jmp": "#E69F00", "mpx": "#D55E00", "dynamic-scale": "#F0E442"}
 PLOTTED = {**COLORS, **OTHERS, "apply-if-finite": "#56B4E9"}
 

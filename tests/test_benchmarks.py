@@ -279,6 +279,9 @@ def test_the_readme_says_what_the_committed_results_say():
         "unscaled": "by hand, no loss scaling",
         "adapter": "ours",
         "masters": "ours, half parameters with float32 masters",
+        "autocast": "ours, autocast of the loss",
+        "by-hand-cudnn": "by hand, cuDNN attention",
+        "autocast-fused": 'ours, autocast of the loss, `attention="fused"`',
         "float32": "float32",
     }
     for name, title in titles.items():
