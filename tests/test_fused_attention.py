@@ -107,6 +107,12 @@ def with_slopes(q, k, v):
     return weigh(jax.nn.softmax(jnp.where(CAUSAL[None, None], x, -1e9)), v)
 
 
+def far_from_zero(q, k, v):
+    """ALiBi by the place of the key alone, and numbers that make no difference."""
+    x = scores(q[:, :, :2], k) + (3000 + 0.5 * jnp.arange(LENGTH))[None, None, None]
+    return weigh(jax.nn.softmax(jnp.where(CAUSAL[None, None], x, -1e9) - 3.0), v)
+
+
 jax_attention = functools.partial(attention_of_jax, is_causal=True)
 
 # Name: a function, its floating arguments, and others.
@@ -138,6 +144,7 @@ FOUND = {
     "heads by vmap": (heads_by_vmap, (Q, K, V), ()),
     "an added mask": (added_mask, (Q, K, V), (PADDING,)),
     "a bias that is computed": (with_slopes, (Q, K, V), ()),
+    "numbers far from zero": (far_from_zero, (Q, K, V), ()),
     "one query": (attention_of_jax, (Q[:, :1], K, V), ()),
     "heads of 80": (attention_of_jax, [normal(i, 1, 6, 2, 80) for i in range(3)], ()),
     "heads of 64": (attention_of_jax, [normal(i, 1, 6, 2, 64) for i in range(3)], ()),
@@ -288,6 +295,11 @@ def own_bias(q, k, v):
     return weigh(jax.nn.softmax(scores(q, k) + jnp.cumsum(scores(q, k), -1)), v)
 
 
+def divided_by_other_sums(q, k, v):
+    powers = jnp.exp(scores(q, k))
+    return weigh(powers / powers.sum(-1)[:, :, None, :], v)
+
+
 TWO_HEADS = Q[:, :, :2]
 LEFT = {
     "dropout": (
@@ -297,6 +309,22 @@ LEFT = {
     "soft-capped scores": (
         lambda q, k, v: weigh(jax.nn.softmax(jnp.tanh(scores(q, k))), v),
         (), "tanh changes its scores"),
+    "keys in reverse": (
+        lambda q, k, v: weigh(jax.nn.softmax(scores(q, k)[..., ::-1]), v),
+        (), "rev changes its scores"),
+    "scores without a gradient": (
+        lambda q, k, v: weigh(jax.nn.softmax(jax.lax.stop_gradient(scores(q, k))), v),
+        (), "stop_gradient changes its scores"),
+    "weights that do not add up to one": (
+        divided_by_other_sums, (), "div stands between its softmax and the values"),
+    "a mask that is scaled": (
+        lambda q, k, v, mask: weigh(
+            jax.nn.softmax(jnp.where(mask[:, None, None], scores(q, k), -1e4) * 1e-3), v),
+        (PADDING,), "not a constant of -1e4 or below"),
+    "a bias over a mask": (
+        lambda q, k, v, mask: weigh(
+            jax.nn.softmax(jnp.where(mask[:, None, None], scores(q, k), -1e4) + 1e4), v),
+        (PADDING,), "may undo it"),
     "weights returned": (returned_weights, (), "read elsewhere"),
     "another axis": (
         lambda q, k, v: weigh(jax.nn.softmax(scores(q, k), axis=2), v),
@@ -334,6 +362,24 @@ def test_what_the_kernel_does_not_compute_stays_as_it_is_and_the_report_says_why
     with as_if_cudnn():
         report = jmp.diagnostics.precision_report(function, "mixed_float16", attention="fused")
         assert reason in str(report(TWO_HEADS, K, V, *others)).replace("\n", " ")
+
+
+def test_a_mask_may_be_a_number_that_the_program_holds(as_on_cuda):
+    def masked(q, k, v, mask=False):
+        chosen = jax.lax.select_n(mask, jnp.full((2, 2, LENGTH, LENGTH), -1e9), scores(q, k))
+        return weigh(jax.nn.softmax(chosen), v)
+
+    with as_if_cudnn():
+        fused = jmp.autocast(masked, "mixed_float16", attention="fused")
+        assert jax.eval_shape(fused, TWO_HEADS, K, V).shape == TWO_HEADS.shape
+    assert len(attentions(masked, TWO_HEADS, K, V)[0]) == 1
+
+
+def test_weights_that_are_rounded_by_hand_stay_so():
+    def rounded(q, k, v):
+        return weigh(jax.lax.reduce_precision(jax.nn.softmax(scores(q, k)), 5, 3), v)
+
+    assert not attentions(rounded, TWO_HEADS, K, V)[0]
 
 
 def test_products_around_a_softmax_that_are_no_attention_are_not_mentioned():

@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._numbers import shape_of
-from jmp.autocasting.attention._repeats import keeps_places, repeating
+from jmp.autocasting.attention._repeats import hands_on, repeating
 
 Axes = tuple[tuple[int, ...], ...]
 Sizes = Mapping[int, int]  # how long each atom is
@@ -40,7 +41,7 @@ def after(node: Node, axes: Axes, sizes: Sizes, side: int = 0) -> Axes | None:
         return _after_product(node, axes, side)
     if node.rule.reshapes or (node.rule.repeats and node.outputs[0].size == node.inputs[0].size):
         return _regrouped(axes, shape, sizes)
-    return axes if keeps_places(node) or shape == shape_of(node.inputs[side]) else None
+    return axes if hands_on(node) or shape == shape_of(node.inputs[side]) else None
 
 
 def _after_product(node: Node, axes: Axes, side: int) -> Axes | None:
@@ -68,12 +69,13 @@ def before(node: Node, axes: Axes, sizes: Sizes) -> Axes | None:
         return tuple(axes[i] if n != 1 else () for n, i in zip(shape, places, strict=True))
     if node.rule.reshapes:
         return _regrouped(axes, shape, sizes)
-    return axes if keeps_places(node) else None
+    return axes if hands_on(node) else None
 
 
 def moves_axes(node: Node) -> bool:
     """Returns whether `after` and `before` may follow axes through a node."""
-    return node.rule.reshapes or node.rule.permutes or node.rule.repeats or keeps_places(node)
+    moves = node.rule.reshapes or node.rule.repeats or node.name == "transpose"
+    return moves or hands_on(node)
 
 
 def _regrouped(axes: Axes, shape: Sequence[int], sizes: Sizes) -> Axes | None:
@@ -122,15 +124,17 @@ def spread(array: Any, axes: Axes, groups: Groups, sizes: Sizes) -> Any:
 
     Along an axis without atoms all entries are equal, and the first is taken.
 
-    Returns: an array of one axis for each group, of length one where it has none of its atoms.
+    Returns: an array, of NumPy if it was one, of one axis for each group, of length one where it
+      has none of its atoms.
     """
     present = {atom for axis in axes for atom in axis}
     atoms = [(atom, bool(present.intersection(group))) for group in groups for atom in group]
     array = array[tuple(slice(None) if axis else slice(1) for axis in axes)]
     array = layout(axes, [(atom,) for atom, _ in atoms if atom in present], sizes)(array)
     array = array.reshape([sizes[atom] if atom in present else 1 for atom, _ in atoms])
-    array = jnp.broadcast_to(array, [sizes[atom] if in_part else 1 for atom, in_part in atoms])
-    return array.reshape(
+    shape = [sizes[atom] if in_part else 1 for atom, in_part in atoms]
+    repeat = np.broadcast_to if isinstance(array, np.ndarray) else jnp.broadcast_to
+    return repeat(array, shape).reshape(
         [math.prod(sizes[a] for a in g) if present.intersection(g) else 1 for g in groups]
     )
 
@@ -147,6 +151,13 @@ def core_of(value: Value, axes: Axes, sizes: Sizes) -> Placed:
 
     An axis along which the value that is left repeats has no atoms, whatever its length.
     """
+    value, axes = source_of(value, axes, sizes)
+    pairs = zip(axes, repeating(value), strict=True)
+    return Placed(value, tuple(() if repeats else axis for axis, repeats in pairs))
+
+
+def source_of(value: Value, axes: Axes, sizes: Sizes) -> Placed:
+    """Goes back from a value as `core_of` does, and leaves to each axis its atoms."""
     node = value.producer
     while node is not None and moves_axes(node):
         inner = before(node, axes, sizes)
@@ -154,5 +165,4 @@ def core_of(value: Value, axes: Axes, sizes: Sizes) -> Placed:
             break
         value, axes = node.inputs[0], inner
         node = value.producer
-    pairs = zip(axes, repeating(value), strict=True)
-    return Placed(value, tuple(() if repeats else axis for axis, repeats in pairs))
+    return Placed(value, axes)

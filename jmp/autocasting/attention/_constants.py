@@ -35,11 +35,31 @@ def constant_of(value: Value, found: Found | None = None) -> "np.ndarray[Any, An
     if value.known.array is not None:
         return np.asarray(value.known.array)
     node = value.producer
-    if node is None or len(node.outputs) != 1 or node.equation.effects:
+    if node is None:
         return None
     if node not in found:
-        found[node] = _computed(node, found)
+        found[node] = _computed(node, found) if _is_computable(node) else None
     return found[node]
+
+
+def _is_computable(last: Node) -> bool:
+    """Returns whether a node depends on no argument; nothing is computed to find out."""
+    stack, seen = [last], {last}
+    while stack:
+        node = stack.pop()
+        if len(node.outputs) != 1 or node.equation.effects or node.rule.draws_bits:
+            return False
+        for value in node.inputs:
+            while value.outside is not None:
+                value = value.outside
+            if value.held is not None or value.known.array is not None:
+                continue
+            if value.producer is None:
+                return False
+            if value.producer not in seen:
+                seen.add(value.producer)
+                stack.append(value.producer)
+    return True
 
 
 def _computed(node: Node, found: Found) -> "np.ndarray[Any, Any] | None":
@@ -65,7 +85,7 @@ def _computed(node: Node, found: Found) -> "np.ndarray[Any, Any] | None":
         operands = [np.broadcast_to(x, shape_of(value)) for x, value in pairs]
     if max(math.prod(shape), *(x.size for x in operands), 0) > LARGEST:
         return None
-    if node.rule.draws_bits or any(True for _ in _jax_compat.inner_jaxprs(node.equation)):
+    if any(True for _ in _jax_compat.inner_jaxprs(node.equation)):
         return None
     try:
         with jax.ensure_compile_time_eval():

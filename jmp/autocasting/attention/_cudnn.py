@@ -15,11 +15,11 @@ from jax.interpreters import ad, batching, mlir
 
 from jmp.autocasting.attention._axes import Axes, Groups, Layout, Sizes, spread
 
-# What stands for minus infinity in a bias: exp of it is zero in any row with a score above -2**14,
-# and cuDNN, which multiplies by log2(e), stays finite.
+# What stands for minus infinity in a bias whose largest number in each row is zero: exp of it is
+# zero, and cuDNN, which multiplies by log2(e), stays finite.
 LOWEST = -(2.0**15)
-# A row is masked wholly where no bias is above this.
-ALIVE = LOWEST / 2
+# A row is masked wholly where no bias is above this: a score that is added to it is lost.
+ALIVE = -1e8
 
 ONE_DIRECTION = (
     "autocast(attention='fused') got {what}: the fused kernel has a first derivative in reverse "
@@ -63,7 +63,8 @@ def attend(
     q, k, v = form.query(query), form.key(key), form.values(values)
     rows, keys = q.shape[1], k.shape[1]
     bias = _bias(form, biases, masks)
-    half_bias = None if bias is None else _half_bias(form, bias, q, keys)
+    highest = None if bias is None else _highest(form, bias, rows, keys)
+    half_bias = None if bias is None else _half_bias(form, bias, highest, q, keys)
     # In the backward pass JAX refuses odd lengths. A key that is added is behind the last one, so
     # that a causal mask hides it; else its bias does, or the number of keys that count.
     hides = form.is_causal or half_bias is not None
@@ -72,8 +73,8 @@ def attend(
         half_bias = _evened(half_bias, (2, 3), LOWEST)
     fused = _fused(form.scale, form.is_causal, form.window)
     result = fused(*(_evened(array, (1,)) for array in (q, k, v)), half_bias, lengths)[:, :rows]
-    if not form.is_alive and bias is not None:
-        result = _or_average(result, _sees_a_key(form, bias, rows, keys), v)
+    if not form.is_alive and highest is not None:
+        result = _or_average(result, (highest > ALIVE).swapaxes(1, 2), v)
     return form.result(result)
 
 
@@ -83,32 +84,49 @@ def _evened(array: Any, axes: tuple[int, ...], fill: float = 0.0) -> Any:
     return jnp.pad(array, added, constant_values=fill) if any(n for _, n in added) else array
 
 
-def _half_bias(form: Form, bias: Any, query: Any, keys: int) -> Any:
-    """Returns a bias as cuDNN takes it: rows and keys in full, and heads if it has a gradient."""
-    heads = query.shape[2] if form.has_gradient else bias.shape[1]
-    held = bias if form.has_gradient else jnp.maximum(bias, LOWEST)
-    shape = (bias.shape[0], heads, query.shape[1], keys)
-    return jnp.broadcast_to(held, shape).astype(query.dtype)
-
-
 def _bias(form: Form, biases: list[Any], masks: list[Any]) -> Any:
+    """Returns the float32 sum of biases, -inf where a mask hides a score; None without either."""
     bias = None
     for array, (axes, factor) in zip(biases, form.biases, strict=True):
-        term = spread(array.astype(jnp.float32) * factor, axes, form.groups, form.sizes)
+        numbers = jnp.asarray(array, jnp.float32) * factor
+        term = spread(numbers, axes, form.groups, form.sizes)
         bias = term if bias is None else bias + term
     for array, (axes, keeps) in zip(masks, form.masks, strict=True):
-        kept = spread(array == keeps, axes, form.groups, form.sizes)
-        bias = jnp.where(kept, 0.0 if bias is None else bias, LOWEST)
+        kept = spread(jnp.asarray(array) == keeps, axes, form.groups, form.sizes)
+        bias = jnp.where(kept, 0.0 if bias is None else bias, -jnp.inf)
     return bias
 
 
-def _sees_a_key(form: Form, bias: Any, rows: int, keys: int) -> Any:
-    """Returns whether a row has a key left: (batch, rows, heads, 1), or ones in place of these."""
-    left = bias > ALIVE
+def _highest(form: Form, bias: Any, rows: int, keys: int) -> Any:
+    """Returns the largest bias that each row sees: (batch, heads, rows, 1), or ones for these."""
+    seen = jax.lax.stop_gradient(bias)
     if form.is_causal:
         behind = jnp.arange(rows)[None, None, :, None] - jnp.arange(keys)[None, None, None]
-        left &= (behind >= 0) & (form.window is None or behind <= form.window)
-    return left.any(-1, keepdims=True).swapaxes(1, 2)
+        sees = (behind >= 0) & (form.window is None or behind <= form.window)
+        seen = jnp.where(sees, seen, -jnp.inf)
+    return seen.max(-1, keepdims=True)
+
+
+def _half_bias(form: Form, bias: Any, highest: Any, query: Any, keys: int) -> Any:
+    """Returns a bias as cuDNN takes it: rows and keys in full, and heads if it has a gradient.
+
+    The largest of each row becomes zero, which changes no weight: what counts is then near zero,
+    where a half type is exact.
+    """
+    if form.biases:
+        bias = bias - jnp.where(highest > ALIVE, highest, 0)
+    heads = query.shape[2] if form.has_gradient else bias.shape[1]
+    shape = (bias.shape[0], heads, query.shape[1], keys)
+    return jnp.broadcast_to(_held(bias), shape).astype(query.dtype)
+
+
+@jax.custom_jvp
+def _held(bias: Any) -> Any:
+    """Holds a bias in the range of any half type; where it does, the weights are zero."""
+    return jnp.clip(bias, LOWEST, 0)
+
+
+_held.defjvp(lambda primals, tangents: (_held(*primals), *tangents))
 
 
 def _or_average(result: Any, sees_a_key: Any, values: Any) -> Any:

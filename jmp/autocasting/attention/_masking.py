@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from jmp.autocasting._flow import Facts
@@ -76,8 +75,7 @@ def _known(term: Bias | Mask, groups: Groups, sizes: Sizes) -> _Known | None:
     if numbers is None or numbers.ndim != len(shape_of(value)):
         return None
     axes = tuple(axis if n != 1 else () for axis, n in zip(axes, numbers.shape, strict=True))
-    with jax.ensure_compile_time_eval():
-        numbers = np.asarray(spread(numbers, axes, groups, sizes))
+    numbers = spread(numbers, axes, groups, sizes)
     if isinstance(term, Mask):
         return _Known(numbers == term.keeps, only_masks=True)
     keeps = numbers.astype(np.float64) * term.factor > MASKED
@@ -90,9 +88,10 @@ def _pattern(kept: Booleans, lengths: Sequence[int]) -> tuple[bool, int | None] 
         return False, None
     if kept.shape[:2] != (1, 1) or kept.shape[2:] != tuple(lengths) or len(set(lengths)) != 1:
         return None
-    kept = kept[0, 0]
-    behind = np.arange(lengths[0])[:, None] - np.arange(lengths[0])
-    window = int(behind[kept].max(initial=0))
-    if not (kept == ((behind >= 0) & (behind <= window))).all():
+    kept, rows = kept[0, 0], np.arange(lengths[0])
+    first, last = kept.argmax(1), rows[-1] - kept[:, ::-1].argmax(1)
+    window = int((rows - first).max())
+    is_causal = (last == rows) & (first == np.maximum(rows - window, 0))
+    if not (is_causal & (kept.sum(1) == last - first + 1)).all():
         return None
-    return True, None if window == lengths[0] - 1 else window
+    return True, None if window == rows[-1] else window

@@ -17,6 +17,7 @@ from jmp.autocasting.attention._axes import (
     core_of,
     moves_axes,
     own_axes,
+    source_of,
 )
 from jmp.autocasting.attention._constants import constant_of
 from jmp.autocasting.attention._operands import NotFused, Operands, operands_of
@@ -24,6 +25,10 @@ from jmp.autocasting.attention._repeats import repeating
 
 # What a mask puts in place of a score: exp of it is zero beside any score that is left.
 MASKED = -1e4
+# Beside such a number a score or a bias is lost: the next float32 is 8 away.
+LOWERED = -1e8
+
+NO_MASK = "its mask puts in numbers that are not a constant of -1e4 or below"
 
 
 class Bias(NamedTuple):
@@ -86,22 +91,34 @@ def _softmax_of(weights: Value) -> _Softmax | None:
         node = node.inputs[handed_on].producer
     if node is None or node.name != "div":
         return None
-    powers, total = node.inputs[0], node.inputs[1].producer
-    exp = powers.producer
-    while total is not None and moves_axes(total):
-        total = total.inputs[0].producer
-    if exp is None or exp.name != "exp" or total is None or total.name != "reduce_sum":
+    exp, axis = node.inputs[0].producer, _summed_axis(node)
+    if exp is None or exp.name != "exp" or axis is None:
         return None
-    if total.inputs[0] is not powers or len(total.params["axes"]) != 1:
-        return None
-    (axis,) = total.params["axes"]
     argument = exp.inputs[0]
     # What is the same for all keys, such as the row's maximum, may be subtracted: it cancels.
     while (shift := argument.producer) is not None and shift.name == "sub":
-        if not repeating(shift.inputs[1])[axis]:
+        subtracted = shift.inputs[1]
+        if shape_of(subtracted) and not repeating(subtracted)[axis]:
             break
         argument = shift.inputs[0]
-    return _Softmax((node, exp), tuple(moved[::-1]), argument, int(axis))
+    return _Softmax((node, exp), tuple(moved[::-1]), argument, axis)
+
+
+def _summed_axis(division: Node) -> int | None:
+    """Returns the axis along which a division makes its first operand add up to one, if any."""
+    powers, divisor = division.inputs
+    shape = shape_of(powers)
+    if len(shape_of(divisor)) != len(shape):
+        return None
+    own = own_axes(shape)
+    total, axes = source_of(divisor, _of_shape(divisor, own), dict(enumerate(shape)))
+    node = total.producer
+    if node is None or node.name != "reduce_sum" or node.inputs[0] is not powers:
+        return None
+    summed = node.params["axes"]
+    if len(summed) != 1 or axes != tuple(a for i, a in enumerate(own) if i not in summed):
+        return None
+    return int(summed[0])
 
 
 def _handed_on(node: Node) -> int | None:
@@ -165,15 +182,20 @@ def _attention(result: Node, side: int, softmax: _Softmax) -> Attention:
         elif node.name == "select_n":
             masks.append(_mask(node, on_path, axes, sizes))
         elif node.rule.linear:
+            if any(mask.fill > LOWERED for mask in masks):
+                raise NotFused("a bias is added after a mask of more than -1e8, and may undo it")
             biases.append(_bias(node, on_path, axes, sizes))
         else:
             factor = _factor(node, on_path)
             scale *= factor
-            biases = [Bias(bias.placed, bias.factor * factor) for bias in biases]
+            biases = [bias._replace(factor=bias.factor * factor) for bias in biases]
+            masks = [mask._replace(fill=mask.fill * factor) for mask in masks]
         on_path.add(node.outputs[0])
     keys = axes[softmax.axis]
     for node, side_of_weights in softmax.to_weights:
         axes = _followed(node, axes, sizes, side_of_weights)
+    if not all(mask.fill <= MASKED for mask in masks):
+        raise NotFused(NO_MASK)
     if len(keys) != 1:
         raise NotFused("its softmax is not over one axis of keys longer than one")
     nodes = (scores, *between, *softmax.nodes, *(node for node, _ in softmax.to_weights), result)
@@ -240,12 +262,16 @@ def _mask(node: Node, on_path: set[Value], axes: Axes, sizes: dict[int, int]) ->
     if which.dtype != bool or sum(kept) != 1 or which in on_path:
         raise NotFused("its mask is not a choice between the scores and a number")
     (fill,) = [case.constant for case, keeps in zip(cases, kept, strict=True) if not keeps]
-    if fill is None or not fill <= MASKED:
-        raise NotFused("its mask puts in numbers that are not a constant of -1e4 or below")
+    if fill is None:
+        raise NotFused(NO_MASK)
     return Mask(_placed(which, axes, sizes), kept[1], fill)
 
 
 def _placed(value: Value, axes: Axes, sizes: dict[int, int]) -> Placed:
+    return core_of(value, _of_shape(value, axes), sizes)
+
+
+def _of_shape(value: Value, axes: Axes) -> Axes:
+    """Returns the axes of an operand, given those of the result that it is repeated to."""
     shape = shape_of(value)  # () of a number
-    own = tuple(axis if n != 1 else () for n, axis in zip(shape, axes, strict=False))
-    return core_of(value, own, sizes)
+    return tuple(axis if n != 1 else () for n, axis in zip(shape, axes, strict=False))

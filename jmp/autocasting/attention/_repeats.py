@@ -47,8 +47,13 @@ def is_pointwise(node: Node) -> bool:
     return is_one_by_one and all(len(shape_of(value)) in (rank, 0) for value in node.inputs)
 
 
-def keeps_places(node: Node) -> bool:
-    """Returns whether a node hands its operand on: a name, a mark, a cast that changes nothing."""
-    if node.rule.casts:
+def hands_on(node: Node) -> bool:
+    """Returns whether a node is the identity, its derivative too: a name, a cast to its dtype."""
+    if node.name == "convert_element_type":
         return node.inputs[0].dtype == node.outputs[0].dtype
-    return node.rule.permutes and node.name != "transpose" and node.name != "rev"
+    return node.name in ("name", "pvary")
+
+
+def keeps_places(node: Node) -> bool:
+    """Returns whether the numbers of a node's result are those of its operand, in their places."""
+    return hands_on(node) or node.name == "stop_gradient"
