@@ -333,6 +333,10 @@ LEFT = {
         lambda q, k, v, mask: weigh(
             jax.nn.softmax(jnp.where(mask[:, None, None], scores(q, k), -jnp.inf)), v),
         (PADDING,), "of -inf"),
+    "different numbers where rows may be empty": (
+        lambda q, k, v, mask: weigh(jax.nn.softmax(jnp.where(
+            CAUSAL[None, None], jnp.where(mask[:, None, None], scores(q, k), -1e9), LOWEST)), v),
+        (PADDING,), "different numbers"),
     "a small penalty": (
         lambda q, k, v, mask: weigh(
             jax.nn.softmax(jnp.where(mask[:, None, None], scores(q, k), -3.0)), v),
@@ -418,6 +422,14 @@ def loss(q, k, v):
     return (fused_attention(q, k, v) ** 2).sum()
 
 
+def loss_of_odd(q, k, v):
+    odd = jmp.autocast(attention_of_jax, "mixed_float16", attention="fused")
+    return (odd(q[:, :7], k[:, :7], v[:, :7]) ** 2).sum()
+
+
+fused_masks = jmp.autocast(mask_of_keys()[0], "mixed_float16", attention="fused")
+
+
 def turns(x):
     body = lambda carry, w: (carry + jax_attention(carry @ w, carry, carry), None)
     return (jax.lax.scan(body, x, jnp.ones((3, 8, 8)))[0] ** 2).sum()
@@ -439,6 +451,11 @@ TRANSFORMED = {
     "grad": (jax.grad(loss), (Q, K, V), 2),
     "value": (fused_attention, (Q, K, V), 1),
     "vmap of grad": (jax.vmap(jax.grad(loss)), STACKED, 2),
+    "vmap of queries alone": (jax.vmap(jax.grad(loss), (0, None, None)), (STACKED[0], K, V), 2),
+    "vmap of an odd length": (jax.vmap(jax.grad(loss_of_odd)), STACKED, 2),
+    "vmap of masks": (
+        jax.vmap(jax.grad(lambda *args: (fused_masks(*args) ** 2).sum())),
+        (*STACKED, jnp.stack([PADDING, EMPTY])), 2),
     "grad of vmap": (jax.grad(squares(jax.vmap(fused_attention))), STACKED, 2),
     "checkpoint outside": (jax.grad(jax.checkpoint(loss)), (Q, K, V), 2),
     "checkpoint inside": (
@@ -491,6 +508,19 @@ def test_every_adapter_fuses_attention(make):
     with as_if_cudnn():
         lowered = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",))
         assert lowered.as_text().count("__cudnn$fmha") == 1
+
+
+def test_each_example_has_its_own_gradient_of_a_bias_that_all_share():
+    bias = normal(9, 1, 4, LENGTH, LENGTH)
+    fused = jmp.autocast(lambda *args: attention_of_jax(*args), "mixed_float16", attention="fused")
+    of_bias = jax.grad(lambda *args: (fused(*args) ** 2).sum(), argnums=3)
+    with as_if_cudnn():
+        traced = jax.jit(jax.vmap(of_bias, (0, 0, 0, None))).trace(*STACKED, bias)
+        lines = traced.lower(lowering_platforms=("cuda",)).as_text().splitlines()
+    kernels = [line for line in lines if "__cudnn$fmha" in line]
+    # cuDNN adds up the gradient over what it gets.
+    assert len(kernels) == 2
+    assert all("tensor<2x14x4x8xf16>" in line for line in kernels)
 
 
 @pytest.mark.parametrize(

@@ -68,10 +68,14 @@ def attend(
     # In the backward pass JAX refuses odd lengths. A key that is added is behind the last one, so
     # that a causal mask hides it; else its bias does, or the number of keys that count.
     hides = form.is_causal or half_bias is not None
-    lengths = None if hides or keys % 2 == 0 else jnp.full(len(q), keys, jnp.int32)
+    lengths = (
+        None
+        if hides or keys % 2 == 0
+        else (jnp.full(len(q), rows + rows % 2, jnp.int32), jnp.full(len(q), keys, jnp.int32))
+    )
     if half_bias is not None:
         half_bias = _evened(half_bias, (2, 3), LOWEST)
-    fused = _fused(form.scale, form.is_causal, form.window)
+    fused = _fused(form.scale, form.is_causal, form.window, half_bias is not None)
     result = fused(*(_evened(array, (1,)) for array in (q, k, v)), half_bias, lengths)[:, :rows]
     if not form.is_alive and highest is not None:
         result = _or_average(result, (highest > ALIVE).swapaxes(1, 2), v)
@@ -135,23 +139,69 @@ def _or_average(result: Any, sees_a_key: Any, values: Any) -> Any:
     return jnp.where(sees_a_key, result, average)
 
 
-# The call, and derivatives that it has not.
+# The call, how it is batched, and derivatives that it has not.
 
 
 @functools.cache
-def _fused(scale: float, is_causal: bool, window: int | None) -> Callable[..., Any]:
+def _fused(scale: float, is_causal: bool, window: int | None, has_bias: bool) -> Callable[..., Any]:
     def call(q: Any, k: Any, v: Any, bias: Any, lengths: Any) -> Any:
+        of_rows, of_keys = lengths or (None, None)
         return jax.nn.dot_product_attention(
-            q, k, v, bias, scale=scale, is_causal=is_causal, key_value_seq_lengths=lengths,
+            q, k, v, bias, scale=scale, is_causal=is_causal,
+            query_seq_lengths=of_rows, key_value_seq_lengths=of_keys,
             local_window_size=None if window is None else (window, 0), implementation="cudnn",
         )  # fmt: skip
 
-    attention = jax.custom_vjp(call)
-    attention.defvjp(
-        _differentiated_once(lambda *operands: jax.vjp(call, *operands)),
-        _differentiated_once(lambda pull_back, cotangent: pull_back(cotangent)),
-    )
+    def kept(*operands: Any) -> Any:
+        result, pull_back = jax.vjp(call, *operands)
+        return result, jax.tree.leaves(pull_back)
+
+    def forward(*operands: Any) -> Any:
+        pull_back = jax.eval_shape(lambda *operands: jax.vjp(call, *operands)[1], *operands)
+        result, leaves = _batched(kept, has_bias)(*operands)
+        return result, jax.tree.unflatten(jax.tree.structure(pull_back), leaves)
+
+    backward = _batched(lambda pull_back, cotangent: pull_back(cotangent), has_bias)
+    attention = jax.custom_vjp(_batched(call, has_bias))
+    attention.defvjp(_differentiated_once(forward), _differentiated_once(backward))
     return lambda *operands: attention(*jax.tree.map(_in_reverse_mode, operands))
+
+
+def _batched(function: Callable[..., Any], has_bias: bool) -> Callable[..., Any]:
+    """Returns a function that `jax.vmap` may batch along any of its operands.
+
+    JAX batches its cuDNN attention only where queries, keys, values and lengths all have the axis.
+    With a bias it does not (it refuses most shapes, and adds up the gradients of all examples), so
+    that with one examples are computed one after another.
+    """
+    batched = jax.custom_batching.custom_vmap(function)
+
+    @batched.def_vmap
+    def rule(size: int, has_axis: Any, *operands: Any) -> Any:
+        leaves, structure = jax.tree.flatten(operands)
+        flags = jax.tree.leaves(has_axis)
+        if not has_bias:
+            leaves = [
+                x if has else jnp.broadcast_to(x, (size, *x.shape))
+                for x, has in zip(leaves, flags, strict=True)
+            ]
+            flags = [True] * len(leaves)
+
+        def of_row(row: list[Any], others: list[Any]) -> Any:
+            sources = {True: iter(row), False: iter(others)}
+            return function(*jax.tree.unflatten(structure, [next(sources[has]) for has in flags]))
+
+        def of_rows(rows: list[Any], others: list[Any]) -> Any:
+            if has_bias:
+                return jax.lax.map(lambda row: of_row(row, others), rows)
+            return jax.vmap(of_row, in_axes=(0, None))(rows, others)
+
+        pairs = list(zip(leaves, flags, strict=True))
+        rows, others = ([x for x, has in pairs if has is which] for which in (True, False))
+        results = _batched(of_rows, has_bias)(rows, others)
+        return results, jax.tree.map(lambda _: True, results)
+
+    return batched
 
 
 def _differentiated_once(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -58,8 +58,11 @@ def masking_of(
         raise NotFused("cuDNN has no gradient of a bias that differs from example to example")
     unknown = [t for t in terms if found[id(t)] is None and t not in learned]
     is_alive = not unknown and bool(kept.any(-1).all())
-    if not is_alive and any(isinstance(t, Mask) and np.isinf(t.fill) for t in terms):
+    fills = {mask.fill for mask in masks}
+    if not is_alive and -np.inf in fills:
         raise NotFused("its mask is of -inf: a row that is masked wholly is NaN")
+    if not is_alive and len(fills) > 1:
+        raise NotFused("its masks put in different numbers, and may mask a row wholly")
     return Masking(
         *(pattern or (False, None)),
         [term for term in terms if isinstance(term, Bias)],
