@@ -68,11 +68,9 @@ def attend(
     # In the backward pass JAX refuses odd lengths. A key that is added is behind the last one, so
     # that a causal mask hides it; else its bias does, or the number of keys that count.
     hides = form.is_causal or half_bias is not None
-    lengths = (
-        None
-        if hides or keys % 2 == 0
-        else (jnp.full(len(q), rows + rows % 2, jnp.int32), jnp.full(len(q), keys, jnp.int32))
-    )
+    lengths = None
+    if keys % 2 and not hides:
+        lengths = tuple(jnp.full(len(q), n, jnp.int32) for n in (rows + rows % 2, keys))
     if half_bias is not None:
         half_bias = _evened(half_bias, (2, 3), LOWEST)
     fused = _fused(form.scale, form.is_causal, form.window, half_bias is not None)
@@ -152,12 +150,14 @@ def _fused(scale: float, is_causal: bool, window: int | None, has_bias: bool) ->
             local_window_size=None if window is None else (window, 0), implementation="cudnn",
         )  # fmt: skip
 
-    def kept(*operands: Any) -> Any:
-        result, pull_back = jax.vjp(call, *operands)
-        return result, jax.tree.leaves(pull_back)
-
     def forward(*operands: Any) -> Any:
-        pull_back = jax.eval_shape(lambda *operands: jax.vjp(call, *operands)[1], *operands)
+        # What a batched function returns has the same structure with and without the axis, and the
+        # function that `vjp` returns has not: its leaves are returned, and put together here.
+        def kept(*operands: Any) -> Any:
+            result, pull_back = jax.vjp(call, *operands)
+            return result, jax.tree.leaves(pull_back)
+
+        _, pull_back = jax.eval_shape(lambda *operands: jax.vjp(call, *operands), *operands)
         result, leaves = _batched(kept, has_bias)(*operands)
         return result, jax.tree.unflatten(jax.tree.structure(pull_back), leaves)
 
