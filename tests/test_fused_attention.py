@@ -337,6 +337,10 @@ LEFT = {
         lambda q, k, v, mask: weigh(jax.nn.softmax(jnp.where(
             CAUSAL[None, None], jnp.where(mask[:, None, None], scores(q, k), -1e9), LOWEST)), v),
         (PADDING,), "different numbers"),
+    "scores that are repeated": (
+        lambda q, k, v, bias: jnp.einsum(
+            "bhqk,bkhd->bqhd", jax.nn.softmax(scores(q[:1], k[:1]) + bias), v),
+        (normal(8, 2, 1, 1, LENGTH),), "add repeats its scores"),
     "a small penalty": (
         lambda q, k, v, mask: weigh(
             jax.nn.softmax(jnp.where(mask[:, None, None], scores(q, k), -3.0)), v),
@@ -368,6 +372,16 @@ def test_what_the_kernel_does_not_compute_stays_as_it_is_and_the_report_says_why
         assert reason in str(report(TWO_HEADS, K, V, *others)).replace("\n", " ")
 
 
+def test_the_longer_axis_of_queries_is_their_position_where_no_mask_tells():
+    def grouped(q, k, v):  # (batch, groups, heads of a group, positions, width)
+        weights = jax.nn.softmax(jnp.einsum("bngtd,bnsd->bngts", q, k))
+        return jnp.einsum("bngts,bnsd->bngtd", weights, v)
+
+    q, k = normal(0, 2, 2, 3, LENGTH, 8), normal(1, 2, 2, LENGTH, 8)
+    (step,), _ = attentions(grouped, q, k, k)
+    assert step.form.query.shape == (2, LENGTH, 6, 8)
+
+
 def test_a_mask_may_be_a_number_that_the_program_holds(as_on_cuda):
     def masked(q, k, v, mask=False):
         chosen = jax.lax.select_n(mask, jnp.full((2, 2, LENGTH, LENGTH), -1e9), scores(q, k))
@@ -377,6 +391,15 @@ def test_a_mask_may_be_a_number_that_the_program_holds(as_on_cuda):
         fused = jmp.autocast(masked, "mixed_float16", attention="fused")
         assert jax.eval_shape(fused, TWO_HEADS, K, V).shape == TWO_HEADS.shape
     assert len(attentions(masked, TWO_HEADS, K, V)[0]) == 1
+
+
+def test_weights_that_are_multiplied_by_ones_are_fused_and_noted_once():
+    def with_all_heads(q, k, v):  # as models have it whose heads can be switched off
+        weights = jnp.einsum("bhqk,h->bhqk", jax.nn.softmax(scores(q, k)), jnp.ones(2))
+        return weigh(weights, v)
+
+    fused, reasons = attentions(with_all_heads, TWO_HEADS, K, V)
+    assert (len(fused), reasons) == (1, [])
 
 
 def test_weights_that_are_rounded_by_hand_stay_so():

@@ -159,8 +159,9 @@ def _groups(attention: Attention) -> tuple[Group, Group, Group, Group]:
         raise NotFused("its queries have more than two axes that its keys have not")
     placed = [term.placed for terms in (attention.biases, attention.masks) for term in terms]
     masked = {atom for one in placed for axis in one.axes for atom in axis}
-    # Of two one is the position; a mask differs along it, and not from head to head.
-    row = min(rows, key=lambda atom: (atom not in masked, rows.index(atom)), default=None)
+    # Of two one is the position; a mask differs along it, and not from head to head. In doubt it is
+    # the longer one.
+    row = min(rows, key=lambda atom: (atom not in masked, -attention.sizes[atom]), default=None)
     own_heads = tuple(atom for atom in rows if atom != row)
     batch = attention.operands.batch
     order = [atom for axis in attention.operands.query.axes for atom in axis]

@@ -71,7 +71,7 @@ def find_attention(result: Node) -> Attention | None:
 
     Raises: NotFused if there is one, but not as an attention has it.
     """
-    if result.name != "dot_general":
+    if result.name != "dot_general" or _handed_on(result) is not None:
         return None
     for side in (0, 1):
         softmax = _softmax_of(result.inputs[side])
@@ -100,6 +100,8 @@ def _softmax_of(weights: Value) -> _Softmax | None:
         subtracted = shift.inputs[1]
         if shape_of(subtracted) and not repeating(subtracted)[axis]:
             break
+        if shape_of(shift.inputs[0]) != shape_of(argument):
+            break
         argument = shift.inputs[0]
     return _Softmax((node, exp), tuple(moved[::-1]), argument, axis)
 
@@ -108,7 +110,7 @@ def _summed_axis(division: Node) -> int | None:
     """Returns the axis along which a division makes its first operand add up to one, if any."""
     powers, divisor = division.inputs
     shape = shape_of(powers)
-    if len(shape_of(divisor)) != len(shape):
+    if len(shape_of(divisor)) != len(shape) or shape_of(division.outputs[0]) != shape:
         return None
     own = own_axes(shape)
     total, axes = source_of(divisor, _of_shape(divisor, own), dict(enumerate(shape)))
@@ -239,6 +241,8 @@ def _other(node: Node, on_path: set[Value]) -> Value:
     others = [value for value in node.inputs if value not in on_path]
     if len(others) != 1:
         raise NotFused(f"{node.name} reads its scores twice")
+    if any(shape_of(v) != shape_of(node.outputs[0]) for v in node.inputs if v in on_path):
+        raise NotFused(f"{node.name} repeats its scores")
     return others[0]
 
 
