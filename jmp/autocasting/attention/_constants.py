@@ -16,7 +16,7 @@ from jmp.autocasting._numbers import shape_of
 from jmp.autocasting.attention._repeats import is_pointwise, keeps_places
 
 # Larger ones are computed when the program runs. A causal mask over 8192 tokens has 2**26 numbers,
-# which takes 0.1 s.
+# which takes 2 s and 0.8 GB on two cores; one over 4096, 0.25 s.
 LARGEST = 1 << 26
 
 Found = dict[Node, "np.ndarray[Any, Any] | None"]
