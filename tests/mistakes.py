@@ -517,6 +517,7 @@ MISTAKES: dict[str, list[Mistake]] = {
             ("jmp.autocast(loss_fn, F16, apply_to=['y'])", "has no argument 'y'; it has params, x"),
             ("jmp.autocast(loss_fn, F16, low=['exp'], full=['exp'])", "give it one category"),
             ("jmp.autocast(loss_fn, F16, recompute='some')", "one of ('auto', 'none', 'all')"),
+            ("jmp.autocast(loss_fn, F16, attention='flash')", "one of ('plain', 'fused')"),
             ("jmp.autocast(changes_its_batch, F16)(params, {'x': x})", "Work on a copy"),
             ("autocasting.register_rule('exp', 'low', 'why')", "pass `low=`, `full=` or `follow=`"),
             ("autocasting.register_rule('new', 'folow', 'why')", "expected one of 'low', 'full'"),

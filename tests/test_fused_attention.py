@@ -429,13 +429,6 @@ def test_without_cudnn_the_program_is_the_plain_one():
     assert "cuDNN is not detected" in str(report(Q, K, V))
 
 
-def test_attention_is_plain_or_fused():
-    with pytest.raises(
-        ValueError, match=r"attention='flash'; expected one of \('plain', 'fused'\)"
-    ):
-        jmp.autocast(jax_attention, "mixed_float16", attention="flash")
-
-
 # Under the transformations of JAX.
 
 fused_attention = jmp.autocast(jax_attention, "mixed_float16", attention="fused")
