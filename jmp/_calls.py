@@ -116,20 +116,27 @@ class ArrayCall:
         return found
 
 
-def argument_numbers(argnums: int | Sequence[int], count: int, caller: str) -> set[int]:
+def argument_numbers(
+    argnums: int | Sequence[int], count: int, caller: str, name: str = "argnums"
+) -> set[int]:
     """Returns the numbers of the arguments that `argnums` names, counted from the first.
+
+    Args:
+      argnums: as in `jax.grad`.
+      count: of the positional arguments.
+      caller, name: the function that `argnums` was given to, and as what, for the error.
 
     Raises: ValueError, with the name of `caller`, if one is not there; TypeError for no numbers.
     """
     numbers = [argnums] if isinstance(argnums, int) else argnums
     if not isinstance(numbers, Sequence) or not all(isinstance(n, int) for n in numbers):
         raise TypeError(
-            f"{caller} got argnums={described(argnums)}; expected the number of an argument or "
+            f"{caller} got {name}={described(argnums)}; expected the number of an argument or "
             "several, counted from 0: names are no numbers."
         )
     if not all(-count <= number < count for number in numbers):
         raise ValueError(
-            f"{caller} got argnums={described(argnums)}; expected numbers of its {count} args."
+            f"{caller} got {name}={described(argnums)}; expected numbers of its {count} args."
         )
     return {number % count for number in numbers}
 

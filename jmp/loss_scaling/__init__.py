@@ -1,10 +1,11 @@
 """Loss scales: immutable pytrees that scale a loss, unscale gradients and adjust inside jit.
 
 One strategy a file: no-op, static, dynamic, dynamic with hysteresis. The order of use is
-`scaled_value_and_grad`, then `jmp.transforms.with_loss_scale`, which unscales, checks, skips and
-adjusts.
+`scaled_value_and_grad`, or `accumulated_value_and_grad` for a batch in parts, then
+`jmp.transforms.with_loss_scale`, which unscales, checks, skips and adjusts.
 """
 
+from jmp.loss_scaling._accumulating import accumulated_value_and_grad
 from jmp.loss_scaling._base import LossScale
 from jmp.loss_scaling._dynamic import DynamicLossScale
 from jmp.loss_scaling._gradients import UnscaledLossWarning, scaled_value_and_grad
@@ -26,6 +27,7 @@ __all__ = [
     "NoOpLossScale",
     "StaticLossScale",
     "UnscaledLossWarning",
+    "accumulated_value_and_grad",
     "apex_loss_scale",
     "deepmind_loss_scale",
     "fastai_loss_scale",

@@ -8,9 +8,9 @@ import optax
 from jax.tree_util import keystr, tree_map_with_path
 
 from jmp.loss_scaling import LossScale, NoOpLossScale
+from jmp.loss_scaling._agreement import AxisName, agreed
 from jmp.loss_scaling._given import check_loss_scale
 from jmp.transforms import _states
-from jmp.transforms._agreement import AxisName, agreed
 from jmp.transforms._callers import are_skips_undone, calling_states
 from jmp.transforms._finite_check import gradients_finite
 from jmp.transforms._flat_masters import map_vectors

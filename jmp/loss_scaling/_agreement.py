@@ -16,7 +16,9 @@ from jmp.trees import PyTree
 AxisName = str | Sequence[str]
 
 
-def agreed(flag: jax.Array, shared: PyTree, axis_name: AxisName) -> jax.Array:
+def agreed(
+    flag: jax.Array, shared: PyTree, axis_name: AxisName, apart: Sequence[str] = ()
+) -> jax.Array:
     """Returns whether `flag` holds on every device that shares the tree `shared`.
 
     Args:
@@ -25,8 +27,9 @@ def agreed(flag: jax.Array, shared: PyTree, axis_name: AxisName) -> jax.Array:
       axis_name: "auto", the names of axes, or () to leave the flag alone. "auto" means the mapped
         axes along which the flag varies and `shared` does not; where JAX does not track that
         (pmap, `check_vma=False`), all mapped axes. A vmap's axis is only agreed on if named.
+      apart: axes along which each device keeps its own flag.
     """
-    axes = _axes(flag, shared, axis_name)
+    axes = tuple(axis for axis in _axes(flag, shared, axis_name) if axis not in apart)
     if not axes:
         return flag
     everywhere: jax.Array = jax.lax.pmin(flag.astype(jnp.int32), axes)
