@@ -136,7 +136,8 @@ def argument_numbers(
         )
     if not all(-count <= number < count for number in numbers):
         raise ValueError(
-            f"{caller} got {name}={described(argnums)}; expected numbers of its {count} args."
+            f"{caller} got {name}={described(argnums)}; expected numbers of its {count} args. "
+            "Arguments given by keyword have none: give them by position."
         )
     return {number % count for number in numbers}
 

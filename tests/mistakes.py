@@ -408,6 +408,78 @@ MISTAKES: dict[str, list[Mistake]] = {
             ("jmp.scaled_value_and_grad(loss_fn, jmp.StaticLossScale(0))", "NoOpLossScale()"),
         ),
     ],
+    "accumulated_value_and_grad": [
+        *_rows(
+            TypeError,
+            ("jmp.accumulated_value_and_grad(loss_fn, opt_state, 4)", "mean its `.loss_scale`?"),
+            ("jmp.accumulated_value_and_grad(loss_fn, 4, scale)", "expected a loss scale such as"),
+            ("jmp.accumulated_value_and_grad(loss_fn, scale, 4.0)", "expected a Python int such"),
+            ("jmp.accumulated_value_and_grad(loss_fn, scale, True)", "expected a Python int such"),
+            ("jmp.accumulated_value_and_grad(loss_fn, scale, jnp.array(4))", "a Python int such"),
+            (
+                "jmp.accumulated_value_and_grad(loss_fn, scale, 2, batch_argnums='x')(params, x)",
+                "got batch_argnums='x'; expected the number of an argument",
+            ),
+            (
+                "jmp.accumulated_value_and_grad(loss_fn, scale, 2, weight=2.0)",
+                "expected a function",
+            ),
+            (
+                "jmp.accumulated_value_and_grad(loss_fn, scale, 2, weight=lambda x: x)(params, x)",
+                "expected a float32 or integer scalar",
+            ),
+            (
+                "jmp.accumulated_value_and_grad(loss_fn, scale, 2, skip=True)",
+                "expected 'window' or 'micro_batch'",
+            ),
+            (
+                "jmp.accumulated_value_and_grad(loss_fn, scale, 2, accumulate_dtype=None)",
+                "expected a real floating dtype",
+            ),
+            (
+                "jmp.accumulated_value_and_grad(loss_fn, scale, 2, reduce_axes=0)",
+                "expected names of axes",
+            ),
+            (
+                "jmp.accumulated_value_and_grad(loss_fn, scale, 2)(params, [x, 'train'])",
+                "belongs into another argument",
+            ),
+        ),
+        *_rows(
+            ValueError,
+            ("jmp.accumulated_value_and_grad(loss_fn, scale, 0)", "expected an int of at least 1"),
+            ("jmp.accumulated_value_and_grad(loss_fn, scale, 4)(params, x)", "a multiple of 4"),
+            (
+                "jmp.accumulated_value_and_grad(loss_fn, scale, 2)(params, {'key': jnp.array(0)})",
+                "jax.random.split(key, 2)",
+            ),
+            (
+                "jmp.accumulated_value_and_grad(loss_fn, scale, 2)(params, x=x)",
+                "give them by position",
+            ),
+            (
+                "jmp.accumulated_value_and_grad(loss_fn, scale, 2, (0, 1))(params, x)",
+                "which share argument 1",
+            ),
+            ("jmp.accumulated_value_and_grad(loss_fn, scale, 2)(params, None)", "found no array"),
+            (
+                "jmp.accumulated_value_and_grad(loss_fn, scale, 2, skip='micro-batch')",
+                "Did you mean 'micro_batch'?",
+            ),
+            (
+                "jmp.accumulated_value_and_grad(loss_fn, scale, 2, accumulate_dtype='f8_e4m3fn')",
+                "at least 16 bits",
+            ),
+            (
+                "jmp.accumulated_value_and_grad(loss_fn, scale, 2, accumulate_dtype='float64')",
+                "needs jax_enable_x64",
+            ),
+            (
+                "jmp.accumulated_value_and_grad(loss_fn, scale, 2, reduce_axes='data')(params, x)",
+                "Call it inside jax.shard_map",
+            ),
+        ),
+    ],
     "Optimizers": [
         *_rows(
             TypeError,
