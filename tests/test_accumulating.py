@@ -62,11 +62,18 @@ def test_several_arguments_of_either_kind_may_be_named_from_the_end_and_by_keywo
     def loss(x, w, y, b, *, power):
         return jnp.mean((x @ w + b - y) ** power)
 
+    def count(y, x):  # in the order of batch_argnums, a micro-batch of each
+        assert (y.shape, x.shape) == ((12,), (12, 4))
+        return 0.5
+
     arguments = rows()["x"], jnp.asarray(W, jnp.float32), rows()["y"], jnp.float32(0.5)
-    grad_fn = jmp.accumulated_value_and_grad(loss, STATIC, 2, [1, -1], (0, -2))
+    grad_fn = jmp.accumulated_value_and_grad(
+        loss, STATIC, np.int64(2), [1, -1], (-2, 0), weight=count
+    )
     _, gradients = grad_fn(*arguments, power=2)
     expected = jax.grad(loss, argnums=(1, 3))(*arguments, power=2)
     assert isinstance(gradients, tuple)
+    gradients = jax.tree.map(lambda leaf: leaf / 2, gradients)
     for gradient, truth in zip(gradients, expected, strict=True):
         np.testing.assert_allclose(gradient / SCALE, truth, rtol=1e-5)
 
@@ -211,9 +218,11 @@ def test_vmap_gives_each_member_its_own_window():
     values, gradients = jax.vmap(member)(w, x, scales)
     assert values.tolist() == [5.0, 6.0]
     assert gradients.tolist() == [10.0, 16.0]
-    together = lambda x: jmp.accumulated_value_and_grad(linear, STATIC, 2, reduce_axes="v")(2.0, x)
-    _, reduced = jax.vmap(together, axis_name="v")(jnp.arange(8.0).reshape(2, 4))
-    assert reduced.tolist() == [3.5 * SCALE] * 2
+    for axes in ("v", ("v", "v")):
+        grad_fn = jmp.accumulated_value_and_grad(linear, STATIC, 2, reduce_axes=axes)
+        together = jax.vmap(lambda x, grad_fn=grad_fn: grad_fn(2.0, x), axis_name="v")
+        _, reduced = together(jnp.arange(8.0).reshape(2, 4))
+        assert reduced.tolist() == [3.5 * SCALE] * 2
 
 
 # Eight devices, of which each has rows of its own.
@@ -355,6 +364,12 @@ def test_what_is_wrong_is_found_before_the_function_is_called():
         make(1, argnums=(0, 1), batch_argnums=(2, -3))(1.0, 1.0, jnp.ones(2))
     with pytest.raises(ValueError, match=r"nothing maps over 'data' here"):
         make(1, reduce_axes=("data",))(1.0, jnp.ones(2))
+
+
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "int32", "float32"])
+def test_counts_are_summed_in_float32(dtype):
+    counted = _micro_batches.count_of(lambda x: x, [jnp.ones((), dtype)])
+    assert counted.dtype == np.float32  # a uint8 sum over devices would wrap around
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "complex64"])
