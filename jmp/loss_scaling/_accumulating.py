@@ -116,14 +116,15 @@ def accumulated_value_and_grad(
         range of a mean's. A window that counts zero gives NaN.
       skip: what a micro-batch does whose gradients are not finite. "window": the mean gradient is
         not finite either, so that loss scaling skips the window. "micro_batch": the mean is that of
-        the others, and NaN if there are none. The scale then stays where it is as long as one is
-        finite, and the value is a mean over the same micro-batches.
+        the others, and NaN if there are none; the value is a mean over the same micro-batches. The
+        scale then backs off only if all are bad: take it where bad rows make them, not the scale.
       accumulate_dtype: the dtype of the sums. Those of float64 and of complex gradients keep their
         own.
       reduce_axes: inside `jax.shard_map` (or pmap, vmap) the axes over which rows are split: value
         and gradients are reduced over them once a window, after the loop. The parameters must be
-        the same along these axes. A bad micro-batch of one device is one micro-batch. Without it,
-        shard_map adds gradients up in each turn, as a sum, not as a mean.
+        the same along these axes. A bad micro-batch of one device is one micro-batch. Without it
+        shard_map adds gradients up in each turn, as a sum and not a mean, or with `check_vma=False`
+        not at all.
 
     Returns: a function with the signature of `fun` that returns `(value, gradients)` or
       `((value, aux), gradients)`. Value: the mean, unscaled, at least float32. Gradients: their
