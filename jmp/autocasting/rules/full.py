@@ -29,7 +29,7 @@ register_rule(
     "fusible expensive",
 )
 register_rule(
-    "tan acos asin atan acosh asinh atanh erfc erf_inv lgamma digamma".split(),
+    "tan acos asin atan acosh asinh atanh erfc erf_inv lgamma digamma one_minus_square".split(),
     FULL,
     "steep, or cancels, near the ends of its domain",
     "fusible expensive",
