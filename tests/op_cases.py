@@ -211,7 +211,8 @@ OTHERS = {
     "complex": "real imag",
     "moves between devices or memories": "device_put",
     "stands in derivatives of stack": "unstack",
-    "stands in derivatives only": "add_any select_and_scatter_add select_and_gather_add",
+    "stands in derivatives only": "add_any select_and_scatter_add select_and_gather_add "
+    "one_minus_square",
     "a copy for references": "copy_p",
     "a name it has in some versions of JAX": "scatter_add scatter_sub scatter_mul scatter_min "
     "scatter_max ragged_dot expand_dims",
