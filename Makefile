@@ -36,9 +36,8 @@ train: .venv/installed$(CUDA)  ## Install what training needs and compare precis
 # other order, by the number of tests, leaves slow files of few tests for the end.
 IN_PARALLEL := -q -n auto --dist loadfile --no-loadscope-reorder
 
-# With few arenas glibc gives more of what was freed back: a process stays below 2 GB.
 test: .venv-test/installed  ## Run the whole suite in an environment of its own.
-	MALLOC_ARENA_MAX=2 JAX_PLATFORMS=cpu .venv-test/bin/python -m pytest $(IN_PARALLEL)
+	JAX_PLATFORMS=cpu .venv-test/bin/python -m pytest $(IN_PARALLEL)
 
 test-matrix: $(MATRIX:%=.venv-jax-%/installed)  ## Run the suite on every version of JAX that we support.
 	for version in $(MATRIX); do \

@@ -97,7 +97,7 @@ def memory(request):
 def memory_within_a_file():
     """The same inside a file whose programs are many: a process stays below 2 GB."""
     yield
-    if STATM.exists() and int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") > 1.6e9:
+    if STATM.exists() and int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") > 1.7e9:
         give_memory_back()
 
 
