@@ -20,7 +20,7 @@ class Value:
     """One array of the program."""
 
     __slots__ = (
-        "aval", "dtype", "producer", "users", "held", "outside", "known", "constant", "fits_half",
+        "aval", "dtype", "producer", "users", "held", "origin", "known", "constant", "fits_half",
         "is_hard", "size", "source_size", "is_vector", "is_float32",
     )  # fmt: skip
 
@@ -38,7 +38,8 @@ class Value:
         self.producer = producer  # None for inputs, constants and literals
         self.users: tuple[Node, ...] = ()  # the nodes that read it, once each
         self.held = held  # the number or array that the program holds in its place; or None
-        self.outside = outside  # an input: the value of the outer level that comes in; or None
+        # Of an input, what comes in from the outermost level that knows it; of all others itself.
+        self.origin: Value = self if outside is None else outside.origin
         self.known = known
         self.constant, self.fits_half, self.is_hard, source, _ = known
         shape = getattr(aval, "shape", ())

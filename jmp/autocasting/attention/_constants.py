@@ -28,8 +28,7 @@ def constant_of(value: Value, found: Found | None = None) -> "np.ndarray[Any, An
     Returns: an array of the value's rank, whose axes are of its length or, where it repeats, one.
     """
     found = {} if found is None else found
-    while value.outside is not None:
-        value = value.outside
+    value = value.origin
     if value.held is not None:
         return np.asarray(value.held)
     if value.known.array is not None:
@@ -49,9 +48,7 @@ def _is_computable(last: Node) -> bool:
         node = stack.pop()
         if len(node.outputs) != 1 or node.equation.effects or node.rule.draws_bits:
             return False
-        for value in node.inputs:
-            while value.outside is not None:
-                value = value.outside
+        for value in (operand.origin for operand in node.inputs):
             if value.held is not None or value.known.array is not None:
                 continue
             if value.producer is None:

@@ -10,8 +10,7 @@ def repeating(value: Value) -> tuple[bool, ...]:
 
 
 def _repeating(value: Value, found: dict[Node, tuple[bool, ...]]) -> tuple[bool, ...]:
-    while value.outside is not None:
-        value = value.outside
+    value = value.origin
     shape, node = shape_of(value), value.producer
     of_length_one = tuple(n == 1 for n in shape)
     if node is None or not node.inputs or len(node.outputs) != 1:
