@@ -109,7 +109,7 @@ def compile_for_h200(
     with as_if_cudnn():
         traced = jax.jit(function, donate_argnums=donate_argnums).trace(*specs)
         lowered = traced.lower(lowering_platforms=("cuda",))
-    with _nothing_stored():
+    with nothing_stored():
         compiled = lowered.compile(compiler_options=COMPILER_OPTIONS)
     text = compiled.as_text()
     return Program(
@@ -135,7 +135,7 @@ def as_if_cudnn() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _nothing_stored() -> Iterator[None]:
+def nothing_stored() -> Iterator[None]:
     """Keeps programs out of JAX's compilation cache: without a GPU they cannot be read again."""
     option = "jax_persistent_cache_min_compile_time_secs"
     before = getattr(jax.config, option)
