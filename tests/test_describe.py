@@ -13,6 +13,9 @@ from jmp import transforms
 from jmp._describe import described, did_you_mean, listed, where_trees_differ
 
 TREE = {f"layer_{i}": {"kernel": np.ones((2, 3)), "bias": [1.0] * 50} for i in range(1000)}
+STATE = transforms.with_loss_scale(optax.adam(1e-3), jmp.DynamicLossScale(8.0)).init(
+    {name: {"kernel": np.ones((2, 3))} for name in list(TREE)[:100]}
+)
 NESTED = functools.reduce(lambda tree, _: [tree, tree], range(30), 1.0)
 
 
@@ -29,7 +32,7 @@ NESTED = functools.reduce(lambda tree, _: [tree, tree], range(30), 1.0)
         set(TREE),
         {"k" * 10_000: TREE},
         range(10**9),
-        transforms.with_loss_scale(optax.adam(1e-3), jmp.DynamicLossScale(8.0)).init(TREE),
+        STATE,
         functools.partial(print, np.ones(10**6)),
         type("C" * 10_000, (), {}),
     ],
