@@ -1,6 +1,7 @@
 """`Policy`: which dtype parameters are stored in, computed in and returned in.
 
-A policy is a frozen, hashable triple. It says nothing of single layers: that is what `jmp.rules`
+A policy is a frozen, hashable triple, with the dtype of reductions between devices beside it where
+a user chose one. It says nothing of single layers: that is what `jmp.rules`
 adds. Text and policies convert both ways: `get_policy("p=f32,c=f16,o=f32")` and `str(policy)`.
 """
 
@@ -15,6 +16,7 @@ from jmp.dtypes import (
     ScalarType,
     dtype_to_names,
     floating_dtype,
+    is_castable,
     is_half,
     parse_dtype,
     scalar_type,
@@ -30,6 +32,8 @@ _KEYS = {
     "compute": "compute_dtype",
     "o": "output_dtype",
     "output": "output_dtype",
+    "r": "reduce_dtype",
+    "reduce": "reduce_dtype",
 }
 
 # Each value is read by `get_policy` again. Apex's opt levels and the names Keras made customary.
@@ -51,12 +55,16 @@ class Policy:
       param_dtype: dtype in which parameters are stored.
       compute_dtype: dtype in which products are computed.
       output_dtype: dtype in which results are returned.
+      reduce_dtype: dtype in which gradients are added up between devices, or None, which leaves the
+        choice to XLA and is no part of the text.
 
     Each may be given as a dtype, scalar type or name and is kept as JAX's scalar type, such as
     `jnp.float16`, so that equal policies are equal and hash alike. A scalar type equals the dtype
     that it names, and makes an array when called; `np.dtype(policy.compute_dtype)` is the dtype.
 
-    Raises: ValueError for a dtype that is not real floating, TypeError for what is no dtype.
+    Raises:
+      TypeError: a dtype is none at all.
+      ValueError: one is not real floating, or `reduce_dtype` is a float8.
 
     >>> policy = Policy("float32", jnp.float16, np.dtype("float32"))
     >>> str(policy)
@@ -65,14 +73,23 @@ class Policy:
     True
     >>> policy.compute_dtype(2.0)
     Array(2., dtype=float16)
+    >>> str(Policy("f32", "f16", "f32", reduce_dtype="f32"))
+    'p=full,c=f16,o=full,r=full'
     """
 
     param_dtype: ScalarType
     compute_dtype: ScalarType
     output_dtype: ScalarType
+    # A default of the class too: pickles of earlier versions do not have it.
+    reduce_dtype: ScalarType | None = dataclasses.field(default=None, kw_only=True)
 
     def __init__(
-        self, param_dtype: DTypeLike, compute_dtype: DTypeLike, output_dtype: DTypeLike
+        self,
+        param_dtype: DTypeLike,
+        compute_dtype: DTypeLike,
+        output_dtype: DTypeLike,
+        *,
+        reduce_dtype: DTypeLike | None = None,
     ) -> None:
         given = {
             "param_dtype": param_dtype,
@@ -81,6 +98,7 @@ class Policy:
         }
         for name, dtype in given.items():
             object.__setattr__(self, name, scalar_type(floating_dtype(dtype, name)))
+        object.__setattr__(self, "reduce_dtype", _reduce_dtype(reduce_dtype))
 
     def cast_to_param(self, tree: T) -> T:
         """Casts the floating leaves of `tree` to `param_dtype`."""
@@ -96,7 +114,9 @@ class Policy:
 
     def with_output_dtype(self, output_dtype: DTypeLike) -> "Policy":
         """Returns the same policy with another output dtype."""
-        return Policy(self.param_dtype, self.compute_dtype, output_dtype)
+        return Policy(
+            self.param_dtype, self.compute_dtype, output_dtype, reduce_dtype=self.reduce_dtype
+        )
 
     @property
     def is_pure_half(self) -> bool:
@@ -107,14 +127,31 @@ class Policy:
         )
 
     def __str__(self) -> str:
-        dtypes = (self.param_dtype, self.compute_dtype, self.output_dtype)
-        return "p={},c={},o={}".format(*(dtype_to_names[np.dtype(d).type][0] for d in dtypes))
+        names = {field: dtype_to_names[np.dtype(d).type][0] for field, d in _dtypes(self).items()}
+        return ",".join(f"{field[0]}={name}" for field, name in names.items())
 
     def __repr__(self) -> str:
         """Returns the call that makes an equal policy."""
-        fields = (field.name for field in dataclasses.fields(self))
-        arguments = (f"{name}=jnp.{getattr(self, name).__name__}" for name in fields)
+        arguments = (f"{name}=jnp.{dtype.__name__}" for name, dtype in _dtypes(self).items())
         return f"Policy({', '.join(arguments)})"
+
+
+def _dtypes(policy: Policy) -> dict[str, ScalarType]:
+    """Returns the dtypes that a policy says, by field."""
+    dtypes = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
+    return {name: dtype for name, dtype in dtypes.items() if dtype is not None}
+
+
+def _reduce_dtype(dtype: DTypeLike | None) -> ScalarType | None:
+    if dtype is None:
+        return None
+    normalised = floating_dtype(dtype, "reduce_dtype")
+    if not is_castable(normalised):
+        raise ValueError(
+            f"reduce_dtype got {normalised}, in which nothing can be added up; expected float32, "
+            "bfloat16, float16 or float64, or None, which leaves the choice to XLA."
+        )
+    return scalar_type(normalised)
 
 
 def refuse_float8(policy: Policy, caller: str) -> None:
@@ -122,14 +159,29 @@ def refuse_float8(policy: Policy, caller: str) -> None:
 
     Its numbers need scales of their own: a plain cast to float8_e4m3fn makes NaN of 1000.
     """
-    dtypes = {name: getattr(policy, name) for name in dict.fromkeys(_KEYS.values())}
-    for name, dtype in dtypes.items():
+    for name, dtype in _dtypes(policy).items():
         if np.dtype(dtype).itemsize == 1:
             raise ValueError(
                 f"{caller} got the policy '{policy}', whose {name} is {dtype.__name__}: float8 is "
                 "not supported there yet. Expected float16, bfloat16 or float32, such as "
                 "'mixed_bfloat16'. A Policy's own casts do know float8."
             )
+
+
+def refuse_reduce_dtype(policy: Policy, caller: str) -> None:
+    """Raises ValueError if `policy` has a `reduce_dtype` other than float32.
+
+    `caller` sees operations and no devices. It can give a weight's gradient in float32, so that
+    what is added up behind it is float32; it cannot make XLA add up in a half dtype.
+    """
+    reduce_dtype = policy.reduce_dtype
+    if reduce_dtype is not None and np.dtype(reduce_dtype) != np.float32:
+        name = reduce_dtype.__name__
+        raise ValueError(
+            f"{caller} got the policy '{policy}', whose reduce_dtype is {name}; expected float32, "
+            "or None, which leaves the choice to XLA (under jit the compute dtype). In shard_map "
+            f"and along explicit axes jmp.gather(..., reduce_dtype='{name}') adds up in it."
+        )
 
 
 def get_policy(policy: str | Policy) -> Policy:
@@ -139,9 +191,11 @@ def get_policy(policy: str | Policy) -> Policy:
       - one dtype for all three: "float32", "bf16", "half" (float16, on a TPU bfloat16);
       - fields "p" or "params", "c" or "compute", "o" or "output": "p=f32,c=f16,o=f32". Parameters
         default to float32, compute to the parameters' dtype, output to compute's;
+      - field "r" or "reduce": `reduce_dtype`, None if it is not given;
       - "mixed_float16" and "mixed_bfloat16": float32 parameters and outputs, half compute;
       - "O0" float32; "O1" half compute on float32 parameters; "O2" half parameters too; "O3" pure
-        half, for which adapters keep no norm in float32.
+        half, for which adapters keep no norm in float32;
+      - what has a name, then further fields: "mixed_float16,r=f32".
 
     Raises:
       TypeError: neither text nor a policy.
@@ -149,6 +203,8 @@ def get_policy(policy: str | Policy) -> Policy:
 
     >>> str(get_policy("c=bf16"))
     'p=full,c=bf16,o=bf16'
+    >>> str(get_policy("mixed_bfloat16,r=f32"))
+    'p=full,c=bf16,o=full,r=full'
     """
     if isinstance(policy, Policy):
         return policy
@@ -157,20 +213,10 @@ def get_policy(policy: str | Policy) -> Policy:
             f"get_policy got {described(policy)}; expected a Policy or text such as "
             "'mixed_float16' or 'p=f32,c=f16,o=f32'."
         )
-    text = policy.strip()
-    text = _NAMED.get(text, text)
-    if "=" not in text:
-        try:
-            dtype = parse_dtype(text, _NAMED)
-        except ValueError as error:
-            raise ValueError(
-                f"{error} Named policies are {', '.join(_NAMED)}; fields are written "
-                "'p=f32,c=f16,o=f32'."
-            ) from None
-        return Policy(dtype, dtype, dtype)
-
-    given: dict[str, np.dtype] = {}
-    for part in text.split(","):
+    parts = [part.strip() for part in policy.split(",")]
+    is_named = "=" not in parts[0] and bool(parts[0] or len(parts) == 1)
+    given = _named(parts.pop(0)) if is_named else {}
+    for part in parts:
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or key not in _KEYS:
             raise ValueError(
@@ -179,10 +225,26 @@ def get_policy(policy: str | Policy) -> Policy:
             )
         if _KEYS[key] in given:
             raise ValueError(
-                f"Policy {described(policy)} gives {_KEYS[key]} twice; give each of param, compute "
-                "and output at most once."
+                f"Policy {described(policy)} gives {_KEYS[key]} twice; give each of param, "
+                "compute, output and reduce at most once."
             )
         given[_KEYS[key]] = parse_dtype(value)
     param_dtype = given.get("param_dtype", np.dtype(np.float32))
     compute_dtype = given.get("compute_dtype", param_dtype)
-    return Policy(param_dtype, compute_dtype, given.get("output_dtype", compute_dtype))
+    output_dtype = given.get("output_dtype", compute_dtype)
+    return Policy(param_dtype, compute_dtype, output_dtype, reduce_dtype=given.get("reduce_dtype"))
+
+
+def _named(name: str) -> dict[str, np.dtype]:
+    """Returns the dtypes of a named policy, or of one dtype for all three, by field."""
+    if name in _NAMED:
+        policy = get_policy(_NAMED[name])
+        return {field: np.dtype(dtype) for field, dtype in _dtypes(policy).items()}
+    try:
+        dtype = parse_dtype(name, _NAMED)
+    except ValueError as error:
+        raise ValueError(
+            f"{error} Named policies are {', '.join(_NAMED)}; fields are written "
+            "'p=f32,c=f16,o=f32'."
+        ) from None
+    return {"param_dtype": dtype, "compute_dtype": dtype, "output_dtype": dtype}

@@ -181,10 +181,15 @@ MISTAKES: dict[str, list[Mistake]] = {
                 "jmp.get_policy('p=f32,c=int8')",
                 "Expected 'half' (the platform's half precision) or one of",
             ),
-            ("jmp.get_policy('p=f32,x=f16')", "expected one of p, params, c, compute, o, output"),
+            ("jmp.get_policy('p=f32,x=f16')", "one of p, params, c, compute, o, output, r, reduce"),
             ("jmp.get_policy('param_dtype=f32')", "Did you mean 'params'?"),
             ("jmp.get_policy('p=f32,f16')", "written 'p=f32,c=f16,o=f32'"),
-            ("jmp.get_policy('p=f32,params=f16')", "give each of param, compute and output"),
+            (
+                "jmp.get_policy('p=f32,params=f16')",
+                "give each of param, compute, output and reduce",
+            ),
+            ("jmp.get_policy('mixed_float16,c=bf16')", "gives compute_dtype twice"),
+            ("jmp.get_policy('mixed_float16,r=f8_e5m2')", "in which nothing can be added up"),
             ("jmp.get_policy(long_text)", "(1,200,000 characters)"),
         ),
         *_rows(
@@ -218,6 +223,7 @@ MISTAKES: dict[str, list[Mistake]] = {
                 "jmp.Policy('f32', 'mixed_float16', 'f32')",
                 "Expected 'half' (the platform's half precision) or one of",
             ),
+            ("jmp.Policy('f32', 'f16', 'f32', reduce_dtype=int)", "reduce_dtype got the class int"),
             ("jmp.get_policy('f16').with_output_dtype(int)", "output_dtype got the class int"),
             (
                 "jmp.cast_floating(params, 'half_precision')",
@@ -269,6 +275,10 @@ MISTAKES: dict[str, list[Mistake]] = {
             ("jmp.PolicyRules([('head', 'fp32')], F16)", "Did you mean 'float32'?"),
             ("jmp.PolicyRules([], 'mixed_fp16')", "Did you mean 'mixed_float16'?"),
             ("linen.wrap_apply(linen_model.apply, F16, [('*', 'bf16')])", "one half dtype a model"),
+            (
+                "linen.wrap_apply(linen_model.apply, F16, [('*', 'f32,r=f32')])",
+                "expected one reduce_dtype a model",
+            ),
         ),
     ],
     "Loss scales": [

@@ -14,6 +14,7 @@ import pytest
 
 import jmp
 from jmp.dtypes import floating_dtype, parse_dtype
+from jmp.policy import refuse_reduce_dtype
 from tests import cases
 
 NAMES = (*cases.CASTABLE, *cases.FLOAT8)
@@ -103,11 +104,13 @@ def test_every_name_that_an_error_advises_is_accepted():
         jmp.get_policy(name)
 
 
-@pytest.mark.parametrize("text", ["q=f32", "p=f32,", "=f16", ",p=f32", "P=f32", "p=f32,f16"])
+@pytest.mark.parametrize(
+    "text", ["q=f32", "p=f32,", "=f16", ",p=f32", "P=f32", "p=f32,f16", "f32,", "f32,f16,f32"]
+)
 def test_an_unknown_field_is_refused_with_the_list_of_known_ones(text):
     with pytest.raises(ValueError, match="Unknown key .* in policy .*; expected one of") as raised:
         jmp.get_policy(text)
-    assert "p, params, c, compute, o, output" in str(raised.value)
+    assert "p, params, c, compute, o, output, r, reduce, written" in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -117,11 +120,69 @@ def test_an_unknown_field_is_refused_with_the_list_of_known_ones(text):
         ("p=f32,params=f16", "param_dtype"),
         ("c=f16,o=f32,compute=f16", "compute_dtype"),
         ("o=f16,output=f32", "output_dtype"),
+        ("r=f32,reduce=f32", "reduce_dtype"),
+        ("mixed_float16,p=f32", "param_dtype"),
+        ("f16,o=f32", "output_dtype"),
     ],
 )
 def test_a_field_given_twice_is_refused(text, field):
     with pytest.raises(ValueError, match=f"gives {field} twice; give each .* at most once"):
         jmp.get_policy(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "whole", "name"),
+    [
+        ("p=f32,c=f16,o=f32,r=f32", "mixed_float16", "float32"),
+        ("reduce=bf16,p=f32,c=f16,o=f32", "mixed_float16", "bfloat16"),
+        (" mixed_float16 ,\tr = f32\n", "mixed_float16", "float32"),
+        ("O2,reduce=half", "O2", "float16"),
+        ("O0,r=f64", "f32", "float64"),
+        ("bf16,r=f32", "bf16", "float32"),
+        ("r=bf16", "f32", "bfloat16"),
+    ],
+)
+def test_the_dtype_of_reductions_stands_beside_the_triple(text, whole, name):
+    policy = jmp.get_policy(text)
+    assert policy.reduce_dtype is getattr(jnp, name)
+    assert dtypes_of(policy) == dtypes_of(jmp.get_policy(whole))
+    assert policy == jmp.Policy(*dtypes_of(policy), reduce_dtype=np.dtype(name))
+    assert policy != jmp.get_policy(whole) and hash(policy) != hash(jmp.get_policy(whole))
+    assert str(policy) == f"{jmp.get_policy(whole)},r={jmp.dtype_to_names[np.dtype(name).type][0]}"
+    assert jmp.get_policy(str(policy)) == policy
+
+
+def test_a_policy_leaves_reductions_to_xla_if_nothing_is_said():
+    assert jmp.get_policy("mixed_float16").reduce_dtype is None
+    assert jmp.Policy("f32", "f16", "f32", reduce_dtype=None) == jmp.get_policy("mixed_float16")
+    with pytest.raises(TypeError):
+        jmp.Policy("f32", "f16", "f32", "f32")
+
+
+def test_a_policy_pickled_before_reductions_had_a_dtype_leaves_them_to_xla():
+    old = object.__new__(jmp.Policy)
+    vars(old).update(param_dtype=jnp.float32, compute_dtype=jnp.float16, output_dtype=jnp.float32)
+    loaded = pickle.loads(pickle.dumps(old))
+    assert "reduce_dtype" not in vars(loaded) and loaded.reduce_dtype is None
+    policy = jmp.get_policy("mixed_float16")
+    assert loaded == policy and hash(loaded) == hash(policy) and repr(loaded) == repr(policy)
+    assert dataclasses.replace(loaded, reduce_dtype="f32") == jmp.get_policy("mixed_float16,r=f32")
+
+
+@pytest.mark.parametrize("thing", [int, jnp.int8, complex, "f8_e4m3fn", jnp.float8_e5m2, "f1", 32])
+def test_nothing_but_a_floating_dtype_of_16_bits_or_more_reduces(thing):
+    with pytest.raises(TypeError if thing == 32 else ValueError, match="[Ee]xpected"):
+        jmp.Policy("f32", "f16", "f32", reduce_dtype=thing)
+
+
+def test_who_sees_no_devices_obeys_float32_alone_and_names_the_way_out():
+    for text in ("mixed_float16", "mixed_float16,r=f32", "O0,r=f32"):
+        refuse_reduce_dtype(jmp.get_policy(text), "autocast")
+    words = (
+        r"autocast got the policy 'p=.*,r=bf16', whose .* is bfloat16; expected float32, or None"
+    )
+    with pytest.raises(ValueError, match=rf"{words}.*jmp\.gather\(..., reduce_dtype='bfloat16'\)"):
+        refuse_reduce_dtype(jmp.get_policy("mixed_bfloat16,r=bf16"), "autocast")
 
 
 # The triple
@@ -156,6 +217,9 @@ def test_the_repr_of_a_policy_makes_an_equal_one():
         "Policy(param_dtype=jnp.float32, compute_dtype=jnp.bfloat16, "
         "output_dtype=jnp.float8_e4m3fn)"
     )
+    assert eval(repr(policy), {"Policy": jmp.Policy, "jnp": jnp}) == policy
+    policy = jmp.get_policy("mixed_float16,r=f32")
+    assert repr(policy).endswith("output_dtype=jnp.float32, reduce_dtype=jnp.float32)")
     assert eval(repr(policy), {"Policy": jmp.Policy, "jnp": jnp}) == policy
 
 
@@ -202,6 +266,7 @@ def test_a_policy_cannot_be_changed():
 def test_another_output_dtype_makes_another_policy():
     policy = jmp.get_policy("f16")
     assert policy.with_output_dtype("f32") == jmp.Policy("f16", "f16", "f32")
+    assert str(jmp.get_policy("f16,r=bf16").with_output_dtype("f32")) == "p=f16,c=f16,o=full,r=bf16"
     assert policy == jmp.get_policy("f16")
     with pytest.raises(ValueError, match="output_dtype got"):
         policy.with_output_dtype(int)
@@ -212,11 +277,11 @@ def test_another_output_dtype_makes_another_policy():
     [copy.copy, copy.deepcopy, dataclasses.replace, lambda p: pickle.loads(pickle.dumps(p))],
 )
 def test_copies_are_equal_and_hash_alike(duplicate):
-    policy = jmp.get_policy("p=f32,c=bf16,o=f8_e4m3fn")
+    policy = jmp.get_policy("p=f32,c=bf16,o=f8_e4m3fn,r=f32")
     copied = duplicate(policy)
     assert copied == policy
     assert hash(copied) == hash(policy)
-    assert copied.compute_dtype is jnp.bfloat16
+    assert copied.compute_dtype is jnp.bfloat16 and copied.reduce_dtype is jnp.float32
 
 
 def test_a_policy_is_a_static_argument_of_jit():

@@ -45,7 +45,8 @@ class ModulePolicies:
       keep_dtypes: whether a module whose `dtype` field says float32 computes in float32, unless a
         rule matches it.
 
-    Raises: ValueError if policy and rules name two half dtypes, or one a float8.
+    Raises: ValueError if policy and rules name two half dtypes, or one a float8, or a rule a
+      `reduce_dtype` that is not the policy's.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class ModulePolicies:
         self._options: Options = options_kept
         self._keep_dtypes = keep_dtypes
         policies = [self.policy, *(get_policy(policy) for _, policy in rules or ())]
+        _refuse_reductions_of_rules(policies)
         halves = {p.compute_dtype for p in policies if is_half(p.compute_dtype)}
         if len(halves) > 1:
             names = " and ".join(sorted(half.__name__ for half in halves))
@@ -87,7 +89,8 @@ class ModulePolicies:
 
     def autocast(self, fun: Callable[P, R]) -> Callable[P, R]:
         """Returns `fun` under autocast, for code that runs inside `in_force`."""
-        policy = Policy(_FLOAT32, self.lowered, self.lowered)
+        reduce_dtype = self.policy.reduce_dtype
+        policy = Policy(_FLOAT32, self.lowered, self.lowered, reduce_dtype=reduce_dtype)
         return autocast(fun, policy, **self._options)
 
     @contextlib.contextmanager
@@ -121,6 +124,17 @@ class ModulePolicies:
     def scope(self, named: Policy | None) -> contextlib.AbstractContextManager[None]:
         """Returns the context that the methods of a module run in, given what `named` returned."""
         return contextlib.nullcontext() if named is None else policy_scope(named)
+
+
+def _refuse_reductions_of_rules(policies: Sequence[Policy]) -> None:
+    whole, *others = policies
+    for policy in others:
+        if policy.reduce_dtype not in (None, whole.reduce_dtype):
+            raise ValueError(
+                f"A rule asks for '{policy}', the policy of the model is '{whole}'; expected one "
+                "reduce_dtype a model. Give it in the policy of the model, such as "
+                "'mixed_float16,r=f32'."
+            )
 
 
 # Part of the key of JAX's caches: a jitted part of a model is traced anew for other rules, whose
