@@ -17,7 +17,9 @@ from jmp import _jax_compat
 from jmp.autocasting._casts import cast, cast_all
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import kind_of
+from jmp.autocasting._lookup import look_up
 from jmp.autocasting._steps import (
+    Arithmetic,
     Function,
     Fused,
     Inside,
@@ -84,6 +86,12 @@ def _run_one(step: Single | Nested, environment: Environment) -> Any:
     equation = step.node.equation
     operands = [_read(read, environment) for read in step.reads]
     if isinstance(step, Single):
+        if step.arithmetic is Arithmetic.SENT:
+            # Without it XLA may round what was sent: under jit it reads a constraint on the
+            # rounded parameter as one on the parameter, and gathers that.
+            operands = list(lax.optimization_barrier(operands))
+        if step.arithmetic is Arithmetic.LOOKUP:
+            return [look_up(equation.primitive, operands, step.params)]
         return _jax_compat.bind(equation.primitive, operands, step.params)
     for position, (value, dtype, *_) in enumerate(step.reads):
         if value.held is not None:  # a Python or NumPy number

@@ -114,6 +114,11 @@ class Kind:
         """Returns the functions inside, in the order in which `emit` takes what stands for them."""
         return [_jax_compat.called(equation.params)]
 
+    def arguments(self, node: Node) -> Sequence[Sequence[Value | None]]:
+        """Returns what each function is called with; None for what is not one operand, whole or in
+        rows, at every call (the carry of a loop)."""
+        return [node.inputs for _ in self.functions(node.equation)]
+
     def plan(self, node: Node, level: Level) -> Nested:
         """Plans the node's functions; results come out as the inside leaves them."""
         (function,) = self.functions(node.equation)

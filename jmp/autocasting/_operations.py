@@ -19,7 +19,6 @@ from jmp.autocasting._precision import asked_for
 from jmp.autocasting._regions import AUTOCAST, FULL_PRECISION
 from jmp.autocasting._registry import NO_RULE, Category, rule_for
 from jmp.autocasting._steps import (
-    Arithmetic,
     Fused,
     Inside,
     Island,
@@ -63,7 +62,7 @@ def operations_of(plan: Plan) -> Iterator[Operation]:
                 why = step.why.get(node, node.rule.reason)
                 yield from _operations_of_node(node, why, times, FLOAT32, stores)
         else:
-            read = half if step.arithmetic is Arithmetic.HALF else FLOAT32
+            read = half if step.arithmetic.is_half else FLOAT32
             yield from _operations_of_node(step.node, step.why, times, read, step.stores)
 
 

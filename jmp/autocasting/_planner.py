@@ -21,6 +21,7 @@ from jmp.autocasting._precision import with_default
 from jmp.autocasting._reasons import why_float32, why_not_lowered, why_region
 from jmp.autocasting._regions import Words
 from jmp.autocasting._registry import Category
+from jmp.autocasting._sending import WHY_LOOKUP, WHY_SENT, find_sent, may_be_sent
 from jmp.autocasting._sharing import common_scopes_of, key_of
 from jmp.autocasting._steps import (
     Arithmetic,
@@ -71,6 +72,7 @@ class Planner(Level):
         self.facts = facts_of(graph, infos, outputs)
         self.storage = Storage(self.facts, self.half)
         self.storage.store(graph.inputs, (info.dtype for info in infos))
+        self.sent = find_sent(graph, self.facts, self.half, self.open)
 
     def plan_level(self) -> Plan:
         """Returns the plan."""
@@ -80,7 +82,7 @@ class Planner(Level):
         barriers: dict[int, list[Node]] = {}
         for node in self.graph.nodes:
             if node not in depths:
-                steps.append(self._single(node, Arithmetic.FLOAT32, why_region(node)))
+                steps.append(self._neutral(node))
             elif node.is_fusible and node not in self.facts.embeddings:
                 fusible.setdefault(depths[node], []).append(node)
             else:
@@ -172,6 +174,8 @@ class Planner(Level):
         category = node.rule.category
         if node.goes_inside:
             return kind_of(node.name).plan(node, self)
+        if node in self.facts.embeddings and may_be_sent(node):
+            return self._single(node, Arithmetic.LOOKUP, WHY_LOOKUP)
         if node in self.facts.embeddings:
             why = "rows of a float32 table, rounded after the lookup"
             return self._single(node, Arithmetic.ROUNDED, why)
@@ -187,8 +191,14 @@ class Planner(Level):
 
     # Single equations, and how they read.
 
+    def _neutral(self, node: Node) -> Single:
+        if node not in self.sent:
+            return self._single(node, Arithmetic.FLOAT32, why_region(node))
+        is_first = node.rule.sends and not any(map(self.storage.is_half, node.inputs))
+        return self._single(node, Arithmetic.SENT if is_first else Arithmetic.HALF, WHY_SENT)
+
     def _single(self, node: Node, arithmetic: Arithmetic, why: str = "") -> Single:
-        if arithmetic is Arithmetic.HALF:
+        if arithmetic.is_half:
             reads = tuple(self._read_half(node, value) for value in node.inputs)
             is_half = any(value.is_float32 for value in node.outputs)  # a callback has none
             params = node.rule.params_in_half(node.params, self.half) if is_half else node.params

@@ -68,6 +68,7 @@ class Rule:
     reshapes: bool = False  # it moves the numbers of its first operand, and keeps their order
     permutes: bool = False  # it moves them, and their order may change
     repeats: bool = False  # it repeats them
+    sends: bool = False  # it moves them between devices
     selects: bool = False  # it takes some of them
     linear: bool = False  # it adds or subtracts
     affine: bool = False  # or multiplies or divides

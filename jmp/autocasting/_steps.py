@@ -25,6 +25,13 @@ class Arithmetic(enum.Enum):
     HALF = "half"
     FLOAT32 = "float32"  # or other dtypes that it was traced with
     ROUNDED = "float32, rounded"
+    SENT = "half, rounded before it is sent"  # to other devices
+    LOOKUP = "half, its gradient added up in float32"
+
+    @property
+    def is_half(self) -> bool:
+        """Whether operands are read in half."""
+        return self not in (Arithmetic.FLOAT32, Arithmetic.ROUNDED)
 
 
 class Recompute(enum.Enum):

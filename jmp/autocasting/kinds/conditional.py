@@ -7,7 +7,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jmp import _jax_compat
-from jmp.autocasting._graph import Node
+from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import Arrays, Kind, Level, register_kind
 from jmp.autocasting._steps import Function, Nested
 
@@ -18,6 +18,10 @@ class Cond(Kind):
     def functions(self, equation: JaxprEqn) -> Sequence[ClosedJaxpr]:
         """The branches."""
         return _jax_compat.branches(equation.params)
+
+    def arguments(self, node: Node) -> Sequence[Sequence[Value | None]]:
+        """All operands but the number of the branch."""
+        return [node.inputs[1:] for _ in self.functions(node.equation)]
 
     def plan(self, node: Node, level: Level) -> Nested:
         """A result is half if every branch leaves it in half."""

@@ -30,6 +30,12 @@ LAYERS = 128
 class Scan(Kind):
     """A body, called with constants, carries and rows."""
 
+    def arguments(self, node: Node) -> Sequence[Sequence[Value | None]]:
+        """Constants and rows."""
+        scan = _jax_compat.Scan.of(node.params)
+        constants, carries, arrays = scan.split(node.inputs)
+        return [[*constants, *[None] * len(carries), *arrays]]
+
     def plan(self, node: Node, level: Level) -> Nested:
         """Decides the dtype of each carry first, then plans the body."""
         scan = _jax_compat.Scan.of(node.params)

@@ -12,7 +12,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jmp import _jax_compat
 from jmp.autocasting._flow import Destination, Info
-from jmp.autocasting._graph import Node
+from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import Arrays, Kind, Level, register_kind
 from jmp.autocasting._registry import Category, Rule
 from jmp.autocasting._settings import Settings
@@ -36,6 +36,13 @@ class While(Kind):
         """The condition, then the body."""
         loop = _jax_compat.While.of(equation.params)
         return loop.condition, loop.body
+
+    def arguments(self, node: Node) -> Sequence[Sequence[Value | None]]:
+        """What the body closes over: the carries change, and the condition runs as written."""
+        loop = _jax_compat.While.of(node.params)
+        asked, closed, carries = loop.split(node.inputs)
+        unknown = [None] * len(carries)
+        return [[*[None] * len(asked), *unknown], [*closed, *unknown]]
 
     def plan(self, node: Node, level: Level) -> Nested:
         """Plans the body."""

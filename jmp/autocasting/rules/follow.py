@@ -24,12 +24,12 @@ register_rule("reshape squeeze expand_dims".split(), FOLLOW, "moves data", "fusi
 register_rule("transpose rev name pvary".split(), FOLLOW, "moves data", "fusible permutes")
 register_rule(["slice", "split"], FOLLOW, "moves data", "fusible selects")
 register_rule(
-    "dynamic_slice stack unstack device_put sharding_constraint pcast reshard "
-    "layout_constraint".split(),
+    "dynamic_slice stack unstack device_put pcast layout_constraint".split(),
     FOLLOW,
     "moves data",
     "fusible",
 )
+register_rule(["sharding_constraint", "reshard"], FOLLOW, "moves data", "fusible sends")
 REPEATS = "moves data; its derivative is a sum, so it repeats a float32 value and rounds afterwards"
 register_rule("broadcast_in_dim", FOLLOW, REPEATS, "fusible sums_backward repeats")
 register_rule("tile", FOLLOW, REPEATS, "fusible sums_backward")
@@ -55,11 +55,15 @@ register_rule(
     "fusible sums_backward",
 )
 register_rule(
-    "sort top_k approx_top_k cummax cummin reduce_window_max reduce_window_min "
-    "all_gather all_gather_invariant all_gather_reduced ppermute all_to_all "
-    "pmax pmin pbroadcast".split(),
+    "sort top_k approx_top_k cummax cummin reduce_window_max reduce_window_min pmax pmin".split(),
     FOLLOW,
     "exact; moves or compares data",
+)
+register_rule(
+    "all_gather all_gather_invariant all_gather_reduced ppermute all_to_all pbroadcast".split(),
+    FOLLOW,
+    "moves data",
+    "sends",
 )
 
 

@@ -1,0 +1,82 @@
+"""Parameters that devices send each other: which of them are rounded before they are sent.
+
+A parameter that is gathered, permuted or laid out anew, and that products alone read afterwards,
+is rounded first: half the bytes go over the wire. The numbers are the same, because moving rounds
+nothing; its gradient is added up over devices in half, as that of a product on one device is.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from jmp.autocasting._flow import Facts
+from jmp.autocasting._graph import Graph, Node, Value
+from jmp.autocasting._kinds import kind_of
+from jmp.autocasting._reasons import why_not_lowered
+from jmp.autocasting._steps import Opened
+
+WHY_SENT = "products alone read it afterwards: rounded before it is sent"
+WHY_LOOKUP = "a table on a mesh: rounded before devices send it, its gradient adds up in float32"
+
+
+def find_sent(
+    graph: Graph, facts: Facts, half: np.dtype, open_inside: Callable[..., Opened]
+) -> set[Node]:
+    """Returns the neutral nodes that send parameters, or hand on what was sent, in half.
+
+    Args:
+      open_inside: `Level.open`.
+    """
+    readers = _Readers(graph, half, open_inside)
+    found: set[Node] = set()
+    for node in graph.nodes:
+        starts = node.rule.sends and not node.region.in_float32
+        if not (starts or any(value.producer in found for value in node.inputs)):
+            continue
+        is_neutral = facts.dependent.isdisjoint(node.outputs)
+        if is_neutral and all(v.is_float32 and readers.are_products(v) for v in node.outputs):
+            found.add(node)
+    return found
+
+
+def may_be_sent(lookup: Node) -> bool:
+    """Returns whether a lookup stands on a mesh, as far as types say: its table may be sharded."""
+    types = (value.aval for value in (lookup.inputs[0], *lookup.outputs))
+    return any(not aval.sharding.mesh.empty for aval in types)
+
+
+class _Readers(NamedTuple):
+    """What reads the values of a level; see `find_sent`."""
+
+    graph: Graph
+    half: np.dtype
+    open_inside: Callable[..., Opened]
+
+    def are_products(self, value: Value) -> bool:
+        """Returns whether products that are computed in half are all that reads a value."""
+        is_result = any(value is output for output in self.graph.outputs)
+        return bool(value.users) and not is_result and all(self._is(u, value) for u in value.users)
+
+    def _is(self, user: Node, value: Value) -> bool:
+        if user.region.in_float32:
+            return False
+        if user.is_product:
+            return not why_not_lowered(user, self.half)
+        if user.goes_inside:
+            inner = list(self._inside(user, value))
+            # Fewer than operands: one of them is the carry of a loop.
+            is_known = len(inner) >= user.inputs.count(value)
+            return is_known and all(readers.are_products(v) for readers, v in inner)
+        hands_on = user.rule.hands_on or user.rule.sends
+        return hands_on and all(map(self.are_products, user.outputs))
+
+    def _inside(self, user: Node, value: Value) -> Iterator[tuple["_Readers", Value]]:
+        """Yields what stands for the value in the functions of a node, and its readers there."""
+        kind = kind_of(user.name)
+        functions = kind.functions(user.equation)
+        for function, arguments in zip(functions, kind.arguments(user), strict=True):
+            graph, constants = self.open_inside(function, user, arguments)
+            for inner, argument in zip(graph.inputs[len(constants) :], arguments, strict=True):
+                if argument is value:
+                    yield _Readers(graph, self.half, self.open_inside), inner
