@@ -15,7 +15,7 @@ loaded when it is touched, so that each part asks for its own framework alone:
 from typing import TYPE_CHECKING
 
 from jmp import _lazy
-from jmp.autocasting import NoHalfProductWarning, autocast, full_precision
+from jmp.autocasting import HalfReductionWarning, NoHalfProductWarning, autocast, full_precision
 from jmp.dtypes import dtype_to_names as dtype_to_names  # DeepMind's tests read it here
 from jmp.dtypes import half_dtype
 from jmp.loss_scaling import (
@@ -51,6 +51,7 @@ __version__ = "1.0.0.dev0"
 
 __all__ = [
     "DynamicLossScale",
+    "HalfReductionWarning",
     "HysteresisLossScale",
     "LossScale",
     "NoHalfProductWarning",

@@ -16,11 +16,12 @@ The way of a program, and the files in the order in which they build on each oth
 
 from jmp.autocasting import kinds, rules
 from jmp.autocasting._autocast import autocast, full_precision
-from jmp.autocasting._operations import NoHalfProductWarning
+from jmp.autocasting._operations import HalfReductionWarning, NoHalfProductWarning
 from jmp.autocasting._registry import Category, Rule, all_rules, register_rule
 
 __all__ = [
     "Category",
+    "HalfReductionWarning",
     "NoHalfProductWarning",
     "Rule",
     "all_rules",

@@ -5,7 +5,8 @@ is cast where it is used, each time: XLA merges the casts and takes them out of 
 add up in float32.
 """
 
-from collections.abc import Hashable, Sequence
+import functools
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -14,10 +15,10 @@ import numpy as np
 from jax import lax
 
 from jmp import _jax_compat
+from jmp.autocasting import _wide_gradients
 from jmp.autocasting._casts import cast, cast_all
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import kind_of
-from jmp.autocasting._lookup import look_up
 from jmp.autocasting._steps import (
     Arithmetic,
     Function,
@@ -86,18 +87,27 @@ def _run_one(step: Single | Nested, environment: Environment) -> Any:
     equation = step.node.equation
     operands = [_read(read, environment) for read in step.reads]
     if isinstance(step, Single):
+        run: Callable[..., list[Any]] = functools.partial(
+            _jax_compat.bind, equation.primitive, params=step.params
+        )
         if step.arithmetic is Arithmetic.SENT:
-            # Without it XLA may round what was sent: under jit it reads a constraint on the
-            # rounded parameter as one on the parameter, and gathers that.
-            operands = list(lax.optimization_barrier(operands))
-        if step.arithmetic is Arithmetic.LOOKUP:
-            return [look_up(equation.primitive, operands, step.params)]
-        return _jax_compat.bind(equation.primitive, operands, step.params)
+            run = functools.partial(_send, run)
+        if step.rounds is None:
+            return run(operands)
+        if step.node.is_product:
+            return _wide_gradients.multiply(operands, step.params, step.rounds)
+        return _wide_gradients.move(run, operands, step.stores, step.rounds)
     for position, (value, dtype, *_) in enumerate(step.reads):
         if value.held is not None:  # a Python or NumPy number
             operands[position] = jnp.asarray(operands[position], dtype or value.dtype)
     functions = list(map(_as_function, step.insides))
     return kind_of(step.node.name).emit(equation, operands, functions)
+
+
+def _send(run: Callable[..., list[Any]], operands: Sequence[Any]) -> list[Any]:
+    # Without it XLA may round what was sent: under jit it reads a constraint on the rounded
+    # parameter as one on the parameter, and gathers that.
+    return run(lax.optimization_barrier(operands))
 
 
 def _as_function(inside: Inside | Unplanned) -> Function:

@@ -18,6 +18,7 @@ from jmp.autocasting._numbers import dtype_of, is_inexact
 from jmp.autocasting._precision import asked_for
 from jmp.autocasting._regions import AUTOCAST, FULL_PRECISION
 from jmp.autocasting._registry import NO_RULE, Category, rule_for
+from jmp.autocasting._sending import WHY_NOT_WIDE
 from jmp.autocasting._steps import (
     Fused,
     Inside,
@@ -37,6 +38,10 @@ NOT_HALF = frozenset({"float32", "float64", "complex64", "complex128"})
 
 class NoHalfProductWarning(UserWarning):
     """A function has products, and a half policy lowered none of them."""
+
+
+class HalfReductionWarning(UserWarning):
+    """Gradients that were to be added up between devices in float32 are half."""
 
 
 class Operation(NamedTuple):
@@ -181,6 +186,29 @@ def warn_if_no_product_is_half(plan: Plan, name: str) -> bool:
             stacklevel=6,  # the call of the wrapped function
         )
     return is_surprise
+
+
+def warn_if_gradients_stay_half(plan: Plan, name: str) -> bool:
+    """Warns of parameters whose gradients were to be float32, and cannot be.
+
+    Returns: whether it warned.
+    """
+    names = collections.Counter(
+        step.node.name
+        for step, _ in _steps_of(plan, 1)
+        if isinstance(step, Single) and step.why == WHY_NOT_WIDE
+    )
+    if names:
+        found = ", ".join(f"{count} {name}" for name, count in names.items())
+        warnings.warn(
+            f"autocast of {described(name)} was asked for reduce_dtype=float32, but gradients of "
+            f"parameters in these products stay half, between devices too: {found}. For a "
+            "convolution cuDNN has no half kernel with a float32 gradient. Compute them in float32 "
+            "by a rule, or let them be: a sum that overflows is seen, and its step skipped.",
+            HalfReductionWarning,
+            stacklevel=6,  # the call of the wrapped function
+        )
+    return bool(names)
 
 
 def _reason(operation: Operation) -> str:

@@ -21,7 +21,16 @@ from jmp.autocasting._precision import with_default
 from jmp.autocasting._reasons import why_float32, why_not_lowered, why_region
 from jmp.autocasting._regions import Words
 from jmp.autocasting._registry import Category
-from jmp.autocasting._sending import WHY_LOOKUP, WHY_SENT, find_sent, may_be_sent
+from jmp.autocasting._sending import (
+    WHY_LOOKUP,
+    WHY_NOT_WIDE,
+    WHY_SENT,
+    WHY_WIDE,
+    asks_for_wide,
+    find_sent,
+    may_be_sent,
+    sends,
+)
 from jmp.autocasting._sharing import common_scopes_of, key_of
 from jmp.autocasting._steps import (
     Arithmetic,
@@ -175,15 +184,21 @@ class Planner(Level):
         if node.goes_inside:
             return kind_of(node.name).plan(node, self)
         if node in self.facts.embeddings and may_be_sent(node):
-            return self._single(node, Arithmetic.LOOKUP, WHY_LOOKUP)
+            return self._wide(node, Arithmetic.HALF, WHY_LOOKUP)
         if node in self.facts.embeddings:
             why = "rows of a float32 table, rounded after the lookup"
             return self._single(node, Arithmetic.ROUNDED, why)
         if node.region.in_float32 or category in (Category.FULL, Category.AS_WRITTEN):
             return self._single(node, Arithmetic.FLOAT32, why_region(node))
         if category is Category.LOW:
-            why = why_not_lowered(node, self.half)
-            return self._single(node, Arithmetic.FLOAT32 if why else Arithmetic.HALF, why)
+            if why := why_not_lowered(node, self.half):
+                return self._single(node, Arithmetic.FLOAT32, why)
+            if not asks_for_wide(node, self.facts):
+                return self._single(node, Arithmetic.HALF)
+            # A convolution's: cuDNN would compute its gradient from float32 operands.
+            if node.name != "dot_general":
+                return self._single(node, Arithmetic.HALF, WHY_NOT_WIDE)
+            return self._wide(node, Arithmetic.HALF, WHY_WIDE)
         # Neutral operands alone do not make it half.
         is_led = any(v in self.facts.dependent and self.storage.is_half(v) for v in node.inputs)
         is_half = is_led and not why_float32(node, set(), self.storage)
@@ -194,8 +209,26 @@ class Planner(Level):
     def _neutral(self, node: Node) -> Single:
         if node not in self.sent:
             return self._single(node, Arithmetic.FLOAT32, why_region(node))
-        is_first = node.rule.sends and not any(map(self.storage.is_half, node.inputs))
-        return self._single(node, Arithmetic.SENT if is_first else Arithmetic.HALF, WHY_SENT)
+        if not node.region.reduces_in_float32:
+            is_first = sends(node) and not any(map(self.storage.is_half, node.inputs))
+            return self._single(node, Arithmetic.SENT if is_first else Arithmetic.HALF, WHY_SENT)
+        if not sends(node):
+            return self._single(node, Arithmetic.FLOAT32)
+        # It comes out in float32, as its gradient comes in; products round it once more.
+        single = self._wide(node, Arithmetic.SENT, WHY_SENT)
+        stores = tuple(value.dtype for value in node.outputs)
+        self.storage.store(node.outputs, stores)
+        return single._replace(stores=stores)
+
+    def _wide(self, node: Node, arithmetic: Arithmetic, why: str) -> Single:
+        """Returns a step in half whose gradients of parameters are float32."""
+        facts, storage = self.facts, self.storage
+        single = self._single(node, arithmetic, why)
+        reads = [
+            Read(v, FLOAT32 if v not in facts.dependent and not storage.is_half(v) else read.dtype)
+            for v, read in zip(node.inputs, single.reads, strict=True)
+        ]
+        return single._replace(reads=tuple(reads), rounds=self.half)
 
     def _single(self, node: Node, arithmetic: Arithmetic, why: str = "") -> Single:
         if arithmetic.is_half:

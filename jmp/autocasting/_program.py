@@ -21,7 +21,7 @@ from jmp.autocasting._emit import run_plan
 from jmp.autocasting._equations import equations
 from jmp.autocasting._flatten import flatten
 from jmp.autocasting._flow import Destination, Info
-from jmp.autocasting._operations import warn_if_no_product_is_half
+from jmp.autocasting._operations import warn_if_gradients_stay_half, warn_if_no_product_is_half
 from jmp.autocasting._planner import Context, Planner
 from jmp.autocasting._regions import AUTOCAST, RegionRules, Words
 from jmp.autocasting._settings import Settings
@@ -121,7 +121,7 @@ class Program:
         return [i in named for i, leaf in enumerate(leaves) if holds_numbers(leaf)]
 
     def _plan(self, jaxpr: Any, constants: Sequence[Any], in_half: Sequence[bool]) -> Plan:
-        regions = RegionRules(self.rules, self.settings.compute_dtype)
+        regions = RegionRules(self.rules, self.settings)
         words = Words(self.settings, regions)
         graph = flatten(jaxpr, constants, (), _jax_compat.empty_name_stack(), words)
         infos = [Info(value.dtype, True) for value in graph.inputs]
@@ -133,7 +133,8 @@ class Program:
         plan = Planner(graph, infos, nowhere, Context(words)).plan_level()
         regions.rules.warn_unused()
         if not self._has_warned:
-            self._has_warned = warn_if_no_product_is_half(plan, name_of(self.fun))
+            has_warned = warn_if_no_product_is_half(plan, name_of(self.fun))
+            self._has_warned = warn_if_gradients_stay_half(plan, name_of(self.fun)) or has_warned
         self._warn_unused_overrides(jaxpr)
         return plan
 

@@ -5,8 +5,8 @@ is rounded first: half the bytes go over the wire. The numbers are the same, bec
 nothing; its gradient is added up over devices in half, as that of a product on one device is.
 """
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Set
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,6 +17,8 @@ from jmp.autocasting._reasons import why_not_lowered
 from jmp.autocasting._steps import Opened
 
 WHY_SENT = "products alone read it afterwards: rounded before it is sent"
+WHY_WIDE = "the gradient of a parameter is float32 before devices add it up"
+WHY_NOT_WIDE = "float32 gradients were asked for, which this product cannot give"
 WHY_LOOKUP = "a table on a mesh: rounded before devices send it, its gradient adds up in float32"
 
 
@@ -28,11 +30,13 @@ def find_sent(
     Args:
       open_inside: `Level.open`.
     """
-    readers = _Readers(graph, half, open_inside)
+    readers = _Readers(graph, facts.embeddings, half, open_inside)
     found: set[Node] = set()
     for node in graph.nodes:
-        starts = node.rule.sends and not node.region.in_float32
-        if not (starts or any(value.producer in found for value in node.inputs)):
+        if not (
+            (sends(node) and not node.region.in_float32)
+            or any(value.producer in found for value in node.inputs)
+        ):
             continue
         is_neutral = facts.dependent.isdisjoint(node.outputs)
         if is_neutral and all(v.is_float32 and readers.are_products(v) for v in node.outputs):
@@ -40,16 +44,37 @@ def find_sent(
     return found
 
 
+def sends(node: Node) -> bool:
+    """Returns whether an equation sends an array between devices of one mesh.
+
+    What only says that a mesh is read in another way (`auto_axes`) has operands of the other mesh,
+    which cannot be rounded where it stands.
+    """
+    return node.rule.sends and _mesh(node.inputs[0]) == _mesh(node.outputs[0])
+
+
+def _mesh(value: Value) -> Any:
+    return value.aval.sharding.mesh
+
+
 def may_be_sent(lookup: Node) -> bool:
     """Returns whether a lookup stands on a mesh, as far as types say: its table may be sharded."""
-    types = (value.aval for value in (lookup.inputs[0], *lookup.outputs))
-    return any(not aval.sharding.mesh.empty for aval in types)
+    return any(not _mesh(value).empty for value in (lookup.inputs[0], *lookup.outputs))
+
+
+def asks_for_wide(product: Node, facts: Facts) -> bool:
+    """Returns whether a product has a parameter, whose gradient is to be float32."""
+    return product.region.reduces_in_float32 and any(
+        value.is_float32 and value not in facts.dependent and value in facts.varying
+        for value in product.inputs
+    )
 
 
 class _Readers(NamedTuple):
     """What reads the values of a level; see `find_sent`."""
 
     graph: Graph
+    lookups: Set[Node]
     half: np.dtype
     open_inside: Callable[..., Opened]
 
@@ -68,6 +93,8 @@ class _Readers(NamedTuple):
             # Fewer than operands: one of them is the carry of a loop.
             is_known = len(inner) >= user.inputs.count(value)
             return is_known and all(readers.are_products(v) for readers, v in inner)
+        if user.name == "gather" and value is user.inputs[0]:  # rows go to a product
+            return user in self.lookups
         hands_on = user.rule.hands_on or user.rule.sends
         return hands_on and all(map(self.are_products, user.outputs))
 
@@ -79,4 +106,4 @@ class _Readers(NamedTuple):
             graph, constants = self.open_inside(function, user, arguments)
             for inner, argument in zip(graph.inputs[len(constants) :], arguments, strict=True):
                 if argument is value:
-                    yield _Readers(graph, self.half, self.open_inside), inner
+                    yield self._replace(graph=graph, lookups=frozenset()), inner

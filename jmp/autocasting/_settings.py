@@ -10,7 +10,7 @@ from jmp._describe import described
 from jmp.autocasting import _registry
 from jmp.autocasting._registry import Category, Rule, primitive_name
 from jmp.dtypes import is_half
-from jmp.policy import Policy, refuse_float8
+from jmp.policy import Policy, refuse_float8, refuse_reduce_dtype
 
 CHOICES = {"recompute": ("auto", "none", "all"), "attention": ("plain", "fused")}
 
@@ -24,6 +24,7 @@ class Settings:
     recompute: str = "auto"  # which islands are computed again in the backward pass
     inside_custom_vjp: bool = False  # what is inside custom_vjp functions is lowered too
     fuses_attention: bool = False  # where JAX's cuDNN attention takes it
+    reduces_in_float32: bool = False  # what adds up gradients between devices
 
     def overrides_rule(self, name: str) -> bool:
         """Returns whether this call gave a primitive a category of its own."""
@@ -85,6 +86,7 @@ def settings_for(
                 f"autocast got {option}={described(choice)}; expected one of {CHOICES[option]}."
             )
     refuse_float8(policy, "autocast")
+    refuse_reduce_dtype(policy, "autocast")
     dtype = np.dtype(policy.compute_dtype)
     if dtype == np.float32:
         return None
@@ -94,4 +96,5 @@ def settings_for(
             "switch it off."
         )
     fuses = attention == "fused"
-    return Settings(dtype, tuple(overrides.items()), recompute, inside_custom_vjp, fuses)
+    wide = policy.reduce_dtype is not None
+    return Settings(dtype, tuple(overrides.items()), recompute, inside_custom_vjp, fuses, wide)

@@ -26,7 +26,6 @@ class Arithmetic(enum.Enum):
     FLOAT32 = "float32"  # or other dtypes that it was traced with
     ROUNDED = "float32, rounded"
     SENT = "half, rounded before it is sent"  # to other devices
-    LOOKUP = "half, its gradient added up in float32"
 
     @property
     def is_half(self) -> bool:
@@ -87,6 +86,8 @@ class Single(NamedTuple):
     reads: tuple[Read, ...]
     params: Params
     stores: Dtypes
+    # Operands that are read in float32 are rounded to this inside: their gradients are float32.
+    rounds: np.dtype | None = None
 
 
 class Inside(NamedTuple):

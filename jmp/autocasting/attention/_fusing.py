@@ -96,7 +96,8 @@ def _as_stored(value: Value) -> Read:
 
 
 def _is_half(step: Step) -> bool:
-    return isinstance(step, Single) and step.arithmetic is Arithmetic.HALF
+    # The kernel's gradients are half: `rounds` says that a parameter's is to be float32.
+    return isinstance(step, Single) and step.arithmetic is Arithmetic.HALF and step.rounds is None
 
 
 def _read_of(placed: Placed, step: Step) -> Read:

@@ -1,0 +1,141 @@
+"""Equations in half whose gradients are float32.
+
+The gradient of a parameter is a sum: over the rows of a product, over repeated rows of a table,
+over devices. Here an operand that comes in as float32 is rounded inside, and its gradient is not:
+that of a product is a product of half operands with a float32 result, which XLA then adds up
+between devices in float32.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jmp import _jax_compat
+from jmp.autocasting._casts import cast, cast_all
+from jmp.autocasting._registry import Params
+from jmp.autocasting._steps import Dtypes
+from jmp.dtypes import FLOAT32
+
+Bound = Callable[[Sequence[Any]], list[Any]]  # an equation, as a function of its operands
+
+
+def move(run: Bound, operands: Sequence[Any], stores: Dtypes, half: np.dtype) -> list[Any]:
+    """Runs what moves its first operand, in half; its transpose runs in float32.
+
+    Args:
+      run: what moves it; further operands are indices.
+      operands: the first is float32, or half already.
+      stores: the dtypes of the results.
+    """
+    array, *indices = operands  # what is rounded outside changes as the array does
+
+    @jax.custom_jvp
+    def forward(rounded: Any, array: Any, *indices: Any) -> list[Any]:
+        return cast_all(run([rounded, *indices]), stores)
+
+    def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        # XLA would make one scatter of a lookup's gradient and what is added to it, and gather
+        # that for it.
+        change = lax.optimization_barrier(cast(tangents[1], FLOAT32))
+        return forward(*primals), cast_all(run([change, *primals[2:]]), stores)
+
+    forward.defjvp(derivative)
+    # Rounded outside: one cast for the forward and the backward pass, and for a second derivative.
+    return forward(cast(array, half), array, *indices)
+
+
+def multiply(operands: Sequence[Any], params: Params, half: np.dtype) -> list[Any]:
+    """Runs a `dot_general` in half, with float32 gradients for operands that are float32.
+
+    Args:
+      params: for a half result.
+    """
+    wide = [i for i, operand in enumerate(operands) if operand.dtype == FLOAT32]
+
+    @jax.custom_jvp
+    def forward(left: Any, right: Any, *wide: Any) -> Any:
+        return lax.dot_general_p.bind(left, right, **params)
+
+    def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        changes = []
+        for position, change in zip((0, 1, *wide), tangents, strict=True):
+            # What was rounded outside changes as the operand does, which comes in float32 too.
+            is_rounded = position in wide and change.dtype == half
+            if isinstance(change, SymbolicZero) or is_rounded:
+                continue
+            factors = [change if i == position else primals[i] for i in range(2)]
+            if change.dtype == half:
+                changes.append(lax.dot_general_p.bind(*factors, **params))
+            else:
+                changes.append(weight_product_p.bind(*factors, weight=position, **params))
+        return forward(*primals), reduce(lax.add, changes)
+
+    forward.defjvp(derivative, symbolic_zeros=True)
+    return [forward(*(cast(x, half) for x in operands), *(operands[i] for i in wide))]
+
+
+# A product of half operands as a linear function of one of them, which comes in as float32. It is a
+# primitive for the sake of its transpose, which no public function of JAX lets one choose.
+
+
+def _product(*operands: Any, weight: int, **params: Any) -> Any:
+    half = operands[1 - weight].dtype
+    return lax.dot_general_p.bind(*(cast(x, half) for x in operands), **params)
+
+
+def _type(*types: Any, **params: Any) -> Any:
+    (result,) = jax.make_jaxpr(partial(_product, **params))(*types).out_avals
+    return result
+
+
+def _gradient(position: int, cotangent: Any, *operands: Any, weight: int, **params: Any) -> Any:
+    """Returns the gradient of the operand at `position`, in the dtype that it came in."""
+    other = cast(operands[1 - position], cotangent.dtype)
+    aval = operands[position].aval
+
+    def product(change: Any) -> Any:
+        factors = (change, other) if position == 0 else (other, change)
+        return lax.dot_general_p.bind(*factors, **params)
+
+    def wide_product(*factors: Any, **params: Any) -> Any:
+        return lax.dot_general_p.bind(*factors, **{**params, "preferred_element_type": aval.dtype})
+
+    transposed = jax.linear_transpose(product, aval.update(dtype=cotangent.dtype))
+    closed = jax.make_jaxpr(lambda cotangent: transposed(cotangent)[0])(cotangent)
+    return _run_with(wide_product, closed, [cotangent])
+
+
+def _batched(operands: Sequence[Any], axes: Sequence[Any], weight: int, **params: Any) -> Any:
+    half = operands[1 - weight].dtype
+    product = jax.vmap(partial(_product, weight=weight, **params), axes)
+    closed = jax.make_jaxpr(product)(*(cast(x, half) for x in operands))
+    return _run_with(partial(weight_product_p.bind, weight=weight), closed, operands), 0
+
+
+def _run_with(product: Callable[..., Any], closed: Any, operands: Sequence[Any]) -> Any:
+    """Runs the jaxpr of one product, and of what moves its operands, with another product."""
+    jaxpr, constants = _jax_compat.open_jaxpr(closed)
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *operands), strict=True))
+    for equation in jaxpr.eqns:
+        read = [atom.val if hasattr(atom, "val") else values[atom] for atom in equation.invars]
+        if equation.primitive is lax.dot_general_p:
+            results = [product(*read, **equation.params)]
+        else:
+            results = _jax_compat.bind(equation.primitive, read, equation.params)
+        values.update(zip(equation.outvars, results, strict=True))
+    return values[jaxpr.outvars[0]]
+
+
+weight_product_p = Primitive("weight_product")
+weight_product_p.def_impl(_product)
+weight_product_p.def_abstract_eval(_type)
+mlir.register_lowering(weight_product_p, mlir.lower_fun(_product, multiple_results=False))
+ad.defbilinear(weight_product_p, partial(_gradient, 0), partial(_gradient, 1))
+batching.primitive_batchers[weight_product_p] = _batched

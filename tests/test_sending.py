@@ -1,0 +1,284 @@
+"""Parameters that devices send each other, and gradients that they add up, under autocast."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jmp
+
+AUTO = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+EXPLICIT = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Explicit,))
+ROWS = NamedSharding(AUTO, P("d"))
+WHOLE = NamedSharding(AUTO, P())
+
+W = jax.random.normal(jax.random.key(0), (16, 16)) / 4
+X = jax.random.normal(jax.random.key(1), (24, 16))
+
+
+def gather(w):
+    return lax.all_gather(w, "d", tiled=True)
+
+
+def loss(w, x):
+    return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+
+def relative_error(got, expected):
+    return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
+
+
+def dtypes_sent(fun, *args):
+    """The dtypes of the arrays of more than one axis that a program sends, at any depth."""
+    found = set()
+
+    def visit(jaxpr):
+        for equation in jaxpr.eqns:
+            if equation.primitive.name in ("all_gather", "ppermute", "all_to_all", "reshard"):
+                found.update(str(v.aval.dtype) for v in equation.invars if v.aval.ndim > 1)
+            for inner in jax.extend.core.jaxprs_in_params(equation.params):
+                visit(inner)
+
+    visit(jax.make_jaxpr(fun)(*args).jaxpr)
+    return found
+
+
+def in_shard_map(fun, check_vma=True):
+    return jax.shard_map(
+        lambda w, x: lax.pmean(fun(w, x), "d"),
+        mesh=AUTO,
+        in_specs=(P("d"), P("d")),
+        out_specs=P(),
+        check_vma=check_vma,
+    )
+
+
+def scanned(w, x):
+    turn = lambda x, w: (jnp.tanh(x @ w), None)
+    return jnp.mean(lax.scan(turn, x, jnp.stack([w, w]))[0])
+
+
+TO_PRODUCTS = {
+    "a product": loss,
+    "a transpose": lambda w, x: jnp.mean(x @ w.T),
+    "two products": lambda w, x: jnp.mean((x @ w) @ w),
+    "remat": lambda w, x: jax.checkpoint(loss)(w, x),
+    "what a loop closes over": lambda w, x: lax.fori_loop(0, 2, lambda _, x: x @ w, x).mean(),
+    "both branches": lambda w, x: lax.cond(x[0, 0] > 0, loss, lambda w, x: loss(w.T, x), w, x),
+}
+
+
+@pytest.mark.parametrize("fun", TO_PRODUCTS.values(), ids=TO_PRODUCTS)
+def test_what_products_alone_read_is_rounded_before_it_is_sent(fun):
+    autocast = jmp.autocast(in_shard_map(lambda w, x: fun(gather(w), x)), "mixed_float16")
+    assert dtypes_sent(autocast, W, X) == {"float16"}
+
+
+# The error over one device's. Seven half sums more round; with float32 sums nothing does.
+ALLOWED = {"mixed_float16": 1.4, "mixed_float16,r=f32": 1.0001}
+
+SENDERS = {
+    "all_gather": gather,
+    "ppermute": lambda w: lax.ppermute(gather(w), "d", [(i, (i + 1) % 8) for i in range(8)]),
+    "all_to_all": lambda w: lax.all_to_all(gather(w), "d", 1, 0, tiled=True).reshape(16, 16),
+}
+
+
+@pytest.mark.parametrize("send", SENDERS.values(), ids=SENDERS)
+def test_whatever_sends_it(send):
+    fun = in_shard_map(lambda w, x: loss(send(w), x))
+    autocast = jmp.autocast(fun, "mixed_float16")
+    assert dtypes_sent(autocast, W, X) == {"float16"}
+    assert relative_error(jax.grad(autocast)(W, X), jax.grad(fun)(W, X)) < 3e-3
+
+
+OTHERS = {
+    "a sum": lambda w, x: loss(w, x) + w.sum(),
+    "a norm's scale": lambda w, x: loss(w, x * w[:1]),
+    "a result": lambda w, x: loss(w, x) + jnp.linalg.norm(w),
+    "a product in full precision": lambda w, x: jmp.full_precision(loss)(w, x @ x.T @ x),
+    "a product with precision": lambda w, x: jnp.dot(x @ x.T @ x, w, precision="highest").mean(),
+    "the carry of a loop": lambda w, x: loss(lax.fori_loop(0, 2, lambda _, w: w * 2, w), x),
+}
+
+
+@pytest.mark.parametrize("fun", OTHERS.values(), ids=OTHERS)
+def test_what_anything_else_reads_is_sent_as_it_is(fun):
+    autocast = jmp.autocast(in_shard_map(lambda w, x: fun(gather(w), x)), "mixed_float16")
+    assert dtypes_sent(autocast, W, X) == {"float32"}
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_float16,r=f32"])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_eight_devices_compute_what_one_computes(policy, check_vma):
+    whole = jax.jit(jax.value_and_grad(jmp.autocast(loss, policy)))(W, X)
+    true = jax.grad(loss)(W, X)
+
+    def step(w, x):
+        value, gradient = jax.value_and_grad(jmp.autocast(lambda w, x: loss(gather(w), x), policy))(
+            w, x
+        )
+        return lax.pmean(value, "d"), gradient / 8  # a gather's transpose is a sum
+
+    specs = (P("d"), P("d"))
+    parts = jax.shard_map(
+        step, mesh=AUTO, in_specs=specs, out_specs=(P(), P("d")), check_vma=check_vma
+    )
+    value, gradient = jax.jit(parts)(W, X)
+    np.testing.assert_allclose(value, whole[0], rtol=1e-6)
+    assert relative_error(gradient, true) < ALLOWED[policy] * relative_error(whole[1], true)
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_float16,r=f32"])
+def test_explicit_axes_compute_what_one_device_computes(policy):
+    def fun(w, x):
+        return loss(jax.sharding.reshard(w, P()), x)
+
+    true = jax.grad(loss)(W, X)
+    error = relative_error(jax.grad(jmp.autocast(loss, policy))(W, X), true)
+    with jax.set_mesh(EXPLICIT):
+        w, x = (jax.device_put(a, NamedSharding(EXPLICIT, P("d"))) for a in (W, X))
+        autocast = jmp.autocast(fun, policy)
+        gradient = jax.jit(jax.grad(autocast))(w, x)
+        assert dtypes_sent(autocast, w, x) == {"float16"}
+    assert gradient.sharding.spec == P("d", None)
+    assert relative_error(np.asarray(gradient), true) < ALLOWED[policy] * error
+
+
+def test_a_table_on_a_mesh_is_rounded_before_the_lookup_and_its_gradient_adds_up_in_float32():
+    def tied(table, tokens):
+        return jnp.mean(jnp.tanh(table[tokens] @ table.T) ** 2)
+
+    table = jax.random.normal(jax.random.key(0), (16, 8))
+    tokens = jnp.zeros(16384, int)  # so many equal rows: a half sum stops at 2048 ones
+    autocast = jmp.autocast(tied, "mixed_float16")
+    lookups = []
+    for place in (None, NamedSharding(AUTO, P())):
+        given = jax.device_put(table, place), jax.device_put(tokens, place)
+        text = str(jax.make_jaxpr(lambda *args: autocast(*args))(*given))
+        lookups.append("custom_jvp_call" in text)
+        counted = jax.grad(
+            lambda t: jmp.autocast(lambda t: 1e-3 * (t[tokens] @ t[1]).sum(), "mixed_float16")(t)
+        )
+        np.testing.assert_allclose(counted(given[0])[0], 16.384 * table[1], rtol=2e-3)
+    assert lookups == [False, True]
+
+
+# reduce_dtype: gradients in float32.
+
+
+def test_partial_sums_that_cancel_between_devices_are_finite_with_float32_reduction():
+    # Each device's part of the gradient is 5e4 or -5e4, times 8: beyond float16, their sum is 0.
+    x = jnp.tile(jnp.repeat(jnp.asarray([5e4, -5e4]), 1)[:, None], (16, 1)) * jnp.ones((1, 8))
+    x = jax.device_put(x[jnp.argsort(jnp.arange(32) % 2)], ROWS)
+    w = jax.device_put(jnp.ones((8, 4)), WHOLE)
+    fun = lambda w, x: (x @ w).sum()
+    plain = jax.jit(jax.grad(jmp.autocast(fun, "mixed_float16")))(w, x)
+    wide = jax.jit(jax.grad(jmp.autocast(fun, "mixed_float16,r=f32")))(w, x)
+    assert not np.isfinite(plain).all()
+    np.testing.assert_array_equal(wide, 0)
+
+
+def test_float32_gradients_come_from_half_operands():
+    wide = jax.make_jaxpr(jax.grad(jmp.autocast(loss, "mixed_float16,r=f32"), (0, 1)))(W, X)
+    products = [e for e in wide.jaxpr.eqns if e.primitive is lax.dot_general_p]
+    products += [
+        e
+        for outer in wide.jaxpr.eqns
+        for inner in jax.extend.core.jaxprs_in_params(outer.params)
+        for e in inner.eqns
+        if e.primitive is lax.dot_general_p
+    ]
+    assert {str(v.aval.dtype) for e in products for v in e.invars} == {"float16"}
+    assert sorted(str(e.params["preferred_element_type"]) for e in products) == [
+        "float16",
+        "float32",
+        "float32",
+    ]
+
+
+WAYS = {
+    "per example": lambda g: jax.vmap(g, (None, 0))(W, X[:, None]),
+    "an ensemble": lambda g: jax.vmap(g, (0, None))(jnp.stack([W, -W]), X),
+    "both mapped": lambda g: jax.vmap(g, (2, 1), 1)(jnp.stack([W, -W], 2), jnp.stack([X, X], 1)),
+    "jitted": lambda g: jax.jit(g)(W, X),
+    "in a loop": lambda g: lax.map(lambda x: g(W, x[None]), X[:3]),
+    "of a gradient": lambda g: jax.grad(lambda w: jnp.sum(g(w, X) ** 2))(W),
+    "forward over reverse": lambda g: jax.jvp(g, (W, X), (W, X))[1],
+}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_float32_gradients_under_every_transformation(way):
+    true = way(jax.grad(loss))
+    plain = way(jax.grad(jmp.autocast(loss, "mixed_float16")))
+    wide = way(jax.grad(jmp.autocast(loss, "mixed_float16,r=f32")))
+    assert wide.dtype == jnp.float32
+    assert relative_error(wide, true) < max(1.2 * relative_error(plain, true), 1e-3)
+
+
+@pytest.mark.parametrize("fun", [scanned, TO_PRODUCTS["remat"]], ids=["scan", "remat"])
+def test_float32_gradients_inside_loops_and_remat(fun):
+    # Gradients of 2**-26 each, below float16: half ones are zero.
+    small = lambda w, x: 2.0**-20 * fun(w, x)
+    true = jax.grad(small)(W, X)
+    wide = jax.jit(
+        jax.grad(jmp.autocast(lambda w, x: 2.0**20 * small(w, x), "mixed_float16,r=f32"))
+    )
+    assert relative_error(2.0**-20 * wide(W, X), true) < 3e-3
+
+
+def test_derivatives_forward_are_those_without_it():
+    one, other = (
+        jax.jvp(jmp.autocast(loss, policy), (W, X), (W, X))
+        for policy in ("mixed_float16", "mixed_float16,r=f32")
+    )
+    np.testing.assert_array_equal(one, other)
+
+
+def test_a_convolution_keeps_half_gradients_and_one_warning_says_so():
+    def fun(kernel, x):
+        return lax.conv_general_dilated(x, kernel, (1, 1), "SAME").mean()
+
+    kernel, x = jnp.ones((2, 1, 3, 3)), jnp.ones((1, 1, 8, 8))
+    autocast = jmp.autocast(fun, "mixed_float16,r=f32")
+    with pytest.warns(jmp.HalfReductionWarning, match="1 conv_general_dilated"):
+        autocast(kernel, x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        autocast(kernel, x[..., :4])
+        jmp.autocast(lambda x: fun(jnp.ones((2, 1, 3, 3)), x), "mixed_float16,r=f32")
+
+
+def test_a_rule_asks_for_float32_gradients_of_one_part():
+    def two(w, x):
+        with jax.named_scope("head"):
+            return jnp.mean((x @ w["body"]) @ w["head"])
+
+    def head_alone(w, x):
+        x = x @ w["body"]
+        with jax.named_scope("head"):
+            return jnp.mean(x @ w["head"])
+
+    params = {"body": W, "head": W}
+    count = lambda fun, policy, rules=(): str(
+        jax.make_jaxpr(jax.grad(jmp.autocast(fun, policy, rules=rules)))(params, X)
+    ).count("preferred_element_type=float32")
+    rule = [("head", "mixed_float16,r=f32")]
+    assert count(two, "mixed_float16") == 0
+    assert count(head_alone, "mixed_float16", rule) == 1
+    assert count(two, "mixed_float16", rule) == count(two, "mixed_float16,r=f32") == 2
+
+
+@pytest.mark.parametrize("where", ["policy", "rule"])
+def test_a_reduction_in_another_dtype_is_refused(where):
+    policy, rules = "mixed_float16,r=bf16", ()
+    if where == "rule":
+        policy, rules = "mixed_float16", [("head", policy)]
+    with pytest.raises(ValueError, match="expected float32"):
+        jmp.autocast(loss, policy, rules=rules)
