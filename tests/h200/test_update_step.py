@@ -127,3 +127,35 @@ def test_masters_of_convolutions_are_updated_in_one_kernel_each(h200):
     print(f"\n{program.bytes_moved / 1e6:.1f} MB, {program.kernels} kernels")
     assert program.bytes_moved <= 44.8e6  # 68.4e6 in 57 kernels if gradients are not put in order
     assert program.kernels <= 39
+
+
+def test_a_window_of_eight_micro_batches_adds_ten_bytes_a_parameter_for_each(h200):
+    # Of a micro-batch: the half gradient, here an array of the batch, is read once, and the sum
+    # read and written. Of a window: zeros, and the update on its floor with float32 gradients.
+    steps = 8
+    tx = transforms.with_loss_scale(optax.adam(1e-3), jmp.torch_loss_scale())
+    params = [jax.ShapeDtypeStruct((640, 1024), jnp.float32)] * 8
+    batch = [jax.ShapeDtypeStruct((steps, 640, 1024), jnp.float16)] * 8
+    opt_state = jax.eval_shape(tx.init, params)
+
+    def loss(params, batch):
+        pairs = zip(params, batch, strict=True)
+        return sum((p.astype(jnp.float16) * rows[0]).sum() for p, rows in pairs)
+
+    def update(params, opt_state, gradients):
+        updates, opt_state = tx.update(gradients, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    def window(params, opt_state, batch):
+        scale = opt_state.loss_scale
+        accumulated = jmp.accumulated_value_and_grad(loss, scale, steps)
+        return update(params, opt_state, accumulated(params, batch)[1])
+
+    whole = h200(window, params, opt_state, batch, donate_argnums=(0, 1))
+    once = h200(update, params, opt_state, params, donate_argnums=(0, 1))
+    size = sum(p.size for p in params)
+    turn = (whole.bytes_moved - once.bytes_moved) / size - 4  # the loop counts once, the zeros too
+    in_window = 4 + steps * turn + once.bytes_moved / size
+    print(f"\n{turn:.2f} bytes a parameter and micro-batch, {in_window:.2f} a window")
+    assert in_window <= 116.1  # 4 + 8 * 10 + 32
+    assert whole.copies <= 2
