@@ -260,7 +260,7 @@ class Sizes:
     length: int = 512
 
 
-SMALL = Sizes(2, 128, 2, 1024, 16, 64)
+SMALL = Sizes(2, 128, 2, 1280, 16, 128)
 
 NORMS = {"norm1": P(), "norm2": P()}
 REPLICATED = {

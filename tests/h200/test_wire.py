@@ -183,7 +183,7 @@ def sent_by(case, variant):
 
 
 LAYERS = 4 * 128 * 256  # numbers
-BLOCKS, TABLE = 2 * 12 * 128 * 128, 1024 * 128  # of the language model
+BLOCKS, TABLE = 2 * 12 * 128 * 128, 1280 * 128  # of the language model
 FSDP = {"all-gather": LAYERS, "reduce-scatter": LAYERS}
 DATA_PARALLEL = {"all-reduce": 2 * LAYERS}
 # What is gathered, and what is reduced (twice in an all-reduce), in numbers.
@@ -240,6 +240,16 @@ def test_autocast_sends_what_a_step_by_hand_sends(h200, case, by_hand):
     ours, base = (received(sent_by(case, variant)) for variant in ("autocast", by_hand))
     print(f"{case}: {ours / base:.3f} of by hand")
     assert ours <= 1.03 * base
+
+
+@pytest.mark.parametrize("variant", ["by-hand", "autocast"])
+def test_with_tensor_parallelism_no_weight_is_gathered_whole(h200, variant):
+    sent = [s for s in sent_by("gpt-fsdp-tp", variant) if s.kind == "all-gather"]
+    gathered = {s.elements for s in sent if s.dtype in ("f16", "f32")}
+    # Of no weight is a half as large as another one, nor is an activation.
+    qkv, out, up = (128 * columns for columns in (3 * 128, 128, 4 * 128))
+    assert {qkv // 2, out // 2, up // 2} <= gathered
+    assert not {qkv, out, up, TABLE} & gathered
 
 
 def test_every_case_has_a_name_of_its_own_and_an_unknown_one_is_answered_with_them():
