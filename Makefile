@@ -48,6 +48,7 @@ test-matrix: $(MATRIX:%=.venv-jax-%/installed)  ## Run the suite on every versio
 bench: .venv-test/installed benchmarks/peers/installed  ## Count and time everything that needs no GPU; an hour.
 	.venv-test/bin/python -m benchmarks.run --suite compiled
 	.venv-test/bin/python -m benchmarks.run --suite checks --only gpt2 resnet50-cifar-128 update-60
+	.venv-test/bin/python -m benchmarks.run --suite wire
 	.venv-test/bin/python -m benchmarks.run --suite cpu --only gpt2 update-60
 	.venv-test/bin/python -m benchmarks.report
 

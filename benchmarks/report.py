@@ -6,7 +6,7 @@ python -m benchmarks.report
 import json
 from typing import Any
 
-from benchmarks import _counted, _measured
+from benchmarks import _counted, _measured, _wire_report
 from benchmarks.processes import ROOT
 
 RESULTS = ROOT / "results" / "benchmarks"
@@ -27,7 +27,7 @@ def load(suite: str) -> dict[str, Any] | None:
 
 
 def main() -> None:
-    compiled, checks, gpu, cpu = map(load, ("compiled", "checks", "gpu", "cpu"))
+    compiled, checks, wire, gpu, cpu = map(load, ("compiled", "checks", "wire", "gpu", "cpu"))
     text = INTRODUCTION
     if compiled:
         text += _counted.steps(compiled) + _counted.loss_scaling(compiled)
@@ -35,6 +35,8 @@ def main() -> None:
         _counted.plot(compiled, DOCS / "compiled.png")
     if checks:
         text += _counted.checks(checks)
+    if wire:
+        text += _wire_report.section(wire)
     text += _measured.gpu(gpu, compiled) if gpu else _measured.NO_GPU
     if cpu:
         text += _measured.cpu(cpu)

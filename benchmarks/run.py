@@ -2,14 +2,15 @@
 
     python -m benchmarks.run --suite compiled    # bytes, kernels, memory on an H200; needs no GPU
     python -m benchmarks.run --suite checks    # the same for ways to check gradients
+    python -m benchmarks.run --suite wire    # what eight H200s send each other; needs no GPU
     python -m benchmarks.run --suite gpu --only gpt2    # paired times on this machine's GPU
     python -m benchmarks.run --suite cpu    # update, trace and compile ratios on this CPU
     python -m benchmarks.run --rehearse --suite gpu    # everything at a tiny size, on any machine
 
 A run with `--only` or `--recipes` replaces those results in the file and keeps the others, so that
 a long suite can be run in parts; results of another machine are not kept. `make bench` installs
-what compiled, checks and cpu need. The suite gpu needs JAX for CUDA and, for its PyTorch rows,
-torch: `make benchmarks/peers/installed`, then `pip install -e '.[test,cuda13]' torch`.
+what compiled, checks, wire and cpu need. The suite gpu needs JAX for CUDA and, for its PyTorch
+rows, torch: `make benchmarks/peers/installed`, then `pip install -e '.[test,cuda13]' torch`.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks import workloads
+from benchmarks import wire, workloads
 from benchmarks.finite_checks import CHECKS
 from benchmarks.pairing import paired
 from benchmarks.processes import ROOT, Process
@@ -36,7 +37,7 @@ BASELINE = "by-hand"
 CONTROL = "by-hand again"  # the same recipe in a second process: what chance alone makes of a ratio
 TORCH = {"torch-eager": "eager", "torch-compile": "compile"}
 TOGETHER = 4  # recipes on a device beside the baseline and its control: GPT-2 takes 12 GB in each
-NAMES = [workload.name for workload in (*WORKLOADS, *UPDATES)]
+NAMES = [row.name for row in (*WORKLOADS, *UPDATES, *wire.CASES)]
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -44,18 +45,28 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--suite", choices=SUITES, required=True)
-    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, help="workloads")
+    names = "workloads, of the suite wire cases"
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, help=names)
     recipes = [row.name for row in RECIPES] + list(TORCH)
-    parser.add_argument("--recipes", nargs="+", choices=recipes, default=recipes)
+    recipes += sorted({row.name for case in wire.CASES for row in case.variants} - {*recipes})
+    names = "of the suite wire variants"
+    parser.add_argument("--recipes", nargs="+", choices=recipes, default=recipes, help=names)
     parser.add_argument("--rounds", type=int, default=12, help="at least 8")
     parser.add_argument("--rehearse", action="store_true", help="tiny shapes, on any machine")
     parser.add_argument("--output-dir", type=pathlib.Path, default=ROOT / "results" / "benchmarks")
     arguments = parser.parse_args()
     if arguments.rounds < 8:
         parser.error(f"--rounds got {arguments.rounds}; expected at least 8 for an interval")
+    rows = [row.name for row in rows_of(arguments.suite)]
+    if not set(rows) & set(arguments.only):
+        parser.error(f"--only got {arguments.only}; expected one of {', '.join(rows)}")
     if BASELINE not in arguments.recipes:
         parser.error(f"--recipes has to name {BASELINE}: every ratio is to it")
     return arguments
+
+
+def rows_of(suite: str) -> tuple[Any, ...]:
+    return wire.CASES if suite == "wire" else (*WORKLOADS, *UPDATES)
 
 
 def recipes_for(workload: Any, arguments: argparse.Namespace, compiled: bool) -> list[str]:
@@ -108,13 +119,24 @@ def checks_suite(workload: Any, arguments: argparse.Namespace, tick: Any) -> dic
     return {"recipes": counted(checks, tick)}
 
 
-def counted(jobs: dict[str, tuple[str, dict[str, Any]]], tick: Any) -> dict[str, Any]:
+def wire_suite(case: wire.Case, arguments: argparse.Namespace, tick: Any) -> dict[str, Any]:
+    """Counts what eight H200s send each other in a step, in every variant of a case."""
+    options = {"case": case.name, "rehearse": arguments.rehearse}
+    names = [row.name for row in case.variants if row.name in arguments.recipes]
+    # The variants are of this project alone: any recipe's worker can compile them.
+    jobs = {name: (BASELINE, {**options, "variant": name}) for name in names}
+    return {"recipes": counted(jobs, tick, "wire")}
+
+
+def counted(
+    jobs: dict[str, tuple[str, dict[str, Any]]], tick: Any, do: str = "count"
+) -> dict[str, Any]:
     """Returns the counts of `{name: (recipe, options)}`, as many at a time as there are cores."""
 
     def count(job: tuple[str, dict[str, Any]]) -> dict[str, Any]:
         recipe, options = job
         with workers([recipe], "cpu") as found:  # JAX must not take the compiler for a GPU
-            answer = found[recipe].ask("count", **options)
+            answer = found[recipe].ask(do, **options)
         tick()
         return answer
 
@@ -195,6 +217,7 @@ def cpu_suite(workload: Any, arguments: argparse.Namespace, tick: Any) -> dict[s
 SUITES = {
     "compiled": compiled_suite,
     "checks": checks_suite,
+    "wire": wire_suite,
     "gpu": timed_suite,
     "cpu": cpu_suite,
 }
@@ -205,7 +228,7 @@ def begun(path: pathlib.Path, arguments: argparse.Namespace, console: Console) -
     on_gpu = arguments.suite == "gpu"
     with workers(["float32"], None if on_gpu else "cpu") as found:
         process = found["float32"]
-        counting = arguments.suite in ("compiled", "checks")
+        counting = arguments.suite in ("compiled", "checks", "wire")
         machine = process.ask("versions" if counting else "machine")
         platform = machine.get("platform")
         if on_gpu and platform != "gpu" and not arguments.rehearse:
@@ -233,14 +256,16 @@ def main() -> None:
     results = begun(path, arguments, console)
 
     with Progress(console=console) as progress:
-        for workload in (*WORKLOADS, *UPDATES):
+        for workload in rows_of(arguments.suite):
             if workload.name not in arguments.only:
                 continue
             task = progress.add_task(workload.name, total=None)
             measured = suite(workload, arguments, lambda task=task: progress.advance(task))
             kept = results["workloads"].setdefault(workload.name, {"recipes": {}})
             recipes = kept["recipes"] | measured.pop("recipes")
-            title = workloads.find(workload.name, arguments.rehearse).title
+            title = workload.title
+            if arguments.suite != "wire":
+                title = workloads.find(workload.name, arguments.rehearse).title
             kept |= {"title": title, "recipes": recipes} | measured
             # After each: a run that is cut short loses one workload.
             path.write_text(json.dumps(results, indent=1) + "\n")

@@ -59,6 +59,12 @@ class Worker:
             "model_ms": modelled_limit(program.text),
         }
 
+    def wire(self, case: str, variant: str, rehearse: bool) -> dict[str, Any]:
+        """Counts what eight H200s send each other in a step, without a device."""
+        from benchmarks import wire
+
+        return wire.counted(wire.compile_step(wire.find(case), variant, small=rehearse))
+
     def prepare(self, workload: str, rehearse: bool) -> dict[str, Any]:
         """Traces and compiles the step for this machine's device and takes the first steps."""
         found = workloads.find(workload, rehearse)

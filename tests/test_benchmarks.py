@@ -13,7 +13,17 @@ import numpy as np
 import pytest
 
 import benchmarks.run
-from benchmarks import _counted, _measured, models, public_models, recipes, report, workloads
+from benchmarks import (
+    _counted,
+    _measured,
+    _wire_report,
+    models,
+    public_models,
+    recipes,
+    report,
+    worker,
+    workloads,
+)
 from benchmarks._tables import TITLES
 from benchmarks.pairing import paired
 from benchmarks.planner_rules import RULES, replaced
@@ -240,12 +250,44 @@ def test_a_rehearsal_writes_what_the_report_reads(tmp_path):
     assert UPDATES[0].title in text and "ours: adapter" in text
 
 
+class InThisProcess:
+    """Answers as a worker does, but for one recipe in a process of its own."""
+
+    def ask(self, do, **options):
+        return getattr(worker.Worker("by-hand"), do)(**options)
+
+
+def test_a_rehearsal_of_the_wire_writes_what_the_report_reads(h200, tmp_path, monkeypatch):
+    workers = lambda names, platform: contextlib.nullcontext({n: InThisProcess() for n in names})
+    monkeypatch.setattr(benchmarks.run, "workers", workers)
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)  # threads of one process: one at a time
+    options = ["--suite=wire", "--rehearse", f"--output-dir={tmp_path}", "--only", "fsdp"]
+    monkeypatch.setattr(sys, "argv", ["run.py", *options, "--recipes", "by-hand", "autocast"])
+    benchmarks.run.main()
+    results = json.loads((tmp_path / "wire_rehearsal.json").read_text())
+    assert set(results["workloads"]) == {"fsdp"}
+    counted = results["workloads"]["fsdp"]["recipes"]
+    assert set(counted) == {"by-hand", "autocast"}
+    counted["autocast"]["received"] = {"all-gather f16": 2**20, "all-gather f32": 2**21, "x s8": 9}
+    counted["by-hand"]["received"] = {"all-reduce f32": 2**21, "all-to-all f16": 2**20}
+    rows = [[c.strip() for c in r.split("|")] for r in _wire_report.section(results).splitlines()]
+    (by_hand,), (ours,) = (
+        [r[1:8] for r in rows if r[2:3] == [n]] for n in ("by hand, half", "autocast")
+    )
+    assert by_hand == ["FSDP, jit", "by hand, half", "", "", "2.0 f32", "1.0 f16", "3.0"]
+    assert ours == ["", "autocast", "1.0 f16 + 2.0 f32", "", "", "", "3.0"]
+    counted["autocast"] = {"error": "out of memory"}
+    assert "- FSDP, jit, autocast: not run: out of memory" in _wire_report.section(results)
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (["--suite=gpu"], "expected a GPU"),
         (["--suite=cpu", "--rounds=3"], "at least 8"),
         (["--suite=cpu", "--recipes", "adapter"], "every ratio is to it"),
+        (["--suite=wire", "--only", "gpt2"], "expected one of fsdp, "),
+        (["--suite=cpu", "--only", "fsdp"], "expected one of gpt2, "),
     ],
 )
 def test_mistakes_are_refused(arguments, sentence, tmp_path, monkeypatch, capsys):

@@ -45,6 +45,9 @@ KINDS = {
     "collective-broadcast": lambda received, n: received,
 }
 
+# Their shape names what goes in, then what comes out.
+IN_AND_OUT = frozenset({"all-gather-start", "all-to-all-start", "reduce-scatter-start"})
+
 CALLED = re.compile(r"(?:to_apply|condition|body|calls|(?:true|false)_computation)=%([\w.\-]+)")
 BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 TURNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
@@ -139,8 +142,8 @@ def _sent_by(computation: str, computations: Computations, times: int) -> list[S
 def _arrays(kind: str, instruction: Instruction, times: int) -> list[Sent]:
     shape = instruction.shape
     arrays = ARRAY.findall(shape)
-    if instruction.opcode in ("all-gather-start", "reduce-scatter-start"):
-        arrays = arrays[len(arrays) // 2 :]  # what goes in, then what comes out
+    if instruction.opcode in IN_AND_OUT:
+        arrays = arrays[len(arrays) // 2 :]
     elif instruction.opcode == "collective-permute-start":
         arrays = arrays[1:2]
     devices = group_size(instruction.attributes)

@@ -1,0 +1,262 @@
+"""What devices send each other is counted as said, and autocast sends what a step by hand sends.
+
+First the counting on programs written out and on compiled ones whose wire is known, then the cases
+of `benchmarks/wire.py` at a small size.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from benchmarks import wire as cases
+from tests.h200.wire import MIB, Sent, compile_for_h200s, h200s, received, wire
+
+# Counting, which needs no compiler.
+
+ALL_EIGHT = "replica_groups={{0,1,2,3,4,5,6,7}}"
+
+
+def program(*lines, others=""):
+    body = "\n".join(f"  {line}" for line in lines)
+    return f"{others}\nENTRY %main (x: f32[8]) -> f32[8] {{\n{body}\n}}\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        # Of a gathered array of 64 numbers seven eighths come from others.
+        ("%y = f32[64]{0} all-gather(%x)", Sent("all-gather", "f32", 224, 64)),
+        # A device receives seven parts of eight numbers; what is scattered are 64.
+        ("%y = f16[8]{0} reduce-scatter(%x)", Sent("reduce-scatter", "f16", 112, 64)),
+        ("%y = f16[64]{0} all-reduce(%x)", Sent("all-reduce", "f16", 224, 64)),
+        ("%y = bf16[64]{0} all-to-all(%x)", Sent("all-to-all", "bf16", 112, 64)),
+        ("%y = f32[64]{0} collective-permute(%x)", Sent("collective-permute", "f32", 256, 64)),
+    ],
+)
+def test_a_device_receives_what_a_ring_sends_it(line, expected):
+    assert wire(program(f"{line}, {ALL_EIGHT}")) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind", "expected"),
+    [
+        ("(f32[8]{0}, f32[64]{0})", "all-gather", [224]),
+        ("((f32[8]{0}, f16[8]{0}), (f32[64]{0}, f16[64]{0}))", "all-gather", [224, 112]),
+        ("(f32[64]{0}, f32[8]{0})", "reduce-scatter", [224]),
+        ("((f32[8]{0}), f32[8]{0})", "all-to-all", [28]),
+        ("f32[64]{0}", "all-reduce", [448]),
+        ("(f32[64]{0}, f16[64]{0})", "all-reduce", [448, 224]),
+        ("(f32[64]{0}, f32[64]{0}, u32[], u32[])", "collective-permute", [256]),
+    ],
+)
+def test_an_asynchronous_pair_counts_what_comes_out_once(shape, kind, expected):
+    start = f"%start = {shape} {kind}-start(%x), {ALL_EIGHT}"
+    done = f"%done = f32[64]{{0}} {kind}-done(%start)"
+    sent = wire(program(start, done))
+    assert [s.bytes for s in sent] == expected
+    assert {s.kind for s in sent} == {kind}
+
+
+def test_an_asynchronous_computation_counts_once():
+    start = "%start = ((f32[8]{0}), f32[64]{0}, u32[]) async-start(%x), calls=%inner"
+    done = "%done = f32[64]{0} async-done(%start)"
+    assert [s.bytes for s in wire(program(start, done, others=LOOPS))] == [224]
+
+
+@pytest.mark.parametrize(
+    ("groups", "devices"),
+    [
+        ("replica_groups={{0,1},{2,3},{4,5},{6,7}}", 2),
+        ("replica_groups=[2,4]<=[8]", 4),
+        ("replica_groups=[4,2]<=[2,2,2]T(2,1,0)", 2),
+        ("replica_groups=mesh['axis_0'=4,'axis_1'=2] {'axis_0'}", 4),
+        ("replica_groups=mesh['a'=2,'b'=2,'c'=2] {'a','c'}", 4),
+        ("replica_groups={}", 8),
+    ],
+)
+def test_only_the_devices_of_a_group_send_to_each_other(groups, devices):
+    (sent,) = wire(program(f"%y = f32[64]{{0}} all-gather(%x), {groups}, dimensions={{0}}"))
+    assert sent.bytes == 4 * 64 * (devices - 1) / devices
+
+
+LOOPS = """
+%inner (a: f32[8]) -> f32[8] {
+  %gathered = f32[64]{0} all-gather(%a), replica_groups=[1,8]<=[8]
+}
+
+%outer (b: f32[8]) -> f32[8] {
+  %turns = f32[8]{0} while(%b), condition=%test, body=%inner, backend_config={"known_trip_count":{"n":"5"}}
+  %reduced = f16[64]{0} all-reduce(%b), replica_groups=[1,8]<=[8], to_apply=%test
+}
+
+%test (c: f32[8]) -> pred[] {
+  %yes = pred[] constant(true)
+}
+"""  # noqa: E501  as the compiler writes it
+
+
+def test_what_stands_in_a_loop_counts_once_a_turn():
+    known = '%y = f32[8]{0} while(%x), condition=%test, body=%outer, backend_config={"known_trip_count":{"n":"3"}}'  # noqa: E501
+    unknown = "%y = f32[8]{0} while(%x), condition=%test, body=%outer"
+    for line, turns in ((known, 3), (unknown, 1)):
+        in_both, in_outer = wire(program(line, others=LOOPS))
+        assert (in_both.kind, in_both.bytes) == ("all-gather", turns * 5 * 224)
+        assert (in_outer.kind, in_outer.bytes) == ("all-reduce", turns * 224)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "%y = f32[8]{0} conditional(%p, %x, %x), branch_computations={%inner, %inner}",
+        "%y = f32[8]{0} conditional(%p, %x, %x), true_computation=%inner, false_computation=%inner",
+    ],
+)
+def test_of_branches_all_count(line):
+    assert [s.bytes for s in wire(program(line, others=LOOPS))] == [224, 224]
+
+
+def test_what_is_received_is_chosen_by_kind_and_dtype():
+    sent = [Sent("all-gather", "f16", MIB, 1), Sent("all-gather", "f32", 2 * MIB, 1)]
+    sent.append(Sent("all-reduce", "f32", 4 * MIB, 1))
+    assert (received(sent), received(sent, "all-gather"), received(sent, dtype="f32")) == (7, 3, 6)
+    assert received(sent, "all-gather", "f32") == 2
+    assert received(sent, "all-to-all") == 0
+
+
+# Compiled programs whose wire is known.
+
+
+@pytest.mark.parametrize("turns", [1, 6])
+def test_an_all_gather_in_a_scan_counts_once_a_turn(h200, turns):
+    mesh = h200s({"data": 8})
+    stack = jax.ShapeDtypeStruct(
+        (turns, 64, 64), jnp.float32, sharding=NamedSharding(mesh, P(None, "data"))
+    )
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+
+    def scanned(stack, x):
+        def turn(x, weight):
+            return jnp.tanh(x @ lax.all_gather(weight, "data", tiled=True)), None
+
+        return lax.scan(turn, x, stack)[0]
+
+    places = {"in_specs": (P(None, "data"), P("data")), "out_specs": P("data")}
+    sent = wire(compile_for_h200s(jax.shard_map(scanned, mesh=mesh, **places), stack, x).text)
+    assert {(s.kind, s.dtype) for s in sent} == {("all-gather", "f32")}
+    assert received(sent) * MIB == turns * 4 * 64 * 64 * 7 / 8
+
+
+def test_two_axes_of_a_mesh_are_counted_apart(h200):
+    mesh = h200s({"data": 4, "model": 2})
+    place = P("data", "model")
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float16, sharding=NamedSharding(mesh, place))
+
+    def moved(x):
+        rows = lax.all_gather(x, "data", tiled=True)  # (64, 32)
+        return lax.ppermute(
+            lax.psum(x, "model"), "data", [(i, (i + 1) % 4) for i in range(4)]
+        ), rows
+
+    outs = (P("data"), P("data", "model"))
+    sent = wire(
+        compile_for_h200s(jax.shard_map(moved, mesh=mesh, in_specs=place, out_specs=outs), x).text
+    )
+    by_kind = {s.kind: s.bytes for s in sent}
+    assert by_kind == {
+        "all-gather": 2 * 64 * 32 * 3 / 4,
+        "all-reduce": 2 * (2 * 16 * 32) / 2,
+        "collective-permute": 2 * 16 * 32,
+    }
+
+
+# The cases of the benchmark.
+
+
+@functools.cache
+def sent_by(case, variant):
+    return wire(cases.compile_step(cases.find(case), variant, small=True).text)
+
+
+LAYERS = 4 * 128 * 256  # numbers
+BLOCKS, TABLE = 2 * 12 * 128 * 128, 1280 * 128  # of the language model
+FSDP = {"all-gather": LAYERS, "reduce-scatter": LAYERS}
+DATA_PARALLEL = {"all-reduce": 2 * LAYERS}
+# What is gathered, and what is reduced (twice in an all-reduce), in numbers.
+PREDICTED = [
+    ("fsdp", FSDP),
+    ("fsdp-constraint", FSDP),
+    ("fsdp-shard-map", FSDP),
+    ("fsdp-around-shard-map", FSDP),
+    ("fsdp-explicit", FSDP),
+    ("dp", DATA_PARALLEL),
+    ("dp-shard-map", DATA_PARALLEL),
+    ("dp-psum", DATA_PARALLEL),
+    # Blocks are gathered forward and again backward; of the table are two gradients.
+    ("gpt-fsdp", {"all-gather": 2 * BLOCKS + 2 * TABLE, "reduce-scatter": BLOCKS + 2 * TABLE}),
+]
+
+
+@pytest.mark.parametrize("variant", ["float32", "by-hand"])
+@pytest.mark.parametrize(("case", "numbers"), PREDICTED)
+def test_float32_and_by_hand_send_what_a_ring_needs(h200, case, numbers, variant):
+    if (case, variant) == ("fsdp-constraint", "by-hand"):
+        variant = "by-hand-barrier"  # what is without a barrier stands below
+    dtype, width = ("f32", 4) if variant == "float32" else ("f16", 2)
+    sent = sent_by(case, variant)
+    for kind, moved in numbers.items():
+        expected = width * moved * 7 / 8 / MIB
+        assert received(sent, kind, dtype) == pytest.approx(expected, rel=0.01)
+    # The loss and the gradients of norms are the rest.
+    expected = width * sum(numbers.values()) * 7 / 8 / MIB
+    assert received(sent) == pytest.approx(expected, rel=0.01)
+
+
+def test_without_a_barrier_a_constraint_moves_three_of_four_weights_before_their_cast(h200):
+    sent = sent_by("fsdp-constraint", "by-hand")
+    assert received(sent, "all-gather", "f32") == pytest.approx(0.75 * 4 * LAYERS * 7 / 8 / MIB)
+    assert received(sent, "all-gather", "f16") == pytest.approx(0.25 * 2 * LAYERS * 7 / 8 / MIB)
+
+
+# Where autocast sends what a step by hand sends, and written how. A case is a line.
+AS_LEAN_AS_BY_HAND = [
+    ("fsdp", "by-hand"),
+    ("fsdp-constraint", "by-hand-barrier"),
+    ("fsdp-shard-map", "by-hand"),
+    ("fsdp-around-shard-map", "by-hand"),
+    ("fsdp-explicit", "by-hand"),
+    ("dp", "by-hand"),
+    ("gpt-fsdp-tp", "by-hand"),
+    ("convolutions-fsdp", "by-hand"),
+]
+
+
+@pytest.mark.parametrize(("case", "by_hand"), AS_LEAN_AS_BY_HAND)
+def test_autocast_sends_what_a_step_by_hand_sends(h200, case, by_hand):
+    ours, base = (received(sent_by(case, variant)) for variant in ("autocast", by_hand))
+    print(f"{case}: {ours / base:.3f} of by hand")
+    assert ours <= 1.03 * base
+
+
+@pytest.mark.parametrize("variant", ["by-hand", "autocast"])
+def test_with_tensor_parallelism_no_weight_is_gathered_whole(h200, variant):
+    sent = [s for s in sent_by("gpt-fsdp-tp", variant) if s.kind == "all-gather"]
+    gathered = {s.elements for s in sent if s.dtype in ("f16", "f32")}
+    # Of no weight is a half as large as another one, nor is an activation.
+    qkv, out, up = (128 * columns for columns in (3 * 128, 128, 4 * 128))
+    assert {qkv // 2, out // 2, up // 2} <= gathered
+    assert not {qkv, out, up, TABLE} & gathered
+
+
+def test_every_case_has_a_name_of_its_own_and_an_unknown_one_is_answered_with_them():
+    names = [case.name for case in cases.CASES]
+    assert len(set(names)) == len(names)
+    for case in cases.CASES:
+        variants = [variant.name for variant in case.variants]
+        assert len(set(variants)) == len(variants)
+    with pytest.raises(ValueError, match="got the case 'zero'; expected one of fsdp, "):
+        cases.find("zero")
