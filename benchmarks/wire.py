@@ -64,6 +64,7 @@ VARIANTS = (
     Variant("float32", "float32"),
     BY_HAND,
     Variant("autocast", "autocast", policy="mixed_float16"),
+    Variant("autocast-f32", "autocast, float32 reduction", policy="mixed_float16,r=f32"),
 )
 
 

@@ -230,6 +230,7 @@ AS_LEAN_AS_BY_HAND = [
     ("fsdp-around-shard-map", "by-hand"),
     ("fsdp-explicit", "by-hand"),
     ("dp", "by-hand"),
+    ("gpt-fsdp", "by-hand"),
     ("gpt-fsdp-tp", "by-hand"),
     ("convolutions-fsdp", "by-hand"),
 ]
@@ -242,7 +243,19 @@ def test_autocast_sends_what_a_step_by_hand_sends(h200, case, by_hand):
     assert ours <= 1.03 * base
 
 
-@pytest.mark.parametrize("variant", ["by-hand", "autocast"])
+@pytest.mark.parametrize(("case", "numbers"), PREDICTED)
+def test_with_float32_reduction_autocast_sends_half_and_adds_up_in_float32(h200, case, numbers):
+    sent = sent_by(case, "autocast-f32")
+    if case == "dp-psum":  # by hand: what is added up there is what the user casts
+        numbers = {}
+    for kind, moved in numbers.items():
+        dtype, width = ("f16", 2) if kind == "all-gather" else ("f32", 4)
+        assert received(sent, kind, dtype) <= 1.03 * width * moved * 7 / 8 / MIB
+    assert received(sent, "all-gather", "f32") == received(sent, "reduce-scatter", "f16") == 0
+    assert received(sent, "all-reduce", "f16") == 0
+
+
+@pytest.mark.parametrize("variant", ["by-hand", "autocast", "autocast-f32"])
 def test_with_tensor_parallelism_no_weight_is_gathered_whole(h200, variant):
     sent = [s for s in sent_by("gpt-fsdp-tp", variant) if s.kind == "all-gather"]
     gathered = {s.elements for s in sent if s.dtype in ("f16", "f32")}
