@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jmp import _jax_compat
+from jmp.sharding._axes import are_tracked, mapped_axes, varying_axes
 from jmp.trees import PyTree
 
 AxisName = str | Sequence[str]
@@ -37,15 +37,13 @@ def agreed(
 
 
 def _axes(flag: jax.Array, shared: PyTree, axis_name: AxisName) -> tuple[str, ...]:
-    mapped = _jax_compat.manual_axes()
-    # Types say along which axes a value varies (`check_vma`): an axis index certainly does.
-    tracked = any(axis in _jax_compat.varying_axes(jax.lax.axis_index(axis)) for axis in mapped)
-    varying = _jax_compat.varying_axes(flag)
+    mapped, tracked = mapped_axes(), are_tracked()
+    varying = varying_axes(flag)
     if axis_name != "auto":
         names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
         # Where the flag is known not to vary there is nothing to agree on, and JAX may refuse to.
         return tuple(n for n in names if not (tracked and n in mapped and n not in varying))
     if tracked:
-        own = [_jax_compat.varying_axes(leaf) for leaf in jax.tree.leaves(shared)]
+        own = [varying_axes(leaf) for leaf in jax.tree.leaves(shared)]
         return tuple(sorted(varying.difference(*own)))
-    return tuple(sorted(mapped))
+    return mapped
