@@ -70,7 +70,12 @@ def _moved(
 ) -> jax.Array:
     # The cotangent of what is `reduced` arrives as one part a device, not yet added up.
     whole = NamedSharding(mesh, PartitionSpec(*target, reduced=data))
-    own = NamedSharding(mesh, jax.typeof(array).sharding.spec)
+    spec = jax.typeof(array).sharding.spec
+    own = NamedSharding(mesh, spec)
+    scattered_over = {name for entry in partitions(spec) for name in names_in(entry)}
+    # First scattered, then the sum over replicas: in one step XLA adds up whole gradients.
+    replicated = data - scattered_over
+    parts = NamedSharding(mesh, PartitionSpec(*partitions(spec), unreduced=replicated))
 
     @jax.custom_vjp
     def move(array: jax.Array) -> jax.Array:
@@ -81,8 +86,10 @@ def _moved(
         return move(array), None
 
     def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
-        total = jax.sharding.reshard(cotangent.astype(reduce_dtype), own)
-        return (total.astype(array.dtype),)
+        total = cotangent.astype(reduce_dtype)
+        if replicated and replicated != data:
+            total = jax.sharding.reshard(total, parts)
+        return (jax.sharding.reshard(total, own).astype(array.dtype),)
 
     move.defvjp(forward, backward)
     moved: jax.Array = move(array)

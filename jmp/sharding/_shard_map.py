@@ -10,7 +10,6 @@ from jmp._describe import shape_text
 from jmp.sharding._axes import are_tracked, made_varying, mapped_axes, varying_axes
 from jmp.sharding._specs import CALLER, Names, Parameter, axes_by_dimension, check_names
 
-
 Axes = tuple[tuple[int, Names], ...]  # by dimension, those without any left out
 
 
