@@ -24,3 +24,10 @@ def are_tracked() -> bool:
 def made_varying(value: Any, axes: tuple[str, ...]) -> Any:
     """Returns `value` as one that varies along `axes`, so that AD adds nothing up along them."""
     return jax.lax.pcast(value, axes, to="varying") if axes else value
+
+
+def unreduced_axes(value: Any) -> frozenset[str]:
+    """Returns the axes over which `value` is still to be added up, as its type says."""
+    aval = jax.typeof(value)
+    mapped = getattr(getattr(aval, "manual_axis_type", None), "unreduced", ())
+    return frozenset(aval.sharding.spec.unreduced) | frozenset(mapped)
