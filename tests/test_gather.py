@@ -92,12 +92,23 @@ def test_gradients_are_those_of_one_device(way):
         assert gradients[name].sharding.is_equivalent_to(own, gradients[name].ndim), name
 
 
+HSDP = jax.tree.map(lambda spec: P(*spec, reduced={"replica"}), FSDP)
+ROWS_OF_ALL = P(("replica", "data"))
+
+
 @pytest.mark.parametrize("way", WAYS)
-def test_replicas_of_shards_add_up_once(way):
+@pytest.mark.parametrize("is_named", [True, False], ids=["named", "left-to-jax"])
+def test_replicas_of_shards_add_up_once(way, is_named):
     mesh = make_mesh({"replica": 2, "data": 4}, way)
-    by = P() if way == "explicit" else FSDP
-    gradients = gradients_on(mesh, way, FSDP, P(("replica", "data")), by, dp=("replica",))
+    by = P() if way == "explicit" else HSDP if is_named else FSDP
+    by_hand = () if is_named else ("replica",)
+    gradients = gradients_on(mesh, way, FSDP, ROWS_OF_ALL, by, dp=by_hand)
     assert_gradients_of_one_device(gradients)
+
+
+def test_an_axis_that_is_not_named_and_along_which_nothing_differs_adds_nothing():
+    mesh = make_mesh({"idle": 2, "data": 4})
+    assert_gradients_of_one_device(gradients_on(mesh, "tracked", FSDP, P("data"), FSDP))
 
 
 @pytest.mark.parametrize("way", ["tracked", "explicit"])
@@ -140,11 +151,10 @@ def test_over_an_axis_of_tensor_parallelism_jax_adds_up():
 @pytest.mark.parametrize("way", WAYS)
 def test_float32_sums_of_half_gradients_have_the_error_of_one_device(way):
     mesh = make_mesh({"replica": 2, "data": 4}, way)
-    by = P() if way == "explicit" else FSDP
+    by = P() if way == "explicit" else HSDP
     warns = pytest.warns(UserWarning) if way == "explicit" else contextlib.nullcontext()
     with warns:
-        rows_spec = P(("replica", "data"))
-        gradients = gradients_on(mesh, way, FSDP, rows_spec, by, "f16", "f32", dp=("replica",))
+        gradients = gradients_on(mesh, way, FSDP, ROWS_OF_ALL, by, "f16", "f32")
     half = jax.jit(jax.grad(lambda p, x: loss_of(jmp.cast_floating(p, "f16"), x)))
     expected = jax.jit(jax.grad(loss_of))(parameters(), rows())
     on_one = half(parameters(), rows())
@@ -208,12 +218,12 @@ def test_each_collective_has_the_dtype_asked(reduce_dtype, sums, wrapped):
     mesh = make_mesh({"replica": 2, "data": 4})
 
     def loss(params, x):
-        return loss_of(jmp.gather(params, FSDP, "bf16", reduce_dtype), x)
+        return loss_of(jmp.gather(params, HSDP, "bf16", reduce_dtype), x)
 
     if wrapped:
         loss = jmp.autocast(loss, "mixed_bfloat16")
     gradients = jax.shard_map(
-        jax.grad(loss), mesh=mesh, in_specs=(FSDP, P(("replica", "data"))), out_specs=FSDP
+        jax.grad(loss), mesh=mesh, in_specs=(FSDP, ROWS_OF_ALL), out_specs=FSDP
     )
     found = COLLECTIVE.findall(str(jax.make_jaxpr(gradients)(parameters(), rows())))
     by_kind = collections.Counter((kind.split("_inv")[0], dtype) for dtype, kind in found)

@@ -16,6 +16,7 @@ from jmp.sharding._specs import (
     check_names,
     names_in,
     partitions,
+    reduced_axes,
 )
 
 _FEWEST_DIMENSIONS = 2  # of what JAX's products take as `reduced`; sums of vectors refuse it
@@ -44,8 +45,7 @@ def gathered(
         )
     check_names(parameters, explicit, "explicit")
     targets = [_target(parameter) for parameter in parameters]
-    left = {name for target in targets for entry in target for name in names_in(entry)}
-    data = frozenset(explicit - left)
+    data = _data_axes(parameters, targets, explicit)
     adds_in_another = reduce_dtype != dtype and bool(data)
     if adds_in_another:
         _warn_of_vectors(parameters, dtype, reduce_dtype)
@@ -99,6 +99,16 @@ def _moved(
 def _mesh(parameters: Sequence[Parameter]) -> Any:
     meshes = (jax.typeof(parameter.array).sharding.mesh for parameter in parameters)
     return next((m for m in meshes if not m.empty), jax.sharding.get_abstract_mesh())
+
+
+def _data_axes(
+    parameters: Sequence[Parameter], targets: Sequence[tuple[Any, ...]], explicit: set[str]
+) -> frozenset[str]:
+    """Returns the axes to add up over: those named for it, else where nothing is sharded."""
+    specs = [parameter.spec for parameter in parameters]
+    named = (set(spec) if isinstance(spec, tuple) else reduced_axes(spec) for spec in specs)
+    left = {name for target in targets for entry in target for name in names_in(entry)}
+    return frozenset().union(*named) or frozenset(explicit - left)
 
 
 def _target(parameter: Parameter) -> tuple[Any, ...]:

@@ -29,15 +29,13 @@ def gather(
     nothing to call: XLA gathers what was cast, and `jmp.autocast(fun, "mixed_float16,r=f32")` adds
     up in float32.
 
-    Gradients are summed over the axes that are gathered, and over those along which none of
-    `params` is sharded: the axes of data. Give the whole tree, then, so that an axis of tensor
-    parallelism is known for one: over it JAX adds up as it does without `gather`. With
-    `check_vma=False` nothing says which axes these are: the sums go over the axes in
-    `specs_or_axis` alone, for parameters that are replicated along them too, and every other axis
-    needs your own `psum`.
-
-    Do not `psum` the gradients again over axes they were summed over: where each device computes a
-    mean over its own rows, divide by the number of devices instead.
+    Gradients are summed over the axes that `specs_or_axis` names, also those of parameters that are
+    replicated along them: name all axes that the rows of a batch are split along, and give the
+    whole tree. With replicas of shards these are the names `("replica", "data")`, or a spec with
+    `P("data", reduced={"replica"})`. Over an axis that is not named JAX adds up as it does without
+    `gather`: in `dtype`, or with `check_vma=False` not at all. Do not `psum` the gradients over
+    these axes again: where each device computes a mean over its own rows, divide by the number of
+    devices instead.
 
     Along explicit axes the sum in another dtype than `dtype` is made with JAX's `reduced` types,
     which products, lookups by `.at[].get`, scans and slices take, and element-wise operations
@@ -52,7 +50,8 @@ def gather(
         one are). Or a `PartitionSpec`, or a tree of them, of which `params` may have more branches.
         In shard_map it says how the parameters lie, as in `in_specs`; an axis left out is not
         gathered: `P("data")` of what lies as `P("data", "model")`. Along explicit axes it says how
-        they shall lie afterwards, as in `jax.sharding.reshard`: `P()`, or `P(None, "model")`.
+        they shall lie afterwards, as in `jax.sharding.reshard`: `P()`, or `P(None, "model")`; where
+        it names no axes as `reduced`, sums go over those along which nothing is sharded afterwards.
       dtype: the dtype of what is gathered, such as that of the products.
       reduce_dtype: the dtype of sums over devices; by default `dtype`.
 

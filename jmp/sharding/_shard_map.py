@@ -5,10 +5,18 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 
-from jmp._describe import shape_text
+from jmp._describe import listed, shape_text
 from jmp.sharding._axes import are_tracked, made_varying, mapped_axes, varying_axes
-from jmp.sharding._specs import CALLER, Names, Parameter, axes_by_dimension, check_names
+from jmp.sharding._specs import (
+    CALLER,
+    Names,
+    Parameter,
+    axes_by_dimension,
+    check_names,
+    named_axes,
+)
 
 Axes = tuple[tuple[int, Names], ...]  # by dimension, those without any left out
 
@@ -18,7 +26,7 @@ class _Way(NamedTuple):
 
     Attributes:
       gathered: axes to gather it over.
-      replicated: axes of data along which it is the same on all devices.
+      replicated: axes to add its gradient up over, along which it is the same on all devices.
     """
 
     gathered: Axes
@@ -34,11 +42,15 @@ def gathered(
       is not sharded.
     """
     check_names(parameters, mapped_axes(), "mapped")
-    ways = _tracked_ways(parameters) if are_tracked() else _untracked_ways(parameters)
-    return [
-        _moved(parameter.array, way, dtype, reduce_dtype)
-        for parameter, way in zip(parameters, ways, strict=True)
-    ]
+    named = {name for parameter in parameters for name in named_axes(parameter)}
+    tracked = bool(named) and are_tracked()
+    results = []
+    for parameter in parameters:
+        axes = _tracked_axes(parameter) if tracked else _axes(parameter, parameter.spec)
+        own = varying_axes(parameter.array) if tracked else {n for _, names in axes for n in names}
+        way = _Way(axes, tuple(sorted(named - own)))
+        results.append(_moved(parameter.array, way, dtype, reduce_dtype))
+    return results
 
 
 def _moved(array: jax.Array, way: _Way, dtype: np.dtype, reduce_dtype: np.dtype) -> jax.Array:
@@ -66,52 +78,30 @@ def _moved(array: jax.Array, way: _Way, dtype: np.dtype, reduce_dtype: np.dtype)
     return moved
 
 
-def _tracked_ways(parameters: Sequence[Parameter]) -> list[_Way]:
-    ways = [_tracked_axes(parameter) for parameter in parameters]
-    own = [varying_axes(parameter.array) for parameter in parameters]
-    over = {axis for axes in ways for _, names in axes for axis in names}
-    data = over | set(mapped_axes()).difference(*own)
-    return [
-        _Way(axes, tuple(sorted(data - varies))) for axes, varies in zip(ways, own, strict=True)
-    ]
-
-
 def _tracked_axes(parameter: Parameter) -> Axes:
+    """Returns the axes to gather a parameter over, where types say along which it varies."""
     varies = varying_axes(parameter.array)
     if isinstance(parameter.spec, tuple):
         axes = tuple(name for name in parameter.spec if name in varies)
         if axes and not parameter.array.ndim:
             raise ValueError(
-                f"{CALLER} got {parameter.path}, a scalar that differs along {axes}; expected a "
-                "dimension along which to gather it. Leave it out of the call."
+                f"{CALLER} got {parameter.path}, a scalar that differs along {listed(axes)}; "
+                "expected a dimension along which to gather it. Leave it out of the call."
             )
-        return ((0, axes),) if axes else ()
-    found = _with_axes(parameter)
-    for _, names in found:
-        for name in names:
-            if name not in varies:
-                raise ValueError(
-                    f"{CALLER} got the spec {parameter.spec} for {parameter.path}, which is "
-                    f"{shape_text(parameter.array)} and the same on all devices along '{name}'. "
-                    "Expected how it lies, as shard_map's in_specs say it; P() if it is whole."
-                )
+        return _axes(parameter, axes)
+    found = _axes(parameter, parameter.spec)
+    for name in (name for _, names in found for name in names):
+        if name not in varies:
+            raise ValueError(
+                f"{CALLER} got the spec {parameter.spec} for {parameter.path}, which is "
+                f"{shape_text(parameter.array)} and the same on all devices along '{name}'. "
+                "Expected how it lies, as shard_map's in_specs say it; P() if it is whole."
+            )
     return found
 
 
-def _untracked_ways(parameters: Sequence[Parameter]) -> list[_Way]:
-    ways: list[Axes] = []
-    named: set[str] = set()
-    for parameter in parameters:
-        if isinstance(parameter.spec, tuple):
-            ways.append(((0, parameter.spec),) if parameter.array.ndim else ())
-            named.update(parameter.spec)
-        else:
-            ways.append(_with_axes(parameter))
-        named.update(name for _, names in ways[-1] for name in names)
-    own = [{name for _, names in way for name in names} for way in ways]
-    return [_Way(way, tuple(sorted(named - axes))) for way, axes in zip(ways, own, strict=True)]
-
-
-def _with_axes(parameter: Parameter) -> Axes:
+def _axes(parameter: Parameter, spec: Names | PartitionSpec) -> Axes:
+    if isinstance(spec, tuple):
+        return ((0, spec),) if spec and parameter.array.ndim else ()
     by_dimension = enumerate(axes_by_dimension(parameter))
     return tuple((dimension, axes) for dimension, axes in by_dimension if axes)

@@ -68,6 +68,19 @@ def axes_by_dimension(parameter: Parameter) -> list[Names]:
     return [names_in(entry) for entry in entries] + [()] * (parameter.array.ndim - len(entries))
 
 
+def named_axes(parameter: Parameter) -> set[str]:
+    """Returns all axes that the user named for a parameter."""
+    if isinstance(parameter.spec, tuple):
+        return set(parameter.spec)
+    gathered = (name for names in axes_by_dimension(parameter) for name in names)
+    return {*gathered, *reduced_axes(parameter.spec)}
+
+
+def reduced_axes(spec: Any) -> frozenset[str]:
+    """Returns the axes that a spec says its array's gradient is to be added up over."""
+    return frozenset(spec.reduced)
+
+
 def partitions(spec: Any) -> tuple[Any, ...]:
     """Returns a spec's entries, without what it says of sums."""
     return tuple(spec.partitions)
@@ -86,9 +99,7 @@ def check_names(parameters: Iterable[Parameter], known: Iterable[str], kind: str
     """
     known = sorted(known)
     for parameter in parameters:
-        spec = parameter.spec
-        names = spec if isinstance(spec, tuple) else sum(axes_by_dimension(parameter), ())
-        for name in names:
+        for name in sorted(named_axes(parameter)):
             if name not in known:
                 raise ValueError(
                     f"{CALLER} got the axis {described(name)} for {parameter.path}; expected one "

@@ -93,7 +93,7 @@ def test_replicas_add_up_what_is_left_after_the_scatter(way):
     else:
         mesh = h200s({"replica": 2, "data": 4})
         gradients = jax.shard_map(
-            gradients_in("f16", "f32", "data"),
+            gradients_in("f16", "f32", ("replica", "data")),
             mesh=mesh,
             in_specs=(P("data"), rows),
             out_specs=P("data"),
