@@ -324,6 +324,6 @@ def test_an_axis_that_the_mesh_does_not_have_is_refused_along_explicit_axes():
 
 def test_under_jit_with_auto_axes_xla_gathers():
     w = jax.device_put(jnp.ones((8, 2)), NamedSharding(make_mesh({"data": 8}), P("data")))
-    way_out = r"Leave the call out and write jmp\.autocast\(fun, 'mixed_float16,r=f32'\)"
+    way_out = r"leave the call out and write jmp\.autocast\(fun, 'mixed_float16,r=f32'\)"
     with pytest.raises(ValueError, match=way_out):
         jax.jit(lambda w: jmp.gather(w, "data", "f16"))(w)

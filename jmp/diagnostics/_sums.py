@@ -20,7 +20,7 @@ from jmp.diagnostics._asked import check_asked
 from jmp.diagnostics._places import place_name, source_line
 
 SHOWN = 8  # sums
-_MADE_VARYING = ("pvary", "pcast")
+_MADE_VARYING = "pvary"
 
 # By axis: where a value, or what it was computed from, was added up along it.
 Sums = Mapping[str, str]
@@ -91,7 +91,7 @@ class _Search:
             place = source_line(equation, line)
             name = equation.primitive.name
             results = self._inner(equation, of(equation.invars), sizes, place)
-            if name in _MADE_VARYING:
+            if name == _MADE_VARYING:
                 same.update(zip(equation.outvars, results, strict=True))
             elif name in _jax_compat.PSUMS:
                 axes = _axes(equation)

@@ -38,10 +38,9 @@ def gathered(
     }
     if not explicit:
         raise ValueError(
-            f"{CALLER} is for shard_map and for meshes with explicit axes; here are "
-            f"{'no axes' if mesh.empty else 'Auto axes alone'}, along which XLA gathers by itself "
-            "what was cast. Leave the call out and write jmp.autocast(fun, 'mixed_float16,r=f32'), "
-            "whose sums over devices are float32."
+            f"{CALLER} is for shard_map and for meshes with explicit axes. Under jit with Auto "
+            "axes XLA gathers by itself what was cast: leave the call out and write "
+            "jmp.autocast(fun, 'mixed_float16,r=f32'), whose sums over devices are float32."
         )
     check_names(parameters, explicit, "explicit")
     targets = [_target(parameter) for parameter in parameters]
