@@ -53,7 +53,8 @@ def gather(
         they shall lie afterwards, as in `jax.sharding.reshard`: `P()`, or `P(None, "model")`; where
         it names no axes as `reduced`, sums go over those along which nothing is sharded afterwards.
       dtype: the dtype of what is gathered, such as that of the products.
-      reduce_dtype: the dtype of sums over devices; by default `dtype`.
+      reduce_dtype: the dtype of sums over devices; by default `dtype`, whatever the policy of an
+        autocast around the call says.
 
     Returns: the tree, gathered, in `dtype`.
 

@@ -32,7 +32,8 @@ def clip_by_global_norm(
         mapped axes along which a gradient varies. Where JAX does not track that (pmap,
         `check_vma=False`), it means all mapped axes, and every gradient counts as a shard along
         them, as along axes that are named: one that is replicated would count once a device. Name
-        the axes along which all are sharded there, and use optax's function if there are none.
+        the axes along which all are sharded there, and use optax's function if there are none. The
+        one vector of flat masters counts as a shard if any part of it is one.
 
     Returns: a transformation without a state. Of an ensemble, in which each device trains a model
       of its own, `axis_name` must leave out that axis.

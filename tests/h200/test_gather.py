@@ -55,11 +55,16 @@ def gradients_in(dtype, reduce_dtype, gathered_by):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "reduce_dtype", "sums", "reduced"),
-    [("f16", "f32", "f32", FULL), ("f16", None, "f16", HALF), ("bf16", None, "bf16", HALF)],
-    ids=["float32-sums", "float16", "bfloat16"],
+    ("way", "dtype", "reduce_dtype", "sums", "reduced"),
+    [
+        ("tracked", "f16", "f32", "f32", FULL),
+        ("tracked", "f16", None, "f16", HALF),
+        ("tracked", "bf16", None, "bf16", HALF),
+        ("untracked", "f16", "f32", "f32", FULL),
+        ("explicit", "f16", "f32", "f32", FULL),
+        ("explicit", "bf16", None, "bf16", HALF),
+    ],
 )
-@pytest.mark.parametrize("way", ["tracked", "untracked", "explicit"])
 def test_fsdp_sends_what_the_same_program_by_hand_does(way, dtype, reduce_dtype, sums, reduced):
     specs = [P("data")] * 2
     if way == "explicit":
