@@ -36,6 +36,7 @@ from jmp.loss_scaling import (
 )
 from jmp.policy import Policy, get_policy
 from jmp.rules import PolicyRules, UnusedRuleWarning
+from jmp.sharding import gather
 from jmp.trees import all_finite, cast_floating, cast_to_full, cast_to_half, select_tree
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ __all__ = [
     "fastai_loss_scale",
     "from_torch_state_dict",
     "full_precision",
+    "gather",
     "get_policy",
     "half_dtype",
     "scaled_value_and_grad",

@@ -233,6 +233,21 @@ MISTAKES: dict[str, list[Mistake]] = {
             ("jmp.cast_floating(params, jnp.int32)", "expected a real floating dtype"),
         ),
     ],
+    "Several devices": [
+        *_rows(
+            TypeError,
+            ("jmp.gather(params, 'data', None)", "dtype got None; expected a real floating dtype"),
+            ("jmp.gather(params, 3, 'f16')", "got 3 for a spec; expected an axis' name"),
+            ("diagnostics.assert_summed_once(loss_fn, params)", "assert_summed_once(fun)(*args)"),
+        ),
+        *_rows(
+            ValueError,
+            ("jmp.gather(params, 'data', 'f16')", "jmp.autocast(fun, 'mixed_float16,r=f32')"),
+            ("jmp.gather(params, 'data', 'f8_e5m2')", "expected float16, bfloat16, float32"),
+            ("jmp.gather(params, 'data', 'f16', int)", "reduce_dtype got the class int; expected"),
+            ("jmp.gather(params, {'v': 'data'}, 'f16')", "with the parameters' structure"),
+        ),
+    ],
     "select_tree": [
         *_rows(
             AssertionError,

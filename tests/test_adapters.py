@@ -1,5 +1,6 @@
 """The contract of all adapters, over the rows of `adapter_cases`: one network in each framework."""
 
+import re
 import threading
 import warnings
 from collections import OrderedDict
@@ -47,6 +48,15 @@ def stored(adapter, policy, rules=None):
 
 def dtypes_of(tree):
     return {x.dtype.name for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)}
+
+
+@every_adapter
+@pytest.mark.filterwarnings("ignore:.*was asked for reduce_dtype=float32:UserWarning")  # convs
+def test_autocast_is_told_the_dtype_of_reductions(adapter):
+    params, statistics = stored(adapter, "mixed_float16")
+    gradient = jax.grad(loss_of(adapter, "mixed_float16,r=f32"), has_aux=True)
+    program = str(jax.make_jaxpr(gradient)(params, statistics))
+    assert re.search(r":f32\[[\d,]*\] = dot_general", program)  # of a weight's gradient
 
 
 @every_adapter

@@ -24,6 +24,7 @@ LAYERS = {
     "_calls": 3,
     "policy": 3,
     "rules": 3,
+    "sharding": 3,
     "autocasting": 4,
     "loss_scaling": 5,
     "transforms": 6,

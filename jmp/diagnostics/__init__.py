@@ -1,6 +1,7 @@
 """Diagnostics: what a program computes where, in which dtype, and why.
 
-`precision_report` reads the plan of an autocast program; `assert_products_in` is for users' tests.
+`precision_report` reads the plan of an autocast program; `assert_products_in` and
+`assert_summed_once` are for users' tests.
 `gradient_report` and `range_report` say what underflows or overflows. `compare` measures the error
 of a policy. `metrics` and `check_skips` watch a training run.
 `find_nonfinite` names the operation that made a NaN.
@@ -18,6 +19,7 @@ from jmp.diagnostics._precision_report import PrecisionReport, precision_report
 from jmp.diagnostics._range_report import RangeReport, range_report
 from jmp.diagnostics._ranges import Range
 from jmp.diagnostics._residuals import Residual
+from jmp.diagnostics._sums import assert_summed_once
 
 __all__ = [
     "Comparison",
@@ -28,6 +30,7 @@ __all__ = [
     "RangeReport",
     "Residual",
     "assert_products_in",
+    "assert_summed_once",
     "check_skips",
     "compare",
     "compare_memory",

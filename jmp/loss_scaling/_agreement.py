@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jmp import _jax_compat
+from jmp.sharding._axes import are_tracked, mapped_axes, varying_axes
 from jmp.trees import PyTree
 
 AxisName = str | Sequence[str]
@@ -29,23 +29,28 @@ def agreed(
         (pmap, `check_vma=False`), all mapped axes. A vmap's axis is only agreed on if named.
       apart: axes along which each device keeps its own flag.
     """
-    axes = tuple(axis for axis in _axes(flag, shared, axis_name) if axis not in apart)
+    (found,) = axes_of_each([flag], shared, axis_name)
+    axes = tuple(axis for axis in found if axis not in apart)
     if not axes:
         return flag
     everywhere: jax.Array = jax.lax.pmin(flag.astype(jnp.int32), axes)
     return everywhere.astype(jnp.bool_)
 
 
-def _axes(flag: jax.Array, shared: PyTree, axis_name: AxisName) -> tuple[str, ...]:
-    mapped = _jax_compat.manual_axes()
-    # Types say along which axes a value varies (`check_vma`): an axis index certainly does.
-    tracked = any(axis in _jax_compat.varying_axes(jax.lax.axis_index(axis)) for axis in mapped)
-    varying = _jax_compat.varying_axes(flag)
-    if axis_name != "auto":
-        names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-        # Where the flag is known not to vary there is nothing to agree on, and JAX may refuse to.
-        return tuple(n for n in names if not (tracked and n in mapped and n not in varying))
-    if tracked:
-        own = [_jax_compat.varying_axes(leaf) for leaf in jax.tree.leaves(shared)]
-        return tuple(sorted(varying.difference(*own)))
-    return tuple(sorted(mapped))
+def axes_of_each(
+    values: Sequence[jax.Array], shared: PyTree, axis_name: AxisName
+) -> list[tuple[str, ...]]:
+    """Returns for each value the axes that `axis_name` means; see `agreed`."""
+    mapped = mapped_axes()
+    tracked = bool(mapped) and are_tracked()
+    if axis_name == "auto":
+        if not tracked:
+            return [mapped for _ in values]
+        own = [varying_axes(leaf) for leaf in jax.tree.leaves(shared)]
+        return [tuple(sorted(varying_axes(value).difference(*own))) for value in values]
+    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    # Where a value is known not to vary there is nothing to add up, and JAX may refuse to.
+    return [
+        tuple(n for n in names if not (tracked and n in mapped and n not in varying_axes(value)))
+        for value in values
+    ]

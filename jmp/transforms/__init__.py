@@ -4,11 +4,13 @@
 `with_master_params` keeps float32 masters of half parameters. `mixed_precision` combines them by
 policy. `loss_scale_state` and `masters` read an optimizer's state; `replace_loss_scale` gives it
 another scale, and `reset_masters` takes masters from parameters that were loaded.
+`clip_by_global_norm` is optax's for gradients in shards.
 """
 
 import optax
 
 from jmp._describe import described
+from jmp.transforms._clipping import clip_by_global_norm
 from jmp.transforms._flat_masters import FlatMasters
 from jmp.transforms._loss_scaling import (
     WithLossScaleState,
@@ -28,6 +30,7 @@ __all__ = [
     "WithLossScaleState",
     "WithMasterParamsState",
     "check_optimizer_state",
+    "clip_by_global_norm",
     "loss_scale_state",
     "masters",
     "mixed_precision",

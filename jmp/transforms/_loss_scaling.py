@@ -82,8 +82,8 @@ def with_loss_scale(
     Raises:
       TypeError: `loss_scale` is not a loss scale, or `inner` no transformation.
       ValueError: a static scale of zero; in `init`, if `inner` unscales already, or changes updates
-        after masters; in `init` or `update`, for an order that fails (see
-        `transforms.check_optimizer_state`).
+        after masters; in `update`, for gradients that are still to be added up (`unreduced`); in
+        either, for an order that fails (see `transforms.check_optimizer_state`).
 
     >>> import optax
     >>> tx = with_loss_scale(optax.sgd(0.5), StaticLossScale(8))
@@ -118,6 +118,7 @@ def with_loss_scale(
         **extra_args: Any,
     ) -> tuple[optax.Updates, WithLossScaleState]:
         _states.check_own_state(state, WithLossScaleState, "with_loss_scale")
+        _states.refuse_unreduced(updates, "with_loss_scale")
         for opt_state in calling_states():
             check_order(opt_state, undone_on_a_skip=are_skips_undone())
         scale = state.loss_scale

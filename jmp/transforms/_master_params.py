@@ -72,7 +72,8 @@ def with_master_params(
 
     Raises:
       ValueError: half masters; `update` without `params`, or with parameters whose dtypes have
-        changed since `init`; masters around masters; in `init`, flat masters of more than one
+        changed since `init`, or with gradients still to be added up (`unreduced`); masters
+        around masters; in `init`, flat masters of more than one
         dtype, or of an optimizer that treats a vector in another way than a tree or that cannot
         be tried on one.
       TypeError: `inner` is no transformation.
@@ -118,6 +119,7 @@ def with_master_params(
                 "update is the difference between the new masters and the parameters."
             )
         _states.check_own_state(state, WithMasterParamsState, "with_master_params")
+        _states.refuse_unreduced(updates, "with_master_params")
         for opt_state in calling_states():
             _states.check_masters(opt_state, WithMasterParamsState)
         _check_stored_as_in_init(params, state.masters)

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmp._describe import described, where_trees_differ
+from jmp._describe import described, listed, where_trees_differ
+from jmp.sharding._axes import unreduced_axes
 from jmp.transforms._callers import is_of_optax
-from jmp.trees import PyTree, is_array
+from jmp.trees import PyTree, is_array, leaves_by_path
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -119,6 +120,23 @@ def check_own_state(state: object, state_type: type, caller: str) -> None:
             f"{caller} got {described(state)} as its state; expected what tx.init(params) or "
             "tx.update returned. The order is tx.update(gradients, state, params)."
         )
+
+
+def refuse_unreduced(updates: optax.Updates, caller: str) -> None:
+    """Raises ValueError for gradients of which devices hold parts that are still to be added up."""
+    if not any(map(_unreduced, jax.tree.leaves(updates))):
+        return
+    by_path = {path: _unreduced(leaf) for path, leaf in leaves_by_path(updates).items()}
+    path, axes = next((path, axes) for path, axes in by_path.items() if axes)
+    raise ValueError(
+        f"{caller} got a gradient, at {path or 'the root'}, that is still to be added up over the "
+        f"axes {listed(axes)}, so that an overflow cannot be seen; expected the sum: "
+        "jax.sharding.reshard(gradient, jax.typeof(parameter).sharding)."
+    )
+
+
+def _unreduced(leaf: Any) -> list[str]:
+    return sorted(unreduced_axes(leaf)) if isinstance(leaf, jax.Array) else []
 
 
 def check_is_state(opt_state: object) -> None:

@@ -1,0 +1,89 @@
+"""`clip_by_global_norm`, of gradients that devices hold shards of."""
+
+import collections
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
+
+from jmp.dtypes import at_least_float32
+from jmp.loss_scaling._agreement import AxisName, axes_of_each
+from jmp.transforms._states import refuse_unreduced
+from jmp.trees import as_jax_array, is_complex, is_floating
+
+
+def clip_by_global_norm(
+    max_norm: ArrayLike, axis_name: AxisName = "auto"
+) -> optax.GradientTransformation:
+    """Clips gradients by their global norm, also where each device holds a shard of them.
+
+    Inside shard_map optax's function of this name takes the norm of one device's shards. Here the
+    squares are added up, in at least float32, over the axes along which each gradient varies; what
+    is replicated counts once. Under jit, sharded or not, and where nothing varies, it is optax's
+    own. Like that, it makes NaN of everything if the norm is NaN, and if it is infinite zeros, and
+    NaN of what was infinite. Put it inside `with_loss_scale`, as optax's.
+
+    Args:
+      max_norm: the largest norm that passes unchanged.
+      axis_name: "auto", the names of axes, or () for each device's own norm. "auto" means the
+        mapped axes along which a gradient varies. Where JAX does not track that (pmap,
+        `check_vma=False`), it means all mapped axes, and every gradient counts as a shard along
+        them, as along axes that are named: one that is replicated would count once a device. Name
+        the axes along which all are sharded there, and use optax's function if there are none. The
+        one vector of flat masters counts as a shard if any part of it is one.
+
+    Returns: a transformation without a state. Of an ensemble, in which each device trains a model
+      of its own, `axis_name` must leave out that axis.
+
+    Raises: ValueError in `update`, for gradients that are not added up yet (`unreduced`).
+
+    >>> import optax
+    >>> tx = clip_by_global_norm(1.0)
+    >>> updates, _ = tx.update({"w": jnp.array([3.0, 4.0])}, optax.EmptyState())
+    >>> updates["w"]
+    Array([0.6, 0.8], dtype=float32)
+    """
+    on_one_device = optax.clip_by_global_norm(max_norm)
+
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
+        refuse_unreduced(updates, "clip_by_global_norm")
+        squared = [as_jax_array(leaf) for leaf in jax.tree.leaves(updates) if _is_number(leaf)]
+        axes = axes_of_each(squared, (), axis_name)
+        if not any(axes):
+            clipped: tuple[optax.Updates, optax.OptState] = on_one_device.update(
+                updates, state, params
+            )
+            return clipped
+        norm = jnp.sqrt(_sum_of_squares(zip(squared, axes, strict=True)))
+        passes = norm < max_norm
+
+        def clip(leaf: Any) -> Any:
+            if not _is_number(leaf):
+                return leaf
+            wide = leaf.astype(at_least_float32(leaf.dtype)) if is_floating(leaf) else leaf
+            shorter = (wide / norm.astype(wide.dtype)) * max_norm
+            return jnp.where(passes, leaf, shorter.astype(leaf.dtype))
+
+        return jax.tree.map(clip, updates), state
+
+    return optax.GradientTransformation(on_one_device.init, update)
+
+
+def _is_number(leaf: Any) -> bool:
+    return is_floating(leaf) or is_complex(leaf)
+
+
+def _sum_of_squares(arrays: Iterable[tuple[jax.Array, tuple[str, ...]]]) -> jax.Array:
+    """Returns the sum of squares of arrays, each added up over its own axes."""
+    sums: dict[tuple[str, ...], list[jax.Array]] = collections.defaultdict(list)
+    for array, axes in arrays:
+        size = jnp.abs(array).astype(at_least_float32(jnp.abs(array).dtype))
+        sums[axes].append(jnp.sum(jnp.square(size)))
+    totals = [(sum(of_axes[1:], of_axes[0]), axes) for axes, of_axes in sums.items()]
+    reduced = [jax.lax.psum(total, axes) if axes else total for total, axes in totals]
+    return sum(reduced[1:], reduced[0])

@@ -1,0 +1,334 @@
+"""`jmp.gather`: parameters rounded before they move, gradients added up in the dtype asked."""
+
+import collections
+import contextlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jmp
+from jmp import transforms
+
+ROWS = 16
+WAYS = ["tracked", "untracked", "explicit"]
+
+
+def make_mesh(axes, way="tracked"):
+    kind = AxisType.Explicit if way == "explicit" else AxisType.Auto
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
+
+
+def parameters():
+    random = np.random.default_rng(0)
+    shapes = {"first": (8, 16), "bias": (16,), "second": (16, 8), "scale": (8,)}
+    return {n: random.normal(0, 0.25, shape).astype(np.float32) for n, shape in shapes.items()}
+
+
+def rows():
+    return np.random.default_rng(1).normal(size=(ROWS, 8)).astype(np.float32)
+
+
+def loss_of(params, x):
+    """The sum over rows: nothing has to know how many there are elsewhere."""
+    x = x.astype(params["first"].dtype)
+    hidden = jnp.tanh(x @ params["first"] + params["bias"][None])
+    return jnp.sum(((hidden @ params["second"]) * params["scale"][None]).astype(jnp.float32) ** 2)
+
+
+def gradients_on(mesh, way, specs, rows_spec, gathered_by, dtype="f32", reduce_dtype=None, dp=()):
+    """Returns the gradients that a mesh computes, of parameters that lie as `specs` say.
+
+    Args:
+      gathered_by: the second argument of `gather`.
+      dp: mapped axes that an untracked gradient is added up over by hand.
+    """
+
+    def gradients(params, x):
+        def loss(params):
+            return loss_of(jmp.gather(params, gathered_by, dtype, reduce_dtype), x)
+
+        own = jax.grad(loss)(params)
+        return jax.lax.psum(own, dp) if way == "untracked" and dp else own
+
+    params, x = parameters(), rows()
+    place = lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec))
+    if way == "explicit":
+        with jax.set_mesh(mesh):
+            return jax.jit(gradients)(jax.tree.map(place, params, specs), place(x, rows_spec))
+    mapped = jax.shard_map(
+        gradients,
+        mesh=mesh,
+        in_specs=(specs, rows_spec),
+        out_specs=specs,
+        check_vma=way == "tracked",
+    )
+    return jax.jit(mapped)(params, x)
+
+
+def assert_gradients_of_one_device(gradients):
+    expected = jax.jit(jax.grad(loss_of))(parameters(), rows())
+    for name, gradient in gradients.items():
+        assert gradient.dtype == np.float32
+        np.testing.assert_allclose(gradient, expected[name], rtol=2e-5, atol=2e-5, err_msg=name)
+
+
+FSDP = {"first": P("data"), "bias": P("data"), "second": P(None, "data"), "scale": P()}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_are_those_of_one_device(way):
+    mesh = make_mesh({"data": 8}, way)
+    by = P() if way == "explicit" else FSDP
+    gradients = gradients_on(mesh, way, FSDP, P("data"), by)
+    assert_gradients_of_one_device(gradients)
+    for name, spec in FSDP.items():
+        own = NamedSharding(mesh, spec)
+        assert gradients[name].sharding.is_equivalent_to(own, gradients[name].ndim), name
+
+
+HSDP = jax.tree.map(lambda spec: P(*spec, reduced={"replica"}), FSDP)
+ROWS_OF_ALL = P(("replica", "data"))
+
+
+@pytest.mark.parametrize(
+    ("way", "by", "by_hand"),
+    [
+        ("tracked", HSDP, ()),
+        ("untracked", HSDP, ()),
+        ("tracked", FSDP, ()),
+        ("untracked", FSDP, ("replica",)),
+        ("explicit", P(), ()),
+    ],
+    ids=["tracked", "untracked", "tracked-not-named", "untracked-not-named", "explicit"],
+)
+def test_replicas_of_shards_add_up_once(way, by, by_hand):
+    mesh = make_mesh({"replica": 2, "data": 4}, way)
+    gradients = gradients_on(mesh, way, FSDP, ROWS_OF_ALL, by, dp=by_hand)
+    assert_gradients_of_one_device(gradients)
+
+
+def test_an_axis_that_is_not_named_and_along_which_nothing_differs_adds_nothing():
+    mesh = make_mesh({"idle": 2, "data": 4})
+    assert_gradients_of_one_device(gradients_on(mesh, "tracked", FSDP, P("data"), FSDP))
+
+
+@pytest.mark.parametrize("way", ["tracked", "explicit"])
+def test_a_name_gathers_what_is_sharded_along_it_and_adds_up_the_rest(way):
+    specs = {"first": P("data"), "bias": P(), "second": P("data"), "scale": P("data")}
+    gradients = gradients_on(make_mesh({"data": 8}, way), way, specs, P("data"), "data")
+    assert_gradients_of_one_device(gradients)
+
+
+@pytest.mark.parametrize("way", ["tracked", "untracked"])
+def test_one_dimension_may_lie_along_two_axes(way):
+    mesh = make_mesh({"replica": 2, "data": 4})
+    both = ("replica", "data")
+    specs = {"first": P(both), "bias": P(both), "second": P("data", "replica"), "scale": P()}
+    assert_gradients_of_one_device(gradients_on(mesh, way, specs, P(both), specs))
+
+
+def test_over_an_axis_of_tensor_parallelism_jax_adds_up():
+    mesh = make_mesh({"data": 4, "model": 2})
+    specs = {
+        "first": P("data", "model"),
+        "bias": P("model"),
+        "second": P(("model", "data")),
+        "scale": P(),
+    }
+
+    def loss(params, x):
+        params = jmp.gather(params, "data", "f32")
+        assert params["first"].shape == (8, 8) and params["second"].shape == (8, 8)
+        hidden = jnp.tanh(x @ params["first"] + params["bias"][None])
+        out = jax.lax.psum(hidden @ params["second"], "model") * params["scale"][None]
+        return jnp.sum(out**2)
+
+    gradients = jax.shard_map(
+        jax.grad(loss), mesh=mesh, in_specs=(specs, P("data")), out_specs=specs
+    )
+    assert_gradients_of_one_device(jax.jit(gradients)(parameters(), rows()))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_float32_sums_of_half_gradients_have_the_error_of_one_device(way):
+    mesh = make_mesh({"replica": 2, "data": 4}, way)
+    by = P() if way == "explicit" else HSDP
+    warns = pytest.warns(UserWarning) if way == "explicit" else contextlib.nullcontext()
+    with warns:
+        gradients = gradients_on(mesh, way, FSDP, ROWS_OF_ALL, by, "f16", "f32")
+    half = jax.jit(jax.grad(lambda p, x: loss_of(jmp.cast_floating(p, "f16"), x)))
+    expected = jax.jit(jax.grad(loss_of))(parameters(), rows())
+    on_one = half(parameters(), rows())
+    for name in ("first", "second"):
+        error, allowed = (jnp.linalg.norm(g[name] - expected[name]) for g in (gradients, on_one))
+        assert error < 1.3 * allowed, name  # about 1e-3 of the norm
+
+
+def partials_on(way, partials, reduce_dtype):
+    """Returns the gradient of a row of parameters, of which each device's part is given."""
+    mesh = make_mesh({"data": 8}, way)
+    w = jax.device_put(jnp.zeros((8, 4)), NamedSharding(mesh, P("data")))
+    x = jnp.tile(jnp.array(partials, jnp.float16)[:, None], (1, 8))
+    x = jax.device_put(x, NamedSharding(mesh, P("data")))
+
+    def loss(w, x):
+        product = x @ jmp.gather(w, P() if way == "explicit" else "data", "f16", reduce_dtype)
+        return jnp.sum(product.astype(jnp.float32))
+
+    if way == "explicit":
+        with jax.set_mesh(mesh):
+            return jax.jit(jax.grad(loss))(w, x)
+    gradient = jax.shard_map(
+        jax.grad(loss),
+        mesh=mesh,
+        in_specs=P("data"),
+        out_specs=P("data"),
+        check_vma=way == "tracked",
+    )
+    return jax.jit(gradient)(w, x)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_partial_sums_that_cancel_are_finite_in_float32_alone(way):
+    partials = [5e4] * 4 + [-5e4] * 4
+    assert jnp.all(partials_on(way, partials, "f32") == 0)
+    assert not jnp.isfinite(partials_on(way, partials, None)).any()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_half_sum_that_overflows_is_skipped_and_halves_the_scale(way):
+    tx = transforms.with_loss_scale(optax.sgd(1.0), jmp.DynamicLossScale(2.0**4))
+    w = jnp.ones((8, 4))
+    gradient = partials_on(way, [6e4] * 8, "f16")
+    updates, state = jax.jit(tx.update)(gradient, tx.init(w), w)
+    assert not state.grads_finite and state.skipped_steps == 1
+    assert state.loss_scale.loss_scale == 8.0 and jnp.all(updates == 0)
+
+
+COLLECTIVE = re.compile(r":(\w+)\[[^\]]*\]\S* = (all_gather|reduce_scatter|psum\w*)\[")
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize(
+    ("reduce_dtype", "sums"), [(None, "bf16"), ("float32", "f32"), (jnp.float16, "f16")]
+)
+def test_each_collective_has_the_dtype_asked(reduce_dtype, sums, wrapped):
+    """In the program as traced: a CPU adds up bfloat16 in float32."""
+    mesh = make_mesh({"replica": 2, "data": 4})
+
+    def loss(params, x):
+        return loss_of(jmp.gather(params, HSDP, "bf16", reduce_dtype), x)
+
+    if wrapped:
+        loss = jmp.autocast(loss, "mixed_bfloat16")
+    gradients = jax.shard_map(
+        jax.grad(loss), mesh=mesh, in_specs=(FSDP, ROWS_OF_ALL), out_specs=FSDP
+    )
+    found = COLLECTIVE.findall(str(jax.make_jaxpr(gradients)(parameters(), rows())))
+    by_kind = collections.Counter((kind.split("_inv")[0], dtype) for dtype, kind in found)
+    assert by_kind == {("all_gather", "bf16"): 3, ("reduce_scatter", sums): 3, ("psum", sums): 4}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_no_floating_array_comes_back_as_it_is(way):
+    mesh = make_mesh({"data": 8}, way)
+    others = {"step": jnp.int32(3), "none": None, "name": "w", "ids": np.arange(8)}
+    others["float0"] = np.zeros(2, jax.dtypes.float0)
+    found = {}
+
+    def gathered(w):
+        found.update(jmp.gather({"w": w, **others}, "data", "f16"))
+        return found["w"]
+
+    w = jax.device_put(jnp.ones((8, 2)), NamedSharding(mesh, P("data")))
+    if way == "explicit":
+        shape = jax.eval_shape(gathered, w)
+    else:
+        options = dict(in_specs=P("data"), out_specs=P("data"), check_vma=way == "tracked")
+        shape = jax.eval_shape(jax.shard_map(gathered, mesh=mesh, **options), w)
+    assert shape.dtype == np.float16 and found["w"].shape == (8, 2)
+    assert all(found[name] is others[name] for name in others)
+
+
+def test_half_parameters_get_half_gradients():
+    mesh = make_mesh({"data": 8})
+    gradient = jax.shard_map(
+        jax.grad(lambda w: jmp.gather(w, "data", "f16", "f32").astype(jnp.float32).sum()),
+        mesh=mesh,
+        in_specs=P("data"),
+        out_specs=P("data"),
+    )
+    assert jax.eval_shape(gradient, jnp.ones((8, 2), jnp.float16)).dtype == np.float16
+
+
+def test_a_layer_may_be_gathered_inside_a_scan_and_again_in_its_backward_pass():
+    mesh = make_mesh({"data": 8})
+    layers = np.stack([parameters()["first"][:, :8]] * 3)
+
+    def loss(layers, x, gathered=lambda w: w):
+        layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ gathered(w)), None))
+        return jnp.sum(jax.lax.scan(layer, x, layers)[0] ** 2)
+
+    gradient = jax.shard_map(
+        jax.grad(lambda layers, x: loss(layers, x, lambda w: jmp.gather(w, "data", "f32"))),
+        mesh=mesh,
+        in_specs=(P(None, "data"), P("data")),
+        out_specs=P(None, "data"),
+    )
+    expected = jax.jit(jax.grad(loss))(layers, rows())
+    np.testing.assert_allclose(jax.jit(gradient)(layers, rows()), expected, rtol=2e-5, atol=2e-5)
+
+
+# What is refused
+
+
+def test_vectors_add_up_in_the_gathered_dtype_along_explicit_axes_and_a_warning_says_so():
+    mesh = make_mesh({"data": 8}, "explicit")
+    place = lambda leaf: jax.device_put(leaf, NamedSharding(mesh, P()))
+    params = jax.tree.map(place, parameters())
+    with pytest.warns(UserWarning, match="'bias', 'scale' are added up in float16, not in float32"):
+        jax.eval_shape(lambda p: jmp.gather(p, P(), "f16", "f32"), params)
+    jax.eval_shape(lambda p: jmp.gather(p, P(), "f16"), params)  # a warning is an error in tests
+
+
+@pytest.mark.parametrize(
+    ("specs_or_axis", "words"),
+    [
+        ("model", "got the axis 'model' for w; expected one of the mapped axes: 'data'"),
+        (P("model"), "got the axis 'model' for w"),
+        (P(None, None, "data"), "which is float32[1,2]; expected one of at most 2 dimensions"),
+        (P(P.UNCONSTRAINED), "leaves a dimension to XLA"),
+        ({"w": P(), "y": P()}, "specs that do not fit the parameters"),
+        ({"w": P("data"), "z": P("data")}, "the same on all devices along 'data'"),
+    ],
+    ids=str,
+)
+def test_specs_that_do_not_fit_are_refused_in_shard_map(specs_or_axis, words):
+    def gathered(w):
+        return jmp.gather({"w": w, "z": jnp.ones(2)}, specs_or_axis, "f16")["w"]
+
+    mapped = jax.shard_map(
+        gathered, mesh=make_mesh({"data": 8}), in_specs=P("data"), out_specs=P("data")
+    )
+    with pytest.raises(ValueError, match=re.escape(words)):
+        jax.eval_shape(mapped, jnp.ones((8, 2)))
+
+
+def test_an_axis_that_the_mesh_does_not_have_is_refused_along_explicit_axes():
+    mesh = make_mesh({"data": 8}, "explicit")
+    w = jax.device_put(jnp.ones((8, 2)), NamedSharding(mesh, P("data")))
+    with pytest.raises(ValueError, match="'model' .*; expected one of the explicit axes: 'data'"):
+        jmp.gather(w, "model", "f16")
+
+
+def test_under_jit_with_auto_axes_xla_gathers():
+    w = jax.device_put(jnp.ones((8, 2)), NamedSharding(make_mesh({"data": 8}), P("data")))
+    way_out = r"leave the call out and write jmp\.autocast\(fun, 'mixed_float16,r=f32'\)"
+    with pytest.raises(ValueError, match=way_out):
+        jax.jit(lambda w: jmp.gather(w, "data", "f16"))(w)
