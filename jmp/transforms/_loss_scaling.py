@@ -20,6 +20,7 @@ from jmp.transforms._master_params import (
     has_flat_masters,
     shapes_with_master,
 )
+from jmp.transforms._placement import placed
 from jmp.transforms._selection import flag_by_size, read_from_array
 from jmp.transforms._typed import Transformation
 from jmp.trees import PyTree, cast_to_at_least_float32, leaves_by_path, select_leaves
@@ -103,13 +104,14 @@ def with_loss_scale(
             inner_state = inner.init(seen)
         _states.check_inner_state(inner_state, WithLossScaleState, "with_loss_scale")
         _states.check_masters(inner_state, WithMasterParamsState)
-        return WithLossScaleState(
+        state = WithLossScaleState(
             loss_scale=jax.tree.map(jnp.array, loss_scale),
             grads_finite=jnp.array(True),
             skipped_steps=jnp.zeros([], jnp.int32),
             consecutive_skips=jnp.zeros([], jnp.int32),
             inner_state=_states.without_weak_types(inner_state),
         )
+        return placed(state, params)
 
     def update(
         updates: optax.Updates,

@@ -15,6 +15,7 @@ from jmp.transforms._callers import calling_states
 from jmp.transforms._flat_masters import FlatMasters, flatten
 from jmp.transforms._flat_probe import check_takes_a_vector
 from jmp.transforms._in_order import in_order
+from jmp.transforms._placement import placed
 from jmp.transforms._rounding import difference
 from jmp.transforms._typed import Transformation
 from jmp.trees import PyTree, cast_to_at_least_float32, is_floating, leaves_by_path
@@ -104,7 +105,8 @@ def with_master_params(
             masters = jax.tree.map(make, params)
         inner_state = inner.init(_as_inner_sees(masters, params))
         _states.check_inner_state(inner_state, WithMasterParamsState, "with_master_params")
-        return WithMasterParamsState(masters, _states.without_weak_types(inner_state))
+        state = WithMasterParamsState(masters, _states.without_weak_types(inner_state))
+        return placed(state, params)
 
     def update(
         updates: optax.Updates,
