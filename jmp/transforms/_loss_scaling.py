@@ -136,7 +136,8 @@ def with_loss_scale(
         if isinstance(scale, NoOpLossScale):
             return new_updates, state._replace(inner_state=inner_state)
 
-        finite = read_from_array(agreed(gradients_finite(to_check), scale, axis_name))
+        finite = agreed(gradients_finite(to_check), scale, axis_name)
+        finite = read_from_array(finite, state.grads_finite)
         flag_of = flag_by_size(finite)
         new_updates = jax.tree.map(lambda u: _zero_unless(flag_of(u), u), new_updates)
         return new_updates, WithLossScaleState(

@@ -27,6 +27,7 @@ from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 from jmp import _jax_compat
 from jmp._describe import described
 from jmp.transforms import _states
+from jmp.transforms._finite_check import is_on_mesh
 from jmp.trees import PyTree
 
 S = TypeVar("S")
@@ -62,7 +63,7 @@ def state_shardings(tx: optax.GradientTransformation | optax.MultiSteps, params:
     >>> params = {"w": jax.ShapeDtypeStruct((16, 2), jnp.float32, sharding=sharded)}
     >>> adam, _ = state_shardings(optax.adam(1e-3), params)
     >>> adam.mu["w"].spec, adam.count.spec
-    (PartitionSpec('data',), PartitionSpec())
+    (P('data',), P())
     """
     tx = _states.as_transformation(tx, "state_shardings")
     for path, leaf in tree_leaves_with_path(params):
@@ -80,7 +81,7 @@ def placed(state: S, params: PyTree) -> S:
     leaves = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
     if all(map(_jax_compat.is_concrete, leaves)):
         return _put(state, params) if _mesh_of(leaves) else state
-    return _tied(state, params) if any(map(_names_a_mesh, leaves)) else state
+    return _tied(state, params) if any(map(is_on_mesh, leaves)) else state
 
 
 def _shardings(state: PyTree, params: PyTree) -> PyTree:
@@ -120,7 +121,8 @@ def _put(state: S, params: PyTree) -> S:
 def _tied(state: S, params: PyTree) -> S:
     """Returns a state under jit, whose arrays XLA shards as their parameters."""
     parameters = _Parameters(params)
-    anchor = next(leaf for leaf in jax.tree.leaves(params) if _names_a_mesh(leaf))
+    arrays = (leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array))
+    anchor = next(filter(is_on_mesh, arrays))
     found, structure = tree_leaves_with_path(state), jax.tree.structure(state)
     leaves = [leaf for _, leaf in found]
     beside = {
@@ -138,9 +140,10 @@ def _tied(state: S, params: PyTree) -> S:
     for position, leaf in zip(alone, tied, strict=True):
         leaves[position] = _replicated(leaf, jax.typeof(anchor).sharding.mesh)
     for position, param in beside.items():
-        leaf = leaves[position]
-        flag = jnp.broadcast_to(never, leaf.shape)
-        leaves[position] = lax.select(flag, _in_dtype(param, leaf.dtype), leaf)
+        leaf, sharding = leaves[position], jax.typeof(param).sharding
+        if not _is_auto(sharding.mesh) and jax.typeof(leaf).sharding != sharding:
+            leaf = jax.sharding.reshard(leaf, sharding)
+        leaves[position] = lax.select(never, _in_dtype(param, leaf.dtype), leaf)
     result: S = jax.tree.unflatten(structure, leaves)
     return result
 
@@ -153,9 +156,14 @@ def _in_dtype(param: jax.Array, dtype: Any) -> jax.Array:
 
 def _replicated(leaf: jax.Array, mesh: Any) -> jax.Array:
     """Returns a leaf that XLA would else shard as what it was computed from; scalars it cannot."""
-    if leaf.ndim == 0 or any(kind != AxisType.Auto for kind in mesh.axis_types):
+    if leaf.ndim == 0 or not _is_auto(mesh):
         return leaf
     return lax.with_sharding_constraint(leaf, NamedSharding(mesh, PartitionSpec()))
+
+
+def _is_auto(mesh: Any) -> bool:
+    """Returns whether XLA alone decides how arrays are sharded; along other axes their types do."""
+    return all(kind == AxisType.Auto for kind in mesh.axis_types)
 
 
 class _Parameters:
@@ -171,15 +179,6 @@ class _Parameters:
             if param is not None and jnp.shape(param) == jnp.shape(leaf):
                 return param
         return None
-
-
-def _names_a_mesh(leaf: Any) -> bool:
-    """Returns whether the type of an array names a mesh of devices that jit divides it among."""
-    if not isinstance(leaf, jax.Array):
-        return False
-    mesh = jax.typeof(leaf).sharding.mesh
-    axes = zip(mesh.axis_names, mesh.axis_sizes, strict=True)
-    return not mesh.empty and any(n > 1 and name not in mesh.manual_axes for name, n in axes)
 
 
 def _mesh_of(leaves: Sequence[Any]) -> jax.sharding.Mesh | None:
