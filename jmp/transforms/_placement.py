@@ -158,7 +158,8 @@ def _replicated(leaf: jax.Array, mesh: Any) -> jax.Array:
     """Returns a leaf that XLA would else shard as what it was computed from; scalars it cannot."""
     if leaf.ndim == 0 or not _is_auto(mesh):
         return leaf
-    return lax.with_sharding_constraint(leaf, NamedSharding(mesh, PartitionSpec()))
+    replicated: jax.Array = lax.with_sharding_constraint(leaf, NamedSharding(mesh, PartitionSpec()))
+    return replicated
 
 
 def _is_auto(mesh: Any) -> bool:
@@ -181,10 +182,11 @@ class _Parameters:
         return None
 
 
-def _mesh_of(leaves: Sequence[Any]) -> jax.sharding.Mesh | None:
+def _mesh_of(leaves: Sequence[Any]) -> Any:
+    """Returns the mesh of the parameters, of several the largest; None if they lie on none."""
     shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
     meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
-    return max(meshes, key=lambda mesh: mesh.size) if meshes else None
+    return max(meshes, key=lambda mesh: mesh.size, default=None)
 
 
 def _of_one_device(leaves: Sequence[Any]) -> Sharding | None:
