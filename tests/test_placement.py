@@ -167,17 +167,9 @@ def test_compiled_for_eight_h200s_init_makes_shards_in_no_more_kernels(h200):
     layout = re.search(r"entry_computation_layout=.*->\((.*?)\)}", placed.text)[1]
     assert layout.count("f32[128,512]") == layout.count("f32[1024,64]") == 2
     assert "f32[1024,512]" not in layout and not wire.wire(placed.text)
-    print(
-        placed.kernels,
-        plain.kernels,
-        placed.bytes_moved,
-        plain.bytes_moved,
-        placed.copies,
-        plain.copies,
-    )
     scalars = 5  # the scale, its counter, the flag, two counts of skips
-    assert placed.kernels <= plain.kernels + scalars + 1
-    assert placed.bytes_moved < plain.bytes_moved / 4
+    assert placed.kernels <= plain.kernels + scalars
+    assert placed.bytes_moved < plain.bytes_moved / 6
 
 
 def train_step(tx, params, state):

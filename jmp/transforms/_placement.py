@@ -99,18 +99,18 @@ def _shardings(state: PyTree, params: PyTree) -> PyTree:
 
 
 def _put(state: S, params: PyTree) -> S:
+    """Returns a state made of parameters that lie on a mesh, also one made inside of jit."""
     leaves, structure = jax.tree.flatten(state)
     shardings = jax.tree.leaves(_shardings(state, params))
-    moves = [
-        position
-        for position, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True))
-        if isinstance(leaf, jax.Array) and leaf.sharding != sharding
-    ]
-    # Copies: a state that is donated must not take an array of the user's with it.
+    moves = []
+    for position, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
+        if not _jax_compat.is_concrete(leaf):
+            if isinstance(sharding, NamedSharding):
+                leaves[position] = lax.with_sharding_constraint(leaf, sharding)
+        elif isinstance(leaf, jax.Array) and leaf.sharding != sharding:
+            moves.append(position)
     moved = jax.device_put(
-        [leaves[position] for position in moves],
-        [shardings[position] for position in moves],
-        may_alias=False,
+        [leaves[position] for position in moves], [shardings[position] for position in moves]
     )
     for position, leaf in zip(moves, moved, strict=True):
         leaves[position] = leaf
@@ -125,20 +125,22 @@ def _tied(state: S, params: PyTree) -> S:
     anchor = next(filter(is_on_mesh, arrays))
     found, structure = tree_leaves_with_path(state), jax.tree.structure(state)
     leaves = [leaf for _, leaf in found]
-    beside = {
-        position: param
-        for position, (path, leaf) in enumerate(found)
-        if isinstance(leaf, jax.Array)
-        and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
-        and isinstance(param := parameters.of(path, leaf), jax.Array)
-    }
-    alone = [p for p, leaf in enumerate(leaves) if isinstance(leaf, jax.Array) and p not in beside]
-    # A program that reads no parameter would run on one device: this one reads the anchor.
-    never, _, *tied = lax.optimization_barrier(
-        (jnp.array(False), anchor, *(leaves[position] for position in alone))
-    )
-    for position, leaf in zip(alone, tied, strict=True):
-        leaves[position] = _replicated(leaf, jax.typeof(anchor).sharding.mesh)
+    beside, alone = {}, []
+    for position, (path, leaf) in enumerate(found):
+        param = parameters.of(path, leaf)
+        if _can_be_tied(leaf, param):
+            beside[position] = param
+        elif isinstance(leaf, jax.Array):
+            alone.append(position)
+    mesh = jax.typeof(anchor).sharding.mesh
+    if mesh.manual_axes:  # in a shard_map, which the program's devices are those of
+        never = lax.optimization_barrier(jnp.array(False))
+    else:  # a program that reads no parameter would run on one device: this one reads the anchor
+        never, _, *tied = lax.optimization_barrier(
+            (jnp.array(False), anchor, *(leaves[position] for position in alone))
+        )
+        for position, leaf in zip(alone, tied, strict=True):
+            leaves[position] = _replicated(leaf, mesh)
     for position, param in beside.items():
         leaf, sharding = leaves[position], jax.typeof(param).sharding
         if not _is_auto(sharding.mesh) and jax.typeof(leaf).sharding != sharding:
@@ -146,6 +148,14 @@ def _tied(state: S, params: PyTree) -> S:
         leaves[position] = lax.select(never, _in_dtype(param, leaf.dtype), leaf)
     result: S = jax.tree.unflatten(structure, leaves)
     return result
+
+
+def _can_be_tied(leaf: Any, param: Any) -> bool:
+    """Returns whether a select may choose between them: not between memories, nor for PRNG keys."""
+    if not (isinstance(leaf, jax.Array) and isinstance(param, jax.Array)):
+        return False
+    memories = {getattr(jax.typeof(each), "memory_space", None) for each in (leaf, param)}
+    return len(memories) == 1 and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
 
 
 def _in_dtype(param: jax.Array, dtype: Any) -> jax.Array:
@@ -163,8 +173,8 @@ def _replicated(leaf: jax.Array, mesh: Any) -> jax.Array:
 
 
 def _is_auto(mesh: Any) -> bool:
-    """Returns whether XLA alone decides how arrays are sharded; along other axes their types do."""
-    return all(kind == AxisType.Auto for kind in mesh.axis_types)
+    """Returns whether XLA decides how arrays are sharded; along explicit axes their types do."""
+    return AxisType.Explicit not in mesh.axis_types
 
 
 class _Parameters:
