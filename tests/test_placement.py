@@ -136,6 +136,32 @@ def test_states_of_an_ensemble_lie_as_the_ensemble():
     assert {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(state)} == {8}
 
 
+@pytest.mark.parametrize("axes", [{"x"}, {"x", "y"}], ids=len)
+def test_states_are_made_inside_of_shard_map_with_scalars_that_do_not_vary(axes):
+    params = {"kernel": sharded(make_mesh())["a"]["kernel"]}
+    init = jax.shard_map(
+        lambda p: (O2.init(p).inner_state.masters, O2.init(p).loss_scale),
+        mesh=make_mesh(),
+        in_specs=P("x"),
+        out_specs=(P("x"), P()),
+        axis_names=axes,
+    )
+    masters, scale = jax.jit(init)(params)
+    assert masters["kernel"].sharding.spec == P("x") and scale.loss_scale.sharding.spec == P()
+
+
+def test_what_jit_captures_and_what_lies_in_host_memory_is_placed():
+    params = sharded(make_mesh())
+    captured = jax.jit(lambda: O2.init(params))()
+    check_placed(captured, params, O2)
+    in_host = jax.tree.map(
+        lambda leaf: jax.device_put(leaf, leaf.sharding.with_memory_kind("pinned_host")), params
+    )
+    moments = O2.init(in_host).inner_state.inner_state[0].mu
+    assert moments["b"]["kernel"].sharding == in_host["b"]["kernel"].sharding
+    assert jax.jit(O2.init)(in_host).inner_state.inner_state[0].mu["a"]["kernel"].shape == (8, 8)
+
+
 def test_flat_masters_and_their_moments_are_replicated():
     params = {"kernel": sharded(make_mesh())["a"]["kernel"]}
     tx = transforms.with_master_params(optax.adam(1e-3), flat_master=True)

@@ -85,7 +85,7 @@ def placed(state: S, params: PyTree) -> S:
 
 
 def _shardings(state: PyTree, params: PyTree) -> PyTree:
-    """Returns the sharding of every leaf of `state`; None would be no leaf, so there is none."""
+    """Returns the sharding of every leaf of `state`, by that of the parameters."""
     leaves = jax.tree.leaves(params)
     mesh = _mesh_of(leaves)
     replicated = NamedSharding(mesh, PartitionSpec()) if mesh else _of_one_device(leaves)
@@ -133,7 +133,7 @@ def _tied(state: S, params: PyTree) -> S:
         elif isinstance(leaf, jax.Array):
             alone.append(position)
     mesh = jax.typeof(anchor).sharding.mesh
-    if mesh.manual_axes:  # in a shard_map, which the program's devices are those of
+    if mesh.manual_axes:  # the devices of a shard_map are decided; its scalars stay invariant
         never = lax.optimization_barrier(jnp.array(False))
     else:  # a program that reads no parameter would run on one device: this one reads the anchor
         never, _, *tied = lax.optimization_barrier(
@@ -187,7 +187,7 @@ class _Parameters:
         """Returns the parameter with the longest path that ends `path`, of one shape, or None."""
         for start in range(len(path) + 1):
             param = self._by_path.get(path[start:])
-            if param is not None and jnp.shape(param) == jnp.shape(leaf):
+            if hasattr(param, "shape") and param.shape == getattr(leaf, "shape", None):
                 return param
         return None
 
@@ -211,7 +211,7 @@ def _check_has_sharding(path: str, leaf: Any) -> None:
             "an array, or a jax.ShapeDtypeStruct(shape, dtype, sharding=...), and no tracer: call "
             "it outside of jit."
         )
-    if len(sharding.device_set) > 1 and not isinstance(sharding, NamedSharding):
+    if not isinstance(sharding, NamedSharding) and len(sharding.device_set) > 1:
         raise ValueError(
             f"state_shardings got {type(sharding).__name__} at params{path}; expected a "
             "NamedSharding, whose mesh says where scalars are replicated."
