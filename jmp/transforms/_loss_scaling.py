@@ -68,8 +68,9 @@ def with_loss_scale(
     that; elsewhere a part with a state is refused there, since its moments would move, and one
     without does what it does: `add_decayed_weights` still shrinks the parameters.
 
-    `init` puts the state where the parameters lie, see `transforms.state_shardings`, that of `inner`
-    too: under jit optax's own moments would come out on one device, or whole on each.
+    `init` puts the state, that of `inner` too, where the parameters lie; see
+    `transforms.state_shardings`. Under jit optax's own moments come out on one device or whole on
+    each.
 
     Wrap it *around* `optax.MultiSteps`: the other way round one infinite micro-batch ruins the
     accumulator, which optax resets by multiplying with zero, and 0 * inf is NaN.
