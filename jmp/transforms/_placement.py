@@ -186,7 +186,7 @@ class _Parameters:
     def of(self, path: tuple[Any, ...], leaf: Any) -> Any:
         """Returns the parameter with the longest path that ends `path`, of one shape, or None."""
         for start in range(len(path) + 1):
-            param = self._by_path.get(path[start:])
+            param: Any = self._by_path.get(path[start:])
             if hasattr(param, "shape") and param.shape == getattr(leaf, "shape", None):
                 return param
         return None
