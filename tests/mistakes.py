@@ -535,10 +535,15 @@ MISTAKES: dict[str, list[Mistake]] = {
                 "The order is tx.update(gradients, state",
             ),
             ("transforms.reset_masters(tx, params)", "not the optimizer itself"),
+            ("transforms.state_shardings(params, tx)", "expected an optax transformation"),
             ("transforms.masters(params, opt_state)", "The order is masters(opt_state, params)"),
         ),
         *_rows(
             ValueError,
+            (
+                "transforms.state_shardings(tx, {'w': jax.ShapeDtypeStruct((2,), jnp.float32)})",
+                "expected an array, or a jax.ShapeDtypeStruct(shape, dtype, sharding=...)",
+            ),
             (
                 "transforms.mixed_precision(adam, 'fp16')",
                 "Did you mean 'mixed_float16' or 'float16'",

@@ -15,6 +15,7 @@ from jmp.loss_scaling import LossScale
 from jmp.transforms._callers import skips_undone
 from jmp.transforms._loss_scaling import check_order
 from jmp.transforms._masters import follow_replaced
+from jmp.transforms._placement import placed
 from jmp.trees import PyTree
 
 
@@ -48,7 +49,8 @@ class TrainState(train_state.TrainState):
     ) -> Self:
         """Creates a state at step 0.
 
-        The step is an int32 array from the start: a Python 0 would compile the step twice.
+        The step is an int32 array from the start: a Python 0 would compile the step twice. It lies
+        on the mesh of the parameters, if they are sharded.
 
         Raises: TypeError if `tx` is no optax transformation; ValueError for an optimizer in an
           order that fails, see `transforms.check_optimizer_state`, and for `mixed_precision` of a
@@ -62,7 +64,7 @@ class TrainState(train_state.TrainState):
         )
         check_order(state.opt_state, undone_on_a_skip=True)
         check_is_scaled(tx, state.opt_state, apply_fn)
-        return state.replace(step=jnp.zeros([], jnp.int32))
+        return state.replace(step=placed(jnp.zeros([], jnp.int32), params))
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call]  # likewise

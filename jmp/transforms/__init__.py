@@ -3,8 +3,8 @@
 `with_loss_scale` takes scaled gradients, unscales and checks them, and skips bad steps.
 `with_master_params` keeps float32 masters of half parameters. `mixed_precision` combines them by
 policy. `loss_scale_state` and `masters` read an optimizer's state; `replace_loss_scale` gives it
-another scale, and `reset_masters` takes masters from parameters that were loaded.
-`clip_by_global_norm` is optax's for gradients in shards.
+another scale, and `reset_masters` takes masters from parameters that were loaded. `state_shardings`
+says on which devices a state belongs. `clip_by_global_norm` is optax's for gradients in shards.
 """
 
 import optax
@@ -21,6 +21,7 @@ from jmp.transforms._loss_scaling import (
 from jmp.transforms._master_params import WithMasterParamsState, with_master_params
 from jmp.transforms._masters import collect_masters, reset_masters
 from jmp.transforms._mixed_precision import mixed_precision
+from jmp.transforms._placement import state_shardings
 from jmp.transforms._replacing import replace_loss_scale
 from jmp.transforms._states import check_masters, find_states
 from jmp.trees import PyTree
@@ -36,6 +37,7 @@ __all__ = [
     "mixed_precision",
     "replace_loss_scale",
     "reset_masters",
+    "state_shardings",
     "with_loss_scale",
     "with_master_params",
 ]

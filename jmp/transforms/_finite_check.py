@@ -101,9 +101,14 @@ def may_be_sharded(value: Any) -> bool:
     Its type names the mesh of whatever it was computed from, but for the parts that shard_map and
     pmap hand to each device whole. Without a mesh one device is certain only if there is no other.
     """
-    mesh = jax.typeof(value).sharding.mesh
-    if mesh.empty:
+    if jax.typeof(value).sharding.mesh.empty:
         return jax.device_count() > 1
+    return is_on_mesh(value)
+
+
+def is_on_mesh(value: Any) -> bool:
+    """Returns whether the type of `value` names a mesh of devices that jit may divide it among."""
+    mesh = jax.typeof(value).sharding.mesh
     return any(
         size > 1 and name not in mesh.manual_axes
         for name, size in zip(mesh.axis_names, mesh.axis_sizes, strict=True)

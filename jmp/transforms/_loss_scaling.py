@@ -20,6 +20,7 @@ from jmp.transforms._master_params import (
     has_flat_masters,
     shapes_with_master,
 )
+from jmp.transforms._placement import placed
 from jmp.transforms._selection import flag_by_size, read_from_array
 from jmp.transforms._typed import Transformation
 from jmp.trees import PyTree, cast_to_at_least_float32, leaves_by_path, select_leaves
@@ -67,6 +68,10 @@ def with_loss_scale(
     that; elsewhere a part with a state is refused there, since its moments would move, and one
     without does what it does: `add_decayed_weights` still shrinks the parameters.
 
+    `init` puts the state, that of `inner` too, where the parameters lie; see
+    `transforms.state_shardings`. Under jit optax's own moments come out on one device or whole on
+    each.
+
     Wrap it *around* `optax.MultiSteps`: the other way round one infinite micro-batch ruins the
     accumulator, which optax resets by multiplying with zero, and 0 * inf is NaN.
 
@@ -103,13 +108,14 @@ def with_loss_scale(
             inner_state = inner.init(seen)
         _states.check_inner_state(inner_state, WithLossScaleState, "with_loss_scale")
         _states.check_masters(inner_state, WithMasterParamsState)
-        return WithLossScaleState(
+        state = WithLossScaleState(
             loss_scale=jax.tree.map(jnp.array, loss_scale),
             grads_finite=jnp.array(True),
             skipped_steps=jnp.zeros([], jnp.int32),
             consecutive_skips=jnp.zeros([], jnp.int32),
             inner_state=_states.without_weak_types(inner_state),
         )
+        return placed(state, params)
 
     def update(
         updates: optax.Updates,
@@ -135,7 +141,8 @@ def with_loss_scale(
         if isinstance(scale, NoOpLossScale):
             return new_updates, state._replace(inner_state=inner_state)
 
-        finite = read_from_array(agreed(gradients_finite(to_check), scale, axis_name))
+        finite = agreed(gradients_finite(to_check), scale, axis_name)
+        finite = read_from_array(finite, state.grads_finite)
         flag_of = flag_by_size(finite)
         new_updates = jax.tree.map(lambda u: _zero_unless(flag_of(u), u), new_updates)
         return new_updates, WithLossScaleState(

@@ -15,6 +15,7 @@ from jmp.transforms._callers import calling_states
 from jmp.transforms._flat_masters import FlatMasters, flatten
 from jmp.transforms._flat_probe import check_takes_a_vector
 from jmp.transforms._in_order import in_order
+from jmp.transforms._placement import placed
 from jmp.transforms._rounding import difference
 from jmp.transforms._typed import Transformation
 from jmp.trees import PyTree, cast_to_at_least_float32, is_floating, leaves_by_path
@@ -52,6 +53,7 @@ def with_master_params(
     Parameters that were changed by hand, as by loading a checkpoint, are undone by the next step:
     call `transforms.reset_masters(opt_state, params)` with them.
 
+    Masters and the state of `inner` lie where the parameters lie, see `transforms.state_shardings`.
     Leaves that are float32 already, such as BatchNorm's, are not duplicated. `inner` sees masters
     and gradients in at least float32. Only wrappers such as `with_loss_scale` may go around it: in
     `optax.chain(with_master_params(...), optax.scale(0.5))` masters and parameters would part in
@@ -65,8 +67,8 @@ def with_master_params(
         hundreds of small tensors: an Adam update of 400 takes a few kernels instead of hundreds,
         and moves more bytes. All parameters must be of one half dtype (give each dtype a group with
         `optax.partition`). `inner` sees one vector, so what looks at tensors one by one is refused:
-        LAMB, Muon, Adafactor, masks inside it. On parameters sharded by jit it would gather them:
-        it is for one device.
+        LAMB, Muon, Adafactor, masks inside it. Sharded parameters it gathers on each device: it is
+        for one device.
 
     Returns: a transformation whose state is a `WithMasterParamsState`; `update` needs `params`.
 
@@ -105,7 +107,8 @@ def with_master_params(
             masters = jax.tree.map(make, params)
         inner_state = inner.init(_as_inner_sees(masters, params))
         _states.check_inner_state(inner_state, WithMasterParamsState, "with_master_params")
-        return WithMasterParamsState(masters, _states.without_weak_types(inner_state))
+        state = WithMasterParamsState(masters, _states.without_weak_types(inner_state))
+        return placed(state, params)
 
     def update(
         updates: optax.Updates,

@@ -1,0 +1,218 @@
+"""Where the state of an optimizer lies: each array as its parameter, the others on the same mesh.
+
+Optax makes moments of zeros, which depend on no parameter: under jit XLA puts them on one device or
+on every device whole, and scalars lie on one device even where parameters were sharded before. Then
+the first step moves them and the second compiles again, and a checkpoint of two processes cannot be
+written. Here a state is placed when it is made:
+
+* outside of jit by `device_put`;
+* under jit by a select between the array and its parameter, by a flag that is false. XLA gives all
+  operands of a select one sharding. The flag comes out of a barrier: a select by a constant is
+  removed before shardings are decided, on GPUs even one inside a call.
+
+Which parameter is whose, the paths say: that of Adam's `.mu['dense']['kernel']` ends with that of
+the parameter `['dense']['kernel']`. Where parameters lie on one device nothing is done.
+"""
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
+from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
+
+from jmp import _jax_compat
+from jmp._describe import described
+from jmp.transforms import _states
+from jmp.transforms._finite_check import is_on_mesh
+from jmp.trees import PyTree
+
+S = TypeVar("S")
+
+
+def state_shardings(tx: optax.GradientTransformation | optax.MultiSteps, params: PyTree) -> PyTree:
+    """Returns where each array of an optimizer's state belongs: a tree like `tx.init(params)`.
+
+    For `jax.jit(tx.init, out_shardings=...)`, the `out_shardings` of a training step, and a
+    checkpoint that is restored on other devices than those that saved it. The states of
+    `with_loss_scale` and `with_master_params` lie like this without being told; this is for every
+    optimizer, and for a state that is sharded where its parameters are not (ZeRO-1): give
+    `jax.ShapeDtypeStruct`s with the shardings that the state shall have.
+
+    An array belongs where the parameter lies that has its shape and whose path is the end of its
+    own; of several the one with the longest path. What has none is replicated on the parameters'
+    mesh: scalars, Adafactor's factored moments, `FlatMasters`.
+
+    Args:
+      tx: any optax transformation, or a `MultiSteps` object. It is traced, not run.
+      params: arrays, or `jax.ShapeDtypeStruct`s with a sharding.
+
+    Returns: the structure of `tx.init(params)`, with a sharding for each array.
+
+    Raises:
+      TypeError: `tx` is no transformation.
+      ValueError: a parameter has no sharding, or lies on several devices and not on a mesh.
+
+    >>> import optax
+    >>> from jax.sharding import NamedSharding, PartitionSpec
+    >>> mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    >>> sharded = NamedSharding(mesh, PartitionSpec("data"))
+    >>> params = {"w": jax.ShapeDtypeStruct((16, 2), jnp.float32, sharding=sharded)}
+    >>> adam, _ = state_shardings(optax.adam(1e-3), params)
+    >>> adam.mu["w"].spec, adam.count.spec
+    (P('data',), P())
+    """
+    tx = _states.as_transformation(tx, "state_shardings")
+    for path, leaf in tree_leaves_with_path(params):
+        _check_has_sharding(keystr(path), leaf)
+    return _shardings(jax.eval_shape(tx.init, params), params)
+
+
+def placed(state: S, params: PyTree) -> S:
+    """Returns a state just made, with its arrays placed as `state_shardings` says.
+
+    Args:
+      state: any tree; `tx.init(params)`, or what else goes on a mesh with the parameters.
+      params: the parameters. Where they lie on one device, `state` is returned as it is.
+    """
+    leaves = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
+    if all(map(_jax_compat.is_concrete, leaves)):
+        return _put(state, params) if _mesh_of(leaves) else state
+    return _tied(state, params) if any(map(is_on_mesh, leaves)) else state
+
+
+def _shardings(state: PyTree, params: PyTree) -> PyTree:
+    """Returns the sharding of every leaf of `state`, by that of the parameters."""
+    leaves = jax.tree.leaves(params)
+    mesh = _mesh_of(leaves)
+    replicated = NamedSharding(mesh, PartitionSpec()) if mesh else _of_one_device(leaves)
+    parameters = _Parameters(params)
+
+    def sharding_of(path: tuple[Any, ...], leaf: Any) -> Any:
+        found = getattr(parameters.of(path, leaf), "sharding", None)
+        return replicated if found is None else found
+
+    return tree_map_with_path(sharding_of, state)
+
+
+def _put(state: S, params: PyTree) -> S:
+    """Returns a state made of parameters that lie on a mesh, also one made inside of jit."""
+    leaves, structure = jax.tree.flatten(state)
+    shardings = jax.tree.leaves(_shardings(state, params))
+    moves = []
+    for position, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
+        if not _jax_compat.is_concrete(leaf):
+            if isinstance(sharding, NamedSharding):
+                leaves[position] = lax.with_sharding_constraint(leaf, sharding)
+        elif isinstance(leaf, jax.Array) and leaf.sharding != sharding:
+            moves.append(position)
+    moved = jax.device_put(
+        [leaves[position] for position in moves], [shardings[position] for position in moves]
+    )
+    for position, leaf in zip(moves, moved, strict=True):
+        leaves[position] = leaf
+    put: S = jax.tree.unflatten(structure, leaves)
+    return put
+
+
+def _tied(state: S, params: PyTree) -> S:
+    """Returns a state under jit, whose arrays XLA shards as their parameters."""
+    parameters = _Parameters(params)
+    arrays = (leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array))
+    anchor = next(filter(is_on_mesh, arrays))
+    found, structure = tree_leaves_with_path(state), jax.tree.structure(state)
+    leaves = [leaf for _, leaf in found]
+    beside, alone = {}, []
+    for position, (path, leaf) in enumerate(found):
+        param = parameters.of(path, leaf)
+        if _can_be_tied(leaf, param):
+            beside[position] = param
+        elif isinstance(leaf, jax.Array):
+            alone.append(position)
+    mesh = jax.typeof(anchor).sharding.mesh
+    if mesh.manual_axes:  # the devices of a shard_map are decided; its scalars stay invariant
+        never = lax.optimization_barrier(jnp.array(False))
+    else:  # a program that reads no parameter would run on one device: this one reads the anchor
+        never, _, *tied = lax.optimization_barrier(
+            (jnp.array(False), anchor, *(leaves[position] for position in alone))
+        )
+        for position, leaf in zip(alone, tied, strict=True):
+            leaves[position] = _replicated(leaf, mesh)
+    for position, param in beside.items():
+        leaf, sharding = leaves[position], jax.typeof(param).sharding
+        if not _is_auto(sharding.mesh) and jax.typeof(leaf).sharding != sharding:
+            leaf = jax.sharding.reshard(leaf, sharding)
+        leaves[position] = lax.select(never, _in_dtype(param, leaf.dtype), leaf)
+    result: S = jax.tree.unflatten(structure, leaves)
+    return result
+
+
+def _can_be_tied(leaf: Any, param: Any) -> bool:
+    """Returns whether a select may choose between them: not between memories, nor for PRNG keys."""
+    if not (isinstance(leaf, jax.Array) and isinstance(param, jax.Array)):
+        return False
+    memories = {getattr(jax.typeof(each), "memory_space", None) for each in (leaf, param)}
+    return len(memories) == 1 and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+
+
+def _in_dtype(param: jax.Array, dtype: Any) -> jax.Array:
+    is_complex = jnp.issubdtype(param.dtype, jnp.complexfloating)
+    to_real = is_complex and not jnp.issubdtype(dtype, jnp.complexfloating)
+    return lax.convert_element_type(param.real if to_real else param, dtype)
+
+
+def _replicated(leaf: jax.Array, mesh: Any) -> jax.Array:
+    """Returns a leaf that XLA would else shard as what it was computed from; scalars it cannot."""
+    if leaf.ndim == 0 or not _is_auto(mesh):
+        return leaf
+    replicated: jax.Array = lax.with_sharding_constraint(leaf, NamedSharding(mesh, PartitionSpec()))
+    return replicated
+
+
+def _is_auto(mesh: Any) -> bool:
+    """Returns whether XLA decides how arrays are sharded; along explicit axes their types do."""
+    return AxisType.Explicit not in mesh.axis_types
+
+
+class _Parameters:
+    """The parameters, found by the path and the shape of an array of the state."""
+
+    def __init__(self, params: PyTree) -> None:
+        self._by_path = dict(tree_leaves_with_path(params))
+
+    def of(self, path: tuple[Any, ...], leaf: Any) -> Any:
+        """Returns the parameter with the longest path that ends `path`, of one shape, or None."""
+        for start in range(len(path) + 1):
+            param: Any = self._by_path.get(path[start:])
+            if hasattr(param, "shape") and param.shape == getattr(leaf, "shape", None):
+                return param
+        return None
+
+
+def _mesh_of(leaves: Sequence[Any]) -> Any:
+    """Returns the mesh of the parameters, of several the largest; None if they lie on none."""
+    shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
+    meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
+    return max(meshes, key=lambda mesh: mesh.size, default=None)
+
+
+def _of_one_device(leaves: Sequence[Any]) -> Sharding | None:
+    return next((leaf.sharding for leaf in leaves if hasattr(leaf, "sharding")), None)
+
+
+def _check_has_sharding(path: str, leaf: Any) -> None:
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, Sharding):
+        raise ValueError(
+            f"state_shardings got {described(leaf)} without a sharding at params{path}; expected "
+            "an array, or a jax.ShapeDtypeStruct(shape, dtype, sharding=...), and no tracer: call "
+            "it outside of jit."
+        )
+    if not isinstance(sharding, NamedSharding) and len(sharding.device_set) > 1:
+        raise ValueError(
+            f"state_shardings got {type(sharding).__name__} at params{path}; expected a "
+            "NamedSharding, whose mesh says where scalars are replicated."
+        )
