@@ -1,5 +1,7 @@
 """One of two processes, of four CPU devices each, that train three steps and save by Orbax.
 
+Then the gradients of one process overflow: both skip.
+
 JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=4
 python -m tests.two_processes PROCESS PORT FOLDER, with a PROCESS of 0 and 1.
 """
@@ -34,6 +36,26 @@ def step(params, state):
     return optax.apply_updates(params, updates), state
 
 
+def check_both_skip(params, state, process):
+    """Gradients with an infinity on the second process alone: neither moves, both scales halve."""
+    rows = KERNEL.copy()
+    rows[12] = np.inf
+    place = params["kernel"].sharding
+    bad = jax.make_array_from_callback(rows.shape, place, rows.__getitem__)
+    is_finite = all(np.isfinite(shard.data).all() for shard in bad.addressable_shards)
+    assert is_finite == (process == 0)
+    updates, after = jax.jit(optimizer().update)({**params, "kernel": bad}, state, params)
+    for leaf in jax.tree.leaves(updates):
+        assert all((shard.data == 0).all() for shard in leaf.addressable_shards)
+    assert (
+        after.loss_scale.loss_scale.addressable_data(0) == 16
+        and after.skipped_steps.addressable_data(0) == 1
+    )
+    for old, new in zip(*map(jax.tree.leaves, (state.inner_state, after.inner_state)), strict=True):
+        for before, now in zip(old.addressable_shards, new.addressable_shards, strict=True):
+            np.testing.assert_array_equal(before.data, now.data)
+
+
 def main(process, port, folder):
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(process))
@@ -60,6 +82,7 @@ def main(process, port, folder):
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(pathlib.Path(folder) / "saved", saved)
         checkpointer.wait_until_finished()
+    check_both_skip(params, state, int(process))
     numbers = multihost_utils.process_allgather(saved, tiled=True)
     if process == "0":
         np.savez(pathlib.Path(folder) / "numbers.npz", *jax.tree.leaves(numbers))
