@@ -20,6 +20,10 @@ os.environ["XLA_FLAGS"] = (
 # are. The folder is of this process and what it starts: a reader could find half a file of another.
 # To test with all optimisations: JAX_DISABLE_MOST_OPTIMIZATIONS=0 make test.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+# Where every core has a test process of its own, machine code that is made in parts for several
+# threads takes more time in all.
+if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1":
+    os.environ["XLA_FLAGS"] += " --xla_cpu_parallel_codegen_split_count=1"
 # The older of two ways to make machine code of a fusion compiles in half the time, and changes no
 # cast. From JAX 0.11 on there is the newer one alone, and the flag is an error.
 if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1" and version("jaxlib").startswith("0.10."):

@@ -83,8 +83,9 @@ def error(gradients, reference):
     return np.linalg.norm(a - b) / np.linalg.norm(b)
 
 
-# What differs with bfloat16 (numbers that float16 does not hold, masks) differs in these too.
-IN_BFLOAT16 = ("resnet", "gpt", "lstm", "mixture_of_experts")
+# What differs with bfloat16 (numbers that float16 does not hold, masks) differs in these too; a
+# ResNet, a GPT-2 and other masks are in tests/test_published_models.py.
+IN_BFLOAT16 = ("lstm", "mixture_of_experts")
 CASES = [(model, "float16") for model in MODELS]
 CASES += [(model, "bfloat16") for model in MODELS if model.name in IN_BFLOAT16]
 

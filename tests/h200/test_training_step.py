@@ -16,7 +16,7 @@ from benchmarks.workloads import find
 SMALLER = {
     "gpt2": lambda dtype: GPT2(dtype, layers=3),
     "vit-b16": lambda dtype: ViT(dtype, layers=2),
-    "resnet50-cifar-128": lambda dtype: ResNet(dtype, stages=(1, 1, 1, 1)),
+    "resnet50-cifar-128": lambda dtype: ResNet(dtype, stages=(1, 1)),
 }
 
 
@@ -49,7 +49,7 @@ def compiled(h200):
     [
         ("gpt2", 0.91, 0.81, 1.0),
         ("vit-b16", 1.018, 0.85, 0.95),
-        ("resnet50-cifar-128", 1.005, 0.89, 1.0),
+        ("resnet50-cifar-128", 0.98, 0.88, 1.002),
     ],
 )
 def test_a_step_is_as_lean_as_by_hand(

@@ -74,17 +74,17 @@ def test_an_update_stays_on_its_floor(h200, name, tx, param_dtype, bytes_per_par
 
 @pytest.mark.parametrize(
     ("scale", "kernels", "bytes_per_parameter"),
-    [(None, 12, 38.4), (jmp.torch_loss_scale(), 16, 44.5)],
+    [(None, 8, 38.4), (jmp.torch_loss_scale(), 14, 44.5)],
     ids=["no-scale", "dynamic-scale"],
 )
-def test_flat_masters_update_hundreds_of_small_tensors_in_few_kernels(
+def test_flat_masters_update_many_small_tensors_in_few_kernels(
     h200, scale, kernels, bytes_per_parameter
 ):
-    shapes = [(256, 256)] * 100 + [(256,)] * 100
+    shapes = [(256, 256)] * 60 + [(256,)] * 60
     tx = transforms.with_master_params(optax.adam(1e-3), flat_master=True)
     tx = tx if scale is None else transforms.with_loss_scale(tx, scale)
     program = compiled_update(h200, tx, jnp.float16, shapes)
-    measured = program.bytes_moved / (100 * 256 * 257)
+    measured = program.bytes_moved / (60 * 256 * 257)
     print(f"\nflat: {measured:.2f} bytes a parameter, {program.kernels} kernels")
     assert program.kernels <= kernels
     assert measured <= bytes_per_parameter
