@@ -14,6 +14,7 @@ import json
 import pathlib
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 from _common import stop, written_whole
 
@@ -56,10 +57,12 @@ class Checkpoints:
         return restored["state"], restored["history"]
 
     def save(self, number: int, state: Any, history: dict[str, Any]) -> None:
-        if not self._is_recorded:  # once; the same is there already if the training was resumed
+        # Once; the same is there already if the training was resumed. Of several processes each
+        # saves its own part of the state, and the first one writes all else.
+        if not self._is_recorded and jax.process_index() == 0:
             with written_whole(self._record_file) as file:
                 file.write_text(json.dumps(self._record, indent=1) + "\n")
-            self._is_recorded = True
+        self._is_recorded = True
         items = {"state": ocp.args.StandardSave(state), "history": ocp.args.JsonSave(history)}
         self._manager.save(number, args=ocp.args.Composite(**items))
 

@@ -57,10 +57,13 @@ def prepare_folder(folder: pathlib.Path, option: str) -> None:
 
 
 def begin(arguments: argparse.Namespace, *more_folders: str) -> Console:
-    """Makes the folders to write into, and says what device and what JAX the figures belong to."""
+    """Makes the folders to write into, and says what device and what JAX the figures belong to.
+
+    Returns: what to print to; of several processes the first prints, the others are silent.
+    """
     for name in ("output_dir", *more_folders):
         prepare_folder(getattr(arguments, name), "--" + name.replace("_", "-"))
-    console = Console()
+    console = Console(quiet=jax.process_index() > 0)
     console.print(device_line())
     return console
 

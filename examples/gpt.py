@@ -5,16 +5,26 @@
 
     # For a GPU: GPT-2 small but for its vocabulary, 86 million parameters of its 124.
     python examples/gpt.py --data-dir my-text --pattern "*.txt" --layers 12 --width 768 \\
-        --heads 12 --length 1024 --accumulate 4 --learning-rate 6e-4 --steps 10000
+        --heads 12 --length 1024 --accumulate 4 --learning-rate 6e-4 --steps 10000 --fsdp
 
-The model is an ordinary Flax nnx module, written in float32, that knows nothing of precision.
-Tokens are bytes, so that nothing is downloaded. Files are taken in a fixed random order, and the
-last tenth of the text is held out. A step is --accumulate micro-batches of --batch-size texts, and
-one update of the parameters; a micro-batch that overflows is left out, and the next one takes its
-place.
+    # Two processes of four devices each, here on one machine without a GPU.
+    python examples/gpt.py --fsdp --devices 4 --processes 2 --process-id 0 \\
+        --coordinator localhost:9876 &
+    python examples/gpt.py --fsdp --devices 4 --processes 2 --process-id 1 \\
+        --coordinator localhost:9876
+
+The model is an ordinary Flax nnx module, written in float32, that knows nothing of precision nor
+of devices. Tokens are bytes, so that nothing is downloaded. Files are taken in a fixed random
+order, and the last tenth of the text is held out. A step is --accumulate micro-batches of
+--batch-size texts, and one update of the parameters; if a micro-batch overflows, the step is
+skipped and the loss scale halved.
+
+All devices take part: each takes an equal part of a micro-batch. Parameters and the optimizer's
+state are whole on each device, or with --fsdp in parts, one on each. Process 0 writes.
 
 Writes `gpt.json` and `gpt.png` into the output folder, and into the checkpoint folder all that
---resume needs to end, on a CPU bit by bit, where an uninterrupted training ends.
+--resume needs to end, on a CPU bit by bit, where an uninterrupted training ends. On other devices,
+more or fewer, it ends there but for the order in which sums are rounded.
 """
 
 import argparse
@@ -31,8 +41,19 @@ import numpy as np
 import optax
 from _checkpoints import Checkpoints, check_checkpoints
 from _common import COLORS, begin, positive, save_figure, write_report
+from _devices import (
+    DEVICE_OPTIONS,
+    add_device_options,
+    check_processes,
+    join_parts,
+    own_part,
+    shardings,
+    start_devices,
+)
 from _text import load_text
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -50,7 +71,7 @@ VALIDATION_BATCHES = 8
 FREE = (
     "data_dir pattern output_dir checkpoint_dir checkpoint_every validate_every resume stop_after "
     "prompt sample_length temperature"
-).split()
+).split() + DEVICE_OPTIONS
 
 
 class Block(nnx.Module):
@@ -129,6 +150,7 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--checkpoint-every", type=positive(int), default=100, help="steps")
     add("--resume", action="store_true", help="go on with the training in the checkpoint folder")
     add("--stop-after", type=positive(int), help="end after this step, to be resumed")
+    add_device_options(parser)
     return parser
 
 
@@ -143,10 +165,11 @@ def check_options(arguments: argparse.Namespace) -> None:
         )
     if not arguments.prompt:
         raise ValueError("--prompt is empty; expected one character or more to go on from.")
+    check_processes(arguments)
 
 
 def make_optimizer(arguments: argparse.Namespace) -> optax.GradientTransformationExtraArgs:
-    """AdamW; the schedule counts updates of the parameters, not micro-batches."""
+    """AdamW with loss scaling; the schedule counts updates of the parameters."""
     peak, warmup = arguments.learning_rate, max(1, arguments.steps // 10)
     schedule = optax.warmup_cosine_decay_schedule(
         0.1 * peak, peak, warmup, max(arguments.steps, warmup + 1), end_value=0.1 * peak
@@ -162,14 +185,14 @@ def make_optimizer(arguments: argparse.Namespace) -> optax.GradientTransformatio
             mask=lambda params: jax.tree_util.tree_map_with_path(is_kernel, params),
         ),
     )
-    if arguments.accumulate > 1:
-        optimizer = optax.MultiSteps(optimizer, arguments.accumulate)
-    # The loss scale goes around: a micro-batch that overflows must not reach the accumulator.
     return transforms.mixed_precision(optimizer, POLICIES[arguments.precision])
 
 
-def make_programs(arguments: argparse.Namespace) -> types.SimpleNamespace:
-    """Returns what runs on the device: `create`, `train`, `validate` and `sample`."""
+def make_programs(arguments: argparse.Namespace, mesh: Mesh) -> types.SimpleNamespace:
+    """Returns what runs on the devices: `create`, `train`, `validate` and `sample`.
+
+    And on the host `load`: the rows of text that a step trains on.
+    """
     policy, optimizer = POLICIES[arguments.precision], make_optimizer(arguments)
     length, batch_size = arguments.length, arguments.batch_size
 
@@ -183,6 +206,19 @@ def make_programs(arguments: argparse.Namespace) -> types.SimpleNamespace:
         params = nnx.to_pure_dict(nnx.state(make_model()))
         return State(params, optimizer.init(params))
 
+    # The only line that differs between data parallel and FSDP: jit does the rest.
+    places = shardings(jax.eval_shape(create), mesh, arguments.fsdp)
+    everywhere = NamedSharding(mesh, P())
+
+    def load(text: np.ndarray, step: int) -> jax.Array:
+        # Of seed and step alone: that is how a resumed training comes to the very same batches.
+        random = np.random.default_rng((arguments.seed % 2**32, step))
+        starts = random.integers(len(text) - length, size=arguments.accumulate * batch_size)
+        return join_parts(windows(text, own_part(starts)), mesh)
+
+    def windows(text: np.ndarray, starts: np.ndarray) -> np.ndarray:
+        return text[np.add.outer(starts, np.arange(length + 1))].astype(np.int32)
+
     def logits_fn(params: Any, text: jax.Array) -> jax.Array:
         return nnx.merge(graph, nnx.State(params))(text)
 
@@ -190,40 +226,38 @@ def make_programs(arguments: argparse.Namespace) -> types.SimpleNamespace:
         logits = logits_fn(params, text[:, :-1])
         return optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:]).mean()
 
-    loss_fn = jmp.autocast(loss_fn, policy)  # products in half; `train_on` scales the loss
+    loss_fn = jmp.autocast(loss_fn, policy)  # products in half; `train` scales the loss
 
-    def windows(text: jax.Array, starts: jax.Array) -> jax.Array:
-        return text[jnp.add.outer(starts, jnp.arange(length + 1))].astype(jnp.int32)
-
-    def train(state: State, text: jax.Array, step: Any) -> tuple[State, dict[str, jax.Array]]:
+    def train(state: State, batch: jax.Array) -> tuple[State, dict[str, jax.Array]]:
         """Returns the state after one step, and what to write down of it."""
-
-        def train_on(state: State, batch: jax.Array) -> tuple[State, jax.Array]:
-            grad_fn = jmp.scaled_value_and_grad(loss_fn, state.opt_state.loss_scale)
-            loss, grads = grad_fn(state.params, batch)
-            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-            return State(optax.apply_updates(state.params, updates), opt_state), loss
-
-        # Of seed and step alone: that is how a resumed training comes to the very same batches.
-        key = jax.random.fold_in(jax.random.key(arguments.seed), step)
-        shape = (arguments.accumulate, batch_size)
-        starts = jax.random.randint(key, shape, 0, len(text) - length)
-        state, losses = jax.lax.scan(train_on, state, windows(text, starts))
-        return state, {
-            "loss": losses.mean(),
-            "loss_scale": jnp.float32(state.opt_state.loss_scale.loss_scale),
-            "skipped": state.opt_state.skipped_steps,
+        loss_scale = state.opt_state.loss_scale
+        # A text is never bad in itself: what overflows has too large a scale, which has to shrink.
+        grad_fn = jmp.accumulated_value_and_grad(
+            loss_fn, loss_scale, arguments.accumulate, skip="window"
+        )
+        loss, grads = grad_fn(state.params, batch)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        return State(optax.apply_updates(state.params, updates), opt_state), {
+            "loss": loss,
+            "loss_scale": jnp.float32(opt_state.loss_scale.loss_scale),
+            "skipped": opt_state.skipped_steps,
         }
 
-    def validate(params: Any, text: jax.Array) -> jax.Array:
-        """Returns the mean loss of windows spread over the text, always the same ones."""
+    def load_held_out(text: np.ndarray) -> jax.Array:
+        """Returns windows spread over the text, always the same ones."""
         starts = np.linspace(0, len(text) - length - 1, VALIDATION_BATCHES * batch_size, dtype=int)
-        batches = windows(text, starts.reshape(VALIDATION_BATCHES, batch_size))
+        return join_parts(windows(text, own_part(starts)), mesh)
+
+    def validate(params: Any, rows: jax.Array) -> jax.Array:
+        """Returns the mean loss of all rows."""
+        # Row i belongs to batch i mod VALIDATION_BATCHES: rows stay on their devices.
+        batches = rows.reshape(batch_size, VALIDATION_BATCHES, -1).swapaxes(0, 1)
         return jax.lax.map(lambda batch: loss_fn(params, batch), batches).mean()
 
-    def sample(params: Any, prompt: jax.Array, key: jax.Array) -> jax.Array:
+    def sample(params: Any, prompt: jax.Array) -> jax.Array:
         """Returns the bytes that follow `prompt`, drawn one by one."""
         predict = jmp.autocast(logits_fn, policy)
+        params = jax.lax.with_sharding_constraint(params, everywhere)  # once, not for each byte
 
         def next_byte(carry: Any, key: jax.Array) -> tuple[Any, jax.Array]:
             text, filled = carry  # a window of fixed size; what is not filled yet, nobody attends
@@ -236,14 +270,16 @@ def make_programs(arguments: argparse.Namespace) -> types.SimpleNamespace:
 
         filled = min(len(prompt), length)
         text = jnp.zeros(length, jnp.int32).at[:filled].set(prompt[-filled:])
-        keys = jax.random.split(key, arguments.sample_length)
+        keys = jax.random.split(jax.random.key(arguments.seed), arguments.sample_length)
         return jax.lax.scan(next_byte, (text, jnp.int32(filled)), keys)[1]
 
     return types.SimpleNamespace(
-        create=jax.jit(create),
-        train=jax.jit(train, donate_argnums=0),
-        validate=jax.jit(validate),
-        sample=jax.jit(sample),
+        create=jax.jit(create, out_shardings=places),
+        load=load,
+        train=jax.jit(train, donate_argnums=0, out_shardings=(places, everywhere)),
+        load_held_out=load_held_out,
+        validate=jax.jit(validate, out_shardings=everywhere),
+        sample=jax.jit(sample, out_shardings=everywhere),
     )
 
 
@@ -251,7 +287,7 @@ class Setup(NamedTuple):
     """What a training needs beside its options; `texts`: to train on, and held out."""
 
     programs: types.SimpleNamespace
-    texts: tuple[jax.Array, jax.Array]
+    texts: tuple[np.ndarray, np.ndarray]
     record: dict[str, Any]
     console: Console
 
@@ -265,8 +301,9 @@ def run(arguments: argparse.Namespace, setup: Setup) -> tuple[State, dict[str, A
     checkpoints = Checkpoints(folder / "training", folder, record)
     state, history = checkpoints.restore(state, history)
 
+    held_out_rows = programs.load_held_out(held_out)
     # Compiled ahead: once, and not while the clock runs.
-    train = programs.train.lower(state, train_text, np.int32(0)).compile()
+    train = programs.train.lower(state, programs.load(train_text, 0)).compile()
     stops = (arguments.validate_every, arguments.checkpoint_every)
     first = len(history["loss"])
     with Progress(console=console) as progress:
@@ -275,7 +312,7 @@ def run(arguments: argparse.Namespace, setup: Setup) -> tuple[State, dict[str, A
             end = min(arguments.stop_after, *(step - step % every + every for every in stops))
             measured, started = [], time.perf_counter()
             for number in range(step, end):
-                state, now = train(state, train_text, np.int32(number))
+                state, now = train(state, programs.load(train_text, number))
                 # Of the step before: while we wait for that, the device has this one to work on.
                 label = f"loss {measured[-1]['loss']:.3f}" if measured else None
                 progress.update(task, advance=1, description=label)
@@ -286,7 +323,7 @@ def run(arguments: argparse.Namespace, setup: Setup) -> tuple[State, dict[str, A
                 for name, value in now.items():
                     history[name].append(value.item())
             if end % arguments.validate_every == 0 or end == arguments.steps:
-                loss = float(programs.validate(state.params, held_out))
+                loss = float(programs.validate(state.params, held_out_rows))
                 history["validation"].append([end, loss])
             if end % arguments.checkpoint_every == 0 or end == arguments.stop_after:
                 checkpoints.save(end, state, history)
@@ -298,16 +335,14 @@ def summarize(
     arguments: argparse.Namespace, state: State, history: Any, console: Console
 ) -> dict[str, Any]:
     """Prints the figures of the whole training, and returns them."""
-    micro_batches = arguments.steps * arguments.accumulate
-    tokens = micro_batches * arguments.batch_size * arguments.length
+    tokens = arguments.steps * arguments.accumulate * arguments.batch_size * arguments.length
     skipped, scale = history["skipped"][-1], history["loss_scale"][-1]
     summary = {
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(state.params)),
         "tokens_per_second": tokens / history["seconds"],
         "training_loss": float(np.mean(history["loss"][-20:])),
         "validation_loss": history["validation"][-1][1],
-        "skipped_micro_batches": skipped,
-        "updates": (micro_batches - skipped) // arguments.accumulate,
+        "skipped_steps": skipped,
         "final_scale": scale,
     }
     in_bits = lambda nats: f"{nats:.3f} nats a byte, {nats / np.log(2):.3f} bits"
@@ -316,7 +351,7 @@ def summarize(
     table.add_row("tokens a second, compilation apart", f"{summary['tokens_per_second']:,.0f}")
     table.add_row("training loss, last 20 steps", in_bits(summary["training_loss"]))
     table.add_row("validation loss", in_bits(summary["validation_loss"]))
-    table.add_row("skipped micro-batches", f"{skipped} of {micro_batches}")
+    table.add_row("skipped steps", f"{skipped} of {arguments.steps}")
     table.add_row("final loss scale", f"2^{np.log2(scale):.0f}" if scale != 1 else "-")
     console.print(table)
     return summary
@@ -361,12 +396,13 @@ def main() -> None:
         texts = load_text(arguments)
         record["text_sha256"] = hashlib.sha256(b"".join(texts)).hexdigest()
         check_checkpoints(arguments.checkpoint_dir, record, arguments.resume)
+        mesh = start_devices(arguments)
     except (ValueError, OSError, NotImplementedError) as error:  # the last: an absolute pattern
         parser.exit(2, f"{parser.prog}: error: {error}\n")
 
     console = begin(arguments, "checkpoint_dir")
-    programs = make_programs(arguments)
-    state, history = run(arguments, Setup(programs, jax.device_put(texts), record, console))
+    programs = make_programs(arguments, mesh)
+    state, history = run(arguments, Setup(programs, texts, record, console))
     if len(history["loss"]) < arguments.steps:
         console.print(
             f"Stopped after step {len(history['loss'])} of {arguments.steps}; the same options "
@@ -376,7 +412,10 @@ def main() -> None:
 
     summary = summarize(arguments, state, history, console)
     prompt = np.frombuffer(arguments.prompt.encode(), np.uint8).astype(np.int32)
-    drawn = np.asarray(programs.sample(state.params, prompt, jax.random.key(arguments.seed)))
+    drawn = np.asarray(programs.sample(state.params, prompt))
+    if jax.process_index() > 0:
+        return  # it took part in all that was computed; process 0 writes
+
     sample = bytes(drawn.tolist()).decode(errors="replace")
     # Bytes that a terminal would take for commands are shown as dots.
     shown = "".join(c if c.isprintable() or c in "\n\t" else "." for c in sample)
@@ -388,6 +427,7 @@ def main() -> None:
     write_report(
         arguments.output_dir / "gpt.json",
         argparse.Namespace(**record),
+        devices=mesh.size,
         text_bytes={"training": len(texts[0]), "validation": len(texts[1])},
         **summary,
         sample=sample,

@@ -1,0 +1,115 @@
+"""The devices of an example, in one process or in several, and what lies on which of them."""
+
+import argparse
+import contextlib
+from typing import Any
+
+import jax
+import numpy as np
+from _common import positive
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+# What a training may be resumed with: another number of devices rounds sums in another order.
+DEVICE_OPTIONS = "fsdp devices processes process_id coordinator".split()
+
+
+def add_device_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("devices and processes").add_argument
+    add("--fsdp", action="store_true", help="shard parameters and the optimizer's state, too")
+    add("--devices", type=positive(int), help="of each process; default: all. CPUs are split up")
+    add("--processes", type=_processes, help="how many run this command; 'auto' asks Slurm or MPI")
+    add("--process-id", type=int, help="which of the processes this is, from 0")
+    add("--coordinator", help="HOST:PORT at which process 0 may listen")
+
+
+def _processes(text: str) -> Any:
+    return text if text == "auto" else positive(int)(text)
+
+
+def check_processes(arguments: argparse.Namespace) -> None:
+    """Raises ValueError for processes that could never meet."""
+    processes = arguments.processes
+    given = {"--process-id": arguments.process_id, "--coordinator": arguments.coordinator}
+    if processes == "auto":
+        return
+    if processes is None:
+        if said := [f"{name} {value}" for name, value in given.items() if value is not None]:
+            raise ValueError(f"Got {' '.join(said)}, but no --processes; expected how many run.")
+        return
+    if missing := [name for name, value in given.items() if value is None]:
+        raise ValueError(
+            f"Got --processes {processes}, but no {' and no '.join(missing)}; expected such as "
+            f"--processes {processes} --process-id 0 --coordinator localhost:9876, with the id 0 "
+            f"to {processes - 1} in each process another, and the address of process 0 in all."
+        )
+    if not 0 <= arguments.process_id < processes:
+        raise ValueError(
+            f"Got --process-id {arguments.process_id} of --processes {processes}; expected one of "
+            f"0 to {processes - 1}, counted from 0, in each process another."
+        )
+    host, _, port = arguments.coordinator.rpartition(":")
+    if not (host and port.isdigit()):
+        raise ValueError(
+            f"Got --coordinator {arguments.coordinator}; expected the address of process 0 as "
+            "HOST:PORT, such as localhost:9876."
+        )
+
+
+def start_devices(arguments: argparse.Namespace) -> Mesh:
+    """Waits for the other processes, if there are any, and returns all devices in a row.
+
+    Raises: ValueError if a process has too few devices, or if they do not divide the rows.
+    """
+    if arguments.devices:
+        with contextlib.suppress(RuntimeError):  # JAX has started: its first devices are taken
+            jax.config.update("jax_num_cpu_devices", arguments.devices)
+    if arguments.processes:
+        processes = None if arguments.processes == "auto" else arguments.processes
+        jax.distributed.initialize(arguments.coordinator, processes, arguments.process_id)
+    devices = []  # of process 0, then of process 1, ...: each has consecutive rows of a batch
+    for process in range(jax.process_count()):
+        own = [device for device in jax.devices() if device.process_index == process]
+        wanted = arguments.devices or len(own)
+        if len(own) < wanted:
+            raise ValueError(
+                f"Got --devices {wanted}, but process {process} has {len(own)}; expected as many "
+                "or fewer, or no --devices to take all."
+            )
+        devices += own[:wanted]
+    if arguments.batch_size % len(devices):
+        above = -(-arguments.batch_size // len(devices)) * len(devices)
+        raise ValueError(
+            f"Got --batch-size {arguments.batch_size} for {len(devices)} devices; expected a "
+            f"multiple of {len(devices)}, as each takes an equal part: --batch-size {above}, or "
+            "fewer --devices."
+        )
+    return Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))
+
+
+def shardings(tree: Any, mesh: Mesh, sharded: bool) -> Any:
+    """Returns where each leaf of a tree of shapes lies.
+
+    Args:
+      sharded: each matrix along the largest of its axes that the devices divide. Vectors are whole
+        on each device, and so is everything if False.
+    """
+
+    def place(leaf: Any) -> NamedSharding:
+        fitting = [axis for axis, size in enumerate(leaf.shape) if size % mesh.size == 0]
+        if not (sharded and fitting and leaf.ndim > 1):
+            return NamedSharding(mesh, P())
+        largest = max(fitting, key=lambda axis: leaf.shape[axis])
+        return NamedSharding(mesh, P(*[None] * largest, "data"))
+
+    return jax.tree.map(place, tree)
+
+
+def own_part(rows: np.ndarray) -> np.ndarray:
+    """Returns the rows of a batch that belong to the devices of this process."""
+    return rows.reshape(jax.process_count(), -1, *rows.shape[1:])[jax.process_index()]
+
+
+def join_parts(rows: np.ndarray, mesh: Mesh) -> jax.Array:
+    """Returns the batch of which each process gives its own rows, spread over all devices."""
+    return jax.make_array_from_process_local_data(NamedSharding(mesh, P("data")), rows)
