@@ -32,6 +32,7 @@ import hashlib
 import pathlib
 import time
 import types
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -108,9 +109,15 @@ class GPT(nnx.Module):
         self.blocks = nnx.List([Block(width, heads, layers, rngs) for _ in range(layers)])
         self.norm = nnx.LayerNorm(width, rngs=rngs)
 
-    def __call__(self, text: jax.Array) -> jax.Array:
-        """Returns float32[batch, length, 256] logits of what follows each of int32 `text`."""
-        x = self.bytes(text) + self.positions(jnp.arange(text.shape[1])[None])
+    def __call__(
+        self, text: jax.Array, place: Callable[[jax.Array], jax.Array] = lambda x: x
+    ) -> jax.Array:
+        """Returns float32[batch, length, 256] logits of what follows each of int32 `text`.
+
+        Args:
+          place: says on which devices the stream of activations lies.
+        """
+        x = place(self.bytes(text) + self.positions(jnp.arange(text.shape[1])[None]))
         for block in self.blocks:
             x = block(x)
         return self.bytes.attend(self.norm(x))
@@ -189,10 +196,8 @@ def make_optimizer(arguments: argparse.Namespace) -> optax.GradientTransformatio
 
 
 def make_programs(arguments: argparse.Namespace, mesh: Mesh) -> types.SimpleNamespace:
-    """Returns what runs on the devices: `create`, `train`, `validate` and `sample`.
-
-    And on the host `load`: the rows of text that a step trains on.
-    """
+    """Returns what runs on the devices, `create`, `train`, `validate` and `sample`, and what brings
+    rows of text there: `load` those of a step, `load_held_out` those of all validations."""
     policy, optimizer = POLICIES[arguments.precision], make_optimizer(arguments)
     length, batch_size = arguments.length, arguments.batch_size
 
@@ -206,9 +211,9 @@ def make_programs(arguments: argparse.Namespace, mesh: Mesh) -> types.SimpleName
         params = nnx.to_pure_dict(nnx.state(make_model()))
         return State(params, optimizer.init(params))
 
-    # The only line that differs between data parallel and FSDP: jit does the rest.
+    # Between data parallel and FSDP this line alone differs: jit does the rest.
     places = shardings(jax.eval_shape(create), mesh, arguments.fsdp)
-    everywhere = NamedSharding(mesh, P())
+    everywhere, by_rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
 
     def load(text: np.ndarray, step: int) -> jax.Array:
         # Of seed and step alone: that is how a resumed training comes to the very same batches.
@@ -219,11 +224,14 @@ def make_programs(arguments: argparse.Namespace, mesh: Mesh) -> types.SimpleName
     def windows(text: np.ndarray, starts: np.ndarray) -> np.ndarray:
         return text[np.add.outer(starts, np.arange(length + 1))].astype(np.int32)
 
-    def logits_fn(params: Any, text: jax.Array) -> jax.Array:
-        return nnx.merge(graph, nnx.State(params))(text)
+    def logits_fn(params: Any, text: jax.Array, *place: Any) -> jax.Array:
+        return nnx.merge(graph, nnx.State(params))(text, *place)
 
     def loss_fn(params: Any, text: jax.Array) -> jax.Array:
-        logits = logits_fn(params, text[:, :-1])
+        # Each device keeps its texts, and weights come to it. Without this line the partitioner may
+        # move activations instead: nine times the bytes under FSDP.
+        place = lambda x: jax.lax.with_sharding_constraint(x, by_rows)
+        logits = logits_fn(params, text[:, :-1], place)
         return optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:]).mean()
 
     loss_fn = jmp.autocast(loss_fn, policy)  # products in half; `train` scales the loss

@@ -193,7 +193,7 @@ def test_a_folder_that_cannot_be_written_into_is_refused_before_anything_is_trai
 
 def test_a_checkpoint_folder_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_text("in the way")
-    options = [f"--data-dir={write_text(tmp_path / 'text')}", "--pattern=*.txt", "--batch-size=4"]
+    options = [f"--data-dir={write_text(tmp_path / 'text')}", "--pattern=*.txt"]
     folders = [f"--output-dir={tmp_path / 'out'}", f"--checkpoint-dir={tmp_path / 'file'}"]
     refused = run_example("gpt", *options, *folders)
     assert refused.returncode == 2

@@ -12,13 +12,17 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jmp import diagnostics
+from tests.h200.wire import wire
 from tests.test_examples import ROOT, run_example
 
 MODEL = ["--layers=1", "--width=16", "--heads=2", "--length=12"]
 TINY = [*MODEL, "--batch-size=4", "--steps=6", "--validate-every=3", "--checkpoint-every=4"]
-# Everything in one training: MultiSteps' window and the loss scale are in the checkpoint too.
+TINY += ["--devices=1"]
+# Everything in one training.
 ACCUMULATING = [*TINY, "--accumulate=2", "--sample-length=20", "--prompt=x = "]
 
 
@@ -73,11 +77,11 @@ def arrays_of(folder, step=6):
 
 def test_it_writes_its_table_its_sample_its_numbers_and_its_picture(finished):
     printed, folder = finished
-    for expected in ("Training on cpu", "tokens a second", "nats a byte", "0 of 12", "\nx = "):
+    for expected in ("Training on cpu", "tokens a second", "nats a byte", "0 of 6", "\nx = "):
         assert expected in printed
     report = json.loads((folder / "gpt.json").read_text())
     assert report["options"]["precision"] == "float16"
-    assert report["updates"] == 6 and report["final_scale"] == 2.0**16
+    assert report["skipped_steps"] == 0 and report["final_scale"] == 2.0**16
     assert report["tokens_per_second"] > 0 and report["sample"]
     history = report["history"]
     assert len(history["loss"]) == len(history["loss_scale"]) == len(history["skipped"]) == 6
@@ -101,7 +105,7 @@ def test_a_resumed_training_ends_bit_by_bit_where_an_uninterrupted_one_ends(
 
     assert history_of(tmp_path) == history_of(finished[1])
     expected, got = arrays_of(finished[1]), arrays_of(tmp_path)
-    assert len(expected) > 3 * 16  # parameters, two moments and the accumulator
+    assert len(expected) > 3 * 16  # parameters, two moments, the loss scale
     assert set(got) == set(expected)
     for name, array in expected.items():
         assert got[name].dtype == array.dtype, name
@@ -145,6 +149,18 @@ def test_mistakes_are_told_with_a_way_out(text, tmp_path):
     assert "a smaller --batch-size or --length" in message
     assert "--prompt is empty" in refused(*text, "--prompt=")
     assert "expected a number above zero" in refused(*text, "--accumulate=0")
+    message = refused(*text, "--batch-size=12", "--devices=8")
+    assert "--batch-size 12 for 8 devices; expected a multiple of 8" in message
+    assert "--batch-size 16, or fewer --devices" in message
+    assert "process 0 has 8; expected as many or fewer" in refused(*text, "--devices=9")
+    three = ("--processes=3", "--coordinator=localhost:9876")
+    assert "expected one of 0 to 2" in refused(*text, *three, "--process-id=3")
+    assert "but no --process-id; expected such as --processes 3" in refused(*text, *three)
+    message = refused(*text, "--processes=3", "--process-id=1")
+    assert "but no --coordinator" in message and "--coordinator localhost:9876" in message
+    assert "but no --processes" in refused(*text, "--process-id=1")
+    message = refused(*text, *three, "--process-id=1", "--coordinator=9876")
+    assert "Got --coordinator 9876; expected the address of process 0 as HOST:PORT" in message
     assert not (tmp_path / "out").exists()
 
 
@@ -165,7 +181,7 @@ def programs(gpt, text):
     @functools.cache
     def made_for(*options):
         arguments = gpt.argument_parser().parse_args([*ACCUMULATING, *text, *options])
-        return gpt.make_programs(arguments), jnp.asarray(gpt.load_text(arguments)[0])
+        return gpt.make_programs(arguments, gpt.start_devices(arguments)), gpt.load_text(arguments)[0]
 
     return made_for
 
@@ -173,7 +189,7 @@ def programs(gpt, text):
 def losses_of(made, text, steps):
     state, losses = made.create(), []
     for step in range(steps):
-        state, measured = made.train(state, text, np.int32(step))
+        state, measured = made.train(state, made.load(text, step))
         losses.append(float(measured["loss"]))
     assert made.train._cache_size() == 1  # one compilation
     return losses
@@ -197,26 +213,79 @@ def test_two_micro_batches_train_as_one_of_both(programs):
 def test_every_product_forward_and_backward_is_half(programs):
     made, text = programs()
     state = made.create()
-    diagnostics.assert_products_in(made.train, jnp.float16)(state, text, np.int32(0))
+    diagnostics.assert_products_in(made.train, jnp.float16)(state, made.load(text, 0))
 
 
-def test_a_micro_batch_that_overflows_is_left_out_and_the_window_goes_on(programs):
+def test_a_step_with_an_overflow_is_skipped_and_halves_the_scale_once(programs):
     made, text = programs()
-
-    def with_scale(state, value):
-        scale = dataclasses.replace(state.opt_state.loss_scale, loss_scale=jnp.float32(value))
-        return state._replace(opt_state=state.opt_state._replace(loss_scale=scale))
-
-    state = with_scale(made.create(), 2.0**120)
+    state = made.create()
+    scale = dataclasses.replace(state.opt_state.loss_scale, loss_scale=jnp.float32(2.0**120))
+    state = state._replace(opt_state=state.opt_state._replace(loss_scale=scale))
     before = jax.tree.map(np.array, state.params)
-    state, measured = made.train(state, text, np.int32(0))
-    assert measured["skipped"] == 2 and measured["loss_scale"] == 2.0**118
+    state, measured = made.train(state, made.load(text, 0))
+    assert measured["skipped"] == 1 and measured["loss_scale"] == 2.0**119
     assert np.isfinite(measured["loss"])
     jax.tree.map(np.testing.assert_array_equal, state.params, before)
-    assert state.opt_state.inner_state.gradient_step == 0
-    # Two finite micro-batches make the first update, at whatever step.
-    state, measured = made.train(with_scale(state, 1024.0), text, np.int32(1))
-    assert measured["skipped"] == 2 and state.opt_state.inner_state.gradient_step == 1
+
+
+EIGHT = ("--devices=8", "--batch-size=8", "--precision=float32")
+
+
+@pytest.mark.parametrize("options", [(), ("--fsdp",)])
+def test_eight_devices_train_as_one_does(programs, options):
+    one = losses_of(*programs(*EIGHT, "--devices=1"), steps=3)
+    assert losses_of(*programs(*EIGHT, *options), steps=3) == pytest.approx(one, rel=1e-5)
+
+
+def test_fsdp_keeps_an_eighth_of_each_matrix_and_of_its_moments_on_a_device(programs):
+    made, text = programs(*EIGHT, "--fsdp")
+    state, _ = made.train(made.create(), made.load(text, 0))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        part = leaf.addressable_shards[0].data
+        assert len(leaf.sharding.device_set) == 8
+        assert leaf.size == part.size * (8 if leaf.ndim == 2 else 1), path
+    kernel = state.params["blocks"][0]["mlp_in"]["kernel"]  # along its largest axis
+    assert kernel.shape == (16, 64) and kernel.addressable_shards[0].data.shape == (16, 8)
+
+
+def test_under_fsdp_weights_travel_and_activations_stay(gpt):
+    options = ["--fsdp", "--precision=float32", "--layers=1", "--width=264", "--heads=8"]
+    arguments = gpt.argument_parser().parse_args([*options, "--length=64", "--batch-size=64"])
+    mesh = gpt.start_devices(arguments)
+    made = gpt.make_programs(arguments, mesh)
+    shapes = jax.eval_shape(made.create)
+    state = jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+        shapes,
+        gpt.shardings(shapes, mesh, sharded=True),
+    )
+    rows = NamedSharding(mesh, P("data"))
+    batch = jax.ShapeDtypeStruct((64, 65), jnp.int32, sharding=rows)
+    sent = wire(made.train.lower(state, batch).compile().as_text())
+    assert not [array for array in sent if array.kind == "all-to-all"]
+    # On a CPU: gathered once, and all-reduced. Were activations to travel, it would be 15.
+    assert sum(array.bytes for array in sent) < 3 * sum(
+        4 * leaf.size for leaf in jax.tree.leaves(shapes.params)
+    )
+
+
+def test_a_checkpoint_of_eight_devices_goes_on_on_four_and_on_one(programs, text, tmp_path):
+    options = [*ACCUMULATING, *text, *EIGHT, "--validate-every=9", f"--output-dir={tmp_path}"]
+
+    def history_after(step, *more):
+        process = run_example("gpt", *options, f"--stop-after={step}", *more)
+        assert process.returncode == 0, process.stderr
+        with ocp.CheckpointManager(tmp_path / "checkpoints" / "gpt" / "training") as manager:
+            items = ocp.args.Composite(history=ocp.args.JsonRestore())
+            return manager.restore(step, args=items)["history"]["loss"]
+
+    expected = losses_of(*programs(*EIGHT, "--devices=1"), steps=5)
+    for step, more in (
+        (2, ["--fsdp"]),
+        (4, ["--fsdp", "--devices=4", "--resume"]),
+        (5, ["--devices=1", "--resume"]),
+    ):
+        assert history_after(step, *more) == pytest.approx(expected[:step], rel=1e-5)
 
 
 def test_only_kernels_decay(gpt, programs):
@@ -238,13 +307,13 @@ def test_only_kernels_decay(gpt, programs):
 
 @pytest.mark.parametrize("prompt", [b"a", b"one that is longer than the window"])
 def test_a_sample_is_drawn_from_what_the_window_shows(gpt, prompt):
-    options = [*MODEL, "--precision=float32", "--sample-length=20", "--temperature=1e-6"]
+    options = [*TINY, "--precision=float32", "--sample-length=20", "--temperature=1e-6"]
     arguments = gpt.argument_parser().parse_args(options)
-    made = gpt.make_programs(arguments)
+    made = gpt.make_programs(arguments, gpt.start_devices(arguments))
     # Larger weights, so that what comes before matters; at no temperature, the likeliest byte.
     params = jax.tree.map(lambda leaf: 20 * leaf, made.create().params)
     numbers = np.frombuffer(prompt, np.uint8).astype(np.int32)
-    drawn = np.asarray(made.sample(params, numbers, jax.random.key(0)))
+    drawn = np.asarray(made.sample(params, numbers))
 
     # The model is causal, so that its first window tells what follows each beginning of it.
     text = np.concatenate([numbers[-12:], drawn])

@@ -57,7 +57,7 @@ EXAMPLES = {
         "gpt",
         (
             *("--layers=1", "--width=16", "--heads=2", "--length=12", "--batch-size=4"),
-            *("--accumulate=2", "--sample-length=20", "--pattern=*.txt"),
+            *("--accumulate=2", "--sample-length=20", "--pattern=*.txt", "--devices=1"),
             *("--steps=30", "--validate-every=10", "--checkpoint-every=4"),
         ),
         last=30,
