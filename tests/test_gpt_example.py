@@ -181,7 +181,9 @@ def programs(gpt, text):
     @functools.cache
     def made_for(*options):
         arguments = gpt.argument_parser().parse_args([*ACCUMULATING, *text, *options])
-        return gpt.make_programs(arguments, gpt.start_devices(arguments)), gpt.load_text(arguments)[0]
+        return gpt.make_programs(arguments, gpt.start_devices(arguments)), gpt.load_text(arguments)[
+            0
+        ]
 
     return made_for
 
