@@ -28,7 +28,7 @@ from tests.h200.wire import MIB, Sent, compile_for_h200s, h200s, wire
 PAGE = pathlib.Path(__file__).with_suffix(".md")
 BEGIN, END = "<!-- written by docs/devices.py -->", "<!-- end -->"
 WIDTH, ROWS, STEPS = 2048, 512, 4
-POLICIES = ("float32", "mixed_float16")
+POLICIES = ("float32", "mixed_float16", "mixed_float16,r=f32")
 GPT = "--layers=4 --width=512 --heads=8 --length=256 --batch-size=32 --fsdp".split()
 Lower = Callable[[Callable[..., Any]], Callable[..., Any]]
 
