@@ -1,7 +1,7 @@
 """The devices of an example, in one process or in several, and what lies on which of them."""
 
 import argparse
-import contextlib
+import os
 from typing import Any
 
 import jax
@@ -61,9 +61,9 @@ def start_devices(arguments: argparse.Namespace) -> Mesh:
 
     Raises: ValueError if a process has too few devices, or if they do not divide the rows.
     """
-    if arguments.devices:
-        with contextlib.suppress(RuntimeError):  # JAX has started: its first devices are taken
-            jax.config.update("jax_num_cpu_devices", arguments.devices)
+    # Who has split the CPU up already has the first of its parts taken.
+    if arguments.devices and "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", arguments.devices)
     if arguments.processes:
         processes = None if arguments.processes == "auto" else arguments.processes
         jax.distributed.initialize(arguments.coordinator, processes, arguments.process_id)

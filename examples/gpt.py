@@ -409,6 +409,12 @@ def main() -> None:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
 
     console = begin(arguments, "checkpoint_dir")
+    if mesh.size > 1:
+        held = "a part" if arguments.fsdp else "all"
+        console.print(
+            f"{mesh.size} devices in {jax.process_count()} processes, on each of them {held} of "
+            "the parameters"
+        )
     programs = make_programs(arguments, mesh)
     state, history = run(arguments, Setup(programs, texts, record, console))
     if len(history["loss"]) < arguments.steps:
