@@ -229,7 +229,7 @@ def make_programs(arguments: argparse.Namespace, mesh: Mesh) -> types.SimpleName
 
     def loss_fn(params: Any, text: jax.Array) -> jax.Array:
         # Each device keeps its texts, and weights come to it. Without this line the partitioner may
-        # move activations instead: nine times the bytes under FSDP.
+        # move activations instead: seven times the bytes under FSDP.
         place = lambda x: jax.lax.with_sharding_constraint(x, by_rows)
         logits = logits_fn(params, text[:, :-1], place)
         return optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:]).mean()
@@ -412,8 +412,8 @@ def main() -> None:
     if mesh.size > 1:
         held = "a part" if arguments.fsdp else "all"
         console.print(
-            f"{mesh.size} devices in {jax.process_count()} processes, on each of them {held} of "
-            "the parameters"
+            f"{mesh.size} devices, of {jax.process_count()} process(es); on each {held} of the "
+            "parameters and of the optimizer's state"
         )
     programs = make_programs(arguments, mesh)
     state, history = run(arguments, Setup(programs, texts, record, console))
