@@ -186,8 +186,7 @@ def sent_by_gpt(policy: str, constrained: bool) -> list[Sent]:
         mock.patch.object(lax, "with_sharding_constraint", place),
     ):
         made = gpt.make_programs(arguments, mesh)
-        shapes = jax.eval_shape(made.create)
-        places = gpt.shardings(shapes, mesh, sharded=True)
+        shapes, places = jax.eval_shape(made.create), made.places
         placed = lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
         size = (arguments.batch_size, arguments.length + 1)
         rows = jax.ShapeDtypeStruct(size, jnp.int32, sharding=NamedSharding(mesh, P("data")))

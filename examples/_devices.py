@@ -87,22 +87,22 @@ def start_devices(arguments: argparse.Namespace) -> Mesh:
     return Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))
 
 
-def shardings(tree: Any, mesh: Mesh, sharded: bool) -> Any:
-    """Returns where each leaf of a tree of shapes lies.
+def place_params(shapes: Any, mesh: Mesh, sharded: bool) -> Any:
+    """Returns a tree of shapes that say where each parameter lies.
 
     Args:
       sharded: each matrix along the largest of its axes that the devices divide. Vectors are whole
         on each device, and so is everything if False.
     """
 
-    def place(leaf: Any) -> NamedSharding:
+    def place(leaf: Any) -> jax.ShapeDtypeStruct:
         fitting = [axis for axis, size in enumerate(leaf.shape) if size % mesh.size == 0]
-        if not (sharded and fitting and leaf.ndim > 1):
-            return NamedSharding(mesh, P())
-        largest = max(fitting, key=lambda axis: leaf.shape[axis])
-        return NamedSharding(mesh, P(*[None] * largest, "data"))
+        spec = P()
+        if sharded and fitting and leaf.ndim > 1:
+            spec = P(*[None] * max(fitting, key=lambda axis: leaf.shape[axis]), "data")
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
-    return jax.tree.map(place, tree)
+    return jax.tree.map(place, shapes)
 
 
 def own_part(rows: np.ndarray) -> np.ndarray:

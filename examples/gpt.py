@@ -48,7 +48,7 @@ from _devices import (
     check_processes,
     join_parts,
     own_part,
-    shardings,
+    place_params,
     start_devices,
 )
 from _text import load_text
@@ -195,9 +195,33 @@ def make_optimizer(arguments: argparse.Namespace) -> optax.GradientTransformatio
     return transforms.mixed_precision(optimizer, POLICIES[arguments.precision])
 
 
+class Rows:
+    """Brings texts to the devices; each process cuts out those of its own devices alone."""
+
+    def __init__(self, arguments: argparse.Namespace, mesh: Mesh) -> None:
+        self.arguments, self.mesh = arguments, mesh
+
+    def of_step(self, text: np.ndarray, step: int) -> jax.Array:
+        """Returns int32[rows, length + 1], of which row i is in micro-batch i mod --accumulate."""
+        # Of seed and step alone: that is how a resumed training comes to the very same batches.
+        random = np.random.default_rng((self.arguments.seed % 2**32, step))
+        rows = self.arguments.accumulate * self.arguments.batch_size
+        return self._cut(text, random.integers(len(text) - self.arguments.length, size=rows))
+
+    def spread(self, text: np.ndarray) -> jax.Array:
+        """Returns VALIDATION_BATCHES batches, spread over the text, always the same ones."""
+        rows = VALIDATION_BATCHES * self.arguments.batch_size
+        last = len(text) - self.arguments.length - 1
+        return self._cut(text, np.linspace(0, last, rows, dtype=int))
+
+    def _cut(self, text: np.ndarray, starts: np.ndarray) -> jax.Array:
+        places = np.add.outer(own_part(starts), np.arange(self.arguments.length + 1))
+        return join_parts(text[places].astype(np.int32), self.mesh)
+
+
 def make_programs(arguments: argparse.Namespace, mesh: Mesh) -> types.SimpleNamespace:
-    """Returns what runs on the devices, `create`, `train`, `validate` and `sample`, and what brings
-    rows of text there: `load` those of a step, `load_held_out` those of all validations."""
+    """Returns what runs on the devices: `create`, `train`, `validate` and `sample`; and `places`,
+    where each array of a `State` lies."""
     policy, optimizer = POLICIES[arguments.precision], make_optimizer(arguments)
     length, batch_size = arguments.length, arguments.batch_size
 
@@ -207,22 +231,21 @@ def make_programs(arguments: argparse.Namespace, mesh: Mesh) -> types.SimpleName
 
     graph = nnx.graphdef(nnx.eval_shape(make_model))
 
-    def create() -> State:
-        params = nnx.to_pure_dict(nnx.state(make_model()))
-        return State(params, optimizer.init(params))
+    def make_params() -> Any:
+        return nnx.to_pure_dict(nnx.state(make_model()))
 
     # Between data parallel and FSDP this line alone differs: jit does the rest.
-    places = shardings(jax.eval_shape(create), mesh, arguments.fsdp)
+    shapes = place_params(jax.eval_shape(make_params), mesh, arguments.fsdp)
+    places = State(
+        jax.tree.map(lambda leaf: leaf.sharding, shapes),
+        transforms.state_shardings(optimizer, shapes),
+    )
+
+    def create() -> State:
+        params = make_params()
+        return State(params, optimizer.init(params))
+
     everywhere, by_rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
-
-    def load(text: np.ndarray, step: int) -> jax.Array:
-        # Of seed and step alone: that is how a resumed training comes to the very same batches.
-        random = np.random.default_rng((arguments.seed % 2**32, step))
-        starts = random.integers(len(text) - length, size=arguments.accumulate * batch_size)
-        return join_parts(windows(text, own_part(starts)), mesh)
-
-    def windows(text: np.ndarray, starts: np.ndarray) -> np.ndarray:
-        return text[np.add.outer(starts, np.arange(length + 1))].astype(np.int32)
 
     def logits_fn(params: Any, text: jax.Array, *place: Any) -> jax.Array:
         return nnx.merge(graph, nnx.State(params))(text, *place)
@@ -251,11 +274,6 @@ def make_programs(arguments: argparse.Namespace, mesh: Mesh) -> types.SimpleName
             "skipped": opt_state.skipped_steps,
         }
 
-    def load_held_out(text: np.ndarray) -> jax.Array:
-        """Returns windows spread over the text, always the same ones."""
-        starts = np.linspace(0, len(text) - length - 1, VALIDATION_BATCHES * batch_size, dtype=int)
-        return join_parts(windows(text, own_part(starts)), mesh)
-
     def validate(params: Any, rows: jax.Array) -> jax.Array:
         """Returns the mean loss of all rows."""
         # Row i belongs to batch i mod VALIDATION_BATCHES: rows stay on their devices.
@@ -282,10 +300,9 @@ def make_programs(arguments: argparse.Namespace, mesh: Mesh) -> types.SimpleName
         return jax.lax.scan(next_byte, (text, jnp.int32(filled)), keys)[1]
 
     return types.SimpleNamespace(
+        places=places,
         create=jax.jit(create, out_shardings=places),
-        load=load,
         train=jax.jit(train, donate_argnums=0, out_shardings=(places, everywhere)),
-        load_held_out=load_held_out,
         validate=jax.jit(validate, out_shardings=everywhere),
         sample=jax.jit(sample, out_shardings=everywhere),
     )
@@ -295,6 +312,7 @@ class Setup(NamedTuple):
     """What a training needs beside its options; `texts`: to train on, and held out."""
 
     programs: types.SimpleNamespace
+    rows: Rows
     texts: tuple[np.ndarray, np.ndarray]
     record: dict[str, Any]
     console: Console
@@ -302,16 +320,16 @@ class Setup(NamedTuple):
 
 def run(arguments: argparse.Namespace, setup: Setup) -> tuple[State, dict[str, Any]]:
     """Trains, or goes on with it; returns the state and what was measured at every step."""
-    programs, (train_text, held_out), record, console = setup
+    programs, rows, (train_text, held_out), record, console = setup
     state = programs.create()
     history = {"loss": [], "loss_scale": [], "skipped": [], "validation": [], "seconds": 0.0}
     folder = arguments.checkpoint_dir
     checkpoints = Checkpoints(folder / "training", folder, record)
     state, history = checkpoints.restore(state, history)
 
-    held_out_rows = programs.load_held_out(held_out)
+    held_out_rows = rows.spread(held_out)
     # Compiled ahead: once, and not while the clock runs.
-    train = programs.train.lower(state, programs.load(train_text, 0)).compile()
+    train = programs.train.lower(state, rows.of_step(train_text, 0)).compile()
     stops = (arguments.validate_every, arguments.checkpoint_every)
     first = len(history["loss"])
     with Progress(console=console) as progress:
@@ -320,7 +338,7 @@ def run(arguments: argparse.Namespace, setup: Setup) -> tuple[State, dict[str, A
             end = min(arguments.stop_after, *(step - step % every + every for every in stops))
             measured, started = [], time.perf_counter()
             for number in range(step, end):
-                state, now = train(state, programs.load(train_text, number))
+                state, now = train(state, rows.of_step(train_text, number))
                 # Of the step before: while we wait for that, the device has this one to work on.
                 label = f"loss {measured[-1]['loss']:.3f}" if measured else None
                 progress.update(task, advance=1, description=label)
@@ -416,7 +434,8 @@ def main() -> None:
             "parameters and of the optimizer's state"
         )
     programs = make_programs(arguments, mesh)
-    state, history = run(arguments, Setup(programs, texts, record, console))
+    setup = Setup(programs, Rows(arguments, mesh), texts, record, console)
+    state, history = run(arguments, setup)
     if len(history["loss"]) < arguments.steps:
         console.print(
             f"Stopped after step {len(history['loss'])} of {arguments.steps}; the same options "

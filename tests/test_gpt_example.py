@@ -176,22 +176,22 @@ def test_every_file_of_the_pattern_is_read_and_the_end_is_held_out(gpt, text):
 
 @pytest.fixture(scope="module")
 def programs(gpt, text):
-    """Returns what gives the programs for some options, made once, and the text to train on."""
+    """Returns what gives the programs for some options, made once, and the rows of a step."""
 
     @functools.cache
     def made_for(*options):
         arguments = gpt.argument_parser().parse_args([*ACCUMULATING, *text, *options])
-        return gpt.make_programs(arguments, gpt.start_devices(arguments)), gpt.load_text(arguments)[
-            0
-        ]
+        mesh = gpt.start_devices(arguments)
+        rows, training = gpt.Rows(arguments, mesh), gpt.load_text(arguments)[0]
+        return gpt.make_programs(arguments, mesh), functools.partial(rows.of_step, training)
 
     return made_for
 
 
-def losses_of(made, text, steps):
+def losses_of(made, load, steps):
     state, losses = made.create(), []
     for step in range(steps):
-        state, measured = made.train(state, made.load(text, step))
+        state, measured = made.train(state, load(step))
         losses.append(float(measured["loss"]))
     assert made.train._cache_size() == 1  # one compilation
     return losses
@@ -213,18 +213,18 @@ def test_two_micro_batches_train_as_one_of_both(programs):
 
 
 def test_every_product_forward_and_backward_is_half(programs):
-    made, text = programs()
+    made, load = programs()
     state = made.create()
-    diagnostics.assert_products_in(made.train, jnp.float16)(state, made.load(text, 0))
+    diagnostics.assert_products_in(made.train, jnp.float16)(state, load(0))
 
 
 def test_a_step_with_an_overflow_is_skipped_and_halves_the_scale_once(programs):
-    made, text = programs()
+    made, load = programs()
     state = made.create()
     scale = dataclasses.replace(state.opt_state.loss_scale, loss_scale=jnp.float32(2.0**120))
     state = state._replace(opt_state=state.opt_state._replace(loss_scale=scale))
     before = jax.tree.map(np.array, state.params)
-    state, measured = made.train(state, made.load(text, 0))
+    state, measured = made.train(state, load(0))
     assert measured["skipped"] == 1 and measured["loss_scale"] == 2.0**119
     assert np.isfinite(measured["loss"])
     jax.tree.map(np.testing.assert_array_equal, state.params, before)
@@ -240,8 +240,8 @@ def test_eight_devices_train_as_one_does(programs, options):
 
 
 def test_fsdp_keeps_an_eighth_of_each_matrix_and_of_its_moments_on_a_device(programs):
-    made, text = programs(*EIGHT, "--fsdp")
-    state, _ = made.train(made.create(), made.load(text, 0))
+    made, load = programs(*EIGHT, "--fsdp")
+    state, _ = made.train(made.create(), load(0))
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         part = leaf.addressable_shards[0].data
         assert len(leaf.sharding.device_set) == 8
@@ -256,11 +256,8 @@ def test_under_fsdp_weights_travel_and_activations_stay(gpt):
     mesh = gpt.start_devices(arguments)
     made = gpt.make_programs(arguments, mesh)
     shapes = jax.eval_shape(made.create)
-    state = jax.tree.map(
-        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-        shapes,
-        gpt.shardings(shapes, mesh, sharded=True),
-    )
+    placed = lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+    state = jax.tree.map(placed, shapes, made.places)
     rows = NamedSharding(mesh, P("data"))
     batch = jax.ShapeDtypeStruct((64, 65), jnp.int32, sharding=rows)
     sent = wire(made.train.lower(state, batch).compile().as_text())
