@@ -429,10 +429,8 @@ def main() -> None:
     console = begin(arguments, "checkpoint_dir")
     if mesh.size > 1:
         held = "a part" if arguments.fsdp else "all"
-        console.print(
-            f"{mesh.size} devices, of {jax.process_count()} process(es); on each {held} of the "
-            "parameters and of the optimizer's state"
-        )
+        of = f"{mesh.size} devices, {jax.process_count()} process(es)"
+        console.print(f"{of}; on each {held} of parameters and moments")
     programs = make_programs(arguments, mesh)
     setup = Setup(programs, Rows(arguments, mesh), texts, record, console)
     state, history = run(arguments, setup)
