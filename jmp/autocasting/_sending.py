@@ -30,7 +30,7 @@ def find_sent(
     Args:
       open_inside: `Level.open`.
     """
-    readers = _Readers(graph, facts.embeddings, half, open_inside)
+    readers = _Readers(graph, facts.embeddings, half, open_inside, {})
     found: set[Node] = set()
     for node in graph.nodes:
         if not (
@@ -77,6 +77,7 @@ class _Readers(NamedTuple):
     lookups: Set[Node]
     half: np.dtype
     open_inside: Callable[..., Opened]
+    opened: dict[Node, list[Opened]]  # the functions inside nodes, each opened once
 
     def are_products(self, value: Value) -> bool:
         """Returns whether products that are computed in half are all that reads a value."""
@@ -101,9 +102,13 @@ class _Readers(NamedTuple):
     def _inside(self, user: Node, value: Value) -> Iterator[tuple["_Readers", Value]]:
         """Yields what stands for the value in the functions of a node, and its readers there."""
         kind = kind_of(user.name)
-        functions = kind.functions(user.equation)
-        for function, arguments in zip(functions, kind.arguments(user), strict=True):
-            graph, constants = self.open_inside(function, user, arguments)
-            for inner, argument in zip(graph.inputs[len(constants) :], arguments, strict=True):
+        arguments = kind.arguments(user)
+        if user not in self.opened:
+            pairs = zip(kind.functions(user.equation), arguments, strict=True)
+            self.opened[user] = [
+                self.open_inside(function, user, given) for function, given in pairs
+            ]
+        for (graph, constants), given in zip(self.opened[user], arguments, strict=True):
+            for inner, argument in zip(graph.inputs[len(constants) :], given, strict=True):
                 if argument is value:
                     yield self._replace(graph=graph, lookups=frozenset()), inner
