@@ -152,3 +152,9 @@ def test_gradients_that_are_still_to_be_added_up_are_refused(explicit, name, tx)
         updates = jax.eval_shape(update_by(tx, way_out=True), *arguments)
     assert str(raised.value).split("\n")[0].count(". ") == 0  # one sentence
     assert updates["w"].shape == (4, 4)
+
+
+@pytest.mark.parametrize("max_norm", ["1", None, [1.0], np.ones(2)], ids=repr)
+def test_a_largest_norm_that_is_no_number_is_refused(max_norm):
+    with pytest.raises(TypeError, match="expected a number such as 1.0"):
+        transforms.clip_by_global_norm(max_norm)

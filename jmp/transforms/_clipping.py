@@ -1,14 +1,17 @@
 """`clip_by_global_norm`, of gradients that devices hold shards of."""
 
 import collections
+import numbers
 from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.typing import ArrayLike
 
+from jmp._describe import described
 from jmp.dtypes import at_least_float32
 from jmp.loss_scaling._agreement import AxisName, axes_of_each
 from jmp.transforms._states import refuse_unreduced
@@ -38,7 +41,9 @@ def clip_by_global_norm(
     Returns: a transformation without a state. Of an ensemble, in which each device trains a model
       of its own, `axis_name` must leave out that axis.
 
-    Raises: ValueError in `update`, for gradients that are not added up yet (`unreduced`).
+    Raises:
+      TypeError: `max_norm` is no real number.
+      ValueError: in `update`, for gradients that are not added up yet (`unreduced`).
 
     >>> import optax
     >>> tx = clip_by_global_norm(1.0)
@@ -46,6 +51,11 @@ def clip_by_global_norm(
     >>> updates["w"]
     Array([0.6, 0.8], dtype=float32)
     """
+    if not isinstance(max_norm, numbers.Real | np.ndarray | jax.Array) or np.ndim(max_norm):
+        raise TypeError(
+            f"clip_by_global_norm got max_norm={described(max_norm)}; expected a number such as "
+            "1.0."
+        )
     on_one_device = optax.clip_by_global_norm(max_norm)
 
     def update(
