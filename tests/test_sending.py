@@ -233,6 +233,22 @@ def test_float32_gradients_inside_loops_and_remat(fun):
     assert relative_error(2.0**-20 * wide(W, X), true) < 3e-3
 
 
+POLICIES = {
+    "products": jax.checkpoint_policies.dots_saveable,
+    "what is gathered": lambda primitive, *_, **__: primitive is lax.all_gather_p,
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_the_policy_of_a_remat_sees_what_it_keeps_with_float32_reduction(policy):
+    def count(reduction):
+        remat = in_shard_map(jax.checkpoint(lambda w, x: loss(gather(w), x), policy=policy))
+        text = str(jax.make_jaxpr(jax.grad(jmp.autocast(remat, reduction), (0, 1)))(W, X))
+        return text.count("= dot_general["), text.count("= all_gather[")
+
+    assert count("mixed_float16,r=f32") == count("mixed_float16")
+
+
 def test_derivatives_forward_are_those_without_it():
     one, other = (
         jax.jvp(jmp.autocast(loss, policy), (W, X), (W, X))

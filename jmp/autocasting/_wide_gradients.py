@@ -34,21 +34,17 @@ def move(run: Bound, operands: Sequence[Any], stores: Dtypes, half: np.dtype) ->
       operands: the first is float32, or half already.
       stores: the dtypes of the results.
     """
-    array, *indices = operands  # what is rounded outside changes as the array does
+    array, *indices = operands
 
-    @jax.custom_jvp
-    def forward(rounded: Any, array: Any, *indices: Any) -> list[Any]:
-        return cast_all(run([rounded, *indices]), stores)
-
-    def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
         # XLA would make one scatter of a lookup's gradient and what is added to it, and gather
         # that for it.
-        change = lax.optimization_barrier(cast(tangents[1], FLOAT32))
-        return forward(*primals), cast_all(run([change, *primals[2:]]), stores)
+        change = lax.optimization_barrier(cast(tangents[0], FLOAT32))
+        return cast_all(run([change, *primals[1:]]), stores)
 
-    forward.defjvp(derivative)
     # Rounded outside: one cast for the forward and the backward pass, and for a second derivative.
-    return forward(cast(array, half), array, *indices)
+    moved = run([lax.stop_gradient(cast(array, half)), *indices])
+    return _with_derivative(cast_all(moved, stores), derivative, operands)
 
 
 def multiply(operands: Sequence[Any], params: Params, half: np.dtype) -> list[Any]:
@@ -59,11 +55,9 @@ def multiply(operands: Sequence[Any], params: Params, half: np.dtype) -> list[An
     """
     wide = [i for i, operand in enumerate(operands) if operand.dtype == FLOAT32]
 
-    @jax.custom_jvp
-    def forward(left: Any, right: Any, *wide: Any) -> Any:
-        return lax.dot_general_p.bind(left, right, **params)
+    halves = [cast(x, half) for x in operands]
 
-    def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
         changes = []
         for position, change in zip((0, 1, *wide), tangents, strict=True):
             # What was rounded outside changes as the operand does, which comes in float32 too.
@@ -75,10 +69,36 @@ def multiply(operands: Sequence[Any], params: Params, half: np.dtype) -> list[An
                 changes.append(lax.dot_general_p.bind(*factors, **params))
             else:
                 changes.append(weight_product_p.bind(*factors, weight=position, **params))
-        return forward(*primals), reduce(lax.add, changes)
+        return [reduce(lax.add, changes)]
 
-    forward.defjvp(derivative, symbolic_zeros=True)
-    return [forward(*(cast(x, half) for x in operands), *(operands[i] for i in wide))]
+    product = lax.dot_general_p.bind(*map(lax.stop_gradient, halves), **params)
+    return _with_derivative([product], derivative, [*halves, *(operands[i] for i in wide)])
+
+
+def _with_derivative(
+    results: list[Any],
+    derivative: Callable[[Sequence[Any], Sequence[Any]], list[Any]],
+    operands: Sequence[Any],
+) -> list[Any]:
+    """Returns results that change with `operands` as `derivative` says.
+
+    They are computed outside the custom derivative, because it would hide them from the policy of a
+    `jax.checkpoint`: one that keeps products would keep none.
+
+    Args:
+      results: without a derivative of their own.
+      derivative: of operands and their tangents; returns those of the results.
+    """
+
+    @jax.custom_jvp
+    def identity(results: list[Any], *operands: Any) -> list[Any]:
+        return results
+
+    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        return identity(*primals), derivative(primals[1:], tangents[1:])
+
+    identity.defjvp(rule, symbolic_zeros=True)
+    return identity(results, *operands)
 
 
 # A product of half operands as a linear function of one of them, which comes in as float32. It is a
