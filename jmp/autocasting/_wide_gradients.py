@@ -34,17 +34,18 @@ def move(run: Bound, operands: Sequence[Any], stores: Dtypes, half: np.dtype) ->
       operands: the first is float32, or half already.
       stores: the dtypes of the results.
     """
-    array, *indices = operands
+
+    def forward(rounded: Any, _: Any, *indices: Any) -> list[Any]:
+        return cast_all(run([rounded, *indices]), stores)
 
     def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-        # XLA would make one scatter of a lookup's gradient and what is added to it, and gather
-        # that for it.
-        change = lax.optimization_barrier(cast(tangents[0], FLOAT32))
-        return cast_all(run([change, *primals[1:]]), stores)
+        # What is rounded outside changes as the array does. XLA would make one scatter of a
+        # lookup's gradient and what is added to it, and gather that for it.
+        change = lax.optimization_barrier(cast(tangents[1], FLOAT32))
+        return cast_all(run([change, *primals[2:]]), stores)
 
     # Rounded outside: one cast for the forward and the backward pass, and for a second derivative.
-    moved = run([lax.stop_gradient(cast(array, half)), *indices])
-    return _with_derivative(cast_all(moved, stores), derivative, operands)
+    return _with_derivative(forward, derivative)(cast(operands[0], half), *operands)
 
 
 def multiply(operands: Sequence[Any], params: Params, half: np.dtype) -> list[Any]:
@@ -55,7 +56,8 @@ def multiply(operands: Sequence[Any], params: Params, half: np.dtype) -> list[An
     """
     wide = [i for i, operand in enumerate(operands) if operand.dtype == FLOAT32]
 
-    halves = [cast(x, half) for x in operands]
+    def forward(left: Any, right: Any, *_: Any) -> list[Any]:
+        return [lax.dot_general_p.bind(left, right, **params)]
 
     def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
         changes = []
@@ -71,34 +73,38 @@ def multiply(operands: Sequence[Any], params: Params, half: np.dtype) -> list[An
                 changes.append(weight_product_p.bind(*factors, weight=position, **params))
         return [reduce(lax.add, changes)]
 
-    product = lax.dot_general_p.bind(*map(lax.stop_gradient, halves), **params)
-    return _with_derivative([product], derivative, [*halves, *(operands[i] for i in wide)])
+    halves = [cast(x, half) for x in operands]
+    return _with_derivative(forward, derivative)(*halves, *(operands[i] for i in wide))
 
 
 def _with_derivative(
-    results: list[Any],
+    forward: Callable[..., list[Any]],
     derivative: Callable[[Sequence[Any], Sequence[Any]], list[Any]],
-    operands: Sequence[Any],
-) -> list[Any]:
-    """Returns results that change with `operands` as `derivative` says.
+) -> Callable[..., list[Any]]:
+    """Returns `forward` with tangents that `derivative` computes, from operands and theirs.
 
-    They are computed outside the custom derivative, because it would hide them from the policy of a
-    `jax.checkpoint`: one that keeps products would keep none.
-
-    Args:
-      results: without a derivative of their own.
-      derivative: of operands and their tangents; returns those of the results.
+    Differentiated, it computes its results outside any custom derivative: inside, the policy of a
+    `jax.checkpoint` would not see them, and one that keeps products would keep none.
     """
 
     @jax.custom_jvp
-    def identity(results: list[Any], *operands: Any) -> list[Any]:
+    def undifferentiated(*operands: Any) -> list[Any]:
+        return forward(*operands)
+
+    @jax.custom_jvp
+    def computed(results: list[Any], *operands: Any) -> list[Any]:
         return results
 
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-        return identity(*primals), derivative(primals[1:], tangents[1:])
+        results = forward(*map(lax.stop_gradient, primals))
+        return computed(results, *primals), derivative(primals, tangents)
 
-    identity.defjvp(rule, symbolic_zeros=True)
-    return identity(results, *operands)
+    def rule_again(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        return computed(*primals), derivative(primals[1:], tangents[1:])
+
+    undifferentiated.defjvp(rule, symbolic_zeros=True)
+    computed.defjvp(rule_again, symbolic_zeros=True)
+    return undifferentiated
 
 
 # A product of half operands as a linear function of one of them, which comes in as float32. It is a
