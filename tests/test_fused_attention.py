@@ -372,6 +372,15 @@ def test_what_the_kernel_does_not_compute_stays_as_it_is_and_the_report_says_why
         assert reason in str(report(TWO_HEADS, K, V, *others)).replace("\n", " ")
 
 
+def test_an_attention_whose_operands_want_float32_gradients_is_left_as_it_is_and_says_so():
+    def attend(q, k, v):
+        return weigh(jax.nn.softmax(scores(q, k)), v)
+
+    fused, (reason,) = attentions(attend, TWO_HEADS, K, V, policy="mixed_float16,r=f32")
+    assert not fused
+    assert "gradients are to be float32" in reason
+
+
 def test_the_longer_axis_of_queries_is_their_position_where_no_mask_tells():
     def grouped(q, k, v):  # (batch, groups, heads of a group, positions, width)
         weights = jax.nn.softmax(jnp.einsum("bngtd,bnsd->bngts", q, k))

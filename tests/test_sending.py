@@ -11,6 +11,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp
+from jmp.autocasting import _planner
+from jmp.autocasting._flatten import flatten
 
 AUTO = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
 EXPLICIT = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Explicit,))
@@ -94,7 +96,8 @@ def test_whatever_sends_it(send):
     fun = in_shard_map(lambda w, x: loss(send(w), x))
     autocast = jmp.autocast(fun, "mixed_float16")
     assert dtypes_sent(autocast, W, X) == {"float16"}
-    assert relative_error(jax.grad(autocast)(W, X), jax.grad(fun)(W, X)) < 3e-3
+    gradient, true = (jax.jit(jax.grad(f))(W, X) for f in (autocast, fun))
+    assert relative_error(gradient, true) < 3e-3
 
 
 OTHERS = {
@@ -169,6 +172,33 @@ def test_a_table_on_a_mesh_is_rounded_before_the_lookup_and_its_gradient_adds_up
     assert lookups == [False, True]
 
 
+def test_a_constraint_on_a_parameter_that_was_not_placed_yet_sends_it_in_half():
+    sent = jmp.autocast(
+        lambda w, x: loss(lax.with_sharding_constraint(w, WHOLE), x), "mixed_float16"
+    )
+    equations = jax.make_jaxpr(sent)(W, X).jaxpr.eqns
+    (constraint,) = (e for e in equations if e.primitive.name == "sharding_constraint")
+    assert constraint.invars[0].aval.dtype == jnp.float16
+
+
+def test_what_the_user_asks_for_in_float32_is_sent_in_float32():
+    fun = in_shard_map(lambda w, x: loss(gather(w), x))
+    autocast = jmp.autocast(fun, "mixed_float16", full=["all_gather"])
+    assert dtypes_sent(autocast, W, X) == {"float32"}
+
+
+def test_a_function_inside_is_read_once_for_all_parameters(monkeypatch):
+    opened = []
+    monkeypatch.setattr(_planner, "flatten", lambda *a: opened.append(a) or flatten(*a))
+
+    def fun(ws, x):
+        ws = [lax.with_sharding_constraint(w, WHOLE) for w in ws]
+        return jax.checkpoint(lambda ws, x: sum(map(loss, ws, [x] * 4)))(ws, x)
+
+    jax.eval_shape(jmp.autocast(fun, "mixed_float16"), [W] * 4, X)
+    assert len(opened) == 2  # to find what may be sent, and to plan
+
+
 # reduce_dtype: gradients in float32.
 
 
@@ -231,6 +261,27 @@ def test_float32_gradients_inside_loops_and_remat(fun):
         jax.grad(jmp.autocast(lambda w, x: 2.0**20 * small(w, x), "mixed_float16,r=f32"))
     )
     assert relative_error(2.0**-20 * wide(W, X), true) < 3e-3
+
+
+POLICIES = {
+    "products": jax.checkpoint_policies.dots_saveable,
+    "what is gathered": lambda primitive, *_, **__: primitive is lax.all_gather_p,
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_the_policy_of_a_remat_sees_what_it_keeps_with_float32_reduction(policy):
+    def count(reduction):
+        remat = in_shard_map(jax.checkpoint(lambda w, x: loss(gather(w), x), policy=policy))
+        text = str(jax.make_jaxpr(jax.grad(jmp.autocast(remat, reduction), (0, 1)))(W, X))
+        return text.count("= dot_general["), text.count("= all_gather[")
+
+    assert count("mixed_float16,r=f32") == count("mixed_float16")
+
+
+def test_the_gradient_report_counts_activations_with_float32_reduction():
+    report = jmp.diagnostics.gradient_report(loss, "mixed_float16,r=f32")(W, X)
+    assert {row.role for row in report.rows} >= {"activation", "activation gradient"}
 
 
 def test_derivatives_forward_are_those_without_it():

@@ -14,6 +14,7 @@ from jmp.autocasting._flow import Facts
 from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._kinds import kind_of
 from jmp.autocasting._reasons import why_not_lowered
+from jmp.autocasting._registry import Category
 from jmp.autocasting._steps import Opened
 
 WHY_SENT = "products alone read it afterwards: rounded before it is sent"
@@ -38,8 +39,11 @@ def find_sent(
             or any(value.producer in found for value in node.inputs)
         ):
             continue
-        is_neutral = facts.dependent.isdisjoint(node.outputs)
-        if is_neutral and all(v.is_float32 and readers.are_products(v) for v in node.outputs):
+        # The user asks for float32 by `full=`.
+        may_be_half = node.rule.category is not Category.FULL
+        if not (may_be_half and facts.dependent.isdisjoint(node.outputs)):
+            continue
+        if all(v.is_float32 and readers.are_products(v) for v in node.outputs):
             found.add(node)
     return found
 
@@ -48,9 +52,12 @@ def sends(node: Node) -> bool:
     """Returns whether an equation sends an array between devices of one mesh.
 
     What only says that a mesh is read in another way (`auto_axes`) has operands of the other mesh,
-    which cannot be rounded where it stands.
+    which cannot be rounded where it stands. An operand of no mesh has not been placed yet.
     """
-    return node.rule.sends and _mesh(node.inputs[0]) == _mesh(node.outputs[0])
+    if not node.rule.sends:
+        return False
+    before, after = _mesh(node.inputs[0]), _mesh(node.outputs[0])
+    return bool(before.empty or before == after)
 
 
 def _mesh(value: Value) -> Any:
@@ -96,7 +103,8 @@ class _Readers(NamedTuple):
             return is_known and all(readers.are_products(v) for readers, v in inner)
         if user.name == "gather" and value is user.inputs[0]:  # rows go to a product
             return user in self.lookups
-        hands_on = user.rule.hands_on or user.rule.sends
+        is_full = user.rule.category is Category.FULL
+        hands_on = (user.rule.hands_on or user.rule.sends) and not is_full
         return hands_on and all(map(self.are_products, user.outputs))
 
     def _inside(self, user: Node, value: Value) -> Iterator[tuple["_Readers", Value]]:

@@ -34,21 +34,18 @@ def move(run: Bound, operands: Sequence[Any], stores: Dtypes, half: np.dtype) ->
       operands: the first is float32, or half already.
       stores: the dtypes of the results.
     """
-    array, *indices = operands  # what is rounded outside changes as the array does
 
-    @jax.custom_jvp
-    def forward(rounded: Any, array: Any, *indices: Any) -> list[Any]:
+    def forward(rounded: Any, _: Any, *indices: Any) -> list[Any]:
         return cast_all(run([rounded, *indices]), stores)
 
-    def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-        # XLA would make one scatter of a lookup's gradient and what is added to it, and gather
-        # that for it.
+    def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+        # What is rounded outside changes as the array does. XLA would make one scatter of a
+        # lookup's gradient and what is added to it, and gather that for it.
         change = lax.optimization_barrier(cast(tangents[1], FLOAT32))
-        return forward(*primals), cast_all(run([change, *primals[2:]]), stores)
+        return cast_all(run([change, *primals[2:]]), stores)
 
-    forward.defjvp(derivative)
     # Rounded outside: one cast for the forward and the backward pass, and for a second derivative.
-    return forward(cast(array, half), array, *indices)
+    return _with_derivative(forward, derivative)(cast(operands[0], half), *operands)
 
 
 def multiply(operands: Sequence[Any], params: Params, half: np.dtype) -> list[Any]:
@@ -59,11 +56,10 @@ def multiply(operands: Sequence[Any], params: Params, half: np.dtype) -> list[An
     """
     wide = [i for i, operand in enumerate(operands) if operand.dtype == FLOAT32]
 
-    @jax.custom_jvp
-    def forward(left: Any, right: Any, *wide: Any) -> Any:
-        return lax.dot_general_p.bind(left, right, **params)
+    def forward(left: Any, right: Any, *_: Any) -> list[Any]:
+        return [lax.dot_general_p.bind(left, right, **params)]
 
-    def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
         changes = []
         for position, change in zip((0, 1, *wide), tangents, strict=True):
             # What was rounded outside changes as the operand does, which comes in float32 too.
@@ -75,10 +71,40 @@ def multiply(operands: Sequence[Any], params: Params, half: np.dtype) -> list[An
                 changes.append(lax.dot_general_p.bind(*factors, **params))
             else:
                 changes.append(weight_product_p.bind(*factors, weight=position, **params))
-        return forward(*primals), reduce(lax.add, changes)
+        return [reduce(lax.add, changes)]
 
-    forward.defjvp(derivative, symbolic_zeros=True)
-    return [forward(*(cast(x, half) for x in operands), *(operands[i] for i in wide))]
+    halves = [cast(x, half) for x in operands]
+    return _with_derivative(forward, derivative)(*halves, *(operands[i] for i in wide))
+
+
+def _with_derivative(
+    forward: Callable[..., list[Any]],
+    derivative: Callable[[Sequence[Any], Sequence[Any]], list[Any]],
+) -> Callable[..., list[Any]]:
+    """Returns `forward` with tangents that `derivative` computes, from operands and theirs.
+
+    Differentiated, it computes its results outside any custom derivative: inside, the policy of a
+    `jax.checkpoint` would not see them, and one that keeps products would keep none.
+    """
+
+    @jax.custom_jvp
+    def undifferentiated(*operands: Any) -> list[Any]:
+        return forward(*operands)
+
+    @jax.custom_jvp
+    def computed(results: list[Any], *operands: Any) -> list[Any]:
+        return results
+
+    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        results = forward(*map(lax.stop_gradient, primals))
+        return computed(results, *primals), derivative(primals, tangents)
+
+    def rule_again(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        return computed(*primals), derivative(primals[1:], tangents[1:])
+
+    undifferentiated.defjvp(rule, symbolic_zeros=True)
+    computed.defjvp(rule_again, symbolic_zeros=True)
+    return undifferentiated
 
 
 # A product of half operands as a linear function of one of them, which comes in as float32. It is a

@@ -59,6 +59,8 @@ def _fused_step(
     scores, result = step_of[attention.scores], step_of[attention.result]
     if not (_is_half(scores) and _is_half(result)):
         raise NotFused("its first product is not computed in half")
+    if any(isinstance(step, Single) and step.rounds for step in (scores, result)):
+        raise NotFused("its operands' gradients are to be float32, and the kernel's are half")
     inside = {value for step in group for node in nodes_of(step) for value in node.outputs}
     form, biases, masks = _form(attention, facts)
     reads = [_read_of(attention.operands.query, scores), _read_of(attention.operands.key, scores)]
@@ -96,8 +98,7 @@ def _as_stored(value: Value) -> Read:
 
 
 def _is_half(step: Step) -> bool:
-    # The kernel's gradients are half: `rounds` says that a parameter's is to be float32.
-    return isinstance(step, Single) and step.arithmetic is Arithmetic.HALF and step.rounds is None
+    return isinstance(step, Single) and step.arithmetic is Arithmetic.HALF
 
 
 def _read_of(placed: Placed, step: Step) -> Read:
