@@ -284,6 +284,14 @@ def test_the_gradient_report_counts_activations_with_float32_reduction():
     assert {row.role for row in report.rows} >= {"activation", "activation gradient"}
 
 
+def test_the_second_derivative_of_a_loop_with_float32_reduction():
+    def derivative(fun):
+        return jax.jit(lambda w, x: jax.jvp(lambda w: jax.grad(fun)(w, x), (w,), (w,))[1])(W, X)
+
+    wide = derivative(jmp.autocast(scanned, "mixed_float16,r=f32"))
+    assert relative_error(wide, derivative(scanned)) < 5e-3
+
+
 def test_derivatives_forward_are_those_without_it():
     one, other = (
         jax.jvp(jmp.autocast(loss, policy), (W, X), (W, X))
