@@ -105,6 +105,10 @@ OTHERS = {
     "a norm's scale": lambda w, x: loss(w, x * w[:1]),
     "a result": lambda w, x: loss(w, x) + jnp.linalg.norm(w),
     "a product in full precision": lambda w, x: jmp.full_precision(loss)(w, x @ x.T @ x),
+    "a product whose algorithm is named": lambda w, x: jnp.dot(
+        x @ x.T @ x, w, precision=lax.DotAlgorithmPreset.F32_F32_F32
+    ).mean(),
+    "rows that no product reads": lambda w, x: loss(w, x) + w[jnp.arange(3)].sum(),
     "a product with precision": lambda w, x: jnp.dot(x @ x.T @ x, w, precision="highest").mean(),
     "the carry of a loop": lambda w, x: loss(lax.fori_loop(0, 2, lambda _, w: w * 2, w), x),
 }
@@ -182,9 +186,34 @@ def test_a_constraint_on_a_parameter_that_was_not_placed_yet_sends_it_in_half():
 
 
 def test_what_the_user_asks_for_in_float32_is_sent_in_float32():
-    fun = in_shard_map(lambda w, x: loss(gather(w), x))
-    autocast = jmp.autocast(fun, "mixed_float16", full=["all_gather"])
-    assert dtypes_sent(autocast, W, X) == {"float32"}
+    fun = in_shard_map(lambda w, x: loss(gather(w).T, x))
+    for name in ("all_gather", "transpose"):
+        autocast = jmp.autocast(fun, "mixed_float16", full=[name])
+        assert dtypes_sent(autocast, W, X) == {"float32"}
+
+
+def test_what_is_returned_too_is_sent_as_it_is():
+    def fun(w, x):
+        w = lax.with_sharding_constraint(w, WHOLE)
+        return loss(w, x), w
+
+    w = W + 2.0**-20  # which float16 does not hold
+    np.testing.assert_array_equal(jmp.autocast(fun, "mixed_float16")(w, X)[1], w)
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_float16,r=f32"])
+def test_rows_of_a_table_along_explicit_axes_are_looked_up_along_automatic_ones(policy):
+    def tied(table, tokens):
+        table = jax.sharding.reshard(table, P())
+        rows = table.at[tokens].get(out_sharding=P("d"))  # JAX reads the mesh as an automatic one
+        return jnp.mean(jnp.tanh(rows @ table.T) ** 2)
+
+    tokens = jnp.arange(24) % 16
+    with jax.set_mesh(EXPLICIT):
+        given = (jax.device_put(a, NamedSharding(EXPLICIT, P("d"))) for a in (W, tokens))
+        gradient = jax.jit(jax.grad(jmp.autocast(tied, policy)))(*given)
+    true = jax.grad(lambda w: jnp.mean(jnp.tanh(w[tokens] @ w.T) ** 2))(W)
+    assert relative_error(np.asarray(gradient), true) < 3e-3
 
 
 def test_a_function_inside_is_read_once_for_all_parameters(monkeypatch):
@@ -311,7 +340,8 @@ def test_a_convolution_keeps_half_gradients_and_one_warning_says_so():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         autocast(kernel, x[..., :4])
-        jmp.autocast(lambda x: fun(jnp.ones((2, 1, 3, 3)), x), "mixed_float16,r=f32")
+        fixed = lambda w, x: fun(jnp.ones((2, 1, 3, 3)), x @ w)  # no parameter of this convolution
+        jmp.autocast(fixed, "mixed_float16,r=f32")(jnp.ones((8, 8)), x)
 
 
 def test_a_rule_asks_for_float32_gradients_of_one_part():

@@ -92,8 +92,6 @@ class _Readers(NamedTuple):
         return bool(value.users) and not is_result and all(self._is(u, value) for u in value.users)
 
     def _is(self, user: Node, value: Value) -> bool:
-        if user.region.in_float32:
-            return False
         if user.is_product:
             return not why_not_lowered(user, self.half)
         if user.goes_inside:
