@@ -105,8 +105,8 @@ OTHERS = {
     "a norm's scale": lambda w, x: loss(w, x * w[:1]),
     "a result": lambda w, x: loss(w, x) + jnp.linalg.norm(w),
     "a product in full precision": lambda w, x: jmp.full_precision(loss)(w, x @ x.T @ x),
-    "a product whose algorithm is named": lambda w, x: jnp.dot(
-        x @ x.T @ x, w, precision=lax.DotAlgorithmPreset.F32_F32_F32
+    "a product of the user's dtypes": lambda w, x: lax.dot_general(
+        (x @ x.T @ x).astype(jnp.bfloat16), w, (([1], [0]), ([], [])), None, jnp.float32
     ).mean(),
     "rows that no product reads": lambda w, x: loss(w, x) + w[jnp.arange(3)].sum(),
     "a product with precision": lambda w, x: jnp.dot(x @ x.T @ x, w, precision="highest").mean(),
