@@ -162,6 +162,13 @@ def test_what_jit_captures_and_what_lies_in_host_memory_is_placed():
     assert jax.jit(O2.init)(in_host).inner_state.inner_state[0].mu["a"]["kernel"].shape == (8, 8)
 
 
+def test_one_parameter_on_a_mesh_is_enough_to_place_its_state_under_jit():
+    sharded = jax.device_put(jnp.ones((16, 8)), NamedSharding(make_mesh((8,)), P("x")))
+    tx = transforms.with_loss_scale(optax.adam(1e-3), jmp.NoOpLossScale())
+    state = jax.jit(tx.init)({"kernel": sharded, "bias": np.ones(8, np.float32)})
+    assert state.inner_state[0].mu["kernel"].sharding.spec == P("x")
+
+
 def test_flat_masters_and_their_moments_are_replicated():
     params = {"kernel": sharded(make_mesh())["a"]["kernel"]}
     tx = transforms.with_master_params(optax.adam(1e-3), flat_master=True)
