@@ -1,0 +1,289 @@
+"""`find_float32`: planted culprits are found, and nothing where there is none."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jmp import diagnostics
+from jmp.diagnostics._emulation import rounded
+from jmp.diagnostics._scope_search import rules_for, search
+from tests import models
+
+F16, BF16 = "mixed_float16", "mixed_bfloat16"
+WIDTH = 8
+
+
+@pytest.fixture
+def compiled():
+    """The programs that XLA is given within a test, a list that grows."""
+    found = []
+
+    def listen(name, seconds, **kwargs):
+        # What fetches an array that lies in parts is a program too.
+        is_fetch = "multi_slice" in kwargs.get("fun_name", "")
+        if name == "/jax/core/compile/backend_compile_duration" and not is_fetch:
+            found.append(kwargs)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield found
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+# Culprits, none of which can be seen before the program runs: what a layer does to w @ x.
+
+
+def harmless(w, x):
+    return jnp.tanh(x @ w)
+
+
+def overflows(w, x):
+    return jnp.tanh((x @ (2e5 * w)) / 2e5)  # beyond 65504 on the way
+
+
+def cancels(w, x):
+    return jnp.tanh((x + 100) @ w - 100 * w.sum(axis=0, keepdims=True))
+
+
+def underflows(w, x):
+    return jnp.tanh((x @ (w * 1e-7)) * 1e7)
+
+
+CULPRITS = (overflows, cancels, underflows)
+
+
+def network(layers):
+    """A loss of a stack of layers, each in a scope of its own, and its arguments."""
+
+    def loss(params, x):
+        for index, layer in enumerate(layers):
+            with jax.named_scope(f"layer_{index}"):
+                x = x + layer(params[index], x)
+        return jnp.mean(x**2)
+
+    generator = np.random.default_rng(0)
+    shape = (len(layers), WIDTH, WIDTH)
+    params = (generator.normal(size=shape) / WIDTH**0.5).astype(np.float32)
+    x = generator.uniform(0.5, 1.0, size=(4, WIDTH)).astype(np.float32)
+    return loss, params, x
+
+
+def paths_of(found):
+    return [path for path, policy in found.rules if policy == "float32"]
+
+
+@pytest.mark.parametrize(
+    ("count", "culprits"),
+    [
+        (1, {0: overflows}),
+        (2, {0: cancels, 1: overflows}),
+        (8, {1: overflows, 4: cancels, 6: underflows}),
+    ],
+    ids=["1 of 1", "2 of 2", "3 of 8"],
+)
+def test_planted_culprits_are_found_with_two_compilations(count, culprits, compiled):
+    loss, params, x = network([culprits.get(i, harmless) for i in range(count)])
+    found = diagnostics.find_float32(loss, F16, params, x, tolerance=0.005)
+    assert len(compiled) == 2
+    assert sorted(paths_of(found)) == sorted(f"layer_{i}" for i in culprits)
+    assert max(found.all_half) == np.inf
+    assert found.is_within
+    # What it says is what `compare` says of the rules as they are.
+    again = diagnostics.compare(loss, F16, rules=found.rules)(params, x)
+    errors = {row.kind: row.relative_error for row in again.by_module(0)}
+    assert errors["gradient"] == pytest.approx(found.gradient_error, rel=1e-3)
+    assert errors["gradient"] <= 0.005
+
+
+def test_where_there_is_no_culprit_no_rule_is_found(compiled):
+    loss, params, x = network([harmless] * 8)
+    found = diagnostics.find_float32(loss, F16, params, x, tolerance=0.005)
+    assert (found.rules, found.scopes, found.is_within) == ([], [], True)
+    assert 0 < found.gradient_error < 0.005
+    assert len(compiled) == 2
+    assert "no scope has to stay in float32" in str(found)
+
+
+def in_a_scan(culprits):
+    """The same with two layers a turn of a scan, and one behind it."""
+
+    def loss(params, x):
+        def turn(x, w):
+            for name in ("first", "second"):
+                with jax.named_scope(name):
+                    x = x + culprits.get(name, harmless)(w, x)
+            return x, None
+
+        with jax.named_scope("trunk"):
+            x, _ = jax.lax.scan(turn, x, params[:-1])
+        with jax.named_scope("head"):
+            return jnp.mean(culprits.get("head", harmless)(params[-1], x) ** 2)
+
+    _, params, x = network([harmless] * 4)
+    return loss, params, x
+
+
+@pytest.mark.parametrize(
+    ("culprits", "paths"),
+    [
+        ({"second": cancels}, ["trunk/second"]),
+        ({"first": overflows, "head": underflows}, ["head", "trunk/first"]),
+        ({}, []),
+    ],
+    ids=["one in the loop", "one in it, one behind it", "none"],
+)
+def test_in_a_loop(culprits, paths, compiled):
+    loss, params, x = in_a_scan(culprits)
+    found = diagnostics.find_float32(loss, F16, params, x, tolerance=0.005)
+    assert len(compiled) == 2
+    assert sorted(paths_of(found)) == paths
+    assert found.is_within
+
+
+# Programs of other sorts.
+
+
+def with_a_culprit_in(wrap):
+    """A loss whose culprit is called through `wrap(function)`, and its arguments."""
+
+    def loss(params, x):
+        with jax.named_scope("body"):
+            x = jnp.tanh(x @ params[0])
+
+        def culprit(w, x):
+            with jax.named_scope("culprit"):
+                return overflows(w, x)
+
+        return jnp.mean(wrap(culprit)(params[1], x) ** 2)
+
+    _, params, x = network([harmless] * 2)
+    return loss, params, x
+
+
+def in_a_branch(function):
+    return lambda w, x: jax.lax.cond(x.sum() > 1e9, harmless, function, w, x)
+
+
+def with_a_custom_derivative(function):
+    return lambda w, x: jax.nn.relu(function(w, jax.nn.silu(x)))
+
+
+def in_shard_map(function):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+    return jax.shard_map(
+        function, mesh=mesh, in_specs=(spec(), spec("data")), out_specs=spec("data")
+    )
+
+
+def under_vmap(function):
+    return jax.vmap(function, in_axes=(None, 0))
+
+
+def beside_a_while_loop(function):
+    def call(w, x):
+        turns = jax.lax.while_loop(lambda i: i < 3, lambda i: i + 1, 0)
+        return function(w, x) * turns
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        jax.checkpoint,
+        jax.jit,
+        in_a_branch,
+        with_a_custom_derivative,
+        in_shard_map,
+        under_vmap,
+        beside_a_while_loop,
+    ],
+)
+def test_a_culprit_is_found_inside(wrap, compiled):
+    loss, params, x = with_a_culprit_in(wrap)
+    found = diagnostics.find_float32(loss, F16, params, x, tolerance=0.005)
+    assert paths_of(found) == ["culprit"]
+    assert found.is_within
+    assert len(compiled) == 2
+
+
+def test_on_a_real_model_the_emulated_error_is_autocasts_and_rules_bring_it_down():
+    with jax.numpy_rank_promotion("allow"):
+        loss, params, batch = models.equinox_attention(batch=2, length=8, width=16)
+        as_it_is = diagnostics.find_float32(loss, BF16, params, *batch, tolerance=1.0)
+        found = diagnostics.find_float32(loss, BF16, params, *batch, tolerance=2e-3)
+    assert as_it_is.all_half == pytest.approx(
+        (as_it_is.loss_error, as_it_is.gradient_error), rel=0.05
+    )
+    assert as_it_is.gradient_error > 2e-3
+    assert found.is_within
+    assert 0 < sum(scope.in_float32 for scope in found.scopes) < len(found.scopes)
+
+
+# The search and its parts.
+
+
+@pytest.mark.parametrize("half", [jnp.float16, jnp.bfloat16])
+def test_rounding_without_a_cast_is_the_cast(half):
+    every = np.arange(2**16, dtype=np.uint16).view(np.float16).astype(np.float32)
+    every = every[~np.isnan(every)]
+    numbers = np.concatenate([every * (1 + delta) for delta in (-(2.0**-11), 0, 2.0**-12, 0.01)])
+    numbers = np.append(numbers, [65519.996, 65520, 1e9, 1e-40, 2.0**-25, 3 * 2.0**-26])
+    with np.errstate(over="ignore"):
+        expected = numbers.astype(np.float32).astype(half).astype(np.float32)
+    normal = np.abs(numbers) >= np.finfo(np.float32).smallest_normal  # XLA flushes others on a CPU
+    found = np.asarray(rounded(jnp.asarray(numbers, jnp.float32), np.dtype(half)))
+    np.testing.assert_array_equal(found[normal], expected[normal])
+
+
+@pytest.mark.parametrize("culprits", [{3}, {0, 7}, {1, 2, 6}, {0, 1, 2, 3, 4, 5, 6, 7}])
+def test_culprits_that_make_everything_infinite_are_found_by_asking_each_alone(culprits):
+    alone = [np.inf if i in culprits else 1e-4 for i in range(8)]
+    asked = []
+
+    def error(kept):
+        asked.append(kept)
+        return np.inf if culprits - kept else 1e-4
+
+    assert search(alone, error, 0.01) == culprits
+    assert len(asked) <= 1 + len(culprits)
+
+
+def test_errors_that_are_too_large_together_alone_take_the_worst_out_and_no_more():
+    sizes = [1.0, 3.0, 2.0, 5.0, 4.0]
+
+    def error(kept):
+        return sum(size for i, size in enumerate(sizes) if i not in kept)
+
+    assert search(sizes, error, 6.0) == {3, 4}
+    # The worst alone is not needed where another does all of the harm in company.
+    pair = lambda kept: 9.0 if not kept & {1, 2} else 0.5
+    assert len(search([0.9, 0.8, 0.7], pair, 1.0)) == 1
+
+
+STATES = [
+    {"net": True, "net/mlp": False, "net/mlp/out": True, "head": False},
+    {"mlp": True, "block/mlp": False, "block": False},
+    {"": True, "a": False, "a/b": True},
+    {"a/b": True, "b": False, "b/a": False, "a/b/a": False},
+    {"block[0]": True, "block0": False, "block*": False, "what?": True, "whats": False},
+    {"a": True, "a/a": False, "a/a/a": True},
+]
+
+
+@pytest.mark.parametrize("states", STATES, ids=lambda states: " ".join(states))
+def test_rules_name_the_scopes_that_were_found_and_no_others(states):
+    def loss(w, x):
+        for path in states:
+            with jax.named_scope(path) if path else contextlib.nullcontext():
+                x = x @ w
+        return x.sum()
+
+    w = jnp.ones((8, 8))
+    rules = rules_for(states, F16)
+    report = diagnostics.precision_report(loss, F16, rules=rules)(w, w)
+    found = {row.module: row.dtype_in == "float32" for row in report.rows if row.kind == "product"}
+    assert found == states
