@@ -200,7 +200,7 @@ def rounded(x: Any, half: np.dtype) -> Any:
     """Returns float32 numbers rounded to those of a half type, ties to even, as a cast does.
 
     >>> rounded(jnp.array([1 + 2.0**-11, 3e-8, 7e4]), np.dtype("float16"))
-    Array([1.000000e+00, 5.960464e-08,          inf], dtype=float32)
+    Array([1.0000000e+00, 5.9604645e-08,           inf], dtype=float32)
     """
     limits = jnp.finfo(half)
     near = lax.reduce_precision(x, limits.nexp, limits.nmant)
