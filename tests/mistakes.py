@@ -874,6 +874,10 @@ MISTAKES: dict[str, list[Mistake]] = {
                 "with jax.named_scope('head'): around each part",
             ),
             (
+                "diagnostics.find_float32(jmp.autocast(loss_fn, F16), F16, params, x)",
+                "Expected the function in float32: loss_fn",
+            ),
+            (
                 "diagnostics.find_float32(loss_fn, 'float32', params, x)",
                 "Ask with 'mixed_float16' or",
             ),

@@ -1,6 +1,7 @@
 """`find_float32`: planted culprits are found, and nothing where there is none."""
 
 import contextlib
+import json
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 
 from jmp import diagnostics
 from jmp.diagnostics._emulation import rounded
-from jmp.diagnostics._scope_search import rules_for, search
+from jmp.diagnostics._scope_search import grouped, rules_for, search
 from tests import models
 
 F16, BF16 = "mixed_float16", "mixed_bfloat16"
@@ -287,3 +288,96 @@ def test_rules_name_the_scopes_that_were_found_and_no_others(states):
     report = diagnostics.precision_report(loss, F16, rules=rules)(w, w)
     found = {row.module: row.dtype_in == "float32" for row in report.rows if row.kind == "product"}
     assert found == states
+
+
+# What it is asked with.
+
+
+def test_a_loss_scale_spares_scopes_whose_gradients_underflow_without_it():
+    loss, params, x = network([harmless, overflows])
+    tiny = lambda params, x: 1e-9 * loss(params, x)
+    without = diagnostics.find_float32(tiny, F16, params, x)
+    scaled = diagnostics.find_float32(tiny, F16, params, x, scale=2.0**24)
+    assert sorted(paths_of(without)) == ["layer_0", "layer_1"]
+    assert paths_of(scaled) == ["layer_1"]
+    assert scaled.is_within
+
+
+def test_options_of_autocast_hold_and_rules_that_were_given_come_first():
+    loss, params, x = network([harmless, overflows, overflows])
+
+    def loss_and_aux(params, x):
+        return loss(params, x), x
+
+    given = [("layer_2", "float32")]
+    options = {"rules": given, "apply_to": ["x"], "has_aux": True, "argnums": (0, 1)}
+    found = diagnostics.find_float32(loss_and_aux, F16, params, x, **options)
+    assert found.rules == [*given, ("layer_1", "float32")]
+    assert found.is_within
+    assert "layer_2" not in [scope.path for scope in found.scopes]
+
+
+def test_what_stands_in_no_scope_is_named_by_the_empty_path():
+    def loss(params, x):
+        with jax.named_scope("body"):
+            x = harmless(params[0], x)
+        return jnp.mean(overflows(params[1], x) ** 2)
+
+    _, params, x = network([harmless] * 2)
+    found = diagnostics.find_float32(loss, F16, params, x)
+    assert found.rules == [("", "float32")]
+    assert found.is_within
+    assert "what stands in no scope alone" in str(found)
+
+
+def test_inner_scopes_stay_in_half_where_the_one_around_them_is_float32():
+    def loss(params, x):
+        with jax.named_scope("block"):
+            with jax.named_scope("inner"):
+                x = harmless(params[0], x)
+            return jnp.mean(overflows(params[1], x) ** 2)
+
+    _, params, x = network([harmless] * 2)
+    found = diagnostics.find_float32(loss, F16, params, x)
+    assert found.rules == [("block/inner", F16), ("block", "float32")]
+    assert found.is_within
+
+
+def test_parameters_in_parts_on_a_mesh_make_no_third_program(compiled):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "data"))
+    loss, params, x = network([harmless, overflows])
+    found = diagnostics.find_float32(loss, F16, jax.device_put(params, sharding), x)
+    assert paths_of(found) == ["layer_1"]
+    assert len(compiled) == 2
+
+
+def test_a_loss_that_is_nan_in_float32_is_refused():
+    loss, params, x = network([harmless])
+    for spoilt, words in (
+        (lambda params, x: loss(params, x) * jnp.nan, "the loss and 1 more"),
+        (lambda params, x: loss(params, x) + jnp.sqrt(0 * params[0, 0, 0]), "the gradient of the "),
+    ):
+        with pytest.raises(ValueError, match=words):
+            diagnostics.find_float32(spoilt, F16, params, x)
+
+
+def test_a_result_is_short_and_its_data_are_json():
+    loss, params, x = network([overflows if i == 3 else harmless for i in range(12)])
+    found = diagnostics.find_float32(loss, F16, params, x)
+    text = str(found)
+    assert "1 of 12 scopes must stay in float32" in text
+    assert "rules=[\n    ('layer_3', 'float32'),\n]" in text
+    assert len(text.splitlines()) < 20
+    data = json.loads(json.dumps(found.to_dict()))
+    assert data["rules"] == [["layer_3", "float32"]]
+    assert (data["is_within"], len(data["scopes"])) == (True, 12)
+    assert data["scopes"][0] == vars(found.scopes[0])
+
+
+def test_many_scopes_are_asked_about_in_groups():
+    paths = [f"net/block_{i}/{name}" for i in range(100) for name in ("a", "b", "c")]
+    found = grouped([*paths, "net", ""])
+    assert len(set(found.values())) == 102
+    assert found["net/block_7/a"] == found["net/block_7/c"] == "net/block_7"
+    assert (found["net"], found[""]) == ("net", "")

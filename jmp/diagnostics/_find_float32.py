@@ -8,6 +8,7 @@ second compilation.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -193,7 +194,12 @@ def find_float32(
             f"find_float32 got scale={described(scale)}; expected a loss scale, above zero."
         )
     scaled = scaled_loss(loss_fn, StaticLossScale(1.0), has_aux)
-    loss: Callable[..., Any] = lambda *args: scaled(*args)[1][0]
+
+    @functools.wraps(loss_fn)  # options name its arguments, warnings name it
+    def loss(*args: Any) -> Any:
+        _, (value, _) = scaled(*args)
+        return value
+
     args = jax.tree.map(on_device, cast_to_at_least_float32(args))
     with jax.default_matmul_precision("highest"):
         program = FlaggedProgram(loss, policy, args, argnums, scale, options)

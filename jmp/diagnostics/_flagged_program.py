@@ -64,6 +64,12 @@ class FlaggedProgram:
         self._constants = _jax_compat.open_jaxpr(traced.closed)[1]
         self._groups = grouped(self._paths())
         self.scopes = list(dict.fromkeys(self._groups.values()))
+        if not self.scopes:
+            raise ValueError(
+                "find_float32 got a function in which autocast puts nothing in half: it has no "
+                "product, or an autocast inside, as an adapter's, has decided already. Expected "
+                "the function in float32: loss_fn, and not jmp.autocast(loss_fn, policy)."
+            )
         if self.scopes == [""]:
             raise ValueError(
                 "find_float32 got a function that opens no name scopes, so that no rule can name a "
