@@ -878,6 +878,10 @@ MISTAKES: dict[str, list[Mistake]] = {
                 "Expected the function in float32: loss_fn",
             ),
             (
+                "diagnostics.find_float32(model_loss, F16, nnx_model, x, rules=[('a', 'float32')])",
+                "expected none: it asks about all modules",
+            ),
+            (
                 "diagnostics.find_float32(loss_fn, 'float32', params, x)",
                 "Ask with 'mixed_float16' or",
             ),

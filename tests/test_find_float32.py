@@ -1,14 +1,17 @@
 """`find_float32`: planted culprits are found, and nothing where there is none."""
 
 import contextlib
+import dataclasses
 import json
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from jmp import diagnostics
+from jmp import adapters, diagnostics
 from jmp.diagnostics._emulation import rounded
 from jmp.diagnostics._scope_search import grouped, rules_for, search
 from tests import models
@@ -224,6 +227,72 @@ def test_on_a_real_model_the_emulated_error_is_autocasts_and_rules_bring_it_down
     assert 0 < sum(scope.in_float32 for scope in found.scopes) < len(found.scopes)
 
 
+class NnxBlock(nnx.Module):
+    def __init__(self, factor):
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+        self.factor = factor
+
+    def __call__(self, x):
+        kernel = self.factor * self.linear.kernel[...]
+        return self.linear(x) + jnp.tanh((x @ kernel) / self.factor)
+
+
+class NnxModel(nnx.Module):
+    def __init__(self):
+        self.blocks = nnx.List([NnxBlock(1.0), NnxBlock(2e5)])
+        self.norm = nnx.BatchNorm(WIDTH, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+
+class EquinoxBlock(eqx.Module):
+    linear: eqx.nn.Linear
+    factor: float
+
+    def __call__(self, x):
+        kernel = self.factor * self.linear.weight
+        return self.linear(x) + jnp.tanh((x @ kernel) / self.factor)
+
+
+class EquinoxModel(eqx.Module):
+    blocks: list[EquinoxBlock]
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def nnx_case():
+    return NnxModel(), lambda model, x: jnp.mean(model(x) ** 2), adapters.nnx
+
+
+def equinox_case():
+    linear = eqx.nn.Linear(WIDTH, WIDTH, key=jax.random.key(0))
+    model = EquinoxModel([EquinoxBlock(linear, 1.0), EquinoxBlock(linear, 2e5)])
+    return model, lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2), adapters.equinox
+
+
+@pytest.mark.parametrize("case", [nnx_case, equinox_case])
+def test_modules_that_open_no_scopes_are_named_as_their_adapters_rules_name_them(case, compiled):
+    with jax.numpy_rank_promotion("allow"):
+        model, loss, adapter = case()
+        x = jnp.linspace(-1, 1, 4 * WIDTH).reshape(4, WIDTH)
+        before = jax.tree.leaves(model)
+        del compiled[:]
+        found = diagnostics.find_float32(loss, F16, model, x)
+        assert len(compiled) == 2
+        assert found.rules == [("blocks/1/linear", F16), ("blocks/1", "float32")]
+        assert found.is_within
+        assert all(a is b for a, b in zip(jax.tree.leaves(model), before, strict=True))
+        lowered = adapter.autocast(loss, F16, rules=found.rules)
+        products = str(jax.make_jaxpr(lowered)(model, x)).count("preferred_element_type=float16")
+    assert products == 3  # both layers, and the block that is no culprit
+
+
 # The search and its parts.
 
 
@@ -327,7 +396,7 @@ def test_what_stands_in_no_scope_is_named_by_the_empty_path():
     found = diagnostics.find_float32(loss, F16, params, x)
     assert found.rules == [("", "float32")]
     assert found.is_within
-    assert "what stands in no scope alone" in str(found)
+    assert "what is in no scope alone" in str(found)
 
 
 def test_inner_scopes_stay_in_half_where_the_one_around_them_is_float32():
@@ -363,16 +432,17 @@ def test_a_loss_that_is_nan_in_float32_is_refused():
 
 
 def test_a_result_is_short_and_its_data_are_json():
-    loss, params, x = network([overflows if i == 3 else harmless for i in range(12)])
+    loss, params, x = network([harmless, overflows])
     found = diagnostics.find_float32(loss, F16, params, x)
-    text = str(found)
-    assert "1 of 12 scopes must stay in float32" in text
-    assert "rules=[\n    ('layer_3', 'float32'),\n]" in text
-    assert len(text.splitlines()) < 20
+    assert "1 of 2 scopes must stay in float32" in str(found)
+    assert "rules=[\n    ('layer_1', 'float32'),\n]" in str(found)
     data = json.loads(json.dumps(found.to_dict()))
-    assert data["rules"] == [["layer_3", "float32"]]
-    assert (data["is_within"], len(data["scopes"])) == (True, 12)
-    assert data["scopes"][0] == vars(found.scopes[0])
+    assert data["rules"] == [["layer_1", "float32"]]
+    assert data["is_within"] is True
+    assert data["scopes"] == list(map(vars, found.scopes))
+    culprit, other = found.scopes
+    many = dataclasses.replace(found, scopes=[culprit, *[other] * 200])
+    assert len(str(many).splitlines()) < 20
 
 
 def test_many_scopes_are_asked_about_in_groups():

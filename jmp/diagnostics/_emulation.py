@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 
 from jmp import _jax_compat
+from jmp.adapters._module_scopes import MODULE, modules_path
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import kind_of
 from jmp.autocasting._precision import with_default
@@ -185,10 +186,13 @@ class _Level:
 def scope_of(node: Node) -> str:
     """Returns the path of an operation's name scopes, without those that `jnp.einsum` opens.
 
-    An einsum is no module: what stands in it belongs to the scope around it.
+    An einsum is no module: what stands in it belongs to the scope around it. Inside a module whose
+    scope `ModuleScopes` opened it is the name of that scope alone.
     """
-    path = module_path(node.scope)
-    names = path.split("/")
+    path = modules_path(_jax_compat.scope_names(node.scope))
+    if path is not None:
+        return MODULE + path
+    names = module_path(node.scope).split("/")
     spelled = next((i for i, name in enumerate(names) if "->" in name), len(names))
     return "/".join(names[:spelled])
 

@@ -19,10 +19,11 @@ import numpy as np
 
 from jmp._calls import check_function
 from jmp._describe import described, listed
-from jmp.autocasting._autocast import AllOptions, autocast
+from jmp.autocasting._autocast import AllOptions
 from jmp.diagnostics._comparison import Comparison, comparison_of, run
 from jmp.diagnostics._flagged_program import Errors, FlaggedProgram, on_device
 from jmp.diagnostics._scope_search import rules_for, search
+from jmp.diagnostics._scoped_modules import scoped
 from jmp.diagnostics._tables import table
 from jmp.dtypes import is_half
 from jmp.loss_scaling import StaticLossScale
@@ -40,8 +41,8 @@ class ScopeAlone:
     """The error of the program in which one scope rounds to half and everything else is float32.
 
     Attributes:
-      path: names of scopes joined by slashes; "" for what stands in no scope. What is inside a
-        scope of its own does not count.
+      path: names of scopes, or of modules, joined by slashes; "" for what is in none. What is
+        inside a scope of its own does not count.
       loss_error, gradient_error: relative, see `find_float32`; infinite where not finite.
       in_float32: whether the rules that were found keep it in float32.
     """
@@ -131,7 +132,7 @@ class Float32Scopes:
         return "\n".join(lines)
 
 
-NOWHERE = "what stands in no scope"
+NOWHERE = "what is in no scope"
 
 
 def find_float32(
@@ -151,9 +152,11 @@ def find_float32(
     are within the tolerance. All of these are one compiled program. At last autocast's own program
     with the rules found is compiled, run, and compared with float32.
 
-    Modules of Flax linen and Haiku open scopes, and so do some of Equinox; for others write
-    `with jax.named_scope("head"):` around a part of the model. A scope stands for the operations in
-    it that are in no scope inside; above 256 scopes the inner ones count with those around them.
+    Modules of Flax linen and Haiku open scopes; elsewhere write `with jax.named_scope("head"):`
+    around a part of the model. Where modules of nnx or Equinox are among `args`, they are the
+    scopes, by the paths that rules of `nnx.autocast` and `equinox.autocast` name. A scope stands
+    for the operations in it that are in no scope inside; above 256 scopes the inner ones count with
+    those around them.
 
     Args:
       loss_fn: as for `jmp.autocast`, returning a real floating scalar, or `(loss, aux)` with
@@ -169,14 +172,15 @@ def find_float32(
         gradients underflow, and scopes are found for that.
       options: those of `jmp.autocast`; `rules` that it has already stay, in front.
 
-    Returns: a `Float32Scopes`, whose `rules` are ready for `autocast(loss_fn, policy, rules=...)`.
+    Returns: a `Float32Scopes`, whose `rules` are ready for `autocast(loss_fn, policy, rules=...)`:
+      that of `jmp`, or of the adapter whose modules are among `args`.
 
     Raises:
       TypeError: `loss_fn` is no function, or returns no scalar; a policy, a tolerance or an option
         of the wrong kind; arguments that hold no numbers.
       ValueError: a policy that computes in float32; a tolerance or a scale that is not positive; no
-        floating array to differentiate; no scope in the program; a loss or gradient that is not
-        finite in float32.
+        floating array to differentiate; no scope in the program, or nothing in half; rules beside
+        modules of nnx or Equinox; a loss or gradient that is not finite in float32.
 
     >>> def loss(w, x):
     ...     with jax.named_scope("body"):
@@ -201,8 +205,23 @@ def find_float32(
         return value
 
     args = jax.tree.map(on_device, cast_to_at_least_float32(args))
+    given = tuple(options.pop("rules", ()))
+    with_scopes, lower, framework = scoped(loss, args)
+    if framework and given:
+        raise ValueError(
+            f"find_float32 got rules= and modules of {framework}, whose paths they name; expected "
+            "none: it asks about all modules."
+        )
     with jax.default_matmul_precision("highest"):
-        program = FlaggedProgram(loss, policy, args, argnums, scale, options)
+        program = FlaggedProgram(
+            with_scopes,
+            policy,
+            args,
+            argnums,
+            scale,
+            {**options, "rules": given},
+            of_modules=framework is not None,
+        )
         all_half = program.errors(range(len(program.scopes)))
         kept: frozenset[int] = frozenset()
         alone: list[Errors] = []
@@ -211,10 +230,10 @@ def find_float32(
             alone = [program.errors([i], is_alone=True) for i in every]
             error = lambda kept: max(program.errors(set(every) - kept))
             kept = search(list(map(max, alone)), error, tolerance)
-    given = tuple(options.pop("rules", ()))
     half = policy if isinstance(policy, str) else str(policy)
-    rules = [*given, *rules_for({s: i in kept for i, s in enumerate(program.scopes)}, half)]
-    lowered = autocast(loss, policy, rules=rules, **options)
+    states = {scope: i in kept for i, scope in enumerate(program.scopes)}
+    rules = [*given, *rules_for(states, half, anywhere=framework is None)]
+    lowered = lower(loss, policy, rules=rules, **options)
     measured = run(lowered, (args, {}), argnums, scale)
     scopes = [ScopeAlone(program.scopes[i], *errors, i in kept) for i, errors in enumerate(alone)]
     scopes.sort(key=lambda scope: -max(scope.loss_error, scope.gradient_error))

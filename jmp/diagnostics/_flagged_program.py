@@ -12,6 +12,7 @@ import numpy as np
 from jmp import _jax_compat
 from jmp._calls import ArrayCall, vjp_at
 from jmp._describe import described
+from jmp.adapters._module_scopes import MODULE
 from jmp.autocasting._autocast import make_program
 from jmp.autocasting._operations import NoHalfProductWarning
 from jmp.diagnostics._emulation import Site, run_emulated
@@ -39,6 +40,7 @@ class FlaggedProgram:
         argnums: int | Sequence[int],
         scale: float,
         options: dict[str, Any],
+        of_modules: bool = False,
     ) -> None:
         program = make_program(loss, policy, **options)
         if program is None:
@@ -62,7 +64,9 @@ class FlaggedProgram:
             traced = program.trace(tuple(args), {})
         self._plan, self._positions, self._scale = traced.plan, list(paths), scale
         self._constants = _jax_compat.open_jaxpr(traced.closed)[1]
-        self._groups = grouped(self._paths())
+        named = {path: _named(path, of_modules) for path in self._paths()}
+        groups = grouped(named.values())
+        self._groups = {path: groups[name] for path, name in named.items()}
         self.scopes = list(dict.fromkeys(self._groups.values()))
         if not self.scopes:
             raise ValueError(
@@ -70,11 +74,12 @@ class FlaggedProgram:
                 "product, or an autocast inside, as an adapter's, has decided already. Expected "
                 "the function in float32: loss_fn, and not jmp.autocast(loss_fn, policy)."
             )
-        if self.scopes == [""]:
+        if self.scopes == [""] and not of_modules:
             raise ValueError(
                 "find_float32 got a function that opens no name scopes, so that no rule can name a "
-                "part of it. Modules of Flax linen and Haiku open them; elsewhere write with "
-                "jax.named_scope('head'): around each part, such as the call of a layer."
+                "part of it. Modules of Flax linen and Haiku open them, and so do those of nnx and "
+                "Equinox that are arguments of it; elsewhere write with jax.named_scope('head'): "
+                "around each part, such as the call of a layer."
             )
         # A gradient stays where its parameter lies. A reference that lay elsewhere than the zeros
         # of the first call would make another program.
@@ -149,6 +154,13 @@ class FlaggedProgram:
                 _norm(expected_gradients),
             ),
         )
+
+
+def _named(path: str, of_modules: bool) -> str:
+    """Returns what a rule calls a scope: where it calls modules, "" for what is in none."""
+    if not of_modules:
+        return path
+    return path.removeprefix(MODULE) if path.startswith(MODULE) else ""
 
 
 def _kept(array: Any) -> Any:

@@ -60,16 +60,20 @@ def grouped(paths: Iterable[str], limit: int = LIMIT) -> dict[str, str]:
     return {}
 
 
-def rules_for(in_float32: Mapping[str, bool], half: str) -> list[tuple[str, str]]:
+def rules_for(
+    in_float32: Mapping[str, bool], half: str, anywhere: bool = True
+) -> list[tuple[str, str]]:
     """Returns rules by which autocast keeps these scopes in float32 and those in half.
 
-    A rule holds for all that is inside its scope, and matches from any name of a path on. So an
+    A rule holds for all that is inside its scope, and may match from any name of a path on. So an
     inner scope in half, and another of the same name elsewhere, are named in rules of their own;
     longer paths come first, because the first rule that matches wins.
 
     Args:
       in_float32: for each path of scopes with operations of their own whether it is float32.
       half: the policy of the others.
+      anywhere: rules match from any name of a path on, as autocast's; else from the first alone, as
+        those of adapters.
 
     >>> rules_for({"net": True, "net/mlp": False, "head": True}, "mixed_float16")
     [('net/mlp', 'mixed_float16'), ('head', 'float32'), ('net', 'float32')]
@@ -78,15 +82,17 @@ def rules_for(in_float32: Mapping[str, bool], half: str) -> list[tuple[str, str]
     for path in sorted(in_float32, key=lambda path: (path.count("/"), path)):
         names = path.split("/")
         longest_first = sorted(found, key=lambda rule: -len(rule[0]))
-        held = next((keeps for part, keeps in longest_first if _stands_in(part, names)), False)
+        held = next(
+            (keeps for part, keeps in longest_first if _matches(part, names, anywhere)), False
+        )
         if held != in_float32[path]:
             found.append((names, in_float32[path]))
     found.sort(key=lambda rule: -len(rule[0]))
     return [(_escaped("/".join(names)), "float32" if keeps else half) for names, keeps in found]
 
 
-def _stands_in(part: list[str], names: list[str]) -> bool:
-    starts = range(len(names) - len(part) + 1)
+def _matches(part: list[str], names: list[str], anywhere: bool) -> bool:
+    starts = range(len(names) - len(part) + 1) if anywhere else [0]
     return any(names[start : start + len(part)] == part for start in starts)
 
 
