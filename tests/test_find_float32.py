@@ -399,6 +399,20 @@ def test_what_stands_in_no_scope_is_named_by_the_empty_path():
     assert "what is in no scope alone" in str(found)
 
 
+def test_a_loop_in_what_must_be_float32_is_float32():
+    def loss(params, x):
+        def turn(x, w):
+            with jax.named_scope("inner"):
+                return harmless(w, x), None
+
+        return jnp.mean(overflows(params[0], jax.lax.scan(turn, x, params)[0]) ** 2)
+
+    _, params, x = network([harmless] * 2)
+    found = diagnostics.find_float32(loss, F16, params, x)
+    assert found.rules == [("", "float32")]
+    assert found.gradient_error < 1e-6
+
+
 def test_inner_scopes_stay_in_half_where_the_one_around_them_is_float32():
     def loss(params, x):
         with jax.named_scope("block"):

@@ -10,7 +10,7 @@ second compilation.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -205,7 +205,8 @@ def find_float32(
         return value
 
     args = jax.tree.map(on_device, cast_to_at_least_float32(args))
-    given = tuple(options.pop("rules", ()))
+    given = options.pop("rules", ())
+    given = tuple(given) if isinstance(given, Iterator) else given  # read more than once
     with_scopes, lower, framework = scoped(loss, args)
     if framework and given:
         raise ValueError(
