@@ -790,6 +790,28 @@ MISTAKES: dict[str, list[Mistake]] = {
                 "diagnostics.find_nonfinite(loss_fn)(params, jax.ShapeDtypeStruct((2, 2), 'f4'))",
                 "expected the arrays of the step that failed",
             ),
+            (
+                "diagnostics.find_float32(loss_fn(params, x), F16, params, x)",
+                "expected a function: find_float32(loss_fn, policy, *args",
+            ),
+            (
+                "diagnostics.find_float32(loss_fn, params, x)",
+                "expected find_float32(loss_fn, policy, *args",
+            ),
+            ("diagnostics.find_float32(loss_fn, F16)(params, x)", "expected them in the same call"),
+            (
+                "diagnostics.find_float32(loss_fn, F16, params, x=x)",
+                "the arguments of the loss by position",
+            ),
+            (
+                "diagnostics.find_float32(loss_fn, F16, params, x, tolerance='1%')",
+                "expected a relative error, such as 0.01",
+            ),
+            ("diagnostics.find_float32(pair_fn, F16, params, x)", "pass has_aux=True"),
+            (
+                "diagnostics.find_float32(loss_fn, F16, params, jax.ShapeDtypeStruct((2,), 'f4'))",
+                "outside of jax.jit",
+            ),
             ("diagnostics.precision_report(params, F16)", "precision_report(fun, policy)(*args)"),
             (
                 "diagnostics.precision_report(loss_fn, F16, params, x)",
@@ -847,6 +869,38 @@ MISTAKES: dict[str, list[Mistake]] = {
         ),
         *_rows(
             ValueError,
+            (
+                "diagnostics.find_float32(loss_fn, F16, params, x)",
+                "with jax.named_scope('head'): around each part",
+            ),
+            (
+                "diagnostics.find_float32(jmp.autocast(loss_fn, F16), F16, params, x)",
+                "Expected the function in float32: loss_fn",
+            ),
+            (
+                "diagnostics.find_float32(model_loss, F16, nnx_model, x, rules=[('a', 'float32')])",
+                "expected none: it asks about all modules",
+            ),
+            (
+                "diagnostics.find_float32(loss_fn, 'float32', params, x)",
+                "Ask with 'mixed_float16' or",
+            ),
+            (
+                "diagnostics.find_float32(loss_fn, F16, params, x, tolerance=0)",
+                "a relative error, above zero",
+            ),
+            (
+                "diagnostics.find_float32(loss_fn, F16, params, x, scale=0.0)",
+                "expected a loss scale, above zero",
+            ),
+            (
+                "diagnostics.find_float32(loss_fn, F16, params, x, argnums=2)",
+                "numbers of its 2 args",
+            ),
+            (
+                "diagnostics.find_float32(loss_fn, F16, params, 3, argnums=1)",
+                "expected the parameters",
+            ),
             ("diagnostics.precision_report(loss_fn, 'float32')", "Ask with 'mixed_float16' or"),
             ("diagnostics.precision_report(loss_fn, 'fp16')", "Did you mean 'mixed_float16'"),
             ("diagnostics.gradient_report(loss_fn, scale=1000)", "expected a power of two between"),

@@ -82,7 +82,11 @@ def autocast(
         return functools.partial(autocast, policy=policy, rules=rules, **options)
     check_function(fun, "autocast", "autocast(loss_fn, policy)(model, *args)")
     refuse_other_models(fun, "autocast", "the function", "equinox", "a function of Equinox modules")
-    modules = ModulePolicies(policy, rules, options)
+    return lift(fun, ModulePolicies(policy, rules, options))
+
+
+def lift(fun: Callable[P, R], modules: ModulePolicies) -> Callable[P, R]:
+    """Returns `fun` under autocast, each module among its arguments computing by its policy."""
 
     @functools.wraps(fun)
     def in_float32(*args: Any, **kwargs: Any) -> Any:

@@ -23,6 +23,7 @@ from jmp.policy import Policy, get_policy
 from jmp.trees import PyTree, cast_floating, cast_to_at_least_float32, is_complex, path_string
 
 Given = tuple[tuple[Any, ...], dict[str, Any]]  # positional arguments, and those by name
+Results = dict[tuple[str, str], jax.Array]  # by kind, "result" or "gradient", and path
 
 
 def compare(
@@ -86,22 +87,34 @@ def compare(
 
     def measure(*args: Any, **kwargs: Any) -> Comparison:
         given = args, kwargs
-        found = _run(lowered, given, argnums, scale)
+        found = run(lowered, given, argnums, scale)
         if reference == "float64":
             with jax.enable_x64(True):
                 expected = _run_in_float64(fun, given, argnums)
         else:
             with jax.default_matmul_precision("highest"):
-                expected = _run(fun, cast_to_at_least_float32(given), argnums, 1.0)
-        divisors = {"result": 1.0, "gradient": float(scale)}
-        rows = [
-            difference(*key, np.asarray(found[key]), np.asarray(expected[key]), divisors[key[0]])
-            for key in expected
-            if not jnp.issubdtype(expected[key].dtype, jax.dtypes.extended)  # keys
-        ]
-        return Comparison(str(get_policy(policy)), reference, float(scale), rows)
+                expected = run(fun, cast_to_at_least_float32(given), argnums, 1.0)
+        return comparison_of(policy, reference, scale, found, expected)
 
     return measure
+
+
+def comparison_of(
+    policy: str | Policy, reference: str, scale: float, found: Results, expected: Results
+) -> "Comparison":
+    """Returns what `compare` does, of results and gradients that were computed already.
+
+    Args:
+      found: the policy's, whose gradients are multiplied by `scale`.
+      expected: the reference's.
+    """
+    divisors = {"result": 1.0, "gradient": float(scale)}
+    rows = [
+        difference(*key, np.asarray(found[key]), np.asarray(expected[key]), divisors[key[0]])
+        for key in expected
+        if not jnp.issubdtype(expected[key].dtype, jax.dtypes.extended)  # keys
+    ]
+    return Comparison(str(get_policy(policy)), reference, float(scale), rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,16 +199,14 @@ def _weight(error: float) -> float:
     return math.inf if math.isnan(error) else error
 
 
-def _run_in_float64(
-    fun: Callable[..., Any], given: Given, argnums: int | Sequence[int]
-) -> dict[tuple[str, str], jax.Array]:
-    """Returns what `_run` does, in float64; x64 is enabled."""
+def _run_in_float64(fun: Callable[..., Any], given: Given, argnums: int | Sequence[int]) -> Results:
+    """Returns what `run` does, in float64; x64 is enabled."""
     wide = cast_floating(given, "float64")
     wide = jax.tree.map(lambda x: x.astype(np.complex128) if is_complex(x) else x, wide)
     call = ArrayCall(fun, *wide)
     try:
         _check_float64(jax.make_jaxpr(call)(*call.arrays))
-        return _run(fun, wide, argnums, 1.0)
+        return run(fun, wide, argnums, 1.0)
     except TypeError as error:
         error.add_note(
             "This came from compare's run in float64, where fun must take float64 arguments: a "
@@ -228,9 +239,9 @@ def _check_float64(jaxpr: Any) -> None:
         )
 
 
-def _run(
+def run(
     fun: Callable[..., Any], given: Given, argnums: int | Sequence[int], scale: float
-) -> dict[tuple[str, str], jax.Array]:
+) -> Results:
     """Returns results and gradients, by kind and path, from one compiled program."""
     call = ArrayCall(fun, *given)
     paths = {

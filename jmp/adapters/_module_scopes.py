@@ -1,0 +1,51 @@
+"""Name scopes for the modules of a framework that opens none: nnx, and Equinox by path.
+
+`lift(fun, ModuleScopes())` of an adapter is `fun` itself, in which every method of every module
+among the arguments runs in a scope that names the module's path. Diagnostics read it, and say in
+`rules=` of that adapter what they found.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+
+from jmp.adapters._module_policies import ModulePolicies
+
+MODULE = "jmp.module:"
+
+
+class ModuleScopes(ModulePolicies):
+    """No policy at all: what it says of a module is its path. All of them are equal."""
+
+    def __init__(self) -> None:
+        super().__init__("float32", (), {})
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ModuleScopes)
+
+    def __hash__(self) -> int:
+        return hash(MODULE)
+
+    def autocast(self, fun: Any) -> Any:
+        """Returns the function as it is."""
+        return fun
+
+    def named(self, module: object, path: str, classes: Sequence[type], root: str = "") -> Any:
+        """Returns the path of the module."""
+        return path
+
+    def scope(self, named: Any) -> AbstractContextManager[None]:
+        """Returns the context that the methods of the module at a path run in."""
+        return jax.named_scope(f"{MODULE}{named or ''}")
+
+
+def modules_path(names: Sequence[str]) -> str | None:
+    """Returns the path of the innermost module among name scopes; None if there is none.
+
+    >>> modules_path(["jmp.module:", "jmp.module:block/mlp", "eqx.nn.Linear"])
+    'block/mlp'
+    """
+    paths = [name.removeprefix(MODULE) for name in names if name.startswith(MODULE)]
+    return paths[-1] if paths else None
