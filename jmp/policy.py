@@ -1,13 +1,14 @@
 """`Policy`: which dtype parameters are stored in, computed in and returned in.
 
-A policy is a frozen, hashable triple, with the dtype of reductions between devices beside it where
-a user chose one. It says nothing of single layers: that is what `jmp.rules`
+A policy is a frozen, hashable triple, with the dtypes of reductions between devices and of products
+beside it where a user chose them. It says nothing of single layers: that is what `jmp.rules`
 adds. Text and policies convert both ways: `get_policy("p=f32,c=f16,o=f32")` and `str(policy)`.
 """
 
 import dataclasses
 from typing import TypeVar
 
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
@@ -34,17 +35,25 @@ _KEYS = {
     "output": "output_dtype",
     "r": "reduce_dtype",
     "reduce": "reduce_dtype",
+    "m": "product_dtype",
+    "product": "product_dtype",
 }
 
 # Each value is read by `get_policy` again. Apex's opt levels and the names Keras made customary.
 _NAMED = {
     "mixed_float16": "p=f32,c=f16,o=f32",
     "mixed_bfloat16": "p=f32,c=bf16,o=f32",
+    "mixed_float8": "p=f32,c=bf16,o=f32,m=f8",
     "O0": "f32",
     "O1": "p=f32,c=half,o=f32",
     "O2": "p=half,c=half,o=f32",
     "O3": "half",
 }
+
+
+# The float8 that operands of products are held in: four significant bits, numbers up to 448.
+_FLOAT8 = scalar_type(jnp.float8_e4m3fn)
+_FLOAT8_NAMES = ("f8", "float8")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +66,9 @@ class Policy:
       output_dtype: dtype in which results are returned.
       reduce_dtype: dtype in which gradients are added up between devices, or None, which leaves the
         choice to XLA and is no part of the text.
+      product_dtype: float8, in which autocast multiplies by parameters, or None, which leaves all
+        products in the compute dtype. It is written "f8", or `jnp.float8_e4m3fn`, the one that
+        holds operands; gradients may be held in another.
 
     Each may be given as a dtype, scalar type or name and is kept as JAX's scalar type, such as
     `jnp.float16`, so that equal policies are equal and hash alike. A scalar type equals the dtype
@@ -64,7 +76,7 @@ class Policy:
 
     Raises:
       TypeError: a dtype is none at all.
-      ValueError: one is not real floating, or `reduce_dtype` is a float8.
+      ValueError: one is not real floating, or `reduce_dtype` is a float8, or `product_dtype` none.
 
     >>> policy = Policy("float32", jnp.float16, np.dtype("float32"))
     >>> str(policy)
@@ -75,13 +87,16 @@ class Policy:
     Array(2., dtype=float16)
     >>> str(Policy("f32", "f16", "f32", reduce_dtype="f32"))
     'p=full,c=f16,o=full,r=full'
+    >>> str(Policy("f32", "bf16", "f32", product_dtype="f8"))
+    'p=full,c=bf16,o=full,m=f8'
     """
 
     param_dtype: ScalarType
     compute_dtype: ScalarType
     output_dtype: ScalarType
-    # A default of the class too: pickles of earlier versions do not have it.
+    # Defaults of the class too: pickles of earlier versions do not have them.
     reduce_dtype: ScalarType | None = dataclasses.field(default=None, kw_only=True)
+    product_dtype: ScalarType | None = dataclasses.field(default=None, kw_only=True)
 
     def __init__(
         self,
@@ -90,6 +105,7 @@ class Policy:
         output_dtype: DTypeLike,
         *,
         reduce_dtype: DTypeLike | None = None,
+        product_dtype: DTypeLike | None = None,
     ) -> None:
         given = {
             "param_dtype": param_dtype,
@@ -99,6 +115,7 @@ class Policy:
         for name, dtype in given.items():
             object.__setattr__(self, name, scalar_type(floating_dtype(dtype, name)))
         object.__setattr__(self, "reduce_dtype", _reduce_dtype(reduce_dtype))
+        object.__setattr__(self, "product_dtype", _product_dtype(product_dtype))
 
     def cast_to_param(self, tree: T) -> T:
         """Casts the floating leaves of `tree` to `param_dtype`."""
@@ -114,9 +131,8 @@ class Policy:
 
     def with_output_dtype(self, output_dtype: DTypeLike) -> "Policy":
         """Returns the same policy with another output dtype."""
-        return Policy(
-            self.param_dtype, self.compute_dtype, output_dtype, reduce_dtype=self.reduce_dtype
-        )
+        others = {"reduce_dtype": self.reduce_dtype, "product_dtype": self.product_dtype}
+        return Policy(self.param_dtype, self.compute_dtype, output_dtype, **others)
 
     @property
     def is_pure_half(self) -> bool:
@@ -128,7 +144,9 @@ class Policy:
 
     def __str__(self) -> str:
         names = {field: dtype_to_names[np.dtype(d).type][0] for field, d in _dtypes(self).items()}
-        return ",".join(f"{field[0]}={name}" for field, name in names.items())
+        product = names.pop("product_dtype", None)
+        parts = [f"{field[0]}={name}" for field, name in names.items()]
+        return ",".join(parts if product is None else [*parts, "m=f8"])
 
     def __repr__(self) -> str:
         """Returns the call that makes an equal policy."""
@@ -154,17 +172,31 @@ def _reduce_dtype(dtype: DTypeLike | None) -> ScalarType | None:
     return scalar_type(normalised)
 
 
+def _product_dtype(dtype: DTypeLike | None) -> ScalarType | None:
+    if dtype is None or (isinstance(dtype, str) and dtype in _FLOAT8_NAMES):
+        return None if dtype is None else _FLOAT8
+    normalised = floating_dtype(dtype, "product_dtype")
+    if normalised != np.dtype(_FLOAT8):
+        raise ValueError(
+            f"product_dtype got {normalised}; expected 'f8' (float8_e4m3fn), or None, which leaves "
+            "products in the compute dtype."
+        )
+    return _FLOAT8
+
+
 def refuse_float8(policy: Policy, caller: str) -> None:
     """Raises ValueError if a dtype of `policy` is a float8, which `caller` cannot honour yet.
 
-    Its numbers need scales of their own: a plain cast to float8_e4m3fn makes NaN of 1000.
+    Its numbers need scales of their own: a plain cast to float8_e4m3fn makes NaN of 1000. Those of
+    products have them (`product_dtype`).
     """
     for name, dtype in _dtypes(policy).items():
-        if np.dtype(dtype).itemsize == 1:
+        if np.dtype(dtype).itemsize == 1 and name != "product_dtype":
             raise ValueError(
                 f"{caller} got the policy '{policy}', whose {name} is {dtype.__name__}: float8 is "
                 "not supported there yet. Expected float16, bfloat16 or float32, such as "
-                "'mixed_bfloat16'. A Policy's own casts do know float8."
+                "'mixed_bfloat16', or 'mixed_float8' for float8 products of bfloat16 operands. A "
+                "Policy's own casts do know float8."
             )
 
 
@@ -184,6 +216,19 @@ def refuse_reduce_dtype(policy: Policy, caller: str) -> None:
         )
 
 
+def refuse_product_dtype(policy: Policy, caller: str) -> None:
+    """Raises ValueError if `policy` multiplies in float8 and does not compute in bfloat16.
+
+    Scales are the size of gradients: float16 would flush them to zero.
+    """
+    if policy.product_dtype is not None and policy.compute_dtype != jnp.bfloat16:
+        raise ValueError(
+            f"{caller} got the policy '{policy}': float8 products with the compute dtype "
+            f"{policy.compute_dtype.__name__}; expected bfloat16, which holds their scales: "
+            "'mixed_float8'."
+        )
+
+
 def get_policy(policy: str | Policy) -> Policy:
     """Reads a policy from text; a `Policy` is returned as it is.
 
@@ -191,8 +236,10 @@ def get_policy(policy: str | Policy) -> Policy:
       - one dtype for all three: "float32", "bf16", "half" (float16, on a TPU bfloat16);
       - fields "p" or "params", "c" or "compute", "o" or "output": "p=f32,c=f16,o=f32". Parameters
         default to float32, compute to the parameters' dtype, output to compute's;
-      - field "r" or "reduce": `reduce_dtype`, None if it is not given;
+      - field "r" or "reduce": `reduce_dtype`, and "m" or "product": `product_dtype`, which is "f8";
+        None if they are not given;
       - "mixed_float16" and "mixed_bfloat16": float32 parameters and outputs, half compute;
+        "mixed_float8": bfloat16 compute, products of parameters in float8 ("m=f8");
       - "O0" float32; "O1" half compute on float32 parameters; "O2" half parameters too; "O3" pure
         half, for which adapters keep no norm in float32;
       - what has a name, then further fields: "mixed_float16,r=f32".
@@ -226,13 +273,15 @@ def get_policy(policy: str | Policy) -> Policy:
         if _KEYS[key] in given:
             raise ValueError(
                 f"Policy {described(policy)} gives {_KEYS[key]} twice; give each of param, "
-                "compute, output and reduce at most once."
+                "compute, output, reduce and product at most once."
             )
-        given[_KEYS[key]] = parse_dtype(value)
+        is_product = _KEYS[key] == "product_dtype"
+        given[_KEYS[key]] = np.dtype(_product_dtype(value) if is_product else parse_dtype(value))
     param_dtype = given.get("param_dtype", np.dtype(np.float32))
     compute_dtype = given.get("compute_dtype", param_dtype)
     output_dtype = given.get("output_dtype", compute_dtype)
-    return Policy(param_dtype, compute_dtype, output_dtype, reduce_dtype=given.get("reduce_dtype"))
+    others = {name: given.get(name) for name in ("reduce_dtype", "product_dtype")}
+    return Policy(param_dtype, compute_dtype, output_dtype, **others)
 
 
 def _named(name: str) -> dict[str, np.dtype]:

@@ -89,8 +89,9 @@ class ModulePolicies:
 
     def autocast(self, fun: Callable[P, R]) -> Callable[P, R]:
         """Returns `fun` under autocast, for code that runs inside `in_force`."""
-        reduce_dtype = self.policy.reduce_dtype
-        policy = Policy(_FLOAT32, self.lowered, self.lowered, reduce_dtype=reduce_dtype)
+        whole, half = self.policy, self.lowered
+        others = {"reduce_dtype": whole.reduce_dtype, "product_dtype": whole.product_dtype}
+        policy = Policy(_FLOAT32, half, half, **others)
         return autocast(fun, policy, **self._options)
 
     @contextlib.contextmanager

@@ -32,6 +32,7 @@ class Options(TypedDict, total=False):
     recompute: str
     inside_custom_vjp: bool
     attention: str
+    float8: str
 
 
 class AllOptions(Options, total=False):
@@ -60,6 +61,7 @@ def autocast(
     recompute: str = "auto",
     inside_custom_vjp: bool = False,
     attention: str = "plain",
+    float8: str = "weights",
 ) -> Any:
     """Returns `fun` computing in mixed precision: products in half, what is delicate in float32.
 
@@ -73,8 +75,9 @@ def autocast(
         its arguments: what changes from call to call must be an argument. Those that are not arrays
         (Python numbers, strings, callables) reach it as they are, and each new one is a new trace:
         pass a step or a learning rate as an array. Left out, a decorator is returned.
-      policy: its compute dtype is read, and nothing else: float16 or bfloat16. With float32 `fun`
-        runs as it is, also inside another autocast.
+      policy: its compute dtype is read, float16 or bfloat16, and whether gradients of parameters
+        are float32 ("r=f32") and products float8 ("m=f8", as in "mixed_float8"). With float32
+        compute `fun` runs as it is, also inside another autocast.
       apply_to: names of arguments whose float32 leaves are rounded to the compute dtype on entry.
       low, full, follow: primitives, or their names, that this call computes in the compute dtype,
         in float32, or in the dtype that comes in; see the op table.
@@ -87,6 +90,8 @@ def autocast(
       attention: "fused" computes attention by cuDNN's fused kernel, `jax.nn.dot_product_attention`,
         wherever it is found, JAX takes its shapes, and the program is lowered for CUDA; see
         docs/autocast.md. "plain" as it is written.
+      float8: which products a policy with "m=f8" makes float8: "weights", those of a parameter;
+        "all", those of two activations too, as attention's. See docs/float8.md.
 
     Returns: a function with `fun`'s signature, usable under every JAX transformation.
 
@@ -116,6 +121,7 @@ def autocast(
         "recompute": recompute,
         "inside_custom_vjp": inside_custom_vjp,
         "attention": attention,
+        "float8": float8,
     }
     if fun is None:
         return functools.partial(autocast, policy=policy, **options)

@@ -7,7 +7,7 @@ add up in float32.
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from jmp import _jax_compat
-from jmp.autocasting import _wide_gradients
+from jmp.autocasting import _float8, _wide_gradients
 from jmp.autocasting._casts import cast, cast_all
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import kind_of
@@ -23,6 +23,7 @@ from jmp.autocasting._steps import (
     Arithmetic,
     Function,
     Fused,
+    InFloat8,
     Inside,
     Island,
     Leave,
@@ -37,7 +38,14 @@ from jmp.autocasting._steps import (
 from jmp.autocasting.attention import attend
 from jmp.dtypes import FLOAT32
 
-Environment = dict[Value, Any]
+
+class Held(NamedTuple):
+    """The key of a value as float8: all products that read it share what it was rounded to."""
+
+    value: Value
+
+
+Environment = dict[Value | Held, Any]
 Shared = dict[Hashable, Function]  # the functions of islands, by their keys
 
 
@@ -92,6 +100,8 @@ def _run_one(step: Single | Nested, environment: Environment) -> Any:
         )
         if step.arithmetic is Arithmetic.SENT:
             run = functools.partial(_send, run)
+        if step.in_float8 is not None:
+            return _multiply_in_float8(step, operands, environment)
         if step.rounds is None:
             return run(operands)
         if step.node.is_product:
@@ -102,6 +112,16 @@ def _run_one(step: Single | Nested, environment: Environment) -> Any:
             operands[position] = jnp.asarray(operands[position], dtype or value.dtype)
     functions = list(map(_as_function, step.insides))
     return kind_of(step.node.name).emit(equation, operands, functions)
+
+
+def _multiply_in_float8(step: Single, operands: Sequence[Any], environment: Environment) -> Any:
+    (half,) = step.stores
+    keys = [Held(read.value) for read in step.reads]
+    for key, operand in zip(keys, operands, strict=True):
+        if key not in environment:
+            environment[key] = _float8.hold(cast(operand, half))
+    held = [environment[key] for key in keys]
+    return _float8.multiply(operands, held, step.params, step.in_float8 is InFloat8.SHARED)
 
 
 def _send(run: Callable[..., list[Any]], operands: Sequence[Any]) -> list[Any]:
@@ -141,7 +161,7 @@ def _function_of(island: Island) -> Function:
         if as_stored:
             environment = {value: _as_stored(array) for value, array in environment.items()}
         if island.shares_casts:
-            environment = {value: _in_float32(value, environment) for value in environment}
+            environment = {value: _in_float32(value, environment) for value in entering}
         for node in (*island.clones, *island.nodes):
             with _jax_compat.place_of(node.equation, node.stack[island.common_scopes :]):
                 results = _run_node(node, island, environment)

@@ -55,6 +55,7 @@ class Level(abc.ABC):
         outputs: Sequence[Destination],
         turns: int = 1,
         prevent_cse: bool | None = None,
+        is_transposed: bool = False,
     ) -> Inside:
         """Plans what was opened.
 
@@ -64,6 +65,7 @@ class Level(abc.ABC):
           turns: how often it runs, as far as known.
           prevent_cse: whether recomputed islands are kept apart from the forward pass; None: as on
             this level.
+          is_transposed: whether it is a rule whose tangents JAX transposes, or must agree with one.
         """
 
     def plan_called(
@@ -72,12 +74,15 @@ class Level(abc.ABC):
         node: Node,
         operands: Sequence[Value],
         prevent_cse: bool | None = None,
+        is_transposed: bool = False,
     ) -> Inside:
         """Plans a function that `node` calls once with `operands`."""
         opened = self.open(function, node, operands)
         infos = list(map(self.storage.info, operands))
         outputs = list(map(self.storage.destination, node.outputs))
-        return self.plan_opened(opened, infos, outputs, prevent_cse=prevent_cse)
+        return self.plan_opened(
+            opened, infos, outputs, prevent_cse=prevent_cse, is_transposed=is_transposed
+        )
 
     def nested(
         self,

@@ -13,6 +13,7 @@ import numpy as np
 from jmp import _jax_compat
 from jmp._describe import described
 from jmp.autocasting._equations import is_inner_product
+from jmp.autocasting._float8 import OPERANDS
 from jmp.autocasting._graph import Node
 from jmp.autocasting._numbers import dtype_of, is_inexact
 from jmp.autocasting._precision import asked_for
@@ -68,6 +69,7 @@ def operations_of(plan: Plan) -> Iterator[Operation]:
                 yield from _operations_of_node(node, why, times, FLOAT32, stores)
         else:
             read = half if step.arithmetic.is_half else FLOAT32
+            read = OPERANDS if step.in_float8 else read
             yield from _operations_of_node(step.node, step.why, times, read, step.stores)
 
 
@@ -196,7 +198,7 @@ def warn_if_gradients_stay_half(plan: Plan, name: str) -> bool:
     names = collections.Counter(
         step.node.name
         for step, _ in _steps_of(plan, 1)
-        if isinstance(step, Single) and step.why == WHY_NOT_WIDE
+        if isinstance(step, Single) and step.why.startswith(WHY_NOT_WIDE)
     )
     if names:
         found = ", ".join(f"{count} {name}" for name, count in names.items())

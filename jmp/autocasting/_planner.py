@@ -6,11 +6,11 @@ barrier is decided by its rule; what nests is planned by its kind, which hands b
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from jax.extend.core import ClosedJaxpr
 
 from jmp import _jax_compat
+from jmp.autocasting._eligible import WHY_FLOAT8, root, shared_factors, why_not_float8
 from jmp.autocasting._flatten import flatten
 from jmp.autocasting._flow import Destination, Info, facts_of
 from jmp.autocasting._graph import Graph, Node, Value
@@ -19,7 +19,6 @@ from jmp.autocasting._kinds import Level, has_kind, kind_of
 from jmp.autocasting._order import in_order
 from jmp.autocasting._precision import with_default
 from jmp.autocasting._reasons import why_float32, why_not_lowered, why_region
-from jmp.autocasting._regions import Words
 from jmp.autocasting._registry import Category
 from jmp.autocasting._sending import (
     WHY_LOOKUP,
@@ -34,6 +33,8 @@ from jmp.autocasting._sending import (
 from jmp.autocasting._sharing import common_scopes_of, key_of
 from jmp.autocasting._steps import (
     Arithmetic,
+    Context,
+    InFloat8,
     Inside,
     Island,
     Leave,
@@ -49,17 +50,6 @@ from jmp.autocasting._storage import Storage
 from jmp.autocasting.attention import fuse_attentions
 from jmp.autocasting.rewrites import rewrite_of
 from jmp.dtypes import FLOAT32
-
-
-class Context(NamedTuple):
-    """What is the same all over one program; and how often this level runs, as far as known."""
-
-    words: Words
-    times: int = 1
-    # Whether a recomputation must be kept apart from the forward pass it repeats: XLA would merge
-    # the two and keep the float32 values. In a loop the two stand in different loops anyway,
-    # unless the body is itself recomputed.
-    prevent_cse: bool = True
 
 
 class Planner(Level):
@@ -81,6 +71,7 @@ class Planner(Level):
         self.facts = facts_of(graph, infos, outputs)
         self.storage = Storage(self.facts, self.half)
         self.storage.store(graph.inputs, (info.dtype for info in infos))
+        self.shared = shared_factors(graph)
         self.sent = find_sent(graph, self.facts, self.half, self.open)
 
     def plan_level(self) -> Plan:
@@ -193,16 +184,28 @@ class Planner(Level):
         if category is Category.LOW:
             if why := why_not_lowered(node, self.half):
                 return self._single(node, Arithmetic.FLOAT32, why)
-            if not asks_for_wide(node, self.facts):
-                return self._single(node, Arithmetic.HALF)
-            # A convolution's: cuDNN would compute its gradient from float32 operands.
-            if node.name != "dot_general":
-                return self._single(node, Arithmetic.HALF, WHY_NOT_WIDE)
-            return self._wide(node, Arithmetic.HALF, WHY_WIDE)
+            single = self._product(node)
+            return self._in_float8(single) if node.region.multiplies_in_float8 else single
         # Neutral operands alone do not make it half.
         is_led = any(v in self.facts.dependent and self.storage.is_half(v) for v in node.inputs)
         is_half = is_led and not why_float32(node, set(), self.storage)
         return self._single(node, _half_arithmetic(node) if is_half else Arithmetic.FLOAT32)
+
+    def _product(self, node: Node) -> Single:
+        if not asks_for_wide(node, self.facts):
+            return self._single(node, Arithmetic.HALF)
+        # A convolution's: cuDNN would compute its gradient from float32 operands.
+        if node.name != "dot_general":
+            return self._single(node, Arithmetic.HALF, WHY_NOT_WIDE)
+        return self._wide(node, Arithmetic.HALF, WHY_WIDE)
+
+    def _in_float8(self, single: Single) -> Single:
+        which, apart = self.context.words.settings.float8, self.context.is_transposed
+        if why := why_not_float8(single.node, self.facts, which, apart):
+            return single._replace(why=f"{single.why}; not float8: {why}")
+        is_shared = not self.shared.isdisjoint(map(root, single.node.inputs))
+        shared = InFloat8.SHARED if is_shared else InFloat8.ALONE
+        return single._replace(why=WHY_FLOAT8, in_float8=shared)
 
     # Single equations, and how they read.
 
@@ -272,11 +275,13 @@ class Planner(Level):
         outputs: Sequence[Destination],
         turns: int = 1,
         prevent_cse: bool | None = None,
+        is_transposed: bool = False,
     ) -> Inside:
         graph, constants = opened
         own = [Info(v.dtype, True, True) for v in graph.inputs[: len(constants)]]
         apart = self.context.prevent_cse if prevent_cse is None else prevent_cse
-        context = Context(self.context.words, self.context.times * turns, apart)
+        transposed = self.context.is_transposed or is_transposed
+        context = Context(self.context.words, self.context.times * turns, apart, transposed)
         return Inside(Planner(graph, [*own, *infos], outputs, context).plan_level(), constants)
 
 

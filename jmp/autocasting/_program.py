@@ -22,10 +22,10 @@ from jmp.autocasting._equations import equations
 from jmp.autocasting._flatten import flatten
 from jmp.autocasting._flow import Destination, Info
 from jmp.autocasting._operations import warn_if_gradients_stay_half, warn_if_no_product_is_half
-from jmp.autocasting._planner import Context, Planner
+from jmp.autocasting._planner import Planner
 from jmp.autocasting._regions import AUTOCAST, RegionRules, Words
 from jmp.autocasting._settings import Settings
-from jmp.autocasting._steps import Plan
+from jmp.autocasting._steps import Context, Plan
 from jmp.dtypes import FLOAT32
 from jmp.rules import Rule, UnusedRuleWarning
 from jmp.trees import as_jax_array, cast_leaf, holds_numbers

@@ -23,7 +23,7 @@ from jmp import _jax_compat
 from jmp._describe import described
 from jmp.autocasting._settings import Settings
 from jmp.dtypes import FLOAT32, is_half
-from jmp.policy import Policy, get_policy, refuse_float8, refuse_reduce_dtype
+from jmp.policy import Policy, get_policy, refuse_float8, refuse_product_dtype, refuse_reduce_dtype
 from jmp.rules import PolicyRules, Rule
 
 FULL_PRECISION = "jmp.full_precision"
@@ -39,6 +39,7 @@ class Region:
     is_decided: bool = False  # an inner autocast has decided here
     output_dtype: np.dtype | None = None  # float32 results that leave the region are rounded to it
     reduces_in_float32: bool = False  # gradients of parameters are float32 before they are reduced
+    multiplies_in_float8: bool = False  # products may be float8, if they are half
 
 
 DECIDED = Region(in_float32=True, is_decided=True)
@@ -66,6 +67,7 @@ def _check_dtype(policy: Policy, compute_dtype: np.dtype, where: str) -> None:
     """Raises ValueError if a rule asks for what is neither the dtype around it nor float32."""
     refuse_float8(policy, "autocast")
     refuse_reduce_dtype(policy, "autocast")
+    refuse_product_dtype(policy, "autocast")
     dtype = np.dtype(policy.compute_dtype)
     if compute_dtype == FLOAT32 and is_half(dtype):
         return  # autocast is switched off, and its rules with it
@@ -82,14 +84,17 @@ class RegionRules:
     Args:
       rules: `(target, policy)` pairs as in `jmp.rules`. A target matches from any scope of a path
         on: "head*" finds "GPT/head". A policy with float32 compute runs its scope in float32; if
-        its output dtype is half, what leaves the scope is rounded to half.
+        its output dtype is half, what leaves the scope is rounded to half. One with half compute
+        says of its scope whether products may be float8.
       settings: what holds outside all rules.
     """
 
     def __init__(self, rules: Sequence[Rule], settings: Settings) -> None:
         self._settings = settings
         self._half = half = settings.compute_dtype
-        self.rules = PolicyRules(rules, Policy(np.float32, half, half))
+        product_dtype = "f8" if settings.multiplies_in_float8 else None
+        default = Policy(np.float32, half, half, product_dtype=product_dtype)
+        self.rules = PolicyRules(rules, default)
         self._found: dict[Any, Region] = {}
 
     def region(self, stack: Any) -> Region:
@@ -112,7 +117,8 @@ class RegionRules:
         _check_dtype(policy, self._half, described("/".join(names)))
         if policy.compute_dtype == self._half:
             wide = self._settings.reduces_in_float32 or policy.reduce_dtype is not None
-            return Region(reduces_in_float32=wide)
+            float8 = policy.product_dtype is not None
+            return Region(reduces_in_float32=wide, multiplies_in_float8=float8)
         rounds = policy.output_dtype == self._half
         return Region(in_float32=True, output_dtype=self._half if rounds else None)
 

@@ -10,9 +10,13 @@ from jmp._describe import described
 from jmp.autocasting import _registry
 from jmp.autocasting._registry import Category, Rule, primitive_name
 from jmp.dtypes import is_half
-from jmp.policy import Policy, refuse_float8, refuse_reduce_dtype
+from jmp.policy import Policy, refuse_float8, refuse_product_dtype, refuse_reduce_dtype
 
-CHOICES = {"recompute": ("auto", "none", "all"), "attention": ("plain", "fused")}
+CHOICES = {
+    "recompute": ("auto", "none", "all"),
+    "attention": ("plain", "fused"),
+    "float8": ("weights", "all"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +29,8 @@ class Settings:
     inside_custom_vjp: bool = False  # what is inside custom_vjp functions is lowered too
     fuses_attention: bool = False  # where JAX's cuDNN attention takes it
     reduces_in_float32: bool = False  # what adds up gradients between devices
+    multiplies_in_float8: bool = False  # where no rule says otherwise
+    float8: str = "weights"  # which products may be float8, where the policy says so
 
     def overrides_rule(self, name: str) -> bool:
         """Returns whether this call gave a primitive a category of its own."""
@@ -55,6 +61,7 @@ def settings_for(
     recompute: str = "auto",
     inside_custom_vjp: bool = False,
     attention: str = "plain",
+    float8: str = "weights",
 ) -> Settings | None:
     """Checks what `autocast` was given; None if nothing is to be lowered."""
     overrides: dict[str, Category] = {}
@@ -80,13 +87,15 @@ def settings_for(
                     f"{category.value}=; give it one category."
                 )
             overrides[name] = category
-    for option, choice in (("recompute", recompute), ("attention", attention)):
+    chosen = (("recompute", recompute), ("attention", attention), ("float8", float8))
+    for option, choice in chosen:
         if choice not in CHOICES[option]:
             raise (ValueError if isinstance(choice, str) else TypeError)(
                 f"autocast got {option}={described(choice)}; expected one of {CHOICES[option]}."
             )
     refuse_float8(policy, "autocast")
     refuse_reduce_dtype(policy, "autocast")
+    refuse_product_dtype(policy, "autocast")
     dtype = np.dtype(policy.compute_dtype)
     if dtype == np.float32:
         return None
@@ -95,6 +104,13 @@ def settings_for(
             f"autocast got the compute dtype {dtype}; expected float16 or bfloat16, or float32 to "
             "switch it off."
         )
-    fuses = attention == "fused"
-    wide = policy.reduce_dtype is not None
-    return Settings(dtype, tuple(overrides.items()), recompute, inside_custom_vjp, fuses, wide)
+    return Settings(
+        compute_dtype=dtype,
+        overrides=tuple(overrides.items()),
+        recompute=recompute,
+        inside_custom_vjp=inside_custom_vjp,
+        fuses_attention=attention == "fused",
+        reduces_in_float32=policy.reduce_dtype is not None,
+        multiplies_in_float8=policy.product_dtype is not None,
+        float8=float8,
+    )

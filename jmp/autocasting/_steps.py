@@ -33,6 +33,13 @@ class Arithmetic(enum.Enum):
         return self not in (Arithmetic.FLOAT32, Arithmetic.ROUNDED)
 
 
+class InFloat8(enum.Enum):
+    """How a float8 product reads its factors."""
+
+    ALONE = "no other product reads them"
+    SHARED = "other products may read them"
+
+
 class Recompute(enum.Enum):
     """What an island keeps for the backward pass; see `_islands`."""
 
@@ -77,6 +84,18 @@ class Surroundings(NamedTuple):
     in_half: Set[Value]  # results that leave in half
 
 
+class Context(NamedTuple):
+    """What is the same all over one program; and how often this level runs, as far as known."""
+
+    words: Words
+    times: int = 1
+    # Whether a recomputation must be kept apart from the forward pass it repeats: XLA would merge
+    # the two and keep the float32 values. In a loop the two stand in different loops anyway,
+    # unless the body is itself recomputed.
+    prevent_cse: bool = True
+    is_transposed: bool = False  # see `Level.plan_opened`
+
+
 class Single(NamedTuple):
     """One equation, and what its primitive is bound with."""
 
@@ -88,6 +107,7 @@ class Single(NamedTuple):
     stores: Dtypes
     # Operands that are read in float32 are rounded to this inside: their gradients are float32.
     rounds: np.dtype | None = None
+    in_float8: InFloat8 | None = None  # whether it is a float8 product; see `_float8`
 
 
 class Inside(NamedTuple):

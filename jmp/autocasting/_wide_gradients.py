@@ -125,18 +125,30 @@ def _type(*types: Any, **params: Any) -> Any:
 def _gradient(position: int, cotangent: Any, *operands: Any, weight: int, **params: Any) -> Any:
     """Returns the gradient of the operand at `position`, in the dtype that it came in."""
     other = cast(operands[1 - position], cotangent.dtype)
-    aval = operands[position].aval
+    return gradient(operands[position].aval, position, (cotangent, other), params)
+
+
+def gradient(aval: Any, position: int, factors: Sequence[Any], params: Params) -> Any:
+    """Returns the gradient of an operand of a `dot_general`, as one product.
+
+    Args:
+      aval: the operand's type, in which the gradient comes out.
+      position: 0 for the left operand, 1 for the right one.
+      factors: the cotangent of the result, and the other operand, of one dtype.
+      params: of the `dot_general`, for a result of that dtype.
+    """
+    cotangent, other = factors
 
     def product(change: Any) -> Any:
-        factors = (change, other) if position == 0 else (other, change)
-        return lax.dot_general_p.bind(*factors, **params)
+        pair = (change, other) if position == 0 else (other, change)
+        return lax.dot_general_p.bind(*pair, **params)
 
-    def wide_product(*factors: Any, **params: Any) -> Any:
+    def typed_product(*factors: Any, **params: Any) -> Any:
         return lax.dot_general_p.bind(*factors, **{**params, "preferred_element_type": aval.dtype})
 
     transposed = jax.linear_transpose(product, aval.update(dtype=cotangent.dtype))
     closed = jax.make_jaxpr(lambda cotangent: transposed(cotangent)[0])(cotangent)
-    return _run_with(wide_product, closed, [cotangent])
+    return _run_with(typed_product, closed, [cotangent])
 
 
 def _batched(operands: Sequence[Any], axes: Sequence[Any], weight: int, **params: Any) -> Any:

@@ -1,13 +1,14 @@
 """Hazards of a precision report: sentences to act upon. None is the rule."""
 
 import collections
+from collections.abc import Collection
 
 from jax.extend.core import Jaxpr
 
 from jmp.autocasting._operations import is_product
 from jmp.autocasting._program import Traced
 from jmp.diagnostics._places import place_name, with_places
-from jmp.diagnostics._ranges import HALVES
+from jmp.diagnostics._ranges import FLOAT8, HALVES
 from jmp.diagnostics._rows import Row, product_of
 
 # Float32 products that are what somebody asked for.
@@ -31,7 +32,9 @@ def delicate_in_half(rows: list[Row]) -> list[str]:
             found.append(f"{place} adds up in {row.dtype_in}: contributions stop counting")
         elif row.kind == "exponential" and in_half:
             found.append(f"{place} runs in {row.dtype_in}: it overflows, or loses all digits")
-        elif row.kind == "product" and not in_half and not row.why.startswith(DELIBERATE):
+        elif row.kind == "product" and not (
+            in_half or row.dtype_in == FLOAT8 or row.why.startswith(DELIBERATE)
+        ):
             found.append(f"{place} multiplies in {row.dtype_in}: {row.why}")
     return found
 
@@ -41,7 +44,7 @@ def unused_rules(traced: Traced) -> list[str]:
     return [f"the rule {rule} matched no scope" for rule in traced.plan.words.regions.rules.unused]
 
 
-def odd_sizes(jaxpr: Jaxpr) -> list[str]:
+def odd_sizes(jaxpr: Jaxpr, elsewhere: Collection[str] = ()) -> list[str]:
     """Returns a sentence for half products with sizes that are no multiples of 8.
 
     For a GPU with tensor cores XLA copies the operands of such a matrix product into padded ones
@@ -52,12 +55,15 @@ def odd_sizes(jaxpr: Jaxpr) -> list[str]:
     neighbour with 4096 columns.
 
     Sizes that many places share make one sentence; the turns of scans count. Products with a
-    vector, grouped convolutions and ragged products are passed over: they use other kernels.
+    vector, grouped convolutions and ragged products are passed over: they use other kernels. So
+    are those that stand at one of the places `elsewhere`, in float8.
     """
     total = 0
     found: dict[tuple[str, str], collections.Counter[str]] = {}
     for equation, path, source, times in with_places(jaxpr):
         dtypes = {str(atom.aval.dtype) for atom in equation.invars[:2]}
+        if place_name(source, path) in elsewhere:
+            continue
         if is_product(equation) and dtypes.issubset(HALVES):
             flops, sizes = product_of(equation)
             total += times * flops

@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -16,9 +16,10 @@ from jmp.autocasting._operations import NoHalfProductWarning
 from jmp.autocasting._program import Program, Traced
 from jmp.autocasting._registry import rule_for
 from jmp.diagnostics._asked import check_asked
+from jmp.diagnostics._float8_hazards import float8_hazards, float8_places
 from jmp.diagnostics._hazards import delicate_in_half, odd_sizes, unused_rules
 from jmp.diagnostics._places import lines_of_callers, with_places
-from jmp.diagnostics._ranges import HALVES
+from jmp.diagnostics._ranges import FLOAT8, HALVES
 from jmp.diagnostics._rendering import render, render_every_row
 from jmp.diagnostics._residuals import residuals
 from jmp.diagnostics._rows import Decision, Row, decisions_in, rows_of
@@ -83,8 +84,8 @@ class PrecisionReport:
       rows: products, reductions and exponentials, in the order of the program.
       casts: casts between float32 and half that autocast put in, by place: `(from, to, module,
         source) -> number`. XLA merges those of one value.
-      half_flops_share: share of the floating-point operations of products that are half, 0 to 1;
-        None where there is no product.
+      half_flops_share: share of the floating-point operations of products that are half or float8,
+        0 to 1; None where there is no product.
       residual_bytes: bytes kept for the backward pass, by dtype, arguments not counted; None where
         there is no reverse derivative. As JAX traces it: XLA may keep less.
       residual_bytes_float32: the same for `fun` without autocast.
@@ -105,6 +106,11 @@ class PrecisionReport:
     hazards: list[str]
     policy: str
     decisions: list[Decision]
+
+    @property
+    def float8_flops_share(self) -> float:
+        """Share of the floating-point operations of products that are float8, 0 to 1."""
+        return _flops_share(self.rows, [FLOAT8]) or 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the data as dictionaries, lists, numbers and strings."""
@@ -128,20 +134,30 @@ def _report(program: Program, traced: Traced, policy: str) -> PrecisionReport:
     rows = rows_of(traced.plan, lines)
     operands = [*constants, *traced.arrays]
     emitted = _jax_compat.open_jaxpr(jax.make_jaxpr(traced.emit)(*operands))[0]
-    products = [row for row in rows if row.kind == "product"]
-    total = sum(row.flops for row in products)
-    half = sum(row.flops for row in products if row.dtype_in in HALVES)
     return PrecisionReport(
         str(program.settings.compute_dtype),
         rows,
         _casts(emitted),
-        half / total if total else None,
+        _flops_share(rows, [*HALVES, FLOAT8]),
         _residual_bytes(traced.emit, operands),
         _residual_bytes(_jax_compat.as_function(traced.closed), traced.arrays),
-        [*delicate_in_half(rows), *unused_rules(traced), *odd_sizes(emitted)],
+        [
+            *delicate_in_half(rows),
+            *unused_rules(traced),
+            *odd_sizes(emitted, float8_places(rows)),
+            *float8_hazards(traced.plan, rows),
+        ],
         policy,
         decisions_in(traced.plan, lines),
     )
+
+
+def _flops_share(rows: list[Row], dtypes: Collection[str]) -> float | None:
+    """Returns the share of the operations of products that read these dtypes."""
+    products = [row for row in rows if row.kind == "product"]
+    total = sum(row.flops for row in products)
+    found = sum(row.flops for row in products if row.dtype_in in dtypes)
+    return found / total if total else None
 
 
 def _casts(jaxpr: Jaxpr) -> dict[tuple[str, str, str, str], int]:

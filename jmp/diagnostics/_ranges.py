@@ -13,6 +13,7 @@ from jmp.diagnostics._histograms import layout
 from jmp.dtypes import HALF_DTYPES, floating_dtype, is_half
 
 HALVES = tuple(map(str, HALF_DTYPES))
+FLOAT8 = "float8_e4m3fn"  # of operands of products, as reports name it
 # What is multiplied by the loss scale. A tree of values may be one of gradients.
 SCALED = ("gradient", "activation gradient", "value")
 # Of a loss scale; beyond it the scale or its reciprocal is no normal float32 number.

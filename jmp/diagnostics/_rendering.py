@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from jmp.diagnostics._hazards import delicate_in_half
 from jmp.diagnostics._places import place_name
-from jmp.diagnostics._ranges import HALVES
+from jmp.diagnostics._ranges import FLOAT8, HALVES
 from jmp.diagnostics._rows import Decision, Row, together
 from jmp.diagnostics._tables import size, table, totals
 
@@ -62,9 +62,13 @@ def _totals(report: Any) -> Iterable[str]:
         yield "products: none"
     else:
         in_half = sum(row.times for row in products if row.dtype_in in HALVES)
+        in_float8 = sum(row.times for row in products if row.dtype_in == FLOAT8)
+        share = report.float8_flops_share
+        also = f"; {in_float8} in float8, {share:.1%} of the operations" if in_float8 else ""
         yield (
             f"products: {in_half} of {sum(row.times for row in products)} in half, "
-            f"{report.half_flops_share:.1%} of the floating-point operations in {half}"
+            f"{report.half_flops_share - share:.1%} of the floating-point operations in {half}"
+            f"{also}"
         )
     yield f"casts between float32 and {half}: {sum(report.casts.values())}"
     names = "kept for the backward pass", "kept without autocast"
@@ -93,7 +97,7 @@ def _numbers(rows: list[Row]) -> Numbers:
 
     def rank(key: tuple[str, str]) -> tuple[bool, int, str, int]:
         dtype, _ = key
-        return dtype not in HALVES, -by_dtype[dtype], dtype, -times[key]
+        return dtype not in (*HALVES, FLOAT8), -by_dtype[dtype], dtype, -times[key]
 
     return {key: number for number, key in enumerate(sorted(times, key=rank), 1)}
 

@@ -38,6 +38,7 @@ class CustomJvp(Kind):
     """`jax.custom_jvp`, where it holds a product or stands outside an island."""
 
     runs_as_written = False  # in the dtypes it was traced with
+    is_transposed = True  # JAX transposes the tangents of its rule
 
     def rule(self, equation: JaxprEqn, rule: Rule, settings: Settings) -> Rule:
         """One without products is one operation: float32 if something inside is."""
@@ -59,7 +60,7 @@ class CustomJvp(Kind):
     def plan(self, node: Node, level: Level) -> Nested:
         """Results that feed products are half; the rule will give tangents of the same dtype."""
         (function,) = self.functions(node.equation)
-        inside = level.plan_called(function, node, node.inputs)
+        inside = level.plan_called(function, node, node.inputs, is_transposed=self.is_transposed)
         stores = tuple(
             level.half if value.is_float32 and dtype == level.half else value.dtype
             for value, dtype in zip(node.outputs, inside.plan.stores, strict=True)
@@ -85,7 +86,8 @@ class CustomJvp(Kind):
             pairs = zip(node.outputs, stores, strict=True)
             spaces = [dtype if is_inexact(value) else None for value, dtype in pairs]
             given = list(zip(node.inputs, map(level.storage.info, node.inputs), strict=True))
-            traced = _trace_and_plan(nominal_rule, node, level, given, changes, [*stores, *spaces])
+            dtypes = [*stores, *spaces]
+            traced = _trace_and_plan(nominal_rule, node, level, given, changes, dtypes, True)
             moved = [cast(tangents[i], primals[i].dtype) for i in moving]
             return traced.run(run_plan, [*primals, *moved])
 
@@ -103,6 +105,7 @@ class CustomVjp(CustomJvp):
     """`jax.custom_vjp`, gone into on request; otherwise it is bound as written."""
 
     runs_as_written = True
+    is_transposed = False
 
     def goes_inside(self, settings: Settings) -> bool:
         """On request."""
@@ -193,6 +196,7 @@ def _trace_and_plan(
     given: Sequence[tuple[Value, Info]],
     changes: Sequence[tuple[Value, np.dtype | None]],
     dtypes: Sequence[np.dtype | None],
+    is_transposed: bool = False,
 ) -> _Traced:
     """Traces `function` on nominal types and plans it.
 
@@ -201,6 +205,7 @@ def _trace_and_plan(
       changes: what comes after that, tangents or cotangents: whose, and the dtype they come in.
       dtypes: what the first results are read in. What comes after them stays as it is computed:
         who reads a residual is not known here, and a sum of squares does not fit into float16.
+      is_transposed: as in `Level.plan_opened`.
     """
     values = [value for value, _ in given]
     types = [value.aval for value in (*values, *(value for value, _ in changes))]
@@ -211,7 +216,8 @@ def _trace_and_plan(
     outputs = opened[0].outputs
     stores = (*dtypes, *[None] * (len(outputs) - len(dtypes)))
     goes = [Destination(feeds=dtype == level.half, kept=dtype == FLOAT32) for dtype in stores]
-    inside = level.plan_opened(opened, infos, goes)._replace(stores=stores)
+    planned = level.plan_opened(opened, infos, goes, is_transposed=is_transposed)
+    inside = planned._replace(stores=stores)
     results = list(zip(outputs, inside.plan.infos, strict=True))
     return _Traced(inside, jax.tree.structure(result), results)
 

@@ -1,0 +1,475 @@
+"""Float8 products of parameters: `jmp.autocast(loss, "mixed_float8")`.
+
+Small shapes: what is small is float8 here (`SMALL` is patched), but where sizes are the subject.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jmp
+from jmp import diagnostics
+from jmp.autocasting import _eligible, _float8
+from jmp.autocasting._float8 import GRADIENTS, OPERANDS
+from tests.models import gpt, mixture_of_experts, plain_transformer, unet
+
+F8, BF16 = "mixed_float8", "mixed_bfloat16"
+KEYS = iter(jax.random.split(jax.random.key(0), 100))
+X = jax.random.normal(next(KEYS), (32, 16))
+W = tuple(jax.random.normal(next(KEYS), (16, 16)) / 4 for _ in range(3))
+
+
+@pytest.fixture(autouse=True)
+def small_products_are_float8(monkeypatch):
+    monkeypatch.setattr(_eligible, "SMALL", 1)
+    monkeypatch.setattr(_eligible, "THIN", 1)
+
+
+def mlp(ws, x):
+    for w in ws[:-1]:
+        x = jnp.tanh(x @ w)
+    return x @ ws[-1]
+
+
+def loss(ws, x):
+    return jnp.mean(mlp(ws, x) ** 2)
+
+
+def relative_error(got, expected):
+    def flat(tree):
+        return np.concatenate([np.ravel(leaf).astype(np.float64) for leaf in jax.tree.leaves(tree)])
+
+    return np.linalg.norm(flat(got) - flat(expected)) / np.linalg.norm(flat(expected))
+
+
+def operands_in_float8(fun, *args):
+    """Counts the arrays that a program rounds to each float8."""
+    found = {}
+
+    def visit(jaxpr):
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "convert_element_type":
+                dtype = str(equation.params["new_dtype"])
+                if dtype.startswith("float8"):
+                    found[dtype] = found.get(dtype, 0) + 1
+            for inner in jax.extend.core.jaxprs_in_params(equation.params):
+                visit(inner)
+
+    visit(jax.make_jaxpr(fun)(*args).jaxpr)
+    return sum(found.values())
+
+
+def rows(fun, *args, policy=F8, **options):
+    report = diagnostics.precision_report(fun, policy, **options)(*args)
+    products = (row for row in report.rows if row.kind == "product")
+    return [(row.dtype_in, row.why) for row in products for _ in range(row.times)]
+
+
+# What is float8, and why.
+
+
+def test_products_of_parameters_on_the_way_to_another_are_float8_and_the_head_is_not():
+    found = rows(loss, W, X)
+    assert [dtype for dtype, _ in found] == ["float8_e4m3fn", "float8_e4m3fn", "bfloat16"]
+    assert "feeds no other product" in found[-1][1]
+    grads = jax.grad(jmp.autocast(loss, F8))(W, X)
+    assert all(g.dtype == np.float32 for g in grads)
+
+
+def test_a_product_of_two_activations_is_float8_on_request_alone():
+    def attend(ws, x):
+        q, k = x @ ws[0], x @ ws[1]
+        return jnp.mean(jax.nn.softmax(q @ k.T) @ k @ ws[2])
+
+    def kinds(**options):
+        return [dtype[:6] for dtype, _ in rows(attend, W, X, **options)]
+
+    weights, everything = kinds(), kinds(float8="all")
+    assert weights == ["float8", "float8", "bfloat", "bfloat", "bfloat"]
+    assert everything == ["float8"] * 4 + ["bfloat"]
+    assert "multiplies two activations" in rows(attend, W, X)[2][1]
+
+
+def test_what_is_small_or_thin_stays_bfloat16_and_says_so(monkeypatch):
+    monkeypatch.undo()
+    ((dtype, why), *_) = rows(loss, W, X)
+    assert dtype == "bfloat16" and "fewer than 2**28 multiplications" in why
+    report = diagnostics.precision_report(loss, F8)(W, X)
+    assert any("none is float8: it is small" in hazard for hazard in report.hazards)
+    wide = jax.ShapeDtypeStruct((2**15, 2**14), jnp.float32)
+    vector = jax.ShapeDtypeStruct((2**14, 1), jnp.float32)
+    ((_, why), *_) = rows(lambda v, x, u: jnp.sum(jnp.tanh(x @ v).T @ u), vector, wide, wide)
+    assert "thinner than 16" in why
+
+
+def test_convolutions_and_ragged_products_stay_bfloat16_and_say_so():
+    with jax.numpy_rank_promotion("allow"):
+        model, params, batch = unet(batch=1, size=8, widths=(8,))
+        found = rows(lambda p: model(p, *batch), params)
+    assert {dtype for dtype, _ in found} == {"bfloat16"}
+    assert any("conv_general_dilated has no float8 form" in why for _, why in found)
+    model, params, batch = mixture_of_experts(tokens=32, width=16)
+    found = rows(lambda p: model(p, *batch), params)
+    assert any("ragged_dot" in why and dtype == "bfloat16" for dtype, why in found)
+
+
+def test_the_users_word_stands():
+    def four(ws, x):
+        with jax.named_scope("first"):
+            x = jnp.tanh(x @ ws[0])
+        x = x @ ws[1] + jmp.full_precision(jnp.matmul)(x, ws[2])
+        x = x @ ws[2] + jnp.matmul(x, ws[1], precision="highest")
+        return jnp.mean(x @ ws[0])
+
+    def kinds(policy=F8, **options):
+        return [dtype for dtype, _ in rows(four, W, X, policy=policy, **options)]
+
+    rest = ["float8_e4m3fn", "float32", "float8_e4m3fn", "float32", "bfloat16"]
+    assert kinds() == ["float8_e4m3fn", *rest]
+    assert kinds(rules=[("first", BF16)]) == ["bfloat16", *rest]
+    assert kinds(rules=[("first", "float32")])[0] == "float32"
+    plain = [dtype.replace("float8_e4m3fn", "bfloat16") for dtype in rest]
+    assert kinds(BF16, rules=[("first", F8)]) == ["float8_e4m3fn", *plain]
+    assert kinds(full=["dot_general"]) == ["float32"] * 6
+
+
+def test_nothing_changes_without_the_policy():
+    def program(policy, **options):
+        return str(jax.make_jaxpr(jax.grad(jmp.autocast(loss, policy, **options)))(W, X))
+
+    assert program(BF16) == program(BF16, float8="all") != program(F8)
+    assert operands_in_float8(jax.grad(jmp.autocast(loss, BF16)), W, X) == 0
+
+
+def test_hazards_name_sizes_that_are_padded_and_small_products():
+    x, w = jnp.ones((40, 24)), jnp.ones((24, 24))
+    hazards = diagnostics.precision_report(loss, F8)((w, w), x).hazards
+    assert any(
+        "float8 with 40 rows, 24 columns, 24 summed elements, no multiple" in h for h in hazards
+    )
+    assert any("fewer than 2**32 multiplications" in h for h in hazards)
+    report = str(diagnostics.precision_report(loss, F8)(W, X))
+    assert "2 in float8, 66.7% of the operations" in report
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: jmp.autocast(loss, "p=f32,c=f16,o=f32,m=f8"), ValueError, "expected bfloat16"),
+        (lambda: jmp.autocast(loss, "f32,m=f8"), ValueError, "compute dtype float32"),
+        (lambda: jmp.autocast(loss, F8, rules=[("a", "f16,m=f8")]), ValueError, "compute dtype"),
+        (lambda: jmp.autocast(loss, F8, float8="weight"), ValueError, "expected one of .'weights'"),
+        (lambda: jmp.autocast(loss, F8, float8=True), TypeError, "got float8=True"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
+
+
+# Numbers.
+
+
+@pytest.mark.parametrize("model", [gpt, plain_transformer])
+def test_gradients_at_initialisation_are_within_a_tenth(model):
+    sizes = {"batch": 4, "length": 32, "layers": 2, "width": 64, "vocabulary": 64}
+    with jax.numpy_rank_promotion("allow"):
+        of, params, batch = model(**sizes)
+        exact = jax.jit(jax.grad(of))(params, *batch)
+        float8 = jax.jit(jax.grad(jmp.autocast(of, F8)))(params, *batch)
+    error = relative_error(float8, exact)
+    print(f"{model.__name__}: {error:.3f}")
+    assert 0.02 < error < 0.10
+
+
+def test_the_scale_is_the_largest_numbers_and_both_ways_the_same():
+    numbers, scale = _float8.hold(jnp.asarray([[3e-5, -7.0], [0.5, 0.0]], jnp.bfloat16))
+    assert numbers.dtype == OPERANDS and scale.dtype == jnp.bfloat16 and scale.shape == ()
+    assert abs(float(numbers[0, 1])) == 448.0
+    back = numbers.astype(np.float32) * scale.astype(np.float32)
+    np.testing.assert_allclose(back, [[3e-5, -7], [0.5, 0]], rtol=0.07, atol=7 / 448 * 2**-9)
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("place", ["input", "parameter", "cotangent"])
+def test_what_is_not_finite_comes_out_not_finite(bad, place):
+    product = jmp.autocast(lambda w, x: (x @ w) @ jnp.eye(16), F8)
+    w, x, ct = W[0], X, jnp.ones_like(X)
+    if place == "input":
+        x = x.at[3, 4].set(bad)
+    elif place == "parameter":
+        w = w.at[3, 4].set(bad)
+    else:
+        ct = ct.at[3, 4].set(bad)
+    y, vjp = jax.vjp(product, w, x)
+    assert place == "cotangent" or not bool(jnp.isfinite(y[3]).all())
+    dw, dx = vjp(ct)
+    assert not bool(jnp.isfinite(dw).all() and jnp.isfinite(dx).all())
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        jnp.zeros_like(X),
+        jnp.full_like(X, 1e-40),
+        X * 1e-36,
+        X.at[0, 0].set(1e5),
+        X.at[0, 0].set(3e38),
+        X * 1e30,
+    ],
+    ids=["zeros", "subnormal", "tiny", "an outlier", "the largest", "large"],
+)
+def test_what_is_finite_stays_finite(x):
+    product = jmp.autocast(lambda w, x: (x @ w) @ (jnp.eye(16) * 1e-9), F8)
+    y, vjp = jax.vjp(product, W[0] * 1e-3, x)
+    for array in (y, *vjp(jnp.ones_like(y)), *vjp(jnp.zeros_like(y))):
+        assert bool(jnp.isfinite(array).all())
+
+
+def test_a_loss_scale_sees_an_overflow_behind_a_float8_product():
+    def grads(scale):
+        fun = jmp.autocast(lambda ws, x: 1e5 * loss(ws, x), F8)
+        return jmp.scaled_value_and_grad(fun, jmp.StaticLossScale(scale))(W, X)[1]
+
+    assert bool(jmp.all_finite(grads(2.0**10))) and not bool(jmp.all_finite(grads(2.0**126)))
+
+
+# Transformations.
+
+
+def same(got, expected, tolerance=0.02):
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a.shape, b.shape), got, expected)
+    assert relative_error(got, expected) <= tolerance
+
+
+def scanned(ws, x):
+    return jnp.mean(lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, jnp.stack(ws))[0] ** 2)
+
+
+def unrolled(ws, x):
+    for w in ws:
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+def rematted(ws, x):
+    policy = jax.checkpoint_policies.dots_saveable
+    for i, w in enumerate(ws):
+        body = jax.checkpoint(lambda x, w: jnp.tanh(x @ w), policy=policy if i else None)
+        x = body(x, w)
+    return jnp.mean(x**2)
+
+
+def branched(ws, x):
+    def twice(x):
+        return jnp.tanh(jnp.tanh(x @ ws[0]) @ ws[1])
+
+    return jnp.mean((lax.cond(x[0, 0] > -9, twice, lambda x: x, x) @ ws[2]) ** 2)
+
+
+FORMS = {
+    "eager": (unrolled, lambda f: f),
+    "jit": (unrolled, jax.jit),
+    "jit inside": (lambda ws, x: jax.jit(unrolled)(ws, x), lambda f: f),
+    "scan": (scanned, jax.jit),
+    "remat": (rematted, jax.jit),
+    "remat outside": (unrolled, jax.checkpoint),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_are_the_same_however_the_program_is_written(form):
+    written, around = FORMS[form]
+    got = jax.grad(around(jmp.autocast(written, F8)))(W, X)
+    expected = jax.grad(jmp.autocast(unrolled, F8))(W, X)
+    # A scan carries products' results into products: its last one is float8 too.
+    same(got, expected, 0.06 if form == "scan" else 0.02)
+    assert relative_error(got, jax.grad(unrolled)(W, X)) < 0.1
+
+
+def test_a_branch_multiplies_in_float8():
+    got = jax.jit(jax.grad(jmp.autocast(branched, F8)))(W, X)
+    assert operands_in_float8(jmp.autocast(branched, F8), W, X) == 4
+    assert relative_error(got, jax.grad(branched)(W, X)) < 0.1
+
+
+def test_what_a_scan_keeps_is_float8():
+    def kept(policy):
+        report = diagnostics.precision_report(scanned, policy)(W, X)
+        return report.residual_bytes
+
+    assert kept(F8)["float8_e4m3fn"] == 3 * (32 * 16 + 16 * 16)
+    assert kept(F8).get("bfloat16", 0) <= kept(BF16)["bfloat16"] - 2 * 3 * 32 * 16
+
+
+def test_values_that_several_products_read_are_rounded_once():
+    def attention(ws, x):
+        q, k, v = (x @ w for w in ws)
+        return jnp.mean(jax.nn.softmax(q @ k.T) @ v)
+
+    assert operands_in_float8(jmp.autocast(attention, F8), W, X) == 4
+
+
+def test_examples_of_a_vmap_share_one_scale():
+    xs = jnp.stack([X, 2 * X])
+    per_example = jax.vmap(jax.grad(jmp.autocast(loss, F8)), (None, 0))
+    got = per_example(W, xs)
+    assert relative_error(got, jax.vmap(jax.grad(loss), (None, 0))(W, xs)) < 0.1
+    scales = []
+
+    def visit(jaxpr):
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "reduce_max":
+                scales.append(equation.outvars[0].aval.shape)
+            for inner in jax.extend.core.jaxprs_in_params(equation.params):
+                visit(inner)
+
+    visit(jax.make_jaxpr(per_example)(W, xs).jaxpr)
+    assert scales and set(scales) == {()}
+    inside = jax.grad(lambda ws: jmp.autocast(jax.vmap(loss, (None, 0)), F8)(ws, xs).sum())(W)
+    outside = jax.tree.map(lambda g: g.sum(0), got)
+    assert relative_error(inside, outside) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("layout", "left", "right"),
+    [
+        ("bti,io->bto", (2, 8, 16), (16, 8)),
+        ("bti,oi->bto", (2, 8, 16), (8, 16)),
+        ("bti,ihd->bhtd", (2, 8, 16), (16, 2, 4)),
+        ("eti,eio->eto", (2, 8, 16), (2, 16, 8)),
+        ("io,bti->obt", (16, 8), (2, 8, 16)),
+        ("bthd,hdo->bto", (2, 8, 4, 4), (4, 4, 8)),
+    ],
+)
+def test_layouts_of_einsum_have_the_gradients_of_bfloat16(layout, left, right):
+    keys = jax.random.split(jax.random.key(3), 2)
+    operands = [jax.random.normal(k, s) for k, s in zip(keys, (left, right), strict=True)]
+
+    def of(a, b):
+        y = jnp.einsum(layout, a, b)
+        return jnp.sum(
+            y.reshape(-1, y.shape[-1])
+            @ jnp.eye(y.shape[-1])
+            * jnp.arange(1.0, 1 + y.shape[-1])[None]
+        )
+
+    got = jax.grad(jmp.autocast(of, F8), (0, 1))(*operands)
+    expected = jax.grad(of, (0, 1))(*operands)
+    assert operands_in_float8(jmp.autocast(of, F8), *operands) == 2
+    same(got, expected, 0.12)
+
+
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit])
+def test_forward_mode_is_refused_by_name(around):
+    fun = around(jmp.autocast(loss, F8))
+    with pytest.raises(TypeError, match="forward.mode"):
+        jax.jvp(lambda ws: fun(ws, X), (W,), (W,))
+
+
+def test_a_second_derivative_is_refused_by_name_and_says_what_to_write():
+    grad = jax.grad(lambda w: jmp.autocast(loss, F8)((w, *W), X))
+    for second in (
+        jax.grad(lambda w: grad(w).sum()),
+        jax.hessian(lambda w: w.sum() + grad(w).sum()),
+    ):
+        with pytest.raises(TypeError, match="second derivative was asked for.*'mixed_bfloat16'"):
+            second(W[0])
+
+    # A penalty on a gradient that is taken inside is a first derivative.
+    def penalty(ws, x):
+        return jnp.sum(jax.grad(loss)(ws, x)[0] ** 2)
+
+    got = jax.grad(jmp.autocast(penalty, F8))(W, X)
+    assert relative_error(got, jax.grad(penalty)(W, X)) < 0.25
+
+
+def test_a_custom_jvp_whose_rule_multiplies_keeps_bfloat16():
+    @jax.custom_jvp
+    def layer(w, x):
+        return x @ w
+
+    @layer.defjvp
+    def _(primals, tangents):
+        (w, x), (dw, dx) = primals, tangents
+        return x @ w, x @ dw + dx @ w
+
+    def of(ws, x):
+        return jnp.mean(jnp.tanh(layer(ws[0], x)) @ ws[1])
+
+    got = jax.grad(jmp.autocast(of, F8))(W, X)
+    assert relative_error(got, jax.grad(of)(W, X)) < 0.02
+    assert "custom_jvp" in rows(of, W, X)[0][1]
+
+
+# Devices.
+
+MESH = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_devices_of_a_shard_map_share_scales(check_vma):
+    x = X.at[0, 0].set(50.0)
+
+    def mean_gradient(ws, x):
+        fun = jmp.autocast(loss, F8)
+        if check_vma:
+            value, grads = jax.value_and_grad(lambda ws: lax.pmean(fun(ws, x), "d"))(ws)
+            return value, grads
+        value, grads = jax.value_and_grad(fun)(ws, x)
+        return lax.pmean((value, grads), "d")
+
+    mapped = jax.shard_map(
+        mean_gradient, mesh=MESH, in_specs=(P(), P("d")), out_specs=P(), check_vma=check_vma
+    )
+    value, grads = jax.jit(mapped)(W, x)
+    whole, expected = jax.value_and_grad(jmp.autocast(loss, F8))(W, x)
+    # The same scales: the same float8 numbers, added up in another order.
+    np.testing.assert_allclose(value, whole, rtol=4e-3)
+    assert relative_error(grads, expected) < 0.03
+
+
+def test_devices_under_jit_share_scales():
+    x = jax.device_put(X.at[0, 0].set(50.0), NamedSharding(MESH, P("d")))
+    value, grads = jax.jit(jax.value_and_grad(jmp.autocast(loss, F8)))(W, x)
+    whole, expected = jax.value_and_grad(jmp.autocast(loss, F8))(W, np.asarray(x))
+    np.testing.assert_allclose(value, whole, rtol=4e-3)
+    assert relative_error(grads, expected) < 0.03
+
+
+def test_gradients_of_parameters_are_float32_before_they_are_reduced_if_asked():
+    def dtypes(policy):
+        found = []
+
+        def visit(jaxpr):
+            for equation in jaxpr.eqns:
+                if equation.primitive.name == "dot_general":
+                    found.append(str(equation.outvars[0].aval.dtype))
+                for inner in jax.extend.core.jaxprs_in_params(equation.params):
+                    visit(inner)
+
+        visit(jax.make_jaxpr(jax.grad(jmp.autocast(loss, policy)))(W, X).jaxpr)
+        return found
+
+    assert dtypes(F8).count("float32") == 0
+    # Of the input, which may be a parameter as well, too.
+    assert dtypes(f"{F8},r=f32").count("float32") == 4
+    got = jax.grad(jmp.autocast(loss, f"{F8},r=f32"))(W, X)
+    same(got, jax.grad(jmp.autocast(loss, F8))(W, X), 0.01)
+
+
+def test_compare_and_adapters_take_the_policy():
+    table = diagnostics.compare(loss, F8)(W, X)
+    assert "mixed_float8" in str(table) or "m=f8" in str(table)
+
+
+def test_gradients_are_held_in_what_was_measured():
+    assert GRADIENTS == jnp.float8_e4m3fn
+    seen = operands_in_float8(jax.grad(jmp.autocast(functools.partial(loss), F8)), W, X)
+    assert seen == 2 * 2 + 2
