@@ -173,7 +173,19 @@ MISTAKES: dict[str, list[Mistake]] = {
             ("jmp.get_policy('torch.float16')", "Did you mean 'float16'?"),
             ("jmp.get_policy('tf32')", "Did you mean 'float32'?"),
             ("jmp.get_policy('no')", "Did you mean 'float32'?"),
-            ("jmp.get_policy('mixed_float8')", "Did you mean 'mixed_float16'?"),
+            ("jmp.get_policy('mixed_float9')", "Did you mean 'mixed_float8'?"),
+            (
+                "jmp.Policy('f32', 'bf16', 'f32', product_dtype='bf16')",
+                "expected 'f8' (float8_e4m3fn), or None",
+            ),
+            (
+                "jmp.autocast(loss_fn, 'mixed_float16,m=f8')",
+                "expected bfloat16, which holds their scales",
+            ),
+            (
+                "jmp.autocast(loss_fn, 'mixed_float8', float8='attention')",
+                "expected one of ('weights', 'all')",
+            ),
             ("jmp.get_policy('int8')", "Expected 'half' (the platform's half precision) or one of"),
             ("jmp.get_policy('')", "Named policies are mixed_float16"),
             ("jmp.get_policy('p=f32,c=fp16')", "Did you mean 'float16'?"),
@@ -186,7 +198,7 @@ MISTAKES: dict[str, list[Mistake]] = {
             ("jmp.get_policy('p=f32,f16')", "written 'p=f32,c=f16,o=f32'"),
             (
                 "jmp.get_policy('p=f32,params=f16')",
-                "give each of param, compute, output and reduce",
+                "give each of param, compute, output, reduce and product",
             ),
             ("jmp.get_policy('mixed_float16,c=bf16')", "gives compute_dtype twice"),
             ("jmp.get_policy('mixed_float16,r=f8_e5m2')", "in which nothing can be added up"),

@@ -87,10 +87,10 @@ def test_an_unknown_dtype_is_refused_with_the_list_of_known_ones(text):
 
 def test_an_unknown_policy_is_told_the_named_ones():
     with pytest.raises(
-        ValueError, match="Unknown dtype 'mixed_float8'.*Named policies are"
+        ValueError, match="Unknown dtype 'mixed_float4'.*Named policies are"
     ) as info:
-        jmp.get_policy("mixed_float8")
-    for name in ("mixed_float16", "mixed_bfloat16", "O0", "O1", "O2", "O3"):
+        jmp.get_policy("mixed_float4")
+    for name in ("mixed_float16", "mixed_bfloat16", "mixed_float8", "O0", "O1", "O2", "O3"):
         assert name in str(info.value)
 
 
@@ -110,7 +110,7 @@ def test_every_name_that_an_error_advises_is_accepted():
 def test_an_unknown_field_is_refused_with_the_list_of_known_ones(text):
     with pytest.raises(ValueError, match="Unknown key .* in policy .*; expected one of") as raised:
         jmp.get_policy(text)
-    assert "p, params, c, compute, o, output, r, reduce, written" in str(raised.value)
+    assert "p, params, c, compute, o, output, r, reduce, m, product, written" in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -121,6 +121,7 @@ def test_an_unknown_field_is_refused_with_the_list_of_known_ones(text):
         ("c=f16,o=f32,compute=f16", "compute_dtype"),
         ("o=f16,output=f32", "output_dtype"),
         ("r=f32,reduce=f32", "reduce_dtype"),
+        ("mixed_float8,m=f8", "product_dtype"),
         ("mixed_float16,p=f32", "param_dtype"),
         ("f16,o=f32", "output_dtype"),
     ],
@@ -164,6 +165,7 @@ def test_a_policy_pickled_before_reductions_had_a_dtype_leaves_them_to_xla():
     vars(old).update(param_dtype=jnp.float32, compute_dtype=jnp.float16, output_dtype=jnp.float32)
     loaded = pickle.loads(pickle.dumps(old))
     assert "reduce_dtype" not in vars(loaded) and loaded.reduce_dtype is None
+    assert "product_dtype" not in vars(loaded) and loaded.product_dtype is None
     policy = jmp.get_policy("mixed_float16")
     assert loaded == policy and hash(loaded) == hash(policy) and repr(loaded) == repr(policy)
     assert dataclasses.replace(loaded, reduce_dtype="f32") == jmp.get_policy("mixed_float16,r=f32")
@@ -173,6 +175,34 @@ def test_a_policy_pickled_before_reductions_had_a_dtype_leaves_them_to_xla():
 def test_nothing_but_a_floating_dtype_of_16_bits_or_more_reduces(thing):
     with pytest.raises(TypeError if thing == 32 else ValueError, match="[Ee]xpected"):
         jmp.Policy("f32", "f16", "f32", reduce_dtype=thing)
+
+
+@pytest.mark.parametrize(
+    ("text", "whole"),
+    [
+        ("mixed_float8", "mixed_bfloat16"),
+        ("p=f32,c=bf16,o=f32,m=f8", "mixed_bfloat16"),
+        (" mixed_bfloat16 ,\tproduct = float8_e4m3fn\n", "mixed_bfloat16"),
+        ("bf16,m=float8", "bf16"),
+        ("mixed_bfloat16,m=f8_e4m3fn,r=f32", "mixed_bfloat16,r=f32"),
+    ],
+)
+def test_the_dtype_of_products_stands_beside_the_triple(text, whole):
+    policy, without = jmp.get_policy(text), jmp.get_policy(whole)
+    assert policy.product_dtype is jnp.float8_e4m3fn and without.product_dtype is None
+    assert policy == dataclasses.replace(without, product_dtype="f8") != without
+    assert hash(policy) != hash(without)
+    assert str(policy) == f"{without},m=f8" and jmp.get_policy(str(policy)) == policy
+    assert repr(policy) == f"{repr(without)[:-1]}, product_dtype=jnp.float8_e4m3fn)"
+    for copied in (copy.deepcopy(policy), pickle.loads(pickle.dumps(policy))):
+        assert copied == policy and copied.product_dtype is jnp.float8_e4m3fn
+    assert policy.with_output_dtype("bf16").product_dtype is jnp.float8_e4m3fn
+
+
+@pytest.mark.parametrize("thing", [int, "f9", "bf16", jnp.float8_e5m2, "f8_e5m2", 8])
+def test_no_product_dtype_but_the_float8_of_operands(thing):
+    with pytest.raises(TypeError if thing == 8 else ValueError, match="[Ee]xpected"):
+        jmp.Policy("f32", "bf16", "f32", product_dtype=thing)
 
 
 def test_who_sees_no_devices_obeys_float32_alone_and_names_the_way_out():
@@ -310,7 +340,7 @@ def test_an_optimizer_and_autocast_refuse_float8_and_say_what_to_use(field):
     words = f"whose {field} is float8_e4m3fn: float8 is not supported there yet. Expected float16"
     with pytest.raises(ValueError, match=f"mixed_precision got .*{words}"):
         jmp.transforms.mixed_precision(optax.identity(), policy)
-    with pytest.raises(ValueError, match=f"autocast got .*{words}"):
+    with pytest.raises(ValueError, match=f"autocast got .*{words}.*'mixed_float8' for float8"):
         jmp.autocast(jnp.sin, policy)
     assert policy.with_output_dtype("f8_e5m2").cast_to_output(jnp.ones(2)).dtype == "float8_e5m2"
 

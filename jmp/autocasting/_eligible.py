@@ -33,6 +33,8 @@ def why_not_float8(node: Node, facts: Facts, which: str, is_transposed: bool) ->
         value not in facts.dependent and value in facts.varying for value in node.inputs
     ):
         return "it multiplies two activations (float8='all' takes such products)"
+    if not facts.kept.isdisjoint(node.outputs):
+        return "a loop carries its result in float32"
     if facts.feeds.isdisjoint(node.outputs):
         return "its result feeds no other product, as that of a head"
     if min(sizes_of(node)) < THIN:
@@ -60,7 +62,11 @@ def root(value: Value) -> Value:
 
 
 def shared_factors(graph: Graph) -> set[Value]:
-    """Returns the roots that several products of a level read, or that come from another level."""
+    """Returns the roots that several products read, on this level or on the outermost."""
     factors = (value for node in graph.nodes if node.is_product for value in node.inputs)
     counts = collections.Counter(map(root, factors))
-    return {value for value, count in counts.items() if count > 1 or value.origin is not value}
+    return {v for v, count in counts.items() if count > 1 or _readers(v.origin) > 1}
+
+
+def _readers(value: Value) -> int:
+    return sum(node.has_products for node in value.users)

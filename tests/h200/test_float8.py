@@ -1,0 +1,141 @@
+"""Float8 products in programs for an H200: all that autocast makes float8 run as float8.
+
+XLA falls back to bfloat16 without a word, so the compiled program is looked at, not the jaxpr.
+Counts of products are exact; bounds of bytes and memory are 2 % above what was measured, over the
+same step under `mixed_bfloat16`.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jmp
+from jmp.autocasting import _eligible
+from tests.h200.harness import compile_for_h200
+from tests.models import gpt
+
+
+def float32(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def products(program):
+    """Counts the matrix products of a program: float8, and all others."""
+    calls = re.findall(r'custom_call_target="(__cublas[^"]*)"', program.text)
+    float8 = sum(call == "__cublas$lt$matmul$f8" for call in calls)
+    return float8, len(calls) - float8
+
+
+def step(loss, policy):
+    grad = jax.grad(jmp.autocast(loss, policy))
+
+    def run(params, *batch):
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grad(params, *batch))
+
+    return run
+
+
+def compiled(loss, *arguments):
+    """Returns the products in float8, and bytes and memory over those under bfloat16."""
+    with jax.numpy_rank_promotion("allow"):
+        float8, half = (
+            compile_for_h200(step(loss, policy), *arguments, donate_argnums=0)
+            for policy in ("mixed_float8", "mixed_bfloat16")
+        )
+    ratios = [
+        getattr(float8, name) / getattr(half, name)
+        for name in ("bytes_moved", "temp_bytes", "kernels")
+    ]
+    print(f"{products(float8)} products; bytes, temp, kernels", *(f"{x:.3f}" for x in ratios))
+    assert products(half)[0] == 0
+    return products(float8), ratios
+
+
+@pytest.mark.usefixtures("h200")
+def test_of_a_gpt_three_products_run_in_float8_for_each_that_is_eligible():
+    with jax.numpy_rank_promotion("allow"):
+        params, batch = jax.eval_shape(lambda: gpt(layers=1)[1:])
+    found, (moved, temp, _) = compiled(lambda *args: gpt(layers=1)[0](*args), params, *batch)
+    # Queries, keys, values and the output of attention; two of the MLP. Others: two products of
+    # attention, and the head, with two gradients each.
+    assert found == (3 * 6, 3 * 3)
+    assert moved <= 1.035 and temp <= 0.96
+
+
+def layer(x, w):
+    return jax.nn.gelu(x @ w[0]) @ w[1]
+
+
+LAYERS = float32(4, 1024, 4096), float32(4, 4096, 1024)
+
+
+def scanned(params, x):
+    return jnp.mean(jax.lax.scan(lambda x, w: (layer(x, w), None), x, params)[0] ** 2)
+
+
+def rematted(params, x):
+    body = jax.checkpoint(lambda x, w: (layer(x, w), None), prevent_cse=False)
+    # Behind a product the loop carries half, which feeds the next turn.
+    x = layer(x, jax.tree.map(lambda w: w[0], params))
+    return jnp.mean(jax.lax.scan(body, x, params)[0] ** 2)
+
+
+@pytest.mark.usefixtures("h200")
+def test_what_a_scan_keeps_is_float8_in_its_program():
+    found, (moved, temp, _) = compiled(scanned, LAYERS, float32(8192, 1024))
+    assert found == (6, 0)
+    assert moved <= 0.95 and temp <= 0.79
+
+
+@pytest.mark.usefixtures("h200")
+def test_what_a_remat_computes_again_is_float8():
+    found, _ = compiled(rematted, LAYERS, float32(8192, 1024))
+    # In the loop the first product runs twice; the gradient of the second does not need its result.
+    # Before it: two products, the second with two gradients, the first with that of its matrix.
+    assert found == (7 + 5, 0)
+
+
+@pytest.mark.usefixtures("h200")
+def test_gradients_of_single_examples_are_float8():
+    def loss(params, x):
+        return jnp.mean((layer(jnp.tanh(x @ params[2]), params)) @ params[3])
+
+    params = (float32(512, 1024), float32(1024, 512), float32(512, 512), float32(512, 512))
+    grads = jax.vmap(jax.grad(jmp.autocast(loss, "mixed_float8")), (None, 0))
+    program = compile_for_h200(grads, params, float32(4, 1024, 512))
+    # The first one's operand is an input, of which no gradient is taken; the head has two.
+    assert products(program) == (2 + 3 + 3, 2)
+
+
+@pytest.mark.usefixtures("h200")
+def test_products_that_share_a_factor_are_not_joined(monkeypatch):
+    monkeypatch.setattr(_eligible, "SMALL", 1)
+
+    def loss(params, x):
+        w, v = params
+        # One factor under three shapes, and one matrix twice.
+        a, b = x @ w, x.reshape(4, 64, 256) @ v
+        return jnp.mean((jnp.tanh(a) @ w * (jnp.tanh(b).reshape(256, 256) @ w)) @ v)
+
+    params = float32(256, 256), float32(256, 256)
+    program = compile_for_h200(
+        jax.grad(jmp.autocast(loss, "mixed_float8")), params, float32(256, 256)
+    )
+    float8, others = products(program)
+    assert float8 == 2 * 2 + 2 * 3 and others <= 3
+
+
+def print_full_sizes():
+    """Prints the figures of docs/float8.md."""
+    x, pair = float32(8192, 1024), (float32(1024, 4096), float32(4096, 1024))
+    with jax.numpy_rank_promotion("allow"):
+        params, batch = jax.eval_shape(lambda: gpt()[1:])
+    compiled(lambda *args: gpt()[0](*args), params, *batch)
+    compiled(scanned, (float32(8, 1024, 4096), float32(8, 4096, 1024)), x)
+    compiled(lambda ws, x: jnp.mean(layer(layer(x, ws[0]), ws[1]) ** 2), (pair, pair), x)
+
+
+if __name__ == "__main__":
+    print_full_sizes()
