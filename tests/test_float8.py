@@ -3,8 +3,7 @@
 Small shapes: what is small is float8 here (`SMALL` is patched), but where sizes are the subject.
 """
 
-import functools
-
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -468,12 +467,25 @@ def test_gradients_of_parameters_are_float32_before_they_are_reduced_if_asked():
     same(got, jax.grad(jmp.autocast(loss, F8))(W, X), 0.01)
 
 
-def test_compare_and_adapters_take_the_policy():
-    table = diagnostics.compare(loss, F8)(W, X)
-    assert "mixed_float8" in str(table) or "m=f8" in str(table)
+def test_an_adapter_and_its_rules_take_the_policy():
+    model = nn.Sequential([nn.Dense(16), jnp.tanh, nn.Dense(16), jnp.tanh, nn.Dense(4)])
+    variables = jax.eval_shape(model.init, jax.random.key(0), X)
+
+    def rounded(policy, rules=None):
+        apply = jmp.adapters.linen.wrap_apply(model.apply, policy, rules)
+        return operands_in_float8(lambda v: apply(v, X), variables)
+
+    assert rounded(F8) == 4
+    assert rounded(F8, [("layers_0", BF16)]) == rounded(BF16, [("layers_2", F8)]) == 2
+    assert rounded(BF16) == 0
+
+
+def test_compare_takes_the_policy():
+    (result,) = [row for row in diagnostics.compare(loss, F8)(W, X).rows if row.kind == "result"]
+    assert 0 < result.relative_error < 0.05
 
 
 def test_gradients_are_held_in_what_was_measured():
     assert GRADIENTS == jnp.float8_e4m3fn
-    seen = operands_in_float8(jax.grad(jmp.autocast(functools.partial(loss), F8)), W, X)
+    seen = operands_in_float8(jax.grad(jmp.autocast(loss, F8)), W, X)
     assert seen == 2 * 2 + 2

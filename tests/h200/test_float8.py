@@ -10,10 +10,13 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jmp
 from jmp.autocasting import _eligible
 from tests.h200.harness import compile_for_h200
+from tests.h200.wire import compile_for_h200s, h200s, wire
 from tests.models import gpt
 
 
@@ -125,6 +128,28 @@ def test_products_that_share_a_factor_are_not_joined(monkeypatch):
     )
     float8, others = products(program)
     assert float8 == 2 * 2 + 2 * 3 and others <= 3
+
+
+@pytest.mark.usefixtures("h200")
+def test_on_eight_h200s_fsdp_multiplies_and_gathers_float8():
+    """Under jit XLA gathers what the product reads; of scales it sends single numbers."""
+    mesh = h200s({"data": 8})
+    rows = NamedSharding(mesh, P("data"))
+
+    def sharded(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=rows)
+
+    def loss(params, x):
+        return jnp.mean(jax.nn.gelu(layer(x, params)) @ params[0])
+
+    params = sharded(1024, 4096), sharded(4096, 1024)
+    run = step(loss, "mixed_float8")
+    program = compile_for_h200s(run, params, sharded(8 * 8192, 1024), out_shardings=(rows, rows))
+    assert products(program) == (2 + 3, 2)
+    sent = wire(program.text)
+    gathered = {s.dtype for s in sent if s.kind == "all-gather"}
+    assert "f8e4m3fn" in gathered and "f32" not in gathered
+    assert all(s.elements < 8 for s in sent if s.kind == "all-reduce")
 
 
 def print_full_sizes():
