@@ -65,7 +65,12 @@ from jmp import transforms
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-POLICIES = {"float32": "float32", "float16": "mixed_float16", "bfloat16": "mixed_bfloat16"}
+POLICIES = {
+    "float32": "float32",
+    "float16": "mixed_float16",
+    "bfloat16": "mixed_bfloat16",
+    "float8": "mixed_float8",
+}
 VOCABULARY = 256  # bytes
 VALIDATION_BATCHES = 8
 # Options that may differ when a training is resumed: they change nothing that is learned.
@@ -137,7 +142,7 @@ def argument_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--data-dir", type=pathlib.Path, help="searched with all folders in it; default: Python's")
     add("--pattern", default="*.py", help="which files in it are text, such as '*.txt'")
-    add("--precision", choices=POLICIES, default="float16")
+    add("--precision", choices=POLICIES, default="float16", help="float8: of large products alone")
     add("--layers", type=positive(int), default=4)
     add("--width", type=positive(int), default=128)
     add("--heads", type=positive(int), default=4)

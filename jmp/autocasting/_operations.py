@@ -204,9 +204,9 @@ def warn_if_gradients_stay_half(plan: Plan, name: str) -> bool:
         found = ", ".join(f"{count} {name}" for name, count in names.items())
         warnings.warn(
             f"autocast of {described(name)} was asked for reduce_dtype=float32, but gradients of "
-            f"parameters in these products stay half, between devices too: {found}. For a "
-            "convolution cuDNN has no half kernel with a float32 gradient. Compute them in float32 "
-            "by a rule, or let them be: a sum that overflows is seen, and its step skipped.",
+            f"parameters in these products stay half, between devices too: {found}. (For a "
+            "convolution cuDNN has no half kernel with a float32 gradient.) Compute them in "
+            "float32 by a rule, or let them be: a sum that overflows is seen, its step skipped.",
             HalfReductionWarning,
             stacklevel=6,  # the call of the wrapped function
         )
