@@ -281,6 +281,16 @@ def test_float32_gradients_under_every_transformation(way):
     assert relative_error(wide, true) < max(1.2 * relative_error(plain, true), 1e-3)
 
 
+def test_float32_gradients_of_bfloat16_products_run_on_a_cpu():
+    def per_row(w, x):
+        return jnp.mean(jax.nn.relu(jax.vmap(lambda x: w @ x)(x)) ** 2)
+
+    w = jax.random.normal(jax.random.key(0), (128, 32)) / 8  # smaller ones XLA writes out
+    x = jax.random.normal(jax.random.key(1), (64, 32))
+    gradient = jax.jit(jax.grad(jmp.autocast(per_row, "mixed_bfloat16,r=f32")))(w, x)
+    assert relative_error(gradient, jax.grad(per_row)(w, x)) < 0.01
+
+
 @pytest.mark.parametrize("fun", [scanned, TO_PRODUCTS["remat"]], ids=["scan", "remat"])
 def test_float32_gradients_inside_loops_and_remat(fun):
     # Gradients of 2**-26 each, below float16: half ones are zero.

@@ -11,6 +11,7 @@ from functools import partial, reduce
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
@@ -144,7 +145,13 @@ def gradient(aval: Any, position: int, factors: Sequence[Any], params: Params) -
         return lax.dot_general_p.bind(*pair, **params)
 
     def typed_product(*factors: Any, **params: Any) -> Any:
-        return lax.dot_general_p.bind(*factors, **{**params, "preferred_element_type": aval.dtype})
+        params["preferred_element_type"] = aval.dtype
+        run = partial(lax.dot_general_p.bind, **params)
+        is_wide = aval.dtype == FLOAT32 and cotangent.dtype == jnp.bfloat16
+        if not (is_wide and _jax_compat.LACKS_BFLOAT16_PRODUCTS):
+            return run(*factors)
+        widened = lambda *factors: run(*(cast(x, FLOAT32) for x in factors))  # the same numbers
+        return lax.platform_dependent(*factors, cpu=widened, default=run)
 
     transposed = jax.linear_transpose(product, aval.update(dtype=cotangent.dtype))
     closed = jax.make_jaxpr(lambda cotangent: transposed(cotangent)[0])(cotangent)
