@@ -16,7 +16,7 @@ from jmp import transforms
 from jmp.adapters import linen
 from jmp.adapters import nnx as jmp_nnx
 
-AUTO = jax.sharding.AxisType.Auto
+AUTO, EXPLICIT = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
 GRADIENTS = jnp.ones(8).at[5].set(jnp.inf)
 
 
@@ -172,10 +172,27 @@ def bits_of(tree):
     return found
 
 
-@pytest.mark.parametrize("make_step", [plain_step, linen_step, nnx_step])
-@pytest.mark.parametrize("spec", [P(), P("x")], ids=["replicated", "sharded"])
-def test_rows_of_one_device_that_overflow_are_a_step_that_no_device_takes(make_step, spec):
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(AUTO,))
+@pytest.mark.parametrize(
+    ("make_step", "spec", "axis_type"),
+    [
+        *(
+            (step, spec, AUTO)
+            for step in (plain_step, linen_step, nnx_step)
+            for spec in (P(), P("x"))
+        ),
+        (plain_step, P(), EXPLICIT),
+        (linen_step, P(), EXPLICIT),
+    ],
+)
+def test_rows_of_one_device_that_overflow_are_a_step_that_no_device_takes(
+    make_step, spec, axis_type
+):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
+    with jax.set_mesh(mesh):
+        check_skipped_everywhere(mesh, make_step, spec)
+
+
+def check_skipped_everywhere(mesh, make_step, spec):
     rows = NamedSharding(mesh, P("x"))
     step, before = make_step(lambda w: jax.device_put(w, NamedSharding(mesh, spec)))
     before = step(*before, jax.device_put(ROWS, rows))
