@@ -106,15 +106,27 @@ def compile_for_h200(
         ),
         jax.eval_shape(lambda *leaves: leaves, *arguments),
     )
+    return compile_for_h200s(function, *specs, donate_argnums=donate_argnums)
+
+
+def compile_for_h200s(function: Callable[..., Any], *arguments: Any, **jit_options: Any) -> Program:
+    """Compiles `function` for the H200s that its arguments are placed on.
+
+    Args:
+      function: a function that `jax.jit` accepts.
+      *arguments: pytrees of `jax.ShapeDtypeStruct` with shardings, as on a mesh of `wire.h200s`.
+      **jit_options: such as `out_shardings` and `donate_argnums`.
+
+    Returns: the program of one device and its figures.
+    """
     with as_if_cudnn():
-        traced = jax.jit(function, donate_argnums=donate_argnums).trace(*specs)
+        traced = jax.jit(function, **jit_options).trace(*arguments)
         lowered = traced.lower(lowering_platforms=("cuda",))
-    with nothing_stored():
+    with _nothing_stored():
         compiled = lowered.compile(compiler_options=COMPILER_OPTIONS)
     text = compiled.as_text()
-    return Program(
-        text=text, temp_bytes=compiled.memory_analysis().temp_size_in_bytes, **count(text)
-    )
+    temp = compiled.memory_analysis().temp_size_in_bytes
+    return Program(text=text, temp_bytes=temp, **count(text))
 
 
 @contextlib.contextmanager
@@ -135,7 +147,7 @@ def as_if_cudnn() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def nothing_stored() -> Iterator[None]:
+def _nothing_stored() -> Iterator[None]:
     """Keeps programs out of JAX's compilation cache: without a GPU they cannot be read again."""
     option = "jax_persistent_cache_min_compile_time_secs"
     before = getattr(jax.config, option)

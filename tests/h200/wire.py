@@ -11,27 +11,22 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import jax
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
 from tests.h200.harness import (
     ARRAY,
-    COMPILER_OPTIONS,
     HARDWARE_FACTS,
     Computations,
     Instruction,
-    Program,
     array_bytes,
-    as_if_cudnn,
-    count,
-    nothing_stored,
     parse_program,
 )
+from tests.h200.harness import compile_for_h200s as compile_for_h200s
 
 DEVICES = 8
 MIB = 2**20
@@ -86,26 +81,6 @@ def _devices() -> tuple[Any, ...]:
         platform="cuda", target_config=HARDWARE_FACTS.read_text(), topology=f"1x1x{DEVICES}"
     )
     return tuple(topology.devices)
-
-
-def compile_for_h200s(function: Callable[..., Any], *arguments: Any, **jit_options: Any) -> Program:
-    """Compiles `function` for eight H200s.
-
-    Args:
-      function: a function that `jax.jit` accepts.
-      *arguments: pytrees of `jax.ShapeDtypeStruct` with shardings on a mesh of `h200s`.
-      **jit_options: such as `out_shardings` and `donate_argnums`.
-
-    Returns: the program of one device and its figures.
-    """
-    with as_if_cudnn():
-        traced = jax.jit(function, **jit_options).trace(*arguments)
-        lowered = traced.lower(lowering_platforms=("cuda",))
-    with nothing_stored():
-        compiled = lowered.compile(compiler_options=COMPILER_OPTIONS)
-    text = compiled.as_text()
-    temp = compiled.memory_analysis().temp_size_in_bytes
-    return Program(text=text, temp_bytes=temp, **count(text))
 
 
 def wire(text: str) -> list[Sent]:
