@@ -1,8 +1,10 @@
-"""Casts of arrays that leave alone what is no real floating array."""
+"""Casts of arrays that leave alone what is no real floating array; what is done around them."""
 
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -19,3 +21,23 @@ def cast(value: Any, dtype: np.dtype | None) -> Any:
 def cast_all(values: Sequence[Any], dtypes: Sequence[np.dtype | None]) -> list[Any]:
     """Casts each array to the dtype beside it."""
     return [cast(value, dtype) for value, dtype in zip(values, dtypes, strict=True)]
+
+
+def repeated(array: Any, shape: Sequence[Any]) -> Any:
+    """Returns an array in float32, repeated to `shape`, whose last axes are its own."""
+    array = jnp.asarray(array, np.float32)
+    axes = range(len(shape) - array.ndim, len(shape))
+    return lax.broadcast_in_dim(array, shape, tuple(axes))
+
+
+@jax.custom_jvp
+def saturated(array: Any) -> Any:
+    """Holds finite numbers within float16's range: a row masked throughout stays finite.
+
+    Its derivative is that of the identity, so that it costs the backward pass nothing.
+    """
+    limit = float(jnp.finfo(np.float16).max)
+    return jnp.where(jnp.isinf(array), array, jnp.clip(array, -limit, limit))
+
+
+saturated.defjvp(lambda primals, tangents: (saturated(*primals), *tangents))

@@ -16,7 +16,7 @@ from jax import lax
 
 from jmp import _jax_compat
 from jmp.autocasting import _float8, _wide_gradients
-from jmp.autocasting._casts import cast, cast_all
+from jmp.autocasting._casts import cast, cast_all, repeated, saturated
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import kind_of
 from jmp.autocasting._steps import (
@@ -95,18 +95,7 @@ def _run_one(step: Single | Nested, environment: Environment) -> Any:
     equation = step.node.equation
     operands = [_read(read, environment) for read in step.reads]
     if isinstance(step, Single):
-        run: Callable[..., list[Any]] = functools.partial(
-            _jax_compat.bind, equation.primitive, params=step.params
-        )
-        if step.arithmetic is Arithmetic.SENT:
-            run = functools.partial(_send, run)
-        if step.in_float8 is not None:
-            return _multiply_in_float8(step, operands, environment)
-        if step.rounds is None:
-            return run(operands)
-        if step.node.is_product:
-            return _wide_gradients.multiply(operands, step.params, step.rounds)
-        return _wide_gradients.move(run, operands, step.stores, step.rounds)
+        return _run_single(step, operands, environment)
     for position, (value, dtype, *_) in enumerate(step.reads):
         if value.held is not None:  # a Python or NumPy number
             operands[position] = jnp.asarray(operands[position], dtype or value.dtype)
@@ -114,7 +103,24 @@ def _run_one(step: Single | Nested, environment: Environment) -> Any:
     return kind_of(step.node.name).emit(equation, operands, functions)
 
 
-def _multiply_in_float8(step: Single, operands: Sequence[Any], environment: Environment) -> Any:
+def _run_single(step: Single, operands: Sequence[Any], environment: Environment) -> list[Any]:
+    if step.in_float8 is not None:
+        return _multiply_in_float8(step, operands, environment)
+    if step.rounds is not None and step.node.is_product:
+        return _wide_gradients.multiply(operands, step.params, step.rounds)
+    run: Callable[..., list[Any]] = functools.partial(
+        _jax_compat.bind, step.node.equation.primitive, params=step.params
+    )
+    if step.arithmetic is Arithmetic.SENT:
+        run = functools.partial(_send, run)
+    if step.rounds is not None:
+        return _wide_gradients.move(run, operands, step.stores, step.rounds)
+    return run(operands)
+
+
+def _multiply_in_float8(
+    step: Single, operands: Sequence[Any], environment: Environment
+) -> list[Any]:
     (half,) = step.stores
     keys = [Held(read.value) for read in step.reads]
     for key, operand in zip(keys, operands, strict=True):
@@ -217,11 +223,9 @@ def _read(read: Read, environment: Environment) -> Any:
     if dtype is None or not value.is_float32:
         return array
     if shape is not None:
-        array = jnp.asarray(array, np.float32)
-        axes = range(len(shape) - array.ndim, len(shape))
-        array = lax.broadcast_in_dim(array, shape, tuple(axes))
+        array = repeated(array, shape)
     if saturates:
-        array = _saturated(array)  # after the repetition, where it fuses
+        array = saturated(array)  # after the repetition, where it fuses
     if value.held is not None and shape is None and not saturates and np.ndim(array) == 0:
         return array if dtype == FLOAT32 else np.asarray(array).astype(dtype)
     return cast(array, dtype)
@@ -229,17 +233,4 @@ def _read(read: Read, environment: Environment) -> Any:
 
 def _leave(leave: Leave, environment: Environment) -> Any:
     array = environment[leave.value]
-    return cast(_saturated(array) if leave.saturates else array, leave.dtype)
-
-
-@jax.custom_jvp
-def _saturated(array: Any) -> Any:
-    """Holds finite numbers within float16's range: a row masked throughout stays finite.
-
-    Its derivative is that of the identity, so that it costs the backward pass nothing.
-    """
-    limit = float(jnp.finfo(np.float16).max)
-    return jnp.where(jnp.isinf(array), array, jnp.clip(array, -limit, limit))
-
-
-_saturated.defjvp(lambda primals, tangents: (_saturated(*primals), *tangents))
+    return cast(saturated(array) if leave.saturates else array, leave.dtype)

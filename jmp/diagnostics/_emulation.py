@@ -20,6 +20,7 @@ from jax import lax
 
 from jmp import _jax_compat
 from jmp.adapters._module_scopes import MODULE, modules_path
+from jmp.autocasting._casts import repeated, saturated
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import kind_of
 from jmp.autocasting._precision import with_default
@@ -167,9 +168,7 @@ class _Level:
         if not value.is_float32:
             return array
         if shape is not None:
-            array = jnp.asarray(array, np.float32)
-            axes = range(len(shape) - array.ndim, len(shape))
-            array = lax.broadcast_in_dim(array, shape, tuple(axes))
+            array = repeated(array, shape)
         if dtype == self._half and (self._rounded.get(value) != site or saturates):
             return self._round(array, site, saturates)
         if dtype == FLOAT32 and rounds_inside:
@@ -179,7 +178,7 @@ class _Level:
     def _round(self, array: Any, site: Site, saturates: bool) -> Any:
         array, flag = jnp.asarray(array, np.float32), self._is_half(site)
         if saturates:
-            array = _saturate(array, flag)
+            array = jnp.where(flag, saturated(array), array)
         return _round(array, flag, self._half)
 
 
@@ -216,13 +215,9 @@ def rounded(x: Any, half: np.dtype) -> Any:
     return lax.select(abs(x) < float(limits.smallest_normal), subnormal, near)
 
 
-def _where(flag: Any, x: Any, y: Any) -> Any:
-    return jnp.where(flag, x, y)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _round(x: Any, flag: Any, half: np.dtype) -> Any:
-    return _where(flag, rounded(x, half), x)
+    return jnp.where(flag, rounded(x, half), x)
 
 
 def _forward(x: Any, flag: Any, half: np.dtype) -> tuple[Any, Any]:
@@ -230,7 +225,7 @@ def _forward(x: Any, flag: Any, half: np.dtype) -> tuple[Any, Any]:
 
 
 def _backward(half: np.dtype, flag: Any, cotangent: Any) -> tuple[Any, None]:
-    return _where(flag, rounded(cotangent, half), cotangent), None
+    return jnp.where(flag, rounded(cotangent, half), cotangent), None
 
 
 _round.defvjp(_forward, _backward)
@@ -238,16 +233,7 @@ _round.defvjp(_forward, _backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _round_forward(x: Any, flag: Any, half: np.dtype) -> Any:
-    return _where(flag, rounded(x, half), x)
+    return jnp.where(flag, rounded(x, half), x)
 
 
 _round_forward.defvjp(_forward, lambda half, flag, cotangent: (cotangent, None))
-
-
-@jax.custom_vjp
-def _saturate(x: Any, flag: Any) -> Any:
-    limit = float(jnp.finfo(np.float16).max)
-    return _where(flag & ~jnp.isinf(x), jnp.clip(x, -limit, limit), x)
-
-
-_saturate.defvjp(lambda x, flag: (_saturate(x, flag), None), lambda _, cotangent: (cotangent, None))
