@@ -5,6 +5,7 @@ island (see `_islands`) or, where no node requires float32, a run of single half
 barrier is decided by its rule; what nests is planned by its kind, which hands back its dtypes.
 """
 
+import functools
 from collections.abc import Sequence
 
 from jax.extend.core import ClosedJaxpr
@@ -71,7 +72,6 @@ class Planner(Level):
         self.facts = facts_of(graph, infos, outputs)
         self.storage = Storage(self.facts, self.half)
         self.storage.store(graph.inputs, (info.dtype for info in infos))
-        self.shared = shared_factors(graph)
         self.sent = find_sent(graph, self.facts, self.half, self.open)
 
     def plan_level(self) -> Plan:
@@ -199,11 +199,15 @@ class Planner(Level):
             return self._single(node, Arithmetic.HALF, WHY_NOT_WIDE)
         return self._wide(node, Arithmetic.HALF, WHY_WIDE)
 
+    @functools.cached_property
+    def _shared_factors(self) -> set[Value]:
+        return shared_factors(self.graph)
+
     def _in_float8(self, single: Single) -> Single:
         which, apart = self.context.words.settings.float8, self.context.is_transposed
         if why := why_not_float8(single.node, self.facts, which, apart):
             return single._replace(why=f"{single.why}; not float8: {why}")
-        is_shared = not self.shared.isdisjoint(map(root, single.node.inputs))
+        is_shared = not self._shared_factors.isdisjoint(map(root, single.node.inputs))
         shared = InFloat8.SHARED if is_shared else InFloat8.ALONE
         return single._replace(why=WHY_FLOAT8, in_float8=shared)
 

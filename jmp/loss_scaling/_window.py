@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp import _jax_compat
 from jmp.dtypes import at_least_float32
 from jmp.loss_scaling import _micro_batches
 from jmp.loss_scaling._agreement import agreed
 from jmp.loss_scaling._base import LossScale, multiply_tree
+from jmp.sharding._axes import made_varying, mapped_axes, varying_axes
 from jmp.trees import PyTree, all_finite, is_complex, is_floating
 
 
@@ -137,8 +137,8 @@ def _varying_along(axes: Sequence[str], tree: PyTree) -> PyTree:
     """Returns parameters whose gradients shard_map leaves to each device, along `axes`."""
 
     def cast(leaf: Any) -> Any:
-        missing = _jax_compat.manual_axes() & set(axes) - _jax_compat.varying_axes(leaf)
-        return jax.lax.pcast(leaf, tuple(sorted(missing)), to="varying") if missing else leaf
+        missing = set(mapped_axes()) & set(axes) - varying_axes(leaf)
+        return made_varying(leaf, tuple(sorted(missing)))
 
     return jax.tree.map(cast, tree)
 
