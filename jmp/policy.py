@@ -131,8 +131,8 @@ class Policy:
 
     def with_output_dtype(self, output_dtype: DTypeLike) -> "Policy":
         """Returns the same policy with another output dtype."""
-        others = {"reduce_dtype": self.reduce_dtype, "product_dtype": self.product_dtype}
-        return Policy(self.param_dtype, self.compute_dtype, output_dtype, **others)
+        dtype = scalar_type(floating_dtype(output_dtype, "output_dtype"))
+        return dataclasses.replace(self, output_dtype=dtype)
 
     @property
     def is_pure_half(self) -> bool:
@@ -173,9 +173,10 @@ def _reduce_dtype(dtype: DTypeLike | None) -> ScalarType | None:
 
 
 def _product_dtype(dtype: DTypeLike | None) -> ScalarType | None:
-    if dtype is None or (isinstance(dtype, str) and dtype in _FLOAT8_NAMES):
-        return None if dtype is None else _FLOAT8
-    normalised = floating_dtype(dtype, "product_dtype")
+    if dtype is None:
+        return None
+    is_name = isinstance(dtype, str) and dtype in _FLOAT8_NAMES
+    normalised = np.dtype(_FLOAT8) if is_name else floating_dtype(dtype, "product_dtype")
     if normalised != np.dtype(_FLOAT8):
         raise ValueError(
             f"product_dtype got {normalised}; expected 'f8' (float8_e4m3fn), or None, which leaves "

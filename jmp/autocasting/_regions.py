@@ -21,9 +21,9 @@ import numpy as np
 
 from jmp import _jax_compat
 from jmp._describe import described
-from jmp.autocasting._settings import Settings
+from jmp.autocasting._settings import Settings, check_policy
 from jmp.dtypes import FLOAT32, is_half
-from jmp.policy import Policy, get_policy, refuse_float8, refuse_product_dtype, refuse_reduce_dtype
+from jmp.policy import Policy, get_policy
 from jmp.rules import PolicyRules, Rule
 
 FULL_PRECISION = "jmp.full_precision"
@@ -65,9 +65,7 @@ def check_rules(rules: Sequence[Rule], compute_dtype: np.dtype) -> None:
 
 def _check_dtype(policy: Policy, compute_dtype: np.dtype, where: str) -> None:
     """Raises ValueError if a rule asks for what is neither the dtype around it nor float32."""
-    refuse_float8(policy, "autocast")
-    refuse_reduce_dtype(policy, "autocast")
-    refuse_product_dtype(policy, "autocast")
+    check_policy(policy)
     dtype = np.dtype(policy.compute_dtype)
     if compute_dtype == FLOAT32 and is_half(dtype):
         return  # autocast is switched off, and its rules with it

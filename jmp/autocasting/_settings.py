@@ -52,6 +52,13 @@ class Settings:
         return rule
 
 
+def check_policy(policy: Policy) -> None:
+    """Raises ValueError for dtypes of a policy, or of a rule's, that autocast cannot honour."""
+    refuse_float8(policy, "autocast")
+    refuse_reduce_dtype(policy, "autocast")
+    refuse_product_dtype(policy, "autocast")
+
+
 def settings_for(
     policy: Policy,
     *,
@@ -93,9 +100,7 @@ def settings_for(
             raise (ValueError if isinstance(choice, str) else TypeError)(
                 f"autocast got {option}={described(choice)}; expected one of {CHOICES[option]}."
             )
-    refuse_float8(policy, "autocast")
-    refuse_reduce_dtype(policy, "autocast")
-    refuse_product_dtype(policy, "autocast")
+    check_policy(policy)
     dtype = np.dtype(policy.compute_dtype)
     if dtype == np.float32:
         return None
