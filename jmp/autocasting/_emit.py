@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from jmp import _jax_compat
-from jmp.autocasting import _float8, _wide_gradients
+from jmp.autocasting import _float8, _float8_moves, _wide_gradients
 from jmp.autocasting._casts import cast, cast_all, repeated, saturated
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import kind_of
@@ -104,7 +104,9 @@ def _run_one(step: Single | Nested, environment: Environment) -> Any:
 
 
 def _run_single(step: Single, operands: Sequence[Any], environment: Environment) -> list[Any]:
-    if step.in_float8 is not None:
+    if step.in_float8 is InFloat8.MOVED:
+        _move_in_float8(step, operands, environment)
+    elif step.in_float8 is not None:
         return _multiply_in_float8(step, operands, environment)
     if step.rounds is not None and step.node.is_product:
         return _wide_gradients.multiply(operands, step.params, step.rounds)
@@ -122,12 +124,29 @@ def _multiply_in_float8(
     step: Single, operands: Sequence[Any], environment: Environment
 ) -> list[Any]:
     (half,) = step.stores
-    keys = [Held(read.value) for read in step.reads]
-    for key, operand in zip(keys, operands, strict=True):
-        if key not in environment:
-            environment[key] = _float8.hold(cast(operand, half))
-    held = [environment[key] for key in keys]
+    pairs = zip(step.reads, operands, strict=True)
+    held = [_held(read.value, cast(operand, half), environment) for read, operand in pairs]
     return _float8.multiply(operands, held, step.params, step.in_float8 is InFloat8.SHARED)
+
+
+def _move_in_float8(step: Single, operands: Sequence[Any], environment: Environment) -> None:
+    # What products read is this. The step itself is there for its transpose, which moves gradients;
+    # what it computes nothing reads, and XLA leaves it out.
+    (result,), (first, *others) = step.node.outputs, operands
+    numbers, scale = _held(step.reads[0].value, first, environment)
+    run = functools.partial(_float8_moves.move, step.node.equation)
+    if step.node.rule.sends:
+        run = functools.partial(_send, run)
+    (moved,) = run([numbers, *others])
+    environment[Held(result)] = _float8.Float8(moved, scale)
+
+
+def _held(value: Value, array: Any, environment: Environment) -> _float8.Float8:
+    """Returns a value in float8, given as an array if it is not held yet."""
+    if Held(value) not in environment:
+        environment[Held(value)] = _float8.hold(array)
+    held: _float8.Float8 = environment[Held(value)]
+    return held
 
 
 def _send(run: Callable[..., list[Any]], operands: Sequence[Any]) -> list[Any]:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jmp.autocasting._casts import cast
 from jmp.autocasting._registry import Params
 from jmp.autocasting._wide_gradients import gradient
 from jmp.sharding._axes import are_tracked, mapped_axes, varying_axes
@@ -41,8 +42,8 @@ class Float8(NamedTuple):
 
 
 def hold(array: Any) -> Float8:
-    """Returns a bfloat16 array in float8; it has no derivative."""
-    return _rounded(lax.stop_gradient(array), OPERANDS)
+    """Returns an array in float8, rounded to bfloat16 before; it has no derivative."""
+    return _rounded(cast(lax.stop_gradient(array), np.dtype(jnp.bfloat16)), OPERANDS)
 
 
 def _rounded(array: Any, dtype: np.dtype) -> Float8:

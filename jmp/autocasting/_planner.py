@@ -13,6 +13,7 @@ from jax.extend.core import ClosedJaxpr
 from jmp import _jax_compat
 from jmp.autocasting._eligible import WHY_FLOAT8, root, shared_factors, why_not_float8
 from jmp.autocasting._flatten import flatten
+from jmp.autocasting._float8_moves import send_in_float8
 from jmp.autocasting._flow import Destination, Info, facts_of
 from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._islands import choose_recompute, clones_for, group, peel
@@ -76,22 +77,21 @@ class Planner(Level):
 
     def plan_level(self) -> Plan:
         """Returns the plan."""
-        depths = self.facts.depths
         steps: list[Step] = []
         fusible: dict[int, list[Node]] = {}
         barriers: dict[int, list[Node]] = {}
         for node in self.graph.nodes:
-            if node not in depths:
+            if node not in self.facts.depths:
                 steps.append(self._neutral(node))
             elif node.is_fusible and node not in self.facts.embeddings:
-                fusible.setdefault(depths[node], []).append(node)
+                fusible.setdefault(self.facts.depths[node], []).append(node)
             else:
-                barriers.setdefault(depths[node], []).append(node)
+                barriers.setdefault(self.facts.depths[node], []).append(node)
         for depth in sorted({*fusible, *barriers}):
             for nodes in group(fusible.get(depth, []), self.facts.cuts):
                 steps += self._component(nodes)
             steps += map(self._barrier, barriers.get(depth, []))
-        not_fused: dict[Node, str] = {}
+        steps, not_fused = send_in_float8(steps, self.graph), {}
         if self.context.words.settings.fuses_attention:
             steps, not_fused = fuse_attentions(steps, self.graph, self.storage)
         infos = tuple(map(self.storage.info, self.graph.outputs))
@@ -114,9 +114,8 @@ class Planner(Level):
         front, rest = peel(nodes, self.storage.is_half, self.facts)
         if not rest:  # an island that is linear throughout stays what it is, float32
             front, rest = [], nodes
-        steps: list[Step] = [self._light(node) for node in front]
         clones = clones_for(_entering(rest), self.facts)
-        return [*steps, self._island(rest, clones, why, recompute)]
+        return [*map(self._light, front), self._island(rest, clones, why, recompute)]
 
     def _island(
         self, nodes: list[Node], clones: list[Node], why: dict[Node, str], recompute: Recompute

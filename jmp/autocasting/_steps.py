@@ -34,10 +34,11 @@ class Arithmetic(enum.Enum):
 
 
 class InFloat8(enum.Enum):
-    """How a float8 product reads its factors."""
+    """How a float8 product reads its factors; or that an equation moves one."""
 
     ALONE = "no other product reads them"
     SHARED = "other products may read them"
+    MOVED = "no product: it moves a factor, in float8 as well"
 
 
 class Recompute(enum.Enum):
@@ -107,7 +108,8 @@ class Single(NamedTuple):
     stores: Dtypes
     # Operands that are read in float32 are rounded to this inside: their gradients are float32.
     rounds: np.dtype | None = None
-    in_float8: InFloat8 | None = None  # whether it is a float8 product; see `_float8`
+    # Whether it is a float8 product, or moves what such products alone read; see `_float8`.
+    in_float8: InFloat8 | None = None
 
 
 class Inside(NamedTuple):
