@@ -37,6 +37,7 @@ from jmp.autocasting._steps import (
 )
 from jmp.autocasting.attention import attend
 from jmp.dtypes import FLOAT32
+from jmp.sharding._axes import without_reduced
 
 
 class Held(NamedTuple):
@@ -134,11 +135,8 @@ def _move_in_float8(step: Single, operands: Sequence[Any], environment: Environm
     # what it computes nothing reads, and XLA leaves it out.
     (result,), (first, *others) = step.node.outputs, operands
     numbers, scale = _held(step.reads[0].value, first, environment)
-    run = functools.partial(_float8_moves.move, step.node.equation)
-    if step.node.rule.sends:
-        run = functools.partial(_send, run)
-    (moved,) = run([numbers, *others])
-    environment[Held(result)] = _float8.Float8(moved, scale)
+    (moved,) = _float8_moves.move(step.node.equation, [numbers, *others])
+    environment[Held(result)] = _float8.Float8(without_reduced(moved), scale)
 
 
 def _held(value: Value, array: Any, environment: Environment) -> _float8.Float8:

@@ -6,11 +6,13 @@ for the sake of its transpose alone: its gradient adds up over devices as that o
 the move computes nothing reads, and no program keeps it.
 """
 
+import functools
 from collections.abc import Sequence, Set
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jmp import _jax_compat
 from jmp.autocasting._graph import Graph, Node
@@ -54,10 +56,11 @@ def _is_read_by(node: Node, readers: Set[Node], graph: Graph) -> bool:
 
 
 def _moves(node: Node) -> bool:
-    if node.region.in_float32 or node.rule.category is Category.FULL:
+    if node.region.in_float32:
         return False
+    is_full = node.rule.category is Category.FULL  # by the user's word
     is_moved = node.rule.hands_on or sends(node) or is_cast(node.equation)
-    return is_moved or bool(chain_in(node.equation))
+    return (is_moved and not is_full) or bool(chain_in(node.equation))
 
 
 def _sends(node: Node) -> bool:
@@ -92,9 +95,10 @@ def chain_in(equation: Any) -> list[Any]:
 
 def move(equation: Any, operands: Sequence[Any]) -> list[Any]:
     """Runs an equation that moves its first operand on float8 numbers."""
-    moved = list(operands)
     if is_cast(equation):
-        return moved
-    for inner in (chain := chain_in(equation)):
-        moved = move(inner, moved)
-    return moved if chain else _jax_compat.bind(equation.primitive, moved, equation.params)
+        return list(operands)
+    if chain := chain_in(equation):
+        return functools.reduce(lambda moved, inner: move(inner, moved), chain, list(operands))
+    if rule_for(equation.primitive.name).sends:
+        operands = lax.optimization_barrier(operands)  # as of what is sent in half, in `_emit`
+    return _jax_compat.bind(equation.primitive, operands, equation.params)

@@ -3,9 +3,11 @@
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jmp import _jax_compat
 from jmp._jax_compat import varying_axes as varying_axes
+from jmp.sharding._specs import partitions
 
 
 def mapped_axes() -> tuple[str, ...]:
@@ -24,6 +26,16 @@ def are_tracked() -> bool:
 def made_varying(value: Any, axes: tuple[str, ...]) -> Any:
     """Returns `value` as one that varies along `axes`, so that AD adds nothing up along them."""
     return jax.lax.pcast(value, axes, to="varying") if axes else value
+
+
+def without_reduced(value: Any) -> Any:
+    """Returns `value` as one whose gradient is not one part a device: what is `reduced` no
+    element-wise operation takes."""
+    sharding = jax.typeof(value).sharding
+    if not sharding.spec.reduced:
+        return value
+    plain = PartitionSpec(*partitions(sharding.spec))
+    return jax.sharding.reshard(value, NamedSharding(sharding.mesh, plain))
 
 
 def unreduced_axes(value: Any) -> frozenset[str]:
