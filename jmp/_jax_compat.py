@@ -34,7 +34,11 @@ def manual_axes() -> frozenset[str]:
 
 def varying_axes(value: Any) -> frozenset[str]:
     """Returns the manual axes along which `value` varies, as far as its type says so."""
-    aval = jax.typeof(value)
+    return varying_in(jax.typeof(value))
+
+
+def varying_in(aval: Any) -> frozenset[str]:
+    """Returns the manual axes along which a value of a type varies, as far as it says so."""
     if hasattr(aval, "manual_axis_type"):
         return frozenset(aval.manual_axis_type.varying)
     return frozenset(getattr(aval, "vma", ()))  # its name in earlier releases of JAX

@@ -3,6 +3,8 @@
 Small shapes: what is small is float8 here (`SMALL` is patched), but where sizes are the subject.
 """
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -444,6 +446,169 @@ def test_devices_under_jit_share_scales():
     whole, expected = jax.value_and_grad(jmp.autocast(loss, F8))(W, np.asarray(x))
     np.testing.assert_allclose(value, whole, rtol=4e-3)
     assert relative_error(grads, expected) < 0.03
+
+
+def names_and_dtypes(jaxpr, prefix):
+    """Lists the dtypes that primitives of a prefix give, at any depth."""
+    found = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name.startswith(prefix):
+            found.append(str(equation.outvars[0].aval.dtype))
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            found += names_and_dtypes(inner, prefix)
+    return found
+
+
+def gathered(w):
+    return lax.all_gather(w, "d", tiled=True)
+
+
+def in_shards(fun, check_vma=True, policy=F8, **options):
+    fun = jmp.autocast(fun, policy, **options)
+    places = {"in_specs": (P("d"), P("d")), "out_specs": P("d")}
+    return jax.shard_map(fun, mesh=MESH, check_vma=check_vma, **places)
+
+
+def fsdp(gather, gather_in_scan, ws, x):
+    """A layer by itself, two in a scan that are gathered again in the backward pass, a head."""
+
+    def turn(x, w):
+        return jnp.tanh(x @ gather_in_scan(w)), None
+
+    x = jnp.tanh(x @ gather(ws["in"]))
+    x, _ = lax.scan(jax.checkpoint(turn), x, ws["layers"])
+    return jnp.mean((x @ gather(ws["out"])) ** 2)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shards_are_gathered_in_float8_with_the_scale_of_the_whole_parameter(check_vma):
+    ws = {"in": W[0].at[0, 0].set(2.0), "layers": jnp.stack(W[1:]), "out": W[0].T}
+    x = X.at[0, 0].set(50.0)
+    by_hand = functools.partial(jmp.gather, specs_or_axis="d", dtype="bf16", reduce_dtype="f32")
+    fun = jmp.autocast(functools.partial(fsdp, by_hand, gathered), F8)
+
+    def mean_gradient(ws, x):
+        value, grads = jax.value_and_grad(fun)(ws, x)
+        return lax.pmean(value, "d"), jax.tree.map(lambda g: g / 8, grads)
+
+    lie = {"in": P("d"), "layers": P(None, "d"), "out": P("d")}
+    places = {"in_specs": (lie, P("d")), "out_specs": (P(), lie)}
+    step = jax.jit(jax.shard_map(mean_gradient, mesh=MESH, check_vma=check_vma, **places))
+    value, grads = step(ws, x)
+    whole = jmp.autocast(functools.partial(fsdp, jnp.asarray, jnp.asarray), F8)
+    expected_value, expected = jax.value_and_grad(whole)(ws, x)
+    np.testing.assert_allclose(value, expected_value, rtol=4e-3)
+    assert relative_error(grads, expected) < 0.01
+    dtypes = names_and_dtypes(jax.make_jaxpr(step)(ws, x).jaxpr, "all_gather")
+    # The first layer's, and the loop's forward and backward; not the head's. Others are bfloat16:
+    # they are there for their transposes, and nothing reads what they compute.
+    assert dtypes.count("float8_e4m3fn") == 3
+    for bad in (np.nan, np.inf):  # in one shard
+        value, grads = step(ws | {"in": ws["in"].at[3, 4].set(bad)}, x)
+        assert not bool(jnp.isfinite(value))
+        assert not any(bool(jnp.isfinite(g).all()) for g in jax.tree.leaves(grads))
+
+
+def test_a_gather_is_float8_where_float8_products_alone_read_it_and_reports_say_so():
+    def sent(fun, w=W[0], **options):
+        return names_and_dtypes(jax.make_jaxpr(in_shards(fun, **options))(w, X).jaxpr, "all_gather")
+
+    def layer(w, x):
+        return jnp.tanh(x @ gathered(w)) @ W[1]
+
+    assert sent(layer) == ["float8_e4m3fn", "bfloat16"]
+    assert sent(layer, policy=BF16) == sent(layer, rules=[("*", BF16)]) == ["bfloat16"]
+    assert sent(layer, full=["all_gather"]) == ["float32"]
+
+    def by_a_head(w, x):
+        whole = gathered(w)
+        return jnp.tanh(x @ whole) @ whole
+
+    def by_an_addition(w, x):
+        whole = gathered(w)
+        return jnp.tanh(x @ whole) @ W[1] + whole[:1]
+
+    def result(w, x):
+        whole = gathered(w)
+        return jnp.tanh(x @ whole) @ W[1], whole
+
+    def sliced(ws, x):
+        whole = gathered(ws)
+        return jnp.tanh(jnp.tanh(x @ whole[:16]) @ whole[16:].T) @ W[1]
+
+    assert sent(by_a_head) == ["bfloat16"]
+    assert sent(by_an_addition) == sent(result) == ["float32"]
+    assert sent(sliced, jnp.concatenate(W[:2])) == ["float8_e4m3fn", "bfloat16"]
+    around = jax.shard_map(layer, mesh=MESH, in_specs=(P("d"), P("d")), out_specs=P("d"))
+    assert "rounded to float8 before it is sent" in str(
+        diagnostics.precision_report(around, F8)(W[0], X)
+    )
+
+
+@pytest.mark.parametrize("reduce_dtype", ["bfloat16", "float32"])
+def test_along_explicit_axes_shards_are_gathered_in_float8(reduce_dtype):
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Explicit,))
+
+    def of(ws, x):
+        for w in ws[:-1]:
+            x = jnp.tanh(x @ jmp.gather(w, P(), "bfloat16", reduce_dtype))
+        return jnp.mean((x @ jax.sharding.reshard(ws[-1], P())) ** 2)
+
+    with jax.set_mesh(mesh):
+        ws, x = jax.device_put((W, X), P("d"))
+        step = jax.jit(jax.grad(jmp.autocast(of, F8)))
+        dtypes = names_and_dtypes(jax.make_jaxpr(step)(ws, x).jaxpr, "reshard")
+        grads = step(ws, x)
+    assert "float8_e4m3fn" in dtypes
+    same(jax.device_get(grads), jax.grad(jmp.autocast(loss, F8))(W, X), 0.01)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_product_whose_parts_devices_add_up_is_float8(check_vma):
+    mesh = jax.make_mesh((4, 2), ("d", "m"), axis_types=(AxisType.Auto,) * 2)
+
+    def of(ws, x):
+        x = jnp.tanh(lax.psum(jnp.tanh(x @ ws[0]) @ ws[1], "m"))
+        return lax.pmean(jnp.mean((x @ ws[2]) ** 2), "d")
+
+    places = {"in_specs": ((P(None, "m"), P("m"), P()), P("d")), "out_specs": P()}
+    mapped = jax.shard_map(of, mesh=mesh, check_vma=check_vma, **places)
+    assert [dtype for dtype, _ in rows(mapped, W, X)] == ["float8_e4m3fn"] * 2 + ["bfloat16"]
+    value = jax.jit(jmp.autocast(mapped, F8))(W, X)
+    np.testing.assert_allclose(value, jmp.autocast(loss, F8)(W, X), rtol=4e-3)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_devices_that_go_different_ways_do_not_wait_for_maxima_of_others(check_vma):
+    def twice(w, x):
+        return jnp.tanh(jnp.tanh(x @ w) @ w)
+
+    def of(w, x):
+        device = lax.axis_index("d")
+        y = lax.cond(device < 3, lambda y: jax.checkpoint(twice)(w, y), lambda y: y, x)
+        state = (device % 3, y)
+        return lax.while_loop(lambda s: s[0] > 0, lambda s: (s[0] - 1, twice(w, s[1])), state)[1]
+
+    places = {"in_specs": (P(), P("d")), "out_specs": P("d")}
+    mapped = jax.shard_map(of, mesh=MESH, check_vma=check_vma, **places)
+    float8 = jmp.autocast(mapped, F8)
+    assert not names_and_dtypes(jax.make_jaxpr(float8)(W[0], X).jaxpr, "pmax")  # it would hang
+    # The last result of the loop's body is carried in float32.
+    assert [dtype[:6] for dtype, _ in rows(mapped, W[0], X)] == ["float8"] * 3 + ["bfloat"]
+    got, exact = (jax.jit(fun)(W[0], X) for fun in (float8, mapped))
+    assert 0.001 < relative_error(got, exact) < 0.1
+
+
+def test_where_all_devices_go_one_way_they_share_scales_and_gather_in_float8():
+    def of(w, x):
+        def layer(x):
+            return jnp.tanh(jnp.tanh(x @ gathered(w)) @ W[1])
+
+        return lax.cond(lax.pmax(x[0, 0], "d") > 0, layer, lambda x: x, x) @ W[2]
+
+    tracked, untracked = (jax.make_jaxpr(in_shards(of, vma))(W[0], X) for vma in (True, False))
+    assert names_and_dtypes(tracked.jaxpr, "all_gather") == ["float8_e4m3fn", "bfloat16"]
+    assert names_and_dtypes(untracked.jaxpr, "all_gather") == ["bfloat16"]
 
 
 def test_gradients_of_parameters_are_float32_before_they_are_reduced_if_asked():

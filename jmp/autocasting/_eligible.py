@@ -35,13 +35,31 @@ def why_not_float8(node: Node, facts: Facts, which: str, is_transposed: bool) ->
         return "it multiplies two activations (float8='all' takes such products)"
     if not facts.kept.isdisjoint(node.outputs):
         return "a loop carries its result in float32"
-    if facts.feeds.isdisjoint(node.outputs):
+    if not _feeds(node, facts):
         return "its result feeds no other product, as that of a head"
     if min(sizes_of(node)) < THIN:
         return f"it is thinner than {THIN}"
     if math.prod(sizes_of(node)) < SMALL:
         return f"it is small: fewer than 2**{SMALL.bit_length() - 1} multiplications"
     return ""
+
+
+def _feeds(node: Node, facts: Facts) -> bool:
+    """Returns whether a product's result goes to another, added up over devices on the way or not.
+
+    Sums over devices are float32, so that nothing `feeds` by them; but the result of a product
+    whose rows are split over devices is one of their parts.
+    """
+    stack, seen = list(node.outputs), set(node.outputs)
+    while stack:
+        value = stack.pop()
+        if value in facts.feeds:
+            return True
+        users = (u for u in value.users if u.is_fusible or u.rule.sums_devices)
+        new = {result for user in users for result in user.outputs} - seen
+        stack += new
+        seen |= new
+    return False
 
 
 def sizes_of(node: Node) -> tuple[int, int, int]:

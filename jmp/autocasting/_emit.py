@@ -126,23 +126,30 @@ def _multiply_in_float8(
 ) -> list[Any]:
     (half,) = step.stores
     pairs = zip(step.reads, operands, strict=True)
-    held = [_held(read.value, cast(operand, half), environment) for read, operand in pairs]
-    return _float8.multiply(operands, held, step.params, step.in_float8 is InFloat8.SHARED)
+    held = [
+        _held(read.value, cast(operand, half), environment, step.is_apart)
+        for read, operand in pairs
+    ]
+    is_shared = step.in_float8 is InFloat8.SHARED
+    return _float8.multiply(operands, held, step.params, is_shared, step.is_apart)
 
 
 def _move_in_float8(step: Single, operands: Sequence[Any], environment: Environment) -> None:
     # What products read is this. The step itself is there for its transpose, which moves gradients;
     # what it computes nothing reads, and XLA leaves it out.
-    (result,), (first, *others) = step.node.outputs, operands
+    first, *others = operands
     numbers, scale = _held(step.reads[0].value, first, environment)
-    (moved,) = _float8_moves.move(step.node.equation, [numbers, *others])
-    environment[Held(result)] = _float8.Float8(without_reduced(moved), scale)
+    moved = _float8_moves.move(step.node.equation, [numbers, *others])
+    for value, array in zip(step.node.outputs, moved, strict=True):
+        environment[Held(value)] = _float8.Float8(without_reduced(array), scale)
 
 
-def _held(value: Value, array: Any, environment: Environment) -> _float8.Float8:
+def _held(
+    value: Value, array: Any, environment: Environment, is_apart: bool = False
+) -> _float8.Float8:
     """Returns a value in float8, given as an array if it is not held yet."""
     if Held(value) not in environment:
-        environment[Held(value)] = _float8.hold(array)
+        environment[Held(value)] = _float8.hold(array, is_apart)
     held: _float8.Float8 = environment[Held(value)]
     return held
 

@@ -41,13 +41,17 @@ class Float8(NamedTuple):
     scale: Any
 
 
-def hold(array: Any) -> Float8:
-    """Returns an array in float8, rounded to bfloat16 before; it has no derivative."""
+def hold(array: Any, is_apart: bool = False) -> Float8:
+    """Returns an array in float8, rounded to bfloat16 before; it has no derivative.
+
+    Args:
+      is_apart: whether each device has a scale of its own.
+    """
     fixed = without_reduced(lax.stop_gradient(array))
-    return _rounded(cast(fixed, np.dtype(jnp.bfloat16)), OPERANDS)
+    return _rounded(cast(fixed, np.dtype(jnp.bfloat16)), OPERANDS, is_apart)
 
 
-def _rounded(array: Any, dtype: np.dtype) -> Float8:
+def _rounded(array: Any, dtype: np.dtype, is_apart: bool) -> Float8:
     """Returns an array in float8, with the scale at which its largest number is the largest there.
 
     All in bfloat16, and multiplied, not divided: XLA divides in float32, and would keep the array
@@ -57,7 +61,8 @@ def _rounded(array: Any, dtype: np.dtype) -> Float8:
     from loss scaling.
     """
     limit, smallest = (array.dtype.type(x) for x in (jnp.finfo(dtype).max, 2.0**-126))
-    scale = lax.max(_largest(array) / limit, smallest)  # its reciprocal is finite, for zeros too
+    largest = _largest_here(array) if is_apart else _largest(array)
+    scale = lax.max(largest / limit, smallest)  # its reciprocal is finite, for zeros too
     return Float8(lax.convert_element_type(array * (1 / scale), dtype), scale)
 
 
@@ -90,7 +95,11 @@ def _widened(factors: Sequence[Float8], apart: Sequence[int] = ()) -> list[Any]:
 
 
 def multiply(
-    operands: Sequence[Any], held: Sequence[Float8], params: Params, is_shared: bool
+    operands: Sequence[Any],
+    held: Sequence[Float8],
+    params: Params,
+    is_shared: bool,
+    is_apart: bool,
 ) -> list[Any]:
     """Multiplies in float8.
 
@@ -101,20 +110,23 @@ def multiply(
       is_shared: whether other products may read a factor. XLA would join such products, as those
         of queries, keys and values, and put the other factors side by side: with a scale for each
         part that is no float8 product. Behind a barrier of its own no product shares a factor.
+      is_apart: as in `hold`, for gradients.
 
     Returns: one half array.
     Raises: TypeError in forward mode, as far as it is seen here; otherwise JAX raises it.
     """
     types = list(map(jax.typeof, operands))
     try:
-        return [_product_of(params, types, is_shared)(*operands, *held)]
+        return [_product_of(params, types, is_shared, is_apart)(*operands, *held)]
     except TypeError as error:
         if "forward-mode" not in str(error):
             raise
         raise TypeError(NO_DERIVATIVE.format(what="forward mode (jax.jvp, jax.jacfwd)")) from error
 
 
-def _product_of(params: Params, types: Sequence[Any], is_shared: bool) -> Callable[..., Any]:
+def _product_of(
+    params: Params, types: Sequence[Any], is_shared: bool, is_apart: bool
+) -> Callable[..., Any]:
     """Returns a product of operands of these types, which are given in float8 as well."""
     apart = (0, 1) if is_shared else ()
     # Alone, the cotangent is read through a barrier by the second product: a GPT's step moves 1 %
@@ -128,7 +140,7 @@ def _product_of(params: Params, types: Sequence[Any], is_shared: bool) -> Callab
         return _once(run(left, right, *held), left, right), held
 
     def backward(held: Sequence[Float8], cotangent: Any) -> Any:
-        change = _rounded(cotangent, GRADIENTS)
+        change = _rounded(cotangent, GRADIENTS, is_apart)
         left = gradient(types[0], 0, _widened([change, held[1]], apart), params)
         right = gradient(types[1], 1, _widened([change, held[0]], apart_once), params)
         return left, right, None, None

@@ -41,7 +41,10 @@ def send_in_float8(steps: Sequence[Step], graph: Graph) -> list[Step]:
         is_sent = _sends(node) or node.inputs[:1] and node.inputs[0].producer in sent
         if node in readers and not node.is_product and is_sent:
             sent.add(node)
-    return [_with_word(step) if isinstance(step, Single) and step.node in sent else step for step in steps]
+    return [
+        _with_word(step) if isinstance(step, Single) and step.node in sent else step
+        for step in steps
+    ]
 
 
 def _with_word(step: Single) -> Single:

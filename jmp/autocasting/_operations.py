@@ -69,7 +69,7 @@ def operations_of(plan: Plan) -> Iterator[Operation]:
                 yield from _operations_of_node(node, why, times, FLOAT32, stores)
         else:
             read = half if step.arithmetic.is_half else FLOAT32
-            read = OPERANDS if step.in_float8 else read
+            read = OPERANDS if step.in_float8 and step.node.is_product else read
             yield from _operations_of_node(step.node, step.why, times, read, step.stores)
 
 
@@ -85,6 +85,8 @@ def decisions_of(plan: Plan) -> Iterator[tuple[str, Node, int]]:
                 yield SATURATED, node, times
         elif any(read.saturates for read in step.reads):
             yield SATURATED, step.node, times
+        elif step.in_float8 and not step.node.is_product:
+            yield step.why, step.node, times
 
 
 def _steps_of(plan: Plan, times: int) -> Iterator[tuple[Single | Island, int]]:
@@ -125,7 +127,9 @@ def _operations_of_node(
         turns = times * turns_of(node.equation)
         yield from _operations_as_written(jaxpr, node, why, node.scope, turns)
     if not inner:
-        dtypes_in = [str(read) if value.is_float32 else _dtype(value) for value in node.inputs]
+        is_read = [value.is_float32 or read == OPERANDS for value in node.inputs]
+        pairs_in = zip(node.inputs, is_read, strict=True)
+        dtypes_in = [str(read) if chosen else _dtype(value) for value, chosen in pairs_in]
         pairs = zip(node.outputs, stores, strict=True)
         dtypes_out = [str(dtype) if value.is_float32 else _dtype(value) for value, dtype in pairs]
         named = _named(dtypes_in, dtypes_out)

@@ -91,7 +91,7 @@ class Planner(Level):
             for nodes in group(fusible.get(depth, []), self.facts.cuts):
                 steps += self._component(nodes)
             steps += map(self._barrier, barriers.get(depth, []))
-        steps, not_fused = send_in_float8(steps, self.graph), {}
+        steps, not_fused = send_in_float8(steps, self.graph), dict[Node, str]()
         if self.context.words.settings.fuses_attention:
             steps, not_fused = fuse_attentions(steps, self.graph, self.storage)
         infos = tuple(map(self.storage.info, self.graph.outputs))

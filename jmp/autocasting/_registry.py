@@ -69,6 +69,7 @@ class Rule:
     permutes: bool = False  # it moves them, and their order may change
     repeats: bool = False  # it repeats them
     sends: bool = False  # it moves them between devices
+    sums_devices: bool = False  # it adds up what devices hold
     selects: bool = False  # it takes some of them
     linear: bool = False  # it adds or subtracts
     affine: bool = False  # or multiplies or divides

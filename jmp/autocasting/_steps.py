@@ -110,6 +110,8 @@ class Single(NamedTuple):
     rounds: np.dtype | None = None
     # Whether it is a float8 product, or moves what such products alone read; see `_float8`.
     in_float8: InFloat8 | None = None
+    # Devices may not come by here together: each has scales of its own, and sends nothing for them.
+    is_apart: bool = False
 
 
 class Inside(NamedTuple):

@@ -11,6 +11,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jmp import _jax_compat
+from jmp.autocasting._apart import apart, may_part
 from jmp.autocasting._flow import Destination, Info
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import Arrays, Kind, Level, register_kind
@@ -55,6 +56,9 @@ class While(Kind):
         opened = level.open(loop.body, node, closed)
         # Nothing is saved for a backward pass, because there is none.
         body = level.plan_opened(opened, [*infos, *carries], outputs, prevent_cse=False)
+        (is_on,) = loop.condition.out_avals
+        if may_part(node, is_on):
+            body = apart(body)
         condition = functools.partial(_unplanned, loop.condition)
         reads = [*(value.dtype for value in asked), *(info.dtype for info in infos), *stores]
         return level.nested(node, [condition, body._replace(stores=stores)], stores, reads)

@@ -63,7 +63,7 @@ register_rule(
     "psum psum2 psum_invariant reduce_scatter unreduced_psum unreduced_reduce_scatter".split(),
     FULL,
     "adds up over devices, in the dtype it is given",
-    "sums",
+    "sums sums_devices",
 )
 register_rule(
     "cholesky lu svd qr eigh eig triangular_solve".split(), FULL, "no half kernel", "factorises"
