@@ -59,7 +59,8 @@ BY_HAND = Variant("by-hand", "by hand, half", half=True)
 WITH_BARRIER = Variant(
     "by-hand-barrier", "by hand, half, a barrier after the cast", half=True, barrier=True
 )
-# A new variant is a row here, and nothing else.
+IN_FLOAT8 = Variant("autocast-f8", "autocast, float8", policy="mixed_float8")
+# A new variant is a row here, and nothing else; those of some cases alone stand above.
 VARIANTS = (
     Variant("float32", "float32"),
     BY_HAND,
@@ -346,21 +347,26 @@ def _gpt(variant: Variant, sizes: Sizes, keep: Callable[[jax.Array], jax.Array])
 
 
 CASES = (
-    Case("fsdp", "FSDP, jit", functools.partial(by_the_compiler, P(DATA))),
+    Case("fsdp", "FSDP, jit", functools.partial(by_the_compiler, P(DATA)), (IN_FLOAT8,)),
     Case(
-        "fsdp-constraint", "FSDP, jit, `with_sharding_constraint`", by_constraints, (WITH_BARRIER,)
+        "fsdp-constraint",
+        "FSDP, jit, `with_sharding_constraint`",
+        by_constraints,
+        (WITH_BARRIER, IN_FLOAT8),
     ),
     Case(
         "fsdp-shard-map",
         "FSDP, `all_gather` in shard_map, autocast inside",
         functools.partial(inside_shard_map, P(DATA), gather),
+        (IN_FLOAT8,),
     ),
     Case(
         "fsdp-around-shard-map",
         "FSDP, `all_gather` in shard_map, autocast around",
         around_shard_map,
+        (IN_FLOAT8,),
     ),
-    Case("fsdp-explicit", "FSDP, explicit axes, `reshard`", by_explicit_axes),
+    Case("fsdp-explicit", "FSDP, explicit axes, `reshard`", by_explicit_axes, (IN_FLOAT8,)),
     Case("dp", "data parallel, jit", functools.partial(by_the_compiler, P())),
     Case(
         "dp-shard-map",
@@ -368,12 +374,18 @@ CASES = (
         functools.partial(inside_shard_map, P(), stay),
     ),
     Case("dp-psum", "data parallel, shard_map, the user's psum of the gradients", psum_by_the_user),
-    Case("gpt-fsdp", "GPT, FSDP", functools.partial(language_model, {DATA: 8}, FSDP)),
+    Case(
+        "gpt-fsdp",
+        "GPT, FSDP",
+        functools.partial(language_model, {DATA: 8}, FSDP),
+        (IN_FLOAT8,),
+    ),
     Case("gpt-dp", "GPT, data parallel", functools.partial(language_model, {DATA: 8}, REPLICATED)),
     Case(
         "gpt-fsdp-tp",
         "GPT, FSDP by 4, tensor parallel by 2",
         functools.partial(language_model, {DATA: 4, MODEL: 2}, FSDP_AND_TENSOR_PARALLEL),
+        (IN_FLOAT8,),
     ),
     Case("convolutions-fsdp", "four 3 x 3 convolutions, FSDP", convolutions),
 )

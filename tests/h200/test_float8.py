@@ -152,6 +152,44 @@ def test_on_eight_h200s_fsdp_multiplies_and_gathers_float8():
     assert all(s.elements < 8 for s in sent if s.kind == "all-reduce")
 
 
+@pytest.mark.usefixtures("h200")
+def test_a_gather_by_hand_in_a_scan_sends_float8_forward_and_backward(monkeypatch):
+    monkeypatch.setattr(_eligible, "SMALL", 1)
+    width, layers, mesh = 256, 4, h200s({"data": 8})
+
+    def loss(ws, x):
+        def turn(x, w):
+            return jnp.tanh(x @ jmp.gather(w, "data", "bfloat16", "float32")), None
+
+        # Behind a product the loop carries half, which feeds the next turn.
+        x = jnp.tanh(x @ jax.lax.all_gather(ws[0], "data", tiled=True))
+        return jnp.mean(jax.lax.scan(jax.checkpoint(turn), x, ws[1])[0] ** 2)
+
+    def sharded(shape, spec):
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+
+    lie = P("data"), P(None, "data")
+    shapes = (width, width), (layers, width, width)
+    gradients = jax.shard_map(
+        jax.grad(jmp.autocast(loss, "mixed_float8")),
+        mesh=mesh,
+        in_specs=(lie, P("data")),
+        out_specs=lie,
+    )
+    arguments = tuple(map(sharded, shapes, lie)), sharded((8 * 512, width), P("data"))
+    program = compile_for_h200s(gradients, *arguments)
+    matrix = width**2 * 7 / 8
+    received = {}
+    for sent in wire(program.text):
+        if sent.elements >= width**2:
+            kind = f"{sent.kind} {sent.dtype}"
+            received[kind] = received.get(kind, 0) + sent.bytes / matrix
+    # The first matrix once, each layer's forward and again backward; no other is gathered.
+    sums = {"reduce-scatter bf16": 2, "reduce-scatter f32": 4 * layers}
+    assert received == pytest.approx({"all-gather f8e4m3fn": 1 + 2 * layers} | sums)
+    assert products(program)[1] == 0
+
+
 def print_full_sizes():
     """Prints the figures of docs/float8.md."""
     x, pair = float32(8192, 1024), (float32(1024, 4096), float32(4096, 1024))

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import wire as cases
+from jmp.autocasting import _eligible
 from tests.h200.wire import MIB, Sent, compile_for_h200s, h200s, received, wire
 
 # Counting, which needs no compiler.
@@ -275,6 +276,22 @@ def test_with_tensor_parallelism_no_weight_is_gathered_whole(h200, variant):
     qkv, out, up = (128 * columns for columns in (3 * 128, 128, 4 * 128))
     assert {qkv // 2, out // 2, up // 2} <= gathered
     assert not {qkv, out, up, TABLE} & gathered
+
+
+IN_FLOAT8 = ["fsdp-constraint", "fsdp-shard-map", "fsdp-around-shard-map", "fsdp-explicit"]
+
+
+@pytest.mark.parametrize("case", IN_FLOAT8)
+def test_what_float8_products_read_is_gathered_in_half_of_halfs_bytes(h200, monkeypatch, case):
+    monkeypatch.setattr(_eligible, "SMALL", 1)
+    sent = sent_by(case, "autocast-f8")
+    # Of the four layers the last feeds no product; gradients add up as in half.
+    gathered, reduced = (expected(FSDP, IN_HALF)[kind] for kind in FSDP)
+    assert received(sent, "all-gather", "f8e4m3fn") == pytest.approx(gathered * 3 / 4 / 2)
+    assert received(sent, "all-gather", "bf16") == pytest.approx(gathered / 4)
+    assert received(sent, "reduce-scatter", "bf16") == pytest.approx(reduced)
+    # The rest are single numbers: scales, and the loss.
+    assert received(sent) <= 1.001 * (gathered * 5 / 8 + reduced)
 
 
 def test_every_case_has_a_name_of_its_own_and_an_unknown_one_is_answered_with_them():
