@@ -33,12 +33,8 @@ def manual_axes() -> frozenset[str]:
 
 
 def varying_axes(value: Any) -> frozenset[str]:
-    """Returns the manual axes along which `value` varies, as far as its type says so."""
-    return varying_in(jax.typeof(value))
-
-
-def varying_in(aval: Any) -> frozenset[str]:
-    """Returns the manual axes along which a value of a type varies, as far as it says so."""
+    """Returns the manual axes along which a value, or one of a type, varies, if its type says."""
+    aval = getattr(value, "aval", value)
     if hasattr(aval, "manual_axis_type"):
         return frozenset(aval.manual_axis_type.varying)
     return frozenset(getattr(aval, "vma", ()))  # its name in earlier releases of JAX

@@ -6,7 +6,6 @@ would wait for ever for those that went another way.
 
 from typing import Any
 
-from jmp import _jax_compat
 from jmp.autocasting._graph import Node
 from jmp.autocasting._sending import WHY_SENT
 from jmp.autocasting._steps import (
@@ -19,6 +18,7 @@ from jmp.autocasting._steps import (
     Step,
     Unplanned,
 )
+from jmp.sharding._axes import varying_axes
 
 
 def may_part(node: Node, choice: Any) -> bool:
@@ -31,8 +31,7 @@ def may_part(node: Node, choice: Any) -> bool:
     if not any(_is_mapped(aval) for aval in types):
         return False
     # With `check_vma=False` no type varies, and the choice may.
-    are_tracked = any(_jax_compat.varying_in(aval) for aval in types)
-    return not are_tracked or bool(_jax_compat.varying_in(choice))
+    return not any(map(varying_axes, types)) or bool(varying_axes(choice))
 
 
 def _is_mapped(aval: Any) -> bool:
