@@ -536,6 +536,10 @@ def test_a_gather_is_float8_where_float8_products_alone_read_it_and_reports_say_
         whole = gathered(ws)
         return jnp.tanh(jnp.tanh(x @ whole[:16]) @ whole[16:].T) @ W[1]
 
+    def activations(w, x):
+        return jnp.tanh(gathered(jnp.tanh(x @ W[1])) @ W[2]) @ W[1]
+
+    assert sent(activations) == ["float8_e4m3fn", "bfloat16"]
     assert sent(by_a_head) == ["bfloat16"]
     assert sent(by_an_addition) == sent(result) == ["float32"]
     assert sent(sliced, jnp.concatenate(W[:2])) == ["float8_e4m3fn", "bfloat16"]

@@ -1,9 +1,9 @@
-"""Parameters that devices send each other on their way to float8 products: float8 is sent.
+"""What devices send each other on the way to float8 products: float8 is sent.
 
 A shard is rounded to float8 before it is gathered, with the scale that all devices share, so that
-the numbers are those of what was gathered and then rounded. The half parameter is moved beside it,
-for the sake of its transpose alone: its gradient adds up over devices as that of half does. What
-the move computes nothing reads, and no program keeps it.
+the numbers are those of what was gathered and then rounded. The half array is moved beside it, for
+the sake of its transpose alone: its gradient adds up over devices as that of half does. What that
+move computes nothing reads, and no compiled program keeps it.
 """
 
 import functools
@@ -28,7 +28,7 @@ ROUNDED_NO_FURTHER = (FLOAT32, np.dtype(jnp.bfloat16))  # float8's scales are bf
 
 
 def send_in_float8(steps: Sequence[Step], graph: Graph) -> list[Step]:
-    """Returns the steps, with word for those that send what float8 products alone read."""
+    """Returns the steps; those that send what float8 products alone read are marked so."""
     singles = {step.node: step for step in steps if isinstance(step, Single)}
     readers = {node for node, step in singles.items() if step.in_float8}
     if not readers:
@@ -42,12 +42,12 @@ def send_in_float8(steps: Sequence[Step], graph: Graph) -> list[Step]:
         if node in readers and not node.is_product and is_sent:
             sent.add(node)
     return [
-        _with_word(step) if isinstance(step, Single) and step.node in sent else step
+        _marked(step) if isinstance(step, Single) and step.node in sent else step
         for step in steps
     ]
 
 
-def _with_word(step: Single) -> Single:
+def _marked(step: Single) -> Single:
     return step._replace(why=WHY_SENT_IN_FLOAT8, in_float8=InFloat8.MOVED)
 
 
