@@ -42,8 +42,7 @@ def send_in_float8(steps: Sequence[Step], graph: Graph) -> list[Step]:
         if node in readers and not node.is_product and is_sent:
             sent.add(node)
     return [
-        _marked(step) if isinstance(step, Single) and step.node in sent else step
-        for step in steps
+        _marked(step) if isinstance(step, Single) and step.node in sent else step for step in steps
     ]
 
 
