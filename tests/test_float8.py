@@ -459,6 +459,16 @@ def names_and_dtypes(jaxpr, prefix):
     return found
 
 
+def axes_of_maxima(jaxpr):
+    found = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "pmax":
+            found.append(tuple(equation.params["axes"]))
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            found += axes_of_maxima(inner)
+    return found
+
+
 def gathered(w):
     return lax.all_gather(w, "d", tiled=True)
 
@@ -580,6 +590,10 @@ def test_a_product_whose_parts_devices_add_up_is_float8(check_vma):
     assert [dtype for dtype, _ in rows(mapped, W, X)] == ["float8_e4m3fn"] * 2 + ["bfloat16"]
     value = jax.jit(jmp.autocast(mapped, F8))(W, X)
     np.testing.assert_allclose(value, jmp.autocast(loss, F8)(W, X), rtol=4e-3)
+    axes = axes_of_maxima(jax.make_jaxpr(jmp.autocast(mapped, F8))(W, X).jaxpr)
+    # The batch, the columns of a matrix, what lies between, the rows of the other.
+    tracked = [("d",), ("m",), ("d", "m"), ("m",)]
+    assert axes == (tracked if check_vma else [("d", "m")] * 4)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

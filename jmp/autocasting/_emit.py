@@ -17,6 +17,7 @@ from jax import lax
 from jmp import _jax_compat
 from jmp.autocasting import _float8, _float8_moves, _wide_gradients
 from jmp.autocasting._casts import cast, cast_all, repeated, saturated
+from jmp.autocasting._eligible import root
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import kind_of
 from jmp.autocasting._steps import (
@@ -149,7 +150,7 @@ def _held(
 ) -> _float8.Float8:
     """Returns a value in float8, given as an array if it is not held yet."""
     if Held(value) not in environment:
-        environment[Held(value)] = _float8.hold(array, is_apart)
+        environment[Held(value)] = _float8.hold(array, root(value).aval, is_apart)
     held: _float8.Float8 = environment[Held(value)]
     return held
 

@@ -41,17 +41,20 @@ class Float8(NamedTuple):
     scale: Any
 
 
-def hold(array: Any, is_apart: bool = False) -> Float8:
+def hold(array: Any, source: Any = None, is_apart: bool = False) -> Float8:
     """Returns an array in float8, rounded to bfloat16 before; it has no derivative.
 
     Args:
+      source: what it was before it was only moved, or its type, which says along which axes its
+        numbers vary. The array's own type may name more.
       is_apart: whether each device has a scale of its own.
     """
+    axes = () if is_apart else _axes_of(array if source is None else source)
     fixed = without_reduced(lax.stop_gradient(array))
-    return _rounded(cast(fixed, np.dtype(jnp.bfloat16)), OPERANDS, is_apart)
+    return _rounded(cast(fixed, np.dtype(jnp.bfloat16)), OPERANDS, axes)
 
 
-def _rounded(array: Any, dtype: np.dtype, is_apart: bool) -> Float8:
+def _rounded(array: Any, dtype: np.dtype, axes: tuple[str, ...]) -> Float8:
     """Returns an array in float8, with the scale at which its largest number is the largest there.
 
     All in bfloat16, and multiplied, not divided: XLA divides in float32, and would keep the array
@@ -61,16 +64,16 @@ def _rounded(array: Any, dtype: np.dtype, is_apart: bool) -> Float8:
     from loss scaling.
     """
     limit, smallest = (array.dtype.type(x) for x in (jnp.finfo(dtype).max, 2.0**-126))
-    largest = _largest_here(array) if is_apart else _largest(array)
+    largest = _largest_here(array)
+    if axes:
+        largest = lax.pmax(largest, axes)
     scale = lax.max(largest / limit, smallest)  # its reciprocal is finite, for zeros too
     return Float8(lax.convert_element_type(array * (1 / scale), dtype), scale)
 
 
-def _largest(array: Any) -> Any:
-    """Returns the largest magnitude, over all devices that hold a part of the array."""
-    axes = varying_axes(array) if are_tracked() else mapped_axes()
-    largest = _largest_here(array)
-    return lax.pmax(largest, tuple(sorted(axes))) if axes else largest
+def _axes_of(source: Any) -> tuple[str, ...]:
+    """Returns the axes along which devices hold other numbers, as far as types say so."""
+    return tuple(sorted(varying_axes(source))) if are_tracked() else mapped_axes()
 
 
 @jax.custom_batching.custom_vmap
@@ -140,7 +143,7 @@ def _product_of(
         return _once(run(left, right, *held), left, right), held
 
     def backward(held: Sequence[Float8], cotangent: Any) -> Any:
-        change = _rounded(cotangent, GRADIENTS, is_apart)
+        change = _rounded(cotangent, GRADIENTS, () if is_apart else _axes_of(cotangent))
         left = gradient(types[0], 0, _widened([change, held[1]], apart), params)
         right = gradient(types[1], 1, _widened([change, held[0]], apart_once), params)
         return left, right, None, None
