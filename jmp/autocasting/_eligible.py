@@ -8,6 +8,11 @@ from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._numbers import shape_of, size_of
 
 WHY_FLOAT8 = "a parameter's product on the way to another: its operands are rounded to float8"
+# Counted by benchmarks/float8_convolutions.py; the figures stand in docs/float8.md.
+WHY_CONVOLUTION = (
+    "a convolution: in float8 it moves more bytes, and XLA computes the gradient of its kernel in "
+    "bfloat16"
+)
 
 # Multiplications. Three products of so many (its own and those of two gradients) take 1.6 us in
 # half at the rate of an H200's data sheet (989e12 operations a second), and half of that in float8:
@@ -25,6 +30,8 @@ def why_not_float8(node: Node, facts: Facts, which: str, is_transposed: bool) ->
       which: "weights" or "all", as in `autocast`.
       is_transposed: as in `Level.plan_opened`.
     """
+    if node.name == "conv_general_dilated":
+        return WHY_CONVOLUTION
     if node.name != "dot_general":
         return f"{node.name} has no float8 form yet"
     if is_transposed:

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp
+from benchmarks.float8_convolutions import single_products
 from jmp.autocasting import _eligible
 from tests.h200.harness import compile_for_h200
 from tests.h200.wire import compile_for_h200s, h200s, wire
@@ -128,6 +129,13 @@ def test_products_that_share_a_factor_are_not_joined(monkeypatch):
     )
     float8, others = products(program)
     assert float8 == 2 * 2 + 2 * 3 and others <= 3
+
+
+@pytest.mark.usefixtures("h200")
+def test_of_a_convolution_xla_leaves_the_gradient_of_the_kernel_in_bfloat16():
+    """Why autocast leaves convolutions alone; that of the input is float8 in a form of its own."""
+    found = [row[1] for row in single_products("3 x 3")]
+    assert found == ["f8e4m3fn", "bf16", "f8e4m3fn", "bf16", "f8e4m3fn"]
 
 
 @pytest.mark.usefixtures("h200")
