@@ -59,6 +59,11 @@ def _rounded(array: Any, dtype: np.dtype) -> Float8:
     return Float8(lax.convert_element_type(array * (1 / scale), dtype), scale)
 
 
+def as_multiplied(array: Any, dtype: np.dtype) -> Any:
+    """Returns a bfloat16 array as a product reads it from float8; it has no derivative."""
+    return _widened([_rounded(lax.stop_gradient(array), dtype)])[0]
+
+
 def _largest(array: Any) -> Any:
     """Returns the largest magnitude, over all devices that hold a part of the array."""
     axes = varying_axes(array) if are_tracked() else mapped_axes()

@@ -10,7 +10,8 @@ watch a training run.
 
 from jmp.diagnostics._assertions import assert_products_in
 from jmp.diagnostics._comparison import Comparison, compare
-from jmp.diagnostics._find_float32 import Float32Scopes, ScopeAlone, find_float32
+from jmp.diagnostics._find_float32 import find_float32
+from jmp.diagnostics._float32_scopes import Float32Scopes, ScopeAlone
 from jmp.diagnostics._gradient_report import gradient_report
 from jmp.diagnostics._live import check_skips, metrics
 from jmp.diagnostics._memory_report import MemoryReport, memory_report
