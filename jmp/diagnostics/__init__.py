@@ -3,8 +3,8 @@
 `precision_report` reads the plan of an autocast program; `assert_products_in` and
 `assert_summed_once` are for users' tests.
 `gradient_report` and `range_report` say what underflows or overflows. `compare` measures the error
-of a policy, `find_float32` finds the scopes that must stay in float32. `metrics` and `check_skips`
-watch a training run.
+of a policy, `find_float32` finds the scopes that must stay in float32 or out of float8. `metrics`
+and `check_skips` watch a training run.
 `find_nonfinite` names the operation that made a NaN.
 """
 
