@@ -195,7 +195,7 @@ def test_float8_culprits_among_8_are_taken_out_of_float8(culprits, compiled):
         return
     assert "no scope has to stay in float32 or out of float8" in str(found)
     # The error is that of autocast's own program, but for single roundings that fall the other way:
-    # 2 % apart with JAX 0.10, 21 % with 0.12, and in layers of width 32 and 128 1 % to 6 % with both.
+    # 2 % apart with JAX 0.10, 21 % with 0.12; in layers of width 32 and 128 up to 6 % with both.
     assert found.all_half[1] == pytest.approx(found.gradient_error, rel=0.25)
     assert found.gradient_error > 0.03
 
