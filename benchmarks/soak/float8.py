@@ -5,8 +5,8 @@ float8, no product is below its smallest size. The GPT learns bytes of Python's 
 are those of `examples/digits.py`, whose convolutions have no float8 form: here a network of dense
 layers learns them, wide enough that its inner products are float8.
 
-A CPU multiplies in bfloat16 what was rounded to float8: the roundings are a GPU's, the order of
-sums is not.
+A CPU multiplies what was rounded to float8, and adds up in float32: the roundings of operands are
+those of the program for a GPU, the sums are not its tensor cores'.
 """
 
 import argparse

@@ -93,7 +93,7 @@ class Float32Scopes:
         return {**data, **{name: getattr(self, name) for name in names}}
 
     def __str__(self) -> str:
-        asked = f"{self.policy}, tolerance {self.tolerance:.2g}"
+        asked = f"{self.policy}, tolerance {self.tolerance:.3g}"
         kept = [scope for scope in self.scopes if scope.in_float32 or scope.out_of_float8]
         if kept:
             must = [_of(self.scopes, "in_float32", "in float32", False)]
