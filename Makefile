@@ -55,7 +55,7 @@ bench: .venv-test/installed benchmarks/peers/installed  ## Count and time everyt
 public-models: .venv-published/installed  ## Try autocast on models that others published; an hour.
 	.venv-published/bin/python -m benchmarks.public_models
 
-soak: .venv-test/installed  ## Kill and resume trainings, and whatever else takes long; a quarter of an hour.
+soak: .venv-test/installed  ## Kill and resume trainings, and whatever else takes long; half an hour.
 	JAX_PLATFORMS=cpu .venv-test/bin/python -m benchmarks.soak
 
 .venv-published/installed: pyproject.toml Makefile

@@ -60,7 +60,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 import jmp
-from jmp import transforms
+from jmp import diagnostics, transforms
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -225,8 +225,8 @@ class Rows:
 
 
 def make_programs(arguments: argparse.Namespace, mesh: Mesh) -> types.SimpleNamespace:
-    """Returns what runs on the devices: `create`, `train`, `validate` and `sample`; and `places`,
-    where each array of a `State` lies."""
+    """Returns what runs on the devices: `create`, `train`, `validate` and `sample`; `places`,
+    where each array of a `State` lies; and `report`, which says what is half or float8."""
     policy, optimizer = POLICIES[arguments.precision], make_optimizer(arguments)
     length, batch_size = arguments.length, arguments.batch_size
 
@@ -262,6 +262,7 @@ def make_programs(arguments: argparse.Namespace, mesh: Mesh) -> types.SimpleName
         logits = logits_fn(params, text[:, :-1], place)
         return optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:]).mean()
 
+    plain_loss_fn = loss_fn
     loss_fn = jmp.autocast(loss_fn, policy)  # products in half; `train` scales the loss
 
     def train(state: State, batch: jax.Array) -> tuple[State, dict[str, jax.Array]]:
@@ -304,12 +305,17 @@ def make_programs(arguments: argparse.Namespace, mesh: Mesh) -> types.SimpleName
         keys = jax.random.split(jax.random.key(arguments.seed), arguments.sample_length)
         return jax.lax.scan(next_byte, (text, jnp.int32(filled)), keys)[1]
 
+    def report() -> diagnostics.PrecisionReport:
+        text = jax.ShapeDtypeStruct((batch_size, length + 1), np.int32)
+        return diagnostics.precision_report(plain_loss_fn, policy)(shapes, text)
+
     return types.SimpleNamespace(
         places=places,
         create=jax.jit(create, out_shardings=places),
         train=jax.jit(train, donate_argnums=0, out_shardings=(places, everywhere)),
         validate=jax.jit(validate, out_shardings=everywhere),
         sample=jax.jit(sample, out_shardings=everywhere),
+        report=report,
     )
 
 
@@ -437,6 +443,9 @@ def main() -> None:
         of = f"{mesh.size} devices, {jax.process_count()} process(es)"
         console.print(f"{of}; on each {held} of parameters and moments")
     programs = make_programs(arguments, mesh)
+    if arguments.precision == "float8":
+        share = programs.report().float8_flops_share
+        console.print(f"{share:.0%} of the operations of products in float8, the rest in bfloat16")
     setup = Setup(programs, Rows(arguments, mesh), texts, record, console)
     state, history = run(arguments, setup)
     if len(history["loss"]) < arguments.steps:

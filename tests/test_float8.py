@@ -680,9 +680,57 @@ def test_an_adapter_and_its_rules_take_the_policy():
     assert rounded(BF16) == 0
 
 
-def test_compare_takes_the_policy():
-    (result,) = [row for row in diagnostics.compare(loss, F8)(W, X).rows if row.kind == "result"]
-    assert 0 < result.relative_error < 0.05
+def test_compare_shows_the_errors_of_float8_beside_those_without_it():
+    found = diagnostics.compare(loss, F8)(W, X)
+    half = diagnostics.compare(loss, BF16)(W, X)
+    assert found.without_float8 == half.rows and half.without_float8 == []
+    for row, plain in zip(found.rows, half.rows, strict=True):
+        if (row.kind, row.path) != ("gradient", "2"):  # the head's own product is bfloat16
+            assert 2 * plain.relative_error < row.relative_error < 0.1
+    title, first = (str(found).splitlines()[i] for i in (1, 3))
+    assert "relative error   without float8   largest error" in title
+    assert f"{half.by_module()[0].relative_error:.2g}" in first
+    assert "without float8" not in str(half)
+    assert len(found.to_dict()["without_float8"]) == len(found.rows)
+
+
+def test_compare_takes_float8_out_of_rules_too():
+    rules = iter([("first", F8)])
+
+    def of(ws, x):
+        with jax.named_scope("first"):
+            x = jnp.tanh(x @ ws[0])
+        return jnp.mean((x @ ws[1]) ** 2)
+
+    found = diagnostics.compare(of, BF16, rules=rules)(W, X)
+    assert found.without_float8 == diagnostics.compare(of, BF16)(W, X).rows != found.rows
+
+
+def test_a_gradient_report_says_what_float8_takes_from_the_cotangents():
+    def of(ws, x, shift=0.0):
+        y = x @ ws[0] + shift
+        return jnp.sum((jnp.tanh(y) @ ws[1]) * weights)
+
+    weights = jnp.ones((32, 16)).at[0, 0].set(2.0**22)  # a gradient with one large number
+    report = diagnostics.gradient_report(of, F8)(W, X)
+    (row,) = report.float8_cotangents
+    assert (row.operation, row.size) == ("dot_general in float8", X.size)
+    cotangent = jax.grad(jmp.autocast(of, F8), 2)(W, X, jnp.zeros_like(X))
+    for dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2):
+        back = np.asarray(_float8._rounded(cotangent.astype(jnp.bfloat16), dtype).numbers)
+        normal = float(jnp.finfo(dtype).smallest_normal)
+        zeros = np.mean(back == 0)
+        subnormal = np.mean((back != 0) & (abs(back.astype(np.float32)) < normal))
+        shares = row.float8_shares()[np.dtype(dtype).name]
+        # By powers of two: some numbers are taken for their neighbours.
+        assert shares.lost + shares.zero == pytest.approx(zeros, abs=0.02)
+        assert shares.subnormal == pytest.approx(subnormal, abs=0.02)
+        assert (zeros + subnormal > 0.9) == (dtype == jnp.float8_e4m3fn)
+    assert "cotangents of float8 products" in str(report) and "e5m2 subnormal" in str(report)
+    (as_data,) = (entry for entry in report.to_dict()["rows"] if "float8_shares" in entry)
+    assert as_data["float8_shares"]["float8_e5m2"]["normal"] > 0.9
+    plain = diagnostics.gradient_report(of, BF16)(W, X)
+    assert plain.float8_cotangents == [] and "float8" not in str(plain)
 
 
 def test_gradients_are_held_in_what_was_measured():

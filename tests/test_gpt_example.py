@@ -218,6 +218,18 @@ def test_every_product_forward_and_backward_is_half(programs):
     diagnostics.assert_products_in(made.train, jnp.float16)(state, load(0))
 
 
+def test_in_float8_are_the_products_of_blocks_if_they_are_large_and_else_none(gpt):
+    def share(*options):
+        arguments = gpt.argument_parser().parse_args([*TINY, "--precision=float8", *options])
+        return (
+            gpt.make_programs(arguments, gpt.start_devices(arguments)).report().float8_flops_share
+        )
+
+    assert share() == 0
+    # In units of the width squared: 12 of the block, 1 / 2 of attention and 1 of the head.
+    assert share("--width=256", "--length=64", "--batch-size=64") == 12 / 13.5
+
+
 def test_a_step_with_an_overflow_is_skipped_and_halves_the_scale_once(programs):
     made, load = programs()
     state = made.create()

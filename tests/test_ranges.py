@@ -161,6 +161,28 @@ def test_shares_at_the_edges_of_float16():
     assert shares(65536) == "overflow"
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_shares_of_float8_are_those_of_casts_after_scaling_by_the_largest_number(dtype):
+    random = np.random.default_rng(3)
+    values = random.uniform(1.01, 1.7, 3000) * 2.0 ** random.integers(-40, 20, 3000)
+    largest = 1.75 * 2.0**20  # the digits of the largest numbers of both types
+    (row,) = diagnostics.range_report(np.array([*values, largest, 0], np.float32)).rows
+    limits = jnp.finfo(dtype)
+    scaled = np.array([*values, largest, 0]) * float(limits.max) / largest
+    cast = scaled.astype(dtype).astype(np.float64)
+    shares = row.float8_shares()[dtype]
+    assert shares.zero + shares.underflow == pytest.approx(np.mean(cast == 0))
+    small = (cast != 0) & (abs(scaled) < float(limits.smallest_normal))
+    assert shares.subnormal == pytest.approx(np.mean(small))
+    assert shares.overflow == 0 < shares.underflow
+    assert sum(vars(shares).values()) == pytest.approx(1)
+    # By that number all of it becomes NaN, or no number is left to scale by.
+    (spoilt,) = diagnostics.range_report(np.float32([np.inf, 1])).rows
+    assert spoilt.float8_shares()[dtype].nan == 1
+    (zeros,) = diagnostics.range_report(np.zeros(3, np.float32)).rows
+    assert zeros.float8_shares()[dtype].zero == 1
+
+
 def test_the_best_scale_is_the_largest_power_of_two_with_a_margin():
     random = np.random.default_rng(2)
     for _ in range(20):

@@ -8,10 +8,12 @@ import types
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from rich.console import Console
 
 import benchmarks.soak.__main__ as soak
 from benchmarks.processes import ROOT
-from benchmarks.soak import faults, kills
+from benchmarks.soak import faults, float8, kills
+from jmp.autocasting import _eligible
 from tests.every_optimizer import TRANSFORMATIONS
 from tests.mistakes import MISTAKES
 from tests.test_orders import (
@@ -122,6 +124,45 @@ def test_the_page_quotes_what_was_found():
         f"{half} left half a checkpoint; all {found['trainings']} trainings ended with"
     )
     assert sentence in page
+
+
+def test_digits_in_float8_are_compared_with_bfloat16_seed_by_seed(monkeypatch):
+    monkeypatch.setattr(float8, "WIDTHS", (64, 16, 16, 10))
+    monkeypatch.setattr(float8, "EPOCHS", 2)
+    monkeypatch.setattr(_eligible, "SMALL", 1)
+    monkeypatch.setattr(_eligible, "THIN", 1)
+    found = float8.of_digits(range(2), Console(quiet=True))
+    assert found["float8_share"] == 1 - 160 / (64 * 16 + 16 * 16 + 160)  # all but the head
+    half, low = (found["test_accuracy"][name] for name in float8.PRECISIONS)
+    assert found["difference"] == pytest.approx(np.mean(low) - np.mean(half))
+    errors = abs(low[1] - half[1] - (low[0] - half[0])) / 2  # of two differences
+    assert found["standard_error"] == pytest.approx(errors)
+    assert found["passed"] == (abs(found["difference"]) <= 2 * found["standard_error"])
+    json.dumps(found)
+
+
+def test_the_page_of_float8_quotes_what_was_found():
+    found = json.loads((ROOT / "results" / "soak.json").read_text())["float8"]
+    gpt, digits = found["gpt"], found["digits"]
+    assert gpt["passed"] and len(gpt["rows"]) >= 3 and gpt["options"]["steps"] >= 200
+    assert digits["passed"] and len(digits["seeds"]) >= 10
+    page = (ROOT / "docs" / "float8.md").read_text()
+    for row in gpt["rows"]:
+        assert abs(row["difference"]) <= 0.04
+        values = " | ".join(f"{row[name]:.4f}" for name in float8.PRECISIONS)
+        assert f"seed {row['seed']} | {values} | {row['difference']:+.4f} |" in page
+    means = " | ".join(
+        f"{100 * np.mean(digits['test_accuracy'][name]):.2f} %" for name in float8.PRECISIONS
+    )
+    error = f"{100 * digits['difference']:+.2f} % ± {100 * digits['standard_error']:.2f} %"
+    assert f"{len(digits['seeds'])} seeds | {means} | {error} |" in page
+    assert abs(digits["difference"]) <= 2 * digits["standard_error"]
+    # What could be float8 was.
+    reasons = {why.split(":")[0] for why in gpt["not_float8"]}
+    assert len(reasons) == 2 and not any("small" in why for why in reasons)
+    joined = " ".join(page.split())
+    assert f"GPT's products {gpt['float8_share']:.0%}".replace("%", " %") in joined
+    assert f"of the digits' {digits['float8_share']:.0%}".replace("%", " %") in joined
 
 
 @pytest.mark.parametrize(

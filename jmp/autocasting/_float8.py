@@ -71,6 +71,11 @@ def _rounded(array: Any, dtype: np.dtype, axes: tuple[str, ...]) -> Float8:
     return Float8(lax.convert_element_type(array * (1 / scale), dtype), scale)
 
 
+def as_multiplied(array: Any, dtype: np.dtype) -> Any:
+    """Returns a bfloat16 array as a product reads it from float8; it has no derivative."""
+    return _widened([_rounded(lax.stop_gradient(array), dtype, _axes_of(array))])[0]
+
+
 def _axes_of(source: Any) -> tuple[str, ...]:
     """Returns the axes along which devices hold other numbers, as far as types say so."""
     return tuple(sorted(varying_axes(source))) if are_tracked() else mapped_axes()

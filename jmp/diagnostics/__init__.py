@@ -3,14 +3,15 @@
 `precision_report` reads the plan of an autocast program; `assert_products_in` and
 `assert_summed_once` are for users' tests.
 `gradient_report` and `range_report` say what underflows or overflows. `compare` measures the error
-of a policy, `find_float32` finds the scopes that must stay in float32. `metrics` and `check_skips`
-watch a training run.
+of a policy, `find_float32` finds the scopes that must stay in float32 or out of float8. `metrics`
+and `check_skips` watch a training run.
 `find_nonfinite` names the operation that made a NaN.
 """
 
 from jmp.diagnostics._assertions import assert_products_in
 from jmp.diagnostics._comparison import Comparison, compare
-from jmp.diagnostics._find_float32 import Float32Scopes, ScopeAlone, find_float32
+from jmp.diagnostics._find_float32 import find_float32
+from jmp.diagnostics._float32_scopes import Float32Scopes, ScopeAlone
 from jmp.diagnostics._gradient_report import gradient_report
 from jmp.diagnostics._live import check_skips, metrics
 from jmp.diagnostics._memory_report import MemoryReport, memory_report

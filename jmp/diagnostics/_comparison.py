@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from jmp._calls import ArrayCall, cotangent, vjp_at
 from jmp._describe import described
 from jmp.autocasting._autocast import autocast
 from jmp.diagnostics._asked import check_asked
-from jmp.diagnostics._errors import COLUMNS, Difference, cells, difference, together
+from jmp.diagnostics._errors import COLUMNS, Difference, by_prefix, cells, difference
 from jmp.diagnostics._places import with_places
 from jmp.diagnostics._tables import table
 from jmp.dtypes import is_castable
@@ -41,6 +41,8 @@ def compare(
     result is differentiated as it is. Of any other result it is the mean, and of several results
     the sum of their means: the cotangent of a result of n elements is 1 / n everywhere. Results
     that should have no part in the gradient are left out by `lambda *args: fun(*args)[0]`.
+
+    Of a policy with float8 products, or with such a rule, it measures the same without them too.
 
     In the reference half arguments are widened, exactly, and products run at the highest precision
     of the device: no TF32. Integers, keys and all that is no float pass as they are.
@@ -83,38 +85,64 @@ def compare(
         raise ValueError(
             f"compare got scale={described(scale)}; expected a loss scale, above zero."
         )
+    if isinstance(options.get("rules"), Iterator):  # read more than once
+        options["rules"] = tuple(options["rules"])
     lowered = autocast(fun, policy, **options)
+    plain = _without_float8(policy, options)
+    half = None if plain is None else autocast(fun, plain[0], **plain[1])
 
     def measure(*args: Any, **kwargs: Any) -> Comparison:
         given = args, kwargs
         found = run(lowered, given, argnums, scale)
+        found_in_half = None if half is None else run(half, given, argnums, scale)
         if reference == "float64":
             with jax.enable_x64(True):
                 expected = _run_in_float64(fun, given, argnums)
         else:
             with jax.default_matmul_precision("highest"):
                 expected = run(fun, cast_to_at_least_float32(given), argnums, 1.0)
-        return comparison_of(policy, reference, scale, found, expected)
+        return comparison_of(policy, reference, scale, found, expected, found_in_half)
 
     return measure
 
 
+def _without_float8(policy: str | Policy, options: Any) -> tuple[Policy, dict[str, Any]] | None:
+    """Returns a policy and its options without float8 products; None if there are none."""
+    rules = options.get("rules", ())
+    policies = [get_policy(policy), *(get_policy(p) for _, p in rules)]
+    if all(p.product_dtype is None for p in policies):
+        return None
+    plain = [dataclasses.replace(p, product_dtype=None) for p in policies]
+    targets = (target for target, _ in rules)
+    return plain[0], {**options, "rules": list(zip(targets, plain[1:], strict=True))}
+
+
 def comparison_of(
-    policy: str | Policy, reference: str, scale: float, found: Results, expected: Results
+    policy: str | Policy,
+    reference: str,
+    scale: float,
+    found: Results,
+    expected: Results,
+    without_float8: Results | None = None,
 ) -> "Comparison":
     """Returns what `compare` does, of results and gradients that were computed already.
 
     Args:
       found: the policy's, whose gradients are multiplied by `scale`.
       expected: the reference's.
+      without_float8: those of the policy without its float8 products, if it has any.
     """
     divisors = {"result": 1.0, "gradient": float(scale)}
-    rows = [
-        difference(*key, np.asarray(found[key]), np.asarray(expected[key]), divisors[key[0]])
-        for key in expected
-        if not jnp.issubdtype(expected[key].dtype, jax.dtypes.extended)  # keys
-    ]
-    return Comparison(str(get_policy(policy)), reference, float(scale), rows)
+
+    def rows(results: Results) -> list[Difference]:
+        return [
+            difference(*key, np.asarray(results[key]), np.asarray(expected[key]), divisors[key[0]])
+            for key in expected
+            if not jnp.issubdtype(expected[key].dtype, jax.dtypes.extended)  # keys
+        ]
+
+    plain = [] if without_float8 is None else rows(without_float8)
+    return Comparison(str(get_policy(policy)), reference, float(scale), rows(found), plain)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,12 +154,15 @@ class Comparison:
       reference: "float32" or "float64".
       scale: the loss scale of the policy's run.
       rows: one for each leaf: results first, then gradients.
+      without_float8: the same rows where products are half instead of float8; empty where none is
+        float8.
     """
 
     policy: str
     reference: str
     scale: float
     rows: list[Difference]
+    without_float8: list[Difference] = dataclasses.field(default_factory=list)
 
     def worst(self, n: int = 10) -> list[Difference]:
         """Returns the `n` leaves of the largest relative errors, the worst first.
@@ -153,11 +184,7 @@ class Comparison:
         >>> [(row.path, row.elements) for row in rows if row.kind == "gradient"]
         [('dense', 6)]
         """
-        groups: dict[tuple[str, str], list[Difference]] = {}
-        for row in self.rows:
-            prefix = "/".join(row.path.split("/")[:depth])
-            groups.setdefault((row.kind, prefix), []).append(row)
-        return self._worst_first(together(*key, rows) for key, rows in groups.items())
+        return self._worst_first(by_prefix(self.rows, depth))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the data as dictionaries, lists, numbers and strings.
@@ -165,8 +192,9 @@ class Comparison:
         Errors may be infinite or NaN.
         """
         data = dataclasses.asdict(self)
-        for row, entry in zip(self.rows, data["rows"], strict=True):
-            entry |= {"relative_error": row.relative_error, "cosine": row.cosine}
+        for name in ("rows", "without_float8"):
+            for row, entry in zip(getattr(self, name), data[name], strict=True):
+                entry |= {"relative_error": row.relative_error, "cosine": row.cosine}
         return data
 
     def __str__(self) -> str:
@@ -179,7 +207,13 @@ class Comparison:
         return "\n".join(lines)
 
     def _table(self, rows: list[Difference]) -> str:
-        return table(COLUMNS, [cells(row, self._is_negligible(row)) for row in rows])
+        found = [cells(row, self._is_negligible(row)) for row in rows]
+        if not self.without_float8:
+            return table(COLUMNS, found)
+        plain = [*self.without_float8, *by_prefix(self.without_float8, 1)]
+        errors = {(row.kind, row.path): f"{row.relative_error:.2g}" for row in plain}
+        columns = (*COLUMNS[:4], "without float8", *COLUMNS[4:])
+        return table(columns, [(*c[:4], errors[c[0], c[1]], *c[4:]) for c in found])
 
     def _worst_first(self, rows: Iterable[Difference]) -> list[Difference]:
         return sorted(

@@ -1,12 +1,14 @@
-"""Runs a plan of autocast in float32, rounding to half where a flag of the scope says so.
+"""Runs a plan of autocast in float32, rounding to half and float8 where flags of scopes say so.
 
 A plan is run as `_emit` runs it, but every value keeps the dtype that it was traced with. Where the
 plan casts to half, a value is rounded to the numbers of the half type, and so is its cotangent in
-the backward pass: in the scope of the operation that reads it, or that stores it. The flags are
-arrays, so that one compiled program stands for every choice of scopes that run in half.
+the backward pass: in the scope of the operation that reads it, or that stores it. The operands of
+a float8 product are rounded once more, to float8 with `_float8`'s scales, and so is the cotangent
+of its result. The flags are arrays, so that one compiled program stands for every choice of scopes.
 
 An operation inside a loop, a branch or a remat rounds only if the scopes of those around it do,
-too: a rule that gives such a scope to float32 gives it all that is inside.
+too: a rule that gives such a scope to float32 gives it all that is inside. Of float8 a rule takes
+the products of its scope alone.
 """
 
 import functools
@@ -20,6 +22,7 @@ from jax import lax
 
 from jmp import _jax_compat
 from jmp.adapters._module_scopes import MODULE, modules_path
+from jmp.autocasting import _float8
 from jmp.autocasting._casts import repeated, saturated
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import kind_of
@@ -48,26 +51,38 @@ class Site(NamedTuple):
     around: frozenset[str] = frozenset()  # of the loops, branches and remats around
 
 
-IsHalf = Callable[[Site], Any]  # returns a flag, a scalar bool, for a site
+Flag = Callable[[Site], Any]  # returns a flag, a scalar bool, for a site
 
 
-def run_emulated(plan: Plan, arguments: Sequence[Any], is_half: IsHalf) -> list[Any]:
+class Flags(NamedTuple):
+    """Whether a site rounds: called once for each rounding while a plan is traced."""
+
+    is_half: Flag
+    is_float8: Flag  # beside `is_half`; asked of sites of float8 products alone
+
+
+class _Rounding(NamedTuple):
+    half: np.dtype
+    flags: Flags
+
+
+def run_emulated(plan: Plan, arguments: Sequence[Any], flags: Flags) -> list[Any]:
     """Returns the outputs of a plan, in the dtypes that they were traced with.
 
     Args:
       plan: as `Program.trace` returns it.
       arguments: its inputs, constants first, in the dtypes that they were traced with.
-      is_half: called once for each rounding while the plan is traced.
     """
-    return _Level(plan.words.settings.compute_dtype, is_half, frozenset()).run(plan, arguments)
+    rounding = _Rounding(plan.words.settings.compute_dtype, flags)
+    return _Level(rounding, frozenset()).run(plan, arguments)
 
 
 class _Level:
     """One level of nesting: the values that it has computed, and which are rounded by what."""
 
-    def __init__(self, half: np.dtype, is_half: IsHalf, around: frozenset[str]) -> None:
-        self._half = half
-        self._is_half = is_half
+    def __init__(self, rounding: _Rounding, around: frozenset[str]) -> None:
+        self._rounding = rounding
+        self._half, (self._is_half, self._is_float8) = rounding
         self._around = around
         self._values: dict[Value, Any] = {}
         self._rounded: dict[Value, Site] = {}
@@ -93,7 +108,12 @@ class _Level:
         site = self._site(step.node)
         operands = [self._read_as(read, site, step.rounds is not None) for read in step.reads]
         params = with_default(step.node.name, step.node.params)
-        return _jax_compat.bind(step.node.equation.primitive, operands, params)
+        if step.in_float8 is None:
+            return _jax_compat.bind(step.node.equation.primitive, operands, params)
+        flag = self._is_half(site) & self._is_float8(site)
+        operands = [_operand_in_float8(operand, flag, self._half) for operand in operands]
+        results = _jax_compat.bind(step.node.equation.primitive, operands, params)
+        return [_cotangent_in_float8(result, flag, self._half) for result in results]
 
     def _nested(self, step: Nested) -> Sequence[Any]:
         site, equation = self._site(step.node), step.node.equation
@@ -119,12 +139,10 @@ class _Level:
     def _function(self, inside: Inside | Unplanned, site: Site) -> Callable[..., list[Any]]:
         around = site.around | {site.path}
         if not isinstance(inside, Inside):  # the condition of a loop
-            return inside(
-                lambda plan, arrays: _Level(self._half, self._is_half, around).run(plan, arrays)
-            )
+            return inside(lambda plan, arrays: _Level(self._rounding, around).run(plan, arrays))
 
         def function(*arrays: Any) -> list[Any]:
-            level = _Level(self._half, self._is_half, around)
+            level = _Level(self._rounding, around)
             level.run(inside.plan, [*inside.constants, *arrays])
             stores = inside.stores or inside.plan.stores
             for value, dtype in zip(inside.plan.graph.outputs, stores, strict=True):
@@ -135,7 +153,7 @@ class _Level:
         return function
 
     def _island(self, island: Island) -> None:
-        inside = _Level(self._half, self._is_half, self._around)
+        inside = _Level(self._rounding, self._around)
         inside._values = {read.value: self._values[read.value] for read in island.reads}
         for node in (*island.clones, *island.nodes):
             with _jax_compat.place_of(node.equation, node.stack):
@@ -237,3 +255,30 @@ def _round_forward(x: Any, flag: Any, half: np.dtype) -> Any:
 
 
 _round_forward.defvjp(_forward, lambda half, flag, cotangent: (cotangent, None))
+
+
+def _in_float8(x: Any, flag: Any, half: np.dtype, dtype: np.dtype) -> Any:
+    found = _float8.as_multiplied(lax.convert_element_type(x, half), dtype)
+    return jnp.where(flag, lax.convert_element_type(found, x.dtype), x)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _operand_in_float8(x: Any, flag: Any, half: np.dtype) -> Any:
+    return _in_float8(x, flag, half, _float8.OPERANDS)
+
+
+_operand_in_float8.defvjp(
+    lambda x, flag, half: (_operand_in_float8(x, flag, half), None),
+    lambda half, _, cotangent: (cotangent, None),
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _cotangent_in_float8(x: Any, flag: Any, half: np.dtype) -> Any:
+    return x
+
+
+_cotangent_in_float8.defvjp(
+    lambda x, flag, half: (x, flag),
+    lambda half, flag, cotangent: (_in_float8(cotangent, flag, half, _float8.GRADIENTS), None),
+)

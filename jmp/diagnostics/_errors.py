@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -83,6 +84,15 @@ def together(kind: str, path: str, rows: list[Difference]) -> Difference:
     inner_product = math.fsum(of("inner_product"))
     numbers: list[Any] = [*counts, float(error), *norms, inner_product, float(largest)]
     return Difference(kind, path, *numbers)
+
+
+def by_prefix(rows: Iterable[Difference], depth: int) -> list[Difference]:
+    """Returns for each prefix of at most `depth` names of the paths its leaves together."""
+    groups: dict[tuple[str, str], list[Difference]] = {}
+    for row in rows:
+        prefix = "/".join(row.path.split("/")[:depth])
+        groups.setdefault((row.kind, prefix), []).append(row)
+    return [together(*key, leaves) for key, leaves in groups.items()]
 
 
 def cells(row: Difference, is_negligible: bool) -> tuple[str, ...]:

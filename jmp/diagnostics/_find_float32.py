@@ -1,10 +1,10 @@
-"""`find_float32`: which name scopes must stay in float32.
+"""`find_float32`: which name scopes must stay in float32, or out of float8.
 
-One program is compiled for all questions: every scope rounds to half or not by a flag that it is
-called with (`_emulation`). It runs once for each scope alone in half, and for a few sets of scopes
-(`_scope_search`). It is called in a loop and not under vmap, which would take the memory of all
-runs at once. What was found is measured in the program that autocast makes with these rules: the
-second compilation.
+One program is compiled for all questions: every scope rounds to half or not, and to float8 or not,
+by flags that it is called with (`_emulation`). It runs once for each scope alone in half, and for a
+few sets of scopes (`_scope_search`). It is called in a loop and not under vmap, which would take
+the memory of all runs at once. What was found is measured in the program that autocast makes with
+these rules: the second compilation.
 """
 
 import dataclasses
@@ -20,119 +20,19 @@ import numpy as np
 from jmp._calls import check_function
 from jmp._describe import described, listed
 from jmp.autocasting._autocast import AllOptions
-from jmp.diagnostics._comparison import Comparison, comparison_of, run
-from jmp.diagnostics._flagged_program import Errors, FlaggedProgram, on_device
-from jmp.diagnostics._scope_search import rules_for, search
+from jmp.autocasting._float8 import OPERANDS
+from jmp.diagnostics._comparison import comparison_of, run
+from jmp.diagnostics._flagged_program import FlaggedProgram, on_device
+from jmp.diagnostics._float32_scopes import Float32Scopes, ScopeAlone
+from jmp.diagnostics._scope_search import Found, rules_for, search_levels
 from jmp.diagnostics._scoped_modules import scoped
-from jmp.diagnostics._tables import table
 from jmp.dtypes import is_half
 from jmp.loss_scaling import StaticLossScale
 from jmp.loss_scaling._gradients import scaled_loss
 from jmp.policy import Policy, get_policy
-from jmp.rules import Rule
 from jmp.trees import cast_to_at_least_float32
 
 CALL = "find_float32(loss_fn, policy, *args, tolerance=0.01)"
-SHOWN = 8
-
-
-@dataclasses.dataclass(frozen=True)
-class ScopeAlone:
-    """The error of the program in which one scope rounds to half and everything else is float32.
-
-    Attributes:
-      path: names of scopes, or of modules, joined by slashes; "" for what is in none. What is
-        inside a scope of its own does not count.
-      loss_error, gradient_error: relative, see `find_float32`; infinite where not finite.
-      in_float32: whether the rules that were found keep it in float32.
-    """
-
-    path: str
-    loss_error: float
-    gradient_error: float
-    in_float32: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class Float32Scopes:
-    """What `find_float32` found; `print` shows it, `to_dict` gives the data.
-
-    Attributes:
-      policy: the policy, as text.
-      tolerance: of the relative errors.
-      rules: for `rules=` of `jmp.autocast`; those that were given come first. Empty where no scope
-        has to stay in float32.
-      all_half: the errors of loss and gradient with all scopes in half, as emulated.
-      scopes: each scope by itself, the worst first; empty where none has to stay in float32.
-      comparison: `compare` of the program with these rules against float32.
-    """
-
-    policy: str
-    tolerance: float
-    rules: list[Rule]
-    all_half: Errors
-    scopes: list[ScopeAlone]
-    comparison: Comparison
-
-    @property
-    def loss_error(self) -> float:
-        """The relative error of the loss with the rules, measured in autocast's own program."""
-        return self._error("result")
-
-    @property
-    def gradient_error(self) -> float:
-        """That of the gradient, all leaves as one vector."""
-        return self._error("gradient")
-
-    @property
-    def is_within(self) -> bool:
-        """Whether both errors are within the tolerance."""
-        return max(self.loss_error, self.gradient_error) <= self.tolerance
-
-    def _error(self, kind: str) -> float:
-        (row,) = (row for row in self.comparison.by_module(0) if row.kind == kind)
-        return math.inf if math.isnan(row.relative_error) else row.relative_error
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the data as dictionaries, lists, numbers and strings.
-
-        Errors may be infinite.
-        """
-        data = {**vars(self), "rules": [(str(target), str(p)) for target, p in self.rules]}
-        data["scopes"] = list(map(dataclasses.asdict, self.scopes))
-        data["comparison"] = self.comparison.to_dict()
-        names = ("loss_error", "gradient_error", "is_within")
-        return {**data, **{name: getattr(self, name) for name in names}}
-
-    def __str__(self) -> str:
-        kept = sum(scope.in_float32 for scope in self.scopes)
-        asked = f"{self.policy}, tolerance {self.tolerance:.2g}"
-        if kept:
-            lines = [
-                f"{asked}: {kept} of {len(self.scopes)} scopes must stay in float32",
-                "rules=[",
-            ]
-            lines += [f"    {rule!r}," for rule in self.rules] + ["]"]
-        else:
-            lines = [f"{asked}: no scope has to stay in float32"]
-        rows = [("all scopes, without rules", *self.all_half, "emulated")] if kept else []
-        what = "with these rules" if self.rules else "all scopes"
-        rows.append((what, self.loss_error, self.gradient_error, "measured"))
-        rows += [
-            (f"{scope.path or NOWHERE} alone", scope.loss_error, scope.gradient_error, "emulated")
-            for scope in self.scopes[: max(SHOWN, kept + 2)]
-        ]
-        cells = [(name, f"{loss:.2g}", f"{grad:.2g}", how) for name, loss, grad, how in rows]
-        lines.append(table(("in half", "loss error", "gradient error", ""), cells))
-        if not self.is_within:
-            lines.append(
-                "Above the tolerance: autocast's own program differs from what was emulated. Ask "
-                "with a smaller tolerance, which finds more scopes."
-            )
-        return "\n".join(lines)
-
-
-NOWHERE = "what is in no scope"
 
 
 def find_float32(
@@ -146,6 +46,9 @@ def find_float32(
     **options: Any,
 ) -> Float32Scopes:
     """Finds the name scopes that must stay in float32 under `autocast(loss_fn, policy)`.
+
+    Or out of float8, where the policy has float8 products: a scope whose error half keeps within
+    the tolerance gets a rule that leaves float8 out, any other one that keeps it in float32.
 
     The loss and its gradient run once in float32, once with all scopes in half, and once with each
     scope alone in half; then with the scopes left out that are the worst alone, until the errors
@@ -166,7 +69,8 @@ def find_float32(
         each time.
       tolerance: of |loss - float32's| / |float32's|, and of ||gradient - float32's|| /
         ||float32's||, the Euclidean norm over all leaves of the gradient together. Left out, 16
-        unit roundoffs of the half type: 0.0078 for float16, 0.063 for bfloat16.
+        unit roundoffs of the half type: 0.0078 for float16, 0.063 for bfloat16; for a policy with
+        float8 products two of float8: 0.125.
       argnums, has_aux: as in `jax.value_and_grad`.
       scale: loss scale: cotangents are multiplied, gradients divided. Without one small float16
         gradients underflow, and scopes are found for that.
@@ -223,23 +127,30 @@ def find_float32(
             {**options, "rules": given},
             of_modules=framework is not None,
         )
-        all_half = program.errors(range(len(program.scopes)))
-        kept: frozenset[int] = frozenset()
-        alone: list[Errors] = []
-        if max(all_half) > tolerance:
-            every = range(len(program.scopes))
-            alone = [program.errors([i], is_alone=True) for i in every]
-            error = lambda kept: max(program.errors(set(every) - kept))
-            kept = search(list(map(max, alone)), error, tolerance)
+        search = search_levels(program.errors, len(program.scopes), program.in_float8, tolerance)
     half = policy if isinstance(policy, str) else str(policy)
-    states = {scope: i in kept for i, scope in enumerate(program.scopes)}
-    rules = [*given, *rules_for(states, half, anywhere=framework is None)]
+    policies = {scope: half for scope in program.scopes}
+    policies |= {program.scopes[i]: "float32" for i in search.in_float32}
+    policies |= {program.scopes[i]: _without_float8(policy) for i in search.out_of_float8}
+    rules = [*given, *rules_for(policies, half, anywhere=framework is None)]
     lowered = lower(loss, policy, rules=rules, **options)
     measured = run(lowered, (args, {}), argnums, scale)
-    scopes = [ScopeAlone(program.scopes[i], *errors, i in kept) for i, errors in enumerate(alone)]
-    scopes.sort(key=lambda scope: -max(scope.loss_error, scope.gradient_error))
     comparison = comparison_of(policy, "float32", scale, measured, program.expected)
-    return Float32Scopes(str(get_policy(policy)), tolerance, rules, all_half, scopes, comparison)
+    scopes = _each_alone(program.scopes, search)
+    text = str(get_policy(policy))
+    return Float32Scopes(text, tolerance, rules, search.lowest, scopes, comparison)
+
+
+def _each_alone(paths: Sequence[str], search: Found) -> list[ScopeAlone]:
+    found = [ScopeAlone(paths[i], *e, i in search.in_float32) for i, e in search.alone.items()]
+    for i, errors in search.alone_in_float8.items():
+        found.append(ScopeAlone(paths[i], *errors, False, True, i in search.out_of_float8))
+    return sorted(found, key=lambda scope: -max(scope.loss_error, scope.gradient_error))
+
+
+def _without_float8(policy: str | Policy) -> str:
+    half = dataclasses.replace(get_policy(policy), product_dtype=None)
+    return "mixed_bfloat16" if half == get_policy("mixed_bfloat16") else str(half)
 
 
 # What was given.
@@ -266,6 +177,8 @@ def _check_asked(loss_fn: object, policy: object, args: Sequence[Any], options: 
 def _checked_tolerance(tolerance: Any, policy: str | Policy) -> float:
     if tolerance is None:
         dtype = get_policy(policy).compute_dtype
+        if get_policy(policy).product_dtype is not None:
+            return float(jnp.finfo(OPERANDS).eps)
         return 8 * float(jnp.finfo(dtype).eps) if is_half(dtype) else math.inf
     if isinstance(tolerance, bool) or not isinstance(
         tolerance, (int, float, np.integer, np.floating)

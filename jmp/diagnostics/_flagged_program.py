@@ -1,5 +1,6 @@
-"""A loss and its gradient, compiled once, whose scopes round to half by flags it is called with."""
+"""A loss and its gradient, compiled once, whose scopes round by flags that it is called with."""
 
+import functools
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -15,13 +16,11 @@ from jmp._describe import described
 from jmp.adapters._module_scopes import MODULE
 from jmp.autocasting._autocast import make_program
 from jmp.autocasting._operations import NoHalfProductWarning
-from jmp.diagnostics._emulation import Site, run_emulated
-from jmp.diagnostics._scope_search import grouped
+from jmp.diagnostics._emulation import Flags, Site, run_emulated
+from jmp.diagnostics._scope_search import Errors, grouped
 from jmp.policy import Policy, get_policy
 from jmp.rules import UnusedRuleWarning
 from jmp.trees import holds_numbers
-
-Errors = tuple[float, float]  # of the loss, of the gradient
 
 
 class FlaggedProgram:
@@ -29,6 +28,7 @@ class FlaggedProgram:
 
     Attributes:
       scopes: their paths.
+      in_float8: the numbers of those with float8 products.
       expected: loss and gradients in float32, by kind and path as `compare` has them.
     """
 
@@ -64,10 +64,12 @@ class FlaggedProgram:
             traced = program.trace(tuple(args), {})
         self._plan, self._positions, self._scale = traced.plan, list(paths), scale
         self._constants = _jax_compat.open_jaxpr(traced.closed)[1]
-        named = {path: _named(path, of_modules) for path in self._paths()}
+        paths_of_sites, paths_in_float8 = self._paths()
+        named = {path: _named(path, of_modules) for path in paths_of_sites}
         groups = grouped(named.values())
         self._groups = {path: groups[name] for path, name in named.items()}
         self.scopes = list(dict.fromkeys(self._groups.values()))
+        self.in_float8 = frozenset(self.scopes.index(self._groups[p]) for p in paths_in_float8)
         if not self.scopes:
             raise ValueError(
                 "find_float32 got a function in which autocast puts nothing in half: it has no "
@@ -92,7 +94,7 @@ class FlaggedProgram:
             [x if p is None else jax.device_put(x, p) for x, p in zip(zeros, placed, strict=True)],
         )
         nothing = np.zeros(len(self.scopes), bool)
-        (loss_value, gradients), norms = self._call(nothing, nothing)
+        (loss_value, gradients), norms = self._call(nothing, nothing, nothing)
         _check_reference(norms, gradients, list(paths.values()))
         self._reference = (
             np.asarray(loss_value),
@@ -103,40 +105,44 @@ class FlaggedProgram:
             for path, gradient in zip(paths.values(), gradients, strict=True)
         }
 
-    def _call(self, own: Any, inside: Any) -> Any:
-        return self._step(own, inside, self._arrays, self._reference)
+    def _call(self, *flags: Any) -> Any:
+        return self._step(flags, self._arrays, self._reference)
 
-    def errors(self, in_half: Any, is_alone: bool = False) -> Errors:
+    def errors(self, in_half: Any, in_float8: Any, is_alone: bool) -> Errors:
         """Returns the errors of loss and gradient where some scopes round to half.
 
         Args:
           in_half: their numbers.
+          in_float8: the numbers of those among them whose float8 products are float8.
           is_alone: loops and branches do not take what is inside to float32 with them.
         """
-        own = np.zeros(len(self.scopes), bool)
+        own, float8 = np.zeros((2, len(self.scopes)), bool)
         own[list(in_half)] = True
+        float8[list(in_float8)] = True
         inside = np.ones_like(own) if is_alone else own
-        loss, gradient = (_relative(*map(float, pair)) for pair in self._call(own, inside)[1])
+        norms = self._call(own, inside, float8)[1]
+        loss, gradient = (_relative(*map(float, pair)) for pair in norms)
         return loss, gradient
 
-    def _paths(self) -> list[str]:
-        """Returns the paths of all scopes that round, in the order of the program."""
-        found: dict[str, None] = {}
+    def _paths(self) -> tuple[list[str], list[str]]:
+        """Returns the paths of all scopes that round, to half and to float8, in program order."""
+        found: tuple[dict[str, None], dict[str, None]] = ({}, {})
 
-        def note(site: Site) -> Any:
-            found[site.path] = None
+        def note(paths: dict[str, None], site: Site) -> Any:
+            paths[site.path] = None
             return np.False_
 
-        jax.eval_shape(lambda *arrays: self._run(arrays, note), *self._arrays)
-        return list(found)
+        flags = Flags(*(functools.partial(note, paths) for paths in found))
+        jax.eval_shape(lambda *arrays: self._run(arrays, flags), *self._arrays)
+        return list(found[0]), list(found[1])
 
-    def _run(self, arrays: Sequence[Any], is_half: Callable[[Site], Any]) -> Any:
-        return run_emulated(self._plan, [*self._constants, *arrays], is_half)[0]
+    def _run(self, arrays: Sequence[Any], flags: Flags) -> Any:
+        return run_emulated(self._plan, [*self._constants, *arrays], flags)[0]
 
-    def _loss_and_errors(self, own: Any, inside: Any, arrays: Any, reference: Any) -> Any:
+    def _loss_and_errors(self, flags: Any, arrays: Any, reference: Any) -> Any:
         numbers = {scope: i for i, scope in enumerate(self.scopes)}
         number_of = {path: numbers[scope] for path, scope in self._groups.items()}
-        own, inside = ([flags[i] for i in range(len(numbers))] for flags in (own, inside))
+        own, inside, float8 = ([array[i] for i in range(len(numbers))] for array in flags)
 
         def is_half(site: Site) -> Any:
             flag = own[number_of[site.path]]
@@ -144,7 +150,8 @@ class FlaggedProgram:
                 flag = flag & inside[number_of[path]]
             return flag
 
-        loss, vjp = vjp_at(lambda *some: self._run(some, is_half), arrays, self._positions)
+        asked = Flags(is_half, lambda site: float8[number_of[site.path]])
+        loss, vjp = vjp_at(lambda *some: self._run(some, asked), arrays, self._positions)
         gradients = [g / self._scale for g in vjp(jnp.full((), self._scale, loss.dtype))]
         expected, expected_gradients = reference
         return (loss, gradients), (

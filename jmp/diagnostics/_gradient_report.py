@@ -22,7 +22,7 @@ from jmp.diagnostics._asked import check_asked
 from jmp.diagnostics._histograms import DIGITS, SPECIAL, digits, exponents, from_digits, layout
 from jmp.diagnostics._places import users_line
 from jmp.diagnostics._range_report import RangeReport
-from jmp.diagnostics._ranges import Range, exponent_of, row_of
+from jmp.diagnostics._ranges import FLOAT8, FLOAT8_PRODUCT, Range, exponent_of, row_of
 from jmp.diagnostics._replay import HANDLERS, Site, replay
 from jmp.diagnostics._rows import kind_of_row
 from jmp.dtypes import is_half
@@ -67,7 +67,8 @@ def gradient_report(
 
     Called with `loss_fn`'s arguments it runs the loss and its gradient once, and counts parameters,
     gradients, activations and activation gradients by powers of two. Activations are the results of
-    products, reductions and exponentials on the way from the parameters to the loss.
+    products, reductions and exponentials on the way from the parameters to the loss. Under a policy
+    with float8 products it also says what the rounding to float8 takes from their cotangents.
 
     Args:
       loss_fn: any function that JAX can trace and differentiate, returning a real floating scalar.
@@ -215,6 +216,8 @@ def _tapped(closed: Any, tap: Tap, dtype: Any) -> Callable[..., Any]:
         if kind_of_row(equation) is None and not is_whole:
             return results
         operation = _jax_compat.name_of(equation) if is_whole else name
+        if is_whole and any(str(getattr(x.aval, "dtype", "")) == FLOAT8 for x in equation.invars):
+            operation = FLOAT8_PRODUCT
         tapped = []
         for index, result in enumerate(results):
             if jnp.issubdtype(result.dtype, jnp.inexact) and dtype in (None, result.dtype):

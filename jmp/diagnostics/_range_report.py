@@ -11,7 +11,16 @@ from jax.typing import DTypeLike
 
 from jmp._describe import described
 from jmp.diagnostics._histograms import exponents
-from jmp.diagnostics._ranges import HALVES, SCALED, Range, exponent_of, power_of_two, row_of
+from jmp.diagnostics._ranges import (
+    FLOAT8_LIMITS,
+    FLOAT8_PRODUCT,
+    HALVES,
+    SCALED,
+    Range,
+    exponent_of,
+    power_of_two,
+    row_of,
+)
 from jmp.diagnostics._tables import first_rows, table
 from jmp.trees import PyTree, as_jax_array, is_array, path_string
 
@@ -108,6 +117,12 @@ class RangeReport:
         special: dict[str, Any] = {n: sum(getattr(row, n) for row in rows) for n in names}
         return Range(role, "", dtypes, counts, longest.lowest, scale=longest.scale, **special)
 
+    @property
+    def float8_cotangents(self) -> list[Range]:
+        """The cotangents of float8 products, which the backward pass rounds to float8."""
+        rows = [row for row in self.rows if row.operation == FLOAT8_PRODUCT]
+        return [row for row in rows if row.role == "activation gradient"]
+
     def best_scale(self, dtype: DTypeLike | None = None, margin: float = 2.0) -> float | None:
         """Returns the largest safe static loss scale, a power of two.
 
@@ -161,6 +176,9 @@ class RangeReport:
             counts = row.counts[first - row.lowest : last + 1 - row.lowest].tolist()
             shares = dataclasses.asdict(row.shares(self.dtype))
             rows.append({**vars(row), "counts": counts, "lowest": first, "shares": shares})
+            if row in self.float8_cotangents:
+                of_float8 = row.float8_shares().items()
+                rows[-1]["float8_shares"] = {d: dataclasses.asdict(s) for d, s in of_float8}
         return {"dtype": self.dtype, "best_scale": self.best_scale(), "rows": rows}
 
     def plot(
@@ -199,6 +217,7 @@ class RangeReport:
             lines.append(f"scales that lose no gradient: {' to '.join(map(_power, lossless))}")
         for role in self.roles:
             lines += _section(role, self.counting(role), self.dtype)
+        lines += _float8_section(self.float8_cotangents)
         return "\n".join(lines)
 
 
@@ -227,6 +246,29 @@ def _section(role: str, rows: list[Range], dtype: str) -> list[str]:
     cells = [(*(getattr(row, name) for name in where), *_shares(row, dtype, None)) for row in rows]
     title = f"{role}s in {dtype}, most is lost first:"
     return first_rows(title, (*where, *SHARES), cells, SHOWN, "rows")
+
+
+def _float8_section(rows: list[Range]) -> list[str]:
+    """Returns the lines of the cotangents of float8 products; none if there is no such product."""
+    if not rows:
+        return []
+
+    def lost(row: Range) -> list[float]:
+        return [share for s in row.float8_shares().values() for share in (s.lost, s.subnormal)]
+
+    sizes = [row.size for row in rows]
+    together = [float(share) for share in np.average(list(map(lost, rows)), axis=0, weights=sizes)]
+    found = [("all", "", sum(sizes), together)]
+    worst_first = sorted(rows, key=lost, reverse=True)
+    found += [(row.path, row.source, row.size, lost(row)) for row in worst_first]
+    cells = [
+        (path, source, str(size), *(f"{100 * share:.3g} %" if share else "0" for share in shares))
+        for path, source, size, shares in found
+    ]
+    names = (limits.name.removeprefix("float8_") for limits in FLOAT8_LIMITS)
+    columns = [f"{name} {what}" for name in names for what in ("lost", "subnormal")]
+    title = "cotangents of float8 products, each scaled by its largest number:"
+    return first_rows(title, ("path", "source", "elements", *columns), cells, SHOWN + 1, "rows")
 
 
 def _losses(row: Range, dtype: str) -> tuple[float, ...]:

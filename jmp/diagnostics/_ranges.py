@@ -14,6 +14,7 @@ from jmp.dtypes import HALF_DTYPES, floating_dtype, is_half
 
 HALVES = tuple(map(str, HALF_DTYPES))
 FLOAT8 = "float8_e4m3fn"  # of operands of products, as reports name it
+FLOAT8_PRODUCT = "dot_general in float8"  # the operation of a row
 # What is multiplied by the loss scale. A tree of values may be one of gradients.
 SCALED = ("gradient", "activation gradient", "value")
 # Of a loss scale; beyond it the scale or its reciprocal is no normal float32 number.
@@ -34,8 +35,16 @@ def limits_of(dtype: DTypeLike) -> Limits:
     half = floating_dtype(dtype, "dtype")
     if not is_half(half):
         raise ValueError(f"Ranges were asked for {half}; expected 'float16' or 'bfloat16'.")
-    info = jnp.finfo(half)
-    return Limits(str(half), int(info.minexp) - info.nmant, int(info.minexp), info.maxexp - 1)
+    return _limits(half)
+
+
+def _limits(dtype: np.dtype) -> Limits:
+    info = jnp.finfo(dtype)
+    largest = int(math.log2(float(info.max)))
+    return Limits(str(dtype), int(info.minexp) - info.nmant, int(info.minexp), largest)
+
+
+FLOAT8_LIMITS = tuple(_limits(np.dtype(d)) for d in (jnp.float8_e4m3fn, jnp.float8_e5m2))
 
 
 def exponent_of(scale: float) -> int:
@@ -126,8 +135,24 @@ class Range:
 
         Raises: ValueError for another dtype, or a scale that is no power of two.
         """
-        limits = limits_of(dtype)
-        exponents = self.lowest + self.shift(scale) + np.arange(len(self.counts))
+        return self._shares(limits_of(dtype), self.shift(scale))
+
+    def float8_shares(self) -> dict[str, Shares]:
+        """Returns what becomes of the elements in "float8_e4m3fn" and in "float8_e5m2".
+
+        As in a float8 product: scaled so that the largest is the largest there, as far as counts
+        by powers of two tell, whatever the loss scale. Where one is infinite or NaN all become NaN.
+        """
+        if self.infinities or self.nans:
+            return {limits.name: Shares(0, 0, 0, 0, 0, 0, nan=1) for limits in FLOAT8_LIMITS}
+        _, high = self.exponents or (0, 0)
+        # No scale has a reciprocal that is not finite.
+        shifts = (min(limits.largest - high, LARGEST_EXPONENT) for limits in FLOAT8_LIMITS)
+        pairs = zip(FLOAT8_LIMITS, shifts, strict=True)
+        return {limits.name: self._shares(limits, shift) for limits, shift in pairs}
+
+    def _shares(self, limits: Limits, shift: int) -> Shares:
+        exponents = self.lowest + shift + np.arange(len(self.counts))
         edges = (limits.smallest - 1, limits.normal, limits.largest + 1)
         below = [int(self.counts[exponents < edge].sum()) for edge in edges]
         finite = np.diff([0, *below, int(self.counts.sum())])

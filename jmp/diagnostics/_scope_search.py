@@ -1,10 +1,15 @@
-"""Which scopes must stay in float32, given the errors of any choice of them; and rules that say so.
+"""Which scopes must stay in float32 or out of float8, given the errors of any choice of them.
 
 Pure functions: what an error is, and how it is measured, is the caller's.
 """
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+Errors = tuple[float, float]  # of the loss, of the gradient
+# Of (numbers of scopes in half, of those the ones in float8, is one asked about alone).
+ErrorsOf = Callable[[Iterable[int], Iterable[int], bool], Errors]
 
 # More scopes than these are asked about in groups: each one takes a run of the program.
 LIMIT = 256
@@ -45,6 +50,65 @@ def search(
     return kept
 
 
+class Found(NamedTuple):
+    """Which scopes must stay where, and the errors that each has alone, where it was asked about.
+
+    Attributes:
+      lowest: the errors with every scope as low as the policy says.
+      in_float32: the numbers of scopes that must stay in float32.
+      out_of_float8: of those whose products must be half instead of float8.
+      alone: the errors of each in half, all else in float32.
+      alone_in_float8: of each in float8, all else as half as it may be.
+    """
+
+    lowest: Errors
+    in_float32: frozenset[int] = frozenset()
+    out_of_float8: frozenset[int] = frozenset()
+    alone: Mapping[int, Errors] = {}
+    alone_in_float8: Mapping[int, Errors] = {}
+
+
+def search_levels(
+    errors: ErrorsOf, scopes: int, in_float8: frozenset[int], tolerance: float
+) -> Found:
+    """Returns what must stay in float32, and then what must stay out of float8.
+
+    Half is asked about first, without any float8. Where half is within the tolerance and float8 is
+    not, half is the least cure.
+
+    >>> def errors(half, float8, is_alone):
+    ...     return sum([0.1, 9, 0.1][i] for i in half) + sum([0, 0, 0.7][i] for i in float8), 0
+    >>> found = search_levels(errors, 3, frozenset([0, 2]), tolerance=0.5)
+    >>> sorted(found.in_float32), sorted(found.out_of_float8)
+    ([1], [2])
+
+    Args:
+      scopes: how many there are.
+      in_float8: the numbers of those with float8 products.
+    """
+    every = frozenset(range(scopes))
+    found = Found(errors(every, in_float8, False))
+    if max(found.lowest) <= tolerance:
+        return found
+    if max(errors(every, (), False) if in_float8 else found.lowest) > tolerance:
+        alone = {i: errors([i], (), True) for i in sorted(every)}
+        worst = [max(alone[i]) for i in sorted(every)]
+        kept = search(worst, lambda kept: max(errors(every - kept, (), False)), tolerance)
+        found = found._replace(in_float32=kept, alone=alone)
+    half = every - found.in_float32
+    asked = sorted(in_float8 & half)
+    if not asked or max(errors(half, asked, False)) <= tolerance:
+        return found
+    alone = {i: errors(half, [i], False) for i in asked}
+
+    def error(kept: frozenset[int]) -> float:
+        others = [i for position, i in enumerate(asked) if position not in kept]
+        return max(errors(half, others, False))
+
+    out = search([max(alone[i]) for i in asked], error, tolerance)
+    return found._replace(out_of_float8=frozenset(asked[i] for i in out), alone_in_float8=alone)
+
+
 def grouped(paths: Iterable[str], limit: int = LIMIT) -> dict[str, str]:
     """Returns for each path its prefix of as many names as leave at most `limit` prefixes.
 
@@ -61,34 +125,33 @@ def grouped(paths: Iterable[str], limit: int = LIMIT) -> dict[str, str]:
 
 
 def rules_for(
-    in_float32: Mapping[str, bool], half: str, anywhere: bool = True
+    policies: Mapping[str, str], default: str, anywhere: bool = True
 ) -> list[tuple[str, str]]:
-    """Returns rules by which autocast keeps these scopes in float32 and those in half.
+    """Returns rules by which autocast computes each of these scopes as said.
 
     A rule holds for all that is inside its scope, and may match from any name of a path on. So an
-    inner scope in half, and another of the same name elsewhere, are named in rules of their own;
-    longer paths come first, because the first rule that matches wins.
+    inner scope of another policy, and another of the same name elsewhere, are named in rules of
+    their own; longer paths come first, because the first rule that matches wins.
 
     Args:
-      in_float32: for each path of scopes with operations of their own whether it is float32.
-      half: the policy of the others.
+      policies: for each path of scopes with operations of their own its policy.
+      default: that of what no rule names.
       anywhere: rules match from any name of a path on, as autocast's; else from the first alone, as
         those of adapters.
 
-    >>> rules_for({"net": True, "net/mlp": False, "head": True}, "mixed_float16")
+    >>> half = "mixed_float16"
+    >>> rules_for({"net": "float32", "net/mlp": half, "head": "float32"}, half)
     [('net/mlp', 'mixed_float16'), ('head', 'float32'), ('net', 'float32')]
     """
-    found: list[tuple[list[str], bool]] = []
-    for path in sorted(in_float32, key=lambda path: (path.count("/"), path)):
+    found: list[tuple[list[str], str]] = []
+    for path in sorted(policies, key=lambda path: (path.count("/"), path)):
         names = path.split("/")
         longest_first = sorted(found, key=lambda rule: -len(rule[0]))
-        held = next(
-            (keeps for part, keeps in longest_first if _matches(part, names, anywhere)), False
-        )
-        if held != in_float32[path]:
-            found.append((names, in_float32[path]))
+        held = next((p for part, p in longest_first if _matches(part, names, anywhere)), default)
+        if held != policies[path]:
+            found.append((names, policies[path]))
     found.sort(key=lambda rule: -len(rule[0]))
-    return [(_escaped("/".join(names)), "float32" if keeps else half) for names, keeps in found]
+    return [(_escaped("/".join(names)), policy) for names, policy in found]
 
 
 def _matches(part: list[str], names: list[str], anywhere: bool) -> bool:
