@@ -5,9 +5,10 @@ is cast where it is used, each time: XLA merges the casts and takes them out of 
 add up in float32.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import kind_of
 from jmp.autocasting._steps import (
     Arithmetic,
+    Bounded,
     Function,
     Fused,
     InFloat8,
@@ -39,13 +41,21 @@ from jmp.autocasting.attention import attend
 from jmp.dtypes import FLOAT32
 
 
-class Held(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Held:
     """The key of a value as float8: all products that read it share what it was rounded to."""
 
     value: Value
 
 
-Environment = dict[Value | Held, Any]
+@dataclasses.dataclass(frozen=True)
+class Within:
+    """The key of the bound of a float8 product's result."""
+
+    product: Value
+
+
+Environment = dict[Value | Held | Within, Any]
 Shared = dict[Hashable, Function]  # the functions of islands, by their keys
 
 
@@ -105,7 +115,7 @@ def _run_one(step: Single | Nested, environment: Environment) -> Any:
 
 def _run_single(step: Single, operands: Sequence[Any], environment: Environment) -> list[Any]:
     if step.in_float8 is not None:
-        return _multiply_in_float8(step, operands, environment)
+        return [_multiply_in_float8(step, step.in_float8, operands, environment)]
     if step.rounds is not None and step.node.is_product:
         return _wide_gradients.multiply(operands, step.params, step.rounds)
     run: Callable[..., list[Any]] = functools.partial(
@@ -119,15 +129,24 @@ def _run_single(step: Single, operands: Sequence[Any], environment: Environment)
 
 
 def _multiply_in_float8(
-    step: Single, operands: Sequence[Any], environment: Environment
-) -> list[Any]:
+    step: Single, form: InFloat8, operands: Sequence[Any], environment: Environment
+) -> Any:
     (half,) = step.stores
+    bounds = [bounded and _bound_of(bounded, environment) for bounded in form.operands]
     keys = [Held(read.value) for read in step.reads]
-    for key, operand in zip(keys, operands, strict=True):
+    for key, operand, bound in zip(keys, operands, bounds, strict=True):
         if key not in environment:
-            environment[key] = _float8.hold(cast(operand, half))
+            environment[key] = _float8.hold(cast(operand, half), bound)
     held = [environment[key] for key in keys]
-    return _float8.multiply(operands, held, step.params, step.in_float8 is InFloat8.SHARED)
+    product = _float8.Product(step.params, form.is_shared, form.is_bounded)
+    result, bound = product(operands, held, bounds)
+    environment[Within(step.node.outputs[0])] = bound
+    return result
+
+
+def _bound_of(bounded: Bounded, environment: Environment) -> _float8.Bound:
+    added = [_read(Read(value, None), environment) for value in bounded.added]
+    return _float8.bound_behind(environment[Within(bounded.product)], added, bounded.extremes)
 
 
 def _send(run: Callable[..., list[Any]], operands: Sequence[Any]) -> list[Any]:

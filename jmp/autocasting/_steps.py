@@ -33,11 +33,28 @@ class Arithmetic(enum.Enum):
         return self not in (Arithmetic.FLOAT32, Arithmetic.ROUNDED)
 
 
-class InFloat8(enum.Enum):
-    """How a float8 product reads its factors."""
+class Extremes(NamedTuple):
+    """What is known of a function of one number."""
 
-    ALONE = "no other product reads them"
-    SHARED = "other products may read them"
+    largest: float  # magnitude of its results
+    at_zero: float  # magnitude of its result for zero
+    steepest: float  # magnitude of its slope
+
+
+class Bounded(NamedTuple):
+    """A function of a product's result, with vectors added to it before; see `_bounds`."""
+
+    product: Value
+    added: tuple[Value, ...]
+    extremes: Extremes
+
+
+class InFloat8(NamedTuple):
+    """How a product is computed in float8; see `_float8`."""
+
+    is_shared: bool  # other products may read its factors
+    operands: tuple[Bounded | None, ...] = (None, None)  # where it need not look for a maximum
+    is_bounded: bool = False  # its cotangent comes with a bound
 
 
 class Recompute(enum.Enum):
@@ -107,7 +124,7 @@ class Single(NamedTuple):
     stores: Dtypes
     # Operands that are read in float32 are rounded to this inside: their gradients are float32.
     rounds: np.dtype | None = None
-    in_float8: InFloat8 | None = None  # whether it is a float8 product; see `_float8`
+    in_float8: InFloat8 | None = None  # None: it is no float8 product
 
 
 class Inside(NamedTuple):
