@@ -47,8 +47,11 @@ def with_bounds(steps: Sequence[Step], graph: Graph, facts: Facts) -> list[Step]
     def with_its_own(step: Step) -> Step:
         if not isinstance(step, Single) or step.in_float8 is None:
             return step
-        operands = tuple(bounded.get(root(value)) for value in step.node.inputs)
-        form = step.in_float8._replace(operands=operands, is_bounded=step.node in starts)
+        form = step.in_float8._replace(
+            operands=tuple(bounded.get(root(value)) for value in step.node.inputs),
+            is_bounded=step.node in starts,
+            has_bias=bool(_behind_additions(step.node.outputs[0], facts)[1]),
+        )
         return step._replace(in_float8=form)
 
     return list(map(with_its_own, steps))

@@ -138,8 +138,7 @@ def _multiply_in_float8(
         if key not in environment:
             environment[key] = _float8.hold(cast(operand, half), bound)
     held = [environment[key] for key in keys]
-    product = _float8.Product(step.params, form.is_shared, form.is_bounded)
-    result, bound = product(operands, held, bounds)
+    result, bound = _float8.multiply(operands, held, bounds, step.params, form)
     environment[Within(step.node.outputs[0])] = bound
     return result
 

@@ -55,6 +55,7 @@ class InFloat8(NamedTuple):
     is_shared: bool  # other products may read its factors
     operands: tuple[Bounded | None, ...] = (None, None)  # where it need not look for a maximum
     is_bounded: bool = False  # its cotangent comes with a bound
+    has_bias: bool = False  # its cotangent is added up for the gradient of a vector, too
 
 
 class Recompute(enum.Enum):
