@@ -1,33 +1,27 @@
 """Bounds of what float8 products read and return, where they cost less than a maximum.
 
 A scale need not be the largest number: float8_e4m3 has all its digits over 14 octaves, and scales
-that are 64 times too large leave a small GPT's gradient as exact as it was (its error is 0.127, and
-was 0.129, at initialisation; 0.084 and 0.089 after 300 steps). So where a float8 product's result
-goes to other float8 products through an elementwise function alone, as a bias and gelu, no maximum
-is looked for:
+256 times too large leave a small GPT's gradient nearly as exact as it was (its error is 0.127, and
+was 0.129, at initialisation; 0.095 and 0.089 after 300 steps). So no maximum is looked for where
+float8 products' results go to others through an elementwise function alone: a bias and gelu, or
+silu and a gate.
 
 - By Cauchy and Schwarz a product's results are at most the largest norm of a row of its left factor
   times that of a column of its right one. The factors are float8, and smaller.
-- The function, and its slope, are tried at every bfloat16 number when the plan is made.
+- The extremes of the function, and of its slope, are found when the plan is made. Where a gate
+  multiplies two functions, so it does their bounds.
 
 Then the function's result, and the cotangent of its argument, can be rounded to float8 where they
 are computed; otherwise both are stored in bfloat16, for their maxima, and read again.
 """
 
-import functools
 from collections.abc import Sequence, Set
-from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
-from jmp import _jax_compat
 from jmp.autocasting._eligible import root
+from jmp.autocasting._extremes import Equation, equation_of, extremes_of
 from jmp.autocasting._flow import Facts
 from jmp.autocasting._graph import Graph, Node, Value
-from jmp.autocasting._steps import Bounded, Extremes, Single, Step
-from jmp.dtypes import FLOAT32
+from jmp.autocasting._steps import Bounded, Single, Step
 
 # A bound by a steeper function says too little. Gelu has 1.13, silu 1.10, tanh 1.
 STEEP = 8.0
@@ -37,49 +31,130 @@ def with_bounds(steps: Sequence[Step], graph: Graph, facts: Facts) -> list[Step]
     """Returns the steps of a level, its float8 products with the bounds that are known of them."""
     singles = (step for step in steps if isinstance(step, Single))
     products = {step.node for step in singles if step.in_float8 is not None}
-    bounded: dict[Value, Bounded] = {}  # by what is read, as it was before it was moved
-    starts: set[Node] = set()
-    for node in products:
-        if found := _read_behind(node, products, graph, facts):
-            bounded.update(found)
-            starts.add(node)
+    behind = Behind(products, graph, facts)
+    bounded = behind.functions_of_products()
 
     def with_its_own(step: Step) -> Step:
         if not isinstance(step, Single) or step.in_float8 is None:
             return step
         form = step.in_float8._replace(
-            operands=tuple(bounded.get(root(value)) for value in step.node.inputs),
-            is_bounded=step.node in starts,
-            has_bias=bool(_behind_additions(step.node.outputs[0], facts)[1]),
+            operands=tuple(behind.bounds(root(value), bounded) for value in step.node.inputs),
+            is_bounded=any(function.result in step.node.outputs for function in bounded),
+            has_bias=bool(_behind_vectors(step.node.outputs[0], graph, facts)[1]),
         )
         return step._replace(in_float8=form)
 
     return list(map(with_its_own, steps))
 
 
-def _read_behind(
-    product: Node, products: Set[Node], graph: Graph, facts: Facts
-) -> dict[Value, Bounded]:
-    """Returns what float8 products read of a product's result; {} where anything else reads it."""
-    (result,) = product.outputs
-    if not _pays(product.inputs, result):
-        return {}
-    entry, added = _behind_additions(result, facts)
-    nodes, ends = _between(entry, products)
-    places = {entry: 0}
-    program = _program(nodes, places)
-    if program is None or not places.keys().isdisjoint(graph.outputs):
-        return {}
-    found: dict[Value, Bounded] = {}
-    for end in ends:
-        read = [value for value in end.inputs if value in places]
-        others = [value for value in end.inputs if value not in places]
-        for value in read:
-            extremes = _extremes(program, places[value])
-            if not (extremes.steepest <= STEEP and _pays([*end.outputs, *others], value)):
-                return {}
-            found[root(value)] = Bounded(result, added, extremes)
-    return found
+class Function:
+    """What is computed, number by number, of one product's result.
+
+    Attributes:
+      result: of the product.
+      argument: the result after vectors are added to it, such as a bias.
+      added: these vectors.
+      places: of the values that are computed of the argument.
+      equations: that compute them, in order.
+    """
+
+    def __init__(self, result: Value, graph: Graph, facts: Facts) -> None:
+        self.result = result
+        self.argument, self.added = _behind_vectors(result, graph, facts)
+        self.places = {self.argument: 0}
+        self.equations: list[Equation] = []
+
+    def take(self, node: Node) -> bool:
+        """Adds a node to the function, if it reads nothing else; returns whether it does."""
+        (output,) = node.outputs
+        if node.rule.reshapes:  # which keeps the numbers' order
+            self.places[output] = self.places[node.inputs[0]]
+        elif equation := equation_of(node, self.places):
+            self.equations.append(equation)
+            self.places[output] = len(self.equations)
+        return output in self.places
+
+    def bounded(self, value: Value) -> Bounded:
+        """Returns what is known of one of its values."""
+        extremes = extremes_of(tuple(self.equations), self.places[value])
+        return Bounded(self.result, self.added, extremes)
+
+
+class Behind:
+    """What stands behind the float8 products of a level."""
+
+    def __init__(self, products: Set[Node], graph: Graph, facts: Facts) -> None:
+        self.products = products
+        self.outputs = set(graph.outputs)
+        self.functions: dict[Value, Function] = {}  # by the values that they compute
+        self.gates: dict[Value, tuple[Value, ...]] = {}  # the values of two functions, multiplied
+        for node in graph.nodes if products else ():
+            if node in products:
+                if _pays(node.inputs, node.outputs[0]):
+                    function = Function(node.outputs[0], graph, facts)
+                    self.functions[function.argument] = function
+            elif len(node.outputs) == 1:
+                self._visit(node)
+
+    def _visit(self, node: Node) -> None:
+        functions = {self.functions[value] for value in node.inputs if value in self.functions}
+        if len(functions) == 1:
+            (function,) = functions
+            if function.take(node):
+                self.functions[node.outputs[0]] = function
+        elif functions and node.name == "mul":
+            self.gates[node.outputs[0]] = node.inputs
+
+    def factors(self, value: Value) -> tuple[tuple[Function, Value], ...]:
+        """Returns the functions, with a value of each, that are multiplied to a value; mostly one.
+
+        Returns () for what is computed of anything else.
+        """
+        values = self.gates.get(value, (value,))
+        if not all(v in self.functions for v in values):
+            return ()
+        return tuple((self.functions[v], v) for v in values)
+
+    def bounds(self, value: Value, among: Set[Function]) -> tuple[Bounded, ...]:
+        """Returns the bounds whose product bounds a value, if the functions are `among` these."""
+        factors = self.factors(value)
+        if not all(function in among for function, _ in factors):
+            return ()
+        return tuple(function.bounded(v) for function, v in factors)
+
+    def functions_of_products(self) -> set[Function]:
+        """Returns the functions that nothing but float8 products reads."""
+        partners = {function: self._partners(function) for function in self.functions.values()}
+        found = {function for function, others in partners.items() if others is not None}
+        while alone := {f for f in found if not found.issuperset(partners[f] or ())}:
+            found -= alone
+        return found
+
+    def _partners(self, function: Function) -> set[Function] | None:
+        """Returns the functions that are multiplied with one, itself included.
+
+        Returns None if anything but float8 products reads it, or what it is multiplied to.
+        """
+        partners: set[Function] = set()
+        stack = [function.argument]
+        while stack:
+            value = stack.pop()
+            factors = dict(self.factors(value))
+            if value in self.outputs or function not in factors:
+                return None
+            partners.update(factors)
+            for user in value.users:
+                if user not in self.products:
+                    stack += user.outputs
+                elif not self._is_known(value, user):
+                    return None
+        return partners
+
+    def _is_known(self, value: Value, product: Node) -> bool:
+        """Returns whether a product that reads a value had better use a bound, and return one."""
+        others = [other for other in product.inputs if other is not value]
+        steepest = max(f.bounded(v).extremes.steepest for f, v in self.factors(value))
+        return steepest <= STEEP and _pays([*product.outputs, *others], value)
 
 
 def _pays(factors: Sequence[Value], result: Value) -> bool:
@@ -87,10 +162,10 @@ def _pays(factors: Sequence[Value], result: Value) -> bool:
     return sum(value.size for value in factors) < 2 * result.size
 
 
-def _behind_additions(value: Value, facts: Facts) -> tuple[Value, tuple[Value, ...]]:
+def _behind_vectors(value: Value, graph: Graph, facts: Facts) -> tuple[Value, tuple[Value, ...]]:
     """Returns what a value is after vectors, such as a bias, are added to it; and these."""
     added: list[Value] = []
-    while len(value.users) == 1:
+    while len(value.users) == 1 and value not in graph.outputs:
         (user,) = value.users
         if not user.rule.reshapes:
             others = [other for other in user.inputs if other is not value]
@@ -100,81 +175,3 @@ def _behind_additions(value: Value, facts: Facts) -> tuple[Value, tuple[Value, .
             added.append(root(others[0]))
         (value,) = user.outputs
     return value, tuple(added)
-
-
-def _between(entry: Value, products: Set[Node]) -> tuple[list[Node], list[Node]]:
-    """Returns the nodes between a value and the products behind it, in order; and the products."""
-    found: dict[Node, None] = {}
-    stack = [entry]
-    while stack:
-        for user in stack.pop().users:
-            if user not in found:
-                found[user] = None
-                stack += () if user in products else user.outputs
-    ordered = sorted(found, key=lambda node: node.index)
-    ends = [node for node in ordered if node in products]
-    return [node for node in ordered if node not in products], ends
-
-
-# A function of one number is a list of equations: of each the primitive, its parameters, and what
-# it reads: the place of an earlier value, of which 0 is the argument, or a constant by itself.
-Equation = tuple[Any, tuple[tuple[str, Any], ...], tuple[int | tuple[float], ...]]
-
-
-def _program(nodes: Sequence[Node], places: dict[Value, int]) -> tuple[Equation, ...] | None:
-    """Returns nodes as a function of one number; None where they are none.
-
-    Args:
-      nodes: in order.
-      places: of the values so far; those of the nodes' results are added.
-    """
-    program: list[Equation] = []
-    for node in nodes:
-        if node.rule.reshapes and node.inputs[0] in places:
-            places[node.outputs[0]] = places[node.inputs[0]]
-            continue
-        read: list[int | tuple[float]] = []
-        for value in node.inputs:
-            if value in places:
-                read.append(places[value])
-            elif value.constant is not None:
-                read.append((value.constant,))
-        if len(read) < len(node.inputs) or not _is_elementwise(node):
-            return None
-        program.append((node.equation.primitive, tuple(sorted(node.params.items())), tuple(read)))
-        places[node.outputs[0]] = len(program)
-    return tuple(program)
-
-
-def _is_elementwise(node: Node) -> bool:
-    rule = node.rule
-    return node.is_fusible and (rule.elementwise or rule.expensive or rule.casts or rule.cheap)
-
-
-@functools.lru_cache(maxsize=256)
-def _extremes(program: tuple[Equation, ...], place: int) -> Extremes:
-    """Tries a function at every bfloat16 number; `place` is that of its result.
-
-    Where the function or its slope is NaN a result, or a cotangent, is NaN too: no scale hides it.
-    """
-    numbers = np.arange(2**16, dtype=np.uint16).view(jnp.bfloat16).astype(FLOAT32)
-    numbers = numbers[np.isfinite(numbers)]
-
-    def function(argument: Any) -> Any:
-        values = [argument]
-        for primitive, params, read in program:
-            operands = [
-                values[x] if isinstance(x, int) else np.full(numbers.shape, x[0], FLOAT32)
-                for x in read
-            ]
-            values += _jax_compat.bind(primitive, operands, dict(params))
-        return values[place]
-
-    with jax.ensure_compile_time_eval(), jax.debug_nans(False), jax.debug_infs(False):
-        pair = jax.jvp(function, (numbers,), (np.ones_like(numbers),))
-    results, slopes = (np.abs(np.asarray(array)) for array in pair)
-    return Extremes(
-        largest=float(np.nanmax(results)),
-        at_zero=float(results[numbers == 0].max()),
-        steepest=float(np.nanmax(slopes)),
-    )

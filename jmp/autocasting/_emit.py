@@ -132,7 +132,7 @@ def _multiply_in_float8(
     step: Single, form: InFloat8, operands: Sequence[Any], environment: Environment
 ) -> Any:
     (half,) = step.stores
-    bounds = [bounded and _bound_of(bounded, environment) for bounded in form.operands]
+    bounds = [_bound_of(factors, environment) for factors in form.operands]
     keys = [Held(read.value) for read in step.reads]
     for key, operand, bound in zip(keys, operands, bounds, strict=True):
         if key not in environment:
@@ -143,9 +143,12 @@ def _multiply_in_float8(
     return result
 
 
-def _bound_of(bounded: Bounded, environment: Environment) -> _float8.Bound:
-    added = [_read(Read(value, None), environment) for value in bounded.added]
-    return _float8.bound_behind(environment[Within(bounded.product)], added, bounded.extremes)
+def _bound_of(factors: Sequence[Bounded], environment: Environment) -> _float8.Bound | None:
+    bounds = []
+    for product, added, extremes in factors:
+        vectors = [_read(Read(value, None), environment) for value in added]
+        bounds.append(_float8.bound_behind(environment[Within(product)], vectors, extremes))
+    return functools.reduce(_float8.bound_of_product, bounds) if bounds else None
 
 
 def _send(run: Callable[..., list[Any]], operands: Sequence[Any]) -> list[Any]:

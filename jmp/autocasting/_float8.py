@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jmp.autocasting._extremes import Extremes
 from jmp.autocasting._registry import Params
-from jmp.autocasting._steps import Extremes, InFloat8
+from jmp.autocasting._steps import InFloat8
 from jmp.autocasting._wide_gradients import gradient
 from jmp.dtypes import FLOAT32
 from jmp.sharding._axes import are_tracked, mapped_axes, varying_axes
@@ -195,6 +196,12 @@ def bound_behind(bound: Bound, added: Sequence[Any], extremes: Extremes) -> Boun
         argument += lax.convert_element_type(_largest(lax.stop_gradient(array)), FLOAT32)
     largest, at_zero, steepest = map(np.float32, extremes)
     return Bound(lax.min(at_zero + steepest * argument, largest), steepest * bound.zero)
+
+
+def bound_of_product(left: Bound, right: Bound) -> Bound:
+    """Returns the bound of two functions' results multiplied, number by number."""
+    zero = left.zero * right.largest + right.zero * left.largest
+    return Bound(left.largest * right.largest, zero)
 
 
 def _largest_of_product(factors: Sequence[Float8], summed: Sequence[Sequence[int]]) -> Any:

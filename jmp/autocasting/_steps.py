@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jmp.autocasting._extremes import Extremes
 from jmp.autocasting._flow import Info
 from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._regions import Words
@@ -33,19 +34,11 @@ class Arithmetic(enum.Enum):
         return self not in (Arithmetic.FLOAT32, Arithmetic.ROUNDED)
 
 
-class Extremes(NamedTuple):
-    """What is known of a function of one number."""
-
-    largest: float  # magnitude of its results
-    at_zero: float  # magnitude of its result for zero
-    steepest: float  # magnitude of its slope
-
-
 class Bounded(NamedTuple):
-    """A function of a product's result, with vectors added to it before; see `_bounds`."""
+    """A function of one product's result; see `_bounds`."""
 
     product: Value
-    added: tuple[Value, ...]
+    added: tuple[Value, ...]  # vectors that are added to it before
     extremes: Extremes
 
 
@@ -53,7 +46,8 @@ class InFloat8(NamedTuple):
     """How a product is computed in float8; see `_float8`."""
 
     is_shared: bool  # other products may read its factors
-    operands: tuple[Bounded | None, ...] = (None, None)  # where it need not look for a maximum
+    # What each operand is the product of, where no maximum is looked for: nothing, one or two.
+    operands: tuple[tuple[Bounded, ...], ...] = ((), ())
     is_bounded: bool = False  # its cotangent comes with a bound
     has_bias: bool = False  # its cotangent is added up for the gradient of a vector, too
 
