@@ -31,15 +31,16 @@ def with_bounds(steps: Sequence[Step], graph: Graph, facts: Facts) -> list[Step]
     """Returns the steps of a level, its float8 products with the bounds that are known of them."""
     singles = (step for step in steps if isinstance(step, Single))
     products = {step.node for step in singles if step.in_float8 is not None}
-    behind = Behind(products, graph, facts)
-    bounded = behind.functions_of_products()
+    functions = Functions(products, graph, facts)
+    bounded = functions.read_by_products_alone()
+    results = {function.result for function in bounded}
 
     def with_its_own(step: Step) -> Step:
         if not isinstance(step, Single) or step.in_float8 is None:
             return step
         form = step.in_float8._replace(
-            operands=tuple(behind.bounds(root(value), bounded) for value in step.node.inputs),
-            is_bounded=any(function.result in step.node.outputs for function in bounded),
+            operands=tuple(functions.bounds(root(value), bounded) for value in step.node.inputs),
+            is_bounded=not results.isdisjoint(step.node.outputs),
             has_bias=bool(_behind_vectors(step.node.outputs[0], graph, facts)[1]),
         )
         return step._replace(in_float8=form)
@@ -80,28 +81,28 @@ class Function:
         return Bounded(self.result, self.added, extremes)
 
 
-class Behind:
-    """What stands behind the float8 products of a level."""
+class Functions:
+    """The functions of the results of a level's float8 products, and where two are multiplied."""
 
     def __init__(self, products: Set[Node], graph: Graph, facts: Facts) -> None:
         self.products = products
         self.outputs = set(graph.outputs)
-        self.functions: dict[Value, Function] = {}  # by the values that they compute
-        self.gates: dict[Value, tuple[Value, ...]] = {}  # the values of two functions, multiplied
+        self.of: dict[Value, Function] = {}  # by the values that they compute
+        self.gates: dict[Value, tuple[Value, ...]] = {}  # by the product, the values of two
         for node in graph.nodes if products else ():
             if node in products:
                 if _pays(node.inputs, node.outputs[0]):
                     function = Function(node.outputs[0], graph, facts)
-                    self.functions[function.argument] = function
+                    self.of[function.argument] = function
             elif len(node.outputs) == 1:
                 self._visit(node)
 
     def _visit(self, node: Node) -> None:
-        functions = {self.functions[value] for value in node.inputs if value in self.functions}
+        functions = {self.of[value] for value in node.inputs if value in self.of}
         if len(functions) == 1:
             (function,) = functions
             if function.take(node):
-                self.functions[node.outputs[0]] = function
+                self.of[node.outputs[0]] = function
         elif functions and node.name == "mul":
             self.gates[node.outputs[0]] = node.inputs
 
@@ -111,9 +112,9 @@ class Behind:
         Returns () for what is computed of anything else.
         """
         values = self.gates.get(value, (value,))
-        if not all(v in self.functions for v in values):
+        if not all(v in self.of for v in values):
             return ()
-        return tuple((self.functions[v], v) for v in values)
+        return tuple((self.of[v], v) for v in values)
 
     def bounds(self, value: Value, among: Set[Function]) -> tuple[Bounded, ...]:
         """Returns the bounds whose product bounds a value, if the functions are `among` these."""
@@ -122,9 +123,9 @@ class Behind:
             return ()
         return tuple(function.bounded(v) for function, v in factors)
 
-    def functions_of_products(self) -> set[Function]:
+    def read_by_products_alone(self) -> set[Function]:
         """Returns the functions that nothing but float8 products reads."""
-        partners = {function: self._partners(function) for function in self.functions.values()}
+        partners = {function: self._partners(function) for function in set(self.of.values())}
         found = {function for function, others in partners.items() if others is not None}
         while alone := {f for f in found if not found.issuperset(partners[f] or ())}:
             found -= alone
