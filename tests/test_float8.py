@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import jmp
 from benchmarks import float8_convolutions
 from jmp import diagnostics
-from jmp.autocasting import _eligible, _float8
+from jmp.autocasting import _eligible, _float8, _planner, _scales
 from jmp.autocasting._float8 import GRADIENTS, OPERANDS
 from tests.gpt2 import GPT2, gpt2
 
@@ -251,6 +251,112 @@ def test_what_is_finite_stays_finite(x):
     y, vjp = jax.vjp(product, W[0] * 1e-3, x)
     for array in (y, *vjp(jnp.ones_like(y)), *vjp(jnp.zeros_like(y))):
         assert bool(jnp.isfinite(array).all())
+
+
+# Bounds: where an elementwise function alone stands between float8 products.
+
+WIDE = tuple(jax.random.normal(next(KEYS), shape) / 4 for shape in [(16, 64), (64, 16), (16, 4)])
+BIAS = jax.random.normal(next(KEYS), (64,))
+GATED = {
+    "gelu": lambda ws, x: jax.nn.gelu(x @ ws[0]),
+    "exact gelu": lambda ws, x: jax.nn.gelu(x @ ws[0], approximate=False),
+    "bias": lambda ws, x: jax.nn.gelu(x @ ws[0] + BIAS[None]),
+    "nothing": lambda ws, x: (x @ ws[0]).reshape(-1, 64),
+    "gate": lambda ws, x: jax.nn.silu(x @ ws[0]) * (x @ ws[1].T),
+    "where": lambda ws, x: (lambda h: jnp.where(h > 0, h, 0.1 * h))(x @ ws[0]),
+}
+
+
+def maxima(fun, *args, at_least=32 * 64):
+    """Counts the reductions to a largest number of as many numbers as `x @ ws[0]` has."""
+    found = 0
+
+    def visit(jaxpr):
+        nonlocal found
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "reduce_max":
+                found += equation.invars[0].aval.size >= at_least
+            for inner in jax.extend.core.jaxprs_in_params(equation.params):
+                visit(inner)
+
+    visit(jax.make_jaxpr(fun)(*args).jaxpr)
+    return found
+
+
+def gated_loss(inside):
+    return lambda ws, x: jnp.mean(((inside(ws, x) @ ws[1]) @ ws[2]) ** 2)
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_of_what_stands_between_two_products_no_maximum_is_read(name, monkeypatch):
+    of = gated_loss(GATED[name])
+    gradient = jax.grad(jmp.autocast(of, F8))
+    assert maxima(gradient, WIDE, X) == 0
+    exact = jax.grad(of)(WIDE, X)
+    bounded = relative_error(gradient(WIDE, X), exact)
+    monkeypatch.setattr(_planner, "with_bounds", lambda steps, *_: list(steps))
+    gradient = jax.grad(jmp.autocast(gated_loss(GATED[name]), F8))
+    assert maxima(gradient, WIDE, X) > 1
+    assert bounded < 1.2 * relative_error(gradient(WIDE, X), exact) < 0.2
+
+
+@pytest.mark.parametrize("name", GATED)
+@pytest.mark.parametrize("size", [1e-20, 1.0, 1e5, 1e12])
+def test_bounds_hold_where_rows_and_columns_point_the_same_way(name, size):
+    """Then a product's results are as large as their bound: Cauchy and Schwarz's is an equality."""
+    direction = jnp.asarray([[1.0, -1.0] * 8])
+    x = size * jnp.repeat(direction, 32, 0)
+    ws = (jnp.repeat(direction.T, 64, 1), jnp.repeat(direction, 64, 0), WIDE[2])
+
+    def of(ws, x):
+        return (GATED[name](ws, x) @ ws[1]) @ ws[2]
+
+    result, vjp = jax.vjp(jmp.autocast(of, F8), ws, x)
+    expected, exact_vjp = jax.vjp(of, ws, x)
+    assert relative_error(result, expected) < 0.1
+    cotangent = jnp.ones_like(result)
+    assert relative_error(vjp(cotangent), exact_vjp(cotangent)) < 0.1
+
+
+OTHER_READERS = {
+    "a sum": lambda h, g: 1e6 * jnp.sum(h),
+    "a product in bfloat16": lambda h, g: 1e6 * jnp.sum(g[:1] @ g.T),
+    "a sum of the function": lambda h, g: 1e6 * jnp.sum(g),
+    "a loop": lambda h, g: 1e6 * lax.fori_loop(0, 2, lambda _, s: s + jnp.sum(h), 0.0),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_READERS)
+def test_what_others_read_too_has_its_maximum(name):
+    def of(ws, x):
+        h = x @ ws[0]
+        g = jax.nn.gelu(h)
+        return jnp.mean(((g @ ws[1]) @ ws[2]) ** 2) + OTHER_READERS[name](h, g)
+
+    gradient = jax.grad(jmp.autocast(of, F8))
+    assert maxima(gradient, WIDE, X) > 0
+    assert relative_error(gradient(WIDE, X), jax.grad(of)(WIDE, X)) < 0.15
+
+
+@pytest.mark.parametrize("name", ["exp", "square", "roll", "mask", "output"])
+def test_what_has_no_good_bound_has_its_maximum(name):
+    functions = {
+        "exp": jnp.exp,
+        "square": jnp.square,
+        "roll": lambda h: h + jnp.roll(h, 1, 0),
+        "mask": lambda h: h * (jnp.arange(64)[None] > 8),
+        "output": jnp.tanh,
+    }
+
+    def of(ws, x):
+        h = x @ ws[0] / 8
+        return jnp.mean(((functions[name](h) @ ws[1]) @ ws[2]) ** 2), h
+
+    is_output = name == "output"
+    gradient = jax.grad(jmp.autocast(of, F8), has_aux=True)
+    assert maxima(gradient, WIDE, X) > 0
+    assert relative_error(gradient(WIDE, X)[0], jax.grad(of, has_aux=True)(WIDE, X)[0]) < 0.15
+    assert is_output or maxima(jax.grad(jmp.autocast(lambda *a: of(*a)[0], F8)), WIDE, X) > 0
 
 
 def test_a_loss_scale_sees_an_overflow_behind_a_float8_product():
@@ -717,7 +823,8 @@ def test_a_gradient_report_says_what_float8_takes_from_the_cotangents():
     assert (row.operation, row.size) == ("dot_general in float8", X.size)
     cotangent = jax.grad(jmp.autocast(of, F8), 2)(W, X, jnp.zeros_like(X))
     for dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2):
-        back = np.asarray(_float8._rounded(cotangent.astype(jnp.bfloat16), dtype).numbers)
+        half = cotangent.astype(jnp.bfloat16)
+        back = np.asarray(_scales.rounded(half, dtype, jnp.max(jnp.abs(half))).numbers)
         normal = float(jnp.finfo(dtype).smallest_normal)
         zeros = np.mean(back == 0)
         subnormal = np.mean((back != 0) & (abs(back.astype(np.float32)) < normal))

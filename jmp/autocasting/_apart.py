@@ -59,8 +59,11 @@ def _step_apart(step: Step) -> Step:
         return step._replace(insides=tuple(map(_any_apart, step.insides)))
     if isinstance(step, Fused):
         return step._replace(plain=tuple(map(_step_apart, step.plain)))
-    if not isinstance(step, Single) or step.in_float8 is None:
+    if not isinstance(step, Single):
         return step
-    if step.in_float8 is InFloat8.MOVED:  # numbers in float8 are sent with a scale for all
-        return step._replace(in_float8=None, why=WHY_SENT)
-    return step._replace(is_apart=True)
+    if step.moves_float8:  # numbers in float8 are sent with a scale for all
+        return step._replace(moves_float8=False, why=WHY_SENT)
+    if step.in_float8 is None:
+        return step
+    # Without bounds, which are one number for all devices.
+    return step._replace(in_float8=InFloat8(step.in_float8.is_shared, is_apart=True))

@@ -5,9 +5,10 @@ is cast where it is used, each time: XLA merges the casts and takes them out of 
 add up in float32.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +21,10 @@ from jmp.autocasting._casts import cast, cast_all, repeated, saturated
 from jmp.autocasting._eligible import root
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import kind_of
+from jmp.autocasting._scales import Bound, Float8, bound_behind, bound_of_product
 from jmp.autocasting._steps import (
     Arithmetic,
+    Bounded,
     Function,
     Fused,
     InFloat8,
@@ -41,13 +44,21 @@ from jmp.dtypes import FLOAT32
 from jmp.sharding._axes import without_reduced
 
 
-class Held(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Held:
     """The key of a value as float8: all products that read it share what it was rounded to."""
 
     value: Value
 
 
-Environment = dict[Value | Held, Any]
+@dataclasses.dataclass(frozen=True)
+class Within:
+    """The key of the bound of a float8 product's result."""
+
+    product: Value
+
+
+Environment = dict[Value | Held | Within, Any]
 Shared = dict[Hashable, Function]  # the functions of islands, by their keys
 
 
@@ -106,10 +117,10 @@ def _run_one(step: Single | Nested, environment: Environment) -> Any:
 
 
 def _run_single(step: Single, operands: Sequence[Any], environment: Environment) -> list[Any]:
-    if step.in_float8 is InFloat8.MOVED:
+    if step.in_float8 is not None:
+        return [_multiply_in_float8(step, step.in_float8, operands, environment)]
+    if step.moves_float8:
         _move_in_float8(step, operands, environment)
-    elif step.in_float8 is not None:
-        return _multiply_in_float8(step, operands, environment)
     if step.rounds is not None and step.node.is_product:
         return _wide_gradients.multiply(operands, step.params, step.rounds)
     run: Callable[..., list[Any]] = functools.partial(
@@ -123,16 +134,25 @@ def _run_single(step: Single, operands: Sequence[Any], environment: Environment)
 
 
 def _multiply_in_float8(
-    step: Single, operands: Sequence[Any], environment: Environment
-) -> list[Any]:
+    step: Single, form: InFloat8, operands: Sequence[Any], environment: Environment
+) -> Any:
     (half,) = step.stores
-    pairs = zip(step.reads, operands, strict=True)
+    bounds = [_bound_of(factors, environment) for factors in form.operands]
     held = [
-        _held(read.value, cast(operand, half), environment, step.is_apart)
-        for read, operand in pairs
+        _held(read.value, cast(operand, half), environment, bound, form.is_apart)
+        for read, operand, bound in zip(step.reads, operands, bounds, strict=True)
     ]
-    is_shared = step.in_float8 is InFloat8.SHARED
-    return _float8.multiply(operands, held, step.params, is_shared, step.is_apart)
+    result, bound = _float8.multiply(operands, held, step.params, form, bounds)
+    environment[Within(step.node.outputs[0])] = bound
+    return result
+
+
+def _bound_of(factors: Sequence[Bounded], environment: Environment) -> Bound | None:
+    bounds = []
+    for product, added, extremes in factors:
+        vectors = [_read(Read(value, None), environment) for value in added]
+        bounds.append(bound_behind(environment[Within(product)], vectors, extremes))
+    return functools.reduce(bound_of_product, bounds) if bounds else None
 
 
 def _move_in_float8(step: Single, operands: Sequence[Any], environment: Environment) -> None:
@@ -142,16 +162,20 @@ def _move_in_float8(step: Single, operands: Sequence[Any], environment: Environm
     numbers, scale = _held(step.reads[0].value, first, environment)
     moved = _float8_moves.move(step.node.equation, [numbers, *others])
     for value, array in zip(step.node.outputs, moved, strict=True):
-        environment[Held(value)] = _float8.Float8(without_reduced(array), scale)
+        environment[Held(value)] = Float8(without_reduced(array), scale)
 
 
 def _held(
-    value: Value, array: Any, environment: Environment, is_apart: bool = False
-) -> _float8.Float8:
+    value: Value,
+    array: Any,
+    environment: Environment,
+    bound: Bound | None = None,
+    is_apart: bool = False,
+) -> Float8:
     """Returns a value in float8, given as an array if it is not held yet."""
     if Held(value) not in environment:
-        environment[Held(value)] = _float8.hold(array, root(value).aval, is_apart)
-    held: _float8.Float8 = environment[Held(value)]
+        environment[Held(value)] = _float8.hold(array, root(value).aval, bound, is_apart)
+    held: Float8 = environment[Held(value)]
     return held
 
 

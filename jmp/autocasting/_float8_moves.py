@@ -19,7 +19,7 @@ from jmp.autocasting._graph import Graph, Node
 from jmp.autocasting._numbers import dtype_of
 from jmp.autocasting._registry import Category, rule_for
 from jmp.autocasting._sending import sends
-from jmp.autocasting._steps import InFloat8, Single, Step
+from jmp.autocasting._steps import Single, Step
 from jmp.dtypes import FLOAT32
 
 WHY_SENT_IN_FLOAT8 = "float8 products alone read it afterwards: rounded to float8 before it is sent"
@@ -30,7 +30,7 @@ ROUNDED_NO_FURTHER = (FLOAT32, np.dtype(jnp.bfloat16))  # float8's scales are bf
 def send_in_float8(steps: Sequence[Step], graph: Graph) -> list[Step]:
     """Returns the steps; those that send what float8 products alone read are marked so."""
     singles = {step.node: step for step in steps if isinstance(step, Single)}
-    readers = {node for node, step in singles.items() if step.in_float8}
+    readers = {node for node, step in singles.items() if step.in_float8 is not None}
     if not readers:
         return list(steps)
     for node in reversed(graph.nodes):
@@ -47,7 +47,7 @@ def send_in_float8(steps: Sequence[Step], graph: Graph) -> list[Step]:
 
 
 def _marked(step: Single) -> Single:
-    return step._replace(why=WHY_SENT_IN_FLOAT8, in_float8=InFloat8.MOVED)
+    return step._replace(why=WHY_SENT_IN_FLOAT8, moves_float8=True)
 
 
 def _is_read_by(node: Node, readers: Set[Node], graph: Graph) -> bool:

@@ -69,7 +69,7 @@ def operations_of(plan: Plan) -> Iterator[Operation]:
                 yield from _operations_of_node(node, why, times, FLOAT32, stores)
         else:
             read = half if step.arithmetic.is_half else FLOAT32
-            read = OPERANDS if step.in_float8 and step.node.is_product else read
+            read = OPERANDS if step.in_float8 is not None else read
             yield from _operations_of_node(step.node, step.why, times, read, step.stores)
 
 
@@ -85,7 +85,7 @@ def decisions_of(plan: Plan) -> Iterator[tuple[str, Node, int]]:
                 yield SATURATED, node, times
         elif any(read.saturates for read in step.reads):
             yield SATURATED, step.node, times
-        elif step.in_float8 and not step.node.is_product:
+        elif step.moves_float8:
             yield step.why, step.node, times
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from jax.extend.core import ClosedJaxpr
 
 from jmp import _jax_compat
+from jmp.autocasting._bounds import with_bounds
 from jmp.autocasting._eligible import WHY_FLOAT8, root, shared_factors, why_not_float8
 from jmp.autocasting._flatten import flatten
 from jmp.autocasting._float8_moves import send_in_float8
@@ -95,7 +96,7 @@ class Planner(Level):
         if self.context.words.settings.fuses_attention:
             steps, not_fused = fuse_attentions(steps, self.graph, self.storage)
         infos = tuple(map(self.storage.info, self.graph.outputs))
-        order = in_order(steps, self.graph.outputs)
+        order = in_order(with_bounds(steps, self.graph, self.facts), self.graph.outputs)
         return Plan(self.graph, tuple(order), infos, self.context.words, not_fused)
 
     # Components of fusible nodes.
@@ -207,8 +208,7 @@ class Planner(Level):
         if why := why_not_float8(single.node, self.facts, which, apart):
             return single._replace(why=f"{single.why}; not float8: {why}")
         is_shared = not self._shared_factors.isdisjoint(map(root, single.node.inputs))
-        shared = InFloat8.SHARED if is_shared else InFloat8.ALONE
-        return single._replace(why=WHY_FLOAT8, in_float8=shared)
+        return single._replace(why=WHY_FLOAT8, in_float8=InFloat8(is_shared))
 
     # Single equations, and how they read.
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jmp.autocasting._extremes import Extremes
 from jmp.autocasting._flow import Info
 from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._regions import Words
@@ -33,12 +34,24 @@ class Arithmetic(enum.Enum):
         return self not in (Arithmetic.FLOAT32, Arithmetic.ROUNDED)
 
 
-class InFloat8(enum.Enum):
-    """How a float8 product reads its factors; or that an equation moves one."""
+class Bounded(NamedTuple):
+    """A function of one product's result; see `_bounds`."""
 
-    ALONE = "no other product reads them"
-    SHARED = "other products may read them"
-    MOVED = "no product: it moves a factor, in float8 as well"
+    product: Value
+    added: tuple[Value, ...]  # vectors that are added to it before
+    extremes: Extremes
+
+
+class InFloat8(NamedTuple):
+    """How a product is computed in float8; see `_float8`."""
+
+    is_shared: bool  # other products may read its factors
+    # What each operand is the product of, where no maximum is looked for: nothing, one or two.
+    operands: tuple[tuple[Bounded, ...], ...] = ((), ())
+    is_bounded: bool = False  # its cotangent comes with a bound
+    has_bias: bool = False  # its cotangent is added up for the gradient of a vector, too
+    # Devices may not come by here together: each has scales of its own, and sends nothing for them.
+    is_apart: bool = False
 
 
 class Recompute(enum.Enum):
@@ -108,10 +121,8 @@ class Single(NamedTuple):
     stores: Dtypes
     # Operands that are read in float32 are rounded to this inside: their gradients are float32.
     rounds: np.dtype | None = None
-    # Whether it is a float8 product, or moves what such products alone read; see `_float8`.
-    in_float8: InFloat8 | None = None
-    # Devices may not come by here together: each has scales of its own, and sends nothing for them.
-    is_apart: bool = False
+    in_float8: InFloat8 | None = None  # None: it is no float8 product
+    moves_float8: bool = False  # it moves what float8 products alone read; see `_float8_moves`
 
 
 class Inside(NamedTuple):

@@ -65,7 +65,7 @@ def test_of_a_gpt_three_products_run_in_float8_for_each_that_is_eligible():
     # Queries, keys, values and the output of attention; two of the MLP. Others: two products of
     # attention, and the head, with two gradients each.
     assert found == (3 * 6, 3 * 3)
-    assert moved <= 1.035 and temp <= 0.96
+    assert moved <= 1.02 and temp <= 0.96
 
 
 def layer(x, w):
@@ -79,6 +79,25 @@ def scanned(params, x):
     return jnp.mean(jax.lax.scan(lambda x, w: (layer(x, w), None), x, params)[0] ** 2)
 
 
+PAIR = float32(1024, 4096), float32(4096, 1024)
+X = float32(8192, 1024)
+
+
+def with_head(layer, *params):
+    """Returns the loss of two layers and a head, and its arguments."""
+
+    def loss(params, x):
+        *layers, head = params
+        for w in layers:
+            x = layer(x, w)
+        return jnp.mean((x @ head) ** 2)
+
+    return loss, (params, params, float32(1024, 1024)), X
+
+
+TWO_MLPS = with_head(layer, *PAIR)
+
+
 def rematted(params, x):
     body = jax.checkpoint(lambda x, w: (layer(x, w), None), prevent_cse=False)
     # Behind a product the loop carries half, which feeds the next turn.
@@ -90,7 +109,15 @@ def rematted(params, x):
 def test_what_a_scan_keeps_is_float8_in_its_program():
     found, (moved, temp, _) = compiled(scanned, LAYERS, float32(8192, 1024))
     assert found == (6, 0)
-    assert moved <= 0.95 and temp <= 0.79
+    assert moved <= 0.88 and temp <= 0.79
+
+
+@pytest.mark.usefixtures("h200")
+def test_functions_and_cotangents_between_products_are_written_in_float8():
+    """Not in bfloat16, to be read again: an SGD step of two MLPs moves fewer bytes."""
+    found, (moved, temp, _) = compiled(*TWO_MLPS)
+    assert found == (4 * 3 - 1, 3)  # no gradient of the first input is taken
+    assert moved <= 0.99 and temp <= 0.82
 
 
 @pytest.mark.usefixtures("h200")
@@ -157,7 +184,24 @@ def test_on_eight_h200s_fsdp_multiplies_and_gathers_float8():
     sent = wire(program.text)
     gathered = {s.dtype for s in sent if s.kind == "all-gather"}
     assert "f8e4m3fn" in gathered and "f32" not in gathered
-    assert all(s.elements < 8 for s in sent if s.kind == "all-reduce")
+    # Largest numbers, and norms of rows and columns.
+    reduced, total = (sum(s.bytes for s in sent if kind in s.kind) for kind in ("all-reduce", ""))
+    assert reduced < total / 1000
+
+
+def rms_norm(x, scale):
+    return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6) * scale
+
+
+def gated(x, w):
+    gate, up, down, scale = w
+    y = rms_norm(x, scale)
+    return x + (jax.nn.silu(y @ gate) * (y @ up)) @ down
+
+
+def with_biases(x, w):
+    up, down, a, b = w
+    return x + jax.nn.gelu(x @ up + a) @ down + b
 
 
 @pytest.mark.usefixtures("h200")
@@ -200,12 +244,14 @@ def test_a_gather_by_hand_in_a_scan_sends_float8_forward_and_backward(monkeypatc
 
 def print_full_sizes():
     """Prints the figures of docs/float8.md."""
-    x, pair = float32(8192, 1024), (float32(1024, 4096), float32(4096, 1024))
+    up, down = PAIR
     with jax.numpy_rank_promotion("allow"):
         params, batch = jax.eval_shape(lambda: gpt()[1:])
     compiled(lambda *args: gpt()[0](*args), params, *batch)
-    compiled(scanned, (float32(8, 1024, 4096), float32(8, 4096, 1024)), x)
-    compiled(lambda ws, x: jnp.mean(layer(layer(x, ws[0]), ws[1]) ** 2), (pair, pair), x)
+    compiled(scanned, (float32(8, 1024, 4096), float32(8, 4096, 1024)), X)
+    compiled(*TWO_MLPS)
+    compiled(*with_head(gated, up, up, down, float32(1024)))
+    compiled(*with_head(with_biases, up, down, float32(4096), float32(1024)))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,108 @@
+"""Scales of float8 arrays: from the largest number, or from a bound that needs no look at them.
+
+One scale is shared by all examples of a `vmap`, and by all devices that hold a part of an array:
+with several scales no product would be float8, and what devices computed would differ.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jmp.autocasting._casts import cast
+from jmp.autocasting._extremes import Extremes
+from jmp.dtypes import FLOAT32
+from jmp.sharding._axes import are_tracked, mapped_axes, varying_axes
+
+
+class Float8(NamedTuple):
+    """Numbers in float8, and the scale that they are to be multiplied by."""
+
+    numbers: Any
+    scale: Any
+
+
+class Bound(NamedTuple):
+    """What is known of a product's result, or of a function of it, without reading it.
+
+    Both are float32 numbers.
+    """
+
+    largest: Any  # no magnitude of it exceeds this
+    # Zero. Who reads the result gives this a cotangent that no magnitude of the result's cotangent
+    # exceeds: several readers' cotangents add up, and so do their bounds.
+    zero: Any
+
+
+def rounded(array: Any, dtype: np.dtype, largest: Any) -> Float8:
+    """Returns an array in float8, with the scale at which a magnitude is the largest of float8.
+
+    All in bfloat16, and multiplied, not divided: XLA divides in float32, and would keep the array
+    as it was before it was rounded to bfloat16, in twice the bytes. By these roundings the largest
+    number may come out 1.01 times too large, which is rounded down again. Where a number is
+    infinite or NaN the largest is, and so all of the product is NaN: no cast may hide an overflow
+    from loss scaling.
+
+    Args:
+      array: bfloat16.
+      largest: what no magnitude of its numbers exceeds.
+    """
+    limit, smallest = (array.dtype.type(x) for x in (jnp.finfo(dtype).max, 2.0**-126))
+    # Its reciprocal is finite, for zeros too.
+    scale = lax.max(cast(largest, array.dtype) / limit, smallest)
+    return Float8(lax.convert_element_type(array * (1 / scale), dtype), scale)
+
+
+def axes_of(source: Any) -> tuple[str, ...]:
+    """Returns the axes along which devices hold other numbers, as far as types say so."""
+    return tuple(sorted(varying_axes(source))) if are_tracked() else mapped_axes()
+
+
+def largest_of(array: Any, axes: tuple[str, ...]) -> Any:
+    """Returns the largest magnitude, over all devices along mapped axes."""
+    largest = _largest_here(array)
+    return lax.pmax(largest, axes) if axes else largest
+
+
+@jax.custom_batching.custom_vmap
+def _largest_here(array: Any) -> Any:
+    return lax.reduce_max(lax.abs(array), tuple(range(array.ndim)))
+
+
+@_largest_here.def_vmap
+def _largest_of_all(axis_size: int, is_mapped: Sequence[bool], array: Any) -> tuple[Any, bool]:
+    return _largest_here(array), False
+
+
+def bound_behind(bound: Bound, added: Sequence[Any], extremes: Extremes) -> Bound:
+    """Returns the bound of a function of a product's result, vectors added to it before."""
+    argument = bound.largest
+    for array in added:
+        argument += cast(largest_of(lax.stop_gradient(array), axes_of(array)), FLOAT32)
+    largest, at_zero, steepest = map(np.float32, extremes)
+    return Bound(lax.min(at_zero + steepest * argument, largest), steepest * bound.zero)
+
+
+def bound_of_product(left: Bound, right: Bound) -> Bound:
+    """Returns the bound of two functions' results multiplied, number by number."""
+    zero = left.zero * right.largest + right.zero * left.largest
+    return Bound(left.largest * right.largest, zero)
+
+
+def largest_of_product(factors: Sequence[Float8], summed: Sequence[Sequence[int]]) -> Any:
+    """Returns a bound of a product's results, given the axes that it sums over of each factor."""
+    left, right = map(_largest_norm, factors, summed)
+    # By 5 % larger, for roundings: of the sum, by tensor cores, to bfloat16, and of a few
+    # elementwise operations.
+    return np.float32(1.05) * left * right
+
+
+def _largest_norm(factor: Float8, axes: Sequence[int]) -> Any:
+    """Returns the largest Euclidean norm of a factor's rows, or columns, along axes."""
+    # Behind a barrier: XLA would read what the numbers were before they were rounded.
+    numbers = cast(lax.optimization_barrier(factor.numbers), FLOAT32)
+    squares = lax.reduce_sum(lax.square(numbers), tuple(axes))
+    return lax.sqrt(largest_of(squares, axes_of(squares))) * cast(factor.scale, FLOAT32)
