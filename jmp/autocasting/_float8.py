@@ -113,9 +113,10 @@ def _differentiable(types: Sequence[Any], params: Params, form: InFloat8) -> Cal
     # other factors side by side: with a scale for each part that is no float8 product. Behind a
     # barrier of its own no product shares a factor.
     apart = (0, 1) if form.is_shared else ()
-    # Where the cotangent is added up, too, the second product reads it through a barrier. Then it
-    # is added up where it is rounded, and moved afterwards; otherwise it is read for each.
-    apart_once = apart or ((0,) if form.has_bias else ())
+    # The second product reads the cotangent through a barrier too where that was stored before it
+    # was rounded, or is added up: then it is rounded once, and devices send it in float8. Where
+    # XLA can round it while it computes it, it stores it for each product in the order it wants.
+    apart_once = apart or (() if form.is_bounded and not form.has_bias else (0,))
 
     def run(left: Any, right: Any, zeros: Any, held: Sequence[Float8]) -> Any:
         return lax.dot_general_p.bind(*_widened(held, apart), **params), jnp.zeros((), FLOAT32)
