@@ -338,6 +338,66 @@ def test_what_others_read_too_has_its_maximum(name):
     assert relative_error(gradient(WIDE, X), jax.grad(of)(WIDE, X)) < 0.15
 
 
+@pytest.mark.parametrize(
+    "function",
+    [lambda h: jnp.where(h > 0, 1.0, 0.0), lambda h: jnp.where(h > 0.1, 20.0, h)],
+    ids=["a step", "a jump"],
+)
+def test_bounds_hold_where_functions_jump(function):
+    def of(ws, x):
+        return jnp.mean(((function(x @ ws[0]) @ ws[1]) @ ws[2]) ** 2)
+
+    # Aligned: these results are as large as Cauchy and Schwarz's bound.
+    x, ws = jnp.full((32, 16), 0.5), (jnp.full((16, 64), 0.3), *WIDE[1:])
+    fun = jmp.autocast(of, F8)
+    assert maxima(fun, ws, x) == 0
+    got, expected = jax.grad(fun)(ws, x), jax.grad(of)(ws, x)
+    assert relative_error(got[1:], expected[1:]) < 0.2
+
+
+def test_bounds_hold_where_large_numbers_cancel_in_bfloat16():
+    x, ws = jnp.full((32, 16), 0.5), (jnp.full((16, 64), 0.3), *WIDE[1:])  # 2.4, which becomes 4
+    product = jmp.autocast(lambda ws, x: (x @ ws[0] + 1000.0 - 1000.0) @ ws[1] @ ws[2], F8)
+    assert bool(jnp.isfinite(product(ws, x)).all())
+
+
+def test_custom_derivatives_between_float8_products_have_their_maxima():
+    for function in (jax.nn.mish, jax.nn.log_sigmoid):  # their softplus is a custom_jvp
+        fun = jmp.autocast(gated_loss(lambda ws, x, f=function: f(x @ ws[0])), F8)
+        assert maxima(fun, WIDE, X) > 0
+
+
+def test_cotangents_of_what_examples_of_a_vmap_share_add_up_within_their_bound():
+    downs = jnp.broadcast_to(WIDE[1], (64, *WIDE[1].shape))
+
+    def gradient(fun):
+        def total(up, gate):
+            one = lambda down: fun((up, gate, down, WIDE[2]), X)
+            return jax.vmap(one)(downs).sum()
+
+        return jax.grad(total, (0, 1))(WIDE[0], WIDE[1].T)
+
+    def of(ws, x):
+        up, gate, down, out = ws
+        return jnp.mean((((x @ up) * jax.nn.silu(x @ gate)) @ down @ out) ** 2)
+
+    assert relative_error(gradient(jmp.autocast(of, F8)), gradient(of)) < 0.12
+
+
+def test_a_bound_is_finite_where_factors_are_as_large_as_bfloat16_allows():
+    x, ws = jnp.full((32, 16), 3e38), (jnp.full((16, 64), 1e-38), *WIDE[1:])
+    product = jmp.autocast(lambda ws, x: (x @ ws[0]) @ ws[1] @ ws[2], F8)
+    assert bool(jnp.isfinite(product(ws, x)).all())
+
+
+def test_bounds_are_found_while_transfers_to_devices_are_disallowed():
+    def of(ws, x):  # a function that no other test has: the extremes of others are known already
+        return jnp.mean(((jnp.tanh(1.03125 * (x @ ws[0])) @ ws[1]) @ ws[2]) ** 2)
+
+    with jax.transfer_guard("disallow"):
+        assert jax.eval_shape(jmp.autocast(of, F8), WIDE, X).shape == ()
+
+
 @pytest.mark.parametrize("name", ["exp", "square", "roll", "mask", "output"])
 def test_what_has_no_good_bound_has_its_maximum(name):
     functions = {

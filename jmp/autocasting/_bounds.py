@@ -15,6 +15,7 @@ Then the function's result, and the cotangent of its argument, can be rounded to
 are computed; otherwise both are stored in bfloat16, for their maxima, and read again.
 """
 
+import math
 from collections.abc import Sequence, Set
 
 from jmp.autocasting._eligible import root
@@ -154,8 +155,9 @@ class Functions:
     def _is_known(self, value: Value, product: Node) -> bool:
         """Returns whether a product that reads a value had better use a bound, and return one."""
         others = [other for other in product.inputs if other is not value]
-        steepest = max(f.bounded(v).extremes.steepest for f, v in self.factors(value))
-        return steepest <= STEEP and _pays([*product.outputs, *others], value)
+        extremes = [function.bounded(v).extremes for function, v in self.factors(value)]
+        is_flat = all(x.slope <= STEEP and math.isfinite(x.offset) for x in extremes)
+        return is_flat and _pays([*product.outputs, *others], value)
 
 
 def _pays(factors: Sequence[Value], result: Value) -> bool:

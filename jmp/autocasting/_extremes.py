@@ -1,4 +1,8 @@
-"""The extremes of elementwise functions of one number: they are tried at every bfloat16 number."""
+"""The extremes of elementwise functions of one number: they are tried at every bfloat16 number.
+
+They are tried in float32, and with each step rounded to bfloat16, as a plan may compute it: where
+large numbers cancel, as in `(x + 1000) - 1000`, results and slopes differ.
+"""
 
 import functools
 from collections.abc import Mapping
@@ -7,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jmp import _jax_compat
 from jmp.autocasting._graph import Node, Value
@@ -14,11 +19,11 @@ from jmp.dtypes import FLOAT32
 
 
 class Extremes(NamedTuple):
-    """What is known of a function of one number."""
+    """What is known of a function f of one number x: |f(x)| <= min(largest, offset + slope |x|)."""
 
-    largest: float  # magnitude of its results
-    at_zero: float  # magnitude of its result for zero
-    steepest: float  # magnitude of its slope
+    largest: float
+    offset: float  # |f(0)|, or more where f jumps, as a step does
+    slope: float  # no magnitude of f's derivative exceeds it
 
 
 class Equation(NamedTuple):
@@ -33,6 +38,8 @@ class Equation(NamedTuple):
 def equation_of(node: Node, places: Mapping[Value, int]) -> Equation | None:
     """Returns a node as an equation; None unless it is elementwise, and reads what has a place."""
     rule = node.rule
+    if any(_jax_compat.inner_jaxprs(node.equation)):  # a custom derivative, of a shape of its own
+        return None
     if not (node.is_fusible and (rule.elementwise or rule.expensive or rule.casts or rule.cheap)):
         return None
     reads: list[int | tuple[float]] = []
@@ -55,19 +62,40 @@ def extremes_of(equations: tuple[Equation, ...], place: int) -> Extremes:
     numbers = np.arange(2**16, dtype=np.uint16).view(jnp.bfloat16).astype(FLOAT32)
     numbers = numbers[np.isfinite(numbers)]
 
-    def function(argument: Any) -> Any:
+    def function(argument: Any, is_rounded: bool) -> Any:
         values = [argument]
         for primitive, params, reads in equations:
             operands = [
                 values[x] if isinstance(x, int) else np.full(numbers.shape, x[0], FLOAT32)
                 for x in reads
             ]
-            values += _jax_compat.bind(primitive, operands, dict(params))
+            (value,) = _jax_compat.bind(primitive, operands, dict(params))
+            is_rounded_here = is_rounded and value.dtype == FLOAT32
+            values.append(lax.reduce_precision(value, 8, 7) if is_rounded_here else value)
         return values[place]
 
-    # Run now, whatever is being traced; NaN is expected.
-    with jax.ensure_compile_time_eval(), jax.debug_nans(False), jax.debug_infs(False):
-        pair = jax.jvp(function, (numbers,), (np.ones_like(numbers),))
-    results, slopes = (np.abs(np.asarray(array)) for array in pair)
-    at_zero = results[numbers == 0].max()
-    return Extremes(*map(float, (np.nanmax(results), at_zero, np.nanmax(slopes))))
+    forms = [functools.partial(function, is_rounded=is_rounded) for is_rounded in (False, True)]
+    # Run now, whatever is being traced and whatever guards what runs; NaN is expected.
+    with (
+        jax.ensure_compile_time_eval(),
+        jax.debug_nans(False),
+        jax.debug_infs(False),
+        jax.transfer_guard("allow"),
+    ):
+        pairs = [jax.jvp(form, (numbers,), (np.ones_like(numbers),)) for form in forms]
+    results, slopes = (
+        np.fmax(*(np.abs(np.asarray(x)) for x in both)) for both in zip(*pairs, strict=True)
+    )
+    sizes = np.abs(numbers)
+    is_far, is_near = (sizes > 2.0**64) & (sizes < 2.0**100), sizes < 2.0**100
+    # Of what jumps at every turn, as rounding does, no slope says how it grows.
+    growth = _largest(results[is_far] / sizes[is_far])
+    slope = max(_largest(slopes), growth)
+    with np.errstate(invalid="ignore"):  # infinite, the slope of what is not finite
+        offset = _largest(results[is_near] - slope * sizes[is_near])
+    return Extremes(_largest(results), offset, slope)
+
+
+def _largest(numbers: Any) -> float:
+    """Returns the largest of some numbers, those that are NaN left out; at least zero."""
+    return float(np.nanmax(numbers, initial=0.0))

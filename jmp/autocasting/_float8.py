@@ -24,8 +24,10 @@ from jmp.autocasting._scales import (
     Float8,
     axes_of,
     largest_of,
+    largest_of_each_product,
     largest_of_product,
     rounded,
+    zero_beside,
 )
 from jmp.autocasting._steps import InFloat8
 from jmp.autocasting._wide_gradients import gradient
@@ -119,7 +121,8 @@ def _differentiable(types: Sequence[Any], params: Params, form: InFloat8) -> Cal
     apart_once = apart or (() if form.is_bounded and not form.has_bias else (0,))
 
     def run(left: Any, right: Any, zeros: Any, held: Sequence[Float8]) -> Any:
-        return lax.dot_general_p.bind(*_widened(held, apart), **params), jnp.zeros((), FLOAT32)
+        result = lax.dot_general_p.bind(*_widened(held, apart), **params)
+        return result, zero_beside(result)
 
     def forward(left: Any, right: Any, zeros: Any, held: Sequence[Float8]) -> Any:
         result, zero = run(left, right, zeros, held)
@@ -127,7 +130,9 @@ def _differentiable(types: Sequence[Any], params: Params, form: InFloat8) -> Cal
 
     def backward(kept: Any, cotangents: Any) -> Any:
         (zeros, held), (cotangent, largest) = kept, cotangents
-        if not form.is_bounded:
+        if form.is_bounded:
+            largest = largest_of(largest, ())  # of all examples
+        else:
             largest = largest_of(cotangent, () if form.is_apart else axes_of(cotangent))
         change = rounded(cotangent, GRADIENTS, largest)
         pairs = [change, held[1]], [change, held[0]]
@@ -135,7 +140,7 @@ def _differentiable(types: Sequence[Any], params: Params, form: InFloat8) -> Cal
         right = gradient(types[1], 1, _widened(pairs[1], apart_once), params)
         summed = _summed_backward(types, params)
         bounds = [
-            None if zero is None else largest_of_product(pair, axes)
+            None if zero is None else largest_of_each_product(pair, axes)
             for zero, pair, axes in zip(zeros, pairs, summed, strict=True)
         ]
         return left, right, bounds, None

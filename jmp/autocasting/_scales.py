@@ -4,7 +4,7 @@ One scale is shared by all examples of a `vmap`, and by all devices that hold a 
 with several scales no product would be float8, and what devices computed would differ.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -62,14 +62,21 @@ def axes_of(source: Any) -> tuple[str, ...]:
 
 
 def largest_of(array: Any, axes: tuple[str, ...]) -> Any:
-    """Returns the largest magnitude, over all devices along mapped axes."""
+    """Returns the largest magnitude, of all examples, over all devices along mapped axes."""
     largest = _largest_here(array)
     return lax.pmax(largest, axes) if axes else largest
 
 
-@jax.custom_batching.custom_vmap
-def _largest_here(array: Any) -> Any:
+def _largest_of_each(array: Any, axes: tuple[str, ...]) -> Any:
+    largest = _largest_of_example(array)
+    return lax.pmax(largest, axes) if axes else largest
+
+
+def _largest_of_example(array: Any) -> Any:
     return lax.reduce_max(lax.abs(array), tuple(range(array.ndim)))
+
+
+_largest_here = jax.custom_batching.custom_vmap(_largest_of_example)
 
 
 @_largest_here.def_vmap
@@ -82,8 +89,8 @@ def bound_behind(bound: Bound, added: Sequence[Any], extremes: Extremes) -> Boun
     argument = bound.largest
     for array in added:
         argument += cast(largest_of(lax.stop_gradient(array), axes_of(array)), FLOAT32)
-    largest, at_zero, steepest = map(np.float32, extremes)
-    return Bound(lax.min(at_zero + steepest * argument, largest), steepest * bound.zero)
+    largest, offset, slope = map(np.float32, extremes)
+    return Bound(lax.min(offset + slope * argument, largest), slope * bound.zero)
 
 
 def bound_of_product(left: Bound, right: Bound) -> Bound:
@@ -94,15 +101,49 @@ def bound_of_product(left: Bound, right: Bound) -> Bound:
 
 def largest_of_product(factors: Sequence[Float8], summed: Sequence[Sequence[int]]) -> Any:
     """Returns a bound of a product's results, given the axes that it sums over of each factor."""
-    left, right = map(_largest_norm, factors, summed)
+    return _product_of_norms(factors, summed, largest_of)
+
+
+def largest_of_each_product(factors: Sequence[Float8], summed: Sequence[Sequence[int]]) -> Any:
+    """Returns the same, of each example of a `vmap` its own.
+
+    It is what a bound's zero gets as its cotangent. Where all examples share the zero, JAX adds up
+    what they give it, as it adds up their cotangents of the result.
+    """
+    return _product_of_norms(factors, summed, _largest_of_each)
+
+
+@jax.custom_batching.custom_vmap
+def zero_beside(result: Any) -> Any:
+    """Returns the zero of a product's bound; examples of a `vmap` share it if they do the result."""
+    return jnp.zeros((), FLOAT32)
+
+
+@zero_beside.def_vmap
+def _zeros_beside(axis_size: int, is_mapped: Sequence[bool], result: Any) -> tuple[Any, bool]:
+    return jnp.broadcast_to(zero_beside(result), (axis_size,)), True
+
+
+def _product_of_norms(
+    factors: Sequence[Float8],
+    summed: Sequence[Sequence[int]],
+    largest_along: Callable[[Any, tuple[str, ...]], Any],
+) -> Any:
+    left, right = (
+        _largest_norm(factor.numbers, axes, largest_along)
+        for factor, axes in zip(factors, summed, strict=True)
+    )
+    scales = [cast(factor.scale, FLOAT32) for factor in factors]
     # By 5 % larger, for roundings: of the sum, by tensor cores, to bfloat16, and of a few
-    # elementwise operations.
-    return np.float32(1.05) * left * right
+    # elementwise operations. The smaller scale first: what lies between does not overflow.
+    return np.float32(1.05) * left * right * lax.min(*scales) * lax.max(*scales)
 
 
-def _largest_norm(factor: Float8, axes: Sequence[int]) -> Any:
+def _largest_norm(
+    numbers: Any, axes: Sequence[int], largest_along: Callable[[Any, tuple[str, ...]], Any]
+) -> Any:
     """Returns the largest Euclidean norm of a factor's rows, or columns, along axes."""
     # Behind a barrier: XLA would read what the numbers were before they were rounded.
-    numbers = cast(lax.optimization_barrier(factor.numbers), FLOAT32)
-    squares = lax.reduce_sum(lax.square(numbers), tuple(axes))
-    return lax.sqrt(largest_of(squares, axes_of(squares))) * cast(factor.scale, FLOAT32)
+    wide = cast(lax.optimization_barrier(numbers), FLOAT32)
+    squares = lax.reduce_sum(lax.square(wide), tuple(axes))
+    return lax.sqrt(largest_along(squares, axes_of(squares)))
