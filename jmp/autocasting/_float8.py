@@ -31,7 +31,6 @@ from jmp.autocasting._scales import (
 )
 from jmp.autocasting._steps import InFloat8
 from jmp.autocasting._wide_gradients import gradient
-from jmp.dtypes import FLOAT32
 from jmp.sharding._axes import without_reduced
 
 OPERANDS = np.dtype(jnp.float8_e4m3fn)

@@ -105,17 +105,17 @@ def largest_of_product(factors: Sequence[Float8], summed: Sequence[Sequence[int]
 
 
 def largest_of_each_product(factors: Sequence[Float8], summed: Sequence[Sequence[int]]) -> Any:
-    """Returns the same, of each example of a `vmap` its own.
+    """Returns a bound of a product's results, of each example of a `vmap` its own.
 
-    It is what a bound's zero gets as its cotangent. Where all examples share the zero, JAX adds up
-    what they give it, as it adds up their cotangents of the result.
+    A bound's zero gets it as its cotangent. Where examples share the result that is bounded, JAX
+    adds up their cotangents of it, and of the zero as well: of one bound for all it would take one.
     """
     return _product_of_norms(factors, summed, _largest_of_each)
 
 
 @jax.custom_batching.custom_vmap
 def zero_beside(result: Any) -> Any:
-    """Returns the zero of a product's bound; examples of a `vmap` share it if they do the result."""
+    """Returns the zero of a product's bound; a `vmap` maps it as it does the result."""
     return jnp.zeros((), FLOAT32)
 
 
