@@ -514,13 +514,13 @@ def test_examples_of_a_vmap_share_one_scale():
 
     def visit(jaxpr):
         for equation in jaxpr.eqns:
-            if equation.primitive.name == "reduce_max":
+            if equation.primitive.name == "max":  # at least 2**-126; what is multiplied has none
                 scales.append(equation.outvars[0].aval.shape)
             for inner in jax.extend.core.jaxprs_in_params(equation.params):
                 visit(inner)
 
     visit(jax.make_jaxpr(per_example)(W, xs).jaxpr)
-    assert scales and set(scales) == {()}
+    assert len(scales) >= 6 and set(scales) == {()}
     inside = jax.grad(lambda ws: jmp.autocast(jax.vmap(loss, (None, 0)), F8)(ws, xs).sum())(W)
     outside = jax.tree.map(lambda g: g.sum(0), got)
     assert relative_error(inside, outside) < 0.1

@@ -135,7 +135,7 @@ def _product_of_norms(
     )
     scales = [cast(factor.scale, FLOAT32) for factor in factors]
     # By 5 % larger, for roundings: of the sum, by tensor cores, to bfloat16, and of a few
-    # elementwise operations. The smaller scale first: what lies between does not overflow.
+    # elementwise operations. The smaller scale first, or what is finite might overflow on the way.
     return np.float32(1.05) * left * right * lax.min(*scales) * lax.max(*scales)
 
 
