@@ -39,8 +39,9 @@ def predict(params, images):
 
 
 for _ in range(10):
-    for batch in np.split(shuffle.permutation(train), 22):  # 22 batches of 64
-        params, opt_state, loss = train_step(params, opt_state, images[batch], labels[batch])
+    for rows in np.split(shuffle.permutation(train), 22):  # 22 batches of 64
+        batch = images[rows], labels[rows]
+        params, opt_state, loss = train_step(params, opt_state, *batch)
 
 accuracy = (predict(params, images[test]).argmax(-1) == labels[test]).mean()
 print(f"loss {loss:.4f}, test accuracy {accuracy:.3f}")

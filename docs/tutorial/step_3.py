@@ -41,9 +41,11 @@ def predict(params, images):
 
 
 for _ in range(10):
-    for batch in np.split(shuffle.permutation(train), 22):  # 22 batches of 64
-        params, opt_state, loss = train_step(params, opt_state, images[batch], labels[batch])
+    for rows in np.split(shuffle.permutation(train), 22):  # 22 batches of 64
+        batch = images[rows], labels[rows]
+        params, opt_state, loss = train_step(params, opt_state, *batch)
 
 accuracy = (predict(params, images[test]).argmax(-1) == labels[test]).mean()
 print(f"loss {loss:.4f}, test accuracy {accuracy:.3f}")
-print(f"{opt_state.skipped_steps} skipped steps, loss scale {opt_state.loss_scale.loss_scale:g}")
+scale = opt_state.loss_scale.loss_scale
+print(f"{opt_state.skipped_steps} skipped steps, loss scale {scale:g}")

@@ -53,21 +53,23 @@ def predict(params, images):
 
 
 for _ in range(10):
-    for batch in np.split(shuffle.permutation(train), 22):  # 22 batches of 64
-        params, opt_state, loss = train_step(params, opt_state, images[batch], labels[batch])
-    diagnostics.check_skips(opt_state, limit=20)  # ends a training that only skips
+    for rows in np.split(shuffle.permutation(train), 22):  # 22 batches of 64
+        batch = images[rows], labels[rows]
+        params, opt_state, loss = train_step(params, opt_state, *batch)
+    diagnostics.check_skips(opt_state, limit=20)  # an error if all are skipped
 
 saved = {"params": params, "opt_state": opt_state}
 checkpoint.write_bytes(serialization.to_bytes(saved))
 
 accuracy = (predict(params, images[test]).argmax(-1) == labels[test]).mean()
 print(f"loss {loss:.4f}, test accuracy {accuracy:.3f}")
-print(f"{opt_state.skipped_steps} skipped steps, loss scale {opt_state.loss_scale.loss_scale:g}")
+scale = opt_state.loss_scale.loss_scale
+print(f"{opt_state.skipped_steps} skipped steps, loss scale {scale:g}")
 
-batch = images[train[:64]], labels[train[:64]]
 print(diagnostics.precision_report(loss_fn, policy)(params, *batch))  # is it on?
 diagnostics.assert_products_in(jax.grad(half_loss_fn), "float16")(params, *batch)
 for scale in (1.0, 2.0**16):  # what underflows, without and with a loss scale?
     report = diagnostics.gradient_report(loss_fn, policy, scale=scale)(params, *batch)
     shares = report.total("activation gradient").shares("float16")
-    print(f"scale {scale:g}: {100 * shares.subnormal:.1f} % of the gradients are subnormal")
+    percent = 100 * shares.subnormal
+    print(f"scale {scale:g}: {percent:.1f} % of the gradients are subnormal")
