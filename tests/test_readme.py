@@ -11,13 +11,19 @@ import pytest
 from tests.printed_programs import PAGES, ROOT, code_blocks
 
 PROGRAMS = [
-    pytest.param(code, id=f"{page.stem}: {heading}") for page, heading, code in code_blocks()
+    pytest.param(code, id=f"{page.stem}: {heading}")
+    for page, heading, code in code_blocks()
+    if page.stem != "tutorial"  # whose steps tests/test_tutorial.py runs
 ]
 
 
 @pytest.mark.parametrize("code", PROGRAMS)
 def test_a_printed_program_runs(code):
     exec(compile(code, "<page>", "exec"), {"__name__": "page"})
+
+
+def test_the_readme_fits_three_screens():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

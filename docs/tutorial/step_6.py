@@ -65,11 +65,3 @@ accuracy = (predict(params, images[test]).argmax(-1) == labels[test]).mean()
 print(f"loss {loss:.4f}, test accuracy {accuracy:.3f}")
 scale = opt_state.loss_scale.loss_scale
 print(f"{opt_state.skipped_steps} skipped steps, loss scale {scale:g}")
-
-print(diagnostics.precision_report(loss_fn, policy)(params, *batch))  # is it on?
-diagnostics.assert_products_in(jax.grad(half_loss_fn), "float16")(params, *batch)
-for scale in (1.0, 2.0**16):  # what underflows, without and with a loss scale?
-    report = diagnostics.gradient_report(loss_fn, policy, scale=scale)(params, *batch)
-    shares = report.total("activation gradient").shares("float16")
-    percent = 100 * shares.subnormal
-    print(f"scale {scale:g}: {percent:.1f} % of the gradients are subnormal")
