@@ -329,40 +329,6 @@ def test_the_readme_says_what_the_committed_results_say():
     text = "{:.2f} % in float32, {:.2f} % in mixed float16 (difference {:.2f} ± {:.2f}"
     assert text.format(*accuracies, *(100 * error for error in errors)) in readme
 
-    runs = json.loads((ROOT / "results" / "char_lm.json").read_text())["runs"]
-    names = ("float32", "float16 without loss scaling", "float16 with loss scaling")
-    text = "{:.2f} in float32, {:.2f} in float16 without loss scaling, {:.2f} with it"
-    assert text.format(*(np.mean(runs[name]["final_loss"]) for name in names)) in readme
-
-
-def test_the_explanation_has_the_table_of_the_digits():
-    digits = json.loads((ROOT / "results" / "digits.json").read_text())["precisions"]
-    page = " ".join((ROOT / "docs" / "explanation.md").read_text().split())
-    titles = {
-        "static float16": "float16, static scale 512",
-        "mixed float16": "mixed float16, dynamic scale",
-        "mixed bfloat16": "mixed bfloat16",
-        "float16, masters": "float16 with float32 masters, dynamic scale",
-    }
-    for name, title in titles.items():
-        row = digits[name]
-        error = row["accuracy_difference_standard_error"]
-        cells = (
-            title,
-            f"{100 * np.mean(row['test_accuracy']):.2f} %",
-            f"{100 * row['accuracy_difference']:+.2f} ± {100 * error:.2f}",
-            f"{row['parameter_bytes'] / 1000:.0f} kB",
-            f"{np.mean(row['skipped_steps']):g}",
-        )
-        assert f"| {' | '.join(cells)} |" in page
-    naive = digits["naive float16"]
-    difference = 100 * naive["accuracy_difference"]
-    error = 100 * naive["accuracy_difference_standard_error"]
-    assert f"{difference:+.2f} ± {error:.2f} | {naive['parameter_bytes'] / 1000:.0f} kB" in page
-    zeros = json.loads((ROOT / "results" / "char_lm.json").read_text())["underflow"]
-    share = zeros["zero in float16 without loss scaling"]
-    assert f"{100 * share:.0f} % of its gradients are zero" in page
-
 
 def test_the_recipes_of_others_move_as_many_bytes_as_the_step_by_hand():
     results = json.loads((report.RESULTS / "compiled.json").read_text())
