@@ -67,9 +67,7 @@ def with_autocast(x, labels, steps):
     """The same training: one wrapped network, one wrapped optimizer, one call a step."""
     network = hk.without_apply_rng(hk.transform_with_state(forward))
     network = mixed.with_policy(network, "mixed_float16")
-    tx = transforms.mixed_precision(
-        optax.adam(1e-2), "mixed_float16", jmp.deepmind_loss_scale()
-    )
+    tx = transforms.mixed_precision(optax.adam(1e-2), "mixed_float16", jmp.deepmind_loss_scale())
 
     def loss_fn(params, state, x, labels):
         logits, state = network.apply(params, state, x, True)

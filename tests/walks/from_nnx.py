@@ -57,6 +57,10 @@ def main():
     images = random.normal(size=(16, 6, 6, 1)).astype(np.float32)
     images[labels == 1] += 0.7
 
+    # Is it on? Without the rule for the head every product is half.
+    half_loss = mixed.autocast(loss_fn, "mixed_float16")
+    diagnostics.assert_products_in(half_loss, jnp.float16)(Net(nnx.Rngs(0)), images, labels)
+
     view, optimizer = create(0)
     view.train()
     losses = [float(train_step(view, optimizer, images, labels)) for _ in range(30)]
