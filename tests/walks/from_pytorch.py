@@ -113,6 +113,7 @@ def main():
     spoilt = {**batch, "x": batch["x"].at[0, 0].set(jnp.inf)}
     skipped, _, _ = train_step(state, average, spoilt)
     assert skipped.loss_scale.loss_scale == state.loss_scale.loss_scale / 2
+    assert skipped.step == state.step
     assert jax.tree.all(jax.tree.map(jnp.array_equal, skipped.params, state.params))
     print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}, accuracy {evaluate(average, batch):.2f}")
 
