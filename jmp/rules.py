@@ -6,7 +6,7 @@ A rule is a pair `(target, policy)`. Its target is one of
   - a module class, or a tuple of them (subclasses count).
 A path is a module's or parameter's names joined by slashes: "encoder/Dense_0/kernel". A rule that
 matches a module holds for everything inside it. The first rule that matches wins. A rule that never
-matched is reported by `warn_unused`, because a typo must not pass in silence.
+matched is reported by `warn_unused`, because it may be a typo.
 
 >>> rules = PolicyRules([("head*", "float32")], default="mixed_float16")
 >>> str(rules.policy_for("head/kernel")), str(rules.policy_for("body/kernel"))
@@ -26,7 +26,17 @@ Rule = tuple[Target, str | Policy]
 
 
 class UnusedRuleWarning(UserWarning):
-    """A rule matched no parameter and no module: most likely its target is misspelt."""
+    """A rule matched no parameter and no module: most likely its target is misspelt.
+
+    >>> import warnings
+    >>> rules = PolicyRules([("haed*", "float32")], default="mixed_float16")
+    >>> _ = rules.policy_for("head/kernel")
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warnings.simplefilter("always")
+    ...     rules.warn_unused()
+    >>> caught[0].category.__name__, "'haed*'" in str(caught[0].message)
+    ('UnusedRuleWarning', True)
+    """
 
 
 class PolicyRules:
@@ -36,11 +46,15 @@ class PolicyRules:
       rules: `(target, policy)` pairs, the strongest first. Policies may be text.
       default: the policy where no rule matches.
       fallback: asked with `(path, module_types)` where none of `rules` matches, before the default:
-        an adapter's own rule that norms are float32. Returns None where it has no opinion.
+        an adapter's own rule that norms are float32. Returns None where it does not apply.
 
     Raises:
       TypeError: a rule is not a pair, or its target is of no known kind.
       ValueError: a policy does not parse.
+
+    >>> rules = PolicyRules([("*/norm", "float32")], default="mixed_bfloat16")
+    >>> rules.policy_for("encoder/norm").compute_dtype.__name__, rules.unused
+    ('float32', [])
     """
 
     def __init__(

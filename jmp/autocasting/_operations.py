@@ -38,11 +38,35 @@ NOT_HALF = frozenset({"float32", "float64", "complex64", "complex128"})
 
 
 class NoHalfProductWarning(UserWarning):
-    """A function has products, and a half policy lowered none of them."""
+    """A function has products, and a half policy lowered none of them.
+
+    The warning counts the reasons. `diagnostics.precision_report` names each product with its own.
+
+    >>> import warnings
+    >>> def loss(w, x):
+    ...     return jnp.sum(jnp.dot(x, w, precision="highest"))
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warnings.simplefilter("always")
+    ...     _ = jax.eval_shape(autocast(loss, "mixed_float16"), jnp.ones((2, 2)), jnp.ones((2, 2)))
+    >>> caught[0].category.__name__
+    'NoHalfProductWarning'
+    """
 
 
 class HalfReductionWarning(UserWarning):
-    """Gradients that were to be added up between devices in float32 are half."""
+    """Gradients that were to be added up between devices in float32 are half.
+
+    `autocast` warns where the policy has `reduce_dtype`, such as "mixed_float16,r=f32", and a
+    parameter is half already: its gradient is half too. Store it in float32, or turn the warning
+    into an error in tests.
+
+    >>> import warnings
+    >>> with warnings.catch_warnings():
+    ...     warnings.simplefilter("error", HalfReductionWarning)
+    ...     gradient = jax.grad(autocast(jnp.sum, "mixed_float16,r=f32"))(jnp.ones(2))
+    >>> gradient.dtype
+    dtype('float32')
+    """
 
 
 class Operation(NamedTuple):

@@ -22,7 +22,15 @@ from jmp._describe import described, listed
 
 
 class Category(enum.Enum):
-    """Which dtype a primitive is computed in; see the module's docstring."""
+    """Which dtype a primitive is computed in: one of five, named by text too.
+
+    LOW: the compute dtype. FULL: float32. WIDEST: half if an operand is half and none requires
+    float32. FOLLOW: whatever dtype comes in. AS_WRITTEN: the dtypes that the program was traced
+    with. Any other text is a ValueError.
+
+    >>> Category("low"), Category("as written")
+    (<Category.LOW: 'low'>, <Category.AS_WRITTEN: 'as written'>)
+    """
 
     LOW = "low"
     FULL = "full"
@@ -49,6 +57,17 @@ class Rule:
     """What autocast knows of one primitive.
 
     The flags are called traits: planner and diagnostics take every set of primitives from them.
+    `register_rule` makes rules; `all_rules` returns them.
+
+    Attributes:
+      category: the `Category`.
+      reason: one sentence, printed in the op table and in reports.
+      params_in_half: `(parameters, half dtype) -> parameters` to bind in that dtype.
+      owner: the module that registered it.
+
+    >>> rule = Rule(Category.FOLLOW, "moves numbers", reshapes=True)
+    >>> rule.hands_on, rule.repeats, rule.owner
+    (True, False, 'jmp')
     """
 
     category: Category
@@ -154,7 +173,11 @@ def rule_for(name: str) -> Rule:
 
 
 def all_rules() -> dict[str, Rule]:
-    """Returns the whole table, sorted by category and name."""
+    """Returns the whole table, sorted by category and name: a new dictionary, name to `Rule`.
+
+    >>> all_rules()["dot_general"].category, all_rules()["exp"].category
+    (<Category.LOW: 'low'>, <Category.FULL: 'full'>)
+    """
     order = list(Category)
     return dict(sorted(_RULES.items(), key=lambda item: (order.index(item[1].category), item[0])))
 

@@ -29,6 +29,10 @@ class ScopeAlone:
       in_float32: whether the rules that were found keep it in float32.
       in_float8: whether it was asked about in float8.
       out_of_float8: whether the rules take its products out of float8.
+
+    >>> scope = ScopeAlone("head", loss_error=0.2, gradient_error=0.1, in_float32=True)
+    >>> scope.path, scope.in_float8
+    ('head', False)
     """
 
     path: str
@@ -53,6 +57,12 @@ class Float32Scopes:
       scopes: each scope by itself, the worst first; empty where no rule is needed. Under a policy
         with float8 products a scope may stand there twice.
       comparison: `compare` of the program with these rules against float32.
+
+    >>> from jmp.diagnostics import compare
+    >>> comparison = compare(lambda w: jnp.sum(w @ w), "mixed_bfloat16")(jnp.eye(2))
+    >>> scopes = Float32Scopes("mixed_bfloat16", 0.01, [], (0.0, 0.0), [], comparison)
+    >>> scopes.rules, scopes.is_within  # exact in bfloat16
+    ([], True)
     """
 
     policy: str

@@ -133,6 +133,11 @@ class MemoryReport:
       xla_temp_bytes: what XLA's compiled value and gradient holds besides arguments and results;
         None where it was not compiled, or its backend does not say.
       xla_peak_bytes: arguments, results and temp together.
+
+    >>> loss = lambda w, x: jnp.sum(jnp.sin(x * w))
+    >>> report = memory_report(loss, compiled=False)(jnp.ones(4), jnp.ones(4))
+    >>> report.parameters, report.gradient_bytes, report.activation_bytes  # the cosine
+    (4, {'float32': 16}, {'float32': 16})
     """
 
     parameters: int

@@ -23,9 +23,9 @@ def find_nonfinite(fun: Callable[..., Any], *early: Any) -> Callable[..., "NonFi
 
     Called with `fun`'s arguments it traces `fun` and runs it operation by operation, here and now;
     nothing is added to `fun`. Found is the first operation, in the order of execution, that turned
-    finite numbers into an infinity or a NaN that reaches a result. So an infinity that `jnp.where`
-    throws away is blamed on nobody; nor is one that was given, such as a mask of -inf, unless it
-    reaches a result by itself. Where -inf - (-inf) makes a NaN, the subtraction is found.
+    finite numbers into an infinity or a NaN that reaches a result. An infinity that `jnp.where`
+    discards is not reported; nor is one that was given, such as a mask of -inf, unless it reaches a
+    result by itself. Where -inf - (-inf) makes a NaN, the subtraction is found.
 
     Each operation runs by itself, so each result is rounded to its dtype. XLA may fuse several and
     keep more in between: what overflows here may, rarely, pass there. See docs/nonfinite.md.
@@ -80,6 +80,10 @@ class NonFinite:
         iteration 7"). Iterations count from zero along what is scanned over, also in reverse.
       operands: what it read, the floating arrays alone.
       cure: what to do.
+
+    >>> found = find_nonfinite(lambda x: x * x)(jnp.full(2, 300, jnp.float16))
+    >>> found.operation, found.dtype, found.became, found.direction
+    ('mul', 'float16', 'infinity', 'forward')
     """
 
     operation: str

@@ -81,6 +81,9 @@ class RangeReport:
     Attributes:
       rows: a `Range` for each leaf and each place, in the order of the tree and of the program.
       dtype: the half type that is meant where none is named.
+
+    >>> range_report({"w": jnp.ones(2), "b": jnp.ones(1)}).total("value").size
+    3
     """
 
     rows: tuple[Range, ...]

@@ -100,6 +100,10 @@ class Range:
       zeros, infinities, nans: elements that have no exponent.
       scale: the loss scale that is in the numbers.
       operation, source: of an activation, the primitive and "file:line" of the user's code.
+
+    >>> row = Range("value", "w", "float32", np.array([2, 1]), -25, zeros=1, infinities=0, nans=0)
+    >>> row.size, row.exponents, row.shares("float16", scale=2.0**12).underflow
+    (4, (-25, -24), 0.0)
     """
 
     role: str

@@ -33,6 +33,10 @@ class Residual:
         it does not grow with the batch.
       times: how many there are.
       bytes: of all of them together.
+
+    >>> row = Residual("mlp", "model.py:7", "tanh", "float16", (8, 4), False, times=3, bytes=192)
+    >>> row.numbers
+    96
     """
 
     module: str

@@ -31,6 +31,17 @@ class LossScale(abc.ABC):
     Loss scales are immutable pytrees: they pass through jit, scan, vmap and checkpoints, and
     `adjust` returns a new one. Unscale gradients with the scale that was in force when the loss was
     scaled, and adjust afterwards; `jmp.transforms.with_loss_scale` does both in that order.
+
+    Attributes:
+      loss_scale: the factor in force, a float32 scalar array or, where it never changes, a float.
+
+    >>> scale = DynamicLossScale(8.0)
+    >>> isinstance(scale, LossScale), float(scale.scale(jnp.float16(0.5)))
+    (True, 4.0)
+    >>> scale.unscale(jnp.ones(2, jnp.float16))  # in float32
+    Array([0.125, 0.125], dtype=float32)
+    >>> float(scale.adjust(grads_finite=False).loss_scale)
+    4.0
     """
 
     keeps_its_dtypes: ClassVar[bool] = True  # casts of a whole tree leave a loss scale alone

@@ -18,7 +18,15 @@ Aux = TypeVar("Aux")
 
 
 class UnscaledLossWarning(UserWarning):
-    """A model computes in float16 and nothing scales its loss: small gradients become zero."""
+    """A model computes in float16 and nothing scales its loss: small gradients become zero.
+
+    The training steps of `jmp.adapters` warn of it. Take `transforms.mixed_precision` as the
+    optimizer, or wrap it in `with_loss_scale(tx, jmp.NoOpLossScale())` to say that no scale is
+    wanted. In tests turn it into an error:
+
+    >>> import warnings
+    >>> warnings.simplefilter("error", UnscaledLossWarning)
+    """
 
 
 @overload

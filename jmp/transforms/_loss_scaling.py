@@ -33,9 +33,14 @@ class WithLossScaleState(NamedTuple):
       loss_scale: the scale for the next loss.
       grads_finite: bool scalar: whether the last gradients were finite, that is, applied.
       skipped_steps: int32 scalar: steps skipped so far.
-      consecutive_skips: int32 scalar: steps skipped in a row. A number that keeps growing is a
-        model that is dead, not a scale that is too large.
+      consecutive_skips: int32 scalar: steps skipped in a row. If it keeps growing, the model itself
+        gives infinities or NaNs, and no scale helps.
       inner_state: state of the wrapped optimizer.
+
+    >>> import optax
+    >>> state = with_loss_scale(optax.sgd(0.1), DynamicLossScale(8.0)).init(jnp.ones(2))
+    >>> float(state.loss_scale.loss_scale), bool(state.grads_finite), int(state.skipped_steps)
+    (8.0, True, 0)
     """
 
     loss_scale: LossScale

@@ -28,6 +28,12 @@ class WithMasterParamsState(NamedTuple):
       masters: the parameters' tree with a master for every half leaf, and `optax.MaskedNode()`,
         which holds nothing, for every other leaf; or `FlatMasters`.
       inner_state: state of the wrapped optimizer.
+
+    >>> import optax
+    >>> params = {"w": jnp.ones(2, jnp.bfloat16), "norm": jnp.ones(2)}
+    >>> state = with_master_params(optax.sgd(0.1)).init(params)
+    >>> state.masters["w"].dtype, state.masters["norm"]  # float32 already: no second copy
+    (dtype('float32'), MaskedNode())
     """
 
     masters: PyTree
@@ -46,7 +52,7 @@ def with_master_params(
     them, and the parameters follow: after `optax.apply_updates` they equal their masters, rounded,
     bit for bit. Two exceptions. An update that shrinks a weight more than 4096-fold at once, or to
     a negative zero, no float32 difference added to the old weight can express; the next step makes
-    up for it, because the masters are the truth. And while a master is beyond the half range its
+    up for it, because it starts from the masters. And while a master is beyond the half range its
     parameter stays at the largest finite number, from which it can come back.
     (Micikevicius et al. 2018, section 3.1.)
 
