@@ -48,7 +48,7 @@ else:  # type checkers would take every misspelt name for an attribute
         __name__, {"adapters": "", "diagnostics": "optax", "transforms": "optax"}
     )
 
-__version__ = "1.0.0.dev0"
+__version__ = "1.0.0rc1"
 
 __all__ = [
     "DynamicLossScale",

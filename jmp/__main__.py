@@ -1,11 +1,13 @@
 """`python -m jmp`: what is installed, which half type the devices have, and whether jmp works here.
 
-Prints versions, devices and the policy to start with, then checks against NumPy that mixed
-precision does on this machine what it promises. The exit status is 1 if a check fails.
+Prints versions, the settings of JAX that change results, devices and the policy to start with.
+Then it checks against NumPy that mixed precision works on this machine. The exit status is 1 if a
+check fails. Paste the whole output into a bug report.
 """
 
 import argparse
 import importlib.metadata
+import os
 import platform
 import sys
 import time
@@ -24,15 +26,46 @@ HALVES = (jnp.float16, jnp.bfloat16)
 SIZE = 64  # of matrices: much smaller ones are no matrix products to XLA on a GPU
 
 
+PACKAGES = ("jax", "jaxlib", "ml_dtypes", "numpy", "optax", "flax", "equinox", "dm-haiku")
+# What changes numbers, or errors. Paths and other variables of the environment are not printed.
+CONFIG = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_numpy_dtype_promotion",
+    "jax_numpy_rank_promotion",
+    "jax_threefry_partitionable",
+    "jax_disable_jit",
+    "jax_debug_nans",
+)
+VARIABLES = ("JAX_PLATFORMS", "XLA_FLAGS", "NVIDIA_TF32_OVERRIDE")
+
+
+def installed(name: str) -> str:
+    """Returns the version of a distribution, or "not installed"."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
 def versions() -> list[tuple[str, str]]:
-    """Returns names and versions of Python, of jmp and of what it stands on."""
-    found = [("python", platform.python_version()), ("jmp", jmp.__version__)]
-    for name in ("jax", "jaxlib", "numpy", "optax", "flax"):
-        try:
-            found.append((name, importlib.metadata.version(name)))
-        except importlib.metadata.PackageNotFoundError:
-            found.append((name, "not installed"))
-    return found
+    """Returns names and versions of Python, of jmp and of what it stands on.
+
+    Where the package index' `jmp` was installed over this one, or this one is imported from a
+    folder, the version that is installed is another one; it is named too.
+    """
+    own = jmp.__version__
+    if installed("jmp") != own:
+        own += f" (as installed: {installed('jmp')})"
+    rest = [(name, installed(name)) for name in PACKAGES]
+    return [("python", platform.python_version()), ("jmp", own), *rest]
+
+
+def settings() -> list[tuple[str, str]]:
+    """Returns the operating system, and what of JAX's configuration changes results."""
+    found = [("platform", f"{platform.platform()}, {os.cpu_count()} cores")]
+    found += [(name, str(getattr(jax.config, name, "unknown"))) for name in CONFIG]
+    return found + [(name, os.environ.get(name, "not set")) for name in VARIABLES]
 
 
 def devices() -> list[tuple[str, str, str, str, str]]:
@@ -179,7 +212,9 @@ def main(
     """Prints the tables, runs the checks, and returns the exit status."""
     parser = argparse.ArgumentParser("python -m jmp", description=__doc__)
     parser.parse_args(arguments)
+    print("For a bug report paste all of this.")
     print(table(["package", "version"], versions()))
+    print(table(["setting", "value"], settings()))
     print(table(["", "device", "platform", "fast half types", "start with"], devices()))
     failed = 0
     for check in checks:

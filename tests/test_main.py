@@ -1,5 +1,6 @@
 """`python -m jmp`: what it prints, and that its checks can fail."""
 
+import importlib.metadata
 import os
 import pathlib
 import subprocess
@@ -32,6 +33,25 @@ def test_it_prints_versions_devices_and_checks_and_exits_with_zero():
     assert "start with" in finished.stdout and "mixed_bfloat16" in finished.stdout
     assert finished.stdout.count("\nok ") == len(command.CHECKS)
     assert "5 of 5 checks passed on cpu" in finished.stdout
+
+
+def test_the_report_names_every_setting_that_changes_results(monkeypatch, capsys):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=true")
+    with jax.default_matmul_precision("highest"):
+        command.main([], [])
+    printed = capsys.readouterr().out
+    rows = dict(line.split(maxsplit=1) for line in printed.splitlines() if len(line.split()) > 1)
+    assert rows["jax_default_matmul_precision"].strip() == "highest"
+    assert rows["jax_numpy_rank_promotion"].strip() == "raise"  # of conftest.py
+    assert rows["XLA_FLAGS"].strip() == "--xla_gpu_deterministic_ops=true"
+    for package in ("jax", "jaxlib", "optax", "flax", "equinox", "dm-haiku"):
+        assert rows[package].strip() == importlib.metadata.version(package)
+    assert "unknown" not in [value.strip() for _, value in command.settings()]
+
+
+def test_the_report_says_where_another_jmp_is_installed(monkeypatch):
+    monkeypatch.setattr(command, "installed", lambda name: "0.0.4")
+    assert ("jmp", f"{jmp.__version__} (as installed: 0.0.4)") in command.versions()
 
 
 def test_a_failed_check_is_named_the_others_run_and_the_status_is_one(capsys):

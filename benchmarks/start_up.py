@@ -1,0 +1,71 @@
+"""How much longer `import jmp` takes than `import jax`: `python -m benchmarks.start_up`.
+
+Each round starts two processes, in turn: one imports jax alone, one imports jax and then jmp. Seconds
+are those of Python's own clock around the imports, in the process. The ratio is taken within a round,
+because seconds of different machines, and of a machine under load, cannot be compared. The gate is
+0.15 s beside a jax that takes 0.45 s. Writes `results/benchmarks/start_up.json`; the exit status is 1
+above the gate.
+"""
+
+import argparse
+import json
+import pathlib
+import platform
+import statistics
+import subprocess
+import sys
+from importlib import metadata
+
+ROOT = pathlib.Path(__file__).parents[1]
+GATE = 1 / 3  # of the seconds of `import jax`
+CODE = """
+import time
+start = time.perf_counter()
+import jax
+middle = time.perf_counter()
+{more}
+print(middle - start, time.perf_counter() - middle)
+"""
+
+
+def seconds(more: str) -> tuple[float, float]:
+    """Returns the seconds of `import jax`, and of what comes after it, in a new process."""
+    command = [sys.executable, "-c", CODE.format(more=more)]
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    first, second = map(float, finished.stdout.split())
+    return first, second
+
+
+def measured(rounds: int) -> dict[str, object]:
+    """Returns medians over rounds, the first of which only fills caches."""
+    rows = [(seconds("pass")[0], seconds("import jmp")[1]) for _ in range(rounds + 1)][1:]
+    return {
+        "jax": metadata.version("jax"),
+        "python": platform.python_version(),
+        "rounds": rounds,
+        "seconds_of_jax": round(statistics.median(jax for jax, _ in rows), 4),
+        "seconds_of_jmp": round(statistics.median(jmp for _, jmp in rows), 4),
+        "ratio": round(statistics.median(jmp / jax for jax, jmp in rows), 4),
+        "gate": round(GATE, 4),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--output-dir", type=pathlib.Path, default=ROOT / "results" / "benchmarks")
+    arguments = parser.parse_args()
+    found = measured(arguments.rounds)
+    arguments.output_dir.mkdir(parents=True, exist_ok=True)
+    (arguments.output_dir / "start_up.json").write_text(json.dumps(found, indent=1) + "\n")
+    print(
+        f"import jax: {found['seconds_of_jax']} s; import jmp adds {found['seconds_of_jmp']} s, "
+        f"{found['ratio']} of it; the gate is {found['gate']}."
+    )
+    return int(float(str(found["ratio"])) > GATE)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
