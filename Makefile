@@ -24,7 +24,11 @@ PUBLISHED := 'transformers==4.57.*' 'diffusers==0.35.*' 'keras==3.15.*' jraph==0
 	'e3nn-jax==0.21.*' 'dm-haiku==0.0.17' 'diffrax==0.7.*' 'equinox==0.13.*' 'numpyro==0.22.*' \
 	'flowjax==19.1.*'
 
-.PHONY: help train test test-matrix bench public-models soak lint types clean
+# Of a release: LINKS and IMAGES are addresses that stand before the relative links of the README.
+LINKS ?=
+IMAGES ?=
+
+.PHONY: help train test test-matrix bench public-models soak package lint types clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/:/'
@@ -50,6 +54,7 @@ bench: .venv-test/installed benchmarks/peers/installed  ## Count and time everyt
 	.venv-test/bin/python -m benchmarks.run --suite checks --only gpt2 resnet50-cifar-128 update-60
 	.venv-test/bin/python -m benchmarks.run --suite wire
 	.venv-test/bin/python -m benchmarks.run --suite cpu --only gpt2 update-60
+	.venv-test/bin/python -m benchmarks.start_up
 	.venv-test/bin/python -m benchmarks.report
 
 public-models: .venv-published/installed  ## Try autocast on models that others published; an hour.
@@ -57,6 +62,10 @@ public-models: .venv-published/installed  ## Try autocast on models that others 
 
 soak: .venv-test/installed  ## Kill and resume trainings, and whatever else takes long; half an hour.
 	JAX_PLATFORMS=cpu .venv-test/bin/python -m benchmarks.soak
+
+package: .venv-test/installed  ## Build wheel and sdist into dist/ and try them in a clean environment.
+	.venv-test/bin/python -m benchmarks.start_up --rounds 5 --output-dir build
+	.venv-test/bin/python -m tests.package $(if $(LINKS),--links $(LINKS) --images $(IMAGES))
 
 .venv-published/installed: pyproject.toml Makefile
 	$(PYTHON) -m venv .venv-published
@@ -82,7 +91,7 @@ types: .venv-test/installed  ## Check types.
 	touch $@
 
 clean:  ## Remove the environments and caches.
-	rm -rf .venv .venv-test .venv-jax-* .venv-published benchmarks/peers .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv .venv-test .venv-jax-* .venv-published benchmarks/peers build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 
 # One choice of CUDA at a time: a plugin left from another choice would still be found, also by CUDA=.
 .venv/installed$(CUDA): pyproject.toml

@@ -10,19 +10,78 @@ PAGE = pathlib.Path(__file__).with_suffix(".md")
 # Not all in the page: some depend on the version of JAX.
 _ALL_DTYPES = ", ".join(name for names in jmp.dtype_to_names.values() for name in names)
 
-INTRODUCTION = """# Mistakes, and what is said of them
+INTRODUCTION = """# Errors and warnings, and what to do
 
-Lines that are refused, each with its message. A wrong kind is a `TypeError`, a wrong value or order
-a `ValueError`; nothing has changed by then. A test makes each of them and compares this page.
+1. Search this page for the first words of your message, without the names and shapes in it.
+2. Do what its last sentence says: each message says what came, what was expected, and what to
+   write instead.
+3. If you caught the error, go on: nothing has changed before it is raised. The parameters, the
+   optimizer's state and the loss scale are as they were.
 
-In these lines `linen`, `nnx_adapter`, `equinox` and `haiku` are the modules of `jmp.adapters`, and
-`F16` is "mixed_float16". `loss_fn` takes `params` and `x` and gives a scalar, `pair_fn` the scalar
-and something beside; `model_loss` and `model_pair` take a model instead. `scale` is a
-`DynamicLossScale`, `tx` an optimizer with it, `adam` one without, `masters_tx` one with float32
-masters; `opt_state` and `chain_state` are states of `tx`, alone and in a chain; `state` is a
-`TrainState` of Flax, `optimizer` an `nnx.Optimizer`; `linen_model`, `nnx_model`, `eqx_model` and
-`network` are models of Flax linen and nnx, Equinox and Haiku. `many` is a dictionary of a thousand
-arrays, `long_text` a megabyte of text, `report` what `diagnostics.range_report` returned.
+A wrong kind is a `TypeError`, a wrong value or a wrong order a `ValueError`. If a message is
+missing here, or does not say what to write, that is a bug: report it with the output of `python
+-m jmp`.
+
+## Warnings
+
+| the warning | what to do |
+|---|---|
+| `jmp.UnscaledLossWarning` | The model computes in float16 without a loss scale. Make the \
+optimizer by `transforms.mixed_precision(tx, policy)` with the policy of the model. If no scale \
+is wanted: `transforms.with_loss_scale(tx, jmp.NoOpLossScale())`. |
+| `jmp.UnusedRuleWarning` | A rule matched nothing. Compare its spelling with the paths that \
+`print(diagnostics.precision_report(loss_fn, policy)(*args))` shows; put special rules before \
+general ones: the first that matches counts. |
+| `jmp.NoHalfProductWarning` | No product is half. The message counts the reasons: remove \
+`precision="highest"`, casts to float32 in front of products, or a rule that is too general. |
+| `jmp.HalfReductionWarning` | With "r=f32" the gradients of some products stay half between \
+devices: of convolutions, and in custom derivatives. The message counts them. Keep them in \
+float32 by a rule; or ignore it: a sum that overflows is seen, and its step skipped. |
+
+In tests turn them into errors: `warnings.simplefilter("error", jmp.UnusedRuleWarning)`.
+
+## No message, and yet something is wrong
+
+| what you see | what to do |
+|---|---|
+| the loss is NaN or infinite | `diagnostics.find_nonfinite(fun)(*args)` names the operation and\
+ the cure: [nonfinite.md](nonfinite.md) |
+| every step is skipped | `diagnostics.check_skips(opt_state, limit=25)` raises after so many \
+skips in a row |
+| the loss stays where it is | `diagnostics.gradient_report(loss_fn, policy)(*args)`: are \
+gradients zero in float16? [ranges.md](ranges.md) |
+| the accuracy is lower than in float32 | `diagnostics.compare(loss_fn, policy)(*args)`, then \
+`find_float32`: [checks.md](checks.md) |
+| it is no faster, or takes no less memory | `diagnostics.precision_report(loss_fn, \
+policy)(*args)`: is it on? `diagnostics.memory_report`: [memory.md](memory.md) |
+
+These mistakes are not detected:
+
+- gradients that were never scaled, given to an optimizer that unscales them. Take them from
+  `jmp.scaled_value_and_grad(loss_fn, state.loss_scale)`;
+- gradients that were unscaled by hand before. The optimizer unscales them itself;
+- a loss that is scaled with another scale than the state's own.
+
+## The errors
+
+Each line of code is refused with the message beside it. A test runs every line and compares this
+page. The lines use these names:
+
+| name | what it is |
+|---|---|
+| `linen`, `nnx_adapter`, `equinox`, `haiku` | the modules of `jmp.adapters` |
+| `F16` | "mixed_float16" |
+| `loss_fn`, `pair_fn` | functions of `params` and `x` that return a scalar, and a scalar with \
+an auxiliary output |
+| `model_loss`, `model_pair` | the same of a model |
+| `scale`, `tx`, `opt_state`, `chain_state` | a `DynamicLossScale`, an optimizer with it, its \
+state alone and in a chain |
+| `adam`, `masters_tx` | an optimizer without a loss scale, and one with float32 masters |
+| `state`, `optimizer` | a `TrainState` of Flax, an `nnx.Optimizer` |
+| `linen_model`, `nnx_model`, `eqx_model`, `network` | models of Flax linen, Flax nnx, Equinox \
+and Haiku |
+| `many`, `long_text` | a dictionary of a thousand arrays, a megabyte of text |
+| `report` | what `diagnostics.range_report` returned |
 """
 
 
@@ -44,7 +103,7 @@ def page() -> str:
     """Returns the page's text."""
     parts = [INTRODUCTION]
     for title, rows in MISTAKES.items():
-        parts += [f"## {title}\n", "| the mistake | | the message |\n|---|---|---|"]
+        parts += [f"### {title}\n", "| the mistake | | the message |\n|---|---|---|"]
         for row in rows:
             words = message_of(row.code).replace(_ALL_DTYPES, "bf16, bfloat16, f16, float16, ...")
             words = words.replace("|", "\\|").replace("\n", " ")

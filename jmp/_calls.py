@@ -132,7 +132,7 @@ def argument_numbers(
     if not isinstance(numbers, Sequence) or not all(isinstance(n, int) for n in numbers):
         raise TypeError(
             f"{caller} got {name}={described(argnums)}; expected the number of an argument or "
-            "several, counted from 0: names are no numbers."
+            "several, counted from 0, not its name."
         )
     if not all(-count <= number < count for number in numbers):
         raise ValueError(

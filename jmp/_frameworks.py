@@ -1,6 +1,6 @@
 """Models of other frameworks than the one that was expected: told by their classes' names alone.
 
-Nothing is imported for it: whoever hands over a model of a framework has imported that already.
+Nothing is imported for it: where there is a model, its framework was imported already.
 """
 
 from typing import Any

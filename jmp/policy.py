@@ -186,7 +186,7 @@ def _product_dtype(dtype: DTypeLike | None) -> ScalarType | None:
 
 
 def refuse_float8(policy: Policy, caller: str) -> None:
-    """Raises ValueError if a dtype of `policy` is a float8, which `caller` cannot honour yet.
+    """Raises ValueError if a dtype of `policy` is a float8, which `caller` does not support yet.
 
     Its numbers need scales of their own: a plain cast to float8_e4m3fn makes NaN of 1000. Those of
     products have them (`product_dtype`).
@@ -197,7 +197,7 @@ def refuse_float8(policy: Policy, caller: str) -> None:
                 f"{caller} got the policy '{policy}', whose {name} is {dtype.__name__}: float8 is "
                 "not supported there yet. Expected float16, bfloat16 or float32, such as "
                 "'mixed_bfloat16', or 'mixed_float8' for float8 products of bfloat16 operands. A "
-                "Policy's own casts do know float8."
+                "Policy's own casts support float8."
             )
 
 

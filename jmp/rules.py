@@ -113,7 +113,7 @@ class PolicyRules:
         return [_describe(self._rules[index][0]) for index in self._unused]
 
     def refuse_float8(self, caller: str) -> None:
-        """Raises ValueError if the default or a rule has a float8, which `caller` cannot honour."""
+        """Raises ValueError if the default or a rule has a float8, not supported by `caller`."""
         for policy in (self.default, *(policy for _, policy in self._rules)):
             refuse_float8(policy, caller)
 

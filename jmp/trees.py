@@ -142,8 +142,8 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
     Raises:
       AssertionError: `pred` is not a bool scalar (DeepMind's contract).
       ValueError: structures, shapes or dtypes differ, or that dtype cannot hold a Python number:
-        1e300 would become infinite in float32 in silence. So too for NumPy's float64 and int64,
-        which JAX takes as float32 and int32 without jax_enable_x64.
+        1e300 would become infinite in float32 without an error. So too for NumPy's float64 and
+        int64, which JAX takes as float32 and int32 without jax_enable_x64.
 
     >>> int(select_tree(False, {"step": 3}, {"step": 2})["step"])
     2

@@ -102,7 +102,7 @@ class TrainState(train_state.TrainState):
 def _replace_with_masters(self: TrainState, **updates: Any) -> TrainState:
     """Returns a state with other fields; masters follow `params=`, unless `opt_state=` is given.
 
-    Else the next step would undo the replacement, since masters are the truth. For an evaluation
+    Else the next step would undo the replacement, which starts from the masters. For an evaluation
     with other parameters, after which these come back, give `opt_state=state.opt_state` too.
     """
     if "params" in updates and "opt_state" not in updates:

@@ -57,8 +57,8 @@ class HalfReductionWarning(UserWarning):
     """Gradients that were to be added up between devices in float32 are half.
 
     `autocast` warns where the policy has `reduce_dtype`, such as "mixed_float16,r=f32", and a
-    parameter is half already: its gradient is half too. Store it in float32, or turn the warning
-    into an error in tests.
+    product of a parameter has no float32 gradient: a convolution, or a product in a custom
+    derivative. Keep it in float32 by a rule. In tests turn the warning into an error:
 
     >>> import warnings
     >>> with warnings.catch_warnings():
@@ -234,7 +234,7 @@ def warn_if_gradients_stay_half(plan: Plan, name: str) -> bool:
             f"autocast of {described(name)} was asked for reduce_dtype=float32, but gradients of "
             f"parameters in these products stay half, between devices too: {found}. (For a "
             "convolution cuDNN has no half kernel with a float32 gradient.) Compute them in "
-            "float32 by a rule, or let them be: a sum that overflows is seen, its step skipped.",
+            "float32 by a rule, or ignore this: a sum that overflows is seen, its step skipped.",
             HalfReductionWarning,
             stacklevel=6,  # the call of the wrapped function
         )

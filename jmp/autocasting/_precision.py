@@ -1,7 +1,7 @@
 """What `precision=` says of a product.
 
 HIGH and HIGHEST, and a named algorithm, are the user's word: such a product has float32 operands
-and a float32 result, because whoever asks for more digits than a float32 product has by default
+and a float32 result, because a user who asks for more digits than a float32 product has by default
 does not want fewer. JAX itself asks inside expm, pinv, lstsq, polyfit, image.resize and in the
 derivatives of eigh, svd and cholesky. DEFAULT, and no precision, leave the choice to autocast.
 

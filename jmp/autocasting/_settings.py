@@ -53,7 +53,7 @@ class Settings:
 
 
 def check_policy(policy: Policy) -> None:
-    """Raises ValueError for dtypes of a policy, or of a rule's, that autocast cannot honour."""
+    """Raises ValueError for dtypes of a policy, or of a rule's, that autocast does not support."""
     refuse_float8(policy, "autocast")
     refuse_reduce_dtype(policy, "autocast")
     refuse_product_dtype(policy, "autocast")

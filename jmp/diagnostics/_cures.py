@@ -145,7 +145,7 @@ CURES: tuple[tuple[Callable[[Findings], bool], str | Callable[[Findings], str]],
     ),
     (
         lambda it: it.kind == "whole",
-        "{it.name} is blamed as a whole: the operations inside were not looked into, or stay "
+        "{it.name} is reported as a whole: the operations inside were not looked into, or stay "
         "finite when each runs by itself. Look at the magnitudes that go in.",
     ),
     (

@@ -73,7 +73,7 @@ class FlaggedProgram:
         if not self.scopes:
             raise ValueError(
                 "find_float32 got a function in which autocast puts nothing in half: it has no "
-                "product, or an autocast inside, as an adapter's, has decided already. Expected "
+                "product, or it runs under autocast already, as what an adapter returns. Expected "
                 "the function in float32: loss_fn, and not jmp.autocast(loss_fn, policy)."
             )
         if self.scopes == [""] and not of_modules:

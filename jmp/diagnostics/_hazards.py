@@ -11,7 +11,7 @@ from jmp.diagnostics._places import place_name, with_places
 from jmp.diagnostics._ranges import FLOAT8, HALVES
 from jmp.diagnostics._rows import Row, product_of
 
-# Float32 products that are what somebody asked for.
+# Float32 products that the user asked for.
 DELIBERATE = ("the user asked", "an inner autocast", "asked for by")
 
 # Tensor cores read 16 bytes at a time: eight half numbers.

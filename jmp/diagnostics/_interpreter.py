@@ -2,7 +2,7 @@
 
 Every operation runs by itself, so each result is rounded to its dtype before the next one reads it;
 inside a fusion XLA may keep more. What holds a program runs as a whole first, compiled: a loop, one
-turn of it, a shard_map. It is looked into only if it is to blame.
+turn of it, a shard_map. It is looked into only if it is the origin.
 """
 
 import itertools
@@ -88,7 +88,7 @@ class Interpreter:
         """Runs an equation by `call`, and finds who made what is not finite.
 
         Values are those of the whole: what it gave is what is read next. `look` finds the origins
-        of its results inside; it is asked if what is inside is to blame.
+        of its results inside; it says whether the origin is inside.
         """
         call = call or _call_of(equation)
         results = call(*(x.value for x in inputs))

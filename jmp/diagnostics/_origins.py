@@ -2,7 +2,7 @@
 
 A value is *held* with its state (finite, infinite, NaN) and its *origin*: the operation that turned
 finite inputs into it, or the argument or constant that was given. Origins follow the data, so that
-an infinity that a `where` throws away blames nobody.
+an infinity that a `where` discards has no origin.
 """
 
 import math
@@ -58,10 +58,10 @@ class Place(NamedTuple):
 class Origin(NamedTuple):
     """Who made a value non-finite."""
 
-    # In the order of execution; `math.inf` for an infinity that was given, which is to blame only
-    # if nobody else is.
+    # In the order of execution; `math.inf` for an infinity that was given, which is the origin only
+    # if there is no other.
     order: float
-    # "operation"; "whole", a loop or kernel inside which nobody was found; "argument", "constant".
+    # "operation"; "whole", a loop or kernel inside which none was found; "argument", "constant".
     kind: str
     name: str  # the primitive; of an argument its path
     dtype: str  # of what came out, and so is the state
@@ -82,7 +82,7 @@ class Origin(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A value, its state, and who made it non-finite: nobody, if it is finite."""
+    """A value, its state, and the origin that made it non-finite: None, if it is finite."""
 
     value: Any
     state: int = FINITE
@@ -90,7 +90,7 @@ class Held(NamedTuple):
 
 
 def handed_on(call: Call | None, inputs: Sequence[Held], state: int) -> Origin | None:
-    """Returns the earliest origin that an operation hands on; None if it is to blame itself.
+    """Returns the earliest origin that an operation hands on; None if it is the origin itself.
 
     `state` is the worst of its results. `call` runs it again; None if that would have effects. With
     the inputs of one origin left as they are and all others tamed it shows who counts: a `where`

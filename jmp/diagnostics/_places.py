@@ -13,7 +13,7 @@ from jax.extend.source_info_util import NameStack
 from jmp import _jax_compat
 from jmp.autocasting.kinds.scan import turns_of
 
-# Lines of these packages are nobody's own: behind a Flax layer stands the model that calls it.
+# Lines of these packages are not the user's: what counts is the line that calls a Flax layer.
 FRAMEWORKS = ("jaxlib/", "flax/", "haiku/", "equinox/", "optax/", "chex/")
 
 

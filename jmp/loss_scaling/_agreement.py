@@ -1,7 +1,8 @@
 """One flag for all devices that share a loss scale.
 
 Inside shard_map or pmap each device sees its own gradients. If one of them overflows and the others
-do not, devices that share a scale and parameters would part in silence: one skips, the rest step.
+do not, devices that share a scale and parameters would differ without an error: one of them skips,
+the rest step.
 Under jit with sharded arrays there is one program and one flag, and nothing to agree on.
 """
 

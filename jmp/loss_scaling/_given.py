@@ -30,7 +30,7 @@ def check_loss_scale(value: object, caller: str) -> None:
 
 
 def _way_out(value: Any) -> str:
-    """Returns what was meant, as a sentence; "" where nobody can say."""
+    """Returns what was meant, as a sentence; "" where it cannot be told."""
     if value is None or value is False:
         return " To switch loss scaling off write jmp.NoOpLossScale()."
     if isinstance(value, (bool, str)):

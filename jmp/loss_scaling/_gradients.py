@@ -22,10 +22,16 @@ class UnscaledLossWarning(UserWarning):
 
     The training steps of `jmp.adapters` warn of it. Take `transforms.mixed_precision` as the
     optimizer, or wrap it in `with_loss_scale(tx, jmp.NoOpLossScale())` to say that no scale is
-    wanted. In tests turn it into an error:
+    wanted.
 
-    >>> import warnings
-    >>> warnings.simplefilter("error", UnscaledLossWarning)
+    >>> import optax, warnings
+    >>> from jmp.adapters import linen
+    >>> apply_fn = linen.wrap_apply(lambda variables, x: x @ variables["params"], "mixed_float16")
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warnings.simplefilter("always")
+    ...     _ = linen.TrainState.create(apply_fn=apply_fn, params=np.eye(2), tx=optax.sgd(0.1))
+    >>> caught[0].category.__name__
+    'UnscaledLossWarning'
     """
 
 

@@ -1,4 +1,4 @@
-"""A dynamic loss scale that forgives a few overflows before it backs off."""
+"""A dynamic loss scale that tolerates a few overflows before it backs off."""
 
 import dataclasses
 import operator

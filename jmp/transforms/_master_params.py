@@ -101,7 +101,7 @@ def with_master_params(
     if master_dtype not in (jnp.dtype("float32"), jnp.dtype("float64")):
         raise ValueError(
             f"with_master_params got master_dtype={master_dtype}; expected float32 or float64: "
-            "masters exist to take updates that are too small for half precision."
+            "masters hold updates that are too small for half precision."
         )
 
     def init(params: optax.Params) -> WithMasterParamsState:

@@ -27,7 +27,7 @@ def collect_masters(opt_state: optax.OptState, params: optax.Params) -> optax.Pa
             by_path |= state.masters.leaves()
         else:
             by_path |= leaves_by_path(state.masters)
-    # A half leaf of a frozen group has no master and is its own truth.
+    # A half leaf of a frozen group has no master: it is what is returned.
     return tree_map_with_path(
         lambda path, p: by_path.get(keystr(path), p), cast_to_at_least_float32(params)
     )
@@ -38,7 +38,7 @@ def reset_masters(opt_state: S, params: PyTree) -> S:
 
     For parameters that something else than the optimizer has changed: a checkpoint that was loaded,
     weights that were tied, pruned or averaged. Without it the next step undoes such a change, since
-    masters are the truth. Moments, counts and the loss scale stay as they are.
+    the next update starts from the masters. Moments, counts and the loss scale stay as they are.
 
     Args:
       opt_state: the state of an optimizer, chained, partitioned or masked. Without masters it is
