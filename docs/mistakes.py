@@ -19,8 +19,8 @@ INTRODUCTION = """# Errors and warnings, and what to do
    optimizer's state and the loss scale are as they were.
 
 A wrong kind is a `TypeError`, a wrong value or a wrong order a `ValueError`. If a message is
-missing here, or does not say what to write, that is a bug: report it with the output of `python
--m jmp`.
+missing here, or does not say what to write, that is a bug. Report it with what `python -m jmp`
+prints.
 
 ## Warnings
 
@@ -54,6 +54,8 @@ gradients zero in float16? [ranges.md](ranges.md) |
 `find_float32`: [checks.md](checks.md) |
 | it is no faster, or takes no less memory | `diagnostics.precision_report(loss_fn, \
 policy)(*args)`: is it on? `diagnostics.memory_report`: [memory.md](memory.md) |
+| `module 'jmp' has no attribute 'autocast'` | It is DeepMind's `jmp`, which `pip install jmp` and \
+Haiku bring. Install this one: `pip install .` in its clone |
 
 These mistakes are not detected:
 

@@ -856,7 +856,7 @@ MISTAKES: dict[str, list[Mistake]] = {
             ),
             ("diagnostics.memory_report(loss_fn, optimizer=0.1)", "such as optax.adam(1e-3)"),
             ("diagnostics.memory_report(loss_fn, has_aux=True)(params, x)", "pair (loss, aux)"),
-            ("diagnostics.memory_report(loss_fn, argnums='params')(params, x)", "names are no num"),
+            ("diagnostics.memory_report(loss_fn, argnums='params')(params, x)", "not its name"),
             (
                 "diagnostics.compare(loss_fn, F16, params, x)",
                 "their own: compare(fun, policy)(*args",

@@ -109,16 +109,16 @@ def main() -> None:
         (source := folder / "source").mkdir()
         copy_for_release(source, arguments.links, arguments.images)
         environment = Environment(folder)
-        environment.install("build")
+        environment.install("build", "setuptools>=77")
         shutil.rmtree(DIST, ignore_errors=True)
-        environment.python("-m", "build", "--outdir", DIST, source, quiet=True)
+        environment.python("-m", "build", "--no-isolation", "--outdir", DIST, source, quiet=True)
         (wheel,) = DIST.glob("*.whl")
 
         environment.install(wheel, "dm-haiku")
         environment.python("-c", IS_OURS + HAIKU_RUNS_ON_IT)
         environment.python("-m", "pip", "check")
         # Haiku asks for any jmp from 0.0.2 on: this one stays, a release candidate too.
-        environment.install("--upgrade", "dm-haiku")
+        environment.install("--upgrade", "dm-haiku", "jmp")
         environment.python("-c", IS_OURS)
         # Asked for by its version, DeepMind's takes the place, and gives it back.
         environment.install("jmp==0.0.4")

@@ -3,8 +3,9 @@
 A transformation is handed its own part of the optimizer's state, and cannot see what stands before,
 behind or around it: `optax.chain(clip_by_global_norm(1.0), with_loss_scale(...))` would clip scaled
 gradients without an error. The functions of optax that are calling hold the whole state. They are
-looked at whenever `update` is traced, which costs a compiled step nothing. Where they tell nothing, as of
-an `update` that was jitted and traced by itself, `transforms.check_optimizer_state` still does.
+looked at whenever `update` is traced, which costs a compiled step nothing. Where none is calling,
+as of an `update` that was jitted and traced by itself, `transforms.check_optimizer_state` still
+checks.
 """
 
 import contextlib
