@@ -84,6 +84,8 @@ def _keeps_its_dtypes(node: object) -> bool:
 def cast_to_full(tree: T) -> T:
     """Casts the floating leaves of `tree` to float32, float64 included.
 
+    As `cast_floating(tree, "float32")`: structure and shapes stay, other leaves pass unchanged.
+
     >>> cast_to_full(jnp.ones(2, jnp.float16)).dtype
     dtype('float32')
     """

@@ -127,7 +127,7 @@ def cast_params(variables: T, policy: str | Policy, rules: Sequence[Rule] | None
         Norms are told by their names ("scale", "bn1", "LayerNorm_0").
 
     Returns: the same structure; `jmp.cast_to_full` undoes it for export.
-
+    Raises: TypeError for a model instead of its variables; ValueError for a policy that is not one.
     Warns: `UnusedRuleWarning` for a rule that matched nothing.
 
     >>> params = {"Dense_0": {"kernel": jnp.ones((2, 2))}, "BatchNorm_0": {"scale": jnp.ones(2)}}

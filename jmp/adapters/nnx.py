@@ -152,7 +152,7 @@ def cast_params(model: M, policy: str | Policy, rules: Sequence[Rule] | None = N
       model: left as it is.
       policy, rules: as in `with_policy`; module classes, paths of modules and of parameters match.
 
-    Warns: `UnusedRuleWarning` for a rule that matched nothing.
+    Raises: TypeError for no module. Warns: `UnusedRuleWarning` for a rule that matched nothing.
 
     >>> from flax import nnx
     >>> cast_params(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), "O2").kernel.dtype
@@ -192,7 +192,7 @@ def loss_scale(optimizer: nnx.Optimizer[Any]) -> LossScale:
 
 
 def reset_masters(model: nnx.Module, optimizer: nnx.Optimizer[Any]) -> None:
-    """Takes the masters in an optimizer from its model's parameters; see `transforms`.
+    """Takes the masters in an optimizer from its model's parameters; errors as in `transforms`.
 
     Else the next step undoes what changed the parameters, such as `nnx.update(model, loaded)`.
 

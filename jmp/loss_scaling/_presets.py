@@ -13,6 +13,7 @@ from jmp.loss_scaling._no_op import NoOpLossScale
 def deepmind_loss_scale(enabled: bool = True) -> LossScale:
     """DeepMind jmp's defaults: start at 2**15, factor 2, period 2000, floor 1.
 
+    Returns: a `DynamicLossScale`, or a `NoOpLossScale` if it is not enabled.
     Raises: TypeError if `enabled` is no bool.
 
     >>> deepmind_loss_scale().period
@@ -32,9 +33,16 @@ def torch_loss_scale(
 ) -> LossScale:
     """`torch.amp.GradScaler`'s defaults: start at 2**16, growth 2, backoff 0.5, interval 2000.
 
-    Its keywords are taken too, and mean what they mean there; they are checked with `enabled=False`
-    as well. torch has no floor; ours is 2**-126, the smallest scale with a float32 reciprocal.
+    torch has no floor; here it is 2**-126, the smallest scale with a float32 reciprocal.
 
+    Args:
+      enabled: whether to scale at all; the others are checked with False too.
+      init_scale: the first scale.
+      growth_factor: what the scale is multiplied by after `growth_interval` finite steps.
+      backoff_factor: what it is multiplied by after an overflow.
+      growth_interval: a number of finite steps in a row.
+
+    Returns: a `DynamicLossScale`, or a `NoOpLossScale` if it is not enabled.
     Raises: TypeError if `enabled` is no bool; otherwise as `DynamicLossScale`.
 
     >>> float(torch_loss_scale().loss_scale)
@@ -56,6 +64,7 @@ def torch_loss_scale(
 def apex_loss_scale(enabled: bool = True) -> LossScale:
     """Apex amp's defaults: as torch's, with a ceiling of 2**24.
 
+    Returns: a `DynamicLossScale`, or a `NoOpLossScale` if it is not enabled.
     Raises: TypeError if `enabled` is no bool.
 
     >>> apex_loss_scale().max_loss_scale == 2.0**24
@@ -75,6 +84,7 @@ def fastai_loss_scale(enabled: bool = True) -> LossScale:
     start later. Here an overflow resets the count of finite steps, so that growth needs 500 finite
     steps in a row; fastai's count goes on over a skipped step.
 
+    Returns: a `DynamicLossScale`, or a `NoOpLossScale` if it is not enabled.
     Raises: TypeError if `enabled` is no bool.
 
     >>> float(fastai_loss_scale().loss_scale) == 2.0**24, fastai_loss_scale().period
