@@ -5,7 +5,7 @@ float16), *transforms* (optax: unscale, check, skip, float32 masters), *adapters
 unmodified model of Flax, Equinox or Haiku computes in half and its norms stay float32).
 
 `import jmp` loads this page's names, with jax and numpy alone, and touches no device. The rest is
-loaded when it is touched, so that each part asks for its own framework alone:
+loaded when it is touched, so that each part needs its own framework alone:
   - `jmp.transforms` (needs optax);
   - `jmp.adapters.linen` and `jmp.adapters.nnx` (need flax), `jmp.adapters.equinox`,
     `jmp.adapters.haiku`;

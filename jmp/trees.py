@@ -248,7 +248,7 @@ def _holds_numbers(leaf: Any) -> bool:
         return isinstance(leaf, (bool, int, float, complex))
     if isinstance(leaf, jax.Array):
         return leaf.dtype != jax.dtypes.float0  # the gradient of an integer
-    # NumPy's strings, objects, dates and long doubles cannot live on a device.
+    # NumPy's strings, objects, dates and long doubles cannot be put on a device.
     on_device = jnp.issubdtype(leaf.dtype, np.number) or leaf.dtype == np.bool_
     return on_device and leaf.dtype not in (np.dtype(np.longdouble), np.dtype(np.clongdouble))
 

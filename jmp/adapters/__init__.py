@@ -1,7 +1,7 @@
 """Adapters make an unmodified model of a framework compute by a policy; one framework a file.
 
 They rest on `jmp.autocast`. `linen` and `nnx` need flax, `equinox` and `haiku` theirs. Each is
-loaded when it is touched, so that it asks for its own framework alone: after `import jmp`,
+loaded when it is touched, so that it needs its own framework alone: after `import jmp`,
 `jmp.adapters.linen` is there, and `from jmp.adapters import linen` works as well.
 """
 

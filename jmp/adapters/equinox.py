@@ -108,7 +108,7 @@ def cast_params(model: T, policy: str | Policy, rules: Sequence[Rule] | None = N
         float32 behind the rules; `rules=()` and, without rules, a pure half policy keep none.
 
     Returns: a model of the same structure; `jmp.cast_to_full` undoes it for export.
-
+    Raises: TypeError for a model of another framework; ValueError for a policy that is not one.
     Warns: `UnusedRuleWarning` for a rule that matched nothing.
 
     >>> import equinox as eqx
@@ -151,6 +151,7 @@ def scaled_value_and_grad(
 
     Returns: a function that returns `(value, gradients)` or `((value, aux), gradients)`: the value
       unscaled, the gradients still scaled, None where there is no floating array.
+    Raises: as `jmp.scaled_value_and_grad`.
 
     >>> import equinox as eqx
     >>> model = eqx.nn.Linear(2, 1, key=jax.random.key(0))

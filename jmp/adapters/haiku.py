@@ -128,8 +128,8 @@ def cast_params(params: T, policy: str | Policy, rules: Sequence[Rule] | None = 
 
     Args:
       params: what `network.init` returned, without the state, which stays float32.
-      policy: its param dtype is for every parameter that no rule and no norm claims.
-      rules: as in `with_policy`. Only paths can match: parameters do not know their modules'
+      policy: its param dtype is for every parameter that is in no rule and in no norm.
+      rules: as in `with_policy`. Only paths can match: parameters have no modules'
         classes. Norms are told by their names.
 
     Returns: the same structure; `jmp.cast_to_full` undoes it for export.

@@ -122,8 +122,8 @@ def cast_params(variables: T, policy: str | Policy, rules: Sequence[Rule] | None
 
     Args:
       variables: what `model.init` returned, with its collections, or its "params" alone.
-      policy: its param dtype is for every parameter that no rule and no norm claims.
-      rules: as in `wrap_apply`. Only paths can match: variables do not know their modules' classes.
+      policy: its param dtype is for every parameter that is in no rule and in no norm.
+      rules: as in `wrap_apply`. Only paths can match: variables have no classes of modules.
         Norms are told by their names ("scale", "bn1", "LayerNorm_0").
 
     Returns: the same structure; `jmp.cast_to_full` undoes it for export.

@@ -1,4 +1,4 @@
-"""Loss scales named for the systems whose defaults people know.
+"""Loss scales with the defaults of other libraries, named after them.
 
 Each takes `enabled`: False gives a `NoOpLossScale`, so that one switch turns scaling off and the
 rest of the script stays as it is.

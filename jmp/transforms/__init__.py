@@ -76,7 +76,7 @@ def loss_scale_state(opt_state: PyTree) -> WithLossScaleState | None:
 
 
 def masters(opt_state: PyTree, params: PyTree) -> PyTree:
-    """Returns the parameters as the optimizer knows them: the float32 masters.
+    """Returns the parameters that the optimizer updates: the float32 masters.
 
     Args:
       opt_state: the state of an optimizer, chained, partitioned or masked.
