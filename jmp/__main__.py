@@ -65,7 +65,7 @@ def settings() -> list[tuple[str, str]]:
     """Returns the operating system, and what of JAX's configuration changes results."""
     found = [("platform", f"{platform.platform()}, {os.cpu_count()} cores")]
     found += [(name, str(getattr(jax.config, name, "unknown"))) for name in CONFIG]
-    return found + [(name, os.environ.get(name, "not set")) for name in VARIABLES]
+    return found + [(name, os.environ.get(name) or "not set") for name in VARIABLES]
 
 
 def devices() -> list[tuple[str, str, str, str, str]]:

@@ -346,7 +346,7 @@ CASES = [
     Case(carried, (half(1),), "mul", "", inside=("scan, iteration 7",)),
     Case(nested_scans, (half(1),), "mul", "", inside=("scan, iteration 3", "scan, iteration 0")),
     Case(loop, (half(10),), "mul", "", inside=("while, iteration 2",)),
-    Case(loop_under_vmap, (half(10, 20),), "while", "blamed as a whole"),
+    Case(loop_under_vmap, (half(10, 20),), "while", "reported as a whole"),
     Case(experts, (half(12), 2), "exp", "", inside=("cond, branch 2",)),
     Case(in_remat, (half(12),), "exp", "", inside=("remat",)),
     Case(in_jits, (half(12),), "exp", "", inside=("jit exponential", "jit exponential")),
@@ -406,7 +406,7 @@ def test_the_planted_culprit_is_named(case):
     assert "planted" in LINES[int(line) - 1]
 
 
-# What must not be blamed.
+# What must not be reported.
 
 
 def safe_logarithm(x):
@@ -502,7 +502,7 @@ def test_an_argument_that_holds_an_infinity_is_named_if_nobody_else_is_to_blame(
     assert found.operation == "exp"
 
 
-def test_a_loop_whose_operations_stay_finite_one_by_one_is_blamed_as_a_whole():
+def test_a_loop_whose_operations_stay_finite_one_by_one_is_reported_as_a_whole():
     # Fused, XLA may keep more digits, and so go wrong otherwise; here a callback plays that part:
     # infinite in the whole loop, and in one turn of it, but not where it runs by itself.
     answers = iter([np.inf, np.inf])
@@ -517,7 +517,7 @@ def test_a_loop_whose_operations_stay_finite_one_by_one_is_blamed_as_a_whole():
 
     found = find_nonfinite(function)(jnp.zeros(()))
     assert (found.operation, found.inside) == ("scan", ("scan, iteration 0",))
-    assert "blamed as a whole" in found.cure
+    assert "reported as a whole" in found.cure
 
 
 def test_ranges_of_the_operands():
