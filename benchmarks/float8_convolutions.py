@@ -1,8 +1,7 @@
 """Convolutions in float8: what XLA makes of them for an H200, and what training steps would cost.
 
-Autocast leaves convolutions in bfloat16. `docs/float8.md` says why, with the tables of this file:
-
-    JAX_PLATFORMS=cpu python -m benchmarks.float8_convolutions
+Autocast leaves convolutions in bfloat16. `docs/float8.md` says why, with the tables of this file,
+which `python -m benchmarks.run --suite programs` counts.
 
 Counted in compiled programs, without a GPU. That a program calls cuDNN with float8 arrays shows
 that XLA knows the form. It does not show that cuDNN has a kernel for the sizes, nor how fast it is:
@@ -20,7 +19,6 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 from jax import lax
-from tabulate import tabulate
 
 import jmp
 from jmp.autocasting import _float8, _planner
@@ -226,17 +224,16 @@ def compiled(policy: str, params: Any, images: Any, convolution: Any = convolve)
         return compile_for_h200(step, params, float32(*images), donate_argnums=0)
 
 
-def training_steps() -> list[list[Any]]:
+def training_steps(title: str) -> list[list[Any]]:
     """Returns rows: a network, a form, and figures over those under "mixed_bfloat16"."""
-    rows = []
-    for title, sizes in STEPS.items():
-        half = compiled("mixed_bfloat16", *sizes)
-        for form, parts in FORMS.items():
-            with autocast_takes_convolutions(parts):
-                rows.append([title, form, *_figures(compiled("mixed_float8", *sizes), half)])
-        if "bottlenecks" in title:
-            products = compiled("mixed_float8", *sizes, pointwise)
-            rows.append([title, "1 x 1 written as x @ kernel", *_figures(products, half)])
+    rows, sizes = [], STEPS[title]
+    half = compiled("mixed_bfloat16", *sizes)
+    for form, parts in FORMS.items():
+        with autocast_takes_convolutions(parts):
+            rows.append([title, form, *_figures(compiled("mixed_float8", *sizes), half)])
+    if "bottlenecks" in title:
+        products = compiled("mixed_float8", *sizes, pointwise)
+        rows.append([title, "1 x 1 written as x @ kernel", *_figures(products, half)])
     return rows
 
 
@@ -247,15 +244,3 @@ def _figures(program: Program, half: Program) -> list[str]:
     products = program.text.count('custom_call_target="__cublas$lt$matmul$f8"')
     total = len(convolutions(half))
     return [*ratios, f"{calls['f8e4m3fn'] + products} of {total}"]
-
-
-def main() -> None:
-    table = ["product of float8 arrays", "runs in", "call of cuDNN", "MB", "MB in bfloat16"]
-    rows = [row for title in KERNELS for row in single_products(title)]
-    print(tabulate(rows, table, "pipe", disable_numparse=True), end="\n\n")
-    table = ["step", "in float8", "bytes", "temp memory", "kernels", "float8 products"]
-    print(tabulate(training_steps(), table, "pipe", disable_numparse=True))
-
-
-if __name__ == "__main__":
-    main()

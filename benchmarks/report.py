@@ -1,12 +1,14 @@
-"""Turns the JSON of `benchmarks.run` into `docs/performance.md` and its picture.
+"""Turns the files of `results/` into `docs/performance.md`, figures, and the figures on all pages.
 
-python -m benchmarks.report
+    python -m benchmarks.report
+
+Run it after whatever renewed a file: `make bench`, or an example with `--output-dir results`.
 """
 
 import json
 from typing import Any
 
-from benchmarks import _counted, _measured, _wire_report
+from benchmarks import _counted, _measured, _wire_report, figures, pages
 from benchmarks.processes import ROOT
 
 RESULTS = ROOT / "results" / "benchmarks"
@@ -26,13 +28,13 @@ def load(suite: str) -> dict[str, Any] | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def main() -> None:
+def performance() -> str:
+    """Returns `docs/performance.md`."""
     compiled, checks, wire, gpu, cpu = map(load, ("compiled", "checks", "wire", "gpu", "cpu"))
     text = INTRODUCTION
     if compiled:
         text += _counted.steps(compiled) + _counted.loss_scaling(compiled)
         text += _counted.updates(compiled)
-        _counted.plot(compiled, DOCS / "compiled.png")
     if checks:
         text += _counted.checks(checks)
     if wire:
@@ -40,8 +42,14 @@ def main() -> None:
     text += _measured.gpu(gpu, compiled) if gpu else _measured.NO_GPU
     if cpu:
         text += _measured.cpu(cpu)
-    (DOCS / "performance.md").write_text(text.rstrip() + "\n")
-    print(f"Wrote {DOCS / 'performance.md'}.")
+    return text.rstrip() + "\n"
+
+
+def main() -> None:
+    (DOCS / "performance.md").write_text(performance())
+    figures.draw()
+    pages.write()
+    print(f"Wrote {DOCS / 'performance.md'}, the figures in {figures.FOLDER}, and those on pages.")
 
 
 if __name__ == "__main__":

@@ -3,14 +3,16 @@
     python -m benchmarks.run --suite compiled    # bytes, kernels, memory on an H200; needs no GPU
     python -m benchmarks.run --suite checks    # the same for ways to check gradients
     python -m benchmarks.run --suite wire    # what eight H200s send each other; needs no GPU
+    python -m benchmarks.run --suite programs    # the other tables of pages, also of an H200
     python -m benchmarks.run --suite gpu --only gpt2    # paired times on this machine's GPU
     python -m benchmarks.run --suite cpu    # update, trace and compile ratios on this CPU
     python -m benchmarks.run --rehearse --suite gpu    # everything at a tiny size, on any machine
 
 A run with `--only` or `--recipes` replaces those results in the file and keeps the others, so that
 a long suite can be run in parts; results of another machine are not kept. `make bench` installs
-what compiled, checks, wire and cpu need. The suite gpu needs JAX for CUDA and, for its PyTorch
-rows, torch: `make benchmarks/peers/installed`, then `pip install -e '.[test,cuda13]' torch`.
+what compiled, checks, wire, programs and cpu need. The suite gpu needs JAX for CUDA and, for its
+PyTorch rows, torch: `make benchmarks/peers/installed`, then
+`pip install -e '.[test,cuda13]' torch`.
 """
 
 import argparse
@@ -26,7 +28,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks import wire, workloads
+from benchmarks import programs, wire, workloads
 from benchmarks.finite_checks import CHECKS
 from benchmarks.pairing import paired
 from benchmarks.processes import ROOT, Process
@@ -37,7 +39,7 @@ BASELINE = "by-hand"
 CONTROL = "by-hand again"  # the same recipe in a second process: what chance alone makes of a ratio
 TORCH = {"torch-eager": "eager", "torch-compile": "compile"}
 TOGETHER = 4  # recipes on a device beside the baseline and its control: GPT-2 takes 12 GB in each
-NAMES = [row.name for row in (*WORKLOADS, *UPDATES, *wire.CASES)]
+NAMES = [row.name for row in (*WORKLOADS, *UPDATES, *wire.CASES, *programs.GROUPS)]
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -45,7 +47,7 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--suite", choices=SUITES, required=True)
-    names = "workloads, of the suite wire cases"
+    names = "workloads, of the suite wire cases, of the suite programs tables"
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, help=names)
     recipes = [row.name for row in RECIPES] + list(TORCH)
     recipes += sorted({row.name for case in wire.CASES for row in case.variants} - {*recipes})
@@ -66,7 +68,8 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def rows_of(suite: str) -> tuple[Any, ...]:
-    return wire.CASES if suite == "wire" else (*WORKLOADS, *UPDATES)
+    others = {"wire": wire.CASES, "programs": programs.GROUPS}
+    return others.get(suite, (*WORKLOADS, *UPDATES))
 
 
 def recipes_for(workload: Any, arguments: argparse.Namespace, compiled: bool) -> list[str]:
@@ -126,6 +129,14 @@ def wire_suite(case: wire.Case, arguments: argparse.Namespace, tick: Any) -> dic
     # The variants are of this project alone: any recipe's worker can compile them.
     jobs = {name: (BASELINE, {**options, "variant": name}) for name in names}
     return {"recipes": counted(jobs, tick, "wire")}
+
+
+def programs_suite(
+    group: programs.Group, arguments: argparse.Namespace, tick: Any
+) -> dict[str, Any]:
+    """Counts the programs of one table of the documentation."""
+    jobs = {row: (BASELINE, {"group": group.name, "row": row}) for row in group.rows}
+    return {"recipes": counted(jobs, tick, "program")}
 
 
 def counted(
@@ -218,6 +229,7 @@ SUITES = {
     "compiled": compiled_suite,
     "checks": checks_suite,
     "wire": wire_suite,
+    "programs": programs_suite,
     "gpu": timed_suite,
     "cpu": cpu_suite,
 }
@@ -228,7 +240,7 @@ def begun(path: pathlib.Path, arguments: argparse.Namespace, console: Console) -
     on_gpu = arguments.suite == "gpu"
     with workers(["float32"], None if on_gpu else "cpu") as found:
         process = found["float32"]
-        counting = arguments.suite in ("compiled", "checks", "wire")
+        counting = arguments.suite in ("compiled", "checks", "wire", "programs")
         machine = process.ask("versions" if counting else "machine")
         platform = machine.get("platform")
         if on_gpu and platform != "gpu" and not arguments.rehearse:
@@ -264,7 +276,7 @@ def main() -> None:
             kept = results["workloads"].setdefault(workload.name, {"recipes": {}})
             recipes = kept["recipes"] | measured.pop("recipes")
             title = workload.title
-            if arguments.suite != "wire":
+            if arguments.suite not in ("wire", "programs"):
                 title = workloads.find(workload.name, arguments.rehearse).title
             kept |= {"title": title, "recipes": recipes} | measured
             # After each: a run that is cut short loses one workload.

@@ -65,6 +65,12 @@ class Worker:
 
         return wire.counted(wire.compile_step(wire.find(case), variant, small=rehearse))
 
+    def program(self, group: str, row: str) -> dict[str, Any]:
+        """Counts one row of a table of programs for an H200, without a device."""
+        from benchmarks import programs
+
+        return programs.counted(group, row)
+
     def prepare(self, workload: str, rehearse: bool) -> dict[str, Any]:
         """Traces and compiles the step for this machine's device and takes the first steps."""
         found = workloads.find(workload, rehearse)

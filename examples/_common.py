@@ -12,10 +12,14 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import jax
+import numpy as np
 from rich.console import Console
 
 # Okabe and Ito's colours, told apart by every kind of colour vision.
 COLORS = ("#000000", "#D55E00", "#56B4E9", "#0072B2", "#009E73", "#CC79A7")
+# Not `results`, whose files are tracked and quoted in the documentation: `--output-dir results`
+# renews those, and `python -m benchmarks.report` then writes the pages and their figures anew.
+OUTPUT = pathlib.Path("runs")
 
 
 def positive(kind: type) -> Callable[[str], Any]:
@@ -82,22 +86,55 @@ def written_whole(path: pathlib.Path) -> Iterator[pathlib.Path]:
     os.replace(temporary, path)
 
 
-def save_figure(figure: Any, path: pathlib.Path) -> None:
-    with written_whole(path) as file:
-        figure.savefig(file, dpi=160)
+def save_figure(figure: Any, path: pathlib.Path, source: str | None = None) -> None:
+    """Writes a figure; of an SVG `source` says inside the file what it was drawn from."""
+    import matplotlib
+
+    # The same figure is the same file: no date, no random names.
+    options = {"metadata": {"Date": None, "Source": source}} if path.suffix == ".svg" else {}
+    with matplotlib.rc_context({"svg.hashsalt": "jmp"}), written_whole(path) as file:
+        figure.savefig(file, dpi=160, **options)
 
 
-def write_report(path: pathlib.Path, options: argparse.Namespace, **results: Any) -> None:
-    """Writes what was measured, with device, version and options; NaN and infinity are null."""
+def draw_skipped(axes: Any, skipped: Any) -> None:
+    """Marks steps that were skipped by lines in a panel of their own, which hides no curve."""
+    axes.vlines(skipped, 0, 1, COLORS[1], linewidth=1.0)
+    axes.set(ylim=(0, 1), yticks=[])
+    axes.set_ylabel("skipped\nsteps", rotation=0, ha="right", va="center", fontsize=8)
+
+
+def legend_above(axes: Any, **options: Any) -> None:
+    """Puts the legend above the axes, where it hides nothing."""
+    place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2}
+    axes.legend(**place, frameon=False, fontsize=8, **options)
+
+
+def write_report(path: pathlib.Path, options: argparse.Namespace, **results: Any) -> dict[str, Any]:
+    """Writes what was measured, with device, version and options; NaN and infinity are null.
+
+    Returns: what the file holds, as `json.loads` reads it.
+    """
     report = {
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
         "options": {k: v for k, v in vars(options).items() if k != "output_dir"},
-        **jax.tree.map(_finite_or_none, results),
+        **_finite_or_none(results),
     }
+    text = json.dumps(report, indent=1) + "\n"
     with written_whole(path) as file:
-        file.write_text(json.dumps(report, indent=1) + "\n")
+        file.write_text(text)
+    read: dict[str, Any] = json.loads(text)
+    return read
 
 
 def _finite_or_none(value: Any) -> Any:
+    if isinstance(value, dict):  # not by jax.tree.map, which would sort the names
+        return {name: _finite_or_none(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite_or_none(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def rounded(values: Any) -> Any:
+    """Returns numbers of curves as lists, with six digits: a file that can be read and compared."""
+    return np.vectorize(lambda value: float(f"{value:.6g}"))(values).tolist()

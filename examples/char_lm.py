@@ -1,6 +1,6 @@
 """A character-level LSTM whose gradients underflow in float16: what loss scaling is for.
 
-    python examples/char_lm.py            # a minute or two on two CPU cores
+    python examples/char_lm.py            # three to five minutes on two CPU cores
     python examples/char_lm.py --help
 
 The text is real: the source of Python's own standard library, as found on this machine. The loss is
@@ -8,9 +8,9 @@ the mean over all characters of a batch, times a small weight, as of one task am
 divides a gradient by its own size, so the weight matters little in float32; in float16 the
 gradients it makes small are flushed to zero on their way back through the network. Scaling the loss
 brings them back. The weight is an option, and the share of gradients that underflow is measured and
-printed.
+printed. Each run is repeated with other seeds; the figure shows the mean and the range.
 
-Writes `char_lm.json` and `char_lm.png` into the output folder.
+Writes `char_lm.json` and `char_lm.svg` into the output folder.
 """
 
 import argparse
@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import optax
-from _common import COLORS, begin, positive, save_figure, write_report
+from _common import COLORS, OUTPUT, begin, positive, rounded, save_figure, write_report
 from rich.progress import Progress
 from rich.table import Table
 
@@ -42,6 +42,7 @@ RUNS = (
     ("float16 without loss scaling", "mixed_float16", jmp.NoOpLossScale()),
     ("float16 with loss scaling", "mixed_float16", jmp.torch_loss_scale()),
 )
+LAST = 20  # steps, whose mean loss is the final one
 
 
 class CharLM(nn.Module):
@@ -63,11 +64,12 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=positive(int), default=300)
     parser.add_argument("--batch-size", type=positive(int), default=32)
+    parser.add_argument("--seeds", type=positive(int), default=3)
     parser.add_argument("--length", type=positive(int), default=64, help="characters a sequence")
     parser.add_argument("--width", type=positive(int), default=128)
     parser.add_argument("--learning-rate", type=positive(float), default=5e-3)
     parser.add_argument("--loss-weight", type=positive(float), default=1e-3)
-    parser.add_argument("--output-dir", type=pathlib.Path, default=pathlib.Path("results"))
+    parser.add_argument("--output-dir", type=pathlib.Path, default=OUTPUT)
     return parser.parse_args()
 
 
@@ -90,9 +92,9 @@ def load_text(characters: int = 1_000_000) -> tuple[np.ndarray, int]:
     return numbers.astype(np.int32), len(kinds)
 
 
-def batches(text: np.ndarray, arguments: argparse.Namespace) -> np.ndarray:
+def batches(text: np.ndarray, arguments: argparse.Namespace, seed: int = 0) -> np.ndarray:
     """Returns int32[steps, batch, length + 1]: random windows of the text, alike for all runs."""
-    starts = np.random.default_rng(0).integers(
+    starts = np.random.default_rng(seed).integers(
         0, len(text) - arguments.length - 1, (arguments.steps, arguments.batch_size)
     )
     return text[starts[..., None] + np.arange(arguments.length + 1)]
@@ -104,15 +106,17 @@ def loss_fn(params: Any, apply_fn: Any, batch: jax.Array, weight: float) -> jax.
     return weight * losses.mean()
 
 
+def first_params(model: CharLM, data: np.ndarray, seed: int = 0) -> Any:
+    return model.init(jax.random.key(seed), jnp.asarray(data[0, :, :-1]))["params"]
+
+
 def train(
     name: str, policy: str, loss_scale: jmp.LossScale, setup: Any, progress: Progress
 ) -> dict[str, Any]:
-    model, params, data, arguments = setup
-    state = linen.TrainState.create(
-        apply_fn=linen.wrap_apply(model.apply, policy),
-        params=params,
-        tx=transforms.with_loss_scale(optax.adam(arguments.learning_rate), loss_scale),
-    )
+    """Trains every seed: other initial parameters and other windows, the same for all runs."""
+    model, text, arguments = setup
+    apply_fn = linen.wrap_apply(model.apply, policy)
+    tx = transforms.with_loss_scale(optax.adam(arguments.learning_rate), loss_scale)
 
     @jax.jit
     def train_step(state: linen.TrainState, batch: jax.Array) -> tuple[linen.TrainState, jax.Array]:
@@ -120,19 +124,29 @@ def train(
         loss, grads = grad_fn(state.params, state.apply_fn, batch, arguments.loss_weight)
         return state.apply_gradients(grads=grads), loss / arguments.loss_weight
 
-    losses = []
-    task = progress.add_task(name, total=len(data))
+    losses: list[list[float]] = []
+    skipped, scales = [], []
+    task = progress.add_task(name, total=arguments.steps * arguments.seeds)
     started = time.perf_counter()
-    for batch in data:
-        state, loss = train_step(state, batch)
-        losses.append(float(loss))
-        progress.advance(task)
+    for seed in range(arguments.seeds):
+        data = batches(text, arguments, seed)
+        params = first_params(model, data, seed)
+        state = linen.TrainState.create(apply_fn=apply_fn, params=params, tx=tx)
+        losses.append([])
+        for batch in data:
+            state, loss = train_step(state, batch)
+            losses[-1].append(float(loss))
+            progress.advance(task)
+        skipped.append(int(transforms.loss_scale_state(state.opt_state).skipped_steps))
+        scales.append(float(state.loss_scale.loss_scale))
+    finals = [float(np.mean(curve[-LAST:])) for curve in losses]
     return {
-        "losses": losses,
-        "final_loss": float(np.mean(losses[-20:])),
-        "seconds": time.perf_counter() - started,
-        "skipped_steps": int(transforms.loss_scale_state(state.opt_state).skipped_steps),
-        "final_scale": float(state.loss_scale.loss_scale),
+        "losses": rounded(losses),
+        "final_losses": finals,
+        "final_loss": float(np.mean(finals)),
+        "seconds": (time.perf_counter() - started) / arguments.seeds,
+        "skipped_steps": skipped,
+        "final_scale": float(np.median(scales)),
     }
 
 
@@ -163,51 +177,79 @@ def underflow(setup: Any) -> dict[str, float]:
     }
 
 
-def plot(results: dict[str, Any], lost: float, path: pathlib.Path) -> None:
-    figure, axes = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
-    styles = (("-", 3.0, COLORS[2]), ("--", 1.4, COLORS[1]), ("-", 1.2, COLORS[0]))
-    for (name, result), (style, width, color) in zip(results.items(), styles, strict=True):
-        axes.plot(result["losses"], style, linewidth=width, color=color, label=name)
-    axes.set(xlabel="step", ylabel="loss, nats a character")
-    axes.set_title(f"{100 * lost:.0f} % of the gradients are zero without scaling", fontsize=10)
-    axes.legend(fontsize=8)
-    axes.grid(alpha=0.3)
-    save_figure(figure, path)
+def plot(report: dict[str, Any]) -> Any:
+    """Draws what `char_lm.json` holds: losses over the seeds, and their difference to float32."""
+    runs, seeds = report["runs"], report["options"]["seeds"]
+    losses = {name: np.array(run["losses"], float) for name, run in runs.items()}
+    figure, (top, bottom) = plt.subplots(
+        2, 1, figsize=(7, 6), height_ratios=(5, 3), sharex=True, layout="constrained"
+    )
+    looks = dict(zip(losses, (("-", 3.0, COLORS[2]), ("--", 1.4, COLORS[1]), ("-", 1.2, COLORS[0])),
+                     strict=True))  # fmt: skip
+    for name, curves in losses.items():
+        style, width, color = looks[name]
+        label = f"{name}: {runs[name]['final_loss']:.3f} at the end"
+        band(top, curves, style=style, linewidth=width, color=color, label=label)
+    reference, scaled = losses["float32"], losses["float16 with loss scaling"]
+    band(bottom, scaled - reference, linewidth=1.2, color=COLORS[0])
+    lost = 100 * report["underflow"]["zero in float16 without loss scaling"]
+    top.set(ylabel="loss, nats a character")
+    bottom.axhline(0, color=COLORS[2], linewidth=0.8)
+    bottom.set(xlabel="step", ylabel="float16 with loss scaling\n- float32, nats")
+    for axes in (top, bottom):
+        last = (reference.shape[1] - LAST, reference.shape[1])
+        axes.axvspan(*last, color="0.92", linewidth=0, zorder=0)
+        axes.grid(alpha=0.3)
+    words = f"lines: mean of {seeds} seeds, bands: lowest to highest; at the end: mean of the last "
+    words += f"{LAST} steps (grey)\nAt the first step {lost:.0f} % of the gradients are zero in "
+    words += "float16 without loss scaling."
+    top.set_title(words, fontsize=8, loc="left")
+    figure.legend(*top.get_legend_handles_labels(), loc="outside upper left", fontsize=8)
+    return figure
+
+
+def band(axes: Any, curves: np.ndarray, color: str, style: str = "-", **look: Any) -> None:
+    """Draws the mean of curves [seeds, steps], and between the lowest and the highest."""
+    steps = np.arange(curves.shape[1])
+    limits = (curves.min(axis=0), curves.max(axis=0))
+    axes.fill_between(steps, *limits, color=color, alpha=0.25, linewidth=0)
+    axes.plot(steps, curves.mean(axis=0), style, color=color, **look)
 
 
 def main() -> None:
     arguments = parse_arguments()
     console = begin(arguments)
     text, vocabulary = load_text()
-    data = batches(text, arguments)
     model = CharLM(vocabulary, arguments.width)
-    params = model.init(jax.random.key(0), jnp.asarray(data[0, :, :-1]))["params"]
-    setup = (model, params, data, arguments)
 
-    shares = underflow(setup)
+    data = batches(text, arguments)
+    shares = underflow((model, first_params(model, data), data, arguments))
     console.print(f"Gradients of the first step (loss weight {arguments.loss_weight:g}):")
     for name, share in shares.items():
         console.print(f"  {100 * share:5.1f} %  {name}")
     with Progress(console=console) as progress:
-        results = {run[0]: train(*run, setup, progress) for run in RUNS}
+        results = {run[0]: train(*run, (model, text, arguments), progress) for run in RUNS}
 
     table = Table(title="A character-level language model of Python's standard library")
     table.add_column("run")
-    for heading in ("final loss", "seconds", "skipped steps", "final scale"):
+    for heading in ("final loss", "lowest", "highest", "seconds a seed", "skipped steps", "scale"):
         table.add_column(heading, justify="right")
     for name, result in results.items():
         table.add_row(
             name,
             f"{result['final_loss']:.3f}",
+            f"{min(result['final_losses']):.3f}",
+            f"{max(result['final_losses']):.3f}",
             f"{result['seconds']:.0f}",
-            str(result["skipped_steps"]),
+            f"{np.mean(result['skipped_steps']):.1f}",
             f"2^{np.log2(result['final_scale']):.0f}" if result["final_scale"] != 1 else "-",
         )
     console.print(table)
-    lost = shares["zero in float16 without loss scaling"]
-    plot(results, lost, arguments.output_dir / "char_lm.png")
-    write_report(arguments.output_dir / "char_lm.json", arguments, underflow=shares, runs=results)
-    console.print(f"Wrote {arguments.output_dir / 'char_lm.json'} and char_lm.png beside it.")
+    console.print(f"Final loss: the mean of the last {LAST} steps, over {arguments.seeds} seeds.")
+    path = arguments.output_dir / "char_lm.json"
+    report = write_report(path, arguments, underflow=shares, runs=results)
+    save_figure(plot(report), path.with_suffix(".svg"))
+    console.print(f"Wrote {path} and char_lm.svg beside it.")
 
 
 if __name__ == "__main__":

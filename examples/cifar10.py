@@ -26,7 +26,7 @@ import numpy as np
 import optax
 from _checkpoints import Checkpoints, check_checkpoints
 from _cifar10_files import FOLDER, load_data
-from _common import COLORS, begin, positive, save_figure, write_report, written_whole
+from _common import COLORS, OUTPUT, begin, positive, save_figure, write_report, written_whole
 from flax import serialization
 from rich import box
 from rich.console import Console
@@ -112,7 +112,7 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--weight-decay", type=positive(float), default=5e-4, help="of kernels alone")
     add("--seed", type=int, default=0)
     add("--devices", type=positive(int), default=1, help="devices that share every batch")
-    add("--output-dir", type=pathlib.Path, default=pathlib.Path("results"))
+    add("--output-dir", type=pathlib.Path, default=OUTPUT)
     add("--checkpoint-dir", type=pathlib.Path, help="default: OUTPUT_DIR/checkpoints/cifar10")
     add("--resume", action="store_true", help="go on with the trainings in the checkpoint folder")
     add("--stop-after", type=positive(int), help="end after this epoch, to be resumed")

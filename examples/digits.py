@@ -7,7 +7,7 @@ The model is an ordinary Flax model with BatchNorm that knows nothing of precisi
 scikit-learn's bundled set of 1797 real digits of 8 x 8 pixels; nothing is downloaded. Every
 precision sees the same seeds, initial weights and batches.
 
-Writes `digits.json` and `digits.png` into the output folder.
+Writes `digits.json` and `digits.svg` into the output folder.
 """
 
 import argparse
@@ -26,7 +26,16 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import optax
-from _common import COLORS, begin, positive, save_figure, write_report
+from _common import (
+    COLORS,
+    OUTPUT,
+    begin,
+    draw_skipped,
+    positive,
+    rounded,
+    save_figure,
+    write_report,
+)
 from flax import serialization
 from rich import box
 from rich.console import Console
@@ -118,7 +127,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=positive(int), default=5)
     parser.add_argument("--learning-rate", type=positive(float), default=3e-3)
     parser.add_argument("--width", type=positive(int), default=16, help="channels at the start")
-    parser.add_argument("--output-dir", type=pathlib.Path, default=pathlib.Path("results"))
+    parser.add_argument("--output-dir", type=pathlib.Path, default=OUTPUT)
     arguments = parser.parse_args()
     if arguments.batch_size > 1437:
         parser.error(f"--batch-size {arguments.batch_size}: there are 1437 images to train on")
@@ -222,7 +231,9 @@ def run(
         "checkpoint_bytes": checkpoint_bytes,
         "skipped_steps": [history["skipped_steps"][-1] for history in histories],
         "final_scale": [history["loss_scale"][-1] for history in histories],
-        "loss_curve": losses.mean(axis=0).tolist(),
+        "loss_curve": rounded(losses.mean(axis=0)),
+        "loss_band": rounded([losses.min(axis=0), losses.max(axis=0)]),
+        "epoch_losses": rounded(losses.reshape(len(losses), -1, steps).mean(axis=-1)),
         "scale_curve": histories[0]["loss_scale"],
         "skip_curve": histories[0]["skipped_steps"],
     }
@@ -275,36 +286,55 @@ def print_table(results: dict[str, Any], console: Console) -> None:
     )
 
 
-def plot(results: dict[str, Any], path: pathlib.Path) -> None:
-    """Draws the loss curves and the course of the loss scale."""
-    looks = zip(COLORS, ("-", "--", "-.", "-", ":", "--"), strict=True)
-    figure, (top, bottom) = plt.subplots(
-        2, 1, figsize=(6.4, 6.4), height_ratios=(3, 2), sharex=True, layout="constrained"
+def plot(report: dict[str, Any]) -> Any:
+    """Draws what `digits.json` holds: losses, their differences to float32, the loss scale."""
+    results, seeds = report["precisions"], report["options"]["seeds"]
+    figure, (top, middle, bottom, last) = plt.subplots(
+        4, 1, figsize=(7, 9), height_ratios=(4, 4, 3, 0.6), sharex=True, layout="constrained"
     )
-    for (name, result), (color, style) in zip(results.items(), looks, strict=True):
-        curve = np.array(result["loss_curve"])
+    reference = np.array(results["float32"]["epoch_losses"])
+    steps = len(results["float32"]["loss_curve"]) // reference.shape[1]
+    middles = (np.arange(reference.shape[1]) + 0.5) * steps
+    looks = zip(COLORS, ("-", "", "-.", "--", ":", "--"), "oXs^Dv", strict=True)
+    places = iter(np.linspace(-0.3, 0.3, len(results) - 2))
+    for (name, result), (color, style, marker) in zip(results.items(), looks, strict=True):
+        curve = np.array(result["loss_curve"], float)  # null is NaN
         if not np.all(np.isfinite(curve)):
             end = int(np.argmin(np.isfinite(curve)))
-            name = f"{name} (NaN from step {end})"
-            top.plot(curve[:end], marker="X", markevery=[max(end - 1, 0)], color=color, label=name)
+            label = f"{name}: NaN from step {end} on"
+            top.plot(
+                curve[:end], marker=marker, markersize=8, color=color, linestyle="", label=label
+            )
             continue
-        top.plot(curve, color=color, linestyle=style, label=name, linewidth=1.4)
-        if name in ("static float16", "mixed float16"):
-            scale = np.array(result["scale_curve"])
-            bottom.plot(scale, color=color, linestyle=style, label=name, drawstyle="steps-post")
-            skipped = np.flatnonzero(np.diff(result["skip_curve"], prepend=0))
-            if len(skipped):
-                bottom.plot(
-                    skipped, scale[skipped], "x", color=color, markersize=5, label="skipped step"
-                )
-    top.set(yscale="log", ylabel="training loss, mean of seeds")
-    top.legend(fontsize=8)
+        look = {"marker": marker if name != "float32" else "", "markersize": 4, "markevery": []}
+        top.plot(curve, color=color, linestyle=style, label=name, linewidth=1.2, **look)
+        if name == "float32":
+            top.fill_between(np.arange(len(curve)), *result["loss_band"], color="0.75", linewidth=0)
+            continue
+        ratios = 100 * (np.array(result["epoch_losses"]) / reference - 1)
+        band = ratios.std(axis=0, ddof=1) / np.sqrt(seeds) if seeds > 1 else None
+        middle.errorbar(
+            middles + next(places) * steps, ratios.mean(axis=0), band, color=color,
+            marker=marker, markersize=3, linestyle="", elinewidth=1, label=name,
+        )  # fmt: skip
+    mixed = results["mixed float16"]
+    for name, style in (("static float16", "-."), ("mixed float16", "-")):
+        scale, color = results[name]["scale_curve"], COLORS[list(results).index(name)]
+        bottom.plot(scale, color=color, linestyle=style, label=name, drawstyle="steps-post")
+    draw_skipped(last, np.flatnonzero(np.diff(mixed["skip_curve"], prepend=0)))
+    middle.axhline(0, color=COLORS[0], linewidth=0.8)
+    top.set(yscale="log", ylabel=f"training loss, nats\nmean of {seeds} seeds")
+    middle.set(ylabel="loss, difference to float32, %\nmeans of epochs, same seeds")
     bottom.set_yscale("log", base=2)
-    bottom.set(xlabel="step", ylabel="loss scale, first seed")
-    bottom.legend(fontsize=8)
-    for axes in (top, bottom):
+    bottom.set(ylabel="loss scale, seed 0")
+    last.set(xlabel="step")
+    top.set_title("grey: lowest to highest of the seeds in float32", fontsize=8, loc="right")
+    middle.set_title("bars: standard error over the seeds", fontsize=8, loc="right")
+    last.set_title("skipped: mixed float16, seed 0", fontsize=8, loc="right")
+    figure.legend(*top.get_legend_handles_labels(), loc="outside upper left", ncols=3, fontsize=8)
+    for axes in (top, middle, bottom):
         axes.grid(alpha=0.3)
-    save_figure(figure, path)
+    return figure
 
 
 def main() -> None:
@@ -320,9 +350,10 @@ def main() -> None:
             )
     add_differences(results)
     print_table(results, console)
-    plot(results, arguments.output_dir / "digits.png")
-    write_report(arguments.output_dir / "digits.json", arguments, precisions=results)
-    console.print(f"Wrote {arguments.output_dir / 'digits.json'} and digits.png beside it.")
+    path = arguments.output_dir / "digits.json"
+    report = write_report(path, arguments, precisions=results)
+    save_figure(plot(report), path.with_suffix(".svg"))
+    console.print(f"Wrote {path} and digits.svg beside it.")
 
 
 if __name__ == "__main__":

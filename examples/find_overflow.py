@@ -11,7 +11,7 @@ and its cure is one other line in this file: the same network without its casts,
 `linen.wrap_apply`, which keeps exponentials and sums in float32. Parameters and optimizer stay as
 they are, and training goes on.
 
-Writes `find_overflow.json` and `find_overflow.png` into the output folder.
+Writes `find_overflow.json` and `find_overflow.svg` into the output folder.
 """
 
 import argparse
@@ -26,7 +26,17 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import optax
-from _common import COLORS, begin, positive, save_figure, write_report
+from _common import (
+    COLORS,
+    OUTPUT,
+    begin,
+    draw_skipped,
+    legend_above,
+    positive,
+    rounded,
+    save_figure,
+    write_report,
+)
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
@@ -75,7 +85,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=positive(int), default=64)
     parser.add_argument("--width", type=positive(int), default=32)
     parser.add_argument("--learning-rate", type=positive(float), default=3e-3)
-    parser.add_argument("--output-dir", type=pathlib.Path, default=pathlib.Path("results"))
+    parser.add_argument("--output-dir", type=pathlib.Path, default=OUTPUT)
     return parser.parse_args()
 
 
@@ -108,22 +118,28 @@ def train(state: linen.TrainState, batches: Any, history: list[Any]) -> linen.Tr
     return state
 
 
-def plot(history: list[Any], cured: int, path: pathlib.Path) -> None:
-    """Draws the loss and its scale, and where the cure was applied."""
-    figure, (top, bottom) = plt.subplots(2, figsize=(6.4, 5), sharex=True, layout="constrained")
-    losses, scales = ([row[name] for row in history] for name in ("loss", "loss_scale"))
-    top.plot(losses, color=COLORS[3], linewidth=1.2)
-    top.set(yscale="log", ylabel="loss")
-    bottom.plot(scales, color=COLORS[0], linewidth=1.4, drawstyle="steps-post")
+def plot(report: dict[str, Any]) -> Any:
+    """Draws what `find_overflow.json` holds: loss, loss scale, skipped steps, and the cure."""
+    history, cured = report["history"], report["cured_at_step"]
+    figure, (top, bottom, last) = plt.subplots(
+        3, figsize=(7, 5.4), height_ratios=(5, 4, 0.6), sharex=True, layout="constrained"
+    )
+    losses = np.array(history["loss"], float)  # null, of an infinity or a NaN, is NaN
+    # With a dot each: a finite loss between two that are NaN has no line.
+    top.plot(losses, ".-", color=COLORS[3], linewidth=0.9, markersize=3, label="loss, where finite")
+    top.set(yscale="log", ylabel="training loss, nats")
+    bottom.plot(history["loss_scale"], color=COLORS[0], linewidth=1.4, drawstyle="steps-post")
     bottom.set_yscale("log", base=2)
-    bottom.set(xlabel="step", ylabel="loss scale")
+    bottom.set(ylabel="loss scale after the step")
+    draw_skipped(last, np.flatnonzero(~np.array(history["grads_finite"], bool)))
+    last.set(xlabel="step")
+    label = f"step {cured}: float32 network under linen.wrap_apply from here on"
+    for axes in (top, bottom, last):
+        axes.axvline(cured - 0.5, color=COLORS[4], linestyle="--", label=label)
     for axes in (top, bottom):
-        bad = np.flatnonzero([not row["grads_finite"] for row in history])
-        axes.vlines(bad, 0, 0.06, COLORS[1], transform=axes.get_xaxis_transform(), label="skipped")
-        axes.axvline(cured, color=COLORS[4], linestyle="--", label="the cure")
         axes.grid(alpha=0.3)
-    top.legend(fontsize=8)
-    save_figure(figure, path)
+    legend_above(top, ncols=2)
+    return figure
 
 
 def main() -> None:
@@ -173,16 +189,21 @@ def main() -> None:
         f"Test accuracy in float16: {100 * before:.1f} % at step {cured}, where it stood still; "
         f"{100 * after:.1f} % after {len(history) - cured} steps more."
     )
-    plot(history, cured, arguments.output_dir / "find_overflow.png")
-    write_report(
-        arguments.output_dir / "find_overflow.json",
+    path = arguments.output_dir / "find_overflow.json"
+    report = write_report(
+        path,
         arguments,
         found=dataclasses.asdict(found),
         cured_at_step=cured,
         accuracy={"at the cure": before, "at the end": after},
-        history={name: [row[name] for row in history] for name in ("loss", "loss_scale")},
+        skipped_for_good_from=cured - LIMIT + 1,
+        history={
+            name: rounded([row[name] for row in history])
+            for name in ("loss", "loss_scale", "grads_finite")
+        },
     )
-    console.print(f"Wrote {arguments.output_dir / 'find_overflow.json'} and .png beside it.")
+    save_figure(plot(report), path.with_suffix(".svg"))
+    console.print(f"Wrote {path} and find_overflow.svg beside it.")
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ import matplotlib
 import numpy as np
 import optax
 from _checkpoints import Checkpoints, check_checkpoints
-from _common import COLORS, begin, positive, save_figure, write_report
+from _common import COLORS, OUTPUT, begin, positive, save_figure, write_report
 from _devices import (
     DEVICE_OPTIONS,
     add_device_options,
@@ -157,7 +157,7 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--prompt", default="def ", help="what the sample at the end starts with")
     add("--sample-length", type=positive(int), default=200, help="bytes")
     add("--temperature", type=positive(float), default=0.8, help="near 0: always the likeliest")
-    add("--output-dir", type=pathlib.Path, default=pathlib.Path("results"))
+    add("--output-dir", type=pathlib.Path, default=OUTPUT)
     add("--checkpoint-dir", type=pathlib.Path, help="default: OUTPUT_DIR/checkpoints/gpt")
     add("--checkpoint-every", type=positive(int), default=100, help="steps")
     add("--resume", action="store_true", help="go on with the training in the checkpoint folder")

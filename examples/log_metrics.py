@@ -8,7 +8,7 @@ has come down; with a period far shorter than usual it then grows until a step o
 and grows again. `jmp.diagnostics.metrics` is called inside the jitted step; `check_skips` ends the
 run if skipping does not end. The data is scikit-learn's set of 1797 handwritten digits.
 
-Writes `log_metrics.csv`, `log_metrics.json` and `log_metrics.png` into the output folder.
+Writes `log_metrics.csv`, `log_metrics.json` and `log_metrics.svg` into the output folder.
 """
 
 import argparse
@@ -21,7 +21,17 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import optax
-from _common import COLORS, begin, positive, save_figure, write_report, written_whole
+from _common import (
+    COLORS,
+    OUTPUT,
+    begin,
+    draw_skipped,
+    positive,
+    rounded,
+    save_figure,
+    write_report,
+    written_whole,
+)
 from rich import box
 from rich.table import Table
 from sklearn.datasets import load_digits
@@ -46,7 +56,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=positive(float), default=1e-2)
     parser.add_argument("--loss-scale", type=positive(float), default=2.0**32, help="at the start")
     parser.add_argument("--period", type=positive(int), default=20, help="steps between growths")
-    parser.add_argument("--output-dir", type=pathlib.Path, default=pathlib.Path("results"))
+    parser.add_argument("--output-dir", type=pathlib.Path, default=OUTPUT)
     return parser.parse_args()
 
 
@@ -92,29 +102,23 @@ def train(arguments: argparse.Namespace, path: pathlib.Path) -> list[dict[str, f
     return lines
 
 
-def plot(lines: list[dict[str, float]], path: pathlib.Path) -> None:
-    figure, (top, bottom) = plt.subplots(2, 1, figsize=(6.4, 5), sharex=True, layout="constrained")
-    steps, losses, scales = (
-        np.array([line[name] for line in lines]) for name in ("step", "loss", "loss_scale")
+def plot(report: dict[str, Any]) -> Any:
+    """Draws the history that `log_metrics.json` holds."""
+    history = report["history"]
+    figure, (top, bottom, last) = plt.subplots(
+        3, 1, figsize=(7, 5.4), height_ratios=(5, 4, 0.6), sharex=True, layout="constrained"
     )
-    skipped = ~np.array([line["grads_finite"] for line in lines], bool)
-    looks = ((top, losses, COLORS[3], "default"), (bottom, scales, COLORS[0], "steps-post"))
-    for axes, values, color, drawstyle in looks:
-        axes.plot(steps, values, color=color, linewidth=1.2, drawstyle=drawstyle)
-        axes.plot(
-            steps[skipped],
-            values[skipped],
-            "x",
-            color=COLORS[1],
-            markersize=5,
-            label="skipped step",
-        )
-        axes.grid(alpha=0.3)
-    top.set(ylabel="loss", yscale="log")
-    top.legend(fontsize=8)
+    steps = np.array(history["step"])
+    top.plot(steps, history["loss"], color=COLORS[3], linewidth=1.2)
+    bottom.plot(steps, history["loss_scale"], color=COLORS[0], drawstyle="steps-post")
+    draw_skipped(last, steps[~np.array(history["grads_finite"], bool)])
+    top.set(ylabel="training loss, nats", yscale="log")
     bottom.set_yscale("log", base=2)
-    bottom.set(xlabel="step", ylabel="loss scale after the step")
-    save_figure(figure, path)
+    bottom.set(ylabel="loss scale after the step")
+    last.set(xlabel="step")
+    for axes in (top, bottom):
+        axes.grid(alpha=0.3)
+    return figure
 
 
 def main() -> None:
@@ -129,10 +133,19 @@ def main() -> None:
     for line in lines[:: max(1, len(lines) // 8)]:
         table.add_row(*(f"{line[name]:.5g}" for name in FIELDS))
     console.print(table)
-    plot(lines, path.with_suffix(".png"))
     final_loss = float(np.mean([line["loss"] for line in lines[-20:]]))
-    write_report(path.with_suffix(".json"), arguments, final_loss=final_loss, last_line=lines[-1])
-    console.print(f"Wrote {path.name}, log_metrics.json and log_metrics.png into {path.parent}.")
+    report = write_report(
+        path.with_suffix(".json"),
+        arguments,
+        final_loss=final_loss,
+        last_line=lines[-1],
+        history={
+            name: rounded([line[name] for line in lines])
+            for name in ("step", "loss", "loss_scale", "grads_finite")
+        },
+    )
+    save_figure(plot(report), path.with_suffix(".svg"))
+    console.print(f"Wrote {path.name}, log_metrics.json and log_metrics.svg into {path.parent}.")
 
 
 if __name__ == "__main__":

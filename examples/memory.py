@@ -10,10 +10,11 @@
 Nothing is trained or even allocated: shapes stand for the parameters and the batch. XLA compiles
 each program for its own figures, for the device that is there; --no-xla leaves that out.
 
-Writes `memory.json` and `memory.png` into the output folder.
+Writes `memory.json` and `memory.svg` into the output folder.
 """
 
 import argparse
+import dataclasses
 import pathlib
 from typing import Any
 
@@ -22,12 +23,13 @@ import jax
 import jax.numpy as jnp
 import matplotlib
 import optax
-from _common import device_line, positive, prepare_folder, save_figure, write_report
+from _common import OUTPUT, device_line, positive, prepare_folder, save_figure, write_report
 from rich.console import Console
 
 from jmp import diagnostics
 
 matplotlib.use("Agg")
+import matplotlib.pyplot as plt
 
 # Name, policy, and whether each block is under `jax.checkpoint`.
 RUNS = (
@@ -75,7 +77,7 @@ class GPT(nn.Module):
         return embedding.attend(nn.LayerNorm()(x))
 
 
-def parse_arguments() -> argparse.Namespace:
+def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -87,20 +89,31 @@ def parse_arguments() -> argparse.Namespace:
     add("--batch-size", type=positive(int), default=8)
     add("--vocabulary", type=positive(int), default=256)
     add("--xla", action=argparse.BooleanOptionalAction, default=True, help="compile as well")
-    add("--output-dir", type=pathlib.Path, default=pathlib.Path("results"))
+    add("--output-dir", type=pathlib.Path, default=OUTPUT)
+    return parser
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argument_parser()
     arguments = parser.parse_args()
     if arguments.width % arguments.heads:
         parser.error(f"--width {arguments.width} is no multiple of --heads {arguments.heads}")
     return arguments
 
 
-def count(policy: str, checkpoint: bool, arguments: argparse.Namespace) -> Any:
-    """Returns the memory report of one run."""
+def count(
+    policy: str, checkpoint: bool, arguments: argparse.Namespace, sharding: Any = None
+) -> Any:
+    """Returns the memory report of one run; `sharding` names another device than those here."""
     model = GPT(
         arguments.layers, arguments.width, arguments.heads, arguments.vocabulary, checkpoint
     )
-    tokens = jax.ShapeDtypeStruct((arguments.batch_size, arguments.length), jnp.int32)
-    params = jax.eval_shape(model.init, jax.random.key(0), tokens)
+    size = (arguments.batch_size, arguments.length)
+    tokens = jax.ShapeDtypeStruct(size, jnp.int32, sharding=sharding)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), tokens)
+    params = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes
+    )
 
     def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
         logits, labels = model.apply(params, tokens)[:, :-1], tokens[:, 1:]
@@ -128,6 +141,37 @@ def layer_factor(report: Any, arguments: argparse.Namespace) -> dict[str, float]
     }
 
 
+def to_dict(report: Any, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns what is written down of a report: all but its hundreds of rows."""
+    found = report.to_dict()
+    for part in (found, found["without_checkpoint"]):
+        part and part.pop("residuals")
+    return {**found, "transformer_factors": layer_factor(report, arguments)}
+
+
+def read(run: dict[str, Any]) -> diagnostics.MemoryReport:
+    """Returns the report that `to_dict` wrote down, its arrays as one row of each dtype."""
+    rows = [
+        diagnostics.Residual("", "", "", dtype, (size,), of_parameters, 1, size)
+        for of_parameters, sizes in ((False, "activation_bytes"), (True, "copy_bytes"))
+        for dtype, size in run[sizes].items()
+    ]
+    known = {field.name for field in dataclasses.fields(diagnostics.MemoryReport)}
+    given = {name: value for name, value in run.items() if name in known}
+    given |= {"residuals": tuple(rows), "without_checkpoint": None}
+    return diagnostics.MemoryReport(**given)
+
+
+def plot(reports: dict[str, dict[str, Any]]) -> Any:
+    """Draws a panel for each title: the reports of its runs, as `to_dict` writes them down."""
+    size = (7, 0.4 + 2.7 * len(reports))
+    figure, panels = plt.subplots(len(reports), squeeze=False, figsize=size, layout="constrained")
+    for axes, (title, runs) in zip(panels[:, 0], reports.items(), strict=True):
+        diagnostics.plot_memory({name: read(run) for name, run in runs.items()}, axes)
+        axes.set_title(title, loc="right", fontsize=9, fontweight="bold", pad=36)
+    return figure
+
+
 def main() -> None:
     arguments = parse_arguments()
     prepare_folder(arguments.output_dir, "--output-dir")
@@ -142,18 +186,12 @@ def main() -> None:
         console.print(f"  {name}: {', '.join(f'{v:.1f} {k}' for k, v in factor.items())}")
     console.print(f"  by Korthikanti et al.'s formula, float16 and dropout: {formula:.1f}")
 
-    axes = diagnostics.plot_memory(reports)
-    save_figure(axes.figure, arguments.output_dir / "memory.png")
-    data = {name: report.to_dict() for name, report in reports.items()}
-    for report in (*data.values(), *(report["without_checkpoint"] for report in data.values())):
-        report and report.pop("residuals")  # hundreds of rows
-    write_report(
-        arguments.output_dir / "memory.json",
-        arguments,
-        reports=data,
-        transformer_factors=factors,
-    )
-    console.print(f"Wrote {arguments.output_dir / 'memory.json'} and memory.png beside it.")
+    data = {name: to_dict(report, arguments) for name, report in reports.items()}
+    path = arguments.output_dir / "memory.json"
+    report = write_report(path, arguments, reports=data)
+    title = f"GPT of --layers {arguments.layers} --width {arguments.width}, counted, not measured"
+    save_figure(plot({title: report["reports"]}), path.with_suffix(".svg"))
+    console.print(f"Wrote {path} and memory.svg beside it.")
 
 
 if __name__ == "__main__":

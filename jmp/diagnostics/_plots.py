@@ -26,11 +26,14 @@ STYLES = {
     "activation gradient": ("#D55E00", "-"),
     "value": ("#000000", "-"),
 }
-TOP = 30.0  # of the share's axis: room for the legend above 100 %
+TOP = 5.0  # of the share's axis
 
 
 def plot_memory(reports: Mapping[str, MemoryReport], axes: Any = None) -> Any:
-    """Draws a bar for each memory report, stacked of its parts.
+    """Draws a bar for each memory report, stacked of its parts, and beside it XLA's peak.
+
+    The bar is what JAX keeps, counted from shapes; the diamond what XLA's compiled program needs at
+    most, where the report has it. The second decides whether a training fits.
 
     Args:
       reports: what `memory_report` returned, by the names of the bars.
@@ -43,7 +46,7 @@ def plot_memory(reports: Mapping[str, MemoryReport], axes: Any = None) -> Any:
     >>> arguments = jnp.ones((8, 4)), jnp.ones((16, 8))
     >>> report = memory_report(lambda w, x: jnp.sum(x @ w), compiled=False)(*arguments)
     >>> plot_memory({"float32": report}).get_xlabel()
-    'MB'
+    'memory, MB'
     """
     check_reports(reports, "plot_memory")
     axes = _axes_or_new(axes, "plot_memory", 6.4, 1.2 + 0.5 * len(reports))
@@ -55,13 +58,28 @@ def plot_memory(reports: Mapping[str, MemoryReport], axes: Any = None) -> Any:
         if any(widths):
             axes.barh(list(reports), widths, 0.65, ends, color=color, edgecolor="white", label=part)
         ends = [end + width for end, width in zip(ends, widths, strict=True)]
-    for position, end in enumerate(ends):
-        axes.text(end, position, f" {end:.3g}", va="center", fontsize=9)
+    _peaks(axes, [report.xla_peak_bytes for report in reports.values()], ends, unit)
     axes.invert_yaxis()  # the first at the top
-    axes.margins(x=0.1)
-    axes.set_xlabel(name)
-    axes.legend(fontsize=8, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1), frameon=False)
+    axes.margins(x=0.15)
+    axes.set_xlabel(f"memory, {name}")
+    axes.legend(fontsize=8, ncols=3, loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
     return axes
+
+
+def _peaks(axes: Any, peaks: Sequence[int | None], ends: Sequence[float], unit: float) -> None:
+    """Writes the sum behind each bar, and below it XLA's peak, which is marked by a diamond."""
+    low = len(ends) - 0.35 if any(peaks) else len(ends) - 0.5
+    axes.set_ylim(-0.5, low)
+    label = "XLA's peak, no optimizer"
+    for position, (end, peak) in enumerate(zip(ends, peaks, strict=True)):
+        axes.text(end, position, f" {end:#.3g} kept".replace(". ", " "), va="center", fontsize=8)
+        if peak is None:
+            continue
+        look = {"color": "black", "markersize": 5, "linestyle": ""}
+        axes.plot([peak / unit], [position + 0.43], "D", label=label, **look)
+        words = f"   {peak / unit:#.3g} peak".replace(". ", " ")
+        axes.text(peak / unit, position + 0.43, words, va="center", fontsize=8)
+        label = ""  # one line of the legend for all
 
 
 def plot_ranges(totals: Sequence[Range], dtype: DTypeLike, scale: float | None, axes: Any) -> Any:
@@ -71,10 +89,12 @@ def plot_ranges(totals: Sequence[Range], dtype: DTypeLike, scale: float | None, 
     axes.set_yscale("log")
     _fit(axes, totals, limits, scale)
     _shade(axes, limits)
-    for total in totals:
-        _line(axes, total, scale)
-    axes.set(xlabel="magnitude", ylabel="share of the numbers")
-    axes.legend(fontsize=8, loc="upper right")
+    for place, total in enumerate(totals):
+        _line(axes, total, scale, 0.02 + 0.025 * place)
+    axes.set(xlabel="absolute value, powers of two", ylabel="share of the numbers, %")
+    # Above the words of the shades: within the axes it could hide a line.
+    place = {"loc": "lower right", "bbox_to_anchor": (1, 1.06), "borderaxespad": 0}
+    axes.legend(fontsize=8, ncols=2, frameon=False, **place)
     return axes
 
 
@@ -91,7 +111,7 @@ def _fit(axes: Any, totals: Sequence[Range], limits: Limits, scale: float | None
     axes.set(xlim=(left, right), ylim=(min(axes.get_ylim()[0], least / 2), TOP))
     axes.xaxis.set_major_locator(MultipleLocator(8 if right - left < 120 else 32))
     axes.xaxis.set_major_formatter(lambda exponent, _: f"$2^{{{exponent:.0f}}}$")
-    axes.yaxis.set_major_formatter(lambda share, _: f"{100 * share:.6g} %" if share <= 1 else "")
+    axes.yaxis.set_major_formatter(lambda share, _: f"{100 * share:.6g}" if share <= 1 else "")
 
 
 def _shade(axes: Any, limits: Limits) -> None:
@@ -107,17 +127,17 @@ def _shade(axes: Any, limits: Limits) -> None:
     axes.text(largest, 1.02, " infinite", ha="left", **words)
 
 
-def _line(axes: Any, total: Range, scale: float | None) -> None:
+def _line(axes: Any, total: Range, scale: float | None, left: float) -> None:
     color, dashes = STYLES[total.role]
     size = max(1, total.size)
     places = total.lowest + total.shift(scale) + np.arange(len(total.counts) + 1)
     words = f"{total.role}s, {total.dtype}: {100 * total.zeros / size:.3g} % zero"
     line = {"color": color, "linestyle": dashes, "linewidth": 1.6, "label": words}
     axes.stairs(total.counts / size, places, **line)
-    # A logarithm has no place for zeros: at the left end, whatever is drawn there later.
+    # A logarithm has no place for zeros: at the left end, each role beside the others.
     if total.zeros:
-        dot = {"color": color, "markersize": 6, "transform": axes.get_yaxis_transform()}
-        axes.plot([0.02], [total.zeros / size], "o", **dot)
+        dot = {"color": color, "markersize": 5, "transform": axes.get_yaxis_transform()}
+        axes.plot([left], [total.zeros / size], "o", **dot)
 
 
 def _axes_or_new(axes: Any, caller: str, width: float, height: float) -> Any:

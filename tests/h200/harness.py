@@ -99,7 +99,7 @@ def compile_for_h200(
 
     Returns: the program and its figures.
     """
-    sharding = _one_h200()
+    sharding = one_h200()
     specs = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=sharding, weak_type=leaf.weak_type
@@ -159,7 +159,8 @@ def _nothing_stored() -> Iterator[None]:
 
 
 @functools.cache
-def _one_h200() -> NamedSharding:
+def one_h200() -> NamedSharding:
+    """Returns where the arguments of a program for one H200 lie."""
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=HARDWARE_FACTS.read_text(), topology="1x1x1"
     )

@@ -242,17 +242,25 @@ def test_a_gather_by_hand_in_a_scan_sends_float8_forward_and_backward(monkeypatc
     assert products(program)[1] == 0
 
 
-def print_full_sizes():
-    """Prints the figures of docs/float8.md."""
-    up, down = PAIR
-    with jax.numpy_rank_promotion("allow"):
-        params, batch = jax.eval_shape(lambda: gpt()[1:])
-    compiled(lambda *args: gpt()[0](*args), params, *batch)
-    compiled(scanned, (float32(8, 1024, 4096), float32(8, 4096, 1024)), X)
-    compiled(*TWO_MLPS)
-    compiled(*with_head(gated, up, up, down, float32(1024)))
-    compiled(*with_head(with_biases, up, down, float32(4096), float32(1024)))
+def small_gpt():
+    params, batch = jax.eval_shape(lambda: gpt()[1:])
+    return lambda *args: gpt()[0](*args), params, *batch
 
 
-if __name__ == "__main__":
-    print_full_sizes()
+# The table of docs/float8.md, which `python -m benchmarks.run --suite programs` counts.
+UP, DOWN = PAIR
+FULL_SIZES = {
+    "GPT, 4 layers of width 512, 8 x 512 tokens": small_gpt,
+    "8 scanned MLPs 1024-4096, 8192 tokens": lambda: (
+        scanned,
+        (float32(8, 1024, 4096), float32(8, 4096, 1024)),
+        X,
+    ),
+    "2 MLPs 1024-4096 and a head, 8192 tokens": lambda: TWO_MLPS,
+    "the same with RMSNorm, silu and a gate, and residual sums": lambda: with_head(
+        gated, UP, UP, DOWN, float32(1024)
+    ),
+    "the same with gelu and biases, and residual sums": lambda: with_head(
+        with_biases, UP, DOWN, float32(4096), float32(1024)
+    ),
+}

@@ -1,0 +1,138 @@
+"""Programs for an H200 whose figures stand on pages of the documentation, beside those of recipes.
+
+`python -m benchmarks.run --suite programs` counts them into `results/benchmarks/programs.json`, and
+`python -m benchmarks.report` writes the tables of the pages anew. Counted, not timed, without a
+GPU. A group is a table; its rows are compiled each in a process of its own.
+"""
+
+import dataclasses
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import float8_convolutions
+from benchmarks.processes import ROOT
+from tests.h200 import test_float8, test_fused_attention
+from tests.h200.harness import Program, compile_for_h200, one_h200
+from tests.h200.training_steps import WAYS, compile_step
+from tests.models import MODELS
+
+MODEL_TITLES = {
+    "resnet": "ResNet, batch 256, 32 x 32",
+    "unet": "U-Net with GroupNorm, batch 64, 64 x 64",
+    "gpt": "GPT, 4 layers, width 512, 8 x 512 tokens",
+    "scanned_gpt": "the same, scanned with remat",
+    "lstm": "LSTM, 2 x 512, 64 x 128 tokens",
+    "plain_transformer": "RMSNorm, rotary, SwiGLU in plain JAX, 4 layers",
+}
+ATTENTIONS = {
+    "rotary positions, 8 heads over 2 of the keys, causal and padded": test_fused_attention.Llama,
+    "BERT's, with a bias of its padding": test_fused_attention.Bert,
+    "an odd number of patches, no mask": test_fused_attention.ViT,
+}
+GPT2_SMALL = ["--layers=12", "--width=768", "--heads=12", "--length=1024", "--vocabulary=50257"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """A table: `rows` has what counts each of its rows, by the row's title."""
+
+    name: str
+    title: str
+    rows: dict[str, Callable[[], Any]]
+
+
+def figures(program: Program) -> dict[str, int]:
+    return {name: getattr(program, name) for name in ("bytes_moved", "temp_bytes", "kernels")}
+
+
+def autocast_step(name: str) -> dict[str, Any]:
+    """Counts a training step in float32, in float16 by hand, and in float16 by autocast."""
+    (model,) = (row for row in MODELS if row.name == name)
+    return {way: figures(compile_step(model, way, {})) for way in WAYS}
+
+
+def attention(module: Any) -> dict[str, Any]:
+    """Counts the gradient of one attention: in float16 by hand, and fused by autocast."""
+    x, padding = test_fused_attention.X, test_fused_attention.PADDING
+    params = jax.eval_shape(module().init, jax.random.key(0), x, padding)
+    steps = {
+        "by hand": test_fused_attention.step(module(jnp.float16)),
+        "fused": test_fused_attention.step(module(), attention="fused"),
+    }
+    return {way: figures(compile_for_h200(step, params, x, padding)) for way, step in steps.items()}
+
+
+def float8_step(title: str) -> dict[str, Any]:
+    """Counts an SGD step under "mixed_float8" and under "mixed_bfloat16"."""
+    loss, *arguments = test_float8.FULL_SIZES[title]()
+    found: dict[str, Any] = {}
+    with jax.numpy_rank_promotion("allow"):
+        for policy in ("mixed_float8", "mixed_bfloat16"):
+            step = test_float8.step(loss, policy)
+            program = compile_for_h200(step, *arguments, donate_argnums=0)
+            float8, others = test_float8.products(program)
+            found[policy] = figures(program) | {"float8": float8, "products": float8 + others}
+    return found
+
+
+def gpt2_memory(run: str) -> dict[str, Any]:
+    """Counts what a step of GPT-2 small holds: by JAX's count, and by XLA's for an H200."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    example = importlib.import_module("memory")
+    arguments = example.argument_parser().parse_args(GPT2_SMALL)
+    (policy,) = (row[1:] for row in example.RUNS if row[0] == run)
+    return example.to_dict(example.count(*policy, arguments, sharding=one_h200()), arguments)
+
+
+def convolution(title: str) -> dict[str, Any]:
+    return {"rows": float8_convolutions.single_products(title)}
+
+
+def convolution_step(title: str) -> dict[str, Any]:
+    return {"rows": float8_convolutions.training_steps(title)}
+
+
+def rows(count: Callable[[Any], Any], names: dict[str, Any]) -> dict[str, Callable[[], Any]]:
+    """Returns `{title: count of what stands under it}`."""
+    return {title: functools.partial(count, given) for title, given in names.items()}
+
+
+def same(names: Any) -> dict[str, str]:
+    return {name: name for name in names}
+
+
+MEMORY_RUNS = ("float32", "mixed float16", "mixed float16, checkpoint")
+GROUPS = (
+    Group("autocast", "Training steps by autocast", rows(autocast_step, same(MODEL_TITLES))),
+    Group("attention", "One attention, fused", rows(attention, ATTENTIONS)),
+    Group("float8", "Steps in float8", rows(float8_step, same(test_float8.FULL_SIZES))),
+    Group("memory", "GPT-2 124M, 8 x 1024 tokens", rows(gpt2_memory, same(MEMORY_RUNS))),
+    Group(
+        "convolutions",
+        "Convolutions in float8, alone",
+        rows(convolution, same(float8_convolutions.KERNELS)),
+    ),
+    Group(
+        "convolution-steps",
+        "Convolutions in float8, in training steps",
+        rows(convolution_step, same(float8_convolutions.STEPS)),
+    ),
+)
+
+
+def find(name: str) -> Group:
+    groups = {group.name: group for group in GROUPS}
+    if name not in groups:
+        raise ValueError(f"find got the group {name!r}; expected one of {', '.join(groups)}.")
+    return groups[name]
+
+
+def counted(group: str, row: str) -> dict[str, Any]:
+    """Returns what a row of a group says."""
+    return find(group).rows[row]()
