@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import _counted, programs
+from benchmarks import _counted, planner_rules, programs
 from benchmarks._tables import table
 from benchmarks.processes import ROOT
 from benchmarks.workloads import UPDATES
@@ -33,6 +33,8 @@ FILES = {
     "memory": "results/memory.json",
     "recipes": "results/benchmarks/compiled.json",
     "programs": "results/benchmarks/programs.json",
+    "rules": "results/planner_rules.json",
+    "constants": "results/planner_constants.json",
 }
 COMMANDS = {
     "char_lm": "python examples/char_lm.py --output-dir results",
@@ -42,6 +44,8 @@ COMMANDS = {
     "memory": "python examples/memory.py --output-dir results",
     "recipes": "python -m benchmarks.run --suite compiled",
     "programs": "python -m benchmarks.run --suite programs",
+    "rules": "python benchmarks/planner_rules.py",
+    "constants": "python benchmarks/planner_constants.py",
 }
 FIGURES: dict[str, Callable[[Any], str]] = {}
 
@@ -419,3 +423,58 @@ def _(found: Any) -> str:
 def _(found: Any) -> str:
     headers = ["step", "in float8", "bytes", "temp memory", "kernels", "float8 products"]
     return table(headers, _all_rows(found, "convolution-steps"))
+
+
+# What autocast's rules and constants are worth.
+
+SHORT_TITLES = {
+    "resnet": "ResNet",
+    "unet": "U-Net",
+    "gpt": "GPT",
+    "scanned_gpt": "scanned GPT",
+    "equinox_attention": "attention",
+    "lstm": "LSTM",
+    "plain_transformer": "plain transformer",
+}
+
+
+def _rules(found: Any, what: str, models: list[str]) -> str:
+    """Returns a table of what each rule is worth; without rules that change nothing."""
+    base = found["all rules"][what]
+    rows = [
+        [rule.name, *(planner_rules.ratios(found[rule.name][what][m], base[m]) for m in models)]
+        for rule in planner_rules.RULES
+        if rule.name in found  # "rows in one pass" is newer than the file
+    ]
+    titles = [SHORT_TITLES.get(model, model) for model in models]
+    return table(["without the rule", *titles], [row for row in rows if any(row[1:])])
+
+
+@figure("rules/cost")
+def _(found: Any) -> str:
+    return _rules(found, "cost", list(found["all rules"]["cost"]))
+
+
+@figure("rules/errors")
+def _(found: Any) -> str:
+    models = [name for name in found["all rules"]["errors"] if name in SHORT_TITLES]
+    return _rules(found, "errors", models)
+
+
+@figure("rules/programs")
+def _(found: Any) -> str:
+    programs = [name for name in found["all rules"]["errors"] if name not in SHORT_TITLES]
+    return _rules(found, "errors", programs)
+
+
+@figure("constants/layers")
+def _(found: Any) -> str:
+    """Errors of a carry in half over those of a carry in float32."""
+    rows = []
+    for row in found["LAYERS"]:
+        cells = []
+        for half, digits in (("float16", 4), ("bfloat16", 3)):
+            low, full = row[f"{half}, in half"], row[f"{half}, in float32"]
+            cells.append(f"{low:.{digits}f} / {full:.4f} = {low / full:.1f}")
+        rows.append([row["carry"], str(row["turns"]), *cells])
+    return table(["carry", "turns", "float16", "bfloat16"], rows)
