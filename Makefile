@@ -53,6 +53,7 @@ bench: .venv-test/installed benchmarks/peers/installed  ## Count and time everyt
 	.venv-test/bin/python -m benchmarks.run --suite compiled
 	.venv-test/bin/python -m benchmarks.run --suite checks --only gpt2 resnet50-cifar-128 update-60
 	.venv-test/bin/python -m benchmarks.run --suite wire
+	.venv-test/bin/python -m benchmarks.run --suite programs
 	.venv-test/bin/python -m benchmarks.run --suite cpu --only gpt2 update-60
 	.venv-test/bin/python -m benchmarks.start_up
 	.venv-test/bin/python -m benchmarks.report

@@ -19,11 +19,12 @@ import numpy as np
 
 from benchmarks import _counted, planner_rules, programs
 from benchmarks._tables import table
+from benchmarks._wire_report import MIB
 from benchmarks.processes import ROOT
 from benchmarks.workloads import UPDATES
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md")))
-MARK = re.compile(r"<!-- from (\S+) -->(.*?)<!-- end -->", re.S)
+MARK = re.compile(r"(^ +)?<!-- from (\S+) -->(.*?)<!-- end -->", re.S | re.M)
 
 FILES = {
     "char_lm": "results/char_lm.json",
@@ -33,6 +34,7 @@ FILES = {
     "memory": "results/memory.json",
     "recipes": "results/benchmarks/compiled.json",
     "programs": "results/benchmarks/programs.json",
+    "wire": "results/benchmarks/wire.json",
     "rules": "results/planner_rules.json",
     "constants": "results/planner_constants.json",
 }
@@ -44,6 +46,7 @@ COMMANDS = {
     "memory": "python examples/memory.py --output-dir results",
     "recipes": "python -m benchmarks.run --suite compiled",
     "programs": "python -m benchmarks.run --suite programs",
+    "wire": "python -m benchmarks.run --suite wire",
     "rules": "python benchmarks/planner_rules.py",
     "constants": "python benchmarks/planner_constants.py",
 }
@@ -67,7 +70,15 @@ def rewritten(text: str) -> str:
 
     Raises: ValueError for a name that is not known.
     """
-    return MARK.sub(lambda found: f"<!-- from {found[1]} -->{value(found[1])}<!-- end -->", text)
+
+    def again(found: re.Match[str]) -> str:
+        indent = found[1] or ""  # of a table in a list
+        text = value(found[2])
+        if "\n" in text:
+            text = "\n".join(indent + line if line else "" for line in text.split("\n")) + indent
+        return f"{indent}<!-- from {found[2]} -->{text}<!-- end -->"
+
+    return MARK.sub(again, text)
 
 
 @functools.cache
@@ -293,6 +304,14 @@ def _(found: Any) -> str:
     return table(["", *KIND_TITLES], rows)
 
 
+@figure("programs/memory-within")
+def _(found: Any) -> str:
+    """How far XLA's temp in mixed precision is from what JAX keeps."""
+    report = _gpt2(found, KINDS[1])
+    kept = sum(report["parts"][part] for part in ("activations", "copies of parameters"))
+    return percent(abs(report["xla_temp_bytes"] / kept - 1))
+
+
 @figure("programs/memory-factor")
 def _(found: Any) -> str:
     return f"{_gpt2(found, KINDS[1])['transformer_factors']['within the blocks']:.1f}"
@@ -425,6 +444,44 @@ def _(found: Any) -> str:
     return table(headers, _all_rows(found, "convolution-steps"))
 
 
+def _more_bytes(form: str) -> Callable[[Any], str]:
+    def make(found: Any) -> str:
+        """Returns the bytes that networks move more with a form, such as "5 to 6 %"."""
+        rows = [row for row in _all_rows(found, "convolution-steps") if row[1] == form]
+        more = sorted(round(100 * (float(row[2]) - 1)) for row in rows)
+        return f"{more[0]} to {more[-1]} %"
+
+    return make
+
+
+figure("programs/convolution-forward")(_more_bytes("forward"))
+figure("programs/convolution-both")(_more_bytes("forward, gradient of the input"))
+
+
+@figure("wire/float8-table")
+def _(found: Any) -> str:
+    """Gathers and sums of FSDP in half and in float8; cases that send the same are one row."""
+    titles = {
+        "fsdp-shard-map": "`all_gather` in `shard_map`",
+        "fsdp-explicit": "`reshard`",
+        "fsdp-constraint": "`with_sharding_constraint`",
+        "fsdp": "jit alone",
+    }
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for case, title in titles.items():
+        recipes = found["workloads"][case]["recipes"]
+        if "error" in recipes["autocast-f8"]:
+            continue
+        half, float8 = recipes["autocast"]["received"], recipes["autocast-f8"]["received"]
+        names = (("float8", "all-gather f8e4m3fn"), ("bfloat16", "all-gather bf16"))
+        gathers = ", ".join(f"{float8[kind] / MIB:.1f} {name}" for name, kind in names)
+        sums = float8["reduce-scatter bf16"]
+        cells = f"{half['all-gather f16'] / MIB:.1f}", gathers, f"{sums / MIB:.1f}"
+        rows.setdefault(cells, []).append(title)
+    headers = ["FSDP", "half: gathers", "float8: gathers", "sums of gradients"]
+    return table(headers, [[", ".join(same), *cells] for cells, same in rows.items()])
+
+
 # What autocast's rules and constants are worth.
 
 SHORT_TITLES = {
@@ -472,6 +529,8 @@ def _(found: Any) -> str:
     """Errors of a carry in half over those of a carry in float32."""
     rows = []
     for row in found["LAYERS"]:
+        if row["turns"] > 512:  # float16 overflows
+            continue
         cells = []
         for half, digits in (("float16", 4), ("bfloat16", 3)):
             low, full = row[f"{half}, in half"], row[f"{half}, in float32"]
