@@ -19,6 +19,7 @@ from benchmarks import (
     _measured,
     _wire_report,
     models,
+    programs,
     public_models,
     recipes,
     report,
@@ -279,6 +280,26 @@ def test_a_rehearsal_of_the_wire_writes_what_the_report_reads(h200, tmp_path, mo
     assert ours == ["", "autocast", "1.0 f16 + 2.0 f32", "", "", "", "3.0"]
     counted["autocast"] = {"error": "out of memory"}
     assert "- FSDP, jit, autocast: not run: out of memory" in _wire_report.section(results)
+
+
+def test_programs_of_pages_are_counted_row_by_row(tmp_path, monkeypatch):
+    def failing():
+        raise RuntimeError("does not compile")
+
+    rows = {"one": lambda: {"kernels": 3}, "two": failing}
+    monkeypatch.setattr(programs, "GROUPS", (programs.Group("float8", "A table", rows),))
+    workers = lambda names, platform: contextlib.nullcontext({n: InThisProcess() for n in names})
+    monkeypatch.setattr(benchmarks.run, "workers", workers)
+    arguments = ["run.py", "--suite=programs", f"--output-dir={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", [*arguments, "--only", "float8"])
+    with pytest.raises(RuntimeError, match="does not compile"):  # a worker of its own answers it
+        benchmarks.run.main()
+    del rows["two"]
+    benchmarks.run.main()
+    found = json.loads((tmp_path / "programs.json").read_text())["workloads"]
+    assert found == {"float8": {"title": "A table", "recipes": {"one": {"kernels": 3}}}}
+    with pytest.raises(ValueError, match="got the group 'float16'; expected one of float8"):
+        programs.find("float16")
 
 
 @pytest.mark.parametrize(

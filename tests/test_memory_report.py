@@ -1,5 +1,6 @@
 """What the memory report counts, and that it is what the compiled program hands on."""
 
+import dataclasses
 import json
 import sys
 
@@ -502,6 +503,23 @@ def test_bars_are_stacked_to_the_total():
     np.testing.assert_allclose(widths.sum(0), totals)
     assert axes.yaxis_inverted()  # the first at the top
     assert "masters" not in [text.get_text() for text in axes.get_legend().get_texts()]
+    assert not axes.lines  # these were not compiled
+    plt.close("all")
+
+
+def test_xlas_peak_is_marked_beside_what_jax_keeps():
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    first, second = two_reports().values()
+    compiled = dataclasses.replace(second, xla_peak_bytes=3_000_000)
+    axes = plot_memory({"first": first, "second": compiled})
+    assert [list(line.get_xdata()) for line in axes.lines] == [[3.0]]
+    words = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert "XLA's peak, no optimizer" in words
+    assert sum("3.00 peak" in text.get_text() for text in axes.texts) == 1
     plt.close("all")
 
 

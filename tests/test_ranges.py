@@ -577,6 +577,10 @@ def test_the_picture():
         "zero", "subnormal", "normal in bfloat16", "infinite",
     ]  # fmt: skip
     figure.canvas.draw()
+    # The legend is above the axes, and dots of zeros are beside each other: nothing hides a line.
+    assert second.get_legend().get_window_extent().y0 > second.get_window_extent().y1
+    dots = [line.get_xdata()[0] for line in second.lines]
+    assert len(dots) == len(set(dots))
     plt.close(figure)
 
 

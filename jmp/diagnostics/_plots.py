@@ -93,8 +93,8 @@ def plot_ranges(totals: Sequence[Range], dtype: DTypeLike, scale: float | None, 
         _line(axes, total, scale, 0.02 + 0.025 * place)
     axes.set(xlabel="absolute value, powers of two", ylabel="share of the numbers, %")
     # Above the words of the shades: within the axes it could hide a line.
-    place = {"loc": "lower right", "bbox_to_anchor": (1, 1.06), "borderaxespad": 0}
-    axes.legend(fontsize=8, ncols=2, frameon=False, **place)
+    above = {"loc": "lower right", "bbox_to_anchor": (1, 1.06), "borderaxespad": 0}
+    axes.legend(fontsize=8, ncols=2, frameon=False, **above)
     return axes
 
 
