@@ -316,10 +316,11 @@ def plot(runs: list[dict[str, Any]], path: pathlib.Path) -> None:
         look["label"] = f"{result['precision']}, batch {batch_size}"
         top.plot(epochs, history["loss"], **look)
         bottom.plot(epochs, 100 * np.array(history["test_accuracy"]), **look)
-    top.set(yscale="log", ylabel="training loss, mean of the epoch")
+    top.set(yscale="log", ylabel="training loss, nats, mean of the epoch")
     bottom.set(xlabel="epoch", ylabel="test accuracy, %")
     bottom.xaxis.get_major_locator().set_params(integer=True)
-    bottom.legend(fontsize=8, handlelength=4)
+    handles = bottom.get_legend_handles_labels()
+    figure.legend(*handles, loc="outside upper center", ncols=3, fontsize=8, handlelength=4)
     top.grid(alpha=0.3)
     bottom.grid(alpha=0.3)
     save_figure(figure, path)

@@ -41,7 +41,7 @@ import matplotlib
 import numpy as np
 import optax
 from _checkpoints import Checkpoints, check_checkpoints
-from _common import COLORS, OUTPUT, begin, positive, save_figure, write_report
+from _common import COLORS, OUTPUT, begin, legend_above, positive, save_figure, write_report
 from _devices import (
     DEVICE_OPTIONS,
     add_device_options,
@@ -407,13 +407,14 @@ def plot(arguments: argparse.Namespace, history: dict[str, Any], path: pathlib.P
     top.plot(middles, smoothed, color=COLORS[3], linewidth=1.6, label=label)
     top.plot(*zip(*history["validation"], strict=True), "o", color=COLORS[1], label="validation")
     top.set(ylabel="loss, nats a byte", title=f"GPT in {arguments.precision}")
-    top.legend(fontsize=8)
+    handles = top.get_legend_handles_labels()
+    figure.legend(*handles, loc="outside upper center", ncols=3, fontsize=8)
     scale = np.array(history["loss_scale"])
     bottom.plot(steps, scale, color=COLORS[0], drawstyle="steps-post")
     skipped = np.flatnonzero(np.diff(history["skipped"], prepend=0))
     if len(skipped):
         bottom.plot(steps[skipped], scale[skipped], "x", color=COLORS[1], label="skipped")
-        bottom.legend(fontsize=8)
+        legend_above(bottom)
     bottom.set_yscale("log", base=2)
     bottom.set(xlabel="step", ylabel="loss scale")
     for axes in (top, bottom):
