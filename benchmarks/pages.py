@@ -171,6 +171,27 @@ def _(found: Any) -> str:
     return table(headers, rows)
 
 
+def _accuracy(found: Any, name: str) -> str:
+    return percent(np.mean(found["precisions"][name]["test_accuracy"]), 2)
+
+
+@figure("digits/float32")
+def _(found: Any) -> str:
+    return _accuracy(found, "float32")
+
+
+@figure("digits/mixed-float16")
+def _(found: Any) -> str:
+    return _accuracy(found, "mixed float16")
+
+
+@figure("digits/mixed-float16-difference")
+def _(found: Any) -> str:
+    result = found["precisions"]["mixed float16"]
+    error = 100 * result["accuracy_difference_standard_error"]
+    return f"{100 * result['accuracy_difference']:+.2f} ± {error:.2f}"
+
+
 @figure("digits/seeds")
 def _(found: Any) -> str:
     return str(found["options"]["seeds"])
@@ -348,6 +369,14 @@ def _(found: Any) -> str:
     absolute = [f"{base['bytes_moved'] / 1e9:.1f} GB", str(base["kernels"])]
     rows[0] = ["by hand", *absolute, f"{base['temp_bytes'] / 1e9:.1f} GB"]
     return table(["", "bytes moved", "kernels", "temp memory"], rows)
+
+
+def _of_gpt2(name: str) -> Callable[[Any], str]:
+    return lambda found: _counted.ratio(found["workloads"]["gpt2"]["recipes"], name, "bytes_moved")
+
+
+figure("recipes/gpt2-autocast-bytes")(_of_gpt2("autocast"))
+figure("recipes/gpt2-float32-bytes")(_of_gpt2("float32"))
 
 
 @figure("recipes/update-table")
@@ -537,3 +566,14 @@ def _(found: Any) -> str:
             cells.append(f"{low:.{digits}f} / {full:.4f} = {low / full:.1f}")
         rows.append([row["carry"], str(row["turns"]), *cells])
     return table(["carry", "turns", "float16", "bfloat16"], rows)
+
+
+@figure("constants/losses")
+def _(found: Any) -> str:
+    rows = []
+    for row in found["LOSSES"]:
+        before, after = row["before"], row["bytes_moved"]
+        rows.append(
+            [row["loss"], *(f"{b / 1e9:.2f}" for b in (before, after)), f"{after / before:.2f}"]
+        )
+    return table(["loss", "GB before", "GB", "ratio"], rows)

@@ -102,18 +102,30 @@ def aligned() -> Rows:
     return rows
 
 
-def _head(tokens: int, width: int, classes: int, limits: dict[str, Any]) -> Program:
+def cross_entropy(logits: Any, labels: Any) -> Any:
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def _head(
+    tokens: int,
+    width: int,
+    classes: int,
+    limits: dict[str, Any],
+    of_logits: Callable[[Any, Any], Any] = cross_entropy,
+) -> Program:
     """Compiles a product and its cross entropy, value and gradient."""
 
     def loss(x: Any, table: Any, labels: Any) -> Any:
-        logits = x @ table.T
-        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+        return of_logits(x @ table.T, labels)
 
     types = [jax.ShapeDtypeStruct((n, width), np.float32) for n in (tokens, classes)]
     types.append(jax.ShapeDtypeStruct((tokens,), np.int32))
-    with replaced({f"rewrites.one_pass.{name}": limit for name, limit in limits.items()}):
+    with replaced({f"rewrites.{name}": limit for name, limit in limits.items()}):
         mixed = jmp.autocast(loss, "mixed_float16")
         return compile_for_h200(jax.value_and_grad(mixed, argnums=(0, 1)), *types)
+
+
+TWO_PASSES = {"one_pass.SHORT": 2**30, "one_pass.LONG": 2**30}
 
 
 def short() -> Rows:
@@ -121,8 +133,8 @@ def short() -> Rows:
     rows = []
     for classes in (10, 21, 32, 64, 100, 1000, 8192, 16384, 50304):
         tokens, width = (1 << 16, 64) if classes <= 100 else (8192, 768)
-        off = {"SHORT": 2**30, "LONG": 2**30}
-        one, two = (_head(tokens, width, classes, limits) for limits in ({"SHORT": 1}, off))
+        on = {"one_pass.SHORT": 1}
+        one, two = (_head(tokens, width, classes, limits) for limits in (on, TWO_PASSES))
         rows.append({"classes": classes, **figures_over(one, two)})
     return rows
 
@@ -135,6 +147,60 @@ def long() -> Rows:
         program = compile_for_h200(softmax, jax.ShapeDtypeStruct((8192, length), np.float16))
         moved = round(program.bytes_moved / (2 * 8192 * length), 2)
         rows.append({"length of rows": length, "kernels": program.kernels, "bytes": moved})
+    return rows
+
+
+def picked(numbers: Any, labels: Any) -> Any:
+    return jnp.take_along_axis(numbers, labels[:, None], 1)
+
+
+def by_hand(logits: Any, labels: Any) -> Any:
+    shifted = logits - logits.max(-1, keepdims=True)
+    return (jnp.log(jnp.exp(shifted).sum(-1, keepdims=True)) - picked(shifted, labels)).mean()
+
+
+def with_z_loss(logits: Any, labels: Any) -> Any:
+    z = jax.nn.logsumexp(logits, axis=-1)
+    return cross_entropy(logits, labels) + 1e-4 * jnp.mean(z**2)
+
+
+def with_entropy(logits: Any, labels: Any) -> Any:
+    of_logs = jax.nn.softmax(logits) * jax.nn.log_softmax(logits)
+    return cross_entropy(logits, labels) + 0.01 * of_logs.sum(-1).mean()
+
+
+def of_targets(smoothing: float) -> Callable[[Any, Any], Any]:
+    def loss(logits: Any, labels: Any) -> Any:
+        targets = jax.nn.one_hot(labels, logits.shape[-1])
+        if smoothing:
+            targets = optax.smooth_labels(targets, smoothing)
+        return optax.softmax_cross_entropy(logits, targets).mean()
+
+    return loss
+
+
+LOSSES: dict[str, Callable[[Any, Any], Any]] = {
+    "cross entropy of optax (a log-sum-exp)": cross_entropy,
+    "the labels' of a log-softmax": lambda x, y: -picked(jax.nn.log_softmax(x), y).mean(),
+    "the logarithm of the labels' of a softmax": lambda x, y: (
+        -jnp.log(picked(jax.nn.softmax(x), y)).mean()
+    ),
+    "cross entropy with one-hot labels": of_targets(0),
+    "cross entropy with smoothed labels": of_targets(0.1),
+    "the first, with a z-loss": with_z_loss,
+    "the first, of logits capped by tanh": lambda x, y: cross_entropy(30 * jnp.tanh(x / 30), y),
+    "the first, with the entropy of a softmax": with_entropy,
+    "x - max(x) by hand, without `stop_gradient`": by_hand,
+}
+
+
+def losses() -> Rows:
+    """Ends of a language model: bytes with sums in two passes, and in one."""
+    rows = []
+    for title, loss in LOSSES.items():
+        programs = (_head(8192, 768, 50304, limits, loss) for limits in (TWO_PASSES, {}))
+        before, after = (program.bytes_moved for program in programs)
+        rows.append({"loss": title, "before": before, "bytes_moved": after})
     return rows
 
 
@@ -226,6 +292,7 @@ CONSTANTS: dict[str, Callable[[], Rows]] = {
     "ALIGNED": aligned,
     "LONG": long,
     "SHORT": short,
+    "LOSSES": losses,
     "LAYERS": layers,
     "LOOKED_AT": looked_at,
     "UNKNOWN": unknown,

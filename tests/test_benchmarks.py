@@ -5,7 +5,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import re
 import subprocess
 import sys
 
@@ -330,23 +329,6 @@ def test_the_page_of_published_models_is_what_the_committed_results_say():
     files = sorted(public_models.RESULTS.glob("*.json"))
     results = [json.loads(file.read_text()) for file in files]
     assert _page.page(results) == public_models.PAGE.read_text()
-
-
-def test_the_readme_says_what_the_committed_results_say():
-    readme = (ROOT / "README.md").read_text()
-    steps = json.loads((report.RESULTS / "compiled.json").read_text())["workloads"]["gpt2"]
-    ratios = [
-        _counted.ratio(steps["recipes"], name, "bytes_moved") for name in ("autocast", "float32")
-    ]
-    bytes_moved = "under autocast moves {} of the bytes of the same step in half by hand; a float32"
-    assert f"{bytes_moved.format(ratios[0])} step moves {ratios[1]}" in readme
-
-    digits = json.loads((ROOT / "results" / "digits.json").read_text())["precisions"]
-    mixed = digits["mixed float16"]
-    accuracies = [100 * np.mean(one["test_accuracy"]) for one in (digits["float32"], mixed)]
-    errors = [mixed[f"accuracy_difference{of}"] for of in ("", "_standard_error")]
-    text = "{:.2f} % in float32, {:.2f} % in mixed float16 (difference {:.2f} ± {:.2f}"
-    assert text.format(*accuracies, *(100 * error for error in errors)) in readme
 
 
 def test_the_recipes_of_others_move_as_many_bytes_as_the_step_by_hand():

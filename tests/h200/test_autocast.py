@@ -1,6 +1,6 @@
 """How lean a training step under autocast is, against the same model written in half by hand.
 
-The table of the documentation has the models at full size (`benchmarks/autocast_programs.py`); here
+The table of the documentation has the models at full size (`benchmarks/programs.py`); here
 they have fewer layers, so that they compile in seconds. Bounds are 2 % above what was measured.
 """
 
