@@ -4,6 +4,7 @@ They are tried in float32, and with each step rounded to bfloat16, as a plan may
 large numbers cancel, as in `(x + 1000) - 1000`, results and slopes differ.
 """
 
+import concurrent.futures
 import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -74,15 +75,15 @@ def extremes_of(equations: tuple[Equation, ...], place: int) -> Extremes:
             values.append(lax.reduce_precision(value, 8, 7) if is_rounded_here else value)
         return values[place]
 
-    forms = [functools.partial(function, is_rounded=is_rounded) for is_rounded in (False, True)]
-    # Run now, whatever is being traced and whatever guards what runs; NaN is expected.
-    with (
-        jax.ensure_compile_time_eval(),
-        jax.debug_nans(False),
-        jax.debug_infs(False),
-        jax.transfer_guard("allow"),
-    ):
-        pairs = [jax.jvp(form, (numbers,), (np.ones_like(numbers),)) for form in forms]
+    def values_and_slopes() -> list[Any]:
+        forms = [functools.partial(function, is_rounded=is_rounded) for is_rounded in (False, True)]
+        # NaN is expected.
+        with jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow"):
+            return [jax.jvp(form, (numbers,), (np.ones_like(numbers),)) for form in forms]
+
+    # In a thread of its own nothing is being traced, and no mesh of other devices is set.
+    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
+        pairs = thread.submit(values_and_slopes).result()
     results, slopes = (
         np.fmax(*(np.abs(np.asarray(x)) for x in both)) for both in zip(*pairs, strict=True)
     )

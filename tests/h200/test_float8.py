@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmp
 from benchmarks.float8_convolutions import single_products
-from jmp.autocasting import _eligible
+from jmp.autocasting import _eligible, _extremes
 from tests.h200.harness import compile_for_h200
 from tests.h200.wire import compile_for_h200s, h200s, wire
 from tests.models import gpt
@@ -187,6 +187,16 @@ def test_on_eight_h200s_fsdp_multiplies_and_gathers_float8():
     # Largest numbers, and norms of rows and columns.
     reduced, total = (sum(s.bytes for s in sent if kind in s.kind) for kind in ("all-reduce", ""))
     assert reduced < total / 1000
+
+
+@pytest.mark.usefixtures("h200")
+def test_functions_are_tried_here_while_a_mesh_of_devices_elsewhere_is_set():
+    _extremes.extremes_of.cache_clear()
+    loss, arguments, x = TWO_MLPS
+    with jax.set_mesh(h200s({"data": 8})):
+        gradients = jax.eval_shape(jax.grad(jmp.autocast(loss, "mixed_float8")), arguments, x)
+    assert _extremes.extremes_of.cache_info().currsize > 0
+    assert gradients[2].shape == arguments[2].shape
 
 
 def rms_norm(x, scale):
