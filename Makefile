@@ -58,6 +58,10 @@ bench: .venv-test/installed benchmarks/peers/installed  ## Count and time everyt
 	.venv-test/bin/python -m benchmarks.start_up
 	.venv-test/bin/python -m benchmarks.report
 
+.PHONY: docs # beside the folder of that name
+docs: .venv-test/installed  ## Build the documentation into site/; a warning is an error.
+	NO_MKDOCS_2_WARNING=1 .venv-test/bin/python -m mkdocs build --strict
+
 public-models: .venv-published/installed  ## Try autocast on models that others published; an hour.
 	.venv-published/bin/python -m benchmarks.public_models
 
@@ -93,6 +97,7 @@ types: .venv-test/installed  ## Check types.
 
 clean:  ## Remove the environments and caches.
 	rm -rf .venv .venv-test .venv-jax-* .venv-published benchmarks/peers build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf site
 
 # One choice of CUDA at a time: a plugin left from another choice would still be found, also by CUDA=.
 .venv/installed$(CUDA): pyproject.toml

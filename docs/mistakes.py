@@ -108,7 +108,7 @@ def page() -> str:
         parts += [f"### {title}\n", "| the mistake | | the message |\n|---|---|---|"]
         for row in rows:
             words = message_of(row.code).replace(_ALL_DTYPES, "bf16, bfloat16, f16, float16, ...")
-            words = words.replace("|", "\\|").replace("\n", " ")
+            words = words.replace("|", "\\|").replace("*", "\\*").replace("\n", " ")
             parts.append(f"| `{row.code}` | {row.error.__name__} | {words} |")
         parts.append("")
     return "\n".join(parts)
