@@ -569,7 +569,7 @@ MISTAKES: dict[str, list[Mistake]] = {
             ("transforms.with_master_params(adam, 'bf16')", "expected float32 or float64"),
             (
                 "transforms.check_optimizer_state(optax.MultiSteps(tx, 4).init(params))",
-                "Turn it round: with_loss_scale(optax.MultiSteps(adam, 4), loss_scale)",
+                "Swap the two: with_loss_scale(optax.MultiSteps(adam, 4), loss_scale)",
             ),
             (
                 "transforms.check_optimizer_state(optax.chain(tx, tx).init(params))",

@@ -162,7 +162,7 @@ def test_weights_shared_over_time_add_up_their_gradients_in_float32():
     apply_fn = linen.wrap_apply(model.apply, "mixed_float16")
     grads = jax.grad(lambda v: apply_fn(v, jnp.ones((1, steps, 1))).sum())(variables)
     kernel = grads["params"]["SimpleCell_0"]["i"]["kernel"]
-    assert kernel[0, 0] == steps  # float16 sticks at 2048
+    assert kernel[0, 0] == steps  # float16 stops growing at 2048
 
 
 def test_rules_by_path_and_by_type():
@@ -404,7 +404,7 @@ def test_the_scale_is_found_inside_a_chain_and_absent_without_one():
 
 def test_an_optimizer_in_a_failing_order_is_refused():
     inner = transforms.with_loss_scale(optax.sgd(0.1), jmp.DynamicLossScale(4.0))
-    with pytest.raises(ValueError, match="Turn it round"):
+    with pytest.raises(ValueError, match="Swap the two"):
         linen.TrainState.create(
             apply_fn=None, params={"w": jnp.ones(2)}, tx=optax.MultiSteps(inner, 2)
         )

@@ -113,7 +113,7 @@ def test_adapters_refuse_what_stands_before_loss_scaling(tx):
 
 @pytest.mark.parametrize(("name", "tx"), INSIDE.items(), ids=INSIDE.keys())
 def test_loss_scaling_inside_another_wrapper_is_refused_by_name(name, tx):
-    sentence = "Turn it round" if name == "MultiSteps" else f"inside optax.{name}, .*Put it around"
+    sentence = "Swap the two" if name == "MultiSteps" else f"inside optax.{name}, .*Put it around"
     state = tx.init(PARAMS)
     for read in (transforms.check_optimizer_state, transforms.loss_scale_state):
         with pytest.raises(ValueError, match=sentence):
@@ -166,7 +166,7 @@ def test_a_plain_update_refuses_an_order_that_fails(tx, update):
 
 @rows(INSIDE)
 def test_a_plain_update_refuses_loss_scaling_inside_another_wrapper(tx):
-    with pytest.raises(ValueError, match="Turn it round|Put it around"):
+    with pytest.raises(ValueError, match="Swap the two|Put it around"):
         plain_update(tx, PARAMS)
 
 

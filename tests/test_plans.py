@@ -75,7 +75,7 @@ def gelu(x, w, b):
       add
       mul
       tanh
-      add; near its bound a bounded function leaves few digits of one
+      add; near its bound, 1 minus a bounded function has few digits left
       mul
       mul
     dot_general in half: f32>f16 f32>f16 -> f16
@@ -94,7 +94,7 @@ def gelu_of_few_numbers(x, w):
       add
       mul
       tanh
-      add; near its bound a bounded function leaves few digits of one
+      add; near its bound, 1 minus a bounded function has few digits left
       mul
       mul
     dot_general in half: f32>f16 f32>f16 -> f16
@@ -341,7 +341,7 @@ def bounded_functions(x, w):
     island, recompute, apart: f32>f16 f32>f16 -> f16 f16 f16
       tanh
       logistic
-      sub; near its bound a bounded function leaves few digits of one
+      sub; near its bound, 1 minus a bounded function has few digits left
       add
     dot_general in half: f32>f16 f32>f16 -> f16
     dot_general in half: f32>f16 f32>f16 -> f16
@@ -818,7 +818,7 @@ def recompute_none(x, w):
       add
       mul
       tanh
-      add; near its bound a bounded function leaves few digits of one
+      add; near its bound, 1 minus a bounded function has few digits left
       mul
       mul
     dot_general in half: f32>f16 f32>f16 -> f16

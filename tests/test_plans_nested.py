@@ -195,7 +195,7 @@ def remat(x, w):
         add
         mul
         tanh
-        add; near its bound a bounded function leaves few digits of one
+        add; near its bound, 1 minus a bounded function has few digits left
         mul
         mul
       dot_general in half: f32>f16 f32>f16 -> f16

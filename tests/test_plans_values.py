@@ -185,7 +185,7 @@ def cases_of_a_bounded_result(x, w):
     dot_general in half: f32>f16 f32>f16 -> f16
     island, recompute, apart: f32>f16 -> f16
       tanh
-      sub; near its bound a bounded function leaves few digits of one
+      sub; near its bound, 1 minus a bounded function has few digits left
     dot_general in half: f32>f16 f32>f16 -> f16
     mul in half: f32>f16 1 f32>f16 -> f16
     tanh in half: f32>f16 -> f16
@@ -529,11 +529,11 @@ def arrays_of_one_number(x, w):
     dot_general in half: f32>f16 f32>f16 -> f16
     island, recompute, apart: f32>f16 f32 -> f16
       tanh
-      sub; near its bound a bounded function leaves few digits of one
+      sub; near its bound, 1 minus a bounded function has few digits left
     dot_general in half: f32>f16 f32>f16 -> f16
     island, recompute, apart: f32>f16 f32 -> f16
       tanh
-      sub; near its bound a bounded function leaves few digits of one
+      sub; near its bound, 1 minus a bounded function has few digits left
     dot_general in half: f32>f16 f32>f16 -> f16
     """
     y, z, v = x @ w, x @ w, x @ w
@@ -755,11 +755,11 @@ def one_plus_a_bounded_result(x, w):
     island, recompute, apart: f32>f16 -> f16
       tanh
       transpose
-      add; near its bound a bounded function leaves few digits of one
+      add; near its bound, 1 minus a bounded function has few digits left
     dot_general in half: f32>f16 f32>f16 -> f16
     island, recompute, apart: f32>f16 -> f16
       tanh
-      add; near its bound a bounded function leaves few digits of one
+      add; near its bound, 1 minus a bounded function has few digits left
     dot_general in half: f32>f16 f32>f16 -> f16
     tanh in half: f32>f16 -> f16
     mul in half: f32>f16 1 f32>f16 -> f16

@@ -78,8 +78,8 @@ def _within_bounds(loss_scale: LossScale) -> LossScale:
         return dataclasses.replace(loss_scale)  # type: ignore[type-var]  # each is a dataclass
     except ValueError as error:
         raise ValueError(
-            f"A checkpoint holds a {type(loss_scale).__name__} that cannot go on: {error} Restore "
-            "an earlier checkpoint; or read this one by flax.serialization.msgpack_restore, put a "
+            f"A checkpoint holds a {type(loss_scale).__name__} that cannot be used: {error} "
+            "Restore an earlier checkpoint; or read it by flax.serialization.msgpack_restore, put a "
             "number there, and give it to from_state_dict."
         ) from error
 

@@ -179,7 +179,7 @@ def cast_params(model: M, policy: str | Policy, rules: Sequence[Rule] | None = N
 def loss_scale(optimizer: nnx.Optimizer[Any]) -> LossScale:
     """Returns the loss scale in force inside an `nnx.Optimizer`; `NoOpLossScale` if it has none.
 
-    Raises: ValueError for an order at fault, see `transforms.check_optimizer_state`; or TypeError.
+    Raises: ValueError for a wrong order, see `transforms.check_optimizer_state`; or TypeError.
 
     >>> from flax import nnx
     >>> import optax

@@ -37,7 +37,7 @@ def rule_of(equation: JaxprEqn, settings: Settings) -> Rule:
     if name == "convert_element_type":
         before, after = dtype_of(equation.invars[0]), dtype_of(equation.outvars[0])
         if not (after == FLOAT32 and before in (FLOAT32, np.bool_)):
-            why = "an explicit cast is the user's word"
+            why = "an explicit cast is kept as the user wrote it"
             return dataclasses.replace(rule, category=Category.AS_WRITTEN, reason=why)
     in_half = rule.category in IN_HALF and not rule.sums_backward
     if in_half and any(True for _ in _jax_compat.inner_jaxprs(equation)):

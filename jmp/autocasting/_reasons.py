@@ -51,7 +51,7 @@ def why_float32(node: Node, inside: Set[Node], storage: Storage) -> str:
         if node.name == "mul" and node.inputs[0] is node.inputs[1]:
             return "a square, whose range a half type does not hold"
         if _cancels(node):
-            return "near its bound a bounded function leaves few digits of one"
+            return "near its bound, 1 minus a bounded function has few digits left"
     return next(filter(None, (_why_operand(v, node, inside, storage) for v in node.inputs)), "")
 
 

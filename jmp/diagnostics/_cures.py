@@ -222,7 +222,7 @@ CURES: tuple[tuple[Callable[[Findings], bool], str | Callable[[Findings], str]],
     ),
     (
         lambda it: True,
-        "{it.dtype} reaches to {it.largest:.5g}, so this is no matter of precision: something "
+        "{it.dtype} reaches to {it.largest:.5g}, so precision is not the cause: something "
         "grows. Lower the learning rate or warm it up, clip gradients (optax.clip_by_global_norm), "
         "and look at the data and the initial values.",
     ),

@@ -29,7 +29,7 @@ def delicate_in_half(rows: list[Row]) -> list[str]:
         place = f"{row.operation} at {place_name(row.source, row.module)}"
         in_half = row.dtype_in in HALVES
         if row.kind == "reduction" and in_half:
-            found.append(f"{place} adds up in {row.dtype_in}: contributions stop counting")
+            found.append(f"{place} adds up in {row.dtype_in}: small terms are lost")
         elif row.kind == "exponential" and in_half:
             found.append(f"{place} runs in {row.dtype_in}: it overflows, or loses all digits")
         elif row.kind == "product" and not (

@@ -36,7 +36,7 @@ def metrics(opt_state: PyTree, *, steps: ArrayLike | None = None) -> dict[str, j
         optimizer's state does not hold it. Flax's `TrainState.step` counts steps taken: add
         `skipped_steps`.
 
-    Raises: ValueError if the optimizer has no loss scaling, or its order is at fault; see
+    Raises: ValueError if the optimizer has no loss scaling, or its order is wrong; see
       `transforms.check_optimizer_state`.
 
     >>> import optax

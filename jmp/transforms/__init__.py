@@ -66,7 +66,7 @@ def check_optimizer_state(opt_state: PyTree) -> None:
 def loss_scale_state(opt_state: PyTree) -> WithLossScaleState | None:
     """Returns the `WithLossScaleState` inside an optimizer's state, or None where there is none.
 
-    Raises: ValueError if the optimizer's order is at fault; see `check_optimizer_state`.
+    Raises: ValueError if the optimizer's order is wrong; see `check_optimizer_state`.
 
     >>> loss_scale_state(()) is None
     True

@@ -40,7 +40,7 @@ def state_shardings(tx: optax.GradientTransformation | optax.MultiSteps, params:
 
     For `jax.jit(tx.init, out_shardings=...)`, the `out_shardings` of a training step, and a
     checkpoint that is restored on other devices than those that saved it. The states of
-    `with_loss_scale` and `with_master_params` lie like this without being told; this is for every
+    `with_loss_scale` and `with_master_params` lie like this by default; this is for every
     optimizer, and for a state that is sharded where its parameters are not (ZeRO-1): give
     `jax.ShapeDtypeStruct`s with the shardings that the state shall have.
 

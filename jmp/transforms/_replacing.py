@@ -33,7 +33,7 @@ def replace_loss_scale(opt_state: S, new: LossScale) -> S:
 
     Raises:
       TypeError: `new` is not a loss scale, or `opt_state` is an optimizer and not its state.
-      ValueError: the state holds no loss scale, or the optimizer's order is at fault, see
+      ValueError: the state holds no loss scale, or the optimizer's order is wrong, see
         `check_optimizer_state`; or `new` is neither a single scale nor one for each member.
 
     >>> import optax

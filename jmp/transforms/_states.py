@@ -190,13 +190,13 @@ def check_loss_scaling(opt_state: optax.OptState, scaling_type: type) -> None:
         if isinstance(node, optax.MultiStepsState):
             raise ValueError(
                 "This optimizer accumulates outside of with_loss_scale; one infinite micro-batch "
-                "would ruin the accumulator for ever. Turn it round: "
+                "would make the accumulator NaN for all later steps. Swap the two: "
                 "with_loss_scale(optax.MultiSteps(adam, 4), loss_scale)."
             )
         if _is_wrapper(node):
             raise ValueError(
                 f"This optimizer has with_loss_scale inside {_made_by(node)}, which sees gradients "
-                "that are still scaled, or keeps a skip from being seen. Put it around: "
+                "that are still scaled, or hides a skipped step. Put it around: "
                 f"with_loss_scale({_made_by(node)}(...), loss_scale)."
             )
         if is_chain(node) and position > 0:

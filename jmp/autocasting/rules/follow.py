@@ -75,7 +75,7 @@ def new_dtype_in_half(params: Params, dtype: np.dtype) -> Params:
 register_rule(
     "convert_element_type",
     FOLLOW,
-    "float32 to float32 and from booleans: exact; every other cast is the user's word",
+    "float32 to float32 and from booleans: exact; every other cast is kept as the user wrote it",
     "fusible casts cheap",
     params_in_half=new_dtype_in_half,
 )

@@ -19,13 +19,13 @@ register_rule(
 register_rule(
     "pow integer_pow square".split(),
     FULL,
-    "300 squared overflows float16; squares of small values flush to zero",
+    "300 squared overflows float16; squares of small values become zero",
     "fusible expensive",
 )
 register_rule(
     "sqrt rsqrt cbrt".split(),
     FULL,
-    "stands behind a sum of squares, whose range a half type does not hold",
+    "usually follows a sum of squares, whose range a half type does not hold",
     "fusible expensive",
 )
 register_rule(
@@ -44,10 +44,10 @@ register_rule(
 register_rule(
     ["reduce_sum", "reduce_prod"],
     FULL,
-    "a sum of ones sticks at 2048 in float16 and at 256 in bfloat16",
+    "a sum of ones stops growing at 2048 in float16 and at 256 in bfloat16",
     "fusible reduces sums",
 )
-ACCUMULATES = "accumulates: in a half type contributions stop counting"
+ACCUMULATES = "accumulates: in a half type small terms are lost"
 register_rule(
     "cumsum cumprod cumlogsumexp reduce_window_sum reduce scatter-add scatter-sub scatter-mul "
     "scatter_add scatter_sub scatter_mul".split(),
