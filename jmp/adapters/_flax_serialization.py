@@ -79,8 +79,8 @@ def _within_bounds(loss_scale: LossScale) -> LossScale:
     except ValueError as error:
         raise ValueError(
             f"A checkpoint holds a {type(loss_scale).__name__} that cannot be used: {error} "
-            "Restore an earlier checkpoint; or read it by flax.serialization.msgpack_restore, put a "
-            "number there, and give it to from_state_dict."
+            "Restore an earlier checkpoint; or read it by flax.serialization.msgpack_restore, put "
+            "a number there, and give it to from_state_dict."
         ) from error
 
 
