@@ -59,7 +59,7 @@ bench: .venv-test/installed benchmarks/peers/installed  ## Count and time everyt
 	.venv-test/bin/python -m benchmarks.report
 
 .PHONY: docs # beside the folder of that name
-docs: .venv-test/installed  ## Build the documentation into site/; a warning is an error.
+docs: .venv-test/docs  ## Build the documentation into site/; a warning is an error.
 	NO_MKDOCS_2_WARNING=1 .venv-test/bin/python -m mkdocs build --strict
 
 public-models: .venv-published/installed  ## Try autocast on models that others published; an hour.
@@ -111,4 +111,9 @@ clean:  ## Remove the environments and caches.
 	$(PYTHON) -m venv .venv-test
 	.venv-test/bin/pip install --quiet -e '.[dev]' \
 		jax==$(JAXLIB) jaxlib==$(JAXLIB) jax-cuda12-pjrt==$(JAXLIB)
+	touch $@
+
+# The tests need none of it, but those of the site, once that is built.
+.venv-test/docs: .venv-test/installed
+	.venv-test/bin/pip install --quiet -e '.[docs]' jax==$(JAXLIB) jaxlib==$(JAXLIB)
 	touch $@

@@ -51,8 +51,8 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # "suite" tries the same inputs each time, so that a change is judged by itself; "random" tries new
 # ones each time, as CI does, and prints how to repeat a failure.
-hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, max_examples=60)
-hypothesis.settings.register_profile("random", deadline=None, max_examples=60, print_blob=True)
+hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, max_examples=40)
+hypothesis.settings.register_profile("random", deadline=None, max_examples=40, print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
 
 

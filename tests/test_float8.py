@@ -301,7 +301,7 @@ def test_of_what_stands_between_two_products_no_maximum_is_read(name, monkeypatc
 
 
 @pytest.mark.parametrize("name", GATED)
-@pytest.mark.parametrize("size", [1e-20, 1.0, 1e5, 1e12])
+@pytest.mark.parametrize("size", [1e-20, 1.0, 1e12])
 def test_bounds_hold_where_rows_and_columns_point_the_same_way(name, size):
     """Then a product's results are as large as their bound: Cauchy and Schwarz's is an equality."""
     direction = jnp.asarray([[1.0, -1.0] * 8])

@@ -10,14 +10,14 @@ import pytest
 
 from tests.printed_programs import PAGES, ROOT, code_blocks
 
-PROGRAMS = [
-    pytest.param(code, id=f"{page.stem}: {heading}")
+PROGRAMS = {
+    code: f"{page.stem}: {heading}"  # what stands on two pages runs once
     for page, heading, code in code_blocks()
     if page.stem != "tutorial"  # whose steps tests/test_tutorial.py runs
-]
+}
 
 
-@pytest.mark.parametrize("code", PROGRAMS)
+@pytest.mark.parametrize("code", PROGRAMS, ids=PROGRAMS.values())
 def test_a_printed_program_runs(code):
     exec(compile(code, "<page>", "exec"), {"__name__": "page"})
 
