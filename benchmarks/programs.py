@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import float8_convolutions
+from benchmarks.planner_rules import replaced
 from benchmarks.processes import ROOT
 from tests.h200 import test_float8, test_fused_attention
 from tests.h200.harness import Program, compile_for_h200, one_h200
@@ -34,6 +35,16 @@ ATTENTIONS = {
     "rotary positions, 8 heads over 2 of the keys, causal and padded": test_fused_attention.Llama,
     "BERT's, with a bias of its padding": test_fused_attention.Bert,
     "an odd number of patches, no mask": test_fused_attention.ViT,
+}
+FLOAT8_RULES: dict[str, tuple[str, dict[str, Any]]] = {
+    "bounds in place of maxima": (
+        "2 MLPs 1024-4096 and a head, 8192 tokens",
+        {"_planner.with_bounds": lambda steps, *_: steps},
+    ),
+    "a barrier before a shared factor": (
+        "GPT, 4 layers of width 512, 8 x 512 tokens",
+        {"_planner.shared_factors": lambda _: set()},
+    ),
 }
 GPT2_SMALL = ["--layers=12", "--width=768", "--heads=12", "--length=1024", "--vocabulary=50257"]
 
@@ -81,6 +92,21 @@ def float8_step(title: str) -> dict[str, Any]:
     return found
 
 
+def float8_rule(rule: str) -> dict[str, Any]:
+    """Counts the float8 step that shows a rule best: with it, without it, and in bfloat16."""
+    title, off = FLOAT8_RULES[rule]
+    counted = float8_step(title)
+    with replaced(off):
+        counted["without the rule"] = float8_step(title)["mixed_float8"]
+    return {"program": title, **counted}
+
+
+def odd_columns(columns: int) -> dict[str, int]:
+    """Counts a float16 product of so many columns."""
+    rows, kernel = (jax.ShapeDtypeStruct((4096, n), jnp.float16) for n in (4096, columns))
+    return figures(compile_for_h200(jnp.matmul, rows, kernel))
+
+
 def gpt2_memory(run: str) -> dict[str, Any]:
     """Counts what a step of GPT-2 small holds: by JAX's count, and by XLA's for an H200."""
     sys.path.insert(0, str(ROOT / "examples"))
@@ -107,11 +133,17 @@ def same(names: Any) -> dict[str, str]:
     return {name: name for name in names}
 
 
-MEMORY_RUNS = ("float32", "mixed float16", "mixed float16, checkpoint")
+MEMORY_RUNS = {  # of `examples/memory.py`, and what tables call them
+    "float32": "float32",
+    "mixed float16": "mixed float16",
+    "mixed float16, checkpoint": "the same, blocks under `jax.checkpoint`",
+}
 GROUPS = (
     Group("autocast", "Training steps by autocast", rows(autocast_step, same(MODEL_TITLES))),
     Group("attention", "One attention, fused", rows(attention, ATTENTIONS)),
     Group("float8", "Steps in float8", rows(float8_step, same(test_float8.FULL_SIZES))),
+    Group("float8-rules", "Rules of float8", rows(float8_rule, same(FLOAT8_RULES))),
+    Group("columns", "Columns of a product", rows(odd_columns, {"4096": 4096, "4095": 4095})),
     Group("memory", "GPT-2 124M, 8 x 1024 tokens", rows(gpt2_memory, same(MEMORY_RUNS))),
     Group(
         "convolutions",

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from benchmarks import figures, pages, programs
+from benchmarks.pages import registry
 from benchmarks.processes import ROOT
 
 
@@ -44,8 +45,10 @@ def test_a_table_is_indented_as_its_mark():
 
 
 def test_every_file_of_figures_is_there_and_named_with_its_command():
-    assert pages.FILES.keys() == pages.COMMANDS.keys()
-    for name in pages.FIGURES:
+    assert all(
+        (ROOT / source.file).exists() and source.command for source in registry.SOURCES.values()
+    )
+    for name in registry.FIGURES:
         assert pages.value(name).strip()
     counted = pages.read("programs")["workloads"]
     for group in programs.GROUPS:
@@ -105,11 +108,60 @@ def unmarked_tables(text):
 )
 def test_a_table_of_figures_comes_from_a_file(page):
     found = unmarked_tables(page.read_text())
-    if page.name == "float8.md":  # its accuracy: test_soak.py compares it
-        found = [row for row in found if "seed" not in row[0]]
     assert not found, "put marks around the table: see benchmarks/pages.py"
 
 
 def test_a_table_without_a_file_is_found():
     assert unmarked_tables("| a | 1.00 | 12 % |\n| b | `x` | 3 |\n") == [["a", "1.00", "12 %"]]
     assert not unmarked_tables("<!-- from x/y -->\n| a | 1.00 | 12 % |\n<!-- end -->")
+
+
+# What looks like a measurement in a sentence: a share, a factor, a size, a time, a fraction.
+QUANTITY = re.compile(
+    r"(?<![\w.^-])\d[\d,]*(\.\d+)?( %| times\b| [kMGT]i?B\b| ms\b| kernels\b)"
+    r"|(?<![\w.^])\d+\.\d+(?!\.?\w)"
+)
+# Quantities in sentences that nobody measures: they are chosen, defined, or calculated there.
+NOT_MEASURED = {
+    "docs/autocast.md": ["1 %"],  # from which share on a hazard is reported
+    "docs/checks.md": [
+        *("0.0005", "0.004", "0.0078", "0.063"),  # unit roundoffs, and 16 of them
+        "0.125",  # a default
+    ],
+    "docs/devices.md": ["32 MiB", "49 MiB"],  # parameters of the programs
+    "docs/float8.md": ["32 MiB", "0.125"],  # parameters of the program; a default
+    "docs/internals.md": ["0.99", "0.01"],  # a state that is defined so
+    "docs/memory.md": ["1 MB", "0.1"],  # a unit; what the formula of a paper leaves out
+    "docs/tutorial.md": ["0.0001"],  # an update that float16 loses
+}
+VERSION = re.compile(
+    r"(Python|JAX|jaxlib|Flax|Optax|jmp|mpx|Haiku|qwix|TransformerEngine|Apache)[ -]"
+    r"[\d.]+( (to|and) [\d.]+)?"
+)
+
+
+def quantities(text):
+    """Returns what looks measured in the sentences of a page, in no mark."""
+    text = re.sub(r"<!-- (from|written by) .*?<!-- end -->", "", text, flags=re.S)
+    text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.S | re.M)
+    text = re.sub(r"^ *\|.*$|^    +options=.*$", "", text, flags=re.M)  # tables: see above
+    text = re.sub(r"`[^`]*`|\]\([^)]*\)|<[^>]*>|https?://\S+", "", text)
+    return [found[0] for found in QUANTITY.finditer(VERSION.sub("", text))]
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in pages.PAGES if page.name not in ELSEWHERE.keys() - {"checkpoints.md"}],
+    ids=lambda page: page.name,
+)
+def test_a_measurement_in_a_sentence_comes_from_a_file(page):
+    found = quantities(page.read_text())
+    assert sorted(set(found)) == sorted(NOT_MEASURED.get(str(page.relative_to(ROOT)), [])), (
+        "put marks around it (see benchmarks/pages), or leave it out"
+    )
+
+
+def test_a_measurement_without_a_file_is_found():
+    text = "It moves 14 % more bytes, 2.3 times\nthose of 22 kernels, in 0.06 ms or 1.5 GB: 0.98."
+    assert quantities(text) == ["14 %", "2.3 times", "22 kernels", "0.06 ms", "1.5 GB", "0.98"]
+    assert not quantities("JAX 0.10 to 0.12, `0.5`, 2^16, 1e-12, <!-- from a/b -->14 %<!-- end -->")

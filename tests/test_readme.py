@@ -18,7 +18,8 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("code", PROGRAMS, ids=PROGRAMS.values())
-def test_a_printed_program_runs(code):
+def test_a_printed_program_runs_in_another_folder(code, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     exec(compile(code, "<page>", "exec"), {"__name__": "page"})
 
 
@@ -56,17 +57,32 @@ def named(requirements):
     return packages
 
 
-@pytest.mark.parametrize("page", PROGRAMS_OF)
-def test_the_install_of_a_page_has_what_its_programs_import(page):
-    lines = re.findall(r"pip install '\.(\[.*?\])'", (ROOT / page).read_text())
-    installed = named([f"jmp{extras}" for extras in lines] + PROJECT["dependencies"])
-    programs = [code for path, _, code in code_blocks() if path == ROOT / page]
-    programs += [(ROOT / path).read_text() for path in PROGRAMS_OF[page]]
-    packages = importlib.metadata.packages_distributions()
+def roots_imported(programs):
+    """Returns the packages outside the standard library that programs import."""
     nodes = [node for code in programs for node in ast.walk(ast.parse(code))]
     imported = {name.name for node in nodes if isinstance(node, ast.Import) for name in node.names}
     imported |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
-    roots = {name.split(".")[0] for name in imported} - sys.stdlib_module_names
+    return {name.split(".")[0] for name in imported} - sys.stdlib_module_names
+
+
+def installed_by(page):
+    """Returns the packages that a page tells its reader to install."""
+    lines = re.findall(r"pip install '\.(\[.*?\])'", (ROOT / page).read_text())
+    return named([f"jmp{extras}" for extras in lines] + PROJECT["dependencies"])
+
+
+@pytest.mark.parametrize("page", PROGRAMS_OF)
+def test_the_install_of_a_page_has_what_its_programs_import(page):
+    programs = [code for path, _, code in code_blocks() if path == ROOT / page]
+    programs += [(ROOT / path).read_text() for path in PROGRAMS_OF[page]]
+    packages = importlib.metadata.packages_distributions()
     local = {path.stem for path in (ROOT / "examples").glob("_*.py")}
-    for root in roots - local:
-        assert installed & set(packages[root]), f"{page} does not install {root}"
+    for root in roots_imported(programs) - local:
+        assert installed_by(page) & set(packages[root]), f"{page} does not install {root}"
+
+
+def test_programs_of_all_pages_need_what_the_first_page_installs():
+    packages = importlib.metadata.packages_distributions()
+    installed = installed_by("docs/start.md")
+    for root in roots_imported(code for _, _, code in code_blocks()):
+        assert installed & set(packages[root]), f"docs/start.md does not install {root}"

@@ -112,18 +112,10 @@ def test_a_check_replaces_its_own_results_and_keeps_those_of_the_others(monkeypa
         soak.main([f"--output={output}"])
 
 
-def test_the_page_quotes_what_was_found():
+def test_no_kill_left_a_training_that_ends_elsewhere():
     found = json.loads((ROOT / "results" / "soak.json").read_text())["kills"]
     assert found["passed"] and found["kills"] >= 30
     assert found["bit_equal"] == found["trainings"]
-    aimed = found["kills"] - found["by_aim"].get("any", 0)
-    half = found["left_behind"]["half a checkpoint"]
-    page = " ".join((ROOT / "docs" / "checkpoints.md").read_text().split())
-    sentence = (
-        f"Of {found['kills']} kills, {aimed} were aimed at moments at which files are written, and "
-        f"{half} left half a checkpoint; all {found['trainings']} trainings ended with"
-    )
-    assert sentence in page
 
 
 def test_digits_in_float8_are_compared_with_bfloat16_seed_by_seed(monkeypatch):
@@ -141,28 +133,16 @@ def test_digits_in_float8_are_compared_with_bfloat16_seed_by_seed(monkeypatch):
     json.dumps(found)
 
 
-def test_the_page_of_float8_quotes_what_was_found():
+def test_float8_trained_as_bfloat16_did_wherever_it_could_run():
     found = json.loads((ROOT / "results" / "soak.json").read_text())["float8"]
     gpt, digits = found["gpt"], found["digits"]
     assert gpt["passed"] and len(gpt["rows"]) >= 3 and gpt["options"]["steps"] >= 200
+    assert all(abs(row["difference"]) <= 0.04 for row in gpt["rows"])
     assert digits["passed"] and len(digits["seeds"]) >= 10
-    page = (ROOT / "docs" / "float8.md").read_text()
-    for row in gpt["rows"]:
-        assert abs(row["difference"]) <= 0.04
-        values = " | ".join(f"{row[name]:.4f}" for name in float8.PRECISIONS)
-        assert f"seed {row['seed']} | {values} | {row['difference']:+.4f} |" in page
-    means = " | ".join(
-        f"{100 * np.mean(digits['test_accuracy'][name]):.2f} %" for name in float8.PRECISIONS
-    )
-    error = f"{100 * digits['difference']:+.2f} % ± {100 * digits['standard_error']:.2f} %"
-    assert f"{len(digits['seeds'])} seeds | {means} | {error} |" in page
     assert abs(digits["difference"]) <= 2 * digits["standard_error"]
     # What could be float8 was.
     reasons = {why.split(":")[0] for why in gpt["not_float8"]}
     assert len(reasons) == 2 and not any("small" in why for why in reasons)
-    joined = " ".join(page.split())
-    assert f"GPT's products {gpt['float8_share']:.0%}".replace("%", " %") in joined
-    assert f"of the digits' {digits['float8_share']:.0%}".replace("%", " %") in joined
 
 
 @pytest.mark.parametrize(
@@ -181,20 +161,12 @@ def test_a_step_that_is_not_numpys_is_a_finding(monkeypatch):
     assert any(step.endswith(": scale") for step in found)
 
 
-def test_the_examination_quotes_what_was_found():
-    found = json.loads((ROOT / "results" / "soak.json").read_text())
-    migrations = json.loads((ROOT / "results" / "migrations.json").read_text())
-    spoilt, killed = found["faults"], found["kills"]
-    different = sum(len(row["different"]) for row in spoilt["rows"])
+def test_the_examination_counts_what_the_tests_have():
+    """Its other figures are marked: they are those of files."""
     orders = [*BEFORE, *INSIDE, *MASKED, *AFTER_MASTERS, *AROUND_MASTERS, *MOVING_TAIL]
     mistakes = sum(len(rows) for rows in MISTAKES.values())
     page = " ".join((ROOT / "docs" / "examination.md").read_text().split())
     for sentence in (
-        f"{spoilt['steps']:,} steps with {spoilt['faults']:,} infinities and NaNs",
-        f"| {different} steps differ; {spoilt['skipped']:,} were skipped",
-        f"{killed['kills']} kills of training examples",
-        f"all {killed['bit_equal']} trainings resumed",
-        f"{len(migrations)} restores into another kind of training",
         f"{len(TRANSFORMATIONS)} optimizers and transformations of optax",
         f"{mistakes} mistakes of users",
         f"{len(orders)} orders of transformations",

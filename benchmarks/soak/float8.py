@@ -3,7 +3,8 @@
 The same initial values, batches and steps, over several seeds; all that autocast makes float8 is
 float8, no product is below its smallest size. The GPT learns bytes of Python's own library. Digits
 are those of `examples/digits.py`, whose convolutions have no float8 form: here a network of dense
-layers learns them, wide enough that its inner products are float8.
+layers learns them, wide enough that its inner products are float8. Before that, errors of gradients
+at the initial values of small models, whose small products count as large.
 
 A CPU multiplies what was rounded to float8, and adds up in float32: the roundings of operands are
 those of the program for a GPU, the sums are not its tensor cores'.
@@ -15,6 +16,7 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -22,10 +24,19 @@ import optax
 from rich.console import Console
 
 import jmp
+from benchmarks.planner_rules import numbers
 from benchmarks.processes import ROOT
 from jmp import diagnostics
+from jmp.autocasting import _eligible
+from tests.gpt2 import GPT2, gpt2
+from tests.models import MODELS
 
 PRECISIONS = ("bfloat16", "float8")
+SMALL_MODELS = {
+    "gpt": "GPT, 2 layers of width 128",
+    "plain_transformer": "RMSNorm, rotary, SwiGLU in plain JAX",
+    "equinox_attention": "attention of Equinox",
+}
 # Tokens times the width squared, the smallest of a block's products, are 2**28 multiplications.
 SIZE = {"layers": 2, "width": 256, "heads": 4, "length": 128, "batch_size": 32}
 LEARNING_RATE = 2e-3
@@ -43,9 +54,36 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
-    gpt = of_gpt(arguments.steps, range(arguments.seeds), console)
-    digits = of_digits(range(arguments.digits_seeds), console)
-    return {"passed": gpt["passed"] and digits["passed"], "gpt": gpt, "digits": digits}
+    found = {
+        "gradients": of_gradients(console),
+        "gpt": of_gpt(arguments.steps, range(arguments.seeds), console),
+        "digits": of_digits(range(arguments.digits_seeds), console),
+    }
+    return {"passed": found["gpt"]["passed"] and found["digits"]["passed"], **found}
+
+
+def of_gradients(console: Console) -> dict[str, dict[str, float]]:
+    """Returns the error of the whole gradient against float32, in each precision, by model."""
+    loss, _, tokens = gpt2(2, width=64, vocabulary=64, batch=4)
+    tokens = jax.random.randint(jax.random.key(1), tokens.shape, 0, 64)
+    params = jax.jit(GPT2(2, 64, 64).init)(jax.random.key(0), tokens)["params"]
+    programs = {"GPT-2, 2 layers of width 64": (loss, params, (tokens,))}
+    for name, title in SMALL_MODELS.items():
+        (model,) = (row for row in MODELS if row.name == name)
+        programs[title] = model.make(**model.small)
+    found: dict[str, dict[str, float]] = {}
+    no_size = {"SMALL": 1, "THIN": 1}  # what is small is float8 too
+    with mock.patch.multiple(_eligible, **no_size), jax.numpy_rank_promotion("allow"):
+        for title, (loss, params, batch) in programs.items():
+            exact = numbers(jax.jit(jax.grad(loss))(params, *batch))
+            found[title] = {}
+            for precision in PRECISIONS:
+                ours = jax.grad(jmp.autocast(loss, f"mixed_{precision}"))
+                error = numbers(jax.jit(ours)(params, *batch)) - exact
+                found[title][precision] = float(np.linalg.norm(error) / np.linalg.norm(exact))
+            row = ", ".join(f"{name} {error:.4f}" for name, error in found[title].items())
+            console.print(f"gradient at the start, {title}: {row}")
+    return found
 
 
 def of_products(report: diagnostics.PrecisionReport) -> dict[str, Any]:

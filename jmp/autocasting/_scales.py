@@ -63,12 +63,14 @@ def axes_of(source: Any) -> tuple[str, ...]:
 
 def largest_of(array: Any, axes: tuple[str, ...]) -> Any:
     """Returns the largest magnitude, of all examples, over all devices along mapped axes."""
-    largest = _largest_here(array)
-    return lax.pmax(largest, axes) if axes else largest
+    return _over_devices(_largest_here(array), axes)
 
 
 def _largest_of_each(array: Any, axes: tuple[str, ...]) -> Any:
-    largest = _largest_of_example(array)
+    return _over_devices(_largest_of_example(array), axes)
+
+
+def _over_devices(largest: Any, axes: tuple[str, ...]) -> Any:
     return lax.pmax(largest, axes) if axes else largest
 
 

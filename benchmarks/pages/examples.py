@@ -1,0 +1,188 @@
+"""The figures that examples write: digits, the character LSTM, the NaN hunt, ranges, memory."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from benchmarks._tables import table
+from benchmarks.pages.registry import digits, figure, percent, size
+from benchmarks.programs import MEMORY_RUNS
+
+# The character LSTM.
+
+RUNS = {
+    "float32": "float32",
+    "unscaled": "float16 without loss scaling",
+    "scaled": "float16 with loss scaling",
+}
+
+
+@figure("char_lm/lost")
+def _(found: Any) -> str:
+    return percent(found["underflow"]["zero in float16 without loss scaling"])
+
+
+@figure("char_lm/seeds")
+def _(found: Any) -> str:
+    return str(found["options"]["seeds"])
+
+
+for _short, _run in RUNS.items():
+    figure(f"char_lm/{_short}")(lambda found, run=_run: f"{found['runs'][run]['final_loss']:.2f}")
+
+
+@figure("char_lm/difference")
+def _(found: Any) -> str:
+    """The largest difference of a seed's final loss with loss scaling to float32's."""
+    ours, theirs = (found["runs"][RUNS[name]]["final_losses"] for name in ("scaled", "float32"))
+    return f"{np.max(np.abs(np.subtract(ours, theirs))):.4f}"
+
+
+# Digits.
+
+
+@figure("digits/table")
+def _(found: Any) -> str:
+    rows = []
+    for name, result in found["precisions"].items():
+        error = 100 * result["accuracy_difference_standard_error"]
+        against = f"{100 * result['accuracy_difference']:+.2f} ± {error:.2f}"
+        curve = result["loss_curve"]
+        nan = f" (NaN from step {curve.index(None)} on)" if None in curve else ""
+        rows.append([
+            name,
+            percent(np.mean(result["test_accuracy"]), 2) + nan,
+            "" if name == "float32" else against,
+            f"{result['parameter_bytes'] / 1000:.0f} kB",
+            "" if nan else f"{np.mean(result['skipped_steps']):.3g}",
+        ])  # fmt: skip
+    headers = ["precision", "test accuracy", "against float32", "parameters", "skipped steps"]
+    return table(headers, rows)
+
+
+def _accuracy(found: Any, name: str) -> str:
+    return percent(np.mean(found["precisions"][name]["test_accuracy"]), 2)
+
+
+@figure("digits/float32")
+def _(found: Any) -> str:
+    return _accuracy(found, "float32")
+
+
+@figure("digits/mixed-float16")
+def _(found: Any) -> str:
+    return _accuracy(found, "mixed float16")
+
+
+@figure("digits/mixed-float16-difference")
+def _(found: Any) -> str:
+    result = found["precisions"]["mixed float16"]
+    error = 100 * result["accuracy_difference_standard_error"]
+    return f"{100 * result['accuracy_difference']:+.2f} ± {error:.2f}"
+
+
+@figure("digits/seeds")
+def _(found: Any) -> str:
+    return str(found["options"]["seeds"])
+
+
+# What made the NaN.
+
+
+@figure("overflow/from")
+def _(found: Any) -> str:
+    return str(found["skipped_for_good_from"])
+
+
+@figure("overflow/asked")
+def _(found: Any) -> str:
+    return str(found["cured_at_step"])
+
+
+@figure("overflow/left")
+def _(found: Any) -> str:
+    return str(found["options"]["steps"] - found["cured_at_step"])
+
+
+@figure("overflow/before")
+def _(found: Any) -> str:
+    return percent(found["accuracy"]["at the cure"], 1)
+
+
+@figure("overflow/after")
+def _(found: Any) -> str:
+    return percent(found["accuracy"]["at the end"], 1)
+
+
+# Ranges.
+
+
+def _total(program: Any, role: str) -> tuple[float, dict[str, float]]:
+    """Returns how many numbers of a role there are, and how many become what, in half if any is."""
+    rows = [row for row in program["rows"] if row["role"] == role]
+    rows = [row for row in rows if row["dtype"] in ("float16", "bfloat16")] or rows
+    sums = {name: 0.0 for name in rows[0]["shares"]}
+    total = 0
+    for row in rows:
+        count = sum(row["counts"]) + row["zeros"] + row["infinities"] + row["nans"]
+        total += count
+        for name, share in row["shares"].items():
+            sums[name] += share * count
+    return total, sums
+
+
+def _share(program: str, role: str, what: str) -> Callable[[Any], str]:
+    def make(found: Any) -> str:
+        (name,) = (name for name in found["programs"] if name.startswith(program))
+        total, sums = _total(found["programs"][name], role)
+        return percent(sums[what] / total, 1)
+
+    return make
+
+
+figure("ranges/lost")(_share("float32", "activation gradient", "underflow"))
+figure("ranges/zero")(_share("float16 without", "activation gradient", "zero"))
+figure("ranges/zero-parameters")(_share("float16 without", "gradient", "zero"))
+figure("ranges/zero-scaled")(_share("float16 with a", "activation gradient", "zero"))
+
+
+@figure("ranges/scale")
+def _(found: Any) -> str:
+    return f"2^{np.log2(found['programs']['float32']['best_scale']):.0f}"
+
+
+# Memory.
+
+
+@figure("memory/table")
+def _(found: Any) -> str:
+    reports = [found["reports"][run] for run in MEMORY_RUNS]
+    parts = [part for part in reports[0]["parts"] if any(r["parts"][part] for r in reports)]
+    rows = [[part, *(size(r["parts"][part]) for r in reports)] for part in parts]
+    rows.append(["total, by JAX's count", *(size(r["total_bytes"]) for r in reports)])
+    peaks = (size(r["xla_peak_bytes"]) for r in reports)
+    rows.append(["XLA's peak on a CPU, without the optimizer", *peaks])
+    ratios = (r["activations"] / r["parameters"] for r in reports)
+    rows.append(["N : P", *map(digits, ratios)])
+    return table(["", *MEMORY_RUNS.values()], rows)
+
+
+def _memory(name: str, make: Callable[[Any], str]) -> None:
+    for short, run in zip(("float32", "mixed", "checkpoint"), MEMORY_RUNS, strict=True):
+        figure(f"memory/{name}-{short}")(lambda found, run=run: make(found["reports"][run]))
+
+
+_memory("kept", lambda report: size(report["total_bytes"]))
+_memory("peak", lambda report: size(report["xla_peak_bytes"]))
+_memory("temp", lambda report: size(report["xla_temp_bytes"]))
+_memory("numbers", lambda report: f"{digits(report['activations'] / 1e6)} million")
+_memory("copies", lambda report: size(report["parts"]["copies of parameters"]))
+_memory("factor", lambda report: f"{report['transformer_factors']['within the blocks']:.1f}")
+_memory("scores", lambda report: f"{report['transformer_factors']['of it attention scores']:.1f}")
+
+
+@figure("memory/factor-rest")
+def _(found: Any) -> str:
+    factors = found["reports"]["mixed float16"]["transformer_factors"]
+    return f"{factors['within the blocks'] - factors['of it attention scores']:.1f}"

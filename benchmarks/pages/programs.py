@@ -1,0 +1,271 @@
+"""The figures of compiled programs: recipes side by side, other programs, what devices send."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from benchmarks import _counted, programs
+from benchmarks._tables import table
+from benchmarks._wire_report import MIB
+from benchmarks.pages.registry import digits, figure, percent, size
+from benchmarks.workloads import UPDATES
+
+# Recipes side by side.
+
+README_TITLES = {
+    "by-hand": "by hand",
+    "unscaled": "by hand, no loss scaling",
+    "adapter": "ours",
+    "masters": "ours, half parameters with float32 masters",
+    "autocast": "ours, autocast of the loss",
+    "by-hand-cudnn": "by hand, cuDNN attention",
+    "autocast-fused": 'ours, autocast of the loss, `attention="fused"`',
+    "float32": "float32",
+}
+
+
+@figure("recipes/gpt2-table")
+def _(found: Any) -> str:
+    recipes = found["workloads"]["gpt2"]["recipes"]
+    keys = ("bytes_moved", "kernels", "temp_bytes")
+    rows = [
+        [title, *(_counted.ratio(recipes, name, key) for key in keys)]
+        for name, title in README_TITLES.items()
+    ]
+    base = recipes["by-hand"]
+    absolute = [f"{base['bytes_moved'] / 1e9:.1f} GB", str(base["kernels"])]
+    rows[0] = ["by hand", *absolute, f"{base['temp_bytes'] / 1e9:.1f} GB"]
+    return table(["", "bytes moved", "kernels", "temp memory"], rows)
+
+
+def _of_gpt2(name: str) -> Callable[[Any], str]:
+    return lambda found: _counted.ratio(found["workloads"]["gpt2"]["recipes"], name, "bytes_moved")
+
+
+figure("recipes/gpt2-autocast-bytes")(_of_gpt2("autocast"))
+figure("recipes/gpt2-float32-bytes")(_of_gpt2("float32"))
+
+
+@figure("recipes/update-table")
+def _(found: Any) -> str:
+    update = UPDATES[0]
+    recipes = found["workloads"][update.name]["recipes"]
+    titles = {
+        "unscaled": ("no loss scaling", 26),
+        "adapter": ("dynamic loss scaling, step or skip", 28),
+        "masters": ("the same, half parameters with float32 masters", 32),
+    }
+    rows = [
+        [
+            title,
+            f"{recipes[name]['bytes_moved'] / update.parameters:.2f}",
+            str(floor),
+            str(recipes[name]["kernels"]),
+            f"{recipes[name]['temp_bytes'] / update.parameters:.3f}",
+        ]
+        for name, (title, floor) in titles.items()
+    ]
+    return table(["", "bytes read and written", "floor", "kernels", "temp bytes"], rows)
+
+
+def _of_400_tensors(name: str, key: str) -> Callable[[Any], str]:
+    """Returns kernels, or bytes a parameter, of the update of 400 tensors in a recipe."""
+    _, update = UPDATES
+    shared_by = 1 if key == "kernels" else update.parameters
+
+    def make(found: Any) -> str:
+        return f"{found['workloads'][update.name]['recipes'][name][key] / shared_by:.0f}"
+
+    return make
+
+
+for _name in ("masters", "flat-masters"):
+    for _key in ("kernels", "bytes_moved", "temp_bytes"):
+        figure(f"recipes/{_name}-{_key}")(_of_400_tensors(_name, _key))
+
+
+# Other programs for an H200.
+
+COST = ("bytes_moved", "temp_bytes", "kernels")
+
+
+def _over(program: Any, base: Any, digits: int = 3) -> list[str]:
+    return [f"{program[name] / base[name]:.{digits}f}" for name in COST]
+
+
+@figure("programs/autocast-table")
+def _(found: Any) -> str:
+    rows = []
+    for name, title in programs.MODEL_TITLES.items():
+        ways = found["workloads"]["autocast"]["recipes"][name]
+        base = ways["by hand"]
+        absolute = f"{base['bytes_moved'] / 1e9:.2f} GB, {base['temp_bytes'] / 1e6:.0f} MB, "
+        absolute += str(base["kernels"])
+        full = _over(ways["float32"], base)[:2]
+        rows.append([title, *_over(ways["autocast"], base), *full, absolute])
+    headers = ["one training step", "bytes moved", "temp memory", "kernels", "float32: bytes"]
+    return table([*headers, "float32: temp", "by hand"], rows)
+
+
+def _autocast_bytes(found: Any) -> list[float]:
+    recipes = found["workloads"]["autocast"]["recipes"].values()
+    return [ways["autocast"]["bytes_moved"] / ways["by hand"]["bytes_moved"] for ways in recipes]
+
+
+@figure("programs/autocast-least")
+def _(found: Any) -> str:
+    return f"{min(_autocast_bytes(found)):.2f}"
+
+
+@figure("programs/autocast-most")
+def _(found: Any) -> str:
+    return f"{max(_autocast_bytes(found)):.2f}"
+
+
+@figure("programs/attention-table")
+def _(found: Any) -> str:
+    recipes = found["workloads"]["attention"]["recipes"]
+    rows = [[name, *_over(ways["fused"], ways["by hand"])] for name, ways in recipes.items()]
+    return table(["module", "bytes moved", "temporary memory", "kernels"], rows)
+
+
+@figure("programs/float8-table")
+def _(found: Any) -> str:
+    rows = []
+    for name, policies in found["workloads"]["float8"]["recipes"].items():
+        float8, base = policies["mixed_float8"], policies["mixed_bfloat16"]
+        share = f"{float8['float8']} of {float8['products']}"
+        rows.append([name, *_over(float8, base, 2), share])
+    return table(["", "bytes", "temp memory", "kernels", "products in float8"], rows)
+
+
+@figure("programs/float8-rules")
+def _(found: Any) -> str:
+    rows = []
+    for rule, counted in found["workloads"]["float8-rules"]["recipes"].items():
+        for kind, title in (("mixed_float8", "with it"), ("without the rule", "without it")):
+            float8 = counted[kind]
+            share = f"{float8['float8']} of {float8['products']}"
+            cells = [rule, counted["program"], title, *_over(float8, counted["mixed_bfloat16"], 2)]
+            rows.append([*cells, share])
+    headers = ["rule", "step", "", "bytes", "temp memory", "kernels", "products in float8"]
+    return table(headers, rows)
+
+
+def _columns(name: str) -> Callable[[Any], list[int]]:
+    return lambda found: [
+        found["workloads"]["columns"]["recipes"][columns][name] for columns in ("4095", "4096")
+    ]
+
+
+@figure("programs/columns-bytes")
+def _(found: Any) -> str:
+    odd, even = _columns("bytes_moved")(found)
+    return f"{odd / even:.1f}"
+
+
+@figure("programs/columns-kernels")
+def _(found: Any) -> str:
+    odd, even = _columns("kernels")(found)
+    return f"{odd} kernels instead of {even}"
+
+
+def _all_rows(found: Any, group: str) -> list[list[str]]:
+    recipes = found["workloads"][group]["recipes"]
+    return [row for counted in recipes.values() for row in counted["rows"]]
+
+
+@figure("programs/convolutions")
+def _(found: Any) -> str:
+    headers = ["product of float8 arrays", "runs in", "call of cuDNN", "MB", "MB in bfloat16"]
+    return table(headers, _all_rows(found, "convolutions"))
+
+
+@figure("programs/convolution-steps")
+def _(found: Any) -> str:
+    headers = ["step", "in float8", "bytes", "temp memory", "kernels", "float8 products"]
+    return table(headers, _all_rows(found, "convolution-steps"))
+
+
+def _more_bytes(form: str) -> Callable[[Any], str]:
+    def make(found: Any) -> str:
+        """Returns the bytes that networks move more with a form, such as "5 to 6 %"."""
+        rows = [row for row in _all_rows(found, "convolution-steps") if row[1] == form]
+        more = sorted(round(100 * (float(row[2]) - 1)) for row in rows)
+        return f"{more[0]} to {more[-1]} %"
+
+    return make
+
+
+figure("programs/convolution-forward")(_more_bytes("forward"))
+figure("programs/convolution-both")(_more_bytes("forward, gradient of the input"))
+
+
+@figure("wire/float8-table")
+def _(found: Any) -> str:
+    """Gathers and sums of FSDP in half and in float8; cases that send the same are one row."""
+    titles = {
+        "fsdp-shard-map": "`all_gather` in `shard_map`",
+        "fsdp-explicit": "`reshard`",
+        "fsdp-constraint": "`with_sharding_constraint`",
+        "fsdp": "jit alone",
+    }
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for case, title in titles.items():
+        recipes = found["workloads"][case]["recipes"]
+        if "error" in recipes["autocast-f8"]:
+            continue
+        half, float8 = recipes["autocast"]["received"], recipes["autocast-f8"]["received"]
+        names = (("float8", "all-gather f8e4m3fn"), ("bfloat16", "all-gather bf16"))
+        gathers = ", ".join(f"{float8[kind] / MIB:.1f} {name}" for name, kind in names)
+        sums = float8["reduce-scatter bf16"]
+        cells = f"{half['all-gather f16'] / MIB:.1f}", gathers, f"{sums / MIB:.1f}"
+        rows.setdefault(cells, []).append(title)
+    headers = ["FSDP", "half: gathers", "float8: gathers", "sums of gradients"]
+    return table(headers, [[", ".join(same), *cells] for cells, same in rows.items()])
+
+
+_, MIXED, _ = programs.MEMORY_RUNS
+
+
+def _gpt2(found: Any, kind: str) -> Any:
+    return found["workloads"]["memory"]["recipes"][kind]
+
+
+@figure("programs/memory-table")
+def _(found: Any) -> str:
+    reports = [_gpt2(found, kind) for kind in programs.MEMORY_RUNS]
+    kept = [
+        sum(r["parts"][part] for part in ("activations", "copies of parameters")) for r in reports
+    ]
+    temps, peaks = ([r[f"xla_{name}_bytes"] for r in reports] for name in ("temp", "peak"))
+    rows = [
+        ["activations and copies, JAX", *map(size, kept)],
+        ["XLA: temp", *map(size, temps)],
+        [
+            "XLA: temp, of what JAX keeps",
+            *map(digits, np.divide(temps, kept)),
+        ],
+        ["XLA: peak", *map(size, peaks)],
+        ["XLA: peak, of float32", "", *(digits(peak / peaks[0]) for peak in peaks[1:])],
+    ]
+    return table(["", *programs.MEMORY_RUNS.values()], rows)
+
+
+@figure("programs/memory-within")
+def _(found: Any) -> str:
+    """How far XLA's temp in mixed precision is from what JAX keeps."""
+    report = _gpt2(found, MIXED)
+    kept = sum(report["parts"][part] for part in ("activations", "copies of parameters"))
+    return percent(abs(report["xla_temp_bytes"] / kept - 1))
+
+
+@figure("programs/memory-factor")
+def _(found: Any) -> str:
+    return f"{_gpt2(found, MIXED)['transformer_factors']['within the blocks']:.1f}"
+
+
+@figure("programs/memory-scores")
+def _(found: Any) -> str:
+    return f"{_gpt2(found, MIXED)['transformer_factors']['of it attention scores']:.1f}"

@@ -1,0 +1,70 @@
+"""The files that the figures of pages come from, and what makes each figure from its file."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class Source(NamedTuple):
+    """A file of `results/`, and what makes it."""
+
+    file: str
+    command: str
+
+
+SOURCES = {
+    "char_lm": Source("results/char_lm.json", "python examples/char_lm.py --output-dir results"),
+    "digits": Source("results/digits.json", "python examples/digits.py --output-dir results"),
+    "overflow": Source(
+        "results/find_overflow.json", "python examples/find_overflow.py --output-dir results"
+    ),
+    "ranges": Source(
+        "results/inspect_ranges.json", "python examples/inspect_ranges.py --output-dir results"
+    ),
+    "memory": Source("results/memory.json", "python examples/memory.py --output-dir results"),
+    "recipes": Source(
+        "results/benchmarks/compiled.json", "python -m benchmarks.run --suite compiled"
+    ),
+    "programs": Source(
+        "results/benchmarks/programs.json", "python -m benchmarks.run --suite programs"
+    ),
+    "wire": Source("results/benchmarks/wire.json", "python -m benchmarks.run --suite wire"),
+    "rules": Source("results/planner_rules.json", "python benchmarks/planner_rules.py"),
+    "constants": Source("results/planner_constants.json", "python benchmarks/planner_constants.py"),
+    "soak": Source("results/soak.json", "make soak"),
+    "migrations": Source("results/migrations.json", "python -m benchmarks.migrations"),
+}
+
+FIGURES: dict[str, Callable[[Any], str]] = {}
+
+
+def figure(name: str) -> Callable[[Callable[[Any], str]], Callable[[Any], str]]:
+    """Registers what makes a figure from the contents of the file that the name begins with."""
+
+    def register(make: Callable[[Any], str]) -> Callable[[Any], str]:
+        if name in FIGURES or name.split("/")[0] not in SOURCES:
+            raise ValueError(
+                f"The figure {name!r} is there already, or its file is not in SOURCES."
+            )
+        FIGURES[name] = make
+        return make
+
+    return register
+
+
+# How numbers are printed.
+
+
+def digits(number: float) -> str:
+    """Returns a number with three digits, such as "7.40" and "475"."""
+    return f"{number:#.3g}".removesuffix(".")
+
+
+def size(number: float) -> str:
+    """Returns bytes with three digits, such as "13.2 MB"."""
+    units = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1))
+    unit, one = next((name, one) for name, one in units if number >= one)
+    return f"{digits(number / one)} {unit}"
+
+
+def percent(share: float, digits: int = 0) -> str:
+    return f"{100 * share:.{digits}f} %"
