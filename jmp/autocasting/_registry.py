@@ -26,7 +26,9 @@ class Category(enum.Enum):
 
     LOW: the compute dtype. FULL: float32. WIDEST: half if an operand is half and none requires
     float32. FOLLOW: whatever dtype comes in. AS_WRITTEN: the dtypes that the program was traced
-    with. Any other text is a ValueError.
+    with.
+
+    Raises: ValueError for any other text.
 
     >>> Category("low"), Category("as written")
     (<Category.LOW: 'low'>, <Category.AS_WRITTEN: 'as written'>)
@@ -140,8 +142,10 @@ def register_rule(
       params_in_half: see `Rule`. A rule for a primitive that names a dtype in its parameters gives
         it.
 
-    Raises: ValueError for a primitive that has a rule already, by whom, and for a trait that there
-      is not.
+    Raises:
+      TypeError: `primitives` is, or holds, neither a primitive nor a name.
+      ValueError: a primitive has a rule already (the message names the module that registered it);
+        an unknown category or trait.
 
     >>> register_rule("my_product", "low", "runs on the tensor cores")
     >>> rule_for("my_product").category
