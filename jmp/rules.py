@@ -90,8 +90,8 @@ class PolicyRules:
             first, where known.
           root: what the root is called, where it has a name: a target may begin with it, so that
             "*/head" finds a head at the top.
-          anywhere: a glob may match from any name of the path on, not from the first alone: where
-            the root's name is not the user's.
+          anywhere: whether a glob may match from any name of the path on, and not only from the
+            first: for paths whose first name the user did not choose.
         """
         prefixes = _path_and_ancestors(path)
         if root:

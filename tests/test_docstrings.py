@@ -52,22 +52,6 @@ def test_a_public_name_has_an_example_that_compares_a_result(value):
     assert any(example.want or not returns for example in examples), "no example with a result"
 
 
-@pytest.mark.parametrize("value", [p for p in NAMES if inspect.isfunction(p.values[0])])
-def test_a_public_function_names_its_arguments_and_has_types_for_all(value):
-    function = inspect.unwrap(value)
-    untyped = [
-        name
-        for name, parameter in inspect.signature(function).parameters.items()
-        if parameter.annotation is inspect.Parameter.empty
-    ]
-    assert not untyped
-    words = inspect.getdoc(function)
-    # One that has few says them in its sentences; one with several lists them.
-    if len(inspect.signature(function).parameters) > 2:
-        assert "Args:" in words
-    assert inspect.signature(function).return_annotation is not inspect.Signature.empty
-
-
 @pytest.mark.parametrize(
     "value", [p for p in NAMES if inspect.isclass(p.values[0])], ids=lambda v: v.__name__
 )
@@ -98,11 +82,24 @@ def public_members():
 MEMBERS = sorted(public_members(), key=lambda param: param.id)
 
 
+@pytest.mark.parametrize("value", [p for p in NAMES + MEMBERS if inspect.isroutine(p.values[0])])
+def test_a_public_function_names_its_arguments_and_has_types_for_all(value):
+    function = inspect.unwrap(value)
+    signature = inspect.signature(function)
+    parameters = {name: p for name, p in signature.parameters.items() if name != "self"}
+    untyped = [n for n, p in parameters.items() if p.annotation is inspect.Parameter.empty]
+    assert not untyped
+    # One that has few says them in its sentences; one with several lists them.
+    if len(parameters) > 2:
+        assert "Args:" in inspect.getdoc(function)
+    assert signature.return_annotation is not inspect.Signature.empty
+
+
 def raises_section(words, followed=()):
     """Returns what a docstring says after "Raises", and what the names it refers to say there."""
     pattern = r"\bRaises\b.*?(?=\n\s*\n|\n?\s*Warns:|\Z)"
     section = " ".join(re.findall(pattern, words or "", re.DOTALL))
-    for other in set(re.findall(r"\b[Aa]s `([\w.]+)`", section)) - set(followed):
+    for other in set(re.findall(r"\b[Aa]s\s+`([\w.]+)`", section)) - set(followed):
         for name in NAMES + MEMBERS:
             if f".{name.id}".endswith(f".{other}"):
                 section += raises_section(inspect.getdoc(name.values[0]), (*followed, other))
@@ -113,8 +110,8 @@ def statements(function):
     """Returns the syntax of a function, property or class: of a class its construction alone."""
     function = inspect.unwrap(getattr(function, "fget", function))
     if inspect.isclass(function):
-        makers = ("__init__", "__post_init__", "__new__")
-        parts = [vars(function)[name] for name in makers if name in vars(function)]
+        makers = ("__init__", "__post_init__", "_missing_")
+        parts = [getattr(function, name) for name in makers if name in vars(function)]
     else:
         parts = [function]
     for part in parts:

@@ -36,7 +36,7 @@ def metrics(opt_state: PyTree, *, steps: ArrayLike | None = None) -> dict[str, j
         optimizer's state does not hold it. Flax's `TrainState.step` counts steps taken: add
         `skipped_steps`.
 
-    Raises: ValueError if the optimizer has no loss scaling, or its order is wrong; see
+    Raises: ValueError if the optimizer has no loss scaling; otherwise as
       `transforms.check_optimizer_state`.
 
     >>> import optax
@@ -73,9 +73,9 @@ def check_skips(opt_state: PyTree, limit: int) -> None:
         2**24 down to 1.
 
     Raises:
-      FloatingPointError: as said.
-      ValueError: `limit` is below 1; and as `metrics`.
-      TypeError: called inside of jit; `limit` is no whole number.
+      FloatingPointError: so many steps were skipped in a row.
+      ValueError: `limit` is below 1; the optimizer has no loss scaling, or a wrong order.
+      TypeError: called inside of jit; `limit` is no whole number; `opt_state` is an optimizer.
 
     >>> import optax
     >>> from jmp import transforms
