@@ -153,7 +153,7 @@ def cast_params(model: M, policy: str | Policy, rules: Sequence[Rule] | None = N
       model: left as it is.
       policy, rules: as in `with_policy`; module classes, paths of modules and of parameters match.
 
-    Raises: TypeError for no module; ValueError for an unknown policy, or one that stores in float8.
+    Raises: TypeError if `model` is no module; ValueError for a policy unknown or stored in float8.
     Warns: `UnusedRuleWarning` for a rule that matched nothing.
 
     >>> from flax import nnx
@@ -173,7 +173,7 @@ def cast_params(model: M, policy: str | Policy, rules: Sequence[Rule] | None = N
 def loss_scale(optimizer: nnx.Optimizer[Any]) -> LossScale:
     """Returns the loss scale in force inside an `nnx.Optimizer`; `NoOpLossScale` if it has none.
 
-    Raises: TypeError for no `nnx.Optimizer`; otherwise as `transforms.check_optimizer_state`.
+    Raises: TypeError for another optimizer; otherwise as `transforms.check_optimizer_state`.
 
     >>> from flax import nnx
     >>> import optax
@@ -190,7 +190,7 @@ def reset_masters(model: nnx.Module, optimizer: nnx.Optimizer[Any]) -> None:
 
     Call it after `nnx.update(model, loaded)` and the like, which the next step undoes otherwise.
 
-    Raises: TypeError for no module or `nnx.Optimizer`; else as `transforms.reset_masters`.
+    Raises: TypeError for arguments of another kind; otherwise as `transforms.reset_masters`.
 
     >>> from flax import nnx
     >>> import optax

@@ -93,7 +93,7 @@ class PrecisionReport:
         there is no reverse derivative. As JAX traces it: XLA may keep less.
       residual_bytes_float32: the same for `fun` without autocast.
       hazards: sentences that ask you to act, such as on a sum in half; usually empty.
-      policy: the policy, in short.
+      policy: the policy, as text.
       decisions: what autocast does besides choosing dtypes, by place: leaner forms of equations,
         and masks that are held within float16's range.
 

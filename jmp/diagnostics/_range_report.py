@@ -151,7 +151,7 @@ class RangeReport:
         """Returns the lowest and the highest scale under which no gradient is lost.
 
         That is, none becomes zero and, with `margin`, none infinite. Those below the smallest
-        normal number keep fewer digits. Arguments and errors are those of `best_scale`.
+        normal number keep fewer digits. Arguments are those of `best_scale`.
 
         Returns: powers of two, the highest being `best_scale`. None where no scale keeps them all,
           and where it cannot be known: `best_scale` is None, or gradients stored in half are zero,

@@ -120,7 +120,7 @@ class Range:
 
     @property
     def size(self) -> int:
-        """How many elements were counted; complex ones count twice, and in a loop once a turn."""
+        """How many elements were counted; complex ones count twice, in a loop each iteration."""
         return int(self.counts.sum()) + self.zeros + self.infinities + self.nans
 
     @property

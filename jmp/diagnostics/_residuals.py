@@ -28,7 +28,7 @@ class Residual:
       source: "file:line" of the user's code.
       operation: the primitive that made it; "literal" for a number that stands in the program, and
         "argument" for a second copy of one.
-      dtype, shape: of one array; what a loop keeps of each turn is one array.
+      dtype, shape: of one array; what a loop keeps of each iteration is one array.
       of_parameters: whether it is computed from parameters alone, as their half copies are, so that
         it does not grow with the batch.
       times: how many there are.

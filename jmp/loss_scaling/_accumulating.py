@@ -92,7 +92,7 @@ def accumulated_value_and_grad(
 ) -> Callable[..., tuple[Any, Any]]:
     """Like `scaled_value_and_grad`, with a batch cut into `steps` micro-batches, one after another.
 
-    The micro-batches are the turns of one `lax.scan`: memory is needed for the activations of one.
+    Each micro-batch is an iteration of one `lax.scan`: memory is needed for the activations of one.
     Scaled gradients add up in float32, the scale stays, and the optimizer's update, called once,
     checks them and adjusts the scale once a window. Call it inside jit.
 

@@ -15,7 +15,7 @@ T = TypeVar("T")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StaticLossScale(LossScale):
-    """Scales by a constant; customary are 8, 32, 128 and 512 (Micikevicius et al. 2018).
+    """Scales by a constant, such as 8, 32, 128 or 512 (Micikevicius et al. 2018, section 3.2).
 
     A pytree without leaves: the constant is part of the compiled program, and a scale that jit
     returns equals the one that it was given.

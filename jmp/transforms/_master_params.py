@@ -71,7 +71,7 @@ def with_master_params(
       flat_master: keep masters, and with them the moments of `inner`, as one flat vector. For
         hundreds of small tensors: an Adam update of 400 takes a few kernels instead of hundreds,
         and moves more bytes. All parameters must be of one half dtype (give each dtype a group with
-        `optax.partition`). `inner` sees one vector, so what looks at tensors one by one is refused:
+        `optax.partition`). `inner` gets one vector; what treats each tensor by itself is refused:
         LAMB, Muon, Adafactor, masks inside it. Sharded parameters it gathers on each device: it is
         for one device.
 
