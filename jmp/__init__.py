@@ -1,8 +1,8 @@
 """jmp: mixed precision for JAX.
 
-The idea in four words: *policy* (which dtype where), *loss scale* (so that small gradients survive
-float16), *transforms* (optax: unscale, check, skip, float32 masters), *adapters* (so that an
-unmodified model of Flax, Equinox or Haiku computes in half and its norms stay float32).
+The idea in four words: *policy* (which dtype where), *loss scale* (so that small gradients do not
+become zero in float16), *transforms* (optax: unscale, check, skip, float32 masters), *adapters* (so
+that an unmodified model of Flax, Equinox or Haiku computes in half and its norms in float32).
 
 `import jmp` loads this page's names, with jax and numpy alone, and touches no device. The rest is
 loaded when it is touched, so that each part needs its own framework alone:

@@ -140,7 +140,7 @@ def check_overflow() -> str:
 
 
 def check_underflow() -> str:
-    """A gradient too small for float16 survives with a loss scale, and only with one."""
+    """A gradient too small for float16 is not zero with a loss scale, and is zero without."""
     x, w = jnp.eye(SIZE, dtype=jnp.float32), jnp.ones((SIZE, SIZE), jnp.float32)
     loss = jmp.autocast(lambda w, x: 2.0**-30 * jnp.sum(x @ w), "mixed_float16")
     for scale, expected in ((1.0, 0.0), (2.0**16, 2.0**-30)):

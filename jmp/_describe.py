@@ -20,36 +20,23 @@ _ENTRIES = 4  # of a container
 _DEPTH = 2  # containers in containers
 _LENGTH = 240  # of a whole description
 
-# What other libraries call these, in lower case and without separators: nearest first.
+# What other libraries call these, as `_spelt_out` writes it: nearest first.
 _ALIASES: dict[str, tuple[str, ...]] = {
-    "fp16": ("mixed_float16", "float16"),
-    "16": ("mixed_float16", "float16"),
-    "16mixed": ("mixed_float16",),
-    "fp16mixed": ("mixed_float16",),
-    "f16mixed": ("mixed_float16",),
-    "mixedfp16": ("mixed_float16",),
-    "mixedf16": ("mixed_float16",),
+    "float16": ("mixed_float16", "float16"),
+    "brainfloat16": ("mixed_bfloat16", "bfloat16"),
+    "bfloat16": ("mixed_bfloat16", "bfloat16"),
+    "float8": ("mixed_float8", "f8_e4m3fn"),
     "mixed": ("mixed_float16", "mixed_bfloat16"),
+    "mixedhalf": ("mixed_float16", "mixed_bfloat16"),
     "mixedprecision": ("mixed_float16", "mixed_bfloat16"),
     "amp": ("mixed_float16", "mixed_bfloat16"),
     "auto": ("mixed_float16", "mixed_bfloat16"),
-    "16true": ("float16",),
+    "mixedfloat32": ("float32",),
     "float": ("float32",),
-    "bf16mixed": ("mixed_bfloat16",),
-    "mixedbf16": ("mixed_bfloat16",),
-    "bfp16": ("mixed_bfloat16", "bfloat16"),
-    "brainfloat16": ("mixed_bfloat16", "bfloat16"),
-    "bf16true": ("bfloat16",),
-    "fp32": ("float32",),
-    "32": ("float32",),
-    "32true": ("float32",),
     "tf32": ("float32",),
     "single": ("float32",),
     "no": ("float32",),
     "none": ("float32",),
-    "fp64": ("float64",),
-    "64": ("float64",),
-    "64true": ("float64",),
     "double": ("float64",),
     "o4": ("mixed_bfloat16",),  # of Apex's branch for bfloat16, and so is O5
     "o5": ("p=bf16,c=bf16,o=f32",),
@@ -123,8 +110,10 @@ def did_you_mean(text: str, known: Iterable[str]) -> str:
     takes_fields = "mixed_float16" in spelt.values()
     plain = _plain(text)
     found = [spelt[plain]] if plain in spelt else []
-    aliases = _ALIASES.get(plain, ())
-    found = found or [name for name in aliases if name in known or ("=" in name and takes_fields)]
+    if not found:
+        plain = _spelt_out(plain)
+        aliases = _ALIASES.get(plain, ())
+        found = [name for name in aliases if name in known or ("=" in name and takes_fields)]
     if not found:
         near = difflib.get_close_matches(plain, spelt, n=1, cutoff=0.75)
         found = [spelt[name] for name in near]
@@ -159,6 +148,12 @@ def _leaves(tree: Any) -> list[tuple[Any, Any]]:
 def _plain(text: str) -> str:
     """Without case, separators and the library's name: "torch.float16" is "float16"."""
     return re.sub(r"^(torch|np|numpy|jnp|jax\.numpy|tf)\.|[\s_-]", "", text.lower())
+
+
+def _spelt_out(plain: str) -> str:
+    """With "float" for its short forms: "fp8mixed" is "mixedfloat8", "bf16" is "bfloat16"."""
+    plain = re.sub(r"^(.+)mixed$", r"mixed\1", plain)
+    return re.sub(r"(^|mixed)(b?)(?:fp?)?(?=\d)", r"\1\2float", plain)
 
 
 def _described(value: Any, depth: int) -> str:

@@ -1,6 +1,6 @@
 """Names of dtypes, and which dtypes the library casts.
 
-The library speaks of *real floating dtypes of at least 16 bits*: float16, bfloat16, float32,
+Its functions cast *real floating dtypes of at least 16 bits*: float16, bfloat16, float32,
 float64. Narrower floats (float8 and below) are storage formats that carry their own scales: they
 have names here, so that a policy can spell them, but no cast of a whole tree touches them.
 

@@ -50,10 +50,8 @@ _NAMED = {
     "O3": "half",
 }
 
-
 # The float8 that operands of products are held in: four significant bits, numbers up to 448.
 _FLOAT8 = scalar_type(jnp.float8_e4m3fn)
-_FLOAT8_NAMES = ("f8", "float8")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,17 +64,16 @@ class Policy:
       output_dtype: dtype in which results are returned.
       reduce_dtype: dtype in which gradients are added up between devices, or None, which leaves the
         choice to XLA and is no part of the text.
-      product_dtype: float8, in which autocast multiplies by parameters, or None, which leaves all
-        products in the compute dtype. It is written "f8", or `jnp.float8_e4m3fn`, the one that
-        holds operands; gradients may be held in another.
+      product_dtype: float8 for autocast's products with parameters, "f8" or `jnp.float8_e4m3fn`; or
+        None, which leaves all products in the compute dtype.
 
-    Each may be given as a dtype, scalar type or name and is kept as JAX's scalar type, such as
-    `jnp.float16`, so that equal policies are equal and hash alike. A scalar type equals the dtype
-    that it names, and makes an array when called; `np.dtype(policy.compute_dtype)` is the dtype.
+    Each may be given as a dtype, scalar type or name. It is kept as JAX's scalar type, such as
+    `jnp.float16`, which makes an array when called; `np.dtype(policy.compute_dtype)` is the dtype.
 
     Raises:
-      TypeError: a dtype is none at all.
-      ValueError: one is not real floating, or `reduce_dtype` is a float8, or `product_dtype` none.
+      TypeError: a dtype is of the wrong kind, such as None or a number.
+      ValueError: one is unknown or not real floating, `reduce_dtype` is a float8, or
+        `product_dtype` is another dtype than float8_e4m3fn.
 
     >>> policy = Policy("float32", jnp.float16, np.dtype("float32"))
     >>> str(policy)
@@ -118,19 +115,22 @@ class Policy:
         object.__setattr__(self, "product_dtype", _product_dtype(product_dtype))
 
     def cast_to_param(self, tree: T) -> T:
-        """Casts the floating leaves of `tree` to `param_dtype`."""
+        """Casts the floating leaves of `tree`, any pytree, to `param_dtype`; shapes stay."""
         return cast_floating(tree, self.param_dtype)
 
     def cast_to_compute(self, tree: T) -> T:
-        """Casts the floating leaves of `tree` to `compute_dtype`."""
+        """Casts the floating leaves of `tree`, any pytree, to `compute_dtype`; shapes stay."""
         return cast_floating(tree, self.compute_dtype)
 
     def cast_to_output(self, tree: T) -> T:
-        """Casts the floating leaves of `tree` to `output_dtype`."""
+        """Casts the floating leaves of `tree`, any pytree, to `output_dtype`; shapes stay."""
         return cast_floating(tree, self.output_dtype)
 
     def with_output_dtype(self, output_dtype: DTypeLike) -> "Policy":
-        """Returns the same policy with another output dtype."""
+        """Returns the same policy with another output dtype.
+
+        Raises: as `Policy`.
+        """
         dtype = scalar_type(floating_dtype(output_dtype, "output_dtype"))
         return dataclasses.replace(self, output_dtype=dtype)
 
@@ -175,7 +175,7 @@ def _reduce_dtype(dtype: DTypeLike | None) -> ScalarType | None:
 def _product_dtype(dtype: DTypeLike | None) -> ScalarType | None:
     if dtype is None:
         return None
-    is_name = isinstance(dtype, str) and dtype in _FLOAT8_NAMES
+    is_name = isinstance(dtype, str) and dtype in ("f8", "float8")
     normalised = np.dtype(_FLOAT8) if is_name else floating_dtype(dtype, "product_dtype")
     if normalised != np.dtype(_FLOAT8):
         raise ValueError(
@@ -247,7 +247,7 @@ def get_policy(policy: str | Policy) -> Policy:
 
     Raises:
       TypeError: neither text nor a policy.
-      ValueError: unknown dtype, unknown field, or a field given twice.
+      ValueError: unknown name, dtype or field, a field given twice, or as `Policy`.
 
     >>> str(get_policy("c=bf16"))
     'p=full,c=bf16,o=bf16'

@@ -5,8 +5,8 @@ A rule is a pair `(target, policy)`. Its target is one of
   - a compiled regular expression that must match the whole path,
   - a module class, or a tuple of them (subclasses count).
 A path is a module's or parameter's names joined by slashes: "encoder/Dense_0/kernel". A rule that
-matches a module holds for everything inside it. The first rule that matches wins. A rule that never
-matched is reported by `warn_unused`, because it may be a typo.
+matches a module holds for everything inside it. The first rule that matches counts. A rule that
+never matched is reported by `warn_unused`, because it may be a typo.
 
 >>> rules = PolicyRules([("head*", "float32")], default="mixed_float16")
 >>> str(rules.policy_for("head/kernel")), str(rules.policy_for("body/kernel"))
@@ -90,8 +90,8 @@ class PolicyRules:
             first, where known.
           root: what the root is called, where it has a name: a target may begin with it, so that
             "*/head" finds a head at the top.
-          anywhere: a glob may match from any name of the path on, not from the first alone: where
-            the root's name is not the user's.
+          anywhere: whether a glob may match from any name of the path on, and not only from the
+            first: for paths whose first name the user did not choose.
         """
         prefixes = _path_and_ancestors(path)
         if root:

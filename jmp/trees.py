@@ -106,8 +106,8 @@ def cast_to_half(tree: T) -> T:
 def all_finite(tree: PyTree) -> jax.Array:
     """Returns a bool scalar: no floating or complex leaf of `tree` holds an infinity or a NaN.
 
-    Each element is looked at by itself. A sum would be cheaper to write and wrong: finite values
-    may add up to infinity (two of 6e4 do in float16). A tree without such leaves is finite.
+    Each element is checked by itself, because a sum of finite values may be infinite: two of 6e4
+    are in float16. A tree without such leaves is finite.
 
     Args:
       tree: any pytree. Leaves that are no arrays, float8 leaves and keys are passed over.
@@ -142,10 +142,10 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
     Returns: `on_true` where `pred` holds, else `on_false`.
 
     Raises:
-      AssertionError: `pred` is not a bool scalar (DeepMind's contract).
-      ValueError: structures, shapes or dtypes differ, or that dtype cannot hold a Python number:
-        1e300 would become infinite in float32 without an error. So too for NumPy's float64 and
-        int64, which JAX takes as float32 and int32 without jax_enable_x64.
+      AssertionError: `pred` is not a bool scalar (an AssertionError as in DeepMind's `jmp`).
+      ValueError: structures, shapes or dtypes differ, or a dtype cannot hold a Python number:
+        1e300 would become infinite in float32 without an error. This holds also for NumPy's float64
+        and int64 numbers, which JAX takes as float32 and int32 without jax_enable_x64.
 
     >>> int(select_tree(False, {"step": 3}, {"step": 2})["step"])
     2

@@ -174,6 +174,10 @@ MISTAKES: dict[str, list[Mistake]] = {
             ("jmp.get_policy('tf32')", "Did you mean 'float32'?"),
             ("jmp.get_policy('no')", "Did you mean 'float32'?"),
             ("jmp.get_policy('mixed_float9')", "Did you mean 'mixed_float8'?"),
+            ("jmp.get_policy('fp8')", "Did you mean 'mixed_float8' or 'f8_e4m3fn'?"),
+            ("jmp.get_policy('mixed_fp8')", "Did you mean 'mixed_float8'?"),
+            ("jmp.get_policy('mixed_float32')", "Did you mean 'float32'?"),
+            ("jmp.get_policy('mixed_bfloat16,m=fp8')", "Did you mean 'f8_e4m3fn'?"),
             (
                 "jmp.Policy('f32', 'bf16', 'f32', product_dtype='bf16')",
                 "expected 'f8' (float8_e4m3fn), or None",
@@ -687,6 +691,8 @@ MISTAKES: dict[str, list[Mistake]] = {
             ("nnx_adapter.autocast(params, F16)", "autocast(loss_fn, policy)(model, *args)"),
             ("nnx_adapter.cast_params(params, 'O2')", "expected an nnx.Module"),
             ("nnx_adapter.loss_scale(opt_state)", "expected an nnx.Optimizer"),
+            ("nnx_adapter.reset_masters(nnx_model, tx)", "expected an nnx.Optimizer"),
+            ("nnx_adapter.reset_masters(optimizer, nnx_model)", "expected an nnx.Module"),
             (
                 "nnx_adapter.train_step(nnx_model, model_loss, optimizer, x)",
                 "The order is train_st",
@@ -791,6 +797,7 @@ MISTAKES: dict[str, list[Mistake]] = {
         *_rows(
             ValueError,
             ("haiku.train_step(loss_fn, long_text, opt_state, tx, x)", "such as network.init"),
+            ("haiku.cast_params({'linear': params}, 'fp16')", "Did you mean 'mixed_float16'"),
         ),
     ],
     "Diagnostics": [
@@ -951,6 +958,8 @@ MISTAKES: dict[str, list[Mistake]] = {
             ("report.total('gradient')", "it has 'value'"),
             ("report.best_scale('float32')", "expected 'float16' or 'bfloat16'"),
             ("report.best_scale(margin=0.5)", "expected a factor of at least 1"),
+            ("report.lossless_scales('float32')", "expected 'float16' or 'bfloat16'"),
+            ("report.rows[0].shares('float32')", "expected 'float16' or 'bfloat16'"),
             ("report.rows[0].shares(scale=1000)", "expected a power of two between"),
         ),
         *_rows(

@@ -22,6 +22,8 @@ from jmp.trees import PyTree
 class TrainState(train_state.TrainState):
     """Flax's TrainState with batch statistics, whose steps are atomic.
 
+    Make one by `TrainState.create`. An atomic step is taken as a whole or not at all.
+
     Attributes, beyond those of Flax's:
       batch_stats: the model's running statistics, or None.
 
@@ -52,11 +54,21 @@ class TrainState(train_state.TrainState):
         The step is an int32 array from the start: a Python 0 would compile the step twice. It lies
         on the mesh of the parameters, if they are sharded.
 
-        Raises: TypeError if `tx` is no optax transformation; ValueError for an optimizer in an
-          order that fails, see `transforms.check_optimizer_state`, and for `mixed_precision` of a
-          policy that needs no scale, where `apply_fn` computes in float16. What comes after loss
-          scaling in a chain is taken: `apply_gradients` undoes it on a skip.
-        Warns: `jmp.UnscaledLossWarning` for another optimizer that scales no loss there.
+        Args:
+          apply_fn: the model's apply function, such as `wrap_apply` returned.
+          params: a tree of arrays, float32 or half.
+          tx: an optax transformation, such as `transforms.mixed_precision(optax.adam(1e-3), ...)`.
+            In a chain, transformations may come after loss scaling: `apply_gradients` undoes what
+            they changed in a step that is skipped.
+          **kwargs: the other fields, such as `batch_stats`.
+
+        Raises:
+          TypeError: `tx` is no optax transformation.
+          ValueError: an optimizer in an order that fails, see `transforms.check_optimizer_state`;
+            `mixed_precision` of a policy that needs no scale where `apply_fn` computes in float16.
+
+        Warns: `jmp.UnscaledLossWarning` for another optimizer without a loss scale where `apply_fn`
+          computes in float16.
         """
         _check_optimizer(tx)
         state: Self = super().create(  # type: ignore[no-untyped-call]  # Flax gives no types
@@ -85,7 +97,10 @@ class TrainState(train_state.TrainState):
           **kwargs: fields to replace, such as `batch_stats=new_statistics`. They count as part of
             the step and stay as they were if it is skipped.
 
-        Raises: ValueError for a field that is static, which no array can decide about.
+        Raises:
+          TypeError: a field that the state does not have.
+          ValueError: a static field, such as `tx`, which a skipped step could not leave as it was;
+            gradients of another structure than the parameters.
         """
         _check_not_static(self, kwargs)
         with skips_undone():
@@ -102,8 +117,11 @@ class TrainState(train_state.TrainState):
 def _replace_with_masters(self: TrainState, **updates: Any) -> TrainState:
     """Returns a state with other fields; masters follow `params=`, unless `opt_state=` is given.
 
-    Else the next step would undo the replacement, which starts from the masters. For an evaluation
-    with other parameters, after which these come back, give `opt_state=state.opt_state` too.
+    Without that the next step would undo the replacement, because it starts from the masters. To
+    evaluate with other parameters and go on with the present ones afterwards, give
+    `opt_state=state.opt_state` too.
+
+    Raises: TypeError for a field that the state does not have.
     """
     if "params" in updates and "opt_state" not in updates:
         updates["opt_state"] = follow_replaced(self.opt_state, updates["params"])

@@ -30,6 +30,8 @@ from jmp.policy import Policy, get_policy
 from jmp.rules import Rule
 from jmp.trees import PyTree, cast_leaf, cast_to_at_least_float32, is_array, joined, path_string
 
+__all__ = ["autocast", "cast_params", "scaled_value_and_grad", "train_step"]
+
 T = TypeVar("T")
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -66,7 +68,7 @@ def autocast(
 
     Raises:
       TypeError: no policy; `fun` is no function.
-      ValueError: policy and rules name two half dtypes.
+      ValueError: policy and rules name two half dtypes, or one is unknown.
 
     Warns: `UnusedRuleWarning` for a rule that matched no module and no array of one.
 
@@ -100,15 +102,16 @@ def lift(fun: Callable[P, R], modules: ModulePolicies) -> Callable[P, R]:
 
 
 def cast_params(model: T, policy: str | Policy, rules: Sequence[Rule] | None = None) -> T:
-    """Returns `model` stored as `policy` says: its arrays in `param_dtype` but for those of norms.
+    """Returns `model` stored as `policy` says: arrays in `param_dtype`, those of norms in float32.
 
     Args:
       model: a module, or a tree of them. An `eqx.nn.State` stays as it is, float32.
-      policy, rules: as in `autocast`; classes, paths of modules and of arrays match. Norms are
-        float32 behind the rules; `rules=()` and, without rules, a pure half policy keep none.
+      policy, rules: as in `autocast`; classes, paths of modules and of arrays match. Norms that no
+        rule matches are float32, except with `rules=()` or a pure half policy without rules.
 
-    Returns: a model of the same structure; `jmp.cast_to_full` undoes it for export.
-    Raises: TypeError for a model of another framework; ValueError for a policy that is not one.
+    Returns: a model of the same structure; `jmp.cast_to_full` casts it back for export.
+    Raises: TypeError for a model of another framework; ValueError for an unknown policy, or one
+      that stores in float8.
     Warns: `UnusedRuleWarning` for a rule that matched nothing.
 
     >>> import equinox as eqx
@@ -185,7 +188,7 @@ def train_step(
     state: PyTree = None,
     has_aux: bool = False,
 ) -> TrainStep:
-    """Takes one training step, or on overflow leaves everything as it was but the scale.
+    """Takes one training step; after an overflow nothing changes but the loss scale and its counts.
 
     Args:
       loss_fn: called as `loss_fn(model, *args)`, returns a real floating scalar; with `state` as
@@ -197,10 +200,10 @@ def train_step(
       *args: passed to `loss_fn`.
       state: an `eqx.nn.State`, or None.
 
-    Returns: model, optimizer state, unscaled loss, state and aux; see `TrainStep`. Wrap the call in
-      `eqx.filter_jit`.
+    Returns: a named tuple `(model, opt_state, loss, state, aux)`; the loss is unscaled, at least
+      float32. Wrap the call in `eqx.filter_jit`.
     Raises: TypeError if the loss is no real floating scalar or an argument is of the wrong kind;
-      ValueError if the model holds no floating array.
+      ValueError if the model holds no floating array, or the optimizer's order is wrong.
 
     >>> import equinox as eqx, optax
     >>> from jmp import transforms

@@ -23,6 +23,8 @@ from jmp.policy import Policy, get_policy
 from jmp.rules import PolicyRules, Rule
 from jmp.trees import PyTree, cast_floating, cast_leaf, cast_to_at_least_float32, path_string
 
+__all__ = ["cast_params", "train_step", "with_policy"]
+
 T = TypeVar("T", bound=Mapping[str, Any])
 N = TypeVar("N", hk.Transformed, hk.TransformedWithState)
 
@@ -37,9 +39,9 @@ def with_policy(
 
     Args:
       network: what `hk.transform` or `hk.transform_with_state` returned, also through
-        `hk.without_apply_rng`. Parameters may be stored in float32 (O1) or in half but for the
-        norms (O2, see `cast_params`): these count as float32 numbers, and their gradients come back
-        in half.
+        `hk.without_apply_rng`. Parameters may be stored in float32 (O1), or in half except those of
+        norms (O2, see `cast_params`). Half parameters are computed with as float32 numbers; their
+        gradients come back in half.
       policy: its compute dtype is for products, its output dtype for what the network returns.
       rules: `(target, policy)` pairs, see `jmp.rules`; a path is a module's name as it stands in
         the parameters, such as "res_net/~/logits". Norms compute in float32 from half inputs in
@@ -51,7 +53,7 @@ def with_policy(
 
     Raises:
       TypeError: `network` is not transformed.
-      ValueError: policy and rules name two half dtypes.
+      ValueError: policy and rules name two half dtypes, or one is unknown.
 
     Warns: `UnusedRuleWarning` for a rule that matched no module and no parameter.
 
@@ -124,7 +126,7 @@ def _with_wide_state(args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def cast_params(params: T, policy: str | Policy, rules: Sequence[Rule] | None = None) -> T:
-    """Returns `params` stored as `policy` says: in `param_dtype` but for those of norms.
+    """Returns `params` stored as `policy` says: in `param_dtype`, those of norms in float32.
 
     Args:
       params: what `network.init` returned, without the state, which stays float32.
@@ -132,8 +134,11 @@ def cast_params(params: T, policy: str | Policy, rules: Sequence[Rule] | None = 
       rules: as in `with_policy`. Only paths can match: parameters have no modules'
         classes. Norms are told by their names.
 
-    Returns: the same structure; `jmp.cast_to_full` undoes it for export.
-    Raises: TypeError for what is no dictionary of dictionaries.
+    Returns: the same structure; `jmp.cast_to_full` casts it back for export.
+
+    Raises:
+      TypeError: `params` is no dictionary of dictionaries; a policy of the wrong kind.
+      ValueError: an unknown policy, or one that stores in float8.
 
     Warns: `UnusedRuleWarning` for a rule that matched nothing.
 
@@ -176,7 +181,7 @@ def train_step(
     state: PyTree = None,
     has_aux: bool = False,
 ) -> TrainStep:
-    """Takes one training step, or on overflow leaves everything as it was but the scale.
+    """Takes one training step; after an overflow nothing changes but the loss scale and its counts.
 
     Args:
       loss_fn: called as `loss_fn(params, *args)`, returns a real floating scalar; with `state` as
@@ -188,10 +193,10 @@ def train_step(
       *args: passed to `loss_fn`.
       state: the network's state, or None.
 
-    Returns: parameters (`model`), optimizer state, unscaled loss, state and aux; see `TrainStep`.
-      Wrap the call in `jax.jit`.
+    Returns: a named tuple `(model, opt_state, loss, state, aux)`: `model` is the parameters; the
+      loss is unscaled, at least float32. Wrap the call in `jax.jit`.
     Raises: TypeError if the loss is no real floating scalar or an argument is of the wrong kind;
-      ValueError if there are no floating arrays to train.
+      ValueError if there are no floating arrays to train, or the optimizer's order is wrong.
 
     >>> import haiku as hk, optax
     >>> from jmp import transforms

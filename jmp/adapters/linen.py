@@ -51,24 +51,27 @@ def wrap_apply(
     Args:
       apply_fn: `model.apply` of an unmodified model, or any function of its variables that applies
         it, such as the `__call__` of a Hugging Face model. Variables are its first argument, or its
-        keyword argument `variables` or `params`. Parameters may be stored in float32 (O1) or in
-        half but for the norms (O2, see `cast_params`): these count as float32 numbers, and their
-        gradients come back in half.
+        keyword argument `variables` or `params`. Parameters may be stored in float32 (O1), or in
+        half except those of norms (O2, see `cast_params`). Half parameters are computed with as
+        float32 numbers; their gradients come back in half.
       policy: its compute dtype is for products, its output dtype for what the call returns.
       rules: `(target, policy)` pairs, see `jmp.rules`; a path is that of a module, "*/head" finds
         one at the top too. `("head", "float32")` computes the head in float32. Norms compute in
         float32 from half inputs in every policy; a float32 rule for one keeps its output float32.
-      keep_dtypes: whether modules that say `dtype=jnp.float32` compute in float32. Most published
-        models say it as a default, so by default the policy decides; a rule wins in either case.
+      keep_dtypes: whether modules with `dtype=jnp.float32` compute in float32. In most published
+        models this is the default of `dtype`, so with False the policy decides. A rule comes first
+        in either case.
       **options: those of `jmp.autocast`, such as `recompute="none"`.
 
     Returns: a function with `apply_fn`'s signature. Updated batch statistics come back in float32
       whatever dtype they were passed in (in half under O3); other collections keep their dtypes.
-      A model that was wrapped by itself keeps its own policy inside another.
+      A model that was wrapped keeps its own policy inside another wrapped model.
 
     Raises:
-      TypeError: `apply_fn` is a module, a method that takes no variables, or of another framework.
-      ValueError: policy and rules name two half dtypes; or `jmp.autocast` refuses an option.
+      TypeError: `apply_fn` is a module, a method that takes no variables, or of another framework;
+        a policy, a rule or an option is of the wrong kind.
+      ValueError: policy and rules name two half dtypes; a policy is unknown or has a float8 besides
+        its products; or `jmp.autocast` refuses the value of an option.
 
     Warns: `UnusedRuleWarning` for a rule that matched no module and no parameter.
 
@@ -118,7 +121,7 @@ def wrap_apply(
 
 
 def cast_params(variables: T, policy: str | Policy, rules: Sequence[Rule] | None = None) -> T:
-    """Returns `variables` as `policy` stores them: the O2 tree, half but for norms and statistics.
+    """Returns `variables` stored as `policy` says, and norms and batch statistics in float32.
 
     Args:
       variables: what `model.init` returned, with its collections, or its "params" alone.
@@ -126,8 +129,12 @@ def cast_params(variables: T, policy: str | Policy, rules: Sequence[Rule] | None
       rules: as in `wrap_apply`. Only paths can match: variables have no classes of modules.
         Norms are told by their names ("scale", "bn1", "LayerNorm_0").
 
-    Returns: the same structure; `jmp.cast_to_full` undoes it for export.
-    Raises: TypeError for a model instead of its variables; ValueError for a policy that is not one.
+    Returns: the same structure and shapes, cast. `jmp.cast_to_full` casts it back for export.
+
+    Raises:
+      TypeError: a model instead of its variables; a policy that is neither text nor a `Policy`.
+      ValueError: an unknown policy, or one that stores in float8.
+
     Warns: `UnusedRuleWarning` for a rule that matched nothing.
 
     >>> params = {"Dense_0": {"kernel": jnp.ones((2, 2))}, "BatchNorm_0": {"scale": jnp.ones(2)}}

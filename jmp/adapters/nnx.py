@@ -32,6 +32,8 @@ from jmp.rules import Rule
 from jmp.transforms._callers import skips_undone
 from jmp.trees import cast_leaf
 
+__all__ = ["autocast", "cast_params", "loss_scale", "reset_masters", "train_step", "with_policy"]
+
 M = TypeVar("M", bound=nnx.Module)
 _ORDER = " The order is train_step(loss_fn, model, optimizer, *args)."
 P = ParamSpec("P")
@@ -65,10 +67,10 @@ def autocast(
         among the arguments on, joined by slashes.
       **options: those of `jmp.autocast`.
 
-    Returns: a function with `fun`'s signature. What `fun` changes in its modules is changed.
+    Returns: a function with `fun`'s signature. What `fun` changes in its modules is written back.
 
     Raises:
-      TypeError: no policy; `fun` is a module or a method of one.
+      TypeError: no policy; `fun` is no function, or a module or a method of one.
       ValueError: policy and rules name two half dtypes.
 
     Warns: `UnusedRuleWarning` for a rule that matched no module and no parameter.
@@ -105,22 +107,21 @@ def with_policy(
 ) -> M:
     """Returns a view of `model` that computes by `policy` and shares its Variables.
 
-    Calling the view, or a module inside it, computes by autocast. Its other methods run as written
-    but for the modules they call; to lower one whole: `autocast(Model.encode, policy)(model, x)`.
+    A call of the view, or of a module inside it, computes by autocast. Other methods run as written
+    except for modules that they call; to lower one: `autocast(Model.encode, policy)(model, x)`.
 
     Args:
       model: an unmodified model; its configuration stays as it is. Half running statistics are
-        brought back to float32 in place: Flax updates them in float32 in any case. A view is taken
-        for the model it shows, so that a second policy replaces the first; a view *inside* a model
-        keeps its own.
+        brought back to float32 in place: Flax updates them in float32 in any case. If it is a view
+        itself, the new policy replaces that of the view; a view *inside* a model keeps its own.
       policy: its compute dtype is for products, its output dtype for what a call returns.
       rules: `(target, policy)` pairs, see `jmp.rules`; paths are attribute names joined by slashes.
         Norms compute in float32 from half inputs in every policy.
       **options: those of `jmp.autocast`.
 
     Returns: a module of a subclass of the model's class, for `nnx.split` and `merge`, `nnx.jit`,
-      `nnx.value_and_grad` and `nnx.Optimizer`. Modes are its own: `view.eval()` sets the view's
-      alone, and leaves `model` in the mode it is in.
+      `nnx.value_and_grad` and `nnx.Optimizer`. `view.eval()` sets the mode of the view, and not
+      that of `model`.
 
     Raises:
       TypeError: `model` is no module.
@@ -139,20 +140,21 @@ def with_policy(
     view: M = view_of(model, modules)
     mark_parameters(model, modules)
     modules.rules.warn_unused()
-    _set_values(model, lambda variable, _: FLOAT32_POLICY if _is_statistic(variable) else None)
+    _cast_in_place(model)
     return view
 
 
 def cast_params(model: M, policy: str | Policy, rules: Sequence[Rule] | None = None) -> M:
     """Returns a copy of `model`, with Variables of its own, stored as `policy` says.
 
-    Parameters are in `param_dtype` but for norms and running statistics, which are float32.
+    Parameters are in `param_dtype`; those of norms, and running statistics, are float32.
 
     Args:
       model: left as it is.
       policy, rules: as in `with_policy`; module classes, paths of modules and of parameters match.
 
-    Raises: TypeError for no module. Warns: `UnusedRuleWarning` for a rule that matched nothing.
+    Raises: TypeError if `model` is no module; ValueError for a policy unknown or stored in float8.
+    Warns: `UnusedRuleWarning` for a rule that matched nothing.
 
     >>> from flax import nnx
     >>> cast_params(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), "O2").kernel.dtype
@@ -163,15 +165,7 @@ def cast_params(model: M, policy: str | Policy, rules: Sequence[Rule] | None = N
     module_rules = rules_for_modules(policy, rules)
     module_rules.refuse_float8("cast_params")
     copy = nnx.clone(model)
-
-    def stored_as(
-        variable: nnx.Variable[Any], where: tuple[str, tuple[type, ...]]
-    ) -> Policy | None:
-        if _is_statistic(variable):
-            return FLOAT32_POLICY
-        return module_rules.policy_for(*where) if isinstance(variable, nnx.Param) else None
-
-    _set_values(copy, stored_as)
+    _cast_in_place(copy, module_rules.policy_for)
     module_rules.warn_unused()
     return copy
 
@@ -179,7 +173,7 @@ def cast_params(model: M, policy: str | Policy, rules: Sequence[Rule] | None = N
 def loss_scale(optimizer: nnx.Optimizer[Any]) -> LossScale:
     """Returns the loss scale in force inside an `nnx.Optimizer`; `NoOpLossScale` if it has none.
 
-    Raises: ValueError for a wrong order, see `transforms.check_optimizer_state`; or TypeError.
+    Raises: TypeError for another optimizer; otherwise as `transforms.check_optimizer_state`.
 
     >>> from flax import nnx
     >>> import optax
@@ -192,9 +186,11 @@ def loss_scale(optimizer: nnx.Optimizer[Any]) -> LossScale:
 
 
 def reset_masters(model: nnx.Module, optimizer: nnx.Optimizer[Any]) -> None:
-    """Takes the masters in an optimizer from its model's parameters; errors as in `transforms`.
+    """Sets the masters in an optimizer to its model's parameters, in place.
 
-    Else the next step undoes what changed the parameters, such as `nnx.update(model, loaded)`.
+    Call it after `nnx.update(model, loaded)` and the like, which the next step undoes otherwise.
+
+    Raises: TypeError for arguments of another kind; otherwise as `transforms.reset_masters`.
 
     >>> from flax import nnx
     >>> import optax
@@ -206,6 +202,8 @@ def reset_masters(model: nnx.Module, optimizer: nnx.Optimizer[Any]) -> None:
     >>> float(nnx.as_pure(optimizer.opt_state).masters["bias"][0])
     1.0
     """
+    _check_kind("reset_masters", "model", model, nnx.Module)
+    _check_kind("reset_masters", "optimizer", optimizer, nnx.Optimizer)
     params = nnx.as_pure(nnx.state(model, optimizer.wrt))
     opt_state = transforms.reset_masters(nnx.as_pure(optimizer.opt_state), params)
     nnx.update(optimizer.opt_state, nnx.state(opt_state))
@@ -218,7 +216,7 @@ def train_step(
     *args: Any,
     has_aux: bool = False,
 ) -> Any:
-    """Takes one training step, or on overflow leaves everything as it was but the scale.
+    """Takes one training step; after an overflow nothing changes but the loss scale and its counts.
 
     Scales the loss, differentiates it with respect to the Variables the optimizer was made for, and
     updates model and optimizer in place. A skipped step moves no parameter, no optimizer state, no
@@ -233,8 +231,8 @@ def train_step(
       has_aux: whether `loss_fn` returns something beside the loss.
 
     Returns: the unscaled loss in at least float32, or `(loss, aux)`.
-    Raises: TypeError if an argument is of the wrong kind, or the loss is not a real floating
-      scalar; nothing has changed then.
+    Raises: TypeError if an argument is of the wrong kind or the loss is no real floating scalar;
+      ValueError for an optimizer in a wrong order or for another policy. Nothing has changed then.
 
     >>> from flax import nnx
     >>> import optax
@@ -285,16 +283,18 @@ def _check_kind(caller: str, name: str, value: object, expected: type) -> None:
         )
 
 
-def _is_statistic(variable: nnx.Variable[Any]) -> bool:
-    return isinstance(variable, nnx.BatchStat)
-
-
-def _set_values(model: nnx.Module, stored_as: Callable[..., Policy | None]) -> None:
-    """Casts in place: `stored_as(variable, (path, classes))` is a policy, or None to leave it."""
+def _cast_in_place(
+    model: nnx.Module, policy_for: Callable[[str, tuple[type, ...]], Policy] | None = None
+) -> None:
+    """Casts statistics to float32, and parameters as `policy_for(path, classes)` stores them."""
     for path, variable, classes in variables_with_path(model):
-        policy = stored_as(variable, (path, classes))
-        if policy is not None:
-            value = variable.get_value()
-            cast = cast_leaf(value, policy.param_dtype)
-            if cast is not value:
-                variable.set_value(cast)
+        if isinstance(variable, nnx.BatchStat):
+            policy = FLOAT32_POLICY
+        elif policy_for is not None and isinstance(variable, nnx.Param):
+            policy = policy_for(path, classes)
+        else:
+            continue
+        value = variable.get_value()
+        cast = cast_leaf(value, policy.param_dtype)
+        if cast is not value:
+            variable.set_value(cast)

@@ -63,7 +63,7 @@ def autocast(
     attention: str = "plain",
     float8: str = "weights",
 ) -> Any:
-    """Returns `fun` computing in mixed precision: products in half, what is delicate in float32.
+    """Returns `fun` computing in mixed precision: products in half, sums and norms in float32.
 
     `fun` is an unmodified float32 function: a loss, a model's apply, from any framework. Its
     arguments and results keep their dtypes; parameters stay float32 and are cast at each use, so
@@ -88,8 +88,8 @@ def autocast(
         computed again in the backward pass: "auto" where that saves memory traffic, "none", "all".
       inside_custom_vjp: also lower what is inside `jax.custom_vjp` functions and their rules.
       attention: "fused" computes attention by cuDNN's fused kernel, `jax.nn.dot_product_attention`,
-        wherever it is found, JAX takes its shapes, and the program is lowered for CUDA; see
-        docs/autocast.md. "plain" as it is written.
+        where `fun` has attention of shapes that JAX supports there, in programs for CUDA; see
+        docs/autocast.md. "plain" computes it as it is written.
       float8: which products a policy with "m=f8" makes float8: "weights", those of a parameter;
         "all", those of two activations too, as attention's. See docs/float8.md.
 
@@ -98,11 +98,12 @@ def autocast(
     Raises:
       TypeError: `fun` or `policy` are missing or of the wrong kind; `fun` is a generator or a
         coroutine function, or returns a generator or a coroutine (at the call).
-      ValueError: a compute dtype that cannot be, in the policy or in a rule; a primitive in two
-        categories; `fun` changes one of its arguments (at the call): the change would be lost.
+      ValueError: an unknown policy, or a compute dtype that is not supported, in the policy or in a
+        rule; an unknown value of an option; a primitive in two categories; `fun` changes one of its
+        arguments (at the call): the change would be lost.
 
     Warns: `UnusedRuleWarning` for a rule that no scope matched; `NoHalfProductWarning`, once, where
-      `fun` has products and every one stays float32, though not all by the caller's wish.
+      `fun` has products, all of them stay float32, and the caller did not ask for that.
 
     >>> def loss(w, x):
     ...     return jnp.mean(jax.nn.softmax(x @ w) ** 2)
@@ -179,10 +180,14 @@ def make_program(
 def full_precision(fun: Callable[P, R]) -> Callable[P, R]:
     """Returns `fun` with a mark: inside `autocast` its operations run in float32.
 
-    The mark survives jit, grad, vmap, scan and nesting. Outside `autocast` nothing changes. This is
-    the way to say what an explicit `.astype(jnp.float32)` cannot: on a float32 program that cast
-    is nothing at all.
+    The mark holds under jit, grad, vmap, scan and nesting. Outside `autocast` nothing changes. Use
+    it instead of `.astype(jnp.float32)`: in a float32 program that cast has no effect, and autocast
+    does not see it.
 
+    Args:
+      fun: any function that JAX can trace.
+
+    Returns: a function with `fun`'s signature and results.
     Raises: TypeError if `fun` is no function.
 
     >>> @full_precision

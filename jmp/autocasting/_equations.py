@@ -1,6 +1,6 @@
 """Questions to one equation of a jaxpr: which rule it has, and what stands inside it.
 
-The op table knows primitives by name. What it cannot know is in an equation's parameters: the
+The op table has primitives by name. What it does not have is in an equation's parameters: the
 precision a product names, what a loop or a custom derivative holds.
 """
 

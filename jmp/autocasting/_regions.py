@@ -1,6 +1,6 @@
 """Regions: parts of the program that are told apart by the name scopes they stand in.
 
-Name scopes survive jit, grad, vmap, scan and nesting, because every equation carries them. Four
+Name scopes stay under jit, grad, vmap, scan and nesting, because every equation carries them. Four
 things are said with them:
   - `full_precision` opens the scope FULL_PRECISION: no product in it is lowered;
   - `autocast` opens the scope AUTOCAST: what stands in it is decided already, so that an autocast

@@ -22,11 +22,13 @@ from jmp._describe import described, listed
 
 
 class Category(enum.Enum):
-    """Which dtype a primitive is computed in: one of five, named by text too.
+    """Which dtype a primitive is computed in: one of five, which text names too.
 
     LOW: the compute dtype. FULL: float32. WIDEST: half if an operand is half and none requires
     float32. FOLLOW: whatever dtype comes in. AS_WRITTEN: the dtypes that the program was traced
-    with. Any other text is a ValueError.
+    with.
+
+    Raises: ValueError for any other text.
 
     >>> Category("low"), Category("as written")
     (<Category.LOW: 'low'>, <Category.AS_WRITTEN: 'as written'>)
@@ -54,7 +56,7 @@ def _same_params(params: Params, dtype: np.dtype) -> Params:
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What autocast knows of one primitive.
+    """How autocast computes one primitive, and what reports say of it.
 
     The flags are called traits: planner and diagnostics take every set of primitives from them.
     `register_rule` makes rules; `all_rules` returns them.
@@ -130,7 +132,7 @@ def register_rule(
     *,
     params_in_half: InHalf = _same_params,
 ) -> None:
-    """Tells autocast how to compute one or more primitives.
+    """Adds a rule of how autocast computes one or more primitives.
 
     Args:
       primitives: a primitive, its name, or a sequence of either.
@@ -140,8 +142,10 @@ def register_rule(
       params_in_half: see `Rule`. A rule for a primitive that names a dtype in its parameters gives
         it.
 
-    Raises: ValueError for a primitive that has a rule already, by whom, and for a trait that there
-      is not.
+    Raises:
+      TypeError: `primitives` is, or holds, neither a primitive nor a name.
+      ValueError: a primitive has a rule already (the message names the module that registered it);
+        an unknown category or trait.
 
     >>> register_rule("my_product", "low", "runs on the tensor cores")
     >>> rule_for("my_product").category

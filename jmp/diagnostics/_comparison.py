@@ -38,11 +38,11 @@ def compare(
     """Returns a function that measures `autocast(fun, policy)` against `fun` in float32 or float64.
 
     Called with `fun`'s arguments it compiles both and runs them, forward and backward. A scalar
-    result is differentiated as it is. Of any other result it is the mean, and of several results
-    the sum of their means: the cotangent of a result of n elements is 1 / n everywhere. Results
-    that should have no part in the gradient are left out by `lambda *args: fun(*args)[0]`.
+    result is differentiated as it is. Any other result is replaced by its mean, and several by the
+    sum of their means: the cotangent of a result of n elements is 1 / n everywhere. Leave out
+    results that should have no part in the gradient by `lambda *args: fun(*args)[0]`.
 
-    Of a policy with float8 products, or with such a rule, it measures the same without them too.
+    If the policy or a rule has float8 products, it measures the same without them too.
 
     In the reference half arguments are widened, exactly, and products run at the highest precision
     of the device: no TF32. Integers, keys and all that is no float pass as they are.
@@ -65,8 +65,8 @@ def compare(
       TypeError: `fun` is no function, or its arguments were given in the first call; otherwise as
         `jmp.autocast`.
       ValueError: another reference, a scale that is not positive; when called, argnums that are not
-        there, and, where `fun` draws random numbers of 64 bits, `reference="float64"`: they are
-        others than in float32.
+        there, and `reference="float64"` where `fun` draws random numbers of 64 bits, because they
+        differ from those in float32.
 
     Warns: where `fun` casts float64 down under `reference="float64"`.
 
@@ -171,9 +171,9 @@ class Comparison:
     def worst(self, n: int = 10) -> list[Difference]:
         """Returns the `n` leaves of the largest relative errors, the worst first.
 
-        Last come gradients below the rounding of the others, such as that of the bias of
-        attention's keys, which is zero but for rounding: the reference's norm is below 16 unit
-        roundoffs of the norm of all gradients, the error below as many of the compute dtype.
+        Last come gradients that are rounding alone, such as that of the bias of attention's keys:
+        the reference's norm is below 16 unit roundoffs of the norm of all gradients, and the error
+        below 16 unit roundoffs of the compute dtype.
         """
         return self._worst_first(self.rows)[:n]
 

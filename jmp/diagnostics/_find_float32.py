@@ -47,13 +47,13 @@ def find_float32(
 ) -> Float32Scopes:
     """Finds the name scopes that must stay in float32 under `autocast(loss_fn, policy)`.
 
-    Or out of float8, where the policy has float8 products: a scope whose error half keeps within
-    the tolerance gets a rule that leaves float8 out, any other one that keeps it in float32.
+    If the policy has float8 products, it also finds those that must not be float8: a scope whose
+    error in half is within the tolerance gets a rule without float8, any other a float32 rule.
 
     The loss and its gradient run once in float32, once with all scopes in half, and once with each
-    scope alone in half; then with the scopes left out that are the worst alone, until the errors
-    are within the tolerance. All of these are one compiled program. At last autocast's own program
-    with the rules found is compiled, run, and compared with float32.
+    scope alone in half; then with the worst of these kept in float32, until the errors are within
+    the tolerance. All these runs are one compiled program. Finally autocast's own program with the
+    rules that were found is compiled, run, and compared with float32.
 
     Modules of Flax linen and Haiku open scopes; elsewhere write `with jax.named_scope("head"):`
     around a part of the model. Where modules of nnx or Equinox are among `args`, they are the

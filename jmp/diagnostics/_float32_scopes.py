@@ -19,8 +19,8 @@ NOWHERE = "what is in no scope"
 class ScopeAlone:
     """The error of the program in which one scope rounds to half and everything else is float32.
 
-    Or, `in_float8`, in which the products of one scope are float8 and everything else is as half as
-    the rules leave it.
+    With `in_float8`: of the program in which the products of one scope are float8, and everything
+    else has the dtypes that the rules give.
 
     Attributes:
       path: names of scopes, or of modules, joined by slashes; "" for what is in none. What is
@@ -79,7 +79,7 @@ class Float32Scopes:
 
     @property
     def gradient_error(self) -> float:
-        """That of the gradient, all leaves as one vector."""
+        """The relative error of the gradient with the rules, all leaves as one vector."""
         return self._error("gradient")
 
     @property

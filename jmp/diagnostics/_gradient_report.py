@@ -68,7 +68,7 @@ def gradient_report(
     Called with `loss_fn`'s arguments it runs the loss and its gradient once, and counts parameters,
     gradients, activations and activation gradients by powers of two. Activations are the results of
     products, reductions and exponentials on the way from the parameters to the loss. Under a policy
-    with float8 products it also says what the rounding to float8 takes from their cotangents.
+    with float8 products it also counts what the rounding to float8 loses of their cotangents.
 
     Args:
       loss_fn: any function that JAX can trace and differentiate, returning a real floating scalar.

@@ -21,7 +21,7 @@ def metrics(opt_state: PyTree, *, steps: ArrayLike | None = None) -> dict[str, j
     be gone before a logger reads it. Outside of jit it works as well. `jax.device_get` brings the
     whole dictionary to the host at once; do that every so many steps, since it waits for the step.
 
-    The names, each an array (of one value a seed under vmap):
+    The names, each a scalar array (under vmap of one value for each seed):
       loss_scale: float32, the scale for the next loss; 1 without scaling.
       grads_finite: bool, whether the last step was taken.
       skipped_steps: int32, steps skipped so far.
@@ -36,7 +36,7 @@ def metrics(opt_state: PyTree, *, steps: ArrayLike | None = None) -> dict[str, j
         optimizer's state does not hold it. Flax's `TrainState.step` counts steps taken: add
         `skipped_steps`.
 
-    Raises: ValueError if the optimizer has no loss scaling, or its order is wrong; see
+    Raises: ValueError if the optimizer has no loss scaling; otherwise as
       `transforms.check_optimizer_state`.
 
     >>> import optax
@@ -63,19 +63,19 @@ def metrics(opt_state: PyTree, *, steps: ArrayLike | None = None) -> dict[str, j
 def check_skips(opt_state: PyTree, limit: int) -> None:
     """Raises FloatingPointError if `limit` steps or more were skipped in a row, up to the last.
 
-    A dynamic scale that is too large is halved with each skip until training goes on. Skips that do
-    not end have another cause: a NaN in the parameters or in the data. Call this on the host,
-    outside of jit; it waits for the step, so once in a hundred steps is enough.
+    A dynamic scale that is too large is halved with each skip, until steps are taken again. Skips
+    that do not end have another cause: a NaN in the parameters or in the data. Call this on the
+    host, outside of jit; it waits for the step, so once in a hundred steps is enough.
 
     Args:
-      opt_state: as for `metrics`. Under vmap the worst seed counts.
+      opt_state: as for `metrics`. Under vmap the seed with the most skips counts.
       limit: more than the halvings that the scale may need from where it starts: 25 is enough from
         2**24 down to 1.
 
     Raises:
-      FloatingPointError: as said.
-      ValueError: `limit` is below 1; and as `metrics`.
-      TypeError: called inside of jit; `limit` is no whole number.
+      FloatingPointError: so many steps were skipped in a row.
+      ValueError: `limit` is below 1; the optimizer has no loss scaling, or a wrong order.
+      TypeError: called inside of jit; `limit` is no whole number; `opt_state` is an optimizer.
 
     >>> import optax
     >>> from jmp import transforms

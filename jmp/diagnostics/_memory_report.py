@@ -45,7 +45,7 @@ def memory_report(
       fun: a loss, as for `jax.grad`.
       policy: counts `jmp.autocast(fun, policy)` instead; parameters stay as they are given.
       optimizer: an optax transformation, for the bytes of its state.
-      argnums: which arguments are parameters; what they are not differentiated for is not kept.
+      argnums: which arguments are parameters. Only what their gradients need is kept.
       has_aux: whether `fun` returns a pair, of which the first is differentiated.
       compiled: whether XLA compiles value and gradient, for its own figures. It compiles for the
         device that the arguments are on, or that the sharding of a `ShapeDtypeStruct` names.
@@ -124,7 +124,7 @@ class MemoryReport:
     """What `memory_report` counted; `print` shows it, `to_dict` gives the data. 1 MB is 10^6 bytes.
 
     Attributes:
-      parameters: how many numbers the parameters are, P.
+      parameters: the number of elements of all parameters, P.
       parameter_bytes, gradient_bytes: by dtype; a gradient has its parameter's dtype.
       optimizer_bytes, master_bytes: the optimizer's state, and of it the float32 masters.
       residuals: what is kept for the backward pass, in rows that add up exactly.
@@ -152,17 +152,17 @@ class MemoryReport:
 
     @property
     def activations(self) -> int:
-        """How many numbers are kept for the backward pass, N, copies of parameters left out."""
+        """The number of elements kept for the backward pass, N, without copies of parameters."""
         return sum(row.numbers for row in self.residuals if not row.of_parameters)
 
     @property
     def activation_bytes(self) -> Sizes:
-        """Bytes kept for the backward pass, by dtype, copies of parameters left out."""
+        """Bytes kept for the backward pass, by dtype, without copies of parameters."""
         return _bytes_of(row for row in self.residuals if not row.of_parameters)
 
     @property
     def copy_bytes(self) -> Sizes:
-        """Bytes kept that are computed of parameters alone, such as half copies, by dtype."""
+        """Bytes kept that are computed from parameters alone, such as half copies, by dtype."""
         return _bytes_of(row for row in self.residuals if row.of_parameters)
 
     @property
@@ -172,7 +172,7 @@ class MemoryReport:
 
     @property
     def residual_bytes_by_module(self) -> dict[str, Sizes]:
-        """The same by module, or by source line where no name scope is open, and dtype."""
+        """`residual_bytes` by module, or by source line where no name scope is open, and dtype."""
         rows: dict[str, list[Residual]] = {}
         for row in self.residuals:
             rows.setdefault(row.module or row.source, []).append(row)
@@ -193,15 +193,16 @@ class MemoryReport:
 
     @property
     def total_bytes(self) -> int:
-        """All that was counted together; the batch is not."""
+        """Bytes of everything counted, together; the batch is not counted."""
         return sum(self.parts.values())
 
     @property
     def closed_forms(self) -> dict[str, int]:
         """Bytes by the rules of thumb for Adam: in float32, and in mixed precision.
 
-        16 P: parameters, gradients and two moments of 4 bytes each; or half parameters and
-        gradients beside masters and moments of 4. N at 4 or 2 bytes.
+        Both have 16 P: parameters, gradients and two moments of 4 bytes each; or parameters and
+        gradients of 2 bytes, and masters and moments of 4 (Rajbhandari et al. 2020, "ZeRO",
+        section 3.1). Activations add N numbers of 4 or of 2 bytes.
         """
         return {f"16 P + {b} N": 16 * self.parameters + b * self.activations for b in (4, 2)}
 
@@ -222,6 +223,10 @@ class MemoryReport:
 
     def transformer_factor(self, layers: int, hidden: int, batch: int, sequence: int) -> float:
         """Returns the bytes of activations over layers x hidden x batch x sequence.
+
+        Args:
+          layers, hidden: the number of layers, and the width of the transformer, ints above zero.
+          batch, sequence: the sequences in the batch, and the tokens in each.
 
         Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models",
         section 4, count 34 + 5 x heads x sequence / hidden for a layer with half activations and

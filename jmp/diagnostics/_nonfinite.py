@@ -21,14 +21,15 @@ from jmp.trees import as_jax_array
 def find_nonfinite(fun: Callable[..., Any], *early: Any) -> Callable[..., "NonFinite | None"]:
     """Returns a function that finds the operation that made the first infinity or NaN of `fun`.
 
-    Called with `fun`'s arguments it traces `fun` and runs it operation by operation, here and now;
-    nothing is added to `fun`. Found is the first operation, in the order of execution, that turned
-    finite numbers into an infinity or a NaN that reaches a result. An infinity that `jnp.where`
-    discards is not reported; nor is one that was given, such as a mask of -inf, unless it reaches a
-    result by itself. Where -inf - (-inf) makes a NaN, the subtraction is found.
+    Called with `fun`'s arguments it traces `fun` and runs it at once, operation by operation. It
+    finds the first operation, in the order of execution, that turned finite numbers into an
+    infinity or a NaN that reaches a result. An infinity that `jnp.where` discards is not reported;
+    nor is one that was given, such as a mask of -inf, unless it reaches a result itself. Where
+    -inf - (-inf) makes a NaN, the subtraction is found.
 
-    Each operation runs by itself, so each result is rounded to its dtype. XLA may fuse several and
-    keep more in between: what overflows here may, rarely, pass there. See docs/nonfinite.md.
+    Each operation runs alone, so each result is rounded to its dtype. XLA may fuse several and keep
+    more digits and range between them: in rare cases what overflows here does not overflow there.
+    See docs/nonfinite.md.
 
     Args:
       fun: any function that JAX can trace, such as `jax.grad(loss)`: what is asked about is its
@@ -36,8 +37,8 @@ def find_nonfinite(fun: Callable[..., Any], *early: Any) -> Callable[..., "NonFi
 
     Returns: a function that returns a `NonFinite`, or None if all results are finite.
 
-    Raises: TypeError if `fun` is no function, or its arguments were given in the first call; from
-      the function that is returned, for arrays without numbers: call it outside of jit.
+    Raises: TypeError if `fun` is no function, or its arguments were given in the first call; when
+      called, for arrays without numbers, such as under jit: call it outside of jit.
 
     >>> def loss(x):
     ...     return jnp.sum(jnp.log(x) / 2)

@@ -37,8 +37,11 @@ def precision_report(
     stand for arrays.
 
     Args:
-      fun, policy: as for `jmp.autocast`. A policy that computes in float32 has no plan.
+      fun, policy: as for `jmp.autocast`. A policy that computes in float32 is refused: it has
+        nothing to report.
       options: those of `jmp.autocast`.
+
+    Returns: a function of `fun`'s arguments that returns a `PrecisionReport`.
 
     Raises: TypeError if the arguments of `fun` were given in the first call; ValueError for a
       policy that computes in float32; otherwise as `jmp.autocast`.
@@ -89,8 +92,8 @@ class PrecisionReport:
       residual_bytes: bytes kept for the backward pass, by dtype, arguments not counted; None where
         there is no reverse derivative. As JAX traces it: XLA may keep less.
       residual_bytes_float32: the same for `fun` without autocast.
-      hazards: sentences to act upon; none is the rule.
-      policy: the policy, in short.
+      hazards: sentences that ask you to act, such as on a sum in half; usually empty.
+      policy: the policy, as text.
       decisions: what autocast does besides choosing dtypes, by place: leaner forms of equations,
         and masks that are held within float16's range.
 

@@ -91,7 +91,7 @@ class RangeReport:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The roles that there are rows of."""
+        """The roles of the rows, each once."""
         return tuple(dict.fromkeys(row.role for row in self.rows))
 
     def counting(self, role: str) -> list[Range]:
@@ -140,6 +140,7 @@ class RangeReport:
 
         Returns: a scale between 2**-126 and 2**126; None where it cannot be known, because a
           gradient is infinite or NaN (measure under a lower scale) or because all are zero.
+        Raises: ValueError for another dtype, or a margin below 1 or infinite.
         """
         found = self._lossless_exponents(dtype, margin)
         return None if found is None else power_of_two(found[1])
@@ -150,11 +151,12 @@ class RangeReport:
         """Returns the lowest and the highest scale under which no gradient is lost.
 
         That is, none becomes zero and, with `margin`, none infinite. Those below the smallest
-        normal number keep fewer digits.
+        normal number keep fewer digits. Arguments are those of `best_scale`.
 
         Returns: powers of two, the highest being `best_scale`. None where no scale keeps them all,
           and where it cannot be known: `best_scale` is None, or gradients stored in half are zero,
-          which they may have become; ask of the program in float32.
+          because they may have become zero by rounding; measure the program in float32.
+        Raises: as `best_scale`.
         """
         found = self._lossless_exponents(dtype, margin)
         rows = [row for role in SCALED for row in self.counting(role)]
@@ -205,7 +207,8 @@ class RangeReport:
           scale: the loss scale to show gradients under; the one that is in them if left out.
 
         Returns: the axes.
-        Raises: ImportError without matplotlib.
+        Raises: ImportError without matplotlib; ValueError for a role without rows, another dtype,
+          or a scale that is no power of two.
         """
         from jmp.diagnostics._plots import plot_ranges
 

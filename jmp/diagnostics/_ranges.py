@@ -120,7 +120,7 @@ class Range:
 
     @property
     def size(self) -> int:
-        """How many elements were counted; complex ones count twice, and in a loop once a turn."""
+        """How many elements were counted; complex ones count twice, in a loop each iteration."""
         return int(self.counts.sum()) + self.zeros + self.infinities + self.nans
 
     @property
@@ -144,8 +144,10 @@ class Range:
     def float8_shares(self) -> dict[str, Shares]:
         """Returns what becomes of the elements in "float8_e4m3fn" and in "float8_e5m2".
 
-        As in a float8 product: scaled so that the largest is the largest there, as far as counts
-        by powers of two tell, whatever the loss scale. Where one is infinite or NaN all become NaN.
+        As in a float8 product, the elements are scaled first, so that the power of two of the
+        largest is that of the format's largest number; the loss scale changes nothing. If one is
+        infinite or NaN, all become NaN. (Micikevicius et al. 2022, "FP8 Formats for Deep
+        Learning".)
         """
         if self.infinities or self.nans:
             return {limits.name: Shares(0, 0, 0, 0, 0, 0, nan=1) for limits in FLOAT8_LIMITS}
@@ -164,7 +166,10 @@ class Range:
         return Shares(*(int(number) / max(1, self.size) for number in numbers))
 
     def shift(self, scale: float | None) -> int:
-        """Returns by how much exponents grow where `scale` takes the place of the own scale."""
+        """Returns by how much exponents grow where `scale` replaces the scale in the numbers.
+
+        Raises: ValueError for a scale that is no power of two.
+        """
         if scale is None or self.role not in SCALED:
             return 0
         return exponent_of(scale) - exponent_of(self.scale)
@@ -174,6 +179,8 @@ class Range:
 
         The first may be above the second. None where it cannot be known: there is nothing to scale,
         or infinities or NaNs hide the largest number.
+
+        Raises: ValueError for another dtype, or a margin below 1 or infinite.
         """
         limits = limits_of(dtype)
         if not 1 <= margin < math.inf:

@@ -28,8 +28,8 @@ class Residual:
       source: "file:line" of the user's code.
       operation: the primitive that made it; "literal" for a number that stands in the program, and
         "argument" for a second copy of one.
-      dtype, shape: of one array; what a loop keeps of each turn is one array.
-      of_parameters: whether it is computed of parameters alone, as their half copies are, so that
+      dtype, shape: of one array; what a loop keeps of each iteration is one array.
+      of_parameters: whether it is computed from parameters alone, as their half copies are, so that
         it does not grow with the batch.
       times: how many there are.
       bytes: of all of them together.
@@ -50,7 +50,7 @@ class Residual:
 
     @property
     def numbers(self) -> int:
-        """How many numbers they are, all of them together."""
+        """The number of elements of all of them together."""
         return self.times * math.prod(self.shape)
 
 

@@ -131,7 +131,7 @@ def rules_for(
 
     A rule holds for all that is inside its scope, and may match from any name of a path on. So an
     inner scope of another policy, and another of the same name elsewhere, are named in rules of
-    their own; longer paths come first, because the first rule that matches wins.
+    their own; longer paths come first, because the first rule that matches counts.
 
     Args:
       policies: for each path of scopes with operations of their own its policy.

@@ -31,9 +31,9 @@ def assert_summed_once(fun: Callable[..., Any], *early: Any) -> Callable[..., No
 
     Called with the arguments of `fun`, it traces `fun` and runs nothing. A sum counts as added up
     again if `psum` or `pmean` gets it, or what was computed from it, as a value that is the same on
-    all devices along its axis; a mean of a mean is let pass. Types say so inside
-    `jax.shard_map(..., check_vma=True)` alone: with `check_vma=False` and under pmap AD adds
-    nothing up, and such a `psum` is right.
+    all devices along its axis; a mean of a mean is accepted. This is checked only inside
+    `jax.shard_map(..., check_vma=True)`, where JAX notes along which axes values differ: with
+    `check_vma=False` and under pmap differentiation adds nothing up, and such a `psum` is right.
 
     Args:
       fun: any function that JAX can trace: a step, or one that returns gradients.

@@ -92,7 +92,7 @@ def accumulated_value_and_grad(
 ) -> Callable[..., tuple[Any, Any]]:
     """Like `scaled_value_and_grad`, with a batch cut into `steps` micro-batches, one after another.
 
-    The micro-batches are the turns of one `lax.scan`: memory is needed for the activations of one.
+    Each micro-batch is an iteration of one `lax.scan`: memory is needed for the activations of one.
     Scaled gradients add up in float32, the scale stays, and the optimizer's update, called once,
     checks them and adjusts the scale once a window. Call it inside jit.
 
@@ -107,8 +107,8 @@ def accumulated_value_and_grad(
       argnums, has_aux: as in `jax.value_and_grad`.
       batch_argnums: the positional arguments that hold rows: arrays with a first axis that `steps`
         divides, or trees of such. All others reach each micro-batch whole. A dropout key that is
-        among these others drops the same in each micro-batch: put `jax.random.split(key, steps)`
-        into the batch instead, of which each has one.
+        among these others makes the same mask in each micro-batch: put `jax.random.split(key,
+        steps)` into the batch instead, so that each has a key of its own.
       weight: `weight(*batch)` counts what `fun` sums up, such as the tokens that are no padding, as
         a float32 or integer scalar. The mean is then the sum of the sums over the sum of the
         counts, as of one large batch, where micro-batches count unequally. Within `fun` gradients
@@ -117,7 +117,8 @@ def accumulated_value_and_grad(
       skip: what a micro-batch does whose gradients are not finite. "window": the mean gradient is
         not finite either, so that loss scaling skips the window. "micro_batch": the mean is that of
         the others, and NaN if there are none; the value is a mean over the same micro-batches. The
-        scale then backs off only if all are bad: take it where bad rows make them, not the scale.
+        scale then backs off only if all are bad. Use it where rows of the data are bad, and not
+        where the scale is too large.
       accumulate_dtype: the dtype of the sums. Those of float64 and of complex gradients keep their
         own.
       reduce_axes: inside `jax.shard_map` (or pmap, vmap) the axes over which rows are split: value

@@ -26,11 +26,12 @@ LARGEST_SCALE = 2.0**126
 
 
 class LossScale(abc.ABC):
-    """Multiplies a loss, so that small gradients survive half precision, and divides gradients.
+    """Multiplies a loss, so that small gradients do not become zero in half, and divides gradients.
 
-    Loss scales are immutable pytrees: they pass through jit, scan, vmap and checkpoints, and
-    `adjust` returns a new one. Unscale gradients with the scale that was in force when the loss was
-    scaled, and adjust afterwards; `jmp.transforms.with_loss_scale` does both in that order.
+    The base class of all loss scales. They are immutable pytrees: they pass through jit, scan, vmap
+    and checkpoints, and `adjust` returns a new one. Unscale gradients with the scale that was in
+    force when the loss was scaled, and adjust afterwards; `jmp.transforms.with_loss_scale` does
+    both in that order.
 
     Attributes:
       loss_scale: the factor in force, a float32 scalar array or, where it never changes, a float.
@@ -69,6 +70,10 @@ class LossScale(abc.ABC):
         Args:
           grads_finite: bool scalar, array or Python: whether all gradients of this step, unscaled
             in float32, were finite (`jmp.all_finite`).
+
+        Returns: a loss scale of the same class, dtypes and shapes.
+        Raises: TypeError for a flag that is not boolean, ValueError for one that is no scalar, in
+          classes that read it.
         """
 
 

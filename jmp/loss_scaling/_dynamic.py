@@ -23,7 +23,7 @@ _RESTART = 2.0**15
 @_validation.register_state
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale(LossScale):
-    """Looks for the largest scale at which gradients stay finite.
+    """A loss scale that comes down after an overflow and grows after `period` finite steps.
 
     After an overflow the scale is multiplied by the backoff factor and the count restarts; after
     `period` finite steps in a row it is multiplied by the growth factor and the count restarts::
@@ -37,10 +37,9 @@ class DynamicLossScale(LossScale):
     The scale is float32. With factors that are powers of two it is exact; with others it is rounded
     at each change, and drifts by units in the last place from torch's, which is computed in double.
 
-    What a checkpoint brings is not looked at before the next `adjust`, which puts it in order: a
-    scale beyond its floor or ceiling goes to that bound; one that is NaN, infinite, zero or
-    negative to 2**15, where a new one starts; a negative count to zero. The count stops at
-    2**31 - 1.
+    Values that were restored from a checkpoint are checked by the next `adjust`. It sets a scale
+    beyond the floor or the ceiling to that bound; one that is NaN, infinite, zero or negative to
+    2**15, where a new one starts; and a negative count to zero. The count stops at 2**31 - 1.
 
     Attributes:
       loss_scale: float32 scalar, a leaf. Brought into [min_loss_scale, max_loss_scale].
@@ -98,15 +97,21 @@ class DynamicLossScale(LossScale):
             object.__setattr__(self, name, value)
 
     def scale(self, tree: T) -> T:
-        """Multiplies the floating leaves by the scale, in at least float32."""
+        """Multiplies floating and complex leaves by the scale, in at least float32."""
         return multiply_tree(tree, self.loss_scale)
 
     def unscale(self, tree: T) -> T:
-        """Casts the floating leaves to at least float32 and divides them by the scale."""
+        """Casts floating leaves to at least float32 and divides them by the scale."""
         return divide_tree(tree, self.loss_scale)
 
     def adjust(self, grads_finite: ArrayLike) -> "DynamicLossScale":
-        """Returns the scale for the next step: grown, backed off or unchanged."""
+        """Returns the scale for the next step: grown, backed off or unchanged.
+
+        Args:
+          grads_finite: bool scalar; under vmap one for each scale.
+
+        Raises: TypeError for a flag that is not boolean, ValueError for one of another shape.
+        """
         finite = _validation.finite_flag(grads_finite, self.loss_scale)
         counted, grow = self._counted(finite)
         return _validation.replace_leaves(

@@ -70,7 +70,7 @@ def scaled_value_and_grad(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
-    """Like `jax.value_and_grad`, for gradients that must survive half precision.
+    """Like `jax.value_and_grad`, of a loss that is multiplied by a loss scale.
 
     The loss is cast to float32 before it is multiplied: 2**16 is infinite in float16.
 

@@ -15,19 +15,19 @@ from jmp.loss_scaling._dynamic import DynamicLossScale
 @_validation.register_state
 @dataclasses.dataclass(frozen=True)
 class HysteresisLossScale(DynamicLossScale):
-    """Backs off only once `hysteresis` overflows have come since the scale last grew.
+    """A dynamic loss scale that backs off only after `hysteresis` overflows since it last grew.
 
-    Follows Megatron-LM's `DynamicGradScaler`: each overflow uses up one tolerance and restarts the
-    count of finite steps; with none left, each further overflow backs off; growth after `period`
-    finite steps restores them all. DeepSpeed's `DynamicLossScaler` does the same by default; with
-    `consecutive_hysteresis` it restores them after every finite step, which this class does not.
+    Follows Megatron-LM's `DynamicGradScaler`: each overflow lowers `tolerance` by one and restarts
+    the count of finite steps; at zero, each further overflow backs off; growth after `period`
+    finite steps restores it. DeepSpeed's `DynamicLossScaler` does the same by default; with
+    `consecutive_hysteresis` it restores it after every finite step, which this class does not.
     The step itself is skipped on every overflow.
 
     Attributes, beyond those of `DynamicLossScale`:
       hysteresis: overflows until the scale backs off, at least 1; with 1 this is
         `DynamicLossScale`.
-      tolerance: int32 scalar, a leaf: how many of them are left. What a checkpoint brings beyond
-        0 to `hysteresis` counts as the nearer of the two.
+      tolerance: int32 scalar, a leaf: how many of them are left. A value from a checkpoint that
+        is not between 0 and `hysteresis` counts as the nearer of the two.
 
     Raises: as `DynamicLossScale`; ValueError for a hysteresis below 1.
 
@@ -58,7 +58,10 @@ class HysteresisLossScale(DynamicLossScale):
         object.__setattr__(self, "tolerance", _validation.step_count(left, "tolerance"))
 
     def adjust(self, grads_finite: ArrayLike) -> "HysteresisLossScale":
-        """Returns the scale for the next step; an overflow may leave it unchanged."""
+        """Returns the scale for the next step; an overflow may leave it unchanged.
+
+        Raises: as `DynamicLossScale.adjust`.
+        """
         finite = _validation.finite_flag(grads_finite, self.loss_scale)
         counted, grow = self._counted(finite)
         tolerance = jnp.clip(self.tolerance, 0, self.hysteresis)

@@ -77,12 +77,12 @@ def apex_loss_scale(enabled: bool = True) -> LossScale:
 
 
 def fastai_loss_scale(enabled: bool = True) -> LossScale:
-    """The defaults of fastai's `MixedPrecision` callback: start at 2**24, factor 2, wait 500.
+    """The defaults of fastai's `MixedPrecision` callback: start at 2**24, factor 2, period 500.
 
     Its parameter is called `max_loss_scale`, yet 2**24 is where it *starts*: the first steps are
     expected to overflow until the scale has come down, and nothing stops it from growing past that
     start later. Here an overflow resets the count of finite steps, so that growth needs 500 finite
-    steps in a row; fastai's count goes on over a skipped step.
+    steps in a row; fastai's count is not reset by a skipped step.
 
     Returns: a `DynamicLossScale`, or a `NoOpLossScale` if it is not enabled.
     Raises: TypeError if `enabled` is no bool.

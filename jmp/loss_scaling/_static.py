@@ -15,15 +15,15 @@ T = TypeVar("T")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StaticLossScale(LossScale):
-    """Scales by a constant; customary are 8, 32, 128 and 512 (Micikevicius et al. 2018).
+    """Scales by a constant, such as 8, 32, 128 or 512 (Micikevicius et al. 2018, section 3.2).
 
     A pytree without leaves: the constant is part of the compiled program, and a scale that jit
-    returns is as good as the one it was given.
+    returns equals the one that it was given.
 
     Attributes:
       loss_scale: the constant, a Python float, brought into [2**-126, 2**126], where its float32
-        reciprocal exists. Zero can be held, as DeepMind's class can, but not used: it would make
-        every gradient zero, and unscaling divide by it.
+        reciprocal exists. Zero is accepted here, as by DeepMind's class, and refused where it is
+        used: it would make every gradient zero, and unscaling divides by it.
 
     Raises:
       TypeError: not one number, or a tracer (its value must be known when the step is compiled).
@@ -49,16 +49,22 @@ class StaticLossScale(LossScale):
             )
 
     def scale(self, tree: T) -> T:
-        """Multiplies the floating leaves by the constant, in at least float32."""
+        """Multiplies floating and complex leaves by the constant, in at least float32.
+
+        Raises: ValueError for a scale of zero.
+        """
         self.check_not_zero()
         return multiply_tree(tree, self.loss_scale)
 
     def unscale(self, tree: T) -> T:
-        """Casts the floating leaves to at least float32 and divides them by the constant."""
+        """Casts floating leaves to at least float32 and divides them by the constant.
+
+        Raises: ValueError for a scale of zero.
+        """
         self.check_not_zero()
         return divide_tree(tree, self.loss_scale)
 
     def adjust(self, grads_finite: ArrayLike) -> "StaticLossScale":
-        """Returns itself."""
+        """Returns itself, whatever the flag is."""
         del grads_finite
         return self

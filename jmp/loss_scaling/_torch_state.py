@@ -54,7 +54,7 @@ def from_torch_state_dict(
     Returns: the scale, brought between the floor and the ceiling of `like`.
 
     Raises:
-      ValueError: keys are missing or unknown, or a value is none that a scaler can go on with, such
+      ValueError: keys are missing or unknown, or a scaler could not go on with a value, such
         as a scale that is NaN or not positive, or a negative count.
       TypeError: `state` is no dictionary; `like` is no loss scale, or a static one, which holds no
         such state; or a value is no number.

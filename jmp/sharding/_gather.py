@@ -37,31 +37,35 @@ def gather(
     these axes again: where each device computes a mean over its own rows, divide by the number of
     devices instead.
 
-    Along explicit axes the sum in another dtype than `dtype` is made with JAX's `reduced` types,
-    which products, lookups by `.at[].get`, scans and slices take, and element-wise operations
-    refuse. Parameters of fewer than two dimensions therefore add up in `dtype` there, and a warning
-    says so; a matrix that is added, not multiplied, needs a call without `reduce_dtype`, and so
+    Along explicit axes a sum in another dtype than `dtype` uses JAX's `reduced` types. Products,
+    lookups by `.at[].get`, scans and slices accept them; element-wise operations do not. Gradients
+    of parameters of fewer than two dimensions are therefore added up in `dtype` there, with a
+    warning. A matrix that is added, not multiplied, needs a call without `reduce_dtype`, and so
     does the kernel of a convolution.
 
     Args:
       params: any pytree. Leaves that are not real floating arrays come back as they are.
       specs_or_axis: an axis' name, or a tuple of names: each parameter is gathered along those it
-        is sharded along, in shard_map in its first dimension (with `check_vma=False` all that have
-        one are). Or a `PartitionSpec`, or a tree of them, of which `params` may have more branches.
-        In shard_map it says how the parameters lie, as in `in_specs`; an axis left out is not
-        gathered: `P("data")` of what lies as `P("data", "model")`. Along explicit axes it says how
-        they shall lie afterwards, as in `jax.sharding.reshard`: `P()`, or `P(None, "model")`; where
-        it names no axes as `reduced`, sums go over those along which nothing is sharded afterwards.
+        is sharded along, in shard_map in its first dimension (with `check_vma=False` every
+        parameter that has a dimension). Or a `PartitionSpec`, or a tree of them that is a prefix of
+        `params`. In shard_map it says how the parameters are sharded, as in `in_specs`; an axis
+        left out is not gathered: `P("data")` for a parameter sharded as `P("data", "model")`. Along
+        explicit axes it says how they are sharded afterwards, as in `jax.sharding.reshard`: `P()`,
+        or `P(None, "model")`; where it names no axes as `reduced`, sums go over those along which
+        nothing is sharded afterwards.
       dtype: the dtype of what is gathered, such as that of the products.
       reduce_dtype: the dtype of sums over devices; by default `dtype`, whatever the policy of an
         autocast around the call says.
 
-    Returns: the tree, gathered, in `dtype`.
+    Returns: the same structure, gathered, its real floating arrays in `dtype`.
 
     Raises:
-      TypeError: a dtype or a spec is none at all.
+      TypeError: a dtype or a spec is of the wrong kind.
       ValueError: neither inside shard_map nor on a mesh with explicit axes; a name that is no axis;
-        specs that do not fit `params`.
+        specs that do not fit `params`; a dtype other than float16, bfloat16, float32 and float64.
+
+    It is the gathering of stage 3 of ZeRO (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations
+    Toward Training Trillion Parameter Models", section 5.3).
 
     >>> from jax.sharding import AxisType, PartitionSpec as P
     >>> mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))

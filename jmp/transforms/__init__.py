@@ -53,10 +53,10 @@ def check_optimizer_state(opt_state: PyTree) -> None:
     a chain.
 
     Called by `loss_scale_state`, and whenever an `update` is traced, where optax's calling
-    functions show the whole state. The adapters call it too, but that their steps undo on a skip
-    what comes after loss scaling, and take it.
+    functions show the whole state. The adapters call it too. They accept transformations after loss
+    scaling, because their steps undo on a skip what these changed.
 
-    Raises: ValueError for such an order; TypeError for an optimizer in the place of its state.
+    Raises: ValueError for such an order; TypeError for an optimizer where its state belongs.
 
     >>> check_optimizer_state(())
     """
@@ -66,7 +66,7 @@ def check_optimizer_state(opt_state: PyTree) -> None:
 def loss_scale_state(opt_state: PyTree) -> WithLossScaleState | None:
     """Returns the `WithLossScaleState` inside an optimizer's state, or None where there is none.
 
-    Raises: ValueError if the optimizer's order is wrong; see `check_optimizer_state`.
+    Raises: as `check_optimizer_state`.
 
     >>> loss_scale_state(()) is None
     True

@@ -26,16 +26,17 @@ def clip_by_global_norm(
     Inside shard_map optax's function of this name takes the norm of one device's shards. Here the
     squares are added up, in at least float32, over the axes along which each gradient varies; what
     is replicated counts once. Under jit, sharded or not, and where nothing varies, it is optax's
-    own. Like that, it makes NaN of everything if the norm is NaN, and if it is infinite zeros, and
-    NaN of what was infinite. Put it inside `with_loss_scale`, as optax's.
+    own. As with optax's, all gradients become NaN if the norm is NaN; if it is infinite, finite
+    gradients become zero and infinite ones NaN. Put it inside `with_loss_scale`, as optax's.
+    (Pascanu et al. 2013, "On the difficulty of training recurrent neural networks", section 3.2.)
 
     Args:
-      max_norm: the largest norm that passes unchanged.
+      max_norm: a real scalar, the largest norm that passes unchanged.
       axis_name: "auto", the names of axes, or () for each device's own norm. "auto" means the
         mapped axes along which a gradient varies. Where JAX does not track that (pmap,
         `check_vma=False`), it means all mapped axes, and every gradient counts as a shard along
-        them, as along axes that are named: one that is replicated would count once a device. Name
-        the axes along which all are sharded there, and use optax's function if there are none. The
+        them, as along axes that are named: a replicated one would count once for each device. There
+        name the axes along which all are sharded, and use optax's function if there are none. The
         one vector of flat masters counts as a shard if any part of it is one.
 
     Returns: a transformation without a state. Of an ensemble, in which each device trains a model

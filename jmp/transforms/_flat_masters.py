@@ -57,7 +57,7 @@ class FlatMasters:
         )
 
     def leaves(self) -> dict[str, jax.Array]:
-        """Returns every master in its parameter's shape, by path."""
+        """Returns every master, in the vector's dtype and its parameter's shape, by path."""
         return dict(zip(self.paths, split(self.vector, self.shapes), strict=True))
 
 

@@ -30,7 +30,7 @@ class WithLossScaleState(NamedTuple):
     """State of `with_loss_scale`.
 
     Attributes:
-      loss_scale: the scale for the next loss.
+      loss_scale: the `jmp.LossScale` for the next loss.
       grads_finite: bool scalar: whether the last gradients were finite, that is, applied.
       skipped_steps: int32 scalar: steps skipped so far.
       consecutive_skips: int32 scalar: steps skipped in a row. If it keeps growing, the model itself
@@ -60,9 +60,10 @@ def with_loss_scale(
 
     `update` casts the gradients to at least float32, unscales them with the scale in force, checks
     them once and runs `inner` on them, so that clipping inside `inner` sees true gradients. If any
-    was infinite or NaN the updates are -0.0 (the zero that keeps even a zero's sign) and nothing
-    of the inner state moves: no moment, no count, no schedule. Both ways are computed and selected
-    by `jnp.where`; a `lax.cond` would copy every donated buffer. Extra arguments reach `inner`.
+    was infinite or NaN the updates are -0.0 (added to a number it changes nothing, not even the
+    sign of a zero) and the inner state stays as it is: moments, counts and schedules. Both results
+    are computed, and one is selected by `jnp.where`; a `lax.cond` would copy every donated buffer.
+    Extra arguments reach `inner`.
 
     With `NoOpLossScale` nothing is checked or selected: the program is `inner` on float32
     gradients.
@@ -70,8 +71,8 @@ def with_loss_scale(
     Make it the outermost. Around it `partition`, `masked`, `apply_if_finite` and the like are
     refused, and so is what comes before it in a chain, which would see scaled gradients. What comes
     after it in a chain runs on a skip too, on updates of -0.0. The steps of `jmp.adapters` undo
-    that; elsewhere a part with a state is refused there, since its moments would move, and one
-    without does what it does: `add_decayed_weights` still shrinks the parameters.
+    that. Elsewhere a part with a state is refused there, because its moments would change; a part
+    without one runs: `add_decayed_weights` still shrinks the parameters.
 
     `init` puts the state, that of `inner` too, where the parameters lie; see
     `transforms.state_shardings`. Under jit optax's own moments come out on one device or whole on
@@ -90,10 +91,12 @@ def with_loss_scale(
     Returns: a transformation whose state is a `WithLossScaleState`.
 
     Raises:
-      TypeError: `loss_scale` is not a loss scale, or `inner` no transformation.
+      TypeError: `loss_scale` is not a loss scale, or `inner` no transformation; in `update`, for a
+        state that is not its own.
       ValueError: a static scale of zero; in `init`, if `inner` unscales already, or changes updates
-        after masters; in `update`, for gradients that are still to be added up (`unreduced`); in
-        either, for an order that fails (see `transforms.check_optimizer_state`).
+        after masters; in `update`, for gradients of another structure than the parameters, or that
+        are still to be added up (`unreduced`); in either, for an order that fails (see
+        `transforms.check_optimizer_state`).
 
     >>> import optax
     >>> tx = with_loss_scale(optax.sgd(0.5), StaticLossScale(8))

@@ -25,8 +25,8 @@ class WithMasterParamsState(NamedTuple):
     """State of `with_master_params`.
 
     Attributes:
-      masters: the parameters' tree with a master for every half leaf, and `optax.MaskedNode()`,
-        which holds nothing, for every other leaf; or `FlatMasters`.
+      masters: the parameters' tree with a master, float32 or float64, for every half leaf, and
+        `optax.MaskedNode()`, which holds nothing, for every other leaf; or `FlatMasters`.
       inner_state: state of the wrapped optimizer.
 
     >>> import optax
@@ -50,21 +50,20 @@ def with_master_params(
 
     In float16 1 + 0.0001 is 1, in bfloat16 even 1 + 0.001: small updates vanish. The masters take
     them, and the parameters follow: after `optax.apply_updates` they equal their masters, rounded,
-    bit for bit. Two exceptions. An update that shrinks a weight more than 4096-fold at once, or to
-    a negative zero, no float32 difference added to the old weight can express; the next step makes
-    up for it, because it starts from the masters. And while a master is beyond the half range its
-    parameter stays at the largest finite number, from which it can come back.
-    (Micikevicius et al. 2018, section 3.1.)
+    bit for bit. (Micikevicius et al. 2018, section 3.1.) There are two exceptions. If an update
+    shrinks a weight more than 4096-fold at once, or to a negative zero, no float32 difference gives
+    exactly that; the next step corrects it, because it starts from the masters. And while a master
+    is beyond the half range, its parameter stays at the largest finite number.
 
-    Parameters that were changed by hand, as by loading a checkpoint, are undone by the next step:
+    If parameters are changed by other means, such as loading a checkpoint, the next step undoes it:
     call `transforms.reset_masters(opt_state, params)` with them.
 
     Masters and the state of `inner` lie where the parameters lie, see `transforms.state_shardings`.
     Leaves that are float32 already, such as BatchNorm's, are not duplicated. `inner` sees masters
     and gradients in at least float32. Only wrappers such as `with_loss_scale` may go around it: in
-    `optax.chain(with_master_params(...), optax.scale(0.5))` masters and parameters would part in
-    silence; `update`, `masters` and `check_optimizer_state` refuse that, and `optax.lookahead` and
-    others around it.
+    `optax.chain(with_master_params(...), optax.scale(0.5))` masters and parameters would become
+    different; `update`, `masters` and `check_optimizer_state` refuse that, and `optax.lookahead`
+    and others around it.
 
     Args:
       inner: any optax transformation, or a `MultiSteps` object.
@@ -72,19 +71,19 @@ def with_master_params(
       flat_master: keep masters, and with them the moments of `inner`, as one flat vector. For
         hundreds of small tensors: an Adam update of 400 takes a few kernels instead of hundreds,
         and moves more bytes. All parameters must be of one half dtype (give each dtype a group with
-        `optax.partition`). `inner` sees one vector, so what looks at tensors one by one is refused:
+        `optax.partition`). `inner` gets one vector; what treats each tensor by itself is refused:
         LAMB, Muon, Adafactor, masks inside it. Sharded parameters it gathers on each device: it is
         for one device.
 
     Returns: a transformation whose state is a `WithMasterParamsState`; `update` needs `params`.
 
     Raises:
-      ValueError: half masters; `update` without `params`, or with parameters whose dtypes have
-        changed since `init`, or with gradients still to be added up (`unreduced`); masters
-        around masters; in `init`, flat masters of more than one
-        dtype, or of an optimizer that treats a vector in another way than a tree or that cannot
-        be tried on one.
-      TypeError: `inner` is no transformation.
+      TypeError: `inner` is no transformation, or `master_dtype` no dtype; in `update`, a state that
+        is not its own.
+      ValueError: half masters; masters around masters; `update` without `params`, or with
+        parameters whose dtypes have changed since `init`, or with gradients still to be added up
+        (`unreduced`); in `init`, flat masters of more than one dtype, or of an optimizer that
+        treats a vector in another way than a tree or that cannot be tried on one.
 
     >>> import optax
     >>> tx = with_master_params(optax.sgd(1e-4))

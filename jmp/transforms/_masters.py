@@ -36,9 +36,9 @@ def collect_masters(opt_state: optax.OptState, params: optax.Params) -> optax.Pa
 def reset_masters(opt_state: S, params: PyTree) -> S:
     """Returns the optimizer's state with its masters taken from the parameters.
 
-    For parameters that something else than the optimizer has changed: a checkpoint that was loaded,
-    weights that were tied, pruned or averaged. Without it the next step undoes such a change, since
-    the next update starts from the masters. Moments, counts and the loss scale stay as they are.
+    Call it after something else than the optimizer has changed parameters: after loading a
+    checkpoint, tying, pruning or averaging weights. Otherwise the next step undoes that change,
+    because it starts from the masters. Moments, counts and the loss scale stay as they are.
 
     Args:
       opt_state: the state of an optimizer, chained, partitioned or masked. Without masters it is

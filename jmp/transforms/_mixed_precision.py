@@ -30,12 +30,16 @@ def mixed_precision(
       inner: any optax transformation, or a `MultiSteps` object.
       policy: a policy or its name.
       loss_scale: by default torch's dynamic scale if the policy computes in float16, and none for
-        bfloat16 and float32, whose range needs none. The adapters' steps refuse such a one for a
-        model that computes in float16; `jmp.NoOpLossScale()` says that none is wanted.
+        bfloat16 and float32, whose range needs none. The adapters' steps refuse an optimizer
+        without a scale for a model that computes in float16, unless `jmp.NoOpLossScale()` is given.
       axis_name: as in `with_loss_scale`.
 
     Returns: a transformation whose state is a `WithLossScaleState`.
-    Raises: ValueError for a policy with a float8, which neither masters nor scales cover yet.
+    Raises:
+      TypeError: `inner` is no optax transformation, `policy` no policy, or `loss_scale` no loss
+        scale.
+      ValueError: an unknown policy, or one with a float8 other than that of its products; a static
+        scale of zero; in `init` and `update`, as `with_loss_scale` and `with_master_params`.
 
     >>> import optax
     >>> tx = mixed_precision(optax.adam(1e-3), "mixed_float16")

@@ -41,12 +41,13 @@ def state_shardings(tx: optax.GradientTransformation | optax.MultiSteps, params:
     For `jax.jit(tx.init, out_shardings=...)`, the `out_shardings` of a training step, and a
     checkpoint that is restored on other devices than those that saved it. The states of
     `with_loss_scale` and `with_master_params` lie like this by default; this is for every
-    optimizer, and for a state that is sharded where its parameters are not (ZeRO-1): give
-    `jax.ShapeDtypeStruct`s with the shardings that the state shall have.
+    optimizer, and for a state that is sharded where its parameters are not (stage 1 of ZeRO,
+    Rajbhandari et al. 2020, section 5.1): give `jax.ShapeDtypeStruct`s with the shardings that the
+    state shall have.
 
-    An array belongs where the parameter lies that has its shape and whose path is the end of its
-    own; of several the one with the longest path. What has none is replicated on the parameters'
-    mesh: scalars, Adafactor's factored moments, `FlatMasters`.
+    An array gets the sharding of the parameter that has its shape and whose path is the end of the
+    array's own path; if several fit, of the one with the longest path. If none fits, it is
+    replicated on the parameters' mesh: scalars, Adafactor's factored moments, `FlatMasters`.
 
     Args:
       tx: any optax transformation, or a `MultiSteps` object. It is traced, not run.

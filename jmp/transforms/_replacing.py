@@ -17,16 +17,17 @@ S = TypeVar("S")
 def replace_loss_scale(opt_state: S, new: LossScale) -> S:
     """Returns an optimizer's state with its loss scale replaced, of whatever class either is.
 
-    The state goes on under an optimizer made with the new scale, or under the one it has: which
-    scale is in force, the state says. Everything else stays, the moments, `grads_finite` and the
-    counts of skipped steps among it. For a checkpoint of another scale: restore it into a state
-    of the scale that was saved, then replace that.
+    Go on with the optimizer that you have, or with one made with the new scale: the scale in force
+    is read from the state. Everything else stays: moments, `grads_finite` and the counts of skipped
+    steps. For a checkpoint of another scale: restore it into a state of the scale that was saved,
+    then replace that.
 
     Args:
       opt_state: the state of an optimizer that contains `with_loss_scale`, alone or in a chain. Its
         arrays may be concrete, traced, or `jax.ShapeDtypeStruct`.
       new: the scale to go on with. Its arrays are copied, so that it may be used again after the
-        state was donated. Scalars of a state that `jax.vmap` made, a scale a member, are repeated.
+        state was donated. For a state that `jax.vmap` made, a single scale is repeated for each
+        member.
 
     Returns: the state, of the same structure but for the scale. In an abstract state the scale is
       abstract too; on a mesh its arrays lie where the state's flags lie.
