@@ -223,3 +223,13 @@ def test_an_empty_list_of_rules_stores_norms_in_half_too():
         for rules, dtype in ((None, jnp.float32), ([], jnp.float16)):
             cast = linen.cast_params(params, policy, rules)
             assert cast["LayerNorm_0"]["scale"].dtype == dtype
+
+
+@pytest.mark.parametrize("precision", ["default", "high", "highest"])
+def test_a_product_with_a_precision_of_its_own_stays_float32(precision):
+    assert "`matmul_precision=high` or `highest` | leave it at `default`" in JAX
+    products = lambda x: jnp.matmul(x @ x, x, precision=jax.lax.Precision(precision))
+    program = jax.make_jaxpr(jmp.autocast(products, "mixed_bfloat16"))(jnp.ones((2, 2)))
+    first, second = (e.outvars[0].aval.dtype for e in program.eqns if "dot" in e.primitive.name)
+    assert first == jnp.bfloat16
+    assert second == (jnp.bfloat16 if precision == "default" else jnp.float32)
