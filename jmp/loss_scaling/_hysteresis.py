@@ -19,8 +19,9 @@ class HysteresisLossScale(DynamicLossScale):
 
     Follows Megatron-LM's `DynamicGradScaler`: each overflow lowers `tolerance` by one and restarts
     the count of finite steps; at zero, each further overflow backs off; growth after `period`
-    finite steps restores it. DeepSpeed's `DynamicLossScaler` does the same by default; with
-    `consecutive_hysteresis` it restores it after every finite step, which this class does not.
+    finite steps restores it. DeepSpeed's `DynamicLossScaler` does so by default, and grows one step
+    later; with `consecutive_hysteresis` it restores the tolerance after every finite step, which
+    this class does not.
     The step itself is skipped on every overflow.
 
     Attributes, beyond those of `DynamicLossScale`:

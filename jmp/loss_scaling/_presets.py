@@ -77,7 +77,7 @@ def apex_loss_scale(enabled: bool = True) -> LossScale:
 
 
 def fastai_loss_scale(enabled: bool = True) -> LossScale:
-    """The defaults of fastai's `MixedPrecision` callback: start at 2**24, factor 2, period 500.
+    """The defaults of fastai's `NonNativeMixedPrecision`: start at 2**24, factor 2, period 500.
 
     Its parameter is called `max_loss_scale`, yet 2**24 is where it *starts*: the first steps are
     expected to overflow until the scale has come down, and nothing stops it from growing past that

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jmp import _jax_compat
+from jmp._describe import described
 from jmp.loss_scaling import LossScale
 from jmp.transforms import _states
 from jmp.transforms._loss_scaling import WithLossScaleState, find_loss_scaling
@@ -46,7 +47,7 @@ def replace_loss_scale(opt_state: S, new: LossScale) -> S:
     """
     if not isinstance(new, LossScale):
         raise TypeError(
-            f"replace_loss_scale got a {type(new).__name__} as the new scale; expected a loss "
+            f"replace_loss_scale got {described(new)} as the new scale; expected a loss "
             "scale such as jmp.torch_loss_scale(). The order is "
             "replace_loss_scale(opt_state, new)."
         )
