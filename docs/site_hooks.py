@@ -46,13 +46,18 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 TABLE = re.compile(r"<table>.*?</table>", re.S)
 ROW = re.compile(r"<tr>.*?</tr>", re.S)
 CELL = re.compile(r"<t([hd])([^>]*)>(.*?)</t\1>", re.S)
-# One number, or a sum with its result: a line break would tear it.
-NUMBER = re.compile(r"[-+]?[\d.,]+(e[-+]\d+)?( %)?|[-+*/x\d. ]+=[-+*/x\d. ]+")
+# A number with its error and unit, or a sum with its result: a line break would tear it.
+NUMBER = re.compile(
+    r"[-+]?[\d.,]+(e[-+]\d+)?( ± [\d.]+)?( (%|[kMG]?B|b?f\d+))?|[-+*/x\d. ]+=[-+*/x\d. ]+"
+)
 OBJECT_NAME = re.compile(r'(?<=class="doc doc-object-name )([^>]*>)([\w.]+)(?=</span>)')
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Marks what a phone's width needs: tables of words and of numbers, where names may break."""
+    html = html.replace(
+        'class="headerlink"', 'class="headerlink" aria-label="Link to this section"'
+    )
     html = OBJECT_NAME.sub(lambda it: it[1] + it[2].replace(".", ".<wbr>"), html)
     return TABLE.sub(lambda table: for_a_phone(table[0]), html)
 
