@@ -46,6 +46,40 @@ def test_every_public_name_is_on_exactly_one_page_of_the_reference():
     assert set(listed) == HOOKS.union(*map(public_names, MODULES))
 
 
+DOCSTRING = """A rule is one of
+  - a glob, such as "head*" or "*/Dense_0",
+  - a class of two
+    lines.
+The first that matches wins::
+
+    1 of 2
+
+Attributes, beyond those of `Policy`:
+  zeros, nans: 2**16 of args[0]."""
+ON_THE_SITE = """A rule is one of
+
+  - a glob, such as "head\\*" or "\\*/Dense_0",
+  - a class of two
+    lines.
+
+The first that matches wins:
+
+    1 of 2
+
+Attributes: Attributes, beyond those of Policy:
+  zeros,\N{NO-BREAK SPACE}nans: 2\\*\\*16 of args\\[0]."""
+
+
+def test_a_docstring_is_shown_as_it_is_read_in_a_terminal():
+    try:
+        from docs.site_docstrings import for_the_site
+    except ImportError:
+        skip("griffe is not installed: pip install -e '.[docs]'")
+    assert for_the_site(DOCSTRING, {"Policy": "jmp.Policy"}) == ON_THE_SITE
+    seen = "See [`Policy`][jmp.Policy] and [Ranges](../ranges.md)."
+    assert for_the_site("See `Policy` and docs/ranges.md.", {"Policy": "jmp.Policy"}) == seen
+
+
 def skip(reason):
     if os.environ.get("JMP_REQUIRE_BROWSER"):
         pytest.fail(f"JMP_REQUIRE_BROWSER is set, but {reason}")
@@ -172,9 +206,11 @@ CONTENTS = """() => ({
         row => row.innerText),
     torn: [...document.querySelectorAll("article li > b")].map(name => name.innerText.trim())
         .filter(name => name.endsWith(",")),
-    too_wide_to_read: [...document.querySelectorAll("article table[data-stacked]")].filter(
-        table => table.scrollWidth > innerWidth || [...table.querySelectorAll("td")].some(
-            cell => cell.scrollWidth > cell.clientWidth)).map(table => table.innerText),
+    too_wide_to_read: [...document.querySelectorAll("article .md-typeset__scrollwrap")]
+        .filter(wrap => wrap.scrollWidth > wrap.clientWidth)
+        .map(wrap => [...wrap.querySelectorAll("td + td")].map(cell => cell.innerText))
+        .map(cells => cells.filter(text => text))
+        .filter(cells => cells.join("").replace(/[^a-z]/gi, "").length >= 7 * cells.length),
     no_button: [...document.querySelectorAll("article pre:not(:has(button))")].map(
         program => program.innerText),
 })"""
