@@ -7,6 +7,7 @@ attributes on one line as one entry, and names of the library and pages of docs/
 
 import pathlib
 import re
+from collections.abc import Callable
 
 import griffe
 
@@ -17,7 +18,10 @@ PAGE = re.compile(r"\bdocs/(\w+\.md)")
 # Code, which stays, or what Markdown would take for a link, for bold or for italics: args[0],
 # 2**16, "head*".
 MARKUP = re.compile(r'`[^`]*`|"[^"`\n]*\*[^"`\n]*"|(?<=[\w\]])\[|(?<=\w)\*\*(?=[\w-])')
-LAYOUT = [
+# Several attributes in one entry: a space would end the name, and without a type, here (), griffe
+# shows that of the entry before.
+SEVERAL = re.compile(r"^  \w+(?:, \w+)+(?=:)", re.M)
+LAYOUT: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     # A list begins and ends with a blank line.
     (re.compile(r"^(\S.*)\n(?=  - )", re.M), r"\1\n\n"),
     (re.compile(r"^(  - .*\n(?:    .*\n)*)(?=\S)", re.M), r"\1\n"),
@@ -25,11 +29,6 @@ LAYOUT = [
     (
         re.compile(r"^(Args|Attributes), .+:$", re.M),
         lambda title: f"{title[1]}: {title[0].replace('`', '')}",
-    ),
-    # "zeros, nans: text" describes several; a space would end the name.
-    (
-        re.compile(r"^  \w+(?:, \w+)+:", re.M),
-        lambda names: names[0].replace(", ", ",\N{NO-BREAK SPACE}"),
     ),
     (re.compile(r"::$", re.M), ":"),  # before lines that are indented as code
 ]
@@ -80,6 +79,8 @@ def _paragraph(text: str, links: dict[str, str]) -> str:
 
     for pattern, replacement in LAYOUT:
         text = pattern.sub(replacement, text)
+    if text.startswith("Attributes"):
+        text = SEVERAL.sub(lambda it: it[0].replace(", ", ",\N{NO-BREAK SPACE}") + " ()", text)
     text = MARKUP.sub(escaped, text)
     lines: list[str] = []
     in_one_line = False

@@ -67,7 +67,7 @@ The first that matches wins:
     1 of 2
 
 Attributes: Attributes, beyond those of Policy:
-  zeros,\N{NO-BREAK SPACE}nans: 2\\*\\*16 of args\\[0]."""
+  zeros,\N{NO-BREAK SPACE}nans (): 2\\*\\*16 of args\\[0]."""
 
 
 def test_a_docstring_is_shown_as_it_is_read_in_a_terminal():
