@@ -26,7 +26,7 @@ def section(results: dict[str, Any]) -> str:
                 continue
             rows.append([title, variant.title, *_cells(counted, recipes.get(BASELINE, {}))])
             title = ""  # of the first row alone
-    headers = ["MiB received", "", *COLUMNS, "others", "in all", "over by hand"]
+    headers = ["MiB received", "program", *COLUMNS, "others", "in all", "over by hand"]
     headers += ["MiB moved", "MiB temp", "kernels"]
     lines = "\n" + "\n".join(failures) + "\n" if failures else ""
     return f"""## The wire: programs compiled for eight H200s

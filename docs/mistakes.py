@@ -105,10 +105,11 @@ def page() -> str:
     """Returns the page's text."""
     parts = [INTRODUCTION]
     for title, rows in MISTAKES.items():
-        parts += [f"### {title}\n", "| the mistake | | the message |\n|---|---|---|"]
+        parts += [f"### {title}\n", "| the mistake | the error | the message |\n|---|---|---|"]
         for row in rows:
             words = message_of(row.code).replace(_ALL_DTYPES, "bf16, bfloat16, f16, float16, ...")
-            words = words.replace("|", "\\|").replace("*", "\\*").replace("\n", " ")
+            words = words.replace("|", "\\|").replace("*", "\\*").replace("__", "\\_\\_")
+            words = words.replace("\n", " ")
             parts.append(f"| `{row.code}` | {row.error.__name__} | {words} |")
         parts.append("")
     return "\n".join(parts)

@@ -33,7 +33,7 @@ def page():
     parts = [INTRODUCTION]
     for category, title in CATEGORIES.items():
         parts.append(f"## {title}\n")
-        parts.append("| primitives | why | |\n|---|---|---|")
+        parts.append("| primitives | why | traits |\n|---|---|---|")
         rows = {}
         for name, rule in all_rules().items():
             if rule.category is category and rule.owner.startswith("jmp."):

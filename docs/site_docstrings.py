@@ -1,21 +1,37 @@
 """Docstrings as the site's reference shows them.
 
 Docstrings are written to be read in a terminal. Markdown, and the reader of Google's style, need
-four changes: examples fenced, `Returns: text` in one paragraph, a blank line before a list, and
-names of the library as links.
+a few changes: examples fenced, `Returns: text` in one paragraph, blank lines around a list, several
+attributes on one line as one entry, and names of the library and pages of docs/ as links.
 """
 
 import pathlib
 import re
+from collections.abc import Callable
 
 import griffe
 
 REFERENCE = pathlib.Path(__file__).parent / "reference"
 ONE_LINE = re.compile(r"(Returns|Raises|Warns|Yields): (.+)")
-WITH_WORDS = re.compile(r"(Args|Attributes), (.+):")
 NAME = re.compile(r"(?<![`\[])`([A-Za-z_][\w.]*)`(?![`\]])")
-# Code, which stays, or what Markdown would take for a link or for bold: args[0], 2**16.
-MARKUP = re.compile(r"`[^`]*`|(?<=[\w\]])\[|(?<=\w)\*\*(?=[\w-])")
+PAGE = re.compile(r"\bdocs/(\w+\.md)")
+# Code, which stays, or what Markdown would take for a link, for bold or for italics: args[0],
+# 2**16, "head*".
+MARKUP = re.compile(r'`[^`]*`|"[^"`\n]*\*[^"`\n]*"|(?<=[\w\]])\[|(?<=\w)\*\*(?=[\w-])')
+# Several attributes in one entry: a space would end the name, and without a type, here (), griffe
+# shows that of the entry before.
+SEVERAL = re.compile(r"^  \w+(?:, \w+)+(?=:)", re.M)
+LAYOUT: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
+    # A list begins and ends with a blank line.
+    (re.compile(r"^(\S.*)\n(?=  - )", re.M), r"\1\n\n"),
+    (re.compile(r"^(  - .*\n(?:    .*\n)*)(?=\S)", re.M), r"\1\n"),
+    # "Attributes, beyond those of `A`:" is a title, which is shown as it is written.
+    (
+        re.compile(r"^(Args|Attributes), .+:$", re.M),
+        lambda title: f"{title[1]}: {title[0].replace('`', '')}",
+    ),
+    (re.compile(r"::$", re.M), ":"),  # before lines that are indented as code
+]
 
 
 def public_names() -> list[str]:
@@ -54,18 +70,25 @@ def _paragraph(text: str, links: dict[str, str]) -> str:
     def link(name: re.Match[str]) -> str:
         return f"[{name[0]}][{links[name[1]]}]" if name[1] in links else name[0]
 
+    def escaped(it: re.Match[str]) -> str:
+        return it[0] if it[0].startswith("`") else re.sub(r"([*[])", r"\\\1", it[0])
+
+    def page(name: re.Match[str]) -> str:
+        heading = (REFERENCE.parent / name[1]).read_text().partition("\n")[0]
+        return f"[{heading.removeprefix('# ')}](../{name[1]})"
+
+    for pattern, replacement in LAYOUT:
+        text = pattern.sub(replacement, text)
+    if text.startswith("Attributes"):
+        text = SEVERAL.sub(lambda it: it[0].replace(", ", ",\N{NO-BREAK SPACE}") + " ()", text)
+    text = MARKUP.sub(escaped, text)
     lines: list[str] = []
     in_one_line = False
-    text = MARKUP.sub(lambda it: it[0] if it[0][0] == "`" else re.sub(r"(.)", r"\\\1", it[0]), text)
-    for line in NAME.sub(link, text).split("\n"):
+    for line in PAGE.sub(page, NAME.sub(link, text)).split("\n"):
         if one_line := ONE_LINE.fullmatch(line):
             lines += ["", f"**{one_line[1]}:** {one_line[2]}"]
         elif in_one_line and line.startswith(" "):
             lines.append(line.strip())
-        elif with_words := WITH_WORDS.fullmatch(line):
-            lines.append(f"{with_words[1]}: {with_words[0].removesuffix(':')}")
-        elif line.startswith("  - ") and lines and not lines[-1].startswith("  "):
-            lines += ["", line]
         else:
             lines.append(line)
         in_one_line = one_line is not None or (in_one_line and line.startswith(" "))

@@ -46,6 +46,40 @@ def test_every_public_name_is_on_exactly_one_page_of_the_reference():
     assert set(listed) == HOOKS.union(*map(public_names, MODULES))
 
 
+DOCSTRING = """A rule is one of
+  - a glob, such as "head*" or "*/Dense_0",
+  - a class of two
+    lines.
+The first that matches wins::
+
+    1 of 2
+
+Attributes, beyond those of `Policy`:
+  zeros, nans: 2**16 of args[0]."""
+ON_THE_SITE = """A rule is one of
+
+  - a glob, such as "head\\*" or "\\*/Dense_0",
+  - a class of two
+    lines.
+
+The first that matches wins:
+
+    1 of 2
+
+Attributes: Attributes, beyond those of Policy:
+  zeros,\N{NO-BREAK SPACE}nans (): 2\\*\\*16 of args\\[0]."""
+
+
+def test_a_docstring_is_shown_as_it_is_read_in_a_terminal():
+    try:
+        from docs.site_docstrings import for_the_site
+    except ImportError:
+        skip("griffe is not installed: pip install -e '.[docs]'")
+    assert for_the_site(DOCSTRING, {"Policy": "jmp.Policy"}) == ON_THE_SITE
+    seen = "See [`Policy`][jmp.Policy] and [Ranges](../ranges.md)."
+    assert for_the_site("See `Policy` and docs/ranges.md.", {"Policy": "jmp.Policy"}) == seen
+
+
 def skip(reason):
     if os.environ.get("JMP_REQUIRE_BROWSER"):
         pytest.fail(f"JMP_REQUIRE_BROWSER is set, but {reason}")
@@ -151,8 +185,32 @@ CONTENTS = """() => ({
     too_wide: document.documentElement.scrollWidth > innerWidth,
     raw: [...document.querySelectorAll("article p")].map(p => p.textContent).filter(
         text => /^[|`]{1,3} |^```|\\n\\s*([-*]|[0-9]+[.]) /.test(text)),
-    bold_inside_a_word: [...document.querySelectorAll("article strong")].filter(
-        bold => /\\w$/.test(bold.previousSibling?.textContent ?? "")).map(bold => bold.innerText),
+    bold_inside_a_word: [...document.querySelectorAll("article :is(strong, em)")].filter(
+        bold => /[\\w."]$/.test(bold.previousSibling?.textContent ?? "")).map(
+        bold => bold.innerText),
+    not_read: [...document.querySelectorAll("article :is(p, li, td, th)")].map(element => {
+        const copy = element.cloneNode(true);
+        copy.querySelectorAll("code, pre").forEach(code => code.remove());
+        return copy.textContent;
+    }).filter(text => /`|<!--|-->|\\]\\(|\\]\\[[\\w.]+\\]|::\\s*$|\\\\[*_[|]/.test(text)),
+    levels: [...document.querySelectorAll(":is(h1, h2, h3, h4, h5, h6)")].map(
+        heading => Number(heading.tagName[1])),
+    no_alternative: [...document.images].filter(image => !/\\w+ \\w+ \\w+/.test(image.alt)).map(
+        image => image.src),
+    vague: [...document.querySelectorAll("article a[href]")].map(
+        link => link.ariaLabel || link.innerText.trim() || link.querySelector("img")?.alt || ""
+        ).filter(
+        text => /^(|¶|here|this|this page|link|see|these lines|[\\w/]+[.]md)$/i.test(text)),
+    no_title: [...document.querySelectorAll("article tr:first-child")].filter(
+        row => row.querySelector("th")?.innerText && row.querySelector("th:empty")).map(
+        row => row.innerText),
+    torn: [...document.querySelectorAll("article li > b")].map(name => name.innerText.trim())
+        .filter(name => name.endsWith(",")),
+    too_wide_to_read: [...document.querySelectorAll("article .md-typeset__scrollwrap")]
+        .filter(wrap => wrap.scrollWidth > wrap.clientWidth)
+        .map(wrap => [...wrap.querySelectorAll("td + td")].map(cell => cell.innerText))
+        .map(cells => cells.filter(text => text))
+        .filter(cells => cells.join("").replace(/[^a-z]/gi, "").length >= 7 * cells.length),
     no_button: [...document.querySelectorAll("article pre:not(:has(button))")].map(
         program => program.innerText),
 })"""
@@ -175,6 +233,16 @@ def test_every_page_has_its_pictures_links_and_buttons_and_fits_a_phone(opened, 
         assert not content["too_wide"], f"{path} scrolls sideways on a phone"
         assert content["raw"] == [], f"{path} shows Markdown that its reader did not understand"
         assert content["bold_inside_a_word"] == [], f"{path}: write 2^16 or `2**16`"
+        assert content["not_read"] == [], f"{path} shows marks of Markdown or of a docstring"
+        assert content["torn"] == [], f"{path} takes one of several names for a type"
+        assert content["too_wide_to_read"] == [], f"{path}: a row of words scrolls on a phone"
+        assert content["no_title"] == [], f"{path} has a table with a column without a title"
+        assert content["no_alternative"] == [], f"{path} has a picture that cannot be read aloud"
+        assert content["vague"] == [], f"{path}: say in the link's text where it goes"
+        first, *levels = content["levels"]
+        assert first == 1 and 1 not in levels, f"{path} needs one first heading"
+        steps = zip(content["levels"], levels, strict=False)
+        assert all(below <= above + 1 for above, below in steps), f"{path} leaves out a level"
         assert content["no_button"] == [], path
         for link in content["links"]:
             if not link.startswith(site):

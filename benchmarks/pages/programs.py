@@ -149,7 +149,7 @@ def _(found: Any) -> str:
             share = f"{float8['float8']} of {float8['products']}"
             cells = [rule, counted["program"], title, *_over(float8, counted["mixed_bfloat16"], 2)]
             rows.append([*cells, share])
-    headers = ["rule", "step", "", "bytes", "temp memory", "kernels", "products in float8"]
+    headers = ["rule", "step", "variant", "bytes", "temp memory", "kernels", "products in float8"]
     return table(headers, rows)
 
 

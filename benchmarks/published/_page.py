@@ -59,7 +59,7 @@ def table_of(results: list[dict[str, Any]]) -> str:
     used = [c for c in columns if any(c in r.get("recipes", ()) for r in results)]
     headers = ["model", "products", "half", "float16", "bfloat16"]
     for column in used:
-        headers += [f"{columns[column]}: half", "float16"]
+        headers += [f"{columns[column]}: half", f"{columns[column]}: float16"]
     rows = []
     for result in results:
         recipes = result.get("recipes", {})
@@ -137,7 +137,7 @@ def why(found: dict[str, Any]) -> str:
         places.setdefault(row["why"], f"`{row['operation']}` at {row['source']}")
     if not numbers:
         place = next(iter(found["others"]))
-        return f"the backward pass alone, {place}"
+        return f"the backward pass alone, {place.removesuffix(' ()')}"
     return "; ".join(f"{reason} ({places[reason]})" for reason in numbers)
 
 
