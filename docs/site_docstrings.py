@@ -30,6 +30,8 @@ LAYOUT: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
         re.compile(r"^(Args|Attributes), .+:$", re.M),
         lambda title: f"{title[1]}: {title[0].replace('`', '')}",
     ),
+    # A section begins with a blank line.
+    (re.compile(r"(?<=[^\n])\n(?=(?:Args|Raises|Returns|Warns):$)", re.M), "\n\n"),
     (re.compile(r"::$", re.M), ":"),  # before lines that are indented as code
 ]
 

@@ -46,10 +46,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 TABLE = re.compile(r"<table>.*?</table>", re.S)
 ROW = re.compile(r"<tr>.*?</tr>", re.S)
 CELL = re.compile(r"<t([hd])([^>]*)>(.*?)</t\1>", re.S)
-# A number with its error and unit, or a sum with its result: a line break would tear it.
-NUMBER = re.compile(
-    r"[-+]?[\d.,]+(e[-+]\d+)?( ± [\d.]+)?( (%|[kMG]?B|b?f\d+))?|[-+*/x\d. ]+=[-+*/x\d. ]+"
-)
+# Numbers with their errors and units, or a sum with its result: a line break would tear them.
+ONE = r"[-+]?[\d.,]*\d(e[-+]\d+)?( ± [\d.]+)?( (%|[kMG]?B|b?f\d+))?"
+NUMBER = re.compile(rf"{ONE}(, {ONE})*|[-+*/x\d. ]+=[-+*/x\d. ]+")
 OBJECT_NAME = re.compile(r'(?<=class="doc doc-object-name )([^>]*>)([\w.]+)(?=</span>)')
 
 

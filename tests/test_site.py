@@ -55,7 +55,11 @@ The first that matches wins::
     1 of 2
 
 Attributes, beyond those of `Policy`:
-  zeros, nans: 2**16 of args[0]."""
+  zeros, nans: 2**16 of args[0].
+
+Returns: a float.
+Raises:
+  TypeError: it is none."""
 ON_THE_SITE = """A rule is one of
 
   - a glob, such as "head\\*" or "\\*/Dense_0",
@@ -67,7 +71,13 @@ The first that matches wins:
     1 of 2
 
 Attributes: Attributes, beyond those of Policy:
-  zeros,\N{NO-BREAK SPACE}nans (): 2\\*\\*16 of args\\[0]."""
+  zeros,\N{NO-BREAK SPACE}nans (): 2\\*\\*16 of args\\[0].
+
+
+**Returns:** a float.
+
+Raises:
+  TypeError: it is none."""
 
 
 def test_a_docstring_is_shown_as_it_is_read_in_a_terminal():
