@@ -332,7 +332,7 @@ def ratios(figures: Any, base: dict[str, float]) -> str:
     if figures == "the same":
         return ""
     pairs = [(value, base[name]) for name, value in figures.items()]
-    return " / ".join(_short(value / before) for value, before in pairs)
+    return " ".join(_short(value / before) for value, before in pairs)
 
 
 def _short(ratio: float) -> str:

@@ -48,7 +48,7 @@ ROW = re.compile(r"<tr>.*?</tr>", re.S)
 CELL = re.compile(r"<t([hd])([^>]*)>(.*?)</t\1>", re.S)
 # Numbers with their errors and units, or a sum with its result: a line break would tear them.
 ONE = r"[-+]?[\d.,]*\d(e[-+]\d+)?( ± [\d.]+)?( (%|[kMG]?B|b?f\d+))?"
-NUMBER = re.compile(rf"{ONE}(, {ONE})*|[-+*/x\d. ]+=[-+*/x\d. ]+")
+NUMBER = re.compile(rf"{ONE}(,? {ONE})*|[-+*/x\d. ]+=[-+*/x\d. ]+")
 OBJECT_NAME = re.compile(r'(?<=class="doc doc-object-name )([^>]*>)([\w.]+)(?=</span>)')
 
 

@@ -97,7 +97,7 @@ def _(found: Any) -> str:
     rows: dict[str, list[str]] = {}
     for row in found["SMALL"]:
         cells = rows.setdefault(_size_of(row["model"]), [])
-        cells.append(" / ".join(_figure(row[name]) for name in RATIOS))
+        cells.append(" ".join(_figure(row[name]) for name in RATIOS))
     sizes = list(dict.fromkeys(_power(row["SMALL"]) for row in found["SMALL"]))
     return table(
         ["a step, `SMALL` being", *sizes], [[name, *cells] for name, cells in rows.items()]
