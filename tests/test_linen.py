@@ -402,6 +402,20 @@ def test_the_scale_is_found_inside_a_chain_and_absent_without_one():
     assert create(tx=optax.sgd(0.1)).loss_scale == jmp.NoOpLossScale()
 
 
+def test_whether_the_last_step_was_taken_is_found_inside_a_chain_and_true_without_a_check():
+    inner = transforms.with_loss_scale(optax.sgd(0.1), jmp.DynamicLossScale(4.0))
+    optimizers = [inner, optax.chain(inner, optax.trace(0.9)), optax.sgd(0.1)]
+    optimizers.append(transforms.mixed_precision(optax.sgd(0.1), "mixed_bfloat16"))
+    taken = []
+    for tx in optimizers:
+        state = linen.TrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=tx)
+        for gradient in (1.0, jnp.inf):
+            state = state.apply_gradients(grads={"w": jnp.full(2, gradient)})
+            assert state.grads_finite.shape == () and state.grads_finite.dtype == bool
+            taken.append(bool(state.grads_finite))
+    assert taken == [True, False, True, False, True, True, True, True]
+
+
 def test_an_optimizer_in_a_failing_order_is_refused():
     inner = transforms.with_loss_scale(optax.sgd(0.1), jmp.DynamicLossScale(4.0))
     with pytest.raises(ValueError, match="Swap the two"):

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Self
 
+import jax
 import jax.numpy as jnp
 import optax
 from flax.training import train_state
@@ -13,7 +14,7 @@ from jmp.adapters import _flax_serialization
 from jmp.adapters._atomic import check_is_scaled, keep_if_skipped, loss_scale_in
 from jmp.loss_scaling import LossScale
 from jmp.transforms._callers import skips_undone
-from jmp.transforms._loss_scaling import check_order
+from jmp.transforms._loss_scaling import check_order, find_loss_scaling
 from jmp.transforms._masters import follow_replaced
 from jmp.transforms._placement import placed
 from jmp.trees import PyTree
@@ -23,6 +24,7 @@ class TrainState(train_state.TrainState):
     """Flax's TrainState with batch statistics, whose steps are atomic.
 
     Make one by `TrainState.create`. An atomic step is taken as a whole or not at all.
+    A subclass may have fields of its own, each with a default, as `average: PyTree = None`.
 
     Attributes, beyond those of Flax's:
       batch_stats: the model's running statistics, or None.
@@ -34,8 +36,9 @@ class TrainState(train_state.TrainState):
     >>> tx = transforms.with_loss_scale(optax.sgd(0.1), jmp.StaticLossScale(8))
     >>> state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
     >>> bad = jax.tree.map(lambda p: p * jnp.inf, params)
-    >>> int(state.apply_gradients(grads=bad).step)
-    0
+    >>> skipped = state.apply_gradients(grads=bad)
+    >>> int(skipped.step), bool(skipped.grads_finite)
+    (0, False)
     """
 
     batch_stats: PyTree = None
@@ -89,13 +92,25 @@ class TrainState(train_state.TrainState):
         """The loss scale in force, wherever the optimizer holds it; `NoOpLossScale` if nowhere."""
         return loss_scale_in(self.opt_state)
 
+    @property
+    def grads_finite(self) -> jax.Array:
+        """Whether the last step was taken, a bool scalar, wherever the optimizer holds it.
+
+        True before the first step, and always True where nothing is checked: without loss scaling
+        and with `NoOpLossScale`, as in bfloat16.
+        """
+        scaling = find_loss_scaling(self.opt_state)
+        return jnp.array(True) if scaling is None else scaling.grads_finite
+
     def apply_gradients(self, *, grads: optax.Updates, **kwargs: Any) -> Self:
         """Returns the next state, or on overflow this one with a smaller scale.
 
         Args:
           grads: scaled gradients, as `jmp.scaled_value_and_grad` returns them.
-          **kwargs: fields to replace, such as `batch_stats=new_statistics`. They count as part of
-            the step and stay as they were if it is skipped.
+          **kwargs: fields to replace, such as `batch_stats=new_statistics`. If the step is skipped
+            they stay as they were, like the parameters. For what is computed from the *new*
+            parameters, such as their average, select after this call, by `grads_finite` of the new
+            state.
 
         Raises:
           TypeError: a field that the state does not have.

@@ -31,7 +31,8 @@ class WithLossScaleState(NamedTuple):
 
     Attributes:
       loss_scale: the `jmp.LossScale` for the next loss.
-      grads_finite: bool scalar: whether the last gradients were finite, that is, applied.
+      grads_finite: bool scalar: whether the last gradients were finite, and with that the step
+        taken. With `NoOpLossScale` nothing is checked: it stays True, also after an infinity.
       skipped_steps: int32 scalar: steps skipped so far.
       consecutive_skips: int32 scalar: steps skipped in a row. If it keeps growing, the model itself
         gives infinities or NaNs, and no scale helps.
@@ -70,9 +71,10 @@ def with_loss_scale(
 
     Make it the outermost. Around it `partition`, `masked`, `apply_if_finite` and the like are
     refused, and so is what comes before it in a chain, which would see scaled gradients. What comes
-    after it in a chain runs on a skip too, on updates of -0.0. The steps of `jmp.adapters` undo
-    that. Elsewhere a part with a state is refused there, because its moments would change; a part
-    without one runs: `add_decayed_weights` still shrinks the parameters.
+    after it in a chain runs on a skipped step too, on updates of -0.0. The steps of `jmp.adapters`
+    undo what it did. A call of `update` cannot: there a part with a state is refused, because its
+    moments would change; a part without a state runs, and `add_decayed_weights`, for example,
+    shrinks the parameters on a skipped step as well.
 
     `init` puts the state, that of `inner` too, where the parameters lie; see
     `transforms.state_shardings`. Under jit optax's own moments come out on one device or whole on
