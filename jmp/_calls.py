@@ -26,6 +26,12 @@ def check_function(fun: object, caller: str, call: str) -> None:
         raise TypeError(f"{caller} got {described(fun)}; expected a function: {call}.")
 
 
+class Untrained(str):
+    """A name in a key path, of arrays that no derivative is asked for, such as running means."""
+
+    __slots__ = ()
+
+
 class Held(NamedTuple):
     """What is left of a tree whose arrays were taken out.
 
@@ -103,6 +109,8 @@ class ArrayCall:
     def within(self, argnums: int | Sequence[int], caller: str) -> dict[int, str]:
         """Returns the arrays of some arguments: the position of each in `arrays`, and its path.
 
+        Those of an `Untrained` name are left out.
+
         Args:
           argnums: as in `jax.grad`. Of several the argument's number comes first in the path.
           caller: as for `argument_numbers`.
@@ -111,7 +119,8 @@ class ArrayCall:
         start = 2 if isinstance(argnums, int) else 1
         found: dict[int, str] = {}
         for position, path in enumerate(self.paths):
-            if path[0].idx == 0 and path[1].idx in numbers:
+            is_trained = not any(isinstance(getattr(k, "key", 0), Untrained) for k in path)
+            if path[0].idx == 0 and path[1].idx in numbers and is_trained:
                 found[position] = path_string(path[start:])
         return found
 

@@ -28,6 +28,11 @@ class ModuleScopes(ModulePolicies):
     def __hash__(self) -> int:
         return hash(MODULE)
 
+    @property
+    def are_in_force(self) -> bool:
+        """True: also what computes by rules of its own inside says where it stands."""
+        return True
+
     def autocast(self, fun: Any) -> Any:
         """Returns the function as it is."""
         return fun
@@ -39,6 +44,27 @@ class ModuleScopes(ModulePolicies):
     def scope(self, named: Any) -> AbstractContextManager[None]:
         """Returns the context that the methods of the module at a path run in."""
         return jax.named_scope(f"{MODULE}{named or ''}")
+
+
+def joined_path(names: Sequence[str], outer: str = "") -> str:
+    """Returns name scopes joined by slashes, without our own; a module's path begins anew.
+
+    Args:
+      names: scopes, outermost first.
+      outer: the path around them.
+
+    >>> joined_path(["jmp.module:", "jmp.module:block/mlp", "gate"], "block")
+    'block/mlp/gate'
+    >>> joined_path(["gate", "jmp.autocast"], "block")
+    'block/gate'
+    """
+    path = [outer] if outer else []
+    for name in names:
+        if name.startswith(MODULE):
+            path = [name.removeprefix(MODULE)]
+        elif not name.startswith("jmp."):
+            path.append(name)
+    return "/".join(filter(None, path))
 
 
 def modules_path(names: Sequence[str]) -> str | None:

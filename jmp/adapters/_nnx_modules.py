@@ -9,7 +9,6 @@ for the length of the trace, on the copies that live in it, or for good in a vie
 
 import contextlib
 import functools
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -19,6 +18,7 @@ from flax import nnx
 
 from jmp._marks import LOWERED_TO, mark_lowered
 from jmp.adapters._module_policies import ModulePolicies, marked_class, plain_class, subclass
+from jmp.adapters._nnx_changes import Contents, check_writable, whole_if_it_fails
 from jmp.adapters._norms import FLOAT32_POLICY
 from jmp.dtypes import is_half
 from jmp.policy import Policy
@@ -38,23 +38,28 @@ def lift(fun: Callable[P, R], modules: ModulePolicies) -> Callable[P, R]:
     def pure(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = nnx.from_tree((args, kwargs), is_inner=True, ctxtag=tag)
         models = _nodes((args, kwargs))
-        graph, values = _contents(models)
+        before = list(map(Contents.of, models))
         with modules.in_force(), _marking(models, modules), _widened(models):
             result = fun(*args, **kwargs)
         modules.rules.warn_unused()
-        graph_after, values_after = _contents(models)
-        if graph_after == graph and all(map(operator.is_, values_after, values)):
-            # A model from outside of a trace may be called inside it, but not be written to.
-            models = []
-        return nnx.to_tree((models, result), ctxtag=tag)
+        changes = [Contents.of(m).changes(b) for m, b in zip(models, before, strict=True)]
+        # A model from outside of a trace may be called inside it, but not be written to.
+        changed = {i: found for i, found in enumerate(changes) if found != ()}
+        written = [models[i] for i in changed]
+        return list(changed.items()), nnx.to_tree((written, result), ctxtag=tag)
 
     lowered = modules.autocast(pure)
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
+        models = _nodes((args, kwargs))
         with nnx.update_context(tag):
             args, kwargs = nnx.to_tree((args, kwargs), ctxtag=tag)
-            _, result = nnx.from_tree(lowered(*args, **kwargs), is_inner=False, ctxtag=tag)
+            changed, after = lowered(*args, **kwargs)
+            for index, changes in changed:
+                check_writable(models[index], changes)
+            with whole_if_it_fails(*(models[index] for index, _ in changed)):
+                _, result = nnx.from_tree(after, is_inner=False, ctxtag=tag)
         return result
 
     return mark_lowered(wrapped, modules.lowered)
@@ -65,12 +70,6 @@ def _nodes(tree: PyTree) -> list[Any]:
     kinds = (nnx.Pytree, nnx.Variable)
     leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kinds))
     return [leaf for leaf in leaves if isinstance(leaf, kinds)]
-
-
-def _contents(models: Sequence[Any]) -> tuple[Any, list[Any]]:
-    graph, state = nnx.split(list(models))
-    arrays, structure = jax.tree.flatten(state)  # a Variable may hold a tuple that grows
-    return (graph, structure), arrays
 
 
 @contextlib.contextmanager

@@ -22,15 +22,15 @@ from jmp._describe import described
 from jmp._frameworks import refuse_other_models, way_out
 from jmp.adapters._atomic import check_is_scaled, keep_if_skipped, loss_scale_in
 from jmp.adapters._module_policies import ModulePolicies
+from jmp.adapters._nnx_changes import cast_in_place, whole_if_it_fails
 from jmp.adapters._nnx_modules import lift, mark_parameters, variables_with_path, view_of
-from jmp.adapters._norms import FLOAT32_POLICY, rules_for_modules
+from jmp.adapters._norms import rules_for_modules
 from jmp.autocasting._autocast import AllOptions, Options, given_policy
 from jmp.loss_scaling import LossScale
 from jmp.loss_scaling._gradients import scaled_loss
 from jmp.policy import Policy, get_policy
 from jmp.rules import Rule
 from jmp.transforms._callers import skips_undone
-from jmp.trees import cast_leaf
 
 __all__ = ["autocast", "cast_params", "loss_scale", "reset_masters", "train_step", "with_policy"]
 
@@ -140,7 +140,7 @@ def with_policy(
     view: M = view_of(model, modules)
     mark_parameters(model, modules)
     modules.rules.warn_unused()
-    _cast_in_place(model)
+    cast_in_place(variables_with_path(model))
     return view
 
 
@@ -165,7 +165,7 @@ def cast_params(model: M, policy: str | Policy, rules: Sequence[Rule] | None = N
     module_rules = rules_for_modules(policy, rules)
     module_rules.refuse_float8("cast_params")
     copy = nnx.clone(model)
-    _cast_in_place(copy, module_rules.policy_for)
+    cast_in_place(variables_with_path(copy), module_rules.policy_for)
     module_rules.warn_unused()
     return copy
 
@@ -257,14 +257,15 @@ def train_step(
         argnums=nnx.DiffState(0, optimizer.wrt),
         has_aux=True,
     )
-    (_, (value, aux)), gradients = differentiate(model, *args)
-    with skips_undone():
-        optimizer.update(model, gradients)
-    after, state_after = _moved_by_a_step(model, optimizer)
-    (variables, step), opt_state = keep_if_skipped(after, before, state_after, state_before)
-    nnx.update(model, variables)
-    nnx.update(optimizer.opt_state, nnx.state(opt_state))
-    optimizer.step[...] = step
+    with whole_if_it_fails(model, optimizer):
+        (_, (value, aux)), gradients = differentiate(model, *args)
+        with skips_undone():
+            optimizer.update(model, gradients)
+        after, state_after = _moved_by_a_step(model, optimizer)
+        (variables, step), opt_state = keep_if_skipped(after, before, state_after, state_before)
+        nnx.update(model, variables)
+        nnx.update(optimizer.opt_state, nnx.state(opt_state))
+        optimizer.step[...] = step
     return (value, aux) if has_aux else value
 
 
@@ -281,20 +282,3 @@ def _check_kind(caller: str, name: str, value: object, expected: type) -> None:
             f"{caller} got {described(value)} as {name}; expected an nnx.{expected.__name__}."
             f"{_ORDER if caller == 'train_step' else way_out(value)}"
         )
-
-
-def _cast_in_place(
-    model: nnx.Module, policy_for: Callable[[str, tuple[type, ...]], Policy] | None = None
-) -> None:
-    """Casts statistics to float32, and parameters as `policy_for(path, classes)` stores them."""
-    for path, variable, classes in variables_with_path(model):
-        if isinstance(variable, nnx.BatchStat):
-            policy = FLOAT32_POLICY
-        elif policy_for is not None and isinstance(variable, nnx.Param):
-            policy = policy_for(path, classes)
-        else:
-            continue
-        value = variable.get_value()
-        cast = cast_leaf(value, policy.param_dtype)
-        if cast is not value:
-            variable.set_value(cast)

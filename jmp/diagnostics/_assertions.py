@@ -14,6 +14,7 @@ from jmp._describe import name_of
 from jmp.autocasting._operations import is_product
 from jmp.diagnostics._asked import check_asked
 from jmp.diagnostics._places import Placed, place_name, with_places
+from jmp.diagnostics._scoped_modules import apart, of_modules
 from jmp.dtypes import floating_dtype
 
 SHOWN = 8  # products in another dtype
@@ -45,7 +46,7 @@ def assert_products_in(
     expected = floating_dtype(dtype, "dtype")
 
     def check(*args: Any, **kwargs: Any) -> None:
-        call = ArrayCall(fun, args, kwargs)
+        call = ArrayCall(of_modules(fun), *apart(*args, **kwargs))
         closed = jax.make_jaxpr(call.results)(*call.arrays)
         products = list(_products(_jax_compat.open_jaxpr(closed)[0]))
         name = name_of(fun)

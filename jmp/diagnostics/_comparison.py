@@ -15,8 +15,9 @@ from jmp._calls import ArrayCall, cotangent, vjp_at
 from jmp._describe import described
 from jmp.autocasting._autocast import autocast
 from jmp.diagnostics._asked import check_asked
-from jmp.diagnostics._errors import COLUMNS, Difference, by_prefix, cells, difference
+from jmp.diagnostics._errors import COLUMNS, Difference, by_prefix, cells, difference, weight
 from jmp.diagnostics._places import with_places
+from jmp.diagnostics._scoped_modules import apart, of_modules
 from jmp.diagnostics._tables import table
 from jmp.dtypes import is_castable
 from jmp.policy import Policy, get_policy
@@ -87,12 +88,13 @@ def compare(
         )
     if isinstance(options.get("rules"), Iterator):  # read more than once
         options["rules"] = tuple(options["rules"])
+    fun = of_modules(fun)
     lowered = autocast(fun, policy, **options)
     plain = _without_float8(policy, options)
     half = None if plain is None else autocast(fun, plain[0], **plain[1])
 
     def measure(*args: Any, **kwargs: Any) -> Comparison:
-        given = args, kwargs
+        given = apart(*args, **kwargs)
         found = run(lowered, given, argnums, scale)
         found_in_half = None if half is None else run(half, given, argnums, scale)
         if reference == "float64":
@@ -220,9 +222,7 @@ class Comparison:
         return table(columns, [(*c[:4], errors[c[0], c[1]], *c[4:]) for c in found])
 
     def _worst_first(self, rows: Iterable[Difference]) -> list[Difference]:
-        return sorted(
-            rows, key=lambda row: (self._is_negligible(row), -_weight(row.relative_error))
-        )
+        return sorted(rows, key=lambda row: (self._is_negligible(row), -weight(row.relative_error)))
 
     def _is_negligible(self, row: Difference) -> bool:
         gradients = [row for row in self.rows if row.kind == "gradient"]
@@ -230,11 +230,6 @@ class Comparison:
         dtypes = (self.reference, get_policy(self.policy).compute_dtype)
         zero, noise = (8 * float(jnp.finfo(dtype).eps) * total for dtype in dtypes)
         return row.kind == "gradient" and row.reference_norm < zero and row.error_norm < noise
-
-
-def _weight(error: float) -> float:
-    """An error to sort by: NaN, which compares with nothing, as the worst."""
-    return math.inf if math.isnan(error) else error
 
 
 def _run_in_float64(fun: Callable[..., Any], given: Given, argnums: int | Sequence[int]) -> Results:

@@ -81,6 +81,13 @@ class Findings(Origin):
         return None if position is None else self.operands[position]
 
     @property
+    def came_from(self) -> str:
+        """Where the infinities come from that it read."""
+        if not self.given:
+            return "are written in the program, or closed over"
+        return f"came in with {', '.join(self.given)}. If they are data, look there"
+
+    @property
     def has_zeros(self) -> bool:
         """Whether it divides by zero."""
         return self.divisor is not None and self.divisor.zeros > 0
@@ -160,9 +167,10 @@ CURES: tuple[tuple[Callable[[Findings], bool], str | Callable[[Findings], str]],
     ),
     (
         lambda it: it.is_nan and any(operand.nonfinite for operand in it.operands),
-        "inf - inf, or 0 * inf, of infinities that were put in on purpose. A softmax over a row "
-        "that is masked throughout does this: leave one entry in each row, or mask with a finite "
-        "number (jnp.finfo(dtype).min). Choose by jnp.where instead of multiplying with a mask.",
+        "It computes inf - inf, or 0 * inf, of infinities that {it.came_from}. If they are a mask: "
+        "a softmax over a row that is masked throughout does this, so leave one entry in each row, "
+        "or mask with a finite number (jnp.finfo(dtype).min); choose by jnp.where instead of "
+        "multiplying with a mask.",
     ),
     (
         lambda it: it.has_zeros and it.place.is_backward,

@@ -108,3 +108,8 @@ def cells(row: Difference, is_negligible: bool) -> tuple[str, ...]:
         f"{row.largest_error:.2g}", f"{row.reference_norm:.2g}",
         "" if row.cosine is None else f"{row.cosine:.6f}", remark,
     )  # fmt: skip
+
+
+def weight(error: float) -> float:
+    """Returns an error to sort by: NaN, which compares with nothing, counts as the worst."""
+    return math.inf if math.isnan(error) else error

@@ -25,7 +25,7 @@ from jmp.diagnostics._comparison import comparison_of, run
 from jmp.diagnostics._flagged_program import FlaggedProgram, on_device
 from jmp.diagnostics._float32_scopes import Float32Scopes, ScopeAlone
 from jmp.diagnostics._scope_search import Found, rules_for, search_levels
-from jmp.diagnostics._scoped_modules import scoped
+from jmp.diagnostics._scoped_modules import apart, scoped
 from jmp.dtypes import is_half
 from jmp.loss_scaling import StaticLossScale
 from jmp.loss_scaling._gradients import scaled_loss
@@ -108,7 +108,7 @@ def find_float32(
         _, (value, _) = scaled(*args)
         return value
 
-    args = jax.tree.map(on_device, cast_to_at_least_float32(args))
+    args = jax.tree.map(on_device, cast_to_at_least_float32(apart(*args)[0]))
     given = options.pop("rules", ())
     given = tuple(given) if isinstance(given, Iterator) else given  # read more than once
     with_scopes, lower, framework = scoped(loss, args)

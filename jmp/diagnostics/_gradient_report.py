@@ -25,6 +25,7 @@ from jmp.diagnostics._range_report import RangeReport
 from jmp.diagnostics._ranges import FLOAT8, FLOAT8_PRODUCT, Range, exponent_of, row_of
 from jmp.diagnostics._replay import HANDLERS, Site, replay
 from jmp.diagnostics._rows import kind_of_row
+from jmp.diagnostics._scoped_modules import apart, of_modules
 from jmp.dtypes import is_half
 from jmp.loss_scaling import StaticLossScale
 from jmp.loss_scaling._gradients import scaled_loss
@@ -99,6 +100,7 @@ def gradient_report(
     """
     call = "gradient_report(loss_fn, policy)(*args)"
     check_asked("gradient_report", call, loss_fn, early, policy)
+    loss_fn = of_modules(loss_fn)
     exponent_of(scale)  # refuses what is no power of two
     half = None
     if policy is not None:
@@ -113,6 +115,7 @@ def gradient_report(
     scaled = scaled_loss(loss_fn, StaticLossScale(scale), has_aux)
 
     def report(*args: Any, **kwargs: Any) -> RangeReport:
+        args, kwargs = apart(*args, **kwargs)
         numbers = argument_numbers(argnums, len(args), "gradient_report")
         # Python floats to differentiate become arrays.
         of_float: Callable[[Any], Any] = lambda x: as_jax_array(x) if isinstance(x, float) else x

@@ -16,6 +16,7 @@ from jax.extend.core import JaxprEqn
 
 from jmp import _jax_compat
 from jmp.autocasting._kinds import has_kind
+from jmp.autocasting._operations import is_product
 from jmp.diagnostics._origins import Call, Held, Origin, Place, earliest, handed_on, is_finite_of
 from jmp.diagnostics._replay import literal
 from jmp.diagnostics._states import FINITE, NAN, is_inexact, operand, state_of
@@ -100,7 +101,7 @@ class Interpreter:
                 origins = look()
         if any(state and origin is None for state, origin in zip(states, origins, strict=True)):
             rerun = None if equation.effects and look is None else call
-            blamed = handed_on(rerun, inputs, max(states))
+            blamed = handed_on(rerun, inputs, max(states), is_product(equation))
             if blamed is None:
                 is_whole = look is not None or _holds_a_program(equation)
                 blamed = self._culprit(equation, inputs, max(states), here, is_whole)
@@ -117,7 +118,9 @@ class Interpreter:
         read = tuple(operand(x.value) for x in inputs if is_inexact(x.value))
         order, kind = next(self._order), "whole" if is_whole else "operation"
         name, dtype = equation.primitive.name, str(result.dtype)
-        return Origin(order, kind, name, dtype, state, equation.params, here, read)
+        meant = [x.origin for x in inputs if x.origin is not None and x.origin.may_be_meant]
+        given = tuple(dict.fromkeys(o.name for o in meant if o.kind == "argument"))
+        return Origin(order, kind, name, dtype, state, equation.params, here, read, given)
 
     def _call(self, equation: JaxprEqn, inputs: list[Held], here: Place) -> list[Held]:
         name = equation.primitive.name

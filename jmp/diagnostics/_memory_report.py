@@ -17,6 +17,7 @@ from jmp.diagnostics import _memory_step
 from jmp.diagnostics._asked import check_asked
 from jmp.diagnostics._memory_table import render
 from jmp.diagnostics._residuals import Residual, residuals
+from jmp.diagnostics._scoped_modules import apart, of_modules, parameters_of
 from jmp.diagnostics._tables import totals
 from jmp.policy import Policy, get_policy
 from jmp.transforms import WithMasterParamsState
@@ -74,9 +75,9 @@ def memory_report(
     )
 
     def count(*args: Any, **kwargs: Any) -> MemoryReport:
-        return _count(
-            ArrayCall(fun, args, kwargs), args, cast, optimizer, argnums, has_aux, compiled
-        )
+        args, kwargs = apart(*args, **kwargs)
+        call = ArrayCall(of_modules(fun), args, kwargs)
+        return _count(call, args, cast, optimizer, argnums, has_aux, compiled)
 
     return count
 
@@ -101,7 +102,7 @@ def _count(
         )
     # As `jax.grad` gives gradients: a tuple for several arguments.
     params = args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in argnums)
-    state, masters = _optimizer_sizes(optimizer, params)
+    state, masters = _optimizer_sizes(optimizer, parameters_of(params))
     traced = _memory_step.value_and_gradients(cast(function), arrays, moving)
     report = MemoryReport(
         parameters=sum(structs[i].size for i in moving),

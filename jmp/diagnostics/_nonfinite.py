@@ -14,6 +14,7 @@ from jmp.diagnostics._asked import check_asked
 from jmp.diagnostics._cures import cure_for
 from jmp.diagnostics._interpreter import Interpreter
 from jmp.diagnostics._origins import Origin, Place, earliest
+from jmp.diagnostics._scoped_modules import apart, of_modules
 from jmp.diagnostics._states import Operand
 from jmp.trees import as_jax_array
 
@@ -50,7 +51,7 @@ def find_nonfinite(fun: Callable[..., Any], *early: Any) -> Callable[..., "NonFi
     check_asked("find_nonfinite", "find_nonfinite(fun)(*args)", fun, early, None)
 
     def find(*args: Any, **kwargs: Any) -> NonFinite | None:
-        call = ArrayCall(fun, args, kwargs)
+        call = ArrayCall(of_modules(fun), *apart(*args, **kwargs))
         _check_numbers(call.arrays)
         arrays = list(map(as_jax_array, call.arrays))
         interpreter = Interpreter()

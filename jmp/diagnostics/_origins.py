@@ -69,6 +69,7 @@ class Origin(NamedTuple):
     params: dict[str, Any]  # of the primitive
     place: Place
     operands: tuple[Operand, ...]  # the floating ones, or what was given itself
+    given: tuple[str, ...] = ()  # arguments whose infinities it read
 
     @property
     def is_nan(self) -> bool:
@@ -89,12 +90,15 @@ class Held(NamedTuple):
     origin: Origin | None = None
 
 
-def handed_on(call: Call | None, inputs: Sequence[Held], state: int) -> Origin | None:
+def handed_on(
+    call: Call | None, inputs: Sequence[Held], state: int, is_product: bool = False
+) -> Origin | None:
     """Returns the earliest origin that an operation hands on; None if it is the origin itself.
 
     `state` is the worst of its results. `call` runs it again; None if that would have effects. With
     the inputs of one origin left as they are and all others tamed it shows who counts: a `where`
-    reads one side.
+    reads one side. No mask is multiplied by weights, so an infinity that was given and that a
+    product reads is the origin itself.
     """
     origins = {x.origin.order: x.origin for x in inputs if x.origin is not None}
     first = earliest(origins.values())
@@ -102,6 +106,8 @@ def handed_on(call: Call | None, inputs: Sequence[Held], state: int) -> Origin |
         return first
     if first.may_be_meant:
         # inf - inf and 0 * inf; or infinite also where nothing was given, as exp under a mask.
+        if is_product and is_finite_of(call, inputs):
+            return first
         is_to_blame = state == NAN or not is_finite_of(call, inputs)
         return None if is_to_blame else first
     if len(origins) == 1:

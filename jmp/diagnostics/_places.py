@@ -11,6 +11,7 @@ from jax.extend import core
 from jax.extend.source_info_util import NameStack
 
 from jmp import _jax_compat
+from jmp.adapters._module_scopes import joined_path
 from jmp.autocasting.kinds.scan import turns_of
 
 # Lines of these packages are not the user's: what counts is the line that calls a Flax layer.
@@ -113,10 +114,14 @@ def lines_of_callers(jaxpr: core.Jaxpr) -> dict[tuple[int, str], str]:
 
 def path_within(outer: str, equation: core.JaxprEqn) -> str:
     """Returns the path of an equation's modules below `outer`, that of the equation around it."""
-    return "/".join(filter(None, (outer, module_path(equation.source_info.name_stack))))
+    return module_path(equation.source_info.name_stack, outer)
 
 
-def module_path(stack: NameStack) -> str:
-    """Returns the names of a name stack joined by slashes, without JAX's marks and our own."""
-    names = (name for name in _jax_compat.scope_names(stack) if name != _jax_compat.RECOMPUTED)
-    return "/".join(name for name in names if not name.startswith("jmp."))
+def module_path(stack: NameStack, outer: str = "") -> str:
+    """Returns the names of a name stack joined by slashes, without JAX's marks and our own.
+
+    The path of a module of nnx, which `ModuleScopes` writes down, is a whole path: what is around
+    it does not come before it.
+    """
+    names = [name for name in _jax_compat.scope_names(stack) if name != _jax_compat.RECOMPUTED]
+    return joined_path(names, outer)

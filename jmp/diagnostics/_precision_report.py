@@ -23,6 +23,7 @@ from jmp.diagnostics._ranges import FLOAT8, HALVES
 from jmp.diagnostics._rendering import render, render_every_row
 from jmp.diagnostics._residuals import residuals
 from jmp.diagnostics._rows import Decision, Row, decisions_in, rows_of
+from jmp.diagnostics._scoped_modules import apart, of_modules
 from jmp.diagnostics._tables import totals
 from jmp.policy import Policy, get_policy
 from jmp.rules import UnusedRuleWarning
@@ -56,7 +57,7 @@ def precision_report(
     [('dot_general', 'float16'), ('exp', 'float32'), ('reduce_sum', 'float32')]
     """
     check_asked("precision_report", "precision_report(fun, policy)(*args)", fun, early, policy)
-    program = make_program(fun, policy, **options)
+    program = make_program(of_modules(fun), policy, **options)
     if program is None:
         raise ValueError(
             f"precision_report got the policy {get_policy(policy)}, which computes in float32: "
@@ -70,7 +71,8 @@ def precision_report(
             return _report(program, program.trace(args, kwargs), str(get_policy(policy)))
 
     def report(*args: Any, **kwargs: Any) -> PrecisionReport:
-        call = ArrayCall(of_arrays, args, kwargs, lambda x: isinstance(x, jax.ShapeDtypeStruct))
+        is_taken = lambda x: isinstance(x, jax.ShapeDtypeStruct)
+        call = ArrayCall(of_arrays, *apart(*args, **kwargs), is_taken)
         found: list[PrecisionReport] = []
         jax.eval_shape(lambda *tracers: found.append(call(*tracers)), *call.arrays)
         return found[0]

@@ -21,6 +21,7 @@ from jmp.diagnostics._ranges import (
     power_of_two,
     row_of,
 )
+from jmp.diagnostics._scoped_modules import apart
 from jmp.diagnostics._tables import first_rows, table
 from jmp.trees import PyTree, as_jax_array, is_array, path_string
 
@@ -52,6 +53,7 @@ def range_report(tree: PyTree) -> "RangeReport":
     >>> report.best_scale("float16")
     16384.0
     """
+    ((tree,), _), given = apart(tree), tree
     with jax.enable_x64(True):  # float64 leaves of NumPy stay; a count may exceed 2**31
         leaves = [
             (path_string(path), as_jax_array(leaf))
@@ -59,9 +61,9 @@ def range_report(tree: PyTree) -> "RangeReport":
             if is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
         ]
         counts = jax.device_get([_count(leaf) for _, leaf in leaves])
-    if not leaves and callable(tree):
+    if not leaves and callable(given):
         raise TypeError(
-            f"range_report got {described(tree)}; expected a tree of arrays, such as parameters. "
+            f"range_report got {described(given)}; expected a tree of arrays, such as parameters. "
             "What a loss computes is counted by gradient_report(loss_fn)(*args)."
         )
     pairs = zip(leaves, counts, strict=True)

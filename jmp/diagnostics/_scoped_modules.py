@@ -2,6 +2,8 @@
 
 import functools
 import importlib
+import inspect
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,12 +13,7 @@ from jmp._calls import ArrayCall
 from jmp._frameworks import framework_of
 from jmp.adapters._module_scopes import ModuleScopes
 from jmp.autocasting import autocast
-
-# Where the lift of a framework stands, and its autocast.
-ADAPTERS = {
-    "flax.nnx": ("jmp.adapters._nnx_modules", "jmp.adapters.nnx"),
-    "equinox": ("jmp.adapters.equinox", "jmp.adapters.equinox"),
-}
+from jmp.trees import PyTree
 
 
 class Scoped(NamedTuple):
@@ -27,32 +24,77 @@ class Scoped(NamedTuple):
     framework: str | None  # whose modules are named by their paths; None: name scopes are named
 
 
+def apart(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns arguments with their nnx modules taken apart, as what `of_modules` returns asks."""
+    found: tuple[tuple[Any, ...], dict[str, Any]] = (args, kwargs)
+    return _nnx().apart(found) if _has_nnx() else found
+
+
+def parameters_of(tree: PyTree) -> PyTree:
+    """Returns a tree of arguments without what is not differentiated in nnx modules."""
+    if not _has_nnx():
+        return tree
+    return jax.tree.map(lambda x: x.parameters if _is_apart(x) else x, tree, is_leaf=_is_apart)
+
+
+def of_modules(fun: Callable[..., Any], *, in_scopes: bool = True) -> Callable[..., Any]:
+    """Returns `fun` as a function of arguments that `apart` returned.
+
+    It works on copies of nnx modules, also where `fun` is one or a method of one: what it changes
+    in them is lost, and the caller's stay as they are.
+
+    Args:
+      fun: what a diagnostic is asked about.
+      in_scopes: whether the modules' methods open scopes that name their paths.
+    """
+    is_late = (
+        inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
+    )  # fmt: skip
+    is_other = framework_of(fun) not in (None, "flax.nnx") or any(late(fun) for late in is_late)
+    return fun if is_other or not _has_nnx() else _nnx().of_parts(fun, in_scopes=in_scopes)
+
+
+def _has_nnx() -> bool:
+    return "flax.nnx" in sys.modules  # else there is no module of it
+
+
+def _nnx() -> Any:
+    return importlib.import_module("jmp.adapters._nnx_arguments")
+
+
 def scoped(loss: Callable[..., Any], args: Sequence[Any]) -> Scoped:
     """Returns a loss with scopes for the nnx or Equinox modules among its arguments, if any.
 
-    Where the loss takes parts of modules alone, it is returned as it is.
+    Where the loss takes parts of Equinox modules alone, it is returned as it is.
+
+    Args:
+      loss: a function of modules.
+      args: what `apart` returned of its arguments.
     """
-    models = [x for x in jax.tree.leaves(args, is_leaf=_is_model) if _is_model(x)]
-    framework = framework_of(models[0]) if models else None
-    if framework is None:
+    if _has_nnx() and any(map(_is_apart, jax.tree.leaves(args, is_leaf=_is_apart))):
+        adapter = importlib.import_module("jmp.adapters.nnx")
+
+        def lower(fun: Any, *policy: Any, **options: Any) -> Any:
+            return of_modules(adapter.autocast(fun, *policy, **options), in_scopes=False)
+
+        return Scoped(of_modules(loss), lower, "flax.nnx")
+    if not any(map(_is_equinox, jax.tree.leaves(args, is_leaf=_is_equinox))):
         return Scoped(loss, autocast, None)
-    lifting, adapter = map(importlib.import_module, ADAPTERS[framework])
-    lifted = lifting.lift(loss, ModuleScopes())
-
-    @functools.wraps(loss)
-    def on_copies(*args: Any) -> Any:
-        # What the loss changes in an nnx module would be written back into the argument.
-        return lifted(*jax.tree.map(lambda leaf: leaf, args))
-
-    call = ArrayCall(on_copies, args)
+    adapter = importlib.import_module("jmp.adapters.equinox")
+    lifted = functools.wraps(loss)(adapter.lift(loss, ModuleScopes()))
+    call = ArrayCall(lifted, args)
     try:
         jax.eval_shape(call, *call.arrays)
     except (TypeError, ValueError):
         # A part of a model, as `eqx.partition` gives it, is combined inside with one that has no
         # scopes, which Equinox refuses. An error of the loss itself comes again.
         return Scoped(loss, autocast, None)
-    return Scoped(on_copies, adapter.autocast, framework)
+    return Scoped(lifted, adapter.autocast, "equinox")
 
 
-def _is_model(value: Any) -> bool:
-    return framework_of(value) in ADAPTERS
+def _is_equinox(value: Any) -> bool:
+    return framework_of(value) == "equinox"
+
+
+def _is_apart(value: Any) -> bool:
+    return isinstance(value, _nnx().Apart)

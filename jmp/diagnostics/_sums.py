@@ -18,6 +18,7 @@ from jmp._calls import ArrayCall
 from jmp._describe import listed, name_of
 from jmp.diagnostics._asked import check_asked
 from jmp.diagnostics._places import place_name, source_line
+from jmp.diagnostics._scoped_modules import apart, of_modules
 
 SHOWN = 8  # sums
 _MADE_VARYING = "pvary"
@@ -51,7 +52,7 @@ def assert_summed_once(fun: Callable[..., Any], *early: Any) -> Callable[..., No
     check_asked("assert_summed_once", "assert_summed_once(fun)(*args)", fun, early, None)
 
     def check(*args: Any, **kwargs: Any) -> None:
-        call = ArrayCall(fun, args, kwargs)
+        call = ArrayCall(of_modules(fun), *apart(*args, **kwargs))
         closed = jax.make_jaxpr(call.results)(*call.arrays)
         jaxpr = _jax_compat.open_jaxpr(closed)[0]
         search = _Search()
