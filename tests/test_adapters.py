@@ -416,3 +416,24 @@ def test_two_threads_may_trace_one_haiku_network():
         has_traced.set()
         thread.join()
     assert products == {"float16": 1}
+
+
+def test_an_equinox_state_outlives_a_step_whose_loss_fails():
+    def loss_fn(model, state, x):
+        state.set(model.index, x)
+        raise RuntimeError("no loss")
+
+    class Remembering(eqx.Module):
+        weight: jax.Array
+        index: eqx.nn.StateIndex
+
+        def __init__(self):
+            self.weight = WEIGHT
+            self.index = eqx.nn.StateIndex(WEIGHT)
+
+    model, state = eqx.nn.make_with_state(Remembering)()
+    tx = optax.sgd(0.1)
+    opt_state = tx.init(eqx.filter(model, eqx.is_inexact_array))
+    with pytest.raises(RuntimeError, match="no loss"):
+        adapters.equinox.train_step(loss_fn, model, opt_state, tx, WEIGHT, state=state)
+    assert jnp.array_equal(state.get(model.index), WEIGHT)

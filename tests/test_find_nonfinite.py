@@ -294,6 +294,21 @@ def nnx_model(head, x):
     return nnx.grad(loss)(head)
 
 
+def test_an_argument_whose_infinity_a_product_reads_is_named_with_its_path():
+    loss = lambda w, batch: jnp.sum(jnp.tanh(batch["x"].astype(jnp.float16) @ w))
+    batch = {"x": jnp.ones((2, 4)).at[0].set(jnp.inf)}
+    w = jnp.array([[1.0, 0.0]] * 4, jnp.float16)
+    found = find_nonfinite(jax.grad(loss))(w, batch)
+    assert str(found).startswith("argument args[1]['x'] holds an infinity")
+    assert "came in like this" in found.cure
+
+
+def test_an_operation_that_makes_a_nan_of_given_infinities_says_which_argument_held_them():
+    found = find_nonfinite(lambda x: x - jnp.mean(x))(jnp.array([1.0, jnp.inf]))
+    assert found.operation == "sub"
+    assert "came in with args[0]. If they are data, look there" in found.cure
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """What is called with what, and what must be found."""

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from flax import nnx
+from flax import errors, nnx
 
 import jmp
-from jmp import transforms
+from jmp import diagnostics, transforms
 from jmp.adapters import nnx as adapter
 from tests.bits import bits
 from tests.products import product_dtypes
@@ -355,3 +355,177 @@ def test_rules_leave_no_trace_in_the_graph():
     encode = adapter.autocast(Regularised.encode, "mixed_float16", rules=rules)
     encode(model, ROWS)
     assert nnx.graphdef(model) == graph
+
+
+# What fails leaves everything as it was.
+
+
+class Net(nnx.Module):
+    """All that changes in training, and a norm inside a list."""
+
+    def __init__(self, rngs):
+        self.body = nnx.Linear(8, 4, rngs=rngs)
+        self.blocks = nnx.List([nnx.BatchNorm(4, rngs=rngs)])
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.head = nnx.Linear(4, 3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.dropout(nnx.relu(self.blocks[0](self.body(x)))))
+
+
+def net_loss(model, x):
+    return jnp.mean(model(x) ** 2)
+
+
+def contents(*nodes):
+    """The names of all attributes, the Variables themselves, and their arrays."""
+    found = [node for _, node in nnx.iter_graph(nodes)]
+    names = [sorted(vars(node)) for node in found if isinstance(node, nnx.Pytree)]
+    variables = [node for node in found if isinstance(node, nnx.Variable)]
+    return names, [(id(v), id(v.get_raw_value())) for v in variables]
+
+
+def lifted(model, x):
+    return adapter.autocast(lambda model, x: model(x), "mixed_float16")(model, x)
+
+
+@pytest.mark.parametrize("way", ["view", "autocast"])
+@pytest.mark.parametrize("trace", [jax.make_jaxpr, jax.jit])
+def test_a_closed_over_model_in_training_is_refused_and_stays_whole(way, trace):
+    model = Net(nnx.Rngs(0))
+    call = lifted
+    if way == "view":
+        model, call = adapter.with_policy(model, "mixed_float16"), lambda model, x: model(x)
+    before = contents(model)
+    with pytest.raises(errors.TraceContextError) as caught:
+        trace(lambda x: call(model, x))(ROWS)
+    assert contents(model) == before
+    text = str(caught.value)
+    assert "BatchStat blocks/0/mean" in text and "RngCount dropout/rngs/count" in text
+    assert "Param" not in text and "nnx.jit" in text and "model.eval()" in text
+    assert call(model, ROWS).shape == (16, 3)  # and it runs
+
+
+def test_a_closed_over_model_that_does_not_change_is_no_obstacle_to_one_that_does():
+    teacher, student = Net(nnx.Rngs(0)), Net(nnx.Rngs(1))
+    teacher.eval()
+
+    @nnx.jit
+    def both(student, x):
+        run = adapter.autocast(lambda models, x: models[0](x) - models[1](x), "mixed_float16")
+        return run((teacher, student), x)
+
+    mean = student.blocks[0].mean[...]
+    both(student, ROWS)
+    assert not jnp.array_equal(student.blocks[0].mean[...], mean)
+
+
+def test_attributes_that_a_closed_over_model_would_get_are_refused():
+    class Counting(nnx.Module):
+        def __init__(self):
+            self.scale = nnx.Param(jnp.ones(()))
+            self.calls = 0
+
+        def __call__(self, x):
+            self.calls += 1
+            return self.scale * x
+
+    model = Counting()
+    before = contents(model)
+    with pytest.raises(errors.TraceContextError, match="changes attributes of Counting"):
+        jax.make_jaxpr(lambda x: lifted(model, x))(ROWS)
+    assert contents(model) == before and model.calls == 0
+
+
+def test_an_error_while_a_model_is_written_leaves_it_whole(monkeypatch):
+    model = Net(nnx.Rngs(0))
+    before = contents(model)
+
+    def fail(self, state):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(nnx.Param, "update_from_state", fail)
+    with pytest.raises(KeyboardInterrupt):
+        lifted(model, ROWS)
+    assert contents(model) == before
+
+
+def test_a_step_whose_optimizer_fails_changes_nothing():
+    def fail(updates, state, params=None):
+        raise RuntimeError("no step")
+
+    model = nnx.BatchNorm(8, rngs=nnx.Rngs(0))
+    tx = optax.GradientTransformation(lambda params: optax.EmptyState(), fail)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    before = contents(model, optimizer)
+    with pytest.raises(RuntimeError, match="no step"):
+        adapter.train_step(net_loss, model, optimizer, ROWS)
+    assert contents(model, optimizer) == before
+
+
+# Diagnostics of a model in training.
+
+
+@pytest.mark.parametrize("way", ["plain", "view", "wrapped loss"])
+def test_reports_take_a_model_in_training_and_name_its_modules(way):
+    model = Net(nnx.Rngs(0))
+    if way == "view":
+        model = adapter.with_policy(model, "mixed_float16")
+    loss_fn = adapter.autocast(net_loss, "mixed_float16") if way == "wrapped loss" else net_loss
+    before = contents(model)
+    report = diagnostics.precision_report(loss_fn, "mixed_float16")(model, ROWS)
+    products = [(row.module, row.dtype_in) for row in report.rows if row.kind == "product"]
+    assert products == [("body", "float16"), ("head", "float16")]
+    assert "blocks/0" in {row.module for row in report.rows}
+    assert contents(model) == before
+
+
+PARAMETERS = {
+    *("body/kernel", "body/bias", "head/kernel", "head/bias"),
+    *("blocks/0/scale", "blocks/0/bias"),
+}
+
+
+def test_parameters_alone_are_differentiated_in_a_model_in_training():
+    model = Net(nnx.Rngs(0))
+    before = contents(model)
+    given = model, ROWS
+    comparison = diagnostics.compare(net_loss, "mixed_float16")(*given)
+    assert {row.path for row in comparison.rows if row.kind == "gradient"} == PARAMETERS
+    ranges = diagnostics.gradient_report(net_loss, "mixed_float16")(*given)
+    assert {row.path for row in ranges.rows if row.role == "gradient"} == PARAMETERS
+    assert "head" in {row.path for row in ranges.rows if row.role == "activation"}
+    optimizer = optax.adam(1e-3)
+    memory = diagnostics.memory_report(net_loss, optimizer=optimizer, compiled=False)(*given)
+    count = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    assert memory.parameters == count
+    assert memory.optimizer_bytes == {"float32": 8 * count, "int32": 4}
+    assert {"blocks/0", "dropout"} < set(memory.residual_bytes_by_module)
+    assert contents(model) == before
+
+
+def test_tied_parameters_count_once_in_reports():
+    class Tied(nnx.Module):
+        def __init__(self, rngs):
+            self.one = nnx.Linear(4, 4, use_bias=False, rngs=rngs)
+            self.two = self.one
+
+        def __call__(self, x):
+            return self.two(self.one(x))
+
+    report = diagnostics.memory_report(lambda m, x: jnp.mean(m(x)), compiled=False)
+    assert report(Tied(nnx.Rngs(0)), jnp.ones((2, 4))).parameters == 16
+
+
+def test_assertions_take_a_view_a_method_and_a_step_in_training():
+    view = adapter.with_policy(Net(nnx.Rngs(0)), "mixed_float16")
+    tx = transforms.mixed_precision(optax.sgd(0.1), "mixed_float16")
+    optimizer = nnx.Optimizer(view, tx, wrt=nnx.Param)
+    step = nnx.jit(lambda *given: adapter.train_step(net_loss, *given))
+    before = contents(view, optimizer)
+    diagnostics.assert_products_in(view, jnp.float16)(ROWS)
+    diagnostics.assert_products_in(view.__call__, jnp.float16)(ROWS)
+    diagnostics.assert_products_in(step, jnp.float16)(view, optimizer, ROWS)
+    with pytest.raises(AssertionError, match=r"\(head\)"):
+        diagnostics.assert_products_in(Net(nnx.Rngs(0)), jnp.float16)(ROWS)
+    assert contents(view, optimizer) == before

@@ -162,9 +162,9 @@ def take_step(
             f"train_step got the optimizer as opt_state; expected what tx.init returned.{_ORDER}"
         )
     check_is_scaled(tx, opt_state, loss_fn)
-    # Taken apart before the loss is computed: Equinox's State may be used once.
-    before = jax.tree.leaves(state)
-    given = args if state is None else (state, *args)
+    # Equinox's State may be used once: the loss gets a copy, so that it outlives an error.
+    before, structure = jax.tree.flatten(state)
+    given = args if state is None else (jax.tree.unflatten(structure, before), *args)
     differentiate = scaled_value_and_grad(
         loss_fn, loss_scale_in(opt_state), has_aux=has_aux or state is not None
     )

@@ -65,16 +65,16 @@ def apart(tree: PyTree) -> PyTree:
     if not nodes:
         return tree
     graph, state = nnx.split(nodes)
-    found: list[list[tuple[Any, str, Any]]] = [[] for _ in nodes]
+    found: list[list[tuple[Any, str, Any]]] = [[] for _ in nodes]  # key path, name, array
     for path, variable in nnx.to_flat_state(state):
-        node, *names = path
-        name = "/".join(map(str, names))
+        node, *inside = path
+        name = "/".join(map(str, inside))
         name = name if isinstance(variable, nnx.Param) else Untrained(name)
         found[int(str(node))].append((path, name, variable.get_raw_value()))
     parts = []
     for rows in found:
-        paths, names, arrays = zip(*rows, strict=True) if rows else ((), (), ())
-        parts.append(Apart(arrays, names, (graph, paths)))
+        paths, names, arrays = ([row[column] for row in rows] for column in range(3))
+        parts.append(Apart(arrays, tuple(names), (graph, tuple(paths))))
     following = iter(parts)
     filled = [next(following) if _is_node(leaf) else leaf for leaf in leaves]
     return jax.tree.unflatten(structure, filled)

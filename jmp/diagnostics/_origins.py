@@ -106,7 +106,8 @@ def handed_on(
         return first
     if first.may_be_meant:
         # inf - inf and 0 * inf; or infinite also where nothing was given, as exp under a mask.
-        if is_product and is_finite_of(call, inputs):
+        came_as_nan = any(x.state == NAN for x in inputs if x.origin is first)
+        if came_as_nan or (is_product and is_finite_of(call, inputs)):
             return first
         is_to_blame = state == NAN or not is_finite_of(call, inputs)
         return None if is_to_blame else first
