@@ -147,7 +147,7 @@ def take_step(
     state: PyTree,
     has_aux: bool,
 ) -> TrainStep:
-    """Takes one step on a tree of arrays, or on overflow leaves all as it was but the scale.
+    """Takes one step on a tree of arrays, or skips it and leaves all as it was but the scale.
 
     Args:
       loss_fn: `(params, *args)` to a scalar; with a state `(params, state, *args)` to

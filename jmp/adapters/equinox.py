@@ -190,6 +190,9 @@ def train_step(
 ) -> TrainStep:
     """Takes one training step; after an overflow nothing changes but the loss scale and its counts.
 
+    Without a loss scale, as by default in bfloat16, no gradient is checked and no step is skipped;
+    `mixed_precision(..., loss_scale=jmp.StaticLossScale(1.0))` checks and skips.
+
     Args:
       loss_fn: called as `loss_fn(model, *args)`, returns a real floating scalar; with `state` as
         `loss_fn(model, state, *args)`, returns `(scalar, state)`. With `has_aux` what it returns

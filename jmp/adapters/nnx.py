@@ -111,9 +111,10 @@ def with_policy(
     except for modules that they call; to lower one: `autocast(Model.encode, policy)(model, x)`.
 
     Args:
-      model: an unmodified model; its configuration stays as it is. Half running statistics are
-        brought back to float32 in place: Flax updates them in float32 in any case. If it is a view
-        itself, the new policy replaces that of the view; a view *inside* a model keeps its own.
+      model: an unmodified model; its configuration stays as it is. Running statistics that are
+        half become float32 in place, because Flax computes their updates in float32. If it is a
+        view itself, a new view is made, and the old policy does not count in it. A view *inside* a
+        model keeps its own policy.
       policy: its compute dtype is for products, its output dtype for what a call returns.
       rules: `(target, policy)` pairs, see `jmp.rules`; paths are attribute names joined by slashes.
         Norms compute in float32 from half inputs in every policy.
@@ -220,7 +221,9 @@ def train_step(
 
     Scales the loss, differentiates it with respect to the Variables the optimizer was made for, and
     updates model and optimizer in place. A skipped step moves no parameter, no optimizer state, no
-    step count and no `BatchStat`; random-number counts advance. Wrap the call in `nnx.jit`.
+    step count and no `BatchStat`; random-number counts advance. Wrap the call in `nnx.jit`. An
+    optimizer without a loss scale, as of `mixed_bfloat16`, checks no gradient and skips no step:
+    `transforms.mixed_precision(tx, policy, jmp.StaticLossScale(1.0))` checks and skips.
 
     Args:
       loss_fn: called as `loss_fn(model, *args)`; returns a real floating scalar, or
@@ -232,7 +235,8 @@ def train_step(
 
     Returns: the unscaled loss in at least float32, or `(loss, aux)`.
     Raises: TypeError if an argument is of the wrong kind or the loss is no real floating scalar;
-      ValueError for an optimizer in a wrong order or for another policy. Nothing has changed then.
+      ValueError for an optimizer in a wrong order or for another policy. Nothing has changed then,
+      nor after any other error.
 
     >>> from flax import nnx
     >>> import optax

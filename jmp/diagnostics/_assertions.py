@@ -30,7 +30,8 @@ def assert_products_in(
     custom call does inside is not seen.
 
     Args:
-      fun: any function that JAX can trace, such as `jax.grad(jmp.autocast(loss, policy))`.
+      fun: any function that JAX can trace, such as `jax.grad(jmp.autocast(loss, policy))`; or a
+        module of nnx, such as a view. Of nnx modules, also among the arguments, copies are traced.
       dtype: the dtype that all floating operands must have.
 
     Raises: TypeError if `fun` is no function, or its arguments were given in the first call;

@@ -39,7 +39,9 @@ def precision_report(
 
     Args:
       fun, policy: as for `jmp.autocast`. A policy that computes in float32 is refused: it has
-        nothing to report.
+        nothing to report. The rows are those of `fun`, so of a loss those of the forward pass:
+        `assert_products_in(jax.grad(...), dtype)` checks the backward pass. Of nnx modules among
+        the arguments copies are traced.
       options: those of `jmp.autocast`.
 
     Returns: a function of `fun`'s arguments that returns a `PrecisionReport`.
