@@ -389,8 +389,7 @@ def lifted(model, x):
     return adapter.autocast(lambda model, x: model(x), "mixed_float16")(model, x)
 
 
-@pytest.mark.parametrize("way", ["view", "autocast"])
-@pytest.mark.parametrize("trace", [jax.make_jaxpr, jax.jit])
+@pytest.mark.parametrize(("way", "trace"), [("view", jax.jit), ("autocast", jax.make_jaxpr)])
 def test_a_closed_over_model_in_training_is_refused_and_stays_whole(way, trace):
     model = Net(nnx.Rngs(0))
     call = lifted
@@ -478,6 +477,18 @@ def test_reports_take_a_model_in_training_and_name_its_modules(way):
     assert products == [("body", "float16"), ("head", "float16")]
     assert "blocks/0" in {row.module for row in report.rows}
     assert contents(model) == before
+
+
+def test_a_report_says_where_rules_for_modules_belong_and_shows_what_they_do():
+    rules = [("head", "float32")]
+    report = diagnostics.precision_report(net_loss, "mixed_float16", rules=rules)
+    assert "rules for modules of nnx are those of jmp.adapters" in str(
+        report(Net(nnx.Rngs(0)), ROWS)
+    )
+    view = adapter.with_policy(Net(nnx.Rngs(0)), "mixed_float16", rules)
+    rows = diagnostics.precision_report(net_loss, "mixed_float16")(view, ROWS).rows
+    products = {row.module: row.dtype_in for row in rows if row.kind == "product"}
+    assert products == {"body": "float16", "head": "float32"}
 
 
 PARAMETERS = {
