@@ -528,6 +528,22 @@ def test_tied_parameters_count_once_in_reports():
     assert report(Tied(nnx.Rngs(0)), jnp.ones((2, 4))).parameters == 16
 
 
+def test_modules_in_loops_and_abstract_models_are_named_by_their_whole_path():
+    class Recurrent(nnx.Module, pytree=False):
+        def __init__(self, rngs):
+            self.layers = [nnx.RNN(nnx.SimpleCell(8, 8, rngs=rngs))]
+            self.dropout = nnx.Dropout(0.5)
+
+        def __call__(self, x, rngs):
+            return self.dropout(self.layers[0](x[None]), rngs=rngs)
+
+    model = nnx.eval_shape(lambda: Recurrent(nnx.Rngs(0)))
+    loss = lambda model, x, rngs: jnp.mean(model(x, rngs) ** 2)
+    report = diagnostics.precision_report(loss, "mixed_float16")(model, ROWS, nnx.Rngs(1))
+    modules = {row.module for row in report.rows if row.kind == "product"}
+    assert modules == {"layers/0/cell/dense_i", "layers/0/cell/dense_h"}
+
+
 def test_assertions_take_a_view_a_method_and_a_step_in_training():
     view = adapter.with_policy(Net(nnx.Rngs(0)), "mixed_float16")
     tx = transforms.mixed_precision(optax.sgd(0.1), "mixed_float16")
