@@ -54,7 +54,7 @@ backward (`jax.nn.dot_product_attention`, `implementation="cudnn"`). Without a d
 does not know cuDNN's workspace, so it is not in GB temp. For a gradient JAX takes sequences of even
 length alone: the 197 tokens of ViT-B/16 are filled up to 198.
 
-![Bytes, kernels and temporary memory of each recipe, as ratios to the same step by hand](figures/compiled.svg)
+![Bytes, kernels, temporary memory of each recipe, over the step by hand](figures/compiled.svg)
 
 """
     for workload in WORKLOADS:
