@@ -469,7 +469,7 @@ def masks(x, w, keep):
     dot_general in half: f32>f16 f32>f16 -> f16
     """
     y = x @ w
-    z = (x @ w)[None] + jnp.stack([w] * 1)[:, :1]
+    z = (x @ w)[None] + jnp.stack([w] * 2)[:, :1]
     return (y * keep.astype(jnp.float32)) @ w, z[0] @ w, jnp.where(keep, y, 0.0) @ w
 
 
