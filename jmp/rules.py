@@ -10,8 +10,8 @@ A rule is a pair `(target, policy)`. Its target is one of
 A path is a module's or parameter's names joined by slashes: "encoder/Dense_0/kernel". Names that
 begin with `~`, which Haiku puts in for the method that made a module, may be left out of a path and
 of a target: "mlp/~/linear_0" and "mlp/linear_0" are the same. A rule that matches a module holds
-for everything inside it. The first rule that matches counts. A rule that never matched is reported by
-`warn_unused`, because it may be a typo.
+for everything inside it. The first rule that matches counts. A rule that never matched is reported
+by `warn_unused`, because it may be a typo.
 
 >>> rules = PolicyRules([("head*", "float32")], default="mixed_float16")
 >>> str(rules.policy_for("head/kernel")), str(rules.policy_for("body/kernel"))
@@ -135,7 +135,7 @@ class PolicyRules:
             )
 
     def _paths(self) -> str:
-        """Returns some of the paths that were asked about, the nearest to the unused rules first."""
+        """Returns some of the paths that were asked about, those near the unused rules first."""
         asked = [path for path in self._asked if path]
         targets = [self._rules[index][0] for index in self._unused]
         globs = [target.lstrip("*/") for target in targets if isinstance(target, str)]
