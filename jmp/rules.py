@@ -1,9 +1,9 @@
 """Rules: exceptions from a policy, by path or by module type.
 
 A rule is a pair `(target, policy)`. Its target is one of
-  - a glob, which is compared with the path from any of its names on: "head" and "*/head" find
-    "head" and "net/head" (`*` also crosses slashes); with a slash in front, as in "/head", from the
-    first name alone,
+  - a glob, which is compared with the path from any of its names on: `"head"` and `"*/head"` find
+    "head" and "net/head" (`*` also crosses slashes); with a slash in front, as in `"/head"`, from
+    the first name alone,
   - a compiled regular expression that must match the whole path; in rules of `jmp.autocast` the
     path from any of its names on,
   - a module class, or a tuple of them (subclasses count); not in rules of `jmp.autocast`.

@@ -46,7 +46,8 @@ def with_policy(
       policy: its compute dtype is for products, its output dtype for what the network returns.
       rules: `(target, policy)` pairs, see `jmp.rules`; a path is a module's name as it stands in
         the parameters, such as "res_net/~/logits", or without the "~", as `precision_report` prints
-        it: "res_net/logits". Norms compute in float32 from half inputs in every policy.
+        it: "res_net/logits". Norms compute in float32 from half inputs in every policy; a float32
+        rule for one keeps its output float32.
       **options: those of `jmp.autocast`.
 
     Returns: the same kind of pair; `init` is the network's own. Floating state comes back in
