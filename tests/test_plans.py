@@ -455,12 +455,13 @@ def masks(x, w, keep):
     dot_general in half: f32>f16 f32>f16 -> f16
     dot_general in half: f32>f16 f32>f16 -> f16
     broadcast_in_dim in float32, rounded: f32 -> f16
-    stack in float32: f32 -> f32
+    stack in float32: f32 f32 -> f32
     slice in float32: f32 -> f32
-    add in half: f32>f16 f32>f16 repeated saturated -> f16
+    add in half: f32>f16 repeated f32>f16 repeated saturated -> f16
     convert_element_type in float32: bool -> f32
     mul in half: f32>f16 f32>f16 -> f16
     dot_general in half: f32>f16 f32>f16 -> f16
+    slice in half: f32>f16 -> f16
     squeeze in half: f32>f16 -> f16
     dot_general in half: f32>f16 f32>f16 -> f16
     convert_element_type in float32: 0 f32 -> f32
