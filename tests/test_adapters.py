@@ -406,13 +406,13 @@ def test_haikus_modules_are_named_as_in_the_parameters_and_as_in_the_report(name
     inside = "block_group_1/~/block_0/~/conv_1" if name == "res_net" else "linear_0"
     stored, plain = f"{name}/~/{inside}", f"{name}/{inside.replace('~/', '')}"
     assert stored in variables[0]
-    others = [] if name == "res_net" else [inside, f"/{plain}", re.compile(plain)]
-    for target in (stored, plain, *others):
-        rules = [(target, "float32")]
-        report = diagnostics.precision_report(network.apply, "O1", rules=rules)(*variables, x)
+    targets = [(plain, stored), (inside, f"/{plain}"), (re.compile(plain), plain)]
+    for target, in_report in targets[: 1 if name == "res_net" else None]:
+        asked = diagnostics.precision_report(network.apply, "O1", rules=[(in_report, "float32")])
+        report = asked(*variables, x)
         products = {row.module: row.dtype_in for row in report.rows if row.kind == "product"}
         assert [path for path, dtype in products.items() if dtype == "float32"] == [plain]
-        half = adapters.haiku.with_policy(network, "O1", rules)
+        half = adapters.haiku.with_policy(network, "O1", [(target, "float32")])
         assert product_dtypes(half.apply, *variables, x) == {
             "float16": len(products) - 1,
             "float32": 1,
