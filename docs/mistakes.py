@@ -29,9 +29,12 @@ prints.
 | `jmp.UnscaledLossWarning` | The model computes in float16 without a loss scale. Make the \
 optimizer by `transforms.mixed_precision(tx, policy)` with the policy of the model. If no scale \
 is wanted: `transforms.with_loss_scale(tx, jmp.NoOpLossScale())`. |
-| `jmp.UnusedRuleWarning` | A rule matched nothing. Compare its spelling with the paths that \
-`print(diagnostics.precision_report(loss_fn, policy)(*args))` shows; put special rules before \
-general ones: the first that matches counts. |
+| `jmp.UnusedRuleWarning` | A rule matched nothing. Compare its spelling with the paths in the \
+message, or with those that `print(diagnostics.precision_report(loss_fn, policy)(*args))` shows; \
+put special rules before general ones: the first that matches counts. Haiku's `~` may be left out. |
+| "... by hk.mixed_precision.set_policy too" | Modules have a policy of Haiku's own beside that of \
+`with_policy`. Remove the lines of `set_policy`, or call \
+`hk.mixed_precision.clear_policy(hk.Linear)` before. |
 | `jmp.NoHalfProductWarning` | No product is half. The message counts the reasons: remove \
 `precision="highest"`, casts to float32 in front of products, or a rule that is too general. |
 | `jmp.HalfReductionWarning` | With "r=f32" the gradients of some products stay half between \

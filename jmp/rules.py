@@ -1,28 +1,38 @@
 """Rules: exceptions from a policy, by path or by module type.
 
 A rule is a pair `(target, policy)`. Its target is one of
-  - a glob on the path, such as "head*" or "*/Dense_0" (`*` also crosses slashes),
-  - a compiled regular expression that must match the whole path,
-  - a module class, or a tuple of them (subclasses count).
-A path is a module's or parameter's names joined by slashes: "encoder/Dense_0/kernel". A rule that
-matches a module holds for everything inside it. The first rule that matches counts. A rule that
-never matched is reported by `warn_unused`, because it may be a typo.
+  - a glob, which is compared with the path from any of its names on: `"head"` and `"*/head"` find
+    "head" and "net/head" (`*` also crosses slashes); with a slash in front, as in `"/head"`, from
+    the first name alone,
+  - a compiled regular expression that must match the whole path; in rules of `jmp.autocast` the
+    path from any of its names on,
+  - a module class, or a tuple of them (subclasses count); not in rules of `jmp.autocast`.
+A path is a module's or parameter's names joined by slashes: "encoder/Dense_0/kernel". Names that
+begin with `~`, which Haiku puts in for the method that made a module, may be left out of a path and
+of a target: "mlp/~/linear_0" and "mlp/linear_0" are the same. A rule that matches a module holds
+for everything inside it. The first rule that matches counts. A rule that never matched is reported
+by `warn_unused`, because it may be a typo.
 
 >>> rules = PolicyRules([("head*", "float32")], default="mixed_float16")
 >>> str(rules.policy_for("head/kernel")), str(rules.policy_for("body/kernel"))
 ('p=full,c=full,o=full', 'p=full,c=f16,o=full')
 """
 
+import difflib
 import fnmatch
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from jmp._describe import described
+from jmp._describe import described, listed
 from jmp.policy import Policy, get_policy, refuse_float8
 
 Target = str | re.Pattern[str] | type | tuple[type, ...]
 Rule = tuple[Target, str | Policy]
+
+_ASKED = 1000  # paths that are kept for the warning
+# Haiku's mark in a regular expression, such as "~/" or "~encode/", also as re.escape writes it.
+_MARK = re.compile(r"(^|/)\\?~\w*/")
 
 
 class UnusedRuleWarning(UserWarning):
@@ -73,6 +83,7 @@ class PolicyRules:
         self._rules = [_checked(rule) for rule in rules]
         self._fallback = fallback
         self._unused = dict.fromkeys(range(len(self._rules)))
+        self._asked: dict[str, None] = {}  # paths, for the warning
 
     def policy_for(
         self,
@@ -88,20 +99,15 @@ class PolicyRules:
           path: names joined by slashes; "" is the root.
           module_types: the classes of the module at `path` and of those around it, innermost
             first, where known.
-          root: what the root is called, where it has a name: a target may begin with it, so that
-            "*/head" finds a head at the top.
-          anywhere: whether a glob may match from any name of the path on, and not only from the
-            first: for paths whose first name the user did not choose.
+          root: what the root is called, where it has a name: a target may begin with it.
+          anywhere: a regular expression may match from any name of the path on, as a glob does:
+            where the outer names are not the user's.
         """
-        prefixes = _path_and_ancestors(path)
-        if root:
-            prefixes += _path_and_ancestors(f"{root}/{path}" if path else root)
-        if anywhere:
-            names = path.split("/")
-            tails = ["/".join(names[start:]) for start in range(len(names))]
-            prefixes = [prefix for tail in tails for prefix in _path_and_ancestors(tail)]
+        if len(self._asked) < _ASKED:
+            self._asked[path] = None
+        spellings = _spellings(path, root)
         for index, (target, policy) in enumerate(self._rules):
-            if _matches(target, prefixes, module_types):
+            if _matches(target, spellings, module_types, anywhere):
                 self._unused.pop(index, None)
                 return policy
         found = self._fallback(path, module_types) if self._fallback else None
@@ -123,11 +129,19 @@ class PolicyRules:
             warnings.warn(
                 "These rules matched no parameter and no module: "
                 f"{', '.join(self.unused[:8])}{' and more' * (len(self.unused) > 8)}. Check their "
-                "spelling; a path is written like 'encoder/Dense_0/kernel', without the "
-                "collection's name, and an earlier rule may have taken every match.",
+                f"spelling{self._paths()}; an earlier rule may have taken every match.",
                 UnusedRuleWarning,
                 stacklevel=3,
             )
+
+    def _paths(self) -> str:
+        """Returns some of the paths that were asked about, those near the unused rules first."""
+        asked = [path for path in self._asked if path]
+        targets = [self._rules[index][0] for index in self._unused]
+        globs = [target.lstrip("*/") for target in targets if isinstance(target, str)]
+        near = [path for glob in globs[:8] for path in difflib.get_close_matches(glob, asked, 2)]
+        shown = list(dict.fromkeys([*near, *asked]))
+        return f" (paths here are {listed(shown, most=4)})" if shown else ""
 
 
 def _checked(rule: object) -> tuple[Target, Policy]:
@@ -147,17 +161,50 @@ def _checked(rule: object) -> tuple[Target, Policy]:
     return target, get_policy(policy)
 
 
+def _spellings(path: str, root: str) -> list[str]:
+    """Returns what a path may be called: with the root's name, and without Haiku's marks."""
+    spellings = [path, f"{root}/{path}" if path else root] if root else [path]
+    return [*spellings, *map(_unmarked, spellings)] if "~" in path else spellings
+
+
+def _unmarked(path: str) -> str:
+    """Returns a path, or a glob of one, without the names that Haiku gives to methods."""
+    return "/".join(name for name in path.split("/") if not name.startswith("~"))
+
+
 def _path_and_ancestors(path: str) -> list[str]:
     names = path.split("/") if path else []
     return ["/".join(names[:end]) for end in range(len(names), 0, -1)] or [""]
 
 
-def _matches(target: Target, prefixes: list[str], module_types: Sequence[type]) -> bool:
+def _from_any_name(path: str) -> list[str]:
+    names = path.split("/")
+    return ["/".join(names[start:]) for start in range(len(names))]
+
+
+def _matches(
+    target: Target, spellings: list[str], module_types: Sequence[type], anywhere: bool
+) -> bool:
     if isinstance(target, str):
-        return any(fnmatch.fnmatchcase(prefix, target) for prefix in prefixes)
+        return any(_glob_matches(target, path) for path in spellings) or (
+            "~" in target and any(_glob_matches(_unmarked(target), path) for path in spellings)
+        )
     if isinstance(target, re.Pattern):
-        return any(target.fullmatch(prefix) for prefix in prefixes)
+        starts = [s for path in spellings for s in (_from_any_name(path) if anywhere else [path])]
+        parts = [part for start in starts for part in _path_and_ancestors(start)]
+        patterns = {target, re.compile(_MARK.sub(r"\1", target.pattern), target.flags)}
+        return any(pattern.fullmatch(part) for pattern in patterns for part in parts)
     return any(issubclass(module_type, target) for module_type in module_types)
+
+
+def _glob_matches(glob: str, path: str) -> bool:
+    if glob.startswith("/"):
+        starts, glob = [path], glob[1:]
+    else:
+        starts, glob = _from_any_name(path), glob.removeprefix("*/")
+    return any(
+        fnmatch.fnmatchcase(part, glob) for start in starts for part in _path_and_ancestors(start)
+    )
 
 
 def _describe(target: Target) -> str:

@@ -42,7 +42,7 @@ def is_floating(leaf: object) -> TypeGuard[AnyArray]:
     return is_array(leaf) and is_castable(leaf.dtype)
 
 
-def as_jax_array(leaf: AnyArray | float) -> jax.Array:
+def as_jax_array(leaf: AnyArray | complex) -> jax.Array:
     """Returns an array leaf as a JAX array, in the machine's byte order."""
     if isinstance(leaf, np.ndarray):
         leaf = leaf.astype(leaf.dtype.newbyteorder("="), copy=False)
@@ -106,22 +106,26 @@ def cast_to_half(tree: T) -> T:
 def all_finite(tree: PyTree) -> jax.Array:
     """Returns a bool scalar: no floating or complex leaf of `tree` holds an infinity or a NaN.
 
+    A Python number counts as an array of JAX's default dtype.
+
     Each element is checked by itself, because a sum of finite values may be infinite: two of 6e4
     are in float16. A tree without such leaves is finite.
 
     Args:
-      tree: any pytree. Leaves that are no arrays, float8 leaves and keys are passed over.
+      tree: any pytree. Leaves that hold no numbers (None, strings, callables, keys), integers and
+        float8 leaves are passed over.
 
     Returns: a bool scalar array; under jit a traced one.
 
     >>> bool(all_finite({"w": jnp.array([6e4, 6e4], jnp.float16), "step": 3}))
     True
     """
-    checks = [
-        jnp.isfinite(as_jax_array(leaf)).all()
-        for leaf in jax.tree.leaves(tree)
-        if is_floating(leaf) or is_complex(leaf)
-    ]
+    with np.errstate(over="ignore"):  # 1e300 is infinite in float32
+        checks = [
+            jnp.isfinite(as_jax_array(leaf)).all()
+            for leaf in jax.tree.leaves(tree)
+            if is_floating(leaf) or is_complex(leaf) or isinstance(leaf, float | complex)
+        ]
     if not checks:
         return jnp.array(True)
     return jnp.stack(checks).all()

@@ -180,9 +180,9 @@ def test_autocasts_options_are_taken(adapter):
 def test_a_rule_that_matched_nothing_is_named(adapter):
     params, statistics = adapter.init()
     rules = [("haed", "float32"), (adapter.head, "float32")]
-    with pytest.warns(jmp.UnusedRuleWarning, match="'haed'"):
+    with pytest.warns(jmp.UnusedRuleWarning, match="'haed'.*paths here are '"):
         jax.eval_shape(loss_of(adapter, "mixed_float16", rules), params, statistics)
-    with pytest.warns(jmp.UnusedRuleWarning, match="'haed'"):
+    with pytest.warns(jmp.UnusedRuleWarning, match="'haed'.*paths here are '"):
         adapter.cast_params(params, "O2", rules)
 
 
@@ -391,6 +391,71 @@ def test_haiku_takes_its_state_by_name_and_names_what_it_cannot_wrap():
     with pytest.raises(TypeError, match="Each function of an hk.multi_transform"):
         both = hk.multi_transform(lambda: (lambda x: x, (lambda x: x,)))
         adapters.haiku.with_policy(both, "mixed_float16")
+
+
+@pytest.mark.parametrize("name", ["mlp", "res_net"])
+def test_haikus_modules_are_named_as_in_the_parameters_and_as_in_the_report(name):
+    def forward(x):
+        if name == "mlp":
+            return hk.nets.MLP([8, 2])(x[:, 0, 0])
+        return hk.nets.ResNet([1] * 4, 2, bottleneck=False, channels_per_group=[4] * 4)(x, True)
+
+    network = hk.without_apply_rng(hk.transform_with_state(forward))
+    x = jax.ShapeDtypeStruct((1, 8, 8, 3), jnp.float32)
+    variables = jax.eval_shape(network.init, jax.random.key(0), x)
+    inside = "block_group_1/~/block_0/~/conv_1" if name == "res_net" else "linear_0"
+    stored, plain = f"{name}/~/{inside}", f"{name}/{inside.replace('~/', '')}"
+    assert stored in variables[0]
+    targets = [(plain, stored), (inside, f"/{plain}"), (re.compile(plain), plain)]
+    for target, in_report in targets[: 1 if name == "res_net" else None]:
+        asked = diagnostics.precision_report(network.apply, "O1", rules=[(in_report, "float32")])
+        report = asked(*variables, x)
+        products = {row.module: row.dtype_in for row in report.rows if row.kind == "product"}
+        assert [path for path, dtype in products.items() if dtype == "float32"] == [plain]
+        half = adapters.haiku.with_policy(network, "O1", [(target, "float32")])
+        assert product_dtypes(half.apply, *variables, x) == {
+            "float16": len(products) - 1,
+            "float32": 1,
+        }, target
+
+
+def test_what_find_float32_names_of_a_haiku_network_are_rules_of_with_policy():
+    network = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([8, 8, 2])(x)))
+    params = network.init(jax.random.key(0), WEIGHT)
+    params["mlp/~/linear_1"] = jax.tree.map(lambda w: w + 3e4, params["mlp/~/linear_1"])
+    loss = lambda params: jnp.mean(network.apply(params, WEIGHT))
+    found = diagnostics.find_float32(loss, "mixed_float16", params)
+    half = adapters.haiku.with_policy(network, "mixed_float16", found.rules)
+    products = product_dtypes(lambda p: half.apply(p, WEIGHT), params)
+    assert found.rules and products["float32"] == len(found.rules)
+
+
+def test_an_unused_rule_is_shown_beside_paths_of_haikus_modules():
+    network = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([2, 2])(x)))
+    params = jax.eval_shape(network.init, jax.random.key(0), WEIGHT)
+    half = adapters.haiku.with_policy(network, "mixed_float16", [("mlp/linear_7", "float32")])
+    with pytest.warns(jmp.UnusedRuleWarning, match=r"paths here are 'mlp/~/linear_\d'"):
+        jax.eval_shape(half.apply, params, WEIGHT)
+
+
+def test_a_policy_of_haikus_own_beside_that_of_with_policy_is_reported():
+    network = hk.without_apply_rng(hk.transform(lambda x: hk.Linear(2)(x)))
+    params = jax.eval_shape(network.init, jax.random.key(0), WEIGHT)
+    half = adapters.haiku.with_policy(network, "mixed_float16")
+    hk.mixed_precision.set_policy(hk.Linear, jmp.get_policy("half"))
+    try:
+        with pytest.warns(UserWarning, match=r"'Linear' by .*set_policy too.*clear_policy"):
+            jax.eval_shape(half.apply, params, WEIGHT)
+    finally:
+        hk.mixed_precision.clear_policy(hk.Linear)
+
+
+def test_the_offset_of_haikus_batch_norm_is_held_within_no_range_as_a_mask_is():
+    forward = lambda x: hk.Linear(2)(hk.BatchNorm(True, True, 0.9)(hk.Linear(3)(x), True))
+    network = hk.without_apply_rng(hk.transform_with_state(forward))
+    variables = jax.eval_shape(network.init, jax.random.key(0), WEIGHT)
+    report = diagnostics.precision_report(network.apply, "mixed_float16")(*variables, WEIGHT)
+    assert not report.decisions
 
 
 def test_two_threads_may_trace_one_haiku_network():

@@ -239,7 +239,7 @@ def test_a_mask_over_keys_alone(transform, hide):
 
 
 @HALVES
-@pytest.mark.parametrize("shape", [(2, 2, 4, 4), (4, 4), (2, 1, 1, 4), (4,)])
+@pytest.mark.parametrize("shape", [(2, 2, 4, 4), (4, 4), (2, 1, 1, 4), (1, 1, 1, 4), (4,)])
 def test_a_mask_given_as_an_argument_hides_without_infinities(policy, shape):
     # Every position of the first row is masked: what comes out is uniform, in float32 too.
     mask = jnp.full(shape, -1e9) if len(shape) == 1 else jnp.zeros(shape).at[..., 0, :].set(-1e9)
@@ -257,7 +257,7 @@ def test_a_mask_given_as_an_argument_hides_without_infinities(policy, shape):
     assert jnp.isfinite(gradient).all()
 
 
-@pytest.mark.parametrize("shape", [(1, 4, 8), (4, 8), (3, 4, 8)])
+@pytest.mark.parametrize("shape", [(1, 4, 8), (4, 8), (3, 4, 8), (1, 1, 8)])
 def test_a_mask_given_as_an_argument_stays_finite_in_front_of_a_loop(shape):
     def function(x, mask):
         scores = half(x) + jnp.broadcast_to(mask, (3, 4, 8))
@@ -266,6 +266,15 @@ def test_a_mask_given_as_an_argument_stays_finite_in_front_of_a_loop(shape):
     x, mask = jnp.ones((3, 4, 8)), jnp.full(shape, -1e9)
     got = jmp.autocast(function, "mixed_float16")(x, mask)
     np.testing.assert_allclose(got, function(x, mask), rtol=1e-2)
+
+
+def test_a_bias_of_shape_1_c_overflows_to_be_seen_and_a_mask_of_that_shape_does_not():
+    x, row = jnp.ones((4, 8)), jnp.full((1, 8), -1e9)
+    bias = jmp.autocast(lambda x, row: half(half(x) + row), "mixed_float16")
+    assert not jnp.isfinite(bias(x, row)).any()
+    added = lambda x, row: jax.nn.softmax(jnp.sort(half(x) + row)) @ jnp.eye(8)
+    mask = jmp.autocast(added, "mixed_float16")
+    np.testing.assert_allclose(mask(x, row), added(x, row), rtol=1e-3)
 
 
 def test_coordinates_are_subtracted_before_they_are_rounded():

@@ -375,8 +375,8 @@ def test_scaling_needs_no_implicit_promotion(case, dtype, strict_promotion):
 
 
 @every_scale
-@pytest.mark.parametrize("name", cases.ODD_LEAVES)
-def test_leaves_that_are_not_floating_pass_as_they_are(case, name):
+@pytest.mark.parametrize("name", sorted(cases.ODD_LEAVES.keys() - {"python_int"}))
+def test_leaves_that_are_no_numbers_to_scale_pass_as_they_are(case, name):
     leaf, scale = cases.ODD_LEAVES[name], case.make()
     for tree in (scale.scale({"odd": leaf}), scale.unscale({"odd": leaf})):
         passed = tree["odd"]

@@ -120,6 +120,35 @@ def test_the_no_op_scale_does_nothing():
     assert loss_scale.loss_scale == 1
 
 
+@pytest.mark.parametrize(
+    ("number", "is_finite"),
+    [
+        (3, True),
+        (1.5, True),
+        (1 + 2j, True),
+        (float("nan"), False),
+        ([1.0, float("inf")], False),
+        (complex("nan"), False),
+        (1e300, False),  # in float32
+    ],
+)
+def test_python_numbers_are_checked_and_scaled_as_arrays_of_jax(number, is_finite):
+    assert bool(jmp.all_finite({"a": number})) is is_finite
+    for scale in (jmp.StaticLossScale(8), jmp.DynamicLossScale(8.0)):
+        for result, factor in ((scale.scale(number), 8), (scale.unscale(number), 1 / 8)):
+            for got, leaf in zip(jax.tree.leaves(result), jax.tree.leaves(number), strict=True):
+                assert got.dtype == (np.complex64 if isinstance(leaf, complex) else np.float32)
+                with np.errstate(over="ignore"):
+                    np.testing.assert_array_equal(got, np.asarray(leaf * factor, got.dtype))
+
+
+@pytest.mark.parametrize("leaf", [np.int32(3), np.arange(3), True, np.array([True]), "a", None])
+def test_integer_arrays_flags_and_what_holds_no_number_are_not_scaled(leaf):
+    for scale in (jmp.StaticLossScale(8), jmp.DynamicLossScale(8.0)):
+        assert scale.scale([leaf])[0] is leaf and scale.unscale([leaf])[0] is leaf
+    assert jmp.all_finite([leaf])
+
+
 # Tests that others wrote
 
 

@@ -455,12 +455,13 @@ def masks(x, w, keep):
     dot_general in half: f32>f16 f32>f16 -> f16
     dot_general in half: f32>f16 f32>f16 -> f16
     broadcast_in_dim in float32, rounded: f32 -> f16
-    stack in float32: f32 -> f32
+    stack in float32: f32 f32 -> f32
     slice in float32: f32 -> f32
-    add in half: f32>f16 f32>f16 repeated saturated -> f16
+    add in half: f32>f16 repeated f32>f16 repeated saturated -> f16
     convert_element_type in float32: bool -> f32
     mul in half: f32>f16 f32>f16 -> f16
     dot_general in half: f32>f16 f32>f16 -> f16
+    slice in half: f32>f16 -> f16
     squeeze in half: f32>f16 -> f16
     dot_general in half: f32>f16 f32>f16 -> f16
     convert_element_type in float32: 0 f32 -> f32
@@ -469,7 +470,7 @@ def masks(x, w, keep):
     dot_general in half: f32>f16 f32>f16 -> f16
     """
     y = x @ w
-    z = (x @ w)[None] + jnp.stack([w] * 1)[:, :1]
+    z = (x @ w)[None] + jnp.stack([w] * 2)[:, :1]
     return (y * keep.astype(jnp.float32)) @ w, z[0] @ w, jnp.where(keep, y, 0.0) @ w
 
 

@@ -636,7 +636,7 @@ def what_is_known_of_moved_numbers(x, w, b):
     add in half: f32>f16 f32>f16 -> f16
     dot_general in half: f32>f16 f32>f16 -> f16
     dot_general in half: f32>f16 f32>f16 -> f16
-    add in half: f32>f16 f32>f16 saturated -> f16
+    add in half: f32>f16 f32>f16 -> f16
     dot_general in half: f32>f16 f32>f16 -> f16
     dot_general in half: f32>f16 f32>f16 -> f16
     rev in float32: f32 -> f32
@@ -789,18 +789,18 @@ def user_asks_for_float32_operations(x, w):
 
 @planned(X, W, struct(128, 128), struct(1, 128))
 def masks_that_may_be(x, w, mask, row):
-    """Saturated: inputs of two axes that a choice, a maximum or an addition repeats or joins.
+    """Saturated: inputs of two axes that a choice or an addition joins; one row is a bias.
 
     dot_general in half: f32>f16 f32>f16 -> f16
     dot_general in half: f32>f16 f32>f16 -> f16
     slice in half: f32>f16 -> f16
     slice in float32: f32 -> f32
     concatenate in half: f32>f16 f32>f16 saturated -> f16
-    add in half: f32>f16 f32>f16 repeated saturated -> f16
+    add in half: f32>f16 f32>f16 repeated -> f16
     dot_general in half: f32>f16 f32>f16 -> f16
     transpose in float32: f32 -> f32
     mul in float32: f32 1 f32 -> f32
-    max in half: f32>f16 f32>f16 repeated saturated -> f16
+    max in half: f32>f16 f32>f16 repeated -> f16
     dot_general in half: f32>f16 f32>f16 -> f16
     dot_general in half: f32>f16 f32>f16 -> f16
     mul in half: f32>f16 f32>f16 repeated -> f16

@@ -26,7 +26,11 @@ class BatchNorm(Norm):
     [
         ("head", "head", True),
         ("head", "head/kernel", True),
-        ("head", "body/head", False),
+        ("head", "body/head", True),
+        ("/head", "body/head", False),
+        ("/head", "head/kernel", True),
+        ("body/head", "net/body/head/kernel", True),
+        ("head/body", "body/head", False),
         ("head", "headline", False),
         ("head*", "headline/kernel", True),
         ("*head", "body/head/kernel", True),
@@ -35,16 +39,23 @@ class BatchNorm(Norm):
         ("", "", True),
         ("", "body", False),
         ("*/Dense_0", "encoder/Dense_0/kernel", True),
-        ("*/Dense_0", "Dense_0", False),
+        ("*/Dense_0", "Dense_0", True),
         ("*/Dense_0", "a/b/c/Dense_0/bias", True),
         ("encoder/*/kernel", "encoder/block/Dense_0/kernel", True),
         ("Dense_?", "Dense_1/kernel", True),
         ("Dense_[01]", "Dense_2/kernel", False),
         ("DENSE_0", "Dense_0", False),
-        ("kernel", "Dense_0/kernel", False),
+        ("kernel", "Dense_0/kernel", True),
+        ("Dense_0", "Dense_01/kernel", False),
+        ("mlp/linear_1", "mlp/~/linear_1", True),
+        ("mlp/~/linear_1", "mlp/linear_1/w", True),
+        ("mlp/~/linear_1", "mlp/~/linear_1/w", True),
+        ("~/linear_1", "net/linear_1", True),
+        ("net/~encode/head", "net/head", True),
+        ("linear_1", "mlp/~/linear_2", False),
     ],
 )
-def test_a_glob_matches_a_path_or_what_is_inside_it(glob, path, matches):
+def test_a_glob_matches_from_any_name_of_a_path_on(glob, path, matches):
     rules = jmp.PolicyRules([(glob, "f32")], default="f16")
     assert rules.policy_for(path) == (F32 if matches else F16)
 
@@ -58,6 +69,9 @@ def test_a_glob_matches_a_path_or_what_is_inside_it(glob, path, matches):
         (r"kernel", "a/kernel", False),
         (r"(?i)HEAD", "head", True),
         (r"", "", True),
+        (r"mlp/linear_\d", "mlp/~/linear_1", True),
+        (r"mlp/~/linear_\d", "mlp/linear_1", True),
+        (r"mlp/\~/linear_1", "mlp/linear_1/w", True),
     ],
 )
 def test_a_regular_expression_matches_whole_paths(pattern, path, matches):

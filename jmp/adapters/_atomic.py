@@ -100,7 +100,7 @@ _ORDER = " The order is train_step(loss_fn, model, opt_state, tx, *args)."
 
 
 class TrainStep(NamedTuple):
-    """What a training step of a functional framework returns.
+    """What `train_step` of Equinox and of Haiku returns.
 
     Attributes:
       model: the next model or parameters.
@@ -108,6 +108,10 @@ class TrainStep(NamedTuple):
       loss: of the model before the step; unscaled, at least float32.
       state: the next state of the model (running statistics), or None.
       aux: what the loss function returned beside, or None.
+
+    >>> step = TrainStep({"w": jnp.ones(2)}, (), jnp.float32(0.5))
+    >>> float(step.loss), step.state
+    (0.5, None)
     """
 
     model: PyTree

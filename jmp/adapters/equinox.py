@@ -30,7 +30,7 @@ from jmp.policy import Policy, get_policy
 from jmp.rules import Rule
 from jmp.trees import PyTree, cast_leaf, cast_to_at_least_float32, is_array, joined, path_string
 
-__all__ = ["autocast", "cast_params", "scaled_value_and_grad", "train_step"]
+__all__ = ["TrainStep", "autocast", "cast_params", "scaled_value_and_grad", "train_step"]
 
 T = TypeVar("T")
 P = ParamSpec("P")

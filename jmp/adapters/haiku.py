@@ -6,14 +6,15 @@ state and the network's state move together or not at all.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, Unpack
 
 import haiku as hk
 import jax
 import optax
 
-from jmp._describe import described
+from jmp._describe import described, listed
 from jmp._frameworks import refuse_other_models, way_out
 from jmp.adapters._atomic import TrainStep, check_step, take_step
 from jmp.adapters._module_policies import ModulePolicies
@@ -44,18 +45,20 @@ def with_policy(
         gradients come back in half.
       policy: its compute dtype is for products, its output dtype for what the network returns.
       rules: `(target, policy)` pairs, see `jmp.rules`; a path is a module's name as it stands in
-        the parameters, such as "res_net/~/logits". Norms compute in float32 from half inputs in
-        every policy.
+        the parameters, such as "res_net/~/logits", or without the "~", as `precision_report` prints
+        it: "res_net/logits". Norms compute in float32 from half inputs in every policy; a float32
+        rule for one keeps its output float32.
       **options: those of `jmp.autocast`.
 
-    Returns: the same kind of pair; `init` is the network's own. State comes back in float32
-      whatever dtype it was passed in (in half under O3).
+    Returns: the same kind of pair; `init` is the network's own. Floating state comes back in
+      float32 whatever dtype it was passed in (in half under O3); counters stay integers.
 
     Raises:
       TypeError: `network` is not transformed.
       ValueError: policy and rules name two half dtypes, or one is unknown.
 
-    Warns: `UnusedRuleWarning` for a rule that matched no module and no parameter.
+    Warns: `UnusedRuleWarning` for a rule that matched no module and no parameter; `UserWarning`
+      if a module has a policy of `hk.mixed_precision.set_policy` too.
 
     >>> import haiku as hk
     >>> network = hk.without_apply_rng(hk.transform(lambda x: hk.Linear(3)(x)))
@@ -75,7 +78,7 @@ def with_policy(
     state_dtype = (FLOAT32_POLICY if modules.keeps_norms_float32 else modules.policy).param_dtype
     has_state = isinstance(network, hk.TransformedWithState)
 
-    def interceptor() -> Callable[..., Any]:
+    def interceptor(with_own_policy: dict[str, None]) -> Callable[..., Any]:
         around: list[type] = []  # classes of the modules being called, innermost first
 
         def intercept(
@@ -85,6 +88,8 @@ def with_policy(
             if context.method_name == "__init__" or not modules.are_in_force:
                 return call(*args, **kwargs)
             module = context.module
+            if hk.mixed_precision.get_policy(type(module)) is not None:
+                with_own_policy[type(module).__name__] = None
             around.insert(0, type(module))
             try:
                 with modules.scope(modules.named(module, module.module_name, tuple(around))):
@@ -99,8 +104,10 @@ def with_policy(
         params = cast_to_at_least_float32(params)
         if has_state:
             args, kwargs = _with_wide_state(args, kwargs)
-        with modules.in_force(), hk.intercept_methods(interceptor()):
+        with_own_policy: dict[str, None] = {}
+        with modules.in_force(), hk.intercept_methods(interceptor(with_own_policy)):
             result = network.apply(params, *args, **kwargs)
+        _warn_of_policies(with_own_policy)
         for path, _ in jax.tree_util.tree_leaves_with_path(params):
             modules.rules.policy_for(path_string(path))  # rules may name single parameters
         modules.rules.warn_unused()
@@ -117,6 +124,18 @@ def with_policy(
         return modules.policy.cast_to_output(output), cast_floating(state, state_dtype)
 
     return type(network)(network.init, apply)
+
+
+def _warn_of_policies(classes: Iterable[str]) -> None:
+    """Warns if classes of modules have policies of Haiku's own beside that of `with_policy`."""
+    names = list(classes)
+    if names:
+        warnings.warn(
+            f"with_policy computes by its policy and rules, and {listed(names)} by "
+            "hk.mixed_precision.set_policy too: what that casts to half stays half. Remove the "
+            "lines of set_policy, or call hk.mixed_precision.clear_policy of these classes before.",
+            stacklevel=3,
+        )
 
 
 def _with_wide_state(args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -195,6 +214,7 @@ def train_step(
       tx: such as `transforms.mixed_precision(optax.adam(1e-3), "mixed_float16")`.
       *args: passed to `loss_fn`.
       state: the network's state, or None.
+      has_aux: whether `loss_fn` returns more than that.
 
     Returns: a named tuple `(model, opt_state, loss, state, aux)`: `model` is the parameters; the
       loss is unscaled, at least float32. Wrap the call in `jax.jit`.

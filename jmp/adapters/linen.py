@@ -55,9 +55,9 @@ def wrap_apply(
         half except those of norms (O2, see `cast_params`). Half parameters are computed with as
         float32 numbers; their gradients come back in half.
       policy: its compute dtype is for products, its output dtype for what the call returns.
-      rules: `(target, policy)` pairs, see `jmp.rules`; a path is that of a module, "*/head" finds
-        one at the top too. `("head", "float32")` computes the head in float32. Norms compute in
-        float32 from half inputs in every policy; a float32 rule for one keeps its output float32.
+      rules: `(target, policy)` pairs, see `jmp.rules`; a path is that of a module.
+        `("head", "float32")` computes the head in float32. Norms compute in float32 from half
+        inputs in every policy; a float32 rule for one keeps its output float32.
       keep_dtypes: whether modules with `dtype=jnp.float32` compute in float32. In most published
         models this is the default of `dtype`, so with False the policy decides. A rule comes first
         in either case.

@@ -173,7 +173,7 @@ def _behind_vectors(value: Value, graph: Graph, facts: Facts) -> tuple[Value, tu
         if not user.rule.reshapes:
             others = [other for other in user.inputs if other is not value]
             is_sum = user.rule.linear and len(others) == 1
-            if not is_sum or others[0] in facts.dependent or not others[0].is_vector:
+            if not is_sum or others[0] in facts.dependent or not facts.is_bias(others[0]):
                 break
             added.append(root(others[0]))
         (value,) = user.outputs

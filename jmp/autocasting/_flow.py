@@ -53,6 +53,16 @@ class Facts(NamedTuple):
     embeddings: Set[Node]
     cuts: Set[Node]
     depths: Mapping[Node, int]  # of all but those whose results are neutral, which are free
+    compared: Set[Value]  # they reach a maximum, such as that of a softmax, or may reach one
+
+    def is_bias(self, value: Value) -> bool:
+        """Returns whether a value is taken for a bias rather than for a mask, by its shape.
+
+        An array of shape (1, 16) is a bias, such as that of `hk.BatchNorm`, unless it reaches the
+        maximum of a softmax before a product: there it may be a mask over the keys of a batch of
+        one. An array of one axis is a bias everywhere.
+        """
+        return value.is_vector or (value.is_row and value not in self.compared)
 
 
 def facts_of(graph: Graph, infos: Sequence[Info], outputs: Sequence[Destination]) -> Facts:
@@ -63,7 +73,8 @@ def facts_of(graph: Graph, infos: Sequence[Info], outputs: Sequence[Destination]
     varying = find_varying(graph, infos, dependent)
     cuts = find_cuts(graph, dependent, embeddings)
     depths = find_depths(graph, dependent, embeddings | cuts)
-    return Facts(feeds, kept, dependent, varying, embeddings, cuts, depths)
+    compared = compared_values(graph)
+    return Facts(feeds, kept, dependent, varying, embeddings, cuts, depths, compared)
 
 
 def feeding_values(graph: Graph, outputs_feed: Sequence[bool]) -> set[Value]:
@@ -85,6 +96,21 @@ def kept_values(graph: Graph, outputs_kept: Sequence[bool]) -> set[Value]:
         if not node.is_product and not kept.isdisjoint(node.outputs):
             kept.update(filter(is_inexact, node.inputs))
     return kept
+
+
+def compared_values(graph: Graph) -> set[Value]:
+    """Returns the values that reach a maximum of rows without a product between.
+
+    What leaves the level, or goes into one inside, may reach one there.
+    """
+    found = set(graph.outputs)
+    for node in reversed(graph.nodes):
+        if node.is_product:
+            continue
+        ends_here = node.name == "reduce_max" or node.goes_inside or node.has_products
+        if ends_here or not found.isdisjoint(node.outputs):
+            found.update(filter(is_inexact, node.inputs))
+    return found
 
 
 def find_dependent(

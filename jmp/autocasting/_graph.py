@@ -21,7 +21,7 @@ class Value:
 
     __slots__ = (
         "aval", "dtype", "producer", "users", "held", "origin", "known", "constant", "fits_half",
-        "is_hard", "size", "source_size", "is_vector", "is_float32",
+        "is_hard", "size", "source_size", "is_vector", "is_row", "is_float32",
     )  # fmt: skip
 
     def __init__(
@@ -47,7 +47,10 @@ class Value:
         # How many it had before it was repeated.
         self.source_size = self.size if source is None else min(self.size, size_of(source))
         # It repeats an array of one axis at most, such as a bias. A mask has more.
-        self.is_vector = len(shape if source is None else source) <= 1 and not self.is_hard
+        source = shape if source is None else source
+        self.is_vector = len(source) <= 1 and not self.is_hard
+        # Of one axis but for axes of length one: a bias of shape (1, 16), or a mask over the keys.
+        self.is_row = sum(n != 1 for n in source) <= 1 and not self.is_hard
 
     def exceeds(self, half: np.dtype) -> bool:
         """Returns whether it is known to hold a number that a half type does not."""

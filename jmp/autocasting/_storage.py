@@ -60,10 +60,10 @@ class Storage:
         return value in self.facts.feeds and value not in self.facts.kept and not read_wide
 
     def may_be_mask(self, value: Value) -> bool:
-        """Returns whether a value may hold -1e9: it is known to, or is an input of several axes."""
+        """Returns whether a value may hold -1e9: it is known to, or is an input that is no bias."""
         if not value.is_float32 or self.half != np.float16:  # bfloat16 holds what float32 holds
             return False
         if value.constant is not None:
             return value.exceeds(self.half)
-        is_input = value not in self.facts.dependent and not value.is_vector
+        is_input = value not in self.facts.dependent and not self.facts.is_bias(value)
         return value.is_hard or (is_input and not value.fits_half)

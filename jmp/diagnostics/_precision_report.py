@@ -41,8 +41,10 @@ def precision_report(
       fun, policy: as for `jmp.autocast`. A policy that computes in float32 is refused: it has
         nothing to report. The rows are those of `fun`, so of a loss those of the forward pass:
         `assert_products_in(jax.grad(...), dtype)` checks the backward pass. Of nnx modules among
-        the arguments copies are traced.
-      options: those of `jmp.autocast`.
+        the arguments copies are traced. What is autocast inside `fun` already, such as a model that
+        an adapter wrapped, is shown in its dtypes, without its reasons, and counts as without
+        autocast too: ask about the model before it is wrapped.
+      options: those of `jmp.autocast`, such as `rules=` by paths.
 
     Returns: a function of `fun`'s arguments that returns a `PrecisionReport`.
 

@@ -124,9 +124,7 @@ def grouped(paths: Iterable[str], limit: int = LIMIT) -> dict[str, str]:
     return {}
 
 
-def rules_for(
-    policies: Mapping[str, str], default: str, anywhere: bool = True
-) -> list[tuple[str, str]]:
+def rules_for(policies: Mapping[str, str], default: str) -> list[tuple[str, str]]:
     """Returns rules by which autocast computes each of these scopes as said.
 
     A rule holds for all that is inside its scope, and may match from any name of a path on. So an
@@ -136,8 +134,6 @@ def rules_for(
     Args:
       policies: for each path of scopes with operations of their own its policy.
       default: that of what no rule names.
-      anywhere: rules match from any name of a path on, as autocast's; else from the first alone, as
-        those of adapters.
 
     >>> half = "mixed_float16"
     >>> rules_for({"net": "float32", "net/mlp": half, "head": "float32"}, half)
@@ -147,15 +143,15 @@ def rules_for(
     for path in sorted(policies, key=lambda path: (path.count("/"), path)):
         names = path.split("/")
         longest_first = sorted(found, key=lambda rule: -len(rule[0]))
-        held = next((p for part, p in longest_first if _matches(part, names, anywhere)), default)
+        held = next((p for part, p in longest_first if _matches(part, names)), default)
         if held != policies[path]:
             found.append((names, policies[path]))
     found.sort(key=lambda rule: -len(rule[0]))
     return [(_escaped("/".join(names)), policy) for names, policy in found]
 
 
-def _matches(part: list[str], names: list[str], anywhere: bool) -> bool:
-    starts = range(len(names) - len(part) + 1) if anywhere else [0]
+def _matches(part: list[str], names: list[str]) -> bool:
+    starts = range(len(names) - len(part) + 1)
     return any(names[start : start + len(part)] == part for start in starts)
 
 

@@ -52,13 +52,15 @@ class LossScale(abc.ABC):
     def scale(self, tree: T) -> T:
         """Multiplies every floating or complex leaf by the scale, in at least float32.
 
-        Half leaves and Python floats come back as float32 arrays, float64 stays; leaves that are
-        neither floating nor complex pass unchanged.
+        Half leaves and Python numbers come back as float32 (complex64) arrays, float64 stays. All
+        other leaves pass unchanged: arrays of integers or booleans, True and False, None, keys.
         """
 
     @abc.abstractmethod
     def unscale(self, tree: T) -> T:
         """Casts every floating leaf to at least float32 and divides it by the scale.
+
+        The same leaves as `scale` are touched.
 
         Half gradients are cast *first*: divided in float16 they would flush to zero again.
         """
@@ -93,9 +95,11 @@ def divide_tree(tree: T, divisor: ArrayLike) -> T:
 
 
 def _scaled_leaf(leaf: Any, factor_in: Callable[[np.dtype], jax.Array]) -> Any:
-    if isinstance(leaf, float) and not is_array(leaf):  # np.float64 is a float, and an array too
+    # np.float64 is a float, and an array too; a bool is an int, and a flag rather than a number.
+    if isinstance(leaf, int | float | complex) and not (is_array(leaf) or isinstance(leaf, bool)):
         with np.errstate(over="ignore"):
-            leaf = jnp.asarray(leaf, jnp.float32)
+            dtype = jnp.complex64 if isinstance(leaf, complex) else jnp.float32
+            leaf = jnp.asarray(float(leaf) if isinstance(leaf, int) else leaf, dtype)
     if is_floating(leaf):
         # Without x64 a float64 NumPy leaf becomes float32, as everywhere in JAX.
         dtype = jax.dtypes.canonicalize_dtype(at_least_float32(leaf.dtype))

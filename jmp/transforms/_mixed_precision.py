@@ -32,8 +32,8 @@ def mixed_precision(
       loss_scale: by default torch's dynamic scale if the policy computes in float16, and none for
         bfloat16 and float32, whose range needs none. Without a scale no gradient is checked and no
         step is skipped; `jmp.StaticLossScale(1.0)` checks and skips. The adapters' steps refuse an
-        optimizer without a scale for a model that computes in float16, unless
-        `jmp.NoOpLossScale()` is given.
+        optimizer made here without a scale for a model that computes in float16, unless
+        `jmp.NoOpLossScale()` is given; of other optimizers they warn (`UnscaledLossWarning`).
       axis_name: as in `with_loss_scale`.
 
     Returns: a transformation whose state is a `WithLossScaleState`.
