@@ -91,7 +91,7 @@ def in_state(cls: type, tx: optax.GradientTransformation) -> Callable[[Any, Any]
     return pack
 
 
-COUNTS_GO = "the counts of skipped steps go"
+COUNTS_GO = "the counts of skipped steps are lost"
 MIGRATIONS = (
     Migration(
         "float32 to a dynamic scale",
@@ -169,7 +169,7 @@ moments = jax.tree.map(join, new.inner_state, opt_state.inner_state)
 opt_state = transforms.reset_masters(new._replace(inner_state=moments), masters)
 """,
         stored="float16",
-        remark="an update of one vector rounds otherwise",
+        remark="an update of one vector rounds differently",
     ),
     Migration(
         "flat masters to masters in a tree",
@@ -182,7 +182,7 @@ opt_state = tx.init(params)._replace(inner_state=moments)
 opt_state = transforms.reset_masters(opt_state, masters)
 """,
         stored="float16",
-        remark="an update of one vector rounds otherwise",
+        remark="an update of one vector rounds differently",
     ),
     Migration(
         "Flax's `DynamicScale` to a dynamic scale",
@@ -348,7 +348,7 @@ def _cell(found: list[dict[str, Any]]) -> str:
     if not failed:
         return "yes"
     difference = max(one["largest_difference"] for one in found)
-    return f"but for {', '.join(failed)}: {difference:g} ulp" if difference else f"not {failed}"
+    return f"except {', '.join(failed)}: {difference:g} ulp" if difference else f"not {failed}"
 
 
 def page_with(page: str, text: str) -> str:
