@@ -137,7 +137,7 @@ STYLES = [
     ),
     Style("FSDP: `shard_map`, `all_gather(w)`", gathered_in_map, SHARDED, mapped=True),
     Style(
-        "FSDP: `shard_map`, `all_gather(w)` before the lowered function",
+        "FSDP: `shard_map`, `all_gather(w)` before the wrapped function",
         moved_before,
         SHARDED,
         mapped=True,
