@@ -28,14 +28,14 @@ PLOTTED = {
 }
 
 LIMIT = "modelled limit, model ms: bytes + operations + launches"
-MODEL = f"""The *modelled limit* is a model, in model milliseconds, and no time: what the data sheet
-of an H200 allows these kernels, so that the distance of a measured step to it can be read. It is
+MODEL = f"""The *modelled limit*, in model milliseconds, is not measured. It is the shortest time
+that the data sheet of an H200 allows for these kernels, to compare a measured step with. It is
 the sum over the kernels of the larger of their bytes over {BANDWIDTH / 1e12:.1f} TB/s and their
 operations over {PEAKS["f16"] / 1e12:.0f} TFLOP/s in float16 and bfloat16,
 {PEAKS["tf32"] / 1e12:.0f} in TF32, {PEAKS["f32"] / 1e12:.0f} in float32, and {1e6 * LAUNCH:.0f}
 microsecond for each launch, as XLA estimates it. Its parts: the kernels whose bytes decide, those
 whose operations decide, the launches. `benchmarks/_roofline.py` says how operations are counted and
-what the model leaves out, caches first of all."""
+what the model leaves out, such as caches."""
 
 
 def steps(results: dict[str, Any]) -> str:
@@ -43,18 +43,18 @@ def steps(results: dict[str, Any]) -> str:
 
 One training step, compiled by XLA for an H200 without a device
 ({versions_of(results["machine"])}): bytes that its
-kernels read and write, kernels it launches, memory for intermediate values. No time was measured.
-The ratios are to the same step by hand: `dtype=float16` on every layer, dynamic loss scaling
-written out.
+kernels read and write, kernels that it launches, memory for intermediate values. No time was
+measured. The ratios are to the same step by hand: `dtype=float16` on each layer, and dynamic loss
+scaling without a library.
 
 {MODEL}
 
-With cuDNN's attention a step by hand keeps no matrix of probabilities: one kernel forward, one
+With cuDNN's attention a step by hand stores no matrix of probabilities: one kernel forward, one
 backward (`jax.nn.dot_product_attention`, `implementation="cudnn"`). Without a device the compiler
-does not know cuDNN's workspace, so it is not in GB temp. For a gradient JAX takes sequences of even
-length alone: the 197 tokens of ViT-B/16 are filled up to 198.
+does not know cuDNN's workspace, so it is not in GB temp. JAX computes its gradient only for
+sequences of even length: the 197 tokens of ViT-B/16 are padded to 198.
 
-![Bytes, kernels, temporary memory of each recipe, over the step by hand](figures/compiled.svg)
+![Bytes, kernels, memory of each recipe, divided by those of the step by hand](figures/compiled.svg)
 
 """
     for workload in WORKLOADS:
@@ -120,12 +120,13 @@ def loss_scaling(results: dict[str, Any]) -> str:
     return f"""## What loss scaling adds
 
 The check has to read every gradient before the update may use one: two bytes a parameter in half,
-four where a gradient is float32 (embeddings). By tensor it takes one or two kernels each; ours
-checks tensors together (`jmp/transforms/_finite_check.py`), and what a skipped step leaves as it
-was is selected so that XLA updates small arrays of one shape in one kernel, biases and moments
-as well as running statistics (`jmp/transforms/_selection.py`). Without loss scaling XLA does not:
-a step may have fewer kernels with it. A select on its own costs none, if its flag is known when
-the new value is computed; the means of a ResNet's 53 normalisations are known long before.
+four if a gradient is float32 (embeddings). Checked one by one, each tensor takes one or two
+kernels; ours checks tensors together (`jmp/transforms/_finite_check.py`). The selection between
+old and new values is written so that XLA updates small arrays of one shape in one kernel: biases,
+moments and running statistics (`jmp/transforms/_selection.py`). XLA does not do this without loss
+scaling, so a step with loss scaling may have fewer kernels. A select costs no kernel of its own if
+its flag is known when the new value is computed; the means of a ResNet's 53 normalisations are
+computed long before the flag.
 
 {table(headers, rows)}
 """
@@ -170,12 +171,12 @@ def checks(results: dict[str, Any]) -> str:
         headers += [f"{measured['title']}: kernels", "GB moved"]
     return f"""## Ways to check the gradients
 
-What was tried (`benchmarks/finite_checks.py`, `--suite checks`): the step of our adapter with one
-check or another. Sums and norms save next to no kernels: each tensor is reduced by itself all the
-same. Beyond eight tensors of one shape XLA writes an intermediate array. Long concatenations count
-as few kernels, but each of their threads has to find its tensor branch by branch. How long either
-takes was not measured. All rows were counted when each small array was selected in a kernel of its
-own, and ours without the check of matrices by rows: compare them with each other alone.
+The step of our adapter with different checks (`benchmarks/finite_checks.py`, `--suite checks`).
+Sums and norms save almost no kernels, because each tensor is still reduced separately. With more
+than eight tensors of one shape XLA writes an intermediate array. Long concatenations have few
+kernels, but each of their threads searches for its tensor by branches. Times were not measured.
+Compare these rows only with each other: in all of them each small array is selected in a kernel
+of its own, and ours does not check matrices by rows.
 
 {table(headers, rows)}
 """

@@ -5,8 +5,8 @@ from typing import Any
 from benchmarks._tables import BASELINE, CONTROL, TITLES, failures, table, total, versions_of
 from benchmarks.workloads import UPDATES, WORKLOADS
 
-PYTORCH = """PyTorch's rows compute attention by `F.scaled_dot_product_attention`, which has kernels
-for the whole of it: the row to compare them with is "by hand, cuDNN attention"."""
+PYTORCH = """PyTorch's rows compute attention by `F.scaled_dot_product_attention`, with fused
+kernels: compare them with the row "by hand, cuDNN attention"."""
 
 
 def ratio_text(measured: dict[str, Any]) -> str:
@@ -76,9 +76,9 @@ The modelled limit is that of the compiled programs above, of the vendor's figur
 
 NO_GPU = f"""## Measured on a GPU
 
-Not yet: no GPU was at hand when this page was made. `python -m benchmarks.run --suite gpu` measures
-it, and `python -m benchmarks.report` puts it here. With `--rehearse` the same suite runs at a tiny
-size anywhere. {PYTORCH}
+Not measured yet. `python -m benchmarks.run --suite gpu` measures it, and `python -m
+benchmarks.report` writes it here. With `--rehearse` the same suite runs at a tiny size on any
+machine. {PYTORCH}
 
 """
 
@@ -88,9 +88,9 @@ def cpu(results: dict[str, Any]) -> str:
     text = f"""## Measured on a CPU
 
 {machine["device"]}; {versions_of(machine)}.
-The median of paired ratios, as on a GPU; compiled once. A CPU computes half
-products no faster, mostly slower: mixed precision is for GPUs and TPUs, and these times say nothing
-of those. What a CPU can say is how long tracing takes, which happens there in any case.
+The median of paired ratios, as on a GPU; compiled once. A CPU computes half products no faster,
+mostly slower: mixed precision is for GPUs and TPUs, and these times say nothing about those. Only
+the times of tracing apply to a GPU too, because tracing always runs on the CPU.
 
 """
     for update in UPDATES:

@@ -33,15 +33,15 @@ def section(results: dict[str, Any]) -> str:
 
 Loss and gradients of one step, compiled for eight H200s without a device
 ({versions_of(results["machine"])}): MiB that each device
-receives from others, by collective and dtype, of the algorithms in a ring
-(`tests/h200/wire.py` says how they are counted), beside the MiB that its kernels read and write and
-those of intermediate values. No time was measured. `python -m benchmarks.run --suite wire` counts;
-`benchmarks/wire.py` has the programs. The first eight have four layers, 32 MiB of float32
-parameters; the GPT has 16.8 M parameters, a table that embeds and predicts, and blocks that are
-scanned and computed again in the backward pass. By hand, what moves is cast before it moves. XLA
-moves a constraint in front of a cast where no barrier stands between them. In shard_map, what AD
-or the user adds up of parameters that every device holds is float32 under autocast, as the
-gradients are.
+receives from others, by collective and dtype, with ring algorithms
+(`tests/h200/wire.py` says how they are counted); also the MiB that its kernels read and write, and
+those of intermediate values. No time was measured. `python -m benchmarks.run --suite wire` counts
+them; `benchmarks/wire.py` has the programs. The first eight have four layers, 32 MiB of float32
+parameters. The GPT has 16.8 M parameters, one table for embedding and head, and blocks that are
+scanned and computed again in the backward pass. By hand, arrays are cast before they are sent;
+without a barrier XLA moves a sharding constraint in front of the cast. Under autocast in
+shard_map, gradients of replicated parameters are float32, and so are their sums, by AD or by the
+user.
 
 {table(headers, rows)}{lines}
 """

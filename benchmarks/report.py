@@ -15,10 +15,10 @@ RESULTS = ROOT / "results" / "benchmarks"
 DOCS = ROOT / "docs"
 INTRODUCTION = """# Performance
 
-The same training step in the recipes that people use, side by side; each is a file of
+The same training step, written with each library; *ours* is this one. Each recipe is a file of
 [benchmarks/recipes](../benchmarks/recipes), which says where it comes from and which known defect
-it steps around. `make bench` installs the peers (their versions are in the Makefile), counts and
-times everything that needs no GPU, and makes this page.
+it works around. `make bench` installs the other libraries (their versions are in the Makefile),
+counts and times everything that needs no GPU, and writes this page.
 
 """
 
