@@ -58,7 +58,7 @@ def _(found: Any) -> str:
             low, full = row[f"{half}, in half"], row[f"{half}, in float32"]
             cells.append(f"{low:.{digits}f} / {full:.4f} = {low / full:.1f}")
         rows.append([row["carry"], str(row["turns"]), *cells])
-    return table(["carry", "turns", "float16", "bfloat16"], rows)
+    return table(["carry", "iterations", "float16", "bfloat16"], rows)
 
 
 @figure("constants/losses")
@@ -100,7 +100,7 @@ def _(found: Any) -> str:
         cells.append(" ".join(_figure(row[name]) for name in RATIOS))
     sizes = list(dict.fromkeys(_power(row["SMALL"]) for row in found["SMALL"]))
     return table(
-        ["a step, `SMALL` being", *sizes], [[name, *cells] for name, cells in rows.items()]
+        ["a step, with `SMALL` =", *sizes], [[name, *cells] for name, cells in rows.items()]
     )
 
 
@@ -127,7 +127,7 @@ def _(found: Any) -> str:
 
 @figure("constants/long")
 def _(found: Any) -> str:
-    titles = {"kernels": "kernels", "bytes": "bytes, over the half scores"}
+    titles = {"kernels": "kernels", "bytes": "bytes, divided by those of the half scores"}
     return _columns(found["LONG"], "length of rows", titles, "length of rows")
 
 
