@@ -9,25 +9,24 @@ from benchmarks.published import SOURCES
 
 INTRODUCTION = """# Published models
 
-Models that nobody here wrote, as their packages bring them and called as their users call them,
-with random parameters at tiny sizes: does `jmp.autocast` compute their products in half, and what
-does it do to the gradient? `make public-models` installs the packages, runs every model on the CPU
-and makes this page; `python -m benchmarks.public_models --only bert` runs one again.
-[benchmarks/published](../benchmarks/published) has a file a source.
+Does `jmp.autocast` compute the products of published models in half, and how large is the error of
+the gradient? The models are unmodified, from their packages, with random parameters at tiny sizes.
+`make public-models` installs the packages, runs every model on the CPU and writes this page;
+`python -m benchmarks.public_models --only bert` runs one again.
+[benchmarks/published](../benchmarks/published) has a file for each source.
 
-- *products*: matrix products and convolutions of loss and gradient in the float32 program, as
-  traced: what stands in a loop counts once; inner products of vectors are sums and do not count.
-- *half*: how many multiply in half under `autocast`, the same in float16 and bfloat16 but where two
-  numbers are given.
-- *float16*, *bfloat16*: the relative error of the gradient, all parameters together, to the float32
-  one: `norm(gradient - reference) / norm(reference)`, the median over five points near the initial
-  parameters. Float16 with a loss scale of 4096, taken out again, or the next of 256, 16 and 1 that
-  gives a finite gradient, named then. One unit in the last place is 1e-3 in float16 and 8e-3 in
-  bfloat16. What chooses (ReLU, maxima, the nearest code) may choose otherwise in half, by hand too,
-  and adds to that; so does the random start of MobileNets and ResNets, which nearly loses the
-  signal.
+- *products*: matrix products and convolutions of loss and gradient in the traced float32 program.
+  The body of a loop counts once; inner products of vectors are sums and do not count.
+- *half*: how many of them are half under `autocast`. One number is for both float16 and bfloat16.
+- *float16*, *bfloat16*: the relative error of the gradient of all parameters together, against
+  float32: `norm(gradient - reference) / norm(reference)`, the median over five points near the
+  initial parameters. The loss scale in float16 is 4096. If the gradient is then not finite, it is
+  the first of 256, 16 and 1 with a finite gradient, and the table names it. One unit in the last
+  place is 1e-3 in float16 and 8e-3 in bfloat16. Errors are larger if an operation that selects
+  (ReLU, maxima, the nearest code) selects another entry in half, also by hand. They are larger for
+  the random parameters of MobileNets and ResNets too, which nearly lose the signal.
 - *by hand*: the model's own option (`dtype=jnp.float16`, Keras's policy "mixed_float16").
-- *adapter*: ours for Flax linen, Haiku or Equinox around the model alone, the loss outside it:
+- *adapter*: our adapter for Flax linen, Haiku or Equinox around the model, without the loss:
   `jmp.adapters.linen.wrap_apply(model.__call__, "mixed_float16")`.
 
 """
@@ -137,7 +136,7 @@ def why(found: dict[str, Any]) -> str:
         places.setdefault(row["why"], f"`{row['operation']}` at {row['source']}")
     if not numbers:
         place = next(iter(found["others"]))
-        return f"the backward pass alone, {place.removesuffix(' ()')}"
+        return f"only the backward pass, {place.removesuffix(' ()')}"
     return "; ".join(f"{reason} ({places[reason]})" for reason in numbers)
 
 
