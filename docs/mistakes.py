@@ -13,10 +13,10 @@ _ALL_DTYPES = ", ".join(name for names in jmp.dtype_to_names.values() for name i
 INTRODUCTION = """# Errors and warnings, and what to do
 
 1. Search this page for the first words of your message, without the names and shapes in it.
-2. Do what its last sentence says: each message says what came, what was expected, and what to
-   write instead.
-3. If you caught the error, go on: nothing has changed before it is raised. The parameters, the
-   optimizer's state and the loss scale are as they were.
+2. Do what its last sentence says: each message says what you passed, what was expected, and what
+   to write instead.
+3. If you caught the error, you can continue: it is raised before anything changes. The parameters,
+   the optimizer's state and the loss scale are as they were.
 
 A wrong kind is a `TypeError`, a wrong value or a wrong order a `ValueError`. If a message is
 missing here, or does not say what to write, that is a bug. Report it with what `python -m jmp`
@@ -32,24 +32,24 @@ is wanted: `transforms.with_loss_scale(tx, jmp.NoOpLossScale())`. |
 | `jmp.UnusedRuleWarning` | A rule matched nothing. Compare its spelling with the paths in the \
 message, or with those that `print(diagnostics.precision_report(loss_fn, policy)(*args))` shows; \
 put special rules before general ones: the first that matches counts. Haiku's `~` may be left out. |
-| "... by hk.mixed_precision.set_policy too" | Modules have a policy of Haiku's own beside that of \
-`with_policy`. Remove the lines of `set_policy`, or call \
+| "... by hk.mixed_precision.set_policy too" | Modules have a policy from Haiku in addition to \
+that of `with_policy`. Remove the lines of `set_policy`, or call \
 `hk.mixed_precision.clear_policy(hk.Linear)` before. |
 | `jmp.NoHalfProductWarning` | No product is half. The message counts the reasons: remove \
 `precision="highest"`, casts to float32 in front of products, or a rule that is too general. |
 | `jmp.HalfReductionWarning` | With "r=f32" the gradients of some products stay half between \
 devices: of convolutions, and in custom derivatives. The message counts them. Keep them in \
-float32 by a rule; or ignore it: a sum that overflows is seen, and its step skipped. |
+float32 by a rule; or ignore it: if a sum overflows, loss scaling skips the step. |
 
 In tests turn them into errors: `warnings.simplefilter("error", jmp.UnusedRuleWarning)`.
 
-## No message, and yet something is wrong
+## No message, but something is wrong
 
 | what you see | what to do |
 |---|---|
 | the loss is NaN or infinite | `diagnostics.find_nonfinite(fun)(*args)` names the operation and\
  the cure: [nonfinite.md](nonfinite.md) |
-| every step is skipped | `diagnostics.check_skips(opt_state, limit=25)` raises after so many \
+| every step is skipped | `diagnostics.check_skips(opt_state, limit=25)` raises after 25 \
 skips in a row |
 | the loss stays where it is | `diagnostics.gradient_report(loss_fn, policy)(*args)`: are \
 gradients zero in float16? [ranges.md](ranges.md) |
@@ -64,13 +64,13 @@ These mistakes are not detected:
 
 - gradients that were never scaled, given to an optimizer that unscales them. Take them from
   `jmp.scaled_value_and_grad(loss_fn, state.loss_scale)`;
-- gradients that were unscaled by hand before. The optimizer unscales them itself;
-- a loss that is scaled with another scale than the state's own.
+- gradients that you have unscaled yourself. The optimizer unscales them again;
+- a loss that is scaled with another scale than that of the state.
 
 ## The errors
 
-Each line of code is refused with the message beside it. A test runs every line and compares this
-page. The lines use these names:
+Each line of code raises the error and the message next to it. A test runs every line and compares
+this page. The lines use these names:
 
 | name | what it is |
 |---|---|
