@@ -9,21 +9,21 @@ PAGE = pathlib.Path(__file__).with_suffix(".md")
 INTRODUCTION = """# The op table
 
 What `jmp.autocast` does with each primitive, as registered; a test compares this page with the
-registry. What the planner makes of it is on [the page about autocast](autocast.md).
+registry. [Autocast](autocast.md) says how the planner uses this table.
 `register_rule` adds a primitive of your own; `low=`, `full=` and `follow=` change a category for
 one call.
 
-A rule may say more than its category. *fusible*: XLA fuses it into its neighbours, so it may be
-part of a float32 island. *expensive*: its derivative keeps float32 values, so an island that holds
-one is recomputed. *sums backward*: it loses nothing in half, but its derivative adds up; it runs in
-float32 between two casts. The other traits stand beside their names in `jmp.autocasting.Rule`.
+A rule has a category and traits. *fusible*: XLA fuses the primitive with its neighbours, so it may
+be part of a float32 island. *expensive*: its derivative keeps float32 values, so an island with
+one is recomputed. *sums backward*: it loses nothing in half, but its derivative is a sum, so it
+runs in float32 between two casts. `jmp.autocasting.Rule` explains the other traits.
 """
 
 CATEGORIES = {
     Category.LOW: "Low: operands and result in the compute dtype",
     Category.FULL: "Full: float32",
     Category.WIDEST: "Widest: half if an operand is half and none requires float32",
-    Category.FOLLOW: "Follow: in the dtype that comes in",
+    Category.FOLLOW: "Follow: in the dtype of the operands",
     Category.AS_WRITTEN: "As written: in the dtypes it was traced with",
 }
 
