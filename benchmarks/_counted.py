@@ -119,7 +119,7 @@ def loss_scaling(results: dict[str, Any]) -> str:
     ]
     return f"""## What loss scaling adds
 
-The check has to read every gradient before the update may use one: two bytes a parameter in half,
+The check has to read every gradient before the update may use one: two bytes per parameter in half,
 four if a gradient is float32 (embeddings). Checked one by one, each tensor takes one or two
 kernels; ours checks tensors together (`jmp/transforms/_finite_check.py`). The selection between
 old and new values is written so that XLA updates small arrays of one shape in one kernel: biases,
@@ -133,7 +133,7 @@ computed long before the flag.
 
 
 def updates(results: dict[str, Any]) -> str:
-    text = "## The update alone\n\nFloat16 gradients, buffers donated; bytes a parameter. The "
+    text = "## The update alone\n\nFloat16 gradients, buffers donated; bytes per parameter. The "
     text += "modelled limit is that of the steps above.\n\n"
     for update in UPDATES:
         found = results["workloads"].get(update.name)
