@@ -51,7 +51,7 @@ In tests turn them into errors: `warnings.simplefilter("error", jmp.UnusedRuleWa
  the cure: [nonfinite.md](nonfinite.md) |
 | every step is skipped | `diagnostics.check_skips(opt_state, limit=25)` raises after 25 \
 skips in a row |
-| the loss stays where it is | `diagnostics.gradient_report(loss_fn, policy)(*args)`: are \
+| the loss does not fall | `diagnostics.gradient_report(loss_fn, policy)(*args)`: are \
 gradients zero in float16? [ranges.md](ranges.md) |
 | the accuracy is lower than in float32 | `diagnostics.compare(loss_fn, policy)(*args)`, then \
 `find_float32`: [checks.md](checks.md) |
