@@ -8,8 +8,8 @@ PAGE = pathlib.Path(__file__).with_suffix(".md")
 
 INTRODUCTION = """# The op table
 
-What `jmp.autocast` does with each primitive, as registered; a test compares this page with the
-registry. [Autocast](autocast.md) says how the planner uses this table.
+The tables say what `jmp.autocast` does with each primitive; a test compares this page with the
+registry. [Autocast](autocast.md) says how the planner uses it.
 `register_rule` adds a primitive of your own; `low=`, `full=` and `follow=` change a category for
 one call.
 
