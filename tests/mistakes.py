@@ -30,6 +30,7 @@ MODULES = {
     "autocasting": autocasting,
     "diagnostics": diagnostics,
     "dynamic_scale": dynamic_scale,
+    "eqx": eqx,
     "equinox": equinox,
     "haiku": haiku,
     "jax": jax,
@@ -433,6 +434,15 @@ MISTAKES: dict[str, list[Mistake]] = {
                 "jmp.scaled_value_and_grad(lambda p: (p, p, p), scale, has_aux=True)(1.0)",
                 "expected the pair (loss, aux)",
             ),
+            (
+                "jmp.scaled_value_and_grad(model_loss, scale)(nnx_model, x)",
+                "Train by jmp.adapters.nnx.train_step(loss_fn, model, optimizer, *batch)",
+            ),
+            (
+                "jmp.scaled_value_and_grad(lambda m: 1.0, scale)(eqx.nn.Lambda(jnp.tanh))",
+                "Pass it to jmp.adapters.equinox.scaled_value_and_grad",
+            ),
+            ("jmp.scaled_value_and_grad(model_loss, scale)(linen_model, x)", "Pass the variables"),
             ("jmp.scaled_value_and_grad(lambda p: p['w'], scale)(params)", "a mean over the batch"),
             ("jmp.scaled_value_and_grad(lambda p: p, scale)(params)", "{'w': traced float32[2,2]}"),
             (
@@ -453,6 +463,10 @@ MISTAKES: dict[str, list[Mistake]] = {
         *_rows(
             TypeError,
             ("jmp.accumulated_value_and_grad(loss_fn, opt_state, 4)", "mean its `.loss_scale`?"),
+            (
+                "jmp.accumulated_value_and_grad(model_loss, scale, 2)(nnx_model, x)",
+                "transforms.mixed_precision(optax.MultiSteps(tx, 4), policy)",
+            ),
             ("jmp.accumulated_value_and_grad(loss_fn, 4, scale)", "expected a loss scale such as"),
             ("jmp.accumulated_value_and_grad(loss_fn, scale, 4.0)", "expected a Python int such"),
             ("jmp.accumulated_value_and_grad(loss_fn, scale, True)", "expected a Python int such"),

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jmp._calls import check_function
 from jmp.loss_scaling import _micro_batches
 from jmp.loss_scaling._base import LossScale
-from jmp.loss_scaling._given import check_loss_scale
+from jmp.loss_scaling._given import check_loss_scale, check_parameters
 from jmp.loss_scaling._gradients import scaled_loss
 from jmp.loss_scaling._micro_batches import CALLER
 from jmp.loss_scaling._window import Window
@@ -167,6 +167,7 @@ def accumulated_value_and_grad(
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        check_parameters(args, argnums, CALLER)
         places = _micro_batches.batch_numbers(batch_argnums, argnums, len(args))
         _micro_batches.check_rows(args, places, window.steps)
         _micro_batches.devices_along(window.axes)  # or they are not mapped over

@@ -11,7 +11,7 @@ from jmp._calls import check_function
 from jmp._describe import described, shape_text
 from jmp.dtypes import at_least_float32, is_castable
 from jmp.loss_scaling._base import LossScale
-from jmp.loss_scaling._given import check_loss_scale
+from jmp.loss_scaling._given import check_loss_scale, check_parameters
 
 P = ParamSpec("P")
 Aux = TypeVar("Aux")
@@ -86,7 +86,8 @@ def scaled_value_and_grad(
 
     Raises:
       TypeError: `fun` is no function, or `loss_scale` no loss scale; when called, if the loss is
-        not a real floating scalar, or with `has_aux` the result is no pair.
+        not a real floating scalar, with `has_aux` the result is no pair, or a differentiated
+        argument is an nnx module or another model with leaves that are not floating.
       ValueError: a static scale of zero.
 
     >>> grad_fn = scaled_value_and_grad(lambda w: w * w, StaticLossScale(8))
@@ -104,6 +105,7 @@ def scaled_value_and_grad(
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        check_parameters(args, argnums, "scaled_value_and_grad")
         (_, (value, aux)), gradients = value_and_grad(*args, **kwargs)
         return ((value, aux), gradients) if has_aux else (value, gradients)
 
