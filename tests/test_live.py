@@ -134,8 +134,13 @@ def test_states_of_the_adapters():
     nnx_adapter.train_step(
         lambda model, x: jnp.nan * model(x).sum(), network, optimizer, jnp.ones((1, 2))
     )
-    found = diagnostics.metrics(nnx.as_pure(optimizer.opt_state))
-    assert found["loss_scale"] == 2.0**15 and found["skipped_steps"] == 1
+    for given in (optimizer, nnx.as_pure(optimizer.opt_state)):
+        found = diagnostics.metrics(given)
+        assert found["loss_scale"] == 2.0**15 and found["skipped_steps"] == 1
+        with pytest.raises(FloatingPointError, match=r"\(nnx.grad\(loss_fn\)\)\(model, \*batch\)"):
+            diagnostics.check_skips(given, 1)
+    with pytest.raises(TypeError, match=r"traced state.*outside of jit"):
+        nnx.jit(lambda optimizer: diagnostics.check_skips(optimizer, 1))(optimizer)
 
 
 def test_a_csv_logger_takes_the_dictionary_as_it_is():
@@ -163,8 +168,8 @@ def test_a_model_that_is_dead_is_said_to_be():
         diagnostics.check_skips(after([jnp.nan] * 12, tx), 12)
     assert str(raised.value) == (
         "The last 12 steps were skipped, all of them: their gradients were infinite or NaN, and "
-        "the loss scale is 1 by now. Unless it started more than that many halvings too high, the "
-        "cause is another: an infinity or a NaN in the parameters, the batch or the loss. "
+        "the loss scale is 1 by now. If so many halvings do not help, the scale is not the cause: "
+        "there is an infinity or a NaN in the parameters, the batch or the loss. "
         "diagnostics.find_nonfinite(jax.grad(loss_fn))(params, *batch) names the operation behind "
         "it."
     )
@@ -172,7 +177,7 @@ def test_a_model_that_is_dead_is_said_to_be():
 
 def test_a_static_scale_may_be_the_cause_itself():
     tx = transforms.with_loss_scale(optax.sgd(0.1), jmp.StaticLossScale(2.0**20))
-    with pytest.raises(FloatingPointError, match="Unless this static scale is too high"):
+    with pytest.raises(FloatingPointError, match="Either this static scale is too high"):
         diagnostics.check_skips(after([jnp.inf] * 2, tx), 2)
 
 

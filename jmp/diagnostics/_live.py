@@ -30,8 +30,8 @@ def metrics(opt_state: PyTree, *, steps: ArrayLike | None = None) -> dict[str, j
     With `NoOpLossScale` no gradient is checked: the flag stays True and the counts stay 0.
 
     Args:
-      opt_state: the state of an optimizer that `with_loss_scale` or `mixed_precision` made; of an
-        `nnx.Optimizer`, `nnx.as_pure(optimizer.opt_state)`.
+      opt_state: the state of an optimizer that `with_loss_scale` or `mixed_precision` made; or an
+        `nnx.Optimizer` around one.
       steps: steps tried so far, *with* the skipped ones: of a loop, its index plus one. The
         optimizer's state does not hold it. Flax's `TrainState.step` counts steps taken: add
         `skipped_steps`.
@@ -75,7 +75,8 @@ def check_skips(opt_state: PyTree, limit: int) -> None:
     Raises:
       FloatingPointError: so many steps were skipped in a row.
       ValueError: `limit` is below 1; the optimizer has no loss scaling, or a wrong order.
-      TypeError: called inside of jit; `limit` is no whole number; `opt_state` is an optimizer.
+      TypeError: called inside of jit; `limit` is no whole number; `opt_state` is an optimizer of
+        optax instead of its state.
 
     >>> import optax
     >>> from jmp import transforms
@@ -90,25 +91,29 @@ def check_skips(opt_state: PyTree, limit: int) -> None:
     if limit < 1:
         raise ValueError(f"check_skips got limit={described(limit)}; expected at least 1 step.")
     state = _scaling(opt_state, "check_skips")
-    if not _jax_compat.is_concrete(state.consecutive_skips):
+    skips = jnp.asarray(state.consecutive_skips)  # an nnx.Optimizer holds it in a Variable
+    if not _jax_compat.is_concrete(skips):
         raise TypeError(
             "check_skips got a traced state: it raises, which a compiled step cannot. Call it on "
             "the state that the step returns, outside of jit."
         )
-    skips = np.asarray(state.consecutive_skips)
+    skips = np.asarray(skips)
     if skips.max(initial=0) < limit:
         return
     scales = np.broadcast_to(np.asarray(state.loss_scale.loss_scale, np.float32), skips.shape)
     scale = scales.ravel()[skips.argmax()]
     if isinstance(state.loss_scale, StaticLossScale):
-        exception = "Unless this static scale is too high (a dynamic one would come down)"
+        cause = "Either this static scale is too high (a dynamic one would come down), or"
     else:
-        exception = "Unless it started more than that many halvings too high"
+        cause = "If so many halvings do not help, the scale is not the cause:"
+    is_nnx = lambda node: type(node).__module__.startswith("flax.nnx")
+    has_nnx = any(map(is_nnx, jax.tree.leaves(opt_state, is_leaf=is_nnx)))
+    asked = "(nnx.grad(loss_fn))(model" if has_nnx else "(jax.grad(loss_fn))(params"
     raise FloatingPointError(
         f"The last {skips.max()} steps were skipped, all of them: their gradients were infinite or "
-        f"NaN, and the loss scale is {scale:g} by now. {exception}, the cause is another: an "
-        "infinity or a NaN in the parameters, the batch or the loss. diagnostics."
-        "find_nonfinite(jax.grad(loss_fn))(params, *batch) names the operation behind it."
+        f"NaN, and the loss scale is {scale:g} by now. {cause} there is an infinity or a NaN in "
+        f"the parameters, the batch or the loss. diagnostics.find_nonfinite{asked}, *batch) names "
+        "the operation behind it."
     )
 
 

@@ -50,7 +50,8 @@ def render(report: Any) -> str:
 def render_every_row(report: Any) -> str:
     """Returns all rows as text, and what their numbers of reasons mean."""
     numbers = _numbers(report.rows)
-    rows = [_cells(row.module, [row], numbers) for row in report.rows]
+    top = _top(report.rows)
+    rows = [_cells(row.module or top, [row], numbers) for row in report.rows]
     return "\n".join([table(COLUMNS, rows), *_reasons(report.rows)])
 
 
@@ -127,6 +128,7 @@ def _hazards(report: Any, groups: list[Row]) -> Iterable[str]:
 def _rows(groups: list[Group], numbers: Numbers) -> Iterable[tuple[str, ...]]:
     """Yields the cells of each row; modules that repeat stand under a row with their number."""
     places: dict[Any, dict[Any, list[Group]]] = {}
+    top = _top([group.row for group in groups])
     for group in groups:
         place = group.row.module, _dtypes(group.row), group.row.source
         block = group.repeated or (place, None)
@@ -137,8 +139,13 @@ def _rows(groups: list[Group], numbers: Numbers) -> Iterable[tuple[str, ...]]:
             yield (block, *[""] * (len(COLUMNS) - 1))
         for members in by_place.values():
             first = members[0]
-            module = f"  {first.rest or '(itself)'}" if has_head else first.row.module
+            module = f"  {first.rest or '(itself)'}" if has_head else first.row.module or top
             yield _cells(module, [group.row for group in members], numbers)
+
+
+def _top(rows: list[Row]) -> str:
+    """Returns what is printed for a row in no module, or in the outermost, whose path is empty."""
+    return "(top)" * any(row.module for row in rows)
 
 
 def _cells(module: str, rows: list[Row], numbers: Numbers) -> tuple[str, ...]:
