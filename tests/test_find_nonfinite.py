@@ -568,6 +568,15 @@ def test_a_jitted_step_with_donated_and_static_arguments():
     assert x.sum() == 3  # not donated
 
 
+def test_what_autocast_recomputes_is_inside_nothing_and_the_users_remat_is():
+    inner = lambda x: jnp.tanh(jnp.exp(x @ x) - jnp.exp(2 * x @ x)) @ x
+    for fun, inside in ((inner, ()), (jax.checkpoint(inner), ("remat",))):
+        lowered = jmp.autocast(fun, "mixed_float16", recompute="all")
+        assert "remat" in str(jax.make_jaxpr(lowered)(10 * ONES))
+        found = find_nonfinite(lowered)(10 * ONES)
+        assert (found.operation, found.inside) == ("exp", inside)
+
+
 def test_callbacks_are_called_and_not_again_for_the_search():
     seen = []
 

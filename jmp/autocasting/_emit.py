@@ -211,7 +211,7 @@ def _function_of(island: Island) -> Function:
     entering = [read.value for read in island.reads]
     as_stored = any(rewrite.as_stored for rewrite in island.rewrites.values())
 
-    def run(*arrays: Any) -> list[Any]:
+    def run_island(*arrays: Any) -> list[Any]:  # diagnostics know it by this name
         environment: Environment = dict(zip(entering, arrays, strict=True))
         if as_stored:
             environment = {value: _as_stored(array) for value, array in environment.items()}
@@ -224,8 +224,8 @@ def _function_of(island: Island) -> Function:
         return [_leave(leave, environment) for leave in island.leaves]
 
     if island.recompute is Recompute.PLAIN:
-        return run
-    return jax.checkpoint(run, prevent_cse=island.prevent_cse, policy=_what_to_keep(island))
+        return run_island
+    return jax.checkpoint(run_island, prevent_cse=island.prevent_cse, policy=_what_to_keep(island))
 
 
 def _run_node(node: Node, island: Island, environment: Environment) -> list[Any]:

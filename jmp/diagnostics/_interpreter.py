@@ -127,8 +127,9 @@ class Interpreter:
         if _jax_compat.is_jit(equation):
             name = f"jit {_jax_compat.name_of(equation)}"
         elif name in _jax_compat.REMAT:
-            name = "remat"
-        return self.run(_jax_compat.called(equation.params), inputs, here.within(name))
+            name = "" if _is_autocasts(equation) else "remat"
+        inner = here.within(name) if name else here
+        return self.run(_jax_compat.called(equation.params), inputs, inner)
 
     def _cond(self, equation: JaxprEqn, inputs: list[Held], here: Place) -> list[Held]:
         branches = _jax_compat.branches(equation.params)
@@ -220,6 +221,12 @@ def _holds_a_program(equation: JaxprEqn) -> bool:
     inner = _jax_compat.inner_jaxprs(equation)
     takes_arrays = any(getattr(v.aval, "shape", ()) for jaxpr in inner for v in jaxpr.invars)
     return takes_arrays or has_kind(equation.primitive.name)
+
+
+def _is_autocasts(remat: JaxprEqn) -> bool:
+    """Returns whether autocast put in a remat, of which the user's program says nothing."""
+    traced = getattr(_jax_compat.called(remat.params), "debug_info", None)
+    return str(getattr(traced, "func_src_info", "")).startswith("run_island at ")
 
 
 def _call_of(equation: JaxprEqn) -> Call:
