@@ -343,6 +343,16 @@ def test_printed_with_rich_and_without(monkeypatch):
     assert plain != with_rich
 
 
+def test_what_is_in_no_module_is_at_the_top_where_there_are_modules():
+    product = lambda x: x @ x
+    assert "(top)" not in str(report(product, jnp.ones((8, 8))))
+    scoped = lambda x: jax.named_scope("head")(product)(product(x))
+    found = report(scoped, jnp.ones((8, 8)))
+    for text in (str(found), found.table()):
+        rows = re.findall(r"^  (\S+) +float16 +dot_general", text, re.MULTILINE)
+        assert rows == ["(top)", "head"]
+
+
 def test_a_gpt2_is_printed_in_40_lines_whatever_its_layers():
     texts = {}
     for layers in (2, 3):

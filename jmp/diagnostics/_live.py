@@ -91,13 +91,13 @@ def check_skips(opt_state: PyTree, limit: int) -> None:
     if limit < 1:
         raise ValueError(f"check_skips got limit={described(limit)}; expected at least 1 step.")
     state = _scaling(opt_state, "check_skips")
-    skips = jnp.asarray(state.consecutive_skips)  # an nnx.Optimizer holds it in a Variable
-    if not _jax_compat.is_concrete(skips):
+    counts = jnp.asarray(state.consecutive_skips)  # an nnx.Optimizer holds it in a Variable
+    if not _jax_compat.is_concrete(counts):
         raise TypeError(
             "check_skips got a traced state: it raises, which a compiled step cannot. Call it on "
             "the state that the step returns, outside of jit."
         )
-    skips = np.asarray(skips)
+    skips = np.asarray(counts)
     if skips.max(initial=0) < limit:
         return
     scales = np.broadcast_to(np.asarray(state.loss_scale.loss_scale, np.float32), skips.shape)

@@ -103,7 +103,8 @@ class PrecisionReport:
       decisions: what autocast does besides choosing dtypes, by place: leaner forms of equations,
         and masks that are held within float16's range.
 
-    Printed, modules that repeat stand in one row; `table` has a row for each of `rows`.
+    Printed, modules that repeat stand in one row, and "(top)" stands for no module, or the
+    outermost; `table` has a row for each of `rows`.
 
     >>> x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
     >>> report = precision_report(lambda w, x: x @ w, "mixed_bfloat16")(x, x)
