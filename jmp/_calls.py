@@ -71,7 +71,8 @@ def take_arrays(
     return arrays, Held(structure, tuple(rest))
 
 
-def _stands_for_numbers(leaf: Any) -> bool:
+def stands_for_numbers(leaf: Any) -> bool:
+    """Returns whether a leaf is an array, or a `jax.ShapeDtypeStruct` in the place of one."""
     return isinstance(leaf, jax.ShapeDtypeStruct) or holds_numbers(leaf)
 
 
@@ -88,7 +89,7 @@ class ArrayCall:
         fun: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any] | None = None,
-        is_taken: Callable[[Any], bool] = _stands_for_numbers,
+        is_taken: Callable[[Any], bool] = stands_for_numbers,
     ) -> None:
         self._fun = fun
         self._count = len(args)

@@ -25,6 +25,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from jmp._describe import described, listed
+from jmp._frameworks import users_stacklevel
 from jmp.policy import Policy, get_policy, refuse_float8
 
 Target = str | re.Pattern[str] | type | tuple[type, ...]
@@ -92,6 +93,7 @@ class PolicyRules:
         *,
         root: str = "",
         anywhere: bool = False,
+        other: str = "",
     ) -> Policy:
         """Returns the policy of the first rule that matches, else the default.
 
@@ -102,10 +104,13 @@ class PolicyRules:
           root: what the root is called, where it has a name: a target may begin with it.
           anywhere: a regular expression may match from any name of the path on, as a glob does:
             where the outer names are not the user's.
+          other: another path of the same place, which a target may name too.
         """
         if len(self._asked) < _ASKED:
             self._asked[path] = None
         spellings = _spellings(path, root)
+        if other and other != path:
+            spellings += _spellings(other, root)
         for index, (target, policy) in enumerate(self._rules):
             if _matches(target, spellings, module_types, anywhere):
                 self._unused.pop(index, None)
@@ -131,7 +136,7 @@ class PolicyRules:
                 f"{', '.join(self.unused[:8])}{' and more' * (len(self.unused) > 8)}. Check their "
                 f"spelling{self._paths()}; an earlier rule may have taken every match.",
                 UnusedRuleWarning,
-                stacklevel=3,
+                stacklevel=users_stacklevel(),
             )
 
     def _paths(self) -> str:

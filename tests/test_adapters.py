@@ -502,3 +502,78 @@ def test_an_equinox_state_outlives_a_step_whose_loss_fails():
     with pytest.raises(RuntimeError, match="no loss"):
         adapters.equinox.train_step(loss_fn, model, opt_state, tx, WEIGHT, state=state)
     assert jnp.array_equal(state.get(model.index), WEIGHT)
+
+
+# Rules and reports of Equinox.
+
+
+class TiedHead(eqx.Module):
+    """A decoder whose head is no module: the table, again, in a scope of its own."""
+
+    table: jax.Array
+    blocks: list[eqx.nn.Linear]
+
+    def __init__(self):
+        keys = jax.random.split(jax.random.key(0), 3)
+        self.table = jax.random.normal(keys[0], (16, 8))
+        self.blocks = [eqx.nn.Linear(8, 8, key=key) for key in keys[1:]]
+
+    def __call__(self, tokens):
+        x = self.table[tokens]
+        for block in self.blocks:
+            x = jnp.tanh(jax.vmap(block)(x))
+        with jax.named_scope("logits"):
+            return x @ self.table.T
+
+
+def next_token_loss(model, tokens):
+    return -jnp.mean(jax.nn.log_softmax(model(tokens))[:, 0])
+
+
+TOKENS = jnp.arange(16)
+
+
+@pytest.mark.parametrize(
+    ("target", "in_float32"),
+    [
+        ("logits", [False, False, True]),
+        ("blocks/0", [True, False, False]),
+        ("eqx.nn.Linear", [True, True, False]),
+        (re.compile("blocks/1|logits"), [False, True, True]),
+    ],
+)
+def test_a_rule_of_equinox_names_a_module_or_a_scope_in_training_as_in_reports(target, in_float32):
+    model, options = TiedHead(), {"rules": [(target, "float32")]}
+    trained = adapters.equinox.autocast(next_token_loss, "O2", **options)
+    reports = [
+        diagnostics.precision_report(next_token_loss, "O2", **options)(model, TOKENS),
+        diagnostics.precision_report(trained, "O2")(model, TOKENS),
+    ]
+    for report in reports:
+        rows = [row for row in report.rows if row.kind == "product"]
+        assert [row.dtype_in == "float32" for row in rows] == in_float32
+    assert not reports[0].hazards
+
+
+def test_a_rule_of_equinox_that_names_neither_is_reported_at_the_users_line():
+    trained = adapters.equinox.autocast(next_token_loss, "O2", rules=[("logit", "float32")])
+    with pytest.warns(jmp.UnusedRuleWarning, match="'logit'.*paths here are 'logits'") as caught:
+        jax.eval_shape(eqx.filter_grad(trained), TiedHead(), TOKENS)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_half_modules_are_compared_with_a_loss_scale_as_they_are_trained():
+    model = adapters.equinox.cast_params(TiedHead(), "O2")
+    rules = [("blocks/0", "float32")]
+    loss = lambda model, tokens: next_token_loss(model, tokens) / 16
+    rows = diagnostics.compare(loss, "O2", scale=2.0**16, rules=rules)(model, TOKENS)
+    assert max(row.relative_error for row in rows.rows) < 0.01
+
+
+def test_the_memory_of_an_equinox_model_with_functions_among_its_leaves_is_counted():
+    model = eqx.nn.MLP(8, 1, 16, 1, key=jax.random.key(0))
+    loss = lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2)
+    tx = transforms.mixed_precision(optax.adam(1e-3), "O2")
+    count = diagnostics.memory_report(loss, optimizer=tx, compiled=False)
+    parts = count(adapters.equinox.cast_params(model, "O2"), jnp.ones((4, 8))).parts
+    assert parts["parameters"] == 2 * (8 * 16 + 16 + 16 + 1) and parts["masters"] > 0

@@ -364,3 +364,11 @@ def test_printed_and_as_data():
     assert [row["path"] for row in data["rows"]] == ["", "a/b", "a/w"]
     assert data["rows"][2]["relative_error"] == 0.0
     assert [row.path for row in found.by_module(depth=0)] == ["", ""]
+
+
+def test_a_float16_result_that_no_loss_scale_fits_is_named():
+    loss = lambda params, x: jnp.mean(x @ params["w"])
+    params, x = {"w": jnp.ones((8, 4), jnp.float16)}, jnp.ones((4, 8), jnp.float16)
+    with pytest.warns(UserWarning, match="result is float16.*65536.*cast_to_full") as caught:
+        diagnostics.compare(loss, "O2", scale=2.0**16)(params, x)
+    assert [warning.filename for warning in caught] == [__file__]

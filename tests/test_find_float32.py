@@ -381,6 +381,26 @@ def test_modules_that_open_no_scopes_are_named_as_their_adapters_rules_name_them
     assert products == 3  # both layers, and the block that is no culprit
 
 
+class EquinoxTop(eqx.Module):
+    """Its own operations need float32, those of the module in it do not."""
+
+    linear: eqx.nn.Linear
+
+    def __call__(self, x):
+        return overflows(self.linear.weight, self.linear(x)[None])
+
+
+def test_a_rule_for_the_outermost_module_leaves_those_inside_in_half():
+    model = EquinoxTop(eqx.nn.Linear(WIDTH, WIDTH, key=jax.random.key(0)))
+    loss = lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2)
+    x = jnp.linspace(-1, 1, 4 * WIDTH).reshape(4, WIDTH)
+    found = diagnostics.find_float32(loss, F16, model, x)
+    assert found.rules == [("linear", F16), ("", "float32")]
+    assert "'' is what is in no scope" in str(found)
+    lowered = adapters.equinox.autocast(loss, F16, rules=found.rules)
+    assert str(jax.make_jaxpr(lowered)(model, x)).count("preferred_element_type=float16") == 1
+
+
 # The search and its parts.
 
 

@@ -19,8 +19,7 @@ import jax
 import numpy as np
 
 from jmp.adapters._norms import FLOAT32_POLICY, keeps_norms_float32
-from jmp.autocasting import autocast
-from jmp.autocasting._autocast import Options
+from jmp.autocasting._autocast import Options, lowered
 from jmp.autocasting._regions import policy_scope
 from jmp.dtypes import is_half
 from jmp.policy import Policy, get_policy
@@ -87,12 +86,19 @@ class ModulePolicies:
     def __hash__(self) -> int:
         return hash(self._key)
 
-    def autocast(self, fun: Callable[P, R]) -> Callable[P, R]:
-        """Returns `fun` under autocast, for code that runs inside `in_force`."""
+    def autocast(self, fun: Callable[P, R], *, name_scopes: bool = False) -> Callable[P, R]:
+        """Returns `fun` under autocast, for code that runs inside `in_force`.
+
+        Args:
+          name_scopes: whether rules name scopes too, such as those of `jax.named_scope`, where no
+            rule names a module around. Autocast then warns of unused rules itself, if the policy or
+            a rule is half.
+        """
         whole, half = self.policy, self.lowered
         others = {"reduce_dtype": whole.reduce_dtype, "product_dtype": whole.product_dtype}
         policy = Policy(_FLOAT32, half, half, **others)
-        return autocast(fun, policy, **self._options)
+        rules = self.rules if name_scopes else None
+        return lowered(fun, policy, rules_of_modules=rules, **self._options)
 
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:

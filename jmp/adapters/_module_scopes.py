@@ -12,8 +12,9 @@ from typing import Any
 import jax
 
 from jmp.adapters._module_policies import ModulePolicies
+from jmp.autocasting._module_paths import MODULE, joined_path, modules_path
 
-MODULE = "jmp.module:"
+__all__ = ["MODULE", "ModuleScopes", "joined_path", "modules_path"]
 
 
 class ModuleScopes(ModulePolicies):
@@ -33,7 +34,7 @@ class ModuleScopes(ModulePolicies):
         """True: also what computes by rules of its own inside says where it stands."""
         return True
 
-    def autocast(self, fun: Any) -> Any:
+    def autocast(self, fun: Any, *, name_scopes: bool = False) -> Any:
         """Returns the function as it is."""
         return fun
 
@@ -44,34 +45,3 @@ class ModuleScopes(ModulePolicies):
     def scope(self, named: Any) -> AbstractContextManager[None]:
         """Returns the context that the methods of the module at a path run in."""
         return jax.named_scope(f"{MODULE}{named or ''}")
-
-
-def joined_path(names: Sequence[str], outer: str = "") -> str:
-    """Returns name scopes joined by slashes, without our own; a module's path begins anew.
-
-    Args:
-      names: scopes, outermost first.
-      outer: the path around them.
-
-    >>> joined_path(["jmp.module:", "jmp.module:block/mlp", "gate"], "block")
-    'block/mlp/gate'
-    >>> joined_path(["gate", "jmp.autocast"], "block")
-    'block/gate'
-    """
-    path = [outer] if outer else []
-    for name in names:
-        if name.startswith(MODULE):
-            path = [name.removeprefix(MODULE)]
-        elif not name.startswith("jmp."):
-            path.append(name)
-    return "/".join(filter(None, path))
-
-
-def modules_path(names: Sequence[str]) -> str | None:
-    """Returns the path of the innermost module among name scopes; None if there is none.
-
-    >>> modules_path(["jmp.module:", "jmp.module:block/mlp", "eqx.nn.Linear"])
-    'block/mlp'
-    """
-    paths = [name.removeprefix(MODULE) for name in names if name.startswith(MODULE)]
-    return paths[-1] if paths else None

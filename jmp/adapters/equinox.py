@@ -23,6 +23,7 @@ from jmp.adapters._atomic import TrainStep, check_step, take_step
 from jmp.adapters._module_policies import ModulePolicies, marked_class, plain_class
 from jmp.adapters._norms import rules_for_modules
 from jmp.autocasting._autocast import AllOptions, given_policy
+from jmp.dtypes import is_half
 from jmp.loss_scaling import LossScale
 from jmp.loss_scaling import scaled_value_and_grad as differentiate_scaled
 from jmp.loss_scaling._given import check_loss_scale
@@ -61,7 +62,8 @@ def autocast(
         their gradients come back in half.
       policy: its compute dtype is read, and nothing else. Results keep the dtypes `fun` returns.
       rules: `(target, policy)` pairs, see `jmp.rules`; paths are attribute names from a module
-        among the arguments on, joined by slashes: "layers/0".
+        among the arguments on, joined by slashes: "layers/0". Where no rule names a module, a glob
+        or a regular expression may name a scope of `jax.named_scope`.
       **options: those of `jmp.autocast`.
 
     Returns: a function with `fun`'s signature, for `eqx.filter_jit`, `eqx.filter_grad`, `jax.vmap`.
@@ -70,7 +72,7 @@ def autocast(
       TypeError: no policy; `fun` is no function.
       ValueError: policy and rules name two half dtypes, or one is unknown.
 
-    Warns: `UnusedRuleWarning` for a rule that matched no module and no array of one.
+    Warns: `UnusedRuleWarning` for a rule that matched no module, no array of one and no scope.
 
     >>> import equinox as eqx
     >>> loss = lambda model, x: jax.vmap(model)(x).sum()
@@ -95,10 +97,11 @@ def lift(fun: Callable[P, R], modules: ModulePolicies) -> Callable[P, R]:
         args, kwargs = _map_modules(functools.partial(_marked, modules), (args, kwargs))
         with modules.in_force():
             result = fun(*args, **kwargs)
-        modules.rules.warn_unused()
+        if not is_half(modules.lowered):  # else autocast warns, who has matched scopes too
+            modules.rules.warn_unused()
         return _map_modules(_unmarked, result)
 
-    return modules.autocast(in_float32)
+    return modules.autocast(in_float32, name_scopes=True)
 
 
 def cast_params(model: T, policy: str | Policy, rules: Sequence[Rule] | None = None) -> T:

@@ -16,7 +16,7 @@ from jmp.autocasting._regions import AUTOCAST, FULL_PRECISION, check_rules
 from jmp.autocasting._settings import settings_for
 from jmp.dtypes import FLOAT32
 from jmp.policy import Policy, get_policy
-from jmp.rules import Rule
+from jmp.rules import PolicyRules, Rule
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -126,6 +126,11 @@ def autocast(
     }
     if fun is None:
         return functools.partial(autocast, policy=policy, **options)
+    return lowered(fun, policy, **options)
+
+
+def lowered(fun: Callable[P, R], policy: Policy, **options: Any) -> Callable[P, R]:
+    """Returns what `autocast` does; the options are those of `make_program`."""
     program = make_program(fun, policy, **options)
     if program is None:
         return _in_scope(AUTOCAST, fun)  # an autocast around it leaves it as it is
@@ -163,9 +168,15 @@ def make_program(
     *,
     apply_to: Sequence[str] = (),
     rules: Sequence[Rule] = (),
+    rules_of_modules: PolicyRules | None = None,
     **options: Any,
 ) -> Program | None:
-    """Checks what `autocast` was given; None if the policy computes in float32."""
+    """Checks what `autocast` was given; None if the policy computes in float32.
+
+    Args:
+      rules_of_modules: those of an adapter, in the place of `rules`: what it matches against
+        modules then names scopes too.
+    """
     # They are read more than once.
     rules = tuple(rules) if isinstance(rules, Iterator) else rules
     apply_to = tuple(apply_to) if isinstance(apply_to, Iterator) else apply_to
@@ -174,7 +185,9 @@ def make_program(
     settings = settings_for(get_policy(policy), **options)
     check_rules(rules, settings.compute_dtype if settings else FLOAT32)
     _check_names(fun, apply_to)
-    return Program(fun, settings, tuple(rules), tuple(apply_to)) if settings else None
+    if settings is None:
+        return None
+    return Program(fun, settings, tuple(rules), tuple(apply_to), rules_of_modules)
 
 
 def full_precision(fun: Callable[P, R]) -> Callable[P, R]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from jmp import _jax_compat
 from jmp._describe import described
+from jmp._frameworks import users_stacklevel
 from jmp.autocasting._equations import is_inner_product
 from jmp.autocasting._float8 import OPERANDS
 from jmp.autocasting._graph import Node
@@ -32,7 +33,10 @@ from jmp.autocasting._steps import (
 from jmp.autocasting.kinds.scan import turns_of
 from jmp.dtypes import FLOAT32
 
-SATURATED = "a mask held within float16's range: a row that is masked throughout stays finite"
+SATURATED = (
+    "an array that is added or selected is held within float16's range, in case it is a mask: a "
+    "row that is masked throughout stays finite"
+)
 
 NOT_HALF = frozenset({"float32", "float64", "complex64", "complex128"})
 
@@ -213,7 +217,7 @@ def warn_if_no_product_is_half(plan: Plan, name: str) -> bool:
             f"{plan.words.settings.compute_dtype}. {'; '.join(listed)}. "
             "jmp.diagnostics.precision_report says where each one stands.",
             NoHalfProductWarning,
-            stacklevel=6,  # the call of the wrapped function
+            stacklevel=users_stacklevel(),
         )
     return is_surprise
 
@@ -236,7 +240,7 @@ def warn_if_gradients_stay_half(plan: Plan, name: str) -> bool:
             "convolution cuDNN has no half kernel with a float32 gradient.) Compute them in "
             "float32 by a rule, or ignore this: a sum that overflows is seen, its step skipped.",
             HalfReductionWarning,
-            stacklevel=6,  # the call of the wrapped function
+            stacklevel=users_stacklevel(),
         )
     return bool(names)
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jmp import _jax_compat
 from jmp._calls import Held, take_arrays
 from jmp._describe import described, name_of
+from jmp._frameworks import users_stacklevel
 from jmp.autocasting._emit import run_plan
 from jmp.autocasting._equations import equations
 from jmp.autocasting._flatten import flatten
@@ -27,7 +28,7 @@ from jmp.autocasting._regions import AUTOCAST, RegionRules, Words
 from jmp.autocasting._settings import Settings
 from jmp.autocasting._steps import Context, Plan
 from jmp.dtypes import FLOAT32
-from jmp.rules import Rule, UnusedRuleWarning
+from jmp.rules import PolicyRules, Rule, UnusedRuleWarning
 from jmp.trees import as_jax_array, cast_leaf, holds_numbers
 
 # What runs later than it is called: its name, and how its function and result are recognised.
@@ -58,8 +59,10 @@ class Program:
         settings: Settings,
         rules: tuple[Rule, ...],
         apply_to: tuple[str, ...],
+        rules_of_modules: PolicyRules | None = None,
     ) -> None:
         self.fun = fun
+        self.rules_of_modules = rules_of_modules
         self.settings = settings
         self.rules = rules
         self.apply_to = apply_to
@@ -70,7 +73,9 @@ class Program:
 
     def __reduce__(self) -> Any:
         """Pickles and copies what the program was made from; traces and plans are made anew."""
-        return Program, (self.fun, self.settings, self.rules, self.apply_to)
+        return Program, (
+            self.fun, self.settings, self.rules, self.apply_to, self.rules_of_modules
+        )  # fmt: skip
 
     def call(self, args: Any, kwargs: Any) -> Any:
         """Runs the function on these arguments."""
@@ -121,7 +126,7 @@ class Program:
         return [i in named for i, leaf in enumerate(leaves) if holds_numbers(leaf)]
 
     def _plan(self, jaxpr: Any, constants: Sequence[Any], in_half: Sequence[bool]) -> Plan:
-        regions = RegionRules(self.rules, self.settings)
+        regions = RegionRules(self.rules, self.settings, self.rules_of_modules)
         words = Words(self.settings, regions)
         graph = flatten(jaxpr, constants, (), _jax_compat.empty_name_stack(), words)
         infos = [Info(value.dtype, True) for value in graph.inputs]
@@ -147,7 +152,7 @@ class Program:
                     "program. Functions such as softmax or matmul are made of primitives (exp, "
                     "dot_general; jax.make_jaxpr shows them); to name a layer, use rules=.",
                     UnusedRuleWarning,
-                    stacklevel=6,  # the call of the wrapped function
+                    stacklevel=users_stacklevel(),
                 )
 
     def _make_flat_function(

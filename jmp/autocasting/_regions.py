@@ -21,6 +21,7 @@ import numpy as np
 
 from jmp import _jax_compat
 from jmp._describe import described
+from jmp.autocasting._module_paths import joined_path
 from jmp.autocasting._settings import Settings, check_policy
 from jmp.dtypes import FLOAT32, is_half
 from jmp.policy import Policy, get_policy
@@ -85,14 +86,17 @@ class RegionRules:
         its output dtype is half, what leaves the scope is rounded to half. One with half compute
         says of its scope whether products may be float8.
       settings: what holds outside all rules.
+      of_modules: rules of an adapter, which it matches against modules, in the place of `rules`.
     """
 
-    def __init__(self, rules: Sequence[Rule], settings: Settings) -> None:
+    def __init__(
+        self, rules: Sequence[Rule], settings: Settings, of_modules: PolicyRules | None = None
+    ) -> None:
         self._settings = settings
         self._half = half = settings.compute_dtype
         product_dtype = "f8" if settings.multiplies_in_float8 else None
         default = Policy(np.float32, half, half, product_dtype=product_dtype)
-        self.rules = PolicyRules(rules, default)
+        self.rules = PolicyRules(rules, default) if of_modules is None else of_modules
         self._found: dict[Any, Region] = {}
 
     def region(self, stack: Any) -> Region:
@@ -111,7 +115,8 @@ class RegionRules:
         if named:
             policy = get_policy(named[-1].removeprefix(POLICY))
         else:
-            policy = self.rules.policy_for("/".join(names), anywhere=True)
+            scopes = "/".join(name for name in names if not name.startswith("jmp."))
+            policy = self.rules.policy_for(joined_path(names), anywhere=True, other=scopes)
         _check_dtype(policy, self._half, described("/".join(names)))
         if policy.compute_dtype == self._half:
             wide = self._settings.reduces_in_float32 or policy.reduce_dtype is not None

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -10,16 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp import _jax_compat
 from jmp._calls import ArrayCall, cotangent, vjp_at
 from jmp._describe import described
 from jmp.autocasting._autocast import autocast
 from jmp.diagnostics._asked import check_asked
+from jmp.diagnostics._comparison_checks import check_float64, cotangent_of, warn_of_narrow_results
 from jmp.diagnostics._errors import COLUMNS, Difference, by_prefix, cells, difference, weight
-from jmp.diagnostics._places import with_places
-from jmp.diagnostics._scoped_modules import apart, of_modules
+from jmp.diagnostics._scoped_modules import apart, in_paths
 from jmp.diagnostics._tables import table
-from jmp.dtypes import is_castable
 from jmp.policy import Policy, get_policy
 from jmp.trees import PyTree, cast_floating, cast_to_at_least_float32, is_complex, path_string
 
@@ -69,7 +66,8 @@ def compare(
         there, and `reference="float64"` where `fun` draws random numbers of 64 bits, because they
         differ from those in float32.
 
-    Warns: where `fun` casts float64 down under `reference="float64"`.
+    Warns: where `fun` casts float64 down under `reference="float64"`; where a result is float16 and
+      the scale is beyond its range.
 
     >>> def loss(params, x):
     ...     return jnp.mean(jnp.tanh(x @ params["w"]))
@@ -88,7 +86,7 @@ def compare(
         )
     if isinstance(options.get("rules"), Iterator):  # read more than once
         options["rules"] = tuple(options["rules"])
-    fun = of_modules(fun)
+    fun = in_paths(fun)
     lowered = autocast(fun, policy, **options)
     plain = _without_float8(policy, options)
     half = None if plain is None else autocast(fun, plain[0], **plain[1])
@@ -96,6 +94,7 @@ def compare(
     def measure(*args: Any, **kwargs: Any) -> Comparison:
         given = apart(*args, **kwargs)
         found = run(lowered, given, argnums, scale)
+        warn_of_narrow_results(found, scale)
         found_in_half = None if half is None else run(half, given, argnums, scale)
         if reference == "float64":
             with jax.enable_x64(True):
@@ -238,7 +237,7 @@ def _run_in_float64(fun: Callable[..., Any], given: Given, argnums: int | Sequen
     wide = jax.tree.map(lambda x: x.astype(np.complex128) if is_complex(x) else x, wide)
     call = ArrayCall(fun, *wide)
     try:
-        _check_float64(jax.make_jaxpr(call)(*call.arrays))
+        check_float64(jax.make_jaxpr(call)(*call.arrays))
         return run(fun, wide, argnums, 1.0)
     except TypeError as error:
         error.add_note(
@@ -246,30 +245,6 @@ def _run_in_float64(fun: Callable[..., Any], given: Given, argnums: int | Sequen
             "dtype written into fun may not fit. reference='float32' runs it as it is."
         )
         raise
-
-
-def _check_float64(jaxpr: Any) -> None:
-    """Raises or warns where a program, traced in float64, is no reference for one in float32."""
-    narrow = []
-    for equation, _, source, _ in with_places(_jax_compat.open_jaxpr(jaxpr)[0]):
-        if equation.params.get("bit_width") == 64:  # random_bits
-            raise ValueError(
-                "compare got a function that draws random numbers of 64 bits in float64: others "
-                "than in float32, which would count as error. Switch dropout and noise off, draw "
-                "them with dtype=jnp.float32, or compare with reference='float32'."
-            )
-        if equation.primitive.name == "convert_element_type":
-            before, after = (atom[0].aval.dtype for atom in (equation.invars, equation.outvars))
-            # Scalars pass: JAX's own random numbers have bounds that it casts.
-            is_array_cast = equation.outvars[0].aval.ndim > 0 and before == np.float64
-            if is_array_cast and after != np.float64 and is_castable(after):
-                narrow.append(f"{source or '?'} to {after}")
-    if narrow:
-        warnings.warn(
-            f"compare's reference is not float64 throughout: fun casts {len(narrow)} values down, "
-            f"the first at {narrow[0]}. Remove such casts and dtype= arguments for the comparison.",
-            stacklevel=4,
-        )
 
 
 def run(
@@ -285,7 +260,7 @@ def run(
 
     def results_and_gradients(*arrays: jax.Array) -> tuple[PyTree, tuple[jax.Array, ...]]:
         results, vjp = vjp_at(call, arrays, list(paths.values()))
-        return results, vjp(jax.tree.map(lambda x: cotangent(x, scale / max(1, x.size)), results))
+        return results, vjp(jax.tree.map(lambda x: cotangent(x, cotangent_of(x, scale)), results))
 
     results, gradients = jax.jit(results_and_gradients)(*call.arrays)
     return {

@@ -132,7 +132,7 @@ def find_float32(
     policies = {scope: half for scope in program.scopes}
     policies |= {program.scopes[i]: "float32" for i in search.in_float32}
     policies |= {program.scopes[i]: _without_float8(policy) for i in search.out_of_float8}
-    rules = [*given, *rules_for(policies, half)]
+    rules = [*given, *rules_for(policies, half, of_modules=framework is not None)]
     lowered = lower(loss, policy, rules=rules, **options)
     measured = run(lowered, (args, {}), argnums, scale)
     comparison = comparison_of(policy, "float32", scale, measured, program.expected)

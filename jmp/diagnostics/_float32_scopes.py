@@ -110,6 +110,10 @@ class Float32Scopes:
             must.append(_of(self.scopes, "out_of_float8", "out of float8", True))
             lines = [f"{asked}: {', '.join(filter(None, must))}", "rules=["]
             lines += [f"    {rule!r}," for rule in self.rules] + ["]"]
+            if any(not scope.path for scope in kept):
+                lines.append(
+                    f"'' is {NOWHERE}: the loss, and what the outermost module computes itself"
+                )
         else:
             float8 = " or out of float8" * (get_policy(self.policy).product_dtype is not None)
             lines = [f"{asked}: no scope has to stay in float32{float8}"]

@@ -5,8 +5,6 @@ from collections.abc import Collection
 
 from jax.extend.core import Jaxpr
 
-from jmp import _jax_compat
-from jmp.adapters._module_scopes import MODULE
 from jmp.autocasting._operations import is_product
 from jmp.autocasting._program import Traced
 from jmp.diagnostics._places import place_name, with_places
@@ -43,12 +41,8 @@ def delicate_in_half(rows: list[Row]) -> list[str]:
 
 def unused_rules(traced: Traced) -> list[str]:
     """Returns a sentence for each rule that matched no scope."""
-    jaxpr, _ = _jax_compat.open_jaxpr(traced.closed)
-    names = {name for e in jaxpr.eqns for name in _jax_compat.scope_names(e.source_info.name_stack)}
-    has_modules = any(name.startswith(MODULE) for name in names)
-    way = "; rules for modules of nnx are those of jmp.adapters.nnx: report on its view or function"
     unused = traced.plan.words.regions.rules.unused
-    return [f"the rule {rule} matched no scope{way * has_modules}" for rule in unused]
+    return [f"the rule {rule} matched no scope" for rule in unused]
 
 
 def odd_sizes(jaxpr: Jaxpr, elsewhere: Collection[str] = ()) -> list[str]:

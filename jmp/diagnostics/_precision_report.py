@@ -23,7 +23,7 @@ from jmp.diagnostics._ranges import FLOAT8, HALVES
 from jmp.diagnostics._rendering import render, render_every_row
 from jmp.diagnostics._residuals import residuals
 from jmp.diagnostics._rows import Decision, Row, decisions_in, rows_of
-from jmp.diagnostics._scoped_modules import apart, of_modules
+from jmp.diagnostics._scoped_modules import apart, in_paths
 from jmp.diagnostics._tables import totals
 from jmp.policy import Policy, get_policy
 from jmp.rules import UnusedRuleWarning
@@ -41,7 +41,8 @@ def precision_report(
       fun, policy: as for `jmp.autocast`. A policy that computes in float32 is refused: it has
         nothing to report. The rows are those of `fun`, so of a loss those of the forward pass:
         `assert_products_in(jax.grad(...), dtype)` checks the backward pass. Of nnx modules among
-        the arguments copies are traced. What is autocast inside `fun` already, such as a model that
+        the arguments copies are traced; half arrays of Equinox modules count as float32 numbers, as
+        in `equinox.autocast`. What is autocast inside `fun` already, such as a model that
         an adapter wrapped, is shown in its dtypes, without its reasons, and counts as without
         autocast too: ask about the model before it is wrapped.
       options: those of `jmp.autocast`, such as `rules=` by paths.
@@ -61,7 +62,7 @@ def precision_report(
     [('dot_general', 'float16'), ('exp', 'float32'), ('reduce_sum', 'float32')]
     """
     check_asked("precision_report", "precision_report(fun, policy)(*args)", fun, early, policy)
-    program = make_program(of_modules(fun), policy, **options)
+    program = make_program(in_paths(fun), policy, **options)
     if program is None:
         raise ValueError(
             f"precision_report got the policy {get_policy(policy)}, which computes in float32: "

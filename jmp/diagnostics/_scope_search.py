@@ -124,7 +124,9 @@ def grouped(paths: Iterable[str], limit: int = LIMIT) -> dict[str, str]:
     return {}
 
 
-def rules_for(policies: Mapping[str, str], default: str) -> list[tuple[str, str]]:
+def rules_for(
+    policies: Mapping[str, str], default: str, *, of_modules: bool = False
+) -> list[tuple[str, str]]:
     """Returns rules by which autocast computes each of these scopes as said.
 
     A rule holds for all that is inside its scope, and may match from any name of a path on. So an
@@ -134,6 +136,8 @@ def rules_for(policies: Mapping[str, str], default: str) -> list[tuple[str, str]
     Args:
       policies: for each path of scopes with operations of their own its policy.
       default: that of what no rule names.
+      of_modules: whether they are those of an adapter, where a rule for "", the outermost module,
+        holds for all modules inside it.
 
     >>> half = "mixed_float16"
     >>> rules_for({"net": "float32", "net/mlp": half, "head": "float32"}, half)
@@ -141,9 +145,12 @@ def rules_for(policies: Mapping[str, str], default: str) -> list[tuple[str, str]
     """
     found: list[tuple[list[str], str]] = []
     for path in sorted(policies, key=lambda path: (path.count("/"), path)):
-        names = path.split("/")
+        names = path.split("/") if path else []
         longest_first = sorted(found, key=lambda rule: -len(rule[0]))
-        held = next((p for part, p in longest_first if _matches(part, names)), default)
+        held = next(
+            (p for part, p in longest_first if _matches(part, names) and (part or of_modules)),
+            default,
+        )
         if held != policies[path]:
             found.append((names, policies[path]))
     found.sort(key=lambda rule: -len(rule[0]))

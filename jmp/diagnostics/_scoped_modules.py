@@ -9,11 +9,15 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jmp._calls import ArrayCall
+from jmp._calls import ArrayCall, stands_for_numbers
 from jmp._frameworks import framework_of
 from jmp.adapters._module_scopes import ModuleScopes
 from jmp.autocasting import autocast
+from jmp.dtypes import is_castable
 from jmp.trees import PyTree
+
+# What runs later than it is called is refused by autocast.
+_LATE = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 
 
 class Scoped(NamedTuple):
@@ -31,10 +35,22 @@ def apart(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def parameters_of(tree: PyTree) -> PyTree:
-    """Returns a tree of arguments without what is not differentiated in nnx modules."""
-    if not _has_nnx():
-        return tree
-    return jax.tree.map(lambda x: x.parameters if _is_apart(x) else x, tree, is_leaf=_is_apart)
+    """Returns what an optimizer is given of a tree of arguments.
+
+    Without what is not differentiated in nnx modules, what is no floating array in Equinox modules,
+    and what is no array elsewhere.
+    """
+    if _has_nnx():
+        tree = jax.tree.map(lambda x: x.parameters if _is_apart(x) else x, tree, is_leaf=_is_apart)
+
+    def trained(part: Any) -> Any:
+        if not _is_equinox(part):
+            return part if stands_for_numbers(part) else None
+        return jax.tree.map(
+            lambda x: x if stands_for_numbers(x) and is_castable(x.dtype) else None, part
+        )
+
+    return jax.tree.map(trained, tree, is_leaf=_is_equinox)
 
 
 def of_modules(fun: Callable[..., Any], *, in_scopes: bool = True) -> Callable[..., Any]:
@@ -47,11 +63,38 @@ def of_modules(fun: Callable[..., Any], *, in_scopes: bool = True) -> Callable[.
       fun: what a diagnostic is asked about.
       in_scopes: whether the modules' methods open scopes that name their paths.
     """
-    is_late = (
-        inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
-    )  # fmt: skip
-    is_other = framework_of(fun) not in (None, "flax.nnx") or any(late(fun) for late in is_late)
+    is_other = framework_of(fun) not in (None, "flax.nnx") or any(late(fun) for late in _LATE)
     return fun if is_other or not _has_nnx() else _nnx().of_parts(fun, in_scopes=in_scopes)
+
+
+def in_paths(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns what `of_modules` does; Equinox modules among the arguments open scopes as well.
+
+    As in `equinox.autocast`: half arrays of such modules count as float32 numbers.
+    """
+    fun = of_modules(fun)
+    is_asked = "equinox" in sys.modules and framework_of(fun) is None
+    if not is_asked or any(late(fun) for late in _LATE):
+        return fun
+
+    @functools.wraps(fun)
+    def in_scopes(*args: Any, **kwargs: Any) -> Any:
+        given = (args, kwargs)
+        if not any(map(_is_equinox, jax.tree.leaves(given, is_leaf=_is_equinox))):
+            return fun(*args, **kwargs)
+        leaves, structure = jax.tree.flatten(given)  # a State may be used once
+        try:
+            args, kwargs = jax.tree.unflatten(structure, leaves)
+            return _lifted(fun)(*args, **kwargs)
+        except (TypeError, ValueError):  # parts of modules, see `scoped`
+            args, kwargs = jax.tree.unflatten(structure, leaves)
+            return fun(*args, **kwargs)
+
+    return in_scopes
+
+
+def _lifted(fun: Callable[..., Any]) -> Any:
+    return importlib.import_module("jmp.adapters.equinox").lift(fun, ModuleScopes())
 
 
 def _has_nnx() -> bool:
@@ -81,7 +124,7 @@ def scoped(loss: Callable[..., Any], args: Sequence[Any]) -> Scoped:
     if not any(map(_is_equinox, jax.tree.leaves(args, is_leaf=_is_equinox))):
         return Scoped(loss, autocast, None)
     adapter = importlib.import_module("jmp.adapters.equinox")
-    lifted = functools.wraps(loss)(adapter.lift(loss, ModuleScopes()))
+    lifted = functools.wraps(loss)(_lifted(loss))
     call = ArrayCall(lifted, args)
     try:
         jax.eval_shape(call, *call.arrays)

@@ -170,9 +170,11 @@ def _check_stored_as_in_init(params: optax.Params, masters: PyTree) -> None:
     for path, leaf in leaves_by_path(params).items():
         if needs_master(leaf) != (path in with_master):
             had = "a half" if path in with_master else "no half"
+            way = " after each update (optax.apply_updates does, eqx.apply_updates does not)"
             raise ValueError(
                 f"with_master_params got params{path} of dtype {leaf.dtype}; when `init` "
-                f"was called it had {had} dtype. Cast the parameters as they were stored then "
+                f"was called it had {had} dtype. Keep the dtype"
+                f"{way * (path in with_master)}, cast the parameters as they were stored then "
                 "(cast_params of the adapters), or call init again."
             )
 
