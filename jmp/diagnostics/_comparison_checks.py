@@ -21,7 +21,7 @@ def cotangent_of(result: Any, scale: float) -> float:
     Infinite where float16 has none as large; `warn_of_narrow_results` says so.
     """
     number = scale / max(1, result.size)
-    is_beyond = result.dtype == jnp.float16 and number > jnp.finfo(jnp.float16).max
+    is_beyond = result.dtype == jnp.float16 and number > float(jnp.finfo(jnp.float16).max)
     return math.inf if is_beyond else number
 
 
