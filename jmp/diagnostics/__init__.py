@@ -10,6 +10,7 @@ and `check_skips` watch a training run.
 
 from jmp.diagnostics._assertions import assert_products_in
 from jmp.diagnostics._comparison import Comparison, compare
+from jmp.diagnostics._errors import Difference
 from jmp.diagnostics._find_float32 import find_float32
 from jmp.diagnostics._float32_scopes import Float32Scopes, ScopeAlone
 from jmp.diagnostics._gradient_report import gradient_report
@@ -22,10 +23,13 @@ from jmp.diagnostics._precision_report import PrecisionReport, precision_report
 from jmp.diagnostics._range_report import RangeReport, range_report
 from jmp.diagnostics._ranges import Range
 from jmp.diagnostics._residuals import Residual
+from jmp.diagnostics._rows import Decision, Row
 from jmp.diagnostics._sums import assert_summed_once
 
 __all__ = [
     "Comparison",
+    "Decision",
+    "Difference",
     "Float32Scopes",
     "MemoryReport",
     "NonFinite",
@@ -33,6 +37,7 @@ __all__ = [
     "Range",
     "RangeReport",
     "Residual",
+    "Row",
     "ScopeAlone",
     "assert_products_in",
     "assert_summed_once",

@@ -21,20 +21,33 @@ class Difference:
     above 1e154. An element that is the same infinity in both is no error. One that is NaN in the
     reference has no error that could be known: the errors are NaN then. Any other that is not
     finite in one of them is an infinite error. None of these is part of the norms of a and b.
+
+    Attributes:
+      kind: "result" or "gradient".
+      path: names in the result, or in the differentiated argument, joined by slashes; "" at the
+        root. With several `argnums` the argument's number comes first.
+      elements: the number of elements of a.
+      nonfinite, reference_nonfinite: how many elements of a, and of b, are infinite or NaN.
+      error_norm, norm, reference_norm: Euclidean, of a - b, of a and of b.
+      inner_product: sum of a * b; the real part where they are complex.
+      largest_error: the largest absolute a - b.
+
+    >>> from jmp.diagnostics import compare
+    >>> comparison = compare(lambda w: jnp.sum(w @ w), "mixed_bfloat16")(jnp.eye(2))
+    >>> [(row.kind, row.relative_error) for row in comparison.rows]
+    [('result', 0.0), ('gradient', 0.0)]
     """
 
-    kind: str  # "result" or "gradient"
-    # Names in the result, or in the differentiated argument, joined by slashes; "" at the root.
-    # With several `argnums` the argument's number comes first.
+    kind: str
     path: str
     elements: int
-    nonfinite: int  # how many elements of a are infinite or NaN
-    reference_nonfinite: int  # and of b
-    error_norm: float  # Euclidean, of a - b
-    norm: float  # of a
-    reference_norm: float  # of b
-    inner_product: float  # sum of a * b; the real part where they are complex
-    largest_error: float  # largest absolute a - b
+    nonfinite: int
+    reference_nonfinite: int
+    error_norm: float
+    norm: float
+    reference_norm: float
+    inner_product: float
+    largest_error: float
 
     @property
     def relative_error(self) -> float:

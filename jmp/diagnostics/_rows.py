@@ -23,20 +23,37 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One operation, or several that agree in everything but their number."""
+    """One operation of a precision report, or several that agree in everything but their number.
 
-    # "product", "reduction" or "exponential" (exp, log, powers, roots: expensive, in float32).
+    Attributes:
+      kind: "product", "reduction", or "exponential" (exp, log, powers, roots: expensive, in
+        float32).
+      operation: the primitive.
+      module: path of modules or name scopes, "" at the top.
+      source: "file:line" of the user's code, or of a library's where no frame is the user's;
+        several where JAX traced a function once for all its callers.
+      dtype_in: of the floating operands as they are read.
+      dtype_out: of the result as stored.
+      why: the reason of the rule or of the planner.
+      times: how often it stands in the program, turns of loops included.
+      flops: floating-point operations of all together; 0 for what is no product.
+
+    >>> from jmp.diagnostics import precision_report
+    >>> x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    >>> (row,) = precision_report(lambda w, x: x @ w, "mixed_bfloat16")(x, x).rows
+    >>> row.kind, row.dtype_in, row.flops
+    ('product', 'bfloat16', 1024)
+    """
+
     kind: str
-    operation: str  # the primitive
-    module: str  # path of modules or name scopes, "" at the top
-    # "file:line" of the user's code, or of a library's where no frame is the user's; several where
-    # JAX traced a function once for all its callers.
+    operation: str
+    module: str
     source: str
-    dtype_in: str  # of the floating operands as they are read
-    dtype_out: str  # of the result as stored
-    why: str  # the reason of the rule or of the planner
-    times: int = 1  # how often it stands in the program, turns of loops included
-    flops: int = 0  # floating-point operations of all together; 0 for what is no product
+    dtype_in: str
+    dtype_out: str
+    why: str
+    times: int = 1
+    flops: int = 0
 
 
 Lines = dict[tuple[int, str], str]
@@ -72,9 +89,21 @@ def rows_of(plan: Plan, lines: Lines) -> list[Row]:
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What autocast does at one place besides choosing dtypes."""
+    """What autocast does at one place besides choosing dtypes.
 
-    what: str  # one sentence; the rest is as in a `Row`
+    Attributes:
+      what: one sentence.
+      module, source, times: as in a `Row`.
+
+    >>> from jmp.diagnostics import precision_report
+    >>> loss = lambda x, mask: jnp.sum(jax.nn.softmax(x @ x + mask) ** 2)
+    >>> x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    >>> (decision,) = precision_report(loss, "mixed_float16")(x, x).decisions
+    >>> decision.what.split(",")[0], decision.times
+    ("an array that is added or selected is held within float16's range", 1)
+    """
+
+    what: str
     module: str
     source: str
     times: int = 1
