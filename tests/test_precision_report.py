@@ -80,7 +80,7 @@ ODD = jnp.ones((197, 8))
             "one element of each row, as a masked sum",
         ),
         (lambda q, k: jax.nn.softmax(q @ k.T) @ k, (ODD, ODD), "a softmax over padded rows"),
-        (masked, (W, W), "held within float16's range, in case it is a mask"),
+        (masked, (W, W), "an array that is added or selected is held within float16's range"),
     ],
 )
 def test_what_is_decided_besides_dtypes_is_said_with_its_place(function, args, what):

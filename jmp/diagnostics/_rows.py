@@ -96,9 +96,9 @@ class Decision:
       module, source, times: as in a `Row`.
 
     >>> from jmp.diagnostics import precision_report
-    >>> loss = lambda x, mask: jnp.sum(jax.nn.softmax(x @ x + mask) ** 2)
+    >>> masked = lambda x: jnp.where(x > 0, x @ x, -1e9) @ x
     >>> x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
-    >>> (decision,) = precision_report(loss, "mixed_float16")(x, x).decisions
+    >>> (decision,) = precision_report(masked, "mixed_float16")(x).decisions
     >>> decision.what.split(",")[0], decision.times
     ("an array that is added or selected is held within float16's range", 1)
     """
