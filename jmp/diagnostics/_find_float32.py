@@ -74,7 +74,8 @@ def find_float32(
       argnums, has_aux: as in `jax.value_and_grad`.
       scale: loss scale: cotangents are multiplied, gradients divided. Without one small float16
         gradients underflow, and scopes are found for that.
-      options: those of `jmp.autocast`; `rules` that it has already stay, in front.
+      options: those of `jmp.autocast`; `rules` that it has already stay, in front
+        (none beside modules of nnx or Equinox).
 
     Returns: a `Float32Scopes`, whose `rules` are ready for `autocast(loss_fn, policy, rules=...)`:
       that of `jmp`, or of the adapter whose modules are among `args`.
