@@ -577,3 +577,14 @@ def test_the_memory_of_an_equinox_model_with_functions_among_its_leaves_is_count
     count = diagnostics.memory_report(loss, optimizer=tx, compiled=False)
     parts = count(adapters.equinox.cast_params(model, "O2"), jnp.ones((4, 8))).parts
     assert parts["parameters"] == 2 * (8 * 16 + 16 + 16 + 1) and parts["masters"] > 0
+
+
+def test_an_update_of_equinox_that_widens_half_parameters_is_named_in_the_next_step():
+    tx = transforms.mixed_precision(optax.sgd(0.1), "O2")
+    params = {"w": jnp.ones(2, jnp.float16)}
+    updates, state = tx.update(params, tx.init(params), params)
+    kept, widened = (apply(params, updates) for apply in (optax.apply_updates, eqx.apply_updates))
+    assert kept["w"].dtype == jnp.float16
+    with pytest.raises(ValueError, match="a half dtype.*optax.apply_updates does, eqx.apply_upda"):
+        tx.update(params, state, widened)
+    assert jnp.isfinite(optax.global_norm(state.loss_scale.unscale(params)))
