@@ -93,7 +93,6 @@ class PolicyRules:
         *,
         root: str = "",
         anywhere: bool = False,
-        other: str = "",
     ) -> Policy:
         """Returns the policy of the first rule that matches, else the default.
 
@@ -104,13 +103,10 @@ class PolicyRules:
           root: what the root is called, where it has a name: a target may begin with it.
           anywhere: a regular expression may match from any name of the path on, as a glob does:
             where the outer names are not the user's.
-          other: another path of the same place, which a target may name too.
         """
         if len(self._asked) < _ASKED:
             self._asked[path] = None
         spellings = _spellings(path, root)
-        if other and other != path:
-            spellings += _spellings(other, root)
         for index, (target, policy) in enumerate(self._rules):
             if _matches(target, spellings, module_types, anywhere):
                 self._unused.pop(index, None)

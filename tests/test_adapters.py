@@ -534,16 +534,17 @@ TOKENS = jnp.arange(16)
 
 
 @pytest.mark.parametrize(
-    ("target", "in_float32"),
+    ("rules", "in_float32"),
     [
-        ("logits", [False, False, True]),
-        ("blocks/0", [True, False, False]),
-        ("eqx.nn.Linear", [True, True, False]),
-        (re.compile("blocks/1|logits"), [False, True, True]),
+        ([("logits", "float32")], [False, False, True]),
+        ([("blocks/0", "float32")], [True, False, False]),
+        ([("eqx.nn.Linear", "float32"), ("blocks/0", "O2")], [False, True, False]),
+        ([(re.compile("blocks/1|logits"), "float32")], [False, True, True]),
+        ([("blocks/1", "O2"), ("", "float32")], [True, False, True]),
     ],
 )
-def test_a_rule_of_equinox_names_a_module_or_a_scope_in_training_as_in_reports(target, in_float32):
-    model, options = TiedHead(), {"rules": [(target, "float32")]}
+def test_rules_of_equinox_name_modules_and_then_scopes_in_training_as_in_reports(rules, in_float32):
+    model, options = TiedHead(), {"rules": rules}
     trained = adapters.equinox.autocast(next_token_loss, "O2", **options)
     reports = [
         diagnostics.precision_report(next_token_loss, "O2", **options)(model, TOKENS),

@@ -29,11 +29,19 @@ def joined_path(names: Sequence[str], outer: str = "") -> str:
     return "/".join(filter(None, path))
 
 
+def module_paths(names: Sequence[str]) -> list[str]:
+    """Returns the paths of the modules among name scopes, the innermost first.
+
+    >>> module_paths(["jmp.module:", "jmp.module:block/mlp", "eqx.nn.Linear"])
+    ['block/mlp', '']
+    """
+    return [name.removeprefix(MODULE) for name in reversed(names) if name.startswith(MODULE)]
+
+
 def modules_path(names: Sequence[str]) -> str | None:
     """Returns the path of the innermost module among name scopes; None if there is none.
 
     >>> modules_path(["jmp.module:", "jmp.module:block/mlp", "eqx.nn.Linear"])
     'block/mlp'
     """
-    paths = [name.removeprefix(MODULE) for name in names if name.startswith(MODULE)]
-    return paths[-1] if paths else None
+    return next(iter(module_paths(names)), None)

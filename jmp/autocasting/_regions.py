@@ -21,7 +21,7 @@ import numpy as np
 
 from jmp import _jax_compat
 from jmp._describe import described
-from jmp.autocasting._module_paths import joined_path
+from jmp.autocasting._module_paths import module_paths
 from jmp.autocasting._settings import Settings, check_policy
 from jmp.dtypes import FLOAT32, is_half
 from jmp.policy import Policy, get_policy
@@ -115,8 +115,7 @@ class RegionRules:
         if named:
             policy = get_policy(named[-1].removeprefix(POLICY))
         else:
-            scopes = "/".join(name for name in names if not name.startswith("jmp."))
-            policy = self.rules.policy_for(joined_path(names), anywhere=True, other=scopes)
+            policy = self._rule_for(names)
         _check_dtype(policy, self._half, described("/".join(names)))
         if policy.compute_dtype == self._half:
             wide = self._settings.reduces_in_float32 or policy.reduce_dtype is not None
@@ -124,6 +123,16 @@ class RegionRules:
             return Region(reduces_in_float32=wide, multiplies_in_float8=float8)
         rounds = policy.output_dtype == self._half
         return Region(in_float32=True, output_dtype=self._half if rounds else None)
+
+    def _rule_for(self, names: list[str]) -> Policy:
+        # As in an adapter, whose modules open a scope of their policy: the innermost module that a
+        # rule names, before other scopes.
+        for path in module_paths(names):
+            policy = self.rules.policy_for(path)
+            if policy is not self.rules.default:
+                return policy
+        scopes = "/".join(name for name in names if not name.startswith("jmp."))
+        return self.rules.policy_for(scopes, anywhere=True)
 
 
 class Words(NamedTuple):
