@@ -3,14 +3,9 @@
 Nothing is imported for it: where there is a model, its framework was imported already.
 """
 
-import sys
-from types import FrameType
 from typing import Any
 
 from jmp._describe import described
-
-# Packages whose frames stand between a user's line and a warning.
-_BETWEEN = {"jmp", "jax", "flax", "equinox", "haiku", "optax", "contextlib", "functools"}
 
 # The classes of models, by module and name, and what runs such a model in mixed precision.
 _MODELS = {
@@ -23,23 +18,6 @@ _MODELS = {
     ("keras", "Layer"): "keras.mixed_precision.set_global_policy('mixed_float16')",
     ("torch", "Module"): "torch.amp: jmp is for JAX",
 }
-
-
-def users_stacklevel() -> int:
-    """Returns the `stacklevel` with which a warning of the calling function names the user's line.
-
-    It is the innermost line outside of this package, JAX and the frameworks.
-
-    >>> users_stacklevel() > 1  # this line is of jmp
-    True
-    """
-    level = 1
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in _BETWEEN:
-            return level
-        level, frame = level + 1, frame.f_back
-    return 2
 
 
 def framework_of(value: Any) -> str | None:

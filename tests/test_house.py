@@ -19,6 +19,7 @@ LAYERS = {
     "_jax_compat": 0,
     "_lazy": 0,
     "_marks": 0,
+    "_stacklevel": 0,
     "dtypes": 1,
     "trees": 2,
     "_calls": 3,

@@ -12,7 +12,7 @@ import numpy as np
 
 from jmp import _jax_compat
 from jmp._describe import described
-from jmp._frameworks import users_stacklevel
+from jmp._stacklevel import users_stacklevel
 from jmp.autocasting._equations import is_inner_product
 from jmp.autocasting._float8 import OPERANDS
 from jmp.autocasting._graph import Node

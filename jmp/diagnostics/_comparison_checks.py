@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp import _jax_compat
-from jmp._frameworks import users_stacklevel
+from jmp._stacklevel import users_stacklevel
 from jmp.diagnostics._places import with_places
 from jmp.dtypes import is_castable
 
