@@ -115,25 +115,19 @@ def _size_of(model: str) -> str:
     return f"{SHORT_TITLES[name]}, {', '.join(words)}"
 
 
-@figure("constants/large")
-def _(found: Any) -> str:
-    return _columns(found["LARGE"], "elements", RATIOS, "sum over gather, elements")
-
-
-@figure("constants/aligned")
-def _(found: Any) -> str:
-    return _columns(found["ALIGNED"], "length of rows", RATIOS, "length of rows")
-
-
-@figure("constants/long")
-def _(found: Any) -> str:
-    titles = {"kernels": "kernels", "bytes": "bytes, divided by those of the half scores"}
-    return _columns(found["LONG"], "length of rows", titles, "length of rows")
-
-
-@figure("constants/short")
-def _(found: Any) -> str:
-    return _columns(found["SHORT"], "classes", RATIOS, "classes")
+OF_SCORES = {"kernels": "kernels", "bytes": "bytes, divided by those of the half scores"}
+# Tables with a column for each measurement: what varies, the rows, and the title of the first cell.
+VARIED = {
+    "LARGE": ("elements", RATIOS, "sum over gather, elements"),
+    "ALIGNED": ("length of rows", RATIOS, "length of rows"),
+    "LONG": ("length of rows", OF_SCORES, "length of rows"),
+    "SHORT": ("classes", RATIOS, "classes"),
+    "LOOKED_AT": ("elements", {"milliseconds": "milliseconds"}, "elements"),
+}
+for _name, _shape in VARIED.items():
+    figure(f"constants/{_name.lower().replace('_', '-')}")(
+        lambda found, name=_name, shape=_shape: _columns(found[name], *shape)
+    )
 
 
 @figure("constants/unknown")
@@ -152,9 +146,3 @@ def _(found: Any) -> str:
 def _batch_title(batch: str) -> str:
     _, is_symbol, counts = batch.partition("UNKNOWN ")
     return f"a symbol, counted as {counts}" if is_symbol else f"batch {batch}"
-
-
-@figure("constants/looked-at")
-def _(found: Any) -> str:
-    titles = {"milliseconds": "milliseconds"}
-    return _columns(found["LOOKED_AT"], "elements", titles, "elements")

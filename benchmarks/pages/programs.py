@@ -113,14 +113,8 @@ def _autocast_bytes(found: Any) -> list[float]:
     return [ways["autocast"]["bytes_moved"] / ways["by hand"]["bytes_moved"] for ways in recipes]
 
 
-@figure("programs/autocast-least")
-def _(found: Any) -> str:
-    return f"{min(_autocast_bytes(found)):.2f}"
-
-
-@figure("programs/autocast-most")
-def _(found: Any) -> str:
-    return f"{max(_autocast_bytes(found)):.2f}"
+figure("programs/autocast-least")(lambda found: f"{min(_autocast_bytes(found)):.2f}")
+figure("programs/autocast-most")(lambda found: f"{max(_autocast_bytes(found)):.2f}")
 
 
 @figure("programs/attention-table")
@@ -130,27 +124,31 @@ def _(found: Any) -> str:
     return table(["module", "bytes moved", "temporary memory", "kernels"], rows)
 
 
+FLOAT8_TITLES = ("bytes", "temp memory", "kernels", "products in float8")
+
+
+def _float8_cells(counted: Any, kind: str) -> list[str]:
+    """Returns the cells of `FLOAT8_TITLES` for a program that was counted in bfloat16 too."""
+    float8 = counted[kind]
+    share = f"{float8['float8']} of {float8['products']}"
+    return [*_over(float8, counted["mixed_bfloat16"], 2), share]
+
+
 @figure("programs/float8-table")
 def _(found: Any) -> str:
-    rows = []
-    for name, policies in found["workloads"]["float8"]["recipes"].items():
-        float8, base = policies["mixed_float8"], policies["mixed_bfloat16"]
-        share = f"{float8['float8']} of {float8['products']}"
-        rows.append([name, *_over(float8, base, 2), share])
-    return table(["", "bytes", "temp memory", "kernels", "products in float8"], rows)
+    recipes = found["workloads"]["float8"]["recipes"]
+    rows = [[name, *_float8_cells(counted, "mixed_float8")] for name, counted in recipes.items()]
+    return table(["", *FLOAT8_TITLES], rows)
 
 
 @figure("programs/float8-rules")
 def _(found: Any) -> str:
-    rows = []
-    for rule, counted in found["workloads"]["float8-rules"]["recipes"].items():
-        for kind, title in (("mixed_float8", "with it"), ("without the rule", "without it")):
-            float8 = counted[kind]
-            share = f"{float8['float8']} of {float8['products']}"
-            cells = [rule, counted["program"], title, *_over(float8, counted["mixed_bfloat16"], 2)]
-            rows.append([*cells, share])
-    headers = ["rule", "step", "variant", "bytes", "temp memory", "kernels", "products in float8"]
-    return table(headers, rows)
+    rows = [
+        [rule, counted["program"], title, *_float8_cells(counted, kind)]
+        for rule, counted in found["workloads"]["float8-rules"]["recipes"].items()
+        for kind, title in (("mixed_float8", "with it"), ("without the rule", "without it"))
+    ]
+    return table(["rule", "step", "variant", *FLOAT8_TITLES], rows)
 
 
 def _columns(name: str) -> Callable[[Any], list[int]]:
@@ -261,11 +259,7 @@ def _(found: Any) -> str:
     return percent(abs(report["xla_temp_bytes"] / kept - 1))
 
 
-@figure("programs/memory-factor")
-def _(found: Any) -> str:
-    return f"{_gpt2(found, MIXED)['transformer_factors']['within the blocks']:.1f}"
-
-
-@figure("programs/memory-scores")
-def _(found: Any) -> str:
-    return f"{_gpt2(found, MIXED)['transformer_factors']['of it attention scores']:.1f}"
+for _name, _part in (("factor", "within the blocks"), ("scores", "of it attention scores")):
+    figure(f"programs/memory-{_name}")(
+        lambda found, part=_part: f"{_gpt2(found, MIXED)['transformer_factors'][part]:.1f}"
+    )

@@ -10,9 +10,8 @@ from benchmarks.pages.registry import figure, percent
 # Kills.
 
 
-@figure("soak/kills")
-def _(found: Any) -> str:
-    return str(found["kills"]["kills"])
+for _name in ("kills", "trainings", "bit_equal"):
+    figure(f"soak/{_name.replace('_', '-')}")(lambda found, name=_name: str(found["kills"][name]))
 
 
 @figure("soak/kills-aimed")
@@ -26,37 +25,16 @@ def _(found: Any) -> str:
     return str(found["kills"]["left_behind"]["half a checkpoint"])
 
 
-@figure("soak/trainings")
-def _(found: Any) -> str:
-    return str(found["kills"]["trainings"])
-
-
-@figure("soak/bit-equal")
-def _(found: Any) -> str:
-    return str(found["kills"]["bit_equal"])
-
-
 # Spoilt gradients.
 
 
-@figure("soak/steps")
-def _(found: Any) -> str:
-    return f"{found['faults']['steps']:,}"
-
-
-@figure("soak/faults")
-def _(found: Any) -> str:
-    return f"{found['faults']['faults']:,}"
+for _name in ("steps", "faults", "skipped"):
+    figure(f"soak/{_name}")(lambda found, name=_name: f"{found['faults'][name]:,}")
 
 
 @figure("soak/different")
 def _(found: Any) -> str:
     return str(sum(len(row["different"]) for row in found["faults"]["rows"]))
-
-
-@figure("soak/skipped")
-def _(found: Any) -> str:
-    return f"{found['faults']['skipped']:,}"
 
 
 # Float8 beside bfloat16.
@@ -85,14 +63,10 @@ def _(found: Any) -> str:
     return table(["", half, low, "difference"], rows)
 
 
-@figure("soak/float8-share-gpt")
-def _(found: Any) -> str:
-    return percent(found["float8"]["gpt"]["float8_share"])
-
-
-@figure("soak/float8-share-digits")
-def _(found: Any) -> str:
-    return percent(found["float8"]["digits"]["float8_share"])
+for _name in ("gpt", "digits"):
+    figure(f"soak/float8-share-{_name}")(
+        lambda found, name=_name: percent(found["float8"][name]["float8_share"])
+    )
 
 
 @figure("soak/float8-apart")
