@@ -12,9 +12,7 @@ from typing import Any
 import jax
 
 from jmp.adapters._module_policies import ModulePolicies
-from jmp.autocasting._module_paths import MODULE, joined_path, modules_path
-
-__all__ = ["MODULE", "ModuleScopes", "joined_path", "modules_path"]
+from jmp.autocasting._module_paths import MODULE
 
 
 class ModuleScopes(ModulePolicies):

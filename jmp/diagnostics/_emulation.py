@@ -21,11 +21,11 @@ import numpy as np
 from jax import lax
 
 from jmp import _jax_compat
-from jmp.adapters._module_scopes import MODULE, modules_path
 from jmp.autocasting import _float8
 from jmp.autocasting._casts import repeated, saturated
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import kind_of
+from jmp.autocasting._module_paths import MODULE, modules_path
 from jmp.autocasting._precision import with_default
 from jmp.autocasting._steps import (
     Inside,

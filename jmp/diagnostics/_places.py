@@ -11,7 +11,7 @@ from jax.extend import core
 from jax.extend.source_info_util import NameStack
 
 from jmp import _jax_compat
-from jmp.adapters._module_scopes import joined_path
+from jmp.autocasting._module_paths import joined_path
 from jmp.autocasting.kinds.scan import turns_of
 
 # Lines of these packages are not the user's: what counts is the line that calls a Flax layer.
