@@ -186,6 +186,11 @@ def _type_and_sign(leaf: Any) -> tuple[type, str]:
     return type(leaf), repr(leaf) if isinstance(leaf, float | complex) else ""
 
 
+def runs_late(fun: Any) -> bool:
+    """Returns whether a function computes after the call of it has returned."""
+    return any(is_function(fun) for _, is_function, _ in LATE)
+
+
 def check_runs_when_called(fun: Any) -> None:
     """Refuses what computes after the call has returned: a function, or a result of one.
 

@@ -2,7 +2,6 @@
 
 import functools
 import importlib
-import inspect
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -13,11 +12,9 @@ from jmp._calls import ArrayCall, stands_for_numbers
 from jmp._frameworks import framework_of
 from jmp.adapters._module_scopes import ModuleScopes
 from jmp.autocasting import autocast
+from jmp.autocasting._program import runs_late
 from jmp.dtypes import is_castable
 from jmp.trees import PyTree
-
-# What runs later than it is called is refused by autocast.
-_LATE = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 
 
 class Scoped(NamedTuple):
@@ -63,7 +60,7 @@ def of_modules(fun: Callable[..., Any], *, in_scopes: bool = True) -> Callable[.
       fun: what a diagnostic is asked about.
       in_scopes: whether the modules' methods open scopes that name their paths.
     """
-    is_other = framework_of(fun) not in (None, "flax.nnx") or any(late(fun) for late in _LATE)
+    is_other = framework_of(fun) not in (None, "flax.nnx") or runs_late(fun)
     return fun if is_other or not _has_nnx() else _nnx().of_parts(fun, in_scopes=in_scopes)
 
 
@@ -74,7 +71,7 @@ def in_paths(fun: Callable[..., Any]) -> Callable[..., Any]:
     """
     fun = of_modules(fun)
     is_asked = "equinox" in sys.modules and framework_of(fun) is None
-    if not is_asked or any(late(fun) for late in _LATE):
+    if not is_asked or runs_late(fun):
         return fun
 
     @functools.wraps(fun)
