@@ -14,7 +14,7 @@ from jmp import _jax_compat
 from jmp._describe import described
 from jmp._stacklevel import users_stacklevel
 from jmp.autocasting._equations import contracts_nothing, is_inner_product, is_low
-from jmp.autocasting._exact_products import WHY_EXACT
+from jmp.autocasting._exact_products import WHY_EXACT, wrapped_values
 from jmp.autocasting._float8 import OPERANDS
 from jmp.autocasting._graph import Node
 from jmp.autocasting._numbers import dtype_of, is_inexact
@@ -138,6 +138,24 @@ def _fused_of(plan: Plan, times: int) -> Iterator[tuple[str, Node, int]]:
                 yield from _fused_of(inside, turns)
     for node, why in plan.not_fused.items():
         yield why, node, times
+
+
+def rounded_arguments_of(plan: Plan) -> Iterator[Node]:
+    """Yields the half products whose results reach a function that wraps, such as sin."""
+    for level in _levels(plan):
+        wrapped = wrapped_values(level.graph.nodes)
+        for step in plain_steps(level.steps):
+            if isinstance(step, Single) and step.node.is_product and step.arithmetic.is_half:
+                if not wrapped.isdisjoint(step.node.outputs):
+                    yield step.node
+
+
+def _levels(plan: Plan) -> Iterator[Plan]:
+    yield plan
+    for step in plain_steps(plan.steps):
+        if isinstance(step, Nested):
+            for inside, _ in _plans_in(step, 1):
+                yield from _levels(inside)
 
 
 def _plans_in(step: Nested, times: int) -> Iterator[tuple[Plan, int]]:
