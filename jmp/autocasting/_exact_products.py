@@ -55,11 +55,13 @@ def why_exact(operands: Sequence[Value]) -> str:
 def made_of_results(node: Node) -> MadeOf:
     """Returns what the results of an equation are made of, but those that are no numbers."""
     found = max((value.made_of for value in node.inputs), default=MadeOf.CONSTANTS)
+    if found is MadeOf.PRODUCTS:
+        return found
     if is_low(node.equation):
         is_exact = node.rule.category is Category.FULL and why_exact(node.inputs)
         has_table = MadeOf.TABLES in (value.made_of for value in node.inputs)
         return found if is_exact and not has_table else MadeOf.PRODUCTS
-    if found is not MadeOf.PRODUCTS and any(True for _ in _jax_compat.inner_jaxprs(node.equation)):
+    if any(True for _ in _jax_compat.inner_jaxprs(node.equation)):
         return max(found, _made_inside(node.equation))
     if node.rule.draws_bits or node.rule == NO_RULE:
         return max(found, MadeOf.INPUTS)
