@@ -43,13 +43,19 @@ def why_exact(operands: Sequence[Value]) -> str:
     """Returns why a product of these is computed in float32, whatever reads it; "" if it need not.
 
     NumPy arrays might be weights: a network of these would be float32 as a whole, if they counted
-    as constants. So they transform inputs, and what comes out counts as a product's result.
+    as constants. So they transform inputs, and what comes out counts as a product's result. One
+    number repeated is no table, but for instance where a derivative begins.
     """
-    low, high = sorted(value.made_of for value in operands[:2])
-    if high <= MadeOf.INTEGERS:
+    made_of = [value.made_of for value in operands[:2]]
+    if max(made_of) <= MadeOf.INTEGERS:
         return WHY_COUNTS
-    is_table = low in (MadeOf.CONSTANTS, MadeOf.TABLES) and high <= MadeOf.INPUTS
-    return WHY_TABLE if is_table else ""
+    is_table = any(
+        value.made_of in (MadeOf.CONSTANTS, MadeOf.TABLES) and value.constant is None
+        for value in operands[:2]
+    )
+    # Integers times a NumPy array look rows up.
+    is_data = max(made_of) <= MadeOf.INPUTS and MadeOf.INTEGERS not in made_of
+    return WHY_TABLE if is_table and is_data else ""
 
 
 def made_of_results(node: Node) -> MadeOf:
