@@ -216,7 +216,7 @@ def test_a_small_constant_from_outside_is_known_inside(nested, policy):
 
 
 def test_a_product_that_overflows_is_seen_to():
-    function = lambda x: half(half(x) * 1e6)
+    function = lambda x: (half(x) * 1e6) @ ones(2, 2)
     assert jnp.isinf(jmp.autocast(function, "mixed_float16")(jnp.ones((1, 2)))).all()
 
 
@@ -297,7 +297,8 @@ SATURATED = {
 @HALVES
 @pytest.mark.parametrize("name", SATURATED)
 def test_the_slope_of_a_saturated_function_in_a_gradient_of_the_programs_own(name, policy):
-    gradient = jax.grad(lambda x: SATURATED[name](x).sum())
+    # The cotangent is an array from outside: literal ones times a weight would be float32.
+    gradient = jax.grad(lambda x: (SATURATED[name](x) * ones(1, 2)).sum())
     got = jmp.autocast(gradient, policy)(row_of(4, -4))
     np.testing.assert_allclose(got, gradient(row_of(4, -4)), rtol=5e-3)
 
