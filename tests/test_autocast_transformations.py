@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp
-from tests.products import equations, half, product_dtypes
+from tests.products import equations, half, ones, product_dtypes
 
 F16 = "mixed_float16"
 KEYS = jax.random.split(jax.random.key(0), 3)
@@ -206,7 +206,7 @@ def results_of_all_kinds(x, w):
 
 
 def empty(x, w):
-    return x[:0] @ w, jnp.zeros((0, 8)) @ w, (x @ w)[:, :0].sum()
+    return x[:0] @ w, ones(0, 8) @ w, (x @ w)[:, :0].sum()
 
 
 FUNCTIONS = [
@@ -241,12 +241,17 @@ def test_values_under_jit(function):
 
 
 def scalar(function):
-    """The sum of all floating results."""
+    """The sum of all floating results, with cotangents from outside.
+
+    A gradient inside autocast would multiply literal ones by a weight, in float32.
+    """
 
     def total(x, w):
         leaves = jax.tree.leaves(function(x, w))
         return sum(
-            jnp.sum(leaf) for leaf in leaves if jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+            jnp.sum(leaf * ones(*jnp.shape(leaf)))
+            for leaf in leaves
+            if jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
         )
 
     return total
