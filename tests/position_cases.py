@@ -1,0 +1,260 @@
+"""Ways in which public code writes positions, counts and features inside its models.
+
+A row is a small model, `loss(dtype, params, *inputs)`. With float32 it is what a user writes; with
+a half dtype what the same user writes who does mixed precision by hand: weights and activations in
+half, the rotated q and k and the softmax back in half, the loss in float32; and positions, angles,
+counts and features in float32. These stand in the name scope "positions", so that a rule can say to
+autocast what it should find by itself.
+
+A row says how many products are half and how many are float32. Products that contract nothing, or
+axes of length 1 alone, are not among them: they are multiplications.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+FLOAT32 = jnp.float32
+LENGTH = 512  # above 256, where bfloat16 does not hold a count
+WIDTH = 16
+in_float32 = lambda: jax.named_scope("positions")  # noqa: E731
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Case:
+    """A model, the shapes of its parameters, and how many of its products are what."""
+
+    loss: Callable[..., jax.Array]
+    inputs: Callable[[np.random.Generator], tuple[np.ndarray, ...]]
+    shapes: dict[str, tuple[int, ...]]
+    half: int
+    full: int
+    mixed: int
+
+    @property
+    def name(self) -> str:
+        return self.loss.__name__
+
+    def params(self) -> dict[str, np.ndarray]:
+        random = np.random.default_rng(0)
+        return {
+            name: np.float32(random.normal(size=shape) * shape[0] ** -0.5)
+            for name, shape in self.shapes.items()
+        }
+
+
+CASES: list[Case] = []
+
+
+def case(inputs, shapes, half, full=0, mixed=0):
+    """Adds a model to the table."""
+
+    def add(loss: Callable[..., Any]) -> Callable[..., Any]:
+        CASES.append(Case(loss, inputs, shapes, half, full, mixed))
+        return loss
+
+    return add
+
+
+# Networks that stand behind the positions.
+
+
+def squared_error(y):
+    y = y.astype(FLOAT32)
+    return jnp.mean((y - jnp.sin(jnp.arange(y.size, dtype=FLOAT32)).reshape(y.shape)) ** 2)
+
+
+def dense(dtype, x, weights):
+    return x.astype(dtype) @ weights.astype(dtype)
+
+
+MLP = {"hidden": (WIDTH, WIDTH), "out": (WIDTH, WIDTH)}
+
+
+def mlp(dtype, params, x):
+    """Two products."""
+    return squared_error(dense(dtype, jax.nn.gelu(dense(dtype, x, params["hidden"])), params["out"]))
+
+
+ATTENTION = {"q": (WIDTH, WIDTH), "k": (WIDTH, WIDTH), "v": (WIDTH, WIDTH), "out": (WIDTH, WIDTH)}
+
+
+def attention(dtype, params, x, rotate=lambda x: x, bias=None):
+    """Six products: q, k, v, the scores, their mean and the projection; one head, float32 softmax."""
+    q, k, v = (dense(dtype, x, params[name]) for name in "qkv")
+    q, k = (rotate(y.astype(FLOAT32)).astype(dtype) for y in (q, k))
+    scores = (jnp.einsum("...qd,...kd->...qk", q, k) * q.shape[-1] ** -0.5).astype(FLOAT32)
+    weights = jax.nn.softmax(scores if bias is None else scores + bias).astype(dtype)
+    return squared_error(dense(dtype, weights @ v, params["out"]))
+
+
+def rotated_halves(angles):
+    """Rotates as GPT-NeoX and Llama do: a number and that half a vector further."""
+
+    def rotate(x):
+        x1, x2 = jnp.split(x, 2, -1)
+        cos, sin = jnp.cos(angles), jnp.sin(angles)
+        return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1)
+
+    return rotate
+
+
+def rotated_pairs(sin, cos):
+    """Rotates as GPT-J does: a number and its neighbour."""
+
+    def rotate(x):
+        x1, x2 = x[..., ::2], x[..., 1::2]
+        return jnp.stack([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1).reshape(x.shape)
+
+    return rotate
+
+
+def frequencies(n=WIDTH // 2):
+    return 1e4 ** -(jnp.arange(n, dtype=FLOAT32) / n)
+
+
+def steps(n=LENGTH):
+    return jnp.arange(n, dtype=FLOAT32)
+
+
+def tokens(random):
+    return (np.float32(random.normal(size=(LENGTH, WIDTH))),)
+
+
+def tokens_and_positions(random):
+    start = random.integers(1000)  # a chunk of a longer text
+    return (*tokens(random), np.int32(start + np.arange(LENGTH)))
+
+
+# Rotary angles.
+
+
+@case(tokens, ATTENTION, half=6)
+def rotary_by_einsum(dtype, params, x):
+    with in_float32():
+        angles = jnp.einsum("i,j->ij", steps(), frequencies())
+    return attention(dtype, params, x, rotated_halves(angles))
+
+
+@case(tokens, ATTENTION, half=6)
+def rotary_by_columns_and_rows(dtype, params, x):
+    with in_float32():
+        angles = steps()[:, None] @ frequencies()[None]
+    return attention(dtype, params, x, rotated_halves(angles))
+
+
+@case(tokens_and_positions, ATTENTION, half=6)
+def rotary_of_hugging_face(dtype, params, x, positions):
+    with in_float32():
+        columns = frequencies()[None, :, None]
+        rows = positions[None, None, :].astype(FLOAT32)
+        angles = (columns @ rows).swapaxes(1, 2)
+    return attention(dtype, params, x[None], rotated_halves(angles))
+
+
+@case(tokens, ATTENTION, half=6)
+def rotary_by_outer(dtype, params, x):
+    with in_float32():
+        angles = jnp.outer(steps(), frequencies())
+    return attention(dtype, params, x, rotated_halves(angles))
+
+
+@case(tokens, ATTENTION, half=6)
+def rotary_by_tensordot(dtype, params, x):
+    with in_float32():
+        angles = jnp.tensordot(steps(), frequencies(), axes=0)
+    return attention(dtype, params, x, rotated_halves(angles))
+
+
+@case(tokens, ATTENTION, half=6)
+def rotary_by_dot_general(dtype, params, x):
+    with in_float32():
+        angles = lax.dot_general(frequencies(), steps(), (((), ()), ((), ()))).T
+    return attention(dtype, params, x, rotated_halves(angles))
+
+
+@case(tokens_and_positions, ATTENTION, half=6)
+def rotary_of_batched_positions(dtype, params, x, positions):
+    with in_float32():
+        angles = jnp.einsum("bi,j->bij", positions[None].astype(FLOAT32), frequencies())
+    return attention(dtype, params, x[None], rotated_halves(angles))
+
+
+@case(tokens, ATTENTION | {"frequencies": (WIDTH // 2,)}, half=6)
+def rotary_of_learned_frequencies(dtype, params, x):
+    with in_float32():
+        angles = jnp.einsum("i,j->ij", steps(), params["frequencies"])
+    return attention(dtype, params, x, rotated_halves(angles))
+
+
+@case(tokens_and_positions, ATTENTION, half=6)
+def rotary_of_gpt_j(dtype, params, x, positions):
+    with in_float32():
+        angles = jnp.einsum("i , j -> i j", steps(2 * 1024), frequencies())
+        table = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1)
+        sin, cos = jnp.split(jnp.take(table, positions, axis=0), 2, -1)
+    return attention(dtype, params, x, rotated_pairs(sin, cos))
+
+
+@case(tokens_and_positions, ATTENTION, half=6)
+def rotary_in_three_sections(dtype, params, x, positions):
+    """Qwen2-VL: time, height and width have some of the frequencies each."""
+    with in_float32():
+        ids = jnp.stack([positions, positions // 32, positions % 32])[:, None, None, :]
+        columns = jnp.broadcast_to(frequencies()[None, None, :, None], (3, 1, WIDTH // 2, 1))
+        angles = (columns @ ids.astype(FLOAT32)).swapaxes(2, 3)
+        sections = jnp.split(angles, (2, 5), -1)
+        angles = jnp.concatenate([part[i] for i, part in enumerate(sections)], -1)
+    return attention(dtype, params, x[None], rotated_halves(angles))
+
+
+def grid(height, width):
+    """The coordinates of pixels, row by row: [height * width, 2]."""
+    y, x = jnp.meshgrid(steps(height), steps(width), indexing="ij")
+    return jnp.stack([y, x], -1).reshape(-1, 2)
+
+
+@case(tokens, ATTENTION, half=6, full=1)
+def rotary_of_two_axes(dtype, params, x):
+    with in_float32():
+        of_axis = jnp.kron(jnp.eye(2), 100.0 ** -(jnp.arange(4) / 4)[None])
+        angles = jnp.einsum("...i,ij->...j", grid(2, LENGTH // 2) * 2, of_axis)
+    return attention(dtype, params, x, rotated_halves(angles))
+
+
+@case(tokens, ATTENTION, half=6, full=1)
+def rotary_of_positions_by_a_triangle(dtype, params, x):
+    with in_float32():
+        positions = jnp.tril(jnp.ones((LENGTH, LENGTH))) @ jnp.ones(LENGTH) - 1
+        angles = jnp.einsum("i,j->ij", positions, frequencies())
+    return attention(dtype, params, x, rotated_halves(angles))
+
+
+def padded_tokens(random):
+    words = random.integers(1, 50, LENGTH)
+    words[: random.integers(9, 99)] = 0
+    return (*tokens(random), np.int32(words))
+
+
+@case(padded_tokens, ATTENTION, half=6, full=1)
+def rotary_of_positions_behind_padding(dtype, params, x, words):
+    with in_float32():
+        positions = jnp.tril(jnp.ones((LENGTH, LENGTH))) @ (words != 0).astype(FLOAT32)
+        angles = positions[:, None] @ frequencies()[None]
+    return attention(dtype, params, x, rotated_halves(angles))
+
+
+# Positions that are added to scores.
+
+
+@case(tokens, ATTENTION, half=6)
+def alibi(dtype, params, x):
+    with in_float32():
+        slopes = 2.0 ** -jnp.arange(1, 5, dtype=FLOAT32)
+        bias = jnp.einsum("h,s->hs", slopes, steps() - LENGTH + 1)[:, None]
+    return attention(dtype, params, x.reshape(-1, 4, 128, WIDTH)[0].repeat(4, 1), bias=bias)
