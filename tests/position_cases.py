@@ -43,7 +43,7 @@ class Case:
     def params(self) -> dict[str, np.ndarray]:
         random = np.random.default_rng(0)
         return {
-            name: np.float32(random.normal(size=shape) * shape[0] ** -0.5)
+            name: np.float32(random.normal(size=shape) * shape[-2:][0] ** -0.5)
             for name, shape in self.shapes.items()
         }
 
@@ -185,10 +185,11 @@ def rotary_of_batched_positions(dtype, params, x, positions):
     return attention(dtype, params, x[None], rotated_halves(angles))
 
 
-@case(tokens, ATTENTION | {"frequencies": (WIDTH // 2,)}, half=6)
+@case(tokens, ATTENTION | {"logarithms": (WIDTH // 2,)}, half=6)
 def rotary_of_learned_frequencies(dtype, params, x):
     with in_float32():
-        angles = jnp.einsum("i,j->ij", steps(), params["frequencies"])
+        learned = frequencies() * jnp.exp(params["logarithms"])
+        angles = jnp.einsum("i,j->ij", steps(), learned)
     return attention(dtype, params, x, rotated_halves(angles))
 
 
@@ -252,9 +253,224 @@ def rotary_of_positions_behind_padding(dtype, params, x, words):
 # Positions that are added to scores.
 
 
-@case(tokens, ATTENTION, half=6)
+@case(tokens, {name: (3, WIDTH, WIDTH) for name in ATTENTION}, half=6)
 def alibi(dtype, params, x):
     with in_float32():
-        slopes = 2.0 ** -jnp.arange(1, 5, dtype=FLOAT32)
+        slopes = 2.0 ** -(jnp.arange(1, 4, dtype=FLOAT32) * 8 / 3)
         bias = jnp.einsum("h,s->hs", slopes, steps() - LENGTH + 1)[:, None]
-    return attention(dtype, params, x.reshape(-1, 4, 128, WIDTH)[0].repeat(4, 1), bias=bias)
+    return attention(dtype, params, jnp.broadcast_to(x, (3, *x.shape)), bias=bias)
+
+
+def buckets_of(distance, n=16):
+    """T5's: distances up to n / 2 are their own bucket, those up to 256 share the others."""
+    far = n // 2 + jnp.log(jnp.maximum(distance, 1) / (n // 2)) / jnp.log(512 / n) * (n // 2)
+    return jnp.where(distance < n // 2, distance, jnp.minimum(far.astype(int), n - 1))
+
+
+@case(tokens, ATTENTION | {"table": (16, 1)}, half=6, full=1)
+def relative_buckets_of_t5(dtype, params, x):
+    with in_float32():
+        distance = jnp.abs(jnp.arange(LENGTH)[:, None] - jnp.arange(LENGTH)[None])
+        bias = (jax.nn.one_hot(buckets_of(distance), 16) @ params["table"])[..., 0]
+    return attention(dtype, params, x, bias=bias)
+
+
+@case(tokens, ATTENTION | {"distance": (WIDTH, WIDTH)}, half=8)
+def relative_shift_by_one_hot(dtype, params, x):
+    """Transformer-XL's scores of distances, moved to their places by a product: half."""
+    n = 64
+    x = x.reshape(-1, n, WIDTH)[0]
+    by_distance = dense(dtype, x, params["distance"]).astype(dtype)
+    place = jax.nn.one_hot(jnp.arange(n)[:, None] - jnp.arange(n)[None], WIDTH, dtype=dtype)
+    bias = jnp.einsum("qd,qkd->qk", by_distance, place).astype(FLOAT32)
+    return attention(dtype, params, x, bias=bias)
+
+
+# Times and depths.
+
+
+def some_times(random):
+    return (np.float32(random.uniform(0, 1000, LENGTH)),)
+
+
+def some_steps(random):
+    return (np.int32(random.integers(0, 1000, LENGTH)),)
+
+
+def waves(angles):
+    return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1)
+
+
+@case(some_steps, MLP, half=2)
+def timesteps_by_columns_and_rows(dtype, params, t):
+    with in_float32():
+        features = waves(t.astype(FLOAT32)[:, None] @ frequencies()[None, :])
+    return mlp(dtype, params, features)
+
+
+@case(some_times, MLP, half=2)
+def timesteps_by_multiplication(dtype, params, t):
+    with in_float32():
+        features = waves(t[:, None] * frequencies()[None])
+    return mlp(dtype, params, features)
+
+
+@case(some_times, MLP, half=2)
+def flow_times_by_einsum(dtype, params, t):
+    with in_float32():
+        features = waves(jnp.einsum("b,d->bd", t / 1000 * 1000, frequencies()))
+    return mlp(dtype, params, features)
+
+
+@case(some_times, MLP | {"rate": (WIDTH,), "phase": (WIDTH,)}, half=2)
+def time2vec(dtype, params, t):
+    with in_float32():
+        angles = jnp.einsum("b,k->bk", t / 10, params["rate"]) + params["phase"][None]
+        features = jnp.concatenate([angles[:, :1] / 100, jnp.sin(angles[:, 1:])], -1)
+    return mlp(dtype, params, features)
+
+
+@case(some_times, MLP | {"decay": (WIDTH,), "turn": (WIDTH,), "out_of_state": (WIDTH, WIDTH)}, half=3)
+def kernel_of_s4d(dtype, params, t):
+    """A Vandermonde matrix of exponentials; the kernel and what follows are half."""
+    with in_float32():
+        decay = jnp.einsum("n,l->nl", -jax.nn.softplus(params["decay"]) / 10, steps())
+        turn = jnp.einsum("n,l->nl", params["turn"], steps())
+        powers = jnp.exp(decay) * jnp.cos(turn)
+    kernel = params["out_of_state"].astype(dtype) @ powers.astype(dtype)
+    return mlp(dtype, params, kernel.T)
+
+
+# Coordinates.
+
+
+def points(random):
+    return (np.float32(random.uniform(-1, 1, (LENGTH, 3))),)
+
+
+def gaussian(rows, columns, scale):
+    return scale * np.float32(np.random.default_rng(3).normal(size=(rows, columns)))
+
+
+SAM, OF_POINTS = gaussian(2, WIDTH // 2, 16), gaussian(3, WIDTH // 2, 10)
+
+
+def image(random):
+    return (np.float32(random.normal(size=(LENGTH, WIDTH))),)
+
+
+@case(image, MLP, half=2, full=1)
+def grid_of_sam(dtype, params, x):
+    with in_float32():
+        grid_ = (grid(16, LENGTH // 16) + 0.5) / jnp.array([[16, LENGTH // 16]])
+        features = waves(2 * np.pi * ((2 * grid_ - 1) @ SAM))
+    return mlp(dtype, params, x + features)
+
+
+@case(points, MLP, half=2, full=1)
+def fourier_features(dtype, params, x):
+    with in_float32():
+        features = waves(2 * np.pi * (x @ OF_POINTS))
+    return mlp(dtype, params, features)
+
+
+@case(points, MLP | {"b": (3, WIDTH // 2)}, half=2, full=1)
+def fourier_features_that_are_learned(dtype, params, x):
+    with in_float32():
+        features = waves(2 * np.pi * (x @ (10 * params["b"])))
+    return mlp(dtype, params, features)
+
+
+OF_NERF = {"hidden": (24, WIDTH), "out": (WIDTH, WIDTH)}
+
+
+@case(points, OF_NERF, half=2)
+def octaves_of_nerf(dtype, params, x):
+    with in_float32():
+        angles = np.pi * x[..., None] * 2.0 ** jnp.arange(4, 8)
+        features = waves(angles.reshape(len(x), -1))
+    return mlp(dtype, params, features)
+
+
+@case(points, OF_NERF, half=2, full=1)
+def octaves_by_a_matrix(dtype, params, x):
+    with in_float32():
+        octaves = np.kron(np.eye(3, dtype=np.float32), 2 ** np.arange(4, 8, dtype=np.float32))
+        features = waves(np.pi * (x @ octaves))
+    return mlp(dtype, params, features)
+
+
+def rays(random):
+    rotation = np.linalg.qr(random.normal(size=(3, 3)))[0]
+    return (*points(random), np.float32(rotation))
+
+
+@case(rays, OF_NERF, half=2, full=1)
+def rays_of_a_camera(dtype, params, directions, rotation):
+    with in_float32():
+        x = directions @ rotation.T
+        angles = np.pi * x[..., None] * 2.0 ** jnp.arange(4, 8)
+        features = waves(angles.reshape(len(x), -1))
+    return mlp(dtype, params, features)
+
+
+def camera(random):
+    focal = random.uniform(400, 500)
+    inverse = [[1 / focal, 0, -256 / focal], [0, 1 / focal, -256 / focal], [0, 0, 1]]
+    return (np.float32(inverse),)
+
+
+@case(camera, OF_NERF | {"hidden": (3, WIDTH)}, half=2, full=1)
+def pixels_through_a_camera(dtype, params, inverse):
+    with in_float32():
+        pixels = jnp.concatenate([256 + grid(2, LENGTH // 2), jnp.ones((LENGTH, 1))], -1)
+        directions = pixels @ inverse.T
+    return mlp(dtype, params, directions)
+
+
+@case(image, MLP, half=2, full=1)
+def coordinates_times_a_hundred(dtype, params, x):
+    """Above the largest number of float16."""
+    with in_float32():
+        far = grid(2, LENGTH // 2) * 4 @ (100 * jnp.eye(2))
+        angles = far[..., None] * (jnp.arange(1, 5) / 1000)
+        features = waves(angles.reshape(len(x), -1))
+    return mlp(dtype, params, x + features)
+
+
+@case(points, OF_NERF | {"hidden": (9, WIDTH)}, half=2)
+def products_of_coordinates(dtype, params, x):
+    """Features of second degree, of metres, above the largest number of float16."""
+    with in_float32():
+        metres = 1000 * x
+        features = jnp.einsum("bi,bj->bij", metres, metres).reshape(len(x), 9) / 1e6
+    return mlp(dtype, params, features)
+
+
+LATTICE = gaussian(3, WIDTH, 20)
+
+
+@case(points, MLP, half=2, full=1)
+def cells_of_a_lattice(dtype, params, x):
+    """The fraction of a product."""
+    with in_float32():
+        features = jnp.mod(x @ LATTICE, 1.0)
+    return mlp(dtype, params, features)
+
+
+@case(points, MLP | {"table": (64, WIDTH)}, half=2, full=1)
+def hash_grid(dtype, params, x):
+    """Of Instant NGP: the corner below, hashed, and the weight of the corner."""
+    with in_float32():
+        scaled = x @ (50 * jnp.eye(3))
+        corner = jnp.floor(scaled)
+        hashed = (corner.astype(int) * jnp.array([[1, 37, 101]])).sum(-1) % 64
+        weight = jnp.prod(1 - (scaled - corner), -1, keepdims=True)
+    return mlp(dtype, params, params["table"][hashed] * weight)
+
+
+@case(points, {"first": (3, WIDTH), "bias": (WIDTH,)} | MLP, half=2, full=1)
+def first_layer_of_siren(dtype, params, x):
+    with in_float32():
+        y = jnp.sin(30 * (x @ params["first"] + params["bias"][None]))
+    return mlp(dtype, params, y)
