@@ -31,7 +31,7 @@ class Case:
 
     loss: Callable[..., jax.Array]
     inputs: Callable[[np.random.Generator], tuple[np.ndarray, ...]]
-    shapes: dict[str, tuple[int, ...]]
+    shapes: dict[str, Any]  # or a parameter itself
     half: int
     full: int
     mixed: int
@@ -42,10 +42,12 @@ class Case:
 
     def params(self) -> dict[str, np.ndarray]:
         random = np.random.default_rng(0)
-        return {
+        drawn = {
             name: np.float32(random.normal(size=shape) * shape[-2:][0] ** -0.5)
             for name, shape in self.shapes.items()
+            if isinstance(shape, tuple)
         }
+        return self.shapes | drawn
 
 
 CASES: list[Case] = []
@@ -84,13 +86,17 @@ def mlp(dtype, params, x):
 ATTENTION = {"q": (WIDTH, WIDTH), "k": (WIDTH, WIDTH), "v": (WIDTH, WIDTH), "out": (WIDTH, WIDTH)}
 
 
-def attention(dtype, params, x, rotate=lambda x: x, bias=None):
-    """Six products: q, k, v, the scores, their mean and the projection; one head, float32 softmax."""
+def attend(dtype, params, x, rotate=lambda x: x, bias=None):
+    """Six products: q, k, v, the scores, their mean and the projection; one head."""
     q, k, v = (dense(dtype, x, params[name]) for name in "qkv")
     q, k = (rotate(y.astype(FLOAT32)).astype(dtype) for y in (q, k))
     scores = (jnp.einsum("...qd,...kd->...qk", q, k) * q.shape[-1] ** -0.5).astype(FLOAT32)
     weights = jax.nn.softmax(scores if bias is None else scores + bias).astype(dtype)
-    return squared_error(dense(dtype, weights @ v, params["out"]))
+    return dense(dtype, weights @ v, params["out"])
+
+
+def attention(*args, **kwargs):
+    return squared_error(attend(*args, **kwargs))
 
 
 def rotated_halves(angles):
@@ -415,15 +421,15 @@ def rays_of_a_camera(dtype, params, directions, rotation):
 
 
 def camera(random):
-    focal = random.uniform(400, 500)
-    inverse = [[1 / focal, 0, -256 / focal], [0, 1 / focal, -256 / focal], [0, 0, 1]]
+    f = random.uniform(40, 50)
+    inverse = [[1 / f, 0, -3000 / f], [0, 1 / f, -3128 / f], [0, 0, 1]]
     return (np.float32(inverse),)
 
 
 @case(camera, OF_NERF | {"hidden": (3, WIDTH)}, half=2, full=1)
 def pixels_through_a_camera(dtype, params, inverse):
     with in_float32():
-        pixels = jnp.concatenate([256 + grid(2, LENGTH // 2), jnp.ones((LENGTH, 1))], -1)
+        pixels = jnp.concatenate([3000 + grid(2, LENGTH // 2), jnp.ones((LENGTH, 1))], -1)
         directions = pixels @ inverse.T
     return mlp(dtype, params, directions)
 
@@ -432,7 +438,7 @@ def pixels_through_a_camera(dtype, params, inverse):
 def coordinates_times_a_hundred(dtype, params, x):
     """Above the largest number of float16."""
     with in_float32():
-        far = grid(2, LENGTH // 2) * 4 @ (100 * jnp.eye(2))
+        far = (grid(2, LENGTH // 2) + 0.5) * 4 @ (100 * jnp.eye(2))
         angles = far[..., None] * (jnp.arange(1, 5) / 1000)
         features = waves(angles.reshape(len(x), -1))
     return mlp(dtype, params, x + features)
@@ -474,3 +480,231 @@ def first_layer_of_siren(dtype, params, x):
     with in_float32():
         y = jnp.sin(30 * (x @ params["first"] + params["bias"][None]))
     return mlp(dtype, params, y)
+
+
+@case(tokens, {name: (2, *shape) for name, shape in ATTENTION.items()}, half=6)
+def rotary_outside_of_a_loop(dtype, params, x):
+    with in_float32():
+        angles = jnp.einsum("i,j->ij", steps(), frequencies())
+
+    def layer(x, params):
+        return x + attend(dtype, params, x, rotated_halves(angles)), None
+
+    return squared_error(lax.scan(layer, x.astype(dtype), params)[0])
+
+
+@case(tokens, {name: (2, *shape) for name, shape in ATTENTION.items()}, half=6)
+def rotary_inside_of_a_loop(dtype, params, x):
+    @jax.checkpoint
+    def layer(x, params):
+        with in_float32():
+            angles = jnp.einsum("i,j->ij", steps(), frequencies())
+        return x + attend(dtype, params, x, rotated_halves(angles)), None
+
+    return squared_error(lax.scan(layer, x.astype(dtype), params)[0])
+
+
+# Counts and choices.
+
+
+def sorted_tokens(random):
+    """Most of the tokens are far on one side: the first expert's."""
+    (x,) = tokens(random)
+    x[:, 0] = np.where(random.uniform(size=LENGTH) < 0.75, 4, -4)
+    return (x,)
+
+
+EXPERTS = {
+    "router": np.float32(np.outer(np.arange(WIDTH) == 0, [1, -1]) + gaussian(WIDTH, 2, 0.02)),
+    "up": (2, WIDTH, WIDTH),
+    "down": (2, WIDTH, WIDTH),
+}
+
+
+@case(sorted_tokens, EXPERTS, half=5, full=1)
+def places_in_an_expert(dtype, params, x):
+    """The places are counted; dispatch and combination are products in half."""
+    capacity = 320
+    gates = jax.nn.softmax(dense(dtype, x, params["router"]).astype(FLOAT32))
+    expert = jax.nn.one_hot(jnp.argmax(gates, -1), 2)
+    with in_float32():
+        place = jnp.tril(jnp.ones((LENGTH, LENGTH))) @ expert
+        place = (place * expert).sum(-1) - 1
+    dispatch = expert[..., None] * jax.nn.one_hot(place.astype(int), capacity)[:, None]
+    rows = jnp.einsum("tec,td->ecd", dispatch.astype(dtype), x.astype(dtype))
+    rows = jax.nn.gelu(jnp.einsum("ecd,edf->ecf", rows, params["up"].astype(dtype)))
+    rows = jnp.einsum("ecf,efd->ecd", rows, params["down"].astype(dtype))
+    combine = (dispatch * gates.max(-1)[:, None, None]).astype(dtype)
+    return squared_error(jnp.einsum("tec,ecd->td", combine, rows))
+
+
+CODES = np.float32(np.random.default_rng(4).choice([-1, 1], (4, WIDTH)))
+
+
+def near_codes(random):
+    code = random.choice(4, LENGTH, p=[0.7, 0.1, 0.1, 0.1])
+    return (np.float32(CODES[code] + 0.1 * random.normal(size=(LENGTH, WIDTH))),)
+
+
+@case(near_codes, MLP | {"codes": CODES}, half=4, full=1)
+def codes_of_vq(dtype, params, x):
+    """The nearest codes, by products in half, and how often each is used."""
+    codes = params["codes"]
+    near = (x.astype(dtype) @ codes.T.astype(dtype)).astype(FLOAT32)
+    nearest = jnp.argmin((codes**2).sum(-1)[None] - 2 * near, -1)
+    chosen = jax.nn.one_hot(nearest, 4)
+    with in_float32():
+        used = chosen.T @ jnp.ones(LENGTH)
+    weight = (1 / used)[nearest][:, None]
+    quantized = chosen.astype(dtype) @ codes.astype(dtype)
+    error = (quantized.astype(FLOAT32) - x) ** 2
+    return mlp(dtype, params, quantized) + (error * weight).sum()
+
+
+def words(random):
+    return (np.int32(random.integers(0, 50, LENGTH)),)
+
+
+@case(words, MLP | {"table": (50, WIDTH)}, half=3)
+def embedding_by_one_hot(dtype, params, words):
+    chosen = jax.nn.one_hot(words, 50, dtype=dtype)
+    return mlp(dtype, params, chosen @ params["table"].astype(dtype))
+
+
+def labelled(random):
+    x = np.float32(random.normal(size=(3000, WIDTH)))
+    return (x, np.int32(random.choice(4, 3000, p=[0.8, 0.1, 0.05, 0.05])))
+
+
+@case(labelled, {"hidden": (WIDTH, WIDTH), "out": (WIDTH, 4)}, half=2, full=1)
+def weights_of_rare_classes(dtype, params, x, labels):
+    """A histogram above 2048, where float16 does not hold a count."""
+    chosen = jax.nn.one_hot(labels, 4)
+    with in_float32():
+        weight = 1 / (jnp.ones((1, len(labels))) @ chosen)
+    hidden = jax.nn.gelu(dense(dtype, x, params["hidden"]))
+    logits = jax.nn.log_softmax(dense(dtype, hidden, params["out"]).astype(FLOAT32))
+    return -(logits * chosen * weight).sum()
+
+
+def segmented(random):
+    return (*tokens(random), np.int32(random.choice(8, LENGTH, p=[0.65] + [0.05] * 7)))
+
+
+@case(segmented, MLP, half=3, full=1)
+def means_of_segments(dtype, params, x, segments):
+    """Sums of rows in half, their number in float32."""
+    members = jax.nn.one_hot(segments, 8)
+    with in_float32():
+        number = members.T @ jnp.ones((LENGTH, 1))
+    sums = members.T.astype(dtype) @ x.astype(dtype)
+    return mlp(dtype, params, 10 * sums / number)
+
+
+def counted(random):
+    return (np.int32(random.integers(0, 3000, (64, 20))),)
+
+
+@case(counted, MLP | {"of_word": (20, WIDTH)}, half=2, mixed=1)
+def integers_times_float32(dtype, params, counts):
+    with in_float32():
+        rows = lax.dot_general(
+            counts, params["of_word"], (((1,), (0,)), ((), ())), preferred_element_type=FLOAT32
+        )
+    return mlp(dtype, params, rows / 1000)
+
+
+# Fixed matrices in front of a model.
+
+
+def sound(random):
+    t = np.arange(128) / 128
+    tone = np.sin(2 * np.pi * random.uniform(3, 40, (64, 1)) * t)
+    return (np.float32(3000 * (tone + 0.01 * random.normal(size=(64, 128)))),)
+
+
+def triangles(of_bins, bands=WIDTH):
+    """A mel filterbank: [bins, bands]."""
+    centres = jnp.linspace(0, of_bins, bands + 2)[1:-1]
+    distance = jnp.abs(jnp.arange(of_bins)[:, None] - centres[None])
+    return jnp.maximum(0, 1 - distance * bands / of_bins)
+
+
+@case(sound, MLP, half=2, full=3)
+def mel_of_a_spectrum_by_products(dtype, params, frames):
+    """The power of 16-bit sound is far above float16's range."""
+    with in_float32():
+        angles = steps(128)[:, None] @ steps(64)[None] * (2 * np.pi / 128)
+        window = (0.5 - 0.5 * jnp.cos(2 * np.pi * steps(128) / 128))[:, None]
+        power = (frames @ (window * jnp.cos(angles))) ** 2
+        power = power + (frames @ (window * jnp.sin(angles))) ** 2
+        features = jnp.log(power @ triangles(64) + 1) - 10
+    return mlp(dtype, params, features)
+
+
+@case(sound, MLP, half=2, full=1)
+def mel_of_a_spectrum_by_fft(dtype, params, frames):
+    with in_float32():
+        power = jnp.abs(jnp.fft.rfft(frames)) ** 2
+        features = jnp.log(power @ triangles(65) + 1) - 10
+    return mlp(dtype, params, features)
+
+
+def picture(random):
+    return (np.float32(random.uniform(0, 255, (32, 32))),)
+
+
+@case(picture, MLP, half=2, full=2)
+def bilinear_by_matrices(dtype, params, x):
+    with in_float32():
+        centres = (steps(16) + 0.5) * 2 - 0.5
+        rows = jnp.maximum(0, 1 - jnp.abs(centres[:, None] - steps(32)[None]))
+        small = (rows @ x @ rows.T - 128) / 64
+    return mlp(dtype, params, small)
+
+
+@case(picture, MLP, half=2, full=2)
+def bilinear_of_jax(dtype, params, x):
+    with in_float32():
+        small = (jax.image.resize(x, (16, 16), "bilinear", antialias=False) - 128) / 64
+    return mlp(dtype, params, small)
+
+
+def series(random):
+    return (np.float32(1000 + random.normal(size=(32, 96)).cumsum(-1)),)
+
+
+@case(series, {"trend": (96, WIDTH), "rest": (96, WIDTH)}, half=2, full=1)
+def trend_of_a_series(dtype, params, x):
+    """DLinear: a moving average, and the small rest after it."""
+    with in_float32():
+        near = jnp.abs(steps(96)[:, None] - steps(96)[None]) <= 6
+        trend = x @ (near / near.sum(0, keepdims=True))
+        rest, trend = x - trend, trend - trend[:, -1:]
+    return squared_error(dense(dtype, rest, params["rest"]) + dense(dtype, trend, params["trend"]))
+
+
+# Thin products between weights and activations.
+
+
+@case(tokens, MLP | {"w": (WIDTH, WIDTH), "a": (WIDTH, 1), "b": (1, WIDTH)}, half=4)
+def lora_of_rank_one(dtype, params, x):
+    y = dense(dtype, dense(dtype, x, params["a"]), params["b"])
+    return mlp(dtype, params, dense(dtype, x, params["w"]) + y)
+
+
+@case(tokens, MLP | {"w": (WIDTH, WIDTH), "a": (WIDTH, 8), "b": (8, WIDTH)}, half=5)
+def lora_of_rank_eight(dtype, params, x):
+    y = dense(dtype, dense(dtype, x, params["a"]), params["b"])
+    return mlp(dtype, params, dense(dtype, x, params["w"]) + y)
+
+
+@case(tokens, MLP | {"w": (WIDTH, WIDTH), "a": (WIDTH, 1), "b": (1, WIDTH)}, half=3)
+def lora_of_rank_one_merged(dtype, params, x):
+    weights = params["w"].astype(dtype) + dense(dtype, params["a"], params["b"])
+    return mlp(dtype, params, dense(dtype, x, weights))
+
+
+@case(tokens, ATTENTION | {"q": (WIDTH, 1), "k": (WIDTH, 1)}, half=5)
+def heads_of_one_number(dtype, params, x):
+    return attention(dtype, params, x)
