@@ -21,7 +21,7 @@ from jax import lax
 
 FLOAT32 = jnp.float32
 LENGTH = 512  # above 256, where bfloat16 does not hold a count
-WIDTH = 16
+WIDTH = 32
 in_float32 = lambda: jax.named_scope("positions")  # noqa: E731
 
 
@@ -215,7 +215,7 @@ def rotary_in_three_sections(dtype, params, x, positions):
         ids = jnp.stack([positions, positions // 32, positions % 32])[:, None, None, :]
         columns = jnp.broadcast_to(frequencies()[None, None, :, None], (3, 1, WIDTH // 2, 1))
         angles = (columns @ ids.astype(FLOAT32)).swapaxes(2, 3)
-        sections = jnp.split(angles, (2, 5), -1)
+        sections = jnp.split(angles, (4, 10), -1)
         angles = jnp.concatenate([part[i] for i, part in enumerate(sections)], -1)
     return attention(dtype, params, x[None], rotated_halves(angles))
 
@@ -229,7 +229,7 @@ def grid(height, width):
 @case(tokens, ATTENTION, half=6, full=1)
 def rotary_of_two_axes(dtype, params, x):
     with in_float32():
-        of_axis = jnp.kron(jnp.eye(2), 100.0 ** -(jnp.arange(4) / 4)[None])
+        of_axis = jnp.kron(jnp.eye(2), 100.0 ** -jnp.linspace(0, 1, WIDTH // 4)[None])
         angles = jnp.einsum("...i,ij->...j", grid(2, LENGTH // 2) * 2, of_axis)
     return attention(dtype, params, x, rotated_halves(angles))
 
@@ -439,7 +439,7 @@ def coordinates_times_a_hundred(dtype, params, x):
     """Above the largest number of float16."""
     with in_float32():
         far = (grid(2, LENGTH // 2) + 0.5) * 4 @ (100 * jnp.eye(2))
-        angles = far[..., None] * (jnp.arange(1, 5) / 1000)
+        angles = far[..., None] * (jnp.linspace(1, 4, WIDTH // 4) / 1000)
         features = waves(angles.reshape(len(x), -1))
     return mlp(dtype, params, x + features)
 
@@ -538,7 +538,7 @@ def places_in_an_expert(dtype, params, x):
     return squared_error(jnp.einsum("tec,ecd->td", combine, rows))
 
 
-CODES = np.float32(np.random.default_rng(4).choice([-1, 1], (4, WIDTH)))
+CODES = np.float32(np.random.default_rng(4).choice([-1, 1], (4, WIDTH)) / 2)
 
 
 def near_codes(random):
@@ -584,17 +584,17 @@ def weights_of_rare_classes(dtype, params, x, labels):
         weight = 1 / (jnp.ones((1, len(labels))) @ chosen)
     hidden = jax.nn.gelu(dense(dtype, x, params["hidden"]))
     logits = jax.nn.log_softmax(dense(dtype, hidden, params["out"]).astype(FLOAT32))
-    return -(logits * chosen * weight).sum()
+    return -(logits * chosen * weight).sum() / 4
 
 
 def segmented(random):
-    return (*tokens(random), np.int32(random.choice(8, LENGTH, p=[0.65] + [0.05] * 7)))
+    return (*tokens(random), np.int32(random.choice(36, LENGTH, p=[0.65] + [0.01] * 35)))
 
 
 @case(segmented, MLP, half=3, full=1)
 def means_of_segments(dtype, params, x, segments):
     """Sums of rows in half, their number in float32."""
-    members = jax.nn.one_hot(segments, 8)
+    members = jax.nn.one_hot(segments, 36)
     with in_float32():
         number = members.T @ jnp.ones((LENGTH, 1))
     sums = members.T.astype(dtype) @ x.astype(dtype)
@@ -602,7 +602,7 @@ def means_of_segments(dtype, params, x, segments):
 
 
 def counted(random):
-    return (np.int32(random.integers(0, 3000, (64, 20))),)
+    return (np.int32(random.integers(0, 3000, (256, 20))),)
 
 
 @case(counted, MLP | {"of_word": (20, WIDTH)}, half=2, mixed=1)
@@ -624,10 +624,10 @@ def sound(random):
 
 
 def triangles(of_bins, bands=WIDTH):
-    """A mel filterbank: [bins, bands]."""
-    centres = jnp.linspace(0, of_bins, bands + 2)[1:-1]
-    distance = jnp.abs(jnp.arange(of_bins)[:, None] - centres[None])
-    return jnp.maximum(0, 1 - distance * bands / of_bins)
+    """A mel filterbank of NumPy: [bins, bands]."""
+    centres = np.linspace(0, of_bins, bands + 2)[1:-1]
+    distance = np.abs(np.arange(of_bins)[:, None] - centres[None])
+    return np.float32(np.maximum(0, 1 - distance * bands / of_bins))
 
 
 @case(sound, MLP, half=2, full=3)
@@ -638,7 +638,7 @@ def mel_of_a_spectrum_by_products(dtype, params, frames):
         window = (0.5 - 0.5 * jnp.cos(2 * np.pi * steps(128) / 128))[:, None]
         power = (frames @ (window * jnp.cos(angles))) ** 2
         power = power + (frames @ (window * jnp.sin(angles))) ** 2
-        features = jnp.log(power @ triangles(64) + 1) - 10
+        features = jnp.log(power @ triangles(64) + 1) / 10 - 1
     return mlp(dtype, params, features)
 
 
@@ -646,19 +646,19 @@ def mel_of_a_spectrum_by_products(dtype, params, frames):
 def mel_of_a_spectrum_by_fft(dtype, params, frames):
     with in_float32():
         power = jnp.abs(jnp.fft.rfft(frames)) ** 2
-        features = jnp.log(power @ triangles(65) + 1) - 10
+        features = jnp.log(power @ triangles(65) + 1) / 10 - 1
     return mlp(dtype, params, features)
 
 
 def picture(random):
-    return (np.float32(random.uniform(0, 255, (32, 32))),)
+    return (np.float32(random.uniform(0, 255, (2 * WIDTH, 2 * WIDTH))),)
 
 
 @case(picture, MLP, half=2, full=2)
 def bilinear_by_matrices(dtype, params, x):
     with in_float32():
-        centres = (steps(16) + 0.5) * 2 - 0.5
-        rows = jnp.maximum(0, 1 - jnp.abs(centres[:, None] - steps(32)[None]))
+        centres = (steps(WIDTH) + 0.5) * 2 - 0.5
+        rows = jnp.maximum(0, 1 - jnp.abs(centres[:, None] - steps(2 * WIDTH)[None]))
         small = (rows @ x @ rows.T - 128) / 64
     return mlp(dtype, params, small)
 
@@ -666,7 +666,7 @@ def bilinear_by_matrices(dtype, params, x):
 @case(picture, MLP, half=2, full=2)
 def bilinear_of_jax(dtype, params, x):
     with in_float32():
-        small = (jax.image.resize(x, (16, 16), "bilinear", antialias=False) - 128) / 64
+        small = (jax.image.resize(x, (WIDTH, WIDTH), "bilinear", antialias=False) - 128) / 64
     return mlp(dtype, params, small)
 
 
@@ -680,7 +680,7 @@ def trend_of_a_series(dtype, params, x):
     with in_float32():
         near = jnp.abs(steps(96)[:, None] - steps(96)[None]) <= 6
         trend = x @ (near / near.sum(0, keepdims=True))
-        rest, trend = x - trend, trend - trend[:, -1:]
+        rest, trend = x - trend, (trend - trend[:, -1:]) / 10
     return squared_error(dense(dtype, rest, params["rest"]) + dense(dtype, trend, params["trend"]))
 
 
