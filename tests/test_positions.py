@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import jmp
 from tests.position_cases import CASES
@@ -16,42 +17,21 @@ HALVES = ("float16", "bfloat16")
 SCALE = 2.0**12
 LUCK = 1.05  # of the roundings
 FLOOR = 1e-5  # what float32 itself rounds, in sums of a thousand terms
+EXAMPLES = 4  # parameters and inputs: the more there are, the less the roundings' luck is
 
 
-def both(random_inputs):
-    """Two examples, one behind the other."""
-    examples = [random_inputs(np.random.default_rng(seed)) for seed in (1, 2)]
-    return tuple(np.stack(arrays) for arrays in zip(*examples, strict=True))
+def in_float32(case):
+    return functools.partial(case.loss, jnp.dtype("float32"))
 
 
-def of_vmap(loss):
-    return lambda params, *batch: jax.vmap(functools.partial(loss, params))(*batch).mean()
+def one_by_one(gradient):
+    """A function of all examples, of a compiled one of a single example."""
 
+    def run(examples):
+        each = [gradient(jax.tree.map(lambda x: x[i], examples)) for i in range(EXAMPLES)]
+        return jax.tree.map(lambda *x: np.stack(x), *each)
 
-def of_scan(loss):
-    def total(params, *batch):
-        def step(total, example):
-            return total + loss(params, *example), None
-
-        return jax.lax.scan(step, 0.0, batch)[0] / len(batch[0])
-
-    return total
-
-
-def of_remat(loss):
-    loss = jax.checkpoint(loss)
-    return lambda params, *batch: (
-        sum(loss(params, *(x[i] for x in batch)) for i in range(2)) / 2
-    )
-
-
-TRANSFORMATIONS = {"vmap": of_vmap, "scan": of_scan, "remat": of_remat}
-
-
-def gradient(loss):
-    """The gradient as a user of loss scaling has it."""
-    scaled = jax.grad(lambda *args: loss(*args) * SCALE)
-    return lambda *args: jax.tree.map(lambda g: g / SCALE, scaled(*args))
+    return run
 
 
 def jit(fun):
@@ -59,22 +39,53 @@ def jit(fun):
     return jax.jit(fun, compiler_options={"xla_allow_excess_precision": False})
 
 
+def gradient(loss):
+    """The gradient of a function of `(params, inputs)` as a user of loss scaling has it."""
+
+    def scaled(params, inputs):
+        return loss(params, *inputs) * SCALE
+
+    return lambda arguments: jax.tree.map(lambda g: g / SCALE, jax.grad(scaled)(*arguments))
+
+
+def plain(loss, half):
+    return one_by_one(jit(gradient(jmp.autocast(loss, half))))
+
+
+def of_remat(loss, half):
+    return plain(jax.checkpoint(loss), half)
+
+
+def of_vmap(loss, half):
+    def total(params, *inputs):
+        return jax.vmap(loss)(params, *inputs).sum()
+
+    return jit(gradient(jmp.autocast(total, half)))
+
+
+def of_scan(loss, half):
+    def total(params, *inputs):
+        def step(total, arguments):
+            return total + loss(*arguments), None
+
+        return lax.scan(step, 0.0, (params, *inputs))[0]
+
+    return jit(gradient(jmp.autocast(total, half)))
+
+
 @functools.cache
 def arguments(case):
-    return case.params(), both(case.inputs)
+    """Parameters and inputs of all examples, one behind the other."""
+    randoms = [np.random.default_rng(seed) for seed in range(EXAMPLES)]
+    examples = [(case.params(random), case.inputs(random)) for random in randoms]
+    return jax.tree.map(lambda *x: np.stack(x), *examples)
 
 
 @functools.cache
 def of_model(case, dtype):
-    """The gradient over both examples of the model that is written in a dtype."""
-    params, batch = arguments(case)
-    compiled = jit(gradient(functools.partial(case.loss, jnp.dtype(dtype))))
-    examples = [compiled(params, *(x[i] for x in batch)) for i in range(2)]
-    return jax.tree.map(lambda x, y: (np.float64(x) + np.float64(y)) / 2, *examples)
-
-
-def in_float32(case):
-    return functools.partial(case.loss, jnp.dtype("float32"))
+    """The gradients of the model that is written in a dtype."""
+    loss = functools.partial(case.loss, jnp.dtype(dtype))
+    return one_by_one(jit(gradient(loss)))(arguments(case))
 
 
 def error(gradients, reference):
@@ -84,10 +95,6 @@ def error(gradients, reference):
         for tree in (gradients, reference)
     )
     return np.linalg.norm(a - b) / np.linalg.norm(b)
-
-
-def bound(case, half):
-    return LUCK * error(of_model(case, half), of_model(case, "float32")) + FLOOR
 
 
 def products(function, *args):
@@ -109,33 +116,25 @@ def expected_products(case, half):
 
 
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+WAYS = [
+    (plain, "float16"), (of_scan, "float16"), (plain, "bfloat16"), (of_vmap, "bfloat16"),
+    (of_remat, "bfloat16"),
+]  # fmt: skip
+
+
+@each_case
+@pytest.mark.parametrize(("way", "half"), WAYS, ids=lambda x: getattr(x, "__name__", x))
+def test_the_gradient_is_as_good_as_by_hand(case, way, half):
+    got = way(in_float32(case), f"mixed_{half}")(arguments(case))
+    assert {x.dtype for x in jax.tree.leaves(got)} == {np.dtype(np.float32)}
+    reference = of_model(case, "float32")
+    assert error(got, reference) <= LUCK * error(of_model(case, half), reference) + FLOOR
 
 
 @each_case
 @pytest.mark.parametrize("half", HALVES)
-def test_the_gradient_is_as_good_as_by_hand(case, half):
-    params, batch = arguments(case)
-    ours = jit(gradient(jmp.autocast(in_float32(case), f"mixed_{half}")))
-    examples = [ours(params, *(x[i] for x in batch)) for i in range(2)]
-    got = jax.tree.map(lambda x, y: (x + y) / 2, *examples)
-    assert {x.dtype for x in jax.tree.leaves(got)} == {np.dtype(np.float32)}
-    assert error(got, of_model(case, "float32")) <= bound(case, half)
-
-
-@each_case
-@pytest.mark.parametrize("transformation", TRANSFORMATIONS)
-def test_so_it_is_under_transformations(case, transformation):
-    params, batch = arguments(case)
-    loss = TRANSFORMATIONS[transformation](in_float32(case))
-    got = jit(gradient(jmp.autocast(loss, "mixed_bfloat16")))(params, *batch)
-    assert error(got, of_model(case, "float32")) <= bound(case, "bfloat16")
-
-
-@each_case
-def test_which_products_are_half(case):
-    params, batch = arguments(case)
-    for half in HALVES:
-        autocast = jmp.autocast(in_float32(case), f"mixed_{half}")
-        counts, outer = products(autocast, params, *(x[0] for x in batch))
-        assert counts == expected_products(case, half)
-        assert not outer, "a product that contracts nothing is a multiplication"
+def test_which_products_are_half(case, half):
+    params, inputs = jax.tree.map(lambda x: x[0], arguments(case))
+    counts, outer = products(jmp.autocast(in_float32(case), f"mixed_{half}"), params, *inputs)
+    assert counts == expected_products(case, half)
+    assert not outer, "a product that contracts nothing is a multiplication"
