@@ -79,7 +79,9 @@ MLP = {"hidden": (WIDTH, WIDTH), "out": (WIDTH, WIDTH)}
 
 def mlp(dtype, params, x):
     """Two products."""
-    return squared_error(dense(dtype, jax.nn.gelu(dense(dtype, x, params["hidden"])), params["out"]))
+    return squared_error(
+        dense(dtype, jax.nn.gelu(dense(dtype, x, params["hidden"])), params["out"])
+    )
 
 
 ATTENTION = {"q": (WIDTH, WIDTH), "k": (WIDTH, WIDTH), "v": (WIDTH, WIDTH), "out": (WIDTH, WIDTH)}
@@ -335,7 +337,9 @@ def time2vec(dtype, params, t):
     return mlp(dtype, params, features)
 
 
-@case(some_times, MLP | {"decay": (WIDTH,), "turn": (WIDTH,), "out_of_state": (WIDTH, WIDTH)}, half=3)
+@case(
+    some_times, MLP | {"decay": (WIDTH,), "turn": (WIDTH,), "out_of_state": (WIDTH, WIDTH)}, half=3
+)
 def kernel_of_s4d(dtype, params, t):
     """A Vandermonde matrix of exponentials; the kernel and what follows are half."""
     with in_float32():
@@ -708,3 +712,65 @@ def lora_of_rank_one_merged(dtype, params, x):
 @case(tokens, ATTENTION | {"q": (WIDTH, 1), "k": (WIDTH, 1)}, half=5)
 def heads_of_one_number(dtype, params, x):
     return attention(dtype, params, x)
+
+
+# What float32 holds exactly: a function without parameters, its inputs, and the result in NumPy.
+
+
+def routed(random):
+    return (np.float32(random.normal(size=(700, 2))) + np.float32([[2, 0]]),)
+
+
+def positions_by_a_triangle():
+    return jnp.tril(jnp.ones((2100, 2100))) @ jnp.ones(2100)
+
+
+def places_by_a_triangle(logits):
+    expert = jax.nn.one_hot(jnp.argmax(logits, -1), 2)
+    return jnp.tril(jnp.ones((700, 700))) @ expert
+
+
+def histogram(words):
+    return jnp.ones((1, len(words))) @ jax.nn.one_hot(words, 4)
+
+
+def lengths_of_segments(words):
+    return (words[:, None] == words[None]).astype(FLOAT32) @ jnp.ones((len(words), 1))
+
+
+def unmasked_pairs(words):
+    mask = (words != 0).astype(FLOAT32)
+    return jnp.einsum("i,j->ij", mask, jnp.cumsum(mask))
+
+
+def pixels_times_a_hundred():
+    return grid(2, 700) @ (100 * jnp.eye(2))
+
+
+def flat_indices():
+    return (grid(50, 90) @ jnp.array([[90.0], [1.0]]))[:, 0]
+
+
+def mixed_integers(counts):
+    weights = jnp.full((3, 1), 1001.0)
+    return lax.dot_general(
+        counts, weights, (((1,), (0,)), ((), ())), preferred_element_type=FLOAT32
+    )
+
+
+_random = np.random.default_rng(0)
+_words = np.int32(_random.choice(4, 5000, p=[0.85, 0.05, 0.05, 0.05]))
+(_logits,) = routed(_random)
+_pixels = np.indices((2, 700)).reshape(2, -1).T
+_mask = _words[:900] != 0
+
+EXACT = [
+    (positions_by_a_triangle, (), np.arange(1, 2101)),
+    (places_by_a_triangle, (_logits,), np.cumsum(_logits.argmax(-1)[:, None] == [[0, 1]], 0)),
+    (histogram, (_words,), np.bincount(_words)[None]),
+    (lengths_of_segments, (_words[:900],), np.bincount(_words[:900])[_words[:900]][:, None]),
+    (unmasked_pairs, (_words[:900],), np.outer(_mask, np.cumsum(_mask))),
+    (pixels_times_a_hundred, (), 100 * _pixels),
+    (flat_indices, (), np.arange(4500)),
+    (mixed_integers, (np.int32([[1, 2, 1001]]),), [[1004 * 1001]]),
+]

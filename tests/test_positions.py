@@ -10,7 +10,8 @@ import pytest
 from jax import lax
 
 import jmp
-from tests.position_cases import CASES
+from jmp import _jax_compat
+from tests.position_cases import CASES, EXACT
 from tests.products import equations
 
 HALVES = ("float16", "bfloat16")
@@ -34,9 +35,43 @@ def one_by_one(gradient):
     return run
 
 
+def rounded(jaxpr, consts=()):
+    """A function that computes a jaxpr, each of whose half results is rounded."""
+
+    def run(*arguments):
+        values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments), strict=True))
+        for equation in jaxpr.eqns:
+            operands = [v.val if hasattr(v, "val") else values[v] for v in equation.invars]
+            inner = equation.params.get("jaxpr")
+            if equation.primitive.name in ("jit", "pjit"):
+                results = rounded(inner.jaxpr, inner.consts)(*operands)
+            else:
+                params = dict(equation.params)
+                if equation.primitive.name == "scan":
+                    avals = [v.aval for v in inner.jaxpr.invars]
+                    params["jaxpr"] = jax.make_jaxpr(rounded(inner.jaxpr, inner.consts))(
+                        *(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)
+                    )
+                results = _jax_compat.bind(equation.primitive, operands, params)
+            for variable, result in zip(equation.outvars, results, strict=True):
+                if result.dtype == jnp.bfloat16:
+                    result = lax.reduce_precision(result.astype(jnp.float32), 8, 7)
+                    result = result.astype(jnp.bfloat16)
+                values[variable] = result
+        return [v.val if hasattr(v, "val") else values[v] for v in jaxpr.outvars]
+
+    return run
+
+
 def jit(fun):
-    # Each rounding that the program says takes place: XLA may leave some out on a CPU.
-    return jax.jit(fun, compiler_options={"xla_allow_excess_precision": False})
+    """Compiles `fun` so that every rounding takes place: XLA leaves some out on a CPU."""
+
+    def run(*arguments):
+        closed, shape = jax.make_jaxpr(fun, return_shape=True)(*arguments)
+        results = rounded(closed.jaxpr, closed.consts)(*jax.tree.leaves(arguments))
+        return jax.tree.unflatten(jax.tree.structure(shape), results)
+
+    return jax.jit(run, compiler_options={"xla_allow_excess_precision": False})
 
 
 def gradient(loss):
@@ -138,3 +173,13 @@ def test_which_products_are_half(case, half):
     counts, outer = products(jmp.autocast(in_float32(case), f"mixed_{half}"), params, *inputs)
     assert counts == expected_products(case, half)
     assert not outer, "a product that contracts nothing is a multiplication"
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize(
+    ("function", "inputs", "expected"), EXACT, ids=lambda x: getattr(x, "__name__", "")
+)
+def test_counts_are_exact(function, inputs, expected, half):
+    got = jax.jit(jmp.autocast(function, f"mixed_{half}"))(*inputs)
+    assert got.dtype == np.float32
+    np.testing.assert_array_equal(got, expected)
