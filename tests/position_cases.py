@@ -22,7 +22,6 @@ from jax import lax
 FLOAT32 = jnp.float32
 LENGTH = 320  # above 256, where bfloat16 does not hold a count
 WIDTH = 32
-in_float32 = lambda: jax.named_scope("positions")  # noqa: E731
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -50,6 +49,10 @@ class Case:
 
 
 CASES: list[Case] = []
+
+
+def in_float32():
+    return jax.named_scope("positions")
 
 
 def case(inputs, shapes, half, full=0, mixed=0):

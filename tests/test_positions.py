@@ -25,11 +25,15 @@ def in_float32(case):
     return functools.partial(case.loss, jnp.dtype("float32"))
 
 
+def example(examples, i):
+    return jax.tree.map(lambda x: x[i], examples)
+
+
 def one_by_one(gradient):
     """A function of all examples, of a compiled one of a single example."""
 
     def run(examples):
-        each = [gradient(jax.tree.map(lambda x: x[i], examples)) for i in range(EXAMPLES)]
+        each = [gradient(example(examples, i)) for i in range(EXAMPLES)]
         return jax.tree.map(lambda *x: np.stack(x), *each)
 
     return run
@@ -151,10 +155,7 @@ def expected_products(case, half):
 
 
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-WAYS = [
-    (plain, "float16"), (of_scan, "float16"), (plain, "bfloat16"), (of_vmap, "bfloat16"),
-    (of_remat, "bfloat16"),
-]  # fmt: skip
+WAYS = [(plain, "float16"), (of_scan, "float16"), (of_vmap, "bfloat16"), (of_remat, "bfloat16")]
 
 
 @each_case
@@ -169,7 +170,7 @@ def test_the_gradient_is_as_good_as_by_hand(case, way, half):
 @each_case
 @pytest.mark.parametrize("half", HALVES)
 def test_which_products_are_half(case, half):
-    params, inputs = jax.tree.map(lambda x: x[0], arguments(case))
+    params, inputs = example(arguments(case), 0)
     counts, outer = products(jmp.autocast(in_float32(case), f"mixed_{half}"), params, *inputs)
     assert counts == expected_products(case, half)
     assert not outer, "a product that contracts nothing is a multiplication"
@@ -180,6 +181,6 @@ def test_which_products_are_half(case, half):
     ("function", "inputs", "expected"), EXACT, ids=lambda x: getattr(x, "__name__", "")
 )
 def test_counts_are_exact(function, inputs, expected, half):
-    got = jax.jit(jmp.autocast(function, f"mixed_{half}"))(*inputs)
+    got = jit(jmp.autocast(function, f"mixed_{half}"))(*inputs)
     assert got.dtype == np.float32
     np.testing.assert_array_equal(got, expected)
