@@ -346,8 +346,8 @@ def time2vec(dtype, params, t):
 def kernel_of_s4d(dtype, params, t):
     """A Vandermonde matrix of exponentials; the kernel and what follows are half."""
     with in_float32():
-        decay = jnp.einsum("n,l->nl", -jax.nn.softplus(params["decay"]) / 10, steps())
-        turn = jnp.einsum("n,l->nl", params["turn"], steps())
+        decay = jnp.einsum("n,l->nl", -jax.nn.softplus(params["decay"]) / 30, steps())
+        turn = jnp.einsum("n,l->nl", params["turn"] / 10, steps())
         powers = jnp.exp(decay) * jnp.cos(turn)
     kernel = params["out_of_state"].astype(dtype) @ powers.astype(dtype)
     return mlp(dtype, params, kernel.T)
@@ -478,7 +478,7 @@ def hash_grid(dtype, params, x):
         corner = jnp.floor(scaled)
         hashed = (corner.astype(int) * jnp.array([[1, 37, 101]])).sum(-1) % 64
         weight = jnp.prod(1 - (scaled - corner), -1, keepdims=True)
-    return mlp(dtype, params, params["table"][hashed] * weight)
+    return mlp(dtype, params, params["table"][hashed].astype(dtype) * weight)
 
 
 @case(points, {"first": (3, WIDTH), "bias": (WIDTH,)} | MLP, half=2, full=1)
