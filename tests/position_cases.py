@@ -544,7 +544,7 @@ def places_in_an_expert(dtype, params, x):
     return squared_error(jnp.einsum("tec,ecd->td", combine, rows))
 
 
-CODES = np.float32(np.random.default_rng(4).choice([-1, 1], (4, WIDTH)) / 2)
+CODES = gaussian(4, WIDTH, 1)
 
 
 def near_codes(random):
@@ -564,7 +564,7 @@ def codes_of_vq(dtype, params, x):
     weight = (1 / used)[nearest][:, None]
     quantized = chosen.astype(dtype) @ codes.astype(dtype)
     error = (quantized.astype(FLOAT32) - x) ** 2
-    return mlp(dtype, params, quantized) + (error * weight).sum()
+    return mlp(dtype, params, quantized) + (error * weight).sum() / 10
 
 
 def words(random):

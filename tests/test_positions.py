@@ -18,7 +18,7 @@ HALVES = ("float16", "bfloat16")
 SCALE = 2.0**12
 LUCK = 1.05  # of the roundings
 FLOOR = 1e-5  # what float32 itself rounds, in sums of a thousand terms
-EXAMPLES = 4  # parameters and inputs: the more there are, the less the roundings' luck is
+EXAMPLES = 8  # parameters and inputs: the more there are, the less the roundings' luck is
 
 
 def in_float32(case):
