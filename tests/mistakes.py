@@ -535,8 +535,8 @@ MISTAKES: dict[str, list[Mistake]] = {
             ),
             (
                 "jax.shard_map(jmp.accumulated_value_and_grad(loss_fn, scale, 1, reduce_axes='i'), "
-                "mesh=jax.make_mesh((1,), ('i',)), in_specs=jax.P('i'), out_specs=jax.P('i'))"
-                "(params, x)",
+                "mesh=jax.make_mesh((1,), ('i',), axis_types=(jax.sharding.AxisType.Auto,)), "
+                "in_specs=jax.P('i'), out_specs=jax.P('i'))(params, x)",
                 "in the loss gather each, jmp.gather(shard, axis, dtype)",
             ),
         ),
