@@ -148,6 +148,16 @@ def test_masters_of_one_vector_that_something_made_are_nobody_s_and_not_passed_o
     assert both.params is HALF_ALONE
 
 
+def test_half_parameters_that_became_float32_in_a_vector_are_refused_as_they_would_have_no_master():
+    for tx in (VECTORS["flatten"], VECTORS["flatten in MultiSteps"]):
+        for init in (tx.init, jax.jit(tx.init)):
+            with pytest.raises(ValueError, match="which has no masters.*Put it inside"):
+                init(PARAMS)
+    whole = transforms.with_master_params(optax.flatten(SGD))
+    params, state = stepped(whole, whole.init(PARAMS), PARAMS)
+    assert transforms.masters(state, params)["a"][0, 0] == 0.5
+
+
 def test_the_ways_out_of_masters_of_one_vector_are_ways_out():
     for tx in (
         transforms.with_master_params(optax.flatten(SGD)),

@@ -146,7 +146,8 @@ def _replace_with_masters(self: TrainState, **updates: Any) -> TrainState:
     evaluate with other parameters and go on with the present ones afterwards, give
     `opt_state=state.opt_state` too.
 
-    Raises: TypeError for a field that the state does not have.
+    Raises: TypeError for a field that the state does not have; ValueError for `params=` where the
+      masters are those of one vector, as inside `optax.flatten`.
     """
     if "params" in updates and "opt_state" not in updates:
         updates["opt_state"] = follow_replaced(self.opt_state, updates["params"])
