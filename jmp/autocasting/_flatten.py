@@ -17,6 +17,7 @@ from jmp.autocasting._equations import contains_products, draws_bits, rule_of, s
 from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._kinds import has_kind, kind_of
 from jmp.autocasting._numbers import NOTHING, Known, dtype_of, known_of, shape_of
+from jmp.autocasting._precision import in_regions
 from jmp.autocasting._regions import Region, Words
 from jmp.autocasting._registry import Category, Rule
 from jmp.autocasting._settings import Settings
@@ -103,6 +104,8 @@ class _Flattening:
         node.has_products = node.is_product or (
             node.goes_inside and contains_products(equation, settings)
         )
+        if not node.goes_inside:
+            node.params = in_regions(node, self._words)
         self.nodes.append(node)
         return node
 
