@@ -12,7 +12,7 @@ written, such as a custom_vjp or a loop to a tolerance, keeps what it says.
 
 The global `jax_default_matmul_precision` says what a *float32* product does; it keeps no product
 from being lowered. So functions are traced with it switched off, and all products that stay float32
-are bound with it, in place of HIGHEST. (A while loop's condition is bound without.)
+are bound with it, in place of HIGHEST.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.lax import Precision
 
 from jmp import _jax_compat
@@ -79,20 +79,20 @@ def in_regions(node: Node, words: Words) -> Params:
     Such regions may also stand inside a node that is bound as a whole. Other products that are
     kept from being lowered count as well: those of `full=`, and inner products, which are sums.
     """
-    equation, overrides = node.equation, words.settings.overrides
+    equation = node.equation
     may_have = _is_product(equation) or any(True for _ in _jax_compat.inner_jaxprs(node))
     if not may_have or _jax_compat.default_precision_setting() is not None:
         return node.params
-
-    def choose(equation: JaxprEqn, scope: Any, around: Any) -> Any:
-        region = words.regions.region(scope)
-        if region.is_decided:
-            return None
-        is_asked_for = (equation.primitive.name, Category.FULL) in overrides
-        return HIGHEST if region.in_float32 or is_asked_for else around
-
     is_kept = _is_product(equation) and node.rule.category is Category.FULL
-    return _filled(equation, node.scope, choose, HIGHEST if is_kept else None)
+    return _filled(equation, node.scope, _by_regions(words), HIGHEST if is_kept else None)
+
+
+def as_written(function: ClosedJaxpr, node: Node, words: Words) -> ClosedJaxpr:
+    """Returns a function inside a node that is run as it was written, its products likewise."""
+    default = _default_precision()
+    choose = _by_regions(words) if default is None else lambda *_: default
+    filled: ClosedJaxpr = _mapped(function, _filling(node.scope, choose, None))
+    return filled
 
 
 def at_highest(node: Node) -> Params:
@@ -110,6 +110,17 @@ def with_default(node: Node) -> Params:
     return _filled(node.equation, node.scope, lambda *_: default, None)
 
 
+def _by_regions(words: Words) -> Choice:
+    def choose(equation: JaxprEqn, scope: Any, around: Any) -> Any:
+        region = words.regions.region(scope)
+        if region.is_decided:
+            return None
+        is_asked_for = (equation.primitive.name, Category.FULL) in words.settings.overrides
+        return HIGHEST if region.in_float32 or is_asked_for else around
+
+    return choose
+
+
 def _highest(equation: JaxprEqn, scope: Any, around: Any) -> Any:
     return None if AUTOCAST in _jax_compat.scope_names(scope) else HIGHEST
 
@@ -117,11 +128,7 @@ def _highest(equation: JaxprEqn, scope: Any, around: Any) -> Any:
 def _filled(equation: JaxprEqn, scope: Any, choose: Choice, around: Any) -> Params:
     """Returns the parameters of an equation, filled; the same object where nothing changes."""
     precision, params = choose(equation, scope, around), equation.params
-
-    def fill(inner: JaxprEqn) -> JaxprEqn:
-        found = _filled(inner, scope + inner.source_info.name_stack, choose, precision)
-        return inner if found is inner.params else inner.replace(params=found)
-
+    fill = _filling(scope, choose, precision)
     found = {key: _mapped(parameter, fill) for key, parameter in params.items()}
     if precision is HIGHEST and _jax_compat.has_rules(params):
         found = _jax_compat.with_rules(found, _rule_at_highest, "highest")
@@ -134,13 +141,17 @@ def _filled(equation: JaxprEqn, scope: Any, choose: Choice, around: Any) -> Para
 
 def _rule_at_highest(jaxpr: Any) -> Any:
     """Returns the jaxpr of a custom derivative's rule that stands where float32 was asked for."""
-    empty = _jax_compat.empty_name_stack()
+    return _mapped(jaxpr, _filling(_jax_compat.empty_name_stack(), _highest, None))
+
+
+def _filling(scope: Any, choose: Choice, around: Any) -> Callable[[JaxprEqn], JaxprEqn]:
+    """Returns a function that fills an equation of a jaxpr that stands under a name stack."""
 
     def fill(equation: JaxprEqn) -> JaxprEqn:
-        scope = empty + equation.source_info.name_stack
-        return equation.replace(params=_filled(equation, scope, _highest, None))
+        found = _filled(equation, scope + equation.source_info.name_stack, choose, around)
+        return equation if found is equation.params else equation.replace(params=found)
 
-    return _mapped(jaxpr, fill)
+    return fill
 
 
 def _mapped(parameter: Any, change: Callable[[JaxprEqn], JaxprEqn]) -> Any:
