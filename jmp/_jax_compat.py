@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 import jax
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
-from jax.extend import core, linear_util, source_info_util
+from jax.extend import core, source_info_util
 from jax.interpreters import ad
 
 Params = Mapping[str, Any]
@@ -65,12 +65,7 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
 
 def inner_jaxprs(equation: core.JaxprEqn) -> Iterator[Any]:
     """Yields the open jaxprs among an equation's parameters."""
-    return jaxprs_among(equation.params)
-
-
-def jaxprs_among(params: Params) -> Iterator[Any]:
-    """Yields the open jaxprs among parameters."""
-    for parameter in params.values():
+    for parameter in equation.params.values():
         for item in parameter if isinstance(parameter, (tuple, list)) else (parameter,):
             inner = getattr(item, "jaxpr", item)
             if hasattr(inner, "eqns"):
@@ -163,49 +158,6 @@ def called(params: Params) -> core.ClosedJaxpr:
 def closed_over(params: Params) -> int:
     """Returns how many operands of a custom_vjp its function closes over: they come first."""
     return params["num_consts"]
-
-
-@linear_util.transformation2
-def _with_changed_jaxpr(rule: Any, change: Callable[[Any], Any], *zeros: Any) -> Any:
-    jaxpr, *others = rule(*zeros)
-    return change(jaxpr), *others
-
-
-@linear_util.transformation2
-def _with_default_precision(rule: Any, default: str, *operands: Any) -> Any:
-    with jax.default_matmul_precision(default):
-        return rule(*operands)
-
-
-RULES: dict[str, Any] = {
-    "jvp_jaxpr_fun": _with_changed_jaxpr,
-    "fwd_jaxpr_thunk": _with_changed_jaxpr,
-    "bwd": _with_default_precision,
-}
-
-
-def has_rules(params: Params) -> bool:
-    """Returns whether an equation is a custom derivative: it holds rules."""
-    return not RULES.keys().isdisjoint(params)
-
-
-def with_rules(params: Params, change: Callable[[Any], Any], default: str) -> dict[str, Any]:
-    """Returns the parameters of a custom derivative with other rules.
-
-    JAX traces rules when a derivative is asked for.
-
-    Args:
-      change: of the jaxpr of a rule that JAX traces once for all who call it. To be a function of a
-        module: rules that are changed alike are equal, as programs that hold them are.
-      default: the default precision that a backward rule is traced under.
-    """
-    others = {"bwd": default}
-    changed = {
-        name: wrap(params[name], others.get(name, change))
-        for name, wrap in RULES.items()
-        if name in params
-    }
-    return {**params, **changed}
 
 
 def name_of(equation: core.JaxprEqn) -> str:

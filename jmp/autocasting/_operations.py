@@ -189,8 +189,8 @@ def _operations_as_written(
 
 def _jaxprs_of(equation: Any, params: Params) -> list[tuple[Any, Any]]:
     """Returns the jaxprs inside an equation, as they were traced and as they are bound."""
-    traced = _jax_compat.inner_jaxprs(equation)
-    return list(zip(traced, _jax_compat.jaxprs_among(params), strict=True))
+    both = equation, equation.replace(params=params)
+    return list(zip(*map(_jax_compat.inner_jaxprs, both), strict=True))
 
 
 def _named(*sides: list[str]) -> Iterator[list[str]]:

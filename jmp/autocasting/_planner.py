@@ -20,7 +20,7 @@ from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._islands import choose_recompute, clones_for, group, peel
 from jmp.autocasting._kinds import Level, has_kind, kind_of
 from jmp.autocasting._order import in_order
-from jmp.autocasting._precision import at_highest, with_default
+from jmp.autocasting._precision import with_default
 from jmp.autocasting._reasons import why_float32, why_not_lowered, why_region
 from jmp.autocasting._registry import Category
 from jmp.autocasting._sending import (
@@ -236,16 +236,14 @@ class Planner(Level):
         ]
         return single._replace(reads=tuple(reads), rounds=self.half)
 
-    def _single(
-        self, node: Node, arithmetic: Arithmetic, why: str = "", for_numerics: bool = False
-    ) -> Single:
+    def _single(self, node: Node, arithmetic: Arithmetic, why: str = "") -> Single:
         if arithmetic.is_half:
             reads = tuple(self._read_half(node, value) for value in node.inputs)
             is_half = any(value.is_float32 for value in node.outputs)  # a callback has none
             params = node.rule.params_in_half(node.params, self.half) if is_half else node.params
         else:
             reads = tuple(Read(v, FLOAT32 if v.is_float32 else None) for v in node.inputs)
-            params = at_highest(node) if for_numerics else with_default(node)
+            params = with_default(node)
         if arithmetic is Arithmetic.FLOAT32:
             stores = tuple(self.storage.rounded_by_rule(v) or v.dtype for v in node.outputs)
         else:

@@ -15,7 +15,7 @@ from being lowered. So functions are traced with it switched off, and all produc
 are bound with it, in place of HIGHEST.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -25,10 +25,10 @@ from jax.lax import Precision
 
 from jmp import _jax_compat
 from jmp.autocasting._graph import Node
+from jmp.autocasting._late_rules import has_rules, with_rules
 from jmp.autocasting._numbers import dtype_of
 from jmp.autocasting._regions import AUTOCAST, Words
 from jmp.autocasting._registry import Category, Params, rule_for
-from jmp.dtypes import FLOAT32
 
 STRONGER = (Precision.HIGHEST, Precision.HIGH)
 HIGHEST = (Precision.HIGHEST, Precision.HIGHEST)
@@ -80,7 +80,7 @@ def in_regions(node: Node, words: Words) -> Params:
     kept from being lowered count as well: those of `full=`, and inner products, which are sums.
     """
     equation = node.equation
-    may_have = _is_product(equation) or any(True for _ in _jax_compat.inner_jaxprs(node))
+    may_have = _is_product(equation) or any(True for _ in _jax_compat.inner_jaxprs(equation))
     if not may_have or _jax_compat.default_precision_setting() is not None:
         return node.params
     is_kept = _is_product(equation) and node.rule.category is Category.FULL
@@ -99,7 +99,7 @@ def at_highest(node: Node) -> Params:
     """Returns the parameters of a product that autocast keeps in float32 for its numerics."""
     if _jax_compat.default_precision_setting() is not None:
         return with_default(node)
-    return _filled(node.equation, node.scope, _highest, None)
+    return _filled(node.equation, node.scope, _all_with(HIGHEST), None)
 
 
 def with_default(node: Node) -> Params:
@@ -121,8 +121,8 @@ def _by_regions(words: Words) -> Choice:
     return choose
 
 
-def _highest(equation: JaxprEqn, scope: Any, around: Any) -> Any:
-    return None if AUTOCAST in _jax_compat.scope_names(scope) else HIGHEST
+def _all_with(precision: Any) -> Choice:
+    return lambda _, scope, __: None if AUTOCAST in _jax_compat.scope_names(scope) else precision
 
 
 def _filled(equation: JaxprEqn, scope: Any, choose: Choice, around: Any) -> Params:
@@ -130,8 +130,8 @@ def _filled(equation: JaxprEqn, scope: Any, choose: Choice, around: Any) -> Para
     precision, params = choose(equation, scope, around), equation.params
     fill = _filling(scope, choose, precision)
     found = {key: _mapped(parameter, fill) for key, parameter in params.items()}
-    if precision is HIGHEST and _jax_compat.has_rules(params):
-        found = _jax_compat.with_rules(found, _rule_at_highest, "highest")
+    if precision is HIGHEST and has_rules(equation.primitive.name):
+        found = with_rules(found, _of_rules(equation), _rule_with)
     if precision is not None and _says_nothing(equation):
         # Half and integer products have all their digits anyway.
         if precision is not HIGHEST or _reads(equation, np.float32, np.complex64):
@@ -139,9 +139,26 @@ def _filled(equation: JaxprEqn, scope: Any, choose: Choice, around: Any) -> Para
     return params if all(found[key] is params[key] for key in params) else found
 
 
-def _rule_at_highest(jaxpr: Any) -> Any:
-    """Returns the jaxpr of a custom derivative's rule that stands where float32 was asked for."""
-    return _mapped(jaxpr, _filling(_jax_compat.empty_name_stack(), _highest, None))
+def _of_rules(equation: JaxprEqn) -> Any:
+    """Returns the precision of a custom derivative's rules in a region.
+
+    It is that of its function, if all products there have one: a default that the user sets around
+    the call is in the function alone, which is traced there. Else it is HIGHEST.
+    """
+    said = {inner.params.get("precision") for inner in _products_in(equation)}
+    word = said.pop() if len(said) == 1 else None
+    is_one = word is not None and not (isinstance(word, tuple) and len(set(word)) > 1)
+    return word if is_one else HIGHEST
+
+
+def _products_in(equation: JaxprEqn) -> Iterator[JaxprEqn]:
+    for jaxpr in _jax_compat.inner_jaxprs(equation):
+        for inner in jaxpr.eqns:
+            yield from (inner,) if _is_product(inner) else _products_in(inner)
+
+
+def _rule_with(jaxpr: Any, precision: Any) -> Any:
+    return _mapped(jaxpr, _filling(_jax_compat.empty_name_stack(), _all_with(precision), None))
 
 
 def _filling(scope: Any, choose: Choice, around: Any) -> Callable[[JaxprEqn], JaxprEqn]:

@@ -23,7 +23,8 @@ MULTIPLE = 8
 LARGE = 10**6  # floating-point operations
 # Operations a second of an H200, without sparsity (NVIDIA's data sheet): with all digits, in TF32.
 FLOAT32_PEAK, TF32_PEAK = 67e12, 494e12
-# Sizes, and float32 products, that this share of all floating-point operations has are worth a sentence.
+# Sizes that this share of all floating-point operations has are worth a sentence, and so are
+# products with all digits.
 SHARE = 0.01
 
 
