@@ -60,6 +60,9 @@ def flatten(
             users.setdefault(value, []).append(node)
     for value, readers in users.items():
         value.users = tuple(readers)
+    for node in nodes:
+        if not node.goes_inside:
+            node.params = in_regions(node, words)
     return Graph(inputs, nodes, outputs)
 
 
@@ -104,8 +107,6 @@ class _Flattening:
         node.has_products = node.is_product or (
             node.goes_inside and contains_products(equation, settings)
         )
-        if not node.goes_inside:
-            node.params = in_regions(node, self._words)
         self.nodes.append(node)
         return node
 

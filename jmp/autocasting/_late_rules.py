@@ -6,7 +6,6 @@ an equation holds in its place.
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -38,33 +37,21 @@ def with_rules(params: Params, precision: Any, change: Change) -> dict[str, Any]
     if "bwd" in params:
         found["bwd"] = _with_default(params["bwd"], precision)
     if "rule" in params:  # of vmap
-        found["rule"] = _batching_with_default(params["rule"], precision)
+        found["rule"] = functools.partial(_run_with_default, params["rule"], precision)
     return found
 
 
-@linear_util.transformation2
-def _with_changed_jaxpr(rule: Any, change: Change, precision: Any, *zeros: Any) -> Any:
+def _run_and_change(rule: Any, change: Change, precision: Any, *zeros: Any) -> Any:
     jaxpr, *others = rule(*zeros)
     return change(jaxpr, precision), *others
 
 
-@linear_util.transformation2
-def _with_default(rule: Any, precision: Any, *operands: Any) -> Any:
-    with _default(precision):
-        return rule(*operands)
-
-
-def _batching_with_default(rule: Any, precision: Any) -> Any:
-    @functools.wraps(rule)
-    def batching(*args: Any) -> Any:
-        with _default(precision):
-            return rule(*args)
-
-    return batching
-
-
-def _default(precision: Any) -> AbstractContextManager[Any]:
+def _run_with_default(rule: Any, precision: Any, *args: Any) -> Any:
     one = precision[0] if isinstance(precision, tuple) else precision
-    return jax.default_matmul_precision(
-        one.name.lower() if isinstance(one, Precision) else one.name
-    )
+    name: Any = one.name.lower() if isinstance(one, Precision) else one.name
+    with jax.default_matmul_precision(name):
+        return rule(*args)
+
+
+_with_changed_jaxpr: Any = linear_util.transformation2(_run_and_change)
+_with_default: Any = linear_util.transformation2(_run_with_default)

@@ -77,7 +77,8 @@ def in_regions(node: Node, words: Words) -> Params:
     """Returns parameters in which products of float32 regions that say nothing have HIGHEST.
 
     Such regions may also stand inside a node that is bound as a whole. Other products that are
-    kept from being lowered count as well: those of `full=`, and inner products, which are sums.
+    kept in float32 count as well: those of `full=`, and for their numerics those whose rule is
+    FULL, such as inner products, which are sums.
     """
     equation = node.equation
     may_have = _is_product(equation) or any(True for _ in _jax_compat.inner_jaxprs(equation))
@@ -93,13 +94,6 @@ def as_written(function: ClosedJaxpr, node: Node, words: Words) -> ClosedJaxpr:
     choose = _by_regions(words) if default is None else lambda *_: default
     filled: ClosedJaxpr = _mapped(function, _filling(node.scope, choose, None))
     return filled
-
-
-def at_highest(node: Node) -> Params:
-    """Returns the parameters of a product that autocast keeps in float32 for its numerics."""
-    if _jax_compat.default_precision_setting() is not None:
-        return with_default(node)
-    return _filled(node.equation, node.scope, _all_with(HIGHEST), None)
 
 
 def with_default(node: Node) -> Params:
@@ -166,7 +160,7 @@ def _filling(scope: Any, choose: Choice, around: Any) -> Callable[[JaxprEqn], Ja
 
     def fill(equation: JaxprEqn) -> JaxprEqn:
         found = _filled(equation, scope + equation.source_info.name_stack, choose, around)
-        return equation if found is equation.params else equation.replace(params=found)
+        return equation if found is equation.params else equation.replace(params=dict(found))
 
     return fill
 
