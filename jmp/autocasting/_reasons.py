@@ -68,9 +68,7 @@ def _why_operand(value: Value, node: Node, inside: Set[Node], storage: Storage) 
     """Returns why an operand makes a node float32."""
     half, facts = storage.half, storage.facts
     if not value.is_float32:
-        has_no_half = str(value.dtype) in NEVER_HALF and any(
-            v.is_float32 for v in node.outputs
-        )
+        has_no_half = str(value.dtype) in NEVER_HALF and any(v.is_float32 for v in node.outputs)
         return f"an operand is {value.dtype}" if has_no_half else ""
     if value.producer in inside:
         return ""

@@ -3,16 +3,19 @@
 import collections
 from collections.abc import Collection
 
+import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
-from jmp.autocasting._operations import is_product
+from jmp.autocasting._exact_products import WHY_EXACT
+from jmp.autocasting._operations import is_product, rounded_arguments_of
 from jmp.autocasting._program import Traced
+from jmp.autocasting._steps import Plan
 from jmp.diagnostics._places import place_name, with_places
 from jmp.diagnostics._ranges import FLOAT8, HALVES
-from jmp.diagnostics._rows import Row, product_of
+from jmp.diagnostics._rows import Lines, Row, location_of, product_of
 
-# Float32 products that the user asked for.
-DELIBERATE = ("the user asked", "an inner autocast", "asked for by")
+# Float32 products that the user asked for, or that are none of a network.
+DELIBERATE = ("the user asked", "an inner autocast", "asked for by", *WHY_EXACT)
 
 # What a `Row` says of a product that autocast binds so.
 HIGHEST = "HIGHEST"
@@ -67,6 +70,23 @@ def dear_in_float32(rows: list[Row]) -> list[str]:
         f"H200 does {FLOAT32_PEAK / 1e12:.0f} TFLOP/s of these and {TF32_PEAK / 1e12:.0f} in TF32, "
         f"so they may take {TF32_PEAK / FLOAT32_PEAK:.1f} times as long. If TF32's 11 bits are "
         "enough, write jax.default_matmul_precision('tensorfloat32') inside"
+    ]
+
+
+def rounded_arguments(plan: Plan, lines: Lines) -> list[str]:
+    """Returns a sentence for each half product whose result reaches a function that wraps."""
+    half = plan.words.settings.compute_dtype
+    error = 512 * float(jnp.finfo(half).eps)  # the spacing of the numbers from 512 to 1024
+    places = [
+        place_name(source, module)
+        for node in rounded_arguments_of(plan)
+        for module, source in [location_of(node.equation, node.scope, lines)]
+    ]
+    return [
+        f"a product at {place} multiplies in {half}, and its result goes to a function that wraps, "
+        f"such as sin: {half} knows an argument of 1000 to {error:g}. Keep the product in float32 "
+        "by a rule if its results are large"
+        for place in dict.fromkeys(places)
     ]
 
 

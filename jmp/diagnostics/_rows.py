@@ -81,7 +81,7 @@ def rows_of(plan: Plan, lines: Lines) -> list[Row]:
             continue
         flops = product_of(equation).flops if kind == "product" else 0
         has_precision = kind == "product" and not CHOOSES.isdisjoint(operation.dtypes_in)
-        module, source = _place(equation, operation.scope, lines)
+        module, source = location_of(equation, operation.scope, lines)
         row = Row(
             kind=kind,
             operation=equation.primitive.name,
@@ -123,13 +123,13 @@ class Decision:
 def decisions_in(plan: Plan, lines: Lines) -> list[Decision]:
     """Returns what a plan does besides choosing dtypes, a row for each place; see `rows_of`."""
     found = totals(
-        ((what, *_place(node.equation, node.scope, lines)), times)
+        ((what, *location_of(node.equation, node.scope, lines)), times)
         for what, node, times in decisions_of(plan)
     )
     return [Decision(*key, times) for key, times in found.items()]
 
 
-def _place(equation: JaxprEqn, scope: NameStack, lines: Lines) -> tuple[str, str]:
+def location_of(equation: JaxprEqn, scope: NameStack, lines: Lines) -> tuple[str, str]:
     """Returns the module and the source line of an equation."""
     module = module_path(scope)
     return module, source_line(equation, lines.get((id(equation), module), ""))
