@@ -69,7 +69,7 @@ def dear_in_float32(rows: list[Row]) -> list[str]:
         f"float32 with {HIGHEST} precision ({count / total:.0%} of the operations of products): an "
         f"H200 does {FLOAT32_PEAK / 1e12:.0f} TFLOP/s of these and {TF32_PEAK / 1e12:.0f} in TF32, "
         f"so they may take {TF32_PEAK / FLOAT32_PEAK:.1f} times as long. If TF32's 11 bits are "
-        "enough, write jax.default_matmul_precision('tensorfloat32') inside"
+        "enough, put it under jax.default_matmul_precision('tensorfloat32') inside the function"
     ]
 
 
