@@ -5,6 +5,7 @@ precision a product names, what a loop or a custom derivative holds.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -77,7 +78,16 @@ def contracts_nothing(equation: JaxprEqn) -> bool:
 
 def as_multiplication(equation: JaxprEqn) -> Jaxpr:
     """Returns a product that contracts nothing as what it is: an elementwise multiplication."""
-    (left_summed, right_summed), (left_batch, right_batch) = equation.params["dimension_numbers"]
+    types = [atom.aval for atom in equation.invars]
+    traced = _multiplication(*types, equation.params["dimension_numbers"])
+    in_place = [e.replace(source_info=equation.source_info) for e in traced.eqns]
+    multiplication: Jaxpr = traced.replace(eqns=in_place)
+    return multiplication
+
+
+@functools.lru_cache(maxsize=256)
+def _multiplication(left: Any, right: Any, dimension_numbers: Any) -> Any:
+    (left_summed, right_summed), (left_batch, right_batch) = dimension_numbers
 
     def own_axes(array: jax.Array, batch: Sequence[int], summed: Sequence[int]) -> jax.Array:
         free = [axis for axis in range(array.ndim) if axis not in {*batch, *summed}]
@@ -91,10 +101,7 @@ def as_multiplication(equation: JaxprEqn) -> Jaxpr:
         left = lax.expand_dims(left, range(end, end + right.ndim - batch))
         return lax.mul(left, lax.expand_dims(right, range(batch, end)))
 
-    closed = jax.make_jaxpr(multiply)(*(atom.aval for atom in equation.invars))
-    in_place = [e.replace(source_info=equation.source_info) for e in closed.jaxpr.eqns]
-    multiplication: Jaxpr = closed.jaxpr.replace(eqns=in_place)
-    return multiplication
+    return jax.make_jaxpr(multiply)(left, right).jaxpr
 
 
 def contains_products(equation: JaxprEqn, settings: Settings) -> bool:

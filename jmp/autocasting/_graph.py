@@ -57,7 +57,7 @@ class Value:
     @property
     def varies(self) -> bool:
         """Whether a gradient may flow into it; not into masks, nor into tables of sines."""
-        return self.made_of > MadeOf.INTEGERS
+        return self.made_of > MadeOf.TABLES
 
     def exceeds(self, half: np.dtype) -> bool:
         """Returns whether it is known to hold a number that a half type does not."""

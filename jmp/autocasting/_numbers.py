@@ -50,7 +50,7 @@ class MadeOf(enum.IntEnum):
 
     def of(self, value: Any) -> "MadeOf":
         """Returns this for a floating or complex value; for any other INTEGERS at most."""
-        return self if is_inexact(value) else min(self, MadeOf.INTEGERS)
+        return self if self <= MadeOf.INTEGERS or is_inexact(value) else MadeOf.INTEGERS
 
 
 def made_of_array(array: Any) -> MadeOf:
