@@ -33,6 +33,7 @@ from jmp.autocasting._numbers import (
     made_of_array,
     shape_of,
 )
+from jmp.autocasting._precision import in_regions
 from jmp.autocasting._regions import Region, Words
 from jmp.autocasting._registry import Category, Rule
 from jmp.autocasting._settings import Settings
@@ -80,6 +81,9 @@ def flatten(
     for node in find_angles(nodes):
         if not words.settings.overrides_rule(node.name):
             node.rule, node.has_products = Rule(Category.FULL, WHY_ANGLE), False
+    for node in nodes:
+        if not node.goes_inside:
+            node.params = in_regions(node, words)
     return Graph(inputs, nodes, outputs)
 
 

@@ -90,7 +90,7 @@ class Node:
     ) -> None:
         self.equation = equation  # its own variables are not to be read
         self.name: str = equation.primitive.name
-        self.params: Params = equation.params
+        self.params: Params = equation.params  # what it is bound with, where it is as written
         self.inputs = tuple(inputs)
         self.outputs = tuple(Value(v.aval, self, known) for v in equation.outvars)
         self.stack = stack  # its name scopes within this level

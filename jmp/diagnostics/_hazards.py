@@ -17,11 +17,17 @@ from jmp.diagnostics._rows import Lines, Row, location_of, product_of
 # Float32 products that the user asked for, or that are none of a network.
 DELIBERATE = ("the user asked", "an inner autocast", "asked for by", *WHY_EXACT)
 
+# What a `Row` says of a product that autocast binds so.
+HIGHEST = "HIGHEST"
+
 # Tensor cores read 16 bytes at a time: eight half numbers.
 MULTIPLE = 8
 # Products below that are over before their launch is, whatever their sizes.
 LARGE = 10**6  # floating-point operations
-# Sizes that this share of all floating-point operations has are worth a sentence.
+# Operations a second of an H200, without sparsity (NVIDIA's data sheet): with all digits, in TF32.
+FLOAT32_PEAK, TF32_PEAK = 67e12, 494e12
+# Sizes that this share of all floating-point operations has are worth a sentence, and so are
+# products with all digits.
 SHARE = 0.01
 
 
@@ -36,10 +42,35 @@ def delicate_in_half(rows: list[Row]) -> list[str]:
         elif row.kind == "exponential" and in_half:
             found.append(f"{place} runs in {row.dtype_in}: it overflows, or loses all digits")
         elif row.kind == "product" and not (
-            in_half or row.dtype_in == FLOAT8 or row.why.startswith(DELIBERATE)
+            in_half
+            or row.dtype_in == FLOAT8
+            or row.precision == HIGHEST
+            or row.why.startswith(DELIBERATE)
         ):
             found.append(f"{place} multiplies in {row.dtype_in}: {row.why}")
     return found
+
+
+def dear_in_float32(rows: list[Row]) -> list[str]:
+    """Returns a sentence on the products that autocast binds with the highest precision.
+
+    No tensor core multiplies them. Where the user, or the product, named a precision, it is known.
+    """
+    products = [row for row in rows if row.kind == "product"]
+    total = sum(row.flops for row in products)
+    found = [row for row in products if row.precision == HIGHEST]
+    count = sum(row.flops for row in found)
+    if not count or count < SHARE * total:
+        return []
+    largest, others = max(found, key=lambda row: row.flops), len(found) - 1
+    more = f", with {others} other place{'s' * (others > 1)}," * (others > 0)
+    return [
+        f"{largest.operation} at {place_name(largest.source, largest.module)}{more} multiplies "
+        f"float32 with {HIGHEST} precision ({count / total:.0%} of the operations of products): an "
+        f"H200 does {FLOAT32_PEAK / 1e12:.0f} TFLOP/s of these and {TF32_PEAK / 1e12:.0f} in TF32, "
+        f"so they may take {TF32_PEAK / FLOAT32_PEAK:.1f} times as long. If TF32's 11 bits are "
+        "enough, put it under jax.default_matmul_precision('tensorfloat32') inside the function"
+    ]
 
 
 def rounded_arguments(plan: Plan, lines: Lines) -> list[str]:

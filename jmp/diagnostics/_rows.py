@@ -10,6 +10,7 @@ from jax.extend.source_info_util import NameStack
 
 from jmp.autocasting._equations import is_inner_product
 from jmp.autocasting._operations import decisions_of, is_product, operations_of
+from jmp.autocasting._precision import precision_of
 from jmp.autocasting._registry import Category, rule_for
 from jmp.autocasting._steps import Plan
 from jmp.diagnostics._places import module_path, source_line
@@ -17,6 +18,9 @@ from jmp.diagnostics._tables import totals
 
 # The channels of an image are what they are; cuDNN has kernels of its own for them.
 IMAGE_CHANNELS = 4
+
+# Their products have fewer digits than they have, unless a precision says otherwise.
+CHOOSES = frozenset({"float32", "complex64"})
 
 Shape = tuple[int, ...]
 
@@ -35,6 +39,10 @@ class Row:
       dtype_in: of the floating operands as they are read.
       dtype_out: of the result as stored.
       why: the reason of the rule or of the planner.
+      precision: of a product that reads float32: "HIGHEST" where autocast binds it so, as in
+        `full_precision`; "default" where nothing says one, which is TF32 on a GPU and one pass of
+        bfloat16 on a TPU; "HIGH, the user's" and the like where the product, or the user's global
+        default, says it. "" for all others.
       times: how often it stands in the program, turns of loops included.
       flops: floating-point operations of all together; 0 for what is no product.
 
@@ -54,6 +62,7 @@ class Row:
     why: str
     times: int = 1
     flops: int = 0
+    precision: str = ""
 
 
 Lines = dict[tuple[int, str], str]
@@ -71,6 +80,7 @@ def rows_of(plan: Plan, lines: Lines) -> list[Row]:
         if kind is None or not operation.dtypes_out:
             continue
         flops = product_of(equation).flops if kind == "product" else 0
+        has_precision = kind == "product" and not CHOOSES.isdisjoint(operation.dtypes_in)
         module, source = location_of(equation, operation.scope, lines)
         row = Row(
             kind=kind,
@@ -82,6 +92,7 @@ def rows_of(plan: Plan, lines: Lines) -> list[Row]:
             why=operation.why,
             times=operation.times,
             flops=operation.times * flops,
+            precision=precision_of(equation, operation.params) if has_precision else "",
         )
         found.setdefault(dataclasses.replace(row, times=1, flops=0), []).append(row)
     return list(map(together, found.values()))
