@@ -16,7 +16,7 @@ from jmp import _jax_compat
 from jmp.autocasting._kinds import has_kind, kind_of
 from jmp.autocasting._numbers import dtype_of, shape_of
 from jmp.autocasting._precision import asked_for
-from jmp.autocasting._registry import Category, Rule, rule_for
+from jmp.autocasting._registry import Category, Rule, is_foreign, rule_for
 from jmp.autocasting._settings import Settings
 from jmp.dtypes import FLOAT32
 
@@ -63,6 +63,17 @@ def contains_products(equation: JaxprEqn, settings: Settings) -> bool:
         and (settings.overrides_rule(name) or not asked_for(inner))
         for inner in inner_equations(equation)
     )
+
+
+def is_marker(equation: JaxprEqn) -> bool:
+    """Returns whether an equation stays where nothing reads its results.
+
+    It has effects, or is or holds a primitive of others, by which they find their place in a
+    program: JAX leaves out nothing that was traced. Of the op table's own only the results count.
+    """
+    every = (equation, *inner_equations(equation))
+    names = {inner.primitive.name for inner in every}
+    return bool(equation.effects) or any(is_foreign(n) and not has_kind(n) for n in names)
 
 
 def draws_bits(equation: JaxprEqn) -> bool:

@@ -13,7 +13,13 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from jmp import _jax_compat
-from jmp.autocasting._equations import contains_products, draws_bits, rule_of, sum_over_own_axes
+from jmp.autocasting._equations import (
+    contains_products,
+    draws_bits,
+    is_marker,
+    rule_of,
+    sum_over_own_axes,
+)
 from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._kinds import has_kind, kind_of
 from jmp.autocasting._numbers import NOTHING, Known, dtype_of, known_of, shape_of
@@ -151,11 +157,11 @@ def _source(value: Value) -> tuple[Any, ...]:
 
 
 def _alive(nodes: list[Node], outputs: list[Value]) -> list[Node]:
-    """Drops what no output and no effect needs."""
+    """Drops what no output and no marker needs."""
     needed = {value.producer for value in outputs}
     kept = []
     for node in reversed(nodes):
-        if node in needed or node.equation.effects:
+        if node in needed or is_marker(node.equation):
             kept.append(node)
             needed.update(value.producer for value in node.inputs)
     kept.reverse()
