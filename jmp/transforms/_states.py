@@ -83,7 +83,7 @@ def update_inner(
         raise ValueError(
             f"{caller} got gradients of another structure than the parameters: of gradients and "
             f"parameters {where_trees_differ(gradients, params)}. Differentiate with respect to "
-            "the parameters that the optimizer holds."
+            f"the parameters that the optimizer holds.{parameters_of(params)}"
         ) from error
     return updates, new_state
 
