@@ -550,7 +550,10 @@ MISTAKES: dict[str, list[Mistake]] = {
                 "Of a model of equinox it is eqx.filter(model, eqx.is_inexact_array)",
             ),
             ("tx.init(linen_model)", "it is variables['params']"),
-            ("tx.init({'w': x, 'function': jnp.tanh})", "the function tanh as the parameter at ['f"),
+            (
+                "tx.init({'w': x, 'function': jnp.tanh})",
+                "the function tanh as the parameter at ['f",
+            ),
             ("transforms.with_loss_scale(adam, 512.0)", "Did you mean jmp.StaticLossScale(512.0)?"),
             ("transforms.with_loss_scale(adam, None)", "write jmp.NoOpLossScale()"),
             ("transforms.with_loss_scale(scale, adam)", "inner=a DynamicLossScale; expected an op"),

@@ -67,7 +67,9 @@ def merged_heads(p, x):
     merge = lambda y: heads(y).transpose(0, 2, 1, 3).reshape(batch * HEADS, length, -1)
     q, k, v = (merge(x @ p[name]) for name in "qkv")
     weights = jax.nn.softmax(q @ k.swapaxes(1, 2))
-    return ((weights @ v).reshape(batch, HEADS, length, -1).swapaxes(1, 2).sum(2) @ p["o"][:8]).sum()
+    return (
+        (weights @ v).reshape(batch, HEADS, length, -1).swapaxes(1, 2).sum(2) @ p["o"][:8]
+    ).sum()
 
 
 def of_jax(p, x):
@@ -165,7 +167,12 @@ OF_IMAGES = {
     "g": jnp.ones(16),
     "head": normal(3, 16, 10),
 }
-OF_ROWS = {"x": normal(1, 8, 64), "h": normal(2, 16, 64), "b": normal(3, 64), "o": normal(4, 16, 10)}
+OF_ROWS = {
+    "x": normal(1, 8, 64),
+    "h": normal(2, 16, 64),
+    "b": normal(3, 64),
+    "o": normal(4, 16, 10),
+}
 MODELS = {
     "language model": (language_model, (OF_TOKENS, TOKENS), "b,t"),
     "convolutions": (convolutions, (OF_IMAGES, normal(5, 4, 8, 8, 3)), "b,8,8,3"),

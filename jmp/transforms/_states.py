@@ -45,7 +45,11 @@ def init_inner(
         return inner.init(params)
     except (TypeError, ValueError, AttributeError) as error:
         leaves = leaves_by_path(params).items()
-        others = [pair for pair in leaves if not (stands_for_numbers(pair[1]) or isinstance(pair[1], float))]
+        others = [
+            pair
+            for pair in leaves
+            if not (stands_for_numbers(pair[1]) or isinstance(pair[1], float))
+        ]
         if not others:
             raise
         path, leaf = others[0]
