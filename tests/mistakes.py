@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from flax.training import dynamic_scale
+from flax.training import dynamic_scale, train_state
 from jax import lax
 
 import jmp
@@ -146,6 +146,8 @@ def names():
         "eqx_model": eqx_model,
         "eqx_state": tx.init(eqx.filter(eqx_model, eqx.is_inexact_array)),
         "network": hk.transform(lambda x: HaikuModel()(x)),
+        "flax_state": train_state.TrainState.create(apply_fn=None, params=params, tx=tx),
+        "eqx_mlp": eqx.nn.MLP(2, 2, 2, 1, key=jax.random.key(0)),
         "state": linen.TrainState.create(apply_fn=LinenModel().apply, params=params, tx=tx),
         "report": report,
         "long_text": "p=f32," * 200_000,
@@ -406,6 +408,10 @@ MISTAKES: dict[str, list[Mistake]] = {
             ("jmp.scaled_value_and_grad(loss_fn, opt_state)", "Did you mean its `.loss_scale`?"),
             ("jmp.scaled_value_and_grad(loss_fn, state)", "Did you mean its `.loss_scale`?"),
             ("jmp.scaled_value_and_grad(loss_fn, chain_state)", "its `[0].loss_scale`?"),
+            (
+                "jmp.scaled_value_and_grad(loss_fn, flax_state)",
+                "opt_state) finds it. jmp.adapters.linen.TrainState has it as `.loss_scale`.",
+            ),
             ("jmp.scaled_value_and_grad(loss_fn, optimizer)", "jmp.adapters.nnx.loss_scale(opt"),
             ("jmp.scaled_value_and_grad(loss_fn, tx)", "opt_state.loss_scale?"),
             ("jmp.scaled_value_and_grad(loss_fn, scale.scale)", "without .scale?"),
@@ -544,6 +550,16 @@ MISTAKES: dict[str, list[Mistake]] = {
     "Optimizers": [
         *_rows(
             TypeError,
+            ("tx.init(eqx_mlp)", "eqx.filter(model, eqx.is_inexact_array)"),
+            (
+                "transforms.mixed_precision(adam, 'O2').init([eqx_mlp, params])",
+                "Of a model of equinox it is eqx.filter(model, eqx.is_inexact_array)",
+            ),
+            ("tx.init(linen_model)", "it is variables['params']"),
+            (
+                "tx.init({'w': x, 'function': jnp.tanh})",
+                "the function tanh as the parameter at ['f",
+            ),
             ("transforms.with_loss_scale(adam, 512.0)", "Did you mean jmp.StaticLossScale(512.0)?"),
             ("transforms.with_loss_scale(adam, None)", "write jmp.NoOpLossScale()"),
             ("transforms.with_loss_scale(scale, adam)", "inner=a DynamicLossScale; expected an op"),
@@ -845,7 +861,7 @@ MISTAKES: dict[str, list[Mistake]] = {
                 "equinox.train_step(model_loss, eqx_model, eqx_state, tx, x, has_aux=True)",
                 "expected the pair (loss, aux)",
             ),
-            ("equinox.train_step(model_pair, eqx_model, eqx_state, tx, x)", "pass has_aux=True"),
+            ("equinox.train_step(model_pair, eqx_model, eqx_state, tx, x)", "given as state="),
             (
                 "equinox.train_step(lambda m, s, x: 1.0, eqx_model, eqx_state, tx, x, state=x)",
                 "expected the pair (loss, aux)",

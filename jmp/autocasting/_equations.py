@@ -16,9 +16,9 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from jmp import _jax_compat
 from jmp.autocasting._kinds import has_kind, kind_of
-from jmp.autocasting._numbers import dtype_of, is_inexact, shape_of
+from jmp.autocasting._numbers import dtype_of, is_inexact, length_of, shape_of
 from jmp.autocasting._precision import asked_for
-from jmp.autocasting._registry import Category, Rule, rule_for
+from jmp.autocasting._registry import Category, Rule, is_foreign, rule_for
 from jmp.autocasting._settings import Settings
 from jmp.dtypes import FLOAT32
 
@@ -71,7 +71,7 @@ def contracts_nothing(equation: JaxprEqn) -> bool:
         return False
     (left_summed, _), _ = equation.params["dimension_numbers"]
     left = shape_of(equation.invars[0])
-    if any(left[axis] != 1 for axis in left_summed):
+    if not all(length_of(left[axis]) == 1 for axis in left_summed):
         return False
     return {dtype_of(atom) for atom in (*equation.invars, *equation.outvars)} == {FLOAT32}
 
@@ -112,6 +112,17 @@ def contains_products(equation: JaxprEqn, settings: Settings) -> bool:
         and (settings.overrides_rule(inner.primitive.name) or not contracts_nothing(inner))
         for inner in inner_equations(equation)
     )
+
+
+def is_marker(equation: JaxprEqn) -> bool:
+    """Returns whether an equation stays where nothing reads its results.
+
+    It has effects, or is or holds a primitive of others, by which they find their place in a
+    program: JAX leaves out nothing that was traced. Of the op table's own only the results count.
+    """
+    every = (equation, *inner_equations(equation))
+    names = {inner.primitive.name for inner in every}
+    return bool(equation.effects) or any(is_foreign(n) and not has_kind(n) for n in names)
 
 
 def draws_bits(equation: JaxprEqn) -> bool:

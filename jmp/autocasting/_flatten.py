@@ -18,6 +18,7 @@ from jmp.autocasting._equations import (
     contains_products,
     contracts_nothing,
     draws_bits,
+    is_marker,
     rule_of,
     sum_over_own_axes,
 )
@@ -194,11 +195,11 @@ def _source(value: Value) -> tuple[Any, ...]:
 
 
 def _alive(nodes: list[Node], outputs: list[Value]) -> list[Node]:
-    """Drops what no output and no effect needs."""
+    """Drops what no output and no marker needs."""
     needed = {value.producer for value in outputs}
     kept = []
     for node in reversed(nodes):
-        if node in needed or node.equation.effects:
+        if node in needed or is_marker(node.equation):
             kept.append(node)
             needed.update(value.producer for value in node.inputs)
     kept.reverse()

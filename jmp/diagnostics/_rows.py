@@ -9,6 +9,7 @@ from jax.extend.core import JaxprEqn
 from jax.extend.source_info_util import NameStack
 
 from jmp.autocasting._equations import is_inner_product
+from jmp.autocasting._numbers import length_of, size_of
 from jmp.autocasting._operations import decisions_of, is_product, operations_of
 from jmp.autocasting._precision import precision_of
 from jmp.autocasting._registry import Category, rule_for
@@ -167,8 +168,8 @@ def product_of(equation: Any) -> Product:
     name = equation.primitive.name
     if name not in PRODUCTS:
         return Product()
-    left, right = (tuple(atom.aval.shape) for atom in equation.invars[:2])
-    return PRODUCTS[name](equation.params, left, right, math.prod(equation.outvars[0].aval.shape))
+    left, right = (tuple(map(length_of, atom.aval.shape)) for atom in equation.invars[:2])
+    return PRODUCTS[name](equation.params, left, right, size_of(equation.outvars[0].aval.shape))
 
 
 def _dot(params: Any, left: Shape, right: Shape, results: int) -> Product:

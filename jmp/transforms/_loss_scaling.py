@@ -113,7 +113,7 @@ def with_loss_scale(
 
     def init(params: optax.Params) -> WithLossScaleState:
         _check_not_masked(params)
-        inner_state = inner.init(params)
+        inner_state = _states.init_inner(inner, params, "with_loss_scale")
         seen = _as_inner_sees(params, inner_state)
         if _dtypes(seen) != _dtypes(params):
             inner_state = inner.init(seen)

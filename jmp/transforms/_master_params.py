@@ -113,7 +113,8 @@ def with_master_params(
         else:
             make = lambda p: jnp.array(p, master_dtype) if needs_master(p) else optax.MaskedNode()
             masters = jax.tree.map(make, params)
-        inner_state = inner.init(_as_inner_sees(masters, params))
+        seen = _as_inner_sees(masters, params)
+        inner_state = _states.init_inner(inner, seen, "with_master_params")
         _states.check_inner_state(inner_state, WithMasterParamsState, "with_master_params")
         state = WithMasterParamsState(masters, _states.without_weak_types(inner_state))
         return placed(state, params)

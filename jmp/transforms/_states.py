@@ -11,7 +11,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jmp._calls import stands_for_numbers
 from jmp._describe import described, listed, where_trees_differ
+from jmp._frameworks import parameters_of
 from jmp.sharding._axes import unreduced_axes
 from jmp.transforms._callers import is_of_optax
 from jmp.trees import PyTree, is_array, leaves_by_path
@@ -31,6 +33,31 @@ def as_transformation(transformation: object, caller: str) -> optax.GradientTran
             f"such as optax.adam(1e-3).{' Did you forget to call it?' * is_function}"
         )
     return optax.with_extra_args_support(transformation)
+
+
+def init_inner(
+    inner: optax.GradientTransformation, params: optax.Params, caller: str
+) -> optax.OptState:
+    """Returns `inner.init(params)`; says so where it fails because leaves are no arrays.
+
+    Asked only after a failure: optimizers without moments take such leaves.
+    """
+    try:
+        return inner.init(params)
+    except (TypeError, ValueError, AttributeError) as error:
+        leaves = leaves_by_path(params).items()
+        others = [
+            pair
+            for pair in leaves
+            if not (stands_for_numbers(pair[1]) or isinstance(pair[1], float))
+        ]
+        if not others:
+            raise
+        path, leaf = others[0]
+        raise TypeError(
+            f"{caller} got {described(leaf)} as the parameter at {path or 'the root'}; expected a "
+            f"tree of arrays.{parameters_of(params)}"
+        ) from error
 
 
 def update_inner(
@@ -80,7 +107,7 @@ def structures_compared(
         raise ValueError(
             f"{caller} got gradients of another structure than the parameters: of gradients and "
             f"parameters {where_trees_differ(gradients, params)}. Differentiate with respect to "
-            "the parameters that the optimizer holds."
+            f"the parameters that the optimizer holds.{parameters_of(params)}"
         ) from error
 
 
