@@ -20,7 +20,7 @@ from jmp.autocasting._graph import Node
 from jmp.autocasting._numbers import dtype_of, is_inexact
 from jmp.autocasting._precision import asked_for
 from jmp.autocasting._regions import AUTOCAST, FULL_PRECISION
-from jmp.autocasting._registry import NO_RULE, Category, rule_for
+from jmp.autocasting._registry import NO_RULE
 from jmp.autocasting._sending import WHY_NOT_WIDE
 from jmp.autocasting._steps import (
     Fused,
