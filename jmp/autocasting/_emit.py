@@ -131,7 +131,7 @@ def _run_single(step: Single, operands: Sequence[Any], environment: Environment)
     if step.rounds is not None:
         return _wide_gradients.move(run, operands, step.stores, step.rounds)
     results = run(operands)
-    if step.node.rule.linear:
+    if step.is_masked:
         for position, read in enumerate(step.reads):
             if read.saturates:
                 others = (x for i, x in enumerate(operands) if i != position)
