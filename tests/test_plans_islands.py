@@ -85,14 +85,14 @@ def sum_and_its_parts(x, w):
     island, recompute, apart: f32>f16 f32>f16 -> f16
       add
       exp; full
-      sin
+      tanh
       mul
-      sin
+      tanh
       mul
     dot_general in half: f32>f16 f32>f16 -> f16
     """
     y, z = x @ w, x @ w
-    return (jnp.exp(y + z) * jnp.sin(y) * jnp.sin(z)) @ w
+    return (jnp.exp(y + z) * jnp.tanh(y) * jnp.tanh(z)) @ w
 
 
 @planned(X, W, ROW, recompute="all")
@@ -379,14 +379,14 @@ def part_beside_the_whole(x, w):
     island, recompute, apart: f32>f16 f32>f16 -> f16
       exp; full
       slice
-      sin
+      tanh
       mul
     slice in float32: f32 -> f32
     dot_general in half: f32>f16 f32>f16 -> f16
     """
     y = x @ w
     a, b = jnp.split(y, 2, axis=1)
-    return (jnp.exp(a + b) * jnp.sin(y[:, 1:65])) @ w[:64]
+    return (jnp.exp(a + b) * jnp.tanh(y[:, 1:65])) @ w[:64]
 
 
 @planned(X, W)
@@ -400,16 +400,16 @@ def three_values_and_their_sum(x, w):
       add
       add
       exp; full
-      sin
+      tanh
       mul
-      sin
+      tanh
       mul
-      sin
+      tanh
       mul
     dot_general in half: f32>f16 f32>f16 -> f16
     """
     y, z, v = x @ w, x @ w, x @ w
-    return (jnp.exp(y + z + v) * jnp.sin(y) * jnp.sin(z) * jnp.sin(v)) @ w
+    return (jnp.exp(y + z + v) * jnp.tanh(y) * jnp.tanh(z) * jnp.tanh(v)) @ w
 
 
 @planned(X, W, ROW)
@@ -550,7 +550,7 @@ def norm_of_what_is_added_behind_it(x, k):
 
     conv_general_dilated in half: f32>f16 f32>f16 -> f16
     island, plain, apart: f32>f16 -> f16 f16
-      sin
+      tanh
       reduce_sum; full
       div
       broadcast_in_dim
@@ -559,7 +559,7 @@ def norm_of_what_is_added_behind_it(x, k):
     add in half: f32>f16 f32>f16 -> f16
     conv_general_dilated in half: f32>f16 f32>f16 -> f16
     """
-    y = jnp.sin(conv(x, k))
+    y = jnp.tanh(conv(x, k))
     z = y - y.mean((0, 1, 2))
     return conv(jnp.tanh(z) + y, k)
 
@@ -748,7 +748,7 @@ def what_looks_like_a_softmax(x, w):
       sub
       exp; full
       slice
-      sin
+      tanh
       div
     dot_general in half: f32>f16 f32>f16 -> f16
     island, recompute, apart: f32>f16 -> f16
@@ -764,8 +764,8 @@ def what_looks_like_a_softmax(x, w):
       broadcast_in_dim
       sub
       exp; full
-      sin
-      sin
+      tanh
+      tanh
       reduce_sum; full
       broadcast_in_dim
       div
@@ -783,9 +783,9 @@ def what_looks_like_a_softmax(x, w):
     y, z, v, u, t = (powers(x @ w) for _ in range(5))
     return (
         (y / (y * y).sum(-1, keepdims=True)) @ w,
-        (z / jnp.sin(z[:, :1])) @ w,
+        (z / jnp.tanh(z[:, :1])) @ w,
         (v / v.sum()) @ w,
-        (jnp.sin(u) / jnp.sin(u).sum(-1, keepdims=True)) @ w,
+        (jnp.tanh(u) / jnp.tanh(u).sum(-1, keepdims=True)) @ w,
         (t / t.prod(-1, keepdims=True)) @ w,
     )
 

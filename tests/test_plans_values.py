@@ -102,12 +102,12 @@ def norm_with_one_statistic(x, k):
       reduce_sum; full
       rsqrt; full
       mul
-      sin
+      tanh
     conv_general_dilated in half: f32>f16 f32>f16 -> f16
     """
     y = conv(x, k)
     y = y * lax.rsqrt((y * y).sum())
-    return conv(jnp.sin(y), k)
+    return conv(jnp.tanh(y), k)
 
 
 @planned(X, W, INDICES)
@@ -203,15 +203,16 @@ def other_dtypes(x, w, counts):
     """Integers are no operands that decide.
 
     dot_general in half: f32>f16 f32>f16 -> f16
+    dot_general in half: f32>f16 f32>f16 -> f16
     convert_element_type in float32: i32 -> f32
     island, plain, apart: f32>f16 f32 -> f16
       mul; an operand is a float32 input as large as the result
     dot_general in half: f32>f16 f32>f16 -> f16
-    dot_general: i32 i32 -> i32; the user chose other dtypes
+    dot_general: i32 i32 -> i32
     convert_element_type in float32: f32 -> i32
     add: i32 i32 -> i32
     """
-    y = x @ w
+    y = (x @ w) @ w
     return (y * counts.astype(jnp.float32)) @ w, (counts @ counts), (y.astype(int) + counts)
 
 

@@ -37,7 +37,7 @@ def why_not_float8(node: Node, facts: Facts, which: str, is_transposed: bool) ->
     if is_transposed:
         return "it stands in a custom_jvp, whose rule JAX transposes"
     if which == "weights" and not any(
-        value not in facts.dependent and value in facts.varying for value in node.inputs
+        value not in facts.dependent and value.varies for value in node.inputs
     ):
         return "it multiplies two activations (float8='all' takes such products)"
     if not facts.kept.isdisjoint(node.outputs):

@@ -5,16 +5,17 @@ precision a product names, what a loop or a custom derivative holds.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from jmp import _jax_compat
 from jmp.autocasting._kinds import has_kind, kind_of
-from jmp.autocasting._numbers import dtype_of, shape_of
+from jmp.autocasting._numbers import dtype_of, is_inexact, shape_of
 from jmp.autocasting._precision import asked_for
 from jmp.autocasting._registry import Category, Rule, rule_for
 from jmp.autocasting._settings import Settings
@@ -34,6 +35,8 @@ def rule_of(equation: JaxprEqn, settings: Settings) -> Rule:
             return Rule(Category.FULL, "an inner product is a sum, such as one of squares")
         if why := asked_for(equation):
             return Rule(Category.FULL, why)
+        if not all(map(is_inexact, equation.invars[:2])):
+            return Rule(Category.AS_WRITTEN, "no tensor core multiplies integers by half numbers")
     if name == "convert_element_type":
         before, after = dtype_of(equation.invars[0]), dtype_of(equation.outvars[0])
         if not (after == FLOAT32 and before in (FLOAT32, np.bool_)):
@@ -56,11 +59,50 @@ def is_inner_product(equation: JaxprEqn) -> bool:
     )
 
 
+def is_low(equation: JaxprEqn) -> bool:
+    """Returns whether an equation multiplies matrices, in whatever dtypes."""
+    return rule_for(equation.primitive.name).category is Category.LOW
+
+
+def contracts_nothing(equation: JaxprEqn) -> bool:
+    """Returns whether a float32 product sums over no axis, or over axes of length one alone."""
+    if equation.primitive.name != "dot_general" or asked_for(equation):
+        return False
+    (left_summed, _), _ = equation.params["dimension_numbers"]
+    left = shape_of(equation.invars[0])
+    if any(left[axis] != 1 for axis in left_summed):
+        return False
+    return {dtype_of(atom) for atom in (*equation.invars, *equation.outvars)} == {FLOAT32}
+
+
+def as_multiplication(equation: JaxprEqn) -> Jaxpr:
+    """Returns a product that contracts nothing as what it is: an elementwise multiplication."""
+    (left_summed, right_summed), (left_batch, right_batch) = equation.params["dimension_numbers"]
+
+    def own_axes(array: jax.Array, batch: Sequence[int], summed: Sequence[int]) -> jax.Array:
+        free = [axis for axis in range(array.ndim) if axis not in {*batch, *summed}]
+        array = lax.transpose(array, (*batch, *free, *summed))
+        return lax.squeeze(array, range(len(batch) + len(free), array.ndim))
+
+    def multiply(left: jax.Array, right: jax.Array) -> jax.Array:
+        left = own_axes(left, left_batch, left_summed)
+        right = own_axes(right, right_batch, right_summed)
+        end, batch = left.ndim, len(left_batch)
+        left = lax.expand_dims(left, range(end, end + right.ndim - batch))
+        return lax.mul(left, lax.expand_dims(right, range(batch, end)))
+
+    closed = jax.make_jaxpr(multiply)(*(atom.aval for atom in equation.invars))
+    in_place = [e.replace(source_info=equation.source_info) for e in closed.jaxpr.eqns]
+    multiplication: Jaxpr = closed.jaxpr.replace(eqns=in_place)
+    return multiplication
+
+
 def contains_products(equation: JaxprEqn, settings: Settings) -> bool:
     """Returns whether a product that may be lowered stands inside an equation."""
     return any(
-        settings.rule_for(name := inner.primitive.name).category is Category.LOW
-        and (settings.overrides_rule(name) or not asked_for(inner))
+        is_low(inner)
+        and rule_of(inner, settings).category is Category.LOW
+        and (settings.overrides_rule(inner.primitive.name) or not contracts_nothing(inner))
         for inner in inner_equations(equation)
     )
 

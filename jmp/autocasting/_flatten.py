@@ -13,10 +13,26 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from jmp import _jax_compat
-from jmp.autocasting._equations import contains_products, draws_bits, rule_of, sum_over_own_axes
-from jmp.autocasting._graph import Graph, Node, Value
+from jmp.autocasting._equations import (
+    as_multiplication,
+    contains_products,
+    contracts_nothing,
+    draws_bits,
+    rule_of,
+    sum_over_own_axes,
+)
+from jmp.autocasting._exact_products import WHY_ANGLE, find_angles, made_of_results, why_exact
+from jmp.autocasting._graph import Given, Graph, Node, Value
 from jmp.autocasting._kinds import has_kind, kind_of
-from jmp.autocasting._numbers import NOTHING, Known, dtype_of, known_of, shape_of
+from jmp.autocasting._numbers import (
+    NOTHING,
+    Known,
+    MadeOf,
+    dtype_of,
+    known_of,
+    made_of_array,
+    shape_of,
+)
 from jmp.autocasting._regions import Region, Words
 from jmp.autocasting._registry import Category, Rule
 from jmp.autocasting._settings import Settings
@@ -26,7 +42,7 @@ from jmp.dtypes import FLOAT32
 def flatten(
     jaxpr: Jaxpr,
     constants: Sequence[Any],
-    operands: Sequence[Value | None],
+    operands: Sequence[Given],
     scope: Any,
     words: Words,
 ) -> Graph:
@@ -36,19 +52,21 @@ def flatten(
       jaxpr: an open jaxpr; its constvars count as its first inputs.
       constants: what the constvars stand for.
       operands: for each further input the value of the outer level that comes in, whose numbers
-        are known inside as well; None where it is not one value (the carry of a loop, a slice).
+        are known inside as well, or what else is known of it.
       scope: name stack of the equation that holds it.
       words: see `Words`.
     """
     half = words.settings.compute_dtype
-    outer = [*operands, *[None] * (len(jaxpr.invars) - len(operands))]
+    anything = [None] * (len(jaxpr.invars) - len(operands))
     inputs = [
-        Value(v.aval, None, known_of(constant, half))
+        Value(v.aval, None, known_of(constant, half), made_of=made_of_array(constant))
         for v, constant in zip(jaxpr.constvars, constants, strict=True)
     ]
     inputs += [
-        Value(v.aval, None, NOTHING if value is None else value.known, outside=value)
-        for v, value in zip(jaxpr.invars, outer, strict=True)
+        Value(v.aval, None, given.known, outside=given, made_of=given.made_of)
+        if isinstance(given, Value)
+        else Value(v.aval, made_of=MadeOf.PRODUCTS if given is None else given)
+        for v, given in zip(jaxpr.invars, (*operands, *anything), strict=True)
     ]
     flattening = _Flattening(scope, words)
     outputs = flattening.run(jaxpr, inputs, _jax_compat.empty_name_stack())
@@ -59,6 +77,9 @@ def flatten(
             users.setdefault(value, []).append(node)
     for value, readers in users.items():
         value.users = tuple(readers)
+    for node in find_angles(nodes):
+        if not words.settings.overrides_rule(node.name):
+            node.rule, node.has_products = Rule(Category.FULL, WHY_ANGLE), False
     return Graph(inputs, nodes, outputs)
 
 
@@ -85,10 +106,18 @@ class _Flattening:
             if _jax_compat.is_plain_jit(equation) and not draws_bits(equation):
                 inner, constants = _jax_compat.open_jaxpr(_jax_compat.called(equation.params))
                 constvars = [
-                    Value(jax.typeof(array), None, known_of(array, half), array)
+                    Value(
+                        jax.typeof(array),
+                        None,
+                        known_of(array, half),
+                        array,
+                        made_of=made_of_array(array),
+                    )
                     for array in constants
                 ]
                 results = self.run(inner, [*constvars, *operands], stack)
+            elif self._is_multiplication(equation):
+                results = self.run(as_multiplication(equation), operands, outer)
             else:
                 results = list(self._add(equation, operands, stack).outputs)
             values.update(zip(equation.outvars, results, strict=True))
@@ -97,14 +126,24 @@ class _Flattening:
     def _add(self, equation: JaxprEqn, operands: Sequence[Value], stack: Any) -> Node:
         settings, scope = self._words.settings, self._scope + stack
         rule, region = rule_of(equation, settings), self._words.regions.region(scope)
+        if rule.category is Category.LOW and not settings.overrides_rule(equation.primitive.name):
+            if why := why_exact(operands):
+                rule = Rule(Category.FULL, why)
         known = _known_result(equation, rule, operands, settings.compute_dtype)
         node = Node(equation, operands, known, stack, scope, rule, region, len(self.nodes))
         node.goes_inside = _goes_inside(node, region, settings)
         node.has_products = node.is_product or (
             node.goes_inside and contains_products(equation, settings)
         )
+        made_of = made_of_results(node)
+        for value in node.outputs:
+            value.made_of = made_of.of(value)
         self.nodes.append(node)
         return node
+
+    def _is_multiplication(self, equation: JaxprEqn) -> bool:
+        is_asked_for = self._words.settings.overrides_rule(equation.primitive.name)
+        return contracts_nothing(equation) and not is_asked_for
 
 
 def _goes_inside(node: Node, region: Region, settings: Settings) -> bool:

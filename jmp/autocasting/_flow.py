@@ -7,8 +7,7 @@
   on the way, it would be rounded at every turn: the carry would lose what small steps add to it.
 - A value is *neutral* if no product lies before it: parameters, inputs, constants, and what is
   computed from them alone. Neutral values do not decide the dtype of an operation: they stay as
-  they are and are cast at each use, so that gradients add up in float32. A neutral value is *fixed*
-  if no floating input lies before it (masks, tables of sines): no gradient flows into it.
+  they are and are cast at each use, so that gradients add up in float32.
 - An *embedding* is a gather that looks rows up in a neutral table on their way to a product.
 - A *cut* is the end of a batch or group normalisation. There the normalised value goes back to
   half, and what follows (relu, the residual addition) is half too: the backward pass of such a norm
@@ -29,11 +28,10 @@ from jmp.autocasting._numbers import is_inexact
 
 
 class Info(NamedTuple):
-    """What is known of a value on another level: its stored dtype; whether it is neutral, fixed."""
+    """What is known of a value on another level: its stored dtype; whether it is neutral."""
 
     dtype: np.dtype | None
     neutral: bool
-    fixed: bool = False
 
 
 class Destination(NamedTuple):
@@ -49,7 +47,6 @@ class Facts(NamedTuple):
     feeds: Set[Value]
     kept: Set[Value]
     dependent: Set[Value]  # not neutral: they depend on a product
-    varying: Set[Value]  # not fixed: they depend on a floating input, or on a product
     embeddings: Set[Node]
     cuts: Set[Node]
     depths: Mapping[Node, int]  # of all but those whose results are neutral, which are free
@@ -70,11 +67,10 @@ def facts_of(graph: Graph, infos: Sequence[Info], outputs: Sequence[Destination]
     feeds = feeding_values(graph, [output.feeds for output in outputs])
     kept = kept_values(graph, [output.kept for output in outputs])
     embeddings, dependent = find_dependent(graph, infos, feeds - kept)
-    varying = find_varying(graph, infos, dependent)
     cuts = find_cuts(graph, dependent, embeddings)
     depths = find_depths(graph, dependent, embeddings | cuts)
     compared = compared_values(graph)
-    return Facts(feeds, kept, dependent, varying, embeddings, cuts, depths, compared)
+    return Facts(feeds, kept, dependent, embeddings, cuts, depths, compared)
 
 
 def feeding_values(graph: Graph, outputs_feed: Sequence[bool]) -> set[Value]:
@@ -135,16 +131,6 @@ def find_dependent(
             continue
         found.update(node.outputs)
     return embeddings, found
-
-
-def find_varying(graph: Graph, infos: Sequence[Info], dependent: Set[Value]) -> set[Value]:
-    """Returns the values that depend on a floating input, or on a product."""
-    pairs = zip(graph.inputs, infos, strict=True)
-    found = {value for value, info in pairs if is_inexact(value) and not info.fixed}
-    for node in graph.nodes:
-        if not (found.isdisjoint(node.inputs) and dependent.isdisjoint(node.outputs)):
-            found.update(node.outputs)
-    return found
 
 
 def find_depths(graph: Graph, dependent: Set[Value], ends: Set[Node]) -> dict[Node, int]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jmp.autocasting._numbers import NOTHING, Known, fits, size_of
+from jmp.autocasting._numbers import NOTHING, Known, MadeOf, fits, size_of
 from jmp.autocasting._regions import Region
 from jmp.autocasting._registry import Category, Params, Rule
 from jmp.dtypes import FLOAT32
@@ -21,7 +21,7 @@ class Value:
 
     __slots__ = (
         "aval", "dtype", "producer", "users", "held", "origin", "known", "constant", "fits_half",
-        "is_hard", "size", "source_size", "is_vector", "is_row", "is_float32",
+        "is_hard", "size", "source_size", "is_vector", "is_row", "is_float32", "made_of",
     )  # fmt: skip
 
     def __init__(
@@ -31,6 +31,7 @@ class Value:
         known: Known = NOTHING,
         held: Any = None,
         outside: "Value | None" = None,
+        made_of: MadeOf = MadeOf.CONSTANTS,
     ) -> None:
         self.aval = aval  # its nominal type, as traced
         self.dtype: np.dtype | None = getattr(aval, "dtype", None)
@@ -38,6 +39,7 @@ class Value:
         self.producer = producer  # None for inputs, constants and literals
         self.users: tuple[Node, ...] = ()  # the nodes that read it, once each
         self.held = held  # the number or array that the program holds in its place; or None
+        self.made_of = made_of.of(self)
         # Of an input, what comes in from the outermost level that knows it; of all others itself.
         self.origin: Value = self if outside is None else outside.origin
         self.known = known
@@ -52,9 +54,19 @@ class Value:
         # Of one axis but for axes of length one: a bias of shape (1, 16), or a mask over the keys.
         self.is_row = sum(n != 1 for n in source) <= 1 and not self.is_hard
 
+    @property
+    def varies(self) -> bool:
+        """Whether a gradient may flow into it; not into masks, nor into tables of sines."""
+        return self.made_of > MadeOf.INTEGERS
+
     def exceeds(self, half: np.dtype) -> bool:
         """Returns whether it is known to hold a number that a half type does not."""
         return self.is_hard or (self.constant is not None and not fits(self.constant, half))
+
+
+# A value of the outer level that comes into one; what it is made of, if it is not one value (a row
+# of one); None for what may be anything (the carry of a loop).
+Given = Value | MadeOf | None
 
 
 class Node:

@@ -22,7 +22,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jmp import _jax_compat
 from jmp._describe import described
 from jmp.autocasting._flow import Destination, Facts, Info
-from jmp.autocasting._graph import Node, Value
+from jmp.autocasting._graph import Given, Node, Value
 from jmp.autocasting._registry import Rule, primitive_name
 from jmp.autocasting._settings import Settings
 from jmp.autocasting._steps import Function, Inside, Nested, Opened, Read, Unplanned
@@ -39,12 +39,11 @@ class Level(abc.ABC):
     storage: Storage
 
     @abc.abstractmethod
-    def open(self, function: ClosedJaxpr, node: Node, operands: Sequence[Value | None]) -> Opened:
+    def open(self, function: ClosedJaxpr, node: Node, operands: Sequence[Given]) -> Opened:
         """Flattens a function inside `node`.
 
         Args:
-          operands: values of this level that are its first arguments, whose numbers are known
-            inside as well; None for what is not one value (a slice of one, the carry of a loop).
+          operands: its first arguments, as in `flatten`.
         """
 
     @abc.abstractmethod

@@ -1,13 +1,15 @@
 """What is known of a value's numbers before the program runs.
 
 It is little, and enough: a literal's number, the range of a small array that the program holds,
-whether a value was a boolean, and what it repeats.
+whether a value was a boolean, what it repeats, and what it is made of.
 """
 
+import enum
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -35,6 +37,25 @@ class Known(NamedTuple):
 
 
 NOTHING = Known()
+
+
+class MadeOf(enum.IntEnum):
+    """What a value is computed from, down to the inputs of the program; the largest counts."""
+
+    CONSTANTS = 0  # literals, iota, and what is computed from these alone
+    INTEGERS = 1  # integers and booleans too, such as comparisons: no gradient flows into it
+    TABLES = 2  # NumPy arrays of the program too, such as a filterbank; they might be weights
+    INPUTS = 3  # floating inputs, other arrays that the program closes over, random numbers
+    PRODUCTS = 4  # results of products, or something unknown
+
+    def of(self, value: Any) -> "MadeOf":
+        """Returns this for a floating or complex value; for any other INTEGERS at most."""
+        return self if is_inexact(value) else min(self, MadeOf.INTEGERS)
+
+
+def made_of_array(array: Any) -> MadeOf:
+    """Returns what an array that the program closes over is made of."""
+    return MadeOf.INPUTS if isinstance(array, jax.Array) else MadeOf.TABLES
 
 
 def size_of(shape: Shape) -> int:

@@ -13,13 +13,14 @@ import numpy as np
 from jmp import _jax_compat
 from jmp._describe import described
 from jmp._stacklevel import users_stacklevel
-from jmp.autocasting._equations import is_inner_product
+from jmp.autocasting._equations import contracts_nothing, is_inner_product, is_low
+from jmp.autocasting._exact_products import WHY_EXACT
 from jmp.autocasting._float8 import OPERANDS
 from jmp.autocasting._graph import Node
 from jmp.autocasting._numbers import dtype_of, is_inexact
 from jmp.autocasting._precision import asked_for
 from jmp.autocasting._regions import AUTOCAST, FULL_PRECISION
-from jmp.autocasting._registry import NO_RULE, Category, rule_for
+from jmp.autocasting._registry import NO_RULE
 from jmp.autocasting._sending import WHY_NOT_WIDE
 from jmp.autocasting._steps import (
     Fused,
@@ -188,9 +189,8 @@ def _dtype(value: Any) -> str:
 
 
 def is_product(equation: Any) -> bool:
-    """Returns whether an equation is a product by the op table; an inner product is a sum."""
-    name = equation.primitive.name
-    return rule_for(name).category is Category.LOW and not is_inner_product(equation)
+    """Returns whether an equation is a product of matrices, and no sum or multiplication."""
+    return is_low(equation) and not (is_inner_product(equation) or contracts_nothing(equation))
 
 
 def warn_if_no_product_is_half(plan: Plan, name: str) -> bool:
@@ -206,6 +206,8 @@ def warn_if_no_product_is_half(plan: Plan, name: str) -> bool:
         if is_product(operation.equation) and operation.dtypes_in:
             if not NOT_HALF.issuperset(operation.dtypes_in):
                 return False
+            if operation.why in WHY_EXACT:
+                continue
             reasons[_reason(operation)] += 1
             is_surprise |= not _is_callers_wish(operation, plan)
     if is_surprise:

@@ -16,7 +16,7 @@ from jmp.autocasting._eligible import WHY_FLOAT8, root, shared_factors, why_not_
 from jmp.autocasting._flatten import flatten
 from jmp.autocasting._float8_moves import send_in_float8
 from jmp.autocasting._flow import Destination, Info, facts_of
-from jmp.autocasting._graph import Graph, Node, Value
+from jmp.autocasting._graph import Given, Graph, Node, Value
 from jmp.autocasting._islands import choose_recompute, clones_for, group, peel
 from jmp.autocasting._kinds import Level, has_kind, kind_of
 from jmp.autocasting._order import in_order
@@ -262,12 +262,12 @@ class Planner(Level):
         if not value.is_float32:
             return Read(value, None)
         repeats = node.rule.elementwise and value.size < node.outputs[0].size
-        shape = node.outputs[0].aval.shape if repeats and value in self.facts.varying else None
+        shape = node.outputs[0].aval.shape if repeats and value.varies else None
         return Read(value, self.half, shape, node.rule.masks and self.storage.may_be_mask(value))
 
     # What kinds ask; see `Level`.
 
-    def open(self, function: ClosedJaxpr, node: Node, operands: Sequence[Value | None]) -> Opened:
+    def open(self, function: ClosedJaxpr, node: Node, operands: Sequence[Given]) -> Opened:
         inner, constants = _jax_compat.open_jaxpr(function)
         return flatten(inner, constants, operands, node.scope, self.context.words), constants
 
@@ -281,7 +281,7 @@ class Planner(Level):
         is_transposed: bool = False,
     ) -> Inside:
         graph, constants = opened
-        own = [Info(v.dtype, True, True) for v in graph.inputs[: len(constants)]]
+        own = [Info(v.dtype, True) for v in graph.inputs[: len(constants)]]
         apart = self.context.prevent_cse if prevent_cse is None else prevent_cse
         transposed = self.context.is_transposed or is_transposed
         context = Context(self.context.words, self.context.times * turns, apart, transposed)

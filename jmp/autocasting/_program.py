@@ -22,6 +22,7 @@ from jmp.autocasting._emit import run_plan
 from jmp.autocasting._equations import equations
 from jmp.autocasting._flatten import flatten
 from jmp.autocasting._flow import Destination, Info
+from jmp.autocasting._numbers import MadeOf
 from jmp.autocasting._operations import warn_if_gradients_stay_half, warn_if_no_product_is_half
 from jmp.autocasting._planner import Planner
 from jmp.autocasting._regions import AUTOCAST, RegionRules, Words
@@ -128,7 +129,8 @@ class Program:
     def _plan(self, jaxpr: Any, constants: Sequence[Any], in_half: Sequence[bool]) -> Plan:
         regions = RegionRules(self.rules, self.settings, self.rules_of_modules)
         words = Words(self.settings, regions)
-        graph = flatten(jaxpr, constants, (), _jax_compat.empty_name_stack(), words)
+        given = [MadeOf.INPUTS] * len(jaxpr.invars)
+        graph = flatten(jaxpr, constants, given, _jax_compat.empty_name_stack(), words)
         infos = [Info(value.dtype, True) for value in graph.inputs]
         first = len(infos) - len(in_half)
         for position, half in enumerate(in_half):

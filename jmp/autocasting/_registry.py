@@ -99,6 +99,7 @@ class Rule:
     masks: bool = False  # it is how masks are applied; not `mul`: its overflow must be seen
     keeps_range: bool = False  # its result goes beyond a half type where an operand does
     bounded: bool = False  # its result lies between minus one and one
+    wraps: bool = False  # it depends on the fraction of its argument, or of its turns
     reduces: bool = False  # it reduces over `axes`
     sums: bool = False  # it adds up or multiplies many terms: in reports, a reduction
     chooses: bool = False  # its result says which entry, and not how large it is

@@ -72,7 +72,7 @@ def may_be_sent(lookup: Node) -> bool:
 def asks_for_wide(product: Node, facts: Facts) -> bool:
     """Returns whether a product has a parameter, whose gradient is to be float32."""
     return product.region.reduces_in_float32 and any(
-        value.is_float32 and value not in facts.dependent and value in facts.varying
+        value.is_float32 and value not in facts.dependent and value.varies
         for value in product.inputs
     )
 

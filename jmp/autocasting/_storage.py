@@ -35,8 +35,7 @@ class Storage:
 
     def info(self, value: Value) -> Info:
         """Returns what another level needs to know of a value."""
-        facts = self.facts
-        return Info(self.dtype(value), value not in facts.dependent, value not in facts.varying)
+        return Info(self.dtype(value), value not in self.facts.dependent)
 
     def destination(self, value: Value) -> Destination:
         """Returns where a value goes."""

@@ -5,14 +5,15 @@ from collections.abc import Collection
 
 from jax.extend.core import Jaxpr
 
+from jmp.autocasting._exact_products import WHY_EXACT
 from jmp.autocasting._operations import is_product
 from jmp.autocasting._program import Traced
 from jmp.diagnostics._places import place_name, with_places
 from jmp.diagnostics._ranges import FLOAT8, HALVES
 from jmp.diagnostics._rows import Row, product_of
 
-# Float32 products that the user asked for.
-DELIBERATE = ("the user asked", "an inner autocast", "asked for by")
+# Float32 products that the user asked for, or that are none of a network.
+DELIBERATE = ("the user asked", "an inner autocast", "asked for by", *WHY_EXACT)
 
 # Tensor cores read 16 bytes at a time: eight half numbers.
 MULTIPLE = 8

@@ -133,7 +133,7 @@ def _form(attention: Attention, facts: Facts) -> tuple[Form, list[Value], list[V
     rows, batch, shared_heads, own_heads = _groups(attention)
     heads = (*shared_heads, *own_heads)
     groups = (batch, heads, rows, keys)
-    masking = masking_of(attention.biases, attention.masks, groups, sizes, facts)
+    masking = masking_of(attention.biases, attention.masks, groups, sizes)
     of_query, of_values = (batch, rows, heads), (batch, keys, shared_heads)
     form = Form(
         query=layout(attention.operands.query.axes, (*of_query, (WIDTH,)), sizes),

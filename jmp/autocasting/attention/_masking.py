@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jmp.autocasting._flow import Facts
 from jmp.autocasting._numbers import shape_of
 from jmp.autocasting.attention._axes import Groups, Sizes, spread
 from jmp.autocasting.attention._constants import constant_of
@@ -34,7 +33,7 @@ class _Known(NamedTuple):
 
 
 def masking_of(
-    biases: Sequence[Bias], masks: Sequence[Mask], groups: Groups, sizes: Sizes, facts: Facts
+    biases: Sequence[Bias], masks: Sequence[Mask], groups: Groups, sizes: Sizes
 ) -> Masking:
     """Returns what biases and masks do.
 
@@ -52,7 +51,7 @@ def masking_of(
     pattern = _pattern(kept, [sizes[atom] for atom in (*groups[2], *groups[3])])
     if pattern is not None:
         terms = [t for t in terms if (k := found[id(t)]) is None or not k.only_masks]
-    learned = [t for t in terms if isinstance(t, Bias) and t.placed.value in facts.varying]
+    learned = [t for t in terms if isinstance(t, Bias) and t.placed.value.varies]
     of_batch = [t for t in terms if any(a in groups[0] for axis in t.placed.axes for a in axis)]
     if learned and of_batch:
         raise NotFused("cuDNN has no gradient of a bias that differs from example to example")

@@ -39,8 +39,9 @@ class Scan(Kind):
     def plan(self, node: Node, level: Level) -> Nested:
         """Decides the dtype of each carry first, then plans the body."""
         scan = _jax_compat.Scan.of(node.params)
-        closed, _, _ = scan.split(node.inputs)
-        graph, constants = level.open(scan.body, node, closed)
+        closed, carried, stacked = scan.split(node.inputs)
+        given = [*closed, *[None] * len(carried), *(value.made_of for value in stacked)]
+        graph, constants = level.open(scan.body, node, given)
         consts, before, rows = scan.split(list(map(level.storage.info, node.inputs)))
         _, values, _ = scan.split(graph.inputs[len(constants) :])
         in_half = _carried_in_half(graph, values, before, node, level)
@@ -57,7 +58,7 @@ class Scan(Kind):
         stores = (*carries, *body.plan.stores[scan.n_carry :])
         # Constants are rounded inside, but those that have no gradient.
         reads = [
-            info.dtype if info.fixed else value.dtype
+            value.dtype if value.varies else info.dtype
             for value, info in zip(closed, consts, strict=True)
         ]
         reads_inside = (*(info.dtype for info in consts), *[None] * (len(carries) + len(rows)))

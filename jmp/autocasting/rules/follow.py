@@ -7,19 +7,14 @@ from jmp.autocasting._registry import Category, Params, register_rule
 FOLLOW = Category.FOLLOW
 
 register_rule(
-    "is_finite abs sign floor ceil round real imag optimization_barrier".split(),
-    FOLLOW,
-    "exact",
-    "fusible",
+    "is_finite abs sign real imag optimization_barrier".split(), FOLLOW, "exact", "fusible"
 )
+register_rule("floor ceil round".split(), FOLLOW, "exact", "fusible wraps")
 register_rule(["copy", "copy_p"], FOLLOW, "exact", "fusible reshapes")
 register_rule("stop_gradient", FOLLOW, "exact", "fusible permutes")
-register_rule(
-    "tanh logistic erf sin cos".split(),
-    FOLLOW,
-    "bounded by one, with bounded slope",
-    "fusible expensive bounded",
-)
+BOUNDED = "bounded by one, with bounded slope"
+register_rule("tanh logistic erf".split(), FOLLOW, BOUNDED, "fusible expensive bounded")
+register_rule("sin cos".split(), FOLLOW, BOUNDED, "fusible expensive bounded wraps")
 register_rule("reshape squeeze expand_dims".split(), FOLLOW, "moves data", "fusible reshapes")
 register_rule("transpose rev name pvary".split(), FOLLOW, "moves data", "fusible permutes")
 register_rule(["slice", "split"], FOLLOW, "moves data", "fusible selects")

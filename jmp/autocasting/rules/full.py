@@ -28,10 +28,12 @@ register_rule(
     "usually follows a sum of squares, whose range a half type does not hold",
     "fusible expensive",
 )
+STEEP = "steep, or cancels, near the ends of its domain"
+register_rule("tan", FULL, STEEP, "fusible expensive wraps")
 register_rule(
-    "tan acos asin atan acosh asinh atanh erfc erf_inv lgamma digamma one_minus_square".split(),
+    "acos asin atan acosh asinh atanh erfc erf_inv lgamma digamma one_minus_square".split(),
     FULL,
-    "steep, or cancels, near the ends of its domain",
+    STEEP,
     "fusible expensive",
 )
 register_rule(

@@ -1,0 +1,138 @@
+"""Products that are no matrix products of a network: positions, angles, counts and features.
+
+Rounding their operands or results to half is an error that no tolerance covers: bfloat16 counts to
+256 and float16 to 2048, and an angle of 1000 is known to 4 in bfloat16. Half models written by hand
+compute these in float32, and so does autocast:
+
+- A product that contracts nothing, or axes of length one alone, is an elementwise multiplication
+  (`positions[:, None] @ frequencies[None]`). `_flatten` writes it as one, so that it fuses.
+- A product of which *neither* operand has a gradient counts: positions by `tril @ ones`, places in
+  an expert by `tril @ one_hot`.
+- A product of a matrix made of constants with an input transforms data: a Fourier transform, a
+  filterbank, an interpolation. One made from integer inputs does not: `one_hot(tokens) @ table`
+  looks rows up, and stays half.
+- A product of inputs whose result reaches `sin`, `cos`, `floor` or another function that wraps
+  gives angles or coordinates: Fourier features. Not those behind another product, such as the
+  hidden layers of a network with sines: by hand these are half as well.
+
+What a value is made of (`MadeOf`) is followed from the inputs on, as the graph is made.
+"""
+
+from collections.abc import Iterable, Sequence, Set
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from jmp import _jax_compat
+from jmp.autocasting._equations import inner_equations, is_low
+from jmp.autocasting._graph import Node, Value
+from jmp.autocasting._kinds import has_kind, kind_of
+from jmp.autocasting._numbers import MadeOf, dtype_of, is_inexact, made_of_array
+from jmp.autocasting._registry import NO_RULE, Category, rule_for
+
+WHY_COUNTS = "neither operand has a gradient: it counts, and a half type counts to 256 or 2048"
+WHY_TABLE = "a matrix made of constants transforms an input: rounding it would be felt in all data"
+WHY_ANGLE = "its result goes to a function that wraps, such as sin: large angles need all digits"
+
+WHY_EXACT = (WHY_COUNTS, WHY_TABLE, WHY_ANGLE)
+
+
+def why_exact(operands: Sequence[Value]) -> str:
+    """Returns why a product of these is computed in float32, whatever reads it; "" if it need not.
+
+    NumPy arrays might be weights: a network of these would be float32 as a whole, if they counted
+    as constants. So they transform inputs, and what comes out counts as a product's result.
+    """
+    low, high = sorted(value.made_of for value in operands[:2])
+    if high <= MadeOf.INTEGERS:
+        return WHY_COUNTS
+    is_table = low in (MadeOf.CONSTANTS, MadeOf.TABLES) and high <= MadeOf.INPUTS
+    return WHY_TABLE if is_table else ""
+
+
+def made_of_results(node: Node) -> MadeOf:
+    """Returns what the results of an equation are made of, but those that are no numbers."""
+    found = max((value.made_of for value in node.inputs), default=MadeOf.CONSTANTS)
+    if is_low(node.equation):
+        is_exact = node.rule.category is Category.FULL and why_exact(node.inputs)
+        has_table = MadeOf.TABLES in (value.made_of for value in node.inputs)
+        return found if is_exact and not has_table else MadeOf.PRODUCTS
+    if found is not MadeOf.PRODUCTS and any(True for _ in _jax_compat.inner_jaxprs(node.equation)):
+        return max(found, _made_inside(node.equation))
+    if node.rule.draws_bits or node.rule == NO_RULE:
+        return max(found, MadeOf.INPUTS)
+    return found
+
+
+def _made_inside(equation: JaxprEqn) -> MadeOf:
+    """Returns what functions add to what they are given."""
+    found = [
+        made_of_array(array)
+        for function in _jax_compat.inner_jaxprs(equation)
+        for array in _jax_compat.open_jaxpr(function)[1]
+        if jnp.issubdtype(array.dtype, jnp.inexact)
+    ]
+    for inner in inner_equations(equation):
+        if is_low(inner):
+            return MadeOf.PRODUCTS
+        rule = rule_for(inner.primitive.name)
+        if rule.draws_bits or (rule == NO_RULE and not has_kind(inner.primitive.name)):
+            found.append(MadeOf.INPUTS)
+    return max(found, default=MadeOf.CONSTANTS)
+
+
+def find_angles(nodes: Sequence[Node]) -> list[Node]:
+    """Returns the products of inputs whose results reach a function that wraps."""
+    candidates = [node for node in nodes if node.is_product and _reads_inputs(node)]
+    wrapped = wrapped_values(nodes) if candidates else set()
+    return [node for node in candidates if not wrapped.isdisjoint(node.outputs)]
+
+
+def _reads_inputs(node: Node) -> bool:
+    return all(v.is_float32 and v.made_of <= MadeOf.INPUTS for v in node.inputs[:2])
+
+
+def wrapped_values(nodes: Sequence[Node]) -> Set[Value]:
+    """Returns the values of a level that reach a function that wraps, without a product between."""
+    found: set[Value] = set()
+    for node in reversed(nodes):
+        if is_low(node.equation):
+            continue
+        if wraps(node.equation) or not found.isdisjoint(node.outputs):
+            found.update(filter(is_inexact, node.inputs))
+        elif has_kind(node.name):
+            kind = kind_of(node.name)
+            pairs = zip(kind.functions(node.equation), kind.arguments(node), strict=True)
+            for function, arguments in pairs:
+                inside = _wrapped_inputs(_jax_compat.open_jaxpr(function)[0])
+                found.update(v for v, is_in in zip(arguments, inside, strict=True) if v and is_in)
+    return found
+
+
+def wraps(equation: JaxprEqn) -> bool:
+    """Returns whether an equation depends on the fraction of its argument, or of its turns."""
+    name = equation.primitive.name
+    if name == "exp":  # of an angle times i
+        return dtype_of(equation.invars[0]) in (np.complex64, np.complex128)
+    if name == "convert_element_type":  # to integers
+        return is_inexact(equation.invars[0]) and not is_inexact(equation.outvars[0])
+    return rule_for(name).wraps
+
+
+def _wrapped_inputs(jaxpr: Jaxpr) -> Iterable[bool]:
+    found: set[Any] = set()
+    for equation in reversed(jaxpr.eqns):
+        if is_low(equation):
+            continue
+        variables = [v for v in equation.invars if not hasattr(v, "val") and is_inexact(v)]
+        if wraps(equation) or not found.isdisjoint(equation.outvars):
+            found.update(variables)
+        for function in _jax_compat.inner_jaxprs(equation):
+            # The last operands are its own: those before say which branch is taken, or belong to
+            # the condition of a loop.
+            inside = reversed(list(_wrapped_inputs(function)))
+            pairs = zip(reversed(equation.invars), inside, strict=False)
+            found.update(v for v, is_in in pairs if is_in and not hasattr(v, "val"))
+    return [variable in found for variable in jaxpr.invars]
