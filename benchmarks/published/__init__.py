@@ -78,7 +78,7 @@ SOURCES = {
 REPOSITORIES = {
     "bonsai_models": ("jax-ml/bonsai", "36284254cf73"),
     "big_vision_models": ("google-research/big_vision", "0127fb6b337e"),
-    "maxtext_layers": ("AI-Hypercomputer/maxtext", "e591f30cbbf2"),
+    "maxtext_layers": ("AI-Hypercomputer/maxtext", "479dd99946c5"),
 }
 
 
