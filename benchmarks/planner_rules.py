@@ -121,6 +121,9 @@ RULES = [
     Rule("masks saturate", {"_storage.Storage.may_be_mask": lambda *_: False}),
     Rule("constants are looked at", {"_reasons.fits": lambda *_: True}),
     Rule("one minus a bounded value", {"_reasons._cancels": lambda _: False}),
+    Rule("outer products are multiplications", {"_flatten.contracts_nothing": lambda _: False}),
+    Rule("counts are exact", {"_flatten.why_exact": lambda _: ""}),
+    Rule("angles are exact", {"_flatten.find_angles": lambda _: []}),
     Rule("streams are carried in half", {"kinds.scan.LAYERS": 0}),
     Rule(
         "states of products are carried in half",
@@ -223,9 +226,35 @@ def guarded():
     return loss, {"w": normal(0, 16, 16) / 8, "v": normal(1, 16, 16)}, (x,)
 
 
+def counted():
+    """Distances from the mean of the positions before, which a product computes."""
+
+    def loss(params, x, positions):
+        steps = positions.astype(jnp.float32)
+        means = jnp.tril(jnp.ones((1024, 1024)) / steps) @ steps
+        return jnp.mean(((x @ params["w"] * (means - steps / 2)) @ params["v"]) ** 2)
+
+    params = {"w": normal(0, 16, 16), "v": normal(1, 16, 16)}
+    return loss, params, (normal(2, 1024, 16), jnp.arange(1, 1025)[:, None])
+
+
+def featured():
+    """Fourier features of coordinates."""
+
+    def loss(params, x):
+        features = jnp.sin(2 * jnp.pi * x @ params["b"])
+        return jnp.mean((jnp.tanh(features @ params["w"]) @ params["v"]) ** 2)
+
+    params = {"b": 8 * normal(0, 2, 16), "w": normal(1, 16, 16), "v": normal(2, 16, 16)}
+    return loss, params, (normal(3, 256, 2),)
+
+
 PROGRAMS = [
     Model(make.__name__, make, {})
-    for make in (biased, masked, stepping, distances, saturating, guarded)
+    for make in (
+        *(biased, masked, stepping, distances, saturating, guarded),
+        *(counted, featured),
+    )
 ]
 
 

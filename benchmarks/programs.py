@@ -15,13 +15,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+import jmp
 from benchmarks import float8_convolutions
+from benchmarks._roofline import modelled_limit
 from benchmarks.planner_rules import replaced
 from benchmarks.processes import ROOT
 from tests.h200 import test_float8, test_fused_attention
 from tests.h200.harness import Program, compile_for_h200, one_h200
 from tests.h200.training_steps import WAYS, compile_step
-from tests.models import MODELS
+from tests.models import MODELS, gpt
 
 MODEL_TITLES = {
     "resnet": "ResNet, batch 256, 32 x 32",
@@ -45,6 +47,13 @@ FLOAT8_RULES: dict[str, tuple[str, dict[str, Any]]] = {
         "GPT, 4 layers of width 512, 8 x 512 tokens",
         {"_planner.shared_factors": lambda _: set()},
     ),
+}
+# The rules of a step, and the global default precision, which is that of float32 products alone.
+HEAD_IN_FLOAT32 = [("GPTModule/Dense_0", "float32")]
+HEADS: dict[str, tuple[list[tuple[str, str]], str | None]] = {
+    "all in half": ([], None),
+    "the logits' in float32, as TF32": (HEAD_IN_FLOAT32, "tensorfloat32"),
+    "the logits' in float32": (HEAD_IN_FLOAT32, None),
 }
 GPT2_SMALL = ["--layers=12", "--width=768", "--heads=12", "--length=1024", "--vocabulary=50257"]
 
@@ -116,6 +125,22 @@ def gpt2_memory(run: str) -> dict[str, Any]:
     return example.to_dict(example.count(*policy, arguments, sharding=one_h200()), arguments)
 
 
+def head(title: str) -> dict[str, Any]:
+    """Counts a step of GPT-2 small that keeps the product of the logits in float32, or not."""
+    rules, default = HEADS[title]
+    sizes = {"layers": 12, "width": 768, "length": 1024, "vocabulary": 50257}
+    params, batch = jax.eval_shape(lambda: gpt(**sizes)[1:])
+
+    def step(params: Any, *batch: Any) -> Any:
+        loss = jmp.autocast(gpt(**sizes)[0], "mixed_bfloat16", rules=rules)
+        gradients = jax.grad(loss)(params, *batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+
+    with jax.default_matmul_precision(default):
+        program = compile_for_h200(step, params, *batch, donate_argnums=0)
+    return {**figures(program), "model_ms": modelled_limit(program.text)}
+
+
 def convolution(title: str) -> dict[str, Any]:
     return {"rows": float8_convolutions.single_products(title)}
 
@@ -144,6 +169,7 @@ GROUPS = (
     Group("float8", "Steps in float8", rows(float8_step, same(test_float8.FULL_SIZES))),
     Group("float8-rules", "Rules of float8", rows(float8_rule, same(FLOAT8_RULES))),
     Group("columns", "Columns of a product", rows(odd_columns, {"4096": 4096, "4095": 4095})),
+    Group("head", "GPT-2 124M, 8 x 1024 tokens, bfloat16: its products", rows(head, same(HEADS))),
     Group("memory", "GPT-2 124M, 8 x 1024 tokens", rows(gpt2_memory, same(MEMORY_RUNS))),
     Group(
         "convolutions",

@@ -57,6 +57,11 @@ gradients zero in float16? [ranges.md](ranges.md) |
 `find_float32`: [checks.md](checks.md) |
 | it is no faster, or takes no less memory | `diagnostics.precision_report(loss_fn, \
 policy)(*args)`: is it on? `diagnostics.memory_report`: [memory.md](memory.md) |
+| `'tuple' object has no attribute 'loss_scale'` | The state of a chain around the optimizer: \
+`transforms.loss_scale_state(opt_state).loss_scale` finds the scale in it. |
+| `'TrainState' object has no attribute 'loss_scale'` | It is Flax's: use \
+`jmp.adapters.linen.TrainState`, whose steps are atomic too, or \
+`transforms.loss_scale_state(state.opt_state).loss_scale`. |
 | `module 'jmp' has no attribute 'autocast'` | It is DeepMind's `jmp`, which `pip install jmp` and \
 Haiku bring. Install this one: `pip install .` in its clone |
 
@@ -82,9 +87,10 @@ an auxiliary output |
 | `scale`, `tx`, `opt_state`, `chain_state` | a `DynamicLossScale`, an optimizer with it, its \
 state alone and in a chain |
 | `adam`, `masters_tx` | an optimizer without a loss scale, and one with float32 masters |
-| `state`, `optimizer` | a `TrainState` of Flax, an `nnx.Optimizer` |
-| `linen_model`, `nnx_model`, `eqx_model`, `network` | models of Flax linen, Flax nnx, Equinox \
-and Haiku |
+| `state`, `flax_state`, `optimizer` | a `linen.TrainState`, Flax's own `TrainState`, an \
+`nnx.Optimizer` |
+| `linen_model`, `nnx_model`, `eqx_model`, `eqx_mlp`, `network` | models of Flax linen, Flax nnx, \
+Equinox (one of an array, one with functions in it) and Haiku |
 | `many`, `long_text` | a dictionary of a thousand arrays, a megabyte of text |
 | `report` | what `diagnostics.range_report` returned |
 """

@@ -5,6 +5,8 @@ Nothing is imported for it: where there is a model, its framework was imported a
 
 from typing import Any
 
+import jax
+
 from jmp._describe import described
 
 # The classes of models, by module and name, and what runs such a model in mixed precision.
@@ -17,6 +19,15 @@ _MODELS = {
     ("haiku", "TransformedWithState"): "jmp.adapters.haiku.with_policy(network, policy)",
     ("keras", "Layer"): "keras.mixed_precision.set_global_policy('mixed_float16')",
     ("torch", "Module"): "torch.amp: jmp is for JAX",
+}
+
+
+# What an optimizer takes of such a model.
+_PARAMETERS = {
+    "flax.linen": "variables['params'], where variables = model.init(key, x)",
+    "flax.nnx": "nnx.state(model, nnx.Param), as nnx.Optimizer(model, tx, wrt=nnx.Param) does",
+    "equinox": "eqx.filter(model, eqx.is_inexact_array)",
+    "haiku": "params = network.init(key, x)",
 }
 
 
@@ -38,6 +49,19 @@ def way_out(value: Any) -> str:
     """
     found = _model(value)
     return "" if found is None else f" A model of {found[0]} goes through {_MODELS[found]}."
+
+
+def parameters_of(tree: Any) -> str:
+    """Returns what an optimizer takes of a model in a tree, as a sentence; "" for no model.
+
+    >>> parameters_of({"w": 3})
+    ''
+    """
+    models = jax.tree.leaves(tree, is_leaf=lambda node: framework_of(node) in _PARAMETERS)
+    for framework in filter(None, map(framework_of, models)):
+        if framework in _PARAMETERS:
+            return f" Of a model of {framework} it is {_PARAMETERS[framework]}."
+    return ""
 
 
 def refuse_other_models(value: object, caller: str, role: str, own: str, expected: str) -> None:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from flax.training import dynamic_scale
+from flax.training import dynamic_scale, train_state
 from jax import lax
 
 import jmp
@@ -146,6 +146,8 @@ def names():
         "eqx_model": eqx_model,
         "eqx_state": tx.init(eqx.filter(eqx_model, eqx.is_inexact_array)),
         "network": hk.transform(lambda x: HaikuModel()(x)),
+        "flax_state": train_state.TrainState.create(apply_fn=None, params=params, tx=tx),
+        "eqx_mlp": eqx.nn.MLP(2, 2, 2, 1, key=jax.random.key(0)),
         "state": linen.TrainState.create(apply_fn=LinenModel().apply, params=params, tx=tx),
         "report": report,
         "long_text": "p=f32," * 200_000,
@@ -406,6 +408,10 @@ MISTAKES: dict[str, list[Mistake]] = {
             ("jmp.scaled_value_and_grad(loss_fn, opt_state)", "Did you mean its `.loss_scale`?"),
             ("jmp.scaled_value_and_grad(loss_fn, state)", "Did you mean its `.loss_scale`?"),
             ("jmp.scaled_value_and_grad(loss_fn, chain_state)", "its `[0].loss_scale`?"),
+            (
+                "jmp.scaled_value_and_grad(loss_fn, flax_state)",
+                "opt_state) finds it. jmp.adapters.linen.TrainState has it as `.loss_scale`.",
+            ),
             ("jmp.scaled_value_and_grad(loss_fn, optimizer)", "jmp.adapters.nnx.loss_scale(opt"),
             ("jmp.scaled_value_and_grad(loss_fn, tx)", "opt_state.loss_scale?"),
             ("jmp.scaled_value_and_grad(loss_fn, scale.scale)", "without .scale?"),
@@ -533,11 +539,27 @@ MISTAKES: dict[str, list[Mistake]] = {
                 "jmp.accumulated_value_and_grad(loss_fn, scale, 2, reduce_axes='data')(params, x)",
                 "Call it inside jax.shard_map",
             ),
+            (
+                "jax.shard_map(jmp.accumulated_value_and_grad(loss_fn, scale, 1, reduce_axes='i'), "
+                "mesh=jax.make_mesh((1,), ('i',), axis_types=(jax.sharding.AxisType.Auto,)), "
+                "in_specs=jax.P('i'), out_specs=jax.P('i'))(params, x)",
+                "in the loss gather each, jmp.gather(shard, axis, dtype)",
+            ),
         ),
     ],
     "Optimizers": [
         *_rows(
             TypeError,
+            ("tx.init(eqx_mlp)", "eqx.filter(model, eqx.is_inexact_array)"),
+            (
+                "transforms.mixed_precision(adam, 'O2').init([eqx_mlp, params])",
+                "Of a model of equinox it is eqx.filter(model, eqx.is_inexact_array)",
+            ),
+            ("tx.init(linen_model)", "it is variables['params']"),
+            (
+                "tx.init({'w': x, 'function': jnp.tanh})",
+                "the function tanh as the parameter at ['f",
+            ),
             ("transforms.with_loss_scale(adam, 512.0)", "Did you mean jmp.StaticLossScale(512.0)?"),
             ("transforms.with_loss_scale(adam, None)", "write jmp.NoOpLossScale()"),
             ("transforms.with_loss_scale(scale, adam)", "inner=a DynamicLossScale; expected an op"),
@@ -567,6 +589,30 @@ MISTAKES: dict[str, list[Mistake]] = {
             ("transforms.reset_masters(tx, params)", "not the optimizer itself"),
             ("transforms.state_shardings(params, tx)", "expected an optax transformation"),
             ("transforms.masters(params, opt_state)", "The order is masters(opt_state, params)"),
+            (
+                "transforms.masters(half_params, masters_tx.init(half_params))",
+                "The order is masters(opt_state, params)",
+            ),
+            (
+                "transforms.reset_masters(half_params, masters_tx.init(half_params))",
+                "The order is reset_masters(opt_state, params)",
+            ),
+            ("transforms.reset_masters(params, state)", "The order is reset_masters(opt_state, pa"),
+            (
+                "tx.update(None, opt_state, params)",
+                "expected a tree like the parameters, as jmp.sc",
+            ),
+            ("transforms.clip_by_global_norm('1')", "expected a number such as 1.0"),
+            (
+                "transforms.clip_by_global_norm(True)",
+                "got max_norm=True; expected a number such as",
+            ),
+            ("transforms.clip_by_global_norm(1.0, axis_name=3)", "expected names of axes, such as"),
+            (
+                "transforms.with_loss_scale(adam, scale, axis_name=3)",
+                "expected names of axes, such",
+            ),
+            ("transforms.mixed_precision(adam, F16, axis_name=None)", "names of axes, such as ("),
         ),
         *_rows(
             ValueError,
@@ -600,6 +646,29 @@ MISTAKES: dict[str, list[Mistake]] = {
             (
                 "transforms.with_loss_scale(optax.chain(masters_tx, adam), scale).init(x)",
                 "Move it inside: with_master_params(optax.chain(adam, scale))",
+            ),
+            ("transforms.clip_by_global_norm(-1.0)", "expected a number above zero, such as 1.0"),
+            ("transforms.clip_by_global_norm(np.nan)", "got max_norm=nan; expected a number above"),
+            ("transforms.clip_by_global_norm(0)", "with zero nothing trains"),
+            (
+                "transforms.mixed_precision(adam, 'mixed_bfloat16').init(half_params)",
+                "jmp.cast_to_full(params); or, to store them in half, a policy with half",
+            ),
+            (
+                "transforms.mixed_precision(adam, F16).init({'w': x.astype('float8_e5m2')})",
+                "params.astype('float32') of each float8_e5m2 leaf",
+            ),
+            (
+                "transforms.masters(masters_tx.init(half_params), None)",
+                "got nothing for params['w']",
+            ),
+            (
+                "transforms.reset_masters(masters_tx.init(half_params), None)",
+                "Pass the parameters that the optimizer was initialised with",
+            ),
+            (
+                "transforms.masters(optax.flatten(masters_tx).init(half_params), half_params)",
+                "put it inside, with_master_params(optax.flatten(adam))",
             ),
             ("tx.update({'b': x}, opt_state, params)", "Differentiate with respect to the param"),
             ("tx.update(many, opt_state, params)", "and 997 more; the second alone has ['w']"),
@@ -673,6 +742,14 @@ MISTAKES: dict[str, list[Mistake]] = {
                 "linen.TrainState.create(apply_fn=linen_model.apply, params=params, tx=optax.adam)",
                 "expected an optax transformation, such as transforms.mixed_precision",
             ),
+            (
+                "linen.TrainState.create(apply_fn=linen_model.apply, params=None, tx=tx)",
+                "such as model.init(key, x)['params']",
+            ),
+            (
+                "state.apply_gradients(grads=None)",
+                "got None as gradients; expected a tree like the",
+            ),
         ),
         *_rows(
             ValueError,
@@ -682,6 +759,24 @@ MISTAKES: dict[str, list[Mistake]] = {
                 "expected one of ('auto', 'none', 'all')",
             ),
             ("state.apply_gradients(grads={'b': x})", "Differentiate with respect to the param"),
+            (
+                "state.apply_gradients(grads={})",
+                "Differentiate with respect to the parameters that",
+            ),
+            (
+                "state.apply_gradients(grads=state)",
+                "Differentiate with respect to the parameters th",
+            ),
+            (
+                "linen.TrainState.create(apply_fn=None, params=half_params, "
+                "tx=transforms.mixed_precision(adam, F16))",
+                "a policy with half parameters, 'p=f16,c=f16,o=full'",
+            ),
+            (
+                "linen.TrainState.create(apply_fn=None, params=half_params, "
+                "tx=optax.flatten(masters_tx)).replace(params=half_params)",
+                "put it inside, with_master_params(optax.flatten(adam))",
+            ),
         ),
     ],
     "Flax nnx": [
@@ -766,7 +861,7 @@ MISTAKES: dict[str, list[Mistake]] = {
                 "equinox.train_step(model_loss, eqx_model, eqx_state, tx, x, has_aux=True)",
                 "expected the pair (loss, aux)",
             ),
-            ("equinox.train_step(model_pair, eqx_model, eqx_state, tx, x)", "pass has_aux=True"),
+            ("equinox.train_step(model_pair, eqx_model, eqx_state, tx, x)", "given as state="),
             (
                 "equinox.train_step(lambda m, s, x: 1.0, eqx_model, eqx_state, tx, x, state=x)",
                 "expected the pair (loss, aux)",

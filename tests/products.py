@@ -1,10 +1,36 @@
-"""Finds every product of a program and the dtypes it works in."""
+"""Finds every product of a program and the dtypes it works in; weights for such products.
+
+A matrix that a function makes of literals, and an axis of length one, are no stand-ins for weights
+and features: such products are float32, or multiplications (`jmp.autocasting._exact_products`).
+"""
 
 import collections
+import functools
 
 import jax
+import jax.numpy as jnp
 
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+
+
+@functools.cache
+def eye(n, dtype="float32"):
+    """Returns an identity matrix to close over: it counts as a weight, wherever this is called."""
+    with jax.ensure_compile_time_eval():
+        return jnp.eye(n, dtype=dtype)
+
+
+@functools.cache
+def ones(*shape, dtype="float32"):
+    """Returns an array of ones to close over: it counts as data or as a weight."""
+    with jax.ensure_compile_time_eval():
+        return jnp.ones(shape, dtype)
+
+
+def half(x):
+    """A product: under autocast its result is half. The numbers stay what they were."""
+    assert x.shape[-1] > 1, "this would be a multiplication"
+    return x @ eye(x.shape[-1])
 
 
 def equations(jaxpr):

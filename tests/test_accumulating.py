@@ -272,6 +272,47 @@ def test_devices_reduce_once_a_window(mesh, steps, weighted, check_vma):
         np.testing.assert_allclose(gradient / SCALE, truth, rtol=2e-3, atol=2e-3)
 
 
+def test_parameters_in_shards_are_refused_along_the_axes_of_the_sum_and_trained_as_the_error_says(
+    mesh,
+):
+    w, x = jnp.arange(4.0)[:, None], jnp.cos(jnp.arange(64.0)).reshape(16, 4)
+    params, specs = {"w": w, "b": jnp.float32(0.5)}, {"w": P("data"), "b": P()}
+    plain = lambda params, x: jnp.mean((x @ params["w"] + params["b"]) ** 2)
+
+    def gathered(params, x):
+        return plain({**params, "w": jmp.gather(params["w"], "data", "float32")}, x)
+
+    def over_devices(params, x):
+        return jax.lax.pmean(gathered(params, x), "data")
+
+    def step(fun, axes, steps):
+        grad_fn = jmp.accumulated_value_and_grad(fun, STATIC, steps, reduce_axes=axes)
+        options = {"in_specs": (specs, P("data")), "out_specs": (P(), specs)}
+        return jax.jit(jax.shard_map(grad_fn, mesh=mesh, **options))(params, x)
+
+    value, truth = jax.value_and_grad(plain)(params, x)
+    for steps in (1, 2):
+        for axes in ("data", ("model", "data")):
+            with pytest.raises(ValueError, match=r"argument 0\['w'\], which differs along 'data'"):
+                step(gathered, axes, steps)
+        found, gradients = step(over_devices, (), steps)
+        np.testing.assert_allclose(found, value, rtol=1e-6)
+        for name in params:
+            np.testing.assert_allclose(gradients[name] / SCALE, truth[name], rtol=1e-5)
+
+
+def test_a_parameter_in_shards_along_another_axis_than_that_of_the_sum_is_taken(mesh):
+    def loss(own, x):  # tensor parallel: each device of "model" has a part of the products
+        return jax.lax.psum(jnp.mean(own * x), "model")
+
+    grad_fn = jmp.accumulated_value_and_grad(loss, STATIC, 2, reduce_axes="data")
+    specs = {"in_specs": (P("model"), P("data")), "out_specs": (P(), P("model"))}
+    x = jnp.arange(16.0)
+    value, gradient = jax.shard_map(grad_fn, mesh=mesh, **specs)(jnp.float32([1.0, 2.0]), x)
+    assert value == 3 * x.mean()
+    assert (gradient / SCALE).tolist() == [x.mean()] * 2
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_bad_micro_batch_of_one_device_is_one_of_all(mesh, check_vma):
     x = jnp.arange(16.0).at[9].set(jnp.inf)  # the second micro-batch of the third device

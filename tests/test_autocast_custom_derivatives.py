@@ -68,7 +68,7 @@ def two_layers(x, w):
 
 
 def vmapped(x, w):
-    return jax.vmap(lambda row: layer(row[None], w)[0])(x).sum()
+    return jax.vmap(lambda rows: layer(rows, w))(x.reshape(2, -1, 8)).sum()
 
 
 def scanned(x, w):
@@ -111,7 +111,7 @@ of_all_kinds.defvjp(of_all_kinds_forward, of_all_kinds_backward)
 
 def keys_integers_and_booleans(x, w):
     row = jnp.argmax(x[:, 0])
-    results = of_all_kinds(jnp.sin, x, w, jax.random.key(3), row, jnp.array(True))
+    results = of_all_kinds(jnp.tanh, x, w, jax.random.key(3), row, jnp.array(True))
     return results["y"].sum() + results["row"]
 
 
@@ -337,7 +337,7 @@ def of_the_second(x, w):
 
 
 def of_the_first_of_each(x, w):
-    return jax.vmap(lambda row: product_and_sum(row[None], w, 2)[0])(x).sum()
+    return jax.vmap(lambda rows: product_and_sum(rows, w, 2)[0])(x.reshape(2, -1, 8)).sum()
 
 
 @pytest.mark.parametrize("option", [False, True])

@@ -7,78 +7,73 @@ import pytest
 from jax import lax
 
 import jmp
+from tests.products import eye, half, ones
 
 HALVES = pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 TERMS = 16384  # float16 stops counting ones at 2048, bfloat16 at 256
+ROWS = TERMS // 2  # of two numbers each
 EYE = jnp.eye(4)
-
-
-def half(x):
-    """A product: under autocast its result is half. The numbers stay what they were."""
-    return x @ jnp.eye(x.shape[-1])
 
 
 # Saturation: 16384 contributions of one.
 
 
 def bias(b):
-    return (half(jnp.ones((TERMS, 1))) + b).sum()
+    return (half(ones(ROWS, 2)) + b).sum()
 
 
 def bias_before_a_product(b):
-    return ((half(jnp.ones((TERMS, 1))) + b) @ jnp.ones((1, 1))).sum()
+    return half(half(ones(ROWS, 2)) + b).sum()
 
 
 def bias_before_an_island(b):
     # exp(0) is one, and so is its derivative. The island is recomputed.
-    return (jnp.exp(half(jnp.zeros((TERMS, 1))) + (b - 1)) @ jnp.ones((1, 1))).sum()
+    return half(jnp.exp(half(ones(ROWS, 2) - 1) + (b - 1))).sum()
 
 
 def scale(b):
-    return ((half(jnp.ones((TERMS, 1))) * b) @ jnp.ones((1, 1))).sum()
+    return half(half(ones(ROWS, 2)) * b).sum()
 
 
 def embedding_row(b):
-    return (b.reshape(1, 1)[jnp.zeros(TERMS, int)] @ jnp.ones((1, 1))).sum()
+    return half(jnp.full((1, 2), b)[jnp.zeros(ROWS, int)]).sum()
 
 
 def weight_in_a_scan(b):
     def body(carry, x):
-        return carry, (x @ b.reshape(1, 1)).sum()
+        return carry, (x @ (b * eye(2))).sum()
 
-    return lax.scan(body, 0.0, jnp.ones((TERMS, 1, 1)))[1].sum()
+    return lax.scan(body, 0.0, ones(ROWS, 1, 2))[1].sum()
 
 
 def bias_in_a_scan(b):
     def body(carry, x):
-        return carry, ((half(x) + b) @ jnp.ones((1, 1))).sum()
+        return carry, half(half(x) + b).sum()
 
-    return lax.scan(body, 0.0, jnp.ones((TERMS, 1, 1)))[1].sum()
+    return lax.scan(body, 0.0, ones(ROWS, 1, 2))[1].sum()
 
 
 def half_value_closed_over_by_a_scan(b):
-    activation = half(b.reshape(1, 1))
-    return lax.scan(lambda c, _: (c, (activation * 1.0).sum()), 0.0, None, length=TERMS)[1].sum()
+    activation = half(jnp.full((1, 2), b))
+    return lax.scan(lambda c, _: (c, (activation * 1.0).sum()), 0.0, None, length=ROWS)[1].sum()
 
 
 def carry_of_a_scan(b):
-    step = half(b.reshape(1, 1))
-    return lax.scan(lambda c, _: (c + step, None), step * 0, None, length=TERMS)[0].sum()
+    step = half(jnp.full((1, 2), b))
+    return lax.scan(lambda c, _: (c + step, None), step * 0, None, length=ROWS)[0].sum()
 
 
 def vmapped_over_a_bias(b):
-    return jax.vmap(lambda x: ((half(x) + b) @ jnp.ones((1, 1))).sum())(
-        jnp.ones((TERMS, 1, 1))
-    ).sum()
+    return jax.vmap(lambda x: half(half(x) + b).sum())(ones(ROWS, 1, 2)).sum()
 
 
 def rows_of_a_half_value(b):
-    rows = half(jnp.ones((1, 1)) * b)
-    return (rows[jnp.zeros(TERMS, int)] * 1.0).sum()
+    rows = half(ones(1, 2) * b)
+    return (rows[jnp.zeros(ROWS, int)] * 1.0).sum()
 
 
 def scattered_rows(b):
-    return jnp.zeros((1, 1)).at[jnp.zeros(TERMS, int)].add(half(jnp.ones((TERMS, 1)) * b)).sum()
+    return jnp.zeros((1, 2)).at[jnp.zeros(ROWS, int)].add(half(ones(ROWS, 2) * b)).sum()
 
 
 SHARED = [
@@ -107,10 +102,10 @@ def test_sixteen_thousand_contributions_count(function, policy):
 
 @HALVES
 def test_sums_and_means_of_many_terms(policy):
-    x = jnp.ones((1, TERMS))
+    x = jnp.ones((TERMS, 2))
 
     def sums(x):
-        y = x.reshape(-1, 1) @ jnp.ones((1, 1))
+        y = x @ (ones(2, 1) / 2)
         return y.sum(), y.mean(), jnp.cumsum(y)[-1], jnp.var(y + 1), jnp.linalg.norm(y)
 
     got = jmp.autocast(sums, policy)(x)
@@ -221,8 +216,8 @@ def test_a_small_constant_from_outside_is_known_inside(nested, policy):
 
 
 def test_a_product_that_overflows_is_seen_to():
-    function = lambda x: half(half(x) * 1e6)
-    assert jnp.isinf(jmp.autocast(function, "mixed_float16")(jnp.ones((1, 1)))).all()
+    function = lambda x: (half(x) * 1e6) @ ones(2, 2)
+    assert jnp.isinf(jmp.autocast(function, "mixed_float16")(jnp.ones((1, 2)))).all()
 
 
 @pytest.mark.parametrize("transform", [lambda f: f, jax.vmap], ids=["plain", "vmap"])
@@ -282,7 +277,7 @@ def test_coordinates_are_subtracted_before_they_are_rounded():
     senders, receivers = jnp.arange(25), jnp.arange(25, 50)
 
     def distances(positions):
-        return (positions[senders] - positions[receivers]) @ jnp.eye(3)
+        return half(positions[senders] - positions[receivers])
 
     expected = distances(positions)
     got = jmp.autocast(distances, "mixed_float16")(positions)
@@ -302,7 +297,8 @@ SATURATED = {
 @HALVES
 @pytest.mark.parametrize("name", SATURATED)
 def test_the_slope_of_a_saturated_function_in_a_gradient_of_the_programs_own(name, policy):
-    gradient = jax.grad(lambda x: SATURATED[name](x).sum())
+    # The cotangent is an array from outside: literal ones times a weight would be float32.
+    gradient = jax.grad(lambda x: (SATURATED[name](x) * ones(1, 2)).sum())
     got = jmp.autocast(gradient, policy)(row_of(4, -4))
     np.testing.assert_allclose(got, gradient(row_of(4, -4)), rtol=5e-3)
 
@@ -310,7 +306,7 @@ def test_the_slope_of_a_saturated_function_in_a_gradient_of_the_programs_own(nam
 @HALVES
 def test_what_is_left_of_one(policy):
     def function(x):
-        x = half(x)
+        x = half(half(x))  # one product of an input would stay float32, since a cosine reads it
         tails = [1 - jnp.tanh(x), 1 - lax.erf(x), -1 + jax.nn.sigmoid(x), lax.cos(x / 16) - 1]
         return half(jnp.stack(tails)[:, 0])
 

@@ -13,7 +13,7 @@ import jmp
 from jmp.autocasting import Category, all_rules, register_rule
 from jmp.autocasting._registry import rule_for
 from tests.op_cases import OP_CASES, OTHERS, UNARY
-from tests.products import equations
+from tests.products import equations, eye
 
 SERIES = "pow igamma igammac polygamma igamma_grad_a zeta regularized_incomplete_beta".split()
 NAMES = [name for name, _, _ in OP_CASES]
@@ -22,14 +22,16 @@ HALVES = pytest.mark.parametrize("half", [jnp.float16, jnp.bfloat16], ids=["floa
 
 
 def rounded_by_a_product(x, half=None, dtype=None):
-    """The same numbers as a product leaves them: half, under autocast. Each sum has one term.
+    """The same numbers as two products leave them: half, under autocast. Each sum has one term.
 
-    By hand, a product in `half` of what is read in `dtype`, with casts where autocast puts them.
+    By hand, products in `half` of what is read in `dtype`, with casts where autocast puts them.
+    Two, because a product of inputs alone stays float32 if a sine or `floor` reads it.
     """
     flat = jnp.reshape(x, (1, -1))
-    eye = jnp.eye(flat.size, dtype=x.dtype)
-    product = flat @ eye if half is None else (flat.astype(half) @ eye.astype(half)).astype(dtype)
-    return jnp.reshape(product, x.shape)
+    assert flat.size > 1, "this would be a multiplication"
+    weight = eye(flat.size).astype(half or x.dtype)
+    product = flat.astype(half or x.dtype) @ weight @ weight
+    return jnp.reshape(product.astype(dtype or x.dtype), x.shape)
 
 
 def as_float32(results):

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp
-from tests.products import equations, product_dtypes
+from tests.products import equations, half, ones, product_dtypes
 
 F16 = "mixed_float16"
 KEYS = jax.random.split(jax.random.key(0), 3)
@@ -206,7 +206,7 @@ def results_of_all_kinds(x, w):
 
 
 def empty(x, w):
-    return x[:0] @ w, jnp.zeros((0, 8)) @ w, (x @ w)[:, :0].sum()
+    return x[:0] @ w, ones(0, 8) @ w, (x @ w)[:, :0].sum()
 
 
 FUNCTIONS = [
@@ -241,12 +241,17 @@ def test_values_under_jit(function):
 
 
 def scalar(function):
-    """The sum of all floating results."""
+    """The sum of all floating results, with cotangents from outside.
+
+    A gradient inside autocast would multiply literal ones by a weight, in float32.
+    """
 
     def total(x, w):
         leaves = jax.tree.leaves(function(x, w))
         return sum(
-            jnp.sum(leaf) for leaf in leaves if jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+            jnp.sum(leaf * ones(*jnp.shape(leaf)))
+            for leaf in leaves
+            if jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
         )
 
     return total
@@ -301,7 +306,7 @@ def test_a_checkpoint_policy_decides_what_is_kept(policy_name):
     policy = getattr(jax.checkpoint_policies, policy_name)
 
     def block(x):
-        return jax.checkpoint(lambda x: jnp.sin(jnp.sin(x @ W) @ W), policy=policy)(x)
+        return jax.checkpoint(lambda x: jnp.tanh(jnp.tanh(x @ W) @ W), policy=policy)(x)
 
     count = lambda f: sum(
         e.primitive.name == "dot_general"
@@ -429,7 +434,7 @@ def test_collectives_are_the_casts_they_stand_for(mesh, name):
         jax.shard_map, mesh=mesh, in_specs=P(None, "x"), out_specs=P("x"), check_vma=False
     )
     x = jnp.tile(X, (2, 4))
-    autocast = jmp.autocast(over_devices(lambda x: collective(x @ jnp.eye(8))), F16)
+    autocast = jmp.autocast(over_devices(lambda x: collective(half(x))), F16)
     by_hand = over_devices(
         lambda x: collective(x.astype(jnp.float16).astype(dtype)).astype(jnp.float32)
     )

@@ -154,7 +154,66 @@ def test_gradients_that_are_still_to_be_added_up_are_refused(explicit, name, tx)
     assert updates["w"].shape == (4, 4)
 
 
-@pytest.mark.parametrize("max_norm", ["1", None, [1.0], np.ones(2)], ids=repr)
+@pytest.mark.parametrize(
+    "max_norm", ["1", None, [1.0], np.ones(2), True, 1j, np.bool_(1)], ids=repr
+)
 def test_a_largest_norm_that_is_no_number_is_refused(max_norm):
     with pytest.raises(TypeError, match="expected a number such as 1.0"):
         transforms.clip_by_global_norm(max_norm)
+
+
+BELOW = [
+    -1,
+    0,
+    0.0,
+    -0.0,
+    float("nan"),
+    -float("inf"),
+    np.float32(-1),
+    np.array(np.nan),
+    jnp.zeros([]),
+]
+
+
+@pytest.mark.parametrize("max_norm", BELOW, ids=repr)
+def test_a_largest_norm_that_no_norm_is_below_is_refused(max_norm):
+    with pytest.raises(ValueError, match="expected a number above zero"):
+        transforms.clip_by_global_norm(max_norm)
+
+
+@pytest.mark.parametrize("max_norm", [1, np.float64(5), jnp.bfloat16(2), jnp.int32(3), np.inf])
+def test_numbers_of_all_kinds_and_infinity_are_taken_as_optax_takes_them(max_norm):
+    updates = {"w": jnp.float32([3.0, 4.0])}
+    expected = clipped_by(optax.clip_by_global_norm(max_norm), updates)
+    assert_equal(clipped_by(transforms.clip_by_global_norm(max_norm), updates), expected)
+
+
+def test_a_largest_norm_that_is_traced_is_taken():
+    clip = lambda updates, norm: clipped_by(transforms.clip_by_global_norm(norm), updates)
+    updates = {"w": jnp.float32([3.0, 4.0])}
+    assert jax.jit(clip)(updates, 1.0)["w"].tolist() == clip(updates, 1.0)["w"].tolist()
+    tx = optax.inject_hyperparams(transforms.clip_by_global_norm)(max_norm=2.5)
+    np.testing.assert_allclose(clipped_by(tx, updates)["w"], [1.5, 2.0], rtol=1e-6)
+
+
+MADE_WITH_AXES = {
+    "clip_by_global_norm": lambda names: transforms.clip_by_global_norm(1.0, names),
+    "with_loss_scale": lambda names: transforms.with_loss_scale(
+        optax.sgd(1.0), jmp.StaticLossScale(8), axis_name=names
+    ),
+    "mixed_precision": lambda names: transforms.mixed_precision(
+        optax.sgd(1.0), "mixed_float16", axis_name=names
+    ),
+    "accumulated_value_and_grad": lambda names: jmp.accumulated_value_and_grad(
+        jnp.sum, jmp.StaticLossScale(8), 2, reduce_axes=names
+    ),
+}
+
+
+@pytest.mark.parametrize("make", MADE_WITH_AXES.values(), ids=MADE_WITH_AXES.keys())
+def test_what_names_no_axes_is_refused_where_it_is_given(make):
+    for names in (3, None, [3], ("data", None), b"data", 1.5, {"data": None}):
+        with pytest.raises(TypeError, match=r"(axis_name|reduce_axes)=.*; expected names of axes"):
+            make(names)
+    for names in ("data", ("data",), ["data", "model"], {"data", "model"}, ()):
+        make(names)

@@ -11,6 +11,7 @@ import pytest
 import jmp
 from jmp import diagnostics
 from jmp.diagnostics import _errors
+from tests.products import eye, half
 
 F16, BF16 = "mixed_float16", "mixed_bfloat16"
 
@@ -191,7 +192,7 @@ def test_what_is_nan_in_both_has_no_known_error_and_comes_first():
 
 
 def test_a_loss_scale_takes_underflow_out_of_the_error():
-    loss = lambda w: 2.0**-26 * jnp.sum(jnp.eye(4) @ w)
+    loss = lambda w: 2.0**-26 * jnp.sum(eye(4) @ w)
     w = jnp.full((4, 4), 1 / 3)
     without = row_of(diagnostics.compare(loss, F16)(w), "gradient")
     assert without.relative_error == 1.0 and without.norm == 0.0
@@ -327,7 +328,7 @@ def test_a_gradient_below_the_rounding_of_the_others_comes_last():
 def test_a_leak_into_a_true_zero_comes_first():
     # In float32 relu cuts this gradient off; in float16 1 - 2^-12 is 1, and it is there.
     def loss(params):
-        first = params["x"] @ jnp.eye(2)
+        first = half(params["x"])
         return jnp.sum(jnp.where(first >= 1, 1.0, 0.0) * params["y"]) + jnp.sum(params["x"])
 
     params = {"x": jnp.full((2, 2), 1 - 2.0**-12), "y": jnp.ones((2, 2))}
@@ -352,7 +353,7 @@ def test_which_arguments_are_differentiated():
 
 def test_printed_and_as_data():
     params = {"a": {"w": jnp.ones((4, 4)), "b": jnp.ones((1, 4))}}
-    found = diagnostics.compare(lambda p: jnp.eye(4) @ p["a"]["w"] + p["a"]["b"], F16)(params)
+    found = diagnostics.compare(lambda p: eye(4) @ p["a"]["w"] + p["a"]["b"], F16)(params)
     text = str(found)
     assert text.startswith("p=full,c=f16,o=full against float32:")
     for column in _errors.COLUMNS:

@@ -80,7 +80,7 @@ def test_it_counts_the_reasons(function, words):
     with jax.enable_x64(words is None):
         message = said(function, X)
     assert f"autocast computes no product of '{function.__name__}' in float16. " in message
-    assert (words or "1 product: the user chose other dtypes. ") in message
+    assert (words or "1 product: the user chose float64, ") in message
 
 
 @pytest.mark.parametrize(

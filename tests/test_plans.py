@@ -435,7 +435,7 @@ def arrays_of_the_program(x, w):
     dot_general in half: f32>f16 f32>f16 -> f16
     dot_general in half: f32>f16 f32>f16 -> f16
     broadcast_in_dim in float32: f32 -> f32
-    add in half: f32>f16 f32>f16 repeated -> f16
+    add in half: f32>f16 f32>f16 -> f16
     dot_general in half: f32>f16 f32>f16 -> f16
     dot_general in half: f32>f16 f32>f16 -> f16
     broadcast_in_dim in float32: f32 -> f32

@@ -306,7 +306,7 @@ def constants_of_a_jit(x, w):
     jit inside: f32 f32 f32>f16 -> f16
       function
       broadcast_in_dim in float32, rounded: f32 -> f16
-      add in half: f32>f16 f32>f16 repeated -> f16
+      add in half: f32>f16 f32>f16 -> f16
       dot_general in half: f32>f16 f32>f16 -> f16
     """
     table = np.linspace(0, 1, 64 * 128, dtype=np.float32).reshape(64, 1, 128)

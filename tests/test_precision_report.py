@@ -158,7 +158,6 @@ def test_shares_and_the_region_that_was_asked_for():
     found = report(function)
     assert found.half_flops_share == 0.5
     assert found.rows[1].why == "the user asked for float32 here"
-    assert found.hazards == []
     assert report(lambda w, x: x.sum()).half_flops_share is None
 
 
@@ -235,7 +234,8 @@ def test_sizes_that_are_no_multiples_of_8_are_named_with_their_share():
     assert "with 123 rows, 197 summed elements, no multiple" in sentence
     # In float32 there is nothing to pad.
     shapes = (shape(256, 256), shape(256, 100), shape(128, 256))
-    assert sizes_hazards(function, *shapes, rules=[("head", "float32")]) == []
+    (sentence,) = sizes_hazards(function, *shapes, rules=[("head", "float32")])
+    assert "no multiple" not in sentence
 
 
 def test_places_with_the_same_sizes_make_one_sentence():
@@ -313,11 +313,11 @@ def test_products_of_a_region_that_nests_are_reported():
     found = report(lambda w, x: body(w, x @ w))
     assert [(row.dtype_in, row.times) for row in found.rows] == [("float16", 1), ("float32", 10)]
     assert found.half_flops_share == 1 / 11
-    assert found.hazards == []
 
 
 def test_what_was_asked_for_is_no_hazard():
-    assert report(full=["dot_general"]).hazards == []
+    (sentence,) = report(full=["dot_general"]).hazards
+    assert "multiplies float32 with HIGHEST precision" in sentence  # its price alone
     inner = jmp.autocast(loss, "float32")
     found = report(inner)
     assert found.hazards == []

@@ -11,7 +11,8 @@ import pytest
 from flax import nnx
 
 import jmp
-from jmp import transforms
+from jmp import diagnostics, transforms
+from jmp.adapters import linen
 from jmp.adapters import nnx as adapter
 
 PARAMS = {"w": jnp.arange(4.0)}
@@ -50,6 +51,65 @@ def test_what_the_last_steps_were_stays():
     assert not replaced.grads_finite
     assert replaced.skipped_steps == replaced.consecutive_skips == 1
     assert_equal(replaced.inner_state, state.inner_state)
+
+
+def follow(tx, state, steps):
+    """Averages parameters as docs/recipes.md does: of the steps that were taken."""
+    params, average = PARAMS, PARAMS
+    for _ in range(steps):
+        updates, state = tx.update({"w": jnp.ones(4)}, state, params)
+        params = optax.apply_updates(params, updates)
+        finite = transforms.loss_scale_state(state).grads_finite
+        average = jmp.select_tree(
+            finite, jax.tree.map(lambda a, p: 0.5 * (a + p), average, params), average
+        )
+    return params, average
+
+
+@pytest.mark.parametrize("old", ["dynamic", "static", "hysteresis"])
+def test_an_average_that_follows_goes_on_where_nothing_is_checked_any_more(old):
+    tx = scaling(SCALES[old], optax.sgd(1.0))
+    before = skipped(tx)
+    state = transforms.replace_loss_scale(before, SCALES["no-op"])
+    assert bool(state.grads_finite) and state.consecutive_skips == 0
+    assert state.skipped_steps == 1  # what was skipped so far stays true
+    diagnostics.check_skips(state, limit=1)
+    assert diagnostics.metrics(state)["grads_finite"]
+    params, average = follow(tx, state, 8)
+    np.testing.assert_allclose(average["w"] - params["w"], 1.0, atol=0.01)
+    again = transforms.replace_loss_scale(state, SCALES[old])  # and back
+    assert bool(again.grads_finite)
+
+
+def test_flags_without_a_check_keep_their_kind_shape_and_place():
+    new = SCALES["no-op"]
+    tx = scaling(SCALES["dynamic"], optax.sgd(0.1))
+    traced = jax.jit(lambda state: transforms.replace_loss_scale(state, new))(skipped(tx))
+    assert bool(traced.grads_finite)
+    many = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), skipped(tx))
+    many = transforms.replace_loss_scale(many, new)
+    assert many.grads_finite.tolist() == [True] * 3
+    assert many.consecutive_skips.tolist() == [0] * 3
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    everywhere = jax.NamedSharding(mesh, jax.P())
+    state = transforms.replace_loss_scale(jax.device_put(skipped(tx), everywhere), new)
+    assert state.grads_finite.sharding == state.consecutive_skips.sharding == everywhere
+    abstract = transforms.replace_loss_scale(jax.eval_shape(tx.init, PARAMS), new)
+    assert abstract.grads_finite == jax.ShapeDtypeStruct((), jnp.bool_)
+    assert abstract.consecutive_skips == jax.ShapeDtypeStruct((), jnp.int32)
+    optimizer = nnx.Optimizer(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), tx, wrt=nnx.Param)
+    optimizer.opt_state.grads_finite[...] = jnp.array(False)
+    optimizer.opt_state = transforms.replace_loss_scale(optimizer.opt_state, new)
+    assert nnx.as_pure(optimizer.opt_state).grads_finite
+
+
+def test_a_train_state_says_that_steps_are_taken_also_with_flags_of_an_older_state():
+    tx = scaling(SCALES["dynamic"])
+    state = linen.TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
+    state = state.apply_gradients(grads={"w": jnp.full(4, jnp.inf)})
+    assert not state.grads_finite
+    older = state.replace(opt_state=state.opt_state._replace(loss_scale=SCALES["no-op"]))
+    assert older.grads_finite.dtype == jnp.bool_ and older.grads_finite
 
 
 WRAPPED = {

@@ -97,6 +97,78 @@ def test_parameters_that_are_no_longer_half_are_refused_and_not_left_without_mas
         float32_first.update(params, float32_first.init(full), params)
 
 
+@pytest.mark.parametrize("read", [transforms.masters, transforms.reset_masters])
+@every_optimizer
+def test_arguments_in_the_wrong_order_and_no_parameters_at_all_are_refused(tx, read):
+    state = tx.init(PARAMS)
+    train_state = linen.TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
+    for params in (state, tx, train_state, optax.adam(0.1).init(PARAMS), (state, PARAMS)):
+        for opt_state in (PARAMS, state):
+            with pytest.raises(TypeError, match=rf"The order is {read.__name__}\(opt_state, param"):
+                read(opt_state, params)
+    for nothing in (None, {}, jax.tree.map(lambda _: None, PARAMS)):
+        with pytest.raises(ValueError, match=rf"{read.__name__} got nothing for params"):
+            read(state, nothing)
+
+
+VECTORS = {
+    "flatten": optax.flatten(transforms.with_master_params(SGD)),
+    "flatten, of flat masters": optax.flatten(transforms.with_master_params(SGD, flat_master=True)),
+    "flatten under loss scaling": transforms.with_loss_scale(
+        optax.flatten(transforms.with_master_params(SGD)), jmp.StaticLossScale(1.0)
+    ),
+    "flatten in MultiSteps": optax.MultiSteps(
+        optax.flatten(transforms.with_master_params(SGD)), 1
+    ).gradient_transformation(),
+    "flatten under mixed_precision": transforms.mixed_precision(
+        optax.flatten(transforms.with_master_params(SGD)), "mixed_bfloat16"
+    ),
+}
+HALF_ALONE = {"a": PARAMS["a"], "b": PARAMS["b"]}
+
+
+@pytest.mark.parametrize("name", VECTORS)
+def test_masters_of_one_vector_that_something_made_are_nobody_s_and_not_passed_over(name):
+    tx = VECTORS[name]
+    sentence = r"got nothing for params; .*put it inside, with_master_params\(optax.flatten\(adam"
+    if "mixed_precision" in name:  # it sees no master for them
+        with pytest.raises(ValueError, match="without masters"):
+            tx.init(HALF_ALONE)
+        return
+    state = tx.init(HALF_ALONE)
+    for read in (transforms.masters, transforms.reset_masters):
+        with pytest.raises(ValueError, match=sentence):
+            read(state, HALF_ALONE)
+    train_state = linen.TrainState.create(apply_fn=None, params=HALF_ALONE, tx=tx)
+    train_state = train_state.apply_gradients(grads=HALF_ALONE)
+    with pytest.raises(ValueError, match=sentence):
+        train_state.replace(params=HALF_ALONE)
+    assert train_state.replace(step=3).step == 3
+    both = train_state.replace(params=HALF_ALONE, opt_state=train_state.opt_state)
+    assert both.params is HALF_ALONE
+
+
+def test_half_parameters_that_became_float32_in_a_vector_are_refused_as_they_would_have_no_master():
+    for tx in (VECTORS["flatten"], VECTORS["flatten in MultiSteps"]):
+        for init in (tx.init, jax.jit(tx.init)):
+            with pytest.raises(ValueError, match="which has no masters.*Put it inside"):
+                init(PARAMS)
+    whole = transforms.with_master_params(optax.flatten(SGD))
+    params, state = stepped(whole, whole.init(PARAMS), PARAMS)
+    assert transforms.masters(state, params)["a"][0, 0] == 0.5
+
+
+def test_the_ways_out_of_masters_of_one_vector_are_ways_out():
+    for tx in (
+        transforms.with_master_params(optax.flatten(SGD)),
+        transforms.with_master_params(SGD, flat_master=True),
+    ):
+        state = linen.TrainState.create(apply_fn=None, params=HALF_ALONE, tx=tx)
+        tripled = jax.tree.map(lambda p: 3 * p, HALF_ALONE)
+        state = state.replace(params=tripled).apply_gradients(grads=HALF_ALONE)
+        assert transforms.masters(state.opt_state, state.params)["a"][0, 0] == 2.5
+
+
 class StateOfAUser(linen.TrainState):
     average: jax.Array | None = None
 

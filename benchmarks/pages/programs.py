@@ -157,6 +157,17 @@ def _columns(name: str) -> Callable[[Any], list[int]]:
     ]
 
 
+@figure("programs/head-table")
+def _(found: Any) -> str:
+    recipes = found["workloads"]["head"]["recipes"]
+    rows = [
+        [title, _counted.limit_text(step), f"{step['bytes_moved'] / 1e9:.1f} GB"]
+        for title, step in recipes.items()
+    ]
+    limit = "modelled limit, model ms: bytes + operations + launches"
+    return table(["products", limit, "bytes moved"], rows)
+
+
 @figure("programs/columns-bytes")
 def _(found: Any) -> str:
     odd, even = _columns("bytes_moved")(found)

@@ -12,11 +12,12 @@ from flax.training import train_state
 from jmp._describe import described
 from jmp.adapters import _flax_serialization
 from jmp.adapters._atomic import check_is_scaled, keep_if_skipped, loss_scale_in
-from jmp.loss_scaling import LossScale
+from jmp.loss_scaling import LossScale, NoOpLossScale
 from jmp.transforms._callers import skips_undone
 from jmp.transforms._loss_scaling import check_order, find_loss_scaling
 from jmp.transforms._masters import follow_replaced
 from jmp.transforms._placement import placed
+from jmp.transforms._states import structures_compared
 from jmp.trees import PyTree
 
 
@@ -66,14 +67,20 @@ class TrainState(train_state.TrainState):
           **kwargs: the other fields, such as `batch_stats`.
 
         Raises:
-          TypeError: `tx` is no optax transformation.
+          TypeError: `tx` is no optax transformation; None as parameters.
           ValueError: an optimizer in an order that fails, see `transforms.check_optimizer_state`;
-            `mixed_precision` of a policy that needs no scale where `apply_fn` computes in float16.
+            `mixed_precision` of a policy that needs no scale where `apply_fn` computes in float16,
+            or of one whose parameters are float32 where these are half.
 
         Warns: `jmp.UnscaledLossWarning` for another optimizer without a loss scale where `apply_fn`
           computes in float16.
         """
         _check_optimizer(tx)
+        if params is None:
+            raise TypeError(
+                "TrainState.create got params=None; expected a tree of arrays, such as "
+                "model.init(key, x)['params']."
+            )
         state: Self = super().create(  # type: ignore[no-untyped-call]  # Flax gives no types
             apply_fn=apply_fn, params=params, tx=tx, **kwargs
         )
@@ -100,7 +107,10 @@ class TrainState(train_state.TrainState):
         and with `NoOpLossScale`, as in bfloat16.
         """
         scaling = find_loss_scaling(self.opt_state)
-        return jnp.array(True) if scaling is None else scaling.grads_finite
+        if scaling is None:
+            return jnp.array(True)
+        is_checked = not isinstance(scaling.loss_scale, NoOpLossScale)
+        return scaling.grads_finite if is_checked else jnp.ones_like(scaling.grads_finite)
 
     def apply_gradients(self, *, grads: optax.Updates, **kwargs: Any) -> Self:
         """Returns the next state, or on overflow this one with a smaller scale.
@@ -113,12 +123,12 @@ class TrainState(train_state.TrainState):
             state.
 
         Raises:
-          TypeError: a field that the state does not have.
+          TypeError: a field that the state does not have; None as gradients.
           ValueError: a static field, such as `tx`, which a skipped step could not leave as it was;
             gradients of another structure than the parameters.
         """
         _check_not_static(self, kwargs)
-        with skips_undone():
+        with skips_undone(), structures_compared(grads, self.params, "apply_gradients"):
             new: Self = super().apply_gradients(  # type: ignore[no-untyped-call]  # likewise
                 grads=grads, **kwargs
             )
@@ -136,7 +146,8 @@ def _replace_with_masters(self: TrainState, **updates: Any) -> TrainState:
     evaluate with other parameters and go on with the present ones afterwards, give
     `opt_state=state.opt_state` too.
 
-    Raises: TypeError for a field that the state does not have.
+    Raises: TypeError for a field that the state does not have; ValueError for `params=` where the
+      masters are those of one vector, as inside `optax.flatten`.
     """
     if "params" in updates and "opt_state" not in updates:
         updates["opt_state"] = follow_replaced(self.opt_state, updates["params"])

@@ -44,6 +44,10 @@ def repeated(array: Any, shape: Sequence[Any]) -> Any:
     return lax.broadcast_in_dim(array, shape, tuple(axes))
 
 
+# What a mask adds is at least as large: exp(-1e4) is zero in any dtype.
+MASKED = 1e4
+
+
 @jax.custom_jvp
 def saturated(array: Any) -> Any:
     """Holds finite numbers within float16's range: a row masked throughout stays finite.
@@ -55,3 +59,19 @@ def saturated(array: Any) -> Any:
 
 
 saturated.defjvp(lambda primals, tangents: (saturated(*primals), *tangents))
+
+
+@jax.custom_jvp
+def masked(result: Any, mask: Any, *others: Any) -> Any:
+    """Holds a half sum above -inf where a mask, beside finite operands, carried it there.
+
+    So the sum of two masks of -1e9 stays finite, as in float32, and any other overflow is seen.
+    Its derivative is that of the identity.
+    """
+    is_carried = jnp.abs(mask) >= MASKED
+    for operand in (mask, *others):
+        is_carried &= jnp.isfinite(operand)
+    return jnp.where(is_carried, jnp.maximum(result, jnp.finfo(result.dtype).min), result)
+
+
+masked.defjvp(lambda primals, tangents: (masked(*primals), tangents[0]))

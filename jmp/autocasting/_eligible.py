@@ -5,7 +5,7 @@ import math
 
 from jmp.autocasting._flow import Facts
 from jmp.autocasting._graph import Graph, Node, Value
-from jmp.autocasting._numbers import shape_of, size_of
+from jmp.autocasting._numbers import MadeOf, shape_of, size_of
 
 WHY_FLOAT8 = "a parameter's product on the way to another: its operands are rounded to float8"
 # Counted by benchmarks/float8_convolutions.py; the figures stand in docs/float8.md.
@@ -37,7 +37,7 @@ def why_not_float8(node: Node, facts: Facts, which: str, is_transposed: bool) ->
     if is_transposed:
         return "it stands in a custom_jvp, whose rule JAX transposes"
     if which == "weights" and not any(
-        value not in facts.dependent and value.varies for value in node.inputs
+        value not in facts.dependent and value.made_of > MadeOf.INTEGERS for value in node.inputs
     ):
         return "it multiplies two activations (float8='all' takes such products)"
     if not facts.kept.isdisjoint(node.outputs):

@@ -17,7 +17,7 @@ from jax import lax
 
 from jmp import _jax_compat
 from jmp.autocasting import _float8, _float8_moves, _wide_gradients
-from jmp.autocasting._casts import cast, cast_all, repeated, saturated
+from jmp.autocasting._casts import cast, cast_all, masked, repeated, saturated
 from jmp.autocasting._eligible import root
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import kind_of
@@ -130,7 +130,13 @@ def _run_single(step: Single, operands: Sequence[Any], environment: Environment)
         run = functools.partial(_send, run)
     if step.rounds is not None:
         return _wide_gradients.move(run, operands, step.stores, step.rounds)
-    return run(operands)
+    results = run(operands)
+    if step.node.rule.linear:
+        for position, read in enumerate(step.reads):
+            if read.saturates:
+                others = (x for i, x in enumerate(operands) if i != position)
+                results = [masked(result, operands[position], *others) for result in results]
+    return results
 
 
 def _multiply_in_float8(

@@ -5,6 +5,7 @@ precision a product names, what a loop or a custom derivative holds.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,9 +16,9 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from jmp import _jax_compat
 from jmp.autocasting._kinds import has_kind, kind_of
-from jmp.autocasting._numbers import dtype_of, is_inexact, shape_of
+from jmp.autocasting._numbers import dtype_of, is_inexact, length_of, shape_of
 from jmp.autocasting._precision import asked_for
-from jmp.autocasting._registry import Category, Rule, rule_for
+from jmp.autocasting._registry import Category, Rule, is_foreign, rule_for
 from jmp.autocasting._settings import Settings
 from jmp.dtypes import FLOAT32
 
@@ -70,14 +71,23 @@ def contracts_nothing(equation: JaxprEqn) -> bool:
         return False
     (left_summed, _), _ = equation.params["dimension_numbers"]
     left = shape_of(equation.invars[0])
-    if any(left[axis] != 1 for axis in left_summed):
+    if not all(length_of(left[axis]) == 1 for axis in left_summed):
         return False
     return {dtype_of(atom) for atom in (*equation.invars, *equation.outvars)} == {FLOAT32}
 
 
 def as_multiplication(equation: JaxprEqn) -> Jaxpr:
     """Returns a product that contracts nothing as what it is: an elementwise multiplication."""
-    (left_summed, right_summed), (left_batch, right_batch) = equation.params["dimension_numbers"]
+    types = [atom.aval for atom in equation.invars]
+    traced = _multiplication(*types, equation.params["dimension_numbers"])
+    in_place = [e.replace(source_info=equation.source_info) for e in traced.eqns]
+    multiplication: Jaxpr = traced.replace(eqns=in_place)
+    return multiplication
+
+
+@functools.lru_cache(maxsize=256)
+def _multiplication(left: Any, right: Any, dimension_numbers: Any) -> Any:
+    (left_summed, right_summed), (left_batch, right_batch) = dimension_numbers
 
     def own_axes(array: jax.Array, batch: Sequence[int], summed: Sequence[int]) -> jax.Array:
         free = [axis for axis in range(array.ndim) if axis not in {*batch, *summed}]
@@ -91,10 +101,7 @@ def as_multiplication(equation: JaxprEqn) -> Jaxpr:
         left = lax.expand_dims(left, range(end, end + right.ndim - batch))
         return lax.mul(left, lax.expand_dims(right, range(batch, end)))
 
-    closed = jax.make_jaxpr(multiply)(*(atom.aval for atom in equation.invars))
-    in_place = [e.replace(source_info=equation.source_info) for e in closed.jaxpr.eqns]
-    multiplication: Jaxpr = closed.jaxpr.replace(eqns=in_place)
-    return multiplication
+    return jax.make_jaxpr(multiply)(left, right).jaxpr
 
 
 def contains_products(equation: JaxprEqn, settings: Settings) -> bool:
@@ -105,6 +112,17 @@ def contains_products(equation: JaxprEqn, settings: Settings) -> bool:
         and (settings.overrides_rule(inner.primitive.name) or not contracts_nothing(inner))
         for inner in inner_equations(equation)
     )
+
+
+def is_marker(equation: JaxprEqn) -> bool:
+    """Returns whether an equation stays where nothing reads its results.
+
+    It has effects, or is or holds a primitive of others, by which they find their place in a
+    program: JAX leaves out nothing that was traced. Of the op table's own only the results count.
+    """
+    every = (equation, *inner_equations(equation))
+    names = {inner.primitive.name for inner in every}
+    return bool(equation.effects) or any(is_foreign(n) and not has_kind(n) for n in names)
 
 
 def draws_bits(equation: JaxprEqn) -> bool:

@@ -43,23 +43,31 @@ def why_exact(operands: Sequence[Value]) -> str:
     """Returns why a product of these is computed in float32, whatever reads it; "" if it need not.
 
     NumPy arrays might be weights: a network of these would be float32 as a whole, if they counted
-    as constants. So they transform inputs, and what comes out counts as a product's result.
+    as constants. So they transform inputs, and what comes out counts as a product's result. One
+    number repeated is no table, but for instance where a derivative begins.
     """
-    low, high = sorted(value.made_of for value in operands[:2])
-    if high <= MadeOf.INTEGERS:
+    made_of = [value.made_of for value in operands[:2]]
+    if max(made_of) <= MadeOf.INTEGERS:
         return WHY_COUNTS
-    is_table = low in (MadeOf.CONSTANTS, MadeOf.TABLES) and high <= MadeOf.INPUTS
-    return WHY_TABLE if is_table else ""
+    is_table = any(
+        value.made_of in (MadeOf.CONSTANTS, MadeOf.TABLES) and value.constant is None
+        for value in operands[:2]
+    )
+    # Integers times a NumPy array look rows up.
+    is_data = max(made_of) <= MadeOf.INPUTS and MadeOf.INTEGERS not in made_of
+    return WHY_TABLE if is_table and is_data else ""
 
 
 def made_of_results(node: Node) -> MadeOf:
     """Returns what the results of an equation are made of, but those that are no numbers."""
     found = max((value.made_of for value in node.inputs), default=MadeOf.CONSTANTS)
+    if found is MadeOf.PRODUCTS:
+        return found
     if is_low(node.equation):
         is_exact = node.rule.category is Category.FULL and why_exact(node.inputs)
         has_table = MadeOf.TABLES in (value.made_of for value in node.inputs)
         return found if is_exact and not has_table else MadeOf.PRODUCTS
-    if found is not MadeOf.PRODUCTS and any(True for _ in _jax_compat.inner_jaxprs(node.equation)):
+    if any(True for _ in _jax_compat.inner_jaxprs(node.equation)):
         return max(found, _made_inside(node.equation))
     if node.rule.draws_bits or node.rule == NO_RULE:
         return max(found, MadeOf.INPUTS)

@@ -18,6 +18,7 @@ from jmp.autocasting._equations import (
     contains_products,
     contracts_nothing,
     draws_bits,
+    is_marker,
     rule_of,
     sum_over_own_axes,
 )
@@ -33,6 +34,7 @@ from jmp.autocasting._numbers import (
     made_of_array,
     shape_of,
 )
+from jmp.autocasting._precision import in_regions
 from jmp.autocasting._regions import Region, Words
 from jmp.autocasting._registry import Category, Rule
 from jmp.autocasting._settings import Settings
@@ -80,6 +82,9 @@ def flatten(
     for node in find_angles(nodes):
         if not words.settings.overrides_rule(node.name):
             node.rule, node.has_products = Rule(Category.FULL, WHY_ANGLE), False
+    for node in nodes:
+        if not node.goes_inside:
+            node.params = in_regions(node, words)
     return Graph(inputs, nodes, outputs)
 
 
@@ -190,11 +195,11 @@ def _source(value: Value) -> tuple[Any, ...]:
 
 
 def _alive(nodes: list[Node], outputs: list[Value]) -> list[Node]:
-    """Drops what no output and no effect needs."""
+    """Drops what no output and no marker needs."""
     needed = {value.producer for value in outputs}
     kept = []
     for node in reversed(nodes):
-        if node in needed or node.equation.effects:
+        if node in needed or is_marker(node.equation):
             kept.append(node)
             needed.update(value.producer for value in node.inputs)
     kept.reverse()

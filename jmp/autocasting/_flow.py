@@ -134,19 +134,25 @@ def find_dependent(
 
 
 def find_depths(graph: Graph, dependent: Set[Value], ends: Set[Node]) -> dict[Node, int]:
-    """Counts barriers on the way to each node.
+    """Counts barriers on the way to each node, also on the way over the effects before its own.
+
+    Effects run in the order of the program, as if each read what the one before it returns.
 
     Args:
       ends: nodes that are barriers though they are fusible.
     """
     depths: dict[Node, int] = {}
     after: dict[Value, int] = {}
+    last_effect = 0
     for node in graph.nodes:
-        if node.outputs and dependent.isdisjoint(node.outputs):
-            continue
-        depth = depths[node] = max((after.get(value, 0) for value in node.inputs), default=0)
-        is_barrier = not node.is_fusible or node in ends
-        after.update(dict.fromkeys(node.outputs, depth + is_barrier))
+        depth = max((after.get(value, 0) for value in node.inputs), default=0)
+        if node.equation.effects:
+            depth = last_effect = max(depth, last_effect)
+        is_free = node.outputs and dependent.isdisjoint(node.outputs)
+        if not is_free:
+            depths[node] = depth
+        is_barrier = node in ends or node.equation.effects or not (node.is_fusible or is_free)
+        after.update(dict.fromkeys(node.outputs, depth + bool(is_barrier)))
     return depths
 
 

@@ -57,7 +57,7 @@ class Value:
     @property
     def varies(self) -> bool:
         """Whether a gradient may flow into it; not into masks, nor into tables of sines."""
-        return self.made_of > MadeOf.INTEGERS
+        return self.made_of > MadeOf.TABLES
 
     def exceeds(self, half: np.dtype) -> bool:
         """Returns whether it is known to hold a number that a half type does not."""
@@ -90,7 +90,7 @@ class Node:
     ) -> None:
         self.equation = equation  # its own variables are not to be read
         self.name: str = equation.primitive.name
-        self.params: Params = equation.params
+        self.params: Params = equation.params  # what it is bound with, where it is as written
         self.inputs = tuple(inputs)
         self.outputs = tuple(Value(v.aval, self, known) for v in equation.outvars)
         self.stack = stack  # its name scopes within this level

@@ -25,7 +25,7 @@ from jmp.autocasting._flow import Destination, Facts, Info
 from jmp.autocasting._graph import Given, Node, Value
 from jmp.autocasting._registry import Rule, primitive_name
 from jmp.autocasting._settings import Settings
-from jmp.autocasting._steps import Function, Inside, Nested, Opened, Read, Unplanned
+from jmp.autocasting._steps import Context, Function, Inside, Nested, Opened, Read, Unplanned
 from jmp.autocasting._storage import Storage
 
 Arrays = Sequence[Any]
@@ -35,6 +35,7 @@ class Level(abc.ABC):
     """The level that a nested equation stands in: what its kind may ask there."""
 
     half: np.dtype
+    context: Context
     facts: Facts
     storage: Storage
 

@@ -50,7 +50,7 @@ class MadeOf(enum.IntEnum):
 
     def of(self, value: Any) -> "MadeOf":
         """Returns this for a floating or complex value; for any other INTEGERS at most."""
-        return self if is_inexact(value) else min(self, MadeOf.INTEGERS)
+        return self if self <= MadeOf.INTEGERS or is_inexact(value) else MadeOf.INTEGERS
 
 
 def made_of_array(array: Any) -> MadeOf:
@@ -58,9 +58,22 @@ def made_of_array(array: Any) -> MadeOf:
     return MadeOf.INPUTS if isinstance(array, jax.Array) else MadeOf.TABLES
 
 
+# Decisions that depend on a size ask one of these three: comparing a symbol is an error of JAX.
+
+
+def length_of(dimension: Any) -> int:
+    """Returns how long a dimension is; one that is a symbol counts as `UNKNOWN`."""
+    return dimension if isinstance(dimension, int) else UNKNOWN
+
+
 def size_of(shape: Shape) -> int:
     """Returns the number of elements; dimensions that are symbols count as `UNKNOWN`."""
-    return math.prod(n if isinstance(n, int) else UNKNOWN for n in shape)
+    return math.prod(map(length_of, shape))
+
+
+def has_symbols(shape: Shape) -> bool:
+    """Returns whether the length of a dimension is known only when the program runs."""
+    return not all(isinstance(n, int) for n in shape)
 
 
 def known_of(array: Any, half: np.dtype) -> Known:

@@ -14,13 +14,13 @@ from jmp import _jax_compat
 from jmp._describe import described
 from jmp._stacklevel import users_stacklevel
 from jmp.autocasting._equations import contracts_nothing, is_inner_product, is_low
-from jmp.autocasting._exact_products import WHY_EXACT
+from jmp.autocasting._exact_products import WHY_EXACT, wrapped_values
 from jmp.autocasting._float8 import OPERANDS
 from jmp.autocasting._graph import Node
 from jmp.autocasting._numbers import dtype_of, is_inexact
 from jmp.autocasting._precision import asked_for
 from jmp.autocasting._regions import AUTOCAST, FULL_PRECISION
-from jmp.autocasting._registry import NO_RULE
+from jmp.autocasting._registry import NO_RULE, Params
 from jmp.autocasting._sending import WHY_NOT_WIDE
 from jmp.autocasting._steps import (
     Fused,
@@ -82,6 +82,7 @@ class Operation(NamedTuple):
     why: str  # the reason of its dtypes
     scope: Any  # its name stack from the outermost level down
     times: int  # how often it runs, turns of loops included
+    params: Params  # what it is bound with
     dtypes_in: list[str]  # of its floating operands, as they are read
     dtypes_out: list[str]  # of its floating results, as they are stored
 
@@ -95,11 +96,12 @@ def operations_of(plan: Plan) -> Iterator[Operation]:
             for node in step.nodes:
                 stores = [stored.get(value, value.dtype) for value in node.outputs]
                 why = step.why.get(node, node.rule.reason)
-                yield from _operations_of_node(node, why, times, FLOAT32, stores)
+                yield from _operations_of_node(node, node.params, why, times, FLOAT32, stores)
         else:
             read = half if step.arithmetic.is_half else FLOAT32
             read = OPERANDS if step.in_float8 is not None else read
-            yield from _operations_of_node(step.node, step.why, times, read, step.stores)
+            about = step.node, step.params, step.why, times
+            yield from _operations_of_node(*about, read, step.stores)
 
 
 def decisions_of(plan: Plan) -> Iterator[tuple[str, Node, int]]:
@@ -140,6 +142,24 @@ def _fused_of(plan: Plan, times: int) -> Iterator[tuple[str, Node, int]]:
         yield why, node, times
 
 
+def rounded_arguments_of(plan: Plan) -> Iterator[Node]:
+    """Yields the half products whose results reach a function that wraps, such as sin."""
+    for level in _levels(plan):
+        wrapped = wrapped_values(level.graph.nodes)
+        for step in plain_steps(level.steps):
+            if isinstance(step, Single) and step.node.is_product and step.arithmetic.is_half:
+                if not wrapped.isdisjoint(step.node.outputs):
+                    yield step.node
+
+
+def _levels(plan: Plan) -> Iterator[Plan]:
+    yield plan
+    for step in plain_steps(plan.steps):
+        if isinstance(step, Nested):
+            for inside, _ in _plans_in(step, 1):
+                yield from _levels(inside)
+
+
 def _plans_in(step: Nested, times: int) -> Iterator[tuple[Plan, int]]:
     turns = times * turns_of(step.node.equation)
     for inside in step.insides:
@@ -148,13 +168,18 @@ def _plans_in(step: Nested, times: int) -> Iterator[tuple[Plan, int]]:
 
 
 def _operations_of_node(
-    node: Node, why: str, times: int, read: np.dtype, stores: Sequence[np.dtype | None]
+    node: Node,
+    params: Params,
+    why: str,
+    times: int,
+    read: np.dtype,
+    stores: Sequence[np.dtype | None],
 ) -> Iterator[Operation]:
-    inner = list(_jax_compat.inner_jaxprs(node.equation))
+    inner = _jaxprs_of(node.equation, params)
     # Bound as a whole, in the dtypes it was traced with: a region, a custom derivative.
-    for jaxpr in inner:
+    for jaxprs in inner:
         turns = times * turns_of(node.equation)
-        yield from _operations_as_written(jaxpr, node, why, node.scope, turns)
+        yield from _operations_as_written(jaxprs, node, why, node.scope, turns)
     if not inner:
         is_read = [value.is_float32 or read == OPERANDS for value in node.inputs]
         pairs_in = zip(node.inputs, is_read, strict=True)
@@ -162,21 +187,29 @@ def _operations_of_node(
         pairs = zip(node.outputs, stores, strict=True)
         dtypes_out = [str(dtype) if value.is_float32 else _dtype(value) for value, dtype in pairs]
         named = _named(dtypes_in, dtypes_out)
-        yield Operation(node.equation, node, why, node.scope, times, *named)
+        yield Operation(node.equation, node, why, node.scope, times, params, *named)
 
 
 def _operations_as_written(
-    jaxpr: Any, node: Node, why: str, outer: Any, times: int
+    jaxprs: tuple[Any, Any], node: Node, why: str, outer: Any, times: int
 ) -> Iterator[Operation]:
-    for equation in jaxpr.eqns:
-        inner = list(_jax_compat.inner_jaxprs(equation))
+    traced, bound = jaxprs
+    for equation, changed in zip(traced.eqns, bound.eqns, strict=True):
+        params = changed.params
+        inner = _jaxprs_of(equation, params)
         scope = outer + equation.source_info.name_stack
         for nested in inner:
             turns = times * turns_of(equation)
             yield from _operations_as_written(nested, node, why, scope, turns)
         if not inner:
             dtypes = [[_dtype(v) for v in side] for side in (equation.invars, equation.outvars)]
-            yield Operation(equation, node, why, scope, times, *_named(*dtypes))
+            yield Operation(equation, node, why, scope, times, params, *_named(*dtypes))
+
+
+def _jaxprs_of(equation: Any, params: Params) -> list[tuple[Any, Any]]:
+    """Returns the jaxprs inside an equation, as they were traced and as they are bound."""
+    both = equation, equation.replace(params=params)
+    return list(zip(*map(_jax_compat.inner_jaxprs, both), strict=True))
 
 
 def _named(*sides: list[str]) -> Iterator[list[str]]:

@@ -4,12 +4,13 @@ import graphlib
 import heapq
 from collections.abc import Sequence
 
+from jmp.autocasting._equations import is_marker
 from jmp.autocasting._graph import Value
 from jmp.autocasting._steps import Island, Step, nodes_of
 
 
 def in_order(steps: Sequence[Step], outputs: Sequence[Value]) -> list[Step]:
-    """Sorts steps; those that neither an output nor an effect needs are left out."""
+    """Sorts steps; those that neither an output nor a marker needs are left out."""
     producers = {
         value: index
         for index, step in enumerate(steps)
@@ -28,6 +29,8 @@ def in_order(steps: Sequence[Step], outputs: Sequence[Value]) -> list[Step]:
         needs[after].add(before)
     ends = [producers[value] for value in outputs if value in producers]
     needed = _closure([*ends, *effects], needs)
+    unread = (index for index in range(len(steps)) if index not in needed)
+    needed |= _closure([index for index in unread if _has_marker(steps[index])], needs)
     sorter = graphlib.TopologicalSorter({index: needs[index] for index in needed})
     sorter.prepare()  # it raises if an island is not convex, which depths rule out
     ready: list[tuple[int, int]] = []
@@ -43,6 +46,10 @@ def in_order(steps: Sequence[Step], outputs: Sequence[Value]) -> list[Step]:
 
 def _has_effects(step: Step) -> bool:
     return not isinstance(step, Island) and bool(step.node.equation.effects)
+
+
+def _has_marker(step: Step) -> bool:
+    return any(is_marker(node.equation) for node in nodes_of(step))
 
 
 def _closure(ends: Sequence[int], needs: Sequence[set[int]]) -> set[int]:

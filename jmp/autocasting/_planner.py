@@ -243,7 +243,7 @@ class Planner(Level):
             params = node.rule.params_in_half(node.params, self.half) if is_half else node.params
         else:
             reads = tuple(Read(v, FLOAT32 if v.is_float32 else None) for v in node.inputs)
-            params = with_default(node.name, node.params)
+            params = with_default(node)
         if arithmetic is Arithmetic.FLOAT32:
             stores = tuple(self.storage.rounded_by_rule(v) or v.dtype for v in node.outputs)
         else:

@@ -1,28 +1,40 @@
-"""What `precision=` says of a product.
+"""What `precision=` says of a product, and what a product has that says nothing.
 
 HIGH and HIGHEST, and a named algorithm, are the user's word: such a product has float32 operands
 and a float32 result, because a user who asks for more digits than a float32 product has by default
 does not want fewer. JAX itself asks inside expm, pinv, lstsq, polyfit, image.resize and in the
 derivatives of eigh, svd and cholesky. DEFAULT, and no precision, leave the choice to autocast.
 
+A float32 product that says nothing is none on an accelerator: a GPU multiplies it in TF32, which
+has 11 bits, a TPU in one pass of bfloat16. So where the user, or autocast for its numerics, asks
+for float32, it is bound with HIGHEST. DEFAULT is the product's word there. What runs as it was
+written, such as a custom_vjp or a loop to a tolerance, keeps what it says.
+
 The global `jax_default_matmul_precision` says what a *float32* product does; it keeps no product
-from being lowered. So functions are traced with it switched off, and the products that stay float32
-are bound with it. (A while loop's condition is bound as it was traced, without.)
+from being lowered. So functions are traced with it switched off, and all products that stay float32
+are bound with it, in place of HIGHEST.
 """
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.lax import Precision
 
 from jmp import _jax_compat
+from jmp.autocasting._graph import Node
+from jmp.autocasting._late_rules import has_rules, with_rules
 from jmp.autocasting._numbers import dtype_of
+from jmp.autocasting._regions import AUTOCAST, Words
 from jmp.autocasting._registry import Category, Params, rule_for
-from jmp.dtypes import FLOAT32
 
 STRONGER = (Precision.HIGHEST, Precision.HIGH)
+HIGHEST = (Precision.HIGHEST, Precision.HIGHEST)
+
+# What products that say nothing have: of an equation, its name stack, and what holds around it.
+Choice = Callable[[JaxprEqn, Any, Any], Any]
 
 
 def names_algorithm(params: Params) -> bool:
@@ -32,9 +44,7 @@ def names_algorithm(params: Params) -> bool:
 
 def asked_for(equation: JaxprEqn) -> str:
     """Returns why `precision=` keeps a product of float32 operands as it is, or nothing."""
-    if rule_for(equation.primitive.name).category is not Category.LOW:
-        return ""
-    if not any(dtype_of(atom) == FLOAT32 for atom in equation.invars):
+    if not (_is_product(equation) and _reads(equation, np.float32)):
         return ""
     if names_algorithm(equation.params):
         return "the user named the algorithm"
@@ -44,33 +54,146 @@ def asked_for(equation: JaxprEqn) -> str:
     return f"the user asked for precision={asked.name}" if asked else ""
 
 
-def with_default(name: str, params: Params) -> Params:
-    """Returns parameters in which products that name no precision have the global default's.
+def precision_of(equation: JaxprEqn, params: Params) -> str:
+    """Returns the precision that a float32 product is bound with, in words.
 
     Args:
-      name, params: of a primitive that is bound in float32, or as a whole with products inside.
+      equation: as it was traced.
+      params: what it is bound with.
     """
+    precision = params.get("precision")
+    if precision is None:
+        return "default"
+    both = precision if isinstance(precision, tuple) else (precision,)
+    names = [getattr(one, "name", str(one)) for one in dict.fromkeys(both)]
+    is_ours = _says_nothing(equation) and _jax_compat.default_precision_setting() is None
+    return " and ".join(names) + ("" if is_ours else ", the user's")
+
+
+# Products that say nothing.
+
+
+def in_regions(node: Node, words: Words) -> Params:
+    """Returns parameters in which products of float32 regions that say nothing have HIGHEST.
+
+    Such regions may also stand inside a node that is bound as a whole. Other products that are
+    kept in float32 count as well: those of `full=`, and for their numerics those whose rule is
+    FULL, such as inner products, which are sums.
+    """
+    equation = node.equation
+    may_have = _is_product(equation) or any(True for _ in _jax_compat.inner_jaxprs(equation))
+    if not may_have or _jax_compat.default_precision_setting() is not None:
+        return node.params
+    is_kept = _is_product(equation) and node.rule.category is Category.FULL
+    return _filled(equation, node.scope, _by_regions(words), HIGHEST if is_kept else None)
+
+
+def as_written(function: ClosedJaxpr, node: Node, words: Words) -> ClosedJaxpr:
+    """Returns a function inside a node that is run as it was written, its products likewise."""
+    default = _default_precision()
+    choose = _by_regions(words) if default is None else lambda *_: default
+    filled: ClosedJaxpr = _mapped(function, _filling(node.scope, choose, None))
+    return filled
+
+
+def with_default(node: Node) -> Params:
+    """Returns parameters in which products that say nothing have the global default's precision."""
     default = _default_precision()
     if default is None:
-        return params
-    found = {key: _with_default_inside(parameter) for key, parameter in params.items()}
-    names_none = rule_for(name).category is Category.LOW and params.get("precision", "") is None
-    return {**found, "precision": default} if names_none else found
+        return node.params
+    return _filled(node.equation, node.scope, lambda *_: default, None)
 
 
-def _with_default_inside(parameter: Any) -> Any:
-    """Returns a parameter of an equation with the same change in the jaxprs that it holds."""
-    if type(parameter) in (tuple, list):
-        return type(parameter)(map(_with_default_inside, parameter))
+def _by_regions(words: Words) -> Choice:
+    def choose(equation: JaxprEqn, scope: Any, around: Any) -> Any:
+        region = words.regions.region(scope)
+        if region.is_decided:
+            return None
+        is_asked_for = (equation.primitive.name, Category.FULL) in words.settings.overrides
+        return HIGHEST if region.in_float32 or is_asked_for else around
+
+    return choose
+
+
+def _all_with(precision: Any) -> Choice:
+    return lambda _, scope, __: None if AUTOCAST in _jax_compat.scope_names(scope) else precision
+
+
+def _filled(equation: JaxprEqn, scope: Any, choose: Choice, around: Any) -> Params:
+    """Returns the parameters of an equation, filled; the same object where nothing changes."""
+    precision, params = choose(equation, scope, around), equation.params
+    fill = _filling(scope, choose, precision)
+    found = {key: _mapped(parameter, fill) for key, parameter in params.items()}
+    if precision is HIGHEST and has_rules(equation.primitive.name):
+        found = with_rules(found, _of_rules(equation), _rule_with)
+    if precision is not None and _says_nothing(equation):
+        # Half and integer products have all their digits anyway.
+        if precision is not HIGHEST or _reads(equation, np.float32, np.complex64):
+            found["precision"] = precision
+    return params if all(found[key] is params[key] for key in params) else found
+
+
+def _of_rules(equation: JaxprEqn) -> Any:
+    """Returns the precision of a custom derivative's rules in a region.
+
+    It is that of its function, if all products there have one: a default that the user sets around
+    the call is in the function alone, which is traced there. Else it is HIGHEST.
+    """
+    said = {inner.params.get("precision") for inner in _products_in(equation)}
+    word = said.pop() if len(said) == 1 else None
+    is_one = word is not None and not (isinstance(word, tuple) and len(set(word)) > 1)
+    return word if is_one else HIGHEST
+
+
+def _products_in(equation: JaxprEqn) -> Iterator[JaxprEqn]:
+    for jaxpr in _jax_compat.inner_jaxprs(equation):
+        for inner in jaxpr.eqns:
+            yield from (inner,) if _is_product(inner) else _products_in(inner)
+
+
+def _rule_with(jaxpr: Any, precision: Any) -> Any:
+    return _mapped(jaxpr, _filling(_jax_compat.empty_name_stack(), _all_with(precision), None))
+
+
+def _filling(scope: Any, choose: Choice, around: Any) -> Callable[[JaxprEqn], JaxprEqn]:
+    """Returns a function that fills an equation of a jaxpr that stands under a name stack."""
+
+    def fill(equation: JaxprEqn) -> JaxprEqn:
+        found = _filled(equation, scope + equation.source_info.name_stack, choose, around)
+        return equation if found is equation.params else equation.replace(params=dict(found))
+
+    return fill
+
+
+def _mapped(parameter: Any, change: Callable[[JaxprEqn], JaxprEqn]) -> Any:
+    """Returns a parameter of an equation with all equations changed in the jaxprs that it holds."""
+    if isinstance(parameter, (tuple, list)):
+        items = [_mapped(item, change) for item in parameter]
+        if all(new is old for new, old in zip(items, parameter, strict=True)):
+            return parameter
+        # `custom_linear_solve` holds its functions in a named tuple.
+        make: Any = getattr(parameter, "_make", type(parameter))
+        return make(items)
     inner, _ = _jax_compat.open_jaxpr(parameter)
     if not hasattr(inner, "eqns"):
         return parameter
-    equations = [
-        equation.replace(params=with_default(equation.primitive.name, equation.params))
-        for equation in inner.eqns
-    ]
+    equations = list(map(change, inner.eqns))
+    if all(new is old for new, old in zip(equations, inner.eqns, strict=True)):
+        return parameter
     changed = inner.replace(eqns=equations)
     return changed if inner is parameter else parameter.replace(jaxpr=changed)
+
+
+def _is_product(equation: JaxprEqn) -> bool:
+    return rule_for(equation.primitive.name).category is Category.LOW
+
+
+def _reads(equation: JaxprEqn, *dtypes: Any) -> bool:
+    return any(dtype_of(atom) in dtypes for atom in equation.invars)
+
+
+def _says_nothing(equation: JaxprEqn) -> bool:
+    return _is_product(equation) and equation.params.get("precision", "") is None
 
 
 def _default_precision() -> Any:

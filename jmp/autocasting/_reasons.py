@@ -11,7 +11,12 @@ from jmp.autocasting._registry import Category
 from jmp.autocasting._storage import Storage
 from jmp.dtypes import FLOAT32
 
-NEVER_HALF = (np.complex64, np.complex128, np.float64)
+# What autocast never makes half, and what a user can do.
+NEVER_HALF = {
+    "float64": ", and autocast lowers float32 alone: cast to it what may be half",
+    "complex128": ", which has no half type",
+    "complex64": ", which has no half type",
+}
 
 
 def why_region(node: Node) -> str:
@@ -26,6 +31,10 @@ def why_not_lowered(node: Node, half: np.dtype) -> str:
     dtypes = {v.dtype for v in node.inputs if is_inexact(v)}
     if names_algorithm(node.params):
         return "the user named the algorithm"
+    found = {str(v.dtype) for v in (*node.inputs, *node.outputs)}
+    for name, way_out in NEVER_HALF.items():
+        if name in found:
+            return f"the user chose {name}{way_out}"
     if not dtypes <= {FLOAT32, half} or not all(v.is_float32 for v in node.outputs):
         return "the user chose other dtypes"
     if FLOAT32 not in dtypes:
@@ -59,7 +68,7 @@ def _why_operand(value: Value, node: Node, inside: Set[Node], storage: Storage) 
     """Returns why an operand makes a node float32."""
     half, facts = storage.half, storage.facts
     if not value.is_float32:
-        has_no_half = value.dtype in NEVER_HALF and any(v.is_float32 for v in node.outputs)
+        has_no_half = str(value.dtype) in NEVER_HALF and any(v.is_float32 for v in node.outputs)
         return f"an operand is {value.dtype}" if has_no_half else ""
     if value.producer in inside:
         return ""

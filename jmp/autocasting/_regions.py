@@ -2,7 +2,8 @@
 
 Name scopes stay under jit, grad, vmap, scan and nesting, because every equation carries them. Four
 things are said with them:
-  - `full_precision` opens the scope FULL_PRECISION: no product in it is lowered;
+  - `full_precision` opens the scope FULL_PRECISION: no product in it is lowered, and those that
+    name no precision have the highest (`_precision`);
   - `autocast` opens the scope AUTOCAST: what stands in it is decided already, so that an autocast
     around it leaves it as it is;
   - `policy_scope` opens a scope that names a policy, the innermost of which holds: the adapters,
@@ -36,7 +37,7 @@ POLICY = "jmp.policy:"
 class Region:
     """What the user said of one place in the program."""
 
-    in_float32: bool = False  # operations run in float32
+    in_float32: bool = False  # operations run in float32, products with all digits
     is_decided: bool = False  # an inner autocast has decided here
     output_dtype: np.dtype | None = None  # float32 results that leave the region are rounded to it
     reduces_in_float32: bool = False  # gradients of parameters are float32 before they are reduced

@@ -107,7 +107,7 @@ class _Level:
     def _single(self, step: Single) -> list[Any]:
         site = self._site(step.node)
         operands = [self._read_as(read, site, step.rounds is not None) for read in step.reads]
-        params = with_default(step.node.name, step.node.params)
+        params = with_default(step.node)
         if step.in_float8 is None:
             return _jax_compat.bind(step.node.equation.primitive, operands, params)
         flag = self._is_half(site) & self._is_float8(site)
@@ -124,7 +124,7 @@ class _Level:
         ]
         if step.node.name in CUSTOM_DERIVATIVES:
             # As written, with its own derivative: what goes in and comes out is rounded alone.
-            params = with_default(step.node.name, step.node.params)
+            params = with_default(step.node)
             return _jax_compat.bind(equation.primitive, operands, params)
         functions = [self._function(inside, site) for inside in step.insides]
         results: Sequence[Any] = kind_of(step.node.name).emit(equation, operands, functions)

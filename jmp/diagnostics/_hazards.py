@@ -3,23 +3,31 @@
 import collections
 from collections.abc import Collection
 
+import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
 from jmp.autocasting._exact_products import WHY_EXACT
-from jmp.autocasting._operations import is_product
+from jmp.autocasting._operations import is_product, rounded_arguments_of
 from jmp.autocasting._program import Traced
+from jmp.autocasting._steps import Plan
 from jmp.diagnostics._places import place_name, with_places
 from jmp.diagnostics._ranges import FLOAT8, HALVES
-from jmp.diagnostics._rows import Row, product_of
+from jmp.diagnostics._rows import Lines, Row, location_of, product_of
 
 # Float32 products that the user asked for, or that are none of a network.
 DELIBERATE = ("the user asked", "an inner autocast", "asked for by", *WHY_EXACT)
+
+# What a `Row` says of a product that autocast binds so.
+HIGHEST = "HIGHEST"
 
 # Tensor cores read 16 bytes at a time: eight half numbers.
 MULTIPLE = 8
 # Products below that are over before their launch is, whatever their sizes.
 LARGE = 10**6  # floating-point operations
-# Sizes that this share of all floating-point operations has are worth a sentence.
+# Operations a second of an H200, without sparsity (NVIDIA's data sheet): with all digits, in TF32.
+FLOAT32_PEAK, TF32_PEAK = 67e12, 494e12
+# Sizes that this share of all floating-point operations has are worth a sentence, and so are
+# products with all digits.
 SHARE = 0.01
 
 
@@ -34,10 +42,52 @@ def delicate_in_half(rows: list[Row]) -> list[str]:
         elif row.kind == "exponential" and in_half:
             found.append(f"{place} runs in {row.dtype_in}: it overflows, or loses all digits")
         elif row.kind == "product" and not (
-            in_half or row.dtype_in == FLOAT8 or row.why.startswith(DELIBERATE)
+            in_half
+            or row.dtype_in == FLOAT8
+            or row.precision == HIGHEST
+            or row.why.startswith(DELIBERATE)
         ):
             found.append(f"{place} multiplies in {row.dtype_in}: {row.why}")
     return found
+
+
+def dear_in_float32(rows: list[Row]) -> list[str]:
+    """Returns a sentence on the products that autocast binds with the highest precision.
+
+    No tensor core multiplies them. Where the user, or the product, named a precision, it is known.
+    """
+    products = [row for row in rows if row.kind == "product"]
+    total = sum(row.flops for row in products)
+    found = [row for row in products if row.precision == HIGHEST]
+    count = sum(row.flops for row in found)
+    if not count or count < SHARE * total:
+        return []
+    largest, others = max(found, key=lambda row: row.flops), len(found) - 1
+    more = f", with {others} other place{'s' * (others > 1)}," * (others > 0)
+    return [
+        f"{largest.operation} at {place_name(largest.source, largest.module)}{more} multiplies "
+        f"float32 with {HIGHEST} precision ({count / total:.0%} of the operations of products): an "
+        f"H200 does {FLOAT32_PEAK / 1e12:.0f} TFLOP/s of these and {TF32_PEAK / 1e12:.0f} in TF32, "
+        f"so they may take {TF32_PEAK / FLOAT32_PEAK:.1f} times as long. If TF32's 11 bits are "
+        "enough, put it under jax.default_matmul_precision('tensorfloat32') inside the function"
+    ]
+
+
+def rounded_arguments(plan: Plan, lines: Lines) -> list[str]:
+    """Returns a sentence for each half product whose result reaches a function that wraps."""
+    half = plan.words.settings.compute_dtype
+    error = 512 * float(jnp.finfo(half).eps)  # the spacing of the numbers from 512 to 1024
+    places = [
+        place_name(source, module)
+        for node in rounded_arguments_of(plan)
+        for module, source in [location_of(node.equation, node.scope, lines)]
+    ]
+    return [
+        f"a product at {place} multiplies in {half}, and its result goes to a function that wraps, "
+        f"such as sin: {half} knows an argument of 1000 to {error:g}. Keep the product in float32 "
+        "by a rule if its results are large"
+        for place in dict.fromkeys(places)
+    ]
 
 
 def unused_rules(traced: Traced) -> list[str]:

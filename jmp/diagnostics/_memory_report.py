@@ -60,10 +60,10 @@ def memory_report(
       ValueError: when called, `argnums` that name no argument, or none that holds floating arrays.
 
     >>> def loss(w, x):
-    ...     return jnp.mean(jnp.sin(x @ w))
+    ...     return jnp.mean(jnp.exp(x @ w))
     >>> w, x = jnp.ones((8, 4)), jnp.ones((16, 8))
     >>> report = memory_report(loss, "mixed_float16", compiled=False)(w, x)
-    >>> report.parameter_bytes, report.activation_bytes  # x in half, the cosine in float32
+    >>> report.parameter_bytes, report.activation_bytes  # x in half, the exponential in float32
     ({'float32': 128}, {'float16': 256, 'float32': 256})
     """
     call = "memory_report(fun, policy=policy)(*args)"

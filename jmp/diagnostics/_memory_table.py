@@ -21,7 +21,7 @@ def compare_memory(reports: Mapping[str, Any]) -> str:
 
     >>> from jmp.diagnostics import memory_report
     >>> def loss(w, x):
-    ...     return jnp.mean(jnp.sin(x @ w))
+    ...     return jnp.mean(jnp.exp(x @ w))
     >>> arguments = jnp.ones((8, 4)), jnp.ones((16, 8))
     >>> policies = ("float32", "mixed_float16")
     >>> reports = {p: memory_report(loss, p, compiled=False)(*arguments) for p in policies}

@@ -17,7 +17,13 @@ from jmp.autocasting._program import Program, Traced
 from jmp.autocasting._registry import rule_for
 from jmp.diagnostics._asked import check_asked
 from jmp.diagnostics._float8_hazards import float8_hazards, float8_places
-from jmp.diagnostics._hazards import delicate_in_half, odd_sizes, unused_rules
+from jmp.diagnostics._hazards import (
+    dear_in_float32,
+    delicate_in_half,
+    odd_sizes,
+    rounded_arguments,
+    unused_rules,
+)
 from jmp.diagnostics._places import lines_of_callers, with_places
 from jmp.diagnostics._ranges import FLOAT8, HALVES
 from jmp.diagnostics._rendering import render, render_every_row
@@ -159,6 +165,8 @@ def _report(program: Program, traced: Traced, policy: str) -> PrecisionReport:
         _residual_bytes(_jax_compat.as_function(traced.closed), traced.arrays),
         [
             *delicate_in_half(rows),
+            *rounded_arguments(traced.plan, lines),
+            *dear_in_float32(rows),
             *unused_rules(traced),
             *odd_sizes(emitted, float8_places(rows)),
             *float8_hazards(traced.plan, rows),

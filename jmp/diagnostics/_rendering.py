@@ -159,7 +159,8 @@ def _cells(module: str, rows: list[Row], numbers: Numbers) -> tuple[str, ...]:
 
 
 def _dtypes(row: Row) -> str:
-    return " -> ".join(dict.fromkeys(filter(None, (row.dtype_in, row.dtype_out))))
+    dtypes = " -> ".join(dict.fromkeys(filter(None, (row.dtype_in, row.dtype_out))))
+    return f"{dtypes} ({row.precision})" if row.precision else dtypes
 
 
 def _dtype(row: Row) -> str:

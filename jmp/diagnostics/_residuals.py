@@ -8,7 +8,6 @@ that made it, into jits, loops, branches and rematerialised regions.
 
 import collections
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ import jax
 
 from jmp import _jax_compat
 from jmp._calls import vjp_at
+from jmp.autocasting._numbers import size_of
 from jmp.diagnostics._places import path_within, users_line
 
 
@@ -51,7 +51,7 @@ class Residual:
     @property
     def numbers(self) -> int:
         """The number of elements of all of them together."""
-        return self.times * math.prod(self.shape)
+        return self.times * size_of(self.shape)
 
 
 class Origin(NamedTuple):
@@ -96,7 +96,7 @@ def residuals(
     for (origin, dtype, shape), times in found.items():
         module, source, operation, made_of = origin
         is_copy = made_of == {"parameters"}
-        size = times * math.prod(shape) * dtype.itemsize
+        size = times * size_of(shape) * dtype.itemsize
         rows.append(Residual(module, source, operation, str(dtype), shape, is_copy, times, size))
     return rows
 

@@ -9,7 +9,9 @@ from jax.extend.core import JaxprEqn
 from jax.extend.source_info_util import NameStack
 
 from jmp.autocasting._equations import is_inner_product
+from jmp.autocasting._numbers import length_of, size_of
 from jmp.autocasting._operations import decisions_of, is_product, operations_of
+from jmp.autocasting._precision import precision_of
 from jmp.autocasting._registry import Category, rule_for
 from jmp.autocasting._steps import Plan
 from jmp.diagnostics._places import module_path, source_line
@@ -17,6 +19,9 @@ from jmp.diagnostics._tables import totals
 
 # The channels of an image are what they are; cuDNN has kernels of its own for them.
 IMAGE_CHANNELS = 4
+
+# Their products have fewer digits than they have, unless a precision says otherwise.
+CHOOSES = frozenset({"float32", "complex64"})
 
 Shape = tuple[int, ...]
 
@@ -35,6 +40,10 @@ class Row:
       dtype_in: of the floating operands as they are read.
       dtype_out: of the result as stored.
       why: the reason of the rule or of the planner.
+      precision: of a product that reads float32: "HIGHEST" where autocast binds it so, as in
+        `full_precision`; "default" where nothing says one, which is TF32 on a GPU and one pass of
+        bfloat16 on a TPU; "HIGH, the user's" and the like where the product, or the user's global
+        default, says it. "" for all others.
       times: how often it stands in the program, turns of loops included.
       flops: floating-point operations of all together; 0 for what is no product.
 
@@ -54,6 +63,7 @@ class Row:
     why: str
     times: int = 1
     flops: int = 0
+    precision: str = ""
 
 
 Lines = dict[tuple[int, str], str]
@@ -71,7 +81,8 @@ def rows_of(plan: Plan, lines: Lines) -> list[Row]:
         if kind is None or not operation.dtypes_out:
             continue
         flops = product_of(equation).flops if kind == "product" else 0
-        module, source = _place(equation, operation.scope, lines)
+        has_precision = kind == "product" and not CHOOSES.isdisjoint(operation.dtypes_in)
+        module, source = location_of(equation, operation.scope, lines)
         row = Row(
             kind=kind,
             operation=equation.primitive.name,
@@ -82,6 +93,7 @@ def rows_of(plan: Plan, lines: Lines) -> list[Row]:
             why=operation.why,
             times=operation.times,
             flops=operation.times * flops,
+            precision=precision_of(equation, operation.params) if has_precision else "",
         )
         found.setdefault(dataclasses.replace(row, times=1, flops=0), []).append(row)
     return list(map(together, found.values()))
@@ -112,13 +124,13 @@ class Decision:
 def decisions_in(plan: Plan, lines: Lines) -> list[Decision]:
     """Returns what a plan does besides choosing dtypes, a row for each place; see `rows_of`."""
     found = totals(
-        ((what, *_place(node.equation, node.scope, lines)), times)
+        ((what, *location_of(node.equation, node.scope, lines)), times)
         for what, node, times in decisions_of(plan)
     )
     return [Decision(*key, times) for key, times in found.items()]
 
 
-def _place(equation: JaxprEqn, scope: NameStack, lines: Lines) -> tuple[str, str]:
+def location_of(equation: JaxprEqn, scope: NameStack, lines: Lines) -> tuple[str, str]:
     """Returns the module and the source line of an equation."""
     module = module_path(scope)
     return module, source_line(equation, lines.get((id(equation), module), ""))
@@ -156,8 +168,8 @@ def product_of(equation: Any) -> Product:
     name = equation.primitive.name
     if name not in PRODUCTS:
         return Product()
-    left, right = (tuple(atom.aval.shape) for atom in equation.invars[:2])
-    return PRODUCTS[name](equation.params, left, right, math.prod(equation.outvars[0].aval.shape))
+    left, right = (tuple(map(length_of, atom.aval.shape)) for atom in equation.invars[:2])
+    return PRODUCTS[name](equation.params, left, right, size_of(equation.outvars[0].aval.shape))
 
 
 def _dot(params: Any, left: Shape, right: Shape, results: int) -> Product:

@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 
 from jmp._calls import check_function
 from jmp.loss_scaling import _micro_batches
+from jmp.loss_scaling._agreement import axis_names
 from jmp.loss_scaling._base import LossScale
 from jmp.loss_scaling._given import check_loss_scale, check_parameters
 from jmp.loss_scaling._gradients import scaled_loss
@@ -123,9 +124,10 @@ def accumulated_value_and_grad(
         own.
       reduce_axes: inside `jax.shard_map` (or pmap, vmap) the axes over which rows are split: value
         and gradients are reduced over them once a window, after the loop. The parameters must be
-        the same along these axes. A bad micro-batch of one device is one micro-batch. Without it
-        shard_map adds gradients up in each turn, as a sum and not a mean, or with `check_vma=False`
-        not at all.
+        the same along these axes; of shards leave the axis out, gather each in the loss
+        (`jmp.gather`) and return `jax.lax.pmean(loss, axis)` there. A bad micro-batch of one device
+        is one micro-batch. Without it shard_map adds gradients up in each turn, as a sum and not a
+        mean, or with `check_vma=False` not at all.
 
     Returns: a function with the signature of `fun` that returns `(value, gradients)` or
       `((value, aux), gradients)`. Value: the mean, unscaled, at least float32. Gradients: their
@@ -141,7 +143,8 @@ def accumulated_value_and_grad(
         of the batch is no array.
       ValueError: a wrong value of one of these; when called, before anything runs, if
         `batch_argnums` names no argument or one of `argnums`, if `steps` does not divide a leaf of
-        the batch, or if nothing maps over `reduce_axes`.
+        the batch, if nothing maps over `reduce_axes`, or if a parameter differs along them (which
+        `check_vma=False` hides).
 
     >>> loss_fn = lambda w, x: jnp.mean(w * x)
     >>> grad_fn = accumulated_value_and_grad(loss_fn, StaticLossScale(8), steps=2)
@@ -162,7 +165,7 @@ def accumulated_value_and_grad(
         weight=weight,
         skips_each=skip == "micro_batch",
         dtype=_micro_batches.accumulator_dtype(accumulate_dtype),
-        axes=_micro_batches.axes_to_reduce(reduce_axes),
+        axes=axis_names(reduce_axes, "reduce_axes", CALLER),
     )
 
     @functools.wraps(fun)
@@ -171,6 +174,7 @@ def accumulated_value_and_grad(
         places = _micro_batches.batch_numbers(batch_argnums, argnums, len(args))
         _micro_batches.check_rows(args, places, window.steps)
         _micro_batches.devices_along(window.axes)  # or they are not mapped over
+        _micro_batches.check_same_along(window.axes, args, argnums)
         value, aux, gradients = window.run(args, kwargs, places)
         return ((value, aux), gradients) if has_aux else (value, gradients)
 

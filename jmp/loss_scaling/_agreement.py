@@ -6,15 +6,33 @@ the rest step.
 Under jit with sharded arrays there is one program and one flag, and nothing to agree on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import jax
 import jax.numpy as jnp
 
+from jmp._describe import described
 from jmp.sharding._axes import are_tracked, mapped_axes, varying_axes
 from jmp.trees import PyTree
 
 AxisName = str | Sequence[str]
+
+
+def axis_names(given: object, name: str, caller: str) -> tuple[str, ...]:
+    """Returns names of axes, of which one may stand alone, as a tuple.
+
+    Raises: TypeError for anything else, before an axis of that name is looked for.
+
+    >>> axis_names("data", "axis_name", "with_loss_scale")
+    ('data',)
+    """
+    names = (given,) if isinstance(given, str) else given
+    if not isinstance(names, Sequence | Set) or not all(isinstance(n, str) for n in names):
+        raise TypeError(
+            f"{caller} got {name}={described(given)}; expected names of axes, such as "
+            '("data",), or () for none.'
+        )
+    return tuple(dict.fromkeys(sorted(names) if isinstance(names, Set) else names))
 
 
 def agreed(
@@ -49,7 +67,7 @@ def axes_of_each(
             return [mapped for _ in values]
         own = [varying_axes(leaf) for leaf in jax.tree.leaves(shared)]
         return [tuple(sorted(varying_axes(value).difference(*own))) for value in values]
-    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    names = axis_names(axis_name, "axis_name", "agreed")
     # Where a value is known not to vary there is nothing to add up, and JAX may refuse to.
     return [
         tuple(n for n in names if not (tracked and n in mapped and n not in varying_axes(value)))

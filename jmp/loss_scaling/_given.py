@@ -86,6 +86,8 @@ def _way_out(value: Any) -> str:
         return " Did you mean jmp.adapters.nnx.loss_scale(optimizer)?"
     if isinstance(getattr(value, "loss_scale", None), LossScale):
         return " Did you mean its `.loss_scale`?"
+    if any(base.__module__ == "flax.training.train_state" for base in type(value).__mro__):
+        return _inside(value) + " jmp.adapters.linen.TrainState has it as `.loss_scale`."
     return _inside(value)
 
 

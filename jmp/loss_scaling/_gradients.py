@@ -152,9 +152,12 @@ def _checked_loss(loss: object) -> jax.Array:
         array = None
     if array is None or array.ndim != 0 or not is_castable(array.dtype):
         got = shape_text(array) if array is not None else described(loss)
-        hint = " With an auxiliary output pass has_aux=True." if isinstance(loss, tuple) else ""
+        hint = (
+            " With an auxiliary output pass has_aux=True; a model's state goes through train_step "
+            "of jmp.adapters, given as state=."
+        )
         raise TypeError(
             f"The function returned a loss of {got}; expected a real floating scalar, such as a "
-            f"mean over the batch.{hint}"
+            f"mean over the batch.{hint * isinstance(loss, tuple)}"
         )
     return array.astype(at_least_float32(array.dtype))

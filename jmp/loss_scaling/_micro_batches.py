@@ -10,8 +10,9 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jmp._calls import argument_numbers
-from jmp._describe import described, did_you_mean, shape_text
+from jmp._describe import described, did_you_mean, listed, shape_text
 from jmp.dtypes import FLOAT32, floating_dtype, is_castable, is_half
+from jmp.sharding._axes import varying_axes
 from jmp.trees import PyTree, as_jax_array, holds_numbers, path_string
 
 CALLER = "accumulated_value_and_grad"
@@ -52,17 +53,6 @@ def accumulator_dtype(dtype: DTypeLike) -> np.dtype:
     return wanted
 
 
-def axes_to_reduce(reduce_axes: object) -> tuple[str, ...]:
-    """Returns the names of axes as a tuple; one name may stand alone."""
-    names = (reduce_axes,) if isinstance(reduce_axes, str) else reduce_axes
-    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
-        raise TypeError(
-            f"{CALLER} got reduce_axes={described(reduce_axes)}; expected names of axes, such as "
-            '("data",).'
-        )
-    return tuple(dict.fromkeys(names))
-
-
 def devices_along(axes: Sequence[str]) -> int:
     """Returns the number of devices along axes, all together.
 
@@ -79,6 +69,28 @@ def devices_along(axes: Sequence[str]) -> int:
                 "over that axis, or leave reduce_axes out: under jit alone XLA reduces."
             ) from None
     return devices
+
+
+def check_same_along(
+    axes: Sequence[str], args: Sequence[Any], argnums: int | Sequence[int]
+) -> None:
+    """Raises ValueError for parameters that differ along axes over which gradients are added up.
+
+    Where JAX tracks that (`check_vma=True`). How shards are to be gathered only the loss knows:
+    the type of one says neither along which dimension it was cut nor in which dtype to send it.
+    """
+    for number in [argnums] if isinstance(argnums, int) else argnums:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(args[number]):
+            if differing := sorted(varying_axes(leaf).intersection(axes)):
+                where = f"argument {number}{jax.tree_util.keystr(path)[:200]}"
+                raise ValueError(
+                    f"{CALLER} got {shape_text(leaf)} as {where}, which differs along "
+                    f"{listed(differing)}, with reduce_axes={described(tuple(axes))}: gradients of "
+                    "different parameters would be added up. Expected parameters that are the same "
+                    "along these axes. For shards leave the axis out, and in the loss gather each, "
+                    "jmp.gather(shard, axis, dtype), and return jax.lax.pmean(loss, axis): their "
+                    "gradients are then added up as shards. Equal copies come through in_specs=P()."
+                )
 
 
 def batch_numbers(

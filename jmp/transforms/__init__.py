@@ -7,9 +7,6 @@ another scale, and `reset_masters` takes masters from parameters that were loade
 says on which devices a state belongs. `clip_by_global_norm` is optax's for gradients in shards.
 """
 
-import optax
-
-from jmp._describe import described
 from jmp.transforms._clipping import clip_by_global_norm
 from jmp.transforms._flat_masters import FlatMasters
 from jmp.transforms._loss_scaling import (
@@ -23,7 +20,7 @@ from jmp.transforms._masters import collect_masters, reset_masters
 from jmp.transforms._mixed_precision import mixed_precision
 from jmp.transforms._placement import state_shardings
 from jmp.transforms._replacing import replace_loss_scale
-from jmp.transforms._states import check_masters, find_states
+from jmp.transforms._states import check_masters
 from jmp.trees import PyTree
 
 __all__ = [
@@ -83,16 +80,12 @@ def masters(opt_state: PyTree, params: PyTree) -> PyTree:
       params: the parameters. Leaves that need no master (float32) are taken from here; half leaves
         without one (frozen groups) come back cast to float32.
 
-    Raises: ValueError if something changes the masters' updates, see `check_optimizer_state`;
+    Raises: ValueError if something changes the masters' updates, see `check_optimizer_state`, or if
+      a parameter that has a master is missing here, as those are that `optax.flatten` made one of;
       TypeError for an optimizer in the place of its state, or a state in the place of parameters.
 
     >>> masters((), {"w": jnp.ones(2, jnp.float16)})["w"].dtype
     dtype('float32')
     """
     check_masters(opt_state, WithMasterParamsState)
-    if isinstance(params, optax.GradientTransformation) or find_states(params, WithLossScaleState):
-        raise TypeError(
-            f"masters got {described(params)} as the parameters. The order is masters(opt_state, "
-            "params)."
-        )
     return collect_masters(opt_state, params)

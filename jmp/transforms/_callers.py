@@ -13,6 +13,7 @@ import contextvars
 import sys
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 import optax
 
@@ -26,14 +27,21 @@ def is_of_optax(module: str) -> bool:
 
 def calling_states() -> list[optax.OptState]:
     """Returns the states that every `update` of optax on the stack was given, innermost first."""
-    states = []
-    frame: FrameType | None = sys._getframe(1)
+    return list(_given_to_callers("update", "state"))
+
+
+def calling_params() -> list[optax.Params]:
+    """Returns the parameters that every `init` of optax on the stack was given, innermost first."""
+    return list(_given_to_callers("init", "params"))
+
+
+def _given_to_callers(function: str, argument: str) -> Iterator[Any]:
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         of_optax = is_of_optax(frame.f_globals.get("__name__", ""))
-        if of_optax and "update" in frame.f_code.co_name and "state" in frame.f_locals:
-            states.append(frame.f_locals["state"])
+        if of_optax and function in frame.f_code.co_name and argument in frame.f_locals:
+            yield frame.f_locals[argument]
         frame = frame.f_back
-    return states
 
 
 @contextlib.contextmanager

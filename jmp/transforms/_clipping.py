@@ -13,9 +13,9 @@ from jax.typing import ArrayLike
 
 from jmp._describe import described
 from jmp.dtypes import at_least_float32
-from jmp.loss_scaling._agreement import AxisName, axes_of_each
+from jmp.loss_scaling._agreement import AxisName, axes_of_each, axis_names
 from jmp.transforms._states import refuse_unreduced
-from jmp.trees import as_jax_array, is_complex, is_floating
+from jmp.trees import as_jax_array, is_array, is_complex, is_floating
 
 
 def clip_by_global_norm(
@@ -31,7 +31,8 @@ def clip_by_global_norm(
     (Pascanu et al. 2013, "On the difficulty of training recurrent neural networks", section 3.2.)
 
     Args:
-      max_norm: a real scalar, the largest norm that passes unchanged.
+      max_norm: a real scalar above zero, the largest norm that passes unchanged. Infinity clips
+        nothing.
       axis_name: "auto", the names of axes, or () for each device's own norm. "auto" means the
         mapped axes along which a gradient varies. Where JAX does not track that (pmap,
         `check_vma=False`), it means all mapped axes, and every gradient counts as a shard along
@@ -43,8 +44,9 @@ def clip_by_global_norm(
       of its own, `axis_name` must leave out that axis.
 
     Raises:
-      TypeError: `max_norm` is no real number.
-      ValueError: in `update`, for gradients that are not added up yet (`unreduced`).
+      TypeError: `max_norm` is no real number, or `axis_name` no name.
+      ValueError: `max_norm` is zero, negative or NaN; in `update`, for gradients that are not added
+        up yet (`unreduced`).
 
     >>> import optax
     >>> tx = clip_by_global_norm(1.0)
@@ -52,11 +54,8 @@ def clip_by_global_norm(
     >>> updates["w"]
     Array([0.6, 0.8], dtype=float32)
     """
-    if not isinstance(max_norm, numbers.Real | np.ndarray | jax.Array) or np.ndim(max_norm):
-        raise TypeError(
-            f"clip_by_global_norm got max_norm={described(max_norm)}; expected a number such as "
-            "1.0."
-        )
+    _check_norm(max_norm)
+    axis_names(axis_name, "axis_name", "clip_by_global_norm")
     on_one_device = optax.clip_by_global_norm(max_norm)
 
     def update(
@@ -83,6 +82,29 @@ def clip_by_global_norm(
         return jax.tree.map(clip, updates), state
 
     return optax.GradientTransformation(on_one_device.init, update)
+
+
+def _check_norm(max_norm: Any) -> None:
+    """Raises TypeError for what is no real number, ValueError for one that no norm is below."""
+    if is_array(max_norm):
+        is_real = max_norm.ndim == 0 and _is_real(max_norm.dtype)
+    else:
+        is_real = isinstance(max_norm, numbers.Real) and not isinstance(max_norm, bool)
+    if not is_real:
+        raise TypeError(
+            f"clip_by_global_norm got max_norm={described(max_norm)}; expected a number such as "
+            "1.0."
+        )
+    if not isinstance(max_norm, jax.core.Tracer) and not float(max_norm) > 0:
+        raise ValueError(
+            f"clip_by_global_norm got max_norm={described(max_norm)}; expected a number above "
+            "zero, such as 1.0, or infinity to clip nothing: a negative norm turns gradients "
+            "round, and with zero nothing trains."
+        )
+
+
+def _is_real(dtype: np.dtype) -> bool:
+    return any(jnp.issubdtype(dtype, kind) for kind in (jnp.integer, jnp.floating))
 
 
 def _is_number(leaf: Any) -> bool:

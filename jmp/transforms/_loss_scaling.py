@@ -8,7 +8,7 @@ import optax
 from jax.tree_util import keystr, tree_map_with_path
 
 from jmp.loss_scaling import LossScale, NoOpLossScale
-from jmp.loss_scaling._agreement import AxisName, agreed
+from jmp.loss_scaling._agreement import AxisName, agreed, axis_names
 from jmp.loss_scaling._given import check_loss_scale
 from jmp.transforms import _states
 from jmp.transforms._callers import are_skips_undone, calling_states
@@ -93,8 +93,8 @@ def with_loss_scale(
     Returns: a transformation whose state is a `WithLossScaleState`.
 
     Raises:
-      TypeError: `loss_scale` is not a loss scale, or `inner` no transformation; in `update`, for a
-        state that is not its own.
+      TypeError: `loss_scale` is not a loss scale, `inner` no transformation, or `axis_name` no
+        name; in `update`, for a state that is not its own, or None as gradients.
       ValueError: a static scale of zero; in `init`, if `inner` unscales already, or changes updates
         after masters; in `update`, for gradients of another structure than the parameters, or that
         are still to be added up (`unreduced`); in either, for an order that fails (see
@@ -109,10 +109,11 @@ def with_loss_scale(
     """
     inner = _states.as_transformation(inner, "with_loss_scale")
     check_loss_scale(loss_scale, "with_loss_scale")
+    axis_names(axis_name, "axis_name", "with_loss_scale")
 
     def init(params: optax.Params) -> WithLossScaleState:
         _check_not_masked(params)
-        inner_state = inner.init(params)
+        inner_state = _states.init_inner(inner, params, "with_loss_scale")
         seen = _as_inner_sees(params, inner_state)
         if _dtypes(seen) != _dtypes(params):
             inner_state = inner.init(seen)

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jmp._describe import described
 from jmp.dtypes import floating_dtype, is_half
 from jmp.transforms import _states
-from jmp.transforms._callers import calling_states
+from jmp.transforms._callers import calling_params, calling_states
 from jmp.transforms._flat_masters import FlatMasters, flatten
 from jmp.transforms._flat_probe import check_takes_a_vector
 from jmp.transforms._in_order import in_order
@@ -82,7 +82,8 @@ def with_master_params(
         is not its own.
       ValueError: half masters; masters around masters; `update` without `params`, or with
         parameters whose dtypes have changed since `init`, or with gradients still to be added up
-        (`unreduced`); in `init`, flat masters of more than one dtype, or of an optimizer that
+        (`unreduced`); in `init`, half parameters that `optax.flatten` has made float32 ones of with
+        others, flat masters of more than one dtype, or of an optimizer that
         treats a vector in another way than a tree or that cannot be tried on one.
 
     >>> import optax
@@ -104,13 +105,16 @@ def with_master_params(
         )
 
     def init(params: optax.Params) -> WithMasterParamsState:
+        for around in calling_params():
+            _check_half_ones_are_seen(params, around)
         if flat_master:
             masters: PyTree = FlatMasters.from_tree(params, master_dtype)
             check_takes_a_vector(inner, params, master_dtype)
         else:
             make = lambda p: jnp.array(p, master_dtype) if needs_master(p) else optax.MaskedNode()
             masters = jax.tree.map(make, params)
-        inner_state = inner.init(_as_inner_sees(masters, params))
+        seen = _as_inner_sees(masters, params)
+        inner_state = _states.init_inner(inner, seen, "with_master_params")
         _states.check_inner_state(inner_state, WithMasterParamsState, "with_master_params")
         state = WithMasterParamsState(masters, _states.without_weak_types(inner_state))
         return placed(state, params)
@@ -162,6 +166,18 @@ def with_master_params(
 
 def needs_master(param: Any) -> bool:
     return is_floating(param) and is_half(param.dtype)
+
+
+def _check_half_ones_are_seen(params: optax.Params, around: optax.Params) -> None:
+    """Raises ValueError if a function around has made float32 ones of half parameters."""
+    is_rearranged = not leaves_by_path(params).keys() <= leaves_by_path(around).keys()
+    had, has = (any(map(needs_master, jax.tree.leaves(tree))) for tree in (around, params))
+    if is_rearranged and had and not has:
+        raise ValueError(
+            "with_master_params got no half parameters: something around it, such as "
+            "optax.flatten, made one vector of half and float32 ones, which has no masters, and "
+            "updates would be lost. Put it inside: with_master_params(optax.flatten(adam))."
+        )
 
 
 def _check_stored_as_in_init(params: optax.Params, masters: PyTree) -> None:

@@ -10,6 +10,7 @@ import optax
 from jax.tree_util import keystr, tree_map_with_path
 
 from jmp import _jax_compat
+from jmp._describe import described
 from jmp.transforms import _states
 from jmp.transforms._flat_masters import FlatMasters, flatten
 from jmp.transforms._master_params import WithMasterParamsState, needs_master, shapes_with_master
@@ -17,10 +18,13 @@ from jmp.transforms._rounding import rounded
 from jmp.trees import PyTree, cast_to_at_least_float32, is_array, leaves_by_path
 
 S = TypeVar("S")
+_ROOT = keystr(())  # the path of a tree that is one array
 
 
 def collect_masters(opt_state: optax.OptState, params: optax.Params) -> optax.Params:
     """Returns `params` with half leaves replaced by their masters, of whatever parameter group."""
+    _check_are_parameters(params, "masters")
+    _check_all_given(opt_state, leaves_by_path(params), "masters")
     by_path: dict[str, Any] = {}
     for state in _states.find_states(opt_state, WithMasterParamsState):
         if isinstance(state.masters, FlatMasters):
@@ -47,7 +51,7 @@ def reset_masters(opt_state: S, params: PyTree) -> S:
         masters are then exact, and the model's parameters are these, rounded.
 
     Raises: ValueError if a parameter that has a master is missing here or has another shape;
-      TypeError for an optimizer in the place of its state.
+      TypeError for an optimizer in the place of its state, or a state in that of parameters.
 
     >>> import optax
     >>> from jmp import transforms
@@ -57,17 +61,9 @@ def reset_masters(opt_state: S, params: PyTree) -> S:
     Array([0.1, 0.2], dtype=float32)
     """
     _states.check_is_state(opt_state)
+    _check_are_parameters(params, "reset_masters")
     given = leaves_by_path(params)
-    if not _are_parameters(given):
-        return opt_state
-    for path, shape in shapes_with_master(opt_state).items():
-        found = given.get(path)
-        if found is None or found.shape != shape:
-            got = "nothing" if found is None else f"the shape {found.shape}"
-            raise ValueError(
-                f"reset_masters got {got} for params{path}; expected the shape {shape} of its "
-                "master. Pass the parameters that the optimizer was initialised with."
-            )
+    _check_all_given(opt_state, given, "reset_masters")
     return _map_masters(lambda path, old: _as_master(given[path], old), opt_state)
 
 
@@ -77,10 +73,16 @@ def follow_replaced(opt_state: S, params: PyTree) -> S:
     As `reset_masters`, but that a master stays where its rounding is what the parameter is now:
     parameters that were clipped, moved to other devices or put back say nothing of the digits that
     their masters have beyond half precision. Another model's parameters leave the state as it is.
+
+    Raises: ValueError if the masters are those of one vector, as inside `optax.flatten`.
     """
     given = leaves_by_path(params)
-    shapes = {path: getattr(leaf, "shape", None) for path, leaf in given.items()}
-    if not _are_parameters(given) or not shapes_with_master(opt_state).items() <= shapes.items():
+    masters = shapes_with_master(opt_state)
+    if not given or not all(map(is_array, given.values())):
+        return opt_state  # None and shardings describe a tree, or stand for one
+    if _ROOT in masters and _ROOT not in given:
+        _check_all_given(opt_state, given, "replace(params=...)")
+    if not masters.items() <= {path: leaf.shape for path, leaf in given.items()}.items():
         return opt_state
 
     def follow(path: str, old: jax.Array) -> jax.Array:
@@ -93,9 +95,34 @@ def follow_replaced(opt_state: S, params: PyTree) -> S:
     return _map_masters(follow, opt_state)
 
 
-def _are_parameters(given: dict[str, Any]) -> bool:
-    """Returns whether these are arrays; None and shardings describe a tree, or stand for one."""
-    return bool(given) and all(map(is_array, given.values()))
+def _check_are_parameters(params: PyTree, caller: str) -> None:
+    """Raises TypeError for an optimizer or a state in the place of parameters."""
+    if _states.holds_a_state(params):
+        raise TypeError(
+            f"{caller} got {described(params)} as the parameters. The order is {caller}(opt_state, "
+            "params)."
+        )
+
+
+def _check_all_given(opt_state: optax.OptState, given: dict[str, Any], caller: str) -> None:
+    """Raises ValueError if a parameter that has a master is missing, or has another shape."""
+    for path, shape in shapes_with_master(opt_state).items():
+        found = given.get(path)
+        got_shape = getattr(found, "shape", None)
+        if got_shape == shape:
+            continue
+        got = "nothing" if found is None else f"the shape {got_shape}"
+        is_vector = path == _ROOT and len(shape) == 1
+        way = (
+            "Something between, such as optax.flatten, makes one vector of the parameters before "
+            "with_master_params sees them: put it inside, with_master_params(optax.flatten(adam)), "
+            "or write with_master_params(adam, flat_master=True)."
+            if is_vector and found is None
+            else "Pass the parameters that the optimizer was initialised with."
+        )
+        raise ValueError(
+            f"{caller} got {got} for params{path}; expected the shape {shape} of its master. {way}"
+        )
 
 
 def _as_master(param: Any, old: jax.Array) -> jax.Array:

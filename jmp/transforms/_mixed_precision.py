@@ -7,6 +7,7 @@ from jmp.dtypes import is_half
 from jmp.loss_scaling import LossScale, NoOpLossScale, torch_loss_scale
 from jmp.loss_scaling._agreement import AxisName
 from jmp.policy import Policy, get_policy, refuse_float8
+from jmp.transforms._half_parameters import refusing_half
 from jmp.transforms._loss_scaling import WithLossScaleState, with_loss_scale
 from jmp.transforms._master_params import with_master_params
 from jmp.transforms._typed import Transformation
@@ -41,7 +42,9 @@ def mixed_precision(
       TypeError: `inner` is no optax transformation, `policy` no policy, or `loss_scale` no loss
         scale.
       ValueError: an unknown policy, or one with a float8 other than that of its products; a static
-        scale of zero; in `init` and `update`, as `with_loss_scale` and `with_master_params`.
+        scale of zero; in `init` and `update`, half parameters under a policy whose parameters are
+        float32, but those that `optax.set_to_zero` freezes; and as `with_loss_scale` and
+        `with_master_params`.
 
     >>> import optax
     >>> tx = mixed_precision(optax.adam(1e-3), "mixed_float16")
@@ -56,7 +59,7 @@ def mixed_precision(
         scale = torch_loss_scale() if needs_scale else NoOpLossScale()
     if is_half(policy.param_dtype):
         inner = with_master_params(inner)
-    tx = with_loss_scale(inner, scale, axis_name=axis_name)
+    tx = refusing_half(with_loss_scale(inner, scale, axis_name=axis_name), policy)
     if loss_scale is None and not needs_scale:
         setattr(tx.update, _UNSCALED, policy)
     return tx

@@ -8,7 +8,7 @@ import optax
 
 from jmp import _jax_compat
 from jmp._describe import described
-from jmp.loss_scaling import LossScale
+from jmp.loss_scaling import LossScale, NoOpLossScale
 from jmp.transforms import _states
 from jmp.transforms._loss_scaling import WithLossScaleState, find_loss_scaling
 
@@ -20,8 +20,9 @@ def replace_loss_scale(opt_state: S, new: LossScale) -> S:
 
     Go on with the optimizer that you have, or with one made with the new scale: the scale in force
     is read from the state. Everything else stays: moments, `grads_finite` and the counts of skipped
-    steps. For a checkpoint of another scale: restore it into a state of the scale that was saved,
-    then replace that.
+    steps. With `NoOpLossScale` alone no later step would change `grads_finite`, so that it becomes
+    True, and `consecutive_skips` zero. For a checkpoint of another scale: restore it into a state
+    of the scale that was saved, then replace that.
 
     Args:
       opt_state: the state of an optimizer that contains `with_loss_scale`, alone or in a chain. Its
@@ -85,6 +86,10 @@ def _with_scale(state: WithLossScaleState, new: LossScale) -> WithLossScaleState
             return jax.device_put(copy, flag.sharding)
         return copy
 
-    return state._replace(
-        loss_scale=jax.tree.map(lambda leaf: jax.tree.unflatten(wrapping, [placed(leaf)]), new)
-    )
+    def in_state(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: jax.tree.unflatten(wrapping, [placed(leaf)]), tree)
+
+    if isinstance(new, NoOpLossScale):
+        last = {"grads_finite": jnp.array(True), "consecutive_skips": jnp.zeros([], jnp.int32)}
+        state = state._replace(**in_state(last))
+    return state._replace(loss_scale=in_state(new))

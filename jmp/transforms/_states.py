@@ -1,6 +1,7 @@
 """Reading optimizer states: find a wrapper's state inside chains, and refuse orders that fail."""
 
 import collections
+import contextlib
 import inspect
 import re
 from collections.abc import Callable, Iterator
@@ -10,7 +11,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jmp._calls import stands_for_numbers
 from jmp._describe import described, listed, where_trees_differ
+from jmp._frameworks import parameters_of
 from jmp.sharding._axes import unreduced_axes
 from jmp.transforms._callers import is_of_optax
 from jmp.trees import PyTree, is_array, leaves_by_path
@@ -32,6 +35,31 @@ def as_transformation(transformation: object, caller: str) -> optax.GradientTran
     return optax.with_extra_args_support(transformation)
 
 
+def init_inner(
+    inner: optax.GradientTransformation, params: optax.Params, caller: str
+) -> optax.OptState:
+    """Returns `inner.init(params)`; says so where it fails because leaves are no arrays.
+
+    Asked only after a failure: optimizers without moments take such leaves.
+    """
+    try:
+        return inner.init(params)
+    except (TypeError, ValueError, AttributeError) as error:
+        leaves = leaves_by_path(params).items()
+        others = [
+            pair
+            for pair in leaves
+            if not (stands_for_numbers(pair[1]) or isinstance(pair[1], float))
+        ]
+        if not others:
+            raise
+        path, leaf = others[0]
+        raise TypeError(
+            f"{caller} got {described(leaf)} as the parameter at {path or 'the root'}; expected a "
+            f"tree of arrays.{parameters_of(params)}"
+        ) from error
+
+
 def update_inner(
     inner: optax.GradientTransformationExtraArgs,
     given: optax.Updates,
@@ -43,15 +71,34 @@ def update_inner(
 ) -> tuple[optax.Updates, optax.OptState]:
     """Returns `inner.update(...)`; says so where it fails because the trees do not match.
 
-    Asked only after a failure: trees that differ where `inner` does not look are none of ours.
-
     Args:
       given: the gradients before they were unscaled or cast. An extra argument that is this very
         tree, as `grad=` of line searches, is replaced by `gradients` too.
     """
     extra_args = {n: gradients if value is given else value for n, value in extra_args.items()}
-    try:
+    with structures_compared(gradients, params, caller):
         updates, new_state = inner.update(gradients, inner_state, params, **extra_args)
+    return updates, new_state
+
+
+@contextlib.contextmanager
+def structures_compared(
+    gradients: optax.Updates, params: optax.Params | None, caller: str
+) -> Iterator[None]:
+    """Says so where what is inside fails because gradients and parameters do not match.
+
+    Asked only after a failure: trees that differ where nothing looks are none of ours.
+
+    Raises: TypeError, before anything runs, for None in the place of gradients.
+    """
+    if gradients is None:
+        raise TypeError(
+            f"{caller} got None as gradients; expected a tree like the parameters, as "
+            "jmp.scaled_value_and_grad(loss_fn, loss_scale)(params, ...) returns it beside the "
+            "loss."
+        )
+    try:
+        yield
     except (TypeError, ValueError) as error:
         got: Any = jax.tree.structure(gradients)
         expected: Any = jax.tree.structure(params)
@@ -60,9 +107,8 @@ def update_inner(
         raise ValueError(
             f"{caller} got gradients of another structure than the parameters: of gradients and "
             f"parameters {where_trees_differ(gradients, params)}. Differentiate with respect to "
-            "the parameters that the optimizer holds."
+            f"the parameters that the optimizer holds.{parameters_of(params)}"
         ) from error
-    return updates, new_state
 
 
 class Located(NamedTuple, Generic[S]):
@@ -137,6 +183,18 @@ def refuse_unreduced(updates: optax.Updates, caller: str) -> None:
 
 def _unreduced(leaf: Any) -> list[str]:
     return sorted(unreduced_axes(leaf)) if isinstance(leaf, jax.Array) else []
+
+
+def holds_a_state(tree: PyTree) -> bool:
+    """Returns whether a tree is or holds an optimizer, or the state of one."""
+
+    def is_state(node: object) -> bool:
+        kind = type(node)
+        ours_or_optax = is_of_optax(kind.__module__) or kind.__module__.startswith("jmp.transforms")
+        is_optimizer = isinstance(node, optax.GradientTransformation | optax.MultiSteps)
+        return is_optimizer or (ours_or_optax and kind.__name__.endswith("State"))
+
+    return any(map(is_state, jax.tree.leaves(tree, is_leaf=is_state)))
 
 
 def check_is_state(opt_state: object) -> None:

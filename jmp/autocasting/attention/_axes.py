@@ -84,10 +84,11 @@ def _regrouped(axes: Axes, shape: Sequence[int], sizes: Sizes) -> Axes | None:
     regrouped: list[tuple[int, ...]] = []
     for length in shape:
         taken: tuple[int, ...] = ()
-        while atoms and math.prod(sizes[atom] for atom in taken) < length:
+        # Symbols can be told equal, and not which is larger.
+        while math.prod(sizes[atom] for atom in taken) != length:
+            if not atoms:
+                return None
             taken = (*taken, atoms.pop(0))
-        if math.prod(sizes[atom] for atom in taken) != length:
-            return None
         regrouped.append(taken)
     return None if atoms else tuple(regrouped)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from jmp import _jax_compat
 from jmp.autocasting._graph import Node, Value
-from jmp.autocasting._numbers import shape_of
+from jmp.autocasting._numbers import has_symbols, shape_of
 from jmp.autocasting.attention._repeats import is_pointwise, keeps_places
 
 # Larger ones are computed when the program runs. A causal mask over 8192 tokens has 2**26 numbers,
@@ -78,8 +78,10 @@ def _computed(node: Node, found: Found) -> "np.ndarray[Any, Any] | None":
         shape = np.broadcast_shapes(*shapes)
         operands = [np.broadcast_to(x, shape) if x.ndim else x for x in operands]
     else:
-        pairs = zip(operands, node.inputs, strict=True)
-        operands = [np.broadcast_to(x, shape_of(value)) for x, value in pairs]
+        shapes = [shape, *map(shape_of, node.inputs)]
+        if any(map(has_symbols, shapes)):
+            return None
+        operands = [np.broadcast_to(x, own) for x, own in zip(operands, shapes[1:], strict=True)]
     if max(math.prod(shape), *(x.size for x in operands), 0) > LARGEST:
         return None
     if any(True for _ in _jax_compat.inner_jaxprs(node.equation)):

@@ -10,6 +10,7 @@ import jax
 
 from jmp.autocasting._flow import Facts
 from jmp.autocasting._graph import Graph, Node, Value
+from jmp.autocasting._numbers import has_symbols
 from jmp.autocasting._order import in_order
 from jmp.autocasting._steps import Arithmetic, Fused, Nested, Read, Single, Step, nodes_of
 from jmp.autocasting._storage import Storage
@@ -55,6 +56,8 @@ def _fused_step(
     storage: Storage,
 ) -> Fused:
     facts = storage.facts
+    if has_symbols(tuple(attention.sizes.values())):
+        raise NotFused("a size of it is a symbol, and cuDNN's kernel is made for one size")
     group = _steps_of(attention, step_of, graph, facts)
     scores, result = step_of[attention.scores], step_of[attention.result]
     if not (_is_half(scores) and _is_half(result)):

@@ -17,7 +17,7 @@ from jmp import _jax_compat
 from jmp.autocasting._flow import Destination, Info, feeding_values
 from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._kinds import Arrays, Kind, Level, register_kind
-from jmp.autocasting._numbers import UNKNOWN
+from jmp.autocasting._numbers import has_symbols, length_of
 from jmp.autocasting._steps import Function, Nested
 
 # The residual stream of a deep network adds up so many layers; a longer loop is one over time,
@@ -79,7 +79,7 @@ class Scan(Kind):
             turn,
             carries,
             arrays,
-            length=scan.length if isinstance(scan.length, int) else None,
+            length=None if has_symbols((scan.length,)) else scan.length,
             reverse=scan.reverse,
             unroll=scan.unroll,
         )
@@ -87,14 +87,9 @@ class Scan(Kind):
 
 
 def turns_of(equation: JaxprEqn) -> int:
-    """Returns how often the inside of an equation runs: of a scan its length, of any other once.
-
-    `UNKNOWN` for a length that is a symbol.
-    """
-    if equation.primitive.name != "scan":
-        return 1
-    length = _jax_compat.Scan.of(equation.params).length
-    return length if isinstance(length, int) else UNKNOWN
+    """Returns how often the inside of an equation runs: of a scan its length, of any other once."""
+    is_scan = equation.primitive.name == "scan"
+    return length_of(_jax_compat.Scan.of(equation.params).length) if is_scan else 1
 
 
 def _carried_in_half(

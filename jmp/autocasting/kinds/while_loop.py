@@ -15,6 +15,7 @@ from jmp.autocasting._apart import apart, may_part
 from jmp.autocasting._flow import Destination, Info
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import Arrays, Kind, Level, register_kind
+from jmp.autocasting._precision import as_written
 from jmp.autocasting._registry import Category, Rule
 from jmp.autocasting._settings import Settings
 from jmp.autocasting._steps import Function, Nested, RunPlan
@@ -59,7 +60,8 @@ class While(Kind):
         (is_on,) = loop.condition.out_avals
         if may_part(node, is_on):
             body = apart(body)
-        condition = functools.partial(_unplanned, loop.condition)
+        asked_as_written = as_written(loop.condition, node, level.context.words)
+        condition = functools.partial(_unplanned, asked_as_written)
         reads = [*(value.dtype for value in asked), *(info.dtype for info in infos), *stores]
         return level.nested(node, [condition, body._replace(stores=stores)], stores, reads)
 

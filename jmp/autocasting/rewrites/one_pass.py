@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jmp import _jax_compat
 from jmp.autocasting._flow import is_row_reduction
 from jmp.autocasting._graph import Node, Value
-from jmp.autocasting._numbers import Shape
+from jmp.autocasting._numbers import Shape, length_of
 from jmp.autocasting._steps import Recompute, Rewrite, Surroundings
 
 KEPT = "autocast_rows"
@@ -64,8 +64,8 @@ def sums_in_one_pass(node: Node, around: Surroundings) -> Rewrite | None:
 
 
 def is_long(length: Any) -> bool:
-    """Returns whether XLA takes a softmax over such rows apart; not if the length is a symbol."""
-    return isinstance(length, int) and length > LONG
+    """Returns whether XLA takes a softmax over such rows apart."""
+    return length_of(length) > LONG
 
 
 def _reduces_rows(node: Node) -> bool:

@@ -21,6 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jmp.autocasting._flow import is_row_reduction
 from jmp.autocasting._graph import Node
+from jmp.autocasting._numbers import length_of
 from jmp.autocasting._steps import Recompute, Rewrite, Surroundings
 
 KEPT = "autocast_softmax"
@@ -47,7 +48,7 @@ def softmax_from_half_result(node: Node, around: Surroundings) -> Rewrite | None
     if not is_softmax or not is_row_reduction(total):
         return None
     shape, rows = powers.aval.shape, len(sums.aval.shape)
-    is_padded = shape[-1] % ALIGNED != 0
+    is_padded = length_of(shape[-1]) % ALIGNED != 0
     # Of that shape there is one sum for each row, and in the rows' order.
     by_its_own = node.inputs[1].aval.shape == (*shape[:rows], *(1 for _ in shape[rows:]))
     if not (is_padded and by_its_own):

@@ -1,0 +1,67 @@
+"""In a region that is float32 an H200 multiplies nothing in TF32, forward and backward."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import jmp
+from benchmarks._roofline import operations, unit
+from tests.h200.harness import kernels
+
+W, X, KERNEL, IMAGE = (
+    jax.ShapeDtypeStruct(shape, jnp.float32)
+    for shape in ((256, 256), (512, 256), (3, 3, 64, 64), (8, 32, 32, 64))
+)
+
+
+def units(program):
+    """How many library calls multiply in each dtype; no product may stand elsewhere."""
+    assert " dot(" not in program.text and " convolution(" not in program.text
+    return collections.Counter(unit(k) for k in kernels(program.text) if operations(k))
+
+
+@jax.custom_vjp
+def linear(x, w):
+    return x @ w
+
+
+linear.defvjp(lambda x, w: (x @ w, (x, w)), lambda kept, ct: (ct @ kept[1].T, kept[0].T @ ct))
+
+
+def model(region):
+    """Products in half, and in a region a loop, a recomputation, convolutions and batches."""
+
+    def loss(w, kernel, x, image):
+        def convolved(y):
+            return lax.conv_general_dilated(
+                y, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            )
+
+        def layer(x, _):
+            return jnp.tanh(linear(x, w) @ w), None
+
+        x, image = jnp.tanh(x @ w), jnp.tanh(convolved(image))
+        x = region(lambda x: lax.scan(layer, x, None, length=3)[0])(x)
+        x = region(jax.checkpoint(lambda x: jnp.sin(x @ w)))(x)
+        image = region(convolved)(image)
+        scores = region(lambda x: jnp.einsum("bnd,bmd->bnm", x, x))(x.reshape(8, 64, 256))
+        return x.sum() + image.sum() + jnp.exp(scores).sum()
+
+    return jax.grad(jmp.autocast(loss, "mixed_bfloat16"), argnums=(0, 1))
+
+
+def test_no_product_of_a_region_is_tf32(h200):
+    found = units(h200(model(jmp.full_precision), W, KERNEL, X, IMAGE))
+    assert found["tf32"] == 0
+    assert found["f32"] == 15 and found["bf16"] == 4
+
+
+def test_the_way_to_tf32_is_a_default_inside(h200):
+    def region(function):
+        return jmp.full_precision(jax.default_matmul_precision("tensorfloat32")(function))
+
+    found = units(h200(model(region), W, KERNEL, X, IMAGE))
+    assert found["f32"] == 0
+    assert found["tf32"] == 15 and found["bf16"] == 4

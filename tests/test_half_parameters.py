@@ -1,0 +1,281 @@
+"""Half parameters under a policy whose parameters are float32: refused, unless they are frozen."""
+
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+
+import jmp
+from jmp import transforms
+from jmp.adapters import equinox, haiku, linen
+from jmp.adapters import nnx as jmp_nnx
+from tests.bits import bits
+
+F32_POLICIES = ["mixed_bfloat16", "mixed_float16", "float32", "O1", "mixed_float8"]
+SENTENCE = (
+    r"params.* of dtype (bfloat16|float16).*without masters.*cast_to_param\(params\) or "
+    r"jmp\.cast_to_full\(params\); or.*a policy with half parameters, 'p=b?f16,"
+)
+refused = pytest.raises(ValueError, match=SENTENCE)
+
+
+def make(policy="mixed_bfloat16", inner=None):
+    return transforms.mixed_precision(inner or optax.sgd(1e-4), policy)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("policy", F32_POLICIES)
+def test_a_thousand_updates_that_a_half_one_would_lose_are_refused_before_the_first(policy, dtype):
+    params = jnp.ones(2, dtype)
+    tx = make(policy)
+    with refused:
+        tx.init(params)
+    with refused:
+        jax.eval_shape(tx.init, params)
+    with refused:
+        jax.jit(tx.init)(params)
+    with refused:
+        tx.init(jax.ShapeDtypeStruct((2,), dtype))
+    with refused:  # loaded after `init`
+        tx.update(params, tx.init(jnp.ones(2)), params)
+
+
+def test_both_ways_out_train():
+    params = jnp.ones(2, jnp.bfloat16)
+    with refused as found:
+        make().init(params)
+    policy = str(found.value).split("parameters, '")[1].split("'")[0]
+    for tx, start in (
+        (make(), jmp.get_policy("mixed_bfloat16").cast_to_param(params)),
+        (make(), jmp.cast_to_full(params)),
+        (make(policy), params),
+    ):
+        step = jax.jit(lambda params, state, tx=tx: tx.update(jnp.ones(2), state, params))
+        moved, state = start, tx.init(start)
+        for _ in range(100):
+            updates, state = step(moved, state)
+            moved = optax.apply_updates(moved, updates)
+        assert moved.dtype == start.dtype
+        np.testing.assert_allclose(transforms.masters(state, moved), 0.99, rtol=1e-5)
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(2, name="head")(nn.LayerNorm(name="norm")(nn.Dense(2, name="body")(x)))
+
+
+VARIABLES = Model().init(jax.random.key(0), jnp.ones((1, 2)))
+BY_RULE = {
+    "norms in float32": ("O2", None, "O2"),
+    "embeddings in half": (
+        "mixed_bfloat16",
+        [("body", "p=bf16,c=bf16,o=f32")],
+        "p=bf16,c=bf16,o=f32",
+    ),
+    "a head in float32": ("p=bf16,c=bf16,o=f32", [("head", "float32")], "p=bf16,c=bf16,o=f32"),
+}
+
+
+@pytest.mark.parametrize(("policy", "rules", "in_half"), BY_RULE.values(), ids=BY_RULE.keys())
+def test_trees_of_mixed_dtypes_by_rule_train_under_a_policy_with_half_parameters_alone(
+    policy, rules, in_half
+):
+    params = linen.cast_params(VARIABLES, policy, rules)["params"]
+    dtypes = [leaf.dtype for leaf in jax.tree.leaves(params)]
+    assert len(set(dtypes)) == 2
+    for wide in ("mixed_bfloat16", "mixed_float16", "float32"):
+        with refused:
+            make(wide).init(params)
+    tx = make(in_half, optax.sgd(1e-4))
+    state, moved = tx.init(params), params
+    step = jax.jit(
+        lambda params, state: tx.update(jax.tree.map(jnp.ones_like, params), state, params)
+    )
+    scale = state.loss_scale.loss_scale
+    for _ in range(50):
+        updates, state = step(moved, state)
+        moved = optax.apply_updates(moved, updates)
+    assert [leaf.dtype for leaf in jax.tree.leaves(moved)] == dtypes
+    full = jmp.cast_to_full(params)
+    expected = jax.tree.map(lambda p: p - 50 * 1e-4 / scale, full)
+    for found, right in zip(
+        jax.tree.leaves(transforms.masters(state, moved)), jax.tree.leaves(expected), strict=True
+    ):
+        np.testing.assert_allclose(found, right, atol=1e-6)
+
+
+# What no update moves may be half: a backbone beside float32 parameters of LoRA.
+
+LORA = {
+    "backbone": {"w": jnp.ones((4, 4), jnp.bfloat16), "b": jnp.ones(4, jnp.bfloat16)},
+    "lora": {"a": jnp.ones((4, 2)), "b": jnp.zeros((2, 4))},
+}
+LABELS = {"backbone": "frozen", "lora": "trained"}
+FROZEN = {"backbone": True, "lora": False}
+TRAINED = {"backbone": False, "lora": True}
+
+
+def parts(trained):
+    return optax.partition({"frozen": optax.set_to_zero(), "trained": trained}, LABELS)
+
+
+FREEZING = {
+    "partition": parts(optax.adamw(1e-2)),
+    "multi_transform, behind clipping": optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.multi_transform({"frozen": optax.set_to_zero(), "trained": optax.lion(1e-2)}, LABELS),
+    ),
+    "selective_transform": optax.selective_transform(optax.adam(1e-2), freeze_mask=FROZEN),
+    "masked at the end": optax.chain(optax.adamw(1e-2), optax.masked(optax.set_to_zero(), FROZEN)),
+    "frozen before SGD": optax.chain(optax.freeze(FROZEN), optax.sgd(1e-2)),
+    "frozen before moments": optax.chain(optax.freeze(FROZEN), optax.adam(1e-2)),
+    "MultiSteps": optax.MultiSteps(parts(optax.adam(1e-2)), 2),
+    "MultiSteps that skip": optax.MultiSteps(
+        parts(optax.adam(1e-2)), 2, should_skip_update_fn=optax.skip_not_finite
+    ),
+    "apply_if_finite": optax.apply_if_finite(parts(optax.adam(1e-2)), 3),
+    "inject_hyperparams": optax.inject_hyperparams(lambda rate: parts(optax.adam(rate)))(rate=1e-2),
+    "a schedule behind": optax.chain(
+        parts(optax.scale_by_adam()), optax.scale_by_schedule(lambda count: -1e-2)
+    ),
+    "muon": parts(optax.contrib.muon(1e-2)),
+    "a value for polyak_sgd": parts(optax.polyak_sgd()),
+    "masters": optax.partition(
+        {"frozen": transforms.with_master_params(optax.sgd(1e-2)), "trained": optax.adam(1e-2)},
+        LABELS,
+    ),
+}
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("inner", FREEZING.values(), ids=FREEZING.keys())
+def test_a_frozen_half_backbone_stays_as_it_is_and_what_is_float32_trains(inner, policy):
+    tx = transforms.mixed_precision(inner, policy, jmp.StaticLossScale(1.0))
+    state = tx.init(LORA)
+    jax.eval_shape(tx.init, LORA)
+    params = LORA
+
+    @jax.jit
+    def step(params, state):
+        gradients = jax.tree.map(jnp.ones_like, params)
+        updates, state = tx.update(gradients, state, params, value=1.0)
+        return optax.apply_updates(params, updates), state
+
+    for _ in range(2):
+        params, state = step(params, state)
+    assert params["lora"]["a"][0, 0] != 1.0
+    has_masters = transforms.masters(state, params)["backbone"]["w"][0, 0] != 1.0
+    assert has_masters or bits(params["backbone"]) == bits(LORA["backbone"])
+
+
+MOVING = {
+    "no partition": optax.adam(1e-2),
+    "a mask alone, which hands gradients on": optax.masked(optax.adam(1e-2), TRAINED),
+    "weight decay behind": optax.chain(parts(optax.adam(1e-2)), optax.add_decayed_weights(0.1)),
+    "signs": optax.lion(1e-2),
+    "comparisons": optax.rprop(1e-2),
+    "a warmup from zero": optax.sgd(lambda count: 1e-4 * count),
+    "a rate that is set later": optax.inject_hyperparams(optax.sgd)(learning_rate=0.0),
+    "no update on most steps": optax.MultiSteps(optax.adam(1e-2), 100),
+    "gradients where the condition fails": optax.conditionally_transform(
+        parts(optax.adam(1e-2)), lambda step, **_: step > 1
+    ),
+    "an update times the value": optax.polyak_sgd(),
+    "what cannot be tried": optax.GradientTransformationExtraArgs(
+        optax.sgd(0.1).init, lambda updates, state, params, *, needed: (updates, state)
+    ),
+}
+
+
+@pytest.mark.parametrize("inner", MOVING.values(), ids=MOVING.keys())
+def test_half_leaves_that_may_move_are_no_frozen_ones(inner):
+    with refused:
+        make(inner=inner).init(LORA)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_frozen_half_backbone_in_shards_is_told_too(check_vma):
+    tx = make(inner=optax.chain(transforms.clip_by_global_norm(1.0), parts(optax.adam(1e-2))))
+
+    def step(params):
+        updates, _ = tx.update(params, tx.init(params), params)
+        return optax.apply_updates(params, updates)
+
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+    specs = jax.tree.map(lambda leaf: jax.P(), LORA)
+    specs["backbone"]["w"] = specs["lora"]["a"] = jax.P("x")
+    options = {"mesh": mesh, "in_specs": (specs,), "out_specs": specs, "check_vma": check_vma}
+    after = jax.jit(jax.shard_map(step, **options))(LORA)
+    assert bits(after["backbone"]) == bits(LORA["backbone"])
+    assert (after["lora"]["a"] != 1.0).all()
+
+
+def test_leaves_that_hold_no_half_floats_pass():
+    params = {"w": jnp.ones(2), "n": jnp.ones(2, jnp.int8), "none": None, "z": jnp.ones(1, complex)}
+    make(inner=optax.identity()).init(params)
+    make(inner=optax.identity()).init({"w": np.ones(2), "x": np.float32(1.0)})
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "O2"])
+def test_float8_leaves_have_no_masters_and_are_refused_unless_frozen(policy):
+    params = {**LORA, "backbone": {"w": jnp.ones((2, 2), jnp.float8_e4m3fn)}}
+    with pytest.raises(ValueError, match="of dtype float8_e4m3fn, .* params.astype"):
+        make(policy).init(params)
+    make(policy, parts(optax.sgd(0.1))).init(params)
+
+
+# The adapters.
+
+HALF_PARAMS = linen.cast_params(VARIABLES, "p=bf16,c=bf16,o=f32")["params"]
+
+
+def to_half(tree):
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tree)
+
+
+def test_a_train_state_refuses_them_in_create_and_in_a_step():
+    make_state = lambda params, tx: linen.TrainState.create(apply_fn=None, params=params, tx=tx)
+    with refused:
+        make_state(HALF_PARAMS, make())
+    state = make_state(VARIABLES["params"], make())
+    loaded = state.replace(params=HALF_PARAMS)
+    with refused:
+        loaded.apply_gradients(grads=HALF_PARAMS)
+    # No policy says there that parameters are float32.
+    make_state(HALF_PARAMS, optax.sgd(0.1)).apply_gradients(grads=HALF_PARAMS)
+
+
+def test_an_nnx_optimizer_refuses_them_when_it_is_made_and_in_a_step():
+    with refused:
+        half = jmp_nnx.cast_params(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), "p=bf16,c=bf16,o=f32")
+        nnx.Optimizer(half, make(), wrt=nnx.Param)
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, make(), wrt=nnx.Param)
+    nnx.update(model, to_half(nnx.state(model)))
+    before = bits(nnx.as_pure(nnx.state((model, optimizer))))
+    with refused:
+        jmp_nnx.train_step(lambda m, x: m(x).mean(), model, optimizer, jnp.ones((1, 2)))
+    assert bits(nnx.as_pure(nnx.state((model, optimizer)))) == before
+
+
+def test_steps_of_equinox_and_haiku_refuse_them():
+    tx = make()
+    model = eqx.nn.Linear(2, 1, key=jax.random.key(0))
+    opt_state = tx.init(eqx.filter(model, eqx.is_inexact_array))
+    half = equinox.cast_params(model, "p=bf16,c=bf16,o=f32")
+    loss_fn = lambda model, x: jnp.mean(model(x))
+    with refused:
+        tx.init(eqx.filter(half, eqx.is_inexact_array))
+    with refused:
+        equinox.train_step(loss_fn, half, opt_state, tx, jnp.ones(2))
+    network = hk.without_apply_rng(hk.transform(lambda x: hk.Linear(1)(x).mean()))
+    params = network.init(jax.random.key(0), jnp.ones((1, 2)))
+    with refused:
+        haiku.train_step(network.apply, to_half(params), tx.init(params), tx, jnp.ones((1, 2)))
