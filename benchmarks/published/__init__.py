@@ -101,8 +101,14 @@ def rows_of(source: str) -> tuple[Row, ...]:
 
 
 def sources() -> dict[str, str]:
-    """Returns the source of each model, by name; needs the packages of all of them."""
-    return {row.name: source for source in SOURCES for row in rows_of(source)}
+    """Returns the source of each model, by name, of the sources that can be imported here."""
+    found = {}
+    for source in SOURCES:
+        try:
+            found |= {row.name: source for row in rows_of(source)}
+        except ImportError as error:
+            print(f"Without {SOURCES[source][0]}: {error}")
+    return found
 
 
 def find(source: str, name: str) -> Row:
