@@ -457,3 +457,25 @@ def test_captured_intermediates_keep_their_dtypes():
     output, updated = apply_fn(variables, x, capture_intermediates=True)
     (captured,) = jax.tree.leaves(updated)
     assert output.dtype == jnp.bfloat16 and captured.dtype == jnp.float32
+
+
+class Sizes(nn.Module):
+    """A module that computes from its fields alone: others call it without a scope."""
+
+    width: int
+
+    def doubled(self):
+        return 2 * self.width
+
+
+class AsksAnUnboundModule(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(Sizes(4, parent=None).doubled())(x)
+
+
+def test_an_unbound_module_is_called_as_it_is():
+    model, x = AsksAnUnboundModule(), jnp.ones((2, 8))
+    variables = model.init(jax.random.key(0), x)
+    found = linen.wrap_apply(model.apply, "mixed_bfloat16")(variables, x)
+    np.testing.assert_allclose(found, model.apply(variables, x), rtol=0.02, atol=0.02)

@@ -381,3 +381,39 @@ def test_a_reduction_in_another_dtype_is_refused(where):
         policy, rules = "mixed_float16", [("head", policy)]
     with pytest.raises(ValueError, match="expected float32"):
         jmp.autocast(loss, policy, rules=rules)
+
+
+def looked_up(table, w):
+    rows = table.at[jnp.arange(8)].get(out_sharding=P("d"))
+    return jnp.sum(jnp.tanh(rows * lax.rsqrt(jnp.mean(rows**2, -1, keepdims=True)) @ w))
+
+
+def read_twice(table, w):
+    rows = table.at[jnp.arange(8)].get(out_sharding=P("d"))
+    return jnp.sum(jnp.exp(rows)) + jnp.sum(jnp.tanh(rows @ w))
+
+
+def looked_up_behind_a_product(table, w):
+    rows = (table @ w).at[jnp.arange(8)].get(out_sharding=P("d"))
+    return jnp.sum(jnp.exp(rows)) + jnp.sum(jnp.tanh(rows @ w))
+
+
+def in_an_automatic_region(table, w):
+    def inside(x, w):
+        hidden = x @ w
+        return jnp.tanh(hidden - jnp.mean(hidden, -1, keepdims=True)) + w[:1]
+
+    inside = jax.sharding.auto_axes(inside, axes="d", out_sharding=P("d"))
+    return jnp.sum(jnp.exp(inside(table @ w, w)) @ w)
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    "fun", [looked_up, read_twice, looked_up_behind_a_product, in_an_automatic_region]
+)
+def test_what_is_read_on_another_mesh_than_its_equation_is_cast_on_its_own(fun, half):
+    with jax.sharding.set_mesh(EXPLICIT):
+        expected = jax.jit(jax.grad(fun))(X, W)
+        found = jax.jit(jax.grad(jmp.autocast(fun, f"mixed_{half}")))(X, W)
+    assert found.dtype == jnp.float32
+    assert relative_error(found, expected) < (0.003 if half == "float16" else 0.03)

@@ -6,10 +6,13 @@ brings packages of its own. Every model is tiny and has random parameters: nothi
 
 import dataclasses
 import importlib
+import os
+import pathlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["SOURCES", "Model", "Row", "find", "rows_of", "sources"]
+__all__ = ["REPOSITORIES", "SOURCES", "Model", "Row", "clone", "find", "rows_of", "sources"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,14 +46,15 @@ class Row:
       title: as in the table.
       make: returns the model; where `by_hand`, it takes a dtype for the model's own option, and
         the parameters of other dtypes than float32 are not used.
-      by_hand: whether the model has an option that makes it compute in half.
+      by_hand: whether the model has an option that makes it compute in half; "cast" if it has none,
+        and its users cast parameters and inputs.
       adapter: `(apply, policy) -> apply` through an adapter of ours; None where none is for it.
     """
 
     name: str
     title: str
     make: Callable[..., Model]
-    by_hand: bool = False
+    by_hand: bool | str = False
     adapter: Callable[[Callable[..., Any], str], Callable[..., Any]] | None = None
 
 
@@ -63,7 +67,33 @@ SOURCES = {
     "haiku_models": ("Haiku", ("dm-haiku",)),
     "equations": ("Diffrax and Equinox", ("diffrax", "equinox")),
     "probabilities": ("NumPyro and FlowJAX", ("numpyro", "flowjax")),
+    "bonsai_models": ("bonsai", ("flax",)),
+    "big_vision_models": ("big_vision", ("flax",)),
+    "maxtext_layers": ("MaxText", ("flax",)),
+    "brax_networks": ("brax", ("brax", "flax")),
 }
+
+# Sources that no registry has: the repository, and the commit at which it was read. They run where
+# a clone of it stands, see `clone`.
+REPOSITORIES = {
+    "bonsai_models": ("jax-ml/bonsai", "36284254cf73"),
+    "big_vision_models": ("google-research/big_vision", "0127fb6b337e"),
+    "maxtext_layers": ("AI-Hypercomputer/maxtext", "479dd99946c5"),
+}
+
+
+def clone(source: str, folder: str = "") -> None:
+    """Lets a source import from the clone of its repository, in `CLONES` or `build/clones`.
+
+    Raises:
+      ImportError: there is no clone.
+    """
+    repository, commit = REPOSITORIES[source]
+    root = os.environ.get("CLONES", pathlib.Path(__file__).parents[2] / "build" / "clones")
+    path = pathlib.Path(root) / repository.rpartition("/")[2] / folder
+    if not path.is_dir():
+        raise ImportError(f"{source} needs a clone of {repository} at {commit} in {path}.")
+    sys.path.insert(0, str(path))
 
 
 def rows_of(source: str) -> tuple[Row, ...]:
@@ -71,8 +101,14 @@ def rows_of(source: str) -> tuple[Row, ...]:
 
 
 def sources() -> dict[str, str]:
-    """Returns the source of each model, by name; needs the packages of all of them."""
-    return {row.name: source for source in SOURCES for row in rows_of(source)}
+    """Returns the source of each model, by name, of the sources that can be imported here."""
+    found = {}
+    for source in SOURCES:
+        try:
+            found |= {row.name: source for row in rows_of(source)}
+        except ImportError as error:
+            print(f"Without {SOURCES[source][0]}: {error}")
+    return found
 
 
 def find(source: str, name: str) -> Row:

@@ -40,10 +40,12 @@ def by_autocast_inside(row: Row, model: Model, half: str) -> Callable[..., Any]:
 
 
 def by_hand(row: Row, model: Model, half: str) -> Callable[..., Any]:
-    other = row.make(dtype=half)
+    cast = row.by_hand == "cast"
+    other = model if cast else row.make(dtype=half)
 
     def loss(params: Any, batch: Any) -> Any:
-        output = other.call(other.apply, params, batch)
+        inputs = jmp.cast_floating((params, batch), half) if cast else (params, batch)
+        output = other.call(other.apply, *inputs)
         # As users of these options write it: the loss of half logits is computed in float32.
         return other.score(jmp.cast_to_full(output), batch)
 
@@ -58,7 +60,7 @@ def by_adapter(row: Row, model: Model, half: str) -> Callable[..., Any]:
 def recipes_of(row: Row) -> dict[str, tuple[Callable[..., Any], str]]:
     found = {f"autocast {half}": (by_autocast, half) for half in HALVES}
     if row.by_hand:
-        found["by hand float16"] = (by_hand, "float16")
+        found |= {f"by hand {half}": (by_hand, half) for half in HALVES}
     if row.adapter:
         found["adapter float16"] = (by_adapter, "float16")
     return found
@@ -186,7 +188,9 @@ def short(source: str) -> str:
 
 def versions(source: str) -> dict[str, str]:
     packages = ("jax", "jaxlib", *published.SOURCES[source][1])
-    return {package: importlib.metadata.version(package) for package in packages}
+    found = {package: importlib.metadata.version(package) for package in packages}
+    repository = published.REPOSITORIES.get(source)
+    return found | ({f"{repository[0]} at": repository[1]} if repository else {})
 
 
 if __name__ == "__main__":

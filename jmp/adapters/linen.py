@@ -86,7 +86,8 @@ def wrap_apply(
     statistics = FLOAT32_POLICY if modules.keeps_norms_float32 else modules.policy
 
     def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
-        if not modules.are_in_force:  # a model wrapped by itself stands inside this one
+        # A model wrapped by itself stands inside this one; an unbound module has no parameters.
+        if not modules.are_in_force or context.module.scope is None:
             return call(*args, **kwargs)
         module, *around = _with_parents(context.module)
         root = [module, *around][-1]

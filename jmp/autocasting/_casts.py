@@ -1,5 +1,6 @@
 """Casts of arrays that leave alone what is no real floating array; what is done around them."""
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,20 @@ def cast(value: Any, dtype: np.dtype | None) -> Any:
         return value
     if isinstance(value, np.ndarray | np.generic):
         return value.astype(dtype)
-    return lax.convert_element_type(value, dtype)
+    with on_mesh_of(value):
+        return lax.convert_element_type(value, dtype)
+
+
+def on_mesh_of(array: Any) -> contextlib.AbstractContextManager[Any]:
+    """Returns the context in which JAX takes an array of a mesh with explicit axes.
+
+    What is done around an equation stands on the mesh of its array, not of the equation: what
+    `auto_axes` and a lookup with `out_sharding=` change is how the axes are read.
+    """
+    mesh, current = jax.typeof(array).sharding.mesh, jax.sharding.get_abstract_mesh()
+    if current.empty or mesh == current:
+        return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(mesh)
 
 
 def cast_all(values: Sequence[Any], dtypes: Sequence[np.dtype | None]) -> list[Any]:

@@ -36,7 +36,7 @@ def rule_of(equation: JaxprEqn, settings: Settings) -> Rule:
             return Rule(Category.FULL, "an inner product is a sum, such as one of squares")
         if why := asked_for(equation):
             return Rule(Category.FULL, why)
-        if not all(map(is_inexact, equation.invars[:2])):
+        if not all(map(is_inexact, equation.invars[:2])) and not multiplies_mask(equation):
             return Rule(Category.AS_WRITTEN, "no tensor core multiplies integers by half numbers")
     if name == "convert_element_type":
         before, after = dtype_of(equation.invars[0]), dtype_of(equation.outvars[0])
@@ -79,10 +79,7 @@ def contracts_nothing(equation: JaxprEqn) -> bool:
 def as_multiplication(equation: JaxprEqn) -> Jaxpr:
     """Returns a product that contracts nothing as what it is: an elementwise multiplication."""
     types = [atom.aval for atom in equation.invars]
-    traced = _multiplication(*types, equation.params["dimension_numbers"])
-    in_place = [e.replace(source_info=equation.source_info) for e in traced.eqns]
-    multiplication: Jaxpr = traced.replace(eqns=in_place)
-    return multiplication
+    return _in_place_of(equation, _multiplication(*types, equation.params["dimension_numbers"]))
 
 
 @functools.lru_cache(maxsize=256)
@@ -102,6 +99,36 @@ def _multiplication(left: Any, right: Any, dimension_numbers: Any) -> Any:
         return lax.mul(left, lax.expand_dims(right, range(batch, end)))
 
     return jax.make_jaxpr(multiply)(left, right).jaxpr
+
+
+def multiplies_mask(equation: JaxprEqn) -> bool:
+    """Returns whether a float32 product has booleans as one operand: exact in half, as in float32."""
+    if equation.primitive.name != "dot_general" or asked_for(equation):
+        return False
+    dtypes = {dtype_of(atom) for atom in equation.invars}
+    return dtypes == {FLOAT32, np.dtype(bool)} and dtype_of(equation.outvars[0]) == FLOAT32
+
+
+def with_mask_cast(equation: JaxprEqn) -> Jaxpr:
+    """Returns a product with booleans as users write it: the booleans cast to float32 before it."""
+    types = [atom.aval for atom in equation.invars]
+    return _in_place_of(equation, _product_of_float32(*types, tuple(equation.params.items())))
+
+
+@functools.lru_cache(maxsize=256)
+def _product_of_float32(left: Any, right: Any, params: Any) -> Any:
+    def multiply(*operands: jax.Array) -> Any:
+        cast = [lax.convert_element_type(array, FLOAT32) for array in operands]
+        return lax.dot_general_p.bind(*cast, **dict(params))
+
+    return jax.make_jaxpr(multiply)(left, right).jaxpr
+
+
+def _in_place_of(equation: JaxprEqn, traced: Jaxpr) -> Jaxpr:
+    """Returns a jaxpr whose equations stand on the line, in the scopes and on the mesh of one."""
+    place = {"source_info": equation.source_info, "ctx": equation.ctx}
+    jaxpr: Jaxpr = traced.replace(eqns=[inner.replace(**place) for inner in traced.eqns])
+    return jaxpr
 
 
 def contains_products(equation: JaxprEqn, settings: Settings) -> bool:

@@ -19,8 +19,10 @@ from jmp.autocasting._equations import (
     contracts_nothing,
     draws_bits,
     is_marker,
+    multiplies_mask,
     rule_of,
     sum_over_own_axes,
+    with_mask_cast,
 )
 from jmp.autocasting._exact_products import WHY_ANGLE, find_angles, made_of_results, why_exact
 from jmp.autocasting._graph import Given, Graph, Node, Value
@@ -123,6 +125,8 @@ class _Flattening:
                 results = self.run(inner, [*constvars, *operands], stack)
             elif self._is_multiplication(equation):
                 results = self.run(as_multiplication(equation), operands, outer)
+            elif multiplies_mask(equation):
+                results = self.run(with_mask_cast(equation), operands, outer)
             else:
                 results = list(self._add(equation, operands, stack).outputs)
             values.update(zip(equation.outvars, results, strict=True))

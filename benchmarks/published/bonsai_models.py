@@ -1,0 +1,242 @@
+"""bonsai: its models in Flax nnx, made from their configurations at small sizes.
+
+Called as in its tests, `model(...)`; by hand its parameters and inputs are cast, as its users do
+for models without an option.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from benchmarks.published import Model, Row, clone
+from jmp.adapters import nnx as adapter
+
+clone("bonsai_models")
+
+from bonsai.models.dinov3 import modeling as dinov3  # noqa: E402
+from bonsai.models.llada import modeling as llada  # noqa: E402
+from bonsai.models.umt5 import modeling as umt5  # noqa: E402
+from bonsai.models.unet import modeling as unet  # noqa: E402
+from bonsai.models.vae import modeling as vae  # noqa: E402
+from bonsai.models.vjepa2 import modeling as vjepa2  # noqa: E402
+from bonsai.models.whisper import modeling as whisper  # noqa: E402
+
+KEY = jax.random.key(0)
+BATCH, LENGTH, VOCABULARY, CLASSES = 4, 32, 256, 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Apply:
+    """A model as a function of its parameters, with or without a policy of ours."""
+
+    graph: Any
+    rest: Any
+    view: Callable[[Any], Any] = lambda model: model
+
+    def __call__(self, params: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.view(nnx.merge(self.graph, params, self.rest))(*args, **kwargs)
+
+
+def make(network: Any, call: Any, score: Any, batch: Any) -> Model:
+    """Makes a model whose dropout, if it has any, does nothing."""
+    network.eval()
+    graph, params, rest = nnx.split(network, nnx.Param, ...)
+    return Model(Apply(graph, rest), call, score, nnx.to_pure_dict(params), batch)
+
+
+def with_policy(apply: Apply, policy: str) -> Apply:
+    return dataclasses.replace(apply, view=lambda model: adapter.with_policy(model, policy))
+
+
+def entropy(logits: Any, labels: Any) -> Any:
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def tokens(seed: int = 0) -> jax.Array:
+    return jax.random.randint(jax.random.key(seed), (BATCH, LENGTH), 3, VOCABULARY)
+
+
+def padding() -> jax.Array:
+    """Returns a mask of which every other row ends early."""
+    lengths = jnp.where(jnp.arange(BATCH) % 2, LENGTH, LENGTH // 2)
+    return (jnp.arange(LENGTH) < lengths[:, None]).astype(jnp.int32)
+
+
+class Translation(nnx.Module):
+    """UMT5 with its head, as its `generate` puts them together."""
+
+    def __init__(self, config: umt5.ModelConfig, rngs: nnx.Rngs) -> None:
+        self.model = umt5.UMT5Model(config, rngs=rngs)
+
+    def __call__(self, **inputs: Any) -> Any:
+        return self.model.lm_head(self.model(**inputs))
+
+
+def translation() -> Model:
+    config = umt5.ModelConfig(
+        vocab_size=VOCABULARY, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4
+    )
+    batch = {
+        "input_ids": tokens(),
+        "attention_mask": padding(),
+        "decoder_input_ids": tokens(1),
+        "labels": tokens(2),
+    }
+
+    def call(apply: Any, params: Any, batch: Any) -> Any:
+        return apply(params, **{name: batch[name] for name in batch if name != "labels"})
+
+    network = Translation(config, nnx.Rngs(0))
+    return make(network, call, lambda logits, batch: entropy(logits, batch["labels"]), batch)
+
+
+def video() -> Model:
+    config = vjepa2.ModelConfig.standard_test()
+    network = vjepa2.VJEPA2ForVideoClassification(config, nnx.Rngs(0))
+    x = jax.random.normal(KEY, (2, config.frames_per_clip, config.crop_size, config.crop_size, 3))
+
+    def call(apply: Any, params: Any, batch: Any) -> Any:
+        return apply(params, batch["x"])["logits"]
+
+    batch = {"x": x, "y": jnp.array([3, 7])}
+    return make(network, call, lambda logits, batch: entropy(logits, batch["y"]), batch)
+
+
+def features(**changes: Any) -> Model:
+    config = dinov3.ModelConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        image_size=64,
+        **changes,
+    )
+    network = dinov3.Dinov3ViTModel(config, rngs=nnx.Rngs(0))
+    batch = {"x": jax.random.normal(KEY, (BATCH, 3, 64, 64))}
+
+    def call(apply: Any, params: Any, batch: Any) -> Any:
+        return apply(params, batch["x"])["last_hidden_state"]
+
+    def score(hidden: Any, batch: Any) -> Any:
+        target = jax.random.normal(jax.random.key(1), hidden.shape)
+        return jnp.mean(jnp.square(hidden - target))
+
+    return make(network, call, score, batch)
+
+
+def diffusion_of_text() -> Model:
+    # Its layers name the axes of a mesh even where nothing is divided: a mesh of one device.
+    jax.set_mesh(jax.make_mesh((1, 1), ("fsdp", "tp")))  # in a process that measures one model
+    config = dataclasses.replace(
+        llada.ModelConfig.llada_8b_it(False, False, dtype=jnp.float32),
+        d_model=64,
+        n_heads=4,
+        n_kv_heads=4,
+        n_layers=2,
+        vocab_size=VOCABULARY,
+        embedding_size=VOCABULARY,
+        mlp_hidden_size=128,
+    )
+    network = llada.LLaDAModel(config, rngs=nnx.Rngs(0))
+    batch = {"input_ids": tokens(), "attention_mask": padding(), "labels": tokens(2)}
+
+    def call(apply: Any, params: Any, batch: Any) -> Any:
+        logits, _, _ = apply(params, batch["input_ids"], batch["attention_mask"] > 0, KEY)
+        return logits
+
+    def score(logits: Any, batch: Any) -> Any:
+        mask = batch["attention_mask"]
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
+        return jnp.sum(losses * mask) / jnp.sum(mask)
+
+    return make(network, call, score, batch)
+
+
+def segmentation() -> Model:
+    network = unet.UNet(unet.ModelConfig(features=(8, 16, 32, 64, 128)), rngs=nnx.Rngs(0))
+    batch = {
+        "x": jax.random.normal(KEY, (2, 32, 32, 1)),
+        "y": jax.random.randint(jax.random.key(1), (2, 32, 32), 0, 2),
+    }
+
+    def call(apply: Any, params: Any, batch: Any) -> Any:
+        return apply(params, batch["x"])
+
+    return make(network, call, lambda logits, batch: entropy(logits, batch["y"]), batch)
+
+
+def autoencoder() -> Model:
+    config = vae.ModelConfig(block_out_channels=(16, 32), norm_num_groups=8)
+    network = vae.VAE(config, nnx.Rngs(0))
+
+    def call(apply: Any, params: Any, batch: Any) -> Any:
+        return apply(params, batch["x"])
+
+    def score(output: Any, batch: Any) -> Any:
+        return jnp.mean(jnp.square(output - batch["x"]))
+
+    return make(network, call, score, {"x": jax.random.normal(KEY, (2, 16, 16, 3))})
+
+
+class Transcription(nnx.Module):
+    """Whisper's encoder and decoder, which its class does not yet call, with tied logits."""
+
+    def __init__(self, config: whisper.ModelConfig, rngs: nnx.Rngs) -> None:
+        self.model = whisper.Whisper(config, rngs=rngs)
+
+    def __call__(self, spectrum: Any, ids: Any, mask: Any) -> Any:
+        hidden = self.model.encoder(spectrum)
+        hidden = self.model.decoder(ids, mask, hidden, None, decode=False)
+        return self.model.decoder.embed_tokens.attend(hidden)
+
+
+def transcription() -> Model:
+    config = dataclasses.replace(
+        whisper.ModelConfig.whisper_tiny(),
+        d_model=64,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=128,
+        decoder_ffn_dim=128,
+        encoder_layers=2,
+        decoder_layers=2,
+        max_source_positions=LENGTH,
+        max_length=LENGTH,
+        vocab_size=VOCABULARY,
+    )
+    batch = {
+        "x": jax.random.normal(KEY, (BATCH, 2 * LENGTH, config.num_mel_bins)),
+        "ids": tokens(),
+        "labels": tokens(2),
+    }
+
+    def call(apply: Any, params: Any, batch: Any) -> Any:
+        return apply(params, batch["x"], batch["ids"], nnx.make_causal_mask(batch["ids"]))
+
+    network = Transcription(config, nnx.Rngs(0))
+    return make(network, call, lambda logits, batch: entropy(logits, batch["labels"]), batch)
+
+
+ROWS = tuple(
+    Row(f"bonsai-{name}", title, made, by_hand="cast", adapter=with_policy)
+    for name, title, made in (
+        ("umt5", "UMT5", translation),
+        ("vjepa2", "V-JEPA2, classification", video),
+        ("dinov3", "DINOv3", features),
+        (
+            "dinov3-gated",
+            "DINOv3, gated",
+            functools.partial(features, use_gated_mlp=True, hidden_act="silu"),
+        ),
+        ("llada", "LLaDA", diffusion_of_text),
+        ("unet", "U-Net", segmentation),
+        ("vae", "Stable Diffusion's autoencoder", autoencoder),
+        ("whisper", "Whisper", transcription),
+    )
+)
