@@ -13,12 +13,13 @@ import numpy as np
 from jmp import _jax_compat
 from jmp._describe import described
 from jmp._stacklevel import users_stacklevel
-from jmp.autocasting._equations import contracts_nothing, is_inner_product, is_low
+from jmp.autocasting._equations import is_inner_product
 from jmp.autocasting._exact_products import WHY_EXACT, wrapped_values
 from jmp.autocasting._float8 import OPERANDS
 from jmp.autocasting._graph import Node
 from jmp.autocasting._numbers import dtype_of, is_inexact
-from jmp.autocasting._precision import asked_for
+from jmp.autocasting._plain_forms import contracts_nothing
+from jmp.autocasting._precision import asked_for, is_low
 from jmp.autocasting._regions import AUTOCAST, FULL_PRECISION
 from jmp.autocasting._registry import NO_RULE, Params
 from jmp.autocasting._sending import WHY_NOT_WIDE
