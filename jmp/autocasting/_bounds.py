@@ -144,7 +144,9 @@ class Functions:
 
     def _is_closed(self, value: Value, among: Mapping[Value, Factors]) -> bool:
         return value not in self.outputs and all(
-            self._is_known(value, user) if user in self.products else among.keys() >= {*user.outputs}
+            self._is_known(value, user)
+            if user in self.products
+            else among.keys() >= {*user.outputs}
             for user in value.users
         )
 
