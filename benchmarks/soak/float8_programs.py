@@ -80,7 +80,8 @@ def _in_a_process(start: int, end: int) -> list[dict[str, Any]]:
         XLA_FLAGS=f"{flags} --xla_cpu_parallel_codegen_split_count=1",
         JAX_DISABLE_MOST_OPTIMIZATIONS="1",
     )
-    command = [sys.executable, "-m", "benchmarks.soak.float8_programs", str(start), str(end)]
+    of_these = f"from benchmarks.soak import float8_programs as f; f.main({start}, {end})"
+    command = [sys.executable, "-c", of_these]
     ended = subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.PIPE)
     return json.loads(ended.stdout)
 
@@ -443,15 +444,11 @@ def verdict(bfloat16: float, float8: float) -> str:
 
 
 def main(first: int, end: int) -> None:
-    with small_is_float8():
-        rows = []
-        for number in range(first, end):
-            try:
+    rows = []
+    for number in range(first, end):
+        try:
+            with small_is_float8():
                 rows.append(compare(number))
-            except Exception as error:  # a finding: the others run on
-                rows.append({"number": number, "verdict": "raised", "why": repr(error)[:300]})
+        except Exception as error:  # a finding: the others run on
+            rows.append({"number": number, "verdict": "raised", "why": repr(error)[:300]})
     print(json.dumps(rows))
-
-
-if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
