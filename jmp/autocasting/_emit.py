@@ -149,7 +149,8 @@ def _multiply_in_float8(
         for read, operand, bound in zip(step.reads, operands, bounds, strict=True)
     ]
     result, bound = _float8.multiply(operands, held, step.params, form, bounds)
-    environment[Within(step.node.outputs[0])] = bound
+    if bound is not None:
+        environment[Within(step.node.outputs[0])] = bound
     return result
 
 
