@@ -80,9 +80,8 @@ def as_in(other, full=0):
 # Networks that stand behind the positions.
 
 
-def squared_error(y):
-    y = y.astype(FLOAT32)
-    return jnp.mean((y - jnp.sin(jnp.arange(y.size, dtype=FLOAT32)).reshape(y.shape)) ** 2)
+def mean_square(y):
+    return jnp.mean(y.astype(FLOAT32) ** 2)
 
 
 def dense(dtype, x, weights):
@@ -94,9 +93,7 @@ MLP = {"hidden": (WIDTH, WIDTH), "out": (WIDTH, WIDTH)}
 
 def mlp(dtype, params, x):
     """Two products."""
-    return squared_error(
-        dense(dtype, jax.nn.gelu(dense(dtype, x, params["hidden"])), params["out"])
-    )
+    return mean_square(dense(dtype, jax.nn.gelu(dense(dtype, x, params["hidden"])), params["out"]))
 
 
 ATTENTION = {"q": (WIDTH, WIDTH), "k": (WIDTH, WIDTH), "v": (WIDTH, WIDTH), "out": (WIDTH, WIDTH)}
@@ -112,7 +109,7 @@ def attend(dtype, params, x, rotate=lambda x: x, bias=None):
 
 
 def attention(*args, **kwargs):
-    return squared_error(attend(*args, **kwargs))
+    return mean_square(attend(*args, **kwargs))
 
 
 def rotated_halves(angles):
@@ -476,7 +473,7 @@ def hash_grid(dtype, params, x):
         corner = jnp.floor(scaled)
         hashed = (corner.astype(int) * jnp.array([[1, 37, 101]])).sum(-1) % 64
         weight = jnp.prod(1 - (scaled - corner), -1, keepdims=True)
-    return mlp(dtype, params, params["table"][hashed].astype(dtype) * weight)
+    return mlp(dtype, params, params["table"][hashed].astype(dtype) * weight.astype(dtype))
 
 
 @case(points, {"first": (3, WIDTH), "bias": (WIDTH,)} | MLP, half=2, full=1)
@@ -494,7 +491,7 @@ def rotary_outside_of_a_loop(dtype, params, x):
     def layer(x, params):
         return x + attend(dtype, params, x, rotated_halves(angles)), None
 
-    return squared_error(lax.scan(layer, x.astype(dtype), params)[0])
+    return mean_square(lax.scan(layer, x.astype(dtype), params)[0])
 
 
 @as_in(rotary_outside_of_a_loop)
@@ -505,7 +502,7 @@ def rotary_inside_of_a_loop(dtype, params, x):
             angles = jnp.einsum("i,j->ij", steps(), frequencies())
         return x + attend(dtype, params, x, rotated_halves(angles)), None
 
-    return squared_error(lax.scan(layer, x.astype(dtype), params)[0])
+    return mean_square(lax.scan(layer, x.astype(dtype), params)[0])
 
 
 # Counts and choices.
@@ -539,7 +536,7 @@ def places_in_an_expert(dtype, params, x):
     rows = jax.nn.gelu(jnp.einsum("ecd,edf->ecf", rows, params["up"].astype(dtype)))
     rows = jnp.einsum("ecf,efd->ecd", rows, params["down"].astype(dtype))
     combine = (dispatch * gates.max(-1)[:, None, None]).astype(dtype)
-    return squared_error(jnp.einsum("tec,ecd->td", combine, rows))
+    return mean_square(jnp.einsum("tec,ecd->td", combine, rows))
 
 
 CODES = gaussian(4, WIDTH, 1)
@@ -686,7 +683,7 @@ def trend_of_a_series(dtype, params, x):
         near = jnp.abs(steps(96)[:, None] - steps(96)[None]) <= 6
         trend = x @ (near / near.sum(0, keepdims=True))
         rest, trend = x - trend, (trend - trend[:, -1:]) / 10
-    return squared_error(dense(dtype, rest, params["rest"]) + dense(dtype, trend, params["trend"]))
+    return mean_square(dense(dtype, rest, params["rest"]) + dense(dtype, trend, params["trend"]))
 
 
 # Thin products between weights and activations.
