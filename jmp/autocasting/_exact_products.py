@@ -9,8 +9,8 @@ compute these in float32, and so does autocast:
 - A product of which *neither* operand has a gradient counts: positions by `tril @ ones`, places in
   an expert by `tril @ one_hot`.
 - A product of a matrix made of constants with an input transforms data: a Fourier transform, a
-  filterbank, an interpolation. One made from integer inputs, or by comparisons, does not:
-  `one_hot(tokens) @ table` looks rows up, and stays half.
+  filterbank, an interpolation. One made from integer inputs, or by asking what is equal, does
+  not: `one_hot(tokens) @ table` looks rows up, and stays half.
 - A product of inputs whose result reaches `sin`, `cos`, `floor` or another function that wraps
   gives angles or coordinates: Fourier features. Not those behind another product, such as the
   hidden layers of a network with sines: by hand these are half as well.
@@ -72,8 +72,8 @@ def made_of_results(node: Node) -> MadeOf:
         return max(found, _made_inside(node.equation))
     if node.rule.draws_bits or node.rule == NO_RULE:
         return max(found, MadeOf.INPUTS)
-    if node.rule.casts and node.inputs[0].dtype == np.bool_:
-        return max(found, MadeOf.INTEGERS)  # a choice, such as a one-hot matrix, and no table
+    if node.name == "eq":  # it chooses rows, as in a one-hot matrix; an inequality makes windows
+        return max(found, MadeOf.INTEGERS)
     return found
 
 
