@@ -1,4 +1,4 @@
-"""Products with booleans, as mixtures of experts dispatch tokens: half, like a mask that is cast."""
+"""Products with booleans, as mixtures of experts dispatch tokens: half, as with a cast mask."""
 
 import jax
 import jax.numpy as jnp

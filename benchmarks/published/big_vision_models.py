@@ -1,14 +1,13 @@
 """big_vision: models in Flax linen, with the options of its configurations at small sizes.
 
-Called as in its trainers, `model.apply({"params": params}, image)`; they have no option for half, so
-by hand parameters and inputs are cast.
+Called as in its trainers, `model.apply({"params": params}, image)`; they have no option for half,
+so by hand parameters and inputs are cast.
 """
 
 import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from benchmarks.published import Model, Row, clone

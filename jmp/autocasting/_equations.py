@@ -102,7 +102,7 @@ def _multiplication(left: Any, right: Any, dimension_numbers: Any) -> Any:
 
 
 def multiplies_mask(equation: JaxprEqn) -> bool:
-    """Returns whether a float32 product has booleans as one operand: exact in half, as in float32."""
+    """Returns whether a float32 product has booleans as one operand, which half types hold."""
     if equation.primitive.name != "dot_general" or asked_for(equation):
         return False
     dtypes = {dtype_of(atom) for atom in equation.invars}
