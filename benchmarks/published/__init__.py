@@ -81,16 +81,17 @@ REPOSITORIES = {
     "maxtext_layers": ("AI-Hypercomputer/maxtext", "479dd99946c5"),
 }
 
+CLONES = os.environ.get("CLONES", pathlib.Path(__file__).parents[2] / "build" / "clones")
+
 
 def clone(source: str, folder: str = "") -> None:
-    """Lets a source import from the clone of its repository, in `CLONES` or `build/clones`.
+    """Lets a source import from the clone of its repository in `CLONES`.
 
     Raises:
       ImportError: there is no clone.
     """
     repository, commit = REPOSITORIES[source]
-    root = os.environ.get("CLONES", pathlib.Path(__file__).parents[2] / "build" / "clones")
-    path = pathlib.Path(root) / repository.rpartition("/")[2] / folder
+    path = pathlib.Path(CLONES) / repository.rpartition("/")[2] / folder
     if not path.is_dir():
         raise ImportError(f"{source} needs a clone of {repository} at {commit} in {path}.")
     sys.path.insert(0, str(path))

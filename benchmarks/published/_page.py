@@ -13,7 +13,8 @@ Does `jmp.autocast` compute the products of published models in half, and how la
 the gradient? The models are unmodified, from their packages, with random parameters at tiny sizes.
 `make public-models` installs the packages, runs every model on the CPU and writes this page;
 `python -m benchmarks.public_models --only bert` runs one again.
-[benchmarks/published](../benchmarks/published) has a file for each source.
+[benchmarks/published](../benchmarks/published) has a file for each source. Models that no registry
+has come from a clone of their repository in `build/clones`, at the commit that is named.
 
 - *products*: matrix products and convolutions of loss and gradient in the traced float32 program.
   The body of a loop counts once; inner products of vectors are sums and do not count.
@@ -25,8 +26,10 @@ the gradient? The models are unmodified, from their packages, with random parame
   place is 1e-3 in float16 and 8e-3 in bfloat16. Errors are larger if an operation that selects
   (ReLU, maxima, the nearest code) selects another entry in half, also by hand. They are larger for
   the random parameters of MobileNets and ResNets too, which nearly lose the signal.
-- *by hand*: the model's own option (`dtype=jnp.float16`, Keras's policy "mixed_float16").
-- *adapter*: our adapter for Flax linen, Haiku or Equinox around the model, without the loss:
+- *by hand*: the model's own option (`dtype=jnp.float16`, Keras's policy "mixed_float16"). Models
+  without one (bonsai, big_vision, brax) get parameters and inputs that are cast, and compute in
+  half what their layers leave in half.
+- *adapter*: our adapter for Flax linen or nnx, Haiku or Equinox around the model, without the loss:
   `jmp.adapters.linen.wrap_apply(model.__call__, "mixed_float16")`.
 
 """
@@ -51,14 +54,18 @@ def page(results: list[dict[str, Any]]) -> str:
 FLOAT16, BFLOAT16 = "autocast float16", "autocast bfloat16"
 INSIDE = "inside_custom_vjp float16"
 BY_HAND, ADAPTER = "by hand float16", "adapter float16"
+BY_HAND_BFLOAT16 = "by hand bfloat16"
 
 
 def table_of(results: list[dict[str, Any]]) -> str:
     columns = {BY_HAND: "by hand", ADAPTER: "adapter"}
     used = [c for c in columns if any(c in r.get("recipes", ()) for r in results)]
+    has_bfloat16 = any(BY_HAND_BFLOAT16 in r.get("recipes", ()) for r in results)
     headers = ["model", "products", "half", "float16", "bfloat16"]
     for column in used:
         headers += [f"{columns[column]}: half", f"{columns[column]}: float16"]
+        if column == BY_HAND and has_bfloat16:
+            headers.append("by hand: bfloat16")
     rows = []
     for result in results:
         recipes = result.get("recipes", {})
@@ -66,6 +73,8 @@ def table_of(results: list[dict[str, Any]]) -> str:
         row += [half_of(recipes), error_of(recipes, FLOAT16), error_of(recipes, BFLOAT16)]
         for column in used:
             row += [number_half(recipes, column), error_of(recipes, column)]
+            if column == BY_HAND and has_bfloat16:
+                row.append(error_of(recipes, BY_HAND_BFLOAT16))
         rows.append(row)
     return table(headers, rows)
 
@@ -96,7 +105,7 @@ def error_of(recipes: dict[str, Any], recipe: str) -> str:
         return "fails"
     if not found["finite"]:
         return "not finite"
-    lowered = recipe != BFLOAT16 and found["scale"] < 4096
+    lowered = recipe not in (BFLOAT16, BY_HAND_BFLOAT16) and found["scale"] < 4096
     return f"{found['gradient_error']:.1e}" + f" (scale {found['scale']:.0f})" * lowered
 
 

@@ -182,8 +182,8 @@ def reasons(model: Model, half: str) -> list[dict[str, Any]]:
 
 
 def short(source: str) -> str:
-    """Returns a file's place without that of the environment it is installed in."""
-    return source.rpartition("site-packages/")[2]
+    """Returns a file's place without that of the environment, or the clone, it is in."""
+    return source.rpartition("site-packages/")[2].removeprefix(f"{published.CLONES}/")
 
 
 def versions(source: str) -> dict[str, str]:

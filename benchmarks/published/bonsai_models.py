@@ -6,12 +6,16 @@ for models without an option.
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+
+# Read when Flax is imported. SAM 2 keeps modules in lists, which Flax 0.12 refuses in pytrees.
+os.environ["FLAX_PYTREE_MODULE"] = "0"
 from flax import nnx
 
 from benchmarks.published import Model, Row, clone
@@ -21,6 +25,9 @@ clone("bonsai_models")
 
 from bonsai.models.dinov3 import modeling as dinov3  # noqa: E402
 from bonsai.models.llada import modeling as llada  # noqa: E402
+from bonsai.models.sam2.model_mask_decoder import MaskDecoder  # noqa: E402
+from bonsai.models.sam2.model_prompt_encoder import PromptEncoder  # noqa: E402
+from bonsai.models.sam2.model_transformer import TwoWayTransformer  # noqa: E402
 from bonsai.models.umt5 import modeling as umt5  # noqa: E402
 from bonsai.models.unet import modeling as unet  # noqa: E402
 from bonsai.models.vae import modeling as vae  # noqa: E402
@@ -223,6 +230,40 @@ def transcription() -> Model:
     return make(network, call, lambda logits, batch: entropy(logits, batch["labels"]), batch)
 
 
+def segment_anything() -> Model:
+    """SAM 2's prompt encoder and mask decoder: what is trained when its image encoder is frozen."""
+    width, size = 32, 8
+
+    class Heads(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.prompt = PromptEncoder(width, (size, size), (128, 128), 16, rngs=rngs)
+            transformer = TwoWayTransformer(2, width, 4, 64, rngs=rngs)
+            self.decoder = MaskDecoder(width, transformer, iou_head_hidden_dim=32, rngs=rngs)
+
+        def __call__(self, features: Any, points: Any, labels: Any) -> Any:
+            sparse, dense = self.prompt((points, labels), None, None)
+            places = self.prompt.get_dense_pe()
+            return self.decoder(features, places, sparse, dense, True, False)[:2]
+
+    keys = jax.random.split(KEY, 4)
+    batch = {
+        "features": jax.random.normal(keys[0], (BATCH, width, size, size)),
+        "points": 128 * jax.random.uniform(keys[1], (BATCH, 3, 2)),
+        "labels": jax.random.randint(keys[2], (BATCH, 3), 0, 2),
+        "masks": jax.random.bernoulli(keys[3], 0.3, (BATCH, 3, 4 * size, 4 * size)),
+    }
+
+    def call(apply: Any, params: Any, batch: Any) -> Any:
+        return apply(params, batch["features"], batch["points"], batch["labels"])
+
+    def score(output: Any, batch: Any) -> Any:
+        masks, quality = output
+        losses = optax.sigmoid_binary_cross_entropy(masks, batch["masks"].astype(jnp.float32))
+        return losses.mean() + jnp.mean(jnp.square(quality - 0.5))
+
+    return make(Heads(nnx.Rngs(0)), call, score, batch)
+
+
 ROWS = tuple(
     Row(f"bonsai-{name}", title, made, by_hand="cast", adapter=with_policy)
     for name, title, made in (
@@ -238,5 +279,6 @@ ROWS = tuple(
         ("unet", "U-Net", segmentation),
         ("vae", "Stable Diffusion's autoencoder", autoencoder),
         ("whisper", "Whisper", transcription),
+        ("sam2", "SAM 2, prompts and masks", segment_anything),
     )
 )

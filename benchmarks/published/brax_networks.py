@@ -1,8 +1,8 @@
 """brax: the losses of its agents, with its networks, its observations' statistics and one random
 batch of transitions.
 
-Called as in its trainers, `loss(params, normalizer_params, data, key)`; no option says half, so by
-hand parameters and inputs are cast.
+Called as in its trainers, `loss(params, normalizer_params, data, key)`; there is no option for
+half, so by hand parameters and inputs are cast.
 """
 
 from typing import Any

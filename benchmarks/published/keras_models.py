@@ -20,10 +20,11 @@ from benchmarks.published import Model, Row
 CLASSES = 10
 IMAGE = (32, 32, 3)
 TOKENS = (32,)
+WAVE = (4096,)
 VOCABULARY = 256
 
 
-def make(build: Any, tokens: bool = False, dtype: str = "float32") -> Model:
+def make(build: Any, inputs: str = "images", dtype: str = "float32") -> Model:
     """Makes a model whose BatchNorms take their running statistics.
 
     At this size they would read eight numbers: float32's own gradient would be mostly noise.
@@ -32,9 +33,13 @@ def make(build: Any, tokens: bool = False, dtype: str = "float32") -> Model:
     keras.utils.set_random_seed(0)
     model = build()
     keys = jax.random.split(jax.random.key(0), 3)
-    ids = jax.random.randint(keys[0], (8, *TOKENS), 0, VOCABULARY)
+    x = {
+        "tokens": lambda: jax.random.randint(keys[0], (8, *TOKENS), 0, VOCABULARY),
+        "images": lambda: jax.random.normal(keys[1], (8, *IMAGE)),
+        "waves": lambda: 0.1 * jax.random.normal(keys[1], (8, *WAVE)),
+    }
     batch = {
-        "x": ids if tokens else jax.random.normal(keys[1], (8, *IMAGE)),
+        "x": x[inputs](),
         "y": jax.random.randint(keys[2], (8,), 0, CLASSES),
         "state": [variable.value for variable in model.non_trainable_variables],
     }
@@ -85,6 +90,18 @@ def recurrent(layer: str) -> Any:
     return keras.Model(ids, layers.Dense(CLASSES)(x))
 
 
+def listener() -> Any:
+    """A network that makes its own spectrogram, by `keras.layers.MelSpectrogram`."""
+    layers = keras.layers
+    wave = keras.Input(WAVE)
+    options = {"fft_length": 256, "sequence_stride": 128, "num_mel_bins": 32}
+    x = layers.MelSpectrogram(**options, min_freq=20.0)(wave)
+    x = layers.LayerNormalization(axis=(1, 2))(x)[..., None]
+    for width in (16, 32):
+        x = layers.MaxPooling2D()(layers.Conv2D(width, 3, activation="gelu")(x))
+    return keras.Model(wave, layers.Dense(CLASSES)(layers.GlobalAveragePooling2D()(x)))
+
+
 def row(name: str, title: str, build: Any, *arguments: Any) -> Row:
     return Row(name, title, functools.partial(make, build, *arguments), by_hand=True)
 
@@ -110,7 +127,8 @@ ROWS = (
         "keras.applications.ConvNeXtTiny",
         functools.partial(application, "ConvNeXtTiny"),
     ),
-    row("keras-transformer", "Transformer of keras.layers", transformer, True),
-    row("keras-lstm", "Bidirectional LSTM", functools.partial(recurrent, "LSTM"), True),
-    row("keras-gru", "Bidirectional GRU", functools.partial(recurrent, "GRU"), True),
+    row("keras-transformer", "Transformer of keras.layers", transformer, "tokens"),
+    row("keras-lstm", "Bidirectional LSTM", functools.partial(recurrent, "LSTM"), "tokens"),
+    row("keras-gru", "Bidirectional GRU", functools.partial(recurrent, "GRU"), "tokens"),
+    row("keras-mel", "Mel spectrogram of keras.layers", listener, "waves"),
 )
