@@ -126,8 +126,9 @@ def _product_of_float32(left: Any, right: Any, params: Any) -> Any:
 
 def _in_place_of(equation: JaxprEqn, traced: Jaxpr) -> Jaxpr:
     """Returns a jaxpr whose equations stand on the line, in the scopes and on the mesh of one."""
-    place = {"source_info": equation.source_info, "ctx": equation.ctx}
-    jaxpr: Jaxpr = traced.replace(eqns=[inner.replace(**place) for inner in traced.eqns])
+    source, context = equation.source_info, equation.ctx
+    in_place = [inner.replace(source_info=source, ctx=context) for inner in traced.eqns]
+    jaxpr: Jaxpr = traced.replace(eqns=in_place)
     return jaxpr
 
 
