@@ -71,9 +71,23 @@ class Case(NamedTuple):
 # The products around a function.
 
 
+@functools.cache
+def identity() -> jax.Array:
+    """Returns a matrix that counts as a weight: one made inside a program would be a constant."""
+    with jax.ensure_compile_time_eval():
+        return jnp.eye(2)
+
+
 def product(x: Any) -> Any:
-    """Multiplies an array by one, as a matrix product; each entry by itself, so that NaN stays."""
-    return jnp.reshape(jnp.reshape(x, (-1, 1)) @ jnp.ones((1, 1)), x.shape) if x.size else x
+    """Multiplies an array by one, as a matrix product; each entry by itself, so that NaN stays.
+
+    Twice, since one product of inputs stays float32 if a sine reads it; beside zeros, since a sum
+    over an axis of length one is a multiplication.
+    """
+    if not x.size:
+        return x
+    beside_zeros = jnp.pad(jnp.reshape(x, (-1, 1)), ((0, 0), (0, 1)))
+    return jnp.reshape((beside_zeros @ identity() @ identity())[:, 0], x.shape)
 
 
 def behind(fun: Callable[..., Any]) -> Callable[..., Any]:

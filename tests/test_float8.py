@@ -19,6 +19,7 @@ from benchmarks import float8_convolutions
 from jmp import diagnostics
 from jmp.autocasting import _eligible, _float8, _planner, _scales
 from jmp.autocasting._float8 import GRADIENTS, OPERANDS
+from jmp.sharding._axes import varying_axes
 from tests.gpt2 import GPT2, gpt2
 
 F8, BF16 = "mixed_float8", "mixed_bfloat16"
@@ -316,6 +317,49 @@ def test_bounds_hold_where_rows_and_columns_point_the_same_way(name, size):
     assert relative_error(result, expected) < 0.1
     cotangent = jnp.ones_like(result)
     assert relative_error(vjp(cotangent), exact_vjp(cotangent)) < 0.1
+
+
+# What is bounded behind the first of these stays so; of the others the maximum is read.
+MOVED = {
+    "reshape": lambda h, _: h.reshape(-1, 64),
+    "a bias, then a reshape": lambda h, _: (h + BIAS[None, None]).reshape(-1, 64),
+    "copy": lambda h, _: jnp.array(h, copy=True),
+    "squeeze": lambda h, _: h[None].squeeze(0),
+    "jit": lambda h, _: jax.jit(lambda h: jax.nn.gelu(h.reshape(-1, 64)))(h),
+    "a gate, then a reshape": lambda h, g: (jax.nn.silu(h) * g).reshape(-1, 64),
+    "index": lambda h, _: h[0],
+    "slice": lambda h, _: h[:, ::2],
+    "transpose": lambda h, _: h.swapaxes(0, 1),
+    "jit that stays": lambda h, _: jax.jit(lambda h: h.reshape(-1, 64), donate_argnums=0)(h),
+    "two ways": lambda h, _: jnp.concatenate([h.reshape(-1, 64), h.swapaxes(0, 1).reshape(-1, 64)]),
+}
+IS_BOUNDED = list(MOVED)[:6]
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_gradients_are_right_where_a_product_is_moved_on_its_way_to_another(name):
+    def of(ws, x):
+        moved = MOVED[name](x @ ws[0], x @ ws[1].T)
+        return jnp.mean(((moved @ ws[1]) @ ws[2]) ** 2)
+
+    x = jnp.stack([X, X[::-1] / 2])
+    gradient = jax.grad(jmp.autocast(of, F8))
+    assert relative_error(gradient(WIDE, x), jax.grad(of)(WIDE, x)) < 0.15
+    assert (maxima(gradient, WIDE, x) == 0) == (name in IS_BOUNDED)
+
+
+def test_a_dense_layer_of_linen_behind_a_reshape_has_its_gradients():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Dense(16, use_bias=False)(x)
+            return nn.Dense(8)(nn.Dense(16)(x.reshape(-1, 16)))
+
+    x = X.reshape(2, 16, 16)
+    variables = Model().init(jax.random.key(1), x)
+    of = lambda apply: jax.grad(lambda v: jnp.mean(apply(v, x) ** 2))
+    got = of(jmp.adapters.linen.wrap_apply(Model().apply, F8))(variables)
+    assert relative_error(got, of(Model().apply)(variables)) < 0.15
 
 
 OTHER_READERS = {
@@ -622,6 +666,78 @@ def test_devices_of_a_shard_map_share_scales(check_vma):
     # The same scales: the same float8 numbers, added up in another order.
     np.testing.assert_allclose(value, whole, rtol=4e-3)
     assert relative_error(grads, expected) < 0.03
+
+
+SHARED = {
+    "linear": lambda ws, x: x @ ws[0],
+    "gelu": lambda ws, x: jax.nn.gelu(x @ ws[0] + BIAS[None]),
+    "swiglu": lambda ws, x: jax.nn.silu(x @ ws[0]) * (x @ ws[1].T),
+}
+
+
+def all_shared(ws, x):
+    """One loss of all three, and the residual model of docs/float8.md."""
+    y = x + jax.nn.gelu(x @ ws[0]) @ ws[1]
+    total = jnp.mean(((y @ ws[0]) @ ws[1]) ** 2)
+    return total + sum(gated_loss(layer)(ws, x) for layer in SHARED.values())
+
+
+@pytest.mark.parametrize(
+    ("policy", "place", "recomputes"),
+    [(F8, "inside", False), (F8, "outside", True), (f"{F8},r=f32", "outside", False),
+     (f"{F8},r=f32", "gradient inside", True)],
+)  # fmt: skip
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_devices_that_share_parameters_have_the_gradients_of_one(
+    policy, place, recomputes, check_vma, monkeypatch
+):
+    x = jnp.concatenate([X, *[X / 4] * 7])  # what the devices hold differs in size
+    of = jax.checkpoint(all_shared) if recomputes else all_shared
+    exact, one = (jax.grad(f)(WIDE, x) for f in (all_shared, jmp.autocast(all_shared, policy)))
+    seen = []
+
+    def poisoned(array, dtype, largest):
+        """Rounds as `rounded`; where devices disagree on the largest number, all is NaN."""
+        seen.append(largest)
+        if "d" in varying_axes(largest) or not check_vma:  # or its type says that they agree
+            agree = lax.pmax(largest, "d") == -lax.pmax(-largest, "d")
+            largest = jnp.where(agree, largest, jnp.nan)
+        return _scales.rounded(array, dtype, largest)
+
+    monkeypatch.setattr(_float8, "rounded", poisoned)
+    inside = jmp.autocast(of, policy) if place != "outside" else of
+
+    def mean(ws, x):
+        return lax.pmean(inside(ws, x), "d")
+
+    def mean_gradient(ws, x):
+        grads = jax.grad(mean if check_vma else inside)(ws, x)
+        return grads if check_vma else lax.pmean(grads, "d")
+
+    mapped = jax.shard_map(
+        mean_gradient if place == "gradient inside" else mean,
+        mesh=MESH,
+        in_specs=(P(), P("d")),
+        out_specs=P(),
+        check_vma=check_vma,
+    )
+    step = mapped if place == "gradient inside" else jax.grad(mapped)
+    if place == "outside":
+        step = jax.grad(jmp.autocast(mapped, policy))
+    got = jax.jit(step)(WIDE, x)
+    assert len(seen) > 15
+    assert relative_error(got, one) < 0.02
+    assert relative_error(one, exact) < 0.15 and relative_error(got, exact) < 0.15
+
+
+def test_in_a_shard_map_the_parts_of_one_device_decide_what_is_float8(monkeypatch):
+    monkeypatch.setattr(_eligible, "SMALL", 32 * 16 * 16)
+    places = {"in_specs": (P(), P("d")), "out_specs": P("d")}
+    of_shards = jax.shard_map(mlp, mesh=MESH, **places)
+    assert rows(loss, W, X)[0][0] == "float8_e4m3fn"
+    ((dtype, why), *_) = rows(of_shards, W, X)
+    assert dtype == "bfloat16" and "it is small" in why
+    assert rows(of_shards, W, jnp.concatenate([X] * 8))[0][0] == "float8_e4m3fn"
 
 
 def test_devices_under_jit_share_scales():

@@ -300,6 +300,13 @@ def divided_by_other_sums(q, k, v):
     return weigh(powers / powers.sum(-1)[:, :, None, :], v)
 
 
+def keys_of_a_grid(q, k, v):  # of images, say
+    k, v = (x.reshape(x.shape[0], 2, -1, *x.shape[2:]) for x in (k, v))
+    found = jnp.einsum("bqhd,bxyhd->bhqxy", q, k)
+    weights = jax.nn.softmax(found.reshape(*found.shape[:3], -1)).reshape(found.shape)
+    return jnp.einsum("bhqxy,bxyhd->bqhd", weights, v)
+
+
 TWO_HEADS = Q[:, :, :2]
 LEFT = {
     "dropout": (
@@ -351,9 +358,7 @@ LEFT = {
     "a learned temperature": (
         lambda q, k, v, t: weigh(jax.nn.softmax(scores(q, k) * t), v),
         (jnp.float32(2),), "not a positive constant"),
-    "one key": (
-        lambda q, k, v: attention_of_jax(q, k[:, :1], v[:, :1]),
-        (), "not over one axis of keys longer than one"),
+    "keys along two axes": (keys_of_a_grid, (), "not over one axis of keys longer than one"),
     "heads of 12": (
         lambda q, k, v: attention_of_jax(q[..., :4], k[..., :4], v[..., :4]),
         (), "multiple of 8"),

@@ -1,4 +1,4 @@
-"""Products with booleans, as mixtures of experts dispatch tokens: half, as with a cast mask."""
+"""Products with booleans, as mixtures of experts dispatch tokens: half, as a mask that is cast."""
 
 import jax
 import jax.numpy as jnp

@@ -84,6 +84,24 @@ def _(found: Any) -> str:
     return table(["error of the gradient at the initial values", "bfloat16", "float8"], rows)
 
 
+# Random programs in float8.
+
+
+@figure("soak/float8-programs")
+def _(found: Any) -> str:
+    return f"{found['float8_programs']['programs']:,}"
+
+
+@figure("soak/float8-not-finite")
+def _(found: Any) -> str:
+    return str(found["float8_programs"]["verdicts"].get("not finite", 0))
+
+
+@figure("soak/float8-near")
+def _(found: Any) -> str:
+    return f"{found['float8_programs']['verdicts']['near']:,}"
+
+
 # Migrations.
 
 

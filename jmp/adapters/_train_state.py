@@ -14,10 +14,10 @@ from jmp.adapters import _flax_serialization
 from jmp.adapters._atomic import check_is_scaled, keep_if_skipped, loss_scale_in
 from jmp.loss_scaling import LossScale, NoOpLossScale
 from jmp.transforms._callers import skips_undone
+from jmp.transforms._inner import structures_compared
 from jmp.transforms._loss_scaling import check_order, find_loss_scaling
 from jmp.transforms._masters import follow_replaced
 from jmp.transforms._placement import placed
-from jmp.transforms._states import structures_compared
 from jmp.trees import PyTree
 
 

@@ -5,8 +5,9 @@ The way of a program, and the files in the order in which they build on each oth
   - what each primitive requires: the op table (`_registry`, `rules/`); what the user asks for:
     `_settings`, `_regions`, `_precision`;
   - `_autocast` and `_program` trace the function at its nominal (float32) types;
-  - `_flatten` makes a dataflow graph (`_graph`) of the jaxpr, with what is known of each value's
-    numbers (`_numbers`) and the rule of each equation (`_equations`, `_tolerances`);
+  - `_flatten` makes a dataflow graph (`_graph`) of the jaxpr, some equations written as what they
+    are (`_plain_forms`), with what is known of each value's numbers (`_numbers`) and the rule of
+    each equation (`_equations`, `_exact_products`, `_tolerances`);
   - `_flow` finds the facts of the graph, by pure functions;
   - `_planner` decides every dtype (`_storage`) and makes steps (`_steps`), with the help of
     `_reasons`, `_islands`, `rewrites/`, `_sharing` and `_order`; what nests is planned by its kind

@@ -16,7 +16,7 @@ are computed; otherwise both are stored in bfloat16, for their maxima, and read 
 """
 
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 
 from jmp.autocasting._eligible import root
 from jmp.autocasting._extremes import Equation, equation_of, extremes_of
@@ -32,17 +32,19 @@ def with_bounds(steps: Sequence[Step], graph: Graph, facts: Facts) -> list[Step]
     """Returns the steps of a level, its float8 products with the bounds that are known of them."""
     singles = (step for step in steps if isinstance(step, Single))
     products = {step.node for step in singles if step.in_float8 is not None}
-    functions = Functions(products, graph, facts)
-    bounded = functions.read_by_products_alone()
-    results = {function.result for function in bounded}
+    bounded = Functions(products, graph, facts).bounded() if products else {}
 
     def with_its_own(step: Step) -> Step:
         if not isinstance(step, Single) or step.in_float8 is None:
             return step
+        (result,) = step.node.outputs
         form = step.in_float8._replace(
-            operands=tuple(functions.bounds(root(value), bounded) for value in step.node.inputs),
-            is_bounded=not results.isdisjoint(step.node.outputs),
-            has_bias=bool(_behind_vectors(step.node.outputs[0], graph, facts)[1]),
+            operands=tuple(
+                tuple(function.bounded(v) for function, v in bounded.get(value, ()))
+                for value in step.node.inputs
+            ),
+            is_bounded=result in bounded,
+            has_bias=bool(_behind_vectors(result, graph, facts)[1]),
         )
         return step._replace(in_float8=form)
 
@@ -54,16 +56,15 @@ class Function:
 
     Attributes:
       result: of the product.
-      argument: the result after vectors are added to it, such as a bias.
-      added: these vectors.
+      added: vectors that are added to it first, such as a bias.
+      argument: the result after that.
       places: of the values that are computed of the argument.
       equations: that compute them, in order.
     """
 
-    def __init__(self, result: Value, graph: Graph, facts: Facts) -> None:
-        self.result = result
-        self.argument, self.added = _behind_vectors(result, graph, facts)
-        self.places = {self.argument: 0}
+    def __init__(self, result: Value, argument: Value, added: tuple[Value, ...]) -> None:
+        self.result, self.argument, self.added = result, argument, added
+        self.places = {argument: 0}
         self.equations: list[Equation] = []
 
     def take(self, node: Node) -> bool:
@@ -82,80 +83,77 @@ class Function:
         return Bounded(self.result, self.added, extremes)
 
 
+Factors = tuple[tuple[Function, Value], ...]
+
+
 class Functions:
-    """The functions of the results of a level's float8 products, and where two are multiplied."""
+    """The functions of the results of a level's float8 products, and where two are multiplied.
+
+    Attributes:
+      factors: of each value that is computed of such results alone, the functions, with a value of
+        each, that are multiplied to it; mostly one.
+    """
 
     def __init__(self, products: Set[Node], graph: Graph, facts: Facts) -> None:
         self.products = products
         self.outputs = set(graph.outputs)
-        self.of: dict[Value, Function] = {}  # by the values that they compute
-        self.gates: dict[Value, tuple[Value, ...]] = {}  # by the product, the values of two
-        for node in graph.nodes if products else ():
+        self.factors: dict[Value, Factors] = {}
+        for node in graph.nodes:
             if node in products:
                 if _pays(node.inputs, node.outputs[0]):
-                    function = Function(node.outputs[0], graph, facts)
-                    self.of[function.argument] = function
-            elif len(node.outputs) == 1:
+                    path, added = _behind_vectors(node.outputs[0], graph, facts)
+                    function = Function(path[0], path[-1], added)
+                    self.factors.update((value, ((function, value),)) for value in path)
+            elif len(node.outputs) == 1 and node.outputs[0] not in self.factors:
                 self._visit(node)
 
     def _visit(self, node: Node) -> None:
-        functions = {self.of[value] for value in node.inputs if value in self.of}
+        (output,) = node.outputs
+        factors = [self.factors[value] for value in node.inputs if value in self.factors]
+        functions = {function for pairs in factors for function, _ in pairs}
         if len(functions) == 1:
             (function,) = functions
             if function.take(node):
-                self.of[node.outputs[0]] = function
-        elif functions and node.name == "mul":
-            self.gates[node.outputs[0]] = node.inputs
+                self.factors[output] = ((function, output),)
+        elif functions and node.rule.reshapes:
+            self.factors[output] = factors[0]
+        elif functions and node.name == "mul" and all(len(pairs) == 1 for pairs in factors):
+            self.factors[output] = tuple(pair for pairs in factors for pair in pairs)
 
-    def factors(self, value: Value) -> tuple[tuple[Function, Value], ...]:
-        """Returns the functions, with a value of each, that are multiplied to a value; mostly one.
+    def bounded(self) -> Mapping[Value, Factors]:
+        """Returns the values whose bounds are used, and the factors that these are computed of.
 
-        Returns () for what is computed of anything else.
+        It is the one record of who gives a bound and of who reads it. It is closed: all that reads
+        one of these values is a float8 product, which reads the bound with it and so gives one of
+        its cotangent, or computes other values of these. So where the result of a product is one,
+        there is no way on which a cotangent comes to it without a bound.
         """
-        values = self.gates.get(value, (value,))
-        if not all(v in self.of for v in values):
-            return ()
-        return tuple((self.of[v], v) for v in values)
-
-    def bounds(self, value: Value, among: Set[Function]) -> tuple[Bounded, ...]:
-        """Returns the bounds whose product bounds a value, if the functions are `among` these."""
-        factors = self.factors(value)
-        if not all(function in among for function, _ in factors):
-            return ()
-        return tuple(function.bounded(v) for function, v in factors)
-
-    def read_by_products_alone(self) -> set[Function]:
-        """Returns the functions that nothing but float8 products reads."""
-        partners = {function: self._partners(function) for function in set(self.of.values())}
-        found = {function for function, others in partners.items() if others is not None}
-        while alone := {f for f in found if not found.issuperset(partners[f] or ())}:
-            found -= alone
+        found: Mapping[Value, Factors] = self.factors
+        while open_ends := {
+            function
+            for value, factors in found.items()
+            if not self._is_closed(value, found)
+            for function, _ in factors
+        }:
+            found = {
+                value: factors
+                for value, factors in found.items()
+                if open_ends.isdisjoint(function for function, _ in factors)
+            }
         return found
 
-    def _partners(self, function: Function) -> set[Function] | None:
-        """Returns the functions that are multiplied with one, itself included.
-
-        Returns None if anything but float8 products reads it, or what it is multiplied to.
-        """
-        partners: set[Function] = set()
-        stack = [function.argument]
-        while stack:
-            value = stack.pop()
-            factors = dict(self.factors(value))
-            if value in self.outputs or function not in factors:
-                return None
-            partners.update(factors)
-            for user in value.users:
-                if user not in self.products:
-                    stack += user.outputs
-                elif not self._is_known(value, user):
-                    return None
-        return partners
+    def _is_closed(self, value: Value, among: Mapping[Value, Factors]) -> bool:
+        return value not in self.outputs and all(
+            self._is_known(value, user)
+            if user in self.products
+            else among.keys() >= {*user.outputs}
+            for user in value.users
+        )
 
     def _is_known(self, value: Value, product: Node) -> bool:
         """Returns whether a product that reads a value had better use a bound, and return one."""
         others = [other for other in product.inputs if other is not value]
-        extremes = [function.bounded(v).extremes for function, v in self.factors(value)]
+        extremes = [function.bounded(v).extremes for function, v in self.factors[value]]
         is_flat = all(x.slope <= STEEP and math.isfinite(x.offset) for x in extremes)
         return is_flat and _pays([*product.outputs, *others], value)
 
@@ -165,16 +163,18 @@ def _pays(factors: Sequence[Value], result: Value) -> bool:
     return sum(value.size for value in factors) < 2 * result.size
 
 
-def _behind_vectors(value: Value, graph: Graph, facts: Facts) -> tuple[Value, tuple[Value, ...]]:
-    """Returns what a value is after vectors, such as a bias, are added to it; and these."""
-    added: list[Value] = []
-    while len(value.users) == 1 and value not in graph.outputs:
-        (user,) = value.users
+def _behind_vectors(
+    value: Value, graph: Graph, facts: Facts
+) -> tuple[list[Value], tuple[Value, ...]]:
+    """Returns what becomes of a value while vectors, such as a bias, are added to it; and these."""
+    path, added = [value], list[Value]()
+    while len(path[-1].users) == 1 and path[-1] not in graph.outputs:
+        (user,) = path[-1].users
         if not user.rule.reshapes:
-            others = [other for other in user.inputs if other is not value]
+            others = [other for other in user.inputs if other is not path[-1]]
             is_sum = user.rule.linear and len(others) == 1
             if not is_sum or others[0] in facts.dependent or not facts.is_bias(others[0]):
                 break
             added.append(root(others[0]))
-        (value,) = user.outputs
-    return value, tuple(added)
+        path += user.outputs
+    return path, tuple(added)

@@ -131,7 +131,7 @@ def _run_single(step: Single, operands: Sequence[Any], environment: Environment)
     if step.rounds is not None:
         return _wide_gradients.move(run, operands, step.stores, step.rounds)
     results = run(operands)
-    if step.node.rule.linear:
+    if step.is_masked:
         for position, read in enumerate(step.reads):
             if read.saturates:
                 others = (x for i, x in enumerate(operands) if i != position)
@@ -149,7 +149,8 @@ def _multiply_in_float8(
         for read, operand, bound in zip(step.reads, operands, bounds, strict=True)
     ]
     result, bound = _float8.multiply(operands, held, step.params, form, bounds)
-    environment[Within(step.node.outputs[0])] = bound
+    if bound is not None:
+        environment[Within(step.node.outputs[0])] = bound
     return result
 
 

@@ -9,8 +9,8 @@ compute these in float32, and so does autocast:
 - A product of which *neither* operand has a gradient counts: positions by `tril @ ones`, places in
   an expert by `tril @ one_hot`.
 - A product of a matrix made of constants with an input transforms data: a Fourier transform, a
-  filterbank, an interpolation. One made from integer inputs does not: `one_hot(tokens) @ table`
-  looks rows up, and stays half.
+  filterbank, an interpolation. One made from integer inputs, or by asking what is equal, does
+  not: `one_hot(tokens) @ table` looks rows up, and stays half.
 - A product of inputs whose result reaches `sin`, `cos`, `floor` or another function that wraps
   gives angles or coordinates: Fourier features. Not those behind another product, such as the
   hidden layers of a network with sines: by hand these are half as well.
@@ -18,18 +18,19 @@ compute these in float32, and so does autocast:
 What a value is made of (`MadeOf`) is followed from the inputs on, as the graph is made.
 """
 
-from collections.abc import Iterable, Sequence, Set
-from typing import Any
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 
 from jmp import _jax_compat
-from jmp.autocasting._equations import inner_equations, is_low
+from jmp.autocasting._equations import inner_equations
 from jmp.autocasting._graph import Node, Value
-from jmp.autocasting._kinds import has_kind, kind_of
+from jmp.autocasting._kinds import has_kind
 from jmp.autocasting._numbers import MadeOf, dtype_of, is_inexact, made_of_array
+from jmp.autocasting._precision import is_low
+from jmp.autocasting._reaching import reaching_values
 from jmp.autocasting._registry import NO_RULE, Category, rule_for
 
 WHY_COUNTS = "neither operand has a gradient: it counts, and a half type counts to 256 or 2048"
@@ -71,6 +72,8 @@ def made_of_results(node: Node) -> MadeOf:
         return max(found, _made_inside(node.equation))
     if node.rule.draws_bits or node.rule == NO_RULE:
         return max(found, MadeOf.INPUTS)
+    if node.name == "eq":  # it chooses rows, as in a one-hot matrix; an inequality makes windows
+        return max(found, MadeOf.INTEGERS)
     return found
 
 
@@ -94,29 +97,12 @@ def _made_inside(equation: JaxprEqn) -> MadeOf:
 def find_angles(nodes: Sequence[Node]) -> list[Node]:
     """Returns the products of inputs whose results reach a function that wraps."""
     candidates = [node for node in nodes if node.is_product and _reads_inputs(node)]
-    wrapped = wrapped_values(nodes) if candidates else set()
+    wrapped = reaching_values(nodes, wraps) if candidates else set()
     return [node for node in candidates if not wrapped.isdisjoint(node.outputs)]
 
 
 def _reads_inputs(node: Node) -> bool:
     return all(v.is_float32 and v.made_of <= MadeOf.INPUTS for v in node.inputs[:2])
-
-
-def wrapped_values(nodes: Sequence[Node]) -> Set[Value]:
-    """Returns the values of a level that reach a function that wraps, without a product between."""
-    found: set[Value] = set()
-    for node in reversed(nodes):
-        if is_low(node.equation):
-            continue
-        if wraps(node.equation) or not found.isdisjoint(node.outputs):
-            found.update(filter(is_inexact, node.inputs))
-        elif has_kind(node.name):
-            kind = kind_of(node.name)
-            pairs = zip(kind.functions(node.equation), kind.arguments(node), strict=True)
-            for function, arguments in pairs:
-                inside = _wrapped_inputs(_jax_compat.open_jaxpr(function)[0])
-                found.update(v for v, is_in in zip(arguments, inside, strict=True) if v and is_in)
-    return found
 
 
 def wraps(equation: JaxprEqn) -> bool:
@@ -127,20 +113,3 @@ def wraps(equation: JaxprEqn) -> bool:
     if name == "convert_element_type":  # to integers
         return is_inexact(equation.invars[0]) and not is_inexact(equation.outvars[0])
     return rule_for(name).wraps
-
-
-def _wrapped_inputs(jaxpr: Jaxpr) -> Iterable[bool]:
-    found: set[Any] = set()
-    for equation in reversed(jaxpr.eqns):
-        if is_low(equation):
-            continue
-        variables = [v for v in equation.invars if not hasattr(v, "val") and is_inexact(v)]
-        if wraps(equation) or not found.isdisjoint(equation.outvars):
-            found.update(variables)
-        for function in _jax_compat.inner_jaxprs(equation):
-            # The last operands are its own: those before say which branch is taken, or belong to
-            # the condition of a loop.
-            inside = reversed(list(_wrapped_inputs(function)))
-            pairs = zip(reversed(equation.invars), inside, strict=False)
-            found.update(v for v, is_in in pairs if is_in and not hasattr(v, "val"))
-    return [variable in found for variable in jaxpr.invars]

@@ -13,17 +13,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from jmp import _jax_compat
-from jmp.autocasting._equations import (
-    as_multiplication,
-    contains_products,
-    contracts_nothing,
-    draws_bits,
-    is_marker,
-    multiplies_mask,
-    rule_of,
-    sum_over_own_axes,
-    with_mask_cast,
-)
+from jmp.autocasting._equations import contains_products, draws_bits, is_marker, rule_of
 from jmp.autocasting._exact_products import WHY_ANGLE, find_angles, made_of_results, why_exact
 from jmp.autocasting._graph import Given, Graph, Node, Value
 from jmp.autocasting._kinds import has_kind, kind_of
@@ -36,6 +26,7 @@ from jmp.autocasting._numbers import (
     made_of_array,
     shape_of,
 )
+from jmp.autocasting._plain_forms import plain_form
 from jmp.autocasting._precision import in_regions
 from jmp.autocasting._regions import Region, Words
 from jmp.autocasting._registry import Category, Rule
@@ -107,7 +98,7 @@ class _Flattening:
             # A literal has no identity of its own.
             return _literal(atom) if hasattr(atom, "val") else values[atom]
 
-        for equation in map(sum_over_own_axes, jaxpr.eqns):
+        for equation in jaxpr.eqns:
             operands = [read(atom) for atom in equation.invars]
             stack = outer + equation.source_info.name_stack
             if _jax_compat.is_plain_jit(equation) and not draws_bits(equation):
@@ -123,10 +114,8 @@ class _Flattening:
                     for array in constants
                 ]
                 results = self.run(inner, [*constvars, *operands], stack)
-            elif self._is_multiplication(equation):
-                results = self.run(as_multiplication(equation), operands, outer)
-            elif multiplies_mask(equation):
-                results = self.run(with_mask_cast(equation), operands, outer)
+            elif (plain := plain_form(equation, self._words.settings)) is not None:
+                results = self.run(plain, operands, outer)
             else:
                 results = list(self._add(equation, operands, stack).outputs)
             values.update(zip(equation.outvars, results, strict=True))
@@ -149,10 +138,6 @@ class _Flattening:
             value.made_of = made_of.of(value)
         self.nodes.append(node)
         return node
-
-    def _is_multiplication(self, equation: JaxprEqn) -> bool:
-        is_asked_for = self._words.settings.overrides_rule(equation.primitive.name)
-        return contracts_nothing(equation) and not is_asked_for
 
 
 def _goes_inside(node: Node, region: Region, settings: Settings) -> bool:

@@ -27,6 +27,7 @@ from jmp.autocasting._scales import (
     largest_of_each_product,
     largest_of_product,
     rounded,
+    varying_as,
     zero_beside,
 )
 from jmp.autocasting._steps import InFloat8
@@ -121,7 +122,7 @@ def _differentiable(types: Sequence[Any], params: Params, form: InFloat8) -> Cal
 
     def run(left: Any, right: Any, zeros: Any, held: Sequence[Float8]) -> Any:
         result = lax.dot_general_p.bind(*_widened(held, apart), **params)
-        return result, zero_beside(result)
+        return result, varying_as(result, zero_beside(result))
 
     def forward(left: Any, right: Any, zeros: Any, held: Sequence[Float8]) -> Any:
         result, zero = run(left, right, zeros, held)
@@ -139,7 +140,7 @@ def _differentiable(types: Sequence[Any], params: Params, form: InFloat8) -> Cal
         right = gradient(types[1], 1, _widened(pairs[1], apart_once), params)
         summed = _summed_backward(types, params)
         bounds = [
-            None if zero is None else largest_of_each_product(pair, axes)
+            None if zero is None else varying_as(zero, largest_of_each_product(pair, axes))
             for zero, pair, axes in zip(zeros, pairs, summed, strict=True)
         ]
         return left, right, bounds, None

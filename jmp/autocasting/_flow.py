@@ -22,9 +22,11 @@ from collections.abc import Mapping, Sequence, Set
 from typing import NamedTuple
 
 import numpy as np
+from jax.extend.core import JaxprEqn
 
 from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._numbers import is_inexact
+from jmp.autocasting._reaching import reaching_values
 
 
 class Info(NamedTuple):
@@ -69,7 +71,8 @@ def facts_of(graph: Graph, infos: Sequence[Info], outputs: Sequence[Destination]
     embeddings, dependent = find_dependent(graph, infos, feeds - kept)
     cuts = find_cuts(graph, dependent, embeddings)
     depths = find_depths(graph, dependent, embeddings | cuts)
-    compared = compared_values(graph)
+    # What leaves the level may reach a maximum outside.
+    compared = reaching_values(graph.nodes, _is_maximum, graph.outputs)
     return Facts(feeds, kept, dependent, embeddings, cuts, depths, compared)
 
 
@@ -92,21 +95,6 @@ def kept_values(graph: Graph, outputs_kept: Sequence[bool]) -> set[Value]:
         if not node.is_product and not kept.isdisjoint(node.outputs):
             kept.update(filter(is_inexact, node.inputs))
     return kept
-
-
-def compared_values(graph: Graph) -> set[Value]:
-    """Returns the values that reach a maximum of rows without a product between.
-
-    What leaves the level, or goes into one inside, may reach one there.
-    """
-    found = set(graph.outputs)
-    for node in reversed(graph.nodes):
-        if node.is_product:
-            continue
-        ends_here = node.name == "reduce_max" or node.goes_inside or node.has_products
-        if ends_here or not found.isdisjoint(node.outputs):
-            found.update(filter(is_inexact, node.inputs))
-    return found
 
 
 def find_dependent(
@@ -154,6 +142,10 @@ def find_depths(graph: Graph, dependent: Set[Value], ends: Set[Node]) -> dict[No
         is_barrier = node in ends or node.equation.effects or not (node.is_fusible or is_free)
         after.update(dict.fromkeys(node.outputs, depth + bool(is_barrier)))
     return depths
+
+
+def _is_maximum(equation: JaxprEqn) -> bool:
+    return equation.primitive.name == "reduce_max"
 
 
 # Embeddings.

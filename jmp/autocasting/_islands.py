@@ -148,8 +148,9 @@ def _linear_cone(
             # A part of a value counts as a value by itself: the gates of an LSTM.
             entering |= {value} if producer.rule.selects else cone.entering
         elif value not in facts.dependent:
-            # A bias may go along. A mask, or an input as large as the result, may not.
-            if value.constant is not None or not (value.is_vector and takes_biases):
+            # A bias may go along. A mask, a row that no gradient flows into, such as a target of a
+            # loss, or an input as large as the result may not.
+            if not (value.varies and value.is_vector and takes_biases):
                 return None
             if value.source_size >= result.size:
                 return None

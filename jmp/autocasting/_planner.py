@@ -249,15 +249,16 @@ class Planner(Level):
         else:
             stores = tuple(self.half if v.is_float32 else v.dtype for v in node.outputs)
         self.storage.store(node.outputs, stores)
-        return Single(node, arithmetic, why or node.rule.reason, reads, params, stores)
+        is_sum = node.rule.linear and not self.facts.compared.isdisjoint(node.outputs)
+        is_masked, why = is_sum and any(r.saturates for r in reads), why or node.rule.reason
+        return Single(node, arithmetic, why, reads, params, stores, is_masked=is_masked)
 
     def _read_half(self, node: Node, value: Value) -> Read:
         """Returns how an operand is read in half.
 
         One that the operation repeats is repeated in float32 first: the derivative of that is a
         sum, and were the operand rounded before, a bias would add up its gradient in half (16384
-        ones give 2048 in float16). One that may be a mask is then held within float16's range, so
-        that -1e9 does not become -inf.
+        ones give 2048 in float16). One that may be a mask is then held within float16's range.
         """
         if not value.is_float32:
             return Read(value, None)

@@ -37,6 +37,11 @@ HIGHEST = (Precision.HIGHEST, Precision.HIGHEST)
 Choice = Callable[[JaxprEqn, Any, Any], Any]
 
 
+def is_low(equation: JaxprEqn) -> bool:
+    """Returns whether an equation multiplies matrices, in whatever dtypes."""
+    return rule_for(equation.primitive.name).category is Category.LOW
+
+
 def names_algorithm(params: Params) -> bool:
     """Returns whether a product says how the hardware shall multiply."""
     return type(params.get("precision")).__name__ in ("DotAlgorithm", "DotAlgorithmPreset")
@@ -44,7 +49,7 @@ def names_algorithm(params: Params) -> bool:
 
 def asked_for(equation: JaxprEqn) -> str:
     """Returns why `precision=` keeps a product of float32 operands as it is, or nothing."""
-    if not (_is_product(equation) and _reads(equation, np.float32)):
+    if not (is_low(equation) and _reads(equation, np.float32)):
         return ""
     if names_algorithm(equation.params):
         return "the user named the algorithm"
@@ -81,10 +86,10 @@ def in_regions(node: Node, words: Words) -> Params:
     FULL, such as inner products, which are sums.
     """
     equation = node.equation
-    may_have = _is_product(equation) or any(True for _ in _jax_compat.inner_jaxprs(equation))
+    may_have = is_low(equation) or any(True for _ in _jax_compat.inner_jaxprs(equation))
     if not may_have or _jax_compat.default_precision_setting() is not None:
         return node.params
-    is_kept = _is_product(equation) and node.rule.category is Category.FULL
+    is_kept = is_low(equation) and node.rule.category is Category.FULL
     return _filled(equation, node.scope, _by_regions(words), HIGHEST if is_kept else None)
 
 
@@ -148,7 +153,7 @@ def _of_rules(equation: JaxprEqn) -> Any:
 def _products_in(equation: JaxprEqn) -> Iterator[JaxprEqn]:
     for jaxpr in _jax_compat.inner_jaxprs(equation):
         for inner in jaxpr.eqns:
-            yield from (inner,) if _is_product(inner) else _products_in(inner)
+            yield from (inner,) if is_low(inner) else _products_in(inner)
 
 
 def _rule_with(jaxpr: Any, precision: Any) -> Any:
@@ -184,16 +189,12 @@ def _mapped(parameter: Any, change: Callable[[JaxprEqn], JaxprEqn]) -> Any:
     return changed if inner is parameter else parameter.replace(jaxpr=changed)
 
 
-def _is_product(equation: JaxprEqn) -> bool:
-    return rule_for(equation.primitive.name).category is Category.LOW
-
-
 def _reads(equation: JaxprEqn, *dtypes: Any) -> bool:
     return any(dtype_of(atom) in dtypes for atom in equation.invars)
 
 
 def _says_nothing(equation: JaxprEqn) -> bool:
-    return _is_product(equation) and equation.params.get("precision", "") is None
+    return is_low(equation) and equation.params.get("precision", "") is None
 
 
 def _default_precision() -> Any:

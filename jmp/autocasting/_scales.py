@@ -15,7 +15,7 @@ from jax import lax
 from jmp.autocasting._casts import cast
 from jmp.autocasting._extremes import Extremes
 from jmp.dtypes import FLOAT32
-from jmp.sharding._axes import are_tracked, mapped_axes, varying_axes
+from jmp.sharding._axes import are_tracked, made_varying, mapped_axes, varying_axes
 
 
 class Float8(NamedTuple):
@@ -113,6 +113,15 @@ def largest_of_each_product(factors: Sequence[Float8], summed: Sequence[Sequence
     adds up their cotangents of it, and of the zero as well: of one bound for all it would take one.
     """
     return _product_of_norms(factors, summed, _largest_of_each)
+
+
+def varying_as(other: Any, number: Any) -> Any:
+    """Returns a number, all devices' or each one's own, as one that varies as another value does.
+
+    A product's operands vary along the same axes, and so does its result, where types say so. What
+    is the same on all devices, such as a bound, may do so too: its cotangent must be of its type.
+    """
+    return made_varying(number, tuple(sorted(varying_axes(other) - varying_axes(number))))
 
 
 @jax.custom_batching.custom_vmap

@@ -122,6 +122,7 @@ class Single(NamedTuple):
     # Operands that are read in float32 are rounded to this inside: their gradients are float32.
     rounds: np.dtype | None = None
     in_float8: InFloat8 | None = None  # None: it is no float8 product
+    is_masked: bool = False  # a sum with what may be a mask, on its way to a softmax
     moves_float8: bool = False  # it moves what float8 products alone read; see `_float8_moves`
 
 

@@ -10,7 +10,7 @@ from jax.tree_util import keystr, tree_map_with_path
 from jmp.loss_scaling import LossScale, NoOpLossScale
 from jmp.loss_scaling._agreement import AxisName, agreed, axis_names
 from jmp.loss_scaling._given import check_loss_scale
-from jmp.transforms import _states
+from jmp.transforms import _inner, _states
 from jmp.transforms._callers import are_skips_undone, calling_states
 from jmp.transforms._finite_check import gradients_finite
 from jmp.transforms._flat_masters import map_vectors
@@ -107,13 +107,13 @@ def with_loss_scale(
     >>> float(updates), bool(state.grads_finite)
     (-0.5, True)
     """
-    inner = _states.as_transformation(inner, "with_loss_scale")
+    inner = _inner.as_transformation(inner, "with_loss_scale")
     check_loss_scale(loss_scale, "with_loss_scale")
     axis_names(axis_name, "axis_name", "with_loss_scale")
 
     def init(params: optax.Params) -> WithLossScaleState:
         _check_not_masked(params)
-        inner_state = _states.init_inner(inner, params, "with_loss_scale")
+        inner_state = _inner.init_inner(inner, params, "with_loss_scale")
         seen = _as_inner_sees(params, inner_state)
         if _dtypes(seen) != _dtypes(params):
             inner_state = inner.init(seen)
@@ -140,7 +140,7 @@ def with_loss_scale(
             check_order(opt_state, undone_on_a_skip=are_skips_undone())
         scale = state.loss_scale
         gradients, to_check = _unscaled(updates, state)
-        new_updates, inner_state = _states.update_inner(
+        new_updates, inner_state = _inner.update_inner(
             inner,
             updates,
             gradients,

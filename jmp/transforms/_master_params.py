@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from jmp._describe import described
 from jmp.dtypes import floating_dtype, is_half
-from jmp.transforms import _states
+from jmp.transforms import _inner, _states
 from jmp.transforms._callers import calling_params, calling_states
 from jmp.transforms._flat_masters import FlatMasters, flatten
 from jmp.transforms._flat_probe import check_takes_a_vector
@@ -96,7 +96,7 @@ def with_master_params(
     >>> params.dtype, bool((params == state.masters.astype(jnp.float16)).all()), float(params[0])
     (dtype('float16'), True, 0.9990234375)
     """
-    inner = _states.as_transformation(inner, "with_master_params")
+    inner = _inner.as_transformation(inner, "with_master_params")
     master_dtype = floating_dtype(master_dtype, "master_dtype")
     if master_dtype not in (jnp.dtype("float32"), jnp.dtype("float64")):
         raise ValueError(
@@ -114,7 +114,7 @@ def with_master_params(
             make = lambda p: jnp.array(p, master_dtype) if needs_master(p) else optax.MaskedNode()
             masters = jax.tree.map(make, params)
         seen = _as_inner_sees(masters, params)
-        inner_state = _states.init_inner(inner, seen, "with_master_params")
+        inner_state = _inner.init_inner(inner, seen, "with_master_params")
         _states.check_inner_state(inner_state, WithMasterParamsState, "with_master_params")
         state = WithMasterParamsState(masters, _states.without_weak_types(inner_state))
         return placed(state, params)
@@ -141,7 +141,7 @@ def with_master_params(
             gradients: PyTree = flatten(cast_to_at_least_float32(updates), full.dtype)
         else:
             gradients = cast_to_at_least_float32(in_order(updates))
-        full_updates, inner_state = _states.update_inner(
+        full_updates, inner_state = _inner.update_inner(
             inner, updates, gradients, state.inner_state, full, extra_args, "with_master_params"
         )
         new_full = optax.apply_updates(full, full_updates)

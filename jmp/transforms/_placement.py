@@ -28,7 +28,7 @@ from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
 from jmp import _jax_compat
 from jmp._describe import described
-from jmp.transforms import _states
+from jmp.transforms import _inner
 from jmp.transforms._finite_check import is_on_mesh
 from jmp.trees import PyTree
 
@@ -68,7 +68,7 @@ def state_shardings(tx: optax.GradientTransformation | optax.MultiSteps, params:
     >>> adam.mu["w"].spec, adam.count.spec
     (P('data',), P())
     """
-    tx = _states.as_transformation(tx, "state_shardings")
+    tx = _inner.as_transformation(tx, "state_shardings")
     for path, leaf in tree_leaves_with_path(params):
         _check_has_sharding(keystr(path), leaf)
     return _shardings(jax.eval_shape(tx.init, params), params)

@@ -1,0 +1,120 @@
+"""Random chains of moves, biases, functions, gates and blocks between float8 products.
+
+`python -m benchmarks.soak float8_programs` runs 2,000 of them.
+"""
+
+import json
+
+import jax
+import pytest
+
+from benchmarks.processes import ROOT
+from benchmarks.soak import float8_programs as programs
+from jmp.autocasting import _float8, _planner
+from jmp.autocasting._autocast import make_program
+from jmp.autocasting._steps import Inside, Nested, Single
+
+NUMBERS = 60
+
+
+@pytest.mark.parametrize("first", range(0, NUMBERS, 10))
+def test_gradients_of_random_programs_are_near_wherever_those_of_bfloat16_are_right(
+    first, quick_compilation
+):
+    with programs.small_is_float8():
+        rows = [programs.compare(number) for number in range(first, first + 10)]
+    assert [row for row in rows if row["verdict"] not in ("near", programs.BEYOND)] == []
+    assert sum(row["verdict"] == "near" for row in rows) >= 8
+    assert sum(row["float8_products"] for row in rows) > 20
+    assert any(row["bounded_products"] for row in rows)
+
+
+def levels(plan):
+    """Yields a plan, and those inside its steps."""
+    yield plan
+    for step in plan.steps:
+        for inside in step.insides if isinstance(step, Nested) else ():
+            if isinstance(inside, Inside):
+                yield from levels(inside.plan)
+
+
+def readers_without_bound(plan):
+    """Returns what reads the result of a bounded product on some way, and gives back no bound."""
+    singles = {step.node: step for step in plan.steps if isinstance(step, Single)}
+    in_float8 = {node: step.in_float8 for node, step in singles.items() if step.in_float8}
+    found = []
+    for product, form in in_float8.items():
+        (result,) = product.outputs
+        stack = [result] if form.is_bounded else []
+        while stack:
+            value = stack.pop()
+            found += ["the caller"] * (value in plan.graph.outputs)
+            for user in value.users:
+                if user not in in_float8:
+                    stack += user.outputs
+                    continue
+                for read, bounds in zip(user.inputs, in_float8[user].operands, strict=True):
+                    if read is value and result not in [bound.product for bound in bounds]:
+                        found.append(user)
+    return found
+
+
+def bounds_that_nobody_gives(plan):
+    """Returns the products whose bounds are read, and which have none."""
+    forms = [(s.node, s.in_float8) for s in plan.steps if isinstance(s, Single) and s.in_float8]
+    given = {node.outputs[0] for node, form in forms if form.is_bounded}
+    read = {b.product for _, form in forms for bounds in form.operands for b in bounds}
+    return read ^ given
+
+
+def test_who_gives_a_bound_and_who_reads_it_agree_in_every_plan():
+    bounded = 0
+    with programs.small_is_float8():
+        for number in range(NUMBERS, NUMBERS + 40):
+            loss, params, x, _ = programs.program(number)
+            program = make_program(loss, "mixed_float8", float8="all")
+            for plan in levels(program.trace((params, x), {}).plan):
+                assert readers_without_bound(plan) == []
+                assert bounds_that_nobody_gives(plan) == set()
+                bounded += sum(
+                    step.in_float8.is_bounded
+                    for step in plan.steps
+                    if isinstance(step, Single) and step.in_float8
+                )
+    assert bounded > 20
+
+
+def test_a_product_that_waits_for_a_bound_that_nobody_gives_is_a_finding(monkeypatch, capsys):
+    def without_readers(steps, *_):
+        return [
+            step._replace(in_float8=step.in_float8._replace(is_bounded=True))
+            if isinstance(step, Single) and step.in_float8
+            else step
+            for step in steps
+        ]
+
+    monkeypatch.setattr(_planner, "with_bounds", without_readers)
+    programs.main(3, 4)
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["verdict"] == "not finite" and row["steps"]
+    monkeypatch.setattr(_float8, "multiply", lambda *_: 1 / 0)
+    programs.main(3, 4)
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["verdict"] == "raised" and "ZeroDivisionError" in row["why"]
+    assert programs.verdict(0.009, 0.31) == "far"
+    assert programs.verdict(0.01, 0.31) == programs.BEYOND  # five bits fewer
+    assert programs.verdict(0.03, 0.31) == programs.BEYOND
+    assert programs.verdict(0.03, float("nan")) == "not finite"
+
+
+def test_the_number_of_a_program_is_all_that_it_depends_on():
+    first, again = (programs.program(7) for _ in range(2))
+    assert first.names == again.names
+    jax.tree.map(lambda a, b: (a == b).all() or pytest.fail(), first.params, again.params)
+
+
+def test_of_the_programs_of_the_long_check_none_was_not_finite():
+    found = json.loads((ROOT / "results" / "soak.json").read_text())["float8_programs"]
+    assert found["passed"] and found["programs"] >= 100 and found["faults"] == []
+    assert found["verdicts"]["near"] > 0.95 * found["programs"]
+    assert found["bounded_products"] > found["programs"] / 2
