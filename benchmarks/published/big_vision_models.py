@@ -15,7 +15,7 @@ from jmp.adapters import linen
 
 clone("big_vision_models")
 
-from big_vision.models import mlp_mixer, vit  # noqa: E402
+from big_vision.models import mlp_mixer  # noqa: E402
 from big_vision.models.ppp import gemma  # noqa: E402
 
 KEY = jax.random.key(0)
@@ -56,11 +56,6 @@ def mixer() -> Model:
     return images(mlp_mixer.Model(CLASSES, patch_size=(8, 8), **sizes))
 
 
-def vision_transformer(**options: Any) -> Model:
-    sizes = {"width": 64, "depth": 2, "mlp_dim": 128, "num_heads": 4}
-    return images(vit.Model(CLASSES, patch_size=(8, 8), **sizes, **options))
-
-
 def language(variant: str) -> Model:
     options = gemma.get_config(variant).to_dict()
     sizes = {"width": 64, "depth": 2, "mlp_dim": 128, "num_heads": 4, "head_dim": 16}
@@ -84,12 +79,5 @@ ROWS = tuple(
         ("mixer", "MLP-Mixer", mixer),
         ("gemma", "Gemma", functools.partial(language, "gemma_2b")),
         ("gemma2", "Gemma 2", functools.partial(language, "gemma2_2b")),
-        (
-            "vit",
-            "ViT, scanned",
-            functools.partial(
-                vision_transformer, scan=True, pool_type="map", posemb="sincos2d", rep_size=True
-            ),
-        ),
     )
 )
