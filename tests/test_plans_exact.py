@@ -213,6 +213,48 @@ def chosen_rows(x, table):
     return jnp.eye(128) @ x, jax.nn.one_hot(distances, 128) @ table, band @ x
 
 
+@planned(X)
+def numbers_of_choices(x):
+    """What is computed of an identity is a matrix of numbers again: centering.
+
+    iota: -> i32
+    iota: -> i32
+    add: i32 i32 -> i32
+    eq: i32 i32 -> bool
+    convert_element_type in float32: bool -> f32
+    sub in float32: f32 0.0078125 f32 -> f32
+    dot_general in float32: f32 f32 -> f32
+    """
+    return x @ (jnp.eye(128) - 1 / 128)
+
+
+@planned(X, W)
+def features_of_other_levels(x, w):
+    """The sines may stand outside, or in the next turn of a loop.
+
+    remat2 inside: f32 f32 -> f32
+      function
+      dot_general in float32: f32 f32 -> f32
+    island, recompute, apart: f32 -> f32
+      sin; an operand is float32
+    broadcast_in_dim in float32: 0 f32 -> f32
+    broadcast_in_dim in float32: f32 -> f32
+    scan inside: f32 f32 f32 -> f32 f32
+      function, reads f32 - -, stores f32 f32
+      dot_general in float32: f32 f32 -> f32
+      island, plain: f32 f32 -> f32
+        add; an operand is float32
+      island, recompute: f32 -> f32
+        sin; an operand is float32
+    """
+    outside = jnp.sin(jax.checkpoint(lambda x: x @ w)(x))
+
+    def turn(phase, row):
+        return phase + row @ w, jnp.sin(phase)
+
+    return outside, lax.scan(turn, jnp.zeros((1, 128)), x[:, None])[1]
+
+
 @planned(X, W)
 def features(x, w):
     """Angles are float32, and what is behind another product is half.

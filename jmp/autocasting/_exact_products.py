@@ -9,8 +9,8 @@ compute these in float32, and so does autocast:
 - A product of which *neither* operand has a gradient counts: positions by `tril @ ones`, places in
   an expert by `tril @ one_hot`.
 - A product of a matrix made of constants with an input transforms data: a Fourier transform, a
-  filterbank, an interpolation. One made from integer inputs, or by asking what is equal, does
-  not: `one_hot(tokens) @ table` looks rows up, and stays half.
+  filterbank, an interpolation. One made from integer inputs does not, nor one of the answers
+  what is equal: `one_hot(tokens) @ table` looks rows up, and stays half.
 - A product of inputs whose result reaches `sin`, `cos`, `floor` or another function that wraps
   gives angles or coordinates: Fourier features. Not those behind another product, such as the
   hidden layers of a network with sines: by hand these are half as well.
@@ -22,15 +22,15 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from jmp import _jax_compat
 from jmp.autocasting._equations import inner_equations
-from jmp.autocasting._graph import Node, Value
+from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._kinds import has_kind
 from jmp.autocasting._numbers import MadeOf, dtype_of, is_inexact, made_of_array
 from jmp.autocasting._precision import is_low
-from jmp.autocasting._reaching import reaching_values
+from jmp.autocasting._reaching import reaching_results, reaching_values
 from jmp.autocasting._registry import NO_RULE, Category, rule_for
 
 WHY_COUNTS = "neither operand has a gradient: it counts, and a half type counts to 256 or 2048"
@@ -54,8 +54,8 @@ def why_exact(operands: Sequence[Value]) -> str:
         value.made_of in (MadeOf.CONSTANTS, MadeOf.TABLES) and value.constant is None
         for value in operands[:2]
     )
-    # Integers times a NumPy array look rows up.
-    is_data = max(made_of) <= MadeOf.INPUTS and MadeOf.INTEGERS not in made_of
+    # Choices and integers look rows up, in a NumPy array too.
+    is_data = max(made_of) <= MadeOf.INPUTS and not {MadeOf.CHOICES, MadeOf.INTEGERS} & {*made_of}
     return WHY_TABLE if is_table and is_data else ""
 
 
@@ -72,9 +72,11 @@ def made_of_results(node: Node) -> MadeOf:
         return max(found, _made_inside(node.equation))
     if node.rule.draws_bits or node.rule == NO_RULE:
         return max(found, MadeOf.INPUTS)
-    if node.name == "eq":  # it chooses rows, as in a one-hot matrix; an inequality makes windows
-        return max(found, MadeOf.INTEGERS)
-    return found
+    if node.name == "eq":
+        return max(found, MadeOf.CHOICES)
+    is_moved = node.rule.moves or node.rule.casts
+    # What is computed of choices is a matrix of numbers again, such as `eye(n) - 1 / n`.
+    return MadeOf.CONSTANTS if found is MadeOf.CHOICES and not is_moved else found
 
 
 def _made_inside(equation: JaxprEqn) -> MadeOf:
@@ -94,11 +96,27 @@ def _made_inside(equation: JaxprEqn) -> MadeOf:
     return max(found, default=MadeOf.CONSTANTS)
 
 
-def find_angles(nodes: Sequence[Node]) -> list[Node]:
+def find_angles(graph: Graph) -> list[Node]:
     """Returns the products of inputs whose results reach a function that wraps."""
-    candidates = [node for node in nodes if node.is_product and _reads_inputs(node)]
-    wrapped = reaching_values(nodes, wraps) if candidates else set()
+    candidates = [node for node in graph.nodes if node.is_product and _reads_inputs(node)]
+    wrapped = wrapped_values(graph) if candidates else set()
     return [node for node in candidates if not wrapped.isdisjoint(node.outputs)]
+
+
+def wrapped_values(graph: Graph) -> set[Value]:
+    """Returns the values of a level that reach a function that wraps, here or outside."""
+    outputs = zip(graph.outputs, graph.outputs_wrap(), strict=False)
+    return reaching_values(
+        graph.nodes, wraps, (value for value, is_wrapped in outputs if is_wrapped)
+    )
+
+
+def results_wrap(graph: Graph, node: Node, function: Jaxpr) -> Sequence[bool]:
+    """Returns which results of a function inside a node reach a function that wraps, outside it."""
+    wrapped = wrapped_values(graph)
+    results = [value in wrapped for value in node.outputs]
+    is_called = len(function.outvars) == len(results)
+    return reaching_results(node.equation, function, results, wraps) if is_called else ()
 
 
 def _reads_inputs(node: Node) -> bool:

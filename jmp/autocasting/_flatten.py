@@ -5,7 +5,7 @@ through the many small ones of `jax.numpy`; dead code is left behind. What remai
 branches, remat, custom derivatives) is one node each and a level of its own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jmp import _jax_compat
 from jmp.autocasting._equations import contains_products, draws_bits, is_marker, rule_of
 from jmp.autocasting._exact_products import WHY_ANGLE, find_angles, made_of_results, why_exact
-from jmp.autocasting._graph import Given, Graph, Node, Value
+from jmp.autocasting._graph import Given, Graph, Node, Value, nowhere
 from jmp.autocasting._kinds import has_kind, kind_of
 from jmp.autocasting._numbers import (
     NOTHING,
@@ -40,6 +40,7 @@ def flatten(
     operands: Sequence[Given],
     scope: Any,
     words: Words,
+    outputs_wrap: Callable[[], Sequence[bool]] = nowhere,
 ) -> Graph:
     """Returns the graph of a jaxpr.
 
@@ -50,6 +51,7 @@ def flatten(
         are known inside as well, or what else is known of it.
       scope: name stack of the equation that holds it.
       words: see `Words`.
+      outputs_wrap: see `Graph`.
     """
     half = words.settings.compute_dtype
     anything = [None] * (len(jaxpr.invars) - len(operands))
@@ -72,13 +74,14 @@ def flatten(
             users.setdefault(value, []).append(node)
     for value, readers in users.items():
         value.users = tuple(readers)
-    for node in find_angles(nodes):
+    graph = Graph(inputs, nodes, outputs, outputs_wrap)
+    for node in find_angles(graph):
         if not words.settings.overrides_rule(node.name):
             node.rule, node.has_products = Rule(Category.FULL, WHY_ANGLE), False
     for node in nodes:
         if not node.goes_inside:
             node.params = in_regions(node, words)
-    return Graph(inputs, nodes, outputs)
+    return graph
 
 
 class _Flattening:

@@ -4,7 +4,7 @@
 and what the planner decides (`_steps`) stands in records of their own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -117,12 +117,23 @@ class Node:
         return self.rule.category is Category.LOW and not self.region.in_float32
 
 
+def nowhere() -> Sequence[bool]:
+    """Says of no output that it goes anywhere."""
+    return ()
+
+
 class Graph:
     """Inputs, nodes in program order, and outputs of one level."""
 
     def __init__(
-        self, inputs: Sequence[Value], nodes: Sequence[Node], outputs: Sequence[Value]
+        self,
+        inputs: Sequence[Value],
+        nodes: Sequence[Node],
+        outputs: Sequence[Value],
+        outputs_wrap: Callable[[], Sequence[bool]] = nowhere,
     ) -> None:
         self.inputs = tuple(inputs)
         self.nodes = tuple(nodes)
         self.outputs = tuple(outputs)
+        # Which of them go to a function that wraps (`_exact_products`) outside; asked for rarely.
+        self.outputs_wrap = outputs_wrap

@@ -78,6 +78,13 @@ def choose_recompute(nodes: Sequence[Node], cuts: Set[Node], asked: str, times: 
     return Recompute.RECOMPUTE if expensive else Recompute.PLAIN
 
 
+def entering(nodes: Sequence[Node]) -> list[Value]:
+    """Returns the values that nodes read from outside, each once."""
+    inside = set(nodes)
+    values = dict.fromkeys(value for node in nodes for value in node.inputs)
+    return [v for v in values if v.producer not in inside and v.held is None]
+
+
 class Cone(NamedTuple):
     """What a node is a linear function of: the nodes on the way, and the values that enter."""
 

@@ -43,10 +43,11 @@ class MadeOf(enum.IntEnum):
     """What a value is computed from, down to the inputs of the program; the largest counts."""
 
     CONSTANTS = 0  # literals, iota, and what is computed from these alone
-    INTEGERS = 1  # integers and booleans too, such as comparisons: no gradient flows into it
-    TABLES = 2  # NumPy arrays of the program too, such as a filterbank; they might be weights
-    INPUTS = 3  # floating inputs, other arrays that the program closes over, random numbers
-    PRODUCTS = 4  # results of products, or something unknown
+    CHOICES = 1  # the same, asked what is equal: one-hot rows, which look others up
+    INTEGERS = 2  # integers and booleans too, such as comparisons: no gradient flows into it
+    TABLES = 3  # NumPy arrays of the program too, such as a filterbank; they might be weights
+    INPUTS = 4  # floating inputs, other arrays that the program closes over, random numbers
+    PRODUCTS = 5  # results of products, or something unknown
 
     def of(self, value: Any) -> "MadeOf":
         """Returns this for a floating or complex value; for any other INTEGERS at most."""

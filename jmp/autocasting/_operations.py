@@ -14,13 +14,12 @@ from jmp import _jax_compat
 from jmp._describe import described
 from jmp._stacklevel import users_stacklevel
 from jmp.autocasting._equations import is_inner_product
-from jmp.autocasting._exact_products import WHY_EXACT, wraps
+from jmp.autocasting._exact_products import WHY_EXACT, wrapped_values
 from jmp.autocasting._float8 import OPERANDS
 from jmp.autocasting._graph import Node
 from jmp.autocasting._numbers import dtype_of, is_inexact
 from jmp.autocasting._plain_forms import contracts_nothing
 from jmp.autocasting._precision import asked_for, is_low
-from jmp.autocasting._reaching import reaching_values
 from jmp.autocasting._regions import AUTOCAST, FULL_PRECISION
 from jmp.autocasting._registry import NO_RULE, Params
 from jmp.autocasting._sending import WHY_NOT_WIDE
@@ -147,7 +146,7 @@ def _fused_of(plan: Plan, times: int) -> Iterator[tuple[str, Node, int]]:
 def rounded_arguments_of(plan: Plan) -> Iterator[Node]:
     """Yields the half products whose results reach a function that wraps, such as sin."""
     for level in _levels(plan):
-        wrapped = reaching_values(level.graph.nodes, wraps)
+        wrapped = wrapped_values(level.graph)
         for step in plain_steps(level.steps):
             if isinstance(step, Single) and step.node.is_product and step.arithmetic.is_half:
                 if not wrapped.isdisjoint(step.node.outputs):

@@ -49,9 +49,12 @@ def _traced(form: Form, types: Sequence[Any], params: Sequence[tuple[str, Any]])
 
 def contracts_nothing(equation: JaxprEqn) -> bool:
     """Returns whether a float32 product sums over no axis, or over axes of length one alone."""
+    params = equation.params
     if equation.primitive.name != "dot_general" or asked_for(equation):
         return False
-    (left_summed, _), _ = equation.params["dimension_numbers"]
+    if params.get("out_sharding") is not None:  # which a multiplication cannot be told
+        return False
+    (left_summed, _), _ = params["dimension_numbers"]
     left = shape_of(equation.invars[0])
     if not all(length_of(left[axis]) == 1 for axis in left_summed):
         return False

@@ -13,11 +13,12 @@ from jax.extend.core import ClosedJaxpr
 from jmp import _jax_compat
 from jmp.autocasting._bounds import with_bounds
 from jmp.autocasting._eligible import WHY_FLOAT8, root, shared_factors, why_not_float8
+from jmp.autocasting._exact_products import results_wrap
 from jmp.autocasting._flatten import flatten
 from jmp.autocasting._float8_moves import send_in_float8
 from jmp.autocasting._flow import Destination, Info, facts_of
 from jmp.autocasting._graph import Given, Graph, Node, Value
-from jmp.autocasting._islands import choose_recompute, clones_for, group, peel
+from jmp.autocasting._islands import choose_recompute, clones_for, entering, group, peel
 from jmp.autocasting._kinds import Level, has_kind, kind_of
 from jmp.autocasting._order import in_order
 from jmp.autocasting._precision import with_default
@@ -115,7 +116,7 @@ class Planner(Level):
         front, rest = peel(nodes, self.storage.is_half, self.facts)
         if not rest:  # an island that is linear throughout stays what it is, float32
             front, rest = [], nodes
-        clones = clones_for(_entering(rest), self.facts)
+        clones = clones_for(entering(rest), self.facts)
         return [*map(self._light, front), self._island(rest, clones, why, recompute)]
 
     def _island(
@@ -145,7 +146,7 @@ class Planner(Level):
             clones=tuple(clones),
             rewrites=rewrites,
             why=why,
-            reads=tuple(Read(v, storage.dtype(v)) for v in _entering([*clones, *nodes])),
+            reads=tuple(Read(v, storage.dtype(v)) for v in entering([*clones, *nodes])),
             leaves=tuple(leaves),
             recompute=recompute,
             prevent_cse=self.context.prevent_cse,
@@ -270,7 +271,8 @@ class Planner(Level):
 
     def open(self, function: ClosedJaxpr, node: Node, operands: Sequence[Given]) -> Opened:
         inner, constants = _jax_compat.open_jaxpr(function)
-        return flatten(inner, constants, operands, node.scope, self.context.words), constants
+        wrap = functools.partial(results_wrap, self.graph, node, inner)
+        return flatten(inner, constants, operands, node.scope, self.context.words, wrap), constants
 
     def plan_opened(
         self,
@@ -287,13 +289,6 @@ class Planner(Level):
         transposed = self.context.is_transposed or is_transposed
         context = Context(self.context.words, self.context.times * turns, apart, transposed)
         return Inside(Planner(graph, [*own, *infos], outputs, context).plan_level(), constants)
-
-
-def _entering(nodes: Sequence[Node]) -> list[Value]:
-    """Returns the values that nodes read from outside, each once."""
-    inside = set(nodes)
-    values = dict.fromkeys(value for node in nodes for value in node.inputs)
-    return [v for v in values if v.producer not in inside and v.held is None]
 
 
 def _half_arithmetic(node: Node) -> Arithmetic:

@@ -69,7 +69,8 @@ def precision_of(equation: JaxprEqn, params: Params) -> str:
     precision = params.get("precision")
     if precision is None:
         return "default"
-    both = precision if isinstance(precision, tuple) else (precision,)
+    is_pair = isinstance(precision, tuple) and not names_algorithm(params)
+    both = precision if is_pair else (precision,)
     names = [getattr(one, "name", str(one)) for one in dict.fromkeys(both)]
     is_ours = _says_nothing(equation) and _jax_compat.default_precision_setting() is None
     return " and ".join(names) + ("" if is_ours else ", the user's")

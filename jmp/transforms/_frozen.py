@@ -15,6 +15,7 @@ import numpy as np
 import optax
 
 from jmp import _jax_compat
+from jmp._calls import stands_for_numbers
 from jmp.trees import PyTree, leaves_by_path
 
 # Results of these are zeros if all operands are.
@@ -33,30 +34,41 @@ def frozen_leaves(
     Args:
       tx: the optimizer. It is traced, not run. One that cannot be traced like this freezes none.
       params: arrays, traced or not, or `jax.ShapeDtypeStruct`s.
-      extra_args: those of `update`, as far as they are known.
+      extra_args: those of `update`, as far as they are known. Numbers among them may be others in
+        another step.
     """
     given = {"value": jnp.ones([]), "value_fn": _sum, **extra_args}
+    numbers = {
+        name: given.pop(name)
+        for name, argument in extra_args.items()
+        if all(isinstance(x, float) or stands_for_numbers(x) for x in jax.tree.leaves(argument))
+    }
 
     def init(params: optax.Params) -> optax.OptState:
         return tx.init(_without_float8(params))
 
-    def update(gradients: optax.Updates, state: optax.OptState, params: optax.Params) -> Any:
+    def update(
+        gradients: optax.Updates, state: optax.OptState, params: optax.Params, numbers: Any
+    ) -> Any:
         gradients, params = _without_float8((gradients, params))
-        return tx.update(gradients, state, params, **{"grad": gradients, **given})
+        return tx.update(gradients, state, params, **{"grad": gradients, **given, **numbers})
 
     try:
         first, state = jax.make_jaxpr(init, return_shape=True)(params)
-        traced, (updates, _) = jax.make_jaxpr(update, return_shape=True)(params, state, params)
+        traced, (updates, _) = jax.make_jaxpr(update, return_shape=True)(
+            params, state, params, numbers
+        )
     except Exception:  # whatever an optimizer raises
         return frozenset()
     unknown = [False] * len(jax.tree.leaves(params))
+    unknown_numbers = [False] * len(jax.tree.leaves(numbers))
     paths = leaves_by_path(updates)
     # Of a state only moments: `inject_hyperparams` has rates there, scalars which users change.
     moments = [bool(leaf.shape) for leaf in jax.tree.leaves(state)]
     of_state, before = list(map(operator.and_, moments, _zeros(first, unknown))), None
     while of_state != before:  # which moments stay at zero
         before = of_state
-        zeros = _zeros(traced, [*unknown, *before, *unknown])
+        zeros = _zeros(traced, [*unknown, *before, *unknown, *unknown_numbers])
         of_state = list(map(operator.and_, before, zeros[len(paths) :]))
     return frozenset(path for path, zero in zip(paths, zeros, strict=False) if zero)
 

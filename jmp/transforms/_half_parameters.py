@@ -35,9 +35,13 @@ def refusing_half(
     frozen_by_types: dict[Any, frozenset[str]] = {}
 
     def frozen(params: optax.Params, extra_args: dict[str, Any]) -> frozenset[str]:
-        """Returns the paths of what no update moves; traced once for each structure and types."""
+        """Returns the paths of what no update moves.
+
+        Traced once for each structure and types of `params`, and names of extra arguments.
+        """
         leaves, structure = jax.tree.flatten(params)
         types = (structure, *((np.shape(leaf), _dtype_of(leaf)) for leaf in leaves))
+        types += tuple(sorted(extra_args))
         if types not in frozen_by_types:
             frozen_by_types[types] = frozen_leaves(tx, params, extra_args)
         return frozen_by_types[types]
