@@ -553,7 +553,8 @@ def test_rules_of_equinox_name_modules_and_then_scopes_in_training_as_in_reports
     for report in reports:
         rows = [row for row in report.rows if row.kind == "product"]
         assert [row.dtype_in == "float32" for row in rows] == in_float32
-    assert not reports[0].hazards
+    # The float32 products are what was asked for; their price is named.
+    assert all("HIGHEST precision" in hazard for hazard in reports[0].hazards)
 
 
 def test_a_rule_of_equinox_that_names_neither_is_reported_at_the_users_line():

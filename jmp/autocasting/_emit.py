@@ -134,7 +134,7 @@ def _run_single(step: Single, operands: Sequence[Any], environment: Environment)
     if step.is_masked:
         for position, read in enumerate(step.reads):
             if read.saturates:
-                others = (x for i, x in enumerate(operands) if i != position)
+                others = [x for i, x in enumerate(operands) if i != position]
                 results = [masked(result, operands[position], *others) for result in results]
     return results
 

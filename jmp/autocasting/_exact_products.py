@@ -60,12 +60,13 @@ def why_exact(operands: Sequence[Value]) -> str:
 
 
 def made_of_results(node: Node) -> MadeOf:
-    """Returns what the results of an equation are made of, but those that are no numbers."""
+    """Returns what the floating results of an equation are made of (others: see `MadeOf.of`)."""
     found = max((value.made_of for value in node.inputs), default=MadeOf.CONSTANTS)
     if found is MadeOf.PRODUCTS:
         return found
     if is_low(node.equation):
         is_exact = node.rule.category is Category.FULL and why_exact(node.inputs)
+        # What a NumPy array gives counts as a product's result; see `why_exact`.
         has_table = MadeOf.TABLES in (value.made_of for value in node.inputs)
         return found if is_exact and not has_table else MadeOf.PRODUCTS
     if any(True for _ in _jax_compat.inner_jaxprs(node.equation)):
@@ -80,7 +81,11 @@ def made_of_results(node: Node) -> MadeOf:
 
 
 def _made_inside(equation: JaxprEqn) -> MadeOf:
-    """Returns what functions add to what they are given."""
+    """Returns what is made inside an equation, beside its operands.
+
+    Arrays that its functions close over, random numbers, and products: exact ones count as well,
+    because which those are is known only when the inside is planned.
+    """
     found = [
         made_of_array(array)
         for function in _jax_compat.inner_jaxprs(equation)

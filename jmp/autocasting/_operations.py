@@ -223,8 +223,8 @@ def _dtype(value: Any) -> str:
 
 
 def is_product(equation: Any) -> bool:
-    """Returns whether an equation is a product of matrices, and no sum or multiplication."""
-    return is_low(equation) and not (is_inner_product(equation) or contracts_nothing(equation))
+    """Returns whether an equation is a product by the op table; an inner product is a sum."""
+    return is_low(equation) and not is_inner_product(equation)
 
 
 def warn_if_no_product_is_half(plan: Plan, name: str) -> bool:
@@ -240,7 +240,8 @@ def warn_if_no_product_is_half(plan: Plan, name: str) -> bool:
         if is_product(operation.equation) and operation.dtypes_in:
             if not NOT_HALF.issuperset(operation.dtypes_in):
                 return False
-            if operation.why in WHY_EXACT:
+            # As written inside a loop, an outer product may stand where it is no multiplication.
+            if operation.why in WHY_EXACT or contracts_nothing(operation.equation):
                 continue
             reasons[_reason(operation)] += 1
             is_surprise |= not _is_callers_wish(operation, plan)
@@ -293,8 +294,6 @@ def _reason(operation: Operation) -> str:
 
 
 def _is_callers_wish(operation: Operation, plan: Plan) -> bool:
-    if operation.node.region.in_float32:
-        return True
-    if plan.words.settings.overrides_rule(operation.equation.primitive.name):
-        return True
-    return bool({AUTOCAST, FULL_PRECISION} & set(_jax_compat.scope_names(operation.scope)))
+    overrides = plan.words.settings.overrides_rule(operation.equation.primitive.name)
+    named = {AUTOCAST, FULL_PRECISION} & set(_jax_compat.scope_names(operation.scope))
+    return operation.node.region.in_float32 or overrides or bool(named)

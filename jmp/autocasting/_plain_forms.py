@@ -1,4 +1,4 @@
-"""Equations that are less than they seem: written as what they are, before anything is planned.
+"""Equations that another primitive says better: they are written so before anything is planned.
 
 - A product that contracts nothing, or axes of length one alone, is an elementwise multiplication.
 - A product with booleans is one of float32 numbers, to which users cast them: exact in half too.
@@ -25,7 +25,7 @@ Form = Callable[..., Any]  # of an equation's parameters and operands
 
 
 def plain_form(equation: JaxprEqn, settings: Settings) -> Jaxpr | None:
-    """Returns an equation as what it is; None where that is what it seems to be."""
+    """Returns an equation in other primitives; None for one that stays as it is."""
     name = equation.primitive.name
     find = _FORMS.get(name)
     form = None if find is None or settings.overrides_rule(name) else find(equation)

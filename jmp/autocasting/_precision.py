@@ -142,8 +142,9 @@ def _filled(equation: JaxprEqn, scope: Any, choose: Choice, around: Any) -> Para
 def _of_rules(equation: JaxprEqn) -> Any:
     """Returns the precision of a custom derivative's rules in a region.
 
-    It is that of its function, if all products there have one: a default that the user sets around
-    the call is in the function alone, which is traced there. Else it is HIGHEST.
+    Rules have the precision that all products of the function name, if they agree: JAX traces the
+    function under a default that the user sets around the call, and its rules later, without it.
+    Else it is HIGHEST.
     """
     said = {inner.params.get("precision") for inner in _products_in(equation)}
     word = said.pop() if len(said) == 1 else None

@@ -68,12 +68,13 @@ def _reaching_operands(
     if ends(equation) or (any(results) and not functions):
         yield from filter(is_inexact, operands)
     for function in functions:
-        # The condition of a loop has a result of its own.
+        # Not so the condition of a loop. (One of a loop with one carry is taken for the body: more
+        # values count as reaching than do.)
         is_called = len(function.outvars) == len(results)
         inner = reaching_results(equation, function, results, ends) if is_called else ()
         inside = _reaching_inputs(function, ends, inner)
-        # The last operands are its own: those before say which branch is taken, or belong to the
-        # condition of a loop.
+        # The last operands are its own: those before say which branch is taken, or belong to
+        # another function, as those of a loop's condition and of a linear solver do.
         pairs = zip(reversed(operands), reversed(inside), strict=False)
         yield from (operand for operand, reaches in pairs if reaches and is_inexact(operand))
 

@@ -26,7 +26,7 @@ from jmp.trees import leaves_by_path
 def refusing_half(
     tx: Transformation[WithLossScaleState], policy: Policy
 ) -> Transformation[WithLossScaleState]:
-    """Returns `tx` that raises ValueError for parameters it would train without the masters needed.
+    """Returns `tx` that raises ValueError for parameters it would train without masters.
 
     Args:
       tx: an optimizer under loss scaling.

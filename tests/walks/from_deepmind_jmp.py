@@ -132,7 +132,7 @@ def with_autocast(params, state, old):
     report = report(*now[:2], images[:64], labels[:64])
     products = {row.module: row.dtype_in for row in report.rows if row.operation == "dot_general"}
     assert products == {"linear": "float16", "linear_1": "float16", "head": "float32"}
-    assert not report.hazards
+    assert ["HIGHEST precision" in hazard for hazard in report.hazards] == [True]  # of the head
     print(report)
     return loss, continued
 
