@@ -14,6 +14,8 @@ planned = functools.partial(add_case, CASES)
 
 TABLE = np.float32(np.random.default_rng(0).normal(size=(128, 128)))
 TOKENS = struct(128, dtype=jnp.int32)
+WEIGHTS = jnp.ones((128, 128)) / 3
+LOOKED_UP = jax.jit(lambda tokens: WEIGHTS[tokens], donate_argnums=0, keep_unused=True)
 
 
 @planned(X, W, ROW, ROW)
@@ -95,6 +97,18 @@ def counts(w, tokens):
     one_hot = jax.nn.one_hot(tokens, 128)
     places = jnp.tril(jnp.ones((128, 128))) @ one_hot
     return places.sum(), one_hot @ w
+
+
+@planned(TOKENS)
+def closed_over_inside(tokens):
+    """Weights that a function inside closes over are weights.
+
+    jit in float32: i32 -> f32
+    transpose in float32: f32 -> f32
+    dot_general in half: f32>f16 f32>f16 -> f16
+    """
+    rows = LOOKED_UP(tokens)
+    return rows @ rows.T
 
 
 @planned(X, W)

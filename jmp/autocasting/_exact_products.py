@@ -18,7 +18,8 @@ compute these in float32, and so does autocast:
 What a value is made of (`MadeOf`) is followed from the inputs on, as the graph is made.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -86,19 +87,24 @@ def _made_inside(equation: JaxprEqn) -> MadeOf:
     Arrays that its functions close over, random numbers, and products: exact ones count as well,
     because which those are is known only when the inside is planned.
     """
-    found = [
-        made_of_array(array)
-        for function in _jax_compat.inner_jaxprs(equation)
-        for array in _jax_compat.open_jaxpr(function)[1]
-        if jnp.issubdtype(array.dtype, jnp.inexact)
-    ]
+    found = list(map(made_of_array, _closed_over(equation)))
     for inner in inner_equations(equation):
         if is_low(inner):
             return MadeOf.PRODUCTS
+        found += map(made_of_array, _closed_over(inner))
         rule = rule_for(inner.primitive.name)
         if rule.draws_bits or (rule == NO_RULE and not has_kind(inner.primitive.name)):
             found.append(MadeOf.INPUTS)
     return max(found, default=MadeOf.CONSTANTS)
+
+
+def _closed_over(equation: JaxprEqn) -> Iterator[Any]:
+    """Yields the floating arrays that functions of an equation close over."""
+    for parameter in equation.params.values():
+        for item in parameter if isinstance(parameter, (tuple, list)) else (parameter,):
+            for array in getattr(item, "consts", ()):
+                if jnp.issubdtype(array.dtype, jnp.inexact):
+                    yield array
 
 
 def find_angles(graph: Graph) -> list[Node]:
