@@ -101,10 +101,11 @@ def test_a_product_that_waits_for_a_bound_that_nobody_gives_is_a_finding(monkeyp
     programs.main(3, 4)
     (row,) = json.loads(capsys.readouterr().out)
     assert row["verdict"] == "raised" and "ZeroDivisionError" in row["why"]
-    assert programs.verdict(0.009, 0.31) == "far"
-    assert programs.verdict(0.01, 0.31) == programs.BEYOND  # five bits fewer
-    assert programs.verdict(0.03, 0.31) == programs.BEYOND
-    assert programs.verdict(0.03, float("nan")) == "not finite"
+    assert programs.verdict(0.009, 0.31, 0.1) == "far"
+    assert programs.verdict(0.009, 0.31, 0.11) == programs.BEYOND  # nearly so with inputs rounded
+    assert programs.verdict(0.01, 0.31, 0.0) == programs.BEYOND  # five bits fewer
+    assert programs.verdict(0.03, 0.31, 0.0) == programs.BEYOND
+    assert programs.verdict(0.03, float("nan"), 0.0) == "not finite"
 
 
 def test_the_number_of_a_program_is_all_that_it_depends_on():
@@ -115,6 +116,6 @@ def test_the_number_of_a_program_is_all_that_it_depends_on():
 
 def test_of_the_programs_of_the_long_check_none_was_not_finite():
     found = json.loads((ROOT / "results" / "soak.json").read_text())["float8_programs"]
-    assert found["passed"] and found["programs"] >= 100 and found["faults"] == []
+    assert found["passed"] and found["programs"] >= 2000 and found["faults"] == []
     assert found["verdicts"]["near"] > 0.95 * found["programs"]
     assert found["bounded_products"] > found["programs"] / 2
