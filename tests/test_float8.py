@@ -324,7 +324,7 @@ MOVED = {
     "reshape": lambda h, _: h.reshape(-1, 64),
     "a bias, then a reshape": lambda h, _: (h + BIAS[None, None]).reshape(-1, 64),
     "copy": lambda h, _: jnp.array(h, copy=True),
-    "squeeze": lambda h, _: h[None].squeeze(0),
+    "squeeze": lambda h, _: h.reshape(1, *h.shape).squeeze(0),
     "jit": lambda h, _: jax.jit(lambda h: jax.nn.gelu(h.reshape(-1, 64)))(h),
     "a gate, then a reshape": lambda h, g: (jax.nn.silu(h) * g).reshape(-1, 64),
     "index": lambda h, _: h[0],
