@@ -14,7 +14,7 @@ from jmp import _jax_compat
 from jmp.autocasting._kinds import has_kind, kind_of
 from jmp.autocasting._numbers import dtype_of, is_inexact, shape_of
 from jmp.autocasting._plain_forms import contracts_nothing, multiplies_mask
-from jmp.autocasting._precision import asked_for, is_low
+from jmp.autocasting._precision import asked_for
 from jmp.autocasting._registry import Category, Rule, is_foreign, rule_for
 from jmp.autocasting._settings import Settings
 from jmp.dtypes import FLOAT32
@@ -60,9 +60,9 @@ def is_inner_product(equation: JaxprEqn) -> bool:
 def contains_products(equation: JaxprEqn, settings: Settings) -> bool:
     """Returns whether a product that may be lowered stands inside an equation."""
     return any(
-        is_low(inner)
+        settings.rule_for(name := inner.primitive.name).category is Category.LOW
         and rule_of(inner, settings).category is Category.LOW
-        and (settings.overrides_rule(inner.primitive.name) or not contracts_nothing(inner))
+        and (settings.overrides_rule(name) or not contracts_nothing(inner))
         for inner in inner_equations(equation)
     )
 

@@ -165,6 +165,7 @@ def with_master_params(
 
 
 def needs_master(param: Any) -> bool:
+    """Returns whether a parameter is stored in half."""
     return is_floating(param) and is_half(param.dtype)
 
 
