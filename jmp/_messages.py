@@ -104,6 +104,25 @@ def name_of(fun: object) -> str:
     return _cut(name) if isinstance(name, str) else described(fun)
 
 
+def wrong(
+    kind: type[Exception], caller: str, value: object, expected: str, *, name: str = ""
+) -> Exception:
+    """Returns the error for one value that is not as expected; `raise` it.
+
+    Args:
+      kind: TypeError for a wrong kind of value, ValueError for a wrong value.
+      caller: the public function or class that was given the value.
+      value: what it was given.
+      expected: what it takes, and the way out; without the full stop at the end.
+      name: the argument's name, where the caller alone does not say it.
+
+    >>> wrong(ValueError, "gather", -1, "an axis", name="dtype")
+    ValueError('gather got dtype=-1; expected an axis.')
+    """
+    given = f"{name}={described(value)}" if name else described(value)
+    return kind(f"{caller} got {given}; expected {expected}.")
+
+
 def did_you_mean(text: str, known: Iterable[str]) -> str:
     """Returns " Did you mean ...?" with the known names that are nearest; "" where none is near.
 
