@@ -92,7 +92,7 @@ def operations_of(plan: Plan) -> Iterator[Operation]:
     half = plan.words.settings.compute_dtype
     for step, times in _steps_of(plan, 1):
         if isinstance(step, Island):
-            stored = {leave.value: leave.dtype for leave in step.leaves}
+            stored = {write.value: write.dtype for write in step.writes}
             for node in step.nodes:
                 stores = [stored.get(value, value.dtype) for value in node.outputs]
                 why = step.why.get(node, node.rule.reason)
@@ -111,7 +111,7 @@ def decisions_of(plan: Plan) -> Iterator[tuple[str, Node, int]]:
         if isinstance(step, Island):
             for node, rewrite in step.rewrites.items():
                 yield rewrite.why, node, times
-            masked = (leave.value.producer for leave in step.leaves if leave.saturates)
+            masked = (write.value.producer for write in step.writes if write.saturates)
             for node in filter(None, masked):
                 yield SATURATED, node, times
         elif any(read.saturates for read in step.reads):
