@@ -43,6 +43,13 @@ IN_PARALLEL := -q -n auto --dist loadfile --no-loadscope-reorder
 test: .venv-test/installed  ## Run the whole suite in an environment of its own.
 	JAX_PLATFORMS=cpu .venv-test/bin/python -m pytest $(IN_PARALLEL)
 
+.PHONY: quick quick-list
+quick: .venv-test/installed  ## Run what belongs to FILE=jmp/trees.py, or to what git diff touches; half a minute.
+	JAX_PLATFORMS=cpu .venv-test/bin/python -m tests.quick $(FILE)
+
+quick-list: .venv-test/installed  ## Measure again which tests belong to which file; 20 minutes.
+	JAX_PLATFORMS=cpu .venv-test/bin/python -m tests.quick --write
+
 test-matrix: $(MATRIX:%=.venv-jax-%/installed)  ## Run the suite on every version of JAX that we support.
 	for version in $(MATRIX); do \
 		echo "JAX $$version"; \
