@@ -28,7 +28,7 @@ PUBLISHED := 'transformers==4.57.*' 'diffusers==0.35.*' 'keras==3.15.*' jraph==0
 LINKS ?=
 IMAGES ?=
 
-.PHONY: help train test test-matrix bench public-models soak package lint types clean
+.PHONY: help train setup test test-matrix bench public-models soak package lint types clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/:/'
@@ -39,6 +39,8 @@ train: .venv/installed$(CUDA)  ## Install what training needs and compare precis
 # A file stays in one process, which keeps what it compiled. In the order of the alphabet, for the
 # other order, by the number of tests, leaves slow files of few tests for the end.
 IN_PARALLEL := -q -n auto --dist loadfile --no-loadscope-reorder
+
+setup: .venv-test/installed  ## Install what development needs into .venv-test.
 
 test: .venv-test/installed  ## Run the whole suite in an environment of its own.
 	JAX_PLATFORMS=cpu .venv-test/bin/python -m pytest $(IN_PARALLEL)
