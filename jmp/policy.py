@@ -6,6 +6,7 @@ adds. Text and policies convert both ways: `get_policy("p=f32,c=f16,o=f32")` and
 """
 
 import dataclasses
+import functools
 from typing import TypeVar
 
 import jax.numpy as jnp
@@ -298,3 +299,32 @@ def _named(name: str) -> dict[str, np.dtype]:
             "'p=f32,c=f16,o=f32'."
         ) from None
     return {"param_dtype": dtype, "compute_dtype": dtype, "output_dtype": dtype}
+
+
+# The attribute of a function, or of a class of modules, that computes by a policy.
+LOWERED_TO = "__jmp_lowered_to__"
+
+
+def mark_lowered(fun: T, dtype: DTypeLike) -> T:
+    """Returns `fun`, marked with the dtype that its products are computed in.
+
+    Training steps read the mark, to refuse an optimizer that was made for another policy.
+    """
+    setattr(fun, LOWERED_TO, np.dtype(dtype))
+    return fun
+
+
+def lowered_to(fun: object) -> np.dtype | None:
+    """Returns the dtype that a function or module, or what a function wraps, is marked with.
+
+    None if nothing is marked.
+
+    >>> str(lowered_to(jax.jit(autocast(lambda x: x @ x, "mixed_bfloat16"))))
+    'bfloat16'
+    """
+    while fun is not None:
+        dtype: np.dtype | None = getattr(fun, LOWERED_TO, None)
+        if dtype is not None:
+            return dtype
+        fun = fun.func if isinstance(fun, functools.partial) else getattr(fun, "__wrapped__", None)
+    return None

@@ -32,6 +32,11 @@ def holds_numbers(leaf: object) -> TypeGuard[AnyArray]:
     return is_array(leaf) and not (isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OSUMm")
 
 
+def stands_for_numbers(leaf: Any) -> bool:
+    """Returns whether a leaf is an array, or a `jax.ShapeDtypeStruct` in the place of one."""
+    return isinstance(leaf, jax.ShapeDtypeStruct) or holds_numbers(leaf)
+
+
 def is_complex(leaf: object) -> TypeGuard[AnyArray]:
     """Returns whether `leaf` is an array of complex numbers that JAX knows."""
     return is_array(leaf) and leaf.dtype.type in (np.complex64, np.complex128)
