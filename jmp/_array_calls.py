@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp._messages import described
+from jmp._messages import wrong
 from jmp.trees import PyTree, holds_numbers, path_string, stands_for_numbers
 
 
@@ -124,15 +124,12 @@ def argument_numbers(
     """
     numbers = [argnums] if isinstance(argnums, int) else argnums
     if not isinstance(numbers, Sequence) or not all(isinstance(n, int) for n in numbers):
-        raise TypeError(
-            f"{caller} got {name}={described(argnums)}; expected the number of an argument or "
-            "several, counted from 0, not its name."
-        )
+        expected = "the number of an argument or several, counted from 0, not its name"
+        raise wrong(TypeError, caller, argnums, expected, name=name)
     if not all(-count <= number < count for number in numbers):
-        raise ValueError(
-            f"{caller} got {name}={described(argnums)}; expected numbers of its {count} args. "
-            "Arguments given by keyword have none: give them by position."
-        )
+        way_out = "Arguments given by keyword have none: give them by position"
+        expected = f"numbers of its {count} args. {way_out}"
+        raise wrong(ValueError, caller, argnums, expected, name=name)
     return {number % count for number in numbers}
 
 

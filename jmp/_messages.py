@@ -36,6 +36,7 @@ def wrong(
     *,
     name: str = "",
     role: str = "",
+    more: str = "",
 ) -> Exception:
     """Returns the error for one value that is not as expected; `raise` it.
 
@@ -46,6 +47,7 @@ def wrong(
       expected: what it takes, and the way out; without the full stop at the end.
       name: the argument's name, where the caller alone does not say it.
       role: in place of a name, as what the caller was given the value.
+      more: sentences that follow, as `way_out` returns them: with a space in front.
 
     >>> wrong(ValueError, "gather", -1, "an axis", name="dtype")
     ValueError('gather got dtype=-1; expected an axis.')
@@ -54,7 +56,7 @@ def wrong(
     """
     given = f"{name}={described(value)}" if name else described(value)
     given += f" as {role}" if role else ""
-    return kind(f"{caller} got {given}; expected {expected}.")
+    return kind(f"{caller} got {given}; expected {expected}.{more}")
 
 
 def check_function(fun: object, caller: str, call: str) -> None:
