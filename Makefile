@@ -70,7 +70,7 @@ soak: .venv-test/installed  ## Kill and resume trainings, and whatever else take
 
 package: .venv-test/installed  ## Build wheel and sdist into dist/ and try them in a clean environment.
 	.venv-test/bin/python -m benchmarks.start_up --rounds 5 --output-dir build
-	.venv-test/bin/python -m tests.package $(if $(LINKS),--links $(LINKS) --images $(IMAGES))
+	.venv-test/bin/python -m tests.project.package $(if $(LINKS),--links $(LINKS) --images $(IMAGES))
 
 .venv-published/installed: pyproject.toml Makefile
 	$(PYTHON) -m venv .venv-published
@@ -88,7 +88,7 @@ lint: .venv-test/installed  ## Check style.
 
 types: .venv-test/installed  ## Check types.
 	.venv-test/bin/mypy
-	.venv-test/bin/python -m tests.printed_programs
+	.venv-test/bin/python -m tests.project.printed_programs
 
 .venv-jax-%/installed: pyproject.toml
 	$(if $(filter 0.10,$*),$(PYTHON),$(or $(PYTHON312),$(error Python 3.12 was not found; name it: make test-matrix PYTHON312=...))) -m venv .venv-jax-$*

@@ -34,9 +34,10 @@ def section(results: dict[str, Any]) -> str:
 Loss and gradients of one step, compiled for eight H200s without a device
 ({versions_of(results["machine"])}): MiB that each device
 receives from others, by collective and dtype, with ring algorithms
-(`tests/h200/wire.py` says how they are counted); also the MiB that its kernels read and write, and
-those of intermediate values. No time was measured. `python -m benchmarks.run --suite wire` counts
-them; `benchmarks/wire.py` has the programs. The first eight have four layers, 32 MiB of float32
+(`testbed/h200/wire.py` says how they are counted); also the MiB that its kernels read and
+write, and those of intermediate values. No time was measured.
+`python -m benchmarks.run --suite wire` counts them; `benchmarks/wire.py` has the programs.
+The first eight have four layers, 32 MiB of float32
 parameters. The GPT has 16.8 M parameters, one table for embedding and head, and blocks that are
 scanned and computed again in the backward pass. By hand, arrays are cast before they are sent;
 without a barrier XLA moves a sharding constraint in front of the cast. Under autocast in

@@ -22,7 +22,7 @@ from jax import lax
 
 import jmp
 from jmp.autocasting import _float8, _planner
-from tests.h200.harness import Program, compile_for_h200, kernels
+from testbed.h200.harness import Program, compile_for_h200, kernels
 
 HALF = jnp.bfloat16
 NHWC, NCHW = ("NHWC", "HWIO", "NHWC"), ("NCHW", "OIHW", "NCHW")

@@ -27,9 +27,9 @@ import jmp
 from benchmarks.planner_rules import FIGURES, HALVES, normal, numbers, replaced
 from jmp.autocasting import _planner
 from jmp.autocasting._numbers import known_of
-from tests.h200.harness import Program, compile_for_h200
-from tests.h200.training_steps import compile_step
-from tests.models import MODELS
+from testbed.h200.harness import Program, compile_for_h200
+from testbed.h200.training_steps import compile_step
+from testbed.models import MODELS
 
 RESULTS = pathlib.Path("results/planner_constants.json")
 Rows = list[dict[str, Any]]

@@ -20,10 +20,10 @@ from benchmarks import float8_convolutions
 from benchmarks._roofline import modelled_limit
 from benchmarks.planner_rules import replaced
 from benchmarks.processes import ROOT
-from tests.h200 import test_float8, test_fused_attention
-from tests.h200.harness import Program, compile_for_h200, one_h200
-from tests.h200.training_steps import WAYS, compile_step
-from tests.models import MODELS, gpt
+from testbed.h200 import attentions, float8_steps
+from testbed.h200.harness import Program, compile_for_h200, one_h200
+from testbed.h200.training_steps import WAYS, compile_step
+from testbed.models import MODELS, gpt
 
 MODEL_TITLES = {
     "resnet": "ResNet, batch 256, 32 x 32",
@@ -34,9 +34,9 @@ MODEL_TITLES = {
     "plain_transformer": "RMSNorm, rotary, SwiGLU in plain JAX, 4 layers",
 }
 ATTENTIONS = {
-    "rotary positions, 8 heads over 2 of the keys, causal and padded": test_fused_attention.Llama,
-    "BERT's, with a bias of its padding": test_fused_attention.Bert,
-    "an odd number of patches, no mask": test_fused_attention.ViT,
+    "rotary positions, 8 heads over 2 of the keys, causal and padded": attentions.Llama,
+    "BERT's, with a bias of its padding": attentions.Bert,
+    "an odd number of patches, no mask": attentions.ViT,
 }
 FLOAT8_RULES: dict[str, tuple[str, dict[str, Any]]] = {
     "bounds in place of maxima": (
@@ -79,24 +79,24 @@ def autocast_step(name: str) -> dict[str, Any]:
 
 def attention(module: Any) -> dict[str, Any]:
     """Counts the gradient of one attention: in float16 by hand, and fused by autocast."""
-    x, padding = test_fused_attention.X, test_fused_attention.PADDING
+    x, padding = attentions.X, attentions.PADDING
     params = jax.eval_shape(module().init, jax.random.key(0), x, padding)
     steps = {
-        "by hand": test_fused_attention.step(module(jnp.float16)),
-        "fused": test_fused_attention.step(module(), attention="fused"),
+        "by hand": attentions.step(module(jnp.float16)),
+        "fused": attentions.step(module(), attention="fused"),
     }
     return {way: figures(compile_for_h200(step, params, x, padding)) for way, step in steps.items()}
 
 
 def float8_step(title: str) -> dict[str, Any]:
     """Counts an SGD step under "mixed_float8" and under "mixed_bfloat16"."""
-    loss, *arguments = test_float8.FULL_SIZES[title]()
+    loss, *arguments = float8_steps.FULL_SIZES[title]()
     found: dict[str, Any] = {}
     with jax.numpy_rank_promotion("allow"):
         for policy in ("mixed_float8", "mixed_bfloat16"):
-            step = test_float8.step(loss, policy)
+            step = float8_steps.step(loss, policy)
             program = compile_for_h200(step, *arguments, donate_argnums=0)
-            float8, others = test_float8.products(program)
+            float8, others = float8_steps.products(program)
             found[policy] = figures(program) | {"float8": float8, "products": float8 + others}
     return found
 
@@ -166,7 +166,7 @@ MEMORY_RUNS = {  # of `examples/memory.py`, and what tables call them
 GROUPS = (
     Group("autocast", "Training steps by autocast", rows(autocast_step, same(MODEL_TITLES))),
     Group("attention", "One attention, fused", rows(attention, ATTENTIONS)),
-    Group("float8", "Steps in float8", rows(float8_step, same(test_float8.FULL_SIZES))),
+    Group("float8", "Steps in float8", rows(float8_step, same(float8_steps.FULL_SIZES))),
     Group("float8-rules", "Rules of float8", rows(float8_rule, same(FLOAT8_RULES))),
     Group("columns", "Columns of a product", rows(odd_columns, {"4096": 4096, "4095": 4095})),
     Group("head", "GPT-2 124M, 8 x 1024 tokens, bfloat16: its products", rows(head, same(HEADS))),

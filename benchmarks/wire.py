@@ -4,7 +4,7 @@
 
 A case says where the parameters lie and how they move; each is written once for all variants:
 float32, half by hand, and float32 under autocast. By hand is what somebody writes who knows how the
-compiler works: what moves is cast before it moves. `tests/h200/wire.py` counts, and says how.
+compiler works: what moves is cast before it moves. `testbed/h200/wire.py` counts, and says how.
 """
 
 import contextlib
@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jmp
-from tests.h200.harness import Program
-from tests.h200.wire import compile_for_h200s, h200s, wire
+from testbed.h200.harness import Program
+from testbed.h200.wire import compile_for_h200s, h200s, wire
 
 P = PartitionSpec
 Tree = Any

@@ -1,6 +1,6 @@
 """Writes the table of `devices.md` anew: `python -m docs.devices`. Needs no GPU.
 
-What moves between devices is read from programs compiled for eight H200s (`tests/h200/wire.py`):
+What moves between devices is read from programs compiled for eight H200s (`testbed/h200/wire.py`):
 the gradients of two matrices of 2048 x 2048, 32 MiB of float32, for 512 rows, by autocast; and a
 step of `examples/gpt.py`.
 """
@@ -23,7 +23,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp
-from tests.h200.wire import MIB, Sent, compile_for_h200s, h200s, wire
+from testbed.h200.wire import MIB, Sent, compile_for_h200s, h200s, wire
 
 PAGE = pathlib.Path(__file__).with_suffix(".md")
 BEGIN, END = "<!-- written by docs/devices.py -->", "<!-- end -->"

@@ -1,9 +1,9 @@
-"""Writes `mistakes.md` from `tests/mistakes.py`: `python -m docs.mistakes`, after a change."""
+"""Writes `mistakes.md` from `testbed/mistakes.py`: `python -m docs.mistakes`, after a change."""
 
 import pathlib
 
 import jmp
-from tests.mistakes import MISTAKES, names
+from testbed.mistakes import MISTAKES, names
 
 PAGE = pathlib.Path(__file__).with_suffix(".md")
 

@@ -28,8 +28,8 @@ from benchmarks.planner_rules import numbers
 from benchmarks.processes import ROOT
 from jmp import diagnostics
 from jmp.autocasting import _float8_planning
-from tests.gpt2 import GPT2, gpt2
-from tests.models import MODELS
+from testbed.gpt2 import GPT2, gpt2
+from testbed.models import MODELS
 
 PRECISIONS = ("bfloat16", "float8")
 SMALL_MODELS = {

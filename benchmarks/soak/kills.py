@@ -29,6 +29,7 @@ import numpy as np
 from rich.console import Console
 
 from benchmarks.processes import ROOT
+from testbed.example_data import write_images, write_text
 
 # Seconds after the moment aimed at within which the kill comes: about as long as it takes to write.
 AIMS = {"record": 0.01, "checkpoint": 0.15, "renamed": 0.02, "report": 0.3}
@@ -275,9 +276,7 @@ def left_behind(example: Example, output: pathlib.Path) -> list[str]:
 
 
 def write_data(name: str, folder: pathlib.Path) -> pathlib.Path:
-    from tests import test_cifar10, test_gpt_example  # whose files are those of the tests
-
-    writers = {"gpt": test_gpt_example.write_text, "cifar10": test_cifar10.write_data}
+    writers = {"gpt": write_text, "cifar10": write_images}
     return writers[name](folder)
 
 

@@ -10,9 +10,9 @@ import optax
 import pytest
 
 import jmp
-from tests.h200.harness import compile_for_h200
-from tests.h200.training_steps import compile_step, ratios
-from tests.models import MODELS
+from testbed.h200.harness import compile_for_h200
+from testbed.h200.training_steps import compile_step, ratios
+from testbed.models import MODELS
 
 # Sizes; bytes moved, temporary memory and kernels, at most, over those of the model by hand.
 GATES = [

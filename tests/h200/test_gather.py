@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp
-from tests.h200.wire import MIB, compile_for_h200s, h200s, wire
+from testbed.h200.wire import MIB, compile_for_h200s, h200s, wire
 
 SHAPES = [(256, 512), (512, 256)]  # 1 MiB in float32
 pytestmark = pytest.mark.usefixtures("h200")  # skips where there is no compiler

@@ -11,8 +11,8 @@ from jax import lax
 
 from benchmarks import _roofline
 from benchmarks._roofline import modelled_limit
+from testbed.h200.harness import kernels
 from tests.h200.fixture import h200  # noqa: F401  the tests below take it by name
-from tests.h200.harness import kernels
 
 
 def spec(*shape, dtype=jnp.float16):

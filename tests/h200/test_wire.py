@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks import wire as cases
 from jmp.autocasting import _float8_planning
-from tests.h200.wire import MIB, Sent, compile_for_h200s, h200s, received, wire
+from testbed.h200.wire import MIB, Sent, compile_for_h200s, h200s, received, wire
 
 # Counting, which needs no compiler.
 

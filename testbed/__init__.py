@@ -1,0 +1,1 @@
+"""Programs and compilers that tests and benchmarks share."""

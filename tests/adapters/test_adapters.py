@@ -1,0 +1,591 @@
+"""The contract of all adapters, over the rows of `adapter_cases`: one network in each framework."""
+
+import re
+import threading
+import warnings
+from collections import OrderedDict
+from typing import NamedTuple
+
+import equinox as eqx
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import jmp
+from jmp import adapters, diagnostics, transforms
+from tests.adapters.adapter_cases import ADAPTERS, HAIKU_NET, IMAGES, PRODUCTS, mean_square
+from tests.bits import bits
+from tests.products import equations, product_dtypes
+
+POLICIES = ["mixed_float16", "mixed_bfloat16", "O2", "O3"]
+
+every_adapter = pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda adapter: adapter.name)
+
+
+@pytest.fixture(autouse=True)
+def users_rank_promotion():
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def loss_of(adapter, policy, rules=None, **options):
+    forward = adapter.forward(policy, rules, **options)
+
+    def loss_fn(params, statistics):
+        output, statistics = forward(params, statistics, IMAGES)
+        return mean_square(output), (output, statistics)
+
+    return loss_fn
+
+
+def stored(adapter, policy, rules=None):
+    params, statistics = adapter.init()
+    return adapter.cast_params(params, policy, rules), statistics
+
+
+def dtypes_of(tree):
+    return {x.dtype.name for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)}
+
+
+@every_adapter
+@pytest.mark.filterwarnings("ignore:.*was asked for reduce_dtype=float32:UserWarning")  # convs
+def test_autocast_is_told_the_dtype_of_reductions(adapter):
+    params, statistics = stored(adapter, "mixed_float16")
+    gradient = jax.grad(loss_of(adapter, "mixed_float16,r=f32"), has_aux=True)
+    program = str(jax.make_jaxpr(gradient)(params, statistics))
+    assert re.search(r":f32\[[\d,]*\] = dot_general", program)  # of a weight's gradient
+
+
+@every_adapter
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_product_is_half_forward_and_backward(adapter, policy):
+    params, statistics = stored(adapter, policy)
+    loss_fn = loss_of(adapter, policy)
+    half = jmp.get_policy(policy).compute_dtype.__name__
+    grad_fn = jax.grad(loss_fn, has_aux=True)
+    assert list(product_dtypes(grad_fn, params, statistics)) == [half]
+    gradients, (output, _) = jax.eval_shape(grad_fn, params, statistics)
+    same = jax.tree.map(lambda g, p: g.dtype == p.dtype, gradients, params)
+    assert all(jax.tree.leaves(same))
+    expected = jmp.get_policy(policy).output_dtype if adapter.casts_output else None
+    assert output.dtype == (expected or output.dtype)
+
+
+@every_adapter
+def test_float8_is_refused_in_every_dtype_of_a_policy_and_of_a_rule(adapter):
+    policies = ["p=f8_e5m2,c=f16,o=f16", "p=f16,c=f8_e5m2,o=f16", "p=f16,c=f16,o=f8_e5m2"]
+    params, statistics = adapter.init()
+    as_rules = [("mixed_float16", [(adapter.head, policy)]) for policy in policies]
+    for whole, rules in (*((policy, None) for policy in policies), *as_rules):
+        with pytest.raises(ValueError, match="is float8_e5m2: float8 is not supported there yet"):
+            jax.eval_shape(loss_of(adapter, whole, rules), params, statistics)
+        with pytest.raises(ValueError, match="cast_params got the policy .* is float8_e5m2"):
+            adapter.cast_params(params, whole, rules)
+
+
+@every_adapter
+@pytest.mark.parametrize("policy", ["mixed_float16", "O2"])
+@pytest.mark.parametrize("cast_all", [False, True])
+def test_a_batch_norm_computes_in_float32_and_what_follows_is_half(adapter, policy, cast_all):
+    params, statistics = stored(adapter, policy)
+    if cast_all:
+        params, statistics = jmp.cast_to_half((params, statistics))
+    loss_fn = loss_of(adapter, policy)
+    _, (_, updated) = jax.eval_shape(loss_fn, params, statistics)
+    assert dtypes_of(updated) == {"float32"}
+    jaxpr = jax.make_jaxpr(loss_fn)(params, statistics).jaxpr
+    roots = [e for e in equations(jaxpr) if e.primitive.name in ("rsqrt", "sqrt")]
+    assert roots and all(e.outvars[0].aval.dtype == jnp.float32 for e in roots)
+    relus = [
+        equation.outvars[0].aval.dtype.name
+        for equation in equations(jaxpr)
+        if equation.primitive.name == "max" and getattr(equation.invars[1], "val", None) == 0
+    ]
+    assert relus and set(relus) == {"float16"}
+
+
+@every_adapter
+def test_the_gradient_is_close_to_float32s(adapter):
+    params, statistics = adapter.init()
+    flat = {}
+    for policy in ("float32", "mixed_float16", "mixed_bfloat16"):
+        grad_fn = jax.jit(jax.grad(loss_of(adapter, policy), has_aux=True))
+        leaves = jax.tree.leaves(grad_fn(params, statistics)[0])
+        flat[policy] = jnp.concatenate([jnp.ravel(leaf) for leaf in leaves])
+    exact = flat["float32"]
+    for policy, bound in (("mixed_float16", 5e-3), ("mixed_bfloat16", 4e-2)):
+        assert jnp.linalg.norm(flat[policy] - exact) <= bound * jnp.linalg.norm(exact)
+
+
+@every_adapter
+def test_rules_by_path_and_by_type(adapter):
+    params, statistics = adapter.init()
+    count = lambda rules: product_dtypes(
+        lambda p: loss_of(adapter, "mixed_float16", rules)(p, statistics)[0], params
+    )
+    assert count(None) == {"float16": PRODUCTS}
+    assert count([(adapter.head, "float32")]) == {"float16": PRODUCTS - 1, "float32": 1}
+    convolutions = [(adapter.convolution, "float32")]
+    assert count(convolutions) == {"float16": 1, "float32": PRODUCTS - 1}
+    assert count([(adapter.convolution, "mixed_float16"), ("*", "float32")]) == {
+        "float16": PRODUCTS - 1,
+        "float32": 1,
+    }
+
+
+@every_adapter
+def test_rules_may_be_an_iterator_and_give_the_policy_of_the_whole(adapter):
+    params, statistics = adapter.init()
+    policy = jmp.get_policy("mixed_float16")
+    rules = [(adapter.convolution, policy), ("*", "float32")]
+    loss_fn = loss_of(adapter, policy, iter(rules), full={"exp"})
+    with pytest.warns(jmp.UnusedRuleWarning, match="full= names 'exp'"):
+        products = product_dtypes(lambda p: loss_fn(p, statistics)[0], params)
+    assert products == {"float16": PRODUCTS - 1, "float32": 1}
+    cast = lambda rules: bits(adapter.cast_params(params, "O2", rules))
+    rules = [(adapter.head, "float32")]
+    assert cast(iter(rules)) == cast(rules) != cast(())
+
+
+@every_adapter
+def test_a_float32_policy_with_a_half_part(adapter):
+    params, statistics = adapter.init()
+    loss_fn = loss_of(adapter, "float32", [(adapter.convolution, "mixed_float16")])
+    products = product_dtypes(lambda p: loss_fn(p, statistics)[0], params)
+    assert products == {"float16": PRODUCTS - 1, "float32": 1}
+
+
+@every_adapter
+def test_two_half_dtypes_in_one_model_are_refused(adapter):
+    with pytest.raises(ValueError, match="bfloat16 and float16; expected one half dtype"):
+        forward = adapter.forward("mixed_float16", [(adapter.head, "mixed_bfloat16")])
+        forward(*adapter.init(), IMAGES)
+
+
+@every_adapter
+def test_autocasts_options_are_taken(adapter):
+    params, statistics = adapter.init()
+    full = ["conv_general_dilated"]
+    loss_fn = loss_of(adapter, "mixed_float16", full=full, inside_custom_vjp=True)
+    products = product_dtypes(lambda p: loss_fn(p, statistics)[0], params)
+    assert products == {"float16": 1, "float32": PRODUCTS - 1}
+    with pytest.raises(ValueError, match="recompute='sometimes'"):
+        loss_of(adapter, "mixed_float16", recompute="sometimes")(params, statistics)
+
+
+@every_adapter
+def test_a_rule_that_matched_nothing_is_named(adapter):
+    params, statistics = adapter.init()
+    rules = [("haed", "float32"), (adapter.head, "float32")]
+    with pytest.warns(jmp.UnusedRuleWarning, match="'haed'.*paths here are '"):
+        jax.eval_shape(loss_of(adapter, "mixed_float16", rules), params, statistics)
+    with pytest.warns(jmp.UnusedRuleWarning, match="'haed'.*paths here are '"):
+        adapter.cast_params(params, "O2", rules)
+
+
+@every_adapter
+def test_cast_params_keeps_norms_and_can_be_undone(adapter):
+    params, _ = adapter.init()
+    cast = adapter.cast_params(params, "O2")
+    halves = {leaf.size for leaf in jax.tree.leaves(cast) if leaf.dtype == jnp.float16}
+    full = [leaf.size for leaf in jax.tree.leaves(cast) if leaf.dtype == jnp.float32]
+    assert len(halves) >= 4 and full == [8, 8]  # scale and bias of the BatchNorm
+    assert dtypes_of(adapter.cast_params(params, "O2", rules=())) == {"float16"}
+    assert dtypes_of(adapter.cast_params(params, "O3")) == {"float16"}
+    restored = jmp.cast_to_full(cast)
+    assert jax.tree.structure(restored) == jax.tree.structure(params)
+    assert dtypes_of(restored) == {"float32"}
+
+
+ADAM = optax.adam(optax.linear_schedule(1e-2, 0.0, 9))
+SCALE = jmp.DynamicLossScale(8.0, period=2)
+
+
+@every_adapter
+@pytest.mark.parametrize(
+    ("policy", "tx"),
+    [
+        ("mixed_float16", transforms.mixed_precision(ADAM, "mixed_float16", SCALE)),
+        ("O2", transforms.mixed_precision(ADAM, "O2", SCALE)),
+        (
+            "mixed_float16",
+            optax.chain(
+                transforms.with_loss_scale(optax.identity(), SCALE),
+                optax.add_decayed_weights(0.1),
+                ADAM,
+            ),
+        ),
+    ],
+    ids=["mixed_float16", "O2", "with Adam and weight decay behind loss scaling"],
+)
+def test_a_skipped_step_moves_nothing_but_the_scale_and_all_steps_compile_once(adapter, policy, tx):
+    state, step = adapter.trainer(policy, tx)
+    scale_of = lambda state: diagnostics.metrics(adapter.opt_state(state))["loss_scale"]
+    for i, factor in enumerate([jnp.nan, 1.0, 2.0, jnp.inf, 1.0]):
+        before = bits(adapter.everything(state))
+        scale = float(scale_of(state))
+        state = step(state, IMAGES * factor)
+        skipped = i in (0, 3)
+        assert (bits(adapter.everything(state)) == before) == skipped
+        assert not skipped or scale_of(state) == scale / 2
+    assert jmp.all_finite(adapter.everything(state))
+    assert step._cache_size() == 1
+
+
+def test_an_optimizer_behind_loss_scaling_may_start_from_python_numbers():
+    totals = optax.GradientTransformation(
+        lambda params: 1.0, lambda updates, total, params: (updates, total + updates["w"].sum())
+    )
+    tx = optax.chain(transforms.with_loss_scale(optax.identity(), SCALE), totals)
+    model = {"w": jnp.ones(2)}
+    for factor, expected in ((1.0, 3.0), (jnp.inf, 1.0)):
+        loss_fn = lambda model, factor: factor * model["w"].sum()
+        step = adapters.equinox.train_step(loss_fn, model, tx.init(model), tx, factor)
+        assert step.opt_state[1] == expected
+
+
+# In the rows of linen and Haiku a plain function calls the wrapped network, which no step can
+# see through. What linen's state is given is seen.
+MARKED = [adapter for adapter in ADAPTERS if adapter.name not in ("linen", "haiku")]
+
+
+@pytest.mark.parametrize("adapter", MARKED, ids=lambda adapter: adapter.name)
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "float32"])
+def test_an_optimizer_that_scales_nothing_is_refused_for_a_float16_model(adapter, policy):
+    state, step = adapter.trainer("mixed_float16", transforms.mixed_precision(ADAM, policy))
+    with pytest.raises(ValueError, match="computes in float16, but .* scales no loss"):
+        step(state, IMAGES)
+
+
+def test_a_train_state_refuses_an_optimizer_that_scales_nothing_for_a_float16_model():
+    def create(tx, policy="mixed_float16"):
+        apply_fn = jax.jit(adapters.linen.wrap_apply(lambda variables: variables["w"], policy))
+        adapters.linen.TrainState.create(apply_fn=apply_fn, params={"w": jnp.ones(1)}, tx=tx)
+
+    with pytest.raises(ValueError, match="computes in float16, but .* scales no loss"):
+        create(transforms.mixed_precision(ADAM, "mixed_bfloat16"))
+    create(transforms.mixed_precision(ADAM, "mixed_bfloat16"), "mixed_bfloat16")
+    create(transforms.mixed_precision(ADAM, "mixed_bfloat16", jmp.NoOpLossScale()))  # none wanted
+    for unscaled in (ADAM, optax.chain(optax.clip(1.0), ADAM)):
+        with pytest.warns(jmp.UnscaledLossWarning, match="float16, but its optimizer scales no"):
+            create(unscaled)
+        create(transforms.with_loss_scale(unscaled, jmp.NoOpLossScale()))
+        create(unscaled, "mixed_bfloat16")
+
+
+@every_adapter
+def test_training_follows_float32(adapter):
+    ends = {}
+    for policy in ("float32", "mixed_float16"):
+        tx = transforms.mixed_precision(optax.sgd(0.1), policy, jmp.StaticLossScale(1024.0))
+        state, step = adapter.trainer(policy, tx)
+        for _ in range(8):
+            state = step(state, IMAGES)
+        leaves = jax.tree.leaves(adapter.everything(state))
+        leaves = [x.ravel() for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
+        ends[policy] = jnp.concatenate(leaves)
+    error = jnp.linalg.norm(ends["mixed_float16"] - ends["float32"])
+    assert error <= 5e-3 * jnp.linalg.norm(ends["float32"])
+
+
+WEIGHT = jnp.ones((3, 3))
+
+
+class Decorated(eqx.Module):
+    """Methods that are no plain functions; each has a product of its own."""
+
+    weight: jax.Array
+
+    @staticmethod
+    def double(x):
+        return 2 * x
+
+    @jax.jit
+    def jitted(self, x):
+        return x @ self.weight
+
+    def __call__(self, x):
+        return self.jitted(self.double(x))
+
+
+class DecoratedNnx(nnx.Module):
+    def __init__(self, weight):
+        self.weight = nnx.Param(weight)
+
+    double = staticmethod(Decorated.double)
+
+    @nnx.jit
+    def jitted(self, x):
+        return x @ self.weight
+
+    def __call__(self, x):
+        return self.jitted(self.double(x))
+
+
+@pytest.mark.parametrize(
+    ("framework", "decorated"), [(adapters.equinox, Decorated), (adapters.nnx, DecoratedNnx)]
+)
+def test_static_and_decorated_methods_run_in_the_scope_of_a_rule(framework, decorated):
+    rules = [(decorated, "float32")]
+    loss = framework.autocast(lambda model, x: model.jitted(model(x)), "O1", rules=rules)
+    assert product_dtypes(lambda w: loss(decorated(w), WEIGHT), WEIGHT) == {"float32": 2}
+    assert jnp.array_equal(loss(decorated(WEIGHT), WEIGHT), 18 * WEIGHT)
+
+
+class Pair(NamedTuple):
+    first: eqx.nn.Linear
+    second: eqx.nn.Linear
+
+
+class Containers(eqx.Module):
+    pair: Pair
+    ordered: OrderedDict
+
+    def __call__(self, x):
+        return self.ordered["z"](self.pair.second(self.pair.first(x)))
+
+
+def test_equinox_modules_in_containers_of_any_class_are_found():
+    linear = eqx.nn.Linear(3, 3, key=jax.random.key(0))
+    model = Containers(Pair(linear, linear), OrderedDict(z=linear))
+    rules = [("pair/first", "float32"), ("ordered/z", "float32")]
+    classes = []
+
+    def call(model, x):
+        classes.extend(map(type, model.pair))
+        return model(x)
+
+    lowered = adapters.equinox.autocast(call, "O1", rules=rules)
+    assert product_dtypes(lowered, model, WEIGHT[0]) == {"float16": 1, "float32": 2}
+    assert issubclass(classes[0], eqx.nn.Linear)
+    assert classes[1] is eqx.nn.Linear  # what no rule names keeps its class
+    cast = adapters.equinox.cast_params(model, "O2")
+    assert jax.tree.structure(cast) == jax.tree.structure(model)
+    assert dtypes_of(cast) == {"float16"}
+
+
+class Calibrated(eqx.Module):
+    """Sets its second field by what it computes with the first."""
+
+    weight: jax.Array
+    largest: jax.Array
+
+    def __init__(self, weight):
+        self.weight = weight
+        call = adapters.equinox.autocast(lambda module, x: x @ module.weight, "mixed_float16")
+        self.largest = jnp.max(call(self, weight))
+
+
+def test_an_equinox_module_may_compute_before_all_its_fields_are_set():
+    assert Calibrated(WEIGHT / 3).largest == pytest.approx(1 / 3, abs=1e-3)
+
+
+def test_haiku_takes_its_state_by_name_and_names_what_it_cannot_wrap():
+    network = adapters.haiku.with_policy(HAIKU_NET, "mixed_float16")
+    params, state = HAIKU_NET.init(jax.random.key(0), IMAGES)
+    named = jax.eval_shape(lambda: network.apply(params, state=jmp.cast_to_half(state), x=IMAGES))
+    assert dtypes_of(named[1]) == {"float32"}
+    with pytest.raises(TypeError, match="Each function of an hk.multi_transform"):
+        both = hk.multi_transform(lambda: (lambda x: x, (lambda x: x,)))
+        adapters.haiku.with_policy(both, "mixed_float16")
+
+
+@pytest.mark.parametrize("name", ["mlp", "res_net"])
+def test_haikus_modules_are_named_as_in_the_parameters_and_as_in_the_report(name):
+    def forward(x):
+        if name == "mlp":
+            return hk.nets.MLP([8, 2])(x[:, 0, 0])
+        return hk.nets.ResNet([1] * 4, 2, bottleneck=False, channels_per_group=[4] * 4)(x, True)
+
+    network = hk.without_apply_rng(hk.transform_with_state(forward))
+    x = jax.ShapeDtypeStruct((1, 8, 8, 3), jnp.float32)
+    variables = jax.eval_shape(network.init, jax.random.key(0), x)
+    inside = "block_group_1/~/block_0/~/conv_1" if name == "res_net" else "linear_0"
+    stored, plain = f"{name}/~/{inside}", f"{name}/{inside.replace('~/', '')}"
+    assert stored in variables[0]
+    targets = [(plain, stored), (inside, f"/{plain}"), (re.compile(plain), plain)]
+    for target, in_report in targets[: 1 if name == "res_net" else None]:
+        asked = diagnostics.precision_report(network.apply, "O1", rules=[(in_report, "float32")])
+        report = asked(*variables, x)
+        products = {row.module: row.dtype_in for row in report.rows if row.kind == "product"}
+        assert [path for path, dtype in products.items() if dtype == "float32"] == [plain]
+        half = adapters.haiku.with_policy(network, "O1", [(target, "float32")])
+        assert product_dtypes(half.apply, *variables, x) == {
+            "float16": len(products) - 1,
+            "float32": 1,
+        }, target
+
+
+def test_what_find_float32_names_of_a_haiku_network_are_rules_of_with_policy():
+    network = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([8, 8, 2])(x)))
+    params = network.init(jax.random.key(0), WEIGHT)
+    params["mlp/~/linear_1"] = jax.tree.map(lambda w: w + 3e4, params["mlp/~/linear_1"])
+    loss = lambda params: jnp.mean(network.apply(params, WEIGHT))
+    found = diagnostics.find_float32(loss, "mixed_float16", params)
+    half = adapters.haiku.with_policy(network, "mixed_float16", found.rules)
+    products = product_dtypes(lambda p: half.apply(p, WEIGHT), params)
+    assert found.rules and products["float32"] == len(found.rules)
+
+
+def test_an_unused_rule_is_shown_beside_paths_of_haikus_modules():
+    network = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([2, 2])(x)))
+    params = jax.eval_shape(network.init, jax.random.key(0), WEIGHT)
+    half = adapters.haiku.with_policy(network, "mixed_float16", [("mlp/linear_7", "float32")])
+    with pytest.warns(jmp.UnusedRuleWarning, match=r"paths here are 'mlp/~/linear_\d'"):
+        jax.eval_shape(half.apply, params, WEIGHT)
+
+
+def test_a_policy_of_haikus_own_beside_that_of_with_policy_is_reported():
+    network = hk.without_apply_rng(hk.transform(lambda x: hk.Linear(2)(x)))
+    params = jax.eval_shape(network.init, jax.random.key(0), WEIGHT)
+    half = adapters.haiku.with_policy(network, "mixed_float16")
+    hk.mixed_precision.set_policy(hk.Linear, jmp.get_policy("half"))
+    try:
+        with pytest.warns(UserWarning, match=r"'Linear' by .*set_policy too.*clear_policy"):
+            jax.eval_shape(half.apply, params, WEIGHT)
+    finally:
+        hk.mixed_precision.clear_policy(hk.Linear)
+
+
+def test_the_offset_of_haikus_batch_norm_is_held_within_no_range_as_a_mask_is():
+    forward = lambda x: hk.Linear(2)(hk.BatchNorm(True, True, 0.9)(hk.Linear(3)(x), True))
+    network = hk.without_apply_rng(hk.transform_with_state(forward))
+    variables = jax.eval_shape(network.init, jax.random.key(0), WEIGHT)
+    report = diagnostics.precision_report(network.apply, "mixed_float16")(*variables, WEIGHT)
+    assert not report.decisions
+
+
+def test_two_threads_may_trace_one_haiku_network():
+    is_inside, has_traced = threading.Event(), threading.Event()
+
+    class Slow(hk.Module):
+        def __call__(self, x):
+            is_inside.set()
+            assert has_traced.wait(5)
+            return x
+
+    forward = lambda x, slow: Slow()(x) if slow else hk.Linear(3)(x)
+    network = hk.without_apply_rng(hk.transform(forward))
+    params = network.init(jax.random.key(0), WEIGHT, False)
+    rules = [(Slow, "float32"), ("linear", "mixed_float16")]
+    apply = adapters.haiku.with_policy(network, "mixed_float16", rules).apply
+    thread = threading.Thread(target=lambda: jax.eval_shape(lambda: apply({}, WEIGHT, True)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", jmp.UnusedRuleWarning)
+        thread.start()
+        assert is_inside.wait(5)
+        products = product_dtypes(lambda p: apply(p, WEIGHT, False), params)
+        has_traced.set()
+        thread.join()
+    assert products == {"float16": 1}
+
+
+def test_an_equinox_state_outlives_a_step_whose_loss_fails():
+    def loss_fn(model, state, x):
+        state.set(model.index, x)
+        raise RuntimeError("no loss")
+
+    class Remembering(eqx.Module):
+        weight: jax.Array
+        index: eqx.nn.StateIndex
+
+        def __init__(self):
+            self.weight = WEIGHT
+            self.index = eqx.nn.StateIndex(WEIGHT)
+
+    model, state = eqx.nn.make_with_state(Remembering)()
+    tx = optax.sgd(0.1)
+    opt_state = tx.init(eqx.filter(model, eqx.is_inexact_array))
+    with pytest.raises(RuntimeError, match="no loss"):
+        adapters.equinox.train_step(loss_fn, model, opt_state, tx, WEIGHT, state=state)
+    assert jnp.array_equal(state.get(model.index), WEIGHT)
+
+
+# Rules and reports of Equinox.
+
+
+class TiedHead(eqx.Module):
+    """A decoder whose head is no module: the table, again, in a scope of its own."""
+
+    table: jax.Array
+    blocks: list[eqx.nn.Linear]
+
+    def __init__(self):
+        keys = jax.random.split(jax.random.key(0), 3)
+        self.table = jax.random.normal(keys[0], (16, 8))
+        self.blocks = [eqx.nn.Linear(8, 8, key=key) for key in keys[1:]]
+
+    def __call__(self, tokens):
+        x = self.table[tokens]
+        for block in self.blocks:
+            x = jnp.tanh(jax.vmap(block)(x))
+        with jax.named_scope("logits"):
+            return x @ self.table.T
+
+
+def next_token_loss(model, tokens):
+    return -jnp.mean(jax.nn.log_softmax(model(tokens))[:, 0])
+
+
+TOKENS = jnp.arange(16)
+
+
+@pytest.mark.parametrize(
+    ("rules", "in_float32"),
+    [
+        ([("logits", "float32")], [False, False, True]),
+        ([("blocks/0", "float32")], [True, False, False]),
+        ([("eqx.nn.Linear", "float32"), ("blocks/0", "O2")], [False, True, False]),
+        ([(re.compile("blocks/1|logits"), "float32")], [False, True, True]),
+        ([("blocks/1", "O2"), ("", "float32")], [True, False, True]),
+    ],
+)
+def test_rules_of_equinox_name_modules_and_then_scopes_in_training_as_in_reports(rules, in_float32):
+    model, options = TiedHead(), {"rules": rules}
+    trained = adapters.equinox.autocast(next_token_loss, "O2", **options)
+    reports = [
+        diagnostics.precision_report(next_token_loss, "O2", **options)(model, TOKENS),
+        diagnostics.precision_report(trained, "O2")(model, TOKENS),
+    ]
+    for report in reports:
+        rows = [row for row in report.rows if row.kind == "product"]
+        assert [row.dtype_in == "float32" for row in rows] == in_float32
+    # The float32 products are what was asked for; their price is named.
+    assert all("HIGHEST precision" in hazard for hazard in reports[0].hazards)
+
+
+def test_a_rule_of_equinox_that_names_neither_is_reported_at_the_users_line():
+    trained = adapters.equinox.autocast(next_token_loss, "O2", rules=[("logit", "float32")])
+    with pytest.warns(jmp.UnusedRuleWarning, match="'logit'.*paths here are 'logits'") as caught:
+        jax.eval_shape(eqx.filter_grad(trained), TiedHead(), TOKENS)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_half_modules_are_compared_with_a_loss_scale_as_they_are_trained():
+    model = adapters.equinox.cast_params(TiedHead(), "O2")
+    rules = [("blocks/0", "float32")]
+    loss = lambda model, tokens: next_token_loss(model, tokens) / 16
+    rows = diagnostics.compare(loss, "O2", scale=2.0**16, rules=rules)(model, TOKENS)
+    assert max(row.relative_error for row in rows.rows) < 0.01
+
+
+def test_the_memory_of_an_equinox_model_with_functions_among_its_leaves_is_counted():
+    model = eqx.nn.MLP(8, 1, 16, 1, key=jax.random.key(0))
+    loss = lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2)
+    tx = transforms.mixed_precision(optax.adam(1e-3), "O2")
+    count = diagnostics.memory_report(loss, optimizer=tx, compiled=False)
+    parts = count(adapters.equinox.cast_params(model, "O2"), jnp.ones((4, 8))).parts
+    assert parts["parameters"] == 2 * (8 * 16 + 16 + 16 + 1) and parts["masters"] > 0
+
+
+def test_an_update_of_equinox_that_widens_half_parameters_is_named_in_the_next_step():
+    tx = transforms.mixed_precision(optax.sgd(0.1), "O2")
+    params = {"w": jnp.ones(2, jnp.float16)}
+    updates, state = tx.update(params, tx.init(params), params)
+    kept, widened = (apply(params, updates) for apply in (optax.apply_updates, eqx.apply_updates))
+    assert kept["w"].dtype == jnp.float16
+    with pytest.raises(ValueError, match="a half dtype.*optax.apply_updates does, eqx.apply_upda"):
+        tx.update(params, state, widened)

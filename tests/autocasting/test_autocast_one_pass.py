@@ -1,0 +1,383 @@
+"""Losses of classifiers: sums of powers in one pass with the maxima of their rows, and kept.
+
+The pass that only GPUs take runs here on the CPU, and short rows count as long.
+"""
+
+import contextlib
+import io
+import re
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec
+
+import jmp
+from jmp.autocasting.rewrites import one_pass, pick
+from jmp.autocasting.rewrites.softmax import softmax_from_half_result
+from tests.autocasting.plans import plan_of
+
+ROWS, WIDTH, CLASSES, LONG = 8, 4, 65, 64
+LOWEST = float(jnp.finfo(jnp.float32).min)
+
+
+@contextlib.contextmanager
+def replaced(**instead):
+    with contextlib.ExitStack() as stack:
+        for address, value in instead.items():
+            address = address.replace("__", ".")
+            stack.enter_context(mock.patch(f"jmp.autocasting.{address}", value))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def small():
+    """Small islands are recomputed, and rows of 65 numbers are long."""
+    sizes = {"_islands__SMALL": 256, "rewrites__pick__LARGE": 256, "rewrites__one_pass__LONG": LONG}
+    with replaced(**sizes, rewrites__one_pass__GPUS=("cpu",)):
+        yield
+
+
+def in_two_passes():
+    """The planner without the rewrite."""
+    rewrites = [pick.pick_as_sum, softmax_from_half_result]
+    never = lambda length: False
+    return replaced(rewrites__REWRITES=rewrites, rewrites__pick__is_long=never)
+
+
+# One reduction of pairs.
+
+INF, NAN = np.inf, np.nan
+EDGES = {
+    "ties": [3, 3, 1, 3, -2, 3],
+    "one dominates": [1e4, 3, -1e4, 0, 2, 1],
+    "masked": [-1e9, 2, -1e9, 1, -1e9, 0],
+    "masked throughout": [-1e9] * 6,
+    "lowest numbers": [LOWEST, 0, LOWEST, 1, LOWEST, -1],
+    "lowest throughout": [LOWEST] * 6,
+    "some -inf": [-INF, 0, -INF, 1, -INF, -INF],
+    "-inf alone": [-INF] * 6,
+    "+inf": [0, INF, 1, -INF, 2, 3],
+    "+inf twice": [0, INF, 1, INF, -INF, 3],
+    "NaN": [0, 1, NAN, 2, -INF, INF],
+    "one number": [LOWEST, -INF, 7, -INF, LOWEST, -INF],
+}
+
+
+@pytest.mark.parametrize("row", EDGES.values(), ids=EDGES)
+def test_maxima_and_sums_are_those_of_float64(row):
+    exact = np.asarray(row, np.float32).astype(np.float64)
+    largest = exact.max()
+    with np.errstate(invalid="ignore"):
+        powers = np.where(exact == largest, 1, np.exp(exact - largest))
+    maxima, sums = one_pass.maxima_and_sums((1,), jnp.asarray([row, row[::-1]], jnp.float32))
+    np.testing.assert_array_equal(maxima, [largest] * 2)
+    np.testing.assert_allclose(sums, [powers.sum()] * 2, rtol=1e-6)
+
+
+@pytest.mark.parametrize("row", EDGES.values(), ids=EDGES)
+def test_a_row_may_be_reduced_in_parts(row):
+    starts = jnp.float32(-INF), jnp.float32(0)  # what a part that is empty has
+    array = jnp.asarray(row, jnp.float32)
+    whole = one_pass.maxima_and_sums((0,), array)
+    parts = one_pass.maxima_and_sums((1,), array.reshape(3, 2))
+    parts = [jnp.append(part, start)[::-1] for part, start in zip(parts, starts, strict=True)]
+    together = lax.reduce(tuple(parts), starts, one_pass._together, (0,))
+    np.testing.assert_allclose(together, whole, rtol=1e-6)
+
+
+# Whole programs.
+
+
+def picked(rows, labels):
+    return jnp.take_along_axis(rows, labels[:, None], 1)[:, 0]
+
+
+def cross_entropy(logits, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+
+
+def of_log_softmax(logits, labels):
+    return -picked(jax.nn.log_softmax(logits), labels)
+
+
+def of_softmax(logits, labels):
+    return -jnp.log(picked(jax.nn.softmax(logits), labels) + 1e-30)
+
+
+def of_logsumexp(logits, labels):
+    return jax.nn.logsumexp(logits, -1, keepdims=True)[:, 0] - picked(logits, labels)
+
+
+def by_hand(logits, labels):
+    shifted = logits - logits.max(-1, keepdims=True)
+    return jnp.log(jnp.exp(shifted).sum(-1)) - picked(shifted, labels)
+
+
+def by_hand_with_repeated_maxima(logits, labels):
+    maxima = lax.broadcast_in_dim(lax.stop_gradient(logits.max(-1)), logits.shape, (0,))
+    return jnp.log(jnp.exp(logits - maxima).sum(-1)) - picked(logits - maxima, labels)
+
+
+LOSSES = [
+    cross_entropy,
+    of_log_softmax,
+    of_softmax,
+    of_logsumexp,
+    by_hand,
+    by_hand_with_repeated_maxima,
+]
+
+
+def arguments(classes=CLASSES):
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (ROWS, WIDTH))
+    w = jax.random.normal(keys[1], (WIDTH, classes))
+    return x, w, jax.random.randint(keys[2], (ROWS,), 0, classes)
+
+
+def head(loss, change=lambda logits: logits):
+    return lambda x, w, labels: loss(change(x @ w), labels).mean()
+
+
+def with_gradients(function):
+    return jax.jit(jax.value_and_grad(function, argnums=(0, 1)))
+
+
+def in_float64(function, x, w, labels):
+    with jax.enable_x64(True):
+        x, w = (jnp.asarray(np.asarray(array, np.float64)) for array in (x, w))
+        return jax.tree.map(np.asarray, with_gradients(function)(x, w, labels))
+
+
+def sums_of(plan):
+    """How many sums of a plan are taken in one pass with maxima."""
+    islands = [step for step in plan.steps if hasattr(step, "rewrites")]
+    found = [rewrite.why for island in islands for rewrite in island.rewrites.values()]
+    return sum("in one pass" in why for why in found)
+
+
+@pytest.mark.parametrize(
+    ("loss", "dtype"), [*zip(LOSSES, ["float16", "bfloat16"] * 3, strict=True)]
+)
+def test_gradients_are_as_exact_as_in_two_passes(loss, dtype):
+    args, function = arguments(), head(loss)
+    policy = f"mixed_{dtype}"
+    exact_value, exact = in_float64(function, *args)
+    assert sums_of(plan_of(function, *args, policy=policy)) == 1
+
+    def errors():
+        value, found = with_gradients(jmp.autocast(function, policy))(*args)
+        np.testing.assert_allclose(value, exact_value, rtol=1e-3)
+        norm = np.linalg.norm
+        return [norm(f - e) / norm(e) for f, e in zip(found, exact, strict=True)]
+
+    now = errors()
+    with in_two_passes():
+        before = errors()
+    np.testing.assert_array_less(now, 1.02 * np.asarray(before))
+
+
+@pytest.mark.parametrize("loss", [cross_entropy, of_log_softmax], ids=lambda loss: loss.__name__)
+def test_edges_are_those_of_two_passes_and_of_the_plain_program(loss):
+    x, w, labels = arguments()
+    columns = jnp.arange(CLASSES)[None]
+    some, throughout, one = columns % 3 == 1, columns >= 0, columns == 5
+    edges = [(some, -1e9), (some, -INF), (some, LOWEST), (throughout, -1e9), (throughout, -INF)]
+    edges += [(one, INF), (one, NAN), (one, 3e4)]
+    masks = jnp.concatenate([jnp.broadcast_to(mask, (1, CLASSES)) for mask, _ in edges])
+    numbers = jnp.asarray([number for _, number in edges])[:, None]
+    labels = labels // 3 * 3  # a class that is not masked
+
+    def losses(x):
+        return loss(jnp.where(masks, numbers, x @ w), labels)
+
+    def results(function):
+        values, pull_back = jax.vjp(function, x)
+        return values, pull_back(jnp.ones_like(values))[0]  # row by row
+
+    assert sums_of(plan_of(losses, x)) == 1
+    now = jax.jit(lambda: results(jmp.autocast(losses, "mixed_float16")))()
+    with in_two_passes():
+        before = results(jmp.autocast(losses, "mixed_float16"))
+    for found, two, plain in zip(now, before, results(losses), strict=True):
+        np.testing.assert_allclose(found, two, rtol=1e-3, atol=1e-5)
+        np.testing.assert_allclose(found, plain, rtol=5e-3, atol=2e-2)
+
+
+def remat(function):
+    return jax.grad(jax.checkpoint(function), argnums=(0, 1))
+
+
+def forward(function):
+    return lambda x, w, labels: jax.jvp(lambda x: function(x, w, labels), (x,), (x,))
+
+
+def curvature(function):
+    def along(x, w, labels):
+        return jax.jvp(jax.grad(lambda x: function(x, w, labels)), (x,), (jnp.cos(x),))[1]
+
+    return along
+
+
+def mapped(function):
+    gradient = jax.vmap(jax.grad(function), (0, None, 0))
+    return lambda x, w, labels: gradient(x.reshape(2, -1, WIDTH), w, labels.reshape(2, -1))
+
+
+def scanned(function):
+    def total(x, w, labels):
+        step = lambda carry, batch: (carry + function(batch[0], w, batch[1]), None)
+        return lax.scan(step, 0.0, (x.reshape(2, -1, WIDTH), labels.reshape(2, -1)))[0]
+
+    return jax.grad(total, argnums=(0, 1))
+
+
+TRANSFORMED = [remat, forward, curvature, mapped, scanned]
+
+
+@pytest.mark.parametrize("transformed", TRANSFORMED, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("loss", [cross_entropy, by_hand], ids=lambda loss: loss.__name__)
+def test_transformed_losses_are_those_of_two_passes(transformed, loss):
+    args = arguments()
+
+    def result():
+        function = transformed(jmp.autocast(head(loss), "mixed_float16"))
+        assert "reduce[" in str(jax.make_jaxpr(function)(*args)) or not is_new
+        return jax.jit(function)(*args)
+
+    is_new = True
+    now = result()
+    with in_two_passes():
+        is_new = False
+        before = result()
+    for found, two in zip(*map(jax.tree.leaves, (now, before)), strict=True):
+        np.testing.assert_allclose(found, two, rtol=4e-3, atol=1e-3)
+
+
+def test_a_loss_inside_autocast_may_be_transformed():
+    def loss(x, w, labels):
+        rows = lambda x, label: cross_entropy((x @ w)[None], label[None])[0]
+        return jax.vmap(jax.checkpoint(rows))(x, labels).mean()
+
+    args = arguments()
+    found = jax.grad(jmp.autocast(loss, "mixed_float16"))(*args)
+    np.testing.assert_allclose(found, jax.grad(loss)(*args), rtol=1e-2, atol=1e-3)
+
+
+def test_one_half_array_and_two_numbers_a_row_are_kept():
+    x, w, labels = arguments()
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        loss = jmp.autocast(lambda x: head(cross_entropy)(x, w, labels), "mixed_float16")
+        jax.ad_checkpoint.print_saved_residuals(loss, x)
+    kept = re.findall(r"^(f\d+\[\d.*?\]) (output of dot_general|named)", text.getvalue(), re.M)
+    assert [array for array, _ in kept] == [f"f16[{ROWS},{CLASSES}]", *[f"f32[{ROWS}]"] * 2]
+    assert text.getvalue().count(f",{CLASSES}]") == 2  # with the table, in half
+
+
+# Where it applies.
+
+
+def planned(function, rows=512, classes=CLASSES):
+    return sums_of(plan_of(function, *(jnp.zeros(s) for s in ((rows, 8), (8, classes)))))
+
+
+@pytest.mark.parametrize(
+    ("rows", "classes", "of_softmax", "of_logsumexp"),
+    [(512, 31, 0, 0), (512, 32, 0, 1), (512, LONG, 0, 1), (512, LONG + 1, 1, 1), (2, 65, 0, 0)],
+)
+def test_what_lengths_it_takes(rows, classes, of_softmax, of_logsumexp):
+    assert planned(lambda x, w: jax.nn.softmax(x @ w) @ w.T, rows, classes) == of_softmax
+    assert planned(lambda x, w: jax.nn.logsumexp(x @ w, -1), rows, classes) == of_logsumexp
+
+
+def test_the_lengths_are_those_of_one_kernel():
+    with replaced(rewrites__one_pass__LONG=1 << 14):
+        for classes, expected in ((1 << 14, 0), (1 + (1 << 14), 1)):
+            assert planned(lambda x, w: jax.nn.softmax(x @ w), 8, classes) == expected
+
+
+NEARLY = {
+    "other maxima": lambda y: jnp.exp(y - jnp.tanh(y).max(-1, keepdims=True)).sum(-1),
+    "maxima of columns": lambda y: jnp.exp(y - y.max(0)[None]).sum(-1),
+    "maxima of columns, by rows": lambda y: jnp.exp(y - y.max(0)[:, None]).sum(-1),
+    "sums of columns": lambda y: jnp.exp(y - y.max(-1, keepdims=True)).sum(0),
+    "the largest of all": lambda y: jnp.exp(y - y.max()).sum(-1),
+    "minima": lambda y: jnp.exp(y - y.min(-1, keepdims=True)).sum(-1),
+    "means": lambda y: jnp.exp(y - y.mean(-1, keepdims=True)).sum(-1),
+    "maxima less rows": lambda y: jnp.exp(y.max(-1, keepdims=True) - y).sum(-1),
+    "maxima plus rows": lambda y: jnp.exp(y + y.max(-1, keepdims=True)).sum(-1),
+    "largest powers": lambda y: jnp.exp(y - y.max(-1, keepdims=True)).max(-1),
+    "squares of powers": lambda y: (jnp.exp(y - y.max(-1, keepdims=True)) ** 2).sum(-1),
+    "shifts that differ in a row": lambda y: jnp.exp(y - (y.max(-1, keepdims=True) + y)).sum(-1),
+}
+
+
+@pytest.mark.parametrize("function", NEARLY.values(), ids=NEARLY)
+def test_what_looks_like_sums_of_powers_is_left(function):
+    assert planned(lambda x, w: function(x @ w), classes=512) == 0
+
+
+def test_short_rows_whose_sums_make_rows_are_left():
+    def loss(x, w):
+        logits = x @ w
+        entropy = -(jax.nn.softmax(logits) * jax.nn.log_softmax(logits)).sum(-1)
+        return entropy + jax.nn.logsumexp(logits, -1)
+
+    assert planned(loss, classes=LONG) == 0
+    assert planned(loss, classes=LONG + 1) == 3
+
+
+def test_none_is_taken_where_nothing_is_recomputed():
+    assert sums_of(plan_of(head(cross_entropy), *arguments(), recompute="none")) == 0
+
+
+def test_other_reductions_of_long_rows_are_kept():
+    def smoothed(x, w, labels):
+        rows = jax.nn.log_softmax(x @ w, where=jnp.arange(CLASSES)[None] > 3)
+        return -jnp.where(jnp.arange(CLASSES)[None] > 3, rows, 0).mean()
+
+    plan = plan_of(smoothed, *arguments())
+    (island,) = [step for step in plan.steps if hasattr(step, "rewrites")]
+    kept = [node.name for node, rewrite in island.rewrites.items() if rewrite.keeps]
+    assert sorted(kept) == ["reduce_max", "reduce_sum"]
+    args = arguments()
+    found = jax.grad(jmp.autocast(smoothed, "mixed_float16"))(*args)
+    np.testing.assert_allclose(found, jax.grad(smoothed)(*args), rtol=1e-2, atol=1e-3)
+
+
+# Over devices.
+
+
+def test_classes_spread_over_devices_are_not_gathered():
+    mesh = jax.make_mesh((4,), ("classes",), axis_types=(jax.sharding.AxisType.Auto,))
+    spread = jax.sharding.NamedSharding(mesh, PartitionSpec(None, "classes"))
+    x, w, labels = arguments(classes=68)
+    gradient = with_gradients(jmp.autocast(head(cross_entropy), "mixed_float16"))
+    compiled = gradient.lower(x, jax.device_put(w, spread), labels).compile()
+    gathered = re.findall(r"(\w+\[[\d,]*\])\S* all-gather", compiled.as_text())
+    assert set(gathered) <= {f"f32[{ROWS},4]"}  # maxima and sums of the parts
+    found = compiled(x, jax.device_put(w, spread), labels)
+    exact = with_gradients(head(cross_entropy))(x, w, labels)
+    for one, other in zip(*map(jax.tree.leaves, (found, exact)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-2, atol=1e-3)
+
+
+def test_inside_shard_map():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = PartitionSpec("data")
+
+    def loss(x, w, labels):
+        part = lambda x, labels: lax.pmean(head(cross_entropy)(x, w, labels), "data")
+        return jax.shard_map(part, mesh=mesh, in_specs=(spec, spec), out_specs=PartitionSpec())(
+            x, labels
+        )
+
+    args = arguments()
+    found = with_gradients(jmp.autocast(loss, "mixed_float16"))(*args)
+    for one, other in zip(*map(jax.tree.leaves, (found, with_gradients(loss)(*args))), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-2, atol=1e-3)

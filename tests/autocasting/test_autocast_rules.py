@@ -1,0 +1,179 @@
+"""Every row of the op table: against float64, and bit by bit against the casts it stands for."""
+
+import itertools
+import pathlib
+import runpy
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jmp
+from jmp.autocasting import Category, all_rules, register_rule
+from jmp.autocasting._registry import rule_for
+from testbed.op_cases import OP_CASES, OTHERS, UNARY
+from tests.products import equations, eye
+
+SERIES = "pow igamma igammac polygamma igamma_grad_a zeta regularized_incomplete_beta".split()
+NAMES = [name for name, _, _ in OP_CASES]
+CASES = pytest.mark.parametrize(("name", "call", "inputs"), OP_CASES, ids=NAMES)
+HALVES = pytest.mark.parametrize("half", [jnp.float16, jnp.bfloat16], ids=["float16", "bfloat16"])
+
+
+def rounded_by_a_product(x, half=None, dtype=None):
+    """The same numbers as two products leave them: half, under autocast. Each sum has one term.
+
+    By hand, products in `half` of what is read in `dtype`, with casts where autocast puts them.
+    Two, because a product of inputs alone stays float32 if a sine or `floor` reads it.
+    """
+    flat = jnp.reshape(x, (1, -1))
+    assert flat.size > 1, "this would be a multiplication"
+    weight = eye(flat.size).astype(half or x.dtype)
+    product = flat.astype(half or x.dtype) @ weight @ weight
+    return jnp.reshape(product.astype(dtype or x.dtype), x.shape)
+
+
+def as_float32(results):
+    return jax.tree.map(
+        lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, results
+    )
+
+
+def with_casts(name, call, half):
+    """The casts that a category stands for, written by hand behind the same product."""
+    rule = rule_for(name)
+
+    # The same product in front, so that both programs are compiled alike: a compiler may round the
+    # last bit of an exponential one way in a vectorised loop, and the other way in its remainder.
+    def full(*xs):
+        return call(*(rounded_by_a_product(x, half, jnp.float32) for x in xs))
+
+    def product(*xs):
+        return as_float32(call(*(rounded_by_a_product(x, half, half) for x in xs)))
+
+    def rounded(*xs):
+        return as_float32(jax.tree.map(lambda x: x.astype(half), full(*xs)))
+
+    if rule.category in (Category.FULL, Category.AS_WRITTEN):
+        return full
+    return rounded if rule.sums_backward else product
+
+
+@HALVES
+@CASES
+def test_right_to_the_last_bit(name, call, inputs, half):
+    policy = jmp.Policy(jnp.float32, half, jnp.float32)
+    autocast = jmp.autocast(lambda *xs: call(*map(rounded_by_a_product, xs)), policy)
+    got = jax.tree.leaves(jax.jit(autocast)(*inputs))
+    by_hand = jax.tree.leaves(jax.jit(with_casts(name, call, half))(*inputs))
+    for x, y in zip(got, by_hand, strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(x, y)
+    if name == "bitcast_convert_type":
+        return  # the bits of a float64 are others
+    # A float32 computation on half inputs loses a few float32 roundings; a half one a few half
+    # roundings (of operands, result and constants).
+    in_float32 = rule_for(name).category in (Category.FULL, Category.AS_WRITTEN)
+    bound = 2.0**-17 if in_float32 else 8 * float(jnp.finfo(half).eps)
+    halves = [jnp.asarray(x, half) for x in inputs]
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(x.astype(jnp.float32)), jnp.float64) for x in halves]
+        oracle = jax.tree.map(np.asarray, jax.tree.leaves(call(*wide)))
+    for x, y in zip(got, oracle, strict=True):
+        error = np.abs(np.asarray(x).astype(y.dtype) - y) if y.dtype != bool else x != y
+        assert np.max(error) <= bound * max(1.0, np.abs(y).max())
+
+
+# Those that are elementwise are the same operations on a larger array.
+# Of ragged products JAX itself maps over the first axis alone.
+ELEMENTWISE = {name for name, rule in all_rules().items() if rule.elementwise}
+LEFT_OUT = {*UNARY, *ELEMENTWISE, *SERIES, "ragged_dot_general"}
+BATCHED = [case for case in OP_CASES if case[0] not in LEFT_OUT]
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_under_vmap_and_around_it(part, quick_compilation):
+    cases = {name: (call, inputs) for name, call, inputs in BATCHED[part::2]}
+    batches = {}
+    for name, (_, inputs) in cases.items():
+        halves = [x.astype(np.float16).astype(np.float32) for x in inputs]
+        batches[name] = [np.stack([x, x / 2]) for x in halves]
+
+    @jax.jit
+    def run(batches):
+        results = {"float32": {}, "under": {}, "around": {}}
+        for name, (call, _) in cases.items():
+            behind = lambda *xs, call=call: call(*map(rounded_by_a_product, xs))
+            results["float32"][name] = jax.vmap(call)(*batches[name])
+            under = jax.vmap(jmp.autocast(behind, "mixed_float16"))
+            results["under"][name] = under(*batches[name])
+            around = jmp.autocast(jax.vmap(behind), "mixed_float16")
+            results["around"][name] = around(*batches[name])
+        return results
+
+    results = run(batches)
+    for way, (name, expected) in itertools.product(("under", "around"), results["float32"].items()):
+        for x, y in zip(*map(jax.tree.leaves, (results[way][name], expected)), strict=True):
+            assert (x.dtype, x.shape) == (y.dtype, y.shape), (way, name)
+            bound = 0 if y.dtype.kind in "ib" else 8 * 2.0**-10 * max(1.0, np.nanmax(np.abs(y)))
+            np.testing.assert_allclose(x, y, rtol=0, atol=bound, err_msg=f"{way} {name}")
+
+
+@CASES
+def test_a_case_binds_the_primitive_it_names(name, call, inputs):
+    bound = {e.primitive.name for e in equations(jax.make_jaxpr(call)(*inputs).jaxpr)}
+    assert bound & {name, name.replace("-", "_")}, bound
+
+
+def test_every_row_of_the_table_has_a_case_or_says_why_not():
+    others = {name for names in OTHERS.values() for name in names.split()}
+    ours = {name for name, rule in all_rules().items() if rule.owner.startswith("jmp.")}
+    assert ours == {*NAMES, *others}
+    assert not others & set(NAMES)
+
+
+def test_the_page_with_the_op_table_is_what_is_registered():
+    script = runpy.run_path(str(pathlib.Path(__file__).parents[2] / "docs" / "op_table.py"))
+    assert script["PAGE"].read_text() == script["page"](), "run: python docs/op_table.py"
+
+
+def test_every_rule_gives_its_reason():
+    for rule in all_rules().values():
+        assert rule.reason and not rule.reason.endswith(".")
+
+
+@pytest.fixture
+def cube():
+    """A primitive of a user's own."""
+    from jax.extend.core import Primitive
+    from jax.interpreters import mlir
+
+    primitive = Primitive("cube_for_tests")
+    primitive.def_abstract_eval(lambda x: x)
+    primitive.def_impl(lambda x: x * x * x)
+    mlir.register_lowering(primitive, mlir.lower_fun(lambda x: x * x * x, False))
+    return primitive
+
+
+def operand_dtype(function, primitive, *args):
+    jaxpr = jax.make_jaxpr(function)(*args)
+    (equation,) = (e for e in jaxpr.jaxpr.eqns if e.primitive is primitive)
+    return equation.invars[0].aval.dtype
+
+
+def test_a_primitive_without_a_rule_runs_as_it_was_traced(cube):
+    function = lambda x: cube.bind(x @ x)
+    x = jnp.eye(4)
+    assert operand_dtype(jmp.autocast(function, "mixed_float16"), cube, x) == jnp.float32
+
+
+@pytest.mark.parametrize(
+    ("category", "dtype"),
+    [("low", "float16"), ("full", "float32"), ("follow", "float16"), ("widest", "float16")],
+)
+def test_users_register_rules_for_their_primitives(cube, category, dtype):
+    register_rule(cube, category, "for the test")
+    function = lambda x: cube.bind(x @ x)
+    assert operand_dtype(jmp.autocast(function, "mixed_float16"), cube, jnp.eye(4)) == dtype
+    np.testing.assert_array_equal(jmp.autocast(function, "mixed_float16")(jnp.eye(4)), jnp.eye(4))

@@ -1,0 +1,1024 @@
+"""Float8 products of parameters: `jmp.autocast(loss, "mixed_float8")`.
+
+Small shapes: what is small is float8 here (`SMALL` is patched), but where sizes are the subject.
+"""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jmp
+from benchmarks import float8_convolutions
+from jmp import diagnostics
+from jmp.autocasting import _float8, _float8_planning, _planner, _scales
+from jmp.autocasting._float8 import GRADIENTS, OPERANDS
+from jmp.sharding._axes import varying_axes
+from testbed.gpt2 import GPT2, gpt2
+
+F8, BF16 = "mixed_float8", "mixed_bfloat16"
+KEYS = iter(jax.random.split(jax.random.key(0), 100))
+X = jax.random.normal(next(KEYS), (32, 16))
+W = tuple(jax.random.normal(next(KEYS), (16, 16)) / 4 for _ in range(3))
+
+
+@pytest.fixture(autouse=True)
+def small_products_are_float8(monkeypatch):
+    monkeypatch.setattr(_float8_planning, "SMALL", 1)
+    monkeypatch.setattr(_float8_planning, "THIN", 1)
+
+
+def mlp(ws, x):
+    for w in ws[:-1]:
+        x = jnp.tanh(x @ w)
+    return x @ ws[-1]
+
+
+def loss(ws, x):
+    return jnp.mean(mlp(ws, x) ** 2)
+
+
+def relative_error(got, expected):
+    def flat(tree):
+        return np.concatenate([np.ravel(leaf).astype(np.float64) for leaf in jax.tree.leaves(tree)])
+
+    return np.linalg.norm(flat(got) - flat(expected)) / np.linalg.norm(flat(expected))
+
+
+def operands_in_float8(fun, *args):
+    """Counts the arrays that a program rounds to each float8."""
+    found = {}
+
+    def visit(jaxpr):
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "convert_element_type":
+                dtype = str(equation.params["new_dtype"])
+                if dtype.startswith("float8"):
+                    found[dtype] = found.get(dtype, 0) + 1
+            for inner in jax.extend.core.jaxprs_in_params(equation.params):
+                visit(inner)
+
+    visit(jax.make_jaxpr(fun)(*args).jaxpr)
+    return sum(found.values())
+
+
+def rows(fun, *args, policy=F8, **options):
+    report = diagnostics.precision_report(fun, policy, **options)(*args)
+    products = (row for row in report.rows if row.kind == "product")
+    return [(row.dtype_in, row.why) for row in products for _ in range(row.times)]
+
+
+# What is float8, and why.
+
+
+def test_products_of_parameters_on_the_way_to_another_are_float8_and_the_head_is_not():
+    found = rows(loss, W, X)
+    assert [dtype for dtype, _ in found] == ["float8_e4m3fn", "float8_e4m3fn", "bfloat16"]
+    assert "feeds no other product" in found[-1][1]
+    grads = jax.grad(jmp.autocast(loss, F8))(W, X)
+    assert all(g.dtype == np.float32 for g in grads)
+
+
+def test_a_product_of_two_activations_is_float8_on_request_alone():
+    def attend(ws, x):
+        q, k = x @ ws[0], x @ ws[1]
+        return jnp.mean(jax.nn.softmax(q @ k.T) @ k @ ws[2])
+
+    def kinds(**options):
+        return [dtype[:6] for dtype, _ in rows(attend, W, X, **options)]
+
+    weights, everything = kinds(), kinds(float8="all")
+    assert weights == ["float8", "float8", "bfloat", "bfloat", "bfloat"]
+    assert everything == ["float8"] * 4 + ["bfloat"]
+    assert "multiplies two activations" in rows(attend, W, X)[2][1]
+
+
+def test_what_is_small_or_thin_stays_bfloat16_and_says_so(monkeypatch):
+    monkeypatch.undo()
+    ((dtype, why), *_) = rows(loss, W, X)
+    assert dtype == "bfloat16" and "fewer than 2**28 multiplications" in why
+    report = diagnostics.precision_report(loss, F8)(W, X)
+    assert any("none is float8: it is small" in hazard for hazard in report.hazards)
+    wide = jax.ShapeDtypeStruct((2**15, 2**14), jnp.float32)
+    vector = jax.ShapeDtypeStruct((2**14, 1), jnp.float32)
+    ((_, why), *_) = rows(lambda v, x, u: jnp.sum(jnp.tanh(x @ v).T @ u), vector, wide, wide)
+    assert "thinner than 16" in why
+
+
+def test_convolutions_and_ragged_products_stay_bfloat16_and_say_so():
+    def of(kernel, experts, x):
+        x = lax.conv_general_dilated(x, kernel, (1, 1), "SAME")
+        rows_of_x = jnp.tanh(x).reshape(-1, 4)
+        return jnp.sum(lax.ragged_dot(rows_of_x, experts, jnp.array([3, 13])) @ jnp.eye(4))
+
+    arrays = jnp.ones((4, 4, 3, 3)), jnp.ones((2, 4, 4)), jnp.ones((1, 4, 4, 4))
+    with jax.numpy_rank_promotion("allow"):
+        found = rows(of, *arrays)
+    assert [dtype for dtype, _ in found] == ["bfloat16"] * 3
+    assert "not float8: a convolution: in float8 it moves more bytes" in found[0][1]
+    assert "ragged_dot" in found[1][1] and "has no float8 form" in found[1][1]
+
+
+def test_convolutions_that_are_measured_in_float8_have_gradients_near_those_of_float32():
+    network = float8_convolutions.network((1, 1, 16, 16), (3, 3, 16, 16))
+    leaves, structure = jax.tree.flatten(network)
+    arrays = [jax.random.normal(jax.random.key(i), x.shape) / 4 for i, x in enumerate(leaves)]
+    params, x = jax.tree.unflatten(structure, arrays), jax.random.normal(next(KEYS), (2, 5, 6, 16))
+    loss = float8_convolutions.loss_with(float8_convolutions.convolve)
+    with jax.numpy_rank_promotion("allow"):
+        exact = jax.jit(jax.grad(loss))(params, x)
+        half = jax.jit(jax.grad(jmp.autocast(loss, BF16)))(params, x)
+        with float8_convolutions.autocast_takes_convolutions({"forward", "input", "kernel"}):
+            float8 = jax.jit(jax.grad(jmp.autocast(loss, F8)))(params, x)
+    errors = relative_error(float8, exact), relative_error(half, exact)
+    assert errors[1] < 0.025 < errors[0] < 0.1  # measured: 0.016 and 0.066
+
+
+def test_the_users_word_stands():
+    def four(ws, x):
+        with jax.named_scope("first"):
+            x = jnp.tanh(x @ ws[0])
+        x = x @ ws[1] + jmp.full_precision(jnp.matmul)(x, ws[2])
+        x = x @ ws[2] + jnp.matmul(x, ws[1], precision="highest")
+        return jnp.mean(x @ ws[0])
+
+    def kinds(policy=F8, **options):
+        return [dtype for dtype, _ in rows(four, W, X, policy=policy, **options)]
+
+    rest = ["float8_e4m3fn", "float32", "float8_e4m3fn", "float32", "bfloat16"]
+    assert kinds() == ["float8_e4m3fn", *rest]
+    assert kinds(rules=[("first", BF16)]) == ["bfloat16", *rest]
+    assert kinds(rules=[("first", "float32")])[0] == "float32"
+    plain = [dtype.replace("float8_e4m3fn", "bfloat16") for dtype in rest]
+    assert kinds(BF16, rules=[("first", F8)]) == ["float8_e4m3fn", *plain]
+    assert kinds(full=["dot_general"]) == ["float32"] * 6
+
+
+def test_nothing_changes_without_the_policy():
+    def program(policy, **options):
+        return str(jax.make_jaxpr(jax.grad(jmp.autocast(loss, policy, **options)))(W, X))
+
+    assert program(BF16) == program(BF16, float8="all") != program(F8)
+    assert operands_in_float8(jax.grad(jmp.autocast(loss, BF16)), W, X) == 0
+
+
+def test_hazards_name_sizes_that_are_padded_and_small_products():
+    x, w = jnp.ones((40, 24)), jnp.ones((24, 24))
+    hazards = diagnostics.precision_report(loss, F8)((w, w), x).hazards
+    assert any(
+        "float8 with 40 rows, 24 columns, 24 summed elements, no multiple" in h for h in hazards
+    )
+    assert any("fewer than 2**32 multiplications" in h for h in hazards)
+    report = str(diagnostics.precision_report(loss, F8)(W, X))
+    assert "2 in float8, 66.7% of the operations" in report
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: jmp.autocast(loss, "p=f32,c=f16,o=f32,m=f8"), ValueError, "expected bfloat16"),
+        (lambda: jmp.autocast(loss, "f32,m=f8"), ValueError, "compute dtype float32"),
+        (lambda: jmp.autocast(loss, F8, rules=[("a", "f16,m=f8")]), ValueError, "compute dtype"),
+        (lambda: jmp.autocast(loss, F8, float8="weight"), ValueError, "expected one of .'weights'"),
+        (lambda: jmp.autocast(loss, F8, float8=True), TypeError, "got float8=True"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
+
+
+# Numbers.
+
+
+def test_gradients_of_a_gpt_at_initialisation_are_within_a_tenth():
+    of, _, tokens = gpt2(2, width=64, vocabulary=64, batch=4)
+    tokens = jax.random.randint(jax.random.key(1), tokens.shape, 0, 64)
+    params = jax.jit(GPT2(2, 64, 64).init)(jax.random.key(0), tokens)["params"]
+    exact, half, float8 = (
+        jax.jit(jax.grad(f))(params, tokens)
+        for f in (of, jmp.autocast(of, BF16), jmp.autocast(of, F8))
+    )
+    errors = relative_error(half, exact), relative_error(float8, exact)
+    print(f"gradient errors: bfloat16 {errors[0]:.4f}, float8 {errors[1]:.4f}")
+    assert errors[0] < 0.02 < errors[1] < 0.10
+
+
+def test_the_scale_is_the_largest_numbers_and_both_ways_the_same():
+    numbers, scale = _float8.hold(jnp.asarray([[3e-5, -7.0], [0.5, 0.0]], jnp.bfloat16))
+    assert numbers.dtype == OPERANDS and scale.dtype == jnp.bfloat16 and scale.shape == ()
+    assert abs(float(numbers[0, 1])) == 448.0
+    back = numbers.astype(np.float32) * scale.astype(np.float32)
+    np.testing.assert_allclose(back, [[3e-5, -7], [0.5, 0]], rtol=0.07, atol=7 / 448 * 2**-9)
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("place", ["input", "parameter", "cotangent"])
+def test_what_is_not_finite_comes_out_not_finite(bad, place):
+    product = jmp.autocast(lambda w, x: (x @ w) @ jnp.eye(16), F8)
+    w, x, ct = W[0], X, jnp.ones_like(X)
+    if place == "input":
+        x = x.at[3, 4].set(bad)
+    elif place == "parameter":
+        w = w.at[3, 4].set(bad)
+    else:
+        ct = ct.at[3, 4].set(bad)
+    y, vjp = jax.vjp(product, w, x)
+    assert place == "cotangent" or not bool(jnp.isfinite(y[3]).all())
+    dw, dx = vjp(ct)
+    assert not bool(jnp.isfinite(dw).all() and jnp.isfinite(dx).all())
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        jnp.zeros_like(X),
+        jnp.full_like(X, 1e-40),
+        X * 1e-36,
+        X.at[0, 0].set(1e5),
+        X.at[0, 0].set(3e38),
+        X * 1e30,
+    ],
+    ids=["zeros", "subnormal", "tiny", "an outlier", "the largest", "large"],
+)
+def test_what_is_finite_stays_finite(x):
+    product = jmp.autocast(lambda w, x: (x @ w) @ (jnp.eye(16) * 1e-9), F8)
+    y, vjp = jax.vjp(product, W[0] * 1e-3, x)
+    for array in (y, *vjp(jnp.ones_like(y)), *vjp(jnp.zeros_like(y))):
+        assert bool(jnp.isfinite(array).all())
+
+
+# Bounds: where an elementwise function alone stands between float8 products.
+
+WIDE = tuple(jax.random.normal(next(KEYS), shape) / 4 for shape in [(16, 64), (64, 16), (16, 4)])
+BIAS = jax.random.normal(next(KEYS), (64,))
+GATED = {
+    "gelu": lambda ws, x: jax.nn.gelu(x @ ws[0]),
+    "exact gelu": lambda ws, x: jax.nn.gelu(x @ ws[0], approximate=False),
+    "bias": lambda ws, x: jax.nn.gelu(x @ ws[0] + BIAS[None]),
+    "nothing": lambda ws, x: (x @ ws[0]).reshape(-1, 64),
+    "gate": lambda ws, x: jax.nn.silu(x @ ws[0]) * (x @ ws[1].T),
+    "where": lambda ws, x: (lambda h: jnp.where(h > 0, h, 0.1 * h))(x @ ws[0]),
+}
+
+
+def maxima(fun, *args, at_least=32 * 64):
+    """Counts the reductions to a largest number of as many numbers as `x @ ws[0]` has."""
+    found = 0
+
+    def visit(jaxpr):
+        nonlocal found
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "reduce_max":
+                found += equation.invars[0].aval.size >= at_least
+            for inner in jax.extend.core.jaxprs_in_params(equation.params):
+                visit(inner)
+
+    visit(jax.make_jaxpr(fun)(*args).jaxpr)
+    return found
+
+
+def gated_loss(inside):
+    return lambda ws, x: jnp.mean(((inside(ws, x) @ ws[1]) @ ws[2]) ** 2)
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_of_what_stands_between_two_products_no_maximum_is_read(name, monkeypatch):
+    of = gated_loss(GATED[name])
+    gradient = jax.grad(jmp.autocast(of, F8))
+    assert maxima(gradient, WIDE, X) == 0
+    exact = jax.grad(of)(WIDE, X)
+    bounded = relative_error(gradient(WIDE, X), exact)
+    monkeypatch.setattr(_planner, "with_bounds", lambda steps, *_: list(steps))
+    gradient = jax.grad(jmp.autocast(gated_loss(GATED[name]), F8))
+    assert maxima(gradient, WIDE, X) > 1
+    assert bounded < 1.2 * relative_error(gradient(WIDE, X), exact) < 0.2
+
+
+@pytest.mark.parametrize("name", GATED)
+@pytest.mark.parametrize("size", [1e-20, 1.0, 1e12])
+def test_bounds_hold_where_rows_and_columns_point_the_same_way(name, size):
+    """Then a product's results are as large as their bound: Cauchy and Schwarz's is an equality."""
+    direction = jnp.asarray([[1.0, -1.0] * 8])
+    x = size * jnp.repeat(direction, 32, 0)
+    ws = (jnp.repeat(direction.T, 64, 1), jnp.repeat(direction, 64, 0), WIDE[2])
+
+    def of(ws, x):
+        return (GATED[name](ws, x) @ ws[1]) @ ws[2]
+
+    result, vjp = jax.vjp(jmp.autocast(of, F8), ws, x)
+    expected, exact_vjp = jax.vjp(of, ws, x)
+    assert relative_error(result, expected) < 0.1
+    cotangent = jnp.ones_like(result)
+    assert relative_error(vjp(cotangent), exact_vjp(cotangent)) < 0.1
+
+
+# What is bounded behind the first of these stays so; of the others the maximum is read.
+MOVED = {
+    "reshape": lambda h, _: h.reshape(-1, 64),
+    "a bias, then a reshape": lambda h, _: (h + BIAS[None, None]).reshape(-1, 64),
+    "copy": lambda h, _: jnp.array(h, copy=True),
+    "squeeze": lambda h, _: h.reshape(1, *h.shape).squeeze(0),
+    "jit": lambda h, _: jax.jit(lambda h: jax.nn.gelu(h.reshape(-1, 64)))(h),
+    "a gate, then a reshape": lambda h, g: (jax.nn.silu(h) * g).reshape(-1, 64),
+    "index": lambda h, _: h[0],
+    "slice": lambda h, _: h[:, ::2],
+    "transpose": lambda h, _: h.swapaxes(0, 1),
+    "jit that stays": lambda h, _: jax.jit(lambda h: h.reshape(-1, 64), donate_argnums=0)(h),
+    "two ways": lambda h, _: jnp.concatenate([h.reshape(-1, 64), h.swapaxes(0, 1).reshape(-1, 64)]),
+}
+IS_BOUNDED = list(MOVED)[:6]
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_gradients_are_right_where_a_product_is_moved_on_its_way_to_another(name):
+    def of(ws, x):
+        moved = MOVED[name](x @ ws[0], x @ ws[1].T)
+        return jnp.mean(((moved @ ws[1]) @ ws[2]) ** 2)
+
+    x = jnp.stack([X, X[::-1] / 2])
+    gradient = jax.grad(jmp.autocast(of, F8))
+    assert relative_error(gradient(WIDE, x), jax.grad(of)(WIDE, x)) < 0.15
+    assert (maxima(gradient, WIDE, x) == 0) == (name in IS_BOUNDED)
+
+
+def test_a_dense_layer_of_linen_behind_a_reshape_has_its_gradients():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Dense(16, use_bias=False)(x)
+            return nn.Dense(8)(nn.Dense(16)(x.reshape(-1, 16)))
+
+    x = X.reshape(2, 16, 16)
+    variables = Model().init(jax.random.key(1), x)
+    of = lambda apply: jax.grad(lambda v: jnp.mean(apply(v, x) ** 2))
+    got = of(jmp.adapters.linen.wrap_apply(Model().apply, F8))(variables)
+    assert relative_error(got, of(Model().apply)(variables)) < 0.15
+
+
+OTHER_READERS = {
+    "a sum": lambda h, g: 1e6 * jnp.sum(h),
+    "a product in bfloat16": lambda h, g: 1e6 * jnp.sum(g[:1] @ g.T),
+    "a sum of the function": lambda h, g: 1e6 * jnp.sum(g),
+    "a loop": lambda h, g: 1e6 * lax.fori_loop(0, 2, lambda _, s: s + jnp.sum(h), 0.0),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_READERS)
+def test_what_others_read_too_has_its_maximum(name):
+    def of(ws, x):
+        h = x @ ws[0]
+        g = jax.nn.gelu(h)
+        return jnp.mean(((g @ ws[1]) @ ws[2]) ** 2) + OTHER_READERS[name](h, g)
+
+    gradient = jax.grad(jmp.autocast(of, F8))
+    assert maxima(gradient, WIDE, X) > 0
+    assert relative_error(gradient(WIDE, X), jax.grad(of)(WIDE, X)) < 0.15
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda h: jnp.where(h > 0, 1.0, 0.0), lambda h: jnp.where(h > 0.1, 20.0, h)],
+    ids=["a step", "a jump"],
+)
+def test_bounds_hold_where_functions_jump(function):
+    def of(ws, x):
+        return jnp.mean(((function(x @ ws[0]) @ ws[1]) @ ws[2]) ** 2)
+
+    # Aligned: these results are as large as Cauchy and Schwarz's bound.
+    x, ws = jnp.full((32, 16), 0.5), (jnp.full((16, 64), 0.3), *WIDE[1:])
+    fun = jmp.autocast(of, F8)
+    assert maxima(fun, ws, x) == 0
+    got, expected = jax.grad(fun)(ws, x), jax.grad(of)(ws, x)
+    assert relative_error(got[1:], expected[1:]) < 0.2
+
+
+def test_bounds_hold_where_large_numbers_cancel_in_bfloat16():
+    def of(ws, x):
+        return (jnp.maximum(x @ ws[0], 0.0) + 1000.0 - 1000.0) @ ws[1] @ ws[2]
+
+    x, ws = jnp.full((32, 16), 0.5), (jnp.full((16, 64), 0.3), *WIDE[1:])  # 2.4, which becomes 4
+    assert bool(jnp.isfinite(jmp.autocast(of, F8)(ws, x)).all())
+
+
+def test_custom_derivatives_between_float8_products_have_their_maxima():
+    for function in (jax.nn.mish, jax.nn.log_sigmoid):  # their softplus is a custom_jvp
+        fun = jmp.autocast(gated_loss(lambda ws, x, f=function: f(x @ ws[0])), F8)
+        assert maxima(fun, WIDE, X) > 0
+
+
+def test_cotangents_of_what_examples_of_a_vmap_share_add_up_within_their_bound():
+    downs = jnp.broadcast_to(WIDE[1], (64, *WIDE[1].shape))
+
+    def gradient(fun):
+        def total(up, gate):
+            one = lambda down: fun((up, gate, down, WIDE[2]), X)
+            return jax.vmap(one)(downs).sum()
+
+        return jax.grad(total, (0, 1))(WIDE[0], WIDE[1].T)
+
+    def of(ws, x):
+        up, gate, down, out = ws
+        return jnp.mean((((x @ up) * jax.nn.silu(x @ gate)) @ down @ out) ** 2)
+
+    assert relative_error(gradient(jmp.autocast(of, F8)), gradient(of)) < 0.12
+
+
+def test_a_bound_is_finite_where_factors_are_as_large_as_bfloat16_allows():
+    x, ws = jnp.full((32, 16), 3e38), (jnp.full((16, 64), 1e-38), *WIDE[1:])
+    product = jmp.autocast(lambda ws, x: (x @ ws[0]) @ ws[1] @ ws[2], F8)
+    assert bool(jnp.isfinite(product(ws, x)).all())
+
+
+def test_bounds_are_found_while_transfers_to_devices_are_disallowed():
+    def of(ws, x):  # a function that no other test has: the extremes of others are known already
+        return jnp.mean(((jnp.tanh(1.03125 * (x @ ws[0])) @ ws[1]) @ ws[2]) ** 2)
+
+    with jax.transfer_guard("disallow"):
+        assert jax.eval_shape(jmp.autocast(of, F8), WIDE, X).shape == ()
+
+
+@pytest.mark.parametrize("name", ["exp", "square", "roll", "mask", "output"])
+def test_what_has_no_good_bound_has_its_maximum(name):
+    functions = {
+        "exp": jnp.exp,
+        "square": jnp.square,
+        "roll": lambda h: h + jnp.roll(h, 1, 0),
+        "mask": lambda h: h * (jnp.arange(64)[None] > 8),
+        "output": jnp.tanh,
+    }
+
+    def of(ws, x):
+        h = x @ ws[0] / 8
+        return jnp.mean(((functions[name](h) @ ws[1]) @ ws[2]) ** 2), h
+
+    is_output = name == "output"
+    gradient = jax.grad(jmp.autocast(of, F8), has_aux=True)
+    assert maxima(gradient, WIDE, X) > 0
+    assert relative_error(gradient(WIDE, X)[0], jax.grad(of, has_aux=True)(WIDE, X)[0]) < 0.15
+    assert is_output or maxima(jax.grad(jmp.autocast(lambda *a: of(*a)[0], F8)), WIDE, X) > 0
+
+
+def test_a_loss_scale_sees_an_overflow_behind_a_float8_product():
+    def grads(scale):
+        fun = jmp.autocast(lambda ws, x: 1e5 * loss(ws, x), F8)
+        return jmp.scaled_value_and_grad(fun, jmp.StaticLossScale(scale))(W, X)[1]
+
+    assert bool(jmp.all_finite(grads(2.0**10))) and not bool(jmp.all_finite(grads(2.0**126)))
+
+
+# Transformations.
+
+
+def same(got, expected, tolerance=0.02):
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a.shape, b.shape), got, expected)
+    assert relative_error(got, expected) <= tolerance
+
+
+def scanned(ws, x):
+    return jnp.mean(lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, jnp.stack(ws))[0] ** 2)
+
+
+def unrolled(ws, x):
+    for w in ws:
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+def rematted(ws, x):
+    policy = jax.checkpoint_policies.dots_saveable
+    for i, w in enumerate(ws):
+        body = jax.checkpoint(lambda x, w: jnp.tanh(x @ w), policy=policy if i else None)
+        x = body(x, w)
+    return jnp.mean(x**2)
+
+
+def branched(ws, x):
+    def twice(x):
+        return jnp.tanh(jnp.tanh(x @ ws[0]) @ ws[1])
+
+    return jnp.mean((lax.cond(x[0, 0] > -9, twice, lambda x: x, x) @ ws[2]) ** 2)
+
+
+FORMS = {
+    "eager": (unrolled, lambda f: f),
+    "jit": (unrolled, jax.jit),
+    "jit inside": (lambda ws, x: jax.jit(unrolled)(ws, x), lambda f: f),
+    "scan": (scanned, jax.jit),
+    "remat": (rematted, jax.jit),
+    "remat outside": (unrolled, jax.checkpoint),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_are_the_same_however_the_program_is_written(form):
+    written, around = FORMS[form]
+    got = jax.grad(around(jmp.autocast(written, F8)))(W, X)
+    expected = jax.grad(jmp.autocast(unrolled, F8))(W, X)
+    # A scan carries products' results into products: its last one is float8 too.
+    same(got, expected, 0.06 if form == "scan" else 0.02)
+    assert relative_error(got, jax.grad(unrolled)(W, X)) < 0.1
+
+
+def test_a_branch_multiplies_in_float8():
+    got = jax.jit(jax.grad(jmp.autocast(branched, F8)))(W, X)
+    assert operands_in_float8(jmp.autocast(branched, F8), W, X) == 4
+    assert relative_error(got, jax.grad(branched)(W, X)) < 0.1
+
+
+def test_what_a_scan_keeps_is_float8():
+    def kept(policy):
+        report = diagnostics.precision_report(scanned, policy)(W, X)
+        return report.residual_bytes
+
+    assert kept(F8)["float8_e4m3fn"] == 3 * (32 * 16 + 16 * 16)
+    assert kept(F8).get("bfloat16", 0) <= kept(BF16)["bfloat16"] - 2 * 3 * 32 * 16
+
+
+def test_values_that_several_products_read_are_rounded_once():
+    def attention(ws, x):
+        q, k, v = (x @ w for w in ws)
+        return jnp.mean(jax.nn.softmax(q @ k.T) @ v)
+
+    assert operands_in_float8(jmp.autocast(attention, F8), W, X) == 4
+
+
+def test_examples_of_a_vmap_share_one_scale():
+    xs = jnp.stack([X, 2 * X])
+    per_example = jax.vmap(jax.grad(jmp.autocast(loss, F8)), (None, 0))
+    got = per_example(W, xs)
+    assert relative_error(got, jax.vmap(jax.grad(loss), (None, 0))(W, xs)) < 0.1
+    scales = []
+
+    def visit(jaxpr):
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "max":  # at least 2**-126; what is multiplied has none
+                scales.append(equation.outvars[0].aval.shape)
+            for inner in jax.extend.core.jaxprs_in_params(equation.params):
+                visit(inner)
+
+    visit(jax.make_jaxpr(per_example)(W, xs).jaxpr)
+    assert len(scales) >= 6 and set(scales) == {()}
+    inside = jax.grad(lambda ws: jmp.autocast(jax.vmap(loss, (None, 0)), F8)(ws, xs).sum())(W)
+    outside = jax.tree.map(lambda g: g.sum(0), got)
+    assert relative_error(inside, outside) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("layout", "left", "right"),
+    [
+        ("bti,io->bto", (2, 8, 16), (16, 8)),
+        ("bti,oi->bto", (2, 8, 16), (8, 16)),
+        ("bti,ihd->bhtd", (2, 8, 16), (16, 2, 4)),
+        ("eti,eio->eto", (2, 8, 16), (2, 16, 8)),
+        ("io,bti->obt", (16, 8), (2, 8, 16)),
+        ("bthd,hdo->bto", (2, 8, 4, 4), (4, 4, 8)),
+    ],
+)
+def test_layouts_of_einsum_have_the_gradients_of_bfloat16(layout, left, right):
+    keys = jax.random.split(jax.random.key(3), 2)
+    operands = [jax.random.normal(k, s) for k, s in zip(keys, (left, right), strict=True)]
+
+    def of(a, b):
+        y = jnp.einsum(layout, a, b)
+        return jnp.sum(
+            y.reshape(-1, y.shape[-1])
+            @ jnp.eye(y.shape[-1])
+            * jnp.arange(1.0, 1 + y.shape[-1])[None]
+        )
+
+    got = jax.grad(jmp.autocast(of, F8), (0, 1))(*operands)
+    expected = jax.grad(of, (0, 1))(*operands)
+    assert operands_in_float8(jmp.autocast(of, F8), *operands) == 2
+    same(got, expected, 0.12)
+
+
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit])
+def test_forward_mode_is_refused_by_name(around):
+    fun = around(jmp.autocast(loss, F8))
+    with pytest.raises(TypeError, match="forward.mode"):
+        jax.jvp(lambda ws: fun(ws, X), (W,), (W,))
+
+
+def test_a_second_derivative_is_refused_by_name_and_says_what_to_write():
+    grad = jax.grad(lambda w: jmp.autocast(loss, F8)((w, *W), X))
+    for second in (
+        jax.grad(lambda w: grad(w).sum()),
+        jax.hessian(lambda w: w.sum() + grad(w).sum()),
+    ):
+        with pytest.raises(TypeError, match="second derivative was asked for.*'mixed_bfloat16'"):
+            second(W[0])
+
+    # A penalty on a gradient that is taken inside is a first derivative.
+    def penalty(ws, x):
+        return jnp.sum(jax.grad(loss)(ws, x)[0] ** 2)
+
+    got = jax.grad(jmp.autocast(penalty, F8))(W, X)
+    assert relative_error(got, jax.grad(penalty)(W, X)) < 0.25
+
+
+def test_a_custom_jvp_whose_rule_multiplies_keeps_bfloat16():
+    @jax.custom_jvp
+    def layer(w, x):
+        return x @ w
+
+    @layer.defjvp
+    def _(primals, tangents):
+        (w, x), (dw, dx) = primals, tangents
+        return x @ w, x @ dw + dx @ w
+
+    def of(ws, x):
+        return jnp.mean(jnp.tanh(layer(ws[0], x)) @ ws[1])
+
+    got = jax.grad(jmp.autocast(of, F8))(W, X)
+    assert relative_error(got, jax.grad(of)(W, X)) < 0.02
+    assert "custom_jvp" in rows(of, W, X)[0][1]
+
+
+# Devices.
+
+MESH = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_devices_of_a_shard_map_share_scales(check_vma):
+    x = X.at[0, 0].set(50.0)
+
+    def mean_gradient(ws, x):
+        fun = jmp.autocast(loss, F8)
+        if check_vma:
+            value, grads = jax.value_and_grad(lambda ws: lax.pmean(fun(ws, x), "d"))(ws)
+            return value, grads
+        value, grads = jax.value_and_grad(fun)(ws, x)
+        return lax.pmean((value, grads), "d")
+
+    mapped = jax.shard_map(
+        mean_gradient, mesh=MESH, in_specs=(P(), P("d")), out_specs=P(), check_vma=check_vma
+    )
+    value, grads = jax.jit(mapped)(W, x)
+    whole, expected = jax.value_and_grad(jmp.autocast(loss, F8))(W, x)
+    # The same scales: the same float8 numbers, added up in another order.
+    np.testing.assert_allclose(value, whole, rtol=4e-3)
+    assert relative_error(grads, expected) < 0.03
+
+
+SHARED = {
+    "linear": lambda ws, x: x @ ws[0],
+    "gelu": lambda ws, x: jax.nn.gelu(x @ ws[0] + BIAS[None]),
+    "swiglu": lambda ws, x: jax.nn.silu(x @ ws[0]) * (x @ ws[1].T),
+}
+
+
+def all_shared(ws, x):
+    """One loss of all three, and the residual model of docs/float8.md."""
+    y = x + jax.nn.gelu(x @ ws[0]) @ ws[1]
+    total = jnp.mean(((y @ ws[0]) @ ws[1]) ** 2)
+    return total + sum(gated_loss(layer)(ws, x) for layer in SHARED.values())
+
+
+@pytest.mark.parametrize(
+    ("policy", "place", "recomputes"),
+    [(F8, "inside", False), (F8, "outside", True), (f"{F8},r=f32", "outside", False),
+     (f"{F8},r=f32", "gradient inside", True)],
+)  # fmt: skip
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_devices_that_share_parameters_have_the_gradients_of_one(
+    policy, place, recomputes, check_vma, monkeypatch
+):
+    x = jnp.concatenate([X, *[X / 4] * 7])  # what the devices hold differs in size
+    of = jax.checkpoint(all_shared) if recomputes else all_shared
+    exact, one = (jax.grad(f)(WIDE, x) for f in (all_shared, jmp.autocast(all_shared, policy)))
+    seen = []
+
+    def poisoned(array, dtype, largest):
+        """Rounds as `rounded`; where devices disagree on the largest number, all is NaN."""
+        seen.append(largest)
+        if "d" in varying_axes(largest) or not check_vma:  # or its type says that they agree
+            agree = lax.pmax(largest, "d") == -lax.pmax(-largest, "d")
+            largest = jnp.where(agree, largest, jnp.nan)
+        return _scales.rounded(array, dtype, largest)
+
+    monkeypatch.setattr(_float8, "rounded", poisoned)
+    inside = jmp.autocast(of, policy) if place != "outside" else of
+
+    def mean(ws, x):
+        return lax.pmean(inside(ws, x), "d")
+
+    def mean_gradient(ws, x):
+        grads = jax.grad(mean if check_vma else inside)(ws, x)
+        return grads if check_vma else lax.pmean(grads, "d")
+
+    mapped = jax.shard_map(
+        mean_gradient if place == "gradient inside" else mean,
+        mesh=MESH,
+        in_specs=(P(), P("d")),
+        out_specs=P(),
+        check_vma=check_vma,
+    )
+    step = mapped if place == "gradient inside" else jax.grad(mapped)
+    if place == "outside":
+        step = jax.grad(jmp.autocast(mapped, policy))
+    got = jax.jit(step)(WIDE, x)
+    assert len(seen) > 15
+    assert relative_error(got, one) < 0.02
+    assert relative_error(one, exact) < 0.15 and relative_error(got, exact) < 0.15
+
+
+def test_in_a_shard_map_the_parts_of_one_device_decide_what_is_float8(monkeypatch):
+    monkeypatch.setattr(_float8_planning, "SMALL", 32 * 16 * 16)
+    places = {"in_specs": (P(), P("d")), "out_specs": P("d")}
+    of_shards = jax.shard_map(mlp, mesh=MESH, **places)
+    assert rows(loss, W, X)[0][0] == "float8_e4m3fn"
+    ((dtype, why), *_) = rows(of_shards, W, X)
+    assert dtype == "bfloat16" and "it is small" in why
+    assert rows(of_shards, W, jnp.concatenate([X] * 8))[0][0] == "float8_e4m3fn"
+
+
+def test_devices_under_jit_share_scales():
+    x = jax.device_put(X.at[0, 0].set(50.0), NamedSharding(MESH, P("d")))
+    value, grads = jax.jit(jax.value_and_grad(jmp.autocast(loss, F8)))(W, x)
+    whole, expected = jax.value_and_grad(jmp.autocast(loss, F8))(W, np.asarray(x))
+    np.testing.assert_allclose(value, whole, rtol=4e-3)
+    assert relative_error(grads, expected) < 0.03
+
+
+def names_and_dtypes(jaxpr, prefix):
+    """Lists the dtypes that primitives of a prefix give, at any depth."""
+    found = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name.startswith(prefix):
+            found.append(str(equation.outvars[0].aval.dtype))
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            found += names_and_dtypes(inner, prefix)
+    return found
+
+
+def axes_of_maxima(jaxpr):
+    found = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "pmax":
+            found.append(tuple(equation.params["axes"]))
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            found += axes_of_maxima(inner)
+    return found
+
+
+def gathered(w):
+    return lax.all_gather(w, "d", tiled=True)
+
+
+def in_shards(fun, check_vma=True, policy=F8, **options):
+    fun = jmp.autocast(fun, policy, **options)
+    places = {"in_specs": (P("d"), P("d")), "out_specs": P("d")}
+    return jax.shard_map(fun, mesh=MESH, check_vma=check_vma, **places)
+
+
+def fsdp(gather, gather_in_scan, ws, x):
+    """A layer by itself, two in a scan that are gathered again in the backward pass, a head."""
+
+    def turn(x, w):
+        return jnp.tanh(x @ gather_in_scan(w)), None
+
+    x = jnp.tanh(x @ gather(ws["in"]))
+    x, _ = lax.scan(jax.checkpoint(turn), x, ws["layers"])
+    return jnp.mean((x @ gather(ws["out"])) ** 2)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shards_are_gathered_in_float8_with_the_scale_of_the_whole_parameter(check_vma):
+    ws = {"in": W[0].at[0, 0].set(2.0), "layers": jnp.stack(W[1:]), "out": W[0].T}
+    x = X.at[0, 0].set(50.0)
+    by_hand = functools.partial(jmp.gather, specs_or_axis="d", dtype="bf16", reduce_dtype="f32")
+    fun = jmp.autocast(functools.partial(fsdp, by_hand, gathered), F8)
+
+    def mean_gradient(ws, x):
+        value, grads = jax.value_and_grad(fun)(ws, x)
+        return lax.pmean(value, "d"), jax.tree.map(lambda g: g / 8, grads)
+
+    lie = {"in": P("d"), "layers": P(None, "d"), "out": P("d")}
+    places = {"in_specs": (lie, P("d")), "out_specs": (P(), lie)}
+    step = jax.jit(jax.shard_map(mean_gradient, mesh=MESH, check_vma=check_vma, **places))
+    value, grads = step(ws, x)
+    whole = jmp.autocast(functools.partial(fsdp, jnp.asarray, jnp.asarray), F8)
+    expected_value, expected = jax.value_and_grad(whole)(ws, x)
+    np.testing.assert_allclose(value, expected_value, rtol=4e-3)
+    assert relative_error(grads, expected) < 0.01
+    dtypes = names_and_dtypes(jax.make_jaxpr(step)(ws, x).jaxpr, "all_gather")
+    # The first layer's, and the loop's forward and backward; not the head's. Others are bfloat16:
+    # they are there for their transposes, and nothing reads what they compute.
+    assert dtypes.count("float8_e4m3fn") == 3
+    for bad in (np.nan, np.inf):  # in one shard
+        value, grads = step(ws | {"in": ws["in"].at[3, 4].set(bad)}, x)
+        assert not bool(jnp.isfinite(value))
+        assert not any(bool(jnp.isfinite(g).all()) for g in jax.tree.leaves(grads))
+
+
+def test_a_gather_is_float8_where_float8_products_alone_read_it_and_reports_say_so():
+    def sent(fun, w=W[0], **options):
+        return names_and_dtypes(jax.make_jaxpr(in_shards(fun, **options))(w, X).jaxpr, "all_gather")
+
+    def layer(w, x):
+        return jnp.tanh(x @ gathered(w)) @ W[1]
+
+    assert sent(layer) == ["float8_e4m3fn", "bfloat16"]
+    assert sent(layer, policy=BF16) == sent(layer, rules=[("*", BF16)]) == ["bfloat16"]
+    assert sent(layer, full=["all_gather"]) == ["float32"]
+
+    def by_a_head(w, x):
+        whole = gathered(w)
+        return jnp.tanh(x @ whole) @ whole
+
+    def by_an_addition(w, x):
+        whole = gathered(w)
+        return jnp.tanh(x @ whole) @ W[1] + whole[:1]
+
+    def result(w, x):
+        whole = gathered(w)
+        return jnp.tanh(x @ whole) @ W[1], whole
+
+    def sliced(ws, x):
+        whole = gathered(ws)
+        return jnp.tanh(jnp.tanh(x @ whole[:16]) @ whole[16:].T) @ W[1]
+
+    def activations(w, x):
+        return jnp.tanh(gathered(jnp.tanh(x @ W[1])) @ W[2]) @ W[1]
+
+    assert sent(activations) == ["float8_e4m3fn", "bfloat16"]
+    assert sent(by_a_head) == ["bfloat16"]
+    assert sent(by_an_addition) == sent(result) == ["float32"]
+    assert sent(sliced, jnp.concatenate(W[:2])) == ["float8_e4m3fn", "bfloat16"]
+    around = jax.shard_map(layer, mesh=MESH, in_specs=(P("d"), P("d")), out_specs=P("d"))
+    assert "rounded to float8 before it is sent" in str(
+        diagnostics.precision_report(around, F8)(W[0], X)
+    )
+
+
+@pytest.mark.parametrize("reduce_dtype", ["bfloat16", "float32"])
+def test_along_explicit_axes_shards_are_gathered_in_float8(reduce_dtype):
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Explicit,))
+
+    def of(ws, x):
+        for w in ws[:-1]:
+            x = jnp.tanh(x @ jmp.gather(w, P(), "bfloat16", reduce_dtype))
+        return jnp.mean((x @ jax.sharding.reshard(ws[-1], P())) ** 2)
+
+    with jax.set_mesh(mesh):
+        ws, x = jax.device_put((W, X), P("d"))
+        step = jax.jit(jax.grad(jmp.autocast(of, F8)))
+        dtypes = names_and_dtypes(jax.make_jaxpr(step)(ws, x).jaxpr, "reshard")
+        grads = step(ws, x)
+    assert "float8_e4m3fn" in dtypes
+    same(jax.device_get(grads), jax.grad(jmp.autocast(loss, F8))(W, X), 0.01)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_product_whose_parts_devices_add_up_is_float8(check_vma):
+    mesh = jax.make_mesh((4, 2), ("d", "m"), axis_types=(AxisType.Auto,) * 2)
+
+    def of(ws, x):
+        x = jnp.tanh(lax.psum(jnp.tanh(x @ ws[0]) @ ws[1], "m"))
+        return lax.pmean(jnp.mean((x @ ws[2]) ** 2), "d")
+
+    places = {"in_specs": ((P(None, "m"), P("m"), P()), P("d")), "out_specs": P()}
+    mapped = jax.shard_map(of, mesh=mesh, check_vma=check_vma, **places)
+    assert [dtype for dtype, _ in rows(mapped, W, X)] == ["float8_e4m3fn"] * 2 + ["bfloat16"]
+    value = jax.jit(jmp.autocast(mapped, F8))(W, X)
+    np.testing.assert_allclose(value, jmp.autocast(loss, F8)(W, X), rtol=4e-3)
+    axes = axes_of_maxima(jax.make_jaxpr(jmp.autocast(mapped, F8))(W, X).jaxpr)
+    # The batch, the columns of a matrix, what lies between, the rows of the other.
+    tracked = [("d",), ("m",), ("d", "m"), ("m",)]
+    assert axes == (tracked if check_vma else [("d", "m")] * 4)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_devices_that_go_different_ways_do_not_wait_for_maxima_of_others(check_vma):
+    def twice(w, x):
+        return jnp.tanh(jnp.tanh(x @ w) @ w)
+
+    def of(w, x):
+        device = lax.axis_index("d")
+        y = lax.cond(device < 3, lambda y: jax.checkpoint(twice)(w, y), lambda y: y, x)
+        state = (device % 3, y)
+        return lax.while_loop(lambda s: s[0] > 0, lambda s: (s[0] - 1, twice(w, s[1])), state)[1]
+
+    places = {"in_specs": (P(), P("d")), "out_specs": P("d")}
+    mapped = jax.shard_map(of, mesh=MESH, check_vma=check_vma, **places)
+    float8 = jmp.autocast(mapped, F8)
+    assert not names_and_dtypes(jax.make_jaxpr(float8)(W[0], X).jaxpr, "pmax")  # it would hang
+    # The last result of the loop's body is carried in float32.
+    assert [dtype[:6] for dtype, _ in rows(mapped, W[0], X)] == ["float8"] * 3 + ["bfloat"]
+    got, exact = (jax.jit(fun)(W[0], X) for fun in (float8, mapped))
+    assert 0.001 < relative_error(got, exact) < 0.1
+
+
+def test_where_all_devices_go_one_way_they_share_scales_and_gather_in_float8():
+    def of(w, x):
+        def layer(x):
+            return jnp.tanh(jnp.tanh(x @ gathered(w)) @ W[1])
+
+        return lax.cond(lax.pmax(x[0, 0], "d") > 0, layer, lambda x: x, x) @ W[2]
+
+    tracked, untracked = (jax.make_jaxpr(in_shards(of, vma))(W[0], X) for vma in (True, False))
+    assert names_and_dtypes(tracked.jaxpr, "all_gather") == ["float8_e4m3fn", "bfloat16"]
+    assert names_and_dtypes(untracked.jaxpr, "all_gather") == ["bfloat16"]
+
+
+def test_gradients_of_parameters_are_float32_before_they_are_reduced_if_asked():
+    def dtypes(policy):
+        found = []
+
+        def visit(jaxpr):
+            for equation in jaxpr.eqns:
+                if equation.primitive.name == "dot_general":
+                    read, result = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
+                    found.append(f"{read} to {result}")
+                for inner in jax.extend.core.jaxprs_in_params(equation.params):
+                    visit(inner)
+
+        visit(jax.make_jaxpr(jax.grad(jmp.autocast(loss, policy)))(W, X).jaxpr)
+        return found
+
+    assert set(dtypes(F8)) == {"bfloat16 to bfloat16"}
+    # Of the input, which may be a parameter as well, too. For a CPU they are there another time.
+    assert dtypes(f"{F8},r=f32").count("bfloat16 to float32") == 4
+    got = jax.grad(jmp.autocast(loss, f"{F8},r=f32"))(W, X)
+    same(got, jax.grad(jmp.autocast(loss, F8))(W, X), 0.01)
+
+
+def test_an_adapter_and_its_rules_take_the_policy():
+    model = nn.Sequential([nn.Dense(16), jnp.tanh, nn.Dense(16), jnp.tanh, nn.Dense(4)])
+    variables = jax.eval_shape(model.init, jax.random.key(0), X)
+
+    def rounded(policy, rules=None):
+        apply = jmp.adapters.linen.wrap_apply(model.apply, policy, rules)
+        return operands_in_float8(lambda v: apply(v, X), variables)
+
+    assert rounded(F8) == 4
+    assert rounded(F8, [("layers_0", BF16)]) == rounded(BF16, [("layers_2", F8)]) == 2
+    assert rounded(BF16) == 0
+
+
+def test_compare_shows_the_errors_of_float8_beside_those_without_it():
+    found = diagnostics.compare(loss, F8)(W, X)
+    half = diagnostics.compare(loss, BF16)(W, X)
+    assert found.without_float8 == half.rows and half.without_float8 == []
+    for row, plain in zip(found.rows, half.rows, strict=True):
+        if (row.kind, row.path) != ("gradient", "2"):  # the head's own product is bfloat16
+            assert 2 * plain.relative_error < row.relative_error < 0.1
+    title, first = (str(found).splitlines()[i] for i in (1, 3))
+    assert "relative error   without float8   largest error" in title
+    assert f"{half.by_module()[0].relative_error:.2g}" in first
+    assert "without float8" not in str(half)
+    assert len(found.to_dict()["without_float8"]) == len(found.rows)
+
+
+def test_compare_takes_float8_out_of_rules_too():
+    rules = iter([("first", F8)])
+
+    def of(ws, x):
+        with jax.named_scope("first"):
+            x = jnp.tanh(x @ ws[0])
+        return jnp.mean((x @ ws[1]) ** 2)
+
+    found = diagnostics.compare(of, BF16, rules=rules)(W, X)
+    assert found.without_float8 == diagnostics.compare(of, BF16)(W, X).rows != found.rows
+
+
+def test_a_gradient_report_says_what_float8_takes_from_the_cotangents():
+    def of(ws, x, shift=0.0):
+        y = x @ ws[0] + shift
+        return jnp.sum((jnp.tanh(y) @ ws[1]) * weights)
+
+    weights = jnp.ones((32, 16)).at[0, 0].set(2.0**22)  # a gradient with one large number
+    report = diagnostics.gradient_report(of, F8)(W, X)
+    (row,) = report.float8_cotangents
+    assert (row.operation, row.size) == ("dot_general in float8", X.size)
+    cotangent = jax.grad(jmp.autocast(of, F8), 2)(W, X, jnp.zeros_like(X))
+    for dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2):
+        half = cotangent.astype(jnp.bfloat16)
+        back = np.asarray(_scales.rounded(half, dtype, jnp.max(jnp.abs(half))).numbers)
+        normal = float(jnp.finfo(dtype).smallest_normal)
+        zeros = np.mean(back == 0)
+        subnormal = np.mean((back != 0) & (abs(back.astype(np.float32)) < normal))
+        shares = row.float8_shares()[np.dtype(dtype).name]
+        # By powers of two: some numbers are taken for their neighbours.
+        assert shares.lost + shares.zero == pytest.approx(zeros, abs=0.02)
+        assert shares.subnormal == pytest.approx(subnormal, abs=0.02)
+        assert (zeros + subnormal > 0.9) == (dtype == jnp.float8_e4m3fn)
+    assert "cotangents of float8 products" in str(report) and "e5m2 subnormal" in str(report)
+    (as_data,) = (entry for entry in report.to_dict()["rows"] if "float8_shares" in entry)
+    assert as_data["float8_shares"]["float8_e5m2"]["normal"] > 0.9
+    plain = diagnostics.gradient_report(of, BF16)(W, X)
+    assert plain.float8_cotangents == [] and "float8" not in str(plain)
+
+
+def test_gradients_are_held_in_what_was_measured():
+    assert GRADIENTS == jnp.float8_e4m3fn
+    seen = operands_in_float8(jax.grad(jmp.autocast(loss, F8)), W, X)
+    assert seen == 2 * 2 + 2

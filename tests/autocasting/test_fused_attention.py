@@ -1,0 +1,575 @@
+"""Attention in one kernel: what is found, that it computes the same, and what is left as it is.
+
+Nothing of cuDNN runs here. What JAX is asked for is computed by JAX's own attention instead, in
+float32; `tests/h200` compiles the real kernels.
+"""
+
+import functools
+
+import equinox as eqx
+import flax.linen as nn
+import flax.nnx as nnx
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jmp
+from jmp.adapters import equinox, haiku, linen
+from jmp.adapters import nnx as nnx_adapter
+from jmp.autocasting._autocast import make_program
+from jmp.autocasting._steps import Fused, Inside, Nested
+from testbed.h200.harness import as_if_cudnn
+
+LENGTH = 14
+LOWEST = float(np.finfo(np.float32).min)
+attention_of_jax = jax.nn.dot_product_attention
+either = jax.lax.platform_dependent
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+Q, K, V = (normal(i, 2, LENGTH, heads, 8) for i, heads in enumerate((4, 2, 2)))
+X = normal(3, 2, LENGTH, 32)
+CAUSAL = np.tril(np.ones((LENGTH, LENGTH), bool))
+PADDING = jnp.arange(LENGTH)[None] < jnp.array([LENGTH, 9])[:, None]
+EMPTY = PADDING.at[1].set(False)  # an example without a key
+
+
+def scores(q, k, scale=0.35):
+    return jnp.einsum("bqhd,bkhd->bhqk", q, k) * scale
+
+
+def weigh(weights, v):
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+def softmax_by_hand(x):
+    powers = jnp.exp(x - x.max(-1, keepdims=True))
+    return powers / powers.sum(-1, keepdims=True)
+
+
+def flax_attention(params, x, mask=None):
+    return nn.MultiHeadDotProductAttention(4).apply(params, x, x, mask=mask)
+
+
+def haiku_attention(x):
+    initializer = hk.initializers.VarianceScaling()
+    return hk.MultiHeadAttention(4, 8, w_init=initializer)(x, x, x, mask=CAUSAL[None, None])
+
+
+FLAX = nn.MultiHeadDotProductAttention(4).init(jax.random.key(0), X, X)
+HAIKU = hk.without_apply_rng(hk.transform(haiku_attention))
+EQUINOX = eqx.partition(eqx.nn.MultiheadAttention(4, 32, key=jax.random.key(1)), eqx.is_array)
+NNX = nnx.split(nnx.MultiHeadAttention(4, 32, 32, decode=False, rngs=nnx.Rngs(0)))
+
+
+def equinox_attention(params, x):
+    module = eqx.combine(params, EQUINOX[1])
+    return jax.vmap(lambda row: module(row, row, row, mask=jnp.asarray(CAUSAL)))(x)
+
+
+def repeated_heads(q, k, v):
+    k, v = (jnp.repeat(array, 2, axis=2) for array in (k, v))
+    return weigh(jax.nn.softmax(jnp.where(CAUSAL[None, None], scores(q, k), -1e9)), v)
+
+
+def one_head_of_keys(q, k, v):
+    weights = jax.nn.softmax(jnp.einsum("btnd,bsd->bnts", q, k[:, :, 0]) / 3)
+    return jnp.einsum("bnts,bsd->btnd", weights, v[:, :, 0])
+
+
+def heads_first(q, k, v):
+    q, k, v = (array[:, :, :2].swapaxes(1, 2) for array in (q, k, v))
+    weights = softmax_by_hand(jnp.where(CAUSAL[None, None], q @ k.swapaxes(-1, -2) / 3, -jnp.inf))
+    return (weights @ v).swapaxes(1, 2)
+
+
+def heads_by_vmap(q, k, v):
+    one = lambda q, k, v: jax.nn.softmax(q @ k.T) @ v
+    return jax.vmap(jax.vmap(one, in_axes=1, out_axes=1))(q[:, :, :2], k, v)
+
+
+def added_mask(q, k, v, padding):
+    added = (1 - padding.astype(jnp.float32)) * LOWEST
+    return weigh(jax.nn.softmax(scores(q[:, :, :2], k) + added[:, None, None]), v)
+
+
+def with_slopes(q, k, v):
+    """ALiBi (Press et al. 2021): a bias that the program computes."""
+    distance = jnp.arange(LENGTH)[:, None] - jnp.arange(LENGTH)[None]
+    slopes = jnp.array([0.5, 0.25])[:, None, None]
+    x = scores(q[:, :, :2], k) - (slopes * distance[None])[None]
+    return weigh(jax.nn.softmax(jnp.where(CAUSAL[None, None], x, -1e9)), v)
+
+
+def far_from_zero(q, k, v):
+    """ALiBi by the place of the key alone, and numbers that make no difference."""
+    x = scores(q[:, :, :2], k) + (3000 + 0.5 * jnp.arange(LENGTH))[None, None, None]
+    return weigh(jax.nn.softmax(jnp.where(CAUSAL[None, None], x, -1e9) - 3.0), v)
+
+
+jax_attention = functools.partial(attention_of_jax, is_causal=True)
+
+# Name: a function, its floating arguments, and others.
+FOUND = {
+    "Flax": (flax_attention, (FLAX, X), ()),
+    "Flax, causal": (
+        lambda p, x: flax_attention(p, x, nn.make_causal_mask(x[..., 0])), (FLAX, X), ()),
+    "Flax, causal and padded": (
+        lambda p, x, pad: flax_attention(
+            p, x, nn.combine_masks(nn.make_causal_mask(x[..., 0]), pad[:, None, None])),
+        (FLAX, X), (PADDING,)),
+    "nnx": (
+        lambda s, x: nnx.merge(NNX[0], s)(x, mask=nn.make_causal_mask(x[..., 0])),
+        (NNX[1], X), ()),
+    "Haiku": (HAIKU.apply, (HAIKU.init(jax.random.key(0), X), X), ()),
+    "Equinox": (equinox_attention, (EQUINOX[0], X), ()),
+    "jax.nn, groups of heads": (jax_attention, (Q, K, V), ()),
+    "jax.nn, window": (
+        functools.partial(jax_attention, local_window_size=(3, 0)), (Q, K, V), ()),
+    "jax.nn, learned bias": (
+        lambda q, k, v, bias: attention_of_jax(q, k, v, bias),
+        (Q, K, V, normal(9, 1, 4, LENGTH, LENGTH)), ()),
+    "jax.nn, mask": (
+        lambda q, k, v, mask: attention_of_jax(q, k, v, mask=mask[:, None, None]),
+        (Q, K, V), (PADDING,)),
+    "heads repeated": (repeated_heads, (Q, K, V), ()),
+    "one head of keys": (one_head_of_keys, (Q, K, V), ()),
+    "heads first, a softmax by hand, -inf": (heads_first, (Q, K, V), ()),
+    "heads by vmap": (heads_by_vmap, (Q, K, V), ()),
+    "an added mask": (added_mask, (Q, K, V), (PADDING,)),
+    "a bias that is computed": (with_slopes, (Q, K, V), ()),
+    "numbers far from zero": (far_from_zero, (Q, K, V), ()),
+    "one query": (attention_of_jax, (Q[:, :1], K, V), ()),
+    "heads of 80": (attention_of_jax, [normal(i, 1, 6, 2, 80) for i in range(3)], ()),
+    "heads of 64": (attention_of_jax, [normal(i, 1, 6, 2, 64) for i in range(3)], ()),
+    "heads of 128": (attention_of_jax, [normal(i, 1, 6, 2, 128) for i in range(3)], ()),
+    "an odd length": (attention_of_jax, (Q[:, :7], K[:, :7], V[:, :7]), ()),
+    "an odd length, causal": (jax_attention, (Q[:, :7], K[:, :7], V[:, :7]), ()),
+    "an odd number of keys, padded": (
+        lambda q, k, v, mask: attention_of_jax(q, k, v, mask=mask[:, None, None]),
+        (Q, K[:, :7], V[:, :7]), (PADDING[:, :7].at[:, 5:].set(False),)),
+}  # fmt: skip
+
+
+def stand_in(query, key, value, *terms, implementation=None, **options):
+    """JAX's attention, in float32 where cuDNN's was asked for."""
+    if implementation != "cudnn":
+        return attention_of_jax(query, key, value, *terms, implementation=implementation, **options)
+    wide = [None if x is None else x.astype(jnp.float32) for x in (query, key, value, *terms)]
+    return attention_of_jax(*wide, implementation="xla", **options).astype(query.dtype)
+
+
+@pytest.fixture
+def as_on_cuda(monkeypatch):
+    monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, cuda, default: cuda(*args))
+
+
+def plans_of(plan):
+    yield plan
+    for step in plan.steps:
+        for inside in step.insides if isinstance(step, Nested) else ():
+            if isinstance(inside, Inside):
+                yield from plans_of(inside.plan)
+
+
+def attentions(function, *args, policy="mixed_float16"):
+    """Returns the fused attentions of a function, and why others are not fused."""
+    with as_if_cudnn():
+        plan = make_program(function, policy, attention="fused").trace(args, {}).plan
+    plans = list(plans_of(plan))
+    fused = [step for p in plans for step in p.steps if isinstance(step, Fused)]
+    return fused, [why for p in plans for why in p.not_fused.values()]
+
+
+def difference(result, expected):
+    flat = [np.concatenate([np.ravel(x) for x in jax.tree.leaves(t)]) for t in (result, expected)]
+    return np.linalg.norm(flat[0] - flat[1]) / np.linalg.norm(flat[1])
+
+
+IN_BFLOAT16 = ["Flax, causal and padded", "jax.nn, groups of heads", "jax.nn, learned bias"]
+CASES = [pytest.param(*case, "mixed_float16", id=name) for name, case in FOUND.items()]
+CASES += [pytest.param(*FOUND[name], "mixed_bfloat16", id=name) for name in IN_BFLOAT16]
+
+
+@pytest.mark.parametrize(("function", "args", "others", "policy"), CASES)
+def test_a_fused_attention_and_its_gradient_are_those_of_the_plain_one(
+    function, args, others, policy, as_on_cuda
+):
+    fused = jmp.autocast(function, policy, attention="fused")
+
+    def gradient(run):
+        return jax.value_and_grad(lambda args: (run(*args, *others) ** 2).mean())(args)
+
+    @jax.jit
+    def all_three():
+        return gradient(function), gradient(jmp.autocast(function, policy)), gradient(fused)
+
+    with as_if_cudnn():
+        (value, exact), (_, plain), (fused_value, of_fused) = all_three()
+    rounding = float(jnp.finfo(jmp.get_policy(policy).compute_dtype).eps)
+    assert abs(fused_value - value) < rounding * value
+    assert difference(of_fused, exact) < 1.3 * difference(plain, exact)
+    assert difference(of_fused, plain) > 0  # it is not the plain one
+
+
+# Masks by value.
+
+
+@pytest.mark.parametrize(
+    ("mask", "is_causal", "window"),
+    [
+        (CAUSAL, True, None),
+        (CAUSAL & ~np.tril(CAUSAL, -4), True, 3),
+        (np.ones_like(CAUSAL), False, None),
+    ],
+    ids=["causal", "window", "none"],
+)
+@pytest.mark.parametrize("lowest", [-1e9, LOWEST, -np.inf])
+def test_masks_that_the_program_holds_are_known_by_value(mask, is_causal, window, lowest):
+    def chosen(q, k, v):
+        return weigh(jax.nn.softmax(jnp.where(mask[None, None], scores(q, k), lowest)), v)
+
+    def added(q, k, v):
+        bias = jnp.where(mask, 0, lowest).astype(jnp.float32)
+        return weigh(jax.nn.softmax(scores(q, k) + bias[None, None]), v)
+
+    for function in (chosen, added):
+        ((step,), _) = attentions(function, Q[:, :, :2], K, V)
+        assert (step.form.is_causal, step.form.window) == (is_causal, window)
+        assert not (step.biases or step.masks)
+        assert step.form.is_alive
+
+
+def test_a_mask_of_keys_is_read_as_it_is_and_not_once_a_head():
+    (step,), _ = attentions(*mask_of_keys())
+    ((axes, _),) = step.form.masks
+    assert sum(map(len, axes)) == 2  # it differs by example and by key
+
+
+def mask_of_keys():
+    masked = lambda q, k, v, mask: attention_of_jax(q, k, v, mask=mask[:, None, None])
+    return masked, Q, K, V, PADDING
+
+
+@pytest.mark.parametrize("is_added", [False, True], ids=["chosen", "added"])
+def test_a_row_without_a_key_is_the_average_of_the_values_and_moves_no_query(is_added, as_on_cuda):
+    if is_added:
+        function = added_mask
+    else:
+        function = lambda q, k, v, mask: attention_of_jax(
+            q[:, :, :2], k, v, mask=mask[:, None, None]
+        )
+    fused = jmp.autocast(function, "mixed_float16", attention="fused")
+
+    @jax.jit
+    def result_and_gradient():
+        result, pull_back = jax.vjp(lambda *args: fused(*args, EMPTY), Q, K, V)
+        return result, pull_back(jnp.ones_like(result))
+
+    with as_if_cudnn():
+        result, (of_queries, of_keys, of_values) = result_and_gradient()
+    np.testing.assert_allclose(
+        result[1], jnp.broadcast_to(V[1].mean(0), result[1].shape), rtol=2e-3, atol=2e-4
+    )
+    assert not of_queries[1].any() and not of_keys[1].any()
+    np.testing.assert_allclose(of_values[1], np.ones_like(of_values[1]), rtol=2e-3)
+    assert of_queries[0].any()
+
+
+# What is left as it is.
+
+
+def returned_weights(q, k, v):
+    weights = jax.nn.softmax(scores(q, k))
+    return weigh(weights, v), weights
+
+
+def own_bias(q, k, v):
+    return weigh(jax.nn.softmax(scores(q, k) + jnp.cumsum(scores(q, k), -1)), v)
+
+
+def divided_by_other_sums(q, k, v):
+    powers = jnp.exp(scores(q, k))
+    return weigh(powers / powers.sum(-1)[:, :, None, :], v)
+
+
+def keys_of_a_grid(q, k, v):  # of images, say
+    k, v = (x.reshape(x.shape[0], 2, -1, *x.shape[2:]) for x in (k, v))
+    found = jnp.einsum("bqhd,bxyhd->bhqxy", q, k)
+    weights = jax.nn.softmax(found.reshape(*found.shape[:3], -1)).reshape(found.shape)
+    return jnp.einsum("bhqxy,bxyhd->bqhd", weights, v)
+
+
+TWO_HEADS = Q[:, :, :2]
+LEFT = {
+    "dropout": (
+        lambda q, k, v, kept: weigh(jax.nn.softmax(scores(q, k)) * kept, v),
+        (jax.random.bernoulli(jax.random.key(0), 0.9, (1, 1, 1, LENGTH)),),
+        "mul stands between its softmax and the values"),
+    "soft-capped scores": (
+        lambda q, k, v: weigh(jax.nn.softmax(jnp.tanh(scores(q, k))), v),
+        (), "tanh changes its scores"),
+    "keys in reverse": (
+        lambda q, k, v: weigh(jax.nn.softmax(scores(q, k)[..., ::-1]), v),
+        (), "rev changes its scores"),
+    "scores without a gradient": (
+        lambda q, k, v: weigh(jax.nn.softmax(jax.lax.stop_gradient(scores(q, k))), v),
+        (), "stop_gradient changes its scores"),
+    "weights that do not add up to one": (
+        divided_by_other_sums, (), "div stands between its softmax and the values"),
+    "a mask that is scaled": (
+        lambda q, k, v, mask: weigh(
+            jax.nn.softmax(jnp.where(mask[:, None, None], scores(q, k), -1e4) * 1e-3), v),
+        (PADDING,), "not a constant of -1e4 or below"),
+    "a bias over a mask": (
+        lambda q, k, v, mask: weigh(
+            jax.nn.softmax(jnp.where(mask[:, None, None], scores(q, k), -1e4) + 1e4), v),
+        (PADDING,), "may undo it"),
+    "weights returned": (returned_weights, (), "read elsewhere"),
+    "another axis": (
+        lambda q, k, v: weigh(jax.nn.softmax(scores(q, k), axis=2), v),
+        (), "not sum over the keys"),
+    "-inf where rows may be empty": (
+        lambda q, k, v, mask: weigh(
+            jax.nn.softmax(jnp.where(mask[:, None, None], scores(q, k), -jnp.inf)), v),
+        (PADDING,), "of -inf"),
+    "different numbers where rows may be empty": (
+        lambda q, k, v, mask: weigh(jax.nn.softmax(jnp.where(
+            CAUSAL[None, None], jnp.where(mask[:, None, None], scores(q, k), -1e9), LOWEST)), v),
+        (PADDING,), "different numbers"),
+    "scores that are repeated": (
+        lambda q, k, v, bias: jnp.einsum(
+            "bhqk,bkhd->bqhd", jax.nn.softmax(scores(q[:1], k[:1]) + bias), v),
+        (normal(8, 2, 1, 1, LENGTH),), "add repeats its scores"),
+    "a small penalty": (
+        lambda q, k, v, mask: weigh(
+            jax.nn.softmax(jnp.where(mask[:, None, None], scores(q, k), -3.0)), v),
+        (PADDING,), "not a constant of -1e4 or below"),
+    "a learned bias of each example": (
+        lambda q, k, v, bias: weigh(jax.nn.softmax(scores(q, k) + bias), v),
+        (normal(8, 2, 1, LENGTH, LENGTH),), "no gradient of a bias"),
+    "a learned temperature": (
+        lambda q, k, v, t: weigh(jax.nn.softmax(scores(q, k) * t), v),
+        (jnp.float32(2),), "not a positive constant"),
+    "keys along two axes": (keys_of_a_grid, (), "not over one axis of keys longer than one"),
+    "heads of 12": (
+        lambda q, k, v: attention_of_jax(q[..., :4], k[..., :4], v[..., :4]),
+        (), "multiple of 8"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "others", "why"), LEFT.values(), ids=LEFT.keys())
+def test_what_the_kernel_does_not_compute_stays_as_it_is_and_the_report_says_why(
+    function, others, why
+):
+    fused, (reason,) = attentions(function, TWO_HEADS, K, V, *others)
+    assert not fused
+    assert why in reason
+    with as_if_cudnn():
+        report = jmp.diagnostics.precision_report(function, "mixed_float16", attention="fused")
+        assert reason in str(report(TWO_HEADS, K, V, *others)).replace("\n", " ")
+
+
+def test_an_attention_whose_operands_want_float32_gradients_is_left_as_it_is_and_says_so():
+    def attend(q, k, v):
+        return weigh(jax.nn.softmax(scores(q, k)), v)
+
+    fused, (reason,) = attentions(attend, TWO_HEADS, K, V, policy="mixed_float16,r=f32")
+    assert not fused
+    assert "gradients are to be float32" in reason
+
+
+def test_the_longer_axis_of_queries_is_their_position_where_no_mask_tells():
+    def grouped(q, k, v):  # (batch, groups, heads of a group, positions, width)
+        weights = jax.nn.softmax(jnp.einsum("bngtd,bnsd->bngts", q, k))
+        return jnp.einsum("bngts,bnsd->bngtd", weights, v)
+
+    q, k = normal(0, 2, 2, 3, LENGTH, 8), normal(1, 2, 2, LENGTH, 8)
+    (step,), _ = attentions(grouped, q, k, k)
+    assert step.form.query.shape == (2, LENGTH, 6, 8)
+
+
+def test_a_mask_may_be_a_number_that_the_program_holds(as_on_cuda):
+    def masked(q, k, v, mask=False):
+        chosen = jax.lax.select_n(mask, jnp.full((2, 2, LENGTH, LENGTH), -1e9), scores(q, k))
+        return weigh(jax.nn.softmax(chosen), v)
+
+    with as_if_cudnn():
+        fused = jmp.autocast(masked, "mixed_float16", attention="fused")
+        assert jax.eval_shape(fused, TWO_HEADS, K, V).shape == TWO_HEADS.shape
+    assert len(attentions(masked, TWO_HEADS, K, V)[0]) == 1
+
+
+def test_weights_that_are_multiplied_by_ones_are_fused_and_noted_once():
+    def with_all_heads(q, k, v):  # as models have it whose heads can be switched off
+        weights = jnp.einsum("bhqk,h->bhqk", jax.nn.softmax(scores(q, k)), jnp.ones(2))
+        return weigh(weights, v)
+
+    fused, reasons = attentions(with_all_heads, TWO_HEADS, K, V)
+    assert (len(fused), reasons) == (1, [])
+
+
+def test_weights_that_are_rounded_by_hand_stay_so():
+    def rounded(q, k, v):
+        return weigh(jax.lax.reduce_precision(jax.nn.softmax(scores(q, k)), 5, 3), v)
+
+    assert not attentions(rounded, TWO_HEADS, K, V)[0]
+
+
+def test_products_around_a_softmax_that_are_no_attention_are_not_mentioned():
+    def classifier(x, w, v):
+        return jax.nn.softmax(x @ w).sum() + (x @ w @ v).sum()
+
+    assert attentions(classifier, X[0], normal(1, 32, 32), normal(2, 32, 8)) == ([], [])
+
+
+def test_without_cudnn_the_program_is_the_plain_one():
+    programs = [
+        jax.make_jaxpr(jax.grad(lambda q, k, v, run=run: run(q, k, v).sum()))(Q, K, V)
+        for run in (
+            jmp.autocast(jax_attention, "mixed_float16"),
+            jmp.autocast(jax_attention, "mixed_float16", attention="fused"),
+        )
+    ]
+    assert str(programs[0]) == str(programs[1])
+    report = jmp.diagnostics.precision_report(jax_attention, "mixed_float16", attention="fused")
+    assert "cuDNN is not detected" in str(report(Q, K, V))
+
+
+# Under the transformations of JAX.
+
+fused_attention = jmp.autocast(jax_attention, "mixed_float16", attention="fused")
+
+
+def loss(q, k, v):
+    return (fused_attention(q, k, v) ** 2).sum()
+
+
+def loss_of_odd(q, k, v):
+    odd = jmp.autocast(attention_of_jax, "mixed_float16", attention="fused")
+    return (odd(q[:, :7], k[:, :7], v[:, :7]) ** 2).sum()
+
+
+fused_masks = jmp.autocast(mask_of_keys()[0], "mixed_float16", attention="fused")
+
+
+def turns(x):
+    body = lambda carry, w: (carry + jax_attention(carry @ w, carry, carry), None)
+    return (jax.lax.scan(body, x, jnp.ones((3, 8, 8)))[0] ** 2).sum()
+
+
+def sharded(run):
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 2), ("batch", "heads"), auto, devices=jax.devices()[:4])
+    axes = P("batch", None, "heads")
+    return jax.shard_map(run, mesh=mesh, in_specs=axes, out_specs=axes)
+
+
+def squares(run):
+    return lambda *args: (run(*args) ** 2).sum()
+
+
+STACKED = [jnp.stack([x, x]) for x in (Q, K, V)]
+TRANSFORMED = {
+    "grad": (jax.grad(loss), (Q, K, V), 2),
+    "value": (fused_attention, (Q, K, V), 1),
+    "vmap of grad": (jax.vmap(jax.grad(loss)), STACKED, 2),
+    "vmap of queries alone": (jax.vmap(jax.grad(loss), (0, None, None)), (STACKED[0], K, V), 2),
+    "vmap of an odd length": (jax.vmap(jax.grad(loss_of_odd)), STACKED, 2),
+    "vmap of masks": (
+        jax.vmap(jax.grad(lambda *args: (fused_masks(*args) ** 2).sum())),
+        (*STACKED, jnp.stack([PADDING, EMPTY])), 2),
+    "grad of vmap": (jax.grad(squares(jax.vmap(fused_attention))), STACKED, 2),
+    "checkpoint outside": (jax.grad(jax.checkpoint(loss)), (Q, K, V), 2),
+    "checkpoint inside": (
+        jax.grad(squares(
+            jmp.autocast(jax.checkpoint(jax_attention), "mixed_float16", attention="fused"))),
+        (Q, K, V), 3),
+    "scan": (jax.grad(jmp.autocast(turns, "mixed_float16", attention="fused")), (Q,), 2),
+    "shard_map outside": (jax.grad(squares(sharded(fused_attention))), (Q, K, V), 2),
+    "shard_map inside": (
+        jax.grad(squares(jmp.autocast(sharded(jax_attention), "mixed_float16", attention="fused"))),
+        (Q, K, V), 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "args", "kernels"), TRANSFORMED.values(), ids=TRANSFORMED)
+def test_kernels_are_there_under_every_transformation(function, args, kernels):
+    with as_if_cudnn():
+        lowered = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",))
+        assert lowered.as_text().count("__cudnn$fmha") == kernels
+
+
+def in_linen():
+    apply = linen.wrap_apply(
+        nn.MultiHeadDotProductAttention(4).apply, "mixed_float16", attention="fused"
+    )
+    return apply, (FLAX, X, X)
+
+
+def in_nnx():
+    module = nnx.MultiHeadAttention(4, 32, 32, decode=False, rngs=nnx.Rngs(0))
+    lowered = nnx_adapter.with_policy(module, "mixed_float16", attention="fused")
+    return lambda x: lowered(x), (X,)
+
+
+def in_equinox():
+    module = eqx.nn.MultiheadAttention(4, 32, key=jax.random.key(1))
+    run = lambda module, x: module(x, x, x)
+    lowered = equinox.autocast(run, "mixed_float16", attention="fused")
+    return functools.partial(lowered, module), (X[0],)
+
+
+def in_haiku():
+    lowered = haiku.with_policy(HAIKU, "mixed_float16", attention="fused")
+    return lowered.apply, (HAIKU.init(jax.random.key(0), X), X)
+
+
+@pytest.mark.parametrize("make", [in_linen, in_nnx, in_equinox, in_haiku])
+def test_every_adapter_fuses_attention(make):
+    function, args = make()
+    with as_if_cudnn():
+        lowered = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",))
+        assert lowered.as_text().count("__cudnn$fmha") == 1
+
+
+def test_each_example_has_its_own_gradient_of_a_bias_that_all_share():
+    bias = normal(9, 1, 4, LENGTH, LENGTH)
+    fused = jmp.autocast(lambda *args: attention_of_jax(*args), "mixed_float16", attention="fused")
+    of_bias = jax.grad(lambda *args: (fused(*args) ** 2).sum(), argnums=3)
+    with as_if_cudnn():
+        traced = jax.jit(jax.vmap(of_bias, (0, 0, 0, None))).trace(*STACKED, bias)
+        lines = traced.lower(lowering_platforms=("cuda",)).as_text().splitlines()
+    kernels = [line for line in lines if "__cudnn$fmha" in line]
+    # cuDNN adds up the gradient over what it gets.
+    assert len(kernels) == 2
+    assert all("tensor<2x14x4x8xf16>" in line for line in kernels)
+
+
+@pytest.mark.parametrize(
+    ("function", "what"),
+    [
+        (lambda x: jax.jvp(lambda x: fused_attention(x, K, V), (x,), (x,)), "forward-mode"),
+        (lambda x: jax.linearize(lambda x: fused_attention(x, K, V), x)[1](x), "forward-mode"),
+        (lambda x: jax.jvp(jax.grad(loss), (x, K, V), (x, K, V)), "a second derivative"),
+        (jax.grad(lambda x: jax.grad(loss)(x, K, V).sum()), "a second derivative"),
+    ],
+    ids=["jvp", "linearize", "jvp of grad", "grad of grad"],
+)
+def test_derivatives_that_the_kernel_has_not_are_refused_by_the_option_s_name(function, what):
+    with as_if_cudnn(), pytest.raises(NotImplementedError, match=rf"attention='fused'.*{what}"):
+        jax.jit(function).trace(Q).lower(lowering_platforms=("cuda",))
+
+
+def test_what_is_kept_is_counted_for_the_platform_that_runs():
+    count = lambda run: jmp.diagnostics.memory_report(squares(run))(Q, K, V).activation_bytes
+    with as_if_cudnn():
+        fused = jmp.autocast(jax_attention, "mixed_float16", attention="fused")
+        assert count(fused) == count(jmp.autocast(jax_attention, "mixed_float16"))

@@ -1,0 +1,709 @@
+"""`find_nonfinite` names the planted culprit, blames no benign infinity, and costs nothing before.
+
+The line of a culprit carries the word `planted`, and its case says what else must be found.
+"""
+
+import dataclasses
+import functools
+import pathlib
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jmp
+from jmp import transforms
+from jmp.diagnostics import _interpreter, find_nonfinite
+
+F16 = jnp.float16
+LINES = pathlib.Path(__file__).read_text().splitlines()
+
+
+def half(*numbers):
+    return jnp.array(numbers, F16)
+
+
+# Forward, at the top.
+
+
+def exponential(x):
+    return jnp.exp(x)  # planted
+
+
+def square(x):
+    return lax.square(x) + 1  # planted
+
+
+def product(x):
+    return x @ x  # planted
+
+
+def mean(x):
+    return jnp.sum(x)  # planted
+
+
+def running_sum(x):
+    return jnp.cumsum(x)  # planted
+
+
+def cast(x):
+    return x.astype(F16)  # planted
+
+
+def flushed_epsilon(x):
+    norm = jnp.sqrt(x * x)
+    return x / (norm + 1e-8)  # planted
+
+
+def flushed_probability(x):
+    return jnp.log(jnp.exp(x))  # planted
+
+
+def inverse_root(x):
+    return lax.rsqrt(x)  # planted
+
+
+def logarithm_of_a_difference(x):
+    return jnp.log(x - 2)  # planted
+
+
+def too_small_a_divisor(x):
+    return 1 / x  # planted
+
+
+def masked_throughout(x):
+    mask = jnp.array([[True, True], [False, False]])
+    scores = jnp.where(mask, x, -jnp.inf)
+    return jax.nn.softmax(scores)  # planted
+
+
+def exponential_under_a_mask(x):
+    scores = jnp.where(jnp.arange(x.size) > 0, x, -jnp.inf)
+    weights = jnp.exp(scores)  # planted
+    return weights / weights.sum()
+
+
+def mask_by_product(x):
+    bias = jnp.where(x > 0, -jnp.inf, 0)
+    return bias * (x < 0)  # planted
+
+
+def two_sides_of_a_where(x):
+    unread = jnp.log(jnp.zeros_like(x))
+    read = jnp.exp(x)  # planted
+    return jnp.where(x < 0, unread, read)
+
+
+def out_of_bounds(x):
+    return jnp.take(x, jnp.array([0, 7]))  # planted
+
+
+def not_positive_definite(x):
+    return jnp.linalg.cholesky(jnp.array([[0.0, 1.0], [1.0, 0.0]]) * x)  # planted
+
+
+def constant(x):
+    return jnp.where(x > 0, x, jnp.nan)  # planted
+
+
+# Nested.
+
+
+def scanned(x, reverse=False):
+    def body(carry, row):
+        with jax.named_scope("cell"):
+            return carry + 1, jnp.exp(row)  # planted
+
+    return lax.scan(body, 0, x, reverse=reverse)
+
+
+def carried(x):
+    def body(carry, _):
+        return carry * 4, None  # planted
+
+    return lax.scan(body, x, None, length=12)[0]
+
+
+def nested_scans(x):
+    def inner(carry, factor):
+        return carry * factor, None  # planted
+
+    def outer(carry, factors):
+        return lax.scan(inner, carry, factors)[0], None
+
+    return lax.scan(outer, x, jnp.full((4, 5), 2, x.dtype))[0]
+
+
+def loop(x):
+    def body(state):
+        count, value = state
+        return count + 1, value * value  # planted
+
+    return lax.while_loop(lambda state: state[0] < 10, body, (0, x))[1]
+
+
+def loop_under_vmap(x):
+    return jax.vmap(lambda y: lax.while_loop(lambda z: z < 6e4, lambda z: z * z, y))(x)  # planted
+
+
+def experts(x, index):
+    def second(y):
+        return jnp.exp(y)  # planted
+
+    return lax.switch(index, [jnp.tanh, jnp.sin, second], x)
+
+
+def in_remat(x):
+    return jax.checkpoint(exponential)(x)
+
+
+def in_jits(x):
+    return jax.jit(jax.jit(exponential))(x)
+
+
+def running_maximum(x):
+    """As attention in blocks: the maximum starts at -inf, which is meant."""
+
+    def body(state, row):
+        largest, total = state
+        largest = jnp.maximum(largest, row.max())
+        return (largest, total + jnp.exp(row).sum()), None  # planted
+
+    return lax.scan(body, (-jnp.inf, 0.0), x)[0][1]
+
+
+def sharded(x, **options):
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def body(shard):
+        shard = lax.scan(lambda carry, _: (carry * 10, None), shard, None, length=4)[0]  # planted
+        return shard / lax.psum(shard.sum(), "data")
+
+    specs = {"in_specs": P("data"), "out_specs": P("data")}
+    return jax.shard_map(body, mesh=mesh, **specs, **options)(x)  # planted, if not looked into
+
+
+# Derivatives.
+
+
+def trap(x):
+    return jnp.where(x > 0, jnp.log(x), 0).sum()  # planted
+
+
+def trap_of_a_root(x):
+    return jnp.where(x > 0, jnp.sqrt(x), 0).sum()  # planted
+
+
+def unscaled(x):
+    return 2.0**17 * x.astype(F16).astype(jnp.float32).sum()  # planted
+
+
+def steep_in_half(x):
+    y = x * half(300)  # planted
+    return (y * 300).astype(jnp.float32).sum()
+
+
+@jax.custom_vjp
+def with_a_vjp(x):
+    return x
+
+
+with_a_vjp.defvjp(lambda x: (x, x), lambda residuals, cotangent: (cotangent / residuals,))
+
+
+def custom_backward(x):
+    return with_a_vjp(x)  # planted: JAX gives the rule's operations the line of the call
+
+
+@jax.custom_jvp
+def with_a_jvp(x):
+    return jnp.sqrt(x)
+
+
+@with_a_jvp.defjvp
+def its_jvp(primals, tangents):
+    (x,), (t,) = primals, tangents
+    return with_a_jvp(x), t / x  # planted
+
+
+def scanned_backward(x):
+    def body(carry, row):
+        return carry + jnp.where(row > 0, jnp.log(row), 0), None  # planted
+
+    return lax.scan(body, 0.0, x)[0]
+
+
+def remat_backward(x):
+    return jax.checkpoint(trap)(x)
+
+
+# Libraries.
+
+
+def adam(x):
+    optimizer = optax.adam(1e-3)
+    updates, _ = optimizer.update(x, optimizer.init(x))  # planted
+    return updates
+
+
+def scaled_loss(x):
+    loss_scale = jmp.StaticLossScale(2.0**17)
+    loss = jmp.autocast(lambda x: jnp.tanh(x @ x).sum(), "mixed_float16")  # planted
+    return jmp.scaled_value_and_grad(loss, loss_scale)(x)
+
+
+def autocast_product(x):
+    def network(x):
+        with jax.named_scope("head"):
+            return jnp.sum((x @ x) @ x)  # planted
+
+    return jmp.autocast(network, "mixed_float16")(x)
+
+
+class Head(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        logits = nn.Dense(3, dtype=F16, kernel_init=nn.initializers.ones)(x)
+        weights = jnp.exp(logits)  # planted
+        return (weights / weights.sum()).astype(jnp.float32).sum()
+
+
+def linen_model(x):
+    head = Head()
+    return jax.jit(head.apply)(head.init(jax.random.key(0), x), 4 * x)
+
+
+class NnxHead(nnx.Module):
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(4, 3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dense(x)
+
+
+def nnx_model(head, x):
+    def loss(head):
+        return jnp.sqrt(jnp.sum(head(0 * x) ** 2))  # planted
+
+    return nnx.grad(loss)(head)
+
+
+def test_an_argument_whose_infinity_a_product_reads_is_named_with_its_path():
+    loss = lambda w, batch: jnp.sum(jnp.tanh(batch["x"].astype(jnp.float16) @ w))
+    batch = {"x": jnp.ones((2, 4)).at[0].set(jnp.inf)}
+    w = jnp.array([[1.0, 0.0]] * 4, jnp.float16)
+    found = find_nonfinite(jax.grad(loss))(w, batch)
+    assert str(found).startswith("argument args[1]['x'] holds an infinity")
+    assert "came in like this" in found.cure
+
+
+def test_an_operation_that_makes_a_nan_of_given_infinities_says_which_argument_held_them():
+    found = find_nonfinite(lambda x: x - jnp.mean(x))(jnp.array([1.0, jnp.inf]))
+    assert found.operation == "sub"
+    assert "came in with args[0]. If they are data, look there" in found.cure
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What is called with what, and what must be found."""
+
+    function: object
+    args: tuple
+    operation: str
+    cure: str
+    became: str = "infinity"
+    direction: str = "forward"
+    inside: tuple = ()
+    dtype: str = "float16"
+    module: str = ""
+    name: str = ""
+
+
+ONES = jnp.ones((2, 2))
+PROBABLE = half(1, 1, 1, 1, 1, 1, 1, 12, 1)
+AUTO = {"axis_names": {"data"}}
+CASES = [
+    Case(exponential, (half(12),), "exp", "exp overflows float16 above 11.09"),
+    Case(exponential, (jnp.array([89.0]),), "exp", "above 88.7", dtype="float32", name="exp f32"),
+    Case(square, (half(300),), "square", "as jmp.autocast of the float32 function does"),
+    Case(product, (half(300, 300),), "dot_general", "sum of products went beyond 65504"),
+    Case(mean, (half(6e4, 6e4),), "convert_element_type", "dtype=jnp.float32"),
+    Case(running_sum, (half(6e4, 6e4),), "cumsum", "The sum went beyond 65504"),
+    Case(cast, (jnp.array([7e4]),), "convert_element_type", "beyond 65504, float16's largest"),
+    Case(flushed_epsilon, (half(1, 0),), "div", "an epsilon of 1e-8 is zero", "NaN"),
+    Case(flushed_probability, (half(-20),), "log", "The logarithm of zero. float16's smallest"),
+    Case(inverse_root, (half(0),), "rsqrt", "The divisor is zero"),
+    Case(inverse_root, (-half(1),), "rsqrt", "for positive numbers", "NaN", name="rsqrt(-1)"),
+    Case(logarithm_of_a_difference, (half(1),), "log", "Rounding may carry", "NaN"),
+    Case(too_small_a_divisor, (half(6e-8),), "div", "divides by as little as 6e-08"),
+    Case(masked_throughout, (ONES,), "sub", "masked throughout", "NaN", dtype="float32"),
+    Case(exponential_under_a_mask, (half(1, 12),), "exp", "exp overflows"),
+    Case(mask_by_product, (jnp.ones(2),), "mul", "0 * inf", "NaN", dtype="float32"),
+    Case(two_sides_of_a_where, (half(12),), "exp", "exp overflows"),
+    Case(out_of_bounds, (jnp.ones(3),), "gather", "out of bounds", "NaN", dtype="float32"),
+    Case(not_positive_definite, (1.0,), "cholesky", "positive definite", "NaN", dtype="float32"),
+    Case(constant, (jnp.array([-1.0]),), "constant", "written in the program", "NaN",
+         dtype="float32"),
+    Case(lambda x: x * 1e38 * 1e38, (jnp.bfloat16(1),), "mul", "is not the cause",  # planted
+         dtype="bfloat16", name="bfloat16"),
+    Case(lambda x: x.astype(jnp.float8_e4m3fn), (jnp.array([1e3]),),  # planted
+         "convert_element_type", "beyond 448", "NaN", dtype="float8_e4m3fn", name="float8"),
+    # Nested.
+    Case(scanned, (PROBABLE,), "exp", "", inside=("scan, iteration 7",), module="cell"),
+    Case(functools.partial(scanned, reverse=True), (PROBABLE,), "exp", "",
+         inside=("scan, iteration 7",), module="cell", name="reverse scan"),
+    Case(carried, (half(1),), "mul", "", inside=("scan, iteration 7",)),
+    Case(nested_scans, (half(1),), "mul", "", inside=("scan, iteration 3", "scan, iteration 0")),
+    Case(loop, (half(10),), "mul", "", inside=("while, iteration 2",)),
+    Case(loop_under_vmap, (half(10, 20),), "while", "reported as a whole"),
+    Case(experts, (half(12), 2), "exp", "", inside=("cond, branch 2",)),
+    Case(in_remat, (half(12),), "exp", "", inside=("remat",)),
+    Case(in_jits, (half(12),), "exp", "", inside=("jit exponential", "jit exponential")),
+    Case(running_maximum, (jnp.full((3, 2), 89.0),), "exp", "", inside=("scan, iteration 0",),
+         dtype="float32"),
+    Case(sharded, (half(1, 1, 7, 1),), "mul", "", inside=("shard_map", "scan, iteration 3")),
+    Case(functools.partial(sharded, **AUTO), (half(1, 1, 7, 1),), "shard_map", "as a whole",
+         "NaN", name="shard_map of some axes"),
+    # Derivatives.
+    Case(jax.grad(trap), (jnp.array([1.0, 0.0]),), "div", "derivative divides by zero", "NaN",
+         "backward", dtype="float32"),
+    Case(jax.grad(trap_of_a_root), (jnp.array([1.0, 0.0]),), "div", "that of sqrt",
+         dtype="float32"),
+    Case(jax.grad(unscaled), (ONES,), "convert_element_type", "lower the scale",
+         direction="backward"),
+    Case(jax.grad(steep_in_half), (half(1),), "mul", "lower the scale", direction="backward"),
+    Case(jax.grad(custom_backward), (0.0,), "div", "", direction="backward", dtype="float32",
+         name="custom_vjp"),
+    Case(lambda x: jax.jvp(with_a_jvp, (x,), (1.0,)), (jnp.zeros(()),), "div", "", dtype="float32",
+         name="custom_jvp"),
+    Case(jax.grad(with_a_jvp), (0.0,), "div", "", direction="backward", dtype="float32",
+         name="custom_jvp transposed"),
+    Case(jax.grad(scanned_backward), (jnp.ones(9).at[7].set(0),), "div", "", "NaN", "backward",
+         ("scan, iteration 7",), "float32"),
+    Case(jax.grad(remat_backward), (jnp.zeros(1),), "div", "", "NaN", "backward", ("remat",),
+         "float32"),
+    # Libraries.
+    Case(adam, (half(0, 1e-4),), "div", "an epsilon of 1e-8 is zero", "NaN"),
+    Case(scaled_loss, (0.01 * ONES,), "convert_element_type", "lower the scale",
+         direction="backward"),
+    Case(autocast_product, (300 * ONES,), "dot_general", 'rules=[("head*", "float32")]',
+         module="head"),
+    Case(linen_model, (jnp.ones((1, 4)),), "exp", "", inside=("jit apply",), module="Head"),
+    Case(nnx_model, (NnxHead(nnx.Rngs(0)), jnp.ones((1, 4))), "div", "that of sqrt",
+         dtype="float32"),
+]  # fmt: skip
+
+
+def name_of(case):
+    return case.name or getattr(case.function, "__name__", "")
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_the_planted_culprit_is_named(case):
+    found = find_nonfinite(case.function)(*case.args)
+    assert found.operation == case.operation
+    assert (found.became, found.direction, found.dtype) == (
+        case.became,
+        case.direction,
+        case.dtype,
+    )
+    assert found.inside[: len(case.inside)] == case.inside
+    assert found.module == case.module
+    assert case.cure in found.cure
+    file, line = found.source.split(":")
+    assert file.endswith("test_find_nonfinite.py")
+    assert "planted" in LINES[int(line) - 1]
+
+
+# What must not be reported.
+
+
+def safe_logarithm(x):
+    return jnp.where(x > 0, jnp.log(x), 0)
+
+
+def masked_attention(x):
+    scores = jnp.where(jnp.tril(jnp.ones((4, 4), bool)), x, -jnp.inf)
+    return jax.nn.softmax(scores) @ x
+
+
+def clipped(x):
+    return jnp.clip(jnp.exp(x), 0, 10)
+
+
+def divided_by_infinity(x):
+    return x / jnp.inf + jnp.max(x, initial=-jnp.inf)
+
+
+def skipped_step(x):
+    tx = transforms.with_loss_scale(optax.sgd(1.0), jmp.DynamicLossScale())
+    updates, _ = tx.update(jnp.exp(x), tx.init(x), x)
+    return updates
+
+
+def keys_and_integers(x):
+    key = jax.random.key(0)
+    return key, jax.random.split(key), jnp.arange(3) // 2, x > 0, jax.random.normal(key, (3,))
+
+
+BENIGN = [
+    (safe_logarithm, jnp.zeros(2)),
+    (masked_attention, jnp.ones((4, 4))),
+    (jax.grad(lambda x: masked_attention(x).sum()), jnp.ones((4, 4))),
+    (clipped, jnp.array([100.0])),
+    (divided_by_infinity, jnp.ones(2)),
+    (jax.nn.logsumexp, jnp.full(3, -1e30)),
+    (running_maximum, jnp.ones((3, 2))),
+    (loop, jnp.float32(0.5)),
+    (skipped_step, jnp.array([100.0])),
+    (keys_and_integers, jnp.ones(2)),
+    (jnp.exp, jnp.ones((0, 3))),
+    (jnp.sin, jnp.array([1j, 2.0])),
+    (lambda x: x.astype(jnp.float8_e4m3fn), jnp.ones(2)),
+    (lambda x: (), jnp.ones(2)),
+    (lambda x: (3.0, "text", x), 2.0),
+]
+
+
+@pytest.mark.parametrize("function, x", BENIGN)
+def test_a_finite_result_is_nobodys_fault(function, x):
+    assert find_nonfinite(function)(x) is None
+
+
+def test_of_several_the_first_one_that_reaches_a_result_is_named():
+    def several(x):
+        unused = jnp.log(x)  # reaches nothing
+        second = jnp.exp(x + 100)
+        return second * 2, x / x, jnp.where(x > 0, unused, 0)
+
+    found = find_nonfinite(several)(jnp.zeros(2))
+    assert (found.operation, found.became) == ("exp", "infinity")
+
+
+def test_the_first_in_the_order_of_execution_counts_not_the_first_result():
+    found = find_nonfinite(lambda x: (lax.rsqrt(x), jnp.log(x))[::-1])(jnp.zeros(2))
+    assert found.operation == "rsqrt"
+
+
+def test_arguments_are_named_by_their_path():
+    def loss(params, batch, *, scale):
+        return (params["w"] @ batch[0]).sum() * scale
+
+    find, ones = find_nonfinite(loss), jnp.ones((2, 2))
+    bad = ones.at[0, 1].set(jnp.nan)
+    found = find({"w": ones, "b": bad}, (ones, bad), scale=1.0)
+    assert found is None  # they reach no result
+    found = find({"w": bad}, (ones,), scale=1.0)
+    assert (found.operation, found.became) == ("argument args[0]['w']", "NaN")
+    assert found.operands[0].nonfinite == 1
+    assert "at the step before" in found.cure
+    assert find({"w": ones}, (bad,), scale=1.0).operation == "argument args[1][0]"
+    assert find({"w": ones}, (ones,), scale=bad[0]).operation == "argument kwargs['scale']"
+
+
+def test_an_argument_that_holds_an_infinity_is_named_if_nobody_else_is_to_blame():
+    mask = jnp.array([0.0, -jnp.inf])
+    found = find_nonfinite(lambda x: x + mask)(jnp.ones(2))
+    assert (found.operation, found.became) == ("constant", "infinity")
+    found = find_nonfinite(lambda x, mask: x + mask)(jnp.ones(2), mask)
+    assert (found.operation, found.became) == ("argument args[1]", "infinity")
+    found = find_nonfinite(lambda x, mask: jnp.exp(x + mask))(jnp.array([89.0, 0]), mask)
+    assert found.operation == "exp"
+
+
+def test_a_loop_whose_operations_stay_finite_one_by_one_is_reported_as_a_whole():
+    # Fused, XLA may keep more digits, and so go wrong otherwise; here a callback plays that part:
+    # infinite in the whole loop, and in one turn of it, but not where it runs by itself.
+    answers = iter([np.inf, np.inf])
+
+    def answer():
+        return np.float32(next(answers, 1.0))
+
+    def function(x):
+        number = jax.ShapeDtypeStruct((), jnp.float32)
+        body = lambda carry, _: (carry + jax.pure_callback(answer, number), None)
+        return lax.scan(body, x, None, length=1)[0]
+
+    found = find_nonfinite(function)(jnp.zeros(()))
+    assert (found.operation, found.inside) == ("scan", ("scan, iteration 0",))
+    assert "reported as a whole" in found.cure
+
+
+def test_ranges_of_the_operands():
+    found = find_nonfinite(lambda x, y: x / y)(half(0, 3, 6e4), half(1, 2, 6e-8))
+    first, second = found.operands
+    assert (first.dtype, first.shape, first.zeros, first.nonfinite) == ("float16", (3,), 1, 0)
+    assert (first.smallest, first.largest) == (3.0, 60000.0)
+    assert (second.smallest, second.largest, second.zeros) == (2.0**-24, 2.0, 0)
+
+
+def test_in_float64():
+    with jax.enable_x64(True):
+        found = find_nonfinite(jnp.exp)(np.array([710.0]))
+    assert (found.operation, found.dtype) == ("exp", "float64")
+    assert "exp overflows float64 above 709.8" in found.cure
+    assert found.operands[0].largest == 710.0
+
+
+def test_what_is_no_array_reaches_the_function_as_it_is():
+    def function(x, power, name, activation, table):
+        assert (power, name) == (3, "sum") and table.dtype.kind == "U"
+        return getattr(jnp, name)(activation(x) ** power)
+
+    static = (3, "sum", jnp.exp, np.array(["a"]))
+    assert find_nonfinite(function)(jnp.array([30.0]), *static).operation == "integer_pow"
+
+
+def test_a_jitted_step_with_donated_and_static_arguments():
+    step = jax.jit(lambda x, n: jnp.exp(x * n), donate_argnums=0, static_argnums=1)
+    x = jnp.ones(3)
+    assert find_nonfinite(step)(x, 2) is None
+    assert find_nonfinite(step)(x, 100).inside == ("jit <lambda>",)
+    assert x.sum() == 3  # not donated
+
+
+def test_what_autocast_recomputes_is_inside_nothing_and_the_users_remat_is():
+    inner = lambda x: jnp.tanh(jnp.exp(x @ x) - jnp.exp(2 * x @ x)) @ x
+    for fun, inside in ((inner, ()), (jax.checkpoint(inner), ("remat",))):
+        lowered = jmp.autocast(fun, "mixed_float16", recompute="all")
+        assert "remat" in str(jax.make_jaxpr(lowered)(10 * ONES))
+        found = find_nonfinite(lowered)(10 * ONES)
+        assert (found.operation, found.inside) == ("exp", inside)
+
+
+def test_callbacks_are_called_and_not_again_for_the_search():
+    seen = []
+
+    def function(x, mask):
+        jax.debug.callback(lambda y: seen.append(float(y.max())), x)
+        x = jax.pure_callback(lambda y: y + 1, jax.ShapeDtypeStruct((2,), jnp.float32), x)
+        return jnp.exp(x + mask)
+
+    found = find_nonfinite(function)(jnp.full(2, 100.0), jnp.array([0, -jnp.inf]))
+    jax.effects_barrier()
+    assert found.operation == "exp"
+    assert seen == [100.0]
+
+
+def test_a_loop_whose_culprit_was_found_inside_is_not_run_again():
+    runs = []
+
+    def count():
+        runs.append(1)
+        return np.float32(1.0)
+
+    def function(x, mask):
+        number = jax.ShapeDtypeStruct((), jnp.float32)
+        body = lambda x, _: (jax.pure_callback(count, number) * jnp.exp(x + mask), None)
+        return lax.scan(body, x, None, length=1)[0]
+
+    found = find_nonfinite(function)(jnp.full(2, 100.0), jnp.array([0, -jnp.inf]))
+    assert found.operation == "exp"
+    assert len(runs) == 3  # the loop, its turn, and the operation by itself
+
+
+def test_nothing_is_added_to_the_function_and_it_is_traced_once():
+    calls = []
+
+    def function(x):
+        calls.append(x)
+        return jnp.exp(x)
+
+    before = str(jax.make_jaxpr(function)(1.0))
+    find = find_nonfinite(function)
+    assert len(calls) == 1  # ours above: asking costs something, not being ready to ask
+    find(jnp.float32(1.0))
+    assert len(calls) == 2
+    assert str(jax.make_jaxpr(lambda x: jnp.exp(x))(1.0)) == before
+
+
+def test_the_cure_under_autocast_cures():
+    def network(x):
+        with jax.named_scope("head"), jax.named_scope("ij,jk->ik"):
+            return jnp.sum(jnp.abs(x @ x))
+
+    find = lambda **options: find_nonfinite(jmp.autocast(network, "mixed_float16", **options))
+    cure = find()(300 * ONES).cure
+    assert 'full=["dot_general"] in autocast' in cure and '[("head*", "float32")]' in cure
+    assert find(full=["dot_general"])(300 * ONES) is None
+    assert find(rules=[("head*", "float32")])(300 * ONES) is None
+
+
+def test_on_an_accelerator_the_looking_is_compiled(monkeypatch):
+    monkeypatch.setattr(_interpreter, "_here", lambda value: value)
+    found = find_nonfinite(lambda x, y: x / y)(half(0, 3, 6e4, 1), half(1, 2, 6e-8, 0))
+    first, second = found.operands
+    assert (first.smallest, first.largest, first.zeros, first.nonfinite) == (1.0, 6e4, 1, 0)
+    assert (second.smallest, second.largest, second.zeros) == (2.0**-24, 2.0, 1)
+    assert find_nonfinite(lambda x: x * jnp.nan)(jnp.ones(2)).became == "NaN"
+    assert find_nonfinite(safe_logarithm)(jnp.zeros(2)) is None
+
+
+def test_what_is_written_to_a_reference_is_named_where_it_is_read():
+    def function(x):
+        reference = jax.new_ref(x)
+        reference[...] = jnp.log(x)
+        return reference[...]
+
+    assert find_nonfinite(function)(jnp.ones(2)) is None
+    assert find_nonfinite(function)(jnp.zeros(2)).operation == "get"
+
+
+def test_values_are_freed_after_their_last_use():
+    alive = []
+
+    def count(x):
+        alive.append(sum(array.shape == (7, 11, 13) for array in jax.live_arrays()))
+        return np.zeros((), np.float32)
+
+    def function(x):
+        y = jnp.broadcast_to(x, (7, 11, 13))
+        for _ in range(20):
+            y = jax.jit(jnp.sin)(y) + 1
+        number = jax.pure_callback(count, jax.ShapeDtypeStruct((), jnp.float32), y[0, 0, 0])
+        return y.sum() + number
+
+    assert find_nonfinite(function)(jnp.ones(())) is None
+    assert alive[0] <= 3
+
+
+def test_tracers_hold_no_numbers():
+    with pytest.raises(TypeError, match="holds no numbers.*outside of jax.jit"):
+        jax.jit(find_nonfinite(jnp.exp))(jnp.ones(2))
+
+
+def test_an_error_of_the_function_is_the_users():
+    with pytest.raises(ZeroDivisionError):
+        find_nonfinite(lambda x: 1 / 0)(jnp.ones(2))
+
+
+def test_printed_in_a_few_lines():
+    text = str(find_nonfinite(scanned)(PROBABLE))
+    line = next(i for i, line in enumerate(LINES, 1) if "return carry + 1, jnp.exp" in line)
+    assert text.splitlines()[:4] == [
+        "exp makes an infinity in float16",
+        f"  where   tests/diagnostics/test_find_nonfinite.py:{line}, module cell",
+        "  inside  scan, iteration 7",
+        "  read    float16[], magnitude 12",
+    ]
+    assert all(len(line) <= 100 for line in text.splitlines())
+    text = str(find_nonfinite(jax.grad(trap))(jnp.array([1.0, 0.0])))
+    assert text.startswith("div makes a NaN in float32, in the backward pass")
+    assert text.count("  read    float32[2], magnitude 1, 1 zero") == 1  # not twice the same
+    text = str(find_nonfinite(lambda x: x)(jnp.array([jnp.nan, 0.0])))
+    assert text.startswith("argument args[0] holds a NaN\n  read    float32[2], 1 zero, 1 infinite")
+
+
+def test_a_module_that_is_computed_again_is_named_once():
+    def loss(x):
+        with jax.named_scope("encoder"):
+            return jax.checkpoint(lambda x: jnp.sum(jnp.sqrt(x)))(x)
+
+    found = find_nonfinite(jax.grad(loss))(jnp.zeros(3))
+    assert found.module == "encoder"

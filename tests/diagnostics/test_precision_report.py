@@ -1,0 +1,527 @@
+"""What the precision report says, and that it is what runs."""
+
+import dataclasses
+import itertools
+import json
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jmp
+from jmp import diagnostics
+from jmp.diagnostics import _precision_report
+from jmp.diagnostics._precision_report import grouped
+from jmp.diagnostics._rows import Row
+from jmp.diagnostics._walk import spelled
+from testbed.gpt2 import gpt2
+from testbed.models import MODELS
+from tests.products import equations, product_dtypes
+
+F16 = "mixed_float16"
+W, X = jnp.ones((8, 8)), jnp.ones((4, 8))
+
+
+def loss(w, x):
+    with jax.named_scope("block"):
+        y = jnp.tanh(x @ w)
+    return jnp.mean(jnp.exp(y @ w))
+
+
+def report(function=loss, *args, **options):
+    return diagnostics.precision_report(function, F16, **options)(*(args or (W, X)))
+
+
+def test_a_row_for_each_product_reduction_and_exponential():
+    rows = report().rows
+    assert [(row.kind, row.operation, row.module) for row in rows] == [
+        ("product", "dot_general", "block"),
+        ("product", "dot_general", ""),
+        ("exponential", "exp", ""),
+        ("reduction", "reduce_sum", ""),
+    ]
+    assert [(row.dtype_in, row.dtype_out) for row in rows] == [
+        ("float16", "float16"),
+        ("float16", "float16"),
+        ("float32", "float32"),
+        ("float32", "float32"),
+    ]
+    assert all(row.why for row in rows)
+
+
+def test_rows_name_the_users_line():
+    first = loss.__code__.co_firstlineno
+    sources = [row.source for row in report().rows]
+    assert sources[0].endswith(f"test_precision_report.py:{first + 2}")
+    assert sources[1].endswith(f"test_precision_report.py:{first + 3}")
+
+
+def masked(q, k):
+    with jax.named_scope("attention"):
+        return jnp.where(jnp.tri(len(q), len(k), dtype=bool), q @ k.T, -1e9) @ k
+
+
+def picked(w, x, labels):
+    logits = jax.nn.log_softmax(x @ w)
+    return -jnp.mean(jnp.take_along_axis(logits, labels[:, None], 1))
+
+
+ODD = jnp.ones((197, 8))
+
+
+@pytest.mark.parametrize(
+    "function, args, what",
+    [
+        (
+            picked,
+            (jnp.ones((8, 4096)), X, jnp.zeros(4, int)),
+            "one element of each row, as a masked sum",
+        ),
+        (lambda q, k: jax.nn.softmax(q @ k.T) @ k, (ODD, ODD), "a softmax over padded rows"),
+        (masked, (W, W), "an array that is added or selected is held within float16's range"),
+    ],
+)
+def test_what_is_decided_besides_dtypes_is_said_with_its_place(function, args, what):
+    found = report(function, *args)
+    (decision,) = found.decisions
+    assert decision.what.startswith(what) and decision.times == 1
+    assert "test_precision_report.py:" in decision.source
+    assert decision.module == ("attention" if function is masked else "")
+    assert found.to_dict()["decisions"] == [dataclasses.asdict(decision)]
+    assert f"besides dtypes:\n  1 x {what}" in str(found)
+
+
+def test_decisions_count_turns_and_places_and_have_no_section_where_there_are_none():
+    assert report().decisions == [] and "besides dtypes" not in str(report())
+
+    def twice(x):
+        layer = lambda x, _: (x + jax.nn.softmax(x @ x.T) @ x, None)
+        with jax.named_scope("first"):
+            x = jax.nn.softmax(x @ x.T) @ x
+        return jax.lax.scan(layer, x, length=3)[0]
+
+    found = report(twice, ODD)
+    assert [(decision.module, decision.times) for decision in found.decisions] == [
+        ("first", 1),
+        ("", 3),
+    ]
+    assert "  4 x a softmax over padded rows" in str(found)
+    assert re.search("and 1 other place$", str(found), re.M)
+
+
+def test_floating_point_operations():
+    by_operation = {row.source: row.flops for row in report().rows if row.kind == "product"}
+    assert list(by_operation.values()) == [2 * 4 * 8 * 8] * 2
+
+    def convolution(image, kernel):
+        return jax.lax.conv_general_dilated(
+            image, kernel, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+
+    (row,) = report(convolution, jnp.ones((1, 8, 8, 3)), jnp.ones((5, 5, 3, 7))).rows
+    assert row.flops == 2 * (4 * 4 * 7) * (5 * 5 * 3)
+
+    # Its input's gradient is a convolution of the cotangent with zeros put between: not counted.
+    gradient = jax.grad(lambda image, kernel: convolution(image, kernel).sum(), argnums=(0, 1))
+    rows = report(gradient, jnp.ones((1, 8, 8, 3)), jnp.ones((5, 5, 3, 7))).rows
+    assert sum(r.flops for r in rows) == 2 * row.flops
+
+    def grouped(x, w):
+        return jax.lax.ragged_dot(x, w, jnp.array([1, 3]))
+
+    (row,) = report(grouped, jnp.ones((4, 8)), jnp.ones((2, 8, 5))).rows
+    assert row.flops == 2 * 4 * 8 * 5
+
+
+def test_an_inner_product_is_a_reduction():
+    (row,) = report(lambda w, x: jnp.vdot(w, w)).rows
+    assert (row.kind, row.dtype_in) == ("reduction", "float32")
+    diagnostics.assert_products_in(
+        jmp.autocast(lambda w, x: jnp.vdot(x @ w, x @ w), F16), jnp.float16
+    )(W, X)
+
+
+def test_the_turns_of_a_scan_count():
+    def function(w, x):
+        return jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, None, length=5)[0]
+
+    (row,) = report(function).rows
+    assert (row.times, row.flops) == (5, 5 * 2 * 4 * 8 * 8)
+
+
+def test_shares_and_the_region_that_was_asked_for():
+    def function(w, x):
+        return jmp.full_precision(lambda y: y @ w)(x @ w)
+
+    found = report(function)
+    assert found.half_flops_share == 0.5
+    assert found.rows[1].why == "the user asked for float32 here"
+    assert report(lambda w, x: x.sum()).half_flops_share is None
+
+
+def test_casts_by_place():
+    found = report().casts
+    assert {(before, after) for before, after, _, _ in found} == {
+        ("float32", "float16"),
+        ("float16", "float32"),
+    }
+    assert sum(found.values()) == str(jax.make_jaxpr(jmp.autocast(loss, F16))(W, X)).count(
+        "convert_element_type"
+    )
+
+
+def test_bytes_kept_for_the_backward_pass():
+    def function(w, x):
+        return (jnp.tanh(x @ w) @ w).sum()
+
+    found = report(function, W, jnp.ones((1024, 8)))
+    # tanh's result, and the weights and x in half; arguments do not count.
+    assert found.residual_bytes["float16"] >= 1024 * 8 * 2
+    assert found.residual_bytes.get("float32", 0) == 0
+    assert found.residual_bytes_float32["float32"] >= 1024 * 8 * 4
+
+
+def test_a_program_without_a_reverse_derivative_has_no_residuals():
+    def function(w, x):
+        return jax.pure_callback(lambda y: y, jax.ShapeDtypeStruct((4, 8), jnp.float32), x @ w)
+
+    assert report(function).residual_bytes is None
+
+
+def hazard(function, **options):
+    (sentence,) = report(function, **options).hazards
+    return sentence
+
+
+def test_hazards():
+    words = hazard(lambda w, x: (x @ w).astype(jnp.float16).sum(dtype=jnp.float16))
+    assert "adds up in float16" in words
+    words = hazard(lambda w, x: jnp.exp(x @ w), low=["exp"])
+    assert "exp at" in words and "runs in float16" in words
+    preset = jax.lax.DotAlgorithmPreset.F32_F32_F32
+    words = hazard(lambda w, x: jnp.dot(x, w, precision=preset))
+    assert "multiplies in float32: the user named the algorithm" in words
+    assert hazard(loss, rules=[("haed", "float32")]) == "the rule 'haed' matched no scope"
+    assert report().hazards == []
+
+
+def shape(*sizes):
+    return jax.ShapeDtypeStruct(sizes, jnp.float32)
+
+
+def sizes_hazards(function, *shapes, **options):
+    return diagnostics.precision_report(function, F16, **options)(*shapes).hazards
+
+
+def test_sizes_that_are_no_multiples_of_8_are_named_with_their_share():
+    def function(w, v, x):
+        with jax.named_scope("body"):
+            x = x @ w
+        with jax.named_scope("head"):
+            return x @ v
+
+    first = function.__code__.co_firstlineno
+    (sentence,) = sizes_hazards(function, shape(256, 256), shape(256, 100), shape(128, 256))
+    assert sentence.endswith(
+        f"test_precision_report.py:{first + 4} (head) multiplies in float16 with 100 columns, no "
+        "multiple of 8: padded on a GPU, it may be slower (28% of the operations of half products)"
+    )
+    assert sizes_hazards(function, shape(256, 256), shape(256, 104), shape(128, 256)) == []
+    # Rows and summed elements count as well: the backward pass exchanges the roles.
+    (sentence,) = sizes_hazards(lambda w, x: x @ w, shape(197, 256), shape(123, 197))
+    assert "with 123 rows, 197 summed elements, no multiple" in sentence
+    # In float32 there is nothing to pad.
+    shapes = (shape(256, 256), shape(256, 100), shape(128, 256))
+    (sentence,) = sizes_hazards(function, *shapes, rules=[("head", "float32")])
+    assert "no multiple" not in sentence
+
+
+def test_places_with_the_same_sizes_make_one_sentence():
+    def function(w, x, names=("first", "second", "third")):
+        for name in names:
+            with jax.named_scope(name):
+                x = x @ w
+        return jnp.einsum("bnd,bmd->bnm", x, x)
+
+    # XLA multiplies 5 x 197 rows by one matrix, and 197 by 197 five times.
+    shapes = shape(64, 64), shape(5, 197, 64)
+    layers, scores = sizes_hazards(function, *shapes)
+    assert "(first), with 2 other places, multiplies in float16 with 985 rows, no" in layers
+    layers, _ = sizes_hazards(lambda w, x: function(w, x, ("first", "second")), *shapes)
+    assert "(first), with 1 other place, multiplies" in layers
+    assert "multiplies in float16 with 197 rows, 197 columns, no multiple of 8" in scores
+
+
+def test_sizes_that_hardly_count_are_no_hazard():
+    def scanned(layers):
+        def function(w, v, x):
+            x = jax.lax.scan(lambda h, _: (h @ w, None), x, None, length=layers)[0]
+            return x @ v
+
+        return function
+
+    shapes = shape(512, 512), shape(512, 10), shape(256, 512)
+    assert "10 columns" in sizes_hazards(scanned(1), *shapes)[0]
+    assert sizes_hazards(scanned(2), *shapes) == []  # below 1 % of all operations
+    assert sizes_hazards(lambda w, x: x @ w, shape(100, 100), shape(4, 100)) == []  # tiny
+    assert sizes_hazards(lambda w, x: x @ w, shape(1001, 1001), shape(1, 1001)) == []  # a vector
+
+
+def convolution(groups=1):
+    def function(image, kernel):
+        return jax.lax.conv_general_dilated(
+            image, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            feature_group_count=groups,
+        )  # fmt: skip
+
+    return function
+
+
+def test_channels_of_convolutions():
+    def found(inputs, outputs, groups=1):
+        shapes = shape(4, 32, 32, inputs), shape(3, 3, inputs // groups, outputs)
+        return "".join(sizes_hazards(convolution(groups), *shapes))
+
+    assert "multiplies in float16 with 12 input channels, 60 output channels, no" in found(12, 60)
+    assert found(64, 64) == ""
+    assert found(3, 64) == ""  # an image
+    assert found(60, 60, groups=60) == ""  # other kernels
+    # The derivative by the kernel exchanges batch and channels; 5 is the batch.
+    gradient = jax.grad(lambda kernel, image: jnp.tanh(convolution()(image, kernel)).sum())
+    shapes = shape(3, 3, 64, 64), shape(5, 32, 32, 64)
+    assert sizes_hazards(gradient, *shapes) == []
+
+
+def test_padding_is_what_a_gpu_does_with_such_sizes(h200):
+    def moved(columns, dtype):
+        operands = (jax.ShapeDtypeStruct(s, dtype) for s in ((4096, 4096), (4096, columns)))
+        return h200(jnp.matmul, *operands)
+
+    even, odd = moved(4096, jnp.float16), moved(4095, jnp.float16)
+    assert odd.bytes_moved == pytest.approx(2.33 * even.bytes_moved, rel=0.01)
+    assert (even.kernels, odd.kernels) == (1, 3)
+    assert moved(4095, jnp.float32).kernels == 1
+
+
+def test_products_of_a_region_that_nests_are_reported():
+    @jmp.full_precision
+    def body(w, x):
+        return jax.lax.scan(lambda h, _: (h @ w, None), x, None, length=10)[0]
+
+    found = report(lambda w, x: body(w, x @ w))
+    assert [(row.dtype_in, row.times) for row in found.rows] == [("float16", 1), ("float32", 10)]
+    assert found.half_flops_share == 1 / 11
+
+
+def test_what_was_asked_for_is_no_hazard():
+    (sentence,) = report(full=["dot_general"]).hazards
+    assert "multiplies float32 with HIGHEST precision" in sentence  # its price alone
+    inner = jmp.autocast(loss, "float32")
+    found = report(inner)
+    assert found.hazards == []
+    assert found.rows[0].why == "an inner autocast decided here"
+
+
+def test_shapes_may_stand_for_arrays():
+    structs = (jax.ShapeDtypeStruct((8, 8), jnp.float32), jax.ShapeDtypeStruct((4, 8), jnp.float32))
+    assert report(loss, *structs).to_dict() == report().to_dict()
+
+
+def test_printed_with_rich_and_without(monkeypatch):
+    found = report()
+    with_rich = str(found)
+    monkeypatch.setitem(__import__("sys").modules, "rich", None)
+    monkeypatch.setitem(__import__("sys").modules, "rich.console", None)
+    plain = str(found)
+    for text in (with_rich, plain):
+        for column in _precision_report.COLUMNS:
+            assert column in text
+        assert "100.0% of the floating-point operations in float16" in text
+        assert "tensor cores multiply in half" in text
+    assert plain != with_rich
+
+
+def test_what_is_in_no_module_is_at_the_top_where_there_are_modules():
+    product = lambda x: x @ x
+    assert "(top)" not in str(report(product, jnp.ones((8, 8))))
+    scoped = lambda x: jax.named_scope("head")(product)(product(x))
+    found = report(scoped, jnp.ones((8, 8)))
+    for text in (str(found), found.table()):
+        rows = re.findall(r"^  (\S+) +float16 +dot_general", text, re.MULTILINE)
+        assert rows == ["(top)", "head"]
+
+
+def test_a_gpt2_is_printed_in_40_lines_whatever_its_layers():
+    texts = {}
+    for layers in (2, 3):
+        loss_fn, *shapes = gpt2(layers)
+        found = diagnostics.precision_report(loss_fn, F16)(*shapes)
+        texts[layers] = str(found)
+        assert f"GPT2/transformer/h/* x {layers}" in texts[layers]
+        assert f"{len(found.rows)} rows, those of modules that repeat" in texts[layers]
+        assert "report.table() shows each row" in texts[layers]
+        # A line for each row, and for each reason; more where a row is wider than the table.
+        assert len(found.table().splitlines()) >= len(found.rows) + 6
+    assert len(texts[2].splitlines()) == len(texts[3].splitlines()) <= 40
+    # Summary, hazards, rows; the place from the package or the working directory on.
+    lines = texts[3].splitlines()
+    assert lines[0] == "policy: p=full,c=f16,o=full"
+    assert lines[1].startswith(
+        "products: 19 of 19 in half, 100.0% of the floating-point operations"
+    )
+    starts = ("in float32: ", "  [2] ", "hazards: none", "  module ", "  GPT2/transformer/h/*")
+    positions = [next(i for i, x in enumerate(lines) if x.startswith(start)) for start in starts]
+    assert positions == sorted(positions)
+    # The reasons of a dtype add up to what is computed in it; the most frequent one comes first.
+    for dtype in ("float16", "float32"):
+        start = next(i for i, x in enumerate(lines) if x.startswith(f"in {dtype}: "))
+        reasons = itertools.takewhile(lambda x: x.startswith("  ["), lines[start + 1 :])
+        counts = [int(re.match(r"  \[\d\] (\d+) x ", reason)[1]) for reason in reasons]
+        assert sum(map(int, re.findall(r" (\d+) ", lines[start]))) == sum(counts)
+        assert counts == sorted(counts, reverse=True)
+    (norms,) = (line for line in lines if line.startswith("    ln_* "))
+    assert re.search(
+        r"square x 12 \[\d\], reduce_sum x 12 \[\d\].* testbed/gpt2.py:\d+,\d+ *$", norms
+    )
+    assert ".." not in texts[3].replace("...", "")
+
+
+def row(module, source="model.py:1", **fields):
+    fields = {"dtype_in": "float16", "dtype_out": "float16", "why": "because", **fields}
+    return Row("product", "dot_general", module, source, flops=2, **fields)
+
+
+def labels(*rows):
+    return [(group.row.module, group.row.times, group.repeated) for group in grouped(rows)]
+
+
+def test_modules_that_repeat_make_one_row():
+    layers = [row(f"net/h/{i}/mlp") for i in range(12)]
+    (group,) = grouped(layers)
+    assert (group.repeated, group.rest) == ("net/h/* x 12", "mlp")
+    assert group.row == dataclasses.replace(layers[0], module="net/h/*/mlp", times=12, flops=24)
+    # Another reason, dtype or module is another row, and says whose it is.
+    layers[3] = row("net/h/3/mlp", why="a rule")
+    layers[7] = row("net/h/7/mlp", why="a rule")
+    assert labels(*layers) == [
+        ("net/h/{0,1,2,4,5,6,8,9,10,11}/mlp", 10, "net/h/{0,1,2,4,5,6,8,9,10,11} x 10"),
+        ("net/h/{3,7}/mlp", 2, "net/h/{3,7} x 2"),
+    ]
+    layers[0] = row("net/h/0/mlp", dtype_in="float32")
+    assert labels(*layers[:3]) == [
+        ("net/h/0/mlp", 1, ""),
+        ("net/h/{1,2}/mlp", 2, "net/h/{1,2} x 2"),
+    ]
+    tail = [row(f"Block_{i}", why="a" if i else "b") for i in range(5)]
+    assert labels(*tail)[1][0] == "Block_{1-4}"
+    # Haiku's first module of a kind has no number.
+    assert labels(row("linear"), row("linear_1"))[0] == ("linear*", 2, "linear* x 2")
+    assert labels(row("linear"), row("linear_1"), row("conv"), row("conv_1", why=""))[1:] == [
+        ("conv", 1, ""),
+        ("conv_1", 1, ""),
+    ]
+
+
+def test_modules_that_repeat_inside_others():
+    nested = [row(f"Block_{i}/Dense_{j}", f"model.py:{j}") for i in range(3) for j in range(2)]
+    (group,) = grouped(nested)
+    assert (group.row.module, group.row.source) == ("Block_*/Dense_*", "model.py:0,1")
+    assert (group.repeated, group.rest, group.row.times) == ("Block_* x 3", "Dense_*", 6)
+    # A label never says more than what is so: here each of two blocks has one of two layers.
+    crossed = [row("Block_0/Dense_0"), row("Block_1/Dense_1")]
+    assert [label for label, _, _ in labels(*crossed)] == ["Block_0/Dense_0", "Block_1/Dense_1"]
+    # Two lines of one module stay two rows.
+    lines = [row(f"h/{i}", f"model.py:{line}") for i in range(3) for line in (5, 7)]
+    assert [group.row.source for group in grouped(lines)] == ["model.py:5", "model.py:7"]
+    without_modules = [row("", f"model.py:{line}") for line in (5, 7)]
+    assert labels(*without_modules) == [("", 1, ""), ("", 1, "")]
+    assert grouped([]) == []
+
+
+def test_hazards_of_modules_that_repeat_are_printed_once():
+    def function(w, x):
+        for i in range(3):
+            with jax.named_scope(f"layer_{i}"):
+                x = jnp.dot(x, w, precision=jax.lax.DotAlgorithmPreset.F32_F32_F32)
+        return x
+
+    found = report(function, rules=[("haed", "float32")])
+    assert len(found.hazards) == 4
+    printed = str(found)
+    assert printed.count(" multiplies in float32: the user named the algorithm") == 1
+    assert "(layer_*) multiplies in float32" in printed
+    assert "  the rule 'haed' matched no scope" in printed
+    every_row = found.table()
+    assert all(f"layer_{i} " in every_row for i in range(3)) and "layer_*" not in every_row
+
+
+def test_places_are_spelled_from_the_package_or_the_working_directory_on(monkeypatch, tmp_path):
+    assert spelled("/opt/v/lib/python3.12/site-packages/flax/linen/x.py") == "flax/linen/x.py"
+    assert spelled("/usr/lib/python3/dist-packages/jax/a.py") == "jax/a.py"
+    monkeypatch.chdir(tmp_path)
+    assert spelled(f"{tmp_path}/src/model.py") == "src/model.py"
+    assert spelled("/elsewhere/model.py") == "/elsewhere/model.py"
+    line = loss.__code__.co_firstlineno + 2
+    assert report().rows[0].source == f"{__file__}:{line}"
+    # A program of libraries alone: their line, not one of JAX's machinery.
+    layer = nn.Dense(8)
+    variables = jax.eval_shape(layer.init, jax.random.key(0), X)
+    assert re.fullmatch(
+        r"flax/linen/linear.py:\d+", report(layer.apply, variables, X).rows[0].source
+    )
+
+
+def test_bodies_that_jax_traces_apart_have_the_line_of_their_caller():
+    def function(w, x):
+        y = jax.lax.map(jnp.exp, x @ w)
+        once = jnp.var(y, axis=0)
+        again = jnp.var(x, axis=0)
+        return jax.lax.scan(lambda c, v: (c * jnp.var(v), None), once, y - again[None])[0]
+
+    first = function.__code__.co_firstlineno
+    lines = {}
+    for found in report(function).rows:
+        assert all(re.fullmatch(r"tests/.*:\d+", place) for place in found.source.split(", "))
+        places = [int(place.rpartition(":")[2]) - first for place in found.source.split(", ")]
+        lines.setdefault(found.operation, []).append(places)
+    assert lines["exp"] == [[1]]
+    # JAX traced the variance of four by eight numbers once: both its lines are named.
+    assert [2, 3] in lines["square"] and [4] in lines["square"]
+
+
+def test_the_data_can_be_written_as_json():
+    data = json.loads(json.dumps(report().to_dict()))
+    assert data["compute_dtype"] == "float16"
+    assert len(data["rows"]) == 4
+    assert data["casts"][0].keys() == {"from", "to", "module", "source", "times"}
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_models_have_no_hazards_and_the_report_is_what_runs(model, quick_compilation):
+    with jax.numpy_rank_promotion("allow"):
+        function, params, batch = model.make(jnp.float32, **model.small)
+        found = report(function, params, *batch)
+        emitted = product_dtypes(jmp.autocast(function, F16), params, *batch)
+        plain = jax.make_jaxpr(function)(params, *batch).jaxpr
+    assert found.hazards == []
+    assert found.half_flops_share == 1.0
+    products = [row for row in found.rows if row.kind == "product"]
+    assert {row.dtype_in for row in products} == {name.split()[0] for name in emitted}
+    if not any(equation.primitive.name == "scan" for equation in equations(plain)):
+        assert sum(row.times for row in products) == sum(emitted.values())
+    assert found.residual_bytes["float16"] > 0
+    assert sum(found.residual_bytes.values()) < sum(found.residual_bytes_float32.values())
+
+
+def test_assert_products_in_passes_and_names_what_does_not():
+    gradient = jax.grad(jmp.autocast(loss, F16))
+    diagnostics.assert_products_in(gradient, jnp.float16)(W, X)
+    line = loss.__code__.co_firstlineno + 2
+    with pytest.raises(
+        AssertionError, match=rf"2 of 2 products of loss(.|\n)*float32 at .*:{line} \(block\)"
+    ):
+        diagnostics.assert_products_in(loss, jnp.float16)(W, X)
+    with pytest.raises(AssertionError, match="has no product"):
+        diagnostics.assert_products_in(jnp.exp, jnp.float16)(X)

@@ -1,0 +1,642 @@
+"""Ranges: counts by powers of two agree with NumPy's, through every kind of program."""
+
+import functools
+import json
+import re
+import sys
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jmp import _jax_compat, diagnostics
+from jmp.diagnostics import _walk
+from jmp.diagnostics._gradient_report import counting_step
+from jmp.diagnostics._range_report import Range, digits, exponents, from_digits
+
+F16 = "mixed_float16"
+FLOAT8 = sorted(name for name in dir(jnp) if name.startswith("float8_"))
+DTYPES = ["float16", "bfloat16", "float32", *FLOAT8]
+
+
+def counted(values):
+    """What a report must say of values: {exponent: number}, zeros, infinities, NaNs; by NumPy."""
+    with np.errstate(invalid="ignore"):  # NaNs that signal
+        values = np.abs(np.asarray(values).astype(np.float64).ravel())
+    finite = values[np.isfinite(values) & (values > 0)]
+    # frexp is exact, for subnormal numbers too; its fractions lie in [1/2, 1).
+    found, numbers = np.unique(np.frexp(finite)[1] - 1, return_counts=True)
+    special = ((values == 0).sum(), np.isinf(values).sum(), np.isnan(values).sum())
+    by_exponent = dict(zip(found.tolist(), numbers.tolist(), strict=True))
+    return by_exponent, *map(int, special)
+
+
+def said(row):
+    (places,) = row.counts.nonzero()
+    by_exponent = {int(place) + row.lowest: int(row.counts[place]) for place in places}
+    return by_exponent, row.zeros, row.infinities, row.nans
+
+
+def any_bits(dtype, size, seed=0):
+    """Numbers of every kind: all bit patterns are alike probable, and the edges are there."""
+    unsigned = np.dtype(f"uint{8 * jnp.dtype(dtype).itemsize}")
+    bits = np.random.default_rng(seed).integers(0, 2 ** (8 * unsigned.itemsize), size, unsigned)
+    info = jnp.finfo(dtype)
+    values = [info.max, info.smallest_normal, info.smallest_subnormal, -info.max]
+    edges = np.array([0.0, *map(float, values)]).astype(dtype)
+    return np.concatenate([bits.view(dtype), edges, -edges])
+
+
+# Trees.
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_counts_agree_with_numpy_for_all_bit_patterns(dtype):
+    values = any_bits(dtype, 4000)
+    (row,) = diagnostics.range_report([jnp.asarray(values)]).rows
+    assert said(row) == counted(values)
+    assert row.size == values.size and row.dtype == dtype
+
+
+def test_subnormal_numbers_are_not_flushed():
+    smallest = np.array([1, 2, 3, 2**22, 2**23 - 1], np.uint32).view(np.float32)
+    (row,) = diagnostics.range_report(jnp.asarray(smallest)).rows
+    assert said(row) == ({-149: 1, -148: 2, -127: 2}, 0, 0, 0)
+
+
+def test_float64_leaves_have_a_longer_row_with_and_without_x64():
+    values = any_bits("float64", 2000)
+    (row,) = diagnostics.range_report(values).rows
+    assert said(row) == counted(values) and row.lowest == -1074
+    with jax.enable_x64(True):
+        report = diagnostics.range_report({"a": jnp.asarray(values), "b": jnp.ones(3)})
+    assert said(report.rows[0]) == counted(values)
+    assert said(report.total("value")) == counted(np.concatenate([values, np.ones(3)]))
+
+
+def test_only_floating_leaves_are_counted_whatever_else_there_is():
+    tree = {
+        "half": np.float16(2.0),
+        "scalar": jnp.float32(-4.0),
+        "empty": jnp.ones((0, 3)),
+        "complex": jnp.array([3 + 0.25j]),
+        "swapped": np.array([8.0], ">f4"),
+        "steps": jnp.arange(3),
+        "mask": np.array([True]),
+        "key": jax.random.key(0),
+        "nothing": None,
+        "name": "adam",
+        "rate": 0.1,
+        "float0": np.zeros(2, jax.dtypes.float0),
+    }
+    rows = {row.path: row for row in diagnostics.range_report(tree).rows}
+    assert rows.keys() == {"half", "scalar", "empty", "complex", "swapped"}
+    assert {path: said(row)[0] for path, row in rows.items()} == {
+        "half": {1: 1}, "scalar": {2: 1}, "empty": {}, "complex": {1: 1, -2: 1}, "swapped": {3: 1},
+    }  # fmt: skip
+    assert rows["empty"].shares().zero == 0 and rows["empty"].exponents is None
+    assert diagnostics.range_report({}).rows == ()
+
+
+def collectives(function, *args):
+    text = jax.jit(function).lower(*args).compile().as_text()
+    kinds = "all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter"
+    return set(re.findall(rf" ({kinds})(?:-start)?\(", text))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_sharded_leaves_are_never_gathered(kind):
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(kind, kind))
+    values = any_bits("float32", 64 * 32 - 10).reshape(64, 32)
+    for spec in (P("x", "y"), P(None, ("x", "y"))):
+        array = jax.device_put(values, NamedSharding(mesh, spec))
+        assert collectives(exponents, array) == {"all-reduce"}  # of the counts
+        (row,) = diagnostics.range_report([array]).rows
+        assert said(row) == counted(values)
+
+
+# Shares and scales.
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+@pytest.mark.parametrize("exponent", [-20, 0, 13, 30])
+def test_shares_agree_with_casts_by_numpy(half, exponent):
+    # A mantissa below 1.9: what is nearly a power of two may round up to it, and overflow.
+    random = np.random.default_rng(1)
+    values = random.uniform(1.01, 1.9, 3000) * 2.0 ** random.integers(-149, 127, 3000)
+    values = np.concatenate([values, [0, 0, np.inf, np.nan]])
+    (row,) = diagnostics.range_report(values).rows
+    shares = row.shares(half, scale=2.0**exponent)
+    scaled = values * 2.0**exponent
+    with np.errstate(over="ignore"):
+        cast = scaled.astype(half).astype(np.float64)
+    normal = float(jnp.finfo(half).smallest_normal)
+    assert shares.zero + shares.underflow == pytest.approx(np.mean(cast == 0))
+    assert shares.zero == np.mean(values == 0)
+    assert shares.overflow + shares.infinite == pytest.approx(np.mean(np.isinf(cast)))
+    small = (cast != 0) & (np.abs(scaled) < normal)
+    assert shares.subnormal == pytest.approx(np.mean(small))
+    assert sum(vars(shares).values()) == pytest.approx(1)
+    assert shares.lost == pytest.approx(1 - shares.zero - shares.normal - shares.subnormal)
+
+
+def test_shares_at_the_edges_of_float16():
+    def shares(value):
+        found = diagnostics.range_report(np.float32(value)).rows[0].shares("float16")
+        (name,) = (name for name, share in vars(found).items() if share)
+        return name
+
+    below = lambda x: np.nextafter(np.float32(x), np.float32(0))
+    assert shares(below(2.0**-25)) == "underflow"
+    assert np.float16(below(2.0**-25)) == 0
+    assert shares(np.nextafter(np.float32(2.0**-25), np.float32(1))) == "subnormal"
+    assert shares(below(2.0**-14)) == "subnormal"
+    assert shares(2.0**-14) == shares(65504) == "normal"
+    assert shares(65536) == "overflow"
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_shares_of_float8_are_those_of_casts_after_scaling_by_the_largest_number(dtype):
+    random = np.random.default_rng(3)
+    values = random.uniform(1.01, 1.7, 3000) * 2.0 ** random.integers(-40, 20, 3000)
+    largest = 1.75 * 2.0**20  # the digits of the largest numbers of both types
+    (row,) = diagnostics.range_report(np.array([*values, largest, 0], np.float32)).rows
+    limits = jnp.finfo(dtype)
+    scaled = np.array([*values, largest, 0]) * float(limits.max) / largest
+    cast = scaled.astype(dtype).astype(np.float64)
+    shares = row.float8_shares()[dtype]
+    assert shares.zero + shares.underflow == pytest.approx(np.mean(cast == 0))
+    small = (cast != 0) & (abs(scaled) < float(limits.smallest_normal))
+    assert shares.subnormal == pytest.approx(np.mean(small))
+    assert shares.overflow == 0 < shares.underflow
+    assert sum(vars(shares).values()) == pytest.approx(1)
+    # By that number all of it becomes NaN, or no number is left to scale by.
+    (spoilt,) = diagnostics.range_report(np.float32([np.inf, 1])).rows
+    assert spoilt.float8_shares()[dtype].nan == 1
+    (zeros,) = diagnostics.range_report(np.zeros(3, np.float32)).rows
+    assert zeros.float8_shares()[dtype].zero == 1
+
+
+def test_the_best_scale_is_the_largest_power_of_two_with_a_margin():
+    random = np.random.default_rng(2)
+    for _ in range(20):
+        gradients = random.normal(size=50) * 2.0 ** random.integers(-40, 10)
+        report = diagnostics.range_report(gradients.astype(np.float32))
+        largest = np.abs(gradients).max()
+        for margin in (1, 2, 3, 4):
+            scale = report.best_scale("float16", margin)
+            power = 2 ** np.ceil(np.log2(margin))
+            assert largest * scale * power < 2**16 <= largest * 2 * scale * power
+        low, high = report.lossless_scales("float16") or (1.0, 0.5)
+        smallest = np.abs(gradients).min()
+        if low <= high:
+            assert high == report.best_scale()
+            assert smallest * low >= 2.0**-24 > smallest * low / 2
+            shares = report.rows[0].shares("float16", low)
+            assert shares.lost == 0 == report.rows[0].shares("float16", high).lost
+
+
+def test_a_range_wider_than_float16_has_no_lossless_scale_and_one_in_bfloat16():
+    report = diagnostics.range_report(jnp.array([1e-15, 1.0]))
+    assert report.best_scale() == 2.0**14 and report.lossless_scales() is None
+    low, high = report.lossless_scales("bfloat16")
+    assert low == 2.0**-83 and high == 2.0**126  # held where the reciprocal is a normal number
+
+
+@pytest.mark.parametrize("values", [[jnp.inf, 1.0], [jnp.nan, 1.0], [0.0, -0.0]])
+def test_a_scale_is_unknown_where_the_largest_number_is(values):
+    report = diagnostics.range_report(jnp.array(values))
+    assert report.best_scale() is None and report.lossless_scales() is None
+    assert "best static scale: unknown" in str(report)
+
+
+def test_leaves_of_zeros_do_not_hide_the_scale_of_the_others():
+    report = diagnostics.range_report({"bias": jnp.zeros(3), "kernel": jnp.ones(3)})
+    assert report.best_scale() == 2.0**14
+
+
+def test_zeros_in_half_may_have_been_something():
+    report = diagnostics.range_report(jnp.array([0.0, 1.0], jnp.float16))
+    assert report.best_scale() == 2.0**14 and report.lossless_scales() is None
+
+
+# Programs.
+
+W = {"a": jax.random.normal(jax.random.key(0), (8, 8)), "b": jnp.full((8, 4), 1e-5)}
+X = jax.random.normal(jax.random.key(1), (16, 8))
+
+
+def loss(w, x, shifts=(0.0, 0.0, 0.0, 0.0)):
+    """A loss whose activations can be shifted: its gradients by the shifts are their gradients."""
+    h = x @ w["a"] + shifts[0]
+    y = jnp.tanh(h) @ w["b"] + shifts[1]
+    e = jnp.exp(y) + shifts[2]
+    return 1e-4 * (e.sum() + shifts[3]), (h, y, e, e.sum())
+
+
+@functools.cache
+def by_hand(scale):
+    return diagnostics.gradient_report(loss, has_aux=True, scale=scale)(W, X)
+
+
+def rows_by_role(report):
+    return {role: [row for row in report.rows if row.role == role] for role in report.roles}
+
+
+def test_a_report_agrees_with_numpy_on_the_values_of_a_model_by_hand():
+    _, activations = loss(W, X)
+    zeros = [jnp.zeros_like(value) for value in activations]
+    gradients, cotangents = jax.grad(loss, (0, 2), has_aux=True)(W, X, zeros)[0]
+    rows = rows_by_role(by_hand(2.0**10))
+    assert [row.path for row in rows["gradient"]] == ["a", "b"]
+    assert [row.operation for row in rows["activation"]] == [
+        "dot_general", "dot_general", "exp", "reduce_sum",
+    ]  # fmt: skip
+    first = loss.__code__.co_firstlineno
+    assert [row.source for row in rows["activation gradient"]] == [
+        f"tests/diagnostics/test_ranges.py:{first + line}" for line in (2, 3, 4, 5)
+    ]
+    for role, values, scale in (
+        ("parameter", W.values(), 1),
+        ("gradient", gradients.values(), 1024),
+        ("activation", activations, 1),
+        ("activation gradient", cotangents, 1024),
+    ):
+        assert [said(row) for row in rows[role]] == [counted(scale * v) for v in values], role
+        assert {row.scale for row in rows[role]} == {scale}
+
+
+def test_scales_are_absolute_and_apply_to_gradients_alone():
+    plain, scaled = by_hand(1.0), by_hand(2.0**10)
+    assert plain.best_scale() == scaled.best_scale()
+    assert plain.lossless_scales() == scaled.lossless_scales()
+    for before, after in zip(plain.rows, scaled.rows, strict=True):
+        assert before.shares("float16", 2.0**10) == after.shares("float16")
+        if before.role in ("parameter", "activation"):
+            assert before.shares("float16", 2.0**10) == before.shares("float16")
+            assert before.lossless_exponents("float16", 2.0) is None
+
+
+def unrolled(w, x):
+    for _ in range(3):
+        x = jnp.tanh(x @ w)
+    return 1e-4 * jnp.mean(x)
+
+
+def scanned(w, x):
+    x, _ = jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, length=3)
+    return 1e-4 * jnp.mean(x)
+
+
+def scanned_and_rematerialised(w, x):
+    policy = jax.checkpoint_policies.dots_saveable
+    layer = jax.checkpoint(lambda x: jnp.tanh(x @ w), policy=policy, prevent_cse=False)
+    x, _ = jax.lax.scan(lambda x, _: (layer(x), None), x, None, length=3, reverse=True)
+    return 1e-4 * jax.checkpoint(jnp.mean)(x)
+
+
+def branching_and_jitted(w, x):
+    layer = jax.jit(lambda x: jnp.tanh(x @ w), donate_argnums=0)
+
+    def turn(i, x):
+        return jax.lax.cond(i < 3, layer, lambda x: x @ w @ w, x)
+
+    return 1e-4 * jax.jit(jnp.mean)(jax.lax.fori_loop(0, 3, turn, x))
+
+
+@functools.cache
+def measured(program, policy=None, scale=1.0):
+    return diagnostics.gradient_report(program, policy, scale=scale)(W["a"], X)
+
+
+def assert_alike(report, expected):
+    assert report.roles == expected.roles
+    for role in expected.roles:
+        total, other = report.total(role), expected.total(role)
+        assert total.size == other.size, role
+        # Last digits may differ, and move a number across a power of two.
+        assert np.abs(total.counts - other.counts).sum() <= 0.02 * total.size, role
+
+
+@pytest.mark.parametrize("program", [scanned_and_rematerialised, branching_and_jitted])
+def test_loops_remat_branches_and_jit_count_what_the_unrolled_program_counts(program):
+    report = measured(program)
+    assert_alike(report, measured(unrolled))
+    assert {row.size for row in report.rows if row.operation == "dot_general"} == {3 * X.size}
+
+
+@jax.custom_vjp
+def product_with_a_rule(x, w):
+    return jnp.tanh(x @ w)
+
+
+product_with_a_rule.defvjp(
+    lambda x, w: (product_with_a_rule(x, w), (x, w)),
+    lambda kept, ct: jax.vjp(lambda x, w: jnp.tanh(x @ w), *kept)[1](ct),
+)
+
+
+def test_what_is_bound_as_a_whole_is_counted_at_its_outputs():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    mapped = jax.shard_map(
+        lambda x, w: jnp.sin(x @ w), mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x")
+    )
+    function = lambda w, x: product_with_a_rule(mapped(x, w), w).sum()
+    report = diagnostics.gradient_report(function)(W["a"], X)
+    found = {row.operation: said(row) for row in report.rows if row.role == "activation"}
+    value = jnp.sin(X @ W["a"])
+    assert found["shard_map"] == counted(value)
+    assert found["custom_vjp_call"] == counted(jnp.tanh(value @ W["a"]))
+    assert found.keys() == {"shard_map", "custom_vjp_call", "reduce_sum"}
+
+
+def elementwise(w, x):
+    # JAX asks for the sharding of a sharded product's gradient where types name shardings.
+    return 1e-4 * jnp.mean(jnp.exp(x * w))
+
+
+@pytest.mark.parametrize(
+    ("kind", "program", "w"),
+    [(AxisType.Auto, scanned, W["a"]), (AxisType.Explicit, elementwise, X)],
+    ids=["auto", "explicit"],
+)
+def test_a_sharded_step_counts_what_one_device_counts(kind, program, w):
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(kind, kind))
+    sharded = [jax.device_put(array, NamedSharding(mesh, P("x"))) for array in (w, X)]
+    if program is scanned:
+        sharded[0] = jax.device_put(w, NamedSharding(mesh, P()))
+    expected = (
+        measured(unrolled) if program is scanned else diagnostics.gradient_report(program)(w, X)
+    )
+    assert_alike(diagnostics.gradient_report(program)(*sharded), expected)
+
+
+def test_a_sharded_step_gathers_nothing_to_count_it():
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto, AxisType.Auto))
+    put = lambda spec, *shape: jax.device_put(jnp.ones(shape), NamedSharding(mesh, spec))
+    parameters = [put(P(None, "y"), 64, 128), put(P("y"), 128, 64)]
+
+    def function(up, down, x):
+        return (jnp.tanh(x @ up) @ down).sum()
+
+    arrays = [*parameters, put(P("x"), 32, 64)]
+    step, probes = counting_step(jax.make_jaxpr(function)(*arrays), arrays, [0, 1])
+    assert len(probes) == 2  # both products stand on one line
+    assert collectives(step, arrays, probes) == {"all-reduce"}
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_a_mixed_program_is_judged_by_what_it_stores_in_half(half):
+    report = measured(scanned, f"mixed_{half}")
+    total = report.total("activation gradient")
+    assert report.dtype == total.dtype == half
+    assert report.total("gradient").dtype == "float32"
+    assert total.size == 3 * X.size
+    # The loss's own, in float32, lose nothing and are not counted.
+    assert all(row.dtype == half for row in report.rows[2:])
+
+
+def test_what_would_underflow_in_float32_is_zero_in_float16_and_a_scale_brings_it_back():
+    would, does = measured(unrolled), measured(scanned, F16)
+    lost = does.total("activation gradient")
+    assert lost.zeros > 0.3 * lost.size
+    expected = would.total("activation gradient").shares("float16")
+    assert lost.shares().zero == pytest.approx(expected.zero + expected.underflow, abs=0.1)
+
+    saved = measured(scanned, F16, would.best_scale()).total("activation gradient")
+    assert saved.zeros < 0.2 * lost.zeros and saved.infinities == saved.nans == 0
+    too_much = measured(scanned, F16, 2.0**60)
+    assert too_much.total("activation gradient").shares().lost > 0
+    assert too_much.best_scale() is None
+
+
+def test_what_does_not_depend_on_the_parameters_is_left_alone():
+    def function(w, x):
+        teacher = jnp.exp(x @ x.T)
+        # There is no derivative of a while loop: a tap in front of it must not ask for one.
+        scale = jax.lax.while_loop(lambda s: s < 10, lambda s: 2 * s, teacher.sum())
+        target = jax.lax.stop_gradient(jnp.exp(x @ w))
+        return jnp.mean((x @ w - target) ** 2) / scale, {"accuracy": jnp.exp(x @ w).mean()}
+
+    report = diagnostics.gradient_report(function, has_aux=True)(W["a"], X)
+    found = [(row.role, row.operation) for row in report.rows[2:]]
+    kinds = ["dot_general", "square", "reduce_sum"]
+    assert [operation for _, operation in found if operation != "integer_pow"] in (
+        [k for k in kinds if k != "square"] * 2, kinds * 2,
+    )  # fmt: skip
+
+
+def test_arguments_of_all_kinds():
+    def function(state, x, activation, *, name, weight):
+        assert name == "head" and weight > 0
+        y = activation(x @ state["w"]) * state["gain"]
+        return weight * jnp.mean(y), jax.random.normal(state["key"], (2,))
+
+    state = {"w": W["a"], "gain": 2.0, "step": jnp.array(3), "key": jax.random.key(0)}
+    measure = diagnostics.gradient_report(function, F16, has_aux=True, full=["tanh"])
+    rows = measure(state, X, jnp.tanh, name="head", weight=0.5).rows
+    assert [row.path for row in rows if row.role == "parameter"] == ["gain", "w"]
+
+    complex_loss = lambda x, z: jnp.real(x * z).sum()
+    both = diagnostics.gradient_report(complex_loss, argnums=(0, -1))(1.0, jnp.ones(2) * 1j)
+    gradients = [row for row in both.rows if row.role == "gradient"]
+    assert [(row.path, row.dtype, row.size) for row in gradients] == [
+        ("0", "float32", 1), ("1", "complex64", 4),
+    ]  # fmt: skip
+
+
+def test_sums_of_digits_are_exact_where_sums_of_counts_would_not_be():
+    counts = jnp.array([0, 1, 255, 256, 2**24 + 1, 2**31 - 1], jnp.int32)
+    turns = 2**16 - 1
+    sums = np.asarray(digits(counts)) * np.float32(turns)
+    assert sums.dtype == np.float32
+    assert from_digits(sums).tolist() == [turns * int(count) for count in counts]
+    assert np.float32(turns) * np.float32(2**24 + 1) != turns * (2**24 + 1)
+
+    def long(w, x):
+        return jax.lax.scan(lambda s, _: (s + jnp.exp(w * x), None), x, None, length=3000)[0]
+
+    row = diagnostics.gradient_report(lambda w, x: long(w, x).sum())(1.0, jnp.zeros(3)).rows[2]
+    assert (row.operation, said(row)[0]) == ("exp", {0: 3 * 3000})
+
+
+# Models of frameworks.
+
+
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(2, name="head", use_bias=False)(nn.relu(nn.Dense(16, name="body")(x)))
+
+
+class Nnx(nnx.Module):
+    def __init__(self, rngs):
+        self.body = nnx.Linear(8, 16, use_bias=False, rngs=rngs)
+        self.norm = nnx.BatchNorm(16, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.norm(self.body(x)))
+
+
+def test_a_linen_model():
+    model = Linen()
+    params = jax.jit(model.init)(jax.random.key(0), X)["params"]
+    report = diagnostics.gradient_report(
+        lambda params, x: jnp.mean(model.apply({"params": params}, x) ** 2), F16
+    )(params, X)
+    found = {(row.path, row.operation, row.dtype) for row in report.rows}
+    assert ("Linen/body", "dot_general", "float16") in found
+    assert ("head/kernel", "", "float32") in found
+
+
+def test_an_nnx_model_as_a_pure_state():
+    graph, params, rest = nnx.split(Nnx(nnx.Rngs(0)), nnx.Param, ...)
+
+    def loss_fn(params, rest, x):
+        model = nnx.merge(graph, params, rest, copy=True)
+        return jnp.mean(model(x) ** 2), nnx.state(model, nnx.BatchStat)
+
+    report = diagnostics.gradient_report(loss_fn, F16, has_aux=True)(params, rest, X)
+    gradients = [row.path for row in report.rows if row.role == "gradient"]
+    assert [path.removesuffix("/value") for path in gradients] == [
+        "body/kernel", "norm/bias", "norm/scale",
+    ]  # fmt: skip
+    assert report.total("activation gradient").dtype == "float16"
+    assert len(diagnostics.range_report(params).rows) == 3
+
+
+# Shown.
+
+
+def test_printed_with_rich_and_without(monkeypatch):
+    report = measured(scanned, F16)
+    with_rich = str(report)
+    monkeypatch.setitem(sys.modules, "rich", None)
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    plain = str(report)
+    assert plain != with_rich
+    for text in (with_rich, plain):
+        assert "activation gradients in float16, most is lost first:" in text
+        assert "dot_general" in text and " %" in text and "best static scale: 2^" in text
+        assert "activations in float16" not in text  # nothing is lost there
+
+
+def test_what_is_scaled_is_shown_as_it_is_and_under_the_best_scale():
+    text = str(diagnostics.range_report(jnp.array([1e-3, 1.0])))
+    shown = r"^ *{} +2\^{} .* {} *$"
+    assert re.search(shown.format("value", 0, "-10 to 0"), text, re.M)
+    assert re.search(shown.format("value", 14, "4 to 14"), text, re.M)
+    assert "best static scale: 2^14\nscales that lose no gradient: 2^-14 to 2^14" in text
+    roles = re.findall(r"^ *(\w+(?: gradient)?) .* float32 ", str(measured(unrolled)), re.M)
+    assert roles[:6] == ["parameter", *["gradient"] * 2, "activation", *["activation gradient"] * 2]
+
+
+def test_the_worst_rows_come_first_and_a_long_list_is_cut_with_a_word():
+    tree = {f"{i:02}": jnp.array([1.0] * i + [1e-12] * (13 - i)) for i in range(12)}
+    text = str(diagnostics.range_report(tree))
+    listed = re.findall(r"^ *(\d\d) ", text, re.M)
+    assert listed == [f"{i:02}" for i in range(10)]
+    assert "and 2 more, which `rows` has too" in text
+
+
+def test_the_data_can_be_written_as_json():
+    report = diagnostics.range_report({"w": jnp.array([0.5, 3.0, 0.0]), "empty": jnp.ones(0)})
+    data = json.loads(json.dumps(report.to_dict()))
+    assert data["best_scale"] == 2.0**13
+    empty, row = data["rows"]
+    assert (row["path"], row["lowest"], row["counts"]) == ("w", -1, [1, 0, 1])
+    assert row["shares"]["zero"] == pytest.approx(1 / 3) and empty["counts"] == []
+
+
+def test_the_picture():
+    pytest.importorskip("matplotlib").use("Agg")
+    import matplotlib.pyplot as plt
+
+    report = measured(unrolled)
+    figure, (first, second) = plt.subplots(2, sharex=True)
+    assert report.plot(first, roles=["gradient"]) is first
+    report.plot(second, scale=2.0**20, dtype="bfloat16")
+    assert len(first.get_legend().get_texts()) == 1
+    assert len(second.get_legend().get_texts()) == 4
+    # Shared axes show the numbers of both, and the limits of both types.
+    assert first.get_xlim() == second.get_xlim()
+    low, high = report.total("gradient").exponents
+    assert first.get_xlim()[0] < min(low, -133) and first.get_xlim()[1] > 127
+    line = first.patches[-1].get_data()
+    assert line.values.sum() == pytest.approx(1) and line.edges[0] == -149
+    assert second.patches[4].get_data().edges[0] == -149 + 20
+    words = sorted(second.texts, key=lambda text: text.get_position())
+    assert [text.get_text().strip() for text in words] == [
+        "zero", "subnormal", "normal in bfloat16", "infinite",
+    ]  # fmt: skip
+    figure.canvas.draw()
+    # The legend is above the axes, and dots of zeros are beside each other: nothing hides a line.
+    assert second.get_legend().get_window_extent().y0 > second.get_window_extent().y1
+    dots = [line.get_xdata()[0] for line in second.lines]
+    assert len(dots) == len(set(dots))
+    plt.close(figure)
+
+
+def test_without_matplotlib_it_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    with pytest.raises(ImportError, match=r"pip install '\.\[examples\]'"):
+        diagnostics.range_report(jnp.ones(3)).plot()
+
+
+def test_ranges_of_equal_places_are_told_apart():
+    assert Range.__eq__ is object.__eq__  # arrays have no truth value to compare by
+
+
+# Replay.
+
+
+def test_a_replayed_program_is_the_program():
+    def function(w, x):
+        jax.debug.callback(seen.append, x.shape[0], ordered=True)
+        y = scanned_and_rematerialised(w, x) + branching_and_jitted(w, x)
+        return y + jax.lax.scan(lambda c, x: (c + x.sum(), None), 0, x, unroll=2)[0]
+
+    seen = []
+    closed = jax.make_jaxpr(function)(W["a"], X)
+    run = lambda w, x: _walk.replay(closed, [w, x])[0]
+    value = jax.jit(run)(W["a"], X)
+    jax.effects_barrier()
+    assert seen == [16]
+    assert value == jax.jit(function)(W["a"], X)
+    again = str(jax.make_jaxpr(run)(W["a"], X))
+    for words in ("unroll=2", "reverse=True", "prevent_cse=False", "policy", "donated_invars"):
+        assert words in str(closed) and str(closed).count(words) == again.count(words)
+
+
+def test_handlers_say_how_an_equation_is_emitted():
+    closed = jax.make_jaxpr(scanned_and_rematerialised)(W["a"], X)
+    handlers = {**_walk.HANDLERS, **dict.fromkeys(_jax_compat.REMAT, _walk.inline)}
+    run = lambda *args: _walk.replay(closed, args, handlers=handlers)
+    assert "remat" in str(closed) and "remat" not in str(jax.make_jaxpr(run)(W["a"], X))
+    assert run(W["a"], X)[0] == pytest.approx(float(scanned(W["a"], X)))
+
+
+def test_positions_tell_calls_of_one_jaxpr_apart_and_stay_the_same():
+    layer = jax.jit(lambda x: jnp.tanh(x))
+
+    def function(x):
+        with jax.named_scope("twice"):
+            x = layer(layer(x))
+        return jax.lax.cond(x.sum() > 0, jnp.exp, jnp.exp, x)
+
+    closed = jax.make_jaxpr(function)(X)
+
+    def sites():
+        found = []
+        jax.eval_shape(lambda x: _walk.replay(closed, [x], lambda s, r: (found.append(s), r)[1]), X)
+        return [(s.path, s.position) for s in found if s.equation.primitive.name in ("tanh", "exp")]
+
+    first = sites()
+    assert len(set(first)) == 4 and first == sites()
+    assert [path for path, _ in first] == ["twice", "twice", "", ""]

@@ -1,0 +1,346 @@
+"""The benchmarks run, at a tiny size; nothing here asserts a time."""
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import benchmarks.run
+from benchmarks import (
+    _counted,
+    _measured,
+    _wire_report,
+    models,
+    programs,
+    public_models,
+    recipes,
+    report,
+    worker,
+    workloads,
+)
+from benchmarks._tables import TITLES
+from benchmarks.pairing import paired
+from benchmarks.planner_rules import RULES, replaced
+from benchmarks.processes import ROOT
+from benchmarks.published import _page
+from benchmarks.recipes import RECIPES
+from benchmarks.workloads import UPDATES, rehearsal
+from testbed.h200.harness import as_if_cudnn
+
+# One of each kind: the others differ in sizes alone.
+KINDS = ("gpt2", "resnet50-cifar-128", "update-60")
+WORKLOADS = [workload for workload in rehearsal() if workload.name in KINDS]
+PAIRS = [
+    (recipe, workload)
+    for recipe in RECIPES
+    for workload in WORKLOADS
+    if recipe.address(workload) is not None
+]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "workload"), PAIRS, ids=lambda row: getattr(row, "name", "") or ""
+)
+def test_a_step_returns_a_state_like_the_one_it_got(recipe, workload):
+    if recipe.package and (
+        recipe.needs_peers_first or importlib.util.find_spec(recipe.package) is None
+    ):
+        pytest.skip(f"{recipe.package} of {recipe.title} is not installed, or hides behind ours")
+    with jax.numpy_rank_promotion("allow"):
+        training = recipe.make(workload)
+        key = jax.random.key(0)
+        state, batch = (jax.eval_shape(make, key) for make in (training.init, workload.batch))
+        with as_if_cudnn() if recipe.needs_cudnn else contextlib.nullcontext():
+            new_state, loss = jax.eval_shape(training.step, state, batch)
+    # What is donated can only be reused, and the step compiled only once, if no type changes.
+    assert jax.tree.structure(new_state) == jax.tree.structure(state)
+    for new, old in zip(jax.tree.leaves(new_state), jax.tree.leaves(state), strict=True):
+        assert (new.shape, new.dtype, new.weak_type) == (old.shape, old.dtype, old.weak_type)
+    assert loss is None or loss.dtype == np.float32
+
+
+def test_recipes_start_from_the_same_loss():
+    (workload,) = (row for row in WORKLOADS if row.name == "gpt2")
+    trainings = {
+        recipe.name: recipe.make(workload)
+        for recipe in RECIPES
+        if recipe.training and not (recipe.package or recipe.needs_cudnn)
+    }
+
+    # The losses alone, of all in one program: most of the time goes into compiling.
+    @jax.jit
+    def first_losses(key, batch):
+        return {name: made.step(made.init(key), batch)[1] for name, made in trainings.items()}
+
+    with jax.numpy_rank_promotion("allow"):
+        losses = first_losses(jax.random.key(0), workload.batch(jax.random.key(1)))
+    for name, loss in losses.items():
+        assert float(loss) == pytest.approx(float(losses["float32"]), rel=1e-3), name
+
+
+def test_the_models_attend_alike_with_cudnn(monkeypatch):
+    attend = jax.nn.dot_product_attention
+    by_xla = lambda *heads, implementation, **masks: attend(*heads, **masks)
+    monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)  # there is no cuDNN here
+
+    @jax.jit
+    def both(heads):
+        # Causal and even as GPT-2, the first four; not causal and odd as ViT-B/16, all five.
+        return [
+            [attention(*parts, causal) for attention in (models.attention, models.cudnn_attention)]
+            for parts, causal in ((heads[:, :, :4], True), (heads, False))
+        ]
+
+    heads = jax.random.normal(jax.random.key(0), (3, 2, 5, 2, 8))
+    with jax.numpy_rank_promotion("allow"):
+        pairs = both(heads)
+    for expected, attended in pairs:
+        np.testing.assert_allclose(attended, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_ratios_are_within_a_round_and_come_with_an_interval():
+    # Of a machine now slow, now fast.
+    moments = iter(np.random.default_rng(0).uniform(1, 100, 1000))
+
+    def candidates():
+        state = {"calls": 0, "slow": 1.0}
+
+        def timed(seconds):
+            def time_steps(steps):
+                if state["calls"] % 2 == 0:
+                    state["slow"] = next(moments)
+                state["calls"] += 1
+                return steps * seconds * state["slow"]
+
+            return time_steps
+
+        return {"by-hand": timed(1e-3), "ours": timed(2e-3)}
+
+    results = paired(candidates(), step_seconds=1e-3, baseline="by-hand", rounds=8)
+    assert results["ours"]["ratio"] == pytest.approx(2)
+    assert results["by-hand"]["ratio"] == 1
+    chance = np.random.default_rng(1)
+    varied = {
+        "by-hand": lambda steps: steps * 1.0,
+        "ours": lambda steps: steps * chance.normal(1.5, 0.1),
+    }
+    low, high = paired(varied, None, "by-hand", rounds=40)["ours"]["interval"]
+    assert 1.3 < low < 1.5 < high < 1.7
+
+
+def test_a_candidate_that_fails_is_named_and_the_others_go_on():
+    calls = iter(range(100))
+
+    def failing(steps):
+        if next(calls) == 3:
+            raise RuntimeError("out of memory")
+        return 1.0
+
+    steady = lambda steps: 2.0
+    results = paired({"by-hand": steady, "ours": failing}, None, "by-hand", rounds=8)
+    assert results["ours"] == {"error": "out of memory"} and results["by-hand"]["seconds"] == 2
+    results = paired({"by-hand": failing, "ours": steady}, None, "ours", rounds=8)
+    assert results["ours"]["ratio"] == 1
+    calls = iter(range(100))
+    results = paired({"by-hand": failing, "ours": steady}, None, "by-hand", rounds=8)
+    assert results["ours"] == results["by-hand"] == {"error": "out of memory"}
+
+
+def test_a_recipe_that_did_not_run_is_a_line_of_the_report():
+    failed, found = {"error": "out of memory"}, {"seconds": 1.0, "ratio": 1.0, "bytes_moved": 1}
+    counted = {"machine": MACHINE, "workloads": {"gpt2": {"title": "GPT-2", "recipes": {}}}}
+    for rows in ({"by-hand": failed, "adapter": failed}, {"by-hand": found, "adapter": failed}):
+        ceilings = {f"{n}_flops_per_second": 1.0 for n in ("float16", "tf32", "float32")}
+        counted["ceilings"] = ceilings | {"bytes_per_second": 1.0}
+        counted["workloads"]["gpt2"]["recipes"] = rows
+        for section in (_measured.cpu(counted), _measured.gpu(counted, None)):
+            assert "ours: adapter: not run: out of memory" in section
+    counted["workloads"]["gpt2"]["recipes"] = {"by-hand": failed}
+    assert "by hand, dynamic loss scaling: not run: out of memory" in _counted.steps(counted)
+
+
+def test_a_modelled_limit_stands_in_the_tables_with_its_parts_and_never_as_a_time():
+    parts = {"bytes": 5.0, "operations": 6.5, "launches": 1.0}
+    counted = {"bytes_moved": 1, "kernels": 1, "temp_bytes": 1, "model_ms": parts}
+    slower = counted | {"model_ms": parts | {"bytes": 17.5}}
+    recipes = {"by-hand": counted, "float32": slower}
+    compiled = {"machine": MACHINE, "workloads": {"gpt2": {"title": "GPT-2", "recipes": recipes}}}
+    cells = cells_of(_counted.steps(compiled))
+    assert cells["by hand, dynamic loss scaling"][-2:] == ["12.50 = 5.00 + 6.50 + 1.00", "1.000"]
+    assert cells["float32, exact products"][-1] == "2.000"
+    assert cells["recipe"][-2].startswith("modelled limit, model ms")
+
+    ceilings = {f"{n}_flops_per_second": 1.0 for n in ("float16", "tf32", "float32")}
+    measured = {name: {"seconds": 1.0, "ratio": 1.0} for name in ("by-hand", "float32", "tf32")}
+    timed = {
+        "machine": MACHINE,
+        "ceilings": ceilings | {"bytes_per_second": 1.0},
+        "workloads": {"gpt2": {"title": "GPT-2", "recipes": measured}},
+    }
+    cells = cells_of(_measured.gpu(timed, compiled))
+    column = cells["recipe"].index("modelled limit, model ms")
+    limits = {name: row[column] for name, row in cells.items() if name in TITLES.values()}
+    assert limits == {
+        "by hand, dynamic loss scaling": "12.50",
+        "float32, exact products": "25.00",
+        "float32, TF32 products": "",  # another program than that of exact products
+    }
+
+
+def cells_of(text):
+    """Returns the rows of the tables in a text by their first cell."""
+    rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("| ")]
+    return {row[0].strip(): [cell.strip() for cell in row] for row in rows}
+
+
+def test_attention_of_cudnn_is_for_models_with_attention_and_not_for_a_cpu():
+    rows = {row.name: row for row in (*workloads.WORKLOADS, *UPDATES)}
+
+    def names(suite, workload):
+        arguments = argparse.Namespace(suite=suite, recipes=[row.name for row in RECIPES])
+        return benchmarks.run.recipes_for(rows[workload], arguments, compiled=suite != "gpu")
+
+    has = {name: "by-hand-cudnn" in names("compiled", name) for name in rows}
+    assert [name for name in rows if has[name]] == ["gpt2", "vit-b16"]
+    assert "by-hand-cudnn" in names("gpu", "gpt2")
+    assert "by-hand-cudnn" not in names("cpu", "gpt2")
+    assert "by-hand" in names("cpu", "gpt2")
+
+
+MACHINE = dict.fromkeys(
+    ("device", "driver", "platform_version", "python", "jax", "jaxlib", "flax", "optax"), "1.0"
+)
+
+
+def test_an_unknown_name_is_answered_with_those_there_are():
+    with pytest.raises(ValueError, match="got the recipe 'hand'; expected one of .*by-hand"):
+        recipes.find("hand")
+    with pytest.raises(ValueError, match="got the workload 'gpt3'; expected one of gpt2"):
+        workloads.find("gpt3", rehearse=False)
+
+
+def test_a_rehearsal_writes_what_the_report_reads(tmp_path):
+    old = {"machine": {"device": "another"}, "workloads": {"gpt2": {"recipes": {}}}}
+    (tmp_path / "gpu_rehearsal.json").write_text(json.dumps(old))
+    command = [
+        sys.executable, "-m", "benchmarks.run", "--suite=gpu", "--rehearse", "--rounds=8",
+        f"--output-dir={tmp_path}", "--only", "update-60", "--recipes", "by-hand", "adapter",
+    ]  # fmt: skip
+    environment = dict(
+        os.environ,
+        JAX_PLATFORMS="cpu",
+        PYTHONPATH=str(ROOT),
+        JAX_ENABLE_COMPILATION_CACHE="false",  # its workers would write the same files at a time
+    )
+    finished = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert finished.returncode == 0, finished.stderr
+    assert "begun anew" in finished.stdout  # no result of one machine stands beside another's
+    results = json.loads((tmp_path / "gpu_rehearsal.json").read_text())
+    assert set(results["workloads"]) == {"update-60"}
+    measured = results["workloads"]["update-60"]["recipes"]
+    assert set(measured) == {"by-hand", "by-hand again", "adapter"}
+    assert all(len(measured[name]["interval"]) == 2 for name in ("by-hand again", "adapter"))
+    text = _measured.gpu(results, None)
+    assert UPDATES[0].title in text and "ours: adapter" in text
+
+
+class InThisProcess:
+    """Answers as a worker does, but for one recipe in a process of its own."""
+
+    def ask(self, do, **options):
+        return getattr(worker.Worker("by-hand"), do)(**options)
+
+
+def test_a_rehearsal_of_the_wire_writes_what_the_report_reads(h200, tmp_path, monkeypatch):
+    workers = lambda names, platform: contextlib.nullcontext({n: InThisProcess() for n in names})
+    monkeypatch.setattr(benchmarks.run, "workers", workers)
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)  # threads of one process: one at a time
+    options = ["--suite=wire", "--rehearse", f"--output-dir={tmp_path}", "--only", "fsdp"]
+    monkeypatch.setattr(sys, "argv", ["run.py", *options, "--recipes", "by-hand", "autocast"])
+    benchmarks.run.main()
+    results = json.loads((tmp_path / "wire_rehearsal.json").read_text())
+    assert set(results["workloads"]) == {"fsdp"}
+    counted = results["workloads"]["fsdp"]["recipes"]
+    assert set(counted) == {"by-hand", "autocast"}
+    counted["autocast"]["received"] = {"all-gather f16": 2**20, "all-gather f32": 2**21, "x s8": 9}
+    counted["by-hand"]["received"] = {"all-reduce f32": 2**21, "all-to-all f16": 2**20}
+    rows = [[c.strip() for c in r.split("|")] for r in _wire_report.section(results).splitlines()]
+    (by_hand,), (ours,) = (
+        [r[1:8] for r in rows if r[2:3] == [n]] for n in ("by hand, half", "autocast")
+    )
+    assert by_hand == ["FSDP, jit", "by hand, half", "", "", "2.0 f32", "1.0 f16", "3.0"]
+    assert ours == ["", "autocast", "1.0 f16 + 2.0 f32", "", "", "", "3.0"]
+    counted["autocast"] = {"error": "out of memory"}
+    assert "- FSDP, jit, autocast: not run: out of memory" in _wire_report.section(results)
+
+
+def test_programs_of_pages_are_counted_row_by_row(tmp_path, monkeypatch):
+    def failing():
+        raise RuntimeError("does not compile")
+
+    rows = {"one": lambda: {"kernels": 3}, "two": failing}
+    monkeypatch.setattr(programs, "GROUPS", (programs.Group("float8", "A table", rows),))
+    workers = lambda names, platform: contextlib.nullcontext({n: InThisProcess() for n in names})
+    monkeypatch.setattr(benchmarks.run, "workers", workers)
+    arguments = ["run.py", "--suite=programs", f"--output-dir={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", [*arguments, "--only", "float8"])
+    with pytest.raises(RuntimeError, match="does not compile"):  # a worker of its own answers it
+        benchmarks.run.main()
+    del rows["two"]
+    benchmarks.run.main()
+    found = json.loads((tmp_path / "programs.json").read_text())["workloads"]
+    assert found == {"float8": {"title": "A table", "recipes": {"one": {"kernels": 3}}}}
+    with pytest.raises(ValueError, match="got the group 'float16'; expected one of float8"):
+        programs.find("float16")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--suite=gpu"], "expected a GPU"),
+        (["--suite=cpu", "--rounds=3"], "at least 8"),
+        (["--suite=cpu", "--recipes", "adapter"], "every ratio is to it"),
+        (["--suite=wire", "--only", "gpt2"], "expected one of fsdp, "),
+        (["--suite=cpu", "--only", "fsdp"], "expected one of gpt2, "),
+    ],
+)
+def test_mistakes_are_refused(arguments, sentence, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["run.py", *arguments, f"--output-dir={tmp_path}"])
+    with pytest.raises(SystemExit) as exit:
+        benchmarks.run.main()
+    # A sentence is a status too: Python prints it and ends with 1.
+    assert exit.value.code not in (None, 0)
+    assert sentence in capsys.readouterr().err + str(exit.value.code)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_documentation_is_what_the_committed_results_say():
+    assert report.performance() == (ROOT / "docs/performance.md").read_text()
+
+
+def test_the_page_of_published_models_is_what_the_committed_results_say():
+    files = sorted(public_models.RESULTS.glob("*.json"))
+    results = [json.loads(file.read_text()) for file in files]
+    assert _page.page(results) == public_models.PAGE.read_text()
+
+
+def test_the_recipes_of_others_move_as_many_bytes_as_the_step_by_hand():
+    results = json.loads((report.RESULTS / "compiled.json").read_text())
+    steps = results["workloads"]["gpt2"]["recipes"]
+    for name in ("deepmind-jmp", "mpx", "dynamic-scale", "apply-if-finite"):
+        for key in ("bytes_moved", "kernels", "temp_bytes"):
+            assert abs(steps[name][key] / steps["by-hand"][key] - 1) <= 0.01, (name, key)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_what_switches_off_a_rule_of_the_planner_stands_where_it_says(rule):
+    with replaced(rule.off):  # an AttributeError names what is not there
+        pass
+    assert f"**{rule.name}" in (ROOT / "docs" / "internals.md").read_text().lower()

@@ -1,0 +1,216 @@
+"""Every public name says what it is for and what it raises, with an example, which pytest runs."""
+
+import ast
+import builtins
+import doctest
+import functools
+import importlib
+import inspect
+import itertools
+import pathlib
+import re
+import textwrap
+
+import pytest
+
+import jmp
+from testbed import mistakes
+
+MODULES = [
+    "jmp",
+    "jmp.transforms",
+    "jmp.diagnostics",
+    "jmp.autocasting",
+    "jmp.adapters.linen",
+    "jmp.adapters.nnx",
+    "jmp.adapters.equinox",
+    "jmp.adapters.haiku",
+]
+REFERENCE = pathlib.Path(__file__).parents[2] / "docs" / "reference"
+
+
+def public_names():
+    """Yields each public class and function once, with the address under which users find it."""
+    seen = set()
+    for address in MODULES:
+        module = importlib.import_module(address)
+        for name in module.__all__:
+            value = getattr(module, name)
+            if callable(value) and id(value) not in seen:
+                seen.add(id(value))
+                yield pytest.param(value, id=f"{address}.{name}")
+
+
+NAMES = list(public_names())
+
+
+@pytest.mark.parametrize("value", NAMES)
+def test_a_public_name_has_an_example_that_compares_a_result(value):
+    examples = doctest.DocTestParser().get_examples(inspect.getdoc(value) or "")
+    # What asserts and checks returns nothing, or raises.
+    returns = not value.__name__.startswith(("assert_", "check_"))
+    assert any(example.want or not returns for example in examples), "no example with a result"
+
+
+@pytest.mark.parametrize(
+    "value", [p for p in NAMES if inspect.isclass(p.values[0])], ids=lambda v: v.__name__
+)
+def test_methods_and_properties_of_a_public_class_have_a_docstring(value):
+    fields = getattr(value, "__annotations__", {})  # whose defaults may be functions
+    own = [
+        name
+        for name, member in vars(value).items()
+        if (inspect.isfunction(member) or isinstance(member, property))
+        and not name.startswith("_")
+        and name not in fields
+    ]
+    missing = [name for name in own if not inspect.getdoc(getattr(value, name))]
+    assert not missing
+
+
+def public_members():
+    """Yields the public methods and properties of public classes, with their addresses."""
+    for name in NAMES:
+        value = name.values[0]
+        if inspect.isclass(value):
+            own = {k: v for k, v in vars(value).items() if not k.startswith("_")}
+            for key in own.keys() - getattr(value, "__annotations__", {}).keys():
+                if inspect.isroutine(own[key]) or isinstance(own[key], property):
+                    yield pytest.param(getattr(value, key), id=f"{name.id}.{key}")
+
+
+MEMBERS = sorted(public_members(), key=lambda param: param.id)
+
+
+@pytest.mark.parametrize("value", [p for p in NAMES + MEMBERS if inspect.isroutine(p.values[0])])
+def test_a_public_function_names_its_arguments_and_has_types_for_all(value):
+    function = inspect.unwrap(value)
+    signature = inspect.signature(function)
+    parameters = {name: p for name, p in signature.parameters.items() if name != "self"}
+    untyped = [n for n, p in parameters.items() if p.annotation is inspect.Parameter.empty]
+    assert not untyped
+    # One that has few says them in its sentences; one with several lists them.
+    if len(parameters) > 2:
+        assert "Args:" in inspect.getdoc(function)
+    assert signature.return_annotation is not inspect.Signature.empty
+
+
+def raises_section(words, followed=()):
+    """Returns what a docstring says after "Raises", and what the names it refers to say there."""
+    pattern = r"\bRaises\b.*?(?=\n\s*\n|\n?\s*Warns:|\Z)"
+    section = " ".join(re.findall(pattern, words or "", re.DOTALL))
+    for other in set(re.findall(r"\b[Aa]s\s+`([\w.]+)`", section)) - set(followed):
+        for name in NAMES + MEMBERS:
+            if f".{name.id}".endswith(f".{other}"):
+                section += raises_section(inspect.getdoc(name.values[0]), (*followed, other))
+    return section
+
+
+def statements(function):
+    """Returns the syntax of a function, property or class: of a class its construction alone."""
+    function = inspect.unwrap(getattr(function, "fget", function))
+    if inspect.isclass(function):
+        makers = ("__init__", "__post_init__", "_missing_")
+        parts = [getattr(function, name) for name in makers if name in vars(function)]
+    else:
+        parts = [function]
+    for part in parts:
+        try:
+            yield ast.parse(textwrap.dedent(inspect.getsource(part)))
+        except (OSError, TypeError):  # made by dataclasses or NamedTuple
+            continue
+
+
+def raised_in(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            error = getattr(builtins, getattr(node.exc.func, "id", ""), None)
+            if error is not None:
+                yield error.__name__
+
+
+def errors_in_source(function, depth=1):
+    """Returns the errors that a function, or a function of the library that it calls, raises."""
+    module = inspect.getmodule(inspect.unwrap(getattr(function, "fget", function)))
+    errors = set()
+    for tree in statements(function):
+        errors.update(raised_in(tree))
+        for call in (
+            (node for node in ast.walk(tree) if isinstance(node, ast.Call)) if depth else ()
+        ):
+            called = resolved(call.func, module)
+            if inspect.isfunction(called) and called.__module__.startswith("jmp"):
+                errors |= errors_in_source(called, depth - 1)
+    return errors
+
+
+def resolved(node, module):
+    """Returns what a name, or an attribute of a module, stands for; else None."""
+    if isinstance(node, ast.Name):
+        return getattr(module, node.id, None)
+    if isinstance(node, ast.Attribute):
+        owner = resolved(node.value, module)
+        return getattr(owner, node.attr, None) if inspect.ismodule(owner) else None
+    return None
+
+
+def function_called(node, own):
+    """Returns the public name whose call a row of the mistakes is, or None: `tx.update` has none.
+
+    In `autocast(fun, policy)(x)` and `with_loss_scale(tx, scale).init(x)` it is the first call's.
+    """
+    while isinstance(node, ast.Call):
+        is_made = any(isinstance(part, ast.Call) for part in ast.walk(node.func))
+        if not is_made or isinstance(node.func, ast.Attribute):
+            value = eval(ast.unparse(node.func), dict(own))
+            known = ADDRESSES.get(id(getattr(value, "__func__", value)))
+            if known is not None:
+                return known
+        node = node.func
+        while isinstance(node, ast.Attribute):
+            node = node.value
+    return None
+
+
+ADDRESSES = {
+    id(getattr(name.values[0], "__func__", name.values[0])): name.id for name in NAMES + MEMBERS
+}
+
+
+@functools.cache
+def errors_of_mistakes():
+    """Returns the errors that real mistakes raise, by the public name that was called."""
+    own, errors = mistakes.names(), {}
+    for row in itertools.chain(*mistakes.MISTAKES.values()):
+        name = function_called(ast.parse(row.code, mode="eval").body, own)
+        errors.setdefault(name, set()).add(row.error.__name__)
+    return errors
+
+
+@pytest.mark.parametrize("value", NAMES + MEMBERS)
+def test_a_docstring_names_every_error_that_is_raised(value, request):
+    address = request.node.callspec.id
+    errors = errors_in_source(value) | errors_of_mistakes().get(address, set())
+    section = raises_section(inspect.getdoc(value))
+    assert not {error for error in errors if error not in section}, "no Raises section names it"
+
+
+def test_nearly_all_mistakes_call_a_public_name():
+    """Else the test above would compare nothing."""
+    errors = errors_of_mistakes()
+    assert len(errors) >= 64
+    assert errors["jmp.get_policy"] == {"TypeError", "ValueError"}
+
+
+@pytest.mark.parametrize("name", ["linen", "nnx", "equinox", "haiku"])
+def test_a_star_import_of_an_adapter_gives_the_names_of_its_reference_page(name):
+    found = {}
+    exec(f"from jmp.adapters.{name} import *", found)
+    page = (REFERENCE / "adapters.md").read_text()
+    shown = re.findall(rf"^::: jmp\.adapters\.{name}\.(\w+)", page, re.MULTILINE)
+    assert found.keys() - {"__builtins__"} == set(shown)
+
+
+def test_there_are_as_many_names_as_the_front_doors_have():
+    assert len(NAMES) >= 84
+    assert set(jmp.__all__) <= {p.id.removeprefix("jmp.") for p in NAMES}

@@ -1,0 +1,123 @@
+"""The examples run end to end at a tiny size, and refuse what makes no sense."""
+
+import contextlib
+import io
+import json
+import os
+import pathlib
+import runpy
+import subprocess
+import sys
+import warnings
+
+import jax
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+TINY = {
+    "digits": ["--epochs=1", "--seeds=2", "--batch-size=256", "--width=4"],
+    "char_lm": ["--steps=3", "--seeds=2", "--batch-size=2", "--length=8", "--width=8"],
+    "memory": ["--layers=1", "--batch-size=2", "--length=8", "--width=8", "--vocabulary=16"],
+    "inspect_ranges": ["--batch-size=2", "--length=8", "--width=8"],
+    "log_metrics": ["--steps=25", "--batch-size=8"],
+    "find_overflow": ["--steps=45", "--learning-rate=0.3", "--batch-size=16", "--width=8"],
+}
+
+
+def run_example(name, *arguments):
+    """Runs an example in this process, which has imported what takes seconds.
+
+    Returns: its exit status, what it printed and its errors. An exception comes through.
+    """
+    path = ROOT / "examples" / f"{name}.py"
+    code, output, errors = 0, io.StringIO(), io.StringIO()
+    with contextlib.ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.syspath_prepend(path.parent)
+        patch.setenv("COLUMNS", "140")
+        patch.setattr(sys, "argv", [str(path), *map(str, arguments)])
+        # As a user's program runs, which knows nothing of the rules of our tests.
+        stack.enter_context(jax.numpy_rank_promotion("allow"))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("default")
+        stack.enter_context(contextlib.redirect_stdout(output))
+        stack.enter_context(contextlib.redirect_stderr(errors))
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        except SystemExit as exit:
+            code = exit.code or 0
+    return subprocess.CompletedProcess(path, code, output.getvalue(), errors.getvalue())
+
+
+def run_example_alone(name):
+    """Runs an example as a user does, in a process of its own."""
+    environment = dict(os.environ, PYTHONPATH=str(ROOT), COLUMNS="140")
+    command = [sys.executable, str(ROOT / "examples" / f"{name}.py")]
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_an_example_writes_its_table_its_numbers_and_its_picture(name, tmp_path):
+    finished = run_example(name, *TINY[name], f"--output-dir={tmp_path}")
+    assert finished.returncode == 0, finished.stderr
+    assert "on cpu" in finished.stdout
+    assert "float16" in finished.stdout
+    report = json.loads((tmp_path / f"{name}.json").read_text())
+    assert report["device"] == "cpu"
+    assert "</svg>" in (tmp_path / f"{name}.svg").read_text()
+    if name == "digits":
+        assert set(report["precisions"]) >= {"float32", "naive float16", "mixed float16"}
+        result = report["precisions"]["mixed float16"]
+        assert len(result["test_accuracy"]) == 2
+        assert (
+            result["parameter_bytes"]
+            == 2 * report["precisions"]["naive float16"]["parameter_bytes"]
+        )
+    elif name == "log_metrics":
+        header, *lines = (tmp_path / "log_metrics.csv").read_text().splitlines()
+        assert header.startswith("step,loss,loss_scale,grads_finite,skipped_steps")
+        assert len(lines) == 25
+        assert 0 < report["last_line"]["skipped_steps"] < 25
+    elif name == "inspect_ranges":
+        zeros = {
+            name: sum(row["zeros"] for row in program["rows"] if row["operation"])
+            for name, program in report["programs"].items()
+        }
+        assert len(zeros) == 3
+        assert zeros["float16 without loss scaling"] == max(zeros.values())
+    elif name == "find_overflow":
+        assert report["found"]["operation"] in ("exp", "integer_pow")
+        assert report["found"]["module"] == "Network/attention"
+        assert 25 < report["cured_at_step"] < 45
+    elif name == "memory":
+        kept = {run: found["activations"] for run, found in report["reports"].items()}
+        assert kept["mixed float16, checkpoint"] < kept["mixed float16"] <= kept["float32"]
+        assert all(found["transformer_factors"] for found in report["reports"].values())
+    elif name == "char_lm":
+        assert len(report["runs"]) == 3
+        for run in report["runs"].values():
+            assert [len(losses) for losses in run["losses"]] == [3, 3]  # a curve a seed
+        assert 0 <= report["underflow"]["zero in float16 without loss scaling"] <= 1
+
+
+def test_an_example_writes_where_git_looks_away_unless_it_is_told(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run_example("memory", *TINY["memory"], "--no-xla").returncode == 0
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"memory.json", "memory.svg"}
+    assert "runs/" in (ROOT / ".gitignore").read_text().splitlines()
+
+
+def test_the_quickstart_trains_alike_before_and_after():
+    finished = run_example_alone("quickstart")
+    assert finished.returncode == 0, finished.stderr
+    before, after = (float(part.split()[0]) for part in finished.stdout.split("loss ")[1:])
+    assert after == pytest.approx(before, rel=0.1)
+    assert len((ROOT / "examples" / "quickstart.py").read_text().splitlines()) < 60
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_help_and_mistakes(name):
+    assert "--output-dir" in run_example(name, "--help").stdout
+    mistake = run_example(name, "--batch-size=-1")
+    assert mistake.returncode == 2
+    assert "expected a number above zero" in mistake.stderr

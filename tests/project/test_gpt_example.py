@@ -1,0 +1,328 @@
+"""The GPT example, end to end on a small text, and in pieces where a mistake would not show."""
+
+import dataclasses
+import functools
+import importlib
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jmp import diagnostics
+from testbed.example_data import write_text
+from testbed.h200.wire import wire
+from tests.project.test_examples import ROOT, run_example
+
+MODEL = ["--layers=1", "--width=16", "--heads=2", "--length=12"]
+TINY = [*MODEL, "--batch-size=4", "--steps=6", "--validate-every=3", "--checkpoint-every=4"]
+TINY += ["--devices=1"]
+# Everything in one training.
+ACCUMULATING = [*TINY, "--accumulate=2", "--sample-length=20", "--prompt=x = "]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    folder = write_text(tmp_path_factory.mktemp("text") / "nested")
+    return [f"--data-dir={folder}", "--pattern=*.txt"]
+
+
+@pytest.fixture(scope="module")
+def gpt():
+    """The example as a module."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "examples")
+        yield importlib.import_module("gpt")
+
+
+@pytest.fixture(scope="module")
+def finished(text, tmp_path_factory):
+    """One training without an interruption: what it printed, and the folder it wrote into."""
+    folder = tmp_path_factory.mktemp("finished")
+    process = run_example("gpt", *ACCUMULATING, *text, f"--output-dir={folder}")
+    assert process.returncode == 0, process.stderr
+    return process.stdout, folder
+
+
+def history_of(folder):
+    """What was measured, but for what the clock said."""
+    return {
+        name: values
+        for name, values in json.loads((folder / "gpt.json").read_text())["history"].items()
+        if name != "seconds"
+    }
+
+
+def arrays_of(folder, step=6):
+    """Every array in a checkpoint, by its path."""
+    with ocp.CheckpointManager(folder / "checkpoints" / "gpt" / "training") as manager:
+        items = ocp.args.Composite(state=ocp.args.StandardRestore())
+        leaves = jax.tree_util.tree_leaves_with_path(manager.restore(step, args=items)["state"])
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+
+
+def test_it_writes_its_table_its_sample_its_numbers_and_its_picture(finished):
+    printed, folder = finished
+    for expected in ("Training on cpu", "tokens a second", "nats a byte", "0 of 6", "\nx = "):
+        assert expected in printed
+    report = json.loads((folder / "gpt.json").read_text())
+    assert report["options"]["precision"] == "float16"
+    assert report["skipped_steps"] == 0 and report["final_scale"] == 2.0**16
+    assert report["tokens_per_second"] > 0 and report["sample"]
+    history = report["history"]
+    assert len(history["loss"]) == len(history["loss_scale"]) == len(history["skipped"]) == 6
+    assert [step for step, _ in history["validation"]] == [3, 6]
+    assert report["text_bytes"]["validation"] == pytest.approx(
+        0.1 * sum(report["text_bytes"].values()), abs=1
+    )
+    assert (folder / "gpt.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_resumed_training_ends_bit_by_bit_where_an_uninterrupted_one_ends(
+    finished, text, tmp_path
+):
+    options = [*ACCUMULATING, *text, f"--output-dir={tmp_path}"]
+    stopped = run_example("gpt", *options, "--stop-after=5")  # between two checkpoints
+    assert stopped.returncode == 0, stopped.stderr
+    assert "Stopped after step 5 of 6" in stopped.stdout
+    assert not (tmp_path / "gpt.json").exists()
+    resumed = run_example("gpt", *options, "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+
+    assert history_of(tmp_path) == history_of(finished[1])
+    expected, got = arrays_of(finished[1]), arrays_of(tmp_path)
+    assert len(expected) > 3 * 16  # parameters, two moments, the loss scale
+    assert set(got) == set(expected)
+    for name, array in expected.items():
+        assert got[name].dtype == array.dtype, name
+        assert got[name].tobytes() == array.tobytes(), name
+
+
+def refusal(*options):
+    """Returns what the example says as it refuses."""
+    refused = run_example("gpt", *options)
+    assert refused.returncode == 2
+    return refused.stderr
+
+
+def test_resuming_another_training_is_refused_before_anything_is_written(finished, text):
+    _, folder = finished
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+    def refused(*options):
+        return refusal(*ACCUMULATING, *text, f"--output-dir={folder}", *options)
+
+    message = refused("--resume", "--width=32")
+    assert "got {'width': 32}; expected {'width': 16}" in message
+    assert "another --checkpoint-dir" in message
+    assert "text_sha256" in refused("--resume", "--pattern=part[01].txt")
+    assert "expected a training there" in refused("--resume", f"--checkpoint-dir={folder / 'x'}")
+    assert "holds a training; expected none, or --resume" in refused()
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+def test_mistakes_are_told_with_a_way_out(text, tmp_path):
+    def refused(*options):
+        return refusal(f"--output-dir={tmp_path / 'out'}", *options)
+
+    message = refused(*text, "--width=16", "--heads=3")
+    assert "--heads 3 does not divide --width 16; expected one of 1, 2, 4, 8, 16" in message
+    assert f"{tmp_path / 'none'} is no folder" in refused(f"--data-dir={tmp_path / 'none'}")
+    message = refused(f"--data-dir={tmp_path}")
+    assert f"{tmp_path} holds no files *.py" in message and "--pattern" in message
+    message = refused(*text, "--length=2000")
+    assert "expected 35574 or more for one batch of 16 x 2001 bytes" in message
+    assert "a smaller --batch-size or --length" in message
+    assert "--prompt is empty" in refused(*text, "--prompt=")
+    assert "expected a number above zero" in refused(*text, "--accumulate=0")
+    message = refused(*text, "--batch-size=12", "--devices=8")
+    assert "--batch-size 12 for 8 devices; expected a multiple of 8" in message
+    assert "--batch-size 16, or fewer --devices" in message
+    assert "process 0 has 8; expected as many or fewer" in refused(*text, "--devices=9")
+    three = ("--processes=3", "--coordinator=localhost:9876")
+    assert "expected one of 0 to 2" in refused(*text, *three, "--process-id=3")
+    assert "but no --process-id; expected such as --processes 3" in refused(*text, *three)
+    message = refused(*text, "--processes=3", "--process-id=1")
+    assert "but no --coordinator" in message and "--coordinator localhost:9876" in message
+    assert "but no --processes" in refused(*text, "--process-id=1")
+    message = refused(*text, *three, "--process-id=1", "--coordinator=9876")
+    assert "Got --coordinator 9876; expected the address of process 0 as HOST:PORT" in message
+    assert not (tmp_path / "out").exists()
+
+
+def test_every_file_of_the_pattern_is_read_and_the_end_is_held_out(gpt, text):
+    training, held_out = gpt.load_text(gpt.argument_parser().parse_args([*text, *MODEL]))
+    folder = pathlib.Path(text[0].removeprefix("--data-dir="))
+    pieces = sorted(path.read_bytes() for path in folder.rglob("*.txt"))
+    whole = training.tobytes() + held_out.tobytes()
+    assert len(whole) == sum(map(len, pieces)) + len(pieces) - 1
+    assert all(piece in whole for piece in pieces) and b"\0" not in whole
+    assert len(held_out) == len(whole) // 10
+
+
+@pytest.fixture(scope="module")
+def programs(gpt, text):
+    """Returns what gives the programs for some options, made once, and the rows of a step."""
+
+    @functools.cache
+    def made_for(*options):
+        arguments = gpt.argument_parser().parse_args([*ACCUMULATING, *text, *options])
+        mesh = gpt.start_devices(arguments)
+        rows, training = gpt.Rows(arguments, mesh), gpt.load_text(arguments)[0]
+        return gpt.make_programs(arguments, mesh), functools.partial(rows.of_step, training)
+
+    return made_for
+
+
+def losses_of(made, load, steps):
+    state, losses = made.create(), []
+    for step in range(steps):
+        state, measured = made.train(state, load(step))
+        losses.append(float(measured["loss"]))
+    assert made.train._cache_size() == 1  # one compilation
+    return losses
+
+
+def test_float16_trains_as_float32_does(programs):
+    exact = losses_of(*programs("--precision=float32"), steps=6)
+    half = losses_of(*programs(), steps=6)
+    assert exact[0] == pytest.approx(np.log(256), abs=0.1)  # knows nothing yet
+    assert exact[-1] < exact[0] - 0.2
+    assert half == pytest.approx(exact, rel=1e-2)
+    assert half != exact
+
+
+def test_two_micro_batches_train_as_one_of_both(programs):
+    options = ("--accumulate=1", "--batch-size=8", "--precision=float32")
+    in_two = losses_of(*programs("--precision=float32"), steps=6)
+    assert losses_of(*programs(*options), steps=6) == pytest.approx(in_two, rel=1e-4)
+
+
+def test_every_product_forward_and_backward_is_half(programs):
+    made, load = programs()
+    state = made.create()
+    diagnostics.assert_products_in(made.train, jnp.float16)(state, load(0))
+
+
+def test_in_float8_are_the_products_of_blocks_if_they_are_large_and_else_none(gpt):
+    def share(*options):
+        arguments = gpt.argument_parser().parse_args([*TINY, "--precision=float8", *options])
+        return (
+            gpt.make_programs(arguments, gpt.start_devices(arguments)).report().float8_flops_share
+        )
+
+    assert share() == 0
+    # In units of the width squared: 12 of the block, 1 / 2 of attention and 1 of the head.
+    assert share("--width=256", "--length=64", "--batch-size=64") == 12 / 13.5
+
+
+def test_a_step_with_an_overflow_is_skipped_and_halves_the_scale_once(programs):
+    made, load = programs()
+    state = made.create()
+    scale = dataclasses.replace(state.opt_state.loss_scale, loss_scale=jnp.float32(2.0**120))
+    state = state._replace(opt_state=state.opt_state._replace(loss_scale=scale))
+    before = jax.tree.map(np.array, state.params)
+    state, measured = made.train(state, load(0))
+    assert measured["skipped"] == 1 and measured["loss_scale"] == 2.0**119
+    assert np.isfinite(measured["loss"])
+    jax.tree.map(np.testing.assert_array_equal, state.params, before)
+
+
+EIGHT = ("--devices=8", "--batch-size=8", "--precision=float32")
+
+
+@pytest.mark.parametrize("options", [(), ("--fsdp",)])
+def test_eight_devices_train_as_one_does(programs, options):
+    one = losses_of(*programs(*EIGHT, "--devices=1"), steps=3)
+    assert losses_of(*programs(*EIGHT, *options), steps=3) == pytest.approx(one, rel=1e-5)
+
+
+def test_fsdp_keeps_an_eighth_of_each_matrix_and_of_its_moments_on_a_device(programs):
+    made, load = programs(*EIGHT, "--fsdp")
+    state, _ = made.train(made.create(), load(0))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        part = leaf.addressable_shards[0].data
+        assert len(leaf.sharding.device_set) == 8
+        assert leaf.size == part.size * (8 if leaf.ndim == 2 else 1), path
+    kernel = state.params["blocks"][0]["mlp_in"]["kernel"]  # along its largest axis
+    assert kernel.shape == (16, 64) and kernel.addressable_shards[0].data.shape == (16, 8)
+
+
+def test_under_fsdp_weights_travel_and_activations_stay(gpt):
+    options = ["--fsdp", "--precision=float32", "--layers=1", "--width=264", "--heads=8"]
+    arguments = gpt.argument_parser().parse_args([*options, "--length=64", "--batch-size=64"])
+    mesh = gpt.start_devices(arguments)
+    made = gpt.make_programs(arguments, mesh)
+    shapes = jax.eval_shape(made.create)
+    placed = lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+    state = jax.tree.map(placed, shapes, made.places)
+    rows = NamedSharding(mesh, P("data"))
+    batch = jax.ShapeDtypeStruct((64, 65), jnp.int32, sharding=rows)
+    sent = wire(made.train.lower(state, batch).compile().as_text())
+    assert not [array for array in sent if array.kind == "all-to-all"]
+    # On a CPU: gathered once, and all-reduced. Were activations to travel, it would be 15.
+    assert sum(array.bytes for array in sent) < 3 * sum(
+        4 * leaf.size for leaf in jax.tree.leaves(shapes.params)
+    )
+
+
+def test_a_checkpoint_of_eight_devices_goes_on_on_four_and_on_one(programs, text, tmp_path):
+    options = [*ACCUMULATING, *text, *EIGHT, "--validate-every=9", f"--output-dir={tmp_path}"]
+
+    def history_after(step, *more):
+        process = run_example("gpt", *options, f"--stop-after={step}", *more)
+        assert process.returncode == 0, process.stderr
+        with ocp.CheckpointManager(tmp_path / "checkpoints" / "gpt" / "training") as manager:
+            items = ocp.args.Composite(history=ocp.args.JsonRestore())
+            return manager.restore(step, args=items)["history"]["loss"]
+
+    expected = losses_of(*programs(*EIGHT, "--devices=1"), steps=5)
+    for step, more in (
+        (2, ["--fsdp"]),
+        (4, ["--fsdp", "--devices=4", "--resume"]),
+        (5, ["--devices=1", "--resume"]),
+    ):
+        assert history_after(step, *more) == pytest.approx(expected[:step], rel=1e-5)
+
+
+def test_only_kernels_decay(gpt, programs):
+    arguments = gpt.argument_parser().parse_args([*TINY, "--weight-decay=1000"])
+    optimizer = gpt.make_optimizer(arguments)
+    shapes = jax.eval_shape(programs()[0].create).params
+
+    @jax.jit
+    def decay():
+        params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), shapes)
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return optimizer.update(zeros, optimizer.init(params), params)[0]
+
+    for path, update in jax.tree_util.tree_leaves_with_path(decay()):
+        decays = path[-1].key == "kernel"
+        assert decays == (update.ndim == 2 and path[0].key == "blocks")
+        assert np.all(update < 0) if decays else np.all(update == 0), path
+
+
+@pytest.mark.parametrize("prompt", [b"a", b"one that is longer than the window"])
+def test_a_sample_is_drawn_from_what_the_window_shows(gpt, prompt):
+    options = [*TINY, "--precision=float32", "--sample-length=20", "--temperature=1e-6"]
+    arguments = gpt.argument_parser().parse_args(options)
+    made = gpt.make_programs(arguments, gpt.start_devices(arguments))
+    # Larger weights, so that what comes before matters; at no temperature, the likeliest byte.
+    params = jax.tree.map(lambda leaf: 20 * leaf, made.create().params)
+    numbers = np.frombuffer(prompt, np.uint8).astype(np.int32)
+    drawn = np.asarray(made.sample(params, numbers))
+
+    # The model is causal, so that its first window tells what follows each beginning of it.
+    text = np.concatenate([numbers[-12:], drawn])
+    graph = nnx.graphdef(gpt.GPT(16, 2, 1, 12, nnx.Rngs(0)))
+    model = jax.jit(lambda windows: nnx.merge(graph, nnx.State(params))(windows).argmax(-1))
+    likeliest = np.asarray(model(np.lib.stride_tricks.sliding_window_view(text, 12)))
+    expected = np.concatenate([likeliest[0], likeliest[1:, -1]])[:-1]
+    assert np.array_equal(expected[len(numbers[-12:]) - 1 :], drawn)
+    assert len(set(drawn.tolist())) > 2

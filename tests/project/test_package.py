@@ -1,0 +1,155 @@
+"""The package's data: one version, extras that pages name, links of a release, sources of a table.
+
+That wheel and sdist install and run beside Haiku is tried by `make package`:
+`tests/project/package.py`.
+"""
+
+import ast
+import importlib.metadata
+import json
+import pathlib
+import re
+import sys
+import tomllib
+
+import pytest
+
+import jmp
+from benchmarks import start_up
+from tests.project.package import absolute_links, copy_for_release
+
+ROOT = pathlib.Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_the_version_is_one_everywhere():
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {jmp.__version__}\n" in citation
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert newest[1] == jmp.__version__
+    assert PROJECT["dynamic"] == ["version"]
+
+
+def test_the_classifiers_name_the_versions_of_python_that_are_supported():
+    found = [row for row in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", row)]
+    lowest = PROJECT["requires-python"].removeprefix(">=")
+    assert found[0].endswith(lowest)
+    assert "Typing :: Typed" in PROJECT["classifiers"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_names_only_extras_that_there_are(page):
+    named = re.findall(r"(?:\.|jmp)\[([a-z0-9, ]+)\]['\"`]", page.read_text())
+    extras = {name.strip() for group in named for name in group.split(",")}
+    assert extras <= set(EXTRAS), f"{page.name} names {extras - set(EXTRAS)}"
+
+
+def requirements(extra):
+    """Returns the distributions that an extra installs, those of the extras in it too."""
+    for text in EXTRAS[extra]:
+        name = re.match(r"[\w.-]+", text)[0]
+        if name == "jmp":
+            for inner in re.search(r"\[(.*)\]", text)[1].split(","):
+                yield from requirements(inner)
+        else:
+            yield name
+
+
+def test_the_extra_examples_installs_what_the_examples_import():
+    files = sorted((ROOT / "examples").glob("*.py"))
+    imported = set()
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                imported.add(node.module.partition(".")[0])
+    installed = {*requirements("examples"), *PROJECT["dependencies"]}
+    installed = {re.match(r"[\w.-]+", text)[0] for text in installed} | {"jaxlib", "jmp"}
+    distributions = importlib.metadata.packages_distributions()
+    local = {path.stem for path in files} | {"examples"}
+    missing = {
+        name
+        for name in imported - set(sys.stdlib_module_names) - local
+        if not set(distributions.get(name, [name])) & installed
+    }
+    assert not missing
+
+
+def test_links_of_a_release_are_absolute_and_those_of_images_lead_to_images():
+    text = "![a](results/a.png), [b](docs/b.md#c), [here](#install), [there](https://x.y/z)"
+    assert absolute_links(text, "https://host/blob/v1/", "https://host/raw/v1") == (
+        "![a](https://host/raw/v1/results/a.png), [b](https://host/blob/v1/docs/b.md#c), "
+        "[here](#install), [there](https://x.y/z)"
+    )
+
+
+def test_the_copy_for_a_release_has_no_relative_link_and_names_its_address(tmp_path):
+    copy_for_release(tmp_path, "https://host/blob/v1", "https://host/raw/v1")
+    readme = (tmp_path / "README.md").read_text()
+    targets = re.findall(r"\]\(([^)\s]+)\)", readme)
+    assert targets and all(re.match("https?:|#", target) for target in targets)
+    project = tomllib.loads((tmp_path / "pyproject.toml").read_text())["project"]
+    assert project["urls"] == {"Documentation": "https://host/blob/v1"}
+    assert "urls" not in PROJECT  # there is no public address to name
+    assert (tmp_path / "jmp" / "py.typed").exists()
+
+
+def test_the_start_up_time_is_kept_and_within_its_gate():
+    kept = json.loads((ROOT / "results" / "benchmarks" / "start_up.json").read_text())
+    assert kept["ratio"] <= kept["gate"] == round(start_up.GATE, 4)
+
+
+def test_a_start_up_above_the_gate_is_an_error(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(sys, "argv", ["start_up", "--rounds", "3", "--output-dir", str(tmp_path)])
+    for jmp_seconds, status in ((0.1, 0), (0.2, 1)):
+        monkeypatch.setattr(start_up, "seconds", lambda s=jmp_seconds: (0.45, s))
+        assert start_up.main() == status
+        assert f"import jmp adds {jmp_seconds} s" in capsys.readouterr().out
+
+
+# The table of docs/comparison.md
+
+
+COMPARISON = ROOT / "docs" / "comparison.md"
+KNOWN = ("not found", "not its task")
+
+
+def cells():
+    """Yields library, feature and cell of every table with a feature in each column."""
+    features = []
+    for line in COMPARISON.read_text().splitlines():
+        if not line.startswith("|"):
+            features = []
+        elif not features:
+            features = [cell.strip() for cell in line.strip("|").split("|")]
+        elif not line.startswith("|---"):
+            library, *found = [cell.strip() for cell in line.strip("|").split("|")]
+            for feature, cell in zip(features[1:], found, strict=True):
+                yield pytest.param(library, cell, id=f"{library}: {feature}")
+
+
+CELLS = list(cells())
+
+
+@pytest.mark.parametrize(("library", "cell"), CELLS)
+def test_a_cell_of_the_comparison_has_a_source_or_says_that_none_was_found(library, cell):
+    sources = re.findall(r"\]\[([\w-]+)\]", cell)
+    pages = re.findall(r"\]\(([\w.-]+)\)", cell)
+    assert cell in KNOWN or sources or pages or "*tried*" in cell
+    text = COMPARISON.read_text()
+    for source in sources:
+        assert re.search(rf"^\[{source}\]: https://\S+$", text, re.M), source
+    for page in pages:
+        assert library == "**jmp**" and (COMPARISON.parent / page).exists()
+
+
+def test_the_comparison_has_every_library_in_every_table_and_uses_every_source():
+    libraries = [param.values[0] for param in CELLS]
+    assert len(set(libraries)) == 11
+    assert len({libraries.count(library) for library in libraries}) == 1
+    text = COMPARISON.read_text()
+    for source in re.findall(r"^\[([\w-]+)\]: ", text, re.M):
+        assert f"][{source}]" in text, f"nothing links to {source}"

@@ -1,0 +1,88 @@
+"""The README and the recipes run as they are printed."""
+
+import ast
+import importlib.metadata
+import re
+import sys
+import tomllib
+
+import pytest
+
+from tests.project.printed_programs import PAGES, ROOT, code_blocks
+
+PROGRAMS = {
+    code: f"{page.stem}: {heading}"  # what stands on two pages runs once
+    for page, heading, code in code_blocks()
+    if page.stem != "tutorial"  # whose steps tests/project/test_tutorial.py runs
+}
+
+
+@pytest.mark.parametrize("code", PROGRAMS, ids=PROGRAMS.values())
+def test_a_printed_program_runs_in_another_folder(code, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "<page>", "exec"), {"__name__": "page"})
+
+
+def test_the_readme_fits_three_screens():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_links_only_to_what_exists(page):
+    for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+# What a page tells its reader to install must run its programs, and these.
+PROGRAMS_OF = {
+    "README.md": [f"examples/{name}.py" for name in ("quickstart", "char_lm", "digits", "_common")],
+    "docs/start.md": ["examples/quickstart.py"],
+    "docs/tutorial.md": [f"docs/tutorial/step_{number}.py" for number in range(1, 7)],
+}
+
+
+def named(requirements):
+    """Returns the packages of a list of requirements, and those of our own extras among them."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    packages = set()
+    for requirement in requirements:
+        name, listed = re.match(r"([\w-]+)(?:\[(.*?)\])?", requirement).groups()
+        packages.add(name)
+        if name == "jmp":
+            for extra in filter(None, (listed or "").split(",")):
+                packages |= named(extras[extra])
+    return packages
+
+
+def roots_imported(programs):
+    """Returns the packages outside the standard library that programs import."""
+    nodes = [node for code in programs for node in ast.walk(ast.parse(code))]
+    imported = {name.name for node in nodes if isinstance(node, ast.Import) for name in node.names}
+    imported |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+    return {name.split(".")[0] for name in imported} - sys.stdlib_module_names
+
+
+def installed_by(page):
+    """Returns the packages that a page tells its reader to install."""
+    lines = re.findall(r"pip install '\.(\[.*?\])'", (ROOT / page).read_text())
+    return named([f"jmp{extras}" for extras in lines] + PROJECT["dependencies"])
+
+
+@pytest.mark.parametrize("page", PROGRAMS_OF)
+def test_the_install_of_a_page_has_what_its_programs_import(page):
+    programs = [code for path, _, code in code_blocks() if path == ROOT / page]
+    programs += [(ROOT / path).read_text() for path in PROGRAMS_OF[page]]
+    packages = importlib.metadata.packages_distributions()
+    local = {path.stem for path in (ROOT / "examples").glob("_*.py")}
+    for root in roots_imported(programs) - local:
+        assert installed_by(page) & set(packages[root]), f"{page} does not install {root}"
+
+
+def test_programs_of_all_pages_need_what_the_first_page_installs():
+    packages = importlib.metadata.packages_distributions()
+    installed = installed_by("docs/start.md")
+    for root in roots_imported(code for _, _, code in code_blocks()):
+        assert installed & set(packages[root]), f"docs/start.md does not install {root}"

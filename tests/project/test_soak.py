@@ -1,0 +1,174 @@
+"""The long checks: how they are run and written down, and that a fault would be seen."""
+
+import json
+import subprocess
+import sys
+import types
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from rich.console import Console
+
+import benchmarks.soak.__main__ as soak
+from benchmarks.processes import ROOT
+from benchmarks.soak import faults, float8, kills
+from jmp.autocasting import _float8_planning
+from testbed.mistakes import MISTAKES
+from tests.transforms.every_optimizer import TRANSFORMATIONS
+from tests.transforms.test_orders import (
+    AFTER_MASTERS,
+    AROUND_MASTERS,
+    BEFORE,
+    INSIDE,
+    MASKED,
+    MOVING_TAIL,
+)
+
+GPT, CIFAR10 = kills.EXAMPLES["gpt"], kills.EXAMPLES["cifar10"]
+
+
+def save_ended(example, output, weight=1.0, loss=0.5):
+    """What a training leaves that has ended."""
+    for training in example.trainings:
+        folder = kills.checkpoint_folder(example, output) / training
+        with ocp.CheckpointManager(folder) as manager:
+            state = {"w": np.float32([0.0, weight])}
+            manager.save(example.last, args=ocp.args.Composite(state=ocp.args.StandardSave(state)))
+        (folder.parent / "model.msgpack").write_bytes(b"%f" % weight)
+    history = {"loss": [1.0, loss], "seconds": float(weight)}
+    report = {"runs": [{"epochs": history}]} if example is CIFAR10 else {"history": history}
+    (output / f"{example.name}.json").write_text(json.dumps(report))
+    return output
+
+
+@pytest.mark.parametrize("example", [GPT, CIFAR10], ids=["gpt", "cifar10"])
+def test_a_training_that_ends_elsewhere_in_one_bit_is_a_fault(example, tmp_path):
+    expected = save_ended(example, tmp_path / "expected")
+    other = save_ended(example, tmp_path / "bit", weight=np.nextafter(np.float32(1), np.float32(2)))
+    losses = save_ended(example, tmp_path / "losses", loss=0.5 + 2**-53)
+
+    def faults(output):
+        return kills.faults(example, output, expected)
+
+    assert faults(expected) == []
+    assert faults(other) == [f"{training}['w']" for training in example.trainings]
+    assert faults(losses) == ["0: loss"]
+
+
+def test_what_a_kill_leaves_is_told_in_words(tmp_path):
+    checkpoints = kills.checkpoint_folder(GPT, tmp_path)
+    assert kills.left_behind(GPT, tmp_path) == ["no record"]
+    (checkpoints / "training").mkdir(parents=True)
+    (checkpoints / "training.tmp.json").touch()
+    assert "half a record" in kills.left_behind(GPT, tmp_path)
+    (checkpoints / "training.tmp.json").rename(checkpoints / "training.json")
+    (checkpoints / "training" / "4.orbax-checkpoint-tmp").mkdir()
+    left = ["a record without a checkpoint", "half a checkpoint"]
+    assert kills.left_behind(GPT, tmp_path) == left
+    (checkpoints / "training" / "4.orbax-checkpoint-tmp").rename(checkpoints / "training" / "4")
+    assert kills.left_behind(GPT, tmp_path) == []
+
+
+def slow(seconds=60):
+    return subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({seconds})"])
+
+
+def test_a_process_is_killed_at_its_moment_or_has_ended_before(tmp_path):
+    chance = kills.random.Random(0)
+    process = slow()
+    kill = kills.fall(process, "any", chance, 0.01, GPT, tmp_path)
+    assert process.returncode == -kills.signal.SIGKILL
+    assert kill["left"] == ["no record"] and kill["aim"] == "any"
+    assert kills.fall(slow(0), "report", chance, 0.01, GPT, tmp_path) is None
+    failed = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+    kills.errors_of(tmp_path).write_text("one\nno training there\n")
+    with pytest.raises(RuntimeError, match="ended with status 3: no training there"):
+        kills.fall(failed, "report", chance, 0.01, GPT, tmp_path)
+
+
+def check_of(passed):
+    """A check that needs no time."""
+    options = lambda parser: parser.add_argument("--times", type=int, default=3)
+    run = lambda arguments, console: {"passed": passed, "times": arguments.times}
+    module = types.SimpleNamespace(__doc__="Does nothing.", add_options=options, run=run)
+    return module
+
+
+def test_a_check_replaces_its_own_results_and_keeps_those_of_the_others(monkeypatch, tmp_path):
+    output = tmp_path / "soak.json"
+    output.write_text(json.dumps({"older": {"passed": True}}))
+    monkeypatch.setattr(soak, "CHECKS", {"good": check_of(True), "bad": check_of(False)})
+    soak.main([f"--output={output}", "good", "--times=5"])
+    found = json.loads(output.read_text())
+    assert found["older"] == {"passed": True} and found["good"]["times"] == 5
+    assert set(found["good"]["versions"]) == set(soak.VERSIONS)
+    with pytest.raises(SystemExit, match="bad: a fault was found"):
+        soak.main([f"--output={output}"])  # all of them, by their defaults
+    found = json.loads(output.read_text())
+    assert found["good"]["times"] == found["bad"]["times"] == 3
+    output.write_text("")
+    with pytest.raises(SystemExit, match="is no JSON.*delete it, or give another --output"):
+        soak.main([f"--output={output}"])
+
+
+def test_no_kill_left_a_training_that_ends_elsewhere():
+    found = json.loads((ROOT / "results" / "soak.json").read_text())["kills"]
+    assert found["passed"] and found["kills"] >= 30
+    assert found["bit_equal"] == found["trainings"]
+
+
+def test_digits_in_float8_are_compared_with_bfloat16_seed_by_seed(monkeypatch):
+    monkeypatch.setattr(float8, "WIDTHS", (64, 16, 16, 10))
+    monkeypatch.setattr(float8, "EPOCHS", 2)
+    monkeypatch.setattr(_float8_planning, "SMALL", 1)
+    monkeypatch.setattr(_float8_planning, "THIN", 1)
+    found = float8.of_digits(range(2), Console(quiet=True))
+    assert found["float8_share"] == 1 - 160 / (64 * 16 + 16 * 16 + 160)  # all but the head
+    half, low = (found["test_accuracy"][name] for name in float8.PRECISIONS)
+    assert found["difference"] == pytest.approx(np.mean(low) - np.mean(half))
+    errors = abs(low[1] - half[1] - (low[0] - half[0])) / 2  # of two differences
+    assert found["standard_error"] == pytest.approx(errors)
+    assert found["passed"] == (abs(found["difference"]) <= 2 * found["standard_error"])
+    json.dumps(found)
+
+
+def test_float8_trained_as_bfloat16_did_wherever_it_could_run():
+    found = json.loads((ROOT / "results" / "soak.json").read_text())["float8"]
+    gpt, digits = found["gpt"], found["digits"]
+    assert gpt["passed"] and len(gpt["rows"]) >= 3 and gpt["options"]["steps"] >= 200
+    assert all(abs(row["difference"]) <= 0.04 for row in gpt["rows"])
+    assert digits["passed"] and len(digits["seeds"]) >= 10
+    assert abs(digits["difference"]) <= 2 * digits["standard_error"]
+    # What could be float8 was.
+    reasons = {why.split(":")[0] for why in gpt["not_float8"]}
+    assert len(reasons) == 2 and not any("small" in why for why in reasons)
+
+
+@pytest.mark.parametrize(
+    ("scale", "storage"),
+    [*zip(["hysteresis", "dynamic", "static", "hysteresis"], faults.STORAGES, strict=True)],
+)
+def test_spoilt_steps_are_those_of_numpy_bit_by_bit(scale, storage):
+    found = faults.compare(scale, storage, steps=400, seed=1)
+    assert found["different"] == []
+    assert found["faults"] > 100 and found["skipped"] >= found["faults"]
+
+
+def test_a_step_that_is_not_numpys_is_a_finding(monkeypatch):
+    monkeypatch.setattr(faults.NumpyScale, "update", lambda self, finite: None)
+    found = faults.compare("dynamic", "float32", steps=20, seed=1)["different"]
+    assert any(step.endswith(": scale") for step in found)
+
+
+def test_the_examination_counts_what_the_tests_have():
+    """Its other figures are marked: they are those of files."""
+    orders = [*BEFORE, *INSIDE, *MASKED, *AFTER_MASTERS, *AROUND_MASTERS, *MOVING_TAIL]
+    mistakes = sum(len(rows) for rows in MISTAKES.values())
+    page = " ".join((ROOT / "docs" / "examination.md").read_text().split())
+    for sentence in (
+        f"{len(TRANSFORMATIONS)} optimizers and transformations of optax",
+        f"{mistakes} mistakes of users",
+        f"{len(orders)} orders of transformations",
+    ):
+        assert sentence in page
