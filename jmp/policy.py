@@ -146,8 +146,7 @@ class Policy:
 
     def __str__(self) -> str:
         names = {
-            field: dtype_to_names[np.dtype(d).type][0]
-            for field, d in _dtypes_by_field(self).items()
+            field: dtype_to_names[np.dtype(d).type][0] for field, d in _given_dtypes(self).items()
         }
         product = names.pop("product_dtype", None)
         parts = [f"{field[0]}={name}" for field, name in names.items()]
@@ -155,13 +154,11 @@ class Policy:
 
     def __repr__(self) -> str:
         """Returns the call that makes an equal policy."""
-        arguments = (
-            f"{name}=jnp.{dtype.__name__}" for name, dtype in _dtypes_by_field(self).items()
-        )
+        arguments = (f"{name}=jnp.{dtype.__name__}" for name, dtype in _given_dtypes(self).items())
         return f"Policy({', '.join(arguments)})"
 
 
-def _dtypes_by_field(policy: Policy) -> dict[str, ScalarType]:
+def _given_dtypes(policy: Policy) -> dict[str, ScalarType]:
     """Returns the dtypes that a policy says, by field."""
     dtypes = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
     return {name: dtype for name, dtype in dtypes.items() if dtype is not None}
@@ -198,7 +195,7 @@ def refuse_float8(policy: Policy, caller: str) -> None:
     Its numbers need scales of their own: a plain cast to float8_e4m3fn makes NaN of 1000. Those of
     products have them (`product_dtype`).
     """
-    for name, dtype in _dtypes_by_field(policy).items():
+    for name, dtype in _given_dtypes(policy).items():
         if np.dtype(dtype).itemsize == 1 and name != "product_dtype":
             raise ValueError(
                 f"{caller} got the policy '{policy}', whose {name} is {dtype.__name__}: float8 is "
@@ -294,7 +291,7 @@ def _dtypes_called(name: str) -> dict[str, np.dtype]:
     """Returns the dtypes of a named policy, or of one dtype for all three, by field."""
     if name in _NAMED:
         policy = get_policy(_NAMED[name])
-        return {field: np.dtype(dtype) for field, dtype in _dtypes_by_field(policy).items()}
+        return {field: np.dtype(dtype) for field, dtype in _given_dtypes(policy).items()}
     try:
         dtype = parse_dtype(name, _NAMED)
     except ValueError as error:

@@ -160,7 +160,7 @@ def _checked(rule: object) -> tuple[Target, Policy]:
 
 
 def _spellings(path: str, root: str) -> list[str]:
-    """Returns what a path may be called: with the root's name, and without Haiku's names of methods."""
+    """Returns what a path may be called: with the root's name, without names of methods."""
     spellings = [path, f"{root}/{path}" if path else root] if root else [path]
     return [*spellings, *map(_without_method_names, spellings)] if "~" in path else spellings
 
@@ -184,10 +184,8 @@ def _target_matches(
     target: Target, spellings: list[str], module_types: Sequence[type], anywhere: bool
 ) -> bool:
     if isinstance(target, str):
-        return any(_glob_target_matches(target, path) for path in spellings) or (
-            "~" in target
-            and any(_glob_matches(_without_method_names(target), path) for path in spellings)
-        )
+        globs = {target, _without_method_names(target)}
+        return any(_glob_matches(glob, path) for glob in globs for path in spellings)
     if isinstance(target, re.Pattern):
         starts = [s for path in spellings for s in (_from_any_name(path) if anywhere else [path])]
         parts = [part for start in starts for part in _path_and_ancestors(start)]

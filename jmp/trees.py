@@ -191,7 +191,7 @@ def _select_leaf(flag_of: Callable[[Any], jax.Array], a: Any, b: Any, path: tupl
     typed = [leaf for leaf in (a, b) if is_array(leaf)]
     if len({(leaf.dtype, leaf.shape) for leaf in typed}) > 1:
         raise ValueError(
-            f"select_tree got leaves that differ at {_path_text(path)}: "
+            f"select_tree got leaves that differ at {_path_in_words(path)}: "
             f"{shape_text(a)} and {shape_text(b)}. Cast them to one dtype and shape first: a state "
             "must keep its types from step to step."
         )
@@ -201,7 +201,7 @@ def _select_leaf(flag_of: Callable[[Any], jax.Array], a: Any, b: Any, path: tupl
     return jnp.where(flag_of(a), a, b)
 
 
-def _path_text(path: tuple[Any, ...]) -> str:
+def _path_in_words(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path)[:200] or "the root"
 
 
@@ -232,9 +232,9 @@ def _check_fits(numbers: Any, dtype: np.dtype, name: str, path: tuple[Any, ...])
     """Raises ValueError if a number, of Python or in a NumPy array, is too large for `dtype`."""
     if not _fits(numbers, dtype):
         raise ValueError(
-            f"select_tree got {name} at {_path_text(path)}, which becomes an array of {dtype} and does "
-            "not fit in it. Expected a smaller number, infinity, or an array of a wider dtype "
-            "(float64 needs jax_enable_x64)."
+            f"select_tree got {name} at {_path_in_words(path)}, which becomes an array of {dtype} "
+            "and does not fit in it. Expected a smaller number, infinity, or an array of a wider "
+            "dtype (float64 needs jax_enable_x64)."
         )
 
 

@@ -15,8 +15,9 @@ for the length of the trace, on the copies that live in it, or for good in a vie
 Modules of Flax nnx as arguments of functions that JAX traces: their arrays, and how to go back.
 
 JAX takes an nnx module for a tree, and makes two Variables of one that stands in two places. What
-`split_modules` makes is a tree too, with one leaf a Variable, named as rules name it; `merge_modules` makes new
-modules of it, so that nothing that a function changes in them reaches the caller's.
+`split_modules` makes is a tree too, with one leaf a Variable, named as rules name it;
+`merge_modules` makes new modules of it, so that nothing that a function changes in them reaches the
+caller's.
 """
 
 import contextlib
