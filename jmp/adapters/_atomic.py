@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmp._calls import lowered_to
 from jmp._messages import described, framework_of, refuse_other_models
 from jmp.loss_scaling import (
     LossScale,
@@ -17,6 +16,7 @@ from jmp.loss_scaling import (
     scaled_value_and_grad,
 )
 from jmp.loss_scaling._gradients import pair_of
+from jmp.policy import lowered_to
 from jmp.transforms._callers import skips_undone
 from jmp.transforms._finite_check import flag_by_size
 from jmp.transforms._loss_scaling import WithLossScaleState, find_loss_scaling

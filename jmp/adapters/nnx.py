@@ -17,8 +17,7 @@ from typing import Any, ParamSpec, TypeVar, Unpack, overload
 from flax import nnx
 
 from jmp import transforms
-from jmp._calls import check_function
-from jmp._messages import described, refuse_other_models, way_out
+from jmp._messages import check_function, described, refuse_other_models, way_out
 from jmp.adapters._atomic import check_is_scaled, keep_if_skipped, loss_scale_in
 from jmp.adapters._module_policies import ModulePolicies, rules_for_modules
 from jmp.adapters._nnx_modules import (

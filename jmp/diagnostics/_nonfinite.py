@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jmp import _jax_compat
-from jmp._calls import ArrayCall
+from jmp._array_calls import ArrayCall
 from jmp._messages import described
 from jmp.autocasting._regions import AUTOCAST
 from jmp.autocasting._registry import Category, rule_for

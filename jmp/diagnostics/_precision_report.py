@@ -16,7 +16,7 @@ import jax
 from jax.extend.core import Jaxpr
 
 from jmp import _jax_compat
-from jmp._calls import ArrayCall
+from jmp._array_calls import ArrayCall
 from jmp.autocasting._autocast import make_program
 from jmp.autocasting._operations import NoHalfProductWarning
 from jmp.autocasting._program import Program, Traced

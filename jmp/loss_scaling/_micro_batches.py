@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp._calls import argument_numbers
+from jmp._array_calls import argument_numbers
 from jmp._messages import described, did_you_mean, listed, shape_text
 from jmp.dtypes import FLOAT32, at_least_float32, floating_dtype, is_castable, is_half
 from jmp.loss_scaling import _micro_batches
