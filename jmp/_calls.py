@@ -1,18 +1,48 @@
-"""Calls as functions of the arrays among their arguments, and derivatives at some of these.
+"""A mark on a function or module: which dtype its products are computed in.
+
+Steps read it, to refuse an optimizer that was made for another policy.
+
+Calls as functions of the arrays among their arguments, and derivatives at some of these.
 
 What is no array (`train=True`, a string, a callable) may decide what is traced, so it is held, and
 reaches the function as it is.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
-from jmp._describe import described
+from jmp._messages import described
 from jmp.trees import PyTree, holds_numbers, path_string
+
+T = TypeVar("T")
+
+LOWERED_TO = "__jmp_lowered_to__"
+
+
+def mark_lowered(fun: T, dtype: DTypeLike) -> T:
+    """Returns `fun`, marked."""
+    setattr(fun, LOWERED_TO, np.dtype(dtype))
+    return fun
+
+
+def lowered_to(fun: object) -> np.dtype | None:
+    """Returns the dtype of a function or module, or of what a function wraps; None if not marked.
+
+    >>> str(lowered_to(jax.jit(autocast(lambda x: x @ x, "mixed_bfloat16"))))
+    'bfloat16'
+    """
+    while fun is not None:
+        dtype: np.dtype | None = getattr(fun, LOWERED_TO, None)
+        if dtype is not None:
+            return dtype
+        fun = fun.func if isinstance(fun, functools.partial) else getattr(fun, "__wrapped__", None)
+    return None
 
 
 def check_function(fun: object, caller: str, call: str) -> None:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp._describe import described, did_you_mean
+from jmp._messages import described, did_you_mean
 
 HALF_DTYPES: tuple[np.dtype, np.dtype] = (np.dtype(jnp.float16), np.dtype(jnp.bfloat16))
 FLOAT32 = np.dtype(np.float32)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp._describe import described, did_you_mean
+from jmp._messages import described, did_you_mean
 from jmp.dtypes import (
     ScalarType,
     dtype_to_names,

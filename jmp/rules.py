@@ -24,8 +24,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from jmp._describe import described, listed
-from jmp._stacklevel import users_stacklevel
+from jmp._messages import described, listed, users_stacklevel
 from jmp.policy import Policy, get_policy, refuse_float8
 
 Target = str | re.Pattern[str] | type | tuple[type, ...]

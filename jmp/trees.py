@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jmp._describe import described, shape_text, where_trees_differ
+from jmp._messages import described, shape_text, where_trees_differ
 from jmp.dtypes import FLOAT32, at_least_float32, floating_dtype, half_dtype, is_castable
 
 T = TypeVar("T")

@@ -27,7 +27,7 @@ import jmp
 from benchmarks.planner_rules import numbers
 from benchmarks.processes import ROOT
 from jmp import diagnostics
-from jmp.autocasting import _eligible
+from jmp.autocasting import _float8_planning
 from testbed.gpt2 import GPT2, gpt2
 from testbed.models import MODELS
 
@@ -73,7 +73,7 @@ def of_gradients(console: Console) -> dict[str, dict[str, float]]:
         programs[title] = model.make(**model.small)
     found: dict[str, dict[str, float]] = {}
     no_size = {"SMALL": 1, "THIN": 1}  # what is small is float8 too
-    with mock.patch.multiple(_eligible, **no_size), jax.numpy_rank_promotion("allow"):
+    with mock.patch.multiple(_float8_planning, **no_size), jax.numpy_rank_promotion("allow"):
         for title, (loss, params, batch) in programs.items():
             exact = numbers(jax.jit(jax.grad(loss))(params, *batch))
             found[title] = {}

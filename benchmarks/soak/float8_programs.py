@@ -30,7 +30,7 @@ from rich.console import Console
 
 import jmp
 from benchmarks.processes import ROOT
-from jmp.autocasting import _eligible, _float8
+from jmp.autocasting import _float8, _float8_planning
 
 Array = Any
 Step = Callable[[Sequence[Array], Array], Array]  # of the parameters and an activation
@@ -372,7 +372,7 @@ def program(number: int) -> Program:
 @contextlib.contextmanager
 def small_is_float8() -> Iterator[None]:
     """Counts small products as large: all that may be float8 is float8."""
-    with mock.patch.multiple(_eligible, SMALL=1, THIN=1), jax.numpy_rank_promotion("allow"):
+    with mock.patch.multiple(_float8_planning, SMALL=1, THIN=1), jax.numpy_rank_promotion("allow"):
         yield
 
 

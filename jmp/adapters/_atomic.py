@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmp._describe import described
-from jmp._frameworks import framework_of, refuse_other_models
-from jmp._marks import lowered_to
+from jmp._calls import lowered_to
+from jmp._messages import described, framework_of, refuse_other_models
 from jmp.loss_scaling import (
     LossScale,
     NoOpLossScale,
@@ -19,9 +18,9 @@ from jmp.loss_scaling import (
 )
 from jmp.loss_scaling._gradients import pair_of
 from jmp.transforms._callers import skips_undone
+from jmp.transforms._finite_check import flag_by_size
 from jmp.transforms._loss_scaling import WithLossScaleState, find_loss_scaling
 from jmp.transforms._mixed_precision import unscaled_policy
-from jmp.transforms._selection import flag_by_size
 from jmp.trees import PyTree, is_complex, is_floating, select_leaves
 
 T = TypeVar("T")

@@ -1,4 +1,10 @@
-"""Which policy a module computes by, and how autocast is told.
+"""Which modules and parameters belong to a norm layer, and what that means for them.
+
+A norm subtracts means and sums squares: 300 squared overflows float16, and a mean over thousands of
+half numbers loses them. So norms compute in float32, from float32 scales, biases and statistics, in
+every policy but a pure half one.
+
+Which policy a module computes by, and how autocast is told.
 
 Autocast sees operations, not modules. So while a model is traced, each module that a rule names
 runs under a name scope that says the rule's policy (`policy_scope`); autocast reads it. Modules
@@ -6,24 +12,83 @@ that no rule names open no scope and compute by the policy of the whole.
 
 Where a framework lets method calls be intercepted (Flax linen, Haiku), an interceptor opens the
 scopes. Elsewhere (nnx, Equinox) a named module is given a subclass of its class, `marked_class`.
+
+Name scopes for the modules of a framework that opens none: nnx, and Equinox by path.
+
+`lift(fun, ModuleScopes())` of an adapter is `fun` itself, in which every method of every module
+among the arguments runs in a scope that names the module's path. Diagnostics read it, and say in
+`rules=` of that adapter what they found.
 """
 
 import contextlib
 import dataclasses
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
 
 import jax
 import numpy as np
 
-from jmp.adapters._norms import FLOAT32_POLICY, keeps_norms_float32
 from jmp.autocasting._autocast import Options, lowered
-from jmp.autocasting._regions import policy_scope
+from jmp.autocasting._regions import MODULE, policy_scope
 from jmp.dtypes import is_half
 from jmp.policy import Policy, get_policy
 from jmp.rules import PolicyRules, Rule
+
+FLOAT32_POLICY = Policy("float32", "float32", "float32")
+
+# WeightNorm and SpectralNorm wrap a layer and normalise its *kernel*; PreNorm and PostNorm wrap a
+# whole block. What they contain must stay half.
+_NORM_CLASS = re.compile(r"(?<!Weight)(?<!Spectral)(?<!Pre)(?<!Post)Norm(alization)?(\dd)?$")
+_NORM_NAME = re.compile(r"(?i)(^|_)(bn|ln|gn)(_|\d|$)|norm")
+_PRODUCT_PARAMETERS = {"kernel", "embedding"}
+
+
+def is_norm_class(module_type: type) -> bool:
+    """Returns whether a class is a norm layer, by its name or that of a class it derives from.
+
+    >>> is_norm_class(type("BatchNorm", (), {})), is_norm_class(type("WeightNorm", (), {}))
+    (True, False)
+    """
+    return any(_NORM_CLASS.search(base.__name__) for base in module_type.__mro__)
+
+
+def is_norm_parameters(module_name: str, parameter_names: Iterable[str]) -> bool:
+    """Returns whether a module's parameters are those of a norm, judged by names alone.
+
+    >>> is_norm_parameters("bn1", ["scale", "bias"]), is_norm_parameters("norm1", ["kernel"])
+    (True, False)
+    """
+    names = set(parameter_names)
+    if names & _PRODUCT_PARAMETERS:
+        return False
+    affine = {"scale", "bias", "offset"}  # Haiku's bias is an offset
+    return ("scale" in names and names <= affine) or bool(_NORM_NAME.search(module_name))
+
+
+def keeps_norms_float32(policy: Policy, rules: Iterable[Rule] | None) -> bool:
+    """Returns whether norms are float32 where no rule of the user's says otherwise.
+
+    They are, but for an explicit empty list of rules and, without rules, for a pure half policy.
+    """
+    return not policy.is_pure_half if rules is None else bool(list(rules))
+
+
+def rules_for_modules(policy: Policy, rules: Sequence[Rule] | None) -> PolicyRules:
+    """Returns the user's rules with "norms are float32" behind them, for modules of known class."""
+
+    def norms(path: str, module_types: Sequence[type]) -> Policy | None:
+        # The module itself only: a product inside something called a norm stays half.
+        del path
+        return FLOAT32_POLICY if module_types and is_norm_class(module_types[0]) else None
+
+    rules = None if rules is None else tuple(rules)
+    fallback = norms if keeps_norms_float32(policy, rules) else None
+    return PolicyRules(rules or (), policy, fallback=fallback)
+
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -205,3 +270,33 @@ def _in_scope(
             return method(self, *args, **kwargs)
 
     return call
+
+
+class ModuleScopes(ModulePolicies):
+    """No policy at all: what it says of a module is its path. All of them are equal."""
+
+    def __init__(self) -> None:
+        super().__init__("float32", (), {})
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ModuleScopes)
+
+    def __hash__(self) -> int:
+        return hash(MODULE)
+
+    @property
+    def are_in_force(self) -> bool:
+        """True: also what computes by rules of its own inside says where it stands."""
+        return True
+
+    def autocast(self, fun: Any, *, name_scopes: bool = False) -> Any:
+        """Returns the function as it is."""
+        return fun
+
+    def named(self, module: object, path: str, classes: Sequence[type], root: str = "") -> Any:
+        """Returns the path of the module."""
+        return path
+
+    def scope(self, named: Any) -> AbstractContextManager[None]:
+        """Returns the context that the methods of the module at a path run in."""
+        return jax.named_scope(f"{MODULE}{named or ''}")

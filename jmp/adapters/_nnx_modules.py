@@ -1,28 +1,158 @@
-"""Modules of Flax nnx that compute by a policy: lifted functions, marked modules, views.
+"""What calls change in modules of Flax nnx: all of it is written back, or nothing.
+
+Flax empties a module before it writes it anew, and refuses to write a Variable inside another trace
+than the one it was made in. So a change that cannot be written is refused before, and whatever else
+is raised in between leaves modules and Variables as they were.
+
+Modules of Flax nnx that compute by a policy: lifted functions, marked modules, views.
 
 nnx modules are objects whose Variables change. A function of them is lifted over autocast, which
 sees pure functions alone, by Flax's own bookkeeping (`nnx.to_tree`, `nnx.from_tree`), as under
 `nnx.jit`. Flax opens no name scope for an nnx module and offers no way to intercept its calls, so a
 module that a rule names is given a subclass of its class whose methods open the scope themselves:
 for the length of the trace, on the copies that live in it, or for good in a view.
+
+Modules of Flax nnx as arguments of functions that JAX traces: their arrays, and how to go back.
+
+JAX takes an nnx module for a tree, and makes two Variables of one that stands in two places. What
+`apart` makes is a tree too, with one leaf a Variable, named as rules name it; `together` makes new
+modules of it, so that nothing that a function changes in them reaches the caller's.
 """
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ParamSpec, TypeVar
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import numpy as np
-from flax import nnx
+from flax import errors, nnx
 
-from jmp._marks import LOWERED_TO, mark_lowered
-from jmp.adapters._module_policies import ModulePolicies, marked_class, plain_class, subclass
-from jmp.adapters._nnx_changes import Contents, check_writable, whole_if_it_fails
-from jmp.adapters._norms import FLOAT32_POLICY
+from jmp._calls import LOWERED_TO, Untrained, mark_lowered
+from jmp.adapters._module_policies import (
+    FLOAT32_POLICY,
+    ModulePolicies,
+    ModuleScopes,
+    marked_class,
+    plain_class,
+    subclass,
+)
 from jmp.dtypes import is_half
 from jmp.policy import Policy
 from jmp.trees import PyTree, cast_leaf, is_array, joined
+
+SHOWN = 4  # Variables in an error
+
+
+class Contents(NamedTuple):
+    """What a module, an optimizer or a Variable holds, to be compared with what it holds later."""
+
+    graph: Any
+    arrays: dict[str, list[Any]]  # by the path of a Variable; one may hold a tuple that grows
+    structures: list[Any]
+
+    @classmethod
+    def of(cls, node: Any) -> "Contents":
+        """Returns what `node` holds now."""
+        graph, state = nnx.split([node])
+        arrays, structures = {}, []
+        for (_, *path), variable in nnx.to_flat_state(state):
+            arrays["/".join(map(str, path))], structure = jax.tree.flatten(variable)
+            structures.append(structure)
+        return cls(graph, arrays, structures)
+
+    def changes(self, before: "Contents") -> tuple[str, ...] | None:
+        """Returns the paths of the Variables that changed; None if attributes came or went."""
+        if (self.graph, self.structures) != (before.graph, before.structures):
+            return None
+        return tuple(
+            path
+            for path, arrays in self.arrays.items()
+            if not all(map(operator.is_, arrays, before.arrays[path]))
+        )
+
+
+def check_writable(node: Any, changed: Sequence[str] | None) -> None:
+    """Raises `flax.errors.TraceContextError` if what a call changed cannot be written to `node`.
+
+    Args:
+      node: a module, an optimizer or a Variable.
+      changed: what `Contents.changes` returned.
+    """
+    frozen = {
+        "/".join(map(str, path)): variable
+        for (_, *path), variable in nnx.to_flat_state(nnx.state([node]))
+        if not _is_writable(variable)
+    }
+    refused = list(frozen) if changed is None else [path for path in changed if path in frozen]
+    if not refused:
+        return
+    named = [f"{type(frozen[path]).__name__} {path}".rstrip() for path in refused[:SHOWN]]
+    more = f" and {len(refused) - SHOWN} more" if len(refused) > SHOWN else ""
+    what = "attributes" if changed is None else ", ".join(named) + more
+    raise errors.TraceContextError(
+        f"A call changes {what} of {type(node).__name__}, which comes from outside of the trace "
+        "(jax.jit, jax.grad, jax.make_jaxpr) that the call is in: the change cannot be written "
+        "back. Nothing was changed. Make the model an argument, under nnx.jit or nnx.grad; or call "
+        "model.eval() first, if it is to be evaluated."
+    )
+
+
+def _is_writable(variable: nnx.Variable[Any]) -> bool:
+    try:
+        variable.set_raw_value(variable.get_raw_value())
+    except errors.TraceContextError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def whole_if_it_fails(*nodes: Any) -> Iterator[None]:
+    """Leaves modules, optimizers and Variables as they were if what is inside raises."""
+    attributes, variables = [], []
+    for _, node in nnx.iter_graph(nodes):
+        if isinstance(node, nnx.Variable):
+            variables.append((node, node.get_raw_value(), node.get_metadata()))
+        elif isinstance(node, nnx.Pytree):
+            attributes.append((node, dict(vars(node))))
+    try:
+        yield
+    except BaseException:
+        for node, before in attributes:
+            vars(node).clear()
+            vars(node).update(before)
+        for variable, value, metadata in variables:
+            if variable.get_raw_value() is not value:
+                variable.set_raw_value(value)
+            if variable.get_metadata() != metadata:
+                variable.set_metadata(metadata)
+        raise
+
+
+def cast_in_place(
+    variables: Sequence[tuple[str, nnx.Variable[Any], tuple[type, ...]]],
+    policy_for: Callable[[str, tuple[type, ...]], Policy] | None = None,
+) -> None:
+    """Casts statistics to float32, and parameters as `policy_for(path, classes)` stores them.
+
+    Args:
+      variables: each with its path and the classes around it.
+      policy_for: None leaves parameters as they are.
+    """
+    with whole_if_it_fails(*(variable for _, variable, _ in variables)):
+        for path, variable, classes in variables:
+            if isinstance(variable, nnx.BatchStat):
+                policy = FLOAT32_POLICY
+            elif policy_for is not None and isinstance(variable, nnx.Param):
+                policy = policy_for(path, classes)
+            else:
+                continue
+            value = variable.get_value()
+            cast = cast_leaf(value, policy.param_dtype)
+            if cast is not value:
+                variable.set_value(cast)
+
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -214,3 +344,107 @@ def mark_parameters(model: nnx.Module, modules: ModulePolicies) -> None:
     """Marks the rules that name single parameters as used; only `cast_params` reads them."""
     for path, _, _ in variables_with_path(model):
         modules.rules.policy_for(path)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Apart:
+    """The Variables of one of several modules that were taken apart together.
+
+    Attributes:
+      arrays: what they hold.
+      names: their paths, joined by slashes; `Untrained` but for those of `nnx.Param`.
+      where: the graph of all modules, and the key path of each array in it.
+    """
+
+    def __init__(self, arrays: Iterable[Any], names: tuple[str, ...], where: Any) -> None:
+        self.arrays = tuple(arrays)
+        self.names = names
+        self.where = where
+
+    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
+        """The arrays with their names; the rest."""
+        keys = map(jax.tree_util.DictKey, self.names)
+        return tuple(zip(keys, self.arrays, strict=True)), (self.names, self.where)
+
+    @classmethod
+    def tree_unflatten(cls, held: Any, arrays: Any) -> "Apart":
+        """The inverse of `tree_flatten_with_keys`."""
+        return cls(arrays, *held)
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The arrays that `nnx.grad` differentiates, by path."""
+        named = zip(self.names, self.arrays, strict=True)
+        return {name: array for name, array in named if not isinstance(name, Untrained)}
+
+
+def _is_node(value: Any) -> bool:
+    return isinstance(value, nnx.Pytree)
+
+
+def _is_apart(value: Any) -> bool:
+    return isinstance(value, Apart)
+
+
+def apart(tree: PyTree) -> PyTree:
+    """Returns a tree with its modules, optimizers and random-number streams taken apart."""
+    leaves, structure = jax.tree.flatten(tree, is_leaf=_is_node)
+    nodes = [leaf for leaf in leaves if _is_node(leaf)]
+    if not nodes:
+        return tree
+    graph, state = nnx.split(nodes)
+    found: list[list[tuple[Any, str, Any]]] = [[] for _ in nodes]  # key path, name, array
+    for path, variable in nnx.to_flat_state(state):
+        node, *inside = path
+        name = "/".join(map(str, inside))
+        name = name if isinstance(variable, nnx.Param) else Untrained(name)
+        found[int(str(node))].append((path, name, variable.get_raw_value()))
+    parts = []
+    for rows in found:
+        paths, names, arrays = ([row[column] for row in rows] for column in range(3))
+        parts.append(Apart(arrays, tuple(names), (graph, tuple(paths))))
+    following = iter(parts)
+    filled = [next(following) if _is_node(leaf) else leaf for leaf in leaves]
+    return jax.tree.unflatten(structure, filled)
+
+
+def together(tree: PyTree) -> PyTree:
+    """Returns a tree in which new modules stand for those that were taken apart."""
+    leaves, structure = jax.tree.flatten(tree, is_leaf=_is_apart)
+    parts = [leaf for leaf in leaves if _is_apart(leaf)]
+    if not parts:
+        return tree
+    flat = {
+        path: array
+        for part in parts
+        for path, array in zip(part.where[1], part.arrays, strict=True)
+    }
+    following = iter(nnx.merge(parts[0].where[0], nnx.State.from_flat_path(flat)))
+    filled = [next(following) if _is_apart(leaf) else leaf for leaf in leaves]
+    return jax.tree.unflatten(structure, filled)
+
+
+def of_parts(fun: Callable[..., Any], *, in_scopes: bool) -> Callable[..., Any]:
+    """Returns `fun` as a function of modules that were taken apart, which changes none.
+
+    Args:
+      fun: a function; a module or a method of one, of which a copy is called.
+      in_scopes: whether the methods of its modules open scopes that say their paths.
+    """
+    own = fun if isinstance(fun, nnx.Module) else getattr(fun, "__self__", None)
+    own = own if isinstance(own, nnx.Module) else None
+    name = "__call__" if own is fun else getattr(fun, "__name__", "")
+    method: Any = getattr(type(own), name, None)
+    body = fun if own is None or method is None else method
+    lifted = lift(body, ModuleScopes()) if in_scopes else body
+
+    @functools.wraps(body, updated=())
+    def of_arrays(*args: Any, **kwargs: Any) -> Any:
+        if body is not fun:
+            args = (together(apart(own)), *args)
+        elif not any(map(_is_apart, jax.tree.leaves((args, kwargs), is_leaf=_is_apart))):
+            return fun(*args, **kwargs)
+        args, kwargs = together((args, kwargs))
+        return lifted(*args, **kwargs)
+
+    return of_arrays

@@ -18,15 +18,19 @@ import jax
 import optax
 
 from jmp._calls import check_function
-from jmp._frameworks import refuse_other_models
+from jmp._messages import refuse_other_models
 from jmp.adapters._atomic import TrainStep, check_step, take_step
-from jmp.adapters._module_policies import ModulePolicies, marked_class, plain_class
-from jmp.adapters._norms import rules_for_modules
+from jmp.adapters._module_policies import (
+    ModulePolicies,
+    marked_class,
+    plain_class,
+    rules_for_modules,
+)
 from jmp.autocasting._autocast import AllOptions, given_policy
 from jmp.dtypes import is_half
 from jmp.loss_scaling import LossScale
 from jmp.loss_scaling import scaled_value_and_grad as differentiate_scaled
-from jmp.loss_scaling._given import check_loss_scale
+from jmp.loss_scaling._gradients import check_loss_scale
 from jmp.policy import Policy, get_policy
 from jmp.rules import Rule
 from jmp.trees import PyTree, cast_leaf, cast_to_at_least_float32, is_array, joined, path_string

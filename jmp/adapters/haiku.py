@@ -14,11 +14,14 @@ import haiku as hk
 import jax
 import optax
 
-from jmp._describe import described, listed
-from jmp._frameworks import refuse_other_models, way_out
+from jmp._messages import described, listed, refuse_other_models, way_out
 from jmp.adapters._atomic import TrainStep, check_step, take_step
-from jmp.adapters._module_policies import ModulePolicies
-from jmp.adapters._norms import FLOAT32_POLICY, is_norm_parameters, keeps_norms_float32
+from jmp.adapters._module_policies import (
+    FLOAT32_POLICY,
+    ModulePolicies,
+    is_norm_parameters,
+    keeps_norms_float32,
+)
 from jmp.autocasting._autocast import Options
 from jmp.policy import Policy, get_policy
 from jmp.rules import PolicyRules, Rule

@@ -17,12 +17,15 @@ import flax.linen as nn
 import jax
 from jax.typing import DTypeLike
 
-from jmp._describe import described
-from jmp._frameworks import refuse_other_models
-from jmp._marks import mark_lowered
-from jmp.adapters import _flax_serialization
-from jmp.adapters._module_policies import ModulePolicies
-from jmp.adapters._norms import FLOAT32_POLICY, is_norm_parameters, keeps_norms_float32
+from jmp._calls import mark_lowered
+from jmp._messages import described, refuse_other_models
+from jmp.adapters import _train_state
+from jmp.adapters._module_policies import (
+    FLOAT32_POLICY,
+    ModulePolicies,
+    is_norm_parameters,
+    keeps_norms_float32,
+)
 from jmp.adapters._train_state import TrainState
 from jmp.autocasting._autocast import Options
 from jmp.policy import Policy, get_policy
@@ -35,7 +38,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_flax_serialization.register()
+_train_state.register()
 
 
 def wrap_apply(

@@ -18,13 +18,17 @@ from flax import nnx
 
 from jmp import transforms
 from jmp._calls import check_function
-from jmp._describe import described
-from jmp._frameworks import refuse_other_models, way_out
+from jmp._messages import described, refuse_other_models, way_out
 from jmp.adapters._atomic import check_is_scaled, keep_if_skipped, loss_scale_in
-from jmp.adapters._module_policies import ModulePolicies
-from jmp.adapters._nnx_changes import cast_in_place, whole_if_it_fails
-from jmp.adapters._nnx_modules import lift, mark_parameters, variables_with_path, view_of
-from jmp.adapters._norms import rules_for_modules
+from jmp.adapters._module_policies import ModulePolicies, rules_for_modules
+from jmp.adapters._nnx_modules import (
+    cast_in_place,
+    lift,
+    mark_parameters,
+    variables_with_path,
+    view_of,
+    whole_if_it_fails,
+)
 from jmp.autocasting._autocast import AllOptions, Options, given_policy
 from jmp.loss_scaling import LossScale
 from jmp.loss_scaling._gradients import scaled_loss

@@ -7,10 +7,8 @@ from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import jax
 
-from jmp._calls import check_function
-from jmp._describe import described, listed, name_of
-from jmp._frameworks import framework_of, way_out
-from jmp._marks import mark_lowered
+from jmp._calls import check_function, mark_lowered
+from jmp._messages import described, framework_of, listed, name_of, way_out
 from jmp.autocasting._program import Program, check_runs_when_called
 from jmp.autocasting._regions import AUTOCAST, FULL_PRECISION, check_rules
 from jmp.autocasting._settings import settings_for

@@ -16,9 +16,9 @@ import numpy as np
 from jax import lax
 
 from jmp import _jax_compat
-from jmp.autocasting import _float8, _float8_moves, _wide_gradients
+from jmp.autocasting import _float8, _float8_planning, _wide_gradients
 from jmp.autocasting._casts import cast, cast_all, masked, repeated, saturated
-from jmp.autocasting._eligible import root
+from jmp.autocasting._float8_planning import root
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import kind_of
 from jmp.autocasting._scales import Bound, Float8, bound_behind, bound_of_product
@@ -167,7 +167,7 @@ def _move_in_float8(step: Single, operands: Sequence[Any], environment: Environm
     # what it computes nothing reads, and XLA leaves it out.
     first, *others = operands
     numbers, scale = _held(step.reads[0].value, first, environment)
-    moved = _float8_moves.move(step.node.equation, [numbers, *others])
+    moved = _float8_planning.move(step.node.equation, [numbers, *others])
     for value, array in zip(step.node.outputs, moved, strict=True):
         environment[Held(value)] = Float8(without_reduced(array), scale)
 

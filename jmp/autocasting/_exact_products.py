@@ -27,11 +27,11 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from jmp import _jax_compat
 from jmp.autocasting._equations import inner_equations
+from jmp.autocasting._flow import reaching_results, reaching_values
 from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._kinds import has_kind
 from jmp.autocasting._numbers import MadeOf, dtype_of, is_inexact, made_of_array
 from jmp.autocasting._precision import is_low
-from jmp.autocasting._reaching import reaching_results, reaching_values
 from jmp.autocasting._registry import NO_RULE, Category, rule_for
 
 WHY_COUNTS = "neither operand has a gradient: it counts, and a half type counts to 256 or 2048"

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jmp import _jax_compat
-from jmp._describe import described
-from jmp._stacklevel import users_stacklevel
+from jmp._messages import described, users_stacklevel
 from jmp.autocasting._equations import is_inner_product
 from jmp.autocasting._exact_products import WHY_EXACT, wrapped_values
 from jmp.autocasting._float8 import OPERANDS

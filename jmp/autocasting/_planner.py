@@ -11,14 +11,27 @@ from collections.abc import Sequence
 from jax.extend.core import ClosedJaxpr
 
 from jmp import _jax_compat
-from jmp.autocasting._bounds import with_bounds
-from jmp.autocasting._eligible import WHY_FLOAT8, root, shared_factors, why_not_float8
 from jmp.autocasting._exact_products import results_wrap
 from jmp.autocasting._flatten import flatten
-from jmp.autocasting._float8_moves import send_in_float8
+from jmp.autocasting._float8_planning import (
+    WHY_FLOAT8,
+    root,
+    send_in_float8,
+    shared_factors,
+    why_not_float8,
+    with_bounds,
+)
 from jmp.autocasting._flow import Destination, Info, facts_of
 from jmp.autocasting._graph import Given, Graph, Node, Value
-from jmp.autocasting._islands import choose_recompute, clones_for, entering, group, peel
+from jmp.autocasting._islands import (
+    choose_recompute,
+    clones_for,
+    common_scopes_of,
+    entering,
+    group,
+    key_of,
+    peel,
+)
 from jmp.autocasting._kinds import Level, has_kind, kind_of
 from jmp.autocasting._order import in_order
 from jmp.autocasting._precision import with_default
@@ -34,7 +47,6 @@ from jmp.autocasting._sending import (
     may_be_sent,
     sends,
 )
-from jmp.autocasting._sharing import common_scopes_of, key_of
 from jmp.autocasting._steps import (
     Arithmetic,
     Context,
@@ -48,9 +60,9 @@ from jmp.autocasting._steps import (
     Recompute,
     Single,
     Step,
+    Storage,
     Surroundings,
 )
-from jmp.autocasting._storage import Storage
 from jmp.autocasting.attention import fuse_attentions
 from jmp.autocasting.rewrites import rewrite_of
 from jmp.dtypes import FLOAT32

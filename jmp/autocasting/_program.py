@@ -16,8 +16,7 @@ import jax.numpy as jnp
 
 from jmp import _jax_compat
 from jmp._calls import Held, take_arrays
-from jmp._describe import described, name_of
-from jmp._stacklevel import users_stacklevel
+from jmp._messages import described, name_of, users_stacklevel
 from jmp.autocasting._emit import run_plan
 from jmp.autocasting._equations import equations
 from jmp.autocasting._flatten import flatten

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from jmp._describe import described, listed
+from jmp._messages import described, listed
 
 
 class Category(enum.Enum):

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jmp._describe import described
+from jmp._messages import described
 from jmp.autocasting import _registry
 from jmp.autocasting._registry import Category, Rule, primitive_name
 from jmp.dtypes import is_half

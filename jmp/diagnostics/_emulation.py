@@ -25,8 +25,8 @@ from jmp.autocasting import _float8
 from jmp.autocasting._casts import repeated, saturated
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import kind_of
-from jmp.autocasting._module_paths import MODULE, modules_path
 from jmp.autocasting._precision import with_default
+from jmp.autocasting._regions import MODULE, modules_path
 from jmp.autocasting._steps import (
     Inside,
     Island,
@@ -38,7 +38,7 @@ from jmp.autocasting._steps import (
     Unplanned,
     plain_steps,
 )
-from jmp.diagnostics._places import module_path
+from jmp.diagnostics._walk import module_path
 from jmp.dtypes import FLOAT32
 
 CUSTOM_DERIVATIVES = ("custom_jvp_call", "custom_vjp_call")

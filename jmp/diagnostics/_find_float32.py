@@ -18,14 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp._calls import check_function
-from jmp._describe import described, listed
+from jmp._messages import described, listed
 from jmp.autocasting._autocast import AllOptions
 from jmp.autocasting._float8 import OPERANDS
+from jmp.diagnostics._arguments import apart, scoped
 from jmp.diagnostics._comparison import comparison_of, run
 from jmp.diagnostics._flagged_program import FlaggedProgram, on_device
-from jmp.diagnostics._float32_scopes import Float32Scopes, ScopeAlone
-from jmp.diagnostics._scope_search import Found, rules_for, search_levels
-from jmp.diagnostics._scoped_modules import apart, scoped
+from jmp.diagnostics._scope_search import Float32Scopes, Found, ScopeAlone, rules_for, search_levels
 from jmp.dtypes import is_half
 from jmp.loss_scaling import StaticLossScale
 from jmp.loss_scaling._gradients import scaled_loss

@@ -12,10 +12,10 @@ import numpy as np
 
 from jmp import _jax_compat
 from jmp._calls import ArrayCall, vjp_at
-from jmp._describe import described
+from jmp._messages import described
 from jmp.autocasting._autocast import make_program
-from jmp.autocasting._module_paths import MODULE
 from jmp.autocasting._operations import NoHalfProductWarning
+from jmp.autocasting._regions import MODULE
 from jmp.diagnostics._emulation import Flags, Site, run_emulated
 from jmp.diagnostics._scope_search import Errors, grouped
 from jmp.policy import Policy, get_policy

@@ -1,18 +1,22 @@
-"""Hazards of a precision report: sentences to act upon. None is the rule."""
+"""Hazards of a precision report: sentences to act upon. None is the rule.
+
+Hazards of float8 products: what a GPU pads, and what may cost more than it saves.
+"""
 
 import collections
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Iterator, Sequence
 
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
 from jmp.autocasting._exact_products import WHY_EXACT
-from jmp.autocasting._operations import is_product, rounded_arguments_of
+from jmp.autocasting._operations import is_product, operations_of, rounded_arguments_of
 from jmp.autocasting._program import Traced
 from jmp.autocasting._steps import Plan
-from jmp.diagnostics._places import place_name, with_places
-from jmp.diagnostics._ranges import FLOAT8, HALVES
+from jmp.diagnostics._range_report import FLOAT8, HALVES
 from jmp.diagnostics._rows import Lines, Row, location_of, product_of
+from jmp.diagnostics._walk import module_path, place_name, with_places
 
 # Float32 products that the user asked for, or that are none of a network.
 DELIBERATE = ("the user asked", "an inner autocast", "asked for by", *WHY_EXACT)
@@ -21,7 +25,7 @@ DELIBERATE = ("the user asked", "an inner autocast", "asked for by", *WHY_EXACT)
 HIGHEST = "HIGHEST"
 
 # Tensor cores read 16 bytes at a time: eight half numbers.
-MULTIPLE = 8
+HALF_MULTIPLE = 8
 # Products below that are over before their launch is, whatever their sizes.
 LARGE = 10**6  # floating-point operations
 # Operations a second of an H200, without sparsity (NVIDIA's data sheet): with all digits, in TF32.
@@ -119,7 +123,7 @@ def odd_sizes(jaxpr: Jaxpr, elsewhere: Collection[str] = ()) -> list[str]:
         if is_product(equation) and dtypes.issubset(HALVES):
             flops, sizes = product_of(equation)
             total += times * flops
-            odd = ", ".join(f"{size} {name}" for size, name in sizes if size % MULTIPLE)
+            odd = ", ".join(f"{size} {name}" for size, name in sizes if size % HALF_MULTIPLE)
             if odd and flops >= LARGE:
                 by_place = found.setdefault((min(dtypes), odd), collections.Counter())
                 place = f"{equation.primitive.name} at {place_name(source, path)}"
@@ -131,8 +135,70 @@ def odd_sizes(jaxpr: Jaxpr, elsewhere: Collection[str] = ()) -> list[str]:
         if share >= SHARE:
             more = f", with {others} other place{'s' * (others > 1)}," * (others > 0)
             hazards.append(
-                f"{largest}{more} multiplies in {dtype} with {odd}, no multiple of {MULTIPLE}: "
-                "padded on a GPU, it may be slower "
+                f"{largest}{more} multiplies in {dtype} with {odd}, "
+                f"no multiple of {HALF_MULTIPLE}: padded on a GPU, it may be slower "
                 f"({share:.0%} of the operations of half products)"
             )
     return hazards
+
+
+# XLA pads the sizes of a float8 product to multiples of this.
+FLOAT8_MULTIPLE = 16
+# Multiplications. By the data sheet of an H200 (989e12 operations a second in half, twice that in
+# float8) three products of so many save 13 us in float8, which seven launches of 2 us take: so many
+# kernels more a float8 product has. An estimate that no device has confirmed.
+PAYS = 2**32
+
+
+def float8_places(rows: Sequence[Row]) -> set[str]:
+    """Returns the names of the places where float8 products stand."""
+    return {place_name(row.source, row.module) for row in rows if row.dtype_in == FLOAT8}
+
+
+def float8_hazards(plan: Plan, rows: Sequence[Row]) -> list[str]:
+    """Returns what to know of the float8 products of a plan: sizes that are padded, small products.
+
+    Where the policy asks for float8 and no product is, the reasons of the products.
+    """
+    found = [*_odd(plan), *_small(plan)]
+    if not float8_places(rows):
+        apart = "; not float8: "
+        reasons = collections.Counter(r.why.split(apart)[1] for r in rows if apart in r.why)
+        for why, _ in reasons.most_common(1):
+            found.append(f"the policy asks for float8 products, and none is float8: {why}")
+    return found
+
+
+def _sizes(plan: Plan) -> Iterator[tuple[str, tuple[tuple[int, str], ...]]]:
+    for operation in operations_of(plan):
+        if FLOAT8 in operation.dtypes_in:
+            module = module_path(operation.scope)
+            name = f"{operation.equation.primitive.name} at {module or 'the top'}"
+            yield name, product_of(operation.equation).sizes
+
+
+def _odd(plan: Plan) -> Iterator[str]:
+    found: dict[str, list[str]] = {}
+    for name, sizes in _sizes(plan):
+        odd = ", ".join(f"{size} {what}" for size, what in sizes if size % FLOAT8_MULTIPLE)
+        if odd:
+            found.setdefault(odd, []).append(name)
+    for odd, names in found.items():
+        yield (
+            f"{_first(names)} multiplies in float8 with {odd}, no multiple of {FLOAT8_MULTIPLE}: "
+            "padded on a GPU, which copies the operands"
+        )
+
+
+def _small(plan: Plan) -> Iterator[str]:
+    names = [name for name, sizes in _sizes(plan) if math.prod(size for size, _ in sizes) < PAYS]
+    if names:
+        yield (
+            f"{_first(names)} multiplies in float8 with fewer than 2**{PAYS.bit_length() - 1} "
+            "multiplications: the kernels that find scales may cost more than float8 saves"
+        )
+
+
+def _first(names: Sequence[str]) -> str:
+    others = len(names) - 1
+    return names[0] + f", with {others} other{'s' * (others > 1)}," * (others > 0)

@@ -1,25 +1,227 @@
-"""Runs a program operation by operation and finds who made each result non-finite.
+"""Whether an array is finite, and how large its numbers are: small functions, compiled by shape.
+
+Who made a value non-finite: origins, and how operations hand them on.
+
+A value is *held* with its state (finite, infinite, NaN) and its *origin*: the operation that turned
+finite inputs into it, or the argument or constant that was given. Origins follow the data, so that
+an infinity that a `where` discards has no origin.
+
+Runs a program operation by operation and finds who made each result non-finite.
 
 Every operation runs by itself, so each result is rounded to its dtype before the next one reads it;
 inside a fusion XLA may keep more. What holds a program runs as a whole first, compiled: a loop, one
 turn of it, a shard_map. It is looked into only if it is the origin.
 """
 
+import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 from jax.extend.core import JaxprEqn
+from jax.extend.source_info_util import NameStack
 
 from jmp import _jax_compat
 from jmp.autocasting._kinds import has_kind
 from jmp.autocasting._operations import is_product
-from jmp.diagnostics._origins import Call, Held, Origin, Place, earliest, handed_on, is_finite_of
-from jmp.diagnostics._replay import literal
-from jmp.diagnostics._states import FINITE, NAN, is_inexact, operand, state_of
+from jmp.diagnostics._walk import literal, module_path, users_line
+
+FINITE, INFINITE, NAN = 0, 1, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """What an operation read; as the device sees it, which may take subnormal numbers for zero."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    smallest: float  # magnitude of the finite elements that are not zero; 0.0 if there are none
+    largest: float
+    zeros: int  # how many elements are zero; exact below 2**31
+    nonfinite: int  # how many are infinite or NaN
+
+
+def is_inexact(value: object) -> bool:
+    """Returns whether a value, or a type, is an array of floating or complex numbers."""
+    dtype = getattr(value, "dtype", None)
+    if dtype is None or _jax_compat.is_reference(value):
+        return False
+    return jnp.issubdtype(dtype, jnp.inexact)
+
+
+def state_of(value: object) -> int:
+    """Returns `NAN` if an element is NaN, else `INFINITE` if one is infinite, else `FINITE`."""
+    if not is_inexact(value):
+        return FINITE
+    here = _here(value)
+    return int(_state(np, here) if isinstance(here, np.ndarray) else _state_on_device(here))
+
+
+def operand(value: Any) -> Operand:
+    """Returns the ranges of a floating or complex array."""
+    here = _here(value)
+    ranges = _ranges(np, here) if isinstance(here, np.ndarray) else _ranges_on_device(here)
+    return Operand(str(value.dtype), np.shape(value), *(x.item() for x in ranges))
+
+
+@jax.jit
+def tamed(x: jax.Array) -> jax.Array:
+    """Returns the array with a one for each infinity and NaN."""
+    return jnp.where(jnp.isfinite(_wide(x)), x, jnp.ones_like(x))
+
+
+def _state(numpy: ModuleType, x: Any) -> Any:
+    x = _wide(x)
+    infinite = numpy.where(numpy.isfinite(x).all(), FINITE, INFINITE)
+    return numpy.where(numpy.isnan(x).any(), NAN, infinite)
+
+
+def _ranges(numpy: ModuleType, x: Any) -> Any:
+    magnitudes = abs(_wide(x))
+    is_zero, is_finite = magnitudes == 0, numpy.isfinite(magnitudes)
+    counts = is_finite & ~is_zero
+    smallest = numpy.min(magnitudes, initial=numpy.inf, where=counts)
+    largest = numpy.max(magnitudes, initial=0, where=counts)
+    smallest = numpy.where(counts.any(), smallest, 0)
+    return smallest, largest, *(numpy.sum(c, dtype=numpy.int32) for c in (is_zero, ~is_finite))
+
+
+_state_on_device = jax.jit(functools.partial(_state, jnp))
+_ranges_on_device = jax.jit(functools.partial(_ranges, jnp))
+
+
+def _here(value: Any) -> Any:
+    """An array of NumPy where the numbers are on the host anyway: nothing to compile."""
+    value = _jax_compat.on_all_devices(value)
+    if isinstance(value, jax.Array) and value.is_fully_addressable:
+        is_on_host = all(device.platform == "cpu" for device in value.devices())
+        return np.asarray(value) if is_on_host else value
+    return np.asarray(value) if isinstance(value, np.generic) else value
+
+
+def _wide(x: Any) -> Any:
+    """Halves and float8 as float32, exactly: their subnormal numbers are normal there."""
+    return x.astype(np.float32) if x.dtype.itemsize <= 2 else x
+
+
+Call = Callable[..., list[Any]]
+
+
+class Place(NamedTuple):
+    """Where an operation stands: the equations from the outermost level down, and what they are."""
+
+    equations: tuple[core.JaxprEqn, ...] = ()
+    inside: tuple[str, ...] = ()
+
+    def at(self, equation: core.JaxprEqn) -> "Place":
+        """The place of an equation of this level."""
+        return Place((*self.equations, equation), self.inside)
+
+    def within(self, label: str) -> "Place":
+        """The level inside the equation."""
+        return Place(self.equations, (*self.inside, label))
+
+    @property
+    def stack(self) -> NameStack:
+        """The name scopes of all levels."""
+        stacks = (equation.source_info.name_stack for equation in self.equations)
+        return sum(stacks, start=_jax_compat.empty_name_stack())
+
+    @property
+    def module(self) -> str:
+        """The path of modules or name scopes."""
+        return module_path(self.stack)
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether it stands in a backward pass."""
+        return _jax_compat.is_backward(self.stack)
+
+    @property
+    def source(self) -> str:
+        """The user's line; an equation that has none has that of the call."""
+        return next(filter(None, map(users_line, reversed(self.equations))), "")
+
+
+class Origin(NamedTuple):
+    """Who made a value non-finite."""
+
+    # In the order of execution; `math.inf` for an infinity that was given, which is the origin only
+    # if there is no other.
+    order: float
+    # "operation"; "whole", a loop or kernel inside which none was found; "argument", "constant".
+    kind: str
+    name: str  # the primitive; of an argument its path
+    dtype: str  # of what came out, and so is the state
+    state: int
+    params: dict[str, Any]  # of the primitive
+    place: Place
+    operands: tuple[Operand, ...]  # the floating ones, or what was given itself
+    given: tuple[str, ...] = ()  # arguments whose infinities it read
+
+    @property
+    def is_nan(self) -> bool:
+        """Whether it made a NaN, and no infinity."""
+        return self.state == NAN
+
+    @property
+    def may_be_meant(self) -> bool:
+        """Whether this is an infinity that was given, such as a mask."""
+        return self.order == math.inf
+
+
+class Held(NamedTuple):
+    """A value, its state, and the origin that made it non-finite: None, if it is finite."""
+
+    value: Any
+    state: int = FINITE
+    origin: Origin | None = None
+
+
+def handed_on(
+    call: Call | None, inputs: Sequence[Held], state: int, is_product: bool = False
+) -> Origin | None:
+    """Returns the earliest origin that an operation hands on; None if it is the origin itself.
+
+    `state` is the worst of its results. `call` runs it again; None if that would have effects. With
+    the inputs of one origin left as they are and all others tamed it shows who counts: a `where`
+    reads one side. No mask is multiplied by weights, so an infinity that was given and that a
+    product reads is the origin itself.
+    """
+    origins = {x.origin.order: x.origin for x in inputs if x.origin is not None}
+    first = earliest(origins.values())
+    if first is None or call is None:
+        return first
+    if first.may_be_meant:
+        # inf - inf and 0 * inf; or infinite also where nothing was given, as exp under a mask.
+        came_as_nan = any(x.state == NAN for x in inputs if x.origin is first)
+        if came_as_nan or (is_product and is_finite_of(call, inputs)):
+            return first
+        is_to_blame = state == NAN or not is_finite_of(call, inputs)
+        return None if is_to_blame else first
+    if len(origins) == 1:
+        return first
+    count = (o for o in origins.values() if not is_finite_of(call, inputs, kept=o.order))
+    return earliest(count) or first
+
+
+def is_finite_of(call: Call, inputs: Sequence[Held], kept: float | None = None) -> bool:
+    """Returns whether results are finite with all inputs tamed that are not, but those of one."""
+    values = (tamed(x.value) if x.origin and x.origin.order != kept else x.value for x in inputs)
+    return not any(map(state_of, call(*values)))
+
+
+def earliest(origins: Iterable[Origin | None]) -> Origin | None:
+    """Returns the first in the order of execution; None if there is none."""
+    return min(filter(None, origins), key=lambda origin: origin.order, default=None)
+
 
 Origins = list[Origin | None]
 Look = Callable[[], Origins]

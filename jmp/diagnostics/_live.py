@@ -6,7 +6,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jmp import _jax_compat
-from jmp._describe import described
+from jmp._messages import described
 from jmp.loss_scaling import StaticLossScale
 from jmp.transforms import WithLossScaleState
 from jmp.transforms._loss_scaling import find_loss_scaling

@@ -6,9 +6,8 @@ from typing import Any
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp.diagnostics._memory_report import MemoryReport
-from jmp.diagnostics._memory_table import check_reports
-from jmp.diagnostics._ranges import Limits, Range, limits_of
+from jmp.diagnostics._memory_report import MemoryReport, check_reports
+from jmp.diagnostics._range_report import Limits, Range, limits_of
 
 # Okabe and Ito's colours, told apart by every kind of colour vision; lines by dashes in print too.
 COLORS = {

@@ -16,7 +16,7 @@ import jax
 from jmp import _jax_compat
 from jmp._calls import vjp_at
 from jmp.autocasting._numbers import size_of
-from jmp.diagnostics._places import path_within, users_line
+from jmp.diagnostics._walk import path_within, users_line
 
 
 @dataclasses.dataclass(frozen=True)

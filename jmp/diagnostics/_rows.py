@@ -14,8 +14,8 @@ from jmp.autocasting._operations import decisions_of, is_product, operations_of
 from jmp.autocasting._precision import precision_of
 from jmp.autocasting._registry import Category, rule_for
 from jmp.autocasting._steps import Plan
-from jmp.diagnostics._places import module_path, source_line
 from jmp.diagnostics._tables import totals
+from jmp.diagnostics._walk import module_path, source_line
 
 # The channels of an image are what they are; cuDNN has kernels of its own for them.
 IMAGE_CHANNELS = 4

@@ -10,12 +10,10 @@ from jax.typing import DTypeLike
 
 from jmp._calls import check_function
 from jmp.loss_scaling import _micro_batches
-from jmp.loss_scaling._agreement import axis_names
 from jmp.loss_scaling._base import LossScale
-from jmp.loss_scaling._given import check_loss_scale, check_parameters
-from jmp.loss_scaling._gradients import scaled_loss
-from jmp.loss_scaling._micro_batches import CALLER
-from jmp.loss_scaling._window import Window
+from jmp.loss_scaling._gradients import check_loss_scale, check_parameters, scaled_loss
+from jmp.loss_scaling._micro_batches import CALLER, Window
+from jmp.sharding._axes import axis_names
 
 P = ParamSpec("P")
 Aux = TypeVar("Aux")

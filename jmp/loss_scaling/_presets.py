@@ -4,7 +4,7 @@ Each takes `enabled`: False gives a `NoOpLossScale`, so that one switch turns sc
 rest of the script stays as it is.
 """
 
-from jmp._describe import described
+from jmp._messages import described
 from jmp.loss_scaling._base import LossScale
 from jmp.loss_scaling._dynamic import DynamicLossScale
 from jmp.loss_scaling._no_op import NoOpLossScale

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from jmp._describe import described
+from jmp._messages import described
 from jmp.loss_scaling._base import LossScale
 from jmp.loss_scaling._dynamic import DynamicLossScale
 from jmp.loss_scaling._no_op import NoOpLossScale

@@ -1,16 +1,243 @@
-"""`gather`: sharded parameters whole, rounded before they move; gradients added up as asked."""
+"""`gather` along explicit axes, where types say how each array is sharded.
 
-from typing import TypeVar
+`gather` where code is mapped over devices: in shard_map, and in pmap.
+
+`gather`: sharded parameters whole, rounded before they move; gradients added up as asked.
+"""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from jmp._messages import listed, shape_text
 from jmp.dtypes import floating_dtype, is_castable
-from jmp.sharding import _explicit, _shard_map
-from jmp.sharding._axes import mapped_axes
-from jmp.sharding._specs import Parameter, specs_by_leaf
+from jmp.sharding._axes import (
+    CALLER,
+    Names,
+    Parameter,
+    are_tracked,
+    axes_by_dimension,
+    check_names,
+    made_varying,
+    mapped_axes,
+    named_axes,
+    names_in,
+    partitions,
+    reduced_axes,
+    specs_by_leaf,
+    varying_axes,
+)
 from jmp.trees import PyTree, as_jax_array, is_floating, path_string
+
+_FEWEST_DIMENSIONS = 2  # of what JAX's products take as `reduced`; sums of vectors refuse it
+
+
+def gathered_by_type(
+    parameters: Sequence[Parameter], dtype: np.dtype, reduce_dtype: np.dtype
+) -> list[jax.Array]:
+    """Returns parameters resharded on a mesh with explicit axes; see `gather`.
+
+    Warns: UserWarning, if some cannot add up in `reduce_dtype`.
+    Raises: ValueError if there is no such mesh, or for an axis that it does not have.
+    """
+    mesh = _mesh(parameters)
+    explicit = {
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == AxisType.Explicit
+    }
+    if not explicit:
+        raise ValueError(
+            f"{CALLER} is for shard_map and for meshes with explicit axes. Under jit with Auto "
+            "axes XLA gathers by itself what was cast: leave the call out and write "
+            "jmp.autocast(fun, 'mixed_float16,r=f32'), whose sums over devices are float32."
+        )
+    check_names(parameters, explicit, "explicit")
+    targets = [_target(parameter) for parameter in parameters]
+    data = _data_axes(parameters, targets, explicit)
+    adds_in_another = reduce_dtype != dtype and bool(data)
+    if adds_in_another:
+        _warn_of_vectors(parameters, dtype, reduce_dtype)
+    results = []
+    for parameter, target in zip(parameters, targets, strict=True):
+        array = parameter.array
+        if adds_in_another and array.ndim >= _FEWEST_DIMENSIONS:
+            results.append(_moved_by_type(array, mesh, target, data, dtype, reduce_dtype))
+        else:
+            whole = NamedSharding(mesh, PartitionSpec(*target))
+            results.append(jax.sharding.reshard(array.astype(dtype), whole))
+    return results
+
+
+def _moved_by_type(
+    array: jax.Array,
+    mesh: Any,
+    target: tuple[Any, ...],
+    data: frozenset[str],
+    dtype: np.dtype,
+    reduce_dtype: np.dtype,
+) -> jax.Array:
+    # The cotangent of what is `reduced` arrives as one part a device, not yet added up.
+    whole = NamedSharding(mesh, PartitionSpec(*target, reduced=data))
+    spec = jax.typeof(array).sharding.spec
+    own = NamedSharding(mesh, spec)
+    scattered_over = {name for entry in partitions(spec) for name in names_in(entry)}
+    # First scattered, then the sum over replicas: in one step XLA adds up whole gradients.
+    replicated = data - scattered_over
+    parts = NamedSharding(mesh, PartitionSpec(*partitions(spec), unreduced=replicated))
+
+    @jax.custom_vjp
+    def move(array: jax.Array) -> jax.Array:
+        resharded: jax.Array = jax.sharding.reshard(array.astype(dtype), whole)
+        return resharded
+
+    def forward(array: jax.Array) -> tuple[jax.Array, None]:
+        return move(array), None
+
+    def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
+        total = cotangent.astype(reduce_dtype)
+        if replicated and replicated != data:
+            total = jax.sharding.reshard(total, parts)
+        return (jax.sharding.reshard(total, own).astype(array.dtype),)
+
+    move.defvjp(forward, backward)
+    moved: jax.Array = move(array)
+    return moved
+
+
+def _mesh(parameters: Sequence[Parameter]) -> Any:
+    meshes = (jax.typeof(parameter.array).sharding.mesh for parameter in parameters)
+    return next((m for m in meshes if not m.empty), jax.sharding.get_abstract_mesh())
+
+
+def _data_axes(
+    parameters: Sequence[Parameter], targets: Sequence[tuple[Any, ...]], explicit: set[str]
+) -> frozenset[str]:
+    """Returns the axes to add up over: those named for it, else where nothing is sharded."""
+    specs = [parameter.spec for parameter in parameters]
+    named = (set(spec) if isinstance(spec, tuple) else reduced_axes(spec) for spec in specs)
+    left = {name for target in targets for entry in target for name in names_in(entry)}
+    return frozenset().union(*named) or frozenset(explicit - left)
+
+
+def _target(parameter: Parameter) -> tuple[Any, ...]:
+    """Returns the spec of a parameter afterwards."""
+    if not isinstance(parameter.spec, tuple):
+        return tuple(axes or None for axes in axes_by_dimension(parameter))
+    own = partitions(jax.typeof(parameter.array).sharding.spec)
+    kept = (tuple(n for n in names_in(entry) if n not in parameter.spec) for entry in own)
+    return tuple(axes or None for axes in kept)
+
+
+def _warn_of_vectors(
+    parameters: Sequence[Parameter], dtype: np.dtype, reduce_dtype: np.dtype
+) -> None:
+    vectors = [p.path for p in parameters if p.array.ndim < _FEWEST_DIMENSIONS]
+    if vectors:
+        warnings.warn(
+            f"{CALLER}: the gradients of {listed(vectors)} are added up in {dtype}, not in "
+            f"{reduce_dtype}: along explicit axes JAX does that for parameters of two or more "
+            "dimensions alone. Gather these in a call of their own, without reduce_dtype, to "
+            "silence this; in shard_map all add up in the dtype asked.",
+            stacklevel=4,
+        )
+
+
+Axes = tuple[tuple[int, Names], ...]  # by dimension, those without any left out
+
+
+class _Way(NamedTuple):
+    """How one parameter moves.
+
+    Attributes:
+      gathered: axes to gather it over.
+      replicated: axes to add its gradient up over, along which it is the same on all devices.
+    """
+
+    gathered: Axes
+    replicated: Names
+
+
+def gathered_over_mapped_axes(
+    parameters: Sequence[Parameter], dtype: np.dtype, reduce_dtype: np.dtype
+) -> list[jax.Array]:
+    """Returns parameters gathered over mapped axes; see `gather`.
+
+    Raises: ValueError for an axis that is not mapped, or one along which types say that a parameter
+      is not sharded.
+    """
+    check_names(parameters, mapped_axes(), "mapped")
+    named = {name for parameter in parameters for name in named_axes(parameter)}
+    tracked = bool(named) and are_tracked()
+    results = []
+    for parameter in parameters:
+        axes = _tracked_axes(parameter) if tracked else _axes(parameter, parameter.spec)
+        own = varying_axes(parameter.array) if tracked else {n for _, names in axes for n in names}
+        way = _Way(axes, tuple(sorted(named - own)))
+        results.append(_moved_over_mapped_axes(parameter.array, way, dtype, reduce_dtype))
+    return results
+
+
+def _moved_over_mapped_axes(
+    array: jax.Array, way: _Way, dtype: np.dtype, reduce_dtype: np.dtype
+) -> jax.Array:
+    @jax.custom_vjp
+    def move(array: jax.Array) -> jax.Array:
+        # Varying before it meets the data: AD would add up along these axes itself, in `dtype`.
+        moving: jax.Array = made_varying(array.astype(dtype), way.replicated)
+        for dimension, axes in way.gathered:
+            moving = jax.lax.all_gather(moving, axes, axis=dimension, tiled=True)
+        return moving
+
+    def forward(array: jax.Array) -> tuple[jax.Array, None]:
+        return move(array), None
+
+    def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
+        total = cotangent.astype(reduce_dtype)
+        for dimension, axes in way.gathered:
+            total = jax.lax.psum_scatter(total, axes, scatter_dimension=dimension, tiled=True)
+        if way.replicated:  # after the scatter, which leaves less to add up
+            total = jax.lax.psum(total, way.replicated)
+        return (total.astype(array.dtype),)
+
+    move.defvjp(forward, backward)
+    moved: jax.Array = move(array)
+    return moved
+
+
+def _tracked_axes(parameter: Parameter) -> Axes:
+    """Returns the axes to gather a parameter over, where types say along which it varies."""
+    varies = varying_axes(parameter.array)
+    if isinstance(parameter.spec, tuple):
+        axes = tuple(name for name in parameter.spec if name in varies)
+        if axes and not parameter.array.ndim:
+            raise ValueError(
+                f"{CALLER} got {parameter.path}, a scalar that differs along {listed(axes)}; "
+                "expected a dimension along which to gather it. Leave it out of the call."
+            )
+        return _axes(parameter, axes)
+    found = _axes(parameter, parameter.spec)
+    for name in (name for _, names in found for name in names):
+        if name not in varies:
+            raise ValueError(
+                f"{CALLER} got the spec {parameter.spec} for {parameter.path}, which is "
+                f"{shape_text(parameter.array)} and the same on all devices along '{name}'. "
+                "Expected how it lies, as shard_map's in_specs say it; P() if it is whole."
+            )
+    return found
+
+
+def _axes(parameter: Parameter, spec: Names | PartitionSpec) -> Axes:
+    if isinstance(spec, tuple):
+        return ((0, spec),) if spec and parameter.array.ndim else ()
+    by_dimension = enumerate(axes_by_dimension(parameter))
+    return tuple((dimension, axes) for dimension, axes in by_dimension if axes)
+
 
 T = TypeVar("T")
 
@@ -85,8 +312,8 @@ def gather(
         for (path, leaf), spec in zip(paths_and_leaves, specs, strict=True)
         if is_floating(leaf)
     ]
-    way = _shard_map if mapped_axes() else _explicit
-    results = iter(way.gathered(parameters, cast_to, add_in))
+    gather_all = gathered_over_mapped_axes if mapped_axes() else gathered_by_type
+    results = iter(gather_all(parameters, cast_to, add_in))
     leaves = [next(results) if is_floating(leaf) else leaf for _, leaf in paths_and_leaves]
     gathered: T = jax.tree.unflatten(structure, leaves)
     return gathered

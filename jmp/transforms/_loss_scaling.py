@@ -8,21 +8,19 @@ import optax
 from jax.tree_util import keystr, tree_map_with_path
 
 from jmp.loss_scaling import LossScale, NoOpLossScale
-from jmp.loss_scaling._agreement import AxisName, agreed, axis_names
-from jmp.loss_scaling._given import check_loss_scale
+from jmp.loss_scaling._gradients import check_loss_scale
+from jmp.sharding._axes import AxisName, agreed, axis_names
 from jmp.transforms import _inner, _states
 from jmp.transforms._callers import are_skips_undone, calling_states
-from jmp.transforms._finite_check import gradients_finite
+from jmp.transforms._finite_check import flag_by_size, gradients_finite, in_order, read_from_array
 from jmp.transforms._flat_masters import map_vectors
-from jmp.transforms._in_order import in_order
+from jmp.transforms._inner import Transformation
 from jmp.transforms._master_params import (
     WithMasterParamsState,
     has_flat_masters,
     shapes_with_master,
 )
 from jmp.transforms._placement import placed
-from jmp.transforms._selection import flag_by_size, read_from_array
-from jmp.transforms._typed import Transformation
 from jmp.trees import PyTree, cast_to_at_least_float32, leaves_by_path, select_leaves
 
 

@@ -10,11 +10,15 @@ import optax
 from jax.tree_util import keystr, tree_map_with_path
 
 from jmp import _jax_compat
-from jmp._describe import described
+from jmp._messages import described
 from jmp.transforms import _states
 from jmp.transforms._flat_masters import FlatMasters, flatten
-from jmp.transforms._master_params import WithMasterParamsState, needs_master, shapes_with_master
-from jmp.transforms._rounding import rounded
+from jmp.transforms._master_params import (
+    WithMasterParamsState,
+    needs_master,
+    rounded,
+    shapes_with_master,
+)
 from jmp.trees import PyTree, cast_to_at_least_float32, is_array, leaves_by_path
 
 S = TypeVar("S")

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmp._describe import described, listed
+from jmp._messages import described, listed
 from jmp.sharding._axes import unreduced_axes
 from jmp.transforms._callers import is_of_optax
 from jmp.trees import PyTree, is_array, leaves_by_path

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import jmp
 from benchmarks import float8_convolutions
 from jmp import diagnostics
-from jmp.autocasting import _eligible, _float8, _planner, _scales
+from jmp.autocasting import _float8, _float8_planning, _planner, _scales
 from jmp.autocasting._float8 import GRADIENTS, OPERANDS
 from jmp.sharding._axes import varying_axes
 from testbed.gpt2 import GPT2, gpt2
@@ -30,8 +30,8 @@ W = tuple(jax.random.normal(next(KEYS), (16, 16)) / 4 for _ in range(3))
 
 @pytest.fixture(autouse=True)
 def small_products_are_float8(monkeypatch):
-    monkeypatch.setattr(_eligible, "SMALL", 1)
-    monkeypatch.setattr(_eligible, "THIN", 1)
+    monkeypatch.setattr(_float8_planning, "SMALL", 1)
+    monkeypatch.setattr(_float8_planning, "THIN", 1)
 
 
 def mlp(ws, x):
@@ -731,7 +731,7 @@ def test_devices_that_share_parameters_have_the_gradients_of_one(
 
 
 def test_in_a_shard_map_the_parts_of_one_device_decide_what_is_float8(monkeypatch):
-    monkeypatch.setattr(_eligible, "SMALL", 32 * 16 * 16)
+    monkeypatch.setattr(_float8_planning, "SMALL", 32 * 16 * 16)
     places = {"in_specs": (P(), P("d")), "out_specs": P("d")}
     of_shards = jax.shard_map(mlp, mesh=MESH, **places)
     assert rows(loss, W, X)[0][0] == "float8_e4m3fn"

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jmp.autocasting._tolerances import has_many_conditions, runs_to_tolerance
+from jmp.autocasting.kinds.while_loop import has_many_conditions, runs_to_tolerance
 from tests.products import equations
 
 X = jnp.ones(4)

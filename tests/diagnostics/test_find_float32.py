@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from jmp import adapters, diagnostics
-from jmp.autocasting import _eligible
+from jmp.autocasting import _float8_planning
 from jmp.diagnostics._emulation import rounded
 from jmp.diagnostics._scope_search import grouped, rules_for, search
 from testbed import models
@@ -165,8 +165,8 @@ def crushed_backward(w, x):
 
 @pytest.fixture
 def small_is_float8(monkeypatch):
-    monkeypatch.setattr(_eligible, "SMALL", 1)
-    monkeypatch.setattr(_eligible, "THIN", 1)
+    monkeypatch.setattr(_float8_planning, "SMALL", 1)
+    monkeypatch.setattr(_float8_planning, "THIN", 1)
 
 
 @pytest.mark.parametrize(

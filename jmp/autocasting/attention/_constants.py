@@ -13,7 +13,7 @@ import numpy as np
 from jmp import _jax_compat
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._numbers import has_symbols, shape_of
-from jmp.autocasting.attention._repeats import is_pointwise, keeps_places
+from jmp.autocasting.attention._axes import is_pointwise, keeps_places
 
 # Larger ones are computed when the program runs. A causal mask over 8192 tokens has 2**26 numbers,
 # which takes 2 s and 0.8 GB on two cores; one over 4096, 0.25 s.

@@ -12,16 +12,18 @@ from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._numbers import shape_of
 from jmp.autocasting.attention._axes import (
     Axes,
+    NotFused,
+    Operands,
     Placed,
     after,
     core_of,
     moves_axes,
+    operands_of,
     own_axes,
+    repeating,
     source_of,
 )
 from jmp.autocasting.attention._constants import constant_of
-from jmp.autocasting.attention._operands import NotFused, Operands, operands_of
-from jmp.autocasting.attention._repeats import repeating
 
 # What a mask puts in place of a score: exp of it is zero beside any score that is left.
 MASKED = -1e4

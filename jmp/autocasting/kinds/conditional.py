@@ -7,9 +7,9 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jmp import _jax_compat
-from jmp.autocasting._apart import apart, may_part
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import Arrays, Kind, Level, register_kind
+from jmp.autocasting._sending import apart, may_part
 from jmp.autocasting._steps import Function, Nested
 
 

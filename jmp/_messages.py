@@ -2,6 +2,12 @@
 
 What a user gave may be a whole optimizer state or ten megabytes of text. A message says what it is,
 never all that is in it.
+
+Models of other frameworks than the one that was expected: told by their classes' names alone.
+
+Nothing is imported for it: where there is a model, its framework was imported already.
+
+Which line a warning names: the user's.
 """
 
 import difflib
@@ -9,7 +15,9 @@ import functools
 import inspect
 import itertools
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from types import FrameType
 from typing import Any
 
 import jax
@@ -94,6 +102,25 @@ def name_of(fun: object) -> str:
         return name_of(fun.func)
     name = getattr(fun, "__name__", None)
     return _cut(name) if isinstance(name, str) else described(fun)
+
+
+def wrong(
+    kind: type[Exception], caller: str, value: object, expected: str, *, name: str = ""
+) -> Exception:
+    """Returns the error for one value that is not as expected; `raise` it.
+
+    Args:
+      kind: TypeError for a wrong kind of value, ValueError for a wrong value.
+      caller: the public function or class that was given the value.
+      value: what it was given.
+      expected: what it takes, and the way out; without the full stop at the end.
+      name: the argument's name, where the caller alone does not say it.
+
+    >>> wrong(ValueError, "gather", -1, "an axis", name="dtype")
+    ValueError('gather got dtype=-1; expected an axis.')
+    """
+    given = f"{name}={described(value)}" if name else described(value)
+    return kind(f"{caller} got {given}; expected {expected}.")
 
 
 def did_you_mean(text: str, known: Iterable[str]) -> str:
@@ -220,3 +247,104 @@ def _entries(value: Any, depth: int) -> Iterator[str]:
 
 def _cut(text: str) -> str:
     return text if len(text) <= _TEXT else f"{text[:_TEXT]}... ({len(text):,} characters)"
+
+
+# The classes of models, by module and name, and what runs such a model in mixed precision.
+_MODELS = {
+    ("flax.linen", "Module"): "jmp.adapters.linen.wrap_apply(model.apply, policy)",
+    ("flax.nnx", "Module"): "jmp.adapters.nnx.with_policy(model, policy)",
+    ("equinox", "Module"): "jmp.adapters.equinox.autocast(loss_fn, policy)",
+    ("haiku", "Module"): "jmp.adapters.haiku.with_policy(hk.transform(forward), policy)",
+    ("haiku", "Transformed"): "jmp.adapters.haiku.with_policy(network, policy)",
+    ("haiku", "TransformedWithState"): "jmp.adapters.haiku.with_policy(network, policy)",
+    ("keras", "Layer"): "keras.mixed_precision.set_global_policy('mixed_float16')",
+    ("torch", "Module"): "torch.amp: jmp is for JAX",
+}
+
+
+# What an optimizer takes of such a model.
+_PARAMETERS = {
+    "flax.linen": "variables['params'], where variables = model.init(key, x)",
+    "flax.nnx": "nnx.state(model, nnx.Param), as nnx.Optimizer(model, tx, wrt=nnx.Param) does",
+    "equinox": "eqx.filter(model, eqx.is_inexact_array)",
+    "haiku": "params = network.init(key, x)",
+}
+
+
+def framework_of(value: Any) -> str | None:
+    """Returns the framework whose model a value is; None if it is none.
+
+    >>> framework_of(3) is None
+    True
+    """
+    found = _model(value)
+    return None if found is None else found[0]
+
+
+def way_out(value: Any) -> str:
+    """Returns which call takes a model of that framework, as a sentence; "" for no model.
+
+    >>> way_out(3)
+    ''
+    """
+    found = _model(value)
+    return "" if found is None else f" A model of {found[0]} goes through {_MODELS[found]}."
+
+
+def parameters_of(tree: Any) -> str:
+    """Returns what an optimizer takes of a model in a tree, as a sentence; "" for no model.
+
+    >>> parameters_of({"w": 3})
+    ''
+    """
+    models = jax.tree.leaves(tree, is_leaf=lambda node: framework_of(node) in _PARAMETERS)
+    for framework in filter(None, map(framework_of, models)):
+        if framework in _PARAMETERS:
+            return f" Of a model of {framework} it is {_PARAMETERS[framework]}."
+    return ""
+
+
+def refuse_other_models(value: object, caller: str, role: str, own: str, expected: str) -> None:
+    """Raises TypeError for a model of another framework.
+
+    Args:
+      caller, role: the function that got `value`, and as what.
+      own: the framework whose models are taken.
+      expected: what should stand there.
+    """
+    framework = framework_of(value)
+    if framework is not None and framework != own:
+        raise TypeError(
+            f"{caller} got {described(value)} of {framework} as {role}; expected "
+            f"{expected}.{way_out(value)}"
+        )
+
+
+def _model(value: Any) -> tuple[str, str] | None:
+    for base in type(value).__mro__:
+        for framework, name in _MODELS:
+            is_inside = f"{base.__module__}.".startswith(f"{framework}.")
+            if base.__name__ == name and is_inside:
+                return framework, name
+    return None
+
+
+# Packages whose frames stand between a user's line and a warning.
+_BETWEEN = {"jmp", "jax", "flax", "equinox", "haiku", "optax", "contextlib", "functools"}
+
+
+def users_stacklevel() -> int:
+    """Returns the `stacklevel` with which a warning of the calling function names the user's line.
+
+    It is the innermost line outside of this package, JAX and the frameworks.
+
+    >>> users_stacklevel() > 1  # this line is of jmp
+    True
+    """
+    level = 1
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _BETWEEN:
+            return level
+        level, frame = level + 1, frame.f_back
+    return 2

@@ -1,4 +1,7 @@
-"""Losses of nnx and Equinox modules, whose frameworks open no name scopes by path."""
+"""What a diagnostic was asked about: a function, and its arguments in a call of their own.
+
+Losses of nnx and Equinox modules, whose frameworks open no name scopes by path.
+"""
 
 import functools
 import importlib
@@ -8,13 +11,35 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jmp._calls import ArrayCall, stands_for_numbers
-from jmp._frameworks import framework_of
-from jmp.adapters._module_scopes import ModuleScopes
+from jmp._calls import ArrayCall, check_function, stands_for_numbers
+from jmp._messages import described, framework_of
+from jmp.adapters._module_policies import ModuleScopes
 from jmp.autocasting import autocast
 from jmp.autocasting._program import runs_late
 from jmp.dtypes import is_castable
+from jmp.policy import Policy
 from jmp.trees import PyTree
+
+
+def check_asked(caller: str, call: str, fun: object, early: tuple[Any, ...], policy: Any) -> None:
+    """Raises TypeError if `fun` is no function, or its arguments came in the first call.
+
+    Args:
+      caller: the diagnostic.
+      call: how it is called, for the error.
+      early: positional arguments behind those that it has.
+      policy: text or a `Policy`; None where it was left out.
+
+    >>> check_asked("compare", "compare(fun, policy)(*args)", len, (), "mixed_float16")
+    """
+    check_function(fun, caller, call)
+    is_policy = policy is None or isinstance(policy, (str, Policy))
+    if early or not is_policy:
+        got = early[0] if is_policy else policy
+        raise TypeError(
+            f"{caller} got {described(got)} too early; expected the function's arguments in a call "
+            f"of their own: {call}."
+        )
 
 
 class Scoped(NamedTuple):
@@ -99,7 +124,7 @@ def _has_nnx() -> bool:
 
 
 def _nnx() -> Any:
-    return importlib.import_module("jmp.adapters._nnx_arguments")
+    return importlib.import_module("jmp.adapters._nnx_modules")
 
 
 def scoped(loss: Callable[..., Any], args: Sequence[Any]) -> Scoped:
