@@ -20,11 +20,11 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 
 from jmp.trees import path_string
 from testbed.gpt2 import GPT2
+from testbed.models import cross_entropy
 
 WIDTH, HEADS, SIZE, HIDDEN = 32, 2, 16, 64
 BATCH, LENGTH, VOCABULARY = 2, 16, 64
@@ -32,11 +32,6 @@ BATCH, LENGTH, VOCABULARY = 2, 16, 64
 
 def as_it_is(model):
     return model
-
-
-def cross_entropy(logits, labels, weights=None):
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels)
-    return jnp.mean(losses) if weights is None else jnp.sum(losses * weights) / jnp.sum(weights)
 
 
 class Draws:
