@@ -89,7 +89,7 @@ class Operation(NamedTuple):
 
 def operations_of(plan: Plan) -> Iterator[Operation]:
     """Yields the operations of a plan, nested ones included."""
-    half = plan.words.settings.compute_dtype
+    half = plan.request.settings.compute_dtype
     for step, times in _steps_of(plan, 1):
         if isinstance(step, Island):
             stored = {write.value: write.dtype for write in step.writes}
@@ -250,7 +250,7 @@ def warn_if_no_product_is_half(plan: Plan, name: str) -> bool:
         listed += [f"{count}: {why}" for why, count in others]
         warnings.warn(
             f"autocast computes no product of {described(name)} in "
-            f"{plan.words.settings.compute_dtype}. {'; '.join(listed)}. "
+            f"{plan.request.settings.compute_dtype}. {'; '.join(listed)}. "
             "jmp.diagnostics.precision_report says where each one stands.",
             NoHalfProductWarning,
             stacklevel=users_stacklevel(),
@@ -293,6 +293,6 @@ def _reason(operation: Operation) -> str:
 
 
 def _is_callers_wish(operation: Operation, plan: Plan) -> bool:
-    overrides = plan.words.settings.overrides_rule(operation.equation.primitive.name)
+    overrides = operation.equation.primitive.name in plan.request.settings.overrides
     named = {AUTOCAST, FULL_PRECISION} & set(_jax_compat.scope_names(operation.scope))
     return operation.node.region.in_float32 or overrides or bool(named)

@@ -83,7 +83,7 @@ class Planner(Level):
     ) -> None:
         self.graph = graph
         self.context = context
-        self.half = context.words.settings.compute_dtype
+        self.half = context.request.settings.compute_dtype
         self.facts = facts_of(graph, infos, outputs)
         self.storage = Storage(self.facts, self.half)
         self.storage.store(graph.inputs, (info.dtype for info in infos))
@@ -106,11 +106,11 @@ class Planner(Level):
                 steps += self._component(nodes)
             steps += map(self._barrier, barriers.get(depth, []))
         steps, not_fused = send_in_float8(steps, self.graph), dict[Node, str]()
-        if self.context.words.settings.fuses_attention:
+        if self.context.request.settings.attention == "fused":
             steps, not_fused = fuse_attentions(steps, self.graph, self.storage)
         infos = tuple(map(self.storage.info, self.graph.outputs))
         order = in_order(with_bounds(steps, self.graph, self.facts), self.graph.outputs)
-        return Plan(self.graph, tuple(order), infos, self.context.words, not_fused)
+        return Plan(self.graph, tuple(order), infos, self.context.request, not_fused)
 
     # Components of fusible nodes.
 
@@ -121,7 +121,7 @@ class Planner(Level):
         }
         if not why:
             return [self._light(node) for node in nodes]
-        settings, cuts = self.context.words.settings, self.facts.cuts
+        settings, cuts = self.context.request.settings, self.facts.cuts
         recompute = choose_recompute(nodes, cuts, settings.recompute, self.context.times)
         if recompute is Recompute.PLAIN:
             return [self._island(nodes, [], why, recompute)]
@@ -217,7 +217,7 @@ class Planner(Level):
         return shared_factors(self.graph)
 
     def _in_float8(self, single: Single) -> Single:
-        which, apart = self.context.words.settings.float8, self.context.is_transposed
+        which, apart = self.context.request.settings.float8, self.context.is_transposed
         if why := why_not_float8(single.node, self.facts, which, apart):
             return single._replace(why=f"{single.why}; not float8: {why}")
         is_shared = not self._shared_factors.isdisjoint(map(root, single.node.inputs))
@@ -284,7 +284,9 @@ class Planner(Level):
     def open(self, function: ClosedJaxpr, node: Node, operands: Sequence[Given]) -> Opened:
         inner, constants = _jax_compat.open_jaxpr(function)
         wrap = functools.partial(results_wrap, self.graph, node, inner)
-        return flatten(inner, constants, operands, node.scope, self.context.words, wrap), constants
+        return flatten(
+            inner, constants, operands, node.scope, self.context.request, wrap
+        ), constants
 
     def plan_opened(
         self,
@@ -299,7 +301,7 @@ class Planner(Level):
         own = [Info(v.dtype, True) for v in graph.inputs[: len(constants)]]
         apart = self.context.prevent_cse if prevent_cse is None else prevent_cse
         transposed = self.context.is_transposed or is_transposed
-        context = Context(self.context.words, self.context.times * turns, apart, transposed)
+        context = Context(self.context.request, self.context.times * turns, apart, transposed)
         return Inside(Planner(graph, [*own, *infos], outputs, context).plan_level(), constants)
 
 

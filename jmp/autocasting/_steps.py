@@ -14,7 +14,7 @@ import numpy as np
 
 from jmp.autocasting._flow import Destination, Facts, Info
 from jmp.autocasting._graph import Graph, Node, Value
-from jmp.autocasting._regions import Words
+from jmp.autocasting._regions import Request
 from jmp.autocasting._registry import Params
 from jmp.autocasting._scales import Extremes
 
@@ -103,7 +103,7 @@ class Surroundings(NamedTuple):
 class Context(NamedTuple):
     """What is the same all over one program; and how often this level runs, as far as known."""
 
-    words: Words
+    request: Request
     times: int = 1
     # Whether a recomputation must be kept apart from the forward pass it repeats: XLA would merge
     # the two and keep the float32 values. In a loop the two stand in different loops anyway,
@@ -192,7 +192,7 @@ class Plan(NamedTuple):
     graph: Graph
     steps: tuple[Step, ...]
     infos: tuple[Info, ...]  # what is known of each output, the dtype it comes out in among it
-    words: Words
+    request: Request
     not_fused: Mapping[Node, str] = {}  # the last products of attentions, and why they are plain
 
     @property

@@ -73,7 +73,7 @@ def run_emulated(plan: Plan, arguments: Sequence[Any], flags: Flags) -> list[Any
       plan: as `Program.trace` returns it.
       arguments: its inputs, constants first, in the dtypes that they were traced with.
     """
-    rounding = _Rounding(plan.words.settings.compute_dtype, flags)
+    rounding = _Rounding(plan.request.settings.compute_dtype, flags)
     return _Level(rounding, frozenset()).run(plan, arguments)
 
 

@@ -79,7 +79,7 @@ def dear_in_float32(rows: list[Row]) -> list[str]:
 
 def rounded_arguments(plan: Plan, lines: Lines) -> list[str]:
     """Returns a sentence for each half product whose result reaches a function that wraps."""
-    half = plan.words.settings.compute_dtype
+    half = plan.request.settings.compute_dtype
     error = 512 * float(jnp.finfo(half).eps)  # the spacing of the numbers from 512 to 1024
     places = [
         place_name(source, module)
@@ -96,7 +96,7 @@ def rounded_arguments(plan: Plan, lines: Lines) -> list[str]:
 
 def unused_rules(traced: Traced) -> list[str]:
     """Returns a sentence for each rule that matched no scope."""
-    unused = traced.plan.words.regions.rules.unused
+    unused = traced.plan.request.rules.unused
     return [f"the rule {rule} matched no scope" for rule in unused]
 
 
