@@ -131,7 +131,8 @@ class _Flattening:
             if why := why_exact(operands):
                 rule = Rule(Category.FULL, why)
         known = _known_result(equation, rule, operands, settings.compute_dtype)
-        node = Node(equation, operands, known, stack, scope, rule, region, len(self.nodes))
+        place, stays = len(self.nodes), is_marker(equation)
+        node = Node(equation, operands, known, stack, scope, rule, region, place, stays)
         node.goes_inside = _goes_inside(node, region, settings)
         node.has_products = node.is_product or (
             node.goes_inside and contains_products(equation, settings)
@@ -191,7 +192,7 @@ def _alive(nodes: list[Node], outputs: list[Value]) -> list[Node]:
     needed = {value.producer for value in outputs}
     kept = []
     for node in reversed(nodes):
-        if node in needed or is_marker(node.equation):
+        if node in needed or node.is_marker:
             kept.append(node)
             needed.update(value.producer for value in node.inputs)
     kept.reverse()

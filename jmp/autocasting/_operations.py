@@ -138,8 +138,8 @@ def _fused_of(plan: Plan, times: int) -> Iterator[tuple[str, Node, int]]:
         elif isinstance(step, Nested):
             for inside, turns in _plans_in(step, times):
                 yield from _fused_of(inside, turns)
-    for node, why in plan.not_fused.items():
-        yield why, node, times
+        elif isinstance(step, Single) and step.not_fused:
+            yield step.not_fused, step.node, times
 
 
 def rounded_arguments_of(plan: Plan) -> Iterator[Node]:
