@@ -165,7 +165,7 @@ def closed_over(params: Params) -> int:
     return params["num_consts"]
 
 
-def name_of(equation: core.JaxprEqn) -> str:
+def called_name(equation: core.JaxprEqn) -> str:
     """Returns the name of what a jit, a custom derivative or a kernel calls, else the primitive."""
     return str(equation.params.get("name", equation.primitive.name))
 

@@ -12,16 +12,15 @@ import numpy as np
 
 from jmp import _jax_compat
 from jmp._messages import described, users_stacklevel
-from jmp.autocasting._equations import is_inner_product
+from jmp.autocasting._equations import contracts_nothing, is_inner_product
 from jmp.autocasting._exact_products import WHY_EXACT, wrapped_values
 from jmp.autocasting._float8 import OPERANDS
 from jmp.autocasting._graph import Node
 from jmp.autocasting._numbers import dtype_of, is_inexact
-from jmp.autocasting._plain_forms import contracts_nothing
 from jmp.autocasting._precision import asked_for
 from jmp.autocasting._propagation import turns_of
-from jmp.autocasting._regions import AUTOCAST, FULL_PRECISION
 from jmp.autocasting._registry import NO_RULE, Params, is_low
+from jmp.autocasting._request import AUTOCAST, FULL_PRECISION
 from jmp.autocasting._sending import WHY_NOT_WIDE
 from jmp.autocasting._steps import (
     Fused,
@@ -30,6 +29,7 @@ from jmp.autocasting._steps import (
     Nested,
     Plan,
     Single,
+    Step,
     plain_steps,
 )
 from jmp.dtypes import FLOAT32
@@ -90,14 +90,14 @@ class Operation(NamedTuple):
 def operations_of(plan: Plan) -> Iterator[Operation]:
     """Yields the operations of a plan, nested ones included."""
     half = plan.request.settings.compute_dtype
-    for step, times in _steps_of(plan, 1):
+    for step, times in all_steps(plan):
         if isinstance(step, Island):
             stored = {write.value: write.dtype for write in step.writes}
             for node in step.nodes:
                 stores = [stored.get(value, value.dtype) for value in node.outputs]
                 why = step.why.get(node, node.rule.reason)
                 yield from _operations_of_node(node, node.params, why, times, FLOAT32, stores)
-        else:
+        elif isinstance(step, Single):
             read = half if step.arithmetic.is_half else FLOAT32
             read = OPERANDS if step.in_float8 is not None else read
             about = step.node, step.params, step.why, times
@@ -106,40 +106,36 @@ def operations_of(plan: Plan) -> Iterator[Operation]:
 
 def decisions_of(plan: Plan) -> Iterator[tuple[str, Node, int]]:
     """Yields what a plan does besides choosing dtypes: a sentence, the node, how often it runs."""
-    yield from _fused_of(plan, 1)
-    for step, times in _steps_of(plan, 1):
+    for step, times in all_steps(plan):
+        if isinstance(step, Fused):
+            yield step.why, step.node, times
+        elif isinstance(step, Single) and step.not_fused:
+            yield step.not_fused, step.node, times
+    for step, times in all_steps(plan):
         if isinstance(step, Island):
             for node, rewrite in step.rewrites.items():
                 yield rewrite.why, node, times
             masked = (write.value.producer for write in step.writes if write.saturates)
             for node in filter(None, masked):
                 yield SATURATED, node, times
-        elif any(read.saturates for read in step.reads):
-            yield SATURATED, step.node, times
-        elif step.moves_float8:
-            yield step.why, step.node, times
+        elif isinstance(step, Single):
+            if any(read.saturates for read in step.reads):
+                yield SATURATED, step.node, times
+            elif step.moves_float8:
+                yield step.why, step.node, times
 
 
-def _steps_of(plan: Plan, times: int) -> Iterator[tuple[Single | Island, int]]:
-    """Yields the steps of all levels but those that hold others; how often each runs."""
-    for step in plain_steps(plan.steps):
-        if isinstance(step, Nested):
-            for inside, turns in _plans_in(step, times):
-                yield from _steps_of(inside, turns)
-        else:
-            yield step, times
+def all_steps(plan: Plan, times: int = 1) -> Iterator[tuple[Step, int]]:
+    """Yields the steps of all levels, each with how often it runs.
 
-
-def _fused_of(plan: Plan, times: int) -> Iterator[tuple[str, Node, int]]:
-    """Yields what became of the attentions of all levels."""
+    Those that run where an attention is not fused come after it.
+    """
     for step in plan.steps:
+        yield step, times
         if isinstance(step, Fused):
-            yield step.why, step.node, times
-        elif isinstance(step, Nested):
-            for inside, turns in _plans_in(step, times):
-                yield from _fused_of(inside, turns)
-        elif isinstance(step, Single) and step.not_fused:
-            yield step.not_fused, step.node, times
+            yield from ((inner, times) for inner in plain_steps([step]))
+        for inside, turns in _plans_in(step, times):
+            yield from all_steps(inside, turns)
 
 
 def rounded_arguments_of(plan: Plan) -> Iterator[Node]:
@@ -154,17 +150,18 @@ def rounded_arguments_of(plan: Plan) -> Iterator[Node]:
 
 def _levels(plan: Plan) -> Iterator[Plan]:
     yield plan
-    for step in plain_steps(plan.steps):
-        if isinstance(step, Nested):
-            for inside, _ in _plans_in(step, 1):
-                yield from _levels(inside)
+    for step in plan.steps:
+        for inside, _ in _plans_in(step, 1):
+            yield from _levels(inside)
 
 
-def _plans_in(step: Nested, times: int) -> Iterator[tuple[Plan, int]]:
-    turns = times * turns_of(step.node.equation)
-    for inside in step.insides:
-        if isinstance(inside, Inside):
-            yield inside.plan, turns
+def _plans_in(step: Step, times: int) -> Iterator[tuple[Plan, int]]:
+    """Yields the plans inside a step; an attention that is fused holds none."""
+    if isinstance(step, Nested):
+        turns = times * turns_of(step.node.equation)
+        for inside in step.insides:
+            if isinstance(inside, Inside):
+                yield inside.plan, turns
 
 
 def _operations_of_node(
@@ -183,10 +180,10 @@ def _operations_of_node(
     if not inner:
         is_read = [value.is_float32 or read == OPERANDS for value in node.inputs]
         pairs_in = zip(node.inputs, is_read, strict=True)
-        dtypes_in = [str(read) if chosen else _dtype(value) for value, chosen in pairs_in]
+        dtypes_in = [str(read) if chosen else _float_name(value) for value, chosen in pairs_in]
         pairs = zip(node.outputs, stores, strict=True)
-        dtypes_out = [str(dtype) if value.is_float32 else _dtype(value) for value, dtype in pairs]
-        named = _named(dtypes_in, dtypes_out)
+        dtypes_out = [str(x) if value.is_float32 else _float_name(value) for value, x in pairs]
+        named = _names_once(dtypes_in, dtypes_out)
         yield Operation(node.equation, node, why, node.scope, times, params, *named)
 
 
@@ -202,8 +199,8 @@ def _operations_as_written(
             turns = times * turns_of(equation)
             yield from _operations_as_written(nested, node, why, scope, turns)
         if not inner:
-            dtypes = [[_dtype(v) for v in side] for side in (equation.invars, equation.outvars)]
-            yield Operation(equation, node, why, scope, times, params, *_named(*dtypes))
+            dtypes = (list(map(_float_name, x)) for x in (equation.invars, equation.outvars))
+            yield Operation(equation, node, why, scope, times, params, *_names_once(*dtypes))
 
 
 def _jaxprs_of(equation: Any, params: Params) -> list[tuple[Any, Any]]:
@@ -212,11 +209,11 @@ def _jaxprs_of(equation: Any, params: Params) -> list[tuple[Any, Any]]:
     return list(zip(*map(_jax_compat.inner_jaxprs, both), strict=True))
 
 
-def _named(*sides: list[str]) -> Iterator[list[str]]:
+def _names_once(*sides: list[str]) -> Iterator[list[str]]:
     return (list(dict.fromkeys(filter(None, dtypes))) for dtypes in sides)
 
 
-def _dtype(value: Any) -> str:
+def _float_name(value: Any) -> str:
     """Returns the name of a floating or complex dtype; "" for any other."""
     return str(dtype_of(value)) if is_inexact(value) else ""
 
@@ -265,7 +262,7 @@ def warn_if_gradients_stay_half(plan: Plan, name: str) -> bool:
     """
     names = collections.Counter(
         step.node.name
-        for step, _ in _steps_of(plan, 1)
+        for step, _ in all_steps(plan)
         if isinstance(step, Single) and step.why.startswith(WHY_NOT_WIDE)
     )
     if names:

@@ -57,7 +57,7 @@ from jmp.autocasting._steps import (
     Storage,
     Surroundings,
     Write,
-    in_order,
+    runnable_order,
 )
 from jmp.autocasting.attention import fuse_attentions
 from jmp.autocasting.rewrites import rewrite_of
@@ -66,7 +66,7 @@ from jmp.dtypes import FLOAT32
 
 def order_steps(steps: Sequence[Step], level: Level) -> list[Step]:
     """Returns the steps of a level that are needed, in an order in which they can be run."""
-    return in_order(steps, level.graph.outputs)
+    return runnable_order(steps, level.graph.outputs)
 
 
 # What is done with the steps of a level when every dtype is decided, in this order.

@@ -33,8 +33,8 @@ from jax.lax import Precision
 from jmp import _jax_compat
 from jmp.autocasting._graph import Node
 from jmp.autocasting._numbers import dtype_of
-from jmp.autocasting._regions import AUTOCAST, Request
 from jmp.autocasting._registry import Category, Params, is_low
+from jmp.autocasting._request import AUTOCAST, Request
 
 Change = Callable[[Any, Any], Any]
 
@@ -69,7 +69,7 @@ def _run_and_change(rule: Any, change: Change, precision: Any, *zeros: Any) -> A
 
 
 def _run_with_default(rule: Any, precision: Any, *args: Any) -> Any:
-    one = precision[0] if isinstance(precision, tuple) else precision
+    one = _of_operands(precision)[0]
     name: Any = one.name.lower() if isinstance(one, Precision) else one.name
     with jax.default_matmul_precision(name):
         return rule(*args)
@@ -97,10 +97,14 @@ def asked_for(equation: JaxprEqn) -> str:
         return ""
     if names_algorithm(equation.params):
         return "the user named the algorithm"
-    precision = equation.params.get("precision")
-    both = precision if isinstance(precision, tuple) else (precision,)
-    asked = next((p for p in STRONGER if p in both), None)
+    said = _of_operands(equation.params.get("precision"))
+    asked = next((one for one in STRONGER if one in said), None)
     return f"the user asked for precision={asked.name}" if asked else ""
+
+
+def _of_operands(precision: Any) -> tuple[Any, ...]:
+    """Returns what `precision=` says of each operand of a product; one entry if it is one word."""
+    return precision if isinstance(precision, tuple) else (precision,)
 
 
 def precision_of(equation: JaxprEqn, params: Params) -> str:
@@ -113,9 +117,8 @@ def precision_of(equation: JaxprEqn, params: Params) -> str:
     precision = params.get("precision")
     if precision is None:
         return "default"
-    is_pair = isinstance(precision, tuple) and not names_algorithm(params)
-    both = precision if is_pair else (precision,)
-    names = [getattr(one, "name", str(one)) for one in dict.fromkeys(both)]
+    said = (precision,) if names_algorithm(params) else _of_operands(precision)
+    names = [getattr(one, "name", str(one)) for one in dict.fromkeys(said)]
     is_ours = _says_nothing(equation) and _jax_compat.default_precision_setting() is None
     return " and ".join(names) + ("" if is_ours else ", the user's")
 
@@ -135,7 +138,7 @@ def in_regions(node: Node, request: Request) -> Params:
     if not may_have or _jax_compat.default_precision_setting() is not None:
         return node.params
     is_kept = is_low(equation) and node.rule.category is Category.FULL
-    return _filled(equation, node.scope, _by_regions(request), HIGHEST if is_kept else None)
+    return _filled_params(equation, node.scope, _by_regions(request), HIGHEST if is_kept else None)
 
 
 def as_written(function: ClosedJaxpr, node: Node, request: Request) -> ClosedJaxpr:
@@ -151,7 +154,7 @@ def with_default(node: Node) -> Params:
     default = _default_precision()
     if default is None:
         return node.params
-    return _filled(node.equation, node.scope, lambda *_: default, None)
+    return _filled_params(node.equation, node.scope, lambda *_: default, None)
 
 
 def _by_regions(request: Request) -> Choice:
@@ -169,7 +172,7 @@ def _all_with(precision: Any) -> Choice:
     return lambda _, scope, __: None if AUTOCAST in _jax_compat.scope_names(scope) else precision
 
 
-def _filled(equation: JaxprEqn, scope: Any, choose: Choice, around: Any) -> Params:
+def _filled_params(equation: JaxprEqn, scope: Any, choose: Choice, around: Any) -> Params:
     """Returns the parameters of an equation, filled; the same object where nothing changes."""
     precision, params = choose(equation, scope, around), equation.params
     fill = _filling(scope, choose, precision)
@@ -192,7 +195,7 @@ def _of_rules(equation: JaxprEqn) -> Any:
     """
     said = {inner.params.get("precision") for inner in _products_in(equation)}
     word = said.pop() if len(said) == 1 else None
-    is_one = word is not None and not (isinstance(word, tuple) and len(set(word)) > 1)
+    is_one = word is not None and len(set(_of_operands(word))) == 1
     return word if is_one else HIGHEST
 
 
@@ -210,7 +213,7 @@ def _filling(scope: Any, choose: Choice, around: Any) -> Callable[[JaxprEqn], Ja
     """Returns a function that fills an equation of a jaxpr that stands under a name stack."""
 
     def fill(equation: JaxprEqn) -> JaxprEqn:
-        found = _filled(equation, scope + equation.source_info.name_stack, choose, around)
+        found = _filled_params(equation, scope + equation.source_info.name_stack, choose, around)
         return equation if found is equation.params else equation.replace(params=dict(found))
 
     return fill

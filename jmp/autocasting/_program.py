@@ -24,8 +24,7 @@ from jmp.autocasting._numbers import MadeOf
 from jmp.autocasting._operations import warn_if_gradients_stay_half, warn_if_no_product_is_half
 from jmp.autocasting._planner import Planner
 from jmp.autocasting._propagation import walk
-from jmp.autocasting._regions import AUTOCAST, Request
-from jmp.autocasting._settings import Settings
+from jmp.autocasting._request import AUTOCAST, Request, Settings
 from jmp.autocasting._steps import Context, Plan
 from jmp.dtypes import FLOAT32
 from jmp.rules import PolicyRules, Rule, UnusedRuleWarning

@@ -26,7 +26,7 @@ from jmp.autocasting._casts import repeated, saturated
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import kind_of
 from jmp.autocasting._precision import with_default
-from jmp.autocasting._regions import MODULE, modules_path
+from jmp.autocasting._request import MODULE, modules_path
 from jmp.autocasting._steps import (
     Inside,
     Island,

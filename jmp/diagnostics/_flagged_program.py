@@ -15,7 +15,7 @@ from jmp._array_calls import ArrayCall, vjp_at
 from jmp._messages import described
 from jmp.autocasting._autocast import make_program
 from jmp.autocasting._operations import NoHalfProductWarning
-from jmp.autocasting._regions import MODULE
+from jmp.autocasting._request import MODULE
 from jmp.diagnostics._arguments import check_numbers
 from jmp.diagnostics._emulation import Flags, Site, run_emulated
 from jmp.diagnostics._scope_search import Errors, grouped
