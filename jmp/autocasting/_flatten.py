@@ -32,7 +32,7 @@ from jmp.autocasting._request import Region, Request, Settings
 from jmp.dtypes import FLOAT32
 
 
-def flatten(
+def graph_of(
     jaxpr: Jaxpr,
     constants: Sequence[Any],
     operands: Sequence[Given],

@@ -227,7 +227,7 @@ def _once(result: Any, *operands: Any) -> Any:
 
 
 @_once.defjvp
-def _refuse_second_derivative(primals: Any, tangents: Any) -> Any:
+def _refuse(primals: Any, tangents: Any) -> Any:
     raise TypeError(NO_DERIVATIVE.format(what="second derivative"))
 
 

@@ -1,7 +1,8 @@
-"""Which products in half may be float8, where the policy asks for it.
+"""What the planner decides of float8, in passes over the steps of a level.
 
-Bounds of what float8 products read and return, where they cost less than a maximum.
+`multiply_in_float8` says which products are float8, where the policy asks for it.
 
+`with_bounds` gives them bounds of what they read and return, where those cost less than a maximum.
 A scale need not be the largest number: float8_e4m3 has all its digits over 14 octaves, and scales
 256 times too large leave a small GPT's gradient nearly as exact as it was (its error is 0.127, and
 was 0.129, at initialisation; 0.095 and 0.089 after 300 steps). So no maximum is looked for where
@@ -16,12 +17,11 @@ silu and a gate.
 Then the function's result, and the cotangent of its argument, can be rounded to float8 where they
 are computed; otherwise both are stored in bfloat16, for their maxima, and read again.
 
-What devices send each other on the way to float8 products: float8 is sent.
-
-A shard is rounded to float8 before it is gathered, with the scale that all devices share, so that
-the numbers are those of what was gathered and then rounded. The half array is moved beside it, for
-the sake of its transpose alone: its gradient adds up over devices as that of half does. What that
-move computes nothing reads, and no compiled program keeps it.
+`send_in_float8` marks what devices send each other on the way to float8 products. A shard is
+rounded to float8 before it is gathered, with the scale that all devices share, so that the numbers
+are those of what was gathered and then rounded. The half array is moved beside it, for the sake of
+its transpose alone: its gradient adds up over devices as that of half does. What that move computes
+nothing reads, and no compiled program keeps it.
 """
 
 import collections

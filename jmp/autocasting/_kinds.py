@@ -53,7 +53,7 @@ class Level(abc.ABC):
         """Flattens a function inside `node`.
 
         Args:
-          operands: its first arguments, as in `flatten`.
+          operands: its first arguments, as in `graph_of`.
         """
 
     @abc.abstractmethod

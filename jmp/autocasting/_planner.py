@@ -12,7 +12,7 @@ from jax.extend.core import ClosedJaxpr
 
 from jmp import _jax_compat
 from jmp.autocasting._exact_products import results_wrap
-from jmp.autocasting._flatten import flatten
+from jmp.autocasting._flatten import graph_of
 from jmp.autocasting._float8_planning import (
     multiply_in_float8,
     send_in_float8,
@@ -281,7 +281,7 @@ class Planner(Level):
     def open(self, function: ClosedJaxpr, node: Node, operands: Sequence[Given]) -> Opened:
         inner, constants = _jax_compat.open_jaxpr(function)
         wrap = functools.partial(results_wrap, self.graph, node, inner)
-        return flatten(
+        return graph_of(
             inner, constants, operands, node.scope, self.context.request, wrap
         ), constants
 

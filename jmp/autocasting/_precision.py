@@ -1,9 +1,4 @@
-"""The rules of `custom_jvp`, `custom_vjp` and `custom_vmap`, which JAX traces when it needs them.
-
-That may be after autocast has run. So what is to hold inside a rule is put around the function that
-an equation holds in its place.
-
-What `precision=` says of a product, and what a product has that says nothing.
+"""What `precision=` says of a product, and what a product has that says nothing.
 
 HIGH and HIGHEST, and a named algorithm, are the user's word: such a product has float32 operands
 and a float32 result, because a user who asks for more digits than a float32 product has by default
@@ -18,6 +13,10 @@ written, such as a custom_vjp or a loop to a tolerance, keeps what it says.
 The global `jax_default_matmul_precision` says what a *float32* product does; it keeps no product
 from being lowered. So functions are traced with it switched off, and all products that stay float32
 are bound with it, in place of HIGHEST.
+
+The rules of `custom_jvp`, `custom_vjp` and `custom_vmap` are traced by JAX when it needs them,
+maybe after autocast has run. So what is to hold inside a rule is put around the function that an
+equation holds in its place.
 """
 
 import functools
@@ -37,47 +36,6 @@ from jmp.autocasting._registry import Category, Params, is_low
 from jmp.autocasting._request import AUTOCAST, Request
 
 Change = Callable[[Any, Any], Any]
-
-
-def has_rules(name: str) -> bool:
-    """Returns whether the primitive called `name` holds rules."""
-    return name in ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call")
-
-
-def with_rules(params: Params, precision: Any, change: Change) -> dict[str, Any]:
-    """Returns parameters of an equation with rules whose products have a precision.
-
-    Args:
-      precision: of products that say none, as products hold it.
-      change: fills the jaxpr of a rule, given the precision. To be a function of a module: rules
-        that are changed alike are then equal, as programs that hold them are.
-    """
-    found = dict(params)
-    for name in {"jvp_jaxpr_fun", "fwd_jaxpr_thunk"} & params.keys():
-        # JAX traces it once for all who call the function, elsewhere perhaps.
-        found[name] = _with_changed_jaxpr(params[name], change, precision)
-    if "bwd" in params:
-        found["bwd"] = _with_default(params["bwd"], precision)
-    if "rule" in params:  # of vmap
-        found["rule"] = functools.partial(_run_with_default, params["rule"], precision)
-    return found
-
-
-def _run_and_change(rule: Any, change: Change, precision: Any, *zeros: Any) -> Any:
-    jaxpr, *others = rule(*zeros)
-    return change(jaxpr, precision), *others
-
-
-def _run_with_default(rule: Any, precision: Any, *args: Any) -> Any:
-    one = _of_operands(precision)[0]
-    name: Any = one.name.lower() if isinstance(one, Precision) else one.name
-    with jax.default_matmul_precision(name):
-        return rule(*args)
-
-
-_with_changed_jaxpr: Any = linear_util.transformation2(_run_and_change)
-_with_default: Any = linear_util.transformation2(_run_with_default)
-
 
 STRONGER = (Precision.HIGHEST, Precision.HIGH)
 HIGHEST = (Precision.HIGHEST, Precision.HIGHEST)
@@ -253,3 +211,46 @@ def _default_precision() -> Any:
     vector = jax.ShapeDtypeStruct((1,), np.float32)
     (equation,) = _jax_compat.open_jaxpr(jax.make_jaxpr(jax.lax.dot)(vector, vector))[0].eqns
     return equation.params["precision"]
+
+
+# Rules of custom derivatives.
+
+
+def has_rules(name: str) -> bool:
+    """Returns whether the primitive called `name` holds rules."""
+    return name in ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call")
+
+
+def with_rules(params: Params, precision: Any, change: Change) -> dict[str, Any]:
+    """Returns parameters of an equation with rules whose products have a precision.
+
+    Args:
+      precision: of products that say none, as products hold it.
+      change: fills the jaxpr of a rule, given the precision. To be a function of a module: rules
+        that are changed alike are then equal, as programs that hold them are.
+    """
+    found = dict(params)
+    for name in {"jvp_jaxpr_fun", "fwd_jaxpr_thunk"} & params.keys():
+        # JAX traces it once for all who call the function, elsewhere perhaps.
+        found[name] = _with_changed_jaxpr(params[name], change, precision)
+    if "bwd" in params:
+        found["bwd"] = _with_default(params["bwd"], precision)
+    if "rule" in params:  # of vmap
+        found["rule"] = functools.partial(_run_with_default, params["rule"], precision)
+    return found
+
+
+def _run_and_change(rule: Any, change: Change, precision: Any, *zeros: Any) -> Any:
+    jaxpr, *others = rule(*zeros)
+    return change(jaxpr, precision), *others
+
+
+def _run_with_default(rule: Any, precision: Any, *args: Any) -> Any:
+    one = _of_operands(precision)[0]
+    name: Any = one.name.lower() if isinstance(one, Precision) else one.name
+    with jax.default_matmul_precision(name):
+        return rule(*args)
+
+
+_with_changed_jaxpr: Any = linear_util.transformation2(_run_and_change)
+_with_default: Any = linear_util.transformation2(_run_with_default)

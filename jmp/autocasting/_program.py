@@ -18,7 +18,7 @@ from jmp import _jax_compat
 from jmp._array_calls import StaticPart, take_arrays
 from jmp._messages import described, function_name, users_stacklevel
 from jmp.autocasting._emit import run_plan
-from jmp.autocasting._flatten import flatten
+from jmp.autocasting._flatten import graph_of
 from jmp.autocasting._flow import Destination, Info
 from jmp.autocasting._numbers import MadeOf
 from jmp.autocasting._operations import warn_if_gradients_stay_half, warn_if_no_product_is_half
@@ -127,7 +127,7 @@ class Program:
     def _plan(self, jaxpr: Any, constants: Sequence[Any], in_half: Sequence[bool]) -> Plan:
         request = Request(self.settings, self.rules, self.rules_of_modules)
         given = [MadeOf.INPUTS] * len(jaxpr.invars)
-        graph = flatten(jaxpr, constants, given, _jax_compat.empty_name_stack(), request)
+        graph = graph_of(jaxpr, constants, given, _jax_compat.empty_name_stack(), request)
         infos = [Info(value.dtype, True) for value in graph.inputs]
         first = len(infos) - len(in_half)
         for position, half in enumerate(in_half):

@@ -4,10 +4,9 @@ A parameter that is gathered, permuted or laid out anew, and that products alone
 is rounded first: half the bytes go over the wire. The numbers are the same, because moving rounds
 nothing; its gradient is added up over devices in half, as that of a product on one device is.
 
-What some devices of a mapped mesh run and others may not: branches, and turns of a while loop.
-
-Nothing may be sent there but what the user sends. The maximum of a float8 array over all devices
-would wait for ever for those that went another way.
+In branches, and in the turns of a while loop, devices of a mapped mesh may go different ways. There
+nothing may be sent but what the user sends: the maximum of a float8 array over all devices would
+wait for ever for those that went another way. So each device has float8 scales of its own.
 """
 
 from collections.abc import Callable, Iterator, Set
@@ -72,17 +71,17 @@ def sends(node: Node) -> bool:
     """
     if not node.rule.sends:
         return False
-    before, after = _mesh_of(node.inputs[0]), _mesh_of(node.outputs[0])
+    before, after = _mesh_of_value(node.inputs[0]), _mesh_of_value(node.outputs[0])
     return bool(before.empty or before == after)
 
 
-def _mesh_of(value: Value) -> Any:
+def _mesh_of_value(value: Value) -> Any:
     return value.aval.sharding.mesh
 
 
 def may_be_sent(lookup: Node) -> bool:
     """Returns whether a lookup stands on a mesh, as far as types say: its table may be sharded."""
-    return any(not _mesh_of(value).empty for value in (lookup.inputs[0], *lookup.outputs))
+    return any(not _mesh_of_value(value).empty for value in (lookup.inputs[0], *lookup.outputs))
 
 
 def asks_for_wide(product: Node, facts: Facts) -> bool:

@@ -1,9 +1,8 @@
 """A plan: the steps of one level, with every decision and its reason. `_emit` runs it as it says.
 
-There are three sorts of steps: a `Single` equation, a `Nested` one that is planned inside, and an
-`Island` of equations computed in float32 as one.
-
-What is decided of each value of a level: the one place where dtypes are written down.
+There are four sorts of steps: a `Single` equation, a `Nested` one that is planned inside, an
+`Island` of equations computed in float32 as one, and a `Fused` attention. While a level is planned,
+`Storage` has what is decided of its values: the one place where dtypes are written down.
 """
 
 import enum
