@@ -140,7 +140,7 @@ def _operations_of_node(
     read: np.dtype,
     stores: Sequence[np.dtype | None],
 ) -> Iterator[Operation]:
-    equation = node.equation
+    equation: Any = node.equation
     if _jax_compat.holds_functions(equation):
         # Bound as a whole, in the dtypes it was traced with: a region, a custom derivative.
         traced, bound = equation, equation.replace(params=params)
