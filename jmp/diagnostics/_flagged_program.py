@@ -18,7 +18,7 @@ from jmp.autocasting._operations import NoHalfProductWarning
 from jmp.autocasting._regions import MODULE
 from jmp.diagnostics._arguments import check_numbers
 from jmp.diagnostics._emulation import Flags, Site, run_emulated
-from jmp.diagnostics._scope_search import Errors, grouped
+from jmp.diagnostics._scope_search import Errors, in_groups
 from jmp.policy import Policy, get_policy
 from jmp.rules import UnusedRuleWarning
 from jmp.trees import holds_numbers
@@ -69,7 +69,7 @@ class FlaggedProgram:
         self._constants = _jax_compat.open_jaxpr(traced.closed)[1]
         paths_of_sites, paths_in_float8 = self._paths()
         named = {path: _named(path, of_modules) for path in paths_of_sites}
-        groups = grouped(named.values())
+        groups = in_groups(named.values())
         self._groups = {path: groups[name] for path, name in named.items()}
         self.scopes = list(dict.fromkeys(self._groups.values()))
         self.in_float8 = frozenset(self.scopes.index(self._groups[p]) for p in paths_in_float8)
