@@ -15,8 +15,9 @@ for the length of the trace, on the copies that live in it, or for good in a vie
 Modules of Flax nnx as arguments of functions that JAX traces: their arrays, and how to go back.
 
 JAX takes an nnx module for a tree, and makes two Variables of one that stands in two places. What
-`apart` makes is a tree too, with one leaf a Variable, named as rules name it; `together` makes new
-modules of it, so that nothing that a function changes in them reaches the caller's.
+`split_modules` makes is a tree too, with one leaf a Variable, named as rules name it;
+`merge_modules` makes new modules of it, so that nothing that a function changes in them reaches the
+caller's.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ import jax
 import numpy as np
 from flax import errors, nnx
 
-from jmp._calls import LOWERED_TO, Untrained, mark_lowered
+from jmp._array_calls import Untrained
 from jmp.adapters._module_policies import (
     FLOAT32_POLICY,
     ModulePolicies,
@@ -39,7 +40,7 @@ from jmp.adapters._module_policies import (
     subclass,
 )
 from jmp.dtypes import is_half
-from jmp.policy import Policy
+from jmp.policy import LOWERED_TO, Policy, mark_lowered
 from jmp.trees import PyTree, cast_leaf, is_array, joined
 
 SHOWN = 4  # Variables in an error
@@ -347,7 +348,7 @@ def mark_parameters(model: nnx.Module, modules: ModulePolicies) -> None:
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class Apart:
+class SplitModule:
     """The Variables of one of several modules that were taken apart together.
 
     Attributes:
@@ -367,7 +368,7 @@ class Apart:
         return tuple(zip(keys, self.arrays, strict=True)), (self.names, self.where)
 
     @classmethod
-    def tree_unflatten(cls, held: Any, arrays: Any) -> "Apart":
+    def tree_unflatten(cls, held: Any, arrays: Any) -> "SplitModule":
         """The inverse of `tree_flatten_with_keys`."""
         return cls(arrays, *held)
 
@@ -382,11 +383,11 @@ def _is_node(value: Any) -> bool:
     return isinstance(value, nnx.Pytree)
 
 
-def _is_apart(value: Any) -> bool:
-    return isinstance(value, Apart)
+def _is_split(value: Any) -> bool:
+    return isinstance(value, SplitModule)
 
 
-def apart(tree: PyTree) -> PyTree:
+def split_modules(tree: PyTree) -> PyTree:
     """Returns a tree with its modules, optimizers and random-number streams taken apart."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=_is_node)
     nodes = [leaf for leaf in leaves if _is_node(leaf)]
@@ -402,16 +403,16 @@ def apart(tree: PyTree) -> PyTree:
     parts = []
     for rows in found:
         paths, names, arrays = ([row[column] for row in rows] for column in range(3))
-        parts.append(Apart(arrays, tuple(names), (graph, tuple(paths))))
+        parts.append(SplitModule(arrays, tuple(names), (graph, tuple(paths))))
     following = iter(parts)
     filled = [next(following) if _is_node(leaf) else leaf for leaf in leaves]
     return jax.tree.unflatten(structure, filled)
 
 
-def together(tree: PyTree) -> PyTree:
+def merge_modules(tree: PyTree) -> PyTree:
     """Returns a tree in which new modules stand for those that were taken apart."""
-    leaves, structure = jax.tree.flatten(tree, is_leaf=_is_apart)
-    parts = [leaf for leaf in leaves if _is_apart(leaf)]
+    leaves, structure = jax.tree.flatten(tree, is_leaf=_is_split)
+    parts = [leaf for leaf in leaves if _is_split(leaf)]
     if not parts:
         return tree
     flat = {
@@ -420,11 +421,11 @@ def together(tree: PyTree) -> PyTree:
         for path, array in zip(part.where[1], part.arrays, strict=True)
     }
     following = iter(nnx.merge(parts[0].where[0], nnx.State.from_flat_path(flat)))
-    filled = [next(following) if _is_apart(leaf) else leaf for leaf in leaves]
+    filled = [next(following) if _is_split(leaf) else leaf for leaf in leaves]
     return jax.tree.unflatten(structure, filled)
 
 
-def of_parts(fun: Callable[..., Any], *, in_scopes: bool) -> Callable[..., Any]:
+def of_split_modules(fun: Callable[..., Any], *, in_scopes: bool) -> Callable[..., Any]:
     """Returns `fun` as a function of modules that were taken apart, which changes none.
 
     Args:
@@ -441,10 +442,10 @@ def of_parts(fun: Callable[..., Any], *, in_scopes: bool) -> Callable[..., Any]:
     @functools.wraps(body, updated=())
     def of_arrays(*args: Any, **kwargs: Any) -> Any:
         if body is not fun:
-            args = (together(apart(own)), *args)
-        elif not any(map(_is_apart, jax.tree.leaves((args, kwargs), is_leaf=_is_apart))):
+            args = (merge_modules(split_modules(own)), *args)
+        elif not any(map(_is_split, jax.tree.leaves((args, kwargs), is_leaf=_is_split))):
             return fun(*args, **kwargs)
-        args, kwargs = together((args, kwargs))
+        args, kwargs = merge_modules((args, kwargs))
         return lifted(*args, **kwargs)
 
     return of_arrays

@@ -17,8 +17,7 @@ import equinox as eqx
 import jax
 import optax
 
-from jmp._calls import check_function
-from jmp._messages import refuse_other_models
+from jmp._messages import check_function, refuse_other_models
 from jmp.adapters._atomic import TrainStep, check_step, take_step
 from jmp.adapters._module_policies import (
     ModulePolicies,

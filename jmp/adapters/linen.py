@@ -17,7 +17,6 @@ import flax.linen as nn
 import jax
 from jax.typing import DTypeLike
 
-from jmp._calls import mark_lowered
 from jmp._messages import described, refuse_other_models
 from jmp.adapters import _train_state
 from jmp.adapters._module_policies import (
@@ -28,7 +27,7 @@ from jmp.adapters._module_policies import (
 )
 from jmp.adapters._train_state import TrainState
 from jmp.autocasting._autocast import Options
-from jmp.policy import Policy, get_policy
+from jmp.policy import Policy, get_policy, mark_lowered
 from jmp.rules import PolicyRules, Rule
 from jmp.trees import PyTree, cast_floating, cast_leaf, cast_to_at_least_float32, path_string
 

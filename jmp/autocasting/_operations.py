@@ -18,9 +18,10 @@ from jmp.autocasting._float8 import OPERANDS
 from jmp.autocasting._graph import Node
 from jmp.autocasting._numbers import dtype_of, is_inexact
 from jmp.autocasting._plain_forms import contracts_nothing
-from jmp.autocasting._precision import asked_for, is_low
+from jmp.autocasting._precision import asked_for
+from jmp.autocasting._propagation import turns_of
 from jmp.autocasting._regions import AUTOCAST, FULL_PRECISION
-from jmp.autocasting._registry import NO_RULE, Params
+from jmp.autocasting._registry import NO_RULE, Params, is_low
 from jmp.autocasting._sending import WHY_NOT_WIDE
 from jmp.autocasting._steps import (
     Fused,
@@ -31,7 +32,6 @@ from jmp.autocasting._steps import (
     Single,
     plain_steps,
 )
-from jmp.autocasting.kinds.scan import turns_of
 from jmp.dtypes import FLOAT32
 
 SATURATED = (
@@ -92,7 +92,7 @@ def operations_of(plan: Plan) -> Iterator[Operation]:
     half = plan.words.settings.compute_dtype
     for step, times in _steps_of(plan, 1):
         if isinstance(step, Island):
-            stored = {leave.value: leave.dtype for leave in step.leaves}
+            stored = {write.value: write.dtype for write in step.writes}
             for node in step.nodes:
                 stores = [stored.get(value, value.dtype) for value in node.outputs]
                 why = step.why.get(node, node.rule.reason)
@@ -111,7 +111,7 @@ def decisions_of(plan: Plan) -> Iterator[tuple[str, Node, int]]:
         if isinstance(step, Island):
             for node, rewrite in step.rewrites.items():
                 yield rewrite.why, node, times
-            masked = (leave.value.producer for leave in step.leaves if leave.saturates)
+            masked = (write.value.producer for write in step.writes if write.saturates)
             for node in filter(None, masked):
                 yield SATURATED, node, times
         elif any(read.saturates for read in step.reads):

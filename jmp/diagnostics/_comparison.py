@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp import _jax_compat
-from jmp._calls import ArrayCall, cotangent, vjp_at
+from jmp._array_calls import ArrayCall, cotangent, vjp_at
 from jmp._messages import users_stacklevel, wrong
 from jmp.autocasting._autocast import autocast
 from jmp.diagnostics._arguments import apart, check_asked, in_paths

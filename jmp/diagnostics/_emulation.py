@@ -30,12 +30,12 @@ from jmp.autocasting._regions import MODULE, modules_path
 from jmp.autocasting._steps import (
     Inside,
     Island,
-    Leave,
     Nested,
     Plan,
     Read,
     Single,
     Unplanned,
+    Write,
     plain_steps,
 )
 from jmp.diagnostics._walk import module_path
@@ -160,10 +160,10 @@ class _Level:
                 operands = [inside._read(value) for value in node.inputs]
                 results = _jax_compat.bind(node.equation.primitive, operands, node.params)
             inside._values.update(zip(node.outputs, results, strict=True))
-        for leave in island.leaves:
+        for leave in island.writes:
             self._leave(leave, inside._values[leave.value])
 
-    def _leave(self, leave: Leave, result: Any) -> None:
+    def _leave(self, leave: Write, result: Any) -> None:
         site = self._site(leave.value.producer)
         self._store(leave.value, result, leave.dtype, site, leave.saturates)
 

@@ -17,8 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp._calls import check_function
-from jmp._messages import described, listed, wrong
+from jmp._messages import check_function, described, listed, wrong
 from jmp.autocasting._autocast import AllOptions
 from jmp.autocasting._float8 import OPERANDS
 from jmp.diagnostics._arguments import apart, scoped

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp import _jax_compat
-from jmp._calls import ArrayCall, vjp_at
+from jmp._array_calls import ArrayCall, vjp_at
 from jmp._messages import described
 from jmp.autocasting._autocast import make_program
 from jmp.autocasting._operations import NoHalfProductWarning

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jmp import _jax_compat
-from jmp._calls import ArrayCall
+from jmp._array_calls import ArrayCall
 from jmp.autocasting._regions import AUTOCAST
 from jmp.autocasting._registry import Category, rule_for
 from jmp.diagnostics._arguments import apart, check_asked, check_numbers, of_modules

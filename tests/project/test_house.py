@@ -19,7 +19,7 @@ LAYERS = {
     "_messages": 0,
     "dtypes": 1,
     "trees": 2,
-    "_calls": 3,
+    "_array_calls": 3,
     "policy": 3,
     "rules": 3,
     "sharding": 3,
