@@ -22,7 +22,7 @@ from jmp.autocasting._autocast import AllOptions
 from jmp.autocasting._float8 import OPERANDS
 from jmp.diagnostics._arguments import apart, scoped
 from jmp.diagnostics._comparison import Comparison, check_scale, comparison_of, run, without_float8
-from jmp.diagnostics._flagged_program import FlaggedProgram, on_device
+from jmp.diagnostics._emulation import FlaggedProgram
 from jmp.diagnostics._scope_search import Errors, Found, rules_for, search_levels
 from jmp.diagnostics._tables import table
 from jmp.dtypes import is_half
@@ -30,7 +30,7 @@ from jmp.loss_scaling import StaticLossScale
 from jmp.loss_scaling._gradients import scaled_loss
 from jmp.policy import Policy, get_policy
 from jmp.rules import Rule
-from jmp.trees import cast_to_at_least_float32
+from jmp.trees import cast_to_at_least_float32, holds_numbers
 
 CALL = "find_float32(loss_fn, policy, *args, tolerance=0.01)"
 
@@ -233,7 +233,7 @@ def find_float32(
         _, (value, _) = scaled(*args)
         return value
 
-    args = jax.tree.map(on_device, cast_to_at_least_float32(apart(*args)[0]))
+    args = jax.tree.map(_on_device, cast_to_at_least_float32(apart(*args)[0]))
     given = options.pop("rules", ())
     given = tuple(given) if isinstance(given, Iterator) else given  # read more than once
     with_scopes, lower, framework = scoped(loss, args)
@@ -273,6 +273,13 @@ def _each_alone(paths: Sequence[str], search: Found) -> list[ScopeAlone]:
     for i, errors in search.alone_in_float8.items():
         found.append(ScopeAlone(paths[i], *errors, False, True, i in search.out_of_float8))
     return sorted(found, key=lambda scope: -max(scope.loss_error, scope.gradient_error))
+
+
+def _on_device(leaf: Any) -> Any:
+    """Returns a NumPy array as one of JAX's, without the program that `jnp.asarray` compiles."""
+    if not isinstance(leaf, (np.ndarray, np.generic)) or not holds_numbers(leaf):
+        return leaf
+    return jax.device_put(np.asarray(leaf, leaf.dtype.newbyteorder("=")))
 
 
 # What was given.

@@ -13,7 +13,7 @@ from flax import nnx
 
 from jmp import adapters, diagnostics
 from jmp.autocasting import _float8_planning
-from jmp.diagnostics._emulation import rounded
+from jmp.diagnostics._emulation import rounded_to_half
 from jmp.diagnostics._scope_search import in_groups, rules_for, search
 from testbed import models
 
@@ -413,7 +413,7 @@ def test_rounding_without_a_cast_is_the_cast(half):
     with np.errstate(over="ignore"):
         expected = numbers.astype(np.float32).astype(half).astype(np.float32)
     normal = np.abs(numbers) >= np.finfo(np.float32).smallest_normal  # XLA flushes others on a CPU
-    found = np.asarray(rounded(jnp.asarray(numbers, jnp.float32), np.dtype(half)))
+    found = np.asarray(rounded_to_half(jnp.asarray(numbers, jnp.float32), np.dtype(half)))
     np.testing.assert_array_equal(found[normal], expected[normal])
 
 
