@@ -92,14 +92,14 @@ def run_plan(
     """
     numerics = numerics or Numerics()
     environment: Environment = dict(zip(plan.graph.inputs, arguments, strict=True))
-    _run_steps(plan.steps, environment, numerics)
+    run_steps(plan.steps, environment, numerics)
     asked = stores or [None] * len(plan.stores)
     dtypes = (chosen or stored for chosen, stored in zip(asked, plan.stores, strict=True))
     pairs = zip(plan.graph.outputs, dtypes, strict=True)
     return [numerics.output(Read(value, dtype), environment) for value, dtype in pairs]
 
 
-def _run_steps(steps: Sequence[Step], environment: Environment, numerics: "Numerics") -> None:
+def run_steps(steps: Sequence[Step], environment: Environment, numerics: "Numerics") -> None:
     """Adds what the steps compute to the environment."""
     for step in steps:
         if isinstance(step, Island):
@@ -195,7 +195,7 @@ class Numerics:
 
         def plain(*arrays: Any) -> list[Any]:
             inside: Environment = dict(zip(entering, arrays, strict=True))
-            _run_steps(step.plain, inside, self)
+            run_steps(step.plain, inside, self)
             return [inside[value] for value in step.node.outputs]
 
         def fused(*arrays: Any) -> list[Any]:
