@@ -394,7 +394,7 @@ def _where(flag: Any, change: Change, x: Any) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _rounded(x: Any, flag: Any, forward: Change, backward: Change) -> Any:
-    """Returns an array, changed by `forward` where a flag says so, as its cotangent by `backward`."""
+    """Changes an array by `forward` where a flag says so, its cotangent by `backward`."""
     return _where(flag, forward, x)
 
 
