@@ -13,8 +13,8 @@ from flax import nnx
 
 from jmp import adapters, diagnostics
 from jmp.autocasting import _float8_planning
-from jmp.diagnostics._emulation import rounded
-from jmp.diagnostics._scope_search import grouped, rules_for, search
+from jmp.diagnostics._emulation import rounded_to_half
+from jmp.diagnostics._scope_search import in_groups, rules_for, search
 from testbed import models
 
 F16, BF16 = "mixed_float16", "mixed_bfloat16"
@@ -413,7 +413,7 @@ def test_rounding_without_a_cast_is_the_cast(half):
     with np.errstate(over="ignore"):
         expected = numbers.astype(np.float32).astype(half).astype(np.float32)
     normal = np.abs(numbers) >= np.finfo(np.float32).smallest_normal  # XLA flushes others on a CPU
-    found = np.asarray(rounded(jnp.asarray(numbers, jnp.float32), np.dtype(half)))
+    found = np.asarray(rounded_to_half(jnp.asarray(numbers, jnp.float32), np.dtype(half)))
     np.testing.assert_array_equal(found[normal], expected[normal])
 
 
@@ -569,7 +569,7 @@ def test_a_result_is_short_and_its_data_are_json():
 
 def test_many_scopes_are_asked_about_in_groups():
     paths = [f"net/block_{i}/{name}" for i in range(100) for name in ("a", "b", "c")]
-    found = grouped([*paths, "net", ""])
+    found = in_groups([*paths, "net", ""])
     assert len(set(found.values())) == 102
     assert found["net/block_7/a"] == found["net/block_7/c"] == "net/block_7"
     assert (found["net"], found[""]) == ("net", "")
