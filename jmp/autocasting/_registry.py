@@ -177,6 +177,11 @@ def rule_for(name: str) -> Rule:
     return _RULES.get(name, NO_RULE)
 
 
+def is_low(equation: Any) -> bool:
+    """Returns whether an equation multiplies matrices, in whatever dtypes."""
+    return rule_for(equation.primitive.name).category is Category.LOW
+
+
 def is_foreign(name: str) -> bool:
     """Returns whether this package has no rule for a primitive: others may look for it."""
     return name not in _RULES or not _RULES[name].owner.startswith("jmp.")

@@ -17,7 +17,7 @@ from jmp import _jax_compat
 from jmp._calls import ArrayCall, argument_numbers, vjp_at
 from jmp._messages import described
 from jmp.autocasting import autocast
-from jmp.autocasting._equations import inner_equations
+from jmp.autocasting._propagation import inner_equations
 from jmp.diagnostics._arguments import apart, check_asked, of_modules
 from jmp.diagnostics._range_report import (
     DIGITS,
