@@ -23,7 +23,7 @@ from jmp.adapters._module_policies import (
     ModulePolicies,
     marked_class,
     plain_class,
-    rules_for_modules,
+    storage_rules,
 )
 from jmp.autocasting._autocast import AllOptions, given_policy
 from jmp.dtypes import is_half
@@ -89,20 +89,20 @@ def autocast(
         return functools.partial(autocast, policy=policy, rules=rules, **options)
     check_function(fun, "autocast", "autocast(loss_fn, policy)(model, *args)")
     refuse_other_models(fun, "autocast", "the function", "equinox", "a function of Equinox modules")
-    return lift(fun, ModulePolicies(policy, rules, options))
+    return with_marked_modules(fun, ModulePolicies(policy, rules, options))
 
 
-def lift(fun: Callable[P, R], modules: ModulePolicies) -> Callable[P, R]:
+def with_marked_modules(fun: Callable[P, R], modules: ModulePolicies) -> Callable[P, R]:
     """Returns `fun` under autocast, each module among its arguments computing by its policy."""
 
     @functools.wraps(fun)
     def in_float32(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = _map_modules(functools.partial(_marked, modules), (args, kwargs))
+        args, kwargs = _map_modules(functools.partial(_mark_module, modules), (args, kwargs))
         with modules.in_force():
             result = fun(*args, **kwargs)
         if not is_half(modules.lowered):  # else autocast warns, who has matched scopes too
             modules.rules.warn_unused()
-        return _map_modules(_unmarked, result)
+        return _map_modules(_unmark_module, result)
 
     return modules.autocast(in_float32, name_scopes=True)
 
@@ -125,14 +125,13 @@ def cast_params(model: T, policy: str | Policy, rules: Sequence[Rule] | None = N
     dtype('float16')
     """
     refuse_other_models(model, "cast_params", "the model", "equinox", "a module of Equinox")
-    module_rules = rules_for_modules(get_policy(policy), rules)
-    module_rules.refuse_float8("cast_params")
+    stored = storage_rules(get_policy(policy), rules)
 
     def cast(leaf: Any, path: str, classes: tuple[type, ...]) -> Any:
-        return cast_leaf(leaf, module_rules.policy_for(path, classes).param_dtype)
+        return cast_leaf(leaf, stored.policy_for(path, classes).param_dtype)
 
     result: T = _map_modules(lambda module: _rebuilt(module, cast), model)
-    module_rules.warn_unused()
+    stored.warn_unused()
     return result
 
 
@@ -245,7 +244,7 @@ def _map_modules(function: Callable[[eqx.Module], Any], tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: function(x) if _is_module(x) else x, tree, is_leaf=_is_module)
 
 
-def _marked(modules: ModulePolicies, module: eqx.Module) -> Any:
+def _mark_module(modules: ModulePolicies, module: eqx.Module) -> Any:
     """Returns a module whose parts open the scopes of the rules they match, arrays in float32."""
 
     def mark(node: eqx.Module, path: str, classes: tuple[type, ...]) -> type:
@@ -260,7 +259,7 @@ def _marked(modules: ModulePolicies, module: eqx.Module) -> Any:
     return _rebuilt(module, widen, mark)
 
 
-def _unmarked(module: eqx.Module) -> Any:
+def _unmark_module(module: eqx.Module) -> Any:
     unmark = lambda node, *_: plain_class(type(node))
     return _rebuilt(module, lambda leaf, *_: leaf, unmark)
 
