@@ -72,6 +72,11 @@ def inner_jaxprs(equation: core.JaxprEqn) -> Iterator[Any]:
                 yield inner
 
 
+def holds_functions(equation: core.JaxprEqn) -> bool:
+    """Returns whether a jaxpr is among an equation's parameters."""
+    return any(True for _ in inner_jaxprs(equation))
+
+
 def is_jit(equation: core.JaxprEqn) -> bool:
     """Returns whether an equation calls a jitted function."""
     return equation.primitive.name in JITS

@@ -990,7 +990,6 @@ MISTAKES: dict[str, list[Mistake]] = {
             ("diagnostics.assert_products_in(loss_fn, 16)", "expected a real floating dtype"),
             ("diagnostics.range_report(loss_fn)", "gradient_report(loss_fn)(*args)"),
             ("diagnostics.compare_memory([report])", "{'float32': report, 'mixed_float16': other}"),
-            ("diagnostics.plot_memory(report)", "{'float32': report, 'mixed_float16': other}"),
             ("diagnostics.metrics(tx)", "not the optimizer itself"),
             ("diagnostics.check_skips(opt_state, limit='25')", "such as 25"),
             ("diagnostics.check_skips(opt_state, limit=2.5)", "expected a whole number of steps"),

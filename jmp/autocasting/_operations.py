@@ -18,9 +18,10 @@ from jmp.autocasting._float8 import OPERANDS
 from jmp.autocasting._graph import Node
 from jmp.autocasting._numbers import dtype_of, is_inexact
 from jmp.autocasting._plain_forms import contracts_nothing
-from jmp.autocasting._precision import asked_for, is_low
+from jmp.autocasting._precision import asked_for
+from jmp.autocasting._propagation import turns_of
 from jmp.autocasting._regions import AUTOCAST, FULL_PRECISION
-from jmp.autocasting._registry import NO_RULE, Params
+from jmp.autocasting._registry import NO_RULE, Params, is_low
 from jmp.autocasting._sending import WHY_NOT_WIDE
 from jmp.autocasting._steps import (
     Fused,
@@ -31,7 +32,6 @@ from jmp.autocasting._steps import (
     Single,
     plain_steps,
 )
-from jmp.autocasting.kinds.scan import turns_of
 from jmp.dtypes import FLOAT32
 
 SATURATED = (

@@ -34,7 +34,7 @@ from jmp import _jax_compat
 from jmp.autocasting._graph import Node
 from jmp.autocasting._numbers import dtype_of
 from jmp.autocasting._regions import AUTOCAST, Words
-from jmp.autocasting._registry import Category, Params, rule_for
+from jmp.autocasting._registry import Category, Params, is_low
 
 Change = Callable[[Any, Any], Any]
 
@@ -86,11 +86,6 @@ HIGHEST = (Precision.HIGHEST, Precision.HIGHEST)
 Choice = Callable[[JaxprEqn, Any, Any], Any]
 
 
-def is_low(equation: JaxprEqn) -> bool:
-    """Returns whether an equation multiplies matrices, in whatever dtypes."""
-    return rule_for(equation.primitive.name).category is Category.LOW
-
-
 def names_algorithm(params: Params) -> bool:
     """Returns whether a product says how the hardware shall multiply."""
     return type(params.get("precision")).__name__ in ("DotAlgorithm", "DotAlgorithmPreset")
@@ -136,7 +131,7 @@ def in_regions(node: Node, words: Words) -> Params:
     FULL, such as inner products, which are sums.
     """
     equation = node.equation
-    may_have = is_low(equation) or any(True for _ in _jax_compat.inner_jaxprs(equation))
+    may_have = is_low(equation) or _jax_compat.holds_functions(equation)
     if not may_have or _jax_compat.default_precision_setting() is not None:
         return node.params
     is_kept = is_low(equation) and node.rule.category is Category.FULL

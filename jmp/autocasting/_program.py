@@ -18,12 +18,12 @@ from jmp import _jax_compat
 from jmp._array_calls import StaticPart, take_arrays
 from jmp._messages import described, function_name, users_stacklevel
 from jmp.autocasting._emit import run_plan
-from jmp.autocasting._equations import equations
 from jmp.autocasting._flatten import flatten
 from jmp.autocasting._flow import Destination, Info
 from jmp.autocasting._numbers import MadeOf
 from jmp.autocasting._operations import warn_if_gradients_stay_half, warn_if_no_product_is_half
 from jmp.autocasting._planner import Planner
+from jmp.autocasting._propagation import walk
 from jmp.autocasting._regions import AUTOCAST, RegionRules, Words
 from jmp.autocasting._settings import Settings
 from jmp.autocasting._steps import Context, Plan
@@ -146,7 +146,7 @@ class Program:
         return plan
 
     def _warn_unused_overrides(self, jaxpr: Any) -> None:
-        names = {equation.primitive.name for equation in equations(jaxpr)}
+        names = {visit.equation.primitive.name for visit in walk(jaxpr)}
         for name, category in self.settings.overrides:
             if name not in names:
                 warnings.warn(

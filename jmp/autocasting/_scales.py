@@ -46,7 +46,7 @@ class Equation(NamedTuple):
 def equation_of(node: Node, places: Mapping[Value, int]) -> Equation | None:
     """Returns a node as an equation; None unless it is elementwise, and reads what has a place."""
     rule = node.rule
-    if any(_jax_compat.inner_jaxprs(node.equation)):  # a custom derivative, of a shape of its own
+    if _jax_compat.holds_functions(node.equation):  # a custom derivative, of a shape of its own
         return None
     if not (node.is_fusible and (rule.elementwise or rule.expensive or rule.casts or rule.cheap)):
         return None

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jmp import _jax_compat
 from jmp._array_calls import ArrayCall
 from jmp._messages import check_function, described, framework_of
 from jmp.adapters._module_policies import ModuleScopes
@@ -40,6 +41,15 @@ def check_asked(caller: str, call: str, fun: object, early: tuple[Any, ...], pol
             f"{caller} got {described(got)} too early; expected the function's arguments in a call "
             f"of their own: {call}."
         )
+
+
+def check_numbers(arrays: Sequence[Any], caller: str, expected: str) -> None:
+    """Raises TypeError for an array without numbers: one that is traced, or its type alone."""
+    for array in arrays:
+        if isinstance(array, jax.ShapeDtypeStruct) or not _jax_compat.is_concrete(array):
+            raise TypeError(
+                f"{caller} got {described(array)}, which holds no numbers; expected {expected}."
+            )
 
 
 class Scoped(NamedTuple):

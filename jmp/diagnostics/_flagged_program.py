@@ -16,6 +16,7 @@ from jmp._messages import described
 from jmp.autocasting._autocast import make_program
 from jmp.autocasting._operations import NoHalfProductWarning
 from jmp.autocasting._regions import MODULE
+from jmp.diagnostics._arguments import check_numbers
 from jmp.diagnostics._emulation import Flags, Site, run_emulated
 from jmp.diagnostics._scope_search import Errors, grouped
 from jmp.policy import Policy, get_policy
@@ -49,7 +50,9 @@ class FlaggedProgram:
                 "nothing is in half. Ask with 'mixed_float16' or 'mixed_bfloat16'."
             )
         call = ArrayCall(loss, args)
-        _check_numbers(call.arrays)
+        check_numbers(
+            call.arrays, "find_float32", "the arrays of a training step, outside of jax.jit"
+        )
         self._arrays = call.arrays
         within = call.within(argnums, "find_float32").items()
         paths = {i: p for i, p in within if jnp.issubdtype(self._arrays[i].dtype, jnp.inexact)}
@@ -194,15 +197,6 @@ def on_device(leaf: Any) -> Any:
     if not isinstance(leaf, (np.ndarray, np.generic)) or not holds_numbers(leaf):
         return leaf
     return jax.device_put(np.asarray(leaf, leaf.dtype.newbyteorder("=")))
-
-
-def _check_numbers(arrays: Sequence[Any]) -> None:
-    for array in arrays:
-        if isinstance(array, jax.ShapeDtypeStruct) or not _jax_compat.is_concrete(array):
-            raise TypeError(
-                f"find_float32 got {described(array)}, which holds no numbers; expected the arrays "
-                "of a training step, outside of jax.jit."
-            )
 
 
 def _check_reference(norms: Any, gradients: Sequence[Any], paths: Sequence[str]) -> None:

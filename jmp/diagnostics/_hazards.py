@@ -14,7 +14,7 @@ from jmp.autocasting._exact_products import WHY_EXACT
 from jmp.autocasting._operations import is_product, operations_of, rounded_arguments_of
 from jmp.autocasting._program import Traced
 from jmp.autocasting._steps import Plan
-from jmp.diagnostics._range_report import FLOAT8, HALVES
+from jmp.diagnostics._ranges import FLOAT8, HALVES
 from jmp.diagnostics._rows import Lines, Row, location_of, product_of
 from jmp.diagnostics._walk import module_path, place_name, with_places
 

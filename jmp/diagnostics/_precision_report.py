@@ -31,7 +31,7 @@ from jmp.diagnostics._hazards import (
     rounded_arguments,
     unused_rules,
 )
-from jmp.diagnostics._range_report import FLOAT8, HALVES
+from jmp.diagnostics._ranges import FLOAT8, HALVES
 from jmp.diagnostics._residuals import residuals
 from jmp.diagnostics._rows import Decision, Row, decisions_in, rows_of, together
 from jmp.diagnostics._tables import size, table, totals

@@ -242,15 +242,15 @@ def test_masks_that_the_program_holds_are_known_by_value(mask, is_causal, window
 
     for function in (chosen, added):
         ((step,), _) = attentions(function, Q[:, :, :2], K, V)
-        assert (step.form.is_causal, step.form.window) == (is_causal, window)
+        assert step.form.masking[:2] == (is_causal, window)
         assert not (step.biases or step.masks)
-        assert step.form.is_alive
+        assert step.form.masking.sees_a_key
 
 
 def test_a_mask_of_keys_is_read_as_it_is_and_not_once_a_head():
     (step,), _ = attentions(*mask_of_keys())
-    ((axes, _),) = step.form.masks
-    assert sum(map(len, axes)) == 2  # it differs by example and by key
+    (mask,) = step.form.masking.masks
+    assert sum(map(len, mask.source.axes)) == 2  # it differs by example and by key
 
 
 def mask_of_keys():

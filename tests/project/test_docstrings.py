@@ -212,5 +212,5 @@ def test_a_star_import_of_an_adapter_gives_the_names_of_its_reference_page(name)
 
 
 def test_there_are_as_many_names_as_the_front_doors_have():
-    assert len(NAMES) >= 84
+    assert len(NAMES) >= 82
     assert set(jmp.__all__) <= {p.id.removeprefix("jmp.") for p in NAMES}

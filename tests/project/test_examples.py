@@ -11,7 +11,10 @@ import sys
 import warnings
 
 import jax
+import numpy as np
 import pytest
+
+from benchmarks.figures import example
 
 ROOT = pathlib.Path(__file__).parents[2]
 TINY = {
@@ -121,3 +124,39 @@ def test_help_and_mistakes(name):
     mistake = run_example(name, "--batch-size=-1")
     assert mistake.returncode == 2
     assert "expected a number above zero" in mistake.stderr
+
+
+def memory_bars(*peaks):
+    """Returns the axes and the totals in MB of bars for as many reports as there are peaks."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    parts = {"parameters": 1e6, "gradients": 1e6, "optimizer": 2e6, "masters": 0.0}
+    runs = {}
+    for number, peak in enumerate(peaks):
+        sizes = {**parts, "copies of parameters": 5e5 * number, "activations": 3e6}
+        total = sum(sizes.values())
+        runs[f"run {number}"] = {"parts": sizes, "total_bytes": total, "xla_peak_bytes": peak}
+    _, axes = plt.subplots()
+    example("memory").plot_bars(axes, runs)
+    plt.close("all")
+    return axes, [run["total_bytes"] / 1e6 for run in runs.values()]
+
+
+def test_bars_of_memory_are_stacked_to_the_total():
+    axes, totals = memory_bars(None, None)
+    widths = np.array([[bar.get_width() for bar in bars] for bars in axes.containers])
+    np.testing.assert_allclose(widths.sum(0), totals)
+    assert axes.yaxis_inverted()  # the first at the top
+    assert "masters" not in [text.get_text() for text in axes.get_legend().get_texts()]
+    assert not axes.lines  # these were not compiled
+
+
+def test_xlas_peak_is_marked_beside_what_jax_keeps():
+    axes, _ = memory_bars(None, 3_000_000)
+    assert [list(line.get_xdata()) for line in axes.lines] == [[3.0]]
+    words = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert "XLA's peak, no optimizer" in words
+    assert sum("3.00 peak" in text.get_text() for text in axes.texts) == 1

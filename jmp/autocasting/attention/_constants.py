@@ -84,7 +84,7 @@ def _computed(node: Node, found: Found) -> "np.ndarray[Any, Any] | None":
         operands = [np.broadcast_to(x, own) for x, own in zip(operands, shapes[1:], strict=True)]
     if max(math.prod(shape), *(x.size for x in operands), 0) > LARGEST:
         return None
-    if any(True for _ in _jax_compat.inner_jaxprs(node.equation)):
+    if _jax_compat.holds_functions(node.equation):
         return None
     try:
         with jax.ensure_compile_time_eval():

@@ -21,11 +21,11 @@ from jax.tree_util import Partial
 
 from jmp import _jax_compat
 from jmp.autocasting._casts import cast, cast_all
-from jmp.autocasting._equations import inner_equations
 from jmp.autocasting._flow import Destination, Info
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import Arrays, Kind, Level, register_kind
 from jmp.autocasting._numbers import is_inexact
+from jmp.autocasting._propagation import inner_equations
 from jmp.autocasting._registry import Category, Rule
 from jmp.autocasting._settings import Settings
 from jmp.autocasting._steps import Function, Inside, Nested, RunPlan
