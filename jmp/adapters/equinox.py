@@ -175,10 +175,7 @@ def scaled_value_and_grad(
     @functools.wraps(fun)
     def wrapped(model: PyTree, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         params, static = eqx.partition(model, eqx.is_inexact_array)
-        of_params = lambda params, *args, **kwargs: fun(
-            eqx.combine(params, static), *args, **kwargs
-        )
-        differentiate = differentiate_scaled(of_params, loss_scale, has_aux=has_aux)
+        differentiate = differentiate_scaled(_of_params(fun, static), loss_scale, has_aux=has_aux)
         return differentiate(params, *args, **kwargs)
 
     return wrapped
@@ -225,14 +222,18 @@ def train_step(
     """
     check_step(loss_fn, model, "equinox", "a module of Equinox, or a tree of them")
     params, static = eqx.partition(model, eqx.is_inexact_array)
-    of_params = functools.wraps(loss_fn)(
-        lambda params, *args: loss_fn(eqx.combine(params, static), *args)
-    )
-    step = take_step(of_params, params, opt_state, tx, args, state, has_aux)
+    step = take_step(_of_params(loss_fn, static), params, opt_state, tx, args, state, has_aux)
     return step._replace(model=eqx.combine(step.model, static))
 
 
-# Modules inside trees.
+def _of_params(fun: Callable[..., Any], static: PyTree) -> Callable[..., Any]:
+    """Returns a function of a model as one of its floating arrays; `static` is the rest of it."""
+
+    @functools.wraps(fun)
+    def of_params(params: PyTree, *args: Any, **kwargs: Any) -> Any:
+        return fun(eqx.combine(params, static), *args, **kwargs)
+
+    return of_params
 
 
 def _is_module(node: object) -> bool:
