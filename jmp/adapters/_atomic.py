@@ -9,12 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from jmp._messages import described, framework_of, refuse_other_models, wrong
-from jmp.loss_scaling import (
-    LossScale,
-    NoOpLossScale,
-    UnscaledLossWarning,
-    scaled_value_and_grad,
-)
+from jmp.loss_scaling import LossScale, NoOpLossScale, UnscaledLossWarning, scaled_value_and_grad
 from jmp.loss_scaling._gradients import pair_of
 from jmp.policy import lowered_to
 from jmp.transforms._callers import skips_undone

@@ -26,10 +26,10 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 from flax import errors, nnx
+from jax.typing import DTypeLike
 
 from jmp._array_calls import Untrained
 from jmp.adapters._module_policies import (
-    FLOAT32_POLICY,
     ModulePolicies,
     ModuleScopes,
     marked_class,
@@ -305,13 +305,13 @@ def cast_in_place(
     with whole_if_it_fails(*(variable for _, variable, _ in variables)):
         for path, variable, classes in variables:
             if isinstance(variable, nnx.BatchStat):
-                policy = FLOAT32_POLICY
+                dtype: DTypeLike = FLOAT32
             elif policy_for is not None and isinstance(variable, nnx.Param):
-                policy = policy_for(path, classes)
+                dtype = policy_for(path, classes).param_dtype
             else:
                 continue
             value = variable.get_value()
-            cast = cast_leaf(value, policy.param_dtype)
+            cast = cast_leaf(value, dtype)
             if cast is not value:
                 variable.set_value(cast)
 

@@ -19,12 +19,7 @@ import optax
 
 from jmp._messages import check_function, refuse_other_models
 from jmp.adapters._atomic import TrainStep, check_step, take_step
-from jmp.adapters._module_policies import (
-    ModulePolicies,
-    marked_class,
-    plain_class,
-    storage_rules,
-)
+from jmp.adapters._module_policies import ModulePolicies, marked_class, plain_class, storage_rules
 from jmp.autocasting._autocast import AllOptions, given_policy
 from jmp.dtypes import is_half
 from jmp.loss_scaling import LossScale

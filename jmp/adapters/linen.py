@@ -16,11 +16,7 @@ from typing import Any, ParamSpec, TypeVar, Unpack
 import flax.linen as nn
 
 from jmp._messages import refuse_other_models, wrong
-from jmp.adapters._module_policies import (
-    ModulePolicies,
-    cast_by_paths,
-    policy_of_norms,
-)
+from jmp.adapters._module_policies import ModulePolicies, cast_by_paths, policy_of_norms
 from jmp.adapters._train_state import TrainState
 from jmp.autocasting._autocast import Options
 from jmp.policy import Policy, get_policy, mark_lowered
