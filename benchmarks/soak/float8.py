@@ -29,7 +29,7 @@ from benchmarks.processes import ROOT
 from jmp import diagnostics
 from jmp.autocasting import _float8_planning
 from testbed.gpt2 import GPT2, gpt2
-from testbed.models import MODELS
+from testbed.models import MODELS, cross_entropy
 
 PRECISIONS = ("bfloat16", "float8")
 SMALL_MODELS = {
@@ -178,8 +178,7 @@ def logits_of(params: Sequence[Any], x: Any) -> Any:
 
 
 def loss_fn(params: Sequence[Any], images: Any, labels: Any) -> Any:
-    logits = logits_of(params, images)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+    return cross_entropy(logits_of(params, images), labels)
 
 
 def training(policy: str, images: np.ndarray, labels: np.ndarray) -> Callable[[int], Any]:

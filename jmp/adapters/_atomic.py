@@ -12,7 +12,6 @@ from jmp._messages import described, framework_of, refuse_other_models, wrong
 from jmp.loss_scaling import LossScale, NoOpLossScale, UnscaledLossWarning, scaled_value_and_grad
 from jmp.loss_scaling._gradients import pair_of
 from jmp.policy import lowered_to
-from jmp.transforms._callers import skips_undone
 from jmp.transforms._finite_check import flag_by_size
 from jmp.transforms._loss_scaling import WithLossScaleState, find_loss_scaling
 from jmp.transforms._mixed_precision import unscaled_policy
@@ -170,8 +169,7 @@ def take_step(
         new_state, aux = pair_of(more, "(state, aux)") if has_aux else (more, None)
     elif has_aux:
         loss, aux = value
-    with skips_undone():
-        updates, new_opt_state = tx.update(gradients, opt_state, params)
+    updates, new_opt_state = tx.update(gradients, opt_state, params)
     new_params = optax.apply_updates(params, updates)
     leaves, structure = jax.tree.flatten(new_state)
     (new_params, kept), new_opt_state = keep_if_skipped(

@@ -27,9 +27,9 @@ from jmp.loss_scaling import (
     StaticLossScale,
 )
 from jmp.transforms import FlatMasters
-from jmp.transforms._callers import skips_undone
 from jmp.transforms._inner import structures_compared
 from jmp.transforms._loss_scaling import check_order, find_loss_scaling
+from jmp.transforms._master_params import check_half_ones_are_seen
 from jmp.transforms._masters import follow_replaced
 from jmp.transforms._placement import placed
 from jmp.trees import PyTree, is_array, leaves_by_path
@@ -101,6 +101,7 @@ class TrainState(train_state.TrainState):
             apply_fn=apply_fn, params=params, tx=tx, **kwargs
         )
         check_order(state.opt_state, undone_on_a_skip=True)
+        check_half_ones_are_seen(state.opt_state, params)
         check_is_scaled(tx, state.opt_state, apply_fn)
         return state.replace(step=placed(jnp.zeros([], jnp.int32), params))
 
@@ -142,7 +143,7 @@ class TrainState(train_state.TrainState):
             gradients of another structure than the parameters.
         """
         _check_not_static(self, kwargs)
-        with skips_undone(), structures_compared(grads, self.params, "apply_gradients"):
+        with structures_compared(grads, self.params, "apply_gradients"):
             new: Self = super().apply_gradients(  # type: ignore[no-untyped-call]  # likewise
                 grads=grads, **kwargs
             )

@@ -33,7 +33,6 @@ from jmp.loss_scaling import LossScale
 from jmp.loss_scaling._gradients import scaled_loss
 from jmp.policy import Policy, get_policy
 from jmp.rules import Rule
-from jmp.transforms._callers import skips_undone
 
 __all__ = ["autocast", "cast_params", "loss_scale", "reset_masters", "train_step", "with_policy"]
 
@@ -176,7 +175,10 @@ def cast_params(model: M, policy: str | Policy, rules: Sequence[Rule] | None = N
 def loss_scale(optimizer: nnx.Optimizer[Any]) -> LossScale:
     """Returns the loss scale in force inside an `nnx.Optimizer`; `NoOpLossScale` if it has none.
 
-    Raises: TypeError for another optimizer; otherwise as `transforms.check_optimizer_state`.
+    Raises: TypeError for another optimizer; otherwise as `transforms.check_optimizer_state`, but
+      that a transformation with a state may come after loss scaling: `train_step` undoes on a skip
+      what it changed. A step by `optimizer.update` alone does not: check that once by
+      `transforms.check_optimizer_state(nnx.as_pure(optimizer.opt_state))`.
 
     >>> from flax import nnx
     >>> import optax
@@ -263,8 +265,7 @@ def train_step(
     )
     with whole_if_it_fails(model, optimizer):
         (_, (value, aux)), gradients = differentiate(model, *args)
-        with skips_undone():
-            optimizer.update(model, gradients)
+        optimizer.update(model, gradients)
         after, state_after = _moved_by_a_step(model, optimizer)
         (variables, step), opt_state = keep_if_skipped(after, before, state_after, state_before)
         nnx.update(model, variables)
