@@ -265,14 +265,14 @@ def _says_float32(module: object) -> bool:
 
 
 @functools.cache  # one class for all models: a structure that holds it must compare equal
-def marked_class(module_type: type, base: type, modules: ModulePolicies, named: Policy) -> type:
+def marked_class(module_type: type, base: type, policies: ModulePolicies, named: Policy) -> type:
     """Returns a subclass of `module_type` whose methods run in the scope of the policy `named`.
 
     Args:
       base: the framework's class of all modules, whose own methods stay as they are.
     """
     body: dict[str, Any] = {
-        name: _method_in_scope(getattr(module_type, name), modules, named)
+        name: _method_in_scope(getattr(module_type, name), policies, named)
         for name in dir(module_type)
         if name == "__call__" or not (name.startswith("_") or hasattr(base, name))
         if _is_method(module_type, name)
@@ -304,11 +304,11 @@ def _is_method(module_type: type, name: str) -> bool:
 
 
 def _method_in_scope(
-    method: Callable[..., Any], modules: ModulePolicies, named: Policy
+    method: Callable[..., Any], policies: ModulePolicies, named: Policy
 ) -> Callable[..., Any]:
     @functools.wraps(method, updated=())
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with modules.scope(named) if modules.are_in_force else contextlib.nullcontext():
+        with policies.scope(named) if policies.are_in_force else contextlib.nullcontext():
             return method(self, *args, **kwargs)
 
     return call

@@ -47,7 +47,7 @@ _POLICIES = "_jmp_module_policies"  # the attribute of a view's class that says 
 _SHOWN = 4  # Variables in an error
 
 
-def lift(fun: Callable[P, R], modules: ModulePolicies) -> Callable[P, R]:
+def lift(fun: Callable[P, R], policies: ModulePolicies) -> Callable[P, R]:
     """Returns `fun` under autocast; what it changes in modules among its arguments is changed."""
     tag = object()  # tells this function's bookkeeping from that of others, in Flax
 
@@ -56,16 +56,16 @@ def lift(fun: Callable[P, R], modules: ModulePolicies) -> Callable[P, R]:
         args, kwargs = nnx.from_tree((args, kwargs), is_inner=True, ctxtag=tag)
         models = _nodes((args, kwargs))
         before = list(map(Contents.of, models))
-        with modules.in_force(), _prepared(models, modules):
+        with policies.in_force(), _prepared(models, policies):
             result = fun(*args, **kwargs)
-        modules.rules.warn_unused()
+        policies.rules.warn_unused()
         changes = [Contents.of(m).changes(b) for m, b in zip(models, before, strict=True)]
         # A model from outside of a trace may be called inside it, but not be written to.
         changed = {i: found for i, found in enumerate(changes) if found != ()}
         written = [models[i] for i in changed]
         return list(changed.items()), nnx.to_tree((written, result), ctxtag=tag)
 
-    lowered = modules.autocast(pure)
+    lowered = policies.autocast(pure)
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -79,7 +79,7 @@ def lift(fun: Callable[P, R], modules: ModulePolicies) -> Callable[P, R]:
                 _, result = nnx.from_tree(after, is_inner=False, ctxtag=tag)
         return result
 
-    return mark_lowered(wrapped, modules.lowered)
+    return mark_lowered(wrapped, policies.lowered)
 
 
 def _nodes(tree: PyTree) -> list[Any]:
@@ -90,18 +90,18 @@ def _nodes(tree: PyTree) -> list[Any]:
 
 
 @contextlib.contextmanager
-def _prepared(models: Sequence[Any], modules: ModulePolicies) -> Iterator[None]:
+def _prepared(models: Sequence[Any], policies: ModulePolicies) -> Iterator[None]:
     """Within the context modules that rules match have marked classes; no parameter is half."""
     with contextlib.ExitStack() as undone:
         for model in models:
             if isinstance(model, nnx.Module):
                 for module, path, classes in _modules_with_path(model):
-                    named = modules.named(module, path, classes)
+                    named = policies.named(module, path, classes)
                     if named is not None:
-                        marked = marked_class(type(module), nnx.Module, modules, named)
+                        marked = marked_class(type(module), nnx.Module, policies, named)
                         undone.callback(_set_class, module, type(module))
                         _set_class(module, marked)
-                match_parameters(model, modules)
+                match_parameters(model, policies)
         for model in models:
             for _, variable in nnx.iter_graph(model):
                 before: Any = variable.get_value() if isinstance(variable, nnx.Param) else None
@@ -118,8 +118,8 @@ def _narrow(variable: nnx.Variable[Any], before: Any, wide: Any) -> None:
     variable.set_value(before if after is wide else cast_leaf(after, before.dtype))
 
 
-def view_of(model: nnx.Module, modules: ModulePolicies) -> Any:
-    """Returns a copy of `model` that shares its Variables and computes by `modules`.
+def view_of(model: nnx.Module, policies: ModulePolicies) -> Any:
+    """Returns a copy of `model` that shares its Variables and computes by `policies`.
 
     Modules are copied and Variables are not. Each copy has a class that computes by its policy.
     """
@@ -146,33 +146,33 @@ def view_of(model: nnx.Module, modules: ModulePolicies) -> Any:
         for name, value in vars(node).items():
             vars(copy)[name] = view(value, joined(path, name), classes)
         if own_policies is None and isinstance(node, nnx.Module):
-            named = modules.named(node, path, classes)
-            _set_class(copy, _view_class(own_type, modules, named))
+            named = policies.named(node, path, classes)
+            _set_class(copy, _view_class(own_type, policies, named))
         return copy
 
     return view(model, "", ())
 
 
 @functools.cache  # one class for all views, so that their graph definitions compare equal
-def _view_class(module_type: type, modules: ModulePolicies, named: Policy | None) -> type:
+def _view_class(module_type: type, policies: ModulePolicies, named: Policy | None) -> type:
     """Returns a subclass whose `__call__` computes by autocast, if it is not inside it already."""
     base: Any = module_type
     if named is not None:
-        base = marked_class(module_type, nnx.Module, modules, named)
-    body: dict[str, Any] = {_POLICIES: modules}
+        base = marked_class(module_type, nnx.Module, policies, named)
+    body: dict[str, Any] = {_POLICIES: policies}
     if "__call__" in dir(module_type):
-        body["__call__"] = _lowered_call(base, modules)
-    return mark_lowered(subclass(base, body), modules.lowered)
+        body["__call__"] = _lowered_call(base, policies)
+    return mark_lowered(subclass(base, body), policies.lowered)
 
 
-def _lowered_call(module_type: Any, modules: ModulePolicies) -> Callable[..., Any]:
-    lowered = lift(module_type.__call__, modules)
+def _lowered_call(module_type: Any, policies: ModulePolicies) -> Callable[..., Any]:
+    lowered = lift(module_type.__call__, policies)
 
     @functools.wraps(module_type.__call__)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if modules.are_in_force:
+        if policies.are_in_force:
             return module_type.__call__(self, *args, **kwargs)
-        return modules.policy.cast_to_output(lowered(self, *args, **kwargs))
+        return policies.policy.cast_to_output(lowered(self, *args, **kwargs))
 
     return call
 
@@ -269,9 +269,9 @@ def whole_if_it_fails(*nodes: Any) -> Iterator[None]:
 
 def _modules_with_path(model: nnx.Module) -> list[tuple[nnx.Module, str, tuple[type, ...]]]:
     """Returns every module of `model`: itself, its path, and its class and those around it."""
-    modules = list(nnx.iter_modules(model))
-    classes = {path: type(module) for path, module in modules}
-    return [(m, "/".join(map(str, path)), _around(path, classes)) for path, m in modules]
+    found = list(nnx.iter_modules(model))
+    classes = {path: type(module) for path, module in found}
+    return [(m, "/".join(map(str, path)), _around(path, classes)) for path, m in found]
 
 
 def variables_with_path(model: nnx.Module) -> list[tuple[str, nnx.Variable[Any], tuple[type, ...]]]:
@@ -286,10 +286,10 @@ def _around(path: tuple[Any, ...], classes: dict[Any, type]) -> tuple[type, ...]
     return tuple(classes[ancestor] for ancestor in ancestors if ancestor in classes)
 
 
-def match_parameters(model: nnx.Module, modules: ModulePolicies) -> None:
+def match_parameters(model: nnx.Module, policies: ModulePolicies) -> None:
     """Lets rules that name single parameters match; only `cast_params` reads them."""
     for path, _, _ in variables_with_path(model):
-        modules.rules.policy_for(path)
+        policies.rules.policy_for(path)
 
 
 def cast_in_place(

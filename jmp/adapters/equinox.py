@@ -87,19 +87,19 @@ def autocast(
     return with_marked_modules(fun, ModulePolicies(policy, rules, options))
 
 
-def with_marked_modules(fun: Callable[P, R], modules: ModulePolicies) -> Callable[P, R]:
+def with_marked_modules(fun: Callable[P, R], policies: ModulePolicies) -> Callable[P, R]:
     """Returns `fun` under autocast, each module among its arguments computing by its policy."""
 
     @functools.wraps(fun)
     def in_float32(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = _map_modules(functools.partial(_mark_module, modules), (args, kwargs))
-        with modules.in_force():
+        args, kwargs = _map_modules(functools.partial(_mark_module, policies), (args, kwargs))
+        with policies.in_force():
             result = fun(*args, **kwargs)
-        if not is_half(modules.lowered):  # else autocast warns, who has matched scopes too
-            modules.rules.warn_unused()
+        if not is_half(policies.lowered):  # else autocast warns, who has matched scopes too
+            policies.rules.warn_unused()
         return _map_modules(_unmark_module, result)
 
-    return modules.autocast(in_float32, name_scopes=True)
+    return policies.autocast(in_float32, name_scopes=True)
 
 
 def cast_params(model: T, policy: str | Policy, rules: Sequence[Rule] | None = None) -> T:
@@ -240,16 +240,16 @@ def _map_modules(function: Callable[[eqx.Module], Any], tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: function(x) if _is_module(x) else x, tree, is_leaf=_is_module)
 
 
-def _mark_module(modules: ModulePolicies, module: eqx.Module) -> Any:
+def _mark_module(policies: ModulePolicies, module: eqx.Module) -> Any:
     """Returns a module whose parts open the scopes of the rules they match, arrays in float32."""
 
     def mark(node: eqx.Module, path: str, classes: tuple[type, ...]) -> type:
-        named = modules.named(node, path, classes)
+        named = policies.named(node, path, classes)
         own = type(node)
-        return own if named is None else marked_class(own, eqx.Module, modules, named)
+        return own if named is None else marked_class(own, eqx.Module, policies, named)
 
     def widen(leaf: Any, path: str, classes: tuple[type, ...]) -> Any:
-        modules.rules.policy_for(path, classes)  # rules may name single arrays
+        policies.rules.policy_for(path, classes)  # rules may name single arrays
         return cast_to_at_least_float32(leaf)
 
     return _rebuilt(module, widen, mark)

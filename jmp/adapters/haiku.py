@@ -71,7 +71,7 @@ def with_policy(
             "with_policy(hk.Transformed(network.init, network.apply[0]), policy)"
         )
         raise wrong(TypeError, "with_policy", network, expected, more=way_out(network))
-    modules = ModulePolicies(policy, rules, options)
+    policies = ModulePolicies(policy, rules, options)
     has_state = isinstance(network, hk.TransformedWithState)
 
     def interceptor(with_own_policy: dict[str, None]) -> Callable[..., Any]:
@@ -81,14 +81,14 @@ def with_policy(
             call: Callable[..., Any], args: Any, kwargs: Any, context: hk.MethodContext
         ) -> Any:
             # A constructor computes nothing; a network wrapped by itself may stand inside this one.
-            if context.method_name == "__init__" or not modules.are_in_force:
+            if context.method_name == "__init__" or not policies.are_in_force:
                 return call(*args, **kwargs)
             module = context.module
             if hk.mixed_precision.get_policy(type(module)) is not None:
                 with_own_policy[type(module).__name__] = None
             around.insert(0, type(module))
             try:
-                with modules.scope(modules.named(module, module.module_name, tuple(around))):
+                with policies.scope(policies.named(module, module.module_name, tuple(around))):
                     return call(*args, **kwargs)
             finally:
                 around.pop(0)
@@ -101,22 +101,23 @@ def with_policy(
         if has_state:
             args, kwargs = _with_wide_state(args, kwargs)
         with_own_policy: dict[str, None] = {}
-        with modules.in_force(), hk.intercept_methods(interceptor(with_own_policy)):
+        with policies.in_force(), hk.intercept_methods(interceptor(with_own_policy)):
             result = network.apply(params, *args, **kwargs)
         _warn_of_policies(with_own_policy)
-        modules.match_parameters(params)
-        modules.rules.warn_unused()
+        policies.match_parameters(params)
+        policies.rules.warn_unused()
         return result
 
-    lowered = modules.autocast(in_float32)
+    lowered = policies.autocast(in_float32)
 
     @functools.wraps(network.apply)
     def apply(*args: Any, **kwargs: Any) -> Any:
         result = lowered(*args, **kwargs)
         if not has_state:
-            return modules.policy.cast_to_output(result)
+            return policies.policy.cast_to_output(result)
         output, state = result
-        return modules.policy.cast_to_output(output), cast_floating(state, modules.statistics_dtype)
+        state = cast_floating(state, policies.statistics_dtype)
+        return policies.policy.cast_to_output(output), state
 
     return type(network)(network.init, apply)
 

@@ -77,42 +77,42 @@ def wrap_apply(
     dtype(bfloat16)
     """
     _check_apply(apply_fn)
-    modules = ModulePolicies(policy, rules, options, keep_dtypes=keep_dtypes)
+    policies = ModulePolicies(policy, rules, options, keep_dtypes=keep_dtypes)
 
     def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         # A model wrapped by itself stands inside this one; an unbound module has no parameters.
-        if not modules.are_in_force or context.module.scope is None:
+        if not policies.are_in_force or context.module.scope is None:
             return call(*args, **kwargs)
         module, *around = _with_parents(context.module)
         root = [module, *around][-1]
         classes = [type(node) for node in (module, *around)]
-        named = modules.named(module, "/".join(module.path), classes, root=type(root).__name__)
-        with modules.scope(named):
+        named = policies.named(module, "/".join(module.path), classes, root=type(root).__name__)
+        with policies.scope(named):
             return call(*args, **kwargs)
 
     @functools.wraps(apply_fn)
     def in_float32(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = _with_wide_variables(args, kwargs)
-        with modules.in_force(), nn.intercept_methods(intercept):
+        with policies.in_force(), nn.intercept_methods(intercept):
             result = apply_fn(*args, **kwargs)
         for variables in _variables_among(args, kwargs):
-            modules.match_parameters(_params_in(variables))
-        modules.rules.warn_unused()
+            policies.match_parameters(_params_in(variables))
+        policies.rules.warn_unused()
         return result
 
-    lowered = modules.autocast(in_float32)
-    cast_statistics = functools.partial(cast_floating, dtype=modules.statistics_dtype)
+    lowered = policies.autocast(in_float32)
+    cast_statistics = functools.partial(cast_floating, dtype=policies.statistics_dtype)
 
     @functools.wraps(apply_fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         result = lowered(*args, **kwargs)
         if kwargs.get("mutable", False) is False and not kwargs.get("capture_intermediates"):
-            return modules.policy.cast_to_output(result)
+            return policies.policy.cast_to_output(result)
         output, updated = result
         updated = _with_cast(updated, batch_stats=cast_statistics)
-        return modules.policy.cast_to_output(output), updated
+        return policies.policy.cast_to_output(output), updated
 
-    return mark_lowered(wrapped, modules.lowered)
+    return mark_lowered(wrapped, policies.lowered)
 
 
 def cast_params(variables: T, policy: str | Policy, rules: Sequence[Rule] | None = None) -> T:

@@ -88,7 +88,7 @@ def autocast(
     policy = given_policy(policy, fun)
     if fun is None:
         return functools.partial(autocast, policy=policy, rules=rules, **options)
-    modules = ModulePolicies(policy, rules, options)
+    policies = ModulePolicies(policy, rules, options)
     check_function(fun, "autocast", "autocast(loss_fn, policy)(model, *args)")
     refuse_other_models(fun, "autocast", "the function", "flax.nnx", "a function of nnx modules")
     if isinstance(fun, nnx.Module):
@@ -101,7 +101,7 @@ def autocast(
             f"autocast got {fun.__qualname__}, a method bound to its module, whose changes would "
             f"be lost. Write autocast({fun.__qualname__}, policy)(model, ...)."
         )
-    return lift(fun, modules)
+    return lift(fun, policies)
 
 
 def with_policy(
@@ -139,10 +139,10 @@ def with_policy(
     (dtype(bfloat16), True)
     """
     _check_kind("with_policy", "model", model, nnx.Module)
-    modules = ModulePolicies(policy, rules, options)
-    view: M = view_of(model, modules)
-    match_parameters(model, modules)
-    modules.rules.warn_unused()
+    policies = ModulePolicies(policy, rules, options)
+    view: M = view_of(model, policies)
+    match_parameters(model, policies)
+    policies.rules.warn_unused()
     cast_in_place(variables_with_path(model))
     return view
 
