@@ -178,7 +178,7 @@ def decisions_of(plan: Plan) -> Iterator[tuple[str, Node, int]]:
         elif isinstance(step, Island):
             for node, rewrite in step.rewrites.items():
                 yield rewrite.why, node, times
-            masked = (leave.value.producer for leave in step.leaves if leave.saturates)
+            masked = (write.value.producer for write in step.writes if write.saturates)
             for node in filter(None, masked):
                 yield SATURATED, node, times
         else:

@@ -15,7 +15,7 @@ import threading
 
 import pytest
 
-from tests.project.printed_programs import ROOT
+from testbed import ROOT
 
 DOCS, SITE = ROOT / "docs", ROOT / "site"
 ADAPTERS = [f"jmp.adapters.{name}" for name in ("linen", "nnx", "equinox", "haiku")]
