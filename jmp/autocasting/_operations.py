@@ -143,7 +143,7 @@ def _operations_of_node(
     equation = node.equation
     if _jax_compat.holds_functions(equation):
         # Bound as a whole, in the dtypes it was traced with: a region, a custom derivative.
-        traced, bound = equation, equation.replace(params=params)
+        traced, bound = equation, equation.replace(params=dict(params))
         pairs = zip(walk_inside(traced, node.around, times), walk_inside(bound), strict=True)
         for visit, changed in pairs:
             inner = visit.equation
