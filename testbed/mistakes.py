@@ -640,6 +640,18 @@ MISTAKES: dict[str, list[Mistake]] = {
                 "Use it once, outermost",
             ),
             (
+                "transforms.loss_scale_state(optax.chain(optax.clip(1.0), tx).init(params))",
+                "Move it inside: with_loss_scale(optax.chain(clip_by_global_norm, adam), loss",
+            ),
+            (
+                "transforms.loss_scale_state(optax.chain(tx, adam).init(params))",
+                "Move it inside: with_loss_scale(optax.chain(clip, adam), loss_scale)",
+            ),
+            (
+                "transforms.check_optimizer_state(optax.apply_if_finite(tx, 3).init(params))",
+                "Put it around: with_loss_scale(optax.apply_if_finite(...), loss_scale)",
+            ),
+            (
                 "transforms.masters(optax.chain(masters_tx, optax.scale(2)).init(half_params), x)",
                 "Move it inside: with_master_params(optax.chain(adam, scale))",
             ),

@@ -120,7 +120,7 @@ def operations_of(plan: Plan) -> Iterator[Operation]:
     half = plan.words.settings.compute_dtype
     for step, _, times in steps_of(plan):
         if isinstance(step, Island):
-            stored = {leave.value: leave.dtype for leave in step.leaves}
+            stored = {write.value: write.dtype for write in step.writes}
             for node in step.nodes:
                 stores = [stored.get(value, value.dtype) for value in node.outputs]
                 why = step.why.get(node, node.rule.reason)
@@ -143,7 +143,7 @@ def _operations_of_node(
     equation: Any = node.equation
     if _jax_compat.holds_functions(equation):
         # Bound as a whole, in the dtypes it was traced with: a region, a custom derivative.
-        traced, bound = equation, equation.replace(params=params)
+        traced, bound = equation, equation.replace(params=dict(params))
         pairs = zip(walk_inside(traced, node.around, times), walk_inside(bound), strict=True)
         for visit, changed in pairs:
             inner = visit.equation
@@ -178,7 +178,7 @@ def decisions_of(plan: Plan) -> Iterator[tuple[str, Node, int]]:
         elif isinstance(step, Island):
             for node, rewrite in step.rewrites.items():
                 yield rewrite.why, node, times
-            masked = (leave.value.producer for leave in step.leaves if leave.saturates)
+            masked = (write.value.producer for write in step.writes if write.saturates)
             for node in filter(None, masked):
                 yield SATURATED, node, times
         else:

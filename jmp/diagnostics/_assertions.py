@@ -17,8 +17,8 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.typing import DTypeLike
 
 from jmp import _jax_compat
-from jmp._calls import ArrayCall
-from jmp._messages import listed, name_of
+from jmp._array_calls import ArrayCall
+from jmp._messages import function_name, listed
 from jmp.autocasting._operations import is_product
 from jmp.autocasting._propagation import Inside, propagate
 from jmp.diagnostics._arguments import apart, check_asked, of_modules
@@ -58,7 +58,7 @@ def assert_products_in(
         call = ArrayCall(of_modules(fun), *apart(*args, **kwargs))
         closed = jax.make_jaxpr(call.results)(*call.arrays)
         products = list(_products(_jax_compat.open_jaxpr(closed)[0]))
-        name = name_of(fun)
+        name = function_name(fun)
         if not products:
             raise AssertionError(f"{name} has no product whose dtype could be checked.")
         others = [
@@ -124,7 +124,7 @@ def assert_summed_once(fun: Callable[..., Any], *early: Any) -> Callable[..., No
         propagate(closed, inputs, rule, _either, lambda _: NOT_SUMMED)
         found = list(dict.fromkeys(lines))
         if found:
-            first = f"{name_of(fun)} adds up over devices what was added up over them before:"
+            first = f"{function_name(fun)} adds up over devices what was added up over them before:"
             raise AssertionError(_listed_lines(first, found))
 
     return check

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp import _jax_compat
-from jmp._calls import ArrayCall, argument_numbers, vjp_at
+from jmp._array_calls import ArrayCall, argument_numbers, vjp_at
 from jmp._messages import described
 from jmp.autocasting import autocast
 from jmp.autocasting._propagation import inner_equations

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from jmp import _jax_compat
-from jmp._calls import ArrayCall, cotangent, vjp_at
+from jmp._array_calls import ArrayCall, cotangent, vjp_at
 from jmp._messages import described
 from jmp.autocasting import autocast
 from jmp.diagnostics._arguments import apart, check_asked, of_modules, parameters_of

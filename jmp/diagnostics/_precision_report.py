@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jmp import _jax_compat
-from jmp._calls import ArrayCall
+from jmp._array_calls import ArrayCall
 from jmp.autocasting._autocast import make_program
 from jmp.autocasting._operations import NoHalfProductWarning, operations_of
 from jmp.autocasting._program import Program, Traced

@@ -16,7 +16,7 @@ import jax
 from jax.extend.core import JaxprEqn
 
 from jmp import _jax_compat
-from jmp._calls import vjp_at
+from jmp._array_calls import vjp_at
 from jmp.autocasting._numbers import size_of
 from jmp.autocasting._propagation import Inside, propagate
 from jmp.diagnostics._walk import path_of, users_line

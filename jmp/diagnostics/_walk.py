@@ -15,7 +15,7 @@ import functools
 import os
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -138,6 +138,7 @@ class Site(NamedTuple):
     position: tuple[int, ...]
 
 
+T = TypeVar("T")
 Arrays = list[Any]
 Replay = Callable[..., Arrays]  # (jaxpr, operands, branch=0) -> results
 OnResults = Callable[[Site, Arrays], Arrays]
@@ -172,13 +173,8 @@ def replay(
     """
     inner, constants = _jax_compat.open_jaxpr(jaxpr)
     handlers = HANDLERS if handlers is None else handlers
-    values = [*constants, *operands]
-    environment = dict(zip((*inner.constvars, *inner.invars), values, strict=True))
 
-    def read(atom: Any) -> Any:
-        return literal(atom) if hasattr(atom, "val") else environment[atom]
-
-    def run(equation: JaxprEqn, index: int) -> list[Any]:
+    def step(equation: JaxprEqn, index: int, operands: list[Any]) -> list[Any]:
         site = Site(equation, path_within(path, equation), (*position, index))
 
         def inside(jaxpr: Any, operands: Sequence[Any], branch: int = 0) -> list[Any]:
@@ -186,13 +182,50 @@ def replay(
             return replay(jaxpr, operands, on_results, handlers, site.path, below)
 
         emit = handlers.get(equation.primitive.name, bound)
-        with _jax_compat.place_of(equation, equation.source_info.name_stack):
-            results = emit(equation, [read(atom) for atom in equation.invars], inside)
-            return on_results(site, results)
+        return on_results(site, emit(equation, operands, inside))
 
-    for index, equation in enumerate(inner.eqns):
-        environment.update(zip(equation.outvars, run(equation, index), strict=True))
-    return [read(atom) for atom in inner.outvars]
+    return evaluate(inner, [*constants, *operands], step, lambda atom, _: literal(atom))
+
+
+def evaluate(
+    jaxpr: core.Jaxpr,
+    inputs: list[T],
+    step: Callable[[JaxprEqn, int, list[T]], list[T]],
+    of_literal: Callable[[Any, JaxprEqn | None], T],
+) -> list[T]:
+    """Returns the outputs of an open jaxpr; what stands for a value is the caller's.
+
+    Args:
+      inputs: what stands for its constants, then for its inputs. The list is emptied: each is freed
+        after its last use.
+      step: given an equation, its index and its operands, returns its results. It runs in the
+        equation's place: source line, name scopes, mesh, compute type.
+      of_literal: given a literal and the equation that reads it, None for an output of the jaxpr.
+    """
+    values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
+    inputs.clear()
+    reads = [*(equation.invars for equation in jaxpr.eqns), jaxpr.outvars]
+    last_use = {
+        atom: index for index, atoms in enumerate(reads) for atom in atoms if not _is_literal(atom)
+    }
+
+    def read(atom: Any, equation: JaxprEqn | None) -> Any:
+        return of_literal(atom, equation) if _is_literal(atom) else values[atom]
+
+    for index, equation in enumerate(jaxpr.eqns):
+        operands = [read(atom, equation) for atom in equation.invars]
+        for atom in equation.invars:
+            if not _is_literal(atom) and last_use[atom] == index:
+                values.pop(atom, None)  # gone already if it is read twice
+        with _jax_compat.place_of(equation, equation.source_info.name_stack):
+            results = step(equation, index, operands)
+        pairs = zip(equation.outvars, results, strict=True)
+        values |= {variable: result for variable, result in pairs if variable in last_use}
+    return [read(atom, None) for atom in jaxpr.outvars]
+
+
+def _is_literal(atom: Any) -> bool:
+    return hasattr(atom, "val")
 
 
 def literal(atom: Any) -> np.ndarray:

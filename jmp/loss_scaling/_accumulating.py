@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jmp._calls import check_function
+from jmp._messages import check_function
 from jmp.loss_scaling import _micro_batches
 from jmp.loss_scaling._base import LossScale
 from jmp.loss_scaling._gradients import check_loss_scale, check_parameters, scaled_loss

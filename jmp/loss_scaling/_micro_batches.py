@@ -12,10 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp._calls import argument_numbers
+from jmp._array_calls import argument_numbers
 from jmp._messages import described, did_you_mean, listed, shape_text
 from jmp.dtypes import FLOAT32, at_least_float32, floating_dtype, is_castable, is_half
-from jmp.loss_scaling import _micro_batches
 from jmp.loss_scaling._base import LossScale, multiply_tree
 from jmp.sharding._axes import agreed, made_varying, mapped_axes, varying_axes
 from jmp.trees import (
@@ -274,7 +273,7 @@ class Window(NamedTuple):
             parameters = tuple(whole[number] for number in numbers)
             zeros = jax.tree.map(self._zeros, parameters)
             start = zeros[0] if isinstance(self.argnums, int) else zeros
-            sums, terms = jax.lax.scan(turn, start, _micro_batches.split_rows(batch, self.steps))
+            sums, terms = jax.lax.scan(turn, start, split_rows(batch, self.steps))
         return self._mean(sums, terms)
 
     def _micro_batch(
@@ -283,8 +282,8 @@ class Window(NamedTuple):
         """Returns what a micro-batch adds to the gradients' sums, and to the rest."""
         count, power = None, None
         if self.weight is not None:
-            count = _micro_batches.count_of(self.weight, rows)
-            power = _micro_batches.power_of_two(count)
+            count = count_of(self.weight, rows)
+            power = power_of_two(count)
 
         def loss(*args: Any, **kwargs: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
             scaled, rest = self.fun(*args, **kwargs)
@@ -321,7 +320,7 @@ class Window(NamedTuple):
         if self.axes:
             sums, value, count = jax.lax.psum((sums, value, count), self.axes)
         if count is None:
-            count = jnp.float32(self.steps * _micro_batches.devices_along(self.axes))
+            count = jnp.float32(self.steps * devices_along(self.axes))
         value, gradients = jax.tree.map(lambda total: _divided(total, count), (value, sums))
         return value, terms.aux, gradients
 
