@@ -20,7 +20,7 @@ from jmp import _jax_compat
 from jmp._array_calls import ArrayCall
 from jmp._messages import function_name, listed
 from jmp.autocasting._operations import is_product
-from jmp.autocasting._propagation import Inside, propagate
+from jmp.autocasting._propagation import WayInside, propagate
 from jmp.diagnostics._arguments import apart, check_asked, of_modules
 from jmp.diagnostics._walk import Placed, place_name, source_line, with_places
 from jmp.dtypes import floating_dtype
@@ -147,7 +147,7 @@ def _sums_of_results(
     around: tuple[JaxprEqn, ...],
     equation: JaxprEqn,
     operands: list[Summed],
-    inside: Inside[Summed],
+    inside: WayInside[Summed],
 ) -> list[Summed]:
     """Returns where results were added up; `lines` gets a line for what is added up again.
 

@@ -18,7 +18,7 @@ from jax.extend.core import JaxprEqn
 from jmp import _jax_compat
 from jmp._array_calls import vjp_at
 from jmp.autocasting._numbers import size_of
-from jmp.autocasting._propagation import Inside, propagate
+from jmp.autocasting._propagation import WayInside, propagate
 from jmp.diagnostics._walk import path_of, users_line
 
 
@@ -121,7 +121,7 @@ def _of_results(
     around: tuple[JaxprEqn, ...],
     equation: JaxprEqn,
     operands: list[Provenance],
-    inside: Inside[Provenance],
+    inside: WayInside[Provenance],
 ) -> Sequence[Provenance]:
     """Returns the provenance of each result: an equation inside, where there is one."""
     name, within = equation.primitive.name, (*around, equation)
