@@ -133,6 +133,18 @@ def argument_numbers(
     return {number % count for number in numbers}
 
 
+def replaced(values: Sequence[Any], places: Sequence[int], others: Iterable[Any]) -> list[Any]:
+    """Returns values with others in some of their places.
+
+    >>> replaced([1, 2, 3], [2, 0], ["third", "first"])
+    ['first', 2, 'third']
+    """
+    found = list(values)
+    for place, other in zip(places, others, strict=True):
+        found[place] = other
+    return found
+
+
 def vjp_at(
     function: Callable[..., Any],
     arrays: Sequence[Any],
@@ -144,10 +156,7 @@ def vjp_at(
     vjp: Any = jax.vjp  # it has types for each value of `has_aux` by itself
 
     def of_some(*some: Any) -> Any:
-        filled = list(arrays)
-        for position, array in zip(positions, some, strict=True):
-            filled[position] = array
-        return function(*filled)
+        return function(*replaced(arrays, positions, some))
 
     return vjp(of_some, *(arrays[i] for i in positions), has_aux=has_aux)
 

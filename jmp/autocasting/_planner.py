@@ -284,7 +284,7 @@ class Planner(Level):
     def open(self, function: ClosedJaxpr, node: Node, operands: Sequence[Given]) -> Opened:
         inner, constants = _jax_compat.open_jaxpr(function)
         wrap = functools.partial(results_wrap, self.graph, node, inner)
-        return flatten(inner, constants, operands, node.scope, self.context.words, wrap), constants
+        return flatten(inner, constants, operands, node, self.context.words, wrap), constants
 
     def plan_opened(
         self,

@@ -129,7 +129,7 @@ class Program:
         regions = RegionRules(self.rules, self.settings, self.rules_of_modules)
         words = Words(self.settings, regions)
         given = [MadeOf.INPUTS] * len(jaxpr.invars)
-        graph = flatten(jaxpr, constants, given, _jax_compat.empty_name_stack(), words)
+        graph = flatten(jaxpr, constants, given, None, words)
         infos = [Info(value.dtype, True) for value in graph.inputs]
         first = len(infos) - len(in_half)
         for position, half in enumerate(in_half):

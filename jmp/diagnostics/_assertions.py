@@ -159,7 +159,7 @@ class _Search:
             return [{} if _is_literal(atom) else sums.get(atom, {}) for atom in atoms]
 
         for equation in jaxpr.eqns:
-            place = source_line(equation, line)
+            place = source_line(equation) or line
             name = equation.primitive.name
             results = self._inner(equation, of(equation.invars), sizes, place)
             if name == _MADE_VARYING:

@@ -25,7 +25,7 @@ from jax.extend.source_info_util import NameStack
 
 from jmp import _jax_compat
 from jmp.autocasting._kinds import kind_of
-from jmp.autocasting._propagation import turns_of
+from jmp.autocasting._propagation import walk
 from jmp.autocasting._regions import joined_path
 
 # Lines of these packages are not the user's: what counts is the line that calls a Flax layer.
@@ -61,30 +61,6 @@ def _installed(file: str) -> str:
     return ""
 
 
-def source_line(equation: core.JaxprEqn, outer: str = "") -> str:
-    """Returns "file:line" of the user's line, or of a library's; "" if no frame is known.
-
-    JAX records the frames from the innermost trace on, so that the body of a loop, or of a jitted
-    function of `jax.numpy`, need not have a line of the user's. Then it is `outer`, the user's line
-    of the equation around it.
-    """
-    return users_line(equation) or outer or _librarys_line(equation)
-
-
-def users_line(equation: core.JaxprEqn) -> str:
-    """Returns "file:line" of the innermost frame that is the user's; "" if there is none."""
-    for file, line in _jax_compat.frames_of(equation):
-        if not file.startswith(_machinery()) and not _installed(file).startswith(FRAMEWORKS):
-            return f"{spelled(file)}:{line}"
-    return ""
-
-
-def _librarys_line(equation: core.JaxprEqn) -> str:
-    frames = _jax_compat.frames_of(equation)
-    outside_jax = [frame for frame in frames if not frame[0].startswith(_machinery())]
-    return "".join(f"{spelled(file)}:{line}" for file, line in (outside_jax or frames)[:1])
-
-
 class Placed(NamedTuple):
     """An equation, its path of modules from the outermost level, its line, how often it runs."""
 
@@ -94,36 +70,47 @@ class Placed(NamedTuple):
     times: int
 
 
+def with_places(jaxpr: core.Jaxpr) -> Iterator[Placed]:
+    """Yields the equations of an open jaxpr with their places, at any depth."""
+    for equation, around, times in walk(jaxpr):
+        path, source = path_of(equation, around), source_line(equation, around)
+        yield Placed(equation, path, source, times)
+
+
 def place_name(source: str, path: str) -> str:
     """Returns a source line and a path of modules as errors and hazards name them."""
     return (source or "?") + f" ({path})" * bool(path)
 
 
-def with_places(
-    jaxpr: core.Jaxpr, outer: str = "", outer_line: str = "", times: int = 1
-) -> Iterator[Placed]:
-    """Yields the equations of an open jaxpr at any depth with their places.
+def source_line(equation: core.JaxprEqn, around: Sequence[core.JaxprEqn] = ()) -> str:
+    """Returns "file:line" of the user's line, or of a library's; "" if no frame is known."""
+    if line := users_line(equation, around):
+        return line
+    frames = _jax_compat.frames_of(equation)
+    outside_jax = [frame for frame in frames if not frame[0].startswith(_machinery())]
+    return "".join(f"{spelled(file)}:{line}" for file, line in (outside_jax or frames)[:1])
 
-    Path, user's line and times of the equation that holds it are given; the turns of scans count.
+
+def users_line(equation: core.JaxprEqn, around: Sequence[core.JaxprEqn] = ()) -> str:
+    """Returns "file:line" of the innermost frame that is the user's; "" if there is none.
+
+    JAX records the frames from the innermost trace on, so that the body of a loop, or of a jitted
+    function of `jax.numpy`, need not have a line of the user's. Then it is that of the equation
+    around it; `around` has those, the outermost first.
     """
-    for equation in jaxpr.eqns:
-        path = path_within(outer, equation)
-        line = users_line(equation) or outer_line
-        yield Placed(equation, path, line or _librarys_line(equation), times)
-        for inner in _jax_compat.inner_jaxprs(equation):
-            yield from with_places(inner, path, line, times * turns_of(equation))
+    for each in (equation, *reversed(around)):
+        for file, line in _jax_compat.frames_of(each):
+            if not file.startswith(_machinery()) and not _installed(file).startswith(FRAMEWORKS):
+                return f"{spelled(file)}:{line}"
+    return ""
 
 
-def lines_of_callers(jaxpr: core.Jaxpr) -> dict[tuple[int, str], str]:
-    """Returns source lines of the equations that have none of the user's, by identity and path.
-
-    What JAX traced once stands at all its places in the program: such an equation has all lines.
-    """
-    found: dict[tuple[int, str], dict[str, None]] = {}
-    for equation, path, source, _ in with_places(jaxpr):
-        if not users_line(equation):
-            found.setdefault((id(equation), path), {})[source] = None
-    return {place: ", ".join(lines) for place, lines in found.items()}
+def path_of(equation: core.JaxprEqn, around: Sequence[core.JaxprEqn] = ()) -> str:
+    """Returns the path of an equation's modules, with those of the equations around it."""
+    path = ""
+    for each in (*around, equation):
+        path = path_within(path, each)
+    return path
 
 
 def path_within(outer: str, equation: core.JaxprEqn) -> str:

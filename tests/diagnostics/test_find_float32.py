@@ -12,7 +12,6 @@ import pytest
 from flax import nnx
 
 from jmp import adapters, diagnostics
-from jmp.autocasting import _float8_planning
 from jmp.diagnostics._emulation import rounded_to_half
 from jmp.diagnostics._scope_search import in_groups, rules_for, search
 from testbed import models
@@ -161,12 +160,6 @@ def crushed_backward(w, x):
     """The same of the cotangents: that of one result, which is zero, is multiplied."""
     factors = jnp.ones_like(x).at[0, 0].set(1e6)
     return jnp.tanh((x @ w.at[:, 0].set(0.0)) * factors)
-
-
-@pytest.fixture
-def small_is_float8(monkeypatch):
-    monkeypatch.setattr(_float8_planning, "SMALL", 1)
-    monkeypatch.setattr(_float8_planning, "THIN", 1)
 
 
 @pytest.mark.parametrize(

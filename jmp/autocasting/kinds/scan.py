@@ -28,7 +28,7 @@ from jmp.autocasting._steps import Function, Nested
 LAYERS = 128
 
 
-class Scan(Kind):
+class ScanKind(Kind):
     """A body, called with constants, carries and rows."""
 
     def arguments(self, node: Node) -> Sequence[Sequence[Value | None]]:
@@ -132,4 +132,4 @@ def _read_by_products_alone(value: Value, wide: Set[Value]) -> bool:
     return True
 
 
-register_kind(["scan"], Scan())
+register_kind(["scan"], ScanKind())
