@@ -32,7 +32,7 @@ INVERSES: dict[str, Callable[[float], float]] = {
 # What is infinite or NaN where one operand is zero: the number of that operand.
 DIVISORS = {"div": 1, "log": 0, "rsqrt": 0, "pow": 0}
 GUARD = " Add an epsilon to the divisor, or choose it by jnp.where."
-OF_KIND = {
+CURES_BY_KIND = {
     "argument": "It came in like this: nothing in this function made it. Look at the data, or at "
     "the step before; jmp.transforms.with_loss_scale skips an update that is not finite.",
     "constant": "It is written in the program, or closed over, and reaches a result: look at this "
@@ -44,8 +44,8 @@ OF_KIND = {
 
 def cure_for(cause: Cause) -> str:
     """Returns what to do; sentences that may follow others begin with a space."""
-    if cause.kind in OF_KIND:
-        return OF_KIND[cause.kind].format(name=cause.name)
+    if cause.kind in CURES_BY_KIND:
+        return CURES_BY_KIND[cause.kind].format(name=cause.name)
     if cause.is_nan and any(operand.nonfinite for operand in cause.operands):
         return _cure_of_infinities(cause)
     divisor = _divisor_of(cause)
