@@ -38,7 +38,7 @@ CALLER = "accumulated_value_and_grad"
 SKIPS = ("window", "micro_batch")
 
 
-class Options(TypedDict, total=False):
+class AccumulatingOptions(TypedDict, total=False):
     """The keyword options of `accumulated_value_and_grad`, for type checkers."""
 
     weight: Callable[..., Any] | None
@@ -55,7 +55,7 @@ def accumulated_value_and_grad(
     argnums: int | Sequence[int] = 0,
     batch_argnums: int | Sequence[int] = (1,),
     has_aux: Literal[False] = False,
-    **options: Unpack[Options],
+    **options: Unpack[AccumulatingOptions],
 ) -> Callable[P, tuple[jax.Array, Any]]: ...
 @overload
 def accumulated_value_and_grad(
@@ -65,7 +65,7 @@ def accumulated_value_and_grad(
     argnums: int | Sequence[int] = 0,
     batch_argnums: int | Sequence[int] = (1,),
     has_aux: Literal[True] = ...,  # left out, it is the first of these
-    **options: Unpack[Options],
+    **options: Unpack[AccumulatingOptions],
 ) -> Callable[P, tuple[tuple[jax.Array, Aux], Any]]: ...
 @overload
 def accumulated_value_and_grad(
@@ -75,7 +75,7 @@ def accumulated_value_and_grad(
     argnums: int | Sequence[int] = 0,
     batch_argnums: int | Sequence[int] = (1,),
     has_aux: bool = False,
-    **options: Unpack[Options],
+    **options: Unpack[AccumulatingOptions],
 ) -> Callable[P, tuple[Any, Any]]: ...
 def accumulated_value_and_grad(
     fun: Callable[..., Any],

@@ -170,7 +170,7 @@ def _gathered_over_mapped_axes(
     Raises: ValueError for an axis that is not mapped, or one along which types say that a parameter
       is not sharded.
     """
-    _check_names(parameters, mapped_axes(), "mapped")
+    _check_axes_exist(parameters, mapped_axes(), "mapped")
     named = {name for parameter in parameters for name in _named_axes(parameter)}
     tracked = bool(named) and are_tracked()
 
@@ -247,7 +247,7 @@ def _gathered_by_type(
             "axes XLA gathers by itself what was cast: leave the call out and write "
             "jmp.autocast(fun, 'mixed_float16,r=f32'), whose sums over devices are float32."
         )
-    _check_names(parameters, explicit, "explicit")
+    _check_axes_exist(parameters, explicit, "explicit")
     targets = list(map(_names_afterwards, parameters))
     data = _data_axes(parameters, targets, explicit)
     adds_in_another = reduce_dtype != dtype and bool(data)
@@ -375,7 +375,7 @@ def _names_in(spec: PartitionSpec) -> list[Names]:
     ]
 
 
-def _check_names(parameters: Iterable[Parameter], known: Iterable[str], kind: str) -> None:
+def _check_axes_exist(parameters: Iterable[Parameter], known: Iterable[str], kind: str) -> None:
     """Raises ValueError if an axis that was named is none of `known`.
 
     Args:
