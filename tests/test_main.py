@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import os
-import pathlib
 import subprocess
 import sys
 import types
@@ -16,8 +15,7 @@ import pytest
 import jmp
 from jmp import __main__ as command
 from jmp import transforms
-
-ROOT = pathlib.Path(__file__).parents[1]
+from testbed import ROOT
 
 
 def test_it_prints_versions_devices_and_checks_and_exits_with_zero():

@@ -7,13 +7,12 @@ from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import jax
 
-from jmp._calls import check_function, mark_lowered
-from jmp._messages import described, framework_of, listed, name_of, way_out
+from jmp._messages import check_function, described, framework_of, function_name, listed, way_out
 from jmp.autocasting._program import Program, check_runs_when_called
 from jmp.autocasting._regions import AUTOCAST, FULL_PRECISION, check_rules
 from jmp.autocasting._settings import settings_for
 from jmp.dtypes import FLOAT32
-from jmp.policy import Policy, get_policy
+from jmp.policy import Policy, get_policy, mark_lowered
 from jmp.rules import PolicyRules, Rule
 
 P = ParamSpec("P")
@@ -257,6 +256,6 @@ def _check_names(fun: Callable[..., Any], apply_to: Sequence[str]) -> None:
     unknown = [name for name in apply_to if name not in parameters]
     if unknown:
         raise ValueError(
-            f"autocast got apply_to={described(list(apply_to))}, but '{name_of(fun)}' has no "
+            f"autocast got apply_to={described(list(apply_to))}, but '{function_name(fun)}' has no "
             f"argument {listed(unknown)}; it has {', '.join(list(parameters)[:16])}."
         )

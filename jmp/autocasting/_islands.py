@@ -240,6 +240,6 @@ def key_of(island: Island) -> Hashable:
     return (
         tuple((name(value), value.aval, dtype) for value, dtype, *_ in island.reads),
         tuple(map(describe, (*island.clones, *island.nodes))),
-        tuple((name(value), dtype, saturates) for value, dtype, saturates in island.leaves),
+        tuple((name(value), dtype, saturates) for value, dtype, saturates in island.writes),
         (len(island.clones), island.recompute, island.prevent_cse, island.shares_casts),
     )

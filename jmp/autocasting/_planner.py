@@ -53,7 +53,6 @@ from jmp.autocasting._steps import (
     InFloat8,
     Inside,
     Island,
-    Leave,
     Opened,
     Plan,
     Read,
@@ -62,6 +61,7 @@ from jmp.autocasting._steps import (
     Step,
     Storage,
     Surroundings,
+    Write,
 )
 from jmp.autocasting.attention import fuse_attentions
 from jmp.autocasting.rewrites import rewrite_of
@@ -136,7 +136,7 @@ class Planner(Level):
     ) -> Island:
         storage, outputs = self.storage, set(self.graph.outputs)
         own, with_clones = set(nodes), {*clones, *nodes}
-        leaves = []
+        writes = []
         for value in (value for node in nodes for value in node.outputs):
             if value not in outputs and with_clones.issuperset(value.users):
                 continue
@@ -144,8 +144,8 @@ class Planner(Level):
                 storage.rounded_by_rule(value) or storage.leaves_half(value, own)
             ):
                 storage.store([value], [self.half])
-            leaves.append(Leave(value, storage.dtype(value), self._is_masked(value)))
-        in_half = {leave.value for leave in leaves if leave.dtype == self.half}
+            writes.append(Write(value, storage.dtype(value), self._is_masked(value)))
+        in_half = {write.value for write in writes if write.dtype == self.half}
         around = Surroundings(own, recompute, self.half, in_half)
         rewrites = {node: found for node in nodes if (found := rewrite_of(node, around))}
         # All readers of an input of a norm over rows share one cast, so that its cotangents add up
@@ -159,7 +159,7 @@ class Planner(Level):
             rewrites=rewrites,
             why=why,
             reads=tuple(Read(v, storage.dtype(v)) for v in entering([*clones, *nodes])),
-            leaves=tuple(leaves),
+            writes=tuple(writes),
             recompute=recompute,
             prevent_cse=self.context.prevent_cse,
             shares_casts=recompute is Recompute.RECOMPUTE_BUT_SUMS and not has_cut,
@@ -284,7 +284,7 @@ class Planner(Level):
     def open(self, function: ClosedJaxpr, node: Node, operands: Sequence[Given]) -> Opened:
         inner, constants = _jax_compat.open_jaxpr(function)
         wrap = functools.partial(results_wrap, self.graph, node, inner)
-        return flatten(inner, constants, operands, node.scope, self.context.words, wrap), constants
+        return flatten(inner, constants, operands, node, self.context.words, wrap), constants
 
     def plan_opened(
         self,

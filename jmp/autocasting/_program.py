@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from jmp import _jax_compat
-from jmp._calls import Held, take_arrays
-from jmp._messages import described, name_of, users_stacklevel
+from jmp._array_calls import StaticPart, take_arrays
+from jmp._messages import described, function_name, users_stacklevel
 from jmp.autocasting._emit import run_plan
 from jmp.autocasting._flatten import flatten
 from jmp.autocasting._flow import Destination, Info
@@ -129,7 +129,7 @@ class Program:
         regions = RegionRules(self.rules, self.settings, self.rules_of_modules)
         words = Words(self.settings, regions)
         given = [MadeOf.INPUTS] * len(jaxpr.invars)
-        graph = flatten(jaxpr, constants, given, _jax_compat.empty_name_stack(), words)
+        graph = flatten(jaxpr, constants, given, None, words)
         infos = [Info(value.dtype, True) for value in graph.inputs]
         first = len(infos) - len(in_half)
         for position, half in enumerate(in_half):
@@ -139,8 +139,9 @@ class Program:
         plan = Planner(graph, infos, nowhere, Context(words)).plan_level()
         regions.rules.warn_unused()
         if not self._has_warned:
-            has_warned = warn_if_no_product_is_half(plan, name_of(self.fun))
-            self._has_warned = warn_if_gradients_stay_half(plan, name_of(self.fun)) or has_warned
+            name = function_name(self.fun)
+            has_warned = warn_if_no_product_is_half(plan, name)
+            self._has_warned = warn_if_gradients_stay_half(plan, name) or has_warned
         self._warn_unused_overrides(jaxpr)
         return plan
 
@@ -157,7 +158,7 @@ class Program:
                 )
 
     def _make_flat_function(
-        self, held: Held, types: tuple[Any, ...], default: Any
+        self, held: StaticPart, types: tuple[Any, ...], default: Any
     ) -> Callable[..., Any]:
         # Each default precision has a trace of its own, because a trace holds the rules of custom
         # derivatives, which JAX traces once, under the default of that moment.
@@ -212,7 +213,7 @@ def check_runs_when_called(fun: Any) -> None:
         )
 
 
-def _check_unchanged(arguments: Any, held: Held, arrays: Sequence[Any]) -> None:
+def _check_unchanged(arguments: Any, held: StaticPart, arrays: Sequence[Any]) -> None:
     try:
         after, structure_after = jax.tree.flatten(arguments)
     except ValueError:  # an argument that may be used once, such as Equinox's State
@@ -231,7 +232,7 @@ def _check_unchanged(arguments: Any, held: Held, arrays: Sequence[Any]) -> None:
 class Packed:
     """A result whose arrays are leaves and whose other objects are part of the structure."""
 
-    def __init__(self, arrays: Sequence[Any], held: Held) -> None:
+    def __init__(self, arrays: Sequence[Any], held: StaticPart) -> None:
         self.arrays = arrays
         self.held = held
 
@@ -252,6 +253,6 @@ class Packed:
         return tuple(self.arrays), self.held
 
     @classmethod
-    def tree_unflatten(cls, held: Held, arrays: Any) -> "Packed":
+    def tree_unflatten(cls, held: StaticPart, arrays: Any) -> "Packed":
         """The inverse of `tree_flatten`."""
         return cls(arrays, held)

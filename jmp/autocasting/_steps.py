@@ -73,12 +73,12 @@ class Read(NamedTuple):
     saturates: bool = False  # finite numbers are held within float16's range
 
 
-class Leave(NamedTuple):
-    """How a value leaves an island: what it is stored in, and whether it is saturated before."""
+class Write(NamedTuple):
+    """How a result is stored: saturated, cast to `dtype`."""
 
     value: Value
     dtype: np.dtype | None
-    saturates: bool
+    saturates: bool = False
 
 
 class Rewrite(NamedTuple):
@@ -162,7 +162,7 @@ class Island(NamedTuple):
     rewrites: Mapping[Node, Rewrite]
     why: Mapping[Node, str]  # of nodes that require float32; others are there between them
     reads: tuple[Read, ...]  # values from outside, each once
-    leaves: tuple[Leave, ...]  # values read outside
+    writes: tuple[Write, ...]  # values read outside
     recompute: Recompute
     prevent_cse: bool  # XLA must not merge its recomputation with its forward pass
     shares_casts: bool  # all readers of an input share one cast

@@ -19,8 +19,8 @@ from jax.extend.core import Jaxpr
 from jax.typing import DTypeLike
 
 from jmp import _jax_compat
-from jmp._calls import ArrayCall
-from jmp._messages import listed, name_of
+from jmp._array_calls import ArrayCall
+from jmp._messages import function_name, listed
 from jmp.autocasting._operations import is_product
 from jmp.diagnostics._arguments import apart, check_asked, of_modules
 from jmp.diagnostics._walk import Placed, place_name, source_line, with_places
@@ -59,7 +59,7 @@ def assert_products_in(
         call = ArrayCall(of_modules(fun), *apart(*args, **kwargs))
         closed = jax.make_jaxpr(call.results)(*call.arrays)
         products = list(_products(_jax_compat.open_jaxpr(closed)[0]))
-        name = name_of(fun)
+        name = function_name(fun)
         if not products:
             raise AssertionError(f"{name} has no product whose dtype could be checked.")
         others = []
@@ -130,7 +130,7 @@ def assert_summed_once(fun: Callable[..., Any], *early: Any) -> Callable[..., No
         found = list(dict.fromkeys(search.found))
         if found:
             more = [f"and {len(found) - SUMS_SHOWN} more"] if len(found) > SUMS_SHOWN else []
-            first = f"{name_of(fun)} adds up over devices what was added up over them before:"
+            first = f"{function_name(fun)} adds up over devices what was added up over them before:"
             raise AssertionError("\n".join([first, *found[:SUMS_SHOWN], *more]))
 
     return check
@@ -159,7 +159,7 @@ class _Search:
             return [{} if _is_literal(atom) else sums.get(atom, {}) for atom in atoms]
 
         for equation in jaxpr.eqns:
-            place = source_line(equation, line)
+            place = source_line(equation) or line
             name = equation.primitive.name
             results = self._inner(equation, of(equation.invars), sizes, place)
             if name == _MADE_VARYING:

@@ -14,18 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp import _jax_compat
-from jmp._calls import ArrayCall, argument_numbers, vjp_at
+from jmp._array_calls import ArrayCall, argument_numbers, vjp_at
 from jmp._messages import described
 from jmp.autocasting import autocast
 from jmp.autocasting._propagation import inner_equations
 from jmp.diagnostics._arguments import apart, check_asked, of_modules
-from jmp.diagnostics._range_report import (
+from jmp.diagnostics._range_report import RangeReport
+from jmp.diagnostics._ranges import (
     DIGITS,
     FLOAT8,
     FLOAT8_PRODUCT,
     SPECIAL,
     Range,
-    RangeReport,
     digits,
     exponent_of,
     exponents,

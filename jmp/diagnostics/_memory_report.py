@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from jmp import _jax_compat
-from jmp._calls import ArrayCall, cotangent, vjp_at
+from jmp._array_calls import ArrayCall, cotangent, vjp_at
 from jmp._messages import described
 from jmp.autocasting import autocast
 from jmp.diagnostics._arguments import apart, check_asked, of_modules, parameters_of
@@ -155,7 +155,6 @@ def _cells(report: Any, base: Any) -> dict[str, str]:
         "N, activations kept": f"{report.activations:,}",
         "N without jax.checkpoint": f"{plain.activations:,}" if plain else "",
         "N : P": _ratio(report.activations, report.parameters),
-        **{name: size(number) for name, number in report.closed_forms.items()},
         "XLA: temp": size(temp),
         "XLA: temp, of what JAX keeps": _ratio(report.temp_ratio),
         "XLA: peak of value and gradient": size(peak),
@@ -342,16 +341,6 @@ class MemoryReport:
         return sum(self.parts.values())
 
     @property
-    def closed_forms(self) -> dict[str, int]:
-        """Bytes by the rules of thumb for Adam: in float32, and in mixed precision.
-
-        Both have 16 P: parameters, gradients and two moments of 4 bytes each; or parameters and
-        gradients of 2 bytes, and masters and moments of 4 (Rajbhandari et al. 2020, "ZeRO",
-        section 3.1). Activations add N numbers of 4 or of 2 bytes.
-        """
-        return {f"16 P + {b} N": 16 * self.parameters + b * self.activations for b in (4, 2)}
-
-    @property
     def temp_ratio(self) -> float | None:
         """XLA's temp over the activations and copies that JAX keeps."""
         return self._ratio(self.xla_temp_bytes, 0)
@@ -366,19 +355,6 @@ class MemoryReport:
         counted = state + sum(self.residual_bytes.values())
         return None if size is None or not counted else size / counted
 
-    def transformer_factor(self, layers: int, hidden: int, batch: int, sequence: int) -> float:
-        """Returns the bytes of activations over layers x hidden x batch x sequence.
-
-        Args:
-          layers, hidden: the number of layers, and the width of the transformer, ints above zero.
-          batch, sequence: the sequences in the batch, and the tokens in each.
-
-        Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models",
-        section 4, count 34 + 5 x heads x sequence / hidden for a layer with half activations and
-        dropout; the second term is the attention scores. Embedding and logits count here too.
-        """
-        return self.parts["activations"] / (layers * hidden * batch * sequence)
-
     def to_dict(self) -> dict[str, Any]:
         """Returns the data as dictionaries, lists, numbers and strings."""
         data = {
@@ -388,7 +364,7 @@ class MemoryReport:
             "without_checkpoint": self.without_checkpoint and self.without_checkpoint.to_dict(),
         }
         names = ("activations", "activation_bytes", "copy_bytes", "parts", "total_bytes",
-                 "closed_forms", "temp_ratio", "peak_ratio")  # fmt: skip
+                 "temp_ratio", "peak_ratio")  # fmt: skip
         return {**data, **{name: getattr(self, name) for name in names}}
 
     def __str__(self) -> str:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jmp import _jax_compat
-from jmp._calls import vjp_at
+from jmp._array_calls import vjp_at
 from jmp.autocasting._numbers import size_of
 from jmp.diagnostics._walk import path_within, users_line
 

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp._calls import argument_numbers, check_function, replaced
-from jmp._messages import described, did_you_mean, listed, shape_text, wrong
+from jmp._array_calls import argument_numbers, replaced
+from jmp._messages import check_function, described, did_you_mean, listed, shape_text, wrong
 from jmp.dtypes import FLOAT32, at_least_float32, floating_dtype, is_castable, is_half
 from jmp.loss_scaling._base import LossScale, multiply_tree
 from jmp.loss_scaling._gradients import check_loss_scale, check_parameters, scaled_loss

@@ -12,8 +12,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, overload
 import jax
 import jax.numpy as jnp
 
-from jmp._calls import check_function
-from jmp._messages import described, framework_of, shape_text
+from jmp._messages import check_function, described, framework_of, shape_text
 from jmp.dtypes import at_least_float32, is_castable
 from jmp.loss_scaling._base import LossScale
 from jmp.loss_scaling._static import StaticLossScale

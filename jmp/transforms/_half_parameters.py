@@ -23,13 +23,12 @@ import numpy as np
 import optax
 
 from jmp import _jax_compat
-from jmp._calls import stands_for_numbers
 from jmp.dtypes import is_half
 from jmp.policy import Policy
 from jmp.transforms._inner import Transformation
 from jmp.transforms._loss_scaling import WithLossScaleState
 from jmp.transforms._master_params import shapes_with_master
-from jmp.trees import PyTree, leaves_by_path
+from jmp.trees import PyTree, leaves_by_path, stands_for_numbers
 
 # Results of these are zeros if all operands are.
 KEEP_ZEROS = frozenset(

@@ -1,15 +1,16 @@
-"""Plans as text: one line a step, what is inside below it; and programs that have theirs beside.
+"""Plans as text: one line a step, what is inside below it; and the files that have those of tests.
 
-`python -m tests.autocasting.plans` writes the plans that are made now into
-`tests/autocasting/test_plans*.py`.
+A line is a step. `f32>f16` is a float32 operand that is read in half, `->` what is stored.
+`python -m tests.autocasting.plans` writes the plans that are made now of the programs in
+`test_plans*.py` into `plan_listings/`, a file for each of these modules.
 """
 
-import ast
+import functools
 import importlib
-import inspect
 import pathlib
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +21,7 @@ from jax import lax
 from jmp.autocasting._autocast import make_program
 from jmp.autocasting._steps import Inside, Island, Nested
 
+FOLDER = pathlib.Path(__file__).parent
 SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "int32": "i32", "None": "-"}
 
 
@@ -47,7 +49,7 @@ class Case(NamedTuple):
 
 
 def add_case(cases, *args, **options):
-    """Adds a program to `cases`; its docstring has its plan below the first blank line."""
+    """Adds a program to `cases`; its plan is in the file of its module, under its name."""
 
     def add(fun):
         cases.append(Case(fun, args, options))
@@ -63,19 +65,44 @@ def conv(x, kernel):
 
 
 def plan_test(cases):
-    """The test that each program has the plan that its docstring says."""
+    """The test that each program has the plan that is written down under its name."""
 
     @pytest.mark.skipif(not HAS_THESE_TRACES, reason="the traces of JAX 0.10")
     @pytest.mark.parametrize("case", cases, ids=lambda case: case.fun.__name__)
     def test_plan(case):
-        assert "\n".join(listing_of(case)) == expected(case)
+        plans = written_plans(case.fun.__module__)
+        assert case.fun.__name__ in plans, "run: python -m tests.autocasting.plans"
+        assert "\n".join(listing_of(case)) == plans[case.fun.__name__]
 
     return test_plan
 
 
-def expected(case):
-    """The plan in a program's docstring."""
-    return inspect.getdoc(case.fun).partition("\n\n")[2]
+def planned_modules() -> Iterator[ModuleType]:
+    """The modules whose `CASES` have plans that are written down."""
+    for path in sorted(FOLDER.glob("test_plans*.py")):
+        yield importlib.import_module(f"{__package__}.{path.stem}")
+
+
+def listing_file(module_name):
+    """The file with the plans of a module's programs."""
+    stem = module_name.rpartition(".")[2].removeprefix("test_")
+    return FOLDER / "plan_listings" / f"{stem}.txt"
+
+
+@functools.cache
+def written_plans(module_name):
+    """The plans that are written down for a module's programs, by the program's name."""
+    parts = listing_file(module_name).read_text().rstrip("\n").split("\n\n")
+    return {name: textwrap.dedent(plan) for name, _, plan in (x.partition("\n") for x in parts)}
+
+
+def write_plans(module):
+    """Writes down the plans that are made now for a module's programs."""
+    parts = (
+        f"{case.fun.__name__}\n" + textwrap.indent("\n".join(listing_of(case)), "  ")
+        for case in module.CASES
+    )
+    listing_file(module.__name__).write_text("\n\n".join(parts) + "\n")
 
 
 def listing_of(case):
@@ -119,7 +146,7 @@ def _inside(inside):
 def _island(island):
     how = [island.recompute.value]
     how += ["apart"] * island.prevent_cse + ["shared casts"] * island.shares_casts
-    leaves = (_short(x.dtype) + " saturated" * x.saturates for x in island.leaves)
+    leaves = (_short(x.dtype) + " saturated" * x.saturates for x in island.writes)
     yield f"island, {', '.join(how)}: {' '.join(map(_read, island.reads))} -> {' '.join(leaves)}"
     for node in island.clones:
         yield f"  clone {node.name}"
@@ -151,24 +178,7 @@ def _short(dtype):
     return SHORT.get(str(dtype), str(dtype))
 
 
-def rewrite(path, cases):
-    """Writes the plans that are made now into the docstrings of the programs in a file."""
-    text = path.read_text()
-    lines = text.splitlines()
-    programs = {node.name: node for node in ast.parse(text).body if hasattr(node, "name")}
-    # From the last to the first: the numbers of the lines above stay as they are.
-    for case in sorted(cases, key=lambda case: -programs[case.fun.__name__].lineno):
-        docstring = programs[case.fun.__name__].body[0]
-        what = docstring.value.value.partition("\n\n")[0].rstrip()
-        indent = " " * docstring.col_offset
-        plan = textwrap.indent("\n".join(listing_of(case)), indent)
-        rest = lines[docstring.end_lineno - 1][docstring.end_col_offset :]
-        new = f'{indent}"""{what}\n\n{plan}\n{indent}"""{rest}'
-        lines[docstring.lineno - 1 : docstring.end_lineno] = new.splitlines()
-    path.write_text("\n".join(lines) + "\n")
-
-
 if __name__ == "__main__":
     assert HAS_THESE_TRACES, f"the plans are those of JAX 0.10, and not of {jax.__version__}"
-    for path in sorted(pathlib.Path(__file__).parent.glob("test_plans*.py")):
-        rewrite(path, importlib.import_module(f"tests.autocasting.{path.stem}").CASES)
+    for module in planned_modules():
+        write_plans(module)

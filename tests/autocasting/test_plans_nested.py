@@ -1,7 +1,6 @@
-"""What the planner decides of what nests: a small program each, with its plan in the docstring.
+"""What the planner decides of what nests: a small program each, whose plan is in `plan_listings/`.
 
-A line is a step. `f32>f16` is a float32 operand that is read in half, `->` what is stored. Arrays
-have 128 x 128 elements unless said otherwise: large enough to be recomputed.
+Arrays have 128 x 128 elements unless said otherwise: large enough to be recomputed.
 """
 
 import functools
@@ -31,16 +30,7 @@ planned = functools.partial(add_case, CASES)
 
 @planned(struct(4, 128, 128), W, W)
 def scan_over_time(xs, w, u):
-    """The hidden state of an RNN, read by products alone, is carried in half.
-
-    broadcast_in_dim in float32: 0 f32 -> f32
-    scan inside: f32 f32 f32>f16 f32 -> f16 f16
-      function, reads f32 f32 - -, stores f16 f16
-      dot_general in half: f32>f16 f32>f16 -> f16
-      dot_general in half: f32>f16 f32>f16 -> f16
-      add in half: f32>f16 f32>f16 -> f16
-      tanh in half: f32>f16 -> f16
-    """
+    """The hidden state of an RNN, read by products alone, is carried in half."""
 
     def step(h, x):
         h = jnp.tanh(x @ w + h @ u)
@@ -51,20 +41,7 @@ def scan_over_time(xs, w, u):
 
 @planned(struct(4, 128, 128), W)
 def scan_with_a_leak(xs, w):
-    """What adds up over the turns is carried in float32, and not rounded on the way.
-
-    broadcast_in_dim in float32: 0 f32 -> f32
-    scan inside: f32 f32 f32 -> f32
-      function, reads f32 - -, stores f32
-      island, plain: f32 -> f32
-        mul; an operand is float32
-      dot_general in half: f32>f16 f32>f16 -> f16
-      island, recompute: f32>f16 f32 -> f32
-        tanh
-        mul
-        add; an operand is float32
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """What adds up over the turns is carried in float32, and not rounded on the way."""
 
     def step(h, x):
         return 0.9 * h + 0.1 * jnp.tanh(x @ w), None
@@ -74,107 +51,43 @@ def scan_with_a_leak(xs, w):
 
 @planned(X, struct(4, 128, 128), W)
 def scan_over_layers(x, ws, w):
-    """A residual stream that comes in half is carried in half.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    scan inside: f32>f16 f32 -> f16
-      function, reads - -, stores f16
-      dot_general in half: f32>f16 f32>f16 -> f16
-      tanh in half: f32>f16 -> f16
-      add in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """A residual stream that comes in half is carried in half."""
     return lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), x @ w, ws)[0] @ w
 
 
 @planned(X, struct(129, 128, 128), W)
 def scan_over_many_layers(x, ws, w):
-    """But not in a loop that is too long for layers.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    scan inside: f32 f32 -> f32
-      function, reads - -, stores f32
-      dot_general in half: f32>f16 f32>f16 -> f16
-      island, recompute: f32>f16 f32 -> f32
-        tanh
-        add; an operand is float32
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """But not in a loop that is too long for layers."""
     return lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), x @ w, ws)[0] @ w
 
 
 @planned(struct(4, 8, 8), SMALL)
 def scan_counts_its_turns(xs, w):
-    """What is kept is kept for every turn: four turns of 64 elements are few.
-
-    scan inside: i32 f32 f32 -> f16
-      function, reads i32 f32 -, stores f16
-      dot_general in half: f32>f16 f32>f16 -> f16
-      island, plain: f32>f16 -> f16
-        exp; full
-      dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """What is kept is kept for every turn: four turns of 64 elements are few."""
     return lax.scan(lambda c, x: (c, jnp.exp(x @ w) @ w), 0, xs)[1]
 
 
 @planned(struct(400, 8, 8), SMALL)
 def scan_counts_many_turns(xs, w):
-    """400 turns are many.
-
-    scan inside: i32 f32 f32 -> f16
-      function, reads i32 f32 -, stores f16
-      dot_general in half: f32>f16 f32>f16 -> f16
-      island, recompute: f32>f16 -> f16
-        exp; full
-      dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """400 turns are many."""
     return lax.scan(lambda c, x: (c, jnp.exp(x @ w) @ w), 0, xs)[1]
 
 
 @planned(X, W)
 def while_loop(x, w):
-    """A while loop carries float32; its condition runs as it was written.
-
-    while inside: f32 i32 f32 -> i32 f32
-      function, not planned
-      function, stores i32 f32
-      add: i32 i32 -> i32
-      dot_general in half: f32>f16 f32>f16 -> f16
-      tanh in half: f32>f16 -> f16
-    """
+    """A while loop carries float32; its condition runs as it was written."""
     return lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.tanh(c[1] @ w)), (0, x))[1]
 
 
 @planned(X, W)
 def loop_to_a_tolerance(x, w):
-    """A loop whose number of turns depends on floating numbers is float32 throughout.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    while in float32: f32 f32 -> f32
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """A loop whose number of turns depends on floating numbers is float32 throughout."""
     return lax.while_loop(lambda c: c.max() > 1e-3, lambda c: jnp.tanh(c @ w) / 2, x @ w) @ w
 
 
 @planned(X, W, struct(dtype=jnp.int32))
 def branches(x, w, index):
-    """A result is half if every branch leaves it half.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    clamp: i32 i32 i32 -> i32
-    cond inside: i32 f32 f32>f16 -> f16
-      function, stores f16
-      dot_general in half: f32>f16 f32>f16 -> f16
-      function, stores f16
-      tanh in half: f32>f16 -> f16
-    clamp: i32 i32 i32 -> i32
-    cond inside: i32 f32 f32>f16 -> f32
-      function, stores f32
-      dot_general in half: f32>f16 f32>f16 -> f16
-      function, stores f32
-    dot_general in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """A result is half if every branch leaves it half."""
     y = x @ w
     halves = lax.switch(index, [lambda y: y @ w, lambda y: jnp.tanh(y)], y)
     mixed = lax.switch(index, [lambda y: y @ w, lambda y: w], y)
@@ -183,58 +96,20 @@ def branches(x, w, index):
 
 @planned(X, W)
 def remat(x, w):
-    """The user's remat: islands inside are kept apart from the forward pass.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    remat2 inside: f32 f32>f16 -> f16
-      function
-      dot_general in half: f32>f16 f32>f16 -> f16
-      island, recompute, apart: f32>f16 -> f16
-        integer_pow; full
-        mul
-        add
-        mul
-        tanh
-        add; near its bound, 1 minus a bounded function has few digits left
-        mul
-        mul
-      dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """The user's remat: islands inside are kept apart from the forward pass."""
     return jax.checkpoint(lambda y: jax.nn.gelu(y @ w) @ w)(x @ w)
 
 
 @planned(X, W)
 def remat_in_a_scan(x, w):
-    """Also in a loop.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    scan inside: f32 f32>f16 -> f16
-      function, reads f32 -, stores f16
-      remat2 inside: f32 f32>f16 -> f16
-        function
-        dot_general in half: f32>f16 f32>f16 -> f16
-        island, recompute, apart: f32>f16 -> f16
-          neg
-          exp; full
-        dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """Also in a loop."""
     layer = jax.checkpoint(lambda h, _: (jnp.exp(-(h @ w)) @ w, None))
     return lax.scan(layer, x @ w, None, length=3)[0]
 
 
 @planned(X, W)
 def jit_that_pins_something(x, w):
-    """A jit with donation is a level of its own; any other is inlined.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    jit inside: f32 f32>f16 -> f16
-      function
-      island, recompute, apart: f32>f16 -> f16
-        exp; full
-      dot_general in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """A jit with donation is a level of its own; any other is inlined."""
     donating = jax.jit(lambda y: jnp.exp(y) @ w, donate_argnums=0)
     return donating(x @ w), jax.jit(lambda y: y @ w)(x @ w)
 
@@ -257,83 +132,32 @@ halved.defvjp(lambda x, w: (halved(x, w), None), lambda _, ct: (ct, ct))
 
 @planned(X, W)
 def custom_jvp(x, w):
-    """A custom_jvp with a product is planned inside; its rule when a derivative is asked for.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    custom_jvp_call inside: f32>f16 f32 -> f16
-      function, stores f16
-      dot_general in half: f32>f16 f32>f16 -> f16
-      tanh in half: f32>f16 -> f16
-      mul in half: 2 f32>f16 f32>f16 -> f16
-      function, not planned
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """A custom_jvp with a product is planned inside; its rule when a derivative is asked for."""
     return doubled(x @ w, w) @ w
 
 
 @planned(X, W)
 def custom_vjp(x, w):
-    """A custom_vjp runs as written.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    custom_vjp_call in float32: f32 f32 -> f32
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """A custom_vjp runs as written."""
     return halved(x @ w, w) @ w
 
 
 @planned(X, W, inside_custom_vjp=True)
 def inside_custom_vjp(x, w):
-    """Unless the caller says otherwise.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    custom_vjp_call inside: f32>f16 f32 -> f16
-      function, stores f16
-      dot_general in half: f32>f16 f32>f16 -> f16
-      tanh in half: f32>f16 -> f16
-      mul in half: 0.5 f32>f16 f32>f16 -> f16
-      function, not planned
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """Unless the caller says otherwise."""
     return halved(x @ w, w) @ w
 
 
 @planned(X, W)
 def constants_of_a_jit(x, w):
-    """Arrays that a function inside holds by itself are neutral and fixed.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    jit inside: f32 f32 f32>f16 -> f16
-      function
-      broadcast_in_dim in float32, rounded: f32 -> f16
-      add in half: f32>f16 f32>f16 -> f16
-      dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """Arrays that a function inside holds by itself are neutral and fixed."""
     table = np.linspace(0, 1, 64 * 128, dtype=np.float32).reshape(64, 1, 128)
     return jax.jit(lambda y: (y[:, None] + table[:1]) @ w, donate_argnums=0)(x @ w)
 
 
 @planned(struct(4, 128, dtype=jnp.int32), X, W)
 def embedding_in_a_loop(tokens, table, w):
-    """Rows that reach the float32 carry of a loop are not rounded; others are.
-
-    broadcast_in_dim in float32: 0 f32 -> f32
-    scan inside: f32 f32 f32 i32 -> f32 f16
-      function, reads f32 f32 - -, stores f32 f16
-      lt: i32 i32 -> bool
-      add: i32 i32 -> i32
-      select_n: bool i32 i32 -> i32
-      broadcast_in_dim: i32 -> i32
-      gather in float32: f32 i32 -> f32
-      island, plain: f32 f32 -> f32
-        add; an operand is float32
-      lt: i32 i32 -> bool
-      add: i32 i32 -> i32
-      select_n: bool i32 i32 -> i32
-      broadcast_in_dim: i32 -> i32
-      gather in float32, rounded: f32 i32 -> f16; rows of a float32 table, rounded after the lookup
-      dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """Rows that reach the float32 carry of a loop are not rounded; others are."""
 
     def step(total, ids):
         rows = table[ids]
@@ -344,23 +168,7 @@ def embedding_in_a_loop(tokens, table, w):
 
 @planned(struct(4, 128, 64), W)
 def carries_that_are_moved(xs, w):
-    """A carry may be moved on its way to a product; one that is added to is float32.
-
-    broadcast_in_dim in float32: 0 f32 -> f32
-    broadcast_in_dim in float32: 0 f32 -> f32
-    scan inside: f32 f32>f16 f32 i32 f32 -> f16 f32 i32 f32
-      function, reads f32 - - - -, stores f16 f32 i32 f32
-      transpose in half: f32>f16 -> f16
-      concatenate in half: f32>f16 f32>f16 saturated -> f16
-      dot_general in half: f32>f16 f32>f16 -> f16
-      slice in half: f32>f16 -> f16
-      transpose in half: f32>f16 -> f16
-      island, plain: f32 f32>f16 -> f32
-        add; an operand is float32
-      add: i32 i32 -> i32
-      island, plain: f32 -> f32
-        slice; an operand is float32
-    """
+    """A carry may be moved on its way to a product; one that is added to is float32."""
 
     def step(carry, x):
         h, total, count = carry
@@ -372,19 +180,7 @@ def carries_that_are_moved(xs, w):
 
 @planned(struct(4, 128, 128), W)
 def carry_that_is_handed_on(xs, w):
-    """A half carry that becomes a float32 one is float32.
-
-    broadcast_in_dim in float32: 0 f32 -> f32
-    broadcast_in_dim in float32: 0 f32 -> f32
-    scan inside: f32 f32 f32 f32 -> f32 f32
-      function, reads f32 - - -, stores f32 f32
-      dot_general in half: f32>f16 f32>f16 -> f16
-      dot_general in half: f32>f16 f32>f16 -> f16
-      add in half: f32>f16 f32>f16 -> f16
-      tanh in half: f32>f16 -> f16
-      island, plain: f32 f32 -> f32
-        add; an operand is float32
-    """
+    """A half carry that becomes a float32 one is float32."""
 
     def step(carry, x):
         h, before = carry
@@ -395,20 +191,7 @@ def carry_that_is_handed_on(xs, w):
 
 @planned(struct(4, 128, 128), W)
 def carry_that_is_handed_on_unchanged(xs, w):
-    """Also one that products alone read, but for the carry that receives it.
-
-    broadcast_in_dim in float32: 0 f32 -> f32
-    scan inside: f32 f32 f32 f32 f32 -> f32 f32 f32
-      function, reads f32 - - - -, stores f32 f32 f32
-      dot_general in half: f32>f16 f32>f16 -> f16
-      dot_general in half: f32>f16 f32>f16 -> f16
-      add in half: f32>f16 f32>f16 -> f16
-      tanh in half: f32>f16 -> f16
-      island, plain: f32 -> f32
-        transpose; an operand is float32
-      island, plain: f32 f32 -> f32
-        add; an operand is float32
-    """
+    """Also one that products alone read, but for the carry that receives it."""
 
     def step(carry, x):
         h, before, total = carry
@@ -419,21 +202,7 @@ def carry_that_is_handed_on_unchanged(xs, w):
 
 @planned(struct(4, 128, 128), W)
 def carry_of_two_parts(xs, w):
-    """A carry of which one part is added up is float32.
-
-    broadcast_in_dim in float32: 0 f32 -> f32
-    scan inside: f32 f32 f32 -> f32
-      function, reads f32 - -, stores f32
-      dot_general in half: f32>f16 f32>f16 -> f16
-      island, plain: f32 f32 -> f16 f32
-        split; an operand is float32
-        add; an operand is a float32 input as large as the result
-      dot_general in half: f32>f16 f32>f16 -> f16
-      add in half: f32>f16 f32>f16 -> f16
-      island, recompute: f32>f16 f32 -> f32
-        tanh
-        concatenate; an operand is float32
-    """
+    """A carry of which one part is added up is float32."""
 
     def step(carry, x):
         h, total = jnp.split(carry, 2)
@@ -444,27 +213,7 @@ def carry_of_two_parts(xs, w):
 
 @planned(struct(4, 128, 128), W)
 def carry_of_looked_up_rows(xs, w):
-    """Indices carry nothing into a carry: what they were made of may be half.
-
-    broadcast_in_dim in float32: 0 f32 -> f32
-    scan inside: f32 f32 f32 -> f32 f16
-      function, reads f32 - -, stores f32 f16
-      dot_general in half: f32>f16 f32>f16 -> f16
-      island, recompute: f32>f16 -> f16 f32
-        exp; full
-        slice
-        squeeze
-      iota: -> i32
-      sort in float32: f32 i32 -> f32 i32
-      island, plain: i32 f32 f32 -> f32
-        lt
-        add
-        select_n
-        broadcast_in_dim
-        gather; an operand is a float32 input as large as the result
-        add; an operand is float32
-      dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """Indices carry nothing into a carry: what they were made of may be half."""
 
     def step(total, x):
         y = jnp.exp(x @ w)
@@ -475,20 +224,7 @@ def carry_of_looked_up_rows(xs, w):
 
 @planned(struct(4, 128, 128), W)
 def carry_of_indices(xs, w):
-    """Nor are indices that are carried any reason to keep float32.
-
-    iota: -> i32
-    scan inside: f32 i32 f32 -> i32 f16
-      function, reads f32 - -, stores i32 f16
-      dot_general in half: f32>f16 f32>f16 -> f16
-      island, recompute: f32>f16 -> f16 f32
-        exp; full
-        slice
-        squeeze
-      iota: -> i32
-      sort in float32: f32 i32 -> f32 i32
-      dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """Nor are indices that are carried any reason to keep float32."""
 
     def step(_, x):
         y = jnp.exp(x @ w)
@@ -499,18 +235,7 @@ def carry_of_indices(xs, w):
 
 @planned(X, W)
 def carry_that_is_kept_outside(x, w):
-    """A result that reaches a float32 carry outside is carried in float32 inside.
-
-    broadcast_in_dim in float32: 0 f32 -> f32
-    scan inside: f32 f32 f32 -> f32
-      function, reads f32 f32 -, stores f32
-      scan inside: f32 f32 -> f32
-        function, reads f32 -, stores f32
-        dot_general in half: f32>f16 f32>f16 -> f16
-        tanh in half: f32>f16 -> f16
-      island, plain: f32 f32 -> f32
-        add; an operand is float32
-    """
+    """A result that reaches a float32 carry outside is carried in float32 inside."""
 
     def outer(total, _):
         inner = lambda h, _: (jnp.tanh(h @ w), None)
@@ -521,19 +246,7 @@ def carry_that_is_kept_outside(x, w):
 
 @planned(X, W, ROW)
 def loop_with_constants(x, w, b):
-    """What condition and body close over.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    while inside: f32 f32 i32 f32 -> i32 f32
-      function, not planned
-      function, stores i32 f32
-      add: i32 i32 -> i32
-      dot_general in half: f32>f16 f32>f16 -> f16
-      broadcast_in_dim in float32: f32 -> f32
-      add in half: f32>f16 f32>f16 repeated -> f16
-      island, recompute: f32>f16 -> f32
-        sin
-    """
+    """What condition and body close over."""
     return lax.while_loop(
         lambda c: c[0] < b.shape[0] + jnp.int32(3),
         lambda c: (c[0] + 1, jnp.sin(c[1] @ w + b)),
@@ -543,17 +256,7 @@ def loop_with_constants(x, w, b):
 
 @planned(X, W)
 def sharded(x, w):
-    """What is mapped over devices is planned on the shards.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    shard_map inside: f32 f32>f16 -> f16
-      function
-      island, recompute, apart: f32>f16 -> f16
-        exp; full
-      pvary in float32: f32 -> f32
-      dot_general in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """What is mapped over devices is planned on the shards."""
     mesh = jax.make_mesh((1,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
     rows = jax.sharding.PartitionSpec("devices")
     one = jax.shard_map(lambda y: jnp.exp(y) @ w, mesh=mesh, in_specs=rows, out_specs=rows)
@@ -565,18 +268,7 @@ def sharded(x, w):
 
 @planned(X, W, INDICES)
 def results_that_feed_outside(x, w, tokens):
-    """A function inside is told which of its results products read, and which nothing rounds.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    jit inside: f32>f16 -> f16 f32
-      function
-      island, recompute, apart: f32>f16 -> f16
-        exp; full
-      island, recompute, apart: f32>f16 -> f32
-        tanh
-        mul; float16 does not hold the constant 1e+09
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """A function inside is told which of its results products read, and which nothing rounds."""
     inside = jax.jit(lambda y: (jnp.exp(y), jnp.tanh(y) * 1e9), donate_argnums=0)
     y, z = inside(x @ w)
     return y @ w, z
@@ -584,23 +276,7 @@ def results_that_feed_outside(x, w, tokens):
 
 @planned(X, W, ROW)
 def operands_that_are_known_inside(x, w, b):
-    """What is known of an operand is known inside: a number, a row, a boolean, a mask.
-
-    broadcast_in_dim in float32: f32 -> f32
-    dot_general in half: f32>f16 f32>f16 -> f16
-    broadcast_in_dim: bool -> bool
-    convert_element_type in float32: bool -> f32
-    jit inside: f32 f32>f16 1e+09 f32 f32 f32 -> f16 f16 f16
-      function
-      convert_element_type in float32: f32 -> f32
-      island, plain, apart: f32>f16 f32 -> f16 saturated
-        add; float16 does not hold the constant 1e+09
-      dot_general in half: f32>f16 f32>f16 -> f16
-      add in half: f32>f16 f32>f16 -> f16
-      dot_general in half: f32>f16 f32>f16 -> f16
-      add in half: f32>f16 f32>f16 -> f16
-      dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """What is known of an operand is known inside: a number, a row, a boolean, a mask."""
     inside = jax.jit(lambda y, *others: [(y + z) @ w for z in others], donate_argnums=0)
     row = jnp.broadcast_to(b, (128, 128))
     return inside(x @ w, 1e9, row, jnp.ones((128, 128), bool).astype(jnp.float32))
@@ -608,20 +284,7 @@ def operands_that_are_known_inside(x, w, b):
 
 @planned(X, W)
 def neutral_functions_inside(x, w):
-    """What a function inside makes of parameters alone is neutral outside, and fixed if they are.
-
-    slice in float32: f32 -> f32
-    jit in float32: f32 -> f32
-    iota in float32: -> f32
-    broadcast_in_dim in float32: f32 -> f32
-    jit in float32: f32 -> f32
-    dot_general in half: f32>f16 f32>f16 -> f16
-    add in half: f32>f16 f32>f16 repeated -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    add in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """What a function inside makes of parameters alone is neutral outside; fixed if they are."""
     inside = jax.jit(jnp.sin, donate_argnums=0)
     v, t = inside(w[:1]), inside(jnp.arange(128.0)[None])
     return (x @ w + v) @ w, (x @ w + t) @ w
@@ -629,45 +292,19 @@ def neutral_functions_inside(x, w):
 
 @planned(X, W)
 def stream_without_products(x, w):
-    """A stream that no product in the body reads is float32.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    scan inside: f32 i32 -> f32 i32
-      function, reads - -, stores f32 i32
-      island, plain: f32 -> f32
-        mul; an operand is float32
-        add
-      add: i32 i32 -> i32
-    """
+    """A stream that no product in the body reads is float32."""
     return lax.scan(lambda c, _: ((c[0] * 2 + 1, c[1] + 1), None), (x @ w, 0), None, length=3)[0]
 
 
 @planned(X, struct(128, 128, 128), W)
 def scan_over_128_layers(x, ws, w):
-    """128 layers are not too many.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    scan inside: f32>f16 f32 -> f16
-      function, reads - -, stores f16
-      dot_general in half: f32>f16 f32>f16 -> f16
-      tanh in half: f32>f16 -> f16
-      add in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """128 layers are not too many."""
     return lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), x @ w, ws)[0] @ w
 
 
 @planned(struct(4, 128, 128), W)
 def carries_that_nothing_reads(xs, w):
-    """A carry that the body only writes is float32; one that products alone read is half.
-
-    broadcast_in_dim in float32: 0 f32 -> f32
-    scan inside: f32 f32 f32>f16 f32 -> f32 f16
-      function, reads f32 - - -, stores f32 f16
-      dot_general in half: f32>f16 f32>f16 -> f16
-      tanh in half: f32>f16 -> f16
-      dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """A carry that the body only writes is float32; one that products alone read is half."""
 
     def step(carry, x):
         y = jnp.tanh(x @ w)
@@ -678,20 +315,7 @@ def carries_that_nothing_reads(xs, w):
 
 @planned(struct(4, 128, 128), W)
 def carry_that_is_exchanged(xs, w):
-    """Carries that products read, one turn after another, are half.
-
-    broadcast_in_dim in float32: 0 f32 -> f32
-    scan inside: f32 f32>f16 f32>f16 f32 -> f16 f16 f16
-      function, reads f32 - - -, stores f16 f16 f16
-      rev in half: f32>f16 -> f16
-      dot_general in half: f32>f16 f32>f16 -> f16
-      tanh in half: f32>f16 -> f16
-      dot_general in half: f32>f16 f32>f16 -> f16
-      dot_general in half: f32>f16 f32>f16 -> f16
-      add in half: f32>f16 f32>f16 -> f16
-      slice in half: f32>f16 -> f16
-      squeeze in half: f32>f16 -> f16
-    """
+    """Carries that products read, one turn after another, are half."""
 
     def step(carry, x):
         a, b = carry
@@ -703,24 +327,7 @@ def carry_that_is_exchanged(xs, w):
 
 @planned(struct(4, 128, 128), W, ROW)
 def constants_of_a_scan(xs, w, b):
-    """What has a gradient enters in float32; what has none enters as it is.
-
-    slice in float32: f32 -> f32
-    squeeze in float32: f32 -> f32
-    dot_general in half: f32>f16 f32>f16 -> f16
-    stop_gradient in half: f32>f16 -> f16
-    iota in float32: -> f32
-    sin in float32: f32 -> f32
-    scan inside: i32 f32 f32 f32 f32 f32 -> f16
-      function, reads i32 f32 f32 f32 f16 -, stores f16
-      dot_general in half: f32>f16 f32>f16 -> f16
-      broadcast_in_dim in float32: f32 -> f32
-      add in half: f32>f16 f32>f16 repeated -> f16
-      broadcast_in_dim in float32: f32 -> f32
-      mul in half: f32>f16 f32>f16 -> f16
-      add in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """What has a gradient enters in float32; what has none enters as it is."""
     y = lax.stop_gradient(xs[0] @ w)
     positions = jnp.sin(jnp.arange(128.0))
     body = lambda c, x: (c, (x @ w + b) * positions + y)
@@ -729,43 +336,14 @@ def constants_of_a_scan(xs, w, b):
 
 @planned(struct(4, 128, 128), W)
 def stacked_results(xs, w):
-    """Rows that a product outside reads leave half; rows that the loss reads do not.
-
-    scan inside: i32 f32 f32 -> f16 f32
-      function, reads i32 f32 -, stores f16 f32
-      dot_general in half: f32>f16 f32>f16 -> f16
-      island, recompute: f32>f16 -> f16
-        exp; full
-      dot_general in half: f32>f16 f32>f16 -> f16
-      island, recompute: f32>f16 -> f32
-        exp; full
-    dot_general in half: f32>f16 f32>f16 -> f16
-    island, plain, apart: f32 -> f32
-      reduce_sum; full
-    """
+    """Rows that a product outside reads leave half; rows that the loss reads do not."""
     _, (y, z) = lax.scan(lambda c, x: (c, (jnp.exp(x @ w), jnp.exp(x @ w))), 0, xs)
     return y @ w, z.sum()
 
 
 @planned(struct(1, 128, 128), W)
 def scan_of_one_turn(xs, w):
-    """A loop of one turn is a loop: it counts as two.
-
-    scan inside: i32 f32 f32 -> f16
-      function, reads i32 f32 -, stores f16
-      slice in float32: f32 -> f32
-      dot_general in half: f32>f16 f32>f16 -> f16
-      island, recompute: f32>f16 -> f16
-        exp; full
-      dot_general in half: f32>f16 f32>f16 -> f16
-    scan inside: i32 f32 f32 -> f16
-      function, reads i32 f32 -, stores f16
-      slice in float32: f32 -> f32
-      dot_general in half: f32>f16 f32>f16 -> f16
-      island, plain: f32>f16 -> f16
-        exp; full
-      dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """A loop of one turn is a loop: it counts as two."""
     half = lax.scan(lambda c, x: (c, jnp.exp(x[:64] @ w) @ w), 0, xs)[1]
     less = lax.scan(lambda c, x: (c, jnp.exp(x[:63] @ w) @ w), 0, xs)[1]
     return half, less
@@ -773,18 +351,7 @@ def scan_of_one_turn(xs, w):
 
 @planned(X, W)
 def scan_in_a_scan(x, w):
-    """Turns multiply.
-
-    scan inside: i32 f32 f32 -> f16
-      function, reads i32 f32 f32, stores f16
-      scan inside: i32 f32 f32 -> f16
-        function, reads i32 f32 f32, stores f16
-        slice in float32: f32 -> f32
-        dot_general in half: f32>f16 f32>f16 -> f16
-        island, recompute: f32>f16 -> f16
-          exp; full
-        dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """Turns multiply."""
     inner = lambda c, _: (c, jnp.exp(x[:16] @ w) @ w)
     outer = lambda c, _: (c, lax.scan(inner, 0, None, length=3)[1])
     return lax.scan(outer, 0, None, length=2)[1]
@@ -792,24 +359,7 @@ def scan_in_a_scan(x, w):
 
 @planned(struct(8, 128), W)
 def while_loop_in_a_remat(x, w):
-    """Nothing of a while loop is kept, so nothing is kept apart; after it all is as before.
-
-    concatenate in float32: f32 f32 f32 f32 f32 f32 f32 f32 f32 f32 f32 f32 f32 f32 f32 f32 -> f32
-    dot_general in half: f32>f16 f32>f16 -> f16
-    remat2 inside: f32 f32>f16 -> f16
-      function
-      while inside: f32 i32 f32 -> i32 f32
-        function, not planned
-        function, stores i32 f32
-        add: i32 i32 -> i32
-        dot_general in half: f32>f16 f32>f16 -> f16
-        island, recompute: f32>f16 -> f32
-          exp; full
-      dot_general in half: f32>f16 f32>f16 -> f16
-      island, recompute, apart: f32>f16 -> f16
-        exp; full
-      dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """Nothing of a while loop is kept, so nothing is kept apart; after it all is as before."""
 
     def function(y):
         body = lambda c: (c[0] + 1, jnp.exp(c[1] @ w))
@@ -820,20 +370,7 @@ def while_loop_in_a_remat(x, w):
 
 @planned(X, W, struct(dtype=jnp.int32))
 def branches_of_other_dtypes(x, w, index):
-    """Integers, and a result that the loss alone reads.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    clamp: i32 i32 i32 -> i32
-    cond inside: i32 f32 f32>f16 -> f16 i32 f32
-      function, stores f16 i32 f32
-      dot_general in half: f32>f16 f32>f16 -> f16
-      island, recompute, apart: f32>f16 -> f32
-        exp; full
-      function, stores f16 i32 f32
-      island, recompute, apart: f32>f16 -> f32
-        exp; full
-        add
-    """
+    """Integers, and a result that the loss alone reads."""
     y = x @ w
     return lax.switch(
         index, [lambda y: (y @ w, 1, jnp.exp(y)), lambda y: (y, 2, jnp.exp(y) + 1)], y
@@ -842,40 +379,20 @@ def branches_of_other_dtypes(x, w, index):
 
 @planned(X, W, full=["while"])
 def loop_in_float32(x, w):
-    """A loop that the user asks to be float32 is bound as it was written.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    while in float32: f32 i32 f32 -> i32 f32
-    """
+    """A loop that the user asks to be float32 is bound as it was written."""
     body = lambda c: (c[0] + 1, jnp.tanh(c[1] @ w))
     return lax.while_loop(lambda c: c[0] < 3, body, (0, x @ w))[1]
 
 
 @planned(X, W, low=["while"])
 def loop_to_a_tolerance_in_half(x, w):
-    """A loop to a tolerance that the user asks to be lowered is.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    while inside: f32 f32 -> f32
-      function, not planned
-      function, stores f32
-      dot_general in half: f32>f16 f32>f16 -> f16
-      tanh in half: f32>f16 -> f16
-      div in half: f32>f16 2 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """A loop to a tolerance that the user asks to be lowered is."""
     return lax.while_loop(lambda c: c.max() > 1e-3, lambda c: jnp.tanh(c @ w) / 2, x @ w) @ w
 
 
 @planned(struct(4, 128, 128), W)
 def loops_that_vmap_wrote(xs, w):
-    """A loop with a condition for each element is float32.
-
-    iota: -> i32
-    dot_general in half: f32>f16 f32>f16 -> f16
-    broadcast_in_dim: i32 -> i32
-    while in float32: i32 f32 i32 f32 -> i32 f32
-    """
+    """A loop with a condition for each element is float32."""
 
     def loop(n, x):
         return lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, jnp.tanh(c[1] @ w)), (0, x))
@@ -928,61 +445,20 @@ sorted_rows.defjvp(lambda primals, tangents: (sorted_rows(*primals), 2 * tangent
 
 @planned(X, W)
 def custom_derivatives_without_products(x, w):
-    """One operation each: float32 if something inside is, and if its rule runs as written.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    custom_jvp_call inside: f32>f16 -> f16
-      function, stores f16
-      mul in half: f32>f16 2 f32>f16 -> f16
-      max in half: f32>f16 0.5 f32>f16 -> f16
-      function, not planned
-    dot_general in half: f32>f16 f32>f16 -> f16
-    island, recompute, apart: f32>f16 -> f16
-      custom_jvp_call; full
-    dot_general in half: f32>f16 f32>f16 -> f16
-    island, plain, apart: f32>f16 -> f16
-      custom_vjp_call; full
-    dot_general in half: f32>f16 f32>f16 -> f16
-    custom_jvp_call inside: f32>f16 -> f16
-      function, stores f16
-      island, plain, apart: f32>f16 -> f16 saturated
-        mul
-        max; float16 does not hold the constant 1e-09
-      function, not planned
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """One operation each: float32 if something inside is, and if its rule runs as written."""
     y, z, v, u = x @ w, x @ w, x @ w, x @ w
     return shifted(y) @ w, grown(z) @ w, passed(v) @ w, clipped(u) @ w
 
 
 @planned(X, W, inside_custom_vjp=True)
 def custom_vjp_without_products_gone_into(x, w):
-    """Also where the caller goes inside; what an island cannot hold is a level of its own.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    island, plain, apart: f32>f16 -> f16
-      custom_vjp_call; full
-    dot_general in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    custom_jvp_call inside: f32>f16 -> f16
-      function, stores f16
-      sort in half: f32>f16 -> f16
-      function, not planned
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """Also where the caller goes inside; what an island cannot hold is a level of its own."""
     return passed(x @ w) @ w, sorted_rows(x @ w) @ w
 
 
 @planned(X, W, full=["dot_general"])
 def custom_jvp_whose_product_is_float32(x, w):
-    """What the caller asks for holds inside as well.
-
-    dot_general in float32: f32 f32 -> f32
-    custom_jvp_call in float32: f32 f32 -> f32
-    """
+    """What the caller asks for holds inside as well."""
     return doubled(x @ w, w)
 
 

@@ -1,7 +1,6 @@
-"""How the planner tells what each value may lose: a program each, with its plan in the docstring.
+"""How the planner tells what each value may lose: a program each; plans are in `plan_listings/`.
 
-A line is a step. `f32>f16` is a float32 operand that is read in half, `->` what is stored. Arrays
-have 128 x 128 elements unless said otherwise: large enough to be recomputed.
+Arrays have 128 x 128 elements unless said otherwise: large enough to be recomputed.
 """
 
 import functools
@@ -35,13 +34,7 @@ planned = functools.partial(add_case, CASES)
 
 @planned(X, W)
 def dead_readers(x, w):
-    """What nothing needs decides nothing: p does not feed.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    island, recompute, apart: f32>f16 -> f32
-      exp; full
-      reduce_sum; full
-    """
+    """What nothing needs decides nothing: p does not feed."""
     p = jnp.exp(x @ w)
     _ = p @ w
     return p.sum()
@@ -49,62 +42,27 @@ def dead_readers(x, w):
 
 @planned(X, W)
 def small_numbers(x, w):
-    """1e-5 is subnormal in float16: digits are lost. Infinity and zero are held.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    island, plain, apart: f32>f16 -> f16 saturated
-      max; float16 does not hold the constant 1e-05
-    dot_general in half: f32>f16 f32>f16 -> f16
-    max in half: f32>f16 -inf f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    max in half: f32>f16 0 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """1e-5 is subnormal in float16: digits are lost. Infinity and zero are held."""
     y = x @ w
     return lax.max(y, 1e-5) @ w, lax.max(y, -jnp.inf) @ w, lax.max(y, 0.0) @ w
 
 
 @planned(X, W, policy="mixed_bfloat16")
 def small_numbers_in_bfloat16(x, w):
-    """bfloat16 holds 1e-5 as well as another number.
-
-    dot_general in half: f32>bf16 f32>bf16 -> bf16
-    max in half: f32>bf16 1e-05 f32>bf16 -> bf16
-    dot_general in half: f32>bf16 f32>bf16 -> bf16
-    """
+    """bfloat16 holds 1e-5 as well as another number."""
     return lax.max(x @ w, 1e-5) @ w
 
 
 @planned(X, W)
 def residual_around_a_product(x, w):
-    """Operations on both sides of a product are two islands, and in order.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    island, recompute, apart: f32>f16 -> f16
-      exp; full
-    dot_general in half: f32>f16 f32>f16 -> f16
-    island, recompute, apart: f32>f16 f32>f16 -> f16
-      exp; full
-      add
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """Operations on both sides of a product are two islands, and in order."""
     y = jnp.exp(x @ w)
     return (jnp.exp(y @ w) + y) @ w
 
 
 @planned(IMAGE, KERNEL)
 def norm_with_one_statistic(x, k):
-    """A norm over everything has one sum: it is no norm over leading axes.
-
-    conv_general_dilated in half: f32>f16 f32>f16 -> f16
-    island, recompute, apart: f32>f16 -> f16
-      mul; a square, whose range a half type does not hold
-      reduce_sum; full
-      rsqrt; full
-      mul
-      tanh
-    conv_general_dilated in half: f32>f16 f32>f16 -> f16
-    """
+    """A norm over everything has one sum: it is no norm over leading axes."""
     y = conv(x, k)
     y = y * lax.rsqrt((y * y).sum())
     return conv(jnp.tanh(y), k)
@@ -112,24 +70,7 @@ def norm_with_one_statistic(x, k):
 
 @planned(X, W, INDICES)
 def sorted_in_float32(x, w, tokens):
-    """Barriers that follow read half only if all that comes from products is half.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    cumsum in float32: f32 -> f32
-    sort in float32: f32 f32 -> f32 f32
-    sort in float32: f32 f32 -> f32 f32
-    lt: i32 i32 -> bool
-    add: i32 i32 -> i32
-    select_n: bool i32 i32 -> i32
-    broadcast_in_dim: i32 -> i32
-    scatter-min in float32, rounded: f32 i32 f32 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    cummax in half: f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """Barriers that follow read half only if all that comes from products is half."""
     y = x @ w
     wide = jnp.cumsum(y, -1)
     keys, values = lax.sort((wide, y), num_keys=1)
@@ -140,37 +81,7 @@ def sorted_in_float32(x, w, tokens):
 
 @planned(X, W, INDICES)
 def tables(x, w, tokens):
-    """No embedding: a table of one number, rows that are compared, rows of a region.
-
-    broadcast_in_dim in float32: 1 f32 -> f32
-    lt: i32 i32 -> bool
-    add: i32 i32 -> i32
-    select_n: bool i32 i32 -> i32
-    broadcast_in_dim: i32 -> i32
-    gather in float32: f32 i32 -> f32
-    lt: i32 i32 -> bool
-    add: i32 i32 -> i32
-    select_n: bool i32 i32 -> i32
-    broadcast_in_dim: i32 -> i32
-    gather in float32: f32 i32 -> f32
-    transpose in float32: f32 -> f32
-    eq in float32: f32 f32 -> bool
-    lt: i32 i32 -> bool; the user asked for float32 here
-    add: i32 i32 -> i32; the user asked for float32 here
-    select_n: bool i32 i32 -> i32; the user asked for float32 here
-    broadcast_in_dim: i32 -> i32; the user asked for float32 here
-    gather in float32: f32 i32 -> f32; the user asked for float32 here
-    dot_general in half: f32>f16 f32>f16 -> f16
-    island, plain, apart: f32>f16 f32 -> f16 saturated
-      add; an operand is a float32 input as large as the result
-    dot_general in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    convert_element_type in float32: i32 -> f32
-    broadcast_in_dim in float32: f32 -> f32
-    select_n in half: bool f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """No embedding: a table of one number, rows that are compared, rows of a region."""
     ones = jnp.ones((128, 128))[tokens]
     same = x[tokens].T == w
     inside = jmp.full_precision(lambda: x[tokens])()
@@ -179,39 +90,14 @@ def tables(x, w, tokens):
 
 @planned(X, W)
 def cases_of_a_bounded_result(x, w):
-    """One plus and minus a bounded result; two minus it, and one minus any other, are half.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    island, recompute, apart: f32>f16 -> f16
-      tanh
-      sub; near its bound, 1 minus a bounded function has few digits left
-    dot_general in half: f32>f16 f32>f16 -> f16
-    mul in half: f32>f16 1 f32>f16 -> f16
-    tanh in half: f32>f16 -> f16
-    sub in half: 2 f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    sub in half: 1 f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """One plus and minus a bounded result; two minus it, and one minus any other, are half."""
     y, z = x @ w, x @ w
     return (jnp.tanh(y) - 1) @ w, (2 - jnp.tanh(y * 1)) @ w, (1 - z) @ w
 
 
 @planned(X, W, struct(128, 128, dtype=jnp.int32))
 def other_dtypes(x, w, counts):
-    """Integers are no operands that decide.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    convert_element_type in float32: i32 -> f32
-    island, plain, apart: f32>f16 f32 -> f16
-      mul; an operand is a float32 input as large as the result
-    dot_general in half: f32>f16 f32>f16 -> f16
-    dot_general: i32 i32 -> i32
-    convert_element_type in float32: f32 -> i32
-    add: i32 i32 -> i32
-    """
+    """Integers are no operands that decide."""
     y = (x @ w) @ w
     return (y * counts.astype(jnp.float32)) @ w, (counts @ counts), (y.astype(int) + counts)
 
@@ -221,29 +107,7 @@ def other_dtypes(x, w, counts):
 
 @planned(X, W)
 def solved_between_products(x, w):
-    """A solver reads float32, and so does a precise product: nothing is rounded in front of them.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    island, recompute, apart: f32>f16 -> f32
-      exp; full
-      transpose
-      add
-      div
-    cholesky in float32: f32 -> f32
-    iota: -> i32
-    add: i32 i32 -> i32
-    iota: -> i32
-    ge: i32 i32 -> bool
-    broadcast_in_dim in float32: 0 f32 -> f32
-    island, plain, apart: bool f32 f32 -> f16
-      select_n; an operand is float32
-    dot_general in half: f32>f16 f32>f16 -> f16
-    island, recompute, apart: f32>f16 -> f32
-      exp; full
-    dot_general in float32: f32 f32 -> f32
-    dot_general in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """A solver and a precise product read float32: nothing is rounded in front of them."""
     solved = jnp.linalg.cholesky(jnp.exp(x @ w))
     precise = jnp.matmul(jnp.exp(x @ w), w, precision=Precision.HIGHEST)
     return solved @ w, precise @ w
@@ -251,34 +115,7 @@ def solved_between_products(x, w):
 
 @planned(X, W)
 def read_by_solvers_and_products(x, w):
-    """What both read is half; a product behind the next operation of an island does not count.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    island, recompute, apart: f32>f16 -> f16
-      exp; full
-    dot_general in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    cholesky in float32: f32 -> f32
-    iota: -> i32
-    add: i32 i32 -> i32
-    iota: -> i32
-    ge: i32 i32 -> bool
-    broadcast_in_dim in float32: 0 f32 -> f32
-    island, plain, apart: bool f32 f32 -> f32
-      select_n; an operand is float32
-    island, recompute, apart: f32>f16 -> f32 f16 saturated
-      exp; full
-      add; float16 does not hold the constant 1e+09
-    dot_general in half: f32>f16 f32>f16 -> f16
-    cholesky in float32: f32 -> f32
-    iota: -> i32
-    add: i32 i32 -> i32
-    iota: -> i32
-    ge: i32 i32 -> bool
-    broadcast_in_dim in float32: 0 f32 -> f32
-    island, plain, apart: bool f32 f32 -> f32
-      select_n; an operand is float32
-    """
+    """What both read is half; a product behind the next operation of an island does not count."""
     solve = functools.partial(lax.linalg.cholesky, symmetrize_input=False)
     y, z = jnp.exp(x @ w), jnp.exp(x @ w)
     return y @ w, solve(y), (z + 1e9) @ w, solve(z)
@@ -286,63 +123,27 @@ def read_by_solvers_and_products(x, w):
 
 @planned(X, W)
 def order_of_the_rows(x, w):
-    """Indices carry no precision: what is sorted for them alone stays float32.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    island, recompute, apart: f32>f16 -> f32
-      exp; full
-    iota: -> i32
-    sort in float32: f32 i32 -> f32 i32
-    slice: i32 -> i32
-    squeeze: i32 -> i32
-    lt: i32 i32 -> bool
-    add: i32 i32 -> i32
-    select_n: bool i32 i32 -> i32
-    broadcast_in_dim: i32 -> i32
-    gather in float32, rounded: f32 i32 -> f16; rows of a float32 table, rounded after the lookup
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """Indices carry no precision: what is sorted for them alone stays float32."""
     return w[jnp.argsort(jnp.exp(x @ w), -1)[0]] @ w
 
 
 @planned(X, W)
 def read_by_both(x, w):
-    """One result that a product reads and the loss too leaves in half.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    island, recompute, apart: f32>f16 -> f16 f32
-      exp; full
-      reduce_sum; full
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """One result that a product reads and the loss too leaves in half."""
     y = jnp.exp(x @ w)
     return y @ w, y.sum()
 
 
 @planned(X, W)
 def inner_autocast_of_parameters(x, w):
-    """What an autocast inside makes of parameters alone is decided as well.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    sin in float32: f32 -> f32; an inner autocast decided here
-    island, plain, apart: f32>f16 f32 -> f16
-      add; an operand is float32
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """What an autocast inside makes of parameters alone is decided as well."""
     inner = jmp.autocast(jnp.sin, "mixed_bfloat16")
     return (x @ w + inner(w)) @ w
 
 
 @planned(X, W, rules=[("head", "p=f32,c=f32,o=f16")])
 def rule_on_parameters(x, w):
-    """What a rule rounds comes out half, also of parameters alone.
-
-    island, recompute, apart: f32 -> f16
-      sin; the user asked for float32 here
-    dot_general in half: f32>f16 f32>f16 -> f16
-    add in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """What a rule rounds comes out half, also of parameters alone."""
     with jax.named_scope("head"):
         v = jnp.sin(w)
     return (x @ w + v) @ w
@@ -350,26 +151,7 @@ def rule_on_parameters(x, w):
 
 @planned(X, W, ROW, INDICES)
 def fixed_rows(x, w, b, places):
-    """No gradient flows into a row of positions: it is rounded before it is repeated.
-
-    iota in float32: -> f32
-    sin in float32: f32 -> f32
-    convert_element_type in float32: i32 -> f32
-    sin in float32: f32 -> f32
-    dot_general in half: f32>f16 f32>f16 -> f16
-    broadcast_in_dim in float32: f32 -> f32
-    add in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    mul in float32: f32 f32 -> f32
-    broadcast_in_dim in float32: f32 -> f32
-    add in half: f32>f16 f32>f16 repeated -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    broadcast_in_dim in float32: f32 -> f32
-    add in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """No gradient flows into a row of positions: it is rounded before it is repeated."""
     positions = jnp.sin(jnp.arange(128.0))
     given = jnp.sin(places.astype(jnp.float32))
     return (x @ w + positions) @ w, (x @ w + positions * b) @ w, (x @ w + given) @ w
@@ -377,25 +159,7 @@ def fixed_rows(x, w, b, places):
 
 @planned(X, W)
 def places_that_are_chosen(x, w):
-    """Constants that are written where a result says are float32: no operand is half.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    argmax in half: f32>f16 -> i32
-    broadcast_in_dim in float32: 0 f32 -> f32
-    iota: -> i32
-    lt: i32 i32 -> bool
-    add: i32 i32 -> i32
-    select_n: bool i32 i32 -> i32
-    lt: i32 i32 -> bool
-    add: i32 i32 -> i32
-    select_n: bool i32 i32 -> i32
-    broadcast_in_dim: i32 -> i32
-    broadcast_in_dim: i32 -> i32
-    concatenate: i32 i32 -> i32
-    broadcast_in_dim in float32: 1 f32 -> f32
-    scatter in float32: f32 i32 f32 -> f32
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """Constants that are written where a result says are float32: no operand is half."""
     places = jnp.argmax(x @ w, -1)
     return jnp.zeros((128, 128)).at[jnp.arange(128), places].set(1.0) @ w
 
@@ -405,37 +169,7 @@ def places_that_are_chosen(x, w):
 
 @planned(X, W, INDICES)
 def rows_that_are_normalised(x, w, tokens):
-    """Rows that are compared with what is made of them, or with a number, are an embedding.
-
-    lt: i32 i32 -> bool
-    add: i32 i32 -> i32
-    select_n: bool i32 i32 -> i32
-    broadcast_in_dim: i32 -> i32
-    gather in float32, rounded: f32 i32 -> f16; rows of a float32 table, rounded after the lookup
-    island, recompute but sums, apart, shared casts: f32>f16 -> f16
-      reduce_sum; full
-      broadcast_in_dim
-      div
-      sub
-    lt: i32 i32 -> bool
-    add: i32 i32 -> i32
-    select_n: bool i32 i32 -> i32
-    broadcast_in_dim: i32 -> i32
-    gather in float32, rounded: f32 i32 -> f16; rows of a float32 table, rounded after the lookup
-    reshape in half: f32>f16 -> f16
-    reshape in half: f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    lt: i32 i32 -> bool
-    add: i32 i32 -> i32
-    select_n: bool i32 i32 -> i32
-    broadcast_in_dim: i32 -> i32
-    gather in float32, rounded: f32 i32 -> f16; rows of a float32 table, rounded after the lookup
-    sub in half: f32>f16 1 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    sin in half: f32>f16 -> f16
-    sub in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """Rows that are compared with what is made of them, or with a number, are an embedding."""
     rows = x[tokens]
     centred = rows - rows.mean(-1, keepdims=True)
     moved = x[tokens].reshape(64, 256).reshape(128, 128)
@@ -444,69 +178,20 @@ def rows_that_are_normalised(x, w, tokens):
 
 @planned(X, W, INDICES)
 def rows_that_are_moved_and_compared(x, w, tokens):
-    """Rows that are compared with others are not, however they are moved before.
-
-    lt: i32 i32 -> bool
-    add: i32 i32 -> i32
-    select_n: bool i32 i32 -> i32
-    broadcast_in_dim: i32 -> i32
-    gather in float32: f32 i32 -> f32
-    reshape in float32: f32 -> f32
-    reshape in float32: f32 -> f32
-    lt: i32 i32 -> bool
-    add: i32 i32 -> i32
-    select_n: bool i32 i32 -> i32
-    broadcast_in_dim: i32 -> i32
-    gather in float32: f32 i32 -> f32
-    sub in float32: f32 f32 -> f32
-    dot_general in half: f32>f16 f32>f16 -> f16
-    transpose in float32: f32 -> f32
-    mul in float32: f32 f32 -> f32
-    sub in float32: f32 f32 -> f32
-    dot_general in half: f32>f16 f32>f16 -> f16
-    transpose in float32: f32 -> f32
-    lt: i32 i32 -> bool
-    add: i32 i32 -> i32
-    select_n: bool i32 i32 -> i32
-    broadcast_in_dim: i32 -> i32
-    gather in float32: f32 i32 -> f32
-    sub in float32: f32 f32 -> f32
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """Rows that are compared with others are not, however they are moved before."""
     moved, both = x[tokens].reshape(64, 256).reshape(128, 128), x[tokens]
     return (moved - w) @ w, (both - both.T * w) @ w, (both.T - x[tokens]) @ w
 
 
 @planned(struct(128, 128, dtype=jnp.int32), W, INDICES)
 def table_of_integers(counts, w, tokens):
-    """A table of integers is no embedding.
-
-    lt: i32 i32 -> bool
-    add: i32 i32 -> i32
-    select_n: bool i32 i32 -> i32
-    broadcast_in_dim: i32 -> i32
-    gather: i32 i32 -> i32
-    convert_element_type in float32: i32 -> f32
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """A table of integers is no embedding."""
     return counts[tokens].astype(jnp.float32) @ w
 
 
 @planned(X, W, INDICES)
 def embedding_beside_an_island(x, w, tokens):
-    """An embedding is a barrier: what follows it is of another depth, and half comes in.
-
-    lt: i32 i32 -> bool
-    add: i32 i32 -> i32
-    select_n: bool i32 i32 -> i32
-    broadcast_in_dim: i32 -> i32
-    gather in float32, rounded: f32 i32 -> f16; rows of a float32 table, rounded after the lookup
-    dot_general in half: f32>f16 f32>f16 -> f16
-    add in half: f32>f16 f32>f16 -> f16
-    island, recompute, apart: f32>f16 -> f16
-      exp; full
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """An embedding is a barrier: what follows it is of another depth, and half comes in."""
     return jnp.exp(x[tokens] + x @ w) @ w
 
 
@@ -515,28 +200,7 @@ def embedding_beside_an_island(x, w, tokens):
 
 @planned(X, W)
 def arrays_of_one_number(x, w):
-    """An array of equal numbers is that number; zeros and infinities fit, and 1e-9 does not.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    add in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    island, plain, apart: f32>f16 f32 -> f16 saturated
-      max; an operand is a float32 input as large as the result
-    dot_general in half: f32>f16 f32>f16 -> f16
-    island, plain, apart: f32>f16 f32 -> f16 saturated
-      add; float16 does not hold an array of the program
-    dot_general in half: f32>f16 f32>f16 -> f16
-    island, recompute, apart: f32>f16 f32 -> f16
-      tanh
-      sub; near its bound, 1 minus a bounded function has few digits left
-    dot_general in half: f32>f16 f32>f16 -> f16
-    island, recompute, apart: f32>f16 f32 -> f16
-      tanh
-      sub; near its bound, 1 minus a bounded function has few digits left
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """An array of equal numbers is that number; zeros and infinities fit, and 1e-9 does not."""
     y, z, v = x @ w, x @ w, x @ w
     held = np.where(np.tri(128) > 0, 0, -np.inf).astype(np.float32)
     same, other = np.full((128, 128), 0.5, np.float32), np.full((128, 128), 1e-9, np.float32)
@@ -552,18 +216,7 @@ def arrays_of_one_number(x, w):
 
 @planned(struct(512, 256), struct(256, 256))
 def arrays_too_large_to_look_at(x, w):
-    """Up to 65536 numbers are looked at; a larger array is an input.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    island, plain, apart: f32>f16 f32 -> f16
-      slice
-      mul; float16 does not hold an array of the program
-    dot_general in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    island, plain, apart: f32>f16 f32 -> f16
-      mul; an operand is a float32 input as large as the result
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """Up to 65536 numbers are looked at; a larger array is an input."""
     looked_at = np.full((256, 256), 1e9, np.float32)
     larger = np.full((512, 256), 1e9, np.float32)
     return ((x @ w)[:256] * looked_at) @ w, (x @ w * larger) @ w
@@ -571,22 +224,7 @@ def arrays_too_large_to_look_at(x, w):
 
 @planned(X, W)
 def small_and_large_in_one_array(x, w):
-    """The smallest number counts, and so does the largest.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    broadcast_in_dim in float32: f32 -> f32
-    island, plain, apart: f32>f16 f32 -> f16
-      mul; float16 does not hold an array of the program
-    dot_general in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    broadcast_in_dim in float32: f32 -> f32
-    island, plain, apart: f32>f16 f32 -> f16
-      mul; float16 does not hold an array of the program
-    dot_general in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    mul in half: f32>f16 0 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """The smallest number counts, and so does the largest."""
     small, large = np.ones(128, np.float32), np.ones(128, np.float32)
     small[3:5], large[3] = (1e-9, 0), -1e9
     return (x @ w * small) @ w, (x @ w * large) @ w, (x @ w * np.ones(0, np.float32).sum()) @ w
@@ -594,31 +232,7 @@ def small_and_large_in_one_array(x, w):
 
 @planned(X, W, struct(128, 128, dtype=bool))
 def what_is_known_behind_a_choice(x, w, keep):
-    """What may hold -1e9 is hard wherever it is moved to; what was a boolean is not.
-
-    broadcast_in_dim in float32: 0 f32 -> f32
-    broadcast_in_dim in float32: -1e+09 f32 -> f32
-    select_n in float32: bool f32 f32 -> f32
-    slice in float32: f32 -> f32
-    broadcast_in_dim in float32: 0 f32 -> f32
-    convert_element_type in float32: f32 -> f32
-    concatenate in float32: f32 f32 -> f32
-    dot_general in half: f32>f16 f32>f16 -> f16
-    convert_element_type in float32: f32 -> f32
-    island, plain, apart: f32>f16 f32 -> f16 saturated
-      add; float16 does not hold an array of the program
-    dot_general in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    transpose in float32: f32 -> f32
-    island, plain, apart: f32>f16 f32 -> f16
-      mul; float16 does not hold an array of the program
-    dot_general in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    slice: bool -> bool
-    convert_element_type in float32: bool -> f32
-    add in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """What may hold -1e9 is hard wherever it is moved to; what was a boolean is not."""
     mask = jnp.where(keep, 0.0, -1e9)
     joined = jnp.concatenate([mask[:64], jnp.zeros((64, 128))])
     return (x @ w + mask) @ w, (x @ w * joined.T) @ w, (x @ w + keep[:1].astype(float)) @ w
@@ -626,25 +240,7 @@ def what_is_known_behind_a_choice(x, w, keep):
 
 @planned(X, W, ROW)
 def what_is_known_of_moved_numbers(x, w, b):
-    """A row that is reshaped and repeated is a row; what turns or negates it makes another value.
-
-    reshape in float32: f32 -> f32
-    broadcast_in_dim in float32: f32 -> f32
-    broadcast_in_dim in float32: f32 -> f32
-    neg in float32: f32 -> f32
-    broadcast_in_dim in float32: f32 -> f32
-    dot_general in half: f32>f16 f32>f16 -> f16
-    add in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    add in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    rev in float32: f32 -> f32
-    island, plain, apart: f32>f16 f32 -> f16 saturated
-      add; an operand is a float32 input as large as the result
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """A row that is reshaped and repeated is a row; a turned or negated one is another value."""
     row = jnp.broadcast_to(b.reshape(1, 128), (128, 128))
     column = jnp.broadcast_to(-b[:, None], (128, 128))
     return (x @ w + row) @ w, (x @ w + column) @ w, (x @ w + row[:, ::-1]) @ w
@@ -652,17 +248,7 @@ def what_is_known_of_moved_numbers(x, w, b):
 
 @planned(X, W)
 def numbers_that_are_converted(x, w):
-    """A Python integer that becomes a float is a constant; so is one that is negated.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    island, plain, apart: f32>f16 -> f16 saturated
-      add; float16 does not hold the constant 100000
-    dot_general in half: f32>f16 f32>f16 -> f16
-    mul in float32: 2 f32 1 f32 -> f32
-    neg in float32: f32 -> f32
-    mul in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """A Python integer that becomes a float is a constant; so is one that is negated."""
     y = x @ w
     return (y + lax.convert_element_type(100000, jnp.float32)) @ w, (y * -(2 * jnp.ones(()))) @ w
 
@@ -672,18 +258,7 @@ def numbers_that_are_converted(x, w):
 
 @planned(X, W)
 def reasons_of_products(x, w):
-    """What keeps a product from being lowered.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    convert_element_type in float32: f32 -> f16
-    dot_general in float32: f32 f32 -> f32
-    dot_general in float32: f16 f16 -> f32; the user named the algorithm
-    dot_general: f16 f16 -> f16; the user chose other dtypes
-    convert_element_type in float32: f32 -> bf16
-    dot_general in float32: f16 bf16 -> f32; the user chose other dtypes
-    dot_general in half: f16 f32>f16 -> f16
-    dot_general in float32: f32 f32 -> f32
-    """
+    """What keeps a product from being lowered."""
     y = x @ w
     half = y.astype(jnp.float16)
     algorithm = lax.DotAlgorithmPreset.F32_F32_F32
@@ -699,28 +274,13 @@ def reasons_of_products(x, w):
 
 @planned(X, struct(2, 128, 128), struct(2, dtype=jnp.int32))
 def product_of_groups(x, ws, sizes):
-    """Integers among the operands of a product decide nothing.
-
-    ragged_dot_general in half: f32>f16 f32>f16 i32 -> f16
-    """
+    """Integers among the operands of a product decide nothing."""
     return lax.ragged_dot(x, ws, sizes)
 
 
 @planned(struct(4, 128, 128), W)
 def sum_over_a_mapped_axis(xs, w):
-    """What vmap makes of a sum over its axis is a sum like any other: part of an island.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    island, plain, apart: f32>f16 -> f16
-      reduce_sum; full
-      div
-      broadcast_in_dim
-      sub
-    dot_general in half: f32>f16 f32>f16 -> f16
-    island, plain, apart: f32>f16 -> f32
-      reduce_sum; full
-      broadcast_in_dim
-    """
+    """What vmap makes of a sum over its axis is a sum like any other: part of an island."""
 
     def centred(x):
         y = x @ w
@@ -731,15 +291,7 @@ def sum_over_a_mapped_axis(xs, w):
 
 @planned(struct(4, 128, 128), W)
 def sum_over_a_mapped_axis_and_devices(xs, w):
-    """Over devices too it is a sum of theirs.
-
-    shard_map inside: f32 f32 -> f32
-      function
-      dot_general in half: f32>f16 f32>f16 -> f16
-      psum in float32: f32 -> f32
-      island, plain, apart: f32 -> f32
-        broadcast_in_dim; an operand is float32
-    """
+    """Over devices too it is a sum of theirs."""
     mesh = jax.make_mesh((1,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
     rows, everywhere = jax.sharding.PartitionSpec("devices"), jax.sharding.PartitionSpec()
     summed = jax.vmap(lambda x: lax.psum(x @ w, ("batch", "devices")), axis_name="batch")
@@ -749,23 +301,7 @@ def sum_over_a_mapped_axis_and_devices(xs, w):
 
 @planned(X, W)
 def one_plus_a_bounded_result(x, w):
-    """A bounded function behind a reshape is bounded; a constant on either side is one.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    island, recompute, apart: f32>f16 -> f16
-      tanh
-      transpose
-      add; near its bound, 1 minus a bounded function has few digits left
-    dot_general in half: f32>f16 f32>f16 -> f16
-    island, recompute, apart: f32>f16 -> f16
-      tanh
-      add; near its bound, 1 minus a bounded function has few digits left
-    dot_general in half: f32>f16 f32>f16 -> f16
-    tanh in half: f32>f16 -> f16
-    mul in half: f32>f16 1 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """A bounded function behind a reshape is bounded; a constant on either side is one."""
     y, z = x @ w, x @ w
     turned = jnp.tanh(y).T
     return (1 + turned) @ w, (-1 + jnp.tanh(z)) @ w, (jnp.tanh(z) * 1.0) @ w
@@ -773,40 +309,14 @@ def one_plus_a_bounded_result(x, w):
 
 @planned(X, W)
 def user_asks_for_float32_operations(x, w):
-    """A region without products: its island reads half and is float32 throughout.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    island, recompute, apart: f32>f16 -> f16
-      tanh; the user asked for float32 here
-      mul; the user asked for float32 here
-    dot_general in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    sort in float32: f32 -> f32; the user asked for float32 here
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """A region without products: its island reads half and is float32 throughout."""
     y = jmp.full_precision(lambda y: jnp.tanh(y) * 2)(x @ w)
     return y @ w, jmp.full_precision(lambda y: jnp.sort(y))(x @ w) @ w
 
 
 @planned(X, W, struct(128, 128), struct(1, 128))
 def masks_that_may_be(x, w, mask, row):
-    """Saturated: inputs of two axes that a choice or an addition joins; one row is a bias.
-
-    dot_general in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    slice in half: f32>f16 -> f16
-    slice in float32: f32 -> f32
-    concatenate in half: f32>f16 f32>f16 saturated -> f16
-    add in half: f32>f16 f32>f16 repeated -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    transpose in float32: f32 -> f32
-    mul in float32: f32 1 f32 -> f32
-    max in half: f32>f16 f32>f16 repeated -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    mul in half: f32>f16 f32>f16 repeated -> f16
-    dot_general in half: f32>f16 f32>f16 -> f16
-    """
+    """Saturated: inputs of two axes that a choice or an addition joins; one row is a bias."""
     y, z = x @ w, x @ w
     joined = jnp.concatenate([y[:64], mask[:64]])
     return (z + row) @ w, lax.max(y, row.T * jnp.ones(())) @ w, joined @ w, (z * row) @ w

@@ -20,7 +20,7 @@ from jax.extend.core import JaxprEqn
 from jax.tree_util import Partial
 
 from jmp import _jax_compat
-from jmp._calls import replaced
+from jmp._array_calls import replaced
 from jmp.autocasting._casts import cast, cast_all
 from jmp.autocasting._flow import Destination, Info
 from jmp.autocasting._graph import Node, Value
