@@ -15,11 +15,12 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jmp._array_calls import argument_numbers, replaced
+from jmp._jax_compat import varying_axes
 from jmp._messages import check_function, described, did_you_mean, listed, shape_text, wrong
 from jmp.dtypes import FLOAT32, at_least_float32, floating_dtype, is_castable, is_half
 from jmp.loss_scaling._base import LossScale, multiply_tree
 from jmp.loss_scaling._gradients import check_loss_scale, check_parameters, scaled_loss
-from jmp.sharding._axes import agreed, axis_names, made_varying, mapped_axes, varying_axes
+from jmp.sharding._axes import agreed, axis_names, made_varying, mapped_axes
 from jmp.trees import (
     PyTree,
     all_finite,
@@ -471,14 +472,11 @@ def _check_rows(args: Sequence[Any], places: Sequence[int], steps: int) -> None:
             _check_leaf(leaf, f"argument {number}", path_string(path), steps)
             found = True
     if not found:
+        where = f"argument {', '.join(map(str, places))}" if places else "no argument at all"
         raise ValueError(
-            f"{CALLER} found no array in {_listed(places)}; expected the batch: batch_argnums "
+            f"{CALLER} found no array in {where}; expected the batch: batch_argnums "
             "names the positional arguments that hold its rows."
         )
-
-
-def _listed(places: Sequence[int]) -> str:
-    return f"argument {', '.join(map(str, places))}" if places else "no argument at all"
 
 
 def _check_leaf(leaf: Any, argument: str, path: str, steps: int) -> None:

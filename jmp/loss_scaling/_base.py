@@ -91,15 +91,16 @@ class LossScale(abc.ABC):
 
 def multiply_tree(tree: T, factor: ArrayLike) -> T:
     """Multiplies the floating and complex leaves of `tree` by float32 `factor`."""
-    factor_in = lambda dtype: jnp.asarray(factor, dtype)
-    scaled: T = jax.tree.map(lambda leaf: _scaled_leaf(leaf, factor_in), tree)
-    return scaled
+    return _scaled(tree, lambda dtype: jnp.asarray(factor, dtype))
 
 
 def divide_tree(tree: T, divisor: ArrayLike) -> T:
     """Multiplies the floating and complex leaves of `tree` by the reciprocal of `divisor`."""
     # The reciprocal is taken in the leaf's own precision: exact for powers of two in any case.
-    factor_in = lambda dtype: 1 / jnp.asarray(divisor, dtype)
+    return _scaled(tree, lambda dtype: 1 / jnp.asarray(divisor, dtype))
+
+
+def _scaled(tree: T, factor_in: Callable[[np.dtype], jax.Array]) -> T:
     scaled: T = jax.tree.map(lambda leaf: _scaled_leaf(leaf, factor_in), tree)
     return scaled
 

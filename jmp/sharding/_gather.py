@@ -251,8 +251,15 @@ def _gathered_by_type(
     targets = list(map(_names_afterwards, parameters))
     data = _data_axes(parameters, targets, explicit)
     adds_in_another = reduce_dtype != dtype and bool(data)
-    if adds_in_another:
-        _warn_of_vectors(parameters, dtype, reduce_dtype)
+    vectors = [p.path for p in parameters if p.array.ndim < _FEWEST_DIMENSIONS]
+    if adds_in_another and vectors:
+        warnings.warn(
+            f"{CALLER}: the gradients of {listed(vectors)} are added up in {dtype}, not in "
+            f"{reduce_dtype}: along explicit axes JAX does that for parameters of two or more "
+            "dimensions alone. Gather these in a call of their own, without reduce_dtype, to "
+            "silence this; in shard_map all add up in the dtype asked.",
+            stacklevel=3,
+        )
     results = []
     for parameter, target in zip(parameters, targets, strict=True):
         array, partitions = parameter.array, [names or None for names in target]
@@ -300,20 +307,6 @@ def _data_axes(
     named = (spec if isinstance(spec, tuple) else spec.reduced for spec in specs)
     left = {name for target in targets for names in target for name in names}
     return frozenset().union(*named) or frozenset(explicit - left)
-
-
-def _warn_of_vectors(
-    parameters: Sequence[Parameter], dtype: np.dtype, reduce_dtype: np.dtype
-) -> None:
-    vectors = [p.path for p in parameters if p.array.ndim < _FEWEST_DIMENSIONS]
-    if vectors:
-        warnings.warn(
-            f"{CALLER}: the gradients of {listed(vectors)} are added up in {dtype}, not in "
-            f"{reduce_dtype}: along explicit axes JAX does that for parameters of two or more "
-            "dimensions alone. Gather these in a call of their own, without reduce_dtype, to "
-            "silence this; in shard_map all add up in the dtype asked.",
-            stacklevel=4,
-        )
 
 
 # What the user said: names of axes, or specs.
