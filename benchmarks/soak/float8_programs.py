@@ -9,12 +9,11 @@ program, with the same arrays.
 
 import argparse
 import collections
-import contextlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any, NamedTuple
 from unittest import mock
@@ -30,7 +29,8 @@ from rich.console import Console
 
 import jmp
 from benchmarks.processes import ROOT
-from jmp.autocasting import _float8, _float8_planning
+from jmp.autocasting import _float8
+from testbed.small_products import small_is_float8
 
 Array = Any
 Step = Callable[[Sequence[Array], Array], Array]  # of the parameters and an activation
@@ -369,13 +369,6 @@ def program(number: int) -> Program:
     return Program(loss, draw.params, x, draw.names)
 
 
-@contextlib.contextmanager
-def small_is_float8() -> Iterator[None]:
-    """Counts small products as large: all that may be float8 is float8."""
-    with mock.patch.multiple(_float8_planning, SMALL=1, THIN=1), jax.numpy_rank_promotion("allow"):
-        yield
-
-
 def on_devices(loss: Callable[..., Array], check_vma: bool, gathers: bool) -> Callable[..., Any]:
     """Returns a loss over two devices, given how autocast is applied to what each computes.
 
@@ -461,7 +454,7 @@ def main(first: int, end: int) -> None:
     rows = []
     for number in range(first, end):
         try:
-            with small_is_float8():
+            with small_is_float8(), jax.numpy_rank_promotion("allow"):
                 rows.append(compare(number))
         except Exception as error:  # a finding: the others run on
             rows.append({"number": number, "verdict": "raised", "why": repr(error)[:300]})

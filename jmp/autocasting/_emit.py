@@ -45,6 +45,10 @@ from jmp.autocasting.attention import attend
 from jmp.dtypes import FLOAT32
 from jmp.sharding._axes import without_reduced
 
+# The name of the function that a recomputed island is traced from: diagnostics tell by it such a
+# remat from the user's.
+ISLAND = "run_island"
+
 
 @dataclasses.dataclass(frozen=True)
 class Float8Of:
@@ -279,7 +283,7 @@ def _function_of(island: Island) -> Function:
     entering = [read.value for read in island.reads]
     as_stored = any(rewrite.as_stored for rewrite in island.rewrites.values())
 
-    def run_island(*arrays: Any) -> list[Any]:  # diagnostics know it by this name
+    def run_island(*arrays: Any) -> list[Any]:
         environment: Environment = dict(zip(entering, arrays, strict=True))
         if as_stored:
             environment = {value: _rounded_again(array) for value, array in environment.items()}
@@ -291,6 +295,7 @@ def _function_of(island: Island) -> Function:
             environment.update(zip(node.outputs, results, strict=True))
         return [_stored(write, environment[write.value]) for write in island.writes]
 
+    run_island.__name__ = ISLAND
     if island.recompute is Recompute.PLAIN:
         return run_island
     return jax.checkpoint(run_island, prevent_cse=island.prevent_cse, policy=_what_to_keep(island))

@@ -36,7 +36,7 @@ def graph_of(
     jaxpr: Jaxpr,
     constants: Sequence[Any],
     operands: Sequence[Given],
-    scope: Any,
+    holder: Node | None,
     request: Request,
     outputs_wrap: Callable[[], Sequence[bool]] = nowhere,
 ) -> Graph:
@@ -47,7 +47,7 @@ def graph_of(
       constants: what the constvars stand for.
       operands: for each further input the value of the outer level that comes in, whose numbers
         are known inside as well, or what else is known of it.
-      scope: name stack of the equation that holds it.
+      holder: the node that holds it; None at the outermost level.
       request: see `Request`.
       outputs_wrap: see `Graph`.
     """
@@ -63,8 +63,9 @@ def graph_of(
         else Value(v.aval, made_of=MadeOf.PRODUCTS if given is None else given)
         for v, given in zip(jaxpr.invars, (*operands, *anything), strict=True)
     ]
-    flattening = _Flattening(scope, request)
-    outputs = flattening.run(jaxpr, inputs, _jax_compat.empty_name_stack())
+    flattening = _Flattening(holder, request)
+    around = () if holder is None else (*holder.around, holder.equation)
+    outputs = flattening.run(jaxpr, inputs, _jax_compat.empty_name_stack(), around)
     nodes = _alive(flattening.nodes, outputs)
     users: dict[Value, list[Node]] = {}
     for node in nodes:
@@ -85,13 +86,20 @@ def graph_of(
 class _Flattening:
     """The nodes found so far."""
 
-    def __init__(self, scope: Any, request: Request) -> None:
+    def __init__(self, holder: Node | None, request: Request) -> None:
         self.nodes: list[Node] = []
-        self._scope = scope
+        self._scope = _jax_compat.empty_name_stack() if holder is None else holder.scope
         self._request = request
 
-    def run(self, jaxpr: Jaxpr, inputs: Sequence[Value], outer: Any) -> list[Value]:
-        """Adds the nodes of a jaxpr that stands under the name stack `outer`; returns outputs."""
+    def run(
+        self, jaxpr: Jaxpr, inputs: Sequence[Value], outer: Any, around: tuple[JaxprEqn, ...]
+    ) -> list[Value]:
+        """Adds the nodes of a jaxpr, and returns its outputs.
+
+        Args:
+          outer: the name stack that it stands under, within this level.
+          around: the equations that hold it, from the outermost level down.
+        """
         values: dict[Any, Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
         half = self._request.settings.compute_dtype
 
@@ -114,15 +122,21 @@ class _Flattening:
                     )
                     for array in constants
                 ]
-                results = self.run(inner, [*constvars, *operands], stack)
+                results = self.run(inner, [*constvars, *operands], stack, (*around, equation))
             elif (plain := plain_form(equation, self._request.settings)) is not None:
-                results = self.run(plain, operands, outer)
+                results = self.run(plain, operands, outer, around)
             else:
-                results = list(self._add(equation, operands, stack).outputs)
+                results = list(self._add(equation, operands, stack, around).outputs)
             values.update(zip(equation.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
-    def _add(self, equation: JaxprEqn, operands: Sequence[Value], stack: Any) -> Node:
+    def _add(
+        self,
+        equation: JaxprEqn,
+        operands: Sequence[Value],
+        stack: Any,
+        around: tuple[JaxprEqn, ...],
+    ) -> Node:
         settings, scope = self._request.settings, self._scope + stack
         rule, region = rule_of(equation, settings), self._request.region(scope)
         if rule.category is Category.LOW and equation.primitive.name not in settings.overrides:
@@ -130,7 +144,7 @@ class _Flattening:
                 rule = Rule(Category.FULL, why)
         known = _known_result(equation, rule, operands, settings.compute_dtype)
         place, stays = len(self.nodes), is_marker(equation)
-        node = Node(equation, operands, known, stack, scope, rule, region, place, stays)
+        node = Node(equation, operands, known, stack, scope, around, rule, region, place, stays)
         node.goes_inside = _goes_inside(node, region, settings)
         node.has_products = node.is_product or (
             node.goes_inside and contains_products(equation, settings)

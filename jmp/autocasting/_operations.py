@@ -1,11 +1,12 @@
-"""The operations of a plan, at any depth, and the dtypes that they run in; its other decisions.
+"""What reports, and autocast's own warnings, read of a plan.
 
-What says that autocast lowered no product at all stands here too.
+All of it comes from `steps_of`, the one walk over a plan: the operations with their dtypes, what is
+decided besides dtypes, and the warnings of no half product and of half gradients.
 """
 
 import collections
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,23 +16,14 @@ from jmp._messages import described, users_stacklevel
 from jmp.autocasting._equations import contracts_nothing, is_inner_product
 from jmp.autocasting._exact_products import WHY_EXACT, wrapped_values
 from jmp.autocasting._float8 import OPERANDS
-from jmp.autocasting._graph import Node
+from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._numbers import dtype_of, is_inexact
 from jmp.autocasting._precision import asked_for
-from jmp.autocasting._propagation import turns_of
+from jmp.autocasting._propagation import walk_inside
 from jmp.autocasting._registry import NO_RULE, Params, is_low
 from jmp.autocasting._request import AUTOCAST, FULL_PRECISION
 from jmp.autocasting._sending import WHY_NOT_WIDE
-from jmp.autocasting._steps import (
-    Fused,
-    Inside,
-    Island,
-    Nested,
-    Plan,
-    Single,
-    Step,
-    plain_steps,
-)
+from jmp.autocasting._steps import Fused, Island, Plan, Single, steps_of
 from jmp.dtypes import FLOAT32
 
 SATURATED = (
@@ -78,19 +70,27 @@ class Operation(NamedTuple):
     """One equation that stands in a plan, or inside a node that is bound as a whole."""
 
     equation: Any
+    around: tuple[Any, ...]  # the equations that hold it, the outermost first
     node: Node  # of the plan: `equation` is its own, or stands inside it
     why: str  # the reason of its dtypes
-    scope: Any  # its name stack from the outermost level down
     times: int  # how often it runs, turns of loops included
     params: Params  # what it is bound with
     dtypes_in: list[str]  # of its floating operands, as they are read
     dtypes_out: list[str]  # of its floating results, as they are stored
 
+    @property
+    def scope(self) -> Any:
+        """The name stack from the outermost level down."""
+        stack = _jax_compat.empty_name_stack()
+        for equation in (*self.around, self.equation):
+            stack += equation.source_info.name_stack
+        return stack
+
 
 def operations_of(plan: Plan) -> Iterator[Operation]:
     """Yields the operations of a plan, nested ones included."""
     half = plan.request.settings.compute_dtype
-    for step, times in all_steps(plan):
+    for step, _, times in steps_of(plan):
         if isinstance(step, Island):
             stored = {write.value: write.dtype for write in step.writes}
             for node in step.nodes:
@@ -104,66 +104,6 @@ def operations_of(plan: Plan) -> Iterator[Operation]:
             yield from _operations_of_node(*about, read, step.stores)
 
 
-def decisions_of(plan: Plan) -> Iterator[tuple[str, Node, int]]:
-    """Yields what a plan does besides choosing dtypes: a sentence, the node, how often it runs."""
-    for step, times in all_steps(plan):
-        if isinstance(step, Fused):
-            yield step.why, step.node, times
-        elif isinstance(step, Single) and step.not_fused:
-            yield step.not_fused, step.node, times
-    for step, times in all_steps(plan):
-        if isinstance(step, Island):
-            for node, rewrite in step.rewrites.items():
-                yield rewrite.why, node, times
-            masked = (write.value.producer for write in step.writes if write.saturates)
-            for node in filter(None, masked):
-                yield SATURATED, node, times
-        elif isinstance(step, Single):
-            if any(read.saturates for read in step.reads):
-                yield SATURATED, step.node, times
-            elif step.moves_float8:
-                yield step.why, step.node, times
-
-
-def all_steps(plan: Plan, times: int = 1) -> Iterator[tuple[Step, int]]:
-    """Yields the steps of all levels, each with how often it runs.
-
-    Those that run where an attention is not fused come after it.
-    """
-    for step in plan.steps:
-        yield step, times
-        if isinstance(step, Fused):
-            yield from ((inner, times) for inner in plain_steps([step]))
-        for inside, turns in _plans_in(step, times):
-            yield from all_steps(inside, turns)
-
-
-def rounded_arguments_of(plan: Plan) -> Iterator[Node]:
-    """Yields the half products whose results reach a function that wraps, such as sin."""
-    for level in _levels(plan):
-        wrapped = wrapped_values(level.graph)
-        for step in plain_steps(level.steps):
-            if isinstance(step, Single) and step.node.is_product and step.arithmetic.is_half:
-                if not wrapped.isdisjoint(step.node.outputs):
-                    yield step.node
-
-
-def _levels(plan: Plan) -> Iterator[Plan]:
-    yield plan
-    for step in plan.steps:
-        for inside, _ in _plans_in(step, 1):
-            yield from _levels(inside)
-
-
-def _plans_in(step: Step, times: int) -> Iterator[tuple[Plan, int]]:
-    """Yields the plans inside a step; an attention that is fused holds none."""
-    if isinstance(step, Nested):
-        turns = times * turns_of(step.node.equation)
-        for inside in step.insides:
-            if isinstance(inside, Inside):
-                yield inside.plan, turns
-
-
 def _operations_of_node(
     node: Node,
     params: Params,
@@ -172,50 +112,70 @@ def _operations_of_node(
     read: np.dtype,
     stores: Sequence[np.dtype | None],
 ) -> Iterator[Operation]:
-    inner = _jaxprs_of(node.equation, params)
-    # Bound as a whole, in the dtypes it was traced with: a region, a custom derivative.
-    for jaxprs in inner:
-        turns = times * turns_of(node.equation)
-        yield from _operations_as_written(jaxprs, node, why, node.scope, turns)
-    if not inner:
-        is_read = [value.is_float32 or read == OPERANDS for value in node.inputs]
-        pairs_in = zip(node.inputs, is_read, strict=True)
-        dtypes_in = [str(read) if chosen else _float_name(value) for value, chosen in pairs_in]
-        pairs = zip(node.outputs, stores, strict=True)
-        dtypes_out = [str(x) if value.is_float32 else _float_name(value) for value, x in pairs]
-        named = _names_once(dtypes_in, dtypes_out)
-        yield Operation(node.equation, node, why, node.scope, times, params, *named)
+    equation: Any = node.equation
+    if _jax_compat.holds_functions(equation):
+        # Bound as a whole, in the dtypes it was traced with: a region, a custom derivative.
+        traced, bound = equation, equation.replace(params=dict(params))
+        pairs = zip(walk_inside(traced, node.around, times), walk_inside(bound), strict=True)
+        for visit, changed in pairs:
+            inner = visit.equation
+            if not _jax_compat.holds_functions(inner):
+                dtypes = (
+                    _names_once(map(_float_name, inner.invars)),
+                    _names_once(map(_float_name, inner.outvars)),
+                )
+                params = changed.equation.params
+                yield Operation(inner, visit.around, node, why, visit.times, params, *dtypes)
+        return
+    is_read = [value.is_float32 or read == OPERANDS for value in node.inputs]
+    pairs_in = zip(node.inputs, is_read, strict=True)
+    dtypes_in = (str(read) if chosen else _float_name(value) for value, chosen in pairs_in)
+    pairs_out = zip(node.outputs, stores, strict=True)
+    dtypes_out = (
+        str(dtype) if value.is_float32 else _float_name(value) for value, dtype in pairs_out
+    )
+    named = _names_once(dtypes_in), _names_once(dtypes_out)
+    yield Operation(equation, node.around, node, why, times, params, *named)
 
 
-def _operations_as_written(
-    jaxprs: tuple[Any, Any], node: Node, why: str, outer: Any, times: int
-) -> Iterator[Operation]:
-    traced, bound = jaxprs
-    for equation, changed in zip(traced.eqns, bound.eqns, strict=True):
-        params = changed.params
-        inner = _jaxprs_of(equation, params)
-        scope = outer + equation.source_info.name_stack
-        for nested in inner:
-            turns = times * turns_of(equation)
-            yield from _operations_as_written(nested, node, why, scope, turns)
-        if not inner:
-            dtypes = (list(map(_float_name, x)) for x in (equation.invars, equation.outvars))
-            yield Operation(equation, node, why, scope, times, params, *_names_once(*dtypes))
-
-
-def _jaxprs_of(equation: Any, params: Params) -> list[tuple[Any, Any]]:
-    """Returns the jaxprs inside an equation, as they were traced and as they are bound."""
-    both = equation, equation.replace(params=params)
-    return list(zip(*map(_jax_compat.inner_jaxprs, both), strict=True))
-
-
-def _names_once(*sides: list[str]) -> Iterator[list[str]]:
-    return (list(dict.fromkeys(filter(None, dtypes))) for dtypes in sides)
+def _names_once(dtypes: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(filter(None, dtypes)))
 
 
 def _float_name(value: Any) -> str:
     """Returns the name of a floating or complex dtype; "" for any other."""
     return str(dtype_of(value)) if is_inexact(value) else ""
+
+
+def decisions_of(plan: Plan) -> Iterator[tuple[str, Node, int]]:
+    """Yields what a plan does besides choosing dtypes: a sentence, the node, how often it runs."""
+    for step, _, times in steps_of(plan):
+        if isinstance(step, Fused):
+            yield step.why, step.node, times
+        elif isinstance(step, Island):
+            for node, rewrite in step.rewrites.items():
+                yield rewrite.why, node, times
+            masked = (write.value.producer for write in step.writes if write.saturates)
+            for node in filter(None, masked):
+                yield SATURATED, node, times
+        else:
+            if step.not_fused:
+                yield step.not_fused, step.node, times
+            if any(read.saturates for read in step.reads):
+                yield SATURATED, step.node, times
+            elif step.moves_float8:
+                yield step.why, step.node, times
+
+
+def rounded_arguments_of(plan: Plan) -> Iterator[Node]:
+    """Yields the half products whose results reach a function that wraps, such as sin."""
+    wrapped: dict[Graph, Set[Value]] = {}
+    for step, level, _ in steps_of(plan):
+        if isinstance(step, Single) and step.node.is_product and step.arithmetic.is_half:
+            if level.graph not in wrapped:
+                wrapped[level.graph] = wrapped_values(level.graph)
+            if not wrapped[level.graph].isdisjoint(step.node.outputs):
+                yield step.node
 
 
 def is_product(equation: Any) -> bool:
@@ -262,7 +222,7 @@ def warn_if_gradients_stay_half(plan: Plan, name: str) -> bool:
     """
     names = collections.Counter(
         step.node.name
-        for step, _ in all_steps(plan)
+        for step, *_ in steps_of(plan)
         if isinstance(step, Single) and step.why.startswith(WHY_NOT_WIDE)
     )
     if names:

@@ -281,9 +281,7 @@ class Planner(Level):
     def open(self, function: ClosedJaxpr, node: Node, operands: Sequence[Given]) -> Opened:
         inner, constants = _jax_compat.open_jaxpr(function)
         wrap = functools.partial(results_wrap, self.graph, node, inner)
-        return graph_of(
-            inner, constants, operands, node.scope, self.context.request, wrap
-        ), constants
+        return graph_of(inner, constants, operands, node, self.context.request, wrap), constants
 
     def plan_opened(
         self,

@@ -48,6 +48,16 @@ class Traced(NamedTuple):
     arrays: list[Any]
     result: Any
 
+    @property
+    def operands(self) -> list[Any]:
+        """What `emit` and `run` are called with: arrays of the program's own, then those given."""
+        return [*_jax_compat.open_jaxpr(self.closed)[1], *self.arrays]
+
+    @property
+    def as_written(self) -> Callable[..., list[Any]]:
+        """The function of `arrays` that was traced, without autocast."""
+        return _jax_compat.as_function(self.closed)
+
 
 class Program:
     """A function, how to lower it, and the plans made for the types it was called with."""
@@ -79,7 +89,7 @@ class Program:
     def call(self, args: Any, kwargs: Any) -> Any:
         """Runs the function on these arguments."""
         traced = self.trace(args, kwargs)
-        operands = [*_jax_compat.open_jaxpr(traced.closed)[1], *traced.arrays]
+        operands = traced.operands
         if all(map(_jax_compat.is_concrete, operands)):
             results = traced.run(*operands)  # compiled once: an eager call does not retrace
         else:
@@ -127,7 +137,7 @@ class Program:
     def _plan(self, jaxpr: Any, constants: Sequence[Any], in_half: Sequence[bool]) -> Plan:
         request = Request(self.settings, self.rules, self.rules_of_modules)
         given = [MadeOf.INPUTS] * len(jaxpr.invars)
-        graph = graph_of(jaxpr, constants, given, _jax_compat.empty_name_stack(), request)
+        graph = graph_of(jaxpr, constants, given, None, request)
         infos = [Info(value.dtype, True) for value in graph.inputs]
         first = len(infos) - len(in_half)
         for position, half in enumerate(in_half):

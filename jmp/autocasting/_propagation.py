@@ -42,15 +42,20 @@ def walk(jaxpr: Jaxpr, around: tuple[JaxprEqn, ...] = (), times: int = 1) -> Ite
     """
     for equation in jaxpr.eqns:
         yield Visit(equation, around, times)
-        for inner in _jax_compat.inner_jaxprs(equation):
-            yield from walk(inner, (*around, equation), times * turns_of(equation))
+        yield from walk_inside(equation, around, times)
+
+
+def walk_inside(
+    equation: JaxprEqn, around: tuple[JaxprEqn, ...] = (), times: int = 1
+) -> Iterator[Visit]:
+    """Yields the equations inside one, at any depth; of itself what is around it and its times."""
+    for jaxpr in _jax_compat.inner_jaxprs(equation):
+        yield from walk(jaxpr, (*around, equation), times * turns_of(equation))
 
 
 def inner_equations(equation: JaxprEqn) -> Iterator[JaxprEqn]:
     """Yields the equations inside one, at any depth."""
-    for jaxpr in _jax_compat.inner_jaxprs(equation):
-        for visit in walk(jaxpr):
-            yield visit.equation
+    return (visit.equation for visit in walk_inside(equation))
 
 
 def turns_of(equation: JaxprEqn) -> int:

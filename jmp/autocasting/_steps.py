@@ -16,6 +16,7 @@ import numpy as np
 from jmp.autocasting._float8 import InFloat8
 from jmp.autocasting._flow import Destination, Facts, Info
 from jmp.autocasting._graph import Graph, Node, Value
+from jmp.autocasting._propagation import turns_of
 from jmp.autocasting._registry import Params
 from jmp.autocasting._request import Request
 
@@ -189,6 +190,24 @@ def plain_steps(steps: Sequence[Step]) -> Iterator[Single | Nested | Island]:
             yield from plain_steps(step.plain)
         else:
             yield step
+
+
+def steps_of(plan: Plan, times: int = 1) -> Iterator[tuple[Single | Island | Fused, Plan, int]]:
+    """Yields the steps of all levels, in order: each with its level and how often it runs.
+
+    The steps inside a nested one stand in its place; after a fused attention come those that run
+    where it is not fused.
+    """
+    for step in plan.steps:
+        if isinstance(step, Fused):
+            yield step, plan, times
+        for plain in plain_steps((step,)):
+            if not isinstance(plain, Nested):
+                yield plain, plan, times
+                continue
+            for inside in plain.insides:
+                if isinstance(inside, Inside):
+                    yield from steps_of(inside.plan, times * turns_of(plain.node.equation))
 
 
 def nodes_of(step: Step) -> tuple[Node, ...]:

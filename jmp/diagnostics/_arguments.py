@@ -126,7 +126,7 @@ def in_paths(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _lifted(fun: Callable[..., Any]) -> Any:
-    return importlib.import_module("jmp.adapters.equinox").lift(fun, ModuleScopes())
+    return importlib.import_module("jmp.adapters.equinox").with_marked_modules(fun, ModuleScopes())
 
 
 def _has_nnx() -> bool:

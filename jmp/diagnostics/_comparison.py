@@ -1,14 +1,12 @@
-"""How far one array lies from another: norms and angles, in float64 on the host.
+"""`compare`: how far results and gradients in mixed precision lie from those in float32.
 
-What `compare` raises or warns of: a reference that is none, and a scale that is too large.
-
-`compare`: how far results and gradients in mixed precision lie from those in float32.
+Both programs run on the device; the errors are computed in float64 on the host.
 """
 
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +15,7 @@ import numpy as np
 
 from jmp import _jax_compat
 from jmp._array_calls import ArrayCall, cotangent, vjp_at
-from jmp._messages import described, users_stacklevel
+from jmp._messages import users_stacklevel, wrong
 from jmp.autocasting._autocast import autocast
 from jmp.diagnostics._arguments import apart, check_asked, in_paths
 from jmp.diagnostics._tables import table
@@ -85,7 +83,7 @@ class Difference:
         return max(-1.0, min(1.0, self.inner_product / norms))  # rounding may go past one
 
 
-def difference(kind: str, path: str, a: np.ndarray, b: np.ndarray, divisor: float) -> Difference:
+def error_of(kind: str, path: str, a: np.ndarray, b: np.ndarray, divisor: float) -> Difference:
     """Returns the error of `a / divisor` against `b`; both may be of any dtype of numbers."""
     wide = np.complex128 if np.iscomplexobj(a) or np.iscomplexobj(b) else np.float64
     with np.errstate(invalid="ignore"):  # a complex infinity by a real number is NaN to NumPy
@@ -103,7 +101,7 @@ def difference(kind: str, path: str, a: np.ndarray, b: np.ndarray, divisor: floa
     return Difference(kind, path, *numbers)
 
 
-def together(kind: str, path: str, rows: list[Difference]) -> Difference:
+def error_of_all(kind: str, path: str, rows: list[Difference]) -> Difference:
     """Returns the error of the leaves of all rows as one vector."""
 
     def of(name: str) -> list[Any]:
@@ -124,7 +122,7 @@ def by_prefix(rows: Iterable[Difference], depth: int) -> list[Difference]:
     for row in rows:
         prefix = "/".join(row.path.split("/")[:depth])
         groups.setdefault((row.kind, prefix), []).append(row)
-    return [together(*key, leaves) for key, leaves in groups.items()]
+    return [error_of_all(*key, leaves) for key, leaves in groups.items()]
 
 
 def cells(row: Difference, is_negligible: bool) -> tuple[str, ...]:
@@ -142,32 +140,26 @@ def cells(row: Difference, is_negligible: bool) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def weight(error: float) -> float:
-    """Returns an error to sort by: NaN, which compares with nothing, counts as the worst."""
-    return math.inf if math.isnan(error) else error
+def cotangents_of(results: PyTree, scale: float) -> PyTree:
+    """Returns the cotangents of results whose means are added up and multiplied by a scale.
 
-
-def cotangent_of(result: Any, scale: float) -> float:
-    """Returns the number that a mean of `result` times `scale` has as its cotangent everywhere.
-
-    Infinite where float16 has none as large; `warn_of_narrow_results` says so.
+    Warns of a result whose dtype has no number as large: its cotangent is infinite, as in training.
     """
-    number = scale / max(1, result.size)
-    is_beyond = result.dtype == jnp.float16 and number > float(jnp.finfo(jnp.float16).max)
-    return math.inf if is_beyond else number
 
-
-def warn_of_narrow_results(found: Mapping[tuple[str, str], jax.Array], scale: float) -> None:
-    """Warns of results whose dtype has no number as large as their cotangent, as in training."""
-    for (kind, path), x in found.items():
-        if kind == "result" and math.isinf(cotangent_of(x, scale)):
+    def of(path: Any, x: Any) -> Any:
+        number = scale / max(1, x.size)
+        if x.dtype == jnp.float16 and number > float(jnp.finfo(jnp.float16).max):
+            number, name = math.inf, path_string(path)
             warnings.warn(
-                f"compare's result{' ' * bool(path)}{path} is float16 under the policy, which has "
+                f"compare's result{' ' * bool(name)}{name} is float16 under the policy, which has "
                 f"no number as large as the scale {scale:g}: its gradients are infinite, as in a "
                 "training with this scale. Widen what the loss is computed from "
                 "(jmp.cast_to_full of the parameters or the batch), or the loss itself.",
                 stacklevel=users_stacklevel(),
             )
+        return cotangent(x, number)
+
+    return jax.tree_util.tree_map_with_path(of, results)
 
 
 def check_float64(jaxpr: Any) -> None:
@@ -251,24 +243,21 @@ def compare(
     """
     check_asked("compare", "compare(fun, policy)(*args)", fun, early, policy)
     if reference not in ("float32", "float64"):
-        raise ValueError(
-            f"compare got reference={described(reference)}; expected 'float32' or 'float64'."
-        )
-    if not 0 < scale < math.inf:
-        raise ValueError(
-            f"compare got scale={described(scale)}; expected a loss scale, above zero."
-        )
+        expected = "'float32' or 'float64'"
+        raise wrong(ValueError, "compare", reference, expected, name="reference")
+    check_scale(scale, "compare")
     if isinstance(options.get("rules"), Iterator):  # read more than once
         options["rules"] = tuple(options["rules"])
     fun = in_paths(fun)
-    lowered = autocast(fun, policy, **options)
-    plain = _without_float8(policy, options)
-    half = None if plain is None else autocast(fun, plain[0], **plain[1])
+    lowered, half = autocast(fun, policy, **options), None
+    rules = options.get("rules", ())
+    if any(get_policy(p).product_dtype is not None for p in (policy, *(p for _, p in rules))):
+        options["rules"] = [(target, without_float8(p)) for target, p in rules]
+        half = autocast(fun, without_float8(policy), **options)
 
     def measure(*args: Any, **kwargs: Any) -> Comparison:
         given = apart(*args, **kwargs)
         found = run(lowered, given, argnums, scale)
-        warn_of_narrow_results(found, scale)
         found_in_half = None if half is None else run(half, given, argnums, scale)
         if reference == "float64":
             with jax.enable_x64(True):
@@ -281,15 +270,15 @@ def compare(
     return measure
 
 
-def _without_float8(policy: str | Policy, options: Any) -> tuple[Policy, dict[str, Any]] | None:
-    """Returns a policy and its options without float8 products; None if there are none."""
-    rules = options.get("rules", ())
-    policies = [get_policy(policy), *(get_policy(p) for _, p in rules)]
-    if all(p.product_dtype is None for p in policies):
-        return None
-    plain = [dataclasses.replace(p, product_dtype=None) for p in policies]
-    targets = (target for target, _ in rules)
-    return plain[0], {**options, "rules": list(zip(targets, plain[1:], strict=True))}
+def check_scale(scale: float, caller: str) -> None:
+    """Raises ValueError for a loss scale that is zero, negative, infinite or NaN."""
+    if not 0 < scale < math.inf:
+        raise wrong(ValueError, caller, scale, "a loss scale, above zero", name="scale")
+
+
+def without_float8(policy: str | Policy) -> Policy:
+    """Returns a policy whose products are half instead of float8."""
+    return dataclasses.replace(get_policy(policy), product_dtype=None)
 
 
 def comparison_of(
@@ -311,7 +300,7 @@ def comparison_of(
 
     def rows(results: Results) -> list[Difference]:
         return [
-            difference(*key, np.asarray(results[key]), np.asarray(expected[key]), divisors[key[0]])
+            error_of(*key, np.asarray(results[key]), np.asarray(expected[key]), divisors[key[0]])
             for key in expected
             if not jnp.issubdtype(expected[key].dtype, jax.dtypes.extended)  # keys
         ]
@@ -395,7 +384,12 @@ class Comparison:
         return table(columns, [(*c[:4], errors[c[0], c[1]], *c[4:]) for c in found])
 
     def _worst_first(self, rows: Iterable[Difference]) -> list[Difference]:
-        return sorted(rows, key=lambda row: (self._is_negligible(row), -weight(row.relative_error)))
+        def order(row: Difference) -> tuple[bool, float]:
+            error = row.relative_error
+            # NaN, which compares with nothing, counts as the worst.
+            return self._is_negligible(row), -math.inf if math.isnan(error) else -error
+
+        return sorted(rows, key=order)
 
     def _is_negligible(self, row: Difference) -> bool:
         gradients = [row for row in self.rows if row.kind == "gradient"]
@@ -434,7 +428,7 @@ def run(
 
     def results_and_gradients(*arrays: jax.Array) -> tuple[PyTree, tuple[jax.Array, ...]]:
         results, vjp = vjp_at(call, arrays, list(paths.values()))
-        return results, vjp(jax.tree.map(lambda x: cotangent(x, cotangent_of(x, scale)), results))
+        return results, vjp(cotangents_of(results, scale))
 
     results, gradients = jax.jit(results_and_gradients)(*call.arrays)
     return {

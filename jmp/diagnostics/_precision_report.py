@@ -1,24 +1,28 @@
-"""How a precision report is printed: the summary, then the hazards, then the rows in groups.
+"""`precision_report`: what an autocast program computes in which dtype, and why.
 
-`precision_report`: what an autocast program computes in which dtype, and why.
+Printed, a report begins with its sums; then come the hazards, and the rows in groups.
 """
 
 import collections
 import dataclasses
 import itertools
+import math
 import re
 import string
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import Jaxpr
 
-from jmp import _jax_compat
 from jmp._array_calls import ArrayCall
 from jmp.autocasting._autocast import make_program
-from jmp.autocasting._operations import NoHalfProductWarning
+from jmp.autocasting._operations import (
+    NoHalfProductWarning,
+    decisions_of,
+    operations_of,
+    rounded_arguments_of,
+)
 from jmp.autocasting._program import Program, Traced
 from jmp.autocasting._registry import rule_for
 from jmp.diagnostics._arguments import apart, check_asked, in_paths
@@ -29,13 +33,12 @@ from jmp.diagnostics._hazards import (
     float8_places,
     odd_sizes,
     rounded_arguments,
-    unused_rules,
 )
 from jmp.diagnostics._ranges import FLOAT8, HALVES
 from jmp.diagnostics._residuals import residuals
-from jmp.diagnostics._rows import Decision, Row, decisions_in, rows_of, together
+from jmp.diagnostics._rows import Decision, Row, added_up, decisions_in, rows_of
 from jmp.diagnostics._tables import size, table, totals
-from jmp.diagnostics._walk import lines_of_callers, place_name, with_places
+from jmp.diagnostics._walk import Placed, place_name, with_places
 from jmp.policy import Policy, get_policy
 from jmp.rules import UnusedRuleWarning
 
@@ -43,10 +46,6 @@ COLUMNS = ("module", "dtype", "operations [why]", "GFLOP", "source")
 
 # A number of each reason, with the dtype that it gives.
 Numbers = dict[tuple[str, str], int]
-# A path of modules: at each depth the names that stand there, all of them with all of the others.
-Names = tuple[frozenset[str], ...]
-# Rows, or several merged, with their modules and their source lines.
-Found = list[tuple[Row, Names, tuple[str, ...]]]
 
 
 class Group(NamedTuple):
@@ -196,56 +195,60 @@ def _dtype(row: Row) -> str:
 def grouped(rows: Sequence[Row]) -> list[Group]:
     """Returns rows of a report in groups, in the order of the program.
 
-    Modules repeat if their names differ in the number at the end alone. Of such modules first rows
-    of one source line go together, then also those of different lines: layers of the same kind.
+    Modules repeat if their names differ in the number at the end alone. Rows make a group if they
+    differ in nothing else and stand in every combination of some names, so that the label of the
+    group says no more than what is so. Rows that do not are parted: by source line, then by the
+    names of their modules, the outermost first.
     """
     siblings: dict[tuple[str, ...], set[str]] = {}
-    found: Found = []
+    alike: dict[Any, list[Row]] = {}
     for row in rows:
-        path = row.module.split("/")
-        found.append((row, tuple(frozenset([name]) for name in path), (row.source,)))
+        path = _path(row)
+        stems = tuple(map(_stem, path))
         for depth, name in enumerate(path):
-            siblings.setdefault(tuple(map(_stem, path[: depth + 1])), set()).add(name)
-    for with_source in (True, False):
-        for depth in range(max((len(names) for _, names, _ in found), default=0)):
-            found = _merged(found, depth, with_source)
-    return [_group(row, names, sources, siblings) for row, names, sources in found]
-
-
-def _merged(found: Found, depth: int, with_source: bool) -> Found:
-    """Merges what differs at this depth alone, and where it has no module in common."""
-    alike: dict[Any, list[int]] = {}
-    for index, (row, names, sources) in enumerate(found):
-        stems = frozenset(_stem(name) for at in names[depth : depth + 1] for name in at)
+            siblings.setdefault(stems[: depth + 1], set()).add(name)
         shared = dataclasses.replace(row, module="", source="", times=1, flops=0)
-        key = shared, names[:depth], stems, names[depth + 1 :], sources if with_source else ()
-        alike.setdefault(key, []).append(index)
-    merged = dict(enumerate(found))
-    for indices in alike.values():
-        members = [found[index] for index in indices]
-        levels = [at for _, names, _ in members for at in names[depth : depth + 1]]
-        union = frozenset().union(*levels)
-        if union and len(union) == sum(map(len, levels)):
-            _, names, _ = members[0]
-            names = (*names[:depth], union, *names[depth + 1 :])
-            sources = tuple(dict.fromkeys(source for member in members for source in member[2]))
-            merged[indices[0]] = together([row for row, _, _ in members]), names, sources
-            for index in indices[1:]:
-                del merged[index]
-    return list(merged.values())
+        alike.setdefault((shared, stems), []).append(row)
+    found = [members for some in alike.values() for members in _parted(some)]
+    order = {id(row): index for index, row in enumerate(rows)}
+    found.sort(key=lambda members: order[id(members[0])])
+    return [_group(members, siblings) for members in found]
 
 
-def _group(
-    row: Row, names: Names, sources: tuple[str, ...], siblings: dict[tuple[str, ...], set[str]]
-) -> Group:
-    stems = tuple(_stem(min(at)) for at in names)
+def _path(row: Row) -> list[str]:
+    return row.module.split("/")
+
+
+def _parted(rows: list[Row], parts: int = 0) -> Iterator[list[Row]]:
+    """Yields rows together if they stand in every combination of their names, else parted.
+
+    Args:
+      parts: how many things they agree in: the source line, and names from the outermost on.
+    """
+    names = [set(at) for at in zip(*map(_path, rows), strict=True)]
+    paths = {row.module for row in rows}
+    if len(paths) == len(rows) == math.prod(map(len, names)) or parts > len(names):
+        yield rows
+        return
+    found: dict[Any, list[Row]] = {}
+    for row in rows:
+        found.setdefault((row.source, *_path(row))[: parts + 1], []).append(row)
+    for some in found.values():
+        yield from _parted(some, parts + 1)
+
+
+def _group(rows: list[Row], siblings: dict[tuple[str, ...], set[str]]) -> Group:
+    names = [set(at) for at in zip(*map(_path, rows), strict=True)]
+    stems = tuple(map(_stem, _path(rows[0])))
     labels = [_label(at, siblings[stems[: depth + 1]]) for depth, at in enumerate(names)]
-    row = dataclasses.replace(row, module="/".join(labels), source=", ".join(_joined(sources)))
-    first = next((depth for depth, at in enumerate(names) if len(at) > 1), None)
-    if first is None:
+    source = ", ".join(_by_file(row.source for row in rows))
+    row = dataclasses.replace(added_up(rows), module="/".join(labels), source=source)
+    repeats = [depth for depth, at in enumerate(names) if len(at) > 1]
+    if not repeats:
         return Group(row, "", row.module)
-    repeated = f"{'/'.join(labels[: first + 1])} x {len(names[first])}"
-    return Group(row, repeated, "/".join(labels[first + 1 :]))
+    end = repeats[0] + 1
+    repeated = f"{'/'.join(labels[:end])} x {len(names[repeats[0]])}"
+    return Group(row, repeated, "/".join(labels[end:]))
 
 
 def _stem(name: str) -> str:
@@ -256,7 +259,8 @@ def _stem(name: str) -> str:
     return re.sub(r"_?\d+$", "", name)
 
 
-def _label(names: frozenset[str], siblings: set[str]) -> str:
+def _label(names: set[str], siblings: set[str]) -> str:
+    """Returns a name; "Block_*" for all that differ in the number, "Block_{3,7}" for some."""
     if len(names) == 1:
         return min(names)
     starts = {name.rstrip(string.digits) for name in names}
@@ -268,12 +272,12 @@ def _label(names: frozenset[str], siblings: set[str]) -> str:
     return f"{start}{{{f'{ends[0]}-{ends[-1]}' if is_range else ','.join(ends)}}}"
 
 
-def _joined(sources: Sequence[str]) -> Iterable[str]:
+def _by_file(sources: Iterable[str]) -> Iterator[str]:
     """Yields each file once, with all its lines."""
-    lines: dict[str, dict[str, None]] = {}
-    for source in ", ".join(sources).split(", "):
+    lines: dict[str, list[str]] = {}
+    for source in dict.fromkeys(sources):
         file, _, line = source.rpartition(":")
-        lines.setdefault(file, {})[line] = None
+        lines.setdefault(file, []).append(line)
     for file, numbers in lines.items():
         yield f"{file}:{','.join(numbers)}" if file else ""
 
@@ -394,28 +398,33 @@ class PrecisionReport:
 
 
 def _report(program: Program, traced: Traced, policy: str) -> PrecisionReport:
-    jaxpr, constants = _jax_compat.open_jaxpr(traced.closed)
-    lines = lines_of_callers(jaxpr)
-    rows = rows_of(traced.plan, lines)
-    operands = [*constants, *traced.arrays]
-    emitted = _jax_compat.open_jaxpr(jax.make_jaxpr(traced.emit)(*operands))[0]
+    plan, operands = traced.plan, traced.operands
+    in_half = _residual_bytes(traced.emit, operands)
+    in_float32 = _residual_bytes(traced.as_written, traced.arrays)
+    emitted = list(with_places(jax.make_jaxpr(traced.emit)(*operands)))
+    operations = list(operations_of(plan))
+    decided = list(decisions_of(plan))
+    rounded = list(rounded_arguments_of(plan))
+    # Nothing below reads the plan.
+    rows = rows_of(operations)
+    half = str(program.settings.compute_dtype)
     return PrecisionReport(
-        str(program.settings.compute_dtype),
-        rows,
-        _casts(emitted),
-        _flops_share(rows, [*HALVES, FLOAT8]),
-        _residual_bytes(traced.emit, operands),
-        _residual_bytes(_jax_compat.as_function(traced.closed), traced.arrays),
-        [
+        compute_dtype=half,
+        rows=rows,
+        casts=_casts(emitted),
+        half_flops_share=_flops_share(rows, [*HALVES, FLOAT8]),
+        residual_bytes=in_half,
+        residual_bytes_float32=in_float32,
+        hazards=[
             *delicate_in_half(rows),
-            *rounded_arguments(traced.plan, lines),
+            *rounded_arguments(rounded, half),
             *dear_in_float32(rows),
-            *unused_rules(traced),
+            *(f"the rule {rule} matched no scope" for rule in plan.request.rules.unused),
             *odd_sizes(emitted, float8_places(rows)),
-            *float8_hazards(traced.plan, rows),
+            *float8_hazards(operations, rows),
         ],
-        policy,
-        decisions_in(traced.plan, lines),
+        policy=policy,
+        decisions=decisions_in(decided),
     )
 
 
@@ -427,9 +436,9 @@ def _flops_share(rows: list[Row], dtypes: Collection[str]) -> float | None:
     return found / total if total else None
 
 
-def _casts(jaxpr: Jaxpr) -> dict[tuple[str, str, str, str], int]:
+def _casts(placed: Iterable[Placed]) -> dict[tuple[str, str, str, str], int]:
     found: collections.Counter[tuple[str, str, str, str]] = collections.Counter()
-    for equation, path, source, _ in with_places(jaxpr):
+    for equation, path, source, _ in placed:
         if rule_for(equation.primitive.name).casts:
             before, after = str(equation.invars[0].aval.dtype), str(equation.outvars[0].aval.dtype)
             if {before, after} in ({"float32", name} for name in HALVES):

@@ -22,6 +22,7 @@ from jmp.adapters import nnx as nnx_adapter
 from jmp.autocasting._autocast import make_program
 from jmp.autocasting._steps import Fused, Inside, Nested, Single
 from testbed.h200.harness import as_if_cudnn
+from tests.errors import relative_error
 
 LENGTH = 14
 LOWEST = float(np.finfo(np.float32).min)
@@ -189,11 +190,6 @@ def attentions(function, *args, policy="mixed_float16"):
     return fused, [step.not_fused for step in singles if step.not_fused]
 
 
-def difference(result, expected):
-    flat = [np.concatenate([np.ravel(x) for x in jax.tree.leaves(t)]) for t in (result, expected)]
-    return np.linalg.norm(flat[0] - flat[1]) / np.linalg.norm(flat[1])
-
-
 IN_BFLOAT16 = ["Flax, causal and padded", "jax.nn, groups of heads", "jax.nn, learned bias"]
 CASES = [pytest.param(*case, "mixed_float16", id=name) for name, case in FOUND.items()]
 CASES += [pytest.param(*FOUND[name], "mixed_bfloat16", id=name) for name in IN_BFLOAT16]
@@ -216,8 +212,8 @@ def test_a_fused_attention_and_its_gradient_are_those_of_the_plain_one(
         (value, exact), (_, plain), (fused_value, of_fused) = all_three()
     rounding = float(jnp.finfo(jmp.get_policy(policy).compute_dtype).eps)
     assert abs(fused_value - value) < rounding * value
-    assert difference(of_fused, exact) < 1.3 * difference(plain, exact)
-    assert difference(of_fused, plain) > 0  # it is not the plain one
+    assert relative_error(of_fused, exact) < 1.3 * relative_error(plain, exact)
+    assert relative_error(of_fused, plain) > 0  # it is not the plain one
 
 
 # Masks by value.

@@ -117,11 +117,11 @@ def test_the_module_with_a_half_unsafe_operation_is_named():
 def test_a_module_is_its_leaves_as_one_vector():
     generator = np.random.default_rng(1)
     arrays = generator.normal(size=(2, 3, 50))
-    rows = [_comparison.difference("gradient", str(i), a, b, 1.0) for i, (a, b) in enumerate(
+    rows = [_comparison.error_of("gradient", str(i), a, b, 1.0) for i, (a, b) in enumerate(
         zip(arrays[0], arrays[1], strict=True)
     )]  # fmt: skip
-    together = _comparison.together("gradient", "m", rows)
-    whole = _comparison.difference("gradient", "m", arrays[0], arrays[1], 1.0)
+    together = _comparison.error_of_all("gradient", "m", rows)
+    whole = _comparison.error_of("gradient", "m", arrays[0], arrays[1], 1.0)
     assert together.elements == whole.elements == 150
     for name in ("relative_error", "cosine", "largest_error", "norm", "error_norm"):
         assert getattr(together, name) == pytest.approx(getattr(whole, name), rel=1e-12)
@@ -152,7 +152,7 @@ EDGES = {
 @pytest.mark.parametrize("name", EDGES)
 def test_edges(name):
     a, b, relative, largest, cosine, nonfinite = EDGES[name]
-    row = _comparison.difference("result", "", np.array(a), np.array(b), 1.0)
+    row = _comparison.error_of("result", "", np.array(a), np.array(b), 1.0)
     assert row.relative_error == pytest.approx(relative, nan_ok=True)
     assert row.largest_error == pytest.approx(largest, nan_ok=True)
     assert row.cosine == (None if cosine is None else pytest.approx(cosine))
@@ -164,7 +164,7 @@ def test_edges(name):
 )
 def test_every_dtype_of_numbers_is_compared(dtype):
     a, b = np.array([0, 1, 1]).astype(dtype), np.array([0, 1, 0]).astype(dtype)
-    row = _comparison.difference("result", "", a, b, 1.0)
+    row = _comparison.error_of("result", "", a, b, 1.0)
     assert (row.relative_error, row.largest_error) == (1.0, 1.0)
 
 
@@ -187,7 +187,7 @@ def test_what_is_nan_in_both_has_no_known_error_and_comes_first():
     assert math.isnan(found.worst()[0].relative_error)
     assert math.isnan(found.by_module(depth=0)[0].relative_error)
     assert "both are NaN, the error unknown" in str(found)
-    reference = _comparison.difference("result", "", np.ones(1), np.array([NAN]), 1.0)
+    reference = _comparison.error_of("result", "", np.ones(1), np.array([NAN]), 1.0)
     assert "the reference is NaN" in _comparison.cells(reference, False)[-1]
 
 

@@ -7,14 +7,13 @@ import functools
 import importlib
 import inspect
 import itertools
-import pathlib
 import re
 import textwrap
 
 import pytest
 
 import jmp
-from testbed import mistakes
+from testbed import ROOT, mistakes
 
 MODULES = [
     "jmp",
@@ -26,7 +25,7 @@ MODULES = [
     "jmp.adapters.equinox",
     "jmp.adapters.haiku",
 ]
-REFERENCE = pathlib.Path(__file__).parents[2] / "docs" / "reference"
+REFERENCE = ROOT / "docs" / "reference"
 
 
 def public_names():

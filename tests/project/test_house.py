@@ -113,6 +113,12 @@ def test_what_tests_and_benchmarks_share_is_in_the_testbed(folder):
         assert not roots & FOLDERS[folder], f"{path} imports {sorted(roots & FOLDERS[folder])}"
 
 
+def test_no_test_module_imports_another():
+    for path in (ROOT / "tests").rglob("*.py"):
+        imported = [name for name in imported_modules(path) if name.startswith("tests.")]
+        assert not [name for name in imported if ".test_" in name], path
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_a_file_can_be_read_whole(path):
     assert lines_of_code(path) <= 350
