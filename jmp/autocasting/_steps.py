@@ -83,15 +83,18 @@ class Surroundings(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What is the same all over one program; and how often this level runs, as far as known."""
+    """What holds all over a level, and on the levels inside as far as nothing else is said."""
 
     request: Request
-    times: int = 1
+    times: int = 1  # how often the level runs, as far as known
     # Whether a recomputation must be kept apart from the forward pass it repeats: XLA would merge
     # the two and keep the float32 values. In a loop the two stand in different loops anyway,
     # unless the body is itself recomputed.
     prevent_cse: bool = True
-    is_transposed: bool = False  # see `Level.plan_opened`
+    # Whether it is a rule whose tangents JAX transposes, or must agree with one.
+    is_transposed: bool = False
+    # Whether devices may not come by here together: each has float8 scales of its own.
+    own_scales: bool = False
 
 
 class Single(NamedTuple):
