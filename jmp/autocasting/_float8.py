@@ -123,7 +123,7 @@ def as_multiplied(array: Any, dtype: np.dtype) -> Any:
 
 
 def _times_scales(factors: Sequence[Float8], fenced: Sequence[int] = ()) -> list[Any]:
-    """Returns factors in the dtype of their scales, those at the positions `fenced` behind a barrier."""
+    """Returns factors in the dtype of their scales, those at positions `fenced` by a barrier."""
     found = list(factors)
     if fenced:
         behind = lax.optimization_barrier([factors[i].numbers for i in fenced])
