@@ -19,7 +19,7 @@ from benchmarks import float8_convolutions
 from jmp import diagnostics
 from jmp._jax_compat import varying_axes
 from jmp.autocasting import _float8, _float8_planning, _planner
-from jmp.autocasting._float8 import GRADIENTS, OPERANDS
+from jmp.autocasting._float8 import GRADIENTS, OPERANDS, round_to_float8
 from testbed.gpt2 import GPT2, gpt2
 from tests.errors import relative_error
 from tests.products import equations, equations_of
@@ -665,7 +665,7 @@ def test_devices_that_share_parameters_have_the_gradients_of_one(
         if "d" in varying_axes(largest) or not check_vma:  # or its type says that they agree
             agree = lax.pmax(largest, "d") == -lax.pmax(-largest, "d")
             largest = jnp.where(agree, largest, jnp.nan)
-        return _float8.round_to_float8(array, dtype, largest)
+        return round_to_float8(array, dtype, largest)
 
     monkeypatch.setattr(_float8, "round_to_float8", poisoned)
     inside = jmp.autocast(of, policy) if place != "outside" else of
@@ -948,7 +948,7 @@ def test_a_gradient_report_says_what_float8_takes_from_the_cotangents():
     cotangent = jax.grad(jmp.autocast(of, F8), 2)(W, X, jnp.zeros_like(X))
     for dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2):
         half = cotangent.astype(jnp.bfloat16)
-        back = np.asarray(_float8.round_to_float8(half, dtype, jnp.max(jnp.abs(half))).numbers)
+        back = np.asarray(round_to_float8(half, dtype, jnp.max(jnp.abs(half))).numbers)
         normal = float(jnp.finfo(dtype).smallest_normal)
         zeros = np.mean(back == 0)
         subnormal = np.mean((back != 0) & (abs(back.astype(np.float32)) < normal))
