@@ -142,11 +142,11 @@ def _shared_factors(graph: Graph) -> set[Value]:
     """Returns the roots that several products read, on this level or on the outermost."""
     factors = (value for node in graph.nodes if node.is_product for value in node.inputs)
     counts = collections.Counter(map(root, factors))
-    return {v for v, count in counts.items() if count > 1 or _readers(v.origin) > 1}
-
-
-def _readers(value: Value) -> int:
-    return sum(node.has_products for node in value.users)
+    return {
+        value
+        for value, count in counts.items()
+        if count > 1 or sum(node.has_products for node in value.origin.users) > 1
+    }
 
 
 # A bound by a steeper function says too little. Gelu has 1.13, silu 1.10, tanh 1.
