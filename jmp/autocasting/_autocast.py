@@ -10,7 +10,7 @@ import jax
 from jmp._messages import check_function, described, framework_of, function_name, listed, way_out
 from jmp.autocasting._program import Program, check_runs_when_called
 from jmp.autocasting._regions import AUTOCAST, FULL_PRECISION, check_rules
-from jmp.autocasting._settings import settings_for
+from jmp.autocasting._settings import Settings
 from jmp.dtypes import FLOAT32
 from jmp.policy import Policy, get_policy, mark_lowered
 from jmp.rules import PolicyRules, Rule
@@ -110,17 +110,17 @@ def autocast(
     dtype('float32')
     """
     policy = given_policy(policy, fun)
-    options: dict[str, Any] = {
-        "apply_to": apply_to,
-        "low": low,
-        "full": full,
-        "follow": follow,
-        "rules": rules,
-        "recompute": recompute,
-        "inside_custom_vjp": inside_custom_vjp,
-        "attention": attention,
-        "float8": float8,
-    }
+    options = AllOptions(
+        apply_to=apply_to,
+        low=low,
+        full=full,
+        follow=follow,
+        rules=rules,
+        recompute=recompute,
+        inside_custom_vjp=inside_custom_vjp,
+        attention=attention,
+        float8=float8,
+    )
     if fun is None:
         return functools.partial(autocast, policy=policy, **options)
     return lowered(fun, policy, **options)
@@ -179,10 +179,10 @@ def make_program(
     apply_to = tuple(apply_to) if isinstance(apply_to, Iterator) else apply_to
     _check_function(fun)
     check_runs_when_called(fun)
-    settings = settings_for(get_policy(policy), **options)
-    check_rules(rules, settings.compute_dtype if settings else FLOAT32)
+    settings = Settings(get_policy(policy), **options)
+    check_rules(rules, settings.compute_dtype)
     _check_names(fun, apply_to)
-    if settings is None:
+    if settings.compute_dtype == FLOAT32:
         return None
     return Program(fun, settings, tuple(rules), tuple(apply_to), rules_of_modules)
 

@@ -28,7 +28,7 @@ def rule_of(equation: JaxprEqn, settings: Settings) -> Rule:
     rule = settings.rule_for(name)
     if has_kind(name):
         return kind_of(name).rule(equation, rule, settings)
-    if rule.category is Category.LOW and not settings.overrides_rule(name):
+    if rule.category is Category.LOW and name not in settings.overrides:
         if is_inner_product(equation):
             return Rule(Category.FULL, "an inner product is a sum, such as one of squares")
         if why := asked_for(equation):
@@ -62,7 +62,7 @@ def contains_products(equation: JaxprEqn, settings: Settings) -> bool:
     return any(
         settings.rule_for(name := inner.primitive.name).category is Category.LOW
         and rule_of(inner, settings).category is Category.LOW
-        and (settings.overrides_rule(name) or not contracts_nothing(inner))
+        and (name in settings.overrides or not contracts_nothing(inner))
         for inner in inner_equations(equation)
     )
 

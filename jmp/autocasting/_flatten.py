@@ -28,7 +28,7 @@ from jmp.autocasting._numbers import (
 )
 from jmp.autocasting._plain_forms import plain_form
 from jmp.autocasting._precision import in_regions
-from jmp.autocasting._regions import Region, Words
+from jmp.autocasting._regions import Region, Request
 from jmp.autocasting._registry import Category, Rule
 from jmp.autocasting._settings import Settings
 from jmp.dtypes import FLOAT32
@@ -39,7 +39,7 @@ def flatten(
     constants: Sequence[Any],
     operands: Sequence[Given],
     holder: Node | None,
-    words: Words,
+    request: Request,
     outputs_wrap: Callable[[], Sequence[bool]] = nowhere,
 ) -> Graph:
     """Returns the graph of a jaxpr.
@@ -50,10 +50,10 @@ def flatten(
       operands: for each further input the value of the outer level that comes in, whose numbers
         are known inside as well, or what else is known of it.
       holder: the node that holds it; None at the outermost level.
-      words: see `Words`.
+      request: see `Request`.
       outputs_wrap: see `Graph`.
     """
-    half = words.settings.compute_dtype
+    half = request.settings.compute_dtype
     anything = [None] * (len(jaxpr.invars) - len(operands))
     inputs = [
         Value(v.aval, None, known_of(constant, half), made_of=made_of_array(constant))
@@ -65,7 +65,7 @@ def flatten(
         else Value(v.aval, made_of=MadeOf.PRODUCTS if given is None else given)
         for v, given in zip(jaxpr.invars, (*operands, *anything), strict=True)
     ]
-    flattening = _Flattening(holder, words)
+    flattening = _Flattening(holder, request)
     around = () if holder is None else (*holder.around, holder.equation)
     outputs = flattening.run(jaxpr, inputs, _jax_compat.empty_name_stack(), around)
     nodes = _alive(flattening.nodes, outputs)
@@ -77,21 +77,21 @@ def flatten(
         value.users = tuple(readers)
     graph = Graph(inputs, nodes, outputs, outputs_wrap)
     for node in find_angles(graph):
-        if not words.settings.overrides_rule(node.name):
+        if node.name not in request.settings.overrides:
             node.rule, node.has_products = Rule(Category.FULL, WHY_ANGLE), False
     for node in nodes:
         if not node.goes_inside:
-            node.params = in_regions(node, words)
+            node.params = in_regions(node, request)
     return graph
 
 
 class _Flattening:
     """The nodes found so far."""
 
-    def __init__(self, holder: Node | None, words: Words) -> None:
+    def __init__(self, holder: Node | None, request: Request) -> None:
         self.nodes: list[Node] = []
         self._scope = _jax_compat.empty_name_stack() if holder is None else holder.scope
-        self._words = words
+        self._request = request
 
     def run(
         self, jaxpr: Jaxpr, inputs: Sequence[Value], outer: Any, around: tuple[JaxprEqn, ...]
@@ -103,7 +103,7 @@ class _Flattening:
           around: the equations that hold it, from the outermost level down.
         """
         values: dict[Any, Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
-        half = self._words.settings.compute_dtype
+        half = self._request.settings.compute_dtype
 
         def read(atom: Any) -> Value:
             # A literal has no identity of its own.
@@ -125,7 +125,7 @@ class _Flattening:
                     for array in constants
                 ]
                 results = self.run(inner, [*constvars, *operands], stack, (*around, equation))
-            elif (plain := plain_form(equation, self._words.settings)) is not None:
+            elif (plain := plain_form(equation, self._request.settings)) is not None:
                 results = self.run(plain, operands, outer, around)
             else:
                 results = list(self._add(equation, operands, stack, around).outputs)
@@ -139,14 +139,14 @@ class _Flattening:
         stack: Any,
         around: tuple[JaxprEqn, ...],
     ) -> Node:
-        settings, scope = self._words.settings, self._scope + stack
-        rule, region = rule_of(equation, settings), self._words.regions.region(scope)
-        if rule.category is Category.LOW and not settings.overrides_rule(equation.primitive.name):
+        settings, scope = self._request.settings, self._scope + stack
+        rule, region = rule_of(equation, settings), self._request.region(scope)
+        if rule.category is Category.LOW and equation.primitive.name not in settings.overrides:
             if why := why_exact(operands):
                 rule = Rule(Category.FULL, why)
         known = _known_result(equation, rule, operands, settings.compute_dtype)
-        place = len(self.nodes)
-        node = Node(equation, operands, known, stack, scope, around, rule, region, place)
+        place, stays = len(self.nodes), is_marker(equation)
+        node = Node(equation, operands, known, stack, scope, around, rule, region, place, stays)
         node.goes_inside = _goes_inside(node, region, settings)
         node.has_products = node.is_product or (
             node.goes_inside and contains_products(equation, settings)
@@ -206,7 +206,7 @@ def _alive(nodes: list[Node], outputs: list[Value]) -> list[Node]:
     needed = {value.producer for value in outputs}
     kept = []
     for node in reversed(nodes):
-        if node in needed or is_marker(node.equation):
+        if node in needed or node.is_marker:
             kept.append(node)
             needed.update(value.producer for value in node.inputs)
     kept.reverse()

@@ -37,11 +37,12 @@ from jax import lax
 from jmp import _jax_compat
 from jmp.autocasting._flow import Facts
 from jmp.autocasting._graph import Graph, Node, Value
+from jmp.autocasting._kinds import Level
 from jmp.autocasting._numbers import MadeOf, dtype_of, shape_of, size_of
 from jmp.autocasting._registry import Category, rule_for
 from jmp.autocasting._scales import Equation, equation_of, extremes_of
 from jmp.autocasting._sending import sends
-from jmp.autocasting._steps import Bounded, Single, Step
+from jmp.autocasting._steps import Bounded, InFloat8, Single, Step
 from jmp.dtypes import FLOAT32
 
 WHY_FLOAT8 = "a parameter's product on the way to another: its operands are rounded to float8"
@@ -58,6 +59,25 @@ WHY_CONVOLUTION = (
 SMALL = 2**28
 # Tensor cores multiply float8 in pieces of 16; what is thinner is padded to that.
 THIN = 16
+
+
+def multiply_in_float8(steps: Sequence[Step], level: Level) -> list[Step]:
+    """Returns the steps of a level; its half products are float8, or say why they are not."""
+    which, is_transposed = level.context.request.settings.float8, level.context.is_transposed
+    shared = _shared_factors(level.graph)
+
+    def chosen(step: Step) -> Step:
+        if not isinstance(step, Single) or not step.node.region.multiplies_in_float8:
+            return step
+        node = step.node
+        if not (node.is_product and step.arithmetic.is_half) or node in level.facts.embeddings:
+            return step
+        if why := why_not_float8(node, level.facts, which, is_transposed):
+            return step._replace(why=f"{step.why}; not float8: {why}")
+        is_shared = not shared.isdisjoint(map(root, node.inputs))
+        return step._replace(why=WHY_FLOAT8, in_float8=InFloat8(is_shared))
+
+    return list(map(chosen, steps))
 
 
 def why_not_float8(node: Node, facts: Facts, which: str, is_transposed: bool) -> str:
@@ -123,7 +143,7 @@ def root(value: Value) -> Value:
     return value
 
 
-def shared_factors(graph: Graph) -> set[Value]:
+def _shared_factors(graph: Graph) -> set[Value]:
     """Returns the roots that several products read, on this level or on the outermost."""
     factors = (value for node in graph.nodes if node.is_product for value in node.inputs)
     counts = collections.Counter(map(root, factors))
@@ -138,8 +158,9 @@ def _readers(value: Value) -> int:
 STEEP = 8.0
 
 
-def with_bounds(steps: Sequence[Step], graph: Graph, facts: Facts) -> list[Step]:
+def with_bounds(steps: Sequence[Step], level: Level) -> list[Step]:
     """Returns the steps of a level, its float8 products with the bounds that are known of them."""
+    graph, facts = level.graph, level.facts
     singles = (step for step in steps if isinstance(step, Single))
     products = {step.node for step in singles if step.in_float8 is not None}
     bounded = Functions(products, graph, facts).bounded() if products else {}
@@ -295,8 +316,9 @@ WHY_SENT_IN_FLOAT8 = "float8 products alone read it afterwards: rounded to float
 ROUNDED_NO_FURTHER = (FLOAT32, np.dtype(jnp.bfloat16))  # float8's scales are bfloat16
 
 
-def send_in_float8(steps: Sequence[Step], graph: Graph) -> list[Step]:
+def send_in_float8(steps: Sequence[Step], level: Level) -> list[Step]:
     """Returns the steps; those that send what float8 products alone read are marked so."""
+    graph = level.graph
     singles = {step.node: step for step in steps if isinstance(step, Single)}
     readers = {node for node, step in singles.items() if step.in_float8 is not None}
     if not readers:

@@ -22,7 +22,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jmp import _jax_compat
 from jmp._messages import described
 from jmp.autocasting._flow import Destination, Facts, Info
-from jmp.autocasting._graph import Given, Node, Value
+from jmp.autocasting._graph import Given, Graph, Node, Value
 from jmp.autocasting._registry import Rule, primitive_name
 from jmp.autocasting._settings import Settings
 from jmp.autocasting._steps import (
@@ -40,8 +40,9 @@ Arrays = Sequence[Any]
 
 
 class Level(abc.ABC):
-    """The level that a nested equation stands in: what its kind may ask there."""
+    """A level that is planned: what kinds, and the passes over its steps, may ask of it."""
 
+    graph: Graph
     half: np.dtype
     context: Context
     facts: Facts

@@ -1,7 +1,7 @@
 """What reports, and autocast's own warnings, read of a plan.
 
-`steps_of` is the one walk over a plan, at any depth. From it come the operations with their dtypes,
-what is decided besides dtypes, and the warnings of no half product and of half gradients.
+All of it comes from `steps_of`, the one walk over a plan: the operations with their dtypes, what is
+decided besides dtypes, and the warnings of no half product and of half gradients.
 """
 
 import collections
@@ -20,19 +20,11 @@ from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._numbers import dtype_of, is_inexact
 from jmp.autocasting._plain_forms import contracts_nothing
 from jmp.autocasting._precision import asked_for
-from jmp.autocasting._propagation import turns_of, walk_inside
+from jmp.autocasting._propagation import walk_inside
 from jmp.autocasting._regions import AUTOCAST, FULL_PRECISION
 from jmp.autocasting._registry import NO_RULE, Params, is_low
 from jmp.autocasting._sending import WHY_NOT_WIDE
-from jmp.autocasting._steps import (
-    Fused,
-    Inside,
-    Island,
-    Nested,
-    Plan,
-    Single,
-    plain_steps,
-)
+from jmp.autocasting._steps import Fused, Island, Plan, Single, steps_of
 from jmp.dtypes import FLOAT32
 
 SATURATED = (
@@ -96,28 +88,9 @@ class Operation(NamedTuple):
         return stack
 
 
-def steps_of(plan: Plan, times: int = 1) -> Iterator[tuple[Single | Island | Fused, Plan, int]]:
-    """Yields the steps of all levels, in order: each with its level and how often it runs.
-
-    The steps inside a nested one stand in its place; after a fused attention come those that run
-    where it is not fused.
-    """
-    for step in plan.steps:
-        if isinstance(step, Fused):
-            yield step, plan, times
-        for plain in plain_steps((step,)):
-            if not isinstance(plain, Nested):
-                yield plain, plan, times
-                continue
-            turns = times * turns_of(plain.node.equation)
-            for inside in plain.insides:
-                if isinstance(inside, Inside):
-                    yield from steps_of(inside.plan, turns)
-
-
 def operations_of(plan: Plan) -> Iterator[Operation]:
     """Yields the operations of a plan, nested ones included."""
-    half = plan.words.settings.compute_dtype
+    half = plan.request.settings.compute_dtype
     for step, _, times in steps_of(plan):
         if isinstance(step, Island):
             stored = {write.value: write.dtype for write in step.writes}
@@ -140,7 +113,7 @@ def _operations_of_node(
     read: np.dtype,
     stores: Sequence[np.dtype | None],
 ) -> Iterator[Operation]:
-    equation = node.equation
+    equation: Any = node.equation
     if _jax_compat.holds_functions(equation):
         # Bound as a whole, in the dtypes it was traced with: a region, a custom derivative.
         traced, bound = equation, equation.replace(params=dict(params))
@@ -172,7 +145,7 @@ def _dtype(value: Any) -> str:
 
 def decisions_of(plan: Plan) -> Iterator[tuple[str, Node, int]]:
     """Yields what a plan does besides choosing dtypes: a sentence, the node, how often it runs."""
-    for step, level, times in steps_of(plan):
+    for step, _, times in steps_of(plan):
         if isinstance(step, Fused):
             yield step.why, step.node, times
         elif isinstance(step, Island):
@@ -182,8 +155,8 @@ def decisions_of(plan: Plan) -> Iterator[tuple[str, Node, int]]:
             for node in filter(None, masked):
                 yield SATURATED, node, times
         else:
-            if step.node in level.not_fused:
-                yield level.not_fused[step.node], step.node, times
+            if step.not_fused:
+                yield step.not_fused, step.node, times
             if any(read.saturates for read in step.reads):
                 yield SATURATED, step.node, times
             elif step.moves_float8:
@@ -230,7 +203,7 @@ def warn_if_no_product_is_half(plan: Plan, name: str) -> bool:
         listed += [f"{count}: {why}" for why, count in others]
         warnings.warn(
             f"autocast computes no product of {described(name)} in "
-            f"{plan.words.settings.compute_dtype}. {'; '.join(listed)}. "
+            f"{plan.request.settings.compute_dtype}. {'; '.join(listed)}. "
             "jmp.diagnostics.precision_report says where each one stands.",
             NoHalfProductWarning,
             stacklevel=users_stacklevel(),
@@ -273,6 +246,6 @@ def _reason(operation: Operation) -> str:
 
 
 def _is_callers_wish(operation: Operation, plan: Plan) -> bool:
-    overrides = plan.words.settings.overrides_rule(operation.equation.primitive.name)
+    overrides = operation.equation.primitive.name in plan.request.settings.overrides
     named = {AUTOCAST, FULL_PRECISION} & set(_jax_compat.scope_names(operation.scope))
     return operation.node.region.in_float32 or overrides or bool(named)

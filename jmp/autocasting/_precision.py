@@ -33,7 +33,7 @@ from jax.lax import Precision
 from jmp import _jax_compat
 from jmp.autocasting._graph import Node
 from jmp.autocasting._numbers import dtype_of
-from jmp.autocasting._regions import AUTOCAST, Words
+from jmp.autocasting._regions import AUTOCAST, Request
 from jmp.autocasting._registry import Category, Params, is_low
 
 Change = Callable[[Any, Any], Any]
@@ -123,7 +123,7 @@ def precision_of(equation: JaxprEqn, params: Params) -> str:
 # Products that say nothing.
 
 
-def in_regions(node: Node, words: Words) -> Params:
+def in_regions(node: Node, request: Request) -> Params:
     """Returns parameters in which products of float32 regions that say nothing have HIGHEST.
 
     Such regions may also stand inside a node that is bound as a whole. Other products that are
@@ -135,13 +135,13 @@ def in_regions(node: Node, words: Words) -> Params:
     if not may_have or _jax_compat.default_precision_setting() is not None:
         return node.params
     is_kept = is_low(equation) and node.rule.category is Category.FULL
-    return _filled(equation, node.scope, _by_regions(words), HIGHEST if is_kept else None)
+    return _filled(equation, node.scope, _by_regions(request), HIGHEST if is_kept else None)
 
 
-def as_written(function: ClosedJaxpr, node: Node, words: Words) -> ClosedJaxpr:
+def as_written(function: ClosedJaxpr, node: Node, request: Request) -> ClosedJaxpr:
     """Returns a function inside a node that is run as it was written, its products likewise."""
     default = _default_precision()
-    choose = _by_regions(words) if default is None else lambda *_: default
+    choose = _by_regions(request) if default is None else lambda *_: default
     filled: ClosedJaxpr = _mapped(function, _filling(node.scope, choose, None))
     return filled
 
@@ -154,13 +154,13 @@ def with_default(node: Node) -> Params:
     return _filled(node.equation, node.scope, lambda *_: default, None)
 
 
-def _by_regions(words: Words) -> Choice:
+def _by_regions(request: Request) -> Choice:
     def choose(equation: JaxprEqn, scope: Any, around: Any) -> Any:
-        region = words.regions.region(scope)
+        region = request.region(scope)
         if region.is_decided:
             return None
-        is_asked_for = (equation.primitive.name, Category.FULL) in words.settings.overrides
-        return HIGHEST if region.in_float32 or is_asked_for else around
+        asked = request.settings.overrides.get(equation.primitive.name)
+        return HIGHEST if region.in_float32 or asked is Category.FULL else around
 
     return choose
 

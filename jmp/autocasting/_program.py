@@ -24,7 +24,7 @@ from jmp.autocasting._numbers import MadeOf
 from jmp.autocasting._operations import warn_if_gradients_stay_half, warn_if_no_product_is_half
 from jmp.autocasting._planner import Planner
 from jmp.autocasting._propagation import walk
-from jmp.autocasting._regions import AUTOCAST, RegionRules, Words
+from jmp.autocasting._regions import AUTOCAST, Request
 from jmp.autocasting._settings import Settings
 from jmp.autocasting._steps import Context, Plan
 from jmp.dtypes import FLOAT32
@@ -48,6 +48,16 @@ class Traced(NamedTuple):
     run: Callable[..., list[Any]]
     arrays: list[Any]
     result: Any
+
+    @property
+    def operands(self) -> list[Any]:
+        """What `emit` and `run` are called with: arrays of the program's own, then those given."""
+        return [*_jax_compat.open_jaxpr(self.closed)[1], *self.arrays]
+
+    @property
+    def as_written(self) -> Callable[..., list[Any]]:
+        """The function of `arrays` that was traced, without autocast."""
+        return _jax_compat.as_function(self.closed)
 
 
 class Program:
@@ -80,7 +90,7 @@ class Program:
     def call(self, args: Any, kwargs: Any) -> Any:
         """Runs the function on these arguments."""
         traced = self.trace(args, kwargs)
-        operands = [*_jax_compat.open_jaxpr(traced.closed)[1], *traced.arrays]
+        operands = traced.operands
         if all(map(_jax_compat.is_concrete, operands)):
             results = traced.run(*operands)  # compiled once: an eager call does not retrace
         else:
@@ -126,18 +136,17 @@ class Program:
         return [i in named for i, leaf in enumerate(leaves) if holds_numbers(leaf)]
 
     def _plan(self, jaxpr: Any, constants: Sequence[Any], in_half: Sequence[bool]) -> Plan:
-        regions = RegionRules(self.rules, self.settings, self.rules_of_modules)
-        words = Words(self.settings, regions)
+        request = Request(self.settings, self.rules, self.rules_of_modules)
         given = [MadeOf.INPUTS] * len(jaxpr.invars)
-        graph = flatten(jaxpr, constants, given, None, words)
+        graph = flatten(jaxpr, constants, given, None, request)
         infos = [Info(value.dtype, True) for value in graph.inputs]
         first = len(infos) - len(in_half)
         for position, half in enumerate(in_half):
             if half and graph.inputs[first + position].is_float32:
                 infos[first + position] = Info(self.settings.compute_dtype, False)
         nowhere = [Destination(feeds=False, kept=False)] * len(graph.outputs)
-        plan = Planner(graph, infos, nowhere, Context(words)).plan_level()
-        regions.rules.warn_unused()
+        plan = Planner(graph, infos, nowhere, Context(request)).plan_level()
+        request.rules.warn_unused()
         if not self._has_warned:
             name = function_name(self.fun)
             has_warned = warn_if_no_product_is_half(plan, name)
@@ -147,7 +156,7 @@ class Program:
 
     def _warn_unused_overrides(self, jaxpr: Any) -> None:
         names = {visit.equation.primitive.name for visit in walk(jaxpr)}
-        for name, category in self.settings.overrides:
+        for name, category in self.settings.overrides.items():
             if name not in names:
                 warnings.warn(
                     f"{category.value}= names {described(name)}, which is no primitive of this "

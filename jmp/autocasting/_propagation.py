@@ -64,7 +64,7 @@ def turns_of(equation: JaxprEqn) -> int:
     return length_of(_jax_compat.Scan.of(equation.params).length) if is_scan else 1
 
 
-class Inside(Protocol[T]):
+class WayInside(Protocol[T]):
     """Follows what is known of an equation's operands through the functions inside it."""
 
     def __call__(self, rule: "Transfer[T] | None" = None) -> list[T] | None:
@@ -77,7 +77,7 @@ class Inside(Protocol[T]):
 
 # Given an equation, what is known of its operands, and a way inside it, returns what is known of
 # its results.
-Transfer = Callable[[JaxprEqn, list[T], Inside[T]], Sequence[T]]
+Transfer = Callable[[JaxprEqn, list[T], WayInside[T]], Sequence[T]]
 # What is known of a value that is one of several: the results of branches, or a carry after a turn
 # and before it. The second argument has what decides which: the index of a branch, or the condition
 # of a loop; it is empty for a scan. Turns are followed until this finds nothing new.
@@ -155,7 +155,7 @@ def _way_inside(
     outer: Transfer[T],
     join: Join[T],
     of_constant: OfConstant[T],
-) -> Inside[T]:
+) -> WayInside[T]:
     def inside(rule: Transfer[T] | None = None) -> list[T] | None:
         rule = rule or outer
 

@@ -7,6 +7,8 @@ What is decided of each value of a level: the one place where dtypes are written
 """
 
 import enum
+import graphlib
+import heapq
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -14,7 +16,8 @@ import numpy as np
 
 from jmp.autocasting._flow import Destination, Facts, Info
 from jmp.autocasting._graph import Graph, Node, Value
-from jmp.autocasting._regions import Words
+from jmp.autocasting._propagation import turns_of
+from jmp.autocasting._regions import Request
 from jmp.autocasting._registry import Params
 from jmp.autocasting._scales import Extremes
 
@@ -103,7 +106,7 @@ class Surroundings(NamedTuple):
 class Context(NamedTuple):
     """What is the same all over one program; and how often this level runs, as far as known."""
 
-    words: Words
+    request: Request
     times: int = 1
     # Whether a recomputation must be kept apart from the forward pass it repeats: XLA would merge
     # the two and keep the float32 values. In a loop the two stand in different loops anyway,
@@ -125,7 +128,8 @@ class Single(NamedTuple):
     rounds: np.dtype | None = None
     in_float8: InFloat8 | None = None  # None: it is no float8 product
     is_masked: bool = False  # a sum with what may be a mask, on its way to a softmax
-    moves_float8: bool = False  # it moves what float8 products alone read; see `_float8_moves`
+    moves_float8: bool = False  # it moves what float8 products alone read; see `_float8_planning`
+    not_fused: str = ""  # why the attention that ends here is not fused, where that was asked for
 
 
 class Inside(NamedTuple):
@@ -192,8 +196,7 @@ class Plan(NamedTuple):
     graph: Graph
     steps: tuple[Step, ...]
     infos: tuple[Info, ...]  # what is known of each output, the dtype it comes out in among it
-    words: Words
-    not_fused: Mapping[Node, str] = {}  # the last products of attentions, and why they are plain
+    request: Request
 
     @property
     def stores(self) -> Dtypes:
@@ -210,11 +213,80 @@ def plain_steps(steps: Sequence[Step]) -> Iterator[Single | Nested | Island]:
             yield step
 
 
+def steps_of(plan: Plan, times: int = 1) -> Iterator[tuple[Single | Island | Fused, Plan, int]]:
+    """Yields the steps of all levels, in order: each with its level and how often it runs.
+
+    The steps inside a nested one stand in its place; after a fused attention come those that run
+    where it is not fused.
+    """
+    for step in plan.steps:
+        if isinstance(step, Fused):
+            yield step, plan, times
+        for plain in plain_steps((step,)):
+            if not isinstance(plain, Nested):
+                yield plain, plan, times
+                continue
+            for inside in plain.insides:
+                if isinstance(inside, Inside):
+                    yield from steps_of(inside.plan, times * turns_of(plain.node.equation))
+
+
 def nodes_of(step: Step) -> tuple[Node, ...]:
     """Returns the nodes that a step computes."""
     if isinstance(step, Fused):
         return tuple(node for inner in plain_steps(step.plain) for node in nodes_of(inner))
     return step.nodes if isinstance(step, Island) else (step.node,)
+
+
+def in_order(steps: Sequence[Step], outputs: Iterable[Value]) -> list[Step]:
+    """Sorts steps; those that neither an output nor a marker needs are left out."""
+    producers = {
+        value: index
+        for index, step in enumerate(steps)
+        for node in nodes_of(step)
+        for value in node.outputs
+    }
+    place = [nodes_of(step)[-1].index for step in steps]
+    effects = sorted(
+        (i for i, step in enumerate(steps) if _has_effects(step)), key=place.__getitem__
+    )
+    needs = [
+        {producers.get(read.value, index) for read in step.reads} - {index}
+        for index, step in enumerate(steps)
+    ]
+    for before, after in zip(effects, effects[1:], strict=False):
+        needs[after].add(before)
+    ends = [producers[value] for value in outputs if value in producers]
+    needed = _closure([*ends, *effects], needs)
+    unread = (index for index in range(len(steps)) if index not in needed)
+    markers = [i for i in unread if any(node.is_marker for node in nodes_of(steps[i]))]
+    needed |= _closure(markers, needs)
+    sorter = graphlib.TopologicalSorter({index: needs[index] for index in needed})
+    sorter.prepare()  # it raises if an island is not convex, which depths rule out
+    ready: list[tuple[int, int]] = []
+    order = []
+    while sorter.is_active():
+        for index in sorter.get_ready():
+            heapq.heappush(ready, (place[index], index))
+        _, first = heapq.heappop(ready)
+        order.append(steps[first])
+        sorter.done(first)
+    return order
+
+
+def _has_effects(step: Step) -> bool:
+    return not isinstance(step, Island) and bool(step.node.equation.effects)
+
+
+def _closure(ends: Sequence[int], needs: Sequence[set[int]]) -> set[int]:
+    """Returns all that `ends` need, themselves included."""
+    found = set(ends)
+    stack = list(found)
+    while stack:
+        for other in needs[stack.pop()] - found:
+            found.add(other)
+            stack.append(other)
+    return found
 
 
 class Storage:

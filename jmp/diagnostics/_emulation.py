@@ -178,7 +178,7 @@ class FlaggedProgram:
         return self._step((own, inside, float8), self._arrays, self._reference)
 
     def _run(self, arrays: Sequence[Any], flag: Flag) -> Any:
-        numerics = _Rounding(self._plan.words.settings.compute_dtype, flag)
+        numerics = _Rounding(self._plan.request.settings.compute_dtype, flag)
         return run_plan(self._plan, [*self._constants, *arrays], numerics=numerics)[0]
 
     def _loss_and_errors(self, flags: Any, arrays: Any, reference: Any) -> Any:

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Sequence
 import jax.numpy as jnp
 
 from jmp.autocasting._exact_products import WHY_EXACT
-from jmp.autocasting._operations import Operation, is_product, rounded_arguments_of
-from jmp.autocasting._steps import Plan
+from jmp.autocasting._graph import Node
+from jmp.autocasting._operations import Operation, is_product
 from jmp.diagnostics._ranges import FLOAT8, HALVES
 from jmp.diagnostics._rows import Row, product_of
 from jmp.diagnostics._walk import Placed, path_of, place_name, source_line
@@ -79,13 +79,12 @@ def dear_in_float32(rows: list[Row]) -> list[str]:
     ]
 
 
-def rounded_arguments(plan: Plan) -> list[str]:
+def rounded_arguments(rounded: Iterable[Node], half: str) -> list[str]:
     """Returns a sentence for each half product whose result reaches a function that wraps."""
-    half = plan.words.settings.compute_dtype
     error = 512 * float(jnp.finfo(half).eps)  # the spacing of the numbers from 512 to 1024
     places = [
         place_name(source_line(node.equation, node.around), path_of(node.equation, node.around))
-        for node in rounded_arguments_of(plan)
+        for node in rounded
     ]
     return [
         f"a product at {place} multiplies in {half}, and its result goes to a function that wraps, "

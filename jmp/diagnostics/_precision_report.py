@@ -15,10 +15,14 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jmp import _jax_compat
 from jmp._array_calls import ArrayCall
 from jmp.autocasting._autocast import make_program
-from jmp.autocasting._operations import NoHalfProductWarning, operations_of
+from jmp.autocasting._operations import (
+    NoHalfProductWarning,
+    decisions_of,
+    operations_of,
+    rounded_arguments_of,
+)
 from jmp.autocasting._program import Program, Traced
 from jmp.autocasting._registry import rule_for
 from jmp.diagnostics._arguments import apart, check_asked, in_paths
@@ -394,31 +398,33 @@ class PrecisionReport:
 
 
 def _report(program: Program, traced: Traced, policy: str) -> PrecisionReport:
-    operands = [*_jax_compat.open_jaxpr(traced.closed)[1], *traced.arrays]
-    emitted = _jax_compat.open_jaxpr(jax.make_jaxpr(traced.emit)(*operands))[0]
-    placed = list(with_places(emitted))
-    operations = list(operations_of(traced.plan))
+    plan, operands = traced.plan, traced.operands
+    in_half = _residual_bytes(traced.emit, operands)
+    in_float32 = _residual_bytes(traced.as_written, traced.arrays)
+    emitted = list(with_places(jax.make_jaxpr(traced.emit)(*operands)))
+    operations = list(operations_of(plan))
+    decided = list(decisions_of(plan))
+    rounded = list(rounded_arguments_of(plan))
+    # Nothing below reads the plan.
     rows = rows_of(operations)
-    rules = traced.plan.words.regions.rules
+    half = str(program.settings.compute_dtype)
     return PrecisionReport(
-        compute_dtype=str(program.settings.compute_dtype),
+        compute_dtype=half,
         rows=rows,
-        casts=_casts(placed),
+        casts=_casts(emitted),
         half_flops_share=_flops_share(rows, [*HALVES, FLOAT8]),
-        residual_bytes=_residual_bytes(traced.emit, operands),
-        residual_bytes_float32=_residual_bytes(
-            _jax_compat.as_function(traced.closed), traced.arrays
-        ),
+        residual_bytes=in_half,
+        residual_bytes_float32=in_float32,
         hazards=[
             *delicate_in_half(rows),
-            *rounded_arguments(traced.plan),
+            *rounded_arguments(rounded, half),
             *dear_in_float32(rows),
-            *(f"the rule {rule} matched no scope" for rule in rules.unused),
-            *odd_sizes(placed, float8_places(rows)),
+            *(f"the rule {rule} matched no scope" for rule in plan.request.rules.unused),
+            *odd_sizes(emitted, float8_places(rows)),
             *float8_hazards(operations, rows),
         ],
         policy=policy,
-        decisions=decisions_in(traced.plan),
+        decisions=decisions_in(decided),
     )
 
 

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 from jax.extend.core import JaxprEqn
 
 from jmp.autocasting._equations import is_inner_product
+from jmp.autocasting._graph import Node
 from jmp.autocasting._numbers import length_of, size_of
-from jmp.autocasting._operations import Operation, decisions_of, is_product
+from jmp.autocasting._operations import Operation, is_product
 from jmp.autocasting._precision import precision_of
 from jmp.autocasting._registry import Category, rule_for
-from jmp.autocasting._steps import Plan
 from jmp.diagnostics._walk import path_of, source_line
 
 # The channels of an image are what they are; cuDNN has kernels of its own for them.
@@ -112,10 +112,10 @@ class Decision:
     times: int = 1
 
 
-def decisions_in(plan: Plan) -> list[Decision]:
-    """Returns what a plan does besides choosing dtypes, one for each place."""
+def decisions_in(decided: Iterable[tuple[str, Node, int]]) -> list[Decision]:
+    """Returns what `decisions_of` a plan gives, one for each place."""
     found: collections.Counter[Decision] = collections.Counter()
-    for what, node, times in decisions_of(plan):
+    for what, node, times in decided:
         equation, around = node.equation, node.around
         decision = Decision(what, path_of(equation, around), source_line(equation, around))
         found[decision] += times

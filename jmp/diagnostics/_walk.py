@@ -70,8 +70,8 @@ class Placed(NamedTuple):
     times: int
 
 
-def with_places(jaxpr: core.Jaxpr) -> Iterator[Placed]:
-    """Yields the equations of an open jaxpr with their places, at any depth."""
+def with_places(jaxpr: Any) -> Iterator[Placed]:
+    """Yields the equations of a jaxpr, closed or open, with their places, at any depth."""
     for equation, around, times in walk(jaxpr):
         path, source = path_of(equation, around), source_line(equation, around)
         yield Placed(equation, path, source, times)

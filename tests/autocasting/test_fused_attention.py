@@ -20,7 +20,7 @@ import jmp
 from jmp.adapters import equinox, haiku, linen
 from jmp.adapters import nnx as nnx_adapter
 from jmp.autocasting._autocast import make_program
-from jmp.autocasting._steps import Fused, Inside, Nested
+from jmp.autocasting._steps import Fused, Inside, Nested, Single
 from testbed.h200.harness import as_if_cudnn
 from tests.errors import relative_error
 
@@ -186,7 +186,8 @@ def attentions(function, *args, policy="mixed_float16"):
         plan = make_program(function, policy, attention="fused").trace(args, {}).plan
     plans = list(plans_of(plan))
     fused = [step for p in plans for step in p.steps if isinstance(step, Fused)]
-    return fused, [why for p in plans for why in p.not_fused.values()]
+    singles = [step for p in plans for step in p.steps if isinstance(step, Single)]
+    return fused, [step.not_fused for step in singles if step.not_fused]
 
 
 IN_BFLOAT16 = ["Flax, causal and padded", "jax.nn, groups of heads", "jax.nn, learned bias"]

@@ -13,9 +13,19 @@ import numpy as np
 
 from jmp.autocasting._flow import Facts
 from jmp.autocasting._graph import Graph, Node
+from jmp.autocasting._kinds import Level
 from jmp.autocasting._numbers import has_symbols, shape_of
-from jmp.autocasting._order import in_order
-from jmp.autocasting._steps import Arithmetic, Fused, Nested, Read, Single, Step, Storage, nodes_of
+from jmp.autocasting._steps import (
+    Arithmetic,
+    Fused,
+    Nested,
+    Read,
+    Single,
+    Step,
+    Storage,
+    in_order,
+    nodes_of,
+)
 from jmp.autocasting.attention._axes import Axes, Labelled, Labels, Layout, Sizes, labels_of, spread
 from jmp.autocasting.attention._constants import constant_of
 from jmp.autocasting.attention._cudnn import Form, Masking, why_refused
@@ -35,30 +45,27 @@ FUSED = "attention: one fused cuDNN kernel where the program is lowered for CUDA
 Booleans = np.ndarray[Any, np.dtype[np.bool_]]
 
 
-def fuse_attentions(
-    steps: Sequence[Step], graph: Graph, storage: Storage
-) -> tuple[list[Step], dict[Node, str]]:
-    """Returns the steps with fused attentions among them, and why others are left as they are.
+def fuse_attentions(steps: Sequence[Step], level: Level) -> list[Step]:
+    """Returns the steps of a level, in any order, with fused attentions among them.
 
-    Args:
-      steps: of one level, in any order.
-      storage: of the level, decided.
-
-    Returns: the steps; and for each last product of an attention that is not fused, the reason.
+    The last product of an attention that is not fused says why.
     """
+    if level.context.request.settings.attention != "fused":
+        return list(steps)
     step_of = {node: step for step in steps for node in nodes_of(step)}
     fused: list[Fused] = []
-    reasons: dict[Node, str] = {}
+    others: list[Step] = []
     for step in steps:
         if isinstance(step, Single) and step.arithmetic is Arithmetic.HALF:
             try:
                 attention = find_attention(step.node)
                 if attention is not None:
-                    fused.append(_fused_step(attention, step_of, graph, storage))
+                    fused.append(_fused_step(attention, step_of, level.graph, level.storage))
             except NotFused as reason:
-                reasons[step.node] = f"attention, left as it is: {reason}"
-    replaced = {id(inner) for step in fused for inner in step.plain}
-    return [step for step in steps if id(step) not in replaced] + list(fused), reasons
+                step = step._replace(not_fused=f"attention, left as it is: {reason}")
+        others.append(step)
+    replaced = {node for step in fused for node in nodes_of(step)}
+    return [step for step in others if replaced.isdisjoint(nodes_of(step))] + list(fused)
 
 
 def _fused_step(

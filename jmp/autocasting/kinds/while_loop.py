@@ -19,7 +19,7 @@ from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import Arrays, Kind, Level, register_kind
 from jmp.autocasting._numbers import is_inexact
 from jmp.autocasting._precision import as_written
-from jmp.autocasting._propagation import Inside, propagate_while
+from jmp.autocasting._propagation import WayInside, propagate_while
 from jmp.autocasting._registry import Category, Rule, rule_for
 from jmp.autocasting._sending import apart, may_part
 from jmp.autocasting._settings import Settings
@@ -39,7 +39,7 @@ def runs_to_tolerance(equation: JaxprEqn) -> bool:
     return decides
 
 
-def _depend(equation: JaxprEqn, operands: list[bool], inside: Inside[bool]) -> Sequence[bool]:
+def _depend(equation: JaxprEqn, operands: list[bool], inside: WayInside[bool]) -> Sequence[bool]:
     """Returns for each result whether it is floating, or depends on what is."""
     if rule_for(equation.primitive.name).chooses:
         # Which entry is the largest is no distance that shrinks: a text is generated up to the
@@ -59,7 +59,7 @@ class WhileKind(Kind):
 
     def rule(self, equation: JaxprEqn, rule: Rule, settings: Settings) -> Rule:
         """Two sorts of loops are float32."""
-        is_asked_for = settings.overrides_rule(equation.primitive.name)
+        is_asked_for = equation.primitive.name in settings.overrides
         if runs_to_tolerance(equation) and not is_asked_for:
             return Rule(Category.FULL, "in a loop that runs to a tolerance")
         if has_many_conditions(equation):
@@ -92,7 +92,7 @@ class WhileKind(Kind):
         (is_on,) = loop.condition.out_avals
         if may_part(node, is_on):
             body = apart(body)
-        asked_as_written = as_written(loop.condition, node, level.context.words)
+        asked_as_written = as_written(loop.condition, node, level.context.request)
         condition = functools.partial(_unplanned, asked_as_written)
         reads = [*(value.dtype for value in asked), *(info.dtype for info in infos), *stores]
         return level.nested(node, [condition, body._replace(stores=stores)], stores, reads)
