@@ -13,16 +13,15 @@ import numpy as np
 
 from jmp import _jax_compat
 from jmp._messages import described, users_stacklevel
-from jmp.autocasting._equations import is_inner_product
+from jmp.autocasting._equations import contracts_nothing, is_inner_product
 from jmp.autocasting._exact_products import WHY_EXACT, wrapped_values
 from jmp.autocasting._float8 import OPERANDS
 from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._numbers import dtype_of, is_inexact
-from jmp.autocasting._plain_forms import contracts_nothing
 from jmp.autocasting._precision import asked_for
 from jmp.autocasting._propagation import walk_inside
-from jmp.autocasting._regions import AUTOCAST, FULL_PRECISION
 from jmp.autocasting._registry import NO_RULE, Params, is_low
+from jmp.autocasting._request import AUTOCAST, FULL_PRECISION
 from jmp.autocasting._sending import WHY_NOT_WIDE
 from jmp.autocasting._steps import Fused, Island, Plan, Single, steps_of
 from jmp.dtypes import FLOAT32
@@ -121,24 +120,29 @@ def _operations_of_node(
         for visit, changed in pairs:
             inner = visit.equation
             if not _jax_compat.holds_functions(inner):
-                dtypes = _named(map(_dtype, inner.invars)), _named(map(_dtype, inner.outvars))
+                dtypes = (
+                    _names_once(map(_float_name, inner.invars)),
+                    _names_once(map(_float_name, inner.outvars)),
+                )
                 params = changed.equation.params
                 yield Operation(inner, visit.around, node, why, visit.times, params, *dtypes)
         return
     is_read = [value.is_float32 or read == OPERANDS for value in node.inputs]
     pairs_in = zip(node.inputs, is_read, strict=True)
-    dtypes_in = (str(read) if chosen else _dtype(value) for value, chosen in pairs_in)
+    dtypes_in = (str(read) if chosen else _float_name(value) for value, chosen in pairs_in)
     pairs_out = zip(node.outputs, stores, strict=True)
-    dtypes_out = (str(dtype) if value.is_float32 else _dtype(value) for value, dtype in pairs_out)
-    named = _named(dtypes_in), _named(dtypes_out)
+    dtypes_out = (
+        str(dtype) if value.is_float32 else _float_name(value) for value, dtype in pairs_out
+    )
+    named = _names_once(dtypes_in), _names_once(dtypes_out)
     yield Operation(equation, node.around, node, why, times, params, *named)
 
 
-def _named(dtypes: Iterable[str]) -> list[str]:
+def _names_once(dtypes: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(filter(None, dtypes)))
 
 
-def _dtype(value: Any) -> str:
+def _float_name(value: Any) -> str:
     """Returns the name of a floating or complex dtype; "" for any other."""
     return str(dtype_of(value)) if is_inexact(value) else ""
 

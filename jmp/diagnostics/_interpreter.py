@@ -314,7 +314,7 @@ class Interpreter:
         equation = here.equation
         name = equation.primitive.name
         if _jax_compat.is_jit(equation):
-            name = f"jit {_jax_compat.name_of(equation)}"
+            name = f"jit {_jax_compat.called_name(equation)}"
         elif name in _jax_compat.REMAT:
             name = "" if _is_autocasts(equation) else "remat"
         inner = here.within(name) if name else here

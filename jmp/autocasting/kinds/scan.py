@@ -55,7 +55,9 @@ class ScanKind(Kind):
         outputs += map(level.storage.destination, node.outputs[scan.n_carry :])
         # One more than the turns: also a loop of one turn is a loop.
         turns = turns_of(node.equation) + 1
-        body = level.plan_opened((graph, constants), infos, outputs, turns=turns, prevent_cse=False)
+        times = level.context.times * turns
+        context = level.context._replace(times=times, prevent_cse=False)
+        body = level.plan_opened((graph, constants), infos, outputs, context)
         stores = (*carries, *body.plan.stores[scan.n_carry :])
         # Constants are rounded inside, but those that have no gradient.
         reads = [
