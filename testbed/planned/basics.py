@@ -1,7 +1,7 @@
 """What the planner decides, and why: a small program each, whose plan is in `plan_listings/`.
 
-`tests/autocasting/plans.py` says how to read and write them. Arrays have 128 x 128 elements unless said otherwise:
-large enough to be recomputed.
+`tests/autocasting/plans.py` says how to read and write them. Arrays have 128 x 128 elements unless
+said otherwise: large enough to be recomputed.
 """
 
 import functools
