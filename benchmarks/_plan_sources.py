@@ -5,6 +5,7 @@ here and in what this imports, because the same programs are lowered by other st
 """
 
 import functools
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -63,7 +64,20 @@ class Drawn(NamedTuple):
 
 
 Makers = dict[str, Callable[[], Program]]  # by name; what takes time is made when it is drawn
-Source = Callable[[int], Makers]  # of the number of programs
+
+
+class Source(NamedTuple):
+    """Programs by name, or by number, and how many of 3,000 they are.
+
+    Attributes:
+      has_reports: whether each program has a report, or every third: of a large program a report
+        takes longer than the program and its gradient.
+    """
+
+    share: int
+    table: Callable[[], Makers] | None = None
+    numbered: Callable[[int], Program] | None = None
+    has_reports: bool = True
 
 
 # The models.
@@ -72,7 +86,7 @@ WIDE_BATCH = 256
 SCOPES_OF_LINEN = ("*Dense*", "*Norm*", "*Attention*", "*Embed*")
 
 
-def of_models(count: int) -> Makers:
+def of_models() -> Makers:
     made: Makers = {}
     for model in models.MODELS:
         made[f"{model.name}, small"] = functools.partial(_model, model)
@@ -120,7 +134,7 @@ def _gpt2(layers: int) -> Program:
     return _of_loss(loss, params, (tokens,))._replace(scopes=("*attn*", "*ln_*", "*mlp*"))
 
 
-def of_published(count: int) -> Makers:
+def of_published() -> Makers:
     made: Makers = {}
     for pattern in published_models.PATTERNS:
         made[pattern.name] = functools.partial(_pattern, pattern)
@@ -142,7 +156,7 @@ def _adapted(pattern: published_models.Pattern) -> Program:
     return _pattern(pattern)._replace(lower=lower)
 
 
-def of_adapters(count: int) -> Makers:
+def of_adapters() -> Makers:
     return {adapter.name: functools.partial(_adapter, adapter) for adapter in ADAPTERS}
 
 
@@ -157,7 +171,7 @@ def _adapter(adapter: Any) -> Program:
 # Small programs, each written for one thing.
 
 
-def of_positions(count: int) -> Makers:
+def of_positions() -> Makers:
     made: Makers = {
         case.name: functools.partial(_position, number, case)
         for number, case in enumerate(position_cases.CASES)
@@ -174,7 +188,7 @@ def _position(number: int, case: position_cases.Case) -> Program:
     return Program(fun, args, scopes=["positions"], has_attention=True)
 
 
-def of_planned(count: int) -> Makers:
+def of_planned() -> Makers:
     return {
         f"{name} {case.fun.__name__}": functools.partial(
             Program, case.fun, case.args, written=case.options
@@ -184,7 +198,7 @@ def of_planned(count: int) -> Makers:
     }
 
 
-def of_operations(count: int) -> Makers:
+def of_operations() -> Makers:
     places = {"alone": lambda fun: fun} | PLACES
     return {
         f"{name} {place}": functools.partial(Program, places[place](call), tuple(inputs))
@@ -196,11 +210,7 @@ def of_operations(count: int) -> Makers:
 # Random programs.
 
 
-def of_chains(count: int) -> Makers:
-    return {f"chain {i}": functools.partial(_chain, i) for i in range(count)}
-
-
-def _chain(number: int) -> Program:
+def a_chain(number: int) -> Program:
     drawn = random.Random(f"chain {number}")
     among = [random_programs.OPERATIONS, random_programs.TRANSFORMATIONS]
     names = [drawn.choice(sorted(drawn.choice(among))) for _ in range(drawn.randint(2, 8))]
@@ -208,69 +218,70 @@ def _chain(number: int) -> Program:
     return Program(random_programs.program(names), (x,))
 
 
-def of_float8(count: int) -> Makers:
-    return {f"float8 {i}": functools.partial(_float8, i) for i in range(count)}
-
-
-def _float8(number: int) -> Program:
+def a_float8_program(number: int) -> Program:
     sizes = [float8_programs.LARGE, float8_programs.LARGE, float8_programs.SMALL][number % 3]
     program = float8_programs.program(number, sizes)
     return Program(program.loss, (program.params, program.x), is_float8=True)
 
 
-def _random_graphs(
-    draw: Callable[[int], random_graphs.Program], name: str
-) -> Callable[[int], Makers]:
-    def make(number: int) -> Program:
-        return Program(*draw(number), scopes=random_graphs.SCOPES, has_attention=True)
-
-    return lambda count: {f"{name} {i}": functools.partial(make, i) for i in range(count)}
+def _random(draw: Callable[[int], random_graphs.Program]) -> Callable[[int], Program]:
+    return lambda number: Program(*draw(number), scopes=random_graphs.SCOPES, has_attention=True)
 
 
-# Each with its share of 3,000 programs.
-SOURCES: dict[str, tuple[int, Source]] = {
-    "models": (120, of_models),
-    "published": (50, of_published),
-    "adapters": (40, of_adapters),
-    "positions": (200, of_positions),
-    "planned": (560, of_planned),
-    "operations": (500, of_operations),
-    "chains": (450, of_chains),
-    "float8": (180, of_float8),
-    "graphs": (450, _random_graphs(random_graphs.graph, "graph")),
-    "nests": (350, _random_graphs(random_graphs.nest, "nest")),
-    "sharded": (100, _random_graphs(random_graphs.sharded, "sharded")),
+SOURCES: dict[str, Source] = {
+    "models": Source(120, of_models, has_reports=False),
+    "published": Source(50, of_published),
+    "adapters": Source(40, of_adapters),
+    "positions": Source(200, of_positions),
+    "planned": Source(560, of_planned),
+    "operations": Source(500, of_operations),
+    "chains": Source(450, numbered=a_chain),
+    "float8": Source(180, numbered=a_float8_program, has_reports=False),
+    "graphs": Source(450, numbered=_random(random_graphs.graph), has_reports=False),
+    "nests": Source(350, numbered=_random(random_graphs.nest), has_reports=False),
+    "sharded": Source(100, numbered=_random(random_graphs.sharded), has_reports=False),
 }
-# Of their programs every third has a report: it takes longer than the program and its gradient.
-LARGE = frozenset({"models", "float8", "graphs", "nests", "sharded"})
 
 
 # How they are drawn.
 
 
-def drawn_programs(count: int, seed: int) -> Iterator[Drawn]:
-    """Yields programs of all sources, one of each at least.
+def drawn_programs(count: int, seed: int, only: Sequence[str] = ()) -> Iterator[Drawn]:
+    """Yields about so many programs: of each source its share, and one at least.
 
-    The first programs of a source are the same whatever the count. A table is gone through in an
-    order that is drawn, again and again.
+    The first programs of a source are the same whatever the count and the other sources.
+
+    Args:
+      only: names of sources; all if there are none.
     """
-    shares = sum(share for share, _ in SOURCES.values())
-    for source, (share, table) in SOURCES.items():
-        wanted = max(1, round(count * share / shares))
-        order = random.Random(f"{seed} {source}")
-        first = order.randrange(10**6) if seed else 0
-        names: list[str] = []
-        made = table(wanted)
-        while len(names) < wanted:
-            names += order.sample(sorted(made), len(made))
-        for number, name in enumerate(names[:wanted]):
-            way = random.Random(f"{seed} {source} {number} {first}")
-            program = made[name]()
-            as_written = program.written is not None and number < len(made)
+    sources = {name: source for name, source in SOURCES.items() if not only or name in only}
+    shares = sum(source.share for source in sources.values())
+    for name, source in sources.items():
+        wanted = max(1, round(count * source.share / shares))
+        made = _programs(source, random.Random(f"{seed} {name}"), seed)
+        for number, (title, program, is_first) in enumerate(itertools.islice(made, wanted)):
+            as_written = is_first and program.written is not None
+            way = random.Random(f"{seed} {name} {number}")
             policy, options = _as_written(program) if as_written else _way(way, program)
             # A report says nothing of what an adapter has lowered already.
-            has_report = program.lower is None and (source not in LARGE or number % 3 == 0)
-            yield Drawn(source, f"{number} {name}", program, policy, options, has_report)
+            has_report = program.lower is None and (source.has_reports or number % 3 == 0)
+            yield Drawn(name, f"{number} {title}", program, policy, options, has_report)
+
+
+def _programs(
+    source: Source, order: random.Random, seed: int
+) -> Iterator[tuple[str, Program, bool]]:
+    """Yields a source's programs without end, with their names, and whether for the first time.
+
+    A table is gone through again and again, each time in an order that is drawn.
+    """
+    if source.numbered is not None:
+        for number in itertools.count(seed * 10**6):
+            yield str(number), source.numbered(number), True
+    made = source.table() if source.table is not None else {}
+    for turn in itertools.count():
+        for name in order.sample(sorted(made), len(made)):
+            yield name, made[name](), turn == 0
 
 
 def _as_written(program: Program) -> tuple[str, dict[str, Any]]:

@@ -30,7 +30,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before JAX starts
@@ -156,16 +156,23 @@ def _gradient_text(function: Callable[..., Any], floats: list[Any], others: list
     return f"{text}\n{_text_of(derivative, floats, others)}"
 
 
-def write(path: pathlib.Path, count: int = COUNT, seed: int = SEED, tell: Any = None) -> None:
+def write(
+    path: pathlib.Path,
+    count: int = COUNT,
+    seed: int = SEED,
+    only: Sequence[str] = (),
+    tell: Any = None,
+) -> None:
     """Draws programs, and writes what autocast makes of them: a line of JSON each, compressed.
 
     Args:
+      only: names of sources; all if there are none.
       tell: is called with a sentence now and then, such as `print`.
     """
     tell = tell or (lambda sentence: None)
     seconds: collections.Counter[str] = collections.Counter()  # of the processor
     with _opened(path) as file:
-        for number, drawn in enumerate(drawn_programs(count, seed)):
+        for number, drawn in enumerate(drawn_programs(count, seed, only)):
             if number % AT_ONCE == 0:
                 tell(f"{number} programs in {seconds.total():.0f} s; {drawn.source} follow")
                 jax.clear_caches()
@@ -289,30 +296,31 @@ def _unified(
         yield f"... and {len(difference) - lines} lines more"
 
 
-def compare_with_revision(revision: str, count: int, seed: int, show: int, lines: int) -> bool:
-    """Compares the clone's package with that of a revision, on the clone's programs."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = pathlib.Path(name)
-        archive = subprocess.run(
-            ["git", "archive", revision, "jmp"], cwd=ROOT, check=True, stdout=subprocess.PIPE
-        )
-        subprocess.run(["tar", "x", "-C", folder], input=archive.stdout, check=True)
-        before, after = folder / "before.jsonl.gz", folder / "after.jsonl.gz"
-        processes = [
-            _writing(package, path, count, seed)
-            for package, path in ((folder, before), (ROOT, after))
-        ]
-        for process in processes:
-            if process.wait():
-                raise subprocess.CalledProcessError(process.returncode, process.args)
-        _, state = read(before)
-        if state["jmp"] != _digest(folder / "jmp", (folder / "jmp").rglob("*.py")):
-            raise RuntimeError(f"the package of {revision} was not the one that was imported")
-        return compare(before, after, show, lines)
+def write_with_both(
+    revision: str, folder: pathlib.Path, drawing: Sequence[str]
+) -> tuple[pathlib.Path, pathlib.Path]:
+    """Writes the clone's programs with the package of a revision and with the clone's.
+
+    Args:
+      folder: where the files are written, and the revision's package.
+      drawing: the options of `write` that say which programs.
+    """
+    command = ["git", "archive", revision, PACKAGE.name]
+    archive = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout
+    subprocess.run(["tar", "x", "-C", folder], input=archive, check=True)
+    before, after = folder / "before.jsonl.gz", folder / "after.jsonl.gz"
+    processes = [_writing(folder, before, drawing), _writing(ROOT, after, drawing)]
+    for process in processes:
+        if process.wait():
+            raise subprocess.CalledProcessError(process.returncode, process.args)
+    package = folder / PACKAGE.name
+    if read(before)[1]["jmp"] != _digest(package, package.rglob("*.py")):
+        raise RuntimeError(f"the package of {revision} was not the one that was imported")
+    return before, after
 
 
 def _writing(
-    package: pathlib.Path, path: pathlib.Path, count: int, seed: int
+    package: pathlib.Path, path: pathlib.Path, drawing: Sequence[str]
 ) -> "subprocess.Popen[bytes]":
     """Starts to write the clone's programs with the package of a folder."""
     environment = dict(
@@ -320,12 +328,11 @@ def _writing(
         PYTHONPATH=os.pathsep.join(map(str, (package, ROOT))),
         PYTHONSAFEPATH="1",  # `-m` would put this project before everything
     )
-    command = [sys.executable, "-m", "benchmarks.plan_sample", "write"]
-    options = ["--count", str(count), "--seed", str(seed), "--output", str(path)]
-    return subprocess.Popen([*command, *options], cwd=ROOT, env=environment)
+    command = [sys.executable, "-m", "benchmarks.plan_sample", "write", "--output", str(path)]
+    return subprocess.Popen([*command, *drawing], cwd=ROOT, env=environment)
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -333,28 +340,28 @@ def main() -> int:
     drawing = argparse.ArgumentParser(add_help=False)
     drawing.add_argument("--count", type=int, default=COUNT, help="about so many programs")
     drawing.add_argument("--seed", type=int, default=SEED)
+    drawing.add_argument("--only", nargs="+", default=[], choices=list(SOURCES), help="sources")
     writing = commands.add_parser("write", parents=[drawing])
     writing.add_argument("--output", type=pathlib.Path, required=True)
     comparing = commands.add_parser("compare", parents=[drawing])
     comparing.add_argument("files", type=pathlib.Path, nargs="*", help="two that `write` wrote")
     comparing.add_argument("--base", help="a revision: its package is compared with the clone's")
-    comparing.add_argument(
-        "--show", type=int, default=3, help="programs whose difference is printed"
-    )
-    comparing.add_argument("--lines", type=int, default=60, help="lines of each difference")
-    given = parser.parse_args()
+    comparing.add_argument("--show", type=int, default=3, help="how many differences are printed")
+    comparing.add_argument("--lines", type=int, default=60, help="of each difference")
+    given = parser.parse_args(arguments)
     if given.command == "write":
-        write(given.output, given.count, given.seed, lambda line: print(line, file=sys.stderr))
+        tell = lambda sentence: print(sentence, file=sys.stderr)
+        write(given.output, given.count, given.seed, given.only, tell)
         return 0
-    if (given.base is None) == (len(given.files) == 0) or len(given.files) not in (0, 2):
+    if len(given.files) != (0 if given.base else 2):
         parser.error("compare takes two files, or --base and a revision")
-    if given.base is None:
-        is_equal = compare(*given.files, given.show, given.lines)
-    else:
-        is_equal = compare_with_revision(
-            given.base, given.count, given.seed, given.show, given.lines
-        )
-    return int(not is_equal)
+    with tempfile.TemporaryDirectory() as folder:
+        files = given.files
+        if given.base:
+            options = ["--count", str(given.count), "--seed", str(given.seed)]
+            options += ["--only", *given.only] if given.only else []
+            files = write_with_both(given.base, pathlib.Path(folder), options)
+        return int(not compare(*files, given.show, given.lines))
 
 
 if __name__ == "__main__":
