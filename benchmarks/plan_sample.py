@@ -170,6 +170,7 @@ def write(
       tell: is called with a sentence now and then, such as `print`.
     """
     tell = tell or (lambda sentence: None)
+    state = _state()  # the files may be edited meanwhile
     seconds: collections.Counter[str] = collections.Counter()  # of the processor
     with _opened(path) as file:
         for number, drawn in enumerate(drawn_programs(count, seed, only)):
@@ -181,7 +182,7 @@ def write(
             named = {"source": drawn.source, "name": drawn.name, "policy": drawn.policy}
             file.write(json.dumps({**named, "options": options, **record(drawn)}) + "\n")
             seconds[drawn.source] += time.process_time() - seconds.total()
-        file.write(json.dumps({"count": count, "seed": seed, **_state()}) + "\n")
+        file.write(json.dumps({"count": count, "seed": seed, **state}) + "\n")
     each = ", ".join(f"{source} {taken:.0f}" for source, taken in seconds.items())
     tell(f"all programs in {seconds.total():.0f} s of the processor: {each}")
 
