@@ -1,5 +1,6 @@
 """Ground rules of tests and doctests: a CPU with eight devices, and no silent rank promotion."""
 
+import contextlib
 import ctypes
 import functools
 import gc
@@ -40,6 +41,7 @@ import pytest
 
 import jmp
 from jmp.autocasting import _kinds, _registry
+from testbed import small_products
 from tests.h200.fixture import h200 as h200
 
 # Python would look through all of JAX's objects again and again: 7 % of the time.
@@ -118,6 +120,28 @@ def quick_compilation():
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture
+def users_rank_promotion():
+    """Broadcasts between ranks as users' programs may."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture
+def small_is_float8():
+    """Lets small products be float8 too, until the test ends or closes it."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(small_products.small_is_float8())
+        yield stack
+
+
+@pytest.fixture
+def x64():
+    """Lets JAX compute in float64."""
+    with jax.enable_x64(True):
+        yield
 
 
 @pytest.fixture

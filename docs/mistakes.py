@@ -70,7 +70,11 @@ These mistakes are not detected:
 - gradients that were never scaled, given to an optimizer that unscales them. Take them from
   `jmp.scaled_value_and_grad(loss_fn, state.loss_scale)`;
 - gradients that you have unscaled yourself. The optimizer unscales them again;
-- a loss that is scaled with another scale than that of the state.
+- a loss that is scaled with another scale than that of the state;
+- transformations in a wrong order, such as clipping before loss scaling in a chain, where a step of
+  your own reads the scale as `opt_state[1].loss_scale`. Read it by
+  `transforms.loss_scale_state(opt_state)`, or call
+  `transforms.check_optimizer_state(tx.init(params))` once.
 
 ## The errors
 

@@ -72,6 +72,11 @@ def inner_jaxprs(equation: core.JaxprEqn) -> Iterator[Any]:
                 yield inner
 
 
+def holds_functions(equation: core.JaxprEqn) -> bool:
+    """Returns whether a jaxpr is among an equation's parameters."""
+    return any(True for _ in inner_jaxprs(equation))
+
+
 def is_jit(equation: core.JaxprEqn) -> bool:
     """Returns whether an equation calls a jitted function."""
     return equation.primitive.name in JITS
@@ -158,6 +163,12 @@ def called(params: Params) -> core.ClosedJaxpr:
 def closed_over(params: Params) -> int:
     """Returns how many operands of a custom_vjp its function closes over: they come first."""
     return params["num_consts"]
+
+
+def traced_name(jaxpr: Any) -> str:
+    """Returns the name of the Python function that a jaxpr was traced from; "" if none is known."""
+    source = getattr(getattr(jaxpr, "debug_info", None), "func_src_info", "")  # "name at file:1"
+    return str(source).partition(" at ")[0]
 
 
 def name_of(equation: core.JaxprEqn) -> str:

@@ -640,6 +640,18 @@ MISTAKES: dict[str, list[Mistake]] = {
                 "Use it once, outermost",
             ),
             (
+                "transforms.loss_scale_state(optax.chain(optax.clip(1.0), tx).init(params))",
+                "Move it inside: with_loss_scale(optax.chain(clip_by_global_norm, adam), loss",
+            ),
+            (
+                "transforms.loss_scale_state(optax.chain(tx, adam).init(params))",
+                "Move it inside: with_loss_scale(optax.chain(clip, adam), loss_scale)",
+            ),
+            (
+                "transforms.check_optimizer_state(optax.apply_if_finite(tx, 3).init(params))",
+                "Put it around: with_loss_scale(optax.apply_if_finite(...), loss_scale)",
+            ),
+            (
                 "transforms.masters(optax.chain(masters_tx, optax.scale(2)).init(half_params), x)",
                 "Move it inside: with_master_params(optax.chain(adam, scale))",
             ),
@@ -990,7 +1002,6 @@ MISTAKES: dict[str, list[Mistake]] = {
             ("diagnostics.assert_products_in(loss_fn, 16)", "expected a real floating dtype"),
             ("diagnostics.range_report(loss_fn)", "gradient_report(loss_fn)(*args)"),
             ("diagnostics.compare_memory([report])", "{'float32': report, 'mixed_float16': other}"),
-            ("diagnostics.plot_memory(report)", "{'float32': report, 'mixed_float16': other}"),
             ("diagnostics.metrics(tx)", "not the optimizer itself"),
             ("diagnostics.check_skips(opt_state, limit='25')", "such as 25"),
             ("diagnostics.check_skips(opt_state, limit=2.5)", "expected a whole number of steps"),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jmp
-from jmp._describe import described
+from jmp._messages import described
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ import pytest
 
 import jmp
 from jmp import transforms
-from jmp._describe import described, did_you_mean, listed, where_trees_differ
+from jmp._messages import described, did_you_mean, listed, where_trees_differ
 
 TREE = {f"layer_{i}": {"kernel": np.ones((2, 3)), "bias": [1.0] * 50} for i in range(1000)}
 STATE = transforms.with_loss_scale(optax.adam(1e-3), jmp.DynamicLossScale(8.0)).init(

@@ -7,12 +7,11 @@ large.
 
 import argparse
 import collections
-import contextlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any
 from unittest import mock
@@ -27,8 +26,9 @@ from rich.console import Console
 
 import jmp
 from benchmarks.processes import ROOT
-from jmp.autocasting import _eligible, _float8
+from jmp.autocasting import _float8
 from testbed.float8_programs import program
+from testbed.small_products import small_is_float8
 
 Array = Any
 
@@ -84,13 +84,6 @@ def _in_a_process(start: int, end: int) -> list[dict[str, Any]]:
     command = [sys.executable, "-c", of_these]
     ended = subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.PIPE)
     return json.loads(ended.stdout)
-
-
-@contextlib.contextmanager
-def small_is_float8() -> Iterator[None]:
-    """Counts small products as large: all that may be float8 is float8."""
-    with mock.patch.multiple(_eligible, SMALL=1, THIN=1), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def on_devices(loss: Callable[..., Array], check_vma: bool, gathers: bool) -> Callable[..., Any]:
@@ -178,7 +171,7 @@ def main(first: int, end: int) -> None:
     rows = []
     for number in range(first, end):
         try:
-            with small_is_float8():
+            with small_is_float8(), jax.numpy_rank_promotion("allow"):
                 rows.append(compare(number))
         except Exception as error:  # a finding: the others run on
             rows.append({"number": number, "verdict": "raised", "why": repr(error)[:300]})

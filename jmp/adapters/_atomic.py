@@ -8,20 +8,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmp._describe import described
-from jmp._frameworks import framework_of, refuse_other_models
-from jmp._marks import lowered_to
-from jmp.loss_scaling import (
-    LossScale,
-    NoOpLossScale,
-    UnscaledLossWarning,
-    scaled_value_and_grad,
-)
+from jmp._messages import described, framework_of, refuse_other_models, wrong
+from jmp.loss_scaling import LossScale, NoOpLossScale, UnscaledLossWarning, scaled_value_and_grad
 from jmp.loss_scaling._gradients import pair_of
-from jmp.transforms._callers import skips_undone
+from jmp.policy import lowered_to
+from jmp.transforms._finite_check import flag_by_size
 from jmp.transforms._loss_scaling import WithLossScaleState, find_loss_scaling
 from jmp.transforms._mixed_precision import unscaled_policy
-from jmp.transforms._selection import flag_by_size
 from jmp.trees import PyTree, is_complex, is_floating, select_leaves
 
 T = TypeVar("T")
@@ -130,10 +123,8 @@ def check_step(loss_fn: object, model: object, own: str, kind: str) -> None:
     """
     is_swapped = framework_of(loss_fn) and callable(model) and not framework_of(model)
     if not callable(loss_fn) or is_swapped:
-        raise TypeError(
-            f"train_step got {described(loss_fn)} as loss_fn; expected a function of the "
-            f"model.{_ORDER}"
-        )
+        expected = "a function of the model"
+        raise wrong(TypeError, "train_step", loss_fn, expected, role="loss_fn", more=_ORDER)
     refuse_other_models(model, "train_step", "the model", own, kind)
     if not any(is_floating(leaf) or is_complex(leaf) for leaf in jax.tree.leaves(model)):
         raise ValueError(
@@ -158,9 +149,8 @@ def take_step(
         `(scalar, state)`; with `has_aux` to `(scalar, aux)` or `(scalar, (state, aux))`.
     """
     if not isinstance(tx, optax.GradientTransformation):
-        raise TypeError(
-            f"train_step got {described(tx)} as tx; expected an optax transformation.{_ORDER}"
-        )
+        expected = "an optax transformation"
+        raise wrong(TypeError, "train_step", tx, expected, role="tx", more=_ORDER)
     if isinstance(opt_state, optax.GradientTransformation):
         raise TypeError(
             f"train_step got the optimizer as opt_state; expected what tx.init returned.{_ORDER}"
@@ -179,8 +169,7 @@ def take_step(
         new_state, aux = pair_of(more, "(state, aux)") if has_aux else (more, None)
     elif has_aux:
         loss, aux = value
-    with skips_undone():
-        updates, new_opt_state = tx.update(gradients, opt_state, params)
+    updates, new_opt_state = tx.update(gradients, opt_state, params)
     new_params = optax.apply_updates(params, updates)
     leaves, structure = jax.tree.flatten(new_state)
     (new_params, kept), new_opt_state = keep_if_skipped(

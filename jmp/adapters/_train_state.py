@@ -1,4 +1,10 @@
-"""Flax's TrainState with atomic steps, and masters that follow replaced parameters."""
+"""Flax's TrainState with atomic steps, and masters that follow replaced parameters.
+
+Importing it also teaches `flax.serialization` the classes of ours that a saved state holds. What a
+checkpoint holds is looked at when it is restored, where its values are known: a NaN for a scale
+would make every gradient NaN. A restore that cannot be right says what to do instead;
+docs/checkpoints.md has the lines for every change of a training.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -6,19 +12,27 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from flax import serialization
 from flax.training import train_state
 
-from jmp._describe import described
-from jmp.adapters import _flax_serialization
+from jmp._messages import listed, wrong
 from jmp.adapters._atomic import check_is_scaled, keep_if_skipped, loss_scale_in
-from jmp.loss_scaling import LossScale, NoOpLossScale
-from jmp.transforms._callers import skips_undone
+from jmp.loss_scaling import (
+    DynamicLossScale,
+    HysteresisLossScale,
+    LossScale,
+    NoOpLossScale,
+    StaticLossScale,
+)
+from jmp.transforms import FlatMasters
 from jmp.transforms._inner import structures_compared
 from jmp.transforms._loss_scaling import check_order, find_loss_scaling
+from jmp.transforms._master_params import check_half_ones_are_seen
 from jmp.transforms._masters import follow_replaced
 from jmp.transforms._placement import placed
-from jmp.trees import PyTree
+from jmp.trees import PyTree, is_array, leaves_by_path
 
 
 class TrainState(train_state.TrainState):
@@ -75,24 +89,25 @@ class TrainState(train_state.TrainState):
         Warns: `jmp.UnscaledLossWarning` for another optimizer without a loss scale where `apply_fn`
           computes in float16.
         """
-        _check_optimizer(tx)
+        caller = "TrainState.create"
+        if not (hasattr(tx, "init") and hasattr(tx, "update")):
+            example = "transforms.mixed_precision(optax.adam(1e-3), policy)"
+            expected = f"an optax transformation, such as {example}"
+            raise wrong(TypeError, caller, tx, expected, name="tx")
         if params is None:
-            raise TypeError(
-                "TrainState.create got params=None; expected a tree of arrays, such as "
-                "model.init(key, x)['params']."
-            )
+            expected = "a tree of arrays, such as model.init(key, x)['params']"
+            raise wrong(TypeError, caller, params, expected, name="params")
         state: Self = super().create(  # type: ignore[no-untyped-call]  # Flax gives no types
             apply_fn=apply_fn, params=params, tx=tx, **kwargs
         )
         check_order(state.opt_state, undone_on_a_skip=True)
+        check_half_ones_are_seen(state.opt_state, params)
         check_is_scaled(tx, state.opt_state, apply_fn)
         return state.replace(step=placed(jnp.zeros([], jnp.int32), params))
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call]  # likewise
-        # Flax has given every subclass one of its own, and a way to restore it.
-        cls.replace = _replace_with_masters  # type: ignore[assignment, method-assign]
-        _flax_serialization.register_train_state(cls)
+        _exchange_made_by_flax(cls)
 
     @property
     def loss_scale(self) -> LossScale:
@@ -128,7 +143,7 @@ class TrainState(train_state.TrainState):
             gradients of another structure than the parameters.
         """
         _check_not_static(self, kwargs)
-        with skips_undone(), structures_compared(grads, self.params, "apply_gradients"):
+        with structures_compared(grads, self.params, "apply_gradients"):
             new: Self = super().apply_gradients(  # type: ignore[no-untyped-call]  # likewise
                 grads=grads, **kwargs
             )
@@ -137,6 +152,16 @@ class TrainState(train_state.TrainState):
         after = {name: getattr(new, name) for name in moved}
         kept, opt_state = keep_if_skipped(after, before, new.opt_state, self.opt_state)
         return new.replace(opt_state=opt_state, **kept)
+
+
+def _check_not_static(state: TrainState, given: dict[str, Any]) -> None:
+    static = {field.name for field in dataclasses.fields(state)} - set(_array_fields(state))
+    if static & given.keys():
+        raise ValueError(
+            f"apply_gradients got the static fields {', '.join(sorted(static & given.keys()))}; "
+            "expected fields of arrays, which a skipped step can leave as they were. Write "
+            "state.apply_gradients(grads=grads).replace(...) for the others."
+        )
 
 
 def _replace_with_masters(self: TrainState, **updates: Any) -> TrainState:
@@ -154,24 +179,119 @@ def _replace_with_masters(self: TrainState, **updates: Any) -> TrainState:
     return dataclasses.replace(self, **updates)
 
 
-TrainState.replace = _replace_with_masters  # type: ignore[assignment, method-assign]
-_flax_serialization.register_train_state(TrainState)
+def _exchange_made_by_flax(cls: type[TrainState]) -> None:
+    """Exchanges the `replace`, and the way to restore a state, that Flax gives each class."""
+    cls.replace = _replace_with_masters  # type: ignore[assignment, method-assign]
+    serialization.register_serialization_state(
+        cls, _train_state_to_dict, _restore_train_state, override=True
+    )
 
 
-def _check_not_static(state: TrainState, given: dict[str, Any]) -> None:
-    static = {f.name for f in dataclasses.fields(state) if not f.metadata.get("pytree_node", True)}
-    if static & given.keys():
+def _to_state_dict(node: PyTree) -> dict[str, Any]:
+    leaves = jax.tree_util.tree_leaves_with_path(node)
+    return {path[0].name: leaf for path, leaf in leaves}
+
+
+def _from_state_dict(node: PyTree, state: dict[str, Any]) -> PyTree:
+    expected = _to_state_dict(node)
+    if not isinstance(state, dict) or set(expected) != set(state):
+        held = listed(sorted(state)) if isinstance(state, dict) else type(state).__name__
         raise ValueError(
-            f"apply_gradients got the static fields {', '.join(sorted(static & given.keys()))}; "
-            "expected fields of arrays, which a skipped step can leave as they were. Write "
-            "state.apply_gradients(grads=grads).replace(...) for the others."
+            f"A checkpoint holds {held} for a {type(node).__name__}; expected "
+            f"{listed(sorted(expected))}. Restore into the class that was saved, and "
+            f"{_afterwards(node)}"
         )
+    state = {n: np.asarray(v) if isinstance(v, (int, float)) else v for n, v in state.items()}
+    restored = jax.tree.unflatten(jax.tree.structure(node), [state[name] for name in expected])
+    # Elsewhere leaves may be anything, such as shardings.
+    if all(map(is_array, state.values())):
+        _check_shapes(node, expected, state)
+        if isinstance(node, LossScale):
+            return _within_bounds(restored)
+    return restored
 
 
-def _check_optimizer(tx: Any) -> None:
-    """Raises TypeError for what is no optimizer, such as a function that makes one."""
-    if not (hasattr(tx, "init") and hasattr(tx, "update")):
-        raise TypeError(
-            f"TrainState.create got tx={described(tx)}; expected an optax transformation, such as "
-            "transforms.mixed_precision(optax.adam(1e-3), policy)."
+def _afterwards(node: PyTree) -> str:
+    if isinstance(node, LossScale):
+        return (
+            "change its class afterwards: jmp.transforms.replace_loss_scale(opt_state, new_scale)."
         )
+    return (
+        "make flat masters of it afterwards, as docs/checkpoints.md says under flat masters: "
+        "moments and masters change their form together."
+    )
+
+
+def _check_shapes(node: PyTree, expected: dict[str, Any], state: dict[str, Any]) -> None:
+    for name, leaf in expected.items():
+        if is_array(leaf) and leaf.shape != state[name].shape:
+            raise ValueError(
+                f"A checkpoint holds {name} of shape {state[name].shape} for a "
+                f"{type(node).__name__}; expected {leaf.shape}. Restore into a state of the same "
+                "parameters and as many members."
+            )
+
+
+def _within_bounds(loss_scale: LossScale) -> LossScale:
+    """Returns the scale between floor and ceiling of the one that it was restored into."""
+    if not jax.tree.leaves(loss_scale):
+        return loss_scale
+    try:
+        # The constructor looks at values, which unflattening must not.
+        return dataclasses.replace(loss_scale)  # type: ignore[type-var]  # each is a dataclass
+    except ValueError as error:
+        raise ValueError(
+            f"A checkpoint holds a {type(loss_scale).__name__} that cannot be used: {error} "
+            "Restore an earlier checkpoint; or read it by flax.serialization.msgpack_restore, put "
+            "a number there, and give it to from_state_dict."
+        ) from error
+
+
+def _array_fields(node: PyTree) -> list[str]:
+    fields = dataclasses.fields(node)
+    return [field.name for field in fields if field.metadata.get("pytree_node", True)]
+
+
+def _train_state_to_dict(node: PyTree) -> dict[str, Any]:
+    return {name: serialization.to_state_dict(getattr(node, name)) for name in _array_fields(node)}
+
+
+def _restore_train_state(node: PyTree, state: dict[str, Any]) -> PyTree:
+    fields = _array_fields(node)
+    if getattr(node, "batch_stats", ()) is None:  # Flax's TrainState does not have this field
+        state = {"batch_stats": None, **state}
+    if set(state) != set(fields):
+        raise ValueError(
+            f"A checkpoint holds {listed(sorted(state))} for a {type(node).__name__}; expected "
+            f"{listed(sorted(fields), most=16)}. Restore into the class that was saved, and make "
+            "the new state of its fields: docs/checkpoints.md has the lines."
+        )
+    restored = {
+        name: serialization.from_state_dict(getattr(node, name), state[name], name=name)
+        for name in fields
+        if name != "opt_state"
+    }
+    return node.replace(opt_state=_restore_opt_state(node, state["opt_state"]), **restored)
+
+
+def _restore_opt_state(node: PyTree, state: Any) -> Any:
+    try:
+        return serialization.from_state_dict(node.opt_state, state, name="opt_state")
+    except (KeyError, TypeError, ValueError) as error:
+        expected: Any = serialization.to_state_dict(node.opt_state)
+        if leaves_by_path(expected).keys() == leaves_by_path(state).keys():
+            raise  # it says by itself which value it is
+        raise ValueError(
+            f"A checkpoint holds the state of another optimizer than this {type(node).__name__}'s "
+            f"({str(error)[:500]}). Restore into a state of the optimizer that saved it, and "
+            "change that afterwards: another loss scale is jmp.transforms.replace_loss_scale("
+            "opt_state, new_scale), new masters are reset_masters(opt_state, params), and "
+            "docs/checkpoints.md has the lines for every change."
+        ) from error
+
+
+_exchange_made_by_flax(TrainState)
+for held in (NoOpLossScale, StaticLossScale, DynamicLossScale, HysteresisLossScale, FlatMasters):
+    serialization.register_serialization_state(
+        held, _to_state_dict, _from_state_dict, override=True
+    )

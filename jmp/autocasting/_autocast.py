@@ -7,15 +7,12 @@ from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import jax
 
-from jmp._calls import check_function
-from jmp._describe import described, listed, name_of
-from jmp._frameworks import framework_of, way_out
-from jmp._marks import mark_lowered
+from jmp._messages import check_function, described, framework_of, function_name, listed, way_out
 from jmp.autocasting._program import Program, check_runs_when_called
 from jmp.autocasting._regions import AUTOCAST, FULL_PRECISION, check_rules
-from jmp.autocasting._settings import settings_for
+from jmp.autocasting._settings import Settings
 from jmp.dtypes import FLOAT32
-from jmp.policy import Policy, get_policy
+from jmp.policy import Policy, get_policy, mark_lowered
 from jmp.rules import PolicyRules, Rule
 
 P = ParamSpec("P")
@@ -113,17 +110,17 @@ def autocast(
     dtype('float32')
     """
     policy = given_policy(policy, fun)
-    options: dict[str, Any] = {
-        "apply_to": apply_to,
-        "low": low,
-        "full": full,
-        "follow": follow,
-        "rules": rules,
-        "recompute": recompute,
-        "inside_custom_vjp": inside_custom_vjp,
-        "attention": attention,
-        "float8": float8,
-    }
+    options = AllOptions(
+        apply_to=apply_to,
+        low=low,
+        full=full,
+        follow=follow,
+        rules=rules,
+        recompute=recompute,
+        inside_custom_vjp=inside_custom_vjp,
+        attention=attention,
+        float8=float8,
+    )
     if fun is None:
         return functools.partial(autocast, policy=policy, **options)
     return lowered(fun, policy, **options)
@@ -182,10 +179,10 @@ def make_program(
     apply_to = tuple(apply_to) if isinstance(apply_to, Iterator) else apply_to
     _check_function(fun)
     check_runs_when_called(fun)
-    settings = settings_for(get_policy(policy), **options)
-    check_rules(rules, settings.compute_dtype if settings else FLOAT32)
+    settings = Settings(get_policy(policy), **options)
+    check_rules(rules, settings.compute_dtype)
     _check_names(fun, apply_to)
-    if settings is None:
+    if settings.compute_dtype == FLOAT32:
         return None
     return Program(fun, settings, tuple(rules), tuple(apply_to), rules_of_modules)
 
@@ -259,6 +256,6 @@ def _check_names(fun: Callable[..., Any], apply_to: Sequence[str]) -> None:
     unknown = [name for name in apply_to if name not in parameters]
     if unknown:
         raise ValueError(
-            f"autocast got apply_to={described(list(apply_to))}, but '{name_of(fun)}' has no "
+            f"autocast got apply_to={described(list(apply_to))}, but '{function_name(fun)}' has no "
             f"argument {listed(unknown)}; it has {', '.join(list(parameters)[:16])}."
         )

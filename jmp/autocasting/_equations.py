@@ -5,16 +5,16 @@ precision a product names, what a loop or a custom derivative holds.
 """
 
 import dataclasses
-from collections.abc import Iterator
 
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 
 from jmp import _jax_compat
 from jmp.autocasting._kinds import has_kind, kind_of
 from jmp.autocasting._numbers import dtype_of, is_inexact, shape_of
 from jmp.autocasting._plain_forms import contracts_nothing, multiplies_mask
 from jmp.autocasting._precision import asked_for
+from jmp.autocasting._propagation import inner_equations
 from jmp.autocasting._registry import Category, Rule, is_foreign, rule_for
 from jmp.autocasting._settings import Settings
 from jmp.dtypes import FLOAT32
@@ -28,7 +28,7 @@ def rule_of(equation: JaxprEqn, settings: Settings) -> Rule:
     rule = settings.rule_for(name)
     if has_kind(name):
         return kind_of(name).rule(equation, rule, settings)
-    if rule.category is Category.LOW and not settings.overrides_rule(name):
+    if rule.category is Category.LOW and name not in settings.overrides:
         if is_inner_product(equation):
             return Rule(Category.FULL, "an inner product is a sum, such as one of squares")
         if why := asked_for(equation):
@@ -41,7 +41,7 @@ def rule_of(equation: JaxprEqn, settings: Settings) -> Rule:
             why = "an explicit cast is kept as the user wrote it"
             return dataclasses.replace(rule, category=Category.AS_WRITTEN, reason=why)
     in_half = rule.category in IN_HALF and not rule.sums_backward
-    if in_half and any(True for _ in _jax_compat.inner_jaxprs(equation)):
+    if in_half and _jax_compat.holds_functions(equation):
         return Rule(Category.AS_WRITTEN, "holds a function, which has its dtypes")
     return rule
 
@@ -62,7 +62,7 @@ def contains_products(equation: JaxprEqn, settings: Settings) -> bool:
     return any(
         settings.rule_for(name := inner.primitive.name).category is Category.LOW
         and rule_of(inner, settings).category is Category.LOW
-        and (settings.overrides_rule(name) or not contracts_nothing(inner))
+        and (name in settings.overrides or not contracts_nothing(inner))
         for inner in inner_equations(equation)
     )
 
@@ -81,16 +81,3 @@ def is_marker(equation: JaxprEqn) -> bool:
 def draws_bits(equation: JaxprEqn) -> bool:
     """Returns whether random bits are drawn inside: such a jit is a level of its own."""
     return any(rule_for(inner.primitive.name).draws_bits for inner in inner_equations(equation))
-
-
-def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """Yields the equations of a jaxpr, at any depth."""
-    for equation in jaxpr.eqns:
-        yield equation
-        yield from inner_equations(equation)
-
-
-def inner_equations(equation: JaxprEqn) -> Iterator[JaxprEqn]:
-    """Yields the equations inside one, at any depth."""
-    for jaxpr in _jax_compat.inner_jaxprs(equation):
-        yield from equations(jaxpr)

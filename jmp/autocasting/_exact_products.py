@@ -26,13 +26,12 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from jmp import _jax_compat
-from jmp.autocasting._equations import inner_equations
+from jmp.autocasting._flow import reaching_values
 from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._kinds import has_kind
 from jmp.autocasting._numbers import MadeOf, dtype_of, is_inexact, made_of_array
-from jmp.autocasting._precision import is_low
-from jmp.autocasting._reaching import reaching_results, reaching_values
-from jmp.autocasting._registry import NO_RULE, Category, rule_for
+from jmp.autocasting._propagation import inner_equations, reaching_results
+from jmp.autocasting._registry import NO_RULE, Category, is_low, rule_for
 
 WHY_COUNTS = "neither operand has a gradient: it counts, and a half type counts to 256 or 2048"
 WHY_TABLE = "a matrix made of constants transforms an input: rounding it would be felt in all data"
@@ -70,7 +69,7 @@ def made_of_results(node: Node) -> MadeOf:
         # What a NumPy array gives counts as a product's result; see `why_exact`.
         has_table = MadeOf.TABLES in (value.made_of for value in node.inputs)
         return found if is_exact and not has_table else MadeOf.PRODUCTS
-    if any(True for _ in _jax_compat.inner_jaxprs(node.equation)):
+    if _jax_compat.holds_functions(node.equation):
         return max(found, _made_inside(node.equation))
     if node.rule.draws_bits or node.rule == NO_RULE:
         return max(found, MadeOf.INPUTS)

@@ -18,7 +18,7 @@
   a barrier, and so end deeper.
 """
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +26,20 @@ from jax.extend.core import JaxprEqn
 
 from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._numbers import is_inexact
-from jmp.autocasting._reaching import reaching_values
+from jmp.autocasting._propagation import Ends, reaching_operands
+
+
+def reaching_values(nodes: Sequence[Node], ends: Ends, outputs: Iterable[Value] = ()) -> set[Value]:
+    """Returns the values of a level that reach an equation that `ends` accepts, also one inside.
+
+    Args:
+      outputs: values that reach one outside.
+    """
+    found = set(outputs)
+    for node in reversed(nodes):
+        results = [value in found for value in node.outputs]
+        found.update(reaching_operands(node.equation, node.inputs, results, ends))
+    return found
 
 
 class Info(NamedTuple):

@@ -20,20 +20,29 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jmp import _jax_compat
-from jmp._describe import described
+from jmp._messages import described
 from jmp.autocasting._flow import Destination, Facts, Info
-from jmp.autocasting._graph import Given, Node, Value
+from jmp.autocasting._graph import Given, Graph, Node, Value
 from jmp.autocasting._registry import Rule, primitive_name
 from jmp.autocasting._settings import Settings
-from jmp.autocasting._steps import Context, Function, Inside, Nested, Opened, Read, Unplanned
-from jmp.autocasting._storage import Storage
+from jmp.autocasting._steps import (
+    Context,
+    Function,
+    Inside,
+    Nested,
+    Opened,
+    Read,
+    Storage,
+    Unplanned,
+)
 
 Arrays = Sequence[Any]
 
 
 class Level(abc.ABC):
-    """The level that a nested equation stands in: what its kind may ask there."""
+    """A level that is planned: what kinds, and the passes over its steps, may ask of it."""
 
+    graph: Graph
     half: np.dtype
     context: Context
     facts: Facts

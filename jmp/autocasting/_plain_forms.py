@@ -28,7 +28,7 @@ def plain_form(equation: JaxprEqn, settings: Settings) -> Jaxpr | None:
     """Returns an equation in other primitives; None for one that stays as it is."""
     name = equation.primitive.name
     find = _FORMS.get(name)
-    form = None if find is None or settings.overrides_rule(name) else find(equation)
+    form = None if find is None or name in settings.overrides else find(equation)
     if form is None:
         return None
     types = tuple(atom.aval for atom in equation.invars)

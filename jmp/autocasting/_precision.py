@@ -1,4 +1,9 @@
-"""What `precision=` says of a product, and what a product has that says nothing.
+"""The rules of `custom_jvp`, `custom_vjp` and `custom_vmap`, which JAX traces when it needs them.
+
+That may be after autocast has run. So what is to hold inside a rule is put around the function that
+an equation holds in its place.
+
+What `precision=` says of a product, and what a product has that says nothing.
 
 HIGH and HIGHEST, and a named algorithm, are the user's word: such a product has float32 operands
 and a float32 result, because a user who asks for more digits than a float32 product has by default
@@ -15,31 +20,70 @@ from being lowered. So functions are traced with it switched off, and all produc
 are bound with it, in place of HIGHEST.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
+from jax.extend import linear_util
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.lax import Precision
 
 from jmp import _jax_compat
 from jmp.autocasting._graph import Node
-from jmp.autocasting._late_rules import has_rules, with_rules
 from jmp.autocasting._numbers import dtype_of
-from jmp.autocasting._regions import AUTOCAST, Words
-from jmp.autocasting._registry import Category, Params, rule_for
+from jmp.autocasting._regions import AUTOCAST, Request
+from jmp.autocasting._registry import Category, Params, is_low
+
+Change = Callable[[Any, Any], Any]
+
+
+def has_rules(name: str) -> bool:
+    """Returns whether the primitive called `name` holds rules."""
+    return name in ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call")
+
+
+def with_rules(params: Params, precision: Any, change: Change) -> dict[str, Any]:
+    """Returns parameters of an equation with rules whose products have a precision.
+
+    Args:
+      precision: of products that say none, as products hold it.
+      change: fills the jaxpr of a rule, given the precision. To be a function of a module: rules
+        that are changed alike are then equal, as programs that hold them are.
+    """
+    found = dict(params)
+    for name in {"jvp_jaxpr_fun", "fwd_jaxpr_thunk"} & params.keys():
+        # JAX traces it once for all who call the function, elsewhere perhaps.
+        found[name] = _with_changed_jaxpr(params[name], change, precision)
+    if "bwd" in params:
+        found["bwd"] = _with_default(params["bwd"], precision)
+    if "rule" in params:  # of vmap
+        found["rule"] = functools.partial(_run_with_default, params["rule"], precision)
+    return found
+
+
+def _run_and_change(rule: Any, change: Change, precision: Any, *zeros: Any) -> Any:
+    jaxpr, *others = rule(*zeros)
+    return change(jaxpr, precision), *others
+
+
+def _run_with_default(rule: Any, precision: Any, *args: Any) -> Any:
+    one = precision[0] if isinstance(precision, tuple) else precision
+    name: Any = one.name.lower() if isinstance(one, Precision) else one.name
+    with jax.default_matmul_precision(name):
+        return rule(*args)
+
+
+_with_changed_jaxpr: Any = linear_util.transformation2(_run_and_change)
+_with_default: Any = linear_util.transformation2(_run_with_default)
+
 
 STRONGER = (Precision.HIGHEST, Precision.HIGH)
 HIGHEST = (Precision.HIGHEST, Precision.HIGHEST)
 
 # What products that say nothing have: of an equation, its name stack, and what holds around it.
 Choice = Callable[[JaxprEqn, Any, Any], Any]
-
-
-def is_low(equation: JaxprEqn) -> bool:
-    """Returns whether an equation multiplies matrices, in whatever dtypes."""
-    return rule_for(equation.primitive.name).category is Category.LOW
 
 
 def names_algorithm(params: Params) -> bool:
@@ -79,7 +123,7 @@ def precision_of(equation: JaxprEqn, params: Params) -> str:
 # Products that say nothing.
 
 
-def in_regions(node: Node, words: Words) -> Params:
+def in_regions(node: Node, request: Request) -> Params:
     """Returns parameters in which products of float32 regions that say nothing have HIGHEST.
 
     Such regions may also stand inside a node that is bound as a whole. Other products that are
@@ -87,17 +131,17 @@ def in_regions(node: Node, words: Words) -> Params:
     FULL, such as inner products, which are sums.
     """
     equation = node.equation
-    may_have = is_low(equation) or any(True for _ in _jax_compat.inner_jaxprs(equation))
+    may_have = is_low(equation) or _jax_compat.holds_functions(equation)
     if not may_have or _jax_compat.default_precision_setting() is not None:
         return node.params
     is_kept = is_low(equation) and node.rule.category is Category.FULL
-    return _filled(equation, node.scope, _by_regions(words), HIGHEST if is_kept else None)
+    return _filled(equation, node.scope, _by_regions(request), HIGHEST if is_kept else None)
 
 
-def as_written(function: ClosedJaxpr, node: Node, words: Words) -> ClosedJaxpr:
+def as_written(function: ClosedJaxpr, node: Node, request: Request) -> ClosedJaxpr:
     """Returns a function inside a node that is run as it was written, its products likewise."""
     default = _default_precision()
-    choose = _by_regions(words) if default is None else lambda *_: default
+    choose = _by_regions(request) if default is None else lambda *_: default
     filled: ClosedJaxpr = _mapped(function, _filling(node.scope, choose, None))
     return filled
 
@@ -110,13 +154,13 @@ def with_default(node: Node) -> Params:
     return _filled(node.equation, node.scope, lambda *_: default, None)
 
 
-def _by_regions(words: Words) -> Choice:
+def _by_regions(request: Request) -> Choice:
     def choose(equation: JaxprEqn, scope: Any, around: Any) -> Any:
-        region = words.regions.region(scope)
+        region = request.region(scope)
         if region.is_decided:
             return None
-        is_asked_for = (equation.primitive.name, Category.FULL) in words.settings.overrides
-        return HIGHEST if region.in_float32 or is_asked_for else around
+        asked = request.settings.overrides.get(equation.primitive.name)
+        return HIGHEST if region.in_float32 or asked is Category.FULL else around
 
     return choose
 

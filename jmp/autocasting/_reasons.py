@@ -8,7 +8,7 @@ from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._numbers import fits, is_inexact
 from jmp.autocasting._precision import names_algorithm
 from jmp.autocasting._registry import Category
-from jmp.autocasting._storage import Storage
+from jmp.autocasting._steps import Storage
 from jmp.dtypes import FLOAT32
 
 # What autocast never makes half, and what a user can do.

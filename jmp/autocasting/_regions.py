@@ -1,4 +1,8 @@
-"""Regions: parts of the program that are told apart by the name scopes they stand in.
+"""Paths of modules in name scopes: what diagnostics, and rules in them, call a place by.
+
+Frameworks that open no scopes by path (nnx, Equinox) are made to, one for each call of a module.
+
+Regions: parts of the program that are told apart by the name scopes they stand in.
 
 Name scopes stay under jit, grad, vmap, scan and nesting, because every equation carries them. Four
 things are said with them:
@@ -15,18 +19,59 @@ import dataclasses
 import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
 from jmp import _jax_compat
-from jmp._describe import described
-from jmp.autocasting._module_paths import module_paths
+from jmp._messages import described
 from jmp.autocasting._settings import Settings, check_policy
 from jmp.dtypes import FLOAT32, is_half
 from jmp.policy import Policy, get_policy
 from jmp.rules import PolicyRules, Rule
+
+MODULE = "jmp.module:"
+
+
+def joined_path(names: Sequence[str], outer: str = "") -> str:
+    """Returns name scopes joined by slashes, without our own; a module's path begins anew.
+
+    Args:
+      names: scopes, outermost first.
+      outer: the path around them.
+
+    >>> joined_path(["jmp.module:", "jmp.module:block/mlp", "gate"], "block")
+    'block/mlp/gate'
+    >>> joined_path(["gate", "jmp.autocast"], "block")
+    'block/gate'
+    """
+    path = [outer] if outer else []
+    for name in names:
+        if name.startswith(MODULE):
+            path = [name.removeprefix(MODULE)]
+        elif not name.startswith("jmp."):
+            path.append(name)
+    return "/".join(filter(None, path))
+
+
+def module_paths(names: Sequence[str]) -> list[str]:
+    """Returns the paths of the modules among name scopes, the innermost first.
+
+    >>> module_paths(["jmp.module:", "jmp.module:block/mlp", "eqx.nn.Linear"])
+    ['block/mlp', '']
+    """
+    return [name.removeprefix(MODULE) for name in reversed(names) if name.startswith(MODULE)]
+
+
+def modules_path(names: Sequence[str]) -> str | None:
+    """Returns the path of the innermost module among name scopes; None if there is none.
+
+    >>> modules_path(["jmp.module:", "jmp.module:block/mlp", "eqx.nn.Linear"])
+    'block/mlp'
+    """
+    return next(iter(module_paths(names)), None)
+
 
 FULL_PRECISION = "jmp.full_precision"
 AUTOCAST = "jmp.autocast"
@@ -78,25 +123,26 @@ def _check_dtype(policy: Policy, compute_dtype: np.dtype, where: str) -> None:
         )
 
 
-class RegionRules:
-    """`rules=` of one autocast, matched against name scopes; remembers what it found.
+class Request:
+    """What the user asked for: the options of a call, and of places in the program by `rules=`.
+
+    Rules are matched against name scopes; what was found is remembered.
 
     Args:
+      settings: the options, which hold outside all rules.
       rules: `(target, policy)` pairs as in `jmp.rules`. A target matches from any scope of a path
         on: "head*" finds "GPT/head". A policy with float32 compute runs its scope in float32; if
         its output dtype is half, what leaves the scope is rounded to half. One with half compute
         says of its scope whether products may be float8.
-      settings: what holds outside all rules.
       of_modules: rules of an adapter, which it matches against modules, in the place of `rules`.
     """
 
     def __init__(
-        self, rules: Sequence[Rule], settings: Settings, of_modules: PolicyRules | None = None
+        self, settings: Settings, rules: Sequence[Rule], of_modules: PolicyRules | None = None
     ) -> None:
-        self._settings = settings
+        self.settings = settings
         self._half = half = settings.compute_dtype
-        product_dtype = "f8" if settings.multiplies_in_float8 else None
-        default = Policy(np.float32, half, half, product_dtype=product_dtype)
+        default = Policy(np.float32, half, half, product_dtype=settings.policy.product_dtype)
         self.rules = PolicyRules(rules, default) if of_modules is None else of_modules
         self._found: dict[Any, Region] = {}
 
@@ -119,7 +165,8 @@ class RegionRules:
             policy = self._rule_for(names)
         _check_dtype(policy, self._half, described("/".join(names)))
         if policy.compute_dtype == self._half:
-            wide = self._settings.reduces_in_float32 or policy.reduce_dtype is not None
+            asked = self.settings.policy.reduce_dtype, policy.reduce_dtype
+            wide = any(dtype is not None for dtype in asked)
             float8 = policy.product_dtype is not None
             return Region(reduces_in_float32=wide, multiplies_in_float8=float8)
         rounds = policy.output_dtype == self._half
@@ -134,10 +181,3 @@ class RegionRules:
                 return policy
         scopes = "/".join(name for name in names if not name.startswith("jmp."))
         return self.rules.policy_for(scopes, anywhere=True)
-
-
-class Words(NamedTuple):
-    """What the user said: options of this call, and of places in the program."""
-
-    settings: Settings
-    regions: RegionRules

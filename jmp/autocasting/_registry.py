@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from jmp._describe import described, listed
+from jmp._messages import described, listed
 
 
 class Category(enum.Enum):
@@ -104,7 +104,6 @@ class Rule:
     sums: bool = False  # it adds up or multiplies many terms: in reports, a reduction
     chooses: bool = False  # its result says which entry, and not how large it is
     draws_bits: bool = False  # it makes or uses random bits
-    factorises: bool = False  # it factorises or solves a matrix, and fails for a singular one
     casts: bool = False  # it changes the dtype and nothing else
 
     @property
@@ -175,6 +174,11 @@ def register_rule(
 def rule_for(name: str) -> Rule:
     """Returns the rule of the primitive called `name`; `NO_RULE` where there is none."""
     return _RULES.get(name, NO_RULE)
+
+
+def is_low(equation: Any) -> bool:
+    """Returns whether an equation multiplies matrices, in whatever dtypes."""
+    return rule_for(equation.primitive.name).category is Category.LOW
 
 
 def is_foreign(name: str) -> bool:

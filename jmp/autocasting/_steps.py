@@ -2,19 +2,24 @@
 
 There are three sorts of steps: a `Single` equation, a `Nested` one that is planned inside, and an
 `Island` of equations computed in float32 as one.
+
+What is decided of each value of a level: the one place where dtypes are written down.
 """
 
 import enum
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
+import graphlib
+import heapq
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jmp.autocasting._extremes import Extremes
-from jmp.autocasting._flow import Info
+from jmp.autocasting._flow import Destination, Facts, Info
 from jmp.autocasting._graph import Graph, Node, Value
-from jmp.autocasting._regions import Words
+from jmp.autocasting._propagation import turns_of
+from jmp.autocasting._regions import Request
 from jmp.autocasting._registry import Params
+from jmp.autocasting._scales import Extremes
 
 Function = Callable[..., Any]  # of flat arrays; returns a list of them
 Dtypes = tuple[np.dtype | None, ...]  # None for what has no dtype, or keeps its own
@@ -71,12 +76,12 @@ class Read(NamedTuple):
     saturates: bool = False  # finite numbers are held within float16's range
 
 
-class Leave(NamedTuple):
-    """How a value leaves an island: what it is stored in, and whether it is saturated before."""
+class Write(NamedTuple):
+    """How a result is stored: saturated, cast to `dtype`."""
 
     value: Value
     dtype: np.dtype | None
-    saturates: bool
+    saturates: bool = False
 
 
 class Rewrite(NamedTuple):
@@ -101,7 +106,7 @@ class Surroundings(NamedTuple):
 class Context(NamedTuple):
     """What is the same all over one program; and how often this level runs, as far as known."""
 
-    words: Words
+    request: Request
     times: int = 1
     # Whether a recomputation must be kept apart from the forward pass it repeats: XLA would merge
     # the two and keep the float32 values. In a loop the two stand in different loops anyway,
@@ -123,7 +128,8 @@ class Single(NamedTuple):
     rounds: np.dtype | None = None
     in_float8: InFloat8 | None = None  # None: it is no float8 product
     is_masked: bool = False  # a sum with what may be a mask, on its way to a softmax
-    moves_float8: bool = False  # it moves what float8 products alone read; see `_float8_moves`
+    moves_float8: bool = False  # it moves what float8 products alone read; see `_float8_planning`
+    not_fused: str = ""  # why the attention that ends here is not fused, where that was asked for
 
 
 class Inside(NamedTuple):
@@ -160,7 +166,7 @@ class Island(NamedTuple):
     rewrites: Mapping[Node, Rewrite]
     why: Mapping[Node, str]  # of nodes that require float32; others are there between them
     reads: tuple[Read, ...]  # values from outside, each once
-    leaves: tuple[Leave, ...]  # values read outside
+    writes: tuple[Write, ...]  # values read outside
     recompute: Recompute
     prevent_cse: bool  # XLA must not merge its recomputation with its forward pass
     shares_casts: bool  # all readers of an input share one cast
@@ -190,8 +196,7 @@ class Plan(NamedTuple):
     graph: Graph
     steps: tuple[Step, ...]
     infos: tuple[Info, ...]  # what is known of each output, the dtype it comes out in among it
-    words: Words
-    not_fused: Mapping[Node, str] = {}  # the last products of attentions, and why they are plain
+    request: Request
 
     @property
     def stores(self) -> Dtypes:
@@ -208,8 +213,137 @@ def plain_steps(steps: Sequence[Step]) -> Iterator[Single | Nested | Island]:
             yield step
 
 
+def steps_of(plan: Plan, times: int = 1) -> Iterator[tuple[Single | Island | Fused, Plan, int]]:
+    """Yields the steps of all levels, in order: each with its level and how often it runs.
+
+    The steps inside a nested one stand in its place; after a fused attention come those that run
+    where it is not fused.
+    """
+    for step in plan.steps:
+        if isinstance(step, Fused):
+            yield step, plan, times
+        for plain in plain_steps((step,)):
+            if not isinstance(plain, Nested):
+                yield plain, plan, times
+                continue
+            for inside in plain.insides:
+                if isinstance(inside, Inside):
+                    yield from steps_of(inside.plan, times * turns_of(plain.node.equation))
+
+
 def nodes_of(step: Step) -> tuple[Node, ...]:
     """Returns the nodes that a step computes."""
     if isinstance(step, Fused):
         return tuple(node for inner in plain_steps(step.plain) for node in nodes_of(inner))
     return step.nodes if isinstance(step, Island) else (step.node,)
+
+
+def in_order(steps: Sequence[Step], outputs: Iterable[Value]) -> list[Step]:
+    """Sorts steps; those that neither an output nor a marker needs are left out."""
+    producers = {
+        value: index
+        for index, step in enumerate(steps)
+        for node in nodes_of(step)
+        for value in node.outputs
+    }
+    place = [nodes_of(step)[-1].index for step in steps]
+    effects = sorted(
+        (i for i, step in enumerate(steps) if _has_effects(step)), key=place.__getitem__
+    )
+    needs = [
+        {producers.get(read.value, index) for read in step.reads} - {index}
+        for index, step in enumerate(steps)
+    ]
+    for before, after in zip(effects, effects[1:], strict=False):
+        needs[after].add(before)
+    ends = [producers[value] for value in outputs if value in producers]
+    needed = _closure([*ends, *effects], needs)
+    unread = (index for index in range(len(steps)) if index not in needed)
+    markers = [i for i in unread if any(node.is_marker for node in nodes_of(steps[i]))]
+    needed |= _closure(markers, needs)
+    sorter = graphlib.TopologicalSorter({index: needs[index] for index in needed})
+    sorter.prepare()  # it raises if an island is not convex, which depths rule out
+    ready: list[tuple[int, int]] = []
+    order = []
+    while sorter.is_active():
+        for index in sorter.get_ready():
+            heapq.heappush(ready, (place[index], index))
+        _, first = heapq.heappop(ready)
+        order.append(steps[first])
+        sorter.done(first)
+    return order
+
+
+def _has_effects(step: Step) -> bool:
+    return not isinstance(step, Island) and bool(step.node.equation.effects)
+
+
+def _closure(ends: Sequence[int], needs: Sequence[set[int]]) -> set[int]:
+    """Returns all that `ends` need, themselves included."""
+    found = set(ends)
+    stack = list(found)
+    while stack:
+        for other in needs[stack.pop()] - found:
+            found.add(other)
+            stack.append(other)
+    return found
+
+
+class Storage:
+    """The dtypes that values are stored in, as far as they are decided; before that, nominal ones.
+
+    Attributes:
+      facts: of the level.
+      half: the compute dtype.
+    """
+
+    def __init__(self, facts: Facts, half: np.dtype) -> None:
+        self.facts = facts
+        self.half = half
+        self._dtypes: dict[Value, np.dtype | None] = {}
+
+    def store(self, values: Iterable[Value], dtypes: Iterable[np.dtype | None]) -> None:
+        """Decides what values are stored in."""
+        self._dtypes.update(zip(values, dtypes, strict=True))
+
+    def dtype(self, value: Value) -> np.dtype | None:
+        """Returns what a value is stored in; None for what has no dtype."""
+        return self._dtypes.get(value, value.dtype)
+
+    def is_half(self, value: Value) -> bool:
+        """Returns whether a value is stored in the compute dtype."""
+        return self.dtype(value) == self.half
+
+    def info(self, value: Value) -> Info:
+        """Returns what another level needs to know of a value."""
+        return Info(self.dtype(value), value not in self.facts.dependent)
+
+    def destination(self, value: Value) -> Destination:
+        """Returns where a value goes."""
+        return Destination(value in self.facts.feeds, value in self.facts.kept)
+
+    def rounded_by_rule(self, value: Value) -> np.dtype | None:
+        """Returns the dtype that a rule rounds a value to, where it leaves the rule's region."""
+        node = value.producer
+        if node is None or node.region.output_dtype is None or not value.is_float32:
+            return None
+        leaves = all(user.region != node.region for user in value.users)
+        return self.half if leaves else None
+
+    def leaves_half(self, value: Value, inside: Set[Node]) -> bool:
+        """Returns whether a value leaves an island in half: where a product follows.
+
+        Not if it reaches the float32 carry of a loop, nor if all that read it read float32.
+        """
+        readers = [user for user in value.users if user not in inside]
+        read_wide = readers and all(user.reads_float32 for user in readers)
+        return value in self.facts.feeds and value not in self.facts.kept and not read_wide
+
+    def may_be_mask(self, value: Value) -> bool:
+        """Returns whether a value may hold -1e9: it is known to, or is an input that is no bias."""
+        if not value.is_float32 or self.half != np.float16:  # bfloat16 holds what float32 holds
+            return False
+        if value.constant is not None:
+            return value.exceeds(self.half)
+        is_input = value not in self.facts.dependent and not self.facts.is_bias(value)
+        return value.is_hard or (is_input and not value.fits_half)

@@ -1,7 +1,11 @@
-"""`compare`: how far results and gradients in mixed precision lie from those in float32."""
+"""`compare`: how far results and gradients in mixed precision lie from those in float32.
+
+Both programs run on the device; the errors are computed in float64 on the host.
+"""
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -9,16 +13,178 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp._calls import ArrayCall, cotangent, vjp_at
-from jmp._describe import described
+from jmp import _jax_compat
+from jmp._array_calls import ArrayCall, cotangent, vjp_at
+from jmp._messages import users_stacklevel, wrong
 from jmp.autocasting._autocast import autocast
-from jmp.diagnostics._asked import check_asked
-from jmp.diagnostics._comparison_checks import check_float64, cotangent_of, warn_of_narrow_results
-from jmp.diagnostics._errors import COLUMNS, Difference, by_prefix, cells, difference, weight
-from jmp.diagnostics._scoped_modules import apart, in_paths
+from jmp.diagnostics._arguments import apart, check_asked, in_paths
 from jmp.diagnostics._tables import table
+from jmp.diagnostics._walk import with_places
+from jmp.dtypes import is_castable
 from jmp.policy import Policy, get_policy
 from jmp.trees import PyTree, cast_floating, cast_to_at_least_float32, is_complex, path_string
+
+COLUMNS = (
+    "of", "path", "elements", "relative error", "largest error", "reference norm", "cosine",
+    "remark",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """The error of one leaf, or of a module's leaves together: a the policy's, b the reference's.
+
+    Everything is computed in float64 on the host: integers are exact up to 2**53, norms overflow
+    above 1e154. An element that is the same infinity in both is no error. One that is NaN in the
+    reference has no error that could be known: the errors are NaN then. Any other that is not
+    finite in one of them is an infinite error. None of these is part of the norms of a and b.
+
+    Attributes:
+      kind: "result" or "gradient".
+      path: names in the result, or in the differentiated argument, joined by slashes; "" at the
+        root. With several `argnums` the argument's number comes first.
+      elements: the number of elements of a.
+      nonfinite, reference_nonfinite: how many elements of a, and of b, are infinite or NaN.
+      error_norm, norm, reference_norm: Euclidean, of a - b, of a and of b.
+      inner_product: sum of a * b; the real part where they are complex.
+      largest_error: the largest absolute a - b.
+
+    >>> from jmp.diagnostics import compare
+    >>> comparison = compare(lambda w: jnp.sum(w @ w), "mixed_bfloat16")(jnp.eye(2))
+    >>> [(row.kind, row.relative_error) for row in comparison.rows]
+    [('result', 0.0), ('gradient', 0.0)]
+    """
+
+    kind: str
+    path: str
+    elements: int
+    nonfinite: int
+    reference_nonfinite: int
+    error_norm: float
+    norm: float
+    reference_norm: float
+    inner_product: float
+    largest_error: float
+
+    @property
+    def relative_error(self) -> float:
+        """||a - b|| / ||b||; 0 where both are zero, infinite where b is, NaN where b has a NaN."""
+        if self.error_norm == 0 or math.isnan(self.error_norm):
+            return self.error_norm
+        finite = math.isfinite(self.error_norm) and self.reference_norm > 0
+        return self.error_norm / self.reference_norm if finite else math.inf
+
+    @property
+    def cosine(self) -> float | None:
+        """Cosine of the angle between a and b; None where one is zero or they are not finite."""
+        norms = self.norm * self.reference_norm
+        if norms == 0 or not math.isfinite(self.error_norm):
+            return None
+        return max(-1.0, min(1.0, self.inner_product / norms))  # rounding may go past one
+
+
+def error_of(kind: str, path: str, a: np.ndarray, b: np.ndarray, divisor: float) -> Difference:
+    """Returns the error of `a / divisor` against `b`; both may be of any dtype of numbers."""
+    wide = np.complex128 if np.iscomplexobj(a) or np.iscomplexobj(b) else np.float64
+    with np.errstate(invalid="ignore"):  # a complex infinity by a real number is NaN to NumPy
+        a = a.astype(wide).ravel() / divisor
+    b = b.astype(wide).ravel()
+    counts = a.size, *(int(np.sum(~np.isfinite(x))) for x in (a, b))
+    finite = np.isfinite(a) & np.isfinite(b)
+    is_defined = bool(np.all(finite | (a == b)))
+    unknown = math.nan if np.any(np.isnan(b)) else math.inf
+    a, b = a[finite], b[finite]
+    errors = np.abs(a - b) if is_defined else np.array([unknown])
+    norms = (float(np.linalg.norm(x)) for x in (errors, a, b))
+    inner_product, largest = float(np.vdot(a, b).real), float(errors.max(initial=0))
+    numbers: list[Any] = [*counts, *norms, inner_product, largest]
+    return Difference(kind, path, *numbers)
+
+
+def error_of_all(kind: str, path: str, rows: list[Difference]) -> Difference:
+    """Returns the error of the leaves of all rows as one vector."""
+
+    def of(name: str) -> list[Any]:
+        return [getattr(row, name) for row in rows]
+
+    counts = (sum(of(name)) for name in ("elements", "nonfinite", "reference_nonfinite"))
+    # NumPy keeps a NaN beside an infinity, which Python's own functions pass over.
+    error, largest = np.linalg.norm(of("error_norm")), np.max(of("largest_error"))
+    norms = (math.hypot(*of(name)) for name in ("norm", "reference_norm"))
+    inner_product = math.fsum(of("inner_product"))
+    numbers: list[Any] = [*counts, float(error), *norms, inner_product, float(largest)]
+    return Difference(kind, path, *numbers)
+
+
+def by_prefix(rows: Iterable[Difference], depth: int) -> list[Difference]:
+    """Returns for each prefix of at most `depth` names of the paths its leaves together."""
+    groups: dict[tuple[str, str], list[Difference]] = {}
+    for row in rows:
+        prefix = "/".join(row.path.split("/")[:depth])
+        groups.setdefault((row.kind, prefix), []).append(row)
+    return [error_of_all(*key, leaves) for key, leaves in groups.items()]
+
+
+def cells(row: Difference, is_negligible: bool) -> tuple[str, ...]:
+    """Returns a row of a table, in the order of `COLUMNS`."""
+    remark = "below rounding" if is_negligible else ""
+    if row.nonfinite or row.reference_nonfinite:
+        remark = f"not finite: {row.nonfinite}, in the reference {row.reference_nonfinite}"
+    if math.isnan(row.error_norm):
+        both = "both are NaN" if row.nonfinite else "the reference is NaN"
+        remark = f"{both}, the error unknown; {remark}"
+    return (
+        row.kind, row.path, str(row.elements), f"{row.relative_error:.2g}",
+        f"{row.largest_error:.2g}", f"{row.reference_norm:.2g}",
+        "" if row.cosine is None else f"{row.cosine:.6f}", remark,
+    )  # fmt: skip
+
+
+def cotangents_of(results: PyTree, scale: float) -> PyTree:
+    """Returns the cotangents of results whose means are added up and multiplied by a scale.
+
+    Warns of a result whose dtype has no number as large: its cotangent is infinite, as in training.
+    """
+
+    def of(path: Any, x: Any) -> Any:
+        number = scale / max(1, x.size)
+        if x.dtype == jnp.float16 and number > float(jnp.finfo(jnp.float16).max):
+            number, name = math.inf, path_string(path)
+            warnings.warn(
+                f"compare's result{' ' * bool(name)}{name} is float16 under the policy, which has "
+                f"no number as large as the scale {scale:g}: its gradients are infinite, as in a "
+                "training with this scale. Widen what the loss is computed from "
+                "(jmp.cast_to_full of the parameters or the batch), or the loss itself.",
+                stacklevel=users_stacklevel(),
+            )
+        return cotangent(x, number)
+
+    return jax.tree_util.tree_map_with_path(of, results)
+
+
+def check_float64(jaxpr: Any) -> None:
+    """Raises or warns where a program, traced in float64, is no reference for one in float32."""
+    narrow = []
+    for equation, _, source, _ in with_places(_jax_compat.open_jaxpr(jaxpr)[0]):
+        if equation.params.get("bit_width") == 64:  # random_bits
+            raise ValueError(
+                "compare got a function that draws random numbers of 64 bits in float64: others "
+                "than in float32, which would count as error. Switch dropout and noise off, draw "
+                "them with dtype=jnp.float32, or compare with reference='float32'."
+            )
+        if equation.primitive.name == "convert_element_type":
+            before, after = (atom[0].aval.dtype for atom in (equation.invars, equation.outvars))
+            # Scalars pass: JAX's own random numbers have bounds that it casts.
+            is_array_cast = equation.outvars[0].aval.ndim > 0 and before == np.float64
+            if is_array_cast and after != np.float64 and is_castable(after):
+                narrow.append(f"{source or '?'} to {after}")
+    if narrow:
+        warnings.warn(
+            f"compare's reference is not float64 throughout: fun casts {len(narrow)} values down, "
+            f"the first at {narrow[0]}. Remove such casts and dtype= arguments for the comparison.",
+            stacklevel=users_stacklevel(),
+        )
+
 
 Given = tuple[tuple[Any, ...], dict[str, Any]]  # positional arguments, and those by name
 Results = dict[tuple[str, str], jax.Array]  # by kind, "result" or "gradient", and path
@@ -77,24 +243,21 @@ def compare(
     """
     check_asked("compare", "compare(fun, policy)(*args)", fun, early, policy)
     if reference not in ("float32", "float64"):
-        raise ValueError(
-            f"compare got reference={described(reference)}; expected 'float32' or 'float64'."
-        )
-    if not 0 < scale < math.inf:
-        raise ValueError(
-            f"compare got scale={described(scale)}; expected a loss scale, above zero."
-        )
+        expected = "'float32' or 'float64'"
+        raise wrong(ValueError, "compare", reference, expected, name="reference")
+    check_scale(scale, "compare")
     if isinstance(options.get("rules"), Iterator):  # read more than once
         options["rules"] = tuple(options["rules"])
     fun = in_paths(fun)
-    lowered = autocast(fun, policy, **options)
-    plain = _without_float8(policy, options)
-    half = None if plain is None else autocast(fun, plain[0], **plain[1])
+    lowered, half = autocast(fun, policy, **options), None
+    rules = options.get("rules", ())
+    if any(get_policy(p).product_dtype is not None for p in (policy, *(p for _, p in rules))):
+        options["rules"] = [(target, without_float8(p)) for target, p in rules]
+        half = autocast(fun, without_float8(policy), **options)
 
     def measure(*args: Any, **kwargs: Any) -> Comparison:
         given = apart(*args, **kwargs)
         found = run(lowered, given, argnums, scale)
-        warn_of_narrow_results(found, scale)
         found_in_half = None if half is None else run(half, given, argnums, scale)
         if reference == "float64":
             with jax.enable_x64(True):
@@ -107,15 +270,15 @@ def compare(
     return measure
 
 
-def _without_float8(policy: str | Policy, options: Any) -> tuple[Policy, dict[str, Any]] | None:
-    """Returns a policy and its options without float8 products; None if there are none."""
-    rules = options.get("rules", ())
-    policies = [get_policy(policy), *(get_policy(p) for _, p in rules)]
-    if all(p.product_dtype is None for p in policies):
-        return None
-    plain = [dataclasses.replace(p, product_dtype=None) for p in policies]
-    targets = (target for target, _ in rules)
-    return plain[0], {**options, "rules": list(zip(targets, plain[1:], strict=True))}
+def check_scale(scale: float, caller: str) -> None:
+    """Raises ValueError for a loss scale that is zero, negative, infinite or NaN."""
+    if not 0 < scale < math.inf:
+        raise wrong(ValueError, caller, scale, "a loss scale, above zero", name="scale")
+
+
+def without_float8(policy: str | Policy) -> Policy:
+    """Returns a policy whose products are half instead of float8."""
+    return dataclasses.replace(get_policy(policy), product_dtype=None)
 
 
 def comparison_of(
@@ -137,7 +300,7 @@ def comparison_of(
 
     def rows(results: Results) -> list[Difference]:
         return [
-            difference(*key, np.asarray(results[key]), np.asarray(expected[key]), divisors[key[0]])
+            error_of(*key, np.asarray(results[key]), np.asarray(expected[key]), divisors[key[0]])
             for key in expected
             if not jnp.issubdtype(expected[key].dtype, jax.dtypes.extended)  # keys
         ]
@@ -221,7 +384,12 @@ class Comparison:
         return table(columns, [(*c[:4], errors[c[0], c[1]], *c[4:]) for c in found])
 
     def _worst_first(self, rows: Iterable[Difference]) -> list[Difference]:
-        return sorted(rows, key=lambda row: (self._is_negligible(row), -weight(row.relative_error)))
+        def order(row: Difference) -> tuple[bool, float]:
+            error = row.relative_error
+            # NaN, which compares with nothing, counts as the worst.
+            return self._is_negligible(row), -math.inf if math.isnan(error) else -error
+
+        return sorted(rows, key=order)
 
     def _is_negligible(self, row: Difference) -> bool:
         gradients = [row for row in self.rows if row.kind == "gradient"]
@@ -260,7 +428,7 @@ def run(
 
     def results_and_gradients(*arrays: jax.Array) -> tuple[PyTree, tuple[jax.Array, ...]]:
         results, vjp = vjp_at(call, arrays, list(paths.values()))
-        return results, vjp(jax.tree.map(lambda x: cotangent(x, cotangent_of(x, scale)), results))
+        return results, vjp(cotangents_of(results, scale))
 
     results, gradients = jax.jit(results_and_gradients)(*call.arrays)
     return {

@@ -14,18 +14,27 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp import _jax_compat
-from jmp._calls import ArrayCall, argument_numbers, vjp_at
-from jmp._describe import described
+from jmp._array_calls import ArrayCall, argument_numbers, vjp_at
+from jmp._messages import described
 from jmp.autocasting import autocast
-from jmp.autocasting._equations import inner_equations
-from jmp.diagnostics._asked import check_asked
-from jmp.diagnostics._histograms import DIGITS, SPECIAL, digits, exponents, from_digits, layout
-from jmp.diagnostics._places import users_line
+from jmp.autocasting._propagation import inner_equations
+from jmp.diagnostics._arguments import apart, check_asked, of_modules
 from jmp.diagnostics._range_report import RangeReport
-from jmp.diagnostics._ranges import FLOAT8, FLOAT8_PRODUCT, Range, exponent_of, row_of
-from jmp.diagnostics._replay import HANDLERS, Site, replay
+from jmp.diagnostics._ranges import (
+    DIGITS,
+    FLOAT8,
+    FLOAT8_PRODUCT,
+    SPECIAL,
+    Range,
+    digits,
+    exponent_of,
+    exponents,
+    from_digits,
+    layout,
+    row_of,
+)
 from jmp.diagnostics._rows import kind_of_row
-from jmp.diagnostics._scoped_modules import apart, of_modules
+from jmp.diagnostics._walk import HANDLERS, Site, replay, users_line
 from jmp.dtypes import is_half
 from jmp.loss_scaling import StaticLossScale
 from jmp.loss_scaling._gradients import scaled_loss

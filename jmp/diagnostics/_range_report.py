@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp._describe import described
-from jmp.diagnostics._histograms import exponents
+from jmp._messages import described
+from jmp.diagnostics._arguments import apart
+from jmp.diagnostics._range_plot import plot_ranges
 from jmp.diagnostics._ranges import (
     FLOAT8_LIMITS,
     FLOAT8_PRODUCT,
@@ -18,10 +19,10 @@ from jmp.diagnostics._ranges import (
     SCALED,
     Range,
     exponent_of,
+    exponents,
     power_of_two,
     row_of,
 )
-from jmp.diagnostics._scoped_modules import apart
 from jmp.diagnostics._tables import first_rows, table
 from jmp.trees import PyTree, as_jax_array, is_array, path_string
 
@@ -212,8 +213,6 @@ class RangeReport:
         Raises: ImportError without matplotlib; ValueError for a role without rows, another dtype,
           or a scale that is no power of two.
         """
-        from jmp.diagnostics._plots import plot_ranges
-
         totals = [self.total(role) for role in (self.roles if roles is None else roles)]
         return plot_ranges(totals, dtype or self.dtype, scale, axes)
 

@@ -109,10 +109,10 @@ def search_levels(
     return found._replace(out_of_float8=frozenset(asked[i] for i in out), alone_in_float8=alone)
 
 
-def grouped(paths: Iterable[str], limit: int = LIMIT) -> dict[str, str]:
+def in_groups(paths: Iterable[str], limit: int = LIMIT) -> dict[str, str]:
     """Returns for each path its prefix of as many names as leave at most `limit` prefixes.
 
-    >>> grouped(["net/a/x", "net/a/y", "net/b"], limit=2)
+    >>> in_groups(["net/a/x", "net/a/y", "net/b"], limit=2)
     {'net/a/x': 'net/a', 'net/a/y': 'net/a', 'net/b': 'net/b'}
     """
     paths = list(dict.fromkeys(paths))
@@ -148,7 +148,7 @@ def rules_for(
         names = path.split("/") if path else []
         longest_first = sorted(found, key=lambda rule: -len(rule[0]))
         held = next(
-            (p for part, p in longest_first if _matches(part, names) and (part or of_modules)),
+            (p for part, p in longest_first if _is_part(part, names) and (part or of_modules)),
             default,
         )
         if held != policies[path]:
@@ -157,7 +157,7 @@ def rules_for(
     return [(_escaped("/".join(names)), policy) for names, policy in found]
 
 
-def _matches(part: list[str], names: list[str]) -> bool:
+def _is_part(part: list[str], names: list[str]) -> bool:
     starts = range(len(names) - len(part) + 1)
     return any(names[start : start + len(part)] == part for start in starts)
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jmp.loss_scaling import _validation
+from jmp.loss_scaling import _base
 from jmp.loss_scaling._base import LARGEST_SCALE, LossScale, divide_tree, multiply_tree
 
 T = TypeVar("T")
@@ -18,9 +18,13 @@ _LARGEST_COUNT = 2**31 - 1  # of int32
 # Where a scale goes on that a checkpoint brought as NaN, zero or the like: too large costs a few
 # skipped steps, too small thousands of steps whose gradients underflow.
 _RESTART = 2.0**15
+_GROWTH = (
+    "a finite number above 1, such as 2: the scale is multiplied by it after enough finite steps"
+)
+_BACKOFF = "a number between 0 and 1, such as 0.5: the scale is multiplied by it after an overflow"
 
 
-@_validation.register_state
+@_base.register_state
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale(LossScale):
     """A loss scale that comes down after an overflow and grows after `period` finite steps.
@@ -73,10 +77,12 @@ class DynamicLossScale(LossScale):
 
     def __post_init__(self) -> None:
         check = {
-            "period": _validation.period(self.period),
-            "factor": _validation.growth(self.factor, "factor"),
-            "min_loss_scale": _validation.scale_bound(self.min_loss_scale, "min_loss_scale"),
-            "max_loss_scale": _validation.scale_bound(self.max_loss_scale, "max_loss_scale"),
+            "period": _base.plain_number(
+                self.period, "period", lambda n: n >= 1, "a number of steps of at least 1"
+            ),
+            "factor": _growth(self.factor, "factor"),
+            "min_loss_scale": _base.scale_bound(self.min_loss_scale, "min_loss_scale"),
+            "max_loss_scale": _base.scale_bound(self.max_loss_scale, "max_loss_scale"),
         }
         if self.max_loss_scale == 0:
             raise ValueError("max_loss_scale got 0; expected a ceiling above zero.")
@@ -86,13 +92,15 @@ class DynamicLossScale(LossScale):
                 f"{check['max_loss_scale']}; expected a floor below the ceiling."
             )
         if self.growth_factor is not None:
-            check["growth_factor"] = _validation.growth(self.growth_factor, "growth_factor")
+            check["growth_factor"] = _growth(self.growth_factor, "growth_factor")
         if self.backoff_factor is not None:
-            check["backoff_factor"] = _validation.backoff(self.backoff_factor)
-        check["loss_scale"] = _validation.dynamic_scale(
+            check["backoff_factor"] = _base.plain_number(
+                self.backoff_factor, "backoff_factor", lambda n: 0 < n < 1, _BACKOFF
+            )
+        check["loss_scale"] = _base.dynamic_scale(
             self.loss_scale, check["min_loss_scale"], check["max_loss_scale"]
         )
-        check["counter"] = _validation.step_count(self.counter, "counter")
+        check["counter"] = _base.step_count(self.counter, "counter")
         for name, value in check.items():
             object.__setattr__(self, name, value)
 
@@ -112,9 +120,9 @@ class DynamicLossScale(LossScale):
 
         Raises: TypeError for a flag that is not boolean, ValueError for one of another shape.
         """
-        finite = _validation.finite_flag(grads_finite, self.loss_scale)
+        finite = _base.finite_flag(grads_finite, self.loss_scale)
         counted, grow = self._counted(finite)
-        return _validation.replace_leaves(
+        return _base.replace_leaves(
             self,
             loss_scale=jnp.where(
                 finite,
@@ -153,3 +161,7 @@ class DynamicLossScale(LossScale):
     def _clipped(self, scale: ArrayLike) -> jax.Array:
         # Infinity, from growing near float32's maximum, comes back to the ceiling.
         return jnp.clip(scale, self.min_loss_scale, self.max_loss_scale)
+
+
+def _growth(value: Any, name: str) -> float:
+    return _base.plain_number(value, name, lambda n: 1 < n < math.inf, _GROWTH)

@@ -7,12 +7,12 @@ from typing import Any
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jmp._describe import described
-from jmp.loss_scaling import _validation
+from jmp._messages import wrong
+from jmp.loss_scaling import _base
 from jmp.loss_scaling._dynamic import DynamicLossScale
 
 
-@_validation.register_state
+@_base.register_state
 @dataclasses.dataclass(frozen=True)
 class HysteresisLossScale(DynamicLossScale):
     """A dynamic loss scale that backs off only after `hysteresis` overflows since it last grew.
@@ -46,30 +46,26 @@ class HysteresisLossScale(DynamicLossScale):
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.hysteresis, bool) or not hasattr(self.hysteresis, "__index__"):
-            raise TypeError(
-                f"hysteresis got {described(self.hysteresis)}; expected a whole number."
-            )
+            raise wrong(TypeError, "hysteresis", self.hysteresis, "a whole number")
         if not 1 <= self.hysteresis < 2**31:
-            raise ValueError(
-                f"hysteresis got {described(self.hysteresis)}; expected at least 1 overflow, and "
-                "fewer than 2**31."
-            )
+            expected = "at least 1 overflow, and fewer than 2**31"
+            raise wrong(ValueError, "hysteresis", self.hysteresis, expected)
         object.__setattr__(self, "hysteresis", operator.index(self.hysteresis))
         left = self.hysteresis if self.tolerance is None else self.tolerance
-        object.__setattr__(self, "tolerance", _validation.step_count(left, "tolerance"))
+        object.__setattr__(self, "tolerance", _base.step_count(left, "tolerance"))
 
     def adjust(self, grads_finite: ArrayLike) -> "HysteresisLossScale":
         """Returns the scale for the next step; an overflow may leave it unchanged.
 
         Raises: as `DynamicLossScale.adjust`.
         """
-        finite = _validation.finite_flag(grads_finite, self.loss_scale)
+        finite = _base.finite_flag(grads_finite, self.loss_scale)
         counted, grow = self._counted(finite)
         tolerance = jnp.clip(self.tolerance, 0, self.hysteresis)
         left = jnp.where(finite, tolerance, jnp.maximum(tolerance - 1, 0))
         back_off = ~finite & (left == 0)
         unchanged = self._clipped(self._sane)
-        return _validation.replace_leaves(
+        return _base.replace_leaves(
             self,
             loss_scale=jnp.where(
                 grow, self._grown(), jnp.where(back_off, self._backed_off(), unchanged)

@@ -6,8 +6,7 @@ from typing import TypeVar
 import jax
 from jax.typing import ArrayLike
 
-from jmp.loss_scaling._base import LossScale, divide_tree, multiply_tree
-from jmp.loss_scaling._validation import static_scale
+from jmp.loss_scaling._base import LossScale, divide_tree, multiply_tree, static_scale
 
 T = TypeVar("T")
 

@@ -1,8 +1,7 @@
 """What moves between devices: `gather`, and along which mapped axes values differ.
 
-`_gather.py` reads what the user gave and says for each parameter along which axes it is gathered;
-`_shard_map.py` and `_explicit.py` move it, and give it its gradient back; `_axes.py` asks JAX which
-axes are mapped.
+`_axes.py` says which axes are mapped, and along which of them a value differs; `_gather.py` moves
+parameters, and gives them their gradients back.
 """
 
 from jmp.sharding._gather import gather

@@ -1,13 +1,24 @@
-"""Along which mapped axes a value differs from device to device."""
+"""Mapped axes: over which of them code is mapped, and along which values differ.
 
+Inside shard_map or pmap each device sees its own gradients. If one of them overflows and the others
+do not, devices that share a scale and parameters would differ without an error: one of them skips,
+the rest step. So they agree on one flag (`agreed`). Under jit with sharded arrays there is one
+program and one flag, and nothing to agree on.
+"""
+
+from collections.abc import Sequence, Set
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jmp import _jax_compat
-from jmp._jax_compat import varying_axes as varying_axes
-from jmp.sharding._specs import partitions
+from jmp._jax_compat import varying_axes
+from jmp._messages import described
+from jmp.trees import PyTree
+
+AxisName = str | Sequence[str]
 
 
 def mapped_axes() -> tuple[str, ...]:
@@ -34,7 +45,7 @@ def without_reduced(value: Any) -> Any:
     sharding = jax.typeof(value).sharding
     if not sharding.spec.reduced:
         return value
-    plain = PartitionSpec(*partitions(sharding.spec))
+    plain = PartitionSpec(*sharding.spec.partitions)
     return jax.sharding.reshard(value, NamedSharding(sharding.mesh, plain))
 
 
@@ -43,3 +54,60 @@ def unreduced_axes(value: Any) -> frozenset[str]:
     aval = jax.typeof(value)
     mapped = getattr(getattr(aval, "manual_axis_type", None), "unreduced", ())
     return frozenset(aval.sharding.spec.unreduced) | frozenset(mapped)
+
+
+def axis_names(given: object, name: str, caller: str) -> tuple[str, ...]:
+    """Returns names of axes, of which one may stand alone, as a tuple.
+
+    Raises: TypeError for anything else, before an axis of that name is looked for.
+
+    >>> axis_names("data", "axis_name", "with_loss_scale")
+    ('data',)
+    """
+    names = (given,) if isinstance(given, str) else given
+    if not isinstance(names, Sequence | Set) or not all(isinstance(n, str) for n in names):
+        raise TypeError(
+            f"{caller} got {name}={described(given)}; expected names of axes, such as "
+            '("data",), or () for none.'
+        )
+    return tuple(dict.fromkeys(sorted(names) if isinstance(names, Set) else names))
+
+
+def agreed(
+    flag: jax.Array, shared: PyTree, axis_name: AxisName, apart: Sequence[str] = ()
+) -> jax.Array:
+    """Returns whether `flag` holds on every device that shares the tree `shared`.
+
+    Args:
+      flag: bool scalar, possibly different from device to device.
+      shared: the loss scale. Along an axis where it varies, each device keeps its own.
+      axis_name: "auto", the names of axes, or () to leave the flag alone. "auto" means the mapped
+        axes along which the flag varies and `shared` does not; where JAX does not track that
+        (pmap, `check_vma=False`), all mapped axes. A vmap's axis is only agreed on if named.
+      apart: axes along which each device keeps its own flag.
+    """
+    (found,) = axes_of_each([flag], shared, axis_name)
+    axes = tuple(axis for axis in found if axis not in apart)
+    if not axes:
+        return flag
+    everywhere: jax.Array = jax.lax.pmin(flag.astype(jnp.int32), axes)
+    return everywhere.astype(jnp.bool_)
+
+
+def axes_of_each(
+    values: Sequence[jax.Array], shared: PyTree, axis_name: AxisName
+) -> list[tuple[str, ...]]:
+    """Returns for each value the axes that `axis_name` means; see `agreed`."""
+    mapped = mapped_axes()
+    tracked = bool(mapped) and are_tracked()
+    if axis_name == "auto":
+        if not tracked:
+            return [mapped for _ in values]
+        own = [varying_axes(leaf) for leaf in jax.tree.leaves(shared)]
+        return [tuple(sorted(varying_axes(value).difference(*own))) for value in values]
+    names = axis_names(axis_name, "axis_name", "agreed")
+    # Where a value is known not to vary there is nothing to add up, and JAX may refuse to.
+    return [
+        tuple(n for n in names if not (tracked and n in mapped and n not in varying_axes(value)))
+        for value in values
+    ]

@@ -49,9 +49,10 @@ def check_optimizer_state(opt_state: PyTree) -> None:
     after masters, or masters inside `lookahead` and others that change updates. `named_chain` is
     a chain.
 
-    Called by `loss_scale_state`, and whenever an `update` is traced, where optax's calling
-    functions show the whole state. The adapters call it too. They accept transformations after loss
-    scaling, because their steps undo on a skip what these changed.
+    A transformation sees its own part of the state, so neither `init` nor `update` can refuse these
+    orders in a training step of your own: call this once, with `tx.init(params)`. `masters` checks
+    the orders of masters, `loss_scale_state` all. The adapters call it too. They accept
+    transformations after loss scaling, because their steps undo on a skip what these changed.
 
     Raises: ValueError for such an order; TypeError for an optimizer where its state belongs.
 

@@ -11,9 +11,9 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from jmp._describe import described
+from jmp._messages import described
 from jmp.dtypes import at_least_float32
-from jmp.loss_scaling._agreement import AxisName, axes_of_each, axis_names
+from jmp.sharding._axes import AxisName, axes_of_each, axis_names
 from jmp.transforms._states import refuse_unreduced
 from jmp.trees import as_jax_array, is_array, is_complex, is_floating
 

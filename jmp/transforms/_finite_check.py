@@ -18,16 +18,42 @@ order.
 
 Not where a gradient may be sharded by jit: concatenated, sharded tensors are gathered, and two of
 one shape may be sharded along different axes. There the check is by tensor, and moves one flag.
+
+Selects what a skipped step leaves as it was, in few kernels.
+
+A select costs no kernel where XLA puts it into the one that computes the new value. It cannot where
+the new value is computed before the flag is known: 42 of the 53 running means of a ResNet-50 took
+one kernel each, as most small arrays do. XLA computes arrays of one shape together if all of them
+read some array; a scalar, as the flag is, does not count. Read from an array of two, it does, and
+biases, statistics, moments and counts are updated many at a time; nothing is concatenated. Compiled
+for an H200, a GPT-2's step has 858 kernels with loss scaling and 925 without, a ResNet-50's 1063
+and 1053; selected by a scalar the latter has 1205, and moves 0.11 MB less, of 16.9 GB.
+
+Large arrays are selected by a scalar, each in a kernel of its own, as without loss scaling. How
+fast an H200 runs kernels that update many large arrays at once was not measured.
+
+Half gradients of convolutions, laid out in memory as the parameters are.
+
+XLA lays the gradient of a convolution's kernel out in an order of its own, and all that is computed
+from it after that: masters and moments, which are stored in the order of their axes, are then
+copied, and the update of one kernel takes many. Put in order first, at two bytes a parameter, it is
+one kernel again: compiled for an H200, six convolutions with masters take 55 kernels and 220 MB
+instead of 101 and 385.
+
+Not for float32 gradients, which cost twice as much to put in order, and are no worse off as they
+are. Nor where jit may have sharded them: what is put in order is gathered.
 """
 
 import collections
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jmp.dtypes import is_half
 from jmp.trees import PyTree, all_finite, as_jax_array, is_complex, is_floating
 
 SAME_SHAPE_TOGETHER = 8
@@ -113,3 +139,55 @@ def is_on_mesh(value: Any) -> bool:
         size > 1 and name not in mesh.manual_axes
         for name, size in zip(mesh.axis_names, mesh.axis_sizes, strict=True)
     )
+
+
+SHORTER_THAN_A_LAUNCH = 2**16  # elements, of which a kernel takes less time than its launch
+
+
+def read_from_array(finite: jax.Array, last: jax.Array) -> jax.Array:
+    """Returns a bool scalar, read from an array that XLA must not see through.
+
+    Args:
+      finite: the flag.
+      last: the flag in the state, which this one replaces. Where states lie on a mesh it is read:
+        of a state that is donated, the buffer of a flag that no program reads would stay. On one
+        device it takes 256 bytes of memory for nothing.
+
+    >>> bool(read_from_array(jnp.array(True), jnp.array(False)))
+    True
+    """
+    read = (last,) if is_on_mesh(last) else ()
+    pair, *_ = lax.optimization_barrier((jnp.broadcast_to(finite, (2,)), *read))
+    flag: jax.Array = pair[0]
+    return flag
+
+
+def flag_by_size(finite: jax.Array) -> Callable[[Any], jax.Array]:
+    """Returns which flag selects a leaf: `finite` a small one, a scalar of its value a large one.
+
+    Args:
+      finite: what `read_from_array` returned.
+
+    >>> flag_of = flag_by_size(read_from_array(jnp.array(True), jnp.array(True)))
+    >>> bool(flag_of(jnp.zeros(3))), bool(flag_of(jnp.zeros(SHORTER_THAN_A_LAUNCH + 1)))
+    (True, True)
+    """
+    scalar = lax.optimization_barrier(finite)
+    return lambda leaf: finite if getattr(leaf, "size", 1) <= SHORTER_THAN_A_LAUNCH else scalar
+
+
+def in_order(gradients: PyTree) -> PyTree:
+    """Returns the same numbers.
+
+    >>> bool((in_order(jnp.ones((3, 3, 2), jnp.float16)) == 1).all())
+    True
+    """
+    return jax.tree.map(_in_order, gradients)
+
+
+def _in_order(gradient: Any) -> Any:
+    is_of_convolution = is_floating(gradient) and gradient.ndim > 2
+    if not is_of_convolution or not is_half(gradient.dtype) or may_be_sharded(gradient):
+        return gradient
+    # A reshape to one axis needs the order of the axes; behind the barrier XLA cannot undo it.
+    return lax.optimization_barrier(jnp.ravel(gradient)).reshape(gradient.shape)

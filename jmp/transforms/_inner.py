@@ -1,17 +1,36 @@
-"""Calling the transformation inside a wrapper: errors say what was passed instead of trees."""
+"""Optax's transformation, with the type of its state.
+
+Calling the transformation inside a wrapper: errors say what was passed instead of trees.
+"""
 
 import contextlib
 import inspect
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import jax
 import optax
 
-from jmp._calls import stands_for_numbers
-from jmp._describe import described, where_trees_differ
-from jmp._frameworks import parameters_of
-from jmp.trees import leaves_by_path
+from jmp._messages import described, way_to_parameters, where_trees_differ
+from jmp.trees import leaves_by_path, stands_for_numbers
+
+S = TypeVar("S")
+
+
+class Transformation(optax.GradientTransformationExtraArgs, Generic[S]):  # type: ignore[misc]
+    """A `GradientTransformationExtraArgs` whose state is an `S`.
+
+    Optax declares every state as any tree at all, so that `tx.init(params).loss_scale` would be an
+    error to a type checker. An annotation only: what our functions return is optax's own class.
+    """
+
+    if TYPE_CHECKING:
+
+        def init(self, params: Any) -> S: ...
+
+        def update(
+            self, updates: Any, state: S, params: Any = None, **extra_args: Any
+        ) -> tuple[Any, S]: ...
 
 
 def as_transformation(transformation: object, caller: str) -> optax.GradientTransformationExtraArgs:
@@ -48,7 +67,7 @@ def init_inner(
         path, leaf = others[0]
         raise TypeError(
             f"{caller} got {described(leaf)} as the parameter at {path or 'the root'}; expected a "
-            f"tree of arrays.{parameters_of(params)}"
+            f"tree of arrays.{way_to_parameters(params)}"
         ) from error
 
 
@@ -99,5 +118,5 @@ def structures_compared(
         raise ValueError(
             f"{caller} got gradients of another structure than the parameters: of gradients and "
             f"parameters {where_trees_differ(gradients, params)}. Differentiate with respect to "
-            f"the parameters that the optimizer holds.{parameters_of(params)}"
+            f"the parameters that the optimizer holds.{way_to_parameters(params)}"
         ) from error

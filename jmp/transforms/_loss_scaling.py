@@ -8,21 +8,19 @@ import optax
 from jax.tree_util import keystr, tree_map_with_path
 
 from jmp.loss_scaling import LossScale, NoOpLossScale
-from jmp.loss_scaling._agreement import AxisName, agreed, axis_names
-from jmp.loss_scaling._given import check_loss_scale
+from jmp.loss_scaling._gradients import check_loss_scale
+from jmp.sharding._axes import AxisName, agreed, axis_names
 from jmp.transforms import _inner, _states
-from jmp.transforms._callers import are_skips_undone, calling_states
-from jmp.transforms._finite_check import gradients_finite
+from jmp.transforms._finite_check import flag_by_size, gradients_finite, in_order, read_from_array
 from jmp.transforms._flat_masters import map_vectors
-from jmp.transforms._in_order import in_order
+from jmp.transforms._inner import Transformation
 from jmp.transforms._master_params import (
     WithMasterParamsState,
+    check_half_ones_are_seen,
     has_flat_masters,
     shapes_with_master,
 )
 from jmp.transforms._placement import placed
-from jmp.transforms._selection import flag_by_size, read_from_array
-from jmp.transforms._typed import Transformation
 from jmp.trees import PyTree, cast_to_at_least_float32, leaves_by_path, select_leaves
 
 
@@ -69,12 +67,14 @@ def with_loss_scale(
     With `NoOpLossScale` nothing is checked or selected: the program is `inner` on float32
     gradients.
 
-    Make it the outermost. Around it `partition`, `masked`, `apply_if_finite` and the like are
-    refused, and so is what comes before it in a chain, which would see scaled gradients. What comes
-    after it in a chain runs on a skipped step too, on updates of -0.0. The steps of `jmp.adapters`
-    undo what it did. A call of `update` cannot: there a part with a state is refused, because its
-    moments would change; a part without a state runs, and `add_decayed_weights`, for example,
-    shrinks the parameters on a skipped step as well.
+    Make it the outermost. What comes before it in a chain, or around it as `apply_if_finite`, sees
+    scaled gradients, or hides a skip. What comes after it in a chain runs on a skipped step too, on
+    updates of -0.0: moments change, and `add_decayed_weights` shrinks the parameters. The steps of
+    `jmp.adapters` undo that, and refuse the other orders. A training step of your own reads the
+    scale by `transforms.loss_scale_state(opt_state)`, or checks the finished optimizer once by
+    `transforms.check_optimizer_state(tx.init(params))`: both refuse every order that fails. `init`
+    and `update` see what is inside them and not what is around them; of what is around, `init`
+    refuses `partition` and `masked` alone.
 
     `init` puts the state, that of `inner` too, where the parameters lie; see
     `transforms.state_shardings`. Under jit optax's own moments come out on one device or whole on
@@ -96,9 +96,8 @@ def with_loss_scale(
       TypeError: `loss_scale` is not a loss scale, `inner` no transformation, or `axis_name` no
         name; in `update`, for a state that is not its own, or None as gradients.
       ValueError: a static scale of zero; in `init`, if `inner` unscales already, or changes updates
-        after masters; in `update`, for gradients of another structure than the parameters, or that
-        are still to be added up (`unreduced`); in either, for an order that fails (see
-        `transforms.check_optimizer_state`).
+        after masters, or if some parameters are masked; in `update`, for gradients of another
+        structure than the parameters, or that are still to be added up (`unreduced`).
 
     >>> import optax
     >>> tx = with_loss_scale(optax.sgd(0.5), StaticLossScale(8))
@@ -119,6 +118,7 @@ def with_loss_scale(
             inner_state = inner.init(seen)
         _states.check_inner_state(inner_state, WithLossScaleState, "with_loss_scale")
         _states.check_masters(inner_state, WithMasterParamsState)
+        check_half_ones_are_seen(inner_state, params)
         state = WithLossScaleState(
             loss_scale=jax.tree.map(jnp.array, loss_scale),
             grads_finite=jnp.array(True),
@@ -136,8 +136,6 @@ def with_loss_scale(
     ) -> tuple[optax.Updates, WithLossScaleState]:
         _states.check_own_state(state, WithLossScaleState, "with_loss_scale")
         _states.refuse_unreduced(updates, "with_loss_scale")
-        for opt_state in calling_states():
-            check_order(opt_state, undone_on_a_skip=are_skips_undone())
         scale = state.loss_scale
         gradients, to_check = _unscaled(updates, state)
         new_updates, inner_state = _inner.update_inner(

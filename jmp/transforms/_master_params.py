@@ -1,4 +1,7 @@
-"""`with_master_params`: float32 masters for parameters that are stored in half."""
+"""How a half parameter follows its float32 master: by an update that is exactly the difference.
+
+`with_master_params`: float32 masters for parameters that are stored in half.
+"""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -6,19 +9,57 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import keystr
 from jax.typing import DTypeLike
 
-from jmp._describe import described
+from jmp._messages import described
 from jmp.dtypes import floating_dtype, is_half
 from jmp.transforms import _inner, _states
-from jmp.transforms._callers import calling_params, calling_states
-from jmp.transforms._flat_masters import FlatMasters, flatten
-from jmp.transforms._flat_probe import check_takes_a_vector
-from jmp.transforms._in_order import in_order
+from jmp.transforms._finite_check import in_order
+from jmp.transforms._flat_masters import FlatMasters, check_takes_a_vector, flatten
+from jmp.transforms._inner import Transformation
 from jmp.transforms._placement import placed
-from jmp.transforms._rounding import difference
-from jmp.transforms._typed import Transformation
 from jmp.trees import PyTree, cast_to_at_least_float32, is_floating, leaves_by_path
+
+ROOT = keystr(())  # the path of a tree that is one array
+
+
+def difference(param: jax.Array, master: jax.Array) -> jax.Array:
+    """Returns what must be added to `param`, in float32, to get the rounded master."""
+    new = rounded(master, param.dtype)
+    old = param.astype(jnp.float32)
+    # Equal values: the zero with the master's sign, so that -0.0 stays what it is.
+    zero = jnp.copysign(jnp.float32(0), new)
+    if param.dtype == jnp.float16:
+        # 0.0 + -0.0 is 0.0: a master of -1e-9 needs a number that float16 rounds to -0.0.
+        turns = (old == 0) & (jnp.signbit(new) != jnp.signbit(old))
+        zero = jnp.where(turns, jnp.copysign(jnp.float32(2.0**-126), new), zero)
+    change = new - old
+    if param.dtype == jnp.bfloat16:
+        # From one end of its range to the other is more than float32 can say at once.
+        farthest = float(jnp.finfo(jnp.float32).max)
+        change = jnp.clip(change, -farthest, farthest)
+    return jnp.where(new == old, zero, change)
+
+
+def rounded(master: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Returns a master rounded to the nearest finite number of a half `dtype`, as float32.
+
+    Beyond the half range that is the largest finite number: from an infinite parameter no sum leads
+    back, since inf - inf is NaN. (A choice by `isfinite(master)`, to let infinite ones through,
+    would break flat masters' update into a kernel a tensor.)
+
+    Not `master.astype(dtype).astype(float32)`: XLA drops such a pair of casts on a GPU.
+    """
+    value = master.astype(jnp.float32)
+    largest = float(jnp.finfo(dtype).max)
+    if jnp.dtype(dtype) == jnp.bfloat16:
+        half = jax.lax.reduce_precision(value, exponent_bits=8, mantissa_bits=7)
+        return jnp.clip(half, -largest, largest)
+    # reduce_precision flushes what is subnormal in float16: there, multiples of 2**-24.
+    subnormal = jnp.round(value * 2.0**24) * 2.0**-24
+    normal = jax.lax.reduce_precision(value, exponent_bits=5, mantissa_bits=10)
+    return jnp.clip(jnp.where(jnp.abs(value) < 2.0**-14, subnormal, normal), -largest, largest)
 
 
 class WithMasterParamsState(NamedTuple):
@@ -62,8 +103,8 @@ def with_master_params(
     Leaves that are float32 already, such as BatchNorm's, are not duplicated. `inner` sees masters
     and gradients in at least float32. Only wrappers such as `with_loss_scale` may go around it: in
     `optax.chain(with_master_params(...), optax.scale(0.5))` masters and parameters would become
-    different; `update`, `masters` and `check_optimizer_state` refuse that, and `optax.lookahead`
-    and others around it.
+    different. `with_loss_scale` and the adapters refuse that, and `optax.lookahead` and others
+    around it; without them, `transforms.check_optimizer_state(tx.init(params))` does.
 
     Args:
       inner: any optax transformation, or a `MultiSteps` object.
@@ -82,8 +123,7 @@ def with_master_params(
         is not its own.
       ValueError: half masters; masters around masters; `update` without `params`, or with
         parameters whose dtypes have changed since `init`, or with gradients still to be added up
-        (`unreduced`); in `init`, half parameters that `optax.flatten` has made float32 ones of with
-        others, flat masters of more than one dtype, or of an optimizer that
+        (`unreduced`); in `init`, flat masters of more than one dtype, or of an optimizer that
         treats a vector in another way than a tree or that cannot be tried on one.
 
     >>> import optax
@@ -105,8 +145,6 @@ def with_master_params(
         )
 
     def init(params: optax.Params) -> WithMasterParamsState:
-        for around in calling_params():
-            _check_half_ones_are_seen(params, around)
         if flat_master:
             masters: PyTree = FlatMasters.from_tree(params, master_dtype)
             check_takes_a_vector(inner, params, master_dtype)
@@ -132,8 +170,6 @@ def with_master_params(
             )
         _states.check_own_state(state, WithMasterParamsState, "with_master_params")
         _states.refuse_unreduced(updates, "with_master_params")
-        for opt_state in calling_states():
-            _states.check_masters(opt_state, WithMasterParamsState)
         _check_stored_as_in_init(params, state.masters)
         full = _as_inner_sees(state.masters, params)
         if flat_master:
@@ -169,16 +205,25 @@ def needs_master(param: Any) -> bool:
     return is_floating(param) and is_half(param.dtype)
 
 
-def _check_half_ones_are_seen(params: optax.Params, around: optax.Params) -> None:
-    """Raises ValueError if a function around has made float32 ones of half parameters."""
-    is_rearranged = not leaves_by_path(params).keys() <= leaves_by_path(around).keys()
-    had, has = (any(map(needs_master, jax.tree.leaves(tree))) for tree in (around, params))
-    if is_rearranged and had and not has:
-        raise ValueError(
-            "with_master_params got no half parameters: something around it, such as "
-            "optax.flatten, made one vector of half and float32 ones, which has no masters, and "
-            "updates would be lost. Put it inside: with_master_params(optax.flatten(adam))."
-        )
+def check_half_ones_are_seen(opt_state: optax.OptState, params: optax.Params) -> None:
+    """Raises ValueError if masters were made of one float32 vector, where parameters are half.
+
+    Args:
+      opt_state: an optimizer's state.
+      params: the parameters that its `init` was given.
+    """
+    given = leaves_by_path(params)
+    if ROOT in given or not any(map(needs_master, given.values())):
+        return
+    for state, around in _states.locate(opt_state, WithMasterParamsState):
+        # A group to which no parameter belongs has no masters either.
+        is_of_a_group = any(isinstance(node, optax.MaskedState) for node, _ in around)
+        if isinstance(state.masters, optax.MaskedNode) and not is_of_a_group:
+            raise ValueError(
+                "with_master_params got no half parameters: something around it, such as "
+                "optax.flatten, made one vector of half and float32 ones, which has no masters, "
+                "and updates would be lost. Put it inside: with_master_params(optax.flatten(adam))."
+            )
 
 
 def _check_stored_as_in_init(params: optax.Params, masters: PyTree) -> None:

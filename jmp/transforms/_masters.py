@@ -10,20 +10,26 @@ import optax
 from jax.tree_util import keystr, tree_map_with_path
 
 from jmp import _jax_compat
-from jmp._describe import described
+from jmp._messages import described
 from jmp.transforms import _states
 from jmp.transforms._flat_masters import FlatMasters, flatten
-from jmp.transforms._master_params import WithMasterParamsState, needs_master, shapes_with_master
-from jmp.transforms._rounding import rounded
+from jmp.transforms._master_params import (
+    ROOT,
+    WithMasterParamsState,
+    check_half_ones_are_seen,
+    needs_master,
+    rounded,
+    shapes_with_master,
+)
 from jmp.trees import PyTree, cast_to_at_least_float32, is_array, leaves_by_path
 
 S = TypeVar("S")
-_ROOT = keystr(())  # the path of a tree that is one array
 
 
 def collect_masters(opt_state: optax.OptState, params: optax.Params) -> optax.Params:
     """Returns `params` with half leaves replaced by their masters, of whatever parameter group."""
     _check_are_parameters(params, "masters")
+    check_half_ones_are_seen(opt_state, params)
     _check_all_given(opt_state, leaves_by_path(params), "masters")
     by_path: dict[str, Any] = {}
     for state in _states.find_states(opt_state, WithMasterParamsState):
@@ -62,6 +68,7 @@ def reset_masters(opt_state: S, params: PyTree) -> S:
     """
     _states.check_is_state(opt_state)
     _check_are_parameters(params, "reset_masters")
+    check_half_ones_are_seen(opt_state, params)
     given = leaves_by_path(params)
     _check_all_given(opt_state, given, "reset_masters")
     return _map_masters(lambda path, old: _as_master(given[path], old), opt_state)
@@ -80,7 +87,7 @@ def follow_replaced(opt_state: S, params: PyTree) -> S:
     masters = shapes_with_master(opt_state)
     if not given or not all(map(is_array, given.values())):
         return opt_state  # None and shardings describe a tree, or stand for one
-    if _ROOT in masters and _ROOT not in given:
+    if ROOT in masters and ROOT not in given:
         _check_all_given(opt_state, given, "replace(params=...)")
     if not masters.items() <= {path: leaf.shape for path, leaf in given.items()}.items():
         return opt_state
@@ -112,7 +119,7 @@ def _check_all_given(opt_state: optax.OptState, given: dict[str, Any], caller: s
         if got_shape == shape:
             continue
         got = "nothing" if found is None else f"the shape {got_shape}"
-        is_vector = path == _ROOT and len(shape) == 1
+        is_vector = path == ROOT and len(shape) == 1
         way = (
             "Something between, such as optax.flatten, makes one vector of the parameters before "
             "with_master_params sees them: put it inside, with_master_params(optax.flatten(adam)), "

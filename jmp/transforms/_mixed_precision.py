@@ -5,12 +5,12 @@ import optax
 
 from jmp.dtypes import is_half
 from jmp.loss_scaling import LossScale, NoOpLossScale, torch_loss_scale
-from jmp.loss_scaling._agreement import AxisName
 from jmp.policy import Policy, get_policy, refuse_float8
+from jmp.sharding._axes import AxisName
 from jmp.transforms._half_parameters import refusing_half
+from jmp.transforms._inner import Transformation
 from jmp.transforms._loss_scaling import WithLossScaleState, with_loss_scale
 from jmp.transforms._master_params import with_master_params
-from jmp.transforms._typed import Transformation
 
 _UNSCALED = "__jmp_made_without_a_scale_for__"
 

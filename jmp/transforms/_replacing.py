@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jmp import _jax_compat
-from jmp._describe import described
+from jmp._messages import described
 from jmp.loss_scaling import LossScale, NoOpLossScale
 from jmp.transforms import _states
 from jmp.transforms._loss_scaling import WithLossScaleState, find_loss_scaling

@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmp._describe import described, listed
+from jmp._messages import described, listed
 from jmp.sharding._axes import unreduced_axes
-from jmp.transforms._callers import is_of_optax
 from jmp.trees import PyTree, is_array, leaves_by_path
 
 S = TypeVar("S")
@@ -187,6 +186,11 @@ def check_nothing_moves_after(opt_state: optax.OptState, scaling_type: type) -> 
                     "with_loss_scale(optax.chain(clip, adam), loss_scale). (The steps of "
                     "jmp.adapters undo it, and take such a chain.)"
                 )
+
+
+def is_of_optax(module: str) -> bool:
+    """Returns whether a module of this name belongs to optax."""
+    return module.partition(".")[0] == "optax"
 
 
 def is_chain(node: object) -> bool:

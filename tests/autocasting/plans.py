@@ -84,7 +84,7 @@ def _inside(inside):
 def _island(island):
     how = [island.recompute.value]
     how += ["apart"] * island.prevent_cse + ["shared casts"] * island.shares_casts
-    leaves = (_short(x.dtype) + " saturated" * x.saturates for x in island.leaves)
+    leaves = (_short(x.dtype) + " saturated" * x.saturates for x in island.writes)
     yield f"island, {', '.join(how)}: {' '.join(map(_read, island.reads))} -> {' '.join(leaves)}"
     for node in island.clones:
         yield f"  clone {node.name}"

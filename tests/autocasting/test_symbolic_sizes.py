@@ -7,20 +7,16 @@ from jax import export, lax
 
 import jmp
 from jmp import diagnostics
-from jmp.autocasting import _eligible, _islands
+from jmp.autocasting import _float8_planning, _islands
 from jmp.autocasting.rewrites import pick
 from testbed.h200.harness import as_if_cudnn
 from tests.bits import bits
 
+pytestmark = pytest.mark.usefixtures("users_rank_promotion")
+
 WIDTH, HEADS, CLASSES = 32, 4, 40
 POLICIES = ("mixed_float16", "mixed_bfloat16", "mixed_float8")
 SYMBOL = "a size of it is a symbol, and cuDNN's kernel is made for one size"
-
-
-@pytest.fixture(autouse=True)
-def broadcasting():
-    with jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def normal(seed, *shape):
@@ -186,7 +182,7 @@ SAME = [("language model", POLICIES[0]), ("convolutions", POLICIES[1]), ("lstm",
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_step_is_exported_with_symbols(model, policy, monkeypatch):
-    monkeypatch.setattr(_eligible, "SMALL", 1)
+    monkeypatch.setattr(_float8_planning, "SMALL", 1)
     function, arguments, text = MODELS[model]
     with as_if_cudnn():
         step = jax.value_and_grad(jmp.autocast(function, policy, attention="fused"))
@@ -195,7 +191,7 @@ def test_a_step_is_exported_with_symbols(model, policy, monkeypatch):
 
 @pytest.mark.parametrize(("model", "policy"), SAME)
 def test_an_exported_step_gives_what_it_gives_without_symbols(model, policy, monkeypatch):
-    for module, name in ((_islands, "SMALL"), (_eligible, "SMALL"), (pick, "LARGE")):
+    for module, name in ((_islands, "SMALL"), (_float8_planning, "SMALL"), (pick, "LARGE")):
         monkeypatch.setattr(module, name, 1)  # so that the plan is the same at every size
     function, arguments, text = MODELS[model]
     step = jax.value_and_grad(jmp.autocast(function, policy, attention="fused"))

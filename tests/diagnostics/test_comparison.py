@@ -10,7 +10,7 @@ import pytest
 
 import jmp
 from jmp import diagnostics
-from jmp.diagnostics import _errors
+from jmp.diagnostics import _comparison
 from tests.products import eye, half
 
 F16, BF16 = "mixed_float16", "mixed_bfloat16"
@@ -117,11 +117,11 @@ def test_the_module_with_a_half_unsafe_operation_is_named():
 def test_a_module_is_its_leaves_as_one_vector():
     generator = np.random.default_rng(1)
     arrays = generator.normal(size=(2, 3, 50))
-    rows = [_errors.difference("gradient", str(i), a, b, 1.0) for i, (a, b) in enumerate(
+    rows = [_comparison.error_of("gradient", str(i), a, b, 1.0) for i, (a, b) in enumerate(
         zip(arrays[0], arrays[1], strict=True)
     )]  # fmt: skip
-    together = _errors.together("gradient", "m", rows)
-    whole = _errors.difference("gradient", "m", arrays[0], arrays[1], 1.0)
+    together = _comparison.error_of_all("gradient", "m", rows)
+    whole = _comparison.error_of("gradient", "m", arrays[0], arrays[1], 1.0)
     assert together.elements == whole.elements == 150
     for name in ("relative_error", "cosine", "largest_error", "norm", "error_norm"):
         assert getattr(together, name) == pytest.approx(getattr(whole, name), rel=1e-12)
@@ -152,7 +152,7 @@ EDGES = {
 @pytest.mark.parametrize("name", EDGES)
 def test_edges(name):
     a, b, relative, largest, cosine, nonfinite = EDGES[name]
-    row = _errors.difference("result", "", np.array(a), np.array(b), 1.0)
+    row = _comparison.error_of("result", "", np.array(a), np.array(b), 1.0)
     assert row.relative_error == pytest.approx(relative, nan_ok=True)
     assert row.largest_error == pytest.approx(largest, nan_ok=True)
     assert row.cosine == (None if cosine is None else pytest.approx(cosine))
@@ -164,7 +164,7 @@ def test_edges(name):
 )
 def test_every_dtype_of_numbers_is_compared(dtype):
     a, b = np.array([0, 1, 1]).astype(dtype), np.array([0, 1, 0]).astype(dtype)
-    row = _errors.difference("result", "", a, b, 1.0)
+    row = _comparison.error_of("result", "", a, b, 1.0)
     assert (row.relative_error, row.largest_error) == (1.0, 1.0)
 
 
@@ -187,8 +187,8 @@ def test_what_is_nan_in_both_has_no_known_error_and_comes_first():
     assert math.isnan(found.worst()[0].relative_error)
     assert math.isnan(found.by_module(depth=0)[0].relative_error)
     assert "both are NaN, the error unknown" in str(found)
-    reference = _errors.difference("result", "", np.ones(1), np.array([NAN]), 1.0)
-    assert "the reference is NaN" in _errors.cells(reference, False)[-1]
+    reference = _comparison.error_of("result", "", np.ones(1), np.array([NAN]), 1.0)
+    assert "the reference is NaN" in _comparison.cells(reference, False)[-1]
 
 
 def test_a_loss_scale_takes_underflow_out_of_the_error():
@@ -356,7 +356,7 @@ def test_printed_and_as_data():
     found = diagnostics.compare(lambda p: eye(4) @ p["a"]["w"] + p["a"]["b"], F16)(params)
     text = str(found)
     assert text.startswith("p=full,c=f16,o=full against float32:")
-    for column in _errors.COLUMNS:
+    for column in _comparison.COLUMNS:
         assert column in text
     assert "the worst 3 of 3 leaves" in text and "a/w" in text
     assert "the worst" not in str(diagnostics.compare(product, F16)(jnp.eye(2), jnp.eye(2)))

@@ -15,10 +15,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jmp import _jax_compat, diagnostics
-from jmp.diagnostics import _replay
+from jmp.diagnostics import _walk
 from jmp.diagnostics._gradient_report import counting_step
-from jmp.diagnostics._histograms import digits, exponents, from_digits
-from jmp.diagnostics._ranges import Range
+from jmp.diagnostics._ranges import Range, digits, exponents, from_digits
 
 F16 = "mixed_float16"
 FLOAT8 = sorted(name for name in dir(jnp) if name.startswith("float8_"))
@@ -605,7 +604,7 @@ def test_a_replayed_program_is_the_program():
 
     seen = []
     closed = jax.make_jaxpr(function)(W["a"], X)
-    run = lambda w, x: _replay.replay(closed, [w, x])[0]
+    run = lambda w, x: _walk.replay(closed, [w, x])[0]
     value = jax.jit(run)(W["a"], X)
     jax.effects_barrier()
     assert seen == [16]
@@ -617,8 +616,8 @@ def test_a_replayed_program_is_the_program():
 
 def test_handlers_say_how_an_equation_is_emitted():
     closed = jax.make_jaxpr(scanned_and_rematerialised)(W["a"], X)
-    handlers = {**_replay.HANDLERS, **dict.fromkeys(_jax_compat.REMAT, _replay.inline)}
-    run = lambda *args: _replay.replay(closed, args, handlers=handlers)
+    handlers = {**_walk.HANDLERS, **dict.fromkeys(_jax_compat.REMAT, _walk.inline)}
+    run = lambda *args: _walk.replay(closed, args, handlers=handlers)
     assert "remat" in str(closed) and "remat" not in str(jax.make_jaxpr(run)(W["a"], X))
     assert run(W["a"], X)[0] == pytest.approx(float(scanned(W["a"], X)))
 
@@ -635,9 +634,7 @@ def test_positions_tell_calls_of_one_jaxpr_apart_and_stay_the_same():
 
     def sites():
         found = []
-        jax.eval_shape(
-            lambda x: _replay.replay(closed, [x], lambda s, r: (found.append(s), r)[1]), X
-        )
+        jax.eval_shape(lambda x: _walk.replay(closed, [x], lambda s, r: (found.append(s), r)[1]), X)
         return [(s.path, s.position) for s in found if s.equation.primitive.name in ("tanh", "exp")]
 
     first = sites()

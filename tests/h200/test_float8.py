@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmp
 from benchmarks.float8_convolutions import single_products
-from jmp.autocasting import _eligible, _extremes
+from jmp.autocasting import _float8_planning, _scales
 from testbed.h200.float8_steps import TWO_MLPS, float32, layer, products, scanned, step
 from testbed.h200.harness import compile_for_h200
 from testbed.h200.wire import compile_for_h200s, h200s, wire
@@ -94,7 +94,7 @@ def test_gradients_of_single_examples_are_float8():
 
 @pytest.mark.usefixtures("h200")
 def test_products_that_share_a_factor_are_not_joined(monkeypatch):
-    monkeypatch.setattr(_eligible, "SMALL", 1)
+    monkeypatch.setattr(_float8_planning, "SMALL", 1)
 
     def loss(params, x):
         w, v = params
@@ -143,17 +143,17 @@ def test_on_eight_h200s_fsdp_multiplies_and_gathers_float8():
 
 @pytest.mark.usefixtures("h200")
 def test_functions_are_tried_here_while_a_mesh_of_devices_elsewhere_is_set():
-    _extremes.extremes_of.cache_clear()
+    _scales.extremes_of.cache_clear()
     loss, arguments, x = TWO_MLPS
     with jax.set_mesh(h200s({"data": 8})):
         gradients = jax.eval_shape(jax.grad(jmp.autocast(loss, "mixed_float8")), arguments, x)
-    assert _extremes.extremes_of.cache_info().currsize > 0
+    assert _scales.extremes_of.cache_info().currsize > 0
     assert gradients[2].shape == arguments[2].shape
 
 
 @pytest.mark.usefixtures("h200")
 def test_a_gather_by_hand_in_a_scan_sends_float8_forward_and_backward(monkeypatch):
-    monkeypatch.setattr(_eligible, "SMALL", 1)
+    monkeypatch.setattr(_float8_planning, "SMALL", 1)
     width, layers, mesh = 256, 4, h200s({"data": 8})
 
     def loss(ws, x):

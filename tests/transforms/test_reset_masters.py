@@ -149,13 +149,29 @@ def test_masters_of_one_vector_that_something_made_are_nobody_s_and_not_passed_o
 
 
 def test_half_parameters_that_became_float32_in_a_vector_are_refused_as_they_would_have_no_master():
+    refused = pytest.raises(ValueError, match="which has no masters.*Put it inside")
     for tx in (VECTORS["flatten"], VECTORS["flatten in MultiSteps"]):
         for init in (tx.init, jax.jit(tx.init)):
-            with pytest.raises(ValueError, match="which has no masters.*Put it inside"):
-                init(PARAMS)
+            state = init(PARAMS)
+            for read in (transforms.masters, transforms.reset_masters):
+                with refused:
+                    read(state, PARAMS)
+        with refused:
+            linen.TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
+    scaled = VECTORS["flatten under loss scaling"]
+    for init in (scaled.init, jax.jit(scaled.init)):
+        with refused:
+            init(PARAMS)
     whole = transforms.with_master_params(optax.flatten(SGD))
     params, state = stepped(whole, whole.init(PARAMS), PARAMS)
     assert transforms.masters(state, params)["a"][0, 0] == 0.5
+
+
+def test_a_group_of_masters_to_which_no_parameter_belongs_is_no_vector():
+    groups = {"used": optax.set_to_zero(), "unused": transforms.with_master_params(SGD)}
+    tx = transforms.with_loss_scale(optax.partition(groups, "used"), jmp.StaticLossScale(1.0))
+    state = tx.init(PARAMS)
+    assert bits(transforms.masters(state, PARAMS)) == bits(jmp.cast_to_full(PARAMS))
 
 
 def test_the_ways_out_of_masters_of_one_vector_are_ways_out():

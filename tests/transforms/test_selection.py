@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jmp
 from jmp import transforms
 from jmp.adapters._atomic import keep_if_skipped
-from jmp.transforms._selection import SMALL
+from jmp.transforms._finite_check import SHORTER_THAN_A_LAUNCH
 from tests.bits import bits
 
 TX = transforms.with_loss_scale(optax.sgd(0.5, momentum=0.5), jmp.DynamicLossScale(4.0))
@@ -31,7 +31,7 @@ def before():
         "bytes": jnp.arange(6, dtype=jnp.uint8),
         "seen": jnp.array([True, False, True]),
         "key": jax.random.key(3),
-        "large": jnp.arange(SMALL + 1, dtype=jnp.float32),
+        "large": jnp.arange(SHORTER_THAN_A_LAUNCH + 1, dtype=jnp.float32),
         "nothing": None,
     }
 
@@ -69,7 +69,11 @@ def test_each_element_of_a_mapped_step_is_skipped_by_itself():
 
 
 def test_updates_and_moments_of_every_size_are_those_of_the_optimizer_alone():
-    params = {"small": jnp.ones(5), "large": jnp.ones(SMALL + 1), "scalar": jnp.float32(1)}
+    params = {
+        "small": jnp.ones(5),
+        "large": jnp.ones(SHORTER_THAN_A_LAUNCH + 1),
+        "scalar": jnp.float32(1),
+    }
     gradients = jax.tree.map(lambda p: 3 * p, params)
     inner = optax.adam(0.1)
     scaled = transforms.with_loss_scale(inner, jmp.DynamicLossScale(1.0))

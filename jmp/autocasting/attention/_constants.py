@@ -13,7 +13,7 @@ import numpy as np
 from jmp import _jax_compat
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._numbers import has_symbols, shape_of
-from jmp.autocasting.attention._repeats import is_pointwise, keeps_places
+from jmp.autocasting.attention._axes import is_pointwise, keeps_places
 
 # Larger ones are computed when the program runs. A causal mask over 8192 tokens has 2**26 numbers,
 # which takes 2 s and 0.8 GB on two cores; one over 4096, 0.25 s.
@@ -84,7 +84,7 @@ def _computed(node: Node, found: Found) -> "np.ndarray[Any, Any] | None":
         operands = [np.broadcast_to(x, own) for x, own in zip(operands, shapes[1:], strict=True)]
     if max(math.prod(shape), *(x.size for x in operands), 0) > LARGEST:
         return None
-    if any(True for _ in _jax_compat.inner_jaxprs(node.equation)):
+    if _jax_compat.holds_functions(node.equation):
         return None
     try:
         with jax.ensure_compile_time_eval():

@@ -7,13 +7,13 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jmp import _jax_compat
-from jmp.autocasting._apart import apart, may_part
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import Arrays, Kind, Level, register_kind
+from jmp.autocasting._sending import apart, may_part
 from jmp.autocasting._steps import Function, Nested
 
 
-class Cond(Kind):
+class CondKind(Kind):
     """One of several functions runs."""
 
     def functions(self, equation: JaxprEqn) -> Sequence[ClosedJaxpr]:
@@ -44,4 +44,4 @@ class Cond(Kind):
         return lax.switch(index, list(functions), *rest)
 
 
-register_kind(["cond"], Cond())
+register_kind(["cond"], CondKind())

@@ -20,12 +20,13 @@ from jax.extend.core import JaxprEqn
 from jax.tree_util import Partial
 
 from jmp import _jax_compat
+from jmp._array_calls import replaced
 from jmp.autocasting._casts import cast, cast_all
-from jmp.autocasting._equations import inner_equations
 from jmp.autocasting._flow import Destination, Info
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import Arrays, Kind, Level, register_kind
 from jmp.autocasting._numbers import is_inexact
+from jmp.autocasting._propagation import inner_equations
 from jmp.autocasting._registry import Category, Rule
 from jmp.autocasting._settings import Settings
 from jmp.autocasting._steps import Function, Inside, Nested, RunPlan
@@ -34,7 +35,7 @@ from jmp.dtypes import FLOAT32
 WHY_AS_WRITTEN = "inside a custom_vjp, which runs as written (inside_custom_vjp=True lowers it)"
 
 
-class CustomJvp(Kind):
+class CustomJvpKind(Kind):
     """`jax.custom_jvp`, where it holds a product or stands outside an island."""
 
     runs_as_written = False  # in the dtypes it was traced with
@@ -101,7 +102,7 @@ class CustomJvp(Kind):
         return function(*operands)
 
 
-class CustomVjp(CustomJvp):
+class CustomVjpKind(CustomJvpKind):
     """`jax.custom_vjp`, gone into on request; otherwise it is bound as written."""
 
     runs_as_written = True
@@ -226,13 +227,11 @@ def _of_some(node: Node, operands: Sequence[Any], moving: Sequence[int]) -> Call
     """Returns the node, bound as written, as a function of the operands that are `moving`."""
 
     def call(*values: Any) -> list[Any]:
-        filled = list(operands)
-        for i, value in zip(moving, values, strict=True):
-            filled[i] = value
-        return _jax_compat.bind(node.equation.primitive, filled, node.params)
+        whole = replaced(operands, moving, values)
+        return _jax_compat.bind(node.equation.primitive, whole, node.params)
 
     return call
 
 
-register_kind(["custom_jvp_call"], CustomJvp())
-register_kind(["custom_vjp_call"], CustomVjp())
+register_kind(["custom_jvp_call"], CustomJvpKind())
+register_kind(["custom_vjp_call"], CustomVjpKind())

@@ -17,7 +17,8 @@ from jmp import _jax_compat
 from jmp.autocasting._flow import Destination, Info, feeding_values
 from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._kinds import Arrays, Kind, Level, register_kind
-from jmp.autocasting._numbers import has_symbols, length_of
+from jmp.autocasting._numbers import has_symbols
+from jmp.autocasting._propagation import turns_of
 from jmp.autocasting._steps import Function, Nested
 
 # The residual stream of a deep network adds up so many layers; a longer loop is one over time,
@@ -27,7 +28,7 @@ from jmp.autocasting._steps import Function, Nested
 LAYERS = 128
 
 
-class Scan(Kind):
+class ScanKind(Kind):
     """A body, called with constants, carries and rows."""
 
     def arguments(self, node: Node) -> Sequence[Sequence[Value | None]]:
@@ -86,12 +87,6 @@ class Scan(Kind):
         return [*carry, *stacked]
 
 
-def turns_of(equation: JaxprEqn) -> int:
-    """Returns how often the inside of an equation runs: of a scan its length, of any other once."""
-    is_scan = equation.primitive.name == "scan"
-    return length_of(_jax_compat.Scan.of(equation.params).length) if is_scan else 1
-
-
 def _carried_in_half(
     graph: Graph, values: Sequence[Value], before: Sequence[Info], node: Node, level: Level
 ) -> list[bool]:
@@ -137,4 +132,4 @@ def _read_by_products_alone(value: Value, wide: Set[Value]) -> bool:
     return True
 
 
-register_kind(["scan"], Scan())
+register_kind(["scan"], ScanKind())

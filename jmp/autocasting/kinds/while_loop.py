@@ -1,6 +1,9 @@
 """`lax.while_loop`. Its carry keeps its nominal dtypes; its condition runs as it was written.
 
-One whose condition depends on floating numbers is not gone into: see `_tolerances`.
+A loop whose condition depends on floating numbers runs to a tolerance, and it runs in float32, as
+it was written: a fixed point iterated in half may end in a cycle whose steps are longer than the
+tolerance, and its loop would never end. The condition may read the numbers themselves, or integers
+and booleans that the body computes from them, such as a flag that says "done".
 """
 
 import functools
@@ -11,23 +14,52 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jmp import _jax_compat
-from jmp.autocasting._apart import apart, may_part
 from jmp.autocasting._flow import Destination, Info
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import Arrays, Kind, Level, register_kind
+from jmp.autocasting._numbers import is_inexact
 from jmp.autocasting._precision import as_written
-from jmp.autocasting._registry import Category, Rule
+from jmp.autocasting._propagation import WayInside, propagate_while
+from jmp.autocasting._registry import Category, Rule, rule_for
+from jmp.autocasting._sending import apart, may_part
 from jmp.autocasting._settings import Settings
 from jmp.autocasting._steps import Function, Nested, RunPlan
-from jmp.autocasting._tolerances import has_many_conditions, runs_to_tolerance
 
 
-class While(Kind):
+def has_many_conditions(equation: JaxprEqn) -> bool:
+    """Returns whether a while loop has a condition for each element, which vmap alone can write."""
+    condition, _ = _jax_compat.open_jaxpr(_jax_compat.While.of(equation.params).condition)
+    return bool(condition.outvars[0].aval.shape)
+
+
+def runs_to_tolerance(equation: JaxprEqn) -> bool:
+    """Returns whether the condition of a while loop depends on floating numbers."""
+    floating = list(map(is_inexact, equation.invars))
+    decides, _ = propagate_while(equation, floating, _depend, _depends_on_any, is_inexact)
+    return decides
+
+
+def _depend(equation: JaxprEqn, operands: list[bool], inside: WayInside[bool]) -> Sequence[bool]:
+    """Returns for each result whether it is floating, or depends on what is."""
+    if rule_for(equation.primitive.name).chooses:
+        # Which entry is the largest is no distance that shrinks: a text is generated up to the
+        # token that ends it.
+        return [False] * len(equation.outvars)
+    found = inside() or [any(operands)] * len(equation.outvars)
+    pairs = zip(found, equation.outvars, strict=True)
+    return [depends or is_inexact(variable) for depends, variable in pairs]
+
+
+def _depends_on_any(choices: Sequence[bool], deciding: Sequence[bool]) -> bool:
+    return any(choices) or any(deciding)
+
+
+class WhileKind(Kind):
     """A condition and a body."""
 
     def rule(self, equation: JaxprEqn, rule: Rule, settings: Settings) -> Rule:
         """Two sorts of loops are float32."""
-        is_asked_for = settings.overrides_rule(equation.primitive.name)
+        is_asked_for = equation.primitive.name in settings.overrides
         if runs_to_tolerance(equation) and not is_asked_for:
             return Rule(Category.FULL, "in a loop that runs to a tolerance")
         if has_many_conditions(equation):
@@ -60,7 +92,7 @@ class While(Kind):
         (is_on,) = loop.condition.out_avals
         if may_part(node, is_on):
             body = apart(body)
-        asked_as_written = as_written(loop.condition, node, level.context.words)
+        asked_as_written = as_written(loop.condition, node, level.context.request)
         condition = functools.partial(_unplanned, asked_as_written)
         reads = [*(value.dtype for value in asked), *(info.dtype for info in infos), *stores]
         return level.nested(node, [condition, body._replace(stores=stores)], stores, reads)
@@ -81,4 +113,4 @@ def _unplanned(condition: ClosedJaxpr, run_plan: RunPlan) -> Function:
     return _jax_compat.as_function(condition)
 
 
-register_kind(["while"], While())
+register_kind(["while"], WhileKind())

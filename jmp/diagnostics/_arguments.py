@@ -1,4 +1,7 @@
-"""Losses of nnx and Equinox modules, whose frameworks open no name scopes by path."""
+"""What a diagnostic was asked about: a function, and its arguments in a call of their own.
+
+Losses of nnx and Equinox modules, whose frameworks open no name scopes by path.
+"""
 
 import functools
 import importlib
@@ -8,13 +11,45 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jmp._calls import ArrayCall, stands_for_numbers
-from jmp._frameworks import framework_of
-from jmp.adapters._module_scopes import ModuleScopes
+from jmp import _jax_compat
+from jmp._array_calls import ArrayCall
+from jmp._messages import check_function, described, framework_of
+from jmp.adapters._module_policies import ModuleScopes
 from jmp.autocasting import autocast
 from jmp.autocasting._program import runs_late
 from jmp.dtypes import is_castable
-from jmp.trees import PyTree
+from jmp.policy import Policy
+from jmp.trees import PyTree, stands_for_numbers
+
+
+def check_asked(caller: str, call: str, fun: object, early: tuple[Any, ...], policy: Any) -> None:
+    """Raises TypeError if `fun` is no function, or its arguments came in the first call.
+
+    Args:
+      caller: the diagnostic.
+      call: how it is called, for the error.
+      early: positional arguments behind those that it has.
+      policy: text or a `Policy`; None where it was left out.
+
+    >>> check_asked("compare", "compare(fun, policy)(*args)", len, (), "mixed_float16")
+    """
+    check_function(fun, caller, call)
+    is_policy = policy is None or isinstance(policy, (str, Policy))
+    if early or not is_policy:
+        got = early[0] if is_policy else policy
+        raise TypeError(
+            f"{caller} got {described(got)} too early; expected the function's arguments in a call "
+            f"of their own: {call}."
+        )
+
+
+def check_numbers(arrays: Sequence[Any], caller: str, expected: str) -> None:
+    """Raises TypeError for an array without numbers: one that is traced, or its type alone."""
+    for array in arrays:
+        if isinstance(array, jax.ShapeDtypeStruct) or not _jax_compat.is_concrete(array):
+            raise TypeError(
+                f"{caller} got {described(array)}, which holds no numbers; expected {expected}."
+            )
 
 
 class Scoped(NamedTuple):
@@ -28,7 +63,7 @@ class Scoped(NamedTuple):
 def apart(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns arguments with their nnx modules taken apart, as what `of_modules` returns asks."""
     found: tuple[tuple[Any, ...], dict[str, Any]] = (args, kwargs)
-    return _nnx().apart(found) if _has_nnx() else found
+    return _nnx().split_modules(found) if _has_nnx() else found
 
 
 def parameters_of(tree: PyTree) -> PyTree:
@@ -61,7 +96,7 @@ def of_modules(fun: Callable[..., Any], *, in_scopes: bool = True) -> Callable[.
       in_scopes: whether the modules' methods open scopes that name their paths.
     """
     is_other = framework_of(fun) not in (None, "flax.nnx") or runs_late(fun)
-    return fun if is_other or not _has_nnx() else _nnx().of_parts(fun, in_scopes=in_scopes)
+    return fun if is_other or not _has_nnx() else _nnx().of_split_modules(fun, in_scopes=in_scopes)
 
 
 def in_paths(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,7 +126,7 @@ def in_paths(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _lifted(fun: Callable[..., Any]) -> Any:
-    return importlib.import_module("jmp.adapters.equinox").lift(fun, ModuleScopes())
+    return importlib.import_module("jmp.adapters.equinox").with_marked_modules(fun, ModuleScopes())
 
 
 def _has_nnx() -> bool:
@@ -99,7 +134,7 @@ def _has_nnx() -> bool:
 
 
 def _nnx() -> Any:
-    return importlib.import_module("jmp.adapters._nnx_arguments")
+    return importlib.import_module("jmp.adapters._nnx_modules")
 
 
 def scoped(loss: Callable[..., Any], args: Sequence[Any]) -> Scoped:
@@ -137,4 +172,4 @@ def _is_equinox(value: Any) -> bool:
 
 
 def _is_apart(value: Any) -> bool:
-    return isinstance(value, _nnx().Apart)
+    return isinstance(value, _nnx().SplitModule)

@@ -1,0 +1,275 @@
+"""Ways through a jaxpr: a walk over its equations, and what is followed through them.
+
+How loops, branches and calls hand values on is written here, and nowhere else. Three ways:
+
+  - `walk` yields the equations at any depth, each with those around it and its number of turns;
+  - `propagate` follows what is known of values forwards, from the inputs to the outputs;
+  - `reaching_inputs` follows backwards which values reach an equation of some sort.
+
+Going forwards and backwards, the turns of a loop are followed until nothing new is found.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from jmp import _jax_compat
+from jmp.autocasting._numbers import is_inexact, length_of
+from jmp.autocasting._registry import is_low
+
+T = TypeVar("T")
+
+
+class Visit(NamedTuple):
+    """An equation on a walk."""
+
+    equation: JaxprEqn
+    around: tuple[JaxprEqn, ...]  # the equations that hold it, the outermost first
+    times: int  # how often it runs: once for each turn of the scans around it
+
+
+def walk(jaxpr: Jaxpr, around: tuple[JaxprEqn, ...] = (), times: int = 1) -> Iterator[Visit]:
+    """Yields the equations of an open jaxpr at any depth, each before those inside it.
+
+    >>> def three_sines(x):
+    ...     return -jax.lax.scan(lambda carry, _: (jnp.sin(carry), None), x, None, length=3)[0]
+    >>> for visit in walk(jax.make_jaxpr(three_sines)(1.0).jaxpr):
+    ...     print(len(visit.around), visit.equation.primitive.name, visit.times)
+    0 scan 1
+    1 sin 3
+    0 neg 1
+    """
+    for equation in jaxpr.eqns:
+        yield Visit(equation, around, times)
+        yield from walk_inside(equation, around, times)
+
+
+def walk_inside(
+    equation: JaxprEqn, around: tuple[JaxprEqn, ...] = (), times: int = 1
+) -> Iterator[Visit]:
+    """Yields the equations inside one, at any depth; of itself what is around it and its times."""
+    for jaxpr in _jax_compat.inner_jaxprs(equation):
+        yield from walk(jaxpr, (*around, equation), times * turns_of(equation))
+
+
+def inner_equations(equation: JaxprEqn) -> Iterator[JaxprEqn]:
+    """Yields the equations inside one, at any depth."""
+    return (visit.equation for visit in walk_inside(equation))
+
+
+def turns_of(equation: JaxprEqn) -> int:
+    """Returns how often the inside of an equation runs: of a scan its length, of any other once."""
+    is_scan = equation.primitive.name == "scan"
+    return length_of(_jax_compat.Scan.of(equation.params).length) if is_scan else 1
+
+
+class WayInside(Protocol[T]):
+    """Follows what is known of an equation's operands through the functions inside it."""
+
+    def __call__(self, rule: "Transfer[T] | None" = None) -> list[T] | None:
+        """Returns what is known of the results; None if it holds no function that it calls.
+
+        Args:
+          rule: that of the equations inside; left out, the rule that asks.
+        """
+
+
+# Given an equation, what is known of its operands, and a way inside it, returns what is known of
+# its results.
+Transfer = Callable[[JaxprEqn, list[T], WayInside[T]], Sequence[T]]
+# What is known of a value that is one of several: the results of branches, or a carry after a turn
+# and before it. The second argument has what decides which: the index of a branch, or the condition
+# of a loop; it is empty for a scan. Turns are followed until this finds nothing new.
+Join = Callable[[Sequence[T], Sequence[T]], T]
+# What is known of a literal, or of an array that a jaxpr holds by itself.
+OfConstant = Callable[[Any], T]
+
+
+def propagate(
+    jaxpr: Any, inputs: Sequence[T], rule: Transfer[T], join: Join[T], of_constant: OfConstant[T]
+) -> list[T]:
+    """Returns what is known of the outputs of a jaxpr, given what is known of its inputs.
+
+    Calls, branches, scans and while loops are gone into where a rule asks for it. Any other
+    equation that holds functions counts as one that holds none.
+
+    Args:
+      jaxpr: open or closed.
+      inputs: what is known of each input, constants of a closed jaxpr left out.
+      rule: see `Transfer`.
+      join: see `Join`.
+      of_constant: see `OfConstant`.
+
+    Which outputs depend on the first input:
+
+    >>> def depends(equation, operands, inside):
+    ...     return inside() or [any(operands)] * len(equation.outvars)
+    >>> def either(choices, deciding):
+    ...     return any((*choices, *deciding))
+    >>> def sums(a, b, c):
+    ...     return jax.lax.fori_loop(0, 4, lambda _, carry: (carry[0], sum(carry)), (a, b)), c
+    >>> closed = jax.make_jaxpr(sums)(1.0, 2.0, 3.0)
+    >>> propagate(closed, [True, False, False], depends, either, lambda atom: False)
+    [True, True, False]
+    """
+    inner, _ = _jax_compat.open_jaxpr(jaxpr)
+    known = dict(zip(inner.invars, inputs, strict=True))
+
+    def read(atom: Any) -> T:
+        is_constant = hasattr(atom, "val") or atom not in known
+        return of_constant(atom) if is_constant else known[atom]
+
+    for equation in inner.eqns:
+        operands = list(map(read, equation.invars))
+        inside = _way_inside(equation, operands, rule, join, of_constant)
+        known.update(zip(equation.outvars, rule(equation, operands, inside), strict=True))
+    return list(map(read, inner.outvars))
+
+
+def propagate_while(
+    equation: JaxprEqn,
+    operands: Sequence[T],
+    rule: Transfer[T],
+    join: Join[T],
+    of_constant: OfConstant[T],
+) -> tuple[T, list[T]]:
+    """Returns what is known of a while loop's condition, and of its carries at any turn.
+
+    Args: as of `propagate`; what is known of the carries does not count who decides the turns.
+    """
+    loop = _jax_compat.While.of(equation.params)
+    asked, closed, carries = loop.split(operands)
+
+    def turn(carries: list[T]) -> list[T]:
+        return propagate(loop.body, [*closed, *carries], rule, join, of_constant)
+
+    carries, _ = _after_turns(turn, carries, join)
+    (decides,) = propagate(loop.condition, [*asked, *carries], rule, join, of_constant)
+    return decides, carries
+
+
+def _way_inside(
+    equation: JaxprEqn,
+    operands: list[T],
+    outer: Transfer[T],
+    join: Join[T],
+    of_constant: OfConstant[T],
+) -> WayInside[T]:
+    def inside(rule: Transfer[T] | None = None) -> list[T] | None:
+        rule = rule or outer
+
+        def follow(function: Any, arguments: Sequence[T]) -> list[T]:
+            return propagate(function, arguments, rule, join, of_constant)
+
+        name = equation.primitive.name
+        if name == "while":
+            decides, carries = propagate_while(equation, operands, rule, join, of_constant)
+            return [join([carry], [decides]) for carry in carries]
+        if name == "scan":
+            scan = _jax_compat.Scan.of(equation.params)
+            constants, carries, rows = scan.split(operands)
+            carries, results = _after_turns(
+                lambda carries: follow(scan.body, [*constants, *carries, *rows]), carries, join
+            )
+            return [*carries, *results[scan.n_carry :]]
+        if name == "cond":
+            index, *arguments = operands
+            branches = _jax_compat.branches(equation.params)
+            results_of_each = (follow(branch, arguments) for branch in branches)
+            return [join(choices, [index]) for choices in zip(*results_of_each, strict=True)]
+        for function in _jax_compat.inner_jaxprs(equation):
+            sizes = len(function.invars), len(function.outvars)
+            if sizes == (len(operands), len(equation.outvars)):  # called once, as a jit is
+                return follow(function, operands)
+        return None
+
+    return inside
+
+
+def _after_turns(
+    turn: Callable[[list[T]], list[T]], carries: list[T], join: Join[T]
+) -> tuple[list[T], list[T]]:
+    """Returns what is known of the carries of a loop at any turn, and of all results of a turn."""
+    while True:
+        results = turn(carries)
+        pairs = zip(results, carries, strict=False)
+        again = [join([after, before], []) for after, before in pairs]
+        if again == carries:
+            return carries, results
+        carries = again
+
+
+# Backwards: which values reach an equation of some sort, with no product between.
+
+Ends = Callable[[JaxprEqn], bool]
+
+
+def reaching_operands(
+    equation: JaxprEqn, operands: Sequence[Any], results: Sequence[bool], ends: Ends
+) -> Iterator[Any]:
+    """Yields the floating operands that reach an equation that `ends` accepts, here or inside.
+
+    Args:
+      operands: the equation's own, or what stands for them; they are yielded.
+      results: which results of the equation reach one.
+    """
+    if is_low(equation):
+        return
+    functions = list(_jax_compat.inner_jaxprs(equation))
+    if ends(equation) or (any(results) and not functions):
+        yield from filter(is_inexact, operands)
+    for function in functions:
+        # Not so the condition of a loop. (One of a loop with one carry is taken for the body: more
+        # values count as reaching than do.)
+        is_called = len(function.outvars) == len(results)
+        inner = reaching_results(equation, function, results, ends) if is_called else ()
+        inside = reaching_inputs(function, ends, inner)
+        # The last operands are its own: those before say which branch is taken, or belong to
+        # another function, as those of a loop's condition and of a linear solver do.
+        pairs = zip(reversed(operands), reversed(inside), strict=False)
+        yield from (operand for operand, reaches in pairs if reaches and is_inexact(operand))
+
+
+def reaching_inputs(jaxpr: Jaxpr, ends: Ends, results: Sequence[bool]) -> list[bool]:
+    """Returns which inputs of an open jaxpr reach an equation that `ends` accepts.
+
+    Args:
+      results: which of its outputs reach one outside.
+    """
+    pairs = zip(jaxpr.outvars, results, strict=False)
+    found = {atom for atom, reaches in pairs if reaches and not hasattr(atom, "val")}
+    for equation in reversed(jaxpr.eqns):
+        flags = [variable in found for variable in equation.outvars]
+        reaching = reaching_operands(equation, equation.invars, flags, ends)
+        found.update(atom for atom in reaching if not hasattr(atom, "val"))  # no literals
+    return [variable in found for variable in jaxpr.invars]
+
+
+def reaching_results(
+    equation: JaxprEqn, function: Jaxpr, results: Sequence[bool], ends: Ends
+) -> list[bool]:
+    """Returns which results of a function inside an equation reach such an equation.
+
+    Args:
+      results: which results of the equation do. Those of a loop may do so in the next turn, too.
+    """
+    first, n_carry = _carries(equation, function)
+    found = list(results)
+    while n_carry:
+        inside = reaching_inputs(function, ends, found)
+        carried = [*inside[first : first + n_carry], *[False] * (len(found) - n_carry)]
+        again = [a or b for a, b in zip(found, carried, strict=True)]
+        if again == found:
+            break
+        found = again
+    return found
+
+
+def _carries(equation: JaxprEqn, function: Jaxpr) -> tuple[int, int]:
+    """Returns where the carries stand among the inputs of a loop's body, and how many they are."""
+    if equation.primitive.name == "scan":
+        scan = _jax_compat.Scan.of(equation.params)
+        return scan.n_consts, scan.n_carry
+    n_carry = len(function.outvars) if equation.primitive.name == "while" else 0
+    return len(function.invars) - n_carry, n_carry

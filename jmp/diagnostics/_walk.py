@@ -1,0 +1,263 @@
+"""Where an equation comes from: the user's line, and the path of modules or name scopes.
+
+Runs a traced program again, equation by equation, with a look at every result.
+
+`replay` binds the equations of a jaxpr under whatever trace is current, so that it may be
+differentiated, compiled or traced anew. Loops, branches, remat and jit are emitted through JAX's
+public functions, with the inside replayed too; while loops, custom derivatives, `shard_map` and
+kernels are bound as they are. Two things can be said of the run:
+  - `on_results(site, results)` sees what each equation gives and returns what stands for it;
+  - `handlers` says, by the name of the primitive, how an equation is emitted. So
+    `{**HANDLERS, "remat": inline}` is the program without its remat.
+"""
+
+import functools
+import os
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import numpy as np
+from jax.extend import core
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.source_info_util import NameStack
+
+from jmp import _jax_compat
+from jmp.autocasting._kinds import kind_of
+from jmp.autocasting._propagation import walk
+from jmp.autocasting._regions import joined_path
+
+# Lines of these packages are not the user's: what counts is the line that calls a Flax layer.
+FRAMEWORKS = ("jaxlib/", "flax/", "haiku/", "equinox/", "optax/", "chex/")
+
+
+@functools.cache
+def _machinery() -> tuple[str, ...]:
+    """Returns how the files begin that say nothing of a model: JAX's, ours, Python's own."""
+    own = [os.path.dirname(module.__file__ or "") + os.sep for module in (jax, _jax_compat)]
+    library = sysconfig.get_paths()["stdlib"]
+    return ("<", *own, *(os.path.join(library, name) for name in ("contextlib.py", "functools.py")))
+
+
+def spelled(file: str) -> str:
+    """Returns a file's path as it is read best.
+
+    Installed packages from their own name on, files below the working directory from there, and
+    any other as it is: a path that climbs up with ".." says less than all of it.
+
+    >>> spelled("/opt/python/lib/python3.12/site-packages/flax/linen/linear.py")
+    'flax/linen/linear.py'
+    """
+    return _installed(file) or file.removeprefix(os.path.join(os.getcwd(), ""))
+
+
+def _installed(file: str) -> str:
+    """Returns the path of an installed package's file from the package on; "" for any other."""
+    for folder in ("site-packages", "dist-packages"):
+        _, found, inside = file.rpartition(f"{os.sep}{folder}{os.sep}")
+        if found:
+            return inside.replace(os.sep, "/")
+    return ""
+
+
+class Placed(NamedTuple):
+    """An equation, its path of modules from the outermost level, its line, how often it runs."""
+
+    equation: Any  # core.JaxprEqn, whose types of values name no dtype
+    path: str
+    source: str
+    times: int
+
+
+def with_places(jaxpr: Any) -> Iterator[Placed]:
+    """Yields the equations of a jaxpr, closed or open, with their places, at any depth."""
+    for equation, around, times in walk(jaxpr):
+        path, source = path_of(equation, around), source_line(equation, around)
+        yield Placed(equation, path, source, times)
+
+
+def place_name(source: str, path: str) -> str:
+    """Returns a source line and a path of modules as errors and hazards name them."""
+    return (source or "?") + f" ({path})" * bool(path)
+
+
+def source_line(equation: core.JaxprEqn, around: Sequence[core.JaxprEqn] = ()) -> str:
+    """Returns "file:line" of the user's line, or of a library's; "" if no frame is known."""
+    if line := users_line(equation, around):
+        return line
+    frames = _jax_compat.frames_of(equation)
+    outside_jax = [frame for frame in frames if not frame[0].startswith(_machinery())]
+    return "".join(f"{spelled(file)}:{line}" for file, line in (outside_jax or frames)[:1])
+
+
+def users_line(equation: core.JaxprEqn, around: Sequence[core.JaxprEqn] = ()) -> str:
+    """Returns "file:line" of the innermost frame that is the user's; "" if there is none.
+
+    JAX records the frames from the innermost trace on, so that the body of a loop, or of a jitted
+    function of `jax.numpy`, need not have a line of the user's. Then it is that of the equation
+    around it; `around` has those, the outermost first.
+    """
+    for each in (equation, *reversed(around)):
+        for file, line in _jax_compat.frames_of(each):
+            if not file.startswith(_machinery()) and not _installed(file).startswith(FRAMEWORKS):
+                return f"{spelled(file)}:{line}"
+    return ""
+
+
+def path_of(equation: core.JaxprEqn, around: Sequence[core.JaxprEqn] = ()) -> str:
+    """Returns the path of an equation's modules, with those of the equations around it."""
+    path = ""
+    for each in (*around, equation):
+        path = path_within(path, each)
+    return path
+
+
+def path_within(outer: str, equation: core.JaxprEqn) -> str:
+    """Returns the path of an equation's modules below `outer`, that of the equation around it."""
+    return module_path(equation.source_info.name_stack, outer)
+
+
+def module_path(stack: NameStack, outer: str = "") -> str:
+    """Returns the names of a name stack joined by slashes, without JAX's marks and our own.
+
+    The path of a module of nnx, which `ModuleScopes` writes down, is a whole path: what is around
+    it does not come before it.
+    """
+    names = [name for name in _jax_compat.scope_names(stack) if name != _jax_compat.RECOMPUTED]
+    return joined_path(names, outer)
+
+
+class Site(NamedTuple):
+    """A place in a program."""
+
+    equation: JaxprEqn
+    path: str  # modules or name scopes from the outermost level down, joined by slashes
+    # Indices of equations and branches from the outermost level down: they tell a jaxpr that is
+    # called twice apart, and are the same in each replay of one program.
+    position: tuple[int, ...]
+
+
+T = TypeVar("T")
+Arrays = list[Any]
+Replay = Callable[..., Arrays]  # (jaxpr, operands, branch=0) -> results
+OnResults = Callable[[Site, Arrays], Arrays]
+Handler = Callable[[JaxprEqn, Arrays, Replay], Arrays]  # (equation, operands, replay) -> results
+
+
+def replay(
+    jaxpr: Any,
+    operands: Sequence[Any],
+    on_results: OnResults = lambda site, results: results,
+    handlers: Mapping[str, Handler] | None = None,
+    path: str = "",
+    position: tuple[int, ...] = (),
+) -> list[Any]:
+    """Returns the outputs of a jaxpr, which is closed, or open without constants.
+
+    Args:
+      on_results: called after each equation, those of levels inside first.
+      handlers: how equations are emitted, by the names of their primitives; `HANDLERS` if left out.
+        A primitive that is not there is bound as it is.
+      path, position: of the level above.
+
+    >>> def loss(x):
+    ...     return jax.lax.scan(lambda total, x: (total + jnp.exp(x), None), jnp.zeros(()), x)[0]
+    >>> names = []
+    >>> def look(site, results):
+    ...     names.append(site.equation.primitive.name)
+    ...     return results
+    >>> _ = replay(jax.make_jaxpr(loss)(jnp.ones(3)), [jnp.ones(3)], look)
+    >>> names
+    ['exp', 'add', 'scan']
+    """
+    inner, constants = _jax_compat.open_jaxpr(jaxpr)
+    handlers = HANDLERS if handlers is None else handlers
+
+    def step(equation: JaxprEqn, index: int, operands: list[Any]) -> list[Any]:
+        site = Site(equation, path_within(path, equation), (*position, index))
+
+        def inside(jaxpr: Any, operands: Sequence[Any], branch: int = 0) -> list[Any]:
+            below = (*site.position, branch)
+            return replay(jaxpr, operands, on_results, handlers, site.path, below)
+
+        emit = handlers.get(equation.primitive.name, bound)
+        return on_results(site, emit(equation, operands, inside))
+
+    return evaluate(inner, [*constants, *operands], step, lambda atom, _: literal(atom))
+
+
+def evaluate(
+    jaxpr: core.Jaxpr,
+    inputs: list[T],
+    step: Callable[[JaxprEqn, int, list[T]], list[T]],
+    of_literal: Callable[[Any, JaxprEqn | None], T],
+) -> list[T]:
+    """Returns the outputs of an open jaxpr; what stands for a value is the caller's.
+
+    Args:
+      inputs: what stands for its constants, then for its inputs. The list is emptied: each is freed
+        after its last use.
+      step: given an equation, its index and its operands, returns its results. It runs in the
+        equation's place: source line, name scopes, mesh, compute type.
+      of_literal: given a literal and the equation that reads it, None for an output of the jaxpr.
+    """
+    values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
+    inputs.clear()
+    reads = [*(equation.invars for equation in jaxpr.eqns), jaxpr.outvars]
+    last_use = {
+        atom: index for index, atoms in enumerate(reads) for atom in atoms if not _is_literal(atom)
+    }
+
+    def read(atom: Any, equation: JaxprEqn | None) -> Any:
+        return of_literal(atom, equation) if _is_literal(atom) else values[atom]
+
+    for index, equation in enumerate(jaxpr.eqns):
+        operands = [read(atom, equation) for atom in equation.invars]
+        for atom in equation.invars:
+            if not _is_literal(atom) and last_use[atom] == index:
+                values.pop(atom, None)  # gone already if it is read twice
+        with _jax_compat.place_of(equation, equation.source_info.name_stack):
+            results = step(equation, index, operands)
+        pairs = zip(equation.outvars, results, strict=True)
+        values |= {variable: result for variable, result in pairs if variable in last_use}
+    return [read(atom, None) for atom in jaxpr.outvars]
+
+
+def _is_literal(atom: Any) -> bool:
+    return hasattr(atom, "val")
+
+
+def literal(atom: Any) -> np.ndarray:
+    """Returns a literal in its dtype: where it enters a loop it would be a Python number."""
+    with np.errstate(over="ignore"):  # 1e30 is infinite in float16, as it is to JAX
+        return np.asarray(atom.val, atom.aval.dtype)
+
+
+def bound(equation: JaxprEqn, operands: list[Any], replay: Replay) -> list[Any]:
+    """Binds an equation as it is."""
+    return _jax_compat.bind(equation.primitive, operands, equation.params)
+
+
+def inline(equation: JaxprEqn, operands: list[Any], replay: Replay) -> list[Any]:
+    """Replays what is inside a jit or a remat without the jit or the remat."""
+    return replay(_jax_compat.called(equation.params), operands)
+
+
+def emitted(equation: JaxprEqn, operands: list[Any], replay: Replay) -> list[Any]:
+    """Emits an equation as autocast does, with what is inside replayed."""
+    kind = kind_of(equation.primitive.name)
+    if _jax_compat.is_plain_jit(equation):
+        return inline(equation, operands, replay)
+
+    def function(index: int, jaxpr: ClosedJaxpr) -> Callable[..., Arrays]:
+        return lambda *arrays: replay(jaxpr, arrays, index)
+
+    functions = [function(i, jaxpr) for i, jaxpr in enumerate(kind.functions(equation))]
+    results: Arrays = kind.emit(equation, operands, functions)
+    return results
+
+
+HANDLERS: Mapping[str, Handler] = dict.fromkeys(
+    (*_jax_compat.JITS, *_jax_compat.REMAT, "scan", "cond"), emitted
+)
