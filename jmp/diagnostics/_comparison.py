@@ -17,7 +17,7 @@ from jmp import _jax_compat
 from jmp._array_calls import ArrayCall, cotangent, vjp_at
 from jmp._messages import users_stacklevel, wrong
 from jmp.autocasting._autocast import autocast
-from jmp.diagnostics._arguments import apart, check_asked, in_paths
+from jmp.diagnostics._arguments import asked_function, split_arguments
 from jmp.diagnostics._tables import table
 from jmp.diagnostics._walk import with_places
 from jmp.dtypes import is_castable
@@ -242,14 +242,14 @@ def compare(
     >>> [(row.kind, row.path, row.relative_error < 0.01) for row in comparison.rows]
     [('result', '', True), ('gradient', 'w', True)]
     """
-    check_asked("compare", "compare(fun, policy)(*args)", fun, early, policy)
+    call = "compare(fun, policy)(*args)"
+    fun = asked_function("compare", call, fun, early, policy, of_equinox=True)
     if reference not in ("float32", "float64"):
         expected = "'float32' or 'float64'"
         raise wrong(ValueError, "compare", reference, expected, name="reference")
     check_scale(scale, "compare")
     if isinstance(options.get("rules"), Iterator):  # read more than once
         options["rules"] = tuple(options["rules"])
-    fun = in_paths(fun)
     lowered, half = autocast(fun, policy, **options), None
     rules = options.get("rules", ())
     if any(get_policy(p).product_dtype is not None for p in (policy, *(p for _, p in rules))):
@@ -257,7 +257,7 @@ def compare(
         half = autocast(fun, without_float8(policy), **options)
 
     def measure(*args: Any, **kwargs: Any) -> Comparison:
-        given = apart(*args, **kwargs)
+        given = split_arguments(*args, **kwargs)
         found = run(lowered, given, argnums, scale)
         warn_of_narrow_results(found, scale)
         found_in_half = None if half is None else run(half, given, argnums, scale)

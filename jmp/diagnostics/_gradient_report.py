@@ -18,7 +18,7 @@ from jmp._array_calls import ArrayCall, argument_numbers, vjp_at
 from jmp._messages import described
 from jmp.autocasting import autocast
 from jmp.autocasting._propagation import inner_equations
-from jmp.diagnostics._arguments import apart, check_asked, of_modules
+from jmp.diagnostics._arguments import asked_function, split_arguments
 from jmp.diagnostics._range_report import RangeReport
 from jmp.diagnostics._ranges import (
     DIGITS,
@@ -108,8 +108,7 @@ def gradient_report(
     1.0
     """
     call = "gradient_report(loss_fn, policy)(*args)"
-    check_asked("gradient_report", call, loss_fn, early, policy)
-    loss_fn = of_modules(loss_fn)
+    loss_fn = asked_function("gradient_report", call, loss_fn, early, policy)
     exponent_of(scale)  # refuses what is no power of two
     half = None
     if policy is not None:
@@ -124,7 +123,7 @@ def gradient_report(
     scaled = scaled_loss(loss_fn, StaticLossScale(scale), has_aux)
 
     def report(*args: Any, **kwargs: Any) -> RangeReport:
-        args, kwargs = apart(*args, **kwargs)
+        args, kwargs = split_arguments(*args, **kwargs)
         numbers = argument_numbers(argnums, len(args), "gradient_report")
         # Python floats to differentiate become arrays.
         of_float: Callable[[Any], Any] = lambda x: as_jax_array(x) if isinstance(x, float) else x

@@ -19,7 +19,7 @@ from jmp import _jax_compat
 from jmp._array_calls import ArrayCall, cotangent, vjp_at
 from jmp._messages import described
 from jmp.autocasting import autocast
-from jmp.diagnostics._arguments import apart, check_asked, of_modules, parameters_of
+from jmp.diagnostics._arguments import asked_function, split_arguments, trained_parameters
 from jmp.diagnostics._residuals import Residual, residuals
 from jmp.diagnostics._tables import first_rows, size, table, totals
 from jmp.diagnostics._walk import HANDLERS, inline, replay, with_places
@@ -210,7 +210,7 @@ def memory_report(
     ({'float32': 128}, {'float16': 256, 'float32': 256})
     """
     call = "memory_report(fun, policy=policy)(*args)"
-    check_asked("memory_report", call, fun, early, policy)
+    function = asked_function("memory_report", call, fun, early, policy)
     _check_optimizer(optimizer)
     # The policy is read here, so that one that does not parse is refused at once.
     cast = (
@@ -218,8 +218,8 @@ def memory_report(
     )
 
     def count(*args: Any, **kwargs: Any) -> MemoryReport:
-        args, kwargs = apart(*args, **kwargs)
-        call = ArrayCall(of_modules(fun), args, kwargs)
+        args, kwargs = split_arguments(*args, **kwargs)
+        call = ArrayCall(function, args, kwargs)
         return _count(call, args, cast, optimizer, argnums, has_aux, compiled)
 
     return count
@@ -245,7 +245,7 @@ def _count(
         )
     # As `jax.grad` gives gradients: a tuple for several arguments.
     params = args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in argnums)
-    state, masters = _optimizer_sizes(optimizer, parameters_of(params))
+    state, masters = _optimizer_sizes(optimizer, trained_parameters(params))
     traced = value_and_gradients(cast(function), arrays, moving)
     report = MemoryReport(
         parameters=sum(structs[i].size for i in moving),

@@ -25,7 +25,8 @@ from jmp.autocasting._operations import (
 )
 from jmp.autocasting._program import Program, Traced
 from jmp.autocasting._registry import rule_for
-from jmp.diagnostics._arguments import apart, check_asked, in_paths
+from jmp.autocasting._steps import steps_of
+from jmp.diagnostics._arguments import asked_function, split_arguments
 from jmp.diagnostics._hazards import (
     dear_in_float32,
     delicate_in_half,
@@ -314,8 +315,9 @@ def precision_report(
     >>> [(row.operation, row.dtype_in) for row in report.rows]
     [('dot_general', 'float16'), ('exp', 'float32'), ('reduce_sum', 'float32')]
     """
-    check_asked("precision_report", "precision_report(fun, policy)(*args)", fun, early, policy)
-    program = make_program(in_paths(fun), policy, **options)
+    call = "precision_report(fun, policy)(*args)"
+    fun = asked_function("precision_report", call, fun, early, policy, of_equinox=True)
+    program = make_program(fun, policy, **options)
     if program is None:
         raise ValueError(
             f"precision_report got the policy {get_policy(policy)}, which computes in float32: "
@@ -330,7 +332,7 @@ def precision_report(
 
     def report(*args: Any, **kwargs: Any) -> PrecisionReport:
         is_taken = lambda x: isinstance(x, jax.ShapeDtypeStruct)
-        call = ArrayCall(of_arrays, *apart(*args, **kwargs), is_taken)
+        call = ArrayCall(of_arrays, *split_arguments(*args, **kwargs), is_taken)
         found: list[PrecisionReport] = []
         jax.eval_shape(lambda *tracers: found.append(call(*tracers)), *call.arrays)
         return found[0]
@@ -402,9 +404,10 @@ def _report(program: Program, traced: Traced, policy: str) -> PrecisionReport:
     in_half = _residual_bytes(traced.emit, operands)
     in_float32 = _residual_bytes(traced.as_written, traced.arrays)
     emitted = list(with_places(jax.make_jaxpr(traced.emit)(*operands)))
-    operations = list(operations_of(plan))
-    decided = list(decisions_of(plan))
-    rounded = list(rounded_arguments_of(plan))
+    steps = list(steps_of(plan))
+    operations = list(operations_of(steps))
+    decided = list(decisions_of(steps))
+    rounded = list(rounded_arguments_of(steps))
     # Nothing below reads the plan.
     rows = rows_of(operations)
     half = str(program.settings.compute_dtype)

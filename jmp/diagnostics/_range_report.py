@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jmp._messages import described
-from jmp.diagnostics._arguments import apart
+from jmp.diagnostics._arguments import split_arguments
 from jmp.diagnostics._range_plot import plot_ranges
 from jmp.diagnostics._ranges import (
     FLOAT8_LIMITS,
@@ -54,7 +54,7 @@ def range_report(tree: PyTree) -> "RangeReport":
     >>> report.best_scale("float16")
     16384.0
     """
-    ((tree,), _), given = apart(tree), tree
+    ((tree,), _), given = split_arguments(tree), tree
     with jax.enable_x64(True):  # float64 leaves of NumPy stay; a count may exceed 2**31
         leaves = [
             (path_string(path), as_jax_array(leaf))
