@@ -92,7 +92,7 @@ BROKEN = {
     ),
     "check_underflow": (jmp, "scaled_value_and_grad", unscaled, "Arrays are not equal"),
     "check_autocast": (jmp, "autocast", lambda fun, policy: fun, "are not in float16"),
-    "check_masters": (
+    "check_float32_masters": (
         transforms,
         "mixed_precision",
         lambda tx, policy: tx,

@@ -20,10 +20,11 @@ import numpy as np
 from jax import lax
 
 from jmp import _jax_compat
+from jmp._jax_compat import varying_axes
 from jmp.autocasting._casts import cast
 from jmp.autocasting._graph import Node, Value
 from jmp.dtypes import FLOAT32
-from jmp.sharding._axes import are_tracked, made_varying, mapped_axes, varying_axes
+from jmp.sharding._axes import are_tracked, made_varying, mapped_axes
 
 
 class Extremes(NamedTuple):

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jmp._jax_compat import varying_axes
 from jmp.autocasting._flow import Facts
 from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._kinds import kind_of
@@ -31,7 +32,6 @@ from jmp.autocasting._steps import (
     Step,
     Unplanned,
 )
-from jmp.sharding._axes import varying_axes
 
 WHY_SENT = "products alone read it afterwards: rounded before it is sent"
 WHY_WIDE = "the gradient of a parameter is float32 before devices add it up"

@@ -6,7 +6,7 @@ Both programs run on the device; the errors are computed in float64 on the host.
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -140,27 +140,26 @@ def cells(row: Difference, is_negligible: bool) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def cotangent_of(result: Any, scale: float) -> float:
-    """Returns the number that a mean of `result` times `scale` has as its cotangent everywhere.
+def cotangents_of(results: PyTree, scale: float) -> PyTree:
+    """Returns the cotangents of results whose means are added up and multiplied by a scale.
 
-    Infinite where float16 has none as large; `warn_of_narrow_results` says so.
+    Warns of a result whose dtype has no number as large: its cotangent is infinite, as in training.
     """
-    number = scale / max(1, result.size)
-    is_beyond = result.dtype == jnp.float16 and number > float(jnp.finfo(jnp.float16).max)
-    return math.inf if is_beyond else number
 
-
-def warn_of_narrow_results(found: Mapping[tuple[str, str], jax.Array], scale: float) -> None:
-    """Warns of results whose dtype has no number as large as their cotangent, as in training."""
-    for (kind, path), x in found.items():
-        if kind == "result" and math.isinf(cotangent_of(x, scale)):
+    def of(path: Any, x: Any) -> Any:
+        number = scale / max(1, x.size)
+        if x.dtype == jnp.float16 and number > float(jnp.finfo(jnp.float16).max):
+            number, name = math.inf, path_string(path)
             warnings.warn(
-                f"compare's result{' ' * bool(path)}{path} is float16 under the policy, which has "
+                f"compare's result{' ' * bool(name)}{name} is float16 under the policy, which has "
                 f"no number as large as the scale {scale:g}: its gradients are infinite, as in a "
                 "training with this scale. Widen what the loss is computed from "
                 "(jmp.cast_to_full of the parameters or the batch), or the loss itself.",
                 stacklevel=users_stacklevel(),
             )
+        return cotangent(x, number)
+
+    return jax.tree_util.tree_map_with_path(of, results)
 
 
 def check_float64(jaxpr: Any) -> None:
@@ -259,7 +258,6 @@ def compare(
     def measure(*args: Any, **kwargs: Any) -> Comparison:
         given = split_arguments(*args, **kwargs)
         found = run(lowered, given, argnums, scale)
-        warn_of_narrow_results(found, scale)
         found_in_half = None if half is None else run(half, given, argnums, scale)
         if reference == "float64":
             with jax.enable_x64(True):
@@ -430,7 +428,7 @@ def run(
 
     def results_and_gradients(*arrays: jax.Array) -> tuple[PyTree, tuple[jax.Array, ...]]:
         results, vjp = vjp_at(call, arrays, list(paths.values()))
-        return results, vjp(jax.tree.map(lambda x: cotangent(x, cotangent_of(x, scale)), results))
+        return results, vjp(cotangents_of(results, scale))
 
     results, gradients = jax.jit(results_and_gradients)(*call.arrays)
     return {

@@ -32,7 +32,7 @@ INVERSES: dict[str, Callable[[float], float]] = {
 # What is infinite or NaN where one operand is zero: the number of that operand.
 DIVISORS = {"div": 1, "log": 0, "rsqrt": 0, "pow": 0}
 GUARD = " Add an epsilon to the divisor, or choose it by jnp.where."
-OF_KIND = {
+CURES_BY_KIND = {
     "argument": "It came in like this: nothing in this function made it. Look at the data, or at "
     "the step before; jmp.transforms.with_loss_scale skips an update that is not finite.",
     "constant": "It is written in the program, or closed over, and reaches a result: look at this "
@@ -44,8 +44,8 @@ OF_KIND = {
 
 def cure_for(cause: Cause) -> str:
     """Returns what to do; sentences that may follow others begin with a space."""
-    if cause.kind in OF_KIND:
-        return OF_KIND[cause.kind].format(name=cause.name)
+    if cause.kind in CURES_BY_KIND:
+        return CURES_BY_KIND[cause.kind].format(name=cause.name)
     if cause.is_nan and any(operand.nonfinite for operand in cause.operands):
         return _cure_of_infinities(cause)
     divisor = _divisor_of(cause)
@@ -66,14 +66,14 @@ def cure_for(cause: Cause) -> str:
             f"It divides by as little as {divisor.smallest:.2g}, and goes beyond {largest:.5g}."
             f"{cure}"
         )
-    if cause.place.is_backward and _is_narrow(cause):
+    if cause.place.is_backward and _ends_early(cause):
         return (
             f"A gradient went beyond {largest:.5g} in {cause.dtype}. If the loss is scaled, lower "
             "the scale. A jmp.DynamicLossScale does so by itself, and the step is skipped: "
             "harmless if it happens rarely. If it happens at any scale, clip or normalise what is "
             "differentiated."
         )
-    if rule.casts and _is_narrow(cause):
+    if rule.casts and _ends_early(cause):
         return (
             f"The cast meets numbers beyond {largest:.5g}, {cause.dtype}'s largest. Make them "
             "smaller before the cast, or leave them in float32. A sum or mean of half numbers ends "
@@ -86,7 +86,7 @@ def cure_for(cause: Cause) -> str:
             f"{_keep_in_float32(cause)} Subtract the maximum first, as jax.nn.softmax and "
             "jax.nn.logsumexp do."
         )
-    if _is_narrow(cause):
+    if _ends_early(cause):
         what = "sum of products" if is_product else "sum" if rule.sums else "result"
         smaller = (
             " Scale the operands before they are multiplied (a query by 1 / sqrt(d)), or normalise "
@@ -114,7 +114,7 @@ def _cure_of_infinities(cause: Cause) -> str:
 
 
 def _cure_of_a_zero(cause: Cause) -> str:
-    is_narrow, keep = _is_narrow(cause), _keep_in_float32(cause)
+    is_narrow, keep = _ends_early(cause), _keep_in_float32(cause)
     flushed = ""
     if is_narrow:
         smallest = float(jnp.finfo(cause.dtype).smallest_subnormal)
@@ -150,14 +150,14 @@ def _divisor_of(cause: Cause) -> Operand | None:
     return cause.operands[DIVISORS[cause.name]] if cause.name in DIVISORS else None
 
 
-def _is_narrow(cause: Cause) -> bool:
+def _ends_early(cause: Cause) -> bool:
     """Returns whether the dtype ends long before float32 does; bfloat16 does not."""
     return float(jnp.finfo(cause.dtype).max) < 1e30
 
 
 def _keep_in_float32(cause: Cause) -> str:
     """Returns how to compute it in float32; "" if the dtype is not narrow."""
-    if not _is_narrow(cause):
+    if not _ends_early(cause):
         return ""
     if AUTOCAST in _jax_compat.scope_names(cause.place.stack):
         # The scopes that einsum opens are no names to write down.

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jmp import _jax_compat
-from jmp._jax_compat import varying_axes as varying_axes
+from jmp._jax_compat import varying_axes
 from jmp._messages import described
 from jmp.trees import PyTree
 

@@ -170,7 +170,7 @@ def _gathered_over_mapped_axes(
     Raises: ValueError for an axis that is not mapped, or one along which types say that a parameter
       is not sharded.
     """
-    _check_names(parameters, mapped_axes(), "mapped")
+    _check_axes_exist(parameters, mapped_axes(), "mapped")
     named = {name for parameter in parameters for name in _named_axes(parameter)}
     tracked = bool(named) and are_tracked()
 
@@ -247,12 +247,19 @@ def _gathered_by_type(
             "axes XLA gathers by itself what was cast: leave the call out and write "
             "jmp.autocast(fun, 'mixed_float16,r=f32'), whose sums over devices are float32."
         )
-    _check_names(parameters, explicit, "explicit")
+    _check_axes_exist(parameters, explicit, "explicit")
     targets = list(map(_names_afterwards, parameters))
     data = _data_axes(parameters, targets, explicit)
     adds_in_another = reduce_dtype != dtype and bool(data)
-    if adds_in_another:
-        _warn_of_vectors(parameters, dtype, reduce_dtype)
+    vectors = [p.path for p in parameters if p.array.ndim < _FEWEST_DIMENSIONS]
+    if adds_in_another and vectors:
+        warnings.warn(
+            f"{CALLER}: the gradients of {listed(vectors)} are added up in {dtype}, not in "
+            f"{reduce_dtype}: along explicit axes JAX does that for parameters of two or more "
+            "dimensions alone. Gather these in a call of their own, without reduce_dtype, to "
+            "silence this; in shard_map all add up in the dtype asked.",
+            stacklevel=3,
+        )
     results = []
     for parameter, target in zip(parameters, targets, strict=True):
         array, partitions = parameter.array, [names or None for names in target]
@@ -300,20 +307,6 @@ def _data_axes(
     named = (spec if isinstance(spec, tuple) else spec.reduced for spec in specs)
     left = {name for target in targets for names in target for name in names}
     return frozenset().union(*named) or frozenset(explicit - left)
-
-
-def _warn_of_vectors(
-    parameters: Sequence[Parameter], dtype: np.dtype, reduce_dtype: np.dtype
-) -> None:
-    vectors = [p.path for p in parameters if p.array.ndim < _FEWEST_DIMENSIONS]
-    if vectors:
-        warnings.warn(
-            f"{CALLER}: the gradients of {listed(vectors)} are added up in {dtype}, not in "
-            f"{reduce_dtype}: along explicit axes JAX does that for parameters of two or more "
-            "dimensions alone. Gather these in a call of their own, without reduce_dtype, to "
-            "silence this; in shard_map all add up in the dtype asked.",
-            stacklevel=4,
-        )
 
 
 # What the user said: names of axes, or specs.
@@ -375,7 +368,7 @@ def _names_in(spec: PartitionSpec) -> list[Names]:
     ]
 
 
-def _check_names(parameters: Iterable[Parameter], known: Iterable[str], kind: str) -> None:
+def _check_axes_exist(parameters: Iterable[Parameter], known: Iterable[str], kind: str) -> None:
     """Raises ValueError if an axis that was named is none of `known`.
 
     Args:

@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec as P
 import jmp
 from benchmarks import float8_convolutions
 from jmp import diagnostics
+from jmp._jax_compat import varying_axes
 from jmp.autocasting import _float8, _float8_planning, _planner, _scales
 from jmp.autocasting._float8 import GRADIENTS, OPERANDS
-from jmp.sharding._axes import varying_axes
 from testbed.gpt2 import GPT2, gpt2
 from tests.errors import relative_error
 from tests.products import equations, equations_of
