@@ -121,7 +121,7 @@ RULES = [
     Rule("masks saturate", {"_steps.Storage.may_be_mask": lambda *_: False}),
     Rule("constants are looked at", {"_reasons.fits": lambda *_: True}),
     Rule("one minus a bounded value", {"_reasons._cancels": lambda _: False}),
-    Rule("outer products are multiplications", {"_plain_forms.contracts_nothing": lambda _: False}),
+    Rule("outer products are multiplications", {"_equations.contracts_nothing": lambda _: False}),
     Rule("counts are exact", {"_flatten.why_exact": lambda _: ""}),
     Rule("angles are exact", {"_flatten.find_angles": lambda _: []}),
     Rule("streams are carried in half", {"kinds.scan.LAYERS": 0}),

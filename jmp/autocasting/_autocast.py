@@ -8,8 +8,7 @@ import jax
 
 from jmp._messages import check_function, described, framework_of, way_out
 from jmp.autocasting._program import Program, check_names, check_runs_when_called
-from jmp.autocasting._regions import AUTOCAST, FULL_PRECISION, check_rules
-from jmp.autocasting._settings import Settings
+from jmp.autocasting._request import AUTOCAST, FULL_PRECISION, Settings, check_rules
 from jmp.dtypes import FLOAT32
 from jmp.policy import Policy, get_policy, mark_lowered
 from jmp.rules import PolicyRules, Rule
@@ -129,7 +128,7 @@ def lowered(fun: Callable[P, R], policy: Policy, **options: Any) -> Callable[P, 
     """Returns what `autocast` does; the options are those of `make_program`."""
     program = make_program(fun, policy, **options)
     if program is None:
-        return _in_scope(AUTOCAST, fun)  # an autocast around it leaves it as it is
+        return _under_scope(AUTOCAST, fun)  # an autocast around it leaves it as it is
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -215,10 +214,10 @@ def full_precision(fun: Callable[P, R]) -> Callable[P, R]:
     """
 
     check_function(fun, "full_precision", "full_precision(fun)(*args), or @full_precision")
-    return _in_scope(FULL_PRECISION, fun)
+    return _under_scope(FULL_PRECISION, fun)
 
 
-def _in_scope(name: str, fun: Callable[P, R]) -> Callable[P, R]:
+def _under_scope(name: str, fun: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(fun)
     def marked(*args: P.args, **kwargs: P.kwargs) -> R:
         with jax.named_scope(name):

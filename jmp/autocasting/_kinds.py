@@ -24,7 +24,7 @@ from jmp._messages import described
 from jmp.autocasting._flow import Destination, Facts, Info
 from jmp.autocasting._graph import Given, Graph, Node, Value
 from jmp.autocasting._registry import Rule, primitive_name
-from jmp.autocasting._settings import Settings
+from jmp.autocasting._request import Settings
 from jmp.autocasting._steps import (
     Context,
     Function,
@@ -53,7 +53,7 @@ class Level(abc.ABC):
         """Flattens a function inside `node`.
 
         Args:
-          operands: its first arguments, as in `flatten`.
+          operands: its first arguments, as in `graph_of`.
         """
 
     @abc.abstractmethod

@@ -13,16 +13,15 @@ import numpy as np
 
 from jmp import _jax_compat
 from jmp._messages import described, users_stacklevel
-from jmp.autocasting._equations import is_inner_product
+from jmp.autocasting._equations import contracts_nothing, is_inner_product
 from jmp.autocasting._exact_products import WHY_EXACT, wrapped_values
 from jmp.autocasting._float8 import OPERANDS
 from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._numbers import inexact_name
-from jmp.autocasting._plain_forms import contracts_nothing
 from jmp.autocasting._precision import asked_for
 from jmp.autocasting._propagation import walk_inside
-from jmp.autocasting._regions import AUTOCAST, FULL_PRECISION
 from jmp.autocasting._registry import NO_RULE, Params, is_low
+from jmp.autocasting._request import AUTOCAST, FULL_PRECISION
 from jmp.autocasting._sending import WHY_NOT_WIDE
 from jmp.autocasting._steps import Fused, Island, Plan, Ran, Single, steps_of
 from jmp.dtypes import FLOAT32
@@ -120,22 +119,24 @@ def _operations_of_node(
     for visit, changed in zip(visits, walk_inside(bound), strict=True):
         if visit.is_innermost:
             equation, around, turns = visit
-            dtypes_in = _named(map(inexact_name, equation.invars))
-            dtypes_out = _named(map(inexact_name, equation.outvars))
+            dtypes_in = _names_once(map(inexact_name, equation.invars))
+            dtypes_out = _names_once(map(inexact_name, equation.outvars))
             params = changed.equation.params
             yield Operation(equation, around, node, why, turns, params, dtypes_in, dtypes_out)
     if not visits:
         is_read = [value.is_float32 or read == OPERANDS for value in node.inputs]
-        pairs = zip(node.inputs, is_read, strict=True)
-        dtypes_in = _named(str(read) if chosen else inexact_name(value) for value, chosen in pairs)
+        chosen = zip(node.inputs, is_read, strict=True)
+        dtypes_in = _names_once(
+            str(read) if reads else inexact_name(value) for value, reads in chosen
+        )
         stored = zip(node.outputs, stores, strict=True)
-        dtypes_out = _named(
+        dtypes_out = _names_once(
             str(dtype) if value.is_float32 else inexact_name(value) for value, dtype in stored
         )
         yield Operation(traced, node.around, node, why, times, params, dtypes_in, dtypes_out)
 
 
-def _named(dtypes: Iterable[str]) -> list[str]:
+def _names_once(dtypes: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(filter(None, dtypes)))
 
 

@@ -18,14 +18,13 @@ from jmp import _jax_compat
 from jmp._array_calls import StaticPart, take_arrays
 from jmp._messages import described, function_name, listed, users_stacklevel
 from jmp.autocasting._emit import run_plan
-from jmp.autocasting._flatten import flatten
+from jmp.autocasting._flatten import graph_of
 from jmp.autocasting._flow import Destination, Info
 from jmp.autocasting._numbers import MadeOf
 from jmp.autocasting._operations import warn_if_gradients_stay_half, warn_if_no_product_is_half
 from jmp.autocasting._planner import Planner
 from jmp.autocasting._propagation import walk
-from jmp.autocasting._regions import AUTOCAST, Request
-from jmp.autocasting._settings import Settings
+from jmp.autocasting._request import AUTOCAST, Request, Settings
 from jmp.autocasting._steps import Context, Plan
 from jmp.dtypes import FLOAT32
 from jmp.rules import PolicyRules, Rule, UnusedRuleWarning
@@ -138,7 +137,7 @@ class Program:
     def _plan(self, jaxpr: Any, constants: Sequence[Any], in_half: Sequence[bool]) -> Plan:
         request = Request(self.settings, self.rules, self.rules_of_modules)
         given = [MadeOf.INPUTS] * len(jaxpr.invars)
-        graph = flatten(jaxpr, constants, given, None, request)
+        graph = graph_of(jaxpr, constants, given, None, request)
         infos = [Info(value.dtype, True) for value in graph.inputs]
         first = len(infos) - len(in_half)
         for position, half in enumerate(in_half):

@@ -1,9 +1,8 @@
 """A plan: the steps of one level, with every decision and its reason. `_emit` runs it as it says.
 
-There are three sorts of steps: a `Single` equation, a `Nested` one that is planned inside, and an
-`Island` of equations computed in float32 as one.
-
-What is decided of each value of a level: the one place where dtypes are written down.
+There are four sorts of steps: a `Single` equation, a `Nested` one that is planned inside, an
+`Island` of equations computed in float32 as one, and a `Fused` attention. While a level is planned,
+`Storage` has what is decided of its values: the one place where dtypes are written down.
 """
 
 import enum
@@ -14,12 +13,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jmp.autocasting._float8 import InFloat8
 from jmp.autocasting._flow import Destination, Facts, Info
 from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._propagation import turns_of
-from jmp.autocasting._regions import Request
 from jmp.autocasting._registry import Params
-from jmp.autocasting._scales import Extremes
+from jmp.autocasting._request import Request
 
 Function = Callable[..., Any]  # of flat arrays; returns a list of them
 Dtypes = tuple[np.dtype | None, ...]  # None for what has no dtype, or keeps its own
@@ -37,26 +36,6 @@ class Arithmetic(enum.Enum):
     def is_half(self) -> bool:
         """Whether operands are read in half."""
         return self not in (Arithmetic.FLOAT32, Arithmetic.ROUNDED)
-
-
-class Bounded(NamedTuple):
-    """A function of one product's result; see `_bounds`."""
-
-    product: Value
-    added: tuple[Value, ...]  # vectors that are added to it before
-    extremes: Extremes
-
-
-class InFloat8(NamedTuple):
-    """How a product is computed in float8; see `_float8`."""
-
-    is_shared: bool  # other products may read its factors
-    # What each operand is the product of, where no maximum is looked for: nothing, one or two.
-    operands: tuple[tuple[Bounded, ...], ...] = ((), ())
-    is_bounded: bool = False  # its cotangent comes with a bound
-    has_bias: bool = False  # its cotangent is added up for the gradient of a vector, too
-    # Devices may not come by here together: each has scales of its own, and sends nothing for them.
-    is_apart: bool = False
 
 
 class Recompute(enum.Enum):
@@ -246,7 +225,7 @@ def nodes_of(step: Step) -> tuple[Node, ...]:
     return step.nodes if isinstance(step, Island) else (step.node,)
 
 
-def in_order(steps: Sequence[Step], outputs: Iterable[Value]) -> list[Step]:
+def runnable_order(steps: Sequence[Step], outputs: Iterable[Value]) -> list[Step]:
     """Sorts steps; those that neither an output nor a marker needs are left out."""
     producers = {
         value: index

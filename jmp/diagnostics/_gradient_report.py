@@ -226,7 +226,7 @@ def _tapped(closed: Any, tap: Tap, dtype: Any) -> Callable[..., Any]:
         is_whole = name not in HANDLERS and any(map(kind_of_row, inner_equations(equation)))
         if kind_of_row(equation) is None and not is_whole:
             return results
-        operation = _jax_compat.name_of(equation) if is_whole else name
+        operation = _jax_compat.called_name(equation) if is_whole else name
         if is_whole and any(str(getattr(x.aval, "dtype", "")) == FLOAT8 for x in equation.invars):
             operation = FLOAT8_PRODUCT
         tapped = []

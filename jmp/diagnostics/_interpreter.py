@@ -311,7 +311,7 @@ class Interpreter:
     def _call(self, equation: JaxprEqn, inputs: list[Checked], here: Location) -> list[Checked]:
         name = equation.primitive.name
         if _jax_compat.is_jit(equation):
-            name = f"jit {_jax_compat.name_of(equation)}"
+            name = f"jit {_jax_compat.called_name(equation)}"
         elif name in _jax_compat.REMAT:
             name = "" if _is_autocasts(equation) else "remat"
         inner = here.within(name) if name else here

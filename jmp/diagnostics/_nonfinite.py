@@ -15,8 +15,8 @@ import jax.numpy as jnp
 
 from jmp import _jax_compat
 from jmp._array_calls import ArrayCall
-from jmp.autocasting._regions import AUTOCAST
 from jmp.autocasting._registry import Category, rule_for
+from jmp.autocasting._request import AUTOCAST
 from jmp.diagnostics._arguments import asked_function, check_numbers, split_arguments
 from jmp.diagnostics._interpreter import Cause, Interpreter, Location, Operand, earliest
 from jmp.trees import as_jax_array

@@ -26,7 +26,7 @@ from jax.extend.source_info_util import NameStack
 from jmp import _jax_compat
 from jmp.autocasting._kinds import kind_of
 from jmp.autocasting._propagation import walk
-from jmp.autocasting._regions import joined_path
+from jmp.autocasting._request import joined_path
 
 # Lines of these packages are not the user's: what counts is the line that calls a Flax layer.
 FRAMEWORKS = ("jaxlib/", "flax/", "haiku/", "equinox/", "optax/", "chex/")

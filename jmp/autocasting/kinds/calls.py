@@ -22,7 +22,7 @@ class JitKind(Kind):
         def call(*args: Any) -> Any:
             return function(*args)
 
-        call.__name__ = _jax_compat.name_of(equation)
+        call.__name__ = _jax_compat.called_name(equation)
         return jax.jit(call, **_jax_compat.jit_options(equation.params))(*operands)
 
 

@@ -9,7 +9,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jmp import _jax_compat
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import Arrays, Kind, Level, register_kind
-from jmp.autocasting._sending import apart, may_part
+from jmp.autocasting._sending import may_part, with_own_scales
 from jmp.autocasting._steps import Function, Nested
 
 
@@ -29,7 +29,7 @@ class CondKind(Kind):
         branches = self.functions(node.equation)
         insides = [level.plan_called(branch, node, node.inputs[1:]) for branch in branches]
         if may_part(node, node.inputs[0].aval):
-            insides = [apart(inside) for inside in insides]
+            insides = [with_own_scales(inside) for inside in insides]
         plans = (inside.plan.stores for inside in insides)
         stores = tuple(
             level.half if value.is_float32 and set(dtypes) == {level.half} else value.dtype

@@ -28,7 +28,7 @@ from jmp.autocasting._kinds import Arrays, Kind, Level, register_kind
 from jmp.autocasting._numbers import is_inexact
 from jmp.autocasting._propagation import inner_equations
 from jmp.autocasting._registry import Category, Rule
-from jmp.autocasting._settings import Settings
+from jmp.autocasting._request import Settings
 from jmp.autocasting._steps import Function, Inside, Nested, RunPlan
 from jmp.dtypes import FLOAT32
 

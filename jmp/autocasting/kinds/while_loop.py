@@ -21,8 +21,8 @@ from jmp.autocasting._numbers import is_inexact
 from jmp.autocasting._precision import as_written
 from jmp.autocasting._propagation import WayInside, propagate_while
 from jmp.autocasting._registry import Category, Rule, rule_for
-from jmp.autocasting._sending import apart, may_part
-from jmp.autocasting._settings import Settings
+from jmp.autocasting._request import Settings
+from jmp.autocasting._sending import may_part, with_own_scales
 from jmp.autocasting._steps import Function, Nested, RunPlan
 
 
@@ -91,7 +91,7 @@ class WhileKind(Kind):
         body = level.plan_opened(opened, [*infos, *carries], outputs, prevent_cse=False)
         (is_on,) = loop.condition.out_avals
         if may_part(node, is_on):
-            body = apart(body)
+            body = with_own_scales(body)
         asked_as_written = as_written(loop.condition, node, level.context.request)
         condition = functools.partial(_unplanned, asked_as_written)
         reads = [*(value.dtype for value in asked), *(info.dtype for info in infos), *stores]
