@@ -121,7 +121,7 @@ def scoped(loss: Callable[..., Any], args: Sequence[Any]) -> Scoped:
       loss: a function of modules.
       args: what `split_arguments` returned of its arguments.
     """
-    if _holds(args, _is_split_module):
+    if _contains(args, _is_split_module):
         adapter = importlib.import_module("jmp.adapters.nnx")
 
         def lower(fun: Any, *policy: Any, **options: Any) -> Any:
@@ -129,13 +129,13 @@ def scoped(loss: Callable[..., Any], args: Sequence[Any]) -> Scoped:
             return _nnx().of_split_modules(lowered, in_scopes=False)
 
         return Scoped(_nnx().of_split_modules(loss, in_scopes=True), lower, "flax.nnx")
-    if not (_holds(args, _is_equinox) and _equinox().takes_marked_modules(loss, args, {})):
+    if not (_contains(args, _is_equinox) and _equinox().takes_marked_modules(loss, args, {})):
         return Scoped(loss, autocast, None)
     in_scopes = _equinox().with_marked_modules(loss, ModuleScopes())
     return Scoped(in_scopes, _equinox().autocast, "equinox")
 
 
-def _holds(tree: PyTree, is_module: Callable[[Any], bool]) -> bool:
+def _contains(tree: PyTree, is_module: Callable[[Any], bool]) -> bool:
     return any(map(is_module, jax.tree.leaves(tree, is_leaf=is_module)))
 
 

@@ -143,12 +143,14 @@ def gradient_report(
         closed = jax.make_jaxpr(lambda *arrays: call(*arrays)[0])(*arrays)
         counts = count(closed, arrays, list(paths), half)
         named = [(path, str(arrays[i].dtype)) for i, path in paths.items()]
-        return RangeReport(tuple(_rows(named, counts, scale)), str(half or "float16"))
+        return RangeReport(tuple(_report_rows(named, counts, scale)), str(half or "float16"))
 
     return report
 
 
-def _rows(parameters: list[tuple[str, str]], counts: Counts, scale: float) -> Iterator[Range]:
+def _report_rows(
+    parameters: list[tuple[str, str]], counts: Counts, scale: float
+) -> Iterator[Range]:
     """Yields the rows of a report; of the parameters paths and dtypes are given."""
     for (path, dtype), counted in zip(parameters, counts.parameters, strict=True):
         yield row_of("parameter", path, dtype, counted)

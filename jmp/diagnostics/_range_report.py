@@ -218,7 +218,7 @@ class RangeReport:
 
     def __str__(self) -> str:
         best, lossless = self.best_scale(), self.lossless_scales()
-        lines = [table(("role", "scale", *SHARES), _totals(self, best))]
+        lines = [table(("role", "scale", *SHARES), _rows_of_totals(self, best))]
         lines.append(f"best static scale: {'unknown' if best is None else _power(best)}")
         if lossless:
             lines.append(f"scales that lose no gradient: {' to '.join(map(_power, lossless))}")
@@ -228,7 +228,7 @@ class RangeReport:
         return "\n".join(lines)
 
 
-def _totals(report: RangeReport, best: float | None) -> list[tuple[str, ...]]:
+def _rows_of_totals(report: RangeReport, best: float | None) -> list[tuple[str, ...]]:
     # In half a scale that comes too late brings nothing back: no use to show one.
     is_half = any(row.dtype in HALVES for row in report.rows)
     found = []
