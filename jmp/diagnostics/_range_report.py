@@ -20,7 +20,7 @@ from jmp.diagnostics._ranges import (
     Range,
     exponent_of,
     exponents,
-    power_of_two,
+    nearest_scale,
     row_of,
 )
 from jmp.diagnostics._tables import first_rows, table
@@ -146,7 +146,7 @@ class RangeReport:
         Raises: ValueError for another dtype, or a margin below 1 or infinite.
         """
         found = self._lossless_exponents(dtype, margin)
-        return None if found is None else power_of_two(found[1])
+        return None if found is None else nearest_scale(found[1])
 
     def lossless_scales(
         self, dtype: DTypeLike | None = None, margin: float = 2.0
@@ -166,7 +166,7 @@ class RangeReport:
         hidden = any(row.zeros and row.dtype in HALVES for row in rows)
         if found is None or found[0] > found[1] or hidden:
             return None
-        return power_of_two(found[0]), power_of_two(found[1])
+        return nearest_scale(found[0]), nearest_scale(found[1])
 
     def _lossless_exponents(self, dtype: DTypeLike | None, margin: float) -> tuple[int, int] | None:
         rows = [row for role in SCALED for row in self.counting(role) if row.zeros < row.size]
