@@ -16,7 +16,7 @@ import optax
 
 from jmp import _jax_compat
 from jmp._array_calls import ArrayCall, cotangent, vjp_at
-from jmp._messages import described
+from jmp._messages import described, wrong
 from jmp.autocasting import autocast
 from jmp.diagnostics._arguments import asked_function, split_arguments, trained_parameters
 from jmp.diagnostics._residuals import Residual, residuals
@@ -76,7 +76,9 @@ def memory_report(
     """
     call = "memory_report(fun, policy=policy)(*args)"
     function = asked_function("memory_report", call, fun, early, policy)
-    _check_optimizer(optimizer)
+    if not (optimizer is None or hasattr(optimizer, "init")):
+        expected = "an optax transformation, such as optax.adam(1e-3)"
+        raise wrong(TypeError, "memory_report", optimizer, expected, name="optimizer")
     # The policy is read here, so that one that does not parse is refused at once.
     cast = (
         (lambda f: f) if policy is None else functools.partial(autocast, policy=get_policy(policy))
@@ -272,10 +274,9 @@ def compare_memory(reports: Mapping[str, MemoryReport]) -> str:
     """
     is_mapping = isinstance(reports, Mapping)
     if not (is_mapping and all(isinstance(r, MemoryReport) for r in reports.values())):
-        raise TypeError(
-            f"compare_memory got {described(reports)}; expected what memory_report(fun)(*args) "
-            "returned, by name: {'float32': report, 'mixed_float16': other}."
-        )
+        by_name = "{'float32': report, 'mixed_float16': other}"
+        expected = f"what memory_report(fun)(*args) returned, by name: {by_name}"
+        raise wrong(TypeError, "compare_memory", reports, expected)
     first = next(iter(reports.values()), None)
     columns = [_column(r, None if r is first else first) for r in reports.values()]
     names = columns[0] if columns else {}
@@ -318,14 +319,6 @@ def _optimizer_sizes(
     masters = _sizes([s.masters for s in find_states(state, WithMasterParamsState)])
     rest = collections.Counter(_sizes(state)) - collections.Counter(masters)
     return dict(rest), masters
-
-
-def _check_optimizer(optimizer: object) -> None:
-    if not (optimizer is None or hasattr(optimizer, "init")):
-        raise TypeError(
-            f"memory_report got optimizer={described(optimizer)}; expected an optax "
-            "transformation, such as optax.adam(1e-3)."
-        )
 
 
 def _with_arrays_of_aux(function: Function, has_aux: bool) -> Function:

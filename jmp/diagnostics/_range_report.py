@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp._messages import described
+from jmp._messages import described, wrong
 from jmp.diagnostics._arguments import split_arguments
 from jmp.diagnostics._range_plot import plot_ranges
 from jmp.diagnostics._ranges import (
@@ -63,9 +63,12 @@ def range_report(tree: PyTree) -> "RangeReport":
         ]
         counts = jax.device_get([_count(leaf) for _, leaf in leaves])
     if not leaves and callable(given):
-        raise TypeError(
-            f"range_report got {described(given)}; expected a tree of arrays, such as parameters. "
-            "What a loss computes is counted by gradient_report(loss_fn)(*args)."
+        raise wrong(
+            TypeError,
+            "range_report",
+            given,
+            "a tree of arrays, such as parameters",
+            more=" What a loss computes is counted by gradient_report(loss_fn)(*args).",
         )
     pairs = zip(leaves, counts, strict=True)
     return RangeReport(
