@@ -16,7 +16,7 @@ import numpy as np
 from jmp._array_calls import ArrayCall, cotangent, vjp_at
 from jmp._messages import users_stacklevel, wrong
 from jmp.autocasting._autocast import autocast
-from jmp.diagnostics._arguments import apart, check_asked, in_paths
+from jmp.diagnostics._arguments import asked_function, split_arguments
 from jmp.diagnostics._tables import table
 from jmp.policy import Policy, get_policy
 from jmp.trees import PyTree, cast_to_at_least_float32, path_string
@@ -218,13 +218,13 @@ def compare(
     >>> [(row.kind, row.path, row.relative_error < 0.01) for row in comparison.rows]
     [('result', '', True), ('gradient', 'w', True)]
     """
-    check_asked("compare", "compare(fun, policy)(*args)", fun, early, policy)
+    call = "compare(fun, policy)(*args)"
+    fun = asked_function("compare", call, fun, early, policy, of_equinox=True)
     check_scale(scale, "compare")
-    fun = in_paths(fun)
     lowered = autocast(fun, policy, **options)
 
     def measure(*args: Any, **kwargs: Any) -> Comparison:
-        given = apart(*args, **kwargs)
+        given = split_arguments(*args, **kwargs)
         found = run(lowered, given, argnums, scale)
         with jax.default_matmul_precision("highest"):
             expected = run(fun, cast_to_at_least_float32(given), argnums, 1.0)

@@ -20,7 +20,7 @@ import numpy as np
 from jmp._messages import check_function, described, listed, wrong
 from jmp.autocasting._autocast import AllOptions
 from jmp.autocasting._float8 import OPERANDS
-from jmp.diagnostics._arguments import apart, scoped
+from jmp.diagnostics._arguments import scoped, split_arguments
 from jmp.diagnostics._comparison import Comparison, check_scale, comparison_of, run
 from jmp.diagnostics._emulation import FlaggedProgram
 from jmp.diagnostics._scope_search import Errors, Found, rules_for, search_levels
@@ -233,7 +233,7 @@ def find_float32(
         _, (value, _) = scaled(*args)
         return value
 
-    args = jax.tree.map(_on_device, cast_to_at_least_float32(apart(*args)[0]))
+    args = jax.tree.map(_on_device, cast_to_at_least_float32(split_arguments(*args)[0]))
     given = options.pop("rules", ())
     given = tuple(given) if isinstance(given, Iterator) else given  # read more than once
     with_scopes, lower, framework = scoped(loss, args)
