@@ -20,7 +20,7 @@ from jmp.transforms._masters import collect_masters, reset_masters
 from jmp.transforms._mixed_precision import mixed_precision
 from jmp.transforms._placement import state_shardings
 from jmp.transforms._replacing import replace_loss_scale
-from jmp.transforms._states import check_masters
+from jmp.transforms._states import check_nothing_changes_masters
 from jmp.trees import PyTree
 
 __all__ = [
@@ -88,5 +88,5 @@ def masters(opt_state: PyTree, params: PyTree) -> PyTree:
     >>> masters((), {"w": jnp.ones(2, jnp.float16)})["w"].dtype
     dtype('float32')
     """
-    check_masters(opt_state, WithMasterParamsState)
+    check_nothing_changes_masters(opt_state, WithMasterParamsState)
     return collect_masters(opt_state, params)

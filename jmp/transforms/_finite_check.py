@@ -88,20 +88,20 @@ def gradients_finite(gradients: PyTree) -> jax.Array:
     checks = [
         jnp.isfinite(jnp.concatenate(group)).all()
         for same_dtype in small.values()
-        for group in _groups(same_dtype, SMALL_TOGETHER)
+        for group in _chunks(same_dtype, SMALL_TOGETHER)
     ]
     together = [
         functools.reduce(jnp.logical_and, map(jnp.isfinite, group))
         for same_shape in alike.values()
-        for group in _groups(same_shape, SAME_SHAPE_TOGETHER)
+        for group in _chunks(same_shape, SAME_SHAPE_TOGETHER)
     ]
-    at_once = [each for each in together if not _rows(each)]
-    in_rows = [each for each in together if _rows(each)]
+    at_once = [each for each in together if not _row_count(each)]
+    in_rows = [each for each in together if _row_count(each)]
     if len(in_rows) < FEWEST_IN_ROWS:
         at_once, in_rows = together, []
     checks += [each.all() for each in at_once]
     if in_rows:
-        rows = [each.reshape(_rows(each), -1).all(axis=1) for each in in_rows]
+        rows = [each.reshape(_row_count(each), -1).all(axis=1) for each in in_rows]
         # Behind a barrier, or XLA would check each by itself again.
         checks.append(lax.optimization_barrier(jnp.concatenate(rows)).all())
     if not checks:
@@ -109,7 +109,7 @@ def gradients_finite(gradients: PyTree) -> jax.Array:
     return jnp.stack(checks).all()
 
 
-def _rows(checked: jax.Array) -> int | None:
+def _row_count(checked: jax.Array) -> int | None:
     """Returns in how many equal parts to check a matrix first; None for what to check at once."""
     if checked.ndim > 2:
         return None
@@ -117,7 +117,7 @@ def _rows(checked: jax.Array) -> int | None:
     return next(fits, None)
 
 
-def _groups(leaves: list[jax.Array], size: int) -> list[list[jax.Array]]:
+def _chunks(leaves: list[jax.Array], size: int) -> list[list[jax.Array]]:
     return [leaves[start : start + size] for start in range(0, len(leaves), size)]
 
 
@@ -176,16 +176,16 @@ def flag_by_size(finite: jax.Array) -> Callable[[Any], jax.Array]:
     return lambda leaf: finite if getattr(leaf, "size", 1) <= SHORTER_THAN_A_LAUNCH else scalar
 
 
-def in_order(gradients: PyTree) -> PyTree:
+def in_order_of_axes(gradients: PyTree) -> PyTree:
     """Returns the same numbers.
 
-    >>> bool((in_order(jnp.ones((3, 3, 2), jnp.float16)) == 1).all())
+    >>> bool((in_order_of_axes(jnp.ones((3, 3, 2), jnp.float16)) == 1).all())
     True
     """
-    return jax.tree.map(_in_order, gradients)
+    return jax.tree.map(_leaf_in_order_of_axes, gradients)
 
 
-def _in_order(gradient: Any) -> Any:
+def _leaf_in_order_of_axes(gradient: Any) -> Any:
     is_of_convolution = is_floating(gradient) and gradient.ndim > 2
     if not is_of_convolution or not is_half(gradient.dtype) or may_be_sharded(gradient):
         return gradient

@@ -53,7 +53,7 @@ class FlatMasters:
         found = tree_leaves_with_path(params)
         _check_one_half_dtype(found)
         return cls(
-            vector=flatten([leaf for _, leaf in found], dtype),
+            vector=as_one_vector([leaf for _, leaf in found], dtype),
             paths=tuple(keystr(path) for path, _ in found),
             shapes=tuple(leaf.shape for _, leaf in found),
         )
@@ -63,7 +63,7 @@ class FlatMasters:
         return dict(zip(self.paths, split(self.vector, self.shapes), strict=True))
 
 
-def flatten(tree: PyTree, dtype: DTypeLike) -> jax.Array:
+def as_one_vector(tree: PyTree, dtype: DTypeLike) -> jax.Array:
     """Returns the leaves of `tree` in `dtype`, one after the other in a vector."""
     return jnp.concatenate([jnp.ravel(leaf).astype(dtype) for leaf in jax.tree.leaves(tree)])
 
@@ -94,7 +94,7 @@ def map_vectors(
             vectors.append(leaves[position])
     for dtype, positions in groups.items():
         group = [leaves[position] for position in positions]
-        vectors.append(function(flatten(group, dtype)))
+        vectors.append(function(as_one_vector(group, dtype)))
         parts = split(vectors[-1], [leaf.shape for leaf in group])
         for position, part in zip(positions, parts, strict=True):
             leaves[position] = part

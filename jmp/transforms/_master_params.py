@@ -15,8 +15,8 @@ from jax.typing import DTypeLike
 from jmp._messages import described
 from jmp.dtypes import floating_dtype, is_half
 from jmp.transforms import _inner, _states
-from jmp.transforms._finite_check import in_order
-from jmp.transforms._flat_masters import FlatMasters, check_takes_a_vector, flatten
+from jmp.transforms._finite_check import in_order_of_axes
+from jmp.transforms._flat_masters import FlatMasters, as_one_vector, check_takes_a_vector
 from jmp.transforms._inner import Transformation
 from jmp.transforms._placement import placed
 from jmp.trees import PyTree, cast_to_at_least_float32, is_floating, leaves_by_path
@@ -24,9 +24,9 @@ from jmp.trees import PyTree, cast_to_at_least_float32, is_floating, leaves_by_p
 ROOT = keystr(())  # the path of a tree that is one array
 
 
-def difference(param: jax.Array, master: jax.Array) -> jax.Array:
+def difference_to_master(param: jax.Array, master: jax.Array) -> jax.Array:
     """Returns what must be added to `param`, in float32, to get the rounded master."""
-    new = rounded(master, param.dtype)
+    new = rounded_master(master, param.dtype)
     old = param.astype(jnp.float32)
     # Equal values: the zero with the master's sign, so that -0.0 stays what it is.
     zero = jnp.copysign(jnp.float32(0), new)
@@ -42,7 +42,7 @@ def difference(param: jax.Array, master: jax.Array) -> jax.Array:
     return jnp.where(new == old, zero, change)
 
 
-def rounded(master: jax.Array, dtype: DTypeLike) -> jax.Array:
+def rounded_master(master: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Returns a master rounded to the nearest finite number of a half `dtype`, as float32.
 
     Beyond the half range that is the largest finite number: from an infinite parameter no sum leads
@@ -151,7 +151,7 @@ def with_master_params(
         else:
             make = lambda p: jnp.array(p, master_dtype) if needs_master(p) else optax.MaskedNode()
             masters = jax.tree.map(make, params)
-        seen = _as_inner_sees(masters, params)
+        seen = _masters_or_params(masters, params)
         inner_state = _inner.init_inner(inner, seen, "with_master_params")
         _states.check_inner_state(inner_state, WithMasterParamsState, "with_master_params")
         state = WithMasterParamsState(masters, _states.without_weak_types(inner_state))
@@ -171,12 +171,12 @@ def with_master_params(
         _states.check_own_state(state, WithMasterParamsState, "with_master_params")
         _states.refuse_unreduced(updates, "with_master_params")
         _check_stored_as_in_init(params, state.masters)
-        full = _as_inner_sees(state.masters, params)
+        full = _masters_or_params(state.masters, params)
         if flat_master:
             _check_gradients(updates, params)
-            gradients: PyTree = flatten(cast_to_at_least_float32(updates), full.dtype)
+            gradients: PyTree = as_one_vector(cast_to_at_least_float32(updates), full.dtype)
         else:
-            gradients = cast_to_at_least_float32(in_order(updates))
+            gradients = cast_to_at_least_float32(in_order_of_axes(updates))
         full_updates, inner_state = _inner.update_inner(
             inner, updates, gradients, state.inner_state, full, extra_args, "with_master_params"
         )
@@ -189,7 +189,7 @@ def with_master_params(
             keep = lambda p, new: new if needs_master(p) else optax.MaskedNode()
             masters = jax.tree.map(keep, params, new_full)
         half_updates = jax.tree.map(
-            lambda p, new, u: difference(p, new) if needs_master(p) else u,
+            lambda p, new, u: difference_to_master(p, new) if needs_master(p) else u,
             params,
             new_full,
             full_updates,
@@ -241,7 +241,7 @@ def _check_stored_as_in_init(params: optax.Params, masters: PyTree) -> None:
             )
 
 
-def _as_inner_sees(masters: PyTree, params: optax.Params) -> optax.Params:
+def _masters_or_params(masters: PyTree, params: optax.Params) -> optax.Params:
     """Returns the masters, and the parameters that need none."""
     if isinstance(masters, FlatMasters):
         return masters.vector

@@ -12,13 +12,13 @@ from jax.tree_util import keystr, tree_map_with_path
 from jmp import _jax_compat
 from jmp._messages import described
 from jmp.transforms import _states
-from jmp.transforms._flat_masters import FlatMasters, flatten
+from jmp.transforms._flat_masters import FlatMasters, as_one_vector
 from jmp.transforms._master_params import (
     ROOT,
     WithMasterParamsState,
     check_half_ones_are_seen,
     needs_master,
-    rounded,
+    rounded_master,
     shapes_with_master,
 )
 from jmp.trees import PyTree, cast_to_at_least_float32, is_array, leaves_by_path
@@ -96,7 +96,7 @@ def follow_replaced(opt_state: S, params: PyTree) -> S:
         param, master = given[path], _as_master(given[path], old)
         if not needs_master(param):
             return master
-        is_rounded = rounded(old, param.dtype) == param.astype(jnp.float32)
+        is_rounded = rounded_master(old, param.dtype) == param.astype(jnp.float32)
         return jnp.where(is_rounded, old, master)
 
     return _map_masters(follow, opt_state)
@@ -147,7 +147,7 @@ def _map_masters(function: Callable[[str, jax.Array], jax.Array], opt_state: S) 
         masters = state.masters
         if isinstance(masters, FlatMasters):
             leaves = [function(path, old) for path, old in masters.leaves().items()]
-            vector = flatten(leaves, masters.vector.dtype)
+            vector = as_one_vector(leaves, masters.vector.dtype)
             return state._replace(masters=dataclasses.replace(masters, vector=vector))
         mapped = tree_map_with_path(lambda path, old: function(keystr(path), old), masters)
         return state._replace(masters=mapped)
