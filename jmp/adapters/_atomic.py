@@ -17,7 +17,7 @@ from jmp.loss_scaling import (
     scaled_value_and_grad,
 )
 from jmp.loss_scaling._gradients import pair_of
-from jmp.transforms._finite_check import flag_by_size
+from jmp.transforms._few_kernels import flag_by_size
 from jmp.transforms._loss_scaling import WithLossScaleState, find_loss_scaling
 from jmp.transforms._mixed_precision import unscaled_policy
 from jmp.trees import PyTree, is_complex, is_floating, select_leaves

@@ -11,7 +11,7 @@ from jmp.loss_scaling import LossScale, NoOpLossScale
 from jmp.loss_scaling._gradients import check_loss_scale
 from jmp.sharding._axes import AxisName, agreed, axis_names
 from jmp.transforms import _inner, _states
-from jmp.transforms._finite_check import (
+from jmp.transforms._few_kernels import (
     flag_by_size,
     gradients_finite,
     in_order_of_axes,

@@ -29,7 +29,7 @@ from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 from jmp import _jax_compat
 from jmp._messages import described
 from jmp.transforms import _inner
-from jmp.transforms._finite_check import is_on_mesh
+from jmp.transforms._few_kernels import is_on_mesh
 from jmp.trees import PyTree
 
 S = TypeVar("S")
