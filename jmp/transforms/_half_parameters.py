@@ -57,17 +57,15 @@ def refusing_half(
         return frozen_by_types[types]
 
     def check(params: optax.Params, state: Any, extra_args: dict[str, Any]) -> None:
-        if not any(map(_is_narrow, jax.tree.leaves(params))):
+        leaves = leaves_by_path(params).items()
+        narrow = {path: leaf.dtype for path, leaf in leaves if _is_narrow(leaf)}
+        with_master = shapes_with_master(state).keys()
+        if narrow.keys() <= with_master:
             return
-        with_master = shapes_with_master(state)
-        bare = {
-            path: leaf.dtype
-            for path, leaf in leaves_by_path(params).items()
-            if _is_narrow(leaf) and path not in with_master
-        }
-        trained = bare.keys() - frozen(params, extra_args) if bare else ()
+        safe = with_master | frozen(params, extra_args)
+        trained = {path: dtype for path, dtype in narrow.items() if path not in safe}
         if trained:
-            raise ValueError(_message({p: bare[p] for p in bare if p in trained}, policy))
+            raise ValueError(_message(trained, policy))
 
     def init(params: optax.Params) -> WithLossScaleState:
         state = tx.init(params)

@@ -173,6 +173,39 @@ def with_loss_scale(
     return tx
 
 
+def check_optimizer_state(opt_state: PyTree) -> None:
+    """Raises ValueError if an optimizer combines these transformations in an order that fails.
+
+    Those orders are: anything before loss scaling in a chain, which would see scaled gradients;
+    a transformation with a state after it, which a skip would not stop; loss scaling twice, or
+    inside `partition`, `masked`, `apply_if_finite`, `MultiSteps` and the like; anything chained
+    after masters, or masters inside `lookahead` and others that change updates. `named_chain` is
+    a chain.
+
+    A transformation sees its own part of the state, so neither `init` nor `update` can refuse these
+    orders in a training step of your own: call this once, with `tx.init(params)`. `masters` checks
+    the orders of masters, `loss_scale_state` all. The adapters call it too. They accept
+    transformations after loss scaling, because their steps undo on a skip what these changed.
+
+    Raises: ValueError for such an order; TypeError for an optimizer where its state belongs.
+
+    >>> check_optimizer_state(())
+    """
+    check_order(opt_state)
+
+
+def loss_scale_state(opt_state: PyTree) -> WithLossScaleState | None:
+    """Returns the `WithLossScaleState` inside an optimizer's state, or None where there is none.
+
+    Raises: as `check_optimizer_state`.
+
+    >>> loss_scale_state(()) is None
+    True
+    """
+    check_optimizer_state(opt_state)
+    return find_loss_scaling(opt_state)
+
+
 def find_loss_scaling(opt_state: optax.OptState) -> WithLossScaleState | None:
     """Returns the state of loss scaling, also where a transformation with a state comes after it.
 

@@ -26,8 +26,22 @@ from jmp.trees import PyTree, cast_to_at_least_float32, is_array, leaves_by_path
 S = TypeVar("S")
 
 
-def collect_masters(opt_state: optax.OptState, params: optax.Params) -> optax.Params:
-    """Returns `params` with half leaves replaced by their masters, of whatever parameter group."""
+def masters(opt_state: PyTree, params: PyTree) -> PyTree:
+    """Returns the parameters that the optimizer updates: the float32 masters.
+
+    Args:
+      opt_state: the state of an optimizer, chained, partitioned or masked.
+      params: the parameters. Leaves that need no master (float32) are taken from here; half leaves
+        without one (frozen groups) come back cast to float32.
+
+    Raises: ValueError if something changes the masters' updates, see `check_optimizer_state`, or if
+      a parameter that has a master is missing here, as those are that `optax.flatten` made one of;
+      TypeError for an optimizer in the place of its state, or a state in the place of parameters.
+
+    >>> masters((), {"w": jnp.ones(2, jnp.float16)})["w"].dtype
+    dtype('float32')
+    """
+    _states.check_nothing_changes_masters(opt_state, WithMasterParamsState)
     _check_are_parameters(params, "masters")
     check_half_ones_are_seen(opt_state, params)
     _check_all_given(opt_state, leaves_by_path(params), "masters")
