@@ -122,12 +122,12 @@ def as_multiplied(array: Any, dtype: np.dtype) -> Any:
     return _times_scales([round_to_float8(fixed, dtype, largest_of(fixed, axes_of(fixed)))])[0]
 
 
-def _times_scales(factors: Sequence[Float8], apart: Sequence[int] = ()) -> list[Any]:
-    """Returns factors in the dtype of their scales, those at the positions `apart` by a barrier."""
+def _times_scales(factors: Sequence[Float8], fenced: Sequence[int] = ()) -> list[Any]:
+    """Returns factors in the dtype of their scales, those at positions `fenced` by a barrier."""
     found = list(factors)
-    if apart:
-        behind = lax.optimization_barrier([factors[i].numbers for i in apart])
-        for i, numbers in zip(apart, behind, strict=True):
+    if fenced:
+        behind = lax.optimization_barrier([factors[i].numbers for i in fenced])
+        for i, numbers in zip(fenced, behind, strict=True):
             found[i] = factors[i]._replace(numbers=numbers)
     return [lax.convert_element_type(x.numbers, x.scale.dtype) * x.scale for x in found]
 
@@ -167,14 +167,14 @@ def _differentiable(types: Sequence[Any], params: Params, form: InFloat8) -> Cal
     # XLA would join products that share a factor, as those of queries, keys and values, and put the
     # other factors side by side: with a scale for each part that is no float8 product. Behind a
     # barrier of its own no product shares a factor.
-    apart = (0, 1) if form.is_shared else ()
+    fenced = (0, 1) if form.is_shared else ()
     # The second product reads the cotangent through a barrier too where that was stored before it
     # was rounded, or is added up: then it is rounded once, and devices send it in float8. Where
     # XLA can round it while it computes it, it stores it for each product in the order it wants.
-    apart_once = apart or (() if form.is_bounded and not form.has_bias else (0,))
+    fenced_once = fenced or (() if form.is_bounded and not form.has_bias else (0,))
 
     def run(left: Any, right: Any, zeros: Any, held: Sequence[Float8]) -> Any:
-        result = lax.dot_general_p.bind(*_times_scales(held, apart), **params)
+        result = lax.dot_general_p.bind(*_times_scales(held, fenced), **params)
         return result, varying_as(result, zero_beside(result))
 
     def forward(left: Any, right: Any, zeros: Any, held: Sequence[Float8]) -> Any:
@@ -189,8 +189,8 @@ def _differentiable(types: Sequence[Any], params: Params, form: InFloat8) -> Cal
             largest = largest_of(cotangent, () if form.has_own_scales else axes_of(cotangent))
         change = round_to_float8(cotangent, GRADIENTS, largest)
         pairs = [change, held[1]], [change, held[0]]
-        left = gradient(types[0], 0, _times_scales(pairs[0], apart), params)
-        right = gradient(types[1], 1, _times_scales(pairs[1], apart_once), params)
+        left = gradient(types[0], 0, _times_scales(pairs[0], fenced), params)
+        right = gradient(types[1], 1, _times_scales(pairs[1], fenced_once), params)
         summed = _summed_backward(types, params)
         bounds = [
             None if zero is None else varying_as(zero, largest_of_each_product(pair, axes))

@@ -40,8 +40,8 @@ from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._kinds import Level
 from jmp.autocasting._numbers import MadeOf, dtype_of, shape_of, size_of
 from jmp.autocasting._registry import Category, rule_for
-from jmp.autocasting._sending import sends
-from jmp.autocasting._steps import Single, Step
+from jmp.autocasting._sending import WHY_SENT, sends
+from jmp.autocasting._steps import Context, Single, Step
 from jmp.dtypes import FLOAT32
 
 WHY_FLOAT8 = "a parameter's product on the way to another: its operands are rounded to float8"
@@ -62,7 +62,7 @@ THIN = 16
 
 def multiply_in_float8(steps: Sequence[Step], level: Level) -> list[Step]:
     """Returns the steps of a level; its half products are float8, or say why they are not."""
-    which, is_transposed = level.context.request.settings.float8, level.context.is_transposed
+    context = level.context
     shared = _shared_factors(level.graph)
 
     def chosen(step: Step) -> Step:
@@ -71,32 +71,28 @@ def multiply_in_float8(steps: Sequence[Step], level: Level) -> list[Step]:
         node = step.node
         if not (node.is_product and step.arithmetic.is_half) or node in level.facts.embeddings:
             return step
-        if why := why_not_float8(node, level.facts, which, is_transposed):
+        if why := why_not_float8(node, level.facts, context):
             return step._replace(why=f"{step.why}; not float8: {why}")
         is_shared = not shared.isdisjoint(map(root, node.inputs))
-        return step._replace(why=WHY_FLOAT8, in_float8=InFloat8(is_shared))
+        form = InFloat8(is_shared, has_own_scales=context.own_scales)
+        return step._replace(why=WHY_FLOAT8, in_float8=form)
 
     return list(map(chosen, steps))
 
 
-def why_not_float8(node: Node, facts: Facts, which: str, is_transposed: bool) -> str:
-    """Returns why a product in half is not float8; "" if it is.
-
-    Args:
-      which: "weights" or "all", as in `autocast`.
-      is_transposed: as in `Level.plan_opened`.
-    """
+def why_not_float8(node: Node, facts: Facts, context: Context) -> str:
+    """Returns why a product in half is not float8; "" if it is."""
     if node.name == "conv_general_dilated":
         return WHY_CONVOLUTION
     if node.name != "dot_general":
         return f"{node.name} has no float8 form yet"
-    if is_transposed:
+    if context.is_transposed:
         return "it stands in a custom_jvp, whose rule JAX transposes"
-    if which == "weights" and not any(
+    if context.request.settings.float8 == "weights" and not any(
         value not in facts.dependent and value.made_of > MadeOf.INTEGERS for value in node.inputs
     ):
         return "it multiplies two activations (float8='all' takes such products)"
-    if not facts.kept.isdisjoint(node.outputs):
+    if not facts.carried.isdisjoint(node.outputs):
         return "a loop carries its result in float32"
     if not _feeds(node, facts):
         return "its result feeds no other product, as that of a head"
@@ -146,11 +142,11 @@ def _shared_factors(graph: Graph) -> set[Value]:
     """Returns the roots that several products read, on this level or on the outermost."""
     factors = (value for node in graph.nodes if node.is_product for value in node.inputs)
     counts = collections.Counter(map(root, factors))
-    return {v for v, count in counts.items() if count > 1 or _readers(v.origin) > 1}
-
-
-def _readers(value: Value) -> int:
-    return sum(node.has_products for node in value.users)
+    return {
+        value
+        for value, count in counts.items()
+        if count > 1 or sum(node.has_products for node in value.origin.users) > 1
+    }
 
 
 # A bound by a steeper function says too little. Gelu has 1.13, silu 1.10, tanh 1.
@@ -159,6 +155,8 @@ STEEP = 8.0
 
 def with_bounds(steps: Sequence[Step], level: Level) -> list[Step]:
     """Returns the steps of a level, its float8 products with the bounds that are known of them."""
+    if level.context.own_scales:  # a bound is one number for all devices
+        return list(steps)
     graph, facts = level.graph, level.facts
     singles = (step for step in steps if isinstance(step, Single))
     products = {step.node for step in singles if step.in_float8 is not None}
@@ -330,8 +328,10 @@ def send_in_float8(steps: Sequence[Step], level: Level) -> list[Step]:
         is_sent = _sends(node) or node.inputs[:1] and node.inputs[0].producer in sent
         if node in readers and not node.is_product and is_sent:
             sent.add(node)
+    # Numbers in float8 are sent with a scale for all.
+    why = WHY_SENT if level.context.own_scales else WHY_SENT_IN_FLOAT8
     return [
-        step._replace(why=WHY_SENT_IN_FLOAT8, moves_float8=True)
+        step._replace(why=why, moves_float8=not level.context.own_scales)
         if isinstance(step, Single) and step.node in sent
         else step
         for step in steps

@@ -288,16 +288,12 @@ class Planner(Level):
         opened: Opened,
         infos: Sequence[Info],
         outputs: Sequence[Destination],
-        turns: int = 1,
-        prevent_cse: bool | None = None,
-        is_transposed: bool = False,
+        context: Context | None = None,
     ) -> Inside:
         graph, constants = opened
         own = [Info(v.dtype, True) for v in graph.inputs[: len(constants)]]
-        apart = self.context.prevent_cse if prevent_cse is None else prevent_cse
-        transposed = self.context.is_transposed or is_transposed
-        context = Context(self.context.request, self.context.times * turns, apart, transposed)
-        return Inside(Planner(graph, [*own, *infos], outputs, context).plan_level(), constants)
+        inner = Planner(graph, [*own, *infos], outputs, context or self.context)
+        return Inside(inner.plan_level(), constants)
 
 
 def _half_arithmetic(node: Node) -> Arithmetic:

@@ -35,8 +35,6 @@ from jmp.autocasting._numbers import dtype_of
 from jmp.autocasting._registry import Category, Params, is_low
 from jmp.autocasting._request import AUTOCAST, Request
 
-Change = Callable[[Any, Any], Any]
-
 STRONGER = (Precision.HIGHEST, Precision.HIGH)
 HIGHEST = (Precision.HIGHEST, Precision.HIGHEST)
 
@@ -136,7 +134,7 @@ def _filled_params(equation: JaxprEqn, scope: Any, choose: Choice, around: Any) 
     fill = _filling(scope, choose, precision)
     found = {key: _mapped(parameter, fill) for key, parameter in params.items()}
     if precision is HIGHEST and has_rules(equation.primitive.name):
-        found = with_rules(found, _of_rules(equation), _rule_with)
+        found = with_rules(found, _of_rules(equation))
     if precision is not None and _says_nothing(equation):
         # Half and integer products have all their digits anyway.
         if precision is not HIGHEST or _reads(equation, np.float32, np.complex64):
@@ -161,10 +159,6 @@ def _products_in(equation: JaxprEqn) -> Iterator[JaxprEqn]:
     for jaxpr in _jax_compat.inner_jaxprs(equation):
         for inner in jaxpr.eqns:
             yield from (inner,) if is_low(inner) else _products_in(inner)
-
-
-def _rule_with(jaxpr: Any, precision: Any) -> Any:
-    return _mapped(jaxpr, _filling(_jax_compat.empty_name_stack(), _all_with(precision), None))
 
 
 def _filling(scope: Any, choose: Choice, around: Any) -> Callable[[JaxprEqn], JaxprEqn]:
@@ -221,18 +215,19 @@ def has_rules(name: str) -> bool:
     return name in ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call")
 
 
-def with_rules(params: Params, precision: Any, change: Change) -> dict[str, Any]:
+def with_rules(params: Params, precision: Any) -> dict[str, Any]:
     """Returns parameters of an equation with rules whose products have a precision.
+
+    Rules that are changed alike are equal, as programs that hold them are: the functions around
+    them are those of this module.
 
     Args:
       precision: of products that say none, as products hold it.
-      change: fills the jaxpr of a rule, given the precision. To be a function of a module: rules
-        that are changed alike are then equal, as programs that hold them are.
     """
     found = dict(params)
     for name in {"jvp_jaxpr_fun", "fwd_jaxpr_thunk"} & params.keys():
         # JAX traces it once for all who call the function, elsewhere perhaps.
-        found[name] = _with_changed_jaxpr(params[name], change, precision)
+        found[name] = _with_filled_jaxpr(params[name], precision)
     if "bwd" in params:
         found["bwd"] = _with_default(params["bwd"], precision)
     if "rule" in params:  # of vmap
@@ -240,9 +235,10 @@ def with_rules(params: Params, precision: Any, change: Change) -> dict[str, Any]
     return found
 
 
-def _run_and_change(rule: Any, change: Change, precision: Any, *zeros: Any) -> Any:
+def _run_and_fill(rule: Any, precision: Any, *zeros: Any) -> Any:
     jaxpr, *others = rule(*zeros)
-    return change(jaxpr, precision), *others
+    fill = _filling(_jax_compat.empty_name_stack(), _all_with(precision), None)
+    return _mapped(jaxpr, fill), *others
 
 
 def _run_with_default(rule: Any, precision: Any, *args: Any) -> Any:
@@ -252,5 +248,5 @@ def _run_with_default(rule: Any, precision: Any, *args: Any) -> Any:
         return rule(*args)
 
 
-_with_changed_jaxpr: Any = linear_util.transformation2(_run_and_change)
+_with_filled_jaxpr: Any = linear_util.transformation2(_run_and_fill)
 _with_default: Any = linear_util.transformation2(_run_with_default)

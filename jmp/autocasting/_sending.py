@@ -15,22 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jmp._jax_compat import varying_axes
-from jmp.autocasting._float8 import InFloat8
 from jmp.autocasting._flow import Facts
 from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._kinds import kind_of
 from jmp.autocasting._reasons import why_not_lowered
 from jmp.autocasting._registry import Category
-from jmp.autocasting._steps import (
-    Fused,
-    Inside,
-    Nested,
-    Opened,
-    Plan,
-    Single,
-    Step,
-    Unplanned,
-)
+from jmp.autocasting._steps import Opened
 
 WHY_SENT = "products alone read it afterwards: rounded before it is sent"
 WHY_WIDE = "the gradient of a parameter is float32 before devices add it up"
@@ -151,35 +141,3 @@ def may_part(node: Node, choice: Any) -> bool:
 def _is_mapped(aval: Any) -> bool:
     sharding = getattr(aval, "sharding", None)
     return sharding is not None and bool(sharding.mesh.manual_axes)
-
-
-def with_own_scales(inside: Inside) -> Inside:
-    """Returns a function inside in which each device has float8 scales of its own."""
-    return inside._replace(plan=_plan_with_own_scales(inside.plan))
-
-
-def _any_with_own_scales(inside: Inside | Unplanned) -> Inside | Unplanned:
-    if isinstance(inside, Inside):
-        return with_own_scales(inside)
-    return lambda run_plan: inside(
-        lambda plan, arrays: run_plan(_plan_with_own_scales(plan), arrays)
-    )
-
-
-def _plan_with_own_scales(plan: Plan) -> Plan:
-    return plan._replace(steps=tuple(map(_step_with_own_scales, plan.steps)))
-
-
-def _step_with_own_scales(step: Step) -> Step:
-    if isinstance(step, Nested):
-        return step._replace(insides=tuple(map(_any_with_own_scales, step.insides)))
-    if isinstance(step, Fused):
-        return step._replace(plain=tuple(map(_step_with_own_scales, step.plain)))
-    if not isinstance(step, Single):
-        return step
-    if step.moves_float8:  # numbers in float8 are sent with a scale for all
-        return step._replace(moves_float8=False, why=WHY_SENT)
-    if step.in_float8 is None:
-        return step
-    # Without bounds, which are one number for all devices.
-    return step._replace(in_float8=InFloat8(step.in_float8.is_shared, has_own_scales=True))

@@ -83,15 +83,18 @@ class Surroundings(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What is the same all over one program; and how often this level runs, as far as known."""
+    """What holds all over a level, and on the levels inside as far as nothing else is said."""
 
     request: Request
-    times: int = 1
+    times: int = 1  # how often the level runs, as far as known
     # Whether a recomputation must be kept apart from the forward pass it repeats: XLA would merge
     # the two and keep the float32 values. In a loop the two stand in different loops anyway,
     # unless the body is itself recomputed.
     prevent_cse: bool = True
-    is_transposed: bool = False  # see `Level.plan_opened`
+    # Whether it is a rule whose tangents JAX transposes, or must agree with one.
+    is_transposed: bool = False
+    # Whether devices may not come by here together: each has float8 scales of its own.
+    own_scales: bool = False
 
 
 class Single(NamedTuple):
@@ -307,7 +310,7 @@ class Storage:
 
     def destination(self, value: Value) -> Destination:
         """Returns where a value goes."""
-        return Destination(value in self.facts.feeds, value in self.facts.kept)
+        return Destination(value in self.facts.feeds, value in self.facts.carried)
 
     def rounded_by_rule(self, value: Value) -> np.dtype | None:
         """Returns the dtype that a rule rounds a value to, where it leaves the rule's region."""
@@ -324,7 +327,7 @@ class Storage:
         """
         readers = [user for user in value.users if user not in inside]
         read_wide = readers and all(user.reads_float32 for user in readers)
-        return value in self.facts.feeds and value not in self.facts.kept and not read_wide
+        return value in self.facts.feeds and value not in self.facts.carried and not read_wide
 
     def may_be_mask(self, value: Value) -> bool:
         """Returns whether a value may hold -1e9: it is known to, or is an input that is no bias."""

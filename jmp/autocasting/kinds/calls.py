@@ -32,7 +32,9 @@ class RematKind(Kind):
     def plan(self, node: Node, level: Level) -> Nested:
         """Islands inside are kept apart from the forward pass they repeat."""
         (function,) = self.functions(node.equation)
-        inside = level.plan_called(function, node, node.inputs, prevent_cse=True)
+        inside = level.plan_called(
+            function, node, node.inputs, level.context._replace(prevent_cse=True)
+        )
         return level.nested(node, [inside], inside.plan.stores)
 
     def emit(self, equation: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> Any:
