@@ -28,7 +28,7 @@ PUBLISHED := 'transformers==4.57.*' 'diffusers==0.35.*' 'keras==3.15.*' jraph==0
 LINKS ?=
 IMAGES ?=
 
-.PHONY: help train test test-matrix bench public-models soak package lint types clean
+.PHONY: help train setup test test-matrix bench public-models soak package lint types clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/:/'
@@ -40,8 +40,17 @@ train: .venv/installed$(CUDA)  ## Install what training needs and compare precis
 # other order, by the number of tests, leaves slow files of few tests for the end.
 IN_PARALLEL := -q -n auto --dist loadfile --no-loadscope-reorder
 
+setup: .venv-test/installed  ## Install what development needs into .venv-test.
+
 test: .venv-test/installed  ## Run the whole suite in an environment of its own.
 	JAX_PLATFORMS=cpu .venv-test/bin/python -m pytest $(IN_PARALLEL)
+
+.PHONY: quick quick-list
+quick: .venv-test/installed  ## Run what belongs to FILE=jmp/trees.py, or to what git diff touches; half a minute.
+	JAX_PLATFORMS=cpu .venv-test/bin/python -m tests.quick $(FILE)
+
+quick-list: .venv-test/installed  ## Measure again which tests belong to which file; 20 minutes.
+	JAX_PLATFORMS=cpu .venv-test/bin/python -m tests.quick --write
 
 test-matrix: $(MATRIX:%=.venv-jax-%/installed)  ## Run the suite on every version of JAX that we support.
 	for version in $(MATRIX); do \

@@ -1,5 +1,6 @@
 """Ground rules of tests and doctests: a CPU with eight devices, and no silent rank promotion."""
 
+import contextlib
 import ctypes
 import functools
 import gc
@@ -40,14 +41,13 @@ import pytest
 
 import jmp
 from jmp.autocasting import _kinds, _registry
+from testbed import small_products
 from tests.h200.fixture import h200 as h200
 
 # Python would look through all of JAX's objects again and again: 7 % of the time.
 gc.freeze()
 gc.set_threshold(20_000, 20, 50)
 
-# Its comparison of plans says where they differ.
-pytest.register_assert_rewrite("tests.autocasting.plans")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # "suite" tries the same inputs each time, so that a change is judged by itself; "random" tries new
@@ -58,6 +58,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
 
 
 STATM = pathlib.Path("/proc/self/statm")  # of Linux: pages of memory, in all and in use
+MUCH, TOO_MUCH = 1.0e9, 1.7e9  # bytes, at the end of a file and inside of one
 
 
 def pytest_unconfigure():
@@ -90,20 +91,25 @@ def registered():
 
 @pytest.fixture(autouse=True, scope="module")
 def memory(request):
-    """Forgets what a file has compiled, and gives the memory back: 5 GB for six of the largest."""
+    """Forgets what a file has kept and compiled, if it is much: 5 GB for six of the largest."""
     yield
     for value in vars(request.module).values():
         if isinstance(value, functools._lru_cache_wrapper):
             value.cache_clear()
-    give_memory_back()
+    if not STATM.exists() or bytes_in_use() > MUCH:
+        give_memory_back()
 
 
 @pytest.fixture(autouse=True)
 def memory_within_a_file():
     """The same inside a file whose programs are many: a process stays below 2 GB."""
     yield
-    if STATM.exists() and int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") > 1.7e9:
+    if STATM.exists() and bytes_in_use() > TOO_MUCH:
         give_memory_back()
+
+
+def bytes_in_use():
+    return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def give_memory_back():
@@ -120,6 +126,28 @@ def quick_compilation():
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture
+def users_rank_promotion():
+    """Broadcasts between ranks as users' programs may."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture
+def small_is_float8():
+    """Lets small products be float8 too, until the test ends or closes it."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(small_products.small_is_float8())
+        yield stack
+
+
+@pytest.fixture
+def x64():
+    """Lets JAX compute in float64."""
+    with jax.enable_x64(True):
+        yield
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from jmp.autocasting import _planner
 from jmp.autocasting._numbers import known_of
 from testbed.h200.harness import Program, compile_for_h200
 from testbed.h200.training_steps import compile_step
-from testbed.models import MODELS
+from testbed.models import MODELS, cross_entropy
 
 RESULTS = pathlib.Path("results/planner_constants.json")
 Rows = list[dict[str, Any]]
@@ -100,10 +100,6 @@ def aligned() -> Rows:
         ]
         rows.append({"length of rows": length, **figures_over(*programs)})
     return rows
-
-
-def cross_entropy(logits: Any, labels: Any) -> Any:
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
 def _head(

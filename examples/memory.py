@@ -14,8 +14,9 @@ Writes `memory.json` and `memory.svg` into the output folder.
 """
 
 import argparse
-import dataclasses
+import math
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -37,6 +38,16 @@ RUNS = (
     ("mixed float16", "mixed_float16", False),
     ("mixed float16, checkpoint", "mixed_float16", True),
 )
+
+# Okabe and Ito's colours, told apart by every kind of colour vision.
+PART_COLORS = {
+    "parameters": "#0072B2",
+    "gradients": "#56B4E9",
+    "optimizer": "#009E73",
+    "masters": "#F0E442",
+    "copies of parameters": "#CC79A7",
+    "activations": "#D55E00",
+}
 
 
 class Block(nn.Module):
@@ -133,11 +144,11 @@ def layer_factor(report: Any, arguments: argparse.Namespace) -> dict[str, float]
     sizes = arguments.layers, arguments.width, arguments.batch_size, arguments.length
     within = [row for row in report.residuals if "block_" in row.module and not row.of_parameters]
     scores = [r for r in within if r.shape.count(arguments.length) > 1 and len(r.shape) > 3]
-    one = report.transformer_factor(*sizes) / report.parts["activations"]
+    elements = math.prod(sizes)
     return {
-        "in all": report.transformer_factor(*sizes),
-        "within the blocks": one * sum(row.bytes for row in within),
-        "of it attention scores": one * sum(row.bytes for row in scores),
+        "in all": report.parts["activations"] / elements,
+        "within the blocks": sum(row.bytes for row in within) / elements,
+        "of it attention scores": sum(row.bytes for row in scores) / elements,
     }
 
 
@@ -149,27 +160,51 @@ def to_dict(report: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     return {**found, "transformer_factors": layer_factor(report, arguments)}
 
 
-def read(run: dict[str, Any]) -> diagnostics.MemoryReport:
-    """Returns the report that `to_dict` wrote down, its arrays as one row of each dtype."""
-    rows = [
-        diagnostics.Residual("", "", "", dtype, (size,), of_parameters, 1, size)
-        for of_parameters, sizes in ((False, "activation_bytes"), (True, "copy_bytes"))
-        for dtype, size in run[sizes].items()
-    ]
-    known = {field.name for field in dataclasses.fields(diagnostics.MemoryReport)}
-    given = {name: value for name, value in run.items() if name in known}
-    given |= {"residuals": tuple(rows), "without_checkpoint": None}
-    return diagnostics.MemoryReport(**given)
-
-
 def plot(reports: dict[str, dict[str, Any]]) -> Any:
     """Draws a panel for each title: the reports of its runs, as `to_dict` writes them down."""
     size = (7, 0.4 + 2.7 * len(reports))
     figure, panels = plt.subplots(len(reports), squeeze=False, figsize=size, layout="constrained")
     for axes, (title, runs) in zip(panels[:, 0], reports.items(), strict=True):
-        diagnostics.plot_memory({name: read(run) for name, run in runs.items()}, axes)
+        plot_bars(axes, runs)
         axes.set_title(title, loc="right", fontsize=9, fontweight="bold", pad=36)
     return figure
+
+
+def plot_bars(axes: Any, runs: dict[str, dict[str, Any]]) -> None:
+    """Draws a bar for each run: what JAX keeps, by part, and a diamond at XLA's peak.
+
+    The bar is counted from shapes; the diamond is what XLA's compiled program needs at most. The
+    second decides whether a training fits.
+    """
+    largest = max(run["total_bytes"] for run in runs.values())
+    unit, name = (1e9, "GB") if largest >= 1e9 else (1e6, "MB")
+    ends = [0.0] * len(runs)
+    for part, color in PART_COLORS.items():
+        widths = [run["parts"][part] / unit for run in runs.values()]
+        if any(widths):
+            axes.barh(list(runs), widths, 0.65, ends, color=color, edgecolor="white", label=part)
+        ends = [end + width for end, width in zip(ends, widths, strict=True)]
+    plot_peaks(axes, [run["xla_peak_bytes"] for run in runs.values()], ends, unit)
+    axes.invert_yaxis()  # the first at the top
+    axes.margins(x=0.15)
+    axes.set_xlabel(f"memory, {name}")
+    axes.legend(fontsize=8, ncols=3, loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
+
+
+def plot_peaks(axes: Any, peaks: Sequence[int | None], ends: Sequence[float], unit: float) -> None:
+    """Writes the sum behind each bar, and below it XLA's peak, which is marked by a diamond."""
+    low = len(ends) - 0.35 if any(peaks) else len(ends) - 0.5
+    axes.set_ylim(-0.5, low)
+    label = "XLA's peak, no optimizer"
+    for position, (end, peak) in enumerate(zip(ends, peaks, strict=True)):
+        axes.text(end, position, f" {end:#.3g} kept".replace(". ", " "), va="center", fontsize=8)
+        if peak is None:
+            continue
+        look = {"color": "black", "markersize": 5, "linestyle": ""}
+        axes.plot([peak / unit], [position + 0.43], "D", label=label, **look)
+        words = f"   {peak / unit:#.3g} peak".replace(". ", " ")
+        axes.text(peak / unit, position + 0.43, words, va="center", fontsize=8)
+        label = ""  # one line of the legend for all
 
 
 def main() -> None:

@@ -6,12 +6,14 @@ check fails. Paste the whole output into a bug report.
 """
 
 import argparse
+import collections
 import importlib.metadata
 import os
 import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,10 +72,7 @@ def settings() -> list[tuple[str, str]]:
 
 def devices() -> list[tuple[str, str, str, str, str]]:
     """Returns number, kind, platform, half types and first policy of each kind of device."""
-    kinds: dict[tuple[str, str, str, str], int] = {}
-    for device in jax.devices():
-        kind = (device.device_kind, device.platform, *advice(device))
-        kinds[kind] = kinds.get(kind, 0) + 1
+    kinds = collections.Counter((d.device_kind, d.platform, *advice(d)) for d in jax.devices())
     return [(str(number), *kind) for kind, number in kinds.items()]
 
 
@@ -119,9 +118,7 @@ def check_overflow() -> str:
     state = tx.init(params)
 
     @jax.jit
-    def step(
-        params: jax.Array, state: optax.OptState, x: jax.Array
-    ) -> tuple[jax.Array, optax.OptState]:
+    def step(params: jax.Array, state: Any, x: jax.Array) -> tuple[jax.Array, Any]:
         loss = jmp.autocast(lambda w: jnp.sum((x * w) @ x), "mixed_float16")
         _, gradients = jmp.scaled_value_and_grad(loss, state.loss_scale)(params)
         updates, state = tx.update(gradients, state, params)
@@ -172,7 +169,7 @@ def check_autocast() -> str:
     return f"autocast multiplies in half (gradients off by {' and '.join(errors)})"
 
 
-def check_masters() -> str:
+def check_float32_masters() -> str:
     """Half parameters with float32 masters train as NumPy does in float64."""
     generator = np.random.default_rng(2)
     x = generator.standard_normal((64, 4)).round(2)
@@ -185,11 +182,11 @@ def check_masters() -> str:
     tx = transforms.mixed_precision(optax.sgd(rate), "p=bf16,c=bf16,o=f32")
     params = jnp.ones(4, jnp.bfloat16)
     state = tx.init(params)
-    data = (jnp.asarray(x, jnp.float32), jnp.asarray(y, jnp.float32))
+    x, y = x.astype(np.float32), y.astype(np.float32)
 
     @jax.jit
-    def step(params: jax.Array, state: optax.OptState) -> tuple[jax.Array, optax.OptState]:
-        loss = lambda w: jnp.mean((data[0] @ w - data[1]) ** 2)
+    def step(params: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+        loss = lambda w: jnp.mean((x @ w - y) ** 2)
         gradients = jax.grad(loss)(transforms.masters(state, params))
         updates, state = tx.update(gradients, state, params)
         return optax.apply_updates(params, updates), state
@@ -203,7 +200,7 @@ def check_masters() -> str:
     return f"float32 masters train as float64 does ({steps} steps of a regression in bfloat16)"
 
 
-CHECKS = (check_casts, check_overflow, check_underflow, check_autocast, check_masters)
+CHECKS = (check_casts, check_overflow, check_underflow, check_autocast, check_float32_masters)
 
 
 def main(

@@ -165,7 +165,13 @@ def closed_over(params: Params) -> int:
     return params["num_consts"]
 
 
-def name_of(equation: core.JaxprEqn) -> str:
+def traced_name(jaxpr: Any) -> str:
+    """Returns the name of the Python function that a jaxpr was traced from; "" if none is known."""
+    source = getattr(getattr(jaxpr, "debug_info", None), "func_src_info", "")  # "name at file:1"
+    return str(source).partition(" at ")[0]
+
+
+def called_name(equation: core.JaxprEqn) -> str:
     """Returns the name of what a jit, a custom derivative or a kernel calls, else the primitive."""
     return str(equation.params.get("name", equation.primitive.name))
 

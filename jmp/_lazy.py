@@ -6,9 +6,8 @@ import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
 
-EXTRAS = frozenset(
-    {"flax", "equinox", "haiku"}
-)  # of jmp; each installs what is imported by its name
+# Of jmp; each installs the package that is imported by its name.
+EXTRAS = frozenset({"flax", "equinox", "haiku"})
 
 
 def loaded_when_touched(

@@ -1,13 +1,16 @@
-"""Short texts for errors and warnings: any value by kind, dtype, shape and structure.
+"""Texts for errors and warnings: errors of one form, any value in a few words, ways out.
 
-What a user gave may be a whole optimizer state or ten megabytes of text. A message says what it is,
-never all that is in it.
-
-Models of other frameworks than the one that was expected: told by their classes' names alone.
-
-Nothing is imported for it: where there is a model, its framework was imported already.
-
-Which line a warning names: the user's.
+In this order:
+  - errors: `wrong` for a value that is not as expected; `check_function` and `refuse_other_models`
+    raise the two that many functions share;
+  - values in a few words: `described`, and what it does for names, arrays and trees. What a user
+    gave may be a whole optimizer state or ten megabytes of text: a text says what it is, never all
+    that is in it;
+  - names that are near: `did_you_mean`;
+  - models of frameworks: which one (`framework_of`), and which call takes it (`way_out`,
+    `way_to_parameters`). They are told by their classes' names: where there is a model its
+    framework was imported already, so that nothing is imported here;
+  - the line that a warning names: `users_stacklevel`.
 """
 
 import difflib
@@ -22,40 +25,71 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.tree_util import keystr, tree_leaves_with_path
+
+
+def wrong(
+    kind: type[Exception],
+    caller: str,
+    value: object,
+    expected: str,
+    *,
+    name: str = "",
+    role: str = "",
+    more: str = "",
+) -> Exception:
+    """Returns the error for one value that is not as expected; `raise` it.
+
+    Args:
+      kind: TypeError for a wrong kind of value, ValueError for a wrong value.
+      caller: the public function or class that was given the value.
+      value: what it was given.
+      expected: what it takes, and the way out; without the full stop at the end.
+      name: the argument's name, where the caller alone does not say it.
+      role: in place of a name, as what the caller was given the value.
+      more: sentences that follow, as `way_out` returns them: with a space in front.
+
+    >>> wrong(ValueError, "gather", -1, "an axis", name="dtype")
+    ValueError('gather got dtype=-1; expected an axis.')
+    >>> wrong(TypeError, "train_step", 3, "a function", role="loss_fn")
+    TypeError('train_step got 3 as loss_fn; expected a function.')
+    """
+    given = f"{name}={described(value)}" if name else described(value)
+    given += f" as {role}" if role else ""
+    return kind(f"{caller} got {given}; expected {expected}.{more}")
+
+
+def check_function(fun: object, caller: str, call: str) -> None:
+    """Raises TypeError if `fun` cannot be called.
+
+    Args:
+      caller: the function that it was given to.
+      call: how that one is called, for the error.
+    """
+    if not callable(fun):
+        raise wrong(TypeError, caller, fun, f"a function: {call}")
+
+
+def refuse_other_models(value: object, caller: str, role: str, own: str, expected: str) -> None:
+    """Raises TypeError for a model of another framework.
+
+    Args:
+      caller, role: the function that got `value`, and as what.
+      own: the framework whose models are taken.
+      expected: what should stand there.
+    """
+    framework = framework_of(value)
+    if framework is not None and framework != own:
+        raise TypeError(
+            f"{caller} got {described(value)} of {framework} as {role}; expected "
+            f"{expected}.{way_out(value)}"
+        )
+
 
 _TEXT = 60  # characters of a text that are shown
 _ENTRIES = 4  # of a container
 _DEPTH = 2  # containers in containers
 _LENGTH = 240  # of a whole description
-
-# What other libraries call these, as `_spelt_out` writes it: nearest first.
-_ALIASES: dict[str, tuple[str, ...]] = {
-    "float16": ("mixed_float16", "float16"),
-    "brainfloat16": ("mixed_bfloat16", "bfloat16"),
-    "bfloat16": ("mixed_bfloat16", "bfloat16"),
-    "float8": ("mixed_float8", "f8_e4m3fn"),
-    "mixed": ("mixed_float16", "mixed_bfloat16"),
-    "mixedhalf": ("mixed_float16", "mixed_bfloat16"),
-    "mixedprecision": ("mixed_float16", "mixed_bfloat16"),
-    "amp": ("mixed_float16", "mixed_bfloat16"),
-    "auto": ("mixed_float16", "mixed_bfloat16"),
-    "mixedfloat32": ("float32",),
-    "float": ("float32",),
-    "tf32": ("float32",),
-    "single": ("float32",),
-    "no": ("float32",),
-    "none": ("float32",),
-    "double": ("float64",),
-    "o4": ("mixed_bfloat16",),  # of Apex's branch for bfloat16, and so is O5
-    "o5": ("p=bf16,c=bf16,o=f32",),
-    "p": ("p",),
-    "param": ("params",),
-    "paramdtype": ("params",),
-    "computation": ("compute",),
-    "computedtype": ("compute",),
-    "out": ("output",),
-    "outputdtype": ("output",),
-}
 
 
 def described(value: object) -> str:
@@ -72,15 +106,6 @@ def described(value: object) -> str:
     return text if len(text) <= _LENGTH else f"{text[: _LENGTH - 4]} ..."
 
 
-def shape_text(value: Any) -> str:
-    """Returns the dtype and shape of an array.
-
-    >>> shape_text(jnp.ones((2, 3)))
-    'float32[2,3]'
-    """
-    return f"{value.dtype}[{','.join(map(str, value.shape))}]"
-
-
 def listed(names: Iterable[object], most: int = 8) -> str:
     """Returns names joined by commas, each described, the first few of many.
 
@@ -92,59 +117,25 @@ def listed(names: Iterable[object], most: int = 8) -> str:
     return ", ".join(map(described, names[:most])) + more
 
 
-def name_of(fun: object) -> str:
+def function_name(fun: object) -> str:
     """Returns what a function is called, or what it is, for a message.
 
-    >>> name_of(len)
+    >>> function_name(len)
     'len'
     """
     if isinstance(fun, functools.partial):
-        return name_of(fun.func)
+        return function_name(fun.func)
     name = getattr(fun, "__name__", None)
     return _cut(name) if isinstance(name, str) else described(fun)
 
 
-def wrong(
-    kind: type[Exception], caller: str, value: object, expected: str, *, name: str = ""
-) -> Exception:
-    """Returns the error for one value that is not as expected; `raise` it.
+def shape_text(value: Any) -> str:
+    """Returns the dtype and shape of an array.
 
-    Args:
-      kind: TypeError for a wrong kind of value, ValueError for a wrong value.
-      caller: the public function or class that was given the value.
-      value: what it was given.
-      expected: what it takes, and the way out; without the full stop at the end.
-      name: the argument's name, where the caller alone does not say it.
-
-    >>> wrong(ValueError, "gather", -1, "an axis", name="dtype")
-    ValueError('gather got dtype=-1; expected an axis.')
+    >>> shape_text(jnp.ones((2, 3)))
+    'float32[2,3]'
     """
-    given = f"{name}={described(value)}" if name else described(value)
-    return kind(f"{caller} got {given}; expected {expected}.")
-
-
-def did_you_mean(text: str, known: Iterable[str]) -> str:
-    """Returns " Did you mean ...?" with the known names that are nearest; "" where none is near.
-
-    >>> did_you_mean("fp16", ["float16", "bfloat16"])
-    " Did you mean 'float16'?"
-    """
-    if len(text) > _TEXT:
-        return ""
-    known = list(known)
-    spelt = {_plain(name): name for name in known}
-    # A policy that is spelt out may stand for a name where policies may stand.
-    takes_fields = "mixed_float16" in spelt.values()
-    plain = _plain(text)
-    found = [spelt[plain]] if plain in spelt else []
-    if not found:
-        plain = _spelt_out(plain)
-        aliases = _ALIASES.get(plain, ())
-        found = [name for name in aliases if name in known or ("=" in name and takes_fields)]
-    if not found:
-        near = difflib.get_close_matches(plain, spelt, n=1, cutoff=0.75)
-        found = [spelt[name] for name in near]
-    return f" Did you mean {' or '.join(map(repr, found))}?" if found else ""
+    return f"{value.dtype}[{','.join(map(str, value.shape))}]"
 
 
 def where_trees_differ(first: Any, second: Any) -> str:
@@ -154,7 +145,7 @@ def where_trees_differ(first: Any, second: Any) -> str:
     "the second alone has ['b']"
     """
     paths = [
-        {jax.tree_util.keystr(path) or "the root": None for path, _ in _leaves(tree)}
+        {keystr(path) or "the root": None for path, _ in tree_leaves_with_path(tree)}
         for tree in (first, second)
     ]
     words = []
@@ -166,21 +157,6 @@ def where_trees_differ(first: Any, second: Any) -> str:
     if words:
         return "; ".join(words)
     return f"same paths, other containers: {described(first)} and {described(second)}"
-
-
-def _leaves(tree: Any) -> list[tuple[Any, Any]]:
-    return jax.tree_util.tree_leaves_with_path(tree)
-
-
-def _plain(text: str) -> str:
-    """Without case, separators and the library's name: "torch.float16" is "float16"."""
-    return re.sub(r"^(torch|np|numpy|jnp|jax\.numpy|tf)\.|[\s_-]", "", text.lower())
-
-
-def _spelt_out(plain: str) -> str:
-    """With "float" for its short forms: "fp8mixed" is "mixedfloat8", "bf16" is "bfloat16"."""
-    plain = re.sub(r"^(.+)mixed$", r"mixed\1", plain)
-    return re.sub(r"(^|mixed)(b?)(?:fp?)?(?=\d)", r"\1\2float", plain)
 
 
 def _described(value: Any, depth: int) -> str:
@@ -203,7 +179,7 @@ def _described(value: Any, depth: int) -> str:
     if isinstance(value, functools.partial):
         return f"a partial of {described(value.func)}"
     if inspect.isroutine(value):
-        return f"the {'method' if inspect.ismethod(value) else 'function'} {name_of(value)}"
+        return f"the {'method' if inspect.ismethod(value) else 'function'} {function_name(value)}"
     is_named = isinstance(value, tuple) and hasattr(value, "_fields")
     if isinstance(value, (Mapping, Sequence, Set)) and not is_named:
         return _described_container(value, depth)
@@ -249,6 +225,71 @@ def _cut(text: str) -> str:
     return text if len(text) <= _TEXT else f"{text[:_TEXT]}... ({len(text):,} characters)"
 
 
+# What other libraries call these, as `_spelt_out` writes it: nearest first.
+_ALIASES: dict[str, tuple[str, ...]] = {
+    "float16": ("mixed_float16", "float16"),
+    "brainfloat16": ("mixed_bfloat16", "bfloat16"),
+    "bfloat16": ("mixed_bfloat16", "bfloat16"),
+    "float8": ("mixed_float8", "f8_e4m3fn"),
+    "mixed": ("mixed_float16", "mixed_bfloat16"),
+    "mixedhalf": ("mixed_float16", "mixed_bfloat16"),
+    "mixedprecision": ("mixed_float16", "mixed_bfloat16"),
+    "amp": ("mixed_float16", "mixed_bfloat16"),
+    "auto": ("mixed_float16", "mixed_bfloat16"),
+    "mixedfloat32": ("float32",),
+    "float": ("float32",),
+    "tf32": ("float32",),
+    "single": ("float32",),
+    "no": ("float32",),
+    "none": ("float32",),
+    "double": ("float64",),
+    "o4": ("mixed_bfloat16",),  # of Apex's branch for bfloat16, and so is O5
+    "o5": ("p=bf16,c=bf16,o=f32",),
+    "p": ("p",),
+    "param": ("params",),
+    "paramdtype": ("params",),
+    "computation": ("compute",),
+    "computedtype": ("compute",),
+    "out": ("output",),
+    "outputdtype": ("output",),
+}
+
+
+def did_you_mean(text: str, known: Iterable[str]) -> str:
+    """Returns " Did you mean ...?" with the known names that are nearest; "" where none is near.
+
+    >>> did_you_mean("fp16", ["float16", "bfloat16"])
+    " Did you mean 'float16'?"
+    """
+    if len(text) > _TEXT:
+        return ""
+    known = list(known)
+    spelt = {_plain(name): name for name in known}
+    # A policy that is spelt out may stand for a name where policies may stand.
+    takes_fields = "mixed_float16" in spelt.values()
+    plain = _plain(text)
+    found = [spelt[plain]] if plain in spelt else []
+    if not found:
+        plain = _spelt_out(plain)
+        aliases = _ALIASES.get(plain, ())
+        found = [name for name in aliases if name in known or ("=" in name and takes_fields)]
+    if not found:
+        near = difflib.get_close_matches(plain, spelt, n=1, cutoff=0.75)
+        found = [spelt[name] for name in near]
+    return f" Did you mean {' or '.join(map(repr, found))}?" if found else ""
+
+
+def _plain(text: str) -> str:
+    """Without case, separators and the library's name: "torch.float16" is "float16"."""
+    return re.sub(r"^(torch|np|numpy|jnp|jax\.numpy|tf)\.|[\s_-]", "", text.lower())
+
+
+def _spelt_out(plain: str) -> str:
+    """With "float" for its short forms: "fp8mixed" is "mixedfloat8", "bf16" is "bfloat16"."""
+    plain = re.sub(r"^(.+)mixed$", r"mixed\1", plain)
+    return re.sub(r"(^|mixed)(b?)(?:fp?)?(?=\d)", r"\1\2float", plain)
+
+
 # The classes of models, by module and name, and what runs such a model in mixed precision.
 _MODELS = {
     ("flax.linen", "Module"): "jmp.adapters.linen.wrap_apply(model.apply, policy)",
@@ -277,7 +318,7 @@ def framework_of(value: Any) -> str | None:
     >>> framework_of(3) is None
     True
     """
-    found = _model(value)
+    found = _model_class(value)
     return None if found is None else found[0]
 
 
@@ -287,14 +328,14 @@ def way_out(value: Any) -> str:
     >>> way_out(3)
     ''
     """
-    found = _model(value)
+    found = _model_class(value)
     return "" if found is None else f" A model of {found[0]} goes through {_MODELS[found]}."
 
 
-def parameters_of(tree: Any) -> str:
+def way_to_parameters(tree: Any) -> str:
     """Returns what an optimizer takes of a model in a tree, as a sentence; "" for no model.
 
-    >>> parameters_of({"w": 3})
+    >>> way_to_parameters({"w": 3})
     ''
     """
     models = jax.tree.leaves(tree, is_leaf=lambda node: framework_of(node) in _PARAMETERS)
@@ -304,23 +345,8 @@ def parameters_of(tree: Any) -> str:
     return ""
 
 
-def refuse_other_models(value: object, caller: str, role: str, own: str, expected: str) -> None:
-    """Raises TypeError for a model of another framework.
-
-    Args:
-      caller, role: the function that got `value`, and as what.
-      own: the framework whose models are taken.
-      expected: what should stand there.
-    """
-    framework = framework_of(value)
-    if framework is not None and framework != own:
-        raise TypeError(
-            f"{caller} got {described(value)} of {framework} as {role}; expected "
-            f"{expected}.{way_out(value)}"
-        )
-
-
-def _model(value: Any) -> tuple[str, str] | None:
+def _model_class(value: Any) -> tuple[str, str] | None:
+    """Returns the row of `_MODELS` whose class a value is of."""
     for base in type(value).__mro__:
         for framework, name in _MODELS:
             is_inside = f"{base.__module__}.".startswith(f"{framework}.")

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp._messages import described, did_you_mean
+from jmp._messages import described, did_you_mean, wrong
 
 HALF_DTYPES: tuple[np.dtype, np.dtype] = (np.dtype(jnp.float16), np.dtype(jnp.bfloat16))
 FLOAT32 = np.dtype(np.float32)
@@ -123,19 +123,16 @@ def floating_dtype(dtype: DTypeLike, role: str) -> np.dtype:
     """
     if isinstance(dtype, str):
         return parse_dtype(dtype)
+    expected = f"a real floating dtype or its name, one of {', '.join(_name_to_dtype)}"
+    # np.dtype(None) would be float64, and that of an array the array's.
+    if dtype is None or isinstance(dtype, (jax.Array, np.ndarray, np.generic)):
+        raise wrong(TypeError, role, dtype, expected)
     try:
-        # np.dtype(None) would be float64, and that of an array the array's.
-        if dtype is None or isinstance(dtype, (jax.Array, np.ndarray, np.generic)):
-            raise TypeError
         normalised = np.dtype(dtype)
     except (TypeError, ValueError):
-        normalised = None
-    if normalised is None or normalised.type not in dtype_to_names:
-        error = TypeError if normalised is None else ValueError
-        raise error(
-            f"{role} got {described(dtype)}; expected a real floating dtype or its name, one of "
-            f"{', '.join(_name_to_dtype)}."
-        )
+        raise wrong(TypeError, role, dtype, expected) from None
+    if normalised.type not in dtype_to_names:
+        raise wrong(ValueError, role, dtype, expected)
     return np.dtype(normalised.type)  # in the machine's byte order
 
 

@@ -6,14 +6,16 @@ adds. Text and policies convert both ways: `get_policy("p=f32,c=f16,o=f32")` and
 """
 
 import dataclasses
+import functools
 from typing import TypeVar
 
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp._messages import described, did_you_mean
+from jmp._messages import described, did_you_mean, wrong
 from jmp.dtypes import (
+    FLOAT32,
     ScalarType,
     dtype_to_names,
     floating_dtype,
@@ -143,18 +145,20 @@ class Policy:
         )
 
     def __str__(self) -> str:
-        names = {field: dtype_to_names[np.dtype(d).type][0] for field, d in _dtypes(self).items()}
+        names = {
+            field: dtype_to_names[np.dtype(d).type][0] for field, d in _given_dtypes(self).items()
+        }
         product = names.pop("product_dtype", None)
         parts = [f"{field[0]}={name}" for field, name in names.items()]
         return ",".join(parts if product is None else [*parts, "m=f8"])
 
     def __repr__(self) -> str:
         """Returns the call that makes an equal policy."""
-        arguments = (f"{name}=jnp.{dtype.__name__}" for name, dtype in _dtypes(self).items())
+        arguments = (f"{name}=jnp.{dtype.__name__}" for name, dtype in _given_dtypes(self).items())
         return f"Policy({', '.join(arguments)})"
 
 
-def _dtypes(policy: Policy) -> dict[str, ScalarType]:
+def _given_dtypes(policy: Policy) -> dict[str, ScalarType]:
     """Returns the dtypes that a policy says, by field."""
     dtypes = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
     return {name: dtype for name, dtype in dtypes.items() if dtype is not None}
@@ -191,7 +195,7 @@ def refuse_float8(policy: Policy, caller: str) -> None:
     Its numbers need scales of their own: a plain cast to float8_e4m3fn makes NaN of 1000. Those of
     products have them (`product_dtype`).
     """
-    for name, dtype in _dtypes(policy).items():
+    for name, dtype in _given_dtypes(policy).items():
         if np.dtype(dtype).itemsize == 1 and name != "product_dtype":
             raise ValueError(
                 f"{caller} got the policy '{policy}', whose {name} is {dtype.__name__}: float8 is "
@@ -257,13 +261,11 @@ def get_policy(policy: str | Policy) -> Policy:
     if isinstance(policy, Policy):
         return policy
     if not isinstance(policy, str):
-        raise TypeError(
-            f"get_policy got {described(policy)}; expected a Policy or text such as "
-            "'mixed_float16' or 'p=f32,c=f16,o=f32'."
-        )
+        expected = "a Policy or text such as 'mixed_float16' or 'p=f32,c=f16,o=f32'"
+        raise wrong(TypeError, "get_policy", policy, expected)
     parts = [part.strip() for part in policy.split(",")]
     is_named = "=" not in parts[0] and bool(parts[0] or len(parts) == 1)
-    given = _named(parts.pop(0)) if is_named else {}
+    given = _dtypes_called(parts.pop(0)) if is_named else {}
     for part in parts:
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or key not in _KEYS:
@@ -278,18 +280,18 @@ def get_policy(policy: str | Policy) -> Policy:
             )
         is_product = _KEYS[key] == "product_dtype"
         given[_KEYS[key]] = np.dtype(_product_dtype(value) if is_product else parse_dtype(value))
-    param_dtype = given.get("param_dtype", np.dtype(np.float32))
+    param_dtype = given.get("param_dtype", FLOAT32)
     compute_dtype = given.get("compute_dtype", param_dtype)
     output_dtype = given.get("output_dtype", compute_dtype)
     others = {name: given.get(name) for name in ("reduce_dtype", "product_dtype")}
     return Policy(param_dtype, compute_dtype, output_dtype, **others)
 
 
-def _named(name: str) -> dict[str, np.dtype]:
+def _dtypes_called(name: str) -> dict[str, np.dtype]:
     """Returns the dtypes of a named policy, or of one dtype for all three, by field."""
     if name in _NAMED:
         policy = get_policy(_NAMED[name])
-        return {field: np.dtype(dtype) for field, dtype in _dtypes(policy).items()}
+        return {field: np.dtype(dtype) for field, dtype in _given_dtypes(policy).items()}
     try:
         dtype = parse_dtype(name, _NAMED)
     except ValueError as error:
@@ -298,3 +300,32 @@ def _named(name: str) -> dict[str, np.dtype]:
             "'p=f32,c=f16,o=f32'."
         ) from None
     return {"param_dtype": dtype, "compute_dtype": dtype, "output_dtype": dtype}
+
+
+# The attribute of a function, or of a class of modules, that computes by a policy.
+LOWERED_TO = "__jmp_lowered_to__"
+
+
+def mark_lowered(fun: T, dtype: DTypeLike) -> T:
+    """Returns `fun`, marked with the dtype that its products are computed in.
+
+    Training steps read the mark, to refuse an optimizer that was made for another policy.
+    """
+    setattr(fun, LOWERED_TO, np.dtype(dtype))
+    return fun
+
+
+def lowered_to(fun: object) -> np.dtype | None:
+    """Returns the dtype that a function or module, or what a function wraps, is marked with.
+
+    None if nothing is marked.
+
+    >>> str(lowered_to(jax.jit(autocast(lambda x: x @ x, "mixed_bfloat16"))))
+    'bfloat16'
+    """
+    while fun is not None:
+        dtype: np.dtype | None = getattr(fun, LOWERED_TO, None)
+        if dtype is not None:
+            return dtype
+        fun = fun.func if isinstance(fun, functools.partial) else getattr(fun, "__wrapped__", None)
+    return None

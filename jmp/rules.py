@@ -24,15 +24,16 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from jmp._messages import described, listed, users_stacklevel
+from jmp._messages import described, listed, users_stacklevel, wrong
 from jmp.policy import Policy, get_policy, refuse_float8
 
 Target = str | re.Pattern[str] | type | tuple[type, ...]
 Rule = tuple[Target, str | Policy]
 
-_ASKED = 1000  # paths that are kept for the warning
-# Haiku's mark in a regular expression, such as "~/" or "~encode/", also as re.escape writes it.
-_MARK = re.compile(r"(^|/)\\?~\w*/")
+_MOST_PATHS = 1000  # that are kept for the warning
+# Haiku's name of a method in a regular expression, such as "~/" or "~encode/", also as re.escape
+# writes it.
+_METHOD_NAME = re.compile(r"(^|/)\\?~\w*/")
 
 
 class UnusedRuleWarning(UserWarning):
@@ -103,11 +104,11 @@ class PolicyRules:
           anywhere: a regular expression may match from any name of the path on, as a glob does:
             where the outer names are not the user's.
         """
-        if len(self._asked) < _ASKED:
+        if len(self._asked) < _MOST_PATHS:
             self._asked[path] = None
         spellings = _spellings(path, root)
         for index, (target, policy) in enumerate(self._rules):
-            if _matches(target, spellings, module_types, anywhere):
+            if _target_matches(target, spellings, module_types, anywhere):
                 self._unused.pop(index, None)
                 return policy
         found = self._fallback(path, module_types) if self._fallback else None
@@ -116,7 +117,7 @@ class PolicyRules:
     @property
     def unused(self) -> list[str]:
         """The targets of the user's rules that have not matched yet."""
-        return [_describe(self._rules[index][0]) for index in self._unused]
+        return [_target_text(self._rules[index][0]) for index in self._unused]
 
     def refuse_float8(self, caller: str) -> None:
         """Raises ValueError if the default or a rule has a float8, not supported by `caller`."""
@@ -126,15 +127,16 @@ class PolicyRules:
     def warn_unused(self) -> None:
         """Warns with an `UnusedRuleWarning` that names each rule that has not matched yet."""
         if self.unused:
+            more = " and more" if len(self.unused) > 8 else ""
             warnings.warn(
                 "These rules matched no parameter and no module: "
-                f"{', '.join(self.unused[:8])}{' and more' * (len(self.unused) > 8)}. Check their "
-                f"spelling{self._paths()}; an earlier rule may have taken every match.",
+                f"{', '.join(self.unused[:8])}{more}. Check their "
+                f"spelling{self._paths_asked()}; an earlier rule may have taken every match.",
                 UnusedRuleWarning,
                 stacklevel=users_stacklevel(),
             )
 
-    def _paths(self) -> str:
+    def _paths_asked(self) -> str:
         """Returns some of the paths that were asked about, those near the unused rules first."""
         asked = [path for path in self._asked if path]
         targets = [self._rules[index][0] for index in self._unused]
@@ -146,28 +148,24 @@ class PolicyRules:
 
 def _checked(rule: object) -> tuple[Target, Policy]:
     if not (isinstance(rule, tuple) and len(rule) == 2):
-        raise TypeError(
-            f"A rule got {described(rule)}; expected a pair (target, policy), in a list: "
-            "rules=[('head*', 'float32')]."
-        )
+        expected = "a pair (target, policy), in a list: rules=[('head*', 'float32')]"
+        raise wrong(TypeError, "A rule", rule, expected)
     target, policy = rule
     classes = target if isinstance(target, tuple) else (target,)
     is_class = bool(classes) and all(isinstance(item, type) for item in classes)
     if not (isinstance(target, (str, re.Pattern)) or is_class):
-        raise TypeError(
-            f"A rule's target got {described(target)}; expected a glob such as 'head*', a compiled "
-            "regular expression, or a module class."
-        )
+        expected = "a glob such as 'head*', a compiled regular expression, or a module class"
+        raise wrong(TypeError, "A rule's target", target, expected)
     return target, get_policy(policy)
 
 
 def _spellings(path: str, root: str) -> list[str]:
-    """Returns what a path may be called: with the root's name, and without Haiku's marks."""
+    """Returns what a path may be called: with the root's name, without names of methods."""
     spellings = [path, f"{root}/{path}" if path else root] if root else [path]
-    return [*spellings, *map(_unmarked, spellings)] if "~" in path else spellings
+    return [*spellings, *map(_without_method_names, spellings)] if "~" in path else spellings
 
 
-def _unmarked(path: str) -> str:
+def _without_method_names(path: str) -> str:
     """Returns a path, or a glob of one, without the names that Haiku gives to methods."""
     return "/".join(name for name in path.split("/") if not name.startswith("~"))
 
@@ -182,17 +180,16 @@ def _from_any_name(path: str) -> list[str]:
     return ["/".join(names[start:]) for start in range(len(names))]
 
 
-def _matches(
+def _target_matches(
     target: Target, spellings: list[str], module_types: Sequence[type], anywhere: bool
 ) -> bool:
     if isinstance(target, str):
-        return any(_glob_matches(target, path) for path in spellings) or (
-            "~" in target and any(_glob_matches(_unmarked(target), path) for path in spellings)
-        )
+        globs = {target, _without_method_names(target)}
+        return any(_glob_matches(glob, path) for glob in globs for path in spellings)
     if isinstance(target, re.Pattern):
         starts = [s for path in spellings for s in (_from_any_name(path) if anywhere else [path])]
         parts = [part for start in starts for part in _path_and_ancestors(start)]
-        patterns = {target, re.compile(_MARK.sub(r"\1", target.pattern), target.flags)}
+        patterns = {target, re.compile(_METHOD_NAME.sub(r"\1", target.pattern), target.flags)}
         return any(pattern.fullmatch(part) for pattern in patterns for part in parts)
     return any(issubclass(module_type, target) for module_type in module_types)
 
@@ -207,7 +204,7 @@ def _glob_matches(glob: str, path: str) -> bool:
     )
 
 
-def _describe(target: Target) -> str:
+def _target_text(target: Target) -> str:
     if isinstance(target, str):
         return described(target)
     if isinstance(target, re.Pattern):

@@ -32,6 +32,11 @@ def holds_numbers(leaf: object) -> TypeGuard[AnyArray]:
     return is_array(leaf) and not (isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OSUMm")
 
 
+def stands_for_numbers(leaf: Any) -> bool:
+    """Returns whether a leaf is an array, or a `jax.ShapeDtypeStruct` in the place of one."""
+    return isinstance(leaf, jax.ShapeDtypeStruct) or holds_numbers(leaf)
+
+
 def is_complex(leaf: object) -> TypeGuard[AnyArray]:
     """Returns whether `leaf` is an array of complex numbers that JAX knows."""
     return is_array(leaf) and leaf.dtype.type in (np.complex64, np.complex128)
@@ -179,14 +184,14 @@ def select_leaves(flag_of: Callable[[Any], jax.Array], on_true: T, on_false: T) 
 
 
 def _select_leaf(flag_of: Callable[[Any], jax.Array], a: Any, b: Any, path: tuple[Any, ...]) -> Any:
-    if not (_holds_numbers(a) and _holds_numbers(b)):
+    if not (_can_be_selected(a) and _can_be_selected(b)):
         return a
     # Python numbers have no dtype of their own and take the other side's; the rest must agree.
     a, b = (_held_by_jax(leaf, path) if is_array(leaf) else leaf for leaf in (a, b))
     typed = [leaf for leaf in (a, b) if is_array(leaf)]
     if len({(leaf.dtype, leaf.shape) for leaf in typed}) > 1:
         raise ValueError(
-            f"select_tree got leaves that differ at {_name(path)}: "
+            f"select_tree got leaves that differ at {_path_in_words(path)}: "
             f"{shape_text(a)} and {shape_text(b)}. Cast them to one dtype and shape first: a state "
             "must keep its types from step to step."
         )
@@ -196,7 +201,7 @@ def _select_leaf(flag_of: Callable[[Any], jax.Array], a: Any, b: Any, path: tupl
     return jnp.where(flag_of(a), a, b)
 
 
-def _name(path: tuple[Any, ...]) -> str:
+def _path_in_words(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path)[:200] or "the root"
 
 
@@ -227,9 +232,9 @@ def _check_fits(numbers: Any, dtype: np.dtype, name: str, path: tuple[Any, ...])
     """Raises ValueError if a number, of Python or in a NumPy array, is too large for `dtype`."""
     if not _fits(numbers, dtype):
         raise ValueError(
-            f"select_tree got {name} at {_name(path)}, which becomes an array of {dtype} and does "
-            "not fit in it. Expected a smaller number, infinity, or an array of a wider dtype "
-            "(float64 needs jax_enable_x64)."
+            f"select_tree got {name} at {_path_in_words(path)}, which becomes an array of {dtype} "
+            "and does not fit in it. Expected a smaller number, infinity, or an array of a wider "
+            "dtype (float64 needs jax_enable_x64)."
         )
 
 
@@ -247,7 +252,7 @@ def _fits(numbers: Any, dtype: np.dtype) -> bool:
     return bool(np.all(np.isfinite(rounded) | ~np.isfinite(parts)))
 
 
-def _holds_numbers(leaf: Any) -> bool:
+def _can_be_selected(leaf: Any) -> bool:
     if not is_array(leaf):
         return isinstance(leaf, (bool, int, float, complex))
     if isinstance(leaf, jax.Array):

@@ -1002,7 +1002,6 @@ MISTAKES: dict[str, list[Mistake]] = {
             ("diagnostics.assert_products_in(loss_fn, 16)", "expected a real floating dtype"),
             ("diagnostics.range_report(loss_fn)", "gradient_report(loss_fn)(*args)"),
             ("diagnostics.compare_memory([report])", "{'float32': report, 'mixed_float16': other}"),
-            ("diagnostics.plot_memory(report)", "{'float32': report, 'mixed_float16': other}"),
             ("diagnostics.metrics(tx)", "not the optimizer itself"),
             ("diagnostics.check_skips(opt_state, limit='25')", "such as 25"),
             ("diagnostics.check_skips(opt_state, limit=2.5)", "expected a whole number of steps"),
@@ -1057,10 +1056,6 @@ MISTAKES: dict[str, list[Mistake]] = {
             (
                 "diagnostics.memory_report(loss_fn, argnums=1)(params, 3)",
                 "that holds the parameters",
-            ),
-            (
-                "diagnostics.compare(loss_fn, F16, reference='f64')",
-                "expected 'float32' or 'float64'",
             ),
             ("diagnostics.compare(loss_fn, F16, scale=0.0)", "expected a loss scale, above zero"),
             ("diagnostics.compare(loss_fn, F16, argnums=2)(params, x)", "numbers of its 2 args"),

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import optax
 
 
-def cross_entropy(logits, labels):
-    logits = logits.astype(jnp.float32)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+def cross_entropy(logits, labels, weights=None):
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels)
+    return jnp.mean(losses) if weights is None else jnp.sum(losses * weights) / jnp.sum(weights)
 
 
 def linen_model(module, inputs, labels, mutable=()):

@@ -20,10 +20,11 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 
 from jmp.trees import path_string
+from testbed.gpt2 import GPT2
+from testbed.models import cross_entropy
 
 WIDTH, HEADS, SIZE, HIDDEN = 32, 2, 16, 64
 BATCH, LENGTH, VOCABULARY = 2, 16, 64
@@ -31,11 +32,6 @@ BATCH, LENGTH, VOCABULARY = 2, 16, 64
 
 def as_it_is(model):
     return model
-
-
-def cross_entropy(logits, labels, weights=None):
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels)
-    return jnp.mean(losses) if weights is None else jnp.sum(losses * weights) / jnp.sum(weights)
 
 
 class Draws:
@@ -356,69 +352,6 @@ def resnet(dtype=jnp.float32, seed=0, wrap=as_it_is):
 # GPT-2 as Hugging Face calls it: an object whose call takes the parameters as a keyword.
 
 
-class Conv1D(nn.Module):
-    """A dense layer whose kernel is stored transposed."""
-
-    features: int
-    dtype: Any = jnp.float32
-
-    @nn.compact
-    def __call__(self, x):
-        x = jnp.asarray(x, self.dtype)
-        kernel = self.param("kernel", nn.initializers.normal(), (self.features, x.shape[-1]))
-        kernel = jnp.asarray(kernel.transpose(), self.dtype)
-        y = jax.lax.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())))
-        bias = self.param("bias", nn.initializers.zeros, (self.features,))
-        return y + jnp.asarray(bias, self.dtype)
-
-
-class GPT2Block(nn.Module):
-    dtype: Any = jnp.float32
-
-    def setup(self):
-        self.ln_1 = nn.LayerNorm(epsilon=1e-5, dtype=self.dtype)
-        self.ln_2 = nn.LayerNorm(epsilon=1e-5, dtype=self.dtype)
-        self.c_attn = Conv1D(3 * WIDTH, dtype=self.dtype)
-        self.c_proj = Conv1D(WIDTH, dtype=self.dtype)
-        self.c_fc = Conv1D(HIDDEN, dtype=self.dtype)
-        self.c_out = Conv1D(WIDTH, dtype=self.dtype)
-        self.causal_mask = nn.make_causal_mask(jnp.ones((1, LENGTH), bool), dtype=bool)
-
-    def __call__(self, x, attention_mask):
-        length = x.shape[1]
-        parts = jnp.split(self.c_attn(self.ln_1(x)), 3, -1)
-        query, key, value = (p.reshape(*p.shape[:2], HEADS, SIZE) for p in parts)
-        mask = nn.combine_masks(
-            attention_mask[:, None, None, :],
-            jnp.broadcast_to(self.causal_mask, (len(x), 1, length, length)),
-        )
-        bias = jax.lax.select(
-            mask > 0,
-            jnp.full(mask.shape, 0.0).astype(self.dtype),
-            jnp.full(mask.shape, jnp.finfo(self.dtype).min).astype(self.dtype),
-        )
-        weights = nn.dot_product_attention_weights(query, key, bias=bias, dtype=self.dtype)
-        y = jnp.einsum("...hqk,...khd->...qhd", weights, value)
-        x = x + self.c_proj(y.reshape(x.shape))
-        return x + self.c_out(nn.gelu(self.c_fc(self.ln_2(x)), approximate=True))
-
-
-class GPT2Module(nn.Module):
-    dtype: Any = jnp.float32
-
-    def setup(self):
-        self.wte = nn.Embed(VOCABULARY, WIDTH, dtype=self.dtype)
-        self.wpe = nn.Embed(LENGTH, WIDTH, dtype=self.dtype)
-        self.h = [GPT2Block(self.dtype) for _ in range(2)]
-        self.ln_f = nn.LayerNorm(epsilon=1e-5, dtype=self.dtype)
-
-    def __call__(self, input_ids, attention_mask, position_ids):
-        x = self.wte(input_ids.astype("i4")) + self.wpe(position_ids.astype("i4"))
-        for block in self.h:
-            x = block(x, attention_mask)
-        return CausalOutput(logits=self.wte.attend(self.ln_f(x)))
-
-
 @flax.struct.dataclass
 class CausalOutput:
     logits: jax.Array
@@ -436,7 +369,8 @@ class PretrainedGPT2:
         if position_ids is None:
             position_ids = jnp.broadcast_to(jnp.arange(input_ids.shape[1])[None], input_ids.shape)
         params = self.params if params is None else params
-        return self.module.apply({"params": params}, input_ids, attention_mask, position_ids)
+        logits = self.module.apply({"params": params}, input_ids, attention_mask, position_ids)
+        return CausalOutput(logits)
 
 
 def gpt2(dtype=jnp.float32, seed=0, wrap=as_it_is, through="call"):
@@ -447,7 +381,7 @@ def gpt2(dtype=jnp.float32, seed=0, wrap=as_it_is, through="call"):
     mask = np.ones_like(ids)
     mask[0, :3] = mask[1, -3:] = 0
     positions = np.maximum(np.cumsum(mask, -1, dtype=np.int32) - 1, 0)
-    module = GPT2Module(dtype)
+    module = GPT2(2, WIDTH, VOCABULARY, dtype, positions=LENGTH)
     params = parameters(module, draws, ids, mask, positions)
     model = PretrainedGPT2(module, params)
     apply = wrap({"call": model.__call__, "apply": module.apply}[through])
@@ -455,10 +389,10 @@ def gpt2(dtype=jnp.float32, seed=0, wrap=as_it_is, through="call"):
     def loss(params, ids, mask, positions):
         if through == "call":
             inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
-            output = apply(**inputs, params=params)
+            logits = apply(**inputs, params=params).logits
         else:
-            output = apply({"params": params}, ids, mask, positions)
-        return cross_entropy(output.logits[:, :-1], ids[:, 1:], (mask[:, 1:] * mask[:, :-1]))
+            logits = apply({"params": params}, ids, mask, positions)
+        return cross_entropy(logits[:, :-1], ids[:, 1:], (mask[:, 1:] * mask[:, :-1]))
 
     return loss, params, (ids, mask, positions)
 

@@ -45,6 +45,11 @@ def equations(jaxpr):
                 yield from equations(inner)
 
 
+def equations_of(function, *args):
+    """Yields every equation of what JAX traces of `function(*args)`, at any depth."""
+    return equations(jax.make_jaxpr(function)(*args).jaxpr)
+
+
 def product_dtypes(function, *args):
     """Counts the dtypes of the products of `function(*args)`: operands and result."""
     return product_dtypes_of(jax.make_jaxpr(function)(*args).jaxpr)

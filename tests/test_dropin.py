@@ -20,9 +20,7 @@ import numpy as np
 import pytest
 
 import jmp
-
-ROOT = pathlib.Path(__file__).parents[1]
-
+from testbed import ROOT
 
 # The README of DeepMind's jmp
 

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import os
-import pathlib
 import subprocess
 import sys
 import types
@@ -16,8 +15,7 @@ import pytest
 import jmp
 from jmp import __main__ as command
 from jmp import transforms
-
-ROOT = pathlib.Path(__file__).parents[1]
+from testbed import ROOT
 
 
 def test_it_prints_versions_devices_and_checks_and_exits_with_zero():
@@ -94,7 +92,7 @@ BROKEN = {
     ),
     "check_underflow": (jmp, "scaled_value_and_grad", unscaled, "Arrays are not equal"),
     "check_autocast": (jmp, "autocast", lambda fun, policy: fun, "are not in float16"),
-    "check_masters": (
+    "check_float32_masters": (
         transforms,
         "mixed_precision",
         lambda tx, policy: tx,

@@ -13,12 +13,6 @@ from tests.bits import bits
 every_dtype = pytest.mark.parametrize("dtype", cases.CASTABLE)
 
 
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
 # Casts
 
 

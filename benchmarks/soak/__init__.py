@@ -7,11 +7,12 @@ A check is a module of this folder and a row in `CHECKS`. It has `add_options(pa
 
 import types
 
-from benchmarks.soak import faults, float8, float8_programs, kills
+from benchmarks.soak import faults, float8, float8_programs, kills, mutants
 
 CHECKS: dict[str, types.ModuleType] = {
     "faults": faults,
     "float8": float8,
     "float8_programs": float8_programs,
     "kills": kills,
+    "mutants": mutants,
 }

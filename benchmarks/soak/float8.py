@@ -16,7 +16,6 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
-from unittest import mock
 
 import jax
 import numpy as np
@@ -27,9 +26,9 @@ import jmp
 from benchmarks.planner_rules import numbers
 from benchmarks.processes import ROOT
 from jmp import diagnostics
-from jmp.autocasting import _float8_planning
 from testbed.gpt2 import GPT2, gpt2
-from testbed.models import MODELS
+from testbed.models import MODELS, cross_entropy
+from testbed.small_products import small_is_float8
 
 PRECISIONS = ("bfloat16", "float8")
 SMALL_MODELS = {
@@ -72,8 +71,7 @@ def of_gradients(console: Console) -> dict[str, dict[str, float]]:
         (model,) = (row for row in MODELS if row.name == name)
         programs[title] = model.make(**model.small)
     found: dict[str, dict[str, float]] = {}
-    no_size = {"SMALL": 1, "THIN": 1}  # what is small is float8 too
-    with mock.patch.multiple(_float8_planning, **no_size), jax.numpy_rank_promotion("allow"):
+    with small_is_float8(), jax.numpy_rank_promotion("allow"):
         for title, (loss, params, batch) in programs.items():
             exact = numbers(jax.jit(jax.grad(loss))(params, *batch))
             found[title] = {}
@@ -178,8 +176,7 @@ def logits_of(params: Sequence[Any], x: Any) -> Any:
 
 
 def loss_fn(params: Sequence[Any], images: Any, labels: Any) -> Any:
-    logits = logits_of(params, images)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+    return cross_entropy(logits_of(params, images), labels)
 
 
 def training(policy: str, images: np.ndarray, labels: np.ndarray) -> Callable[[int], Any]:

@@ -8,15 +8,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmp._calls import lowered_to
-from jmp._messages import described, framework_of, refuse_other_models
-from jmp.loss_scaling import (
-    LossScale,
-    NoOpLossScale,
-    UnscaledLossWarning,
-    scaled_value_and_grad,
-)
+from jmp._messages import described, framework_of, refuse_other_models, wrong
+from jmp.loss_scaling import LossScale, NoOpLossScale, UnscaledLossWarning, scaled_value_and_grad
 from jmp.loss_scaling._gradients import pair_of
+from jmp.policy import lowered_to
 from jmp.transforms._few_kernels import flag_by_size
 from jmp.transforms._loss_scaling import WithLossScaleState, find_loss_scaling
 from jmp.transforms._mixed_precision import unscaled_policy
@@ -128,10 +123,8 @@ def check_step(loss_fn: object, model: object, own: str, kind: str) -> None:
     """
     is_swapped = framework_of(loss_fn) and callable(model) and not framework_of(model)
     if not callable(loss_fn) or is_swapped:
-        raise TypeError(
-            f"train_step got {described(loss_fn)} as loss_fn; expected a function of the "
-            f"model.{_ORDER}"
-        )
+        expected = "a function of the model"
+        raise wrong(TypeError, "train_step", loss_fn, expected, role="loss_fn", more=_ORDER)
     refuse_other_models(model, "train_step", "the model", own, kind)
     if not any(is_floating(leaf) or is_complex(leaf) for leaf in jax.tree.leaves(model)):
         raise ValueError(
@@ -156,9 +149,8 @@ def take_step(
         `(scalar, state)`; with `has_aux` to `(scalar, aux)` or `(scalar, (state, aux))`.
     """
     if not isinstance(tx, optax.GradientTransformation):
-        raise TypeError(
-            f"train_step got {described(tx)} as tx; expected an optax transformation.{_ORDER}"
-        )
+        expected = "an optax transformation"
+        raise wrong(TypeError, "train_step", tx, expected, role="tx", more=_ORDER)
     if isinstance(opt_state, optax.GradientTransformation):
         raise TypeError(
             f"train_step got the optimizer as opt_state; expected what tx.init returned.{_ORDER}"

@@ -1,23 +1,20 @@
-"""Which modules and parameters belong to a norm layer, and what that means for them.
+"""How the modules of a model compute, and how their parameters are stored: what adapters share.
 
-A norm subtracts means and sums squares: 300 squared overflows float16, and a mean over thousands of
-half numbers loses them. So norms compute in float32, from float32 scales, biases and statistics, in
-every policy but a pure half one.
+Norms: a norm subtracts means and sums squares. 300 squared overflows float16, and a mean over
+thousands of half numbers loses them. So norms compute in float32, from float32 scales, biases and
+statistics, in every policy but a pure half one. They are told by the names of their classes, or by
+those of their parameters where classes are not known.
 
-Which policy a module computes by, and how autocast is told.
+Stored: `storage_rules` has the dtype in which `cast_params` of each adapter stores a parameter.
 
-Autocast sees operations, not modules. So while a model is traced, each module that a rule names
-runs under a name scope that says the rule's policy (`policy_scope`); autocast reads it. Modules
-that no rule names open no scope and compute by the policy of the whole.
-
+Computed: autocast sees operations, not modules. So while a model is traced, each module that a rule
+names runs under a name scope that says the rule's policy (`policy_scope`); autocast reads it.
+Modules that no rule names open no scope and compute by the policy of the whole (`ModulePolicies`).
 Where a framework lets method calls be intercepted (Flax linen, Haiku), an interceptor opens the
 scopes. Elsewhere (nnx, Equinox) a named module is given a subclass of its class, `marked_class`.
 
-Name scopes for the modules of a framework that opens none: nnx, and Equinox by path.
-
-`lift(fun, ModuleScopes())` of an adapter is `fun` itself, in which every method of every module
-among the arguments runs in a scope that names the module's path. Diagnostics read it, and say in
-`rules=` of that adapter what they found.
+Named: `ModuleScopes` takes the place of `ModulePolicies` where diagnostics ask which module does
+what. Every method of every module then runs in a scope that names the module's path.
 """
 
 import contextlib
@@ -33,10 +30,15 @@ import jax
 import numpy as np
 
 from jmp.autocasting._autocast import Options, lowered
-from jmp.autocasting._regions import MODULE, policy_scope
-from jmp.dtypes import is_half
+from jmp.autocasting._request import MODULE, policy_scope
+from jmp.dtypes import FLOAT32, is_half
 from jmp.policy import Policy, get_policy
 from jmp.rules import PolicyRules, Rule
+from jmp.trees import PyTree, cast_leaf, path_string
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
 
 FLOAT32_POLICY = Policy("float32", "float32", "float32")
 
@@ -45,6 +47,8 @@ FLOAT32_POLICY = Policy("float32", "float32", "float32")
 _NORM_CLASS = re.compile(r"(?<!Weight)(?<!Spectral)(?<!Pre)(?<!Post)Norm(alization)?(\dd)?$")
 _NORM_NAME = re.compile(r"(?i)(^|_)(bn|ln|gn)(_|\d|$)|norm")
 _PRODUCT_PARAMETERS = {"kernel", "embedding"}
+
+_PLAIN = "_jmp_plain_class"  # the attribute of a subclass that has the class of its author
 
 
 def is_norm_class(module_type: type) -> bool:
@@ -69,32 +73,65 @@ def is_norm_parameters(module_name: str, parameter_names: Iterable[str]) -> bool
     return ("scale" in names and names <= affine) or bool(_NORM_NAME.search(module_name))
 
 
-def keeps_norms_float32(policy: Policy, rules: Iterable[Rule] | None) -> bool:
-    """Returns whether norms are float32 where no rule of the user's says otherwise.
+def policy_of_norms(policy: Policy, rules: Sequence[Rule] | None) -> Policy:
+    """Returns the policy of norms and their statistics where no rule of the user's says otherwise.
 
-    They are, but for an explicit empty list of rules and, without rules, for a pure half policy.
+    It is float32, but for an explicit empty list of rules and, without rules, for a pure half
+    policy.
     """
-    return not policy.is_pure_half if rules is None else bool(list(rules))
+    are_float32 = not policy.is_pure_half if rules is None else bool(rules)
+    return FLOAT32_POLICY if are_float32 else policy
 
 
-def rules_for_modules(policy: Policy, rules: Sequence[Rule] | None) -> PolicyRules:
-    """Returns the user's rules with "norms are float32" behind them, for modules of known class."""
-
-    def norms(path: str, module_types: Sequence[type]) -> Policy | None:
-        # The module itself only: a product inside something called a norm stays half.
-        del path
-        return FLOAT32_POLICY if module_types and is_norm_class(module_types[0]) else None
-
-    rules = None if rules is None else tuple(rules)
-    fallback = norms if keeps_norms_float32(policy, rules) else None
-    return PolicyRules(rules or (), policy, fallback=fallback)
+def _is_in_norm(path: str, classes: Sequence[type]) -> bool:
+    # The innermost module only: a product inside something called a norm stays half.
+    return bool(classes) and is_norm_class(classes[0])
 
 
-P = ParamSpec("P")
-R = TypeVar("R")
+def storage_rules(
+    policy: Policy,
+    rules: Sequence[Rule] | None,
+    is_in_norm: Callable[[str, Sequence[type]], bool] = _is_in_norm,
+) -> PolicyRules:
+    """Returns the rules by which `cast_params` stores: the user's, then that of norms.
 
-_FLOAT32 = np.dtype(FLOAT32_POLICY.compute_dtype)
-_PLAIN = "_jmp_plain_class"
+    Args:
+      is_in_norm: called as `is_in_norm(path, classes)` for a parameter: whether it is a norm's. By
+        default by the class of its module.
+
+    Raises: ValueError for a policy or a rule that stores in float8.
+    """
+    rules = None if rules is None else tuple(rules)  # read more than once
+    of_norms = policy_of_norms(policy, rules)
+    found = PolicyRules(
+        rules or (),
+        policy,
+        fallback=lambda path, classes: of_norms if is_in_norm(path, classes) else None,
+    )
+    found.refuse_float8("cast_params")
+    return found
+
+
+def cast_by_paths(params: T, policy: Policy, rules: Sequence[Rule] | None) -> T:
+    """Returns parameters stored as `policy` and `rules` say, where no modules are known.
+
+    Args:
+      params: a tree; the path of a leaf is that of its module and its own name.
+
+    Raises: as `storage_rules`.
+    Warns: `UnusedRuleWarning` for a rule that matched nothing.
+    """
+    names_in: dict[str, list[str]] = {}
+    for path, _ in jax.tree_util.tree_leaves_with_path(params):
+        module, _, name = path_string(path).rpartition("/")
+        names_in.setdefault(module, []).append(name)
+    norms = {m for m, names in names_in.items() if is_norm_parameters(m.split("/")[-1], names)}
+    stored = storage_rules(policy, rules, lambda path, _: path.rpartition("/")[0] in norms)
+    cast: T = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: cast_leaf(leaf, stored.policy_for(path_string(path)).param_dtype), params
+    )
+    stored.warn_unused()
+    return cast
 
 
 class ModulePolicies:
@@ -123,7 +160,7 @@ class ModulePolicies:
     ) -> None:
         rules = None if rules is None else tuple(rules)  # read more than once
         self.policy = get_policy(policy)
-        self.keeps_norms_float32 = keeps_norms_float32(self.policy, rules)
+        self.statistics_dtype = policy_of_norms(self.policy, rules).param_dtype
         # The default is an object of its own: a rule may give the very policy of the whole.
         self.rules = PolicyRules(rules or (), dataclasses.replace(self.policy))
         self.rules.refuse_float8("An adapter")
@@ -161,7 +198,7 @@ class ModulePolicies:
         """
         whole, half = self.policy, self.lowered
         others = {"reduce_dtype": whole.reduce_dtype, "product_dtype": whole.product_dtype}
-        policy = Policy(_FLOAT32, half, half, **others)
+        policy = Policy(FLOAT32, half, half, **others)
         rules = self.rules if name_scopes else None
         return lowered(fun, policy, rules_of_modules=rules, **self._options)
 
@@ -193,6 +230,11 @@ class ModulePolicies:
             return policy
         return FLOAT32_POLICY if self._keep_dtypes and _says_float32(module) else None
 
+    def match_parameters(self, params: PyTree) -> None:
+        """Lets rules that name single parameters of a tree match; only `cast_params` reads them."""
+        for path, _ in jax.tree_util.tree_leaves_with_path(params):
+            self.rules.policy_for(path_string(path))
+
     def scope(self, named: Policy | None) -> contextlib.AbstractContextManager[None]:
         """Returns the context that the methods of a module run in, given what `named` returned."""
         return contextlib.nullcontext() if named is None else policy_scope(named)
@@ -217,20 +259,20 @@ _in_force = jax.make_user_context(default_value=None)
 def _says_float32(module: object) -> bool:
     dtype = getattr(module, "dtype", None)
     try:
-        return dtype is not None and np.dtype(dtype) == _FLOAT32
+        return dtype is not None and np.dtype(dtype) == FLOAT32
     except TypeError:  # a field of that name that is no dtype
         return False
 
 
 @functools.cache  # one class for all models: a structure that holds it must compare equal
-def marked_class(module_type: type, base: type, modules: ModulePolicies, named: Policy) -> type:
+def marked_class(module_type: type, base: type, policies: ModulePolicies, named: Policy) -> type:
     """Returns a subclass of `module_type` whose methods run in the scope of the policy `named`.
 
     Args:
       base: the framework's class of all modules, whose own methods stay as they are.
     """
     body: dict[str, Any] = {
-        name: _in_scope(getattr(module_type, name), modules, named)
+        name: _method_in_scope(getattr(module_type, name), policies, named)
         for name in dir(module_type)
         if name == "__call__" or not (name.startswith("_") or hasattr(base, name))
         if _is_method(module_type, name)
@@ -261,19 +303,24 @@ def _is_method(module_type: type, name: str) -> bool:
     return binds and callable(getattr(module_type, name))
 
 
-def _in_scope(
-    method: Callable[..., Any], modules: ModulePolicies, named: Policy
+def _method_in_scope(
+    method: Callable[..., Any], policies: ModulePolicies, named: Policy
 ) -> Callable[..., Any]:
     @functools.wraps(method, updated=())
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with modules.scope(named) if modules.are_in_force else contextlib.nullcontext():
+        with policies.scope(named) if policies.are_in_force else contextlib.nullcontext():
             return method(self, *args, **kwargs)
 
     return call
 
 
 class ModuleScopes(ModulePolicies):
-    """No policy at all: what it says of a module is its path. All of them are equal."""
+    """No policy at all: what it says of a module is its path. All of them are equal.
+
+    `lift(fun, ModuleScopes())` of nnx, and `with_marked_modules` of Equinox, is `fun` itself, in
+    which every method of every module among the arguments runs in a scope that names the path.
+    Diagnostics read it, and say in `rules=` of that adapter what they found.
+    """
 
     def __init__(self) -> None:
         super().__init__("float32", (), {})

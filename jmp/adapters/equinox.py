@@ -17,14 +17,15 @@ import equinox as eqx
 import jax
 import optax
 
-from jmp._calls import check_function
-from jmp._messages import refuse_other_models
+from jmp._array_calls import ArrayCall
+from jmp._messages import check_function, refuse_other_models
 from jmp.adapters._atomic import TrainStep, check_step, take_step
 from jmp.adapters._module_policies import (
     ModulePolicies,
+    ModuleScopes,
     marked_class,
     plain_class,
-    rules_for_modules,
+    storage_rules,
 )
 from jmp.autocasting._autocast import AllOptions, given_policy
 from jmp.dtypes import is_half
@@ -90,22 +91,58 @@ def autocast(
         return functools.partial(autocast, policy=policy, rules=rules, **options)
     check_function(fun, "autocast", "autocast(loss_fn, policy)(model, *args)")
     refuse_other_models(fun, "autocast", "the function", "equinox", "a function of Equinox modules")
-    return lift(fun, ModulePolicies(policy, rules, options))
+    return with_marked_modules(fun, ModulePolicies(policy, rules, options))
 
 
-def lift(fun: Callable[P, R], modules: ModulePolicies) -> Callable[P, R]:
+def with_marked_modules(fun: Callable[P, R], policies: ModulePolicies) -> Callable[P, R]:
     """Returns `fun` under autocast, each module among its arguments computing by its policy."""
 
     @functools.wraps(fun)
     def in_float32(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = _map_modules(functools.partial(_marked, modules), (args, kwargs))
-        with modules.in_force():
+        args, kwargs = _map_modules(functools.partial(_mark_module, policies), (args, kwargs))
+        with policies.in_force():
             result = fun(*args, **kwargs)
-        if not is_half(modules.lowered):  # else autocast warns, who has matched scopes too
-            modules.rules.warn_unused()
-        return _map_modules(_unmarked, result)
+        if not is_half(policies.lowered):  # else autocast warns, who has matched scopes too
+            policies.rules.warn_unused()
+        return _map_modules(_unmark_module, result)
 
-    return modules.autocast(in_float32, name_scopes=True)
+    return policies.autocast(in_float32, name_scopes=True)
+
+
+def in_scopes(fun: Callable[P, R]) -> Callable[P, R]:
+    """Returns `fun`, in which the methods of modules among the arguments open scopes by path.
+
+    Half arrays of modules count as float32 numbers, as under `autocast`. A function of parts of
+    modules runs as it is, see `takes_marked_modules`.
+    """
+
+    @functools.wraps(fun)
+    def scoped(*args: P.args, **kwargs: P.kwargs) -> R:
+        leaves, structure = jax.tree.flatten((args, kwargs))  # a State may be used once
+        again: Any = lambda: jax.tree.unflatten(structure, leaves)
+        chosen = fun
+        if takes_marked_modules(fun, *again()):
+            chosen = with_marked_modules(fun, ModuleScopes())
+        args, kwargs = again()
+        return chosen(*args, **kwargs)
+
+    return scoped
+
+
+def takes_marked_modules(fun: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+    """Returns whether a function can be called with marked modules; a trace decides.
+
+    A part of a module, as `eqx.partition` gives it, is combined inside with another part. If that
+    one is no argument it has no marks, and Equinox refuses to combine the two.
+    """
+    if not any(map(_is_module, jax.tree.leaves((args, kwargs), is_leaf=_is_module))):
+        return False
+    call = ArrayCall(with_marked_modules(fun, ModuleScopes()), args, kwargs)
+    try:
+        jax.eval_shape(call.results, *call.arrays)
+    except (TypeError, ValueError):  # an error of the function itself comes again
+        return False
+    return True
 
 
 def cast_params(model: T, policy: str | Policy, rules: Sequence[Rule] | None = None) -> T:
@@ -126,14 +163,13 @@ def cast_params(model: T, policy: str | Policy, rules: Sequence[Rule] | None = N
     dtype('float16')
     """
     refuse_other_models(model, "cast_params", "the model", "equinox", "a module of Equinox")
-    module_rules = rules_for_modules(get_policy(policy), rules)
-    module_rules.refuse_float8("cast_params")
+    stored = storage_rules(get_policy(policy), rules)
 
     def cast(leaf: Any, path: str, classes: tuple[type, ...]) -> Any:
-        return cast_leaf(leaf, module_rules.policy_for(path, classes).param_dtype)
+        return cast_leaf(leaf, stored.policy_for(path, classes).param_dtype)
 
     result: T = _map_modules(lambda module: _rebuilt(module, cast), model)
-    module_rules.warn_unused()
+    stored.warn_unused()
     return result
 
 
@@ -177,10 +213,7 @@ def scaled_value_and_grad(
     @functools.wraps(fun)
     def wrapped(model: PyTree, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         params, static = eqx.partition(model, eqx.is_inexact_array)
-        of_params = lambda params, *args, **kwargs: fun(
-            eqx.combine(params, static), *args, **kwargs
-        )
-        differentiate = differentiate_scaled(of_params, loss_scale, has_aux=has_aux)
+        differentiate = differentiate_scaled(_of_params(fun, static), loss_scale, has_aux=has_aux)
         return differentiate(params, *args, **kwargs)
 
     return wrapped
@@ -227,14 +260,18 @@ def train_step(
     """
     check_step(loss_fn, model, "equinox", "a module of Equinox, or a tree of them")
     params, static = eqx.partition(model, eqx.is_inexact_array)
-    of_params = functools.wraps(loss_fn)(
-        lambda params, *args: loss_fn(eqx.combine(params, static), *args)
-    )
-    step = take_step(of_params, params, opt_state, tx, args, state, has_aux)
+    step = take_step(_of_params(loss_fn, static), params, opt_state, tx, args, state, has_aux)
     return step._replace(model=eqx.combine(step.model, static))
 
 
-# Modules inside trees.
+def _of_params(fun: Callable[..., Any], static: PyTree) -> Callable[..., Any]:
+    """Returns a function of a model as one of its floating arrays; `static` is the rest of it."""
+
+    @functools.wraps(fun)
+    def of_params(params: PyTree, *args: Any, **kwargs: Any) -> Any:
+        return fun(eqx.combine(params, static), *args, **kwargs)
+
+    return of_params
 
 
 def _is_module(node: object) -> bool:
@@ -246,22 +283,22 @@ def _map_modules(function: Callable[[eqx.Module], Any], tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: function(x) if _is_module(x) else x, tree, is_leaf=_is_module)
 
 
-def _marked(modules: ModulePolicies, module: eqx.Module) -> Any:
+def _mark_module(policies: ModulePolicies, module: eqx.Module) -> Any:
     """Returns a module whose parts open the scopes of the rules they match, arrays in float32."""
 
     def mark(node: eqx.Module, path: str, classes: tuple[type, ...]) -> type:
-        named = modules.named(node, path, classes)
+        named = policies.named(node, path, classes)
         own = type(node)
-        return own if named is None else marked_class(own, eqx.Module, modules, named)
+        return own if named is None else marked_class(own, eqx.Module, policies, named)
 
     def widen(leaf: Any, path: str, classes: tuple[type, ...]) -> Any:
-        modules.rules.policy_for(path, classes)  # rules may name single arrays
+        policies.rules.policy_for(path, classes)  # rules may name single arrays
         return cast_to_at_least_float32(leaf)
 
     return _rebuilt(module, widen, mark)
 
 
-def _unmarked(module: eqx.Module) -> Any:
+def _unmark_module(module: eqx.Module) -> Any:
     unmark = lambda node, *_: plain_class(type(node))
     return _rebuilt(module, lambda leaf, *_: leaf, unmark)
 

@@ -11,21 +11,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, Unpack
 
 import haiku as hk
-import jax
 import optax
 
-from jmp._messages import described, listed, refuse_other_models, way_out
+from jmp._messages import listed, refuse_other_models, way_out, wrong
 from jmp.adapters._atomic import TrainStep, check_step, take_step
-from jmp.adapters._module_policies import (
-    FLOAT32_POLICY,
-    ModulePolicies,
-    is_norm_parameters,
-    keeps_norms_float32,
-)
+from jmp.adapters._module_policies import ModulePolicies, cast_by_paths
 from jmp.autocasting._autocast import Options
 from jmp.policy import Policy, get_policy
-from jmp.rules import PolicyRules, Rule
-from jmp.trees import PyTree, cast_floating, cast_leaf, cast_to_at_least_float32, path_string
+from jmp.rules import Rule
+from jmp.trees import PyTree, cast_floating, cast_to_at_least_float32
 
 __all__ = ["cast_params", "train_step", "with_policy"]
 
@@ -71,14 +65,13 @@ def with_policy(
     dtype(bfloat16)
     """
     if not isinstance(network, (hk.Transformed, hk.TransformedWithState)):
-        raise TypeError(
-            f"with_policy got {described(network)}; expected what hk.transform or "
-            "hk.transform_with_state returned. Each function of an hk.multi_transform is wrapped "
-            "by itself: with_policy(hk.Transformed(network.init, network.apply[0]), "
-            f"policy).{way_out(network)}"
+        expected = (
+            "what hk.transform or hk.transform_with_state returned. Each function of an "
+            "hk.multi_transform is wrapped by itself: "
+            "with_policy(hk.Transformed(network.init, network.apply[0]), policy)"
         )
-    modules = ModulePolicies(policy, rules, options)
-    state_dtype = (FLOAT32_POLICY if modules.keeps_norms_float32 else modules.policy).param_dtype
+        raise wrong(TypeError, "with_policy", network, expected, more=way_out(network))
+    policies = ModulePolicies(policy, rules, options)
     has_state = isinstance(network, hk.TransformedWithState)
 
     def interceptor(with_own_policy: dict[str, None]) -> Callable[..., Any]:
@@ -88,14 +81,14 @@ def with_policy(
             call: Callable[..., Any], args: Any, kwargs: Any, context: hk.MethodContext
         ) -> Any:
             # A constructor computes nothing; a network wrapped by itself may stand inside this one.
-            if context.method_name == "__init__" or not modules.are_in_force:
+            if context.method_name == "__init__" or not policies.are_in_force:
                 return call(*args, **kwargs)
             module = context.module
             if hk.mixed_precision.get_policy(type(module)) is not None:
                 with_own_policy[type(module).__name__] = None
             around.insert(0, type(module))
             try:
-                with modules.scope(modules.named(module, module.module_name, tuple(around))):
+                with policies.scope(policies.named(module, module.module_name, tuple(around))):
                     return call(*args, **kwargs)
             finally:
                 around.pop(0)
@@ -108,23 +101,23 @@ def with_policy(
         if has_state:
             args, kwargs = _with_wide_state(args, kwargs)
         with_own_policy: dict[str, None] = {}
-        with modules.in_force(), hk.intercept_methods(interceptor(with_own_policy)):
+        with policies.in_force(), hk.intercept_methods(interceptor(with_own_policy)):
             result = network.apply(params, *args, **kwargs)
         _warn_of_policies(with_own_policy)
-        for path, _ in jax.tree_util.tree_leaves_with_path(params):
-            modules.rules.policy_for(path_string(path))  # rules may name single parameters
-        modules.rules.warn_unused()
+        policies.match_parameters(params)
+        policies.rules.warn_unused()
         return result
 
-    lowered = modules.autocast(in_float32)
+    lowered = policies.autocast(in_float32)
 
     @functools.wraps(network.apply)
     def apply(*args: Any, **kwargs: Any) -> Any:
         result = lowered(*args, **kwargs)
         if not has_state:
-            return modules.policy.cast_to_output(result)
+            return policies.policy.cast_to_output(result)
         output, state = result
-        return modules.policy.cast_to_output(output), cast_floating(state, state_dtype)
+        state = cast_floating(state, policies.statistics_dtype)
+        return policies.policy.cast_to_output(output), state
 
     return type(network)(network.init, apply)
 
@@ -171,27 +164,9 @@ def cast_params(params: T, policy: str | Policy, rules: Sequence[Rule] | None = 
     """
     refuse_other_models(params, "cast_params", "parameters", "", "what network.init returned")
     if not isinstance(params, Mapping) or not all(isinstance(x, Mapping) for x in params.values()):
-        raise TypeError(
-            f"cast_params got {described(params)} as parameters; expected what network.init "
-            "returned: {module: {name: array}}."
-        )
-    policy = get_policy(policy)
-    rules = None if rules is None else tuple(rules)
-    keeps_norms = keeps_norms_float32(policy, rules)
-
-    def norms(path: str, _: Sequence[type]) -> Policy | None:
-        module = path.rpartition("/")[0]
-        is_norm = is_norm_parameters(module.split("/")[-1], params[module])
-        return FLOAT32_POLICY if keeps_norms and is_norm else None
-
-    module_rules = PolicyRules(rules or (), policy, fallback=norms)
-    module_rules.refuse_float8("cast_params")
-    cast: T = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: cast_leaf(leaf, module_rules.policy_for(path_string(path)).param_dtype),
-        params,
-    )
-    module_rules.warn_unused()
-    return cast
+        expected = "what network.init returned: {module: {name: array}}"
+        raise wrong(TypeError, "cast_params", params, expected, role="parameters")
+    return cast_by_paths(params, get_policy(policy), rules)
 
 
 def train_step(

@@ -14,23 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, Unpack
 
 import flax.linen as nn
-import jax
-from jax.typing import DTypeLike
 
-from jmp._calls import mark_lowered
-from jmp._messages import described, refuse_other_models
-from jmp.adapters import _train_state
-from jmp.adapters._module_policies import (
-    FLOAT32_POLICY,
-    ModulePolicies,
-    is_norm_parameters,
-    keeps_norms_float32,
-)
+from jmp._messages import refuse_other_models, wrong
+from jmp.adapters._module_policies import ModulePolicies, cast_by_paths, policy_of_norms
 from jmp.adapters._train_state import TrainState
 from jmp.autocasting._autocast import Options
-from jmp.policy import Policy, get_policy
-from jmp.rules import PolicyRules, Rule
-from jmp.trees import PyTree, cast_floating, cast_leaf, cast_to_at_least_float32, path_string
+from jmp.policy import Policy, get_policy, mark_lowered
+from jmp.rules import Rule
+from jmp.trees import PyTree, cast_floating, cast_to_at_least_float32
 
 __all__ = ["TrainState", "cast_params", "wrap_apply"]
 
@@ -38,7 +29,8 @@ T = TypeVar("T")
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_train_state.register()
+# What an apply function may call the variables.
+_VARIABLES = ("variables", "params")
 
 
 def wrap_apply(
@@ -85,43 +77,42 @@ def wrap_apply(
     dtype(bfloat16)
     """
     _check_apply(apply_fn)
-    modules = ModulePolicies(policy, rules, options, keep_dtypes=keep_dtypes)
-    statistics = FLOAT32_POLICY if modules.keeps_norms_float32 else modules.policy
+    policies = ModulePolicies(policy, rules, options, keep_dtypes=keep_dtypes)
 
     def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         # A model wrapped by itself stands inside this one; an unbound module has no parameters.
-        if not modules.are_in_force or context.module.scope is None:
+        if not policies.are_in_force or context.module.scope is None:
             return call(*args, **kwargs)
         module, *around = _with_parents(context.module)
         root = [module, *around][-1]
         classes = [type(node) for node in (module, *around)]
-        named = modules.named(module, "/".join(module.path), classes, root=type(root).__name__)
-        with modules.scope(named):
+        named = policies.named(module, "/".join(module.path), classes, root=type(root).__name__)
+        with policies.scope(named):
             return call(*args, **kwargs)
 
     @functools.wraps(apply_fn)
     def in_float32(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = _map_variables(_widen, args, kwargs)
-        with modules.in_force(), nn.intercept_methods(intercept):
+        args, kwargs = _with_wide_variables(args, kwargs)
+        with policies.in_force(), nn.intercept_methods(intercept):
             result = apply_fn(*args, **kwargs)
-        for variables in _variables_among(args, kwargs):  # rules may name single parameters
-            for path, _ in _parameters_with_path(variables):
-                modules.rules.policy_for(path)
-        modules.rules.warn_unused()
+        for variables in _variables_among(args, kwargs):
+            policies.match_parameters(_params_in(variables))
+        policies.rules.warn_unused()
         return result
 
-    lowered = modules.autocast(in_float32)
+    lowered = policies.autocast(in_float32)
+    cast_statistics = functools.partial(cast_floating, dtype=policies.statistics_dtype)
 
     @functools.wraps(apply_fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         result = lowered(*args, **kwargs)
         if kwargs.get("mutable", False) is False and not kwargs.get("capture_intermediates"):
-            return modules.policy.cast_to_output(result)
+            return policies.policy.cast_to_output(result)
         output, updated = result
-        updated = _cast_statistics(updated, statistics.param_dtype)
-        return modules.policy.cast_to_output(output), updated
+        updated = _with_cast(updated, batch_stats=cast_statistics)
+        return policies.policy.cast_to_output(output), updated
 
-    return mark_lowered(wrapped, modules.lowered)
+    return mark_lowered(wrapped, policies.lowered)
 
 
 def cast_params(variables: T, policy: str | Policy, rules: Sequence[Rule] | None = None) -> T:
@@ -148,26 +139,14 @@ def cast_params(variables: T, policy: str | Policy, rules: Sequence[Rule] | None
     """
     refuse_other_models(variables, "cast_params", "variables", "", "what model.init returned")
     policy = get_policy(policy)
-    rules = None if rules is None else tuple(rules)
-    keeps_norms = keeps_norms_float32(policy, rules)
-    norms = _norm_modules(variables) if keeps_norms else frozenset()
-    path_rules = PolicyRules(
-        rules or (),
-        policy,
-        fallback=lambda path, _: FLOAT32_POLICY if path.rpartition("/")[0] in norms else None,
-    )
-    path_rules.refuse_float8("cast_params")
-    cast = {
-        path: cast_leaf(leaf, path_rules.policy_for(path).param_dtype)
-        for path, leaf in _parameters_with_path(variables)
-    }
-    path_rules.warn_unused()
-    statistics = FLOAT32_POLICY if keeps_norms else policy
-    variables = _cast_statistics(variables, statistics.param_dtype)
-    stored: T = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: cast.get(_path_in_params(path, variables), leaf), variables
-    )
-    return stored
+    if not _has_collections(variables):
+        return cast_by_paths(variables, policy, rules)
+    rules = None if rules is None else tuple(rules)  # read more than once
+    statistics_dtype = policy_of_norms(policy, rules).param_dtype
+    # Rules are checked also where there are no parameters.
+    params = cast_by_paths(_params_in(variables), policy, rules)
+    cast_statistics = functools.partial(cast_floating, dtype=statistics_dtype)
+    return _with_cast(variables, params=lambda _: params, batch_stats=cast_statistics)
 
 
 def _check_apply(apply_fn: Any) -> None:
@@ -188,10 +167,8 @@ def _check_apply(apply_fn: Any) -> None:
             "called."
         )
     if not callable(apply_fn):
-        raise TypeError(
-            f"wrap_apply got {described(apply_fn)}; expected {expected}: wrap_apply(model.apply, "
-            "policy)."
-        )
+        call = "wrap_apply(model.apply, policy)"
+        raise wrong(TypeError, "wrap_apply", apply_fn, f"{expected}: {call}")
 
 
 def _with_parents(module: nn.Module) -> list[nn.Module]:
@@ -204,64 +181,43 @@ def _with_parents(module: nn.Module) -> list[nn.Module]:
     return nodes
 
 
-def _map_variables(function: Callable[[Any], Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Applies `function` to the variables among the arguments of an apply function."""
-    if args and isinstance(args[0], Mapping):
-        args = (function(args[0]), *args[1:])
-    named = {name: kwargs[name] for name in ("variables", "params") if name in kwargs}
-    return args, {**kwargs, **{name: function(value) for name, value in named.items()}}
-
-
 def _variables_among(args: Any, kwargs: Any) -> list[Any]:
-    found: list[Any] = []
-    _map_variables(found.append, args, kwargs)
-    return found
+    """Returns the variables among the arguments of an apply function."""
+    first = args[:1] if args and isinstance(args[0], Mapping) else ()
+    return [*first, *(kwargs[name] for name in _VARIABLES if name in kwargs)]
+
+
+def _with_wide_variables(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Returns the arguments of an apply function, its variables widened."""
+    if args and isinstance(args[0], Mapping):
+        args = (_widen(args[0]), *args[1:])
+    named = {name: _widen(kwargs[name]) for name in _VARIABLES if name in kwargs}
+    return args, {**kwargs, **named}
 
 
 def _widen(variables: PyTree) -> PyTree:
     """Returns half parameters and statistics in float32; what a model caches keeps its dtype."""
-    if not any(_has_collection(variables, name) for name in ("params", "batch_stats")):
-        return cast_to_at_least_float32(variables)  # the parameters alone
-    wide = {
-        name: cast_to_at_least_float32(collection)
-        for name, collection in variables.items()
-        if name in ("params", "batch_stats")
-    }
-    return type(variables)({**variables, **wide})
+    if not _has_collections(variables):
+        return cast_to_at_least_float32(variables)
+    wide = cast_to_at_least_float32
+    return _with_cast(variables, params=wide, batch_stats=wide)
 
 
-def _cast_statistics(variables: PyTree, dtype: DTypeLike) -> PyTree:
-    if not _has_collection(variables, "batch_stats"):
+def _has_collections(variables: PyTree) -> bool:
+    """Returns whether these are variables with collections; else they are parameters alone."""
+    has_keys = hasattr(variables, "keys")
+    return has_keys and any(name in variables for name in ("params", "batch_stats"))
+
+
+def _params_in(variables: PyTree) -> PyTree:
+    return variables.get("params", {}) if _has_collections(variables) else variables
+
+
+def _with_cast(variables: T, **casts: Callable[[Any], Any]) -> T:
+    """Returns variables whose collections of these names, where they have them, are cast."""
+    if not _has_collections(variables):
         return variables
-    return type(variables)(
-        {**variables, "batch_stats": cast_floating(variables["batch_stats"], dtype)}
-    )
-
-
-def _has_collection(variables: PyTree, name: str) -> bool:
-    return hasattr(variables, "keys") and name in variables
-
-
-def _parameters_with_path(variables: PyTree) -> list[tuple[str, Any]]:
-    params = variables["params"] if _has_collection(variables, "params") else variables
-    if not _has_collection(variables, "params") and _has_collection(variables, "batch_stats"):
-        return []
-    return [(path_string(p), leaf) for p, leaf in jax.tree_util.tree_leaves_with_path(params)]
-
-
-def _path_in_params(path: tuple[Any, ...], variables: PyTree) -> str:
-    collection, _, rest = path_string(path).partition("/")
-    if _has_collection(variables, "params"):
-        return rest if collection == "params" else ""
-    return path_string(path)
-
-
-def _norm_modules(variables: PyTree) -> frozenset[str]:
-    """Returns the paths of the modules whose parameters are those of a norm."""
-    names: dict[str, list[str]] = {}
-    for path, _ in _parameters_with_path(variables):
-        module, _, name = path.rpartition("/")
-        names.setdefault(module, []).append(name)
-    return frozenset(
-        module for module, own in names.items() if is_norm_parameters(module.split("/")[-1], own)
-    )
+    held: Any = variables
+    cast = {name: function(held[name]) for name, function in casts.items() if name in held}
+    whole: T = type(held)({**held, **cast})
+    return whole

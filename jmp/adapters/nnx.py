@@ -17,14 +17,13 @@ from typing import Any, ParamSpec, TypeVar, Unpack, overload
 from flax import nnx
 
 from jmp import transforms
-from jmp._calls import check_function
-from jmp._messages import described, refuse_other_models, way_out
+from jmp._messages import check_function, refuse_other_models, way_out, wrong
 from jmp.adapters._atomic import check_is_scaled, keep_if_skipped, loss_scale_in
-from jmp.adapters._module_policies import ModulePolicies, rules_for_modules
+from jmp.adapters._module_policies import ModulePolicies, storage_rules
 from jmp.adapters._nnx_modules import (
     cast_in_place,
     lift,
-    mark_parameters,
+    match_parameters,
     variables_with_path,
     view_of,
     whole_if_it_fails,
@@ -89,7 +88,7 @@ def autocast(
     policy = given_policy(policy, fun)
     if fun is None:
         return functools.partial(autocast, policy=policy, rules=rules, **options)
-    modules = ModulePolicies(policy, rules, options)
+    policies = ModulePolicies(policy, rules, options)
     check_function(fun, "autocast", "autocast(loss_fn, policy)(model, *args)")
     refuse_other_models(fun, "autocast", "the function", "flax.nnx", "a function of nnx modules")
     if isinstance(fun, nnx.Module):
@@ -102,7 +101,7 @@ def autocast(
             f"autocast got {fun.__qualname__}, a method bound to its module, whose changes would "
             f"be lost. Write autocast({fun.__qualname__}, policy)(model, ...)."
         )
-    return lift(fun, modules)
+    return lift(fun, policies)
 
 
 def with_policy(
@@ -140,10 +139,10 @@ def with_policy(
     (dtype(bfloat16), True)
     """
     _check_kind("with_policy", "model", model, nnx.Module)
-    modules = ModulePolicies(policy, rules, options)
-    view: M = view_of(model, modules)
-    mark_parameters(model, modules)
-    modules.rules.warn_unused()
+    policies = ModulePolicies(policy, rules, options)
+    view: M = view_of(model, policies)
+    match_parameters(model, policies)
+    policies.rules.warn_unused()
     cast_in_place(variables_with_path(model))
     return view
 
@@ -166,11 +165,10 @@ def cast_params(model: M, policy: str | Policy, rules: Sequence[Rule] | None = N
     """
     policy = get_policy(policy)
     _check_kind("cast_params", "model", model, nnx.Module)
-    module_rules = rules_for_modules(policy, rules)
-    module_rules.refuse_float8("cast_params")
+    stored = storage_rules(policy, rules)
     copy = nnx.clone(model)
-    cast_in_place(variables_with_path(copy), module_rules.policy_for)
-    module_rules.warn_unused()
+    cast_in_place(variables_with_path(copy), stored.policy_for)
+    stored.warn_unused()
     return copy
 
 
@@ -255,9 +253,7 @@ def train_step(
     dtype('float32')
     """
     if not callable(loss_fn) or isinstance(loss_fn, nnx.Module):
-        raise TypeError(
-            f"train_step got {described(loss_fn)} as loss_fn; expected a function.{_ORDER}"
-        )
+        raise wrong(TypeError, "train_step", loss_fn, "a function", role="loss_fn", more=_ORDER)
     _check_kind("train_step", "model", model, nnx.Module)
     _check_kind("train_step", "optimizer", optimizer, nnx.Optimizer)
     check_is_scaled(optimizer.tx, nnx.as_pure(optimizer.opt_state), loss_fn, model)
@@ -287,7 +283,5 @@ def _moved_by_a_step(model: nnx.Module, optimizer: nnx.Optimizer[Any]) -> tuple[
 
 def _check_kind(caller: str, name: str, value: object, expected: type) -> None:
     if not isinstance(value, expected):
-        raise TypeError(
-            f"{caller} got {described(value)} as {name}; expected an nnx.{expected.__name__}."
-            f"{_ORDER if caller == 'train_step' else way_out(value)}"
-        )
+        more = _ORDER if caller == "train_step" else way_out(value)
+        raise wrong(TypeError, caller, value, f"an nnx.{expected.__name__}", role=name, more=more)

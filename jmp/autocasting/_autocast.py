@@ -1,19 +1,16 @@
 """`autocast` and `full_precision`: the public face."""
 
 import functools
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import jax
 
-from jmp._calls import check_function, mark_lowered
-from jmp._messages import described, framework_of, listed, name_of, way_out
-from jmp.autocasting._program import Program, check_runs_when_called
-from jmp.autocasting._regions import AUTOCAST, FULL_PRECISION, check_rules
-from jmp.autocasting._settings import settings_for
+from jmp._messages import check_function, described, framework_of, way_out
+from jmp.autocasting._program import Program, check_names, check_runs_when_called
+from jmp.autocasting._request import AUTOCAST, FULL_PRECISION, Settings, check_rules
 from jmp.dtypes import FLOAT32
-from jmp.policy import Policy, get_policy
+from jmp.policy import Policy, get_policy, mark_lowered
 from jmp.rules import PolicyRules, Rule
 
 P = ParamSpec("P")
@@ -111,17 +108,17 @@ def autocast(
     dtype('float32')
     """
     policy = given_policy(policy, fun)
-    options: dict[str, Any] = {
-        "apply_to": apply_to,
-        "low": low,
-        "full": full,
-        "follow": follow,
-        "rules": rules,
-        "recompute": recompute,
-        "inside_custom_vjp": inside_custom_vjp,
-        "attention": attention,
-        "float8": float8,
-    }
+    options = AllOptions(
+        apply_to=apply_to,
+        low=low,
+        full=full,
+        follow=follow,
+        rules=rules,
+        recompute=recompute,
+        inside_custom_vjp=inside_custom_vjp,
+        attention=attention,
+        float8=float8,
+    )
     if fun is None:
         return functools.partial(autocast, policy=policy, **options)
     return lowered(fun, policy, **options)
@@ -131,7 +128,7 @@ def lowered(fun: Callable[P, R], policy: Policy, **options: Any) -> Callable[P, 
     """Returns what `autocast` does; the options are those of `make_program`."""
     program = make_program(fun, policy, **options)
     if program is None:
-        return _in_scope(AUTOCAST, fun)  # an autocast around it leaves it as it is
+        return _under_scope(AUTOCAST, fun)  # an autocast around it leaves it as it is
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -180,10 +177,10 @@ def make_program(
     apply_to = tuple(apply_to) if isinstance(apply_to, Iterator) else apply_to
     _check_function(fun)
     check_runs_when_called(fun)
-    settings = settings_for(get_policy(policy), **options)
-    check_rules(rules, settings.compute_dtype if settings else FLOAT32)
-    _check_names(fun, apply_to)
-    if settings is None:
+    settings = Settings(get_policy(policy), **options)
+    check_rules(rules, settings.compute_dtype)
+    check_names(fun, apply_to)
+    if settings.compute_dtype == FLOAT32:
         return None
     return Program(fun, settings, tuple(rules), tuple(apply_to), rules_of_modules)
 
@@ -217,10 +214,10 @@ def full_precision(fun: Callable[P, R]) -> Callable[P, R]:
     """
 
     check_function(fun, "full_precision", "full_precision(fun)(*args), or @full_precision")
-    return _in_scope(FULL_PRECISION, fun)
+    return _under_scope(FULL_PRECISION, fun)
 
 
-def _in_scope(name: str, fun: Callable[P, R]) -> Callable[P, R]:
+def _under_scope(name: str, fun: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(fun)
     def marked(*args: P.args, **kwargs: P.kwargs) -> R:
         with jax.named_scope(name):
@@ -239,24 +236,4 @@ def _check_function(fun: Any) -> None:
         raise TypeError(
             f"autocast got the module {type(fun).__name__}, which has no variables by itself; "
             f"expected a function, such as a loss.{way_out(fun)}"
-        )
-
-
-def _check_names(fun: Callable[..., Any], apply_to: Sequence[str]) -> None:
-    if isinstance(apply_to, str):
-        text = described(apply_to)
-        raise TypeError(f"autocast got apply_to={text}; expected a list: [{text}].")
-    if not isinstance(apply_to, Iterable) or not all(isinstance(name, str) for name in apply_to):
-        raise TypeError(
-            f"autocast got apply_to={described(apply_to)}; expected names of arguments, such as "
-            "apply_to=['x']."
-        )
-    if not apply_to:
-        return
-    parameters = inspect.signature(fun).parameters
-    unknown = [name for name in apply_to if name not in parameters]
-    if unknown:
-        raise ValueError(
-            f"autocast got apply_to={described(list(apply_to))}, but '{name_of(fun)}' has no "
-            f"argument {listed(unknown)}; it has {', '.join(list(parameters)[:16])}."
         )

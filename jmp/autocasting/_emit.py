@@ -3,6 +3,9 @@
 Nothing is decided here. Values are kept in the dtype the plan stores them in. A float32 parameter
 is cast where it is used, each time: XLA merges the casts and takes them out of loops, and gradients
 add up in float32.
+
+What a cast, a product in float8 and an island compute stands in `Numerics`. Diagnostics run plans
+with numerics of their own: in float32, rounded where it is asked for.
 """
 
 import dataclasses
@@ -18,19 +21,17 @@ from jax import lax
 from jmp import _jax_compat
 from jmp.autocasting import _float8, _float8_planning, _wide_gradients
 from jmp.autocasting._casts import cast, cast_all, masked, repeated, saturated
+from jmp.autocasting._float8 import Bound, Bounded, Float8, InFloat8, bound_behind, bound_of_product
 from jmp.autocasting._float8_planning import root
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import kind_of
-from jmp.autocasting._scales import Bound, Float8, bound_behind, bound_of_product
 from jmp.autocasting._steps import (
     Arithmetic,
-    Bounded,
+    Dtypes,
     Function,
     Fused,
-    InFloat8,
     Inside,
     Island,
-    Leave,
     Nested,
     Plan,
     Read,
@@ -38,152 +39,185 @@ from jmp.autocasting._steps import (
     Single,
     Step,
     Unplanned,
+    Write,
 )
 from jmp.autocasting.attention import attend
 from jmp.dtypes import FLOAT32
 from jmp.sharding._axes import without_reduced
 
+# The name of the function that a recomputed island is traced from: diagnostics tell by it such a
+# remat from the user's.
+ISLAND = "run_island"
+
 
 @dataclasses.dataclass(frozen=True)
-class Held:
+class Float8Of:
     """The key of a value as float8: all products that read it share what it was rounded to."""
 
     value: Value
 
 
 @dataclasses.dataclass(frozen=True)
-class Within:
+class BoundOf:
     """The key of the bound of a float8 product's result."""
 
     product: Value
 
 
-Environment = dict[Value | Held | Within, Any]
-Shared = dict[Hashable, Function]  # the functions of islands, by their keys
+@dataclasses.dataclass(frozen=True)
+class FunctionOf:
+    """The key of the function that islands which are alike share."""
+
+    island: Hashable
 
 
-def run_plan(plan: Plan, arguments: Sequence[Any]) -> list[Any]:
-    """Returns the outputs of a level, in the dtypes the plan stores them in."""
+# What was computed of one level so far: values, and what stands under other keys beside them.
+Environment = dict[Any, Any]
+
+
+def run_plan(
+    plan: Plan,
+    arguments: Sequence[Any],
+    stores: Dtypes = (),
+    numerics: "Numerics | None" = None,
+) -> list[Any]:
+    """Returns the outputs of a level.
+
+    Args:
+      arguments: its inputs, in the dtypes that the plan stores them in.
+      stores: the dtypes of the outputs; left out, or None of one, as the plan stores them.
+      numerics: those of autocast, if left out.
+    """
+    numerics = numerics or Numerics()
     environment: Environment = dict(zip(plan.graph.inputs, arguments, strict=True))
-    _run_steps(plan.steps, environment, {})
-    pairs = zip(plan.graph.outputs, plan.stores, strict=True)
-    return [_read(Read(value, dtype), environment) for value, dtype in pairs]
+    run_steps(plan.steps, environment, numerics)
+    asked = stores or [None] * len(plan.stores)
+    dtypes = (chosen or stored for chosen, stored in zip(asked, plan.stores, strict=True))
+    pairs = zip(plan.graph.outputs, dtypes, strict=True)
+    return [numerics.output(Read(value, dtype), environment) for value, dtype in pairs]
 
 
-def _run_steps(steps: Sequence[Step], environment: Environment, shared: Shared) -> None:
+def run_steps(steps: Sequence[Step], environment: Environment, numerics: "Numerics") -> None:
     """Adds what the steps compute to the environment."""
     for step in steps:
         if isinstance(step, Island):
-            environment.update(_run_island(step, environment, shared))
+            numerics.run_island(step, environment)
         elif isinstance(step, Fused):
-            environment.update(zip(step.node.outputs, _run_fused(step, environment), strict=True))
+            numerics.run_fused(step, environment)
         else:
             with _jax_compat.place_of(step.node.equation, step.node.stack):
-                stored = cast_all(_run_one(step, environment), step.stores)
-            environment.update(zip(step.node.outputs, stored, strict=True))
+                operands = [numerics.operand(read, step, environment) for read in step.reads]
+                if isinstance(step, Single):
+                    results = numerics.run_single(step, operands, environment)
+                else:
+                    results = numerics.run_nested(step, operands)
+                for value, result, dtype in zip(
+                    step.node.outputs, results, step.stores, strict=True
+                ):
+                    numerics.store(Write(value, dtype), result, environment)
 
 
-def _run_fused(step: Fused, environment: Environment) -> list[Any]:
-    """Runs both forms of an attention, of which a program keeps that of its platform."""
-    entering = [read.value for read in step.reads]
+class Numerics:
+    """What the steps of a plan compute."""
 
-    def plain(*arrays: Any) -> list[Any]:
-        inside: Environment = dict(zip(entering, arrays, strict=True))
-        _run_steps(step.plain, inside, {})
-        return [inside[value] for value in step.node.outputs]
+    def operand(self, read: Read, step: Single | Nested, environment: Environment) -> Any:
+        """Returns what a step reads."""
+        array = _read(read, environment)
+        if isinstance(step, Nested) and read.value.held is not None:  # a Python or NumPy number
+            return jnp.asarray(array, read.dtype or read.value.dtype)
+        return array
 
-    def fused(*arrays: Any) -> list[Any]:
-        inside: Environment = dict(zip(entering, arrays, strict=True))
-        operands = [_read(read, inside) for read in step.operands]
-        added = [[_read(read, inside) for read in reads] for reads in (step.biases, step.masks)]
-        with _jax_compat.place_of(step.node.equation, step.node.stack):
-            return [attend(step.form, *operands, *added)]
+    def output(self, read: Read, environment: Environment) -> Any:
+        """Returns an output of a level."""
+        return _read(read, environment)
 
-    arrays = [environment[value] for value in entering]
-    results: list[Any] = jax.lax.platform_dependent(*arrays, cuda=fused, default=plain)
-    return results
+    def arguments(self, inside: Inside, arrays: Sequence[Any]) -> Sequence[Any]:
+        """Returns the arguments of a function inside as it reads them."""
+        return cast_all(arrays, inside.reads) if inside.reads else arrays
+
+    def inside(self, step: Nested) -> "Numerics":
+        """Returns the numerics of the functions inside a step."""
+        return self
+
+    def store(self, write: Write, array: Any, environment: Environment) -> None:
+        """Adds a result of a step to the environment, as it is stored."""
+        environment[write.value] = _stored(write, array)
+
+    def run_single(
+        self, step: Single, operands: Sequence[Any], environment: Environment
+    ) -> Sequence[Any]:
+        """Returns the results of one equation."""
+        if step.in_float8 is not None:
+            return [_multiply_in_float8(step, step.in_float8, operands, environment)]
+        if step.moves_float8:
+            _move_in_float8(step, operands, environment)
+        if step.rounds is not None and step.node.is_product:
+            return _wide_gradients.multiply_rounded(operands, step.params, step.rounds)
+        run: Callable[..., list[Any]] = functools.partial(
+            _jax_compat.bind, step.node.equation.primitive, params=step.params
+        )
+        if step.arithmetic is Arithmetic.SENT:
+            run = functools.partial(_send, run)
+        if step.rounds is not None:
+            return _wide_gradients.move_rounded(run, operands, step.stores, step.rounds)
+        results = run(operands)
+        if step.is_masked:
+            for position, read in enumerate(step.reads):
+                if read.saturates:
+                    others = [x for i, x in enumerate(operands) if i != position]
+                    results = [masked(result, operands[position], *others) for result in results]
+        return results
+
+    def run_nested(self, step: Nested, operands: Sequence[Any]) -> Sequence[Any]:
+        """Returns the results of an equation that is planned inside."""
+        functions = [_as_function(inside, self.inside(step)) for inside in step.insides]
+        results: Sequence[Any] = kind_of(step.node.name).emit(
+            step.node.equation, operands, functions
+        )
+        return results
+
+    def run_island(self, island: Island, environment: Environment) -> None:
+        """Adds what leaves an island to the environment."""
+        key = FunctionOf(island.key or id(island))
+        if key not in environment:
+            environment[key] = _function_of(island)
+        arrays = [_read(read, environment) for read in island.reads]
+        first = island.nodes[0]
+        with _jax_compat.place_of(first.equation, first.stack[: island.common_scopes]):
+            results = environment[key](*arrays)
+        environment.update(zip((write.value for write in island.writes), results, strict=True))
+
+    def run_fused(self, step: Fused, environment: Environment) -> None:
+        """Runs both forms of an attention, of which a program keeps that of its platform."""
+        entering = [read.value for read in step.reads]
+
+        def plain(*arrays: Any) -> list[Any]:
+            inside: Environment = dict(zip(entering, arrays, strict=True))
+            run_steps(step.plain, inside, self)
+            return [inside[value] for value in step.node.outputs]
+
+        def fused(*arrays: Any) -> list[Any]:
+            inside: Environment = dict(zip(entering, arrays, strict=True))
+            operands = [_read(read, inside) for read in step.operands]
+            added = [[_read(read, inside) for read in reads] for reads in (step.biases, step.masks)]
+            with _jax_compat.place_of(step.node.equation, step.node.stack):
+                return [attend(step.form, *operands, *added)]
+
+        arrays = [environment[value] for value in entering]
+        results = lax.platform_dependent(*arrays, cuda=fused, default=plain)
+        environment.update(zip(step.node.outputs, results, strict=True))
 
 
-def _run_one(step: Single | Nested, environment: Environment) -> Any:
-    equation = step.node.equation
-    operands = [_read(read, environment) for read in step.reads]
-    if isinstance(step, Single):
-        return _run_single(step, operands, environment)
-    for position, (value, dtype, *_) in enumerate(step.reads):
-        if value.held is not None:  # a Python or NumPy number
-            operands[position] = jnp.asarray(operands[position], dtype or value.dtype)
-    functions = list(map(_as_function, step.insides))
-    return kind_of(step.node.name).emit(equation, operands, functions)
+def _as_function(inside: Inside | Unplanned, numerics: Numerics) -> Function:
+    run = functools.partial(run_plan, numerics=numerics)
+    if not isinstance(inside, Inside):
+        return inside(run)
 
+    def function(*arrays: Any) -> list[Any]:
+        arguments = [*inside.constants, *numerics.arguments(inside, arrays)]
+        return run(inside.plan, arguments, inside.stores)
 
-def _run_single(step: Single, operands: Sequence[Any], environment: Environment) -> list[Any]:
-    if step.in_float8 is not None:
-        return [_multiply_in_float8(step, step.in_float8, operands, environment)]
-    if step.moves_float8:
-        _move_in_float8(step, operands, environment)
-    if step.rounds is not None and step.node.is_product:
-        return _wide_gradients.multiply(operands, step.params, step.rounds)
-    run: Callable[..., list[Any]] = functools.partial(
-        _jax_compat.bind, step.node.equation.primitive, params=step.params
-    )
-    if step.arithmetic is Arithmetic.SENT:
-        run = functools.partial(_send, run)
-    if step.rounds is not None:
-        return _wide_gradients.move(run, operands, step.stores, step.rounds)
-    results = run(operands)
-    if step.is_masked:
-        for position, read in enumerate(step.reads):
-            if read.saturates:
-                others = [x for i, x in enumerate(operands) if i != position]
-                results = [masked(result, operands[position], *others) for result in results]
-    return results
-
-
-def _multiply_in_float8(
-    step: Single, form: InFloat8, operands: Sequence[Any], environment: Environment
-) -> Any:
-    (half,) = step.stores
-    bounds = [_bound_of(factors, environment) for factors in form.operands]
-    held = [
-        _held(read.value, cast(operand, half), environment, bound, form.is_apart)
-        for read, operand, bound in zip(step.reads, operands, bounds, strict=True)
-    ]
-    result, bound = _float8.multiply(operands, held, step.params, form, bounds)
-    if bound is not None:
-        environment[Within(step.node.outputs[0])] = bound
-    return result
-
-
-def _bound_of(factors: Sequence[Bounded], environment: Environment) -> Bound | None:
-    bounds = []
-    for product, added, extremes in factors:
-        vectors = [_read(Read(value, None), environment) for value in added]
-        bounds.append(bound_behind(environment[Within(product)], vectors, extremes))
-    return functools.reduce(bound_of_product, bounds) if bounds else None
-
-
-def _move_in_float8(step: Single, operands: Sequence[Any], environment: Environment) -> None:
-    # What products read is this. The step itself is there for its transpose, which moves gradients;
-    # what it computes nothing reads, and XLA leaves it out.
-    first, *others = operands
-    numbers, scale = _held(step.reads[0].value, first, environment)
-    moved = _float8_planning.move(step.node.equation, [numbers, *others])
-    for value, array in zip(step.node.outputs, moved, strict=True):
-        environment[Held(value)] = Float8(without_reduced(array), scale)
-
-
-def _held(
-    value: Value,
-    array: Any,
-    environment: Environment,
-    bound: Bound | None = None,
-    is_apart: bool = False,
-) -> Float8:
-    """Returns a value in float8, given as an array if it is not held yet."""
-    if Held(value) not in environment:
-        environment[Held(value)] = _float8.hold(array, root(value).aval, bound, is_apart)
-    held: Float8 = environment[Held(value)]
-    return held
+    return function
 
 
 def _send(run: Callable[..., list[Any]], operands: Sequence[Any]) -> list[Any]:
@@ -192,44 +226,76 @@ def _send(run: Callable[..., list[Any]], operands: Sequence[Any]) -> list[Any]:
     return run(lax.optimization_barrier(operands))
 
 
-def _as_function(inside: Inside | Unplanned) -> Function:
-    if not isinstance(inside, Inside):
-        return inside(run_plan)
-
-    def function(*arrays: Any) -> list[Any]:
-        operands = cast_all(arrays, inside.reads) if inside.reads else arrays
-        results = run_plan(inside.plan, [*inside.constants, *operands])
-        return cast_all(results, inside.stores) if inside.stores else results
-
-    return function
+# Products in float8.
 
 
-def _run_island(island: Island, environment: Environment, shared: Shared) -> Environment:
-    key = island.key or id(island)
-    run = shared[key] if key in shared else shared.setdefault(key, _function_of(island))
-    arrays = [_read(read, environment) for read in island.reads]
-    first = island.nodes[0]
-    with _jax_compat.place_of(first.equation, first.stack[: island.common_scopes]):
-        results = run(*arrays)
-    return dict(zip((leave.value for leave in island.leaves), results, strict=True))
+def _multiply_in_float8(
+    step: Single, form: InFloat8, operands: Sequence[Any], environment: Environment
+) -> Any:
+    (half,) = step.stores
+    bounds = [_bound_of(factors, environment) for factors in form.operands]
+    held = [
+        _in_float8_of(read.value, cast(operand, half), environment, bound, form.has_own_scales)
+        for read, operand, bound in zip(step.reads, operands, bounds, strict=True)
+    ]
+    result, bound = _float8.multiply(operands, held, step.params, form, bounds)
+    if bound is not None:
+        environment[BoundOf(step.node.outputs[0])] = bound
+    return result
+
+
+def _bound_of(factors: Sequence[Bounded], environment: Environment) -> Bound | None:
+    bounds = []
+    for product, added, extremes in factors:
+        vectors = [_read(Read(value, None), environment) for value in added]
+        bounds.append(bound_behind(environment[BoundOf(product)], vectors, extremes))
+    return functools.reduce(bound_of_product, bounds) if bounds else None
+
+
+def _move_in_float8(step: Single, operands: Sequence[Any], environment: Environment) -> None:
+    # What products read is this. The step itself is there for its transpose, which moves gradients;
+    # what it computes nothing reads, and XLA leaves it out.
+    first, *others = operands
+    numbers, scale = _in_float8_of(step.reads[0].value, first, environment)
+    moved = _float8_planning.moved_in_float8(step.node.equation, [numbers, *others])
+    for value, array in zip(step.node.outputs, moved, strict=True):
+        environment[Float8Of(value)] = Float8(without_reduced(array), scale)
+
+
+def _in_float8_of(
+    value: Value,
+    array: Any,
+    environment: Environment,
+    bound: Bound | None = None,
+    has_own_scale: bool = False,
+) -> Float8:
+    """Returns a value in float8, given as an array if it is not held yet."""
+    if Float8Of(value) not in environment:
+        environment[Float8Of(value)] = _float8.hold(array, root(value).aval, bound, has_own_scale)
+    held: Float8 = environment[Float8Of(value)]
+    return held
+
+
+# Islands.
 
 
 def _function_of(island: Island) -> Function:
     entering = [read.value for read in island.reads]
     as_stored = any(rewrite.as_stored for rewrite in island.rewrites.values())
 
-    def run_island(*arrays: Any) -> list[Any]:  # diagnostics know it by this name
+    def run_island(*arrays: Any) -> list[Any]:
         environment: Environment = dict(zip(entering, arrays, strict=True))
         if as_stored:
-            environment = {value: _as_stored(array) for value, array in environment.items()}
+            environment = {value: _rounded_again(array) for value, array in environment.items()}
         if island.shares_casts:
             environment = {value: _in_float32(value, environment) for value in entering}
         for node in (*island.clones, *island.nodes):
             with _jax_compat.place_of(node.equation, node.stack[island.common_scopes :]):
                 results = _run_node(node, island, environment)
             environment.update(zip(node.outputs, results, strict=True))
-        return [_leave(leave, environment) for leave in island.leaves]
+        return [_stored(write, environment[write.value]) for write in island.writes]
 
+    run_island.__name__ = ISLAND
     if island.recompute is Recompute.PLAIN:
         return run_island
     return jax.checkpoint(run_island, prevent_cse=island.prevent_cse, policy=_what_to_keep(island))
@@ -250,7 +316,7 @@ def _what_to_keep(island: Island) -> Any:
     return _keep_sums if island.recompute is Recompute.RECOMPUTE_BUT_SUMS else None
 
 
-def _as_stored(array: Any) -> Any:
+def _rounded_again(array: Any) -> Any:
     """Returns an array that enters an island; XLA may not read it as it was before its rounding.
 
     On a CPU it would, in bfloat16 and in the forward pass alone: the sums that are kept of a
@@ -287,6 +353,5 @@ def _read(read: Read, environment: Environment) -> Any:
     return cast(array, dtype)
 
 
-def _leave(leave: Leave, environment: Environment) -> Any:
-    array = environment[leave.value]
-    return cast(saturated(array) if leave.saturates else array, leave.dtype)
+def _stored(write: Write, array: Any) -> Any:
+    return cast(saturated(array) if write.saturates else array, write.dtype)

@@ -13,7 +13,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from jmp import _jax_compat
-from jmp.autocasting._equations import contains_products, draws_bits, is_marker, rule_of
+from jmp.autocasting._equations import contains_products, draws_bits, is_marker, plain_form, rule_of
 from jmp.autocasting._exact_products import WHY_ANGLE, find_angles, made_of_results, why_exact
 from jmp.autocasting._graph import Given, Graph, Node, Value, nowhere
 from jmp.autocasting._kinds import has_kind, kind_of
@@ -26,20 +26,18 @@ from jmp.autocasting._numbers import (
     made_of_array,
     shape_of,
 )
-from jmp.autocasting._plain_forms import plain_form
 from jmp.autocasting._precision import in_regions
-from jmp.autocasting._regions import Region, Words
 from jmp.autocasting._registry import Category, Rule
-from jmp.autocasting._settings import Settings
+from jmp.autocasting._request import Region, Request, Settings
 from jmp.dtypes import FLOAT32
 
 
-def flatten(
+def graph_of(
     jaxpr: Jaxpr,
     constants: Sequence[Any],
     operands: Sequence[Given],
-    scope: Any,
-    words: Words,
+    holder: Node | None,
+    request: Request,
     outputs_wrap: Callable[[], Sequence[bool]] = nowhere,
 ) -> Graph:
     """Returns the graph of a jaxpr.
@@ -49,11 +47,11 @@ def flatten(
       constants: what the constvars stand for.
       operands: for each further input the value of the outer level that comes in, whose numbers
         are known inside as well, or what else is known of it.
-      scope: name stack of the equation that holds it.
-      words: see `Words`.
+      holder: the node that holds it; None at the outermost level.
+      request: see `Request`.
       outputs_wrap: see `Graph`.
     """
-    half = words.settings.compute_dtype
+    half = request.settings.compute_dtype
     anything = [None] * (len(jaxpr.invars) - len(operands))
     inputs = [
         Value(v.aval, None, known_of(constant, half), made_of=made_of_array(constant))
@@ -65,8 +63,9 @@ def flatten(
         else Value(v.aval, made_of=MadeOf.PRODUCTS if given is None else given)
         for v, given in zip(jaxpr.invars, (*operands, *anything), strict=True)
     ]
-    flattening = _Flattening(scope, words)
-    outputs = flattening.run(jaxpr, inputs, _jax_compat.empty_name_stack())
+    flattening = _Flattening(holder, request)
+    around = () if holder is None else (*holder.around, holder.equation)
+    outputs = flattening.run(jaxpr, inputs, _jax_compat.empty_name_stack(), around)
     nodes = _alive(flattening.nodes, outputs)
     users: dict[Value, list[Node]] = {}
     for node in nodes:
@@ -76,26 +75,33 @@ def flatten(
         value.users = tuple(readers)
     graph = Graph(inputs, nodes, outputs, outputs_wrap)
     for node in find_angles(graph):
-        if not words.settings.overrides_rule(node.name):
+        if node.name not in request.settings.overrides:
             node.rule, node.has_products = Rule(Category.FULL, WHY_ANGLE), False
     for node in nodes:
         if not node.goes_inside:
-            node.params = in_regions(node, words)
+            node.params = in_regions(node, request)
     return graph
 
 
 class _Flattening:
     """The nodes found so far."""
 
-    def __init__(self, scope: Any, words: Words) -> None:
+    def __init__(self, holder: Node | None, request: Request) -> None:
         self.nodes: list[Node] = []
-        self._scope = scope
-        self._words = words
+        self._scope = _jax_compat.empty_name_stack() if holder is None else holder.scope
+        self._request = request
 
-    def run(self, jaxpr: Jaxpr, inputs: Sequence[Value], outer: Any) -> list[Value]:
-        """Adds the nodes of a jaxpr that stands under the name stack `outer`; returns outputs."""
+    def run(
+        self, jaxpr: Jaxpr, inputs: Sequence[Value], outer: Any, around: tuple[JaxprEqn, ...]
+    ) -> list[Value]:
+        """Adds the nodes of a jaxpr, and returns its outputs.
+
+        Args:
+          outer: the name stack that it stands under, within this level.
+          around: the equations that hold it, from the outermost level down.
+        """
         values: dict[Any, Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
-        half = self._words.settings.compute_dtype
+        half = self._request.settings.compute_dtype
 
         def read(atom: Any) -> Value:
             # A literal has no identity of its own.
@@ -116,22 +122,29 @@ class _Flattening:
                     )
                     for array in constants
                 ]
-                results = self.run(inner, [*constvars, *operands], stack)
-            elif (plain := plain_form(equation, self._words.settings)) is not None:
-                results = self.run(plain, operands, outer)
+                results = self.run(inner, [*constvars, *operands], stack, (*around, equation))
+            elif (plain := plain_form(equation, self._request.settings)) is not None:
+                results = self.run(plain, operands, outer, around)
             else:
-                results = list(self._add(equation, operands, stack).outputs)
+                results = list(self._add(equation, operands, stack, around).outputs)
             values.update(zip(equation.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
-    def _add(self, equation: JaxprEqn, operands: Sequence[Value], stack: Any) -> Node:
-        settings, scope = self._words.settings, self._scope + stack
-        rule, region = rule_of(equation, settings), self._words.regions.region(scope)
-        if rule.category is Category.LOW and not settings.overrides_rule(equation.primitive.name):
+    def _add(
+        self,
+        equation: JaxprEqn,
+        operands: Sequence[Value],
+        stack: Any,
+        around: tuple[JaxprEqn, ...],
+    ) -> Node:
+        settings, scope = self._request.settings, self._scope + stack
+        rule, region = rule_of(equation, settings), self._request.region(scope)
+        if rule.category is Category.LOW and equation.primitive.name not in settings.overrides:
             if why := why_exact(operands):
                 rule = Rule(Category.FULL, why)
         known = _known_result(equation, rule, operands, settings.compute_dtype)
-        node = Node(equation, operands, known, stack, scope, rule, region, len(self.nodes))
+        place, stays = len(self.nodes), is_marker(equation)
+        node = Node(equation, operands, known, stack, scope, around, rule, region, place, stays)
         node.goes_inside = _goes_inside(node, region, settings)
         node.has_products = node.is_product or (
             node.goes_inside and contains_products(equation, settings)
@@ -191,7 +204,7 @@ def _alive(nodes: list[Node], outputs: list[Value]) -> list[Node]:
     needed = {value.producer for value in outputs}
     kept = []
     for node in reversed(nodes):
-        if node in needed or is_marker(node.equation):
+        if node in needed or node.is_marker:
             kept.append(node)
             needed.update(value.producer for value in node.inputs)
     kept.reverse()

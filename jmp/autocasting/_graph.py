@@ -11,8 +11,8 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jmp.autocasting._numbers import NOTHING, Known, MadeOf, fits, size_of
-from jmp.autocasting._regions import Region
 from jmp.autocasting._registry import Category, Params, Rule
+from jmp.autocasting._request import Region
 from jmp.dtypes import FLOAT32
 
 
@@ -73,8 +73,8 @@ class Node:
     """One equation."""
 
     __slots__ = (
-        "equation", "name", "params", "inputs", "outputs", "stack", "scope", "rule", "region",
-        "index", "goes_inside", "has_products", "is_fusible",
+        "equation", "name", "params", "inputs", "outputs", "stack", "scope", "around", "rule",
+        "region", "index", "goes_inside", "has_products", "is_fusible", "is_marker",
     )  # fmt: skip
 
     def __init__(
@@ -84,9 +84,11 @@ class Node:
         known: Known,
         stack: Any,
         scope: Any,
+        around: tuple[JaxprEqn, ...],
         rule: Rule,
         region: Region,
         index: int,
+        is_marker: bool,
     ) -> None:
         self.equation = equation  # its own variables are not to be read
         self.name: str = equation.primitive.name
@@ -95,9 +97,11 @@ class Node:
         self.outputs = tuple(Value(v.aval, self, known) for v in equation.outvars)
         self.stack = stack  # its name scopes within this level
         self.scope = scope  # and from the outermost level down
+        self.around = around  # the equations that hold it, the outermost first
         self.rule = rule  # what the op table says, as the equation's parameters change it
         self.region = region  # what the user said of its scope
         self.index = index  # its place in the program
+        self.is_marker = is_marker  # it stays where nothing reads its results; see `_equations`
         self.is_fusible = rule.fusible and not region.is_decided  # it may stand in an island
         # A barrier that is planned as a level of its own; so are light nodes that have a kind.
         self.goes_inside = False

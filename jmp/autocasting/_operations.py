@@ -1,37 +1,29 @@
-"""The operations of a plan, at any depth, and the dtypes that they run in; its other decisions.
+"""What reports, and autocast's own warnings, read of a plan.
 
-What says that autocast lowered no product at all stands here too.
+All of it comes from `steps_of`, the one walk over a plan: the operations with their dtypes, what is
+decided besides dtypes, and the warnings of no half product and of half gradients.
 """
 
 import collections
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jmp import _jax_compat
 from jmp._messages import described, users_stacklevel
-from jmp.autocasting._equations import is_inner_product
+from jmp.autocasting._equations import contracts_nothing, is_inner_product
 from jmp.autocasting._exact_products import WHY_EXACT, wrapped_values
 from jmp.autocasting._float8 import OPERANDS
-from jmp.autocasting._graph import Node
-from jmp.autocasting._numbers import dtype_of, is_inexact
-from jmp.autocasting._plain_forms import contracts_nothing
+from jmp.autocasting._graph import Graph, Node, Value
+from jmp.autocasting._numbers import inexact_name
 from jmp.autocasting._precision import asked_for
-from jmp.autocasting._propagation import turns_of
-from jmp.autocasting._regions import AUTOCAST, FULL_PRECISION
+from jmp.autocasting._propagation import walk_inside
 from jmp.autocasting._registry import NO_RULE, Params, is_low
+from jmp.autocasting._request import AUTOCAST, FULL_PRECISION
 from jmp.autocasting._sending import WHY_NOT_WIDE
-from jmp.autocasting._steps import (
-    Fused,
-    Inside,
-    Island,
-    Nested,
-    Plan,
-    Single,
-    plain_steps,
-)
+from jmp.autocasting._steps import Fused, Island, Plan, Ran, Single, steps_of
 from jmp.dtypes import FLOAT32
 
 SATURATED = (
@@ -78,93 +70,38 @@ class Operation(NamedTuple):
     """One equation that stands in a plan, or inside a node that is bound as a whole."""
 
     equation: Any
+    around: tuple[Any, ...]  # the equations that hold it, the outermost first
     node: Node  # of the plan: `equation` is its own, or stands inside it
     why: str  # the reason of its dtypes
-    scope: Any  # its name stack from the outermost level down
     times: int  # how often it runs, turns of loops included
     params: Params  # what it is bound with
     dtypes_in: list[str]  # of its floating operands, as they are read
     dtypes_out: list[str]  # of its floating results, as they are stored
 
+    @property
+    def scope(self) -> Any:
+        """The name stack from the outermost level down."""
+        stack = _jax_compat.empty_name_stack()
+        for equation in (*self.around, self.equation):
+            stack += equation.source_info.name_stack
+        return stack
 
-def operations_of(plan: Plan) -> Iterator[Operation]:
-    """Yields the operations of a plan, nested ones included."""
-    half = plan.words.settings.compute_dtype
-    for step, times in _steps_of(plan, 1):
+
+def operations_of(steps: Iterable[Ran]) -> Iterator[Operation]:
+    """Yields the operations of the steps of a plan, those inside nodes bound as a whole too."""
+    for step, level, times in steps:
         if isinstance(step, Island):
-            stored = {leave.value: leave.dtype for leave in step.leaves}
+            stored = {write.value: write.dtype for write in step.writes}
             for node in step.nodes:
                 stores = [stored.get(value, value.dtype) for value in node.outputs]
                 why = step.why.get(node, node.rule.reason)
                 yield from _operations_of_node(node, node.params, why, times, FLOAT32, stores)
-        else:
+        elif isinstance(step, Single):
+            half = level.request.settings.compute_dtype
             read = half if step.arithmetic.is_half else FLOAT32
             read = OPERANDS if step.in_float8 is not None else read
             about = step.node, step.params, step.why, times
             yield from _operations_of_node(*about, read, step.stores)
-
-
-def decisions_of(plan: Plan) -> Iterator[tuple[str, Node, int]]:
-    """Yields what a plan does besides choosing dtypes: a sentence, the node, how often it runs."""
-    yield from _fused_of(plan, 1)
-    for step, times in _steps_of(plan, 1):
-        if isinstance(step, Island):
-            for node, rewrite in step.rewrites.items():
-                yield rewrite.why, node, times
-            masked = (leave.value.producer for leave in step.leaves if leave.saturates)
-            for node in filter(None, masked):
-                yield SATURATED, node, times
-        elif any(read.saturates for read in step.reads):
-            yield SATURATED, step.node, times
-        elif step.moves_float8:
-            yield step.why, step.node, times
-
-
-def _steps_of(plan: Plan, times: int) -> Iterator[tuple[Single | Island, int]]:
-    """Yields the steps of all levels but those that hold others; how often each runs."""
-    for step in plain_steps(plan.steps):
-        if isinstance(step, Nested):
-            for inside, turns in _plans_in(step, times):
-                yield from _steps_of(inside, turns)
-        else:
-            yield step, times
-
-
-def _fused_of(plan: Plan, times: int) -> Iterator[tuple[str, Node, int]]:
-    """Yields what became of the attentions of all levels."""
-    for step in plan.steps:
-        if isinstance(step, Fused):
-            yield step.why, step.node, times
-        elif isinstance(step, Nested):
-            for inside, turns in _plans_in(step, times):
-                yield from _fused_of(inside, turns)
-    for node, why in plan.not_fused.items():
-        yield why, node, times
-
-
-def rounded_arguments_of(plan: Plan) -> Iterator[Node]:
-    """Yields the half products whose results reach a function that wraps, such as sin."""
-    for level in _levels(plan):
-        wrapped = wrapped_values(level.graph)
-        for step in plain_steps(level.steps):
-            if isinstance(step, Single) and step.node.is_product and step.arithmetic.is_half:
-                if not wrapped.isdisjoint(step.node.outputs):
-                    yield step.node
-
-
-def _levels(plan: Plan) -> Iterator[Plan]:
-    yield plan
-    for step in plain_steps(plan.steps):
-        if isinstance(step, Nested):
-            for inside, _ in _plans_in(step, 1):
-                yield from _levels(inside)
-
-
-def _plans_in(step: Nested, times: int) -> Iterator[tuple[Plan, int]]:
-    turns = times * turns_of(step.node.equation)
-    for inside in step.insides:
-        if isinstance(inside, Inside):
-            yield inside.plan, turns
 
 
 def _operations_of_node(
@@ -175,50 +112,63 @@ def _operations_of_node(
     read: np.dtype,
     stores: Sequence[np.dtype | None],
 ) -> Iterator[Operation]:
-    inner = _jaxprs_of(node.equation, params)
+    traced: Any = node.equation
+    bound = traced.replace(params=params)
+    visits = list(walk_inside(traced, node.around, times))
     # Bound as a whole, in the dtypes it was traced with: a region, a custom derivative.
-    for jaxprs in inner:
-        turns = times * turns_of(node.equation)
-        yield from _operations_as_written(jaxprs, node, why, node.scope, turns)
-    if not inner:
+    for visit, changed in zip(visits, walk_inside(bound), strict=True):
+        if visit.is_innermost:
+            equation, around, turns = visit
+            dtypes_in = _names_once(map(inexact_name, equation.invars))
+            dtypes_out = _names_once(map(inexact_name, equation.outvars))
+            params = changed.equation.params
+            yield Operation(equation, around, node, why, turns, params, dtypes_in, dtypes_out)
+    if not visits:
         is_read = [value.is_float32 or read == OPERANDS for value in node.inputs]
-        pairs_in = zip(node.inputs, is_read, strict=True)
-        dtypes_in = [str(read) if chosen else _dtype(value) for value, chosen in pairs_in]
-        pairs = zip(node.outputs, stores, strict=True)
-        dtypes_out = [str(dtype) if value.is_float32 else _dtype(value) for value, dtype in pairs]
-        named = _named(dtypes_in, dtypes_out)
-        yield Operation(node.equation, node, why, node.scope, times, params, *named)
+        chosen = zip(node.inputs, is_read, strict=True)
+        dtypes_in = _names_once(
+            str(read) if reads else inexact_name(value) for value, reads in chosen
+        )
+        stored = zip(node.outputs, stores, strict=True)
+        dtypes_out = _names_once(
+            str(dtype) if value.is_float32 else inexact_name(value) for value, dtype in stored
+        )
+        yield Operation(traced, node.around, node, why, times, params, dtypes_in, dtypes_out)
 
 
-def _operations_as_written(
-    jaxprs: tuple[Any, Any], node: Node, why: str, outer: Any, times: int
-) -> Iterator[Operation]:
-    traced, bound = jaxprs
-    for equation, changed in zip(traced.eqns, bound.eqns, strict=True):
-        params = changed.params
-        inner = _jaxprs_of(equation, params)
-        scope = outer + equation.source_info.name_stack
-        for nested in inner:
-            turns = times * turns_of(equation)
-            yield from _operations_as_written(nested, node, why, scope, turns)
-        if not inner:
-            dtypes = [[_dtype(v) for v in side] for side in (equation.invars, equation.outvars)]
-            yield Operation(equation, node, why, scope, times, params, *_named(*dtypes))
+def _names_once(dtypes: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(filter(None, dtypes)))
 
 
-def _jaxprs_of(equation: Any, params: Params) -> list[tuple[Any, Any]]:
-    """Returns the jaxprs inside an equation, as they were traced and as they are bound."""
-    both = equation, equation.replace(params=params)
-    return list(zip(*map(_jax_compat.inner_jaxprs, both), strict=True))
+def decisions_of(steps: Iterable[Ran]) -> Iterator[tuple[str, Node, int]]:
+    """Yields what a plan does besides choosing dtypes: a sentence, the node, how often it runs."""
+    for step, _, times in steps:
+        if isinstance(step, Fused):
+            yield step.why, step.node, times
+        elif isinstance(step, Island):
+            for node, rewrite in step.rewrites.items():
+                yield rewrite.why, node, times
+            masked = (write.value.producer for write in step.writes if write.saturates)
+            for node in filter(None, masked):
+                yield SATURATED, node, times
+        else:
+            if step.not_fused:
+                yield step.not_fused, step.node, times
+            if any(read.saturates for read in step.reads):
+                yield SATURATED, step.node, times
+            elif step.moves_float8:
+                yield step.why, step.node, times
 
 
-def _named(*sides: list[str]) -> Iterator[list[str]]:
-    return (list(dict.fromkeys(filter(None, dtypes))) for dtypes in sides)
-
-
-def _dtype(value: Any) -> str:
-    """Returns the name of a floating or complex dtype; "" for any other."""
-    return str(dtype_of(value)) if is_inexact(value) else ""
+def rounded_arguments_of(steps: Iterable[Ran]) -> Iterator[Node]:
+    """Yields the half products whose results reach a function that wraps, such as sin."""
+    wrapped: dict[Graph, Set[Value]] = {}
+    for step, level, _ in steps:
+        if isinstance(step, Single) and step.node.is_product and step.arithmetic.is_half:
+            if level.graph not in wrapped:
+                wrapped[level.graph] = wrapped_values(level.graph)
+            if not wrapped[level.graph].isdisjoint(step.node.outputs):
+                yield step.node
 
 
 def is_product(equation: Any) -> bool:
@@ -235,7 +185,7 @@ def warn_if_no_product_is_half(plan: Plan, name: str) -> bool:
     """
     reasons: collections.Counter[str] = collections.Counter()
     is_surprise = False
-    for operation in operations_of(plan):
+    for operation in operations_of(steps_of(plan)):
         if is_product(operation.equation) and operation.dtypes_in:
             if not NOT_HALF.issuperset(operation.dtypes_in):
                 return False
@@ -250,7 +200,7 @@ def warn_if_no_product_is_half(plan: Plan, name: str) -> bool:
         listed += [f"{count}: {why}" for why, count in others]
         warnings.warn(
             f"autocast computes no product of {described(name)} in "
-            f"{plan.words.settings.compute_dtype}. {'; '.join(listed)}. "
+            f"{plan.request.settings.compute_dtype}. {'; '.join(listed)}. "
             "jmp.diagnostics.precision_report says where each one stands.",
             NoHalfProductWarning,
             stacklevel=users_stacklevel(),
@@ -265,7 +215,7 @@ def warn_if_gradients_stay_half(plan: Plan, name: str) -> bool:
     """
     names = collections.Counter(
         step.node.name
-        for step, _ in _steps_of(plan, 1)
+        for step, *_ in steps_of(plan)
         if isinstance(step, Single) and step.why.startswith(WHY_NOT_WIDE)
     )
     if names:
@@ -293,6 +243,6 @@ def _reason(operation: Operation) -> str:
 
 
 def _is_callers_wish(operation: Operation, plan: Plan) -> bool:
-    overrides = plan.words.settings.overrides_rule(operation.equation.primitive.name)
+    overrides = operation.equation.primitive.name in plan.request.settings.overrides
     named = {AUTOCAST, FULL_PRECISION} & set(_jax_compat.scope_names(operation.scope))
     return operation.node.region.in_float32 or overrides or bool(named)

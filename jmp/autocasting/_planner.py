@@ -6,19 +6,16 @@ barrier is decided by its rule; what nests is planned by its kind, which hands b
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jax.extend.core import ClosedJaxpr
 
 from jmp import _jax_compat
 from jmp.autocasting._exact_products import results_wrap
-from jmp.autocasting._flatten import flatten
+from jmp.autocasting._flatten import graph_of
 from jmp.autocasting._float8_planning import (
-    WHY_FLOAT8,
-    root,
+    multiply_in_float8,
     send_in_float8,
-    shared_factors,
-    why_not_float8,
     with_bounds,
 )
 from jmp.autocasting._flow import Destination, Info, facts_of
@@ -33,7 +30,6 @@ from jmp.autocasting._islands import (
     peel,
 )
 from jmp.autocasting._kinds import Level, has_kind, kind_of
-from jmp.autocasting._order import in_order
 from jmp.autocasting._precision import with_default
 from jmp.autocasting._reasons import why_float32, why_not_lowered, why_region
 from jmp.autocasting._registry import Category
@@ -50,10 +46,8 @@ from jmp.autocasting._sending import (
 from jmp.autocasting._steps import (
     Arithmetic,
     Context,
-    InFloat8,
     Inside,
     Island,
-    Leave,
     Opened,
     Plan,
     Read,
@@ -62,10 +56,27 @@ from jmp.autocasting._steps import (
     Step,
     Storage,
     Surroundings,
+    Write,
+    runnable_order,
 )
 from jmp.autocasting.attention import fuse_attentions
 from jmp.autocasting.rewrites import rewrite_of
 from jmp.dtypes import FLOAT32
+
+
+def order_steps(steps: Sequence[Step], level: Level) -> list[Step]:
+    """Returns the steps of a level that are needed, in an order in which they can be run."""
+    return runnable_order(steps, level.graph.outputs)
+
+
+# What is done with the steps of a level when every dtype is decided, in this order.
+PASSES: tuple[Callable[[Sequence[Step], Level], list[Step]], ...] = (
+    multiply_in_float8,
+    send_in_float8,
+    fuse_attentions,
+    with_bounds,
+    order_steps,
+)
 
 
 class Planner(Level):
@@ -83,7 +94,7 @@ class Planner(Level):
     ) -> None:
         self.graph = graph
         self.context = context
-        self.half = context.words.settings.compute_dtype
+        self.half = context.request.settings.compute_dtype
         self.facts = facts_of(graph, infos, outputs)
         self.storage = Storage(self.facts, self.half)
         self.storage.store(graph.inputs, (info.dtype for info in infos))
@@ -105,12 +116,10 @@ class Planner(Level):
             for nodes in group(fusible.get(depth, []), self.facts.cuts):
                 steps += self._component(nodes)
             steps += map(self._barrier, barriers.get(depth, []))
-        steps, not_fused = send_in_float8(steps, self.graph), dict[Node, str]()
-        if self.context.words.settings.fuses_attention:
-            steps, not_fused = fuse_attentions(steps, self.graph, self.storage)
+        for change in PASSES:
+            steps = change(steps, self)
         infos = tuple(map(self.storage.info, self.graph.outputs))
-        order = in_order(with_bounds(steps, self.graph, self.facts), self.graph.outputs)
-        return Plan(self.graph, tuple(order), infos, self.context.words, not_fused)
+        return Plan(self.graph, tuple(steps), infos, self.context.request)
 
     # Components of fusible nodes.
 
@@ -121,7 +130,7 @@ class Planner(Level):
         }
         if not why:
             return [self._light(node) for node in nodes]
-        settings, cuts = self.context.words.settings, self.facts.cuts
+        settings, cuts = self.context.request.settings, self.facts.cuts
         recompute = choose_recompute(nodes, cuts, settings.recompute, self.context.times)
         if recompute is Recompute.PLAIN:
             return [self._island(nodes, [], why, recompute)]
@@ -136,7 +145,7 @@ class Planner(Level):
     ) -> Island:
         storage, outputs = self.storage, set(self.graph.outputs)
         own, with_clones = set(nodes), {*clones, *nodes}
-        leaves = []
+        writes = []
         for value in (value for node in nodes for value in node.outputs):
             if value not in outputs and with_clones.issuperset(value.users):
                 continue
@@ -144,8 +153,8 @@ class Planner(Level):
                 storage.rounded_by_rule(value) or storage.leaves_half(value, own)
             ):
                 storage.store([value], [self.half])
-            leaves.append(Leave(value, storage.dtype(value), self._is_masked(value)))
-        in_half = {leave.value for leave in leaves if leave.dtype == self.half}
+            writes.append(Write(value, storage.dtype(value), self._is_masked(value)))
+        in_half = {write.value for write in writes if write.dtype == self.half}
         around = Surroundings(own, recompute, self.half, in_half)
         rewrites = {node: found for node in nodes if (found := rewrite_of(node, around))}
         # All readers of an input of a norm over rows share one cast, so that its cotangents add up
@@ -159,7 +168,7 @@ class Planner(Level):
             rewrites=rewrites,
             why=why,
             reads=tuple(Read(v, storage.dtype(v)) for v in entering([*clones, *nodes])),
-            leaves=tuple(leaves),
+            writes=tuple(writes),
             recompute=recompute,
             prevent_cse=self.context.prevent_cse,
             shares_casts=recompute is Recompute.RECOMPUTE_BUT_SUMS and not has_cut,
@@ -197,8 +206,7 @@ class Planner(Level):
         if category is Category.LOW:
             if why := why_not_lowered(node, self.half):
                 return self._single(node, Arithmetic.FLOAT32, why)
-            single = self._product(node)
-            return self._in_float8(single) if node.region.multiplies_in_float8 else single
+            return self._product(node)
         # Neutral operands alone do not make it half.
         is_led = any(v in self.facts.dependent and self.storage.is_half(v) for v in node.inputs)
         is_half = is_led and not why_float32(node, set(), self.storage)
@@ -211,17 +219,6 @@ class Planner(Level):
         if node.name != "dot_general":
             return self._single(node, Arithmetic.HALF, WHY_NOT_WIDE)
         return self._wide(node, Arithmetic.HALF, WHY_WIDE)
-
-    @functools.cached_property
-    def _shared_factors(self) -> set[Value]:
-        return shared_factors(self.graph)
-
-    def _in_float8(self, single: Single) -> Single:
-        which, apart = self.context.words.settings.float8, self.context.is_transposed
-        if why := why_not_float8(single.node, self.facts, which, apart):
-            return single._replace(why=f"{single.why}; not float8: {why}")
-        is_shared = not self._shared_factors.isdisjoint(map(root, single.node.inputs))
-        return single._replace(why=WHY_FLOAT8, in_float8=InFloat8(is_shared))
 
     # Single equations, and how they read.
 
@@ -284,23 +281,19 @@ class Planner(Level):
     def open(self, function: ClosedJaxpr, node: Node, operands: Sequence[Given]) -> Opened:
         inner, constants = _jax_compat.open_jaxpr(function)
         wrap = functools.partial(results_wrap, self.graph, node, inner)
-        return flatten(inner, constants, operands, node.scope, self.context.words, wrap), constants
+        return graph_of(inner, constants, operands, node, self.context.request, wrap), constants
 
     def plan_opened(
         self,
         opened: Opened,
         infos: Sequence[Info],
         outputs: Sequence[Destination],
-        turns: int = 1,
-        prevent_cse: bool | None = None,
-        is_transposed: bool = False,
+        context: Context | None = None,
     ) -> Inside:
         graph, constants = opened
         own = [Info(v.dtype, True) for v in graph.inputs[: len(constants)]]
-        apart = self.context.prevent_cse if prevent_cse is None else prevent_cse
-        transposed = self.context.is_transposed or is_transposed
-        context = Context(self.context.words, self.context.times * turns, apart, transposed)
-        return Inside(Planner(graph, [*own, *infos], outputs, context).plan_level(), constants)
+        inner = Planner(graph, [*own, *infos], outputs, context or self.context)
+        return Inside(inner.plan_level(), constants)
 
 
 def _half_arithmetic(node: Node) -> Arithmetic:

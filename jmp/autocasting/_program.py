@@ -8,24 +8,23 @@ import functools
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jmp import _jax_compat
-from jmp._calls import Held, take_arrays
-from jmp._messages import described, name_of, users_stacklevel
+from jmp._array_calls import StaticPart, take_arrays
+from jmp._messages import described, function_name, listed, users_stacklevel
 from jmp.autocasting._emit import run_plan
-from jmp.autocasting._flatten import flatten
+from jmp.autocasting._flatten import graph_of
 from jmp.autocasting._flow import Destination, Info
 from jmp.autocasting._numbers import MadeOf
 from jmp.autocasting._operations import warn_if_gradients_stay_half, warn_if_no_product_is_half
 from jmp.autocasting._planner import Planner
 from jmp.autocasting._propagation import walk
-from jmp.autocasting._regions import AUTOCAST, RegionRules, Words
-from jmp.autocasting._settings import Settings
+from jmp.autocasting._request import AUTOCAST, Request, Settings
 from jmp.autocasting._steps import Context, Plan
 from jmp.dtypes import FLOAT32
 from jmp.rules import PolicyRules, Rule, UnusedRuleWarning
@@ -48,6 +47,16 @@ class Traced(NamedTuple):
     run: Callable[..., list[Any]]
     arrays: list[Any]
     result: Any
+
+    @property
+    def operands(self) -> list[Any]:
+        """What `emit` and `run` are called with: arrays of the program's own, then those given."""
+        return [*_jax_compat.open_jaxpr(self.closed)[1], *self.arrays]
+
+    @property
+    def as_written(self) -> Callable[..., list[Any]]:
+        """The function of `arrays` that was traced, without autocast."""
+        return _jax_compat.as_function(self.closed)
 
 
 class Program:
@@ -80,7 +89,7 @@ class Program:
     def call(self, args: Any, kwargs: Any) -> Any:
         """Runs the function on these arguments."""
         traced = self.trace(args, kwargs)
-        operands = [*_jax_compat.open_jaxpr(traced.closed)[1], *traced.arrays]
+        operands = traced.operands
         if all(map(_jax_compat.is_concrete, operands)):
             results = traced.run(*operands)  # compiled once: an eager call does not retrace
         else:
@@ -126,27 +135,27 @@ class Program:
         return [i in named for i, leaf in enumerate(leaves) if holds_numbers(leaf)]
 
     def _plan(self, jaxpr: Any, constants: Sequence[Any], in_half: Sequence[bool]) -> Plan:
-        regions = RegionRules(self.rules, self.settings, self.rules_of_modules)
-        words = Words(self.settings, regions)
+        request = Request(self.settings, self.rules, self.rules_of_modules)
         given = [MadeOf.INPUTS] * len(jaxpr.invars)
-        graph = flatten(jaxpr, constants, given, _jax_compat.empty_name_stack(), words)
+        graph = graph_of(jaxpr, constants, given, None, request)
         infos = [Info(value.dtype, True) for value in graph.inputs]
         first = len(infos) - len(in_half)
         for position, half in enumerate(in_half):
             if half and graph.inputs[first + position].is_float32:
                 infos[first + position] = Info(self.settings.compute_dtype, False)
-        nowhere = [Destination(feeds=False, kept=False)] * len(graph.outputs)
-        plan = Planner(graph, infos, nowhere, Context(words)).plan_level()
-        regions.rules.warn_unused()
+        nowhere = [Destination(feeds=False, carried=False)] * len(graph.outputs)
+        plan = Planner(graph, infos, nowhere, Context(request)).plan_level()
+        request.rules.warn_unused()
         if not self._has_warned:
-            has_warned = warn_if_no_product_is_half(plan, name_of(self.fun))
-            self._has_warned = warn_if_gradients_stay_half(plan, name_of(self.fun)) or has_warned
+            name = function_name(self.fun)
+            has_warned = warn_if_no_product_is_half(plan, name)
+            self._has_warned = warn_if_gradients_stay_half(plan, name) or has_warned
         self._warn_unused_overrides(jaxpr)
         return plan
 
     def _warn_unused_overrides(self, jaxpr: Any) -> None:
         names = {visit.equation.primitive.name for visit in walk(jaxpr)}
-        for name, category in self.settings.overrides:
+        for name, category in self.settings.overrides.items():
             if name not in names:
                 warnings.warn(
                     f"{category.value}= names {described(name)}, which is no primitive of this "
@@ -157,7 +166,7 @@ class Program:
                 )
 
     def _make_flat_function(
-        self, held: Held, types: tuple[Any, ...], default: Any
+        self, held: StaticPart, types: tuple[Any, ...], default: Any
     ) -> Callable[..., Any]:
         # Each default precision has a trace of its own, because a trace holds the rules of custom
         # derivatives, which JAX traces once, under the default of that moment.
@@ -212,7 +221,28 @@ def check_runs_when_called(fun: Any) -> None:
         )
 
 
-def _check_unchanged(arguments: Any, held: Held, arrays: Sequence[Any]) -> None:
+def check_names(fun: Callable[..., Any], apply_to: Sequence[str]) -> None:
+    """Refuses an `apply_to=` that names no arguments of the function."""
+    if isinstance(apply_to, str):
+        text = described(apply_to)
+        raise TypeError(f"autocast got apply_to={text}; expected a list: [{text}].")
+    if not isinstance(apply_to, Iterable) or not all(isinstance(name, str) for name in apply_to):
+        raise TypeError(
+            f"autocast got apply_to={described(apply_to)}; expected names of arguments, such as "
+            "apply_to=['x']."
+        )
+    if not apply_to:
+        return
+    parameters = inspect.signature(fun).parameters
+    unknown = [name for name in apply_to if name not in parameters]
+    if unknown:
+        raise ValueError(
+            f"autocast got apply_to={described(list(apply_to))}, but '{function_name(fun)}' has no "
+            f"argument {listed(unknown)}; it has {', '.join(list(parameters)[:16])}."
+        )
+
+
+def _check_unchanged(arguments: Any, held: StaticPart, arrays: Sequence[Any]) -> None:
     try:
         after, structure_after = jax.tree.flatten(arguments)
     except ValueError:  # an argument that may be used once, such as Equinox's State
@@ -231,7 +261,7 @@ def _check_unchanged(arguments: Any, held: Held, arrays: Sequence[Any]) -> None:
 class Packed:
     """A result whose arrays are leaves and whose other objects are part of the structure."""
 
-    def __init__(self, arrays: Sequence[Any], held: Held) -> None:
+    def __init__(self, arrays: Sequence[Any], held: StaticPart) -> None:
         self.arrays = arrays
         self.held = held
 
@@ -252,6 +282,6 @@ class Packed:
         return tuple(self.arrays), self.held
 
     @classmethod
-    def tree_unflatten(cls, held: Held, arrays: Any) -> "Packed":
+    def tree_unflatten(cls, held: StaticPart, arrays: Any) -> "Packed":
         """The inverse of `tree_flatten`."""
         return cls(arrays, held)

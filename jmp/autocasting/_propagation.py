@@ -28,6 +28,11 @@ class Visit(NamedTuple):
     around: tuple[JaxprEqn, ...]  # the equations that hold it, the outermost first
     times: int  # how often it runs: once for each turn of the scans around it
 
+    @property
+    def is_innermost(self) -> bool:
+        """Whether the equation holds no functions."""
+        return not _jax_compat.holds_functions(self.equation)
+
 
 def walk(jaxpr: Jaxpr, around: tuple[JaxprEqn, ...] = (), times: int = 1) -> Iterator[Visit]:
     """Yields the equations of an open jaxpr at any depth, each before those inside it.
@@ -42,15 +47,20 @@ def walk(jaxpr: Jaxpr, around: tuple[JaxprEqn, ...] = (), times: int = 1) -> Ite
     """
     for equation in jaxpr.eqns:
         yield Visit(equation, around, times)
-        for inner in _jax_compat.inner_jaxprs(equation):
-            yield from walk(inner, (*around, equation), times * turns_of(equation))
+        yield from walk_inside(equation, around, times)
+
+
+def walk_inside(
+    equation: JaxprEqn, around: tuple[JaxprEqn, ...] = (), times: int = 1
+) -> Iterator[Visit]:
+    """Yields the equations inside one, at any depth; of itself what is around it and its times."""
+    for jaxpr in _jax_compat.inner_jaxprs(equation):
+        yield from walk(jaxpr, (*around, equation), times * turns_of(equation))
 
 
 def inner_equations(equation: JaxprEqn) -> Iterator[JaxprEqn]:
     """Yields the equations inside one, at any depth."""
-    for jaxpr in _jax_compat.inner_jaxprs(equation):
-        for visit in walk(jaxpr):
-            yield visit.equation
+    return (visit.equation for visit in walk_inside(equation))
 
 
 def turns_of(equation: JaxprEqn) -> int:
@@ -59,7 +69,7 @@ def turns_of(equation: JaxprEqn) -> int:
     return length_of(_jax_compat.Scan.of(equation.params).length) if is_scan else 1
 
 
-class Inside(Protocol[T]):
+class WayInside(Protocol[T]):
     """Follows what is known of an equation's operands through the functions inside it."""
 
     def __call__(self, rule: "Transfer[T] | None" = None) -> list[T] | None:
@@ -72,7 +82,7 @@ class Inside(Protocol[T]):
 
 # Given an equation, what is known of its operands, and a way inside it, returns what is known of
 # its results.
-Transfer = Callable[[JaxprEqn, list[T], Inside[T]], Sequence[T]]
+Transfer = Callable[[JaxprEqn, list[T], WayInside[T]], Sequence[T]]
 # What is known of a value that is one of several: the results of branches, or a carry after a turn
 # and before it. The second argument has what decides which: the index of a branch, or the condition
 # of a loop; it is empty for a scan. Turns are followed until this finds nothing new.
@@ -150,7 +160,7 @@ def _way_inside(
     outer: Transfer[T],
     join: Join[T],
     of_constant: OfConstant[T],
-) -> Inside[T]:
+) -> WayInside[T]:
     def inside(rule: Transfer[T] | None = None) -> list[T] | None:
         rule = rule or outer
 

@@ -104,7 +104,6 @@ class Rule:
     sums: bool = False  # it adds up or multiplies many terms: in reports, a reduction
     chooses: bool = False  # its result says which entry, and not how large it is
     draws_bits: bool = False  # it makes or uses random bits
-    factorises: bool = False  # it factorises or solves a matrix, and fails for a singular one
     casts: bool = False  # it changes the dtype and nothing else
 
     @property

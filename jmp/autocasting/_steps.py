@@ -1,22 +1,24 @@
 """A plan: the steps of one level, with every decision and its reason. `_emit` runs it as it says.
 
-There are three sorts of steps: a `Single` equation, a `Nested` one that is planned inside, and an
-`Island` of equations computed in float32 as one.
-
-What is decided of each value of a level: the one place where dtypes are written down.
+There are four sorts of steps: a `Single` equation, a `Nested` one that is planned inside, an
+`Island` of equations computed in float32 as one, and a `Fused` attention. While a level is planned,
+`Storage` has what is decided of its values: the one place where dtypes are written down.
 """
 
 import enum
+import graphlib
+import heapq
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from jmp.autocasting._float8 import InFloat8
 from jmp.autocasting._flow import Destination, Facts, Info
 from jmp.autocasting._graph import Graph, Node, Value
-from jmp.autocasting._regions import Words
+from jmp.autocasting._propagation import turns_of
 from jmp.autocasting._registry import Params
-from jmp.autocasting._scales import Extremes
+from jmp.autocasting._request import Request
 
 Function = Callable[..., Any]  # of flat arrays; returns a list of them
 Dtypes = tuple[np.dtype | None, ...]  # None for what has no dtype, or keeps its own
@@ -36,26 +38,6 @@ class Arithmetic(enum.Enum):
         return self not in (Arithmetic.FLOAT32, Arithmetic.ROUNDED)
 
 
-class Bounded(NamedTuple):
-    """A function of one product's result; see `_bounds`."""
-
-    product: Value
-    added: tuple[Value, ...]  # vectors that are added to it before
-    extremes: Extremes
-
-
-class InFloat8(NamedTuple):
-    """How a product is computed in float8; see `_float8`."""
-
-    is_shared: bool  # other products may read its factors
-    # What each operand is the product of, where no maximum is looked for: nothing, one or two.
-    operands: tuple[tuple[Bounded, ...], ...] = ((), ())
-    is_bounded: bool = False  # its cotangent comes with a bound
-    has_bias: bool = False  # its cotangent is added up for the gradient of a vector, too
-    # Devices may not come by here together: each has scales of its own, and sends nothing for them.
-    is_apart: bool = False
-
-
 class Recompute(enum.Enum):
     """What an island keeps for the backward pass; see `_islands`."""
 
@@ -73,12 +55,12 @@ class Read(NamedTuple):
     saturates: bool = False  # finite numbers are held within float16's range
 
 
-class Leave(NamedTuple):
-    """How a value leaves an island: what it is stored in, and whether it is saturated before."""
+class Write(NamedTuple):
+    """How a result is stored: saturated, cast to `dtype`."""
 
     value: Value
     dtype: np.dtype | None
-    saturates: bool
+    saturates: bool = False
 
 
 class Rewrite(NamedTuple):
@@ -101,15 +83,18 @@ class Surroundings(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What is the same all over one program; and how often this level runs, as far as known."""
+    """What holds all over a level, and on the levels inside as far as nothing else is said."""
 
-    words: Words
-    times: int = 1
+    request: Request
+    times: int = 1  # how often the level runs, as far as known
     # Whether a recomputation must be kept apart from the forward pass it repeats: XLA would merge
     # the two and keep the float32 values. In a loop the two stand in different loops anyway,
     # unless the body is itself recomputed.
     prevent_cse: bool = True
-    is_transposed: bool = False  # see `Level.plan_opened`
+    # Whether it is a rule whose tangents JAX transposes, or must agree with one.
+    is_transposed: bool = False
+    # Whether devices may not come by here together: each has float8 scales of its own.
+    own_scales: bool = False
 
 
 class Single(NamedTuple):
@@ -125,7 +110,8 @@ class Single(NamedTuple):
     rounds: np.dtype | None = None
     in_float8: InFloat8 | None = None  # None: it is no float8 product
     is_masked: bool = False  # a sum with what may be a mask, on its way to a softmax
-    moves_float8: bool = False  # it moves what float8 products alone read; see `_float8_moves`
+    moves_float8: bool = False  # it moves what float8 products alone read; see `_float8_planning`
+    not_fused: str = ""  # why the attention that ends here is not fused, where that was asked for
 
 
 class Inside(NamedTuple):
@@ -162,7 +148,7 @@ class Island(NamedTuple):
     rewrites: Mapping[Node, Rewrite]
     why: Mapping[Node, str]  # of nodes that require float32; others are there between them
     reads: tuple[Read, ...]  # values from outside, each once
-    leaves: tuple[Leave, ...]  # values read outside
+    writes: tuple[Write, ...]  # values read outside
     recompute: Recompute
     prevent_cse: bool  # XLA must not merge its recomputation with its forward pass
     shares_casts: bool  # all readers of an input share one cast
@@ -192,8 +178,7 @@ class Plan(NamedTuple):
     graph: Graph
     steps: tuple[Step, ...]
     infos: tuple[Info, ...]  # what is known of each output, the dtype it comes out in among it
-    words: Words
-    not_fused: Mapping[Node, str] = {}  # the last products of attentions, and why they are plain
+    request: Request
 
     @property
     def stores(self) -> Dtypes:
@@ -210,11 +195,88 @@ def plain_steps(steps: Sequence[Step]) -> Iterator[Single | Nested | Island]:
             yield step
 
 
+class Ran(NamedTuple):
+    """A step of a plan at any depth."""
+
+    step: Single | Island | Fused
+    level: Plan  # that it stands in
+    times: int  # how often it runs: once for each turn of the scans around it
+
+
+def steps_of(plan: Plan, times: int = 1) -> Iterator[Ran]:
+    """Yields the steps of all levels, in order.
+
+    The steps inside a nested one stand in its place; after a fused attention come those that run
+    where it is not fused.
+    """
+    for step in plan.steps:
+        if isinstance(step, Fused):
+            yield Ran(step, plan, times)
+        for plain in plain_steps((step,)):
+            if not isinstance(plain, Nested):
+                yield Ran(plain, plan, times)
+                continue
+            for inside in plain.insides:
+                if isinstance(inside, Inside):
+                    yield from steps_of(inside.plan, times * turns_of(plain.node.equation))
+
+
 def nodes_of(step: Step) -> tuple[Node, ...]:
     """Returns the nodes that a step computes."""
     if isinstance(step, Fused):
         return tuple(node for inner in plain_steps(step.plain) for node in nodes_of(inner))
     return step.nodes if isinstance(step, Island) else (step.node,)
+
+
+def runnable_order(steps: Sequence[Step], outputs: Iterable[Value]) -> list[Step]:
+    """Sorts steps; those that neither an output nor a marker needs are left out."""
+    producers = {
+        value: index
+        for index, step in enumerate(steps)
+        for node in nodes_of(step)
+        for value in node.outputs
+    }
+    place = [nodes_of(step)[-1].index for step in steps]
+    effects = sorted(
+        (i for i, step in enumerate(steps) if _has_effects(step)), key=place.__getitem__
+    )
+    needs = [
+        {producers.get(read.value, index) for read in step.reads} - {index}
+        for index, step in enumerate(steps)
+    ]
+    for before, after in zip(effects, effects[1:], strict=False):
+        needs[after].add(before)
+    ends = [producers[value] for value in outputs if value in producers]
+    needed = _closure([*ends, *effects], needs)
+    unread = (index for index in range(len(steps)) if index not in needed)
+    markers = [i for i in unread if any(node.is_marker for node in nodes_of(steps[i]))]
+    needed |= _closure(markers, needs)
+    sorter = graphlib.TopologicalSorter({index: needs[index] for index in needed})
+    sorter.prepare()  # it raises if an island is not convex, which depths rule out
+    ready: list[tuple[int, int]] = []
+    order = []
+    while sorter.is_active():
+        for index in sorter.get_ready():
+            heapq.heappush(ready, (place[index], index))
+        _, first = heapq.heappop(ready)
+        order.append(steps[first])
+        sorter.done(first)
+    return order
+
+
+def _has_effects(step: Step) -> bool:
+    return not isinstance(step, Island) and bool(step.node.equation.effects)
+
+
+def _closure(ends: Sequence[int], needs: Sequence[set[int]]) -> set[int]:
+    """Returns all that `ends` need, themselves included."""
+    found = set(ends)
+    stack = list(found)
+    while stack:
+        for other in needs[stack.pop()] - found:
+            found.add(other)
+            stack.append(other)
+    return found
 
 
 class Storage:
@@ -248,7 +310,7 @@ class Storage:
 
     def destination(self, value: Value) -> Destination:
         """Returns where a value goes."""
-        return Destination(value in self.facts.feeds, value in self.facts.kept)
+        return Destination(value in self.facts.feeds, value in self.facts.carried)
 
     def rounded_by_rule(self, value: Value) -> np.dtype | None:
         """Returns the dtype that a rule rounds a value to, where it leaves the rule's region."""
@@ -265,7 +327,7 @@ class Storage:
         """
         readers = [user for user in value.users if user not in inside]
         read_wide = readers and all(user.reads_float32 for user in readers)
-        return value in self.facts.feeds and value not in self.facts.kept and not read_wide
+        return value in self.facts.feeds and value not in self.facts.carried and not read_wide
 
     def may_be_mask(self, value: Value) -> bool:
         """Returns whether a value may hold -1e9: it is known to, or is an input that is no bias."""

@@ -9,32 +9,24 @@ and `check_skips` watch a training run.
 """
 
 from jmp.diagnostics._assertions import assert_products_in, assert_summed_once
-from jmp.diagnostics._comparison import Comparison, Difference, compare
-from jmp.diagnostics._find_float32 import find_float32
+from jmp.diagnostics._comparison import Comparison, compare
+from jmp.diagnostics._find_float32 import Float32Scopes, find_float32
 from jmp.diagnostics._gradient_report import gradient_report
-from jmp.diagnostics._live import check_skips, metrics
 from jmp.diagnostics._memory_report import MemoryReport, compare_memory, memory_report
 from jmp.diagnostics._nonfinite import NonFinite, find_nonfinite
-from jmp.diagnostics._plots import plot_memory
 from jmp.diagnostics._precision_report import PrecisionReport, precision_report
-from jmp.diagnostics._range_report import Range, RangeReport, range_report
-from jmp.diagnostics._residuals import Residual
-from jmp.diagnostics._rows import Decision, Row
-from jmp.diagnostics._scope_search import Float32Scopes, ScopeAlone
+from jmp.diagnostics._range_report import RangeReport, range_report
+from jmp.diagnostics._ranges import Range
+from jmp.diagnostics._skipped_steps import check_skips, metrics
 
 __all__ = [
     "Comparison",
-    "Decision",
-    "Difference",
     "Float32Scopes",
     "MemoryReport",
     "NonFinite",
     "PrecisionReport",
     "Range",
     "RangeReport",
-    "Residual",
-    "Row",
-    "ScopeAlone",
     "assert_products_in",
     "assert_summed_once",
     "check_skips",
@@ -45,7 +37,6 @@ __all__ = [
     "gradient_report",
     "memory_report",
     "metrics",
-    "plot_memory",
     "precision_report",
     "range_report",
 ]

@@ -1,32 +1,31 @@
-"""`assert_products_in`: for users' tests.
-
-`assert_summed_once`: for users' tests, that nothing is added up over devices twice.
+"""For users' tests: products in the expected dtype, and nothing added up over devices twice.
 
 Where types say along which axes a value varies (`shard_map(..., check_vma=True)`), AD adds up the
 gradient of a parameter that is the same on all devices. A `psum` or `pmean` of that gradient, as
 pmap needs it, then adds up equal numbers: JAX makes them varying without a word, and the gradient
-is as many times too large as there are devices.
+is as many times too large as there are devices. `assert_summed_once` finds such sums.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
-from jax.extend.core import Jaxpr
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.typing import DTypeLike
 
 from jmp import _jax_compat
-from jmp._calls import ArrayCall
-from jmp._messages import listed, name_of
+from jmp._array_calls import ArrayCall
+from jmp._messages import function_name, listed
 from jmp.autocasting._operations import is_product
-from jmp.diagnostics._arguments import apart, check_asked, of_modules
+from jmp.autocasting._propagation import WayInside, propagate
+from jmp.diagnostics._arguments import asked_function, split_arguments
 from jmp.diagnostics._walk import Placed, place_name, source_line, with_places
 from jmp.dtypes import floating_dtype
 
-PRODUCTS_SHOWN = 8  # products in another dtype
+SHOWN = 8  # products in another dtype; sums
 
 
 def assert_products_in(
@@ -52,32 +51,27 @@ def assert_products_in(
     >>> gradient = jax.grad(autocast(loss, "mixed_bfloat16"))
     >>> assert_products_in(gradient, jnp.bfloat16)(jnp.ones((8, 8)), jnp.ones((4, 8)))
     """
-    check_asked("assert_products_in", "assert_products_in(fun, dtype)(*args)", fun, early, None)
+    call = "assert_products_in(fun, dtype)(*args)"
+    function = asked_function("assert_products_in", call, fun, early)
     expected = floating_dtype(dtype, "dtype")
 
     def check(*args: Any, **kwargs: Any) -> None:
-        call = ArrayCall(of_modules(fun), *apart(*args, **kwargs))
+        call = ArrayCall(function, *split_arguments(*args, **kwargs))
         closed = jax.make_jaxpr(call.results)(*call.arrays)
         products = list(_products(_jax_compat.open_jaxpr(closed)[0]))
-        name = name_of(fun)
+        name = function_name(fun)
         if not products:
             raise AssertionError(f"{name} has no product whose dtype could be checked.")
-        others = []
-        for (equation, path, source, _), dtypes in products:
-            if dtypes != [expected]:
-                what = f"{equation.primitive.name} in {', '.join(map(str, dtypes))}"
-                others.append(f"{what} at {place_name(source, path)}")
+        others = [
+            f"{equation.primitive.name} in {', '.join(map(str, dtypes))} at "
+            f"{place_name(source, path)}"
+            for (equation, path, source, _), dtypes in products
+            if dtypes != [expected]
+        ]
         if others:
             count = f"{len(others)} of {len(products)}"
-            more = (
-                [f"and {len(others) - PRODUCTS_SHOWN} more"] if len(others) > PRODUCTS_SHOWN else []
-            )
-            lines = [
-                f"{count} products of {name} are not in {expected}:",
-                *others[:PRODUCTS_SHOWN],
-                *more,
-            ]
-            raise AssertionError("\n".join(lines))
+            first = f"{count} products of {name} are not in {expected}:"
+            raise AssertionError(_listed_lines(first, others))
 
     return check
 
@@ -90,11 +84,12 @@ def _products(jaxpr: Jaxpr) -> Iterator[tuple[Placed, list[Any]]]:
             yield placed, sorted((d for d in dtypes if jnp.issubdtype(d, jnp.floating)), key=str)
 
 
-SUMS_SHOWN = 8  # sums
-_MADE_VARYING = "pvary"
+def _listed_lines(first: str, lines: Sequence[str]) -> str:
+    more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
+    return "\n".join([first, *lines[:SHOWN], *more])
 
-# By axis: where a value, or what it was computed from, was added up along it.
-Sums = Mapping[str, str]
+
+_MADE_VARYING = "pvary"
 
 
 def assert_summed_once(fun: Callable[..., Any], *early: Any) -> Callable[..., None]:
@@ -119,115 +114,86 @@ def assert_summed_once(fun: Callable[..., Any], *early: Any) -> Callable[..., No
     >>> step = jax.shard_map(gradient, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
     >>> assert_summed_once(step)(jnp.ones(4), jnp.ones((16, 4)))
     """
-    check_asked("assert_summed_once", "assert_summed_once(fun)(*args)", fun, early, None)
+    function = asked_function("assert_summed_once", "assert_summed_once(fun)(*args)", fun, early)
 
     def check(*args: Any, **kwargs: Any) -> None:
-        call = ArrayCall(of_modules(fun), *apart(*args, **kwargs))
+        call = ArrayCall(function, *split_arguments(*args, **kwargs))
         closed = jax.make_jaxpr(call.results)(*call.arrays)
-        jaxpr = _jax_compat.open_jaxpr(closed)[0]
-        search = _Search()
-        search.run(jaxpr, [{} for _ in jaxpr.invars], {}, "")
-        found = list(dict.fromkeys(search.found))
+        lines: list[str] = []
+        rule = functools.partial(_sums_of_results, lines, {}, ())
+        inputs = [NOT_SUMMED for _ in call.arrays]
+        propagate(closed, inputs, rule, _either, lambda _: NOT_SUMMED)
+        found = list(dict.fromkeys(lines))
         if found:
-            more = [f"and {len(found) - SUMS_SHOWN} more"] if len(found) > SUMS_SHOWN else []
-            first = f"{name_of(fun)} adds up over devices what was added up over them before:"
-            raise AssertionError("\n".join([first, *found[:SUMS_SHOWN], *more]))
+            first = f"{function_name(fun)} adds up over devices what was added up over them before:"
+            raise AssertionError(_listed_lines(first, found))
 
     return check
 
 
-class _Search:
-    """Follows sums through a program; `found` gets a line for each that is added up again."""
+class Summed(NamedTuple):
+    """Where a value, or what it was computed from, was added up over devices."""
 
-    def __init__(self) -> None:
-        self.found: list[str] = []
+    places: Mapping[str, str]  # by axis
+    # It was the same on all devices until it was made varying, without a word of the user's.
+    is_made_varying: bool = False
 
-    def run(
-        self, jaxpr: core.Jaxpr, given: Sequence[Sums], sizes: Mapping[str, int], line: str
-    ) -> list[Sums]:
-        """Returns the sums in the results of a jaxpr.
 
-        Args:
-          given: those in its arguments.
-          sizes: of the mapped axes.
-          line: the source line around it.
-        """
-        sums: dict[Any, Sums] = dict(zip(jaxpr.invars, given, strict=True))
-        same: dict[Any, Sums] = {}  # of values that were the same until they were made varying
+NOT_SUMMED = Summed({})
 
-        def of(atoms: Sequence[Any]) -> list[Sums]:
-            return [{} if _is_literal(atom) else sums.get(atom, {}) for atom in atoms]
 
-        for equation in jaxpr.eqns:
-            place = source_line(equation, line)
-            name = equation.primitive.name
-            results = self._inner(equation, of(equation.invars), sizes, place)
-            if name == _MADE_VARYING:
-                same.update(zip(equation.outvars, results, strict=True))
-            elif name in _jax_compat.PSUMS:
-                axes = _axes(equation)
-                again = [same.get(a, {}) for a in equation.invars if not _is_literal(a)]
-                self._note(equation, axes, again, sizes, place)
-                results = [{**before, **dict.fromkeys(axes, place)} for before in results]
-            elif name == "div":
-                results = [_without_mean(results[0], equation.invars[1], sizes)]
-            sums.update(zip(equation.outvars, results, strict=True))
-        return of(jaxpr.outvars)
+def _sums_of_results(
+    lines: list[str],
+    sizes: Mapping[str, int],
+    around: tuple[JaxprEqn, ...],
+    equation: JaxprEqn,
+    operands: list[Summed],
+    inside: WayInside[Summed],
+) -> list[Summed]:
+    """Returns where results were added up; `lines` gets a line for what is added up again.
 
-    def _inner(
-        self, equation: Any, given: list[Sums], sizes: Mapping[str, int], place: str
-    ) -> list[Sums]:
-        """Returns the sums in an equation's results, of a psum those of its operands."""
-        inner = list(_jax_compat.inner_jaxprs(equation))
+    Args:
+      sizes: of the mapped axes.
+      around: the equations that hold this one.
+    """
+    name, params = equation.primitive.name, equation.params
+    if name == "shard_map":
+        sizes = {**sizes, **params["mesh"].shape}
+    within = (*around, equation)
+    results = inside(functools.partial(_sums_of_results, lines, sizes, within))
+    if results is None:
         count = len(equation.outvars)
-        if not inner:
-            return given if len(given) == count else [_union(given)] * count
-        if equation.primitive.name == "shard_map":
-            sizes = {**sizes, **equation.params["mesh"].shape}
-        results: list[Sums] = [{}] * count
-        for jaxpr in inner:
-            arguments = given
-            if len(jaxpr.invars) != len(given):
-                arguments = [_union(given)] * len(jaxpr.invars)
-            found = self.run(jaxpr, arguments, sizes, place)
-            if len(found) != count:
-                found = [_union(found)] * count
-            results = [_union(both) for both in zip(results, found, strict=True)]
+        places = [operand.places for operand in operands]
+        places = places if len(places) == count else [_union(operands)] * count
+        results = [Summed(each, name == _MADE_VARYING) for each in places]
+    if name == "div" and _divides_by_devices(equation, results[0], sizes):
+        return [NOT_SUMMED]  # a mean is no sum
+    if name not in _jax_compat.PSUMS:
         return results
-
-    def _note(
-        self,
-        equation: Any,
-        axes: Sequence[str],
-        again: Sequence[Sums],
-        sizes: Mapping[str, int],
-        place: str,
-    ) -> None:
-        for sums in again:
-            twice = [axis for axis in axes if axis in sums]
-            if twice:
-                size = math.prod(sizes.get(axis, 1) for axis in twice)
-                before = place_name(sums[twice[0]], "")
-                self.found.append(
-                    f"psum over {listed(twice)} at {place_name(place, '')}, of what was added up "
-                    f"at {before}: {size} times too large. Leave it out; for a mean divide by "
-                    f"{size}."
-                )
+    here = source_line(equation, around)
+    axes = [axis for axis in params["axes"] if isinstance(axis, str)]
+    for operand in operands:
+        twice = [axis for axis in axes if axis in operand.places]
+        if twice and operand.is_made_varying:
+            size = math.prod(sizes.get(axis, 1) for axis in twice)
+            before = place_name(operand.places[twice[0]], "")
+            lines.append(
+                f"psum over {listed(twice)} at {place_name(here, '')}, of what was added up at "
+                f"{before}: {size} times too large. Leave it out; for a mean divide by {size}."
+            )
+    return [Summed({**result.places, **dict.fromkeys(axes, here)}) for result in results]
 
 
-def _is_literal(atom: Any) -> bool:
-    return isinstance(atom, core.Literal)
+def _either(choices: Sequence[Summed], deciding: Sequence[Summed]) -> Summed:
+    return Summed(_union(choices), all(choice.is_made_varying for choice in choices))
 
 
-def _axes(equation: Any) -> list[str]:
-    return [axis for axis in equation.params["axes"] if isinstance(axis, str)]
+def _union(values: Sequence[Summed]) -> Mapping[str, str]:
+    return {axis: place for value in values for axis, place in value.places.items()}
 
 
-def _union(many: Sequence[Sums]) -> Sums:
-    return {axis: place for sums in many for axis, place in sums.items()}
-
-
-def _without_mean(sums: Sums, divisor: Any, sizes: Mapping[str, int]) -> Sums:
-    """Returns the sums that are left after a division by the number of devices: means are none."""
-    devices = math.prod(sizes.get(axis, 1) for axis in sums)
-    return {} if _is_literal(divisor) and divisor.val == devices else sums
+def _divides_by_devices(equation: JaxprEqn, dividend: Summed, sizes: Mapping[str, int]) -> bool:
+    """Returns whether a division is by the number of devices that its operand was summed over."""
+    divisor = equation.invars[1]
+    devices = math.prod(sizes.get(axis, 1) for axis in dividend.places)
+    return isinstance(divisor, Literal) and bool(divisor.val == devices)

@@ -1,6 +1,6 @@
-"""Runs a plan of autocast in float32, rounding to half and float8 where flags of scopes say so.
+"""A loss and its gradient, compiled once, whose scopes round by flags that it is called with.
 
-A plan is run as `_emit` runs it, but every value keeps the dtype that it was traced with. Where the
+A plan of autocast is run with numerics of its own, in the dtypes that it was traced with. Where the
 plan casts to half, a value is rounded to the numbers of the half type, and so is its cotangent in
 the backward pass: in the scope of the operation that reads it, or that stores it. The operands of
 a float8 product are rounded once more, to float8 with `_float8`'s scales, and so is the cotangent
@@ -11,8 +11,11 @@ too: a rule that gives such a scope to float32 gives it all that is inside. Of f
 the products of its scope alone.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import math
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,183 +24,332 @@ import numpy as np
 from jax import lax
 
 from jmp import _jax_compat
+from jmp._array_calls import ArrayCall, vjp_at
+from jmp._messages import described
 from jmp.autocasting import _float8
+from jmp.autocasting._autocast import make_program
 from jmp.autocasting._casts import repeated, saturated
+from jmp.autocasting._emit import Environment, Numerics, run_plan, run_steps
 from jmp.autocasting._graph import Node, Value
-from jmp.autocasting._kinds import kind_of
+from jmp.autocasting._operations import NoHalfProductWarning
 from jmp.autocasting._precision import with_default
-from jmp.autocasting._regions import MODULE, modules_path
-from jmp.autocasting._steps import (
-    Inside,
-    Island,
-    Leave,
-    Nested,
-    Plan,
-    Read,
-    Single,
-    Unplanned,
-    plain_steps,
-)
+from jmp.autocasting._request import MODULE, modules_path
+from jmp.autocasting._steps import Fused, Inside, Island, Nested, Read, Single, Write
+from jmp.diagnostics._arguments import check_numbers
+from jmp.diagnostics._scope_search import Errors, in_groups
 from jmp.diagnostics._walk import module_path
 from jmp.dtypes import FLOAT32
+from jmp.policy import Policy, get_policy
+from jmp.rules import UnusedRuleWarning
 
 CUSTOM_DERIVATIVES = ("custom_jvp_call", "custom_vjp_call")
 
 
-class Site(NamedTuple):
-    """Whose flags say whether a value is rounded: paths of name scopes, "" outside of all."""
+class Scope(NamedTuple):
+    """What flags stand for."""
 
-    path: str
-    around: frozenset[str] = frozenset()  # of the loops, branches and remats around
-
-
-Flag = Callable[[Site], Any]  # returns a flag, a scalar bool, for a site
+    path: str  # name scopes joined by slashes, "" outside of all
+    around: frozenset[str] = frozenset()  # the paths of loops, branches and remats around
 
 
-class Flags(NamedTuple):
-    """Whether a site rounds: called once for each rounding while a plan is traced."""
-
-    is_half: Flag
-    is_float8: Flag  # beside `is_half`; asked of sites of float8 products alone
+# Given a scope, and whether it is asked about float8 instead of half, returns a scalar bool. It is
+# called once for each rounding while a plan is traced; about float8 in scopes of such products.
+Flag = Callable[[Scope, bool], Any]
 
 
-class _Rounding(NamedTuple):
-    half: np.dtype
-    flags: Flags
+class FlaggedProgram:
+    """A loss and its gradient, whose scopes round to half or not by flags.
 
-
-def run_emulated(plan: Plan, arguments: Sequence[Any], flags: Flags) -> list[Any]:
-    """Returns the outputs of a plan, in the dtypes that they were traced with.
-
-    Args:
-      plan: as `Program.trace` returns it.
-      arguments: its inputs, constants first, in the dtypes that they were traced with.
+    Attributes:
+      scopes: their paths.
+      in_float8: the numbers of those with float8 products.
+      expected: loss and gradients in float32, by kind and path as `compare` has them.
     """
-    rounding = _Rounding(plan.words.settings.compute_dtype, flags)
-    return _Level(rounding, frozenset()).run(plan, arguments)
+
+    def __init__(
+        self,
+        loss: Callable[..., Any],
+        policy: str | Policy,
+        args: Sequence[Any],
+        argnums: int | Sequence[int],
+        scale: float,
+        options: dict[str, Any],
+        of_modules: bool = False,
+    ) -> None:
+        program = make_program(loss, policy, **options)
+        if program is None:
+            raise ValueError(
+                f"find_float32 got the policy {get_policy(policy)}, which computes in float32: "
+                "nothing is in half. Ask with 'mixed_float16' or 'mixed_bfloat16'."
+            )
+        call = ArrayCall(loss, args)
+        check_numbers(
+            call.arrays, "find_float32", "the arrays of a training step, outside of jax.jit"
+        )
+        self._arrays = call.arrays
+        within = call.within(argnums, "find_float32").items()
+        paths = {i: p for i, p in within if jnp.issubdtype(self._arrays[i].dtype, jnp.inexact)}
+        if not paths:
+            raise ValueError(
+                f"find_float32 got argnums={described(argnums)} and {len(args)} arguments, with no "
+                "floating array to differentiate there; expected the parameters."
+            )
+        with warnings.catch_warnings():
+            for told in (UnusedRuleWarning, NoHalfProductWarning):  # when it is measured
+                warnings.simplefilter("ignore", told)
+            traced = program.trace(tuple(args), {})
+        self._plan, self._positions, self._scale = traced.plan, list(paths), scale
+        self._constants = _jax_compat.open_jaxpr(traced.closed)[1]
+        self._find_scopes(of_modules)
+        self._compile(list(paths.values()))
+
+    def _find_scopes(self, of_modules: bool) -> None:
+        """Notes all scopes that round, in program order, in groups if there are many."""
+        found: dict[str, None] = {}
+        found_in_float8: dict[str, None] = {}
+
+        def note(scope: Scope, is_float8: bool) -> Any:
+            (found_in_float8 if is_float8 else found)[scope.path] = None
+            return np.False_
+
+        jax.eval_shape(lambda *arrays: self._run(arrays, note), *self._arrays)
+        named = {path: _name_in_rules(path, of_modules) for path in found}
+        groups = in_groups(named.values())
+        group_of = {path: groups[name] for path, name in named.items()}
+        self.scopes = list(dict.fromkeys(group_of.values()))
+        numbers = {scope: number for number, scope in enumerate(self.scopes)}
+        self._number_of = {path: numbers[group] for path, group in group_of.items()}
+        self.in_float8 = frozenset(self._number_of[path] for path in found_in_float8)
+        if not self.scopes:
+            raise ValueError(
+                "find_float32 got a function in which autocast puts nothing in half: it has no "
+                "product, or it runs under autocast already, as what an adapter returns. Expected "
+                "the function in float32: loss_fn, and not jmp.autocast(loss_fn, policy)."
+            )
+        if self.scopes == [""] and not of_modules:
+            raise ValueError(
+                "find_float32 got a function that opens no name scopes, so that no rule can name a "
+                "part of it. Modules of Flax linen and Haiku open them, and so do those of nnx and "
+                "Equinox that are arguments of it; elsewhere write with jax.named_scope('head'): "
+                "around each part, such as the call of a layer."
+            )
+
+    def _compile(self, paths: list[str]) -> None:
+        """Compiles the program, and runs it without any rounding for what is expected."""
+        # A gradient stays where its parameter lies. A reference that lay elsewhere than the zeros
+        # of the first call would make another program.
+        some = [self._arrays[i] for i in self._positions]
+        placed = [x.sharding if getattr(x, "committed", False) else None for x in some]
+        self._step = jax.jit(self._loss_and_errors, out_shardings=((None, placed), None))
+        zeros = [np.zeros(x.shape, x.dtype) for x in some]
+        self._reference: Any = (
+            np.zeros((), np.float32),
+            [x if p is None else jax.device_put(x, p) for x, p in zip(zeros, placed, strict=True)],
+        )
+        loss, gradients = self._call((), (), False)[0]
+        self.expected = {("result", ""): loss}
+        self.expected |= {("gradient", p): x for p, x in zip(paths, gradients, strict=True)}
+        _check_finite(self.expected)
+        self._reference = (
+            np.asarray(loss),
+            [
+                np.asarray(x) if p is None and len(x.sharding.device_set) > 1 else x
+                for x, p in zip(gradients, placed, strict=True)
+            ],
+        )
+
+    def errors(self, in_half: Iterable[int], in_float8: Iterable[int], is_alone: bool) -> Errors:
+        """Returns the errors of loss and gradient where some scopes round to half.
+
+        Args:
+          in_half: their numbers.
+          in_float8: the numbers of those among them whose float8 products are float8.
+          is_alone: loops and branches do not take what is inside to float32 with them.
+        """
+        norms = self._call(in_half, in_float8, is_alone)[1]
+        loss, gradient = (_relative(*map(float, pair)) for pair in norms)
+        return loss, gradient
+
+    def _call(self, in_half: Iterable[int], in_float8: Iterable[int], is_alone: bool) -> Any:
+        own, float8 = np.zeros((2, len(self.scopes)), bool)
+        own[list(in_half)] = True
+        float8[list(in_float8)] = True
+        inside = np.ones_like(own) if is_alone else own
+        return self._step((own, inside, float8), self._arrays, self._reference)
+
+    def _run(self, arrays: Sequence[Any], flag: Flag) -> Any:
+        numerics = _Rounding(self._plan.request.settings.compute_dtype, flag)
+        return run_plan(self._plan, [*self._constants, *arrays], numerics=numerics)[0]
+
+    def _loss_and_errors(self, flags: Any, arrays: Any, reference: Any) -> Any:
+        own, inside, float8 = ([array[i] for i in range(len(self.scopes))] for array in flags)
+
+        def flag(scope: Scope, is_float8: bool) -> Any:
+            number = self._number_of[scope.path]
+            if is_float8:
+                return float8[number]
+            around = (inside[self._number_of[p]] for p in scope.around if p in self._number_of)
+            return functools.reduce(jnp.logical_and, around, own[number])
+
+        loss, vjp = vjp_at(lambda *some: self._run(some, flag), arrays, self._positions)
+        gradients = [g / self._scale for g in vjp(jnp.full((), self._scale, loss.dtype))]
+        expected, expected_gradients = reference
+        return (loss, gradients), (
+            (_norm([loss - expected]), _norm([expected])),
+            (
+                _norm([a - b for a, b in zip(gradients, expected_gradients, strict=True)]),
+                _norm(expected_gradients),
+            ),
+        )
 
 
-class _Level:
-    """One level of nesting: the values that it has computed, and which are rounded by what."""
+def _name_in_rules(path: str, of_modules: bool) -> str:
+    """Returns what a rule calls a scope: where it calls modules, "" for what is in none."""
+    if not of_modules:
+        return path
+    return path.removeprefix(MODULE) if path.startswith(MODULE) else ""
 
-    def __init__(self, rounding: _Rounding, around: frozenset[str]) -> None:
-        self._rounding = rounding
-        self._half, (self._is_half, self._is_float8) = rounding
-        self._around = around
-        self._values: dict[Value, Any] = {}
-        self._rounded: dict[Value, Site] = {}
 
-    def run(self, plan: Plan, arguments: Sequence[Any]) -> list[Any]:
-        self._values.update(zip(plan.graph.inputs, arguments, strict=True))
-        for step in plain_steps(plan.steps):
-            if isinstance(step, Island):
-                self._island(step)
-                continue
-            with _jax_compat.place_of(step.node.equation, step.node.stack):
-                results = self._single(step) if isinstance(step, Single) else self._nested(step)
-            for value, result, dtype in zip(step.node.outputs, results, step.stores, strict=True):
-                self._store(value, result, dtype, self._site(step.node))
-        return [self._read(value) for value in plan.graph.outputs]
+def _norm(leaves: Sequence[Any]) -> Any:
+    """Returns the Euclidean norm of all leaves as one vector, which does not overflow by itself."""
+    largest = [jnp.max(abs(x), initial=0) for x in leaves]
+    unit = jnp.max(jnp.stack(largest))
+    unit = jnp.where(unit > 0, unit, 1)
+    return unit * jnp.sqrt(sum(jnp.sum(abs(x / unit) ** 2) for x in leaves))
 
-    def _site(self, node: Node | None) -> Site:
-        return Site("" if node is None else scope_of(node), self._around)
 
-    # The three sorts of steps.
+def _relative(error: float, reference: float) -> float:
+    if error == 0:
+        return 0.0
+    return error / reference if math.isfinite(error) and reference > 0 else math.inf
 
-    def _single(self, step: Single) -> list[Any]:
-        site = self._site(step.node)
-        operands = [self._read_as(read, site, step.rounds is not None) for read in step.reads]
-        params = with_default(step.node)
+
+def _check_finite(expected: dict[tuple[str, str], Any]) -> None:
+    wrong = [
+        f"the gradient of {path or 'the argument'}" if kind == "gradient" else "the loss"
+        for (kind, path), x in expected.items()
+        if not np.all(np.isfinite(np.asarray(x)))
+    ]
+    if wrong:
+        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        raise ValueError(
+            f"find_float32 found {wrong[0]}{more} infinite or NaN in float32, so that there is "
+            "nothing to compare with. diagnostics.find_nonfinite(jax.grad(loss_fn))(*args) names "
+            "the operation behind it."
+        )
+
+
+# Running a plan.
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundedIn:
+    """The key, among the values of a level, of the scope that a value was rounded in."""
+
+    value: Value
+
+
+class _Rounding(Numerics):
+    """Computes all in float32, and rounds where `_emit` casts."""
+
+    def __init__(self, half: np.dtype, flag: Flag, around: frozenset[str] = frozenset()) -> None:
+        self._half, self._flag, self._around = half, flag, around
+
+    def _scope(self, node: Node | None) -> Scope:
+        return Scope("" if node is None else scope_of(node), self._around)
+
+    def operand(self, read: Read, step: Single | Nested, environment: Environment) -> Any:
+        value, dtype, shape, saturates = read
+        array = _held_or_computed(value, environment)
+        is_nested, scope = isinstance(step, Nested), self._scope(step.node)
+        rounded_in = environment.get(RoundedIn(value))
+        if value.is_float32 and not (is_nested and rounded_in):
+            if shape is not None:
+                array = repeated(array, shape)
+            if dtype == self._half and (rounded_in != scope or saturates):
+                array = self._round(array, scope, saturates)
+            elif dtype == FLOAT32 and isinstance(step, Single) and step.rounds is not None:
+                wide = jnp.asarray(array, np.float32)
+                array = _rounded(wide, self._flag(scope, False), self._to_half, None)
+        is_number = is_nested and not isinstance(array, jax.Array)
+        return jnp.asarray(array, value.dtype) if is_number else array
+
+    def output(self, read: Read, environment: Environment) -> Any:
+        value = read.value
+        array = _held_or_computed(value, environment)
+        is_rounded = value.held is not None or RoundedIn(value) in environment
+        if is_rounded or read.dtype != self._half or not value.is_float32:
+            return array
+        return self._round(array, self._scope(value.producer))
+
+    def arguments(self, inside: Inside, arrays: Sequence[Any]) -> Sequence[Any]:
+        return arrays
+
+    def inside(self, step: Nested) -> Numerics:
+        return _Rounding(self._half, self._flag, self._around | {scope_of(step.node)})
+
+    def store(self, write: Write, array: Any, environment: Environment) -> None:
+        value = write.value
+        if write.dtype == self._half and value.is_float32:
+            scope = self._scope(value.producer)
+            array = self._round(array, scope, write.saturates)
+            environment[RoundedIn(value)] = scope
+        environment[value] = array
+
+    def run_single(
+        self, step: Single, operands: Sequence[Any], environment: Environment
+    ) -> Sequence[Any]:
+        primitive, params = step.node.equation.primitive, with_default(step.node)
         if step.in_float8 is None:
-            return _jax_compat.bind(step.node.equation.primitive, operands, params)
-        flag = self._is_half(site) & self._is_float8(site)
-        operands = [_operand_in_float8(operand, flag, self._half) for operand in operands]
-        results = _jax_compat.bind(step.node.equation.primitive, operands, params)
-        return [_cotangent_in_float8(result, flag, self._half) for result in results]
+            return _jax_compat.bind(primitive, operands, params)
+        scope = self._scope(step.node)
+        flag = self._flag(scope, False) & self._flag(scope, True)
+        operands = [_rounded(x, flag, self._to_operand, None) for x in operands]
+        results = _jax_compat.bind(primitive, operands, params)
+        return [_rounded(x, flag, None, self._to_gradient) for x in results]
 
-    def _nested(self, step: Nested) -> Sequence[Any]:
-        site, equation = self._site(step.node), step.node.equation
-        operands = [
-            value if isinstance(value, jax.Array) else jnp.asarray(value, read.value.dtype)
-            for read in step.reads
-            for value in [self._enter(read, site)]
-        ]
-        if step.node.name in CUSTOM_DERIVATIVES:
-            # As written, with its own derivative: what goes in and comes out is rounded alone.
-            params = with_default(step.node)
-            return _jax_compat.bind(equation.primitive, operands, params)
-        functions = [self._function(inside, site) for inside in step.insides]
-        results: Sequence[Any] = kind_of(step.node.name).emit(equation, operands, functions)
-        return results
+    def run_nested(self, step: Nested, operands: Sequence[Any]) -> Sequence[Any]:
+        if step.node.name not in CUSTOM_DERIVATIVES:
+            return super().run_nested(step, operands)
+        # As written, with its own derivative: what goes in and comes out is rounded alone.
+        params = with_default(step.node)
+        return _jax_compat.bind(step.node.equation.primitive, operands, params)
 
-    def _enter(self, read: Read, site: Site) -> Any:
-        """Returns an operand of a nested equation; what is stored in half is rounded already."""
-        if read.value in self._rounded:
-            return self._values[read.value]
-        return self._read_as(read, site)
-
-    def _function(self, inside: Inside | Unplanned, site: Site) -> Callable[..., list[Any]]:
-        around = site.around | {site.path}
-        if not isinstance(inside, Inside):  # the condition of a loop
-            return inside(lambda plan, arrays: _Level(self._rounding, around).run(plan, arrays))
-
-        def function(*arrays: Any) -> list[Any]:
-            level = _Level(self._rounding, around)
-            level.run(inside.plan, [*inside.constants, *arrays])
-            stores = inside.stores or inside.plan.stores
-            for value, dtype in zip(inside.plan.graph.outputs, stores, strict=True):
-                if value.held is None and value not in level._rounded:
-                    level._store(value, level._values[value], dtype, level._site(value.producer))
-            return [level._read(value) for value in inside.plan.graph.outputs]
-
-        return function
-
-    def _island(self, island: Island) -> None:
-        inside = _Level(self._rounding, self._around)
-        inside._values = {read.value: self._values[read.value] for read in island.reads}
+    def run_island(self, island: Island, environment: Environment) -> None:
+        inside = {read.value: environment[read.value] for read in island.reads}
         for node in (*island.clones, *island.nodes):
             with _jax_compat.place_of(node.equation, node.stack):
-                operands = [inside._read(value) for value in node.inputs]
+                operands = [_held_or_computed(value, inside) for value in node.inputs]
                 results = _jax_compat.bind(node.equation.primitive, operands, node.params)
-            inside._values.update(zip(node.outputs, results, strict=True))
-        for leave in island.leaves:
-            self._leave(leave, inside._values[leave.value])
+            inside.update(zip(node.outputs, results, strict=True))
+        for write in island.writes:
+            self.store(write, inside[write.value], environment)
 
-    def _leave(self, leave: Leave, result: Any) -> None:
-        site = self._site(leave.value.producer)
-        self._store(leave.value, result, leave.dtype, site, leave.saturates)
+    def run_fused(self, step: Fused, environment: Environment) -> None:
+        run_steps(step.plain, environment, self)
 
-    # Values.
-
-    def _store(
-        self, value: Value, result: Any, dtype: Any, site: Site, saturates: bool = False
-    ) -> None:
-        if dtype == self._half and value.is_float32 and value not in self._rounded:
-            result = self._round(result, site, saturates)
-            self._rounded[value] = site
-        self._values[value] = result
-
-    def _read(self, value: Value) -> Any:
-        return self._values[value] if value.held is None else value.held
-
-    def _read_as(self, read: Read, site: Site, rounds_inside: bool = False) -> Any:
-        value, dtype, shape, saturates = read
-        array = self._read(value)
-        if not value.is_float32:
-            return array
-        if shape is not None:
-            array = repeated(array, shape)
-        if dtype == self._half and (self._rounded.get(value) != site or saturates):
-            return self._round(array, site, saturates)
-        if dtype == FLOAT32 and rounds_inside:
-            return _round_forward(jnp.asarray(array, np.float32), self._is_half(site), self._half)
-        return array
-
-    def _round(self, array: Any, site: Site, saturates: bool) -> Any:
-        array, flag = jnp.asarray(array, np.float32), self._is_half(site)
+    def _round(self, array: Any, scope: Scope, saturates: bool = False) -> Any:
+        array, flag = jnp.asarray(array, np.float32), self._flag(scope, False)
         if saturates:
             array = jnp.where(flag, saturated(array), array)
-        return _round(array, flag, self._half)
+        return _rounded(array, flag, self._to_half, self._to_half)
+
+    def _to_half(self, x: Any) -> Any:
+        return rounded_to_half(x, self._half)
+
+    def _to_operand(self, x: Any) -> Any:
+        return self._to_float8(x, _float8.OPERANDS)
+
+    def _to_gradient(self, x: Any) -> Any:
+        return self._to_float8(x, _float8.GRADIENTS)
+
+    def _to_float8(self, x: Any, dtype: np.dtype) -> Any:
+        found = _float8.as_multiplied(lax.convert_element_type(x, self._half), dtype)
+        return lax.convert_element_type(found, x.dtype)
+
+
+def _held_or_computed(value: Value, environment: Environment) -> Any:
+    return environment[value] if value.held is None else value.held
 
 
 def scope_of(node: Node) -> str:
@@ -217,10 +369,10 @@ def scope_of(node: Node) -> str:
 # Rounding, without a cast: XLA may take a pair of casts away.
 
 
-def rounded(x: Any, half: np.dtype) -> Any:
+def rounded_to_half(x: Any, half: np.dtype) -> Any:
     """Returns float32 numbers rounded to those of a half type, ties to even, as a cast does.
 
-    >>> rounded(jnp.array([1 + 2.0**-11, 3e-8, 7e4]), np.dtype("float16"))
+    >>> rounded_to_half(jnp.array([1 + 2.0**-11, 3e-8, 7e4]), np.dtype("float16"))
     Array([1.0000000e+00, 5.9604645e-08,           inf], dtype=float32)
     """
     limits = jnp.finfo(half)
@@ -233,52 +385,20 @@ def rounded(x: Any, half: np.dtype) -> Any:
     return lax.select(abs(x) < float(limits.smallest_normal), subnormal, near)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _round(x: Any, flag: Any, half: np.dtype) -> Any:
-    return jnp.where(flag, rounded(x, half), x)
+Change = Callable[[Any], Any] | None  # of an array; None: it stays as it is
 
 
-def _forward(x: Any, flag: Any, half: np.dtype) -> tuple[Any, Any]:
-    return _round(x, flag, half), flag
+def _where(flag: Any, change: Change, x: Any) -> Any:
+    return x if change is None else jnp.where(flag, change(x), x)
 
 
-def _backward(half: np.dtype, flag: Any, cotangent: Any) -> tuple[Any, None]:
-    return jnp.where(flag, rounded(cotangent, half), cotangent), None
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _rounded(x: Any, flag: Any, forward: Change, backward: Change) -> Any:
+    """Changes an array by `forward` where a flag says so, its cotangent by `backward`."""
+    return _where(flag, forward, x)
 
 
-_round.defvjp(_forward, _backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _round_forward(x: Any, flag: Any, half: np.dtype) -> Any:
-    return jnp.where(flag, rounded(x, half), x)
-
-
-_round_forward.defvjp(_forward, lambda half, flag, cotangent: (cotangent, None))
-
-
-def _in_float8(x: Any, flag: Any, half: np.dtype, dtype: np.dtype) -> Any:
-    found = _float8.as_multiplied(lax.convert_element_type(x, half), dtype)
-    return jnp.where(flag, lax.convert_element_type(found, x.dtype), x)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _operand_in_float8(x: Any, flag: Any, half: np.dtype) -> Any:
-    return _in_float8(x, flag, half, _float8.OPERANDS)
-
-
-_operand_in_float8.defvjp(
-    lambda x, flag, half: (_operand_in_float8(x, flag, half), None),
-    lambda half, _, cotangent: (cotangent, None),
-)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _cotangent_in_float8(x: Any, flag: Any, half: np.dtype) -> Any:
-    return x
-
-
-_cotangent_in_float8.defvjp(
-    lambda x, flag, half: (x, flag),
-    lambda half, flag, cotangent: (_in_float8(cotangent, flag, half, _float8.GRADIENTS), None),
+_rounded.defvjp(
+    lambda x, flag, forward, backward: (_where(flag, forward, x), flag),
+    lambda forward, backward, flag, cotangent: (_where(flag, backward, cotangent), None),
 )

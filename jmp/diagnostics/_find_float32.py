@@ -17,21 +17,149 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp._calls import check_function
-from jmp._messages import described, listed
+from jmp._messages import check_function, described, listed, wrong
 from jmp.autocasting._autocast import AllOptions
 from jmp.autocasting._float8 import OPERANDS
-from jmp.diagnostics._arguments import apart, scoped
-from jmp.diagnostics._comparison import comparison_of, run
-from jmp.diagnostics._flagged_program import FlaggedProgram, on_device
-from jmp.diagnostics._scope_search import Float32Scopes, Found, ScopeAlone, rules_for, search_levels
+from jmp.diagnostics._arguments import scoped, split_arguments
+from jmp.diagnostics._comparison import Comparison, check_scale, comparison_of, run
+from jmp.diagnostics._emulation import FlaggedProgram
+from jmp.diagnostics._scope_search import Errors, Found, rules_for, search_levels
+from jmp.diagnostics._tables import table
 from jmp.dtypes import is_half
 from jmp.loss_scaling import StaticLossScale
 from jmp.loss_scaling._gradients import scaled_loss
 from jmp.policy import Policy, get_policy
-from jmp.trees import cast_to_at_least_float32
+from jmp.rules import Rule
+from jmp.trees import cast_to_at_least_float32, holds_numbers
 
 CALL = "find_float32(loss_fn, policy, *args, tolerance=0.01)"
+
+
+SHOWN = 8
+NOWHERE = "what is in no scope"
+
+
+@dataclasses.dataclass(frozen=True)
+class ScopeAlone:
+    """The error of the program in which one scope rounds to half and everything else is float32.
+
+    With `in_float8`: of the program in which the products of one scope are float8, and everything
+    else has the dtypes that the rules give.
+
+    Attributes:
+      path: names of scopes, or of modules, joined by slashes; "" for what is in none. What is
+        inside a scope of its own does not count.
+      loss_error, gradient_error: relative, see `find_float32`; infinite where not finite.
+      in_float32: whether the rules that were found keep it in float32.
+      in_float8: whether it was asked about in float8.
+      out_of_float8: whether the rules take its products out of float8.
+
+    >>> scope = ScopeAlone("head", loss_error=0.2, gradient_error=0.1, in_float32=True)
+    >>> scope.path, scope.in_float8
+    ('head', False)
+    """
+
+    path: str
+    loss_error: float
+    gradient_error: float
+    in_float32: bool
+    in_float8: bool = False
+    out_of_float8: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Float32Scopes:
+    """What `find_float32` found; `print` shows it, `to_dict` gives the data.
+
+    Attributes:
+      policy: the policy, as text.
+      tolerance: of the relative errors.
+      rules: for `rules=` of `jmp.autocast`; those that were given come first. Empty where no scope
+        has to stay in float32 or out of float8.
+      all_half: the errors of loss and gradient with all scopes in half, and in float8 where the
+        policy asks for it, as emulated.
+      scopes: each scope by itself, the worst first; empty where no rule is needed. Under a policy
+        with float8 products a scope may stand there twice.
+      comparison: `compare` of the program with these rules against float32.
+
+    >>> from jmp.diagnostics import compare
+    >>> comparison = compare(lambda w: jnp.sum(w @ w), "mixed_bfloat16")(jnp.eye(2))
+    >>> scopes = Float32Scopes("mixed_bfloat16", 0.01, [], (0.0, 0.0), [], comparison)
+    >>> scopes.rules, scopes.is_within  # exact in bfloat16
+    ([], True)
+    """
+
+    policy: str
+    tolerance: float
+    rules: list[Rule]
+    all_half: Errors
+    scopes: list[ScopeAlone]
+    comparison: Comparison
+
+    @property
+    def loss_error(self) -> float:
+        """The relative error of the loss with the rules, measured in autocast's own program."""
+        return self._error("result")
+
+    @property
+    def gradient_error(self) -> float:
+        """The relative error of the gradient with the rules, all leaves as one vector."""
+        return self._error("gradient")
+
+    @property
+    def is_within(self) -> bool:
+        """Whether both errors are within the tolerance."""
+        return max(self.loss_error, self.gradient_error) <= self.tolerance
+
+    def _error(self, kind: str) -> float:
+        (row,) = (row for row in self.comparison.by_module(0) if row.kind == kind)
+        return math.inf if math.isnan(row.relative_error) else row.relative_error
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the data as dictionaries, lists, numbers and strings.
+
+        Errors may be infinite.
+        """
+        data = {**vars(self), "rules": [(str(target), str(p)) for target, p in self.rules]}
+        data["scopes"] = list(map(dataclasses.asdict, self.scopes))
+        data["comparison"] = self.comparison.to_dict()
+        names = ("loss_error", "gradient_error", "is_within")
+        return {**data, **{name: getattr(self, name) for name in names}}
+
+    def __str__(self) -> str:
+        asked = f"{self.policy}, tolerance {self.tolerance:.3g}"
+        kept = [scope for scope in self.scopes if scope.in_float32 or scope.out_of_float8]
+        if kept:
+            must = [_count_of(self.scopes, "in_float32", "in float32", False)]
+            must.append(_count_of(self.scopes, "out_of_float8", "out of float8", True))
+            lines = [f"{asked}: {', '.join(filter(None, must))}", "rules=["]
+            lines += [f"    {rule!r}," for rule in self.rules] + ["]"]
+            if any(not scope.path for scope in kept):
+                lines.append(
+                    f"'' is {NOWHERE}: the loss, and what the outermost module computes itself"
+                )
+        else:
+            float8 = " or out of float8" * (get_policy(self.policy).product_dtype is not None)
+            lines = [f"{asked}: no scope has to stay in float32{float8}"]
+        rows = [("all scopes, without rules", *self.all_half, "emulated")] if kept else []
+        what = "with these rules" if self.rules else "all scopes"
+        rows.append((what, self.loss_error, self.gradient_error, "measured"))
+        for scope in self.scopes[: max(SHOWN, len(kept) + 2)]:
+            name = f"{scope.path or NOWHERE} alone{' in float8' * scope.in_float8}"
+            rows.append((name, scope.loss_error, scope.gradient_error, "emulated"))
+        cells = [(name, f"{loss:.2g}", f"{grad:.2g}", how) for name, loss, grad, how in rows]
+        lines.append(table(("in half", "loss error", "gradient error", ""), cells))
+        if not self.is_within:
+            lines.append(
+                "Above the tolerance: autocast's own program differs from what was emulated. Ask "
+                "with a smaller tolerance, which finds more scopes."
+            )
+        return "\n".join(lines)
+
+
+def _count_of(scopes: Sequence[ScopeAlone], name: str, where: str, in_float8: bool) -> str:
+    states = [getattr(scope, name) for scope in scopes if scope.in_float8 is in_float8]
+    return f"{sum(states)} of {len(states)} scopes must stay {where}" if any(states) else ""
 
 
 def find_float32(
@@ -97,10 +225,7 @@ def find_float32(
     """
     _check_asked(loss_fn, policy, args, options)
     tolerance = _checked_tolerance(tolerance, policy)
-    if not 0 < scale < math.inf:
-        raise ValueError(
-            f"find_float32 got scale={described(scale)}; expected a loss scale, above zero."
-        )
+    check_scale(scale, "find_float32")
     scaled = scaled_loss(loss_fn, StaticLossScale(1.0), has_aux)
 
     @functools.wraps(loss_fn)  # options name its arguments, warnings name it
@@ -108,7 +233,7 @@ def find_float32(
         _, (value, _) = scaled(*args)
         return value
 
-    args = jax.tree.map(on_device, cast_to_at_least_float32(apart(*args)[0]))
+    args = jax.tree.map(_on_device, cast_to_at_least_float32(split_arguments(*args)[0]))
     given = options.pop("rules", ())
     given = tuple(given) if isinstance(given, Iterator) else given  # read more than once
     with_scopes, lower, framework = scoped(loss, args)
@@ -128,14 +253,16 @@ def find_float32(
             of_modules=framework is not None,
         )
         search = search_levels(program.errors, len(program.scopes), program.in_float8, tolerance)
-    half = policy if isinstance(policy, str) else str(policy)
-    policies = {scope: half for scope in program.scopes}
+    asked = policy if isinstance(policy, str) else str(policy)
+    half = dataclasses.replace(get_policy(policy), product_dtype=None)
+    name_of_half = "mixed_bfloat16" if half == get_policy("mixed_bfloat16") else str(half)
+    policies = {scope: asked for scope in program.scopes}
     policies |= {program.scopes[i]: "float32" for i in search.in_float32}
-    policies |= {program.scopes[i]: _without_float8(policy) for i in search.out_of_float8}
-    rules = [*given, *rules_for(policies, half, of_modules=framework is not None)]
+    policies |= {program.scopes[i]: name_of_half for i in search.out_of_float8}
+    rules = [*given, *rules_for(policies, asked, of_modules=framework is not None)]
     lowered = lower(loss, policy, rules=rules, **options)
     measured = run(lowered, (args, {}), argnums, scale)
-    comparison = comparison_of(policy, "float32", scale, measured, program.expected)
+    comparison = comparison_of(policy, scale, measured, program.expected)
     scopes = _each_alone(program.scopes, search)
     text = str(get_policy(policy))
     return Float32Scopes(text, tolerance, rules, search.lowest, scopes, comparison)
@@ -148,9 +275,11 @@ def _each_alone(paths: Sequence[str], search: Found) -> list[ScopeAlone]:
     return sorted(found, key=lambda scope: -max(scope.loss_error, scope.gradient_error))
 
 
-def _without_float8(policy: str | Policy) -> str:
-    half = dataclasses.replace(get_policy(policy), product_dtype=None)
-    return "mixed_bfloat16" if half == get_policy("mixed_bfloat16") else str(half)
+def _on_device(leaf: Any) -> Any:
+    """Returns a NumPy array as one of JAX's, without the program that `jnp.asarray` compiles."""
+    if not isinstance(leaf, (np.ndarray, np.generic)) or not holds_numbers(leaf):
+        return leaf
+    return jax.device_put(np.asarray(leaf, leaf.dtype.newbyteorder("=")))
 
 
 # What was given.
@@ -183,13 +312,9 @@ def _checked_tolerance(tolerance: Any, policy: str | Policy) -> float:
     if isinstance(tolerance, bool) or not isinstance(
         tolerance, (int, float, np.integer, np.floating)
     ):
-        raise TypeError(
-            f"find_float32 got tolerance={described(tolerance)}; expected a relative error, such "
-            "as 0.01."
-        )
+        expected = "a relative error, such as 0.01"
+        raise wrong(TypeError, "find_float32", tolerance, expected, name="tolerance")
     if not 0 < tolerance < math.inf:
-        raise ValueError(
-            f"find_float32 got tolerance={described(tolerance)}; expected a relative error, above "
-            "zero, such as 0.01."
-        )
+        expected = "a relative error, above zero, such as 0.01"
+        raise wrong(ValueError, "find_float32", tolerance, expected, name="tolerance")
     return float(tolerance)

@@ -1,16 +1,12 @@
-"""Whether an array is finite, and how large its numbers are: small functions, compiled by shape.
+"""Runs a program operation by operation and finds what made each result non-finite.
 
-Who made a value non-finite: origins, and how operations hand them on.
-
-A value is *held* with its state (finite, infinite, NaN) and its *origin*: the operation that turned
-finite inputs into it, or the argument or constant that was given. Origins follow the data, so that
-an infinity that a `where` discards has no origin.
-
-Runs a program operation by operation and finds who made each result non-finite.
+Each value is *checked*: known to be finite, infinite or NaN, with its *cause*, which is the
+operation that turned finite inputs into it, or the argument or constant that was given. Causes
+follow the data, so that an infinity that a `where` discards has none.
 
 Every operation runs by itself, so each result is rounded to its dtype before the next one reads it;
 inside a fusion XLA may keep more. What holds a program runs as a whole first, compiled: a loop, one
-turn of it, a shard_map. It is looked into only if it is the origin.
+turn of it, a shard_map. It is looked into only if it is the cause.
 """
 
 import dataclasses
@@ -29,9 +25,10 @@ from jax.extend.core import JaxprEqn
 from jax.extend.source_info_util import NameStack
 
 from jmp import _jax_compat
+from jmp.autocasting._emit import ISLAND
 from jmp.autocasting._kinds import has_kind
 from jmp.autocasting._operations import is_product
-from jmp.diagnostics._walk import literal, module_path, users_line
+from jmp.diagnostics._walk import evaluate, literal, module_path, users_line
 
 FINITE, INFINITE, NAN = 0, 1, 2
 
@@ -48,7 +45,7 @@ class Operand:
     nonfinite: int  # how many are infinite or NaN
 
 
-def is_inexact(value: object) -> bool:
+def has_floats(value: object) -> bool:
     """Returns whether a value, or a type, is an array of floating or complex numbers."""
     dtype = getattr(value, "dtype", None)
     if dtype is None or _jax_compat.is_reference(value):
@@ -58,7 +55,7 @@ def is_inexact(value: object) -> bool:
 
 def state_of(value: object) -> int:
     """Returns `NAN` if an element is NaN, else `INFINITE` if one is infinite, else `FINITE`."""
-    if not is_inexact(value):
+    if not has_floats(value):
         return FINITE
     here = _here(value)
     return int(_state(np, here) if isinstance(here, np.ndarray) else _state_on_device(here))
@@ -111,22 +108,24 @@ def _wide(x: Any) -> Any:
     return x.astype(np.float32) if x.dtype.itemsize <= 2 else x
 
 
-Call = Callable[..., list[Any]]
-
-
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Where an operation stands: the equations from the outermost level down, and what they are."""
 
     equations: tuple[core.JaxprEqn, ...] = ()
     inside: tuple[str, ...] = ()
 
-    def at(self, equation: core.JaxprEqn) -> "Place":
-        """The place of an equation of this level."""
-        return Place((*self.equations, equation), self.inside)
+    @property
+    def equation(self) -> core.JaxprEqn:
+        """The innermost: the operation itself, or what holds this level."""
+        return self.equations[-1]
 
-    def within(self, label: str) -> "Place":
+    def at(self, equation: core.JaxprEqn) -> "Location":
+        """The place of an equation of this level."""
+        return Location((*self.equations, equation), self.inside)
+
+    def within(self, label: str) -> "Location":
         """The level inside the equation."""
-        return Place(self.equations, (*self.inside, label))
+        return Location(self.equations, (*self.inside, label))
 
     @property
     def stack(self) -> NameStack:
@@ -150,10 +149,10 @@ class Place(NamedTuple):
         return next(filter(None, map(users_line, reversed(self.equations))), "")
 
 
-class Origin(NamedTuple):
-    """Who made a value non-finite."""
+class Cause(NamedTuple):
+    """What made a value non-finite."""
 
-    # In the order of execution; `math.inf` for an infinity that was given, which is the origin only
+    # In the order of execution; `math.inf` for an infinity that was given, which is the cause only
     # if there is no other.
     order: float
     # "operation"; "whole", a loop or kernel inside which none was found; "argument", "constant".
@@ -161,8 +160,7 @@ class Origin(NamedTuple):
     name: str  # the primitive; of an argument its path
     dtype: str  # of what came out, and so is the state
     state: int
-    params: dict[str, Any]  # of the primitive
-    place: Place
+    place: Location
     operands: tuple[Operand, ...]  # the floating ones, or what was given itself
     given: tuple[str, ...] = ()  # arguments whose infinities it read
 
@@ -177,55 +175,58 @@ class Origin(NamedTuple):
         return self.order == math.inf
 
 
-class Held(NamedTuple):
-    """A value, its state, and the origin that made it non-finite: None, if it is finite."""
+class Checked(NamedTuple):
+    """A value, its state, and the cause that made it non-finite: None, if it is finite."""
 
     value: Any
     state: int = FINITE
-    origin: Origin | None = None
+    cause: Cause | None = None
+
+
+Call = Callable[..., list[Any]]
+Causes = list[Cause | None]
 
 
 def handed_on(
-    call: Call | None, inputs: Sequence[Held], state: int, is_product: bool = False
-) -> Origin | None:
-    """Returns the earliest origin that an operation hands on; None if it is the origin itself.
+    call: Call | None, inputs: Sequence[Checked], state: int, is_product: bool = False
+) -> Cause | None:
+    """Returns the earliest cause that an operation hands on; None if it is the cause itself.
 
     `state` is the worst of its results. `call` runs it again; None if that would have effects. With
-    the inputs of one origin left as they are and all others tamed it shows who counts: a `where`
+    the inputs of one cause left as they are and all others tamed it shows which counts: a `where`
     reads one side. No mask is multiplied by weights, so an infinity that was given and that a
-    product reads is the origin itself.
+    product reads is the cause itself.
     """
-    origins = {x.origin.order: x.origin for x in inputs if x.origin is not None}
-    first = earliest(origins.values())
+    causes = {x.cause.order: x.cause for x in inputs if x.cause is not None}
+    first = earliest(causes.values())
     if first is None or call is None:
         return first
     if first.may_be_meant:
-        # inf - inf and 0 * inf; or infinite also where nothing was given, as exp under a mask.
-        came_as_nan = any(x.state == NAN for x in inputs if x.origin is first)
-        if came_as_nan or (is_product and is_finite_of(call, inputs)):
-            return first
-        is_to_blame = state == NAN or not is_finite_of(call, inputs)
-        return None if is_to_blame else first
-    if len(origins) == 1:
+        # It makes inf - inf, or 0 * inf, unless it is a product; or it is infinite also where
+        # nothing was given, as exp under a mask.
+        came_as_nan = any(x.state == NAN for x in inputs if x.cause is first)
+        may_hand_on = is_product or state != NAN
+        is_first = came_as_nan or (may_hand_on and is_finite_of(call, inputs))
+        return first if is_first else None
+    if len(causes) == 1:
         return first
-    count = (o for o in origins.values() if not is_finite_of(call, inputs, kept=o.order))
-    return earliest(count) or first
+    counting = (x for x in causes.values() if not is_finite_of(call, inputs, kept=x.order))
+    return earliest(counting) or first
 
 
-def is_finite_of(call: Call, inputs: Sequence[Held], kept: float | None = None) -> bool:
+def is_finite_of(call: Call, inputs: Sequence[Checked], kept: float | None = None) -> bool:
     """Returns whether results are finite with all inputs tamed that are not, but those of one."""
-    values = (tamed(x.value) if x.origin and x.origin.order != kept else x.value for x in inputs)
+    values = (tamed(x.value) if x.cause and x.cause.order != kept else x.value for x in inputs)
     return not any(map(state_of, call(*values)))
 
 
-def earliest(origins: Iterable[Origin | None]) -> Origin | None:
+def earliest(causes: Iterable[Cause | None]) -> Cause | None:
     """Returns the first in the order of execution; None if there is none."""
-    return min(filter(None, origins), key=lambda origin: origin.order, default=None)
+    return min(filter(None, causes), key=lambda cause: cause.order, default=None)
 
 
-Origins = list[Origin | None]
-Look = Callable[[], Origins]
-Step = Callable[[JaxprEqn, list[Held], Place], list[Held]]
+Look = Callable[[], Causes]
+Step = Callable[[list[Checked], Location], list[Checked]]
 
 
 class Interpreter:
@@ -234,115 +235,102 @@ class Interpreter:
     def __init__(self) -> None:
         self._order = itertools.count()
 
-    def given(self, value: Any, kind: str, name: str, place: Place) -> Held:
-        """Holds an "argument" or a "constant"; an infinity may be meant, as in a mask."""
+    def given(self, value: Any, kind: str, name: str, place: Location) -> Checked:
+        """Checks an "argument" or a "constant"; an infinity may be meant, as in a mask."""
         state = state_of(value)
         if state == FINITE:
-            return Held(value)
+            return Checked(value)
         order = next(self._order) if state == NAN else math.inf
         dtype, read = str(value.dtype), (operand(value),)
-        return Held(value, state, Origin(order, kind, name, dtype, state, {}, place, read))
+        return Checked(value, state, Cause(order, kind, name, dtype, state, place, read))
 
-    def run(self, jaxpr: Any, operands: list[Held], place: Place) -> list[Held]:
-        """Returns what a jaxpr gives. `operands` is emptied: each is freed after its last use."""
+    def run(self, jaxpr: Any, inputs: list[Checked], here: Location) -> list[Checked]:
+        """Returns what a jaxpr gives. `inputs` is emptied: each is freed after its last use."""
         jaxpr, constants = _jax_compat.open_jaxpr(jaxpr)
-        values: dict[Any, Held] = dict(zip(jaxpr.invars, operands, strict=True))
-        operands.clear()
-        for variable, constant in zip(jaxpr.constvars, constants, strict=True):
-            readers = (e for e in jaxpr.eqns if any(atom is variable for atom in e.invars))
-            here = next(map(place.at, readers), place)
-            values[variable] = self.given(constant, "constant", "", here)
-        variables = [_variables(e.invars) for e in jaxpr.eqns] + [_variables(jaxpr.outvars)]
-        last_use = {v: index for index, found in enumerate(variables) for v in found}
 
-        def read(atom: Any, place: Place) -> Held:
-            if not hasattr(atom, "val"):
-                return values[atom]
-            return self.given(literal(atom), "constant", "", place)
+        def given(value: Any, reader: JaxprEqn | None) -> Checked:
+            return self.given(value, "constant", "", here if reader is None else here.at(reader))
 
-        for index, equation in enumerate(jaxpr.eqns):
-            here = place.at(equation)
-            inputs = [read(atom, here) for atom in equation.invars]
-            for variable in variables[index]:
-                if last_use[variable] == index:
-                    values.pop(variable, None)  # gone already if it is read twice
-            # In the equation's context: mesh, compute type.
-            with _jax_compat.place_of(equation, equation.source_info.name_stack):
-                outputs = self._step(equation, inputs, here)
-            pairs = zip(equation.outvars, outputs, strict=True)
-            values |= {variable: output for variable, output in pairs if variable in last_use}
-        return [read(atom, place) for atom in jaxpr.outvars]
+        def reader_of(variable: Any) -> JaxprEqn | None:
+            return next((e for e in jaxpr.eqns if any(x is variable for x in e.invars)), None)
 
-    def _step(self, equation: JaxprEqn, inputs: list[Held], here: Place) -> list[Held]:
-        name = equation.primitive.name
+        def step(equation: JaxprEqn, _: int, operands: list[Checked]) -> list[Checked]:
+            return self._step(operands, here.at(equation))
+
+        pairs = zip(constants, map(reader_of, jaxpr.constvars), strict=True)
+        inputs[:0] = [given(constant, reader) for constant, reader in pairs]
+        return evaluate(jaxpr, inputs, step, lambda atom, reader: given(literal(atom), reader))
+
+    def _step(self, inputs: list[Checked], here: Location) -> list[Checked]:
+        name = here.equation.primitive.name
         named: dict[str, Step] = {"scan": self._scan, "cond": self._cond, "while": self._while}
         named["shard_map"] = self._shard_map
         other: Step = self._call if name in _jax_compat.CALLS else self._operation
-        return named.get(name, other)(equation, inputs, here)
+        return named.get(name, other)(inputs, here)
 
     def _operation(
         self,
-        equation: JaxprEqn,
-        inputs: list[Held],
-        here: Place,
+        inputs: list[Checked],
+        here: Location,
         look: Look | None = None,
         call: Call | None = None,
-    ) -> list[Held]:
-        """Runs an equation by `call`, and finds who made what is not finite.
+    ) -> list[Checked]:
+        """Runs an equation by `call`, and finds what made its results non-finite.
 
-        Values are those of the whole: what it gave is what is read next. `look` finds the origins
-        of its results inside; it says whether the origin is inside.
+        Values are those of the whole: what it gave is what is read next. `look` finds the causes
+        of its results inside; it says whether the cause is inside.
         """
+        equation = here.equation
         call = call or _call_of(equation)
         results = call(*(x.value for x in inputs))
         states = list(map(state_of, results))
-        origins: Origins = [None] * len(results)
+        causes: Causes = [None] * len(results)
         if any(states) and look is not None:
-            origin = earliest(x.origin for x in inputs)
-            if origin is None or origin.may_be_meant or not is_finite_of(call, inputs):
-                origins = look()
-        if any(state and origin is None for state, origin in zip(states, origins, strict=True)):
+            cause = earliest(x.cause for x in inputs)
+            if cause is None or cause.may_be_meant or not is_finite_of(call, inputs):
+                causes = look()
+        if any(state and cause is None for state, cause in zip(states, causes, strict=True)):
             rerun = None if equation.effects and look is None else call
-            blamed = handed_on(rerun, inputs, max(states), is_product(equation))
-            if blamed is None:
+            outer = handed_on(rerun, inputs, max(states), is_product(equation))
+            if outer is None:
                 is_whole = look is not None or _holds_a_program(equation)
-                blamed = self._culprit(equation, inputs, max(states), here, is_whole)
-            origins = [origin or blamed for origin in origins]
+                outer = self._cause(inputs, max(states), here, is_whole)
+            causes = [cause or outer for cause in causes]
         return [
-            Held(result, state, origin) if state else Held(result)
-            for result, state, origin in zip(results, states, origins, strict=True)
+            Checked(result, state, cause) if state else Checked(result)
+            for result, state, cause in zip(results, states, causes, strict=True)
         ]
 
-    def _culprit(
-        self, equation: JaxprEqn, inputs: list[Held], state: int, here: Place, is_whole: bool
-    ) -> Origin:
-        result: Any = next(v.aval for v in equation.outvars if is_inexact(v.aval))
-        read = tuple(operand(x.value) for x in inputs if is_inexact(x.value))
+    def _cause(self, inputs: list[Checked], state: int, here: Location, is_whole: bool) -> Cause:
+        result: Any = next(v.aval for v in here.equation.outvars if has_floats(v.aval))
+        read = tuple(operand(x.value) for x in inputs if has_floats(x.value))
         order, kind = next(self._order), "whole" if is_whole else "operation"
-        name, dtype = equation.primitive.name, str(result.dtype)
-        meant = [x.origin for x in inputs if x.origin is not None and x.origin.may_be_meant]
-        given = tuple(dict.fromkeys(o.name for o in meant if o.kind == "argument"))
-        return Origin(order, kind, name, dtype, state, equation.params, here, read, given)
+        name, dtype = here.equation.primitive.name, str(result.dtype)
+        meant = [x.cause for x in inputs if x.cause is not None and x.cause.may_be_meant]
+        given = tuple(dict.fromkeys(x.name for x in meant if x.kind == "argument"))
+        return Cause(order, kind, name, dtype, state, here, read, given)
 
-    def _call(self, equation: JaxprEqn, inputs: list[Held], here: Place) -> list[Held]:
+    def _call(self, inputs: list[Checked], here: Location) -> list[Checked]:
+        equation = here.equation
         name = equation.primitive.name
         if _jax_compat.is_jit(equation):
-            name = f"jit {_jax_compat.name_of(equation)}"
+            name = f"jit {_jax_compat.called_name(equation)}"
         elif name in _jax_compat.REMAT:
             name = "" if _is_autocasts(equation) else "remat"
         inner = here.within(name) if name else here
         return self.run(_jax_compat.called(equation.params), inputs, inner)
 
-    def _cond(self, equation: JaxprEqn, inputs: list[Held], here: Place) -> list[Held]:
-        branches = _jax_compat.branches(equation.params)
+    def _cond(self, inputs: list[Checked], here: Location) -> list[Checked]:
+        branches = _jax_compat.branches(here.equation.params)
         index = np.unique(_jax_compat.on_all_devices(inputs[0].value))
         if index.size > 1:  # devices go different ways
-            return self._operation(equation, inputs, here)
+            return self._operation(inputs, here)
         branch = min(max(int(index[0]), 0), len(branches) - 1)
         del inputs[0]
         return self.run(branches[branch], inputs, here.within(f"cond, branch {branch}"))
 
-    def _scan(self, equation: JaxprEqn, inputs: list[Held], here: Place) -> list[Held]:
+    def _scan(self, inputs: list[Checked], here: Location) -> list[Checked]:
+        equation = here.equation
         scan = _jax_compat.Scan.of(equation.params)
         # A turn is the same scan with a length of one: JAX keeps what it compiled for that.
         one = _jax_compat.one_turn(equation.params)
@@ -353,69 +341,68 @@ class Interpreter:
             results = _jax_compat.bind(equation.primitive, [*constants, *carry, *rows], one)
             return [*results[: scan.n_carry], *(y[0] for y in results[scan.n_carry :])]
 
-        def look() -> Origins:
+        def look() -> Causes:
             constants, carry, xs = scan.split(inputs)
-            stacked: Origins = [None] * (len(equation.outvars) - scan.n_carry)
+            stacked: Causes = [None] * (len(equation.outvars) - scan.n_carry)
             order = range(scan.length)
             for turn in reversed(order) if scan.reverse else order:
                 operands = [*constants, *carry, *(_row(x, turn) for x in xs)]
                 place = here.within(f"scan, iteration {turn}")
-                results = self._turn(equation, body, scan.body, operands, place)
+                results = self._turn(body, scan.body, operands, place)
                 carry = results[: scan.n_carry]
-                rows = _origins_of(results[scan.n_carry :])
+                rows = _causes_of(results[scan.n_carry :])
                 stacked = [earliest(pair) for pair in zip(stacked, rows, strict=True)]
-            return [*_origins_of(carry), *stacked]
+            return [*_causes_of(carry), *stacked]
 
-        return self._operation(equation, inputs, here, look)
+        return self._operation(inputs, here, look)
 
-    def _while(self, equation: JaxprEqn, inputs: list[Held], here: Place) -> list[Held]:
-        loop = _jax_compat.While.of(equation.params)
+    def _while(self, inputs: list[Checked], here: Location) -> list[Checked]:
+        loop = _jax_compat.While.of(here.equation.params)
         tested, constants, first = loop.split(inputs)
         condition = jax.jit(_jax_compat.as_function(loop.condition))
         body = jax.jit(_jax_compat.as_function(loop.body))
 
-        def goes_on(carry: list[Held]) -> np.ndarray:
+        def goes_on(carry: list[Checked]) -> np.ndarray:
             (answer,) = condition(*(x.value for x in [*tested, *carry]))
             return np.asarray(_jax_compat.on_all_devices(answer))
 
-        def look() -> Origins:
+        def look() -> Causes:
             carry, turn = first, 0
             if goes_on(carry).size > 1:  # under vmap and shard_map each one stops by itself
                 return [None] * len(carry)
             while goes_on(carry).item():
                 place = here.within(f"while, iteration {turn}")
-                carry = self._turn(equation, body, loop.body, [*constants, *carry], place)
+                carry = self._turn(body, loop.body, [*constants, *carry], place)
                 turn += 1
-            return _origins_of(carry)
+            return _causes_of(carry)
 
-        return self._operation(equation, inputs, here, look)
+        return self._operation(inputs, here, look)
 
-    def _turn(
-        self, equation: JaxprEqn, body: Call, jaxpr: Any, inputs: list[Held], here: Place
-    ) -> list[Held]:
+    def _turn(self, body: Call, jaxpr: Any, inputs: list[Checked], here: Location) -> list[Checked]:
         """Runs one turn of a loop."""
-        look = lambda: _origins_of(self.run(jaxpr, list(inputs), here))
-        return self._operation(equation, inputs, here, look, body)
+        look = lambda: _causes_of(self.run(jaxpr, list(inputs), here))
+        return self._operation(inputs, here, look, body)
 
-    def _shard_map(self, equation: JaxprEqn, inputs: list[Held], here: Place) -> list[Held]:
+    def _shard_map(self, inputs: list[Checked], here: Location) -> list[Checked]:
+        equation = here.equation
         options = _jax_compat.shard_map_options(equation.params)
-        found: Origins = []
+        found: Causes = []
 
         def body(*shards: Any) -> list[Any]:
             # Outside of jit JAX runs shard_map operation by operation, on all devices.
             values = [x._replace(value=shard) for x, shard in zip(inputs, shards, strict=True)]
             function = _jax_compat.called(equation.params)
             results = self.run(function, values, here.within("shard_map"))
-            found.extend(_origins_of(results))
+            found.extend(_causes_of(results))
             return [x.value for x in results]
 
-        def look() -> Origins:
+        def look() -> Causes:
             if options["axis_names"] != set(options["mesh"].axis_names):  # JAX needs jit for that
                 return [None] * len(equation.outvars)
             jax.shard_map(body, **options)(*(x.value for x in inputs))
             return found
 
-        return self._operation(equation, inputs, here, look, jax.jit(_call_of(equation)))
+        return self._operation(inputs, here, look, jax.jit(_call_of(equation)))
 
 
 def _holds_a_program(equation: JaxprEqn) -> bool:
@@ -427,23 +414,18 @@ def _holds_a_program(equation: JaxprEqn) -> bool:
 
 def _is_autocasts(remat: JaxprEqn) -> bool:
     """Returns whether autocast put in a remat, of which the user's program says nothing."""
-    traced = getattr(_jax_compat.called(remat.params), "debug_info", None)
-    return str(getattr(traced, "func_src_info", "")).startswith("run_island at ")
+    return _jax_compat.traced_name(_jax_compat.called(remat.params)) == ISLAND
 
 
 def _call_of(equation: JaxprEqn) -> Call:
     return lambda *operands: _jax_compat.bind(equation.primitive, operands, equation.params)
 
 
-def _origins_of(values: list[Held]) -> Origins:
-    return [x.origin for x in values]
+def _causes_of(values: list[Checked]) -> Causes:
+    return [x.cause for x in values]
 
 
-def _row(x: Held, index: int) -> Held:
+def _row(x: Checked, index: int) -> Checked:
     row = x.value[index]
     state = state_of(row) if x.state else FINITE
-    return Held(row, state, x.origin if state else None)
-
-
-def _variables(atoms: Sequence[Any]) -> list[Any]:
-    return [atom for atom in atoms if not hasattr(atom, "val")]
+    return Checked(row, state, x.cause if state else None)

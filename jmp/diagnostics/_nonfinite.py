@@ -1,8 +1,6 @@
-"""What to do about an infinity or a NaN, in words.
+"""`find_nonfinite`: what made the NaN, and what to do about it.
 
-A cure is a row of a table: when it applies, and what to say. The first that applies counts.
-
-`find_nonfinite`: what made the NaN.
+`_interpreter` finds the cause; `cure_for` says in words what to do.
 """
 
 import dataclasses
@@ -10,136 +8,134 @@ import itertools
 import math
 import textwrap
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jmp import _jax_compat
-from jmp._calls import ArrayCall
-from jmp._messages import described
-from jmp.autocasting._regions import AUTOCAST
+from jmp._array_calls import ArrayCall
 from jmp.autocasting._registry import Category, rule_for
-from jmp.diagnostics._arguments import apart, check_asked, of_modules
-from jmp.diagnostics._interpreter import Interpreter, Operand, Origin, Place, earliest
+from jmp.autocasting._request import AUTOCAST
+from jmp.diagnostics._arguments import asked_function, check_numbers, split_arguments
+from jmp.diagnostics._interpreter import Cause, Interpreter, Location, Operand, earliest
 from jmp.trees import as_jax_array
 
-
-class Function(NamedTuple):
-    """Where a function is finite."""
-
-    domain: str = ""  # for all numbers that are not too large
-    is_steep: bool = False  # infinite at an end of its domain other than zero
-    inverse: Callable[[float], float] | None = None  # says where it overflows
-    divisor: int | None = None  # which operand it divides by, or takes the logarithm of
-
-
-FUNCTIONS = {
-    "exp": Function(inverse=math.log),
-    "expm1": Function(inverse=math.log),
-    "exp2": Function(inverse=math.log2),
-    "sinh": Function(inverse=math.asinh),
-    "cosh": Function(inverse=math.acosh),
-    "div": Function(divisor=1),
-    "rem": Function(divisor=1),
-    "log": Function("positive numbers", divisor=0),
-    "log1p": Function("numbers above -1", is_steep=True),
-    "sqrt": Function("numbers from zero on"),
-    "rsqrt": Function("positive numbers", divisor=0),
-    "pow": Function("positive numbers, or whole exponents", divisor=0),
-    "acos": Function("numbers from -1 to 1"),
-    "asin": Function("numbers from -1 to 1"),
-    "acosh": Function("numbers from 1 on"),
-    "atanh": Function("numbers between -1 and 1", is_steep=True),
-    "erf_inv": Function("numbers between -1 and 1", is_steep=True),
-    "lgamma": Function("numbers other than 0, -1, -2, ...", is_steep=True),
-    "digamma": Function("numbers other than 0, -1, -2, ...", is_steep=True),
+# What overflows exponentially: the inverse of each says from where on.
+INVERSES: dict[str, Callable[[float], float]] = {
+    "exp": math.log,
+    "expm1": math.log,
+    "exp2": math.log2,
+    "sinh": math.asinh,
+    "cosh": math.acosh,
+}
+# What is infinite or NaN where one operand is zero: the number of that operand.
+DIVISORS = {"div": 1, "log": 0, "rsqrt": 0, "pow": 0}
+GUARD = " Add an epsilon to the divisor, or choose it by jnp.where."
+CURES_BY_KIND = {
+    "argument": "It came in like this: nothing in this function made it. Look at the data, or at "
+    "the step before; jmp.transforms.with_loss_scale skips an update that is not finite.",
+    "constant": "It is written in the program, or closed over, and reaches a result: look at this "
+    "line.",
+    "whole": "{name} is reported as a whole: the operations inside were not looked into, or stay "
+    "finite when each runs by itself. Look at the magnitudes that go in.",
 }
 
 
-class Findings(Origin):
-    """An origin, with what follows from it. Sentences that may follow others begin with a space."""
-
-    @property
-    def largest(self) -> float:
-        """The largest number of the dtype."""
-        return float(jnp.finfo(self.dtype).max)
-
-    @property
-    def is_narrow(self) -> bool:
-        """Whether the dtype ends long before float32 does; bfloat16 does not."""
-        return self.largest < 1e30
-
-    @property
-    def function(self) -> Function:
-        """What is known of the primitive as a function of real numbers."""
-        return FUNCTIONS.get(self.name, Function())
-
-    @property
-    def overflows_above(self) -> float:
-        """From where on a function that grows exponentially is infinite."""
-        return self.function.inverse(self.largest) if self.function.inverse else math.inf
-
-    @property
-    def divisor(self) -> Operand | None:
-        """What the operation divides by, or takes the logarithm of."""
-        if self.name == "integer_pow" and self.params["y"] < 0:
-            return self.operands[0]
-        position = self.function.divisor
-        return None if position is None else self.operands[position]
-
-    @property
-    def came_from(self) -> str:
-        """Where the infinities come from that it read."""
-        if not self.given:
-            return "are written in the program, or closed over"
-        return f"came in with {', '.join(self.given)}. If they are data, look there"
-
-    @property
-    def has_zeros(self) -> bool:
-        """Whether it divides by zero."""
-        return self.divisor is not None and self.divisor.zeros > 0
-
-    @property
-    def was_flushed(self) -> str:
-        """Where a zero may come from that was none in float32; "" if the dtype is not narrow."""
-        small = ": an epsilon of 1e-8 is zero in it, and so is the square of 1e-4"
-        smallest = float(jnp.finfo(self.dtype).smallest_subnormal)
-        words = f"6e-8{small}" if self.dtype == "float16" else f"{smallest:.2g}"
-        return f" {self.dtype}'s smallest number is {words}." if self.is_narrow else ""
-
-    @property
-    def keep(self) -> str:
-        """How to compute it in float32; "" if the dtype is not narrow."""
-        if not self.is_narrow:
-            return ""
-        if AUTOCAST in _jax_compat.scope_names(self.place.stack):
-            # The scopes that einsum opens are no names to write down.
-            names = itertools.takewhile(lambda x: "->" not in x, self.place.module.split("/"))
-            scope = "/".join(names)
-            where = f'rules=[("{scope}*", "float32")]' if scope else "jmp.full_precision"
-            ways = f'full=["{self.name}"] in autocast, or this place by {where}'
-            return f" Keep it in float32: {ways}."
-        if rule_for(self.name).category is Category.FULL:
-            return " Keep it in float32, as jmp.autocast of the float32 function does."
-        return " Keep it in float32, or use bfloat16, which has float32's range."
-
-
-def cure_for(origin: Origin) -> str:
-    """Returns what to do."""
-    findings = Findings(*origin)
-    text = next(text for applies, text in CURES if applies(findings))
-    return text.format(it=findings) if isinstance(text, str) else text(findings)
-
-
-def _of_a_division(it: Findings) -> str:
-    assert it.divisor is not None
-    smallest = (
-        f"It divides by as little as {it.divisor.smallest:.2g}, and goes beyond {it.largest:.5g}."
+def cure_for(cause: Cause) -> str:
+    """Returns what to do; sentences that may follow others begin with a space."""
+    if cause.kind in CURES_BY_KIND:
+        return CURES_BY_KIND[cause.kind].format(name=cause.name)
+    if cause.is_nan and any(operand.nonfinite for operand in cause.operands):
+        return _cure_of_infinities(cause)
+    divisor = _divisor_of(cause)
+    if divisor is not None and divisor.zeros and (cause.name == "div" or not cause.is_nan):
+        return _cure_of_a_zero(cause)
+    rule, largest = rule_for(cause.name), float(jnp.finfo(cause.dtype).max)
+    is_product = rule.category is Category.LOW
+    if cause.is_nan and not (is_product or rule.sums or rule.casts):
+        return (
+            f"{cause.name} has no number for what it read: an operand outside of its domain, an "
+            "index out of bounds, a matrix that is singular or not positive definite. Rounding may "
+            "carry an operand over the edge: clip it (jnp.maximum, jnp.clip), and subtract in "
+            "float32."
+        )
+    if divisor is not None and cause.name != "pow":
+        cure = _keep_in_float32(cause) or GUARD
+        return (
+            f"It divides by as little as {divisor.smallest:.2g}, and goes beyond {largest:.5g}."
+            f"{cure}"
+        )
+    if cause.place.is_backward and _ends_early(cause):
+        return (
+            f"A gradient went beyond {largest:.5g} in {cause.dtype}. If the loss is scaled, lower "
+            "the scale. A jmp.DynamicLossScale does so by itself, and the step is skipped: "
+            "harmless if it happens rarely. If it happens at any scale, clip or normalise what is "
+            "differentiated."
+        )
+    if rule.casts and _ends_early(cause):
+        return (
+            f"The cast meets numbers beyond {largest:.5g}, {cause.dtype}'s largest. Make them "
+            "smaller before the cast, or leave them in float32. A sum or mean of half numbers ends "
+            "in such a cast: dtype=jnp.float32 leaves it out. A mask of -1e9: "
+            "jnp.finfo(dtype).min is its like."
+        )
+    if cause.name in INVERSES:
+        return (
+            f"{cause.name} overflows {cause.dtype} above {INVERSES[cause.name](largest):.4g}."
+            f"{_keep_in_float32(cause)} Subtract the maximum first, as jax.nn.softmax and "
+            "jax.nn.logsumexp do."
+        )
+    if _ends_early(cause):
+        what = "sum of products" if is_product else "sum" if rule.sums else "result"
+        smaller = (
+            " Scale the operands before they are multiplied (a query by 1 / sqrt(d)), or normalise "
+            "them."
+        ) * is_product
+        cure = _keep_in_float32(cause)
+        return f"The {what} went beyond {largest:.5g}, {cause.dtype}'s largest.{smaller}{cure}"
+    return (
+        f"{cause.dtype} reaches to {largest:.5g}, so precision is not the cause: something grows. "
+        "Lower the learning rate or warm it up, clip gradients (optax.clip_by_global_norm), and "
+        "look at the data and the initial values."
     )
-    text = f"The divisor is zero.{it.was_flushed}" if it.has_zeros else smallest
-    text += it.keep or " Add an epsilon to the divisor, or choose it by jnp.where."
-    if _jax_compat.is_differentiated(it.place.stack):
+
+
+def _cure_of_infinities(cause: Cause) -> str:
+    came_in = "are written in the program, or closed over"
+    if cause.given:
+        came_in = f"came in with {', '.join(cause.given)}. If they are data, look there"
+    return (
+        f"It computes inf - inf, or 0 * inf, of infinities that {came_in}. If they are a mask: a "
+        "softmax over a row that is masked throughout does this, so leave one entry in each row, "
+        "or mask with a finite number (jnp.finfo(dtype).min); choose by jnp.where instead of "
+        "multiplying with a mask."
+    )
+
+
+def _cure_of_a_zero(cause: Cause) -> str:
+    is_narrow, keep = _ends_early(cause), _keep_in_float32(cause)
+    flushed = ""
+    if is_narrow:
+        smallest = float(jnp.finfo(cause.dtype).smallest_subnormal)
+        flushed = f" {cause.dtype}'s smallest number is {smallest:.2g}"
+        if cause.dtype == "float16":
+            flushed += ": an epsilon of 1e-8 is zero in it, and so is the square of 1e-4"
+        flushed += "."
+    if cause.place.is_backward:
+        return (
+            "A derivative divides by zero. A jnp.where around the function does not help: its "
+            "derivative is 0 / 0 there. Guard the operand, inside: "
+            f"jnp.where(ok, f(jnp.where(ok, x, 1)), 0).{flushed}"
+        ) + " If the zero is a flushed gradient, raise the loss scale." * is_narrow
+    if cause.name == "log":
+        return (
+            f"The logarithm of zero.{flushed}{keep} jax.nn.log_softmax and optax's losses take "
+            "logits, and never see the zero; else add an epsilon, or guard the operand with "
+            "jnp.where."
+        )
+    text = f"The divisor is zero.{flushed}{keep or GUARD}"
+    if _jax_compat.is_differentiated(cause.place.stack):
         text += (
             " If the line does not do this, its derivative does: that of a / b divides by b * b, "
             "that of sqrt(x), and so of a norm, by sqrt(x)."
@@ -147,102 +143,32 @@ def _of_a_division(it: Findings) -> str:
     return text
 
 
-# When each applies, and what to say: text with findings, or a function of them.
-CURES: tuple[tuple[Callable[[Findings], bool], str | Callable[[Findings], str]], ...] = (
-    (
-        lambda it: it.kind == "argument",
-        "It came in like this: nothing in this function made it. Look at the data, or at the step "
-        "before; jmp.transforms.with_loss_scale skips an update that is not finite.",
-    ),
-    (
-        lambda it: it.kind == "constant",
-        "It is written in the program, or closed over, and reaches a result: look at this line.",
-    ),
-    (
-        lambda it: it.kind == "whole",
-        "{it.name} is reported as a whole: the operations inside were not looked into, or stay "
-        "finite when each runs by itself. Look at the magnitudes that go in.",
-    ),
-    (
-        lambda it: it.name == "gather",
-        "An index is out of bounds, and what is not there is read as NaN. Correct the index, or "
-        'say what is meant: jnp.take(..., mode="clip").',
-    ),
-    (
-        lambda it: rule_for(it.name).factorises,
-        "{it.name} failed: the matrix is singular, or not positive definite as stored. Add a "
-        "multiple of the identity, or compute the matrix in float32 or float64.",
-    ),
-    (
-        lambda it: it.is_nan and any(operand.nonfinite for operand in it.operands),
-        "It computes inf - inf, or 0 * inf, of infinities that {it.came_from}. If they are a mask: "
-        "a softmax over a row that is masked throughout does this, so leave one entry in each row, "
-        "or mask with a finite number (jnp.finfo(dtype).min); choose by jnp.where instead of "
-        "multiplying with a mask.",
-    ),
-    (
-        lambda it: it.has_zeros and it.place.is_backward,
-        lambda it: (
-            "A derivative divides by zero. A jnp.where around the function does not help: its "
-            "derivative is 0 / 0 there. Guard the operand, inside: "
-            f"jnp.where(ok, f(jnp.where(ok, x, 1)), 0).{it.was_flushed}"
-            + " If the zero is a flushed gradient, raise the loss scale."
-            * it.is_narrow
-        ),
-    ),
-    (
-        lambda it: it.name == "log" and not it.is_nan and it.has_zeros,
-        "The logarithm of zero.{it.was_flushed}{it.keep} jax.nn.log_softmax and optax's losses "
-        "take logits, and never see the zero; else add an epsilon, or guard the operand with "
-        "jnp.where.",
-    ),
-    (
-        lambda it: it.function.domain != "" and (it.is_nan or it.function.is_steep),
-        "{it.name} is finite for {it.function.domain} alone. Rounding may carry an operand over "
-        "the edge: clip it (jnp.maximum, jnp.clip), and subtract in float32.",
-    ),
-    (
-        # A power overflows without a zero as well.
-        lambda it: it.divisor is not None and (it.name != "pow" or it.has_zeros),
-        _of_a_division,
-    ),
-    (
-        lambda it: it.place.is_backward and it.is_narrow,
-        "A gradient went beyond {it.largest:.5g} in {it.dtype}. If the loss is scaled, lower the "
-        "scale. A jmp.DynamicLossScale does so by itself, and the step is skipped: harmless if it "
-        "happens rarely. If it happens at any scale, clip or normalise what is differentiated.",
-    ),
-    (
-        lambda it: rule_for(it.name).casts and it.is_narrow,
-        "The cast meets numbers beyond {it.largest:.5g}, {it.dtype}'s largest. Make them "
-        "smaller before the cast, or leave them in float32. A sum or mean of half numbers ends in "
-        "such a cast: dtype=jnp.float32 leaves it out. A mask of -1e9: jnp.finfo(dtype).min is its "
-        "like.",
-    ),
-    (
-        lambda it: it.function.inverse is not None,
-        "{it.name} overflows {it.dtype} above {it.overflows_above:.4g}.{it.keep} Subtract the "
-        "maximum first, as jax.nn.softmax and jax.nn.logsumexp do.",
-    ),
-    (
-        lambda it: it.is_narrow and rule_for(it.name).category is Category.LOW,
-        "A sum of products went beyond {it.largest:.5g}. Scale the operands before they are "
-        "multiplied (a query by 1 / sqrt(d)), or normalise them.{it.keep}",
-    ),
-    (
-        lambda it: it.is_narrow,
-        lambda it: (
-            f"The {'sum' if rule_for(it.name).sums else 'result'} went beyond {it.largest:.5g}, "
-            f"{it.dtype}'s largest.{it.keep}"
-        ),
-    ),
-    (
-        lambda it: True,
-        "{it.dtype} reaches to {it.largest:.5g}, so precision is not the cause: something "
-        "grows. Lower the learning rate or warm it up, clip gradients (optax.clip_by_global_norm), "
-        "and look at the data and the initial values.",
-    ),
-)
+def _divisor_of(cause: Cause) -> Operand | None:
+    """Returns what an operation divides by, or takes the logarithm of."""
+    if cause.name == "integer_pow" and cause.place.equation.params["y"] < 0:
+        return cause.operands[0]
+    return cause.operands[DIVISORS[cause.name]] if cause.name in DIVISORS else None
+
+
+def _ends_early(cause: Cause) -> bool:
+    """Returns whether the dtype ends long before float32 does; bfloat16 does not."""
+    return float(jnp.finfo(cause.dtype).max) < 1e30
+
+
+def _keep_in_float32(cause: Cause) -> str:
+    """Returns how to compute it in float32; "" if the dtype is not narrow."""
+    if not _ends_early(cause):
+        return ""
+    if AUTOCAST in _jax_compat.scope_names(cause.place.stack):
+        # The scopes that einsum opens are no names to write down.
+        names = itertools.takewhile(lambda x: "->" not in x, cause.place.module.split("/"))
+        scope = "/".join(names)
+        where = f'rules=[("{scope}*", "float32")]' if scope else "jmp.full_precision"
+        ways = f'full=["{cause.name}"] in autocast, or this place by {where}'
+        return f" Keep it in float32: {ways}."
+    if rule_for(cause.name).category is Category.FULL:
+        return " Keep it in float32, as jmp.autocast of the float32 function does."
+    return " Keep it in float32, or use bfloat16, which has float32's range."
 
 
 def find_nonfinite(fun: Callable[..., Any], *early: Any) -> Callable[..., "NonFinite | None"]:
@@ -274,20 +200,25 @@ def find_nonfinite(fun: Callable[..., Any], *early: Any) -> Callable[..., "NonFi
     ('log', 'infinity', 1)
     """
 
-    check_asked("find_nonfinite", "find_nonfinite(fun)(*args)", fun, early, None)
+    function = asked_function("find_nonfinite", "find_nonfinite(fun)(*args)", fun, early)
 
     def find(*args: Any, **kwargs: Any) -> NonFinite | None:
-        call = ArrayCall(of_modules(fun), *apart(*args, **kwargs))
-        _check_numbers(call.arrays)
+        call = ArrayCall(function, *split_arguments(*args, **kwargs))
+        check_numbers(
+            call.arrays,
+            "find_nonfinite",
+            "the arrays of the step that failed. Call it outside of jax.jit, on what the jitted "
+            "function was called with",
+        )
         arrays = list(map(as_jax_array, call.arrays))
         interpreter = Interpreter()
         operands = []
         for array, (first, *path) in zip(arrays, call.paths, strict=True):
             name = ("args", "kwargs")[first.idx] + jax.tree_util.keystr(tuple(path))
-            operands.append(interpreter.given(array, "argument", name, Place()))
-        results = interpreter.run(jax.make_jaxpr(call.results)(*arrays), operands, Place())
-        origin = earliest(x.origin for x in results)
-        return None if origin is None else _non_finite(origin)
+            operands.append(interpreter.given(array, "argument", name, Location()))
+        results = interpreter.run(jax.make_jaxpr(call.results)(*arrays), operands, Location())
+        cause = earliest(x.cause for x in results)
+        return None if cause is None else _non_finite(cause)
 
     return find
 
@@ -356,26 +287,16 @@ def _range_of(operand: Operand) -> str:
     return ", ".join([kind, *counted])
 
 
-def _non_finite(origin: Origin) -> NonFinite:
-    what = {"argument": f"argument {origin.name}", "constant": "constant"}
+def _non_finite(cause: Cause) -> NonFinite:
+    what = {"argument": f"argument {cause.name}", "constant": "constant"}
     return NonFinite(
-        operation=what.get(origin.kind, origin.name),
-        dtype=origin.dtype,
-        became="NaN" if origin.is_nan else "infinity",
-        direction="backward" if origin.place.is_backward else "forward",
-        module=origin.place.module,
-        source=origin.place.source,
-        inside=origin.place.inside,
-        operands=origin.operands,
-        cure=cure_for(origin),
+        operation=what.get(cause.kind, cause.name),
+        dtype=cause.dtype,
+        became="NaN" if cause.is_nan else "infinity",
+        direction="backward" if cause.place.is_backward else "forward",
+        module=cause.place.module,
+        source=cause.place.source,
+        inside=cause.place.inside,
+        operands=cause.operands,
+        cure=cure_for(cause),
     )
-
-
-def _check_numbers(arrays: list[Any]) -> None:
-    for array in arrays:
-        if isinstance(array, jax.ShapeDtypeStruct) or not _jax_compat.is_concrete(array):
-            raise TypeError(
-                f"find_nonfinite got {described(array)}, which holds no numbers; expected the "
-                "arrays of the step that failed. Call it outside of jax.jit, on what the jitted "
-                "function was called with."
-            )

@@ -1,27 +1,32 @@
-"""How a precision report is printed: the summary, then the hazards, then the rows in groups.
+"""`precision_report`: what an autocast program computes in which dtype, and why.
 
-`precision_report`: what an autocast program computes in which dtype, and why.
+Printed, a report begins with its sums; then come the hazards, and the rows in groups.
 """
 
 import collections
 import dataclasses
 import itertools
+import math
 import re
 import string
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import Jaxpr
 
-from jmp import _jax_compat
-from jmp._calls import ArrayCall
+from jmp._array_calls import ArrayCall
 from jmp.autocasting._autocast import make_program
-from jmp.autocasting._operations import NoHalfProductWarning
+from jmp.autocasting._operations import (
+    NoHalfProductWarning,
+    decisions_of,
+    operations_of,
+    rounded_arguments_of,
+)
 from jmp.autocasting._program import Program, Traced
 from jmp.autocasting._registry import rule_for
-from jmp.diagnostics._arguments import apart, check_asked, in_paths
+from jmp.autocasting._steps import steps_of
+from jmp.diagnostics._arguments import asked_function, split_arguments
 from jmp.diagnostics._hazards import (
     dear_in_float32,
     delicate_in_half,
@@ -29,253 +34,18 @@ from jmp.diagnostics._hazards import (
     float8_places,
     odd_sizes,
     rounded_arguments,
-    unused_rules,
 )
-from jmp.diagnostics._range_report import FLOAT8, HALVES
+from jmp.diagnostics._ranges import FLOAT8, HALVES
 from jmp.diagnostics._residuals import residuals
-from jmp.diagnostics._rows import Decision, Row, decisions_in, rows_of, together
+from jmp.diagnostics._rows import Decision, Row, added_up, decisions_in, rows_of
 from jmp.diagnostics._tables import size, table, totals
-from jmp.diagnostics._walk import lines_of_callers, place_name, with_places
+from jmp.diagnostics._walk import Placed, place_name, with_places
 from jmp.policy import Policy, get_policy
 from jmp.rules import UnusedRuleWarning
 
 COLUMNS = ("module", "dtype", "operations [why]", "GFLOP", "source")
-
 # A number of each reason, with the dtype that it gives.
 Numbers = dict[tuple[str, str], int]
-# A path of modules: at each depth the names that stand there, all of them with all of the others.
-Names = tuple[frozenset[str], ...]
-# Rows, or several merged, with their modules and their source lines.
-Found = list[tuple[Row, Names, tuple[str, ...]]]
-
-
-class Group(NamedTuple):
-    """Rows that agree in everything but the numbers of their modules: blocks are read once."""
-
-    # What they share, with times and operations of all. Its module is written "h/*/attn" where all
-    # modules h/0, h/1, ... of the report take part, "h/{3,7}/attn" where only some do.
-    row: Row
-    repeated: str  # the path up to the first module that repeats, "h/* x 12"; "" where none does
-    rest: str  # the path below it
-
-
-def render(report: Any) -> str:
-    """Returns the report as text."""
-    groups = grouped(report.rows)
-    rows = list(_rows(groups, _numbers(report.rows)))
-    lines = [*_totals(report), *_reasons(report.rows), *_decisions(report.decisions)]
-    lines += [*_hazards(report, [group.row for group in groups]), "", table(COLUMNS, rows)]
-    if len(groups) < len(report.rows):
-        lines.append(
-            f"{len(report.rows)} rows, those of modules that repeat (*) and of one place together, "
-            "with the GFLOP of all; report.table() shows each row"
-        )
-    return "\n".join(lines)
-
-
-def render_every_row(report: Any) -> str:
-    """Returns all rows as text, and what their numbers of reasons mean."""
-    numbers = _numbers(report.rows)
-    top = _top(report.rows)
-    rows = [_cells(row.module or top, [row], numbers) for row in report.rows]
-    return "\n".join([table(COLUMNS, rows), *_reasons(report.rows)])
-
-
-def _totals(report: Any) -> Iterable[str]:
-    half = report.compute_dtype
-    yield f"policy: {report.policy}"
-    products = [row for row in report.rows if row.kind == "product"]
-    if report.half_flops_share is None:
-        yield "products: none"
-    else:
-        in_half = sum(row.times for row in products if row.dtype_in in HALVES)
-        in_float8 = sum(row.times for row in products if row.dtype_in == FLOAT8)
-        share = report.float8_flops_share
-        also = f"; {in_float8} in float8, {share:.1%} of the operations" if in_float8 else ""
-        yield (
-            f"products: {in_half} of {sum(row.times for row in products)} in half, "
-            f"{report.half_flops_share - share:.1%} of the floating-point operations in {half}"
-            f"{also}"
-        )
-    yield f"casts between float32 and {half}: {sum(report.casts.values())}"
-    names = "kept for the backward pass", "kept without autocast"
-    both = report.residual_bytes, report.residual_bytes_float32
-    for name, kept in zip(names, both, strict=True):
-        if kept is not None:
-            parts = [f"{size(number)} {dtype}" for dtype, number in sorted(kept.items())]
-            yield f"{name}: {', '.join(parts) or 'nothing'}"
-
-
-def _reasons(rows: list[Row]) -> Iterable[str]:
-    """Yields for each dtype what is computed in it, and each reason with its number and count."""
-    times = _times(rows)
-    for dtype, reasons in itertools.groupby(_numbers(rows).items(), lambda item: item[0][0]):
-        kinds = totals((row.kind, row.times) for row in rows if _dtype(row) == dtype)
-        parts = [f"{count} {kind}{'s' * (count > 1)}" for kind, count in kinds.items()]
-        yield f"in {dtype}: {', '.join(parts)}"
-        for (_, why), number in reasons:
-            yield f"  [{number}] {times[dtype, why]} x {why}"
-
-
-def _numbers(rows: list[Row]) -> Numbers:
-    """Returns a number for each dtype and reason: half first, then by how often they count."""
-    times = _times(rows)
-    by_dtype = totals((_dtype(row), row.times) for row in rows)
-
-    def rank(key: tuple[str, str]) -> tuple[bool, int, str, int]:
-        dtype, _ = key
-        return dtype not in (*HALVES, FLOAT8), -by_dtype[dtype], dtype, -times[key]
-
-    return {key: number for number, key in enumerate(sorted(times, key=rank), 1)}
-
-
-def _times(rows: list[Row]) -> Numbers:
-    return totals(((_dtype(row), row.why), row.times) for row in rows)
-
-
-def _decisions(decisions: list[Decision]) -> Iterable[str]:
-    """Yields what was decided besides dtypes, each with its first place and how many there are."""
-    if decisions:
-        yield "besides dtypes:"
-    for what, times in totals((decision.what, decision.times) for decision in decisions).items():
-        first, *others = (place_name(d.source, d.module) for d in decisions if d.what == what)
-        more = f" and {len(others)} other place{'s' * (len(others) > 1)}" if others else ""
-        yield f"  {times} x {what}; at {first}{more}"
-
-
-def _hazards(report: Any, groups: list[Row]) -> Iterable[str]:
-    """Yields the hazards, those of modules that repeat once for all of them."""
-    by_row = delicate_in_half(report.rows)
-    hazards = [*delicate_in_half(groups), *(h for h in report.hazards if h not in by_row)]
-    yield "hazards:" if hazards else "hazards: none"
-    yield from (f"  {hazard}" for hazard in hazards)
-
-
-def _rows(groups: list[Group], numbers: Numbers) -> Iterable[tuple[str, ...]]:
-    """Yields the cells of each row; modules that repeat stand under a row with their number."""
-    places: dict[Any, dict[Any, list[Group]]] = {}
-    top = _top([group.row for group in groups])
-    for group in groups:
-        place = group.row.module, _dtypes(group.row), group.row.source
-        block = group.repeated or (place, None)
-        places.setdefault(block, {}).setdefault(place, []).append(group)
-    for block, by_place in places.items():
-        has_head = len(by_place) > 1
-        if has_head:
-            yield (block, *[""] * (len(COLUMNS) - 1))
-        for members in by_place.values():
-            first = members[0]
-            module = f"  {first.rest or '(itself)'}" if has_head else first.row.module or top
-            yield _cells(module, [group.row for group in members], numbers)
-
-
-def _top(rows: list[Row]) -> str:
-    """Returns what is printed for a row in no module, or in the outermost, whose path is empty."""
-    return "(top)" * any(row.module for row in rows)
-
-
-def _cells(module: str, rows: list[Row], numbers: Numbers) -> tuple[str, ...]:
-    operations = [
-        row.operation + f" x {row.times}" * (row.times > 1) + f" [{numbers[_dtype(row), row.why]}]"
-        for row in rows
-    ]
-    flops = sum(row.flops for row in rows)
-    gigaflops = f"{flops / 1e9:.3g}" if flops else ""
-    return module, _dtypes(rows[0]), ", ".join(operations), gigaflops, rows[0].source
-
-
-def _dtypes(row: Row) -> str:
-    dtypes = " -> ".join(dict.fromkeys(filter(None, (row.dtype_in, row.dtype_out))))
-    return f"{dtypes} ({row.precision})" if row.precision else dtypes
-
-
-def _dtype(row: Row) -> str:
-    return row.dtype_in or row.dtype_out
-
-
-def grouped(rows: Sequence[Row]) -> list[Group]:
-    """Returns rows of a report in groups, in the order of the program.
-
-    Modules repeat if their names differ in the number at the end alone. Of such modules first rows
-    of one source line go together, then also those of different lines: layers of the same kind.
-    """
-    siblings: dict[tuple[str, ...], set[str]] = {}
-    found: Found = []
-    for row in rows:
-        path = row.module.split("/")
-        found.append((row, tuple(frozenset([name]) for name in path), (row.source,)))
-        for depth, name in enumerate(path):
-            siblings.setdefault(tuple(map(_stem, path[: depth + 1])), set()).add(name)
-    for with_source in (True, False):
-        for depth in range(max((len(names) for _, names, _ in found), default=0)):
-            found = _merged(found, depth, with_source)
-    return [_group(row, names, sources, siblings) for row, names, sources in found]
-
-
-def _merged(found: Found, depth: int, with_source: bool) -> Found:
-    """Merges what differs at this depth alone, and where it has no module in common."""
-    alike: dict[Any, list[int]] = {}
-    for index, (row, names, sources) in enumerate(found):
-        stems = frozenset(_stem(name) for at in names[depth : depth + 1] for name in at)
-        shared = dataclasses.replace(row, module="", source="", times=1, flops=0)
-        key = shared, names[:depth], stems, names[depth + 1 :], sources if with_source else ()
-        alike.setdefault(key, []).append(index)
-    merged = dict(enumerate(found))
-    for indices in alike.values():
-        members = [found[index] for index in indices]
-        levels = [at for _, names, _ in members for at in names[depth : depth + 1]]
-        union = frozenset().union(*levels)
-        if union and len(union) == sum(map(len, levels)):
-            _, names, _ = members[0]
-            names = (*names[:depth], union, *names[depth + 1 :])
-            sources = tuple(dict.fromkeys(source for member in members for source in member[2]))
-            merged[indices[0]] = together([row for row, _, _ in members]), names, sources
-            for index in indices[1:]:
-                del merged[index]
-    return list(merged.values())
-
-
-def _group(
-    row: Row, names: Names, sources: tuple[str, ...], siblings: dict[tuple[str, ...], set[str]]
-) -> Group:
-    stems = tuple(_stem(min(at)) for at in names)
-    labels = [_label(at, siblings[stems[: depth + 1]]) for depth, at in enumerate(names)]
-    row = dataclasses.replace(row, module="/".join(labels), source=", ".join(_joined(sources)))
-    first = next((depth for depth, at in enumerate(names) if len(at) > 1), None)
-    if first is None:
-        return Group(row, "", row.module)
-    repeated = f"{'/'.join(labels[: first + 1])} x {len(names[first])}"
-    return Group(row, repeated, "/".join(labels[first + 1 :]))
-
-
-def _stem(name: str) -> str:
-    """Returns a module's name without its number: "Block_3" is "Block", "3" is "".
-
-    Haiku's first module of a kind has none: "linear", "linear_1".
-    """
-    return re.sub(r"_?\d+$", "", name)
-
-
-def _label(names: frozenset[str], siblings: set[str]) -> str:
-    if len(names) == 1:
-        return min(names)
-    starts = {name.rstrip(string.digits) for name in names}
-    start = starts.pop() if len(starts) == 1 else _stem(min(names))
-    if names == siblings:
-        return f"{start}*"
-    ends = sorted((name.removeprefix(start) for name in names), key=lambda end: (len(end), end))
-    is_range = ends[0].isdigit() and int(ends[-1]) - int(ends[0]) == len(ends) - 1 > 1
-    return f"{start}{{{f'{ends[0]}-{ends[-1]}' if is_range else ','.join(ends)}}}"
-
-
-def _joined(sources: Sequence[str]) -> Iterable[str]:
-    """Yields each file once, with all its lines."""
-    lines: dict[str, dict[str, None]] = {}
-    for source in ", ".join(sources).split(", "):
-        file, _, line = source.rpartition(":")
-        lines.setdefault(file, {})[line] = None
-    for file, numbers in lines.items():
-        yield f"{file}:{','.join(numbers)}" if file else ""
 
 
 def precision_report(
@@ -310,8 +80,9 @@ def precision_report(
     >>> [(row.operation, row.dtype_in) for row in report.rows]
     [('dot_general', 'float16'), ('exp', 'float32'), ('reduce_sum', 'float32')]
     """
-    check_asked("precision_report", "precision_report(fun, policy)(*args)", fun, early, policy)
-    program = make_program(in_paths(fun), policy, **options)
+    call = "precision_report(fun, policy)(*args)"
+    fun = asked_function("precision_report", call, fun, early, policy, of_equinox=True)
+    program = make_program(fun, policy, **options)
     if program is None:
         raise ValueError(
             f"precision_report got the policy {get_policy(policy)}, which computes in float32: "
@@ -326,7 +97,7 @@ def precision_report(
 
     def report(*args: Any, **kwargs: Any) -> PrecisionReport:
         is_taken = lambda x: isinstance(x, jax.ShapeDtypeStruct)
-        call = ArrayCall(of_arrays, *apart(*args, **kwargs), is_taken)
+        call = ArrayCall(of_arrays, *split_arguments(*args, **kwargs), is_taken)
         found: list[PrecisionReport] = []
         jax.eval_shape(lambda *tracers: found.append(call(*tracers)), *call.arrays)
         return found[0]
@@ -386,36 +157,44 @@ class PrecisionReport:
         return data
 
     def table(self) -> str:
-        """Returns every row as text, and the reasons."""
-        return render_every_row(self)
+        """Returns every row as text, and what their numbers of reasons mean."""
+        numbers, top = _numbers(self.rows), _top(self.rows)
+        rows = [_row_cells(row.module or top, [row], numbers) for row in self.rows]
+        return "\n".join([table(COLUMNS, rows), *_reasons(self.rows)])
 
     def __str__(self) -> str:
-        return render(self)
+        return _text(self)
 
 
 def _report(program: Program, traced: Traced, policy: str) -> PrecisionReport:
-    jaxpr, constants = _jax_compat.open_jaxpr(traced.closed)
-    lines = lines_of_callers(jaxpr)
-    rows = rows_of(traced.plan, lines)
-    operands = [*constants, *traced.arrays]
-    emitted = _jax_compat.open_jaxpr(jax.make_jaxpr(traced.emit)(*operands))[0]
+    plan, operands = traced.plan, traced.operands
+    in_half = _residual_bytes(traced.emit, operands)
+    in_float32 = _residual_bytes(traced.as_written, traced.arrays)
+    emitted = list(with_places(jax.make_jaxpr(traced.emit)(*operands)))
+    steps = list(steps_of(plan))
+    operations = list(operations_of(steps))
+    decided = list(decisions_of(steps))
+    rounded = list(rounded_arguments_of(steps))
+    # Nothing below reads the plan.
+    rows = rows_of(operations)
+    half = str(program.settings.compute_dtype)
     return PrecisionReport(
-        str(program.settings.compute_dtype),
-        rows,
-        _casts(emitted),
-        _flops_share(rows, [*HALVES, FLOAT8]),
-        _residual_bytes(traced.emit, operands),
-        _residual_bytes(_jax_compat.as_function(traced.closed), traced.arrays),
-        [
+        compute_dtype=half,
+        rows=rows,
+        casts=_casts(emitted),
+        half_flops_share=_flops_share(rows, [*HALVES, FLOAT8]),
+        residual_bytes=in_half,
+        residual_bytes_float32=in_float32,
+        hazards=[
             *delicate_in_half(rows),
-            *rounded_arguments(traced.plan, lines),
+            *rounded_arguments(rounded, half),
             *dear_in_float32(rows),
-            *unused_rules(traced),
+            *(f"the rule {rule} matched no scope" for rule in plan.request.rules.unused),
             *odd_sizes(emitted, float8_places(rows)),
-            *float8_hazards(traced.plan, rows),
+            *float8_hazards(operations, rows),
         ],
-        policy,
-        decisions_in(traced.plan, lines),
+        policy=policy,
+        decisions=decisions_in(decided),
     )
 
 
@@ -427,9 +206,9 @@ def _flops_share(rows: list[Row], dtypes: Collection[str]) -> float | None:
     return found / total if total else None
 
 
-def _casts(jaxpr: Jaxpr) -> dict[tuple[str, str, str, str], int]:
+def _casts(placed: Iterable[Placed]) -> dict[tuple[str, str, str, str], int]:
     found: collections.Counter[tuple[str, str, str, str]] = collections.Counter()
-    for equation, path, source, _ in with_places(jaxpr):
+    for equation, path, source, _ in placed:
         if rule_for(equation.primitive.name).casts:
             before, after = str(equation.invars[0].aval.dtype), str(equation.outvars[0].aval.dtype)
             if {before, after} in ({"float32", name} for name in HALVES):
@@ -443,3 +222,229 @@ def _residual_bytes(function: Callable[..., Any], arguments: list[Any]) -> dict[
     except (TypeError, ValueError, NotImplementedError):  # a loop; a callback
         return None
     return totals((row.dtype, row.bytes) for row in kept)
+
+
+class Group(NamedTuple):
+    """Rows that agree in everything but the numbers of their modules: blocks are read once."""
+
+    # What they share, with times and operations of all. Its module is written "h/*/attn" where all
+    # modules h/0, h/1, ... of the report take part, "h/{3,7}/attn" where only some do.
+    row: Row
+    repeated: str  # the path up to the first module that repeats, "h/* x 12"; "" where none does
+    rest: str  # the path below it
+
+
+def _text(report: PrecisionReport) -> str:
+    """Returns the report as text."""
+    groups = grouped(report.rows)
+    rows = list(_table_rows(groups, _numbers(report.rows)))
+    lines = [*_summary(report), *_reasons(report.rows), *_decisions(report.decisions)]
+    lines += [*_hazards(report, [group.row for group in groups]), "", table(COLUMNS, rows)]
+    if len(groups) < len(report.rows):
+        lines.append(
+            f"{len(report.rows)} rows, those of modules that repeat (*) and of one place together, "
+            "with the GFLOP of all; report.table() shows each row"
+        )
+    return "\n".join(lines)
+
+
+def _summary(report: PrecisionReport) -> Iterable[str]:
+    half = report.compute_dtype
+    yield f"policy: {report.policy}"
+    products = [row for row in report.rows if row.kind == "product"]
+    if report.half_flops_share is None:
+        yield "products: none"
+    else:
+        in_half = sum(row.times for row in products if row.dtype_in in HALVES)
+        in_float8 = sum(row.times for row in products if row.dtype_in == FLOAT8)
+        share = report.float8_flops_share
+        also = f"; {in_float8} in float8, {share:.1%} of the operations" if in_float8 else ""
+        yield (
+            f"products: {in_half} of {sum(row.times for row in products)} in half, "
+            f"{report.half_flops_share - share:.1%} of the floating-point operations in {half}"
+            f"{also}"
+        )
+    yield f"casts between float32 and {half}: {sum(report.casts.values())}"
+    names = "kept for the backward pass", "kept without autocast"
+    both = report.residual_bytes, report.residual_bytes_float32
+    for name, kept in zip(names, both, strict=True):
+        if kept is not None:
+            parts = [f"{size(number)} {dtype}" for dtype, number in sorted(kept.items())]
+            yield f"{name}: {', '.join(parts) or 'nothing'}"
+
+
+def _reasons(rows: list[Row]) -> Iterable[str]:
+    """Yields for each dtype what is computed in it, and each reason with its number and count."""
+    times = _times(rows)
+    for dtype, reasons in itertools.groupby(_numbers(rows).items(), lambda item: item[0][0]):
+        kinds = totals((row.kind, row.times) for row in rows if _dtype_read(row) == dtype)
+        parts = [f"{count} {kind}{'s' * (count > 1)}" for kind, count in kinds.items()]
+        yield f"in {dtype}: {', '.join(parts)}"
+        for (_, why), number in reasons:
+            yield f"  [{number}] {times[dtype, why]} x {why}"
+
+
+def _numbers(rows: list[Row]) -> Numbers:
+    """Returns a number for each dtype and reason: half first, then by how often they count."""
+    times = _times(rows)
+    by_dtype = totals((_dtype_read(row), row.times) for row in rows)
+
+    def rank(key: tuple[str, str]) -> tuple[bool, int, str, int]:
+        dtype, _ = key
+        return dtype not in (*HALVES, FLOAT8), -by_dtype[dtype], dtype, -times[key]
+
+    return {key: number for number, key in enumerate(sorted(times, key=rank), 1)}
+
+
+def _times(rows: list[Row]) -> Numbers:
+    return totals(((_dtype_read(row), row.why), row.times) for row in rows)
+
+
+def _decisions(decisions: list[Decision]) -> Iterable[str]:
+    """Yields what was decided besides dtypes, each with its first place and how many there are."""
+    if decisions:
+        yield "besides dtypes:"
+    for what, times in totals((decision.what, decision.times) for decision in decisions).items():
+        first, *others = (place_name(d.source, d.module) for d in decisions if d.what == what)
+        more = f" and {len(others)} other place{'s' * (len(others) > 1)}" if others else ""
+        yield f"  {times} x {what}; at {first}{more}"
+
+
+def _hazards(report: PrecisionReport, groups: list[Row]) -> Iterable[str]:
+    """Yields the hazards, those of modules that repeat once for all of them."""
+    by_row = delicate_in_half(report.rows)
+    hazards = [*delicate_in_half(groups), *(h for h in report.hazards if h not in by_row)]
+    yield "hazards:" if hazards else "hazards: none"
+    yield from (f"  {hazard}" for hazard in hazards)
+
+
+def _table_rows(groups: list[Group], numbers: Numbers) -> Iterable[tuple[str, ...]]:
+    """Yields the cells of each row; modules that repeat stand under a row with their number."""
+    places: dict[Any, dict[Any, list[Group]]] = {}
+    top = _top([group.row for group in groups])
+    for group in groups:
+        place = group.row.module, _dtypes_shown(group.row), group.row.source
+        block = group.repeated or (place, None)
+        places.setdefault(block, {}).setdefault(place, []).append(group)
+    for block, by_place in places.items():
+        has_head = len(by_place) > 1
+        if has_head:
+            yield (block, *[""] * (len(COLUMNS) - 1))
+        for members in by_place.values():
+            first = members[0]
+            module = f"  {first.rest or '(itself)'}" if has_head else first.row.module or top
+            yield _row_cells(module, [group.row for group in members], numbers)
+
+
+def _top(rows: list[Row]) -> str:
+    """Returns what is printed for a row in no module, or in the outermost, whose path is empty."""
+    return "(top)" * any(row.module for row in rows)
+
+
+def _row_cells(module: str, rows: list[Row], numbers: Numbers) -> tuple[str, ...]:
+    operations = []
+    for row in rows:
+        times = f" x {row.times}" * (row.times > 1)
+        operations.append(f"{row.operation}{times} [{numbers[_dtype_read(row), row.why]}]")
+    flops = sum(row.flops for row in rows)
+    gigaflops = f"{flops / 1e9:.3g}" if flops else ""
+    return module, _dtypes_shown(rows[0]), ", ".join(operations), gigaflops, rows[0].source
+
+
+def _dtypes_shown(row: Row) -> str:
+    dtypes = " -> ".join(dict.fromkeys(filter(None, (row.dtype_in, row.dtype_out))))
+    return f"{dtypes} ({row.precision})" if row.precision else dtypes
+
+
+def _dtype_read(row: Row) -> str:
+    return row.dtype_in or row.dtype_out
+
+
+def grouped(rows: Sequence[Row]) -> list[Group]:
+    """Returns rows of a report in groups, in the order of the program.
+
+    Modules repeat if their names differ in the number at the end alone. Rows make a group if they
+    differ in nothing else and stand in every combination of some names, so that the label of the
+    group says no more than what is so. Rows that do not are parted: by source line, then by the
+    names of their modules, the outermost first.
+    """
+    siblings: dict[tuple[str, ...], set[str]] = {}
+    alike: dict[Any, list[Row]] = {}
+    for row in rows:
+        path = _path(row)
+        stems = tuple(map(_stem, path))
+        for depth, name in enumerate(path):
+            siblings.setdefault(stems[: depth + 1], set()).add(name)
+        shared = dataclasses.replace(row, module="", source="", times=1, flops=0)
+        alike.setdefault((shared, stems), []).append(row)
+    found = [members for some in alike.values() for members in _parted(some)]
+    order = {id(row): index for index, row in enumerate(rows)}
+    found.sort(key=lambda members: order[id(members[0])])
+    return [_group(members, siblings) for members in found]
+
+
+def _path(row: Row) -> list[str]:
+    return row.module.split("/")
+
+
+def _parted(rows: list[Row], parts: int = 0) -> Iterator[list[Row]]:
+    """Yields rows together if they stand in every combination of their names, else parted.
+
+    Args:
+      parts: how many things they agree in: the source line, and names from the outermost on.
+    """
+    names = [set(at) for at in zip(*map(_path, rows), strict=True)]
+    paths = {row.module for row in rows}
+    if len(paths) == len(rows) == math.prod(map(len, names)) or parts > len(names):
+        yield rows
+        return
+    found: dict[Any, list[Row]] = {}
+    for row in rows:
+        found.setdefault((row.source, *_path(row))[: parts + 1], []).append(row)
+    for some in found.values():
+        yield from _parted(some, parts + 1)
+
+
+def _group(rows: list[Row], siblings: dict[tuple[str, ...], set[str]]) -> Group:
+    names = [set(at) for at in zip(*map(_path, rows), strict=True)]
+    stems = tuple(map(_stem, _path(rows[0])))
+    labels = [_label(at, siblings[stems[: depth + 1]]) for depth, at in enumerate(names)]
+    source = ", ".join(_by_file(row.source for row in rows))
+    row = dataclasses.replace(added_up(rows), module="/".join(labels), source=source)
+    repeats = [depth for depth, at in enumerate(names) if len(at) > 1]
+    if not repeats:
+        return Group(row, "", row.module)
+    end = repeats[0] + 1
+    repeated = f"{'/'.join(labels[:end])} x {len(names[repeats[0]])}"
+    return Group(row, repeated, "/".join(labels[end:]))
+
+
+def _stem(name: str) -> str:
+    """Returns a module's name without its number: "Block_3" is "Block", "3" is "".
+
+    Haiku's first module of a kind has none: "linear", "linear_1".
+    """
+    return re.sub(r"_?\d+$", "", name)
+
+
+def _label(names: set[str], siblings: set[str]) -> str:
+    """Returns a name; "Block_*" for all that differ in the number, "Block_{3,7}" for some."""
+    if len(names) == 1:
+        return min(names)
+    starts = {name.rstrip(string.digits) for name in names}
+    start = starts.pop() if len(starts) == 1 else _stem(min(names))
+    if names == siblings:
+        return f"{start}*"
+    ends = sorted((name.removeprefix(start) for name in names), key=lambda end: (len(end), end))
+    is_range = ends[0].isdigit() and int(ends[-1]) - int(ends[0]) == len(ends) - 1 > 1
+    return f"{start}{{{f'{ends[0]}-{ends[-1]}' if is_range else ','.join(ends)}}}"
+
+
+def _by_file(sources: Iterable[str]) -> Iterator[str]:
+    """Yields each file once, with all its lines."""
+    lines: dict[str, list[str]] = {}
+    for source in dict.fromkeys(sources):
+        file, _, line = source.rpartition(":")
+        lines.setdefault(file, []).append(line)
+    for file, numbers in lines.items():
+        yield f"{file}:{','.join(numbers)}" if file else ""

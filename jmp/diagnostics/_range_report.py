@@ -1,298 +1,30 @@
-"""`exponents`: how many elements of an array lie between each two powers of two.
-
-Read off the bit patterns, in integer arithmetic: XLA may flush subnormal floats to zero as soon as
-it computes with them, and then they could not be told from zeros.
-
-`Range`: the exponents of one tensor, and what becomes of its elements in a half type.
-
-`range_report`: between which powers of two the numbers of a tree lie.
-"""
+"""`range_report`: between which powers of two the numbers of a tree lie."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.typing import DTypeLike
 
-from jmp._messages import described
-from jmp.diagnostics._arguments import apart
+from jmp._messages import described, wrong
+from jmp.diagnostics._arguments import split_arguments
+from jmp.diagnostics._range_plot import plot_ranges
+from jmp.diagnostics._ranges import (
+    FLOAT8_LIMITS,
+    FLOAT8_PRODUCT,
+    HALVES,
+    SCALED,
+    Range,
+    exponent_of,
+    exponents,
+    nearest_scale,
+    row_of,
+)
 from jmp.diagnostics._tables import first_rows, table
-from jmp.dtypes import HALF_DTYPES, floating_dtype, is_half
 from jmp.trees import PyTree, as_jax_array, is_array, path_string
-
-# The exponents of every dtype but float64.
-LOWEST, HIGHEST = -149, 127
-SPECIAL = 3  # zeros, infinities and NaNs are counted behind them
-DIGIT_BITS, DIGITS = 8, 4
-
-
-def layout(dtype: DTypeLike) -> range:
-    """Returns the exponents that are counted for a dtype.
-
-    Those of float32's subnormals and normals, which all narrower types share, so that counts of
-    different types can be added; float64 has a longer row of its own.
-    """
-    wide = np.dtype(dtype) in (np.float64, np.complex128)
-    return range(-1074, 1024) if wide else range(LOWEST, HIGHEST + 1)
-
-
-def exponents(array: jax.Array) -> jax.Array:
-    """Counts the elements of an array by `floor(log2(abs(x)))`, real and imaginary parts each.
-
-    The array keeps its shape all along: flattened, it would be gathered where it is sharded.
-
-    Returns: int32 counts, int64 in x64 mode: those of the exponents of `layout`, then those of
-      zeros, infinities and NaNs. Exact below 2**31.
-
-    >>> counts = jax.jit(exponents)(jnp.array([3.0, -2.0, 0.0, jnp.inf, 1e-40]))
-    >>> {int(i) + LOWEST: int(counts[i]) for i in counts[:-3].nonzero()[0]}
-    {-133: 1, 1: 2}
-    >>> counts[-3:].tolist()
-    [1, 1, 0]
-    """
-    mesh = jax.typeof(array).sharding.mesh
-    if not mesh.explicit_axes:
-        return _exponents(array)
-    # Where types name shardings, a scatter asks for the sharding of its result.
-    replicated = jax.sharding.PartitionSpec()
-    with jax.sharding.use_abstract_mesh(mesh):
-        count = jax.sharding.auto_axes(_exponents, axes=mesh.explicit_axes, out_sharding=replicated)
-        counts: jax.Array = count(array)
-    return counts
-
-
-def _exponents(array: jax.Array) -> jax.Array:
-    if jnp.issubdtype(array.dtype, jnp.complexfloating):
-        return _exponents(array.real) + _exponents(array.imag)
-    if array.dtype.itemsize == 1:
-        array = array.astype(np.float32)  # exact: all of them are normal float32 numbers, or e8m0
-    counted = layout(array.dtype)
-    places = len(counted)
-    info = jnp.finfo(array.dtype)
-    signed = np.int64 if info.bits == 64 else np.int32
-    bits = lax.bitcast_convert_type(array, np.dtype(f"uint{info.bits}"))
-    magnitude = bits & np.array(2 ** (info.bits - 1) - 1, bits.dtype)
-    stored = (magnitude >> np.array(info.nmant, bits.dtype)).astype(signed)
-    fraction = magnitude & np.array(2**info.nmant - 1, bits.dtype)
-    # A subnormal number is its fraction times the smallest one: the highest bit set counts.
-    highest_bit = info.bits - 1 - lax.clz(magnitude).astype(signed)
-    smallest = int(info.minexp) - info.nmant
-    exponent = jnp.where(stored == 0, highest_bit + smallest, stored + int(info.minexp) - 1)
-    special = jnp.where(fraction == 0, places + 1, places + 2)
-    place = jnp.where(stored == 2**info.nexp - 1, special, exponent - counted.start)
-    place = jnp.where(magnitude == 0, places, place)
-    counts = jnp.zeros(places + SPECIAL, jax.dtypes.canonicalize_dtype(np.int64))
-    return counts.at[place].add(1, mode="promise_in_bounds")
-
-
-def digits(counts: jax.Array) -> jax.Array:
-    """Splits int32[...] counts into float32[DIGITS, ...] digits of 8 bits, the lowest first.
-
-    What a gradient adds up is float32, exact to 2**24: so many digits are exact when added up over
-    2**16 turns of a loop, where the counts themselves would be so over one.
-    """
-    counts = counts.astype(np.int32)
-    shifted = jnp.stack([counts >> DIGIT_BITS * digit for digit in range(DIGITS)])
-    return (shifted & ((1 << DIGIT_BITS) - 1)).astype(np.float32)
-
-
-def from_digits(sums: np.ndarray) -> np.ndarray:
-    """Returns the int64[...] counts of float32[DIGITS, ...] sums of digits."""
-    weights = 2 ** (DIGIT_BITS * np.arange(DIGITS, dtype=np.int64))
-    return np.tensordot(weights, sums.astype(np.int64), 1)
-
-
-HALVES = tuple(map(str, HALF_DTYPES))
-FLOAT8 = "float8_e4m3fn"  # of operands of products, as reports name it
-FLOAT8_PRODUCT = "dot_general in float8"  # the operation of a row
-# What is multiplied by the loss scale. A tree of values may be one of gradients.
-SCALED = ("gradient", "activation gradient", "value")
-# Of a loss scale; beyond it the scale or its reciprocal is no normal float32 number.
-LARGEST_EXPONENT = 126
-
-
-class Limits(NamedTuple):
-    """Exponents of a half type: its smallest, smallest normal and largest numbers."""
-
-    name: str
-    smallest: int
-    normal: int
-    largest: int
-
-
-def limits_of(dtype: DTypeLike) -> Limits:
-    """Returns the limits of a half type; raises ValueError for any other."""
-    half = floating_dtype(dtype, "dtype")
-    if not is_half(half):
-        raise ValueError(f"Ranges were asked for {half}; expected 'float16' or 'bfloat16'.")
-    return _limits(half)
-
-
-def _limits(dtype: np.dtype) -> Limits:
-    info = jnp.finfo(dtype)
-    largest = int(math.log2(float(info.max)))
-    return Limits(str(dtype), int(info.minexp) - info.nmant, int(info.minexp), largest)
-
-
-FLOAT8_LIMITS = tuple(_limits(np.dtype(d)) for d in (jnp.float8_e4m3fn, jnp.float8_e5m2))
-
-
-def exponent_of(scale: float) -> int:
-    """Returns the exponent of a loss scale; raises ValueError if it is no normal power of two."""
-    fraction, exponent = math.frexp(float(scale))
-    if fraction != 0.5 or abs(exponent - 1) > LARGEST_EXPONENT:
-        raise ValueError(
-            f"Got the loss scale {described(scale)}; expected a power of two between 2**-126 and "
-            "2**126, which moves exponents and rounds nothing."
-        )
-    return exponent - 1
-
-
-def power_of_two(exponent: int) -> float:
-    """Returns 2**exponent, brought between 2**-126 and 2**126."""
-    return 2.0 ** max(-LARGEST_EXPONENT, min(LARGEST_EXPONENT, exponent))
-
-
-@dataclasses.dataclass(frozen=True)
-class Shares:
-    """What becomes of the elements of a tensor in a half type: seven shares that add up to 1."""
-
-    zero: float  # before any rounding
-    underflow: float  # below half the smallest subnormal number (2**-25 in float16): becomes zero
-    # Up to the smallest normal number (2**-14), with fewer digits. Exactly half the smallest
-    # subnormal number counts here, though it rounds to zero.
-    subnormal: float
-    normal: float  # up to the maximum
-    # From the power of two above the maximum on (2**16): infinite. Numbers between 65520 and 65536
-    # round to infinity as well; they count as normal.
-    overflow: float
-    infinite: float  # before any rounding, and so is `nan`
-    nan: float
-
-    @property
-    def lost(self) -> float:
-        """The share that comes out as zero, infinity or NaN, and is no zero."""
-        return self.underflow + self.overflow + self.infinite + self.nan
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Range:
-    """The exponents of the elements of a tensor, or of all that come from one place.
-
-    Attributes:
-      role: "parameter", "gradient", "activation", "activation gradient"; "value" for a leaf of a
-        tree that `range_report` was given.
-      path: of the leaf in its tree; of an activation, its module or name scope.
-      dtype: as stored.
-      counts: int64 array: `counts[i]` elements are at least `2**(lowest + i)` and below twice that,
-        in absolute value.
-      lowest: the exponent of the first count.
-      zeros, infinities, nans: elements that have no exponent.
-      scale: the loss scale that is in the numbers.
-      operation, source: of an activation, the primitive and "file:line" of the user's code.
-
-    >>> row = Range("value", "w", "float32", np.array([2, 1]), -25, zeros=1, infinities=0, nans=0)
-    >>> row.size, row.exponents, row.shares("float16", scale=2.0**12).underflow
-    (4, (-25, -24), 0.0)
-    """
-
-    role: str
-    path: str
-    dtype: str
-    counts: np.ndarray = dataclasses.field(repr=False)
-    lowest: int
-    zeros: int
-    infinities: int
-    nans: int
-    scale: float = 1.0
-    operation: str = ""
-    source: str = ""
-
-    @property
-    def size(self) -> int:
-        """How many elements were counted; complex ones count twice, in a loop each iteration."""
-        return int(self.counts.sum()) + self.zeros + self.infinities + self.nans
-
-    @property
-    def exponents(self) -> tuple[int, int] | None:
-        """The lowest and the highest exponent; None where no element is finite and not zero."""
-        (found,) = self.counts.nonzero()
-        return (self.lowest + int(found[0]), self.lowest + int(found[-1])) if found.size else None
-
-    def shares(self, dtype: DTypeLike = "float16", scale: float | None = None) -> Shares:
-        """Returns what becomes of the elements in a half type under a loss scale; 0 if empty.
-
-        Args:
-          dtype: the half type.
-          scale: the loss scale, a power of two; the one that is in the numbers if left out.
-            Parameters and activations are not scaled.
-
-        Raises: ValueError for another dtype, or a scale that is no power of two.
-        """
-        return self._shares(limits_of(dtype), self.shift(scale))
-
-    def float8_shares(self) -> dict[str, Shares]:
-        """Returns what becomes of the elements in "float8_e4m3fn" and in "float8_e5m2".
-
-        As in a float8 product, the elements are scaled first, so that the power of two of the
-        largest is that of the format's largest number; the loss scale changes nothing. If one is
-        infinite or NaN, all become NaN. (Micikevicius et al. 2022, "FP8 Formats for Deep
-        Learning".)
-        """
-        if self.infinities or self.nans:
-            return {limits.name: Shares(0, 0, 0, 0, 0, 0, nan=1) for limits in FLOAT8_LIMITS}
-        _, high = self.exponents or (0, 0)
-        # No scale has a reciprocal that is not finite.
-        shifts = (min(limits.largest - high, LARGEST_EXPONENT) for limits in FLOAT8_LIMITS)
-        pairs = zip(FLOAT8_LIMITS, shifts, strict=True)
-        return {limits.name: self._shares(limits, shift) for limits, shift in pairs}
-
-    def _shares(self, limits: Limits, shift: int) -> Shares:
-        exponents = self.lowest + shift + np.arange(len(self.counts))
-        edges = (limits.smallest - 1, limits.normal, limits.largest + 1)
-        below = [int(self.counts[exponents < edge].sum()) for edge in edges]
-        finite = np.diff([0, *below, int(self.counts.sum())])
-        numbers = (self.zeros, *finite, self.infinities, self.nans)
-        return Shares(*(int(number) / max(1, self.size) for number in numbers))
-
-    def shift(self, scale: float | None) -> int:
-        """Returns by how much exponents grow where `scale` replaces the scale in the numbers.
-
-        Raises: ValueError for a scale that is no power of two.
-        """
-        if scale is None or self.role not in SCALED:
-            return 0
-        return exponent_of(scale) - exponent_of(self.scale)
-
-    def lossless_exponents(self, dtype: DTypeLike, margin: float) -> tuple[int, int] | None:
-        """Returns the exponents of the lowest and the highest scale that lose nothing.
-
-        The first may be above the second. None where it cannot be known: there is nothing to scale,
-        or infinities or NaNs hide the largest number.
-
-        Raises: ValueError for another dtype, or a margin below 1 or infinite.
-        """
-        limits = limits_of(dtype)
-        if not 1 <= margin < math.inf:
-            raise ValueError(f"Got margin={described(margin)}; expected a factor of at least 1.")
-        if self.role not in SCALED or self.infinities or self.nans or self.exponents is None:
-            return None
-        low, high = (exponent - exponent_of(self.scale) for exponent in self.exponents)
-        return limits.smallest - low, limits.largest - math.ceil(math.log2(margin)) - high
-
-
-def row_of(role: str, path: str, dtype: str, counts: np.ndarray, **fields: Any) -> Range:
-    """Returns the row of what `exponents` counted; `fields` are the last of a `Range`."""
-    numbers = counts.astype(np.int64)
-    zeros, infinities, nans = map(int, numbers[-3:])
-    lowest = layout(jnp.dtype(dtype)).start
-    return Range(role, path, dtype, numbers[:-3], lowest, zeros, infinities, nans, **fields)
-
 
 SHOWN = 10  # of each role
 NOTABLE = 0.01  # share of subnormal numbers, which lose digits and no more
@@ -322,7 +54,7 @@ def range_report(tree: PyTree) -> "RangeReport":
     >>> report.best_scale("float16")
     16384.0
     """
-    ((tree,), _), given = apart(tree), tree
+    ((tree,), _), given = split_arguments(tree), tree
     with jax.enable_x64(True):  # float64 leaves of NumPy stay; a count may exceed 2**31
         leaves = [
             (path_string(path), as_jax_array(leaf))
@@ -331,9 +63,12 @@ def range_report(tree: PyTree) -> "RangeReport":
         ]
         counts = jax.device_get([_count(leaf) for _, leaf in leaves])
     if not leaves and callable(given):
-        raise TypeError(
-            f"range_report got {described(given)}; expected a tree of arrays, such as parameters. "
-            "What a loss computes is counted by gradient_report(loss_fn)(*args)."
+        raise wrong(
+            TypeError,
+            "range_report",
+            given,
+            "a tree of arrays, such as parameters",
+            more=" What a loss computes is counted by gradient_report(loss_fn)(*args).",
         )
     pairs = zip(leaves, counts, strict=True)
     return RangeReport(
@@ -414,7 +149,7 @@ class RangeReport:
         Raises: ValueError for another dtype, or a margin below 1 or infinite.
         """
         found = self._lossless_exponents(dtype, margin)
-        return None if found is None else power_of_two(found[1])
+        return None if found is None else nearest_scale(found[1])
 
     def lossless_scales(
         self, dtype: DTypeLike | None = None, margin: float = 2.0
@@ -434,7 +169,7 @@ class RangeReport:
         hidden = any(row.zeros and row.dtype in HALVES for row in rows)
         if found is None or found[0] > found[1] or hidden:
             return None
-        return power_of_two(found[0]), power_of_two(found[1])
+        return nearest_scale(found[0]), nearest_scale(found[1])
 
     def _lossless_exponents(self, dtype: DTypeLike | None, margin: float) -> tuple[int, int] | None:
         rows = [row for role in SCALED for row in self.counting(role) if row.zeros < row.size]
@@ -481,14 +216,12 @@ class RangeReport:
         Raises: ImportError without matplotlib; ValueError for a role without rows, another dtype,
           or a scale that is no power of two.
         """
-        from jmp.diagnostics._plots import plot_ranges
-
         totals = [self.total(role) for role in (self.roles if roles is None else roles)]
         return plot_ranges(totals, dtype or self.dtype, scale, axes)
 
     def __str__(self) -> str:
         best, lossless = self.best_scale(), self.lossless_scales()
-        lines = [table(("role", "scale", *SHARES), _totals(self, best))]
+        lines = [table(("role", "scale", *SHARES), _rows_of_totals(self, best))]
         lines.append(f"best static scale: {'unknown' if best is None else _power(best)}")
         if lossless:
             lines.append(f"scales that lose no gradient: {' to '.join(map(_power, lossless))}")
@@ -498,7 +231,7 @@ class RangeReport:
         return "\n".join(lines)
 
 
-def _totals(report: RangeReport, best: float | None) -> list[tuple[str, ...]]:
+def _rows_of_totals(report: RangeReport, best: float | None) -> list[tuple[str, ...]]:
     # In half a scale that comes too late brings nothing back: no use to show one.
     is_half = any(row.dtype in HALVES for row in report.rows)
     found = []

@@ -8,15 +8,18 @@ that made it, into jits, loops, branches and rematerialised regions.
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.extend.core import JaxprEqn
 
 from jmp import _jax_compat
-from jmp._calls import vjp_at
+from jmp._array_calls import vjp_at
 from jmp.autocasting._numbers import size_of
-from jmp.diagnostics._walk import path_within, users_line
+from jmp.autocasting._propagation import WayInside, propagate
+from jmp.diagnostics._walk import path_of, users_line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,18 +57,24 @@ class Residual:
         return self.times * size_of(self.shape)
 
 
-class Origin(NamedTuple):
+class Provenance(NamedTuple):
     """Where a value comes from."""
 
     module: str = ""
     source: str = ""
     operation: str = "literal"
     made_of: frozenset[str] = frozenset()  # "parameters", "data", both or neither
+    depth: int = 0  # how many equations are around the one that made it
+
+    def also_of(self, others: Iterable["Provenance"]) -> "Provenance":
+        """Returns the provenance of a value that others were needed for, too."""
+        return self._replace(made_of=self.made_of.union(*(other.made_of for other in others)))
 
 
-LITERAL = Origin()
+LITERAL = Provenance()
 # What a branch fills in for a residual of another platform's: XLA keeps no room for it.
-ELSEWHERE = Origin(operation="platform")
+ELSEWHERE = Provenance(operation="platform")
+FOLLOWED = {*_jax_compat.CALLS, "scan", "cond"}
 
 
 def residuals(
@@ -83,94 +92,74 @@ def residuals(
 
     jaxpr, _ = _jax_compat.open_jaxpr(jax.make_jaxpr(leaves)(*arguments))
     names = ["parameters" if i in positions else "data" for i in range(len(jaxpr.invars))]
-    inputs = [Origin("", "", "argument", frozenset([name])) for name in names]
+    inputs = [Provenance("", "", "argument", frozenset([name])) for name in names]
     held = {*jaxpr.invars, *jaxpr.constvars}
     found: collections.Counter[tuple[Any, ...]] = collections.Counter()
-    for atom, origin in zip(jaxpr.outvars, _origins(jaxpr, inputs, LITERAL), strict=True):
+    for atom, made in zip(jaxpr.outvars, _follow(jaxpr, inputs), strict=True):
         if atom.aval.shape if hasattr(atom, "val") else atom in held:
             continue  # an argument, or an array that the function closes over
-        if origin is ELSEWHERE:
-            continue
-        found[origin, atom.aval.dtype, tuple(atom.aval.shape)] += 1
+        if made != ELSEWHERE:
+            found[made._replace(depth=0), atom.aval.dtype, tuple(atom.aval.shape)] += 1
     rows = []
-    for (origin, dtype, shape), times in found.items():
-        module, source, operation, made_of = origin
-        is_copy = made_of == {"parameters"}
+    for (made, dtype, shape), times in found.items():
+        is_copy = made.made_of == {"parameters"}
         size = times * size_of(shape) * dtype.itemsize
-        rows.append(Residual(module, source, operation, str(dtype), shape, is_copy, times, size))
+        place = made.module, made.source, made.operation
+        rows.append(Residual(*place, str(dtype), shape, is_copy, times, size))
     return rows
 
 
-def _origins(jaxpr: Any, inputs: Sequence[Origin], outer: Origin) -> list[Origin]:
-    """Returns the origin of each output of an open jaxpr that stands at the place of `outer`."""
-    known = dict(zip(jaxpr.invars, inputs, strict=True))
-
-    def read(atom: Any) -> Origin:
-        return LITERAL if hasattr(atom, "val") else known.get(atom, LITERAL)
-
-    for equation in jaxpr.eqns:
-        origins = _results(equation, [read(atom) for atom in equation.invars], outer)
-        known.update(zip(equation.outvars, origins, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+def _follow(
+    jaxpr: Any, inputs: Sequence[Provenance], around: tuple[JaxprEqn, ...] = ()
+) -> list[Provenance]:
+    """Returns the provenance of each output of an open jaxpr inside the equations `around`."""
+    rule = functools.partial(_of_results, around)
+    return propagate(jaxpr, inputs, rule, _one_of, lambda _: LITERAL)
 
 
-def _results(equation: Any, operands: list[Origin], outer: Origin) -> list[Origin]:
-    """Returns the origin of each result: an equation inside, where there is one."""
-    here = outer._replace(
-        module=path_within(outer.module, equation),
-        source=users_line(equation) or outer.source,
-        operation=equation.primitive.name,
-    )
-    inner = list(_jax_compat.inner_jaxprs(equation))
-    if here.operation == "platform_index":  # known when the program is compiled
+def _of_results(
+    around: tuple[JaxprEqn, ...],
+    equation: JaxprEqn,
+    operands: list[Provenance],
+    inside: WayInside[Provenance],
+) -> Sequence[Provenance]:
+    """Returns the provenance of each result: an equation inside, where there is one."""
+    name, within = equation.primitive.name, (*around, equation)
+    if name == "platform_index":  # known when the program is compiled
         return [ELSEWHERE]
-    if here.operation == "scan":
-        return _scan(equation, inner[0], operands, here)
-    if here.operation == "cond":
-        if (chosen := _branch_here(equation)) is not None:
-            return _without_fillings(inner[chosen], _origins(inner[chosen], operands[1:], here))
-        return _cond(inner, operands, here)
-    counts = [len(jaxpr.invars) for jaxpr in inner]
-    if here.operation in _jax_compat.CALLS and counts == [len(operands)]:
-        return _origins(inner[0], operands, here)
-    if not (here.module or here.source):
+    if (branch := _branch_here(equation)) is not None:
+        return _without_fillings(branch, _follow(branch, operands[1:], within))
+    if name in FOLLOWED and (found := inside(functools.partial(_of_results, within))):
+        return found
+    module, source = path_of(equation, around), users_line(equation, around)
+    if not (module or source):
         # A cast of ours, for one: it stands where its operand does.
-        near = next((o for o in operands if o.module or o.source), here)
-        here = here._replace(module=near.module, source=near.source)
-    return [_joined(here, operands)] * len(equation.outvars)
+        near = next((operand for operand in operands if operand.module or operand.source), LITERAL)
+        module, source = near.module, near.source
+    made = Provenance(module, source, name, depth=len(around)).also_of(operands)
+    return [made] * len(equation.outvars)
 
 
-def _scan(equation: Any, body: Any, operands: list[Origin], here: Origin) -> list[Origin]:
-    constants, carried, rows = _jax_compat.Scan.of(equation.params).split(operands)
-    before = None
-    while before != [origin.made_of for origin in carried]:
-        before = [origin.made_of for origin in carried]
-        # What is carried was made in the turn before, of what any turn carries.
-        results = _origins(body, [*constants, *carried, *rows], here)
-        carried = [_joined(new, [old]) for new, old in zip(results, carried, strict=False)]
-    return _origins(body, [*constants, *carried, *rows], here)
+def _one_of(choices: Sequence[Provenance], deciding: Sequence[Provenance]) -> Provenance:
+    """Returns the provenance of a value that is one of several: see `Join` of `propagate`."""
+    if deciding:
+        # What a branch does not keep it fills in, with something made of nothing.
+        chosen = next((choice for choice in choices if choice.made_of), choices[0])
+    else:
+        # What a loop carries was made in the turn before; any order would do, of equal depths.
+        chosen = max(choices, key=lambda made: (made.depth, made.module, made.source, made[2]))
+    return chosen.also_of((*choices, *deciding))
 
 
-def _cond(branches: list[Any], operands: list[Origin], here: Origin) -> list[Origin]:
-    """Names what several branches keep after the first.
-
-    What a branch does not keep it fills in, with something made of nothing.
-    """
-    found = []
-    for choices in zip(*(_origins(b, operands[1:], here) for b in branches), strict=True):
-        made = [origin for origin in choices if origin.made_of]
-        found.append(_joined((made or choices)[0], [*choices, operands[0]]))
-    return found
-
-
-def _branch_here(equation: Any) -> int | None:
-    """Returns which branch of `lax.platform_dependent` runs here; None for another conditional."""
+def _branch_here(equation: JaxprEqn) -> Any:
+    """Returns the branch of `lax.platform_dependent` that runs here; None for what is no such."""
     here = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
     platforms = equation.params.get("branches_platforms") or ()
-    return next((i for i, names in enumerate(platforms) if names is None or here in names), None)
+    pairs = zip(platforms, _jax_compat.inner_jaxprs(equation), strict=False)
+    return next((branch for names, branch in pairs if names is None or here in names), None)
 
 
-def _without_fillings(branch: Any, origins: list[Origin]) -> list[Origin]:
+def _without_fillings(branch: Any, results: list[Provenance]) -> list[Provenance]:
     """Marks what a branch returns, without a value, in the place of what other platforms keep."""
     empty: set[Any] = set()
 
@@ -181,9 +170,5 @@ def _without_fillings(branch: Any, origins: list[Origin]) -> list[Origin]:
         made_of_nothing = equation.invars and all(map(is_empty, equation.invars))
         if made_of_nothing or equation.primitive.name.startswith("empty"):
             empty.update(equation.outvars)
-    atoms = zip(branch.outvars, origins, strict=True)
-    return [ELSEWHERE if is_empty(atom) else origin for atom, origin in atoms]
-
-
-def _joined(origin: Origin, others: Sequence[Origin]) -> Origin:
-    return origin._replace(made_of=origin.made_of.union(*(o.made_of for o in others)))
+    atoms = zip(branch.outvars, results, strict=True)
+    return [ELSEWHERE if is_empty(atom) else made for atom, made in atoms]

@@ -1,21 +1,20 @@
 """Rows of a precision report, read off a plan, and what products take of the hardware."""
 
+import collections
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn
-from jax.extend.source_info_util import NameStack
 
 from jmp.autocasting._equations import is_inner_product
+from jmp.autocasting._graph import Node
 from jmp.autocasting._numbers import length_of, size_of
-from jmp.autocasting._operations import decisions_of, is_product, operations_of
+from jmp.autocasting._operations import Operation, is_product
 from jmp.autocasting._precision import precision_of
 from jmp.autocasting._registry import Category, rule_for
-from jmp.autocasting._steps import Plan
-from jmp.diagnostics._tables import totals
-from jmp.diagnostics._walk import module_path, source_line
+from jmp.diagnostics._walk import path_of, source_line
 
 # The channels of an image are what they are; cuDNN has kernels of its own for them.
 IMAGE_CHANNELS = 4
@@ -35,8 +34,7 @@ class Row:
         float32).
       operation: the primitive.
       module: path of modules or name scopes, "" at the top.
-      source: "file:line" of the user's code, or of a library's where no frame is the user's;
-        several where JAX traced a function once for all its callers.
+      source: "file:line" of the user's code, or of a library's where no frame is the user's.
       dtype_in: of the floating operands as they are read.
       dtype_out: of the result as stored.
       why: the reason of the rule or of the planner.
@@ -66,28 +64,21 @@ class Row:
     precision: str = ""
 
 
-Lines = dict[tuple[int, str], str]
-
-
-def rows_of(plan: Plan, lines: Lines) -> list[Row]:
-    """Returns the products, reductions and exponentials of a plan, nested ones included.
-
-    `lines` are those that `lines_of_callers` gives for the jaxpr that was planned.
-    """
+def rows_of(operations: Iterable[Operation]) -> list[Row]:
+    """Returns the products, reductions and exponentials among the operations of a plan."""
     found: dict[Row, list[Row]] = {}
-    for operation in operations_of(plan):
-        equation = operation.equation
+    for operation in operations:
+        equation, around = operation.equation, operation.around
         kind = kind_of_row(equation)
         if kind is None or not operation.dtypes_out:
             continue
         flops = product_of(equation).flops if kind == "product" else 0
         has_precision = kind == "product" and not CHOOSES.isdisjoint(operation.dtypes_in)
-        module, source = location_of(equation, operation.scope, lines)
         row = Row(
             kind=kind,
             operation=equation.primitive.name,
-            module=module,
-            source=source,
+            module=path_of(equation, around),
+            source=source_line(equation, around),
             dtype_in=", ".join(operation.dtypes_in),
             dtype_out=", ".join(operation.dtypes_out),
             why=operation.why,
@@ -96,7 +87,7 @@ def rows_of(plan: Plan, lines: Lines) -> list[Row]:
             precision=precision_of(equation, operation.params) if has_precision else "",
         )
         found.setdefault(dataclasses.replace(row, times=1, flops=0), []).append(row)
-    return list(map(together, found.values()))
+    return list(map(added_up, found.values()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,22 +112,17 @@ class Decision:
     times: int = 1
 
 
-def decisions_in(plan: Plan, lines: Lines) -> list[Decision]:
-    """Returns what a plan does besides choosing dtypes, a row for each place; see `rows_of`."""
-    found = totals(
-        ((what, *location_of(node.equation, node.scope, lines)), times)
-        for what, node, times in decisions_of(plan)
-    )
-    return [Decision(*key, times) for key, times in found.items()]
+def decisions_in(decided: Iterable[tuple[str, Node, int]]) -> list[Decision]:
+    """Returns what `decisions_of` a plan gives, one for each place."""
+    found: collections.Counter[Decision] = collections.Counter()
+    for what, node, times in decided:
+        equation, around = node.equation, node.around
+        decision = Decision(what, path_of(equation, around), source_line(equation, around))
+        found[decision] += times
+    return [dataclasses.replace(decision, times=times) for decision, times in found.items()]
 
 
-def location_of(equation: JaxprEqn, scope: NameStack, lines: Lines) -> tuple[str, str]:
-    """Returns the module and the source line of an equation."""
-    module = module_path(scope)
-    return module, source_line(equation, lines.get((id(equation), module), ""))
-
-
-def together(rows: Sequence[Row]) -> Row:
+def added_up(rows: Sequence[Row]) -> Row:
     """Returns the first of some rows with the times and the operations of all."""
     times, flops = sum(row.times for row in rows), sum(row.flops for row in rows)
     return dataclasses.replace(rows[0], times=times, flops=flops)

@@ -1,21 +1,14 @@
-"""Where an equation comes from: the user's line, and the path of modules or name scopes.
+"""What the equations of a traced program say of their place, and how they are run again.
 
-Runs a traced program again, equation by equation, with a look at every result.
-
-`replay` binds the equations of a jaxpr under whatever trace is current, so that it may be
-differentiated, compiled or traced anew. Loops, branches, remat and jit are emitted through JAX's
-public functions, with the inside replayed too; while loops, custom derivatives, `shard_map` and
-kernels are bound as they are. Two things can be said of the run:
-  - `on_results(site, results)` sees what each equation gives and returns what stands for it;
-  - `handlers` says, by the name of the primitive, how an equation is emitted. So
-    `{**HANDLERS, "remat": inline}` is the program without its remat.
+`with_places` walks over them: each has a path of modules or name scopes, and the user's line.
+`replay` binds them again, with a look at every result; `evaluate` is the loop that does so.
 """
 
 import functools
 import os
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -25,8 +18,8 @@ from jax.extend.source_info_util import NameStack
 
 from jmp import _jax_compat
 from jmp.autocasting._kinds import kind_of
-from jmp.autocasting._propagation import turns_of
-from jmp.autocasting._regions import joined_path
+from jmp.autocasting._propagation import walk
+from jmp.autocasting._request import joined_path
 
 # Lines of these packages are not the user's: what counts is the line that calls a Flax layer.
 FRAMEWORKS = ("jaxlib/", "flax/", "haiku/", "equinox/", "optax/", "chex/")
@@ -61,30 +54,6 @@ def _installed(file: str) -> str:
     return ""
 
 
-def source_line(equation: core.JaxprEqn, outer: str = "") -> str:
-    """Returns "file:line" of the user's line, or of a library's; "" if no frame is known.
-
-    JAX records the frames from the innermost trace on, so that the body of a loop, or of a jitted
-    function of `jax.numpy`, need not have a line of the user's. Then it is `outer`, the user's line
-    of the equation around it.
-    """
-    return users_line(equation) or outer or _librarys_line(equation)
-
-
-def users_line(equation: core.JaxprEqn) -> str:
-    """Returns "file:line" of the innermost frame that is the user's; "" if there is none."""
-    for file, line in _jax_compat.frames_of(equation):
-        if not file.startswith(_machinery()) and not _installed(file).startswith(FRAMEWORKS):
-            return f"{spelled(file)}:{line}"
-    return ""
-
-
-def _librarys_line(equation: core.JaxprEqn) -> str:
-    frames = _jax_compat.frames_of(equation)
-    outside_jax = [frame for frame in frames if not frame[0].startswith(_machinery())]
-    return "".join(f"{spelled(file)}:{line}" for file, line in (outside_jax or frames)[:1])
-
-
 class Placed(NamedTuple):
     """An equation, its path of modules from the outermost level, its line, how often it runs."""
 
@@ -94,36 +63,47 @@ class Placed(NamedTuple):
     times: int
 
 
+def with_places(jaxpr: Any) -> Iterator[Placed]:
+    """Yields the equations of a jaxpr, closed or open, with their places, at any depth."""
+    for equation, around, times in walk(jaxpr):
+        path, source = path_of(equation, around), source_line(equation, around)
+        yield Placed(equation, path, source, times)
+
+
 def place_name(source: str, path: str) -> str:
     """Returns a source line and a path of modules as errors and hazards name them."""
     return (source or "?") + f" ({path})" * bool(path)
 
 
-def with_places(
-    jaxpr: core.Jaxpr, outer: str = "", outer_line: str = "", times: int = 1
-) -> Iterator[Placed]:
-    """Yields the equations of an open jaxpr at any depth with their places.
+def source_line(equation: core.JaxprEqn, around: Sequence[core.JaxprEqn] = ()) -> str:
+    """Returns "file:line" of the user's line, or of a library's; "" if no frame is known."""
+    if line := users_line(equation, around):
+        return line
+    frames = _jax_compat.frames_of(equation)
+    outside_jax = [frame for frame in frames if not frame[0].startswith(_machinery())]
+    return "".join(f"{spelled(file)}:{line}" for file, line in (outside_jax or frames)[:1])
 
-    Path, user's line and times of the equation that holds it are given; the turns of scans count.
+
+def users_line(equation: core.JaxprEqn, around: Sequence[core.JaxprEqn] = ()) -> str:
+    """Returns "file:line" of the innermost frame that is the user's; "" if there is none.
+
+    JAX records the frames from the innermost trace on, so that the body of a loop, or of a jitted
+    function of `jax.numpy`, need not have a line of the user's. Then it is that of the equation
+    around it; `around` has those, the outermost first.
     """
-    for equation in jaxpr.eqns:
-        path = path_within(outer, equation)
-        line = users_line(equation) or outer_line
-        yield Placed(equation, path, line or _librarys_line(equation), times)
-        for inner in _jax_compat.inner_jaxprs(equation):
-            yield from with_places(inner, path, line, times * turns_of(equation))
+    for each in (equation, *reversed(around)):
+        for file, line in _jax_compat.frames_of(each):
+            if not file.startswith(_machinery()) and not _installed(file).startswith(FRAMEWORKS):
+                return f"{spelled(file)}:{line}"
+    return ""
 
 
-def lines_of_callers(jaxpr: core.Jaxpr) -> dict[tuple[int, str], str]:
-    """Returns source lines of the equations that have none of the user's, by identity and path.
-
-    What JAX traced once stands at all its places in the program: such an equation has all lines.
-    """
-    found: dict[tuple[int, str], dict[str, None]] = {}
-    for equation, path, source, _ in with_places(jaxpr):
-        if not users_line(equation):
-            found.setdefault((id(equation), path), {})[source] = None
-    return {place: ", ".join(lines) for place, lines in found.items()}
+def path_of(equation: core.JaxprEqn, around: Sequence[core.JaxprEqn] = ()) -> str:
+    """Returns the path of an equation's modules, with those of the equations around it."""
+    path = ""
+    for each in (*around, equation):
+        path = path_within(path, each)
+    return path
 
 
 def path_within(outer: str, equation: core.JaxprEqn) -> str:
@@ -141,8 +121,8 @@ def module_path(stack: NameStack, outer: str = "") -> str:
     return joined_path(names, outer)
 
 
-class Site(NamedTuple):
-    """A place in a program."""
+class Replayed(NamedTuple):
+    """An equation that is run again, and where it stands."""
 
     equation: JaxprEqn
     path: str  # modules or name scopes from the outermost level down, joined by slashes
@@ -151,33 +131,41 @@ class Site(NamedTuple):
     position: tuple[int, ...]
 
 
+T = TypeVar("T")
 Arrays = list[Any]
 Replay = Callable[..., Arrays]  # (jaxpr, operands, branch=0) -> results
-OnResults = Callable[[Site, Arrays], Arrays]
+OnResults = Callable[[Replayed, Arrays], Arrays]
 Handler = Callable[[JaxprEqn, Arrays, Replay], Arrays]  # (equation, operands, replay) -> results
 
 
 def replay(
     jaxpr: Any,
     operands: Sequence[Any],
-    on_results: OnResults = lambda site, results: results,
+    on_results: OnResults = lambda replayed, results: results,
     handlers: Mapping[str, Handler] | None = None,
     path: str = "",
     position: tuple[int, ...] = (),
 ) -> list[Any]:
     """Returns the outputs of a jaxpr, which is closed, or open without constants.
 
+    Its equations are bound under whatever trace is current, so that it may be differentiated,
+    compiled or traced anew. Loops, branches, remat and jit are emitted through JAX's public
+    functions, with the inside replayed too; while loops, custom derivatives, `shard_map` and
+    kernels are bound as they are.
+
     Args:
-      on_results: called after each equation, those of levels inside first.
+      on_results: called after each equation, those of levels inside first: given the equation and
+        its results it returns what stands for them.
       handlers: how equations are emitted, by the names of their primitives; `HANDLERS` if left out.
-        A primitive that is not there is bound as it is.
+        A primitive that is not there is bound as it is: `{**HANDLERS, "remat": inline}` is the
+        program without its remat.
       path, position: of the level above.
 
     >>> def loss(x):
     ...     return jax.lax.scan(lambda total, x: (total + jnp.exp(x), None), jnp.zeros(()), x)[0]
     >>> names = []
-    >>> def look(site, results):
-    ...     names.append(site.equation.primitive.name)
+    >>> def look(replayed, results):
+    ...     names.append(replayed.equation.primitive.name)
     ...     return results
     >>> _ = replay(jax.make_jaxpr(loss)(jnp.ones(3)), [jnp.ones(3)], look)
     >>> names
@@ -185,27 +173,59 @@ def replay(
     """
     inner, constants = _jax_compat.open_jaxpr(jaxpr)
     handlers = HANDLERS if handlers is None else handlers
-    values = [*constants, *operands]
-    environment = dict(zip((*inner.constvars, *inner.invars), values, strict=True))
 
-    def read(atom: Any) -> Any:
-        return literal(atom) if hasattr(atom, "val") else environment[atom]
-
-    def run(equation: JaxprEqn, index: int) -> list[Any]:
-        site = Site(equation, path_within(path, equation), (*position, index))
+    def step(equation: JaxprEqn, index: int, operands: list[Any]) -> list[Any]:
+        here = Replayed(equation, path_within(path, equation), (*position, index))
 
         def inside(jaxpr: Any, operands: Sequence[Any], branch: int = 0) -> list[Any]:
-            below = (*site.position, branch)
-            return replay(jaxpr, operands, on_results, handlers, site.path, below)
+            below = (*here.position, branch)
+            return replay(jaxpr, operands, on_results, handlers, here.path, below)
 
         emit = handlers.get(equation.primitive.name, bound)
-        with _jax_compat.place_of(equation, equation.source_info.name_stack):
-            results = emit(equation, [read(atom) for atom in equation.invars], inside)
-            return on_results(site, results)
+        return on_results(here, emit(equation, operands, inside))
 
-    for index, equation in enumerate(inner.eqns):
-        environment.update(zip(equation.outvars, run(equation, index), strict=True))
-    return [read(atom) for atom in inner.outvars]
+    return evaluate(inner, [*constants, *operands], step, lambda atom, _: literal(atom))
+
+
+def evaluate(
+    jaxpr: core.Jaxpr,
+    inputs: list[T],
+    step: Callable[[JaxprEqn, int, list[T]], list[T]],
+    of_literal: Callable[[Any, JaxprEqn | None], T],
+) -> list[T]:
+    """Returns the outputs of an open jaxpr; what stands for a value is the caller's.
+
+    Args:
+      inputs: what stands for its constants, then for its inputs. The list is emptied: each is freed
+        after its last use.
+      step: given an equation, its index and its operands, returns its results. It runs in the
+        equation's place: source line, name scopes, mesh, compute type.
+      of_literal: given a literal and the equation that reads it, None for an output of the jaxpr.
+    """
+    values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
+    inputs.clear()
+    reads = [*(equation.invars for equation in jaxpr.eqns), jaxpr.outvars]
+    last_use = {
+        atom: index for index, atoms in enumerate(reads) for atom in atoms if not _is_literal(atom)
+    }
+
+    def read(atom: Any, equation: JaxprEqn | None) -> Any:
+        return of_literal(atom, equation) if _is_literal(atom) else values[atom]
+
+    for index, equation in enumerate(jaxpr.eqns):
+        operands = [read(atom, equation) for atom in equation.invars]
+        for atom in equation.invars:
+            if not _is_literal(atom) and last_use[atom] == index:
+                values.pop(atom, None)  # gone already if it is read twice
+        with _jax_compat.place_of(equation, equation.source_info.name_stack):
+            results = step(equation, index, operands)
+        pairs = zip(equation.outvars, results, strict=True)
+        values |= {variable: result for variable, result in pairs if variable in last_use}
+    return [read(atom, None) for atom in jaxpr.outvars]
+
+
+def _is_literal(atom: Any) -> bool:
+    return hasattr(atom, "val")
 
 
 def literal(atom: Any) -> np.ndarray:

@@ -1,23 +1,51 @@
-"""`accumulated_value_and_grad`: the gradients of a large batch, from micro-batches in one loop."""
+"""`accumulated_value_and_grad`: the gradients of a large batch, from micro-batches in one loop.
+
+A `Window` is what the user gave, checked: it runs the loop that adds up scaled gradients, and takes
+their mean. The checks follow below.
+"""
 
 import functools
+import numbers
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, ParamSpec, TypeVar, overload
+from typing import Any, Literal, NamedTuple, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
-from jmp._calls import check_function
-from jmp.loss_scaling import _micro_batches
-from jmp.loss_scaling._base import LossScale
+from jmp._array_calls import argument_numbers, replaced
+from jmp._jax_compat import varying_axes
+from jmp._messages import check_function, described, did_you_mean, listed, shape_text, wrong
+from jmp.dtypes import FLOAT32, at_least_float32, floating_dtype, is_castable, is_half
+from jmp.loss_scaling._base import LossScale, multiply_tree
 from jmp.loss_scaling._gradients import check_loss_scale, check_parameters, scaled_loss
-from jmp.loss_scaling._micro_batches import CALLER, Window
-from jmp.sharding._axes import axis_names
+from jmp.sharding._axes import agreed, axis_names, made_varying, mapped_axes
+from jmp.trees import (
+    PyTree,
+    all_finite,
+    as_jax_array,
+    holds_numbers,
+    is_complex,
+    is_floating,
+    path_string,
+)
 
 P = ParamSpec("P")
 Aux = TypeVar("Aux")
 Skip = Literal["window", "micro_batch"]
+
+CALLER = "accumulated_value_and_grad"
+SKIPS = ("window", "micro_batch")
+
+
+class AccumulatingOptions(TypedDict, total=False):
+    """The keyword options of `accumulated_value_and_grad`, for type checkers."""
+
+    weight: Callable[..., Any] | None
+    skip: Skip
+    accumulate_dtype: DTypeLike
+    reduce_axes: str | Sequence[str]
 
 
 @overload
@@ -28,11 +56,7 @@ def accumulated_value_and_grad(
     argnums: int | Sequence[int] = 0,
     batch_argnums: int | Sequence[int] = (1,),
     has_aux: Literal[False] = False,
-    *,
-    weight: Callable[..., Any] | None = None,
-    skip: Skip = "window",
-    accumulate_dtype: DTypeLike = jnp.float32,
-    reduce_axes: str | Sequence[str] = (),
+    **options: Unpack[AccumulatingOptions],
 ) -> Callable[P, tuple[jax.Array, Any]]: ...
 @overload
 def accumulated_value_and_grad(
@@ -41,26 +65,8 @@ def accumulated_value_and_grad(
     steps: int,
     argnums: int | Sequence[int] = 0,
     batch_argnums: int | Sequence[int] = (1,),
-    *,
-    has_aux: Literal[True],
-    weight: Callable[..., Any] | None = None,
-    skip: Skip = "window",
-    accumulate_dtype: DTypeLike = jnp.float32,
-    reduce_axes: str | Sequence[str] = (),
-) -> Callable[P, tuple[tuple[jax.Array, Aux], Any]]: ...
-@overload
-def accumulated_value_and_grad(
-    fun: Callable[P, tuple[Any, Aux]],
-    loss_scale: LossScale,
-    steps: int,
-    argnums: int | Sequence[int],
-    batch_argnums: int | Sequence[int],
-    has_aux: Literal[True],
-    *,
-    weight: Callable[..., Any] | None = None,
-    skip: Skip = "window",
-    accumulate_dtype: DTypeLike = jnp.float32,
-    reduce_axes: str | Sequence[str] = (),
+    has_aux: Literal[True] = ...,  # left out, it is the first of these
+    **options: Unpack[AccumulatingOptions],
 ) -> Callable[P, tuple[tuple[jax.Array, Aux], Any]]: ...
 @overload
 def accumulated_value_and_grad(
@@ -70,11 +76,7 @@ def accumulated_value_and_grad(
     argnums: int | Sequence[int] = 0,
     batch_argnums: int | Sequence[int] = (1,),
     has_aux: bool = False,
-    *,
-    weight: Callable[..., Any] | None = None,
-    skip: Skip = "window",
-    accumulate_dtype: DTypeLike = jnp.float32,
-    reduce_axes: str | Sequence[str] = (),
+    **options: Unpack[AccumulatingOptions],
 ) -> Callable[P, tuple[Any, Any]]: ...
 def accumulated_value_and_grad(
     fun: Callable[..., Any],
@@ -154,26 +156,345 @@ def accumulated_value_and_grad(
     check_loss_scale(loss_scale, CALLER)
     if weight is not None:
         check_function(weight, f"{CALLER}'s weight", "weight=lambda batch: batch['mask'].sum()")
-    _micro_batches.check_skip(skip)
+    _check_skip(skip)
     window = Window(
         fun=scaled_loss(fun, loss_scale, has_aux),
         loss_scale=loss_scale,
-        steps=_micro_batches.number_of_steps(steps),
+        steps=_number_of_steps(steps),
         argnums=argnums,
         weight=weight,
         skips_each=skip == "micro_batch",
-        dtype=_micro_batches.accumulator_dtype(accumulate_dtype),
+        dtype=_accumulator_dtype(accumulate_dtype),
         axes=axis_names(reduce_axes, "reduce_axes", CALLER),
     )
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         check_parameters(args, argnums, CALLER)
-        places = _micro_batches.batch_numbers(batch_argnums, argnums, len(args))
-        _micro_batches.check_rows(args, places, window.steps)
-        _micro_batches.devices_along(window.axes)  # or they are not mapped over
-        _micro_batches.check_same_along(window.axes, args, argnums)
+        places = _batch_numbers(batch_argnums, argnums, len(args))
+        _check_rows(args, places, window.steps)
+        _devices_along(window.axes)  # or they are not mapped over
+        _check_same_along(window.axes, args, argnums)
         value, aux, gradients = window.run(args, kwargs, places)
         return ((value, aux), gradients) if has_aux else (value, gradients)
 
     return wrapped
+
+
+class _Term(NamedTuple):
+    """What one micro-batch adds, beside its gradients."""
+
+    value: jax.Array
+    counted: jax.Array | None  # None: each micro-batch counts one
+    aux: Any
+
+
+class Window(NamedTuple):
+    """What `accumulated_value_and_grad` was given, checked.
+
+    Attributes:
+      fun: returns `(scaled loss, (loss, aux))`.
+      skips_each: whether a bad micro-batch is left out, instead of the window.
+      dtype: of the sums.
+      axes: those to reduce over.
+    """
+
+    fun: Callable[..., tuple[jax.Array, tuple[jax.Array, Any]]]
+    loss_scale: LossScale
+    steps: int
+    argnums: int | Sequence[int]
+    weight: Callable[..., Any] | None
+    skips_each: bool
+    dtype: np.dtype
+    axes: tuple[str, ...]
+
+    def run(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], places: Sequence[int]
+    ) -> tuple[jax.Array, Any, PyTree]:
+        """Returns the mean value, the stacked aux and the mean of the scaled gradients."""
+        if self.steps == 1 and self.weight is None and not self.axes:
+            differentiate = jax.value_and_grad(self.fun, self.argnums, has_aux=True)
+            (_, (value, aux)), gradients = differentiate(*args, **kwargs)
+            return value, _stacked(aux), gradients
+
+        trained = (self.argnums,) if isinstance(self.argnums, int) else self.argnums
+        whole = list(args)
+        for number in trained:  # or each turn would reduce the gradients of what does not vary
+            whole[number] = _varying_along(self.axes, whole[number])
+        batch = [args[place] for place in places]
+
+        def turn(sums: PyTree, rows: Sequence[Any]) -> tuple[PyTree, _Term]:
+            gradients, term = self._micro_batch(replaced(whole, places, rows), kwargs, rows)
+            return jax.tree.map(jnp.add, sums, gradients), term
+
+        if self.steps == 1:
+            sums, term = self._micro_batch(whole, kwargs, batch)
+            terms = _stacked(term)
+        else:
+            parameters = tuple(whole[number] for number in trained)
+            zeros = jax.tree.map(self._zeros, parameters)
+            start = zeros[0] if isinstance(self.argnums, int) else zeros
+            sums, terms = jax.lax.scan(turn, start, _split_rows(batch, self.steps))
+        return self._mean(sums, terms)
+
+    def _micro_batch(
+        self, args: Sequence[Any], kwargs: dict[str, Any], rows: Sequence[Any]
+    ) -> tuple[PyTree, _Term]:
+        """Returns what a micro-batch adds to the gradients' sums, and to the rest."""
+        count, power = None, None
+        if self.weight is not None:
+            count = _count_of(self.weight, rows)
+            power = _power_of_two_up_to(count)
+
+        def loss(*args: Any, **kwargs: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
+            scaled, rest = self.fun(*args, **kwargs)
+            return scaled if power is None else scaled / power.astype(scaled.dtype), rest
+
+        differentiate = jax.value_and_grad(loss, self.argnums, has_aux=True)
+        (_, (value, aux)), gradients = differentiate(*args, **kwargs)
+        good = None
+        if self.skips_each:
+            good = agreed(all_finite(gradients), self.loss_scale, "auto", apart=self.axes)
+            count = jnp.float32(1) if count is None else count
+        if power is not None:
+            gradients = multiply_tree(gradients, power)
+        gradients = jax.tree.map(lambda g: g.astype(self._dtype_of(g)), gradients)
+        if good is not None:  # selected: a product with zero would keep what is not finite
+            gradients, value, count = jax.tree.map(
+                lambda leaf: jnp.where(good, leaf, jnp.zeros_like(leaf)), (gradients, value, count)
+            )
+        return gradients, _Term(value, count, aux)
+
+    def _dtype_of(self, gradient: jax.Array) -> np.dtype:
+        """Returns the dtype of the sums of a gradient, or of a parameter's gradient."""
+        has_its_own = gradient.dtype == np.float64 or not is_floating(gradient)
+        return gradient.dtype if has_its_own else self.dtype
+
+    def _zeros(self, parameter: Any) -> jax.Array:
+        parameter = jnp.asarray(parameter)
+        return jnp.zeros_like(parameter, dtype=self._dtype_of(parameter))
+
+    def _mean(self, sums: PyTree, terms: _Term) -> tuple[jax.Array, Any, PyTree]:
+        """Returns the mean value, the stacked aux and the mean of the scaled gradients."""
+        value = terms.value.sum()
+        count = None if terms.counted is None else terms.counted.sum()
+        if self.axes:
+            sums, value, count = jax.lax.psum((sums, value, count), self.axes)
+        if count is None:
+            count = jnp.float32(self.steps * _devices_along(self.axes))
+        value, gradients = jax.tree.map(lambda total: _divided(total, count), (value, sums))
+        return value, terms.aux, gradients
+
+
+def _split_rows(batch: PyTree, steps: int) -> PyTree:
+    """Returns the micro-batches of a batch, stacked: row i belongs to micro-batch i mod steps.
+
+    Where rows are sharded over devices, each micro-batch has the same share of every device: a
+    contiguous split would send most rows to another one.
+
+    >>> _split_rows(jnp.arange(6), steps=2).tolist()
+    [[0, 2, 4], [1, 3, 5]]
+    """
+
+    def split(leaf: Any) -> jax.Array:
+        array = as_jax_array(leaf)
+        rows = (array.shape[0] // steps, steps, *array.shape[1:])
+        return jnp.swapaxes(jnp.reshape(array, rows), 0, 1)
+
+    return jax.tree.map(split, batch)
+
+
+def _stacked(tree: PyTree) -> PyTree:
+    """Returns a tree as a loop of one turn stacks it."""
+    return jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 0), tree)
+
+
+def _varying_along(axes: Sequence[str], tree: PyTree) -> PyTree:
+    """Returns parameters whose gradients shard_map leaves to each device, along `axes`."""
+
+    def cast(leaf: Any) -> Any:
+        missing = set(mapped_axes()) & set(axes) - varying_axes(leaf)
+        return made_varying(leaf, tuple(sorted(missing)))
+
+    return jax.tree.map(cast, tree)
+
+
+def _divided(total: jax.Array, count: jax.Array) -> jax.Array:
+    """Returns a sum over a count, in at least float32."""
+    if is_complex(total):
+        count = count.astype(total.real.dtype)
+        return jax.lax.complex(total.real / count, total.imag / count)
+    total = total.astype(at_least_float32(total.dtype))
+    return total / count.astype(total.dtype)
+
+
+# What a micro-batch counts.
+
+
+def _count_of(weight: Callable[..., Any], batch: Sequence[PyTree]) -> jax.Array:
+    """Returns what `weight` counts in a micro-batch, as a scalar of at least float32."""
+    result = weight(*batch)
+    try:
+        count = jnp.asarray(result)
+    except (TypeError, ValueError):
+        count = None
+    if count is None or count.ndim or not _counts_exactly(count.dtype):
+        got = described(result) if count is None else shape_text(count)
+        raise TypeError(
+            f"The function weight returned {got}; expected a float32 or integer scalar, such as "
+            "mask.sum(dtype=jnp.float32), of which fun returns the sum. Half counts are refused: "
+            "float16 counts to 2048 without error, bfloat16 to 256."
+        )
+    return count if is_castable(count.dtype) else count.astype(FLOAT32)
+
+
+def _counts_exactly(dtype: np.dtype) -> bool:
+    is_integer = jnp.issubdtype(dtype, jnp.integer) or dtype == jnp.bool_
+    return is_integer or (is_castable(dtype) and not is_half(dtype))
+
+
+def _power_of_two_up_to(count: jax.Array) -> jax.Array:
+    """Returns the largest power of two up to `count` in float32, and 1 where there is none.
+
+    >>> [float(_power_of_two_up_to(jnp.float32(count))) for count in (0, 1, 1000)]
+    [1.0, 1.0, 512.0]
+    """
+    exponent = jax.lax.bitcast_convert_type(count.astype(FLOAT32), jnp.uint32) & 0x7F800000
+    power: jax.Array = jax.lax.bitcast_convert_type(exponent, FLOAT32)
+    return jnp.where((power > 0) & jnp.isfinite(power), power, 1.0)
+
+
+# Checks of what the user gave, before anything runs.
+
+
+def _number_of_steps(steps: object) -> int:
+    """Returns the number of micro-batches, a Python int of at least 1."""
+    if isinstance(steps, bool) or not isinstance(steps, numbers.Integral):
+        expected = (
+            "a Python int such as 4, the number of micro-batches: it is the length of a loop, and "
+            "fixed when jit compiles"
+        )
+        raise wrong(TypeError, CALLER, steps, expected, name="steps")
+    if steps < 1:
+        raise wrong(ValueError, CALLER, steps, "an int of at least 1", name="steps")
+    return int(steps)
+
+
+def _check_skip(skip: object) -> None:
+    """Raises TypeError or ValueError if `skip` is not one of `SKIPS`."""
+    known = " or ".join(map(repr, SKIPS))
+    if not isinstance(skip, str):
+        raise wrong(TypeError, CALLER, skip, known, name="skip")
+    if skip not in SKIPS:
+        raise ValueError(
+            f"{CALLER} got skip={described(skip)}; expected {known}.{did_you_mean(skip, SKIPS)}"
+        )
+
+
+def _accumulator_dtype(dtype: DTypeLike) -> np.dtype:
+    """Returns the dtype in which gradients add up: any real float of at least 16 bits."""
+    wanted = floating_dtype(dtype, "accumulate_dtype")
+    if not is_castable(wanted) or jax.dtypes.canonicalize_dtype(wanted) != wanted:
+        raise ValueError(
+            f"{CALLER} got accumulate_dtype={wanted}; expected float32 or another real floating "
+            "dtype of at least 16 bits (float64 needs jax_enable_x64)."
+        )
+    return wanted
+
+
+def _devices_along(axes: Sequence[str]) -> int:
+    """Returns the number of devices along axes, all together.
+
+    Raises: ValueError for an axis over which the code that is running is not mapped.
+    """
+    devices = 1
+    for axis in axes:
+        try:
+            devices *= int(jax.lax.axis_size(axis))
+        except NameError:
+            raise ValueError(
+                f"{CALLER} got reduce_axes={described(axes)}, but nothing maps over "
+                f"{described(axis)} here. Call it inside jax.shard_map(..., axis_names={{...}}) "
+                "over that axis, or leave reduce_axes out: under jit alone XLA reduces."
+            ) from None
+    return devices
+
+
+def _check_same_along(
+    axes: Sequence[str], args: Sequence[Any], argnums: int | Sequence[int]
+) -> None:
+    """Raises ValueError for parameters that differ along axes over which gradients are added up.
+
+    Where JAX tracks that (`check_vma=True`). How shards are to be gathered only the loss knows:
+    the type of one says neither along which dimension it was cut nor in which dtype to send it.
+    """
+    for number in [argnums] if isinstance(argnums, int) else argnums:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(args[number]):
+            if differing := sorted(varying_axes(leaf).intersection(axes)):
+                where = f"argument {number}{jax.tree_util.keystr(path)[:200]}"
+                raise ValueError(
+                    f"{CALLER} got {shape_text(leaf)} as {where}, which differs along "
+                    f"{listed(differing)}, with reduce_axes={described(tuple(axes))}: gradients of "
+                    "different parameters would be added up. Expected parameters that are the same "
+                    "along these axes. For shards leave the axis out, and in the loss gather each, "
+                    "jmp.gather(shard, axis, dtype), and return jax.lax.pmean(loss, axis): their "
+                    "gradients are then added up as shards. Equal copies come through in_specs=P()."
+                )
+
+
+def _batch_numbers(
+    batch_argnums: int | Sequence[int], argnums: int | Sequence[int], count: int
+) -> list[int]:
+    """Returns the numbers of the arguments that hold rows, in the order given.
+
+    Args:
+      batch_argnums, argnums: the arguments to split, and those to differentiate at.
+      count: of the positional arguments.
+
+    Raises: ValueError if one of them is not there, or is in both; TypeError for no numbers.
+    """
+    split = argument_numbers(batch_argnums, count, CALLER, "batch_argnums")
+    if common := split & argument_numbers(argnums, count, CALLER):
+        raise ValueError(
+            f"{CALLER} got batch_argnums={described(batch_argnums)} and "
+            f"argnums={described(argnums)}, which share argument {min(common)}; expected the "
+            "arguments that hold rows of the batch, apart from those to differentiate at."
+        )
+    given = [batch_argnums] if isinstance(batch_argnums, int) else batch_argnums
+    return list(dict.fromkeys(number % count for number in given))
+
+
+def _check_rows(args: Sequence[Any], places: Sequence[int], steps: int) -> None:
+    """Raises TypeError or ValueError, with path and shape, if a leaf cannot be split."""
+    found = False
+    for number in places:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(args[number]):
+            _check_leaf(leaf, f"argument {number}", path_string(path), steps)
+            found = True
+    if not found:
+        where = f"argument {', '.join(map(str, places))}" if places else "no argument at all"
+        raise ValueError(
+            f"{CALLER} found no array in {where}; expected the batch: batch_argnums "
+            "names the positional arguments that hold its rows."
+        )
+
+
+def _check_leaf(leaf: Any, argument: str, path: str, steps: int) -> None:
+    where = f"{argument} at '{path[:200]}'" if path else argument
+    way_out = (
+        "What has no rows belongs into another argument; a key is split first, "
+        f"jax.random.split(key, {steps})."
+    )
+    if not holds_numbers(leaf) or leaf.ndim == 0:
+        is_scalar = holds_numbers(leaf)
+        kind, got = (ValueError, shape_text(leaf)) if is_scalar else (TypeError, described(leaf))
+        raise kind(
+            f"{CALLER} got {got} as {where}; expected an array whose first axis is the batch. "
+            f"{way_out}"
+        )
+    if leaf.shape[0] == 0 or leaf.shape[0] % steps:
+        raise ValueError(
+            f"{CALLER} got {shape_text(leaf)} as {where}, with steps={steps}; expected a first "
+            f"axis that is a multiple of {steps}. Choose steps that divide it, drop the last rows, "
+            "or pad them and give weight= a count of the others."
+        )

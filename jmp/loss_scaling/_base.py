@@ -1,10 +1,8 @@
-"""What every loss scale shares: the interface, and the arithmetic of scaling a tree.
+"""What every loss scale shares: the interface, the arithmetic of scaling a tree, and checks.
 
 The scale is a float32 power of two in all presets: multiplying by it and by its reciprocal is then
 exact, and scaling commutes with rounding. It is float32 and never half, because 2**16 is already
 infinite in float16. (Micikevicius et al. 2018, "Mixed Precision Training", section 3.2.)
-
-Checks of what a user gives to a loss scale's constructor, and of what its leaves hold.
 
 Two different moments need two different checks. A *constructor* looks at values and refuses bad
 ones. *Unflattening* happens on every return from jit and inside every tree transformation: it must
@@ -25,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jmp._messages import described
+from jmp._messages import wrong
 from jmp.dtypes import at_least_float32
 from jmp.trees import as_jax_array, is_array, is_complex, is_floating
 
@@ -93,15 +91,16 @@ class LossScale(abc.ABC):
 
 def multiply_tree(tree: T, factor: ArrayLike) -> T:
     """Multiplies the floating and complex leaves of `tree` by float32 `factor`."""
-    factor_in = lambda dtype: jnp.asarray(factor, dtype)
-    scaled: T = jax.tree.map(lambda leaf: _scaled_leaf(leaf, factor_in), tree)
-    return scaled
+    return _scaled(tree, lambda dtype: jnp.asarray(factor, dtype))
 
 
 def divide_tree(tree: T, divisor: ArrayLike) -> T:
     """Multiplies the floating and complex leaves of `tree` by the reciprocal of `divisor`."""
     # The reciprocal is taken in the leaf's own precision: exact for powers of two in any case.
-    factor_in = lambda dtype: 1 / jnp.asarray(divisor, dtype)
+    return _scaled(tree, lambda dtype: 1 / jnp.asarray(divisor, dtype))
+
+
+def _scaled(tree: T, factor_in: Callable[[np.dtype], jax.Array]) -> T:
     scaled: T = jax.tree.map(lambda leaf: _scaled_leaf(leaf, factor_in), tree)
     return scaled
 
@@ -133,7 +132,7 @@ def scale_bound(value: object, name: str) -> float:
     number = _concrete_number(value, name)
     _warn_if_integer(value, name)
     if np.isnan(number) or number < 0:
-        raise ValueError(f"{name} got {number}; expected a number that is not negative.")
+        raise wrong(ValueError, name, number, "a number that is not negative")
     return float(np.clip(number, SMALLEST_SCALE, LARGEST_SCALE))
 
 
@@ -141,10 +140,8 @@ def static_scale(value: object) -> float:
     """Returns the constant of a static scale as a Python float; zero can be held, not used."""
     number = _concrete_number(value, "StaticLossScale")
     if not np.isfinite(number) or number < 0:
-        raise ValueError(
-            f"StaticLossScale got {described(value)}; expected a finite number that is not "
-            "negative, such as 512."
-        )
+        expected = "a finite number that is not negative, such as 512"
+        raise wrong(ValueError, "StaticLossScale", value, expected)
     # Float32 is what it multiplies in.
     clipped = np.float32(np.clip(number, SMALLEST_SCALE, LARGEST_SCALE))
     return 0.0 if number == 0 else float(clipped)
@@ -158,29 +155,29 @@ def dynamic_scale(value: Any, smallest: float, largest: float) -> Any:
     if not (is_array(value) or isinstance(value, (int, float))):
         return _placeholder(value, "loss_scale", "a number such as 2.0**15")
     if isinstance(value, bool) or (is_array(value) and not _is_number_dtype(value.dtype)):
-        raise TypeError(f"loss_scale got {described(value)}; expected a number such as 2.0**15.")
+        raise wrong(TypeError, "loss_scale", value, "a number such as 2.0**15")
     _warn_if_integer(value, "loss_scale")
     if not isinstance(value, jax.core.Tracer):
         numbers = _as_float64(value)
         if not np.all(np.isfinite(numbers) & (numbers > 0)):
-            raise ValueError(
-                f"loss_scale got {described(value)}; expected a positive finite number such as "
-                "2.0**15. To switch loss scaling off use NoOpLossScale()."
+            expected = (
+                "a positive finite number such as 2.0**15. To switch loss scaling off use "
+                "NoOpLossScale()"
             )
+            raise wrong(ValueError, "loss_scale", value, expected)
         value = np.clip(numbers, smallest, largest)  # before float32 makes an infinity of it
     return jnp.clip(jnp.asarray(value, jnp.float32), smallest, largest)
 
 
 def step_count(value: Any, name: str) -> Any:
     """Returns a counter as an int32 array; placeholders pass."""
+    expected = "a count from 0 to 2**31 - 1"
     if not (is_array(value) or isinstance(value, (int, float))):
-        return _placeholder(value, name, "a count from 0 to 2**31 - 1")
+        return _placeholder(value, name, expected)
     if not isinstance(value, jax.core.Tracer):
         numbers = _as_float64(value)
         if not np.all((numbers >= 0) & (numbers < 2**31)):
-            raise ValueError(
-                f"{name} got {described(value)}; expected a count from 0 to 2**31 - 1."
-            )
+            raise wrong(ValueError, name, value, expected)
     return jnp.asarray(value).astype(jnp.int32)
 
 
@@ -188,56 +185,26 @@ def _placeholder(value: Any, name: str, expected: str) -> Any:
     """Returns what stands for an array, such as None or a sharding; refuses what cannot."""
     containers = (str, bytes, list, tuple, dict, LossScale)
     if isinstance(value, containers) or callable(value):
-        raise TypeError(f"{name} got {described(value)}; expected {expected}.")
+        raise wrong(TypeError, name, value, expected)
     return value
 
 
-def period(value: Any) -> float:
-    """Returns `value` if it is a number of steps of at least one; floats are accepted."""
-    number = _concrete_number(value, "period")
-    if not number >= 1:
-        raise ValueError(
-            f"period got {described(value)}; expected a number of steps of at least 1."
-        )
-    return value if isinstance(value, (int, float)) else value.item()
-
-
-def growth(value: Any, name: str) -> float:
-    """Returns `value` if it is a finite number above one."""
-    number = _concrete_number(value, name)
-    if not (number > 1 and np.isfinite(number)):
-        raise ValueError(
-            f"{name} got {described(value)}; expected a finite number above 1, such as 2: the "
-            "scale is multiplied by it after enough finite steps."
-        )
-    return value if isinstance(value, (int, float)) else value.item()
-
-
-def backoff(value: Any) -> float:
-    """Returns `value` if it lies strictly between zero and one."""
-    number = _concrete_number(value, "backoff_factor")
-    if not 0 < number < 1:
-        raise ValueError(
-            f"backoff_factor got {described(value)}; expected a number between 0 and 1, such as "
-            "0.5: the scale is multiplied by it after an overflow."
-        )
+def plain_number(value: Any, name: str, is_right: Callable[[float], bool], expected: str) -> float:
+    """Returns a number that is part of the compiled program as a Python number, if it is right."""
+    if not is_right(_concrete_number(value, name)):
+        raise wrong(ValueError, name, value, expected)
     return value if isinstance(value, (int, float)) else value.item()
 
 
 def finite_flag(grads_finite: ArrayLike, scale: ArrayLike) -> jax.Array:
     """Returns the flag of `adjust` as a bool array of the scale's shape."""
+    expected = "a boolean, as jmp.all_finite(gradients) returns it"
     try:
         flag = jnp.asarray(grads_finite)
     except (TypeError, ValueError):
-        raise TypeError(
-            f"adjust got {described(grads_finite)}; expected a boolean, as "
-            "jmp.all_finite(gradients) returns it."
-        ) from None
+        raise wrong(TypeError, "adjust", grads_finite, expected) from None
     if flag.dtype != jnp.bool_:
-        raise TypeError(
-            f"adjust got grads_finite of dtype {flag.dtype}; expected a boolean, as "
-            "jmp.all_finite(gradients) returns it."
-        )
+        raise TypeError(f"adjust got grads_finite of dtype {flag.dtype}; expected {expected}.")
     if flag.shape != jnp.shape(scale):
         raise ValueError(
             f"adjust got grads_finite of shape {flag.shape}; expected boolean scalar: one flag for "
@@ -296,7 +263,7 @@ def _concrete_number(value: Any, name: str) -> float:
     if isinstance(value, bool) or not (
         isinstance(value, (int, float)) or (is_array(value) and value.ndim == 0)
     ):
-        raise TypeError(f"{name} got {described(value)}; expected one number.")
+        raise wrong(TypeError, name, value, "one number")
     return float(_as_float64(value))
 
 

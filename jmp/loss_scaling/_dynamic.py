@@ -18,6 +18,10 @@ _LARGEST_COUNT = 2**31 - 1  # of int32
 # Where a scale goes on that a checkpoint brought as NaN, zero or the like: too large costs a few
 # skipped steps, too small thousands of steps whose gradients underflow.
 _RESTART = 2.0**15
+_GROWTH = (
+    "a finite number above 1, such as 2: the scale is multiplied by it after enough finite steps"
+)
+_BACKOFF = "a number between 0 and 1, such as 0.5: the scale is multiplied by it after an overflow"
 
 
 @_base.register_state
@@ -73,8 +77,10 @@ class DynamicLossScale(LossScale):
 
     def __post_init__(self) -> None:
         check = {
-            "period": _base.period(self.period),
-            "factor": _base.growth(self.factor, "factor"),
+            "period": _base.plain_number(
+                self.period, "period", lambda n: n >= 1, "a number of steps of at least 1"
+            ),
+            "factor": _growth(self.factor, "factor"),
             "min_loss_scale": _base.scale_bound(self.min_loss_scale, "min_loss_scale"),
             "max_loss_scale": _base.scale_bound(self.max_loss_scale, "max_loss_scale"),
         }
@@ -86,9 +92,11 @@ class DynamicLossScale(LossScale):
                 f"{check['max_loss_scale']}; expected a floor below the ceiling."
             )
         if self.growth_factor is not None:
-            check["growth_factor"] = _base.growth(self.growth_factor, "growth_factor")
+            check["growth_factor"] = _growth(self.growth_factor, "growth_factor")
         if self.backoff_factor is not None:
-            check["backoff_factor"] = _base.backoff(self.backoff_factor)
+            check["backoff_factor"] = _base.plain_number(
+                self.backoff_factor, "backoff_factor", lambda n: 0 < n < 1, _BACKOFF
+            )
         check["loss_scale"] = _base.dynamic_scale(
             self.loss_scale, check["min_loss_scale"], check["max_loss_scale"]
         )
@@ -153,3 +161,7 @@ class DynamicLossScale(LossScale):
     def _clipped(self, scale: ArrayLike) -> jax.Array:
         # Infinity, from growing near float32's maximum, comes back to the ceiling.
         return jnp.clip(scale, self.min_loss_scale, self.max_loss_scale)
+
+
+def _growth(value: Any, name: str) -> float:
+    return _base.plain_number(value, name, lambda n: 1 < n < math.inf, _GROWTH)

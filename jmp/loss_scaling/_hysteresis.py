@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jmp._messages import described
+from jmp._messages import wrong
 from jmp.loss_scaling import _base
 from jmp.loss_scaling._dynamic import DynamicLossScale
 
@@ -46,14 +46,10 @@ class HysteresisLossScale(DynamicLossScale):
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.hysteresis, bool) or not hasattr(self.hysteresis, "__index__"):
-            raise TypeError(
-                f"hysteresis got {described(self.hysteresis)}; expected a whole number."
-            )
+            raise wrong(TypeError, "hysteresis", self.hysteresis, "a whole number")
         if not 1 <= self.hysteresis < 2**31:
-            raise ValueError(
-                f"hysteresis got {described(self.hysteresis)}; expected at least 1 overflow, and "
-                "fewer than 2**31."
-            )
+            expected = "at least 1 overflow, and fewer than 2**31"
+            raise wrong(ValueError, "hysteresis", self.hysteresis, expected)
         object.__setattr__(self, "hysteresis", operator.index(self.hysteresis))
         left = self.hysteresis if self.tolerance is None else self.tolerance
         object.__setattr__(self, "tolerance", _base.step_count(left, "tolerance"))

@@ -4,7 +4,7 @@ Each takes `enabled`: False gives a `NoOpLossScale`, so that one switch turns sc
 rest of the script stays as it is.
 """
 
-from jmp._messages import described
+from jmp._messages import wrong
 from jmp.loss_scaling._base import LossScale
 from jmp.loss_scaling._dynamic import DynamicLossScale
 from jmp.loss_scaling._no_op import NoOpLossScale
@@ -100,7 +100,5 @@ def _check_enabled(enabled: object, caller: str, keywords: str = "") -> None:
     """Refuses what torch's GradScaler takes first: a device, or a scale."""
     if not isinstance(enabled, bool):
         way_out = f"{caller}({keywords})" if keywords else "jmp.DynamicLossScale(2.0**16)"
-        raise TypeError(
-            f"{caller} got enabled={described(enabled)}; expected True or False. For a scale that "
-            f"starts elsewhere write {way_out}."
-        )
+        expected = f"True or False. For a scale that starts elsewhere write {way_out}"
+        raise wrong(TypeError, caller, enabled, expected, name="enabled")

@@ -4,12 +4,13 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from jmp._messages import described
+from jmp._messages import described, wrong
 from jmp.loss_scaling._base import LossScale
 from jmp.loss_scaling._dynamic import DynamicLossScale
 from jmp.loss_scaling._no_op import NoOpLossScale
 from jmp.loss_scaling._static import StaticLossScale
 
+CALLER = "from_torch_state_dict"
 _KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
@@ -27,10 +28,8 @@ def to_torch_state_dict(loss_scale: LossScale) -> dict[str, float | int]:
     if isinstance(loss_scale, NoOpLossScale):
         return {}
     if not isinstance(loss_scale, DynamicLossScale):
-        raise TypeError(
-            f"to_torch_state_dict got {described(loss_scale)}; expected a dynamic or no-op "
-            "scale: torch's GradScaler has no static one."
-        )
+        expected = "a dynamic or no-op scale: torch's GradScaler has no static one"
+        raise wrong(TypeError, "to_torch_state_dict", loss_scale, expected)
     growth, backoff = loss_scale.growth_factor, loss_scale.backoff_factor
     return {
         "scale": float(loss_scale.loss_scale),
@@ -63,20 +62,16 @@ def from_torch_state_dict(
     2000
     """
     if isinstance(like, StaticLossScale) or not (like is None or isinstance(like, LossScale)):
-        raise TypeError(
-            f"from_torch_state_dict got like={described(like)}; expected a dynamic or no-op scale, "
-            "or no `like` at all."
-        )
+        expected = "a dynamic or no-op scale, or no `like` at all"
+        raise wrong(TypeError, CALLER, like, expected, name="like")
     if not isinstance(state, Mapping):
-        raise TypeError(
-            f"from_torch_state_dict got {described(state)}; expected the dictionary that a "
-            "GradScaler's state_dict() returns."
-        )
+        expected = "the dictionary that a GradScaler's state_dict() returns"
+        raise wrong(TypeError, CALLER, state, expected)
     if not state:
         return NoOpLossScale()
     if set(state) != set(_KEYS):
         raise ValueError(
-            f"from_torch_state_dict got the keys {described(sorted(state))}; expected torch "
+            f"{CALLER} got the keys {described(sorted(state))}; expected torch "
             f"GradScaler's {list(_KEYS)}."
         )
     if not isinstance(like, DynamicLossScale):
@@ -98,14 +93,10 @@ def _check_value(key: str, value: object) -> None:
     try:
         number = float(value)  # type: ignore[arg-type]  # what does not become one raises
     except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"from_torch_state_dict got {key}={described(value)}; expected a number, as "
-            "state_dict() has."
-        ) from error
-    positive = key == "scale"
-    if not math.isfinite(number) or number < 0 or (positive and number == 0):
-        raise ValueError(
-            f"from_torch_state_dict got {key}={described(value)}; expected "
-            f"{'a positive finite number' if positive else 'a count of steps from 0'}. Take the "
-            "state of an earlier checkpoint, or put a number there."
-        )
+        expected = "a number, as state_dict() has"
+        raise wrong(TypeError, CALLER, value, expected, name=key) from error
+    is_scale = key == "scale"
+    if not math.isfinite(number) or number < 0 or (is_scale and number == 0):
+        expected = "a positive finite number" if is_scale else "a count of steps from 0"
+        way_out = "Take the state of an earlier checkpoint, or put a number there"
+        raise wrong(ValueError, CALLER, value, f"{expected}. {way_out}", name=key)

@@ -1,6 +1,6 @@
 """What moves between devices: `gather`, and along which mapped axes values differ.
 
-`_axes.py` says along which axes a parameter lies, and which axes are mapped; `_gather.py` moves the
+`_axes.py` says which axes are mapped, and along which of them a value differs; `_gather.py` moves
 parameters, and gives them their gradients back.
 """
 

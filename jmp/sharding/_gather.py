@@ -1,12 +1,12 @@
-"""`gather` along explicit axes, where types say how each array is sharded.
+"""`gather`: sharded parameters whole, rounded before they move; gradients added up as asked.
 
-`gather` where code is mapped over devices: in shard_map, and in pmap.
-
-`gather`: sharded parameters whole, rounded before they move; gradients added up as asked.
+The user says for each parameter along which axes it lies. Where code is mapped over devices
+(shard_map, pmap) that is enough to gather it; along explicit axes, where types say how each array
+is sharded, it says how the parameter is to lie afterwards.
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -14,232 +14,31 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from jmp._messages import listed, shape_text
+from jmp._jax_compat import varying_axes
+from jmp._messages import described, listed, shape_text
 from jmp.dtypes import floating_dtype, is_castable
-from jmp.sharding._axes import (
-    CALLER,
-    Names,
-    Parameter,
-    are_tracked,
-    axes_by_dimension,
-    check_names,
-    made_varying,
-    mapped_axes,
-    named_axes,
-    names_in,
-    partitions,
-    reduced_axes,
-    specs_by_leaf,
-    varying_axes,
-)
+from jmp.sharding._axes import are_tracked, made_varying, mapped_axes
 from jmp.trees import PyTree, as_jax_array, is_floating, path_string
 
+T = TypeVar("T")
+Names = tuple[str, ...]
+
+CALLER = "jmp.gather"
 _FEWEST_DIMENSIONS = 2  # of what JAX's products take as `reduced`; sums of vectors refuse it
 
 
-def gathered_by_type(
-    parameters: Sequence[Parameter], dtype: np.dtype, reduce_dtype: np.dtype
-) -> list[jax.Array]:
-    """Returns parameters resharded on a mesh with explicit axes; see `gather`.
-
-    Warns: UserWarning, if some cannot add up in `reduce_dtype`.
-    Raises: ValueError if there is no such mesh, or for an axis that it does not have.
-    """
-    mesh = _mesh(parameters)
-    explicit = {
-        name
-        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind == AxisType.Explicit
-    }
-    if not explicit:
-        raise ValueError(
-            f"{CALLER} is for shard_map and for meshes with explicit axes. Under jit with Auto "
-            "axes XLA gathers by itself what was cast: leave the call out and write "
-            "jmp.autocast(fun, 'mixed_float16,r=f32'), whose sums over devices are float32."
-        )
-    check_names(parameters, explicit, "explicit")
-    targets = [_target(parameter) for parameter in parameters]
-    data = _data_axes(parameters, targets, explicit)
-    adds_in_another = reduce_dtype != dtype and bool(data)
-    if adds_in_another:
-        _warn_of_vectors(parameters, dtype, reduce_dtype)
-    results = []
-    for parameter, target in zip(parameters, targets, strict=True):
-        array = parameter.array
-        if adds_in_another and array.ndim >= _FEWEST_DIMENSIONS:
-            results.append(_moved_by_type(array, mesh, target, data, dtype, reduce_dtype))
-        else:
-            whole = NamedSharding(mesh, PartitionSpec(*target))
-            results.append(jax.sharding.reshard(array.astype(dtype), whole))
-    return results
-
-
-def _moved_by_type(
-    array: jax.Array,
-    mesh: Any,
-    target: tuple[Any, ...],
-    data: frozenset[str],
-    dtype: np.dtype,
-    reduce_dtype: np.dtype,
-) -> jax.Array:
-    # The cotangent of what is `reduced` arrives as one part a device, not yet added up.
-    whole = NamedSharding(mesh, PartitionSpec(*target, reduced=data))
-    spec = jax.typeof(array).sharding.spec
-    own = NamedSharding(mesh, spec)
-    scattered_over = {name for entry in partitions(spec) for name in names_in(entry)}
-    # First scattered, then the sum over replicas: in one step XLA adds up whole gradients.
-    replicated = data - scattered_over
-    parts = NamedSharding(mesh, PartitionSpec(*partitions(spec), unreduced=replicated))
-
-    @jax.custom_vjp
-    def move(array: jax.Array) -> jax.Array:
-        resharded: jax.Array = jax.sharding.reshard(array.astype(dtype), whole)
-        return resharded
-
-    def forward(array: jax.Array) -> tuple[jax.Array, None]:
-        return move(array), None
-
-    def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
-        total = cotangent.astype(reduce_dtype)
-        if replicated and replicated != data:
-            total = jax.sharding.reshard(total, parts)
-        return (jax.sharding.reshard(total, own).astype(array.dtype),)
-
-    move.defvjp(forward, backward)
-    moved: jax.Array = move(array)
-    return moved
-
-
-def _mesh(parameters: Sequence[Parameter]) -> Any:
-    meshes = (jax.typeof(parameter.array).sharding.mesh for parameter in parameters)
-    return next((m for m in meshes if not m.empty), jax.sharding.get_abstract_mesh())
-
-
-def _data_axes(
-    parameters: Sequence[Parameter], targets: Sequence[tuple[Any, ...]], explicit: set[str]
-) -> frozenset[str]:
-    """Returns the axes to add up over: those named for it, else where nothing is sharded."""
-    specs = [parameter.spec for parameter in parameters]
-    named = (set(spec) if isinstance(spec, tuple) else reduced_axes(spec) for spec in specs)
-    left = {name for target in targets for entry in target for name in names_in(entry)}
-    return frozenset().union(*named) or frozenset(explicit - left)
-
-
-def _target(parameter: Parameter) -> tuple[Any, ...]:
-    """Returns the spec of a parameter afterwards."""
-    if not isinstance(parameter.spec, tuple):
-        return tuple(axes or None for axes in axes_by_dimension(parameter))
-    own = partitions(jax.typeof(parameter.array).sharding.spec)
-    kept = (tuple(n for n in names_in(entry) if n not in parameter.spec) for entry in own)
-    return tuple(axes or None for axes in kept)
-
-
-def _warn_of_vectors(
-    parameters: Sequence[Parameter], dtype: np.dtype, reduce_dtype: np.dtype
-) -> None:
-    vectors = [p.path for p in parameters if p.array.ndim < _FEWEST_DIMENSIONS]
-    if vectors:
-        warnings.warn(
-            f"{CALLER}: the gradients of {listed(vectors)} are added up in {dtype}, not in "
-            f"{reduce_dtype}: along explicit axes JAX does that for parameters of two or more "
-            "dimensions alone. Gather these in a call of their own, without reduce_dtype, to "
-            "silence this; in shard_map all add up in the dtype asked.",
-            stacklevel=4,
-        )
-
-
-Axes = tuple[tuple[int, Names], ...]  # by dimension, those without any left out
-
-
-class _Way(NamedTuple):
-    """How one parameter moves.
+class Parameter(NamedTuple):
+    """A parameter, and what the user said of it.
 
     Attributes:
-      gathered: axes to gather it over.
-      replicated: axes to add its gradient up over, along which it is the same on all devices.
+      path: its names joined by slashes, for messages.
+      array: in its own dtype, sharded.
+      spec: names of axes, or a spec.
     """
 
-    gathered: Axes
-    replicated: Names
-
-
-def gathered_over_mapped_axes(
-    parameters: Sequence[Parameter], dtype: np.dtype, reduce_dtype: np.dtype
-) -> list[jax.Array]:
-    """Returns parameters gathered over mapped axes; see `gather`.
-
-    Raises: ValueError for an axis that is not mapped, or one along which types say that a parameter
-      is not sharded.
-    """
-    check_names(parameters, mapped_axes(), "mapped")
-    named = {name for parameter in parameters for name in named_axes(parameter)}
-    tracked = bool(named) and are_tracked()
-    results = []
-    for parameter in parameters:
-        axes = _tracked_axes(parameter) if tracked else _axes(parameter, parameter.spec)
-        own = varying_axes(parameter.array) if tracked else {n for _, names in axes for n in names}
-        way = _Way(axes, tuple(sorted(named - own)))
-        results.append(_moved_over_mapped_axes(parameter.array, way, dtype, reduce_dtype))
-    return results
-
-
-def _moved_over_mapped_axes(
-    array: jax.Array, way: _Way, dtype: np.dtype, reduce_dtype: np.dtype
-) -> jax.Array:
-    @jax.custom_vjp
-    def move(array: jax.Array) -> jax.Array:
-        # Varying before it meets the data: AD would add up along these axes itself, in `dtype`.
-        moving: jax.Array = made_varying(array.astype(dtype), way.replicated)
-        for dimension, axes in way.gathered:
-            moving = jax.lax.all_gather(moving, axes, axis=dimension, tiled=True)
-        return moving
-
-    def forward(array: jax.Array) -> tuple[jax.Array, None]:
-        return move(array), None
-
-    def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
-        total = cotangent.astype(reduce_dtype)
-        for dimension, axes in way.gathered:
-            total = jax.lax.psum_scatter(total, axes, scatter_dimension=dimension, tiled=True)
-        if way.replicated:  # after the scatter, which leaves less to add up
-            total = jax.lax.psum(total, way.replicated)
-        return (total.astype(array.dtype),)
-
-    move.defvjp(forward, backward)
-    moved: jax.Array = move(array)
-    return moved
-
-
-def _tracked_axes(parameter: Parameter) -> Axes:
-    """Returns the axes to gather a parameter over, where types say along which it varies."""
-    varies = varying_axes(parameter.array)
-    if isinstance(parameter.spec, tuple):
-        axes = tuple(name for name in parameter.spec if name in varies)
-        if axes and not parameter.array.ndim:
-            raise ValueError(
-                f"{CALLER} got {parameter.path}, a scalar that differs along {listed(axes)}; "
-                "expected a dimension along which to gather it. Leave it out of the call."
-            )
-        return _axes(parameter, axes)
-    found = _axes(parameter, parameter.spec)
-    for name in (name for _, names in found for name in names):
-        if name not in varies:
-            raise ValueError(
-                f"{CALLER} got the spec {parameter.spec} for {parameter.path}, which is "
-                f"{shape_text(parameter.array)} and the same on all devices along '{name}'. "
-                "Expected how it lies, as shard_map's in_specs say it; P() if it is whole."
-            )
-    return found
-
-
-def _axes(parameter: Parameter, spec: Names | PartitionSpec) -> Axes:
-    if isinstance(spec, tuple):
-        return ((0, spec),) if spec and parameter.array.ndim else ()
-    by_dimension = enumerate(axes_by_dimension(parameter))
-    return tuple((dimension, axes) for dimension, axes in by_dimension if axes)
-
-
-T = TypeVar("T")
+    path: str
+    array: jax.Array
+    spec: Names | PartitionSpec
 
 
 def gather(
@@ -306,13 +105,13 @@ def gather(
     cast_to = _castable(dtype, "dtype")
     add_in = cast_to if reduce_dtype is None else _castable(reduce_dtype, "reduce_dtype")
     paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(params)
-    specs = specs_by_leaf(specs_or_axis, params)
+    specs = _specs_by_leaf(specs_or_axis, params)
     parameters = [
         Parameter(path_string(path) or "the parameter", as_jax_array(leaf), spec)
         for (path, leaf), spec in zip(paths_and_leaves, specs, strict=True)
         if is_floating(leaf)
     ]
-    gather_all = gathered_over_mapped_axes if mapped_axes() else gathered_by_type
+    gather_all = _gathered_over_mapped_axes if mapped_axes() else _gathered_by_type
     results = iter(gather_all(parameters, cast_to, add_in))
     leaves = [next(results) if is_floating(leaf) else leaf for _, leaf in paths_and_leaves]
     gathered: T = jax.tree.unflatten(structure, leaves)
@@ -323,7 +122,286 @@ def _castable(dtype: DTypeLike, role: str) -> np.dtype:
     normalised = floating_dtype(dtype, role)
     if not is_castable(normalised):
         raise ValueError(
-            f"jmp.gather got {role}={normalised}; expected float16, bfloat16, float32 or float64: "
+            f"{CALLER} got {role}={normalised}; expected float16, bfloat16, float32 or float64: "
             "float8 has scales of its own."
         )
     return normalised
+
+
+def _moved(
+    array: jax.Array,
+    dtype: np.dtype,
+    reduce_dtype: np.dtype,
+    send: Callable[[jax.Array], jax.Array],
+    add_up: Callable[[jax.Array], jax.Array],
+) -> jax.Array:
+    """Sends an array in `dtype`; its gradient is added up in `reduce_dtype`.
+
+    Args:
+      send: from how a parameter lies to how it is to lie.
+      add_up: the other way, of cotangents.
+    """
+
+    @jax.custom_vjp
+    def move(array: jax.Array) -> jax.Array:
+        return send(array.astype(dtype))
+
+    def forward(array: jax.Array) -> tuple[jax.Array, None]:
+        return move(array), None
+
+    def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
+        return (add_up(cotangent.astype(reduce_dtype)).astype(array.dtype),)
+
+    move.defvjp(forward, backward)
+    moved: jax.Array = move(array)
+    return moved
+
+
+# Where code is mapped over devices: in shard_map, and in pmap.
+
+AxesByDimension = tuple[tuple[int, Names], ...]  # dimensions without any left out
+
+
+def _gathered_over_mapped_axes(
+    parameters: Sequence[Parameter], dtype: np.dtype, reduce_dtype: np.dtype
+) -> list[jax.Array]:
+    """Returns parameters gathered over mapped axes.
+
+    Raises: ValueError for an axis that is not mapped, or one along which types say that a parameter
+      is not sharded.
+    """
+    _check_axes_exist(parameters, mapped_axes(), "mapped")
+    named = {name for parameter in parameters for name in _named_axes(parameter)}
+    tracked = bool(named) and are_tracked()
+
+    def gathered(parameter: Parameter) -> jax.Array:
+        axes = _tracked_axes(parameter) if tracked else _axes_of(parameter, parameter.spec)
+        own = varying_axes(parameter.array) if tracked else {n for _, names in axes for n in names}
+        replicated = tuple(sorted(named - own))
+
+        def send(moving: jax.Array) -> jax.Array:
+            # Varying before it meets the data: AD would add up along these axes itself, in `dtype`.
+            moving = made_varying(moving, replicated)
+            for dimension, names in axes:
+                moving = jax.lax.all_gather(moving, names, axis=dimension, tiled=True)
+            return moving
+
+        def add_up(total: jax.Array) -> jax.Array:
+            for dimension, names in axes:
+                total = jax.lax.psum_scatter(total, names, scatter_dimension=dimension, tiled=True)
+            # After the scatter, which leaves less to add up.
+            return jax.lax.psum(total, replicated) if replicated else total
+
+        return _moved(parameter.array, dtype, reduce_dtype, send, add_up)
+
+    return list(map(gathered, parameters))
+
+
+def _tracked_axes(parameter: Parameter) -> AxesByDimension:
+    """Returns the axes to gather a parameter over, where types say along which it varies."""
+    varies = varying_axes(parameter.array)
+    if isinstance(parameter.spec, tuple):
+        axes = tuple(name for name in parameter.spec if name in varies)
+        if axes and not parameter.array.ndim:
+            raise ValueError(
+                f"{CALLER} got {parameter.path}, a scalar that differs along {listed(axes)}; "
+                "expected a dimension along which to gather it. Leave it out of the call."
+            )
+        return _axes_of(parameter, axes)
+    found = _axes_of(parameter, parameter.spec)
+    for name in (name for _, names in found for name in names):
+        if name not in varies:
+            raise ValueError(
+                f"{CALLER} got the spec {parameter.spec} for {parameter.path}, which is "
+                f"{shape_text(parameter.array)} and the same on all devices along '{name}'. "
+                "Expected how it lies, as shard_map's in_specs say it; P() if it is whole."
+            )
+    return found
+
+
+def _axes_of(parameter: Parameter, spec: Names | PartitionSpec) -> AxesByDimension:
+    if isinstance(spec, tuple):
+        return ((0, spec),) if spec and parameter.array.ndim else ()
+    by_dimension = enumerate(_axes_by_dimension(parameter, spec))
+    return tuple((dimension, names) for dimension, names in by_dimension if names)
+
+
+# Along explicit axes, where types say how each array is sharded.
+
+
+def _gathered_by_type(
+    parameters: Sequence[Parameter], dtype: np.dtype, reduce_dtype: np.dtype
+) -> list[jax.Array]:
+    """Returns parameters resharded on a mesh with explicit axes.
+
+    Warns: UserWarning, if some cannot add up in `reduce_dtype`.
+    Raises: ValueError if there is no such mesh, or for an axis that it does not have.
+    """
+    meshes = (jax.typeof(parameter.array).sharding.mesh for parameter in parameters)
+    mesh = next((m for m in meshes if not m.empty), jax.sharding.get_abstract_mesh())
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = {name for name, kind in kinds if kind == AxisType.Explicit}
+    if not explicit:
+        raise ValueError(
+            f"{CALLER} is for shard_map and for meshes with explicit axes. Under jit with Auto "
+            "axes XLA gathers by itself what was cast: leave the call out and write "
+            "jmp.autocast(fun, 'mixed_float16,r=f32'), whose sums over devices are float32."
+        )
+    _check_axes_exist(parameters, explicit, "explicit")
+    targets = list(map(_names_afterwards, parameters))
+    data = _data_axes(parameters, targets, explicit)
+    adds_in_another = reduce_dtype != dtype and bool(data)
+    vectors = [p.path for p in parameters if p.array.ndim < _FEWEST_DIMENSIONS]
+    if adds_in_another and vectors:
+        warnings.warn(
+            f"{CALLER}: the gradients of {listed(vectors)} are added up in {dtype}, not in "
+            f"{reduce_dtype}: along explicit axes JAX does that for parameters of two or more "
+            "dimensions alone. Gather these in a call of their own, without reduce_dtype, to "
+            "silence this; in shard_map all add up in the dtype asked.",
+            stacklevel=3,
+        )
+    results = []
+    for parameter, target in zip(parameters, targets, strict=True):
+        array, partitions = parameter.array, [names or None for names in target]
+        if adds_in_another and array.ndim >= _FEWEST_DIMENSIONS:
+            # The cotangent of what is `reduced` arrives as one part a device, not yet added up.
+            whole = NamedSharding(mesh, PartitionSpec(*partitions, reduced=data))
+            results.append(_moved_by_type(array, whole, dtype, reduce_dtype))
+        else:
+            whole = NamedSharding(mesh, PartitionSpec(*partitions))
+            results.append(jax.sharding.reshard(array.astype(dtype), whole))
+    return results
+
+
+def _moved_by_type(
+    array: jax.Array, whole: NamedSharding, dtype: np.dtype, reduce_dtype: np.dtype
+) -> jax.Array:
+    spec, data = jax.typeof(array).sharding.spec, whole.spec.reduced
+    own = NamedSharding(whole.mesh, spec)
+    # First scattered, then the sum over replicas: in one step XLA adds up whole gradients.
+    replicated = data.difference(*_names_in(spec))
+    parts = NamedSharding(whole.mesh, PartitionSpec(*spec.partitions, unreduced=replicated))
+
+    def add_up(total: jax.Array) -> jax.Array:
+        if replicated and replicated != data:
+            total = jax.sharding.reshard(total, parts)
+        own_part: jax.Array = jax.sharding.reshard(total, own)
+        return own_part
+
+    return _moved(array, dtype, reduce_dtype, lambda x: jax.sharding.reshard(x, whole), add_up)
+
+
+def _names_afterwards(parameter: Parameter) -> list[Names]:
+    """Returns the axes that a parameter is sharded along afterwards, dimension by dimension."""
+    if not isinstance(parameter.spec, tuple):
+        return _axes_by_dimension(parameter, parameter.spec)
+    own = _names_in(jax.typeof(parameter.array).sharding.spec)
+    return [tuple(name for name in names if name not in parameter.spec) for names in own]
+
+
+def _data_axes(
+    parameters: Sequence[Parameter], targets: Sequence[list[Names]], explicit: set[str]
+) -> frozenset[str]:
+    """Returns the axes to add up over: those named for it, else where nothing is sharded."""
+    specs = [parameter.spec for parameter in parameters]
+    named = (spec if isinstance(spec, tuple) else spec.reduced for spec in specs)
+    left = {name for target in targets for names in target for name in names}
+    return frozenset().union(*named) or frozenset(explicit - left)
+
+
+# What the user said: names of axes, or specs.
+
+
+def _specs_by_leaf(specs_or_axis: PyTree, params: PyTree) -> list[Any]:
+    """Returns, for each leaf of `params`, names of axes or a spec.
+
+    Raises:
+      TypeError: what is given is neither.
+      ValueError: a tree of specs does not fit.
+    """
+    count = len(jax.tree.leaves(params))
+    if _are_names(specs_or_axis):
+        return [_spec(specs_or_axis)] * count
+    try:
+        whole = jax.tree.broadcast(specs_or_axis, params, is_leaf=_is_spec)
+    except ValueError:
+        raise ValueError(
+            f"{CALLER} got specs that do not fit the parameters: {described(specs_or_axis)} for "
+            f"{described(params)}. Expected an axis' name, a PartitionSpec, or a tree of them with "
+            "the parameters' structure, which may end earlier."
+        ) from None
+    return [_spec(leaf) for leaf in jax.tree.leaves(whole, is_leaf=_is_spec)]
+
+
+def _axes_by_dimension(parameter: Parameter, spec: PartitionSpec) -> list[Names]:
+    """Returns the axes that a parameter's spec names, one entry for each of its dimensions.
+
+    Raises: ValueError for a spec of more dimensions, or one that leaves some to XLA.
+    """
+    entries = spec.partitions
+    if len(entries) > parameter.array.ndim:
+        raise ValueError(
+            f"{CALLER} got the spec {spec} for {parameter.path}, which is "
+            f"{shape_text(parameter.array)}; expected one of at most {parameter.array.ndim} "
+            "dimensions."
+        )
+    if any(entry is PartitionSpec.UNCONSTRAINED for entry in entries):
+        raise ValueError(
+            f"{CALLER} got the spec {spec} for {parameter.path}, which leaves a "
+            "dimension to XLA; expected the names of axes, or None for a dimension."
+        )
+    return _names_in(spec) + [()] * (parameter.array.ndim - len(entries))
+
+
+def _named_axes(parameter: Parameter) -> frozenset[str]:
+    """Returns all axes that the user named for a parameter."""
+    if isinstance(parameter.spec, tuple):
+        return frozenset(parameter.spec)
+    return parameter.spec.reduced.union(*_axes_by_dimension(parameter, parameter.spec))
+
+
+def _names_in(spec: PartitionSpec) -> list[Names]:
+    """Returns the axes that a spec names, dimension by dimension, without what it says of sums."""
+    return [
+        () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        for entry in spec.partitions
+    ]
+
+
+def _check_axes_exist(parameters: Iterable[Parameter], known: Iterable[str], kind: str) -> None:
+    """Raises ValueError if an axis that was named is none of `known`.
+
+    Args:
+      kind: what kind of axes these are, such as "mapped".
+    """
+    known = sorted(known)
+    for parameter in parameters:
+        for name in sorted(_named_axes(parameter)):
+            if name not in known:
+                raise ValueError(
+                    f"{CALLER} got the axis {described(name)} for {parameter.path}; expected one "
+                    f"of the {kind} axes: {listed(known)}."
+                )
+
+
+def _are_names(value: Any) -> bool:
+    names = (value,) if isinstance(value, str) else value
+    is_sequence = isinstance(names, (tuple, list)) and len(names) > 0
+    return is_sequence and all(isinstance(name, str) for name in names)
+
+
+def _is_spec(node: Any) -> bool:
+    return isinstance(node, (PartitionSpec, NamedSharding)) or _are_names(node)
+
+
+def _spec(leaf: Any) -> Names | PartitionSpec:
+    if isinstance(leaf, NamedSharding):
+        return leaf.spec
+    if isinstance(leaf, PartitionSpec):
+        return leaf
+    if _are_names(leaf):
+        return (leaf,) if isinstance(leaf, str) else tuple(leaf)
+    raise TypeError(
+        f"{CALLER} got {described(leaf)} for a spec; expected an axis' name, such as 'data', or a "
+        "jax.sharding.PartitionSpec."
+    )

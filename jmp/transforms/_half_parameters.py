@@ -16,14 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jmp._calls import stands_for_numbers
-from jmp.autocasting._propagation import Inside, propagate
+from jmp.autocasting._propagation import WayInside, propagate
 from jmp.dtypes import is_half
 from jmp.policy import Policy
 from jmp.transforms._inner import Transformation
 from jmp.transforms._loss_scaling import WithLossScaleState
 from jmp.transforms._master_params import shapes_with_master
-from jmp.trees import PyTree, leaves_by_path
+from jmp.trees import PyTree, leaves_by_path, stands_for_numbers
 
 # Results of these are zeros if all operands are.
 KEEP_ZEROS = frozenset(
@@ -194,7 +193,7 @@ def _zeros(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
     )
 
 
-def _zero_results(equation: Any, operands: list[bool], inside: Inside[bool]) -> list[bool]:
+def _zero_results(equation: Any, operands: list[bool], inside: WayInside[bool]) -> list[bool]:
     """Returns which results of an equation are zeros, if those of its operands are."""
     of_functions = inside()
     if of_functions is not None:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import jax
 import optax
 
-from jmp._calls import stands_for_numbers
-from jmp._messages import described, parameters_of, where_trees_differ
-from jmp.trees import leaves_by_path
+from jmp._messages import described, way_to_parameters, where_trees_differ
+from jmp.trees import leaves_by_path, stands_for_numbers
 
 S = TypeVar("S")
 
@@ -65,7 +64,7 @@ def init_inner(
         path, leaf = others[0]
         raise TypeError(
             f"{caller} got {described(leaf)} as the parameter at {path or 'the root'}; expected a "
-            f"tree of arrays.{parameters_of(params)}"
+            f"tree of arrays.{way_to_parameters(params)}"
         ) from error
 
 
@@ -116,5 +115,5 @@ def structures_compared(
         raise ValueError(
             f"{caller} got gradients of another structure than the parameters: of gradients and "
             f"parameters {where_trees_differ(gradients, params)}. Differentiate with respect to "
-            f"the parameters that the optimizer holds.{parameters_of(params)}"
+            f"the parameters that the optimizer holds.{way_to_parameters(params)}"
         ) from error

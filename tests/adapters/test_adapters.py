@@ -16,19 +16,15 @@ from flax import nnx
 
 import jmp
 from jmp import adapters, diagnostics, transforms
-from tests.adapters.adapter_cases import ADAPTERS, HAIKU_NET, IMAGES, PRODUCTS, mean_square
+from testbed.adapter_cases import ADAPTERS, HAIKU_NET, IMAGES, PRODUCTS, mean_square
 from tests.bits import bits
 from tests.products import equations, product_dtypes
+
+pytestmark = pytest.mark.usefixtures("users_rank_promotion")
 
 POLICIES = ["mixed_float16", "mixed_bfloat16", "O2", "O3"]
 
 every_adapter = pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda adapter: adapter.name)
-
-
-@pytest.fixture(autouse=True)
-def users_rank_promotion():
-    with jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def loss_of(adapter, policy, rules=None, **options):

@@ -1,24 +1,20 @@
-"""Plans as text: one line a step, what is inside below it; and programs that have theirs beside.
+"""Plans as text: one line a step, what is inside below it; and the files that have those of tests.
 
-`python -m tests.autocasting.plans` writes the plans that are made now into
-`tests/autocasting/test_plans*.py`.
+A line is a step. `f32>f16` is a float32 operand that is read in half, `->` what is stored.
+`python -m tests.autocasting.plans` writes the plans that are made now of the programs in
+`testbed/planned/` into `plan_listings/`, a file for each module of that folder.
 """
 
-import ast
-import importlib
-import inspect
+import functools
 import pathlib
 import textwrap
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import pytest
-from jax import lax
 
 from jmp.autocasting._autocast import make_program
 from jmp.autocasting._steps import Inside, Island, Nested
+from testbed.planned import MODULES
 
 SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "int32": "i32", "None": "-"}
 
@@ -27,55 +23,24 @@ SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "int32": "i32",
 HAS_THESE_TRACES = jax.__version__.startswith("0.10.")
 
 
-def struct(*shape, dtype=jnp.float32):
-    return jax.ShapeDtypeStruct(shape, dtype)
+@functools.cache
+def written_plans(name):
+    """The plans that are written down for a module's programs, by the program's name."""
+    parts = _listing_file(name).read_text().rstrip("\n").split("\n\n")
+    return {name: textwrap.dedent(plan) for name, _, plan in (x.partition("\n") for x in parts)}
 
 
-X = W = struct(128, 128)
-ROW = struct(128)
-IMAGE, KERNEL = struct(8, 16, 16, 16), struct(3, 3, 16, 16)
-SMALL = struct(8, 8)
-INDICES = struct(128, dtype=jnp.int32)
+def write_plans(name):
+    """Writes down the plans that are made now for a module's programs."""
+    parts = (
+        f"{case.fun.__name__}\n" + textwrap.indent("\n".join(listing_of(case)), "  ")
+        for case in MODULES[name].CASES
+    )
+    _listing_file(name).write_text("\n\n".join(parts) + "\n")
 
 
-class Case(NamedTuple):
-    """A program, what it is planned for, and the options of autocast."""
-
-    fun: Callable[..., Any]
-    args: tuple[Any, ...]
-    options: dict[str, Any]
-
-
-def add_case(cases, *args, **options):
-    """Adds a program to `cases`; its docstring has its plan below the first blank line."""
-
-    def add(fun):
-        cases.append(Case(fun, args, options))
-        return fun
-
-    return add
-
-
-def conv(x, kernel):
-    """A convolution over images."""
-    layout = ("NHWC", "HWIO", "NHWC")
-    return lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=layout)
-
-
-def plan_test(cases):
-    """The test that each program has the plan that its docstring says."""
-
-    @pytest.mark.skipif(not HAS_THESE_TRACES, reason="the traces of JAX 0.10")
-    @pytest.mark.parametrize("case", cases, ids=lambda case: case.fun.__name__)
-    def test_plan(case):
-        assert "\n".join(listing_of(case)) == expected(case)
-
-    return test_plan
-
-
-def expected(case):
-    """The plan in a program's docstring."""
-    return inspect.getdoc(case.fun).partition("\n\n")[2]
+def _listing_file(name):
+    return pathlib.Path(__file__).parent / "plan_listings" / f"{name}.txt"
 
 
 def listing_of(case):
@@ -119,7 +84,7 @@ def _inside(inside):
 def _island(island):
     how = [island.recompute.value]
     how += ["apart"] * island.prevent_cse + ["shared casts"] * island.shares_casts
-    leaves = (_short(x.dtype) + " saturated" * x.saturates for x in island.leaves)
+    leaves = (_short(x.dtype) + " saturated" * x.saturates for x in island.writes)
     yield f"island, {', '.join(how)}: {' '.join(map(_read, island.reads))} -> {' '.join(leaves)}"
     for node in island.clones:
         yield f"  clone {node.name}"
@@ -151,24 +116,7 @@ def _short(dtype):
     return SHORT.get(str(dtype), str(dtype))
 
 
-def rewrite(path, cases):
-    """Writes the plans that are made now into the docstrings of the programs in a file."""
-    text = path.read_text()
-    lines = text.splitlines()
-    programs = {node.name: node for node in ast.parse(text).body if hasattr(node, "name")}
-    # From the last to the first: the numbers of the lines above stay as they are.
-    for case in sorted(cases, key=lambda case: -programs[case.fun.__name__].lineno):
-        docstring = programs[case.fun.__name__].body[0]
-        what = docstring.value.value.partition("\n\n")[0].rstrip()
-        indent = " " * docstring.col_offset
-        plan = textwrap.indent("\n".join(listing_of(case)), indent)
-        rest = lines[docstring.end_lineno - 1][docstring.end_col_offset :]
-        new = f'{indent}"""{what}\n\n{plan}\n{indent}"""{rest}'
-        lines[docstring.lineno - 1 : docstring.end_lineno] = new.splitlines()
-    path.write_text("\n".join(lines) + "\n")
-
-
 if __name__ == "__main__":
     assert HAS_THESE_TRACES, f"the plans are those of JAX 0.10, and not of {jax.__version__}"
-    for path in sorted(pathlib.Path(__file__).parent.glob("test_plans*.py")):
-        rewrite(path, importlib.import_module(f"tests.autocasting.{path.stem}").CASES)
+    for name in MODULES:
+        write_plans(name)

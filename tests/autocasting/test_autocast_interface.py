@@ -17,7 +17,7 @@ from flax import nnx
 import jmp
 from jmp.autocasting import _program
 from jmp.autocasting._autocast import make_program
-from tests.products import equations, product_dtypes
+from tests.products import equations, equations_of, product_dtypes
 
 F16 = "mixed_float16"
 X = jax.random.normal(jax.random.key(0), (4, 8))
@@ -30,7 +30,7 @@ def loss(w, x):
 
 def dtypes_of(primitive, function, *args):
     """The dtypes in which a primitive is bound, in the order of the program."""
-    found = equations(jax.make_jaxpr(function)(*args).jaxpr)
+    found = equations_of(function, *args)
     return [str(e.invars[0].aval.dtype) for e in found if e.primitive.name == primitive]
 
 
@@ -240,7 +240,7 @@ def test_float32_is_the_identity():
 
 
 def counts(function, *args):
-    found = [e.primitive.name for e in equations(jax.make_jaxpr(function)(*args).jaxpr)]
+    found = [e.primitive.name for e in equations_of(function, *args)]
     return {name: found.count(name) for name in ("dot_general", "convert_element_type")}
 
 

@@ -9,7 +9,10 @@ import pytest
 
 import jmp
 from testbed.models import MODELS
+from tests.errors import relative_error
 from tests.products import equations, product_dtypes_of
+
+pytestmark = pytest.mark.usefixtures("users_rank_promotion")
 
 HALVES = {
     # Loss scale; error of the gradient, and that of a ResNet at random initialisation (the network
@@ -20,12 +23,6 @@ HALVES = {
 # The error of the same model written in half by hand bounds ours, up to the luck of the roundings.
 LUCK = 1.05
 SUMS = ("reduce_sum", "reduce_window_sum", "cumsum", "scatter-add", "psum", "reduce_prod")
-
-
-@pytest.fixture(autouse=True)
-def users_rank_promotion():
-    with jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def gradient(loss, model, scale=1.0):
@@ -74,15 +71,6 @@ def computed(traced, model):
     return traced.lower().compile()(params, *batch)
 
 
-def error(gradients, reference):
-    """The relative L2 error over the whole gradient."""
-    a, b = (
-        np.concatenate([np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(tree)])
-        for tree in (gradients, reference)
-    )
-    return np.linalg.norm(a - b) / np.linalg.norm(b)
-
-
 # What differs with bfloat16 (numbers that float16 does not hold, masks) differs in these too; a
 # ResNet, a GPT-2 and other masks are in tests/autocasting/test_published_models.py.
 IN_BFLOAT16 = ("lstm", "mixture_of_experts")
@@ -99,10 +87,10 @@ def test_every_product_half_and_the_gradient_right(model, half):
     assert set(dtypes) <= {half, f"{half} int32"}, dtypes  # int32: the groups of ragged_dot
     got, got_statistics = computed(ours, model)
     assert {x.dtype for x in jax.tree.leaves(got)} == {np.dtype(np.float32)}
-    ours_error = error(got, reference)
+    ours_error = relative_error(got, reference)
     assert ours_error <= (bound_if_noisy if model.noisy else bound)
     hand, _ = computed(by_hand(model, half), model)
-    assert ours_error <= LUCK * error(hand, reference)
+    assert ours_error <= LUCK * relative_error(hand, reference)
     for x, y in zip(jax.tree.leaves(got_statistics), jax.tree.leaves(statistics), strict=True):
         assert x.dtype == y.dtype  # BatchNorm's running statistics: float32
         np.testing.assert_allclose(x, y, rtol=0.05, atol=0.05)

@@ -8,7 +8,7 @@ from jax import lax
 
 import jmp
 from jmp import diagnostics
-from tests.products import PRODUCTS, equations
+from tests.products import PRODUCTS, equations, equations_of
 
 F16 = "mixed_float16"
 X = jax.random.normal(jax.random.key(0), (4, 4))
@@ -24,7 +24,7 @@ def products(function, *args):
     """Operand dtype and precision of each product, in the order of the program."""
     return [
         (str(e.invars[0].aval.dtype), _name(e.params["precision"]))
-        for e in equations(jax.make_jaxpr(function)(*args).jaxpr)
+        for e in equations_of(function, *args)
         if e.primitive.name in PRODUCTS
     ]
 

@@ -1,7 +1,6 @@
 """Every row of the op table: against float64, and bit by bit against the casts it stands for."""
 
 import itertools
-import pathlib
 import runpy
 
 import jax
@@ -12,8 +11,9 @@ import pytest
 import jmp
 from jmp.autocasting import Category, all_rules, register_rule
 from jmp.autocasting._registry import rule_for
+from testbed import ROOT
 from testbed.op_cases import OP_CASES, OTHERS, UNARY
-from tests.products import equations, eye
+from tests.products import equations_of, eye
 
 SERIES = "pow igamma igammac polygamma igamma_grad_a zeta regularized_incomplete_beta".split()
 NAMES = [name for name, _, _ in OP_CASES]
@@ -122,7 +122,7 @@ def test_under_vmap_and_around_it(part, quick_compilation):
 
 @CASES
 def test_a_case_binds_the_primitive_it_names(name, call, inputs):
-    bound = {e.primitive.name for e in equations(jax.make_jaxpr(call)(*inputs).jaxpr)}
+    bound = {e.primitive.name for e in equations_of(call, *inputs)}
     assert bound & {name, name.replace("-", "_")}, bound
 
 
@@ -134,7 +134,7 @@ def test_every_row_of_the_table_has_a_case_or_says_why_not():
 
 
 def test_the_page_with_the_op_table_is_what_is_registered():
-    script = runpy.run_path(str(pathlib.Path(__file__).parents[2] / "docs" / "op_table.py"))
+    script = runpy.run_path(str(ROOT / "docs" / "op_table.py"))
     assert script["PAGE"].read_text() == script["page"](), "run: python docs/op_table.py"
 
 

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp
-from tests.products import equations, half, ones, product_dtypes
+from tests.products import equations, equations_of, half, ones, product_dtypes
 
 F16 = "mixed_float16"
 KEYS = jax.random.split(jax.random.key(0), 3)
@@ -309,8 +309,7 @@ def test_a_checkpoint_policy_decides_what_is_kept(policy_name):
         return jax.checkpoint(lambda x: jnp.tanh(jnp.tanh(x @ W) @ W), policy=policy)(x)
 
     count = lambda f: sum(
-        e.primitive.name == "dot_general"
-        for e in equations(jax.make_jaxpr(jax.grad(lambda x: f(x).sum()))(X).jaxpr)
+        e.primitive.name == "dot_general" for e in equations_of(jax.grad(lambda x: f(x).sum()), X)
     )
     assert count(jmp.autocast(block, F16)) == count(block)
 
@@ -357,7 +356,7 @@ def test_a_callback_after_a_normalisation():
 
 def test_an_effect_whose_result_nobody_reads_is_kept():
     def effects(function):
-        found = equations(jax.make_jaxpr(function)(X, W).jaxpr)
+        found = equations_of(function, X, W)
         return sorted(e.primitive.name for e in found if e.effects)
 
     assert effects(jmp.autocast(references, F16)) == effects(references) != []

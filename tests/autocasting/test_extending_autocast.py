@@ -13,6 +13,7 @@ from jmp.autocasting import register_rule
 from jmp.autocasting._kinds import Kind, register_kind
 from jmp.autocasting._steps import Rewrite
 from jmp.autocasting.rewrites import REWRITES
+from tests.products import equations_of
 
 W = jnp.eye(128)
 X = jnp.linspace(-2, 2, 128 * 128).reshape(128, 128)
@@ -36,17 +37,8 @@ def softsign():
 
 def dtypes_read_by(name, fun, *args):
     """The dtypes that the equations of one primitive read, at any depth."""
-    found = set()
-
-    def visit(jaxpr):
-        for equation in jaxpr.eqns:
-            if equation.primitive.name == name:
-                found.update(str(atom.aval.dtype) for atom in equation.invars)
-            for inner in jax.extend.core.jaxprs_in_params(equation.params):
-                visit(inner)
-
-    visit(jax.make_jaxpr(fun)(*args).jaxpr)
-    return found
+    found = (e for e in equations_of(fun, *args) if e.primitive.name == name)
+    return {str(atom.aval.dtype) for equation in found for atom in equation.invars}
 
 
 def test_a_new_rule_is_one_row(softsign):

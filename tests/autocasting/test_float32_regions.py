@@ -12,7 +12,7 @@ from jax import lax
 import jmp
 from jmp import diagnostics
 from jmp.adapters import linen
-from tests.products import PRODUCTS, equations
+from tests.products import PRODUCTS, equations_of
 
 F16 = "mixed_float16"
 X = jax.random.normal(jax.random.key(0), (4, 4))
@@ -25,7 +25,7 @@ def found(function, *args):
     """The precisions of the float32 products of a program, with how many there are."""
     return collections.Counter(
         _name(e.params["precision"])
-        for e in equations(jax.make_jaxpr(function)(*(args or (X,))).jaxpr)
+        for e in equations_of(function, *(args or (X,)))
         if e.primitive.name in PRODUCTS and e.invars[0].aval.dtype in (jnp.float32, jnp.complex64)
     )
 

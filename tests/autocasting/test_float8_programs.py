@@ -12,17 +12,20 @@ from benchmarks.processes import ROOT
 from benchmarks.soak import float8_programs as programs
 from jmp.autocasting import _float8, _planner
 from jmp.autocasting._autocast import make_program
+from jmp.autocasting._float8_planning import with_bounds
+from jmp.autocasting._planner import PASSES
 from jmp.autocasting._steps import Inside, Nested, Single
 
 NUMBERS = 60
+SMALL_IS_FLOAT8 = pytest.mark.usefixtures("small_is_float8", "users_rank_promotion")
 
 
+@SMALL_IS_FLOAT8
 @pytest.mark.parametrize("first", range(0, NUMBERS, 10))
 def test_gradients_of_random_programs_are_near_wherever_those_of_bfloat16_are_right(
     first, quick_compilation
 ):
-    with programs.small_is_float8():
-        rows = [programs.compare(number) for number in range(first, first + 10)]
+    rows = [programs.compare(number) for number in range(first, first + 10)]
     assert [row for row in rows if row["verdict"] not in ("near", programs.BEYOND)] == []
     assert sum(row["verdict"] == "near" for row in rows) >= 8
     assert sum(row["float8_products"] for row in rows) > 20
@@ -67,20 +70,20 @@ def bounds_that_nobody_gives(plan):
     return read ^ given
 
 
+@SMALL_IS_FLOAT8
 def test_who_gives_a_bound_and_who_reads_it_agree_in_every_plan():
     bounded = 0
-    with programs.small_is_float8():
-        for number in range(NUMBERS, NUMBERS + 40):
-            loss, params, x, _ = programs.program(number)
-            program = make_program(loss, "mixed_float8", float8="all")
-            for plan in levels(program.trace((params, x), {}).plan):
-                assert readers_without_bound(plan) == []
-                assert bounds_that_nobody_gives(plan) == set()
-                bounded += sum(
-                    step.in_float8.is_bounded
-                    for step in plan.steps
-                    if isinstance(step, Single) and step.in_float8
-                )
+    for number in range(NUMBERS, NUMBERS + 40):
+        loss, params, x, _ = programs.program(number)
+        program = make_program(loss, "mixed_float8", float8="all")
+        for plan in levels(program.trace((params, x), {}).plan):
+            assert readers_without_bound(plan) == []
+            assert bounds_that_nobody_gives(plan) == set()
+            bounded += sum(
+                step.in_float8.is_bounded
+                for step in plan.steps
+                if isinstance(step, Single) and step.in_float8
+            )
     assert bounded > 20
 
 
@@ -93,7 +96,8 @@ def test_a_product_that_waits_for_a_bound_that_nobody_gives_is_a_finding(monkeyp
             for step in steps
         ]
 
-    monkeypatch.setattr(_planner, "with_bounds", without_readers)
+    passes = [without_readers if change is with_bounds else change for change in PASSES]
+    monkeypatch.setattr(_planner, "PASSES", passes)
     programs.main(3, 4)
     (row,) = json.loads(capsys.readouterr().out)
     assert row["verdict"] == "not finite" and row["steps"]

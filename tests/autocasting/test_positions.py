@@ -12,19 +12,16 @@ from jax import lax
 import jmp
 from jmp import _jax_compat
 from testbed.position_cases import CASES, EXACT
-from tests.products import equations
+from tests.errors import relative_error
+from tests.products import equations_of
+
+pytestmark = pytest.mark.usefixtures("users_rank_promotion")
 
 HALVES = ("float16", "bfloat16")
 SCALE = 2.0**12
 LUCK = 1.05  # of the roundings
 FLOOR = 1e-5  # what float32 itself rounds, in sums of a thousand terms
 EXAMPLES = 6  # parameters and inputs: the more there are, the less the roundings' luck is
-
-
-@pytest.fixture(autouse=True)
-def users_rank_promotion():
-    with jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def in_float32(case):
@@ -144,19 +141,10 @@ def of_model(loss, dtype):
     return one_by_one(run)(arguments(case))
 
 
-def error(gradients, reference):
-    """The relative L2 error over the whole gradient."""
-    a, b = (
-        np.concatenate([np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(tree)])
-        for tree in (gradients, reference)
-    )
-    return np.linalg.norm(a - b) / np.linalg.norm(b)
-
-
 def products(function, *args):
     """Counts the dtypes of operands of what contracts anything, and of what contracts nothing."""
     counts, outer = collections.Counter(), collections.Counter()
-    for equation in equations(jax.make_jaxpr(function)(*args).jaxpr):
+    for equation in equations_of(function, *args):
         if equation.primitive.name == "dot_general":
             (contracted, _), _ = equation.params["dimension_numbers"]
             shape = equation.invars[0].aval.shape
@@ -182,8 +170,8 @@ def test_the_gradient_is_as_good_as_by_hand(case, way):
     got = way(in_float32(case), half)(arguments(case))
     assert {x.dtype for x in jax.tree.leaves(got)} == {np.dtype(np.float32)}
     reference = of_model(case.by_hand, "float32")
-    by_hand = error(of_model(case.by_hand, half), reference)
-    assert error(got, reference) <= LUCK * by_hand + FLOOR
+    by_hand = relative_error(of_model(case.by_hand, half), reference)
+    assert relative_error(got, reference) <= LUCK * by_hand + FLOOR
 
 
 @each_case

@@ -16,6 +16,7 @@ from jmp.adapters import linen, nnx
 from testbed.published_models import PATTERNS
 from tests.products import product_dtypes, product_dtypes_of
 
+pytestmark = pytest.mark.usefixtures("quick_compilation", "users_rank_promotion")
 SEEDS = 32
 # The error of the model's own half option bounds ours, up to the luck of the roundings: the mean
 # over the seeds of the logarithm of their ratio has a standard error of at most 0.035. Measured are
@@ -45,12 +46,6 @@ each_way_and_half = pytest.mark.parametrize(
     ("way", "half"), [("autocast", "float16"), ("autocast", "bfloat16"), ("adapter", "float16")]
 )
 each_pattern = pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: pattern.name)
-
-
-@pytest.fixture(autouse=True)
-def as_users_run_them(quick_compilation):
-    with jax.numpy_rank_promotion("allow"):
-        yield
 
 
 @functools.cache

@@ -12,7 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 import jmp
 from jmp.autocasting import _planner
-from jmp.autocasting._flatten import flatten
+from jmp.autocasting._flatten import graph_of
+from tests.errors import relative_error
+from tests.products import equations_of
 
 AUTO = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
 EXPLICIT = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Explicit,))
@@ -31,23 +33,15 @@ def loss(w, x):
     return jnp.mean(jnp.tanh(x @ w) ** 2)
 
 
-def relative_error(got, expected):
-    return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
-
-
 def dtypes_sent(fun, *args):
     """The dtypes of the arrays of more than one axis that a program sends, at any depth."""
-    found = set()
-
-    def visit(jaxpr):
-        for equation in jaxpr.eqns:
-            if equation.primitive.name in ("all_gather", "ppermute", "all_to_all", "reshard"):
-                found.update(str(v.aval.dtype) for v in equation.invars if v.aval.ndim > 1)
-            for inner in jax.extend.core.jaxprs_in_params(equation.params):
-                visit(inner)
-
-    visit(jax.make_jaxpr(fun)(*args).jaxpr)
-    return found
+    return {
+        str(v.aval.dtype)
+        for equation in equations_of(fun, *args)
+        if equation.primitive.name in ("all_gather", "ppermute", "all_to_all", "reshard")
+        for v in equation.invars
+        if v.aval.ndim > 1
+    }
 
 
 def in_shard_map(fun, check_vma=True):
@@ -218,7 +212,7 @@ def test_rows_of_a_table_along_explicit_axes_are_looked_up_along_automatic_ones(
 
 def test_a_function_inside_is_read_once_for_all_parameters(monkeypatch):
     opened = []
-    monkeypatch.setattr(_planner, "flatten", lambda *a: opened.append(a) or flatten(*a))
+    monkeypatch.setattr(_planner, "graph_of", lambda *a: opened.append(a) or graph_of(*a))
 
     def fun(ws, x):
         ws = [lax.with_sharding_constraint(w, WHOLE) for w in ws]
@@ -244,15 +238,8 @@ def test_partial_sums_that_cancel_between_devices_are_finite_with_float32_reduct
 
 
 def test_float32_gradients_come_from_half_operands():
-    wide = jax.make_jaxpr(jax.grad(jmp.autocast(loss, "mixed_float16,r=f32"), (0, 1)))(W, X)
-    products = [e for e in wide.jaxpr.eqns if e.primitive is lax.dot_general_p]
-    products += [
-        e
-        for outer in wide.jaxpr.eqns
-        for inner in jax.extend.core.jaxprs_in_params(outer.params)
-        for e in inner.eqns
-        if e.primitive is lax.dot_general_p
-    ]
+    wide = jax.grad(jmp.autocast(loss, "mixed_float16,r=f32"), (0, 1))
+    products = [e for e in equations_of(wide, W, X) if e.primitive is lax.dot_general_p]
     assert {str(v.aval.dtype) for e in products for v in e.invars} == {"float16"}
     assert sorted(str(e.params["preferred_element_type"]) for e in products) == [
         "float16",

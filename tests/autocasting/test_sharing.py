@@ -8,7 +8,7 @@ from jax import lax
 
 import jmp
 from jmp import _jax_compat
-from tests.products import equations
+from tests.products import equations, equations_of
 
 X = W = jax.ShapeDtypeStruct((128, 128), jnp.float32)
 WIDE = jax.ShapeDtypeStruct((128, 256), jnp.float32)
@@ -17,7 +17,7 @@ WIDE = jax.ShapeDtypeStruct((128, 256), jnp.float32)
 def islands(fun, *args, policy="mixed_float16"):
     """The equations of the islands that are computed again, in the order of the program."""
     arrays = jax.tree.map(lambda struct: jnp.zeros(struct.shape, struct.dtype), args)
-    found = equations(jax.make_jaxpr(jmp.autocast(fun, policy))(*arrays).jaxpr)
+    found = equations_of(jmp.autocast(fun, policy), *arrays)
     return [e for e in found if e.primitive.name in _jax_compat.REMAT]
 
 

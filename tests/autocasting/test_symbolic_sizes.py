@@ -12,15 +12,11 @@ from jmp.autocasting.rewrites import pick
 from testbed.h200.harness import as_if_cudnn
 from tests.bits import bits
 
+pytestmark = pytest.mark.usefixtures("users_rank_promotion")
+
 WIDTH, HEADS, CLASSES = 32, 4, 40
 POLICIES = ("mixed_float16", "mixed_bfloat16", "mixed_float8")
 SYMBOL = "a size of it is a symbol, and cuDNN's kernel is made for one size"
-
-
-@pytest.fixture(autouse=True)
-def broadcasting():
-    with jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def normal(seed, *shape):

@@ -6,14 +6,14 @@ import pytest
 from jax import lax
 
 from jmp.autocasting.kinds.while_loop import has_many_conditions, runs_to_tolerance
-from tests.products import equations
+from tests.products import equations_of
 
 X = jnp.ones(4)
 
 
 def outermost_loop(fun, *args):
     """The first while loop of a program."""
-    found = equations(jax.make_jaxpr(fun)(*args).jaxpr)
+    found = equations_of(fun, *args)
     return next(equation for equation in found if equation.primitive.name == "while")
 
 

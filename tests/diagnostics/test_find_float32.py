@@ -12,9 +12,8 @@ import pytest
 from flax import nnx
 
 from jmp import adapters, diagnostics
-from jmp.autocasting import _float8_planning
-from jmp.diagnostics._emulation import rounded
-from jmp.diagnostics._scope_search import grouped, rules_for, search
+from jmp.diagnostics._emulation import rounded_to_half
+from jmp.diagnostics._scope_search import in_groups, rules_for, search
 from testbed import models
 
 F16, BF16 = "mixed_float16", "mixed_bfloat16"
@@ -161,12 +160,6 @@ def crushed_backward(w, x):
     """The same of the cotangents: that of one result, which is zero, is multiplied."""
     factors = jnp.ones_like(x).at[0, 0].set(1e6)
     return jnp.tanh((x @ w.at[:, 0].set(0.0)) * factors)
-
-
-@pytest.fixture
-def small_is_float8(monkeypatch):
-    monkeypatch.setattr(_float8_planning, "SMALL", 1)
-    monkeypatch.setattr(_float8_planning, "THIN", 1)
 
 
 @pytest.mark.parametrize(
@@ -413,7 +406,7 @@ def test_rounding_without_a_cast_is_the_cast(half):
     with np.errstate(over="ignore"):
         expected = numbers.astype(np.float32).astype(half).astype(np.float32)
     normal = np.abs(numbers) >= np.finfo(np.float32).smallest_normal  # XLA flushes others on a CPU
-    found = np.asarray(rounded(jnp.asarray(numbers, jnp.float32), np.dtype(half)))
+    found = np.asarray(rounded_to_half(jnp.asarray(numbers, jnp.float32), np.dtype(half)))
     np.testing.assert_array_equal(found[normal], expected[normal])
 
 
@@ -569,7 +562,7 @@ def test_a_result_is_short_and_its_data_are_json():
 
 def test_many_scopes_are_asked_about_in_groups():
     paths = [f"net/block_{i}/{name}" for i in range(100) for name in ("a", "b", "c")]
-    found = grouped([*paths, "net", ""])
+    found = in_groups([*paths, "net", ""])
     assert len(set(found.values())) == 102
     assert found["net/block_7/a"] == found["net/block_7/c"] == "net/block_7"
     assert (found["net"], found[""]) == ("net", "")

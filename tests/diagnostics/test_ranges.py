@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jmp import _jax_compat, diagnostics
 from jmp.diagnostics import _walk
 from jmp.diagnostics._gradient_report import counting_step
-from jmp.diagnostics._range_report import Range, digits, exponents, from_digits
+from jmp.diagnostics._ranges import Range, digits, exponents, from_digits
 
 F16 = "mixed_float16"
 FLOAT8 = sorted(name for name in dir(jnp) if name.startswith("float8_"))

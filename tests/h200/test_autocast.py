@@ -6,13 +6,12 @@ they have fewer layers, so that they compile in seconds. Bounds are 2 % above wh
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 
 import jmp
 from testbed.h200.harness import compile_for_h200
 from testbed.h200.training_steps import compile_step, ratios
-from testbed.models import MODELS
+from testbed.models import MODELS, cross_entropy
 
 # Sizes; bytes moved, temporary memory and kernels, at most, over those of the model by hand.
 GATES = [
@@ -38,10 +37,6 @@ def test_leaner_than_by_hand(h200, name, sizes, at_most):
     print(f"{name}: bytes, temp, kernels " + " ".join(f"{x:.3f}" for x in measured))
     for ratio, bound in zip(measured, at_most, strict=True):
         assert ratio <= bound, f"{measured} exceeds {at_most}"
-
-
-def cross_entropy(logits, labels):
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
 def of_log_softmax(logits, labels):

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmp
 from jmp import _jax_compat, transforms
-from jmp.loss_scaling import _micro_batches
+from jmp.loss_scaling import _accumulating
 
 RANDOM = np.random.default_rng(0)
 X, Y, W = RANDOM.standard_normal((24, 4)), RANDOM.standard_normal(24), RANDOM.standard_normal(4)
@@ -117,7 +117,7 @@ def test_half_gradients_of_a_weighted_sum_have_the_range_of_a_mean():
     grad_fn = jmp.accumulated_value_and_grad(total, scale, 2, weight=lambda x: np.int32(x.size))
     _, gradient = grad_fn(w, x)
     assert float(gradient) == 2.0**14  # of the sum itself it is 2**24: infinite in float16
-    assert float(_micro_batches.power_of_two(jnp.float32(np.inf))) == 1
+    assert float(_accumulating._power_of_two_up_to(jnp.float32(np.inf))) == 1
 
 
 BAD = {0: np.inf, 1: np.nan}
@@ -409,7 +409,7 @@ def test_what_is_wrong_is_found_before_the_function_is_called():
 
 @pytest.mark.parametrize("dtype", ["bool", "uint8", "int32", "float32"])
 def test_counts_are_summed_in_float32(dtype):
-    counted = _micro_batches.count_of(lambda x: x, [jnp.ones((), dtype)])
+    counted = _accumulating._count_of(lambda x: x, [jnp.ones((), dtype)])
     assert counted.dtype == np.float32  # a uint8 sum over devices would wrap around
 
 

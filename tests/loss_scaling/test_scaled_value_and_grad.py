@@ -26,12 +26,6 @@ def arguments(dtype):
     return [jnp.asarray(array, dtype) for array in (W, B, X, Y)]
 
 
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
 @pytest.mark.parametrize("case", cases.LOSS_SCALES, ids=lambda case: case.name)
 def test_in_float64_it_is_value_and_grad_times_the_scale_exactly(case, x64):
     # A power of two moves the exponents alone: not one bit of a mantissa differs.

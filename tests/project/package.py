@@ -15,7 +15,8 @@ import subprocess
 import sys
 import tempfile
 
-ROOT = pathlib.Path(__file__).parents[2]
+from testbed import ROOT
+
 DIST = ROOT / "dist"
 
 # What is asked of the installed package, outside of the clone.

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from flax import serialization
 
+from testbed import ROOT
 from testbed.example_data import FILES, write_images
-from tests.project.test_examples import ROOT, run_example
+from tests.project.running import run_example
 
 TINY = ["--model=resnet18", "--width=4", "--batch-size=8"]
 

@@ -16,7 +16,7 @@ from flax.training.dynamic_scale import DynamicScale
 import jmp
 from jmp import transforms
 from jmp.adapters import linen
-from tests.project.printed_programs import ROOT
+from testbed import ROOT
 
 TORCH, JAX = ((ROOT / "docs" / f"coming_from_{name}.md").read_text() for name in ("torch", "jax"))
 PAGES = {"torch": TORCH, "jax": JAX}

@@ -9,8 +9,9 @@ import shutil
 import jax.numpy as jnp
 import pytest
 
+from testbed import ROOT
 from testbed.example_data import write_text
-from tests.project.test_examples import ROOT, TINY, run_example
+from tests.project.running import TINY, run_example
 
 RECORD = {"width": 16, "seed": 0}
 STATE = {"w": jnp.arange(3.0)}

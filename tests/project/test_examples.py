@@ -1,59 +1,13 @@
 """The examples run end to end at a tiny size, and refuse what makes no sense."""
 
-import contextlib
-import io
 import json
-import os
-import pathlib
-import runpy
-import subprocess
-import sys
-import warnings
 
-import jax
+import numpy as np
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[2]
-TINY = {
-    "digits": ["--epochs=1", "--seeds=2", "--batch-size=256", "--width=4"],
-    "char_lm": ["--steps=3", "--seeds=2", "--batch-size=2", "--length=8", "--width=8"],
-    "memory": ["--layers=1", "--batch-size=2", "--length=8", "--width=8", "--vocabulary=16"],
-    "inspect_ranges": ["--batch-size=2", "--length=8", "--width=8"],
-    "log_metrics": ["--steps=25", "--batch-size=8"],
-    "find_overflow": ["--steps=45", "--learning-rate=0.3", "--batch-size=16", "--width=8"],
-}
-
-
-def run_example(name, *arguments):
-    """Runs an example in this process, which has imported what takes seconds.
-
-    Returns: its exit status, what it printed and its errors. An exception comes through.
-    """
-    path = ROOT / "examples" / f"{name}.py"
-    code, output, errors = 0, io.StringIO(), io.StringIO()
-    with contextlib.ExitStack() as stack:
-        patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.syspath_prepend(path.parent)
-        patch.setenv("COLUMNS", "140")
-        patch.setattr(sys, "argv", [str(path), *map(str, arguments)])
-        # As a user's program runs, which knows nothing of the rules of our tests.
-        stack.enter_context(jax.numpy_rank_promotion("allow"))
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("default")
-        stack.enter_context(contextlib.redirect_stdout(output))
-        stack.enter_context(contextlib.redirect_stderr(errors))
-        try:
-            runpy.run_path(str(path), run_name="__main__")
-        except SystemExit as exit:
-            code = exit.code or 0
-    return subprocess.CompletedProcess(path, code, output.getvalue(), errors.getvalue())
-
-
-def run_example_alone(name):
-    """Runs an example as a user does, in a process of its own."""
-    environment = dict(os.environ, PYTHONPATH=str(ROOT), COLUMNS="140")
-    command = [sys.executable, str(ROOT / "examples" / f"{name}.py")]
-    return subprocess.run(command, capture_output=True, text=True, env=environment)
+from benchmarks.figures import example
+from testbed import ROOT
+from tests.project.running import TINY, run_example, run_example_alone
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -121,3 +75,39 @@ def test_help_and_mistakes(name):
     mistake = run_example(name, "--batch-size=-1")
     assert mistake.returncode == 2
     assert "expected a number above zero" in mistake.stderr
+
+
+def memory_bars(*peaks):
+    """Returns the axes and the totals in MB of bars for as many reports as there are peaks."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    parts = {"parameters": 1e6, "gradients": 1e6, "optimizer": 2e6, "masters": 0.0}
+    runs = {}
+    for number, peak in enumerate(peaks):
+        sizes = {**parts, "copies of parameters": 5e5 * number, "activations": 3e6}
+        total = sum(sizes.values())
+        runs[f"run {number}"] = {"parts": sizes, "total_bytes": total, "xla_peak_bytes": peak}
+    _, axes = plt.subplots()
+    example("memory").plot_bars(axes, runs)
+    plt.close("all")
+    return axes, [run["total_bytes"] / 1e6 for run in runs.values()]
+
+
+def test_bars_of_memory_are_stacked_to_the_total():
+    axes, totals = memory_bars(None, None)
+    widths = np.array([[bar.get_width() for bar in bars] for bars in axes.containers])
+    np.testing.assert_allclose(widths.sum(0), totals)
+    assert axes.yaxis_inverted()  # the first at the top
+    assert "masters" not in [text.get_text() for text in axes.get_legend().get_texts()]
+    assert not axes.lines  # these were not compiled
+
+
+def test_xlas_peak_is_marked_beside_what_jax_keeps():
+    axes, _ = memory_bars(None, 3_000_000)
+    assert [list(line.get_xdata()) for line in axes.lines] == [[3.0]]
+    words = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert "XLA's peak, no optimizer" in words
+    assert sum("3.00 peak" in text.get_text() for text in axes.texts) == 1

@@ -16,9 +16,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jmp import diagnostics
+from testbed import ROOT
 from testbed.example_data import write_text
 from testbed.h200.wire import wire
-from tests.project.test_examples import ROOT, run_example
+from tests.project.running import run_example
 
 MODEL = ["--layers=1", "--width=16", "--heads=2", "--length=12"]
 TINY = [*MODEL, "--batch-size=4", "--steps=6", "--validate-every=3", "--checkpoint-every=4"]

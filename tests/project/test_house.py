@@ -19,7 +19,7 @@ LAYERS = {
     "_messages": 0,
     "dtypes": 1,
     "trees": 2,
-    "_calls": 3,
+    "_array_calls": 3,
     "policy": 3,
     "rules": 3,
     "sharding": 3,
@@ -111,6 +111,12 @@ def test_what_tests_and_benchmarks_share_is_in_the_testbed(folder):
     for path in paths:
         roots = {module.partition(".")[0] for module in imported_modules(path)}
         assert not roots & FOLDERS[folder], f"{path} imports {sorted(roots & FOLDERS[folder])}"
+
+
+def test_no_test_module_imports_another():
+    for path in (ROOT / "tests").rglob("*.py"):
+        imported = [name for name in imported_modules(path) if name.startswith("tests.")]
+        assert not [name for name in imported if ".test_" in name], path
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))

@@ -7,7 +7,6 @@ That wheel and sdist install and run beside Haiku is tried by `make package`:
 import ast
 import importlib.metadata
 import json
-import pathlib
 import re
 import sys
 import tomllib
@@ -16,9 +15,9 @@ import pytest
 
 import jmp
 from benchmarks import start_up
+from testbed import ROOT
 from tests.project.package import absolute_links, copy_for_release
 
-ROOT = pathlib.Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -8,7 +8,8 @@ import tomllib
 
 import pytest
 
-from tests.project.printed_programs import PAGES, ROOT, code_blocks
+from testbed import ROOT
+from tests.project.printed_programs import PAGES, code_blocks
 
 PROGRAMS = {
     code: f"{page.stem}: {heading}"  # what stands on two pages runs once

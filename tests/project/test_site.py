@@ -15,7 +15,7 @@ import threading
 
 import pytest
 
-from tests.project.printed_programs import ROOT
+from testbed import ROOT
 
 DOCS, SITE = ROOT / "docs", ROOT / "site"
 ADAPTERS = [f"jmp.adapters.{name}" for name in ("linen", "nnx", "equinox", "haiku")]
@@ -23,7 +23,7 @@ MODULES = ["jmp", "jmp.transforms", "jmp.diagnostics", *ADAPTERS]
 # What a user's own primitives need (`autocast` and the warnings are in `jmp`), and what rules are.
 HOOKS = {f"jmp.autocasting.{name}" for name in ("Category", "Rule", "all_rules", "register_rule")}
 HOOKS |= {"jmp.rules"}
-INTERNAL = {"jmp.adapters.equinox.lift"}  # jmp.diagnostics calls it
+INTERNAL = {"jmp.adapters.equinox.with_marked_modules"}  # jmp.diagnostics calls it
 
 WIDE, PHONE = {"width": 1400, "height": 900}, {"width": 390, "height": 800}
 

@@ -13,10 +13,9 @@ from rich.console import Console
 import benchmarks.soak.__main__ as soak
 from benchmarks.processes import ROOT
 from benchmarks.soak import faults, float8, kills
-from jmp.autocasting import _float8_planning
 from testbed.mistakes import MISTAKES
 from tests.transforms.every_optimizer import TRANSFORMATIONS
-from tests.transforms.test_orders import (
+from tests.transforms.orders import (
     AFTER_MASTERS,
     AROUND_MASTERS,
     BEFORE,
@@ -118,11 +117,9 @@ def test_no_kill_left_a_training_that_ends_elsewhere():
     assert found["bit_equal"] == found["trainings"]
 
 
-def test_digits_in_float8_are_compared_with_bfloat16_seed_by_seed(monkeypatch):
+def test_digits_in_float8_are_compared_with_bfloat16_seed_by_seed(monkeypatch, small_is_float8):
     monkeypatch.setattr(float8, "WIDTHS", (64, 16, 16, 10))
     monkeypatch.setattr(float8, "EPOCHS", 2)
-    monkeypatch.setattr(_float8_planning, "SMALL", 1)
-    monkeypatch.setattr(_float8_planning, "THIN", 1)
     found = float8.of_digits(range(2), Console(quiet=True))
     assert found["float8_share"] == 1 - 160 / (64 * 16 + 16 * 16 + 160)  # all but the head
     half, low = (found["test_accuracy"][name] for name in float8.PRECISIONS)

@@ -4,13 +4,14 @@
 """
 
 import difflib
-import pathlib
 import re
 import runpy
 
 import pytest
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "tutorial.md"
+from testbed import ROOT
+
+PAGE = ROOT / "docs" / "tutorial.md"
 STEPS = [PAGE.parent / "tutorial" / f"step_{number}.py" for number in range(1, 7)]
 RUNS = [*STEPS, STEPS[-1]]  # the last one goes on from its checkpoint
 

@@ -10,6 +10,8 @@ from jmp import transforms
 from tests.bits import bits
 from tests.transforms.every_optimizer import TRANSFORMATIONS, gradients, parameters
 
+pytestmark = pytest.mark.usefixtures("users_rank_promotion")
+
 SCALE = 1024.0  # a power of two: scaling and unscaling change no bit
 every_optimizer = pytest.mark.parametrize(
     "inner", TRANSFORMATIONS.values(), ids=TRANSFORMATIONS.keys()
@@ -42,12 +44,6 @@ def bare(inner):
     if isinstance(inner, optax.MultiSteps):
         inner = inner.gradient_transformation()
     return optax.with_extra_args_support(inner)
-
-
-@pytest.fixture(autouse=True)
-def users_rank_promotion():
-    with jax.numpy_rank_promotion("allow"):
-        yield
 
 
 @every_optimizer

@@ -2,7 +2,6 @@
 
 import functools
 import os
-import pathlib
 import re
 import socket
 import subprocess
@@ -23,11 +22,11 @@ from jax.sharding import PartitionSpec as P
 import jmp
 from jmp import transforms
 from jmp.adapters import linen
+from testbed import ROOT
 from testbed.h200 import wire
 from tests.bits import bits
 from tests.transforms import every_optimizer, two_processes
 
-ROOT = pathlib.Path(__file__).parents[2]
 SCALE = jmp.DynamicLossScale(16.0, period=2)
 O2 = two_processes.optimizer()
 

@@ -5,7 +5,7 @@ backward pass from the rows' log-sum-exp.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,18 +13,30 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jmp.autocasting.attention._axes import Axes, Groups, Layout, Sizes, spread
+from jmp.autocasting.attention._axes import Axes, Layout, Sizes, spread
+from jmp.autocasting.attention._matching import Bias, Mask
 
 # What stands for minus infinity in a bias whose largest number in each row is zero: exp of it is
 # zero, and cuDNN, which multiplies by log2(e), stays finite.
 LOWEST = -(2.0**15)
 # A row is masked wholly where no bias is above this: a score that is added to it is lost.
-ALIVE = -1e8
+SEEN = -1e8
 
 ONE_DIRECTION = (
     "autocast(attention='fused') got {what}: the fused kernel has a first derivative in reverse "
     "mode alone (jax.grad, jax.vjp). Use attention='plain' for this function."
 )
+
+
+class Masking(NamedTuple):
+    """What is done to the scores between scale and softmax."""
+
+    is_causal: bool
+    window: int | None  # how many keys before its own a row sees, if it is causal
+    biases: Sequence[Bias]  # what is not said by these two
+    masks: Sequence[Mask]
+    has_gradient: bool  # of a bias
+    sees_a_key: bool  # each row is known to
 
 
 class Form(NamedTuple):
@@ -39,14 +51,9 @@ class Form(NamedTuple):
     values: Layout
     result: Layout
     scale: float
-    is_causal: bool
-    window: int | None  # how many keys before its own a row sees
-    biases: tuple[tuple[Axes, float], ...]
-    masks: tuple[tuple[Axes, bool], ...]
-    groups: Groups  # of a bias
+    masking: Masking
+    bias_axes: Axes
     sizes: Sizes
-    has_gradient: bool  # of the bias
-    is_alive: bool  # every row is known to see a key
 
 
 def attend(
@@ -61,22 +68,21 @@ def attend(
       biases, masks: what the form says how to lay out; floating, and boolean.
     """
     q, k, v = form.query(query), form.key(key), form.values(values)
-    rows, keys = q.shape[1], k.shape[1]
-    bias = _bias(form, biases, masks)
-    highest = None if bias is None else _highest(form, bias, rows, keys)
-    half_bias = None if bias is None else _half_bias(form, bias, highest, q, keys)
+    rows, keys, masking = q.shape[1], k.shape[1], form.masking
+    bias = _total_bias(form, biases, masks)
+    highest, half_bias = None, None
+    if bias is not None:
+        highest = _highest(masking, bias, rows, keys)
+        half_bias = _evened(_half_bias(masking, bias, highest, q, keys), (2, 3), LOWEST)
     # In the backward pass JAX refuses odd lengths. A key that is added is behind the last one, so
     # that a causal mask hides it; else its bias does, or the number of keys that count.
-    hides = form.is_causal or half_bias is not None
     lengths = None
-    if keys % 2 and not hides:
+    if keys % 2 and not masking.is_causal and half_bias is None:
         lengths = tuple(jnp.full(len(q), n, jnp.int32) for n in (rows + rows % 2, keys))
-    if half_bias is not None:
-        half_bias = _evened(half_bias, (2, 3), LOWEST)
-    fused = _fused(form.scale, form.is_causal, form.window, half_bias is not None)
+    fused = _fused(form.scale, masking.is_causal, masking.window, half_bias is not None)
     result = fused(*(_evened(array, (1,)) for array in (q, k, v)), half_bias, lengths)[:, :rows]
-    if not form.is_alive and highest is not None:
-        result = _or_average(result, (highest > ALIVE).swapaxes(1, 2), v)
+    if not masking.sees_a_key and highest is not None:
+        result = _or_average(result, (highest > SEEN).swapaxes(1, 2), v)
     return form.result(result)
 
 
@@ -86,49 +92,50 @@ def _evened(array: Any, axes: tuple[int, ...], fill: float = 0.0) -> Any:
     return jnp.pad(array, added, constant_values=fill) if any(n for _, n in added) else array
 
 
-def _bias(form: Form, biases: list[Any], masks: list[Any]) -> Any:
+def _total_bias(form: Form, biases: list[Any], masks: list[Any]) -> Any:
     """Returns the float32 sum of biases, -inf where a mask hides a score; None without either."""
-    bias = None
-    for array, (axes, factor) in zip(biases, form.biases, strict=True):
-        numbers = jnp.asarray(array, jnp.float32) * factor
-        term = spread(numbers, axes, form.groups, form.sizes)
-        bias = term if bias is None else bias + term
-    for array, (axes, keeps) in zip(masks, form.masks, strict=True):
-        kept = spread(jnp.asarray(array) == keeps, axes, form.groups, form.sizes)
-        bias = jnp.where(kept, 0.0 if bias is None else bias, -jnp.inf)
-    return bias
+    total = None
+    for array, bias in zip(biases, form.masking.biases, strict=True):
+        numbers = jnp.asarray(array, jnp.float32) * bias.factor
+        term = spread(numbers, bias.source.axes, form.bias_axes, form.sizes)
+        total = term if total is None else total + term
+    for array, mask in zip(masks, form.masking.masks, strict=True):
+        is_kept = jnp.asarray(array) == mask.keeps
+        is_kept = spread(is_kept, mask.source.axes, form.bias_axes, form.sizes)
+        total = jnp.where(is_kept, 0.0 if total is None else total, -jnp.inf)
+    return total
 
 
-def _highest(form: Form, bias: Any, rows: int, keys: int) -> Any:
+def _highest(masking: Masking, bias: Any, rows: int, keys: int) -> Any:
     """Returns the largest bias that each row sees: (batch, heads, rows, 1), or ones for these."""
     seen = jax.lax.stop_gradient(bias)
-    if form.is_causal:
+    if masking.is_causal:
         behind = jnp.arange(rows)[None, None, :, None] - jnp.arange(keys)[None, None, None]
-        sees = (behind >= 0) & (form.window is None or behind <= form.window)
+        sees = (behind >= 0) & (masking.window is None or behind <= masking.window)
         seen = jnp.where(sees, seen, -jnp.inf)
     return seen.max(-1, keepdims=True)
 
 
-def _half_bias(form: Form, bias: Any, highest: Any, query: Any, keys: int) -> Any:
+def _half_bias(masking: Masking, bias: Any, highest: Any, query: Any, keys: int) -> Any:
     """Returns a bias as cuDNN takes it: rows and keys in full, and heads if it has a gradient.
 
     The largest of each row becomes zero, which changes no weight: what counts is then near zero,
     where a half type is exact.
     """
-    if form.biases:
-        bias = bias - jnp.where(highest > ALIVE, highest, 0)
-    heads = query.shape[2] if form.has_gradient else bias.shape[1]
+    if masking.biases:
+        bias = bias - jnp.where(highest > SEEN, highest, 0)
+    heads = query.shape[2] if masking.has_gradient else bias.shape[1]
     shape = (bias.shape[0], heads, query.shape[1], keys)
-    return jnp.broadcast_to(_held(bias), shape).astype(query.dtype)
+    return jnp.broadcast_to(_within_range(bias), shape).astype(query.dtype)
 
 
 @jax.custom_jvp
-def _held(bias: Any) -> Any:
+def _within_range(bias: Any) -> Any:
     """Holds a bias in the range of any half type; where it does, the weights are zero."""
     return jnp.clip(bias, LOWEST, 0)
 
 
-_held.defjvp(lambda primals, tangents: (_held(*primals), *tangents))
+_within_range.defjvp(lambda primals, tangents: (_within_range(*primals), *tangents))
 
 
 def _or_average(result: Any, sees_a_key: Any, values: Any) -> Any:
@@ -158,16 +165,16 @@ def _fused(scale: float, is_causal: bool, window: int | None, has_bias: bool) ->
             return result, jax.tree.leaves(pull_back)
 
         _, pull_back = jax.eval_shape(lambda *operands: jax.vjp(call, *operands), *operands)
-        result, leaves = _batched(kept, has_bias)(*operands)
+        result, leaves = _with_batching(kept, has_bias)(*operands)
         return result, jax.tree.unflatten(jax.tree.structure(pull_back), leaves)
 
-    backward = _batched(lambda pull_back, cotangent: pull_back(cotangent), has_bias)
-    attention = jax.custom_vjp(_batched(call, has_bias))
+    backward = _with_batching(lambda pull_back, cotangent: pull_back(cotangent), has_bias)
+    attention = jax.custom_vjp(_with_batching(call, has_bias))
     attention.defvjp(_differentiated_once(forward), _differentiated_once(backward))
     return lambda *operands: attention(*jax.tree.map(_in_reverse_mode, operands))
 
 
-def _batched(function: Callable[..., Any], has_bias: bool) -> Callable[..., Any]:
+def _with_batching(function: Callable[..., Any], has_bias: bool) -> Callable[..., Any]:
     """Returns a function that `jax.vmap` may batch along any of its operands.
 
     JAX batches its cuDNN attention only where queries, keys, values and lengths all have the axis.
@@ -178,30 +185,35 @@ def _batched(function: Callable[..., Any], has_bias: bool) -> Callable[..., Any]
 
     @batched.def_vmap
     def rule(size: int, has_axis: Any, *operands: Any) -> Any:
-        leaves, structure = jax.tree.flatten(operands)
-        flags = jax.tree.leaves(has_axis)
-        if not has_bias:
-            leaves = [
-                x if has else jnp.broadcast_to(x, (size, *x.shape))
-                for x, has in zip(leaves, flags, strict=True)
-            ]
-            flags = [True] * len(leaves)
+        if has_bias:
+            results = _one_after_another(function, operands, has_axis)
+        else:
 
-        def of_row(row: list[Any], others: list[Any]) -> Any:
-            sources = {True: iter(row), False: iter(others)}
-            return function(*jax.tree.unflatten(structure, [next(sources[has]) for has in flags]))
+            def with_axis(operand: Any, has: bool) -> Any:
+                return operand if has else jnp.broadcast_to(operand, (size, *operand.shape))
 
-        def of_rows(rows: list[Any], others: list[Any]) -> Any:
-            if has_bias:
-                return jax.lax.map(lambda row: of_row(row, others), rows)
-            return jax.vmap(of_row, in_axes=(0, None))(rows, others)
-
-        pairs = list(zip(leaves, flags, strict=True))
-        rows, others = ([x for x, has in pairs if has is which] for which in (True, False))
-        results = _batched(of_rows, has_bias)(rows, others)
+            operands = jax.tree.map(with_axis, operands, tuple(has_axis))
+            results = _with_batching(jax.vmap(function), has_bias)(*operands)
         return results, jax.tree.map(lambda _: True, results)
 
     return batched
+
+
+def _one_after_another(function: Callable[..., Any], operands: Any, has_axis: Any) -> Any:
+    """Calls a function for each row of the operands that have the axis, one after another."""
+    leaves, structure = jax.tree.flatten(operands)
+    flags = jax.tree.leaves(has_axis)
+
+    def of_rows(rows: list[Any], others: list[Any]) -> Any:
+        def of_row(row: list[Any]) -> Any:
+            sources = {True: iter(row), False: iter(others)}
+            return function(*jax.tree.unflatten(structure, [next(sources[has]) for has in flags]))
+
+        return jax.lax.map(of_row, rows)
+
+    pairs = list(zip(leaves, flags, strict=True))
+    rows, others = ([x for x, has in pairs if has is which] for which in (True, False))
+    return _with_batching(of_rows, has_bias=True)(rows, others)
 
 
 def _differentiated_once(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -226,16 +238,16 @@ def _hand_on(primals: Any, tangents: Any) -> Any:
     return primals[0], _tangent.bind(tangents[0])
 
 
-def _refuse(*_: Any, **__: Any) -> Any:
+def _refuse_forward_mode(*_: Any, **__: Any) -> Any:
     raise NotImplementedError(ONE_DIRECTION.format(what="forward-mode differentiation (jax.jvp)"))
 
 
 _tangent = Primitive("reverse_mode_only")
-_tangent.def_impl(_refuse)
+_tangent.def_impl(_refuse_forward_mode)
 _tangent.def_abstract_eval(lambda aval: aval)
 ad.deflinear2(_tangent, lambda cotangent, _: [cotangent])
 batching.defvectorized(_tangent)
-mlir.register_lowering(_tangent, _refuse)
+mlir.register_lowering(_tangent, _refuse_forward_mode)
 
 
 # Whether JAX takes it.

@@ -1,9 +1,8 @@
-"""Masks by value: causal ones and windows need no array, and what masks nothing needs nothing.
-
-Decides which attentions are fused, and makes their steps.
+"""Which attentions are fused, and their steps.
 
 A fused attention is a step that holds the steps it replaces: they run where the program is lowered
-for anything but CUDA, as they would without it.
+for anything but CUDA, as they would without it. Its masks are told by their values: causal ones and
+windows need no array, and what masks nothing needs nothing.
 """
 
 from collections.abc import Sequence
@@ -13,92 +12,224 @@ import jax
 import numpy as np
 
 from jmp.autocasting._flow import Facts
-from jmp.autocasting._graph import Graph, Node, Value
+from jmp.autocasting._graph import Graph, Node
+from jmp.autocasting._kinds import Level
 from jmp.autocasting._numbers import has_symbols, shape_of
-from jmp.autocasting._order import in_order
-from jmp.autocasting._steps import Arithmetic, Fused, Nested, Read, Single, Step, Storage, nodes_of
-from jmp.autocasting.attention._axes import (
+from jmp.autocasting._steps import (
+    Arithmetic,
+    Fused,
+    Nested,
+    Read,
+    Single,
+    Step,
+    Storage,
+    nodes_of,
+    runnable_order,
+)
+from jmp.autocasting.attention._axes import Axes, Labelled, Labels, Layout, Sizes, labels_of, spread
+from jmp.autocasting.attention._constants import constant_of
+from jmp.autocasting.attention._cudnn import Form, Masking, why_refused
+from jmp.autocasting.attention._matching import (
+    MASKED,
     VALUE_WIDTH,
     WIDTH,
-    Group,
-    Groups,
+    Attention,
+    Bias,
+    Mask,
     NotFused,
-    Placed,
-    Sizes,
-    layout,
-    spread,
+    find_attention,
 )
-from jmp.autocasting.attention._constants import constant_of
-from jmp.autocasting.attention._cudnn import Form, why_refused
-from jmp.autocasting.attention._matching import MASKED, Attention, Bias, Mask, find_attention
+
+FUSED = "attention: one fused cuDNN kernel where the program is lowered for CUDA"
 
 Booleans = np.ndarray[Any, np.dtype[np.bool_]]
 
 
-class Masking(NamedTuple):
-    """What is done to the scores between scale and softmax."""
+def fuse_attentions(steps: Sequence[Step], level: Level) -> list[Step]:
+    """Returns the steps of a level, in any order, with fused attentions among them.
 
-    is_causal: bool
-    window: int | None  # how many keys before its own a row sees, if it is causal
-    biases: Sequence[Bias]  # what is not said by these two
-    masks: Sequence[Mask]
-    has_gradient: bool  # of a bias
-    is_alive: bool  # every row is known to see a key
+    The last product of an attention that is not fused says why.
+    """
+    if level.context.request.settings.attention != "fused":
+        return list(steps)
+    step_of = {node: step for step in steps for node in nodes_of(step)}
+    fused: list[Fused] = []
+    others: list[Step] = []
+    for step in steps:
+        if isinstance(step, Single) and step.arithmetic is Arithmetic.HALF:
+            try:
+                attention = find_attention(step.node)
+                if attention is not None:
+                    fused.append(_fused_step(attention, step_of, level.graph, level.storage))
+            except NotFused as reason:
+                step = step._replace(not_fused=f"attention, left as it is: {reason}")
+        others.append(step)
+    replaced = {node for step in fused for node in nodes_of(step)}
+    return [step for step in others if replaced.isdisjoint(nodes_of(step))] + list(fused)
+
+
+def _fused_step(
+    attention: Attention, step_of: dict[Node, Step], graph: Graph, storage: Storage
+) -> Fused:
+    if has_symbols(tuple(attention.sizes.values())):
+        raise NotFused("a size of it is a symbol, and cuDNN's kernel is made for one size")
+    group = _replaced_steps(attention, step_of, graph, storage.facts)
+    scores, result = step_of[attention.scores], step_of[attention.result]
+    if not (_is_half(scores) and _is_half(result)):
+        raise NotFused("its first product is not computed in half")
+    if any(isinstance(step, Single) and step.rounds for step in (scores, result)):
+        raise NotFused("its operands' gradients are to be float32, and the kernel's are half")
+    inside = {value for step in group for node in nodes_of(step) for value in node.outputs}
+    form = _form(attention)
+    query, key, values, *_ = attention.operands
+    operands = _read_of(query, scores), _read_of(key, scores), _read_of(values, result)
+    biases = tuple(Read(bias.source.value, None) for bias in form.masking.biases)
+    masks = tuple(Read(mask.source.value, None) for mask in form.masking.masks)
+    if any(read.value in inside for read in (*biases, *masks)):
+        raise NotFused("its bias or its mask is computed together with its scores")
+    if refused := why_refused(form, *_types(operands), _types(biases), _types(masks)):
+        raise NotFused(f"JAX's cuDNN attention does not take it: {refused}")
+    reads = (*(read for step in group for read in step.reads), *operands, *biases, *masks)
+    entering = dict.fromkeys(read.value for read in reads if read.value.held is None)
+    return Fused(
+        node=attention.result,
+        plain=tuple(runnable_order(group, attention.result.outputs)),
+        reads=tuple(Read(value, storage.dtype(value)) for value in entering if value not in inside),
+        form=form,
+        operands=operands,
+        biases=biases,
+        masks=masks,
+        why=FUSED,
+    )
+
+
+def _is_half(step: Step) -> bool:
+    return isinstance(step, Single) and step.arithmetic is Arithmetic.HALF
+
+
+def _read_of(operand: Labelled, step: Step) -> Read:
+    (read,) = {read for read in step.reads if read.value is operand.value}
+    return read
+
+
+def _types(reads: Sequence[Read]) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(r.value.aval.shape, r.dtype or r.value.dtype) for r in reads]
+
+
+def _replaced_steps(
+    attention: Attention, step_of: dict[Node, Step], graph: Graph, facts: Facts
+) -> list[Step]:
+    """Returns the steps that compute an attention and nothing else that is read."""
+    dependent = [node for node in attention.nodes if not facts.dependent.isdisjoint(node.outputs)]
+    group = list({id(step_of[node]): step_of[node] for node in dependent}.values())
+    nodes = {node for step in group for node in nodes_of(step)}
+    if any(isinstance(step, (Nested, Fused)) for step in group):
+        raise NotFused("part of it is a function of its own")
+    for value in (value for node in nodes for value in node.outputs):
+        if value in attention.result.outputs:
+            continue
+        if value in graph.outputs or not nodes.issuperset(value.users):
+            raise NotFused("its scores or its weights are read elsewhere too")
+    return group
+
+
+# The form.
+
+
+def _form(attention: Attention) -> Form:
+    """Returns how cuDNN is to compute an attention."""
+    operands, sizes, keys = attention.operands, attention.sizes, (attention.operands.keys,)
+    rows, batch, shared_heads, own_heads = _rows_and_heads(attention)
+    heads = (*shared_heads, *own_heads)
+    of_query, of_values = (batch, rows, heads), (batch, keys, shared_heads)
+    bias_axes = (batch, heads, rows, keys)
+    return Form(
+        query=Layout.between(operands.query.axes, (*of_query, (WIDTH,)), sizes),
+        key=Layout.between(operands.key.axes, (*of_values, (WIDTH,)), sizes),
+        values=Layout.between(operands.values.axes, (*of_values, (VALUE_WIDTH,)), sizes),
+        result=Layout.between((*of_query, (VALUE_WIDTH,)), operands.result, sizes),
+        scale=attention.scale,
+        masking=_masking_of(attention, bias_axes),
+        bias_axes=bias_axes,
+        sizes=sizes,
+    )
+
+
+def _rows_and_heads(attention: Attention) -> tuple[Labels, Labels, Labels, Labels]:
+    """Returns the labels of rows, batch, heads shared with the keys, and heads of queries alone."""
+    rows = attention.operands.rows
+    if len(rows) > 2:
+        raise NotFused("its queries have more than two axes that its keys have not")
+    terms: list[Bias | Mask] = [*attention.biases, *attention.masks]
+    masked = {label for term in terms for label in labels_of(term.source.axes)}
+    # Of two one is the position; a mask differs along it, and not from head to head. In doubt it is
+    # the longer one.
+    row = min(rows, key=lambda label: (label not in masked, -attention.sizes[label]), default=None)
+    own_heads = tuple(label for label in rows if label != row)
+    batch = attention.operands.batch
+    order = labels_of(attention.operands.query.axes)
+    has_heads = len(batch) > 1 or (
+        bool(batch) and row is not None and order.index(batch[0]) > order.index(row)
+    )
+    split = len(batch) - has_heads
+    return (row,) if row is not None else (), batch[:split], batch[split:], own_heads
+
+
+# Masks by value.
 
 
 class _Known(NamedTuple):
     """What is known of a bias or a mask when the program is planned."""
 
-    keeps: Booleans  # of the four groups, of length one where it does not differ
+    keeps: Booleans  # with the axes of a bias, of length one where it does not differ
     only_masks: bool  # the scores that it keeps stay as they are
 
 
-def masking_of(
-    biases: Sequence[Bias], masks: Sequence[Mask], groups: Groups, sizes: Sizes
-) -> Masking:
-    """Returns what biases and masks do.
+def _masking_of(attention: Attention, bias_axes: Axes) -> Masking:
+    """Returns what the biases and masks of an attention do.
 
     Args:
-      groups: the atoms of batch, heads, rows and keys.
+      bias_axes: batch, heads, rows and keys.
 
     Raises: NotFused for what the fused kernel does not do.
     """
-    terms: list[Bias | Mask] = [*biases, *masks]
-    found = {id(term): _known(term, groups, sizes) for term in terms}
-    known = [k for k in found.values() if k is not None]
+    terms: list[Bias | Mask] = [*attention.biases, *attention.masks]
+    known = {term: _known(term, bias_axes, attention.sizes) for term in terms}
     kept: Booleans = np.ones((1, 1, 1, 1), bool)
-    for one in known:
-        kept = kept & one.keeps
-    pattern = _pattern(kept, [sizes[atom] for atom in (*groups[2], *groups[3])])
+    for found in filter(None, known.values()):
+        kept = kept & found.keeps
+    batch, _, rows, keys = bias_axes
+    pattern = _pattern(kept, [attention.sizes[label] for label in (*rows, *keys)])
     if pattern is not None:
-        terms = [t for t in terms if (k := found[id(t)]) is None or not k.only_masks]
-    learned = [t for t in terms if isinstance(t, Bias) and t.placed.value.varies]
-    of_batch = [t for t in terms if any(a in groups[0] for axis in t.placed.axes for a in axis)]
-    if learned and of_batch:
+        terms = [t for t in terms if (one := known[t]) is None or not one.only_masks]
+    learned = [t for t in terms if isinstance(t, Bias) and t.source.value.varies]
+    if learned and any(set(batch).intersection(labels_of(t.source.axes)) for t in terms):
         raise NotFused("cuDNN has no gradient of a bias that differs from example to example")
-    unknown = [t for t in terms if found[id(t)] is None and t not in learned]
-    is_alive = not unknown and bool(kept.any(-1).all())
-    fills = {mask.fill for mask in masks}
-    if not is_alive and -np.inf in fills:
+    is_known = all(known[t] is not None or t in learned for t in terms)
+    sees_a_key = is_known and bool(kept.any(-1).all())
+    fills = {mask.fill for mask in attention.masks}
+    if not sees_a_key and -np.inf in fills:
         raise NotFused("its mask is of -inf: a row that is masked wholly is NaN")
-    if not is_alive and len(fills) > 1:
+    if not sees_a_key and len(fills) > 1:
         raise NotFused("its masks put in different numbers, and may mask a row wholly")
+    is_causal, window = pattern or (False, None)
     return Masking(
-        *(pattern or (False, None)),
+        is_causal,
+        window,
         [term for term in terms if isinstance(term, Bias)],
         [term for term in terms if isinstance(term, Mask)],
         bool(learned),
-        is_alive,
+        sees_a_key,
     )
 
 
-def _known(term: Bias | Mask, groups: Groups, sizes: Sizes) -> _Known | None:
-    value, axes = term.placed
+def _known(term: Bias | Mask, bias_axes: Axes, sizes: Sizes) -> _Known | None:
+    value, axes = term.source
     numbers = constant_of(value)
     if numbers is None or numbers.ndim != len(shape_of(value)):
         return None
     axes = tuple(axis if n != 1 else () for axis, n in zip(axes, numbers.shape, strict=True))
-    numbers = spread(numbers, axes, groups, sizes)
+    numbers = spread(numbers, axes, bias_axes, sizes)
     if isinstance(term, Mask):
         return _Known(numbers == term.keeps, only_masks=True)
     keeps = numbers.astype(np.float64) * term.factor > MASKED
@@ -118,160 +249,3 @@ def _pattern(kept: Booleans, lengths: Sequence[int]) -> tuple[bool, int | None] 
     if not (is_causal & (kept.sum(1) == last - first + 1)).all():
         return None
     return True, None if window == rows[-1] else window
-
-
-FUSED = "attention: one fused cuDNN kernel where the program is lowered for CUDA"
-
-
-def fuse_attentions(
-    steps: Sequence[Step], graph: Graph, storage: Storage
-) -> tuple[list[Step], dict[Node, str]]:
-    """Returns the steps with fused attentions among them, and why others are left as they are.
-
-    Args:
-      steps: of one level, in any order.
-      storage: of the level, decided.
-
-    Returns: the steps; and for each last product of an attention that is not fused, the reason.
-    """
-    step_of = {node: step for step in steps for node in nodes_of(step)}
-    fused: list[Fused] = []
-    reasons: dict[Node, str] = {}
-    for step in steps:
-        if isinstance(step, Single) and step.arithmetic is Arithmetic.HALF:
-            try:
-                attention = find_attention(step.node)
-                if attention is not None:
-                    fused.append(_fused_step(attention, step_of, graph, storage))
-            except NotFused as reason:
-                reasons[step.node] = f"attention, left as it is: {reason}"
-    replaced = {id(inner) for step in fused for inner in step.plain}
-    return [step for step in steps if id(step) not in replaced] + list(fused), reasons
-
-
-def _fused_step(
-    attention: Attention,
-    step_of: dict[Node, Step],
-    graph: Graph,
-    storage: Storage,
-) -> Fused:
-    facts = storage.facts
-    if has_symbols(tuple(attention.sizes.values())):
-        raise NotFused("a size of it is a symbol, and cuDNN's kernel is made for one size")
-    group = _steps_of(attention, step_of, graph, facts)
-    scores, result = step_of[attention.scores], step_of[attention.result]
-    if not (_is_half(scores) and _is_half(result)):
-        raise NotFused("its first product is not computed in half")
-    if any(isinstance(step, Single) and step.rounds for step in (scores, result)):
-        raise NotFused("its operands' gradients are to be float32, and the kernel's are half")
-    inside = {value for step in group for node in nodes_of(step) for value in node.outputs}
-    form, biases, masks = _form(attention, facts)
-    reads = [_read_of(attention.operands.query, scores), _read_of(attention.operands.key, scores)]
-    reads.append(_read_of(attention.operands.values, result))
-    values = [*biases, *masks]
-    if not inside.isdisjoint(values):
-        raise NotFused("its bias or its mask is computed together with its scores")
-    structs = [jax.ShapeDtypeStruct(r.value.aval.shape, r.dtype or r.value.dtype) for r in reads]
-    types = [[jax.ShapeDtypeStruct(v.aval.shape, v.dtype) for v in vs] for vs in (biases, masks)]
-    if refused := why_refused(form, *structs, *types):
-        raise NotFused(f"JAX's cuDNN attention does not take it: {refused}")
-    entering = dict.fromkeys(
-        read.value
-        for read in (
-            *(read for step in group for read in step.reads),
-            *reads,
-            *map(_as_stored, values),
-        )
-        if read.value.held is None and read.value not in inside
-    )
-    return Fused(
-        node=attention.result,
-        plain=tuple(in_order(group, attention.result.outputs)),
-        reads=tuple(Read(value, storage.dtype(value)) for value in entering),
-        form=form,
-        operands=tuple(reads),
-        biases=tuple(map(_as_stored, biases)),
-        masks=tuple(map(_as_stored, masks)),
-        why=FUSED,
-    )
-
-
-def _as_stored(value: Value) -> Read:
-    return Read(value, None)
-
-
-def _is_half(step: Step) -> bool:
-    return isinstance(step, Single) and step.arithmetic is Arithmetic.HALF
-
-
-def _read_of(placed: Placed, step: Step) -> Read:
-    (read,) = {read for read in step.reads if read.value is placed.value}
-    return read
-
-
-def _steps_of(
-    attention: Attention, step_of: dict[Node, Step], graph: Graph, facts: Facts
-) -> list[Step]:
-    """Returns the steps that compute an attention and nothing else that is read."""
-    dependent = [node for node in attention.nodes if not facts.dependent.isdisjoint(node.outputs)]
-    group = list({id(step_of[node]): step_of[node] for node in dependent}.values())
-    nodes = {node for step in group for node in nodes_of(step)}
-    for step in group:
-        if isinstance(step, (Nested, Fused)):
-            raise NotFused("part of it is a function of its own")
-    for value in (value for node in nodes for value in node.outputs):
-        if value in attention.result.outputs:
-            continue
-        if value in graph.outputs or not nodes.issuperset(value.users):
-            raise NotFused("its scores or its weights are read elsewhere too")
-    return group
-
-
-# The form.
-
-
-def _form(attention: Attention, facts: Facts) -> tuple[Form, list[Value], list[Value]]:
-    """Returns how cuDNN is to compute it, and the values of biases and masks."""
-    sizes, keys = attention.sizes, (attention.operands.keys,)
-    rows, batch, shared_heads, own_heads = _groups(attention)
-    heads = (*shared_heads, *own_heads)
-    groups = (batch, heads, rows, keys)
-    masking = masking_of(attention.biases, attention.masks, groups, sizes)
-    of_query, of_values = (batch, rows, heads), (batch, keys, shared_heads)
-    form = Form(
-        query=layout(attention.operands.query.axes, (*of_query, (WIDTH,)), sizes),
-        key=layout(attention.operands.key.axes, (*of_values, (WIDTH,)), sizes),
-        values=layout(attention.operands.values.axes, (*of_values, (VALUE_WIDTH,)), sizes),
-        result=layout((*of_query, (VALUE_WIDTH,)), attention.operands.result, sizes),
-        scale=attention.scale,
-        is_causal=masking.is_causal,
-        window=masking.window,
-        biases=tuple((bias.placed.axes, bias.factor) for bias in masking.biases),
-        masks=tuple((mask.placed.axes, mask.keeps) for mask in masking.masks),
-        groups=groups,
-        sizes=sizes,
-        has_gradient=masking.has_gradient,
-        is_alive=masking.is_alive,
-    )
-    biases = [bias.placed.value for bias in masking.biases]
-    return form, biases, [mask.placed.value for mask in masking.masks]
-
-
-def _groups(attention: Attention) -> tuple[Group, Group, Group, Group]:
-    """Returns the atoms of rows, batch, heads shared with the keys, and heads of queries alone."""
-    rows = attention.operands.rows
-    if len(rows) > 2:
-        raise NotFused("its queries have more than two axes that its keys have not")
-    placed = [term.placed for terms in (attention.biases, attention.masks) for term in terms]
-    masked = {atom for one in placed for axis in one.axes for atom in axis}
-    # Of two one is the position; a mask differs along it, and not from head to head. In doubt it is
-    # the longer one.
-    row = min(rows, key=lambda atom: (atom not in masked, -attention.sizes[atom]), default=None)
-    own_heads = tuple(atom for atom in rows if atom != row)
-    batch = attention.operands.batch
-    order = [atom for axis in attention.operands.query.axes for atom in axis]
-    has_heads = len(batch) > 1 or (
-        bool(batch) and row is not None and order.index(batch[0]) > order.index(row)
-    )
-    split = len(batch) - has_heads
-    return (row,) if row is not None else (), batch[:split], batch[split:], own_heads

@@ -5,20 +5,19 @@ division of a softmax, and from there to the first product. Axes are followed by
 of (`_axes`), so that any order of them, and heads that are split or merged, come out alike.
 """
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._numbers import shape_of
 from jmp.autocasting.attention._axes import (
     Axes,
-    NotFused,
-    Operands,
-    Placed,
-    after,
-    core_of,
+    Labelled,
+    Labels,
+    axes_after,
+    labels_of,
     moves_axes,
-    operands_of,
     own_axes,
     repeating,
     source_of,
@@ -29,27 +28,45 @@ from jmp.autocasting.attention._constants import constant_of
 MASKED = -1e4
 # Beside such a number a score or a bias is lost: the next float32 is 8 away.
 LOWERED = -1e8
+# Labels of axes that are none of the scores': the heads' width, of queries and keys, and of values.
+WIDTH, VALUE_WIDTH = -1, -2
 
 NO_MASK = "its mask puts in numbers that are not a constant of -1e4 or below"
+
+
+class NotFused(Exception):
+    """Why an attention is left as it is."""
 
 
 class Bias(NamedTuple):
     """What is added to the scores: `factor` times a value."""
 
-    placed: Placed
+    source: Labelled
     factor: float
 
 
 class Mask(NamedTuple):
     """A boolean value: where it equals `keeps` the score stays, elsewhere it is `fill`."""
 
-    placed: Placed
+    source: Labelled
     keeps: bool
     fill: float
 
 
+class Operands(NamedTuple):
+    """What an attention reads, and the axes of what it returns."""
+
+    query: Labelled
+    key: Labelled
+    values: Labelled
+    result: Axes
+    batch: Labels  # those that queries, keys and values share, in the queries' order
+    rows: Labels  # those of the queries alone, in their order
+    keys: int  # that of the keys, over which the softmax sums up
+
+
 class Attention(NamedTuple):
-    """What was found; atoms are the axes of the scores."""
+    """What was found; labels are those of the scores' axes."""
 
     scores: Node  # the first product
     result: Node  # the second
@@ -115,7 +132,7 @@ def _summed_axis(division: Node) -> int | None:
     if len(shape_of(divisor)) != len(shape) or shape_of(division.outputs[0]) != shape:
         return None
     own = own_axes(shape)
-    total, axes = source_of(divisor, _of_shape(divisor, own), dict(enumerate(shape)))
+    total, axes = source_of(divisor, _axes_repeated_to(own, divisor), dict(enumerate(shape)))
     node = total.producer
     if node is None or node.name != "reduce_sum" or node.inputs[0] is not powers:
         return None
@@ -140,32 +157,29 @@ def _handed_on(node: Node) -> int | None:
 def _before_softmax(value: Value) -> Node | None:
     """Returns what stands between a softmax of scores and a value, if there is such a softmax."""
     first: Node | None = None
-    stack, seen = [value], set()
-    while stack:
-        node = stack.pop().producer
-        if node is None or node in seen or not node.is_fusible:
-            continue
-        seen.add(node)
-        if first is None and not moves_axes(node):
+    for node in _upstream(value):
+        if node.is_fusible and first is None and not moves_axes(node):
             first = node
-        if node.name == "exp" and _leads_to_product(node.inputs[0]):
+        if node.is_fusible and node.name == "exp" and _leads_to_product(node.inputs[0]):
             return first
-        stack += node.inputs
     return None
 
 
 def _leads_to_product(value: Value) -> bool:
+    return any(node.name == "dot_general" and node.is_product for node in _upstream(value))
+
+
+def _upstream(value: Value) -> Iterator[Node]:
+    """Yields the nodes that a value is made of, back to those that are not fusible."""
     stack, seen = [value], set()
     while stack:
         node = stack.pop().producer
         if node is None or node in seen:
             continue
         seen.add(node)
-        if node.name == "dot_general" and node.is_product:
-            return True
+        yield node
         if node.is_fusible:
             stack += node.inputs
-    return False
 
 
 # From the softmax back to the first product.
@@ -184,13 +198,13 @@ def _attention(result: Node, side: int, softmax: _Softmax) -> Attention:
         if moves_axes(node):
             axes = _followed(node, axes, sizes)
         elif node.name == "select_n":
-            masks.append(_mask(node, on_path, axes, sizes))
+            masks.append(_mask_of(node, on_path, axes, sizes))
         elif node.rule.linear:
             if any(mask.fill > LOWERED for mask in masks):
                 raise NotFused("a bias is added after a mask of more than -1e8, and may undo it")
-            biases.append(_bias(node, on_path, axes, sizes))
+            biases.append(_bias_of(node, on_path, axes, sizes))
         else:
-            factor = _factor(node, on_path)
+            factor = _factor_of(node, on_path)
             scale *= factor
             biases = [bias._replace(factor=bias.factor * factor) for bias in biases]
             masks = [mask._replace(fill=mask.fill * factor) for mask in masks]
@@ -203,12 +217,12 @@ def _attention(result: Node, side: int, softmax: _Softmax) -> Attention:
     if len(keys) != 1:
         raise NotFused("its softmax is not over one axis of keys longer than one")
     nodes = (scores, *between, *softmax.nodes, *(node for node, _ in softmax.to_weights), result)
-    operands = operands_of(scores, result, side, axes, keys[0], sizes)
+    operands = _operands(scores, result, side, axes, keys[0], sizes)
     return Attention(scores, result, nodes, operands, sizes, scale, tuple(biases), tuple(masks))
 
 
 def _followed(node: Node, axes: Axes, sizes: dict[int, int], side: int = 0) -> Axes:
-    followed = after(node, axes, sizes, side)
+    followed = axes_after(node, axes, sizes, side)
     if followed is None:
         raise NotFused(f"{node.name} mixes the axes of its scores")
     return followed
@@ -248,21 +262,21 @@ def _other(node: Node, on_path: set[Value]) -> Value:
     return others[0]
 
 
-def _factor(node: Node, on_path: set[Value]) -> float:
+def _factor_of(node: Node, on_path: set[Value]) -> float:
     constant = _other(node, on_path).constant
     if constant is None or not constant > 0:
         raise NotFused("its scores are scaled by a number that is not a positive constant")
     return 1 / constant if node.name == "div" else constant
 
 
-def _bias(node: Node, on_path: set[Value], axes: Axes, sizes: dict[int, int]) -> Bias:
+def _bias_of(node: Node, on_path: set[Value], axes: Axes, sizes: dict[int, int]) -> Bias:
     bias = _other(node, on_path)
     if node.name == "sub" and node.inputs[0] is bias:
         raise NotFused("its scores are subtracted from a bias")
-    return Bias(_placed(bias, axes, sizes), -1.0 if node.name == "sub" else 1.0)
+    return Bias(_labelled(bias, axes, sizes), -1.0 if node.name == "sub" else 1.0)
 
 
-def _mask(node: Node, on_path: set[Value], axes: Axes, sizes: dict[int, int]) -> Mask:
+def _mask_of(node: Node, on_path: set[Value], axes: Axes, sizes: dict[int, int]) -> Mask:
     which, *cases = node.inputs
     kept = [case in on_path for case in cases]
     if which.dtype != bool or sum(kept) != 1 or which in on_path:
@@ -270,14 +284,92 @@ def _mask(node: Node, on_path: set[Value], axes: Axes, sizes: dict[int, int]) ->
     (fill,) = [case.constant for case, keeps in zip(cases, kept, strict=True) if not keeps]
     if fill is None:
         raise NotFused(NO_MASK)
-    return Mask(_placed(which, axes, sizes), kept[1], fill)
+    return Mask(_labelled(which, axes, sizes), kept[1], fill)
 
 
-def _placed(value: Value, axes: Axes, sizes: dict[int, int]) -> Placed:
-    return core_of(value, _of_shape(value, axes), sizes)
+def _labelled(value: Value, axes: Axes, sizes: dict[int, int]) -> Labelled:
+    """Returns what a bias or a mask repeats; where that repeats itself, its axes have no labels."""
+    value, axes = source_of(value, _axes_repeated_to(axes, value), sizes)
+    pairs = zip(axes, repeating(value), strict=True)
+    return Labelled(value, tuple(() if repeats else axis for axis, repeats in pairs))
 
 
-def _of_shape(value: Value, axes: Axes) -> Axes:
+def _axes_repeated_to(axes: Axes, value: Value) -> Axes:
     """Returns the axes of an operand, given those of the result that it is repeated to."""
     shape = shape_of(value)  # () of a number
     return tuple(axis if n != 1 else () for n, axis in zip(shape, axes, strict=False))
+
+
+# What the two products read.
+
+
+def _operands(
+    scores: Node, result: Node, side: int, weights: Axes, keys: int, sizes: dict[int, int]
+) -> Operands:
+    """Returns what the products `scores` and `result` read.
+
+    Args:
+      side: which operand of `result` the weights are.
+      weights: their axes.
+      keys: the label that the softmax sums up over.
+      sizes: of the labels' axes; those of the widths are added.
+
+    Raises: NotFused if an axis is not where an attention has it.
+    """
+    query, key = _operands_of_scores(scores)
+    if keys in labels_of(query.axes):
+        query, key = key, query
+    own, shared = labels_of(query.axes), labels_of(key.axes)
+    batch = tuple(label for label in own if label in shared and label != WIDTH)
+    rows = tuple(label for label in own if label not in shared)
+    if keys in own or set(shared) != {*batch, keys, WIDTH}:
+        raise NotFused("its keys have an axis that neither queries nor values have")
+    sizes[WIDTH] = shape_of(query.value)[query.axes.index((WIDTH,))]
+    values, axes = _values(result, side, weights, keys, sizes)
+    if set(labels_of(values.axes)) != {*batch, keys, VALUE_WIDTH}:
+        raise NotFused("its values have other batch axes than its keys")
+    return Operands(query, key, values, axes, batch, rows, keys)
+
+
+def _operands_of_scores(scores: Node) -> list[Labelled]:
+    contracted, batched = scores.params["dimension_numbers"]
+    if len(contracted[0]) != 1:
+        raise NotFused("its first product sums over more than one axis")
+    axes = own_axes(shape_of(scores.outputs[0]))
+    shared, free = axes[: len(batched[0])], iter(axes[len(batched[0]) :])
+    return [
+        _operand(value, dict.fromkeys(width, (WIDTH,)), dict(zip(batch, shared, strict=True)), free)
+        for value, width, batch in zip(scores.inputs, contracted, batched, strict=True)
+    ]
+
+
+def _values(
+    result: Node, side: int, weights: Axes, keys: int, sizes: dict[int, int]
+) -> tuple[Labelled, Axes]:
+    """Returns the values, and the axes of the result."""
+    contracted, batched = result.params["dimension_numbers"]
+    if [weights[i] for i in contracted[side]] != [(keys,)]:
+        raise NotFused("its second product does not sum over the keys alone")
+    other, shared = 1 - side, [weights[i] for i in batched[side]]
+    values = _operand(
+        result.inputs[other],
+        dict.fromkeys(contracted[other], (keys,)),
+        dict(zip(batched[other], shared, strict=True)),
+        itertools.repeat((VALUE_WIDTH,)),
+    )
+    if values.axes.count((VALUE_WIDTH,)) != 1:
+        raise NotFused("its values have more than one axis of their own")
+    sizes[VALUE_WIDTH] = shape_of(values.value)[values.axes.index((VALUE_WIDTH,))]
+    free = [axis for i, axis in enumerate(weights) if i not in (*contracted[side], *batched[side])]
+    parts: Sequence[Sequence[Labels]] = (free, [(VALUE_WIDTH,)])
+    first, second = parts if side == 0 else parts[::-1]
+    return values, (*shared, *first, *second)
+
+
+def _operand(
+    value: Value, summed: dict[int, Labels], shared: dict[int, Labels], free: Iterator[Labels]
+) -> Labelled:
+    """Returns an operand of a product, its axes those summed over, shared and left, by place."""
+    known = summed | shared
+    places = range(len(shape_of(value)))
+    return Labelled(value, tuple(known[i] if i in known else next(free) for i in places))

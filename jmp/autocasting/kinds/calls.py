@@ -12,7 +12,7 @@ from jmp.autocasting._kinds import Arrays, Kind, Level, register_kind
 from jmp.autocasting._steps import Function, Nested
 
 
-class Jit(Kind):
+class JitKind(Kind):
     """A jit that pins something down: shardings, donation, compiler options."""
 
     def emit(self, equation: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> Any:
@@ -22,17 +22,19 @@ class Jit(Kind):
         def call(*args: Any) -> Any:
             return function(*args)
 
-        call.__name__ = _jax_compat.name_of(equation)
+        call.__name__ = _jax_compat.called_name(equation)
         return jax.jit(call, **_jax_compat.jit_options(equation.params))(*operands)
 
 
-class Remat(Kind):
+class RematKind(Kind):
     """`jax.checkpoint` of the user's, with its policy and names."""
 
     def plan(self, node: Node, level: Level) -> Nested:
         """Islands inside are kept apart from the forward pass they repeat."""
         (function,) = self.functions(node.equation)
-        inside = level.plan_called(function, node, node.inputs, prevent_cse=True)
+        inside = level.plan_called(
+            function, node, node.inputs, level.context._replace(prevent_cse=True)
+        )
         return level.nested(node, [inside], inside.plan.stores)
 
     def emit(self, equation: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> Any:
@@ -47,7 +49,7 @@ class Remat(Kind):
         return jax.checkpoint(function, **_jax_compat.remat_options(params))(*operands)
 
 
-class ShardMap(Kind):
+class ShardMapKind(Kind):
     """`jax.shard_map`: the inside is planned on the shards."""
 
     def emit(self, equation: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> Any:
@@ -57,6 +59,6 @@ class ShardMap(Kind):
         return jax.shard_map(function, **options)(*operands)
 
 
-register_kind(["jit", "pjit"], Jit())
-register_kind(_jax_compat.REMAT, Remat())
-register_kind(["shard_map"], ShardMap())
+register_kind(["jit", "pjit"], JitKind())
+register_kind(_jax_compat.REMAT, RematKind())
+register_kind(["shard_map"], ShardMapKind())

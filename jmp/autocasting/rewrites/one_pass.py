@@ -51,15 +51,15 @@ def sums_in_one_pass(node: Node, around: Surroundings) -> Rewrite | None:
     if around.recompute is not Recompute.RECOMPUTE or not _reduces_rows(node):
         return None
     powers = _powers(node, around)
-    if powers is not None and _pays(powers, around):
+    if powers is not None and _reads_rows_again(powers, around):
         why = "sums of powers in one pass with the maxima of their rows, on a GPU; kept"
         run = functools.partial(_kept_sums, tuple(map(int, node.params["axes"])))
         return Rewrite(why, (powers.shifted, powers.rows, powers.shift), run, KEPT, True)
     others = filter(None, (_powers(other, around) for other in around.inside))
-    has_sums = any(other.maxima is node and _pays(other, around) for other in others)
+    has_sums = any(other.maxima is node and _reads_rows_again(other, around) for other in others)
     if has_sums or is_long(_length(node)):
         why = "one number a row, kept for the backward pass: the rows are not read again"
-        return Rewrite(why, node.inputs, functools.partial(_kept, node), KEPT, True)
+        return Rewrite(why, node.inputs, functools.partial(_run_and_keep, node), KEPT, True)
     return None
 
 
@@ -77,7 +77,7 @@ def _length(node: Node) -> int:
     return node.inputs[0].size // max(1, node.outputs[0].size)
 
 
-def _pays(powers: Powers, around: Surroundings) -> bool:
+def _reads_rows_again(powers: Powers, around: Surroundings) -> bool:
     """Returns whether XLA reads rows once more for the sums of their powers.
 
     So it does if they are long, or if no number of a row is made of these sums. (Of what is, as of
@@ -161,7 +161,7 @@ def _maxima(shift: Value, rows: Value, axes: Any, around: Surroundings) -> Node 
 # How it runs.
 
 
-def _kept(node: Node, array: Any) -> Any:
+def _run_and_keep(node: Node, array: Any) -> Any:
     """Returns the result of `node`, and keeps it."""
     (result,) = _jax_compat.bind(node.equation.primitive, [array], node.params)
     return checkpoint_name(result, KEPT)

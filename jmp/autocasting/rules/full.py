@@ -68,11 +68,8 @@ register_rule(
     "sums sums_devices",
 )
 register_rule(
-    "cholesky lu svd qr eigh eig triangular_solve".split(), FULL, "no half kernel", "factorises"
-)
-register_rule(
-    "geqrf householder_product hessenberg schur tridiagonal tridiagonal_solve fft "
-    "lu_pivots_to_permutation custom_linear_solve".split(),
+    "cholesky lu svd qr eigh eig triangular_solve geqrf householder_product hessenberg schur "
+    "tridiagonal tridiagonal_solve fft lu_pivots_to_permutation custom_linear_solve".split(),
     FULL,
     "no half kernel",
 )

@@ -6,7 +6,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jmp import _jax_compat
-from jmp._messages import described
+from jmp._messages import described, wrong
 from jmp.loss_scaling import StaticLossScale
 from jmp.transforms import WithLossScaleState
 from jmp.transforms._loss_scaling import find_loss_scaling
@@ -84,12 +84,10 @@ def check_skips(opt_state: PyTree, limit: int) -> None:
     >>> check_skips(tx.init(jnp.ones(2)), limit=25)
     """
     if isinstance(limit, bool) or not isinstance(limit, (int, np.integer)):
-        raise TypeError(
-            f"check_skips got limit={described(limit)}; expected a whole number of steps, such as "
-            "25."
-        )
+        expected = "a whole number of steps, such as 25"
+        raise wrong(TypeError, "check_skips", limit, expected, name="limit")
     if limit < 1:
-        raise ValueError(f"check_skips got limit={described(limit)}; expected at least 1 step.")
+        raise wrong(ValueError, "check_skips", limit, "at least 1 step", name="limit")
     state = _scaling(opt_state, "check_skips")
     counts = jnp.asarray(state.consecutive_skips)  # an nnx.Optimizer holds it in a Variable
     if not _jax_compat.is_concrete(counts):

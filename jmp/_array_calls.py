@@ -1,59 +1,18 @@
-"""A mark on a function or module: which dtype its products are computed in.
+"""Calls as functions of the arrays among their arguments, and derivatives at some of these.
 
-Steps read it, to refuse an optimizer that was made for another policy.
-
-Calls as functions of the arrays among their arguments, and derivatives at some of these.
-
-What is no array (`train=True`, a string, a callable) may decide what is traced, so it is held, and
-reaches the function as it is.
+What is no array (`train=True`, a string, a callable) may decide what is traced. So it is not given
+to JAX: it is put aside (`take_arrays`), and reaches the function as it is (`ArrayCall`).
 """
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
-from jmp._messages import described
-from jmp.trees import PyTree, holds_numbers, path_string
-
-T = TypeVar("T")
-
-LOWERED_TO = "__jmp_lowered_to__"
-
-
-def mark_lowered(fun: T, dtype: DTypeLike) -> T:
-    """Returns `fun`, marked."""
-    setattr(fun, LOWERED_TO, np.dtype(dtype))
-    return fun
-
-
-def lowered_to(fun: object) -> np.dtype | None:
-    """Returns the dtype of a function or module, or of what a function wraps; None if not marked.
-
-    >>> str(lowered_to(jax.jit(autocast(lambda x: x @ x, "mixed_bfloat16"))))
-    'bfloat16'
-    """
-    while fun is not None:
-        dtype: np.dtype | None = getattr(fun, LOWERED_TO, None)
-        if dtype is not None:
-            return dtype
-        fun = fun.func if isinstance(fun, functools.partial) else getattr(fun, "__wrapped__", None)
-    return None
-
-
-def check_function(fun: object, caller: str, call: str) -> None:
-    """Raises TypeError if `fun` cannot be called.
-
-    Args:
-      caller: the function that it was given to.
-      call: how that one is called, for the error.
-    """
-    if not callable(fun):
-        raise TypeError(f"{caller} got {described(fun)}; expected a function: {call}.")
+from jmp._messages import wrong
+from jmp.trees import PyTree, holds_numbers, path_string, stands_for_numbers
 
 
 class Untrained(str):
@@ -62,7 +21,7 @@ class Untrained(str):
     __slots__ = ()
 
 
-class Held(NamedTuple):
+class StaticPart(NamedTuple):
     """What is left of a tree whose arrays were taken out.
 
     Attributes:
@@ -87,7 +46,7 @@ def take_arrays(
     tree: PyTree,
     is_taken: Callable[[Any], bool] = holds_numbers,
     is_leaf: Callable[[Any], bool] | None = None,
-) -> tuple[list[Any], Held]:
+) -> tuple[list[Any], StaticPart]:
     """Takes the arrays out of a tree.
 
     >>> arrays, held = take_arrays({"x": jnp.ones(2), "train": True})
@@ -98,12 +57,7 @@ def take_arrays(
     are_taken = list(map(is_taken, leaves))
     arrays = [leaf for leaf, taken in zip(leaves, are_taken, strict=True) if taken]
     rest = (None if taken else leaf for leaf, taken in zip(leaves, are_taken, strict=True))
-    return arrays, Held(structure, tuple(rest))
-
-
-def stands_for_numbers(leaf: Any) -> bool:
-    """Returns whether a leaf is an array, or a `jax.ShapeDtypeStruct` in the place of one."""
-    return isinstance(leaf, jax.ShapeDtypeStruct) or holds_numbers(leaf)
+    return arrays, StaticPart(structure, tuple(rest))
 
 
 class ArrayCall:
@@ -170,16 +124,25 @@ def argument_numbers(
     """
     numbers = [argnums] if isinstance(argnums, int) else argnums
     if not isinstance(numbers, Sequence) or not all(isinstance(n, int) for n in numbers):
-        raise TypeError(
-            f"{caller} got {name}={described(argnums)}; expected the number of an argument or "
-            "several, counted from 0, not its name."
-        )
+        expected = "the number of an argument or several, counted from 0, not its name"
+        raise wrong(TypeError, caller, argnums, expected, name=name)
     if not all(-count <= number < count for number in numbers):
-        raise ValueError(
-            f"{caller} got {name}={described(argnums)}; expected numbers of its {count} args. "
-            "Arguments given by keyword have none: give them by position."
-        )
+        way_out = "Arguments given by keyword have none: give them by position"
+        expected = f"numbers of its {count} args. {way_out}"
+        raise wrong(ValueError, caller, argnums, expected, name=name)
     return {number % count for number in numbers}
+
+
+def replaced(values: Sequence[Any], places: Sequence[int], others: Iterable[Any]) -> list[Any]:
+    """Returns values with others in some of their places.
+
+    >>> replaced([1, 2, 3], [2, 0], ["third", "first"])
+    ['first', 2, 'third']
+    """
+    found = list(values)
+    for place, other in zip(places, others, strict=True):
+        found[place] = other
+    return found
 
 
 def vjp_at(
@@ -193,10 +156,7 @@ def vjp_at(
     vjp: Any = jax.vjp  # it has types for each value of `has_aux` by itself
 
     def of_some(*some: Any) -> Any:
-        filled = list(arrays)
-        for position, array in zip(positions, some, strict=True):
-            filled[position] = array
-        return function(*filled)
+        return function(*replaced(arrays, positions, some))
 
     return vjp(of_some, *(arrays[i] for i in positions), has_aux=has_aux)
 

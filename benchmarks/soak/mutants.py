@@ -1,0 +1,191 @@
+"""Changes the package in one place at a time, and counts the changes that no test finds.
+
+Each mutant is one small change of one line of code that a test can notice: a comparison, a
+constant, a sign, a condition, a statement that is left out. First the tests that belong to the
+file run (`python -m tests.quick`); if all of them pass, the whole test files that these are from.
+A mutant that still passes has survived. Some survivors change nothing that a program could see: the
+results list every survivor, so that a reader can judge.
+"""
+
+import argparse
+import ast
+import concurrent.futures
+import copy
+import dataclasses
+import pathlib
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.processes import ROOT
+
+ENOUGH = 0.92  # of the mutants are to be found
+LONGEST = 900  # seconds for the tests of one mutant; a loop without end is found too
+LEFT_OUT = ("__main__.py", "_jax_compat.py")  # a command; code for versions that are not installed
+COMPARISONS = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+}
+ARITHMETIC = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult}
+
+
+def changes(node: ast.AST) -> Iterator[ast.AST]:
+    """Yields what may stand in a node's place."""
+    new: Any = copy.deepcopy(node)
+    match node:
+        case ast.Compare(ops=[operator]) if type(operator) in COMPARISONS:
+            new.ops = [COMPARISONS[type(operator)]()]
+        case ast.BoolOp(op=operator):
+            new.op = ast.Or() if isinstance(operator, ast.And) else ast.And()
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            new = operand
+        case ast.BinOp(op=operator) if type(operator) in ARITHMETIC:
+            new.op = ARITHMETIC[type(operator)]()
+        case ast.Constant(value=bool() as value):
+            new.value = not value
+        case ast.Constant(value=int() | float() as value):
+            new.value = value + 1
+        case ast.IfExp():
+            new.body, new.orelse = node.orelse, node.body
+        case ast.If(test=test):
+            new.test = ast.UnaryOp(ast.Not(), test)
+        case ast.Expr(value=ast.Call()):
+            new = ast.Pass()
+        case ast.Return(value=ast.expr()):
+            new.value = ast.Constant(None)
+        case _:
+            return
+    yield new
+
+
+def is_code(node: ast.AST) -> bool:
+    """Returns whether a node is computed: not a type, a text, a decorator, or a declaration."""
+    decorators = {getattr(decorator, "id", "") for decorator in getattr(node, "decorator_list", ())}
+    if decorators & {"overload"}:
+        return False
+    return not isinstance(node, ast.Import | ast.ImportFrom | ast.JoinedStr | ast.Raise)
+
+
+def places(tree: ast.AST) -> Iterator[tuple[ast.AST, str, int | None]]:
+    """Yields (parent, field, index) of each node that can be changed."""
+    for field, value in ast.iter_fields(tree):
+        if field in ("annotation", "returns", "decorator_list", "bases", "type_params"):
+            continue
+        items = enumerate(value) if isinstance(value, list) else [(None, value)]
+        for index, item in items:
+            if isinstance(item, ast.AST) and is_code(item):
+                if any(True for _ in changes(item)):
+                    yield tree, field, index
+                yield from places(item)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """A file with one change: the line, the change in words, and the whole changed text."""
+
+    file: str
+    line: int
+    change: str
+    text: str
+
+
+def mutant_of(path: pathlib.Path, number: int) -> Mutant:
+    """Makes the change at the place of this number in a file."""
+    tree = ast.parse(path.read_text())
+    parent, field, index = list(places(tree))[number]
+    old = getattr(parent, field) if index is None else getattr(parent, field)[index]
+    (new,) = changes(old)
+    change = " -> ".join(ast.unparse(part).partition("\n")[0] for part in (old, new))
+    if index is None:
+        setattr(parent, field, new)
+    else:
+        getattr(parent, field)[index] = new
+    text = ast.unparse(ast.fix_missing_locations(tree)) + "\n"
+    return Mutant(str(path.relative_to(ROOT)), old.lineno, change, text)
+
+
+def drawn(count: int, seed: int) -> list[Mutant]:
+    """Draws mutants; each place of the package is as likely as every other."""
+    files = [path for path in sorted((ROOT / "jmp").rglob("*.py")) if path.name not in LEFT_OUT]
+    every = [
+        (path, number)
+        for path in files
+        for number in range(sum(1 for _ in places(ast.parse(path.read_text()))))
+    ]
+    return [mutant_of(*place) for place in random.Random(seed).sample(every, count)]
+
+
+def passes(folder: pathlib.Path, *arguments: str) -> bool:
+    """Runs tests in a folder, and returns whether all of them pass."""
+    try:
+        finished = subprocess.run(
+            [sys.executable, *arguments],
+            cwd=folder,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=LONGEST,
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    return finished.returncode == 0
+
+
+def survives(mutant: Mutant, folder: pathlib.Path) -> bool:
+    """Returns whether no test finds a mutant that is written into a copy of the project."""
+    path = folder / mutant.file
+    before = path.read_text()
+    path.write_text(mutant.text)
+    quick = ("-m", "tests.quick", "--first-failure")
+    try:
+        return passes(folder, *quick, mutant.file) and passes(
+            folder, *quick, "--whole", mutant.file
+        )
+    finally:
+        path.write_text(before)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--mutants", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
+    mutants = drawn(arguments.mutants, arguments.seed)
+    survivors = []
+    with tempfile.TemporaryDirectory() as folder:
+        copies = [pathlib.Path(folder, str(number)) for number in range(2)]
+        kept_out = shutil.ignore_patterns(".*", "build", "site", "peers", "runs", "__pycache__")
+        for one in copies:
+            shutil.copytree(ROOT, one, ignore=kept_out)
+
+        def in_one_copy(number: int) -> None:
+            for mutant in mutants[number :: len(copies)]:
+                survived = survives(mutant, copies[number])
+                where = f"{mutant.file}:{mutant.line}: {mutant.change}"
+                survivors.extend([where] * survived)
+                console.print(f"{'survives' if survived else 'found':9}{where}", markup=False)
+
+        with concurrent.futures.ThreadPoolExecutor(len(copies)) as pool:
+            list(pool.map(in_one_copy, range(len(copies))))
+    share = 1 - len(survivors) / len(mutants)
+    return {
+        "seed": arguments.seed,
+        "mutants": len(mutants),
+        "found": round(share, 3),
+        "survivors": sorted(survivors),
+        "passed": share >= ENOUGH,
+    }
