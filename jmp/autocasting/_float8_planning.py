@@ -1,7 +1,8 @@
-"""Which products in half may be float8, where the policy asks for it.
+"""What the planner decides of float8, in passes over the steps of a level.
 
-Bounds of what float8 products read and return, where they cost less than a maximum.
+`multiply_in_float8` says which products are float8, where the policy asks for it.
 
+`with_bounds` gives them bounds of what they read and return, where those cost less than a maximum.
 A scale need not be the largest number: float8_e4m3 has all its digits over 14 octaves, and scales
 256 times too large leave a small GPT's gradient nearly as exact as it was (its error is 0.127, and
 was 0.129, at initialisation; 0.095 and 0.089 after 300 steps). So no maximum is looked for where
@@ -16,16 +17,14 @@ silu and a gate.
 Then the function's result, and the cotangent of its argument, can be rounded to float8 where they
 are computed; otherwise both are stored in bfloat16, for their maxima, and read again.
 
-What devices send each other on the way to float8 products: float8 is sent.
-
-A shard is rounded to float8 before it is gathered, with the scale that all devices share, so that
-the numbers are those of what was gathered and then rounded. The half array is moved beside it, for
-the sake of its transpose alone: its gradient adds up over devices as that of half does. What that
-move computes nothing reads, and no compiled program keeps it.
+`send_in_float8` marks what devices send each other on the way to float8 products. A shard is
+rounded to float8 before it is gathered, with the scale that all devices share, so that the numbers
+are those of what was gathered and then rounded. The half array is moved beside it, for the sake of
+its transpose alone: its gradient adds up over devices as that of half does. What that move computes
+nothing reads, and no compiled program keeps it.
 """
 
 import collections
-import functools
 import math
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
@@ -35,14 +34,14 @@ import numpy as np
 from jax import lax
 
 from jmp import _jax_compat
+from jmp.autocasting._float8 import Bounded, Equation, InFloat8, equation_of, extremes_of
 from jmp.autocasting._flow import Facts
 from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._kinds import Level
 from jmp.autocasting._numbers import MadeOf, dtype_of, shape_of, size_of
 from jmp.autocasting._registry import Category, rule_for
-from jmp.autocasting._scales import Equation, equation_of, extremes_of
-from jmp.autocasting._sending import sends
-from jmp.autocasting._steps import Bounded, InFloat8, Single, Step
+from jmp.autocasting._sending import WHY_SENT, sends
+from jmp.autocasting._steps import Context, Single, Step
 from jmp.dtypes import FLOAT32
 
 WHY_FLOAT8 = "a parameter's product on the way to another: its operands are rounded to float8"
@@ -63,7 +62,7 @@ THIN = 16
 
 def multiply_in_float8(steps: Sequence[Step], level: Level) -> list[Step]:
     """Returns the steps of a level; its half products are float8, or say why they are not."""
-    which, is_transposed = level.context.request.settings.float8, level.context.is_transposed
+    context = level.context
     shared = _shared_factors(level.graph)
 
     def chosen(step: Step) -> Step:
@@ -72,32 +71,28 @@ def multiply_in_float8(steps: Sequence[Step], level: Level) -> list[Step]:
         node = step.node
         if not (node.is_product and step.arithmetic.is_half) or node in level.facts.embeddings:
             return step
-        if why := why_not_float8(node, level.facts, which, is_transposed):
+        if why := why_not_float8(node, level.facts, context):
             return step._replace(why=f"{step.why}; not float8: {why}")
         is_shared = not shared.isdisjoint(map(root, node.inputs))
-        return step._replace(why=WHY_FLOAT8, in_float8=InFloat8(is_shared))
+        form = InFloat8(is_shared, has_own_scales=context.own_scales)
+        return step._replace(why=WHY_FLOAT8, in_float8=form)
 
     return list(map(chosen, steps))
 
 
-def why_not_float8(node: Node, facts: Facts, which: str, is_transposed: bool) -> str:
-    """Returns why a product in half is not float8; "" if it is.
-
-    Args:
-      which: "weights" or "all", as in `autocast`.
-      is_transposed: as in `Level.plan_opened`.
-    """
+def why_not_float8(node: Node, facts: Facts, context: Context) -> str:
+    """Returns why a product in half is not float8; "" if it is."""
     if node.name == "conv_general_dilated":
         return WHY_CONVOLUTION
     if node.name != "dot_general":
         return f"{node.name} has no float8 form yet"
-    if is_transposed:
+    if context.is_transposed:
         return "it stands in a custom_jvp, whose rule JAX transposes"
-    if which == "weights" and not any(
+    if context.request.settings.float8 == "weights" and not any(
         value not in facts.dependent and value.made_of > MadeOf.INTEGERS for value in node.inputs
     ):
         return "it multiplies two activations (float8='all' takes such products)"
-    if not facts.kept.isdisjoint(node.outputs):
+    if not facts.carried.isdisjoint(node.outputs):
         return "a loop carries its result in float32"
     if not _feeds(node, facts):
         return "its result feeds no other product, as that of a head"
@@ -147,11 +142,11 @@ def _shared_factors(graph: Graph) -> set[Value]:
     """Returns the roots that several products read, on this level or on the outermost."""
     factors = (value for node in graph.nodes if node.is_product for value in node.inputs)
     counts = collections.Counter(map(root, factors))
-    return {v for v, count in counts.items() if count > 1 or _readers(v.origin) > 1}
-
-
-def _readers(value: Value) -> int:
-    return sum(node.has_products for node in value.users)
+    return {
+        value
+        for value, count in counts.items()
+        if count > 1 or sum(node.has_products for node in value.origin.users) > 1
+    }
 
 
 # A bound by a steeper function says too little. Gelu has 1.13, silu 1.10, tanh 1.
@@ -160,10 +155,12 @@ STEEP = 8.0
 
 def with_bounds(steps: Sequence[Step], level: Level) -> list[Step]:
     """Returns the steps of a level, its float8 products with the bounds that are known of them."""
+    if level.context.own_scales:  # a bound is one number for all devices
+        return list(steps)
     graph, facts = level.graph, level.facts
     singles = (step for step in steps if isinstance(step, Single))
     products = {step.node for step in singles if step.in_float8 is not None}
-    bounded = Functions(products, graph, facts).bounded() if products else {}
+    bounded = FunctionsOfProducts(products, graph, facts).bounded() if products else {}
 
     def with_its_own(step: Step) -> Step:
         if not isinstance(step, Single) or step.in_float8 is None:
@@ -182,7 +179,7 @@ def with_bounds(steps: Sequence[Step], level: Level) -> list[Step]:
     return list(map(with_its_own, steps))
 
 
-class Function:
+class FunctionOfProduct:
     """What is computed, number by number, of one product's result.
 
     Attributes:
@@ -214,10 +211,10 @@ class Function:
         return Bounded(self.result, self.added, extremes)
 
 
-Factors = tuple[tuple[Function, Value], ...]
+Factors = tuple[tuple[FunctionOfProduct, Value], ...]
 
 
-class Functions:
+class FunctionsOfProducts:
     """The functions of the results of a level's float8 products, and where two are multiplied.
 
     Attributes:
@@ -231,9 +228,9 @@ class Functions:
         self.factors: dict[Value, Factors] = {}
         for node in graph.nodes:
             if node in products:
-                if _pays(node.inputs, node.outputs[0]):
+                if _saves_bytes(node.inputs, node.outputs[0]):
                     path, added = _behind_vectors(node.outputs[0], graph, facts)
-                    function = Function(path[0], path[-1], added)
+                    function = FunctionOfProduct(path[0], path[-1], added)
                     self.factors.update((value, ((function, value),)) for value in path)
             elif len(node.outputs) == 1 and node.outputs[0] not in self.factors:
                 self._visit(node)
@@ -286,10 +283,10 @@ class Functions:
         others = [other for other in product.inputs if other is not value]
         extremes = [function.bounded(v).extremes for function, v in self.factors[value]]
         is_flat = all(x.slope <= STEEP and math.isfinite(x.offset) for x in extremes)
-        return is_flat and _pays([*product.outputs, *others], value)
+        return is_flat and _saves_bytes([*product.outputs, *others], value)
 
 
-def _pays(factors: Sequence[Value], result: Value) -> bool:
+def _saves_bytes(factors: Sequence[Value], result: Value) -> bool:
     """Returns whether factors in float8 are fewer bytes than their product in bfloat16."""
     return sum(value.size for value in factors) < 2 * result.size
 
@@ -331,13 +328,14 @@ def send_in_float8(steps: Sequence[Step], level: Level) -> list[Step]:
         is_sent = _sends(node) or node.inputs[:1] and node.inputs[0].producer in sent
         if node in readers and not node.is_product and is_sent:
             sent.add(node)
+    # Numbers in float8 are sent with a scale for all.
+    why = WHY_SENT if level.context.own_scales else WHY_SENT_IN_FLOAT8
     return [
-        _marked(step) if isinstance(step, Single) and step.node in sent else step for step in steps
+        step._replace(why=why, moves_float8=not level.context.own_scales)
+        if isinstance(step, Single) and step.node in sent
+        else step
+        for step in steps
     ]
-
-
-def _marked(step: Single) -> Single:
-    return step._replace(why=WHY_SENT_IN_FLOAT8, moves_float8=True)
 
 
 def _is_read_by(node: Node, readers: Set[Node], graph: Graph) -> bool:
@@ -385,12 +383,14 @@ def chain_in(equation: Any) -> list[Any]:
     return list(jaxpr.eqns) if is_chain else []
 
 
-def move(equation: Any, operands: Sequence[Any]) -> list[Any]:
+def moved_in_float8(equation: Any, operands: Sequence[Any]) -> list[Any]:
     """Runs an equation that moves its first operand on float8 numbers."""
     if is_cast(equation):
         return list(operands)
     if chain := chain_in(equation):
-        return functools.reduce(lambda moved, inner: move(inner, moved), chain, list(operands))
+        for inner in chain:
+            operands = moved_in_float8(inner, operands)
+        return list(operands)
     if rule_for(equation.primitive.name).sends:
         operands = lax.optimization_barrier(operands)  # as of what is sent in half, in `_emit`
     return _jax_compat.bind(equation.primitive, operands, equation.params)

@@ -4,10 +4,9 @@ A parameter that is gathered, permuted or laid out anew, and that products alone
 is rounded first: half the bytes go over the wire. The numbers are the same, because moving rounds
 nothing; its gradient is added up over devices in half, as that of a product on one device is.
 
-What some devices of a mapped mesh run and others may not: branches, and turns of a while loop.
-
-Nothing may be sent there but what the user sends. The maximum of a float8 array over all devices
-would wait for ever for those that went another way.
+In branches, and in the turns of a while loop, devices of a mapped mesh may go different ways. There
+nothing may be sent but what the user sends: the maximum of a float8 array over all devices would
+wait for ever for those that went another way. So each device has float8 scales of its own.
 """
 
 from collections.abc import Callable, Iterator, Set
@@ -21,17 +20,7 @@ from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._kinds import kind_of
 from jmp.autocasting._reasons import why_not_lowered
 from jmp.autocasting._registry import Category
-from jmp.autocasting._steps import (
-    Fused,
-    InFloat8,
-    Inside,
-    Nested,
-    Opened,
-    Plan,
-    Single,
-    Step,
-    Unplanned,
-)
+from jmp.autocasting._steps import Opened
 
 WHY_SENT = "products alone read it afterwards: rounded before it is sent"
 WHY_WIDE = "the gradient of a parameter is float32 before devices add it up"
@@ -72,17 +61,17 @@ def sends(node: Node) -> bool:
     """
     if not node.rule.sends:
         return False
-    before, after = _mesh(node.inputs[0]), _mesh(node.outputs[0])
+    before, after = _mesh_of_value(node.inputs[0]), _mesh_of_value(node.outputs[0])
     return bool(before.empty or before == after)
 
 
-def _mesh(value: Value) -> Any:
+def _mesh_of_value(value: Value) -> Any:
     return value.aval.sharding.mesh
 
 
 def may_be_sent(lookup: Node) -> bool:
     """Returns whether a lookup stands on a mesh, as far as types say: its table may be sharded."""
-    return any(not _mesh(value).empty for value in (lookup.inputs[0], *lookup.outputs))
+    return any(not _mesh_of_value(value).empty for value in (lookup.inputs[0], *lookup.outputs))
 
 
 def asks_for_wide(product: Node, facts: Facts) -> bool:
@@ -152,33 +141,3 @@ def may_part(node: Node, choice: Any) -> bool:
 def _is_mapped(aval: Any) -> bool:
     sharding = getattr(aval, "sharding", None)
     return sharding is not None and bool(sharding.mesh.manual_axes)
-
-
-def apart(inside: Inside) -> Inside:
-    """Returns a function inside in which each device has float8 scales of its own."""
-    return inside._replace(plan=_plan_apart(inside.plan))
-
-
-def _any_apart(inside: Inside | Unplanned) -> Inside | Unplanned:
-    if isinstance(inside, Inside):
-        return apart(inside)
-    return lambda run_plan: inside(lambda plan, arrays: run_plan(_plan_apart(plan), arrays))
-
-
-def _plan_apart(plan: Plan) -> Plan:
-    return plan._replace(steps=tuple(map(_step_apart, plan.steps)))
-
-
-def _step_apart(step: Step) -> Step:
-    if isinstance(step, Nested):
-        return step._replace(insides=tuple(map(_any_apart, step.insides)))
-    if isinstance(step, Fused):
-        return step._replace(plain=tuple(map(_step_apart, step.plain)))
-    if not isinstance(step, Single):
-        return step
-    if step.moves_float8:  # numbers in float8 are sent with a scale for all
-        return step._replace(moves_float8=False, why=WHY_SENT)
-    if step.in_float8 is None:
-        return step
-    # Without bounds, which are one number for all devices.
-    return step._replace(in_float8=InFloat8(step.in_float8.is_shared, is_apart=True))

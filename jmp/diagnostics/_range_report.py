@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jmp._messages import described
-from jmp.diagnostics._arguments import apart
+from jmp._messages import described, wrong
+from jmp.diagnostics._arguments import split_arguments
 from jmp.diagnostics._ranges import (
     FLOAT8_LIMITS,
     FLOAT8_PRODUCT,
@@ -19,7 +19,7 @@ from jmp.diagnostics._ranges import (
     exponent_of,
     exponents,
     limits_of,
-    power_of_two,
+    nearest_scale,
     row_of,
 )
 from jmp.diagnostics._tables import first_rows, table, totals
@@ -53,7 +53,7 @@ def range_report(tree: PyTree) -> "RangeReport":
     >>> report.best_scale("float16")
     16384.0
     """
-    ((tree,), _), given = apart(tree), tree
+    ((tree,), _), given = split_arguments(tree), tree
     with jax.enable_x64(True):  # float64 leaves of NumPy stay; a count may exceed 2**31
         leaves = [
             (path_string(path), as_jax_array(leaf))
@@ -62,9 +62,12 @@ def range_report(tree: PyTree) -> "RangeReport":
         ]
         counts = jax.device_get([_count(leaf) for _, leaf in leaves])
     if not leaves and callable(given):
-        raise TypeError(
-            f"range_report got {described(given)}; expected a tree of arrays, such as parameters. "
-            "What a loss computes is counted by gradient_report(loss_fn)(*args)."
+        raise wrong(
+            TypeError,
+            "range_report",
+            given,
+            "a tree of arrays, such as parameters",
+            more=" What a loss computes is counted by gradient_report(loss_fn)(*args).",
         )
     pairs = zip(leaves, counts, strict=True)
     return RangeReport(
@@ -157,7 +160,7 @@ class RangeReport:
             return None
         largest = [max(row.counts) - exponent_of(row.scale) for row in rows if row.counts]
         highest = limits.largest - math.ceil(math.log2(margin))
-        return power_of_two(highest - max(largest)) if largest else None
+        return nearest_scale(highest - max(largest)) if largest else None
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the data as dictionaries, lists, numbers and strings."""
@@ -174,7 +177,7 @@ class RangeReport:
 
     def __str__(self) -> str:
         best = self.best_scale()
-        lines = [table(("role", "scale", *SHARES), _totals(self, best))]
+        lines = [table(("role", "scale", *SHARES), _rows_of_totals(self, best))]
         lines.append(f"best static scale: {'unknown' if best is None else _power(best)}")
         for role in self.roles:
             lines += _section(f"{role}s", self.counting(role), self.dtype)
@@ -183,7 +186,7 @@ class RangeReport:
         return "\n".join(lines)
 
 
-def _totals(report: RangeReport, best: float | None) -> list[tuple[str, ...]]:
+def _rows_of_totals(report: RangeReport, best: float | None) -> list[tuple[str, ...]]:
     # In half a scale that comes too late brings nothing back: no use to show one.
     is_half = any(row.dtype in HALVES for row in report.rows)
     found = []
