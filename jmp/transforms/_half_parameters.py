@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jmp.autocasting._propagation import Inside, propagate
+from jmp.autocasting._propagation import WayInside, propagate
 from jmp.dtypes import is_half
 from jmp.policy import Policy
 from jmp.transforms._inner import Transformation
@@ -193,7 +193,7 @@ def _zeros(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
     )
 
 
-def _zero_results(equation: Any, operands: list[bool], inside: Inside[bool]) -> list[bool]:
+def _zero_results(equation: Any, operands: list[bool], inside: WayInside[bool]) -> list[bool]:
     """Returns which results of an equation are zeros, if those of its operands are."""
     of_functions = inside()
     if of_functions is not None:
