@@ -29,7 +29,6 @@ from jmp.transforms._states import find_states
 from jmp.trees import PyTree, is_array
 
 Function = Callable[..., Any]  # of flat arrays
-Traced = jax.stages.Traced
 SHOWN = 20
 ARRAYS = ("module", "source", "operation", "dtype", "shape", "times", "size")
 Sizes = dict[str, int]  # bytes by dtype
@@ -126,7 +125,9 @@ def _count(
     if plain is not None:
         other = dataclasses.replace(report, residuals=tuple(residuals(cast(plain), arrays, moving)))
         report = dataclasses.replace(report, without_checkpoint=other)
-    temp, peak = _xla_bytes(traced) if compiled else (None, None)
+    if not compiled:
+        return report
+    temp, peak = _xla_bytes(traced)
     return dataclasses.replace(report, xla_temp_bytes=temp, xla_peak_bytes=peak)
 
 
@@ -207,21 +208,6 @@ class MemoryReport:
         """Bytes of everything counted, together; the batch is not counted."""
         return sum(self.parts.values())
 
-    @property
-    def temp_ratio(self) -> float | None:
-        """XLA's temp over the activations and copies that JAX keeps."""
-        return self._ratio(self.xla_temp_bytes, 0)
-
-    @property
-    def peak_ratio(self) -> float | None:
-        """XLA's peak over parameters, gradients, activations and copies."""
-        state = self.parts["parameters"] + self.parts["gradients"]
-        return self._ratio(self.xla_peak_bytes, state)
-
-    def _ratio(self, size: int | None, state: int) -> float | None:
-        counted = state + sum(self.residual_bytes.values())
-        return None if size is None or not counted else size / counted
-
     def to_dict(self) -> dict[str, Any]:
         """Returns the data as dictionaries, lists, numbers and strings."""
         data = {
@@ -230,36 +216,24 @@ class MemoryReport:
             "residual_bytes_by_module": self.residual_bytes_by_module,
             "without_checkpoint": self.without_checkpoint and self.without_checkpoint.to_dict(),
         }
-        names = ("activations", "activation_bytes", "copy_bytes", "parts", "total_bytes",
-                 "temp_ratio", "peak_ratio")  # fmt: skip
+        names = "activations", "activation_bytes", "copy_bytes", "parts", "total_bytes"
         return {**data, **{name: getattr(self, name) for name in names}}
 
     def __str__(self) -> str:
-        lines = [compare_memory({"one step": self})]
-        kept = sum(self.residual_bytes.values())
-        if not kept:
-            return lines[0]
-        dtypes = list(self.residual_bytes)
-        modules = sorted(self.residual_bytes_by_module.items(), key=lambda m: -sum(m[1].values()))
-        cells: list[tuple[str, ...]] = []
-        for place, by in modules:
-            share = f"{sum(by.values()) / kept:.1%}"
-            cells.append((place or "?", *(size(by.get(dtype)) for dtype in dtypes), share))
-        title, columns = "kept for the backward pass, by module:", ("module", *dtypes, "share")
-        lines += first_rows(title, columns, cells, SHOWN, "residual_bytes_by_module")
         cells = []
         for row in sorted(self.residuals, key=lambda row: -row.bytes):
             where, shape = (row.module, row.source, row.operation), "x".join(map(str, row.shape))
             cells.append((*where, row.dtype, shape, str(row.times), size(row.bytes)))
-        return "\n".join([*lines, *first_rows("by array:", ARRAYS, cells, SHOWN, "residuals")])
+        title = "kept for the backward pass, most is kept first:"
+        lines = first_rows(title, ARRAYS, cells, SHOWN, "residuals") if cells else []
+        return "\n".join([compare_memory({"one step": self}), *lines])
 
 
 def compare_memory(reports: Mapping[str, MemoryReport]) -> str:
     """Returns one table of several memory reports, a column each.
 
     Args:
-      reports: what `memory_report` returned, by the names of the columns. Totals and peaks are
-        also given over those of the first.
+      reports: what `memory_report` returned, by the names of the columns.
 
     Raises: TypeError for anything but reports by name.
 
@@ -277,36 +251,26 @@ def compare_memory(reports: Mapping[str, MemoryReport]) -> str:
         by_name = "{'float32': report, 'mixed_float16': other}"
         expected = f"what memory_report(fun)(*args) returned, by name: {by_name}"
         raise wrong(TypeError, "compare_memory", reports, expected)
-    first = next(iter(reports.values()), None)
-    columns = [_column(r, None if r is first else first) for r in reports.values()]
+    columns = list(map(_column, reports.values()))
     names = columns[0] if columns else {}
     rows = [(name, *(column[name] for column in columns)) for name in names]
     return table(("", *reports), [row for row in rows if any(row[1:])])
 
 
-def _column(report: MemoryReport, base: MemoryReport | None) -> dict[str, str]:
-    """Returns what a column says, by row, also over `base`; "" for nothing."""
-    plain, total = report.without_checkpoint, report.total_bytes
-    temp, peak = report.xla_temp_bytes, report.xla_peak_bytes
+def _column(report: MemoryReport) -> dict[str, str]:
+    """Returns what a column says, by row; "" for nothing."""
+    plain = report.without_checkpoint
     return {
         **{name: size(number) for name, number in report.parts.items()},
-        "total": size(total),
-        "total, of the first": _ratio(total, base.total_bytes if base else None),
+        "total": size(report.total_bytes),
         "total without jax.checkpoint": size(plain.total_bytes) if plain else "",
         "P, parameters": f"{report.parameters:,}",
         "N, activations kept": f"{report.activations:,}",
         "N without jax.checkpoint": f"{plain.activations:,}" if plain else "",
-        "N : P": _ratio(report.activations, report.parameters),
-        "XLA: temp": size(temp),
-        "XLA: temp, of what JAX keeps": _ratio(report.temp_ratio),
-        "XLA: peak of value and gradient": size(peak),
-        "XLA: peak, of what was counted": _ratio(report.peak_ratio),
-        "XLA: peak, of the first": _ratio(peak, base.xla_peak_bytes if base else None),
+        "N : P": f"{report.activations / report.parameters:.3g}" if report.parameters else "",
+        "XLA: temp": size(report.xla_temp_bytes),
+        "XLA: peak of value and gradient": size(report.xla_peak_bytes),
     }
-
-
-def _ratio(number: float | None, base: float | None = 1) -> str:
-    return "" if number is None or not base else f"{number / base:.3g}"
 
 
 def _optimizer_sizes(
@@ -346,7 +310,7 @@ def _without_checkpoint(function: Function, arrays: Sequence[Any]) -> Function |
 
 def _value_and_gradients(
     function: Function, arrays: Sequence[Any], moving: Sequence[int]
-) -> Traced:
+) -> jax.stages.Traced:
     """Traces a step: the value, gradients at the positions `moving`, what is not differentiated."""
 
     def step(*arrays: Any) -> Any:
@@ -356,7 +320,7 @@ def _value_and_gradients(
     return jax.jit(step).trace(*arrays)
 
 
-def _xla_bytes(traced: Traced) -> tuple[int | None, int | None]:
+def _xla_bytes(traced: jax.stages.Traced) -> tuple[int | None, int | None]:
     """Compiles, and returns XLA's temp and peak; None for both if its backend does not say."""
     compiled = traced.lower().compile()
     try:

@@ -1,7 +1,6 @@
 """`range_report`: between which powers of two the numbers of a tree lie."""
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -27,6 +26,7 @@ from jmp.trees import PyTree, as_jax_array, is_array, path_string
 
 SHOWN = 10  # of each role
 NOTABLE = 0.01  # share of subnormal numbers, which lose digits and no more
+MARGIN = 1  # between the largest scaled gradient and the maximum: a power of two
 SHARES = ("in", "elements", "zero", "underflow", "subnormal", "overflow", "inf, NaN", "powers of 2")
 
 _count = jax.jit(exponents)
@@ -133,34 +133,29 @@ class RangeReport:
         rows = [row for row in self.rows if row.operation == FLOAT8_PRODUCT]
         return [row for row in rows if row.role == "activation gradient"]
 
-    def best_scale(self, dtype: DTypeLike | None = None, margin: float = 2.0) -> float | None:
+    def best_scale(self, dtype: DTypeLike | None = None) -> float | None:
         """Returns the largest safe static loss scale, a power of two.
 
-        Under it the largest gradient times `margin` is below the power of two above the maximum of
-        `dtype`: with a margin of 2 the scaled gradients are below 2**15 in float16, whose maximum
-        is 65504. Gradients of parameters and of activations count, and rows of a tree.
+        Under it the largest gradient is below half the power of two above the maximum of `dtype`:
+        in float16, whose maximum is 65504, below 2**15. For a larger margin divide it by a power of
+        two. Gradients of parameters and of activations count, and rows of a tree.
+
+        Where the gradients span more than the range of `dtype`, no scale keeps them all:
+        `total("gradient").shares(dtype, scale)` says what this one loses.
 
         Args:
           dtype: a half type; the report's if left out.
-          margin: a factor of at least 1, rounded up to a power of two. At 1 itself the largest
-            gradient may still round to infinity.
-
-        What no scale keeps, because the gradients span more than `dtype`'s range, is lost under
-        this one as well: `total("gradient").shares(dtype, scale)` says how much.
 
         Returns: a scale between 2**-126 and 2**126; None where it cannot be known, because a
           gradient is infinite or NaN (measure under a lower scale) or because all are zero.
-        Raises: ValueError for another dtype, or a margin below 1 or infinite.
+        Raises: ValueError for another dtype.
         """
         limits = limits_of(dtype or self.dtype)
-        if not 1 <= margin < math.inf:
-            raise ValueError(f"Got margin={described(margin)}; expected a factor of at least 1.")
         rows = [row for role in SCALED for row in self.counting(role)]
         if any(row.infinities or row.nans for row in rows):
             return None
         largest = [max(row.counts) - exponent_of(row.scale) for row in rows if row.counts]
-        highest = limits.largest - math.ceil(math.log2(margin))
-        return nearest_scale(highest - max(largest)) if largest else None
+        return nearest_scale(limits.largest - MARGIN - max(largest)) if largest else None
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the data as dictionaries, lists, numbers and strings."""
