@@ -4,7 +4,6 @@ It counts one step as a function of flat arrays: its state from shapes, its acti
 residuals of a linearisation (`_residuals`). XLA's own figures are those of the compiled step.
 """
 
-import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,18 +13,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmp import _jax_compat
 from jmp._array_calls import ArrayCall, cotangent, vjp_at
 from jmp._messages import described, wrong
 from jmp.autocasting import autocast
 from jmp.diagnostics._arguments import asked_function, split_arguments, trained_parameters
 from jmp.diagnostics._residuals import Residual, residuals
 from jmp.diagnostics._tables import first_rows, size, table, totals
-from jmp.diagnostics._walk import HANDLERS, inline, replay, with_places
 from jmp.loss_scaling._gradients import pair_of
 from jmp.policy import Policy, get_policy
-from jmp.transforms import WithMasterParamsState
-from jmp.transforms._states import find_states
 from jmp.trees import PyTree, is_array
 
 Function = Callable[..., Any]  # of flat arrays
@@ -111,20 +106,16 @@ def _count(
         )
     # As `jax.grad` gives gradients: a tuple for several arguments.
     params = args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in argnums)
-    state, masters = _optimizer_sizes(optimizer, trained_parameters(params))
+    init = optimizer.init if optimizer else lambda params: ()
+    state = jax.eval_shape(init, trained_parameters(params))
     traced = _value_and_gradients(cast(function), arrays, moving)
     report = MemoryReport(
         parameters=sum(structs[i].size for i in moving),
         parameter_bytes=_sizes([structs[i] for i in parameters]),
         gradient_bytes=_sizes(traced.out_info[1]),
-        optimizer_bytes=state,
-        master_bytes=masters,
+        optimizer_bytes=_sizes(state),
         residuals=tuple(residuals(cast(function), arrays, moving)),
     )
-    plain = _without_checkpoint(function, arrays)
-    if plain is not None:
-        other = dataclasses.replace(report, residuals=tuple(residuals(cast(plain), arrays, moving)))
-        report = dataclasses.replace(report, without_checkpoint=other)
     if not compiled:
         return report
     temp, peak = _xla_bytes(traced)
@@ -138,10 +129,8 @@ class MemoryReport:
     Attributes:
       parameters: the number of elements of all parameters, P.
       parameter_bytes, gradient_bytes: by dtype; a gradient has its parameter's dtype.
-      optimizer_bytes, master_bytes: the optimizer's state, and of it the float32 masters.
+      optimizer_bytes: the optimizer's state by dtype, float32 masters included.
       residuals: what is kept for the backward pass, in rows that add up exactly.
-      without_checkpoint: the same report if the regions under `jax.checkpoint` were ordinary ones;
-        None if there are none. The recomputation that `policy` brings by itself stays.
       xla_temp_bytes: what XLA's compiled value and gradient holds besides arguments and results;
         None where it was not compiled, or its backend does not say.
       xla_peak_bytes: arguments, results and temp together.
@@ -156,9 +145,7 @@ class MemoryReport:
     parameter_bytes: Sizes
     gradient_bytes: Sizes
     optimizer_bytes: Sizes
-    master_bytes: Sizes
     residuals: tuple[Residual, ...]
-    without_checkpoint: "MemoryReport | None" = None
     xla_temp_bytes: int | None = None
     xla_peak_bytes: int | None = None
 
@@ -197,7 +184,6 @@ class MemoryReport:
             "parameters": self.parameter_bytes,
             "gradients": self.gradient_bytes,
             "optimizer": self.optimizer_bytes,
-            "masters": self.master_bytes,
             "copies of parameters": self.copy_bytes,
             "activations": self.activation_bytes,
         }
@@ -210,14 +196,9 @@ class MemoryReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the data as dictionaries, lists, numbers and strings."""
-        data = {
-            **vars(self),
-            "residuals": [dataclasses.asdict(row) for row in self.residuals],
-            "residual_bytes_by_module": self.residual_bytes_by_module,
-            "without_checkpoint": self.without_checkpoint and self.without_checkpoint.to_dict(),
-        }
-        names = "activations", "activation_bytes", "copy_bytes", "parts", "total_bytes"
-        return {**data, **{name: getattr(self, name) for name in names}}
+        names = ("residual_bytes_by_module", "activations", "activation_bytes", "copy_bytes",
+                 "parts", "total_bytes")  # fmt: skip
+        return {**dataclasses.asdict(self), **{name: getattr(self, name) for name in names}}
 
     def __str__(self) -> str:
         cells = []
@@ -259,30 +240,15 @@ def compare_memory(reports: Mapping[str, MemoryReport]) -> str:
 
 def _column(report: MemoryReport) -> dict[str, str]:
     """Returns what a column says, by row; "" for nothing."""
-    plain = report.without_checkpoint
     return {
         **{name: size(number) for name, number in report.parts.items()},
         "total": size(report.total_bytes),
-        "total without jax.checkpoint": size(plain.total_bytes) if plain else "",
         "P, parameters": f"{report.parameters:,}",
         "N, activations kept": f"{report.activations:,}",
-        "N without jax.checkpoint": f"{plain.activations:,}" if plain else "",
         "N : P": f"{report.activations / report.parameters:.3g}" if report.parameters else "",
         "XLA: temp": size(report.xla_temp_bytes),
         "XLA: peak of value and gradient": size(report.xla_peak_bytes),
     }
-
-
-def _optimizer_sizes(
-    optimizer: optax.GradientTransformation | None, params: PyTree
-) -> tuple[Sizes, Sizes]:
-    """Returns the bytes of the optimizer's state without masters, and those of the masters."""
-    if optimizer is None:
-        return {}, {}
-    state = jax.eval_shape(optimizer.init, params)
-    masters = _sizes([s.masters for s in find_states(state, WithMasterParamsState)])
-    rest = collections.Counter(_sizes(state)) - collections.Counter(masters)
-    return dict(rest), masters
 
 
 def _with_arrays_of_aux(function: Function, has_aux: bool) -> Function:
@@ -294,18 +260,6 @@ def _with_arrays_of_aux(function: Function, has_aux: bool) -> Function:
         return result, [leaf for leaf in jax.tree.leaves(aux) if is_array(leaf)]
 
     return pair
-
-
-def _without_checkpoint(function: Function, arrays: Sequence[Any]) -> Function | None:
-    """Returns the function without `jax.checkpoint`; None if it has none."""
-    closed, result = jax.make_jaxpr(function, return_shape=True)(*arrays)
-    placed = with_places(_jax_compat.open_jaxpr(closed)[0])
-    if not any(equation.primitive.name in _jax_compat.REMAT for equation, *_ in placed):
-        return None
-    structure = jax.tree.structure(result)
-    handlers = {**HANDLERS, **dict.fromkeys(_jax_compat.REMAT, inline)}
-    flat: Function = lambda *operands: replay(closed, operands, handlers=handlers)
-    return lambda *operands: jax.tree.unflatten(structure, flat(*operands))
 
 
 def _value_and_gradients(

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jmp import _jax_compat, diagnostics
+from jmp import diagnostics
 from jmp.diagnostics import _walk
 from jmp.diagnostics._gradient_report import counting_step
 from jmp.diagnostics._ranges import digits, exponents, from_digits
@@ -568,14 +568,6 @@ def test_a_replayed_program_is_the_program():
     again = str(jax.make_jaxpr(run)(W["a"], X))
     for words in ("unroll=2", "reverse=True", "prevent_cse=False", "policy", "donated_invars"):
         assert words in str(closed) and str(closed).count(words) == again.count(words)
-
-
-def test_handlers_say_how_an_equation_is_emitted():
-    closed = jax.make_jaxpr(scanned_and_rematerialised)(W["a"], X)
-    handlers = {**_walk.HANDLERS, **dict.fromkeys(_jax_compat.REMAT, _walk.inline)}
-    run = lambda *args: _walk.replay(closed, args, handlers=handlers)
-    assert "remat" in str(closed) and "remat" not in str(jax.make_jaxpr(run)(W["a"], X))
-    assert run(W["a"], X)[0] == pytest.approx(float(scanned(W["a"], X)))
 
 
 def test_positions_tell_calls_of_one_jaxpr_apart_and_stay_the_same():

@@ -84,7 +84,7 @@ def memory_bars(*peaks):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    parts = {"parameters": 1e6, "gradients": 1e6, "optimizer": 2e6, "masters": 0.0}
+    parts = {"parameters": 2e6, "gradients": 2e6, "optimizer": 0.0}
     runs = {}
     for number, peak in enumerate(peaks):
         sizes = {**parts, "copies of parameters": 5e5 * number, "activations": 3e6}
@@ -101,7 +101,7 @@ def test_bars_of_memory_are_stacked_to_the_total():
     widths = np.array([[bar.get_width() for bar in bars] for bars in axes.containers])
     np.testing.assert_allclose(widths.sum(0), totals)
     assert axes.yaxis_inverted()  # the first at the top
-    assert "masters" not in [text.get_text() for text in axes.get_legend().get_texts()]
+    assert "optimizer" not in [text.get_text() for text in axes.get_legend().get_texts()]
     assert not axes.lines  # these were not compiled
 
 
