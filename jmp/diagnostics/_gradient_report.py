@@ -56,14 +56,6 @@ TapPlaces = dict[Position, Tapped]
 Tap = Callable[[Position, Tapped, Any], Any]  # (position, place, value) -> value
 
 
-class Counts(NamedTuple):
-    """What `exponents` gives: for parameters, for gradients, for values and cotangents by place."""
-
-    parameters: list[np.ndarray]
-    gradients: list[np.ndarray]
-    activations: dict[Tapped, tuple[np.ndarray, np.ndarray]]
-
-
 def gradient_report(
     loss_fn: Callable[..., Any],
     policy: str | Policy | None = None,
@@ -141,40 +133,31 @@ def gradient_report(
                 "arguments, with no floating array to differentiate there; expected the parameters."
             )
         closed = jax.make_jaxpr(lambda *arrays: call(*arrays)[0])(*arrays)
-        counts = count(closed, arrays, list(paths), half)
-        named = [(path, str(arrays[i].dtype)) for i, path in paths.items()]
-        return RangeReport(tuple(_report_rows(named, counts, scale)), str(half or "float16"))
+        step, probes = counting_step(closed, arrays, list(paths), half)
+        own, gradients, sums = jax.device_get(jax.jit(step)(arrays, probes))
+        rows: list[Range] = []
+        for role, counts, in_them in (("parameter", own, 1.0), ("gradient", gradients, scale)):
+            for (i, path), counted in zip(paths.items(), counts, strict=True):
+                rows.append(row_of(role, path, str(arrays[i].dtype), counted, scale=in_them))
+        rows += _rows_of_activations({place: from_digits(sums[place]) for place in probes}, scale)
+        return RangeReport(tuple(rows), str(half or "float16"))
 
     return report
 
 
-def _report_rows(
-    parameters: list[tuple[str, str]], counts: Counts, scale: float
-) -> Iterator[Range]:
-    """Yields the rows of a report; of the parameters paths and dtypes are given."""
-    for (path, dtype), counted in zip(parameters, counts.parameters, strict=True):
-        yield row_of("parameter", path, dtype, counted)
-    for (path, dtype), counted in zip(parameters, counts.gradients, strict=True):
-        yield row_of("gradient", path, dtype, counted, scale=scale)
-    for index, (role, own) in enumerate((("activation", 1.0), ("activation gradient", scale))):
-        for (path, operation, source, dtype), both in counts.activations.items():
-            where = {"scale": own, "operation": operation, "source": source}
+def _rows_of_activations(counts: dict[Tapped, np.ndarray], scale: float) -> Iterator[Range]:
+    """Yields rows of what was counted by place: of the values, then of their cotangents."""
+    for index, (role, in_them) in enumerate((("activation", 1.0), ("activation gradient", scale))):
+        for (path, operation, source, dtype), both in counts.items():
+            where = {"scale": in_them, "operation": operation, "source": source}
             if both[index].any():  # else no gradient reaches it
                 yield row_of(role, path, dtype, both[index], **where)
-
-
-def count(closed: Any, arrays: list[Any], positions: list[int], dtype: Any = None) -> Counts:
-    """Runs a traced loss of `arrays` and its gradient once; see `counting_step`."""
-    step, probes = counting_step(closed, arrays, positions, dtype)
-    own, gradients, sums = jax.device_get(jax.jit(step)(arrays, probes))
-    found = {place: tuple(from_digits(sums[place])) for place in probes}
-    return Counts(own, gradients, found)
 
 
 def counting_step(
     closed: Any, arrays: list[Any], positions: list[int], dtype: Any = None
 ) -> tuple[Callable[..., Any], dict[Tapped, jax.Array]]:
-    """Returns what `count` compiles, a function of (arrays, probes), and the probes.
+    """Returns the step that counts, a function of (arrays, probes), and the probes.
 
     It returns the counts of parameters, which are the arrays at `positions`, those of their
     gradients, and sums of digits by place: of activations that are stored in `dtype`; None for all.

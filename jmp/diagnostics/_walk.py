@@ -142,7 +142,6 @@ def replay(
     jaxpr: Any,
     operands: Sequence[Any],
     on_results: OnResults = lambda replayed, results: results,
-    handlers: Mapping[str, Handler] | None = None,
     path: str = "",
     position: tuple[int, ...] = (),
 ) -> list[Any]:
@@ -156,9 +155,6 @@ def replay(
     Args:
       on_results: called after each equation, those of levels inside first: given the equation and
         its results it returns what stands for them.
-      handlers: how equations are emitted, by the names of their primitives; `HANDLERS` if left out.
-        A primitive that is not there is bound as it is: `{**HANDLERS, "remat": inline}` is the
-        program without its remat.
       path, position: of the level above.
 
     >>> def loss(x):
@@ -172,16 +168,15 @@ def replay(
     ['exp', 'add', 'scan']
     """
     inner, constants = _jax_compat.open_jaxpr(jaxpr)
-    handlers = HANDLERS if handlers is None else handlers
 
     def step(equation: JaxprEqn, index: int, operands: list[Any]) -> list[Any]:
         here = Replayed(equation, path_within(path, equation), (*position, index))
 
         def inside(jaxpr: Any, operands: Sequence[Any], branch: int = 0) -> list[Any]:
             below = (*here.position, branch)
-            return replay(jaxpr, operands, on_results, handlers, here.path, below)
+            return replay(jaxpr, operands, on_results, here.path, below)
 
-        emit = handlers.get(equation.primitive.name, bound)
+        emit = HANDLERS.get(equation.primitive.name, bound)
         return on_results(here, emit(equation, operands, inside))
 
     return evaluate(inner, [*constants, *operands], step, lambda atom, _: literal(atom))
@@ -239,16 +234,11 @@ def bound(equation: JaxprEqn, operands: list[Any], replay: Replay) -> list[Any]:
     return _jax_compat.bind(equation.primitive, operands, equation.params)
 
 
-def inline(equation: JaxprEqn, operands: list[Any], replay: Replay) -> list[Any]:
-    """Replays what is inside a jit or a remat without the jit or the remat."""
-    return replay(_jax_compat.called(equation.params), operands)
-
-
 def emitted(equation: JaxprEqn, operands: list[Any], replay: Replay) -> list[Any]:
     """Emits an equation as autocast does, with what is inside replayed."""
     kind = kind_of(equation.primitive.name)
     if _jax_compat.is_plain_jit(equation):
-        return inline(equation, operands, replay)
+        return replay(_jax_compat.called(equation.params), operands)
 
     def function(index: int, jaxpr: ClosedJaxpr) -> Callable[..., Arrays]:
         return lambda *arrays: replay(jaxpr, arrays, index)

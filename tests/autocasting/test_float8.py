@@ -946,12 +946,12 @@ def test_a_gradient_report_says_what_float8_takes_from_the_cotangents():
         normal = float(jnp.finfo(dtype).smallest_normal)
         zeros = np.mean(back == 0)
         subnormal = np.mean((back != 0) & (abs(back.astype(np.float32)) < normal))
-        shares = row.float8_shares()[np.dtype(dtype).name]
+        shares = row.shares(dtype)
         # By powers of two: some numbers are taken for their neighbours.
         assert shares.lost + shares.zero == pytest.approx(zeros, abs=0.02)
         assert shares.subnormal == pytest.approx(subnormal, abs=0.02)
         assert (zeros + subnormal > 0.9) == (dtype == jnp.float8_e4m3fn)
-    assert "cotangents of float8 products" in str(report) and "e5m2 subnormal" in str(report)
+    assert "cotangents of float8 products in float8_e4m3fn, most is lost first" in str(report)
     (as_data,) = (entry for entry in report.to_dict()["rows"] if "float8_shares" in entry)
     assert as_data["float8_shares"]["float8_e5m2"]["normal"] > 0.9
     plain = diagnostics.gradient_report(of, BF16)(W, X)
