@@ -48,8 +48,6 @@ from tests.h200.fixture import h200 as h200
 gc.freeze()
 gc.set_threshold(20_000, 20, 50)
 
-# Its comparison of plans says where they differ.
-pytest.register_assert_rewrite("tests.autocasting.plans")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # "suite" tries the same inputs each time, so that a change is judged by itself; "random" tries new

@@ -16,7 +16,7 @@ from flax import nnx
 
 import jmp
 from jmp import adapters, diagnostics, transforms
-from tests.adapters.adapter_cases import ADAPTERS, HAIKU_NET, IMAGES, PRODUCTS, mean_square
+from testbed.adapter_cases import ADAPTERS, HAIKU_NET, IMAGES, PRODUCTS, mean_square
 from tests.bits import bits
 from tests.products import equations, product_dtypes
 

@@ -2,26 +2,20 @@
 
 A line is a step. `f32>f16` is a float32 operand that is read in half, `->` what is stored.
 `python -m tests.autocasting.plans` writes the plans that are made now of the programs in
-`test_plans*.py` into `plan_listings/`, a file for each of these modules.
+`testbed/planned/` into `plan_listings/`, a file for each module of that folder.
 """
 
 import functools
-import importlib
 import pathlib
 import textwrap
-from collections.abc import Callable, Iterator
-from types import ModuleType
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import pytest
-from jax import lax
 
 from jmp.autocasting._autocast import make_program
 from jmp.autocasting._steps import Inside, Island, Nested
+from testbed.planned import MODULES
 
-FOLDER = pathlib.Path(__file__).parent
 SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "int32": "i32", "None": "-"}
 
 
@@ -29,80 +23,24 @@ SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "int32": "i32",
 HAS_THESE_TRACES = jax.__version__.startswith("0.10.")
 
 
-def struct(*shape, dtype=jnp.float32):
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-X = W = struct(128, 128)
-ROW = struct(128)
-IMAGE, KERNEL = struct(8, 16, 16, 16), struct(3, 3, 16, 16)
-SMALL = struct(8, 8)
-INDICES = struct(128, dtype=jnp.int32)
-
-
-class Case(NamedTuple):
-    """A program, what it is planned for, and the options of autocast."""
-
-    fun: Callable[..., Any]
-    args: tuple[Any, ...]
-    options: dict[str, Any]
-
-
-def add_case(cases, *args, **options):
-    """Adds a program to `cases`; its plan is in the file of its module, under its name."""
-
-    def add(fun):
-        cases.append(Case(fun, args, options))
-        return fun
-
-    return add
-
-
-def conv(x, kernel):
-    """A convolution over images."""
-    layout = ("NHWC", "HWIO", "NHWC")
-    return lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=layout)
-
-
-def plan_test(cases):
-    """The test that each program has the plan that is written down under its name."""
-
-    @pytest.mark.skipif(not HAS_THESE_TRACES, reason="the traces of JAX 0.10")
-    @pytest.mark.parametrize("case", cases, ids=lambda case: case.fun.__name__)
-    def test_plan(case):
-        plans = written_plans(case.fun.__module__)
-        assert case.fun.__name__ in plans, "run: python -m tests.autocasting.plans"
-        assert "\n".join(listing_of(case)) == plans[case.fun.__name__]
-
-    return test_plan
-
-
-def planned_modules() -> Iterator[ModuleType]:
-    """The modules whose `CASES` have plans that are written down."""
-    for path in sorted(FOLDER.glob("test_plans*.py")):
-        yield importlib.import_module(f"{__package__}.{path.stem}")
-
-
-def listing_file(module_name):
-    """The file with the plans of a module's programs."""
-    stem = module_name.rpartition(".")[2].removeprefix("test_")
-    return FOLDER / "plan_listings" / f"{stem}.txt"
-
-
 @functools.cache
-def written_plans(module_name):
+def written_plans(name):
     """The plans that are written down for a module's programs, by the program's name."""
-    parts = listing_file(module_name).read_text().rstrip("\n").split("\n\n")
+    parts = _listing_file(name).read_text().rstrip("\n").split("\n\n")
     return {name: textwrap.dedent(plan) for name, _, plan in (x.partition("\n") for x in parts)}
 
 
-def write_plans(module):
+def write_plans(name):
     """Writes down the plans that are made now for a module's programs."""
     parts = (
         f"{case.fun.__name__}\n" + textwrap.indent("\n".join(listing_of(case)), "  ")
-        for case in module.CASES
+        for case in MODULES[name].CASES
     )
-    listing_file(module.__name__).write_text("\n\n".join(parts) + "\n")
+    _listing_file(name).write_text("\n\n".join(parts) + "\n")
+
+
+def _listing_file(name):
+    return pathlib.Path(__file__).parent / "plan_listings" / f"{name}.txt"
 
 
 def listing_of(case):
@@ -180,5 +118,5 @@ def _short(dtype):
 
 if __name__ == "__main__":
     assert HAS_THESE_TRACES, f"the plans are those of JAX 0.10, and not of {jax.__version__}"
-    for module in planned_modules():
-        write_plans(module)
+    for name in MODULES:
+        write_plans(name)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from tests.autocasting.plans import INDICES, ROW, Case, W, X, add_case, plan_test, struct
+from testbed.planned.cases import INDICES, ROW, Case, W, X, add_case, struct
 
 CASES: list[Case] = []
 planned = functools.partial(add_case, CASES)
@@ -158,6 +158,3 @@ def rows_of_positions_in_a_loop(w, positions, x):
         return (carry * angles) @ w, None
 
     return lax.scan(step, x, positions)[0]
-
-
-test_plan = plan_test(CASES)

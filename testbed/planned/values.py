@@ -12,7 +12,7 @@ from jax import lax
 from jax.lax import Precision
 
 import jmp
-from tests.autocasting.plans import (
+from testbed.planned.cases import (
     IMAGE,
     INDICES,
     KERNEL,
@@ -22,7 +22,6 @@ from tests.autocasting.plans import (
     X,
     add_case,
     conv,
-    plan_test,
     struct,
 )
 
@@ -320,6 +319,3 @@ def masks_that_may_be(x, w, mask, row):
     y, z = x @ w, x @ w
     joined = jnp.concatenate([y[:64], mask[:64]])
     return (z + row) @ w, lax.max(y, row.T * jnp.ones(())) @ w, joined @ w, (z * row) @ w
-
-
-test_plan = plan_test(CASES)

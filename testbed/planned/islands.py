@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import jmp
-from tests.autocasting.plans import (
+from testbed.planned.cases import (
     IMAGE,
     INDICES,
     KERNEL,
@@ -20,7 +20,6 @@ from tests.autocasting.plans import (
     X,
     add_case,
     conv,
-    plan_test,
     struct,
 )
 
@@ -301,6 +300,3 @@ def columns_by_the_sums_of_rows(x, w):
 def softmax_that_nothing_rounds(x, w):
     """A float32 result has the derivative that it had."""
     return jax.nn.softmax(x @ w, -1)
-
-
-test_plan = plan_test(CASES)

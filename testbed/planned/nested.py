@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from tests.autocasting.plans import (
+from testbed.planned.cases import (
     INDICES,
     ROW,
     SMALL,
@@ -18,7 +18,6 @@ from tests.autocasting.plans import (
     W,
     X,
     add_case,
-    plan_test,
     struct,
 )
 
@@ -460,6 +459,3 @@ def custom_vjp_without_products_gone_into(x, w):
 def custom_jvp_whose_product_is_float32(x, w):
     """What the caller asks for holds inside as well."""
     return doubled(x @ w, w)
-
-
-test_plan = plan_test(CASES)

@@ -1,0 +1,109 @@
+"""The tool that compares what autocast makes of random programs between two states of jmp."""
+
+import functools
+import gzip
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jmp
+from benchmarks import _plan_sources, plan_sample
+from benchmarks._program_texts import error_text, names_of_package, program_text, without_names
+from testbed import random_graphs
+
+# Sources that draw no parameters of models: a second, not ten.
+QUICK = ("planned", "operations", "chains", "graphs", "nests", "sharded")
+COUNT = 2
+
+
+@pytest.fixture
+def quick_sources(monkeypatch):
+    monkeypatch.setattr(
+        _plan_sources, "SOURCES", {name: _plan_sources.SOURCES[name] for name in QUICK}
+    )
+
+
+def written(path):
+    plan_sample.write(path, COUNT)
+    return path
+
+
+def compared(*paths):
+    """Whether two files agree, and what is said of it."""
+    told = []
+    return plan_sample.compare(*paths, tell=told.append), "\n".join(told)
+
+
+def test_the_same_programs_are_equal_and_another_decision_is_found(
+    quick_sources, tmp_path, monkeypatch
+):
+    first, again = (written(tmp_path / f"{name}.gz") for name in ("first", "again"))
+    assert first.read_bytes() == again.read_bytes()
+    is_equal, told = compared(first, again)
+    assert is_equal and told.endswith(f"all: {len(QUICK)} of {len(QUICK)} programs are equal")
+
+    autocast = jmp.autocast
+    otherwise = lambda fun, policy, **options: autocast(
+        fun, policy, **{**options, "full": ["dot_general"]}
+    )
+    monkeypatch.setattr(jmp, "autocast", otherwise)
+    is_equal, told = compared(first, written(tmp_path / "otherwise.gz"))
+    assert not is_equal
+    assert "differs in: forward, gradient" in told and "\n-v" in told and "\n+v" in told
+
+
+def test_a_program_of_one_file_alone_is_a_difference(quick_sources, tmp_path):
+    first = written(tmp_path / "first.gz")
+    rows = gzip.decompress(first.read_bytes()).splitlines(keepends=True)
+    fewer = tmp_path / "fewer.gz"
+    fewer.write_bytes(gzip.compress(b"".join(rows[1:])))
+    is_equal, told = compared(first, fewer)
+    assert not is_equal and "is in the first file alone" in told
+    assert json.loads(rows[-1])["count"] == COUNT
+
+
+def test_a_text_has_each_equation_and_no_address_or_name_of_ours():
+    @functools.partial(jax.jit, donate_argnums=0)  # another would be planned as if it were none
+    def users(x):
+        return jax.nn.softmax(x @ x)
+
+    program = jmp.autocast(lambda x: users(x) @ x, "mixed_float16", recompute="all")
+    text = program_text(jax.make_jaxpr(program)(jnp.ones((8, 8))))
+    assert "name=users" in text and "dot_general[" in text and "float16[8,8]" in text
+    assert "0x" not in text and "jmp." not in text and str(plan_sample.ROOT) not in text
+    names = names_of_package()
+    assert "name=users" in without_names(text, names)
+    assert without_names("jit[name=run_plan]", names) == "jit[name=<jmp>]"
+
+
+def test_arrays_that_a_program_holds_are_compared_by_their_numbers():
+    texts = {
+        program_text(jax.make_jaxpr(lambda x, held=held: x + held)(jnp.ones(4)))
+        for held in (jnp.arange(4.0), jnp.arange(4.0), jnp.arange(4.0) + 1)
+    }
+    assert len(texts) == 2
+
+
+def test_the_package_of_a_revision_is_compared_with_that_of_the_clone(capsys):
+    if not (plan_sample.ROOT / ".git").exists():
+        pytest.skip("no clone: there are no revisions")
+    plan_sample.main(["compare", "--base", "HEAD", "--count", "3", "--only", "chains", "--show=0"])
+    said = capsys.readouterr().out  # a package that is being changed need not be equal
+    assert re.search(r"^chains: \d of 3 programs are equal", said, re.MULTILINE)
+
+
+def test_an_error_is_told_without_the_place_where_it_was_raised():
+    error = ValueError(f"wrong at {plan_sample.PACKAGE}/autocasting/_emit.py:12 (run) of 0x7f00")
+    assert error_text(error) == "raised ValueError: wrong at <jmp> of 0x"
+
+
+@pytest.mark.parametrize("kind", [random_graphs.graph, random_graphs.nest, random_graphs.sharded])
+def test_a_random_program_is_the_same_each_time_and_jax_takes_it(kind):
+    with jax.numpy_rank_promotion("allow"):
+        for number in range(4):
+            fun, args = kind(number)
+            texts = {program_text(jax.make_jaxpr(fun)(*args)) for _ in range(2)}
+            assert len(texts) == 1
