@@ -18,7 +18,7 @@
   a barrier, and so end deeper.
 """
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import numpy as np
@@ -155,6 +155,11 @@ def find_depths(graph: Graph, dependent: Set[Value], ends: Set[Node]) -> dict[No
         is_barrier = node in ends or node.equation.effects or not (node.is_fusible or is_free)
         after.update(dict.fromkeys(node.outputs, depth + bool(is_barrier)))
     return depths
+
+
+def only_read_by(value: Value, graph: Graph, accepts: Callable[[Node], bool]) -> bool:
+    """Returns whether all that reads a value are nodes of some sort; a level's output is not so."""
+    return value not in graph.outputs and all(map(accepts, value.users))
 
 
 def _is_maximum(equation: JaxprEqn) -> bool:
