@@ -107,7 +107,7 @@ RULES = [
     Rule("cuts", {"_flow.find_cuts": lambda *_: set()}),
     Rule("islands leave half", {"_steps.Storage.leaves_half": lambda *_: False}),
     Rule("only what feeds is half", {"_flow.feeding_values": _all_values}),
-    Rule("what is kept is not rounded", {"_flow.kept_values": lambda *_: set()}),
+    Rule("what is carried is not rounded", {"_flow.carried_values": lambda *_: set()}),
     Rule("embeddings", {"_flow._is_embedding": lambda *_: False}),
     Rule("coordinates are no embeddings", {"_flow._is_compared": lambda *_: False}),
     Rule("neutral values do not decide", {"_reasons._why_operand": _neutral_values_decide}),

@@ -93,7 +93,7 @@ def why_not_float8(node: Node, facts: Facts, context: Context) -> str:
         value not in facts.dependent and value.made_of > MadeOf.INTEGERS for value in node.inputs
     ):
         return "it multiplies two activations (float8='all' takes such products)"
-    if not facts.kept.isdisjoint(node.outputs):
+    if not facts.carried.isdisjoint(node.outputs):
         return "a loop carries its result in float32"
     if not _feeds(node, facts):
         return "its result feeds no other product, as that of a head"

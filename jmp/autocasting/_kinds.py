@@ -40,7 +40,10 @@ Arrays = Sequence[Any]
 
 
 class Level(abc.ABC):
-    """A level that is planned: what kinds, and the passes over its steps, may ask of it."""
+    """A level that is planned: what kinds, and the passes over its steps, may ask of it.
+
+    It is abstract so that kinds need not import the planner, which imports them.
+    """
 
     graph: Graph
     half: np.dtype

@@ -143,7 +143,7 @@ class Program:
         for position, half in enumerate(in_half):
             if half and graph.inputs[first + position].is_float32:
                 infos[first + position] = Info(self.settings.compute_dtype, False)
-        nowhere = [Destination(feeds=False, kept=False)] * len(graph.outputs)
+        nowhere = [Destination(feeds=False, carried=False)] * len(graph.outputs)
         plan = Planner(graph, infos, nowhere, Context(request)).plan_level()
         request.rules.warn_unused()
         if not self._has_warned:

@@ -302,7 +302,7 @@ class Storage:
 
     def destination(self, value: Value) -> Destination:
         """Returns where a value goes."""
-        return Destination(value in self.facts.feeds, value in self.facts.kept)
+        return Destination(value in self.facts.feeds, value in self.facts.carried)
 
     def rounded_by_rule(self, value: Value) -> np.dtype | None:
         """Returns the dtype that a rule rounds a value to, where it leaves the rule's region."""
@@ -319,7 +319,7 @@ class Storage:
         """
         readers = [user for user in value.users if user not in inside]
         read_wide = readers and all(user.reads_float32 for user in readers)
-        return value in self.facts.feeds and value not in self.facts.kept and not read_wide
+        return value in self.facts.feeds and value not in self.facts.carried and not read_wide
 
     def may_be_mask(self, value: Value) -> bool:
         """Returns whether a value may hold -1e9: it is known to, or is an input that is no bias."""

@@ -89,16 +89,23 @@ def error_of(kind: str, path: str, a: np.ndarray, b: np.ndarray, divisor: float)
     with np.errstate(invalid="ignore"):  # a complex infinity by a real number is NaN to NumPy
         a = a.astype(wide).ravel() / divisor
     b = b.astype(wide).ravel()
-    counts = a.size, *(int(np.sum(~np.isfinite(x))) for x in (a, b))
-    finite = np.isfinite(a) & np.isfinite(b)
-    is_defined = bool(np.all(finite | (a == b)))
-    unknown = math.nan if np.any(np.isnan(b)) else math.inf
-    a, b = a[finite], b[finite]
-    errors = np.abs(a - b) if is_defined else np.array([unknown])
-    norms = (float(np.linalg.norm(x)) for x in (errors, a, b))
-    inner_product, largest = float(np.vdot(a, b).real), float(errors.max(initial=0))
-    numbers: list[Any] = [*counts, *norms, inner_product, largest]
-    return Difference(kind, path, *numbers)
+    is_finite, is_reference_finite = np.isfinite(a), np.isfinite(b)
+    both = is_finite & is_reference_finite
+    errors = np.abs(a[both] - b[both])
+    if not np.all(both | (a == b)):
+        errors = np.array([math.nan if np.any(np.isnan(b)) else math.inf])
+    return Difference(
+        kind=kind,
+        path=path,
+        elements=a.size,
+        nonfinite=int(np.sum(~is_finite)),
+        reference_nonfinite=int(np.sum(~is_reference_finite)),
+        error_norm=float(np.linalg.norm(errors)),
+        norm=float(np.linalg.norm(a[both])),
+        reference_norm=float(np.linalg.norm(b[both])),
+        inner_product=float(np.vdot(a[both], b[both]).real),
+        largest_error=float(errors.max(initial=0)),
+    )
 
 
 def error_of_all(kind: str, path: str, rows: list[Difference]) -> Difference:
@@ -107,13 +114,19 @@ def error_of_all(kind: str, path: str, rows: list[Difference]) -> Difference:
     def of(name: str) -> list[Any]:
         return [getattr(row, name) for row in rows]
 
-    counts = (sum(of(name)) for name in ("elements", "nonfinite", "reference_nonfinite"))
-    # NumPy keeps a NaN beside an infinity, which Python's own functions pass over.
-    error, largest = np.linalg.norm(of("error_norm")), np.max(of("largest_error"))
-    norms = (math.hypot(*of(name)) for name in ("norm", "reference_norm"))
-    inner_product = math.fsum(of("inner_product"))
-    numbers: list[Any] = [*counts, float(error), *norms, inner_product, float(largest)]
-    return Difference(kind, path, *numbers)
+    return Difference(
+        kind=kind,
+        path=path,
+        elements=sum(of("elements")),
+        nonfinite=sum(of("nonfinite")),
+        reference_nonfinite=sum(of("reference_nonfinite")),
+        # NumPy keeps a NaN beside an infinity, which Python's own functions pass over.
+        error_norm=float(np.linalg.norm(of("error_norm"))),
+        norm=math.hypot(*of("norm")),
+        reference_norm=math.hypot(*of("reference_norm")),
+        inner_product=math.fsum(of("inner_product")),
+        largest_error=float(np.max(of("largest_error"))),
+    )
 
 
 def by_prefix(rows: Iterable[Difference], depth: int) -> list[Difference]:

@@ -130,8 +130,8 @@ class Float32Scopes:
         asked = f"{self.policy}, tolerance {self.tolerance:.3g}"
         kept = [scope for scope in self.scopes if scope.in_float32 or scope.out_of_float8]
         if kept:
-            must = [_of(self.scopes, "in_float32", "in float32", False)]
-            must.append(_of(self.scopes, "out_of_float8", "out of float8", True))
+            must = [_count_of(self.scopes, "in_float32", "in float32", False)]
+            must.append(_count_of(self.scopes, "out_of_float8", "out of float8", True))
             lines = [f"{asked}: {', '.join(filter(None, must))}", "rules=["]
             lines += [f"    {rule!r}," for rule in self.rules] + ["]"]
             if any(not scope.path for scope in kept):
@@ -157,7 +157,7 @@ class Float32Scopes:
         return "\n".join(lines)
 
 
-def _of(scopes: Sequence[ScopeAlone], name: str, where: str, in_float8: bool) -> str:
+def _count_of(scopes: Sequence[ScopeAlone], name: str, where: str, in_float8: bool) -> str:
     states = [getattr(scope, name) for scope in scopes if scope.in_float8 is in_float8]
     return f"{sum(states)} of {len(states)} scopes must stay {where}" if any(states) else ""
 

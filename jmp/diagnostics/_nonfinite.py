@@ -145,7 +145,7 @@ def _cure_of_a_zero(cause: Cause) -> str:
 
 def _divisor_of(cause: Cause) -> Operand | None:
     """Returns what an operation divides by, or takes the logarithm of."""
-    if cause.name == "integer_pow" and cause.params["y"] < 0:
+    if cause.name == "integer_pow" and cause.place.equation.params["y"] < 0:
         return cause.operands[0]
     return cause.operands[DIVISORS[cause.name]] if cause.name in DIVISORS else None
 

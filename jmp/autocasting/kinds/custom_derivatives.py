@@ -222,7 +222,7 @@ def _trace_and_plan(
     infos = [info for _, info in given] + [Info(dtype, False) for _, dtype in changes]
     outputs = opened[0].outputs
     stores = (*dtypes, *[None] * (len(outputs) - len(dtypes)))
-    goes = [Destination(feeds=dtype == level.half, kept=dtype == FLOAT32) for dtype in stores]
+    goes = [Destination(feeds=dtype == level.half, carried=dtype == FLOAT32) for dtype in stores]
     planned = level.plan_opened(opened, infos, goes, context)
     inside = planned._replace(stores=stores)
     results = list(zip(outputs, inside.plan.infos, strict=True))

@@ -85,7 +85,7 @@ class WhileKind(Kind):
         infos = list(map(level.storage.info, closed))
         stores = tuple(value.dtype for value in node.outputs)
         carries = [Info(dtype, False) for dtype in stores]
-        outputs = [Destination(feeds=False, kept=True)] * len(stores)
+        outputs = [Destination(feeds=False, carried=True)] * len(stores)
         opened = level.open(loop.body, node, closed)
         (is_on,) = loop.condition.out_avals
         own_scales = level.context.own_scales or may_part(node, is_on)
