@@ -108,14 +108,13 @@ def _closed_over(equation: JaxprEqn) -> Iterator[Any]:
 
 def find_angles(graph: Graph) -> list[Node]:
     """Returns the products of inputs whose results reach a function that wraps."""
-    candidates = [
-        node
-        for node in graph.nodes
-        if node.is_product
-        and all(v.is_float32 and v.made_of <= MadeOf.INPUTS for v in node.inputs[:2])
-    ]
+    candidates = [node for node in graph.nodes if node.is_product and _reads_inputs(node)]
     wrapped = wrapped_values(graph) if candidates else set()
     return [node for node in candidates if not wrapped.isdisjoint(node.outputs)]
+
+
+def _reads_inputs(product: Node) -> bool:
+    return all(v.is_float32 and v.made_of <= MadeOf.INPUTS for v in product.inputs[:2])
 
 
 def wrapped_values(graph: Graph) -> set[Value]:

@@ -392,15 +392,15 @@ def extremes_of(equations: tuple[Equation, ...]) -> Extremes:
             values.append(lax.reduce_precision(value, 8, 7) if is_rounded_here else value)
         return values[-1]
 
-    def values_and_slopes() -> list[Any]:
-        forms = [functools.partial(function, is_rounded=is_rounded) for is_rounded in (False, True)]
+    def values_and_slopes(is_rounded: bool) -> Any:
+        run = functools.partial(function, is_rounded=is_rounded)
         # NaN is expected.
         with jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow"):
-            return [jax.jvp(form, (numbers,), (np.ones_like(numbers),)) for form in forms]
+            return jax.jvp(run, (numbers,), (np.ones_like(numbers),))
 
     # In a thread of its own nothing is being traced, and no mesh of other devices is set.
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
-        pairs = thread.submit(values_and_slopes).result()
+        pairs = list(thread.map(values_and_slopes, (False, True)))
     results, slopes = (
         np.fmax(*(np.abs(np.asarray(x)) for x in both)) for both in zip(*pairs, strict=True)
     )

@@ -362,9 +362,8 @@ def moves_of(node: Node) -> Sequence[JaxprEqn]:
 
 def is_cast(equation: JaxprEqn) -> bool:
     """Returns whether an equation casts between dtypes that hold the scales of float8."""
-    if equation.primitive.name != "convert_element_type":
-        return False
-    return {dtype_of(equation.invars[0]), equation.params["new_dtype"]} <= {*ROUNDED_NO_FURTHER}
+    dtypes = {dtype_of(atom) for atom in (*equation.invars, *equation.outvars)}
+    return equation.primitive.name == "convert_element_type" and dtypes <= {*ROUNDED_NO_FURTHER}
 
 
 def _moves_inside(equation: JaxprEqn) -> Sequence[JaxprEqn]:
