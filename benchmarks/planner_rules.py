@@ -109,7 +109,7 @@ RULES = [
     Rule("only what feeds is half", {"_flow.feeding_values": _all_values}),
     Rule("what is carried is not rounded", {"_flow.carried_values": lambda *_: set()}),
     Rule("embeddings", {"_flow._is_embedding": lambda *_: False}),
-    Rule("coordinates are no embeddings", {"_flow._is_compared": lambda *_: False}),
+    Rule("coordinates are no embeddings", {"_flow._is_coordinate": lambda *_: False}),
     Rule("neutral values do not decide", {"_reasons._why_operand": _neutral_values_decide}),
     Rule(
         "repeated in float32, then rounded",

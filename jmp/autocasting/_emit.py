@@ -257,7 +257,7 @@ def _move_in_float8(step: Single, operands: Sequence[Any], environment: Environm
     # what it computes nothing reads, and XLA leaves it out.
     first, *others = operands
     numbers, scale = _in_float8_of(step.reads[0].value, first, environment)
-    moved = _float8_planning.moved_in_float8(step.node.equation, [numbers, *others])
+    moved = _float8_planning.moved_in_float8(step.node, [numbers, *others])
     for value, array in zip(step.node.outputs, moved, strict=True):
         environment[Float8Of(value)] = Float8(without_reduced(array), scale)
 

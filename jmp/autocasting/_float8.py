@@ -28,7 +28,7 @@ from jmp._jax_compat import varying_axes
 from jmp.autocasting._casts import cast
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._registry import Params
-from jmp.autocasting._wide_gradients import gradient
+from jmp.autocasting._wide_gradients import gradient_of_operand
 from jmp.dtypes import FLOAT32
 from jmp.sharding._axes import (
     are_tracked,
@@ -137,7 +137,7 @@ def multiply(
     held: Sequence[Float8],
     params: Params,
     form: InFloat8,
-    bounds: Sequence[Bound | None] = (None, None),
+    bounds: Sequence[Bound | None],
 ) -> tuple[Any, Bound | None]:
     """Multiplies in float8.
 
@@ -145,7 +145,7 @@ def multiply(
       operands: half, or float32: gradients come in their dtypes.
       held: the same numbers in float8.
       params: of the `dot_general`, for a half result.
-      bounds: of the operands, where the form has them.
+      bounds: of the operands, None where the form has none.
 
     Returns: a half array, and its bound if the form asks for it.
     Raises: TypeError in forward mode, as far as it is seen here; otherwise JAX raises it.
@@ -189,11 +189,11 @@ def _differentiable(types: Sequence[Any], params: Params, form: InFloat8) -> Cal
             largest = largest_of(cotangent, () if form.has_own_scales else axes_of(cotangent))
         change = round_to_float8(cotangent, GRADIENTS, largest)
         pairs = [change, held[1]], [change, held[0]]
-        left = gradient(types[0], 0, _times_scales(pairs[0], fenced), params)
-        right = gradient(types[1], 1, _times_scales(pairs[1], fenced_once), params)
+        left = gradient_of_operand(types[0], 0, _times_scales(pairs[0], fenced), params)
+        right = gradient_of_operand(types[1], 1, _times_scales(pairs[1], fenced_once), params)
         summed = _summed_backward(types, params)
         bounds = [
-            None if zero is None else varying_as(zero, largest_of_each_product(pair, axes))
+            None if zero is None else varying_as(zero, largest_of_product(pair, axes, of_each=True))
             for zero, pair, axes in zip(zeros, pairs, summed, strict=True)
         ]
         return left, right, bounds, None
@@ -258,29 +258,26 @@ def axes_of(source: Any) -> tuple[str, ...]:
     return tuple(sorted(varying_axes(source))) if are_tracked() else mapped_axes()
 
 
-def largest_of(array: Any, axes: tuple[str, ...]) -> Any:
-    """Returns the largest magnitude, of all examples, over all devices along mapped axes."""
-    return _over_devices(_largest_here(array), axes)
+def largest_of(array: Any, axes: tuple[str, ...], of_each: bool = False) -> Any:
+    """Returns the largest magnitude over all devices along mapped axes.
 
-
-def _largest_of_each(array: Any, axes: tuple[str, ...]) -> Any:
-    return _over_devices(_largest_of_example(array), axes)
-
-
-def _over_devices(largest: Any, axes: tuple[str, ...]) -> Any:
+    Args:
+      of_each: whether each example of a `vmap` has its own, or all have one.
+    """
+    largest = _largest_of_each(array) if of_each else _largest_of_all(array)
     return lax.pmax(largest, axes) if axes else largest
 
 
-def _largest_of_example(array: Any) -> Any:
+def _largest_of_each(array: Any) -> Any:
     return lax.reduce_max(lax.abs(array), tuple(range(array.ndim)))
 
 
-_largest_here = jax.custom_batching.custom_vmap(_largest_of_example)
+_largest_of_all = jax.custom_batching.custom_vmap(_largest_of_each)
 
 
-@_largest_here.def_vmap
-def _largest_of_all(axis_size: int, is_mapped: Sequence[bool], array: Any) -> tuple[Any, bool]:
-    return _largest_here(array), False
+@_largest_of_all.def_vmap
+def _of_all_batched(axis_size: int, is_mapped: Sequence[bool], array: Any) -> tuple[Any, bool]:
+    return _largest_of_all(array), False
 
 
 def bound_behind(bound: Bound, added: Sequence[Any], extremes: Extremes) -> Bound:
@@ -298,18 +295,28 @@ def bound_of_product(left: Bound, right: Bound) -> Bound:
     return Bound(left.largest * right.largest, zero)
 
 
-def largest_of_product(factors: Sequence[Float8], summed: Sequence[Sequence[int]]) -> Any:
-    """Returns a bound of a product's results, given the axes that it sums over of each factor."""
-    return _product_of_norms(factors, summed, largest_of)
+def largest_of_product(
+    factors: Sequence[Float8], summed: Sequence[Sequence[int]], of_each: bool = False
+) -> Any:
+    """Returns a bound of a product's results: by Cauchy and Schwarz, of its factors' norms.
 
-
-def largest_of_each_product(factors: Sequence[Float8], summed: Sequence[Sequence[int]]) -> Any:
-    """Returns a bound of a product's results, of each example of a `vmap` its own.
-
-    A bound's zero gets it as its cotangent. Where examples share the result that is bounded, JAX
-    adds up their cotangents of it, and of the zero as well: of one bound for all it would take one.
+    Args:
+      summed: the axes of each factor that the product sums over.
+      of_each: as of `largest_of`. A bound's zero gets it so as its cotangent: where examples
+        share the result that is bounded, JAX adds up their cotangents of it, and of the zero as
+        well; of one bound for all it would take one.
     """
-    return _product_of_norms(factors, summed, _largest_of_each)
+    norms = []
+    for factor, axes in zip(factors, summed, strict=True):
+        # Behind a barrier: XLA would read what the numbers were before they were rounded.
+        wide = cast(lax.optimization_barrier(factor.numbers), FLOAT32)
+        squares = lax.reduce_sum(lax.square(wide), tuple(axes))
+        norms.append(lax.sqrt(largest_of(squares, axes_of(squares), of_each)))
+    left, right = norms
+    scales = [cast(factor.scale, FLOAT32) for factor in factors]
+    # By 5 % larger, for roundings: of the sum, by tensor cores, to bfloat16, and of a few
+    # elementwise operations. The smaller scale first, or what is finite might overflow on the way.
+    return np.float32(1.05) * left * right * lax.min(*scales) * lax.max(*scales)
 
 
 def varying_as(other: Any, number: Any) -> Any:
@@ -330,31 +337,6 @@ def zero_beside(result: Any) -> Any:
 @zero_beside.def_vmap
 def _zeros_beside(axis_size: int, is_mapped: Sequence[bool], result: Any) -> tuple[Any, bool]:
     return jnp.broadcast_to(zero_beside(result), (axis_size,)), True
-
-
-def _product_of_norms(
-    factors: Sequence[Float8],
-    summed: Sequence[Sequence[int]],
-    largest_along: Callable[[Any, tuple[str, ...]], Any],
-) -> Any:
-    left, right = (
-        _largest_norm(factor.numbers, axes, largest_along)
-        for factor, axes in zip(factors, summed, strict=True)
-    )
-    scales = [cast(factor.scale, FLOAT32) for factor in factors]
-    # By 5 % larger, for roundings: of the sum, by tensor cores, to bfloat16, and of a few
-    # elementwise operations. The smaller scale first, or what is finite might overflow on the way.
-    return np.float32(1.05) * left * right * lax.min(*scales) * lax.max(*scales)
-
-
-def _largest_norm(
-    numbers: Any, axes: Sequence[int], largest_along: Callable[[Any, tuple[str, ...]], Any]
-) -> Any:
-    """Returns the largest Euclidean norm of a factor's rows, or columns, along axes."""
-    # Behind a barrier: XLA would read what the numbers were before they were rounded.
-    wide = cast(lax.optimization_barrier(numbers), FLOAT32)
-    squares = lax.reduce_sum(lax.square(wide), tuple(axes))
-    return lax.sqrt(largest_along(squares, axes_of(squares)))
 
 
 # The extremes of elementwise functions of one number: they are tried at every bfloat16 number, in
@@ -390,8 +372,8 @@ def equation_of(node: Node, places: Mapping[Value, int]) -> Equation | None:
 
 
 @functools.lru_cache(maxsize=256)
-def extremes_of(equations: tuple[Equation, ...], place: int) -> Extremes:
-    """Returns the extremes of a function, whose result has a place among its equations' values.
+def extremes_of(equations: tuple[Equation, ...]) -> Extremes:
+    """Returns the extremes of a function, whose result is the last value of its equations.
 
     Where the function or its slope is NaN a result, or a cotangent, is NaN too: it is left out.
     """
@@ -408,17 +390,17 @@ def extremes_of(equations: tuple[Equation, ...], place: int) -> Extremes:
             (value,) = _jax_compat.bind(primitive, operands, dict(params))
             is_rounded_here = is_rounded and value.dtype == FLOAT32
             values.append(lax.reduce_precision(value, 8, 7) if is_rounded_here else value)
-        return values[place]
+        return values[-1]
 
-    def values_and_slopes() -> list[Any]:
-        forms = [functools.partial(function, is_rounded=is_rounded) for is_rounded in (False, True)]
+    def values_and_slopes(is_rounded: bool) -> Any:
+        run = functools.partial(function, is_rounded=is_rounded)
         # NaN is expected.
         with jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow"):
-            return [jax.jvp(form, (numbers,), (np.ones_like(numbers),)) for form in forms]
+            return jax.jvp(run, (numbers,), (np.ones_like(numbers),))
 
     # In a thread of its own nothing is being traced, and no mesh of other devices is set.
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
-        pairs = thread.submit(values_and_slopes).result()
+        pairs = list(thread.map(values_and_slopes, (False, True)))
     results, slopes = (
         np.fmax(*(np.abs(np.asarray(x)) for x in both)) for both in zip(*pairs, strict=True)
     )

@@ -19,7 +19,7 @@
   a barrier, and so end deeper.
 """
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import numpy as np
@@ -158,6 +158,11 @@ def find_depths(graph: Graph, dependent: Set[Value], ends: Set[Node]) -> dict[No
     return depths
 
 
+def only_read_by(value: Value, graph: Graph, accepts: Callable[[Node], bool]) -> bool:
+    """Returns whether all that reads a value are nodes of some sort; a level's output is not so."""
+    return value not in graph.outputs and all(map(accepts, value.users))
+
+
 def _is_maximum(equation: JaxprEqn) -> bool:
     return equation.primitive.name == "reduce_max"
 
@@ -170,26 +175,26 @@ def _is_embedding(node: Node, dependent: Set[Value], rounded: Set[Value]) -> boo
         return False
     table, (rows,) = node.inputs[0], node.outputs
     is_table = table not in dependent and table.constant is None
-    return is_table and rows.is_float32 and rows in rounded and not _is_compared(rows)
+    return is_table and rows.is_float32 and rows in rounded and not _is_coordinate(rows)
 
 
-def _is_compared(value: Value) -> bool:
-    """Returns whether a value is subtracted from, or compared with, one that is not made of it.
+def _is_coordinate(value: Value) -> bool:
+    """Returns whether a value is subtracted from, or compared with, one that is not computed of it.
 
-    So are coordinates: the difference of two of them has the error of both.
+    The difference of two coordinates has the error of both.
     """
     for user in value.users:
         if user.rule.moves:
-            if any(map(_is_compared, user.outputs)):
+            if any(map(_is_coordinate, user.outputs)):
                 return True
         elif user.name == "sub" or user.rule.compares:
             others = [other for other in user.inputs if other is not value]
-            if any(o.constant is None and not _is_made_of(o, value) for o in others):
+            if any(o.constant is None and not _is_upstream(value, o) for o in others):
                 return True
     return False
 
 
-def _is_made_of(value: Value, part: Value) -> bool:
+def _is_upstream(part: Value, value: Value) -> bool:
     """Returns whether `part`, a computed value, stands upstream of `value`."""
     computed: set[Value] = set()
     stack = [value]

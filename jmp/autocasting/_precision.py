@@ -20,7 +20,7 @@ equation holds in its place.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -32,11 +32,14 @@ from jax.lax import Precision
 from jmp import _jax_compat
 from jmp.autocasting._graph import Node
 from jmp.autocasting._numbers import dtype_of
+from jmp.autocasting._propagation import inner_equations
 from jmp.autocasting._registry import Category, Params, is_low
 from jmp.autocasting._request import AUTOCAST, Request
 
 STRONGER = (Precision.HIGHEST, Precision.HIGH)
 HIGHEST = (Precision.HIGHEST, Precision.HIGHEST)
+
+HOLD_RULES = ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call")
 
 # What products that say nothing have: of an equation, its name stack, and what holds around it.
 Choice = Callable[[JaxprEqn, Any, Any], Any]
@@ -133,8 +136,8 @@ def _filled_params(equation: JaxprEqn, scope: Any, choose: Choice, around: Any) 
     precision, params = choose(equation, scope, around), equation.params
     fill = _filling(scope, choose, precision)
     found = {key: _mapped(parameter, fill) for key, parameter in params.items()}
-    if precision is HIGHEST and has_rules(equation.primitive.name):
-        found = with_rules(found, _of_rules(equation))
+    if precision is HIGHEST and equation.primitive.name in HOLD_RULES:
+        found = _with_rules(found, _of_rules(equation))
     if precision is not None and _says_nothing(equation):
         # Half and integer products have all their digits anyway.
         if precision is not HIGHEST or _reads(equation, np.float32, np.complex64):
@@ -149,16 +152,11 @@ def _of_rules(equation: JaxprEqn) -> Any:
     function under a default that the user sets around the call, and its rules later, without it.
     Else it is HIGHEST.
     """
-    said = {inner.params.get("precision") for inner in _products_in(equation)}
+    products = filter(is_low, inner_equations(equation))
+    said = {product.params.get("precision") for product in products}
     word = said.pop() if len(said) == 1 else None
     is_one = word is not None and len(set(_of_operands(word))) == 1
     return word if is_one else HIGHEST
-
-
-def _products_in(equation: JaxprEqn) -> Iterator[JaxprEqn]:
-    for jaxpr in _jax_compat.inner_jaxprs(equation):
-        for inner in jaxpr.eqns:
-            yield from (inner,) if is_low(inner) else _products_in(inner)
 
 
 def _filling(scope: Any, choose: Choice, around: Any) -> Callable[[JaxprEqn], JaxprEqn]:
@@ -210,19 +208,11 @@ def _default_precision() -> Any:
 # Rules of custom derivatives.
 
 
-def has_rules(name: str) -> bool:
-    """Returns whether the primitive called `name` holds rules."""
-    return name in ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call")
+def _with_rules(params: Params, precision: Any) -> dict[str, Any]:
+    """Returns parameters of an equation with rules, in which products that say none have it.
 
-
-def with_rules(params: Params, precision: Any) -> dict[str, Any]:
-    """Returns parameters of an equation with rules whose products have a precision.
-
-    Rules that are changed alike are equal, as programs that hold them are: the functions around
-    them are those of this module.
-
-    Args:
-      precision: of products that say none, as products hold it.
+    The functions that fill rules are those of this module: rules that are changed alike are then
+    equal, as programs that hold them are.
     """
     found = dict(params)
     for name in {"jvp_jaxpr_fun", "fwd_jaxpr_thunk"} & params.keys():

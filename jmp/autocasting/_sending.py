@@ -10,12 +10,13 @@ wait for ever for those that went another way. So each device has float8 scales 
 """
 
 from collections.abc import Callable, Iterator, Set
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jmp._jax_compat import varying_axes
-from jmp.autocasting._flow import Facts
+from jmp.autocasting._flow import Facts, only_read_by
 from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._kinds import kind_of
 from jmp.autocasting._reasons import why_not_lowered
@@ -39,16 +40,14 @@ def find_sent(
     readers = _Readers(graph, facts.embeddings, half, open_inside, {})
     found: set[Node] = set()
     for node in graph.nodes:
-        if not (
-            (sends(node) and not node.region.in_float32)
-            or any(value.producer in found for value in node.inputs)
+        is_first = sends(node) and not node.region.in_float32
+        is_full = node.rule.category is Category.FULL  # by the user's word
+        if (
+            (is_first or any(value.producer in found for value in node.inputs))
+            and not is_full
+            and facts.dependent.isdisjoint(node.outputs)
+            and all(v.is_float32 and readers.are_products(v) for v in node.outputs)
         ):
-            continue
-        # The user asks for float32 by `full=`.
-        may_be_half = node.rule.category is not Category.FULL
-        if not (may_be_half and facts.dependent.isdisjoint(node.outputs)):
-            continue
-        if all(v.is_float32 and readers.are_products(v) for v in node.outputs):
             found.add(node)
     return found
 
@@ -93,10 +92,10 @@ class _Readers(NamedTuple):
 
     def are_products(self, value: Value) -> bool:
         """Returns whether products that are computed in half are all that reads a value."""
-        is_result = any(value is output for output in self.graph.outputs)
-        return bool(value.users) and not is_result and all(self._is(u, value) for u in value.users)
+        is_product = partial(self._is_product, value)
+        return bool(value.users) and only_read_by(value, self.graph, is_product)
 
-    def _is(self, user: Node, value: Value) -> bool:
+    def _is_product(self, value: Value, user: Node) -> bool:
         if user.is_product:
             return not why_not_lowered(user, self.half)
         if user.goes_inside:

@@ -119,18 +119,18 @@ def _product(*operands: Any, weight: int, **params: Any) -> Any:
     return lax.dot_general_p.bind(*(cast(x, half) for x in operands), **params)
 
 
-def _type(*types: Any, **params: Any) -> Any:
+def _type_of_product(*types: Any, **params: Any) -> Any:
     (result,) = jax.make_jaxpr(partial(_product, **params))(*types).out_avals
     return result
 
 
-def _gradient(position: int, cotangent: Any, *operands: Any, weight: int, **params: Any) -> Any:
+def _transpose(position: int, cotangent: Any, *operands: Any, weight: int, **params: Any) -> Any:
     """Returns the gradient of the operand at `position`, in the dtype that it came in."""
     other = cast(operands[1 - position], cotangent.dtype)
-    return gradient(operands[position].aval, position, (cotangent, other), params)
+    return gradient_of_operand(operands[position].aval, position, (cotangent, other), params)
 
 
-def gradient(aval: Any, position: int, factors: Sequence[Any], params: Params) -> Any:
+def gradient_of_operand(aval: Any, position: int, factors: Sequence[Any], params: Params) -> Any:
     """Returns the gradient of an operand of a `dot_general`, as one product.
 
     Args:
@@ -184,7 +184,7 @@ def _run_with(product: Callable[..., Any], closed: Any, operands: Sequence[Any])
 
 weight_product_p = Primitive("weight_product")
 weight_product_p.def_impl(_product)
-weight_product_p.def_abstract_eval(_type)
+weight_product_p.def_abstract_eval(_type_of_product)
 mlir.register_lowering(weight_product_p, mlir.lower_fun(_product, multiple_results=False))
-ad.defbilinear(weight_product_p, partial(_gradient, 0), partial(_gradient, 1))
+ad.defbilinear(weight_product_p, partial(_transpose, 0), partial(_transpose, 1))
 batching.primitive_batchers[weight_product_p] = _batched_product
