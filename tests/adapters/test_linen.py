@@ -15,7 +15,7 @@ import jmp
 from jmp import transforms
 from jmp.adapters import linen
 from tests.bits import bits
-from tests.products import product_dtypes
+from tests.products import product_dtypes, product_dtypes_of
 
 IMAGES = jnp.ones((2, 4, 4, 3))
 TOKENS = jnp.arange(12).reshape(2, 6) % 7
@@ -98,6 +98,16 @@ MODELS = {
 }
 
 
+each_model = pytest.mark.parametrize("name", MODELS)
+
+
+@functools.cache
+def variables_of(name):
+    """The shapes of a model's variables."""
+    model, inputs = MODELS[name]
+    return jax.eval_shape(model.init, jax.random.key(0), inputs)
+
+
 def loss_of(model, inputs, policy, rules=None):
     apply_fn = linen.wrap_apply(model.apply, policy, rules)
 
@@ -109,20 +119,19 @@ def loss_of(model, inputs, policy, rules=None):
 
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "O2", "O3"])
-@pytest.mark.parametrize(("model", "inputs"), MODELS.values(), ids=MODELS.keys())
-def test_every_product_is_half_forward_and_backward(model, inputs, policy):
-    init = lambda key: linen.cast_params(model.init(key, inputs), policy)
-    variables = jax.eval_shape(init, jax.random.key(0))
-    loss_fn = loss_of(model, inputs, policy)
+@each_model
+def test_every_product_is_half_forward_and_backward(name, policy):
+    variables = jax.eval_shape(lambda v: linen.cast_params(v, policy), variables_of(name))
+    gradient = jax.grad(loss_of(*MODELS[name], policy), has_aux=True)
+    program, (_, (output, _)) = jax.make_jaxpr(gradient, return_shape=True)(variables)
     half = jmp.get_policy(policy).compute_dtype.__name__
-    assert list(product_dtypes(jax.grad(loss_fn, has_aux=True), variables)) == [half]
-    _, (output, _) = jax.eval_shape(loss_fn, variables)
+    assert list(product_dtypes_of(program.jaxpr)) == [half]
     assert output.dtype == jmp.get_policy(policy).output_dtype
 
 
-@pytest.mark.parametrize(("model", "inputs"), MODELS.values(), ids=MODELS.keys())
-def test_the_plain_model_stays_as_it_was(model, inputs):
-    variables = jax.eval_shape(model.init, jax.random.key(0), inputs)
+@each_model
+def test_the_plain_model_stays_as_it_was(name):
+    (model, inputs), variables = MODELS[name], variables_of(name)
     plain = lambda v: model.apply(v, inputs, mutable=["batch_stats"])
     before = product_dtypes(plain, variables)
     jax.eval_shape(loss_of(model, inputs, "mixed_float16"), variables)
@@ -166,8 +175,7 @@ def test_weights_shared_over_time_add_up_their_gradients_in_float32():
 
 
 def test_rules_by_path_and_by_type():
-    model, inputs = MODELS["transformer"]
-    variables = jax.eval_shape(model.init, jax.random.key(0), inputs)
+    (model, inputs), variables = MODELS["transformer"], variables_of("transformer")
     count = lambda rules: product_dtypes(
         lambda v: loss_of(model, inputs, "mixed_float16", rules)(v)[0], variables
     )
@@ -315,8 +323,7 @@ def test_cast_params_keeps_norms_and_statistics_and_can_be_undone():
 
 
 def test_statistics_are_half_in_a_pure_half_policy_and_where_no_rule_keeps_norms():
-    model, inputs = MODELS["convolutions"]
-    variables = jax.eval_shape(model.init, jax.random.key(0), inputs)
+    (model, inputs), variables = MODELS["convolutions"], variables_of("convolutions")
 
     def dtypes_of_statistics(policy, rules):
         cast = functools.partial(linen.cast_params, policy=policy, rules=rules)
@@ -345,8 +352,7 @@ def test_of_a_layer_under_weight_norm_the_scale_stays_float32_and_the_kernel_is_
 
 
 def test_a_rule_may_name_one_parameter():
-    model, inputs = MODELS["convolutions"]
-    variables = jax.eval_shape(model.init, jax.random.key(0), inputs)["params"]
+    variables = variables_of("convolutions")["params"]
     cast = functools.partial(linen.cast_params, policy="O2", rules=[("Conv_0/bias", "float32")])
     conv = jax.eval_shape(cast, variables)["Conv_0"]
     assert (conv["bias"].dtype, conv["kernel"].dtype) == (jnp.float32, jnp.float16)

@@ -46,13 +46,19 @@ def apply(update, gradients, opt_state, params):
     return optax.apply_updates(params, updates), opt_state
 
 
+@functools.cache
+def scaled(optimizer):
+    """Made once, so that `apply` is compiled once for all tests of an optimizer and a dtype."""
+    return transforms.with_loss_scale(optimizer(), jmp.DynamicLossScale(8.0, period=2))
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 @pytest.mark.parametrize("dtype", [*HALF, jnp.float32])
 @pytest.mark.parametrize("bad_step", [0, 2, 4])
 def test_a_bad_step_moves_nothing_and_the_run_goes_on_as_if_it_had_not_been(
     optimizer, dtype, bad_step
 ):
-    tx = transforms.with_loss_scale(optimizer(), jmp.DynamicLossScale(8.0, period=2))
+    tx = scaled(optimizer)
     params = make_params()
     state = tx.init(params)
     for step in range(bad_step):
