@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import jmp
-from jmp.autocasting import _float8, _planner
+from jmp.autocasting import _float8, _float8_planning, _planner
 from testbed.h200.harness import Program, compile_for_h200, kernels
 
 HALF = jnp.bfloat16
@@ -97,7 +97,8 @@ def convolution_in_float8(parts: set[str]) -> Callable[..., Any]:
 @contextlib.contextmanager
 def autocast_takes_convolutions(parts: set[str]) -> Iterator[None]:
     """Lets "mixed_float8" make convolutions float8 that feed another product."""
-    why_not_float8, multiply = _planner.why_not_float8, _float8.multiply
+    why_not_float8, multiply = _float8_planning.why_not_float8, _float8.multiply
+    passes = [change for change in _planner.PASSES if change is not _float8_planning.with_bounds]
 
     def why(node: Any, facts: Any, *options: Any) -> str:
         if node.name != "conv_general_dilated":
@@ -110,8 +111,8 @@ def autocast_takes_convolutions(parts: set[str]) -> Iterator[None]:
         return convolution_in_float8(parts)(*operands, *held), None
 
     with (
-        mock.patch.object(_planner, "why_not_float8", why),
-        mock.patch.object(_planner, "with_bounds", lambda steps, *_: list(steps)),
+        mock.patch.object(_float8_planning, "why_not_float8", why),
+        mock.patch.object(_planner, "PASSES", passes),
         mock.patch.object(_float8, "multiply", run),
     ):
         yield

@@ -20,6 +20,8 @@ from benchmarks import float8_convolutions
 from benchmarks._roofline import modelled_limit
 from benchmarks.planner_rules import replaced
 from benchmarks.processes import ROOT
+from jmp.autocasting._float8_planning import with_bounds
+from jmp.autocasting._planner import PASSES
 from testbed.h200 import attentions, float8_steps
 from testbed.h200.harness import Program, compile_for_h200, one_h200
 from testbed.h200.training_steps import WAYS, compile_step
@@ -41,11 +43,11 @@ ATTENTIONS = {
 FLOAT8_RULES: dict[str, tuple[str, dict[str, Any]]] = {
     "bounds in place of maxima": (
         "2 MLPs 1024-4096 and a head, 8192 tokens",
-        {"_planner.with_bounds": lambda steps, *_: steps},
+        {"_planner.PASSES": [change for change in PASSES if change is not with_bounds]},
     ),
     "a barrier before a shared factor": (
         "GPT, 4 layers of width 512, 8 x 512 tokens",
-        {"_planner.shared_factors": lambda _: set()},
+        {"_float8_planning._shared_factors": lambda _: set()},
     ),
 }
 # The rules of a step, and the global default precision, which is that of float32 products alone.

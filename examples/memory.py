@@ -44,7 +44,6 @@ PART_COLORS = {
     "parameters": "#0072B2",
     "gradients": "#56B4E9",
     "optimizer": "#009E73",
-    "masters": "#F0E442",
     "copies of parameters": "#CC79A7",
     "activations": "#D55E00",
 }
@@ -155,8 +154,7 @@ def layer_factor(report: Any, arguments: argparse.Namespace) -> dict[str, float]
 def to_dict(report: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns what is written down of a report: all but its hundreds of rows."""
     found = report.to_dict()
-    for part in (found, found["without_checkpoint"]):
-        part and part.pop("residuals")
+    del found["residuals"]
     return {**found, "transformer_factors": layer_factor(report, arguments)}
 
 

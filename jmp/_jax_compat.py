@@ -171,7 +171,7 @@ def traced_name(jaxpr: Any) -> str:
     return str(source).partition(" at ")[0]
 
 
-def name_of(equation: core.JaxprEqn) -> str:
+def called_name(equation: core.JaxprEqn) -> str:
     """Returns the name of what a jit, a custom derivative or a kernel calls, else the primitive."""
     return str(equation.params.get("name", equation.primitive.name))
 

@@ -30,7 +30,7 @@ import jax
 import numpy as np
 
 from jmp.autocasting._autocast import Options, lowered
-from jmp.autocasting._regions import MODULE, policy_scope
+from jmp.autocasting._request import MODULE, policy_scope
 from jmp.dtypes import FLOAT32, is_half
 from jmp.policy import Policy, get_policy
 from jmp.rules import PolicyRules, Rule

@@ -3,16 +3,17 @@
 The way of a program, and the files in the order in which they build on each other:
 
   - what each primitive requires: the op table (`_registry`, `rules/`); what the user asks for:
-    `_settings`, `_regions`, `_precision`;
+    `_request`, `_precision`;
   - `_autocast` and `_program` trace the function at its nominal (float32) types;
-  - `_flatten` makes a dataflow graph (`_graph`) of the jaxpr, some equations written as what they
-    are (`_plain_forms`), with what is known of each value's numbers (`_numbers`) and the rule of
-    each equation (`_equations`, `_exact_products`, `_tolerances`);
+  - `_flatten` makes a dataflow graph (`_graph`) of the jaxpr, with what is known of each value's
+    numbers (`_numbers`) and the rule of each equation (`_equations`, `_exact_products`); what is
+    known through functions inside is followed by `_propagation`;
   - `_flow` finds the facts of the graph, by pure functions;
-  - `_planner` decides every dtype (`_storage`) and makes steps (`_steps`), with the help of
-    `_reasons`, `_islands`, `rewrites/`, `_sharing` and `_order`; what nests is planned by its kind
-    (`_kinds`, `kinds/`), level by level;
-  - `_emit` runs the steps and decides nothing; `_operations` reads them, for reports.
+  - `_planner` decides every dtype and makes steps (`_steps`), with the help of `_reasons`,
+    `_islands`, `_sending` and `rewrites/`; passes (`_float8_planning`, `attention/`) change them;
+    what nests is planned by its kind (`_kinds`, `kinds/`), level by level;
+  - `_emit` runs the steps and decides nothing, with `_casts`, `_wide_gradients` and `_float8`;
+    `_operations` reads the steps, for reports.
 """
 
 from jmp.autocasting import kinds, rules

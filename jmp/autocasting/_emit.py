@@ -21,17 +21,15 @@ from jax import lax
 from jmp import _jax_compat
 from jmp.autocasting import _float8, _float8_planning, _wide_gradients
 from jmp.autocasting._casts import cast, cast_all, masked, repeated, saturated
+from jmp.autocasting._float8 import Bound, Bounded, Float8, InFloat8, bound_behind, bound_of_product
 from jmp.autocasting._float8_planning import root
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import kind_of
-from jmp.autocasting._scales import Bound, Float8, bound_behind, bound_of_product
 from jmp.autocasting._steps import (
     Arithmetic,
-    Bounded,
     Dtypes,
     Function,
     Fused,
-    InFloat8,
     Inside,
     Island,
     Nested,
@@ -154,14 +152,14 @@ class Numerics:
         if step.moves_float8:
             _move_in_float8(step, operands, environment)
         if step.rounds is not None and step.node.is_product:
-            return _wide_gradients.multiply(operands, step.params, step.rounds)
+            return _wide_gradients.multiply_rounded(operands, step.params, step.rounds)
         run: Callable[..., list[Any]] = functools.partial(
             _jax_compat.bind, step.node.equation.primitive, params=step.params
         )
         if step.arithmetic is Arithmetic.SENT:
             run = functools.partial(_send, run)
         if step.rounds is not None:
-            return _wide_gradients.move(run, operands, step.stores, step.rounds)
+            return _wide_gradients.move_rounded(run, operands, step.stores, step.rounds)
         results = run(operands)
         if step.is_masked:
             for position, read in enumerate(step.reads):
@@ -237,7 +235,7 @@ def _multiply_in_float8(
     (half,) = step.stores
     bounds = [_bound_of(factors, environment) for factors in form.operands]
     held = [
-        _in_float8_of(read.value, cast(operand, half), environment, bound, form.is_apart)
+        _in_float8_of(read.value, cast(operand, half), environment, bound, form.has_own_scales)
         for read, operand, bound in zip(step.reads, operands, bounds, strict=True)
     ]
     result, bound = _float8.multiply(operands, held, step.params, form, bounds)
@@ -259,7 +257,7 @@ def _move_in_float8(step: Single, operands: Sequence[Any], environment: Environm
     # what it computes nothing reads, and XLA leaves it out.
     first, *others = operands
     numbers, scale = _in_float8_of(step.reads[0].value, first, environment)
-    moved = _float8_planning.move(step.node.equation, [numbers, *others])
+    moved = _float8_planning.moved_in_float8(step.node, [numbers, *others])
     for value, array in zip(step.node.outputs, moved, strict=True):
         environment[Float8Of(value)] = Float8(without_reduced(array), scale)
 
@@ -269,11 +267,11 @@ def _in_float8_of(
     array: Any,
     environment: Environment,
     bound: Bound | None = None,
-    is_apart: bool = False,
+    has_own_scale: bool = False,
 ) -> Float8:
     """Returns a value in float8, given as an array if it is not held yet."""
     if Float8Of(value) not in environment:
-        environment[Float8Of(value)] = _float8.hold(array, root(value).aval, bound, is_apart)
+        environment[Float8Of(value)] = _float8.hold(array, root(value).aval, bound, has_own_scale)
     held: Float8 = environment[Float8Of(value)]
     return held
 

@@ -113,12 +113,15 @@ def find_angles(graph: Graph) -> list[Node]:
     return [node for node in candidates if not wrapped.isdisjoint(node.outputs)]
 
 
+def _reads_inputs(product: Node) -> bool:
+    return all(v.is_float32 and v.made_of <= MadeOf.INPUTS for v in product.inputs[:2])
+
+
 def wrapped_values(graph: Graph) -> set[Value]:
     """Returns the values of a level that reach a function that wraps, here or outside."""
-    outputs = zip(graph.outputs, graph.outputs_wrap(), strict=False)
-    return reaching_values(
-        graph.nodes, wraps, (value for value, is_wrapped in outputs if is_wrapped)
-    )
+    pairs = zip(graph.outputs, graph.outputs_wrap(), strict=False)
+    outside = [value for value, is_wrapped in pairs if is_wrapped]
+    return reaching_values(graph.nodes, wraps, outside)
 
 
 def results_wrap(graph: Graph, node: Node, function: Jaxpr) -> Sequence[bool]:
@@ -127,10 +130,6 @@ def results_wrap(graph: Graph, node: Node, function: Jaxpr) -> Sequence[bool]:
     results = [value in wrapped for value in node.outputs]
     is_called = len(function.outvars) == len(results)
     return reaching_results(node.equation, function, results, wraps) if is_called else ()
-
-
-def _reads_inputs(node: Node) -> bool:
-    return all(v.is_float32 and v.made_of <= MadeOf.INPUTS for v in node.inputs[:2])
 
 
 def wraps(equation: JaxprEqn) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from jmp import _jax_compat
-from jmp.autocasting._equations import contains_products, draws_bits, is_marker, rule_of
+from jmp.autocasting._equations import contains_products, draws_bits, is_marker, plain_form, rule_of
 from jmp.autocasting._exact_products import WHY_ANGLE, find_angles, made_of_results, why_exact
 from jmp.autocasting._graph import Given, Graph, Node, Value, nowhere
 from jmp.autocasting._kinds import has_kind, kind_of
@@ -26,15 +26,13 @@ from jmp.autocasting._numbers import (
     made_of_array,
     shape_of,
 )
-from jmp.autocasting._plain_forms import plain_form
 from jmp.autocasting._precision import in_regions
-from jmp.autocasting._regions import Region, Request
 from jmp.autocasting._registry import Category, Rule
-from jmp.autocasting._settings import Settings
+from jmp.autocasting._request import Region, Request, Settings
 from jmp.dtypes import FLOAT32
 
 
-def flatten(
+def graph_of(
     jaxpr: Jaxpr,
     constants: Sequence[Any],
     operands: Sequence[Given],

@@ -7,32 +7,35 @@ both operands are e5m2. Elsewhere, as on a CPU, it computes what is written.
 A product has a derivative of its own, so that what is kept for the backward pass is float8, and so
 that its two products are float8 too. What it does not have is a second derivative, or one in
 forward mode.
+
+A scale comes from the largest number, or from a bound that needs no look at the numbers. One scale
+is shared by all examples of a `vmap`, and by all devices that hold a part of an array: with several
+scales no product would be float8, and what devices computed would differ.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import concurrent.futures
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jmp import _jax_compat
+from jmp._jax_compat import varying_axes
 from jmp.autocasting._casts import cast
+from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._registry import Params
-from jmp.autocasting._scales import (
-    Bound,
-    Float8,
-    axes_of,
-    largest_of,
-    largest_of_each_product,
-    largest_of_product,
-    rounded,
-    varying_as,
-    zero_beside,
+from jmp.autocasting._wide_gradients import gradient_of_operand
+from jmp.dtypes import FLOAT32
+from jmp.sharding._axes import (
+    are_tracked,
+    made_varying,
+    mapped_axes,
+    without_reduced,
 )
-from jmp.autocasting._steps import InFloat8
-from jmp.autocasting._wide_gradients import gradient
-from jmp.sharding._axes import without_reduced
 
 OPERANDS = np.dtype(jnp.float8_e4m3fn)
 # The error of a small GPT's gradient at initialisation was 0.036 with e4m3 and 0.051 with e5m2
@@ -46,8 +49,58 @@ NO_DERIVATIVE = (
 )
 
 
+class Extremes(NamedTuple):
+    """What is known of a function f of one number x: |f(x)| <= min(largest, offset + slope |x|)."""
+
+    largest: float
+    offset: float  # |f(0)|, or more where f jumps, as a step does
+    slope: float  # no magnitude of f's derivative exceeds it
+
+
+class Bounded(NamedTuple):
+    """A function of one product's result; see `_bounds`."""
+
+    product: Value
+    added: tuple[Value, ...]  # vectors that are added to it before
+    extremes: Extremes
+
+
+class InFloat8(NamedTuple):
+    """How a product is computed in float8; see `_float8`."""
+
+    is_shared: bool  # other products may read its factors
+    # What each operand is the product of, where no maximum is looked for: nothing, one or two.
+    operands: tuple[tuple[Bounded, ...], ...] = ((), ())
+    is_bounded: bool = False  # its cotangent comes with a bound
+    has_bias: bool = False  # its cotangent is added up for the gradient of a vector, too
+    # Devices may not come by here together: each has scales of its own, and sends nothing for them.
+    has_own_scales: bool = False
+
+
+class Float8(NamedTuple):
+    """Numbers in float8, and the scale that they are to be multiplied by."""
+
+    numbers: Any
+    scale: Any
+
+
+class Bound(NamedTuple):
+    """What is known of a product's result, or of a function of it, without reading it.
+
+    Both are float32 numbers.
+    """
+
+    largest: Any  # no magnitude of it exceeds this
+    # Zero. Who reads the result gives this a cotangent that no magnitude of the result's cotangent
+    # exceeds: several readers' cotangents add up, and so do their bounds.
+    zero: Any
+
+
+# Products.
+
+
 def hold(
-    array: Any, source: Any = None, bound: Bound | None = None, is_apart: bool = False
+    array: Any, source: Any = None, bound: Bound | None = None, has_own_scale: bool = False
 ) -> Float8:
     """Returns an array in float8, rounded to bfloat16 before; it has no derivative.
 
@@ -55,26 +108,26 @@ def hold(
       source: what it was before it was only moved, or its type, which says along which axes its
         numbers vary. The array's own type may name more.
       bound: its own, if it is known.
-      is_apart: whether each device has a scale of its own.
+      has_own_scale: whether each device has a scale of its own.
     """
-    axes = () if is_apart else axes_of(array if source is None else source)
+    axes = () if has_own_scale else axes_of(array if source is None else source)
     half = cast(without_reduced(lax.stop_gradient(array)), np.dtype(jnp.bfloat16))
     largest = largest_of(half, axes) if bound is None else lax.stop_gradient(bound.largest)
-    return rounded(half, OPERANDS, largest)
+    return round_to_float8(half, OPERANDS, largest)
 
 
 def as_multiplied(array: Any, dtype: np.dtype) -> Any:
     """Returns a bfloat16 array as a product reads it from float8; it has no derivative."""
     fixed = lax.stop_gradient(array)
-    return _widened([rounded(fixed, dtype, largest_of(fixed, axes_of(fixed)))])[0]
+    return _times_scales([round_to_float8(fixed, dtype, largest_of(fixed, axes_of(fixed)))])[0]
 
 
-def _widened(factors: Sequence[Float8], apart: Sequence[int] = ()) -> list[Any]:
-    """Returns factors in the dtype of their scales, those at the positions `apart` by a barrier."""
+def _times_scales(factors: Sequence[Float8], fenced: Sequence[int] = ()) -> list[Any]:
+    """Returns factors in the dtype of their scales, those at positions `fenced` by a barrier."""
     found = list(factors)
-    if apart:
-        behind = lax.optimization_barrier([factors[i].numbers for i in apart])
-        for i, numbers in zip(apart, behind, strict=True):
+    if fenced:
+        behind = lax.optimization_barrier([factors[i].numbers for i in fenced])
+        for i, numbers in zip(fenced, behind, strict=True):
             found[i] = factors[i]._replace(numbers=numbers)
     return [lax.convert_element_type(x.numbers, x.scale.dtype) * x.scale for x in found]
 
@@ -84,7 +137,7 @@ def multiply(
     held: Sequence[Float8],
     params: Params,
     form: InFloat8,
-    bounds: Sequence[Bound | None] = (None, None),
+    bounds: Sequence[Bound | None],
 ) -> tuple[Any, Bound | None]:
     """Multiplies in float8.
 
@@ -92,7 +145,7 @@ def multiply(
       operands: half, or float32: gradients come in their dtypes.
       held: the same numbers in float8.
       params: of the `dot_general`, for a half result.
-      bounds: of the operands, where the form has them.
+      bounds: of the operands, None where the form has none.
 
     Returns: a half array, and its bound if the form asks for it.
     Raises: TypeError in forward mode, as far as it is seen here; otherwise JAX raises it.
@@ -114,14 +167,14 @@ def _differentiable(types: Sequence[Any], params: Params, form: InFloat8) -> Cal
     # XLA would join products that share a factor, as those of queries, keys and values, and put the
     # other factors side by side: with a scale for each part that is no float8 product. Behind a
     # barrier of its own no product shares a factor.
-    apart = (0, 1) if form.is_shared else ()
+    fenced = (0, 1) if form.is_shared else ()
     # The second product reads the cotangent through a barrier too where that was stored before it
     # was rounded, or is added up: then it is rounded once, and devices send it in float8. Where
     # XLA can round it while it computes it, it stores it for each product in the order it wants.
-    apart_once = apart or (() if form.is_bounded and not form.has_bias else (0,))
+    fenced_once = fenced or (() if form.is_bounded and not form.has_bias else (0,))
 
     def run(left: Any, right: Any, zeros: Any, held: Sequence[Float8]) -> Any:
-        result = lax.dot_general_p.bind(*_widened(held, apart), **params)
+        result = lax.dot_general_p.bind(*_times_scales(held, fenced), **params)
         return result, varying_as(result, zero_beside(result))
 
     def forward(left: Any, right: Any, zeros: Any, held: Sequence[Float8]) -> Any:
@@ -133,14 +186,14 @@ def _differentiable(types: Sequence[Any], params: Params, form: InFloat8) -> Cal
         if form.is_bounded:
             largest = largest_of(largest, ())  # of all examples
         else:
-            largest = largest_of(cotangent, () if form.is_apart else axes_of(cotangent))
-        change = rounded(cotangent, GRADIENTS, largest)
+            largest = largest_of(cotangent, () if form.has_own_scales else axes_of(cotangent))
+        change = round_to_float8(cotangent, GRADIENTS, largest)
         pairs = [change, held[1]], [change, held[0]]
-        left = gradient(types[0], 0, _widened(pairs[0], apart), params)
-        right = gradient(types[1], 1, _widened(pairs[1], apart_once), params)
+        left = gradient_of_operand(types[0], 0, _times_scales(pairs[0], fenced), params)
+        right = gradient_of_operand(types[1], 1, _times_scales(pairs[1], fenced_once), params)
         summed = _summed_backward(types, params)
         bounds = [
-            None if zero is None else varying_as(zero, largest_of_each_product(pair, axes))
+            None if zero is None else varying_as(zero, largest_of_product(pair, axes, of_each=True))
             for zero, pair, axes in zip(zeros, pairs, summed, strict=True)
         ]
         return left, right, bounds, None
@@ -176,3 +229,191 @@ def _once(result: Any, *operands: Any) -> Any:
 @_once.defjvp
 def _refuse(primals: Any, tangents: Any) -> Any:
     raise TypeError(NO_DERIVATIVE.format(what="second derivative"))
+
+
+# Scales and bounds.
+
+
+def round_to_float8(array: Any, dtype: np.dtype, largest: Any) -> Float8:
+    """Returns an array in float8, with the scale at which a magnitude is the largest of float8.
+
+    All in bfloat16, and multiplied, not divided: XLA divides in float32, and would keep the array
+    as it was before it was rounded to bfloat16, in twice the bytes. By these roundings the largest
+    number may come out 1.01 times too large, which is rounded down again. Where a number is
+    infinite or NaN the largest is, and so all of the product is NaN: no cast may hide an overflow
+    from loss scaling.
+
+    Args:
+      array: bfloat16.
+      largest: what no magnitude of its numbers exceeds.
+    """
+    limit, smallest = (array.dtype.type(x) for x in (jnp.finfo(dtype).max, 2.0**-126))
+    # Its reciprocal is finite, for zeros too.
+    scale = lax.max(cast(largest, array.dtype) / limit, smallest)
+    return Float8(lax.convert_element_type(array * (1 / scale), dtype), scale)
+
+
+def axes_of(source: Any) -> tuple[str, ...]:
+    """Returns the axes along which devices hold other numbers, as far as types say so."""
+    return tuple(sorted(varying_axes(source))) if are_tracked() else mapped_axes()
+
+
+def largest_of(array: Any, axes: tuple[str, ...], of_each: bool = False) -> Any:
+    """Returns the largest magnitude over all devices along mapped axes.
+
+    Args:
+      of_each: whether each example of a `vmap` has its own, or all have one.
+    """
+    largest = _largest_of_each(array) if of_each else _largest_of_all(array)
+    return lax.pmax(largest, axes) if axes else largest
+
+
+def _largest_of_each(array: Any) -> Any:
+    return lax.reduce_max(lax.abs(array), tuple(range(array.ndim)))
+
+
+_largest_of_all = jax.custom_batching.custom_vmap(_largest_of_each)
+
+
+@_largest_of_all.def_vmap
+def _of_all_batched(axis_size: int, is_mapped: Sequence[bool], array: Any) -> tuple[Any, bool]:
+    return _largest_of_all(array), False
+
+
+def bound_behind(bound: Bound, added: Sequence[Any], extremes: Extremes) -> Bound:
+    """Returns the bound of a function of a product's result, vectors added to it before."""
+    argument = bound.largest
+    for array in added:
+        argument += cast(largest_of(lax.stop_gradient(array), axes_of(array)), FLOAT32)
+    largest, offset, slope = map(np.float32, extremes)
+    return Bound(lax.min(offset + slope * argument, largest), slope * bound.zero)
+
+
+def bound_of_product(left: Bound, right: Bound) -> Bound:
+    """Returns the bound of two functions' results multiplied, number by number."""
+    zero = left.zero * right.largest + right.zero * left.largest
+    return Bound(left.largest * right.largest, zero)
+
+
+def largest_of_product(
+    factors: Sequence[Float8], summed: Sequence[Sequence[int]], of_each: bool = False
+) -> Any:
+    """Returns a bound of a product's results: by Cauchy and Schwarz, of its factors' norms.
+
+    Args:
+      summed: the axes of each factor that the product sums over.
+      of_each: as of `largest_of`. A bound's zero gets it so as its cotangent: where examples
+        share the result that is bounded, JAX adds up their cotangents of it, and of the zero as
+        well; of one bound for all it would take one.
+    """
+    norms = []
+    for factor, axes in zip(factors, summed, strict=True):
+        # Behind a barrier: XLA would read what the numbers were before they were rounded.
+        wide = cast(lax.optimization_barrier(factor.numbers), FLOAT32)
+        squares = lax.reduce_sum(lax.square(wide), tuple(axes))
+        norms.append(lax.sqrt(largest_of(squares, axes_of(squares), of_each)))
+    left, right = norms
+    scales = [cast(factor.scale, FLOAT32) for factor in factors]
+    # By 5 % larger, for roundings: of the sum, by tensor cores, to bfloat16, and of a few
+    # elementwise operations. The smaller scale first, or what is finite might overflow on the way.
+    return np.float32(1.05) * left * right * lax.min(*scales) * lax.max(*scales)
+
+
+def varying_as(other: Any, number: Any) -> Any:
+    """Returns a number, all devices' or each one's own, as one that varies as another value does.
+
+    A product's operands vary along the same axes, and so does its result, where types say so. What
+    is the same on all devices, such as a bound, may do so too: its cotangent must be of its type.
+    """
+    return made_varying(number, tuple(sorted(varying_axes(other) - varying_axes(number))))
+
+
+@jax.custom_batching.custom_vmap
+def zero_beside(result: Any) -> Any:
+    """Returns the zero of a product's bound; a `vmap` maps it as it does the result."""
+    return jnp.zeros((), FLOAT32)
+
+
+@zero_beside.def_vmap
+def _zeros_beside(axis_size: int, is_mapped: Sequence[bool], result: Any) -> tuple[Any, bool]:
+    return jnp.broadcast_to(zero_beside(result), (axis_size,)), True
+
+
+# The extremes of elementwise functions of one number: they are tried at every bfloat16 number, in
+# float32, and with each step rounded to bfloat16, as a plan may compute it: where large numbers
+# cancel, as in `(x + 1000) - 1000`, results and slopes differ.
+
+
+class Equation(NamedTuple):
+    """One equation of a function of one number; all of it can be hashed."""
+
+    primitive: Any
+    params: tuple[tuple[str, Any], ...]
+    # Of each operand the place among the values so far, of which 0 is the argument; or a constant.
+    reads: tuple[int | tuple[float], ...]
+
+
+def equation_of(node: Node, places: Mapping[Value, int]) -> Equation | None:
+    """Returns a node as an equation; None unless it is elementwise, and reads what has a place."""
+    rule = node.rule
+    if _jax_compat.holds_functions(node.equation):  # a custom derivative, of a shape of its own
+        return None
+    if not (node.is_fusible and (rule.elementwise or rule.expensive or rule.casts or rule.cheap)):
+        return None
+    reads: list[int | tuple[float]] = []
+    for value in node.inputs:
+        if value in places:
+            reads.append(places[value])
+        elif value.constant is not None:
+            reads.append((value.constant,))
+        else:
+            return None
+    return Equation(node.equation.primitive, tuple(sorted(node.params.items())), tuple(reads))
+
+
+@functools.lru_cache(maxsize=256)
+def extremes_of(equations: tuple[Equation, ...]) -> Extremes:
+    """Returns the extremes of a function, whose result is the last value of its equations.
+
+    Where the function or its slope is NaN a result, or a cotangent, is NaN too: it is left out.
+    """
+    numbers = np.arange(2**16, dtype=np.uint16).view(jnp.bfloat16).astype(FLOAT32)
+    numbers = numbers[np.isfinite(numbers)]
+
+    def function(argument: Any, is_rounded: bool) -> Any:
+        values = [argument]
+        for primitive, params, reads in equations:
+            operands = [
+                values[x] if isinstance(x, int) else np.full(numbers.shape, x[0], FLOAT32)
+                for x in reads
+            ]
+            (value,) = _jax_compat.bind(primitive, operands, dict(params))
+            is_rounded_here = is_rounded and value.dtype == FLOAT32
+            values.append(lax.reduce_precision(value, 8, 7) if is_rounded_here else value)
+        return values[-1]
+
+    def values_and_slopes(is_rounded: bool) -> Any:
+        run = functools.partial(function, is_rounded=is_rounded)
+        # NaN is expected.
+        with jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow"):
+            return jax.jvp(run, (numbers,), (np.ones_like(numbers),))
+
+    # In a thread of its own nothing is being traced, and no mesh of other devices is set.
+    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
+        pairs = list(thread.map(values_and_slopes, (False, True)))
+    results, slopes = (
+        np.fmax(*(np.abs(np.asarray(x)) for x in both)) for both in zip(*pairs, strict=True)
+    )
+    sizes = np.abs(numbers)
+    is_far, is_near = (sizes > 2.0**64) & (sizes < 2.0**100), sizes < 2.0**100
+    # Of what jumps at every turn, as rounding does, no slope says how it grows.
+    growth = _largest_number(results[is_far] / sizes[is_far])
+    slope = max(_largest_number(slopes), growth)
+    with np.errstate(invalid="ignore"):  # infinite, the slope of what is not finite
+        offset = _largest_number(results[is_near] - slope * sizes[is_near])
+    return Extremes(_largest_number(results), offset, slope)
+
+
+def _largest_number(numbers: Any) -> float:
+    """Returns the largest of some numbers, those that are NaN left out; at least zero."""
+    return float(np.nanmax(numbers, initial=0.0))

@@ -1,7 +1,8 @@
-"""Which products in half may be float8, where the policy asks for it.
+"""What the planner decides of float8, in passes over the steps of a level.
 
-Bounds of what float8 products read and return, where they cost less than a maximum.
+`multiply_in_float8` says which products are float8, where the policy asks for it.
 
+`with_bounds` gives them bounds of what they read and return, where those cost less than a maximum.
 A scale need not be the largest number: float8_e4m3 has all its digits over 14 octaves, and scales
 256 times too large leave a small GPT's gradient nearly as exact as it was (its error is 0.127, and
 was 0.129, at initialisation; 0.095 and 0.089 after 300 steps). So no maximum is looked for where
@@ -16,16 +17,14 @@ silu and a gate.
 Then the function's result, and the cotangent of its argument, can be rounded to float8 where they
 are computed; otherwise both are stored in bfloat16, for their maxima, and read again.
 
-What devices send each other on the way to float8 products: float8 is sent.
-
-A shard is rounded to float8 before it is gathered, with the scale that all devices share, so that
-the numbers are those of what was gathered and then rounded. The half array is moved beside it, for
-the sake of its transpose alone: its gradient adds up over devices as that of half does. What that
-move computes nothing reads, and no compiled program keeps it.
+`send_in_float8` marks what devices send each other on the way to float8 products. A shard is
+rounded to float8 before it is gathered, with the scale that all devices share, so that the numbers
+are those of what was gathered and then rounded. The half array is moved beside it, for the sake of
+its transpose alone: its gradient adds up over devices as that of half does. What that move computes
+nothing reads, and no compiled program keeps it.
 """
 
 import collections
-import functools
 import math
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
@@ -33,16 +32,17 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import JaxprEqn
 
 from jmp import _jax_compat
-from jmp.autocasting._flow import Facts
+from jmp.autocasting._float8 import Bounded, Equation, InFloat8, equation_of, extremes_of
+from jmp.autocasting._flow import Facts, only_read_by
 from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._kinds import Level
 from jmp.autocasting._numbers import MadeOf, dtype_of, shape_of, size_of
 from jmp.autocasting._registry import Category, rule_for
-from jmp.autocasting._scales import Equation, equation_of, extremes_of
-from jmp.autocasting._sending import sends
-from jmp.autocasting._steps import Bounded, InFloat8, Single, Step
+from jmp.autocasting._sending import WHY_SENT, sends
+from jmp.autocasting._steps import Context, Single, Step
 from jmp.dtypes import FLOAT32
 
 WHY_FLOAT8 = "a parameter's product on the way to another: its operands are rounded to float8"
@@ -63,7 +63,7 @@ THIN = 16
 
 def multiply_in_float8(steps: Sequence[Step], level: Level) -> list[Step]:
     """Returns the steps of a level; its half products are float8, or say why they are not."""
-    which, is_transposed = level.context.request.settings.float8, level.context.is_transposed
+    context = level.context
     shared = _shared_factors(level.graph)
 
     def chosen(step: Step) -> Step:
@@ -72,32 +72,28 @@ def multiply_in_float8(steps: Sequence[Step], level: Level) -> list[Step]:
         node = step.node
         if not (node.is_product and step.arithmetic.is_half) or node in level.facts.embeddings:
             return step
-        if why := why_not_float8(node, level.facts, which, is_transposed):
+        if why := why_not_float8(node, level.facts, context):
             return step._replace(why=f"{step.why}; not float8: {why}")
         is_shared = not shared.isdisjoint(map(root, node.inputs))
-        return step._replace(why=WHY_FLOAT8, in_float8=InFloat8(is_shared))
+        form = InFloat8(is_shared, has_own_scales=context.own_scales)
+        return step._replace(why=WHY_FLOAT8, in_float8=form)
 
     return list(map(chosen, steps))
 
 
-def why_not_float8(node: Node, facts: Facts, which: str, is_transposed: bool) -> str:
-    """Returns why a product in half is not float8; "" if it is.
-
-    Args:
-      which: "weights" or "all", as in `autocast`.
-      is_transposed: as in `Level.plan_opened`.
-    """
+def why_not_float8(node: Node, facts: Facts, context: Context) -> str:
+    """Returns why a product in half is not float8; "" if it is."""
     if node.name == "conv_general_dilated":
         return WHY_CONVOLUTION
     if node.name != "dot_general":
         return f"{node.name} has no float8 form yet"
-    if is_transposed:
+    if context.is_transposed:
         return "it stands in a custom_jvp, whose rule JAX transposes"
-    if which == "weights" and not any(
+    if context.request.settings.float8 == "weights" and not any(
         value not in facts.dependent and value.made_of > MadeOf.INTEGERS for value in node.inputs
     ):
         return "it multiplies two activations (float8='all' takes such products)"
-    if not facts.kept.isdisjoint(node.outputs):
+    if not facts.carried.isdisjoint(node.outputs):
         return "a loop carries its result in float32"
     if not _feeds(node, facts):
         return "its result feeds no other product, as that of a head"
@@ -147,11 +143,16 @@ def _shared_factors(graph: Graph) -> set[Value]:
     """Returns the roots that several products read, on this level or on the outermost."""
     factors = (value for node in graph.nodes if node.is_product for value in node.inputs)
     counts = collections.Counter(map(root, factors))
-    return {v for v, count in counts.items() if count > 1 or _readers(v.origin) > 1}
+    return {
+        value
+        for value, count in counts.items()
+        if count > 1 or sum(user.has_products for user in value.origin.users) > 1
+    }
 
 
-def _readers(value: Value) -> int:
-    return sum(node.has_products for node in value.users)
+def _float8_products(steps: Sequence[Step]) -> set[Node]:
+    singles = (step for step in steps if isinstance(step, Single))
+    return {step.node for step in singles if step.in_float8 is not None}
 
 
 # A bound by a steeper function says too little. Gelu has 1.13, silu 1.10, tanh 1.
@@ -160,155 +161,153 @@ STEEP = 8.0
 
 def with_bounds(steps: Sequence[Step], level: Level) -> list[Step]:
     """Returns the steps of a level, its float8 products with the bounds that are known of them."""
-    graph, facts = level.graph, level.facts
-    singles = (step for step in steps if isinstance(step, Single))
-    products = {step.node for step in singles if step.in_float8 is not None}
-    bounded = Functions(products, graph, facts).bounded() if products else {}
+    products = _float8_products(steps)
+    if level.context.own_scales or not products:  # a bound is one number for all devices
+        return list(steps)
+    bounded = bounded_values(functions_of_values(products, level), products, level.graph)
 
     def with_its_own(step: Step) -> Step:
         if not isinstance(step, Single) or step.in_float8 is None:
             return step
-        (result,) = step.node.outputs
         form = step.in_float8._replace(
             operands=tuple(
                 tuple(function.bounded(v) for function, v in bounded.get(value, ()))
                 for value in step.node.inputs
-            ),
-            is_bounded=result in bounded,
-            has_bias=bool(_behind_vectors(result, graph, facts)[1]),
+            )
         )
+        if own := bounded.get(step.node.outputs[0]):
+            ((function, _),) = own
+            form = form._replace(is_bounded=True, has_bias=bool(function.added))
         return step._replace(in_float8=form)
 
     return list(map(with_its_own, steps))
 
 
-class Function:
+class FunctionOfProduct:
     """What is computed, number by number, of one product's result.
 
     Attributes:
       result: of the product.
       added: vectors that are added to it first, such as a bias.
       argument: the result after that.
-      places: of the values that are computed of the argument.
-      equations: that compute them, in order.
+      places: of the argument, which is the first, and of the values that are computed of it.
+      equations: that compute these, in order.
     """
 
-    def __init__(self, result: Value, argument: Value, added: tuple[Value, ...]) -> None:
-        self.result, self.argument, self.added = result, argument, added
-        self.places = {argument: 0}
+    def __init__(self, result: Value) -> None:
+        self.result = self.argument = result
+        self.added: list[Value] = []
+        self.places = {result: 0}
         self.equations: list[Equation] = []
 
-    def take(self, node: Node) -> bool:
+    def take(self, node: Node, level: Level) -> bool:
         """Adds a node to the function, if it reads nothing else; returns whether it does."""
-        (output,) = node.outputs
+        is_next = self.argument.users == (node,) and self.argument not in level.graph.outputs
+        vector = _vector_added(node, self.argument, level.facts) if is_next else None
         if node.rule.reshapes:  # which keeps the numbers' order
-            self.places[output] = self.places[node.inputs[0]]
+            place = self.places[node.inputs[0]]
+        elif vector is not None:
+            self.added.append(root(vector))
+            place = 0
         elif equation := equation_of(node, self.places):
             self.equations.append(equation)
-            self.places[output] = len(self.equations)
-        return output in self.places
+            place = len(self.equations)
+        else:
+            return False
+        self.places[node.outputs[0]] = place
+        if is_next and place == 0:
+            self.argument = node.outputs[0]
+        return True
 
     def bounded(self, value: Value) -> Bounded:
         """Returns what is known of one of its values."""
-        extremes = extremes_of(tuple(self.equations), self.places[value])
-        return Bounded(self.result, self.added, extremes)
+        equations = tuple(self.equations[: self.places[value]])
+        return Bounded(self.result, tuple(self.added), extremes_of(equations))
 
 
-Factors = tuple[tuple[Function, Value], ...]
+def _vector_added(node: Node, value: Value, facts: Facts) -> Value | None:
+    """Returns the vector, such as a bias, that a node adds to a value; None for all other nodes."""
+    others = [other for other in node.inputs if other is not value]
+    if not node.rule.linear or len(others) != 1 or others[0] in facts.dependent:
+        return None
+    return others[0] if facts.is_bias(others[0]) else None
 
 
-class Functions:
-    """The functions of the results of a level's float8 products, and where two are multiplied.
+# The functions, with a value of each, that are multiplied to a value; mostly one, that value's own.
+Functions = tuple[tuple[FunctionOfProduct, Value], ...]
 
-    Attributes:
-      factors: of each value that is computed of such results alone, the functions, with a value of
-        each, that are multiplied to it; mostly one.
-    """
 
-    def __init__(self, products: Set[Node], graph: Graph, facts: Facts) -> None:
-        self.products = products
-        self.outputs = set(graph.outputs)
-        self.factors: dict[Value, Factors] = {}
-        for node in graph.nodes:
-            if node in products:
-                if _pays(node.inputs, node.outputs[0]):
-                    path, added = _behind_vectors(node.outputs[0], graph, facts)
-                    function = Function(path[0], path[-1], added)
-                    self.factors.update((value, ((function, value),)) for value in path)
-            elif len(node.outputs) == 1 and node.outputs[0] not in self.factors:
-                self._visit(node)
-
-    def _visit(self, node: Node) -> None:
+def functions_of_values(products: Set[Node], level: Level) -> dict[Value, Functions]:
+    """Returns the values that are computed of results of float8 products alone."""
+    found: dict[Value, Functions] = {}
+    for node in level.graph.nodes:
+        if len(node.outputs) != 1:
+            continue
         (output,) = node.outputs
-        factors = [self.factors[value] for value in node.inputs if value in self.factors]
-        functions = {function for pairs in factors for function, _ in pairs}
-        if len(functions) == 1:
+        read = [found[value] for value in node.inputs if value in found]
+        functions = {function for pairs in read for function, _ in pairs}
+        if node in products:
+            if _saves_bytes(node.inputs, output):
+                found[output] = ((FunctionOfProduct(output), output),)
+        elif len(functions) == 1:
             (function,) = functions
-            if function.take(node):
-                self.factors[output] = ((function, output),)
+            if function.take(node, level):
+                found[output] = ((function, output),)
         elif functions and node.rule.reshapes:
-            self.factors[output] = factors[0]
-        elif functions and node.name == "mul" and all(len(pairs) == 1 for pairs in factors):
-            self.factors[output] = tuple(pair for pairs in factors for pair in pairs)
-
-    def bounded(self) -> Mapping[Value, Factors]:
-        """Returns the values whose bounds are used, and the factors that these are computed of.
-
-        It is the one record of who gives a bound and of who reads it. It is closed: all that reads
-        one of these values is a float8 product, which reads the bound with it and so gives one of
-        its cotangent, or computes other values of these. So where the result of a product is one,
-        there is no way on which a cotangent comes to it without a bound.
-        """
-        found: Mapping[Value, Factors] = self.factors
-        while open_ends := {
-            function
-            for value, factors in found.items()
-            if not self._is_closed(value, found)
-            for function, _ in factors
-        }:
-            found = {
-                value: factors
-                for value, factors in found.items()
-                if open_ends.isdisjoint(function for function, _ in factors)
-            }
-        return found
-
-    def _is_closed(self, value: Value, among: Mapping[Value, Factors]) -> bool:
-        return value not in self.outputs and all(
-            self._is_known(value, user)
-            if user in self.products
-            else among.keys() >= {*user.outputs}
-            for user in value.users
-        )
-
-    def _is_known(self, value: Value, product: Node) -> bool:
-        """Returns whether a product that reads a value had better use a bound, and return one."""
-        others = [other for other in product.inputs if other is not value]
-        extremes = [function.bounded(v).extremes for function, v in self.factors[value]]
-        is_flat = all(x.slope <= STEEP and math.isfinite(x.offset) for x in extremes)
-        return is_flat and _pays([*product.outputs, *others], value)
+            found[output] = read[0]
+        elif functions and node.name == "mul" and all(len(pairs) == 1 for pairs in read):
+            found[output] = tuple(pair for pairs in read for pair in pairs)
+    return found
 
 
-def _pays(factors: Sequence[Value], result: Value) -> bool:
+def bounded_values(
+    known: Mapping[Value, Functions], products: Set[Node], graph: Graph
+) -> Mapping[Value, Functions]:
+    """Returns the values whose bounds are used, and the functions that these are computed of.
+
+    It is the one record of who gives a bound and of who reads it. It is closed: all that reads
+    one of these values is a float8 product, which reads the bound with it and so gives one of
+    its cotangent, or computes other values of these. So where the result of a product is one,
+    there is no way on which a cotangent comes to it without a bound.
+    """
+    while open_ends := {
+        function
+        for value, pairs in known.items()
+        if not _is_closed(value, known, products, graph)
+        for function, _ in pairs
+    }:
+        known = {
+            value: pairs
+            for value, pairs in known.items()
+            if open_ends.isdisjoint(function for function, _ in pairs)
+        }
+    return known
+
+
+def _is_closed(
+    value: Value, known: Mapping[Value, Functions], products: Set[Node], graph: Graph
+) -> bool:
+    """Returns whether all that reads a value uses its bound, or computes others that are known."""
+
+    def accepts(user: Node) -> bool:
+        if user in products:
+            return _is_worth_a_bound(value, known[value], user)
+        return known.keys() >= {*user.outputs}
+
+    return only_read_by(value, graph, accepts)
+
+
+def _is_worth_a_bound(value: Value, functions: Functions, product: Node) -> bool:
+    """Returns whether a product that reads a value had better use a bound, and return one."""
+    others = [other for other in product.inputs if other is not value]
+    extremes = [function.bounded(v).extremes for function, v in functions]
+    is_flat = all(x.slope <= STEEP and math.isfinite(x.offset) for x in extremes)
+    return is_flat and _saves_bytes([*product.outputs, *others], value)
+
+
+def _saves_bytes(factors: Sequence[Value], result: Value) -> bool:
     """Returns whether factors in float8 are fewer bytes than their product in bfloat16."""
     return sum(value.size for value in factors) < 2 * result.size
-
-
-def _behind_vectors(
-    value: Value, graph: Graph, facts: Facts
-) -> tuple[list[Value], tuple[Value, ...]]:
-    """Returns what becomes of a value while vectors, such as a bias, are added to it; and these."""
-    path, added = [value], list[Value]()
-    while len(path[-1].users) == 1 and path[-1] not in graph.outputs:
-        (user,) = path[-1].users
-        if not user.rule.reshapes:
-            others = [other for other in user.inputs if other is not path[-1]]
-            is_sum = user.rule.linear and len(others) == 1
-            if not is_sum or others[0] in facts.dependent or not facts.is_bias(others[0]):
-                break
-            added.append(root(others[0]))
-        path += user.outputs
-    return path, tuple(added)
 
 
 WHY_SENT_IN_FLOAT8 = "float8 products alone read it afterwards: rounded to float8 before it is sent"
@@ -318,79 +317,78 @@ ROUNDED_NO_FURTHER = (FLOAT32, np.dtype(jnp.bfloat16))  # float8's scales are bf
 
 def send_in_float8(steps: Sequence[Step], level: Level) -> list[Step]:
     """Returns the steps; those that send what float8 products alone read are marked so."""
-    graph = level.graph
-    singles = {step.node: step for step in steps if isinstance(step, Single)}
-    readers = {node for node, step in singles.items() if step.in_float8 is not None}
+    graph, readers = level.graph, _float8_products(steps)
     if not readers:
         return list(steps)
+    moving = {
+        step.node: moves
+        for step in steps
+        if isinstance(step, Single) and (moves := moves_of(step.node))
+    }
     for node in reversed(graph.nodes):
-        if node in singles and _moves(node) and _is_read_by(node, readers, graph):
+        if node in moving and all(
+            only_read_by(value, graph, readers.__contains__) for value in node.outputs
+        ):
             readers.add(node)
     sent: set[Node] = set()
     for node in graph.nodes:  # what stands before the first that sends is moved as ever
-        is_sent = _sends(node) or node.inputs[:1] and node.inputs[0].producer in sent
-        if node in readers and not node.is_product and is_sent:
-            sent.add(node)
+        if node in readers and node in moving:
+            is_first = any(rule_for(move.primitive.name).sends for move in moving[node])
+            if is_first or node.inputs[0].producer in sent:
+                sent.add(node)
+    # Numbers in float8 are sent with a scale for all.
+    why = WHY_SENT if level.context.own_scales else WHY_SENT_IN_FLOAT8
     return [
-        _marked(step) if isinstance(step, Single) and step.node in sent else step for step in steps
+        step._replace(why=why, moves_float8=not level.context.own_scales)
+        if isinstance(step, Single) and step.node in sent
+        else step
+        for step in steps
     ]
 
 
-def _marked(step: Single) -> Single:
-    return step._replace(why=WHY_SENT_IN_FLOAT8, moves_float8=True)
+def moves_of(node: Node) -> Sequence[JaxprEqn]:
+    """Returns the equations that move the numbers of a node's first operand, one after the other.
 
-
-def _is_read_by(node: Node, readers: Set[Node], graph: Graph) -> bool:
-    """Returns whether some nodes are all that reads the results of a node."""
-    users = {user for value in node.outputs for user in value.users}
-    is_result = any(value is output for value in node.outputs for output in graph.outputs)
-    return bool(users) and users <= readers and not is_result
-
-
-def _moves(node: Node) -> bool:
+    Of most nodes that is their own equation. Empty for a node that does more, or reads float32.
+    """
     if node.region.in_float32:
-        return False
+        return []
+    if node.name == "custom_vjp_call":
+        return _moves_inside(node.equation)
     is_full = node.rule.category is Category.FULL  # by the user's word
     is_moved = node.rule.hands_on or sends(node) or is_cast(node.equation)
-    return (is_moved and not is_full) or bool(chain_in(node.equation))
+    return [node.equation] if is_moved and not is_full else []
 
 
-def _sends(node: Node) -> bool:
-    return sends(node) or bool(chain_in(node.equation))
-
-
-def is_cast(equation: Any) -> bool:
+def is_cast(equation: JaxprEqn) -> bool:
     """Returns whether an equation casts between dtypes that hold the scales of float8."""
-    if equation.primitive.name != "convert_element_type":
-        return False
-    return {dtype_of(equation.invars[0]), equation.params["new_dtype"]} <= {*ROUNDED_NO_FURTHER}
+    dtypes = {dtype_of(atom) for atom in (*equation.invars, *equation.outvars)}
+    return equation.primitive.name == "convert_element_type" and dtypes <= {*ROUNDED_NO_FURTHER}
 
 
-def chain_in(equation: Any) -> list[Any]:
+def _moves_inside(equation: JaxprEqn) -> Sequence[JaxprEqn]:
     """Returns the equations of a custom_vjp that sends its operand; empty if it does more.
 
     So `jmp.gather` is written, and gathers whose gradients are added up in a dtype of their own.
     """
-    if equation.primitive.name != "custom_vjp_call" or len(equation.invars) != 1:
-        return []
     jaxpr, constants = _jax_compat.open_jaxpr(_jax_compat.called(equation.params))
-    current = jaxpr.invars
-    for inner in jaxpr.eqns:
-        rule = rule_for(inner.primitive.name)
-        if inner.invars != current or not (rule.hands_on or rule.sends or is_cast(inner)):
-            return []
-        current = inner.outvars
-    is_sent = any(rule_for(inner.primitive.name).sends for inner in jaxpr.eqns)
-    is_chain = is_sent and current == jaxpr.outvars and not constants
-    return list(jaxpr.eqns) if is_chain else []
+    rules = [rule_for(inner.primitive.name) for inner in jaxpr.eqns]
+    are_moves = all(
+        rule.hands_on or rule.sends or is_cast(inner)
+        for rule, inner in zip(rules, jaxpr.eqns, strict=True)
+    )
+    read = [inner.invars for inner in jaxpr.eqns] + [jaxpr.outvars]
+    written = [jaxpr.invars] + [inner.outvars for inner in jaxpr.eqns]
+    is_chain = len(jaxpr.invars) == 1 and read == written and not constants
+    return jaxpr.eqns if is_chain and are_moves and any(rule.sends for rule in rules) else []
 
 
-def move(equation: Any, operands: Sequence[Any]) -> list[Any]:
-    """Runs an equation that moves its first operand on float8 numbers."""
-    if is_cast(equation):
-        return list(operands)
-    if chain := chain_in(equation):
-        return functools.reduce(lambda moved, inner: move(inner, moved), chain, list(operands))
-    if rule_for(equation.primitive.name).sends:
-        operands = lax.optimization_barrier(operands)  # as of what is sent in half, in `_emit`
-    return _jax_compat.bind(equation.primitive, operands, equation.params)
+def moved_in_float8(node: Node, operands: Sequence[Any]) -> list[Any]:
+    """Runs a node that moves its first operand on float8 numbers."""
+    for equation in moves_of(node):
+        if is_cast(equation):
+            continue
+        if rule_for(equation.primitive.name).sends:
+            operands = lax.optimization_barrier(operands)  # as of what is sent in half, in `_emit`
+        operands = _jax_compat.bind(equation.primitive, operands, equation.params)
+    return list(operands)

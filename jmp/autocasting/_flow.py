@@ -3,8 +3,9 @@
 - A value *feeds* if it reaches a product, or an output that does. What does not is on the way to
   the loss (or is a statistic) and stays float32. So does what reaches a product only through a
   barrier that reads float32 anyway (a linear solver, a product with precision HIGHEST).
-- A value is *kept* if it reaches the float32 carry of a loop, and no product lies between. Rounded
-  on the way, it would be rounded at every turn: the carry would lose what small steps add to it.
+- A value is *carried* if it reaches the float32 carry of a loop, and no product lies between.
+  Rounded on the way, it would be rounded at every turn: the carry would lose what small steps add
+  to it.
 - A value is *neutral* if no product lies before it: parameters, inputs, constants, and what is
   computed from them alone. Neutral values do not decide the dtype of an operation: they stay as
   they are and are cast at each use, so that gradients add up in float32.
@@ -18,7 +19,7 @@
   a barrier, and so end deeper.
 """
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import numpy as np
@@ -53,14 +54,14 @@ class Destination(NamedTuple):
     """Where an output goes outside: to a product, to the float32 carry of a loop."""
 
     feeds: bool
-    kept: bool
+    carried: bool
 
 
 class Facts(NamedTuple):
     """What the analyses found; see the module."""
 
     feeds: Set[Value]
-    kept: Set[Value]
+    carried: Set[Value]
     dependent: Set[Value]  # not neutral: they depend on a product
     embeddings: Set[Node]
     cuts: Set[Node]
@@ -80,13 +81,13 @@ class Facts(NamedTuple):
 def facts_of(graph: Graph, infos: Sequence[Info], outputs: Sequence[Destination]) -> Facts:
     """Returns the facts of a level, given what is known of its inputs and outputs outside."""
     feeds = feeding_values(graph, [output.feeds for output in outputs])
-    kept = kept_values(graph, [output.kept for output in outputs])
-    embeddings, dependent = find_dependent(graph, infos, feeds - kept)
+    carried = carried_values(graph, [output.carried for output in outputs])
+    embeddings, dependent = find_dependent(graph, infos, feeds - carried)
     cuts = find_cuts(graph, dependent, embeddings)
     depths = find_depths(graph, dependent, embeddings | cuts)
     # What leaves the level may reach a maximum outside.
     compared = reaching_values(graph.nodes, _is_maximum, graph.outputs)
-    return Facts(feeds, kept, dependent, embeddings, cuts, depths, compared)
+    return Facts(feeds, carried, dependent, embeddings, cuts, depths, compared)
 
 
 def feeding_values(graph: Graph, outputs_feed: Sequence[bool]) -> set[Value]:
@@ -100,14 +101,14 @@ def feeding_values(graph: Graph, outputs_feed: Sequence[bool]) -> set[Value]:
     return feeding
 
 
-def kept_values(graph: Graph, outputs_kept: Sequence[bool]) -> set[Value]:
+def carried_values(graph: Graph, outputs_carried: Sequence[bool]) -> set[Value]:
     """Returns the values that reach the float32 carry of a loop without a product between."""
-    pairs = zip(graph.outputs, outputs_kept, strict=True)
-    kept = {value for value, keep in pairs if keep and is_inexact(value)}
+    pairs = zip(graph.outputs, outputs_carried, strict=True)
+    carried = {value for value, carries in pairs if carries and is_inexact(value)}
     for node in reversed(graph.nodes):
-        if not node.is_product and not kept.isdisjoint(node.outputs):
-            kept.update(filter(is_inexact, node.inputs))
-    return kept
+        if not node.is_product and not carried.isdisjoint(node.outputs):
+            carried.update(filter(is_inexact, node.inputs))
+    return carried
 
 
 def find_dependent(
@@ -116,7 +117,7 @@ def find_dependent(
     """Returns embeddings, and the values that are not neutral.
 
     Args:
-      rounded: values that may be rounded, because they feed and are not kept.
+      rounded: values that may be rounded, because they feed and are not carried.
     """
     embeddings: set[Node] = set()
     found = {v for v, info in zip(graph.inputs, infos, strict=True) if not info.neutral}
@@ -157,6 +158,11 @@ def find_depths(graph: Graph, dependent: Set[Value], ends: Set[Node]) -> dict[No
     return depths
 
 
+def only_read_by(value: Value, graph: Graph, accepts: Callable[[Node], bool]) -> bool:
+    """Returns whether all that reads a value are nodes of some sort; a level's output is not so."""
+    return value not in graph.outputs and all(map(accepts, value.users))
+
+
 def _is_maximum(equation: JaxprEqn) -> bool:
     return equation.primitive.name == "reduce_max"
 
@@ -169,26 +175,26 @@ def _is_embedding(node: Node, dependent: Set[Value], rounded: Set[Value]) -> boo
         return False
     table, (rows,) = node.inputs[0], node.outputs
     is_table = table not in dependent and table.constant is None
-    return is_table and rows.is_float32 and rows in rounded and not _is_compared(rows)
+    return is_table and rows.is_float32 and rows in rounded and not _is_coordinate(rows)
 
 
-def _is_compared(value: Value) -> bool:
-    """Returns whether a value is subtracted from, or compared with, one that is not made of it.
+def _is_coordinate(value: Value) -> bool:
+    """Returns whether a value is subtracted from, or compared with, one that is not computed of it.
 
-    So are coordinates: the difference of two of them has the error of both.
+    The difference of two coordinates has the error of both.
     """
     for user in value.users:
         if user.rule.moves:
-            if any(map(_is_compared, user.outputs)):
+            if any(map(_is_coordinate, user.outputs)):
                 return True
         elif user.name == "sub" or user.rule.compares:
             others = [other for other in user.inputs if other is not value]
-            if any(o.constant is None and not _is_made_of(o, value) for o in others):
+            if any(o.constant is None and not _is_upstream(value, o) for o in others):
                 return True
     return False
 
 
-def _is_made_of(value: Value, part: Value) -> bool:
+def _is_upstream(part: Value, value: Value) -> bool:
     """Returns whether `part`, a computed value, stands upstream of `value`."""
     computed: set[Value] = set()
     stack = [value]

@@ -11,8 +11,8 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jmp.autocasting._numbers import NOTHING, Known, MadeOf, fits, size_of
-from jmp.autocasting._regions import Region
 from jmp.autocasting._registry import Category, Params, Rule
+from jmp.autocasting._request import Region
 from jmp.dtypes import FLOAT32
 
 

@@ -12,12 +12,6 @@ How an island runs:
     keep is larger than what they read, and a fused island costs no time beside its traffic.
   - RECOMPUTE_BUT_SUMS: the same, but the results of its sums are kept. For norms (LayerNorm,
     RMSNorm, GroupNorm): the sums are small, and adding up again reads everything once more.
-
-Which islands are alike, as those of the layers of a deep network are: they share one trace.
-
-JAX traces what is under `jax.checkpoint`, its derivative and its transpose once for each function
-object. So islands that agree in all but the values that enter, and the scope that they stand in,
-are emitted through one function.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence, Set
@@ -215,7 +209,12 @@ def common_scopes_of(nodes: Sequence[Node]) -> int:
 
 
 def key_of(island: Island) -> Hashable:
-    """Returns what islands that are alike agree in."""
+    """Returns what islands that are alike, as those of the layers of a deep network, agree in.
+
+    JAX traces what is under `jax.checkpoint`, its derivative and its transpose once for each
+    function object. So islands that agree in all but the values that enter, and the scope that they
+    stand in, are emitted through one function.
+    """
     numbers: dict[Value, int] = {}
 
     def name(value: Value) -> Hashable:

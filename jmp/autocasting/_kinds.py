@@ -24,7 +24,7 @@ from jmp._messages import described
 from jmp.autocasting._flow import Destination, Facts, Info
 from jmp.autocasting._graph import Given, Graph, Node, Value
 from jmp.autocasting._registry import Rule, primitive_name
-from jmp.autocasting._settings import Settings
+from jmp.autocasting._request import Settings
 from jmp.autocasting._steps import (
     Context,
     Function,
@@ -40,7 +40,10 @@ Arrays = Sequence[Any]
 
 
 class Level(abc.ABC):
-    """A level that is planned: what kinds, and the passes over its steps, may ask of it."""
+    """A level that is planned: what kinds, and the passes over its steps, may ask of it.
+
+    It is abstract so that kinds need not import the planner, which imports them.
+    """
 
     graph: Graph
     half: np.dtype
@@ -53,7 +56,7 @@ class Level(abc.ABC):
         """Flattens a function inside `node`.
 
         Args:
-          operands: its first arguments, as in `flatten`.
+          operands: its first arguments, as in `graph_of`.
         """
 
     @abc.abstractmethod
@@ -62,19 +65,14 @@ class Level(abc.ABC):
         opened: Opened,
         infos: Sequence[Info],
         outputs: Sequence[Destination],
-        turns: int = 1,
-        prevent_cse: bool | None = None,
-        is_transposed: bool = False,
+        context: Context | None = None,
     ) -> Inside:
         """Plans what was opened.
 
         Args:
           infos: of its arguments.
           outputs: where its results go.
-          turns: how often it runs, as far as known.
-          prevent_cse: whether recomputed islands are kept apart from the forward pass; None: as on
-            this level.
-          is_transposed: whether it is a rule whose tangents JAX transposes, or must agree with one.
+          context: what holds inside; left out, what holds on this level.
         """
 
     def plan_called(
@@ -82,16 +80,12 @@ class Level(abc.ABC):
         function: ClosedJaxpr,
         node: Node,
         operands: Sequence[Value],
-        prevent_cse: bool | None = None,
-        is_transposed: bool = False,
+        context: Context | None = None,
     ) -> Inside:
-        """Plans a function that `node` calls once with `operands`."""
-        opened = self.open(function, node, operands)
+        """Plans a function that `node` calls once with `operands`; see `plan_opened`."""
         infos = list(map(self.storage.info, operands))
         outputs = list(map(self.storage.destination, node.outputs))
-        return self.plan_opened(
-            opened, infos, outputs, prevent_cse=prevent_cse, is_transposed=is_transposed
-        )
+        return self.plan_opened(self.open(function, node, operands), infos, outputs, context)
 
     def nested(
         self,

@@ -12,7 +12,7 @@ from jax.extend.core import ClosedJaxpr
 
 from jmp import _jax_compat
 from jmp.autocasting._exact_products import results_wrap
-from jmp.autocasting._flatten import flatten
+from jmp.autocasting._flatten import graph_of
 from jmp.autocasting._float8_planning import (
     multiply_in_float8,
     send_in_float8,
@@ -57,7 +57,7 @@ from jmp.autocasting._steps import (
     Storage,
     Surroundings,
     Write,
-    in_order,
+    runnable_order,
 )
 from jmp.autocasting.attention import fuse_attentions
 from jmp.autocasting.rewrites import rewrite_of
@@ -66,7 +66,7 @@ from jmp.dtypes import FLOAT32
 
 def order_steps(steps: Sequence[Step], level: Level) -> list[Step]:
     """Returns the steps of a level that are needed, in an order in which they can be run."""
-    return in_order(steps, level.graph.outputs)
+    return runnable_order(steps, level.graph.outputs)
 
 
 # What is done with the steps of a level when every dtype is decided, in this order.
@@ -281,23 +281,19 @@ class Planner(Level):
     def open(self, function: ClosedJaxpr, node: Node, operands: Sequence[Given]) -> Opened:
         inner, constants = _jax_compat.open_jaxpr(function)
         wrap = functools.partial(results_wrap, self.graph, node, inner)
-        return flatten(inner, constants, operands, node, self.context.request, wrap), constants
+        return graph_of(inner, constants, operands, node, self.context.request, wrap), constants
 
     def plan_opened(
         self,
         opened: Opened,
         infos: Sequence[Info],
         outputs: Sequence[Destination],
-        turns: int = 1,
-        prevent_cse: bool | None = None,
-        is_transposed: bool = False,
+        context: Context | None = None,
     ) -> Inside:
         graph, constants = opened
         own = [Info(v.dtype, True) for v in graph.inputs[: len(constants)]]
-        apart = self.context.prevent_cse if prevent_cse is None else prevent_cse
-        transposed = self.context.is_transposed or is_transposed
-        context = Context(self.context.request, self.context.times * turns, apart, transposed)
-        return Inside(Planner(graph, [*own, *infos], outputs, context).plan_level(), constants)
+        inner = Planner(graph, [*own, *infos], outputs, context or self.context)
+        return Inside(inner.plan_level(), constants)
 
 
 def _half_arithmetic(node: Node) -> Arithmetic:

@@ -1,9 +1,4 @@
-"""The rules of `custom_jvp`, `custom_vjp` and `custom_vmap`, which JAX traces when it needs them.
-
-That may be after autocast has run. So what is to hold inside a rule is put around the function that
-an equation holds in its place.
-
-What `precision=` says of a product, and what a product has that says nothing.
+"""What `precision=` says of a product, and what a product has that says nothing.
 
 HIGH and HIGHEST, and a named algorithm, are the user's word: such a product has float32 operands
 and a float32 result, because a user who asks for more digits than a float32 product has by default
@@ -18,10 +13,14 @@ written, such as a custom_vjp or a loop to a tolerance, keeps what it says.
 The global `jax_default_matmul_precision` says what a *float32* product does; it keeps no product
 from being lowered. So functions are traced with it switched off, and all products that stay float32
 are bound with it, in place of HIGHEST.
+
+The rules of `custom_jvp`, `custom_vjp` and `custom_vmap` are traced by JAX when it needs them,
+maybe after autocast has run. So what is to hold inside a rule is put around the function that an
+equation holds in its place.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -33,54 +32,14 @@ from jax.lax import Precision
 from jmp import _jax_compat
 from jmp.autocasting._graph import Node
 from jmp.autocasting._numbers import dtype_of
-from jmp.autocasting._regions import AUTOCAST, Request
+from jmp.autocasting._propagation import inner_equations
 from jmp.autocasting._registry import Category, Params, is_low
-
-Change = Callable[[Any, Any], Any]
-
-
-def has_rules(name: str) -> bool:
-    """Returns whether the primitive called `name` holds rules."""
-    return name in ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call")
-
-
-def with_rules(params: Params, precision: Any, change: Change) -> dict[str, Any]:
-    """Returns parameters of an equation with rules whose products have a precision.
-
-    Args:
-      precision: of products that say none, as products hold it.
-      change: fills the jaxpr of a rule, given the precision. To be a function of a module: rules
-        that are changed alike are then equal, as programs that hold them are.
-    """
-    found = dict(params)
-    for name in {"jvp_jaxpr_fun", "fwd_jaxpr_thunk"} & params.keys():
-        # JAX traces it once for all who call the function, elsewhere perhaps.
-        found[name] = _with_changed_jaxpr(params[name], change, precision)
-    if "bwd" in params:
-        found["bwd"] = _with_default(params["bwd"], precision)
-    if "rule" in params:  # of vmap
-        found["rule"] = functools.partial(_run_with_default, params["rule"], precision)
-    return found
-
-
-def _run_and_change(rule: Any, change: Change, precision: Any, *zeros: Any) -> Any:
-    jaxpr, *others = rule(*zeros)
-    return change(jaxpr, precision), *others
-
-
-def _run_with_default(rule: Any, precision: Any, *args: Any) -> Any:
-    one = precision[0] if isinstance(precision, tuple) else precision
-    name: Any = one.name.lower() if isinstance(one, Precision) else one.name
-    with jax.default_matmul_precision(name):
-        return rule(*args)
-
-
-_with_changed_jaxpr: Any = linear_util.transformation2(_run_and_change)
-_with_default: Any = linear_util.transformation2(_run_with_default)
-
+from jmp.autocasting._request import AUTOCAST, Request
 
 STRONGER = (Precision.HIGHEST, Precision.HIGH)
 HIGHEST = (Precision.HIGHEST, Precision.HIGHEST)
+
+HOLD_RULES = ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call")
 
 # What products that say nothing have: of an equation, its name stack, and what holds around it.
 Choice = Callable[[JaxprEqn, Any, Any], Any]
@@ -97,10 +56,14 @@ def asked_for(equation: JaxprEqn) -> str:
         return ""
     if names_algorithm(equation.params):
         return "the user named the algorithm"
-    precision = equation.params.get("precision")
-    both = precision if isinstance(precision, tuple) else (precision,)
-    asked = next((p for p in STRONGER if p in both), None)
+    said = _of_operands(equation.params.get("precision"))
+    asked = next((one for one in STRONGER if one in said), None)
     return f"the user asked for precision={asked.name}" if asked else ""
+
+
+def _of_operands(precision: Any) -> tuple[Any, ...]:
+    """Returns what `precision=` says of each operand of a product; one entry if it is one word."""
+    return precision if isinstance(precision, tuple) else (precision,)
 
 
 def precision_of(equation: JaxprEqn, params: Params) -> str:
@@ -113,9 +76,8 @@ def precision_of(equation: JaxprEqn, params: Params) -> str:
     precision = params.get("precision")
     if precision is None:
         return "default"
-    is_pair = isinstance(precision, tuple) and not names_algorithm(params)
-    both = precision if is_pair else (precision,)
-    names = [getattr(one, "name", str(one)) for one in dict.fromkeys(both)]
+    said = (precision,) if names_algorithm(params) else _of_operands(precision)
+    names = [getattr(one, "name", str(one)) for one in dict.fromkeys(said)]
     is_ours = _says_nothing(equation) and _jax_compat.default_precision_setting() is None
     return " and ".join(names) + ("" if is_ours else ", the user's")
 
@@ -135,7 +97,7 @@ def in_regions(node: Node, request: Request) -> Params:
     if not may_have or _jax_compat.default_precision_setting() is not None:
         return node.params
     is_kept = is_low(equation) and node.rule.category is Category.FULL
-    return _filled(equation, node.scope, _by_regions(request), HIGHEST if is_kept else None)
+    return _filled_params(equation, node.scope, _by_regions(request), HIGHEST if is_kept else None)
 
 
 def as_written(function: ClosedJaxpr, node: Node, request: Request) -> ClosedJaxpr:
@@ -151,7 +113,7 @@ def with_default(node: Node) -> Params:
     default = _default_precision()
     if default is None:
         return node.params
-    return _filled(node.equation, node.scope, lambda *_: default, None)
+    return _filled_params(node.equation, node.scope, lambda *_: default, None)
 
 
 def _by_regions(request: Request) -> Choice:
@@ -169,13 +131,13 @@ def _all_with(precision: Any) -> Choice:
     return lambda _, scope, __: None if AUTOCAST in _jax_compat.scope_names(scope) else precision
 
 
-def _filled(equation: JaxprEqn, scope: Any, choose: Choice, around: Any) -> Params:
+def _filled_params(equation: JaxprEqn, scope: Any, choose: Choice, around: Any) -> Params:
     """Returns the parameters of an equation, filled; the same object where nothing changes."""
     precision, params = choose(equation, scope, around), equation.params
     fill = _filling(scope, choose, precision)
     found = {key: _mapped(parameter, fill) for key, parameter in params.items()}
-    if precision is HIGHEST and has_rules(equation.primitive.name):
-        found = with_rules(found, _of_rules(equation), _rule_with)
+    if precision is HIGHEST and equation.primitive.name in HOLD_RULES:
+        found = _with_rules(found, _of_rules(equation))
     if precision is not None and _says_nothing(equation):
         # Half and integer products have all their digits anyway.
         if precision is not HIGHEST or _reads(equation, np.float32, np.complex64):
@@ -190,27 +152,18 @@ def _of_rules(equation: JaxprEqn) -> Any:
     function under a default that the user sets around the call, and its rules later, without it.
     Else it is HIGHEST.
     """
-    said = {inner.params.get("precision") for inner in _products_in(equation)}
+    products = filter(is_low, inner_equations(equation))
+    said = {product.params.get("precision") for product in products}
     word = said.pop() if len(said) == 1 else None
-    is_one = word is not None and not (isinstance(word, tuple) and len(set(word)) > 1)
+    is_one = word is not None and len(set(_of_operands(word))) == 1
     return word if is_one else HIGHEST
-
-
-def _products_in(equation: JaxprEqn) -> Iterator[JaxprEqn]:
-    for jaxpr in _jax_compat.inner_jaxprs(equation):
-        for inner in jaxpr.eqns:
-            yield from (inner,) if is_low(inner) else _products_in(inner)
-
-
-def _rule_with(jaxpr: Any, precision: Any) -> Any:
-    return _mapped(jaxpr, _filling(_jax_compat.empty_name_stack(), _all_with(precision), None))
 
 
 def _filling(scope: Any, choose: Choice, around: Any) -> Callable[[JaxprEqn], JaxprEqn]:
     """Returns a function that fills an equation of a jaxpr that stands under a name stack."""
 
     def fill(equation: JaxprEqn) -> JaxprEqn:
-        found = _filled(equation, scope + equation.source_info.name_stack, choose, around)
+        found = _filled_params(equation, scope + equation.source_info.name_stack, choose, around)
         return equation if found is equation.params else equation.replace(params=dict(found))
 
     return fill
@@ -250,3 +203,40 @@ def _default_precision() -> Any:
     vector = jax.ShapeDtypeStruct((1,), np.float32)
     (equation,) = _jax_compat.open_jaxpr(jax.make_jaxpr(jax.lax.dot)(vector, vector))[0].eqns
     return equation.params["precision"]
+
+
+# Rules of custom derivatives.
+
+
+def _with_rules(params: Params, precision: Any) -> dict[str, Any]:
+    """Returns parameters of an equation with rules, in which products that say none have it.
+
+    The functions that fill rules are those of this module: rules that are changed alike are then
+    equal, as programs that hold them are.
+    """
+    found = dict(params)
+    for name in {"jvp_jaxpr_fun", "fwd_jaxpr_thunk"} & params.keys():
+        # JAX traces it once for all who call the function, elsewhere perhaps.
+        found[name] = _with_filled_jaxpr(params[name], precision)
+    if "bwd" in params:
+        found["bwd"] = _with_default(params["bwd"], precision)
+    if "rule" in params:  # of vmap
+        found["rule"] = functools.partial(_run_with_default, params["rule"], precision)
+    return found
+
+
+def _run_and_fill(rule: Any, precision: Any, *zeros: Any) -> Any:
+    jaxpr, *others = rule(*zeros)
+    fill = _filling(_jax_compat.empty_name_stack(), _all_with(precision), None)
+    return _mapped(jaxpr, fill), *others
+
+
+def _run_with_default(rule: Any, precision: Any, *args: Any) -> Any:
+    one = _of_operands(precision)[0]
+    name: Any = one.name.lower() if isinstance(one, Precision) else one.name
+    with jax.default_matmul_precision(name):
+        return rule(*args)
+
+
+_with_filled_jaxpr: Any = linear_util.transformation2(_run_and_fill)
+_with_default: Any = linear_util.transformation2(_run_with_default)

@@ -8,7 +8,7 @@ import functools
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,16 +16,15 @@ import jax.numpy as jnp
 
 from jmp import _jax_compat
 from jmp._array_calls import StaticPart, take_arrays
-from jmp._messages import described, function_name, users_stacklevel
+from jmp._messages import described, function_name, listed, users_stacklevel
 from jmp.autocasting._emit import run_plan
-from jmp.autocasting._flatten import flatten
+from jmp.autocasting._flatten import graph_of
 from jmp.autocasting._flow import Destination, Info
 from jmp.autocasting._numbers import MadeOf
 from jmp.autocasting._operations import warn_if_gradients_stay_half, warn_if_no_product_is_half
 from jmp.autocasting._planner import Planner
 from jmp.autocasting._propagation import walk
-from jmp.autocasting._regions import AUTOCAST, Request
-from jmp.autocasting._settings import Settings
+from jmp.autocasting._request import AUTOCAST, Request, Settings
 from jmp.autocasting._steps import Context, Plan
 from jmp.dtypes import FLOAT32
 from jmp.rules import PolicyRules, Rule, UnusedRuleWarning
@@ -138,13 +137,13 @@ class Program:
     def _plan(self, jaxpr: Any, constants: Sequence[Any], in_half: Sequence[bool]) -> Plan:
         request = Request(self.settings, self.rules, self.rules_of_modules)
         given = [MadeOf.INPUTS] * len(jaxpr.invars)
-        graph = flatten(jaxpr, constants, given, None, request)
+        graph = graph_of(jaxpr, constants, given, None, request)
         infos = [Info(value.dtype, True) for value in graph.inputs]
         first = len(infos) - len(in_half)
         for position, half in enumerate(in_half):
             if half and graph.inputs[first + position].is_float32:
                 infos[first + position] = Info(self.settings.compute_dtype, False)
-        nowhere = [Destination(feeds=False, kept=False)] * len(graph.outputs)
+        nowhere = [Destination(feeds=False, carried=False)] * len(graph.outputs)
         plan = Planner(graph, infos, nowhere, Context(request)).plan_level()
         request.rules.warn_unused()
         if not self._has_warned:
@@ -219,6 +218,27 @@ def check_runs_when_called(fun: Any) -> None:
             f"autocast got {late}: its body runs after the call has returned, when nothing is "
             "traced. Expected a function that computes its results and returns them; wrap the "
             "functions that the body calls, and leave the body outside."
+        )
+
+
+def check_names(fun: Callable[..., Any], apply_to: Sequence[str]) -> None:
+    """Refuses an `apply_to=` that names no arguments of the function."""
+    if isinstance(apply_to, str):
+        text = described(apply_to)
+        raise TypeError(f"autocast got apply_to={text}; expected a list: [{text}].")
+    if not isinstance(apply_to, Iterable) or not all(isinstance(name, str) for name in apply_to):
+        raise TypeError(
+            f"autocast got apply_to={described(apply_to)}; expected names of arguments, such as "
+            "apply_to=['x']."
+        )
+    if not apply_to:
+        return
+    parameters = inspect.signature(fun).parameters
+    unknown = [name for name in apply_to if name not in parameters]
+    if unknown:
+        raise ValueError(
+            f"autocast got apply_to={described(list(apply_to))}, but '{function_name(fun)}' has no "
+            f"argument {listed(unknown)}; it has {', '.join(list(parameters)[:16])}."
         )
 
 

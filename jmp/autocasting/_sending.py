@@ -4,34 +4,24 @@ A parameter that is gathered, permuted or laid out anew, and that products alone
 is rounded first: half the bytes go over the wire. The numbers are the same, because moving rounds
 nothing; its gradient is added up over devices in half, as that of a product on one device is.
 
-What some devices of a mapped mesh run and others may not: branches, and turns of a while loop.
-
-Nothing may be sent there but what the user sends. The maximum of a float8 array over all devices
-would wait for ever for those that went another way.
+In branches, and in the turns of a while loop, devices of a mapped mesh may go different ways. There
+nothing may be sent but what the user sends: the maximum of a float8 array over all devices would
+wait for ever for those that went another way. So each device has float8 scales of its own.
 """
 
 from collections.abc import Callable, Iterator, Set
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jmp._jax_compat import varying_axes
-from jmp.autocasting._flow import Facts
+from jmp.autocasting._flow import Facts, only_read_by
 from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._kinds import kind_of
 from jmp.autocasting._reasons import why_not_lowered
 from jmp.autocasting._registry import Category
-from jmp.autocasting._steps import (
-    Fused,
-    InFloat8,
-    Inside,
-    Nested,
-    Opened,
-    Plan,
-    Single,
-    Step,
-    Unplanned,
-)
+from jmp.autocasting._steps import Opened
 
 WHY_SENT = "products alone read it afterwards: rounded before it is sent"
 WHY_WIDE = "the gradient of a parameter is float32 before devices add it up"
@@ -50,16 +40,14 @@ def find_sent(
     readers = _Readers(graph, facts.embeddings, half, open_inside, {})
     found: set[Node] = set()
     for node in graph.nodes:
-        if not (
-            (sends(node) and not node.region.in_float32)
-            or any(value.producer in found for value in node.inputs)
+        is_first = sends(node) and not node.region.in_float32
+        is_full = node.rule.category is Category.FULL  # by the user's word
+        if (
+            (is_first or any(value.producer in found for value in node.inputs))
+            and not is_full
+            and facts.dependent.isdisjoint(node.outputs)
+            and all(v.is_float32 and readers.are_products(v) for v in node.outputs)
         ):
-            continue
-        # The user asks for float32 by `full=`.
-        may_be_half = node.rule.category is not Category.FULL
-        if not (may_be_half and facts.dependent.isdisjoint(node.outputs)):
-            continue
-        if all(v.is_float32 and readers.are_products(v) for v in node.outputs):
             found.add(node)
     return found
 
@@ -72,17 +60,17 @@ def sends(node: Node) -> bool:
     """
     if not node.rule.sends:
         return False
-    before, after = _mesh(node.inputs[0]), _mesh(node.outputs[0])
+    before, after = _mesh_of_value(node.inputs[0]), _mesh_of_value(node.outputs[0])
     return bool(before.empty or before == after)
 
 
-def _mesh(value: Value) -> Any:
+def _mesh_of_value(value: Value) -> Any:
     return value.aval.sharding.mesh
 
 
 def may_be_sent(lookup: Node) -> bool:
     """Returns whether a lookup stands on a mesh, as far as types say: its table may be sharded."""
-    return any(not _mesh(value).empty for value in (lookup.inputs[0], *lookup.outputs))
+    return any(not _mesh_of_value(value).empty for value in (lookup.inputs[0], *lookup.outputs))
 
 
 def asks_for_wide(product: Node, facts: Facts) -> bool:
@@ -104,10 +92,10 @@ class _Readers(NamedTuple):
 
     def are_products(self, value: Value) -> bool:
         """Returns whether products that are computed in half are all that reads a value."""
-        is_result = any(value is output for output in self.graph.outputs)
-        return bool(value.users) and not is_result and all(self._is(u, value) for u in value.users)
+        is_product = partial(self._is_product, value)
+        return bool(value.users) and only_read_by(value, self.graph, is_product)
 
-    def _is(self, user: Node, value: Value) -> bool:
+    def _is_product(self, value: Value, user: Node) -> bool:
         if user.is_product:
             return not why_not_lowered(user, self.half)
         if user.goes_inside:
@@ -152,33 +140,3 @@ def may_part(node: Node, choice: Any) -> bool:
 def _is_mapped(aval: Any) -> bool:
     sharding = getattr(aval, "sharding", None)
     return sharding is not None and bool(sharding.mesh.manual_axes)
-
-
-def apart(inside: Inside) -> Inside:
-    """Returns a function inside in which each device has float8 scales of its own."""
-    return inside._replace(plan=_plan_apart(inside.plan))
-
-
-def _any_apart(inside: Inside | Unplanned) -> Inside | Unplanned:
-    if isinstance(inside, Inside):
-        return apart(inside)
-    return lambda run_plan: inside(lambda plan, arrays: run_plan(_plan_apart(plan), arrays))
-
-
-def _plan_apart(plan: Plan) -> Plan:
-    return plan._replace(steps=tuple(map(_step_apart, plan.steps)))
-
-
-def _step_apart(step: Step) -> Step:
-    if isinstance(step, Nested):
-        return step._replace(insides=tuple(map(_any_apart, step.insides)))
-    if isinstance(step, Fused):
-        return step._replace(plain=tuple(map(_step_apart, step.plain)))
-    if not isinstance(step, Single):
-        return step
-    if step.moves_float8:  # numbers in float8 are sent with a scale for all
-        return step._replace(moves_float8=False, why=WHY_SENT)
-    if step.in_float8 is None:
-        return step
-    # Without bounds, which are one number for all devices.
-    return step._replace(in_float8=InFloat8(step.in_float8.is_shared, is_apart=True))

@@ -1,9 +1,8 @@
 """A plan: the steps of one level, with every decision and its reason. `_emit` runs it as it says.
 
-There are three sorts of steps: a `Single` equation, a `Nested` one that is planned inside, and an
-`Island` of equations computed in float32 as one.
-
-What is decided of each value of a level: the one place where dtypes are written down.
+There are four sorts of steps: a `Single` equation, a `Nested` one that is planned inside, an
+`Island` of equations computed in float32 as one, and a `Fused` attention. While a level is planned,
+`Storage` has what is decided of its values: the one place where dtypes are written down.
 """
 
 import enum
@@ -14,12 +13,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jmp.autocasting._float8 import InFloat8
 from jmp.autocasting._flow import Destination, Facts, Info
 from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._propagation import turns_of
-from jmp.autocasting._regions import Request
 from jmp.autocasting._registry import Params
-from jmp.autocasting._scales import Extremes
+from jmp.autocasting._request import Request
 
 Function = Callable[..., Any]  # of flat arrays; returns a list of them
 Dtypes = tuple[np.dtype | None, ...]  # None for what has no dtype, or keeps its own
@@ -37,26 +36,6 @@ class Arithmetic(enum.Enum):
     def is_half(self) -> bool:
         """Whether operands are read in half."""
         return self not in (Arithmetic.FLOAT32, Arithmetic.ROUNDED)
-
-
-class Bounded(NamedTuple):
-    """A function of one product's result; see `_bounds`."""
-
-    product: Value
-    added: tuple[Value, ...]  # vectors that are added to it before
-    extremes: Extremes
-
-
-class InFloat8(NamedTuple):
-    """How a product is computed in float8; see `_float8`."""
-
-    is_shared: bool  # other products may read its factors
-    # What each operand is the product of, where no maximum is looked for: nothing, one or two.
-    operands: tuple[tuple[Bounded, ...], ...] = ((), ())
-    is_bounded: bool = False  # its cotangent comes with a bound
-    has_bias: bool = False  # its cotangent is added up for the gradient of a vector, too
-    # Devices may not come by here together: each has scales of its own, and sends nothing for them.
-    is_apart: bool = False
 
 
 class Recompute(enum.Enum):
@@ -104,15 +83,18 @@ class Surroundings(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What is the same all over one program; and how often this level runs, as far as known."""
+    """What holds all over a level, and on the levels inside as far as nothing else is said."""
 
     request: Request
-    times: int = 1
+    times: int = 1  # how often the level runs, as far as known
     # Whether a recomputation must be kept apart from the forward pass it repeats: XLA would merge
     # the two and keep the float32 values. In a loop the two stand in different loops anyway,
     # unless the body is itself recomputed.
     prevent_cse: bool = True
-    is_transposed: bool = False  # see `Level.plan_opened`
+    # Whether it is a rule whose tangents JAX transposes, or must agree with one.
+    is_transposed: bool = False
+    # Whether devices may not come by here together: each has float8 scales of its own.
+    own_scales: bool = False
 
 
 class Single(NamedTuple):
@@ -213,18 +195,26 @@ def plain_steps(steps: Sequence[Step]) -> Iterator[Single | Nested | Island]:
             yield step
 
 
-def steps_of(plan: Plan, times: int = 1) -> Iterator[tuple[Single | Island | Fused, Plan, int]]:
-    """Yields the steps of all levels, in order: each with its level and how often it runs.
+class Ran(NamedTuple):
+    """A step of a plan at any depth."""
+
+    step: Single | Island | Fused
+    level: Plan  # that it stands in
+    times: int  # how often it runs: once for each turn of the scans around it
+
+
+def steps_of(plan: Plan, times: int = 1) -> Iterator[Ran]:
+    """Yields the steps of all levels, in order.
 
     The steps inside a nested one stand in its place; after a fused attention come those that run
     where it is not fused.
     """
     for step in plan.steps:
         if isinstance(step, Fused):
-            yield step, plan, times
+            yield Ran(step, plan, times)
         for plain in plain_steps((step,)):
             if not isinstance(plain, Nested):
-                yield plain, plan, times
+                yield Ran(plain, plan, times)
                 continue
             for inside in plain.insides:
                 if isinstance(inside, Inside):
@@ -238,7 +228,7 @@ def nodes_of(step: Step) -> tuple[Node, ...]:
     return step.nodes if isinstance(step, Island) else (step.node,)
 
 
-def in_order(steps: Sequence[Step], outputs: Iterable[Value]) -> list[Step]:
+def runnable_order(steps: Sequence[Step], outputs: Iterable[Value]) -> list[Step]:
     """Sorts steps; those that neither an output nor a marker needs are left out."""
     producers = {
         value: index
@@ -320,7 +310,7 @@ class Storage:
 
     def destination(self, value: Value) -> Destination:
         """Returns where a value goes."""
-        return Destination(value in self.facts.feeds, value in self.facts.kept)
+        return Destination(value in self.facts.feeds, value in self.facts.carried)
 
     def rounded_by_rule(self, value: Value) -> np.dtype | None:
         """Returns the dtype that a rule rounds a value to, where it leaves the rule's region."""
@@ -337,7 +327,7 @@ class Storage:
         """
         readers = [user for user in value.users if user not in inside]
         read_wide = readers and all(user.reads_float32 for user in readers)
-        return value in self.facts.feeds and value not in self.facts.kept and not read_wide
+        return value in self.facts.feeds and value not in self.facts.carried and not read_wide
 
     def may_be_mask(self, value: Value) -> bool:
         """Returns whether a value may hold -1e9: it is known to, or is an input that is no bias."""

@@ -21,13 +21,14 @@ from jax.interpreters import ad, batching, mlir
 from jmp import _jax_compat
 from jmp.autocasting._casts import cast, cast_all
 from jmp.autocasting._registry import Params
-from jmp.autocasting._steps import Dtypes
 from jmp.dtypes import FLOAT32
 
-Bound = Callable[[Sequence[Any]], list[Any]]  # an equation, as a function of its operands
+Run = Callable[[Sequence[Any]], list[Any]]  # an equation, as a function of its operands
 
 
-def move(run: Bound, operands: Sequence[Any], stores: Dtypes, half: np.dtype) -> list[Any]:
+def move_rounded(
+    run: Run, operands: Sequence[Any], stores: Sequence[np.dtype | None], half: np.dtype
+) -> list[Any]:
     """Runs what moves its first operand, in half; its transpose runs in float32.
 
     Args:
@@ -49,7 +50,7 @@ def move(run: Bound, operands: Sequence[Any], stores: Dtypes, half: np.dtype) ->
     return _with_derivative(forward, derivative)(cast(operands[0], half), *operands)
 
 
-def multiply(operands: Sequence[Any], params: Params, half: np.dtype) -> list[Any]:
+def multiply_rounded(operands: Sequence[Any], params: Params, half: np.dtype) -> list[Any]:
     """Runs a `dot_general` in half, with float32 gradients for operands that are float32.
 
     Args:
@@ -118,18 +119,18 @@ def _product(*operands: Any, weight: int, **params: Any) -> Any:
     return lax.dot_general_p.bind(*(cast(x, half) for x in operands), **params)
 
 
-def _type(*types: Any, **params: Any) -> Any:
+def _type_of_product(*types: Any, **params: Any) -> Any:
     (result,) = jax.make_jaxpr(partial(_product, **params))(*types).out_avals
     return result
 
 
-def _gradient(position: int, cotangent: Any, *operands: Any, weight: int, **params: Any) -> Any:
+def _transpose(position: int, cotangent: Any, *operands: Any, weight: int, **params: Any) -> Any:
     """Returns the gradient of the operand at `position`, in the dtype that it came in."""
     other = cast(operands[1 - position], cotangent.dtype)
-    return gradient(operands[position].aval, position, (cotangent, other), params)
+    return gradient_of_operand(operands[position].aval, position, (cotangent, other), params)
 
 
-def gradient(aval: Any, position: int, factors: Sequence[Any], params: Params) -> Any:
+def gradient_of_operand(aval: Any, position: int, factors: Sequence[Any], params: Params) -> Any:
     """Returns the gradient of an operand of a `dot_general`, as one product.
 
     Args:
@@ -158,7 +159,9 @@ def gradient(aval: Any, position: int, factors: Sequence[Any], params: Params) -
     return _run_with(typed_product, closed, [cotangent])
 
 
-def _batched(operands: Sequence[Any], axes: Sequence[Any], weight: int, **params: Any) -> Any:
+def _batched_product(
+    operands: Sequence[Any], axes: Sequence[Any], weight: int, **params: Any
+) -> Any:
     half = operands[1 - weight].dtype
     product = jax.vmap(partial(_product, weight=weight, **params), axes)
     closed = jax.make_jaxpr(product)(*(cast(x, half) for x in operands))
@@ -181,7 +184,7 @@ def _run_with(product: Callable[..., Any], closed: Any, operands: Sequence[Any])
 
 weight_product_p = Primitive("weight_product")
 weight_product_p.def_impl(_product)
-weight_product_p.def_abstract_eval(_type)
+weight_product_p.def_abstract_eval(_type_of_product)
 mlir.register_lowering(weight_product_p, mlir.lower_fun(_product, multiple_results=False))
-ad.defbilinear(weight_product_p, partial(_gradient, 0), partial(_gradient, 1))
-batching.primitive_batchers[weight_product_p] = _batched
+ad.defbilinear(weight_product_p, partial(_transpose, 0), partial(_transpose, 1))
+batching.primitive_batchers[weight_product_p] = _batched_product

@@ -8,12 +8,12 @@ is as many times too large as there are devices. `assert_summed_once` finds such
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import JaxprEqn, Literal
 from jax.typing import DTypeLike
 
 from jmp import _jax_compat
@@ -21,8 +21,8 @@ from jmp._array_calls import ArrayCall
 from jmp._messages import function_name, listed
 from jmp.autocasting._operations import is_product
 from jmp.autocasting._propagation import WayInside, propagate
-from jmp.diagnostics._arguments import apart, check_asked, of_modules
-from jmp.diagnostics._walk import Placed, place_name, source_line, with_places
+from jmp.diagnostics._arguments import asked_function, split_arguments
+from jmp.diagnostics._walk import place_name, source_line, with_places
 from jmp.dtypes import floating_dtype
 
 SHOWN = 8  # products in another dtype; sums
@@ -51,36 +51,31 @@ def assert_products_in(
     >>> gradient = jax.grad(autocast(loss, "mixed_bfloat16"))
     >>> assert_products_in(gradient, jnp.bfloat16)(jnp.ones((8, 8)), jnp.ones((4, 8)))
     """
-    check_asked("assert_products_in", "assert_products_in(fun, dtype)(*args)", fun, early, None)
+    call = "assert_products_in(fun, dtype)(*args)"
+    function = asked_function("assert_products_in", call, fun, early)
     expected = floating_dtype(dtype, "dtype")
 
     def check(*args: Any, **kwargs: Any) -> None:
-        call = ArrayCall(of_modules(fun), *apart(*args, **kwargs))
+        call = ArrayCall(function, *split_arguments(*args, **kwargs))
         closed = jax.make_jaxpr(call.results)(*call.arrays)
-        products = list(_products(_jax_compat.open_jaxpr(closed)[0]))
+        placed = with_places(_jax_compat.open_jaxpr(closed)[0])
+        products = [each for each in placed if is_product(each.equation)]
         name = function_name(fun)
         if not products:
             raise AssertionError(f"{name} has no product whose dtype could be checked.")
-        others = [
-            f"{equation.primitive.name} in {', '.join(map(str, dtypes))} at "
-            f"{place_name(source, path)}"
-            for (equation, path, source, _), dtypes in products
-            if dtypes != [expected]
-        ]
+        others = []
+        for equation, path, source, _ in products:
+            dtypes = {atom.aval.dtype for atom in equation.invars}
+            floating = sorted(str(d) for d in dtypes if jnp.issubdtype(d, jnp.floating))
+            if floating != [str(expected)]:
+                where = place_name(source, path)
+                others.append(f"{equation.primitive.name} in {', '.join(floating)} at {where}")
         if others:
             count = f"{len(others)} of {len(products)}"
             first = f"{count} products of {name} are not in {expected}:"
             raise AssertionError(_listed_lines(first, others))
 
     return check
-
-
-def _products(jaxpr: Jaxpr) -> Iterator[tuple[Placed, list[Any]]]:
-    """Yields each product with the dtypes of its floating operands."""
-    for placed in with_places(jaxpr):
-        if is_product(placed.equation):
-            dtypes = {atom.aval.dtype for atom in placed.equation.invars}
-            yield placed, sorted((d for d in dtypes if jnp.issubdtype(d, jnp.floating)), key=str)
 
 
 def _listed_lines(first: str, lines: Sequence[str]) -> str:
@@ -113,10 +108,10 @@ def assert_summed_once(fun: Callable[..., Any], *early: Any) -> Callable[..., No
     >>> step = jax.shard_map(gradient, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
     >>> assert_summed_once(step)(jnp.ones(4), jnp.ones((16, 4)))
     """
-    check_asked("assert_summed_once", "assert_summed_once(fun)(*args)", fun, early, None)
+    function = asked_function("assert_summed_once", "assert_summed_once(fun)(*args)", fun, early)
 
     def check(*args: Any, **kwargs: Any) -> None:
-        call = ArrayCall(of_modules(fun), *apart(*args, **kwargs))
+        call = ArrayCall(function, *split_arguments(*args, **kwargs))
         closed = jax.make_jaxpr(call.results)(*call.arrays)
         lines: list[str] = []
         rule = functools.partial(_sums_of_results, lines, {}, ())

@@ -33,7 +33,7 @@ from jmp.autocasting._emit import Environment, Numerics, run_plan, run_steps
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._operations import NoHalfProductWarning
 from jmp.autocasting._precision import with_default
-from jmp.autocasting._regions import MODULE, modules_path
+from jmp.autocasting._request import MODULE, modules_path
 from jmp.autocasting._steps import Fused, Inside, Island, Nested, Read, Single, Write
 from jmp.diagnostics._arguments import check_numbers
 from jmp.diagnostics._scope_search import Errors, in_groups

@@ -114,6 +114,11 @@ class Location(NamedTuple):
     equations: tuple[core.JaxprEqn, ...] = ()
     inside: tuple[str, ...] = ()
 
+    @property
+    def equation(self) -> core.JaxprEqn:
+        """The innermost: the operation itself, or what holds this level."""
+        return self.equations[-1]
+
     def at(self, equation: core.JaxprEqn) -> "Location":
         """The place of an equation of this level."""
         return Location((*self.equations, equation), self.inside)
@@ -155,7 +160,6 @@ class Cause(NamedTuple):
     name: str  # the primitive; of an argument its path
     dtype: str  # of what came out, and so is the state
     state: int
-    params: dict[str, Any]  # of the primitive
     place: Location
     operands: tuple[Operand, ...]  # the floating ones, or what was given itself
     given: tuple[str, ...] = ()  # arguments whose infinities it read
@@ -222,7 +226,7 @@ def earliest(causes: Iterable[Cause | None]) -> Cause | None:
 
 
 Look = Callable[[], Causes]
-Step = Callable[[JaxprEqn, list[Checked], Location], list[Checked]]
+Step = Callable[[list[Checked], Location], list[Checked]]
 
 
 class Interpreter:
@@ -238,7 +242,7 @@ class Interpreter:
             return Checked(value)
         order = next(self._order) if state == NAN else math.inf
         dtype, read = str(value.dtype), (operand(value),)
-        return Checked(value, state, Cause(order, kind, name, dtype, state, {}, place, read))
+        return Checked(value, state, Cause(order, kind, name, dtype, state, place, read))
 
     def run(self, jaxpr: Any, inputs: list[Checked], here: Location) -> list[Checked]:
         """Returns what a jaxpr gives. `inputs` is emptied: each is freed after its last use."""
@@ -251,22 +255,21 @@ class Interpreter:
             return next((e for e in jaxpr.eqns if any(x is variable for x in e.invars)), None)
 
         def step(equation: JaxprEqn, _: int, operands: list[Checked]) -> list[Checked]:
-            return self._step(equation, operands, here.at(equation))
+            return self._step(operands, here.at(equation))
 
         pairs = zip(constants, map(reader_of, jaxpr.constvars), strict=True)
         inputs[:0] = [given(constant, reader) for constant, reader in pairs]
         return evaluate(jaxpr, inputs, step, lambda atom, reader: given(literal(atom), reader))
 
-    def _step(self, equation: JaxprEqn, inputs: list[Checked], here: Location) -> list[Checked]:
-        name = equation.primitive.name
+    def _step(self, inputs: list[Checked], here: Location) -> list[Checked]:
+        name = here.equation.primitive.name
         named: dict[str, Step] = {"scan": self._scan, "cond": self._cond, "while": self._while}
         named["shard_map"] = self._shard_map
         other: Step = self._call if name in _jax_compat.CALLS else self._operation
-        return named.get(name, other)(equation, inputs, here)
+        return named.get(name, other)(inputs, here)
 
     def _operation(
         self,
-        equation: JaxprEqn,
         inputs: list[Checked],
         here: Location,
         look: Look | None = None,
@@ -277,6 +280,7 @@ class Interpreter:
         Values are those of the whole: what it gave is what is read next. `look` finds the causes
         of its results inside; it says whether the cause is inside.
         """
+        equation = here.equation
         call = call or _call_of(equation)
         results = call(*(x.value for x in inputs))
         states = list(map(state_of, results))
@@ -290,43 +294,43 @@ class Interpreter:
             outer = handed_on(rerun, inputs, max(states), is_product(equation))
             if outer is None:
                 is_whole = look is not None or _holds_a_program(equation)
-                outer = self._cause(equation, inputs, max(states), here, is_whole)
+                outer = self._cause(inputs, max(states), here, is_whole)
             causes = [cause or outer for cause in causes]
         return [
             Checked(result, state, cause) if state else Checked(result)
             for result, state, cause in zip(results, states, causes, strict=True)
         ]
 
-    def _cause(
-        self, equation: JaxprEqn, inputs: list[Checked], state: int, here: Location, is_whole: bool
-    ) -> Cause:
-        result: Any = next(v.aval for v in equation.outvars if has_floats(v.aval))
+    def _cause(self, inputs: list[Checked], state: int, here: Location, is_whole: bool) -> Cause:
+        result: Any = next(v.aval for v in here.equation.outvars if has_floats(v.aval))
         read = tuple(operand(x.value) for x in inputs if has_floats(x.value))
         order, kind = next(self._order), "whole" if is_whole else "operation"
-        name, dtype = equation.primitive.name, str(result.dtype)
+        name, dtype = here.equation.primitive.name, str(result.dtype)
         meant = [x.cause for x in inputs if x.cause is not None and x.cause.may_be_meant]
         given = tuple(dict.fromkeys(x.name for x in meant if x.kind == "argument"))
-        return Cause(order, kind, name, dtype, state, equation.params, here, read, given)
+        return Cause(order, kind, name, dtype, state, here, read, given)
 
-    def _call(self, equation: JaxprEqn, inputs: list[Checked], here: Location) -> list[Checked]:
+    def _call(self, inputs: list[Checked], here: Location) -> list[Checked]:
+        equation = here.equation
         name = equation.primitive.name
         if _jax_compat.is_jit(equation):
-            name = f"jit {_jax_compat.name_of(equation)}"
+            name = f"jit {_jax_compat.called_name(equation)}"
         elif name in _jax_compat.REMAT:
             name = "" if _is_autocasts(equation) else "remat"
         inner = here.within(name) if name else here
         return self.run(_jax_compat.called(equation.params), inputs, inner)
 
-    def _cond(self, equation: JaxprEqn, inputs: list[Checked], here: Location) -> list[Checked]:
-        branches = _jax_compat.branches(equation.params)
+    def _cond(self, inputs: list[Checked], here: Location) -> list[Checked]:
+        branches = _jax_compat.branches(here.equation.params)
         index = np.unique(_jax_compat.on_all_devices(inputs[0].value))
         if index.size > 1:  # devices go different ways
-            return self._operation(equation, inputs, here)
+            return self._operation(inputs, here)
         branch = min(max(int(index[0]), 0), len(branches) - 1)
         del inputs[0]
         return self.run(branches[branch], inputs, here.within(f"cond, branch {branch}"))
 
-    def _scan(self, equation: JaxprEqn, inputs: list[Checked], here: Location) -> list[Checked]:
+    def _scan(self, inputs: list[Checked], here: Location) -> list[Checked]:
+        equation = here.equation
         scan = _jax_compat.Scan.of(equation.params)
         # A turn is the same scan with a length of one: JAX keeps what it compiled for that.
         one = _jax_compat.one_turn(equation.params)
@@ -344,16 +348,16 @@ class Interpreter:
             for turn in reversed(order) if scan.reverse else order:
                 operands = [*constants, *carry, *(_row(x, turn) for x in xs)]
                 place = here.within(f"scan, iteration {turn}")
-                results = self._turn(equation, body, scan.body, operands, place)
+                results = self._turn(body, scan.body, operands, place)
                 carry = results[: scan.n_carry]
                 rows = _causes_of(results[scan.n_carry :])
                 stacked = [earliest(pair) for pair in zip(stacked, rows, strict=True)]
             return [*_causes_of(carry), *stacked]
 
-        return self._operation(equation, inputs, here, look)
+        return self._operation(inputs, here, look)
 
-    def _while(self, equation: JaxprEqn, inputs: list[Checked], here: Location) -> list[Checked]:
-        loop = _jax_compat.While.of(equation.params)
+    def _while(self, inputs: list[Checked], here: Location) -> list[Checked]:
+        loop = _jax_compat.While.of(here.equation.params)
         tested, constants, first = loop.split(inputs)
         condition = jax.jit(_jax_compat.as_function(loop.condition))
         body = jax.jit(_jax_compat.as_function(loop.body))
@@ -368,22 +372,19 @@ class Interpreter:
                 return [None] * len(carry)
             while goes_on(carry).item():
                 place = here.within(f"while, iteration {turn}")
-                carry = self._turn(equation, body, loop.body, [*constants, *carry], place)
+                carry = self._turn(body, loop.body, [*constants, *carry], place)
                 turn += 1
             return _causes_of(carry)
 
-        return self._operation(equation, inputs, here, look)
+        return self._operation(inputs, here, look)
 
-    def _turn(
-        self, equation: JaxprEqn, body: Call, jaxpr: Any, inputs: list[Checked], here: Location
-    ) -> list[Checked]:
+    def _turn(self, body: Call, jaxpr: Any, inputs: list[Checked], here: Location) -> list[Checked]:
         """Runs one turn of a loop."""
         look = lambda: _causes_of(self.run(jaxpr, list(inputs), here))
-        return self._operation(equation, inputs, here, look, body)
+        return self._operation(inputs, here, look, body)
 
-    def _shard_map(
-        self, equation: JaxprEqn, inputs: list[Checked], here: Location
-    ) -> list[Checked]:
+    def _shard_map(self, inputs: list[Checked], here: Location) -> list[Checked]:
+        equation = here.equation
         options = _jax_compat.shard_map_options(equation.params)
         found: Causes = []
 
@@ -401,7 +402,7 @@ class Interpreter:
             jax.shard_map(body, **options)(*(x.value for x in inputs))
             return found
 
-        return self._operation(equation, inputs, here, look, jax.jit(_call_of(equation)))
+        return self._operation(inputs, here, look, jax.jit(_call_of(equation)))
 
 
 def _holds_a_program(equation: JaxprEqn) -> bool:

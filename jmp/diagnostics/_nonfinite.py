@@ -15,9 +15,9 @@ import jax.numpy as jnp
 
 from jmp import _jax_compat
 from jmp._array_calls import ArrayCall
-from jmp.autocasting._regions import AUTOCAST
 from jmp.autocasting._registry import Category, rule_for
-from jmp.diagnostics._arguments import apart, check_asked, check_numbers, of_modules
+from jmp.autocasting._request import AUTOCAST
+from jmp.diagnostics._arguments import asked_function, check_numbers, split_arguments
 from jmp.diagnostics._interpreter import Cause, Interpreter, Location, Operand, earliest
 from jmp.trees import as_jax_array
 
@@ -145,7 +145,7 @@ def _cure_of_a_zero(cause: Cause) -> str:
 
 def _divisor_of(cause: Cause) -> Operand | None:
     """Returns what an operation divides by, or takes the logarithm of."""
-    if cause.name == "integer_pow" and cause.params["y"] < 0:
+    if cause.name == "integer_pow" and cause.place.equation.params["y"] < 0:
         return cause.operands[0]
     return cause.operands[DIVISORS[cause.name]] if cause.name in DIVISORS else None
 
@@ -200,10 +200,10 @@ def find_nonfinite(fun: Callable[..., Any], *early: Any) -> Callable[..., "NonFi
     ('log', 'infinity', 1)
     """
 
-    check_asked("find_nonfinite", "find_nonfinite(fun)(*args)", fun, early, None)
+    function = asked_function("find_nonfinite", "find_nonfinite(fun)(*args)", fun, early)
 
     def find(*args: Any, **kwargs: Any) -> NonFinite | None:
-        call = ArrayCall(of_modules(fun), *apart(*args, **kwargs))
+        call = ArrayCall(function, *split_arguments(*args, **kwargs))
         check_numbers(
             call.arrays,
             "find_nonfinite",

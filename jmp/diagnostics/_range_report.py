@@ -1,17 +1,14 @@
 """`range_report`: between which powers of two the numbers of a tree lie."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 
-from jmp._messages import described
-from jmp.diagnostics._arguments import apart
-from jmp.diagnostics._range_plot import plot_ranges
+from jmp._messages import described, wrong
+from jmp.diagnostics._arguments import split_arguments
 from jmp.diagnostics._ranges import (
     FLOAT8_LIMITS,
     FLOAT8_PRODUCT,
@@ -20,14 +17,16 @@ from jmp.diagnostics._ranges import (
     Range,
     exponent_of,
     exponents,
-    power_of_two,
+    limits_of,
+    nearest_scale,
     row_of,
 )
-from jmp.diagnostics._tables import first_rows, table
+from jmp.diagnostics._tables import first_rows, table, totals
 from jmp.trees import PyTree, as_jax_array, is_array, path_string
 
 SHOWN = 10  # of each role
 NOTABLE = 0.01  # share of subnormal numbers, which lose digits and no more
+MARGIN = 1  # between the largest scaled gradient and the maximum: a power of two
 SHARES = ("in", "elements", "zero", "underflow", "subnormal", "overflow", "inf, NaN", "powers of 2")
 
 _count = jax.jit(exponents)
@@ -54,7 +53,7 @@ def range_report(tree: PyTree) -> "RangeReport":
     >>> report.best_scale("float16")
     16384.0
     """
-    ((tree,), _), given = apart(tree), tree
+    ((tree,), _), given = split_arguments(tree), tree
     with jax.enable_x64(True):  # float64 leaves of NumPy stay; a count may exceed 2**31
         leaves = [
             (path_string(path), as_jax_array(leaf))
@@ -63,9 +62,12 @@ def range_report(tree: PyTree) -> "RangeReport":
         ]
         counts = jax.device_get([_count(leaf) for _, leaf in leaves])
     if not leaves and callable(given):
-        raise TypeError(
-            f"range_report got {described(given)}; expected a tree of arrays, such as parameters. "
-            "What a loss computes is counted by gradient_report(loss_fn)(*args)."
+        raise wrong(
+            TypeError,
+            "range_report",
+            given,
+            "a tree of arrays, such as parameters",
+            more=" What a loss computes is counted by gradient_report(loss_fn)(*args).",
         )
     pairs = zip(leaves, counts, strict=True)
     return RangeReport(
@@ -73,7 +75,7 @@ def range_report(tree: PyTree) -> "RangeReport":
     )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class RangeReport:
     """What `range_report` or `gradient_report` found; `print` shows it, `to_dict` gives the data.
 
@@ -113,15 +115,17 @@ class RangeReport:
             raise ValueError(
                 f"The report has no rows of the role {described(role)}; it has {known}."
             )
-        longest = max(rows, key=lambda row: len(row.counts))
-        counts = np.zeros_like(longest.counts)
-        for row in rows:
-            first = row.lowest - longest.lowest
-            counts[first : first + len(row.counts)] += row.counts
-        dtypes = ", ".join(dict.fromkeys(row.dtype for row in rows))
-        names = "zeros", "infinities", "nans"
-        special: dict[str, Any] = {n: sum(getattr(row, n) for row in rows) for n in names}
-        return Range(role, "", dtypes, counts, longest.lowest, scale=longest.scale, **special)
+        counts = totals(pair for row in rows for pair in row.counts.items())
+        return Range(
+            role,
+            path="",
+            dtype=", ".join(dict.fromkeys(row.dtype for row in rows)),
+            counts=dict(sorted(counts.items())),
+            zeros=sum(row.zeros for row in rows),
+            infinities=sum(row.infinities for row in rows),
+            nans=sum(row.nans for row in rows),
+            scale=rows[0].scale,
+        )
 
     @property
     def float8_cotangents(self) -> list[Range]:
@@ -129,106 +133,55 @@ class RangeReport:
         rows = [row for row in self.rows if row.operation == FLOAT8_PRODUCT]
         return [row for row in rows if row.role == "activation gradient"]
 
-    def best_scale(self, dtype: DTypeLike | None = None, margin: float = 2.0) -> float | None:
+    def best_scale(self, dtype: DTypeLike | None = None) -> float | None:
         """Returns the largest safe static loss scale, a power of two.
 
-        Under it the largest gradient times `margin` is below the power of two above the maximum of
-        `dtype`: with a margin of 2 the scaled gradients are below 2**15 in float16, whose maximum
-        is 65504. Gradients of parameters and of activations count, and rows of a tree.
+        Under it the largest gradient is below half the power of two above the maximum of `dtype`:
+        in float16, whose maximum is 65504, below 2**15. For a larger margin divide it by a power of
+        two. Gradients of parameters and of activations count, and rows of a tree.
+
+        Where the gradients span more than the range of `dtype`, no scale keeps them all:
+        `total("gradient").shares(dtype, scale)` says what this one loses.
 
         Args:
           dtype: a half type; the report's if left out.
-          margin: a factor of at least 1, rounded up to a power of two. At 1 itself the largest
-            gradient may still round to infinity.
 
         Returns: a scale between 2**-126 and 2**126; None where it cannot be known, because a
           gradient is infinite or NaN (measure under a lower scale) or because all are zero.
-        Raises: ValueError for another dtype, or a margin below 1 or infinite.
+        Raises: ValueError for another dtype.
         """
-        found = self._lossless_exponents(dtype, margin)
-        return None if found is None else power_of_two(found[1])
-
-    def lossless_scales(
-        self, dtype: DTypeLike | None = None, margin: float = 2.0
-    ) -> tuple[float, float] | None:
-        """Returns the lowest and the highest scale under which no gradient is lost.
-
-        That is, none becomes zero and, with `margin`, none infinite. Those below the smallest
-        normal number keep fewer digits. Arguments are those of `best_scale`.
-
-        Returns: powers of two, the highest being `best_scale`. None where no scale keeps them all,
-          and where it cannot be known: `best_scale` is None, or gradients stored in half are zero,
-          because they may have become zero by rounding; measure the program in float32.
-        Raises: as `best_scale`.
-        """
-        found = self._lossless_exponents(dtype, margin)
+        limits = limits_of(dtype or self.dtype)
         rows = [row for role in SCALED for row in self.counting(role)]
-        hidden = any(row.zeros and row.dtype in HALVES for row in rows)
-        if found is None or found[0] > found[1] or hidden:
+        if any(row.infinities or row.nans for row in rows):
             return None
-        return power_of_two(found[0]), power_of_two(found[1])
-
-    def _lossless_exponents(self, dtype: DTypeLike | None, margin: float) -> tuple[int, int] | None:
-        rows = [row for role in SCALED for row in self.counting(role) if row.zeros < row.size]
-        found = [row.lossless_exponents(dtype or self.dtype, margin) for row in rows]
-        known = [exponents for exponents in found if exponents is not None]
-        if not known or len(known) < len(found):
-            return None
-        return max(low for low, _ in known), min(high for _, high in known)
+        largest = [max(row.counts) - exponent_of(row.scale) for row in rows if row.counts]
+        return nearest_scale(limits.largest - MARGIN - max(largest)) if largest else None
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the data as dictionaries, lists, numbers and strings."""
         rows = []
         for row in self.rows:
-            first, last = row.exponents or (row.lowest, row.lowest - 1)
-            counts = row.counts[first - row.lowest : last + 1 - row.lowest].tolist()
+            first, last = row.exponents or (0, -1)
+            counts = [row.counts.get(exponent, 0) for exponent in range(first, last + 1)]
             shares = dataclasses.asdict(row.shares(self.dtype))
             rows.append({**vars(row), "counts": counts, "lowest": first, "shares": shares})
             if row in self.float8_cotangents:
-                of_float8 = row.float8_shares().items()
-                rows[-1]["float8_shares"] = {d: dataclasses.asdict(s) for d, s in of_float8}
+                of_float8 = {name: dataclasses.asdict(row.shares(name)) for name in FLOAT8_LIMITS}
+                rows[-1]["float8_shares"] = of_float8
         return {"dtype": self.dtype, "best_scale": self.best_scale(), "rows": rows}
 
-    def plot(
-        self,
-        axes: Any = None,
-        *,
-        roles: Sequence[str] | None = None,
-        dtype: DTypeLike | None = None,
-        scale: float | None = None,
-    ) -> Any:
-        """Draws the share of numbers between each two powers of two, on a logarithmic axis.
-
-        What `dtype` cannot hold is shaded, and lighter where it holds subnormal numbers; a dot at
-        the left end is the share of zeros. The picture is that of Micikevicius et al. 2018, "Mixed
-        Precision Training", figure 3.
-
-        Args:
-          axes: matplotlib's; new ones if left out.
-          roles: a line for the total of each; all there are if left out.
-          dtype: a half type; the report's if left out.
-          scale: the loss scale to show gradients under; the one that is in them if left out.
-
-        Returns: the axes.
-        Raises: ImportError without matplotlib; ValueError for a role without rows, another dtype,
-          or a scale that is no power of two.
-        """
-        totals = [self.total(role) for role in (self.roles if roles is None else roles)]
-        return plot_ranges(totals, dtype or self.dtype, scale, axes)
-
     def __str__(self) -> str:
-        best, lossless = self.best_scale(), self.lossless_scales()
-        lines = [table(("role", "scale", *SHARES), _totals(self, best))]
+        best = self.best_scale()
+        lines = [table(("role", "scale", *SHARES), _rows_of_totals(self, best))]
         lines.append(f"best static scale: {'unknown' if best is None else _power(best)}")
-        if lossless:
-            lines.append(f"scales that lose no gradient: {' to '.join(map(_power, lossless))}")
         for role in self.roles:
-            lines += _section(role, self.counting(role), self.dtype)
-        lines += _float8_section(self.float8_cotangents)
+            lines += _section(f"{role}s", self.counting(role), self.dtype)
+        for dtype in FLOAT8_LIMITS:
+            lines += _section("cotangents of float8 products", self.float8_cotangents, dtype)
         return "\n".join(lines)
 
 
-def _totals(report: RangeReport, best: float | None) -> list[tuple[str, ...]]:
+def _rows_of_totals(report: RangeReport, best: float | None) -> list[tuple[str, ...]]:
     # In half a scale that comes too late brings nothing back: no use to show one.
     is_half = any(row.dtype in HALVES for row in report.rows)
     found = []
@@ -243,39 +196,16 @@ def _totals(report: RangeReport, best: float | None) -> list[tuple[str, ...]]:
     return found
 
 
-def _section(role: str, rows: list[Range], dtype: str) -> list[str]:
-    """Returns the lines of one role; none if nothing is lost."""
+def _section(what: str, rows: list[Range], dtype: str) -> list[str]:
+    """Returns the lines of the rows that lose something in `dtype`; none if nothing is lost."""
     losing = [row for row in rows if any(_losses(row, dtype))]
     rows = sorted(losing, key=lambda row: _losses(row, dtype), reverse=True)
     if not rows:
         return []
     where = ("path", "operation", "source") if any(row.operation for row in rows) else ("path",)
     cells = [(*(getattr(row, name) for name in where), *_shares(row, dtype, None)) for row in rows]
-    title = f"{role}s in {dtype}, most is lost first:"
+    title = f"{what} in {dtype}, most is lost first:"
     return first_rows(title, (*where, *SHARES), cells, SHOWN, "rows")
-
-
-def _float8_section(rows: list[Range]) -> list[str]:
-    """Returns the lines of the cotangents of float8 products; none if there is no such product."""
-    if not rows:
-        return []
-
-    def lost(row: Range) -> list[float]:
-        return [share for s in row.float8_shares().values() for share in (s.lost, s.subnormal)]
-
-    sizes = [row.size for row in rows]
-    together = [float(share) for share in np.average(list(map(lost, rows)), axis=0, weights=sizes)]
-    found = [("all", "", sum(sizes), together)]
-    worst_first = sorted(rows, key=lost, reverse=True)
-    found += [(row.path, row.source, row.size, lost(row)) for row in worst_first]
-    cells = [
-        (path, source, str(size), *(f"{100 * share:.3g} %" if share else "0" for share in shares))
-        for path, source, size, shares in found
-    ]
-    names = (limits.name.removeprefix("float8_") for limits in FLOAT8_LIMITS)
-    columns = [f"{name} {what}" for name in names for what in ("lost", "subnormal")]
-    title = "cotangents of float8 products, each scaled by its largest number:"
-    return first_rows(title, ("path", "source", "elements", *columns), cells, SHOWN + 1, "rows")
 
 
 def _losses(row: Range, dtype: str) -> tuple[float, ...]:

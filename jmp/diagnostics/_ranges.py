@@ -16,7 +16,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jmp._messages import described
-from jmp.dtypes import HALF_DTYPES, floating_dtype, is_half
+from jmp.dtypes import HALF_DTYPES, floating_dtype
 
 # The exponents of every dtype but float64.
 LOWEST, HIGHEST = -149, 127
@@ -24,7 +24,7 @@ SPECIAL = 3  # zeros, infinities and NaNs are counted behind them
 DIGIT_BITS, DIGITS = 8, 4
 
 
-def layout(dtype: DTypeLike) -> range:
+def counted_exponents(dtype: DTypeLike) -> range:
     """Returns the exponents that are counted for a dtype.
 
     Those of float32's subnormals and normals, which all narrower types share, so that counts of
@@ -39,8 +39,8 @@ def exponents(array: jax.Array) -> jax.Array:
 
     The array keeps its shape all along: flattened, it would be gathered where it is sharded.
 
-    Returns: int32 counts, int64 in x64 mode: those of the exponents of `layout`, then those of
-      zeros, infinities and NaNs. Exact below 2**31.
+    Returns: int32 counts, int64 in x64 mode: those of `counted_exponents`, then those of zeros,
+      infinities and NaNs. Exact below 2**31.
 
     >>> counts = jax.jit(exponents)(jnp.array([3.0, -2.0, 0.0, jnp.inf, 1e-40]))
     >>> {int(i) + LOWEST: int(counts[i]) for i in counts[:-3].nonzero()[0]}
@@ -64,7 +64,7 @@ def _exponents(array: jax.Array) -> jax.Array:
         return _exponents(array.real) + _exponents(array.imag)
     if array.dtype.itemsize == 1:
         array = array.astype(np.float32)  # exact: all of them are normal float32 numbers, or e8m0
-    counted = layout(array.dtype)
+    counted = counted_exponents(array.dtype)
     places = len(counted)
     info = jnp.finfo(array.dtype)
     signed = np.int64 if info.bits == 64 else np.int32
@@ -110,29 +110,29 @@ LARGEST_EXPONENT = 126
 
 
 class Limits(NamedTuple):
-    """Exponents of a half type: its smallest, smallest normal and largest numbers."""
+    """Exponents of a dtype: its smallest, smallest normal and largest numbers."""
 
-    name: str
     smallest: int
     normal: int
     largest: int
 
 
-def limits_of(dtype: DTypeLike) -> Limits:
-    """Returns the limits of a half type; raises ValueError for any other."""
-    half = floating_dtype(dtype, "dtype")
-    if not is_half(half):
-        raise ValueError(f"Ranges were asked for {half}; expected 'float16' or 'bfloat16'.")
-    return _limits(half)
-
-
-def _limits(dtype: np.dtype) -> Limits:
+def _limits(dtype: str) -> Limits:
     info = jnp.finfo(dtype)
     largest = int(math.log2(float(info.max)))
-    return Limits(str(dtype), int(info.minexp) - info.nmant, int(info.minexp), largest)
+    return Limits(int(info.minexp) - info.nmant, int(info.minexp), largest)
 
 
-FLOAT8_LIMITS = tuple(_limits(np.dtype(d)) for d in (jnp.float8_e4m3fn, jnp.float8_e5m2))
+HALF_LIMITS = {dtype: _limits(dtype) for dtype in HALVES}
+FLOAT8_LIMITS = {dtype: _limits(dtype) for dtype in (FLOAT8, "float8_e5m2")}
+
+
+def limits_of(dtype: DTypeLike) -> Limits:
+    """Returns the limits of a half type; raises ValueError for any other."""
+    name = str(floating_dtype(dtype, "dtype"))
+    if name not in HALF_LIMITS:
+        raise ValueError(f"Ranges were asked for {name}; expected 'float16' or 'bfloat16'.")
+    return HALF_LIMITS[name]
 
 
 def exponent_of(scale: float) -> int:
@@ -146,14 +146,14 @@ def exponent_of(scale: float) -> int:
     return exponent - 1
 
 
-def power_of_two(exponent: int) -> float:
-    """Returns 2**exponent, brought between 2**-126 and 2**126."""
+def nearest_scale(exponent: int) -> float:
+    """Returns the loss scale 2**exponent, brought between 2**-126 and 2**126."""
     return 2.0 ** max(-LARGEST_EXPONENT, min(LARGEST_EXPONENT, exponent))
 
 
 @dataclasses.dataclass(frozen=True)
 class Shares:
-    """What becomes of the elements of a tensor in a half type: seven shares that add up to 1."""
+    """What becomes of the elements of a tensor in a narrow type: seven shares that add up to 1."""
 
     zero: float  # before any rounding
     underflow: float  # below half the smallest subnormal number (2**-25 in float16): becomes zero
@@ -173,7 +173,7 @@ class Shares:
         return self.underflow + self.overflow + self.infinite + self.nan
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class Range:
     """The exponents of the elements of a tensor, or of all that come from one place.
 
@@ -182,14 +182,13 @@ class Range:
         tree that `range_report` was given.
       path: of the leaf in its tree; of an activation, its module or name scope.
       dtype: as stored.
-      counts: int64 array: `counts[i]` elements are at least `2**(lowest + i)` and below twice that,
-        in absolute value.
-      lowest: the exponent of the first count.
+      counts: by exponent, in ascending order: `counts[i]` elements are at least `2**i` and below
+        twice that, in absolute value.
       zeros, infinities, nans: elements that have no exponent.
       scale: the loss scale that is in the numbers.
       operation, source: of an activation, the primitive and "file:line" of the user's code.
 
-    >>> row = Range("value", "w", "float32", np.array([2, 1]), -25, zeros=1, infinities=0, nans=0)
+    >>> row = Range("value", "w", "float32", {-25: 2, -24: 1}, zeros=1, infinities=0, nans=0)
     >>> row.size, row.exponents, row.shares("float16", scale=2.0**12).underflow
     (4, (-25, -24), 0.0)
     """
@@ -197,8 +196,7 @@ class Range:
     role: str
     path: str
     dtype: str
-    counts: np.ndarray = dataclasses.field(repr=False)
-    lowest: int
+    counts: dict[int, int] = dataclasses.field(repr=False)
     zeros: int
     infinities: int
     nans: int
@@ -209,49 +207,42 @@ class Range:
     @property
     def size(self) -> int:
         """How many elements were counted; complex ones count twice, in a loop each iteration."""
-        return int(self.counts.sum()) + self.zeros + self.infinities + self.nans
+        return sum(self.counts.values()) + self.zeros + self.infinities + self.nans
 
     @property
     def exponents(self) -> tuple[int, int] | None:
         """The lowest and the highest exponent; None where no element is finite and not zero."""
-        (found,) = self.counts.nonzero()
-        return (self.lowest + int(found[0]), self.lowest + int(found[-1])) if found.size else None
+        return (min(self.counts), max(self.counts)) if self.counts else None
 
     def shares(self, dtype: DTypeLike = "float16", scale: float | None = None) -> Shares:
-        """Returns what becomes of the elements in a half type under a loss scale; 0 if empty.
+        """Returns what becomes of the elements in a narrow type; shares of 0 if there are none.
+
+        In float8, as in a float8 product, the elements are scaled first, so that the power of two
+        of the largest is that of the format's largest number; the loss scale changes nothing. If
+        one is infinite or NaN, all become NaN. (Micikevicius et al. 2022, "FP8 Formats for Deep
+        Learning".)
 
         Args:
-          dtype: the half type.
+          dtype: a half type, "float8_e4m3fn" or "float8_e5m2".
           scale: the loss scale, a power of two; the one that is in the numbers if left out.
             Parameters and activations are not scaled.
 
         Raises: ValueError for another dtype, or a scale that is no power of two.
         """
-        return self._shares(limits_of(dtype), self.shift(scale))
-
-    def float8_shares(self) -> dict[str, Shares]:
-        """Returns what becomes of the elements in "float8_e4m3fn" and in "float8_e5m2".
-
-        As in a float8 product, the elements are scaled first, so that the power of two of the
-        largest is that of the format's largest number; the loss scale changes nothing. If one is
-        infinite or NaN, all become NaN. (Micikevicius et al. 2022, "FP8 Formats for Deep
-        Learning".)
-        """
-        if self.infinities or self.nans:
-            return {limits.name: Shares(0, 0, 0, 0, 0, 0, nan=1) for limits in FLOAT8_LIMITS}
-        _, high = self.exponents or (0, 0)
-        # No scale has a reciprocal that is not finite.
-        shifts = (min(limits.largest - high, LARGEST_EXPONENT) for limits in FLOAT8_LIMITS)
-        pairs = zip(FLOAT8_LIMITS, shifts, strict=True)
-        return {limits.name: self._shares(limits, shift) for limits, shift in pairs}
-
-    def _shares(self, limits: Limits, shift: int) -> Shares:
-        exponents = self.lowest + shift + np.arange(len(self.counts))
+        limits = FLOAT8_LIMITS.get(str(floating_dtype(dtype, "dtype")))
+        if limits is None:
+            limits, shift = limits_of(dtype), self.shift(scale)
+        elif self.infinities or self.nans:
+            return Shares(0, 0, 0, 0, 0, 0, nan=1)
+        else:
+            # No scale has a reciprocal that is not finite.
+            shift = min(limits.largest - max(self.counts, default=0), LARGEST_EXPONENT)
         edges = (limits.smallest - 1, limits.normal, limits.largest + 1)
-        below = [int(self.counts[exponents < edge].sum()) for edge in edges]
-        finite = np.diff([0, *below, int(self.counts.sum())])
+        finite = [0] * (len(edges) + 1)
+        for exponent, number in self.counts.items():
+            finite[sum(edge <= exponent + shift for edge in edges)] += number
         numbers = (self.zeros, *finite, self.infinities, self.nans)
-        return Shares(*(int(number) / max(1, self.size) for number in numbers))
+        return Shares(*(number / max(1, self.size) for number in numbers))
 
     def shift(self, scale: float | None) -> int:
         """Returns by how much exponents grow where `scale` replaces the scale in the numbers.
@@ -262,26 +253,10 @@ class Range:
             return 0
         return exponent_of(scale) - exponent_of(self.scale)
 
-    def lossless_exponents(self, dtype: DTypeLike, margin: float) -> tuple[int, int] | None:
-        """Returns the exponents of the lowest and the highest scale that lose nothing.
-
-        The first may be above the second. None where it cannot be known: there is nothing to scale,
-        or infinities or NaNs hide the largest number.
-
-        Raises: ValueError for another dtype, or a margin below 1 or infinite.
-        """
-        limits = limits_of(dtype)
-        if not 1 <= margin < math.inf:
-            raise ValueError(f"Got margin={described(margin)}; expected a factor of at least 1.")
-        if self.role not in SCALED or self.infinities or self.nans or self.exponents is None:
-            return None
-        low, high = (exponent - exponent_of(self.scale) for exponent in self.exponents)
-        return limits.smallest - low, limits.largest - math.ceil(math.log2(margin)) - high
-
 
 def row_of(role: str, path: str, dtype: str, counts: np.ndarray, **fields: Any) -> Range:
     """Returns the row of what `exponents` counted; `fields` are the last of a `Range`."""
-    numbers = counts.astype(np.int64)
-    zeros, infinities, nans = map(int, numbers[-3:])
-    lowest = layout(jnp.dtype(dtype)).start
-    return Range(role, path, dtype, numbers[:-3], lowest, zeros, infinities, nans, **fields)
+    zeros, infinities, nans = map(int, counts[-SPECIAL:])
+    pairs = zip(counted_exponents(jnp.dtype(dtype)), counts.tolist(), strict=False)
+    found = {exponent: number for exponent, number in pairs if number}
+    return Range(role, path, dtype, found, zeros, infinities, nans, **fields)

@@ -1,14 +1,7 @@
-"""Where an equation comes from: the user's line, and the path of modules or name scopes.
+"""What the equations of a traced program say of their place, and how they are run again.
 
-Runs a traced program again, equation by equation, with a look at every result.
-
-`replay` binds the equations of a jaxpr under whatever trace is current, so that it may be
-differentiated, compiled or traced anew. Loops, branches, remat and jit are emitted through JAX's
-public functions, with the inside replayed too; while loops, custom derivatives, `shard_map` and
-kernels are bound as they are. Two things can be said of the run:
-  - `on_results(site, results)` sees what each equation gives and returns what stands for it;
-  - `handlers` says, by the name of the primitive, how an equation is emitted. So
-    `{**HANDLERS, "remat": inline}` is the program without its remat.
+`with_places` walks over them: each has a path of modules or name scopes, and the user's line.
+`replay` binds them again, with a look at every result; `evaluate` is the loop that does so.
 """
 
 import functools
@@ -26,7 +19,7 @@ from jax.extend.source_info_util import NameStack
 from jmp import _jax_compat
 from jmp.autocasting._kinds import kind_of
 from jmp.autocasting._propagation import walk
-from jmp.autocasting._regions import joined_path
+from jmp.autocasting._request import joined_path
 
 # Lines of these packages are not the user's: what counts is the line that calls a Flax layer.
 FRAMEWORKS = ("jaxlib/", "flax/", "haiku/", "equinox/", "optax/", "chex/")
@@ -128,8 +121,8 @@ def module_path(stack: NameStack, outer: str = "") -> str:
     return joined_path(names, outer)
 
 
-class Site(NamedTuple):
-    """A place in a program."""
+class Replayed(NamedTuple):
+    """An equation that is run again, and where it stands."""
 
     equation: JaxprEqn
     path: str  # modules or name scopes from the outermost level down, joined by slashes
@@ -141,48 +134,50 @@ class Site(NamedTuple):
 T = TypeVar("T")
 Arrays = list[Any]
 Replay = Callable[..., Arrays]  # (jaxpr, operands, branch=0) -> results
-OnResults = Callable[[Site, Arrays], Arrays]
+OnResults = Callable[[Replayed, Arrays], Arrays]
 Handler = Callable[[JaxprEqn, Arrays, Replay], Arrays]  # (equation, operands, replay) -> results
 
 
 def replay(
     jaxpr: Any,
     operands: Sequence[Any],
-    on_results: OnResults = lambda site, results: results,
-    handlers: Mapping[str, Handler] | None = None,
+    on_results: OnResults = lambda replayed, results: results,
     path: str = "",
     position: tuple[int, ...] = (),
 ) -> list[Any]:
     """Returns the outputs of a jaxpr, which is closed, or open without constants.
 
+    Its equations are bound under whatever trace is current, so that it may be differentiated,
+    compiled or traced anew. Loops, branches, remat and jit are emitted through JAX's public
+    functions, with the inside replayed too; while loops, custom derivatives, `shard_map` and
+    kernels are bound as they are.
+
     Args:
-      on_results: called after each equation, those of levels inside first.
-      handlers: how equations are emitted, by the names of their primitives; `HANDLERS` if left out.
-        A primitive that is not there is bound as it is.
+      on_results: called after each equation, those of levels inside first: given the equation and
+        its results it returns what stands for them.
       path, position: of the level above.
 
     >>> def loss(x):
     ...     return jax.lax.scan(lambda total, x: (total + jnp.exp(x), None), jnp.zeros(()), x)[0]
     >>> names = []
-    >>> def look(site, results):
-    ...     names.append(site.equation.primitive.name)
+    >>> def look(replayed, results):
+    ...     names.append(replayed.equation.primitive.name)
     ...     return results
     >>> _ = replay(jax.make_jaxpr(loss)(jnp.ones(3)), [jnp.ones(3)], look)
     >>> names
     ['exp', 'add', 'scan']
     """
     inner, constants = _jax_compat.open_jaxpr(jaxpr)
-    handlers = HANDLERS if handlers is None else handlers
 
     def step(equation: JaxprEqn, index: int, operands: list[Any]) -> list[Any]:
-        site = Site(equation, path_within(path, equation), (*position, index))
+        here = Replayed(equation, path_within(path, equation), (*position, index))
 
         def inside(jaxpr: Any, operands: Sequence[Any], branch: int = 0) -> list[Any]:
-            below = (*site.position, branch)
-            return replay(jaxpr, operands, on_results, handlers, site.path, below)
+            below = (*here.position, branch)
+            return replay(jaxpr, operands, on_results, here.path, below)
 
-        emit = handlers.get(equation.primitive.name, bound)
-        return on_results(site, emit(equation, operands, inside))
+        emit = HANDLERS.get(equation.primitive.name, bound)
+        return on_results(here, emit(equation, operands, inside))
 
     return evaluate(inner, [*constants, *operands], step, lambda atom, _: literal(atom))
 
@@ -239,16 +234,11 @@ def bound(equation: JaxprEqn, operands: list[Any], replay: Replay) -> list[Any]:
     return _jax_compat.bind(equation.primitive, operands, equation.params)
 
 
-def inline(equation: JaxprEqn, operands: list[Any], replay: Replay) -> list[Any]:
-    """Replays what is inside a jit or a remat without the jit or the remat."""
-    return replay(_jax_compat.called(equation.params), operands)
-
-
 def emitted(equation: JaxprEqn, operands: list[Any], replay: Replay) -> list[Any]:
     """Emits an equation as autocast does, with what is inside replayed."""
     kind = kind_of(equation.primitive.name)
     if _jax_compat.is_plain_jit(equation):
-        return inline(equation, operands, replay)
+        return replay(_jax_compat.called(equation.params), operands)
 
     def function(index: int, jaxpr: ClosedJaxpr) -> Callable[..., Arrays]:
         return lambda *arrays: replay(jaxpr, arrays, index)

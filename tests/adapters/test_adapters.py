@@ -574,7 +574,8 @@ def test_the_memory_of_an_equinox_model_with_functions_among_its_leaves_is_count
     tx = transforms.mixed_precision(optax.adam(1e-3), "O2")
     count = diagnostics.memory_report(loss, optimizer=tx, compiled=False)
     parts = count(adapters.equinox.cast_params(model, "O2"), jnp.ones((4, 8))).parts
-    assert parts["parameters"] == 2 * (8 * 16 + 16 + 16 + 1) and parts["masters"] > 0
+    numbers = 8 * 16 + 16 + 16 + 1
+    assert parts["parameters"] == 2 * numbers and parts["optimizer"] > 12 * numbers  # with masters
 
 
 def test_an_update_of_equinox_that_widens_half_parameters_is_named_in_the_next_step():

@@ -12,6 +12,8 @@ from benchmarks.processes import ROOT
 from benchmarks.soak import float8_programs as programs
 from jmp.autocasting import _float8, _planner
 from jmp.autocasting._autocast import make_program
+from jmp.autocasting._float8_planning import with_bounds
+from jmp.autocasting._planner import PASSES
 from jmp.autocasting._steps import Inside, Nested, Single
 
 NUMBERS = 60
@@ -94,7 +96,8 @@ def test_a_product_that_waits_for_a_bound_that_nobody_gives_is_a_finding(monkeyp
             for step in steps
         ]
 
-    monkeypatch.setattr(_planner, "with_bounds", without_readers)
+    passes = [without_readers if change is with_bounds else change for change in PASSES]
+    monkeypatch.setattr(_planner, "PASSES", passes)
     programs.main(3, 4)
     (row,) = json.loads(capsys.readouterr().out)
     assert row["verdict"] == "not finite" and row["steps"]

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmp
 from jmp.autocasting import _planner
-from jmp.autocasting._flatten import flatten
+from jmp.autocasting._flatten import graph_of
 from tests.errors import relative_error
 from tests.products import equations_of
 
@@ -212,7 +212,7 @@ def test_rows_of_a_table_along_explicit_axes_are_looked_up_along_automatic_ones(
 
 def test_a_function_inside_is_read_once_for_all_parameters(monkeypatch):
     opened = []
-    monkeypatch.setattr(_planner, "flatten", lambda *a: opened.append(a) or flatten(*a))
+    monkeypatch.setattr(_planner, "graph_of", lambda *a: opened.append(a) or graph_of(*a))
 
     def fun(ws, x):
         ws = [lax.with_sharding_constraint(w, WHOLE) for w in ws]

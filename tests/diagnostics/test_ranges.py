@@ -14,10 +14,10 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jmp import _jax_compat, diagnostics
+from jmp import diagnostics
 from jmp.diagnostics import _walk
 from jmp.diagnostics._gradient_report import counting_step
-from jmp.diagnostics._ranges import Range, digits, exponents, from_digits
+from jmp.diagnostics._ranges import digits, exponents, from_digits
 
 F16 = "mixed_float16"
 FLOAT8 = sorted(name for name in dir(jnp) if name.startswith("float8_"))
@@ -37,9 +37,8 @@ def counted(values):
 
 
 def said(row):
-    (places,) = row.counts.nonzero()
-    by_exponent = {int(place) + row.lowest: int(row.counts[place]) for place in places}
-    return by_exponent, row.zeros, row.infinities, row.nans
+    assert all(row.counts.values())
+    return row.counts, row.zeros, row.infinities, row.nans
 
 
 def any_bits(dtype, size, seed=0):
@@ -72,7 +71,7 @@ def test_subnormal_numbers_are_not_flushed():
 def test_float64_leaves_have_a_longer_row_with_and_without_x64():
     values = any_bits("float64", 2000)
     (row,) = diagnostics.range_report(values).rows
-    assert said(row) == counted(values) and row.lowest == -1074
+    assert said(row) == counted(values) and row.exponents == (-1074, 1023)
     with jax.enable_x64(True):
         report = diagnostics.range_report({"a": jnp.asarray(values), "b": jnp.ones(3)})
     assert said(report.rows[0]) == counted(values)
@@ -169,7 +168,7 @@ def test_shares_of_float8_are_those_of_casts_after_scaling_by_the_largest_number
     limits = jnp.finfo(dtype)
     scaled = np.array([*values, largest, 0]) * float(limits.max) / largest
     cast = scaled.astype(dtype).astype(np.float64)
-    shares = row.float8_shares()[dtype]
+    shares = row.shares(dtype)
     assert shares.zero + shares.underflow == pytest.approx(np.mean(cast == 0))
     small = (cast != 0) & (abs(scaled) < float(limits.smallest_normal))
     assert shares.subnormal == pytest.approx(np.mean(small))
@@ -177,9 +176,9 @@ def test_shares_of_float8_are_those_of_casts_after_scaling_by_the_largest_number
     assert sum(vars(shares).values()) == pytest.approx(1)
     # By that number all of it becomes NaN, or no number is left to scale by.
     (spoilt,) = diagnostics.range_report(np.float32([np.inf, 1])).rows
-    assert spoilt.float8_shares()[dtype].nan == 1
+    assert spoilt.shares(dtype).nan == 1
     (zeros,) = diagnostics.range_report(np.zeros(3, np.float32)).rows
-    assert zeros.float8_shares()[dtype].zero == 1
+    assert zeros.shares(dtype).zero == 1
 
 
 def test_the_best_scale_is_the_largest_power_of_two_with_a_margin():
@@ -187,31 +186,26 @@ def test_the_best_scale_is_the_largest_power_of_two_with_a_margin():
     for _ in range(20):
         gradients = random.normal(size=50) * 2.0 ** random.integers(-40, 10)
         report = diagnostics.range_report(gradients.astype(np.float32))
-        largest = np.abs(gradients).max()
-        for margin in (1, 2, 3, 4):
-            scale = report.best_scale("float16", margin)
-            power = 2 ** np.ceil(np.log2(margin))
-            assert largest * scale * power < 2**16 <= largest * 2 * scale * power
-        low, high = report.lossless_scales("float16") or (1.0, 0.5)
-        smallest = np.abs(gradients).min()
-        if low <= high:
-            assert high == report.best_scale()
-            assert smallest * low >= 2.0**-24 > smallest * low / 2
-            shares = report.rows[0].shares("float16", low)
-            assert shares.lost == 0 == report.rows[0].shares("float16", high).lost
+        largest = np.abs(gradients).max() * report.best_scale("float16")
+        assert largest < 2**15 <= 2 * largest
+        shares = report.rows[0].shares("float16", report.best_scale())
+        smallest = np.abs(gradients).min() * report.best_scale()
+        assert shares.overflow == 0 and (shares.underflow == 0) == (smallest >= 2.0**-25)
 
 
-def test_a_range_wider_than_float16_has_no_lossless_scale_and_one_in_bfloat16():
+def test_a_range_wider_than_float16_loses_some_under_the_best_scale_and_none_in_bfloat16():
     report = diagnostics.range_report(jnp.array([1e-15, 1.0]))
-    assert report.best_scale() == 2.0**14 and report.lossless_scales() is None
-    low, high = report.lossless_scales("bfloat16")
-    assert low == 2.0**-83 and high == 2.0**126  # held where the reciprocal is a normal number
+    (row,) = report.rows
+    assert report.best_scale() == 2.0**14 and row.shares("float16", 2.0**14).underflow == 0.5
+    scale = report.best_scale("bfloat16")
+    assert scale == 2.0**126  # held where the reciprocal is a normal number
+    assert row.shares("bfloat16", scale).lost == 0
 
 
 @pytest.mark.parametrize("values", [[jnp.inf, 1.0], [jnp.nan, 1.0], [0.0, -0.0]])
 def test_a_scale_is_unknown_where_the_largest_number_is(values):
     report = diagnostics.range_report(jnp.array(values))
-    assert report.best_scale() is None and report.lossless_scales() is None
+    assert report.best_scale() is None
     assert "best static scale: unknown" in str(report)
 
 
@@ -222,7 +216,8 @@ def test_leaves_of_zeros_do_not_hide_the_scale_of_the_others():
 
 def test_zeros_in_half_may_have_been_something():
     report = diagnostics.range_report(jnp.array([0.0, 1.0], jnp.float16))
-    assert report.best_scale() == 2.0**14 and report.lossless_scales() is None
+    assert report.best_scale() == 2.0**14
+    assert "values in float16, most is lost first" in str(report)
 
 
 # Programs.
@@ -274,12 +269,10 @@ def test_a_report_agrees_with_numpy_on_the_values_of_a_model_by_hand():
 def test_scales_are_absolute_and_apply_to_gradients_alone():
     plain, scaled = by_hand(1.0), by_hand(2.0**10)
     assert plain.best_scale() == scaled.best_scale()
-    assert plain.lossless_scales() == scaled.lossless_scales()
     for before, after in zip(plain.rows, scaled.rows, strict=True):
         assert before.shares("float16", 2.0**10) == after.shares("float16")
         if before.role in ("parameter", "activation"):
             assert before.shares("float16", 2.0**10) == before.shares("float16")
-            assert before.lossless_exponents("float16", 2.0) is None
 
 
 def unrolled(w, x):
@@ -320,7 +313,9 @@ def assert_alike(report, expected):
         total, other = report.total(role), expected.total(role)
         assert total.size == other.size, role
         # Last digits may differ, and move a number across a power of two.
-        assert np.abs(total.counts - other.counts).sum() <= 0.02 * total.size, role
+        places = {*total.counts, *other.counts}
+        moved = sum(abs(total.counts.get(i, 0) - other.counts.get(i, 0)) for i in places)
+        assert moved <= 0.02 * total.size, role
 
 
 @pytest.mark.parametrize("program", [scanned_and_rematerialised, branching_and_jitted])
@@ -532,7 +527,7 @@ def test_what_is_scaled_is_shown_as_it_is_and_under_the_best_scale():
     shown = r"^ *{} +2\^{} .* {} *$"
     assert re.search(shown.format("value", 0, "-10 to 0"), text, re.M)
     assert re.search(shown.format("value", 14, "4 to 14"), text, re.M)
-    assert "best static scale: 2^14\nscales that lose no gradient: 2^-14 to 2^14" in text
+    assert "best static scale: 2^14" in text
     roles = re.findall(r"^ *(\w+(?: gradient)?) .* float32 ", str(measured(unrolled)), re.M)
     assert roles[:6] == ["parameter", *["gradient"] * 2, "activation", *["activation gradient"] * 2]
 
@@ -554,45 +549,6 @@ def test_the_data_can_be_written_as_json():
     assert row["shares"]["zero"] == pytest.approx(1 / 3) and empty["counts"] == []
 
 
-def test_the_picture():
-    pytest.importorskip("matplotlib").use("Agg")
-    import matplotlib.pyplot as plt
-
-    report = measured(unrolled)
-    figure, (first, second) = plt.subplots(2, sharex=True)
-    assert report.plot(first, roles=["gradient"]) is first
-    report.plot(second, scale=2.0**20, dtype="bfloat16")
-    assert len(first.get_legend().get_texts()) == 1
-    assert len(second.get_legend().get_texts()) == 4
-    # Shared axes show the numbers of both, and the limits of both types.
-    assert first.get_xlim() == second.get_xlim()
-    low, high = report.total("gradient").exponents
-    assert first.get_xlim()[0] < min(low, -133) and first.get_xlim()[1] > 127
-    line = first.patches[-1].get_data()
-    assert line.values.sum() == pytest.approx(1) and line.edges[0] == -149
-    assert second.patches[4].get_data().edges[0] == -149 + 20
-    words = sorted(second.texts, key=lambda text: text.get_position())
-    assert [text.get_text().strip() for text in words] == [
-        "zero", "subnormal", "normal in bfloat16", "infinite",
-    ]  # fmt: skip
-    figure.canvas.draw()
-    # The legend is above the axes, and dots of zeros are beside each other: nothing hides a line.
-    assert second.get_legend().get_window_extent().y0 > second.get_window_extent().y1
-    dots = [line.get_xdata()[0] for line in second.lines]
-    assert len(dots) == len(set(dots))
-    plt.close(figure)
-
-
-def test_without_matplotlib_it_says_how_to_get_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
-    with pytest.raises(ImportError, match=r"pip install '\.\[examples\]'"):
-        diagnostics.range_report(jnp.ones(3)).plot()
-
-
-def test_ranges_of_equal_places_are_told_apart():
-    assert Range.__eq__ is object.__eq__  # arrays have no truth value to compare by
-
-
 # Replay.
 
 
@@ -612,14 +568,6 @@ def test_a_replayed_program_is_the_program():
     again = str(jax.make_jaxpr(run)(W["a"], X))
     for words in ("unroll=2", "reverse=True", "prevent_cse=False", "policy", "donated_invars"):
         assert words in str(closed) and str(closed).count(words) == again.count(words)
-
-
-def test_handlers_say_how_an_equation_is_emitted():
-    closed = jax.make_jaxpr(scanned_and_rematerialised)(W["a"], X)
-    handlers = {**_walk.HANDLERS, **dict.fromkeys(_jax_compat.REMAT, _walk.inline)}
-    run = lambda *args: _walk.replay(closed, args, handlers=handlers)
-    assert "remat" in str(closed) and "remat" not in str(jax.make_jaxpr(run)(W["a"], X))
-    assert run(W["a"], X)[0] == pytest.approx(float(scanned(W["a"], X)))
 
 
 def test_positions_tell_calls_of_one_jaxpr_apart_and_stay_the_same():

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmp
 from benchmarks.float8_convolutions import single_products
-from jmp.autocasting import _float8_planning, _scales
+from jmp.autocasting import _float8, _float8_planning
 from testbed.h200.float8_steps import TWO_MLPS, float32, layer, products, scanned, step
 from testbed.h200.harness import compile_for_h200
 from testbed.h200.wire import compile_for_h200s, h200s, wire
@@ -143,11 +143,11 @@ def test_on_eight_h200s_fsdp_multiplies_and_gathers_float8():
 
 @pytest.mark.usefixtures("h200")
 def test_functions_are_tried_here_while_a_mesh_of_devices_elsewhere_is_set():
-    _scales.extremes_of.cache_clear()
+    _float8.extremes_of.cache_clear()
     loss, arguments, x = TWO_MLPS
     with jax.set_mesh(h200s({"data": 8})):
         gradients = jax.eval_shape(jax.grad(jmp.autocast(loss, "mixed_float8")), arguments, x)
-    assert _scales.extremes_of.cache_info().currsize > 0
+    assert _float8.extremes_of.cache_info().currsize > 0
     assert gradients[2].shape == arguments[2].shape
 
 

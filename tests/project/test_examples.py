@@ -84,7 +84,7 @@ def memory_bars(*peaks):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    parts = {"parameters": 1e6, "gradients": 1e6, "optimizer": 2e6, "masters": 0.0}
+    parts = {"parameters": 2e6, "gradients": 2e6, "optimizer": 0.0}
     runs = {}
     for number, peak in enumerate(peaks):
         sizes = {**parts, "copies of parameters": 5e5 * number, "activations": 3e6}
@@ -101,8 +101,48 @@ def test_bars_of_memory_are_stacked_to_the_total():
     widths = np.array([[bar.get_width() for bar in bars] for bars in axes.containers])
     np.testing.assert_allclose(widths.sum(0), totals)
     assert axes.yaxis_inverted()  # the first at the top
-    assert "masters" not in [text.get_text() for text in axes.get_legend().get_texts()]
+    assert "optimizer" not in [text.get_text() for text in axes.get_legend().get_texts()]
     assert not axes.lines  # these were not compiled
+
+
+def range_row(role, dtype, lowest, counts, zeros=0):
+    special = {"zeros": zeros, "infinities": 0, "nans": 0}
+    return {"role": role, "dtype": dtype, "lowest": lowest, "counts": counts, **special}
+
+
+def test_a_picture_of_ranges_adds_up_the_rows_that_count_and_hides_no_line():
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    gradient = range_row("gradient", "float32", -150, [2, 0, 1], zeros=1)
+    halves = [range_row("activation gradient", "float16", -20, [1, 1], zeros=2)] * 2
+    full = range_row("activation gradient", "float32", 100, [9])  # it loses nothing
+    first, second = [gradient, full], [gradient, *halves, full]
+    figure = example("inspect_ranges").plot(
+        {"programs": {"one": {"rows": first}, "two": {"rows": second}}}
+    )
+    one, two = figure.axes
+    # Shared axes show the numbers of both, and float16's limits.
+    assert one.get_xlim() == two.get_xlim()
+    assert one.get_xlim()[0] < -150 and one.get_xlim()[1] > 100
+    line, other = (patch.get_data() for patch in two.patches[-2:])
+    assert list(line.edges) == [-150, -149, -148, -147]
+    assert list(line.values) == [0.5, 0, 0.25]
+    assert list(other.edges) == [-20, -19, -18] and list(other.values) == [0.25, 0.25]
+    words = [text.get_text() for text in two.get_legend().get_texts()]
+    assert words == ["gradients, float32: 25 % zero", "activation gradients, float16: 50 % zero"]
+    shaded = sorted(two.texts, key=lambda text: text.get_position())
+    assert [text.get_text().strip() for text in shaded] == [
+        "zero", "subnormal", "normal in float16", "infinite",
+    ]  # fmt: skip
+    figure.canvas.draw()
+    # The legend is above the axes, and dots of zeros are beside each other: nothing hides a line.
+    assert two.get_legend().get_window_extent().y0 > two.get_window_extent().y1
+    dots = [line.get_xdata()[0] for line in two.lines]
+    assert len(dots) == len(set(dots)) == 2
+    plt.close("all")
 
 
 def test_xlas_peak_is_marked_beside_what_jax_keeps():

@@ -124,6 +124,38 @@ def test_a_file_can_be_read_whole(path):
     assert lines_of_code(path) <= 350
 
 
+def test_there_are_few_files():
+    assert len(FILES) <= 115
+
+
+# Functions that are defined in several modules, under one name, for a reason: what an adapter does
+# in its framework has the name of that act, which is public.
+ACTS_OF_ADAPTERS = {
+    "autocast": "that of jmp, for functions of modules",
+    "cast_params": "parameters as a policy stores them",
+    "reset_masters": "that of jmp.transforms, for an nnx.Optimizer",
+    "scaled_value_and_grad": "that of jmp, for functions of modules",
+    "train_step": "one step of training, taken or skipped as a whole",
+    "with_policy": "a model that computes by a policy",
+}
+
+
+def test_no_name_is_defined_in_two_modules():
+    """Classes and functions at the top of a module, private ones too: each word has one meaning."""
+    defined = {}
+    for path in FILES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                defined.setdefault(node.name, set()).add(str(path.relative_to(PACKAGE)))
+    homonyms = {name: sorted(places) for name, places in defined.items() if len(places) > 1}
+    others = {name: places for name, places in homonyms.items() if name not in ACTS_OF_ADAPTERS}
+    assert not others
+    for name in ACTS_OF_ADAPTERS:
+        places = homonyms[name]  # an act that only one module has left needs no row
+        outside = [place for place in places if not place.startswith("adapters/")]
+        assert len(outside) <= 1, f"{name} is defined in {outside}"
+
+
 def test_the_front_door_is_sorted_and_complete():
     assert jmp.__all__ == sorted(jmp.__all__)
     assert len(set(jmp.__all__)) == len(jmp.__all__)

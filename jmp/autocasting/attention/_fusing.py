@@ -23,8 +23,8 @@ from jmp.autocasting._steps import (
     Single,
     Step,
     Storage,
-    in_order,
     nodes_of,
+    runnable_order,
 )
 from jmp.autocasting.attention._axes import Axes, Labelled, Labels, Layout, Sizes, labels_of, spread
 from jmp.autocasting.attention._constants import constant_of
@@ -93,7 +93,7 @@ def _fused_step(
     entering = dict.fromkeys(read.value for read in reads if read.value.held is None)
     return Fused(
         node=attention.result,
-        plain=tuple(in_order(group, attention.result.outputs)),
+        plain=tuple(runnable_order(group, attention.result.outputs)),
         reads=tuple(Read(value, storage.dtype(value)) for value in entering if value not in inside),
         form=form,
         operands=operands,

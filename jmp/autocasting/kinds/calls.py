@@ -22,7 +22,7 @@ class JitKind(Kind):
         def call(*args: Any) -> Any:
             return function(*args)
 
-        call.__name__ = _jax_compat.name_of(equation)
+        call.__name__ = _jax_compat.called_name(equation)
         return jax.jit(call, **_jax_compat.jit_options(equation.params))(*operands)
 
 
@@ -32,7 +32,9 @@ class RematKind(Kind):
     def plan(self, node: Node, level: Level) -> Nested:
         """Islands inside are kept apart from the forward pass they repeat."""
         (function,) = self.functions(node.equation)
-        inside = level.plan_called(function, node, node.inputs, prevent_cse=True)
+        inside = level.plan_called(
+            function, node, node.inputs, level.context._replace(prevent_cse=True)
+        )
         return level.nested(node, [inside], inside.plan.stores)
 
     def emit(self, equation: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> Any:

@@ -9,7 +9,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jmp import _jax_compat
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import Arrays, Kind, Level, register_kind
-from jmp.autocasting._sending import apart, may_part
+from jmp.autocasting._sending import may_part
 from jmp.autocasting._steps import Function, Nested
 
 
@@ -27,9 +27,9 @@ class CondKind(Kind):
     def plan(self, node: Node, level: Level) -> Nested:
         """A result is half if every branch leaves it in half."""
         branches = self.functions(node.equation)
-        insides = [level.plan_called(branch, node, node.inputs[1:]) for branch in branches]
-        if may_part(node, node.inputs[0].aval):
-            insides = [apart(inside) for inside in insides]
+        parts = may_part(node, node.inputs[0].aval)
+        context = level.context._replace(own_scales=parts or level.context.own_scales)
+        insides = [level.plan_called(branch, node, node.inputs[1:], context) for branch in branches]
         plans = (inside.plan.stores for inside in insides)
         stores = tuple(
             level.half if value.is_float32 and set(dtypes) == {level.half} else value.dtype

@@ -28,8 +28,8 @@ from jmp.autocasting._kinds import Arrays, Kind, Level, register_kind
 from jmp.autocasting._numbers import is_inexact
 from jmp.autocasting._propagation import inner_equations
 from jmp.autocasting._registry import Category, Rule
-from jmp.autocasting._settings import Settings
-from jmp.autocasting._steps import Function, Inside, Nested, RunPlan
+from jmp.autocasting._request import Settings
+from jmp.autocasting._steps import Context, Function, Inside, Nested, RunPlan
 from jmp.dtypes import FLOAT32
 
 WHY_AS_WRITTEN = "inside a custom_vjp, which runs as written (inside_custom_vjp=True lowers it)"
@@ -58,10 +58,15 @@ class CustomJvpKind(Kind):
             expensive=any(r.expensive for r in rules),
         )
 
+    def context_inside(self, level: Level) -> Context:
+        """Returns what holds in the function and in its rule."""
+        is_transposed = self.is_transposed or level.context.is_transposed
+        return level.context._replace(is_transposed=is_transposed)
+
     def plan(self, node: Node, level: Level) -> Nested:
         """Results that feed products are half; the rule will give tangents of the same dtype."""
         (function,) = self.functions(node.equation)
-        inside = level.plan_called(function, node, node.inputs, is_transposed=self.is_transposed)
+        inside = level.plan_called(function, node, node.inputs, self.context_inside(level))
         stores = tuple(
             level.half if value.is_float32 and dtype == level.half else value.dtype
             for value, dtype in zip(node.outputs, inside.plan.stores, strict=True)
@@ -88,7 +93,8 @@ class CustomJvpKind(Kind):
             spaces = [dtype if is_inexact(value) else None for value, dtype in pairs]
             given = list(zip(node.inputs, map(level.storage.info, node.inputs), strict=True))
             dtypes = [*stores, *spaces]
-            traced = _trace_and_plan(nominal_rule, node, level, given, changes, dtypes, True)
+            context = self.context_inside(level)
+            traced = _trace_and_plan(nominal_rule, node, level, given, changes, dtypes, context)
             moved = [cast(tangents[i], primals[i].dtype) for i in moving]
             return traced.run(run_plan, [*primals, *moved])
 
@@ -197,7 +203,7 @@ def _trace_and_plan(
     given: Sequence[tuple[Value, Info]],
     changes: Sequence[tuple[Value, np.dtype | None]],
     dtypes: Sequence[np.dtype | None],
-    is_transposed: bool = False,
+    context: Context | None = None,
 ) -> _Traced:
     """Traces `function` on nominal types and plans it.
 
@@ -206,7 +212,7 @@ def _trace_and_plan(
       changes: what comes after that, tangents or cotangents: whose, and the dtype they come in.
       dtypes: what the first results are read in. What comes after them stays as it is computed:
         who reads a residual is not known here, and a sum of squares does not fit into float16.
-      is_transposed: as in `Level.plan_opened`.
+      context: as in `Level.plan_opened`.
     """
     values = [value for value, _ in given]
     types = [value.aval for value in (*values, *(value for value, _ in changes))]
@@ -216,8 +222,8 @@ def _trace_and_plan(
     infos = [info for _, info in given] + [Info(dtype, False) for _, dtype in changes]
     outputs = opened[0].outputs
     stores = (*dtypes, *[None] * (len(outputs) - len(dtypes)))
-    goes = [Destination(feeds=dtype == level.half, kept=dtype == FLOAT32) for dtype in stores]
-    planned = level.plan_opened(opened, infos, goes, is_transposed=is_transposed)
+    goes = [Destination(feeds=dtype == level.half, carried=dtype == FLOAT32) for dtype in stores]
+    planned = level.plan_opened(opened, infos, goes, context)
     inside = planned._replace(stores=stores)
     results = list(zip(outputs, inside.plan.infos, strict=True))
     return _Traced(inside, jax.tree.structure(result), results)

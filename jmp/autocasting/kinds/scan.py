@@ -51,11 +51,13 @@ class ScanKind(Kind):
             for value, is_half in zip(values, in_half, strict=True)
         ]
         infos = [*consts, *(Info(dtype, False) for dtype in carries), *rows]
-        outputs = [Destination(feeds=is_half, kept=not is_half) for is_half in in_half]
+        outputs = [Destination(feeds=is_half, carried=not is_half) for is_half in in_half]
         outputs += map(level.storage.destination, node.outputs[scan.n_carry :])
         # One more than the turns: also a loop of one turn is a loop.
         turns = turns_of(node.equation) + 1
-        body = level.plan_opened((graph, constants), infos, outputs, turns=turns, prevent_cse=False)
+        times = level.context.times * turns
+        context = level.context._replace(times=times, prevent_cse=False)
+        body = level.plan_opened((graph, constants), infos, outputs, context)
         stores = (*carries, *body.plan.stores[scan.n_carry :])
         # Constants are rounded inside, but those that have no gradient.
         reads = [
@@ -106,7 +108,7 @@ def _carried_in_half(
         for value, info in zip(values, before, strict=True)
     ]
     found = [
-        value.is_float32 and outer not in level.facts.kept
+        value.is_float32 and outer not in level.facts.carried
         for value, outer in zip(values, node.outputs, strict=False)
     ]
     while True:

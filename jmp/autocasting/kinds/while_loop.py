@@ -21,8 +21,8 @@ from jmp.autocasting._numbers import is_inexact
 from jmp.autocasting._precision import as_written
 from jmp.autocasting._propagation import WayInside, propagate_while
 from jmp.autocasting._registry import Category, Rule, rule_for
-from jmp.autocasting._sending import apart, may_part
-from jmp.autocasting._settings import Settings
+from jmp.autocasting._request import Settings
+from jmp.autocasting._sending import may_part
 from jmp.autocasting._steps import Function, Nested, RunPlan
 
 
@@ -85,13 +85,13 @@ class WhileKind(Kind):
         infos = list(map(level.storage.info, closed))
         stores = tuple(value.dtype for value in node.outputs)
         carries = [Info(dtype, False) for dtype in stores]
-        outputs = [Destination(feeds=False, kept=True)] * len(stores)
+        outputs = [Destination(feeds=False, carried=True)] * len(stores)
         opened = level.open(loop.body, node, closed)
-        # Nothing is saved for a backward pass, because there is none.
-        body = level.plan_opened(opened, [*infos, *carries], outputs, prevent_cse=False)
         (is_on,) = loop.condition.out_avals
-        if may_part(node, is_on):
-            body = apart(body)
+        own_scales = level.context.own_scales or may_part(node, is_on)
+        # Nothing is saved for a backward pass, because there is none.
+        context = level.context._replace(prevent_cse=False, own_scales=own_scales)
+        body = level.plan_opened(opened, [*infos, *carries], outputs, context)
         asked_as_written = as_written(loop.condition, node, level.context.request)
         condition = functools.partial(_unplanned, asked_as_written)
         reads = [*(value.dtype for value in asked), *(info.dtype for info in infos), *stores]

@@ -1,0 +1,286 @@
+"""What the user asked for: the options of one call of `autocast`, and of places in the program.
+
+Options are `Settings`. Places are regions, told apart by the name scopes they stand in. Name scopes
+stay under jit, grad, vmap, scan and nesting, because every equation carries them. Four things are
+said with them:
+  - `full_precision` opens the scope FULL_PRECISION: no product in it is lowered, and those that
+    name no precision have the highest (`_precision`);
+  - `autocast` opens the scope AUTOCAST: what stands in it is decided already, so that an autocast
+    around it leaves it as it is;
+  - `policy_scope` opens a scope that names a policy, the innermost of which holds: the adapters,
+    who know each module's class and path, say with it what a rule asks of a module;
+  - modules (Flax, Haiku) and `jax.named_scope` open scopes of their own, which `rules=` name.
+
+By the paths of modules in name scopes diagnostics, and rules in them, call a place. Frameworks that
+open no scopes by path (nnx, Equinox) are made to, one for each call of a module.
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+import numpy as np
+
+from jmp import _jax_compat
+from jmp._messages import described, wrong
+from jmp.autocasting import _registry
+from jmp.autocasting._registry import Category, primitive_name
+from jmp.dtypes import FLOAT32, is_half
+from jmp.policy import Policy, get_policy, refuse_float8, refuse_product_dtype, refuse_reduce_dtype
+from jmp.rules import PolicyRules, Rule
+
+CHOICES = {
+    "recompute": ("auto", "none", "all"),
+    "attention": ("plain", "fused"),
+    "float8": ("weights", "all"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The policy and the options of one call of `autocast` that the planner reads; see there.
+
+    Primitives of `low`, `full` and `follow` are given by themselves or by name; names are kept.
+
+    Raises: TypeError or ValueError for what `autocast` does not take.
+    """
+
+    policy: Policy
+    low: Iterable[Any] = ()
+    full: Iterable[Any] = ()
+    follow: Iterable[Any] = ()
+    recompute: str = "auto"
+    inside_custom_vjp: bool = False
+    attention: str = "plain"
+    float8: str = "weights"
+
+    def __post_init__(self) -> None:
+        found: dict[str, Category] = {}
+        for category in (Category.LOW, Category.FULL, Category.FOLLOW):
+            option = category.value
+            names = _names_of_primitives(option, getattr(self, option))
+            for name in names:
+                if name in found:
+                    raise ValueError(
+                        f"autocast got {described(name)} both in {found[name].value}= and in "
+                        f"{option}=; give it one category."
+                    )
+                found[name] = category
+            object.__setattr__(self, option, names)
+        for option, choices in CHOICES.items():
+            choice = getattr(self, option)
+            if choice not in choices:
+                kind = ValueError if isinstance(choice, str) else TypeError
+                raise wrong(kind, "autocast", choice, f"one of {choices}", name=option)
+        check_policy(self.policy)
+        if not (self.compute_dtype == FLOAT32 or is_half(self.compute_dtype)):
+            raise ValueError(
+                f"autocast got the compute dtype {self.compute_dtype}; expected float16 or "
+                "bfloat16, or float32 to switch it off."
+            )
+
+    @property
+    def compute_dtype(self) -> np.dtype:
+        """The dtype of products: float16 or bfloat16; float32 if nothing is to be lowered."""
+        return np.dtype(self.policy.compute_dtype)
+
+    @functools.cached_property
+    def overrides(self) -> Mapping[str, Category]:
+        """The primitives to which this call gives a category of its own."""
+        return {
+            name: category
+            for category in (Category.LOW, Category.FULL, Category.FOLLOW)
+            for name in getattr(self, category.value)
+        }
+
+    def rule_for(self, name: str) -> _registry.Rule:
+        """Returns the rule of a primitive, this call's overrides applied."""
+        rule = _registry.rule_for(name)
+        if name not in self.overrides:
+            return rule
+        category = self.overrides[name]
+        return dataclasses.replace(
+            rule,
+            category=category,
+            sums_backward=False,
+            # What the user asks for in half is no part of a float32 island.
+            fusible=rule.fusible and category is not Category.LOW,
+            reason=f"asked for by {category.value}=",
+        )
+
+
+def _names_of_primitives(option: str, primitives: Any) -> tuple[str, ...]:
+    """Returns the names of the primitives that an option was given."""
+    is_text = isinstance(primitives, str)
+    if is_text or not isinstance(primitives, Iterable):
+        example = described(primitives) if is_text else "'exp'"
+        expected = f"a sequence of primitives or of their names, such as {option}=[{example}]"
+        raise wrong(TypeError, "autocast", primitives, expected, name=option)
+    return tuple(map(primitive_name, primitives))
+
+
+def check_policy(policy: Policy) -> None:
+    """Raises ValueError for dtypes of a policy, or of a rule's, that autocast does not support."""
+    refuse_float8(policy, "autocast")
+    refuse_reduce_dtype(policy, "autocast")
+    refuse_product_dtype(policy, "autocast")
+
+
+# Regions.
+
+FULL_PRECISION = "jmp.full_precision"
+AUTOCAST = "jmp.autocast"
+POLICY = "jmp.policy:"
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """What the user said of one place in the program."""
+
+    in_float32: bool = False  # operations run in float32, products with all digits
+    is_decided: bool = False  # an inner autocast has decided here
+    output_dtype: np.dtype | None = None  # float32 results that leave the region are rounded to it
+    reduces_in_float32: bool = False  # gradients of parameters are float32 before they are reduced
+    multiplies_in_float8: bool = False  # products may be float8, if they are half
+
+
+DECIDED = Region(in_float32=True, is_decided=True)
+IN_FLOAT32 = Region(in_float32=True)
+
+
+def policy_scope(policy: Policy) -> AbstractContextManager[None]:
+    """Returns a context in which an autocast around it computes by `policy`, like a rule's."""
+    return jax.named_scope(f"{POLICY}{policy}")
+
+
+def check_rules(rules: Sequence[Rule], compute_dtype: np.dtype) -> None:
+    """Raises TypeError or ValueError for rules that `autocast` in `compute_dtype` cannot follow."""
+    PolicyRules(rules, "float32")  # checks that they are pairs, and reads the policies
+    for target, text in rules:
+        if not isinstance(target, str | re.Pattern):
+            raise TypeError(
+                f"autocast got a rule for {described(target)}; its rules name scopes, not "
+                "classes. Expected a glob such as '*LayerNorm*' or a compiled regular expression."
+            )
+        _check_dtype(get_policy(text), compute_dtype, described(target))
+
+
+def _check_dtype(policy: Policy, compute_dtype: np.dtype, where: str) -> None:
+    """Raises ValueError if a rule asks for what is neither the dtype around it nor float32."""
+    check_policy(policy)
+    dtype = np.dtype(policy.compute_dtype)
+    if compute_dtype == FLOAT32 and is_half(dtype):
+        return  # autocast is switched off, and its rules with it
+    if dtype not in (compute_dtype, FLOAT32):
+        raise ValueError(
+            f"autocast computes in {compute_dtype}; a rule for the scope {where} asks for {dtype}. "
+            "Expected the same dtype or float32; wrap that part in an autocast of its own."
+        )
+
+
+class Request:
+    """What the user asked for: the options of a call, and of places in the program by `rules=`.
+
+    Rules are matched against name scopes; what was found is remembered.
+
+    Args:
+      settings: the options, which hold outside all rules.
+      rules: `(target, policy)` pairs as in `jmp.rules`. A target matches from any scope of a path
+        on: "head*" finds "GPT/head". A policy with float32 compute runs its scope in float32; if
+        its output dtype is half, what leaves the scope is rounded to half. One with half compute
+        says of its scope whether products may be float8.
+      of_modules: rules of an adapter, which it matches against modules, in the place of `rules`.
+    """
+
+    def __init__(
+        self, settings: Settings, rules: Sequence[Rule], of_modules: PolicyRules | None = None
+    ) -> None:
+        self.settings = settings
+        self._half = half = settings.compute_dtype
+        default = Policy(np.float32, half, half, product_dtype=settings.policy.product_dtype)
+        self.rules = PolicyRules(rules, default) if of_modules is None else of_modules
+        self._found: dict[Any, Region] = {}
+
+    def region(self, stack: Any) -> Region:
+        """Returns what holds under a name stack."""
+        key = stack.stack
+        if key not in self._found:
+            self._found[key] = self._find(_jax_compat.scope_names(stack))
+        return self._found[key]
+
+    def _find(self, names: list[str]) -> Region:
+        if AUTOCAST in names:
+            return DECIDED
+        if FULL_PRECISION in names:
+            return IN_FLOAT32
+        named = [name for name in names if name.startswith(POLICY)]
+        if named:
+            policy = get_policy(named[-1].removeprefix(POLICY))
+        else:
+            policy = self._rule_for(names)
+        _check_dtype(policy, self._half, described("/".join(names)))
+        if policy.compute_dtype == self._half:
+            asked = self.settings.policy.reduce_dtype, policy.reduce_dtype
+            wide = any(dtype is not None for dtype in asked)
+            float8 = policy.product_dtype is not None
+            return Region(reduces_in_float32=wide, multiplies_in_float8=float8)
+        rounds = policy.output_dtype == self._half
+        return Region(in_float32=True, output_dtype=self._half if rounds else None)
+
+    def _rule_for(self, names: list[str]) -> Policy:
+        # As in an adapter, whose modules open a scope of their policy: the innermost module that a
+        # rule names, before other scopes.
+        for path in module_paths(names):
+            policy = self.rules.policy_for(path)
+            if policy is not self.rules.default:
+                return policy
+        scopes = "/".join(name for name in names if not name.startswith("jmp."))
+        return self.rules.policy_for(scopes, anywhere=True)
+
+
+# Paths of modules in name scopes.
+
+MODULE = "jmp.module:"
+
+
+def joined_path(names: Sequence[str], outer: str = "") -> str:
+    """Returns name scopes joined by slashes, without our own; a module's path begins anew.
+
+    Args:
+      names: scopes, outermost first.
+      outer: the path around them.
+
+    >>> joined_path(["jmp.module:", "jmp.module:block/mlp", "gate"], "block")
+    'block/mlp/gate'
+    >>> joined_path(["gate", "jmp.autocast"], "block")
+    'block/gate'
+    """
+    path = [outer] if outer else []
+    for name in names:
+        if name.startswith(MODULE):
+            path = [name.removeprefix(MODULE)]
+        elif not name.startswith("jmp."):
+            path.append(name)
+    return "/".join(filter(None, path))
+
+
+def module_paths(names: Sequence[str]) -> list[str]:
+    """Returns the paths of the modules among name scopes, the innermost first.
+
+    >>> module_paths(["jmp.module:", "jmp.module:block/mlp", "eqx.nn.Linear"])
+    ['block/mlp', '']
+    """
+    return [name.removeprefix(MODULE) for name in reversed(names) if name.startswith(MODULE)]
+
+
+def modules_path(names: Sequence[str]) -> str | None:
+    """Returns the path of the innermost module among name scopes; None if there is none.
+
+    >>> modules_path(["jmp.module:", "jmp.module:block/mlp", "eqx.nn.Linear"])
+    'block/mlp'
+    """
+    return next(iter(module_paths(names)), None)
