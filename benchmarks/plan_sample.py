@@ -128,7 +128,7 @@ def _total(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the sum of all floating results of a function, in float32."""
 
     def total(floats: list[Any], others: list[Any]) -> Any:
-        leaves = jax.tree.leaves(function(floats, others))
+        leaves = map(jnp.asarray, jax.tree.leaves(function(floats, others)))
         given = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
         return sum((jnp.sum(leaf.astype(jnp.float32)) for leaf in given), jnp.float32(0))
 
