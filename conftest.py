@@ -58,6 +58,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
 
 
 STATM = pathlib.Path("/proc/self/statm")  # of Linux: pages of memory, in all and in use
+MUCH, TOO_MUCH = 1.0e9, 1.7e9  # bytes, at the end of a file and inside of one
 
 
 def pytest_unconfigure():
@@ -90,20 +91,25 @@ def registered():
 
 @pytest.fixture(autouse=True, scope="module")
 def memory(request):
-    """Forgets what a file has compiled, and gives the memory back: 5 GB for six of the largest."""
+    """Forgets what a file has kept and compiled, if it is much: 5 GB for six of the largest."""
     yield
     for value in vars(request.module).values():
         if isinstance(value, functools._lru_cache_wrapper):
             value.cache_clear()
-    give_memory_back()
+    if not STATM.exists() or bytes_in_use() > MUCH:
+        give_memory_back()
 
 
 @pytest.fixture(autouse=True)
 def memory_within_a_file():
     """The same inside a file whose programs are many: a process stays below 2 GB."""
     yield
-    if STATM.exists() and int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") > 1.7e9:
+    if STATM.exists() and bytes_in_use() > TOO_MUCH:
         give_memory_back()
+
+
+def bytes_in_use():
+    return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def give_memory_back():

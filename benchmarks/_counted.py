@@ -123,7 +123,7 @@ The check has to read every gradient before the update may use one: two bytes pe
 four if a gradient is float32 (embeddings). Checked one by one, each tensor takes one or two
 kernels; ours checks tensors together, and the selection between old and new values is written so
 that XLA updates small arrays of one shape in one kernel: biases, moments and running statistics
-(both in `jmp/transforms/_finite_check.py`). XLA does not do this without loss scaling, so a step
+(both in `jmp/transforms/_few_kernels.py`). XLA does not do this without loss scaling, so a step
 with loss scaling may have fewer kernels. A select costs no kernel of its own if its flag is known
 when the new value is computed; the means of a ResNet's 53 normalisations are computed long before
 the flag.

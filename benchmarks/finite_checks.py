@@ -1,6 +1,6 @@
 """Ways to ask whether all gradients are finite, compared: kernels and bytes on an H200.
 
-The winner is `jmp.transforms._finite_check`; what was tried beside it stands here, to be counted
+The winner is `jmp.transforms._few_kernels`; what was tried beside it stands here, to be counted
 again with another compiler. Each is a function of a list of unscaled float32 gradients.
 """
 
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmp.transforms._finite_check import gradients_finite
+from jmp.transforms._few_kernels import gradients_finite
 
 Gradients = list[jax.Array]
 

@@ -1057,10 +1057,6 @@ MISTAKES: dict[str, list[Mistake]] = {
                 "diagnostics.memory_report(loss_fn, argnums=1)(params, 3)",
                 "that holds the parameters",
             ),
-            (
-                "diagnostics.compare(loss_fn, F16, reference='f64')",
-                "expected 'float32' or 'float64'",
-            ),
             ("diagnostics.compare(loss_fn, F16, scale=0.0)", "expected a loss scale, above zero"),
             ("diagnostics.compare(loss_fn, F16, argnums=2)(params, x)", "numbers of its 2 args"),
             ("diagnostics.assert_products_in(loss_fn, 'fp16')", "Did you mean 'float16'?"),

@@ -685,14 +685,24 @@ def in_full_precision(d: Draw, x: Array) -> Array:
     return jmp.full_precision(body(d))(x)
 
 
+def _gathered_in_half(w: Array) -> Array:
+    return jmp.gather(w, "d", jnp.bfloat16, jnp.float32)
+
+
 def on_devices(d: Draw, x: Array) -> Array:
-    """A part of the rows on each of two devices, which send each other something."""
+    """A part of the rows on each of two devices, which send each other something.
+
+    They have a matrix whole, or a half of its rows each, which they gather in some dtype.
+    """
     if x.shape[0] % 2:
         return in_jit(d, x)
     inner, form = body(d), d.choice(["mean", "gathered", "sent on", "scattered", "nothing"])
     w = d.matrix(x.shape[-1])
+    gather = d.choice([None, lambda w: lax.all_gather(w, "d", tiled=True), _gathered_in_half])
+    gather = gather if w.shape[0] % 2 == 0 else None
 
     def of_shard(x: Array, w: Array) -> Array:
+        w = w if gather is None else gather(w)
         y = fitted(inner(x @ w), x)
         if form == "mean":
             return y - lax.pmean(y, "d")
@@ -705,7 +715,8 @@ def on_devices(d: Draw, x: Array) -> Array:
         return y
 
     mesh = AbstractMesh((2,), ("d",))
-    specs = {"in_specs": (P("d"), P()), "out_specs": P("d"), "check_vma": False}
+    of_matrix = P() if gather is None else P("d")
+    specs = {"in_specs": (P("d"), of_matrix), "out_specs": P("d"), "check_vma": False}
     # What is outside of it is not of its mesh: only arguments and constants go in.
     d.pool = [y for y in d.pool if y is x]
     return jax.shard_map(of_shard, mesh=mesh, **specs)(x, w)

@@ -12,7 +12,7 @@ from jmp._messages import described, framework_of, refuse_other_models, wrong
 from jmp.loss_scaling import LossScale, NoOpLossScale, UnscaledLossWarning, scaled_value_and_grad
 from jmp.loss_scaling._gradients import pair_of
 from jmp.policy import lowered_to
-from jmp.transforms._finite_check import flag_by_size
+from jmp.transforms._few_kernels import flag_by_size
 from jmp.transforms._loss_scaling import WithLossScaleState, find_loss_scaling
 from jmp.transforms._mixed_precision import unscaled_policy
 from jmp.trees import PyTree, is_complex, is_floating, select_leaves

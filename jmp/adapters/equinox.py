@@ -17,9 +17,16 @@ import equinox as eqx
 import jax
 import optax
 
+from jmp._array_calls import ArrayCall
 from jmp._messages import check_function, refuse_other_models
 from jmp.adapters._atomic import TrainStep, check_step, take_step
-from jmp.adapters._module_policies import ModulePolicies, marked_class, plain_class, storage_rules
+from jmp.adapters._module_policies import (
+    ModulePolicies,
+    ModuleScopes,
+    marked_class,
+    plain_class,
+    storage_rules,
+)
 from jmp.autocasting._autocast import AllOptions, given_policy
 from jmp.dtypes import is_half
 from jmp.loss_scaling import LossScale
@@ -100,6 +107,42 @@ def with_marked_modules(fun: Callable[P, R], policies: ModulePolicies) -> Callab
         return _map_modules(_unmark_module, result)
 
     return policies.autocast(in_float32, name_scopes=True)
+
+
+def in_scopes(fun: Callable[P, R]) -> Callable[P, R]:
+    """Returns `fun`, in which the methods of modules among the arguments open scopes by path.
+
+    Half arrays of modules count as float32 numbers, as under `autocast`. A function of parts of
+    modules runs as it is, see `takes_marked_modules`.
+    """
+
+    @functools.wraps(fun)
+    def scoped(*args: P.args, **kwargs: P.kwargs) -> R:
+        leaves, structure = jax.tree.flatten((args, kwargs))  # a State may be used once
+        again: Any = lambda: jax.tree.unflatten(structure, leaves)
+        chosen = fun
+        if takes_marked_modules(fun, *again()):
+            chosen = with_marked_modules(fun, ModuleScopes())
+        args, kwargs = again()
+        return chosen(*args, **kwargs)
+
+    return scoped
+
+
+def takes_marked_modules(fun: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+    """Returns whether a function can be called with marked modules; a trace decides.
+
+    A part of a module, as `eqx.partition` gives it, is combined inside with another part. If that
+    one is no argument it has no marks, and Equinox refuses to combine the two.
+    """
+    if not any(map(_is_module, jax.tree.leaves((args, kwargs), is_leaf=_is_module))):
+        return False
+    call = ArrayCall(with_marked_modules(fun, ModuleScopes()), args, kwargs)
+    try:
+        jax.eval_shape(call.results, *call.arrays)
+    except (TypeError, ValueError):  # an error of the function itself comes again
+        return False
+    return True
 
 
 def cast_params(model: T, policy: str | Policy, rules: Sequence[Rule] | None = None) -> T:

@@ -1,14 +1,13 @@
 """`autocast` and `full_precision`: the public face."""
 
 import functools
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import jax
 
-from jmp._messages import check_function, described, framework_of, function_name, listed, way_out
-from jmp.autocasting._program import Program, check_runs_when_called
+from jmp._messages import check_function, described, framework_of, way_out
+from jmp.autocasting._program import Program, check_names, check_runs_when_called
 from jmp.autocasting._request import AUTOCAST, FULL_PRECISION, Settings, check_rules
 from jmp.dtypes import FLOAT32
 from jmp.policy import Policy, get_policy, mark_lowered
@@ -180,7 +179,7 @@ def make_program(
     check_runs_when_called(fun)
     settings = Settings(get_policy(policy), **options)
     check_rules(rules, settings.compute_dtype)
-    _check_names(fun, apply_to)
+    check_names(fun, apply_to)
     if settings.compute_dtype == FLOAT32:
         return None
     return Program(fun, settings, tuple(rules), tuple(apply_to), rules_of_modules)
@@ -237,24 +236,4 @@ def _check_function(fun: Any) -> None:
         raise TypeError(
             f"autocast got the module {type(fun).__name__}, which has no variables by itself; "
             f"expected a function, such as a loss.{way_out(fun)}"
-        )
-
-
-def _check_names(fun: Callable[..., Any], apply_to: Sequence[str]) -> None:
-    if isinstance(apply_to, str):
-        text = described(apply_to)
-        raise TypeError(f"autocast got apply_to={text}; expected a list: [{text}].")
-    if not isinstance(apply_to, Iterable) or not all(isinstance(name, str) for name in apply_to):
-        raise TypeError(
-            f"autocast got apply_to={described(apply_to)}; expected names of arguments, such as "
-            "apply_to=['x']."
-        )
-    if not apply_to:
-        return
-    parameters = inspect.signature(fun).parameters
-    unknown = [name for name in apply_to if name not in parameters]
-    if unknown:
-        raise ValueError(
-            f"autocast got apply_to={described(list(apply_to))}, but '{function_name(fun)}' has no "
-            f"argument {listed(unknown)}; it has {', '.join(list(parameters)[:16])}."
         )

@@ -17,13 +17,13 @@ from jmp.autocasting._equations import contracts_nothing, is_inner_product
 from jmp.autocasting._exact_products import WHY_EXACT, wrapped_values
 from jmp.autocasting._float8 import OPERANDS
 from jmp.autocasting._graph import Graph, Node, Value
-from jmp.autocasting._numbers import dtype_of, is_inexact
+from jmp.autocasting._numbers import inexact_name
 from jmp.autocasting._precision import asked_for
 from jmp.autocasting._propagation import walk_inside
 from jmp.autocasting._registry import NO_RULE, Params, is_low
 from jmp.autocasting._request import AUTOCAST, FULL_PRECISION
 from jmp.autocasting._sending import WHY_NOT_WIDE
-from jmp.autocasting._steps import Fused, Island, Plan, Single, steps_of
+from jmp.autocasting._steps import Fused, Island, Plan, Ran, Single, steps_of
 from jmp.dtypes import FLOAT32
 
 SATURATED = (
@@ -87,10 +87,9 @@ class Operation(NamedTuple):
         return stack
 
 
-def operations_of(plan: Plan) -> Iterator[Operation]:
-    """Yields the operations of a plan, nested ones included."""
-    half = plan.request.settings.compute_dtype
-    for step, _, times in steps_of(plan):
+def operations_of(steps: Iterable[Ran]) -> Iterator[Operation]:
+    """Yields the operations of the steps of a plan, those inside nodes bound as a whole too."""
+    for step, level, times in steps:
         if isinstance(step, Island):
             stored = {write.value: write.dtype for write in step.writes}
             for node in step.nodes:
@@ -98,6 +97,7 @@ def operations_of(plan: Plan) -> Iterator[Operation]:
                 why = step.why.get(node, node.rule.reason)
                 yield from _operations_of_node(node, node.params, why, times, FLOAT32, stores)
         elif isinstance(step, Single):
+            half = level.request.settings.compute_dtype
             read = half if step.arithmetic.is_half else FLOAT32
             read = OPERANDS if step.in_float8 is not None else read
             about = step.node, step.params, step.why, times
@@ -112,44 +112,37 @@ def _operations_of_node(
     read: np.dtype,
     stores: Sequence[np.dtype | None],
 ) -> Iterator[Operation]:
-    equation: Any = node.equation
-    if _jax_compat.holds_functions(equation):
-        # Bound as a whole, in the dtypes it was traced with: a region, a custom derivative.
-        traced, bound = equation, equation.replace(params=dict(params))
-        pairs = zip(walk_inside(traced, node.around, times), walk_inside(bound), strict=True)
-        for visit, changed in pairs:
-            inner = visit.equation
-            if not _jax_compat.holds_functions(inner):
-                dtypes = (
-                    _names_once(map(_float_name, inner.invars)),
-                    _names_once(map(_float_name, inner.outvars)),
-                )
-                params = changed.equation.params
-                yield Operation(inner, visit.around, node, why, visit.times, params, *dtypes)
-        return
-    is_read = [value.is_float32 or read == OPERANDS for value in node.inputs]
-    pairs_in = zip(node.inputs, is_read, strict=True)
-    dtypes_in = (str(read) if chosen else _float_name(value) for value, chosen in pairs_in)
-    pairs_out = zip(node.outputs, stores, strict=True)
-    dtypes_out = (
-        str(dtype) if value.is_float32 else _float_name(value) for value, dtype in pairs_out
-    )
-    named = _names_once(dtypes_in), _names_once(dtypes_out)
-    yield Operation(equation, node.around, node, why, times, params, *named)
+    traced: Any = node.equation
+    bound = traced.replace(params=params)
+    visits = list(walk_inside(traced, node.around, times))
+    # Bound as a whole, in the dtypes it was traced with: a region, a custom derivative.
+    for visit, changed in zip(visits, walk_inside(bound), strict=True):
+        if visit.is_innermost:
+            equation, around, turns = visit
+            dtypes_in = _names_once(map(inexact_name, equation.invars))
+            dtypes_out = _names_once(map(inexact_name, equation.outvars))
+            params = changed.equation.params
+            yield Operation(equation, around, node, why, turns, params, dtypes_in, dtypes_out)
+    if not visits:
+        is_read = [value.is_float32 or read == OPERANDS for value in node.inputs]
+        chosen = zip(node.inputs, is_read, strict=True)
+        dtypes_in = _names_once(
+            str(read) if reads else inexact_name(value) for value, reads in chosen
+        )
+        stored = zip(node.outputs, stores, strict=True)
+        dtypes_out = _names_once(
+            str(dtype) if value.is_float32 else inexact_name(value) for value, dtype in stored
+        )
+        yield Operation(traced, node.around, node, why, times, params, dtypes_in, dtypes_out)
 
 
 def _names_once(dtypes: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(filter(None, dtypes)))
 
 
-def _float_name(value: Any) -> str:
-    """Returns the name of a floating or complex dtype; "" for any other."""
-    return str(dtype_of(value)) if is_inexact(value) else ""
-
-
-def decisions_of(plan: Plan) -> Iterator[tuple[str, Node, int]]:
+def decisions_of(steps: Iterable[Ran]) -> Iterator[tuple[str, Node, int]]:
     """Yields what a plan does besides choosing dtypes: a sentence, the node, how often it runs."""
-    for step, _, times in steps_of(plan):
+    for step, _, times in steps:
         if isinstance(step, Fused):
             yield step.why, step.node, times
         elif isinstance(step, Island):
@@ -167,10 +160,10 @@ def decisions_of(plan: Plan) -> Iterator[tuple[str, Node, int]]:
                 yield step.why, step.node, times
 
 
-def rounded_arguments_of(plan: Plan) -> Iterator[Node]:
+def rounded_arguments_of(steps: Iterable[Ran]) -> Iterator[Node]:
     """Yields the half products whose results reach a function that wraps, such as sin."""
     wrapped: dict[Graph, Set[Value]] = {}
-    for step, level, _ in steps_of(plan):
+    for step, level, _ in steps:
         if isinstance(step, Single) and step.node.is_product and step.arithmetic.is_half:
             if level.graph not in wrapped:
                 wrapped[level.graph] = wrapped_values(level.graph)
@@ -192,7 +185,7 @@ def warn_if_no_product_is_half(plan: Plan, name: str) -> bool:
     """
     reasons: collections.Counter[str] = collections.Counter()
     is_surprise = False
-    for operation in operations_of(plan):
+    for operation in operations_of(steps_of(plan)):
         if is_product(operation.equation) and operation.dtypes_in:
             if not NOT_HALF.issuperset(operation.dtypes_in):
                 return False

@@ -8,7 +8,7 @@ import functools
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jmp import _jax_compat
 from jmp._array_calls import StaticPart, take_arrays
-from jmp._messages import described, function_name, users_stacklevel
+from jmp._messages import described, function_name, listed, users_stacklevel
 from jmp.autocasting._emit import run_plan
 from jmp.autocasting._flatten import graph_of
 from jmp.autocasting._flow import Destination, Info
@@ -218,6 +218,27 @@ def check_runs_when_called(fun: Any) -> None:
             f"autocast got {late}: its body runs after the call has returned, when nothing is "
             "traced. Expected a function that computes its results and returns them; wrap the "
             "functions that the body calls, and leave the body outside."
+        )
+
+
+def check_names(fun: Callable[..., Any], apply_to: Sequence[str]) -> None:
+    """Refuses an `apply_to=` that names no arguments of the function."""
+    if isinstance(apply_to, str):
+        text = described(apply_to)
+        raise TypeError(f"autocast got apply_to={text}; expected a list: [{text}].")
+    if not isinstance(apply_to, Iterable) or not all(isinstance(name, str) for name in apply_to):
+        raise TypeError(
+            f"autocast got apply_to={described(apply_to)}; expected names of arguments, such as "
+            "apply_to=['x']."
+        )
+    if not apply_to:
+        return
+    parameters = inspect.signature(fun).parameters
+    unknown = [name for name in apply_to if name not in parameters]
+    if unknown:
+        raise ValueError(
+            f"autocast got apply_to={described(list(apply_to))}, but '{function_name(fun)}' has no "
+            f"argument {listed(unknown)}; it has {', '.join(list(parameters)[:16])}."
         )
 
 

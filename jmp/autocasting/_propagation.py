@@ -28,6 +28,11 @@ class Visit(NamedTuple):
     around: tuple[JaxprEqn, ...]  # the equations that hold it, the outermost first
     times: int  # how often it runs: once for each turn of the scans around it
 
+    @property
+    def is_innermost(self) -> bool:
+        """Whether the equation holds no functions."""
+        return not _jax_compat.holds_functions(self.equation)
+
 
 def walk(jaxpr: Jaxpr, around: tuple[JaxprEqn, ...] = (), times: int = 1) -> Iterator[Visit]:
     """Yields the equations of an open jaxpr at any depth, each before those inside it.

@@ -195,18 +195,26 @@ def plain_steps(steps: Sequence[Step]) -> Iterator[Single | Nested | Island]:
             yield step
 
 
-def steps_of(plan: Plan, times: int = 1) -> Iterator[tuple[Single | Island | Fused, Plan, int]]:
-    """Yields the steps of all levels, in order: each with its level and how often it runs.
+class Ran(NamedTuple):
+    """A step of a plan at any depth."""
+
+    step: Single | Island | Fused
+    level: Plan  # that it stands in
+    times: int  # how often it runs: once for each turn of the scans around it
+
+
+def steps_of(plan: Plan, times: int = 1) -> Iterator[Ran]:
+    """Yields the steps of all levels, in order.
 
     The steps inside a nested one stand in its place; after a fused attention come those that run
     where it is not fused.
     """
     for step in plan.steps:
         if isinstance(step, Fused):
-            yield step, plan, times
+            yield Ran(step, plan, times)
         for plain in plain_steps((step,)):
             if not isinstance(plain, Nested):
-                yield plain, plan, times
+                yield Ran(plain, plan, times)
                 continue
             for inside in plain.insides:
                 if isinstance(inside, Inside):

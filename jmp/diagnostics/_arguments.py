@@ -1,9 +1,9 @@
-"""What a diagnostic was asked about: a function, and its arguments in a call of their own.
+"""What a diagnostic is asked about: a function, and its arguments in a call of their own.
 
-Losses of nnx and Equinox modules, whose frameworks open no name scopes by path.
+Modules of nnx and Equinox among the arguments, whose frameworks open no name scopes by path, open
+them here.
 """
 
-import functools
 import importlib
 import sys
 from collections.abc import Callable, Sequence
@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import jax
 
 from jmp import _jax_compat
-from jmp._array_calls import ArrayCall
 from jmp._messages import check_function, described, framework_of
 from jmp.adapters._module_policies import ModuleScopes
 from jmp.autocasting import autocast
@@ -22,16 +21,31 @@ from jmp.policy import Policy
 from jmp.trees import PyTree, stands_for_numbers
 
 
-def check_asked(caller: str, call: str, fun: object, early: tuple[Any, ...], policy: Any) -> None:
-    """Raises TypeError if `fun` is no function, or its arguments came in the first call.
+def asked_function(
+    caller: str,
+    call: str,
+    fun: Callable[..., Any],
+    early: tuple[Any, ...],
+    policy: str | Policy | None = None,
+    *,
+    of_equinox: bool = False,
+) -> Callable[..., Any]:
+    """Returns what a diagnostic is asked about, as a function of what `split_arguments` returns.
+
+    It works on copies of nnx modules, also where `fun` is one or a method of one: what it changes
+    in them is lost, and the caller's stay as they are. Their methods open scopes that name paths.
 
     Args:
       caller: the diagnostic.
       call: how it is called, for the error.
       early: positional arguments behind those that it has.
       policy: text or a `Policy`; None where it was left out.
+      of_equinox: whether methods of Equinox modules among the arguments open scopes as well.
 
-    >>> check_asked("compare", "compare(fun, policy)(*args)", len, (), "mixed_float16")
+    Raises: TypeError if `fun` is no function, or its arguments came in the first call.
+
+    >>> asked_function("compare", "compare(fun, policy)(*args)", len, (), "mixed_float16")("ab")
+    2
     """
     check_function(fun, caller, call)
     is_policy = policy is None or isinstance(policy, (str, Policy))
@@ -41,6 +55,11 @@ def check_asked(caller: str, call: str, fun: object, early: tuple[Any, ...], pol
             f"{caller} got {described(got)} too early; expected the function's arguments in a call "
             f"of their own: {call}."
         )
+    if framework_of(fun) not in (None, "flax.nnx") or runs_late(fun):
+        return fun
+    if "flax.nnx" in sys.modules:  # else there is no module of it
+        fun = _nnx().of_split_modules(fun, in_scopes=True)
+    return _equinox().in_scopes(fun) if of_equinox and "equinox" in sys.modules else fun
 
 
 def check_numbers(arrays: Sequence[Any], caller: str, expected: str) -> None:
@@ -60,20 +79,20 @@ class Scoped(NamedTuple):
     framework: str | None  # whose modules are named by their paths; None: name scopes are named
 
 
-def apart(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns arguments with their nnx modules taken apart, as what `of_modules` returns asks."""
+def split_arguments(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns arguments with their nnx modules taken apart, as `asked_function` takes them."""
     found: tuple[tuple[Any, ...], dict[str, Any]] = (args, kwargs)
-    return _nnx().split_modules(found) if _has_nnx() else found
+    return _nnx().split_modules(found) if "flax.nnx" in sys.modules else found
 
 
-def parameters_of(tree: PyTree) -> PyTree:
+def trained_parameters(tree: PyTree) -> PyTree:
     """Returns what an optimizer is given of a tree of arguments.
 
     Without what is not differentiated in nnx modules, what is no floating array in Equinox modules,
     and what is no array elsewhere.
     """
-    if _has_nnx():
-        tree = jax.tree.map(lambda x: x.parameters if _is_apart(x) else x, tree, is_leaf=_is_apart)
+    of_module: Callable[[Any], Any] = lambda x: x.parameters if _is_split_module(x) else x
+    tree = jax.tree.map(of_module, tree, is_leaf=_is_split_module)
 
     def trained(part: Any) -> Any:
         if not _is_equinox(part):
@@ -85,56 +104,12 @@ def parameters_of(tree: PyTree) -> PyTree:
     return jax.tree.map(trained, tree, is_leaf=_is_equinox)
 
 
-def of_modules(fun: Callable[..., Any], *, in_scopes: bool = True) -> Callable[..., Any]:
-    """Returns `fun` as a function of arguments that `apart` returned.
-
-    It works on copies of nnx modules, also where `fun` is one or a method of one: what it changes
-    in them is lost, and the caller's stay as they are.
-
-    Args:
-      fun: what a diagnostic is asked about.
-      in_scopes: whether the modules' methods open scopes that name their paths.
-    """
-    is_other = framework_of(fun) not in (None, "flax.nnx") or runs_late(fun)
-    return fun if is_other or not _has_nnx() else _nnx().of_split_modules(fun, in_scopes=in_scopes)
-
-
-def in_paths(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns what `of_modules` does; Equinox modules among the arguments open scopes as well.
-
-    As in `equinox.autocast`: half arrays of such modules count as float32 numbers.
-    """
-    fun = of_modules(fun)
-    is_asked = "equinox" in sys.modules and framework_of(fun) is None
-    if not is_asked or runs_late(fun):
-        return fun
-
-    @functools.wraps(fun)
-    def in_scopes(*args: Any, **kwargs: Any) -> Any:
-        given = (args, kwargs)
-        if not any(map(_is_equinox, jax.tree.leaves(given, is_leaf=_is_equinox))):
-            return fun(*args, **kwargs)
-        leaves, structure = jax.tree.flatten(given)  # a State may be used once
-        try:
-            args, kwargs = jax.tree.unflatten(structure, leaves)
-            return _lifted(fun)(*args, **kwargs)
-        except (TypeError, ValueError):  # parts of modules, see `scoped`
-            args, kwargs = jax.tree.unflatten(structure, leaves)
-            return fun(*args, **kwargs)
-
-    return in_scopes
-
-
-def _lifted(fun: Callable[..., Any]) -> Any:
-    return importlib.import_module("jmp.adapters.equinox").with_marked_modules(fun, ModuleScopes())
-
-
-def _has_nnx() -> bool:
-    return "flax.nnx" in sys.modules  # else there is no module of it
-
-
 def _nnx() -> Any:
     return importlib.import_module("jmp.adapters._nnx_modules")
+
+
+def _equinox() -> Any:
+    return importlib.import_module("jmp.adapters.equinox")
 
 
 def scoped(loss: Callable[..., Any], args: Sequence[Any]) -> Scoped:
@@ -144,32 +119,29 @@ def scoped(loss: Callable[..., Any], args: Sequence[Any]) -> Scoped:
 
     Args:
       loss: a function of modules.
-      args: what `apart` returned of its arguments.
+      args: what `split_arguments` returned of its arguments.
     """
-    if _has_nnx() and any(map(_is_apart, jax.tree.leaves(args, is_leaf=_is_apart))):
+    if _contains(args, _is_split_module):
         adapter = importlib.import_module("jmp.adapters.nnx")
 
         def lower(fun: Any, *policy: Any, **options: Any) -> Any:
-            return of_modules(adapter.autocast(fun, *policy, **options), in_scopes=False)
+            lowered = adapter.autocast(fun, *policy, **options)
+            return _nnx().of_split_modules(lowered, in_scopes=False)
 
-        return Scoped(of_modules(loss), lower, "flax.nnx")
-    if not any(map(_is_equinox, jax.tree.leaves(args, is_leaf=_is_equinox))):
+        return Scoped(_nnx().of_split_modules(loss, in_scopes=True), lower, "flax.nnx")
+    if not (_contains(args, _is_equinox) and _equinox().takes_marked_modules(loss, args, {})):
         return Scoped(loss, autocast, None)
-    adapter = importlib.import_module("jmp.adapters.equinox")
-    lifted = functools.wraps(loss)(_lifted(loss))
-    call = ArrayCall(lifted, args)
-    try:
-        jax.eval_shape(call, *call.arrays)
-    except (TypeError, ValueError):
-        # A part of a model, as `eqx.partition` gives it, is combined inside with one that has no
-        # scopes, which Equinox refuses. An error of the loss itself comes again.
-        return Scoped(loss, autocast, None)
-    return Scoped(lifted, adapter.autocast, "equinox")
+    in_scopes = _equinox().with_marked_modules(loss, ModuleScopes())
+    return Scoped(in_scopes, _equinox().autocast, "equinox")
+
+
+def _contains(tree: PyTree, is_module: Callable[[Any], bool]) -> bool:
+    return any(map(is_module, jax.tree.leaves(tree, is_leaf=is_module)))
 
 
 def _is_equinox(value: Any) -> bool:
     return framework_of(value) == "equinox"
 
 
-def _is_apart(value: Any) -> bool:
-    return isinstance(value, _nnx().SplitModule)
+def _is_split_module(value: Any) -> bool:
+    return "flax.nnx" in sys.modules and isinstance(value, _nnx().SplitModule)

@@ -21,7 +21,7 @@ from jmp._array_calls import ArrayCall
 from jmp._messages import function_name, listed
 from jmp.autocasting._operations import is_product
 from jmp.autocasting._propagation import WayInside, propagate
-from jmp.diagnostics._arguments import apart, check_asked, of_modules
+from jmp.diagnostics._arguments import asked_function, split_arguments
 from jmp.diagnostics._walk import Placed, place_name, source_line, with_places
 from jmp.dtypes import floating_dtype
 
@@ -51,11 +51,12 @@ def assert_products_in(
     >>> gradient = jax.grad(autocast(loss, "mixed_bfloat16"))
     >>> assert_products_in(gradient, jnp.bfloat16)(jnp.ones((8, 8)), jnp.ones((4, 8)))
     """
-    check_asked("assert_products_in", "assert_products_in(fun, dtype)(*args)", fun, early, None)
+    call = "assert_products_in(fun, dtype)(*args)"
+    function = asked_function("assert_products_in", call, fun, early)
     expected = floating_dtype(dtype, "dtype")
 
     def check(*args: Any, **kwargs: Any) -> None:
-        call = ArrayCall(of_modules(fun), *apart(*args, **kwargs))
+        call = ArrayCall(function, *split_arguments(*args, **kwargs))
         closed = jax.make_jaxpr(call.results)(*call.arrays)
         products = list(_products(_jax_compat.open_jaxpr(closed)[0]))
         name = function_name(fun)
@@ -113,10 +114,10 @@ def assert_summed_once(fun: Callable[..., Any], *early: Any) -> Callable[..., No
     >>> step = jax.shard_map(gradient, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
     >>> assert_summed_once(step)(jnp.ones(4), jnp.ones((16, 4)))
     """
-    check_asked("assert_summed_once", "assert_summed_once(fun)(*args)", fun, early, None)
+    function = asked_function("assert_summed_once", "assert_summed_once(fun)(*args)", fun, early)
 
     def check(*args: Any, **kwargs: Any) -> None:
-        call = ArrayCall(of_modules(fun), *apart(*args, **kwargs))
+        call = ArrayCall(function, *split_arguments(*args, **kwargs))
         closed = jax.make_jaxpr(call.results)(*call.arrays)
         lines: list[str] = []
         rule = functools.partial(_sums_of_results, lines, {}, ())

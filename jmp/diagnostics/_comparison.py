@@ -6,23 +6,20 @@ Both programs run on the device; the errors are computed in float64 on the host.
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp import _jax_compat
 from jmp._array_calls import ArrayCall, cotangent, vjp_at
 from jmp._messages import users_stacklevel, wrong
 from jmp.autocasting._autocast import autocast
-from jmp.diagnostics._arguments import apart, check_asked, in_paths
+from jmp.diagnostics._arguments import asked_function, split_arguments
 from jmp.diagnostics._tables import table
-from jmp.diagnostics._walk import with_places
-from jmp.dtypes import is_castable
 from jmp.policy import Policy, get_policy
-from jmp.trees import PyTree, cast_floating, cast_to_at_least_float32, is_complex, path_string
+from jmp.trees import PyTree, cast_to_at_least_float32, path_string
 
 COLUMNS = (
     "of", "path", "elements", "relative error", "largest error", "reference norm", "cosine",
@@ -175,30 +172,6 @@ def cotangents_of(results: PyTree, scale: float) -> PyTree:
     return jax.tree_util.tree_map_with_path(of, results)
 
 
-def check_float64(jaxpr: Any) -> None:
-    """Raises or warns where a program, traced in float64, is no reference for one in float32."""
-    narrow = []
-    for equation, _, source, _ in with_places(_jax_compat.open_jaxpr(jaxpr)[0]):
-        if equation.params.get("bit_width") == 64:  # random_bits
-            raise ValueError(
-                "compare got a function that draws random numbers of 64 bits in float64: others "
-                "than in float32, which would count as error. Switch dropout and noise off, draw "
-                "them with dtype=jnp.float32, or compare with reference='float32'."
-            )
-        if equation.primitive.name == "convert_element_type":
-            before, after = (atom[0].aval.dtype for atom in (equation.invars, equation.outvars))
-            # Scalars pass: JAX's own random numbers have bounds that it casts.
-            is_array_cast = equation.outvars[0].aval.ndim > 0 and before == np.float64
-            if is_array_cast and after != np.float64 and is_castable(after):
-                narrow.append(f"{source or '?'} to {after}")
-    if narrow:
-        warnings.warn(
-            f"compare's reference is not float64 throughout: fun casts {len(narrow)} values down, "
-            f"the first at {narrow[0]}. Remove such casts and dtype= arguments for the comparison.",
-            stacklevel=users_stacklevel(),
-        )
-
-
 Given = tuple[tuple[Any, ...], dict[str, Any]]  # positional arguments, and those by name
 Results = dict[tuple[str, str], jax.Array]  # by kind, "result" or "gradient", and path
 
@@ -208,29 +181,23 @@ def compare(
     policy: str | Policy,
     *early: Any,
     argnums: int | Sequence[int] = 0,
-    reference: str = "float32",
     scale: float = 1.0,
     **options: Any,
 ) -> Callable[..., "Comparison"]:
-    """Returns a function that measures `autocast(fun, policy)` against `fun` in float32 or float64.
+    """Returns a function that measures `autocast(fun, policy)` against `fun` in float32.
 
     Called with `fun`'s arguments it compiles both and runs them, forward and backward. A scalar
     result is differentiated as it is. Any other result is replaced by its mean, and several by the
     sum of their means: the cotangent of a result of n elements is 1 / n everywhere. Leave out
     results that should have no part in the gradient by `lambda *args: fun(*args)[0]`.
 
-    If the policy or a rule has float8 products, it measures the same without them too.
-
     In the reference half arguments are widened, exactly, and products run at the highest precision
     of the device: no TF32. Integers, keys and all that is no float pass as they are.
 
     Args:
-      fun, policy: as for `jmp.autocast`. A policy that computes in float32 is `fun` itself: its
-        error against float64 is the one that any training has.
+      fun, policy: as for `jmp.autocast`.
       argnums: as in `jax.grad`: which arguments are differentiated, their floating arrays alone;
         () for none.
-      reference: "float32", or "float64", for which `fun` runs under `jax.enable_x64`. What `fun`
-        itself casts to float32 stays float32 there, with a warning.
       scale: loss scale of the policy's run: its cotangents are multiplied, its gradients divided,
         in float64, so that what underflows without a loss scale is not counted.
       options: those of `jmp.autocast`, such as `rules`.
@@ -241,12 +208,9 @@ def compare(
     Raises:
       TypeError: `fun` is no function, or its arguments were given in the first call; otherwise as
         `jmp.autocast`.
-      ValueError: another reference, a scale that is not positive; when called, argnums that are not
-        there, and `reference="float64"` where `fun` draws random numbers of 64 bits, because they
-        differ from those in float32.
+      ValueError: a scale that is not positive; when called, argnums that are not there.
 
-    Warns: where `fun` casts float64 down under `reference="float64"`; where a result is float16 and
-      the scale is beyond its range.
+    Warns: where a result is float16 and the scale is beyond its range.
 
     >>> def loss(params, x):
     ...     return jnp.mean(jnp.tanh(x @ params["w"]))
@@ -254,31 +218,17 @@ def compare(
     >>> [(row.kind, row.path, row.relative_error < 0.01) for row in comparison.rows]
     [('result', '', True), ('gradient', 'w', True)]
     """
-    check_asked("compare", "compare(fun, policy)(*args)", fun, early, policy)
-    if reference not in ("float32", "float64"):
-        expected = "'float32' or 'float64'"
-        raise wrong(ValueError, "compare", reference, expected, name="reference")
+    call = "compare(fun, policy)(*args)"
+    fun = asked_function("compare", call, fun, early, policy, of_equinox=True)
     check_scale(scale, "compare")
-    if isinstance(options.get("rules"), Iterator):  # read more than once
-        options["rules"] = tuple(options["rules"])
-    fun = in_paths(fun)
-    lowered, half = autocast(fun, policy, **options), None
-    rules = options.get("rules", ())
-    if any(get_policy(p).product_dtype is not None for p in (policy, *(p for _, p in rules))):
-        options["rules"] = [(target, without_float8(p)) for target, p in rules]
-        half = autocast(fun, without_float8(policy), **options)
+    lowered = autocast(fun, policy, **options)
 
     def measure(*args: Any, **kwargs: Any) -> Comparison:
-        given = apart(*args, **kwargs)
+        given = split_arguments(*args, **kwargs)
         found = run(lowered, given, argnums, scale)
-        found_in_half = None if half is None else run(half, given, argnums, scale)
-        if reference == "float64":
-            with jax.enable_x64(True):
-                expected = _run_in_float64(fun, given, argnums)
-        else:
-            with jax.default_matmul_precision("highest"):
-                expected = run(fun, cast_to_at_least_float32(given), argnums, 1.0)
-        return comparison_of(policy, reference, scale, found, expected, found_in_half)
+        with jax.default_matmul_precision("highest"):
+            expected = run(fun, cast_to_at_least_float32(given), argnums, 1.0)
+        return comparison_of(policy, scale, found, expected)
 
     return measure
 
@@ -289,37 +239,22 @@ def check_scale(scale: float, caller: str) -> None:
         raise wrong(ValueError, caller, scale, "a loss scale, above zero", name="scale")
 
 
-def without_float8(policy: str | Policy) -> Policy:
-    """Returns a policy whose products are half instead of float8."""
-    return dataclasses.replace(get_policy(policy), product_dtype=None)
-
-
 def comparison_of(
-    policy: str | Policy,
-    reference: str,
-    scale: float,
-    found: Results,
-    expected: Results,
-    without_float8: Results | None = None,
+    policy: str | Policy, scale: float, found: Results, expected: Results
 ) -> "Comparison":
     """Returns what `compare` does, of results and gradients that were computed already.
 
     Args:
       found: the policy's, whose gradients are multiplied by `scale`.
       expected: the reference's.
-      without_float8: those of the policy without its float8 products, if it has any.
     """
     divisors = {"result": 1.0, "gradient": float(scale)}
-
-    def rows(results: Results) -> list[Difference]:
-        return [
-            error_of(*key, np.asarray(results[key]), np.asarray(expected[key]), divisors[key[0]])
-            for key in expected
-            if not jnp.issubdtype(expected[key].dtype, jax.dtypes.extended)  # keys
-        ]
-
-    plain = [] if without_float8 is None else rows(without_float8)
-    return Comparison(str(get_policy(policy)), reference, float(scale), rows(found), plain)
+    rows = [
+        error_of(*key, np.asarray(found[key]), np.asarray(expected[key]), divisors[key[0]])
+        for key in expected
+        if not jnp.issubdtype(expected[key].dtype, jax.dtypes.extended)  # keys
+    ]
+    return Comparison(str(get_policy(policy)), float(scale), rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -328,11 +263,8 @@ class Comparison:
 
     Attributes:
       policy: the policy, as text.
-      reference: "float32" or "float64".
       scale: the loss scale of the policy's run.
       rows: one for each leaf: results first, then gradients.
-      without_float8: the same rows where products are half instead of float8; empty where none is
-        float8.
 
     >>> found = compare(lambda w: w @ w, "mixed_float16")(jnp.eye(2))
     >>> found.policy, [row.kind for row in found.worst(2)]
@@ -340,10 +272,8 @@ class Comparison:
     """
 
     policy: str
-    reference: str
     scale: float
     rows: list[Difference]
-    without_float8: list[Difference] = dataclasses.field(default_factory=list)
 
     def worst(self, n: int = 10) -> list[Difference]:
         """Returns the `n` leaves of the largest relative errors, the worst first.
@@ -373,28 +303,21 @@ class Comparison:
         Errors may be infinite or NaN.
         """
         data = dataclasses.asdict(self)
-        for name in ("rows", "without_float8"):
-            for row, entry in zip(getattr(self, name), data[name], strict=True):
-                entry |= {"relative_error": row.relative_error, "cosine": row.cosine}
+        for row, entry in zip(self.rows, data["rows"], strict=True):
+            entry |= {"relative_error": row.relative_error, "cosine": row.cosine}
         return data
 
     def __str__(self) -> str:
         scaled = f", loss scale {self.scale:g}" if self.scale != 1 else ""
         modules = self.by_module()
-        lines = [f"{self.policy} against {self.reference}{scaled}:", self._table(modules)]
+        lines = [f"{self.policy} against float32{scaled}:", self._table(modules)]
         if len(modules) < len(self.rows):
             worst = self.worst()
             lines += [f"the worst {len(worst)} of {len(self.rows)} leaves:", self._table(worst)]
         return "\n".join(lines)
 
     def _table(self, rows: list[Difference]) -> str:
-        found = [cells(row, self._is_negligible(row)) for row in rows]
-        if not self.without_float8:
-            return table(COLUMNS, found)
-        plain = [*self.without_float8, *by_prefix(self.without_float8, 1)]
-        errors = {(row.kind, row.path): f"{row.relative_error:.2g}" for row in plain}
-        columns = (*COLUMNS[:4], "without float8", *COLUMNS[4:])
-        return table(columns, [(*c[:4], errors[c[0], c[1]], *c[4:]) for c in found])
+        return table(COLUMNS, [cells(row, self._is_negligible(row)) for row in rows])
 
     def _worst_first(self, rows: Iterable[Difference]) -> list[Difference]:
         def order(row: Difference) -> tuple[bool, float]:
@@ -407,25 +330,9 @@ class Comparison:
     def _is_negligible(self, row: Difference) -> bool:
         gradients = [row for row in self.rows if row.kind == "gradient"]
         total = math.hypot(*(row.reference_norm for row in gradients))
-        dtypes = (self.reference, get_policy(self.policy).compute_dtype)
+        dtypes = (np.float32, get_policy(self.policy).compute_dtype)
         zero, noise = (8 * float(jnp.finfo(dtype).eps) * total for dtype in dtypes)
         return row.kind == "gradient" and row.reference_norm < zero and row.error_norm < noise
-
-
-def _run_in_float64(fun: Callable[..., Any], given: Given, argnums: int | Sequence[int]) -> Results:
-    """Returns what `run` does, in float64; x64 is enabled."""
-    wide = cast_floating(given, "float64")
-    wide = jax.tree.map(lambda x: x.astype(np.complex128) if is_complex(x) else x, wide)
-    call = ArrayCall(fun, *wide)
-    try:
-        check_float64(jax.make_jaxpr(call)(*call.arrays))
-        return run(fun, wide, argnums, 1.0)
-    except TypeError as error:
-        error.add_note(
-            "This came from compare's run in float64, where fun must take float64 arguments: a "
-            "dtype written into fun may not fit. reference='float32' runs it as it is."
-        )
-        raise
 
 
 def run(

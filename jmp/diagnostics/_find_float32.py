@@ -20,8 +20,8 @@ import numpy as np
 from jmp._messages import check_function, described, listed, wrong
 from jmp.autocasting._autocast import AllOptions
 from jmp.autocasting._float8 import OPERANDS
-from jmp.diagnostics._arguments import apart, scoped
-from jmp.diagnostics._comparison import Comparison, check_scale, comparison_of, run, without_float8
+from jmp.diagnostics._arguments import scoped, split_arguments
+from jmp.diagnostics._comparison import Comparison, check_scale, comparison_of, run
 from jmp.diagnostics._emulation import FlaggedProgram
 from jmp.diagnostics._scope_search import Errors, Found, rules_for, search_levels
 from jmp.diagnostics._tables import table
@@ -233,7 +233,7 @@ def find_float32(
         _, (value, _) = scaled(*args)
         return value
 
-    args = jax.tree.map(_on_device, cast_to_at_least_float32(apart(*args)[0]))
+    args = jax.tree.map(_on_device, cast_to_at_least_float32(split_arguments(*args)[0]))
     given = options.pop("rules", ())
     given = tuple(given) if isinstance(given, Iterator) else given  # read more than once
     with_scopes, lower, framework = scoped(loss, args)
@@ -254,7 +254,7 @@ def find_float32(
         )
         search = search_levels(program.errors, len(program.scopes), program.in_float8, tolerance)
     asked = policy if isinstance(policy, str) else str(policy)
-    half = without_float8(policy)
+    half = dataclasses.replace(get_policy(policy), product_dtype=None)
     name_of_half = "mixed_bfloat16" if half == get_policy("mixed_bfloat16") else str(half)
     policies = {scope: asked for scope in program.scopes}
     policies |= {program.scopes[i]: "float32" for i in search.in_float32}
@@ -262,7 +262,7 @@ def find_float32(
     rules = [*given, *rules_for(policies, asked, of_modules=framework is not None)]
     lowered = lower(loss, policy, rules=rules, **options)
     measured = run(lowered, (args, {}), argnums, scale)
-    comparison = comparison_of(policy, "float32", scale, measured, program.expected)
+    comparison = comparison_of(policy, scale, measured, program.expected)
     scopes = _each_alone(program.scopes, search)
     text = str(get_policy(policy))
     return Float32Scopes(text, tolerance, rules, search.lowest, scopes, comparison)

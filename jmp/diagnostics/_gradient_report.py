@@ -18,7 +18,7 @@ from jmp._array_calls import ArrayCall, argument_numbers, vjp_at
 from jmp._messages import described
 from jmp.autocasting import autocast
 from jmp.autocasting._propagation import inner_equations
-from jmp.diagnostics._arguments import apart, check_asked, of_modules
+from jmp.diagnostics._arguments import asked_function, split_arguments
 from jmp.diagnostics._range_report import RangeReport
 from jmp.diagnostics._ranges import (
     DIGITS,
@@ -26,15 +26,15 @@ from jmp.diagnostics._ranges import (
     FLOAT8_PRODUCT,
     SPECIAL,
     Range,
+    counted_exponents,
     digits,
     exponent_of,
     exponents,
     from_digits,
-    layout,
     row_of,
 )
 from jmp.diagnostics._rows import kind_of_row
-from jmp.diagnostics._walk import HANDLERS, Site, replay, users_line
+from jmp.diagnostics._walk import HANDLERS, Replayed, replay, users_line
 from jmp.dtypes import is_half
 from jmp.loss_scaling import StaticLossScale
 from jmp.loss_scaling._gradients import scaled_loss
@@ -42,7 +42,7 @@ from jmp.policy import Policy, get_policy
 from jmp.trees import as_jax_array, is_complex, is_floating
 
 
-class Place(NamedTuple):
+class Tapped(NamedTuple):
     """What taps are merged by: an operation on a source line of a module."""
 
     path: str
@@ -51,9 +51,9 @@ class Place(NamedTuple):
     dtype: str
 
 
-Position = tuple[int, ...]  # of a site, and of the result among those of its equation
-Places = dict[Position, Place]
-Tap = Callable[[Position, Place, Any], Any]  # (position, place, value) -> value
+Position = tuple[int, ...]  # of an equation, then that of one of its results
+TapPlaces = dict[Position, Tapped]
+Tap = Callable[[Position, Tapped, Any], Any]  # (position, place, value) -> value
 
 
 class Counts(NamedTuple):
@@ -61,7 +61,7 @@ class Counts(NamedTuple):
 
     parameters: list[np.ndarray]
     gradients: list[np.ndarray]
-    activations: dict[Place, tuple[np.ndarray, np.ndarray]]
+    activations: dict[Tapped, tuple[np.ndarray, np.ndarray]]
 
 
 def gradient_report(
@@ -108,8 +108,7 @@ def gradient_report(
     1.0
     """
     call = "gradient_report(loss_fn, policy)(*args)"
-    check_asked("gradient_report", call, loss_fn, early, policy)
-    loss_fn = of_modules(loss_fn)
+    loss_fn = asked_function("gradient_report", call, loss_fn, early, policy)
     exponent_of(scale)  # refuses what is no power of two
     half = None
     if policy is not None:
@@ -124,7 +123,7 @@ def gradient_report(
     scaled = scaled_loss(loss_fn, StaticLossScale(scale), has_aux)
 
     def report(*args: Any, **kwargs: Any) -> RangeReport:
-        args, kwargs = apart(*args, **kwargs)
+        args, kwargs = split_arguments(*args, **kwargs)
         numbers = argument_numbers(argnums, len(args), "gradient_report")
         # Python floats to differentiate become arrays.
         of_float: Callable[[Any], Any] = lambda x: as_jax_array(x) if isinstance(x, float) else x
@@ -144,12 +143,14 @@ def gradient_report(
         closed = jax.make_jaxpr(lambda *arrays: call(*arrays)[0])(*arrays)
         counts = count(closed, arrays, list(paths), half)
         named = [(path, str(arrays[i].dtype)) for i, path in paths.items()]
-        return RangeReport(tuple(_rows(named, counts, scale)), str(half or "float16"))
+        return RangeReport(tuple(_report_rows(named, counts, scale)), str(half or "float16"))
 
     return report
 
 
-def _rows(parameters: list[tuple[str, str]], counts: Counts, scale: float) -> Iterator[Range]:
+def _report_rows(
+    parameters: list[tuple[str, str]], counts: Counts, scale: float
+) -> Iterator[Range]:
     """Yields the rows of a report; of the parameters paths and dtypes are given."""
     for (path, dtype), counted in zip(parameters, counts.parameters, strict=True):
         yield row_of("parameter", path, dtype, counted)
@@ -172,20 +173,20 @@ def count(closed: Any, arrays: list[Any], positions: list[int], dtype: Any = Non
 
 def counting_step(
     closed: Any, arrays: list[Any], positions: list[int], dtype: Any = None
-) -> tuple[Callable[..., Any], dict[Place, jax.Array]]:
+) -> tuple[Callable[..., Any], dict[Tapped, jax.Array]]:
     """Returns what `count` compiles, a function of (arrays, probes), and the probes.
 
     It returns the counts of parameters, which are the arrays at `positions`, those of their
     gradients, and sums of digits by place: of activations that are stored in `dtype`; None for all.
     """
     places = _places(closed, arrays, positions, dtype)
-    lengths = {place: len(layout(place.dtype)) + SPECIAL for place in places.values()}
+    lengths = {place: len(counted_exponents(place.dtype)) + SPECIAL for place in places.values()}
     probes = {place: jnp.zeros((DIGITS, 2, n), np.float32) for place, n in lengths.items()}
 
     def loss(*operands: Any) -> Any:
         *arrays, probes = operands
 
-        def tap(position: Position, place: Place, value: Any) -> Any:
+        def tap(position: Position, place: Tapped, value: Any) -> Any:
             return _tap(value, probes[place]) if position in places else value
 
         return _tapped(closed, tap, dtype)(*arrays)
@@ -221,8 +222,8 @@ def _tapped(closed: Any, tap: Tap, dtype: Any) -> Callable[..., Any]:
     such an operation stands inside.
     """
 
-    def on_results(site: Site, results: list[Any]) -> list[Any]:
-        equation = site.equation
+    def on_results(replayed: Replayed, results: list[Any]) -> list[Any]:
+        equation = replayed.equation
         name = equation.primitive.name
         is_whole = name not in HANDLERS and any(map(kind_of_row, inner_equations(equation)))
         if kind_of_row(equation) is None and not is_whole:
@@ -233,24 +234,24 @@ def _tapped(closed: Any, tap: Tap, dtype: Any) -> Callable[..., Any]:
         tapped = []
         for index, result in enumerate(results):
             if jnp.issubdtype(result.dtype, jnp.inexact) and dtype in (None, result.dtype):
-                place = Place(site.path, operation, users_line(equation), str(result.dtype))
-                result = tap((*site.position, index), place, result)
+                place = Tapped(replayed.path, operation, users_line(equation), str(result.dtype))
+                result = tap((*replayed.position, index), place, result)
             tapped.append(result)
         return tapped
 
     return lambda *arrays: replay(closed, arrays, on_results)[0]
 
 
-def _places(closed: Any, arrays: list[Any], positions: list[int], dtype: Any) -> Places:
+def _places(closed: Any, arrays: list[Any], positions: list[int], dtype: Any) -> TapPlaces:
     """Returns where the values are that depend on the parameters, in the program's order.
 
     A tap makes all behind it depend on its probe. Anywhere else it would send a backward pass
     where there is none, and where there may be none, as through a while loop.
     """
-    order: Places = {}
+    order: TapPlaces = {}
     found = set()
 
-    def tap(position: Position, place: Place, value: Any) -> Any:
+    def tap(position: Position, place: Tapped, value: Any) -> Any:
         @jax.custom_jvp
         def look(value: Any) -> Any:
             return value

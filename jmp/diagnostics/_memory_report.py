@@ -1,8 +1,7 @@
-"""What a memory report measures: a step as a function of arrays, without remat, and compiled.
+"""`memory_report`: what training holds in memory, and for what.
 
-How memory reports are printed: several side by side, or one with its modules and arrays.
-
-`memory_report`: what training holds in memory, and for what.
+It counts one step as a function of flat arrays: its state from shapes, its activations from the
+residuals of a linearisation (`_residuals`). XLA's own figures are those of the compiled step.
 """
 
 import collections
@@ -17,9 +16,9 @@ import optax
 
 from jmp import _jax_compat
 from jmp._array_calls import ArrayCall, cotangent, vjp_at
-from jmp._messages import described
+from jmp._messages import described, wrong
 from jmp.autocasting import autocast
-from jmp.diagnostics._arguments import apart, check_asked, of_modules, parameters_of
+from jmp.diagnostics._arguments import asked_function, split_arguments, trained_parameters
 from jmp.diagnostics._residuals import Residual, residuals
 from jmp.diagnostics._tables import first_rows, size, table, totals
 from jmp.diagnostics._walk import HANDLERS, inline, replay, with_places
@@ -31,142 +30,8 @@ from jmp.trees import PyTree, is_array
 
 Function = Callable[..., Any]  # of flat arrays
 Traced = jax.stages.Traced
-
-
-def with_arrays_of_aux(function: Function, has_aux: bool) -> Function:
-    """Returns a function of a pair: the result, and the arrays of what is not differentiated."""
-
-    def pair(*arrays: Any) -> tuple[Any, list[Any]]:
-        result = function(*arrays)
-        result, aux = pair_of(result, "(loss, aux)") if has_aux else (result, None)
-        return result, [leaf for leaf in jax.tree.leaves(aux) if is_array(leaf)]
-
-    return pair
-
-
-def without_checkpoint(function: Function, arrays: Sequence[Any]) -> Function | None:
-    """Returns the function without `jax.checkpoint`; None if it has none."""
-    closed, result = jax.make_jaxpr(function, return_shape=True)(*arrays)
-    placed = with_places(_jax_compat.open_jaxpr(closed)[0])
-    if not any(equation.primitive.name in _jax_compat.REMAT for equation, *_ in placed):
-        return None
-    structure = jax.tree.structure(result)
-    handlers = {**HANDLERS, **dict.fromkeys(_jax_compat.REMAT, inline)}
-    flat: Function = lambda *operands: replay(closed, operands, handlers=handlers)
-    return lambda *operands: jax.tree.unflatten(structure, flat(*operands))
-
-
-def value_and_gradients(function: Function, arrays: Sequence[Any], moving: Sequence[int]) -> Traced:
-    """Traces a step: the value, gradients at the positions `moving`, what is not differentiated."""
-
-    def step(*arrays: Any) -> Any:
-        result, vjp, aux = vjp_at(function, arrays, moving, has_aux=True)
-        return result, vjp(jax.tree.map(lambda x: cotangent(x, 1), result)), aux
-
-    return jax.jit(step).trace(*arrays)
-
-
-def xla_bytes(traced: Traced) -> tuple[int | None, int | None]:
-    """Compiles and returns XLA's temp and peak; None for both if its backend does not say."""
-    compiled = traced.lower().compile()
-    try:
-        found = compiled.memory_analysis()
-    except NotImplementedError:
-        found = None
-    if found is None:
-        return None, None
-    # Not XLA's own peak, which leaves temp out on a CPU.
-    temp = found.temp_size_in_bytes
-    held = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
-    return temp, held + temp
-
-
 SHOWN = 20
 ARRAYS = ("module", "source", "operation", "dtype", "shape", "times", "size")
-
-
-def compare_memory(reports: Mapping[str, Any]) -> str:
-    """Returns one table of several memory reports, a column each.
-
-    Args:
-      reports: what `memory_report` returned, by the names of the columns. Totals and peaks are
-        also given over those of the first.
-
-    Raises: TypeError for anything but reports by name.
-
-    >>> from jmp.diagnostics import memory_report
-    >>> def loss(w, x):
-    ...     return jnp.mean(jnp.exp(x @ w))
-    >>> arguments = jnp.ones((8, 4)), jnp.ones((16, 8))
-    >>> policies = ("float32", "mixed_float16")
-    >>> reports = {p: memory_report(loss, p, compiled=False)(*arguments) for p in policies}
-    >>> "N : P" in compare_memory(reports)
-    True
-    """
-    check_reports(reports, "compare_memory")
-    first = next(iter(reports.values()), None)
-    columns = [_cells(r, None if r is first else first) for r in reports.values()]
-    names = columns[0] if columns else {}
-    rows = [(name, *(column[name] for column in columns)) for name in names]
-    return table(("", *reports), [row for row in rows if any(row[1:])])
-
-
-def check_reports(reports: Any, caller: str) -> None:
-    """Raises TypeError if `reports` are no memory reports by name."""
-    is_mapping = isinstance(reports, Mapping)
-    if not (is_mapping and all(hasattr(r, "total_bytes") for r in reports.values())):
-        raise TypeError(
-            f"{caller} got {described(reports)}; expected what memory_report(fun)(*args) returned, "
-            "by name: {'float32': report, 'mixed_float16': other}."
-        )
-
-
-def render(report: Any) -> str:
-    """Returns one report as text: its parts, then the modules and arrays that keep most."""
-    lines = [compare_memory({"one step": report})]
-    kept = sum(report.residual_bytes.values())
-    if not kept:
-        return lines[0]
-    dtypes = list(report.residual_bytes)
-    modules = sorted(report.residual_bytes_by_module.items(), key=lambda m: -sum(m[1].values()))
-    cells = [
-        (place or "?", *(size(by.get(dtype)) for dtype in dtypes), f"{sum(by.values()) / kept:.1%}")
-        for place, by in modules
-    ]
-    title, columns = "kept for the backward pass, by module:", ("module", *dtypes, "share")
-    lines += first_rows(title, columns, cells, SHOWN, "residual_bytes_by_module")
-    cells = []
-    for row in sorted(report.residuals, key=lambda row: -row.bytes):
-        place, shape = (row.module, row.source, row.operation), "x".join(map(str, row.shape))
-        cells.append((*place, row.dtype, shape, str(row.times), size(row.bytes)))
-    return "\n".join([*lines, *first_rows("by array:", ARRAYS, cells, SHOWN, "residuals")])
-
-
-def _cells(report: Any, base: Any) -> dict[str, str]:
-    """Returns what a column says, by row, also over `base`; "" for nothing."""
-    plain, total = report.without_checkpoint, report.total_bytes
-    temp, peak = report.xla_temp_bytes, report.xla_peak_bytes
-    return {
-        **{name: size(number) for name, number in report.parts.items()},
-        "total": size(total),
-        "total, of the first": _ratio(total, base and base.total_bytes),
-        "total without jax.checkpoint": size(plain.total_bytes) if plain else "",
-        "P, parameters": f"{report.parameters:,}",
-        "N, activations kept": f"{report.activations:,}",
-        "N without jax.checkpoint": f"{plain.activations:,}" if plain else "",
-        "N : P": _ratio(report.activations, report.parameters),
-        "XLA: temp": size(temp),
-        "XLA: temp, of what JAX keeps": _ratio(report.temp_ratio),
-        "XLA: peak of value and gradient": size(peak),
-        "XLA: peak, of what was counted": _ratio(report.peak_ratio),
-        "XLA: peak, of the first": _ratio(peak, base and base.xla_peak_bytes),
-    }
-
-
-def _ratio(number: float | None, base: float | None = 1) -> str:
-    return "" if number is None or not base else f"{number / base:.3g}"
-
-
 Sizes = dict[str, int]  # bytes by dtype
 
 
@@ -210,16 +75,18 @@ def memory_report(
     ({'float32': 128}, {'float16': 256, 'float32': 256})
     """
     call = "memory_report(fun, policy=policy)(*args)"
-    check_asked("memory_report", call, fun, early, policy)
-    _check_optimizer(optimizer)
+    function = asked_function("memory_report", call, fun, early, policy)
+    if not (optimizer is None or hasattr(optimizer, "init")):
+        expected = "an optax transformation, such as optax.adam(1e-3)"
+        raise wrong(TypeError, "memory_report", optimizer, expected, name="optimizer")
     # The policy is read here, so that one that does not parse is refused at once.
     cast = (
         (lambda f: f) if policy is None else functools.partial(autocast, policy=get_policy(policy))
     )
 
     def count(*args: Any, **kwargs: Any) -> MemoryReport:
-        args, kwargs = apart(*args, **kwargs)
-        call = ArrayCall(of_modules(fun), args, kwargs)
+        args, kwargs = split_arguments(*args, **kwargs)
+        call = ArrayCall(function, args, kwargs)
         return _count(call, args, cast, optimizer, argnums, has_aux, compiled)
 
     return count
@@ -234,7 +101,7 @@ def _count(
     has_aux: bool,
     compiled: bool,
 ) -> "MemoryReport":
-    arrays, function = call.arrays, with_arrays_of_aux(call, has_aux)
+    arrays, function = call.arrays, _with_arrays_of_aux(call, has_aux)
     structs = jax.eval_shape(lambda *leaves: leaves, *arrays)
     parameters = call.within(argnums, "memory_report")
     moving = [i for i in parameters if jnp.issubdtype(structs[i].dtype, jnp.inexact)]
@@ -245,8 +112,8 @@ def _count(
         )
     # As `jax.grad` gives gradients: a tuple for several arguments.
     params = args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in argnums)
-    state, masters = _optimizer_sizes(optimizer, parameters_of(params))
-    traced = value_and_gradients(cast(function), arrays, moving)
+    state, masters = _optimizer_sizes(optimizer, trained_parameters(params))
+    traced = _value_and_gradients(cast(function), arrays, moving)
     report = MemoryReport(
         parameters=sum(structs[i].size for i in moving),
         parameter_bytes=_sizes([structs[i] for i in parameters]),
@@ -255,11 +122,11 @@ def _count(
         master_bytes=masters,
         residuals=tuple(residuals(cast(function), arrays, moving)),
     )
-    plain = without_checkpoint(function, arrays)
+    plain = _without_checkpoint(function, arrays)
     if plain is not None:
         other = dataclasses.replace(report, residuals=tuple(residuals(cast(plain), arrays, moving)))
         report = dataclasses.replace(report, without_checkpoint=other)
-    temp, peak = xla_bytes(traced) if compiled else (None, None)
+    temp, peak = _xla_bytes(traced) if compiled else (None, None)
     return dataclasses.replace(report, xla_temp_bytes=temp, xla_peak_bytes=peak)
 
 
@@ -368,7 +235,78 @@ class MemoryReport:
         return {**data, **{name: getattr(self, name) for name in names}}
 
     def __str__(self) -> str:
-        return render(self)
+        lines = [compare_memory({"one step": self})]
+        kept = sum(self.residual_bytes.values())
+        if not kept:
+            return lines[0]
+        dtypes = list(self.residual_bytes)
+        modules = sorted(self.residual_bytes_by_module.items(), key=lambda m: -sum(m[1].values()))
+        cells: list[tuple[str, ...]] = []
+        for place, by in modules:
+            share = f"{sum(by.values()) / kept:.1%}"
+            cells.append((place or "?", *(size(by.get(dtype)) for dtype in dtypes), share))
+        title, columns = "kept for the backward pass, by module:", ("module", *dtypes, "share")
+        lines += first_rows(title, columns, cells, SHOWN, "residual_bytes_by_module")
+        cells = []
+        for row in sorted(self.residuals, key=lambda row: -row.bytes):
+            where, shape = (row.module, row.source, row.operation), "x".join(map(str, row.shape))
+            cells.append((*where, row.dtype, shape, str(row.times), size(row.bytes)))
+        return "\n".join([*lines, *first_rows("by array:", ARRAYS, cells, SHOWN, "residuals")])
+
+
+def compare_memory(reports: Mapping[str, MemoryReport]) -> str:
+    """Returns one table of several memory reports, a column each.
+
+    Args:
+      reports: what `memory_report` returned, by the names of the columns. Totals and peaks are
+        also given over those of the first.
+
+    Raises: TypeError for anything but reports by name.
+
+    >>> from jmp.diagnostics import memory_report
+    >>> def loss(w, x):
+    ...     return jnp.mean(jnp.exp(x @ w))
+    >>> arguments = jnp.ones((8, 4)), jnp.ones((16, 8))
+    >>> policies = ("float32", "mixed_float16")
+    >>> reports = {p: memory_report(loss, p, compiled=False)(*arguments) for p in policies}
+    >>> "N : P" in compare_memory(reports)
+    True
+    """
+    is_mapping = isinstance(reports, Mapping)
+    if not (is_mapping and all(isinstance(r, MemoryReport) for r in reports.values())):
+        by_name = "{'float32': report, 'mixed_float16': other}"
+        expected = f"what memory_report(fun)(*args) returned, by name: {by_name}"
+        raise wrong(TypeError, "compare_memory", reports, expected)
+    first = next(iter(reports.values()), None)
+    columns = [_column(r, None if r is first else first) for r in reports.values()]
+    names = columns[0] if columns else {}
+    rows = [(name, *(column[name] for column in columns)) for name in names]
+    return table(("", *reports), [row for row in rows if any(row[1:])])
+
+
+def _column(report: MemoryReport, base: MemoryReport | None) -> dict[str, str]:
+    """Returns what a column says, by row, also over `base`; "" for nothing."""
+    plain, total = report.without_checkpoint, report.total_bytes
+    temp, peak = report.xla_temp_bytes, report.xla_peak_bytes
+    return {
+        **{name: size(number) for name, number in report.parts.items()},
+        "total": size(total),
+        "total, of the first": _ratio(total, base.total_bytes if base else None),
+        "total without jax.checkpoint": size(plain.total_bytes) if plain else "",
+        "P, parameters": f"{report.parameters:,}",
+        "N, activations kept": f"{report.activations:,}",
+        "N without jax.checkpoint": f"{plain.activations:,}" if plain else "",
+        "N : P": _ratio(report.activations, report.parameters),
+        "XLA: temp": size(temp),
+        "XLA: temp, of what JAX keeps": _ratio(report.temp_ratio),
+        "XLA: peak of value and gradient": size(peak),
+        "XLA: peak, of what was counted": _ratio(report.peak_ratio),
+        "XLA: peak, of the first": _ratio(peak, base.xla_peak_bytes if base else None),
+    }
+
+
+def _ratio(number: float | None, base: float | None = 1) -> str:
+    return "" if number is None or not base else f"{number / base:.3g}"
 
 
 def _optimizer_sizes(
@@ -383,12 +321,54 @@ def _optimizer_sizes(
     return dict(rest), masters
 
 
-def _check_optimizer(optimizer: object) -> None:
-    if not (optimizer is None or hasattr(optimizer, "init")):
-        raise TypeError(
-            f"memory_report got optimizer={described(optimizer)}; expected an optax "
-            "transformation, such as optax.adam(1e-3)."
-        )
+def _with_arrays_of_aux(function: Function, has_aux: bool) -> Function:
+    """Returns a function of a pair: the result, and the arrays of what is not differentiated."""
+
+    def pair(*arrays: Any) -> tuple[Any, list[Any]]:
+        result = function(*arrays)
+        result, aux = pair_of(result, "(loss, aux)") if has_aux else (result, None)
+        return result, [leaf for leaf in jax.tree.leaves(aux) if is_array(leaf)]
+
+    return pair
+
+
+def _without_checkpoint(function: Function, arrays: Sequence[Any]) -> Function | None:
+    """Returns the function without `jax.checkpoint`; None if it has none."""
+    closed, result = jax.make_jaxpr(function, return_shape=True)(*arrays)
+    placed = with_places(_jax_compat.open_jaxpr(closed)[0])
+    if not any(equation.primitive.name in _jax_compat.REMAT for equation, *_ in placed):
+        return None
+    structure = jax.tree.structure(result)
+    handlers = {**HANDLERS, **dict.fromkeys(_jax_compat.REMAT, inline)}
+    flat: Function = lambda *operands: replay(closed, operands, handlers=handlers)
+    return lambda *operands: jax.tree.unflatten(structure, flat(*operands))
+
+
+def _value_and_gradients(
+    function: Function, arrays: Sequence[Any], moving: Sequence[int]
+) -> Traced:
+    """Traces a step: the value, gradients at the positions `moving`, what is not differentiated."""
+
+    def step(*arrays: Any) -> Any:
+        result, vjp, aux = vjp_at(function, arrays, moving, has_aux=True)
+        return result, vjp(jax.tree.map(lambda x: cotangent(x, 1), result)), aux
+
+    return jax.jit(step).trace(*arrays)
+
+
+def _xla_bytes(traced: Traced) -> tuple[int | None, int | None]:
+    """Compiles, and returns XLA's temp and peak; None for both if its backend does not say."""
+    compiled = traced.lower().compile()
+    try:
+        found = compiled.memory_analysis()
+    except NotImplementedError:
+        found = None
+    if found is None:
+        return None, None
+    # Not XLA's own peak, which leaves temp out on a CPU.
+    temp = found.temp_size_in_bytes
+    held = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+    return temp, held + temp
 
 
 def _sizes(tree: PyTree) -> Sizes:

@@ -17,7 +17,7 @@ from jmp import _jax_compat
 from jmp._array_calls import ArrayCall
 from jmp.autocasting._registry import Category, rule_for
 from jmp.autocasting._request import AUTOCAST
-from jmp.diagnostics._arguments import apart, check_asked, check_numbers, of_modules
+from jmp.diagnostics._arguments import asked_function, check_numbers, split_arguments
 from jmp.diagnostics._interpreter import Cause, Interpreter, Location, Operand, earliest
 from jmp.trees import as_jax_array
 
@@ -200,10 +200,10 @@ def find_nonfinite(fun: Callable[..., Any], *early: Any) -> Callable[..., "NonFi
     ('log', 'infinity', 1)
     """
 
-    check_asked("find_nonfinite", "find_nonfinite(fun)(*args)", fun, early, None)
+    function = asked_function("find_nonfinite", "find_nonfinite(fun)(*args)", fun, early)
 
     def find(*args: Any, **kwargs: Any) -> NonFinite | None:
-        call = ArrayCall(of_modules(fun), *apart(*args, **kwargs))
+        call = ArrayCall(function, *split_arguments(*args, **kwargs))
         check_numbers(
             call.arrays,
             "find_nonfinite",

@@ -25,7 +25,8 @@ from jmp.autocasting._operations import (
 )
 from jmp.autocasting._program import Program, Traced
 from jmp.autocasting._registry import rule_for
-from jmp.diagnostics._arguments import apart, check_asked, in_paths
+from jmp.autocasting._steps import steps_of
+from jmp.diagnostics._arguments import asked_function, split_arguments
 from jmp.diagnostics._hazards import (
     dear_in_float32,
     delicate_in_half,
@@ -43,9 +44,184 @@ from jmp.policy import Policy, get_policy
 from jmp.rules import UnusedRuleWarning
 
 COLUMNS = ("module", "dtype", "operations [why]", "GFLOP", "source")
-
 # A number of each reason, with the dtype that it gives.
 Numbers = dict[tuple[str, str], int]
+
+
+def precision_report(
+    fun: Callable[..., Any], policy: str | Policy, *early: Any, **options: Any
+) -> Callable[..., "PrecisionReport"]:
+    """Returns a function that reports what `autocast(fun, policy, **options)` does.
+
+    Called with `fun`'s arguments it traces and plans, and runs nothing: `jax.ShapeDtypeStruct` may
+    stand for arrays.
+
+    Args:
+      fun, policy: as for `jmp.autocast`. A policy that computes in float32 is refused: it has
+        nothing to report. The rows are those of `fun`, so of a loss those of the forward pass:
+        `assert_products_in(jax.grad(...), dtype)` checks the backward pass. Of nnx modules among
+        the arguments copies are traced; half arrays of Equinox modules count as float32 numbers, as
+        in `equinox.autocast`. What is autocast inside `fun` already, such as a model that
+        an adapter wrapped, is shown in its dtypes, without its reasons, and counts as without
+        autocast too: ask about the model before it is wrapped.
+      options: those of `jmp.autocast`, such as `rules=` by paths.
+
+    Returns: a function of `fun`'s arguments that returns a `PrecisionReport`.
+
+    Raises: TypeError if the arguments of `fun` were given in the first call; ValueError for a
+      policy that computes in float32; otherwise as `jmp.autocast`.
+
+    >>> def loss(w, x):
+    ...     return jnp.mean(jnp.exp(x @ w))
+    >>> w, x = jnp.ones((8, 8)), jnp.ones((4, 8))
+    >>> report = precision_report(loss, "mixed_float16")(w, x)
+    >>> report.half_flops_share
+    1.0
+    >>> [(row.operation, row.dtype_in) for row in report.rows]
+    [('dot_general', 'float16'), ('exp', 'float32'), ('reduce_sum', 'float32')]
+    """
+    call = "precision_report(fun, policy)(*args)"
+    fun = asked_function("precision_report", call, fun, early, policy, of_equinox=True)
+    program = make_program(fun, policy, **options)
+    if program is None:
+        raise ValueError(
+            f"precision_report got the policy {get_policy(policy)}, which computes in float32: "
+            "autocast leaves the program as it is. Ask with 'mixed_float16' or 'mixed_bfloat16'."
+        )
+
+    def of_arrays(*args: Any, **kwargs: Any) -> PrecisionReport:
+        with warnings.catch_warnings():
+            for told in (UnusedRuleWarning, NoHalfProductWarning):  # they are in the report
+                warnings.simplefilter("ignore", told)
+            return _report(program, program.trace(args, kwargs), str(get_policy(policy)))
+
+    def report(*args: Any, **kwargs: Any) -> PrecisionReport:
+        is_taken = lambda x: isinstance(x, jax.ShapeDtypeStruct)
+        call = ArrayCall(of_arrays, *split_arguments(*args, **kwargs), is_taken)
+        found: list[PrecisionReport] = []
+        jax.eval_shape(lambda *tracers: found.append(call(*tracers)), *call.arrays)
+        return found[0]
+
+    return report
+
+
+@dataclasses.dataclass(frozen=True)
+class PrecisionReport:
+    """What `precision_report` found; `print` shows it, `to_dict` gives the data.
+
+    Attributes:
+      compute_dtype: the half type.
+      rows: products, reductions and exponentials, in the order of the program.
+      casts: casts between float32 and half that autocast put in, by place: `(from, to, module,
+        source) -> number`. XLA merges those of one value.
+      half_flops_share: share of the floating-point operations of products that are half or float8,
+        0 to 1; None where there is no product.
+      residual_bytes: bytes kept for the backward pass, by dtype, arguments not counted; None where
+        there is no reverse derivative. As JAX traces it: XLA may keep less.
+      residual_bytes_float32: the same for `fun` without autocast.
+      hazards: sentences that ask you to act, such as on a sum in half; usually empty.
+      policy: the policy, as text.
+      decisions: what autocast does besides choosing dtypes, by place: leaner forms of equations,
+        and masks that are held within float16's range.
+
+    Printed, modules that repeat stand in one row, and "(top)" stands for no module, or the
+    outermost; `table` has a row for each of `rows`.
+
+    >>> x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    >>> report = precision_report(lambda w, x: x @ w, "mixed_bfloat16")(x, x)
+    >>> report.compute_dtype, report.half_flops_share, report.float8_flops_share, report.hazards
+    ('bfloat16', 1.0, 0.0, [])
+    """
+
+    compute_dtype: str
+    rows: list[Row]
+    casts: dict[tuple[str, str, str, str], int]
+    half_flops_share: float | None
+    residual_bytes: dict[str, int] | None
+    residual_bytes_float32: dict[str, int] | None
+    hazards: list[str]
+    policy: str
+    decisions: list[Decision]
+
+    @property
+    def float8_flops_share(self) -> float:
+        """Share of the floating-point operations of products that are float8, 0 to 1."""
+        return _flops_share(self.rows, [FLOAT8]) or 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the data as dictionaries, lists, numbers and strings."""
+        data = dataclasses.asdict(self)
+        names = ("from", "to", "module", "source", "times")
+        casts = [(*place, times) for place, times in self.casts.items()]
+        data["casts"] = [dict(zip(names, cast, strict=True)) for cast in casts]
+        return data
+
+    def table(self) -> str:
+        """Returns every row as text, and what their numbers of reasons mean."""
+        numbers, top = _numbers(self.rows), _top(self.rows)
+        rows = [_row_cells(row.module or top, [row], numbers) for row in self.rows]
+        return "\n".join([table(COLUMNS, rows), *_reasons(self.rows)])
+
+    def __str__(self) -> str:
+        return _text(self)
+
+
+def _report(program: Program, traced: Traced, policy: str) -> PrecisionReport:
+    plan, operands = traced.plan, traced.operands
+    in_half = _residual_bytes(traced.emit, operands)
+    in_float32 = _residual_bytes(traced.as_written, traced.arrays)
+    emitted = list(with_places(jax.make_jaxpr(traced.emit)(*operands)))
+    steps = list(steps_of(plan))
+    operations = list(operations_of(steps))
+    decided = list(decisions_of(steps))
+    rounded = list(rounded_arguments_of(steps))
+    # Nothing below reads the plan.
+    rows = rows_of(operations)
+    half = str(program.settings.compute_dtype)
+    return PrecisionReport(
+        compute_dtype=half,
+        rows=rows,
+        casts=_casts(emitted),
+        half_flops_share=_flops_share(rows, [*HALVES, FLOAT8]),
+        residual_bytes=in_half,
+        residual_bytes_float32=in_float32,
+        hazards=[
+            *delicate_in_half(rows),
+            *rounded_arguments(rounded, half),
+            *dear_in_float32(rows),
+            *(f"the rule {rule} matched no scope" for rule in plan.request.rules.unused),
+            *odd_sizes(emitted, float8_places(rows)),
+            *float8_hazards(operations, rows),
+        ],
+        policy=policy,
+        decisions=decisions_in(decided),
+    )
+
+
+def _flops_share(rows: list[Row], dtypes: Collection[str]) -> float | None:
+    """Returns the share of the operations of products that read these dtypes."""
+    products = [row for row in rows if row.kind == "product"]
+    total = sum(row.flops for row in products)
+    found = sum(row.flops for row in products if row.dtype_in in dtypes)
+    return found / total if total else None
+
+
+def _casts(placed: Iterable[Placed]) -> dict[tuple[str, str, str, str], int]:
+    found: collections.Counter[tuple[str, str, str, str]] = collections.Counter()
+    for equation, path, source, _ in placed:
+        if rule_for(equation.primitive.name).casts:
+            before, after = str(equation.invars[0].aval.dtype), str(equation.outvars[0].aval.dtype)
+            if {before, after} in ({"float32", name} for name in HALVES):
+                found[before, after, path, source] += 1
+    return dict(found)
+
+
+def _residual_bytes(function: Callable[..., Any], arguments: list[Any]) -> dict[str, int] | None:
+    try:
+        kept = residuals(lambda *a: (function(*a), ()), arguments, range(len(arguments)))
+    except (TypeError, ValueError, NotImplementedError):  # a loop; a callback
+        return None
+    return totals((row.dtype, row.bytes) for row in kept)
 
 
 class Group(NamedTuple):
@@ -58,11 +234,11 @@ class Group(NamedTuple):
     rest: str  # the path below it
 
 
-def render(report: Any) -> str:
+def _text(report: PrecisionReport) -> str:
     """Returns the report as text."""
     groups = grouped(report.rows)
-    rows = list(_rows(groups, _numbers(report.rows)))
-    lines = [*_totals(report), *_reasons(report.rows), *_decisions(report.decisions)]
+    rows = list(_table_rows(groups, _numbers(report.rows)))
+    lines = [*_summary(report), *_reasons(report.rows), *_decisions(report.decisions)]
     lines += [*_hazards(report, [group.row for group in groups]), "", table(COLUMNS, rows)]
     if len(groups) < len(report.rows):
         lines.append(
@@ -72,15 +248,7 @@ def render(report: Any) -> str:
     return "\n".join(lines)
 
 
-def render_every_row(report: Any) -> str:
-    """Returns all rows as text, and what their numbers of reasons mean."""
-    numbers = _numbers(report.rows)
-    top = _top(report.rows)
-    rows = [_cells(row.module or top, [row], numbers) for row in report.rows]
-    return "\n".join([table(COLUMNS, rows), *_reasons(report.rows)])
-
-
-def _totals(report: Any) -> Iterable[str]:
+def _summary(report: PrecisionReport) -> Iterable[str]:
     half = report.compute_dtype
     yield f"policy: {report.policy}"
     products = [row for row in report.rows if row.kind == "product"]
@@ -109,7 +277,7 @@ def _reasons(rows: list[Row]) -> Iterable[str]:
     """Yields for each dtype what is computed in it, and each reason with its number and count."""
     times = _times(rows)
     for dtype, reasons in itertools.groupby(_numbers(rows).items(), lambda item: item[0][0]):
-        kinds = totals((row.kind, row.times) for row in rows if _dtype(row) == dtype)
+        kinds = totals((row.kind, row.times) for row in rows if _dtype_read(row) == dtype)
         parts = [f"{count} {kind}{'s' * (count > 1)}" for kind, count in kinds.items()]
         yield f"in {dtype}: {', '.join(parts)}"
         for (_, why), number in reasons:
@@ -119,7 +287,7 @@ def _reasons(rows: list[Row]) -> Iterable[str]:
 def _numbers(rows: list[Row]) -> Numbers:
     """Returns a number for each dtype and reason: half first, then by how often they count."""
     times = _times(rows)
-    by_dtype = totals((_dtype(row), row.times) for row in rows)
+    by_dtype = totals((_dtype_read(row), row.times) for row in rows)
 
     def rank(key: tuple[str, str]) -> tuple[bool, int, str, int]:
         dtype, _ = key
@@ -129,7 +297,7 @@ def _numbers(rows: list[Row]) -> Numbers:
 
 
 def _times(rows: list[Row]) -> Numbers:
-    return totals(((_dtype(row), row.why), row.times) for row in rows)
+    return totals(((_dtype_read(row), row.why), row.times) for row in rows)
 
 
 def _decisions(decisions: list[Decision]) -> Iterable[str]:
@@ -142,7 +310,7 @@ def _decisions(decisions: list[Decision]) -> Iterable[str]:
         yield f"  {times} x {what}; at {first}{more}"
 
 
-def _hazards(report: Any, groups: list[Row]) -> Iterable[str]:
+def _hazards(report: PrecisionReport, groups: list[Row]) -> Iterable[str]:
     """Yields the hazards, those of modules that repeat once for all of them."""
     by_row = delicate_in_half(report.rows)
     hazards = [*delicate_in_half(groups), *(h for h in report.hazards if h not in by_row)]
@@ -150,12 +318,12 @@ def _hazards(report: Any, groups: list[Row]) -> Iterable[str]:
     yield from (f"  {hazard}" for hazard in hazards)
 
 
-def _rows(groups: list[Group], numbers: Numbers) -> Iterable[tuple[str, ...]]:
+def _table_rows(groups: list[Group], numbers: Numbers) -> Iterable[tuple[str, ...]]:
     """Yields the cells of each row; modules that repeat stand under a row with their number."""
     places: dict[Any, dict[Any, list[Group]]] = {}
     top = _top([group.row for group in groups])
     for group in groups:
-        place = group.row.module, _dtypes(group.row), group.row.source
+        place = group.row.module, _dtypes_shown(group.row), group.row.source
         block = group.repeated or (place, None)
         places.setdefault(block, {}).setdefault(place, []).append(group)
     for block, by_place in places.items():
@@ -165,7 +333,7 @@ def _rows(groups: list[Group], numbers: Numbers) -> Iterable[tuple[str, ...]]:
         for members in by_place.values():
             first = members[0]
             module = f"  {first.rest or '(itself)'}" if has_head else first.row.module or top
-            yield _cells(module, [group.row for group in members], numbers)
+            yield _row_cells(module, [group.row for group in members], numbers)
 
 
 def _top(rows: list[Row]) -> str:
@@ -173,22 +341,22 @@ def _top(rows: list[Row]) -> str:
     return "(top)" * any(row.module for row in rows)
 
 
-def _cells(module: str, rows: list[Row], numbers: Numbers) -> tuple[str, ...]:
-    operations = [
-        row.operation + f" x {row.times}" * (row.times > 1) + f" [{numbers[_dtype(row), row.why]}]"
-        for row in rows
-    ]
+def _row_cells(module: str, rows: list[Row], numbers: Numbers) -> tuple[str, ...]:
+    operations = []
+    for row in rows:
+        times = f" x {row.times}" * (row.times > 1)
+        operations.append(f"{row.operation}{times} [{numbers[_dtype_read(row), row.why]}]")
     flops = sum(row.flops for row in rows)
     gigaflops = f"{flops / 1e9:.3g}" if flops else ""
-    return module, _dtypes(rows[0]), ", ".join(operations), gigaflops, rows[0].source
+    return module, _dtypes_shown(rows[0]), ", ".join(operations), gigaflops, rows[0].source
 
 
-def _dtypes(row: Row) -> str:
+def _dtypes_shown(row: Row) -> str:
     dtypes = " -> ".join(dict.fromkeys(filter(None, (row.dtype_in, row.dtype_out))))
     return f"{dtypes} ({row.precision})" if row.precision else dtypes
 
 
-def _dtype(row: Row) -> str:
+def _dtype_read(row: Row) -> str:
     return row.dtype_in or row.dtype_out
 
 
@@ -280,175 +448,3 @@ def _by_file(sources: Iterable[str]) -> Iterator[str]:
         lines.setdefault(file, []).append(line)
     for file, numbers in lines.items():
         yield f"{file}:{','.join(numbers)}" if file else ""
-
-
-def precision_report(
-    fun: Callable[..., Any], policy: str | Policy, *early: Any, **options: Any
-) -> Callable[..., "PrecisionReport"]:
-    """Returns a function that reports what `autocast(fun, policy, **options)` does.
-
-    Called with `fun`'s arguments it traces and plans, and runs nothing: `jax.ShapeDtypeStruct` may
-    stand for arrays.
-
-    Args:
-      fun, policy: as for `jmp.autocast`. A policy that computes in float32 is refused: it has
-        nothing to report. The rows are those of `fun`, so of a loss those of the forward pass:
-        `assert_products_in(jax.grad(...), dtype)` checks the backward pass. Of nnx modules among
-        the arguments copies are traced; half arrays of Equinox modules count as float32 numbers, as
-        in `equinox.autocast`. What is autocast inside `fun` already, such as a model that
-        an adapter wrapped, is shown in its dtypes, without its reasons, and counts as without
-        autocast too: ask about the model before it is wrapped.
-      options: those of `jmp.autocast`, such as `rules=` by paths.
-
-    Returns: a function of `fun`'s arguments that returns a `PrecisionReport`.
-
-    Raises: TypeError if the arguments of `fun` were given in the first call; ValueError for a
-      policy that computes in float32; otherwise as `jmp.autocast`.
-
-    >>> def loss(w, x):
-    ...     return jnp.mean(jnp.exp(x @ w))
-    >>> w, x = jnp.ones((8, 8)), jnp.ones((4, 8))
-    >>> report = precision_report(loss, "mixed_float16")(w, x)
-    >>> report.half_flops_share
-    1.0
-    >>> [(row.operation, row.dtype_in) for row in report.rows]
-    [('dot_general', 'float16'), ('exp', 'float32'), ('reduce_sum', 'float32')]
-    """
-    check_asked("precision_report", "precision_report(fun, policy)(*args)", fun, early, policy)
-    program = make_program(in_paths(fun), policy, **options)
-    if program is None:
-        raise ValueError(
-            f"precision_report got the policy {get_policy(policy)}, which computes in float32: "
-            "autocast leaves the program as it is. Ask with 'mixed_float16' or 'mixed_bfloat16'."
-        )
-
-    def of_arrays(*args: Any, **kwargs: Any) -> PrecisionReport:
-        with warnings.catch_warnings():
-            for told in (UnusedRuleWarning, NoHalfProductWarning):  # they are in the report
-                warnings.simplefilter("ignore", told)
-            return _report(program, program.trace(args, kwargs), str(get_policy(policy)))
-
-    def report(*args: Any, **kwargs: Any) -> PrecisionReport:
-        is_taken = lambda x: isinstance(x, jax.ShapeDtypeStruct)
-        call = ArrayCall(of_arrays, *apart(*args, **kwargs), is_taken)
-        found: list[PrecisionReport] = []
-        jax.eval_shape(lambda *tracers: found.append(call(*tracers)), *call.arrays)
-        return found[0]
-
-    return report
-
-
-@dataclasses.dataclass(frozen=True)
-class PrecisionReport:
-    """What `precision_report` found; `print` shows it, `to_dict` gives the data.
-
-    Attributes:
-      compute_dtype: the half type.
-      rows: products, reductions and exponentials, in the order of the program.
-      casts: casts between float32 and half that autocast put in, by place: `(from, to, module,
-        source) -> number`. XLA merges those of one value.
-      half_flops_share: share of the floating-point operations of products that are half or float8,
-        0 to 1; None where there is no product.
-      residual_bytes: bytes kept for the backward pass, by dtype, arguments not counted; None where
-        there is no reverse derivative. As JAX traces it: XLA may keep less.
-      residual_bytes_float32: the same for `fun` without autocast.
-      hazards: sentences that ask you to act, such as on a sum in half; usually empty.
-      policy: the policy, as text.
-      decisions: what autocast does besides choosing dtypes, by place: leaner forms of equations,
-        and masks that are held within float16's range.
-
-    Printed, modules that repeat stand in one row, and "(top)" stands for no module, or the
-    outermost; `table` has a row for each of `rows`.
-
-    >>> x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
-    >>> report = precision_report(lambda w, x: x @ w, "mixed_bfloat16")(x, x)
-    >>> report.compute_dtype, report.half_flops_share, report.float8_flops_share, report.hazards
-    ('bfloat16', 1.0, 0.0, [])
-    """
-
-    compute_dtype: str
-    rows: list[Row]
-    casts: dict[tuple[str, str, str, str], int]
-    half_flops_share: float | None
-    residual_bytes: dict[str, int] | None
-    residual_bytes_float32: dict[str, int] | None
-    hazards: list[str]
-    policy: str
-    decisions: list[Decision]
-
-    @property
-    def float8_flops_share(self) -> float:
-        """Share of the floating-point operations of products that are float8, 0 to 1."""
-        return _flops_share(self.rows, [FLOAT8]) or 0.0
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the data as dictionaries, lists, numbers and strings."""
-        data = dataclasses.asdict(self)
-        names = ("from", "to", "module", "source", "times")
-        casts = [(*place, times) for place, times in self.casts.items()]
-        data["casts"] = [dict(zip(names, cast, strict=True)) for cast in casts]
-        return data
-
-    def table(self) -> str:
-        """Returns every row as text, and the reasons."""
-        return render_every_row(self)
-
-    def __str__(self) -> str:
-        return render(self)
-
-
-def _report(program: Program, traced: Traced, policy: str) -> PrecisionReport:
-    plan, operands = traced.plan, traced.operands
-    in_half = _residual_bytes(traced.emit, operands)
-    in_float32 = _residual_bytes(traced.as_written, traced.arrays)
-    emitted = list(with_places(jax.make_jaxpr(traced.emit)(*operands)))
-    operations = list(operations_of(plan))
-    decided = list(decisions_of(plan))
-    rounded = list(rounded_arguments_of(plan))
-    # Nothing below reads the plan.
-    rows = rows_of(operations)
-    half = str(program.settings.compute_dtype)
-    return PrecisionReport(
-        compute_dtype=half,
-        rows=rows,
-        casts=_casts(emitted),
-        half_flops_share=_flops_share(rows, [*HALVES, FLOAT8]),
-        residual_bytes=in_half,
-        residual_bytes_float32=in_float32,
-        hazards=[
-            *delicate_in_half(rows),
-            *rounded_arguments(rounded, half),
-            *dear_in_float32(rows),
-            *(f"the rule {rule} matched no scope" for rule in plan.request.rules.unused),
-            *odd_sizes(emitted, float8_places(rows)),
-            *float8_hazards(operations, rows),
-        ],
-        policy=policy,
-        decisions=decisions_in(decided),
-    )
-
-
-def _flops_share(rows: list[Row], dtypes: Collection[str]) -> float | None:
-    """Returns the share of the operations of products that read these dtypes."""
-    products = [row for row in rows if row.kind == "product"]
-    total = sum(row.flops for row in products)
-    found = sum(row.flops for row in products if row.dtype_in in dtypes)
-    return found / total if total else None
-
-
-def _casts(placed: Iterable[Placed]) -> dict[tuple[str, str, str, str], int]:
-    found: collections.Counter[tuple[str, str, str, str]] = collections.Counter()
-    for equation, path, source, _ in placed:
-        if rule_for(equation.primitive.name).casts:
-            before, after = str(equation.invars[0].aval.dtype), str(equation.outvars[0].aval.dtype)
-            if {before, after} in ({"float32", name} for name in HALVES):
-                found[before, after, path, source] += 1
-    return dict(found)
-
-
-def _residual_bytes(function: Callable[..., Any], arguments: list[Any]) -> dict[str, int] | None:
-    try:
-        kept = residuals(lambda *a: (function(*a), ()), arguments, range(len(arguments)))
-    except (TypeError, ValueError, NotImplementedError):  # a loop; a callback
-        return None
-    return totals((row.dtype, row.bytes) for row in kept)

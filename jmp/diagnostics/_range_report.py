@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp._messages import described
-from jmp.diagnostics._arguments import apart
+from jmp._messages import described, wrong
+from jmp.diagnostics._arguments import split_arguments
 from jmp.diagnostics._range_plot import plot_ranges
 from jmp.diagnostics._ranges import (
     FLOAT8_LIMITS,
@@ -20,7 +20,7 @@ from jmp.diagnostics._ranges import (
     Range,
     exponent_of,
     exponents,
-    power_of_two,
+    nearest_scale,
     row_of,
 )
 from jmp.diagnostics._tables import first_rows, table
@@ -54,7 +54,7 @@ def range_report(tree: PyTree) -> "RangeReport":
     >>> report.best_scale("float16")
     16384.0
     """
-    ((tree,), _), given = apart(tree), tree
+    ((tree,), _), given = split_arguments(tree), tree
     with jax.enable_x64(True):  # float64 leaves of NumPy stay; a count may exceed 2**31
         leaves = [
             (path_string(path), as_jax_array(leaf))
@@ -63,9 +63,12 @@ def range_report(tree: PyTree) -> "RangeReport":
         ]
         counts = jax.device_get([_count(leaf) for _, leaf in leaves])
     if not leaves and callable(given):
-        raise TypeError(
-            f"range_report got {described(given)}; expected a tree of arrays, such as parameters. "
-            "What a loss computes is counted by gradient_report(loss_fn)(*args)."
+        raise wrong(
+            TypeError,
+            "range_report",
+            given,
+            "a tree of arrays, such as parameters",
+            more=" What a loss computes is counted by gradient_report(loss_fn)(*args).",
         )
     pairs = zip(leaves, counts, strict=True)
     return RangeReport(
@@ -146,7 +149,7 @@ class RangeReport:
         Raises: ValueError for another dtype, or a margin below 1 or infinite.
         """
         found = self._lossless_exponents(dtype, margin)
-        return None if found is None else power_of_two(found[1])
+        return None if found is None else nearest_scale(found[1])
 
     def lossless_scales(
         self, dtype: DTypeLike | None = None, margin: float = 2.0
@@ -166,7 +169,7 @@ class RangeReport:
         hidden = any(row.zeros and row.dtype in HALVES for row in rows)
         if found is None or found[0] > found[1] or hidden:
             return None
-        return power_of_two(found[0]), power_of_two(found[1])
+        return nearest_scale(found[0]), nearest_scale(found[1])
 
     def _lossless_exponents(self, dtype: DTypeLike | None, margin: float) -> tuple[int, int] | None:
         rows = [row for role in SCALED for row in self.counting(role) if row.zeros < row.size]
@@ -218,7 +221,7 @@ class RangeReport:
 
     def __str__(self) -> str:
         best, lossless = self.best_scale(), self.lossless_scales()
-        lines = [table(("role", "scale", *SHARES), _totals(self, best))]
+        lines = [table(("role", "scale", *SHARES), _rows_of_totals(self, best))]
         lines.append(f"best static scale: {'unknown' if best is None else _power(best)}")
         if lossless:
             lines.append(f"scales that lose no gradient: {' to '.join(map(_power, lossless))}")
@@ -228,7 +231,7 @@ class RangeReport:
         return "\n".join(lines)
 
 
-def _totals(report: RangeReport, best: float | None) -> list[tuple[str, ...]]:
+def _rows_of_totals(report: RangeReport, best: float | None) -> list[tuple[str, ...]]:
     # In half a scale that comes too late brings nothing back: no use to show one.
     is_half = any(row.dtype in HALVES for row in report.rows)
     found = []

@@ -24,7 +24,7 @@ SPECIAL = 3  # zeros, infinities and NaNs are counted behind them
 DIGIT_BITS, DIGITS = 8, 4
 
 
-def layout(dtype: DTypeLike) -> range:
+def counted_exponents(dtype: DTypeLike) -> range:
     """Returns the exponents that are counted for a dtype.
 
     Those of float32's subnormals and normals, which all narrower types share, so that counts of
@@ -39,8 +39,8 @@ def exponents(array: jax.Array) -> jax.Array:
 
     The array keeps its shape all along: flattened, it would be gathered where it is sharded.
 
-    Returns: int32 counts, int64 in x64 mode: those of the exponents of `layout`, then those of
-      zeros, infinities and NaNs. Exact below 2**31.
+    Returns: int32 counts, int64 in x64 mode: those of `counted_exponents`, then those of zeros,
+      infinities and NaNs. Exact below 2**31.
 
     >>> counts = jax.jit(exponents)(jnp.array([3.0, -2.0, 0.0, jnp.inf, 1e-40]))
     >>> {int(i) + LOWEST: int(counts[i]) for i in counts[:-3].nonzero()[0]}
@@ -64,7 +64,7 @@ def _exponents(array: jax.Array) -> jax.Array:
         return _exponents(array.real) + _exponents(array.imag)
     if array.dtype.itemsize == 1:
         array = array.astype(np.float32)  # exact: all of them are normal float32 numbers, or e8m0
-    counted = layout(array.dtype)
+    counted = counted_exponents(array.dtype)
     places = len(counted)
     info = jnp.finfo(array.dtype)
     signed = np.int64 if info.bits == 64 else np.int32
@@ -146,8 +146,8 @@ def exponent_of(scale: float) -> int:
     return exponent - 1
 
 
-def power_of_two(exponent: int) -> float:
-    """Returns 2**exponent, brought between 2**-126 and 2**126."""
+def nearest_scale(exponent: int) -> float:
+    """Returns the loss scale 2**exponent, brought between 2**-126 and 2**126."""
     return 2.0 ** max(-LARGEST_EXPONENT, min(LARGEST_EXPONENT, exponent))
 
 
@@ -283,5 +283,5 @@ def row_of(role: str, path: str, dtype: str, counts: np.ndarray, **fields: Any) 
     """Returns the row of what `exponents` counted; `fields` are the last of a `Range`."""
     numbers = counts.astype(np.int64)
     zeros, infinities, nans = map(int, numbers[-3:])
-    lowest = layout(jnp.dtype(dtype)).start
+    lowest = counted_exponents(jnp.dtype(dtype)).start
     return Range(role, path, dtype, numbers[:-3], lowest, zeros, infinities, nans, **fields)

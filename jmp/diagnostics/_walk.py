@@ -1,14 +1,7 @@
-"""Where an equation comes from: the user's line, and the path of modules or name scopes.
+"""What the equations of a traced program say of their place, and how they are run again.
 
-Runs a traced program again, equation by equation, with a look at every result.
-
-`replay` binds the equations of a jaxpr under whatever trace is current, so that it may be
-differentiated, compiled or traced anew. Loops, branches, remat and jit are emitted through JAX's
-public functions, with the inside replayed too; while loops, custom derivatives, `shard_map` and
-kernels are bound as they are. Two things can be said of the run:
-  - `on_results(site, results)` sees what each equation gives and returns what stands for it;
-  - `handlers` says, by the name of the primitive, how an equation is emitted. So
-    `{**HANDLERS, "remat": inline}` is the program without its remat.
+`with_places` walks over them: each has a path of modules or name scopes, and the user's line.
+`replay` binds them again, with a look at every result; `evaluate` is the loop that does so.
 """
 
 import functools
@@ -128,8 +121,8 @@ def module_path(stack: NameStack, outer: str = "") -> str:
     return joined_path(names, outer)
 
 
-class Site(NamedTuple):
-    """A place in a program."""
+class Replayed(NamedTuple):
+    """An equation that is run again, and where it stands."""
 
     equation: JaxprEqn
     path: str  # modules or name scopes from the outermost level down, joined by slashes
@@ -141,31 +134,38 @@ class Site(NamedTuple):
 T = TypeVar("T")
 Arrays = list[Any]
 Replay = Callable[..., Arrays]  # (jaxpr, operands, branch=0) -> results
-OnResults = Callable[[Site, Arrays], Arrays]
+OnResults = Callable[[Replayed, Arrays], Arrays]
 Handler = Callable[[JaxprEqn, Arrays, Replay], Arrays]  # (equation, operands, replay) -> results
 
 
 def replay(
     jaxpr: Any,
     operands: Sequence[Any],
-    on_results: OnResults = lambda site, results: results,
+    on_results: OnResults = lambda replayed, results: results,
     handlers: Mapping[str, Handler] | None = None,
     path: str = "",
     position: tuple[int, ...] = (),
 ) -> list[Any]:
     """Returns the outputs of a jaxpr, which is closed, or open without constants.
 
+    Its equations are bound under whatever trace is current, so that it may be differentiated,
+    compiled or traced anew. Loops, branches, remat and jit are emitted through JAX's public
+    functions, with the inside replayed too; while loops, custom derivatives, `shard_map` and
+    kernels are bound as they are.
+
     Args:
-      on_results: called after each equation, those of levels inside first.
+      on_results: called after each equation, those of levels inside first: given the equation and
+        its results it returns what stands for them.
       handlers: how equations are emitted, by the names of their primitives; `HANDLERS` if left out.
-        A primitive that is not there is bound as it is.
+        A primitive that is not there is bound as it is: `{**HANDLERS, "remat": inline}` is the
+        program without its remat.
       path, position: of the level above.
 
     >>> def loss(x):
     ...     return jax.lax.scan(lambda total, x: (total + jnp.exp(x), None), jnp.zeros(()), x)[0]
     >>> names = []
-    >>> def look(site, results):
-    ...     names.append(site.equation.primitive.name)
+    >>> def look(replayed, results):
+    ...     names.append(replayed.equation.primitive.name)
     ...     return results
     >>> _ = replay(jax.make_jaxpr(loss)(jnp.ones(3)), [jnp.ones(3)], look)
     >>> names
@@ -175,14 +175,14 @@ def replay(
     handlers = HANDLERS if handlers is None else handlers
 
     def step(equation: JaxprEqn, index: int, operands: list[Any]) -> list[Any]:
-        site = Site(equation, path_within(path, equation), (*position, index))
+        here = Replayed(equation, path_within(path, equation), (*position, index))
 
         def inside(jaxpr: Any, operands: Sequence[Any], branch: int = 0) -> list[Any]:
-            below = (*site.position, branch)
-            return replay(jaxpr, operands, on_results, handlers, site.path, below)
+            below = (*here.position, branch)
+            return replay(jaxpr, operands, on_results, handlers, here.path, below)
 
         emit = handlers.get(equation.primitive.name, bound)
-        return on_results(site, emit(equation, operands, inside))
+        return on_results(here, emit(equation, operands, inside))
 
     return evaluate(inner, [*constants, *operands], step, lambda atom, _: literal(atom))
 

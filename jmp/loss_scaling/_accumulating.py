@@ -243,7 +243,7 @@ class Window(NamedTuple):
         """Returns what a micro-batch adds to the gradients' sums, and to the rest."""
         count, power = None, None
         if self.weight is not None:
-            count = _count_of(self.weight, rows)
+            count = _weight_of(self.weight, rows)
             power = _power_of_two_up_to(count)
 
         def loss(*args: Any, **kwargs: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
@@ -331,7 +331,7 @@ def _divided(total: jax.Array, count: jax.Array) -> jax.Array:
 # What a micro-batch counts.
 
 
-def _count_of(weight: Callable[..., Any], batch: Sequence[PyTree]) -> jax.Array:
+def _weight_of(weight: Callable[..., Any], batch: Sequence[PyTree]) -> jax.Array:
     """Returns what `weight` counts in a micro-batch, as a scalar of at least float32."""
     result = weight(*batch)
     try:

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from jmp._messages import described
+from jmp._messages import wrong
 from jmp.dtypes import at_least_float32
 from jmp.sharding._axes import AxisName, axes_of_each, axis_names
 from jmp.transforms._states import refuse_unreduced
@@ -91,16 +91,14 @@ def _check_norm(max_norm: Any) -> None:
     else:
         is_real = isinstance(max_norm, numbers.Real) and not isinstance(max_norm, bool)
     if not is_real:
-        raise TypeError(
-            f"clip_by_global_norm got max_norm={described(max_norm)}; expected a number such as "
-            "1.0."
-        )
+        expected = "a number such as 1.0"
+        raise wrong(TypeError, "clip_by_global_norm", max_norm, expected, name="max_norm")
     if not isinstance(max_norm, jax.core.Tracer) and not float(max_norm) > 0:
-        raise ValueError(
-            f"clip_by_global_norm got max_norm={described(max_norm)}; expected a number above "
-            "zero, such as 1.0, or infinity to clip nothing: a negative norm turns gradients "
-            "round, and with zero nothing trains."
+        expected = (
+            "a number above zero, such as 1.0, or infinity to clip nothing: a negative norm turns "
+            "gradients round, and with zero nothing trains"
         )
+        raise wrong(ValueError, "clip_by_global_norm", max_norm, expected, name="max_norm")
 
 
 def _is_real(dtype: np.dtype) -> bool:

@@ -1,7 +1,4 @@
-"""Optax's transformation, with the type of its state.
-
-Calling the transformation inside a wrapper: errors say what was passed instead of trees.
-"""
+"""The transformation inside a wrapper, called so that errors say what is wrong with trees."""
 
 import contextlib
 import inspect

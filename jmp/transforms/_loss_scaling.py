@@ -11,7 +11,12 @@ from jmp.loss_scaling import LossScale, NoOpLossScale
 from jmp.loss_scaling._gradients import check_loss_scale
 from jmp.sharding._axes import AxisName, agreed, axis_names
 from jmp.transforms import _inner, _states
-from jmp.transforms._finite_check import flag_by_size, gradients_finite, in_order, read_from_array
+from jmp.transforms._few_kernels import (
+    flag_by_size,
+    gradients_finite,
+    in_order_of_axes,
+    read_from_array,
+)
 from jmp.transforms._flat_masters import map_vectors
 from jmp.transforms._inner import Transformation
 from jmp.transforms._master_params import (
@@ -113,11 +118,11 @@ def with_loss_scale(
     def init(params: optax.Params) -> WithLossScaleState:
         _check_not_masked(params)
         inner_state = _inner.init_inner(inner, params, "with_loss_scale")
-        seen = _as_inner_sees(params, inner_state)
-        if _dtypes(seen) != _dtypes(params):
+        seen = _params_for_inner(params, inner_state)
+        if _leaf_dtypes(seen) != _leaf_dtypes(params):
             inner_state = inner.init(seen)
         _states.check_inner_state(inner_state, WithLossScaleState, "with_loss_scale")
-        _states.check_masters(inner_state, WithMasterParamsState)
+        _states.check_nothing_changes_masters(inner_state, WithMasterParamsState)
         check_half_ones_are_seen(inner_state, params)
         state = WithLossScaleState(
             loss_scale=jax.tree.map(jnp.array, loss_scale),
@@ -143,7 +148,7 @@ def with_loss_scale(
             updates,
             gradients,
             state.inner_state,
-            _as_inner_sees(params, state.inner_state),
+            _params_for_inner(params, state.inner_state),
             extra_args,
             "with_loss_scale",
         )
@@ -168,6 +173,39 @@ def with_loss_scale(
     return tx
 
 
+def check_optimizer_state(opt_state: PyTree) -> None:
+    """Raises ValueError if an optimizer combines these transformations in an order that fails.
+
+    Those orders are: anything before loss scaling in a chain, which would see scaled gradients;
+    a transformation with a state after it, which a skip would not stop; loss scaling twice, or
+    inside `partition`, `masked`, `apply_if_finite`, `MultiSteps` and the like; anything chained
+    after masters, or masters inside `lookahead` and others that change updates. `named_chain` is
+    a chain.
+
+    A transformation sees its own part of the state, so neither `init` nor `update` can refuse these
+    orders in a training step of your own: call this once, with `tx.init(params)`. `masters` checks
+    the orders of masters, `loss_scale_state` all. The adapters call it too. They accept
+    transformations after loss scaling, because their steps undo on a skip what these changed.
+
+    Raises: ValueError for such an order; TypeError for an optimizer where its state belongs.
+
+    >>> check_optimizer_state(())
+    """
+    check_order(opt_state)
+
+
+def loss_scale_state(opt_state: PyTree) -> WithLossScaleState | None:
+    """Returns the `WithLossScaleState` inside an optimizer's state, or None where there is none.
+
+    Raises: as `check_optimizer_state`.
+
+    >>> loss_scale_state(()) is None
+    True
+    """
+    check_optimizer_state(opt_state)
+    return find_loss_scaling(opt_state)
+
+
 def find_loss_scaling(opt_state: optax.OptState) -> WithLossScaleState | None:
     """Returns the state of loss scaling, also where a transformation with a state comes after it.
 
@@ -183,7 +221,7 @@ def check_order(opt_state: optax.OptState, *, undone_on_a_skip: bool = False) ->
     Args:
       undone_on_a_skip: whether the step undoes, on a skip, what comes after loss scaling.
     """
-    _states.check_masters(opt_state, WithMasterParamsState)
+    _states.check_nothing_changes_masters(opt_state, WithMasterParamsState)
     _states.check_loss_scaling(opt_state, WithLossScaleState)
     if not undone_on_a_skip:
         _states.check_nothing_moves_after(opt_state, WithLossScaleState)
@@ -199,7 +237,7 @@ def _check_not_masked(params: optax.Params) -> None:
         )
 
 
-def _dtypes(params: optax.Params) -> list[Any]:
+def _leaf_dtypes(params: optax.Params) -> list[Any]:
     return [getattr(leaf, "dtype", None) for leaf in jax.tree.leaves(params)]
 
 
@@ -211,11 +249,11 @@ def _unscaled(updates: optax.Updates, state: WithLossScaleState) -> tuple[optax.
 
     if has_flat_masters(state.inner_state):
         return map_vectors(unscale, updates)  # the form in which they are needed afterwards
-    gradients = unscale(in_order(updates))
+    gradients = unscale(in_order_of_axes(updates))
     return gradients, gradients
 
 
-def _as_inner_sees(params: optax.Params, inner_state: optax.OptState) -> optax.Params:
+def _params_for_inner(params: optax.Params, inner_state: optax.OptState) -> optax.Params:
     """Returns `params` in at least float32, but for those that `inner` keeps masters of.
 
     Moments made from half parameters would be half: Adam's eps of 1e-8 is zero in float16, and its

@@ -1,6 +1,7 @@
-"""How a half parameter follows its float32 master: by an update that is exactly the difference.
+"""`with_master_params`: float32 masters for parameters that are stored in half.
 
-`with_master_params`: float32 masters for parameters that are stored in half.
+A half parameter follows its master by an update that is exactly the difference, in float32, of the
+rounded master and the parameter: `difference_to_master`.
 """
 
 import dataclasses
@@ -15,51 +16,13 @@ from jax.typing import DTypeLike
 from jmp._messages import described
 from jmp.dtypes import floating_dtype, is_half
 from jmp.transforms import _inner, _states
-from jmp.transforms._finite_check import in_order
-from jmp.transforms._flat_masters import FlatMasters, check_takes_a_vector, flatten
+from jmp.transforms._few_kernels import in_order_of_axes
+from jmp.transforms._flat_masters import FlatMasters, as_one_vector, check_takes_a_vector
 from jmp.transforms._inner import Transformation
 from jmp.transforms._placement import placed
 from jmp.trees import PyTree, cast_to_at_least_float32, is_floating, leaves_by_path
 
 ROOT = keystr(())  # the path of a tree that is one array
-
-
-def difference(param: jax.Array, master: jax.Array) -> jax.Array:
-    """Returns what must be added to `param`, in float32, to get the rounded master."""
-    new = rounded(master, param.dtype)
-    old = param.astype(jnp.float32)
-    # Equal values: the zero with the master's sign, so that -0.0 stays what it is.
-    zero = jnp.copysign(jnp.float32(0), new)
-    if param.dtype == jnp.float16:
-        # 0.0 + -0.0 is 0.0: a master of -1e-9 needs a number that float16 rounds to -0.0.
-        turns = (old == 0) & (jnp.signbit(new) != jnp.signbit(old))
-        zero = jnp.where(turns, jnp.copysign(jnp.float32(2.0**-126), new), zero)
-    change = new - old
-    if param.dtype == jnp.bfloat16:
-        # From one end of its range to the other is more than float32 can say at once.
-        farthest = float(jnp.finfo(jnp.float32).max)
-        change = jnp.clip(change, -farthest, farthest)
-    return jnp.where(new == old, zero, change)
-
-
-def rounded(master: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Returns a master rounded to the nearest finite number of a half `dtype`, as float32.
-
-    Beyond the half range that is the largest finite number: from an infinite parameter no sum leads
-    back, since inf - inf is NaN. (A choice by `isfinite(master)`, to let infinite ones through,
-    would break flat masters' update into a kernel a tensor.)
-
-    Not `master.astype(dtype).astype(float32)`: XLA drops such a pair of casts on a GPU.
-    """
-    value = master.astype(jnp.float32)
-    largest = float(jnp.finfo(dtype).max)
-    if jnp.dtype(dtype) == jnp.bfloat16:
-        half = jax.lax.reduce_precision(value, exponent_bits=8, mantissa_bits=7)
-        return jnp.clip(half, -largest, largest)
-    # reduce_precision flushes what is subnormal in float16: there, multiples of 2**-24.
-    subnormal = jnp.round(value * 2.0**24) * 2.0**-24
-    normal = jax.lax.reduce_precision(value, exponent_bits=5, mantissa_bits=10)
-    return jnp.clip(jnp.where(jnp.abs(value) < 2.0**-14, subnormal, normal), -largest, largest)
 
 
 class WithMasterParamsState(NamedTuple):
@@ -151,7 +114,7 @@ def with_master_params(
         else:
             make = lambda p: jnp.array(p, master_dtype) if needs_master(p) else optax.MaskedNode()
             masters = jax.tree.map(make, params)
-        seen = _as_inner_sees(masters, params)
+        seen = _masters_or_params(masters, params)
         inner_state = _inner.init_inner(inner, seen, "with_master_params")
         _states.check_inner_state(inner_state, WithMasterParamsState, "with_master_params")
         state = WithMasterParamsState(masters, _states.without_weak_types(inner_state))
@@ -171,12 +134,12 @@ def with_master_params(
         _states.check_own_state(state, WithMasterParamsState, "with_master_params")
         _states.refuse_unreduced(updates, "with_master_params")
         _check_stored_as_in_init(params, state.masters)
-        full = _as_inner_sees(state.masters, params)
+        full = _masters_or_params(state.masters, params)
         if flat_master:
             _check_gradients(updates, params)
-            gradients: PyTree = flatten(cast_to_at_least_float32(updates), full.dtype)
+            gradients: PyTree = as_one_vector(cast_to_at_least_float32(updates), full.dtype)
         else:
-            gradients = cast_to_at_least_float32(in_order(updates))
+            gradients = cast_to_at_least_float32(in_order_of_axes(updates))
         full_updates, inner_state = _inner.update_inner(
             inner, updates, gradients, state.inner_state, full, extra_args, "with_master_params"
         )
@@ -189,7 +152,7 @@ def with_master_params(
             keep = lambda p, new: new if needs_master(p) else optax.MaskedNode()
             masters = jax.tree.map(keep, params, new_full)
         half_updates = jax.tree.map(
-            lambda p, new, u: difference(p, new) if needs_master(p) else u,
+            lambda p, new, u: difference_to_master(p, new) if needs_master(p) else u,
             params,
             new_full,
             full_updates,
@@ -198,6 +161,44 @@ def with_master_params(
 
     tx: Transformation[WithMasterParamsState] = optax.GradientTransformationExtraArgs(init, update)
     return tx
+
+
+def difference_to_master(param: jax.Array, master: jax.Array) -> jax.Array:
+    """Returns what must be added to `param`, in float32, to get the rounded master."""
+    new = rounded_master(master, param.dtype)
+    old = param.astype(jnp.float32)
+    # Equal values: the zero with the master's sign, so that -0.0 stays what it is.
+    zero = jnp.copysign(jnp.float32(0), new)
+    if param.dtype == jnp.float16:
+        # 0.0 + -0.0 is 0.0: a master of -1e-9 needs a number that float16 rounds to -0.0.
+        turns = (old == 0) & (jnp.signbit(new) != jnp.signbit(old))
+        zero = jnp.where(turns, jnp.copysign(jnp.float32(2.0**-126), new), zero)
+    change = new - old
+    if param.dtype == jnp.bfloat16:
+        # From one end of its range to the other is more than float32 can say at once.
+        farthest = float(jnp.finfo(jnp.float32).max)
+        change = jnp.clip(change, -farthest, farthest)
+    return jnp.where(new == old, zero, change)
+
+
+def rounded_master(master: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Returns a master rounded to the nearest finite number of a half `dtype`, as float32.
+
+    Beyond the half range that is the largest finite number: from an infinite parameter no sum leads
+    back, since inf - inf is NaN. (A choice by `isfinite(master)`, to let infinite ones through,
+    would break flat masters' update into a kernel a tensor.)
+
+    Not `master.astype(dtype).astype(float32)`: XLA drops such a pair of casts on a GPU.
+    """
+    value = master.astype(jnp.float32)
+    largest = float(jnp.finfo(dtype).max)
+    if jnp.dtype(dtype) == jnp.bfloat16:
+        half = jax.lax.reduce_precision(value, exponent_bits=8, mantissa_bits=7)
+        return jnp.clip(half, -largest, largest)
+    # reduce_precision flushes what is subnormal in float16: there, multiples of 2**-24.
+    subnormal = jnp.round(value * 2.0**24) * 2.0**-24
+    normal = jax.lax.reduce_precision(value, exponent_bits=5, mantissa_bits=10)
+    return jnp.clip(jnp.where(jnp.abs(value) < 2.0**-14, subnormal, normal), -largest, largest)
 
 
 def needs_master(param: Any) -> bool:
@@ -241,7 +242,7 @@ def _check_stored_as_in_init(params: optax.Params, masters: PyTree) -> None:
             )
 
 
-def _as_inner_sees(masters: PyTree, params: optax.Params) -> optax.Params:
+def _masters_or_params(masters: PyTree, params: optax.Params) -> optax.Params:
     """Returns the masters, and the parameters that need none."""
     if isinstance(masters, FlatMasters):
         return masters.vector

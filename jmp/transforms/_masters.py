@@ -12,13 +12,13 @@ from jax.tree_util import keystr, tree_map_with_path
 from jmp import _jax_compat
 from jmp._messages import described
 from jmp.transforms import _states
-from jmp.transforms._flat_masters import FlatMasters, flatten
+from jmp.transforms._flat_masters import FlatMasters, as_one_vector
 from jmp.transforms._master_params import (
     ROOT,
     WithMasterParamsState,
     check_half_ones_are_seen,
     needs_master,
-    rounded,
+    rounded_master,
     shapes_with_master,
 )
 from jmp.trees import PyTree, cast_to_at_least_float32, is_array, leaves_by_path
@@ -26,8 +26,22 @@ from jmp.trees import PyTree, cast_to_at_least_float32, is_array, leaves_by_path
 S = TypeVar("S")
 
 
-def collect_masters(opt_state: optax.OptState, params: optax.Params) -> optax.Params:
-    """Returns `params` with half leaves replaced by their masters, of whatever parameter group."""
+def masters(opt_state: PyTree, params: PyTree) -> PyTree:
+    """Returns the parameters that the optimizer updates: the float32 masters.
+
+    Args:
+      opt_state: the state of an optimizer, chained, partitioned or masked.
+      params: the parameters. Leaves that need no master (float32) are taken from here; half leaves
+        without one (frozen groups) come back cast to float32.
+
+    Raises: ValueError if something changes the masters' updates, see `check_optimizer_state`, or if
+      a parameter that has a master is missing here, as those are that `optax.flatten` made one of;
+      TypeError for an optimizer in the place of its state, or a state in the place of parameters.
+
+    >>> masters((), {"w": jnp.ones(2, jnp.float16)})["w"].dtype
+    dtype('float32')
+    """
+    _states.check_nothing_changes_masters(opt_state, WithMasterParamsState)
     _check_are_parameters(params, "masters")
     check_half_ones_are_seen(opt_state, params)
     _check_all_given(opt_state, leaves_by_path(params), "masters")
@@ -96,7 +110,7 @@ def follow_replaced(opt_state: S, params: PyTree) -> S:
         param, master = given[path], _as_master(given[path], old)
         if not needs_master(param):
             return master
-        is_rounded = rounded(old, param.dtype) == param.astype(jnp.float32)
+        is_rounded = rounded_master(old, param.dtype) == param.astype(jnp.float32)
         return jnp.where(is_rounded, old, master)
 
     return _map_masters(follow, opt_state)
@@ -147,7 +161,7 @@ def _map_masters(function: Callable[[str, jax.Array], jax.Array], opt_state: S) 
         masters = state.masters
         if isinstance(masters, FlatMasters):
             leaves = [function(path, old) for path, old in masters.leaves().items()]
-            vector = flatten(leaves, masters.vector.dtype)
+            vector = as_one_vector(leaves, masters.vector.dtype)
             return state._replace(masters=dataclasses.replace(masters, vector=vector))
         mapped = tree_map_with_path(lambda path, old: function(keystr(path), old), masters)
         return state._replace(masters=mapped)

@@ -29,7 +29,7 @@ from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 from jmp import _jax_compat
 from jmp._messages import described
 from jmp.transforms import _inner
-from jmp.transforms._finite_check import is_on_mesh
+from jmp.transforms._few_kernels import is_on_mesh
 from jmp.trees import PyTree
 
 S = TypeVar("S")
@@ -91,11 +91,12 @@ def _shardings(state: PyTree, params: PyTree) -> PyTree:
     """Returns the sharding of every leaf of `state`, by that of the parameters."""
     leaves = jax.tree.leaves(params)
     mesh = _mesh_of(leaves)
-    replicated = NamedSharding(mesh, PartitionSpec()) if mesh else _of_one_device(leaves)
-    parameters = _Parameters(params)
+    of_one_device = next((leaf.sharding for leaf in leaves if hasattr(leaf, "sharding")), None)
+    replicated = NamedSharding(mesh, PartitionSpec()) if mesh else of_one_device
+    by_path = dict(tree_leaves_with_path(params))
 
     def sharding_of(path: tuple[Any, ...], leaf: Any) -> Any:
-        found = getattr(parameters.of(path, leaf), "sharding", None)
+        found = getattr(_parameter_of(leaf, path, by_path), "sharding", None)
         return replicated if found is None else found
 
     return tree_map_with_path(sharding_of, state)
@@ -123,14 +124,14 @@ def _put(state: S, params: PyTree) -> S:
 
 def _tied(state: S, params: PyTree) -> S:
     """Returns a state under jit, whose arrays XLA shards as their parameters."""
-    parameters = _Parameters(params)
+    by_path = dict(tree_leaves_with_path(params))
     arrays = (leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array))
     anchor = next(filter(is_on_mesh, arrays))
     found, structure = tree_leaves_with_path(state), jax.tree.structure(state)
     leaves = [leaf for _, leaf in found]
     beside, alone = {}, []
     for position, (path, leaf) in enumerate(found):
-        param = parameters.of(path, leaf)
+        param = _parameter_of(leaf, path, by_path)
         if _can_be_tied(leaf, param):
             beside[position] = param
         elif isinstance(leaf, jax.Array):
@@ -180,19 +181,16 @@ def _is_auto(mesh: Any) -> bool:
     return AxisType.Explicit not in mesh.axis_types
 
 
-class _Parameters:
-    """The parameters, found by the path and the shape of an array of the state."""
+def _parameter_of(leaf: Any, path: tuple[Any, ...], params: dict[tuple[Any, ...], Any]) -> Any:
+    """Returns the parameter, of those by path, to which a leaf of the state at `path` belongs.
 
-    def __init__(self, params: PyTree) -> None:
-        self._by_path = dict(tree_leaves_with_path(params))
-
-    def of(self, path: tuple[Any, ...], leaf: Any) -> Any:
-        """Returns the parameter with the longest path that ends `path`, of one shape, or None."""
-        for start in range(len(path) + 1):
-            param: Any = self._by_path.get(path[start:])
-            if hasattr(param, "shape") and param.shape == getattr(leaf, "shape", None):
-                return param
-        return None
+    It has the leaf's shape, and the longest path that ends `path`. None if there is none.
+    """
+    for start in range(len(path) + 1):
+        param: Any = params.get(path[start:])
+        if hasattr(param, "shape") and param.shape == getattr(leaf, "shape", None):
+            return param
+    return None
 
 
 def _mesh_of(leaves: Sequence[Any]) -> Any:
@@ -200,10 +198,6 @@ def _mesh_of(leaves: Sequence[Any]) -> Any:
     shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
     meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
     return max(meshes, key=lambda mesh: mesh.size, default=None)
-
-
-def _of_one_device(leaves: Sequence[Any]) -> Sharding | None:
-    return next((leaf.sharding for leaf in leaves if hasattr(leaf, "sharding")), None)
 
 
 def _check_has_sharding(path: str, leaf: Any) -> None:

@@ -4,7 +4,6 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jmp import _jax_compat
 from jmp._messages import described
@@ -51,11 +50,6 @@ def replace_loss_scale(opt_state: S, new: LossScale) -> S:
             f"replace_loss_scale got {described(new)} as the new scale; expected a loss "
             "scale such as jmp.torch_loss_scale(). The order is "
             "replace_loss_scale(opt_state, new)."
-        )
-    if isinstance(opt_state, (optax.GradientTransformation, optax.MultiSteps)):
-        raise TypeError(
-            "replace_loss_scale got an optimizer; expected its state, as `init` and `update` "
-            "return it."
         )
     if find_loss_scaling(opt_state) is None:
         raise ValueError(

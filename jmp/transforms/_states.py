@@ -119,7 +119,7 @@ _AROUND_MASTERS = frozenset(
 )
 
 
-def check_masters(opt_state: optax.OptState, masters_type: type) -> None:
+def check_nothing_changes_masters(opt_state: optax.OptState, masters_type: type) -> None:
     """Raises ValueError if something changes an update after master parameters have moved.
 
     Raises TypeError too, for an optimizer in the place of its state.

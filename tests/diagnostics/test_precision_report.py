@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 
+import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -489,6 +490,28 @@ def test_bodies_that_jax_traces_apart_have_the_line_of_their_caller():
     assert lines["exp"] == [[1]]
     # JAX traced the variance of four by eight numbers once: each of its callers has a row.
     assert lines["square"] == [[2], [3], [4]]
+
+
+def test_a_loss_of_parts_of_an_equinox_module_runs_as_it_is_and_raises_its_own_error():
+    model = eqx.nn.MLP(8, 8, 8, 1, key=jax.random.key(0))
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+
+    def of_parts(params, x):
+        return jax.vmap(eqx.combine(params, static))(x).sum()
+
+    whole = report(lambda model, x: jax.vmap(model)(x).sum(), model, X).rows
+    assert whole[0].module.startswith("layers/0")
+    parts = report(of_parts, params, X).rows
+    in_half = [sum(r.times for r in rows if r.dtype_in == "float16") for rows in (whole, parts)]
+    assert in_half == [2, 2]
+    assert not parts[0].module.startswith("layers/0")
+
+    def wrong(model, x):
+        raise TypeError("the loss's own")
+
+    with pytest.raises(TypeError, match="the loss's own") as caught:
+        report(wrong, model, X)
+    assert caught.value.__context__ is None
 
 
 def test_the_data_can_be_written_as_json():

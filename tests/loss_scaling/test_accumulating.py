@@ -409,7 +409,7 @@ def test_what_is_wrong_is_found_before_the_function_is_called():
 
 @pytest.mark.parametrize("dtype", ["bool", "uint8", "int32", "float32"])
 def test_counts_are_summed_in_float32(dtype):
-    counted = _accumulating._count_of(lambda x: x, [jnp.ones((), dtype)])
+    counted = _accumulating._weight_of(lambda x: x, [jnp.ones((), dtype)])
     assert counted.dtype == np.float32  # a uint8 sum over devices would wrap around
 
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmp
 from jmp import transforms
-from jmp.transforms._finite_check import SMALL, gradients_finite
+from jmp.transforms._few_kernels import SMALL, gradients_finite
 
 AUTO = jax.sharding.AxisType.Auto
 # Small and large, alike and unlike, more of each than one group holds; no elements; a scalar.

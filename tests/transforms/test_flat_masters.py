@@ -266,18 +266,17 @@ def test_optimizers_that_take_a_vector_as_they_take_a_tree_may_be_flat(inner):
 
 
 @pytest.mark.parametrize(("name", "inner"), SHAPED.items(), ids=SHAPED.keys())
-def test_optimizers_that_look_at_shapes_or_paths_are_refused_by_name(name, inner):
-    named = name.split()[-1] if name.split()[-1].startswith("scale_by") else ""
+def test_optimizers_that_look_at_shapes_or_paths_are_refused(name, inner):
     # SM3 takes no scalars, in a tree neither.
     tensors = {n: p for n, p in SMALL_TENSORS.items() if p.ndim or name != "scale_by_sm3"}
-    with pytest.raises(ValueError, match=f"(?s)consists of .*{named}.*Leave flat_master=True out"):
+    with pytest.raises(ValueError, match="treats one vector otherwise .*Leave flat_master=True o"):
         jax.eval_shape(flat_masters(inner).init, tensors)
 
 
 @pytest.mark.parametrize(
     ("inner", "reason"),
     [
-        (optax.lbfgs(), "its update needs value_fn"),
+        (optax.lbfgs(), "it raised TypeError for a tree too"),
         (optax.sm3(1e-3), "it raised IndexError for a tree too"),
         (optax.masked(optax.sgd(0.1), {"kernel": True}), "it raised ValueError for a tree too"),
     ],

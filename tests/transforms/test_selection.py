@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jmp
 from jmp import transforms
 from jmp.adapters._atomic import keep_if_skipped
-from jmp.transforms._finite_check import SHORTER_THAN_A_LAUNCH
+from jmp.transforms._few_kernels import SHORTER_THAN_A_LAUNCH
 from tests.bits import bits
 
 TX = transforms.with_loss_scale(optax.sgd(0.5, momentum=0.5), jmp.DynamicLossScale(4.0))

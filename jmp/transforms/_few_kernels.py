@@ -1,47 +1,8 @@
-"""One flag for many gradients, in few kernels.
+"""What keeps the number of a step's kernels small, where each of many tensors would take its own.
 
-A check by tensor costs one or two small kernels each: a fifth of all kernels of a GPT-2's step.
-Here tensors are checked together, in programs that read them in place.
-
-Tensors of one shape are checked element by element together, eight at a time: with more XLA writes
-an intermediate array. (One long concatenation takes as few kernels, but each of its threads has to
-find out, branch by branch, which tensor its element is in.) Small tensors of whatever shape are
-concatenated; for them the branches do not matter.
-
-To reduce a large array to one flag takes XLA two kernels, of which the second is tiny. Matrices are
-reduced to a flag for each of some 512 parts in the first, and share the second: an update of 40
-matrices and 20 vectors, all of different shapes, takes 111 kernels instead of 148, and moves
-0.002 % more bytes. Not so tensors of three and more axes: gradients of convolutions lie in memory
-in another order than their axes, and to split them moves them (16.7 MB in a step of a ResNet of
-four blocks). To keep one of their axes instead moves 2 bytes a parameter more where they do lie in
-order.
-
-Not where a gradient may be sharded by jit: concatenated, sharded tensors are gathered, and two of
-one shape may be sharded along different axes. There the check is by tensor, and moves one flag.
-
-Selects what a skipped step leaves as it was, in few kernels.
-
-A select costs no kernel where XLA puts it into the one that computes the new value. It cannot where
-the new value is computed before the flag is known: 42 of the 53 running means of a ResNet-50 took
-one kernel each, as most small arrays do. XLA computes arrays of one shape together if all of them
-read some array; a scalar, as the flag is, does not count. Read from an array of two, it does, and
-biases, statistics, moments and counts are updated many at a time; nothing is concatenated. Compiled
-for an H200, a GPT-2's step has 858 kernels with loss scaling and 925 without, a ResNet-50's 1063
-and 1053; selected by a scalar the latter has 1205, and moves 0.11 MB less, of 16.9 GB.
-
-Large arrays are selected by a scalar, each in a kernel of its own, as without loss scaling. How
-fast an H200 runs kernels that update many large arrays at once was not measured.
-
-Half gradients of convolutions, laid out in memory as the parameters are.
-
-XLA lays the gradient of a convolution's kernel out in an order of its own, and all that is computed
-from it after that: masters and moments, which are stored in the order of their axes, are then
-copied, and the update of one kernel takes many. Put in order first, at two bytes a parameter, it is
-one kernel again: compiled for an H200, six convolutions with masters take 55 kernels and 220 MB
-instead of 101 and 385.
-
-Not for float32 gradients, which cost twice as much to put in order, and are no worse off as they
-are. Nor where jit may have sharded them: what is put in order is gathered.
+`gradients_finite` checks gradients together, `read_from_array` and `flag_by_size` give the flag by
+which a skipped step selects what it leaves as it was, and `in_order_of_axes` puts half gradients of
+convolutions in the order of their parameters.
 """
 
 import collections
@@ -62,10 +23,23 @@ SMALL = 2**12  # elements: vectors, not matrices
 ROWS = (512, 1024, 2048, 4096, 8192)
 LONGEST_ROW = 2**13  # XLA splits longer ones
 FEWEST_IN_ROWS = 3  # to gather the flags of the rows takes two kernels
+SHORTER_THAN_A_LAUNCH = 2**16  # elements, of which a kernel takes less time than its launch
 
 
 def gradients_finite(gradients: PyTree) -> jax.Array:
     """Returns what `all_finite` returns, from fewer kernels where the gradients lie on one device.
+
+    A check by tensor costs one or two small kernels each: a fifth of all kernels of a GPT-2's step.
+    Here tensors are checked together, in programs that read them in place.
+
+    Tensors of one shape are checked element by element together, eight at a time: with more XLA
+    writes an intermediate array. (One long concatenation takes as few kernels, but each of its
+    threads has to find out, branch by branch, which tensor its element is in.) Small tensors of
+    whatever shape are concatenated; for them the branches do not matter.
+
+    Not where a gradient may be sharded by jit: concatenated, sharded tensors are gathered, and two
+    of one shape may be sharded along different axes. There the check is by tensor, and moves one
+    flag.
 
     >>> bool(gradients_finite({"w": jnp.ones((2, 3)), "b": jnp.array([jnp.inf])}))
     False
@@ -88,20 +62,20 @@ def gradients_finite(gradients: PyTree) -> jax.Array:
     checks = [
         jnp.isfinite(jnp.concatenate(group)).all()
         for same_dtype in small.values()
-        for group in _groups(same_dtype, SMALL_TOGETHER)
+        for group in _chunks(same_dtype, SMALL_TOGETHER)
     ]
     together = [
         functools.reduce(jnp.logical_and, map(jnp.isfinite, group))
         for same_shape in alike.values()
-        for group in _groups(same_shape, SAME_SHAPE_TOGETHER)
+        for group in _chunks(same_shape, SAME_SHAPE_TOGETHER)
     ]
-    at_once = [each for each in together if not _rows(each)]
-    in_rows = [each for each in together if _rows(each)]
+    at_once = [each for each in together if not _row_count(each)]
+    in_rows = [each for each in together if _row_count(each)]
     if len(in_rows) < FEWEST_IN_ROWS:
         at_once, in_rows = together, []
     checks += [each.all() for each in at_once]
     if in_rows:
-        rows = [each.reshape(_rows(each), -1).all(axis=1) for each in in_rows]
+        rows = [each.reshape(_row_count(each), -1).all(axis=1) for each in in_rows]
         # Behind a barrier, or XLA would check each by itself again.
         checks.append(lax.optimization_barrier(jnp.concatenate(rows)).all())
     if not checks:
@@ -109,15 +83,24 @@ def gradients_finite(gradients: PyTree) -> jax.Array:
     return jnp.stack(checks).all()
 
 
-def _rows(checked: jax.Array) -> int | None:
-    """Returns in how many equal parts to check a matrix first; None for what to check at once."""
+def _row_count(checked: jax.Array) -> int | None:
+    """Returns in how many equal parts to check a matrix first; None for what to check at once.
+
+    To reduce a large array to one flag takes XLA two kernels, of which the second is tiny. Matrices
+    are reduced to a flag for each of some 512 parts in the first, and share the second: an update
+    of 40 matrices and 20 vectors, all of different shapes, takes 111 kernels instead of 148, and
+    moves 0.002 % more bytes. Not so tensors of three and more axes: gradients of convolutions lie
+    in memory in another order than their axes, and to split them moves them (16.7 MB in a step of a
+    ResNet of four blocks). To keep one of their axes instead moves 2 bytes a parameter more where
+    they do lie in order.
+    """
     if checked.ndim > 2:
         return None
     fits = (n for n in ROWS if checked.size % n == 0 and checked.size <= n * LONGEST_ROW)
     return next(fits, None)
 
 
-def _groups(leaves: list[jax.Array], size: int) -> list[list[jax.Array]]:
+def _chunks(leaves: list[jax.Array], size: int) -> list[list[jax.Array]]:
     return [leaves[start : start + size] for start in range(0, len(leaves), size)]
 
 
@@ -141,11 +124,17 @@ def is_on_mesh(value: Any) -> bool:
     )
 
 
-SHORTER_THAN_A_LAUNCH = 2**16  # elements, of which a kernel takes less time than its launch
-
-
 def read_from_array(finite: jax.Array, last: jax.Array) -> jax.Array:
     """Returns a bool scalar, read from an array that XLA must not see through.
+
+    A select costs no kernel where XLA puts it into the one that computes the new value. It cannot
+    where the new value is computed before the flag is known: 42 of the 53 running means of a
+    ResNet-50 took one kernel each, as most small arrays do. XLA computes arrays of one shape
+    together if all of them read some array; a scalar, as the flag is, does not count. Read from an
+    array of two, it does, and biases, statistics, moments and counts are updated many at a time;
+    nothing is concatenated. Compiled for an H200, a GPT-2's step has 858 kernels with loss scaling
+    and 925 without, a ResNet-50's 1063 and 1053; selected by a scalar the latter has 1205, and
+    moves 0.11 MB less, of 16.9 GB.
 
     Args:
       finite: the flag.
@@ -165,6 +154,9 @@ def read_from_array(finite: jax.Array, last: jax.Array) -> jax.Array:
 def flag_by_size(finite: jax.Array) -> Callable[[Any], jax.Array]:
     """Returns which flag selects a leaf: `finite` a small one, a scalar of its value a large one.
 
+    Large arrays are selected by a scalar, each in a kernel of its own, as without loss scaling. How
+    fast an H200 runs kernels that update many large arrays at once was not measured.
+
     Args:
       finite: what `read_from_array` returned.
 
@@ -176,16 +168,25 @@ def flag_by_size(finite: jax.Array) -> Callable[[Any], jax.Array]:
     return lambda leaf: finite if getattr(leaf, "size", 1) <= SHORTER_THAN_A_LAUNCH else scalar
 
 
-def in_order(gradients: PyTree) -> PyTree:
-    """Returns the same numbers.
+def in_order_of_axes(gradients: PyTree) -> PyTree:
+    """Returns the same gradients, half ones of convolutions laid out as the parameters are.
 
-    >>> bool((in_order(jnp.ones((3, 3, 2), jnp.float16)) == 1).all())
+    XLA lays the gradient of a convolution's kernel out in an order of its own, and all that is
+    computed from it after that: masters and moments, which are stored in the order of their axes,
+    are then copied, and the update of one kernel takes many. Put in order first, at two bytes a
+    parameter, it is one kernel again: compiled for an H200, six convolutions with masters take 55
+    kernels and 220 MB instead of 101 and 385.
+
+    Not for float32 gradients, which cost twice as much to put in order, and are no worse off as
+    they are. Nor where jit may have sharded them: what is put in order is gathered.
+
+    >>> bool((in_order_of_axes(jnp.ones((3, 3, 2), jnp.float16)) == 1).all())
     True
     """
-    return jax.tree.map(_in_order, gradients)
+    return jax.tree.map(_leaf_in_order_of_axes, gradients)
 
 
-def _in_order(gradient: Any) -> Any:
+def _leaf_in_order_of_axes(gradient: Any) -> Any:
     is_of_convolution = is_floating(gradient) and gradient.ndim > 2
     if not is_of_convolution or not is_half(gradient.dtype) or may_be_sharded(gradient):
         return gradient
