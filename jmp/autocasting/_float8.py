@@ -8,8 +8,9 @@ A product has a derivative of its own, so that what is kept for the backward pas
 that its two products are float8 too. What it does not have is a second derivative, or one in
 forward mode.
 
-A scale comes from the largest number, or from a bound that needs no look at the numbers. One scale
-is shared by all examples of a `vmap`, and by all devices that hold a part of an array: with several
+A scale comes from the largest number, or from a bound that needs no look at the numbers: from the
+norms of a product's factors, and the extremes of the function between it and the next. One scale is
+shared by all examples of a `vmap`, and by all devices that hold a part of an array: with several
 scales no product would be float8, and what devices computed would differ.
 """
 

@@ -187,23 +187,24 @@ class FunctionOfProduct:
     """What is computed, number by number, of one product's result.
 
     Attributes:
-      result: of the product.
-      added: vectors that are added to it first, such as a bias.
-      argument: the result after that.
+      path: the product's result, and what becomes of it while vectors are added to it, such as a
+        bias; the last of these is the function's argument.
+      added: these vectors.
       places: of the argument, which is the first, and of the values that are computed of it.
       equations: that compute these, in order.
     """
 
     def __init__(self, result: Value) -> None:
-        self.result = self.argument = result
+        self.path = [result]
         self.added: list[Value] = []
         self.places = {result: 0}
         self.equations: list[Equation] = []
 
     def take(self, node: Node, level: Level) -> bool:
         """Adds a node to the function, if it reads nothing else; returns whether it does."""
-        is_next = self.argument.users == (node,) and self.argument not in level.graph.outputs
-        vector = _vector_added(node, self.argument, level.facts) if is_next else None
+        argument = self.path[-1]
+        is_next = argument.users == (node,) and argument not in level.graph.outputs
+        vector = _vector_added(node, argument, level.facts) if is_next else None
         if node.rule.reshapes:  # which keeps the numbers' order
             place = self.places[node.inputs[0]]
         elif vector is not None:
@@ -216,13 +217,13 @@ class FunctionOfProduct:
             return False
         self.places[node.outputs[0]] = place
         if is_next and place == 0:
-            self.argument = node.outputs[0]
+            self.path.append(node.outputs[0])
         return True
 
     def bounded(self, value: Value) -> Bounded:
         """Returns what is known of one of its values."""
         equations = tuple(self.equations[: self.places[value]])
-        return Bounded(self.result, tuple(self.added), extremes_of(equations))
+        return Bounded(self.path[0], tuple(self.added), extremes_of(equations))
 
 
 def _vector_added(node: Node, value: Value, facts: Facts) -> Value | None:
