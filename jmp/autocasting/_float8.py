@@ -59,7 +59,7 @@ class Extremes(NamedTuple):
 
 
 class Bounded(NamedTuple):
-    """A function of one product's result; see `_bounds`."""
+    """A function of one product's result; see `_float8_planning`."""
 
     product: Value
     added: tuple[Value, ...]  # vectors that are added to it before

@@ -918,18 +918,6 @@ def test_compare_shows_the_errors_of_float8():
             assert 2 * plain.relative_error < row.relative_error < 0.1
 
 
-def test_compare_takes_float8_out_of_rules_too():
-    rules = iter([("first", F8)])
-
-    def of(ws, x):
-        with jax.named_scope("first"):
-            x = jnp.tanh(x @ ws[0])
-        return jnp.mean((x @ ws[1]) ** 2)
-
-    found = diagnostics.compare(of, BF16, rules=rules)(W, X)
-    assert found.without_float8 == diagnostics.compare(of, BF16)(W, X).rows != found.rows
-
-
 def test_a_gradient_report_says_what_float8_takes_from_the_cotangents():
     def of(ws, x, shift=0.0):
         y = x @ ws[0] + shift
