@@ -154,7 +154,7 @@ class Island(NamedTuple):
     shares_casts: bool  # all readers of an input share one cast
     common_scopes: int  # how many name scopes its nodes stand in together
     key: Hashable = (
-        None  # islands with one key share a trace (`_islands.key_of`); None: with no other
+        None  # islands of one key share a trace (`_islands.key_of`); None: of no other
     )
 
 
