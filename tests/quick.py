@@ -63,6 +63,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def listed() -> dict[str, list[str]]:
     """Returns the tests that belong to each file of the package, most useful first."""
+    if not LIST.exists():
+        return {}
     parts = LIST.read_text().removesuffix("\n").split("\n\n")
     return {file: tests for file, *tests in (part.split("\n") for part in parts)}
 
