@@ -153,9 +153,7 @@ class Island(NamedTuple):
     prevent_cse: bool  # XLA must not merge its recomputation with its forward pass
     shares_casts: bool  # all readers of an input share one cast
     common_scopes: int  # how many name scopes its nodes stand in together
-    key: Hashable = (
-        None  # islands of one key share a trace (`_islands.key_of`); None: of no other
-    )
+    key: Hashable = None  # islands of one key share a trace (`_islands.key_of`); None: of no other
 
 
 class Fused(NamedTuple):
