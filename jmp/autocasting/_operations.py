@@ -5,8 +5,9 @@ decided besides dtypes, and the warnings of no half product and of half gradient
 """
 
 import collections
+import functools
 import warnings
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,14 +17,13 @@ from jmp._messages import described, users_stacklevel
 from jmp.autocasting._equations import contracts_nothing, is_inner_product
 from jmp.autocasting._exact_products import WHY_EXACT, wrapped_values
 from jmp.autocasting._float8 import OPERANDS
-from jmp.autocasting._graph import Graph, Node, Value
+from jmp.autocasting._graph import Node
 from jmp.autocasting._numbers import inexact_name
 from jmp.autocasting._precision import asked_for
 from jmp.autocasting._propagation import walk_inside
 from jmp.autocasting._registry import NO_RULE, Params, is_low
-from jmp.autocasting._request import AUTOCAST, FULL_PRECISION
 from jmp.autocasting._sending import WHY_NOT_WIDE
-from jmp.autocasting._steps import Fused, Island, Plan, Ran, Single, steps_of
+from jmp.autocasting._steps import Fused, Island, Plan, Single, steps_of
 from jmp.dtypes import FLOAT32
 
 SATURATED = (
@@ -87,21 +87,23 @@ class Operation(NamedTuple):
         return stack
 
 
-def operations_of(steps: Iterable[Ran]) -> Iterator[Operation]:
-    """Yields the operations of the steps of a plan, those inside nodes bound as a whole too."""
-    for step, level, times in steps:
+def operations_of(plan: Plan) -> list[Operation]:
+    """Returns the operations of a plan, those inside nodes bound as a whole too."""
+    found: list[Operation] = []
+    for step, level, times in steps_of(plan):
         if isinstance(step, Island):
             stored = {write.value: write.dtype for write in step.writes}
             for node in step.nodes:
                 stores = [stored.get(value, value.dtype) for value in node.outputs]
                 why = step.why.get(node, node.rule.reason)
-                yield from _operations_of_node(node, node.params, why, times, FLOAT32, stores)
+                found += _operations_of_node(node, node.params, why, times, FLOAT32, stores)
         elif isinstance(step, Single):
             half = level.request.settings.compute_dtype
             read = half if step.arithmetic.is_half else FLOAT32
             read = OPERANDS if step.in_float8 is not None else read
             about = step.node, step.params, step.why, times
-            yield from _operations_of_node(*about, read, step.stores)
+            found += _operations_of_node(*about, read, step.stores)
+    return found
 
 
 def _operations_of_node(
@@ -113,17 +115,7 @@ def _operations_of_node(
     stores: Sequence[np.dtype | None],
 ) -> Iterator[Operation]:
     traced: Any = node.equation
-    bound = traced.replace(params=params)
-    visits = list(walk_inside(traced, node.around, times))
-    # Bound as a whole, in the dtypes it was traced with: a region, a custom derivative.
-    for visit, changed in zip(visits, walk_inside(bound), strict=True):
-        if visit.is_innermost:
-            equation, around, turns = visit
-            dtypes_in = _names_once(map(inexact_name, equation.invars))
-            dtypes_out = _names_once(map(inexact_name, equation.outvars))
-            params = changed.equation.params
-            yield Operation(equation, around, node, why, turns, params, dtypes_in, dtypes_out)
-    if not visits:
+    if not _jax_compat.holds_functions(traced):
         is_read = [value.is_float32 or read == OPERANDS for value in node.inputs]
         chosen = zip(node.inputs, is_read, strict=True)
         dtypes_in = _names_once(
@@ -134,15 +126,24 @@ def _operations_of_node(
             str(dtype) if value.is_float32 else inexact_name(value) for value, dtype in stored
         )
         yield Operation(traced, node.around, node, why, times, params, dtypes_in, dtypes_out)
+    # Bound as a whole, in the dtypes it was traced with: a region, a custom derivative.
+    bound = walk_inside(traced.replace(params=params))
+    for visit, changed in zip(walk_inside(traced, node.around, times), bound, strict=True):
+        if visit.is_innermost:
+            equation, around, turns = visit
+            dtypes_in = _names_once(map(inexact_name, equation.invars))
+            dtypes_out = _names_once(map(inexact_name, equation.outvars))
+            params = changed.equation.params
+            yield Operation(equation, around, node, why, turns, params, dtypes_in, dtypes_out)
 
 
 def _names_once(dtypes: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(filter(None, dtypes)))
 
 
-def decisions_of(steps: Iterable[Ran]) -> Iterator[tuple[str, Node, int]]:
+def decisions_of(plan: Plan) -> Iterator[tuple[str, Node, int]]:
     """Yields what a plan does besides choosing dtypes: a sentence, the node, how often it runs."""
-    for step, _, times in steps:
+    for step, _, times in steps_of(plan):
         if isinstance(step, Fused):
             yield step.why, step.node, times
         elif isinstance(step, Island):
@@ -160,14 +161,12 @@ def decisions_of(steps: Iterable[Ran]) -> Iterator[tuple[str, Node, int]]:
                 yield step.why, step.node, times
 
 
-def rounded_arguments_of(steps: Iterable[Ran]) -> Iterator[Node]:
+def rounded_arguments_of(plan: Plan) -> Iterator[Node]:
     """Yields the half products whose results reach a function that wraps, such as sin."""
-    wrapped: dict[Graph, Set[Value]] = {}
-    for step, level, _ in steps:
+    wrapped = functools.cache(wrapped_values)
+    for step, level, _ in steps_of(plan):
         if isinstance(step, Single) and step.node.is_product and step.arithmetic.is_half:
-            if level.graph not in wrapped:
-                wrapped[level.graph] = wrapped_values(level.graph)
-            if not wrapped[level.graph].isdisjoint(step.node.outputs):
+            if not wrapped(level.graph).isdisjoint(step.node.outputs):
                 yield step.node
 
 
@@ -185,7 +184,7 @@ def warn_if_no_product_is_half(plan: Plan, name: str) -> bool:
     """
     reasons: collections.Counter[str] = collections.Counter()
     is_surprise = False
-    for operation in operations_of(steps_of(plan)):
+    for operation in operations_of(plan):
         if is_product(operation.equation) and operation.dtypes_in:
             if not NOT_HALF.issuperset(operation.dtypes_in):
                 return False
@@ -243,6 +242,5 @@ def _reason(operation: Operation) -> str:
 
 
 def _is_callers_wish(operation: Operation, plan: Plan) -> bool:
-    overrides = operation.equation.primitive.name in plan.request.settings.overrides
-    named = {AUTOCAST, FULL_PRECISION} & set(_jax_compat.scope_names(operation.scope))
-    return operation.node.region.in_float32 or overrides or bool(named)
+    is_named = operation.equation.primitive.name in plan.request.settings.overrides
+    return is_named or plan.request.region(operation.scope).in_float32

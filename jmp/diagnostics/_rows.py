@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn
@@ -66,7 +66,7 @@ class Row:
 
 def rows_of(operations: Iterable[Operation]) -> list[Row]:
     """Returns the products, reductions and exponentials among the operations of a plan."""
-    found: dict[Row, list[Row]] = {}
+    rows = []
     for operation in operations:
         equation, around = operation.equation, operation.around
         kind = kind_of_row(equation)
@@ -86,8 +86,28 @@ def rows_of(operations: Iterable[Operation]) -> list[Row]:
             flops=operation.times * flops,
             precision=precision_of(equation, operation.params) if has_precision else "",
         )
-        found.setdefault(dataclasses.replace(row, times=1, flops=0), []).append(row)
-    return list(map(added_up, found.values()))
+        rows.append(row)
+    return added_up(rows)
+
+
+def added_up(rows: Iterable[Row], named: Callable[[str], str] = str) -> list[Row]:
+    """Returns rows that differ in their numbers alone as one, in the order of the program.
+
+    Args:
+      named: what several modules are called together, given the path of one.
+    """
+    alike: dict[Row, list[Row]] = {}
+    for row in rows:
+        shared = dataclasses.replace(row, module=named(row.module), times=1, flops=0)
+        alike.setdefault(shared, []).append(row)
+    return [
+        dataclasses.replace(
+            shared if len(some) > 1 else some[0],
+            times=sum(row.times for row in some),
+            flops=sum(row.flops for row in some),
+        )
+        for shared, some in alike.items()
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,16 +136,9 @@ def decisions_in(decided: Iterable[tuple[str, Node, int]]) -> list[Decision]:
     """Returns what `decisions_of` a plan gives, one for each place."""
     found: collections.Counter[Decision] = collections.Counter()
     for what, node, times in decided:
-        equation, around = node.equation, node.around
-        decision = Decision(what, path_of(equation, around), source_line(equation, around))
-        found[decision] += times
+        place = path_of(node.equation, node.around), source_line(node.equation, node.around)
+        found[Decision(what, *place)] += times
     return [dataclasses.replace(decision, times=times) for decision, times in found.items()]
-
-
-def added_up(rows: Sequence[Row]) -> Row:
-    """Returns the first of some rows with the times and the operations of all."""
-    times, flops = sum(row.times for row in rows), sum(row.flops for row in rows)
-    return dataclasses.replace(rows[0], times=times, flops=flops)
 
 
 def kind_of_row(equation: JaxprEqn) -> str | None:
