@@ -6,7 +6,6 @@ Printed, a report begins with its sums; then come the hazards, and the rows.
 import collections
 import dataclasses
 import itertools
-import re
 import warnings
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
@@ -211,7 +210,7 @@ def _residual_bytes(function: Callable[..., Any], arguments: list[Any]) -> dict[
 
 def _text(report: PrecisionReport) -> str:
     """Returns the report as text."""
-    rows = added_up(report.rows, _with_stars)
+    rows = added_up(report.rows, with_repeated=True)
     by_place: dict[Any, list[Row]] = {}
     for row in rows:
         by_place.setdefault((row.module, row.source, _dtypes_shown(row)), []).append(row)
@@ -223,11 +222,6 @@ def _text(report: PrecisionReport) -> str:
             "with the GFLOP of all; report.table() shows each row"
         )
     return "\n".join(lines)
-
-
-def _with_stars(module: str) -> str:
-    """Returns a path without the numbers at the end of its names: "h/*/mlp" for "h/3/mlp"."""
-    return re.sub(r"\d+(?=/|$)", "*", module)
 
 
 def _summary(report: PrecisionReport) -> Iterable[str]:

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -21,6 +22,8 @@ IMAGE_CHANNELS = 4
 
 # Their products have fewer digits than they have, unless a precision says otherwise.
 CHOOSES = frozenset({"float32", "complex64"})
+
+NUMBER = re.compile(r"\d+(?=/|$)")  # at the end of a module's name
 
 Shape = tuple[int, ...]
 
@@ -90,24 +93,32 @@ def rows_of(operations: Iterable[Operation]) -> list[Row]:
     return added_up(rows)
 
 
-def added_up(rows: Iterable[Row], named: Callable[[str], str] = str) -> list[Row]:
-    """Returns rows that differ in their numbers alone as one, in the order of the program.
+def added_up(rows: Iterable[Row], with_repeated: bool = False) -> list[Row]:
+    """Returns rows that differ in times and operations alone as one, in the order of the program.
 
     Args:
-      named: what several modules are called together, given the path of one.
+      with_repeated: whether modules that repeat count as one, whose path is "h/*/mlp": those with
+        the same names but for the numbers at their ends, such as h/0/mlp and h/1/mlp.
     """
     alike: dict[Row, list[Row]] = {}
     for row in rows:
-        shared = dataclasses.replace(row, module=named(row.module), times=1, flops=0)
-        alike.setdefault(shared, []).append(row)
+        module = NUMBER.sub("*", row.module) if with_repeated else row.module
+        alike.setdefault(dataclasses.replace(row, module=module, times=1, flops=0), []).append(row)
     return [
         dataclasses.replace(
-            shared if len(some) > 1 else some[0],
+            some[0],
+            module=_shared_path([row.module for row in some]),
             times=sum(row.times for row in some),
             flops=sum(row.flops for row in some),
         )
-        for shared, some in alike.items()
+        for some in alike.values()
     ]
+
+
+def _shared_path(paths: Iterable[str]) -> str:
+    """Returns a path with a star for each number that is not the same in all."""
+    names = zip(*(path.split("/") for path in paths), strict=True)
+    return "/".join(at[0] if len({*at}) == 1 else NUMBER.sub("*", at[0]) for at in names)
 
 
 @dataclasses.dataclass(frozen=True)
