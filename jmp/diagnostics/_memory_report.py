@@ -5,7 +5,6 @@ residuals of a linearisation (`_residuals`). XLA's own figures are those of the 
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from jmp.diagnostics._arguments import asked_function, split_arguments, trained_
 from jmp.diagnostics._residuals import Residual, residuals
 from jmp.diagnostics._tables import first_rows, size, table, totals
 from jmp.loss_scaling._gradients import pair_of
-from jmp.policy import Policy, get_policy
+from jmp.policy import Policy
 from jmp.trees import PyTree, is_array
 
 Function = Callable[..., Any]  # of flat arrays
@@ -73,53 +72,38 @@ def memory_report(
     if not (optimizer is None or hasattr(optimizer, "init")):
         expected = "an optax transformation, such as optax.adam(1e-3)"
         raise wrong(TypeError, "memory_report", optimizer, expected, name="optimizer")
-    # The policy is read here, so that one that does not parse is refused at once.
-    cast = (
-        (lambda f: f) if policy is None else functools.partial(autocast, policy=get_policy(policy))
-    )
+    if policy is not None:
+        function = autocast(function, policy)
 
     def count(*args: Any, **kwargs: Any) -> MemoryReport:
         args, kwargs = split_arguments(*args, **kwargs)
         call = ArrayCall(function, args, kwargs)
-        return _count(call, args, cast, optimizer, argnums, has_aux, compiled)
+        structs = jax.eval_shape(lambda *leaves: leaves, *call.arrays)
+        parameters = call.within(argnums, "memory_report")
+        moving = [i for i in parameters if jnp.issubdtype(structs[i].dtype, jnp.inexact)]
+        if not moving:
+            raise ValueError(
+                f"memory_report got argnums={described(argnums)}, but there are no floating arrays "
+                "in that argument; name the one that holds the parameters."
+            )
+        # As `jax.grad` gives gradients: a tuple for several arguments.
+        params = args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in argnums)
+        init = optimizer.init if optimizer else lambda params: ()
+        state = jax.eval_shape(init, trained_parameters(params))
+        loss = _with_arrays_of_aux(call, has_aux)
+        traced = _value_and_gradients(loss, call.arrays, moving)
+        temp, peak = _xla_bytes(traced) if compiled else (None, None)
+        return MemoryReport(
+            parameters=sum(structs[i].size for i in moving),
+            parameter_bytes=_sizes([structs[i] for i in parameters]),
+            gradient_bytes=_sizes(traced.out_info[1]),
+            optimizer_bytes=_sizes(state),
+            residuals=tuple(residuals(loss, call.arrays, moving)),
+            xla_temp_bytes=temp,
+            xla_peak_bytes=peak,
+        )
 
     return count
-
-
-def _count(
-    call: ArrayCall,
-    args: tuple[Any, ...],
-    cast: Callable[[Any], Any],
-    optimizer: optax.GradientTransformation | None,
-    argnums: int | Sequence[int],
-    has_aux: bool,
-    compiled: bool,
-) -> "MemoryReport":
-    arrays, function = call.arrays, _with_arrays_of_aux(call, has_aux)
-    structs = jax.eval_shape(lambda *leaves: leaves, *arrays)
-    parameters = call.within(argnums, "memory_report")
-    moving = [i for i in parameters if jnp.issubdtype(structs[i].dtype, jnp.inexact)]
-    if not moving:
-        raise ValueError(
-            f"memory_report got argnums={described(argnums)}, but there are no floating arrays in "
-            "that argument; name the one that holds the parameters."
-        )
-    # As `jax.grad` gives gradients: a tuple for several arguments.
-    params = args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in argnums)
-    init = optimizer.init if optimizer else lambda params: ()
-    state = jax.eval_shape(init, trained_parameters(params))
-    traced = _value_and_gradients(cast(function), arrays, moving)
-    report = MemoryReport(
-        parameters=sum(structs[i].size for i in moving),
-        parameter_bytes=_sizes([structs[i] for i in parameters]),
-        gradient_bytes=_sizes(traced.out_info[1]),
-        optimizer_bytes=_sizes(state),
-        residuals=tuple(residuals(cast(function), arrays, moving)),
-    )
-    if not compiled:
-        return report
-    temp, peak = _xla_bytes(traced)
-    return dataclasses.replace(report, xla_temp_bytes=temp, xla_peak_bytes=peak)
 
 
 @dataclasses.dataclass(frozen=True)
