@@ -23,7 +23,7 @@ from jmp.autocasting._precision import asked_for
 from jmp.autocasting._propagation import walk_inside
 from jmp.autocasting._registry import NO_RULE, Params, is_low
 from jmp.autocasting._sending import WHY_NOT_WIDE
-from jmp.autocasting._steps import Fused, Island, Plan, Single, steps_of
+from jmp.autocasting._steps import Fused, Island, Plan, Ran, Single, steps_of
 from jmp.dtypes import FLOAT32
 
 SATURATED = (
@@ -87,10 +87,10 @@ class Operation(NamedTuple):
         return stack
 
 
-def operations_of(plan: Plan) -> list[Operation]:
-    """Returns the operations of a plan, those inside nodes bound as a whole too."""
+def operations_of(steps: Iterable[Ran]) -> list[Operation]:
+    """Returns the operations of the steps of a plan, those inside nodes bound as a whole too."""
     found: list[Operation] = []
-    for step, level, times in steps_of(plan):
+    for step, level, times in steps:
         if isinstance(step, Island):
             stored = {write.value: write.dtype for write in step.writes}
             for node in step.nodes:
@@ -141,9 +141,9 @@ def _names_once(dtypes: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(filter(None, dtypes)))
 
 
-def decisions_of(plan: Plan) -> Iterator[tuple[str, Node, int]]:
+def decisions_of(steps: Iterable[Ran]) -> Iterator[tuple[str, Node, int]]:
     """Yields what a plan does besides choosing dtypes: a sentence, the node, how often it runs."""
-    for step, _, times in steps_of(plan):
+    for step, _, times in steps:
         if isinstance(step, Fused):
             yield step.why, step.node, times
         elif isinstance(step, Island):
@@ -161,10 +161,10 @@ def decisions_of(plan: Plan) -> Iterator[tuple[str, Node, int]]:
                 yield step.why, step.node, times
 
 
-def rounded_arguments_of(plan: Plan) -> Iterator[Node]:
+def rounded_arguments_of(steps: Iterable[Ran]) -> Iterator[Node]:
     """Yields the half products whose results reach a function that wraps, such as sin."""
     wrapped = functools.cache(wrapped_values)
-    for step, level, _ in steps_of(plan):
+    for step, level, _ in steps:
         if isinstance(step, Single) and step.node.is_product and step.arithmetic.is_half:
             if not wrapped(level.graph).isdisjoint(step.node.outputs):
                 yield step.node
@@ -184,7 +184,7 @@ def warn_if_no_product_is_half(plan: Plan, name: str) -> bool:
     """
     reasons: collections.Counter[str] = collections.Counter()
     is_surprise = False
-    for operation in operations_of(plan):
+    for operation in operations_of(steps_of(plan)):
         if is_product(operation.equation) and operation.dtypes_in:
             if not NOT_HALF.issuperset(operation.dtypes_in):
                 return False

@@ -22,6 +22,7 @@ from jmp.autocasting._operations import (
 )
 from jmp.autocasting._program import Program, Traced
 from jmp.autocasting._registry import rule_for
+from jmp.autocasting._steps import steps_of
 from jmp.diagnostics._arguments import asked_function, split_arguments
 from jmp.diagnostics._hazards import (
     dear_in_float32,
@@ -82,17 +83,19 @@ def precision_report(
             "autocast leaves the program as it is. Ask with 'mixed_float16' or 'mixed_bfloat16'."
         )
 
-    def of_arrays(*args: Any, **kwargs: Any) -> PrecisionReport:
-        with warnings.catch_warnings():
-            for told in (UnusedRuleWarning, NoHalfProductWarning):  # they are in the report
-                warnings.simplefilter("ignore", told)
-            return _report(program, program.trace(args, kwargs), str(get_policy(policy)))
-
     def report(*args: Any, **kwargs: Any) -> PrecisionReport:
-        is_taken = lambda x: isinstance(x, jax.ShapeDtypeStruct)
-        call = ArrayCall(of_arrays, *split_arguments(*args, **kwargs), is_taken)
         found: list[PrecisionReport] = []
-        jax.eval_shape(lambda *tracers: found.append(call(*tracers)), *call.arrays)
+
+        def trace(*args: Any, **kwargs: Any) -> None:
+            with warnings.catch_warnings():
+                for told in (UnusedRuleWarning, NoHalfProductWarning):  # they are in the report
+                    warnings.simplefilter("ignore", told)
+                traced = program.trace(args, kwargs)
+                found.append(_report(program, traced, str(get_policy(policy))))
+
+        is_taken = lambda x: isinstance(x, jax.ShapeDtypeStruct)
+        call = ArrayCall(trace, *split_arguments(*args, **kwargs), is_taken)
+        jax.eval_shape(call, *call.arrays)
         return found[0]
 
     return report
@@ -112,7 +115,8 @@ class PrecisionReport:
       residual_bytes: bytes kept for the backward pass, by dtype, arguments not counted; None where
         there is no reverse derivative. As JAX traces it: XLA may keep less.
       residual_bytes_float32: the same for `fun` without autocast.
-      hazards: sentences that ask you to act, such as on a sum in half; usually empty.
+      hazards: sentences that ask you to act, such as on a sum in half; usually empty. Modules that
+        repeat have one together.
       policy: the policy, as text.
       decisions: what autocast does besides choosing dtypes, by place: leaner forms of equations,
         and masks that are held within float16's range.
@@ -154,31 +158,47 @@ class PrecisionReport:
         return "\n".join([_table(self, [[row] for row in self.rows]), *_reasons(self.rows)])
 
     def __str__(self) -> str:
-        return _text(self)
+        rows = added_up(self.rows, with_repeated=True)
+        by_place: dict[Any, list[Row]] = {}
+        for row in rows:
+            by_place.setdefault((row.module, row.source, _dtypes_shown(row)), []).append(row)
+        lines = [*_summary(self), *_reasons(self.rows), *_decisions(self.decisions)]
+        lines.append("hazards:" if self.hazards else "hazards: none")
+        lines += [f"  {hazard}" for hazard in self.hazards]
+        lines += ["", _table(self, by_place.values())]
+        if len(rows) < len(self.rows):
+            lines.append(
+                f"{len(self.rows)} rows, those of modules that repeat (*) and of one place "
+                "together, with the GFLOP of all; report.table() shows each row"
+            )
+        return "\n".join(lines)
 
 
 def _report(program: Program, traced: Traced, policy: str) -> PrecisionReport:
     plan, operands = traced.plan, traced.operands
-    operations = operations_of(plan)
+    casts = _casts(jax.make_jaxpr(traced.emit)(*operands))
+    steps = list(steps_of(plan))
+    operations = operations_of(steps)
     rows = rows_of(operations)
+    merged = added_up(rows, with_repeated=True)
     half = str(program.settings.compute_dtype)
     return PrecisionReport(
         compute_dtype=half,
         rows=rows,
-        casts=_casts(jax.make_jaxpr(traced.emit)(*operands)),
+        casts=casts,
         half_flops_share=_flops_share(rows, [*HALVES, FLOAT8]),
         residual_bytes=_residual_bytes(traced.emit, operands),
         residual_bytes_float32=_residual_bytes(traced.as_written, traced.arrays),
         hazards=[
-            *delicate_in_half(rows),
-            *rounded_arguments(rounded_arguments_of(plan), half),
+            *delicate_in_half(merged),
+            *rounded_arguments(rounded_arguments_of(steps), half),
             *dear_in_float32(rows),
             *(f"the rule {rule} matched no scope" for rule in plan.request.rules.unused),
             *odd_sizes(operations),
             *no_float8(rows),
         ],
         policy=policy,
-        decisions=decisions_in(decisions_of(plan)),
+        decisions=decisions_in(decisions_of(steps)),
     )
 
 
@@ -206,22 +226,6 @@ def _residual_bytes(function: Callable[..., Any], arguments: list[Any]) -> dict[
     except (TypeError, ValueError, NotImplementedError):  # a loop; a callback
         return None
     return totals((row.dtype, row.bytes) for row in kept)
-
-
-def _text(report: PrecisionReport) -> str:
-    """Returns the report as text."""
-    rows = added_up(report.rows, with_repeated=True)
-    by_place: dict[Any, list[Row]] = {}
-    for row in rows:
-        by_place.setdefault((row.module, row.source, _dtypes_shown(row)), []).append(row)
-    lines = [*_summary(report), *_reasons(report.rows), *_decisions(report.decisions)]
-    lines += [*_hazards(report, rows), "", _table(report, by_place.values())]
-    if len(rows) < len(report.rows):
-        lines.append(
-            f"{len(report.rows)} rows, those of modules that repeat (*) and of one place together, "
-            "with the GFLOP of all; report.table() shows each row"
-        )
-    return "\n".join(lines)
 
 
 def _summary(report: PrecisionReport) -> Iterable[str]:
@@ -285,14 +289,6 @@ def _decisions(decisions: list[Decision]) -> Iterable[str]:
         first, *others = (place_name(d.source, d.module) for d in decisions if d.what == what)
         more = f" and {len(others)} other place{'s' * (len(others) > 1)}" if others else ""
         yield f"  {times} x {what}; at {first}{more}"
-
-
-def _hazards(report: PrecisionReport, merged: list[Row]) -> Iterable[str]:
-    """Yields the hazards, those of modules that repeat once for all of them."""
-    by_row = delicate_in_half(report.rows)
-    hazards = [*delicate_in_half(merged), *(h for h in report.hazards if h not in by_row)]
-    yield "hazards:" if hazards else "hazards: none"
-    yield from (f"  {hazard}" for hazard in hazards)
 
 
 def _table(report: PrecisionReport, lines: Iterable[list[Row]]) -> str:

@@ -91,13 +91,8 @@ def path_of(equation: core.JaxprEqn, around: Sequence[core.JaxprEqn] = ()) -> st
     """Returns the path of an equation's modules, with those of the equations around it."""
     path = ""
     for each in (*around, equation):
-        path = path_within(path, each)
+        path = module_path(each.source_info.name_stack, path)
     return path
-
-
-def path_within(outer: str, equation: core.JaxprEqn) -> str:
-    """Returns the path of an equation's modules below `outer`, that of the equation around it."""
-    return module_path(equation.source_info.name_stack, outer)
 
 
 def module_path(stack: NameStack, outer: str = "") -> str:
@@ -160,11 +155,12 @@ def replay(
     inner, constants = _jax_compat.open_jaxpr(jaxpr)
 
     def step(equation: JaxprEqn, index: int, operands: list[Any]) -> list[Any]:
-        here = Replayed(equation, path_within(path, equation), (*position, index))
+        own_path = module_path(equation.source_info.name_stack, path)
+        here = Replayed(equation, own_path, (*position, index))
 
         def inside(branch: int, jaxpr: ClosedJaxpr) -> Callable[..., Arrays]:
             below = (*here.position, branch)
-            return lambda *arrays: replay(jaxpr, arrays, on_results, here.path, below)
+            return lambda *arrays: replay(jaxpr, arrays, on_results, own_path, below)
 
         name, params = equation.primitive.name, equation.params
         if name not in REPLAYED_INSIDE:

@@ -7,6 +7,7 @@ from jax import lax
 import jmp
 from jmp import _jax_compat
 from jmp.autocasting._operations import SATURATED, decisions_of, operations_of
+from jmp.autocasting._steps import steps_of
 from tests.autocasting.plans import plan_of
 
 X = W = jnp.zeros((128, 128))
@@ -20,7 +21,7 @@ def lines(fun, *args, **options):
         f"{'/'.join(_jax_compat.scope_names(operation.scope))} {operation.equation.primitive.name} "
         f"x{operation.times}: {' '.join(operation.dtypes_in)} -> {' '.join(operation.dtypes_out)}; "
         f"{operation.why}"
-        for operation in operations_of(plan_of(fun, *args, **options))
+        for operation in operations_of(steps_of(plan_of(fun, *args, **options)))
     ]
 
 
@@ -65,7 +66,7 @@ def test_dtypes_are_those_read_and_stored_of_floating_values_alone():
         return z @ W, z.sum(), jnp.where(keep, y, 0.0) @ W, places, y * 1j
 
     plan = plan_of(fun, X, X > 0)
-    operations = operations_of(plan)
+    operations = operations_of(steps_of(plan))
     found = [(o.equation.primitive.name, o.dtypes_in, o.dtypes_out) for o in operations]
     half, full = ["float16"], ["float32"]
     assert found == [
@@ -93,7 +94,7 @@ def test_what_a_plan_does_besides_choosing_dtypes_counts_turns():
         x = ((x @ W)[None] + mask)[0]
         return (jnp.exp(x @ W) + other) @ W
 
-    found = list(decisions_of(plan_of(fun, X, jnp.zeros((1, 128, 1)), X)))
+    found = list(decisions_of(steps_of(plan_of(fun, X, jnp.zeros((1, 128, 1)), X))))
     # Outside the loop the column reaches no maximum: it is a bias there.
     assert [(node.name, times) for _, node, times in found] == [("add", 3), ("add", 1)]
     assert {why for why, *_ in found} == {SATURATED}
