@@ -7,10 +7,10 @@ decided besides dtypes, and the warnings of no half product and of half gradient
 import collections
 import functools
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
+import jax.numpy as jnp
 
 from jmp import _jax_compat
 from jmp._messages import described, users_stacklevel
@@ -18,13 +18,12 @@ from jmp.autocasting._equations import contracts_nothing, is_inner_product
 from jmp.autocasting._exact_products import WHY_EXACT, wrapped_values
 from jmp.autocasting._float8 import OPERANDS
 from jmp.autocasting._graph import Node
-from jmp.autocasting._numbers import inexact_name
+from jmp.autocasting._numbers import dtype_of
 from jmp.autocasting._precision import asked_for
 from jmp.autocasting._propagation import walk_inside
 from jmp.autocasting._registry import NO_RULE, Params, is_low
 from jmp.autocasting._sending import WHY_NOT_WIDE
 from jmp.autocasting._steps import Fused, Island, Plan, Ran, Single, steps_of
-from jmp.dtypes import FLOAT32
 
 SATURATED = (
     "an array that is added or selected is held within float16's range, in case it is a mask: a "
@@ -94,51 +93,43 @@ def operations_of(steps: Iterable[Ran]) -> list[Operation]:
         if isinstance(step, Island):
             stored = {write.value: write.dtype for write in step.writes}
             for node in step.nodes:
-                stores = [stored.get(value, value.dtype) for value in node.outputs]
                 why = step.why.get(node, node.rule.reason)
-                found += _operations_of_node(node, node.params, why, times, FLOAT32, stores)
+                reads = [value.dtype for value in node.inputs]
+                stores = [stored.get(value, value.dtype) for value in node.outputs]
+                found += _operations_of_node(node, node.params, why, times, reads, stores)
         elif isinstance(step, Single):
-            half = level.request.settings.compute_dtype
-            read = half if step.arithmetic.is_half else FLOAT32
-            read = OPERANDS if step.in_float8 is not None else read
-            about = step.node, step.params, step.why, times
-            found += _operations_of_node(*about, read, step.stores)
+            node, half = step.node, level.request.settings.compute_dtype
+            in_half = step.arithmetic.is_half
+            reads = [half if in_half and v.is_float32 else v.dtype for v in node.inputs]
+            if step.in_float8 is not None:
+                reads = [OPERANDS]
+            found += _operations_of_node(node, step.params, step.why, times, reads, step.stores)
     return found
 
 
 def _operations_of_node(
-    node: Node,
-    params: Params,
-    why: str,
-    times: int,
-    read: np.dtype,
-    stores: Sequence[np.dtype | None],
+    node: Node, params: Params, why: str, times: int, reads: Iterable[Any], stores: Iterable[Any]
 ) -> Iterator[Operation]:
+    """Yields a node, or what stands inside it, given the dtypes that it reads and stores."""
     traced: Any = node.equation
     if not _jax_compat.holds_functions(traced):
-        is_read = [value.is_float32 or read == OPERANDS for value in node.inputs]
-        chosen = zip(node.inputs, is_read, strict=True)
-        dtypes_in = _names_once(
-            str(read) if reads else inexact_name(value) for value, reads in chosen
-        )
-        stored = zip(node.outputs, stores, strict=True)
-        dtypes_out = _names_once(
-            str(dtype) if value.is_float32 else inexact_name(value) for value, dtype in stored
-        )
+        dtypes_in, dtypes_out = _inexact_names(reads), _inexact_names(stores)
         yield Operation(traced, node.around, node, why, times, params, dtypes_in, dtypes_out)
     # Bound as a whole, in the dtypes it was traced with: a region, a custom derivative.
     bound = walk_inside(traced.replace(params=params))
     for visit, changed in zip(walk_inside(traced, node.around, times), bound, strict=True):
         if visit.is_innermost:
             equation, around, turns = visit
-            dtypes_in = _names_once(map(inexact_name, equation.invars))
-            dtypes_out = _names_once(map(inexact_name, equation.outvars))
+            dtypes_in = _inexact_names(map(dtype_of, equation.invars))
+            dtypes_out = _inexact_names(map(dtype_of, equation.outvars))
             params = changed.equation.params
             yield Operation(equation, around, node, why, turns, params, dtypes_in, dtypes_out)
 
 
-def _names_once(dtypes: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(filter(None, dtypes)))
+def _inexact_names(dtypes: Iterable[Any]) -> list[str]:
+    """Returns the names of the floating and complex dtypes, once each."""
+    found = (d for d in dtypes if d is not None and jnp.issubdtype(d, jnp.inexact))
+    return list(dict.fromkeys(map(str, found)))
 
 
 def decisions_of(steps: Iterable[Ran]) -> Iterator[tuple[str, Node, int]]:

@@ -6,7 +6,7 @@ residuals of a linearisation (`_residuals`). XLA's own figures are those of the 
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jmp._messages import described, wrong
 from jmp.autocasting import autocast
 from jmp.diagnostics._arguments import asked_function, split_arguments, trained_parameters
 from jmp.diagnostics._residuals import Residual, residuals
-from jmp.diagnostics._tables import first_rows, size, table, totals
+from jmp.diagnostics._tables import Report, first_rows, size, table, totals
 from jmp.loss_scaling._gradients import pair_of
 from jmp.policy import Policy
 from jmp.trees import PyTree, is_array
@@ -107,7 +107,7 @@ def memory_report(
 
 
 @dataclasses.dataclass(frozen=True)
-class MemoryReport:
+class MemoryReport(Report):
     """What `memory_report` counted; `print` shows it, `to_dict` gives the data. 1 MB is 10^6 bytes.
 
     Attributes:
@@ -125,6 +125,10 @@ class MemoryReport:
     (4, {'float32': 16}, {'float32': 16})
     """
 
+    computed: ClassVar = (
+        "residual_bytes_by_module", "activations", "activation_bytes", "copy_bytes", "parts",
+        "total_bytes",
+    )  # fmt: skip
     parameters: int
     parameter_bytes: Sizes
     gradient_bytes: Sizes
@@ -177,12 +181,6 @@ class MemoryReport:
     def total_bytes(self) -> int:
         """Bytes of everything counted, together; the batch is not counted."""
         return sum(self.parts.values())
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the data as dictionaries, lists, numbers and strings."""
-        names = ("residual_bytes_by_module", "activations", "activation_bytes", "copy_bytes",
-                 "parts", "total_bytes")  # fmt: skip
-        return {**dataclasses.asdict(self), **{name: getattr(self, name) for name in names}}
 
     def __str__(self) -> str:
         cells = []

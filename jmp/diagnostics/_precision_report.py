@@ -34,7 +34,7 @@ from jmp.diagnostics._hazards import (
 from jmp.diagnostics._ranges import FLOAT8, HALVES
 from jmp.diagnostics._residuals import residuals
 from jmp.diagnostics._rows import Decision, Row, added_up, decisions_in, rows_of
-from jmp.diagnostics._tables import size, table, totals
+from jmp.diagnostics._tables import Report, size, table, totals
 from jmp.diagnostics._walk import place_name, with_places
 from jmp.policy import Policy, get_policy
 from jmp.rules import UnusedRuleWarning
@@ -102,7 +102,7 @@ def precision_report(
 
 
 @dataclasses.dataclass(frozen=True)
-class PrecisionReport:
+class PrecisionReport(Report):
     """What `precision_report` found; `print` shows it, `to_dict` gives the data.
 
     Attributes:
@@ -147,11 +147,9 @@ class PrecisionReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the data as dictionaries, lists, numbers and strings."""
-        data = dataclasses.asdict(self)
         names = ("from", "to", "module", "source", "times")
         casts = [(*place, times) for place, times in self.casts.items()]
-        data["casts"] = [dict(zip(names, cast, strict=True)) for cast in casts]
-        return data
+        return super().to_dict() | {"casts": [dict(zip(names, x, strict=True)) for x in casts]}
 
     def table(self) -> str:
         """Returns every row as text, and what their numbers of reasons mean."""

@@ -1,11 +1,27 @@
-"""Rows of reports: added up, and as text in columns."""
+"""What reports share: their data as dictionaries, rows added up, and rows as text in columns."""
 
+import dataclasses
 from collections.abc import Hashable, Iterable, Sequence
-from typing import TypeVar
+from typing import Any, ClassVar, TypeVar
 
 UNITS = ("B", "kB", "MB", "GB", "TB")
 
 K = TypeVar("K", bound=Hashable)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a diagnostic found: `print` shows it, `to_dict` gives the data.
+
+    Attributes:
+      computed: the properties that are data too.
+    """
+
+    computed: ClassVar[tuple[str, ...]] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the data as dictionaries, lists, numbers and strings."""
+        return dataclasses.asdict(self) | {name: getattr(self, name) for name in self.computed}
 
 
 def totals(pairs: Iterable[tuple[K, int]]) -> dict[K, int]:
