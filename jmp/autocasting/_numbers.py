@@ -113,11 +113,6 @@ def is_inexact(value: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
-def inexact_name(value: Any) -> str:
-    """Returns the name of a floating or complex dtype; "" for any other."""
-    return str(dtype_of(value)) if is_inexact(value) else ""
-
-
 def fits(constant: float, half: np.dtype) -> bool:
     """Returns whether a half type holds a constant: finite if it was, and not flushed to zero."""
     if constant == 0 or not np.isfinite(constant):

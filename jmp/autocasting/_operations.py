@@ -5,26 +5,25 @@ decided besides dtypes, and the warnings of no half product and of half gradient
 """
 
 import collections
+import functools
 import warnings
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
+import jax.numpy as jnp
 
 from jmp import _jax_compat
 from jmp._messages import described, users_stacklevel
 from jmp.autocasting._equations import contracts_nothing, is_inner_product
 from jmp.autocasting._exact_products import WHY_EXACT, wrapped_values
 from jmp.autocasting._float8 import OPERANDS
-from jmp.autocasting._graph import Graph, Node, Value
-from jmp.autocasting._numbers import inexact_name
+from jmp.autocasting._graph import Node
+from jmp.autocasting._numbers import dtype_of
 from jmp.autocasting._precision import asked_for
 from jmp.autocasting._propagation import walk_inside
 from jmp.autocasting._registry import NO_RULE, Params, is_low
-from jmp.autocasting._request import AUTOCAST, FULL_PRECISION
 from jmp.autocasting._sending import WHY_NOT_WIDE
 from jmp.autocasting._steps import Fused, Island, Plan, Ran, Single, steps_of
-from jmp.dtypes import FLOAT32
 
 SATURATED = (
     "an array that is added or selected is held within float16's range, in case it is a mask: a "
@@ -87,57 +86,50 @@ class Operation(NamedTuple):
         return stack
 
 
-def operations_of(steps: Iterable[Ran]) -> Iterator[Operation]:
-    """Yields the operations of the steps of a plan, those inside nodes bound as a whole too."""
+def operations_of(steps: Iterable[Ran]) -> list[Operation]:
+    """Returns the operations of the steps of a plan, those inside nodes bound as a whole too."""
+    found: list[Operation] = []
     for step, level, times in steps:
         if isinstance(step, Island):
             stored = {write.value: write.dtype for write in step.writes}
             for node in step.nodes:
-                stores = [stored.get(value, value.dtype) for value in node.outputs]
                 why = step.why.get(node, node.rule.reason)
-                yield from _operations_of_node(node, node.params, why, times, FLOAT32, stores)
+                reads = [value.dtype for value in node.inputs]
+                stores = [stored.get(value, value.dtype) for value in node.outputs]
+                found += _operations_of_node(node, node.params, why, times, reads, stores)
         elif isinstance(step, Single):
-            half = level.request.settings.compute_dtype
-            read = half if step.arithmetic.is_half else FLOAT32
-            read = OPERANDS if step.in_float8 is not None else read
-            about = step.node, step.params, step.why, times
-            yield from _operations_of_node(*about, read, step.stores)
+            node, half = step.node, level.request.settings.compute_dtype
+            in_half = step.arithmetic.is_half
+            reads = [half if in_half and v.is_float32 else v.dtype for v in node.inputs]
+            if step.in_float8 is not None:
+                reads = [OPERANDS]
+            found += _operations_of_node(node, step.params, step.why, times, reads, step.stores)
+    return found
 
 
 def _operations_of_node(
-    node: Node,
-    params: Params,
-    why: str,
-    times: int,
-    read: np.dtype,
-    stores: Sequence[np.dtype | None],
+    node: Node, params: Params, why: str, times: int, reads: Iterable[Any], stores: Iterable[Any]
 ) -> Iterator[Operation]:
+    """Yields a node, or what stands inside it, given the dtypes that it reads and stores."""
     traced: Any = node.equation
-    bound = traced.replace(params=params)
-    visits = list(walk_inside(traced, node.around, times))
+    if not _jax_compat.holds_functions(traced):
+        dtypes_in, dtypes_out = _inexact_names(reads), _inexact_names(stores)
+        yield Operation(traced, node.around, node, why, times, params, dtypes_in, dtypes_out)
     # Bound as a whole, in the dtypes it was traced with: a region, a custom derivative.
-    for visit, changed in zip(visits, walk_inside(bound), strict=True):
+    bound = walk_inside(traced.replace(params=params))
+    for visit, changed in zip(walk_inside(traced, node.around, times), bound, strict=True):
         if visit.is_innermost:
             equation, around, turns = visit
-            dtypes_in = _names_once(map(inexact_name, equation.invars))
-            dtypes_out = _names_once(map(inexact_name, equation.outvars))
+            dtypes_in = _inexact_names(map(dtype_of, equation.invars))
+            dtypes_out = _inexact_names(map(dtype_of, equation.outvars))
             params = changed.equation.params
             yield Operation(equation, around, node, why, turns, params, dtypes_in, dtypes_out)
-    if not visits:
-        is_read = [value.is_float32 or read == OPERANDS for value in node.inputs]
-        chosen = zip(node.inputs, is_read, strict=True)
-        dtypes_in = _names_once(
-            str(read) if reads else inexact_name(value) for value, reads in chosen
-        )
-        stored = zip(node.outputs, stores, strict=True)
-        dtypes_out = _names_once(
-            str(dtype) if value.is_float32 else inexact_name(value) for value, dtype in stored
-        )
-        yield Operation(traced, node.around, node, why, times, params, dtypes_in, dtypes_out)
 
 
-def _names_once(dtypes: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(filter(None, dtypes)))
+def _inexact_names(dtypes: Iterable[Any]) -> list[str]:
+    """Returns the names of the floating and complex dtypes, once each."""
+    found = (d for d in dtypes if d is not None and jnp.issubdtype(d, jnp.inexact))
+    return list(dict.fromkeys(map(str, found)))
 
 
 def decisions_of(steps: Iterable[Ran]) -> Iterator[tuple[str, Node, int]]:
@@ -162,12 +154,10 @@ def decisions_of(steps: Iterable[Ran]) -> Iterator[tuple[str, Node, int]]:
 
 def rounded_arguments_of(steps: Iterable[Ran]) -> Iterator[Node]:
     """Yields the half products whose results reach a function that wraps, such as sin."""
-    wrapped: dict[Graph, Set[Value]] = {}
+    wrapped = functools.cache(wrapped_values)
     for step, level, _ in steps:
         if isinstance(step, Single) and step.node.is_product and step.arithmetic.is_half:
-            if level.graph not in wrapped:
-                wrapped[level.graph] = wrapped_values(level.graph)
-            if not wrapped[level.graph].isdisjoint(step.node.outputs):
+            if not wrapped(level.graph).isdisjoint(step.node.outputs):
                 yield step.node
 
 
@@ -243,6 +233,5 @@ def _reason(operation: Operation) -> str:
 
 
 def _is_callers_wish(operation: Operation, plan: Plan) -> bool:
-    overrides = operation.equation.primitive.name in plan.request.settings.overrides
-    named = {AUTOCAST, FULL_PRECISION} & set(_jax_compat.scope_names(operation.scope))
-    return operation.node.region.in_float32 or overrides or bool(named)
+    is_named = operation.equation.primitive.name in plan.request.settings.overrides
+    return is_named or plan.request.region(operation.scope).in_float32

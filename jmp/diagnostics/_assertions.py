@@ -59,12 +59,12 @@ def assert_products_in(
         call = ArrayCall(function, *split_arguments(*args, **kwargs))
         closed = jax.make_jaxpr(call.results)(*call.arrays)
         placed = with_places(_jax_compat.open_jaxpr(closed)[0])
-        products = [each for each in placed if is_product(each.equation)]
+        products = [each for each in placed if is_product(each[0])]
         name = function_name(fun)
         if not products:
             raise AssertionError(f"{name} has no product whose dtype could be checked.")
         others = []
-        for equation, path, source, _ in products:
+        for equation, path, source in products:
             dtypes = {atom.aval.dtype for atom in equation.invars}
             floating = sorted(str(d) for d in dtypes if jnp.issubdtype(d, jnp.floating))
             if floating != [str(expected)]:

@@ -34,7 +34,7 @@ from jmp.diagnostics._ranges import (
     row_of,
 )
 from jmp.diagnostics._rows import kind_of_row
-from jmp.diagnostics._walk import HANDLERS, Replayed, replay, users_line
+from jmp.diagnostics._walk import REPLAYED_INSIDE, Replayed, replay, users_line
 from jmp.dtypes import is_half
 from jmp.loss_scaling import StaticLossScale
 from jmp.loss_scaling._gradients import scaled_loss
@@ -208,7 +208,7 @@ def _tapped(closed: Any, tap: Tap, dtype: Any) -> Callable[..., Any]:
     def on_results(replayed: Replayed, results: list[Any]) -> list[Any]:
         equation = replayed.equation
         name = equation.primitive.name
-        is_whole = name not in HANDLERS and any(map(kind_of_row, inner_equations(equation)))
+        is_whole = name not in REPLAYED_INSIDE and any(map(kind_of_row, inner_equations(equation)))
         if kind_of_row(equation) is None and not is_whole:
             return results
         operation = _jax_compat.called_name(equation) if is_whole else name

@@ -1,8 +1,7 @@
 """Hazards of a precision report: sentences to act upon. None is the rule."""
 
 import collections
-import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable
 
 import jax.numpy as jnp
 
@@ -11,7 +10,7 @@ from jmp.autocasting._graph import Node
 from jmp.autocasting._operations import Operation, is_product
 from jmp.diagnostics._ranges import FLOAT8, HALVES
 from jmp.diagnostics._rows import Row, product_of
-from jmp.diagnostics._walk import Placed, path_of, place_name, source_line
+from jmp.diagnostics._walk import path_of, place_name, source_line
 
 # Float32 products that the user asked for, or that are none of a network.
 DELIBERATE = ("the user asked", "an inner autocast", "asked for by", *WHY_EXACT)
@@ -19,8 +18,8 @@ DELIBERATE = ("the user asked", "an inner autocast", "asked for by", *WHY_EXACT)
 # What a `Row` says of a product that autocast binds so.
 HIGHEST = "HIGHEST"
 
-# Tensor cores read 16 bytes at a time: eight half numbers.
-HALF_MULTIPLE = 8
+# Tensor cores read 16 bytes at a time: eight half numbers, or sixteen in float8.
+MULTIPLES = {**dict.fromkeys(HALVES, 8), FLOAT8: 16}
 # Products below that are over before their launch is, whatever their sizes.
 LARGE = 10**6  # floating-point operations
 # Operations a second of an H200, without sparsity (NVIDIA's data sheet): with all digits, in TF32.
@@ -28,13 +27,6 @@ FLOAT32_PEAK, TF32_PEAK = 67e12, 494e12
 # Sizes that this share of all floating-point operations has are worth a sentence, and so are
 # products with all digits.
 SHARE = 0.01
-
-# XLA pads the sizes of a float8 product to multiples of this.
-FLOAT8_MULTIPLE = 16
-# Multiplications. By the data sheet of an H200 (989e12 operations a second in half, twice that in
-# float8) three products of so many save 13 us in float8, which seven launches of 2 us take: so many
-# kernels more a float8 product has. An estimate that no device has confirmed.
-PAYS = 2**32
 
 
 def delicate_in_half(rows: list[Row]) -> list[str]:
@@ -71,7 +63,7 @@ def dear_in_float32(rows: list[Row]) -> list[str]:
     largest = max(found, key=lambda row: row.flops)
     place = f"{largest.operation} at {place_name(largest.source, largest.module)}"
     return [
-        f"{_and_others(place, len(found) - 1, ' place')} multiplies "
+        f"{_and_others(place, len(found) - 1)} multiplies "
         f"float32 with {HIGHEST} precision ({count / total:.0%} of the operations of products): an "
         f"H200 does {FLOAT32_PEAK / 1e12:.0f} TFLOP/s of these and {TF32_PEAK / 1e12:.0f} in TF32, "
         f"so they may take {TF32_PEAK / FLOAT32_PEAK:.1f} times as long. If TF32's 11 bits are "
@@ -82,20 +74,17 @@ def dear_in_float32(rows: list[Row]) -> list[str]:
 def rounded_arguments(rounded: Iterable[Node], half: str) -> list[str]:
     """Returns a sentence for each half product whose result reaches a function that wraps."""
     error = 512 * float(jnp.finfo(half).eps)  # the spacing of the numbers from 512 to 1024
-    places = [
-        place_name(source_line(node.equation, node.around), path_of(node.equation, node.around))
-        for node in rounded
-    ]
+    places = dict.fromkeys(map(_place, rounded))
     return [
         f"a product at {place} multiplies in {half}, and its result goes to a function that wraps, "
         f"such as sin: {half} knows an argument of 1000 to {error:g}. Keep the product in float32 "
         "by a rule if its results are large"
-        for place in dict.fromkeys(places)
+        for place in places
     ]
 
 
-def odd_sizes(placed: Iterable[Placed], elsewhere: Collection[str] = ()) -> list[str]:
-    """Returns a sentence for half products with sizes that are no multiples of 8.
+def odd_sizes(operations: Iterable[Operation]) -> list[str]:
+    """Returns a sentence for products in half or float8 with sizes that a GPU pads.
 
     For a GPU with tensor cores XLA copies the operands of such a matrix product into padded ones
     and cuts out the result (its passes `cublas_pad_for_gemms` and, for float16,
@@ -105,80 +94,50 @@ def odd_sizes(placed: Iterable[Placed], elsewhere: Collection[str] = ()) -> list
     neighbour with 4096 columns.
 
     Sizes that many places share make one sentence; the turns of scans count. Products with a
-    vector, grouped convolutions and ragged products are passed over: they use other kernels. So
-    are those that stand at one of the places `elsewhere`, in float8.
+    vector, grouped convolutions and ragged products are passed over: they use other kernels.
     """
     total = 0
-    found: dict[tuple[str, str], collections.Counter[str]] = {}
-    for equation, path, source, times in placed:
-        place = place_name(source, path)
-        if place in elsewhere or not is_product(equation):
+    found: dict[str, collections.Counter[str]] = {}
+    for operation in operations:
+        dtype = ", ".join(operation.dtypes_in)
+        if dtype not in MULTIPLES or not is_product(operation.equation):
             continue
-        dtypes = {str(atom.aval.dtype) for atom in equation.invars[:2]}
-        if dtypes.issubset(HALVES):
-            flops, sizes = product_of(equation)
-            total += times * flops
-            odd = _odd_sizes(sizes, HALF_MULTIPLE)
-            if odd and flops >= LARGE:
-                by_place = found.setdefault((min(dtypes), odd), collections.Counter())
-                by_place[f"{equation.primitive.name} at {place}"] += times * flops
+        flops, sizes = product_of(operation.equation)
+        total += operation.times * flops
+        odd = [f"{size} {name}" for size, name in sizes if size % MULTIPLES[dtype]]
+        if odd and flops >= LARGE:
+            what = f"{dtype} with {', '.join(odd)}, no multiple of {MULTIPLES[dtype]}"
+            places = found.setdefault(what, collections.Counter())
+            place = f"{operation.equation.primitive.name} at {_place(operation)}"
+            places[place] += operation.times * flops
     hazards = []
-    for (dtype, odd), by_place in found.items():
-        share = by_place.total() / total
-        ((largest, _),) = by_place.most_common(1)
+    for what, places in found.items():
+        share = places.total() / total
+        ((largest, _),) = places.most_common(1)
         if share >= SHARE:
             hazards.append(
-                f"{_and_others(largest, len(by_place) - 1, ' place')} multiplies in {dtype} with "
-                f"{odd}, no multiple of {HALF_MULTIPLE}: padded on a GPU, it may be slower "
-                f"({share:.0%} of the operations of half products)"
+                f"{_and_others(largest, len(places) - 1)} multiplies in {what}: padded on a GPU, "
+                f"it may be slower ({share:.0%} of the operations of half products)"
             )
     return hazards
 
 
-def float8_places(rows: Sequence[Row]) -> set[str]:
-    """Returns the names of the places where float8 products stand."""
-    return {place_name(row.source, row.module) for row in rows if row.dtype_in == FLOAT8}
-
-
-def float8_hazards(operations: Iterable[Operation], rows: Sequence[Row]) -> list[str]:
-    """Returns what to know of the float8 products of a plan: sizes that are padded, small products.
-
-    Where the policy asks for float8 and no product is, the reasons of the products.
-    """
-    by_odd_sizes: dict[str, list[str]] = {}
-    small = []
-    for operation in operations:
-        if FLOAT8 not in operation.dtypes_in:
-            continue
-        equation = operation.equation
-        place = f"{equation.primitive.name} at {path_of(equation, operation.around) or 'the top'}"
-        sizes = product_of(equation).sizes
-        if odd := _odd_sizes(sizes, FLOAT8_MULTIPLE):
-            by_odd_sizes.setdefault(odd, []).append(place)
-        if math.prod(size for size, _ in sizes) < PAYS:
-            small.append(place)
-    hazards = [
-        f"{_and_others(places[0], len(places) - 1)} multiplies in float8 with {odd}, no multiple "
-        f"of {FLOAT8_MULTIPLE}: padded on a GPU, which copies the operands"
-        for odd, places in by_odd_sizes.items()
+def no_float8(rows: list[Row]) -> list[str]:
+    """Returns why no product is float8, where the policy asks for it."""
+    lead = "; not float8: "
+    reasons = collections.Counter(row.why.split(lead)[1] for row in rows if lead in row.why)
+    if any(row.dtype_in == FLOAT8 for row in rows):
+        return []
+    return [
+        f"the policy asks for float8 products, and none is float8: {why}"
+        for why, _ in reasons.most_common(1)
     ]
-    if small:
-        hazards.append(
-            f"{_and_others(small[0], len(small) - 1)} multiplies in float8 with fewer than "
-            f"2**{PAYS.bit_length() - 1} multiplications: the kernels that find scales may cost "
-            "more than float8 saves"
-        )
-    if not float8_places(rows):
-        lead = "; not float8: "
-        reasons = collections.Counter(r.why.split(lead)[1] for r in rows if lead in r.why)
-        for why, _ in reasons.most_common(1):
-            hazards.append(f"the policy asks for float8 products, and none is float8: {why}")
-    return hazards
 
 
-def _odd_sizes(sizes: Iterable[tuple[int, str]], multiple: int) -> str:
-    return ", ".join(f"{size} {name}" for size, name in sizes if size % multiple)
+def _place(found: Node | Operation) -> str:
+    module = path_of(found.equation, found.around)
+    return place_name(source_line(found.equation, found.around), module)
 
 
-def _and_others(first: str, others: int, what: str = "") -> str:
-    return f"{first}, with {others} other{what}{'s' * (others > 1)}," if others else first
+def _and_others(first: str, others: int) -> str:
+    return f"{first}, with {others} other place{'s' * (others > 1)}," if others else first

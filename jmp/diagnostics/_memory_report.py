@@ -5,9 +5,8 @@ residuals of a linearisation (`_residuals`). XLA's own figures are those of the 
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +17,9 @@ from jmp._messages import described, wrong
 from jmp.autocasting import autocast
 from jmp.diagnostics._arguments import asked_function, split_arguments, trained_parameters
 from jmp.diagnostics._residuals import Residual, residuals
-from jmp.diagnostics._tables import first_rows, size, table, totals
+from jmp.diagnostics._tables import Report, first_rows, size, table, totals
 from jmp.loss_scaling._gradients import pair_of
-from jmp.policy import Policy, get_policy
+from jmp.policy import Policy
 from jmp.trees import PyTree, is_array
 
 Function = Callable[..., Any]  # of flat arrays
@@ -73,57 +72,42 @@ def memory_report(
     if not (optimizer is None or hasattr(optimizer, "init")):
         expected = "an optax transformation, such as optax.adam(1e-3)"
         raise wrong(TypeError, "memory_report", optimizer, expected, name="optimizer")
-    # The policy is read here, so that one that does not parse is refused at once.
-    cast = (
-        (lambda f: f) if policy is None else functools.partial(autocast, policy=get_policy(policy))
-    )
+    if policy is not None:
+        function = autocast(function, policy)
 
     def count(*args: Any, **kwargs: Any) -> MemoryReport:
         args, kwargs = split_arguments(*args, **kwargs)
         call = ArrayCall(function, args, kwargs)
-        return _count(call, args, cast, optimizer, argnums, has_aux, compiled)
+        structs = jax.eval_shape(lambda *leaves: leaves, *call.arrays)
+        parameters = call.within(argnums, "memory_report")
+        moving = [i for i in parameters if jnp.issubdtype(structs[i].dtype, jnp.inexact)]
+        if not moving:
+            raise ValueError(
+                f"memory_report got argnums={described(argnums)}, but there are no floating arrays "
+                "in that argument; name the one that holds the parameters."
+            )
+        # As `jax.grad` gives gradients: a tuple for several arguments.
+        params = args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in argnums)
+        init = optimizer.init if optimizer else lambda params: ()
+        state = jax.eval_shape(init, trained_parameters(params))
+        loss = _with_arrays_of_aux(call, has_aux)
+        traced = _value_and_gradients(loss, call.arrays, moving)
+        temp, peak = _xla_bytes(traced) if compiled else (None, None)
+        return MemoryReport(
+            parameters=sum(structs[i].size for i in moving),
+            parameter_bytes=_sizes([structs[i] for i in parameters]),
+            gradient_bytes=_sizes(traced.out_info[1]),
+            optimizer_bytes=_sizes(state),
+            residuals=tuple(residuals(loss, call.arrays, moving)),
+            xla_temp_bytes=temp,
+            xla_peak_bytes=peak,
+        )
 
     return count
 
 
-def _count(
-    call: ArrayCall,
-    args: tuple[Any, ...],
-    cast: Callable[[Any], Any],
-    optimizer: optax.GradientTransformation | None,
-    argnums: int | Sequence[int],
-    has_aux: bool,
-    compiled: bool,
-) -> "MemoryReport":
-    arrays, function = call.arrays, _with_arrays_of_aux(call, has_aux)
-    structs = jax.eval_shape(lambda *leaves: leaves, *arrays)
-    parameters = call.within(argnums, "memory_report")
-    moving = [i for i in parameters if jnp.issubdtype(structs[i].dtype, jnp.inexact)]
-    if not moving:
-        raise ValueError(
-            f"memory_report got argnums={described(argnums)}, but there are no floating arrays in "
-            "that argument; name the one that holds the parameters."
-        )
-    # As `jax.grad` gives gradients: a tuple for several arguments.
-    params = args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in argnums)
-    init = optimizer.init if optimizer else lambda params: ()
-    state = jax.eval_shape(init, trained_parameters(params))
-    traced = _value_and_gradients(cast(function), arrays, moving)
-    report = MemoryReport(
-        parameters=sum(structs[i].size for i in moving),
-        parameter_bytes=_sizes([structs[i] for i in parameters]),
-        gradient_bytes=_sizes(traced.out_info[1]),
-        optimizer_bytes=_sizes(state),
-        residuals=tuple(residuals(cast(function), arrays, moving)),
-    )
-    if not compiled:
-        return report
-    temp, peak = _xla_bytes(traced)
-    return dataclasses.replace(report, xla_temp_bytes=temp, xla_peak_bytes=peak)
-
-
 @dataclasses.dataclass(frozen=True)
-class MemoryReport:
+class MemoryReport(Report):
     """What `memory_report` counted; `print` shows it, `to_dict` gives the data. 1 MB is 10^6 bytes.
 
     Attributes:
@@ -141,6 +125,10 @@ class MemoryReport:
     (4, {'float32': 16}, {'float32': 16})
     """
 
+    computed: ClassVar = (
+        "residual_bytes_by_module", "activations", "activation_bytes", "copy_bytes", "parts",
+        "total_bytes",
+    )  # fmt: skip
     parameters: int
     parameter_bytes: Sizes
     gradient_bytes: Sizes
@@ -193,12 +181,6 @@ class MemoryReport:
     def total_bytes(self) -> int:
         """Bytes of everything counted, together; the batch is not counted."""
         return sum(self.parts.values())
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the data as dictionaries, lists, numbers and strings."""
-        names = ("residual_bytes_by_module", "activations", "activation_bytes", "copy_bytes",
-                 "parts", "total_bytes")  # fmt: skip
-        return {**dataclasses.asdict(self), **{name: getattr(self, name) for name in names}}
 
     def __str__(self) -> str:
         cells = []

@@ -1,17 +1,14 @@
 """`precision_report`: what an autocast program computes in which dtype, and why.
 
-Printed, a report begins with its sums; then come the hazards, and the rows in groups.
+Printed, a report begins with its sums; then come the hazards, and the rows.
 """
 
 import collections
 import dataclasses
 import itertools
-import math
-import re
-import string
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
 import jax
 
@@ -30,22 +27,19 @@ from jmp.diagnostics._arguments import asked_function, split_arguments
 from jmp.diagnostics._hazards import (
     dear_in_float32,
     delicate_in_half,
-    float8_hazards,
-    float8_places,
+    no_float8,
     odd_sizes,
     rounded_arguments,
 )
 from jmp.diagnostics._ranges import FLOAT8, HALVES
 from jmp.diagnostics._residuals import residuals
 from jmp.diagnostics._rows import Decision, Row, added_up, decisions_in, rows_of
-from jmp.diagnostics._tables import size, table, totals
-from jmp.diagnostics._walk import Placed, place_name, with_places
+from jmp.diagnostics._tables import Report, size, table, totals
+from jmp.diagnostics._walk import place_name, with_places
 from jmp.policy import Policy, get_policy
 from jmp.rules import UnusedRuleWarning
 
 COLUMNS = ("module", "dtype", "operations [why]", "GFLOP", "source")
-# A number of each reason, with the dtype that it gives.
-Numbers = dict[tuple[str, str], int]
 
 
 def precision_report(
@@ -89,24 +83,26 @@ def precision_report(
             "autocast leaves the program as it is. Ask with 'mixed_float16' or 'mixed_bfloat16'."
         )
 
-    def of_arrays(*args: Any, **kwargs: Any) -> PrecisionReport:
-        with warnings.catch_warnings():
-            for told in (UnusedRuleWarning, NoHalfProductWarning):  # they are in the report
-                warnings.simplefilter("ignore", told)
-            return _report(program, program.trace(args, kwargs), str(get_policy(policy)))
-
     def report(*args: Any, **kwargs: Any) -> PrecisionReport:
-        is_taken = lambda x: isinstance(x, jax.ShapeDtypeStruct)
-        call = ArrayCall(of_arrays, *split_arguments(*args, **kwargs), is_taken)
         found: list[PrecisionReport] = []
-        jax.eval_shape(lambda *tracers: found.append(call(*tracers)), *call.arrays)
+
+        def trace(*args: Any, **kwargs: Any) -> None:
+            with warnings.catch_warnings():
+                for told in (UnusedRuleWarning, NoHalfProductWarning):  # they are in the report
+                    warnings.simplefilter("ignore", told)
+                traced = program.trace(args, kwargs)
+                found.append(_report(program, traced, str(get_policy(policy))))
+
+        is_taken = lambda x: isinstance(x, jax.ShapeDtypeStruct)
+        call = ArrayCall(trace, *split_arguments(*args, **kwargs), is_taken)
+        jax.eval_shape(call, *call.arrays)
         return found[0]
 
     return report
 
 
 @dataclasses.dataclass(frozen=True)
-class PrecisionReport:
+class PrecisionReport(Report):
     """What `precision_report` found; `print` shows it, `to_dict` gives the data.
 
     Attributes:
@@ -119,7 +115,8 @@ class PrecisionReport:
       residual_bytes: bytes kept for the backward pass, by dtype, arguments not counted; None where
         there is no reverse derivative. As JAX traces it: XLA may keep less.
       residual_bytes_float32: the same for `fun` without autocast.
-      hazards: sentences that ask you to act, such as on a sum in half; usually empty.
+      hazards: sentences that ask you to act, such as on a sum in half; usually empty. Modules that
+        repeat have one together.
       policy: the policy, as text.
       decisions: what autocast does besides choosing dtypes, by place: leaner forms of equations,
         and masks that are held within float16's range.
@@ -150,51 +147,56 @@ class PrecisionReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the data as dictionaries, lists, numbers and strings."""
-        data = dataclasses.asdict(self)
         names = ("from", "to", "module", "source", "times")
         casts = [(*place, times) for place, times in self.casts.items()]
-        data["casts"] = [dict(zip(names, cast, strict=True)) for cast in casts]
-        return data
+        return super().to_dict() | {"casts": [dict(zip(names, x, strict=True)) for x in casts]}
 
     def table(self) -> str:
         """Returns every row as text, and what their numbers of reasons mean."""
-        numbers, top = _numbers(self.rows), _top(self.rows)
-        rows = [_row_cells(row.module or top, [row], numbers) for row in self.rows]
-        return "\n".join([table(COLUMNS, rows), *_reasons(self.rows)])
+        return "\n".join([_table(self, [[row] for row in self.rows]), *_reasons(self.rows)])
 
     def __str__(self) -> str:
-        return _text(self)
+        rows = added_up(self.rows, with_repeated=True)
+        by_place: dict[Any, list[Row]] = {}
+        for row in rows:
+            by_place.setdefault((row.module, row.source, _dtypes_shown(row)), []).append(row)
+        lines = [*_summary(self), *_reasons(self.rows), *_decisions(self.decisions)]
+        lines.append("hazards:" if self.hazards else "hazards: none")
+        lines += [f"  {hazard}" for hazard in self.hazards]
+        lines += ["", _table(self, by_place.values())]
+        if len(rows) < len(self.rows):
+            lines.append(
+                f"{len(self.rows)} rows, those of modules that repeat (*) and of one place "
+                "together, with the GFLOP of all; report.table() shows each row"
+            )
+        return "\n".join(lines)
 
 
 def _report(program: Program, traced: Traced, policy: str) -> PrecisionReport:
     plan, operands = traced.plan, traced.operands
-    in_half = _residual_bytes(traced.emit, operands)
-    in_float32 = _residual_bytes(traced.as_written, traced.arrays)
-    emitted = list(with_places(jax.make_jaxpr(traced.emit)(*operands)))
+    casts = _casts(jax.make_jaxpr(traced.emit)(*operands))
     steps = list(steps_of(plan))
-    operations = list(operations_of(steps))
-    decided = list(decisions_of(steps))
-    rounded = list(rounded_arguments_of(steps))
-    # Nothing below reads the plan.
+    operations = operations_of(steps)
     rows = rows_of(operations)
+    merged = added_up(rows, with_repeated=True)
     half = str(program.settings.compute_dtype)
     return PrecisionReport(
         compute_dtype=half,
         rows=rows,
-        casts=_casts(emitted),
+        casts=casts,
         half_flops_share=_flops_share(rows, [*HALVES, FLOAT8]),
-        residual_bytes=in_half,
-        residual_bytes_float32=in_float32,
+        residual_bytes=_residual_bytes(traced.emit, operands),
+        residual_bytes_float32=_residual_bytes(traced.as_written, traced.arrays),
         hazards=[
-            *delicate_in_half(rows),
-            *rounded_arguments(rounded, half),
+            *delicate_in_half(merged),
+            *rounded_arguments(rounded_arguments_of(steps), half),
             *dear_in_float32(rows),
             *(f"the rule {rule} matched no scope" for rule in plan.request.rules.unused),
-            *odd_sizes(emitted, float8_places(rows)),
-            *float8_hazards(operations, rows),
+            *odd_sizes(operations),
+            *no_float8(rows),
         ],
         policy=policy,
-        decisions=decisions_in(decided),
+        decisions=decisions_in(decisions_of(steps)),
     )
 
 
@@ -206,9 +208,9 @@ def _flops_share(rows: list[Row], dtypes: Collection[str]) -> float | None:
     return found / total if total else None
 
 
-def _casts(placed: Iterable[Placed]) -> dict[tuple[str, str, str, str], int]:
+def _casts(emitted: Any) -> dict[tuple[str, str, str, str], int]:
     found: collections.Counter[tuple[str, str, str, str]] = collections.Counter()
-    for equation, path, source, _ in placed:
+    for equation, path, source in with_places(emitted):
         if rule_for(equation.primitive.name).casts:
             before, after = str(equation.invars[0].aval.dtype), str(equation.outvars[0].aval.dtype)
             if {before, after} in ({"float32", name} for name in HALVES):
@@ -222,30 +224,6 @@ def _residual_bytes(function: Callable[..., Any], arguments: list[Any]) -> dict[
     except (TypeError, ValueError, NotImplementedError):  # a loop; a callback
         return None
     return totals((row.dtype, row.bytes) for row in kept)
-
-
-class Group(NamedTuple):
-    """Rows that agree in everything but the numbers of their modules: blocks are read once."""
-
-    # What they share, with times and operations of all. Its module is written "h/*/attn" where all
-    # modules h/0, h/1, ... of the report take part, "h/{3,7}/attn" where only some do.
-    row: Row
-    repeated: str  # the path up to the first module that repeats, "h/* x 12"; "" where none does
-    rest: str  # the path below it
-
-
-def _text(report: PrecisionReport) -> str:
-    """Returns the report as text."""
-    groups = grouped(report.rows)
-    rows = list(_table_rows(groups, _numbers(report.rows)))
-    lines = [*_summary(report), *_reasons(report.rows), *_decisions(report.decisions)]
-    lines += [*_hazards(report, [group.row for group in groups]), "", table(COLUMNS, rows)]
-    if len(groups) < len(report.rows):
-        lines.append(
-            f"{len(report.rows)} rows, those of modules that repeat (*) and of one place together, "
-            "with the GFLOP of all; report.table() shows each row"
-        )
-    return "\n".join(lines)
 
 
 def _summary(report: PrecisionReport) -> Iterable[str]:
@@ -275,29 +253,30 @@ def _summary(report: PrecisionReport) -> Iterable[str]:
 
 def _reasons(rows: list[Row]) -> Iterable[str]:
     """Yields for each dtype what is computed in it, and each reason with its number and count."""
-    times = _times(rows)
-    for dtype, reasons in itertools.groupby(_numbers(rows).items(), lambda item: item[0][0]):
-        kinds = totals((row.kind, row.times) for row in rows if _dtype_read(row) == dtype)
+    numbers = _numbered_reasons(rows)
+    times = totals((_reason(row), row.times) for row in rows)
+    for dtype, reasons in itertools.groupby(numbers, lambda reason: reason[0]):
+        kinds = totals((row.kind, row.times) for row in rows if _reason(row)[0] == dtype)
         parts = [f"{count} {kind}{'s' * (count > 1)}" for kind, count in kinds.items()]
         yield f"in {dtype}: {', '.join(parts)}"
-        for (_, why), number in reasons:
-            yield f"  [{number}] {times[dtype, why]} x {why}"
+        for reason in reasons:
+            yield f"  [{numbers[reason]}] {times[reason]} x {reason[1]}"
 
 
-def _numbers(rows: list[Row]) -> Numbers:
+def _reason(row: Row) -> tuple[str, str]:
+    """Returns the dtype that a row reads, and why."""
+    return row.dtype_in or row.dtype_out, row.why
+
+
+def _numbered_reasons(rows: list[Row]) -> dict[tuple[str, str], int]:
     """Returns a number for each dtype and reason: half first, then by how often they count."""
-    times = _times(rows)
-    by_dtype = totals((_dtype_read(row), row.times) for row in rows)
+    times = totals((_reason(row), row.times) for row in rows)
 
-    def rank(key: tuple[str, str]) -> tuple[bool, int, str, int]:
-        dtype, _ = key
-        return dtype not in (*HALVES, FLOAT8), -by_dtype[dtype], dtype, -times[key]
+    def rank(reason: tuple[str, str]) -> tuple[bool, str, int]:
+        dtype, _ = reason
+        return dtype not in (*HALVES, FLOAT8), dtype, -times[reason]
 
-    return {key: number for number, key in enumerate(sorted(times, key=rank), 1)}
-
-
-def _times(rows: list[Row]) -> Numbers:
-    return totals(((_dtype_read(row), row.why), row.times) for row in rows)
+    return {reason: number for number, reason in enumerate(sorted(times, key=rank), 1)}
 
 
 def _decisions(decisions: list[Decision]) -> Iterable[str]:
@@ -310,141 +289,23 @@ def _decisions(decisions: list[Decision]) -> Iterable[str]:
         yield f"  {times} x {what}; at {first}{more}"
 
 
-def _hazards(report: PrecisionReport, groups: list[Row]) -> Iterable[str]:
-    """Yields the hazards, those of modules that repeat once for all of them."""
-    by_row = delicate_in_half(report.rows)
-    hazards = [*delicate_in_half(groups), *(h for h in report.hazards if h not in by_row)]
-    yield "hazards:" if hazards else "hazards: none"
-    yield from (f"  {hazard}" for hazard in hazards)
-
-
-def _table_rows(groups: list[Group], numbers: Numbers) -> Iterable[tuple[str, ...]]:
-    """Yields the cells of each row; modules that repeat stand under a row with their number."""
-    places: dict[Any, dict[Any, list[Group]]] = {}
-    top = _top([group.row for group in groups])
-    for group in groups:
-        place = group.row.module, _dtypes_shown(group.row), group.row.source
-        block = group.repeated or (place, None)
-        places.setdefault(block, {}).setdefault(place, []).append(group)
-    for block, by_place in places.items():
-        has_head = len(by_place) > 1
-        if has_head:
-            yield (block, *[""] * (len(COLUMNS) - 1))
-        for members in by_place.values():
-            first = members[0]
-            module = f"  {first.rest or '(itself)'}" if has_head else first.row.module or top
-            yield _row_cells(module, [group.row for group in members], numbers)
-
-
-def _top(rows: list[Row]) -> str:
-    """Returns what is printed for a row in no module, or in the outermost, whose path is empty."""
-    return "(top)" * any(row.module for row in rows)
-
-
-def _row_cells(module: str, rows: list[Row], numbers: Numbers) -> tuple[str, ...]:
-    operations = []
-    for row in rows:
-        times = f" x {row.times}" * (row.times > 1)
-        operations.append(f"{row.operation}{times} [{numbers[_dtype_read(row), row.why]}]")
-    flops = sum(row.flops for row in rows)
-    gigaflops = f"{flops / 1e9:.3g}" if flops else ""
-    return module, _dtypes_shown(rows[0]), ", ".join(operations), gigaflops, rows[0].source
+def _table(report: PrecisionReport, lines: Iterable[list[Row]]) -> str:
+    """Returns a table with a line for each list of rows, which stand at one place."""
+    numbers = _numbered_reasons(report.rows)
+    top = "(top)" * any(row.module for row in report.rows)
+    cells = []
+    for rows in lines:
+        operations = []
+        for row in rows:
+            times = f" x {row.times}" * (row.times > 1)
+            operations.append(f"{row.operation}{times} [{numbers[_reason(row)]}]")
+        flops = sum(row.flops for row in rows)
+        gigaflops = f"{flops / 1e9:.3g}" if flops else ""
+        place = rows[0].module or top, _dtypes_shown(rows[0])
+        cells.append((*place, ", ".join(operations), gigaflops, rows[0].source))
+    return table(COLUMNS, cells)
 
 
 def _dtypes_shown(row: Row) -> str:
     dtypes = " -> ".join(dict.fromkeys(filter(None, (row.dtype_in, row.dtype_out))))
     return f"{dtypes} ({row.precision})" if row.precision else dtypes
-
-
-def _dtype_read(row: Row) -> str:
-    return row.dtype_in or row.dtype_out
-
-
-def grouped(rows: Sequence[Row]) -> list[Group]:
-    """Returns rows of a report in groups, in the order of the program.
-
-    Modules repeat if their names differ in the number at the end alone. Rows make a group if they
-    differ in nothing else and stand in every combination of some names, so that the label of the
-    group says no more than what is so. Rows that do not are parted: by source line, then by the
-    names of their modules, the outermost first.
-    """
-    siblings: dict[tuple[str, ...], set[str]] = {}
-    alike: dict[Any, list[Row]] = {}
-    for row in rows:
-        path = _path(row)
-        stems = tuple(map(_stem, path))
-        for depth, name in enumerate(path):
-            siblings.setdefault(stems[: depth + 1], set()).add(name)
-        shared = dataclasses.replace(row, module="", source="", times=1, flops=0)
-        alike.setdefault((shared, stems), []).append(row)
-    found = [members for some in alike.values() for members in _parted(some)]
-    order = {id(row): index for index, row in enumerate(rows)}
-    found.sort(key=lambda members: order[id(members[0])])
-    return [_group(members, siblings) for members in found]
-
-
-def _path(row: Row) -> list[str]:
-    return row.module.split("/")
-
-
-def _parted(rows: list[Row], parts: int = 0) -> Iterator[list[Row]]:
-    """Yields rows together if they stand in every combination of their names, else parted.
-
-    Args:
-      parts: how many things they agree in: the source line, and names from the outermost on.
-    """
-    names = [set(at) for at in zip(*map(_path, rows), strict=True)]
-    paths = {row.module for row in rows}
-    if len(paths) == len(rows) == math.prod(map(len, names)) or parts > len(names):
-        yield rows
-        return
-    found: dict[Any, list[Row]] = {}
-    for row in rows:
-        found.setdefault((row.source, *_path(row))[: parts + 1], []).append(row)
-    for some in found.values():
-        yield from _parted(some, parts + 1)
-
-
-def _group(rows: list[Row], siblings: dict[tuple[str, ...], set[str]]) -> Group:
-    names = [set(at) for at in zip(*map(_path, rows), strict=True)]
-    stems = tuple(map(_stem, _path(rows[0])))
-    labels = [_label(at, siblings[stems[: depth + 1]]) for depth, at in enumerate(names)]
-    source = ", ".join(_by_file(row.source for row in rows))
-    row = dataclasses.replace(added_up(rows), module="/".join(labels), source=source)
-    repeats = [depth for depth, at in enumerate(names) if len(at) > 1]
-    if not repeats:
-        return Group(row, "", row.module)
-    end = repeats[0] + 1
-    repeated = f"{'/'.join(labels[:end])} x {len(names[repeats[0]])}"
-    return Group(row, repeated, "/".join(labels[end:]))
-
-
-def _stem(name: str) -> str:
-    """Returns a module's name without its number: "Block_3" is "Block", "3" is "".
-
-    Haiku's first module of a kind has none: "linear", "linear_1".
-    """
-    return re.sub(r"_?\d+$", "", name)
-
-
-def _label(names: set[str], siblings: set[str]) -> str:
-    """Returns a name; "Block_*" for all that differ in the number, "Block_{3,7}" for some."""
-    if len(names) == 1:
-        return min(names)
-    starts = {name.rstrip(string.digits) for name in names}
-    start = starts.pop() if len(starts) == 1 else _stem(min(names))
-    if names == siblings:
-        return f"{start}*"
-    ends = sorted((name.removeprefix(start) for name in names), key=lambda end: (len(end), end))
-    is_range = ends[0].isdigit() and int(ends[-1]) - int(ends[0]) == len(ends) - 1 > 1
-    return f"{start}{{{f'{ends[0]}-{ends[-1]}' if is_range else ','.join(ends)}}}"
-
-
-def _by_file(sources: Iterable[str]) -> Iterator[str]:
-    """Yields each file once, with all its lines."""
-    lines: dict[str, list[str]] = {}
-    for source in dict.fromkeys(sources):
-        file, _, line = source.rpartition(":")
-        lines.setdefault(file, []).append(line)
-    for file, numbers in lines.items():
-        yield f"{file}:{','.join(numbers)}" if file else ""

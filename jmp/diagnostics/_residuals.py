@@ -94,19 +94,19 @@ def residuals(
     names = ["parameters" if i in positions else "data" for i in range(len(jaxpr.invars))]
     inputs = [Provenance("", "", "argument", frozenset([name])) for name in names]
     held = {*jaxpr.invars, *jaxpr.constvars}
-    found: collections.Counter[tuple[Any, ...]] = collections.Counter()
+    found: collections.Counter[Residual] = collections.Counter()
     for atom, made in zip(jaxpr.outvars, _follow(jaxpr, inputs), strict=True):
         if atom.aval.shape if hasattr(atom, "val") else atom in held:
             continue  # an argument, or an array that the function closes over
         if made != ELSEWHERE:
-            found[made._replace(depth=0), atom.aval.dtype, tuple(atom.aval.shape)] += 1
-    rows = []
-    for (made, dtype, shape), times in found.items():
-        is_copy = made.made_of == {"parameters"}
-        size = times * size_of(shape) * dtype.itemsize
-        place = made.module, made.source, made.operation
-        rows.append(Residual(*place, str(dtype), shape, is_copy, times, size))
-    return rows
+            dtype, shape = atom.aval.dtype, tuple(atom.aval.shape)
+            is_copy, size = made.made_of == {"parameters"}, size_of(shape) * dtype.itemsize
+            place = made.module, made.source, made.operation
+            found[Residual(*place, str(dtype), shape, is_copy, times=1, bytes=size)] += 1
+    return [
+        dataclasses.replace(row, times=times, bytes=times * row.bytes)
+        for row, times in found.items()
+    ]
 
 
 def _follow(

@@ -3,7 +3,8 @@
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn
@@ -21,6 +22,8 @@ IMAGE_CHANNELS = 4
 
 # Their products have fewer digits than they have, unless a precision says otherwise.
 CHOOSES = frozenset({"float32", "complex64"})
+
+NUMBER = re.compile(r"\d+(?=/|$)")  # at the end of a module's name
 
 Shape = tuple[int, ...]
 
@@ -66,7 +69,7 @@ class Row:
 
 def rows_of(operations: Iterable[Operation]) -> list[Row]:
     """Returns the products, reductions and exponentials among the operations of a plan."""
-    found: dict[Row, list[Row]] = {}
+    rows = []
     for operation in operations:
         equation, around = operation.equation, operation.around
         kind = kind_of_row(equation)
@@ -86,8 +89,36 @@ def rows_of(operations: Iterable[Operation]) -> list[Row]:
             flops=operation.times * flops,
             precision=precision_of(equation, operation.params) if has_precision else "",
         )
-        found.setdefault(dataclasses.replace(row, times=1, flops=0), []).append(row)
-    return list(map(added_up, found.values()))
+        rows.append(row)
+    return added_up(rows)
+
+
+def added_up(rows: Iterable[Row], with_repeated: bool = False) -> list[Row]:
+    """Returns rows that differ in times and operations alone as one, in the order of the program.
+
+    Args:
+      with_repeated: whether modules that repeat count as one, whose path is "h/*/mlp": those with
+        the same names but for the numbers at their ends, such as h/0/mlp and h/1/mlp.
+    """
+    alike: dict[Row, list[Row]] = {}
+    for row in rows:
+        module = NUMBER.sub("*", row.module) if with_repeated else row.module
+        alike.setdefault(dataclasses.replace(row, module=module, times=1, flops=0), []).append(row)
+    return [
+        dataclasses.replace(
+            some[0],
+            module=_shared_path([row.module for row in some]),
+            times=sum(row.times for row in some),
+            flops=sum(row.flops for row in some),
+        )
+        for some in alike.values()
+    ]
+
+
+def _shared_path(paths: Iterable[str]) -> str:
+    """Returns a path with a star for each number that is not the same in all."""
+    names = zip(*(path.split("/") for path in paths), strict=True)
+    return "/".join(at[0] if len({*at}) == 1 else NUMBER.sub("*", at[0]) for at in names)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,16 +147,9 @@ def decisions_in(decided: Iterable[tuple[str, Node, int]]) -> list[Decision]:
     """Returns what `decisions_of` a plan gives, one for each place."""
     found: collections.Counter[Decision] = collections.Counter()
     for what, node, times in decided:
-        equation, around = node.equation, node.around
-        decision = Decision(what, path_of(equation, around), source_line(equation, around))
-        found[decision] += times
+        place = path_of(node.equation, node.around), source_line(node.equation, node.around)
+        found[Decision(what, *place)] += times
     return [dataclasses.replace(decision, times=times) for decision, times in found.items()]
-
-
-def added_up(rows: Sequence[Row]) -> Row:
-    """Returns the first of some rows with the times and the operations of all."""
-    times, flops = sum(row.times for row in rows), sum(row.flops for row in rows)
-    return dataclasses.replace(rows[0], times=times, flops=flops)
 
 
 def kind_of_row(equation: JaxprEqn) -> str | None:

@@ -1,12 +1,27 @@
-"""Rows of reports: added up, and as text, by rich where it is installed, else in plain columns."""
+"""What reports share: their data as dictionaries, rows added up, and rows as text in columns."""
 
-import io
+import dataclasses
 from collections.abc import Hashable, Iterable, Sequence
-from typing import TypeVar
+from typing import Any, ClassVar, TypeVar
 
 UNITS = ("B", "kB", "MB", "GB", "TB")
 
 K = TypeVar("K", bound=Hashable)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a diagnostic found: `print` shows it, `to_dict` gives the data.
+
+    Attributes:
+      computed: the properties that are data too.
+    """
+
+    computed: ClassVar[tuple[str, ...]] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the data as dictionaries, lists, numbers and strings."""
+        return dataclasses.asdict(self) | {name: getattr(self, name) for name in self.computed}
 
 
 def totals(pairs: Iterable[tuple[K, int]]) -> dict[K, int]:
@@ -24,27 +39,17 @@ def totals(pairs: Iterable[tuple[K, int]]) -> dict[K, int]:
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Returns the rows under the names of their columns, as lines of text.
 
-    >>> "loss" in table(["name", "value"], [["loss", "0.25"]])
-    True
+    >>> print(table(["name", "value"], [["loss", "0.25"]]))
+      name   value
+     ──────────────
+      loss   0.25
     """
-    try:
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in (columns, *rows)
-        )
-    shown = Table(box=box.SIMPLE_HEAD)
-    for column in columns:
-        shown.add_column(column, overflow="fold")
-    for row in rows:
-        shown.add_row(*row)
-    text = io.StringIO()
-    Console(file=text, width=160, markup=False, emoji=False).print(shown)  # "[why]" is text
-    return text.getvalue().partition("\n")[2].rstrip()  # the first line is the blank upper edge
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    head, *body = (
+        "  " + "   ".join(map(str.ljust, row, widths)).rstrip() for row in (columns, *rows)
+    )
+    line = " " + "─" * (sum(widths) + 3 * len(widths) - 1)
+    return "\n".join([head, line, *body])
 
 
 def first_rows(

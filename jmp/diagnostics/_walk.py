@@ -5,9 +5,11 @@
 """
 
 import functools
+import itertools
 import os
+import re
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -47,27 +49,14 @@ def spelled(file: str) -> str:
 
 def _installed(file: str) -> str:
     """Returns the path of an installed package's file from the package on; "" for any other."""
-    for folder in ("site-packages", "dist-packages"):
-        _, found, inside = file.rpartition(f"{os.sep}{folder}{os.sep}")
-        if found:
-            return inside.replace(os.sep, "/")
-    return ""
+    found = re.match(r".*[/\\](site|dist)-packages[/\\](.*)", file)
+    return found[2].replace(os.sep, "/") if found else ""
 
 
-class Placed(NamedTuple):
-    """An equation, its path of modules from the outermost level, its line, how often it runs."""
-
-    equation: Any  # core.JaxprEqn, whose types of values name no dtype
-    path: str
-    source: str
-    times: int
-
-
-def with_places(jaxpr: Any) -> Iterator[Placed]:
-    """Yields the equations of a jaxpr, closed or open, with their places, at any depth."""
-    for equation, around, times in walk(jaxpr):
-        path, source = path_of(equation, around), source_line(equation, around)
-        yield Placed(equation, path, source, times)
+def with_places(jaxpr: Any) -> Iterator[tuple[Any, str, str]]:
+    """Yields the equations of a jaxpr at any depth, with their paths of modules and their lines."""
+    for equation, around, _ in walk(jaxpr):
+        yield equation, path_of(equation, around), source_line(equation, around)
 
 
 def place_name(source: str, path: str) -> str:
@@ -102,13 +91,8 @@ def path_of(equation: core.JaxprEqn, around: Sequence[core.JaxprEqn] = ()) -> st
     """Returns the path of an equation's modules, with those of the equations around it."""
     path = ""
     for each in (*around, equation):
-        path = path_within(path, each)
+        path = module_path(each.source_info.name_stack, path)
     return path
-
-
-def path_within(outer: str, equation: core.JaxprEqn) -> str:
-    """Returns the path of an equation's modules below `outer`, that of the equation around it."""
-    return module_path(equation.source_info.name_stack, outer)
 
 
 def module_path(stack: NameStack, outer: str = "") -> str:
@@ -133,9 +117,10 @@ class Replayed(NamedTuple):
 
 T = TypeVar("T")
 Arrays = list[Any]
-Replay = Callable[..., Arrays]  # (jaxpr, operands, branch=0) -> results
 OnResults = Callable[[Replayed, Arrays], Arrays]
-Handler = Callable[[JaxprEqn, Arrays, Replay], Arrays]  # (equation, operands, replay) -> results
+
+# Equations whose inside is replayed too. All others are bound as they are.
+REPLAYED_INSIDE = frozenset({*_jax_compat.JITS, *_jax_compat.REMAT, "scan", "cond"})
 
 
 def replay(
@@ -170,14 +155,23 @@ def replay(
     inner, constants = _jax_compat.open_jaxpr(jaxpr)
 
     def step(equation: JaxprEqn, index: int, operands: list[Any]) -> list[Any]:
-        here = Replayed(equation, path_within(path, equation), (*position, index))
+        own_path = module_path(equation.source_info.name_stack, path)
+        here = Replayed(equation, own_path, (*position, index))
 
-        def inside(jaxpr: Any, operands: Sequence[Any], branch: int = 0) -> list[Any]:
+        def inside(branch: int, jaxpr: ClosedJaxpr) -> Callable[..., Arrays]:
             below = (*here.position, branch)
-            return replay(jaxpr, operands, on_results, here.path, below)
+            return lambda *arrays: replay(jaxpr, arrays, on_results, own_path, below)
 
-        emit = HANDLERS.get(equation.primitive.name, bound)
-        return on_results(here, emit(equation, operands, inside))
+        name, params = equation.primitive.name, equation.params
+        if name not in REPLAYED_INSIDE:
+            results = _jax_compat.bind(equation.primitive, operands, params)
+        elif _jax_compat.is_plain_jit(equation):
+            results = inside(0, _jax_compat.called(params))(*operands)
+        else:  # as autocast emits it
+            kind = kind_of(name)
+            functions = list(map(inside, itertools.count(), kind.functions(equation)))
+            results = kind.emit(equation, operands, functions)
+        return on_results(here, results)
 
     return evaluate(inner, [*constants, *operands], step, lambda atom, _: literal(atom))
 
@@ -227,27 +221,3 @@ def literal(atom: Any) -> np.ndarray:
     """Returns a literal in its dtype: where it enters a loop it would be a Python number."""
     with np.errstate(over="ignore"):  # 1e30 is infinite in float16, as it is to JAX
         return np.asarray(atom.val, atom.aval.dtype)
-
-
-def bound(equation: JaxprEqn, operands: list[Any], replay: Replay) -> list[Any]:
-    """Binds an equation as it is."""
-    return _jax_compat.bind(equation.primitive, operands, equation.params)
-
-
-def emitted(equation: JaxprEqn, operands: list[Any], replay: Replay) -> list[Any]:
-    """Emits an equation as autocast does, with what is inside replayed."""
-    kind = kind_of(equation.primitive.name)
-    if _jax_compat.is_plain_jit(equation):
-        return replay(_jax_compat.called(equation.params), operands)
-
-    def function(index: int, jaxpr: ClosedJaxpr) -> Callable[..., Arrays]:
-        return lambda *arrays: replay(jaxpr, arrays, index)
-
-    functions = [function(i, jaxpr) for i, jaxpr in enumerate(kind.functions(equation))]
-    results: Arrays = kind.emit(equation, operands, functions)
-    return results
-
-
-HANDLERS: Mapping[str, Handler] = dict.fromkeys(
-    (*_jax_compat.JITS, *_jax_compat.REMAT, "scan", "cond"), emitted
-)

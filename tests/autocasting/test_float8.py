@@ -147,13 +147,10 @@ def test_nothing_changes_without_the_policy():
     assert operands_in_float8(jax.grad(jmp.autocast(loss, BF16)), W, X) == 0
 
 
-def test_hazards_name_sizes_that_are_padded_and_small_products():
-    x, w = jnp.ones((40, 24)), jnp.ones((24, 24))
-    hazards = diagnostics.precision_report(loss, F8)((w, w), x).hazards
-    assert any(
-        "float8 with 40 rows, 24 columns, 24 summed elements, no multiple" in h for h in hazards
-    )
-    assert any("fewer than 2**32 multiplications" in h for h in hazards)
+def test_hazards_name_sizes_that_are_padded():
+    x, w = jnp.ones((200, 72)), jnp.ones((72, 72))
+    (words,) = diagnostics.precision_report(loss, F8)((w, w), x).hazards
+    assert "float8_e4m3fn with 200 rows, 72 columns, 72 summed elements, no multiple of 16" in words
     report = str(diagnostics.precision_report(loss, F8)(W, X))
     assert "2 in float8, 66.7% of the operations" in report
 
