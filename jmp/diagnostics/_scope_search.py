@@ -4,48 +4,46 @@ Pure functions: what an error is, and how it is measured, is the caller's.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 Errors = tuple[float, float]  # of the loss, of the gradient
-# Of (numbers of scopes in half, of those the ones in float8, is one asked about alone).
-ErrorsOf = Callable[[Iterable[int], Iterable[int], bool], Errors]
+# Of (numbers of scopes in half, of those the ones in float8).
+ErrorsOf = Callable[[Iterable[int], Iterable[int]], Errors]
 
 # More scopes than these are asked about in groups: each one takes a run of the program.
 LIMIT = 256
 
 
 def search(
-    alone: Sequence[float], error: Callable[[frozenset[int]], float], tolerance: float
+    alone: Mapping[int, Errors], errors: Callable[[frozenset[int]], Errors], tolerance: float
 ) -> frozenset[int]:
-    """Returns a set of scopes to keep in float32 so that the error is within the tolerance.
+    """Returns a set of scopes to keep in float32 so that the errors are within the tolerance.
 
-    No scope can be taken out of it without the error leaving the tolerance, but for those whose
+    No scope can be taken out of it without an error leaving the tolerance, but for those whose
     error is too large alone. Where everything is infinite, errors of sets that shrink from "all in
     half" say nothing: so the scopes are ranked by what each does alone.
 
     Args:
-      alone: the error of each scope where it alone is in half.
-      error: that of the program where all scopes are in half but these.
+      alone: the errors of each scope where it alone is in half.
+      errors: those of the program where all scopes are in half but these.
 
-    >>> sizes = [0.1, 5.0, 0.2, 0.2]
-    >>> error = lambda kept: sum(x for i, x in enumerate(sizes) if i not in kept)
-    >>> sorted(search(sizes, error, 1.0)), sorted(search(sizes, error, 0.35))
+    >>> sizes = {0: 0.1, 1: 5.0, 2: 0.2, 3: 0.2}
+    >>> alone = {scope: (size, 0.0) for scope, size in sizes.items()}
+    >>> errors = lambda kept: (sum(sizes[scope] for scope in sizes if scope not in kept), 0.0)
+    >>> sorted(search(alone, errors, 1.0)), sorted(search(alone, errors, 0.35))
     ([1], [1, 2])
     """
-    order = sorted(range(len(alone)), key=lambda i: (-alone[i], i))
-    needed = sum(each > tolerance for each in alone)
-    low, high = needed, len(order)  # the least prefix that is enough lies between
-    middle = low
-    while low < high:
-        if error(frozenset(order[:middle])) <= tolerance:
-            high = middle
-        else:
-            low = middle + 1
-        middle = (low + high) // 2
-    kept = frozenset(order[:high])
-    for scope in reversed(order[needed:high]):
-        if error(kept - {scope}) <= tolerance:
+    worst_first = sorted(alone, key=lambda scope: max(alone[scope]), reverse=True)
+    kept = frozenset(scope for scope in alone if max(alone[scope]) > tolerance)
+    added = []
+    for scope in worst_first[len(kept) :]:
+        if max(errors(kept)) <= tolerance:
+            break
+        kept |= {scope}
+        added.append(scope)
+    for scope in reversed(added):
+        if max(errors(kept - {scope})) <= tolerance:
             kept -= {scope}
     return kept
 
@@ -76,7 +74,7 @@ def search_levels(
     Half is asked about first, without any float8. Where half is within the tolerance and float8 is
     not, half is the least cure.
 
-    >>> def errors(half, float8, is_alone):
+    >>> def errors(half, float8):
     ...     return sum([0.1, 9, 0.1][i] for i in half) + sum([0, 0, 0.7][i] for i in float8), 0
     >>> found = search_levels(errors, 3, frozenset([0, 2]), tolerance=0.5)
     >>> sorted(found.in_float32), sorted(found.out_of_float8)
@@ -87,26 +85,20 @@ def search_levels(
       in_float8: the numbers of those with float8 products.
     """
     every = frozenset(range(scopes))
-    found = Found(errors(every, in_float8, False))
+    found = Found(errors(every, in_float8))
     if max(found.lowest) <= tolerance:
         return found
-    if max(errors(every, (), False) if in_float8 else found.lowest) > tolerance:
-        alone = {i: errors([i], (), True) for i in sorted(every)}
-        worst = [max(alone[i]) for i in sorted(every)]
-        kept = search(worst, lambda kept: max(errors(every - kept, (), False)), tolerance)
+    if max(errors(every, ())) > tolerance:
+        alone = {scope: errors({scope}, ()) for scope in every}
+        kept = search(alone, lambda kept: errors(every - kept, ()), tolerance)
         found = found._replace(in_float32=kept, alone=alone)
     half = every - found.in_float32
-    asked = sorted(in_float8 & half)
-    if not asked or max(errors(half, asked, False)) <= tolerance:
-        return found
-    alone = {i: errors(half, [i], False) for i in asked}
-
-    def error(kept: frozenset[int]) -> float:
-        others = [i for position, i in enumerate(asked) if position not in kept]
-        return max(errors(half, others, False))
-
-    out = search([max(alone[i]) for i in asked], error, tolerance)
-    return found._replace(out_of_float8=frozenset(asked[i] for i in out), alone_in_float8=alone)
+    asked = in_float8 & half
+    if max(errors(half, asked)) > tolerance:
+        alone = {scope: errors(half, {scope}) for scope in asked}
+        out = search(alone, lambda kept: errors(half, asked - kept), tolerance)
+        found = found._replace(out_of_float8=out, alone_in_float8=alone)
+    return found
 
 
 def in_groups(paths: Iterable[str], limit: int = LIMIT) -> dict[str, str]:
