@@ -31,7 +31,7 @@ from jmp.autocasting._precision import with_default
 from jmp.autocasting._request import MODULE, modules_path
 from jmp.autocasting._steps import Fused, Inside, Island, Nested, Read, Single, Write
 from jmp.diagnostics._arguments import check_numbers
-from jmp.diagnostics._scope_search import Errors, in_groups
+from jmp.diagnostics._scope_search import Errors, in_groups, path_in_rules
 from jmp.diagnostics._walk import module_path
 from jmp.dtypes import FLOAT32
 from jmp.policy import Policy, get_policy
@@ -302,17 +302,14 @@ def _producing_scope(value: Value) -> str:
 
 
 def scope_of(node: Node) -> str:
-    """Returns the path of an operation's name scopes, without those that `jnp.einsum` opens.
+    """Returns the path of an operation's name scopes, as rules name it.
 
-    An einsum is no module: what stands in it belongs to the scope around it. Inside a module whose
-    scope `ModuleScopes` opened it is the name of that scope alone.
+    Inside a module whose scope `ModuleScopes` opened it is the name of that scope alone.
     """
     path = modules_path(_jax_compat.scope_names(node.scope))
     if path is not None:
         return MODULE + path
-    names = module_path(node.scope).split("/")
-    spelled = next((i for i, name in enumerate(names) if "->" in name), len(names))
-    return "/".join(names[:spelled])
+    return path_in_rules(module_path(node.scope))
 
 
 # Rounding, without a cast: XLA may take a pair of casts away.

@@ -3,6 +3,7 @@
 Pure functions: what an error is, and how it is measured, is the caller's.
 """
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
@@ -157,3 +158,15 @@ def _is_part(part: list[str], names: list[str]) -> bool:
 def _escaped(path: str) -> str:
     """Returns a glob that matches the path alone."""
     return re.sub(r"([*?[])", r"[\1]", path)
+
+
+def path_in_rules(path: str) -> str:
+    """Returns a path of name scopes without those that `jnp.einsum` opens, and what is inside.
+
+    An einsum is no module: what stands in it belongs to the scope around it.
+
+    >>> path_in_rules("attention/bqhd,bkhd->bhqk/transpose")
+    'attention'
+    """
+    names = path.split("/")
+    return "/".join(itertools.takewhile(lambda name: "->" not in name, names))
