@@ -10,7 +10,7 @@ of its result. The flags are arrays, so that one compiled program stands for eve
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,6 @@ from jax import lax
 
 from jmp import _jax_compat
 from jmp._array_calls import ArrayCall, vjp_at
-from jmp._messages import described
 from jmp.autocasting import _float8
 from jmp.autocasting._autocast import make_program
 from jmp.autocasting._casts import repeated, saturated
@@ -28,10 +27,10 @@ from jmp.autocasting._emit import Environment, Numerics, run_plan, run_steps
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._operations import NoHalfProductWarning
 from jmp.autocasting._precision import with_default
-from jmp.autocasting._request import MODULE, modules_path
+from jmp.autocasting._request import modules_path
 from jmp.autocasting._steps import Fused, Inside, Island, Nested, Read, Single, Write
 from jmp.diagnostics._arguments import check_numbers
-from jmp.diagnostics._scope_search import Errors, in_groups, path_in_rules
+from jmp.diagnostics._scope_search import Errors, Scopes, path_in_rules
 from jmp.diagnostics._walk import module_path
 from jmp.dtypes import FLOAT32
 from jmp.policy import Policy, get_policy
@@ -50,8 +49,8 @@ class FlaggedProgram:
     """A loss and its gradient, whose scopes round to half or not by flags.
 
     Attributes:
-      scopes: their paths.
-      in_float8: the numbers of those with float8 products.
+      scopes: their paths, as rules name them, in program order.
+      in_float8: those with float8 products.
       expected: loss and gradients in float32, by kind and path as `compare` has them.
     """
 
@@ -76,29 +75,23 @@ class FlaggedProgram:
             call.arrays, "find_float32", "the arrays of a training step, outside of jax.jit"
         )
         self._arrays = call.arrays
-        within = call.within(argnums, "find_float32").items()
-        paths = {i: p for i, p in within if jnp.issubdtype(self._arrays[i].dtype, jnp.inexact)}
-        if not paths:
-            raise ValueError(
-                f"find_float32 got argnums={described(argnums)} and {len(args)} arguments, with no "
-                "floating array to differentiate there; expected the parameters."
-            )
+        paths = call.floating_within(argnums, "find_float32")
         with warnings.catch_warnings():
             for told in (UnusedRuleWarning, NoHalfProductWarning):  # when it is measured
                 warnings.simplefilter("ignore", told)
             traced = program.trace(tuple(args), {})
         self._plan, self._paths, self._scale = traced.plan, paths, scale
         self._constants = _jax_compat.open_jaxpr(traced.closed)[1]
-        self._find_scopes(of_modules)
+        self._of_modules = of_modules
+        self._find_scopes()
         self._step = jax.jit(self._loss_and_gradients)
-        self._expected = self._call((), ())
+        self._expected = self._call(frozenset(), frozenset())
         (loss,), gradients = self._expected
         pairs = zip(paths.values(), gradients, strict=True)
         self.expected = {("result", ""): loss, **{("gradient", path): x for path, x in pairs}}
         _check_finite(self.expected)
 
-    def _find_scopes(self, of_modules: bool) -> None:
-        """Notes all scopes that round, in program order, in groups if there are many."""
+    def _find_scopes(self) -> None:
         found: dict[str, None] = {}
         found_in_float8: dict[str, None] = {}
 
@@ -107,20 +100,14 @@ class FlaggedProgram:
             return np.False_
 
         jax.eval_shape(lambda *arrays: self._run(arrays, note), *self._arrays)
-        named = {path: _name_in_rules(path, of_modules) for path in found}
-        groups = in_groups(named.values())
-        group_of = {path: groups[name] for path, name in named.items()}
-        self.scopes = list(dict.fromkeys(group_of.values()))
-        numbers = {scope: number for number, scope in enumerate(self.scopes)}
-        self._number_of = {path: numbers[group] for path, group in group_of.items()}
-        self.in_float8 = frozenset(self._number_of[path] for path in found_in_float8)
+        self.scopes, self.in_float8 = list(found), frozenset(found_in_float8)
         if not self.scopes:
             raise ValueError(
                 "find_float32 got a function in which autocast puts nothing in half: it has no "
                 "product, or it runs under autocast already, as what an adapter returns. Expected "
                 "the function in float32: loss_fn, and not jmp.autocast(loss_fn, policy)."
             )
-        if self.scopes == [""] and not of_modules:
+        if self.scopes == [""] and not self._of_modules:
             raise ValueError(
                 "find_float32 got a function that opens no name scopes, so that no rule can name a "
                 "part of it. Modules of Flax linen and Haiku open them, and so do those of nnx and "
@@ -128,41 +115,34 @@ class FlaggedProgram:
                 "around each part, such as the call of a layer."
             )
 
-    def errors(self, in_half: Iterable[int], in_float8: Iterable[int]) -> Errors:
+    def errors(self, in_half: Scopes, in_float8: Scopes) -> Errors:
         """Returns the errors of loss and gradient where some scopes round to half.
 
         Args:
-          in_half: their numbers.
-          in_float8: the numbers of those among them whose float8 products are float8.
+          in_half: their paths.
+          in_float8: of those among them whose float8 products are float8.
         """
         norms = _norms(self._call(in_half, in_float8), self._expected)
         loss, gradient = (_relative(*map(float, pair)) for pair in norms)
         return loss, gradient
 
-    def _call(self, in_half: Iterable[int], in_float8: Iterable[int]) -> Any:
-        half, float8 = np.zeros((2, len(self.scopes)), bool)
-        half[list(in_half)] = True
-        float8[list(in_float8)] = True
+    def _call(self, in_half: Scopes, in_float8: Scopes) -> Any:
+        half = {scope: scope in in_half for scope in self.scopes}
+        float8 = {scope: scope in in_float8 for scope in self.scopes}
         return self._step(half, float8, self._arrays)
 
     def _loss_and_gradients(self, half: Any, float8: Any, arrays: Any) -> Any:
         def flag(scope: str, is_float8: bool) -> Any:
-            return (float8 if is_float8 else half)[self._number_of[scope]]
+            return (float8 if is_float8 else half)[scope]
 
         loss, vjp = vjp_at(lambda *some: self._run(some, flag), arrays, list(self._paths))
         gradients = vjp(jnp.full((), self._scale, loss.dtype))
         return [loss], [gradient / self._scale for gradient in gradients]
 
     def _run(self, arrays: Sequence[Any], flag: Flag) -> Any:
-        numerics = _Rounding(self._plan.request.settings.compute_dtype, flag)
+        half = self._plan.request.settings.compute_dtype
+        numerics = _Rounding(half, flag, self._of_modules)
         return run_plan(self._plan, [*self._constants, *arrays], numerics=numerics)[0]
-
-
-def _name_in_rules(path: str, of_modules: bool) -> str:
-    """Returns what a rule calls a scope: where it calls modules, "" for what is in none."""
-    if not of_modules:
-        return path
-    return path.removeprefix(MODULE) if path.startswith(MODULE) else ""
 
 
 @jax.jit
@@ -207,8 +187,8 @@ def _check_finite(expected: dict[tuple[str, str], Any]) -> None:
 class _Rounding(Numerics):
     """Computes all in float32, and rounds where `_emit` casts."""
 
-    def __init__(self, half: np.dtype, flag: Flag) -> None:
-        self._half, self._flag = half, flag
+    def __init__(self, half: np.dtype, flag: Flag, of_modules: bool) -> None:
+        self._half, self._flag, self._of_modules = half, flag, of_modules
 
     def operand(self, read: Read, step: Single | Nested, environment: Environment) -> Any:
         value, dtype, shape, saturates = read
@@ -219,7 +199,7 @@ class _Rounding(Numerics):
             return array
         if shape is not None:
             array = repeated(array, shape)
-        scope = scope_of(step.node)
+        scope = self._scope(step.node)
         if dtype == self._half:
             return self._round(array, scope, saturates)
         if isinstance(step, Single) and step.rounds is not None and dtype == FLOAT32:
@@ -231,7 +211,7 @@ class _Rounding(Numerics):
         array = _held_or_computed(read.value, environment)
         if read.dtype != self._half or not read.value.is_float32:
             return array
-        return self._round(array, _producing_scope(read.value))
+        return self._round(array, self._scope(read.value.producer))
 
     def arguments(self, inside: Inside, arrays: Sequence[Any]) -> Sequence[Any]:
         return arrays
@@ -239,7 +219,7 @@ class _Rounding(Numerics):
     def store(self, write: Write, array: Any, environment: Environment) -> None:
         value = write.value
         if write.dtype == self._half and value.is_float32:
-            array = self._round(array, _producing_scope(value), write.saturates)
+            array = self._round(array, self._scope(value.producer), write.saturates)
         environment[value] = array
 
     def run_single(
@@ -248,7 +228,7 @@ class _Rounding(Numerics):
         primitive, params = step.node.equation.primitive, with_default(step.node)
         if step.in_float8 is None:
             return _jax_compat.bind(primitive, operands, params)
-        flag = self._flag(scope_of(step.node), True)
+        flag = self._flag(self._scope(step.node), True)
         operands = [_rounded(x, flag, self._to_operand, _as_it_is) for x in operands]
         results = _jax_compat.bind(primitive, operands, params)
         return [_rounded(x, flag, _as_it_is, self._to_gradient) for x in results]
@@ -273,6 +253,14 @@ class _Rounding(Numerics):
     def run_fused(self, step: Fused, environment: Environment) -> None:
         run_steps(step.plain, environment, self)
 
+    def _scope(self, node: Node | None) -> str:
+        """Returns the path of an operation's module, or of its name scopes, as rules name it."""
+        if node is None:
+            return ""
+        if self._of_modules:
+            return modules_path(_jax_compat.scope_names(node.scope)) or ""
+        return path_in_rules(module_path(node.scope))
+
     def _round(self, array: Any, scope: str, saturates: bool = False) -> Any:
         array, flag = jnp.asarray(array, np.float32), self._flag(scope, False)
         if saturates:
@@ -295,21 +283,6 @@ class _Rounding(Numerics):
 
 def _held_or_computed(value: Value, environment: Environment) -> Any:
     return environment[value] if value.held is None else value.held
-
-
-def _producing_scope(value: Value) -> str:
-    return "" if value.producer is None else scope_of(value.producer)
-
-
-def scope_of(node: Node) -> str:
-    """Returns the path of an operation's name scopes, as rules name it.
-
-    Inside a module whose scope `ModuleScopes` opened it is the name of that scope alone.
-    """
-    path = modules_path(_jax_compat.scope_names(node.scope))
-    if path is not None:
-        return MODULE + path
-    return path_in_rules(module_path(node.scope))
 
 
 # Rounding, without a cast: XLA may take a pair of casts away.

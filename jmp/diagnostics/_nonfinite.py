@@ -280,6 +280,7 @@ def _keep_in_float32(cause: Cause) -> str:
         scope = path_in_rules(cause.place.module)
         where = f'rules=[("{scope}*", "float32")]' if scope else "jmp.full_precision"
         return f' Keep it in float32: full=["{cause.name}"] in autocast, or this place by {where}.'
-    if rule_for(cause.name).category is Category.FULL:
-        return " Keep it in float32, as jmp.autocast of the float32 function does."
-    return " Keep it in float32, or use bfloat16, which has float32's range."
+    return (
+        " Keep it in float32, as jmp.autocast of the float32 function does of all but products, or "
+        "use bfloat16, which has float32's range."
+    )
