@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp._messages import wrong
+from jmp._messages import described, wrong
 from jmp.trees import PyTree, holds_numbers, path_string, stands_for_numbers
 
 
@@ -107,6 +107,23 @@ class ArrayCall:
             is_trained = not any(isinstance(getattr(k, "key", 0), Untrained) for k in path)
             if path[0].idx == 0 and path[1].idx in numbers and is_trained:
                 found[position] = path_string(path[start:])
+        return found
+
+    def floating_within(self, argnums: int | Sequence[int], caller: str) -> dict[int, str]:
+        """Returns the floating and complex arrays of some arguments, as `within` does.
+
+        Raises: ValueError, with the name of `caller`, if there is none.
+        """
+        found = {
+            position: path
+            for position, path in self.within(argnums, caller).items()
+            if jnp.issubdtype(self.arrays[position].dtype, jnp.inexact)
+        }
+        if not found:
+            raise ValueError(
+                f"{caller} got argnums={described(argnums)} and {self._count} positional "
+                "arguments, with no floating array to differentiate there; expected the parameters."
+            )
         return found
 
 

@@ -22,156 +22,8 @@ from jmp.policy import Policy, get_policy
 from jmp.trees import PyTree, cast_to_at_least_float32, path_string
 
 COLUMNS = (
-    "of", "path", "elements", "relative error", "largest error", "reference norm", "cosine",
-    "remark",
+    "of", "path", "elements", "relative error", "largest error", "reference norm", "remark",
 )  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class Difference:
-    """The error of one leaf, or of a module's leaves together: a the policy's, b the reference's.
-
-    Everything is computed in float64 on the host: integers are exact up to 2**53, norms overflow
-    above 1e154. An element that is the same infinity in both is no error. One that is NaN in the
-    reference has no error that could be known: the errors are NaN then. Any other that is not
-    finite in one of them is an infinite error. None of these is part of the norms of a and b.
-
-    Attributes:
-      kind: "result" or "gradient".
-      path: names in the result, or in the differentiated argument, joined by slashes; "" at the
-        root. With several `argnums` the argument's number comes first.
-      elements: the number of elements of a.
-      nonfinite, reference_nonfinite: how many elements of a, and of b, are infinite or NaN.
-      error_norm, norm, reference_norm: Euclidean, of a - b, of a and of b.
-      inner_product: sum of a * b; the real part where they are complex.
-      largest_error: the largest absolute a - b.
-
-    >>> from jmp.diagnostics import compare
-    >>> comparison = compare(lambda w: jnp.sum(w @ w), "mixed_bfloat16")(jnp.eye(2))
-    >>> [(row.kind, row.relative_error) for row in comparison.rows]
-    [('result', 0.0), ('gradient', 0.0)]
-    """
-
-    kind: str
-    path: str
-    elements: int
-    nonfinite: int
-    reference_nonfinite: int
-    error_norm: float
-    norm: float
-    reference_norm: float
-    inner_product: float
-    largest_error: float
-
-    @property
-    def relative_error(self) -> float:
-        """||a - b|| / ||b||; 0 where both are zero, infinite where b is, NaN where b has a NaN."""
-        if self.error_norm == 0 or math.isnan(self.error_norm):
-            return self.error_norm
-        finite = math.isfinite(self.error_norm) and self.reference_norm > 0
-        return self.error_norm / self.reference_norm if finite else math.inf
-
-    @property
-    def cosine(self) -> float | None:
-        """Cosine of the angle between a and b; None where one is zero or they are not finite."""
-        norms = self.norm * self.reference_norm
-        if norms == 0 or not math.isfinite(self.error_norm):
-            return None
-        return max(-1.0, min(1.0, self.inner_product / norms))  # rounding may go past one
-
-
-def error_of(kind: str, path: str, a: np.ndarray, b: np.ndarray, divisor: float) -> Difference:
-    """Returns the error of `a / divisor` against `b`; both may be of any dtype of numbers."""
-    wide = np.complex128 if np.iscomplexobj(a) or np.iscomplexobj(b) else np.float64
-    with np.errstate(invalid="ignore"):  # a complex infinity by a real number is NaN to NumPy
-        a = a.astype(wide).ravel() / divisor
-    b = b.astype(wide).ravel()
-    is_finite, is_reference_finite = np.isfinite(a), np.isfinite(b)
-    both = is_finite & is_reference_finite
-    errors = np.abs(a[both] - b[both])
-    if not np.all(both | (a == b)):
-        errors = np.array([math.nan if np.any(np.isnan(b)) else math.inf])
-    return Difference(
-        kind=kind,
-        path=path,
-        elements=a.size,
-        nonfinite=int(np.sum(~is_finite)),
-        reference_nonfinite=int(np.sum(~is_reference_finite)),
-        error_norm=float(np.linalg.norm(errors)),
-        norm=float(np.linalg.norm(a[both])),
-        reference_norm=float(np.linalg.norm(b[both])),
-        inner_product=float(np.vdot(a[both], b[both]).real),
-        largest_error=float(errors.max(initial=0)),
-    )
-
-
-def error_of_all(kind: str, path: str, rows: list[Difference]) -> Difference:
-    """Returns the error of the leaves of all rows as one vector."""
-
-    def of(name: str) -> list[Any]:
-        return [getattr(row, name) for row in rows]
-
-    return Difference(
-        kind=kind,
-        path=path,
-        elements=sum(of("elements")),
-        nonfinite=sum(of("nonfinite")),
-        reference_nonfinite=sum(of("reference_nonfinite")),
-        # NumPy keeps a NaN beside an infinity, which Python's own functions pass over.
-        error_norm=float(np.linalg.norm(of("error_norm"))),
-        norm=math.hypot(*of("norm")),
-        reference_norm=math.hypot(*of("reference_norm")),
-        inner_product=math.fsum(of("inner_product")),
-        largest_error=float(np.max(of("largest_error"))),
-    )
-
-
-def by_prefix(rows: Iterable[Difference], depth: int) -> list[Difference]:
-    """Returns for each prefix of at most `depth` names of the paths its leaves together."""
-    groups: dict[tuple[str, str], list[Difference]] = {}
-    for row in rows:
-        prefix = "/".join(row.path.split("/")[:depth])
-        groups.setdefault((row.kind, prefix), []).append(row)
-    return [error_of_all(*key, leaves) for key, leaves in groups.items()]
-
-
-def cells(row: Difference, is_negligible: bool) -> tuple[str, ...]:
-    """Returns a row of a table, in the order of `COLUMNS`."""
-    remark = "below rounding" if is_negligible else ""
-    if row.nonfinite or row.reference_nonfinite:
-        remark = f"not finite: {row.nonfinite}, in the reference {row.reference_nonfinite}"
-    if math.isnan(row.error_norm):
-        both = "both are NaN" if row.nonfinite else "the reference is NaN"
-        remark = f"{both}, the error unknown; {remark}"
-    return (
-        row.kind, row.path, str(row.elements), f"{row.relative_error:.2g}",
-        f"{row.largest_error:.2g}", f"{row.reference_norm:.2g}",
-        "" if row.cosine is None else f"{row.cosine:.6f}", remark,
-    )  # fmt: skip
-
-
-def cotangents_of(results: PyTree, scale: float) -> PyTree:
-    """Returns the cotangents of results whose means are added up and multiplied by a scale.
-
-    Warns of a result whose dtype has no number as large: its cotangent is infinite, as in training.
-    """
-
-    def of(path: Any, x: Any) -> Any:
-        number = scale / max(1, x.size)
-        if x.dtype == jnp.float16 and number > float(jnp.finfo(jnp.float16).max):
-            number, name = math.inf, path_string(path)
-            warnings.warn(
-                f"compare's result{' ' * bool(name)}{name} is float16 under the policy, which has "
-                f"no number as large as the scale {scale:g}: its gradients are infinite, as in a "
-                "training with this scale. Widen what the loss is computed from "
-                "(jmp.cast_to_full of the parameters or the batch), or the loss itself.",
-                stacklevel=users_stacklevel(),
-            )
-        return cotangent(x, number)
-
-    return jax.tree_util.tree_map_with_path(of, results)
-
-
 Given = tuple[tuple[Any, ...], dict[str, Any]]  # positional arguments, and those by name
 Results = dict[tuple[str, str], jax.Array]  # by kind, "result" or "gradient", and path
 
@@ -233,28 +85,46 @@ def compare(
     return measure
 
 
-def check_scale(scale: float, caller: str) -> None:
-    """Raises ValueError for a loss scale that is zero, negative, infinite or NaN."""
-    if not 0 < scale < math.inf:
-        raise wrong(ValueError, caller, scale, "a loss scale, above zero", name="scale")
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """The error of one leaf, or of a module's leaves together: a the policy's, b the reference's.
 
+    Everything is computed in float64 on the host: integers are exact up to 2**53, norms overflow
+    above 1e154. An element that is the same infinity in both is no error. One that is NaN in the
+    reference has no error that could be known: the errors are NaN then. Any other that is not
+    finite in one of them is an infinite error. None of these is part of the norm of b.
 
-def comparison_of(
-    policy: str | Policy, scale: float, found: Results, expected: Results
-) -> "Comparison":
-    """Returns what `compare` does, of results and gradients that were computed already.
+    Attributes:
+      kind: "result" or "gradient".
+      path: names in the result, or in the differentiated argument, joined by slashes; "" at the
+        root. With several `argnums` the argument's number comes first.
+      elements: the number of elements of a.
+      nonfinite, reference_nonfinite: how many elements of a, and of b, are infinite or NaN.
+      error_norm, reference_norm: Euclidean, of a - b and of b.
+      largest_error: the largest absolute a - b.
 
-    Args:
-      found: the policy's, whose gradients are multiplied by `scale`.
-      expected: the reference's.
+    >>> from jmp.diagnostics import compare
+    >>> comparison = compare(lambda w: jnp.sum(w @ w), "mixed_bfloat16")(jnp.eye(2))
+    >>> [(row.kind, row.relative_error) for row in comparison.rows]
+    [('result', 0.0), ('gradient', 0.0)]
     """
-    divisors = {"result": 1.0, "gradient": float(scale)}
-    rows = [
-        error_of(*key, np.asarray(found[key]), np.asarray(expected[key]), divisors[key[0]])
-        for key in expected
-        if not jnp.issubdtype(expected[key].dtype, jax.dtypes.extended)  # keys
-    ]
-    return Comparison(str(get_policy(policy)), float(scale), rows)
+
+    kind: str
+    path: str
+    elements: int
+    nonfinite: int
+    reference_nonfinite: int
+    error_norm: float
+    reference_norm: float
+    largest_error: float
+
+    @property
+    def relative_error(self) -> float:
+        """||a - b|| / ||b||; 0 where both are zero, infinite where b is, NaN where b has a NaN."""
+        if self.error_norm == 0 or math.isnan(self.error_norm):
+            return self.error_norm
+        finite = math.isfinite(self.error_norm) and self.reference_norm > 0
+        return self.error_norm / self.reference_norm if finite else math.inf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -304,7 +174,7 @@ class Comparison:
         """
         data = dataclasses.asdict(self)
         for row, entry in zip(self.rows, data["rows"], strict=True):
-            entry |= {"relative_error": row.relative_error, "cosine": row.cosine}
+            entry["relative_error"] = row.relative_error
         return data
 
     def __str__(self) -> str:
@@ -335,6 +205,12 @@ class Comparison:
         return row.kind == "gradient" and row.reference_norm < zero and row.error_norm < noise
 
 
+def check_scale(scale: float, caller: str) -> None:
+    """Raises ValueError for a loss scale that is zero, negative, infinite or NaN."""
+    if not 0 < scale < math.inf:
+        raise wrong(ValueError, caller, scale, "a loss scale, above zero", name="scale")
+
+
 def run(
     fun: Callable[..., Any], given: Given, argnums: int | Sequence[int], scale: float
 ) -> Results:
@@ -355,3 +231,105 @@ def run(
         ("result", path_string(path)): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(results)
     } | dict(zip(paths, gradients, strict=True))
+
+
+def cotangents_of(results: PyTree, scale: float) -> PyTree:
+    """Returns the cotangents of results whose means are added up and multiplied by a scale.
+
+    Warns of a result whose dtype has no number as large: its cotangent is infinite, as in training.
+    """
+
+    def of(path: Any, x: Any) -> Any:
+        number = scale / max(1, x.size)
+        if x.dtype == jnp.float16 and number > float(jnp.finfo(jnp.float16).max):
+            number, name = math.inf, path_string(path)
+            warnings.warn(
+                f"compare's result{' ' * bool(name)}{name} is float16 under the policy, which has "
+                f"no number as large as the scale {scale:g}: its gradients are infinite, as in a "
+                "training with this scale. Widen what the loss is computed from "
+                "(jmp.cast_to_full of the parameters or the batch), or the loss itself.",
+                stacklevel=users_stacklevel(),
+            )
+        return cotangent(x, number)
+
+    return jax.tree_util.tree_map_with_path(of, results)
+
+
+def comparison_of(
+    policy: str | Policy, scale: float, found: Results, expected: Results
+) -> "Comparison":
+    """Returns what `compare` does, of results and gradients that were computed already.
+
+    Args:
+      found: the policy's, whose gradients are multiplied by `scale`.
+      expected: the reference's.
+    """
+    divisors = {"result": 1.0, "gradient": float(scale)}
+    rows = [
+        error_of(*key, np.asarray(found[key]), np.asarray(expected[key]), divisors[key[0]])
+        for key in expected
+        if not jnp.issubdtype(expected[key].dtype, jax.dtypes.extended)  # keys
+    ]
+    return Comparison(str(get_policy(policy)), float(scale), rows)
+
+
+def error_of(kind: str, path: str, a: np.ndarray, b: np.ndarray, divisor: float) -> Difference:
+    """Returns the error of `a / divisor` against `b`; both may be of any dtype of numbers."""
+    wide = np.complex128 if np.iscomplexobj(a) or np.iscomplexobj(b) else np.float64
+    with np.errstate(invalid="ignore"):  # a complex infinity by a real number is NaN to NumPy
+        a = a.astype(wide).ravel() / divisor
+    b = b.astype(wide).ravel()
+    is_finite, is_reference_finite = np.isfinite(a), np.isfinite(b)
+    both = is_finite & is_reference_finite
+    errors = np.abs(a[both] - b[both])
+    if not np.all(both | (a == b)):
+        errors = np.array([math.nan if np.any(np.isnan(b)) else math.inf])
+    return Difference(
+        kind=kind,
+        path=path,
+        elements=a.size,
+        nonfinite=int(np.sum(~is_finite)),
+        reference_nonfinite=int(np.sum(~is_reference_finite)),
+        error_norm=float(np.linalg.norm(errors)),
+        reference_norm=float(np.linalg.norm(b[both])),
+        largest_error=float(errors.max(initial=0)),
+    )
+
+
+def by_prefix(rows: Iterable[Difference], depth: int) -> list[Difference]:
+    """Returns for each prefix of at most `depth` names of the paths its leaves together."""
+    groups: dict[tuple[str, str], list[Difference]] = {}
+    for row in rows:
+        prefix = "/".join(row.path.split("/")[:depth])
+        groups.setdefault((row.kind, prefix), []).append(row)
+    return [error_of_all(*key, leaves) for key, leaves in groups.items()]
+
+
+def error_of_all(kind: str, path: str, rows: list[Difference]) -> Difference:
+    """Returns the error of the leaves of all rows as one vector."""
+
+    def of(name: str) -> list[Any]:
+        return [getattr(row, name) for row in rows]
+
+    return Difference(
+        kind=kind,
+        path=path,
+        elements=sum(of("elements")),
+        nonfinite=sum(of("nonfinite")),
+        reference_nonfinite=sum(of("reference_nonfinite")),
+        # NumPy keeps a NaN beside an infinity, which Python's own functions pass over.
+        error_norm=float(np.linalg.norm(of("error_norm"))),
+        reference_norm=math.hypot(*of("reference_norm")),
+        largest_error=float(np.max(of("largest_error"))),
+    )
+
+
+def cells(row: Difference, is_negligible: bool) -> tuple[str, ...]:
+    """Returns a row of a table, in the order of `COLUMNS`."""
+    remark = "below rounding" if is_negligible else ""
+    if row.nonfinite or row.reference_nonfinite:
+        remark = f"not finite: {row.nonfinite}, in the reference {row.reference_nonfinite}"
+    return (
+        row.kind, row.path, str(row.elements), f"{row.relative_error:.2g}",
+        f"{row.largest_error:.2g}", f"{row.reference_norm:.2g}", remark,
+    )  # fmt: skip

@@ -10,6 +10,7 @@ these rules: the second compilation.
 import dataclasses
 import functools
 import math
+import numbers
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -33,10 +34,106 @@ from jmp.rules import Rule
 from jmp.trees import cast_to_at_least_float32, holds_numbers
 
 CALL = "find_float32(loss_fn, policy, *args, tolerance=0.01)"
-
-
 SHOWN = 8
 NOWHERE = "what is in no scope"
+
+
+def find_float32(
+    loss_fn: Callable[..., Any],
+    policy: str | Policy,
+    *args: Any,
+    tolerance: float | None = None,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    scale: float = 1.0,
+    **options: Any,
+) -> "Float32Scopes":
+    """Finds the name scopes that must stay in float32 under `autocast(loss_fn, policy)`.
+
+    If the policy has float8 products, it also finds those that must not be float8: a scope whose
+    error in half is within the tolerance gets a rule without float8, any other a float32 rule.
+
+    The loss and its gradient run once in float32, once with all scopes in half, and once with each
+    scope alone in half; then with the worst of these kept in float32, until the errors are within
+    the tolerance. All these runs are one compiled program. Finally autocast's own program with the
+    rules that were found is compiled, run, and compared with float32.
+
+    Modules of Flax linen and Haiku open scopes; elsewhere write `with jax.named_scope("head"):`
+    around a part of the model. Where modules of nnx or Equinox are among `args`, they are the
+    scopes, by the paths that rules of `nnx.autocast` and `equinox.autocast` name. A scope stands
+    for the operations in it that are in no scope inside.
+
+    Args:
+      loss_fn: as for `jmp.autocast`, returning a real floating scalar, or `(loss, aux)` with
+        `has_aux`.
+      policy: its compute dtype is read.
+      args: of `loss_fn`, all by position. Half arrays are widened, exactly. Callbacks in it run
+        each time.
+      tolerance: of |loss - float32's| / |float32's|, and of ||gradient - float32's|| /
+        ||float32's||, the Euclidean norm over all leaves of the gradient together. Left out, 16
+        unit roundoffs of the half type: 0.0078 for float16, 0.063 for bfloat16; for a policy with
+        float8 products two of float8: 0.125.
+      argnums, has_aux: as in `jax.value_and_grad`.
+      scale: loss scale: cotangents are multiplied, gradients divided. Without one small float16
+        gradients underflow, and scopes are found for that.
+      options: those of `jmp.autocast`; `rules` that it has already stay, in front
+        (none beside modules of nnx or Equinox).
+
+    Returns: a `Float32Scopes`, whose `rules` are ready for `autocast(loss_fn, policy, rules=...)`:
+      that of `jmp`, or of the adapter whose modules are among `args`.
+
+    Raises:
+      TypeError: `loss_fn` is no function, or returns no scalar; a policy, a tolerance or an option
+        of the wrong kind; arguments that hold no numbers.
+      ValueError: a policy that computes in float32; a tolerance or a scale that is not positive; no
+        floating array to differentiate; no scope in the program, or nothing in half; rules beside
+        modules of nnx or Equinox; a loss or gradient that is not finite in float32.
+
+    >>> def loss(w, x):
+    ...     with jax.named_scope("body"):
+    ...         x = jnp.tanh(x @ w)
+    ...     with jax.named_scope("head"):
+    ...         return jnp.mean((x @ (3e4 * w)) / 3e4)
+    >>> found = find_float32(loss, "mixed_float16", jnp.ones((8, 8)) / 2, jnp.ones((4, 8)))
+    >>> found.rules
+    [('head', 'float32')]
+    """
+    _check_asked(loss_fn, policy, args, options)
+    tolerance = _checked_tolerance(tolerance, policy)
+    check_scale(scale, "find_float32")
+    scaled = scaled_loss(loss_fn, StaticLossScale(1.0), has_aux)
+
+    @functools.wraps(loss_fn)  # options name its arguments, warnings name it
+    def loss(*args: Any) -> Any:
+        _, (value, _) = scaled(*args)
+        return value
+
+    args = jax.tree.map(_on_device, cast_to_at_least_float32(split_arguments(*args)[0]))
+    given = options.pop("rules", ())
+    given = tuple(given) if isinstance(given, Iterator) else given  # read more than once
+    with_scopes, lower, framework = scoped(loss, args)
+    if framework and given:
+        raise ValueError(
+            f"find_float32 got rules= and modules of {framework}, whose paths they name; expected "
+            "none: it asks about all modules."
+        )
+    with jax.default_matmul_precision("highest"):
+        program = FlaggedProgram(
+            with_scopes,
+            policy,
+            args,
+            argnums,
+            scale,
+            {**options, "rules": given},
+            of_modules=framework is not None,
+        )
+        found = search_levels(program.scopes, program.in_float8, program.errors, tolerance)
+    rules = [*given, *_rules_of(found, program.scopes, policy, framework is not None)]
+    lowered = lower(loss, policy, rules=rules, **options)
+    measured = run(lowered, (args, {}), argnums, scale)
+    comparison = comparison_of(policy, scale, measured, program.expected)
+    text = str(get_policy(policy))
+    return Float32Scopes(text, tolerance, rules, found.lowest, _each_alone(found), comparison)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,8 +209,8 @@ class Float32Scopes:
         return max(self.loss_error, self.gradient_error) <= self.tolerance
 
     def _error(self, kind: str) -> float:
-        (row,) = (row for row in self.comparison.by_module(0) if row.kind == kind)
-        return math.inf if math.isnan(row.relative_error) else row.relative_error
+        errors = {row.kind: row.relative_error for row in self.comparison.by_module(0)}
+        return errors[kind]
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the data as dictionaries, lists, numbers and strings.
@@ -162,129 +259,6 @@ def _count_of(scopes: Sequence[ScopeAlone], name: str, where: str, in_float8: bo
     return f"{sum(states)} of {len(states)} scopes must stay {where}" if any(states) else ""
 
 
-def find_float32(
-    loss_fn: Callable[..., Any],
-    policy: str | Policy,
-    *args: Any,
-    tolerance: float | None = None,
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
-    scale: float = 1.0,
-    **options: Any,
-) -> Float32Scopes:
-    """Finds the name scopes that must stay in float32 under `autocast(loss_fn, policy)`.
-
-    If the policy has float8 products, it also finds those that must not be float8: a scope whose
-    error in half is within the tolerance gets a rule without float8, any other a float32 rule.
-
-    The loss and its gradient run once in float32, once with all scopes in half, and once with each
-    scope alone in half; then with the worst of these kept in float32, until the errors are within
-    the tolerance. All these runs are one compiled program. Finally autocast's own program with the
-    rules that were found is compiled, run, and compared with float32.
-
-    Modules of Flax linen and Haiku open scopes; elsewhere write `with jax.named_scope("head"):`
-    around a part of the model. Where modules of nnx or Equinox are among `args`, they are the
-    scopes, by the paths that rules of `nnx.autocast` and `equinox.autocast` name. A scope stands
-    for the operations in it that are in no scope inside; above 256 scopes the inner ones count with
-    those around them.
-
-    Args:
-      loss_fn: as for `jmp.autocast`, returning a real floating scalar, or `(loss, aux)` with
-        `has_aux`.
-      policy: its compute dtype is read.
-      args: of `loss_fn`, all by position. Half arrays are widened, exactly. Callbacks in it run
-        each time.
-      tolerance: of |loss - float32's| / |float32's|, and of ||gradient - float32's|| /
-        ||float32's||, the Euclidean norm over all leaves of the gradient together. Left out, 16
-        unit roundoffs of the half type: 0.0078 for float16, 0.063 for bfloat16; for a policy with
-        float8 products two of float8: 0.125.
-      argnums, has_aux: as in `jax.value_and_grad`.
-      scale: loss scale: cotangents are multiplied, gradients divided. Without one small float16
-        gradients underflow, and scopes are found for that.
-      options: those of `jmp.autocast`; `rules` that it has already stay, in front
-        (none beside modules of nnx or Equinox).
-
-    Returns: a `Float32Scopes`, whose `rules` are ready for `autocast(loss_fn, policy, rules=...)`:
-      that of `jmp`, or of the adapter whose modules are among `args`.
-
-    Raises:
-      TypeError: `loss_fn` is no function, or returns no scalar; a policy, a tolerance or an option
-        of the wrong kind; arguments that hold no numbers.
-      ValueError: a policy that computes in float32; a tolerance or a scale that is not positive; no
-        floating array to differentiate; no scope in the program, or nothing in half; rules beside
-        modules of nnx or Equinox; a loss or gradient that is not finite in float32.
-
-    >>> def loss(w, x):
-    ...     with jax.named_scope("body"):
-    ...         x = jnp.tanh(x @ w)
-    ...     with jax.named_scope("head"):
-    ...         return jnp.mean((x @ (3e4 * w)) / 3e4)
-    >>> found = find_float32(loss, "mixed_float16", jnp.ones((8, 8)) / 2, jnp.ones((4, 8)))
-    >>> found.rules
-    [('head', 'float32')]
-    """
-    _check_asked(loss_fn, policy, args, options)
-    tolerance = _checked_tolerance(tolerance, policy)
-    check_scale(scale, "find_float32")
-    scaled = scaled_loss(loss_fn, StaticLossScale(1.0), has_aux)
-
-    @functools.wraps(loss_fn)  # options name its arguments, warnings name it
-    def loss(*args: Any) -> Any:
-        _, (value, _) = scaled(*args)
-        return value
-
-    args = jax.tree.map(_on_device, cast_to_at_least_float32(split_arguments(*args)[0]))
-    given = options.pop("rules", ())
-    given = tuple(given) if isinstance(given, Iterator) else given  # read more than once
-    with_scopes, lower, framework = scoped(loss, args)
-    if framework and given:
-        raise ValueError(
-            f"find_float32 got rules= and modules of {framework}, whose paths they name; expected "
-            "none: it asks about all modules."
-        )
-    with jax.default_matmul_precision("highest"):
-        program = FlaggedProgram(
-            with_scopes,
-            policy,
-            args,
-            argnums,
-            scale,
-            {**options, "rules": given},
-            of_modules=framework is not None,
-        )
-        search = search_levels(program.errors, len(program.scopes), program.in_float8, tolerance)
-    asked = policy if isinstance(policy, str) else str(policy)
-    half = dataclasses.replace(get_policy(policy), product_dtype=None)
-    name_of_half = "mixed_bfloat16" if half == get_policy("mixed_bfloat16") else str(half)
-    policies = {scope: asked for scope in program.scopes}
-    policies |= {program.scopes[i]: "float32" for i in search.in_float32}
-    policies |= {program.scopes[i]: name_of_half for i in search.out_of_float8}
-    rules = [*given, *rules_for(policies, asked, of_modules=framework is not None)]
-    lowered = lower(loss, policy, rules=rules, **options)
-    measured = run(lowered, (args, {}), argnums, scale)
-    comparison = comparison_of(policy, scale, measured, program.expected)
-    scopes = _each_alone(program.scopes, search)
-    text = str(get_policy(policy))
-    return Float32Scopes(text, tolerance, rules, search.lowest, scopes, comparison)
-
-
-def _each_alone(paths: Sequence[str], search: Found) -> list[ScopeAlone]:
-    found = [ScopeAlone(paths[i], *e, i in search.in_float32) for i, e in search.alone.items()]
-    for i, errors in search.alone_in_float8.items():
-        found.append(ScopeAlone(paths[i], *errors, False, True, i in search.out_of_float8))
-    return sorted(found, key=lambda scope: -max(scope.loss_error, scope.gradient_error))
-
-
-def _on_device(leaf: Any) -> Any:
-    """Returns a NumPy array as one of JAX's, without the program that `jnp.asarray` compiles."""
-    if not isinstance(leaf, (np.ndarray, np.generic)) or not holds_numbers(leaf):
-        return leaf
-    return jax.device_put(np.asarray(leaf, leaf.dtype.newbyteorder("=")))
-
-
-# What was given.
-
-
 def _check_asked(loss_fn: object, policy: object, args: Sequence[Any], options: Any) -> None:
     check_function(loss_fn, "find_float32", CALL)
     if not isinstance(policy, (str, Policy)):
@@ -309,12 +283,37 @@ def _checked_tolerance(tolerance: Any, policy: str | Policy) -> float:
         if get_policy(policy).product_dtype is not None:
             return float(jnp.finfo(OPERANDS).eps)
         return 8 * float(jnp.finfo(dtype).eps) if is_half(dtype) else math.inf
-    if isinstance(tolerance, bool) or not isinstance(
-        tolerance, (int, float, np.integer, np.floating)
-    ):
+    if isinstance(tolerance, bool) or not isinstance(tolerance, numbers.Real):
         expected = "a relative error, such as 0.01"
         raise wrong(TypeError, "find_float32", tolerance, expected, name="tolerance")
     if not 0 < tolerance < math.inf:
         expected = "a relative error, above zero, such as 0.01"
         raise wrong(ValueError, "find_float32", tolerance, expected, name="tolerance")
     return float(tolerance)
+
+
+def _on_device(leaf: Any) -> Any:
+    """Returns a NumPy array as one of JAX's, without the program that `jnp.asarray` compiles."""
+    if not isinstance(leaf, (np.ndarray, np.generic)) or not holds_numbers(leaf):
+        return leaf
+    return jax.device_put(np.asarray(leaf, leaf.dtype.newbyteorder("=")))
+
+
+def _rules_of(
+    found: Found, scopes: Sequence[str], policy: str | Policy, of_modules: bool
+) -> list[tuple[str, str]]:
+    half = dataclasses.replace(get_policy(policy), product_dtype=None)
+    name_of_half = "mixed_bfloat16" if half == get_policy("mixed_bfloat16") else str(half)
+    policies = dict.fromkeys(scopes, str(policy))
+    policies |= dict.fromkeys(found.half.kept, "float32")
+    policies |= dict.fromkeys(found.float8.kept, name_of_half)
+    return rules_for(policies, str(policy), of_modules=of_modules)
+
+
+def _each_alone(found: Found) -> list[ScopeAlone]:
+    alone = []
+    for path, errors in found.half.alone.items():
+        alone.append(ScopeAlone(path, *errors, path in found.half.kept))
+    for path, errors in found.float8.alone.items():
+        alone.append(ScopeAlone(path, *errors, False, True, path in found.float8.kept))
+    return sorted(alone, key=lambda scope: -max(scope.loss_error, scope.gradient_error))

@@ -39,7 +39,7 @@ from jmp.dtypes import is_half
 from jmp.loss_scaling import StaticLossScale
 from jmp.loss_scaling._gradients import scaled_loss
 from jmp.policy import Policy, get_policy
-from jmp.trees import as_jax_array, is_complex, is_floating
+from jmp.trees import as_jax_array
 
 
 class Tapped(NamedTuple):
@@ -122,16 +122,7 @@ def gradient_report(
         given = [jax.tree.map(of_float, x) if i in numbers else x for i, x in enumerate(args)]
         call = ArrayCall(scaled, given, kwargs)
         arrays = list(map(as_jax_array, call.arrays))
-        paths = {
-            i: path
-            for i, path in call.within(argnums, "gradient_report").items()
-            if is_floating(arrays[i]) or is_complex(arrays[i])
-        }
-        if not paths:
-            raise ValueError(
-                f"gradient_report got argnums={described(argnums)} and {len(args)} positional "
-                "arguments, with no floating array to differentiate there; expected the parameters."
-            )
+        paths = call.floating_within(argnums, "gradient_report")
         closed = jax.make_jaxpr(lambda *arrays: call(*arrays)[0])(*arrays)
         step, probes = counting_step(closed, arrays, list(paths), half)
         own, gradients, sums = jax.device_get(jax.jit(step)(arrays, probes))

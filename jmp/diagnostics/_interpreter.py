@@ -10,11 +10,9 @@ turn of it, a shard_map. It is looked into only if it is the cause.
 """
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
@@ -35,13 +33,13 @@ FINITE, INFINITE, NAN = 0, 1, 2
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """What an operation read; as the device sees it, which may take subnormal numbers for zero."""
+    """What an operation read."""
 
     dtype: str
     shape: tuple[int, ...]
     smallest: float  # magnitude of the finite elements that are not zero; 0.0 if there are none
     largest: float
-    zeros: int  # how many elements are zero; exact below 2**31
+    zeros: int  # how many elements are zero
     nonfinite: int  # how many are infinite or NaN
 
 
@@ -53,19 +51,28 @@ def has_floats(value: object) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
-def state_of(value: object) -> int:
+def state_of(value: Any) -> int:
     """Returns `NAN` if an element is NaN, else `INFINITE` if one is infinite, else `FINITE`."""
     if not has_floats(value):
         return FINITE
-    here = _here(value)
-    return int(_state(np, here) if isinstance(here, np.ndarray) else _state_on_device(here))
+    array = _jax_compat.on_all_devices(value)
+    if _is_on_an_accelerator(array) and _is_finite_there(array):
+        return FINITE
+    numbers = _on_host(array)
+    if np.isnan(numbers).any():
+        return NAN
+    return FINITE if np.isfinite(numbers).all() else INFINITE
 
 
 def operand(value: Any) -> Operand:
     """Returns the ranges of a floating or complex array."""
-    here = _here(value)
-    ranges = _ranges(np, here) if isinstance(here, np.ndarray) else _ranges_on_device(here)
-    return Operand(str(value.dtype), np.shape(value), *(x.item() for x in ranges))
+    magnitudes = abs(_on_host(value))
+    is_zero, is_finite = magnitudes == 0, np.isfinite(magnitudes)
+    counted = magnitudes[is_finite & ~is_zero]
+    smallest, largest = (counted.min(), counted.max()) if counted.size else (0.0, 0.0)
+    zeros, nonfinite = int(is_zero.sum()), int((~is_finite).sum())
+    shape = np.shape(value)
+    return Operand(str(value.dtype), shape, float(smallest), float(largest), zeros, nonfinite)
 
 
 @jax.jit
@@ -74,33 +81,19 @@ def tamed(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(_wide(x)), x, jnp.ones_like(x))
 
 
-def _state(numpy: ModuleType, x: Any) -> Any:
-    x = _wide(x)
-    infinite = numpy.where(numpy.isfinite(x).all(), FINITE, INFINITE)
-    return numpy.where(numpy.isnan(x).any(), NAN, infinite)
+@jax.jit
+def _is_finite_there(x: jax.Array) -> jax.Array:
+    return jnp.isfinite(_wide(x)).all()
 
 
-def _ranges(numpy: ModuleType, x: Any) -> Any:
-    magnitudes = abs(_wide(x))
-    is_zero, is_finite = magnitudes == 0, numpy.isfinite(magnitudes)
-    counts = is_finite & ~is_zero
-    smallest = numpy.min(magnitudes, initial=numpy.inf, where=counts)
-    largest = numpy.max(magnitudes, initial=0, where=counts)
-    smallest = numpy.where(counts.any(), smallest, 0)
-    return smallest, largest, *(numpy.sum(c, dtype=numpy.int32) for c in (is_zero, ~is_finite))
+def _is_on_an_accelerator(array: Any) -> bool:
+    """Returns whether fetching an array costs more than compiling what looks at it."""
+    devices = array.devices() if isinstance(array, jax.Array) else ()
+    return any(device.platform != "cpu" for device in devices)
 
 
-_state_on_device = jax.jit(functools.partial(_state, jnp))
-_ranges_on_device = jax.jit(functools.partial(_ranges, jnp))
-
-
-def _here(value: Any) -> Any:
-    """An array of NumPy where the numbers are on the host anyway: nothing to compile."""
-    value = _jax_compat.on_all_devices(value)
-    if isinstance(value, jax.Array) and value.is_fully_addressable:
-        is_on_host = all(device.platform == "cpu" for device in value.devices())
-        return np.asarray(value) if is_on_host else value
-    return np.asarray(value) if isinstance(value, np.generic) else value
+def _on_host(value: Any) -> np.ndarray:
+    return _wide(np.asarray(_jax_compat.on_all_devices(value)))
 
 
 def _wide(x: Any) -> Any:
@@ -176,10 +169,9 @@ class Cause(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """A value, its state, and the cause that made it non-finite: None, if it is finite."""
+    """A value, and the cause that made it non-finite: None, if it is finite."""
 
     value: Any
-    state: int = FINITE
     cause: Cause | None = None
 
 
@@ -204,7 +196,7 @@ def handed_on(
     if first.may_be_meant:
         # It makes inf - inf, or 0 * inf, unless it is a product; or it is infinite also where
         # nothing was given, as exp under a mask.
-        came_as_nan = any(x.state == NAN for x in inputs if x.cause is first)
+        came_as_nan = any(state_of(x.value) == NAN for x in inputs if x.cause is first)
         may_hand_on = is_product or state != NAN
         is_first = came_as_nan or (may_hand_on and is_finite_of(call, inputs))
         return first if is_first else None
@@ -242,7 +234,7 @@ class Interpreter:
             return Checked(value)
         order = next(self._order) if state == NAN else math.inf
         dtype, read = str(value.dtype), (operand(value),)
-        return Checked(value, state, Cause(order, kind, name, dtype, state, place, read))
+        return Checked(value, Cause(order, kind, name, dtype, state, place, read))
 
     def run(self, jaxpr: Any, inputs: list[Checked], here: Location) -> list[Checked]:
         """Returns what a jaxpr gives. `inputs` is emptied: each is freed after its last use."""
@@ -297,7 +289,7 @@ class Interpreter:
                 outer = self._cause(inputs, max(states), here, is_whole)
             causes = [cause or outer for cause in causes]
         return [
-            Checked(result, state, cause) if state else Checked(result)
+            Checked(result, cause if state else None)
             for result, state, cause in zip(results, states, causes, strict=True)
         ]
 
@@ -427,5 +419,4 @@ def _causes_of(values: list[Checked]) -> Causes:
 
 def _row(x: Checked, index: int) -> Checked:
     row = x.value[index]
-    state = state_of(row) if x.state else FINITE
-    return Checked(row, state, x.cause if state else None)
+    return Checked(row, x.cause if x.cause and state_of(row) else None)

@@ -4,7 +4,6 @@
 """
 
 import dataclasses
-import itertools
 import math
 import textwrap
 from collections.abc import Callable
@@ -19,156 +18,8 @@ from jmp.autocasting._registry import Category, rule_for
 from jmp.autocasting._request import AUTOCAST
 from jmp.diagnostics._arguments import asked_function, check_numbers, split_arguments
 from jmp.diagnostics._interpreter import Cause, Interpreter, Location, Operand, earliest
+from jmp.diagnostics._scope_search import path_in_rules
 from jmp.trees import as_jax_array
-
-# What overflows exponentially: the inverse of each says from where on.
-INVERSES: dict[str, Callable[[float], float]] = {
-    "exp": math.log,
-    "expm1": math.log,
-    "exp2": math.log2,
-    "sinh": math.asinh,
-    "cosh": math.acosh,
-}
-# What is infinite or NaN where one operand is zero: the number of that operand.
-DIVISORS = {"div": 1, "log": 0, "rsqrt": 0, "pow": 0}
-GUARD = " Add an epsilon to the divisor, or choose it by jnp.where."
-CURES_BY_KIND = {
-    "argument": "It came in like this: nothing in this function made it. Look at the data, or at "
-    "the step before; jmp.transforms.with_loss_scale skips an update that is not finite.",
-    "constant": "It is written in the program, or closed over, and reaches a result: look at this "
-    "line.",
-    "whole": "{name} is reported as a whole: the operations inside were not looked into, or stay "
-    "finite when each runs by itself. Look at the magnitudes that go in.",
-}
-
-
-def cure_for(cause: Cause) -> str:
-    """Returns what to do; sentences that may follow others begin with a space."""
-    if cause.kind in CURES_BY_KIND:
-        return CURES_BY_KIND[cause.kind].format(name=cause.name)
-    if cause.is_nan and any(operand.nonfinite for operand in cause.operands):
-        return _cure_of_infinities(cause)
-    divisor = _divisor_of(cause)
-    if divisor is not None and divisor.zeros and (cause.name == "div" or not cause.is_nan):
-        return _cure_of_a_zero(cause)
-    rule, largest = rule_for(cause.name), float(jnp.finfo(cause.dtype).max)
-    is_product = rule.category is Category.LOW
-    if cause.is_nan and not (is_product or rule.sums or rule.casts):
-        return (
-            f"{cause.name} has no number for what it read: an operand outside of its domain, an "
-            "index out of bounds, a matrix that is singular or not positive definite. Rounding may "
-            "carry an operand over the edge: clip it (jnp.maximum, jnp.clip), and subtract in "
-            "float32."
-        )
-    if divisor is not None and cause.name != "pow":
-        cure = _keep_in_float32(cause) or GUARD
-        return (
-            f"It divides by as little as {divisor.smallest:.2g}, and goes beyond {largest:.5g}."
-            f"{cure}"
-        )
-    if cause.place.is_backward and _ends_early(cause):
-        return (
-            f"A gradient went beyond {largest:.5g} in {cause.dtype}. If the loss is scaled, lower "
-            "the scale. A jmp.DynamicLossScale does so by itself, and the step is skipped: "
-            "harmless if it happens rarely. If it happens at any scale, clip or normalise what is "
-            "differentiated."
-        )
-    if rule.casts and _ends_early(cause):
-        return (
-            f"The cast meets numbers beyond {largest:.5g}, {cause.dtype}'s largest. Make them "
-            "smaller before the cast, or leave them in float32. A sum or mean of half numbers ends "
-            "in such a cast: dtype=jnp.float32 leaves it out. A mask of -1e9: "
-            "jnp.finfo(dtype).min is its like."
-        )
-    if cause.name in INVERSES:
-        return (
-            f"{cause.name} overflows {cause.dtype} above {INVERSES[cause.name](largest):.4g}."
-            f"{_keep_in_float32(cause)} Subtract the maximum first, as jax.nn.softmax and "
-            "jax.nn.logsumexp do."
-        )
-    if _ends_early(cause):
-        what = "sum of products" if is_product else "sum" if rule.sums else "result"
-        smaller = (
-            " Scale the operands before they are multiplied (a query by 1 / sqrt(d)), or normalise "
-            "them."
-        ) * is_product
-        cure = _keep_in_float32(cause)
-        return f"The {what} went beyond {largest:.5g}, {cause.dtype}'s largest.{smaller}{cure}"
-    return (
-        f"{cause.dtype} reaches to {largest:.5g}, so precision is not the cause: something grows. "
-        "Lower the learning rate or warm it up, clip gradients (optax.clip_by_global_norm), and "
-        "look at the data and the initial values."
-    )
-
-
-def _cure_of_infinities(cause: Cause) -> str:
-    came_in = "are written in the program, or closed over"
-    if cause.given:
-        came_in = f"came in with {', '.join(cause.given)}. If they are data, look there"
-    return (
-        f"It computes inf - inf, or 0 * inf, of infinities that {came_in}. If they are a mask: a "
-        "softmax over a row that is masked throughout does this, so leave one entry in each row, "
-        "or mask with a finite number (jnp.finfo(dtype).min); choose by jnp.where instead of "
-        "multiplying with a mask."
-    )
-
-
-def _cure_of_a_zero(cause: Cause) -> str:
-    is_narrow, keep = _ends_early(cause), _keep_in_float32(cause)
-    flushed = ""
-    if is_narrow:
-        smallest = float(jnp.finfo(cause.dtype).smallest_subnormal)
-        flushed = f" {cause.dtype}'s smallest number is {smallest:.2g}"
-        if cause.dtype == "float16":
-            flushed += ": an epsilon of 1e-8 is zero in it, and so is the square of 1e-4"
-        flushed += "."
-    if cause.place.is_backward:
-        return (
-            "A derivative divides by zero. A jnp.where around the function does not help: its "
-            "derivative is 0 / 0 there. Guard the operand, inside: "
-            f"jnp.where(ok, f(jnp.where(ok, x, 1)), 0).{flushed}"
-        ) + " If the zero is a flushed gradient, raise the loss scale." * is_narrow
-    if cause.name == "log":
-        return (
-            f"The logarithm of zero.{flushed}{keep} jax.nn.log_softmax and optax's losses take "
-            "logits, and never see the zero; else add an epsilon, or guard the operand with "
-            "jnp.where."
-        )
-    text = f"The divisor is zero.{flushed}{keep or GUARD}"
-    if _jax_compat.is_differentiated(cause.place.stack):
-        text += (
-            " If the line does not do this, its derivative does: that of a / b divides by b * b, "
-            "that of sqrt(x), and so of a norm, by sqrt(x)."
-        )
-    return text
-
-
-def _divisor_of(cause: Cause) -> Operand | None:
-    """Returns what an operation divides by, or takes the logarithm of."""
-    if cause.name == "integer_pow" and cause.place.equation.params["y"] < 0:
-        return cause.operands[0]
-    return cause.operands[DIVISORS[cause.name]] if cause.name in DIVISORS else None
-
-
-def _ends_early(cause: Cause) -> bool:
-    """Returns whether the dtype ends long before float32 does; bfloat16 does not."""
-    return float(jnp.finfo(cause.dtype).max) < 1e30
-
-
-def _keep_in_float32(cause: Cause) -> str:
-    """Returns how to compute it in float32; "" if the dtype is not narrow."""
-    if not _ends_early(cause):
-        return ""
-    if AUTOCAST in _jax_compat.scope_names(cause.place.stack):
-        # The scopes that einsum opens are no names to write down.
-        names = itertools.takewhile(lambda x: "->" not in x, cause.place.module.split("/"))
-        scope = "/".join(names)
-        where = f'rules=[("{scope}*", "float32")]' if scope else "jmp.full_precision"
-        ways = f'full=["{cause.name}"] in autocast, or this place by {where}'
-        return f" Keep it in float32: {ways}."
-    if rule_for(cause.name).category is Category.FULL:
-        return " Keep it in float32, as jmp.autocast of the float32 function does."
-    return " Keep it in float32, or use bfloat16, which has float32's range."
 
 
 def find_nonfinite(fun: Callable[..., Any], *early: Any) -> Callable[..., "NonFinite | None"]:
@@ -218,7 +69,7 @@ def find_nonfinite(fun: Callable[..., Any], *early: Any) -> Callable[..., "NonFi
             operands.append(interpreter.given(array, "argument", name, Location()))
         results = interpreter.run(jax.make_jaxpr(call.results)(*arrays), operands, Location())
         cause = earliest(x.cause for x in results)
-        return None if cause is None else _non_finite(cause)
+        return None if cause is None else NonFinite.of(cause)
 
     return find
 
@@ -255,6 +106,22 @@ class NonFinite:
     operands: tuple[Operand, ...]
     cure: str
 
+    @classmethod
+    def of(cls, cause: Cause) -> "NonFinite":
+        """Returns what there is to say of a cause."""
+        what = {"argument": f"argument {cause.name}", "constant": "constant"}
+        return cls(
+            operation=what.get(cause.kind, cause.name),
+            dtype=cause.dtype,
+            became="NaN" if cause.is_nan else "infinity",
+            direction="backward" if cause.place.is_backward else "forward",
+            module=cause.place.module,
+            source=cause.place.source,
+            inside=cause.place.inside,
+            operands=cause.operands,
+            cure=cure_for(cause),
+        )
+
     def __str__(self) -> str:
         what = "a NaN" if self.became == "NaN" else "an infinity"
         if self.operation.startswith(("argument", "constant")):
@@ -262,7 +129,9 @@ class NonFinite:
         else:
             backward = ", in the backward pass" * (self.direction == "backward")
             lines = [f"{self.operation} makes {what} in {self.dtype}{backward}"]
-        where = ", ".join(filter(None, (self.source, f"module {self.module}" * bool(self.module))))
+        where = self.source
+        if self.module:
+            where += f", module {self.module}"
         rows = [("where", where), ("inside", " > ".join(self.inside))]
         rows += [("read", _range_of(operand)) for operand in self.operands]
         rows.append(("cure", self.cure))
@@ -276,27 +145,142 @@ class NonFinite:
 
 
 def _range_of(operand: Operand) -> str:
-    kind = f"{operand.dtype}[{','.join(map(str, operand.shape))}]"
-    zeros = f"{operand.zeros} zeros" if operand.zeros > 1 else "1 zero"
-    counts = {zeros: operand.zeros, f"{operand.nonfinite} infinite or NaN": operand.nonfinite}
-    counted = [text for text, n in counts.items() if n]
-    smallest, largest = f"{operand.smallest:.3g}", f"{operand.largest:.3g}"
+    found = [f"{operand.dtype}[{','.join(map(str, operand.shape))}]"]
     if operand.largest:
-        both = f"magnitudes {smallest} to {largest}"
-        counted.insert(0, both if smallest != largest else f"magnitude {largest}")
-    return ", ".join([kind, *counted])
+        ends = dict.fromkeys((f"{operand.smallest:.3g}", f"{operand.largest:.3g}"))
+        found.append(f"magnitudes {' to '.join(ends)}")
+    if operand.zeros:
+        found.append(f"zeros: {operand.zeros}")
+    if operand.nonfinite:
+        found.append(f"infinite or NaN: {operand.nonfinite}")
+    return ", ".join(found)
 
 
-def _non_finite(cause: Cause) -> NonFinite:
-    what = {"argument": f"argument {cause.name}", "constant": "constant"}
-    return NonFinite(
-        operation=what.get(cause.kind, cause.name),
-        dtype=cause.dtype,
-        became="NaN" if cause.is_nan else "infinity",
-        direction="backward" if cause.place.is_backward else "forward",
-        module=cause.place.module,
-        source=cause.place.source,
-        inside=cause.place.inside,
-        operands=cause.operands,
-        cure=cure_for(cause),
+# What is infinite or NaN where one operand is zero: the number of that operand.
+DIVISORS = {"div": 1, "log": 0, "rsqrt": 0}
+GUARD = " Add an epsilon to the divisor, or choose it by jnp.where."
+CURES_BY_KIND = {
+    "argument": "It came in like this: nothing in this function made it. Look at the data, or at "
+    "the step before; jmp.transforms.with_loss_scale skips an update that is not finite.",
+    "constant": "It is written in the program, or closed over, and reaches a result: look at this "
+    "line.",
+    "whole": "{name} is reported as a whole: the operations inside were not looked into, or stay "
+    "finite when each runs by itself. Look at the magnitudes that go in.",
+}
+
+
+def cure_for(cause: Cause) -> str:
+    """Returns what to do; sentences that may follow others begin with a space."""
+    if cause.kind in CURES_BY_KIND:
+        return CURES_BY_KIND[cause.kind].format(name=cause.name)
+    if cause.is_nan and any(operand.nonfinite for operand in cause.operands):
+        return _cure_of_infinities(cause)
+    divisor = cause.operands[DIVISORS[cause.name]] if cause.name in DIVISORS else None
+    if divisor is not None and divisor.zeros and (cause.name == "div" or not cause.is_nan):
+        return _cure_of_a_zero(cause)
+    rule, largest = rule_for(cause.name), float(jnp.finfo(cause.dtype).max)
+    is_product = rule.category is Category.LOW
+    if cause.is_nan and not (is_product or rule.sums or rule.casts):
+        return (
+            f"{cause.name} has no number for what it read: an operand outside of its domain, an "
+            "index out of bounds, a matrix that is singular or not positive definite. Rounding may "
+            "carry an operand over the edge: clip it (jnp.maximum, jnp.clip), and subtract in "
+            "float32."
+        )
+    keep = _keep_in_float32(cause)
+    if divisor is not None:
+        return (
+            f"It divides by as little as {divisor.smallest:.2g}, and goes beyond {largest:.5g}."
+            f"{keep}{GUARD}"
+        )
+    if cause.name == "exp":
+        return (
+            f"exp overflows {cause.dtype} above {math.log(largest):.4g}.{keep} Subtract the "
+            "maximum first, as jax.nn.softmax and jax.nn.logsumexp do."
+        )
+    if not _ends_early(cause):
+        return (
+            f"{cause.dtype} reaches to {largest:.5g}, so precision is not the cause: something "
+            "grows, or a power of zero is negative. Lower the learning rate or warm it up, clip "
+            "gradients (optax.clip_by_global_norm), and look at the data and the initial values."
+        )
+    if cause.place.is_backward:
+        return (
+            f"A gradient went beyond {largest:.5g} in {cause.dtype}. If the loss is scaled, lower "
+            "the scale. A jmp.DynamicLossScale does so by itself, and the step is skipped: "
+            "harmless if it happens rarely. If it happens at any scale, clip or normalise what is "
+            "differentiated."
+        )
+    if rule.casts:
+        return (
+            f"The cast meets numbers beyond {largest:.5g}, {cause.dtype}'s largest. Make them "
+            "smaller before the cast, or leave them in float32. A sum or mean of half numbers ends "
+            "in such a cast: dtype=jnp.float32 leaves it out. A mask of -1e9: "
+            "jnp.finfo(dtype).min is its like."
+        )
+    if is_product:
+        return (
+            f"The sum of products went beyond {largest:.5g}, {cause.dtype}'s largest. Scale the "
+            "operands before they are multiplied (a query by 1 / sqrt(d)), or normalise them."
+            f"{keep}"
+        )
+    return f"The result went beyond {largest:.5g}, {cause.dtype}'s largest.{keep}"
+
+
+def _cure_of_infinities(cause: Cause) -> str:
+    came_in = "are written in the program, or closed over"
+    if cause.given:
+        came_in = f"came in with {', '.join(cause.given)}. If they are data, look there"
+    return (
+        f"It computes inf - inf, or 0 * inf, of infinities that {came_in}. If they are a mask: a "
+        "softmax over a row that is masked throughout does this, so leave one entry in each row, "
+        "or mask with a finite number (jnp.finfo(dtype).min); choose by jnp.where instead of "
+        "multiplying with a mask."
+    )
+
+
+def _cure_of_a_zero(cause: Cause) -> str:
+    if cause.place.is_backward:
+        return (
+            "A derivative divides by zero. A jnp.where around the function does not help: its "
+            "derivative is 0 / 0 there. Guard the operand, inside: "
+            "jnp.where(ok, f(jnp.where(ok, x, 1)), 0)."
+        )
+    flushed = ""
+    if _ends_early(cause):
+        smallest = float(jnp.finfo(cause.dtype).smallest_subnormal)
+        flushed = (
+            f" {cause.dtype}'s smallest number is {smallest:.2g}: an epsilon of 1e-8 is zero in "
+            f"it, and so is the square of 1e-4.{_keep_in_float32(cause)}"
+        )
+    if cause.name == "log":
+        return (
+            f"The logarithm of zero.{flushed} jax.nn.log_softmax and optax's losses take logits, "
+            "and never see the zero; else add an epsilon, or guard the operand with jnp.where."
+        )
+    text = f"The divisor is zero.{flushed}{GUARD}"
+    if _jax_compat.is_differentiated(cause.place.stack):
+        text += (
+            " If the line does not do this, its derivative does: that of a / b divides by b * b, "
+            "that of sqrt(x), and so of a norm, by sqrt(x)."
+        )
+    return text
+
+
+def _ends_early(cause: Cause) -> bool:
+    """Returns whether the dtype ends long before float32 does; bfloat16 does not."""
+    return float(jnp.finfo(cause.dtype).max) < 1e30
+
+
+def _keep_in_float32(cause: Cause) -> str:
+    """Returns how to compute it in float32; "" if the dtype is not narrow."""
+    if not _ends_early(cause):
+        return ""
+    if AUTOCAST in _jax_compat.scope_names(cause.place.stack):
+        scope = path_in_rules(cause.place.module)
+        where = f'rules=[("{scope}*", "float32")]' if scope else "jmp.full_precision"
+        return f' Keep it in float32: full=["{cause.name}"] in autocast, or this place by {where}.'
+    return (
+        " Keep it in float32, as jmp.autocast of the float32 function does of all but products, or "
+        "use bfloat16, which has float32's range."
     )

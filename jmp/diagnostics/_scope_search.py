@@ -3,125 +3,105 @@
 Pure functions: what an error is, and how it is measured, is the caller's.
 """
 
+import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 Errors = tuple[float, float]  # of the loss, of the gradient
-# Of (numbers of scopes in half, of those the ones in float8, is one asked about alone).
-ErrorsOf = Callable[[Iterable[int], Iterable[int], bool], Errors]
-
-# More scopes than these are asked about in groups: each one takes a run of the program.
-LIMIT = 256
+Scopes = frozenset[str]  # their paths
 
 
-def search(
-    alone: Sequence[float], error: Callable[[frozenset[int]], float], tolerance: float
-) -> frozenset[int]:
-    """Returns a set of scopes to keep in float32 so that the error is within the tolerance.
+class Level(NamedTuple):
+    """What was found of one lower precision: of half, or of float8.
 
-    No scope can be taken out of it without the error leaving the tolerance, but for those whose
-    error is too large alone. Where everything is infinite, errors of sets that shrink from "all in
-    half" say nothing: so the scopes are ranked by what each does alone.
+    Attributes:
+      kept: the scopes that must stay out of it.
+      alone: the errors of each scope alone in it; empty where all of them may be.
+    """
+
+    kept: Scopes = frozenset()
+    alone: Mapping[str, Errors] = {}
+
+
+def search(scopes: Sequence[str], errors: Callable[[Scopes], Errors], tolerance: float) -> Level:
+    """Returns which scopes to keep out of a precision so that the errors are within the tolerance.
+
+    No scope can be taken out of these without an error leaving the tolerance, but for those whose
+    error is too large alone. Where everything is infinite, errors of sets that shrink from "all of
+    them" say nothing: so the scopes are ranked by what each does alone.
 
     Args:
-      alone: the error of each scope where it alone is in half.
-      error: that of the program where all scopes are in half but these.
+      scopes: those that are asked about.
+      errors: those of the program where these alone of them have the lower precision.
 
-    >>> sizes = [0.1, 5.0, 0.2, 0.2]
-    >>> error = lambda kept: sum(x for i, x in enumerate(sizes) if i not in kept)
-    >>> sorted(search(sizes, error, 1.0)), sorted(search(sizes, error, 0.35))
-    ([1], [1, 2])
+    >>> sizes = {"a": 0.1, "b": 5.0, "c": 0.2, "d": 0.2}
+    >>> errors = lambda low: (sum(sizes[scope] for scope in low), 0.0)
+    >>> sorted(search("abcd", errors, 1.0).kept), sorted(search("abcd", errors, 0.35).kept)
+    (['b'], ['b', 'c'])
     """
-    order = sorted(range(len(alone)), key=lambda i: (-alone[i], i))
-    needed = sum(each > tolerance for each in alone)
-    low, high = needed, len(order)  # the least prefix that is enough lies between
-    middle = low
-    while low < high:
-        if error(frozenset(order[:middle])) <= tolerance:
-            high = middle
-        else:
-            low = middle + 1
-        middle = (low + high) // 2
-    kept = frozenset(order[:high])
-    for scope in reversed(order[needed:high]):
-        if error(kept - {scope}) <= tolerance:
-            kept -= {scope}
-    return kept
+    low = frozenset(scopes)
+    if max(errors(low)) <= tolerance:
+        return Level()
+    alone = {scope: errors(frozenset([scope])) for scope in scopes}
+    low -= {scope for scope in scopes if max(alone[scope]) > tolerance}
+    taken_out = []
+    worst_first = sorted(scopes, key=lambda scope: max(alone[scope]), reverse=True)
+    for scope in [scope for scope in worst_first if scope in low]:
+        if max(errors(low)) <= tolerance:
+            break
+        low -= {scope}
+        taken_out.append(scope)
+    for scope in reversed(taken_out):
+        if max(errors(low | {scope})) <= tolerance:
+            low |= {scope}
+    return Level(frozenset(scopes) - low, alone)
 
 
 class Found(NamedTuple):
-    """Which scopes must stay where, and the errors that each has alone, where it was asked about.
+    """Which scopes must stay in float32, and which of the others out of float8.
 
     Attributes:
       lowest: the errors with every scope as low as the policy says.
-      in_float32: the numbers of scopes that must stay in float32.
-      out_of_float8: of those whose products must be half instead of float8.
-      alone: the errors of each in half, all else in float32.
-      alone_in_float8: of each in float8, all else as half as it may be.
+      half: what was asked with all else in float32, and nothing in float8.
+      float8: what was asked with all else in half, as far as it may be.
     """
 
     lowest: Errors
-    in_float32: frozenset[int] = frozenset()
-    out_of_float8: frozenset[int] = frozenset()
-    alone: Mapping[int, Errors] = {}
-    alone_in_float8: Mapping[int, Errors] = {}
+    half: Level = Level()
+    float8: Level = Level()
 
 
 def search_levels(
-    errors: ErrorsOf, scopes: int, in_float8: frozenset[int], tolerance: float
+    scopes: Sequence[str],
+    in_float8: Scopes,
+    errors: Callable[[Scopes, Scopes], Errors],
+    tolerance: float,
 ) -> Found:
     """Returns what must stay in float32, and then what must stay out of float8.
 
     Half is asked about first, without any float8. Where half is within the tolerance and float8 is
     not, half is the least cure.
 
-    >>> def errors(half, float8, is_alone):
-    ...     return sum([0.1, 9, 0.1][i] for i in half) + sum([0, 0, 0.7][i] for i in float8), 0
-    >>> found = search_levels(errors, 3, frozenset([0, 2]), tolerance=0.5)
-    >>> sorted(found.in_float32), sorted(found.out_of_float8)
-    ([1], [2])
-
     Args:
-      scopes: how many there are.
-      in_float8: the numbers of those with float8 products.
+      in_float8: the scopes with float8 products.
+      errors: those with some scopes in half, and of these some in float8.
+
+    >>> half, float8 = {"a": 0.1, "b": 9, "c": 0.1}, {"a": 0, "c": 0.7}
+    >>> def errors(in_half, in_float8):
+    ...     return sum(half[scope] for scope in in_half) + sum(float8[s] for s in in_float8), 0
+    >>> found = search_levels("abc", frozenset("ac"), errors, tolerance=0.5)
+    >>> sorted(found.half.kept), sorted(found.float8.kept)
+    (['b'], ['c'])
     """
-    every = frozenset(range(scopes))
-    found = Found(errors(every, in_float8, False))
-    if max(found.lowest) <= tolerance:
-        return found
-    if max(errors(every, (), False) if in_float8 else found.lowest) > tolerance:
-        alone = {i: errors([i], (), True) for i in sorted(every)}
-        worst = [max(alone[i]) for i in sorted(every)]
-        kept = search(worst, lambda kept: max(errors(every - kept, (), False)), tolerance)
-        found = found._replace(in_float32=kept, alone=alone)
-    half = every - found.in_float32
-    asked = sorted(in_float8 & half)
-    if not asked or max(errors(half, asked, False)) <= tolerance:
-        return found
-    alone = {i: errors(half, [i], False) for i in asked}
-
-    def error(kept: frozenset[int]) -> float:
-        others = [i for position, i in enumerate(asked) if position not in kept]
-        return max(errors(half, others, False))
-
-    out = search([max(alone[i]) for i in asked], error, tolerance)
-    return found._replace(out_of_float8=frozenset(asked[i] for i in out), alone_in_float8=alone)
-
-
-def in_groups(paths: Iterable[str], limit: int = LIMIT) -> dict[str, str]:
-    """Returns for each path its prefix of as many names as leave at most `limit` prefixes.
-
-    >>> in_groups(["net/a/x", "net/a/y", "net/b"], limit=2)
-    {'net/a/x': 'net/a', 'net/a/y': 'net/a', 'net/b': 'net/b'}
-    """
-    paths = list(dict.fromkeys(paths))
-    deepest = max((len(path.split("/")) for path in paths), default=1)
-    for depth in range(deepest, 0, -1):
-        found = {path: "/".join(path.split("/")[:depth]) for path in paths}
-        if len(set(found.values())) <= limit or depth == 1:
-            return found
-    return {}
+    lowest = errors(frozenset(scopes), in_float8)
+    if max(lowest) <= tolerance:
+        return Found(lowest)
+    half = search(scopes, lambda low: errors(low, frozenset()), tolerance)
+    in_half = frozenset(scopes) - half.kept
+    asked = [scope for scope in scopes if scope in in_float8 & in_half]
+    float8 = search(asked, lambda low: errors(in_half, low), tolerance)
+    return Found(lowest, half, float8)
 
 
 def rules_for(
@@ -165,3 +145,15 @@ def _is_part(part: list[str], names: list[str]) -> bool:
 def _escaped(path: str) -> str:
     """Returns a glob that matches the path alone."""
     return re.sub(r"([*?[])", r"[\1]", path)
+
+
+def path_in_rules(path: str) -> str:
+    """Returns a path of name scopes without those that `jnp.einsum` opens, and what is inside.
+
+    An einsum is no module: what stands in it belongs to the scope around it.
+
+    >>> path_in_rules("attention/bqhd,bkhd->bhqk/transpose")
+    'attention'
+    """
+    names = path.split("/")
+    return "/".join(itertools.takewhile(lambda name: "->" not in name, names))
