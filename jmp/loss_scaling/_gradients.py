@@ -40,10 +40,9 @@ _STEPS = {
 class UnscaledLossWarning(UserWarning):
     """A model computes in float16 and nothing scales its loss: small gradients become zero.
 
-    The training steps of `jmp.adapters` warn of it. An optimizer that `transforms.mixed_precision`
-    made for a policy without a scale they refuse, with a ValueError. Take
-    `transforms.mixed_precision` with the policy of the model, or wrap the optimizer in
-    `with_loss_scale(tx, jmp.NoOpLossScale())` to say that no scale is wanted.
+    The training steps of `jmp.adapters` warn of it. Take `transforms.mixed_precision` with the
+    policy of the model; or, to say that no scale is wanted, `jmp.StaticLossScale(1.0)`, which still
+    skips steps that are not finite, or Python's filter of warnings.
 
     >>> import optax, warnings
     >>> from jmp.adapters import linen
