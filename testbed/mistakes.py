@@ -340,8 +340,9 @@ MISTAKES: dict[str, list[Mistake]] = {
             ),
             ("jmp.DynamicLossScale(8.0, counter=-1)", "expected a count from 0 to 2**31 - 1"),
             ("jmp.DynamicLossScale(8.0, counter=2**31)", "expected a count from 0 to 2**31 - 1"),
-            ("jmp.HysteresisLossScale(hysteresis=0)", "expected at least 1 overflow"),
+            ("jmp.HysteresisLossScale(hysteresis=0)", "expected a whole number of"),
             ("jmp.HysteresisLossScale(hysteresis=2**31)", "fewer than 2**31"),
+            ("jmp.HysteresisLossScale(hysteresis=1.5)", "expected a whole number"),
             ("scale.adjust(np.ones(3, bool))", "one flag for all gradients"),
         ),
         *_rows(
@@ -357,7 +358,6 @@ MISTAKES: dict[str, list[Mistake]] = {
             ("jmp.DynamicLossScale(True)", "loss_scale got True; expected a number"),
             ("jmp.DynamicLossScale(8.0, period='2000')", "period got '2000'; expected one number"),
             ("jmp.DynamicLossScale(8.0, factor=params)", "expected one number"),
-            ("jmp.HysteresisLossScale(hysteresis=1.5)", "expected a whole number"),
             ("scale.adjust(1)", "expected a boolean, as jmp.all_finite(gradients) returns it"),
             ("scale.adjust(None)", "adjust got None; expected a boolean"),
             ("scale.adjust(params)", "adjust got {'w': float32[2,2]}; expected a boolean"),
@@ -394,7 +394,7 @@ MISTAKES: dict[str, list[Mistake]] = {
             ("jmp.from_torch_state_dict(many)", "expected torch GradScaler's"),
             (
                 "jmp.from_torch_state_dict({**torch.state_dict, 'scale': 0.0})",
-                "or put a number there",
+                "expected a positive finite number",
             ),
             (
                 "jmp.from_torch_state_dict({**torch.state_dict, 'growth_interval': 0})",

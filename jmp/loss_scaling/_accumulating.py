@@ -28,7 +28,6 @@ from jmp.trees import (
     holds_numbers,
     is_complex,
     is_floating,
-    path_string,
 )
 
 P = ParamSpec("P")
@@ -209,9 +208,7 @@ class Window(NamedTuple):
 
         differentiate = jax.value_and_grad(loss, self.trained, has_aux=True)
         (_, (value, aux)), found = differentiate(*args, **kwargs)
-        gradients = jax.tree.map(
-            lambda g: g.astype(self._dtype_of(g)), multiply_tree(found, power)
-        )
+        gradients = jax.tree.map(lambda g: g.astype(self._dtype_of(g)), multiply_tree(found, power))
         if self.skips_each:  # selected: a product with zero would keep what is not finite
             good = agreed(all_finite(found), self.loss_scale, "auto", apart=self.axes)
             gradients, value, count = jax.tree.map(

@@ -82,9 +82,7 @@ def mixed_precision(
     return checked
 
 
-def _refuse_without_master(
-    params: optax.Params, state: WithLossScaleState, policy: Policy
-) -> None:
+def _refuse_without_master(params: optax.Params, state: WithLossScaleState, policy: Policy) -> None:
     """Raises ValueError for parameters, abstract ones too, that would lose small updates."""
     with_master = shapes_with_master(state)
     leaves = leaves_by_path(params).items()
