@@ -283,9 +283,7 @@ def test_optimizers_that_look_at_shapes_or_paths_are_refused(name, inner):
     ids=["lbfgs", "sm3", "a mask of other parameters"],
 )
 def test_optimizers_that_the_small_model_cannot_try_are_not_said_to_look_at_shapes(inner, reason):
-    with pytest.raises(
-        ValueError, match=rf"a small model.*\({reason}\).*Leave flat_master"
-    ):
+    with pytest.raises(ValueError, match=rf"a small model.*\({reason}\).*Leave flat_master"):
         jax.eval_shape(flat_masters(inner).init, SMALL_TENSORS)
 
 
