@@ -28,7 +28,7 @@ prints.
 |---|---|
 | `jmp.UnscaledLossWarning` | The model computes in float16 without a loss scale. Make the \
 optimizer by `transforms.mixed_precision(tx, policy)` with the policy of the model. If no scale \
-is wanted: `transforms.with_loss_scale(tx, jmp.NoOpLossScale())`. |
+is wanted: `transforms.with_loss_scale(tx, jmp.StaticLossScale(1.0))`. |
 | `jmp.UnusedRuleWarning` | A rule matched nothing. Compare its spelling with the paths in the \
 message, or with those that `print(diagnostics.precision_report(loss_fn, policy)(*args))` shows; \
 put special rules before general ones: the first that matches counts. Haiku's `~` may be left out. |

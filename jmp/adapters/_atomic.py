@@ -13,8 +13,8 @@ from jmp.loss_scaling import LossScale, NoOpLossScale, UnscaledLossWarning, scal
 from jmp.loss_scaling._gradients import pair_of
 from jmp.policy import lowered_to
 from jmp.transforms._few_kernels import flag_by_size
-from jmp.transforms._loss_scaling import WithLossScaleState, find_loss_scaling
-from jmp.transforms._mixed_precision import unscaled_policy
+from jmp.transforms._loss_scaling import find_loss_scaling
+from jmp.transforms._states import WithLossScaleState
 from jmp.trees import PyTree, is_complex, is_floating, select_leaves
 
 T = TypeVar("T")
@@ -26,35 +26,23 @@ def loss_scale_in(opt_state: optax.OptState) -> LossScale:
     return NoOpLossScale() if scaling is None else scaling.loss_scale
 
 
-def check_is_scaled(
-    tx: optax.GradientTransformation, opt_state: optax.OptState, *computing: object
-) -> None:
-    """Refuses an optimizer made for bfloat16 where functions or modules compute in float16.
+def check_is_scaled(opt_state: optax.OptState, *computing: object) -> None:
+    """Warns where functions or modules compute in float16 and the optimizer scales no loss.
 
-    It scales no loss, and small gradients would be zero. `NoOpLossScale()` says that none is meant.
+    A warning, not an error: another library may scale it.
 
-    Raises: ValueError where `mixed_precision` made it for a policy that needs no scale.
-    Warns: `UnscaledLossWarning` where it is any other without loss scaling: it may be scaled by
-      means of another library.
+    Warns: `UnscaledLossWarning`.
     """
-    if jnp.float16 not in map(lowered_to, computing):
+    is_scaled = not isinstance(loss_scale_in(opt_state), NoOpLossScale)
+    if is_scaled or jnp.float16 not in map(lowered_to, computing):
         return
-    policy = unscaled_policy(tx)
-    if policy is not None:
-        raise ValueError(
-            "The model computes in float16, but its optimizer was made by mixed_precision(..., "
-            f"'{policy}'), which scales no loss: small gradients would be flushed to zero. Give "
-            "both one policy; or say which scale, mixed_precision(..., "
-            "loss_scale=jmp.NoOpLossScale()) if there is to be none."
-        )
-    if find_loss_scaling(opt_state) is None:
-        warnings.warn(
-            "The model computes in float16, but its optimizer scales no loss: small gradients "
-            "would be flushed to zero. Write transforms.mixed_precision(tx, 'mixed_float16'); or "
-            "transforms.with_loss_scale(tx, jmp.NoOpLossScale()) if there is to be no scale.",
-            UnscaledLossWarning,
-            stacklevel=3,
-        )
+    warnings.warn(
+        "The model computes in float16, but its optimizer scales no loss: small gradients "
+        "would be flushed to zero. Write transforms.mixed_precision(tx, 'mixed_float16'); or "
+        "transforms.with_loss_scale(tx, jmp.StaticLossScale(1.0)) if there is to be no scale.",
+        UnscaledLossWarning,
+        stacklevel=3,
+    )
 
 
 def keep_if_skipped(
@@ -155,7 +143,7 @@ def take_step(
         raise TypeError(
             f"train_step got the optimizer as opt_state; expected what tx.init returned.{_ORDER}"
         )
-    check_is_scaled(tx, opt_state, loss_fn)
+    check_is_scaled(opt_state, loss_fn)
     # Equinox's State may be used once: the loss gets a copy, so that it outlives an error.
     before, structure = jax.tree.flatten(state)
     given = args if state is None else (jax.tree.unflatten(structure, before), *args)

@@ -83,10 +83,9 @@ class TrainState(train_state.TrainState):
         Raises:
           TypeError: `tx` is no optax transformation; None as parameters.
           ValueError: an optimizer in an order that fails, see `transforms.check_optimizer_state`;
-            `mixed_precision` of a policy that needs no scale where `apply_fn` computes in float16,
-            or of one whose parameters are float32 where these are half.
+            `mixed_precision` of a policy whose parameters are float32 where these are half.
 
-        Warns: `jmp.UnscaledLossWarning` for another optimizer without a loss scale where `apply_fn`
+        Warns: `jmp.UnscaledLossWarning` for an optimizer without a loss scale where `apply_fn`
           computes in float16.
         """
         caller = "TrainState.create"
@@ -102,7 +101,7 @@ class TrainState(train_state.TrainState):
         )
         check_order(state.opt_state, undone_on_a_skip=True)
         check_half_ones_are_seen(state.opt_state, params)
-        check_is_scaled(tx, state.opt_state, apply_fn)
+        check_is_scaled(state.opt_state, apply_fn)
         return state.replace(step=placed(jnp.zeros([], jnp.int32), params))
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

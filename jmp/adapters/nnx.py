@@ -256,7 +256,7 @@ def train_step(
         raise wrong(TypeError, "train_step", loss_fn, "a function", role="loss_fn", more=_ORDER)
     _check_kind("train_step", "model", model, nnx.Module)
     _check_kind("train_step", "optimizer", optimizer, nnx.Optimizer)
-    check_is_scaled(optimizer.tx, nnx.as_pure(optimizer.opt_state), loss_fn, model)
+    check_is_scaled(nnx.as_pure(optimizer.opt_state), loss_fn, model)
     before, state_before = _moved_by_a_step(model, optimizer)
     differentiate = nnx.value_and_grad(
         scaled_loss(loss_fn, loss_scale(optimizer), has_aux),

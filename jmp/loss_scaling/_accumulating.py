@@ -7,7 +7,7 @@ their mean. The checks follow below.
 import functools
 import numbers
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, ParamSpec, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Literal, NamedTuple, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -28,58 +28,17 @@ from jmp.trees import (
     holds_numbers,
     is_complex,
     is_floating,
-    path_string,
 )
 
 P = ParamSpec("P")
-Aux = TypeVar("Aux")
 Skip = Literal["window", "micro_batch"]
 
 CALLER = "accumulated_value_and_grad"
 SKIPS = ("window", "micro_batch")
 
 
-class AccumulatingOptions(TypedDict, total=False):
-    """The keyword options of `accumulated_value_and_grad`, for type checkers."""
-
-    weight: Callable[..., Any] | None
-    skip: Skip
-    accumulate_dtype: DTypeLike
-    reduce_axes: str | Sequence[str]
-
-
-@overload
 def accumulated_value_and_grad(
     fun: Callable[P, Any],
-    loss_scale: LossScale,
-    steps: int,
-    argnums: int | Sequence[int] = 0,
-    batch_argnums: int | Sequence[int] = (1,),
-    has_aux: Literal[False] = False,
-    **options: Unpack[AccumulatingOptions],
-) -> Callable[P, tuple[jax.Array, Any]]: ...
-@overload
-def accumulated_value_and_grad(
-    fun: Callable[P, tuple[Any, Aux]],
-    loss_scale: LossScale,
-    steps: int,
-    argnums: int | Sequence[int] = 0,
-    batch_argnums: int | Sequence[int] = (1,),
-    has_aux: Literal[True] = ...,  # left out, it is the first of these
-    **options: Unpack[AccumulatingOptions],
-) -> Callable[P, tuple[tuple[jax.Array, Aux], Any]]: ...
-@overload
-def accumulated_value_and_grad(
-    fun: Callable[P, Any],
-    loss_scale: LossScale,
-    steps: int,
-    argnums: int | Sequence[int] = 0,
-    batch_argnums: int | Sequence[int] = (1,),
-    has_aux: bool = False,
-    **options: Unpack[AccumulatingOptions],
-) -> Callable[P, tuple[Any, Any]]: ...
-def accumulated_value_and_grad(
-    fun: Callable[..., Any],
     loss_scale: LossScale,
     steps: int,
     argnums: int | Sequence[int] = 0,
@@ -90,7 +49,7 @@ def accumulated_value_and_grad(
     skip: Skip = "window",
     accumulate_dtype: DTypeLike = jnp.float32,
     reduce_axes: str | Sequence[str] = (),
-) -> Callable[..., tuple[Any, Any]]:
+) -> Callable[P, tuple[Any, Any]]:
     """Like `scaled_value_and_grad`, with a batch cut into `steps` micro-batches, one after another.
 
     Each micro-batch is an iteration of one `lax.scan`: memory is needed for the activations of one.
@@ -161,7 +120,7 @@ def accumulated_value_and_grad(
         fun=scaled_loss(fun, loss_scale, has_aux),
         loss_scale=loss_scale,
         steps=_number_of_steps(steps),
-        argnums=argnums,
+        trained=(argnums,) if isinstance(argnums, int) else tuple(argnums),
         weight=weight,
         skips_each=skip == "micro_batch",
         dtype=_accumulator_dtype(accumulate_dtype),
@@ -169,24 +128,18 @@ def accumulated_value_and_grad(
     )
 
     @functools.wraps(fun)
-    def wrapped(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> tuple[Any, Any]:
         check_parameters(args, argnums, CALLER)
         places = _batch_numbers(batch_argnums, argnums, len(args))
-        _check_rows(args, places, window.steps)
-        _devices_along(window.axes)  # or they are not mapped over
-        _check_same_along(window.axes, args, argnums)
+        _check_rows(_leaves_of(args, places), window.steps)
+        _check_mapped(window.axes)
+        _check_same_along(window.axes, _leaves_of(args, window.trained))
         value, aux, gradients = window.run(args, kwargs, places)
+        if isinstance(argnums, int):
+            (gradients,) = gradients
         return ((value, aux), gradients) if has_aux else (value, gradients)
 
     return wrapped
-
-
-class _Term(NamedTuple):
-    """What one micro-batch adds, beside its gradients."""
-
-    value: jax.Array
-    counted: jax.Array | None  # None: each micro-batch counts one
-    aux: Any
 
 
 class Window(NamedTuple):
@@ -194,6 +147,7 @@ class Window(NamedTuple):
 
     Attributes:
       fun: returns `(scaled loss, (loss, aux))`.
+      trained: the numbers of the arguments to differentiate at.
       skips_each: whether a bad micro-batch is left out, instead of the window.
       dtype: of the sums.
       axes: those to reduce over.
@@ -202,68 +156,65 @@ class Window(NamedTuple):
     fun: Callable[..., tuple[jax.Array, tuple[jax.Array, Any]]]
     loss_scale: LossScale
     steps: int
-    argnums: int | Sequence[int]
+    trained: tuple[int, ...]
     weight: Callable[..., Any] | None
     skips_each: bool
     dtype: np.dtype
     axes: tuple[str, ...]
 
     def run(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], places: Sequence[int]
+        self, args: Sequence[Any], kwargs: dict[str, Any], places: Sequence[int]
     ) -> tuple[jax.Array, Any, PyTree]:
         """Returns the mean value, the stacked aux and the mean of the scaled gradients."""
         if self.steps == 1 and self.weight is None and not self.axes:
-            differentiate = jax.value_and_grad(self.fun, self.argnums, has_aux=True)
+            differentiate = jax.value_and_grad(self.fun, self.trained, has_aux=True)
             (_, (value, aux)), gradients = differentiate(*args, **kwargs)
             return value, _stacked(aux), gradients
 
-        trained = (self.argnums,) if isinstance(self.argnums, int) else self.argnums
         whole = list(args)
-        for number in trained:  # or each turn would reduce the gradients of what does not vary
+        for number in self.trained:  # or each turn would reduce the gradients of what does not vary
             whole[number] = _varying_along(self.axes, whole[number])
         batch = [args[place] for place in places]
 
-        def turn(sums: PyTree, rows: Sequence[Any]) -> tuple[PyTree, _Term]:
-            gradients, term = self._micro_batch(replaced(whole, places, rows), kwargs, rows)
-            return jax.tree.map(jnp.add, sums, gradients), term
+        def turn(sums: PyTree, rows: Sequence[Any]) -> tuple[PyTree, Any]:
+            gradients, terms = self._micro_batch(replaced(whole, places, rows), kwargs, rows)
+            return jax.tree.map(jnp.add, sums, gradients), terms
 
         if self.steps == 1:
-            sums, term = self._micro_batch(whole, kwargs, batch)
-            terms = _stacked(term)
+            sums, of_one = self._micro_batch(whole, kwargs, batch)
+            values, counts, aux = _stacked(of_one)
         else:
-            parameters = tuple(whole[number] for number in trained)
-            zeros = jax.tree.map(self._zeros, parameters)
-            start = zeros[0] if isinstance(self.argnums, int) else zeros
-            sums, terms = jax.lax.scan(turn, start, _split_rows(batch, self.steps))
-        return self._mean(sums, terms)
+            parameters = tuple(whole[number] for number in self.trained)
+            start = jax.tree.map(self._zeros, parameters)
+            sums, stacked = jax.lax.scan(turn, start, _split_rows(batch, self.steps))
+            values, counts, aux = stacked
+        totals = (sums, values.sum(), counts.sum())
+        if self.axes:
+            totals = jax.lax.psum(totals, self.axes)
+        sums, value, count = totals
+        value, gradients = jax.tree.map(lambda total: _divided(total, count), (value, sums))
+        return value, aux, gradients
 
     def _micro_batch(
         self, args: Sequence[Any], kwargs: dict[str, Any], rows: Sequence[Any]
-    ) -> tuple[PyTree, _Term]:
-        """Returns what a micro-batch adds to the gradients' sums, and to the rest."""
-        count, power = None, None
-        if self.weight is not None:
-            count = _weight_of(self.weight, rows)
-            power = _power_of_two_up_to(count)
+    ) -> tuple[PyTree, tuple[jax.Array, jax.Array, Any]]:
+        """Returns what a micro-batch adds to the gradients' sums; its value, its count and aux."""
+        count = jnp.float32(1) if self.weight is None else _weight_of(self.weight, rows)
+        power = _power_of_two_up_to(count)
 
         def loss(*args: Any, **kwargs: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
             scaled, rest = self.fun(*args, **kwargs)
-            return scaled if power is None else scaled / power.astype(scaled.dtype), rest
+            return scaled / power.astype(scaled.dtype), rest
 
-        differentiate = jax.value_and_grad(loss, self.argnums, has_aux=True)
-        (_, (value, aux)), gradients = differentiate(*args, **kwargs)
-        good = None
-        if self.skips_each:
-            good = agreed(all_finite(gradients), self.loss_scale, "auto", apart=self.axes)
-            count = jnp.float32(1) if count is None else count
-        if power is not None:
-            gradients = multiply_tree(gradients, power)
-        gradients = jax.tree.map(lambda g: g.astype(self._dtype_of(g)), gradients)
-        if good is not None:  # selected: a product with zero would keep what is not finite
+        differentiate = jax.value_and_grad(loss, self.trained, has_aux=True)
+        (_, (value, aux)), found = differentiate(*args, **kwargs)
+        gradients = jax.tree.map(lambda g: g.astype(self._dtype_of(g)), multiply_tree(found, power))
+        if self.skips_each:  # selected: a product with zero would keep what is not finite
+            good = agreed(all_finite(found), self.loss_scale, "auto", apart=self.axes)
             gradients, value, count = jax.tree.map(
                 lambda leaf: jnp.where(good, leaf, jnp.zeros_like(leaf)), (gradients, value, count)
             )
-        return gradients, _Term(value, count, aux)
+        return gradients, (value, count, aux)
 
     def _dtype_of(self, gradient: jax.Array) -> np.dtype:
         """Returns the dtype of the sums of a gradient, or of a parameter's gradient."""
@@ -273,17 +224,6 @@ class Window(NamedTuple):
     def _zeros(self, parameter: Any) -> jax.Array:
         parameter = jnp.asarray(parameter)
         return jnp.zeros_like(parameter, dtype=self._dtype_of(parameter))
-
-    def _mean(self, sums: PyTree, terms: _Term) -> tuple[jax.Array, Any, PyTree]:
-        """Returns the mean value, the stacked aux and the mean of the scaled gradients."""
-        value = terms.value.sum()
-        count = None if terms.counted is None else terms.counted.sum()
-        if self.axes:
-            sums, value, count = jax.lax.psum((sums, value, count), self.axes)
-        if count is None:
-            count = jnp.float32(self.steps * _devices_along(self.axes))
-        value, gradients = jax.tree.map(lambda total: _divided(total, count), (value, sums))
-        return value, terms.aux, gradients
 
 
 def _split_rows(batch: PyTree, steps: int) -> PyTree:
@@ -402,44 +342,44 @@ def _accumulator_dtype(dtype: DTypeLike) -> np.dtype:
     return wanted
 
 
-def _devices_along(axes: Sequence[str]) -> int:
-    """Returns the number of devices along axes, all together.
-
-    Raises: ValueError for an axis over which the code that is running is not mapped.
-    """
-    devices = 1
+def _check_mapped(axes: Sequence[str]) -> None:
+    """Raises ValueError for an axis over which the code that is running is not mapped."""
     for axis in axes:
         try:
-            devices *= int(jax.lax.axis_size(axis))
+            jax.lax.axis_size(axis)
         except NameError:
             raise ValueError(
                 f"{CALLER} got reduce_axes={described(axes)}, but nothing maps over "
                 f"{described(axis)} here. Call it inside jax.shard_map(..., axis_names={{...}}) "
                 "over that axis, or leave reduce_axes out: under jit alone XLA reduces."
             ) from None
-    return devices
 
 
-def _check_same_along(
-    axes: Sequence[str], args: Sequence[Any], argnums: int | Sequence[int]
-) -> None:
+def _leaves_of(args: Sequence[Any], numbers: Sequence[int]) -> list[tuple[str, Any]]:
+    """Returns the leaves of some arguments, each with the place where it stands."""
+    return [
+        (f"argument {number}{jax.tree_util.keystr(path)[:200]}", leaf)
+        for number in numbers
+        for path, leaf in jax.tree_util.tree_leaves_with_path(args[number])
+    ]
+
+
+def _check_same_along(axes: Sequence[str], leaves: Sequence[tuple[str, Any]]) -> None:
     """Raises ValueError for parameters that differ along axes over which gradients are added up.
 
     Where JAX tracks that (`check_vma=True`). How shards are to be gathered only the loss knows:
     the type of one says neither along which dimension it was cut nor in which dtype to send it.
     """
-    for number in [argnums] if isinstance(argnums, int) else argnums:
-        for path, leaf in jax.tree_util.tree_leaves_with_path(args[number]):
-            if differing := sorted(varying_axes(leaf).intersection(axes)):
-                where = f"argument {number}{jax.tree_util.keystr(path)[:200]}"
-                raise ValueError(
-                    f"{CALLER} got {shape_text(leaf)} as {where}, which differs along "
-                    f"{listed(differing)}, with reduce_axes={described(tuple(axes))}: gradients of "
-                    "different parameters would be added up. Expected parameters that are the same "
-                    "along these axes. For shards leave the axis out, and in the loss gather each, "
-                    "jmp.gather(shard, axis, dtype), and return jax.lax.pmean(loss, axis): their "
-                    "gradients are then added up as shards. Equal copies come through in_specs=P()."
-                )
+    for where, leaf in leaves:
+        if differing := sorted(varying_axes(leaf).intersection(axes)):
+            raise ValueError(
+                f"{CALLER} got {shape_text(leaf)} as {where}, which differs along "
+                f"{listed(differing)}, with reduce_axes={described(tuple(axes))}: gradients of "
+                "different parameters would be added up. Expected parameters that are the same "
+                "along these axes. For shards leave the axis out, and in the loss gather each, "
+                "jmp.gather(shard, axis, dtype), and return jax.lax.pmean(loss, axis): their "
+                "gradients are then added up as shards. Equal copies come through in_specs=P()."
+            )
 
 
 def _batch_numbers(
@@ -464,37 +404,27 @@ def _batch_numbers(
     return list(dict.fromkeys(number % count for number in given))
 
 
-def _check_rows(args: Sequence[Any], places: Sequence[int], steps: int) -> None:
-    """Raises TypeError or ValueError, with path and shape, if a leaf cannot be split."""
-    found = False
-    for number in places:
-        for path, leaf in jax.tree_util.tree_leaves_with_path(args[number]):
-            _check_leaf(leaf, f"argument {number}", path_string(path), steps)
-            found = True
-    if not found:
-        where = f"argument {', '.join(map(str, places))}" if places else "no argument at all"
+def _check_rows(leaves: Sequence[tuple[str, Any]], steps: int) -> None:
+    """Raises TypeError or ValueError if a leaf of the batch cannot be split."""
+    if not leaves:
         raise ValueError(
-            f"{CALLER} found no array in {where}; expected the batch: batch_argnums "
-            "names the positional arguments that hold its rows."
+            f"{CALLER} found no array in the batch; expected rows in the positional arguments that "
+            "batch_argnums names."
         )
-
-
-def _check_leaf(leaf: Any, argument: str, path: str, steps: int) -> None:
-    where = f"{argument} at '{path[:200]}'" if path else argument
     way_out = (
         "What has no rows belongs into another argument; a key is split first, "
         f"jax.random.split(key, {steps})."
     )
-    if not holds_numbers(leaf) or leaf.ndim == 0:
-        is_scalar = holds_numbers(leaf)
-        kind, got = (ValueError, shape_text(leaf)) if is_scalar else (TypeError, described(leaf))
-        raise kind(
-            f"{CALLER} got {got} as {where}; expected an array whose first axis is the batch. "
-            f"{way_out}"
-        )
-    if leaf.shape[0] == 0 or leaf.shape[0] % steps:
-        raise ValueError(
-            f"{CALLER} got {shape_text(leaf)} as {where}, with steps={steps}; expected a first "
-            f"axis that is a multiple of {steps}. Choose steps that divide it, drop the last rows, "
-            "or pad them and give weight= a count of the others."
-        )
+    for where, leaf in leaves:
+        if not holds_numbers(leaf):
+            raise TypeError(
+                f"{CALLER} got {described(leaf)} as {where}; expected an array whose first axis is "
+                f"the batch. {way_out}"
+            )
+        if leaf.ndim == 0 or leaf.shape[0] == 0 or leaf.shape[0] % steps:
+            raise ValueError(
+                f"{CALLER} got {shape_text(leaf)} as {where}, with steps={steps}; expected an "
+                f"array whose first axis is a multiple of {steps}. Choose steps that divide it, "
+                "drop the last rows, or pad them and give weight= a count of the others. "
+                f"{way_out}"
+            )

@@ -1,4 +1,11 @@
-"""What every loss scale shares: the interface, the arithmetic of scaling a tree, and checks.
+"""What every loss scale shares, in this order.
+
+  - the interface: `LossScale`;
+  - the arithmetic of scaling a tree: `multiply_tree`, `divide_tree`;
+  - scales as pytrees: `register_state`, `replace_leaves`;
+  - checks of what constructors are given: numbers that stay (`concrete_number`, `plain_number`,
+    `scale_bound`, `static_scale`) and leaves (`dynamic_scale`, `step_count`);
+  - the check of what `adjust` is given: `finite_flag`.
 
 The scale is a float32 power of two in all presets: multiplying by it and by its reciprocal is then
 exact, and scaling commutes with rounding. It is float32 and never half, because 2**16 is already
@@ -89,6 +96,9 @@ class LossScale(abc.ABC):
         """
 
 
+# The arithmetic of scaling a tree.
+
+
 def multiply_tree(tree: T, factor: ArrayLike) -> T:
     """Multiplies the floating and complex leaves of `tree` by float32 `factor`."""
     return _scaled(tree, lambda dtype: jnp.asarray(factor, dtype))
@@ -101,116 +111,30 @@ def divide_tree(tree: T, divisor: ArrayLike) -> T:
 
 
 def _scaled(tree: T, factor_in: Callable[[np.dtype], jax.Array]) -> T:
-    scaled: T = jax.tree.map(lambda leaf: _scaled_leaf(leaf, factor_in), tree)
-    return scaled
+    """Multiplies leaves by a factor, which `factor_in` gives in their dtype."""
+
+    def scaled(leaf: Any) -> Any:
+        # np.float64 is a float, and an array too; a bool is an int, and a flag, no number.
+        if isinstance(leaf, int | float | complex) and not isinstance(leaf, bool | np.generic):
+            with np.errstate(over="ignore"):
+                leaf = np.asarray(leaf, np.complex64 if isinstance(leaf, complex) else np.float32)
+        if is_floating(leaf):
+            # Without x64 a float64 NumPy leaf becomes float32, as everywhere in JAX.
+            dtype = jax.dtypes.canonicalize_dtype(at_least_float32(leaf.dtype))
+            return as_jax_array(leaf).astype(dtype) * factor_in(dtype)
+        # A complex parameter's gradient is scaled like any other; no complex type is half. Part by
+        # part: the complex product of inf + 0j and a real number has a NaN in it.
+        if is_complex(leaf):
+            leaf = as_jax_array(leaf)
+            factor = factor_in(leaf.real.dtype)
+            return jax.lax.complex(leaf.real * factor, leaf.imag * factor)
+        return leaf
+
+    result: T = jax.tree.map(scaled, tree)
+    return result
 
 
-def _scaled_leaf(leaf: Any, factor_in: Callable[[np.dtype], jax.Array]) -> Any:
-    # np.float64 is a float, and an array too; a bool is an int, and a flag rather than a number.
-    if isinstance(leaf, int | float | complex) and not (is_array(leaf) or isinstance(leaf, bool)):
-        with np.errstate(over="ignore"):
-            dtype = jnp.complex64 if isinstance(leaf, complex) else jnp.float32
-            leaf = jnp.asarray(float(leaf) if isinstance(leaf, int) else leaf, dtype)
-    if is_floating(leaf):
-        # Without x64 a float64 NumPy leaf becomes float32, as everywhere in JAX.
-        dtype = jax.dtypes.canonicalize_dtype(at_least_float32(leaf.dtype))
-        return as_jax_array(leaf).astype(dtype) * factor_in(dtype)
-    # A complex parameter's gradient is scaled like any other; no complex type is half. Part by
-    # part: the complex product of inf + 0j and a real number has a NaN in it.
-    if is_complex(leaf):
-        leaf = as_jax_array(leaf)
-        factor = factor_in(leaf.real.dtype)
-        return jax.lax.complex(leaf.real * factor, leaf.imag * factor)
-    return leaf
-
-
-def scale_bound(value: object, name: str) -> float:
-    """Returns a floor or ceiling as a Python float within the representable scales.
-
-    Zero is accepted for a floor and means the smallest scale there is.
-    """
-    number = _concrete_number(value, name)
-    _warn_if_integer(value, name)
-    if np.isnan(number) or number < 0:
-        raise wrong(ValueError, name, number, "a number that is not negative")
-    return float(np.clip(number, SMALLEST_SCALE, LARGEST_SCALE))
-
-
-def static_scale(value: object) -> float:
-    """Returns the constant of a static scale as a Python float; zero can be held, not used."""
-    number = _concrete_number(value, "StaticLossScale")
-    if not np.isfinite(number) or number < 0:
-        expected = "a finite number that is not negative, such as 512"
-        raise wrong(ValueError, "StaticLossScale", value, expected)
-    # Float32 is what it multiplies in.
-    clipped = np.float32(np.clip(number, SMALLEST_SCALE, LARGEST_SCALE))
-    return 0.0 if number == 0 else float(clipped)
-
-
-def dynamic_scale(value: Any, smallest: float, largest: float) -> Any:
-    """Returns a starting scale as a float32 array within its bounds.
-
-    Anything that is neither a number nor an array (None, a sharding) is returned as it is.
-    """
-    if not (is_array(value) or isinstance(value, (int, float))):
-        return _placeholder(value, "loss_scale", "a number such as 2.0**15")
-    if isinstance(value, bool) or (is_array(value) and not _is_number_dtype(value.dtype)):
-        raise wrong(TypeError, "loss_scale", value, "a number such as 2.0**15")
-    _warn_if_integer(value, "loss_scale")
-    if not isinstance(value, jax.core.Tracer):
-        numbers = _as_float64(value)
-        if not np.all(np.isfinite(numbers) & (numbers > 0)):
-            expected = (
-                "a positive finite number such as 2.0**15. To switch loss scaling off use "
-                "NoOpLossScale()"
-            )
-            raise wrong(ValueError, "loss_scale", value, expected)
-        value = np.clip(numbers, smallest, largest)  # before float32 makes an infinity of it
-    return jnp.clip(jnp.asarray(value, jnp.float32), smallest, largest)
-
-
-def step_count(value: Any, name: str) -> Any:
-    """Returns a counter as an int32 array; placeholders pass."""
-    expected = "a count from 0 to 2**31 - 1"
-    if not (is_array(value) or isinstance(value, (int, float))):
-        return _placeholder(value, name, expected)
-    if not isinstance(value, jax.core.Tracer):
-        numbers = _as_float64(value)
-        if not np.all((numbers >= 0) & (numbers < 2**31)):
-            raise wrong(ValueError, name, value, expected)
-    return jnp.asarray(value).astype(jnp.int32)
-
-
-def _placeholder(value: Any, name: str, expected: str) -> Any:
-    """Returns what stands for an array, such as None or a sharding; refuses what cannot."""
-    containers = (str, bytes, list, tuple, dict, LossScale)
-    if isinstance(value, containers) or callable(value):
-        raise wrong(TypeError, name, value, expected)
-    return value
-
-
-def plain_number(value: Any, name: str, is_right: Callable[[float], bool], expected: str) -> float:
-    """Returns a number that is part of the compiled program as a Python number, if it is right."""
-    if not is_right(_concrete_number(value, name)):
-        raise wrong(ValueError, name, value, expected)
-    return value if isinstance(value, (int, float)) else value.item()
-
-
-def finite_flag(grads_finite: ArrayLike, scale: ArrayLike) -> jax.Array:
-    """Returns the flag of `adjust` as a bool array of the scale's shape."""
-    expected = "a boolean, as jmp.all_finite(gradients) returns it"
-    try:
-        flag = jnp.asarray(grads_finite)
-    except (TypeError, ValueError):
-        raise wrong(TypeError, "adjust", grads_finite, expected) from None
-    if flag.dtype != jnp.bool_:
-        raise TypeError(f"adjust got grads_finite of dtype {flag.dtype}; expected {expected}.")
-    if flag.shape != jnp.shape(scale):
-        raise ValueError(
-            f"adjust got grads_finite of shape {flag.shape}; expected boolean scalar: one flag for "
-            "all gradients, as jmp.all_finite returns it."
-        )
-    return flag
+# Scales as pytrees.
 
 
 def register_state(cls: type[T]) -> type[T]:
@@ -232,7 +156,7 @@ def register_state(cls: type[T]) -> type[T]:
         for name, value in zip(static, meta, strict=True):
             object.__setattr__(node, name, value)
         for (name, dtype), value in zip(leaves.items(), children, strict=True):
-            if is_array(value) and value.dtype != dtype and _is_number_dtype(value.dtype):
+            if is_array(value) and value.dtype != dtype and jnp.issubdtype(value.dtype, np.number):
                 value = value.astype(dtype)
             object.__setattr__(node, name, value)
         return node
@@ -250,21 +174,89 @@ def replace_leaves(node: T, **leaves: Any) -> T:
     return copy
 
 
-def _is_number_dtype(dtype: np.dtype) -> bool:
-    return dtype != jax.dtypes.float0 and jnp.issubdtype(dtype, np.number)
+# Checks of what constructors are given: numbers that stay, part of the compiled program.
 
 
-def _concrete_number(value: Any, name: str) -> float:
+def concrete_number(value: Any, name: str) -> float:
+    """Returns one number, of Python or in an array, as a Python float; raises TypeError else."""
     if isinstance(value, jax.core.Tracer):
         raise TypeError(
             f"{name} got a traced value; it is part of the compiled program and must be a plain "
             "number. A scale that changes from step to step is a DynamicLossScale."
         )
-    if isinstance(value, bool) or not (
-        isinstance(value, (int, float)) or (is_array(value) and value.ndim == 0)
-    ):
+    is_number = isinstance(value, int | float) or (is_array(value) and value.ndim == 0)
+    if not is_number or isinstance(value, bool):
         raise wrong(TypeError, name, value, "one number")
     return float(_as_float64(value))
+
+
+def plain_number(value: Any, name: str, is_right: Callable[[float], bool], expected: str) -> float:
+    """Returns a number as a Python number of its own type, if it is right."""
+    if not is_right(concrete_number(value, name)):
+        raise wrong(ValueError, name, value, expected)
+    return value if isinstance(value, (int, float)) else value.item()
+
+
+def scale_bound(value: object, name: str) -> float:
+    """Returns a floor or ceiling as a Python float within the representable scales.
+
+    Zero is accepted for a floor and means the smallest scale there is.
+    """
+    number = concrete_number(value, name)
+    _warn_if_integer(value, name)
+    if np.isnan(number) or number < 0:
+        raise wrong(ValueError, name, number, "a number that is not negative")
+    return float(np.clip(number, SMALLEST_SCALE, LARGEST_SCALE))
+
+
+def static_scale(value: object) -> float:
+    """Returns the constant of a static scale as a Python float; zero can be held, not used."""
+    number = concrete_number(value, "StaticLossScale")
+    if not np.isfinite(number) or number < 0:
+        expected = "a finite number that is not negative, such as 512"
+        raise wrong(ValueError, "StaticLossScale", value, expected)
+    # Float32 is what it multiplies in.
+    clipped = np.float32(np.clip(number, SMALLEST_SCALE, LARGEST_SCALE))
+    return 0.0 if number == 0 else float(clipped)
+
+
+# Checks of what constructors are given: leaves, which may be traced.
+
+
+def dynamic_scale(value: Any, smallest: float, largest: float) -> jax.Array:
+    """Returns a starting scale as a float32 array within its bounds."""
+    if not _are_numbers(value):
+        raise wrong(TypeError, "loss_scale", value, "a number such as 2.0**15")
+    _warn_if_integer(value, "loss_scale")
+    if not isinstance(value, jax.core.Tracer):
+        numbers = _as_float64(value)
+        if not np.all(np.isfinite(numbers) & (numbers > 0)):
+            expected = (
+                "a positive finite number such as 2.0**15. To switch loss scaling off use "
+                "NoOpLossScale()"
+            )
+            raise wrong(ValueError, "loss_scale", value, expected)
+        value = np.clip(numbers, smallest, largest)  # before float32 makes an infinity of it
+    return jnp.clip(jnp.asarray(value, jnp.float32), smallest, largest)
+
+
+def step_count(value: Any, name: str) -> jax.Array:
+    """Returns a counter as an int32 array."""
+    expected = "a count from 0 to 2**31 - 1"
+    if not _are_numbers(value):
+        raise wrong(TypeError, name, value, expected)
+    if not isinstance(value, jax.core.Tracer):
+        numbers = _as_float64(value)
+        if not np.all((numbers >= 0) & (numbers < 2**31)):
+            raise wrong(ValueError, name, value, expected)
+        value = numbers.astype(np.int32)
+    return jnp.asarray(value).astype(jnp.int32)
+
+
+def _are_numbers(value: Any) -> bool:
+    if is_array(value):
+        return jnp.issubdtype(value.dtype, np.number)
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _as_float64(value: Any) -> np.ndarray:
@@ -278,3 +270,23 @@ def _warn_if_integer(value: object, name: str) -> None:
     dtype = value.dtype if is_array(value) else np.result_type(type(value))
     if not jnp.issubdtype(dtype, jnp.floating):
         warnings.warn(f"Expected floating type for {name}, got {dtype}", stacklevel=5)
+
+
+# The check of what `adjust` is given.
+
+
+def finite_flag(grads_finite: ArrayLike, scale: ArrayLike) -> jax.Array:
+    """Returns the flag of `adjust` as a bool array of the scale's shape."""
+    expected = "a boolean, as jmp.all_finite(gradients) returns it"
+    try:
+        flag = jnp.asarray(grads_finite)
+    except (TypeError, ValueError):
+        raise wrong(TypeError, "adjust", grads_finite, expected) from None
+    if flag.dtype != jnp.bool_:
+        raise TypeError(f"adjust got grads_finite of dtype {flag.dtype}; expected {expected}.")
+    if flag.shape != jnp.shape(scale):
+        raise ValueError(
+            f"adjust got grads_finite of shape {flag.shape}; expected boolean scalar: one flag for "
+            "all gradients, as jmp.all_finite returns it."
+        )
+    return flag

@@ -76,7 +76,7 @@ class DynamicLossScale(LossScale):
     max_loss_scale: float = dataclasses.field(default=LARGEST_SCALE, kw_only=True)
 
     def __post_init__(self) -> None:
-        check = {
+        check: dict[str, Any] = {
             "period": _base.plain_number(
                 self.period, "period", lambda n: n >= 1, "a number of steps of at least 1"
             ),
@@ -121,27 +121,24 @@ class DynamicLossScale(LossScale):
         Raises: TypeError for a flag that is not boolean, ValueError for one of another shape.
         """
         finite = _base.finite_flag(grads_finite, self.loss_scale)
-        counted, grow = self._counted(finite)
+        counted = jnp.clip(self.counter, 0, _LARGEST_COUNT - 1) + 1
+        grow = finite & (counted >= self.whole_period) & (self.period <= _LARGEST_COUNT)
+        after_finite = jnp.where(grow, self._grown(), self.unchanged)
         return _base.replace_leaves(
             self,
-            loss_scale=jnp.where(
-                finite,
-                jnp.where(grow, self._grown(), self._clipped(self._sane)),
-                self._backed_off(),
-            ),
+            loss_scale=jnp.where(finite, after_finite, self._backed_off()),
             counter=jnp.where(finite & ~grow, counted, 0),
         )
+
+    @property
+    def unchanged(self) -> jax.Array:
+        """The scale as the next step uses it, if this one changes nothing."""
+        return self._clipped(self._sane)
 
     @property
     def whole_period(self) -> int:
         """The period as a whole number of steps that fits the counter."""
         return math.ceil(min(self.period, _LARGEST_COUNT))
-
-    def _counted(self, finite: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the count after a finite step, and whether the scale grows."""
-        counted = jnp.clip(self.counter, 0, _LARGEST_COUNT - 1) + 1
-        is_due = counted >= self.whole_period
-        return counted, finite & is_due if self.period <= _LARGEST_COUNT else jnp.zeros_like(finite)
 
     @property
     def _sane(self) -> ArrayLike:

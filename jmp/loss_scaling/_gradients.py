@@ -5,7 +5,6 @@ mistakes.
 """
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, ParamSpec, TypeVar, overload
 
@@ -20,9 +19,6 @@ from jmp.trees import is_complex, is_floating
 
 P = ParamSpec("P")
 Aux = TypeVar("Aux")
-
-# What other libraries call their scalers, by the name of the class.
-_FOREIGN = {"DynamicScale", "GradScaler", "LossScaleOptimizer", "DynamicLossScaling"}
 
 # How models that are no trees of parameters are differentiated, and their gradients accumulated.
 _STEPS = {
@@ -40,10 +36,9 @@ _STEPS = {
 class UnscaledLossWarning(UserWarning):
     """A model computes in float16 and nothing scales its loss: small gradients become zero.
 
-    The training steps of `jmp.adapters` warn of it. An optimizer that `transforms.mixed_precision`
-    made for a policy without a scale they refuse, with a ValueError. Take
-    `transforms.mixed_precision` with the policy of the model, or wrap the optimizer in
-    `with_loss_scale(tx, jmp.NoOpLossScale())` to say that no scale is wanted.
+    The training steps of `jmp.adapters` warn of it. Take `transforms.mixed_precision` with the
+    policy of the model; or, to say that no scale is wanted, `jmp.StaticLossScale(1.0)`, which still
+    skips steps that are not finite, or Python's filter of warnings.
 
     >>> import optax, warnings
     >>> from jmp.adapters import linen
@@ -183,15 +178,16 @@ def check_loss_scale(value: object, caller: str) -> None:
 
     >>> check_loss_scale(StaticLossScale(8), "with_loss_scale")
     """
+    if not isinstance(value, LossScale):
+        raise TypeError(
+            f"{caller} got loss_scale={described(value)}; expected a loss scale: "
+            "jmp.torch_loss_scale(), which adjusts itself, jmp.StaticLossScale(512), "
+            "jmp.NoOpLossScale() for none, or the one in force, "
+            "jmp.transforms.loss_scale_state(opt_state).loss_scale. Of an nnx.Optimizer that is "
+            "jmp.adapters.nnx.loss_scale(optimizer)."
+        )
     if isinstance(value, StaticLossScale):
         value.check_not_zero()
-    if isinstance(value, LossScale):
-        return
-    raise TypeError(
-        f"{caller} got loss_scale={described(value)}; expected a loss scale such as "
-        "jmp.torch_loss_scale(), jmp.StaticLossScale(512) or the optimizer state's `.loss_scale`."
-        f"{_way_out(value)}"
-    )
 
 
 def check_parameters(args: Sequence[Any], argnums: int | Sequence[int], caller: str) -> None:
@@ -215,41 +211,3 @@ def check_parameters(args: Sequence[Any], argnums: int | Sequence[int], caller: 
             f"{caller} got {described(model)} of {framework}; expected a tree of parameters."
             f"{_STEPS.get(framework, '')}"
         )
-
-
-def _way_out(value: Any) -> str:
-    """Returns what was meant, as a sentence; "" where it cannot be told."""
-    if value is None or value is False:
-        return " To switch loss scaling off write jmp.NoOpLossScale()."
-    if isinstance(value, (bool, str)):
-        return " A scale that adjusts itself is jmp.torch_loss_scale()."
-    if isinstance(value, (int, float)):
-        return f" Did you mean jmp.StaticLossScale({described(value)})?"
-    if isinstance(value, type) or inspect.isfunction(value):
-        is_ours = getattr(value, "__module__", "").startswith("jmp.")
-        return f" Did you mean {value.__name__}(...), called?" * is_ours
-    if isinstance(getattr(value, "__self__", None), LossScale):
-        return f" Did you mean the loss scale itself, without .{value.__name__}?"
-    if type(value).__name__ in _FOREIGN:
-        return " jmp.torch_loss_scale() takes the place of other libraries' scalers."
-    if type(value).__module__.startswith("flax.nnx"):
-        return " Did you mean jmp.adapters.nnx.loss_scale(optimizer)?"
-    if isinstance(getattr(value, "loss_scale", None), LossScale):
-        return " Did you mean its `.loss_scale`?"
-    if any(base.__module__ == "flax.training.train_state" for base in type(value).__mro__):
-        return _inside(value) + " jmp.adapters.linen.TrainState has it as `.loss_scale`."
-    return _inside(value)
-
-
-def _inside(value: Any) -> str:
-    """Names the loss scale inside a state, such as that of a chain of transformations."""
-    leaves = jax.tree_util.tree_leaves_with_path(value, is_leaf=lambda x: isinstance(x, LossScale))
-    for path, leaf in leaves:
-        if isinstance(leaf, LossScale):
-            place = jax.tree_util.keystr(path)
-            return (
-                f" Did you mean its `{place}`? jmp.transforms.loss_scale_state(opt_state) finds it."
-            )
-    if hasattr(value, "init") and hasattr(value, "update"):
-        return " Did you mean the state of that optimizer: opt_state.loss_scale?"
-    return ""

@@ -1,13 +1,11 @@
 """A dynamic loss scale that tolerates a few overflows before it backs off."""
 
 import dataclasses
-import operator
 from typing import Any
 
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jmp._messages import wrong
 from jmp.loss_scaling import _base
 from jmp.loss_scaling._dynamic import DynamicLossScale
 
@@ -45,12 +43,13 @@ class HysteresisLossScale(DynamicLossScale):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.hysteresis, bool) or not hasattr(self.hysteresis, "__index__"):
-            raise wrong(TypeError, "hysteresis", self.hysteresis, "a whole number")
-        if not 1 <= self.hysteresis < 2**31:
-            expected = "at least 1 overflow, and fewer than 2**31"
-            raise wrong(ValueError, "hysteresis", self.hysteresis, expected)
-        object.__setattr__(self, "hysteresis", operator.index(self.hysteresis))
+        hysteresis = _base.plain_number(
+            self.hysteresis,
+            "hysteresis",
+            lambda n: 1 <= n < 2**31 and n.is_integer(),
+            "a whole number of overflows, at least 1 and fewer than 2**31",
+        )
+        object.__setattr__(self, "hysteresis", int(hysteresis))
         left = self.hysteresis if self.tolerance is None else self.tolerance
         object.__setattr__(self, "tolerance", _base.step_count(left, "tolerance"))
 
@@ -60,16 +59,14 @@ class HysteresisLossScale(DynamicLossScale):
         Raises: as `DynamicLossScale.adjust`.
         """
         finite = _base.finite_flag(grads_finite, self.loss_scale)
-        counted, grow = self._counted(finite)
+        adjusted = super().adjust(finite)
+        grew = finite & (adjusted.counter == 0)  # after a finite step the count is at least one
         tolerance = jnp.clip(self.tolerance, 0, self.hysteresis)
         left = jnp.where(finite, tolerance, jnp.maximum(tolerance - 1, 0))
-        back_off = ~finite & (left == 0)
-        unchanged = self._clipped(self._sane)
+        is_tolerated = ~finite & (left > 0)
         return _base.replace_leaves(
             self,
-            loss_scale=jnp.where(
-                grow, self._grown(), jnp.where(back_off, self._backed_off(), unchanged)
-            ),
-            counter=jnp.where(finite & ~grow, counted, 0),
-            tolerance=jnp.where(grow, self.hysteresis, left),
+            loss_scale=jnp.where(is_tolerated, self.unchanged, adjusted.loss_scale),
+            counter=adjusted.counter,
+            tolerance=jnp.where(grew, self.hysteresis, left),
         )

@@ -1,11 +1,10 @@
 """Loss scales as plain dictionaries in the layout of torch's `GradScaler.state_dict()`."""
 
 import dataclasses
-import math
 from collections.abc import Mapping
 
 from jmp._messages import described, wrong
-from jmp.loss_scaling._base import LossScale
+from jmp.loss_scaling._base import LossScale, concrete_number
 from jmp.loss_scaling._dynamic import DynamicLossScale
 from jmp.loss_scaling._no_op import NoOpLossScale
 from jmp.loss_scaling._static import StaticLossScale
@@ -76,27 +75,11 @@ def from_torch_state_dict(
         )
     if not isinstance(like, DynamicLossScale):
         like = DynamicLossScale(min_loss_scale=0.0)
-    for key in ("scale", "_growth_tracker"):
-        _check_value(key, state[key])
     return dataclasses.replace(
         like,
-        loss_scale=float(state["scale"]),
-        counter=int(state["_growth_tracker"]),
+        loss_scale=concrete_number(state["scale"], "scale"),
+        counter=concrete_number(state["_growth_tracker"], "_growth_tracker"),
         period=state["growth_interval"],
         growth_factor=state["growth_factor"],
         backoff_factor=state["backoff_factor"],
     )
-
-
-def _check_value(key: str, value: object) -> None:
-    """Raises for a value that changes from step to step and that no scaler can go on with."""
-    try:
-        number = float(value)  # type: ignore[arg-type]  # what does not become one raises
-    except (TypeError, ValueError) as error:
-        expected = "a number, as state_dict() has"
-        raise wrong(TypeError, CALLER, value, expected, name=key) from error
-    is_scale = key == "scale"
-    if not math.isfinite(number) or number < 0 or (is_scale and number == 0):
-        expected = "a positive finite number" if is_scale else "a count of steps from 0"
-        way_out = "Take the state of an earlier checkpoint, or put a number there"
-        raise wrong(ValueError, CALLER, value, f"{expected}. {way_out}", name=key)

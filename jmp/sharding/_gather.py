@@ -33,12 +33,19 @@ class Parameter(NamedTuple):
     Attributes:
       path: its names joined by slashes, for messages.
       array: in its own dtype, sharded.
-      spec: names of axes, or a spec.
+      dimensions: the axes that a spec names, for each dimension; None where names stood alone.
+      sums: the axes to add up over: names that stood alone, or what a spec calls `reduced`.
     """
 
     path: str
     array: jax.Array
-    spec: Names | PartitionSpec
+    dimensions: list[Names] | None
+    sums: Names
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """All axes that the user named for it."""
+        return frozenset(self.sums).union(*(self.dimensions or ()))
 
 
 def gather(
@@ -107,7 +114,7 @@ def gather(
     paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(params)
     specs = _specs_by_leaf(specs_or_axis, params)
     parameters = [
-        Parameter(path_string(path) or "the parameter", as_jax_array(leaf), spec)
+        _parameter(path_string(path) or "the parameter", as_jax_array(leaf), spec)
         for (path, leaf), spec in zip(paths_and_leaves, specs, strict=True)
         if is_floating(leaf)
     ]
@@ -171,11 +178,11 @@ def _gathered_over_mapped_axes(
       is not sharded.
     """
     _check_axes_exist(parameters, mapped_axes(), "mapped")
-    named = {name for parameter in parameters for name in _named_axes(parameter)}
-    tracked = bool(named) and are_tracked()
+    named = {name for parameter in parameters for name in parameter.axes}
+    tracked = are_tracked()
 
     def gathered(parameter: Parameter) -> jax.Array:
-        axes = _tracked_axes(parameter) if tracked else _axes_of(parameter, parameter.spec)
+        axes = _axes_to_gather(parameter, tracked)
         own = varying_axes(parameter.array) if tracked else {n for _, names in axes for n in names}
         replicated = tuple(sorted(named - own))
 
@@ -197,33 +204,33 @@ def _gathered_over_mapped_axes(
     return list(map(gathered, parameters))
 
 
-def _tracked_axes(parameter: Parameter) -> AxesByDimension:
-    """Returns the axes to gather a parameter over, where types say along which it varies."""
-    varies = varying_axes(parameter.array)
-    if isinstance(parameter.spec, tuple):
-        axes = tuple(name for name in parameter.spec if name in varies)
-        if axes and not parameter.array.ndim:
+def _axes_to_gather(parameter: Parameter, tracked: bool) -> AxesByDimension:
+    """Returns the axes to gather a parameter over.
+
+    Args:
+      tracked: whether types say along which axes it differs; else it may along all.
+    """
+    path, array = parameter.path, parameter.array
+    differs = varying_axes(array) if tracked else frozenset(mapped_axes())
+    if parameter.dimensions is None:
+        names = tuple(name for name in parameter.sums if name in differs)
+        if names and not array.ndim and tracked:
             raise ValueError(
-                f"{CALLER} got {parameter.path}, a scalar that differs along {listed(axes)}; "
+                f"{CALLER} got {path}, a scalar that differs along {listed(names)}; "
                 "expected a dimension along which to gather it. Leave it out of the call."
             )
-        return _axes_of(parameter, axes)
-    found = _axes_of(parameter, parameter.spec)
-    for name in (name for _, names in found for name in names):
-        if name not in varies:
+        return ((0, names),) if names and array.ndim else ()
+    axes = tuple(
+        (dimension, names) for dimension, names in enumerate(parameter.dimensions) if names
+    )
+    for name in (name for _, names in axes for name in names):
+        if name not in differs:
             raise ValueError(
-                f"{CALLER} got the spec {parameter.spec} for {parameter.path}, which is "
-                f"{shape_text(parameter.array)} and the same on all devices along '{name}'. "
-                "Expected how it lies, as shard_map's in_specs say it; P() if it is whole."
+                f"{CALLER} got a spec with '{name}' for {path}, which is {shape_text(array)} and "
+                f"the same on all devices along '{name}'. Expected how it lies, as shard_map's "
+                "in_specs say it; P() if it is whole."
             )
-    return found
-
-
-def _axes_of(parameter: Parameter, spec: Names | PartitionSpec) -> AxesByDimension:
-    if isinstance(spec, tuple):
-        return ((0, spec),) if spec and parameter.array.ndim else ()
-    by_dimension = enumerate(_axes_by_dimension(parameter, spec))
-    return tuple((dimension, names) for dimension, names in by_dimension if names)
+    return axes
 
 
 # Along explicit axes, where types say how each array is sharded.
@@ -293,35 +300,28 @@ def _moved_by_type(
 
 def _names_afterwards(parameter: Parameter) -> list[Names]:
     """Returns the axes that a parameter is sharded along afterwards, dimension by dimension."""
-    if not isinstance(parameter.spec, tuple):
-        return _axes_by_dimension(parameter, parameter.spec)
+    if parameter.dimensions is not None:
+        return parameter.dimensions
     own = _names_in(jax.typeof(parameter.array).sharding.spec)
-    return [tuple(name for name in names if name not in parameter.spec) for names in own]
+    return [tuple(name for name in names if name not in parameter.sums) for names in own]
 
 
 def _data_axes(
     parameters: Sequence[Parameter], targets: Sequence[list[Names]], explicit: set[str]
 ) -> frozenset[str]:
     """Returns the axes to add up over: those named for it, else where nothing is sharded."""
-    specs = [parameter.spec for parameter in parameters]
-    named = (spec if isinstance(spec, tuple) else spec.reduced for spec in specs)
     left = {name for target in targets for names in target for name in names}
-    return frozenset().union(*named) or frozenset(explicit - left)
+    return frozenset().union(*(p.sums for p in parameters)) or frozenset(explicit - left)
 
 
 # What the user said: names of axes, or specs.
 
 
 def _specs_by_leaf(specs_or_axis: PyTree, params: PyTree) -> list[Any]:
-    """Returns, for each leaf of `params`, names of axes or a spec.
+    """Returns what the user gave for each leaf of `params`.
 
-    Raises:
-      TypeError: what is given is neither.
-      ValueError: a tree of specs does not fit.
+    Raises: ValueError if a tree of specs does not fit.
     """
-    count = len(jax.tree.leaves(params))
-    if _are_names(specs_or_axis):
-        return [_spec(specs_or_axis)] * count
     try:
         whole = jax.tree.broadcast(specs_or_axis, params, is_leaf=_is_spec)
     except ValueError:
@@ -330,34 +330,37 @@ def _specs_by_leaf(specs_or_axis: PyTree, params: PyTree) -> list[Any]:
             f"{described(params)}. Expected an axis' name, a PartitionSpec, or a tree of them with "
             "the parameters' structure, which may end earlier."
         ) from None
-    return [_spec(leaf) for leaf in jax.tree.leaves(whole, is_leaf=_is_spec)]
+    return jax.tree.leaves(whole, is_leaf=_is_spec)
 
 
-def _axes_by_dimension(parameter: Parameter, spec: PartitionSpec) -> list[Names]:
-    """Returns the axes that a parameter's spec names, one entry for each of its dimensions.
+def _parameter(path: str, array: jax.Array, spec: Any) -> Parameter:
+    """Returns a parameter with what a spec, or names of axes, say of it.
 
-    Raises: ValueError for a spec of more dimensions, or one that leaves some to XLA.
+    Raises:
+      TypeError: `spec` is neither.
+      ValueError: it has more dimensions, or leaves some to XLA.
     """
+    if _are_names(spec):
+        return Parameter(path, array, None, (spec,) if isinstance(spec, str) else tuple(spec))
+    spec = spec.spec if isinstance(spec, NamedSharding) else spec
+    if not isinstance(spec, PartitionSpec):
+        raise TypeError(
+            f"{CALLER} got {described(spec)} for a spec; expected an axis' name, such as 'data', "
+            "or a jax.sharding.PartitionSpec."
+        )
     entries = spec.partitions
-    if len(entries) > parameter.array.ndim:
+    if len(entries) > array.ndim:
         raise ValueError(
-            f"{CALLER} got the spec {spec} for {parameter.path}, which is "
-            f"{shape_text(parameter.array)}; expected one of at most {parameter.array.ndim} "
-            "dimensions."
+            f"{CALLER} got the spec {spec} for {path}, which is {shape_text(array)}; expected one "
+            f"of at most {array.ndim} dimensions."
         )
     if any(entry is PartitionSpec.UNCONSTRAINED for entry in entries):
         raise ValueError(
-            f"{CALLER} got the spec {spec} for {parameter.path}, which leaves a "
-            "dimension to XLA; expected the names of axes, or None for a dimension."
+            f"{CALLER} got the spec {spec} for {path}, which leaves a dimension to XLA; expected "
+            "the names of axes, or None for a dimension."
         )
-    return _names_in(spec) + [()] * (parameter.array.ndim - len(entries))
-
-
-def _named_axes(parameter: Parameter) -> frozenset[str]:
-    """Returns all axes that the user named for a parameter."""
-    if isinstance(parameter.spec, tuple):
-        return frozenset(parameter.spec)
-    return parameter.spec.reduced.union(*_axes_by_dimension(parameter, parameter.spec))
+    whole: list[Names] = [()] * (array.ndim - len(entries))
+    return Parameter(path, array, _names_in(spec) + whole, tuple(spec.reduced))
 
 
 def _names_in(spec: PartitionSpec) -> list[Names]:
@@ -376,7 +379,7 @@ def _check_axes_exist(parameters: Iterable[Parameter], known: Iterable[str], kin
     """
     known = sorted(known)
     for parameter in parameters:
-        for name in sorted(_named_axes(parameter)):
+        for name in sorted(parameter.axes):
             if name not in known:
                 raise ValueError(
                     f"{CALLER} got the axis {described(name)} for {parameter.path}; expected one "
@@ -392,16 +395,3 @@ def _are_names(value: Any) -> bool:
 
 def _is_spec(node: Any) -> bool:
     return isinstance(node, (PartitionSpec, NamedSharding)) or _are_names(node)
-
-
-def _spec(leaf: Any) -> Names | PartitionSpec:
-    if isinstance(leaf, NamedSharding):
-        return leaf.spec
-    if isinstance(leaf, PartitionSpec):
-        return leaf
-    if _are_names(leaf):
-        return (leaf,) if isinstance(leaf, str) else tuple(leaf)
-    raise TypeError(
-        f"{CALLER} got {described(leaf)} for a spec; expected an axis' name, such as 'data', or a "
-        "jax.sharding.PartitionSpec."
-    )

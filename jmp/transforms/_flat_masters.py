@@ -6,7 +6,6 @@ optimizer that treats a vector otherwise than a tree is refused: see `check_take
 """
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -125,8 +124,6 @@ LATER = 10_000  # added to all counts half way: past warmups, and to what begins
 # Of the largest element of a tensor. They may differ by rounding in what all tensors share, such as
 # a global norm; sums in which terms cancel, as Prodigy's, were seen to differ by 1e-5.
 TOLERANCE = 1e-4
-_Tensors = list[np.ndarray]
-_Arrangement = Callable[[_Tensors], PyTree]
 
 
 def check_takes_a_vector(
@@ -142,65 +139,52 @@ def check_takes_a_vector(
 
     Of `params` it reads structure and shapes, no values: it runs under jit and eval_shape too.
     """
-    small = [np.zeros(shape, dtype) for shape in _small_shapes(params)]
-    as_tree = functools.partial(jax.tree.unflatten, jax.tree.structure(params))
-    as_vector = lambda tensors: np.concatenate([np.ravel(tensor) for tensor in tensors])
-    caller = "with_master_params(..., flat_master=True) got an optimizer that"
-    fault = ""
+    small = jax.tree.map(lambda param: np.zeros(_small_shape(param), dtype), params)
+    form, reason, cause = "a tree", "", None
     try:
-        expected = _updates(inner, small, as_tree)
-        states = [jax.eval_shape(inner.init, tree) for tree in (params, as_tree(small))]
-        if _small_shapes(states[0]) != _small_shapes(states[1]):  # as of factors of large ones
-            fault = "its state depends on the sizes of tensors"
+        of_tree = _updates(inner, small)
+        states = [jax.eval_shape(inner.init, tree) for tree in (params, small)]
+        shapes = [list(map(_small_shape, jax.tree.leaves(state))) for state in states]
+        form = "a vector"
+        of_vector = _updates(optax.flatten(inner), small)
+        if shapes[0] != shapes[1]:  # as of factors of large tensors
+            reason = "its state depends on the sizes of tensors"
+        elif not all(map(_agree, of_vector, of_tree)):
+            reason = "its updates differ"
     except Exception as error:  # whatever an optimizer raises
+        reason, cause = f"it raised {type(error).__name__} for {form}", error
+    if reason:
         raise ValueError(
-            f"{caller} could not be tried on a small model (it raised {type(error).__name__} for a "
-            "tree too); expected one that can, as nothing else shows that it treats one vector as "
-            "the tensors it is made of. Leave flat_master=True out."
-        ) from error
-    try:
-        if not all(map(_agree, _updates(inner, small, as_vector), expected)):
-            fault = "its updates differ"
-    except Exception as error:
-        fault = f"it raised {type(error).__name__} for a vector"
-    if fault:
-        raise ValueError(
-            f"{caller} treats one vector otherwise than the tensors it is made of ({fault}). Leave "
+            "with_master_params(..., flat_master=True) got an optimizer that, tried on a small "
+            f"model, does not treat one vector as the tensors it is made of ({reason}). Leave "
             "flat_master=True out; or put masks, labels and what looks at the shapes of tensors "
             "around it with optax.partition."
-        )
+        ) from cause
 
 
-def _small_shapes(tree: PyTree) -> list[tuple[int, ...]]:
-    """Returns the shapes of leaves, cut to sizes of 3; what looks at shapes tells 2 from 1."""
-    return [tuple(min(size, 3) for size in leaf.shape) for leaf in jax.tree.leaves(tree)]
+def _small_shape(leaf: Any) -> tuple[int, ...]:
+    """Returns a shape, cut to sizes of 3: what looks at shapes tells 2 from 1."""
+    return tuple(min(size, 3) for size in leaf.shape)
 
 
-def _updates(
-    inner: optax.GradientTransformationExtraArgs, tensors: _Tensors, arranged: _Arrangement
-) -> list[_Tensors]:
-    """Returns the updates of each step.
-
-    Args:
-      tensors: arrays of the shapes and the dtype of those to try.
-      arranged: makes a tree or a vector of such arrays.
-    """
+def _updates(tx: optax.GradientTransformationExtraArgs, tensors: PyTree) -> list[np.ndarray]:
+    """Returns the updates of tensors like these in each step, one after the other."""
+    leaves, structure = jax.tree.flatten(tensors)
     rng = np.random.default_rng(0)
 
     def random(sizes: Sequence[float], step: int) -> PyTree:
-        of_each = np.resize(np.roll(sizes, -step), len(tensors))  # repeated as often as it takes
-        pairs = zip(of_each, tensors, strict=True)
-        arrays = [np.asarray(s * rng.standard_normal(t.shape), t.dtype) for s, t in pairs]
-        return jax.device_put(arranged(arrays))
+        of_each = np.resize(np.roll(sizes, -step), len(leaves))  # repeated as often as it takes
+        pairs = zip(of_each, leaves, strict=True)
+        arrays = [np.asarray(s * rng.standard_normal(x.shape), x.dtype) for s, x in pairs]
+        return jax.device_put(jax.tree.unflatten(structure, arrays))
 
     found = []
     with jax.ensure_compile_time_eval(), jax.disable_jit():
-        state = inner.init(random(WEIGHTS, 0))
+        state = tx.init(random(WEIGHTS, 0))
         for step in range(len(WEIGHTS)):
             params, gradients = random(WEIGHTS, step), random(GRADIENTS, step)
-            state = _advanced(state, step)
-            updates, state = inner.update(gradients, state, params, value=1.0, grad=gradients)
-            found.append(jax.device_get(jax.tree.leaves(updates)))
+            updates, state = tx.update(gradients, _advanced(state, step), params, value=1.0)
+            found += jax.device_get(jax.tree.leaves(updates))
     return found
 
 
@@ -221,12 +205,7 @@ def _advanced(state: optax.OptState, step: int) -> optax.OptState:
     return tree_map_with_path(advanced, state)
 
 
-def _agree(of_vector: _Tensors, of_tree: _Tensors) -> bool:
-    """Returns whether the updates of a vector are those of the tensors, but for rounding."""
-    expected = [np.ravel(update) for update in of_tree]
-    sizes = [np.full_like(x, np.abs(x[np.isfinite(x)]).max(initial=0)) for x in expected]
-    allowed = TOLERANCE * np.concatenate(sizes)
-    (got,) = of_vector
-    # Not allclose, whose types know no array of tolerances.
-    close = np.isclose(got, np.concatenate(expected), TOLERANCE, allowed, equal_nan=True)
-    return bool(close.all())
+def _agree(of_vector: np.ndarray, of_tree: np.ndarray) -> bool:
+    """Returns whether two updates of a tensor are the same, but for rounding."""
+    largest = float(np.abs(of_tree[np.isfinite(of_tree)]).max(initial=0))
+    return np.allclose(of_vector, of_tree, TOLERANCE, TOLERANCE * largest, equal_nan=True)

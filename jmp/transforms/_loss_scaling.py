@@ -1,6 +1,6 @@
 """`with_loss_scale`: unscale, check, step or skip, adjust."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,38 +20,13 @@ from jmp.transforms._few_kernels import (
 from jmp.transforms._flat_masters import map_vectors
 from jmp.transforms._inner import Transformation
 from jmp.transforms._master_params import (
-    WithMasterParamsState,
     check_half_ones_are_seen,
     has_flat_masters,
     shapes_with_master,
 )
 from jmp.transforms._placement import placed
+from jmp.transforms._states import WithLossScaleState
 from jmp.trees import PyTree, cast_to_at_least_float32, leaves_by_path, select_leaves
-
-
-class WithLossScaleState(NamedTuple):
-    """State of `with_loss_scale`.
-
-    Attributes:
-      loss_scale: the `jmp.LossScale` for the next loss.
-      grads_finite: bool scalar: whether the last gradients were finite, and with that the step
-        taken. With `NoOpLossScale` nothing is checked: it stays True, also after an infinity.
-      skipped_steps: int32 scalar: steps skipped so far.
-      consecutive_skips: int32 scalar: steps skipped in a row. If it keeps growing, the model itself
-        gives infinities or NaNs, and no scale helps.
-      inner_state: state of the wrapped optimizer.
-
-    >>> import optax
-    >>> state = with_loss_scale(optax.sgd(0.1), DynamicLossScale(8.0)).init(jnp.ones(2))
-    >>> float(state.loss_scale.loss_scale), bool(state.grads_finite), int(state.skipped_steps)
-    (8.0, True, 0)
-    """
-
-    loss_scale: LossScale
-    grads_finite: jax.Array
-    skipped_steps: jax.Array
-    consecutive_skips: jax.Array
-    inner_state: PyTree
 
 
 def with_loss_scale(
@@ -122,7 +97,7 @@ def with_loss_scale(
         if _leaf_dtypes(seen) != _leaf_dtypes(params):
             inner_state = inner.init(seen)
         _states.check_inner_state(inner_state, WithLossScaleState, "with_loss_scale")
-        _states.check_nothing_changes_masters(inner_state, WithMasterParamsState)
+        _states.check_nothing_changes_masters(inner_state)
         check_half_ones_are_seen(inner_state, params)
         state = WithLossScaleState(
             loss_scale=jax.tree.map(jnp.array, loss_scale),
@@ -221,10 +196,8 @@ def check_order(opt_state: optax.OptState, *, undone_on_a_skip: bool = False) ->
     Args:
       undone_on_a_skip: whether the step undoes, on a skip, what comes after loss scaling.
     """
-    _states.check_nothing_changes_masters(opt_state, WithMasterParamsState)
-    _states.check_loss_scaling(opt_state, WithLossScaleState)
-    if not undone_on_a_skip:
-        _states.check_nothing_moves_after(opt_state, WithLossScaleState)
+    _states.check_nothing_changes_masters(opt_state)
+    _states.check_loss_scaling(opt_state, undone_on_a_skip=undone_on_a_skip)
 
 
 def _check_not_masked(params: optax.Params) -> None:

@@ -5,7 +5,7 @@ rounded master and the parameter: `difference_to_master`.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,28 +20,10 @@ from jmp.transforms._few_kernels import in_order_of_axes
 from jmp.transforms._flat_masters import FlatMasters, as_one_vector, check_takes_a_vector
 from jmp.transforms._inner import Transformation
 from jmp.transforms._placement import placed
+from jmp.transforms._states import WithMasterParamsState
 from jmp.trees import PyTree, cast_to_at_least_float32, is_floating, leaves_by_path
 
 ROOT = keystr(())  # the path of a tree that is one array
-
-
-class WithMasterParamsState(NamedTuple):
-    """State of `with_master_params`.
-
-    Attributes:
-      masters: the parameters' tree with a master, float32 or float64, for every half leaf, and
-        `optax.MaskedNode()`, which holds nothing, for every other leaf; or `FlatMasters`.
-      inner_state: state of the wrapped optimizer.
-
-    >>> import optax
-    >>> params = {"w": jnp.ones(2, jnp.bfloat16), "norm": jnp.ones(2)}
-    >>> state = with_master_params(optax.sgd(0.1)).init(params)
-    >>> state.masters["w"].dtype, state.masters["norm"]  # float32 already: no second copy
-    (dtype('float32'), MaskedNode())
-    """
-
-    masters: PyTree
-    inner_state: PyTree
 
 
 def with_master_params(

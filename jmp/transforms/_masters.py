@@ -15,12 +15,12 @@ from jmp.transforms import _states
 from jmp.transforms._flat_masters import FlatMasters, as_one_vector
 from jmp.transforms._master_params import (
     ROOT,
-    WithMasterParamsState,
     check_half_ones_are_seen,
     needs_master,
     rounded_master,
     shapes_with_master,
 )
+from jmp.transforms._states import WithMasterParamsState
 from jmp.trees import PyTree, cast_to_at_least_float32, is_array, leaves_by_path
 
 S = TypeVar("S")
@@ -41,7 +41,7 @@ def masters(opt_state: PyTree, params: PyTree) -> PyTree:
     >>> masters((), {"w": jnp.ones(2, jnp.float16)})["w"].dtype
     dtype('float32')
     """
-    _states.check_nothing_changes_masters(opt_state, WithMasterParamsState)
+    _states.check_nothing_changes_masters(opt_state)
     _check_are_parameters(params, "masters")
     check_half_ones_are_seen(opt_state, params)
     _check_all_given(opt_state, leaves_by_path(params), "masters")

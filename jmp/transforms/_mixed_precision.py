@@ -1,5 +1,8 @@
 """`mixed_precision`: loss scaling and master parameters in one call, as a policy asks for them."""
 
+import dataclasses
+from typing import Any
+
 import jax.numpy as jnp
 import optax
 
@@ -7,12 +10,11 @@ from jmp.dtypes import is_half
 from jmp.loss_scaling import LossScale, NoOpLossScale, torch_loss_scale
 from jmp.policy import Policy, get_policy, refuse_float8
 from jmp.sharding._axes import AxisName
-from jmp.transforms._half_parameters import refusing_half
 from jmp.transforms._inner import Transformation
-from jmp.transforms._loss_scaling import WithLossScaleState, with_loss_scale
-from jmp.transforms._master_params import with_master_params
-
-_UNSCALED = "__jmp_made_without_a_scale_for__"
+from jmp.transforms._loss_scaling import with_loss_scale
+from jmp.transforms._master_params import shapes_with_master, with_master_params
+from jmp.transforms._states import WithLossScaleState
+from jmp.trees import leaves_by_path
 
 
 def mixed_precision(
@@ -25,16 +27,18 @@ def mixed_precision(
     """Wraps an optimizer with what `policy` needs.
 
     Float32 masters are kept if the policy stores parameters in half; loss scaling goes around
-    everything.
+    everything. Parameters narrower than float32 that have no master are refused, also those that
+    were loaded after `init`: 1000 updates of 1e-4 leave a bfloat16 1.0 where it is, and losses fall
+    as far as the float32 parameters of the tree let them. For leaves that are frozen in half write
+    `with_loss_scale(optax.partition(...), loss_scale)`, which refuses no dtype.
 
     Args:
       inner: any optax transformation, or a `MultiSteps` object.
       policy: a policy or its name.
       loss_scale: by default torch's dynamic scale if the policy computes in float16, and none for
         bfloat16 and float32, whose range needs none. Without a scale no gradient is checked and no
-        step is skipped; `jmp.StaticLossScale(1.0)` checks and skips. The adapters' steps refuse an
-        optimizer made here without a scale for a model that computes in float16, unless
-        `jmp.NoOpLossScale()` is given; of other optimizers they warn (`UnscaledLossWarning`).
+        step is skipped; `jmp.StaticLossScale(1.0)` checks and skips. The adapters' steps warn of an
+        optimizer without a scale for a model that computes in float16 (`UnscaledLossWarning`).
       axis_name: as in `with_loss_scale`.
 
     Returns: a transformation whose state is a `WithLossScaleState`.
@@ -42,9 +46,8 @@ def mixed_precision(
       TypeError: `inner` is no optax transformation, `policy` no policy, or `loss_scale` no loss
         scale.
       ValueError: an unknown policy, or one with a float8 other than that of its products; a static
-        scale of zero; in `init` and `update`, half parameters under a policy whose parameters are
-        float32, but those that `optax.set_to_zero` freezes; and as `with_loss_scale` and
-        `with_master_params`.
+        scale of zero; in `init` and `update`, parameters narrower than float32 without a master;
+        and as `with_loss_scale` and `with_master_params`.
 
     >>> import optax
     >>> tx = mixed_precision(optax.adam(1e-3), "mixed_float16")
@@ -53,19 +56,59 @@ def mixed_precision(
     """
     policy = get_policy(policy)
     refuse_float8(policy, "mixed_precision")
-    needs_scale = policy.compute_dtype == jnp.float16
-    scale = loss_scale
-    if scale is None:
-        scale = torch_loss_scale() if needs_scale else NoOpLossScale()
+    if loss_scale is None:
+        needs_scale = policy.compute_dtype == jnp.float16
+        loss_scale = torch_loss_scale() if needs_scale else NoOpLossScale()
     if is_half(policy.param_dtype):
         inner = with_master_params(inner)
-    tx = refusing_half(with_loss_scale(inner, scale, axis_name=axis_name), policy)
-    if loss_scale is None and not needs_scale:
-        setattr(tx.update, _UNSCALED, policy)
-    return tx
+    tx = with_loss_scale(inner, loss_scale, axis_name=axis_name)
+
+    def init(params: optax.Params) -> WithLossScaleState:
+        state = tx.init(params)
+        _refuse_without_master(params, state, policy)
+        return state
+
+    def update(
+        updates: optax.Updates,
+        state: WithLossScaleState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, WithLossScaleState]:
+        _refuse_without_master(params, state, policy)
+        return tx.update(updates, state, params, **extra_args)
+
+    checked: Transformation[WithLossScaleState] = optax.GradientTransformationExtraArgs(
+        init, update
+    )
+    return checked
 
 
-def unscaled_policy(tx: optax.GradientTransformation) -> Policy | None:
-    """Returns the policy for which `mixed_precision` made `tx` without a scale, if it did."""
-    policy: Policy | None = getattr(tx.update, _UNSCALED, None)
-    return policy
+def _refuse_without_master(params: optax.Params, state: WithLossScaleState, policy: Policy) -> None:
+    """Raises ValueError for parameters, abstract ones too, that would lose small updates."""
+    with_master = shapes_with_master(state)
+    leaves = leaves_by_path(params).items()
+    lost = {p: leaf.dtype for p, leaf in leaves if _is_narrow(leaf) and p not in with_master}
+    if not lost:
+        return
+    path, dtype = next(iter(lost.items()))
+    more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+    ways = f"params.astype('float32') of each {dtype} leaf."
+    if is_half(dtype):
+        in_half = dataclasses.replace(policy, param_dtype=dtype)
+        ways = (
+            "policy.cast_to_param(params) or jmp.cast_to_full(params); or, to store them in half, "
+            f"a policy with half parameters, '{in_half}', which keeps a float32 master of each. "
+            "For leaves that are frozen in half write with_loss_scale(optax.partition({'train': "
+            "adam, 'freeze': optax.set_to_zero()}, labels), loss_scale)."
+        )
+    raise ValueError(
+        f"mixed_precision(..., '{policy}') got params{path} of dtype {dtype}{more}, which it would "
+        "train without masters: updates below the spacing of that dtype are lost. Expected "
+        f"parameters in float32: {ways}"
+    )
+
+
+def _is_narrow(leaf: Any) -> bool:
+    """Returns whether a leaf holds real floats of less than 32 bits."""
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4

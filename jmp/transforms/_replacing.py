@@ -9,7 +9,8 @@ from jmp import _jax_compat
 from jmp._messages import described
 from jmp.loss_scaling import LossScale, NoOpLossScale
 from jmp.transforms import _states
-from jmp.transforms._loss_scaling import WithLossScaleState, find_loss_scaling
+from jmp.transforms._loss_scaling import find_loss_scaling
+from jmp.transforms._states import WithLossScaleState
 
 S = TypeVar("S")
 

@@ -1,4 +1,4 @@
-"""Reading optimizer states: find a wrapper's state inside chains, and refuse orders that fail."""
+"""The states of our wrappers: find them inside chains, and refuse orders that fail."""
 
 import collections
 import re
@@ -10,11 +10,58 @@ import jax.numpy as jnp
 import optax
 
 from jmp._messages import described, listed
+from jmp.loss_scaling import LossScale
 from jmp.sharding._axes import unreduced_axes
 from jmp.trees import PyTree, is_array, leaves_by_path
 
 S = TypeVar("S")
 T = TypeVar("T")
+
+
+class WithLossScaleState(NamedTuple):
+    """State of `with_loss_scale`.
+
+    Attributes:
+      loss_scale: the `jmp.LossScale` for the next loss.
+      grads_finite: bool scalar: whether the last gradients were finite, and with that the step
+        taken. With `NoOpLossScale` nothing is checked: it stays True, also after an infinity.
+      skipped_steps: int32 scalar: steps skipped so far.
+      consecutive_skips: int32 scalar: steps skipped in a row. If it keeps growing, the model itself
+        gives infinities or NaNs, and no scale helps.
+      inner_state: state of the wrapped optimizer.
+
+    >>> import optax
+    >>> from jmp import transforms
+    >>> state = transforms.with_loss_scale(optax.sgd(0.1), DynamicLossScale(8.0)).init(jnp.ones(2))
+    >>> float(state.loss_scale.loss_scale), bool(state.grads_finite), int(state.skipped_steps)
+    (8.0, True, 0)
+    """
+
+    loss_scale: LossScale
+    grads_finite: jax.Array
+    skipped_steps: jax.Array
+    consecutive_skips: jax.Array
+    inner_state: PyTree
+
+
+class WithMasterParamsState(NamedTuple):
+    """State of `with_master_params`.
+
+    Attributes:
+      masters: the parameters' tree with a master, float32 or float64, for every half leaf, and
+        `optax.MaskedNode()`, which holds nothing, for every other leaf; or `FlatMasters`.
+      inner_state: state of the wrapped optimizer.
+
+    >>> import optax
+    >>> from jmp import transforms
+    >>> params = {"w": jnp.ones(2, jnp.bfloat16), "norm": jnp.ones(2)}
+    >>> state = transforms.with_master_params(optax.sgd(0.1)).init(params)
+    >>> state.masters["w"].dtype, state.masters["norm"]  # float32 already: no second copy
+    (dtype('float32'), MaskedNode())
+    """
+
+    masters: PyTree
+    inner_state: PyTree
 
 
 class Located(NamedTuple, Generic[S]):
@@ -119,13 +166,13 @@ _AROUND_MASTERS = frozenset(
 )
 
 
-def check_nothing_changes_masters(opt_state: optax.OptState, masters_type: type) -> None:
+def check_nothing_changes_masters(opt_state: optax.OptState) -> None:
     """Raises ValueError if something changes an update after master parameters have moved.
 
     Raises TypeError too, for an optimizer in the place of its state.
     """
     check_is_state(opt_state)
-    located: list[Located[Any]] = locate(opt_state, masters_type)
+    located = locate(opt_state, WithMasterParamsState)
     for node, position in (pair for found in located for pair in found.around):
         if _is_wrapper(node) and type(node).__name__ not in _AROUND_MASTERS:
             raise ValueError(
@@ -141,9 +188,16 @@ def check_nothing_changes_masters(opt_state: optax.OptState, masters_type: type)
             )
 
 
-def check_loss_scaling(opt_state: optax.OptState, scaling_type: type) -> None:
-    """Raises ValueError if anything but a chain's later part stands around loss scaling."""
-    scaled: list[Located[Any]] = locate(opt_state, scaling_type)
+def check_loss_scaling(opt_state: optax.OptState, *, undone_on_a_skip: bool) -> None:
+    """Raises ValueError for what stands around loss scaling and fails there.
+
+    That is anything but a chain's later part; and in a chain a later part with a state of its own.
+    A skip does not reach it: its moments and counts move, and with them the parameters.
+
+    Args:
+      undone_on_a_skip: whether the step undoes, on a skip, what a chain's later part did.
+    """
+    scaled = locate(opt_state, WithLossScaleState)
     if len(scaled) > 1:
         raise ValueError(
             "This optimizer contains with_loss_scale more than once; gradients would be unscaled "
@@ -170,22 +224,15 @@ def check_loss_scaling(opt_state: optax.OptState, scaling_type: type) -> None:
                 "times too small. Move it inside: "
                 "with_loss_scale(optax.chain(clip_by_global_norm, adam), loss_scale)."
             )
-
-
-def check_nothing_moves_after(opt_state: optax.OptState, scaling_type: type) -> None:
-    """Raises ValueError if a chain has a part with a state of its own after loss scaling.
-
-    A skip does not reach it: its moments and counts move, and with them the parameters.
-    """
-    for _, around in locate(opt_state, scaling_type):
-        for node, position in around:
-            if is_chain(node) and jax.tree.leaves(_children(node)[position + 1 :]):
-                raise ValueError(
-                    "This optimizer chains a transformation with a state after with_loss_scale; a "
-                    "skipped step would move that state and the parameters. Move it inside: "
-                    "with_loss_scale(optax.chain(clip, adam), loss_scale). (The steps of "
-                    "jmp.adapters undo it, and take such a chain.)"
-                )
+        if undone_on_a_skip or not is_chain(node):
+            continue
+        if jax.tree.leaves(_children(node)[position + 1 :]):
+            raise ValueError(
+                "This optimizer chains a transformation with a state after with_loss_scale; a "
+                "skipped step would move that state and the parameters. Move it inside: "
+                "with_loss_scale(optax.chain(clip, adam), loss_scale). (The steps of "
+                "jmp.adapters undo it, and take such a chain.)"
+            )
 
 
 def is_of_optax(module: str) -> bool:

@@ -389,17 +389,17 @@ def test_what_is_wrong_is_found_before_the_function_is_called():
         raise AssertionError("called")
 
     make = lambda *args, **options: jmp.accumulated_value_and_grad(never, STATIC, *args, **options)
-    with pytest.raises(ValueError, match=r"float32\[24,4\] as argument 1 at 'x', with steps=5"):
+    with pytest.raises(ValueError, match=r"float32\[24,4\] as argument 1\['x'\], with steps=5"):
         make(5)(1.0, rows())
     with pytest.raises(ValueError, match=r"got float32\[0\] as argument 1"):
         make(2)(1.0, jnp.ones(0))
-    with pytest.raises(ValueError, match=r"got key<fry>\[\] as argument 1 at 'key'.*split\(key, 2"):
+    with pytest.raises(ValueError, match=r"got key<fry>\[\] as argument 1\['key'\].*split\(key, 2"):
         make(2)(1.0, {"key": jax.random.key(0)})
     with pytest.raises(TypeError, match=r"got 'train' as argument 2; .* into another argument"):
         make(2, batch_argnums=(1, 2))(1.0, jnp.ones(2), "train")
-    with pytest.raises(ValueError, match="found no array in argument 1"):
+    with pytest.raises(ValueError, match="found no array in the batch"):
         make(1)(1.0, None)
-    with pytest.raises(ValueError, match="found no array in no argument at all"):
+    with pytest.raises(ValueError, match="found no array in the batch"):
         make(1, batch_argnums=())(1.0, jnp.ones(2))
     with pytest.raises(ValueError, match="share argument 0"):
         make(1, argnums=(0, 1), batch_argnums=(2, -3))(1.0, 1.0, jnp.ones(2))

@@ -150,12 +150,6 @@ def test_growth_and_backoff_can_differ():
     assert history_of(scale, [False, True]) == [(4.0, 0), (32.0, 0)]
 
 
-def test_a_scale_may_be_made_of_what_describes_its_arrays():
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    scale = jmp.DynamicLossScale(sharding, counter=sharding)
-    assert scale.loss_scale is scale.counter is sharding
-
-
 def test_the_factor_stands_for_whichever_is_not_given():
     growth_alone = jmp.DynamicLossScale(16.0, 0, 1, 4, growth_factor=2.0)
     backoff_alone = jmp.DynamicLossScale(16.0, 0, 1, 4, backoff_factor=0.5)

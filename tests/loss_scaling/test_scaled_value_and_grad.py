@@ -2,7 +2,6 @@
 
 import functools
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -202,9 +201,3 @@ def test_a_tuple_is_refused_with_a_hint_at_has_aux(aux):
     grad_fn = jmp.scaled_value_and_grad(lambda w: (w.sum(), aux(w)), jmp.StaticLossScale(8.0))
     with pytest.raises(TypeError, match="With an auxiliary output pass has_aux=True"):
         grad_fn(jnp.ones(3))
-
-
-def test_a_model_in_place_of_the_scale_is_taken_for_no_optimizer():
-    # Both have `init`; the way out of an optimizer would be a hint that leads nowhere.
-    with pytest.raises(TypeError, match=r"or the optimizer state's `\.loss_scale`\.$"):
-        jmp.scaled_value_and_grad(jnp.sum, nn.Dense(1))

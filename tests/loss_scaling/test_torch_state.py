@@ -109,10 +109,10 @@ def test_switching_scaling_on_reads_a_state_into_a_dynamic_scale():
     [
         ("scale", 0.0, "expected a positive finite number"),
         ("scale", float("inf"), "expected a positive finite number"),
-        ("scale", float("nan"), "got scale=nan; expected a positive finite number"),
-        ("scale", -8.0, "got scale=-8.0; expected a positive finite number"),
-        ("_growth_tracker", -1, "got _growth_tracker=-1; expected a count of steps from 0"),
-        ("_growth_tracker", float("nan"), "got _growth_tracker=nan; expected a count"),
+        ("scale", float("nan"), "scale got nan; expected a positive finite number"),
+        ("scale", -8.0, "scale got -8.0; expected a positive finite number"),
+        ("_growth_tracker", -1, "counter got -1.0; expected a count from 0"),
+        ("_growth_tracker", float("nan"), "counter got nan; expected a count from 0"),
         ("growth_factor", 1.0, "expected a finite number above 1"),
         ("backoff_factor", 1.0, "expected a number between 0 and 1"),
         ("growth_interval", 0, "expected a number of steps of at least 1"),
@@ -125,7 +125,7 @@ def test_a_broken_state_is_refused(key, value, sentence):
 
 @pytest.mark.parametrize("key", ["scale", "_growth_tracker"])
 def test_a_value_that_is_no_number_is_named(key):
-    with pytest.raises(TypeError, match=f"got {key}=None; expected a number"):
+    with pytest.raises(TypeError, match=f"{key} got None; expected one number"):
         jmp.from_torch_state_dict({**FRESH_GRAD_SCALER, key: None})
 
 

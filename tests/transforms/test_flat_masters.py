@@ -269,21 +269,21 @@ def test_optimizers_that_take_a_vector_as_they_take_a_tree_may_be_flat(inner):
 def test_optimizers_that_look_at_shapes_or_paths_are_refused(name, inner):
     # SM3 takes no scalars, in a tree neither.
     tensors = {n: p for n, p in SMALL_TENSORS.items() if p.ndim or name != "scale_by_sm3"}
-    with pytest.raises(ValueError, match="treats one vector otherwise .*Leave flat_master=True o"):
+    with pytest.raises(ValueError, match="does not treat one vector as .*Leave flat_master=True o"):
         jax.eval_shape(flat_masters(inner).init, tensors)
 
 
 @pytest.mark.parametrize(
     ("inner", "reason"),
     [
-        (optax.lbfgs(), "it raised TypeError for a tree too"),
-        (optax.sm3(1e-3), "it raised IndexError for a tree too"),
-        (optax.masked(optax.sgd(0.1), {"kernel": True}), "it raised ValueError for a tree too"),
+        (optax.lbfgs(), "it raised TypeError for a tree"),
+        (optax.sm3(1e-3), "it raised IndexError for a tree"),
+        (optax.masked(optax.sgd(0.1), {"kernel": True}), "it raised ValueError for a tree"),
     ],
     ids=["lbfgs", "sm3", "a mask of other parameters"],
 )
 def test_optimizers_that_the_small_model_cannot_try_are_not_said_to_look_at_shapes(inner, reason):
-    with pytest.raises(ValueError, match=rf"could not be tried .*\({reason}\).*Leave flat_master"):
+    with pytest.raises(ValueError, match=rf"a small model.*\({reason}\).*Leave flat_master"):
         jax.eval_shape(flat_masters(inner).init, SMALL_TENSORS)
 
 
