@@ -35,7 +35,6 @@ def wrong(
     expected: str,
     *,
     name: str = "",
-    role: str = "",
     more: str = "",
 ) -> Exception:
     """Returns the error for one value that is not as expected; `raise` it.
@@ -46,16 +45,12 @@ def wrong(
       value: what it was given.
       expected: what it takes, and the way out; without the full stop at the end.
       name: the argument's name, where the caller alone does not say it.
-      role: in place of a name, as what the caller was given the value.
       more: sentences that follow, as `way_out` returns them: with a space in front.
 
     >>> wrong(ValueError, "gather", -1, "an axis", name="dtype")
     ValueError('gather got dtype=-1; expected an axis.')
-    >>> wrong(TypeError, "train_step", 3, "a function", role="loss_fn")
-    TypeError('train_step got 3 as loss_fn; expected a function.')
     """
     given = f"{name}={described(value)}" if name else described(value)
-    given += f" as {role}" if role else ""
     return kind(f"{caller} got {given}; expected {expected}.{more}")
 
 
@@ -112,9 +107,17 @@ def listed(names: Iterable[object], most: int = 8) -> str:
     >>> listed("abc", most=2)
     "'a', 'b' and 1 more"
     """
-    names = list(names)
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(map(described, names[:most])) + more
+    return first_few(list(map(described, names)), most)
+
+
+def first_few(words: Sequence[str], most: int) -> str:
+    """Returns words joined by commas, the first few of many.
+
+    >>> first_few(["a", "b", "c"], most=2)
+    'a, b and 1 more'
+    """
+    more = f" and {len(words) - most} more" if len(words) > most else ""
+    return ", ".join(words[:most]) + more
 
 
 def function_name(fun: object) -> str:
@@ -152,8 +155,7 @@ def where_trees_differ(first: Any, second: Any) -> str:
     for which, here, there in (("first", *paths), ("second", *reversed(paths))):
         alone = [path for path in here if path not in there]
         if alone:
-            more = f" and {len(alone) - 3} more" if len(alone) > 3 else ""
-            words.append(f"the {which} alone has {', '.join(map(_cut, alone[:3]))}{more}")
+            words.append(f"the {which} alone has {first_few(list(map(_cut, alone)), most=3)}")
     if words:
         return "; ".join(words)
     return f"same paths, other containers: {described(first)} and {described(second)}"

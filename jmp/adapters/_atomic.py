@@ -124,7 +124,7 @@ def check_step(loss_fn: object, model: object, own: str, kind: str) -> None:
     is_swapped = framework_of(loss_fn) and callable(model) and not framework_of(model)
     if not callable(loss_fn) or is_swapped:
         expected = "a function of the model"
-        raise wrong(TypeError, "train_step", loss_fn, expected, role="loss_fn", more=_ORDER)
+        raise wrong(TypeError, "train_step", loss_fn, expected, name="loss_fn", more=_ORDER)
     refuse_other_models(model, "train_step", "the model", own, kind)
     if not any(is_floating(leaf) or is_complex(leaf) for leaf in jax.tree.leaves(model)):
         raise ValueError(
@@ -150,7 +150,7 @@ def take_step(
     """
     if not isinstance(tx, optax.GradientTransformation):
         expected = "an optax transformation"
-        raise wrong(TypeError, "train_step", tx, expected, role="tx", more=_ORDER)
+        raise wrong(TypeError, "train_step", tx, expected, name="tx", more=_ORDER)
     if isinstance(opt_state, optax.GradientTransformation):
         raise TypeError(
             f"train_step got the optimizer as opt_state; expected what tx.init returned.{_ORDER}"

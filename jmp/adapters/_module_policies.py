@@ -34,7 +34,7 @@ from jmp.autocasting._request import MODULE, policy_scope
 from jmp.dtypes import FLOAT32, is_half
 from jmp.policy import Policy, get_policy
 from jmp.rules import PolicyRules, Rule
-from jmp.trees import PyTree, cast_leaf, path_string
+from jmp.trees import PyTree, cast_leaf, cast_to_at_least_float32, path_string
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -235,6 +235,11 @@ class ModulePolicies:
         for path, _ in jax.tree_util.tree_leaves_with_path(params):
             self.rules.policy_for(path_string(path))
 
+    def widened(self, params: T) -> T:
+        """Returns the parameters of a model in float32, as they are computed with."""
+        self.match_parameters(params)
+        return cast_to_at_least_float32(params)
+
     def scope(self, named: Policy | None) -> contextlib.AbstractContextManager[None]:
         """Returns the context that the methods of a module run in, given what `named` returned."""
         return contextlib.nullcontext() if named is None else policy_scope(named)
@@ -294,6 +299,11 @@ def subclass(module_type: type, body: Mapping[str, Any]) -> type:
 def plain_class(module_type: type) -> type:
     """Returns the class as its author wrote it."""
     return getattr(module_type, _PLAIN, module_type)
+
+
+def set_class(module: object, module_type: type) -> None:
+    """Gives a module another class, where its framework keeps watch on its attributes."""
+    object.__setattr__(module, "__class__", module_type)
 
 
 def _is_method(module_type: type, name: str) -> bool:

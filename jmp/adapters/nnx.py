@@ -20,14 +20,8 @@ from jmp import transforms
 from jmp._messages import check_function, refuse_other_models, way_out, wrong
 from jmp.adapters._atomic import check_is_scaled, keep_if_skipped, loss_scale_in
 from jmp.adapters._module_policies import ModulePolicies, storage_rules
-from jmp.adapters._nnx_modules import (
-    cast_in_place,
-    lift,
-    match_parameters,
-    variables_with_path,
-    view_of,
-    whole_if_it_fails,
-)
+from jmp.adapters._nnx_modules import cast_in_place, lift, variables_with_path, view_of
+from jmp.adapters._nnx_writing import whole_if_it_fails
 from jmp.autocasting._autocast import AllOptions, Options, given_policy
 from jmp.loss_scaling import LossScale
 from jmp.loss_scaling._gradients import scaled_loss
@@ -141,7 +135,7 @@ def with_policy(
     _check_kind("with_policy", "model", model, nnx.Module)
     policies = ModulePolicies(policy, rules, options)
     view: M = view_of(model, policies)
-    match_parameters(model, policies)
+    policies.match_parameters(nnx.as_pure(nnx.state(model)))
     policies.rules.warn_unused()
     cast_in_place(variables_with_path(model))
     return view
@@ -253,7 +247,7 @@ def train_step(
     dtype('float32')
     """
     if not callable(loss_fn) or isinstance(loss_fn, nnx.Module):
-        raise wrong(TypeError, "train_step", loss_fn, "a function", role="loss_fn", more=_ORDER)
+        raise wrong(TypeError, "train_step", loss_fn, "a function", name="loss_fn", more=_ORDER)
     _check_kind("train_step", "model", model, nnx.Module)
     _check_kind("train_step", "optimizer", optimizer, nnx.Optimizer)
     check_is_scaled(optimizer.tx, nnx.as_pure(optimizer.opt_state), loss_fn, model)
@@ -284,4 +278,4 @@ def _moved_by_a_step(model: nnx.Module, optimizer: nnx.Optimizer[Any]) -> tuple[
 def _check_kind(caller: str, name: str, value: object, expected: type) -> None:
     if not isinstance(value, expected):
         more = _ORDER if caller == "train_step" else way_out(value)
-        raise wrong(TypeError, caller, value, f"an nnx.{expected.__name__}", role=name, more=more)
+        raise wrong(TypeError, caller, value, f"an nnx.{expected.__name__}", name=name, more=more)
