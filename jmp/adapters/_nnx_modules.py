@@ -34,10 +34,11 @@ from jmp.adapters._module_policies import (
 from jmp.adapters._nnx_writing import HeldByModule, check_writable, whole_if_it_fails
 from jmp.dtypes import FLOAT32, is_half
 from jmp.policy import Policy, mark_lowered
-from jmp.trees import PyTree, cast_leaf, is_array, joined
+from jmp.trees import PyTree, cast_leaf, is_array
 
 P = ParamSpec("P")
 R = TypeVar("R")
+M = TypeVar("M", bound=nnx.Module)
 
 _POLICIES = "_jmp_module_policies"  # the attribute of a view's class that says how it computes
 
@@ -113,39 +114,18 @@ def _narrow(variable: nnx.Variable[Any], before: Any, wide: Any) -> None:
     variable.set_value(before if after is wide else cast_leaf(after, before.dtype))
 
 
-def view_of(model: nnx.Module, policies: ModulePolicies) -> Any:
+def view_of(model: M, policies: ModulePolicies) -> M:
     """Returns a copy of `model` that shares its Variables and computes by `policies`.
 
-    Modules are copied and Variables are not. Each copy has a class that computes by its policy.
+    Each module in it has a class that computes by its policy, but those of other views inside.
     """
     replaced = getattr(type(model), _POLICIES, None)  # if the model is a view itself
-    copies: dict[int, Any] = {}  # a module used in two places stays one module
-
-    def view(node: Any, path: str, around: tuple[type, ...]) -> Any:
-        """Returns `node`, of any kind, with every module in it replaced by its view."""
-        if isinstance(node, (list, tuple)) and not hasattr(node, "_fields"):
-            return type(node)(view(v, joined(path, str(i)), around) for i, v in enumerate(node))
-        if isinstance(node, dict):
-            return {k: view(v, joined(path, str(k)), around) for k, v in node.items()}
-        if not isinstance(node, nnx.Pytree) or isinstance(node, nnx.Variable):
-            return node
-        if id(node) in copies:
-            return copies[id(node)]
-
-        own_policies = getattr(type(node), _POLICIES, None)
-        own_type = type(node)
-        if own_policies is not None and own_policies == replaced:
-            own_type, own_policies = plain_class(own_type), None
-        classes = (own_type, *around)
-        copy = copies[id(node)] = object.__new__(own_type)
-        for name, value in vars(node).items():
-            vars(copy)[name] = view(value, joined(path, name), classes)
-        if own_policies is None and isinstance(node, nnx.Module):
-            named = policies.named(node, path, classes)
-            set_class(copy, _view_class(own_type, policies, named))
-        return copy
-
-    return view(model, "", ())
+    view: M = nnx.clone(model, variables=False)
+    for module, path, classes in _modules_with_path(view):
+        if getattr(type(module), _POLICIES, None) in (None, replaced):
+            named = policies.named(module, path, classes)
+            set_class(module, _view_class(plain_class(type(module)), policies, named))
+    return view
 
 
 @functools.cache  # one class for all views, so that their graph definitions compare equal
@@ -295,7 +275,7 @@ def of_split_modules(fun: Callable[..., Any], *, in_scopes: bool) -> Callable[..
       fun: a function; a module or a method of one, of which a copy is called.
       in_scopes: whether the methods of its modules open scopes that say their paths.
     """
-    bound = fun.__call__ if isinstance(fun, nnx.Module) else fun
+    bound: Any = fun.__call__ if isinstance(fun, nnx.Module) else fun
     own = getattr(bound, "__self__", None)
     is_method = isinstance(own, nnx.Module)
     body = bound.__func__ if is_method else fun

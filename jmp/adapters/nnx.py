@@ -134,7 +134,7 @@ def with_policy(
     """
     _check_kind("with_policy", "model", model, nnx.Module)
     policies = ModulePolicies(policy, rules, options)
-    view: M = view_of(model, policies)
+    view = view_of(model, policies)
     policies.match_parameters(nnx.as_pure(nnx.state(model)))
     policies.rules.warn_unused()
     cast_in_place(variables_with_path(model))
