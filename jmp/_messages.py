@@ -93,7 +93,7 @@ def described(value: object) -> str:
     No array is printed, scalars alone excepted; texts and containers are cut, with their sizes.
 
     >>> described({"w": jnp.ones((2, 3)), "steps": [1] * 100})
-    "{'w': float32[2,3], 'steps': [1, 1, 1, 1, and 96 more]}"
+    "{'w': float32[2,3], 'steps': [1, 1, 1, 1 and 96 more]}"
     >>> described("p=" * 1000)[-20:]
     '. (2,000 characters)'
     """
@@ -107,17 +107,18 @@ def listed(names: Iterable[object], most: int = 8) -> str:
     >>> listed("abc", most=2)
     "'a', 'b' and 1 more"
     """
-    return first_few(list(map(described, names)), most)
+    names = list(names)
+    return first_few(map(described, names), len(names), most)
 
 
-def first_few(words: Sequence[str], most: int) -> str:
+def first_few(words: Iterable[str], count: int, most: int) -> str:
     """Returns words joined by commas, the first few of many.
 
-    >>> first_few(["a", "b", "c"], most=2)
+    >>> first_few(iter("abc"), 3, most=2)
     'a, b and 1 more'
     """
-    more = f" and {len(words) - most} more" if len(words) > most else ""
-    return ", ".join(words[:most]) + more
+    more = f" and {count - most:,} more" if count > most else ""
+    return ", ".join(itertools.islice(words, most)) + more
 
 
 def function_name(fun: object) -> str:
@@ -155,7 +156,7 @@ def where_trees_differ(first: Any, second: Any) -> str:
     for which, here, there in (("first", *paths), ("second", *reversed(paths))):
         alone = [path for path in here if path not in there]
         if alone:
-            words.append(f"the {which} alone has {first_few(list(map(_cut, alone)), most=3)}")
+            words.append(f"the {which} alone has {first_few(map(_cut, alone), len(alone), most=3)}")
     if words:
         return "; ".join(words)
     return f"same paths, other containers: {described(first)} and {described(second)}"
@@ -204,10 +205,7 @@ def _described_container(value: Any, depth: int) -> str:
     kind = type(value).__name__
     if depth == 0:
         return f"{kind} of {len(value):,}"
-    shown = list(itertools.islice(_entries(value, depth - 1), _ENTRIES))
-    if len(value) > _ENTRIES:
-        shown.append(f"and {len(value) - _ENTRIES:,} more")
-    inside = ", ".join(shown)
+    inside = first_few(_entries(value, depth - 1), len(value), _ENTRIES)
     if type(value) is tuple and len(value) == 1:
         inside += ","
     brackets: dict[type, Sequence[str]] = {dict: "{}", list: "[]", tuple: "()", set: "{}"}
@@ -227,33 +225,19 @@ def _cut(text: str) -> str:
     return text if len(text) <= _TEXT else f"{text[:_TEXT]}... ({len(text):,} characters)"
 
 
-# What other libraries call these, as `_spelt_out` writes it: nearest first.
-_ALIASES: dict[str, tuple[str, ...]] = {
-    "float16": ("mixed_float16", "float16"),
-    "brainfloat16": ("mixed_bfloat16", "bfloat16"),
-    "bfloat16": ("mixed_bfloat16", "bfloat16"),
-    "float8": ("mixed_float8", "f8_e4m3fn"),
-    "mixed": ("mixed_float16", "mixed_bfloat16"),
-    "mixedhalf": ("mixed_float16", "mixed_bfloat16"),
-    "mixedprecision": ("mixed_float16", "mixed_bfloat16"),
-    "amp": ("mixed_float16", "mixed_bfloat16"),
-    "auto": ("mixed_float16", "mixed_bfloat16"),
-    "mixedfloat32": ("float32",),
-    "float": ("float32",),
-    "tf32": ("float32",),
-    "single": ("float32",),
-    "no": ("float32",),
-    "none": ("float32",),
-    "double": ("float64",),
-    "o4": ("mixed_bfloat16",),  # of Apex's branch for bfloat16, and so is O5
-    "o5": ("p=bf16,c=bf16,o=f32",),
-    "p": ("p",),
-    "param": ("params",),
-    "paramdtype": ("params",),
-    "computation": ("compute",),
-    "computedtype": ("compute",),
-    "out": ("output",),
-    "outputdtype": ("output",),
+# What other libraries call these, as `_spelt_out` writes it.
+_ALIASES = {
+    "mixed_float16": "float16 mixed mixedhalf mixedprecision amp auto",
+    "mixed_bfloat16": "bfloat16 brainfloat16 mixed mixedhalf mixedprecision amp auto o4 o5",
+    "mixed_float8": "float8",
+    "float16": "float16",
+    "bfloat16": "bfloat16 brainfloat16",
+    "f8_e4m3fn": "float8",
+    "float32": "mixedfloat32 float tf32 single no none",
+    "float64": "double",
+    "params": "param paramdtype",
+    "compute": "computation computedtype",
+    "output": "out outputdtype",
 }
 
 
@@ -267,14 +251,11 @@ def did_you_mean(text: str, known: Iterable[str]) -> str:
         return ""
     known = list(known)
     spelt = {_plain(name): name for name in known}
-    # A policy that is spelt out may stand for a name where policies may stand.
-    takes_fields = "mixed_float16" in spelt.values()
     plain = _plain(text)
     found = [spelt[plain]] if plain in spelt else []
     if not found:
         plain = _spelt_out(plain)
-        aliases = _ALIASES.get(plain, ())
-        found = [name for name in aliases if name in known or ("=" in name and takes_fields)]
+        found = [name for name in _ALIASES if name in known and plain in _ALIASES[name].split()]
     if not found:
         near = difflib.get_close_matches(plain, spelt, n=1, cutoff=0.75)
         found = [spelt[name] for name in near]

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmp._messages import described, framework_of, refuse_other_models, wrong
+from jmp._messages import framework_of, refuse_other_models, wrong
 from jmp.loss_scaling import LossScale, NoOpLossScale, UnscaledLossWarning, scaled_value_and_grad
 from jmp.loss_scaling._gradients import pair_of
 from jmp.policy import lowered_to
@@ -127,10 +127,8 @@ def check_step(loss_fn: object, model: object, own: str, kind: str) -> None:
         raise wrong(TypeError, "train_step", loss_fn, expected, name="loss_fn", more=_ORDER)
     refuse_other_models(model, "train_step", "the model", own, kind)
     if not any(is_floating(leaf) or is_complex(leaf) for leaf in jax.tree.leaves(model)):
-        raise ValueError(
-            f"train_step got {described(model)} as the model, which holds no floating array; "
-            f"expected {kind}.{_ORDER}"
-        )
+        expected = f"{kind}, with a floating array"
+        raise wrong(ValueError, "train_step", model, expected, more=_ORDER)
 
 
 def take_step(
@@ -152,9 +150,8 @@ def take_step(
         expected = "an optax transformation"
         raise wrong(TypeError, "train_step", tx, expected, name="tx", more=_ORDER)
     if isinstance(opt_state, optax.GradientTransformation):
-        raise TypeError(
-            f"train_step got the optimizer as opt_state; expected what tx.init returned.{_ORDER}"
-        )
+        expected = "what tx.init returned"
+        raise wrong(TypeError, "train_step", opt_state, expected, name="opt_state", more=_ORDER)
     check_is_scaled(tx, opt_state, loss_fn)
     # Equinox's State may be used once: the loss gets a copy, so that it outlives an error.
     before, structure = jax.tree.flatten(state)

@@ -60,7 +60,7 @@ def check_writable(node: Any, changed: Sequence[str] | None) -> None:
     if not frozen:
         return
     named = [f"{type(variables[path]).__name__} {path}".rstrip() for path in frozen]
-    what = "attributes" if changed is None else first_few(named, most=4)
+    what = "attributes" if changed is None else first_few(named, len(named), most=4)
     raise errors.TraceContextError(
         f"A call changes {what} of {type(node).__name__}, which comes from outside of the trace "
         "(jax.jit, jax.grad, jax.make_jaxpr) that the call is in: the change cannot be written "
