@@ -19,8 +19,8 @@ import inspect
 import itertools
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from types import FrameType
+import traceback
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -65,20 +65,16 @@ def check_function(fun: object, caller: str, call: str) -> None:
         raise wrong(TypeError, caller, fun, f"a function: {call}")
 
 
-def refuse_other_models(value: object, caller: str, role: str, own: str, expected: str) -> None:
+def refuse_other_models(value: object, caller: str, name: str, own: str, expected: str) -> None:
     """Raises TypeError for a model of another framework.
 
     Args:
-      caller, role: the function that got `value`, and as what.
+      caller, name: the function that got `value`, and the argument's name.
       own: the framework whose models are taken.
       expected: what should stand there.
     """
-    framework = framework_of(value)
-    if framework is not None and framework != own:
-        raise TypeError(
-            f"{caller} got {described(value)} of {framework} as {role}; expected "
-            f"{expected}.{way_out(value)}"
-        )
+    if framework_of(value) not in (None, own):
+        raise wrong(TypeError, caller, value, expected, name=name, more=way_out(value))
 
 
 _TEXT = 60  # characters of a text that are shown
@@ -205,20 +201,15 @@ def _described_container(value: Any, depth: int) -> str:
     kind = type(value).__name__
     if depth == 0:
         return f"{kind} of {len(value):,}"
-    inside = first_few(_entries(value, depth - 1), len(value), _ENTRIES)
+    entries = (_described(entry, depth - 1) for entry in value)
+    if isinstance(value, Mapping):
+        entries = (f"{_described(key, 0)}: {_described(value[key], depth - 1)}" for key in value)
+    inside = first_few(entries, len(value), _ENTRIES)
     if type(value) is tuple and len(value) == 1:
         inside += ","
     brackets: dict[type, Sequence[str]] = {dict: "{}", list: "[]", tuple: "()", set: "{}"}
     left, right = brackets.get(type(value), (f"{kind}(", ")"))
     return f"{left}{inside}{right}"
-
-
-def _entries(value: Any, depth: int) -> Iterator[str]:
-    for entry in value:
-        if isinstance(value, Mapping):
-            yield f"{_described(entry, 0)}: {_described(value[entry], depth)}"
-        else:
-            yield _described(entry, depth)
 
 
 def _cut(text: str) -> str:
@@ -350,10 +341,7 @@ def users_stacklevel() -> int:
     >>> users_stacklevel() > 1  # this line is of jmp
     True
     """
-    level = 1
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for level, (frame, _) in enumerate(traceback.walk_stack(sys._getframe(1)), start=1):
         if frame.f_globals.get("__name__", "").partition(".")[0] not in _BETWEEN:
             return level
-        level, frame = level + 1, frame.f_back
     return 2

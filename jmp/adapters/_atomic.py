@@ -125,10 +125,10 @@ def check_step(loss_fn: object, model: object, own: str, kind: str) -> None:
     if not callable(loss_fn) or is_swapped:
         expected = "a function of the model"
         raise wrong(TypeError, "train_step", loss_fn, expected, name="loss_fn", more=_ORDER)
-    refuse_other_models(model, "train_step", "the model", own, kind)
+    refuse_other_models(model, "train_step", "model", own, kind)
     if not any(is_floating(leaf) or is_complex(leaf) for leaf in jax.tree.leaves(model)):
         expected = f"{kind}, with a floating array"
-        raise wrong(ValueError, "train_step", model, expected, more=_ORDER)
+        raise wrong(ValueError, "train_step", model, expected, name="model", more=_ORDER)
 
 
 def take_step(

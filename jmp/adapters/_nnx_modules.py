@@ -1,16 +1,16 @@
-"""Modules of Flax nnx that compute by a policy, and what calls change in them.
+"""Modules of Flax nnx that compute by a policy, and how diagnostics are asked about them.
 
-nnx modules are objects whose Variables change. A function of them is lifted over autocast, which
-sees pure functions alone, by Flax's own bookkeeping (`nnx.to_tree`, `nnx.from_tree`), as under
-`nnx.jit` (`lift`). Flax opens no name scope for an nnx module and offers no way to intercept its
-calls, so a module that a rule names is given a subclass of its class whose methods open the scope
-themselves: for the length of the trace, on the copies that live in it, or for good in a view
-(`view_of`).
-
-Diagnostics ask about functions of modules. JAX takes an nnx module for a tree, and makes two
-Variables of one that stands in two places. What `split_modules` makes is a tree too, with one leaf
-a Variable, named as rules name it; `merge_modules` makes new modules of it, so that nothing that a
-function changes in them reaches the caller's.
+- `lift`: a function of modules under autocast. nnx modules are objects whose Variables change,
+  and autocast sees pure functions alone. So the function is lifted by Flax's own bookkeeping
+  (`nnx.to_tree`, `nnx.from_tree`), as under `nnx.jit`.
+- `view_of`: a copy of a module that computes by a policy when it is called. Flax opens no name
+  scope for an nnx module and offers no way to intercept its calls, so a module that a rule names
+  is given a subclass of its class whose methods open the scope themselves: for good in a view;
+  in `lift` for the length of the trace, on the copies that live in it.
+- `split_modules`, `merge_modules`: modules as trees, for diagnostics. JAX takes an nnx module for
+  a tree, and makes two Variables of one that stands in two places. What `split_modules` makes is
+  a tree too, with one leaf a Variable, named as rules name it. `merge_modules` makes new modules
+  of it, so that nothing that a function changes in them reaches the caller's.
 """
 
 import contextlib
@@ -159,34 +159,27 @@ def _modules_with_path(model: nnx.Module) -> list[tuple[nnx.Module, str, tuple[t
     return [(m, "/".join(map(str, path)), _around(path, classes)) for path, m in found]
 
 
-def variables_with_path(model: nnx.Module) -> list[tuple[str, nnx.Variable[Any], tuple[type, ...]]]:
-    """Returns every Variable of `model`: its path, itself, and the classes around it."""
-    classes = {path: type(module) for path, module in nnx.iter_modules(model)}
-    variables = nnx.to_flat_state(nnx.state(model))
-    return [("/".join(map(str, path)), v, _around(path, classes)) for path, v in variables]
-
-
 def _around(path: tuple[Any, ...], classes: dict[Any, type]) -> tuple[type, ...]:
     ancestors = [path[:end] for end in range(len(path), -1, -1)]  # innermost first
     return tuple(classes[ancestor] for ancestor in ancestors if ancestor in classes)
 
 
 def cast_in_place(
-    variables: Sequence[tuple[str, nnx.Variable[Any], tuple[type, ...]]],
-    policy_for: Callable[[str, tuple[type, ...]], Policy] | None = None,
+    model: nnx.Module, policy_for: Callable[[str, tuple[type, ...]], Policy] | None = None
 ) -> None:
     """Casts statistics to float32, and parameters as `policy_for(path, classes)` stores them.
 
     Args:
-      variables: each with its path and the classes around it.
-      policy_for: None leaves parameters as they are.
+      policy_for: asked with a path and the classes around it; None leaves parameters as they are.
     """
-    with whole_if_it_fails(*(variable for _, variable, _ in variables)):
-        for path, variable, classes in variables:
+    classes = {path: type(module) for path, module in nnx.iter_modules(model)}
+    with whole_if_it_fails(model):
+        for path, variable in nnx.to_flat_state(nnx.state(model)):
             if isinstance(variable, nnx.BatchStat):
                 dtype: DTypeLike = FLOAT32
             elif policy_for is not None and isinstance(variable, nnx.Param):
-                dtype = policy_for(path, classes).param_dtype
+                name = "/".join(map(str, path))
+                dtype = policy_for(name, _around(path, classes)).param_dtype
             else:
                 continue
             value = variable.get_value()

@@ -1,8 +1,10 @@
-"""Flax's TrainState with atomic steps, and masters that follow replaced parameters.
+"""Flax's TrainState with atomic steps, and how a saved one is restored.
 
-Importing it also teaches `flax.serialization` the classes of ours that a saved state holds. What a
-checkpoint holds is looked at when it is restored, where its values are known: a NaN for a scale
-would make every gradient NaN. A restore that cannot be right says what to do instead;
+`replace(params=...)` lets masters follow: the next step, which starts from them, would undo it.
+
+Importing this module also teaches `flax.serialization` the classes of ours that a saved state
+holds. What a checkpoint holds is looked at when it is restored, where its values are known: a NaN
+for a scale would make every gradient NaN. A restore that cannot be right says what to do instead;
 docs/checkpoints.md has the lines for every change of a training.
 """
 

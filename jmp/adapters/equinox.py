@@ -90,7 +90,7 @@ def autocast(
     if fun is None:
         return functools.partial(autocast, policy=policy, rules=rules, **options)
     check_function(fun, "autocast", "autocast(loss_fn, policy)(model, *args)")
-    refuse_other_models(fun, "autocast", "the function", "equinox", "a function of Equinox modules")
+    refuse_other_models(fun, "autocast", "fun", "equinox", "a function of Equinox modules")
     return with_marked_modules(fun, ModulePolicies(policy, rules, options))
 
 
@@ -158,7 +158,7 @@ def cast_params(model: T, policy: str | Policy, rules: Sequence[Rule] | None = N
     >>> cast_params(eqx.nn.Linear(2, 3, key=jax.random.key(0)), "O2").weight.dtype
     dtype('float16')
     """
-    refuse_other_models(model, "cast_params", "the model", "equinox", "a module of Equinox")
+    refuse_other_models(model, "cast_params", "model", "equinox", "a module of Equinox")
     stored = storage_rules(get_policy(policy), rules)
 
     def cast(leaf: Any, path: str, classes: tuple[type, ...]) -> Any:
@@ -314,16 +314,19 @@ def _rebuilt(
     """
     if is_array(node):
         return of_array(node, path, around)
+    if isinstance(node, eqx.nn.StateIndex):
+        return node
     is_one_level_below = lambda part: part is not node
     parts, structure = jax.tree_util.tree_flatten_with_path(node, is_leaf=is_one_level_below)
-    if jax.tree_util.treedef_is_leaf(structure) or isinstance(node, eqx.nn.StateIndex):
+    is_module = _is_module(node)  # one without fields has no parts, as a leaf
+    if jax.tree_util.treedef_is_leaf(structure) and not is_module:
         return node
-    classes = (type(node), *around) if _is_module(node) else around
+    classes = (type(node), *around) if is_module else around
     rebuilt = [
         _rebuilt(part, of_array, class_of, joined(path, path_string(key)), classes)
         for key, part in parts
     ]
     copy = jax.tree.unflatten(structure, rebuilt)
-    if _is_module(node):
+    if is_module:
         set_class(copy, class_of(node, path, classes))
     return copy

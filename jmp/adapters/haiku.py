@@ -13,7 +13,7 @@ from typing import Any, TypeVar, Unpack
 import haiku as hk
 import optax
 
-from jmp._messages import refuse_other_models, users_stacklevel, way_out, wrong
+from jmp._messages import users_stacklevel, way_out, wrong
 from jmp.adapters._atomic import TrainStep, check_step, take_step
 from jmp.adapters._module_policies import ModulePolicies, cast_by_paths
 from jmp.autocasting._autocast import Options
@@ -154,10 +154,9 @@ def cast_params(params: T, policy: str | Policy, rules: Sequence[Rule] | None = 
     >>> cast["linear"]["w"].dtype, cast["batch_norm"]["scale"].dtype
     (dtype('float16'), dtype('float32'))
     """
-    refuse_other_models(params, "cast_params", "parameters", "", "what network.init returned")
     if not isinstance(params, Mapping) or not all(isinstance(x, Mapping) for x in params.values()):
         expected = "what network.init returned: {module: {name: array}}"
-        raise wrong(TypeError, "cast_params", params, expected, name="params")
+        raise wrong(TypeError, "cast_params", params, expected, name="params", more=way_out(params))
     return cast_by_paths(params, get_policy(policy), rules)
 
 
