@@ -26,11 +26,7 @@ def loaded_when_touched(
 
     def load(name: str) -> ModuleType:
         if name not in parts:
-            raise AttributeError(
-                f"module '{package}' has no attribute '{name}'",
-                name=name,
-                obj=sys.modules[package],
-            )
+            raise AttributeError(f"module '{package}' has no attribute '{name}'")
         try:
             return importlib.import_module(f"{package}.{name}")
         except ModuleNotFoundError as error:

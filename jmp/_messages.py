@@ -19,8 +19,8 @@ import inspect
 import itertools
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from types import FrameType
+import traceback
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -35,7 +35,6 @@ def wrong(
     expected: str,
     *,
     name: str = "",
-    role: str = "",
     more: str = "",
 ) -> Exception:
     """Returns the error for one value that is not as expected; `raise` it.
@@ -46,16 +45,12 @@ def wrong(
       value: what it was given.
       expected: what it takes, and the way out; without the full stop at the end.
       name: the argument's name, where the caller alone does not say it.
-      role: in place of a name, as what the caller was given the value.
       more: sentences that follow, as `way_out` returns them: with a space in front.
 
     >>> wrong(ValueError, "gather", -1, "an axis", name="dtype")
     ValueError('gather got dtype=-1; expected an axis.')
-    >>> wrong(TypeError, "train_step", 3, "a function", role="loss_fn")
-    TypeError('train_step got 3 as loss_fn; expected a function.')
     """
     given = f"{name}={described(value)}" if name else described(value)
-    given += f" as {role}" if role else ""
     return kind(f"{caller} got {given}; expected {expected}.{more}")
 
 
@@ -70,20 +65,16 @@ def check_function(fun: object, caller: str, call: str) -> None:
         raise wrong(TypeError, caller, fun, f"a function: {call}")
 
 
-def refuse_other_models(value: object, caller: str, role: str, own: str, expected: str) -> None:
+def refuse_other_models(value: object, caller: str, name: str, own: str, expected: str) -> None:
     """Raises TypeError for a model of another framework.
 
     Args:
-      caller, role: the function that got `value`, and as what.
+      caller, name: the function that got `value`, and the argument's name.
       own: the framework whose models are taken.
       expected: what should stand there.
     """
-    framework = framework_of(value)
-    if framework is not None and framework != own:
-        raise TypeError(
-            f"{caller} got {described(value)} of {framework} as {role}; expected "
-            f"{expected}.{way_out(value)}"
-        )
+    if framework_of(value) not in (None, own):
+        raise wrong(TypeError, caller, value, expected, name=name, more=way_out(value))
 
 
 _TEXT = 60  # characters of a text that are shown
@@ -98,7 +89,7 @@ def described(value: object) -> str:
     No array is printed, scalars alone excepted; texts and containers are cut, with their sizes.
 
     >>> described({"w": jnp.ones((2, 3)), "steps": [1] * 100})
-    "{'w': float32[2,3], 'steps': [1, 1, 1, 1, and 96 more]}"
+    "{'w': float32[2,3], 'steps': [1, 1, 1, 1 and 96 more]}"
     >>> described("p=" * 1000)[-20:]
     '. (2,000 characters)'
     """
@@ -113,8 +104,17 @@ def listed(names: Iterable[object], most: int = 8) -> str:
     "'a', 'b' and 1 more"
     """
     names = list(names)
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(map(described, names[:most])) + more
+    return first_few(map(described, names), len(names), most)
+
+
+def first_few(words: Iterable[str], count: int, most: int) -> str:
+    """Returns words joined by commas, the first few of many.
+
+    >>> first_few(iter("abc"), 3, most=2)
+    'a, b and 1 more'
+    """
+    more = f" and {count - most:,} more" if count > most else ""
+    return ", ".join(itertools.islice(words, most)) + more
 
 
 def function_name(fun: object) -> str:
@@ -152,8 +152,7 @@ def where_trees_differ(first: Any, second: Any) -> str:
     for which, here, there in (("first", *paths), ("second", *reversed(paths))):
         alone = [path for path in here if path not in there]
         if alone:
-            more = f" and {len(alone) - 3} more" if len(alone) > 3 else ""
-            words.append(f"the {which} alone has {', '.join(map(_cut, alone[:3]))}{more}")
+            words.append(f"the {which} alone has {first_few(map(_cut, alone), len(alone), most=3)}")
     if words:
         return "; ".join(words)
     return f"same paths, other containers: {described(first)} and {described(second)}"
@@ -202,10 +201,10 @@ def _described_container(value: Any, depth: int) -> str:
     kind = type(value).__name__
     if depth == 0:
         return f"{kind} of {len(value):,}"
-    shown = list(itertools.islice(_entries(value, depth - 1), _ENTRIES))
-    if len(value) > _ENTRIES:
-        shown.append(f"and {len(value) - _ENTRIES:,} more")
-    inside = ", ".join(shown)
+    entries = (_described(entry, depth - 1) for entry in value)
+    if isinstance(value, Mapping):
+        entries = (f"{_described(key, 0)}: {_described(value[key], depth - 1)}" for key in value)
+    inside = first_few(entries, len(value), _ENTRIES)
     if type(value) is tuple and len(value) == 1:
         inside += ","
     brackets: dict[type, Sequence[str]] = {dict: "{}", list: "[]", tuple: "()", set: "{}"}
@@ -213,45 +212,23 @@ def _described_container(value: Any, depth: int) -> str:
     return f"{left}{inside}{right}"
 
 
-def _entries(value: Any, depth: int) -> Iterator[str]:
-    for entry in value:
-        if isinstance(value, Mapping):
-            yield f"{_described(entry, 0)}: {_described(value[entry], depth)}"
-        else:
-            yield _described(entry, depth)
-
-
 def _cut(text: str) -> str:
     return text if len(text) <= _TEXT else f"{text[:_TEXT]}... ({len(text):,} characters)"
 
 
-# What other libraries call these, as `_spelt_out` writes it: nearest first.
-_ALIASES: dict[str, tuple[str, ...]] = {
-    "float16": ("mixed_float16", "float16"),
-    "brainfloat16": ("mixed_bfloat16", "bfloat16"),
-    "bfloat16": ("mixed_bfloat16", "bfloat16"),
-    "float8": ("mixed_float8", "f8_e4m3fn"),
-    "mixed": ("mixed_float16", "mixed_bfloat16"),
-    "mixedhalf": ("mixed_float16", "mixed_bfloat16"),
-    "mixedprecision": ("mixed_float16", "mixed_bfloat16"),
-    "amp": ("mixed_float16", "mixed_bfloat16"),
-    "auto": ("mixed_float16", "mixed_bfloat16"),
-    "mixedfloat32": ("float32",),
-    "float": ("float32",),
-    "tf32": ("float32",),
-    "single": ("float32",),
-    "no": ("float32",),
-    "none": ("float32",),
-    "double": ("float64",),
-    "o4": ("mixed_bfloat16",),  # of Apex's branch for bfloat16, and so is O5
-    "o5": ("p=bf16,c=bf16,o=f32",),
-    "p": ("p",),
-    "param": ("params",),
-    "paramdtype": ("params",),
-    "computation": ("compute",),
-    "computedtype": ("compute",),
-    "out": ("output",),
-    "outputdtype": ("output",),
+# What other libraries call these, as `_spelt_out` writes it.
+_ALIASES = {
+    "mixed_float16": "float16 mixed mixedhalf mixedprecision amp auto",
+    "mixed_bfloat16": "bfloat16 brainfloat16 mixed mixedhalf mixedprecision amp auto o4 o5",
+    "mixed_float8": "float8",
+    "float16": "float16",
+    "bfloat16": "bfloat16 brainfloat16",
+    "f8_e4m3fn": "float8",
+    "float32": "mixedfloat32 float tf32 single no none",
+    "float64": "double",
+    "params": "param paramdtype",
+    "compute": "computation computedtype",
+    "output": "out outputdtype",
 }
 
 
@@ -265,14 +242,11 @@ def did_you_mean(text: str, known: Iterable[str]) -> str:
         return ""
     known = list(known)
     spelt = {_plain(name): name for name in known}
-    # A policy that is spelt out may stand for a name where policies may stand.
-    takes_fields = "mixed_float16" in spelt.values()
     plain = _plain(text)
     found = [spelt[plain]] if plain in spelt else []
     if not found:
         plain = _spelt_out(plain)
-        aliases = _ALIASES.get(plain, ())
-        found = [name for name in aliases if name in known or ("=" in name and takes_fields)]
+        found = [name for name in _ALIASES if name in known and plain in _ALIASES[name].split()]
     if not found:
         near = difflib.get_close_matches(plain, spelt, n=1, cutoff=0.75)
         found = [spelt[name] for name in near]
@@ -367,10 +341,7 @@ def users_stacklevel() -> int:
     >>> users_stacklevel() > 1  # this line is of jmp
     True
     """
-    level = 1
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for level, (frame, _) in enumerate(traceback.walk_stack(sys._getframe(1)), start=1):
         if frame.f_globals.get("__name__", "").partition(".")[0] not in _BETWEEN:
             return level
-        level, frame = level + 1, frame.f_back
     return 2

@@ -734,8 +734,8 @@ MISTAKES: dict[str, list[Mistake]] = {
     "Flax linen": [
         *_rows(
             TypeError,
-            ("linen.wrap_apply(linen_model, F16)", "Write wrap_apply(model.apply, policy)"),
-            ("linen.wrap_apply(linen_model.__call__, F16)", "which takes no variables"),
+            ("linen.wrap_apply(linen_model, F16)", ": wrap_apply(model.apply, policy)"),
+            ("linen.wrap_apply(linen_model.__call__, F16)", "give method= when it is called"),
             ("linen.wrap_apply(nnx_model, F16)", "jmp.adapters.nnx.with_policy(model, policy)"),
             ("linen.wrap_apply(nnx_model.encode, F16)", "jmp.adapters.nnx.with_policy(model, pol"),
             ("linen.wrap_apply(eqx_model, F16)", "jmp.adapters.equinox.autocast(loss_fn, policy)"),
@@ -794,10 +794,10 @@ MISTAKES: dict[str, list[Mistake]] = {
             ),
             ("nnx_adapter.with_policy(eqx_model, F16)", "jmp.adapters.equinox.autocast(loss_fn"),
             ("nnx_adapter.with_policy(nnx_model.encode, F16)", "expected an nnx.Module"),
-            ("nnx_adapter.with_policy(optimizer, F16)", "an Optimizer as model; expected an nnx."),
+            ("nnx_adapter.with_policy(optimizer, F16)", "model=an Optimizer; expected an nnx."),
             (
                 "nnx_adapter.with_policy(F16, nnx_model)",
-                "'mixed_float16' as model; expected an nnx",
+                "model='mixed_float16'; expected an nnx",
             ),
             ("nnx_adapter.autocast(nnx_model, F16)", "write with_policy(model, policy)"),
             ("nnx_adapter.autocast(nnx_model.encode, F16)", "autocast(NnxModel.encode, policy)"),
@@ -875,7 +875,7 @@ MISTAKES: dict[str, list[Mistake]] = {
         ),
         *_rows(
             ValueError,
-            ("equinox.train_step(model_loss, 3, eqx_state, tx, x)", "holds no floating array"),
+            ("equinox.train_step(model_loss, 3, eqx_state, tx, x)", "with a floating array"),
         ),
     ],
     "Haiku": [

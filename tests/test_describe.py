@@ -79,7 +79,7 @@ def test_a_donated_array_is_described():
 
 
 def test_differences_of_trees_name_a_few_paths():
-    assert where_trees_differ(TREE, {}).endswith("and 50997 more")
+    assert where_trees_differ(TREE, {}).endswith("and 50,997 more")
     assert where_trees_differ({"a": {}}, {"a": ()}).startswith("same paths, other containers")
     assert len(where_trees_differ(TREE, {"x" * 1000: 1.0})) < 400
     assert listed(TREE, most=2) == "'layer_0', 'layer_1' and 998 more"

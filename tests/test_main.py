@@ -7,7 +7,6 @@ import sys
 import types
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -30,7 +29,7 @@ def test_it_prints_versions_devices_and_checks_and_exits_with_zero():
     assert jmp.__version__ in words and jax.__version__ in words
     assert "start with" in finished.stdout and "mixed_bfloat16" in finished.stdout
     assert finished.stdout.count("\nok ") == len(command.CHECKS)
-    assert "5 of 5 checks passed on cpu" in finished.stdout
+    assert "3 of 3 checks passed on cpu" in finished.stdout
 
 
 def test_the_report_names_every_setting_that_changes_results(monkeypatch, capsys):
@@ -70,27 +69,13 @@ def test_an_unknown_option_is_refused(capsys):
     assert "unrecognized arguments: --fast" in capsys.readouterr().err
 
 
-def towards_zero(tree, dtype):
-    """Rounds as casts must not: by cutting bits off."""
-    exact = tree.astype(dtype).astype(jnp.float32)
-    bits = jax.lax.bitcast_convert_type(tree.astype(dtype), jnp.uint16)
-    down = jax.lax.bitcast_convert_type(bits - 1, dtype)
-    return jnp.where(jnp.abs(exact) > jnp.abs(tree), down, tree.astype(dtype))
-
-
-def unscaled(fun, loss_scale):
-    return jax.value_and_grad(fun)
-
-
 BROKEN = {
-    "check_casts": (jmp, "cast_floating", towards_zero, "Arrays are not equal"),
     "check_overflow": (
         transforms,
         "with_loss_scale",
         lambda tx, scale, real=transforms.with_loss_scale: real(tx, jmp.StaticLossScale(2.0**16)),
         "the loss scale is 65536.0 after an overflow, not 32768",
     ),
-    "check_underflow": (jmp, "scaled_value_and_grad", unscaled, "Arrays are not equal"),
     "check_autocast": (jmp, "autocast", lambda fun, policy: fun, "are not in float16"),
     "check_float32_masters": (
         transforms,

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmp._messages import described, framework_of, refuse_other_models, wrong
+from jmp._messages import framework_of, refuse_other_models, wrong
 from jmp.loss_scaling import LossScale, NoOpLossScale, UnscaledLossWarning, scaled_value_and_grad
 from jmp.loss_scaling._gradients import pair_of
 from jmp.policy import lowered_to
@@ -112,13 +112,11 @@ def check_step(loss_fn: object, model: object, own: str, kind: str) -> None:
     is_swapped = framework_of(loss_fn) and callable(model) and not framework_of(model)
     if not callable(loss_fn) or is_swapped:
         expected = "a function of the model"
-        raise wrong(TypeError, "train_step", loss_fn, expected, role="loss_fn", more=_ORDER)
-    refuse_other_models(model, "train_step", "the model", own, kind)
+        raise wrong(TypeError, "train_step", loss_fn, expected, name="loss_fn", more=_ORDER)
+    refuse_other_models(model, "train_step", "model", own, kind)
     if not any(is_floating(leaf) or is_complex(leaf) for leaf in jax.tree.leaves(model)):
-        raise ValueError(
-            f"train_step got {described(model)} as the model, which holds no floating array; "
-            f"expected {kind}.{_ORDER}"
-        )
+        expected = f"{kind}, with a floating array"
+        raise wrong(ValueError, "train_step", model, expected, name="model", more=_ORDER)
 
 
 def take_step(
@@ -138,11 +136,10 @@ def take_step(
     """
     if not isinstance(tx, optax.GradientTransformation):
         expected = "an optax transformation"
-        raise wrong(TypeError, "train_step", tx, expected, role="tx", more=_ORDER)
+        raise wrong(TypeError, "train_step", tx, expected, name="tx", more=_ORDER)
     if isinstance(opt_state, optax.GradientTransformation):
-        raise TypeError(
-            f"train_step got the optimizer as opt_state; expected what tx.init returned.{_ORDER}"
-        )
+        expected = "what tx.init returned"
+        raise wrong(TypeError, "train_step", opt_state, expected, name="opt_state", more=_ORDER)
     check_is_scaled(opt_state, loss_fn)
     # Equinox's State may be used once: the loss gets a copy, so that it outlives an error.
     before, structure = jax.tree.flatten(state)

@@ -1,20 +1,18 @@
 """How the modules of a model compute, and how their parameters are stored: what adapters share.
 
-Norms: a norm subtracts means and sums squares. 300 squared overflows float16, and a mean over
-thousands of half numbers loses them. So norms compute in float32, from float32 scales, biases and
-statistics, in every policy but a pure half one. They are told by the names of their classes, or by
-those of their parameters where classes are not known.
-
-Stored: `storage_rules` has the dtype in which `cast_params` of each adapter stores a parameter.
-
-Computed: autocast sees operations, not modules. So while a model is traced, each module that a rule
-names runs under a name scope that says the rule's policy (`policy_scope`); autocast reads it.
-Modules that no rule names open no scope and compute by the policy of the whole (`ModulePolicies`).
-Where a framework lets method calls be intercepted (Flax linen, Haiku), an interceptor opens the
-scopes. Elsewhere (nnx, Equinox) a named module is given a subclass of its class, `marked_class`.
-
-Named: `ModuleScopes` takes the place of `ModulePolicies` where diagnostics ask which module does
-what. Every method of every module then runs in a scope that names the module's path.
+- `ModulePolicies`: how they compute. Autocast sees operations, not modules. So while a model is
+  traced, each module that a rule names runs under a name scope that says the rule's policy, which
+  autocast reads. Modules that no rule names open no scope and compute by the policy of the whole.
+- `marked_class`: what opens the scope where a framework (nnx, Equinox) does not let method calls
+  be intercepted: a module that a rule names is given a subclass of its class. Flax linen and
+  Haiku have interceptors.
+- `ModuleScopes`: takes the place of `ModulePolicies` where diagnostics ask which module does
+  what. Every method of every module then runs in a scope that names the module's path.
+- `storage_rules`: the dtype in which `cast_params` of each adapter stores a parameter.
+- `policy_of_norms`: a norm subtracts means and sums squares. 300 squared overflows float16, and a
+  mean over thousands of half numbers loses them. So norms compute in float32, from float32
+  scales, biases and statistics, in every policy but a pure half one. They are told by the names
+  of their classes, or by those of their parameters where classes are not known.
 """
 
 import contextlib
@@ -27,14 +25,13 @@ from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
 
 import jax
-import numpy as np
 
-from jmp.autocasting._autocast import Options, lowered
+from jmp.autocasting._autocast import lowered
 from jmp.autocasting._request import MODULE, policy_scope
 from jmp.dtypes import FLOAT32, is_half
 from jmp.policy import Policy, get_policy
 from jmp.rules import PolicyRules, Rule
-from jmp.trees import PyTree, cast_leaf, path_string
+from jmp.trees import PyTree, cast_leaf, cast_to_at_least_float32, path_string
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -164,11 +161,10 @@ class ModulePolicies:
         # The default is an object of its own: a rule may give the very policy of the whole.
         self.rules = PolicyRules(rules or (), dataclasses.replace(self.policy))
         self.rules.refuse_float8("An adapter")
-        options_kept: Any = {
+        self._options: Any = {
             name: value if isinstance(value, str) or not isinstance(value, Iterable) else (*value,)
             for name, value in options.items()
         }
-        self._options: Options = options_kept
         self._keep_dtypes = keep_dtypes
         policies = [self.policy, *(get_policy(policy) for _, policy in rules or ())]
         _refuse_reductions_of_rules(policies)
@@ -196,10 +192,11 @@ class ModulePolicies:
             rule names a module around. Autocast then warns of unused rules itself, if the policy or
             a rule is half.
         """
-        whole, half = self.policy, self.lowered
-        others = {"reduce_dtype": whole.reduce_dtype, "product_dtype": whole.product_dtype}
-        policy = Policy(FLOAT32, half, half, **others)
+        half = self.lowered
         rules = self.rules if name_scopes else None
+        policy = dataclasses.replace(
+            self.policy, param_dtype=FLOAT32, compute_dtype=half, output_dtype=half
+        )
         return lowered(fun, policy, rules_of_modules=rules, **self._options)
 
     @contextlib.contextmanager
@@ -235,6 +232,11 @@ class ModulePolicies:
         for path, _ in jax.tree_util.tree_leaves_with_path(params):
             self.rules.policy_for(path_string(path))
 
+    def widened(self, params: T) -> T:
+        """Returns the parameters of a model in float32, as they are computed with."""
+        self.match_parameters(params)
+        return cast_to_at_least_float32(params)
+
     def scope(self, named: Policy | None) -> contextlib.AbstractContextManager[None]:
         """Returns the context that the methods of a module run in, given what `named` returned."""
         return contextlib.nullcontext() if named is None else policy_scope(named)
@@ -257,11 +259,8 @@ _in_force = jax.make_user_context(default_value=None)
 
 
 def _says_float32(module: object) -> bool:
-    dtype = getattr(module, "dtype", None)
-    try:
-        return dtype is not None and np.dtype(dtype) == FLOAT32
-    except TypeError:  # a field of that name that is no dtype
-        return False
+    # NumPy compares a dtype with what is none, too.
+    return bool(getattr(module, "dtype", None) == FLOAT32)
 
 
 @functools.cache  # one class for all models: a structure that holds it must compare equal
@@ -294,6 +293,11 @@ def subclass(module_type: type, body: Mapping[str, Any]) -> type:
 def plain_class(module_type: type) -> type:
     """Returns the class as its author wrote it."""
     return getattr(module_type, _PLAIN, module_type)
+
+
+def set_class(module: object, module_type: type) -> None:
+    """Gives a module another class, where its framework keeps watch on its attributes."""
+    object.__setattr__(module, "__class__", module_type)
 
 
 def _is_method(module_type: type, name: str) -> bool:

@@ -1,8 +1,10 @@
-"""Flax's TrainState with atomic steps, and masters that follow replaced parameters.
+"""Flax's TrainState with atomic steps, and how a saved one is restored.
 
-Importing it also teaches `flax.serialization` the classes of ours that a saved state holds. What a
-checkpoint holds is looked at when it is restored, where its values are known: a NaN for a scale
-would make every gradient NaN. A restore that cannot be right says what to do instead;
+`replace(params=...)` lets masters follow: the next step, which starts from them, would undo it.
+
+Importing this module also teaches `flax.serialization` the classes of ours that a saved state
+holds. What a checkpoint holds is looked at when it is restored, where its values are known: a NaN
+for a scale would make every gradient NaN. A restore that cannot be right says what to do instead;
 docs/checkpoints.md has the lines for every change of a training.
 """
 
@@ -17,7 +19,7 @@ import optax
 from flax import serialization
 from flax.training import train_state
 
-from jmp._messages import listed, wrong
+from jmp._messages import described, listed, where_trees_differ, wrong
 from jmp.adapters._atomic import check_is_scaled, keep_if_skipped, loss_scale_in
 from jmp.loss_scaling import (
     DynamicLossScale,
@@ -193,12 +195,13 @@ def _to_state_dict(node: PyTree) -> dict[str, Any]:
 
 def _from_state_dict(node: PyTree, state: dict[str, Any]) -> PyTree:
     expected = _to_state_dict(node)
-    if not isinstance(state, dict) or set(expected) != set(state):
-        held = listed(sorted(state)) if isinstance(state, dict) else type(state).__name__
+    if not isinstance(state, dict) or expected.keys() != state.keys():
         raise ValueError(
-            f"A checkpoint holds {held} for a {type(node).__name__}; expected "
-            f"{listed(sorted(expected))}. Restore into the class that was saved, and "
-            f"{_afterwards(node)}"
+            f"A checkpoint holds {described(state)} for a {type(node).__name__}; expected "
+            f"{listed(expected)}. Restore into the class that was saved, and change it afterwards: "
+            "a loss scale by jmp.transforms.replace_loss_scale(opt_state, new_scale); masters as "
+            "docs/checkpoints.md says under flat masters, because moments and masters change their "
+            "form together."
         )
     state = {n: np.asarray(v) if isinstance(v, (int, float)) else v for n, v in state.items()}
     restored = jax.tree.unflatten(jax.tree.structure(node), [state[name] for name in expected])
@@ -208,17 +211,6 @@ def _from_state_dict(node: PyTree, state: dict[str, Any]) -> PyTree:
         if isinstance(node, LossScale):
             return _within_bounds(restored)
     return restored
-
-
-def _afterwards(node: PyTree) -> str:
-    if isinstance(node, LossScale):
-        return (
-            "change its class afterwards: jmp.transforms.replace_loss_scale(opt_state, new_scale)."
-        )
-    return (
-        "make flat masters of it afterwards, as docs/checkpoints.md says under flat masters: "
-        "moments and masters change their form together."
-    )
 
 
 def _check_shapes(node: PyTree, expected: dict[str, Any], state: dict[str, Any]) -> None:
@@ -233,8 +225,6 @@ def _check_shapes(node: PyTree, expected: dict[str, Any], state: dict[str, Any])
 
 def _within_bounds(loss_scale: LossScale) -> LossScale:
     """Returns the scale between floor and ceiling of the one that it was restored into."""
-    if not jax.tree.leaves(loss_scale):
-        return loss_scale
     try:
         # The constructor looks at values, which unflattening must not.
         return dataclasses.replace(loss_scale)  # type: ignore[type-var]  # each is a dataclass
@@ -265,28 +255,26 @@ def _restore_train_state(node: PyTree, state: dict[str, Any]) -> PyTree:
             f"{listed(sorted(fields), most=16)}. Restore into the class that was saved, and make "
             "the new state of its fields: docs/checkpoints.md has the lines."
         )
+    _check_optimizer(node, state["opt_state"])
     restored = {
         name: serialization.from_state_dict(getattr(node, name), state[name], name=name)
         for name in fields
-        if name != "opt_state"
     }
-    return node.replace(opt_state=_restore_opt_state(node, state["opt_state"]), **restored)
+    return node.replace(**restored)
 
 
-def _restore_opt_state(node: PyTree, state: Any) -> Any:
-    try:
-        return serialization.from_state_dict(node.opt_state, state, name="opt_state")
-    except (KeyError, TypeError, ValueError) as error:
-        expected: Any = serialization.to_state_dict(node.opt_state)
-        if leaves_by_path(expected).keys() == leaves_by_path(state).keys():
-            raise  # it says by itself which value it is
+def _check_optimizer(node: PyTree, saved: Any) -> None:
+    """Raises ValueError if the state of an optimizer has other leaves than that of `node`."""
+    expected: Any = serialization.to_state_dict(node.opt_state)
+    if leaves_by_path(saved).keys() != leaves_by_path(expected).keys():
         raise ValueError(
             f"A checkpoint holds the state of another optimizer than this {type(node).__name__}'s "
-            f"({str(error)[:500]}). Restore into a state of the optimizer that saved it, and "
-            "change that afterwards: another loss scale is jmp.transforms.replace_loss_scale("
-            "opt_state, new_scale), new masters are reset_masters(opt_state, params), and "
-            "docs/checkpoints.md has the lines for every change."
-        ) from error
+            f"(of the saved state and this one {where_trees_differ(saved, expected)}). "
+            "Restore into a state of the optimizer that saved it, and change that afterwards: "
+            "another loss scale is jmp.transforms.replace_loss_scale(opt_state, new_scale), new "
+            "masters are reset_masters(opt_state, params), and docs/checkpoints.md has the lines "
+            "for every change."
+        )
 
 
 _exchange_made_by_flax(TrainState)

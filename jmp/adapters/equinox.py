@@ -8,7 +8,6 @@ for one example is not best for a batch.
 at all.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, ParamSpec, TypeVar, Unpack, overload
@@ -25,6 +24,7 @@ from jmp.adapters._module_policies import (
     ModuleScopes,
     marked_class,
     plain_class,
+    set_class,
     storage_rules,
 )
 from jmp.autocasting._autocast import AllOptions, given_policy
@@ -90,7 +90,7 @@ def autocast(
     if fun is None:
         return functools.partial(autocast, policy=policy, rules=rules, **options)
     check_function(fun, "autocast", "autocast(loss_fn, policy)(model, *args)")
-    refuse_other_models(fun, "autocast", "the function", "equinox", "a function of Equinox modules")
+    refuse_other_models(fun, "autocast", "fun", "equinox", "a function of Equinox modules")
     return with_marked_modules(fun, ModulePolicies(policy, rules, options))
 
 
@@ -118,13 +118,9 @@ def in_scopes(fun: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(fun)
     def scoped(*args: P.args, **kwargs: P.kwargs) -> R:
-        leaves, structure = jax.tree.flatten((args, kwargs))  # a State may be used once
-        again: Any = lambda: jax.tree.unflatten(structure, leaves)
-        chosen = fun
-        if takes_marked_modules(fun, *again()):
-            chosen = with_marked_modules(fun, ModuleScopes())
-        args, kwargs = again()
-        return chosen(*args, **kwargs)
+        if takes_marked_modules(fun, args, kwargs):
+            return with_marked_modules(fun, ModuleScopes())(*args, **kwargs)
+        return fun(*args, **kwargs)
 
     return scoped
 
@@ -162,7 +158,7 @@ def cast_params(model: T, policy: str | Policy, rules: Sequence[Rule] | None = N
     >>> cast_params(eqx.nn.Linear(2, 3, key=jax.random.key(0)), "O2").weight.dtype
     dtype('float16')
     """
-    refuse_other_models(model, "cast_params", "the model", "equinox", "a module of Equinox")
+    refuse_other_models(model, "cast_params", "model", "equinox", "a module of Equinox")
     stored = storage_rules(get_policy(policy), rules)
 
     def cast(leaf: Any, path: str, classes: tuple[type, ...]) -> Any:
@@ -316,26 +312,21 @@ def _rebuilt(
       node: a module, a container, an array, or anything else, which is returned as it is.
       of_array, class_of: called as `(array or module, path, classes)`, classes innermost first.
     """
-    inside = functools.partial(_rebuilt, of_array=of_array, class_of=class_of)
     if is_array(node):
         return of_array(node, path, around)
     if isinstance(node, eqx.nn.StateIndex):
         return node
-    if not _is_module(node):
-        one_level = lambda x: x is not node
-        parts, structure = jax.tree_util.tree_flatten_with_path(node, is_leaf=one_level)
-        if jax.tree_util.treedef_is_leaf(structure):
-            return node
-        rebuilt = [
-            inside(part, path=joined(path, path_string(key)), around=around) for key, part in parts
-        ]
-        return jax.tree.unflatten(structure, rebuilt)
-    classes = (type(node), *around)
-    copy: Any = object.__new__(class_of(node, path, classes))
-    for field in dataclasses.fields(node):
-        if hasattr(node, field.name):  # not in a module's own __init__
-            value = getattr(node, field.name)
-            if not field.metadata.get("static", False):
-                value = inside(value, path=joined(path, field.name), around=classes)
-            object.__setattr__(copy, field.name, value)
+    is_one_level_below = lambda part: part is not node
+    parts, structure = jax.tree_util.tree_flatten_with_path(node, is_leaf=is_one_level_below)
+    is_module = _is_module(node)  # one without fields has no parts, as a leaf
+    if jax.tree_util.treedef_is_leaf(structure) and not is_module:
+        return node
+    classes = (type(node), *around) if is_module else around
+    rebuilt = [
+        _rebuilt(part, of_array, class_of, joined(path, path_string(key)), classes)
+        for key, part in parts
+    ]
+    copy = jax.tree.unflatten(structure, rebuilt)
+    if is_module:
+        set_class(copy, class_of(node, path, classes))
     return copy

@@ -7,13 +7,13 @@ state and the network's state move together or not at all.
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, Unpack
 
 import haiku as hk
 import optax
 
-from jmp._messages import listed, refuse_other_models, way_out, wrong
+from jmp._messages import users_stacklevel, way_out, wrong
 from jmp.adapters._atomic import TrainStep, check_step, take_step
 from jmp.adapters._module_policies import ModulePolicies, cast_by_paths
 from jmp.autocasting._autocast import Options
@@ -74,7 +74,8 @@ def with_policy(
     policies = ModulePolicies(policy, rules, options)
     has_state = isinstance(network, hk.TransformedWithState)
 
-    def interceptor(with_own_policy: dict[str, None]) -> Callable[..., Any]:
+    @functools.wraps(network.apply)
+    def in_float32(params: optax.Params, *args: Any, **kwargs: Any) -> Any:
         around: list[type] = []  # classes of the modules being called, innermost first
 
         def intercept(
@@ -84,27 +85,19 @@ def with_policy(
             if context.method_name == "__init__" or not policies.are_in_force:
                 return call(*args, **kwargs)
             module = context.module
-            if hk.mixed_precision.get_policy(type(module)) is not None:
-                with_own_policy[type(module).__name__] = None
+            _warn_of_own_policy(type(module))
             around.insert(0, type(module))
             try:
-                with policies.scope(policies.named(module, module.module_name, tuple(around))):
+                with policies.scope(policies.named(module, module.module_name, around)):
                     return call(*args, **kwargs)
             finally:
                 around.pop(0)
 
-        return intercept
-
-    @functools.wraps(network.apply)
-    def in_float32(params: optax.Params, *args: Any, **kwargs: Any) -> Any:
-        params = cast_to_at_least_float32(params)
+        params = policies.widened(params)
         if has_state:
             args, kwargs = _with_wide_state(args, kwargs)
-        with_own_policy: dict[str, None] = {}
-        with policies.in_force(), hk.intercept_methods(interceptor(with_own_policy)):
+        with policies.in_force(), hk.intercept_methods(intercept):
             result = network.apply(params, *args, **kwargs)
-        _warn_of_policies(with_own_policy)
-        policies.match_parameters(params)
         policies.rules.warn_unused()
         return result
 
@@ -122,15 +115,14 @@ def with_policy(
     return type(network)(network.init, apply)
 
 
-def _warn_of_policies(classes: Iterable[str]) -> None:
-    """Warns if classes of modules have policies of Haiku's own beside that of `with_policy`."""
-    names = list(classes)
-    if names:
+def _warn_of_own_policy(module_type: type[hk.Module]) -> None:
+    """Warns if a class of modules has a policy of Haiku's own beside that of `with_policy`."""
+    if hk.mixed_precision.get_policy(module_type) is not None:
         warnings.warn(
-            f"with_policy computes by its policy and rules, and {listed(names)} by "
+            f"with_policy computes by its policy and rules, and '{module_type.__name__}' by "
             "hk.mixed_precision.set_policy too: what that casts to half stays half. Remove the "
-            "lines of set_policy, or call hk.mixed_precision.clear_policy of these classes before.",
-            stacklevel=3,
+            "lines of set_policy, or call hk.mixed_precision.clear_policy of the class before.",
+            stacklevel=users_stacklevel(),
         )
 
 
@@ -162,10 +154,9 @@ def cast_params(params: T, policy: str | Policy, rules: Sequence[Rule] | None = 
     >>> cast["linear"]["w"].dtype, cast["batch_norm"]["scale"].dtype
     (dtype('float16'), dtype('float32'))
     """
-    refuse_other_models(params, "cast_params", "parameters", "", "what network.init returned")
     if not isinstance(params, Mapping) or not all(isinstance(x, Mapping) for x in params.values()):
         expected = "what network.init returned: {module: {name: array}}"
-        raise wrong(TypeError, "cast_params", params, expected, role="parameters")
+        raise wrong(TypeError, "cast_params", params, expected, name="params", more=way_out(params))
     return cast_by_paths(params, get_policy(policy), rules)
 
 

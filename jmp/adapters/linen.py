@@ -92,11 +92,11 @@ def wrap_apply(
 
     @functools.wraps(apply_fn)
     def in_float32(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = _with_wide_variables(args, kwargs)
+        if args and isinstance(args[0], Mapping):
+            args = (_widened(args[0], policies), *args[1:])
+        named = {name: _widened(kwargs[name], policies) for name in _VARIABLES if name in kwargs}
         with policies.in_force(), nn.intercept_methods(intercept):
-            result = apply_fn(*args, **kwargs)
-        for variables in _variables_among(args, kwargs):
-            policies.match_parameters(_params_in(variables))
+            result = apply_fn(*args, **{**kwargs, **named})
         policies.rules.warn_unused()
         return result
 
@@ -139,36 +139,35 @@ def cast_params(variables: T, policy: str | Policy, rules: Sequence[Rule] | None
     """
     refuse_other_models(variables, "cast_params", "variables", "", "what model.init returned")
     policy = get_policy(policy)
+    rules = None if rules is None else tuple(rules)  # read more than once
     if not _has_collections(variables):
         return cast_by_paths(variables, policy, rules)
-    rules = None if rules is None else tuple(rules)  # read more than once
     statistics_dtype = policy_of_norms(policy, rules).param_dtype
-    # Rules are checked also where there are no parameters.
-    params = cast_by_paths(_params_in(variables), policy, rules)
-    cast_statistics = functools.partial(cast_floating, dtype=statistics_dtype)
-    return _with_cast(variables, params=lambda _: params, batch_stats=cast_statistics)
+    return _with_cast(
+        variables,
+        params=lambda params: cast_by_paths(params, policy, rules),
+        batch_stats=lambda statistics: cast_floating(statistics, statistics_dtype),
+    )
 
 
 def _check_apply(apply_fn: Any) -> None:
     """Raises TypeError for what is no function of a model's variables."""
     expected = "a function of a model's variables"
-    for value in (apply_fn, getattr(apply_fn, "__self__", None)):  # a model, or that of a method
+    owner = getattr(apply_fn, "__self__", None)
+    for value in (apply_fn, owner):
         refuse_other_models(value, "wrap_apply", "apply_fn", "flax.linen", expected)
-    if isinstance(apply_fn, nn.Module) and apply_fn.scope is None:
-        raise TypeError(
-            f"wrap_apply got the module {type(apply_fn).__name__}; expected {expected}. Write "
-            "wrap_apply(model.apply, policy)."
-        )
-    owner, name = getattr(apply_fn, "__self__", None), getattr(apply_fn, "__name__", "")
-    if isinstance(owner, nn.Module) and owner.scope is None and name not in vars(nn.Module):
-        raise TypeError(
-            f"wrap_apply got {type(owner).__name__}.{name}, which takes no variables; expected "
-            f"{expected}. Write wrap_apply(model.apply, policy), and give method= when it is "
-            "called."
-        )
-    if not callable(apply_fn):
-        call = "wrap_apply(model.apply, policy)"
-        raise wrong(TypeError, "wrap_apply", apply_fn, f"{expected}: {call}")
+    # `apply` and `init` take variables, what the model's author wrote does not.
+    is_by_its_author = getattr(apply_fn, "__name__", "") not in vars(nn.Module)
+    takes_no_variables = _is_unbound(apply_fn) or (_is_unbound(owner) and is_by_its_author)
+    if takes_no_variables or not callable(apply_fn):
+        expected = f"{expected}: wrap_apply(model.apply, policy)"
+        more = " For another method give method= when it is called."
+        raise wrong(TypeError, "wrap_apply", apply_fn, expected, more=more)
+
+
+def _is_unbound(value: object) -> bool:
+    """Returns whether a value is a module without variables."""
+    return isinstance(value, nn.Module) and value.scope is None
 
 
 def _with_parents(module: nn.Module) -> list[nn.Module]:
@@ -181,42 +180,20 @@ def _with_parents(module: nn.Module) -> list[nn.Module]:
     return nodes
 
 
-def _variables_among(args: Any, kwargs: Any) -> list[Any]:
-    """Returns the variables among the arguments of an apply function."""
-    first = args[:1] if args and isinstance(args[0], Mapping) else ()
-    return [*first, *(kwargs[name] for name in _VARIABLES if name in kwargs)]
-
-
-def _with_wide_variables(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Returns the arguments of an apply function, its variables widened."""
-    if args and isinstance(args[0], Mapping):
-        args = (_widen(args[0]), *args[1:])
-    named = {name: _widen(kwargs[name]) for name in _VARIABLES if name in kwargs}
-    return args, {**kwargs, **named}
-
-
-def _widen(variables: PyTree) -> PyTree:
+def _widened(variables: PyTree, policies: ModulePolicies) -> PyTree:
     """Returns half parameters and statistics in float32; what a model caches keeps its dtype."""
     if not _has_collections(variables):
-        return cast_to_at_least_float32(variables)
-    wide = cast_to_at_least_float32
-    return _with_cast(variables, params=wide, batch_stats=wide)
+        return policies.widened(variables)
+    return _with_cast(variables, params=policies.widened, batch_stats=cast_to_at_least_float32)
 
 
 def _has_collections(variables: PyTree) -> bool:
     """Returns whether these are variables with collections; else they are parameters alone."""
-    has_keys = hasattr(variables, "keys")
-    return has_keys and any(name in variables for name in ("params", "batch_stats"))
-
-
-def _params_in(variables: PyTree) -> PyTree:
-    return variables.get("params", {}) if _has_collections(variables) else variables
+    return isinstance(variables, Mapping) and ("params" in variables or "batch_stats" in variables)
 
 
 def _with_cast(variables: T, **casts: Callable[[Any], Any]) -> T:
     """Returns variables whose collections of these names, where they have them, are cast."""
-    if not _has_collections(variables):
-        return variables
     held: Any = variables
     cast = {name: function(held[name]) for name, function in casts.items() if name in held}
     whole: T = type(held)({**held, **cast})

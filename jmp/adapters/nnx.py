@@ -20,14 +20,8 @@ from jmp import transforms
 from jmp._messages import check_function, refuse_other_models, way_out, wrong
 from jmp.adapters._atomic import check_is_scaled, keep_if_skipped, loss_scale_in
 from jmp.adapters._module_policies import ModulePolicies, storage_rules
-from jmp.adapters._nnx_modules import (
-    cast_in_place,
-    lift,
-    match_parameters,
-    variables_with_path,
-    view_of,
-    whole_if_it_fails,
-)
+from jmp.adapters._nnx_modules import cast_in_place, lift, view_of
+from jmp.adapters._nnx_writing import whole_if_it_fails
 from jmp.autocasting._autocast import AllOptions, Options, given_policy
 from jmp.loss_scaling import LossScale
 from jmp.loss_scaling._gradients import scaled_loss
@@ -90,12 +84,9 @@ def autocast(
         return functools.partial(autocast, policy=policy, rules=rules, **options)
     policies = ModulePolicies(policy, rules, options)
     check_function(fun, "autocast", "autocast(loss_fn, policy)(model, *args)")
-    refuse_other_models(fun, "autocast", "the function", "flax.nnx", "a function of nnx modules")
+    refuse_other_models(fun, "autocast", "fun", "flax.nnx", "a function of nnx modules")
     if isinstance(fun, nnx.Module):
-        raise TypeError(
-            f"autocast got the module {type(fun).__name__}; expected a function of modules. For a "
-            "module that computes in half write with_policy(model, policy)."
-        )
+        raise wrong(TypeError, "autocast", fun, "a function of modules", more=way_out(fun))
     if isinstance(getattr(fun, "__self__", None), nnx.Module):
         raise TypeError(
             f"autocast got {fun.__qualname__}, a method bound to its module, whose changes would "
@@ -140,10 +131,10 @@ def with_policy(
     """
     _check_kind("with_policy", "model", model, nnx.Module)
     policies = ModulePolicies(policy, rules, options)
-    view: M = view_of(model, policies)
-    match_parameters(model, policies)
+    view = view_of(model, policies)
+    policies.match_parameters(nnx.as_pure(nnx.state(model)))
     policies.rules.warn_unused()
-    cast_in_place(variables_with_path(model))
+    cast_in_place(model)
     return view
 
 
@@ -167,7 +158,7 @@ def cast_params(model: M, policy: str | Policy, rules: Sequence[Rule] | None = N
     _check_kind("cast_params", "model", model, nnx.Module)
     stored = storage_rules(policy, rules)
     copy = nnx.clone(model)
-    cast_in_place(variables_with_path(copy), stored.policy_for)
+    cast_in_place(copy, stored.policy_for)
     stored.warn_unused()
     return copy
 
@@ -253,7 +244,7 @@ def train_step(
     dtype('float32')
     """
     if not callable(loss_fn) or isinstance(loss_fn, nnx.Module):
-        raise wrong(TypeError, "train_step", loss_fn, "a function", role="loss_fn", more=_ORDER)
+        raise wrong(TypeError, "train_step", loss_fn, "a function", name="loss_fn", more=_ORDER)
     _check_kind("train_step", "model", model, nnx.Module)
     _check_kind("train_step", "optimizer", optimizer, nnx.Optimizer)
     check_is_scaled(nnx.as_pure(optimizer.opt_state), loss_fn, model)
@@ -284,4 +275,4 @@ def _moved_by_a_step(model: nnx.Module, optimizer: nnx.Optimizer[Any]) -> tuple[
 def _check_kind(caller: str, name: str, value: object, expected: type) -> None:
     if not isinstance(value, expected):
         more = _ORDER if caller == "train_step" else way_out(value)
-        raise wrong(TypeError, caller, value, f"an nnx.{expected.__name__}", role=name, more=more)
+        raise wrong(TypeError, caller, value, f"an nnx.{expected.__name__}", name=name, more=more)

@@ -369,6 +369,26 @@ def test_equinox_modules_in_containers_of_any_class_are_found():
     assert dtypes_of(cast) == {"float16"}
 
 
+class Weightless(eqx.Module):
+    """A module without fields."""
+
+    def __call__(self, x):
+        return x @ WEIGHT
+
+
+class HoldsWeightless(eqx.Module):
+    inner: Weightless = Weightless()
+
+    def __call__(self, x):
+        return self.inner(x) @ WEIGHT
+
+
+def test_a_rule_names_an_equinox_module_without_fields():
+    fun = lambda model, x: model(x).sum()
+    half = adapters.equinox.autocast(fun, "mixed_float16", rules=[("inner", "float32")])
+    assert product_dtypes(half, HoldsWeightless(), WEIGHT) == {"float16": 1, "float32": 1}
+
+
 class Calibrated(eqx.Module):
     """Sets its second field by what it computes with the first."""
 

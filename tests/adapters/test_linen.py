@@ -443,7 +443,7 @@ def test_a_state_that_was_saved_goes_on_as_if_it_had_not_been():
 def test_a_checkpoint_of_another_scale_is_refused():
     saved = serialization.to_bytes(make_state())
     other = make_state(jmp.HysteresisLossScale(8.0))
-    with pytest.raises(ValueError, match="Restore into the class that was saved"):
+    with pytest.raises(ValueError, match="Restore into a state of the optimizer that saved it"):
         serialization.from_bytes(other, saved)
 
 
