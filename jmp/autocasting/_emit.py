@@ -22,8 +22,7 @@ from jmp import _jax_compat
 from jmp.autocasting import _float8, _float8_planning, _wide_gradients
 from jmp.autocasting._casts import cast, cast_all, masked, repeated, saturated
 from jmp.autocasting._float8 import Bound, Bounded, Float8, InFloat8, bound_behind, bound_of_product
-from jmp.autocasting._float8_planning import root
-from jmp.autocasting._graph import Node, Value
+from jmp.autocasting._graph import Node, Value, root
 from jmp.autocasting._kinds import kind_of
 from jmp.autocasting._steps import (
     Arithmetic,
@@ -235,7 +234,7 @@ def _multiply_in_float8(
     (half,) = step.stores
     bounds = [_bound_of(factors, environment) for factors in form.operands]
     held = [
-        _in_float8_of(read.value, cast(operand, half), environment, bound, form.has_own_scales)
+        _in_float8_of(read.value, cast(operand, half), environment, bound)
         for read, operand, bound in zip(step.reads, operands, bounds, strict=True)
     ]
     result, bound = _float8.multiply(operands, held, step.params, form, bounds)
@@ -263,15 +262,11 @@ def _move_in_float8(step: Single, operands: Sequence[Any], environment: Environm
 
 
 def _in_float8_of(
-    value: Value,
-    array: Any,
-    environment: Environment,
-    bound: Bound | None = None,
-    has_own_scale: bool = False,
+    value: Value, array: Any, environment: Environment, bound: Bound | None = None
 ) -> Float8:
     """Returns a value in float8, given as an array if it is not held yet."""
     if Float8Of(value) not in environment:
-        environment[Float8Of(value)] = _float8.hold(array, root(value).aval, bound, has_own_scale)
+        environment[Float8Of(value)] = _float8.hold(array, root(value).aval, bound)
     held: Float8 = environment[Float8Of(value)]
     return held
 

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jmp.autocasting._graph import Graph, Node, Value
+from jmp.autocasting._graph import Graph, Node, Value, upstream
 from jmp.autocasting._numbers import is_inexact
 from jmp.autocasting._propagation import Ends, reaching_operands
 
@@ -189,21 +189,9 @@ def _is_coordinate(value: Value) -> bool:
                 return True
         elif user.name == "sub" or user.rule.compares:
             others = [other for other in user.inputs if other is not value]
-            if any(o.constant is None and not _is_upstream(value, o) for o in others):
+            if any(o.constant is None and value not in upstream(o) for o in others):
                 return True
     return False
-
-
-def _is_upstream(part: Value, value: Value) -> bool:
-    """Returns whether `part`, a computed value, stands upstream of `value`."""
-    computed: set[Value] = set()
-    stack = [value]
-    while stack:
-        current = stack.pop()
-        if current.producer is not None and current not in computed:
-            computed.add(current)
-            stack += current.producer.inputs
-    return part in computed
 
 
 # Normalisation over leading or spatial axes.

@@ -6,7 +6,7 @@ nothing; its gradient is added up over devices in half, as that of a product on 
 
 In branches, and in the turns of a while loop, devices of a mapped mesh may go different ways. There
 nothing may be sent but what the user sends: the maximum of a float8 array over all devices would
-wait for ever for those that went another way. So each device has float8 scales of its own.
+wait for ever for those that went another way. So products there are not float8.
 """
 
 from collections.abc import Callable, Iterator, Set

@@ -8,14 +8,15 @@ There are four sorts of steps: a `Single` equation, a `Nested` one that is plann
 import enum
 import graphlib
 import heapq
+import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from jmp.autocasting._float8 import InFloat8
 from jmp.autocasting._flow import Destination, Facts, Info
-from jmp.autocasting._graph import Graph, Node, Value
+from jmp.autocasting._graph import Graph, Node, Value, reached
 from jmp.autocasting._propagation import turns_of
 from jmp.autocasting._registry import Params
 from jmp.autocasting._request import Request
@@ -93,8 +94,8 @@ class Context(NamedTuple):
     prevent_cse: bool = True
     # Whether it is a rule whose tangents JAX transposes, or must agree with one.
     is_transposed: bool = False
-    # Whether devices may not come by here together: each has float8 scales of its own.
-    own_scales: bool = False
+    # Whether devices may not come by here together; see `_sending.may_part`.
+    devices_part: bool = False
 
 
 class Single(NamedTuple):
@@ -160,7 +161,7 @@ class Fused(NamedTuple):
     """An attention as one kernel, where the program is lowered for CUDA; see `attention`."""
 
     node: Node  # the last of those it stands for
-    plain: "tuple[Step, ...]"  # the steps that run elsewhere, in order
+    plain: tuple[Single | Island, ...]  # the steps that run elsewhere, in order
     reads: tuple[Read, ...]  # values from outside, as they are stored
     form: Any  # see `attention`
     operands: tuple[Read, ...]  # queries, keys and values
@@ -170,6 +171,7 @@ class Fused(NamedTuple):
 
 
 Step = Single | Nested | Island | Fused
+S = TypeVar("S", bound=Step)
 
 
 class Plan(NamedTuple):
@@ -184,15 +186,6 @@ class Plan(NamedTuple):
     def stores(self) -> Dtypes:
         """The dtypes in which the outputs come out."""
         return tuple(info.dtype for info in self.infos)
-
-
-def plain_steps(steps: Sequence[Step]) -> Iterator[Single | Nested | Island]:
-    """Yields steps, of a fused attention those that run where it is not fused."""
-    for step in steps:
-        if isinstance(step, Fused):
-            yield from plain_steps(step.plain)
-        else:
-            yield step
 
 
 class Ran(NamedTuple):
@@ -210,25 +203,25 @@ def steps_of(plan: Plan, times: int = 1) -> Iterator[Ran]:
     where it is not fused.
     """
     for step in plan.steps:
-        if isinstance(step, Fused):
-            yield Ran(step, plan, times)
-        for plain in plain_steps((step,)):
-            if not isinstance(plain, Nested):
-                yield Ran(plain, plan, times)
-                continue
-            for inside in plain.insides:
+        if isinstance(step, Nested):
+            turns = turns_of(step.node.equation)
+            for inside in step.insides:
                 if isinstance(inside, Inside):
-                    yield from steps_of(inside.plan, times * turns_of(plain.node.equation))
+                    yield from steps_of(inside.plan, times * turns)
+        else:
+            yield Ran(step, plan, times)
+        if isinstance(step, Fused):
+            yield from (Ran(plain, plan, times) for plain in step.plain)
 
 
 def nodes_of(step: Step) -> tuple[Node, ...]:
     """Returns the nodes that a step computes."""
     if isinstance(step, Fused):
-        return tuple(node for inner in plain_steps(step.plain) for node in nodes_of(inner))
+        return tuple(node for plain in step.plain for node in nodes_of(plain))
     return step.nodes if isinstance(step, Island) else (step.node,)
 
 
-def runnable_order(steps: Sequence[Step], outputs: Iterable[Value]) -> list[Step]:
+def runnable_order(steps: Sequence[S], outputs: Iterable[Value]) -> list[S]:
     """Sorts steps; those that neither an output nor a marker needs are left out."""
     producers = {
         value: index
@@ -237,20 +230,16 @@ def runnable_order(steps: Sequence[Step], outputs: Iterable[Value]) -> list[Step
         for value in node.outputs
     }
     place = [nodes_of(step)[-1].index for step in steps]
-    effects = sorted(
-        (i for i, step in enumerate(steps) if _has_effects(step)), key=place.__getitem__
-    )
     needs = [
         {producers.get(read.value, index) for read in step.reads} - {index}
         for index, step in enumerate(steps)
     ]
-    for before, after in zip(effects, effects[1:], strict=False):
+    with_effects = [index for index, step in enumerate(steps) if _has_effects(step)]
+    for before, after in itertools.pairwise(sorted(with_effects, key=place.__getitem__)):
         needs[after].add(before)
-    ends = [producers[value] for value in outputs if value in producers]
-    needed = _closure([*ends, *effects], needs)
-    unread = (index for index in range(len(steps)) if index not in needed)
-    markers = [i for i in unread if any(node.is_marker for node in nodes_of(steps[i]))]
-    needed |= _closure(markers, needs)
+    ends = {producers[value] for value in outputs if value in producers}
+    ends.update(i for i, step in enumerate(steps) if any(n.is_marker for n in nodes_of(step)))
+    needed = reached(ends, needs.__getitem__)
     sorter = graphlib.TopologicalSorter({index: needs[index] for index in needed})
     sorter.prepare()  # it raises if an island is not convex, which depths rule out
     ready: list[tuple[int, int]] = []
@@ -266,17 +255,6 @@ def runnable_order(steps: Sequence[Step], outputs: Iterable[Value]) -> list[Step
 
 def _has_effects(step: Step) -> bool:
     return not isinstance(step, Island) and bool(step.node.equation.effects)
-
-
-def _closure(ends: Sequence[int], needs: Sequence[set[int]]) -> set[int]:
-    """Returns all that `ends` need, themselves included."""
-    found = set(ends)
-    stack = list(found)
-    while stack:
-        for other in needs[stack.pop()] - found:
-            found.add(other)
-            stack.append(other)
-    return found
 
 
 class Storage:

@@ -27,8 +27,8 @@ class CondKind(Kind):
     def plan(self, node: Node, level: Level) -> Nested:
         """A result is half if every branch leaves it in half."""
         branches = self.functions(node.equation)
-        parts = may_part(node, node.inputs[0].aval)
-        context = level.context._replace(own_scales=parts or level.context.own_scales)
+        parts = level.context.devices_part or may_part(node, node.inputs[0].aval)
+        context = level.context._replace(devices_part=parts)
         insides = [level.plan_called(branch, node, node.inputs[1:], context) for branch in branches]
         plans = (inside.plan.stores for inside in insides)
         stores = tuple(

@@ -88,9 +88,9 @@ class WhileKind(Kind):
         outputs = [Destination(feeds=False, carried=True)] * len(stores)
         opened = level.open(loop.body, node, closed)
         (is_on,) = loop.condition.out_avals
-        own_scales = level.context.own_scales or may_part(node, is_on)
+        parts = level.context.devices_part or may_part(node, is_on)
         # Nothing is saved for a backward pass, because there is none.
-        context = level.context._replace(prevent_cse=False, own_scales=own_scales)
+        context = level.context._replace(prevent_cse=False, devices_part=parts)
         body = level.plan_opened(opened, [*infos, *carries], outputs, context)
         asked_as_written = as_written(loop.condition, node, level.context.request)
         condition = functools.partial(_unplanned, asked_as_written)
