@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jmp.autocasting._propagation import WayInside, propagate
+from jmp.autocasting._propagation import Propagation, WayInside
 from jmp.dtypes import is_half
 from jmp.policy import Policy
 from jmp.transforms._inner import Transformation
@@ -184,13 +184,12 @@ def _sum(params: optax.Params) -> jax.Array:
 
 def _zeros(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
     """Returns which results of a jaxpr are zeros, if those of its inputs are."""
-    return propagate(
-        jaxpr,
-        inputs,
+    zeros = Propagation(
         rule=_zero_results,
         join=lambda choices, deciding: all(choices),
         of_constant=lambda atom: hasattr(atom, "val") and not np.any(atom.val),
     )
+    return zeros.through(jaxpr, inputs)
 
 
 def _zero_results(equation: Any, operands: list[bool], inside: WayInside[bool]) -> list[bool]:

@@ -19,7 +19,7 @@ from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import Arrays, Kind, Level, register_kind
 from jmp.autocasting._numbers import is_inexact
 from jmp.autocasting._precision import as_written
-from jmp.autocasting._propagation import WayInside, propagate_while
+from jmp.autocasting._propagation import Propagation, WayInside
 from jmp.autocasting._registry import Category, Rule, rule_for
 from jmp.autocasting._request import Settings
 from jmp.autocasting._sending import may_part
@@ -35,7 +35,8 @@ def has_many_conditions(equation: JaxprEqn) -> bool:
 def runs_to_tolerance(equation: JaxprEqn) -> bool:
     """Returns whether the condition of a while loop depends on floating numbers."""
     floating = list(map(is_inexact, equation.invars))
-    decides, _ = propagate_while(equation, floating, _depend, _depends_on_any, is_inexact)
+    propagation = Propagation(_depend, _depends_on_any, is_inexact)
+    decides, _ = propagation.through_while(equation, floating)
     return decides
 
 
