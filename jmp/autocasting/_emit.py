@@ -26,10 +26,8 @@ from jmp.autocasting._graph import Node, Value, root
 from jmp.autocasting._kinds import kind_of
 from jmp.autocasting._steps import (
     Arithmetic,
-    Dtypes,
     Function,
     Fused,
-    Inside,
     Island,
     Nested,
     Plan,
@@ -74,25 +72,17 @@ class FunctionOf:
 Environment = dict[Any, Any]
 
 
-def run_plan(
-    plan: Plan,
-    arguments: Sequence[Any],
-    stores: Dtypes = (),
-    numerics: "Numerics | None" = None,
-) -> list[Any]:
+def run_plan(plan: Plan, arguments: Sequence[Any], numerics: "Numerics | None" = None) -> list[Any]:
     """Returns the outputs of a level.
 
     Args:
       arguments: its inputs, in the dtypes that the plan stores them in.
-      stores: the dtypes of the outputs; left out, or None of one, as the plan stores them.
       numerics: those of autocast, if left out.
     """
     numerics = numerics or Numerics()
     environment: Environment = dict(zip(plan.graph.inputs, arguments, strict=True))
     run_steps(plan.steps, environment, numerics)
-    asked = stores or [None] * len(plan.stores)
-    dtypes = (chosen or stored for chosen, stored in zip(asked, plan.stores, strict=True))
-    pairs = zip(plan.graph.outputs, dtypes, strict=True)
+    pairs = zip(plan.graph.outputs, plan.stores, strict=True)
     return [numerics.output(Read(value, dtype), environment) for value, dtype in pairs]
 
 
@@ -130,7 +120,7 @@ class Numerics:
         """Returns an output of a level."""
         return _read(read, environment)
 
-    def arguments(self, inside: Inside, arrays: Sequence[Any]) -> Sequence[Any]:
+    def arguments(self, inside: Plan, arrays: Sequence[Any]) -> Sequence[Any]:
         """Returns the arguments of a function inside as it reads them."""
         return cast_all(arrays, inside.reads) if inside.reads else arrays
 
@@ -207,14 +197,13 @@ class Numerics:
         environment.update(zip(step.node.outputs, results, strict=True))
 
 
-def _as_function(inside: Inside | Unplanned, numerics: Numerics) -> Function:
-    run = functools.partial(run_plan, numerics=numerics)
-    if not isinstance(inside, Inside):
-        return inside(run)
+def _as_function(inside: Plan | Unplanned, numerics: Numerics) -> Function:
+    if not isinstance(inside, Plan):
+        return inside(functools.partial(run_plan, numerics=numerics))
 
     def function(*arrays: Any) -> list[Any]:
-        arguments = [*inside.constants, *numerics.arguments(inside, arrays)]
-        return run(inside.plan, arguments, inside.stores)
+        arguments = [*inside.graph.constants, *numerics.arguments(inside, arrays)]
+        return run_plan(inside, arguments, numerics)
 
     return function
 

@@ -63,7 +63,7 @@ def graph_of(
     for node in nodes:
         for value in dict.fromkeys(node.inputs):
             value.users.append(node)
-    graph = Graph(inputs, nodes, outputs, outputs_wrap)
+    graph = Graph(inputs, nodes, outputs, constants, outputs_wrap)
     for node in find_angles(graph):
         if node.name not in request.settings.overrides:
             node.rule, node.has_products = Rule(Category.FULL, WHY_ANGLE), False

@@ -109,6 +109,7 @@ class Graph:
     inputs: Sequence[Value]
     nodes: Sequence[Node]  # in program order
     outputs: Sequence[Value]
+    constants: Sequence[Any]  # the arrays that its first inputs stand for
     # Which outputs go to a function that wraps (`_exact_products`) outside; asked for rarely.
     outputs_wrap: Callable[[], Sequence[bool]]
 

@@ -27,10 +27,10 @@ from jmp.autocasting._registry import Rule, primitive_name
 from jmp.autocasting._request import Settings
 from jmp.autocasting._steps import (
     Context,
+    Dtypes,
     Function,
-    Inside,
     Nested,
-    Opened,
+    Plan,
     Read,
     Storage,
     Unplanned,
@@ -52,7 +52,7 @@ class Level(abc.ABC):
     storage: Storage
 
     @abc.abstractmethod
-    def open(self, function: ClosedJaxpr, node: Node, operands: Sequence[Given]) -> Opened:
+    def open(self, function: ClosedJaxpr, node: Node, operands: Sequence[Given]) -> Graph:
         """Flattens a function inside `node`.
 
         Args:
@@ -62,35 +62,39 @@ class Level(abc.ABC):
     @abc.abstractmethod
     def plan_opened(
         self,
-        opened: Opened,
+        graph: Graph,
         infos: Sequence[Info],
         outputs: Sequence[Destination],
-        context: Context | None = None,
-    ) -> Inside:
+        context: Context,
+    ) -> Plan:
         """Plans what was opened.
 
         Args:
           infos: of its arguments.
           outputs: where its results go.
-          context: what holds inside; left out, what holds on this level.
+          context: what holds inside.
         """
 
     def plan_called(
-        self,
-        function: ClosedJaxpr,
-        node: Node,
-        operands: Sequence[Value],
-        context: Context | None = None,
-    ) -> Inside:
+        self, function: ClosedJaxpr, node: Node, operands: Sequence[Value], context: Context
+    ) -> Plan:
         """Plans a function that `node` calls once with `operands`; see `plan_opened`."""
         infos = list(map(self.storage.info, operands))
         outputs = list(map(self.storage.destination, node.outputs))
         return self.plan_opened(self.open(function, node, operands), infos, outputs, context)
 
+    def common_stores(self, node: Node, plans: Sequence[Plan]) -> Dtypes:
+        """Returns the dtypes of a node's results: half of what every function leaves in half."""
+        stored = zip(*(plan.stores for plan in plans), strict=True)
+        return tuple(
+            self.half if value.is_float32 and set(dtypes) == {self.half} else value.dtype
+            for value, dtypes in zip(node.outputs, stored, strict=True)
+        )
+
     def nested(
         self,
         node: Node,
-        insides: Sequence[Inside | Unplanned],
+        insides: Sequence[Plan | Unplanned],
         stores: Sequence[np.dtype | None],
         reads: Sequence[np.dtype | None] | None = None,
     ) -> Nested:
@@ -127,11 +131,15 @@ class Kind:
         rows, at every call (the carry of a loop)."""
         return [node.inputs for _ in self.functions(node.equation)]
 
+    def context_inside(self, level: Level) -> Context:
+        """Returns what holds inside, given the level that the equation stands on."""
+        return level.context
+
     def plan(self, node: Node, level: Level) -> Nested:
         """Plans the node's functions; results come out as the inside leaves them."""
         (function,) = self.functions(node.equation)
-        inside = level.plan_called(function, node, node.inputs)
-        return level.nested(node, [inside], inside.plan.stores)
+        inside = level.plan_called(function, node, node.inputs, self.context_inside(level))
+        return level.nested(node, [inside], inside.stores)
 
     def emit(self, equation: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> Any:
         """Binds the equation anew; returns a list of results."""

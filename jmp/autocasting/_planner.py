@@ -46,9 +46,7 @@ from jmp.autocasting._sending import (
 from jmp.autocasting._steps import (
     Arithmetic,
     Context,
-    Inside,
     Island,
-    Opened,
     Plan,
     Read,
     Recompute,
@@ -278,22 +276,20 @@ class Planner(Level):
 
     # What kinds ask; see `Level`.
 
-    def open(self, function: ClosedJaxpr, node: Node, operands: Sequence[Given]) -> Opened:
+    def open(self, function: ClosedJaxpr, node: Node, operands: Sequence[Given]) -> Graph:
         inner, constants = _jax_compat.open_jaxpr(function)
         wrap = functools.partial(results_wrap, self.graph, node, inner)
-        return graph_of(inner, constants, operands, node, self.context.request, wrap), constants
+        return graph_of(inner, constants, operands, node, self.context.request, wrap)
 
     def plan_opened(
         self,
-        opened: Opened,
+        graph: Graph,
         infos: Sequence[Info],
         outputs: Sequence[Destination],
-        context: Context | None = None,
-    ) -> Inside:
-        graph, constants = opened
-        own = [Info(v.dtype, True) for v in graph.inputs[: len(constants)]]
-        inner = Planner(graph, [*own, *infos], outputs, context or self.context)
-        return Inside(inner.plan_level(), constants)
+        context: Context,
+    ) -> Plan:
+        own = [Info(value.dtype, True) for value in graph.inputs[: len(graph.constants)]]
+        return Planner(graph, [*own, *infos], outputs, context).plan_level()
 
 
 def _half_arithmetic(node: Node) -> Arithmetic:

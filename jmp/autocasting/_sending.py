@@ -21,7 +21,6 @@ from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._kinds import kind_of
 from jmp.autocasting._reasons import why_not_lowered
 from jmp.autocasting._registry import Category
-from jmp.autocasting._steps import Opened
 
 WHY_SENT = "products alone read it afterwards: rounded before it is sent"
 WHY_WIDE = "the gradient of a parameter is float32 before devices add it up"
@@ -30,7 +29,7 @@ WHY_LOOKUP = "a table on a mesh: rounded before devices send it, its gradient ad
 
 
 def find_sent(
-    graph: Graph, facts: Facts, half: np.dtype, open_inside: Callable[..., Opened]
+    graph: Graph, facts: Facts, half: np.dtype, open_inside: Callable[..., Graph]
 ) -> set[Node]:
     """Returns the neutral nodes that send parameters, or hand on what was sent, in half.
 
@@ -87,8 +86,8 @@ class _Readers(NamedTuple):
     graph: Graph
     lookups: Set[Node]
     half: np.dtype
-    open_inside: Callable[..., Opened]
-    opened: dict[Node, list[Opened]]  # the functions inside nodes, each opened once
+    open_inside: Callable[..., Graph]
+    opened: dict[Node, list[Graph]]  # the functions inside nodes, each opened once
 
     def are_products(self, value: Value) -> bool:
         """Returns whether products that are computed in half are all that reads a value."""
@@ -118,8 +117,8 @@ class _Readers(NamedTuple):
             self.opened[user] = [
                 self.open_inside(function, user, given) for function, given in pairs
             ]
-        for (graph, constants), given in zip(self.opened[user], arguments, strict=True):
-            for inner, argument in zip(graph.inputs[len(constants) :], given, strict=True):
+        for graph, given in zip(self.opened[user], arguments, strict=True):
+            for inner, argument in zip(graph.inputs[len(graph.constants) :], given, strict=True):
                 if argument is value:
                     yield self._replace(graph=graph, lookups=frozenset()), inner
 

@@ -115,17 +115,6 @@ class Single(NamedTuple):
     not_fused: str = ""  # why the attention that ends here is not fused, where that was asked for
 
 
-class Inside(NamedTuple):
-    """A planned function inside an equation."""
-
-    plan: "Plan"
-    constants: Sequence[Any]  # arrays that its jaxpr holds by itself, its first inputs
-    reads: Dtypes = ()  # what its arguments are cast to inside; empty: as they come
-    stores: Dtypes = ()  # what its results are cast to; empty: as the plan stores them
-
-
-# The graph of a function inside, and the arrays that it holds by itself.
-Opened = tuple[Graph, list[Any]]
 RunPlan = Callable[["Plan", Sequence[Any]], list[Any]]
 # What stands for a function inside that is not planned: it is run as it was written, or traced and
 # planned when it is called, as the rule of a custom derivative is.
@@ -136,7 +125,7 @@ class Nested(NamedTuple):
     """One equation that is planned inside; its kind emits it (`_kinds`)."""
 
     node: Node
-    insides: tuple[Inside | Unplanned, ...]  # what stands for each of its functions
+    insides: tuple["Plan | Unplanned", ...]  # what stands for each of its functions
     reads: tuple[Read, ...]
     stores: Dtypes
 
@@ -181,11 +170,18 @@ class Plan(NamedTuple):
     steps: tuple[Step, ...]
     infos: tuple[Info, ...]  # what is known of each output, the dtype it comes out in among it
     request: Request
+    reads: Dtypes = ()  # what its arguments are cast to inside; empty: as they come
 
     @property
     def stores(self) -> Dtypes:
         """The dtypes in which the outputs come out."""
         return tuple(info.dtype for info in self.infos)
+
+    def storing(self, dtypes: Sequence[np.dtype | None]) -> "Plan":
+        """Returns the plan with outputs that come out in other dtypes; None leaves one."""
+        pairs = zip(self.infos, dtypes, strict=True)
+        infos = (info._replace(dtype=dtype or info.dtype) for info, dtype in pairs)
+        return self._replace(infos=tuple(infos))
 
 
 class Ran(NamedTuple):
@@ -206,8 +202,8 @@ def steps_of(plan: Plan, times: int = 1) -> Iterator[Ran]:
         if isinstance(step, Nested):
             turns = turns_of(step.node.equation)
             for inside in step.insides:
-                if isinstance(inside, Inside):
-                    yield from steps_of(inside.plan, times * turns)
+                if isinstance(inside, Plan):
+                    yield from steps_of(inside, times * turns)
         else:
             yield Ran(step, plan, times)
         if isinstance(step, Fused):

@@ -34,7 +34,7 @@ from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._operations import NoHalfProductWarning
 from jmp.autocasting._precision import with_default
 from jmp.autocasting._request import MODULE, modules_path
-from jmp.autocasting._steps import Fused, Inside, Island, Nested, Read, Single, Write
+from jmp.autocasting._steps import Fused, Island, Nested, Plan, Read, Single, Write
 from jmp.diagnostics._arguments import check_numbers
 from jmp.diagnostics._scope_search import Errors, in_groups
 from jmp.diagnostics._walk import module_path
@@ -282,7 +282,7 @@ class _Rounding(Numerics):
             return array
         return self._round(array, self._scope(value.producer))
 
-    def arguments(self, inside: Inside, arrays: Sequence[Any]) -> Sequence[Any]:
+    def arguments(self, inside: Plan, arrays: Sequence[Any]) -> Sequence[Any]:
         return arrays
 
     def inside(self, step: Nested) -> Numerics:

@@ -42,9 +42,9 @@ class ScanKind(Kind):
         scan = _jax_compat.Scan.of(node.params)
         closed, carried, stacked = scan.split(node.inputs)
         given = [*closed, *[None] * len(carried), *(value.made_of for value in stacked)]
-        graph, constants = level.open(scan.body, node, given)
+        graph = level.open(scan.body, node, given)
         consts, before, rows = scan.split(list(map(level.storage.info, node.inputs)))
-        _, values, _ = scan.split(graph.inputs[len(constants) :])
+        _, values, _ = scan.split(graph.inputs[len(graph.constants) :])
         in_half = _carried_in_half(graph, values, before, node, level)
         carries = [
             level.half if is_half else value.dtype
@@ -57,8 +57,8 @@ class ScanKind(Kind):
         turns = turns_of(node.equation) + 1
         times = level.context.times * turns
         context = level.context._replace(times=times, prevent_cse=False)
-        body = level.plan_opened((graph, constants), infos, outputs, context)
-        stores = (*carries, *body.plan.stores[scan.n_carry :])
+        plan = level.plan_opened(graph, infos, outputs, context)
+        stores = (*carries, *plan.stores[scan.n_carry :])
         # Constants are rounded inside, but those that have no gradient.
         reads = [
             value.dtype if value.varies else info.dtype
@@ -66,7 +66,8 @@ class ScanKind(Kind):
         ]
         reads_inside = (*(info.dtype for info in consts), *[None] * (len(carries) + len(rows)))
         reads += [*carries, *(info.dtype for info in rows)]
-        return level.nested(node, [body._replace(reads=reads_inside, stores=stores)], stores, reads)
+        body = plan.storing(stores)._replace(reads=reads_inside)
+        return level.nested(node, [body], stores, reads)
 
     def emit(self, equation: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> Any:
         """Emits `lax.scan`; constants are closed over."""

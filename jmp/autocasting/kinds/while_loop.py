@@ -87,16 +87,16 @@ class WhileKind(Kind):
         stores = tuple(value.dtype for value in node.outputs)
         carries = [Info(dtype, False) for dtype in stores]
         outputs = [Destination(feeds=False, carried=True)] * len(stores)
-        opened = level.open(loop.body, node, closed)
+        graph = level.open(loop.body, node, closed)
         (is_on,) = loop.condition.out_avals
         parts = level.context.devices_part or may_part(node, is_on)
         # Nothing is saved for a backward pass, because there is none.
         context = level.context._replace(prevent_cse=False, devices_part=parts)
-        body = level.plan_opened(opened, [*infos, *carries], outputs, context)
+        body = level.plan_opened(graph, [*infos, *carries], outputs, context)
         asked_as_written = as_written(loop.condition, node, level.context.request)
         condition = functools.partial(_unplanned, asked_as_written)
         reads = [*(value.dtype for value in asked), *(info.dtype for info in infos), *stores]
-        return level.nested(node, [condition, body._replace(stores=stores)], stores, reads)
+        return level.nested(node, [condition, body.storing(stores)], stores, reads)
 
     def emit(self, equation: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> Any:
         """Emits `lax.while_loop`."""
