@@ -80,8 +80,9 @@ class Facts(NamedTuple):
 
 def facts_of(graph: Graph, infos: Sequence[Info], outputs: Sequence[Destination]) -> Facts:
     """Returns the facts of a level, given what is known of its inputs and outputs outside."""
-    feeds = feeding_values(graph, [output.feeds for output in outputs])
-    carried = carried_values(graph, [output.carried for output in outputs])
+    goes = list(zip(graph.outputs, outputs, strict=True))
+    feeds = feeding_values(graph, [value for value, where in goes if where.feeds])
+    carried = carried_values(graph, [value for value, where in goes if where.carried])
     embeddings, dependent = find_dependent(graph, infos, feeds - carried)
     cuts = find_cuts(graph, dependent, embeddings)
     depths = find_depths(graph, dependent, embeddings | cuts)
@@ -90,9 +91,9 @@ def facts_of(graph: Graph, infos: Sequence[Info], outputs: Sequence[Destination]
     return Facts(feeds, carried, dependent, embeddings, cuts, depths, compared)
 
 
-def feeding_values(graph: Graph, outputs_feed: Sequence[bool]) -> set[Value]:
-    """Returns the values that reach a product, or an output that feeds one outside."""
-    feeding = {value for value, feeds in zip(graph.outputs, outputs_feed, strict=True) if feeds}
+def feeding_values(graph: Graph, outputs: Iterable[Value]) -> set[Value]:
+    """Returns the values that reach a product, or one of the outputs that feed one outside."""
+    feeding = set(outputs)
     for node in reversed(graph.nodes):
         ends_here = node.reads_float32 and not node.is_fusible
         if node.has_products or not (ends_here or feeding.isdisjoint(node.outputs)):
@@ -101,10 +102,13 @@ def feeding_values(graph: Graph, outputs_feed: Sequence[bool]) -> set[Value]:
     return feeding
 
 
-def carried_values(graph: Graph, outputs_carried: Sequence[bool]) -> set[Value]:
-    """Returns the values that reach the float32 carry of a loop without a product between."""
-    pairs = zip(graph.outputs, outputs_carried, strict=True)
-    carried = {value for value, carries in pairs if carries and is_inexact(value)}
+def carried_values(graph: Graph, outputs: Iterable[Value]) -> set[Value]:
+    """Returns the values that reach the float32 carry of a loop without a product between.
+
+    Args:
+      outputs: those that reach one outside.
+    """
+    carried = set(filter(is_inexact, outputs))
     for node in reversed(graph.nodes):
         if not node.is_product and not carried.isdisjoint(node.outputs):
             carried.update(filter(is_inexact, node.inputs))

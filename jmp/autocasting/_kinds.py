@@ -21,7 +21,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jmp import _jax_compat
 from jmp._messages import described
-from jmp.autocasting._flow import Destination, Facts, Info
+from jmp.autocasting._flow import Destination, Info, facts_of
 from jmp.autocasting._graph import Given, Graph, Node, Value
 from jmp.autocasting._registry import Rule, primitive_name
 from jmp.autocasting._request import Settings
@@ -43,13 +43,27 @@ class Level(abc.ABC):
     """A level that is planned: what kinds, and the passes over its steps, may ask of it.
 
     It is abstract so that kinds need not import the planner, which imports them.
+
+    Args:
+      graph: the level, as flattened.
+      infos: what comes in, input by input.
+      outputs: where each output goes.
+      context: see `Context`.
     """
 
-    graph: Graph
-    half: np.dtype
-    context: Context
-    facts: Facts
-    storage: Storage
+    def __init__(
+        self, graph: Graph, infos: Sequence[Info], outputs: Sequence[Destination], context: Context
+    ) -> None:
+        self.graph = graph
+        self.context = context
+        self.half = context.request.settings.compute_dtype
+        self.facts = facts_of(graph, infos, outputs)
+        self.storage = Storage(self.facts, self.half)
+        self.storage.store(graph.inputs, (info.dtype for info in infos))
+
+    @abc.abstractmethod
+    def plan_level(self) -> Plan:
+        """Returns the plan."""
 
     @abc.abstractmethod
     def open(self, function: ClosedJaxpr, node: Node, operands: Sequence[Given]) -> Graph:
@@ -59,13 +73,8 @@ class Level(abc.ABC):
           operands: its first arguments, as in `graph_of`.
         """
 
-    @abc.abstractmethod
     def plan_opened(
-        self,
-        graph: Graph,
-        infos: Sequence[Info],
-        outputs: Sequence[Destination],
-        context: Context,
+        self, graph: Graph, infos: Sequence[Info], outputs: Sequence[Destination], context: Context
     ) -> Plan:
         """Plans what was opened.
 
@@ -74,6 +83,8 @@ class Level(abc.ABC):
           outputs: where its results go.
           context: what holds inside.
         """
+        own = [Info(value.dtype, True) for value in graph.inputs[: len(graph.constants)]]
+        return type(self)(graph, [*own, *infos], outputs, context).plan_level()
 
     def plan_called(
         self, function: ClosedJaxpr, node: Node, operands: Sequence[Value], context: Context

@@ -18,7 +18,6 @@ from jmp.autocasting._float8_planning import (
     send_in_float8,
     with_bounds,
 )
-from jmp.autocasting._flow import Destination, Info, facts_of
 from jmp.autocasting._graph import Given, Graph, Node, Value
 from jmp.autocasting._islands import (
     choose_recompute,
@@ -45,14 +44,12 @@ from jmp.autocasting._sending import (
 )
 from jmp.autocasting._steps import (
     Arithmetic,
-    Context,
     Island,
     Plan,
     Read,
     Recompute,
     Single,
     Step,
-    Storage,
     Surroundings,
     Write,
     runnable_order,
@@ -78,34 +75,16 @@ PASSES: tuple[Callable[[Sequence[Step], Level], list[Step]], ...] = (
 
 
 class Planner(Level):
-    """Plans one level.
-
-    Args:
-      graph: the level, as flattened.
-      infos: what comes in, input by input.
-      outputs: where each output goes.
-      context: see `Context`.
-    """
-
-    def __init__(
-        self, graph: Graph, infos: Sequence[Info], outputs: Sequence[Destination], context: Context
-    ) -> None:
-        self.graph = graph
-        self.context = context
-        self.half = context.request.settings.compute_dtype
-        self.facts = facts_of(graph, infos, outputs)
-        self.storage = Storage(self.facts, self.half)
-        self.storage.store(graph.inputs, (info.dtype for info in infos))
-        self.sent = find_sent(graph, self.facts, self.half, self.open)
+    """Plans one level."""
 
     def plan_level(self) -> Plan:
-        """Returns the plan."""
+        sent = find_sent(self)
         steps: list[Step] = []
         fusible: dict[int, list[Node]] = {}
         barriers: dict[int, list[Node]] = {}
         for node in self.graph.nodes:
             if node not in self.facts.depths:
-                steps.append(self._neutral(node))
+                steps.append(self._neutral(node, node in sent))
             elif node.is_fusible and node not in self.facts.embeddings:
                 fusible.setdefault(self.facts.depths[node], []).append(node)
             else:
@@ -220,8 +199,8 @@ class Planner(Level):
 
     # Single equations, and how they read.
 
-    def _neutral(self, node: Node) -> Single:
-        if node not in self.sent:
+    def _neutral(self, node: Node, is_sent: bool) -> Single:
+        if not is_sent:
             return self._single(node, Arithmetic.FLOAT32, why_region(node))
         if not node.region.reduces_in_float32:
             is_first = sends(node) and not any(map(self.storage.is_half, node.inputs))
@@ -274,22 +253,10 @@ class Planner(Level):
         shape = node.outputs[0].aval.shape if repeats and value.varies else None
         return Read(value, self.half, shape, node.rule.masks and self.storage.may_be_mask(value))
 
-    # What kinds ask; see `Level`.
-
     def open(self, function: ClosedJaxpr, node: Node, operands: Sequence[Given]) -> Graph:
         inner, constants = _jax_compat.open_jaxpr(function)
         wrap = functools.partial(results_wrap, self.graph, node, inner)
         return graph_of(inner, constants, operands, node, self.context.request, wrap)
-
-    def plan_opened(
-        self,
-        graph: Graph,
-        infos: Sequence[Info],
-        outputs: Sequence[Destination],
-        context: Context,
-    ) -> Plan:
-        own = [Info(value.dtype, True) for value in graph.inputs[: len(graph.constants)]]
-        return Planner(graph, [*own, *infos], outputs, context).plan_level()
 
 
 def _half_arithmetic(node: Node) -> Arithmetic:

@@ -100,7 +100,7 @@ def _carried_in_half(
       before: what is known of the carries that come in first.
     """
     results = graph.outputs[: len(values)]
-    fed = feeding_values(graph, [False] * len(graph.outputs))  # within one step
+    fed = feeding_values(graph, [])  # within one step
     streams = [
         turns_of(node.equation) <= LAYERS
         and info.dtype == level.half
