@@ -173,43 +173,48 @@ class FunctionOfProduct:
     """What is computed, number by number, of one product's result.
 
     Attributes:
-      path: the product's result, and what becomes of it while vectors are added to it, such as a
-        bias; the last of these is the function's argument.
+      result: the product's.
+      argument: the function's: the result, vectors added to it, such as a bias.
       added: these vectors.
       places: of the argument, which is the first, and of the values that are computed of it.
       equations: that compute these, in order.
     """
 
     def __init__(self, result: Value) -> None:
-        self.path = [result]
+        self.result = self.argument = result
         self.added: list[Value] = []
         self.places = {result: 0}
         self.equations: list[Equation] = []
 
-    def take(self, node: Node, level: Level) -> bool:
-        """Adds a node to the function, if it reads nothing else; returns whether it does."""
-        argument = self.path[-1]
-        is_next = argument.users == [node] and argument not in level.graph.outputs
-        vector = _vector_added(node, argument, level.facts) if is_next else None
+    def takes_before(self, node: Node, level: Level) -> bool:
+        """Adds a node that adds a vector to the argument, or reshapes it, and alone reads it."""
+        if not only_read_by(self.argument, level.graph, lambda user: user is node):
+            return False
+        if not node.rule.reshapes:
+            vector = _vector_added(node, self.argument, level.facts)
+            if vector is None:
+                return False
+            self.added.append(root(vector))
+        self.argument = node.outputs[0]
+        self.places[self.argument] = 0
+        return True
+
+    def takes(self, node: Node) -> bool:
+        """Adds a node that is elementwise, or reshapes, and reads values of the function alone."""
         if node.rule.reshapes:  # which keeps the numbers' order
             place = self.places[node.inputs[0]]
-        elif vector is not None:
-            self.added.append(root(vector))
-            place = 0
         elif equation := equation_of(node, self.places):
             self.equations.append(equation)
             place = len(self.equations)
         else:
             return False
         self.places[node.outputs[0]] = place
-        if is_next and place == 0:
-            self.path.append(node.outputs[0])
         return True
 
     def bounded(self, value: Value) -> Bounded:
         """Returns what is known of one of its values."""
         equations = tuple(self.equations[: self.places[value]])
-        return Bounded(self.path[0], tuple(self.added), extremes_of(equations))
+        return Bounded(self.result, tuple(self.added), extremes_of(equations))
 
 
 def _vector_added(node: Node, value: Value, facts: Facts) -> Value | None:
@@ -238,7 +243,7 @@ def functions_of_values(products: Set[Node], level: Level) -> dict[Value, Functi
                 found[output] = ((FunctionOfProduct(output), output),)
         elif len(functions) == 1:
             (function,) = functions
-            if function.take(node, level):
+            if function.takes_before(node, level) or function.takes(node):
                 found[output] = ((function, output),)
         elif functions and node.rule.reshapes:
             found[output] = read[0]

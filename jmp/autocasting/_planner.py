@@ -111,7 +111,7 @@ class Planner(Level):
         recompute = choose_recompute(nodes, cuts, settings.recompute, self.context.times)
         if recompute is Recompute.PLAIN:
             return [self._island(nodes, [], why, recompute)]
-        front, rest = peel(nodes, self.storage.is_half, self.facts)
+        front, rest = peel(nodes, self.storage)
         if not rest:  # an island that is linear throughout stays what it is, float32
             front, rest = [], nodes
         clones = clones_for(entering(rest), self.facts)
