@@ -25,16 +25,7 @@ from jmp.autocasting._flow import Destination, Info, facts_of
 from jmp.autocasting._graph import Given, Graph, Node, Value
 from jmp.autocasting._registry import Rule, primitive_name
 from jmp.autocasting._request import Settings
-from jmp.autocasting._steps import (
-    Context,
-    Dtypes,
-    Function,
-    Nested,
-    Plan,
-    Read,
-    Storage,
-    Unplanned,
-)
+from jmp.autocasting._steps import Context, Dtypes, Function, Nested, Plan, Read, Storage, Unplanned
 
 Arrays = Sequence[Any]
 

@@ -13,11 +13,7 @@ from jax.extend.core import ClosedJaxpr
 from jmp import _jax_compat
 from jmp.autocasting._exact_products import results_wrap
 from jmp.autocasting._flatten import graph_of
-from jmp.autocasting._float8_planning import (
-    multiply_in_float8,
-    send_in_float8,
-    with_bounds,
-)
+from jmp.autocasting._float8_planning import multiply_in_float8, send_in_float8, with_bounds
 from jmp.autocasting._graph import Given, Graph, Node, Value
 from jmp.autocasting._islands import (
     choose_recompute,
