@@ -54,19 +54,12 @@ from jmp.autocasting.attention import fuse_attentions
 from jmp.autocasting.rewrites import rewrite_of
 from jmp.dtypes import FLOAT32
 
-
-def order_steps(steps: Sequence[Step], level: Level) -> list[Step]:
-    """Returns the steps of a level that are needed, in an order in which they can be run."""
-    return runnable_order(steps, level.graph.outputs)
-
-
 # What is done with the steps of a level when every dtype is decided, in this order.
 PASSES: tuple[Callable[[Sequence[Step], Level], list[Step]], ...] = (
     multiply_in_float8,
     send_in_float8,
     fuse_attentions,
     with_bounds,
-    order_steps,
 )
 
 
@@ -91,8 +84,9 @@ class Planner(Level):
             steps += map(self._barrier, barriers.get(depth, []))
         for change in PASSES:
             steps = change(steps, self)
+        ordered = tuple(runnable_order(steps, self.graph.outputs))
         infos = tuple(map(self.storage.info, self.graph.outputs))
-        return Plan(self.graph, tuple(steps), infos, self.context.request)
+        return Plan(self.graph, ordered, infos, self.context.request)
 
     # Components of fusible nodes.
 
@@ -119,14 +113,15 @@ class Planner(Level):
         storage, outputs = self.storage, set(self.graph.outputs)
         own, with_clones = set(nodes), {*clones, *nodes}
         writes = []
-        for value in (value for node in nodes for value in node.outputs):
-            if value not in outputs and with_clones.issuperset(value.users):
-                continue
-            if value.is_float32 and (
-                storage.rounded_by_rule(value) or storage.leaves_half(value, own)
-            ):
-                storage.store([value], [self.half])
-            writes.append(Write(value, storage.dtype(value), self._is_masked(value)))
+        for node in nodes:
+            masks = node.rule.masks and any(map(storage.may_be_mask, node.inputs))
+            for value in node.outputs:
+                if value not in outputs and with_clones.issuperset(value.users):
+                    continue
+                if storage.rounded_by_rule(value) or storage.leaves_half(value, own):
+                    storage.store([value], [self.half])
+                is_masked = masks and storage.is_half(value)
+                writes.append(Write(value, storage.dtype(value), is_masked))
         in_half = {write.value for write in writes if write.dtype == self.half}
         around = Surroundings(own, recompute, self.half, in_half)
         rewrites = {node: found for node in nodes if (found := rewrite_of(node, around))}
@@ -148,13 +143,6 @@ class Planner(Level):
             common_scopes=common_scopes_of(nodes),
         )
         return island if recompute is Recompute.PLAIN else island._replace(key=key_of(island))
-
-    def _is_masked(self, value: Value) -> bool:
-        """Returns whether a value of an island is rounded where a mask may have been applied."""
-        node = value.producer
-        if node is None or not (node.rule.masks and self.storage.is_half(value)):
-            return False
-        return any(map(self.storage.may_be_mask, node.inputs))
 
     def _light(self, node: Node) -> Step:
         if node.rule.category is Category.AS_WRITTEN:

@@ -295,13 +295,14 @@ class Storage:
         return self.half if leaves else None
 
     def leaves_half(self, value: Value, inside: Set[Node]) -> bool:
-        """Returns whether a value leaves an island in half: where a product follows.
+        """Returns whether a float32 value leaves an island in half: where a product follows.
 
         Not if it reaches the float32 carry of a loop, nor if all that read it read float32.
         """
         readers = [user for user in value.users if user not in inside]
         read_wide = readers and all(user.reads_float32 for user in readers)
-        return value in self.facts.feeds and value not in self.facts.carried and not read_wide
+        feeds = value in self.facts.feeds and value not in self.facts.carried
+        return value.is_float32 and feeds and not read_wide
 
     def may_be_mask(self, value: Value) -> bool:
         """Returns whether a value may hold -1e9: it is known to, or is an input that is no bias."""
