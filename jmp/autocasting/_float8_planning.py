@@ -25,6 +25,7 @@ nothing reads, and no compiled program keeps it.
 """
 
 import collections
+import functools
 import math
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
@@ -262,10 +263,16 @@ def bounded_values(
     its cotangent, or computes other values of these. So where the result of a product is one,
     there is no way on which a cotangent comes to it without a bound.
     """
+
+    def uses_bound(value: Value, user: Node) -> bool:
+        if user in products:
+            return _is_worth_a_bound(value, known[value], user)
+        return known.keys() >= {*user.outputs}
+
     while open_ends := {
         function
         for value, pairs in known.items()
-        if not _is_closed(value, known, products, graph)
+        if not only_read_by(value, graph, functools.partial(uses_bound, value))
         for function, _ in pairs
     }:
         known = {
@@ -274,19 +281,6 @@ def bounded_values(
             if open_ends.isdisjoint(function for function, _ in pairs)
         }
     return known
-
-
-def _is_closed(
-    value: Value, known: Mapping[Value, Functions], products: Set[Node], graph: Graph
-) -> bool:
-    """Returns whether all that reads a value uses its bound, or computes others that are known."""
-
-    def accepts(user: Node) -> bool:
-        if user in products:
-            return _is_worth_a_bound(value, known[value], user)
-        return known.keys() >= {*user.outputs}
-
-    return only_read_by(value, graph, accepts)
 
 
 def _is_worth_a_bound(value: Value, functions: Functions, product: Node) -> bool:

@@ -128,14 +128,14 @@ def find_dependent(
     for node in graph.nodes:
         if _is_embedding(node, found, rounded):
             embeddings.add(node)
-        elif not (
-            node.has_products
+        if (
+            node in embeddings
+            or node.has_products
             or node.region.is_decided
             or node.region.output_dtype is not None
             or not found.isdisjoint(node.inputs)
         ):
-            continue
-        found.update(node.outputs)
+            found.update(node.outputs)
     return embeddings, found
 
 
@@ -211,7 +211,7 @@ def is_row_reduction(node: Node) -> bool:
 def find_cuts(graph: Graph, dependent: Set[Value], embeddings: Set[Node]) -> set[Node]:
     """Returns the end of each normalisation over leading or spatial axes."""
     statistics: set[Value] = set()
-    normalised: set[Value] = set()
+    normalised: dict[Value, Node] = {}  # and what computes it
     for node in graph.nodes:
         if not node.is_fusible or node in embeddings or len(node.outputs) != 1:
             continue
@@ -223,17 +223,16 @@ def find_cuts(graph: Graph, dependent: Set[Value], embeddings: Set[Node]) -> set
         elif all(v in statistics or v not in dependent for v in node.inputs):
             statistics.add(output)
         elif node.rule.affine and _is_normalising(node, dependent, statistics, normalised):
-            normalised.add(output)
+            normalised[output] = node
     return {
-        value.producer
-        for value in normalised
-        if value.producer is not None
-        and not any(user.rule.affine and user.outputs[0] in normalised for user in value.users)
+        node
+        for value, node in normalised.items()
+        if not any(user.rule.affine and user.outputs[0] in normalised for user in value.users)
     }
 
 
 def _is_normalising(
-    node: Node, dependent: Set[Value], statistics: Set[Value], normalised: Set[Value]
+    node: Node, dependent: Set[Value], statistics: Set[Value], normalised: Mapping[Value, Node]
 ) -> bool:
     """An affine step whose other operand is a statistic, or a parameter after such a step."""
     large = [v for v in node.inputs if v in dependent and v not in statistics]

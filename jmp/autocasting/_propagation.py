@@ -204,8 +204,7 @@ def reaching_operands(
     for function in functions:
         # Not so the condition of a loop. (One of a loop with one carry is taken for the body: more
         # values count as reaching than do.)
-        is_called = len(function.outvars) == len(results)
-        inner = reaching_results(equation, function, results, ends) if is_called else ()
+        inner = reaching_results(equation, function, results, ends)
         inside = reaching_inputs(function, ends, inner)
         # The last operands are its own: those before say which branch is taken, or belong to
         # another function, as those of a loop's condition and of a linear solver do.
@@ -235,7 +234,10 @@ def reaching_results(
 
     Args:
       results: which results of the equation do. Those of a loop may do so in the next turn, too.
+        They are not those of a function that has more or fewer.
     """
+    if len(function.outvars) != len(results):
+        return []
     first, n_carry = _carries(equation, function)
     found = list(results)
     while n_carry:
