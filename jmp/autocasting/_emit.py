@@ -122,7 +122,7 @@ class Numerics:
 
     def arguments(self, inside: Plan, arrays: Sequence[Any]) -> Sequence[Any]:
         """Returns the arguments of a function inside as it reads them."""
-        return cast_all(arrays, inside.reads) if inside.reads else arrays
+        return cast_all(arrays, inside.reads)
 
     def inside(self, step: Nested) -> "Numerics":
         """Returns the numerics of the functions inside a step."""
@@ -202,7 +202,7 @@ def _as_function(inside: Plan | Unplanned, numerics: Numerics) -> Function:
         return inside(functools.partial(run_plan, numerics=numerics))
 
     def function(*arrays: Any) -> list[Any]:
-        arguments = [*inside.graph.constants, *numerics.arguments(inside, arrays)]
+        arguments = numerics.arguments(inside, [*inside.graph.constants, *arrays])
         return run_plan(inside, arguments, numerics)
 
     return function

@@ -17,15 +17,7 @@ from jmp.autocasting._equations import contains_products, draws_bits, is_marker,
 from jmp.autocasting._exact_products import WHY_ANGLE, find_angles, made_of_results, why_exact
 from jmp.autocasting._graph import Given, Graph, Node, Value
 from jmp.autocasting._kinds import has_kind, kind_of
-from jmp.autocasting._numbers import (
-    NOTHING,
-    Known,
-    MadeOf,
-    dtype_of,
-    known_of,
-    made_of_array,
-    shape_of,
-)
+from jmp.autocasting._numbers import NOTHING, Known, MadeOf, dtype_of, known_of, made_of_array
 from jmp.autocasting._precision import in_regions
 from jmp.autocasting._registry import Category, Rule
 from jmp.autocasting._request import Region, Request, Settings
@@ -173,7 +165,7 @@ def _known_result(
     first, name = operands[0], equation.primitive.name
     if rule.moves:
         keeps_source = rule.reshapes or rule.repeats
-        return first.known._replace(source=_source(first) if keeps_source else None, array=None)
+        return first.known._replace(source=first.source if keeps_source else None, array=None)
     if name == "neg":
         constant = None if first.constant is None else -first.constant
         return Known(constant, is_hard=first.is_hard)
@@ -183,14 +175,10 @@ def _known_result(
         is_number = first.held is not None and np.ndim(first.held) == 0
         constant = float(first.held) if is_number else first.constant
         fits_half = first.fits_half or first.dtype == np.bool_
-        return Known(constant, fits_half, first.is_hard, _source(first))
+        return Known(constant, fits_half, first.is_hard, first.source)
     if rule.keeps_range:
         return Known(is_hard=any(value.exceeds(half) for value in operands))
     return NOTHING
-
-
-def _source(value: Value) -> tuple[Any, ...]:
-    return shape_of(value) if value.known.source is None else value.known.source
 
 
 def _alive(nodes: list[Node], outputs: list[Value]) -> list[Node]:

@@ -11,7 +11,16 @@ from typing import Any, TypeVar
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jmp.autocasting._numbers import NOTHING, Known, MadeOf, fits, size_of
+from jmp.autocasting._numbers import (
+    NOTHING,
+    Known,
+    MadeOf,
+    Shape,
+    dtype_of,
+    fits,
+    shape_of,
+    size_of,
+)
 from jmp.autocasting._registry import Category, Params, Rule
 from jmp.autocasting._request import Region
 from jmp.dtypes import FLOAT32
@@ -32,21 +41,20 @@ class Value:
     users: list["Node"] = dataclasses.field(default_factory=list)  # that read it, once each
 
     def __post_init__(self) -> None:
-        self.dtype: np.dtype | None = getattr(self.aval, "dtype", None)
+        self.dtype = dtype_of(self)
         self.is_float32 = self.dtype == FLOAT32  # as traced; `Storage` says what it is stored in
         self.made_of = self.made_of.of(self)
         # What comes in from the outermost level that knows it; of all but inputs the value itself.
         self.origin: Value = self if self.outside is None else self.outside.origin
         self.constant, self.fits_half, self.is_hard, source, _ = self.known
-        shape = getattr(self.aval, "shape", ())
+        shape = shape_of(self)
+        self.source: Shape = shape if source is None else source  # before it was repeated
         self.size = size_of(shape)  # how many elements it has
-        # How many it had before it was repeated.
-        self.source_size = self.size if source is None else min(self.size, size_of(source))
+        self.source_size = min(self.size, size_of(self.source))
         # It repeats an array of one axis at most, such as a bias. A mask has more.
-        source = shape if source is None else source
-        self.is_vector = len(source) <= 1 and not self.is_hard
+        self.is_vector = len(self.source) <= 1 and not self.is_hard
         # Of one axis but for axes of length one: a bias of shape (1, 16), or a mask over the keys.
-        self.is_row = sum(n != 1 for n in source) <= 1 and not self.is_hard
+        self.is_row = sum(n != 1 for n in self.source) <= 1 and not self.is_hard
 
     @property
     def varies(self) -> bool:

@@ -84,9 +84,10 @@ class Planner(Level):
             steps += map(self._barrier, barriers.get(depth, []))
         for change in PASSES:
             steps = change(steps, self)
+        reads = tuple(map(self.storage.dtype, self.graph.inputs))
         ordered = tuple(runnable_order(steps, self.graph.outputs))
         infos = tuple(map(self.storage.info, self.graph.outputs))
-        return Plan(self.graph, ordered, infos, self.context.request)
+        return Plan(self.graph, reads, ordered, infos, self.context.request)
 
     # Components of fusible nodes.
 

@@ -167,10 +167,10 @@ class Plan(NamedTuple):
     """Steps in an order that can be run: all that the outputs and the effects of a level need."""
 
     graph: Graph
+    reads: Dtypes  # what the inputs of the graph are cast to
     steps: tuple[Step, ...]
     infos: tuple[Info, ...]  # what is known of each output, the dtype it comes out in among it
     request: Request
-    reads: Dtypes = ()  # what its arguments are cast to inside; empty: as they come
 
     @property
     def stores(self) -> Dtypes:

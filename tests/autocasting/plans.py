@@ -76,9 +76,8 @@ def listing(plan):
 def _inside(inside):
     if not isinstance(inside, Plan):
         return ["function, not planned"]
-    casts = [f"reads {_dtypes(inside.reads)}"] * bool(inside.reads)
-    casts += [f"stores {_dtypes(inside.stores)}"]
-    return [", ".join(["function", *casts]), *listing(inside)]
+    casts = f"reads {_dtypes(inside.reads)}, stores {_dtypes(inside.stores)}"
+    return [f"function, {casts}", *listing(inside)]
 
 
 def _island(island):

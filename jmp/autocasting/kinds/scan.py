@@ -64,10 +64,8 @@ class ScanKind(Kind):
             value.dtype if value.varies else info.dtype
             for value, info in zip(closed, consts, strict=True)
         ]
-        reads_inside = (*(info.dtype for info in consts), *[None] * (len(carries) + len(rows)))
         reads += [*carries, *(info.dtype for info in rows)]
-        body = plan.storing(stores)._replace(reads=reads_inside)
-        return level.nested(node, [body], stores, reads)
+        return level.nested(node, [plan.storing(stores)], stores, reads)
 
     def emit(self, equation: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> Any:
         """Emits `lax.scan`; constants are closed over."""

@@ -6,7 +6,6 @@ tolerance, and its loop would never end. The condition may read the numbers them
 and booleans that the body computes from them, such as a flag that says "done".
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ from jmp.autocasting._propagation import Propagation, WayInside
 from jmp.autocasting._registry import Category, Rule, rule_for
 from jmp.autocasting._request import Settings
 from jmp.autocasting._sending import may_part
-from jmp.autocasting._steps import Function, Nested, RunPlan
+from jmp.autocasting._steps import Function, Nested
 
 
 def has_many_conditions(equation: JaxprEqn) -> bool:
@@ -93,8 +92,8 @@ class WhileKind(Kind):
         # Nothing is saved for a backward pass, because there is none.
         context = level.context._replace(prevent_cse=False, devices_part=parts)
         body = level.plan_opened(graph, [*infos, *carries], outputs, context)
-        asked_as_written = as_written(loop.condition, node, level.context.request)
-        condition = functools.partial(_unplanned, asked_as_written)
+        as_it_was = as_written(loop.condition, node, level.context.request)
+        condition = lambda run_plan: _jax_compat.as_function(as_it_was)
         reads = [*(value.dtype for value in asked), *(info.dtype for info in infos), *stores]
         return level.nested(node, [condition, body.storing(stores)], stores, reads)
 
@@ -108,10 +107,6 @@ class WhileKind(Kind):
             lambda carry: body(*closed, *carry),
             carries,
         )
-
-
-def _unplanned(condition: ClosedJaxpr, run_plan: RunPlan) -> Function:
-    return _jax_compat.as_function(condition)
 
 
 register_kind(["while"], WhileKind())
