@@ -11,16 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jmp.autocasting._numbers import (
-    NOTHING,
-    Known,
-    MadeOf,
-    Shape,
-    dtype_of,
-    fits,
-    shape_of,
-    size_of,
-)
+from jmp.autocasting._numbers import NOTHING, Known, MadeOf, dtype_of, fits, shape_of, size_of
 from jmp.autocasting._registry import Category, Params, Rule
 from jmp.autocasting._request import Region
 from jmp.dtypes import FLOAT32
@@ -48,7 +39,7 @@ class Value:
         self.origin: Value = self if self.outside is None else self.outside.origin
         self.constant, self.fits_half, self.is_hard, source, _ = self.known
         shape = shape_of(self)
-        self.source: Shape = shape if source is None else source  # before it was repeated
+        self.source = shape if source is None else source  # the shape of what it repeats
         self.size = size_of(shape)  # how many elements it has
         self.source_size = min(self.size, size_of(self.source))
         # It repeats an array of one axis at most, such as a bias. A mask has more.
