@@ -127,7 +127,7 @@ def peel(nodes: Sequence[Node], storage: Storage) -> tuple[list[Node], list[Node
 def _linear_cone(
     node: Node, cones: Mapping[Node, Cone | None], storage: Storage, takes_biases: bool
 ) -> Cone | None:
-    """Returns the cone of a node of an island, given those of the nodes before; None if none is."""
+    """Returns the cone of a node of an island, given those of the nodes before; None for none."""
     rule, result = node.rule, node.outputs[0]
     is_float32 = rule.category is Category.FULL or node.region.in_float32
     if is_float32 or not (rule.linear or rule.hands_on):

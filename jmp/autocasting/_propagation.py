@@ -202,8 +202,6 @@ def reaching_operands(
     if ends(equation) or (any(results) and not functions):
         yield from filter(is_inexact, operands)
     for function in functions:
-        # Not so the condition of a loop. (One of a loop with one carry is taken for the body: more
-        # values count as reaching than do.)
         inner = reaching_results(equation, function, results, ends)
         inside = reaching_inputs(function, ends, inner)
         # The last operands are its own: those before say which branch is taken, or belong to
@@ -234,7 +232,8 @@ def reaching_results(
 
     Args:
       results: which results of the equation do. Those of a loop may do so in the next turn, too.
-        They are not those of a function that has more or fewer.
+        They are not those of a loop's condition. (One of a loop with one carry is taken for the
+        body: more values count as reaching than do.)
     """
     if len(function.outvars) != len(results):
         return []

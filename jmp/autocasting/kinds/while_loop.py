@@ -92,8 +92,8 @@ class WhileKind(Kind):
         # Nothing is saved for a backward pass, because there is none.
         context = level.context._replace(prevent_cse=False, devices_part=parts)
         body = level.plan_opened(graph, [*infos, *carries], outputs, context)
-        as_it_was = as_written(loop.condition, node, level.context.request)
-        condition = lambda run_plan: _jax_compat.as_function(as_it_was)
+        condition_as_written = as_written(loop.condition, node, level.context.request)
+        condition = lambda run_plan: _jax_compat.as_function(condition_as_written)
         reads = [*(value.dtype for value in asked), *(info.dtype for info in infos), *stores]
         return level.nested(node, [condition, body.storing(stores)], stores, reads)
 
