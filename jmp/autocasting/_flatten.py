@@ -36,7 +36,8 @@ def graph_of(
 
     Args:
       jaxpr: an open jaxpr; its constvars count as its first inputs.
-      constants: what the constvars stand for.
+      constants: what the constvars stand for. Those of the outermost level may be tracers, which
+        a graph must not keep.
       operands: for each further input the value of the outer level that comes in, whose numbers
         are known inside as well, or what else is known of it.
       holder: the node that holds it; None at the outermost level.
@@ -55,7 +56,8 @@ def graph_of(
     for node in nodes:
         for value in dict.fromkeys(node.inputs):
             value.users.append(node)
-    graph = Graph(inputs, nodes, outputs, constants, outputs_wrap)
+    own = () if holder is None else constants
+    graph = Graph(inputs, nodes, outputs, own, outputs_wrap)
     for node in find_angles(graph):
         if node.name not in request.settings.overrides:
             node.rule, node.has_products = Rule(Category.FULL, WHY_ANGLE), False

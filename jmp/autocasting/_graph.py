@@ -108,7 +108,8 @@ class Graph:
     inputs: Sequence[Value]
     nodes: Sequence[Node]  # in program order
     outputs: Sequence[Value]
-    constants: Sequence[Any]  # the arrays that its first inputs stand for
+    # The arrays that its first inputs stand for; none at the outermost level, where they are given.
+    constants: Sequence[Any]
     # Which outputs go to a function that wraps (`_exact_products`) outside; asked for rarely.
     outputs_wrap: Callable[[], Sequence[bool]]
 
