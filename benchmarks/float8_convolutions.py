@@ -100,10 +100,10 @@ def autocast_takes_convolutions(parts: set[str]) -> Iterator[None]:
     why_not_float8, multiply = _float8_planning.why_not_float8, _float8.multiply
     passes = [change for change in _planner.PASSES if change is not _float8_planning.with_bounds]
 
-    def why(node: Any, facts: Any, *options: Any) -> str:
+    def why(node: Any, level: Any) -> str:
         if node.name != "conv_general_dilated":
-            return why_not_float8(node, facts, *options)
-        return "a head" if facts.feeds.isdisjoint(node.outputs) else ""
+            return why_not_float8(node, level)
+        return "a head" if level.facts.feeds.isdisjoint(node.outputs) else ""
 
     def run(operands: Sequence[Any], held: Sequence[Any], params: Any, *options: Any) -> Any:
         if "window_strides" not in params:

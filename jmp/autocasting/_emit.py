@@ -22,15 +22,12 @@ from jmp import _jax_compat
 from jmp.autocasting import _float8, _float8_planning, _wide_gradients
 from jmp.autocasting._casts import cast, cast_all, masked, repeated, saturated
 from jmp.autocasting._float8 import Bound, Bounded, Float8, InFloat8, bound_behind, bound_of_product
-from jmp.autocasting._float8_planning import root
-from jmp.autocasting._graph import Node, Value
+from jmp.autocasting._graph import Node, Value, root
 from jmp.autocasting._kinds import kind_of
 from jmp.autocasting._steps import (
     Arithmetic,
-    Dtypes,
     Function,
     Fused,
-    Inside,
     Island,
     Nested,
     Plan,
@@ -75,25 +72,17 @@ class FunctionOf:
 Environment = dict[Any, Any]
 
 
-def run_plan(
-    plan: Plan,
-    arguments: Sequence[Any],
-    stores: Dtypes = (),
-    numerics: "Numerics | None" = None,
-) -> list[Any]:
+def run_plan(plan: Plan, arguments: Sequence[Any], numerics: "Numerics | None" = None) -> list[Any]:
     """Returns the outputs of a level.
 
     Args:
       arguments: its inputs, in the dtypes that the plan stores them in.
-      stores: the dtypes of the outputs; left out, or None of one, as the plan stores them.
       numerics: those of autocast, if left out.
     """
     numerics = numerics or Numerics()
     environment: Environment = dict(zip(plan.graph.inputs, arguments, strict=True))
     run_steps(plan.steps, environment, numerics)
-    asked = stores or [None] * len(plan.stores)
-    dtypes = (chosen or stored for chosen, stored in zip(asked, plan.stores, strict=True))
-    pairs = zip(plan.graph.outputs, dtypes, strict=True)
+    pairs = zip(plan.graph.outputs, plan.stores, strict=True)
     return [numerics.output(Read(value, dtype), environment) for value, dtype in pairs]
 
 
@@ -131,9 +120,9 @@ class Numerics:
         """Returns an output of a level."""
         return _read(read, environment)
 
-    def arguments(self, inside: Inside, arrays: Sequence[Any]) -> Sequence[Any]:
+    def arguments(self, inside: Plan, arrays: Sequence[Any]) -> Sequence[Any]:
         """Returns the arguments of a function inside as it reads them."""
-        return cast_all(arrays, inside.reads) if inside.reads else arrays
+        return cast_all(arrays, inside.reads)
 
     def inside(self, step: Nested) -> "Numerics":
         """Returns the numerics of the functions inside a step."""
@@ -208,14 +197,13 @@ class Numerics:
         environment.update(zip(step.node.outputs, results, strict=True))
 
 
-def _as_function(inside: Inside | Unplanned, numerics: Numerics) -> Function:
-    run = functools.partial(run_plan, numerics=numerics)
-    if not isinstance(inside, Inside):
-        return inside(run)
+def _as_function(inside: Plan | Unplanned, numerics: Numerics) -> Function:
+    if not isinstance(inside, Plan):
+        return inside(functools.partial(run_plan, numerics=numerics))
 
     def function(*arrays: Any) -> list[Any]:
-        arguments = [*inside.constants, *numerics.arguments(inside, arrays)]
-        return run(inside.plan, arguments, inside.stores)
+        arguments = numerics.arguments(inside, [*inside.graph.constants, *arrays])
+        return run_plan(inside, arguments, numerics)
 
     return function
 
@@ -235,7 +223,7 @@ def _multiply_in_float8(
     (half,) = step.stores
     bounds = [_bound_of(factors, environment) for factors in form.operands]
     held = [
-        _in_float8_of(read.value, cast(operand, half), environment, bound, form.has_own_scales)
+        _in_float8_of(read.value, cast(operand, half), environment, bound)
         for read, operand, bound in zip(step.reads, operands, bounds, strict=True)
     ]
     result, bound = _float8.multiply(operands, held, step.params, form, bounds)
@@ -263,15 +251,11 @@ def _move_in_float8(step: Single, operands: Sequence[Any], environment: Environm
 
 
 def _in_float8_of(
-    value: Value,
-    array: Any,
-    environment: Environment,
-    bound: Bound | None = None,
-    has_own_scale: bool = False,
+    value: Value, array: Any, environment: Environment, bound: Bound | None = None
 ) -> Float8:
     """Returns a value in float8, given as an array if it is not held yet."""
     if Float8Of(value) not in environment:
-        environment[Float8Of(value)] = _float8.hold(array, root(value).aval, bound, has_own_scale)
+        environment[Float8Of(value)] = _float8.hold(array, root(value).aval, bound)
     held: Float8 = environment[Float8Of(value)]
     return held
 

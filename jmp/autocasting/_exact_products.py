@@ -128,8 +128,7 @@ def results_wrap(graph: Graph, node: Node, function: Jaxpr) -> Sequence[bool]:
     """Returns which results of a function inside a node reach a function that wraps, outside it."""
     wrapped = wrapped_values(graph)
     results = [value in wrapped for value in node.outputs]
-    is_called = len(function.outvars) == len(results)
-    return reaching_results(node.equation, function, results, wraps) if is_called else ()
+    return reaching_results(node.equation, function, results, wraps)
 
 
 def wraps(equation: JaxprEqn) -> bool:

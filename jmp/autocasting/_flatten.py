@@ -15,17 +15,9 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jmp import _jax_compat
 from jmp.autocasting._equations import contains_products, draws_bits, is_marker, plain_form, rule_of
 from jmp.autocasting._exact_products import WHY_ANGLE, find_angles, made_of_results, why_exact
-from jmp.autocasting._graph import Given, Graph, Node, Value, nowhere
+from jmp.autocasting._graph import Given, Graph, Node, Value
 from jmp.autocasting._kinds import has_kind, kind_of
-from jmp.autocasting._numbers import (
-    NOTHING,
-    Known,
-    MadeOf,
-    dtype_of,
-    known_of,
-    made_of_array,
-    shape_of,
-)
+from jmp.autocasting._numbers import NOTHING, Known, MadeOf, dtype_of, known_of, made_of_array
 from jmp.autocasting._precision import in_regions
 from jmp.autocasting._registry import Category, Rule
 from jmp.autocasting._request import Region, Request, Settings
@@ -38,42 +30,34 @@ def graph_of(
     operands: Sequence[Given],
     holder: Node | None,
     request: Request,
-    outputs_wrap: Callable[[], Sequence[bool]] = nowhere,
+    outputs_wrap: Callable[[], Sequence[bool]] = lambda: (),
 ) -> Graph:
     """Returns the graph of a jaxpr.
 
     Args:
       jaxpr: an open jaxpr; its constvars count as its first inputs.
-      constants: what the constvars stand for.
+      constants: what the constvars stand for. Those of the outermost level may be tracers, which
+        a graph must not keep.
       operands: for each further input the value of the outer level that comes in, whose numbers
         are known inside as well, or what else is known of it.
       holder: the node that holds it; None at the outermost level.
       request: see `Request`.
-      outputs_wrap: see `Graph`.
+      outputs_wrap: see `Graph`; left out, of no output it is known.
     """
     half = request.settings.compute_dtype
     anything = [None] * (len(jaxpr.invars) - len(operands))
-    inputs = [
-        Value(v.aval, None, known_of(constant, half), made_of=made_of_array(constant))
-        for v, constant in zip(jaxpr.constvars, constants, strict=True)
-    ]
-    inputs += [
-        Value(v.aval, None, given.known, outside=given, made_of=given.made_of)
-        if isinstance(given, Value)
-        else Value(v.aval, made_of=MadeOf.PRODUCTS if given is None else given)
-        for v, given in zip(jaxpr.invars, (*operands, *anything), strict=True)
-    ]
+    arguments = zip(jaxpr.invars, (*operands, *anything), strict=True)
+    inputs = [_closed_over_value(array, half) for array in constants]
+    inputs += [_input(variable.aval, given) for variable, given in arguments]
     flattening = _Flattening(holder, request)
     around = () if holder is None else (*holder.around, holder.equation)
     outputs = flattening.run(jaxpr, inputs, _jax_compat.empty_name_stack(), around)
     nodes = _alive(flattening.nodes, outputs)
-    users: dict[Value, list[Node]] = {}
     for node in nodes:
         for value in dict.fromkeys(node.inputs):
-            users.setdefault(value, []).append(node)
-    for value, readers in users.items():
-        value.users = tuple(readers)
-    graph = Graph(inputs, nodes, outputs, outputs_wrap)
+            value.users.append(node)
+    own = () if holder is None else constants
+    graph = Graph(inputs, nodes, outputs, own, outputs_wrap)
     for node in find_angles(graph):
         if node.name not in request.settings.overrides:
             node.rule, node.has_products = Rule(Category.FULL, WHY_ANGLE), False
@@ -112,17 +96,8 @@ class _Flattening:
             stack = outer + equation.source_info.name_stack
             if _jax_compat.is_plain_jit(equation) and not draws_bits(equation):
                 inner, constants = _jax_compat.open_jaxpr(_jax_compat.called(equation.params))
-                constvars = [
-                    Value(
-                        jax.typeof(array),
-                        None,
-                        known_of(array, half),
-                        array,
-                        made_of=made_of_array(array),
-                    )
-                    for array in constants
-                ]
-                results = self.run(inner, [*constvars, *operands], stack, (*around, equation))
+                held = [_closed_over_value(array, half, array) for array in constants]
+                results = self.run(inner, [*held, *operands], stack, (*around, equation))
             elif (plain := plain_form(equation, self._request.settings)) is not None:
                 results = self.run(plain, operands, outer, around)
             else:
@@ -144,7 +119,8 @@ class _Flattening:
                 rule = Rule(Category.FULL, why)
         known = _known_result(equation, rule, operands, settings.compute_dtype)
         place, stays = len(self.nodes), is_marker(equation)
-        node = Node(equation, operands, known, stack, scope, around, rule, region, place, stays)
+        read = tuple(operands)
+        node = Node(equation, read, known, stack, scope, around, rule, region, place, stays)
         node.goes_inside = _goes_inside(node, region, settings)
         node.has_products = node.is_product or (
             node.goes_inside and contains_products(equation, settings)
@@ -165,9 +141,21 @@ def _goes_inside(node: Node, region: Region, settings: Settings) -> bool:
 # What is known of numbers.
 
 
+def _input(aval: Any, given: Given) -> Value:
+    if isinstance(given, Value):
+        return Value(aval, known=given.known, made_of=given.made_of, outside=given)
+    return Value(aval, made_of=MadeOf.PRODUCTS if given is None else given)
+
+
+def _closed_over_value(array: Any, half: np.dtype, held: Any = None) -> Value:
+    known, made_of = known_of(array, half), made_of_array(array)
+    return Value(jax.typeof(array), known=known, made_of=made_of, held=held)
+
+
 def _literal(atom: Any) -> Value:
     is_number = np.ndim(atom.val) == 0 and atom.aval.dtype == FLOAT32
-    return Value(atom.aval, None, Known(float(atom.val)) if is_number else NOTHING, atom.val)
+    known = Known(float(atom.val)) if is_number else NOTHING
+    return Value(atom.aval, known=known, held=atom.val)
 
 
 def _known_result(
@@ -179,7 +167,7 @@ def _known_result(
     first, name = operands[0], equation.primitive.name
     if rule.moves:
         keeps_source = rule.reshapes or rule.repeats
-        return first.known._replace(source=_source(first) if keeps_source else None, array=None)
+        return first.known._replace(source=first.source if keeps_source else None, array=None)
     if name == "neg":
         constant = None if first.constant is None else -first.constant
         return Known(constant, is_hard=first.is_hard)
@@ -189,14 +177,10 @@ def _known_result(
         is_number = first.held is not None and np.ndim(first.held) == 0
         constant = float(first.held) if is_number else first.constant
         fits_half = first.fits_half or first.dtype == np.bool_
-        return Known(constant, fits_half, first.is_hard, _source(first))
+        return Known(constant, fits_half, first.is_hard, first.source)
     if rule.keeps_range:
         return Known(is_hard=any(value.exceeds(half) for value in operands))
     return NOTHING
-
-
-def _source(value: Value) -> tuple[Any, ...]:
-    return shape_of(value) if value.known.source is None else value.known.source
 
 
 def _alive(nodes: list[Node], outputs: list[Value]) -> list[Node]:

@@ -74,8 +74,6 @@ class InFloat8(NamedTuple):
     operands: tuple[tuple[Bounded, ...], ...] = ((), ())
     is_bounded: bool = False  # its cotangent comes with a bound
     has_bias: bool = False  # its cotangent is added up for the gradient of a vector, too
-    # Devices may not come by here together: each has scales of its own, and sends nothing for them.
-    has_own_scales: bool = False
 
 
 class Float8(NamedTuple):
@@ -100,18 +98,15 @@ class Bound(NamedTuple):
 # Products.
 
 
-def hold(
-    array: Any, source: Any = None, bound: Bound | None = None, has_own_scale: bool = False
-) -> Float8:
+def hold(array: Any, source: Any = None, bound: Bound | None = None) -> Float8:
     """Returns an array in float8, rounded to bfloat16 before; it has no derivative.
 
     Args:
       source: what it was before it was only moved, or its type, which says along which axes its
         numbers vary. The array's own type may name more.
       bound: its own, if it is known.
-      has_own_scale: whether each device has a scale of its own.
     """
-    axes = () if has_own_scale else axes_of(array if source is None else source)
+    axes = axes_of(array if source is None else source)
     half = cast(without_reduced(lax.stop_gradient(array)), np.dtype(jnp.bfloat16))
     largest = largest_of(half, axes) if bound is None else lax.stop_gradient(bound.largest)
     return round_to_float8(half, OPERANDS, largest)
@@ -187,7 +182,7 @@ def _differentiable(types: Sequence[Any], params: Params, form: InFloat8) -> Cal
         if form.is_bounded:
             largest = largest_of(largest, ())  # of all examples
         else:
-            largest = largest_of(cotangent, () if form.has_own_scales else axes_of(cotangent))
+            largest = largest_of(cotangent, axes_of(cotangent))
         change = round_to_float8(cotangent, GRADIENTS, largest)
         pairs = [change, held[1]], [change, held[0]]
         left = gradient_of_operand(types[0], 0, _times_scales(pairs[0], fenced), params)

@@ -25,6 +25,7 @@ nothing reads, and no compiled program keeps it.
 """
 
 import collections
+import functools
 import math
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
@@ -37,12 +38,12 @@ from jax.extend.core import JaxprEqn
 from jmp import _jax_compat
 from jmp.autocasting._float8 import Bounded, Equation, InFloat8, equation_of, extremes_of
 from jmp.autocasting._flow import Facts, only_read_by
-from jmp.autocasting._graph import Graph, Node, Value
+from jmp.autocasting._graph import Graph, Node, Value, downstream, root
 from jmp.autocasting._kinds import Level
 from jmp.autocasting._numbers import MadeOf, dtype_of, shape_of, size_of
 from jmp.autocasting._registry import Category, rule_for
-from jmp.autocasting._sending import WHY_SENT, sends
-from jmp.autocasting._steps import Context, Single, Step
+from jmp.autocasting._sending import sends
+from jmp.autocasting._steps import Single, Step
 from jmp.dtypes import FLOAT32
 
 WHY_FLOAT8 = "a parameter's product on the way to another: its operands are rounded to float8"
@@ -63,7 +64,6 @@ THIN = 16
 
 def multiply_in_float8(steps: Sequence[Step], level: Level) -> list[Step]:
     """Returns the steps of a level; its half products are float8, or say why they are not."""
-    context = level.context
     shared = _shared_factors(level.graph)
 
     def chosen(step: Step) -> Step:
@@ -72,23 +72,25 @@ def multiply_in_float8(steps: Sequence[Step], level: Level) -> list[Step]:
         node = step.node
         if not (node.is_product and step.arithmetic.is_half) or node in level.facts.embeddings:
             return step
-        if why := why_not_float8(node, level.facts, context):
+        if why := why_not_float8(node, level):
             return step._replace(why=f"{step.why}; not float8: {why}")
         is_shared = not shared.isdisjoint(map(root, node.inputs))
-        form = InFloat8(is_shared, has_own_scales=context.own_scales)
-        return step._replace(why=WHY_FLOAT8, in_float8=form)
+        return step._replace(why=WHY_FLOAT8, in_float8=InFloat8(is_shared))
 
     return list(map(chosen, steps))
 
 
-def why_not_float8(node: Node, facts: Facts, context: Context) -> str:
+def why_not_float8(node: Node, level: Level) -> str:
     """Returns why a product in half is not float8; "" if it is."""
+    facts, context = level.facts, level.context
     if node.name == "conv_general_dilated":
         return WHY_CONVOLUTION
     if node.name != "dot_general":
         return f"{node.name} has no float8 form yet"
     if context.is_transposed:
         return "it stands in a custom_jvp, whose rule JAX transposes"
+    if context.devices_part:
+        return "devices may go different ways here, and would not share its scales"
     if context.request.settings.float8 == "weights" and not any(
         value not in facts.dependent and value.made_of > MadeOf.INTEGERS for value in node.inputs
     ):
@@ -104,22 +106,14 @@ def why_not_float8(node: Node, facts: Facts, context: Context) -> str:
     return ""
 
 
-def _feeds(node: Node, facts: Facts) -> bool:
+def _feeds(product: Node, facts: Facts) -> bool:
     """Returns whether a product's result goes to another, added up over devices on the way or not.
 
     Sums over devices are float32, so that nothing `feeds` by them; but the result of a product
     whose rows are split over devices is one of their parts.
     """
-    stack, seen = list(node.outputs), set(node.outputs)
-    while stack:
-        value = stack.pop()
-        if value in facts.feeds:
-            return True
-        users = (u for u in value.users if u.is_fusible or u.rule.sums_devices)
-        new = {result for user in users for result in user.outputs} - seen
-        stack += new
-        seen |= new
-    return False
+    values = downstream(product.outputs[0], lambda u: u.is_fusible or u.rule.sums_devices)
+    return not facts.feeds.isdisjoint(values)
 
 
 def sizes_of(node: Node) -> tuple[int, int, int]:
@@ -130,13 +124,6 @@ def sizes_of(node: Node) -> tuple[int, int, int]:
     others = {*right_summed, *right_batch}
     columns = size_of(tuple(size for axis, size in enumerate(right) if axis not in others))
     return node.outputs[0].size // max(1, columns), columns, inner
-
-
-def root(value: Value) -> Value:
-    """Returns what a value was before it was only moved: reshaped, transposed, broadcast."""
-    while value.producer is not None and value.producer.rule.moves:
-        value = value.producer.inputs[0]
-    return value
 
 
 def _shared_factors(graph: Graph) -> set[Value]:
@@ -162,7 +149,7 @@ STEEP = 8.0
 def with_bounds(steps: Sequence[Step], level: Level) -> list[Step]:
     """Returns the steps of a level, its float8 products with the bounds that are known of them."""
     products = _float8_products(steps)
-    if level.context.own_scales or not products:  # a bound is one number for all devices
+    if not products:
         return list(steps)
     bounded = bounded_values(functions_of_values(products, level), products, level.graph)
 
@@ -187,43 +174,48 @@ class FunctionOfProduct:
     """What is computed, number by number, of one product's result.
 
     Attributes:
-      path: the product's result, and what becomes of it while vectors are added to it, such as a
-        bias; the last of these is the function's argument.
+      result: the product's.
+      argument: the function's: the result, vectors added to it, such as a bias.
       added: these vectors.
       places: of the argument, which is the first, and of the values that are computed of it.
       equations: that compute these, in order.
     """
 
     def __init__(self, result: Value) -> None:
-        self.path = [result]
+        self.result = self.argument = result
         self.added: list[Value] = []
         self.places = {result: 0}
         self.equations: list[Equation] = []
 
-    def take(self, node: Node, level: Level) -> bool:
-        """Adds a node to the function, if it reads nothing else; returns whether it does."""
-        argument = self.path[-1]
-        is_next = argument.users == (node,) and argument not in level.graph.outputs
-        vector = _vector_added(node, argument, level.facts) if is_next else None
+    def takes_before(self, node: Node, level: Level) -> bool:
+        """Adds a node that adds a vector to the argument, or reshapes it, and alone reads it."""
+        if not only_read_by(self.argument, level.graph, lambda user: user is node):
+            return False
+        if not node.rule.reshapes:
+            vector = _vector_added(node, self.argument, level.facts)
+            if vector is None:
+                return False
+            self.added.append(root(vector))
+        self.argument = node.outputs[0]
+        self.places[self.argument] = 0
+        return True
+
+    def takes(self, node: Node) -> bool:
+        """Adds a node that is elementwise, or reshapes, and reads values of the function alone."""
         if node.rule.reshapes:  # which keeps the numbers' order
             place = self.places[node.inputs[0]]
-        elif vector is not None:
-            self.added.append(root(vector))
-            place = 0
         elif equation := equation_of(node, self.places):
             self.equations.append(equation)
             place = len(self.equations)
         else:
             return False
         self.places[node.outputs[0]] = place
-        if is_next and place == 0:
-            self.path.append(node.outputs[0])
         return True
 
     def bounded(self, value: Value) -> Bounded:
         """Returns what is known of one of its values."""
         equations = tuple(self.equations[: self.places[value]])
-        return Bounded(self.path[0], tuple(self.added), extremes_of(equations))
+        return Bounded(self.result, tuple(self.added), extremes_of(equations))
 
 
 def _vector_added(node: Node, value: Value, facts: Facts) -> Value | None:
@@ -252,7 +244,7 @@ def functions_of_values(products: Set[Node], level: Level) -> dict[Value, Functi
                 found[output] = ((FunctionOfProduct(output), output),)
         elif len(functions) == 1:
             (function,) = functions
-            if function.take(node, level):
+            if function.takes_before(node, level) or function.takes(node):
                 found[output] = ((function, output),)
         elif functions and node.rule.reshapes:
             found[output] = read[0]
@@ -271,10 +263,16 @@ def bounded_values(
     its cotangent, or computes other values of these. So where the result of a product is one,
     there is no way on which a cotangent comes to it without a bound.
     """
+
+    def uses_bound(value: Value, user: Node) -> bool:
+        if user in products:
+            return _is_worth_a_bound(value, known[value], user)
+        return known.keys() >= {*user.outputs}
+
     while open_ends := {
         function
         for value, pairs in known.items()
-        if not _is_closed(value, known, products, graph)
+        if not only_read_by(value, graph, functools.partial(uses_bound, value))
         for function, _ in pairs
     }:
         known = {
@@ -283,19 +281,6 @@ def bounded_values(
             if open_ends.isdisjoint(function for function, _ in pairs)
         }
     return known
-
-
-def _is_closed(
-    value: Value, known: Mapping[Value, Functions], products: Set[Node], graph: Graph
-) -> bool:
-    """Returns whether all that reads a value uses its bound, or computes others that are known."""
-
-    def accepts(user: Node) -> bool:
-        if user in products:
-            return _is_worth_a_bound(value, known[value], user)
-        return known.keys() >= {*user.outputs}
-
-    return only_read_by(value, graph, accepts)
 
 
 def _is_worth_a_bound(value: Value, functions: Functions, product: Node) -> bool:
@@ -337,10 +322,8 @@ def send_in_float8(steps: Sequence[Step], level: Level) -> list[Step]:
             is_first = any(rule_for(move.primitive.name).sends for move in moving[node])
             if is_first or node.inputs[0].producer in sent:
                 sent.add(node)
-    # Numbers in float8 are sent with a scale for all.
-    why = WHY_SENT if level.context.own_scales else WHY_SENT_IN_FLOAT8
     return [
-        step._replace(why=why, moves_float8=not level.context.own_scales)
+        step._replace(why=WHY_SENT_IN_FLOAT8, moves_float8=True)
         if isinstance(step, Single) and step.node in sent
         else step
         for step in steps

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jmp.autocasting._graph import Graph, Node, Value
+from jmp.autocasting._graph import Graph, Node, Value, upstream
 from jmp.autocasting._numbers import is_inexact
 from jmp.autocasting._propagation import Ends, reaching_operands
 
@@ -80,8 +80,9 @@ class Facts(NamedTuple):
 
 def facts_of(graph: Graph, infos: Sequence[Info], outputs: Sequence[Destination]) -> Facts:
     """Returns the facts of a level, given what is known of its inputs and outputs outside."""
-    feeds = feeding_values(graph, [output.feeds for output in outputs])
-    carried = carried_values(graph, [output.carried for output in outputs])
+    goes = list(zip(graph.outputs, outputs, strict=True))
+    feeds = feeding_values(graph, [value for value, where in goes if where.feeds])
+    carried = carried_values(graph, [value for value, where in goes if where.carried])
     embeddings, dependent = find_dependent(graph, infos, feeds - carried)
     cuts = find_cuts(graph, dependent, embeddings)
     depths = find_depths(graph, dependent, embeddings | cuts)
@@ -90,9 +91,9 @@ def facts_of(graph: Graph, infos: Sequence[Info], outputs: Sequence[Destination]
     return Facts(feeds, carried, dependent, embeddings, cuts, depths, compared)
 
 
-def feeding_values(graph: Graph, outputs_feed: Sequence[bool]) -> set[Value]:
-    """Returns the values that reach a product, or an output that feeds one outside."""
-    feeding = {value for value, feeds in zip(graph.outputs, outputs_feed, strict=True) if feeds}
+def feeding_values(graph: Graph, outputs: Iterable[Value]) -> set[Value]:
+    """Returns the values that reach a product, or one of the outputs that feed one outside."""
+    feeding = set(outputs)
     for node in reversed(graph.nodes):
         ends_here = node.reads_float32 and not node.is_fusible
         if node.has_products or not (ends_here or feeding.isdisjoint(node.outputs)):
@@ -101,10 +102,13 @@ def feeding_values(graph: Graph, outputs_feed: Sequence[bool]) -> set[Value]:
     return feeding
 
 
-def carried_values(graph: Graph, outputs_carried: Sequence[bool]) -> set[Value]:
-    """Returns the values that reach the float32 carry of a loop without a product between."""
-    pairs = zip(graph.outputs, outputs_carried, strict=True)
-    carried = {value for value, carries in pairs if carries and is_inexact(value)}
+def carried_values(graph: Graph, outputs: Iterable[Value]) -> set[Value]:
+    """Returns the values that reach the float32 carry of a loop without a product between.
+
+    Args:
+      outputs: those that reach one outside.
+    """
+    carried = set(filter(is_inexact, outputs))
     for node in reversed(graph.nodes):
         if not node.is_product and not carried.isdisjoint(node.outputs):
             carried.update(filter(is_inexact, node.inputs))
@@ -124,14 +128,14 @@ def find_dependent(
     for node in graph.nodes:
         if _is_embedding(node, found, rounded):
             embeddings.add(node)
-        elif not (
-            node.has_products
+        if (
+            node in embeddings
+            or node.has_products
             or node.region.is_decided
             or node.region.output_dtype is not None
             or not found.isdisjoint(node.inputs)
         ):
-            continue
-        found.update(node.outputs)
+            found.update(node.outputs)
     return embeddings, found
 
 
@@ -189,21 +193,9 @@ def _is_coordinate(value: Value) -> bool:
                 return True
         elif user.name == "sub" or user.rule.compares:
             others = [other for other in user.inputs if other is not value]
-            if any(o.constant is None and not _is_upstream(value, o) for o in others):
+            if any(o.constant is None and value not in upstream(o) for o in others):
                 return True
     return False
-
-
-def _is_upstream(part: Value, value: Value) -> bool:
-    """Returns whether `part`, a computed value, stands upstream of `value`."""
-    computed: set[Value] = set()
-    stack = [value]
-    while stack:
-        current = stack.pop()
-        if current.producer is not None and current not in computed:
-            computed.add(current)
-            stack += current.producer.inputs
-    return part in computed
 
 
 # Normalisation over leading or spatial axes.
@@ -219,7 +211,7 @@ def is_row_reduction(node: Node) -> bool:
 def find_cuts(graph: Graph, dependent: Set[Value], embeddings: Set[Node]) -> set[Node]:
     """Returns the end of each normalisation over leading or spatial axes."""
     statistics: set[Value] = set()
-    normalised: set[Value] = set()
+    normalised: dict[Value, Node] = {}  # and what computes it
     for node in graph.nodes:
         if not node.is_fusible or node in embeddings or len(node.outputs) != 1:
             continue
@@ -231,17 +223,16 @@ def find_cuts(graph: Graph, dependent: Set[Value], embeddings: Set[Node]) -> set
         elif all(v in statistics or v not in dependent for v in node.inputs):
             statistics.add(output)
         elif node.rule.affine and _is_normalising(node, dependent, statistics, normalised):
-            normalised.add(output)
+            normalised[output] = node
     return {
-        value.producer
-        for value in normalised
-        if value.producer is not None
-        and not any(user.rule.affine and user.outputs[0] in normalised for user in value.users)
+        node
+        for value, node in normalised.items()
+        if not any(user.rule.affine and user.outputs[0] in normalised for user in value.users)
     }
 
 
 def _is_normalising(
-    node: Node, dependent: Set[Value], statistics: Set[Value], normalised: Set[Value]
+    node: Node, dependent: Set[Value], statistics: Set[Value], normalised: Mapping[Value, Node]
 ) -> bool:
     """An affine step whose other operand is a statistic, or a parameter after such a step."""
     large = [v for v in node.inputs if v in dependent and v not in statistics]

@@ -4,55 +4,48 @@
 and what the planner decides (`_steps`) stands in records of their own.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jmp.autocasting._numbers import NOTHING, Known, MadeOf, fits, size_of
+from jmp.autocasting._numbers import NOTHING, Known, MadeOf, dtype_of, fits, shape_of, size_of
 from jmp.autocasting._registry import Category, Params, Rule
 from jmp.autocasting._request import Region
 from jmp.dtypes import FLOAT32
 
+T = TypeVar("T")
 
+
+@dataclasses.dataclass(eq=False, repr=False)
 class Value:
     """One array of the program."""
 
-    __slots__ = (
-        "aval", "dtype", "producer", "users", "held", "origin", "known", "constant", "fits_half",
-        "is_hard", "size", "source_size", "is_vector", "is_row", "is_float32", "made_of",
-    )  # fmt: skip
+    aval: Any  # its nominal type, as traced
+    producer: "Node | None" = None  # None for inputs, constants and literals
+    known: Known = NOTHING
+    made_of: MadeOf = MadeOf.CONSTANTS
+    held: Any = None  # the number or array that the program holds in its place; or None
+    outside: "Value | None" = None  # of an input, what comes in from the level outside, if known
+    users: list["Node"] = dataclasses.field(default_factory=list)  # that read it, once each
 
-    def __init__(
-        self,
-        aval: Any,
-        producer: "Node | None" = None,
-        known: Known = NOTHING,
-        held: Any = None,
-        outside: "Value | None" = None,
-        made_of: MadeOf = MadeOf.CONSTANTS,
-    ) -> None:
-        self.aval = aval  # its nominal type, as traced
-        self.dtype: np.dtype | None = getattr(aval, "dtype", None)
+    def __post_init__(self) -> None:
+        self.dtype = dtype_of(self)
         self.is_float32 = self.dtype == FLOAT32  # as traced; `Storage` says what it is stored in
-        self.producer = producer  # None for inputs, constants and literals
-        self.users: tuple[Node, ...] = ()  # the nodes that read it, once each
-        self.held = held  # the number or array that the program holds in its place; or None
-        self.made_of = made_of.of(self)
-        # Of an input, what comes in from the outermost level that knows it; of all others itself.
-        self.origin: Value = self if outside is None else outside.origin
-        self.known = known
-        self.constant, self.fits_half, self.is_hard, source, _ = known
-        shape = getattr(aval, "shape", ())
+        self.made_of = self.made_of.of(self)
+        # What comes in from the outermost level that knows it; of all but inputs the value itself.
+        self.origin: Value = self if self.outside is None else self.outside.origin
+        self.constant, self.fits_half, self.is_hard, source, _ = self.known
+        shape = shape_of(self)
+        self.source = shape if source is None else source  # the shape of what it repeats
         self.size = size_of(shape)  # how many elements it has
-        # How many it had before it was repeated.
-        self.source_size = self.size if source is None else min(self.size, size_of(source))
+        self.source_size = min(self.size, size_of(self.source))
         # It repeats an array of one axis at most, such as a bias. A mask has more.
-        source = shape if source is None else source
-        self.is_vector = len(source) <= 1 and not self.is_hard
+        self.is_vector = len(self.source) <= 1 and not self.is_hard
         # Of one axis but for axes of length one: a bias of shape (1, 16), or a mask over the keys.
-        self.is_row = sum(n != 1 for n in source) <= 1 and not self.is_hard
+        self.is_row = sum(n != 1 for n in self.source) <= 1 and not self.is_hard
 
     @property
     def varies(self) -> bool:
@@ -69,44 +62,31 @@ class Value:
 Given = Value | MadeOf | None
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Node:
     """One equation."""
 
-    __slots__ = (
-        "equation", "name", "params", "inputs", "outputs", "stack", "scope", "around", "rule",
-        "region", "index", "goes_inside", "has_products", "is_fusible", "is_marker",
-    )  # fmt: skip
+    equation: JaxprEqn  # its own variables are not to be read
+    inputs: tuple[Value, ...]
+    known: dataclasses.InitVar[Known]  # of its results
+    stack: Any  # its name scopes within this level
+    scope: Any  # and from the outermost level down
+    around: tuple[JaxprEqn, ...]  # the equations that hold it, the outermost first
+    rule: Rule  # what the op table says, as the equation's parameters change it
+    region: Region  # what the user said of its scope
+    index: int  # its place in the program
+    is_marker: bool  # it stays where nothing reads its results; see `_equations`
+    # A barrier that is planned as a level of its own; so are light nodes that have a kind.
+    goes_inside: bool = False
+    # A product that autocast may lower, or a node that is planned inside and holds one.
+    has_products: bool = False
 
-    def __init__(
-        self,
-        equation: JaxprEqn,
-        inputs: Sequence[Value],
-        known: Known,
-        stack: Any,
-        scope: Any,
-        around: tuple[JaxprEqn, ...],
-        rule: Rule,
-        region: Region,
-        index: int,
-        is_marker: bool,
-    ) -> None:
-        self.equation = equation  # its own variables are not to be read
-        self.name: str = equation.primitive.name
-        self.params: Params = equation.params  # what it is bound with, where it is as written
-        self.inputs = tuple(inputs)
-        self.outputs = tuple(Value(v.aval, self, known) for v in equation.outvars)
-        self.stack = stack  # its name scopes within this level
-        self.scope = scope  # and from the outermost level down
-        self.around = around  # the equations that hold it, the outermost first
-        self.rule = rule  # what the op table says, as the equation's parameters change it
-        self.region = region  # what the user said of its scope
-        self.index = index  # its place in the program
-        self.is_marker = is_marker  # it stays where nothing reads its results; see `_equations`
-        self.is_fusible = rule.fusible and not region.is_decided  # it may stand in an island
-        # A barrier that is planned as a level of its own; so are light nodes that have a kind.
-        self.goes_inside = False
-        # A product that autocast may lower, or a node that is planned inside and holds one.
-        self.has_products = False
+    def __post_init__(self, known: Known) -> None:
+        self.name: str = self.equation.primitive.name
+        self.params: Params = self.equation.params  # what it is bound with, where it is as written
+        self.outputs = tuple(Value(v.aval, self, known) for v in self.equation.outvars)
+        # It may stand in an island.
+        self.is_fusible = self.rule.fusible and not self.region.is_decided
 
     @property
     def reads_float32(self) -> bool:
@@ -121,23 +101,50 @@ class Node:
         return self.rule.category is Category.LOW and not self.region.in_float32
 
 
-def nowhere() -> Sequence[bool]:
-    """Says of no output that it goes anywhere."""
-    return ()
-
-
+@dataclasses.dataclass(eq=False, repr=False)
 class Graph:
-    """Inputs, nodes in program order, and outputs of one level."""
+    """One level."""
 
-    def __init__(
-        self,
-        inputs: Sequence[Value],
-        nodes: Sequence[Node],
-        outputs: Sequence[Value],
-        outputs_wrap: Callable[[], Sequence[bool]] = nowhere,
-    ) -> None:
-        self.inputs = tuple(inputs)
-        self.nodes = tuple(nodes)
-        self.outputs = tuple(outputs)
-        # Which of them go to a function that wraps (`_exact_products`) outside; asked for rarely.
-        self.outputs_wrap = outputs_wrap
+    inputs: Sequence[Value]
+    nodes: Sequence[Node]  # in program order
+    outputs: Sequence[Value]
+    # The arrays that its first inputs stand for; none at the outermost level, where they are given.
+    constants: Sequence[Any]
+    # Which outputs go to a function that wraps (`_exact_products`) outside; asked for rarely.
+    outputs_wrap: Callable[[], Sequence[bool]]
+
+
+# Walks.
+
+
+def reached(starts: Iterable[T], following: Callable[[T], Iterable[T]]) -> Iterator[T]:
+    """Yields `starts`, what follows them, what follows that and so on, each once, in any order."""
+    seen = set(starts)
+    stack = list(seen)
+    while stack:
+        current = stack.pop()
+        yield current
+        new = {*following(current)} - seen
+        seen |= new
+        stack += new
+
+
+def upstream(value: Value) -> Iterator[Value]:
+    """Yields a value and all that it is computed from."""
+    return reached([value], lambda v: () if v.producer is None else v.producer.inputs)
+
+
+def downstream(value: Value, through: Callable[[Node], bool]) -> Iterator[Value]:
+    """Yields a value and all that is computed from it through some nodes alone."""
+
+    def results(value: Value) -> Iterator[Value]:
+        return (result for user in value.users if through(user) for result in user.outputs)
+
+    return reached([value], results)
+
+
+def root(value: Value) -> Value:
+    """Returns what a value was before it was only moved: reshaped, transposed, broadcast."""
+    while value.producer is not None and value.producer.rule.moves:
+        value = value.producer.inputs[0]
+    return value

@@ -14,15 +14,15 @@ How an island runs:
     RMSNorm, GroupNorm): the sums are small, and adding up again reads everything once more.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Sequence, Set
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import numpy as np
 
 from jmp.autocasting._flow import Facts, is_row_reduction
-from jmp.autocasting._graph import Node, Value
+from jmp.autocasting._graph import Node, Value, reached
 from jmp.autocasting._registry import Category
-from jmp.autocasting._steps import Island, Recompute
+from jmp.autocasting._steps import Island, Recompute, Storage
 
 # Islands whose largest value has fewer elements run plain: a recomputation would launch kernels to
 # save less than 32 KiB.
@@ -33,24 +33,20 @@ SMALL = 1 << 14
 
 def group(nodes: Iterable[Node], cuts: Set[Node]) -> list[list[Node]]:
     """Returns the connected components of fusible, non-neutral nodes of one depth."""
-    leader: dict[Node, Node] = {}
-
-    def find(node: Node) -> Node:
-        while leader[node] is not node:
-            leader[node] = leader[leader[node]]
-            node = leader[node]
-        return node
-
-    for node in nodes:
-        leader[node] = node
-        for value in node.inputs:
-            other = value.producer
-            if other in leader and other not in cuts:
-                leader[find(other)] = find(node)
-    components: dict[Node, list[Node]] = {}
-    for node in leader:
-        components.setdefault(find(node), []).append(node)
-    return list(components.values())
+    touching: dict[Node, set[Node]] = {node: set() for node in nodes}
+    for node in touching:
+        for producer in (value.producer for value in node.inputs):
+            if producer in touching and producer not in cuts:
+                touching[node].add(producer)
+                touching[producer].add(node)
+    components: list[list[Node]] = []
+    grouped: set[Node] = set()
+    for node in touching:
+        if node not in grouped:
+            component = set(reached([node], touching.__getitem__))
+            grouped |= component
+            components.append(sorted(component, key=lambda node: node.index))
+    return components
 
 
 def _is_softmax(nodes: Iterable[Node]) -> bool:
@@ -94,9 +90,7 @@ class Cone(NamedTuple):
     entering: frozenset[Value]
 
 
-def peel(
-    nodes: Sequence[Node], is_half: Callable[[Value], bool], facts: Facts
-) -> tuple[list[Node], list[Node]]:
+def peel(nodes: Sequence[Node], storage: Storage) -> tuple[list[Node], list[Node]]:
     """Splits linear nodes off the entry of an island where no more values enter the rest then.
 
     A residual addition in front of a LayerNorm: two half values enter before, their sum after; and
@@ -105,23 +99,21 @@ def peel(
     store it in float32 for two readers. Without peeling a U-Net moves 18 % more bytes, a GPT 14 %.
 
     Args:
-      nodes: of the island.
-      is_half: whether a value from outside is stored in half.
-      facts: of the level.
+      nodes: of the island, in program order.
+      storage: what is decided of values from outside.
 
     Returns: the nodes in front, to run in half, and the rest.
     """
     inside = set(nodes)
     # What is added to the scores of an attention may be a mask over the keys.
-    feeds = any(not facts.feeds.isdisjoint(node.outputs) for node in nodes)
+    feeds = any(not storage.facts.feeds.isdisjoint(node.outputs) for node in nodes)
     takes_biases = not (_is_softmax(nodes) and feeds)
-    cones: dict[Node, Cone] = {}
+    cones: dict[Node, Cone | None] = {}
     front: frozenset[Node] = frozenset()
     for node in nodes:
-        cone = _linear_cone(node, inside, cones, is_half, facts, takes_biases)
+        cones[node] = cone = _linear_cone(node, cones, storage, takes_biases)
         if cone is None:
             continue
-        cones[node] = cone
         ends_here = [
             value
             for value in cone.entering
@@ -133,37 +125,32 @@ def peel(
 
 
 def _linear_cone(
-    node: Node,
-    inside: Set[Node],
-    cones: dict[Node, Cone],
-    is_half: Callable[[Value], bool],
-    facts: Facts,
-    takes_biases: bool,
+    node: Node, cones: Mapping[Node, Cone | None], storage: Storage, takes_biases: bool
 ) -> Cone | None:
+    """Returns the cone of a node of an island, given those of the nodes before; None for none."""
     rule, result = node.rule, node.outputs[0]
-    if not (rule.linear or rule.hands_on) or rule.category is Category.FULL:
-        return None
-    if node.region.in_float32:
+    is_float32 = rule.category is Category.FULL or node.region.in_float32
+    if is_float32 or not (rule.linear or rule.hands_on):
         return None
     nodes: set[Node] = {node}
     entering: set[Value] = set()
     for value in node.inputs:
         producer = value.producer
-        if producer is not None and producer in inside:
-            cone = cones.get(producer)
+        if producer is not None and producer in cones:
+            cone = cones[producer]
             if cone is None:
                 return None
             nodes |= cone.nodes
             # A part of a value counts as a value by itself: the gates of an LSTM.
             entering |= {value} if producer.rule.selects else cone.entering
-        elif value not in facts.dependent:
+        elif value not in storage.facts.dependent:
             # A bias may go along. A mask, a row that no gradient flows into, such as a target of a
             # loss, or an input as large as the result may not.
             if not (value.varies and value.is_vector and takes_biases):
                 return None
             if value.source_size >= result.size:
                 return None
-        elif is_half(value):
+        elif storage.is_half(value):
             entering.add(value)
         else:
             return None

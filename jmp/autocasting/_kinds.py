@@ -5,6 +5,7 @@ branches, custom derivatives): `kinds/` has one file each, and `register_kind` a
 kind does not say is that of a function that is called once with all the operands.
 
   - `rule` says how the equation counts as a whole, where the op table cannot know.
+  - `context_inside` says what holds inside and not around.
   - `plan` plans what is inside, each function as a level of its own, and decides in which dtypes
     operands go in and results come out.
   - `emit` binds the equation anew through JAX's public function for it, which sees to effects,
@@ -21,20 +22,11 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jmp import _jax_compat
 from jmp._messages import described
-from jmp.autocasting._flow import Destination, Facts, Info
+from jmp.autocasting._flow import Destination, Info, facts_of
 from jmp.autocasting._graph import Given, Graph, Node, Value
 from jmp.autocasting._registry import Rule, primitive_name
 from jmp.autocasting._request import Settings
-from jmp.autocasting._steps import (
-    Context,
-    Function,
-    Inside,
-    Nested,
-    Opened,
-    Read,
-    Storage,
-    Unplanned,
-)
+from jmp.autocasting._steps import Context, Dtypes, Function, Nested, Plan, Read, Storage, Unplanned
 
 Arrays = Sequence[Any]
 
@@ -43,54 +35,69 @@ class Level(abc.ABC):
     """A level that is planned: what kinds, and the passes over its steps, may ask of it.
 
     It is abstract so that kinds need not import the planner, which imports them.
+
+    Args:
+      graph: the level, as flattened.
+      infos: what comes in, input by input.
+      outputs: where each output goes.
+      context: see `Context`.
     """
 
-    graph: Graph
-    half: np.dtype
-    context: Context
-    facts: Facts
-    storage: Storage
+    def __init__(
+        self, graph: Graph, infos: Sequence[Info], outputs: Sequence[Destination], context: Context
+    ) -> None:
+        self.graph = graph
+        self.context = context
+        self.half = context.request.settings.compute_dtype
+        self.facts = facts_of(graph, infos, outputs)
+        self.storage = Storage(self.facts, self.half)
+        self.storage.store(graph.inputs, (info.dtype for info in infos))
 
     @abc.abstractmethod
-    def open(self, function: ClosedJaxpr, node: Node, operands: Sequence[Given]) -> Opened:
+    def plan_level(self) -> Plan:
+        """Returns the plan."""
+
+    @abc.abstractmethod
+    def open(self, function: ClosedJaxpr, node: Node, operands: Sequence[Given]) -> Graph:
         """Flattens a function inside `node`.
 
         Args:
           operands: its first arguments, as in `graph_of`.
         """
 
-    @abc.abstractmethod
     def plan_opened(
-        self,
-        opened: Opened,
-        infos: Sequence[Info],
-        outputs: Sequence[Destination],
-        context: Context | None = None,
-    ) -> Inside:
+        self, graph: Graph, infos: Sequence[Info], outputs: Sequence[Destination], context: Context
+    ) -> Plan:
         """Plans what was opened.
 
         Args:
           infos: of its arguments.
           outputs: where its results go.
-          context: what holds inside; left out, what holds on this level.
+          context: what holds inside.
         """
+        own = [Info(value.dtype, True) for value in graph.inputs[: len(graph.constants)]]
+        return type(self)(graph, [*own, *infos], outputs, context).plan_level()
 
     def plan_called(
-        self,
-        function: ClosedJaxpr,
-        node: Node,
-        operands: Sequence[Value],
-        context: Context | None = None,
-    ) -> Inside:
+        self, function: ClosedJaxpr, node: Node, operands: Sequence[Value], context: Context
+    ) -> Plan:
         """Plans a function that `node` calls once with `operands`; see `plan_opened`."""
         infos = list(map(self.storage.info, operands))
         outputs = list(map(self.storage.destination, node.outputs))
         return self.plan_opened(self.open(function, node, operands), infos, outputs, context)
 
+    def common_stores(self, node: Node, plans: Sequence[Plan]) -> Dtypes:
+        """Returns the dtypes of a node's results: half of what every function leaves in half."""
+        stored = zip(*(plan.stores for plan in plans), strict=True)
+        return tuple(
+            self.half if value.is_float32 and set(dtypes) == {self.half} else value.dtype
+            for value, dtypes in zip(node.outputs, stored, strict=True)
+        )
+
     def nested(
         self,
         node: Node,
-        insides: Sequence[Inside | Unplanned],
+        insides: Sequence[Plan | Unplanned],
         stores: Sequence[np.dtype | None],
         reads: Sequence[np.dtype | None] | None = None,
     ) -> Nested:
@@ -127,11 +134,15 @@ class Kind:
         rows, at every call (the carry of a loop)."""
         return [node.inputs for _ in self.functions(node.equation)]
 
+    def context_inside(self, level: Level) -> Context:
+        """Returns what holds inside, given the level that the equation stands on."""
+        return level.context
+
     def plan(self, node: Node, level: Level) -> Nested:
         """Plans the node's functions; results come out as the inside leaves them."""
         (function,) = self.functions(node.equation)
-        inside = level.plan_called(function, node, node.inputs)
-        return level.nested(node, [inside], inside.plan.stores)
+        inside = level.plan_called(function, node, node.inputs, self.context_inside(level))
+        return level.nested(node, [inside], inside.stores)
 
     def emit(self, equation: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> Any:
         """Binds the equation anew; returns a list of results."""

@@ -6,7 +6,6 @@ whether a value was a boolean, what it repeats, and what it is made of.
 
 import enum
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -85,16 +84,10 @@ def known_of(array: Any, half: np.dtype) -> Known:
         return Known(array=array)
     numbers = np.asarray(array).ravel()
     constant = float(numbers[0]) if (numbers == numbers[0]).all() else None
-    is_hard = not all(fits(float(x), half) for x in _extremes(numbers))
-    return Known(constant, is_hard=is_hard, array=array)
-
-
-def _extremes(numbers: np.ndarray[Any, Any]) -> Iterator[np.floating[Any]]:
-    """Yields the largest and the smallest magnitude but zero."""
     magnitudes = np.abs(numbers[np.isfinite(numbers) & (numbers != 0)])
-    if magnitudes.size:
-        yield magnitudes.max()
-        yield magnitudes.min()
+    extremes = (magnitudes.max(), magnitudes.min()) if magnitudes.size else ()
+    is_hard = not all(fits(float(x), half) for x in extremes)
+    return Known(constant, is_hard=is_hard, array=array)
 
 
 def dtype_of(atom: Any) -> np.dtype | None:

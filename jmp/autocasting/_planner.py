@@ -13,12 +13,7 @@ from jax.extend.core import ClosedJaxpr
 from jmp import _jax_compat
 from jmp.autocasting._exact_products import results_wrap
 from jmp.autocasting._flatten import graph_of
-from jmp.autocasting._float8_planning import (
-    multiply_in_float8,
-    send_in_float8,
-    with_bounds,
-)
-from jmp.autocasting._flow import Destination, Info, facts_of
+from jmp.autocasting._float8_planning import multiply_in_float8, send_in_float8, with_bounds
 from jmp.autocasting._graph import Given, Graph, Node, Value
 from jmp.autocasting._islands import (
     choose_recompute,
@@ -45,16 +40,12 @@ from jmp.autocasting._sending import (
 )
 from jmp.autocasting._steps import (
     Arithmetic,
-    Context,
-    Inside,
     Island,
-    Opened,
     Plan,
     Read,
     Recompute,
     Single,
     Step,
-    Storage,
     Surroundings,
     Write,
     runnable_order,
@@ -63,51 +54,26 @@ from jmp.autocasting.attention import fuse_attentions
 from jmp.autocasting.rewrites import rewrite_of
 from jmp.dtypes import FLOAT32
 
-
-def order_steps(steps: Sequence[Step], level: Level) -> list[Step]:
-    """Returns the steps of a level that are needed, in an order in which they can be run."""
-    return runnable_order(steps, level.graph.outputs)
-
-
 # What is done with the steps of a level when every dtype is decided, in this order.
 PASSES: tuple[Callable[[Sequence[Step], Level], list[Step]], ...] = (
     multiply_in_float8,
     send_in_float8,
     fuse_attentions,
     with_bounds,
-    order_steps,
 )
 
 
 class Planner(Level):
-    """Plans one level.
-
-    Args:
-      graph: the level, as flattened.
-      infos: what comes in, input by input.
-      outputs: where each output goes.
-      context: see `Context`.
-    """
-
-    def __init__(
-        self, graph: Graph, infos: Sequence[Info], outputs: Sequence[Destination], context: Context
-    ) -> None:
-        self.graph = graph
-        self.context = context
-        self.half = context.request.settings.compute_dtype
-        self.facts = facts_of(graph, infos, outputs)
-        self.storage = Storage(self.facts, self.half)
-        self.storage.store(graph.inputs, (info.dtype for info in infos))
-        self.sent = find_sent(graph, self.facts, self.half, self.open)
+    """Plans one level."""
 
     def plan_level(self) -> Plan:
-        """Returns the plan."""
+        sent = find_sent(self)
         steps: list[Step] = []
         fusible: dict[int, list[Node]] = {}
         barriers: dict[int, list[Node]] = {}
         for node in self.graph.nodes:
             if node not in self.facts.depths:
-                steps.append(self._neutral(node))
+                steps.append(self._neutral(node, node in sent))
             elif node.is_fusible and node not in self.facts.embeddings:
                 fusible.setdefault(self.facts.depths[node], []).append(node)
             else:
@@ -118,8 +84,10 @@ class Planner(Level):
             steps += map(self._barrier, barriers.get(depth, []))
         for change in PASSES:
             steps = change(steps, self)
+        reads = tuple(map(self.storage.dtype, self.graph.inputs))
+        ordered = tuple(runnable_order(steps, self.graph.outputs))
         infos = tuple(map(self.storage.info, self.graph.outputs))
-        return Plan(self.graph, tuple(steps), infos, self.context.request)
+        return Plan(self.graph, reads, ordered, infos, self.context.request)
 
     # Components of fusible nodes.
 
@@ -134,7 +102,7 @@ class Planner(Level):
         recompute = choose_recompute(nodes, cuts, settings.recompute, self.context.times)
         if recompute is Recompute.PLAIN:
             return [self._island(nodes, [], why, recompute)]
-        front, rest = peel(nodes, self.storage.is_half, self.facts)
+        front, rest = peel(nodes, self.storage)
         if not rest:  # an island that is linear throughout stays what it is, float32
             front, rest = [], nodes
         clones = clones_for(entering(rest), self.facts)
@@ -146,14 +114,15 @@ class Planner(Level):
         storage, outputs = self.storage, set(self.graph.outputs)
         own, with_clones = set(nodes), {*clones, *nodes}
         writes = []
-        for value in (value for node in nodes for value in node.outputs):
-            if value not in outputs and with_clones.issuperset(value.users):
-                continue
-            if value.is_float32 and (
-                storage.rounded_by_rule(value) or storage.leaves_half(value, own)
-            ):
-                storage.store([value], [self.half])
-            writes.append(Write(value, storage.dtype(value), self._is_masked(value)))
+        for node in nodes:
+            masks = node.rule.masks and any(map(storage.may_be_mask, node.inputs))
+            for value in node.outputs:
+                if value not in outputs and with_clones.issuperset(value.users):
+                    continue
+                if storage.rounded_by_rule(value) or storage.leaves_half(value, own):
+                    storage.store([value], [self.half])
+                is_masked = masks and storage.is_half(value)
+                writes.append(Write(value, storage.dtype(value), is_masked))
         in_half = {write.value for write in writes if write.dtype == self.half}
         around = Surroundings(own, recompute, self.half, in_half)
         rewrites = {node: found for node in nodes if (found := rewrite_of(node, around))}
@@ -175,13 +144,6 @@ class Planner(Level):
             common_scopes=common_scopes_of(nodes),
         )
         return island if recompute is Recompute.PLAIN else island._replace(key=key_of(island))
-
-    def _is_masked(self, value: Value) -> bool:
-        """Returns whether a value of an island is rounded where a mask may have been applied."""
-        node = value.producer
-        if node is None or not (node.rule.masks and self.storage.is_half(value)):
-            return False
-        return any(map(self.storage.may_be_mask, node.inputs))
 
     def _light(self, node: Node) -> Step:
         if node.rule.category is Category.AS_WRITTEN:
@@ -222,8 +184,8 @@ class Planner(Level):
 
     # Single equations, and how they read.
 
-    def _neutral(self, node: Node) -> Single:
-        if node not in self.sent:
+    def _neutral(self, node: Node, is_sent: bool) -> Single:
+        if not is_sent:
             return self._single(node, Arithmetic.FLOAT32, why_region(node))
         if not node.region.reduces_in_float32:
             is_first = sends(node) and not any(map(self.storage.is_half, node.inputs))
@@ -276,24 +238,10 @@ class Planner(Level):
         shape = node.outputs[0].aval.shape if repeats and value.varies else None
         return Read(value, self.half, shape, node.rule.masks and self.storage.may_be_mask(value))
 
-    # What kinds ask; see `Level`.
-
-    def open(self, function: ClosedJaxpr, node: Node, operands: Sequence[Given]) -> Opened:
+    def open(self, function: ClosedJaxpr, node: Node, operands: Sequence[Given]) -> Graph:
         inner, constants = _jax_compat.open_jaxpr(function)
         wrap = functools.partial(results_wrap, self.graph, node, inner)
-        return graph_of(inner, constants, operands, node, self.context.request, wrap), constants
-
-    def plan_opened(
-        self,
-        opened: Opened,
-        infos: Sequence[Info],
-        outputs: Sequence[Destination],
-        context: Context | None = None,
-    ) -> Inside:
-        graph, constants = opened
-        own = [Info(v.dtype, True) for v in graph.inputs[: len(constants)]]
-        inner = Planner(graph, [*own, *infos], outputs, context or self.context)
-        return Inside(inner.plan_level(), constants)
+        return graph_of(inner, constants, operands, node, self.context.request, wrap)
 
 
 def _half_arithmetic(node: Node) -> Arithmetic:

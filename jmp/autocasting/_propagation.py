@@ -3,14 +3,16 @@
 How loops, branches and calls hand values on is written here, and nowhere else. Three ways:
 
   - `walk` yields the equations at any depth, each with those around it and its number of turns;
-  - `propagate` follows what is known of values forwards, from the inputs to the outputs;
+  - a `Propagation` follows what is known of values forwards, from the inputs to the outputs;
   - `reaching_inputs` follows backwards which values reach an equation of some sort.
 
 Going forwards and backwards, the turns of a loop are followed until nothing new is found.
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
@@ -69,17 +71,10 @@ def turns_of(equation: JaxprEqn) -> int:
     return length_of(_jax_compat.Scan.of(equation.params).length) if is_scan else 1
 
 
-class WayInside(Protocol[T]):
-    """Follows what is known of an equation's operands through the functions inside it."""
-
-    def __call__(self, rule: "Transfer[T] | None" = None) -> list[T] | None:
-        """Returns what is known of the results; None if it holds no function that it calls.
-
-        Args:
-          rule: that of the equations inside; left out, the rule that asks.
-        """
-
-
+# Follows what is known of an equation's operands through the functions inside it: returns what is
+# known of the results, or None if it holds no function that it calls. It may be given the rule of
+# the equations inside; left out, it is the rule that asks.
+WayInside = Callable[..., list[T] | None]
 # Given an equation, what is known of its operands, and a way inside it, returns what is known of
 # its results.
 Transfer = Callable[[JaxprEqn, list[T], WayInside[T]], Sequence[T]]
@@ -91,17 +86,14 @@ Join = Callable[[Sequence[T], Sequence[T]], T]
 OfConstant = Callable[[Any], T]
 
 
-def propagate(
-    jaxpr: Any, inputs: Sequence[T], rule: Transfer[T], join: Join[T], of_constant: OfConstant[T]
-) -> list[T]:
-    """Returns what is known of the outputs of a jaxpr, given what is known of its inputs.
+@dataclasses.dataclass(frozen=True)
+class Propagation(Generic[T]):
+    """What is known of values, followed forwards through jaxprs.
 
     Calls, branches, scans and while loops are gone into where a rule asks for it. Any other
     equation that holds functions counts as one that holds none.
 
-    Args:
-      jaxpr: open or closed.
-      inputs: what is known of each input, constants of a closed jaxpr left out.
+    Attributes:
       rule: see `Transfer`.
       join: see `Join`.
       of_constant: see `OfConstant`.
@@ -115,94 +107,79 @@ def propagate(
     >>> def sums(a, b, c):
     ...     return jax.lax.fori_loop(0, 4, lambda _, carry: (carry[0], sum(carry)), (a, b)), c
     >>> closed = jax.make_jaxpr(sums)(1.0, 2.0, 3.0)
-    >>> propagate(closed, [True, False, False], depends, either, lambda atom: False)
+    >>> Propagation(depends, either, lambda atom: False).through(closed, [True, False, False])
     [True, True, False]
     """
-    inner, _ = _jax_compat.open_jaxpr(jaxpr)
-    known = dict(zip(inner.invars, inputs, strict=True))
 
-    def read(atom: Any) -> T:
-        is_constant = hasattr(atom, "val") or atom not in known
-        return of_constant(atom) if is_constant else known[atom]
+    rule: Transfer[T]
+    join: Join[T]
+    of_constant: OfConstant[T]
 
-    for equation in inner.eqns:
-        operands = list(map(read, equation.invars))
-        inside = _way_inside(equation, operands, rule, join, of_constant)
-        known.update(zip(equation.outvars, rule(equation, operands, inside), strict=True))
-    return list(map(read, inner.outvars))
+    def through(self, jaxpr: Any, inputs: Sequence[T]) -> list[T]:
+        """Returns what is known of the outputs of a jaxpr.
 
+        Args:
+          jaxpr: open or closed.
+          inputs: what is known of each input, constants of a closed jaxpr left out.
+        """
+        inner, _ = _jax_compat.open_jaxpr(jaxpr)
+        known = dict(zip(inner.invars, inputs, strict=True))
 
-def propagate_while(
-    equation: JaxprEqn,
-    operands: Sequence[T],
-    rule: Transfer[T],
-    join: Join[T],
-    of_constant: OfConstant[T],
-) -> tuple[T, list[T]]:
-    """Returns what is known of a while loop's condition, and of its carries at any turn.
+        def read(atom: Any) -> T:
+            is_constant = hasattr(atom, "val") or atom not in known
+            return self.of_constant(atom) if is_constant else known[atom]
 
-    Args: as of `propagate`; what is known of the carries does not count who decides the turns.
-    """
-    loop = _jax_compat.While.of(equation.params)
-    asked, closed, carries = loop.split(operands)
+        for equation in inner.eqns:
+            operands = list(map(read, equation.invars))
+            inside = functools.partial(self._inside, equation, operands)
+            known.update(zip(equation.outvars, self.rule(equation, operands, inside), strict=True))
+        return list(map(read, inner.outvars))
 
-    def turn(carries: list[T]) -> list[T]:
-        return propagate(loop.body, [*closed, *carries], rule, join, of_constant)
+    def through_while(self, equation: JaxprEqn, operands: Sequence[T]) -> tuple[T, list[T]]:
+        """Returns what is known of a while loop's condition, and of its carries at any turn.
 
-    carries, _ = _after_turns(turn, carries, join)
-    (decides,) = propagate(loop.condition, [*asked, *carries], rule, join, of_constant)
-    return decides, carries
+        What is known of the carries does not count who decides the turns.
+        """
+        loop = _jax_compat.While.of(equation.params)
+        asked, closed, carries = loop.split(operands)
+        carries, _ = self._after_turns(loop.body, closed, carries, [])
+        (decides,) = self.through(loop.condition, [*asked, *carries])
+        return decides, carries
 
-
-def _way_inside(
-    equation: JaxprEqn,
-    operands: list[T],
-    outer: Transfer[T],
-    join: Join[T],
-    of_constant: OfConstant[T],
-) -> WayInside[T]:
-    def inside(rule: Transfer[T] | None = None) -> list[T] | None:
-        rule = rule or outer
-
-        def follow(function: Any, arguments: Sequence[T]) -> list[T]:
-            return propagate(function, arguments, rule, join, of_constant)
-
+    def _inside(
+        self, equation: JaxprEqn, operands: list[T], rule: Transfer[T] | None = None
+    ) -> list[T] | None:
+        within = dataclasses.replace(self, rule=rule or self.rule)
         name = equation.primitive.name
         if name == "while":
-            decides, carries = propagate_while(equation, operands, rule, join, of_constant)
-            return [join([carry], [decides]) for carry in carries]
+            decides, carries = within.through_while(equation, operands)
+            return [self.join([carry], [decides]) for carry in carries]
         if name == "scan":
             scan = _jax_compat.Scan.of(equation.params)
-            constants, carries, rows = scan.split(operands)
-            carries, results = _after_turns(
-                lambda carries: follow(scan.body, [*constants, *carries, *rows]), carries, join
-            )
+            carries, results = within._after_turns(scan.body, *scan.split(operands))
             return [*carries, *results[scan.n_carry :]]
         if name == "cond":
             index, *arguments = operands
             branches = _jax_compat.branches(equation.params)
-            results_of_each = (follow(branch, arguments) for branch in branches)
-            return [join(choices, [index]) for choices in zip(*results_of_each, strict=True)]
+            results_of_each = (within.through(branch, arguments) for branch in branches)
+            return [self.join(choices, [index]) for choices in zip(*results_of_each, strict=True)]
         for function in _jax_compat.inner_jaxprs(equation):
             sizes = len(function.invars), len(function.outvars)
             if sizes == (len(operands), len(equation.outvars)):  # called once, as a jit is
-                return follow(function, operands)
+                return within.through(function, operands)
         return None
 
-    return inside
-
-
-def _after_turns(
-    turn: Callable[[list[T]], list[T]], carries: list[T], join: Join[T]
-) -> tuple[list[T], list[T]]:
-    """Returns what is known of the carries of a loop at any turn, and of all results of a turn."""
-    while True:
-        results = turn(carries)
-        pairs = zip(results, carries, strict=False)
-        again = [join([after, before], []) for after, before in pairs]
-        if again == carries:
-            return carries, results
-        carries = again
+    def _after_turns(
+        self, body: Any, constants: list[T], carries: list[T], rows: list[T]
+    ) -> tuple[list[T], list[T]]:
+        """Returns what is known of a loop's carries at any turn, and of all results of a turn."""
+        while True:
+            results = self.through(body, [*constants, *carries, *rows])
+            pairs = zip(results, carries, strict=False)
+            again = [self.join([after, before], []) for after, before in pairs]
+            if again == carries:
+                return carries, results
+            carries = again
 
 
 # Backwards: which values reach an equation of some sort, with no product between.
@@ -225,10 +202,7 @@ def reaching_operands(
     if ends(equation) or (any(results) and not functions):
         yield from filter(is_inexact, operands)
     for function in functions:
-        # Not so the condition of a loop. (One of a loop with one carry is taken for the body: more
-        # values count as reaching than do.)
-        is_called = len(function.outvars) == len(results)
-        inner = reaching_results(equation, function, results, ends) if is_called else ()
+        inner = reaching_results(equation, function, results, ends)
         inside = reaching_inputs(function, ends, inner)
         # The last operands are its own: those before say which branch is taken, or belong to
         # another function, as those of a loop's condition and of a linear solver do.
@@ -258,7 +232,11 @@ def reaching_results(
 
     Args:
       results: which results of the equation do. Those of a loop may do so in the next turn, too.
+        They are not those of a loop's condition. (One of a loop with one carry is taken for the
+        body: more values count as reaching than do.)
     """
+    if len(function.outvars) != len(results):
+        return []
     first, n_carry = _carries(equation, function)
     found = list(results)
     while n_carry:

@@ -4,7 +4,7 @@ from collections.abc import Set
 
 import numpy as np
 
-from jmp.autocasting._graph import Node, Value
+from jmp.autocasting._graph import Node, Value, root
 from jmp.autocasting._numbers import fits, is_inexact
 from jmp.autocasting._precision import names_algorithm
 from jmp.autocasting._registry import Category
@@ -100,7 +100,5 @@ def _cancels(node: Node) -> bool:
 
 
 def _is_bounded(value: Value) -> bool:
-    node = value.producer
-    while node is not None and node.rule.moves:
-        node = node.inputs[0].producer
+    node = root(value).producer
     return node is not None and node.rule.bounded and node.is_fusible

@@ -6,22 +6,19 @@ nothing; its gradient is added up over devices in half, as that of a product on 
 
 In branches, and in the turns of a while loop, devices of a mapped mesh may go different ways. There
 nothing may be sent but what the user sends: the maximum of a float8 array over all devices would
-wait for ever for those that went another way. So each device has float8 scales of its own.
+wait for ever for those that went another way. So products there are not float8.
 """
 
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Iterator, Set
 from functools import partial
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from jmp._jax_compat import varying_axes
 from jmp.autocasting._flow import Facts, only_read_by
 from jmp.autocasting._graph import Graph, Node, Value
-from jmp.autocasting._kinds import kind_of
+from jmp.autocasting._kinds import Level, kind_of
 from jmp.autocasting._reasons import why_not_lowered
 from jmp.autocasting._registry import Category
-from jmp.autocasting._steps import Opened
 
 WHY_SENT = "products alone read it afterwards: rounded before it is sent"
 WHY_WIDE = "the gradient of a parameter is float32 before devices add it up"
@@ -29,23 +26,17 @@ WHY_NOT_WIDE = "float32 gradients were asked for, which this product cannot give
 WHY_LOOKUP = "a table on a mesh: rounded before devices send it, its gradient adds up in float32"
 
 
-def find_sent(
-    graph: Graph, facts: Facts, half: np.dtype, open_inside: Callable[..., Opened]
-) -> set[Node]:
-    """Returns the neutral nodes that send parameters, or hand on what was sent, in half.
-
-    Args:
-      open_inside: `Level.open`.
-    """
-    readers = _Readers(graph, facts.embeddings, half, open_inside, {})
+def find_sent(level: Level) -> set[Node]:
+    """Returns the neutral nodes that send parameters, or hand on what was sent, in half."""
+    readers = _Readers(level, level.graph, level.facts.embeddings, {})
     found: set[Node] = set()
-    for node in graph.nodes:
+    for node in level.graph.nodes:
         is_first = sends(node) and not node.region.in_float32
         is_full = node.rule.category is Category.FULL  # by the user's word
         if (
             (is_first or any(value.producer in found for value in node.inputs))
             and not is_full
-            and facts.dependent.isdisjoint(node.outputs)
+            and level.facts.dependent.isdisjoint(node.outputs)
             and all(v.is_float32 and readers.are_products(v) for v in node.outputs)
         ):
             found.add(node)
@@ -84,11 +75,10 @@ def asks_for_wide(product: Node, facts: Facts) -> bool:
 class _Readers(NamedTuple):
     """What reads the values of a level; see `find_sent`."""
 
+    level: Level  # the outermost of them
     graph: Graph
     lookups: Set[Node]
-    half: np.dtype
-    open_inside: Callable[..., Opened]
-    opened: dict[Node, list[Opened]]  # the functions inside nodes, each opened once
+    opened: dict[Node, list[Graph]]  # the functions inside nodes, each opened once
 
     def are_products(self, value: Value) -> bool:
         """Returns whether products that are computed in half are all that reads a value."""
@@ -97,7 +87,7 @@ class _Readers(NamedTuple):
 
     def _is_product(self, value: Value, user: Node) -> bool:
         if user.is_product:
-            return not why_not_lowered(user, self.half)
+            return not why_not_lowered(user, self.level.half)
         if user.goes_inside:
             inner = list(self._inside(user, value))
             # Fewer than operands: one of them is the carry of a loop.
@@ -116,10 +106,10 @@ class _Readers(NamedTuple):
         if user not in self.opened:
             pairs = zip(kind.functions(user.equation), arguments, strict=True)
             self.opened[user] = [
-                self.open_inside(function, user, given) for function, given in pairs
+                self.level.open(function, user, given) for function, given in pairs
             ]
-        for (graph, constants), given in zip(self.opened[user], arguments, strict=True):
-            for inner, argument in zip(graph.inputs[len(constants) :], given, strict=True):
+        for graph, given in zip(self.opened[user], arguments, strict=True):
+            for inner, argument in zip(graph.inputs[len(graph.constants) :], given, strict=True):
                 if argument is value:
                     yield self._replace(graph=graph, lookups=frozenset()), inner
 

@@ -8,14 +8,15 @@ There are four sorts of steps: a `Single` equation, a `Nested` one that is plann
 import enum
 import graphlib
 import heapq
+import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from jmp.autocasting._float8 import InFloat8
 from jmp.autocasting._flow import Destination, Facts, Info
-from jmp.autocasting._graph import Graph, Node, Value
+from jmp.autocasting._graph import Graph, Node, Value, reached
 from jmp.autocasting._propagation import turns_of
 from jmp.autocasting._registry import Params
 from jmp.autocasting._request import Request
@@ -93,8 +94,8 @@ class Context(NamedTuple):
     prevent_cse: bool = True
     # Whether it is a rule whose tangents JAX transposes, or must agree with one.
     is_transposed: bool = False
-    # Whether devices may not come by here together: each has float8 scales of its own.
-    own_scales: bool = False
+    # Whether devices may not come by here together; see `_sending.may_part`.
+    devices_part: bool = False
 
 
 class Single(NamedTuple):
@@ -114,17 +115,6 @@ class Single(NamedTuple):
     not_fused: str = ""  # why the attention that ends here is not fused, where that was asked for
 
 
-class Inside(NamedTuple):
-    """A planned function inside an equation."""
-
-    plan: "Plan"
-    constants: Sequence[Any]  # arrays that its jaxpr holds by itself, its first inputs
-    reads: Dtypes = ()  # what its arguments are cast to inside; empty: as they come
-    stores: Dtypes = ()  # what its results are cast to; empty: as the plan stores them
-
-
-# The graph of a function inside, and the arrays that it holds by itself.
-Opened = tuple[Graph, list[Any]]
 RunPlan = Callable[["Plan", Sequence[Any]], list[Any]]
 # What stands for a function inside that is not planned: it is run as it was written, or traced and
 # planned when it is called, as the rule of a custom derivative is.
@@ -135,7 +125,7 @@ class Nested(NamedTuple):
     """One equation that is planned inside; its kind emits it (`_kinds`)."""
 
     node: Node
-    insides: tuple[Inside | Unplanned, ...]  # what stands for each of its functions
+    insides: tuple["Plan | Unplanned", ...]  # what stands for each of its functions
     reads: tuple[Read, ...]
     stores: Dtypes
 
@@ -160,7 +150,7 @@ class Fused(NamedTuple):
     """An attention as one kernel, where the program is lowered for CUDA; see `attention`."""
 
     node: Node  # the last of those it stands for
-    plain: "tuple[Step, ...]"  # the steps that run elsewhere, in order
+    plain: tuple[Single | Island, ...]  # the steps that run elsewhere, in order
     reads: tuple[Read, ...]  # values from outside, as they are stored
     form: Any  # see `attention`
     operands: tuple[Read, ...]  # queries, keys and values
@@ -170,12 +160,14 @@ class Fused(NamedTuple):
 
 
 Step = Single | Nested | Island | Fused
+S = TypeVar("S", bound=Step)
 
 
 class Plan(NamedTuple):
     """Steps in an order that can be run: all that the outputs and the effects of a level need."""
 
     graph: Graph
+    reads: Dtypes  # what the inputs of the graph are cast to
     steps: tuple[Step, ...]
     infos: tuple[Info, ...]  # what is known of each output, the dtype it comes out in among it
     request: Request
@@ -185,14 +177,11 @@ class Plan(NamedTuple):
         """The dtypes in which the outputs come out."""
         return tuple(info.dtype for info in self.infos)
 
-
-def plain_steps(steps: Sequence[Step]) -> Iterator[Single | Nested | Island]:
-    """Yields steps, of a fused attention those that run where it is not fused."""
-    for step in steps:
-        if isinstance(step, Fused):
-            yield from plain_steps(step.plain)
-        else:
-            yield step
+    def storing(self, dtypes: Sequence[np.dtype | None]) -> "Plan":
+        """Returns the plan with outputs that come out in other dtypes; None leaves one."""
+        pairs = zip(self.infos, dtypes, strict=True)
+        infos = (info._replace(dtype=dtype or info.dtype) for info, dtype in pairs)
+        return self._replace(infos=tuple(infos))
 
 
 class Ran(NamedTuple):
@@ -210,25 +199,25 @@ def steps_of(plan: Plan, times: int = 1) -> Iterator[Ran]:
     where it is not fused.
     """
     for step in plan.steps:
-        if isinstance(step, Fused):
+        if isinstance(step, Nested):
+            turns = turns_of(step.node.equation)
+            for inside in step.insides:
+                if isinstance(inside, Plan):
+                    yield from steps_of(inside, times * turns)
+        else:
             yield Ran(step, plan, times)
-        for plain in plain_steps((step,)):
-            if not isinstance(plain, Nested):
-                yield Ran(plain, plan, times)
-                continue
-            for inside in plain.insides:
-                if isinstance(inside, Inside):
-                    yield from steps_of(inside.plan, times * turns_of(plain.node.equation))
+        if isinstance(step, Fused):
+            yield from (Ran(plain, plan, times) for plain in step.plain)
 
 
 def nodes_of(step: Step) -> tuple[Node, ...]:
     """Returns the nodes that a step computes."""
     if isinstance(step, Fused):
-        return tuple(node for inner in plain_steps(step.plain) for node in nodes_of(inner))
+        return tuple(node for plain in step.plain for node in nodes_of(plain))
     return step.nodes if isinstance(step, Island) else (step.node,)
 
 
-def runnable_order(steps: Sequence[Step], outputs: Iterable[Value]) -> list[Step]:
+def runnable_order(steps: Sequence[S], outputs: Iterable[Value]) -> list[S]:
     """Sorts steps; those that neither an output nor a marker needs are left out."""
     producers = {
         value: index
@@ -237,20 +226,16 @@ def runnable_order(steps: Sequence[Step], outputs: Iterable[Value]) -> list[Step
         for value in node.outputs
     }
     place = [nodes_of(step)[-1].index for step in steps]
-    effects = sorted(
-        (i for i, step in enumerate(steps) if _has_effects(step)), key=place.__getitem__
-    )
     needs = [
         {producers.get(read.value, index) for read in step.reads} - {index}
         for index, step in enumerate(steps)
     ]
-    for before, after in zip(effects, effects[1:], strict=False):
+    with_effects = [index for index, step in enumerate(steps) if _has_effects(step)]
+    for before, after in itertools.pairwise(sorted(with_effects, key=place.__getitem__)):
         needs[after].add(before)
-    ends = [producers[value] for value in outputs if value in producers]
-    needed = _closure([*ends, *effects], needs)
-    unread = (index for index in range(len(steps)) if index not in needed)
-    markers = [i for i in unread if any(node.is_marker for node in nodes_of(steps[i]))]
-    needed |= _closure(markers, needs)
+    ends = {producers[value] for value in outputs if value in producers}
+    ends.update(i for i, step in enumerate(steps) if any(n.is_marker for n in nodes_of(step)))
+    needed = reached(ends, needs.__getitem__)
     sorter = graphlib.TopologicalSorter({index: needs[index] for index in needed})
     sorter.prepare()  # it raises if an island is not convex, which depths rule out
     ready: list[tuple[int, int]] = []
@@ -266,17 +251,6 @@ def runnable_order(steps: Sequence[Step], outputs: Iterable[Value]) -> list[Step
 
 def _has_effects(step: Step) -> bool:
     return not isinstance(step, Island) and bool(step.node.equation.effects)
-
-
-def _closure(ends: Sequence[int], needs: Sequence[set[int]]) -> set[int]:
-    """Returns all that `ends` need, themselves included."""
-    found = set(ends)
-    stack = list(found)
-    while stack:
-        for other in needs[stack.pop()] - found:
-            found.add(other)
-            stack.append(other)
-    return found
 
 
 class Storage:
@@ -321,13 +295,14 @@ class Storage:
         return self.half if leaves else None
 
     def leaves_half(self, value: Value, inside: Set[Node]) -> bool:
-        """Returns whether a value leaves an island in half: where a product follows.
+        """Returns whether a float32 value leaves an island in half: where a product follows.
 
         Not if it reaches the float32 carry of a loop, nor if all that read it read float32.
         """
         readers = [user for user in value.users if user not in inside]
         read_wide = readers and all(user.reads_float32 for user in readers)
-        return value in self.facts.feeds and value not in self.facts.carried and not read_wide
+        feeds = value in self.facts.feeds and value not in self.facts.carried
+        return value.is_float32 and feeds and not read_wide
 
     def may_be_mask(self, value: Value) -> bool:
         """Returns whether a value may hold -1e9: it is known to, or is an input that is no bias."""

@@ -20,7 +20,7 @@ from jmp import _jax_compat
 from jmp._array_calls import ArrayCall
 from jmp._messages import function_name, listed
 from jmp.autocasting._operations import is_product
-from jmp.autocasting._propagation import WayInside, propagate
+from jmp.autocasting._propagation import Propagation, WayInside
 from jmp.diagnostics._arguments import asked_function, split_arguments
 from jmp.diagnostics._walk import place_name, source_line, with_places
 from jmp.dtypes import floating_dtype
@@ -116,7 +116,7 @@ def assert_summed_once(fun: Callable[..., Any], *early: Any) -> Callable[..., No
         lines: list[str] = []
         rule = functools.partial(_sums_of_results, lines, {}, ())
         inputs = [NOT_SUMMED for _ in call.arrays]
-        propagate(closed, inputs, rule, _either, lambda _: NOT_SUMMED)
+        Propagation(rule, _either, lambda _: NOT_SUMMED).through(closed, inputs)
         found = list(dict.fromkeys(lines))
         if found:
             first = f"{function_name(fun)} adds up over devices what was added up over them before:"

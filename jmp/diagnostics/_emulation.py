@@ -28,7 +28,7 @@ from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._operations import NoHalfProductWarning
 from jmp.autocasting._precision import with_default
 from jmp.autocasting._request import modules_path
-from jmp.autocasting._steps import Fused, Inside, Island, Nested, Read, Single, Write
+from jmp.autocasting._steps import Fused, Island, Nested, Plan, Read, Single, Write
 from jmp.diagnostics._arguments import check_numbers
 from jmp.diagnostics._scope_search import Errors, Scopes, path_in_rules
 from jmp.diagnostics._walk import module_path
@@ -213,7 +213,7 @@ class _Rounding(Numerics):
             return array
         return self._round(array, self._scope(read.value.producer))
 
-    def arguments(self, inside: Inside, arrays: Sequence[Any]) -> Sequence[Any]:
+    def arguments(self, inside: Plan, arrays: Sequence[Any]) -> Sequence[Any]:
         return arrays
 
     def store(self, write: Write, array: Any, environment: Environment) -> None:

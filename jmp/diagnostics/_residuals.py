@@ -18,7 +18,7 @@ from jax.extend.core import JaxprEqn
 from jmp import _jax_compat
 from jmp._array_calls import vjp_at
 from jmp.autocasting._numbers import size_of
-from jmp.autocasting._propagation import WayInside, propagate
+from jmp.autocasting._propagation import Propagation, WayInside
 from jmp.diagnostics._walk import path_of, users_line
 
 
@@ -114,7 +114,7 @@ def _follow(
 ) -> list[Provenance]:
     """Returns the provenance of each output of an open jaxpr inside the equations `around`."""
     rule = functools.partial(_of_results, around)
-    return propagate(jaxpr, inputs, rule, _one_of, lambda _: LITERAL)
+    return Propagation(rule, _one_of, lambda _: LITERAL).through(jaxpr, inputs)
 
 
 def _of_results(
@@ -141,7 +141,7 @@ def _of_results(
 
 
 def _one_of(choices: Sequence[Provenance], deciding: Sequence[Provenance]) -> Provenance:
-    """Returns the provenance of a value that is one of several: see `Join` of `propagate`."""
+    """Returns the provenance of a value that is one of several: see `Join` of `_propagation`."""
     if deciding:
         # What a branch does not keep it fills in, with something made of nothing.
         chosen = next((choice for choice in choices if choice.made_of), choices[0])

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jmp.autocasting._autocast import make_program
-from jmp.autocasting._steps import Inside, Island, Nested
+from jmp.autocasting._steps import Island, Nested, Plan
 from testbed.planned import MODULES
 
 SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "int32": "i32", "None": "-"}
@@ -74,11 +74,10 @@ def listing(plan):
 
 
 def _inside(inside):
-    if not isinstance(inside, Inside):
+    if not isinstance(inside, Plan):
         return ["function, not planned"]
-    casts = [f"reads {_dtypes(inside.reads)}"] * bool(inside.reads)
-    casts += [f"stores {_dtypes(inside.stores)}"] * bool(inside.stores)
-    return [", ".join(["function", *casts]), *listing(inside.plan)]
+    casts = f"reads {_dtypes(inside.reads)}, stores {_dtypes(inside.stores)}"
+    return [f"function, {casts}", *listing(inside)]
 
 
 def _island(island):

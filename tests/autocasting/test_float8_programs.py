@@ -14,7 +14,7 @@ from jmp.autocasting import _float8, _planner
 from jmp.autocasting._autocast import make_program
 from jmp.autocasting._float8_planning import with_bounds
 from jmp.autocasting._planner import PASSES
-from jmp.autocasting._steps import Inside, Nested, Single
+from jmp.autocasting._steps import Nested, Plan, Single
 
 NUMBERS = 60
 SMALL_IS_FLOAT8 = pytest.mark.usefixtures("small_is_float8", "users_rank_promotion")
@@ -37,8 +37,8 @@ def levels(plan):
     yield plan
     for step in plan.steps:
         for inside in step.insides if isinstance(step, Nested) else ():
-            if isinstance(inside, Inside):
-                yield from levels(inside.plan)
+            if isinstance(inside, Plan):
+                yield from levels(inside)
 
 
 def readers_without_bound(plan):

@@ -20,7 +20,7 @@ import jmp
 from jmp.adapters import equinox, haiku, linen
 from jmp.adapters import nnx as nnx_adapter
 from jmp.autocasting._autocast import make_program
-from jmp.autocasting._steps import Fused, Inside, Nested, Single
+from jmp.autocasting._steps import Fused, Nested, Plan, Single
 from testbed.h200.harness import as_if_cudnn
 from tests.errors import relative_error
 
@@ -176,8 +176,8 @@ def plans_of(plan):
     yield plan
     for step in plan.steps:
         for inside in step.insides if isinstance(step, Nested) else ():
-            if isinstance(inside, Inside):
-                yield from plans_of(inside.plan)
+            if isinstance(inside, Plan):
+                yield from plans_of(inside)
 
 
 def attentions(function, *args, policy="mixed_float16"):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jmp.autocasting._propagation import propagate, propagate_while, walk
+from jmp.autocasting._propagation import Propagation, walk
 
 X = jnp.ones(())
 
@@ -18,10 +18,13 @@ def either(choices, deciding):
     return any((*choices, *deciding))
 
 
+DEPENDENT = Propagation(depends, either, lambda atom: False)
+
+
 def dependent(function, *inputs):
     """Which results of a function of scalars depend on the inputs that are marked."""
     closed = jax.make_jaxpr(function)(*[X] * len(inputs))
-    return propagate(closed, list(inputs), depends, either, lambda atom: False)
+    return DEPENDENT.through(closed, list(inputs))
 
 
 def swapped(a, b, c):
@@ -86,8 +89,8 @@ def test_inside_another_rule_may_hold():
         return inside(lambda equation, operands, inside: [equation.primitive.name]) or ["outside"]
 
     closed = jax.make_jaxpr(lambda x: (jax.jit(jnp.sin)(x), jnp.cos(x)))(X)
-    found = propagate(closed, ["input"], outer, lambda *_: "either", lambda atom: "constant")
-    assert found == ["sin", "outside"]
+    named = Propagation(outer, lambda *_: "either", lambda atom: "constant")
+    assert named.through(closed, ["input"]) == ["sin", "outside"]
 
 
 def test_the_condition_of_a_loop_is_told_apart_from_its_carries():
@@ -95,7 +98,7 @@ def test_the_condition_of_a_loop_is_told_apart_from_its_carries():
     (loop,) = closed.eqns
     for reads_limit in (True, False):
         operands = [reads_limit, *[False] * (len(loop.invars) - 1)]
-        decides, carries = propagate_while(loop, operands, depends, either, lambda atom: False)
+        decides, carries = DEPENDENT.through_while(loop, operands)
         assert decides == reads_limit
         assert carries == [False, False]
 

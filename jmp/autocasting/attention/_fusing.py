@@ -18,7 +18,7 @@ from jmp.autocasting._numbers import has_symbols, shape_of
 from jmp.autocasting._steps import (
     Arithmetic,
     Fused,
-    Nested,
+    Island,
     Read,
     Single,
     Step,
@@ -118,12 +118,13 @@ def _types(reads: Sequence[Read]) -> list[jax.ShapeDtypeStruct]:
 
 def _replaced_steps(
     attention: Attention, step_of: dict[Node, Step], graph: Graph, facts: Facts
-) -> list[Step]:
+) -> list[Single | Island]:
     """Returns the steps that compute an attention and nothing else that is read."""
     dependent = [node for node in attention.nodes if not facts.dependent.isdisjoint(node.outputs)]
-    group = list({id(step_of[node]): step_of[node] for node in dependent}.values())
+    found = list({id(step_of[node]): step_of[node] for node in dependent}.values())
+    group = [step for step in found if isinstance(step, (Single, Island))]
     nodes = {node for step in group for node in nodes_of(step)}
-    if any(isinstance(step, (Nested, Fused)) for step in group):
+    if len(group) < len(found):
         raise NotFused("part of it is a function of its own")
     for value in (value for node in nodes for value in node.outputs):
         if value in attention.result.outputs:

@@ -7,9 +7,8 @@ import jax
 from jax.extend.core import JaxprEqn
 
 from jmp import _jax_compat
-from jmp.autocasting._graph import Node
 from jmp.autocasting._kinds import Arrays, Kind, Level, register_kind
-from jmp.autocasting._steps import Function, Nested
+from jmp.autocasting._steps import Context, Function
 
 
 class JitKind(Kind):
@@ -29,13 +28,9 @@ class JitKind(Kind):
 class RematKind(Kind):
     """`jax.checkpoint` of the user's, with its policy and names."""
 
-    def plan(self, node: Node, level: Level) -> Nested:
+    def context_inside(self, level: Level) -> Context:
         """Islands inside are kept apart from the forward pass they repeat."""
-        (function,) = self.functions(node.equation)
-        inside = level.plan_called(
-            function, node, node.inputs, level.context._replace(prevent_cse=True)
-        )
-        return level.nested(node, [inside], inside.plan.stores)
+        return level.context._replace(prevent_cse=True)
 
     def emit(self, equation: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> Any:
         """Emits `jax.checkpoint`; a recomputation that stands in a gradient already is rebound."""

@@ -27,16 +27,11 @@ class CondKind(Kind):
     def plan(self, node: Node, level: Level) -> Nested:
         """A result is half if every branch leaves it in half."""
         branches = self.functions(node.equation)
-        parts = may_part(node, node.inputs[0].aval)
-        context = level.context._replace(own_scales=parts or level.context.own_scales)
-        insides = [level.plan_called(branch, node, node.inputs[1:], context) for branch in branches]
-        plans = (inside.plan.stores for inside in insides)
-        stores = tuple(
-            level.half if value.is_float32 and set(dtypes) == {level.half} else value.dtype
-            for value, *dtypes in zip(node.outputs, *plans, strict=True)
-        )
-        joined = [inside._replace(stores=stores) for inside in insides]
-        return level.nested(node, joined, stores)
+        parts = level.context.devices_part or may_part(node, node.inputs[0].aval)
+        context = level.context._replace(devices_part=parts)
+        plans = [level.plan_called(branch, node, node.inputs[1:], context) for branch in branches]
+        stores = level.common_stores(node, plans)
+        return level.nested(node, [plan.storing(stores) for plan in plans], stores)
 
     def emit(self, equation: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> Any:
         """Emits `lax.switch`."""

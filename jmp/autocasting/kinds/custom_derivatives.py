@@ -21,7 +21,7 @@ from jax.tree_util import Partial
 
 from jmp import _jax_compat
 from jmp._array_calls import replaced
-from jmp.autocasting._casts import cast, cast_all
+from jmp.autocasting._casts import cast
 from jmp.autocasting._flow import Destination, Info
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import Arrays, Kind, Level, register_kind
@@ -29,10 +29,22 @@ from jmp.autocasting._numbers import is_inexact
 from jmp.autocasting._propagation import inner_equations
 from jmp.autocasting._registry import Category, Rule
 from jmp.autocasting._request import Settings
-from jmp.autocasting._steps import Context, Function, Inside, Nested, RunPlan
+from jmp.autocasting._steps import Context, Function, Nested, Plan, RunPlan
 from jmp.dtypes import FLOAT32
 
 WHY_AS_WRITTEN = "inside a custom_vjp, which runs as written (inside_custom_vjp=True lowers it)"
+
+
+class _Traced(NamedTuple):
+    """A planned function that was traced on nominal types."""
+
+    plan: Plan
+    structure: Any  # of its result
+
+    def run(self, run_plan: RunPlan, arrays: Sequence[Any]) -> Any:
+        """Returns the result."""
+        leaves = run_plan(self.plan, [*self.plan.graph.constants, *arrays])
+        return jax.tree.unflatten(self.structure, leaves)
 
 
 class CustomJvpKind(Kind):
@@ -67,12 +79,9 @@ class CustomJvpKind(Kind):
         """Results that feed products are half; the rule will give tangents of the same dtype."""
         (function,) = self.functions(node.equation)
         inside = level.plan_called(function, node, node.inputs, self.context_inside(level))
-        stores = tuple(
-            level.half if value.is_float32 and dtype == level.half else value.dtype
-            for value, dtype in zip(node.outputs, inside.plan.stores, strict=True)
-        )
+        stores = level.common_stores(node, [inside])
         derivative = functools.partial(self.plan_derivative, node, level, stores)
-        return level.nested(node, [inside._replace(stores=stores), derivative], stores)
+        return level.nested(node, [inside.storing(stores), derivative], stores)
 
     def plan_derivative(
         self, node: Node, level: Level, stores: Sequence[np.dtype | None], run_plan: RunPlan
@@ -93,12 +102,39 @@ class CustomJvpKind(Kind):
             spaces = [dtype if is_inexact(value) else None for value, dtype in pairs]
             given = list(zip(node.inputs, map(level.storage.info, node.inputs), strict=True))
             dtypes = [*stores, *spaces]
-            context = self.context_inside(level)
-            traced = _trace_and_plan(nominal_rule, node, level, given, changes, dtypes, context)
+            traced = self._trace_and_plan(nominal_rule, node, level, given, changes, dtypes)
             moved = [cast(tangents[i], primals[i].dtype) for i in moving]
             return traced.run(run_plan, [*primals, *moved])
 
         return derivative
+
+    def _trace_and_plan(
+        self,
+        function: Callable[..., Any],
+        node: Node,
+        level: Level,
+        given: Sequence[tuple[Value, Info]],
+        changes: Sequence[tuple[Value, np.dtype | None]],
+        dtypes: Sequence[np.dtype | None],
+    ) -> _Traced:
+        """Traces `function` on nominal types and plans it.
+
+        Args:
+          given: what it is given first, as it is known and stored outside.
+          changes: what comes after that, tangents or cotangents: whose, and the dtype they come in.
+          dtypes: what the first results are read in. What comes after them stays as it is computed:
+            who reads a residual is not known here, and a sum of squares does not fit into float16.
+        """
+        values = [value for value, _ in given]
+        types = [value.aval for value in (*values, *(value for value, _ in changes))]
+        with _jax_compat.without_default_precision():
+            closed, result = jax.make_jaxpr(function, return_shape=True)(*types)
+        graph = level.open(closed, node, values)
+        infos = [info for _, info in given] + [Info(dtype, False) for _, dtype in changes]
+        stores = (*dtypes, *[None] * (len(graph.outputs) - len(dtypes)))
+        goes = [Destination(dtype == level.half, carried=dtype == FLOAT32) for dtype in stores]
+        plan = level.plan_opened(graph, infos, goes, self.context_inside(level))
+        return _Traced(plan.storing(stores), jax.tree.structure(result))
 
     def emit(self, equation: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> Any:
         """Emits `jax.custom_jvp`, given the primal function and its rule."""
@@ -136,10 +172,11 @@ class CustomVjpKind(CustomJvpKind):
                 return jax.vjp(_of_some(node, flat, moving), *(flat[i] for i in moving))
 
             given = list(zip(node.inputs, infos, strict=True))
-            traced = _trace_and_plan(nominal_forward, node, level, given, [], stores)
+            traced = self._trace_and_plan(nominal_forward, node, level, given, [], stores)
             results, vjp = traced.run(run_plan, [*closed, *(arg.value for arg in args)])
             residuals, structure = jax.tree.flatten(vjp)
-            saved = traced.results[len(stores) :]
+            known = list(zip(traced.plan.graph.outputs, traced.plan.infos, strict=True))
+            saved = known[len(stores) :]
 
             def pull_back(*passed: Any) -> Any:
                 *arrays, cotangents = passed
@@ -155,12 +192,12 @@ class CustomVjpKind(CustomJvpKind):
 
                 changes = [(node.outputs[i], stores[i]) for i in some]
                 stored = [infos[i].dtype for i in moving]
-                traced = _trace_and_plan(nominal_backward, node, level, saved, changes, stored)
+                traced = self._trace_and_plan(nominal_backward, node, level, saved, changes, stored)
                 gradients = traced.run(run_plan, [*arrays, *(cotangents[i] for i in some)])
                 nonzero = {
                     i: gradient
-                    for i, gradient, (value, _) in zip(
-                        moving, gradients, traced.results, strict=True
+                    for i, gradient, value in zip(
+                        moving, gradients, traced.plan.graph.outputs, strict=True
                     )
                     if value.constant != 0  # what stands for a gradient that the rule left out
                 }
@@ -181,52 +218,6 @@ class CustomVjpKind(CustomJvpKind):
             lambda *args: forward(closed, args), lambda rule, cts: rule(cts), symbolic_zeros=True
         )
         return function(*operands)
-
-
-class _Traced(NamedTuple):
-    """A planned function that was traced on nominal types."""
-
-    inside: Inside
-    structure: Any  # of its result
-    results: list[tuple[Value, Info]]  # the leaves of its result, and what is known of them
-
-    def run(self, run_plan: RunPlan, arrays: Sequence[Any]) -> Any:
-        """Returns the result."""
-        leaves = run_plan(self.inside.plan, [*self.inside.constants, *arrays])
-        return jax.tree.unflatten(self.structure, cast_all(leaves, self.inside.stores))
-
-
-def _trace_and_plan(
-    function: Callable[..., Any],
-    node: Node,
-    level: Level,
-    given: Sequence[tuple[Value, Info]],
-    changes: Sequence[tuple[Value, np.dtype | None]],
-    dtypes: Sequence[np.dtype | None],
-    context: Context | None = None,
-) -> _Traced:
-    """Traces `function` on nominal types and plans it.
-
-    Args:
-      given: what it is given first, as it is known and stored outside.
-      changes: what comes after that, tangents or cotangents: whose, and the dtype they come in.
-      dtypes: what the first results are read in. What comes after them stays as it is computed:
-        who reads a residual is not known here, and a sum of squares does not fit into float16.
-      context: as in `Level.plan_opened`.
-    """
-    values = [value for value, _ in given]
-    types = [value.aval for value in (*values, *(value for value, _ in changes))]
-    with _jax_compat.without_default_precision():
-        closed, result = jax.make_jaxpr(function, return_shape=True)(*types)
-    opened = level.open(closed, node, values)
-    infos = [info for _, info in given] + [Info(dtype, False) for _, dtype in changes]
-    outputs = opened[0].outputs
-    stores = (*dtypes, *[None] * (len(outputs) - len(dtypes)))
-    goes = [Destination(feeds=dtype == level.half, carried=dtype == FLOAT32) for dtype in stores]
-    planned = level.plan_opened(opened, infos, goes, context)
-    inside = planned._replace(stores=stores)
-    results = list(zip(outputs, inside.plan.infos, strict=True))
-    return _Traced(inside, jax.tree.structure(result), results)
 
 
 def _of_some(node: Node, operands: Sequence[Any], moving: Sequence[int]) -> Callable[..., Any]:

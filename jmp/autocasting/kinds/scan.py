@@ -42,9 +42,9 @@ class ScanKind(Kind):
         scan = _jax_compat.Scan.of(node.params)
         closed, carried, stacked = scan.split(node.inputs)
         given = [*closed, *[None] * len(carried), *(value.made_of for value in stacked)]
-        graph, constants = level.open(scan.body, node, given)
+        graph = level.open(scan.body, node, given)
         consts, before, rows = scan.split(list(map(level.storage.info, node.inputs)))
-        _, values, _ = scan.split(graph.inputs[len(constants) :])
+        _, values, _ = scan.split(graph.inputs[len(graph.constants) :])
         in_half = _carried_in_half(graph, values, before, node, level)
         carries = [
             level.half if is_half else value.dtype
@@ -57,16 +57,15 @@ class ScanKind(Kind):
         turns = turns_of(node.equation) + 1
         times = level.context.times * turns
         context = level.context._replace(times=times, prevent_cse=False)
-        body = level.plan_opened((graph, constants), infos, outputs, context)
-        stores = (*carries, *body.plan.stores[scan.n_carry :])
+        plan = level.plan_opened(graph, infos, outputs, context)
+        stores = (*carries, *plan.stores[scan.n_carry :])
         # Constants are rounded inside, but those that have no gradient.
         reads = [
             value.dtype if value.varies else info.dtype
             for value, info in zip(closed, consts, strict=True)
         ]
-        reads_inside = (*(info.dtype for info in consts), *[None] * (len(carries) + len(rows)))
         reads += [*carries, *(info.dtype for info in rows)]
-        return level.nested(node, [body._replace(reads=reads_inside, stores=stores)], stores, reads)
+        return level.nested(node, [plan.storing(stores)], stores, reads)
 
     def emit(self, equation: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> Any:
         """Emits `lax.scan`; constants are closed over."""
@@ -99,7 +98,7 @@ def _carried_in_half(
       before: what is known of the carries that come in first.
     """
     results = graph.outputs[: len(values)]
-    fed = feeding_values(graph, [False] * len(graph.outputs))  # within one step
+    fed = feeding_values(graph, [])  # within one step
     streams = [
         turns_of(node.equation) <= LAYERS
         and info.dtype == level.half

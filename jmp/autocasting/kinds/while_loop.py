@@ -6,7 +6,6 @@ tolerance, and its loop would never end. The condition may read the numbers them
 and booleans that the body computes from them, such as a flag that says "done".
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,11 +18,11 @@ from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import Arrays, Kind, Level, register_kind
 from jmp.autocasting._numbers import is_inexact
 from jmp.autocasting._precision import as_written
-from jmp.autocasting._propagation import WayInside, propagate_while
+from jmp.autocasting._propagation import Propagation, WayInside
 from jmp.autocasting._registry import Category, Rule, rule_for
 from jmp.autocasting._request import Settings
 from jmp.autocasting._sending import may_part
-from jmp.autocasting._steps import Function, Nested, RunPlan
+from jmp.autocasting._steps import Function, Nested
 
 
 def has_many_conditions(equation: JaxprEqn) -> bool:
@@ -35,7 +34,8 @@ def has_many_conditions(equation: JaxprEqn) -> bool:
 def runs_to_tolerance(equation: JaxprEqn) -> bool:
     """Returns whether the condition of a while loop depends on floating numbers."""
     floating = list(map(is_inexact, equation.invars))
-    decides, _ = propagate_while(equation, floating, _depend, _depends_on_any, is_inexact)
+    propagation = Propagation(_depend, _depends_on_any, is_inexact)
+    decides, _ = propagation.through_while(equation, floating)
     return decides
 
 
@@ -86,16 +86,16 @@ class WhileKind(Kind):
         stores = tuple(value.dtype for value in node.outputs)
         carries = [Info(dtype, False) for dtype in stores]
         outputs = [Destination(feeds=False, carried=True)] * len(stores)
-        opened = level.open(loop.body, node, closed)
+        graph = level.open(loop.body, node, closed)
         (is_on,) = loop.condition.out_avals
-        own_scales = level.context.own_scales or may_part(node, is_on)
+        parts = level.context.devices_part or may_part(node, is_on)
         # Nothing is saved for a backward pass, because there is none.
-        context = level.context._replace(prevent_cse=False, own_scales=own_scales)
-        body = level.plan_opened(opened, [*infos, *carries], outputs, context)
-        asked_as_written = as_written(loop.condition, node, level.context.request)
-        condition = functools.partial(_unplanned, asked_as_written)
+        context = level.context._replace(prevent_cse=False, devices_part=parts)
+        body = level.plan_opened(graph, [*infos, *carries], outputs, context)
+        condition_as_written = as_written(loop.condition, node, level.context.request)
+        condition = lambda run_plan: _jax_compat.as_function(condition_as_written)
         reads = [*(value.dtype for value in asked), *(info.dtype for info in infos), *stores]
-        return level.nested(node, [condition, body._replace(stores=stores)], stores, reads)
+        return level.nested(node, [condition, body.storing(stores)], stores, reads)
 
     def emit(self, equation: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> Any:
         """Emits `lax.while_loop`."""
@@ -107,10 +107,6 @@ class WhileKind(Kind):
             lambda carry: body(*closed, *carry),
             carries,
         )
-
-
-def _unplanned(condition: ClosedJaxpr, run_plan: RunPlan) -> Function:
-    return _jax_compat.as_function(condition)
 
 
 register_kind(["while"], WhileKind())

@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jmp import _jax_compat
 from jmp.autocasting._flow import is_row_reduction
-from jmp.autocasting._graph import Node, Value
+from jmp.autocasting._graph import Node, Value, downstream
 from jmp.autocasting._numbers import Shape, length_of
 from jmp.autocasting._steps import Recompute, Rewrite, Surroundings
 
@@ -94,16 +94,8 @@ def _reads_rows_again(powers: Powers, around: Surroundings) -> bool:
 def _is_spread(total: Node, around: Surroundings) -> bool:
     """Returns whether a larger value of the island is made of the sums `total`."""
     (sums,) = total.outputs
-    stack, seen = [sums], {sums}
-    while stack:
-        value = stack.pop()
-        if value.size > sums.size:
-            return True
-        users = around.inside & set(value.users)
-        new = {result for user in users for result in user.outputs} - seen
-        seen |= new
-        stack += new
-    return False
+    made_of_them = downstream(sums, around.inside.__contains__)
+    return any(value.size > sums.size for value in made_of_them)
 
 
 # What is found in an island.
