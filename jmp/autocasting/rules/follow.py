@@ -1,8 +1,6 @@
 """FOLLOW: exact or bounded, or data movement: computed in whatever dtype comes in."""
 
-import numpy as np
-
-from jmp.autocasting._registry import Category, Params, register_rule
+from jmp.autocasting._registry import Category, register_rule
 
 FOLLOW = Category.FOLLOW
 
@@ -61,16 +59,10 @@ register_rule(
     "sends",
 )
 
-
-def new_dtype_in_half(params: Params, dtype: np.dtype) -> Params:
-    """Converts to the half dtype where float32 was asked for."""
-    return {**params, "new_dtype": dtype}
-
-
 register_rule(
     "convert_element_type",
     FOLLOW,
     "float32 to float32 and from booleans: exact; every other cast is kept as the user wrote it",
     "fusible casts cheap",
-    params_in_half=new_dtype_in_half,
+    dtype_param="new_dtype",
 )
