@@ -4,8 +4,8 @@
 and what the planner decides (`_steps`) stands in records of their own.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 from jax.extend.core import JaxprEqn
@@ -14,6 +14,8 @@ from jmp.autocasting._numbers import NOTHING, Known, MadeOf, fits, size_of
 from jmp.autocasting._registry import Category, Params, Rule
 from jmp.autocasting._request import Region
 from jmp.dtypes import FLOAT32
+
+T = TypeVar("T")
 
 
 class Value:
@@ -141,3 +143,25 @@ class Graph:
         self.outputs = tuple(outputs)
         # Which of them go to a function that wraps (`_exact_products`) outside; asked for rarely.
         self.outputs_wrap = outputs_wrap
+
+
+def producers(values: Iterable[Value]) -> list[Node]:
+    """Returns the nodes that compute values; what comes in has none."""
+    return [value.producer for value in values if value.producer is not None]
+
+
+def reached(first: Iterable[T], after: Callable[[T], Iterable[T]]) -> Iterator[T]:
+    """Yields what some things lead to, themselves included, each once.
+
+    Args:
+      after: returns what one thing leads to.
+    """
+    stack = list(first)
+    seen = set(stack)
+    while stack:
+        thing = stack.pop()
+        yield thing
+        for other in after(thing):
+            if other not in seen:
+                seen.add(other)
+                stack.append(other)

@@ -147,39 +147,29 @@ def source_of(value: Value, axes: Axes, sizes: Sizes) -> Labelled:
 # Along which axes a value only repeats, as a mask over keys does along the heads.
 
 
-def repeating(value: Value, found: dict[Node, tuple[bool, ...]] | None = None) -> tuple[bool, ...]:
-    """Returns for each axis of a value whether all entries along it are known to be equal.
+def differing_labels(
+    value: Value, axes: Axes, sizes: Sizes, found: dict[Labelled, set[int]] | None = None
+) -> set[int]:
+    """Returns the labels along which entries of a value are not known to be equal.
 
     Args:
-      found: what is known of results already.
+      found: what is known of sources already.
     """
     found = {} if found is None else found
-    value = value.origin
-    of_length_one, node = tuple(n == 1 for n in shape_of(value)), value.producer
-    if node is None or not node.inputs or len(node.outputs) != 1:
-        return of_length_one
-    if node not in found:
-        found[node] = _repeating_result(node, found)
-    return tuple(one or repeats for one, repeats in zip(of_length_one, found[node], strict=True))
-
-
-def _repeating_result(node: Node, found: dict[Node, tuple[bool, ...]]) -> tuple[bool, ...]:
-    rank = len(shape_of(node.outputs[0]))
-    if node.rule.repeats:
-        repeats = [True] * rank
-        places = node.params["broadcast_dimensions"]
-        for place, own in zip(places, repeating(node.inputs[0], found), strict=True):
-            repeats[place] = own
-        return tuple(repeats)
-    if node.name == "transpose":
-        before = repeating(node.inputs[0], found)
-        return tuple(before[i] for i in node.params["permutation"])
-    if keeps_places(node):
-        return repeating(node.inputs[0], found)
-    if is_pointwise(node):
-        arrays = [repeating(v, found) for v in node.inputs if shape_of(v)]
-        return tuple(all(axis) for axis in zip(*arrays, strict=True)) or (True,) * rank
-    return (False,) * rank
+    source = source_of(value, axes, sizes)
+    while source.value.origin is not source.value:
+        source = source_of(source.value.origin, source.axes, sizes)
+    if source not in found:
+        node = source.value.producer
+        if node is not None and node.inputs and (is_pointwise(node) or keeps_places(node)):
+            operands = [
+                differing_labels(v, source.axes if shape_of(v) else (), sizes, found)
+                for v in node.inputs
+            ]
+            found[source] = set[int]().union(*operands)
+        else:
+            found[source] = set(labels_of(source.axes))
+    return found[source]
 
 
 # Arrays laid out anew.

@@ -9,17 +9,17 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from jmp.autocasting._graph import Node, Value
+from jmp.autocasting._graph import Node, Value, producers, reached
 from jmp.autocasting._numbers import shape_of
 from jmp.autocasting.attention._axes import (
     Axes,
     Labelled,
     Labels,
     axes_after,
+    differing_labels,
     labels_of,
     moves_axes,
     own_axes,
-    repeating,
     source_of,
 )
 from jmp.autocasting.attention._constants import constant_of
@@ -114,10 +114,11 @@ def _softmax_of(weights: Value) -> _Softmax | None:
     if exp is None or exp.name != "exp" or axis is None:
         return None
     argument = exp.inputs[0]
+    own, sizes = own_axes(shape_of(argument)), dict(enumerate(shape_of(argument)))
     # What is the same for all keys, such as the row's maximum, may be subtracted: it cancels.
     while (shift := argument.producer) is not None and shift.name == "sub":
         subtracted = shift.inputs[1]
-        if shape_of(subtracted) and not repeating(subtracted)[axis]:
+        if axis in differing_labels(subtracted, _axes_repeated_to(own, subtracted), sizes):
             break
         if shape_of(shift.inputs[0]) != shape_of(argument):
             break
@@ -171,15 +172,9 @@ def _leads_to_product(value: Value) -> bool:
 
 def _upstream(value: Value) -> Iterator[Node]:
     """Yields the nodes that a value is made of, back to those that are not fusible."""
-    stack, seen = [value], set()
-    while stack:
-        node = stack.pop().producer
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        yield node
-        if node.is_fusible:
-            stack += node.inputs
+    return reached(
+        producers([value]), lambda node: producers(node.inputs) if node.is_fusible else ()
+    )
 
 
 # From the softmax back to the first product.
@@ -290,8 +285,8 @@ def _mask_of(node: Node, on_path: set[Value], axes: Axes, sizes: dict[int, int])
 def _labelled(value: Value, axes: Axes, sizes: dict[int, int]) -> Labelled:
     """Returns what a bias or a mask repeats; where that repeats itself, its axes have no labels."""
     value, axes = source_of(value, _axes_repeated_to(axes, value), sizes)
-    pairs = zip(axes, repeating(value), strict=True)
-    return Labelled(value, tuple(() if repeats else axis for axis, repeats in pairs))
+    differing = differing_labels(value, axes, sizes)
+    return Labelled(value, tuple(() if differing.isdisjoint(axis) else axis for axis in axes))
 
 
 def _axes_repeated_to(axes: Axes, value: Value) -> Axes:
@@ -331,16 +326,16 @@ def _operands(
     return Operands(query, key, values, axes, batch, rows, keys)
 
 
-def _operands_of_scores(scores: Node) -> list[Labelled]:
+def _operands_of_scores(scores: Node) -> tuple[Labelled, Labelled]:
     contracted, batched = scores.params["dimension_numbers"]
     if len(contracted[0]) != 1:
         raise NotFused("its first product sums over more than one axis")
+    # The scores have the axes of the batch, those left of one operand, and those of the other.
     axes = own_axes(shape_of(scores.outputs[0]))
-    shared, free = axes[: len(batched[0])], iter(axes[len(batched[0]) :])
-    return [
-        _operand(value, dict.fromkeys(width, (WIDTH,)), dict(zip(batch, shared, strict=True)), free)
-        for value, width, batch in zip(scores.inputs, contracted, batched, strict=True)
-    ]
+    n_shared = len(batched[0])
+    n_first = len(shape_of(scores.inputs[0])) - 1
+    shared, left, right = axes[:n_shared], axes[n_shared:n_first], axes[n_first:]
+    return _operand(scores, 0, (WIDTH,), shared, left), _operand(scores, 1, (WIDTH,), shared, right)
 
 
 def _values(
@@ -350,13 +345,8 @@ def _values(
     contracted, batched = result.params["dimension_numbers"]
     if [weights[i] for i in contracted[side]] != [(keys,)]:
         raise NotFused("its second product does not sum over the keys alone")
-    other, shared = 1 - side, [weights[i] for i in batched[side]]
-    values = _operand(
-        result.inputs[other],
-        dict.fromkeys(contracted[other], (keys,)),
-        dict(zip(batched[other], shared, strict=True)),
-        itertools.repeat((VALUE_WIDTH,)),
-    )
+    shared = [weights[i] for i in batched[side]]
+    values = _operand(result, 1 - side, (keys,), shared, itertools.repeat((VALUE_WIDTH,)))
     if values.axes.count((VALUE_WIDTH,)) != 1:
         raise NotFused("its values have more than one axis of their own")
     sizes[VALUE_WIDTH] = shape_of(values.value)[values.axes.index((VALUE_WIDTH,))]
@@ -367,9 +357,17 @@ def _values(
 
 
 def _operand(
-    value: Value, summed: dict[int, Labels], shared: dict[int, Labels], free: Iterator[Labels]
+    product: Node, side: int, summed: Labels, shared: Sequence[Labels], free: Iterable[Labels]
 ) -> Labelled:
-    """Returns an operand of a product, its axes those summed over, shared and left, by place."""
-    known = summed | shared
+    """Returns an operand of a product.
+
+    Args:
+      summed: what the axis is made of that the product sums over.
+      shared: what the axes of the batch are made of.
+      free: what the other axes are made of, in their order.
+    """
+    contracted, batched = product.params["dimension_numbers"]
+    known = dict(zip(batched[side], shared, strict=True)) | dict.fromkeys(contracted[side], summed)
+    value, others = product.inputs[side], iter(free)
     places = range(len(shape_of(value)))
-    return Labelled(value, tuple(known[i] if i in known else next(free) for i in places))
+    return Labelled(value, tuple(known[i] if i in known else next(others) for i in places))
