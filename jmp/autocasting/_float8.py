@@ -31,12 +31,7 @@ from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._registry import Params
 from jmp.autocasting._wide_gradients import gradient_of_operand
 from jmp.dtypes import FLOAT32
-from jmp.sharding._axes import (
-    are_tracked,
-    made_varying,
-    mapped_axes,
-    without_reduced,
-)
+from jmp.sharding._axes import are_tracked, made_varying, mapped_axes, without_reduced
 
 OPERANDS = np.dtype(jnp.float8_e4m3fn)
 # The error of a small GPT's gradient at initialisation was 0.036 with e4m3 and 0.051 with e5m2
@@ -67,7 +62,7 @@ class Bounded(NamedTuple):
 
 
 class InFloat8(NamedTuple):
-    """How a product is computed in float8; see `_float8`."""
+    """How a product is computed in float8."""
 
     is_shared: bool  # other products may read its factors
     # What each operand is the product of, where no maximum is looked for: nothing, one or two.

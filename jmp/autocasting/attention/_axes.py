@@ -70,34 +70,17 @@ def moves_axes(node: Node) -> bool:
 # Axes followed through nodes.
 
 
-def axes_after(node: Node, axes: Axes, sizes: Sizes, side: int = 0) -> Axes | None:
-    """Returns the axes of the result of a node, given those of the operand that it hands on.
+def axes_after(node: Node, axes: Axes, sizes: Sizes) -> Axes | None:
+    """Returns the axes of the result of a node that moves data, given those of its operand.
 
-    Args:
-      side: which operand that is; the other one multiplies it.
-
-    Returns: None if the node repeats, drops or adds up numbers, or if the axis of one label would
-      be split.
+    Returns: None if the node repeats or drops numbers, or if the axis of one label would be split.
     """
     shape = shape_of(node.outputs[0])
     if node.name == "transpose":
         return tuple(axes[i] for i in node.params["permutation"])
-    if node.name == "dot_general":
-        return _axes_after_product(node, axes, side)
     if node.rule.reshapes or (node.rule.repeats and node.outputs[0].size == node.inputs[0].size):
         return _regrouped(axes, shape, sizes)
-    return axes if is_identity(node) or shape == shape_of(node.inputs[side]) else None
-
-
-def _axes_after_product(node: Node, axes: Axes, side: int) -> Axes | None:
-    contracted, batched = node.params["dimension_numbers"]
-    other = shape_of(node.inputs[1 - side])
-    of_other: Axes = ((),) * (len(other) - len(batched[1 - side]))
-    if contracted[side] or any(n != 1 for i, n in enumerate(other) if i not in batched[1 - side]):
-        return None
-    own = tuple(axis for i, axis in enumerate(axes) if i not in batched[side])
-    shared = tuple(axes[i] for i in batched[side])
-    return (*shared, *own, *of_other) if side == 0 else (*shared, *of_other, *own)
+    return axes if is_identity(node) else None
 
 
 def axes_before(node: Node, axes: Axes, sizes: Sizes) -> Axes | None:

@@ -45,7 +45,10 @@ def _is_computable(last: Node) -> bool:
         return [value.origin for value in node.inputs if _held(value) is None]
 
     for node in reached([last], lambda node: producers(sources(node))):
-        if len(node.outputs) != 1 or node.equation.effects or node.rule.draws_bits:
+        equation = node.equation
+        if len(node.outputs) != 1 or equation.effects or node.rule.draws_bits:
+            return False
+        if _jax_compat.holds_functions(equation):
             return False
         if any(value.producer is None for value in sources(node)):
             return False
@@ -77,8 +80,6 @@ def _computed(node: Node, found: Found) -> "np.ndarray[Any, Any] | None":
             return None
         operands = [np.broadcast_to(x, own) for x, own in zip(operands, shapes, strict=True)]
     if max(math.prod(shape), *(x.size for x in operands), 0) > LARGEST:
-        return None
-    if _jax_compat.holds_functions(node.equation):
         return None
     try:
         with jax.ensure_compile_time_eval():

@@ -80,7 +80,7 @@ class Attention(NamedTuple):
 
 class _Softmax(NamedTuple):
     nodes: tuple[Node, ...]  # that it is known by
-    to_weights: tuple[tuple[Node, int], ...]  # what moves the weights afterwards: which operand
+    to_weights: tuple[Node, ...]  # what moves the weights afterwards, or multiplies them by ones
     argument: Value
     axis: int  # of the argument
 
@@ -90,7 +90,7 @@ def find_attention(result: Node) -> Attention | None:
 
     Raises: NotFused if there is one, but not as an attention has it.
     """
-    if result.name != "dot_general" or _handed_on(result) is not None:
+    if result.name != "dot_general":
         return None
     for side in (0, 1):
         softmax = _softmax_of(result.inputs[side])
@@ -103,11 +103,11 @@ def find_attention(result: Node) -> Attention | None:
 
 
 def _softmax_of(weights: Value) -> _Softmax | None:
-    moved: list[tuple[Node, int]] = []
+    to_weights: list[Node] = []
     node = weights.producer
     while node is not None and (handed_on := _handed_on(node)) is not None:
-        moved.append((node, handed_on))
-        node = node.inputs[handed_on].producer
+        to_weights.insert(0, node)
+        node = handed_on.producer
     if node is None or node.name != "div":
         return None
     exp, axis = node.inputs[0].producer, _summed_axis(node)
@@ -120,10 +120,8 @@ def _softmax_of(weights: Value) -> _Softmax | None:
         subtracted = shift.inputs[1]
         if axis in differing_labels(subtracted, _axes_repeated_to(own, subtracted), sizes):
             break
-        if shape_of(shift.inputs[0]) != shape_of(argument):
-            break
         argument = shift.inputs[0]
-    return _Softmax((node, exp), tuple(moved[::-1]), argument, axis)
+    return _Softmax((node, exp), tuple(to_weights), argument, axis)
 
 
 def _summed_axis(division: Node) -> int | None:
@@ -143,15 +141,15 @@ def _summed_axis(division: Node) -> int | None:
     return int(summed[0])
 
 
-def _handed_on(node: Node) -> int | None:
-    """Returns which operand a node moves, or multiplies by ones; None if it computes."""
+def _handed_on(node: Node) -> Value | None:
+    """Returns the operand that a node moves, or multiplies by ones; None if it computes."""
     if moves_axes(node):
-        return 0
-    if node.name == "mul" or node.name == "dot_general":
-        for side in (0, 1):
-            factor = constant_of(node.inputs[1 - side])
+        return node.inputs[0]
+    if node.name == "mul":
+        for value, other in (node.inputs, node.inputs[::-1]):
+            factor = constant_of(other)
             if factor is not None and (factor == 1).all():
-                return side
+                return value
     return None
 
 
@@ -205,19 +203,19 @@ def _attention(result: Node, side: int, softmax: _Softmax) -> Attention:
             masks = [mask._replace(fill=mask.fill * factor) for mask in masks]
         on_path.add(node.outputs[0])
     keys = axes[softmax.axis]
-    for node, side_of_weights in softmax.to_weights:
-        axes = _followed(node, axes, sizes, side_of_weights)
+    for node in filter(moves_axes, softmax.to_weights):
+        axes = _followed(node, axes, sizes)
     if not all(mask.fill <= MASKED for mask in masks):
         raise NotFused(NO_MASK)
     if len(keys) != 1:
         raise NotFused("its softmax is not over one axis of keys longer than one")
-    nodes = (scores, *between, *softmax.nodes, *(node for node, _ in softmax.to_weights), result)
+    nodes = (scores, *between, *softmax.nodes, *softmax.to_weights, result)
     operands = _operands(scores, result, side, axes, keys[0], sizes)
     return Attention(scores, result, nodes, operands, sizes, scale, tuple(biases), tuple(masks))
 
 
-def _followed(node: Node, axes: Axes, sizes: dict[int, int], side: int = 0) -> Axes:
-    followed = axes_after(node, axes, sizes, side)
+def _followed(node: Node, axes: Axes, sizes: dict[int, int]) -> Axes:
+    followed = axes_after(node, axes, sizes)
     if followed is None:
         raise NotFused(f"{node.name} mixes the axes of its scores")
     return followed
