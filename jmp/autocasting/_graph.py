@@ -145,23 +145,25 @@ class Graph:
         self.outputs_wrap = outputs_wrap
 
 
-def producers(values: Iterable[Value]) -> list[Node]:
-    """Returns the nodes that compute values; what comes in has none."""
-    return [value.producer for value in values if value.producer is not None]
+# Walks.
 
 
-def reached(first: Iterable[T], after: Callable[[T], Iterable[T]]) -> Iterator[T]:
-    """Yields what some things lead to, themselves included, each once.
-
-    Args:
-      after: returns what one thing leads to.
-    """
-    stack = list(first)
-    seen = set(stack)
+def reached(starts: Iterable[T], following: Callable[[T], Iterable[T]]) -> Iterator[T]:
+    """Yields `starts`, what follows them, what follows that and so on, each once, in any order."""
+    seen = set(starts)
+    stack = list(seen)
     while stack:
-        thing = stack.pop()
-        yield thing
-        for other in after(thing):
-            if other not in seen:
-                seen.add(other)
-                stack.append(other)
+        current = stack.pop()
+        yield current
+        new = {*following(current)} - seen
+        seen |= new
+        stack += new
+
+
+def downstream(value: Value, through: Callable[[Node], bool]) -> Iterator[Value]:
+    """Yields a value and all that is computed from it through some nodes alone."""
+
+    def results(value: Value) -> Iterator[Value]:
+        return (result for user in value.users if through(user) for result in user.outputs)
+
+    return reached([value], results)

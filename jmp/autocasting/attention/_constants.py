@@ -5,13 +5,14 @@ repeats stays of length one, so that a mask of a whole batch is no larger than t
 """
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
 from jmp import _jax_compat
-from jmp.autocasting._graph import Node, Value, producers, reached
+from jmp.autocasting._graph import Node, Value, reached
 from jmp.autocasting._numbers import has_symbols, shape_of
 from jmp.autocasting.attention._axes import is_pointwise, keeps_places
 
@@ -41,18 +42,19 @@ def constant_of(value: Value, found: Found | None = None) -> "np.ndarray[Any, An
 def _is_computable(last: Node) -> bool:
     """Returns whether a node depends on no argument; nothing is computed to find out."""
 
-    def sources(node: Node) -> list[Value]:
-        return [value.origin for value in node.inputs if _held(value) is None]
+    def sources(node: Node | None) -> list[Node | None]:
+        inputs = () if node is None else node.inputs
+        return [value.origin.producer for value in inputs if _held(value) is None]
 
-    for node in reached([last], lambda node: producers(sources(node))):
-        equation = node.equation
-        if len(node.outputs) != 1 or equation.effects or node.rule.draws_bits:
-            return False
-        if _jax_compat.holds_functions(equation):
-            return False
-        if any(value.producer is None for value in sources(node)):
-            return False
-    return True
+    nodes: Iterator[Node | None] = reached([last], sources)
+    return all(
+        node is not None
+        and len(node.outputs) == 1
+        and not node.equation.effects
+        and not node.rule.draws_bits
+        and not _jax_compat.holds_functions(node.equation)
+        for node in nodes
+    )
 
 
 def _held(value: Value) -> Any:
@@ -62,8 +64,9 @@ def _held(value: Value) -> Any:
 
 
 def _computed(node: Node, found: Found) -> "np.ndarray[Any, Any] | None":
-    operands: list[Any] = [constant_of(value, found) for value in node.inputs]
-    if any(numbers is None for numbers in operands):
+    known = (constant_of(value, found) for value in node.inputs)
+    operands = [numbers for numbers in known if numbers is not None]
+    if len(operands) < len(node.inputs):
         return None
     if node.rule.repeats:
         return _repeated(operands[0], node)

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from jmp.autocasting._graph import Node, Value, producers, reached
+from jmp.autocasting._graph import Node, Value, reached
 from jmp.autocasting._numbers import shape_of
 from jmp.autocasting.attention._axes import (
     Axes,
@@ -170,9 +170,12 @@ def _leads_to_product(value: Value) -> bool:
 
 def _upstream(value: Value) -> Iterator[Node]:
     """Yields the nodes that a value is made of, back to those that are not fusible."""
-    return reached(
-        producers([value]), lambda node: producers(node.inputs) if node.is_fusible else ()
-    )
+
+    def inputs(value: Value) -> Sequence[Value]:
+        node = value.producer
+        return node.inputs if node is not None and node.is_fusible else ()
+
+    return filter(None, (value.producer for value in reached([value], inputs)))
 
 
 # From the softmax back to the first product.

@@ -13,7 +13,6 @@ The end of a GPT-2, its last product and cross entropy, moves 30 % fewer bytes b
 """
 
 import functools
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jmp import _jax_compat
 from jmp.autocasting._flow import is_row_reduction
-from jmp.autocasting._graph import Node, Value, producers, reached
+from jmp.autocasting._graph import Node, Value, downstream
 from jmp.autocasting._numbers import Shape, length_of
 from jmp.autocasting._steps import Recompute, Rewrite, Surroundings
 
@@ -95,11 +94,8 @@ def _reads_rows_again(powers: Powers, around: Surroundings) -> bool:
 def _is_spread(total: Node, around: Surroundings) -> bool:
     """Returns whether a larger value of the island is made of the sums `total`."""
     (sums,) = total.outputs
-
-    def results(value: Value) -> list[Value]:
-        return [r for user in value.users if user in around.inside for r in user.outputs]
-
-    return any(value.size > sums.size for value in reached([sums], results))
+    made_of_them = downstream(sums, around.inside.__contains__)
+    return any(value.size > sums.size for value in made_of_them)
 
 
 # What is found in an island.
@@ -142,13 +138,14 @@ def _one_a_row(value: Value, shape: Shape, rank: int) -> Value | None:
 def _maxima(shift: Value, rows: Value, axes: Any, around: Surroundings) -> Node | None:
     """Returns the maxima of `rows` over `axes`, if `shift` is made of them, one number a row."""
 
-    def made_of(values: Iterable[Value]) -> list[Node]:
-        small = (value for value in values if value.size <= shift.size)
-        return [node for node in producers(small) if node in around.inside]
+    def stays_small(node: Node) -> bool:
+        return node in around.inside and node.outputs[0].size <= shift.size
 
-    for node in reached(made_of([shift]), lambda node: made_of(node.inputs)):
-        if node.name == "reduce_max" and node.inputs[0] is rows:
-            return node if sorted(node.params["axes"]) == sorted(axes) else None
+    for node in rows.users:
+        if node in around.inside and node.name == "reduce_max":
+            reduces = sorted(node.params["axes"]) == sorted(axes)
+            if reduces and shift in downstream(node.outputs[0], stays_small):
+                return node
     return None
 
 
