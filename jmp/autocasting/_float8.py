@@ -4,11 +4,10 @@ The program that is emitted multiplies bfloat16 numbers, each `convert(float8) *
 one cuBLASLt float8 product of that, with the scales as operands, where scales are scalars and not
 both operands are e5m2. Elsewhere, as on a CPU, it computes what is written.
 
-A product has a derivative of its own, so that what is kept for the backward pass is float8, and so
-that its two products are float8 too. What it does not have is a second derivative, or one in
-forward mode.
+A product has a derivative of its own: what is kept for the backward pass is float8, and so are its
+two products. It has no second derivative, and none in forward mode.
 
-A scale comes from the largest number, or from a bound that needs no look at the numbers: from the
+A scale comes from the largest number, or from a bound of it, for which no array is read: from the
 norms of a product's factors, and the extremes of the function between it and the next. One scale is
 shared by all examples of a `vmap`, and by all devices that hold a part of an array: with several
 scales no product would be float8, and what devices computed would differ.

@@ -1,8 +1,8 @@
 """What the user asked for: the options of one call of `autocast`, and of places in the program.
 
-Options are `Settings`. Places are regions, told apart by the name scopes they stand in. Name scopes
-stay under jit, grad, vmap, scan and nesting, because every equation carries them. Four things are
-said with them:
+Options are `Settings`. Places are regions, told apart by the name scopes they stand in. Every
+equation carries its scopes, so that they stay under jit, grad, vmap, scan and nesting. Four sorts
+of scopes say something:
   - `full_precision` opens the scope FULL_PRECISION: no product in it is lowered, and those that
     name no precision have the highest (`_precision`);
   - `autocast` opens the scope AUTOCAST: what stands in it is decided already, so that an autocast
@@ -11,8 +11,8 @@ said with them:
     who know each module's class and path, say with it what a rule asks of a module;
   - modules (Flax, Haiku) and `jax.named_scope` open scopes of their own, which `rules=` name.
 
-By the paths of modules in name scopes diagnostics, and rules in them, call a place. Frameworks that
-open no scopes by path (nnx, Equinox) are made to, one for each call of a module.
+Diagnostics call a place by the path of its module, and take it from the scopes. Modules of nnx and
+Equinox open none by themselves: the adapters open one for each call of a module (MODULE).
 """
 
 import dataclasses
