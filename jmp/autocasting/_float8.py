@@ -396,9 +396,8 @@ def extremes_of(equations: tuple[Equation, ...]) -> Extremes:
     # In a thread of its own nothing is being traced, and no mesh of other devices is set.
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
         pairs = list(thread.map(values_and_slopes, (False, True)))
-    results, slopes = (
-        np.fmax(*(np.abs(np.asarray(x)) for x in both)) for both in zip(*pairs, strict=True)
-    )
+    results = np.fmax(*(np.abs(values) for values, _ in pairs))
+    slopes = np.fmax(*(np.abs(slopes) for _, slopes in pairs))
     sizes = np.abs(numbers)
     is_far, is_near = (sizes > 2.0**64) & (sizes < 2.0**100), sizes < 2.0**100
     # Of what jumps at every turn, as rounding does, no slope says how it grows.

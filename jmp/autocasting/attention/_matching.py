@@ -352,8 +352,7 @@ def _values(
         raise NotFused("its values have more than one axis of their own")
     sizes[VALUE_WIDTH] = shape_of(values.value)[values.axes.index((VALUE_WIDTH,))]
     free = [axis for i, axis in enumerate(weights) if i not in (*contracted[side], *batched[side])]
-    parts: Sequence[Sequence[Labels]] = (free, [(VALUE_WIDTH,)])
-    first, second = parts if side == 0 else parts[::-1]
+    first, second = (free, [(VALUE_WIDTH,)]) if side == 0 else ([(VALUE_WIDTH,)], free)
     return values, (*shared, *first, *second)
 
 
