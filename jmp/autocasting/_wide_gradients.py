@@ -57,14 +57,14 @@ def multiply_rounded(operands: Sequence[Any], params: Params, half: np.dtype) ->
       params: for a half result.
     """
     wide = [i for i in (0, 1) if operands[i].dtype == FLOAT32]
-    half_already = [i for i in (0, 1) if i not in wide]
+    narrow = [i for i in (0, 1) if i not in wide]
 
     def forward(left: Any, right: Any, *_: Any) -> list[Any]:
         return [lax.dot_general_p.bind(left, right, **params)]
 
     def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
         # What was rounded outside changes as the operand does, which comes in float32 too.
-        of_halves = [(i, tangents[i]) for i in half_already]
+        of_halves = [(i, tangents[i]) for i in narrow]
         changes = []
         for position, change in (*of_halves, *zip(wide, tangents[2:], strict=True)):
             if isinstance(change, SymbolicZero):

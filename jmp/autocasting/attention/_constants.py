@@ -42,7 +42,7 @@ def constant_of(value: Value, found: Found | None = None) -> "np.ndarray[Any, An
 def _is_computable(last: Node) -> bool:
     """Returns whether a node depends on no argument; nothing is computed to find out."""
 
-    def sources(node: Node | None) -> list[Node | None]:
+    def sources(node: Node | None) -> list[Node | None]:  # None of what is an argument
         inputs = () if node is None else node.inputs
         return [value.origin.producer for value in inputs if _held(value) is None]
 
