@@ -34,10 +34,8 @@ def manual_axes() -> frozenset[str]:
 
 def varying_axes(value: Any) -> frozenset[str]:
     """Returns the manual axes along which a value, or one of a type, varies, if its type says."""
-    aval = getattr(value, "aval", value)
-    if hasattr(aval, "manual_axis_type"):
-        return frozenset(aval.manual_axis_type.varying)
-    return frozenset(getattr(aval, "vma", ()))  # its name in earlier releases of JAX
+    kind = getattr(getattr(value, "aval", value), "manual_axis_type", None)
+    return frozenset() if kind is None else frozenset(kind.varying)
 
 
 # The precision of products that name none.

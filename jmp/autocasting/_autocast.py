@@ -1,17 +1,17 @@
 """`autocast` and `full_precision`: the public face."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import jax
 
-from jmp._messages import check_function, described, framework_of, way_out
-from jmp.autocasting._program import Program, check_names, check_runs_when_called
-from jmp.autocasting._request import AUTOCAST, FULL_PRECISION, Settings, check_rules
+from jmp._messages import check_function, described, framework_of, way_out, wrong
+from jmp.autocasting._program import Program, check_runs_when_called, checked_names
+from jmp.autocasting._request import AUTOCAST, FULL_PRECISION, Settings
 from jmp.dtypes import FLOAT32
 from jmp.policy import Policy, get_policy, mark_lowered
-from jmp.rules import PolicyRules, Rule
+from jmp.rules import Rule
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -162,27 +162,18 @@ def make_program(
     policy: str | Policy,
     *,
     apply_to: Sequence[str] = (),
-    rules: Sequence[Rule] = (),
-    rules_of_modules: PolicyRules | None = None,
     **options: Any,
 ) -> Program | None:
     """Checks what `autocast` was given; None if the policy computes in float32.
 
     Args:
-      rules_of_modules: those of an adapter, in the place of `rules`: what it matches against
-        modules then names scopes too.
+      options: the other fields of `Settings`.
     """
-    # They are read more than once.
-    rules = tuple(rules) if isinstance(rules, Iterator) else rules
-    apply_to = tuple(apply_to) if isinstance(apply_to, Iterator) else apply_to
     _check_function(fun)
     check_runs_when_called(fun)
     settings = Settings(get_policy(policy), **options)
-    check_rules(rules, settings.compute_dtype)
-    check_names(fun, apply_to)
-    if settings.compute_dtype == FLOAT32:
-        return None
-    return Program(fun, settings, tuple(rules), tuple(apply_to), rules_of_modules)
+    names = checked_names(fun, apply_to)
+    return None if settings.compute_dtype == FLOAT32 else Program(fun, settings, names)
 
 
 def full_precision(fun: Callable[P, R]) -> Callable[P, R]:
@@ -228,9 +219,8 @@ def _under_scope(name: str, fun: Callable[P, R]) -> Callable[P, R]:
 
 def _check_function(fun: Any) -> None:
     if not callable(fun):
-        raise TypeError(
-            f"autocast got {described(fun)}; expected a function, such as a loss.{way_out(fun)}"
-        )
+        expected = "a function, such as a loss"
+        raise wrong(TypeError, "autocast", fun, expected, more=way_out(fun))
     # Bound to its variables, inside another module, it can be called as it is.
     if framework_of(fun) == "flax.linen" and getattr(fun, "scope", fun) is None:
         raise TypeError(

@@ -11,7 +11,7 @@ Some equations are written in another primitive before anything is planned:
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -99,10 +99,8 @@ Form = Callable[..., Any]  # of an equation's parameters and operands
 
 def plain_form(equation: JaxprEqn, settings: Settings) -> Jaxpr | None:
     """Returns an equation in other primitives; None for one that stays as it is."""
-    name = equation.primitive.name
-    find = _FORMS.get(name)
-    form = None if find is None or name in settings.overrides else find(equation)
-    if form is None:
+    form = _form_of(equation)
+    if form is None or equation.primitive.name in settings.overrides:
         return None
     types = tuple(atom.aval for atom in equation.invars)
     traced = _traced(form, types, tuple(equation.params.items()))
@@ -139,10 +137,23 @@ def multiplies_mask(equation: JaxprEqn) -> bool:
     return dtypes == {FLOAT32, np.dtype(bool)} and dtype_of(equation.outvars[0]) == FLOAT32
 
 
-def _form_of_product(equation: JaxprEqn) -> Form | None:
+def _sums_own_axes(equation: JaxprEqn) -> bool:
+    """Returns whether a psum is over axes of its array, and over no devices."""
+    params = equation.params
+    return (
+        equation.primitive.name in _jax_compat.PSUMS
+        and len(equation.invars) == 1
+        and all(isinstance(axis, int) for axis in params.get("axes", ()))
+        and params.get("axis_index_groups") is None
+    )
+
+
+def _form_of(equation: JaxprEqn) -> Form | None:
     if contracts_nothing(equation):
         return _multiplication
-    return _product_of_float32 if multiplies_mask(equation) else None
+    if multiplies_mask(equation):
+        return _product_of_float32
+    return _plain_sum if _sums_own_axes(equation) else None
 
 
 def _multiplication(params: Params, left: jax.Array, right: jax.Array) -> jax.Array:
@@ -166,24 +177,5 @@ def _product_of_float32(params: Params, *operands: jax.Array) -> Any:
     return lax.dot_general_p.bind(*cast, **params)
 
 
-# Sums over devices.
-
-
-def _form_of_psum(equation: JaxprEqn) -> Form | None:
-    params = equation.params
-    is_plain = (
-        len(equation.invars) == 1
-        and all(isinstance(axis, int) for axis in params.get("axes", ()))
-        and params.get("axis_index_groups") is None
-    )
-    return _plain_sum if is_plain else None
-
-
 def _plain_sum(params: Params, array: jax.Array) -> jax.Array:
     return lax.reduce_sum(array, params["axes"])
-
-
-_FORMS: Mapping[str, Callable[[JaxprEqn], Form | None]] = {
-    "dot_general": _form_of_product,
-    **dict.fromkeys(_jax_compat.PSUMS, _form_of_psum),
-}

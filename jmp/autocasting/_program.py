@@ -4,6 +4,7 @@ A call traces, or finds the trace in JAX's own cache; plans, or finds the plan; 
 eager call through `jax.jit`, a call under a transformation by binding the plan's steps.
 """
 
+import dataclasses
 import functools
 import inspect
 import warnings
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 
 from jmp import _jax_compat
 from jmp._array_calls import StaticPart, take_arrays
-from jmp._messages import described, function_name, listed, users_stacklevel
+from jmp._messages import described, function_name, listed, users_stacklevel, wrong
 from jmp.autocasting._emit import run_plan
 from jmp.autocasting._flatten import graph_of
 from jmp.autocasting._flow import Destination, Info
@@ -27,7 +28,7 @@ from jmp.autocasting._propagation import walk
 from jmp.autocasting._request import AUTOCAST, Request, Settings
 from jmp.autocasting._steps import Context, Plan
 from jmp.dtypes import FLOAT32
-from jmp.rules import PolicyRules, Rule, UnusedRuleWarning
+from jmp.rules import UnusedRuleWarning
 from jmp.trees import as_jax_array, cast_leaf, holds_numbers
 
 # What runs later than it is called: its name, and how its function and result are recognised.
@@ -36,6 +37,15 @@ LATE = (
     ("a coroutine", inspect.iscoroutinefunction, inspect.iscoroutine),
     ("an asynchronous generator", inspect.isasyncgenfunction, inspect.isasyncgen),
 )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Packed:
+    """A result whose arrays are leaves and whose other objects are part of the structure."""
+
+    arrays: list[Any]
+    held: StaticPart = dataclasses.field(metadata={"static": True})
 
 
 class Traced(NamedTuple):
@@ -63,17 +73,10 @@ class Program:
     """A function, how to lower it, and the plans made for the types it was called with."""
 
     def __init__(
-        self,
-        fun: Callable[..., Any],
-        settings: Settings,
-        rules: tuple[Rule, ...],
-        apply_to: tuple[str, ...],
-        rules_of_modules: PolicyRules | None = None,
+        self, fun: Callable[..., Any], settings: Settings, apply_to: tuple[str, ...]
     ) -> None:
         self.fun = fun
-        self.rules_of_modules = rules_of_modules
         self.settings = settings
-        self.rules = rules
         self.apply_to = apply_to
         # JAX caches traces by function; so each structure of arguments keeps its own function.
         self._flat_function = functools.lru_cache(self._make_flat_function)
@@ -82,9 +85,7 @@ class Program:
 
     def __reduce__(self) -> Any:
         """Pickles and copies what the program was made from; traces and plans are made anew."""
-        return Program, (
-            self.fun, self.settings, self.rules, self.apply_to, self.rules_of_modules
-        )  # fmt: skip
+        return Program, (self.fun, self.settings, self.apply_to)
 
     def call(self, args: Any, kwargs: Any) -> Any:
         """Runs the function on these arguments."""
@@ -96,7 +97,8 @@ class Program:
             results = traced.emit(*operands)
         leaves, structure = jax.tree.flatten(traced.result)
         results = [_of_type(x, leaf) for x, leaf in zip(results, leaves, strict=True)]
-        return jax.tree.unflatten(structure, results).restore()
+        packed = jax.tree.unflatten(structure, results)
+        return packed.held.filled(packed.arrays)
 
     def trace(self, args: Any, kwargs: Any) -> Traced:
         """Traces and plans, or finds what was traced and planned before."""
@@ -135,7 +137,7 @@ class Program:
         return [i in named for i, leaf in enumerate(leaves) if holds_numbers(leaf)]
 
     def _plan(self, jaxpr: Any, constants: Sequence[Any], in_half: Sequence[bool]) -> Plan:
-        request = Request(self.settings, self.rules, self.rules_of_modules)
+        request = Request(self.settings)
         given = [MadeOf.INPUTS] * len(jaxpr.invars)
         graph = graph_of(jaxpr, constants, given, None, request)
         infos = [Info(value.dtype, True) for value in graph.inputs]
@@ -174,7 +176,10 @@ class Program:
             args, kwargs = held.filled(arrays)
             result = self.fun(*args, **kwargs)
             _check_unchanged((args, kwargs), held, arrays)
-            return Packed.pack(result)
+            results, rest = take_arrays(result, is_leaf=inspect.isgenerator)
+            for leaf in rest.leaves:
+                check_runs_when_called(leaf)
+            return Packed(results, rest)
 
         flat.__name__ = getattr(self.fun, "__name__", "autocast")
         return flat
@@ -221,25 +226,23 @@ def check_runs_when_called(fun: Any) -> None:
         )
 
 
-def check_names(fun: Callable[..., Any], apply_to: Sequence[str]) -> None:
-    """Refuses an `apply_to=` that names no arguments of the function."""
+def checked_names(fun: Callable[..., Any], apply_to: Iterable[str]) -> tuple[str, ...]:
+    """Returns what `apply_to=` names; refuses what names no arguments of the function."""
     if isinstance(apply_to, str):
-        text = described(apply_to)
-        raise TypeError(f"autocast got apply_to={text}; expected a list: [{text}].")
-    if not isinstance(apply_to, Iterable) or not all(isinstance(name, str) for name in apply_to):
-        raise TypeError(
-            f"autocast got apply_to={described(apply_to)}; expected names of arguments, such as "
-            "apply_to=['x']."
-        )
-    if not apply_to:
-        return
-    parameters = inspect.signature(fun).parameters
-    unknown = [name for name in apply_to if name not in parameters]
+        expected = f"a list: [{described(apply_to)}]"
+        raise wrong(TypeError, "autocast", apply_to, expected, name="apply_to")
+    names = tuple(apply_to) if isinstance(apply_to, Iterable) else (apply_to,)
+    if not all(isinstance(name, str) for name in names):
+        expected = "names of arguments, such as apply_to=['x']"
+        raise wrong(TypeError, "autocast", apply_to, expected, name="apply_to")
+    parameters = inspect.signature(fun).parameters if names else {}
+    unknown = [name for name in names if name not in parameters]
     if unknown:
         raise ValueError(
-            f"autocast got apply_to={described(list(apply_to))}, but '{function_name(fun)}' has no "
+            f"autocast got apply_to={described(list(names))}, but '{function_name(fun)}' has no "
             f"argument {listed(unknown)}; it has {', '.join(list(parameters)[:16])}."
         )
+    return names
 
 
 def _check_unchanged(arguments: Any, held: StaticPart, arrays: Sequence[Any]) -> None:
@@ -255,33 +258,3 @@ def _check_unchanged(arguments: Any, held: StaticPart, arrays: Sequence[Any]) ->
             "return what changes. For nnx modules, whose state changes, use "
             "jmp.adapters.nnx.autocast, which writes their state back."
         )
-
-
-@jax.tree_util.register_pytree_node_class
-class Packed:
-    """A result whose arrays are leaves and whose other objects are part of the structure."""
-
-    def __init__(self, arrays: Sequence[Any], held: StaticPart) -> None:
-        self.arrays = arrays
-        self.held = held
-
-    @classmethod
-    def pack(cls, result: Any) -> "Packed":
-        """Takes the arrays of a result apart from the rest."""
-        arrays, held = take_arrays(result, is_leaf=inspect.isgenerator)
-        for leaf in held.leaves:
-            check_runs_when_called(leaf)
-        return cls(arrays, held)
-
-    def restore(self) -> Any:
-        """Puts the result together again."""
-        return self.held.filled(self.arrays)
-
-    def tree_flatten(self) -> tuple[Any, Any]:
-        """The arrays; then structure and other objects."""
-        return tuple(self.arrays), self.held
-
-    @classmethod
-    def tree_unflatten(cls, held: StaticPart, arrays: Any) -> "Packed":
-        """The inverse of `tree_flatten`."""
-        return cls(arrays, held)

@@ -13,7 +13,7 @@ Five categories, decided per primitive and looked up by its name:
 import dataclasses
 import enum
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -47,11 +47,6 @@ class Category(enum.Enum):
 
 
 Params = Mapping[str, Any]
-InHalf = Callable[[Params, np.dtype], Params]
-
-
-def _same_params(params: Params, dtype: np.dtype) -> Params:
-    return params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +59,7 @@ class Rule:
     Attributes:
       category: the `Category`.
       reason: one sentence, printed in the op table and in reports.
-      params_in_half: `(parameters, half dtype) -> parameters` to bind in that dtype.
+      dtype_param: the parameter that says the result's dtype: half where it is computed in half.
       owner: the module that registered it.
 
     >>> rule = Rule(Category.FOLLOW, "moves numbers", reshapes=True)
@@ -73,9 +68,9 @@ class Rule:
     """
 
     category: Category
-    reason: str  # one sentence, printed in the op table and in reports
-    params_in_half: InHalf = _same_params  # given parameters and a half dtype, those to bind there
-    owner: str = "jmp"  # the module that registered it
+    reason: str
+    dtype_param: str | None = None
+    owner: str = "jmp"
 
     # XLA fuses it into its neighbours (elementwise, data movement, reductions), so that it may be
     # part of an island. Products, sorts, scatters and loops are not.
@@ -106,6 +101,10 @@ class Rule:
     draws_bits: bool = False  # it makes or uses random bits
     casts: bool = False  # it changes the dtype and nothing else
 
+    def params_in_half(self, params: Params, half: np.dtype) -> Params:
+        """Returns what an equation with these parameters is bound with in half."""
+        return {**params, self.dtype_param: half} if self.dtype_param else params
+
     @property
     def hands_on(self) -> bool:
         """Whether it moves all or some numbers of its first operand, each once."""
@@ -130,7 +129,7 @@ def register_rule(
     reason: str,
     traits: str = "",
     *,
-    params_in_half: InHalf = _same_params,
+    dtype_param: str | None = None,
 ) -> None:
     """Adds a rule of how autocast computes one or more primitives.
 
@@ -139,8 +138,8 @@ def register_rule(
       category: a `Category` or its name: "low", "full", "widest", "follow", "as written".
       reason: one sentence for the op table.
       traits: names of traits with spaces between, such as "fusible expensive"; see `Rule`.
-      params_in_half: see `Rule`. A rule for a primitive that names a dtype in its parameters gives
-        it.
+      dtype_param: the name of the parameter that says the dtype of the result, if there is one,
+        such as "preferred_element_type".
 
     Raises:
       TypeError: `primitives` is, or holds, neither a primitive nor a name.
@@ -158,7 +157,7 @@ def register_rule(
         )
     owner = sys._getframe(1).f_globals.get("__name__", "?")  # who calls
     flags = dict.fromkeys(traits.split(), True)
-    rule = Rule(Category(category), reason, params_in_half, owner, **flags)
+    rule = Rule(Category(category), reason, dtype_param, owner, **flags)
     is_one = not isinstance(primitives, (list, tuple, set, frozenset))
     names = [primitive_name(primitive) for primitive in ([primitives] if is_one else primitives)]
     for name in names:

@@ -1,8 +1,8 @@
 """What the user asked for: the options of one call of `autocast`, and of places in the program.
 
-Options are `Settings`. Places are regions, told apart by the name scopes they stand in. Name scopes
-stay under jit, grad, vmap, scan and nesting, because every equation carries them. Four things are
-said with them:
+Options are `Settings`. Places are regions, told apart by the name scopes they stand in. Every
+equation carries its scopes, so that they stay under jit, grad, vmap, scan and nesting. Four sorts
+of scopes say something:
   - `full_precision` opens the scope FULL_PRECISION: no product in it is lowered, and those that
     name no precision have the highest (`_precision`);
   - `autocast` opens the scope AUTOCAST: what stands in it is decided already, so that an autocast
@@ -11,15 +11,15 @@ said with them:
     who know each module's class and path, say with it what a rule asks of a module;
   - modules (Flax, Haiku) and `jax.named_scope` open scopes of their own, which `rules=` name.
 
-By the paths of modules in name scopes diagnostics, and rules in them, call a place. Frameworks that
-open no scopes by path (nnx, Equinox) are made to, one for each call of a module.
+Diagnostics call a place by the path of its module, and take it from the scopes. Modules of nnx and
+Equinox open none by themselves: the adapters open one for each call of a module (MODULE).
 """
 
 import dataclasses
-import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import InitVar
 from typing import Any
 
 import jax
@@ -44,33 +44,36 @@ CHOICES = {
 class Settings:
     """The policy and the options of one call of `autocast` that the planner reads; see there.
 
-    Primitives of `low`, `full` and `follow` are given by themselves or by name; names are kept.
+    Attributes:
+      rules_of_modules: those of an adapter, in the place of `rules`: what it matches against
+        modules names scopes too.
+      overrides: the primitives, by name, to which this call gives a category of its own.
 
     Raises: TypeError or ValueError for what `autocast` does not take.
     """
 
     policy: Policy
-    low: Iterable[Any] = ()
-    full: Iterable[Any] = ()
-    follow: Iterable[Any] = ()
+    low: InitVar[Iterable[Any]] = ()
+    full: InitVar[Iterable[Any]] = ()
+    follow: InitVar[Iterable[Any]] = ()
+    rules: Sequence[Rule] = ()
+    rules_of_modules: PolicyRules | None = None
     recompute: str = "auto"
     inside_custom_vjp: bool = False
     attention: str = "plain"
     float8: str = "weights"
+    overrides: dict[str, Category] = dataclasses.field(default_factory=dict, init=False)
 
-    def __post_init__(self) -> None:
-        found: dict[str, Category] = {}
-        for category in (Category.LOW, Category.FULL, Category.FOLLOW):
-            option = category.value
-            names = _names_of_primitives(option, getattr(self, option))
-            for name in names:
-                if name in found:
+    def __post_init__(self, low: Any, full: Any, follow: Any) -> None:
+        given = {Category.LOW: low, Category.FULL: full, Category.FOLLOW: follow}
+        for category, primitives in given.items():
+            for name in _names_of_primitives(category.value, primitives):
+                if name in self.overrides:
                     raise ValueError(
-                        f"autocast got {described(name)} both in {found[name].value}= and in "
-                        f"{option}=; give it one category."
+                        f"autocast got {described(name)} both in {self.overrides[name].value}= and "
+                        f"in {category.value}=; give it one category."
                     )
-                found[name] = category
-            object.__setattr__(self, option, names)
+                self.overrides[name] = category
         for option, choices in CHOICES.items():
             choice = getattr(self, option)
             if choice not in choices:
@@ -82,20 +85,12 @@ class Settings:
                 f"autocast got the compute dtype {self.compute_dtype}; expected float16 or "
                 "bfloat16, or float32 to switch it off."
             )
+        object.__setattr__(self, "rules", _checked_rules(self.rules, self.compute_dtype))
 
     @property
     def compute_dtype(self) -> np.dtype:
         """The dtype of products: float16 or bfloat16; float32 if nothing is to be lowered."""
         return np.dtype(self.policy.compute_dtype)
-
-    @functools.cached_property
-    def overrides(self) -> Mapping[str, Category]:
-        """The primitives to which this call gives a category of its own."""
-        return {
-            name: category
-            for category in (Category.LOW, Category.FULL, Category.FOLLOW)
-            for name in getattr(self, category.value)
-        }
 
     def rule_for(self, name: str) -> _registry.Rule:
         """Returns the rule of a primitive, this call's overrides applied."""
@@ -157,8 +152,12 @@ def policy_scope(policy: Policy) -> AbstractContextManager[None]:
     return jax.named_scope(f"{POLICY}{policy}")
 
 
-def check_rules(rules: Sequence[Rule], compute_dtype: np.dtype) -> None:
-    """Raises TypeError or ValueError for rules that `autocast` in `compute_dtype` cannot follow."""
+def _checked_rules(rules: Iterable[Rule], compute_dtype: np.dtype) -> tuple[Rule, ...]:
+    """Returns rules that `autocast` in `compute_dtype` can follow.
+
+    Raises: TypeError or ValueError for others.
+    """
+    rules = tuple(rules) if isinstance(rules, Iterator) else rules  # read more than once
     PolicyRules(rules, "float32")  # checks that they are pairs, and reads the policies
     for target, text in rules:
         if not isinstance(target, str | re.Pattern):
@@ -167,6 +166,7 @@ def check_rules(rules: Sequence[Rule], compute_dtype: np.dtype) -> None:
                 "classes. Expected a glob such as '*LayerNorm*' or a compiled regular expression."
             )
         _check_dtype(get_policy(text), compute_dtype, described(target))
+    return tuple(rules)
 
 
 def _check_dtype(policy: Policy, compute_dtype: np.dtype, where: str) -> None:
@@ -185,24 +185,18 @@ def _check_dtype(policy: Policy, compute_dtype: np.dtype, where: str) -> None:
 class Request:
     """What the user asked for: the options of a call, and of places in the program by `rules=`.
 
-    Rules are matched against name scopes; what was found is remembered.
-
-    Args:
-      settings: the options, which hold outside all rules.
-      rules: `(target, policy)` pairs as in `jmp.rules`. A target matches from any scope of a path
-        on: "head*" finds "GPT/head". A policy with float32 compute runs its scope in float32; if
-        its output dtype is half, what leaves the scope is rounded to half. One with half compute
-        says of its scope whether products may be float8.
-      of_modules: rules of an adapter, which it matches against modules, in the place of `rules`.
+    Rules are matched against name scopes; what was found is remembered. The options hold outside
+    all rules. A rule's target matches from any scope of a path on: "head*" finds "GPT/head". A
+    policy with float32 compute runs its scope in float32; if its output dtype is half, what leaves
+    the scope is rounded to half. One with half compute says of its scope whether products may be
+    float8.
     """
 
-    def __init__(
-        self, settings: Settings, rules: Sequence[Rule], of_modules: PolicyRules | None = None
-    ) -> None:
+    def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self._half = half = settings.compute_dtype
         default = Policy(np.float32, half, half, product_dtype=settings.policy.product_dtype)
-        self.rules = PolicyRules(rules, default) if of_modules is None else of_modules
+        self.rules = settings.rules_of_modules or PolicyRules(settings.rules, default)
         self._found: dict[Any, Region] = {}
 
     def region(self, stack: Any) -> Region:
@@ -217,21 +211,21 @@ class Request:
             return DECIDED
         if FULL_PRECISION in names:
             return IN_FLOAT32
-        named = [name for name in names if name.startswith(POLICY)]
-        if named:
-            policy = get_policy(named[-1].removeprefix(POLICY))
-        else:
-            policy = self._rule_for(names)
+        policy = self._policy_for(names)
         _check_dtype(policy, self._half, described("/".join(names)))
         if policy.compute_dtype == self._half:
-            asked = self.settings.policy.reduce_dtype, policy.reduce_dtype
-            wide = any(dtype is not None for dtype in asked)
-            float8 = policy.product_dtype is not None
-            return Region(reduces_in_float32=wide, multiplies_in_float8=float8)
+            reduce_dtype = policy.reduce_dtype or self.settings.policy.reduce_dtype
+            return Region(
+                reduces_in_float32=reduce_dtype is not None,
+                multiplies_in_float8=policy.product_dtype is not None,
+            )
         rounds = policy.output_dtype == self._half
         return Region(in_float32=True, output_dtype=self._half if rounds else None)
 
-    def _rule_for(self, names: list[str]) -> Policy:
+    def _policy_for(self, names: list[str]) -> Policy:
+        named = [name for name in names if name.startswith(POLICY)]
+        if named:
+            return get_policy(named[-1].removeprefix(POLICY))
         # As in an adapter, whose modules open a scope of their policy: the innermost module that a
         # rule names, before other scopes.
         for path in module_paths(names):

@@ -56,23 +56,24 @@ def multiply_rounded(operands: Sequence[Any], params: Params, half: np.dtype) ->
     Args:
       params: for a half result.
     """
-    wide = [i for i, operand in enumerate(operands) if operand.dtype == FLOAT32]
+    wide = [i for i in (0, 1) if operands[i].dtype == FLOAT32]
+    narrow = [i for i in (0, 1) if i not in wide]
 
     def forward(left: Any, right: Any, *_: Any) -> list[Any]:
         return [lax.dot_general_p.bind(left, right, **params)]
 
     def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+        # What was rounded outside changes as the operand does, which comes in float32 too.
+        of_halves = [(i, tangents[i]) for i in narrow]
         changes = []
-        for position, change in zip((0, 1, *wide), tangents, strict=True):
-            # What was rounded outside changes as the operand does, which comes in float32 too.
-            is_rounded = position in wide and change.dtype == half
-            if isinstance(change, SymbolicZero) or is_rounded:
+        for position, change in (*of_halves, *zip(wide, tangents[2:], strict=True)):
+            if isinstance(change, SymbolicZero):
                 continue
-            factors = [change if i == position else primals[i] for i in range(2)]
-            if change.dtype == half:
-                changes.append(lax.dot_general_p.bind(*factors, **params))
-            else:
+            factors = [change if i == position else primals[i] for i in (0, 1)]
+            if position in wide:
                 changes.append(weight_product_p.bind(*factors, weight=position, **params))
+            else:
+                changes.append(lax.dot_general_p.bind(*factors, **params))
         return [reduce(lax.add, changes)]
 
     halves = [cast(x, half) for x in operands]

@@ -170,7 +170,7 @@ def test_a_program_can_be_pickled_and_copied():
     program = make_program(scoped, F16, apply_to=["w"], **OPTIONS)
     expected = program.call((W, X), {})
     for restored in (pickle.loads(pickle.dumps(program)), copy.deepcopy(program)):
-        assert (restored.settings, restored.rules) == (program.settings, program.rules)
+        assert restored.settings == program.settings
         assert restored.call((W, X), {}) == expected
 
 

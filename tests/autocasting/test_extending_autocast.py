@@ -55,6 +55,16 @@ def test_a_new_rule_is_one_row(softsign):
     np.testing.assert_allclose(jax.grad(autocast)(X), jax.grad(layers)(X), atol=2e-3)
 
 
+def test_a_new_product_names_the_parameter_that_says_its_dtype():
+    product = Primitive("product_for_the_test")
+    product.def_abstract_eval(lambda x, w, dtype: x.update(dtype=dtype))
+    register_rule(product, "low", "runs on the tensor cores", dtype_param="dtype")
+
+    autocast = jmp.autocast(lambda x: product.bind(x, W, dtype=X.dtype), "mixed_float16")
+    (equation,) = (e for e in equations_of(autocast, X) if e.primitive is product)
+    assert equation.params["dtype"] == equation.invars[0].aval.dtype == jnp.float16
+
+
 def test_a_new_rewrite_is_one_row(monkeypatch):
     def reciprocal_root(node, around):
         """1 / sqrt(x) as rsqrt(x)."""

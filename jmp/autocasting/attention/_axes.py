@@ -45,8 +45,7 @@ def is_identity(node: Node) -> bool:
     """Returns whether a node is the identity, its derivative too: a name, a cast to its dtype."""
     if node.name == "convert_element_type":
         return node.inputs[0].dtype == node.outputs[0].dtype
-    moves = node.name == "transpose" or node.name == "rev"
-    return node.rule.permutes and not moves and node.name != "stop_gradient"
+    return node.rule.permutes and node.name not in ("transpose", "rev", "stop_gradient")
 
 
 def keeps_places(node: Node) -> bool:
@@ -70,34 +69,17 @@ def moves_axes(node: Node) -> bool:
 # Axes followed through nodes.
 
 
-def axes_after(node: Node, axes: Axes, sizes: Sizes, side: int = 0) -> Axes | None:
-    """Returns the axes of the result of a node, given those of the operand that it hands on.
+def axes_after(node: Node, axes: Axes, sizes: Sizes) -> Axes | None:
+    """Returns the axes of the result of a node that moves data, given those of its operand.
 
-    Args:
-      side: which operand that is; the other one multiplies it.
-
-    Returns: None if the node repeats, drops or adds up numbers, or if the axis of one label would
-      be split.
+    Returns: None if the node repeats or drops numbers, or if the axis of one label would be split.
     """
     shape = shape_of(node.outputs[0])
     if node.name == "transpose":
         return tuple(axes[i] for i in node.params["permutation"])
-    if node.name == "dot_general":
-        return _axes_after_product(node, axes, side)
     if node.rule.reshapes or (node.rule.repeats and node.outputs[0].size == node.inputs[0].size):
         return _regrouped(axes, shape, sizes)
-    return axes if is_identity(node) or shape == shape_of(node.inputs[side]) else None
-
-
-def _axes_after_product(node: Node, axes: Axes, side: int) -> Axes | None:
-    contracted, batched = node.params["dimension_numbers"]
-    other = shape_of(node.inputs[1 - side])
-    of_other: Axes = ((),) * (len(other) - len(batched[1 - side]))
-    if contracted[side] or any(n != 1 for i, n in enumerate(other) if i not in batched[1 - side]):
-        return None
-    own = tuple(axis for i, axis in enumerate(axes) if i not in batched[side])
-    shared = tuple(axes[i] for i in batched[side])
-    return (*shared, *own, *of_other) if side == 0 else (*shared, *of_other, *own)
+    return axes if is_identity(node) else None
 
 
 def axes_before(node: Node, axes: Axes, sizes: Sizes) -> Axes | None:
@@ -147,39 +129,29 @@ def source_of(value: Value, axes: Axes, sizes: Sizes) -> Labelled:
 # Along which axes a value only repeats, as a mask over keys does along the heads.
 
 
-def repeating(value: Value, found: dict[Node, tuple[bool, ...]] | None = None) -> tuple[bool, ...]:
-    """Returns for each axis of a value whether all entries along it are known to be equal.
+def differing_labels(
+    value: Value, axes: Axes, sizes: Sizes, found: dict[Labelled, set[int]] | None = None
+) -> set[int]:
+    """Returns the labels along which entries of a value are not known to be equal.
 
     Args:
-      found: what is known of results already.
+      found: what is known of sources already.
     """
     found = {} if found is None else found
-    value = value.origin
-    of_length_one, node = tuple(n == 1 for n in shape_of(value)), value.producer
-    if node is None or not node.inputs or len(node.outputs) != 1:
-        return of_length_one
-    if node not in found:
-        found[node] = _repeating_result(node, found)
-    return tuple(one or repeats for one, repeats in zip(of_length_one, found[node], strict=True))
-
-
-def _repeating_result(node: Node, found: dict[Node, tuple[bool, ...]]) -> tuple[bool, ...]:
-    rank = len(shape_of(node.outputs[0]))
-    if node.rule.repeats:
-        repeats = [True] * rank
-        places = node.params["broadcast_dimensions"]
-        for place, own in zip(places, repeating(node.inputs[0], found), strict=True):
-            repeats[place] = own
-        return tuple(repeats)
-    if node.name == "transpose":
-        before = repeating(node.inputs[0], found)
-        return tuple(before[i] for i in node.params["permutation"])
-    if keeps_places(node):
-        return repeating(node.inputs[0], found)
-    if is_pointwise(node):
-        arrays = [repeating(v, found) for v in node.inputs if shape_of(v)]
-        return tuple(all(axis) for axis in zip(*arrays, strict=True)) or (True,) * rank
-    return (False,) * rank
+    source = source_of(value, axes, sizes)
+    while source.value.origin is not source.value:
+        source = source_of(source.value.origin, source.axes, sizes)
+    if source not in found:
+        node = source.value.producer
+        if node is not None and node.inputs and (is_pointwise(node) or keeps_places(node)):
+            operands = [
+                differing_labels(v, source.axes if shape_of(v) else (), sizes, found)
+                for v in node.inputs
+            ]
+            found[source] = set[int]().union(*operands)
+        else:
+            found[source] = set(labels_of(source.axes))
+    return found[source]
 
 
 # Arrays laid out anew.

@@ -5,13 +5,14 @@ repeats stays of length one, so that a mask of a whole batch is no larger than t
 """
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
 from jmp import _jax_compat
-from jmp.autocasting._graph import Node, Value
+from jmp.autocasting._graph import Node, Value, reached
 from jmp.autocasting._numbers import has_symbols, shape_of
 from jmp.autocasting.attention._axes import is_pointwise, keeps_places
 
@@ -28,12 +29,9 @@ def constant_of(value: Value, found: Found | None = None) -> "np.ndarray[Any, An
     Returns: an array of the value's rank, whose axes are of its length or, where it repeats, one.
     """
     found = {} if found is None else found
-    value = value.origin
-    if value.held is not None:
-        return np.asarray(value.held)
-    if value.known.array is not None:
-        return np.asarray(value.known.array)
-    node = value.producer
+    held, node = _held(value), value.origin.producer
+    if held is not None:
+        return np.asarray(held)
     if node is None:
         return None
     if node not in found:
@@ -43,48 +41,48 @@ def constant_of(value: Value, found: Found | None = None) -> "np.ndarray[Any, An
 
 def _is_computable(last: Node) -> bool:
     """Returns whether a node depends on no argument; nothing is computed to find out."""
-    stack, seen = [last], {last}
-    while stack:
-        node = stack.pop()
-        if len(node.outputs) != 1 or node.equation.effects or node.rule.draws_bits:
-            return False
-        for value in (operand.origin for operand in node.inputs):
-            if value.held is not None or value.known.array is not None:
-                continue
-            if value.producer is None:
-                return False
-            if value.producer not in seen:
-                seen.add(value.producer)
-                stack.append(value.producer)
-    return True
+
+    def sources(node: Node | None) -> list[Node | None]:  # None of what is an argument
+        inputs = () if node is None else node.inputs
+        return [value.origin.producer for value in inputs if _held(value) is None]
+
+    nodes: Iterator[Node | None] = reached([last], sources)
+    return all(
+        node is not None
+        and len(node.outputs) == 1
+        and not node.equation.effects
+        and not node.rule.draws_bits
+        and not _jax_compat.holds_functions(node.equation)
+        for node in nodes
+    )
+
+
+def _held(value: Value) -> Any:
+    """Returns the numbers of a value that the program holds; None if it has to compute them."""
+    value = value.origin
+    return value.known.array if value.held is None else value.held
 
 
 def _computed(node: Node, found: Found) -> "np.ndarray[Any, Any] | None":
-    operands = []
-    for value in node.inputs:
-        numbers = constant_of(value, found)
-        if numbers is None:
-            return None
-        operands.append(numbers)
-    shape = shape_of(node.outputs[0])
+    known = (constant_of(value, found) for value in node.inputs)
+    operands = [numbers for numbers in known if numbers is not None]
+    if len(operands) < len(node.inputs):
+        return None
     if node.rule.repeats:
         return _repeated(operands[0], node)
     if node.name == "transpose":
         return operands[0].transpose(node.params["permutation"])
     if keeps_places(node):
         return operands[0]
-    shapes = [x.shape for x in operands] if is_pointwise(node) else []
-    if shapes:
-        shape = np.broadcast_shapes(*shapes)
+    if is_pointwise(node):
+        shape = np.broadcast_shapes(*(x.shape for x in operands))
         operands = [np.broadcast_to(x, shape) if x.ndim else x for x in operands]
     else:
-        shapes = [shape, *map(shape_of, node.inputs)]
-        if any(map(has_symbols, shapes)):
+        shape, *shapes = map(shape_of, (*node.outputs, *node.inputs))
+        if any(map(has_symbols, (shape, *shapes))):
             return None
-        operands = [np.broadcast_to(x, own) for x, own in zip(operands, shapes[1:], strict=True)]
+        operands = [np.broadcast_to(x, own) for x, own in zip(operands, shapes, strict=True)]
     if max(math.prod(shape), *(x.size for x in operands), 0) > LARGEST:
-        return None
-    if _jax_compat.holds_functions(node.equation):
         return None
     try:
         with jax.ensure_compile_time_eval():

@@ -186,7 +186,7 @@ def _with_batching(function: Callable[..., Any], has_bias: bool) -> Callable[...
     @batched.def_vmap
     def rule(size: int, has_axis: Any, *operands: Any) -> Any:
         if has_bias:
-            results = _one_after_another(function, operands, has_axis)
+            results = _one_after_another(function, operands, tuple(has_axis))
         else:
 
             def with_axis(operand: Any, has: bool) -> Any:
@@ -201,19 +201,17 @@ def _with_batching(function: Callable[..., Any], has_bias: bool) -> Callable[...
 
 def _one_after_another(function: Callable[..., Any], operands: Any, has_axis: Any) -> Any:
     """Calls a function for each row of the operands that have the axis, one after another."""
-    leaves, structure = jax.tree.flatten(operands)
-    flags = jax.tree.leaves(has_axis)
 
-    def of_rows(rows: list[Any], others: list[Any]) -> Any:
-        def of_row(row: list[Any]) -> Any:
-            sources = {True: iter(row), False: iter(others)}
-            return function(*jax.tree.unflatten(structure, [next(sources[has]) for has in flags]))
+    def of_rows(*operands: Any) -> Any:
+        rows = jax.tree.map(lambda x, has: x if has else None, operands, has_axis)
+
+        def of_row(row: Any) -> Any:
+            own = lambda x, shared: shared if x is None else x
+            return function(*jax.tree.map(own, row, operands, is_leaf=lambda x: x is None))
 
         return jax.lax.map(of_row, rows)
 
-    pairs = list(zip(leaves, flags, strict=True))
-    rows, others = ([x for x, has in pairs if has is which] for which in (True, False))
-    return _with_batching(of_rows, has_bias=True)(rows, others)
+    return _with_batching(of_rows, has_bias=True)(*operands)
 
 
 def _differentiated_once(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -215,12 +215,12 @@ def _masking_of(attention: Attention, bias_axes: Axes) -> Masking:
         raise NotFused("its masks put in different numbers, and may mask a row wholly")
     is_causal, window = pattern or (False, None)
     return Masking(
-        is_causal,
-        window,
-        [term for term in terms if isinstance(term, Bias)],
-        [term for term in terms if isinstance(term, Mask)],
-        bool(learned),
-        sees_a_key,
+        is_causal=is_causal,
+        window=window,
+        biases=[term for term in terms if isinstance(term, Bias)],
+        masks=[term for term in terms if isinstance(term, Mask)],
+        has_gradient=bool(learned),
+        sees_a_key=sees_a_key,
     )
 
 
@@ -243,10 +243,10 @@ def _pattern(kept: Booleans, lengths: Sequence[int]) -> tuple[bool, int | None] 
         return False, None
     if kept.shape[:2] != (1, 1) or kept.shape[2:] != tuple(lengths) or len(set(lengths)) != 1:
         return None
-    kept, rows = kept[0, 0], np.arange(lengths[0])
-    first, last = kept.argmax(1), rows[-1] - kept[:, ::-1].argmax(1)
-    window = int((rows - first).max())
-    is_causal = (last == rows) & (first == np.maximum(rows - window, 0))
-    if not (is_causal & (kept.sum(1) == last - first + 1)).all():
+    kept, length = kept[0, 0], lengths[0]
+    # How far the first key that a row sees is behind its own.
+    window = int((np.arange(length) - kept.argmax(1)).max())
+    seen = np.tri(length, dtype=bool) & ~np.tri(length, k=-window - 1, dtype=bool)
+    if not (kept == seen).all():
         return None
-    return True, None if window == rows[-1] else window
+    return True, None if window == length - 1 else window

@@ -9,17 +9,17 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from jmp.autocasting._graph import Node, Value
+from jmp.autocasting._graph import Node, Value, reached
 from jmp.autocasting._numbers import shape_of
 from jmp.autocasting.attention._axes import (
     Axes,
     Labelled,
     Labels,
     axes_after,
+    differing_labels,
     labels_of,
     moves_axes,
     own_axes,
-    repeating,
     source_of,
 )
 from jmp.autocasting.attention._constants import constant_of
@@ -80,7 +80,7 @@ class Attention(NamedTuple):
 
 class _Softmax(NamedTuple):
     nodes: tuple[Node, ...]  # that it is known by
-    to_weights: tuple[tuple[Node, int], ...]  # what moves the weights afterwards: which operand
+    to_weights: tuple[Node, ...]  # what moves the weights afterwards, or multiplies them by ones
     argument: Value
     axis: int  # of the argument
 
@@ -90,7 +90,7 @@ def find_attention(result: Node) -> Attention | None:
 
     Raises: NotFused if there is one, but not as an attention has it.
     """
-    if result.name != "dot_general" or _handed_on(result) is not None:
+    if result.name != "dot_general":
         return None
     for side in (0, 1):
         softmax = _softmax_of(result.inputs[side])
@@ -103,26 +103,25 @@ def find_attention(result: Node) -> Attention | None:
 
 
 def _softmax_of(weights: Value) -> _Softmax | None:
-    moved: list[tuple[Node, int]] = []
+    to_weights: list[Node] = []
     node = weights.producer
     while node is not None and (handed_on := _handed_on(node)) is not None:
-        moved.append((node, handed_on))
-        node = node.inputs[handed_on].producer
+        to_weights.insert(0, node)
+        node = handed_on.producer
     if node is None or node.name != "div":
         return None
     exp, axis = node.inputs[0].producer, _summed_axis(node)
     if exp is None or exp.name != "exp" or axis is None:
         return None
     argument = exp.inputs[0]
+    own, sizes = own_axes(shape_of(argument)), dict(enumerate(shape_of(argument)))
     # What is the same for all keys, such as the row's maximum, may be subtracted: it cancels.
     while (shift := argument.producer) is not None and shift.name == "sub":
         subtracted = shift.inputs[1]
-        if shape_of(subtracted) and not repeating(subtracted)[axis]:
-            break
-        if shape_of(shift.inputs[0]) != shape_of(argument):
+        if axis in differing_labels(subtracted, _axes_repeated_to(own, subtracted), sizes):
             break
         argument = shift.inputs[0]
-    return _Softmax((node, exp), tuple(moved[::-1]), argument, axis)
+    return _Softmax((node, exp), tuple(to_weights), argument, axis)
 
 
 def _summed_axis(division: Node) -> int | None:
@@ -142,15 +141,15 @@ def _summed_axis(division: Node) -> int | None:
     return int(summed[0])
 
 
-def _handed_on(node: Node) -> int | None:
-    """Returns which operand a node moves, or multiplies by ones; None if it computes."""
+def _handed_on(node: Node) -> Value | None:
+    """Returns the operand that a node moves, or multiplies by ones; None if it computes."""
     if moves_axes(node):
-        return 0
-    if node.name == "mul" or node.name == "dot_general":
-        for side in (0, 1):
-            factor = constant_of(node.inputs[1 - side])
+        return node.inputs[0]
+    if node.name == "mul":
+        for value, other in (node.inputs, node.inputs[::-1]):
+            factor = constant_of(other)
             if factor is not None and (factor == 1).all():
-                return side
+                return value
     return None
 
 
@@ -171,15 +170,12 @@ def _leads_to_product(value: Value) -> bool:
 
 def _upstream(value: Value) -> Iterator[Node]:
     """Yields the nodes that a value is made of, back to those that are not fusible."""
-    stack, seen = [value], set()
-    while stack:
-        node = stack.pop().producer
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        yield node
-        if node.is_fusible:
-            stack += node.inputs
+
+    def inputs(value: Value) -> Sequence[Value]:
+        node = value.producer
+        return node.inputs if node is not None and node.is_fusible else ()
+
+    return filter(None, (value.producer for value in reached([value], inputs)))
 
 
 # From the softmax back to the first product.
@@ -210,19 +206,19 @@ def _attention(result: Node, side: int, softmax: _Softmax) -> Attention:
             masks = [mask._replace(fill=mask.fill * factor) for mask in masks]
         on_path.add(node.outputs[0])
     keys = axes[softmax.axis]
-    for node, side_of_weights in softmax.to_weights:
-        axes = _followed(node, axes, sizes, side_of_weights)
+    for node in filter(moves_axes, softmax.to_weights):
+        axes = _followed(node, axes, sizes)
     if not all(mask.fill <= MASKED for mask in masks):
         raise NotFused(NO_MASK)
     if len(keys) != 1:
         raise NotFused("its softmax is not over one axis of keys longer than one")
-    nodes = (scores, *between, *softmax.nodes, *(node for node, _ in softmax.to_weights), result)
+    nodes = (scores, *between, *softmax.nodes, *softmax.to_weights, result)
     operands = _operands(scores, result, side, axes, keys[0], sizes)
     return Attention(scores, result, nodes, operands, sizes, scale, tuple(biases), tuple(masks))
 
 
-def _followed(node: Node, axes: Axes, sizes: dict[int, int], side: int = 0) -> Axes:
-    followed = axes_after(node, axes, sizes, side)
+def _followed(node: Node, axes: Axes, sizes: dict[int, int]) -> Axes:
+    followed = axes_after(node, axes, sizes)
     if followed is None:
         raise NotFused(f"{node.name} mixes the axes of its scores")
     return followed
@@ -290,8 +286,8 @@ def _mask_of(node: Node, on_path: set[Value], axes: Axes, sizes: dict[int, int])
 def _labelled(value: Value, axes: Axes, sizes: dict[int, int]) -> Labelled:
     """Returns what a bias or a mask repeats; where that repeats itself, its axes have no labels."""
     value, axes = source_of(value, _axes_repeated_to(axes, value), sizes)
-    pairs = zip(axes, repeating(value), strict=True)
-    return Labelled(value, tuple(() if repeats else axis for axis, repeats in pairs))
+    differing = differing_labels(value, axes, sizes)
+    return Labelled(value, tuple(() if differing.isdisjoint(axis) else axis for axis in axes))
 
 
 def _axes_repeated_to(axes: Axes, value: Value) -> Axes:
@@ -331,16 +327,16 @@ def _operands(
     return Operands(query, key, values, axes, batch, rows, keys)
 
 
-def _operands_of_scores(scores: Node) -> list[Labelled]:
+def _operands_of_scores(scores: Node) -> tuple[Labelled, Labelled]:
     contracted, batched = scores.params["dimension_numbers"]
     if len(contracted[0]) != 1:
         raise NotFused("its first product sums over more than one axis")
+    # The scores have the axes of the batch, those left of one operand, and those of the other.
     axes = own_axes(shape_of(scores.outputs[0]))
-    shared, free = axes[: len(batched[0])], iter(axes[len(batched[0]) :])
-    return [
-        _operand(value, dict.fromkeys(width, (WIDTH,)), dict(zip(batch, shared, strict=True)), free)
-        for value, width, batch in zip(scores.inputs, contracted, batched, strict=True)
-    ]
+    n_shared = len(batched[0])
+    n_first = len(shape_of(scores.inputs[0])) - 1
+    shared, left, right = axes[:n_shared], axes[n_shared:n_first], axes[n_first:]
+    return _operand(scores, 0, (WIDTH,), shared, left), _operand(scores, 1, (WIDTH,), shared, right)
 
 
 def _values(
@@ -350,26 +346,28 @@ def _values(
     contracted, batched = result.params["dimension_numbers"]
     if [weights[i] for i in contracted[side]] != [(keys,)]:
         raise NotFused("its second product does not sum over the keys alone")
-    other, shared = 1 - side, [weights[i] for i in batched[side]]
-    values = _operand(
-        result.inputs[other],
-        dict.fromkeys(contracted[other], (keys,)),
-        dict(zip(batched[other], shared, strict=True)),
-        itertools.repeat((VALUE_WIDTH,)),
-    )
+    shared = [weights[i] for i in batched[side]]
+    values = _operand(result, 1 - side, (keys,), shared, itertools.repeat((VALUE_WIDTH,)))
     if values.axes.count((VALUE_WIDTH,)) != 1:
         raise NotFused("its values have more than one axis of their own")
     sizes[VALUE_WIDTH] = shape_of(values.value)[values.axes.index((VALUE_WIDTH,))]
     free = [axis for i, axis in enumerate(weights) if i not in (*contracted[side], *batched[side])]
-    parts: Sequence[Sequence[Labels]] = (free, [(VALUE_WIDTH,)])
-    first, second = parts if side == 0 else parts[::-1]
+    first, second = (free, [(VALUE_WIDTH,)]) if side == 0 else ([(VALUE_WIDTH,)], free)
     return values, (*shared, *first, *second)
 
 
 def _operand(
-    value: Value, summed: dict[int, Labels], shared: dict[int, Labels], free: Iterator[Labels]
+    product: Node, side: int, summed: Labels, shared: Sequence[Labels], free: Iterable[Labels]
 ) -> Labelled:
-    """Returns an operand of a product, its axes those summed over, shared and left, by place."""
-    known = summed | shared
+    """Returns an operand of a product.
+
+    Args:
+      summed: what the axis is made of that the product sums over.
+      shared: what the axes of the batch are made of.
+      free: what the other axes are made of, in their order.
+    """
+    contracted, batched = product.params["dimension_numbers"]
+    known = dict(zip(batched[side], shared, strict=True)) | dict.fromkeys(contracted[side], summed)
+    value, others = product.inputs[side], iter(free)
     places = range(len(shape_of(value)))
-    return Labelled(value, tuple(known[i] if i in known else next(free) for i in places))
+    return Labelled(value, tuple(known[i] if i in known else next(others) for i in places))

@@ -137,16 +137,15 @@ def _one_a_row(value: Value, shape: Shape, rank: int) -> Value | None:
 
 def _maxima(shift: Value, rows: Value, axes: Any, around: Surroundings) -> Node | None:
     """Returns the maxima of `rows` over `axes`, if `shift` is made of them, one number a row."""
-    stack, seen = [shift], {shift}
-    while stack:
-        node = stack.pop().producer
-        if node is None or node not in around.inside:
-            continue
-        if node.name == "reduce_max" and node.inputs[0] is rows:
-            return node if sorted(node.params["axes"]) == sorted(axes) else None
-        new = {value for value in node.inputs if value.size <= shift.size} - seen
-        seen |= new
-        stack += new
+
+    def stays_small(node: Node) -> bool:
+        return node in around.inside and node.outputs[0].size <= shift.size
+
+    for node in rows.users:
+        if node in around.inside and node.name == "reduce_max":
+            reduces = sorted(node.params["axes"]) == sorted(axes)
+            if reduces and shift in downstream(node.outputs[0], stays_small):
+                return node
     return None
 
 

@@ -56,12 +56,7 @@ def _is_pick(node: Node) -> bool:
         and tuple(rows) == tuple(sorted(rows))
         and tuple(numbers.start_indices_batching_dims) == tuple(range(len(rows)))
         and node.outputs[0].size == indices.size == operand.size // operand.shape[_axis(node)]
-        and node.params["mode"]
-        in (
-            GatherScatterMode.CLIP,
-            GatherScatterMode.FILL_OR_DROP,
-            GatherScatterMode.PROMISE_IN_BOUNDS,
-        )
+        and node.params["mode"] != GatherScatterMode.ONE_HOT
     )
 
 

@@ -2,19 +2,17 @@
 
 from jmp.autocasting._registry import Category, register_rule
 
-AS_WRITTEN = Category.AS_WRITTEN
-
 NO_HALF_FORM = "bits, keys and counts have no half form"
 
-register_rule("reduce_precision", AS_WRITTEN, NO_HALF_FORM, "casts")
-register_rule("iota", AS_WRITTEN, NO_HALF_FORM, "cheap")
-register_rule(["bitcast_convert_type", "random_gamma", "shift"], AS_WRITTEN, NO_HALF_FORM)
+# The names of primitives, why, and traits.
+ROWS = {
+    "reduce_precision": (NO_HALF_FORM, "casts"),
+    "iota": (NO_HALF_FORM, "cheap"),
+    "bitcast_convert_type random_gamma shift": (NO_HALF_FORM, ""),
+    "random_seed random_wrap random_unwrap random_bits random_split": (NO_HALF_FORM, "draws_bits"),
+    "random_fold_in threefry2x32 rng_bit_generator rng_uniform": (NO_HALF_FORM, "draws_bits"),
+    "nextafter": ("the next number, and so the spacing, is that of a dtype", ""),
+}
 
-register_rule(
-    "random_seed random_wrap random_unwrap random_bits random_split random_fold_in threefry2x32 "
-    "rng_bit_generator rng_uniform".split(),
-    AS_WRITTEN,
-    NO_HALF_FORM,
-    "draws_bits",
-)
-register_rule("nextafter", AS_WRITTEN, "the next number, and so the spacing, is that of a dtype")
+for names, (why, traits) in ROWS.items():
+    register_rule(names.split(), Category.AS_WRITTEN, why, traits)

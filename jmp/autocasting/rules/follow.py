@@ -1,76 +1,52 @@
 """FOLLOW: exact or bounded, or data movement: computed in whatever dtype comes in."""
 
-import numpy as np
+from jmp.autocasting._registry import Category, register_rule
 
-from jmp.autocasting._registry import Category, Params, register_rule
-
-FOLLOW = Category.FOLLOW
-
-register_rule(
-    "is_finite abs sign real imag optimization_barrier".split(), FOLLOW, "exact", "fusible"
-)
-register_rule("floor ceil round".split(), FOLLOW, "exact", "fusible wraps")
-register_rule(["copy", "copy_p"], FOLLOW, "exact", "fusible reshapes")
-register_rule("stop_gradient", FOLLOW, "exact", "fusible permutes")
 BOUNDED = "bounded by one, with bounded slope"
-register_rule("tanh logistic erf".split(), FOLLOW, BOUNDED, "fusible expensive bounded")
-register_rule("sin cos".split(), FOLLOW, BOUNDED, "fusible expensive bounded wraps")
-register_rule("reshape squeeze expand_dims".split(), FOLLOW, "moves data", "fusible reshapes")
-register_rule("transpose rev name pvary".split(), FOLLOW, "moves data", "fusible permutes")
-register_rule(["slice", "split"], FOLLOW, "moves data", "fusible selects")
-register_rule(
-    "dynamic_slice stack unstack device_put pcast layout_constraint".split(),
-    FOLLOW,
-    "moves data",
-    "fusible",
-)
-register_rule(["sharding_constraint", "reshard"], FOLLOW, "moves data", "fusible sends")
 REPEATS = "moves data; its derivative is a sum, so it repeats a float32 value and rounds afterwards"
-register_rule("broadcast_in_dim", FOLLOW, REPEATS, "fusible sums_backward repeats")
-register_rule("tile", FOLLOW, REPEATS, "fusible sums_backward")
-register_rule(
-    ["reduce_max", "reduce_min"],
-    FOLLOW,
-    "exact; its derivative counts ties, so it runs in float32 between two casts",
-    "fusible sums_backward reduces",
-)
-register_rule(["argmax", "argmin"], FOLLOW, "exact", "fusible chooses")
-register_rule(["neg", "and", "or", "not"], FOLLOW, "exact", "fusible cheap")
-register_rule(
-    "reduce_and reduce_or reduce_xor xor shift_left "
-    "shift_right_logical shift_right_arithmetic population_count clz".split(),
-    FOLLOW,
-    "exact",
-    "fusible",
-)
-register_rule(
-    "gather",
-    FOLLOW,
-    "moves data; its derivative adds up repeated rows, so it reads float32 and rounds afterwards",
-    "fusible sums_backward",
-)
-register_rule(
-    "sort top_k approx_top_k cummax cummin reduce_window_max reduce_window_min pmax pmin".split(),
-    FOLLOW,
-    "exact; moves or compares data",
-)
-register_rule(
-    "all_gather all_gather_invariant all_gather_reduced ppermute all_to_all pbroadcast".split(),
-    FOLLOW,
-    "moves data",
-    "sends",
-)
+SUMS = "moves data; its derivative adds up repeated rows, so it reads float32 and rounds afterwards"
 
+# The names of primitives, why, and traits.
+ROWS = {
+    "is_finite abs sign real imag optimization_barrier": ("exact", "fusible"),
+    "floor ceil round": ("exact", "fusible wraps"),
+    "copy copy_p": ("exact", "fusible reshapes"),
+    "stop_gradient": ("exact", "fusible permutes"),
+    "tanh logistic erf": (BOUNDED, "fusible expensive bounded"),
+    "sin cos": (BOUNDED, "fusible expensive bounded wraps"),
+    "reshape squeeze expand_dims": ("moves data", "fusible reshapes"),
+    "transpose rev name pvary": ("moves data", "fusible permutes"),
+    "slice split": ("moves data", "fusible selects"),
+    "dynamic_slice stack unstack device_put pcast layout_constraint": ("moves data", "fusible"),
+    "sharding_constraint reshard": ("moves data", "fusible sends"),
+    "broadcast_in_dim": (REPEATS, "fusible sums_backward repeats"),
+    "tile": (REPEATS, "fusible sums_backward"),
+    "reduce_max reduce_min": (
+        "exact; its derivative counts ties, so it runs in float32 between two casts",
+        "fusible sums_backward reduces",
+    ),
+    "argmax argmin": ("exact", "fusible chooses"),
+    "neg and or not": ("exact", "fusible cheap"),
+    "reduce_and reduce_or reduce_xor xor population_count clz": ("exact", "fusible"),
+    "shift_left shift_right_logical shift_right_arithmetic": ("exact", "fusible"),
+    "gather": (SUMS, "fusible sums_backward"),
+    "sort top_k approx_top_k cummax cummin reduce_window_max reduce_window_min pmax pmin": (
+        "exact; moves or compares data",
+        "",
+    ),
+    "all_gather all_gather_invariant all_gather_reduced ppermute all_to_all pbroadcast": (
+        "moves data",
+        "sends",
+    ),
+}
 
-def new_dtype_in_half(params: Params, dtype: np.dtype) -> Params:
-    """Converts to the half dtype where float32 was asked for."""
-    return {**params, "new_dtype": dtype}
-
+for names, (why, traits) in ROWS.items():
+    register_rule(names.split(), Category.FOLLOW, why, traits)
 
 register_rule(
     "convert_element_type",
-    FOLLOW,
+    Category.FOLLOW,
     "float32 to float32 and from booleans: exact; every other cast is kept as the user wrote it",
     "fusible casts cheap",
-    params_in_half=new_dtype_in_half,
+    dtype_param="new_dtype",
 )

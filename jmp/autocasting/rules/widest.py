@@ -7,30 +7,28 @@ not hold.
 
 from jmp.autocasting._registry import Category, register_rule
 
-WIDEST = Category.WIDEST
-
 ONE_DTYPE = "operands must share a dtype"
+MOVES = "operands must share a dtype; moves data"
 
-register_rule(["add", "sub"], WIDEST, ONE_DTYPE, "fusible elementwise linear affine masks cheap")
-register_rule("mul", WIDEST, ONE_DTYPE, "fusible elementwise affine cheap keeps_range")
-register_rule("div", WIDEST, ONE_DTYPE, "fusible elementwise affine")
-register_rule(["max", "min"], WIDEST, ONE_DTYPE, "fusible elementwise masks")
-register_rule("rem", WIDEST, ONE_DTYPE, "fusible elementwise wraps")
-register_rule("atan2", WIDEST, ONE_DTYPE, "fusible elementwise")
-register_rule("eq ne lt le gt ge".split(), WIDEST, ONE_DTYPE, "fusible elementwise compares cheap")
-register_rule("select_n", WIDEST, ONE_DTYPE, "fusible masks cheap keeps_range")
-register_rule("clamp", WIDEST, ONE_DTYPE, "fusible")
-register_rule(
-    "concatenate", WIDEST, "operands must share a dtype; moves data", "fusible masks keeps_range"
-)
-register_rule("pad", WIDEST, "operands must share a dtype; moves data", "fusible")
-register_rule(
-    ["dynamic_update_slice", "scatter"], WIDEST, "writes into an operand of the same dtype"
-)
+# The names of primitives, why, and traits.
+ROWS = {
+    "add sub": (ONE_DTYPE, "fusible elementwise linear affine masks cheap"),
+    "mul": (ONE_DTYPE, "fusible elementwise affine cheap keeps_range"),
+    "div": (ONE_DTYPE, "fusible elementwise affine"),
+    "max min": (ONE_DTYPE, "fusible elementwise masks"),
+    "rem": (ONE_DTYPE, "fusible elementwise wraps"),
+    "atan2": (ONE_DTYPE, "fusible elementwise"),
+    "eq ne lt le gt ge": (ONE_DTYPE, "fusible elementwise compares cheap"),
+    "select_n": (ONE_DTYPE, "fusible masks cheap keeps_range"),
+    "clamp": (ONE_DTYPE, "fusible"),
+    "concatenate": (MOVES, "fusible masks keeps_range"),
+    "pad": (MOVES, "fusible"),
+    "dynamic_update_slice scatter": ("writes into an operand of the same dtype", ""),
+    "scatter-min scatter-max scatter_min scatter_max": (
+        "exact; its derivative counts ties, so it runs in float32 between two casts",
+        "sums_backward",
+    ),
+}
 
-register_rule(
-    "scatter-min scatter-max scatter_min scatter_max".split(),
-    WIDEST,
-    "exact; its derivative counts ties, so it runs in float32 between two casts",
-    "sums_backward",
-)
+for names, (why, traits) in ROWS.items():
+    register_rule(names.split(), Category.WIDEST, why, traits)
