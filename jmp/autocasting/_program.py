@@ -59,9 +59,14 @@ class Traced(NamedTuple):
     result: Any
 
     @property
+    def constants(self) -> list[Any]:
+        """The arrays that the function closes over."""
+        return list(_jax_compat.open_jaxpr(self.closed)[1])
+
+    @property
     def operands(self) -> list[Any]:
-        """What `emit` and `run` are called with: arrays of the program's own, then those given."""
-        return [*_jax_compat.open_jaxpr(self.closed)[1], *self.arrays]
+        """What `emit` and `run` are called with."""
+        return [*self.constants, *self.arrays]
 
     @property
     def as_written(self) -> Callable[..., list[Any]]:

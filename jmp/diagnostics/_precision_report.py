@@ -5,6 +5,7 @@ Printed, a report begins with its sums; then come the hazards, and the rows.
 
 import collections
 import dataclasses
+import functools
 import itertools
 import warnings
 from collections.abc import Callable, Collection, Iterable
@@ -173,8 +174,9 @@ class PrecisionReport(Report):
 
 
 def _report(program: Program, traced: Traced, policy: str) -> PrecisionReport:
-    plan, operands = traced.plan, traced.operands
-    casts = _casts(jax.make_jaxpr(traced.emit)(*operands))
+    plan = traced.plan
+    lowered = functools.partial(traced.emit, *traced.constants)
+    casts = _casts(jax.make_jaxpr(lowered)(*traced.arrays))
     steps = list(steps_of(plan))
     operations = operations_of(steps)
     rows = rows_of(operations)
@@ -185,7 +187,7 @@ def _report(program: Program, traced: Traced, policy: str) -> PrecisionReport:
         rows=rows,
         casts=casts,
         half_flops_share=_flops_share(rows, [*HALVES, FLOAT8]),
-        residual_bytes=_residual_bytes(traced.emit, operands),
+        residual_bytes=_residual_bytes(lowered, traced.arrays),
         residual_bytes_float32=_residual_bytes(traced.as_written, traced.arrays),
         hazards=[
             *delicate_in_half(merged),

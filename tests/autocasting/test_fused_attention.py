@@ -180,10 +180,10 @@ def plans_of(plan):
                 yield from plans_of(inside)
 
 
-def attentions(function, *args, policy="mixed_float16"):
+def attentions(function, *args, policy="mixed_float16", **options):
     """Returns the fused attentions of a function, and why others are not fused."""
     with as_if_cudnn():
-        plan = make_program(function, policy, attention="fused").trace(args, {}).plan
+        plan = make_program(function, policy, attention="fused", **options).trace(args, {}).plan
     plans = list(plans_of(plan))
     fused = [step for p in plans for step in p.steps if isinstance(step, Fused)]
     singles = [step for p in plans for step in p.steps if isinstance(step, Single)]
@@ -381,6 +381,20 @@ def test_an_attention_whose_operands_want_float32_gradients_is_left_as_it_is_and
     fused, (reason,) = attentions(attend, TWO_HEADS, K, V, policy="mixed_float16,r=f32")
     assert not fused
     assert "gradients are to be float32" in reason
+
+
+def test_a_bias_of_which_its_repetition_alone_is_stored_is_left_as_it_is():
+    def attend(q, k, v):
+        with jax.named_scope("positions"):
+            slopes = 2.0 ** -jnp.arange(1.0, 3.0)
+            bias = jnp.einsum("h,s->hs", slopes, jnp.arange(1.0 - LENGTH, 1.0))[:, None]
+            bias = jnp.broadcast_to(bias, (2, LENGTH, LENGTH))
+        return weigh(jax.nn.softmax(scores(q, k) + bias), v)
+
+    options = {"recompute": "none", "rules": [("positions", "p=f32,c=f32,o=f16")]}
+    fused, (reason,) = attentions(attend, TWO_HEADS, K, V, **options)
+    assert not fused
+    assert "is inside of an island" in reason
 
 
 def test_the_longer_axis_of_queries_is_their_position_where_no_mask_tells():

@@ -190,6 +190,18 @@ def test_a_program_without_a_reverse_derivative_has_no_residuals():
     assert report(function).residual_bytes is None
 
 
+def test_an_array_that_a_rule_of_a_custom_derivative_closes_over_has_no_derivative():
+    table = jnp.arange(8.0)[None]
+
+    @jax.custom_vjp
+    def scaled(x):
+        return x * table
+
+    scaled.defvjp(lambda x: (x * table, None), lambda _, cotangent: (cotangent * table,))
+    found = report(lambda w, x: scaled(x @ w).sum())
+    assert found.residual_bytes["float16"] > 0
+
+
 def hazard(function, **options):
     (sentence,) = report(function, **options).hazards
     return sentence

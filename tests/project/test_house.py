@@ -140,13 +140,28 @@ ACTS_OF_ADAPTERS = {
 }
 
 
+TYPE_VARIABLES = {"TypeVar", "ParamSpec"}  # `T` is any type everywhere
+
+
+def names_defined(module):
+    """Yields the classes, functions, constants and names of types at the top of a module."""
+    for node in module.body:
+        match node:
+            case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
+                yield node.name
+            case ast.Assign(value=ast.Call(func=ast.Name(made))) if made in TYPE_VARIABLES:
+                pass
+            case ast.Assign(targets=[ast.Name(name)]) | ast.AnnAssign(target=ast.Name(name)):
+                if name != "__all__":
+                    yield name
+
+
 def test_no_name_is_defined_in_two_modules():
-    """Classes and functions at the top of a module, private ones too: each word has one meaning."""
+    """Private names count too: each word has one meaning."""
     defined = {}
     for path in FILES:
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                defined.setdefault(node.name, set()).add(str(path.relative_to(PACKAGE)))
+        for name in names_defined(ast.parse(path.read_text())):
+            defined.setdefault(name, set()).add(str(path.relative_to(PACKAGE)))
     homonyms = {name: sorted(places) for name, places in defined.items() if len(places) > 1}
     others = {name: places for name, places in homonyms.items() if name not in ACTS_OF_ADAPTERS}
     assert not others

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jmp.autocasting._flow import Facts
-from jmp.autocasting._graph import Graph, Node
+from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._kinds import Level
 from jmp.autocasting._numbers import has_symbols, shape_of
 from jmp.autocasting._steps import (
@@ -87,6 +87,8 @@ def _fused_step(
     masks = tuple(Read(mask.source.value, None) for mask in form.masking.masks)
     if any(read.value in inside for read in (*biases, *masks)):
         raise NotFused("its bias or its mask is computed together with its scores")
+    if not all(_is_stored(read.value, step_of) for read in (*biases, *masks)):
+        raise NotFused("its bias or its mask, before it is repeated, is inside of an island")
     if refused := why_refused(form, *_types(operands), _types(biases), _types(masks)):
         raise NotFused(f"JAX's cuDNN attention does not take it: {refused}")
     reads = (*(read for step in group for read in step.reads), *operands, *biases, *masks)
@@ -110,6 +112,15 @@ def _is_half(step: Step) -> bool:
 def _read_of(operand: Labelled, step: Step) -> Read:
     (read,) = {read for read in step.reads if read.value is operand.value}
     return read
+
+
+def _is_stored(value: Value, step_of: dict[Node, Step]) -> bool:
+    if value.producer is None or value.held is not None:
+        return True
+    step = step_of.get(value.producer)
+    if isinstance(step, Island):
+        return value in {write.value for write in step.writes}
+    return step is not None
 
 
 def _types(reads: Sequence[Read]) -> list[jax.ShapeDtypeStruct]:
