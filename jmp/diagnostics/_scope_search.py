@@ -3,8 +3,8 @@
 Pure functions: what an error is, and how it is measured, is the caller's.
 """
 
+import glob
 import itertools
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -134,17 +134,12 @@ def rules_for(
         if held != policies[path]:
             found.append((names, policies[path]))
     found.sort(key=lambda rule: -len(rule[0]))
-    return [(_escaped("/".join(names)), policy) for names, policy in found]
+    return [(glob.escape("/".join(names)), policy) for names, policy in found]
 
 
 def _is_part(part: list[str], names: list[str]) -> bool:
     starts = range(len(names) - len(part) + 1)
     return any(names[start : start + len(part)] == part for start in starts)
-
-
-def _escaped(path: str) -> str:
-    """Returns a glob that matches the path alone."""
-    return re.sub(r"([*?[])", r"[\1]", path)
 
 
 def path_in_rules(path: str) -> str:
