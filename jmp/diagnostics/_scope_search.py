@@ -12,7 +12,7 @@ Errors = tuple[float, float]  # of the loss, of the gradient
 Scopes = frozenset[str]  # their paths
 
 
-class Level(NamedTuple):
+class KeptOut(NamedTuple):
     """What was found of one lower precision: of half, or of float8.
 
     Attributes:
@@ -24,7 +24,7 @@ class Level(NamedTuple):
     alone: Mapping[str, Errors] = {}
 
 
-def search(scopes: Sequence[str], errors: Callable[[Scopes], Errors], tolerance: float) -> Level:
+def search(scopes: Sequence[str], errors: Callable[[Scopes], Errors], tolerance: float) -> KeptOut:
     """Returns which scopes to keep out of a precision so that the errors are within the tolerance.
 
     No scope can be taken out of these without an error leaving the tolerance, but for those whose
@@ -42,7 +42,7 @@ def search(scopes: Sequence[str], errors: Callable[[Scopes], Errors], tolerance:
     """
     low = frozenset(scopes)
     if max(errors(low)) <= tolerance:
-        return Level()
+        return KeptOut()
     alone = {scope: errors(frozenset([scope])) for scope in scopes}
     low -= {scope for scope in scopes if max(alone[scope]) > tolerance}
     taken_out = []
@@ -55,7 +55,7 @@ def search(scopes: Sequence[str], errors: Callable[[Scopes], Errors], tolerance:
     for scope in reversed(taken_out):
         if max(errors(low | {scope})) <= tolerance:
             low |= {scope}
-    return Level(frozenset(scopes) - low, alone)
+    return KeptOut(frozenset(scopes) - low, alone)
 
 
 class Found(NamedTuple):
@@ -68,8 +68,8 @@ class Found(NamedTuple):
     """
 
     lowest: Errors
-    half: Level = Level()
-    float8: Level = Level()
+    half: KeptOut = KeptOut()
+    float8: KeptOut = KeptOut()
 
 
 def search_levels(
