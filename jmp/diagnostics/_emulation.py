@@ -11,7 +11,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,9 @@ from jmp import _jax_compat
 from jmp._array_calls import ArrayCall, vjp_at
 from jmp.autocasting import _float8
 from jmp.autocasting._autocast import make_program
-from jmp.autocasting._casts import repeated, saturated
+from jmp.autocasting._casts import saturated
 from jmp.autocasting._emit import Environment, Numerics, run_plan, run_steps
-from jmp.autocasting._graph import Node, Value
+from jmp.autocasting._graph import Node
 from jmp.autocasting._operations import NoHalfProductWarning
 from jmp.autocasting._precision import with_default
 from jmp.autocasting._request import modules_path
@@ -184,6 +184,9 @@ def _check_finite(expected: dict[tuple[str, str], Any]) -> None:
 # Running a plan.
 
 
+Access = TypeVar("Access", Read, Write)
+
+
 class _Rounding(Numerics):
     """Computes all in float32, and rounds where `_emit` casts."""
 
@@ -191,25 +194,18 @@ class _Rounding(Numerics):
         self._half, self._flag, self._of_modules = half, flag, of_modules
 
     def operand(self, read: Read, step: Single | Nested, environment: Environment) -> Any:
-        value, dtype, shape, saturates = read
-        array = _held_or_computed(value, environment)
-        if isinstance(step, Nested) and value.held is not None:  # a Python or NumPy number
-            array = jnp.asarray(array, value.dtype)
-        if not value.is_float32:
-            return array
-        if shape is not None:
-            array = repeated(array, shape)
+        array = super().operand(self._in_float32(read), step, environment)
         scope = self._scope(step.node)
-        if dtype == self._half:
-            return self._round(array, scope, saturates)
-        if isinstance(step, Single) and step.rounds is not None and dtype == FLOAT32:
+        if _is_in(self._half, read):
+            return self._round(array, scope, read.saturates)
+        if _is_in(FLOAT32, read) and isinstance(step, Single) and step.rounds is not None:
             wide = jnp.asarray(array, np.float32)
             return _rounded(wide, self._flag(scope, False), self._to_half, _as_it_is)
         return array
 
     def output(self, read: Read, environment: Environment) -> Any:
-        array = _held_or_computed(read.value, environment)
-        if read.dtype != self._half or not read.value.is_float32:
+        array = super().output(self._in_float32(read), environment)
+        if not _is_in(self._half, read):
             return array
         return self._round(array, self._scope(read.value.producer))
 
@@ -217,10 +213,9 @@ class _Rounding(Numerics):
         return arrays
 
     def store(self, write: Write, array: Any, environment: Environment) -> None:
-        value = write.value
-        if write.dtype == self._half and value.is_float32:
-            array = self._round(array, self._scope(value.producer), write.saturates)
-        environment[value] = array
+        if _is_in(self._half, write):
+            array = self._round(array, self._scope(write.value.producer), write.saturates)
+        environment[write.value] = array
 
     def run_single(
         self, step: Single, operands: Sequence[Any], environment: Environment
@@ -229,9 +224,10 @@ class _Rounding(Numerics):
         if step.in_float8 is None:
             return _jax_compat.bind(primitive, operands, params)
         flag = self._flag(self._scope(step.node), True)
-        operands = [_rounded(x, flag, self._to_operand, _as_it_is) for x in operands]
+        to_operand, to_gradient = map(self._rounding_to, (_float8.OPERANDS, _float8.GRADIENTS))
+        operands = [_rounded(x, flag, to_operand, _as_it_is) for x in operands]
         results = _jax_compat.bind(primitive, operands, params)
-        return [_rounded(x, flag, _as_it_is, self._to_gradient) for x in results]
+        return [_rounded(x, flag, _as_it_is, to_gradient) for x in results]
 
     def run_nested(self, step: Nested, operands: Sequence[Any]) -> Sequence[Any]:
         if step.node.name not in CUSTOM_DERIVATIVES:
@@ -241,14 +237,11 @@ class _Rounding(Numerics):
         return _jax_compat.bind(step.node.equation.primitive, operands, params)
 
     def run_island(self, island: Island, environment: Environment) -> None:
-        inside = {read.value: environment[read.value] for read in island.reads}
-        for node in (*island.clones, *island.nodes):
-            with _jax_compat.place_of(node.equation, node.stack):
-                operands = [_held_or_computed(value, inside) for value in node.inputs]
-                results = _jax_compat.bind(node.equation.primitive, operands, node.params)
-            inside.update(zip(node.outputs, results, strict=True))
+        reads = tuple(map(self._in_float32, island.reads))
+        writes = tuple(map(self._in_float32, island.writes))
+        super().run_island(island._replace(reads=reads, writes=writes), environment)
         for write in island.writes:
-            self.store(write, inside[write.value], environment)
+            self.store(write, environment[write.value], environment)
 
     def run_fused(self, step: Fused, environment: Environment) -> None:
         run_steps(step.plain, environment, self)
@@ -261,6 +254,11 @@ class _Rounding(Numerics):
             return modules_path(_jax_compat.scope_names(node.scope)) or ""
         return path_in_rules(module_path(node.scope))
 
+    def _in_float32(self, access: Access) -> Access:
+        if not _is_in(self._half, access):
+            return access
+        return access._replace(dtype=FLOAT32, saturates=False)
+
     def _round(self, array: Any, scope: str, saturates: bool = False) -> Any:
         array, flag = jnp.asarray(array, np.float32), self._flag(scope, False)
         if saturates:
@@ -270,19 +268,16 @@ class _Rounding(Numerics):
     def _to_half(self, x: Any) -> Any:
         return rounded_to_half(x, self._half)
 
-    def _to_operand(self, x: Any) -> Any:
-        return self._to_float8(x, _float8.OPERANDS)
+    def _rounding_to(self, dtype: np.dtype) -> "Change":
+        def to_float8(x: Any) -> Any:
+            found = _float8.as_multiplied(lax.convert_element_type(x, self._half), dtype)
+            return lax.convert_element_type(found, x.dtype)
 
-    def _to_gradient(self, x: Any) -> Any:
-        return self._to_float8(x, _float8.GRADIENTS)
-
-    def _to_float8(self, x: Any, dtype: np.dtype) -> Any:
-        found = _float8.as_multiplied(lax.convert_element_type(x, self._half), dtype)
-        return lax.convert_element_type(found, x.dtype)
+        return to_float8
 
 
-def _held_or_computed(value: Value, environment: Environment) -> Any:
-    return environment[value] if value.held is None else value.held
+def _is_in(dtype: np.dtype, access: Read | Write) -> bool:
+    return access.dtype == dtype and access.value.is_float32
 
 
 # Rounding, without a cast: XLA may take a pair of casts away.

@@ -286,7 +286,7 @@ def _checked_tolerance(tolerance: Any, policy: str | Policy) -> float:
     if isinstance(tolerance, bool) or not isinstance(tolerance, numbers.Real):
         expected = "a relative error, such as 0.01"
         raise wrong(TypeError, "find_float32", tolerance, expected, name="tolerance")
-    if not 0 < tolerance < math.inf:
+    if not 0 < float(tolerance) < math.inf:
         expected = "a relative error, above zero, such as 0.01"
         raise wrong(ValueError, "find_float32", tolerance, expected, name="tolerance")
     return float(tolerance)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jmp import _jax_compat
 from jmp._array_calls import ArrayCall, argument_numbers, vjp_at
@@ -20,19 +21,7 @@ from jmp.autocasting import autocast
 from jmp.autocasting._propagation import inner_equations
 from jmp.diagnostics._arguments import asked_function, split_arguments
 from jmp.diagnostics._range_report import RangeReport
-from jmp.diagnostics._ranges import (
-    DIGITS,
-    FLOAT8,
-    FLOAT8_PRODUCT,
-    SPECIAL,
-    Range,
-    counted_exponents,
-    digits,
-    exponent_of,
-    exponents,
-    from_digits,
-    row_of,
-)
+from jmp.diagnostics._ranges import FLOAT8, FLOAT8_PRODUCT, Range, exponent_of, exponents, row_of
 from jmp.diagnostics._rows import kind_of_row
 from jmp.diagnostics._walk import REPLAYED_INSIDE, Replayed, replay, users_line
 from jmp.dtypes import is_half
@@ -50,6 +39,8 @@ class Tapped(NamedTuple):
     source: str
     dtype: str
 
+
+BYTES = 4  # of an int32
 
 Position = tuple[int, ...]  # of an equation, then that of one of its results
 TapPlaces = dict[Position, Tapped]
@@ -130,7 +121,7 @@ def gradient_report(
         for role, counts, in_them in (("parameter", own, 1.0), ("gradient", gradients, scale)):
             for (i, path), counted in zip(paths.items(), counts, strict=True):
                 rows.append(row_of(role, path, str(arrays[i].dtype), counted, scale=in_them))
-        rows += _rows_of_activations({place: from_digits(sums[place]) for place in probes}, scale)
+        rows += _rows_of_activations({place: from_bytes(sums[place]) for place in probes}, scale)
         return RangeReport(tuple(rows), str(half or "float16"))
 
     return report
@@ -151,11 +142,10 @@ def counting_step(
     """Returns the step that counts, a function of (arrays, probes), and the probes.
 
     It returns the counts of parameters, which are the arrays at `positions`, those of their
-    gradients, and sums of digits by place: of activations that are stored in `dtype`; None for all.
+    gradients, and sums of bytes by place: of activations that are stored in `dtype`; None for all.
     """
     places = _places(closed, arrays, positions, dtype)
-    lengths = {place: len(counted_exponents(place.dtype)) + SPECIAL for place in places.values()}
-    probes = {place: jnp.zeros((DIGITS, 2, n), np.float32) for place, n in lengths.items()}
+    probes = {place: _probe_of(place.dtype) for place in places.values()}
 
     def loss(*operands: Any) -> Any:
         *arrays, probes = operands
@@ -172,6 +162,12 @@ def counting_step(
     return step, probes
 
 
+def _probe_of(dtype: str) -> jax.Array:
+    """Returns zeros, one for each byte of what a tap counts: of a value and of its cotangent."""
+    counts = jax.eval_shape(exponents, jax.ShapeDtypeStruct((), dtype))
+    return jnp.zeros((2, counts.size, BYTES), np.float32)
+
+
 @jax.custom_vjp
 def _tap(value: Any, probe: Any) -> Any:
     return value
@@ -183,10 +179,24 @@ def _forward(value: Any, probe: Any) -> tuple[Any, Any]:
 
 
 def _backward(counted: Any, cotangent: Any) -> tuple[Any, Any]:
-    return cotangent, digits(jnp.stack([counted, exponents(cotangent)]))
+    return cotangent, bytes_of(jnp.stack([counted, exponents(cotangent)]))
 
 
 _tap.defvjp(_forward, _backward)
+
+
+def bytes_of(counts: jax.Array) -> jax.Array:
+    """Splits int32[...] counts into float32[..., BYTES] bytes, the lowest first.
+
+    What a gradient adds up is float32, exact to 2**24: so many bytes are exact when added up over
+    2**16 turns of a loop, where the counts themselves would be so over one.
+    """
+    return lax.bitcast_convert_type(counts.astype(np.int32), np.uint8).astype(np.float32)
+
+
+def from_bytes(sums: np.ndarray) -> np.ndarray:
+    """Returns the int64[...] counts of float32[..., BYTES] sums of bytes."""
+    return sums.astype(np.int64) @ 256 ** np.arange(BYTES)
 
 
 def _tapped(closed: Any, tap: Tap, dtype: Any) -> Callable[..., Any]:

@@ -92,7 +92,7 @@ def _is_on_an_accelerator(array: Any) -> bool:
     return any(device.platform != "cpu" for device in devices)
 
 
-def _on_host(value: Any) -> np.ndarray:
+def _on_host(value: Any) -> Any:
     return _wide(np.asarray(_jax_compat.on_all_devices(value)))
 
 

@@ -158,7 +158,6 @@ def _range_of(operand: Operand) -> str:
 
 # What is infinite or NaN where one operand is zero: the number of that operand.
 DIVISORS = {"div": 1, "log": 0, "rsqrt": 0}
-GUARD = " Add an epsilon to the divisor, or choose it by jnp.where."
 CURES_BY_KIND = {
     "argument": "It came in like this: nothing in this function made it. Look at the data, or at "
     "the step before; jmp.transforms.with_loss_scale skips an update that is not finite.",
@@ -176,8 +175,8 @@ def cure_for(cause: Cause) -> str:
     if cause.is_nan and any(operand.nonfinite for operand in cause.operands):
         return _cure_of_infinities(cause)
     divisor = cause.operands[DIVISORS[cause.name]] if cause.name in DIVISORS else None
-    if divisor is not None and divisor.zeros and (cause.name == "div" or not cause.is_nan):
-        return _cure_of_a_zero(cause)
+    if divisor is not None and (cause.name == "div" or not cause.is_nan):
+        return _cure_of_a_divisor(cause, divisor)
     rule, largest = rule_for(cause.name), float(jnp.finfo(cause.dtype).max)
     is_product = rule.category is Category.LOW
     if cause.is_nan and not (is_product or rule.sums or rule.casts):
@@ -188,11 +187,6 @@ def cure_for(cause: Cause) -> str:
             "float32."
         )
     keep = _keep_in_float32(cause)
-    if divisor is not None:
-        return (
-            f"It divides by as little as {divisor.smallest:.2g}, and goes beyond {largest:.5g}."
-            f"{keep}{GUARD}"
-        )
     if cause.name == "exp":
         return (
             f"exp overflows {cause.dtype} above {math.log(largest):.4g}.{keep} Subtract the "
@@ -239,8 +233,8 @@ def _cure_of_infinities(cause: Cause) -> str:
     )
 
 
-def _cure_of_a_zero(cause: Cause) -> str:
-    if cause.place.is_backward:
+def _cure_of_a_divisor(cause: Cause, divisor: Operand) -> str:
+    if cause.place.is_backward and divisor.zeros:
         return (
             "A derivative divides by zero. A jnp.where around the function does not help: its "
             "derivative is 0 / 0 there. Guard the operand, inside: "
@@ -248,9 +242,9 @@ def _cure_of_a_zero(cause: Cause) -> str:
         )
     flushed = ""
     if _ends_early(cause):
-        smallest = float(jnp.finfo(cause.dtype).smallest_subnormal)
+        epsilon = float(jnp.finfo(cause.dtype).smallest_subnormal)
         flushed = (
-            f" {cause.dtype}'s smallest number is {smallest:.2g}: an epsilon of 1e-8 is zero in "
+            f" {cause.dtype}'s smallest number is {epsilon:.2g}: an epsilon of 1e-8 is zero in "
             f"it, and so is the square of 1e-4.{_keep_in_float32(cause)}"
         )
     if cause.name == "log":
@@ -258,7 +252,8 @@ def _cure_of_a_zero(cause: Cause) -> str:
             f"The logarithm of zero.{flushed} jax.nn.log_softmax and optax's losses take logits, "
             "and never see the zero; else add an epsilon, or guard the operand with jnp.where."
         )
-    text = f"The divisor is zero.{flushed}{GUARD}"
+    smallest = "zero" if divisor.zeros else f"as little as {divisor.smallest:.2g}"
+    text = f"It divides by {smallest}.{flushed} Add an epsilon, or choose the divisor by jnp.where."
     if _jax_compat.is_differentiated(cause.place.stack):
         text += (
             " If the line does not do this, its derivative does: that of a / b divides by b * b, "

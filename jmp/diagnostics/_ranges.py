@@ -21,7 +21,6 @@ from jmp.dtypes import HALF_DTYPES, floating_dtype
 # The exponents of every dtype but float64.
 LOWEST, HIGHEST = -149, 127
 SPECIAL = 3  # zeros, infinities and NaNs are counted behind them
-DIGIT_BITS, DIGITS = 8, 4
 
 
 def counted_exponents(dtype: DTypeLike) -> range:
@@ -81,23 +80,6 @@ def _exponents(array: jax.Array) -> jax.Array:
     place = jnp.where(magnitude == 0, places, place)
     counts = jnp.zeros(places + SPECIAL, jax.dtypes.canonicalize_dtype(np.int64))
     return counts.at[place].add(1, mode="promise_in_bounds")
-
-
-def digits(counts: jax.Array) -> jax.Array:
-    """Splits int32[...] counts into float32[DIGITS, ...] digits of 8 bits, the lowest first.
-
-    What a gradient adds up is float32, exact to 2**24: so many digits are exact when added up over
-    2**16 turns of a loop, where the counts themselves would be so over one.
-    """
-    counts = counts.astype(np.int32)
-    shifted = jnp.stack([counts >> DIGIT_BITS * digit for digit in range(DIGITS)])
-    return (shifted & ((1 << DIGIT_BITS) - 1)).astype(np.float32)
-
-
-def from_digits(sums: np.ndarray) -> np.ndarray:
-    """Returns the int64[...] counts of float32[DIGITS, ...] sums of digits."""
-    weights = 2 ** (DIGIT_BITS * np.arange(DIGITS, dtype=np.int64))
-    return np.tensordot(weights, sums.astype(np.int64), 1)
 
 
 HALVES = tuple(map(str, HALF_DTYPES))

@@ -3,8 +3,8 @@
 Pure functions: what an error is, and how it is measured, is the caller's.
 """
 
+import glob
 import itertools
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ Errors = tuple[float, float]  # of the loss, of the gradient
 Scopes = frozenset[str]  # their paths
 
 
-class Level(NamedTuple):
+class KeptOut(NamedTuple):
     """What was found of one lower precision: of half, or of float8.
 
     Attributes:
@@ -24,7 +24,7 @@ class Level(NamedTuple):
     alone: Mapping[str, Errors] = {}
 
 
-def search(scopes: Sequence[str], errors: Callable[[Scopes], Errors], tolerance: float) -> Level:
+def search(scopes: Sequence[str], errors: Callable[[Scopes], Errors], tolerance: float) -> KeptOut:
     """Returns which scopes to keep out of a precision so that the errors are within the tolerance.
 
     No scope can be taken out of these without an error leaving the tolerance, but for those whose
@@ -42,7 +42,7 @@ def search(scopes: Sequence[str], errors: Callable[[Scopes], Errors], tolerance:
     """
     low = frozenset(scopes)
     if max(errors(low)) <= tolerance:
-        return Level()
+        return KeptOut()
     alone = {scope: errors(frozenset([scope])) for scope in scopes}
     low -= {scope for scope in scopes if max(alone[scope]) > tolerance}
     taken_out = []
@@ -55,7 +55,7 @@ def search(scopes: Sequence[str], errors: Callable[[Scopes], Errors], tolerance:
     for scope in reversed(taken_out):
         if max(errors(low | {scope})) <= tolerance:
             low |= {scope}
-    return Level(frozenset(scopes) - low, alone)
+    return KeptOut(frozenset(scopes) - low, alone)
 
 
 class Found(NamedTuple):
@@ -68,8 +68,8 @@ class Found(NamedTuple):
     """
 
     lowest: Errors
-    half: Level = Level()
-    float8: Level = Level()
+    half: KeptOut = KeptOut()
+    float8: KeptOut = KeptOut()
 
 
 def search_levels(
@@ -134,17 +134,12 @@ def rules_for(
         if held != policies[path]:
             found.append((names, policies[path]))
     found.sort(key=lambda rule: -len(rule[0]))
-    return [(_escaped("/".join(names)), policy) for names, policy in found]
+    return [(glob.escape("/".join(names)), policy) for names, policy in found]
 
 
 def _is_part(part: list[str], names: list[str]) -> bool:
     starts = range(len(names) - len(part) + 1)
     return any(names[start : start + len(part)] == part for start in starts)
-
-
-def _escaped(path: str) -> str:
-    """Returns a glob that matches the path alone."""
-    return re.sub(r"([*?[])", r"[\1]", path)
 
 
 def path_in_rules(path: str) -> str:

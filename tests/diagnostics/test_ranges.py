@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 from jmp import diagnostics
 from jmp.diagnostics import _walk
-from jmp.diagnostics._gradient_report import counting_step
-from jmp.diagnostics._ranges import digits, exponents, from_digits
+from jmp.diagnostics._gradient_report import bytes_of, counting_step, from_bytes
+from jmp.diagnostics._ranges import exponents
 
 F16 = "mixed_float16"
 FLOAT8 = sorted(name for name in dir(jnp) if name.startswith("float8_"))
@@ -444,12 +444,12 @@ def test_arguments_of_all_kinds():
     ]  # fmt: skip
 
 
-def test_sums_of_digits_are_exact_where_sums_of_counts_would_not_be():
+def test_sums_of_bytes_are_exact_where_sums_of_counts_would_not_be():
     counts = jnp.array([0, 1, 255, 256, 2**24 + 1, 2**31 - 1], jnp.int32)
     turns = 2**16 - 1
-    sums = np.asarray(digits(counts)) * np.float32(turns)
+    sums = np.asarray(bytes_of(counts)) * np.float32(turns)
     assert sums.dtype == np.float32
-    assert from_digits(sums).tolist() == [turns * int(count) for count in counts]
+    assert from_bytes(sums).tolist() == [turns * int(count) for count in counts]
     assert np.float32(turns) * np.float32(2**24 + 1) != turns * (2**24 + 1)
 
     def long(w, x):
