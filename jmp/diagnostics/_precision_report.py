@@ -176,7 +176,7 @@ def _report(program: Program, traced: Traced, policy: str) -> PrecisionReport:
     plan, operands = traced.plan, traced.operands
     casts = _casts(jax.make_jaxpr(traced.emit)(*operands))
     steps = list(steps_of(plan))
-    operations = operations_of(steps)
+    operations = list(operations_of(steps))
     rows = rows_of(operations)
     merged = added_up(rows, with_repeated=True)
     half = str(program.settings.compute_dtype)
