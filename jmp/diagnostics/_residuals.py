@@ -100,7 +100,8 @@ def residuals(
             continue  # an argument, or an array that the function closes over
         if made != ELSEWHERE:
             dtype, shape = atom.aval.dtype, tuple(atom.aval.shape)
-            is_copy, size = made.made_of == {"parameters"}, size_of(shape) * dtype.itemsize
+            is_copy = made.made_of == {"parameters"}
+            size = size_of(shape) * dtype.itemsize
             place = made.module, made.source, made.operation
             found[Residual(*place, str(dtype), shape, is_copy, times=1, bytes=size)] += 1
     return [
