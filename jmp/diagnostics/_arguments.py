@@ -81,8 +81,7 @@ class Scoped(NamedTuple):
 
 def split_arguments(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns arguments with their nnx modules taken apart, as `asked_function` takes them."""
-    found: tuple[tuple[Any, ...], dict[str, Any]] = (args, kwargs)
-    return _nnx().split_modules(found) if "flax.nnx" in sys.modules else found
+    return _nnx().split_modules((args, kwargs)) if "flax.nnx" in sys.modules else (args, kwargs)
 
 
 def trained_parameters(tree: PyTree) -> PyTree:
