@@ -86,9 +86,8 @@ class Operation(NamedTuple):
         return stack
 
 
-def operations_of(steps: Iterable[Ran]) -> list[Operation]:
-    """Returns the operations of the steps of a plan, those inside nodes bound as a whole too."""
-    found: list[Operation] = []
+def operations_of(steps: Iterable[Ran]) -> Iterator[Operation]:
+    """Yields the operations of the steps of a plan, those inside nodes bound as a whole too."""
     for step, level, times in steps:
         if isinstance(step, Island):
             stored = {write.value: write.dtype for write in step.writes}
@@ -96,15 +95,15 @@ def operations_of(steps: Iterable[Ran]) -> list[Operation]:
                 why = step.why.get(node, node.rule.reason)
                 reads = [value.dtype for value in node.inputs]
                 stores = [stored.get(value, value.dtype) for value in node.outputs]
-                found += _operations_of_node(node, node.params, why, times, reads, stores)
+                yield from _operations_of_node(node, node.params, why, times, reads, stores)
         elif isinstance(step, Single):
             node, half = step.node, level.request.settings.compute_dtype
             in_half = step.arithmetic.is_half
             reads = [half if in_half and v.is_float32 else v.dtype for v in node.inputs]
             if step.in_float8 is not None:
                 reads = [OPERANDS]
-            found += _operations_of_node(node, step.params, step.why, times, reads, step.stores)
-    return found
+            about = node, step.params, step.why, times
+            yield from _operations_of_node(*about, reads, step.stores)
 
 
 def _operations_of_node(

@@ -81,8 +81,7 @@ class Scoped(NamedTuple):
 
 def split_arguments(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns arguments with their nnx modules taken apart, as `asked_function` takes them."""
-    found: tuple[tuple[Any, ...], dict[str, Any]] = (args, kwargs)
-    return _nnx().split_modules(found) if "flax.nnx" in sys.modules else found
+    return _nnx().split_modules((args, kwargs)) if "flax.nnx" in sys.modules else (args, kwargs)
 
 
 def trained_parameters(tree: PyTree) -> PyTree:
@@ -91,17 +90,16 @@ def trained_parameters(tree: PyTree) -> PyTree:
     Without what is not differentiated in nnx modules, what is no floating array in Equinox modules,
     and what is no array elsewhere.
     """
-    of_module: Callable[[Any], Any] = lambda x: x.parameters if _is_split_module(x) else x
-    tree = jax.tree.map(of_module, tree, is_leaf=_is_split_module)
 
     def trained(part: Any) -> Any:
-        if not _is_equinox(part):
-            return part if stands_for_numbers(part) else None
-        return jax.tree.map(
-            lambda x: x if stands_for_numbers(x) and is_castable(x.dtype) else None, part
-        )
+        if _is_split_module(part):
+            return trained_parameters(part.parameters)
+        if _is_equinox(part):
+            floating = lambda x: x if stands_for_numbers(x) and is_castable(x.dtype) else None
+            return jax.tree.map(floating, part)
+        return part if stands_for_numbers(part) else None
 
-    return jax.tree.map(trained, tree, is_leaf=_is_equinox)
+    return jax.tree.map(trained, tree, is_leaf=lambda x: _is_split_module(x) or _is_equinox(x))
 
 
 def _nnx() -> Any:

@@ -17,7 +17,7 @@ from jmp._array_calls import ArrayCall, cotangent, vjp_at
 from jmp._messages import users_stacklevel, wrong
 from jmp.autocasting._autocast import autocast
 from jmp.diagnostics._arguments import asked_function, split_arguments
-from jmp.diagnostics._tables import table
+from jmp.diagnostics._tables import Report, table
 from jmp.policy import Policy, get_policy
 from jmp.trees import PyTree, cast_to_at_least_float32, path_string
 
@@ -128,7 +128,7 @@ class Difference:
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
+class Comparison(Report):
     """What `compare` found; `print` shows modules and the worst leaves, `to_dict` gives the data.
 
     Attributes:
@@ -172,7 +172,7 @@ class Comparison:
 
         Errors may be infinite or NaN.
         """
-        data = dataclasses.asdict(self)
+        data = super().to_dict()
         for row, entry in zip(self.rows, data["rows"], strict=True):
             entry["relative_error"] = row.relative_error
         return data

@@ -40,8 +40,7 @@ def delicate_in_half(rows: list[Row]) -> list[str]:
         elif row.kind == "exponential" and in_half:
             found.append(f"{place} runs in {row.dtype_in}: it overflows, or loses all digits")
         elif row.kind == "product" and not (
-            in_half
-            or row.dtype_in == FLOAT8
+            row.dtype_in in (*HALVES, FLOAT8)
             or row.precision == HIGHEST
             or row.why.startswith(DELIBERATE)
         ):
@@ -74,12 +73,11 @@ def dear_in_float32(rows: list[Row]) -> list[str]:
 def rounded_arguments(rounded: Iterable[Node], half: str) -> list[str]:
     """Returns a sentence for each half product whose result reaches a function that wraps."""
     error = 512 * float(jnp.finfo(half).eps)  # the spacing of the numbers from 512 to 1024
-    places = dict.fromkeys(map(_place, rounded))
     return [
         f"a product at {place} multiplies in {half}, and its result goes to a function that wraps, "
         f"such as sin: {half} knows an argument of 1000 to {error:g}. Keep the product in float32 "
         "by a rule if its results are large"
-        for place in places
+        for place in dict.fromkeys(map(_place, rounded))
     ]
 
 

@@ -19,6 +19,7 @@ from jmp.autocasting._request import AUTOCAST
 from jmp.diagnostics._arguments import asked_function, check_numbers, split_arguments
 from jmp.diagnostics._interpreter import Cause, Interpreter, Location, Operand, earliest
 from jmp.diagnostics._scope_search import path_in_rules
+from jmp.diagnostics._tables import Report
 from jmp.trees import as_jax_array
 
 
@@ -75,8 +76,8 @@ def find_nonfinite(fun: Callable[..., Any], *early: Any) -> Callable[..., "NonFi
 
 
 @dataclasses.dataclass(frozen=True)
-class NonFinite:
-    """What `find_nonfinite` found; `print` says it in a few lines.
+class NonFinite(Report):
+    """What `find_nonfinite` found; `print` says it in a few lines, `to_dict` gives the data.
 
     Attributes:
       operation: the primitive; "argument args[0]['w']" for an argument, "constant" for a number

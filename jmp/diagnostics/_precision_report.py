@@ -178,7 +178,7 @@ def _report(program: Program, traced: Traced, policy: str) -> PrecisionReport:
     lowered = functools.partial(traced.emit, *traced.constants)
     casts = _casts(jax.make_jaxpr(lowered)(*traced.arrays))
     steps = list(steps_of(plan))
-    operations = operations_of(steps)
+    operations = list(operations_of(steps))
     rows = rows_of(operations)
     merged = added_up(rows, with_repeated=True)
     half = str(program.settings.compute_dtype)
@@ -256,23 +256,23 @@ def _summary(report: PrecisionReport) -> Iterable[str]:
 def _reasons(rows: list[Row]) -> Iterable[str]:
     """Yields for each dtype what is computed in it, and each reason with its number and count."""
     numbers = _numbered_reasons(rows)
-    times = totals((_reason(row), row.times) for row in rows)
+    times = totals((_reason_of(row), row.times) for row in rows)
     for dtype, reasons in itertools.groupby(numbers, lambda reason: reason[0]):
-        kinds = totals((row.kind, row.times) for row in rows if _reason(row)[0] == dtype)
+        kinds = totals((row.kind, row.times) for row in rows if _reason_of(row)[0] == dtype)
         parts = [f"{count} {kind}{'s' * (count > 1)}" for kind, count in kinds.items()]
         yield f"in {dtype}: {', '.join(parts)}"
         for reason in reasons:
             yield f"  [{numbers[reason]}] {times[reason]} x {reason[1]}"
 
 
-def _reason(row: Row) -> tuple[str, str]:
+def _reason_of(row: Row) -> tuple[str, str]:
     """Returns the dtype that a row reads, and why."""
     return row.dtype_in or row.dtype_out, row.why
 
 
 def _numbered_reasons(rows: list[Row]) -> dict[tuple[str, str], int]:
     """Returns a number for each dtype and reason: half first, then by how often they count."""
-    times = totals((_reason(row), row.times) for row in rows)
+    times = totals((_reason_of(row), row.times) for row in rows)
 
     def rank(reason: tuple[str, str]) -> tuple[bool, str, int]:
         dtype, _ = reason
@@ -300,7 +300,7 @@ def _table(report: PrecisionReport, lines: Iterable[list[Row]]) -> str:
         operations = []
         for row in rows:
             times = f" x {row.times}" * (row.times > 1)
-            operations.append(f"{row.operation}{times} [{numbers[_reason(row)]}]")
+            operations.append(f"{row.operation}{times} [{numbers[_reason_of(row)]}]")
         flops = sum(row.flops for row in rows)
         gigaflops = f"{flops / 1e9:.3g}" if flops else ""
         place = rows[0].module or top, _dtypes_shown(rows[0])

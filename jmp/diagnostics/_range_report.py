@@ -21,7 +21,7 @@ from jmp.diagnostics._ranges import (
     nearest_scale,
     row_of,
 )
-from jmp.diagnostics._tables import first_rows, table, totals
+from jmp.diagnostics._tables import Report, first_rows, table, totals
 from jmp.trees import PyTree, as_jax_array, is_array, path_string
 
 SHOWN = 10  # of each role
@@ -76,7 +76,7 @@ def range_report(tree: PyTree) -> "RangeReport":
 
 
 @dataclasses.dataclass(frozen=True)
-class RangeReport:
+class RangeReport(Report):
     """What `range_report` or `gradient_report` found; `print` shows it, `to_dict` gives the data.
 
     Where a role has rows that are stored in half, its other rows do not count: they stay in float32

@@ -100,7 +100,8 @@ def residuals(
             continue  # an argument, or an array that the function closes over
         if made != ELSEWHERE:
             dtype, shape = atom.aval.dtype, tuple(atom.aval.shape)
-            is_copy, size = made.made_of == {"parameters"}, size_of(shape) * dtype.itemsize
+            is_copy = made.made_of == {"parameters"}
+            size = size_of(shape) * dtype.itemsize
             place = made.module, made.source, made.operation
             found[Residual(*place, str(dtype), shape, is_copy, times=1, bytes=size)] += 1
     return [
@@ -125,10 +126,12 @@ def _of_results(
 ) -> Sequence[Provenance]:
     """Returns the provenance of each result: an equation inside, where there is one."""
     name, within = equation.primitive.name, (*around, equation)
-    if name == "platform_index":  # known when the program is compiled
-        return [ELSEWHERE]
     if (branch := _branch_here(equation)) is not None:
-        return _without_fillings(branch, _follow(branch, operands[1:], within))
+        return _follow(branch, operands[1:], within)
+    # The index of a platform is known when the program is compiled.
+    is_filling = name.startswith(("empty", "platform_index"))
+    if is_filling or (operands and all(operand == ELSEWHERE for operand in operands)):
+        return [ELSEWHERE] * len(equation.outvars)
     if name in FOLLOWED and (found := inside(functools.partial(_of_results, within))):
         return found
     module, source = path_of(equation, around), users_line(equation, around)
@@ -157,18 +160,3 @@ def _branch_here(equation: JaxprEqn) -> Any:
     platforms = equation.params.get("branches_platforms") or ()
     pairs = zip(platforms, _jax_compat.inner_jaxprs(equation), strict=False)
     return next((branch for names, branch in pairs if names is None or here in names), None)
-
-
-def _without_fillings(branch: Any, results: list[Provenance]) -> list[Provenance]:
-    """Marks what a branch returns, without a value, in the place of what other platforms keep."""
-    empty: set[Any] = set()
-
-    def is_empty(atom: Any) -> bool:
-        return not hasattr(atom, "val") and atom in empty
-
-    for equation in branch.eqns:
-        made_of_nothing = equation.invars and all(map(is_empty, equation.invars))
-        if made_of_nothing or equation.primitive.name.startswith("empty"):
-            empty.update(equation.outvars)
-    atoms = zip(branch.outvars, results, strict=True)
-    return [ELSEWHERE if is_empty(atom) else made for atom, made in atoms]

@@ -154,15 +154,12 @@ def decisions_in(decided: Iterable[tuple[str, Node, int]]) -> list[Decision]:
 
 def kind_of_row(equation: JaxprEqn) -> str | None:
     """Returns the kind of row an equation makes; None if it makes none."""
-    name = equation.primitive.name
-    rule = rule_for(name)
     if is_product(equation):
         return "product"
-    if is_inner_product(equation):
-        return "reduction"
+    rule = rule_for(equation.primitive.name)
     if rule.category is Category.FULL and rule.expensive:
         return "exponential"
-    return "reduction" if rule.sums else None
+    return "reduction" if rule.sums or is_inner_product(equation) else None
 
 
 class Product(NamedTuple):

@@ -45,11 +45,9 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
       loss   0.25
     """
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
-    head, *body = (
-        "  " + "   ".join(map(str.ljust, row, widths)).rstrip() for row in (columns, *rows)
-    )
-    line = " " + "─" * (sum(widths) + 3 * len(widths) - 1)
-    return "\n".join([head, line, *body])
+    lines = ["  " + "   ".join(map(str.ljust, row, widths)).rstrip() for row in (columns, *rows)]
+    lines.insert(1, " " + "─" * (sum(widths) + 3 * len(widths) - 1))
+    return "\n".join(lines)
 
 
 def first_rows(
