@@ -306,7 +306,7 @@ LOWERED_TO = "__jmp_lowered_to__"
 def mark_lowered(fun: T, dtype: DTypeLike) -> T:
     """Returns `fun`, marked with the dtype that its products are computed in.
 
-    Training steps read the mark, to refuse an optimizer that was made for another policy.
+    Training steps read the mark, to warn of an optimizer that scales no loss of a float16 model.
     """
     setattr(fun, LOWERED_TO, np.dtype(dtype))
     return fun
