@@ -17,6 +17,7 @@ import argparse
 import pathlib
 import sysconfig
 import time
+import warnings
 from typing import Any
 
 import flax.linen as nn
@@ -131,7 +132,10 @@ def train(
     for seed in range(arguments.seeds):
         data = batches(text, arguments, seed)
         params = first_params(model, data, seed)
-        state = linen.TrainState.create(apply_fn=apply_fn, params=params, tx=tx)
+        with warnings.catch_warnings():
+            # What it says of float16 without loss scaling is what this example shows.
+            warnings.simplefilter("ignore", jmp.UnscaledLossWarning)
+            state = linen.TrainState.create(apply_fn=apply_fn, params=params, tx=tx)
         losses.append([])
         for batch in data:
             state, loss = train_step(state, batch)

@@ -7,7 +7,7 @@ adds. Text and policies convert both ways: `get_policy("p=f32,c=f16,o=f32")` and
 
 import dataclasses
 import functools
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -278,20 +278,17 @@ def get_policy(policy: str | Policy) -> Policy:
                 f"Policy {described(policy)} gives {_KEYS[key]} twice; give each of param, "
                 "compute, output, reduce and product at most once."
             )
-        is_product = _KEYS[key] == "product_dtype"
-        given[_KEYS[key]] = np.dtype(_product_dtype(value) if is_product else parse_dtype(value))
-    param_dtype = given.get("param_dtype", FLOAT32)
-    compute_dtype = given.get("compute_dtype", param_dtype)
-    output_dtype = given.get("output_dtype", compute_dtype)
-    others = {name: given.get(name) for name in ("reduce_dtype", "product_dtype")}
-    return Policy(param_dtype, compute_dtype, output_dtype, **others)
+        given[_KEYS[key]] = value
+    given.setdefault("param_dtype", FLOAT32)
+    given.setdefault("compute_dtype", given["param_dtype"])
+    given.setdefault("output_dtype", given["compute_dtype"])
+    return Policy(**given)
 
 
-def _dtypes_called(name: str) -> dict[str, np.dtype]:
+def _dtypes_called(name: str) -> dict[str, Any]:
     """Returns the dtypes of a named policy, or of one dtype for all three, by field."""
     if name in _NAMED:
-        policy = get_policy(_NAMED[name])
-        return {field: np.dtype(dtype) for field, dtype in _given_dtypes(policy).items()}
+        return dict(_given_dtypes(get_policy(_NAMED[name])))
     try:
         dtype = parse_dtype(name, _NAMED)
     except ValueError as error:
@@ -299,7 +296,7 @@ def _dtypes_called(name: str) -> dict[str, np.dtype]:
             f"{error} Named policies are {', '.join(_NAMED)}; fields are written "
             "'p=f32,c=f16,o=f32'."
         ) from None
-    return {"param_dtype": dtype, "compute_dtype": dtype, "output_dtype": dtype}
+    return dict.fromkeys(("param_dtype", "compute_dtype", "output_dtype"), dtype)
 
 
 # The attribute of a function, or of a class of modules, that computes by a policy.
@@ -309,7 +306,7 @@ LOWERED_TO = "__jmp_lowered_to__"
 def mark_lowered(fun: T, dtype: DTypeLike) -> T:
     """Returns `fun`, marked with the dtype that its products are computed in.
 
-    Training steps read the mark, to refuse an optimizer that was made for another policy.
+    Training steps read the mark, to warn of an optimizer that scales no loss of a float16 model.
     """
     setattr(fun, LOWERED_TO, np.dtype(dtype))
     return fun

@@ -104,22 +104,17 @@ def _shardings(state: PyTree, params: PyTree) -> PyTree:
 
 def _put(state: S, params: PyTree) -> S:
     """Returns a state made of parameters that lie on a mesh, also one made inside of jit."""
-    leaves, structure = jax.tree.flatten(state)
-    shardings = jax.tree.leaves(_shardings(state, params))
-    moves = []
-    for position, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
-        if not _jax_compat.is_concrete(leaf):
-            if isinstance(sharding, NamedSharding):
-                leaves[position] = lax.with_sharding_constraint(leaf, sharding)
-        elif isinstance(leaf, jax.Array) and leaf.sharding != sharding:
-            moves.append(position)
-    moved = jax.device_put(
-        [leaves[position] for position in moves], [shardings[position] for position in moves]
-    )
-    for position, leaf in zip(moves, moved, strict=True):
-        leaves[position] = leaf
-    put: S = jax.tree.unflatten(structure, leaves)
-    return put
+
+    def put(leaf: Any, sharding: Any) -> Any:
+        if _jax_compat.is_concrete(leaf):
+            is_elsewhere = isinstance(leaf, jax.Array) and leaf.sharding != sharding
+            return jax.device_put(leaf, sharding) if is_elsewhere else leaf
+        if isinstance(sharding, NamedSharding):
+            return lax.with_sharding_constraint(leaf, sharding)
+        return leaf
+
+    result: S = jax.tree.map(put, state, _shardings(state, params))
+    return result
 
 
 def _tied(state: S, params: PyTree) -> S:
