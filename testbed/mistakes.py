@@ -805,7 +805,10 @@ MISTAKES: dict[str, list[Mistake]] = {
                 "nnx_adapter.with_policy(F16, nnx_model)",
                 "model='mixed_float16'; expected an nnx",
             ),
-            ("nnx_adapter.autocast(nnx_model, F16)", "write with_policy(model, policy)"),
+            (
+                "nnx_adapter.autocast(nnx_model, F16)",
+                "goes through jmp.adapters.nnx.with_policy(model, policy)",
+            ),
             ("nnx_adapter.autocast(nnx_model.encode, F16)", "autocast(NnxModel.encode, policy)"),
             ("nnx_adapter.autocast(model_loss)", "autocast got no policy"),
             ("nnx_adapter.autocast(linen_model, F16)", "jmp.adapters.linen.wrap_apply(model.apply"),

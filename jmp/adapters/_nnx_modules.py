@@ -98,13 +98,12 @@ def _prepared(models: Sequence[Any], policies: ModulePolicies) -> Iterator[None]
                         undone.callback(set_class, module, type(module))
                         set_class(module, marked)
                 policies.match_parameters(nnx.as_pure(nnx.state(model)))
-        for model in models:
-            for _, variable in nnx.iter_graph(model):
-                before: Any = variable.get_value() if isinstance(variable, nnx.Param) else None
-                if is_array(before) and is_half(before.dtype):
-                    wide = cast_leaf(before, FLOAT32)
-                    variable.set_value(wide)
-                    undone.callback(_narrow, variable, before, wide)
+        for _, variable in nnx.iter_graph(models):
+            before: Any = variable.get_value() if isinstance(variable, nnx.Param) else None
+            if is_array(before) and is_half(before.dtype):
+                wide = cast_leaf(before, FLOAT32)
+                variable.set_value(wide)
+                undone.callback(_narrow, variable, before, wide)
         yield
 
 
