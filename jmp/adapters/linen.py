@@ -160,9 +160,7 @@ def _check_apply(apply_fn: Any) -> None:
     is_by_its_author = getattr(apply_fn, "__name__", "") not in vars(nn.Module)
     takes_no_variables = _is_unbound(apply_fn) or (_is_unbound(owner) and is_by_its_author)
     if takes_no_variables or not callable(apply_fn):
-        more = (
-            " Write wrap_apply(model.apply, policy); for another method give method= in its call."
-        )
+        more = " Write wrap_apply(model.apply, policy); for other methods give method= in its call."
         raise wrong(TypeError, "wrap_apply", apply_fn, expected, more=more)
 
 
