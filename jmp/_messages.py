@@ -153,9 +153,8 @@ def where_trees_differ(first: Any, second: Any) -> str:
         alone = [path for path in here if path not in there]
         if alone:
             words.append(f"the {which} alone has {first_few(map(_cut, alone), len(alone), most=3)}")
-    if words:
-        return "; ".join(words)
-    return f"same paths, other containers: {described(first)} and {described(second)}"
+    same_paths = f"same paths, other containers: {described(first)} and {described(second)}"
+    return "; ".join(words) or same_paths
 
 
 def _described(value: Any, depth: int) -> str:

@@ -734,8 +734,8 @@ MISTAKES: dict[str, list[Mistake]] = {
     "Flax linen": [
         *_rows(
             TypeError,
-            ("linen.wrap_apply(linen_model, F16)", ": wrap_apply(model.apply, policy)"),
-            ("linen.wrap_apply(linen_model.__call__, F16)", "give method= when it is called"),
+            ("linen.wrap_apply(linen_model, F16)", "Write wrap_apply(model.apply, policy)"),
+            ("linen.wrap_apply(linen_model.__call__, F16)", "give method= in its call"),
             ("linen.wrap_apply(nnx_model, F16)", "jmp.adapters.nnx.with_policy(model, policy)"),
             ("linen.wrap_apply(nnx_model.encode, F16)", "jmp.adapters.nnx.with_policy(model, pol"),
             ("linen.wrap_apply(eqx_model, F16)", "jmp.adapters.equinox.autocast(loss_fn, policy)"),
@@ -799,7 +799,10 @@ MISTAKES: dict[str, list[Mistake]] = {
                 "nnx_adapter.with_policy(F16, nnx_model)",
                 "model='mixed_float16'; expected an nnx",
             ),
-            ("nnx_adapter.autocast(nnx_model, F16)", "write with_policy(model, policy)"),
+            (
+                "nnx_adapter.autocast(nnx_model, F16)",
+                "goes through jmp.adapters.nnx.with_policy(model, policy)",
+            ),
             ("nnx_adapter.autocast(nnx_model.encode, F16)", "autocast(NnxModel.encode, policy)"),
             ("nnx_adapter.autocast(model_loss)", "autocast got no policy"),
             ("nnx_adapter.autocast(linen_model, F16)", "jmp.adapters.linen.wrap_apply(model.apply"),

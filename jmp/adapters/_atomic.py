@@ -106,17 +106,18 @@ def check_step(loss_fn: object, model: object, own: str, kind: str) -> None:
     """Refuses what is no function, and models of another framework or without arrays.
 
     Args:
-      own: the framework whose models are taken.
+      own: the framework whose models are taken, or "" if parameters are.
       kind: what the model should be.
     """
     is_swapped = framework_of(loss_fn) and callable(model) and not framework_of(model)
     if not callable(loss_fn) or is_swapped:
         expected = "a function of the model"
         raise wrong(TypeError, "train_step", loss_fn, expected, name="loss_fn", more=_ORDER)
-    refuse_other_models(model, "train_step", "model", own, kind)
+    name = "model" if own else "params"
+    refuse_other_models(model, "train_step", name, own, kind)
     if not any(is_floating(leaf) or is_complex(leaf) for leaf in jax.tree.leaves(model)):
         expected = f"{kind}, with a floating array"
-        raise wrong(ValueError, "train_step", model, expected, name="model", more=_ORDER)
+        raise wrong(ValueError, "train_step", model, expected, name=name, more=_ORDER)
 
 
 def take_step(

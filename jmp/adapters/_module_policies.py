@@ -192,11 +192,10 @@ class ModulePolicies:
             rule names a module around. Autocast then warns of unused rules itself, if the policy or
             a rule is half.
         """
-        half = self.lowered
+        whole, half = self.policy, self.lowered
+        others = {"reduce_dtype": whole.reduce_dtype, "product_dtype": whole.product_dtype}
+        policy = Policy(FLOAT32, half, half, **others)
         rules = self.rules if name_scopes else None
-        policy = dataclasses.replace(
-            self.policy, param_dtype=FLOAT32, compute_dtype=half, output_dtype=half
-        )
         return lowered(fun, policy, rules_of_modules=rules, **self._options)
 
     @contextlib.contextmanager

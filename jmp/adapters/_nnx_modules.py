@@ -59,7 +59,7 @@ def lift(fun: Callable[P, R], policies: ModulePolicies) -> Callable[P, R]:
         # A model from outside of a trace may be called inside it, but not be written to.
         changed = {i: found for i, found in enumerate(changes) if found != ()}
         written = [models[i] for i in changed]
-        return list(changed.items()), nnx.to_tree((written, result), ctxtag=tag)
+        return changed, nnx.to_tree((written, result), ctxtag=tag)
 
     lowered = policies.autocast(pure)
 
@@ -69,9 +69,9 @@ def lift(fun: Callable[P, R], policies: ModulePolicies) -> Callable[P, R]:
         with nnx.update_context(tag):
             args, kwargs = nnx.to_tree((args, kwargs), ctxtag=tag)
             changed, after = lowered(*args, **kwargs)
-            for index, changes in changed:
+            for index, changes in changed.items():
                 check_writable(models[index], changes)
-            with whole_if_it_fails(*(models[index] for index, _ in changed)):
+            with whole_if_it_fails(*(models[index] for index in changed)):
                 _, result = nnx.from_tree(after, is_inner=False, ctxtag=tag)
         return result
 
@@ -98,13 +98,12 @@ def _prepared(models: Sequence[Any], policies: ModulePolicies) -> Iterator[None]
                         undone.callback(set_class, module, type(module))
                         set_class(module, marked)
                 policies.match_parameters(nnx.as_pure(nnx.state(model)))
-        for model in models:
-            for _, variable in nnx.iter_graph(model):
-                before: Any = variable.get_value() if isinstance(variable, nnx.Param) else None
-                if is_array(before) and is_half(before.dtype):
-                    wide = cast_leaf(before, FLOAT32)
-                    variable.set_value(wide)
-                    undone.callback(_narrow, variable, before, wide)
+        for _, variable in nnx.iter_graph(models):
+            before: Any = variable.get_value() if isinstance(variable, nnx.Param) else None
+            if is_array(before) and is_half(before.dtype):
+                wide = cast_leaf(before, FLOAT32)
+                variable.set_value(wide)
+                undone.callback(_narrow, variable, before, wide)
         yield
 
 

@@ -160,8 +160,7 @@ def _check_apply(apply_fn: Any) -> None:
     is_by_its_author = getattr(apply_fn, "__name__", "") not in vars(nn.Module)
     takes_no_variables = _is_unbound(apply_fn) or (_is_unbound(owner) and is_by_its_author)
     if takes_no_variables or not callable(apply_fn):
-        expected = f"{expected}: wrap_apply(model.apply, policy)"
-        more = " For another method give method= when it is called."
+        more = " Write wrap_apply(model.apply, policy); for other methods give method= in its call."
         raise wrong(TypeError, "wrap_apply", apply_fn, expected, more=more)
 
 
