@@ -45,7 +45,8 @@ def is_identity(node: Node) -> bool:
     """Returns whether a node is the identity, its derivative too: a name, a cast to its dtype."""
     if node.name == "convert_element_type":
         return node.inputs[0].dtype == node.outputs[0].dtype
-    return node.rule.permutes and node.name not in ("transpose", "rev", "stop_gradient")
+    moves = node.name == "transpose" or node.name == "rev"
+    return node.rule.permutes and not moves and node.name != "stop_gradient"
 
 
 def keeps_places(node: Node) -> bool:
