@@ -28,7 +28,7 @@ from jmp.trees import cast_floating
 
 T = TypeVar("T")
 
-_KEYS = {
+_FIELDS = {
     "p": "param_dtype",
     "params": "param_dtype",
     "c": "compute_dtype",
@@ -268,17 +268,17 @@ def get_policy(policy: str | Policy) -> Policy:
     given = _dtypes_called(parts.pop(0)) if is_named else {}
     for part in parts:
         key, equals, value = (piece.strip() for piece in part.partition("="))
-        if not equals or key not in _KEYS:
+        if not equals or key not in _FIELDS:
             raise ValueError(
                 f"Unknown key {described(key)} in policy {described(policy)}; expected one of "
-                f"{', '.join(_KEYS)}, written 'p=f32,c=f16,o=f32'.{did_you_mean(key, _KEYS)}"
+                f"{', '.join(_FIELDS)}, written 'p=f32,c=f16,o=f32'.{did_you_mean(key, _FIELDS)}"
             )
-        if _KEYS[key] in given:
+        if _FIELDS[key] in given:
             raise ValueError(
-                f"Policy {described(policy)} gives {_KEYS[key]} twice; give each of param, "
+                f"Policy {described(policy)} gives {_FIELDS[key]} twice; give each of param, "
                 "compute, output, reduce and product at most once."
             )
-        given[_KEYS[key]] = value
+        given[_FIELDS[key]] = value
     given.setdefault("param_dtype", FLOAT32)
     given.setdefault("compute_dtype", given["param_dtype"])
     given.setdefault("output_dtype", given["compute_dtype"])

@@ -20,8 +20,9 @@ import numpy as np
 import jmp
 from benchmarks import published
 from benchmarks.published import Model, Row
+from jmp.autocasting._operations import is_product
 from jmp.diagnostics import precision_report
-from jmp.diagnostics._assertions import _products
+from jmp.diagnostics._walk import with_places
 
 HALVES = ("float16", "bfloat16")
 # Taken in this order until the gradient is finite, as a dynamic loss scale would.
@@ -157,9 +158,12 @@ def points(params: Any) -> list[Any]:
 def counted(closed: Any) -> dict[str, Any]:
     """Counts the products of a program, each once that stands in it, and names those not half."""
     total, others = 0, collections.Counter()
-    for (equation, path, source, _), dtypes in _products(closed.jaxpr):
+    for equation, path, source in with_places(closed.jaxpr):
+        if not is_product(equation):
+            continue
         total += 1
-        if not {str(dtype) for dtype in dtypes} <= set(HALVES):
+        dtypes = {atom.aval.dtype for atom in equation.invars}
+        if not {str(d) for d in dtypes if jnp.issubdtype(d, jnp.floating)} <= set(HALVES):
             others[f"{equation.primitive.name} at {short(source)} ({path})"] += 1
     return {"products": total, "half": total - others.total(), "others": dict(others)}
 

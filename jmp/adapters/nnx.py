@@ -96,7 +96,10 @@ def autocast(
 
 
 def with_policy(
-    model: M, policy: str | Policy, rules: Sequence[Rule] | None = None, **options: Unpack[Options]
+    model: M,
+    policy: str | Policy,
+    rules: Sequence[Rule] | None = None,
+    **options: Unpack[Options],
 ) -> M:
     """Returns a view of `model` that computes by `policy` and shares its Variables.
 

@@ -45,7 +45,7 @@ def repeated(array: Any, shape: Sequence[Any]) -> Any:
 
 
 # What a mask adds is at least as large: exp(-1e4) is zero in any dtype.
-MASKED = 1e4
+LEAST_CARRIED = 1e4
 
 
 @jax.custom_jvp
@@ -68,7 +68,7 @@ def masked(result: Any, mask: Any, *others: Any) -> Any:
     So the sum of two masks of -1e9 stays finite, as in float32, and any other overflow is seen.
     Its derivative is that of the identity.
     """
-    is_carried = jnp.abs(mask) >= MASKED
+    is_carried = jnp.abs(mask) >= LEAST_CARRIED
     for operand in (mask, *others):
         is_carried &= jnp.isfinite(operand)
     return jnp.where(is_carried, jnp.maximum(result, jnp.finfo(result.dtype).min), result)

@@ -20,11 +20,12 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from jmp import _jax_compat
+from jmp._jax_compat import Params
 from jmp.autocasting._kinds import has_kind, kind_of
 from jmp.autocasting._numbers import dtype_of, is_inexact, length_of, shape_of
 from jmp.autocasting._precision import asked_for
 from jmp.autocasting._propagation import inner_equations
-from jmp.autocasting._registry import Category, Params, Rule, is_foreign, rule_for
+from jmp.autocasting._registry import Category, Rule, is_foreign, rule_for
 from jmp.autocasting._request import Settings
 from jmp.dtypes import FLOAT32
 
@@ -94,8 +95,6 @@ def draws_bits(equation: JaxprEqn) -> bool:
 
 # Plain forms.
 
-Form = Callable[..., Any]  # of an equation's parameters and operands
-
 
 def plain_form(equation: JaxprEqn, settings: Settings) -> Jaxpr | None:
     """Returns an equation in other primitives; None for one that stays as it is."""
@@ -111,7 +110,9 @@ def plain_form(equation: JaxprEqn, settings: Settings) -> Jaxpr | None:
 
 
 @functools.lru_cache(maxsize=256)
-def _traced(form: Form, types: Sequence[Any], params: Sequence[tuple[str, Any]]) -> Any:
+def _traced(
+    form: Callable[..., Any], types: Sequence[Any], params: Sequence[tuple[str, Any]]
+) -> Any:
     return jax.make_jaxpr(functools.partial(form, dict(params)))(*types).jaxpr
 
 
@@ -148,7 +149,7 @@ def _sums_own_axes(equation: JaxprEqn) -> bool:
     )
 
 
-def _form_of(equation: JaxprEqn) -> Form | None:
+def _form_of(equation: JaxprEqn) -> Callable[..., Any] | None:
     if contracts_nothing(equation):
         return _multiplication
     if multiplies_mask(equation):

@@ -24,10 +24,9 @@ import numpy as np
 from jax import lax
 
 from jmp import _jax_compat
-from jmp._jax_compat import varying_axes
+from jmp._jax_compat import Params, varying_axes
 from jmp.autocasting._casts import cast
 from jmp.autocasting._graph import Node, Value
-from jmp.autocasting._registry import Params
 from jmp.autocasting._wide_gradients import gradient_of_operand
 from jmp.dtypes import FLOAT32
 from jmp.sharding._axes import are_tracked, made_varying, mapped_axes, without_reduced

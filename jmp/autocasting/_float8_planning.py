@@ -57,7 +57,7 @@ WHY_CONVOLUTION = (
 # half at the rate of an H200's data sheet (989e12 operations a second), and half of that in float8:
 # less is saved than the launch of one kernel takes (about 2 us), and some seven more are launched.
 # Not timed: where float8 begins to pay is to be measured on a device, and lies above this.
-SMALL = 2**28
+SMALL_PRODUCT = 2**28
 # Tensor cores multiply float8 in pieces of 16; what is thinner is padded to that.
 THIN = 16
 
@@ -101,8 +101,8 @@ def why_not_float8(node: Node, level: Level) -> str:
         return "its result feeds no other product, as that of a head"
     if min(sizes_of(node)) < THIN:
         return f"it is thinner than {THIN}"
-    if math.prod(sizes_of(node)) < SMALL:
-        return f"it is small: fewer than 2**{SMALL.bit_length() - 1} multiplications"
+    if math.prod(sizes_of(node)) < SMALL_PRODUCT:
+        return f"it is small: fewer than 2**{SMALL_PRODUCT.bit_length() - 1} multiplications"
     return ""
 
 
@@ -143,7 +143,7 @@ def _float8_products(steps: Sequence[Step]) -> set[Node]:
 
 
 # A bound by a steeper function says too little. Gelu has 1.13, silu 1.10, tanh 1.
-STEEP = 8.0
+STEEPEST = 8.0
 
 
 def with_bounds(steps: Sequence[Step], level: Level) -> list[Step]:
@@ -287,7 +287,7 @@ def _is_worth_a_bound(value: Value, functions: Functions, product: Node) -> bool
     """Returns whether a product that reads a value had better use a bound, and return one."""
     others = [other for other in product.inputs if other is not value]
     extremes = [function.bounded(v).extremes for function, v in functions]
-    is_flat = all(x.slope <= STEEP and math.isfinite(x.offset) for x in extremes)
+    is_flat = all(x.slope <= STEEPEST and math.isfinite(x.offset) for x in extremes)
     return is_flat and _saves_bytes([*product.outputs, *others], value)
 
 

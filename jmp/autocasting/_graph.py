@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 import numpy as np
 from jax.extend.core import JaxprEqn
 
+from jmp._jax_compat import Params
 from jmp.autocasting._numbers import NOTHING, Known, MadeOf, dtype_of, fits, shape_of, size_of
-from jmp.autocasting._registry import Category, Params, Rule
+from jmp.autocasting._registry import Category, Rule
 from jmp.autocasting._request import Region
 from jmp.dtypes import FLOAT32
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from jmp import _jax_compat
+from jmp._jax_compat import Params
 from jmp._messages import described, users_stacklevel
 from jmp.autocasting._equations import contracts_nothing, is_inner_product
 from jmp.autocasting._exact_products import WHY_EXACT, wrapped_values
@@ -21,7 +22,7 @@ from jmp.autocasting._graph import Node
 from jmp.autocasting._numbers import dtype_of
 from jmp.autocasting._precision import asked_for
 from jmp.autocasting._propagation import walk_inside
-from jmp.autocasting._registry import NO_RULE, Params, is_low
+from jmp.autocasting._registry import NO_RULE, is_low
 from jmp.autocasting._sending import WHY_NOT_WIDE
 from jmp.autocasting._steps import Fused, Island, Plan, Ran, Single, steps_of
 
@@ -233,4 +234,5 @@ def _reason(operation: Operation) -> str:
 
 def _is_callers_wish(operation: Operation, plan: Plan) -> bool:
     is_named = operation.equation.primitive.name in plan.request.settings.overrides
-    return is_named or plan.request.region(operation.scope).in_float32
+    regions = operation.node.region, plan.request.region(operation.scope)
+    return is_named or any(region.in_float32 for region in regions)

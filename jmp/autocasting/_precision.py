@@ -30,10 +30,11 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.lax import Precision
 
 from jmp import _jax_compat
+from jmp._jax_compat import Params
 from jmp.autocasting._graph import Node
 from jmp.autocasting._numbers import dtype_of
 from jmp.autocasting._propagation import inner_equations
-from jmp.autocasting._registry import Category, Params, is_low
+from jmp.autocasting._registry import Category, is_low
 from jmp.autocasting._request import AUTOCAST, Request
 
 STRONGER = (Precision.HIGHEST, Precision.HIGH)

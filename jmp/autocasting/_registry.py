@@ -13,11 +13,11 @@ Five categories, decided per primitive and looked up by its name:
 import dataclasses
 import enum
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from jmp._jax_compat import Params
 from jmp._messages import described, listed
 
 
@@ -44,9 +44,6 @@ class Category(enum.Enum):
     def _missing_(cls, value: object) -> None:
         names = ", ".join(repr(category.value) for category in cls)
         raise ValueError(f"Got the category {described(value)}; expected one of {names}.")
-
-
-Params = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)

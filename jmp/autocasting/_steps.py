@@ -14,11 +14,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from jmp._jax_compat import Params
 from jmp.autocasting._float8 import InFloat8
 from jmp.autocasting._flow import Destination, Facts, Info
 from jmp.autocasting._graph import Graph, Node, Value, reached
 from jmp.autocasting._propagation import turns_of
-from jmp.autocasting._registry import Params
 from jmp.autocasting._request import Request
 
 Function = Callable[..., Any]  # of flat arrays; returns a list of them

@@ -19,8 +19,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jmp import _jax_compat
+from jmp._jax_compat import Params
 from jmp.autocasting._casts import cast, cast_all
-from jmp.autocasting._registry import Params
 from jmp.dtypes import FLOAT32
 
 Run = Callable[[Sequence[Any]], list[Any]]  # an equation, as a function of its operands

@@ -24,7 +24,7 @@ from jmp.trees import PyTree, cast_to_at_least_float32, path_string
 COLUMNS = (
     "of", "path", "elements", "relative error", "largest error", "reference norm", "remark",
 )  # fmt: skip
-Given = tuple[tuple[Any, ...], dict[str, Any]]  # positional arguments, and those by name
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # positional arguments, and those by name
 Results = dict[tuple[str, str], jax.Array]  # by kind, "result" or "gradient", and path
 
 
@@ -212,7 +212,7 @@ def check_scale(scale: float, caller: str) -> None:
 
 
 def run(
-    fun: Callable[..., Any], given: Given, argnums: int | Sequence[int], scale: float
+    fun: Callable[..., Any], given: Arguments, argnums: int | Sequence[int], scale: float
 ) -> Results:
     """Returns results and gradients, by kind and path, from one compiled program."""
     call = ArrayCall(fun, *given)

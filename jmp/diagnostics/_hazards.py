@@ -16,12 +16,11 @@ from jmp.diagnostics._walk import path_of, place_name, source_line
 DELIBERATE = ("the user asked", "an inner autocast", "asked for by", *WHY_EXACT)
 
 # What a `Row` says of a product that autocast binds so.
-HIGHEST = "HIGHEST"
 
 # Tensor cores read 16 bytes at a time: eight half numbers, or sixteen in float8.
 MULTIPLES = {**dict.fromkeys(HALVES, 8), FLOAT8: 16}
 # Products below that are over before their launch is, whatever their sizes.
-LARGE = 10**6  # floating-point operations
+LEAST_COUNTED = 10**6  # floating-point operations
 # Operations a second of an H200, without sparsity (NVIDIA's data sheet): with all digits, in TF32.
 FLOAT32_PEAK, TF32_PEAK = 67e12, 494e12
 # Sizes that this share of all floating-point operations has are worth a sentence, and so are
@@ -41,7 +40,7 @@ def delicate_in_half(rows: list[Row]) -> list[str]:
             found.append(f"{place} runs in {row.dtype_in}: it overflows, or loses all digits")
         elif row.kind == "product" and not (
             row.dtype_in in (*HALVES, FLOAT8)
-            or row.precision == HIGHEST
+            or row.precision == "HIGHEST"
             or row.why.startswith(DELIBERATE)
         ):
             found.append(f"{place} multiplies in {row.dtype_in}: {row.why}")
@@ -55,7 +54,7 @@ def dear_in_float32(rows: list[Row]) -> list[str]:
     """
     products = [row for row in rows if row.kind == "product"]
     total = sum(row.flops for row in products)
-    found = [row for row in products if row.precision == HIGHEST]
+    found = [row for row in products if row.precision == "HIGHEST"]
     count = sum(row.flops for row in found)
     if not count or count < SHARE * total:
         return []
@@ -63,7 +62,7 @@ def dear_in_float32(rows: list[Row]) -> list[str]:
     place = f"{largest.operation} at {place_name(largest.source, largest.module)}"
     return [
         f"{_and_others(place, len(found) - 1)} multiplies "
-        f"float32 with {HIGHEST} precision ({count / total:.0%} of the operations of products): an "
+        f"float32 with HIGHEST precision ({count / total:.0%} of the operations of products): an "
         f"H200 does {FLOAT32_PEAK / 1e12:.0f} TFLOP/s of these and {TF32_PEAK / 1e12:.0f} in TF32, "
         f"so they may take {TF32_PEAK / FLOAT32_PEAK:.1f} times as long. If TF32's 11 bits are "
         "enough, put it under jax.default_matmul_precision('tensorfloat32') inside the function"
@@ -103,7 +102,7 @@ def odd_sizes(operations: Iterable[Operation]) -> list[str]:
         flops, sizes = product_of(operation.equation)
         total += operation.times * flops
         odd = [f"{size} {name}" for size, name in sizes if size % MULTIPLES[dtype]]
-        if odd and flops >= LARGE:
+        if odd and flops >= LEAST_COUNTED:
             what = f"{dtype} with {', '.join(odd)}, no multiple of {MULTIPLES[dtype]}"
             places = found.setdefault(what, collections.Counter())
             place = f"{operation.equation.primitive.name} at {_place(operation)}"

@@ -218,7 +218,7 @@ def earliest(causes: Iterable[Cause | None]) -> Cause | None:
 
 
 Look = Callable[[], Causes]
-Step = Callable[[list[Checked], Location], list[Checked]]
+Act = Callable[[list[Checked], Location], list[Checked]]
 
 
 class Interpreter:
@@ -255,9 +255,9 @@ class Interpreter:
 
     def _step(self, inputs: list[Checked], here: Location) -> list[Checked]:
         name = here.equation.primitive.name
-        named: dict[str, Step] = {"scan": self._scan, "cond": self._cond, "while": self._while}
+        named: dict[str, Act] = {"scan": self._scan, "cond": self._cond, "while": self._while}
         named["shard_map"] = self._shard_map
-        other: Step = self._call if name in _jax_compat.CALLS else self._operation
+        other: Act = self._call if name in _jax_compat.CALLS else self._operation
         return named.get(name, other)(inputs, here)
 
     def _operation(

@@ -22,10 +22,9 @@ from jmp.loss_scaling._gradients import pair_of
 from jmp.policy import Policy
 from jmp.trees import PyTree, is_array
 
-Function = Callable[..., Any]  # of flat arrays
 SHOWN = 20
 ARRAYS = ("module", "source", "operation", "dtype", "shape", "times", "size")
-Sizes = dict[str, int]  # bytes by dtype
+BytesByDtype = dict[str, int]  # bytes by dtype
 
 
 def memory_report(
@@ -130,9 +129,9 @@ class MemoryReport(Report):
         "total_bytes",
     )  # fmt: skip
     parameters: int
-    parameter_bytes: Sizes
-    gradient_bytes: Sizes
-    optimizer_bytes: Sizes
+    parameter_bytes: BytesByDtype
+    gradient_bytes: BytesByDtype
+    optimizer_bytes: BytesByDtype
     residuals: tuple[Residual, ...]
     xla_temp_bytes: int | None = None
     xla_peak_bytes: int | None = None
@@ -143,22 +142,22 @@ class MemoryReport(Report):
         return sum(row.numbers for row in self.residuals if not row.of_parameters)
 
     @property
-    def activation_bytes(self) -> Sizes:
+    def activation_bytes(self) -> BytesByDtype:
         """Bytes kept for the backward pass, by dtype, without copies of parameters."""
         return _bytes_of(row for row in self.residuals if not row.of_parameters)
 
     @property
-    def copy_bytes(self) -> Sizes:
+    def copy_bytes(self) -> BytesByDtype:
         """Bytes kept that are computed from parameters alone, such as half copies, by dtype."""
         return _bytes_of(row for row in self.residuals if row.of_parameters)
 
     @property
-    def residual_bytes(self) -> Sizes:
+    def residual_bytes(self) -> BytesByDtype:
         """Bytes of activations and copies together, by dtype."""
         return _bytes_of(self.residuals)
 
     @property
-    def residual_bytes_by_module(self) -> dict[str, Sizes]:
+    def residual_bytes_by_module(self) -> dict[str, BytesByDtype]:
         """`residual_bytes` by module, or by source line where no name scope is open, and dtype."""
         rows: dict[str, list[Residual]] = {}
         for row in self.residuals:
@@ -233,7 +232,7 @@ def _column(report: MemoryReport) -> dict[str, str]:
     }
 
 
-def _with_arrays_of_aux(function: Function, has_aux: bool) -> Function:
+def _with_arrays_of_aux(function: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
     """Returns a function of a pair: the result, and the arrays of what is not differentiated."""
 
     def pair(*arrays: Any) -> tuple[Any, list[Any]]:
@@ -245,7 +244,7 @@ def _with_arrays_of_aux(function: Function, has_aux: bool) -> Function:
 
 
 def _value_and_gradients(
-    function: Function, arrays: Sequence[Any], moving: Sequence[int]
+    function: Callable[..., Any], arrays: Sequence[Any], moving: Sequence[int]
 ) -> jax.stages.Traced:
     """Traces a step: the value, gradients at the positions `moving`, what is not differentiated."""
 
@@ -271,10 +270,10 @@ def _xla_bytes(traced: jax.stages.Traced) -> tuple[int | None, int | None]:
     return temp, held + temp
 
 
-def _sizes(tree: PyTree) -> Sizes:
+def _sizes(tree: PyTree) -> BytesByDtype:
     sizes = totals((str(x.dtype), x.size * x.dtype.itemsize) for x in jax.tree.leaves(tree))
     return dict(sorted(sizes.items()))
 
 
-def _bytes_of(rows: Iterable[Residual]) -> Sizes:
+def _bytes_of(rows: Iterable[Residual]) -> BytesByDtype:
     return dict(sorted(totals((row.dtype, row.bytes) for row in rows).items()))

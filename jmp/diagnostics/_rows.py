@@ -11,7 +11,7 @@ from jax.extend.core import JaxprEqn
 
 from jmp.autocasting._equations import is_inner_product
 from jmp.autocasting._graph import Node
-from jmp.autocasting._numbers import length_of, size_of
+from jmp.autocasting._numbers import Shape, length_of, size_of
 from jmp.autocasting._operations import Operation, is_product
 from jmp.autocasting._precision import precision_of
 from jmp.autocasting._registry import Category, rule_for
@@ -24,8 +24,6 @@ IMAGE_CHANNELS = 4
 CHOOSES = frozenset({"float32", "complex64"})
 
 NUMBER = re.compile(r"\d+(?=/|$)")  # at the end of a module's name
-
-Shape = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -116,8 +116,7 @@ class Replayed(NamedTuple):
 
 
 T = TypeVar("T")
-Arrays = list[Any]
-OnResults = Callable[[Replayed, Arrays], Arrays]
+OnResults = Callable[[Replayed, list[Any]], list[Any]]
 
 # Equations whose inside is replayed too. All others are bound as they are.
 REPLAYED_INSIDE = frozenset({*_jax_compat.JITS, *_jax_compat.REMAT, "scan", "cond"})
@@ -158,7 +157,7 @@ def replay(
         own_path = module_path(equation.source_info.name_stack, path)
         here = Replayed(equation, own_path, (*position, index))
 
-        def inside(branch: int, jaxpr: ClosedJaxpr) -> Callable[..., Arrays]:
+        def inside(branch: int, jaxpr: ClosedJaxpr) -> Callable[..., list[Any]]:
             below = (*here.position, branch)
             return lambda *arrays: replay(jaxpr, arrays, on_results, own_path, below)
 

@@ -10,7 +10,7 @@ from jmp.loss_scaling._no_op import NoOpLossScale
 from jmp.loss_scaling._static import StaticLossScale
 
 CALLER = "from_torch_state_dict"
-_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+_STATE_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
 def to_torch_state_dict(loss_scale: LossScale) -> dict[str, float | int]:
@@ -68,10 +68,10 @@ def from_torch_state_dict(
         raise wrong(TypeError, CALLER, state, expected)
     if not state:
         return NoOpLossScale()
-    if set(state) != set(_KEYS):
+    if set(state) != set(_STATE_KEYS):
         raise ValueError(
             f"{CALLER} got the keys {described(sorted(state))}; expected torch "
-            f"GradScaler's {list(_KEYS)}."
+            f"GradScaler's {list(_STATE_KEYS)}."
         )
     if not isinstance(like, DynamicLossScale):
         like = DynamicLossScale(min_loss_scale=0.0)

@@ -19,8 +19,8 @@ from jmp.trees import PyTree, all_finite, as_jax_array, is_complex, is_floating
 
 SAME_SHAPE_TOGETHER = 8
 SMALL_TOGETHER = 32
-SMALL = 2**12  # elements: vectors, not matrices
-ROWS = (512, 1024, 2048, 4096, 8192)
+SMALL_LEAF = 2**12  # elements: vectors, not matrices
+ROW_COUNTS = (512, 1024, 2048, 4096, 8192)
 LONGEST_ROW = 2**13  # XLA splits longer ones
 FEWEST_IN_ROWS = 3  # to gather the flags of the rows takes two kernels
 SHORTER_THAN_A_LAUNCH = 2**16  # elements, of which a kernel takes less time than its launch
@@ -54,7 +54,7 @@ def gradients_finite(gradients: PyTree) -> jax.Array:
 
     small, alike = collections.defaultdict(list), collections.defaultdict(list)
     for leaf in leaves:
-        if leaf.size < SMALL:
+        if leaf.size < SMALL_LEAF:
             small[leaf.dtype].append(leaf.ravel())
         else:
             alike[leaf.shape].append(leaf)
@@ -96,7 +96,7 @@ def _row_count(checked: jax.Array) -> int | None:
     """
     if checked.ndim > 2:
         return None
-    fits = (n for n in ROWS if checked.size % n == 0 and checked.size <= n * LONGEST_ROW)
+    fits = (n for n in ROW_COUNTS if checked.size % n == 0 and checked.size <= n * LONGEST_ROW)
     return next(fits, None)
 
 

@@ -119,7 +119,7 @@ def _check_one_half_dtype(found: list[tuple[tuple[Any, ...], Any]]) -> None:
 # one step, and its neighbours have others: what clips tensor by tensor does so to some of them
 # alone, and a weight decay of 1e-6 shows beside an update of Adam.
 WEIGHTS = (1.0, 1e10, 1e-2, 1e10)
-GRADIENTS = (1.0, 1e10, 1e10, 1e-3)
+MAGNITUDES = (1.0, 1e10, 1e10, 1e-3)
 LATER = 10_000  # added to all counts half way: past warmups, and to what begins late
 # Of the largest element of a tensor. They may differ by rounding in what all tensors share, such as
 # a global norm; sums in which terms cancel, as Prodigy's, were seen to differ by 1e-5.
@@ -182,7 +182,7 @@ def _updates(tx: optax.GradientTransformationExtraArgs, tensors: PyTree) -> list
     with jax.ensure_compile_time_eval(), jax.disable_jit():
         state = tx.init(random(WEIGHTS, 0))
         for step in range(len(WEIGHTS)):
-            params, gradients = random(WEIGHTS, step), random(GRADIENTS, step)
+            params, gradients = random(WEIGHTS, step), random(MAGNITUDES, step)
             updates, state = tx.update(gradients, _advanced(state, step), params, value=1.0)
             found += jax.device_get(jax.tree.leaves(updates))
     return found

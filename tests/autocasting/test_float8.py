@@ -1,6 +1,7 @@
 """Float8 products of parameters: `jmp.autocast(loss, "mixed_float8")`.
 
-Small shapes: what is small is float8 here (`SMALL` is patched), but where sizes are the subject.
+Small shapes: what is small is float8 here (`SMALL_PRODUCT` is patched), but where sizes are the
+subject.
 """
 
 import functools
@@ -691,7 +692,7 @@ def test_devices_that_share_parameters_have_the_gradients_of_one(
 
 
 def test_in_a_shard_map_the_parts_of_one_device_decide_what_is_float8(monkeypatch):
-    monkeypatch.setattr(_float8_planning, "SMALL", 32 * 16 * 16)
+    monkeypatch.setattr(_float8_planning, "SMALL_PRODUCT", 32 * 16 * 16)
     places = {"in_specs": (P(), P("d")), "out_specs": P("d")}
     of_shards = jax.shard_map(mlp, mesh=MESH, **places)
     assert rows(loss, W, X)[0][0] == "float8_e4m3fn"

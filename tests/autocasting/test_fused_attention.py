@@ -389,7 +389,7 @@ def test_a_bias_of_which_its_repetition_alone_is_stored_is_left_as_it_is():
             slopes = 2.0 ** -jnp.arange(1.0, 3.0)
             bias = jnp.einsum("h,s->hs", slopes, jnp.arange(1.0 - LENGTH, 1.0))[:, None]
             bias = jnp.broadcast_to(bias, (2, LENGTH, LENGTH))
-        return weigh(jax.nn.softmax(scores(q, k) + bias), v)
+        return weigh(jax.nn.softmax(scores(q, k) + bias[None]), v)
 
     options = {"recompute": "none", "rules": [("positions", "p=f32,c=f32,o=f16")]}
     fused, (reason,) = attentions(attend, TWO_HEADS, K, V, **options)

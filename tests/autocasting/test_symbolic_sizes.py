@@ -182,7 +182,7 @@ SAME = [("language model", POLICIES[0]), ("convolutions", POLICIES[1]), ("lstm",
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_step_is_exported_with_symbols(model, policy, monkeypatch):
-    monkeypatch.setattr(_float8_planning, "SMALL", 1)
+    monkeypatch.setattr(_float8_planning, "SMALL_PRODUCT", 1)
     function, arguments, text = MODELS[model]
     with as_if_cudnn():
         step = jax.value_and_grad(jmp.autocast(function, policy, attention="fused"))
@@ -191,7 +191,7 @@ def test_a_step_is_exported_with_symbols(model, policy, monkeypatch):
 
 @pytest.mark.parametrize(("model", "policy"), SAME)
 def test_an_exported_step_gives_what_it_gives_without_symbols(model, policy, monkeypatch):
-    for module, name in ((_islands, "SMALL"), (_float8_planning, "SMALL"), (pick, "LARGE")):
+    for module, name in ((_islands, "SMALL"), (_float8_planning, "SMALL_PRODUCT"), (pick, "LARGE")):
         monkeypatch.setattr(module, name, 1)  # so that the plan is the same at every size
     function, arguments, text = MODELS[model]
     step = jax.value_and_grad(jmp.autocast(function, policy, attention="fused"))

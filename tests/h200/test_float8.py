@@ -94,7 +94,7 @@ def test_gradients_of_single_examples_are_float8():
 
 @pytest.mark.usefixtures("h200")
 def test_products_that_share_a_factor_are_not_joined(monkeypatch):
-    monkeypatch.setattr(_float8_planning, "SMALL", 1)
+    monkeypatch.setattr(_float8_planning, "SMALL_PRODUCT", 1)
 
     def loss(params, x):
         w, v = params
@@ -153,7 +153,7 @@ def test_functions_are_tried_here_while_a_mesh_of_devices_elsewhere_is_set():
 
 @pytest.mark.usefixtures("h200")
 def test_a_gather_by_hand_in_a_scan_sends_float8_forward_and_backward(monkeypatch):
-    monkeypatch.setattr(_float8_planning, "SMALL", 1)
+    monkeypatch.setattr(_float8_planning, "SMALL_PRODUCT", 1)
     width, layers, mesh = 256, 4, h200s({"data": 8})
 
     def loss(ws, x):

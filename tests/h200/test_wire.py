@@ -283,7 +283,7 @@ IN_FLOAT8 = ["fsdp-constraint", "fsdp-shard-map", "fsdp-explicit"]
 
 @pytest.mark.parametrize("case", IN_FLOAT8)
 def test_what_float8_products_read_is_gathered_in_half_of_halfs_bytes(h200, monkeypatch, case):
-    monkeypatch.setattr(_float8_planning, "SMALL", 1)
+    monkeypatch.setattr(_float8_planning, "SMALL_PRODUCT", 1)
     sent = sent_by(case, "autocast-f8")
     # Of the four layers the last feeds no product; gradients add up as in half.
     gathered, reduced = (expected(FSDP, IN_HALF)[kind] for kind in FSDP)

@@ -12,11 +12,15 @@ from jax.sharding import PartitionSpec as P
 
 import jmp
 from jmp import transforms
-from jmp.transforms._few_kernels import SMALL, gradients_finite
+from jmp.transforms._few_kernels import SMALL_LEAF, gradients_finite
 
 AUTO = jax.sharding.AxisType.Auto
 # Small and large, alike and unlike, more of each than one group holds; no elements; a scalar.
-SHAPES = [(3,)] * 40 + [(SMALL, 2)] * 9 + [(SMALL - 1,), (2, SMALL), (0, 4), (), (SMALL,)]
+SHAPES = (
+    [(3,)] * 40
+    + [(SMALL_LEAF, 2)] * 9
+    + [(SMALL_LEAF - 1,), (2, SMALL_LEAF), (0, 4), (), (SMALL_LEAF,)]
+)
 
 
 def on_one_device(tree):
@@ -66,7 +70,7 @@ def test_dtypes_and_leaves_that_are_no_gradients_may_mix(strict_promotion):
 
 
 def test_the_largest_finite_numbers_are_finite():
-    largest = jnp.full((SMALL, 4), jnp.finfo(jnp.float32).max)
+    largest = jnp.full((SMALL_LEAF, 4), jnp.finfo(jnp.float32).max)
     assert gradients_finite(on_one_device([largest, largest, largest[:3]]))
 
 

@@ -20,10 +20,10 @@ from jmp.autocasting.attention._axes import is_pointwise, keeps_places
 # which takes 2 s and 0.8 GB on two cores; one over 4096, 0.25 s.
 LARGEST = 1 << 26
 
-Found = dict[Node, "np.ndarray[Any, Any] | None"]
+Computed = dict[Node, "np.ndarray[Any, Any] | None"]
 
 
-def constant_of(value: Value, found: Found | None = None) -> "np.ndarray[Any, Any] | None":
+def constant_of(value: Value, found: Computed | None = None) -> "np.ndarray[Any, Any] | None":
     """Returns the numbers of a value; None if they depend on an argument, or are too many.
 
     Returns: an array of the value's rank, whose axes are of its length or, where it repeats, one.
@@ -63,7 +63,7 @@ def _held(value: Value) -> Any:
     return value.known.array if value.held is None else value.held
 
 
-def _computed(node: Node, found: Found) -> "np.ndarray[Any, Any] | None":
+def _computed(node: Node, found: Computed) -> "np.ndarray[Any, Any] | None":
     known = (constant_of(value, found) for value in node.inputs)
     operands = [numbers for numbers in known if numbers is not None]
     if len(operands) < len(node.inputs):

@@ -30,7 +30,7 @@ from jmp.autocasting.attention._axes import Axes, Labelled, Labels, Layout, Size
 from jmp.autocasting.attention._constants import constant_of
 from jmp.autocasting.attention._cudnn import Form, Masking, why_refused
 from jmp.autocasting.attention._matching import (
-    MASKED,
+    LARGEST_FILL,
     VALUE_WIDTH,
     WIDTH,
     Attention,
@@ -244,7 +244,7 @@ def _known(term: Bias | Mask, bias_axes: Axes, sizes: Sizes) -> _Known | None:
     numbers = spread(numbers, axes, bias_axes, sizes)
     if isinstance(term, Mask):
         return _Known(numbers == term.keeps, only_masks=True)
-    keeps = numbers.astype(np.float64) * term.factor > MASKED
+    keeps = numbers.astype(np.float64) * term.factor > LARGEST_FILL
     return _Known(keeps, only_masks=not numbers[keeps].any())
 
 

@@ -25,7 +25,7 @@ from jmp.autocasting.attention._axes import (
 from jmp.autocasting.attention._constants import constant_of
 
 # What a mask puts in place of a score: exp of it is zero beside any score that is left.
-MASKED = -1e4
+LARGEST_FILL = -1e4
 # Beside such a number a score or a bias is lost: the next float32 is 8 away.
 LOWERED = -1e8
 # Labels of axes that are none of the scores': the heads' width, of queries and keys, and of values.
@@ -208,7 +208,7 @@ def _attention(result: Node, side: int, softmax: _Softmax) -> Attention:
     keys = axes[softmax.axis]
     for node in filter(moves_axes, softmax.to_weights):
         axes = _followed(node, axes, sizes)
-    if not all(mask.fill <= MASKED for mask in masks):
+    if not all(mask.fill <= LARGEST_FILL for mask in masks):
         raise NotFused(NO_MASK)
     if len(keys) != 1:
         raise NotFused("its softmax is not over one axis of keys longer than one")

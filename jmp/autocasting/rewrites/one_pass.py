@@ -26,7 +26,7 @@ from jmp.autocasting._graph import Node, Value, downstream
 from jmp.autocasting._numbers import Shape, length_of
 from jmp.autocasting._steps import Recompute, Rewrite, Surroundings
 
-KEPT = "autocast_rows"
+KEPT_ROWS = "autocast_rows"
 GPUS = ("cuda", "rocm")
 # Elements. XLA makes one kernel of a softmax over rows of up to 16384, which moves 2.0 times the
 # bytes of the half logits; of 16385 five kernels, which move 4.06 times the bytes.
@@ -54,12 +54,12 @@ def sums_in_one_pass(node: Node, around: Surroundings) -> Rewrite | None:
     if powers is not None and _reads_rows_again(powers, around):
         why = "sums of powers in one pass with the maxima of their rows, on a GPU; kept"
         run = functools.partial(_kept_sums, tuple(map(int, node.params["axes"])))
-        return Rewrite(why, (powers.shifted, powers.rows, powers.shift), run, KEPT, True)
+        return Rewrite(why, (powers.shifted, powers.rows, powers.shift), run, KEPT_ROWS, True)
     others = filter(None, (_powers(other, around) for other in around.inside))
     has_sums = any(other.maxima is node and _reads_rows_again(other, around) for other in others)
     if has_sums or is_long(_length(node)):
         why = "one number a row, kept for the backward pass: the rows are not read again"
-        return Rewrite(why, node.inputs, functools.partial(_run_and_keep, node), KEPT, True)
+        return Rewrite(why, node.inputs, functools.partial(_run_and_keep, node), KEPT_ROWS, True)
     return None
 
 
@@ -155,11 +155,11 @@ def _maxima(shift: Value, rows: Value, axes: Any, around: Surroundings) -> Node 
 def _run_and_keep(node: Node, array: Any) -> Any:
     """Returns the result of `node`, and keeps it."""
     (result,) = _jax_compat.bind(node.equation.primitive, [array], node.params)
-    return checkpoint_name(result, KEPT)
+    return checkpoint_name(result, KEPT_ROWS)
 
 
 def _kept_sums(axes: tuple[int, ...], shifted: Any, rows: Any, shift: Any) -> Any:
-    return checkpoint_name(sums_of_powers(axes, shifted, rows, shift), KEPT)
+    return checkpoint_name(sums_of_powers(axes, shifted, rows, shift), KEPT_ROWS)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

@@ -24,7 +24,7 @@ from jmp.autocasting._graph import Node
 from jmp.autocasting._numbers import length_of
 from jmp.autocasting._steps import Recompute, Rewrite, Surroundings
 
-KEPT = "autocast_softmax"
+KEPT_WEIGHTS = "autocast_softmax"
 # Elements; XLA pads half products to multiples of it. With this rewrite an attention's step moves
 # 11 % fewer bytes at 505, 506, 508 and 509 tokens; at 504 and 512 3 % more, in 13 % less memory.
 ALIGNED = 8
@@ -54,7 +54,7 @@ def softmax_from_half_result(node: Node, around: Surroundings) -> Rewrite | None
     if not (is_padded and by_its_own):
         return None
     why = "a softmax over padded rows, whose derivative is taken from its half result"
-    return Rewrite(why, (exp.inputs[0],), lambda x: softmax(x, rows, around.half), KEPT)
+    return Rewrite(why, (exp.inputs[0],), lambda x: softmax(x, rows, around.half), KEPT_WEIGHTS)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
@@ -67,7 +67,7 @@ def softmax(shifted: Any, rows: int, half: Any) -> Any:
 @softmax.defjvp
 def _from_half_result(rows: int, half: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
     (shifted,), (tangent,) = primals, tangents
-    kept = checkpoint_name(softmax(shifted, rows, half).astype(half), KEPT)
+    kept = checkpoint_name(softmax(shifted, rows, half).astype(half), KEPT_WEIGHTS)
     result = kept.astype(shifted.dtype)
     return result, result * (tangent - _sums(result * tangent, rows))
 
