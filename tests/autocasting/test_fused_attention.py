@@ -21,6 +21,7 @@ from jmp.adapters import equinox, haiku, linen
 from jmp.adapters import nnx as nnx_adapter
 from jmp.autocasting._autocast import make_program
 from jmp.autocasting._steps import Fused, Nested, Plan, Single
+from testbed import position_cases
 from testbed.h200.harness import as_if_cudnn
 from tests.errors import relative_error
 
@@ -383,16 +384,14 @@ def test_an_attention_whose_operands_want_float32_gradients_is_left_as_it_is_and
     assert "gradients are to be float32" in reason
 
 
-def test_a_bias_of_which_its_repetition_alone_is_stored_is_left_as_it_is():
-    def attend(q, k, v):
-        with jax.named_scope("positions"):
-            slopes = 2.0 ** -jnp.arange(1.0, 3.0)
-            bias = jnp.einsum("h,s->hs", slopes, jnp.arange(1.0 - LENGTH, 1.0))[:, None]
-            bias = jnp.broadcast_to(bias, (2, LENGTH, LENGTH))
-        return weigh(jax.nn.softmax(scores(q, k) + bias[None]), v)
-
+@pytest.mark.usefixtures("users_rank_promotion")
+def test_a_bias_that_an_island_computes_but_does_not_store_is_left_as_it_is():
+    (case,) = (case for case in position_cases.CASES if case.name == "alibi")
+    drawn = np.random.default_rng(0)
+    args = case.params(drawn), *case.inputs(drawn)
+    # Stored in half is the bias as it is added, repeated for each query; the kernel wants a row.
     options = {"recompute": "none", "rules": [("positions", "p=f32,c=f32,o=f16")]}
-    fused, (reason,) = attentions(attend, TWO_HEADS, K, V, **options)
+    fused, (reason,) = attentions(functools.partial(case.loss, jnp.float32), *args, **options)
     assert not fused
     assert "is inside of an island" in reason
 
