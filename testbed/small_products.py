@@ -10,5 +10,5 @@ from jmp.autocasting import _float8_planning
 @contextlib.contextmanager
 def small_is_float8() -> Iterator[None]:
     """Counts small products as large: all that may be float8 is float8."""
-    with mock.patch.multiple(_float8_planning, SMALL=1, THIN=1):
+    with mock.patch.multiple(_float8_planning, SMALL_PRODUCT=1, THIN=1):
         yield

@@ -188,7 +188,8 @@ class Window(NamedTuple):
             start = jax.tree.map(self._zeros, parameters)
             sums, stacked = jax.lax.scan(turn, start, _split_rows(batch, self.steps))
             values, counts, aux = stacked
-        totals = (sums, values.sum(), counts.sum())
+        count = jnp.float32(self.steps) if counts is None else counts.sum()
+        totals = (sums, values.sum(), count)
         if self.axes:
             totals = jax.lax.psum(totals, self.axes)
         sums, value, count = totals
@@ -197,18 +198,26 @@ class Window(NamedTuple):
 
     def _micro_batch(
         self, args: Sequence[Any], kwargs: dict[str, Any], rows: Sequence[Any]
-    ) -> tuple[PyTree, tuple[jax.Array, jax.Array, Any]]:
-        """Returns what a micro-batch adds to the gradients' sums; its value, its count and aux."""
-        count = jnp.float32(1) if self.weight is None else _weight_of(self.weight, rows)
-        power = _power_of_two_up_to(count)
+    ) -> tuple[PyTree, tuple[jax.Array, jax.Array | None, Any]]:
+        """Returns what a micro-batch adds to the gradients' sums; its value, its count and aux.
+
+        The count is None where each micro-batch counts one.
+        """
+        count = power = None
+        if self.weight is not None:
+            count = _weight_of(self.weight, rows)
+            power = _power_of_two_up_to(count)
+        elif self.skips_each:
+            count = jnp.float32(1)
 
         def loss(*args: Any, **kwargs: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
             scaled, rest = self.fun(*args, **kwargs)
-            return scaled / power.astype(scaled.dtype), rest
+            return scaled if power is None else scaled / power.astype(scaled.dtype), rest
 
         differentiate = jax.value_and_grad(loss, self.trained, has_aux=True)
         (_, (value, aux)), found = differentiate(*args, **kwargs)
-        gradients = jax.tree.map(lambda g: g.astype(self._dtype_of(g)), multiply_tree(found, power))
+        gradients = found if power is None else multiply_tree(found, power)
+        gradients = jax.tree.map(lambda g: g.astype(self._dtype_of(g)), gradients)
         if self.skips_each:  # selected: a product with zero would keep what is not finite
             good = agreed(all_finite(found), self.loss_scale, "auto", apart=self.axes)
             gradients, value, count = jax.tree.map(

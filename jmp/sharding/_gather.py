@@ -330,7 +330,9 @@ def _specs_by_leaf(specs_or_axis: PyTree, params: PyTree) -> list[Any]:
             f"{described(params)}. Expected an axis' name, a PartitionSpec, or a tree of them with "
             "the parameters' structure, which may end earlier."
         ) from None
-    return jax.tree.leaves(whole, is_leaf=_is_spec)
+    # By the structure of `params`: a list of them became a list of names, which by itself is a spec.
+    structure: Any = jax.tree.structure(params)
+    return list(structure.flatten_up_to(whole))
 
 
 def _parameter(path: str, array: jax.Array, spec: Any) -> Parameter:
