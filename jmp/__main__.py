@@ -152,11 +152,11 @@ def check_float32_masters() -> str:
     tx = transforms.mixed_precision(optax.sgd(rate), "p=bf16,c=bf16,o=f32")
     params = jnp.ones(4, jnp.bfloat16)
     state = tx.init(params)
-    x, y = x.astype(np.float32), y.astype(np.float32)
+    x32, y32 = x.astype(np.float32), y.astype(np.float32)
 
     @jax.jit
     def step(params: jax.Array, state: Any) -> tuple[jax.Array, Any]:
-        loss = lambda w: jnp.mean((x @ w - y) ** 2)
+        loss = lambda w: jnp.mean((x32 @ w - y32) ** 2)
         gradients = jax.grad(loss)(transforms.masters(state, params))
         updates, state = tx.update(gradients, state, params)
         return optax.apply_updates(params, updates), state

@@ -47,8 +47,8 @@ def wrong(
       name: the argument's name, where the caller alone does not say it.
       more: sentences that follow, as `way_out` returns them: with a space in front.
 
-    >>> wrong(ValueError, "gather", -1, "an axis", name="dtype")
-    ValueError('gather got dtype=-1; expected an axis.')
+    >>> wrong(ValueError, "clip_by_global_norm", -1, "a number above zero", name="max_norm")
+    ValueError('clip_by_global_norm got max_norm=-1; expected a number above zero.')
     """
     given = f"{name}={described(value)}" if name else described(value)
     return kind(f"{caller} got {given}; expected {expected}.{more}")
@@ -70,7 +70,7 @@ def refuse_other_models(value: object, caller: str, name: str, own: str, expecte
 
     Args:
       caller, name: the function that got `value`, and the argument's name.
-      own: the framework whose models are taken.
+      own: the framework whose models are taken, or "" for none.
       expected: what should stand there.
     """
     if framework_of(value) not in (None, own):
@@ -200,9 +200,10 @@ def _described_container(value: Any, depth: int) -> str:
     kind = type(value).__name__
     if depth == 0:
         return f"{kind} of {len(value):,}"
-    entries = (_described(entry, depth - 1) for entry in value)
     if isinstance(value, Mapping):
         entries = (f"{_described(key, 0)}: {_described(value[key], depth - 1)}" for key in value)
+    else:
+        entries = (_described(entry, depth - 1) for entry in value)
     inside = first_few(entries, len(value), _ENTRIES)
     if type(value) is tuple and len(value) == 1:
         inside += ","
@@ -215,10 +216,10 @@ def _cut(text: str) -> str:
     return text if len(text) <= _TEXT else f"{text[:_TEXT]}... ({len(text):,} characters)"
 
 
-# What other libraries call these, as `_spelt_out` writes it.
+# What other libraries call these, as `_spelt_out` writes it, in the order in which hints name them.
 _ALIASES = {
     "mixed_float16": "float16 mixed mixedhalf mixedprecision amp auto",
-    "mixed_bfloat16": "bfloat16 brainfloat16 mixed mixedhalf mixedprecision amp auto o4 o5",
+    "mixed_bfloat16": "bfloat16 brainfloat16 mixed mixedhalf mixedprecision amp auto o4",
     "mixed_float8": "float8",
     "float16": "float16",
     "bfloat16": "bfloat16 brainfloat16",

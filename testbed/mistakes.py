@@ -662,7 +662,7 @@ MISTAKES: dict[str, list[Mistake]] = {
             ),
             (
                 "transforms.mixed_precision(adam, F16).init({'w': x.astype('float8_e5m2')})",
-                "params.astype('float32') of each float8_e5m2 leaf",
+                "leaf.astype('float32') of each float8_e5m2 leaf",
             ),
             (
                 "transforms.masters(masters_tx.init(half_params), None)",

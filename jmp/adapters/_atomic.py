@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmp._messages import framework_of, refuse_other_models, wrong
+from jmp._messages import framework_of, refuse_other_models, users_stacklevel, wrong
 from jmp.loss_scaling import LossScale, NoOpLossScale, UnscaledLossWarning, scaled_value_and_grad
 from jmp.loss_scaling._gradients import pair_of
 from jmp.policy import lowered_to
@@ -41,7 +41,7 @@ def check_is_scaled(opt_state: optax.OptState, *computing: object) -> None:
         "would be flushed to zero. Write transforms.mixed_precision(tx, 'mixed_float16'); or "
         "transforms.with_loss_scale(tx, jmp.StaticLossScale(1.0)) if there is to be no scale.",
         UnscaledLossWarning,
-        stacklevel=3,
+        stacklevel=users_stacklevel(),
     )
 
 

@@ -31,7 +31,7 @@ from jmp.autocasting._request import MODULE, policy_scope
 from jmp.dtypes import FLOAT32, is_half
 from jmp.policy import Policy, get_policy
 from jmp.rules import PolicyRules, Rule
-from jmp.trees import PyTree, cast_leaf, cast_to_at_least_float32, path_string
+from jmp.trees import PyTree, cast_leaf, cast_to_at_least_float32, is_array, path_string
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -258,8 +258,8 @@ _in_force = jax.make_user_context(default_value=None)
 
 
 def _says_float32(module: object) -> bool:
-    # NumPy compares a dtype with what is none, too.
-    return bool(getattr(module, "dtype", None) == FLOAT32)
+    dtype = getattr(module, "dtype", None)  # some modules keep an array under this name
+    return not is_array(dtype) and bool(dtype == FLOAT32)
 
 
 @functools.cache  # one class for all models: a structure that holds it must compare equal

@@ -267,10 +267,11 @@ def of_split_modules(fun: Callable[..., Any], *, in_scopes: bool) -> Callable[..
       fun: a function; a module or a method of one, of which a copy is called.
       in_scopes: whether the methods of its modules open scopes that say their paths.
     """
-    bound: Any = fun.__call__ if isinstance(fun, nnx.Module) else fun
-    own = getattr(bound, "__self__", None)
+    own: Any = fun if isinstance(fun, nnx.Module) else getattr(fun, "__self__", None)
     is_method = isinstance(own, nnx.Module)
-    body = bound.__func__ if is_method else fun
+    body: Any = fun
+    if is_method:  # by its class: what `nnx.jit` makes of a method does not say whose it is
+        body = type(own).__call__ if own is fun else body.__func__
     lifted = lift(body, ModuleScopes()) if in_scopes else body
 
     @functools.wraps(body, updated=())

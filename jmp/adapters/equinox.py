@@ -318,7 +318,7 @@ def _rebuilt(
         return node
     is_one_level_below = lambda part: part is not node
     parts, structure = jax.tree_util.tree_flatten_with_path(node, is_leaf=is_one_level_below)
-    is_module = _is_module(node)  # one without fields has no parts, as a leaf
+    is_module = _is_module(node)  # one without fields has no parts, and looks like a leaf
     if jax.tree_util.treedef_is_leaf(structure) and not is_module:
         return node
     classes = (type(node), *around) if is_module else around

@@ -94,9 +94,9 @@ def wrap_apply(
     def in_float32(*args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], Mapping):
             args = (_widened(args[0], policies), *args[1:])
-        named = {name: _widened(kwargs[name], policies) for name in _VARIABLES if name in kwargs}
+        wide = {name: _widened(kwargs[name], policies) for name in _VARIABLES if name in kwargs}
         with policies.in_force(), nn.intercept_methods(intercept):
-            result = apply_fn(*args, **{**kwargs, **named})
+            result = apply_fn(*args, **{**kwargs, **wide})
         policies.rules.warn_unused()
         return result
 

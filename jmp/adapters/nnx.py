@@ -233,8 +233,10 @@ def train_step(
 
     Returns: the unscaled loss in at least float32, or `(loss, aux)`.
     Raises: TypeError if an argument is of the wrong kind or the loss is no real floating scalar;
-      ValueError for an optimizer in a wrong order or for another policy. Nothing has changed then,
-      nor after any other error.
+      ValueError for an optimizer in a wrong order. Nothing has changed then, nor after any other
+      error.
+    Warns: `jmp.UnscaledLossWarning` for an optimizer without a loss scale where the model, or the
+      loss, computes in float16.
 
     >>> from flax import nnx
     >>> import optax

@@ -181,13 +181,14 @@ class Window(NamedTuple):
             return jax.tree.map(jnp.add, sums, gradients), terms
 
         if self.steps == 1:
-            sums, of_one = self._micro_batch(whole, kwargs, batch)
-            values, counts, aux = _stacked(of_one)
+            sums, terms = self._micro_batch(whole, kwargs, batch)
+            terms = _stacked(terms)
         else:
             parameters = tuple(whole[number] for number in self.trained)
             start = jax.tree.map(self._zeros, parameters)
-            sums, stacked = jax.lax.scan(turn, start, _split_rows(batch, self.steps))
-            values, counts, aux = stacked
+            sums, terms = jax.lax.scan(turn, start, _split_rows(batch, self.steps))
+        values, counts, aux = terms
+        # Added up over the axes, the count is that of all devices.
         count = jnp.float32(self.steps) if counts is None else counts.sum()
         totals = (sums, values.sum(), count)
         if self.axes:

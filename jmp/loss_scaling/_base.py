@@ -249,8 +249,8 @@ def step_count(value: Any, name: str) -> jax.Array:
         numbers = _as_float64(value)
         if not np.all((numbers >= 0) & (numbers < 2**31)):
             raise wrong(ValueError, name, value, expected)
-        value = numbers.astype(np.int32)
-    return jnp.asarray(value).astype(jnp.int32)
+    count = int(value) if isinstance(value, float) else value  # 1e9 + 1 is no float32
+    return jnp.asarray(count).astype(jnp.int32)
 
 
 def _are_numbers(value: Any) -> bool:

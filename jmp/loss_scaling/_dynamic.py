@@ -76,7 +76,7 @@ class DynamicLossScale(LossScale):
     max_loss_scale: float = dataclasses.field(default=LARGEST_SCALE, kw_only=True)
 
     def __post_init__(self) -> None:
-        check: dict[str, Any] = {
+        checked: dict[str, Any] = {
             "period": _base.plain_number(
                 self.period, "period", lambda n: n >= 1, "a number of steps of at least 1"
             ),
@@ -86,22 +86,22 @@ class DynamicLossScale(LossScale):
         }
         if self.max_loss_scale == 0:
             raise ValueError("max_loss_scale got 0; expected a ceiling above zero.")
-        if check["min_loss_scale"] > check["max_loss_scale"]:
+        if checked["min_loss_scale"] > checked["max_loss_scale"]:
             raise ValueError(
-                f"min_loss_scale {check['min_loss_scale']} lies above max_loss_scale "
-                f"{check['max_loss_scale']}; expected a floor below the ceiling."
+                f"min_loss_scale {checked['min_loss_scale']} lies above max_loss_scale "
+                f"{checked['max_loss_scale']}; expected a floor below the ceiling."
             )
         if self.growth_factor is not None:
-            check["growth_factor"] = _growth(self.growth_factor, "growth_factor")
+            checked["growth_factor"] = _growth(self.growth_factor, "growth_factor")
         if self.backoff_factor is not None:
-            check["backoff_factor"] = _base.plain_number(
+            checked["backoff_factor"] = _base.plain_number(
                 self.backoff_factor, "backoff_factor", lambda n: 0 < n < 1, _BACKOFF
             )
-        check["loss_scale"] = _base.dynamic_scale(
-            self.loss_scale, check["min_loss_scale"], check["max_loss_scale"]
+        checked["loss_scale"] = _base.dynamic_scale(
+            self.loss_scale, checked["min_loss_scale"], checked["max_loss_scale"]
         )
-        check["counter"] = _base.step_count(self.counter, "counter")
-        for name, value in check.items():
+        checked["counter"] = _base.step_count(self.counter, "counter")
+        for name, value in checked.items():
             object.__setattr__(self, name, value)
 
     def scale(self, tree: T) -> T:

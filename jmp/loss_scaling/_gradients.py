@@ -63,7 +63,7 @@ def scaled_value_and_grad(
     fun: Callable[P, tuple[Any, Aux]],
     loss_scale: LossScale,
     argnums: int | Sequence[int] = 0,
-    has_aux: Literal[True] = ...,  # left out, it is the first of these
+    has_aux: Literal[True] = ...,  # never left out: the first of these says what is then returned
 ) -> Callable[P, tuple[tuple[jax.Array, Aux], Any]]: ...
 @overload
 def scaled_value_and_grad(

@@ -75,11 +75,17 @@ def from_torch_state_dict(
         )
     if not isinstance(like, DynamicLossScale):
         like = DynamicLossScale(min_loss_scale=0.0)
-    return dataclasses.replace(
-        like,
-        loss_scale=concrete_number(state["scale"], "scale"),
-        counter=concrete_number(state["_growth_tracker"], "_growth_tracker"),
-        period=state["growth_interval"],
-        growth_factor=state["growth_factor"],
-        backoff_factor=state["backoff_factor"],
-    )
+    try:
+        return dataclasses.replace(
+            like,
+            loss_scale=concrete_number(state["scale"], "scale"),
+            counter=concrete_number(state["_growth_tracker"], "_growth_tracker"),
+            period=state["growth_interval"],
+            growth_factor=state["growth_factor"],
+            backoff_factor=state["backoff_factor"],
+        )
+    except (TypeError, ValueError) as error:
+        raise type(error)(
+            f"{CALLER} got a state with which no scaler can go on. {error} Or take the state of an "
+            "earlier checkpoint."
+        ) from error

@@ -5,6 +5,7 @@ The user says for each parameter along which axes it lies. Where code is mapped 
 is sharded, it says how the parameter is to lie afterwards.
 """
 
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -34,7 +35,8 @@ class Parameter(NamedTuple):
       path: its names joined by slashes, for messages.
       array: in its own dtype, sharded.
       dimensions: the axes that a spec names, for each dimension; None where names stood alone.
-      sums: the axes to add up over: names that stood alone, or what a spec calls `reduced`.
+      sums: the axes to add up over: names that stood alone, along which it is gathered too, or what
+        a spec calls `reduced`.
     """
 
     path: str
@@ -223,7 +225,7 @@ def _axes_to_gather(parameter: Parameter, tracked: bool) -> AxesByDimension:
     axes = tuple(
         (dimension, names) for dimension, names in enumerate(parameter.dimensions) if names
     )
-    for name in (name for _, names in axes for name in names):
+    for name in itertools.chain.from_iterable(names for _, names in axes):
         if name not in differs:
             raise ValueError(
                 f"{CALLER} got a spec with '{name}' for {path}, which is {shape_text(array)} and "
@@ -330,7 +332,7 @@ def _specs_by_leaf(specs_or_axis: PyTree, params: PyTree) -> list[Any]:
             f"{described(params)}. Expected an axis' name, a PartitionSpec, or a tree of them with "
             "the parameters' structure, which may end earlier."
         ) from None
-    # By the structure of `params`: a list of them became a list of names, which by itself is a spec.
+    # By the structure of `params`: a list of them has become a list of names, which is also a spec.
     structure: Any = jax.tree.structure(params)
     return list(structure.flatten_up_to(whole))
 

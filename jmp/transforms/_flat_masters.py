@@ -135,24 +135,25 @@ def check_takes_a_vector(
     under clipping by the global norm. Optimizers that look at the shapes of tensors, at their norms
     one by one or at their paths (Muon, LAMB, Adafactor, masks) do something else on a vector, and
     nothing would say so. So small tensors of the same paths are updated in both forms, and the
-    updates compared. What acts beyond these sizes and counts alone is not seen.
+    updates compared. What acts beyond these sizes and counts alone is not seen, nor what leaves all
+    of these updates zero.
 
     Of `params` it reads structure and shapes, no values: it runs under jit and eval_shape too.
     """
     small = jax.tree.map(lambda param: np.zeros(_small_shape(param), dtype), params)
-    form, reason, cause = "a tree", "", None
+    tried, reason, cause = "a tree", "", None
     try:
         of_tree = _updates(inner, small)
         states = [jax.eval_shape(inner.init, tree) for tree in (params, small)]
         shapes = [list(map(_small_shape, jax.tree.leaves(state))) for state in states]
-        form = "a vector"
+        tried = "a vector"
         of_vector = _updates(optax.flatten(inner), small)
         if shapes[0] != shapes[1]:  # as of factors of large tensors
             reason = "its state depends on the sizes of tensors"
         elif not all(map(_agree, of_vector, of_tree)):
             reason = "its updates differ"
     except Exception as error:  # whatever an optimizer raises
-        reason, cause = f"it raised {type(error).__name__} for {form}", error
+        reason, cause = f"it raised {type(error).__name__} for {tried}", error
     if reason:
         raise ValueError(
             "with_master_params(..., flat_master=True) got an optimizer that, tried on a small "

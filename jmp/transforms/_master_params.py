@@ -49,7 +49,8 @@ def with_master_params(
     and gradients in at least float32. Only wrappers such as `with_loss_scale` may go around it: in
     `optax.chain(with_master_params(...), optax.scale(0.5))` masters and parameters would become
     different. `with_loss_scale` and the adapters refuse that, and `optax.lookahead` and others
-    around it; without them, `transforms.check_optimizer_state(tx.init(params))` does.
+    around it; without them, `transforms.check_optimizer_state(tx.init(params))` does. Inside
+    `optax.flatten`, which makes float32 vectors of half and float32 leaves, there are no masters.
 
     Args:
       inner: any optax transformation, or a `MultiSteps` object.
@@ -214,12 +215,14 @@ def _check_stored_as_in_init(params: optax.Params, masters: PyTree) -> None:
     with_master = shapes_by_path(masters)
     for path, leaf in leaves_by_path(params).items():
         if needs_master(leaf) != (path in with_master):
-            had = "a half" if path in with_master else "no half"
-            way = " after each update (optax.apply_updates does, eqx.apply_updates does not)"
+            had, way = "no half", ""
+            if path in with_master:
+                had = "a half"
+                way = " after each update (optax.apply_updates does, eqx.apply_updates does not)"
             raise ValueError(
                 f"with_master_params got params{path} of dtype {leaf.dtype}; when `init` "
                 f"was called it had {had} dtype. Keep the dtype"
-                f"{way * (path in with_master)}, cast the parameters as they were stored then "
+                f"{way}, cast the parameters as they were stored then "
                 "(cast_params of the adapters), or call init again."
             )
 

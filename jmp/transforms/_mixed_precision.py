@@ -87,12 +87,14 @@ def _refuse_without_master(params: optax.Params, state: WithLossScaleState, poli
     """Raises ValueError for parameters, abstract ones too, that would lose small updates."""
     with_master = shapes_with_master(state)
     leaves = leaves_by_path(params).items()
-    lost = {p: leaf.dtype for p, leaf in leaves if _is_narrow(leaf) and p not in with_master}
+    lost = {
+        path: leaf.dtype for path, leaf in leaves if _is_narrow(leaf) and path not in with_master
+    }
     if not lost:
         return
     path, dtype = next(iter(lost.items()))
     more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-    ways = f"params.astype('float32') of each {dtype} leaf."
+    ways = f"leaf.astype('float32') of each {dtype} leaf."
     if is_half(dtype):
         in_half = dataclasses.replace(policy, param_dtype=dtype)
         ways = (

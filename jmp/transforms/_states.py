@@ -224,9 +224,8 @@ def check_loss_scaling(opt_state: optax.OptState, *, undone_on_a_skip: bool) -> 
                 "times too small. Move it inside: "
                 "with_loss_scale(optax.chain(clip_by_global_norm, adam), loss_scale)."
             )
-        if undone_on_a_skip or not is_chain(node):
-            continue
-        if jax.tree.leaves(_children(node)[position + 1 :]):
+        has_state_after = is_chain(node) and jax.tree.leaves(_children(node)[position + 1 :])
+        if has_state_after and not undone_on_a_skip:
             raise ValueError(
                 "This optimizer chains a transformation with a state after with_loss_scale; a "
                 "skipped step would move that state and the parameters. Move it inside: "

@@ -709,3 +709,19 @@ def test_a_module_that_is_computed_again_is_named_once():
 
     found = find_nonfinite(jax.grad(loss))(jnp.zeros(3))
     assert found.module == "encoder"
+
+
+class CountsCalls(nnx.Module):
+    def __init__(self):
+        self.calls = nnx.BatchStat(jnp.zeros(()))
+
+    @nnx.jit  # which binds the method in an object of its own
+    def __call__(self, x):
+        self.calls[...] += 1
+        return x
+
+
+def test_of_an_nnx_module_whose_call_is_jitted_a_copy_is_called():
+    model = CountsCalls()
+    assert find_nonfinite(model)(jnp.ones(2)) is None
+    assert model.calls[...] == 0
