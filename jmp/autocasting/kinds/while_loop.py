@@ -39,7 +39,9 @@ def runs_to_tolerance(equation: JaxprEqn) -> bool:
     return decides
 
 
-def _depend(equation: JaxprEqn, operands: list[bool], inside: WayInside[bool]) -> Sequence[bool]:
+def _depend(
+    equation: JaxprEqn, _: tuple[JaxprEqn, ...], operands: list[bool], inside: WayInside[bool]
+) -> Sequence[bool]:
     """Returns for each result whether it is floating, or depends on what is."""
     if rule_for(equation.primitive.name).chooses:
         # Which entry is the largest is no distance that shrinks: a text is generated up to the
