@@ -27,11 +27,11 @@ from jmp.autocasting._emit import Environment, Numerics, run_plan, run_steps
 from jmp.autocasting._graph import Node
 from jmp.autocasting._operations import NoHalfProductWarning
 from jmp.autocasting._precision import with_default
-from jmp.autocasting._request import modules_path
+from jmp.autocasting._request import module_paths
 from jmp.autocasting._steps import Fused, Island, Nested, Plan, Read, Single, Write
 from jmp.diagnostics._arguments import check_numbers
-from jmp.diagnostics._scope_search import Errors, Scopes, path_in_rules
-from jmp.diagnostics._walk import module_path
+from jmp.diagnostics._scope_search import Errors, Scopes
+from jmp.diagnostics._walk import path_in_rules, scopes_path
 from jmp.dtypes import FLOAT32
 from jmp.policy import Policy, get_policy
 from jmp.rules import UnusedRuleWarning
@@ -251,8 +251,9 @@ class _Rounding(Numerics):
         if node is None:
             return ""
         if self._of_modules:
-            return modules_path(_jax_compat.scope_names(node.scope)) or ""
-        return path_in_rules(module_path(node.scope))
+            innermost_first = module_paths(_jax_compat.scope_names(node.scope))
+            return innermost_first[0] if innermost_first else ""
+        return path_in_rules(scopes_path(node.scope))
 
     def _in_float32(self, access: Access) -> Access:
         if not _is_in(self._half, access):

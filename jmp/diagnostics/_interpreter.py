@@ -26,7 +26,7 @@ from jmp import _jax_compat
 from jmp.autocasting._emit import ISLAND
 from jmp.autocasting._kinds import has_kind
 from jmp.autocasting._operations import is_product
-from jmp.diagnostics._walk import evaluate, literal, module_path, users_line
+from jmp.diagnostics._walk import evaluate, literal, scopes_path, users_line
 
 # States.
 
@@ -134,7 +134,7 @@ class Location(NamedTuple):
     @property
     def module(self) -> str:
         """The path of modules or name scopes."""
-        return module_path(self.stack)
+        return scopes_path(self.stack)
 
     @property
     def is_backward(self) -> bool:

@@ -193,7 +193,7 @@ def _report(program: Program, traced: Traced, policy: str) -> PrecisionReport:
             *delicate_in_half(merged),
             *rounded_arguments(rounded_arguments_of(steps), half),
             *dear_in_float32(rows),
-            *(f"the rule {rule} matched no scope" for rule in plan.request.rules.unused),
+            *(f"the rule {rule} matched no scope" for rule in plan.request.policy_rules.unused),
             *odd_sizes(operations),
             *no_float8(rows),
         ],

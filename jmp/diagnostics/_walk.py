@@ -91,11 +91,11 @@ def path_of(equation: core.JaxprEqn, around: Sequence[core.JaxprEqn] = ()) -> st
     """Returns the path of an equation's modules, with those of the equations around it."""
     path = ""
     for each in (*around, equation):
-        path = module_path(each.source_info.name_stack, path)
+        path = scopes_path(each.source_info.name_stack, path)
     return path
 
 
-def module_path(stack: NameStack, outer: str = "") -> str:
+def scopes_path(stack: NameStack, outer: str = "") -> str:
     """Returns the names of a name stack joined by slashes, without JAX's marks and our own.
 
     The path of a module of nnx, which `ModuleScopes` writes down, is a whole path: what is around
@@ -103,6 +103,18 @@ def module_path(stack: NameStack, outer: str = "") -> str:
     """
     names = [name for name in _jax_compat.scope_names(stack) if name != _jax_compat.RECOMPUTED]
     return joined_path(names, outer)
+
+
+def path_in_rules(path: str) -> str:
+    """Returns a path of name scopes without those that `jnp.einsum` opens, and what is inside.
+
+    An einsum is no module: what stands in it belongs to the scope around it.
+
+    >>> path_in_rules("attention/bqhd,bkhd->bhqk/transpose")
+    'attention'
+    """
+    names = path.split("/")
+    return "/".join(itertools.takewhile(lambda name: "->" not in name, names))
 
 
 class Replayed(NamedTuple):
@@ -154,7 +166,7 @@ def replay(
     inner, constants = _jax_compat.open_jaxpr(jaxpr)
 
     def step(equation: JaxprEqn, index: int, operands: list[Any]) -> list[Any]:
-        own_path = module_path(equation.source_info.name_stack, path)
+        own_path = scopes_path(equation.source_info.name_stack, path)
         here = Replayed(equation, own_path, (*position, index))
 
         def inside(branch: int, jaxpr: ClosedJaxpr) -> Callable[..., list[Any]]:
