@@ -14,7 +14,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jmp import _jax_compat
 from jmp.autocasting._numbers import is_inexact, length_of
@@ -128,7 +128,7 @@ class Propagation(Generic[T]):
         known = dict(zip(inner.invars, inputs, strict=True))
 
         def read(atom: Any) -> T:
-            is_constant = hasattr(atom, "val") or atom not in known
+            is_constant = isinstance(atom, Literal) or atom not in known
             return self.of_constant(atom) if is_constant else known[atom]
 
         for equation in inner.eqns:
@@ -228,11 +228,11 @@ def reaching_inputs(jaxpr: Jaxpr, ends: Ends, results: Sequence[bool]) -> list[b
       results: which of its outputs reach one outside.
     """
     pairs = zip(jaxpr.outvars, results, strict=False)
-    found = {atom for atom, reaches in pairs if reaches and not hasattr(atom, "val")}
+    found = {atom for atom, reaches in pairs if reaches and not isinstance(atom, Literal)}
     for equation in reversed(jaxpr.eqns):
         flags = [variable in found for variable in equation.outvars]
         reaching = reaching_operands(equation, equation.invars, flags, ends)
-        found.update(atom for atom in reaching if not hasattr(atom, "val"))  # no literals
+        found.update(atom for atom in reaching if not isinstance(atom, Literal))
     return [variable in found for variable in jaxpr.invars]
 
 

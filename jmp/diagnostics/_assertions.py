@@ -58,7 +58,7 @@ def assert_products_in(
     def check(*args: Any, **kwargs: Any) -> None:
         call = ArrayCall(function, *split_arguments(*args, **kwargs))
         closed = jax.make_jaxpr(call.results)(*call.arrays)
-        placed = with_places(_jax_compat.open_jaxpr(closed)[0])
+        placed = with_places(closed)
         products = [each for each in placed if is_product(each[0])]
         name = function_name(fun)
         if not products:

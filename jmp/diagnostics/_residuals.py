@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Literal
 
 from jmp import _jax_compat
 from jmp._array_calls import vjp_at
-from jmp.autocasting._numbers import size_of
+from jmp.autocasting._numbers import shape_of, size_of
 from jmp.autocasting._propagation import Propagation, WayInside
 from jmp.diagnostics._walk import path_of, users_line
 
@@ -95,7 +95,7 @@ def residuals(
     held = {*jaxpr.invars, *jaxpr.constvars}
     found: collections.Counter[Residual] = collections.Counter()
     for atom, made in zip(jaxpr.outvars, _follow(jaxpr, inputs), strict=True):
-        is_given = bool(atom.aval.shape) if hasattr(atom, "val") else atom in held
+        is_given = bool(shape_of(atom)) if isinstance(atom, Literal) else atom in held
         if is_given:
             continue  # an argument, or an array that the function closes over
         if made != ELSEWHERE:

@@ -45,8 +45,8 @@ def search(scopes: Sequence[str], errors: Callable[[Scopes], Errors], tolerance:
     alone = {scope: errors(frozenset([scope])) for scope in scopes}
     low -= {scope for scope in scopes if max(alone[scope]) > tolerance}
     taken_out = []
-    worst_first = sorted(scopes, key=lambda scope: max(alone[scope]), reverse=True)
-    for scope in [scope for scope in worst_first if scope in low]:
+    candidates = [scope for scope in scopes if scope in low]
+    for scope in sorted(candidates, key=lambda scope: max(alone[scope]), reverse=True):
         if max(errors(low)) <= tolerance:
             break
         low -= {scope}

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 from jax.extend import core
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 from jax.extend.source_info_util import NameStack
 
 from jmp import _jax_compat
@@ -54,8 +54,11 @@ def _installed(file: str) -> str:
 
 
 def with_places(jaxpr: Any) -> Iterator[tuple[Any, str, str]]:
-    """Yields the equations of a jaxpr at any depth, with their paths of modules and their lines."""
-    for equation, around, _ in walk(jaxpr):
+    """Yields the equations of a jaxpr, open or closed, with their paths of modules and their lines.
+
+    Those at any depth, each before those inside it.
+    """
+    for equation, around, _ in walk(_jax_compat.open_jaxpr(jaxpr)[0]):
         yield equation, path_of(equation, around), source_line(equation, around)
 
 
@@ -206,26 +209,25 @@ def evaluate(
     inputs.clear()
     reads = [*(equation.invars for equation in jaxpr.eqns), jaxpr.outvars]
     last_use = {
-        atom: index for index, atoms in enumerate(reads) for atom in atoms if not _is_literal(atom)
+        atom: index
+        for index, atoms in enumerate(reads)
+        for atom in atoms
+        if not isinstance(atom, Literal)
     }
 
     def read(atom: Any, equation: JaxprEqn | None) -> Any:
-        return of_literal(atom, equation) if _is_literal(atom) else values[atom]
+        return of_literal(atom, equation) if isinstance(atom, Literal) else values[atom]
 
     for index, equation in enumerate(jaxpr.eqns):
         operands = [read(atom, equation) for atom in equation.invars]
         for atom in equation.invars:
-            if not _is_literal(atom) and last_use[atom] == index:
+            if not isinstance(atom, Literal) and last_use[atom] == index:
                 values.pop(atom, None)  # gone already if it is read twice
         with _jax_compat.place_of(equation, equation.source_info.name_stack):
             results = step(equation, index, operands)
         pairs = zip(equation.outvars, results, strict=True)
         values |= {variable: result for variable, result in pairs if variable in last_use}
     return [read(atom, None) for atom in jaxpr.outvars]
-
-
-def _is_literal(atom: Any) -> bool:
-    return hasattr(atom, "val")
 
 
 def literal(atom: Any) -> np.ndarray:
