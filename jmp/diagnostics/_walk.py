@@ -67,7 +67,7 @@ def place_name(source: str, path: str) -> str:
     return (source or "?") + f" ({path})" * bool(path)
 
 
-def source_line(equation: core.JaxprEqn, around: Sequence[core.JaxprEqn] = ()) -> str:
+def source_line(equation: core.JaxprEqn, around: Sequence[core.JaxprEqn]) -> str:
     """Returns "file:line" of the user's line, or of a library's; "" if no frame is known."""
     if line := users_line(equation, around):
         return line
@@ -90,7 +90,7 @@ def users_line(equation: core.JaxprEqn, around: Sequence[core.JaxprEqn] = ()) ->
     return ""
 
 
-def path_of(equation: core.JaxprEqn, around: Sequence[core.JaxprEqn] = ()) -> str:
+def path_of(equation: core.JaxprEqn, around: Sequence[core.JaxprEqn]) -> str:
     """Returns the path of an equation's modules, with those of the equations around it."""
     path = ""
     for each in (*around, equation):
