@@ -76,7 +76,8 @@ def run_plan(plan: Plan, arguments: Sequence[Any], numerics: "Numerics | None" =
     """Returns the outputs of a level.
 
     Args:
-      arguments: its inputs, in the dtypes that the plan stores them in.
+      arguments: its inputs, as `numerics.arguments` returns them: autocast's are in the dtypes of
+        `plan.reads`.
       numerics: those of autocast, if left out.
     """
     numerics = numerics or Numerics()
@@ -124,10 +125,6 @@ class Numerics:
         """Returns the arguments of a function inside as it reads them."""
         return cast_all(arrays, inside.reads)
 
-    def inside(self, step: Nested) -> "Numerics":
-        """Returns the numerics of the functions inside a step."""
-        return self
-
     def store(self, write: Write, array: Any, environment: Environment) -> None:
         """Adds a result of a step to the environment, as it is stored."""
         environment[write.value] = _stored(write, array)
@@ -159,7 +156,7 @@ class Numerics:
 
     def run_nested(self, step: Nested, operands: Sequence[Any]) -> Sequence[Any]:
         """Returns the results of an equation that is planned inside."""
-        functions = [_as_function(inside, self.inside(step)) for inside in step.insides]
+        functions = [_as_function(inside, self) for inside in step.insides]
         results: Sequence[Any] = kind_of(step.node.name).emit(
             step.node.equation, operands, functions
         )
@@ -167,6 +164,7 @@ class Numerics:
 
     def run_island(self, island: Island, environment: Environment) -> None:
         """Adds what leaves an island to the environment."""
+        # The function keeps the island, so that its id stays its own.
         key = FunctionOf(island.key or id(island))
         if key not in environment:
             environment[key] = _function_of(island)

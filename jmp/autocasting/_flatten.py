@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jmp import _jax_compat
 from jmp.autocasting._equations import contains_products, draws_bits, is_marker, plain_form, rule_of
@@ -89,7 +89,7 @@ class _Flattening:
 
         def read(atom: Any) -> Value:
             # A literal has no identity of its own.
-            return _literal(atom) if hasattr(atom, "val") else values[atom]
+            return _literal(atom) if isinstance(atom, Literal) else values[atom]
 
         for equation in jaxpr.eqns:
             operands = [read(atom) for atom in equation.invars]

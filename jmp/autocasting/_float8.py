@@ -333,17 +333,17 @@ def _zeros_beside(axis_size: int, is_mapped: Sequence[bool], result: Any) -> tup
 # cancel, as in `(x + 1000) - 1000`, results and slopes differ.
 
 
-class Equation(NamedTuple):
+class ScalarEquation(NamedTuple):
     """One equation of a function of one number; all of it can be hashed."""
 
     primitive: Any
     params: tuple[tuple[str, Any], ...]
-    # Of each operand the place among the values so far, of which 0 is the argument; or a constant.
+    # Of each operand the index among the values so far, of which 0 is the argument; or a constant.
     reads: tuple[int | tuple[float], ...]
 
 
-def equation_of(node: Node, places: Mapping[Value, int]) -> Equation | None:
-    """Returns a node as an equation; None unless it is elementwise, and reads what has a place."""
+def equation_of(node: Node, slots: Mapping[Value, int]) -> ScalarEquation | None:
+    """Returns a node as an equation; None unless it is elementwise, and reads what has a slot."""
     rule = node.rule
     if _jax_compat.holds_functions(node.equation):  # a custom derivative, of a shape of its own
         return None
@@ -351,17 +351,17 @@ def equation_of(node: Node, places: Mapping[Value, int]) -> Equation | None:
         return None
     reads: list[int | tuple[float]] = []
     for value in node.inputs:
-        if value in places:
-            reads.append(places[value])
+        if value in slots:
+            reads.append(slots[value])
         elif value.constant is not None:
             reads.append((value.constant,))
         else:
             return None
-    return Equation(node.equation.primitive, tuple(sorted(node.params.items())), tuple(reads))
+    return ScalarEquation(node.equation.primitive, tuple(sorted(node.params.items())), tuple(reads))
 
 
 @functools.lru_cache(maxsize=256)
-def extremes_of(equations: tuple[Equation, ...]) -> Extremes:
+def extremes_of(equations: tuple[ScalarEquation, ...]) -> Extremes:
     """Returns the extremes of a function, whose result is the last value of its equations.
 
     Where the function or its slope is NaN a result, or a cotangent, is NaN too: it is left out.

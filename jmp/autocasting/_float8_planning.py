@@ -2,12 +2,18 @@
 
 `multiply_in_float8` says which products are float8, where the policy asks for it.
 
-`with_bounds` gives them bounds of what they read and return, where those cost less than a maximum.
-A scale need not be the largest number: float8_e4m3 has all its digits over 14 octaves, and scales
-256 times too large leave a small GPT's gradient nearly as exact as it was (its error is 0.127, and
-was 0.129, at initialisation; 0.095 and 0.089 after 300 steps). So no maximum is looked for where
-float8 products' results go to others through an elementwise function alone: a bias and gelu, or
-silu and a gate.
+`send_in_float8` marks what devices send each other on the way to float8 products. A shard is
+rounded to float8 before it is gathered, with the scale that all devices share, so that the numbers
+are those of what was gathered and then rounded. The half array is moved beside it, for the sake of
+its transpose alone: its gradient adds up over devices as that of half does. What that move computes
+nothing reads, and no compiled program keeps it.
+
+`with_bounds` gives float8 products bounds of what they read and return, where those cost less than
+a maximum. A scale need not be the largest number: float8_e4m3 has all its digits over 14 octaves,
+and scales 256 times too large leave a small GPT's gradient nearly as exact as it was (its error is
+0.127, and was 0.129, at initialisation; 0.095 and 0.089 after 300 steps). So no maximum is looked
+for where float8 products' results go to others through an elementwise function alone: a bias and
+gelu, or silu and a gate.
 
 - By Cauchy and Schwarz a product's results are at most the largest norm of a row of its left factor
   times that of a column of its right one. The factors are float8, and smaller.
@@ -16,12 +22,6 @@ silu and a gate.
 
 Then the function's result, and the cotangent of its argument, can be rounded to float8 where they
 are computed; otherwise both are stored in bfloat16, for their maxima, and read again.
-
-`send_in_float8` marks what devices send each other on the way to float8 products. A shard is
-rounded to float8 before it is gathered, with the scale that all devices share, so that the numbers
-are those of what was gathered and then rounded. The half array is moved beside it, for the sake of
-its transpose alone: its gradient adds up over devices as that of half does. What that move computes
-nothing reads, and no compiled program keeps it.
 """
 
 import collections
@@ -36,7 +36,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jmp import _jax_compat
-from jmp.autocasting._float8 import Bounded, Equation, InFloat8, equation_of, extremes_of
+from jmp.autocasting._float8 import Bounded, InFloat8, ScalarEquation, equation_of, extremes_of
 from jmp.autocasting._flow import Facts, only_read_by
 from jmp.autocasting._graph import Graph, Node, Value, downstream, root
 from jmp.autocasting._kinds import Level
@@ -142,159 +142,7 @@ def _float8_products(steps: Sequence[Step]) -> set[Node]:
     return {step.node for step in singles if step.in_float8 is not None}
 
 
-# A bound by a steeper function says too little. Gelu has 1.13, silu 1.10, tanh 1.
-STEEPEST = 8.0
-
-
-def with_bounds(steps: Sequence[Step], level: Level) -> list[Step]:
-    """Returns the steps of a level, its float8 products with the bounds that are known of them."""
-    products = _float8_products(steps)
-    if not products:
-        return list(steps)
-    bounded = bounded_values(functions_of_values(products, level), products, level.graph)
-
-    def with_its_own(step: Step) -> Step:
-        if not isinstance(step, Single) or step.in_float8 is None:
-            return step
-        form = step.in_float8._replace(
-            operands=tuple(
-                tuple(function.bounded(v) for function, v in bounded.get(value, ()))
-                for value in step.node.inputs
-            )
-        )
-        if own := bounded.get(step.node.outputs[0]):
-            ((function, _),) = own
-            form = form._replace(is_bounded=True, has_bias=bool(function.added))
-        return step._replace(in_float8=form)
-
-    return list(map(with_its_own, steps))
-
-
-class FunctionOfProduct:
-    """What is computed, number by number, of one product's result.
-
-    Attributes:
-      result: the product's.
-      argument: the function's: the result, vectors added to it, such as a bias.
-      added: these vectors.
-      places: of the argument, which is the first, and of the values that are computed of it.
-      equations: that compute these, in order.
-    """
-
-    def __init__(self, result: Value) -> None:
-        self.result = self.argument = result
-        self.added: list[Value] = []
-        self.places = {result: 0}
-        self.equations: list[Equation] = []
-
-    def takes_before(self, node: Node, level: Level) -> bool:
-        """Adds a node that adds a vector to the argument, or reshapes it, and alone reads it."""
-        if not only_read_by(self.argument, level.graph, lambda user: user is node):
-            return False
-        if not node.rule.reshapes:
-            vector = _vector_added(node, self.argument, level.facts)
-            if vector is None:
-                return False
-            self.added.append(root(vector))
-        self.argument = node.outputs[0]
-        self.places[self.argument] = 0
-        return True
-
-    def takes(self, node: Node) -> bool:
-        """Adds a node that is elementwise, or reshapes, and reads values of the function alone."""
-        if node.rule.reshapes:  # which keeps the numbers' order
-            place = self.places[node.inputs[0]]
-        elif equation := equation_of(node, self.places):
-            self.equations.append(equation)
-            place = len(self.equations)
-        else:
-            return False
-        self.places[node.outputs[0]] = place
-        return True
-
-    def bounded(self, value: Value) -> Bounded:
-        """Returns what is known of one of its values."""
-        equations = tuple(self.equations[: self.places[value]])
-        return Bounded(self.result, tuple(self.added), extremes_of(equations))
-
-
-def _vector_added(node: Node, value: Value, facts: Facts) -> Value | None:
-    """Returns the vector, such as a bias, that a node adds to a value; None for all other nodes."""
-    others = [other for other in node.inputs if other is not value]
-    if not node.rule.linear or len(others) != 1 or others[0] in facts.dependent:
-        return None
-    return others[0] if facts.is_bias(others[0]) else None
-
-
-# The functions, with a value of each, that are multiplied to a value; mostly one, that value's own.
-Functions = tuple[tuple[FunctionOfProduct, Value], ...]
-
-
-def functions_of_values(products: Set[Node], level: Level) -> dict[Value, Functions]:
-    """Returns the values that are computed of results of float8 products alone."""
-    found: dict[Value, Functions] = {}
-    for node in level.graph.nodes:
-        if len(node.outputs) != 1:
-            continue
-        (output,) = node.outputs
-        read = [found[value] for value in node.inputs if value in found]
-        functions = {function for pairs in read for function, _ in pairs}
-        if node in products:
-            if _saves_bytes(node.inputs, output):
-                found[output] = ((FunctionOfProduct(output), output),)
-        elif len(functions) == 1:
-            (function,) = functions
-            if function.takes_before(node, level) or function.takes(node):
-                found[output] = ((function, output),)
-        elif functions and node.rule.reshapes:
-            found[output] = read[0]
-        elif functions and node.name == "mul" and all(len(pairs) == 1 for pairs in read):
-            found[output] = tuple(pair for pairs in read for pair in pairs)
-    return found
-
-
-def bounded_values(
-    known: Mapping[Value, Functions], products: Set[Node], graph: Graph
-) -> Mapping[Value, Functions]:
-    """Returns the values whose bounds are used, and the functions that these are computed of.
-
-    It is the one record of who gives a bound and of who reads it. It is closed: all that reads
-    one of these values is a float8 product, which reads the bound with it and so gives one of
-    its cotangent, or computes other values of these. So where the result of a product is one,
-    there is no way on which a cotangent comes to it without a bound.
-    """
-
-    def uses_bound(value: Value, user: Node) -> bool:
-        if user in products:
-            return _is_worth_a_bound(value, known[value], user)
-        return known.keys() >= {*user.outputs}
-
-    while open_ends := {
-        function
-        for value, pairs in known.items()
-        if not only_read_by(value, graph, functools.partial(uses_bound, value))
-        for function, _ in pairs
-    }:
-        known = {
-            value: pairs
-            for value, pairs in known.items()
-            if open_ends.isdisjoint(function for function, _ in pairs)
-        }
-    return known
-
-
-def _is_worth_a_bound(value: Value, functions: Functions, product: Node) -> bool:
-    """Returns whether a product that reads a value had better use a bound, and return one."""
-    others = [other for other in product.inputs if other is not value]
-    extremes = [function.bounded(v).extremes for function, v in functions]
-    is_flat = all(x.slope <= STEEPEST and math.isfinite(x.offset) for x in extremes)
-    return is_flat and _saves_bytes([*product.outputs, *others], value)
-
-
-def _saves_bytes(factors: Sequence[Value], result: Value) -> bool:
-    """Returns whether factors in float8 are fewer bytes than their product in bfloat16."""
-    return sum(value.size for value in factors) < 2 * result.size
-
+# What is sent.
 
 WHY_SENT_IN_FLOAT8 = "float8 products alone read it afterwards: rounded to float8 before it is sent"
 
@@ -376,3 +224,166 @@ def moved_in_float8(node: Node, operands: Sequence[Any]) -> list[Any]:
             operands = lax.optimization_barrier(operands)  # as of what is sent in half, in `_emit`
         operands = _jax_compat.bind(equation.primitive, operands, equation.params)
     return list(operands)
+
+
+# Bounds.
+
+# A bound by a steeper function says too little. Gelu has 1.13, silu 1.10, tanh 1.
+STEEPEST = 8.0
+
+
+def with_bounds(steps: Sequence[Step], level: Level) -> list[Step]:
+    """Returns the steps of a level, its float8 products with the bounds that are known of them."""
+    products = _float8_products(steps)
+    if not products:
+        return list(steps)
+    bounded = bounded_values(functions_of_values(products, level), products, level.graph)
+
+    def with_its_own(step: Step) -> Step:
+        if not isinstance(step, Single) or step.in_float8 is None:
+            return step
+        form = step.in_float8._replace(
+            operands=tuple(
+                tuple(function.bound_of(v) for function, v in bounded.get(value, ()))
+                for value in step.node.inputs
+            )
+        )
+        if own := bounded.get(step.node.outputs[0]):
+            ((function, _),) = own
+            form = form._replace(is_bounded=True, has_bias=bool(function.added))
+        return step._replace(in_float8=form)
+
+    return list(map(with_its_own, steps))
+
+
+class FunctionOfProduct:
+    """What is computed, number by number, of one product's result.
+
+    Attributes:
+      result: the product's.
+      argument: the function's: the result, vectors added to it, such as a bias.
+      added: these vectors.
+      slots: the index of each value: 0 of the argument, of others the number of their equation.
+      equations: that compute these, in order.
+    """
+
+    def __init__(self, result: Value) -> None:
+        self.result = self.argument = result
+        self.added: list[Value] = []
+        self.slots = {result: 0}
+        self.equations: list[ScalarEquation] = []
+
+    def add_before(self, node: Node, level: Level) -> bool:
+        """Adds a node that adds a vector to the argument, or reshapes it, and alone reads it.
+
+        Returns: whether the node does so; it is not added otherwise.
+        """
+        if not only_read_by(self.argument, level.graph, lambda user: user is node):
+            return False
+        if not node.rule.reshapes:
+            vector = _vector_added(node, self.argument, level.facts)
+            if vector is None:
+                return False
+            self.added.append(root(vector))
+        self.argument = node.outputs[0]
+        self.slots[self.argument] = 0
+        return True
+
+    def add(self, node: Node) -> bool:
+        """Adds a node that is elementwise, or reshapes, and reads values of the function alone.
+
+        Returns: whether the node does so; it is not added otherwise.
+        """
+        if node.rule.reshapes:  # which keeps the numbers' order
+            slot = self.slots[node.inputs[0]]
+        elif equation := equation_of(node, self.slots):
+            self.equations.append(equation)
+            slot = len(self.equations)
+        else:
+            return False
+        self.slots[node.outputs[0]] = slot
+        return True
+
+    def bound_of(self, value: Value) -> Bounded:
+        """Returns what is known of one of its values."""
+        equations = tuple(self.equations[: self.slots[value]])
+        return Bounded(self.result, tuple(self.added), extremes_of(equations))
+
+
+def _vector_added(node: Node, value: Value, facts: Facts) -> Value | None:
+    """Returns the vector, such as a bias, that a node adds to a value; None for all other nodes."""
+    others = [other for other in node.inputs if other is not value]
+    if not node.rule.linear or len(others) != 1 or others[0] in facts.dependent:
+        return None
+    return others[0] if facts.is_bias(others[0]) else None
+
+
+# The functions, with a value of each, that are multiplied to a value; mostly one, that value's own.
+Functions = tuple[tuple[FunctionOfProduct, Value], ...]
+
+
+def functions_of_values(products: Set[Node], level: Level) -> dict[Value, Functions]:
+    """Returns the values that are computed of results of float8 products alone."""
+    found: dict[Value, Functions] = {}
+    for node in level.graph.nodes:
+        if len(node.outputs) != 1:
+            continue
+        (output,) = node.outputs
+        read = [found[value] for value in node.inputs if value in found]
+        functions = {function for pairs in read for function, _ in pairs}
+        if node in products:
+            if _saves_bytes(node.inputs, output):
+                found[output] = ((FunctionOfProduct(output), output),)
+        elif len(functions) == 1:
+            (function,) = functions
+            # The first moves the argument on to the node's result, the second computes of it.
+            if function.add_before(node, level) or function.add(node):
+                found[output] = ((function, output),)
+        elif functions and node.rule.reshapes:
+            found[output] = read[0]
+        elif functions and node.name == "mul" and all(len(pairs) == 1 for pairs in read):
+            found[output] = tuple(pair for pairs in read for pair in pairs)
+    return found
+
+
+def bounded_values(
+    known: Mapping[Value, Functions], products: Set[Node], graph: Graph
+) -> Mapping[Value, Functions]:
+    """Returns the values whose bounds are used, and the functions that these are computed of.
+
+    It is the one record of who gives a bound and of who reads it. It is closed: all that reads
+    one of these values is a float8 product, which reads the bound with it and so gives one of
+    its cotangent, or computes other values of these. So where the result of a product is one,
+    there is no way on which a cotangent comes to it without a bound.
+    """
+
+    def uses_bound(value: Value, user: Node) -> bool:
+        if user in products:
+            return _is_worth_a_bound(value, known[value], user)
+        return known.keys() >= {*user.outputs}
+
+    while open_ends := {
+        function
+        for value, pairs in known.items()
+        if not only_read_by(value, graph, functools.partial(uses_bound, value))
+        for function, _ in pairs
+    }:
+        known = {
+            value: pairs
+            for value, pairs in known.items()
+            if open_ends.isdisjoint(function for function, _ in pairs)
+        }
+    return known
+
+
+def _is_worth_a_bound(value: Value, functions: Functions, product: Node) -> bool:
+    """Returns whether a product that reads a value had better use a bound, and return one."""
+    others = [other for other in product.inputs if other is not value]
+    extremes = [function.bound_of(v).extremes for function, v in functions]
+    is_flat = all(x.slope <= STEEPEST and math.isfinite(x.offset) for x in extremes)
+    return is_flat and _saves_bytes([*product.outputs, *others], value)
+
+
+def _saves_bytes(factors: Sequence[Value], result: Value) -> bool:
+    """Returns whether factors in float8 are fewer bytes than their product in bfloat16."""
+    return sum(value.size for value in factors) < 2 * result.size

@@ -30,19 +30,6 @@ from jmp.autocasting._numbers import is_inexact
 from jmp.autocasting._propagation import Ends, reaching_operands
 
 
-def reaching_values(nodes: Sequence[Node], ends: Ends, outputs: Iterable[Value] = ()) -> set[Value]:
-    """Returns the values of a level that reach an equation that `ends` accepts, also one inside.
-
-    Args:
-      outputs: values that reach one outside.
-    """
-    found = set(outputs)
-    for node in reversed(nodes):
-        results = [value in found for value in node.outputs]
-        found.update(reaching_operands(node.equation, node.inputs, results, ends))
-    return found
-
-
 class Info(NamedTuple):
     """What is known of a value on another level: its stored dtype; whether it is neutral."""
 
@@ -113,6 +100,19 @@ def carried_values(graph: Graph, outputs: Iterable[Value]) -> set[Value]:
         if not node.is_product and not carried.isdisjoint(node.outputs):
             carried.update(filter(is_inexact, node.inputs))
     return carried
+
+
+def reaching_values(nodes: Sequence[Node], ends: Ends, outputs: Iterable[Value]) -> set[Value]:
+    """Returns the values of a level that reach an equation that `ends` accepts, also one inside.
+
+    Args:
+      outputs: values that reach one outside.
+    """
+    found = set(outputs)
+    for node in reversed(nodes):
+        results = [value in found for value in node.outputs]
+        found.update(reaching_operands(node.equation, node.inputs, results, ends))
+    return found
 
 
 def find_dependent(

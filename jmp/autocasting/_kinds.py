@@ -65,10 +65,10 @@ class Level(abc.ABC):
           operands: its first arguments, as in `graph_of`.
         """
 
-    def plan_opened(
+    def plan_graph(
         self, graph: Graph, infos: Sequence[Info], outputs: Sequence[Destination], context: Context
     ) -> Plan:
-        """Plans what was opened.
+        """Plans what `open` returned.
 
         Args:
           infos: of its arguments.
@@ -81,10 +81,10 @@ class Level(abc.ABC):
     def plan_called(
         self, function: ClosedJaxpr, node: Node, operands: Sequence[Value], context: Context
     ) -> Plan:
-        """Plans a function that `node` calls once with `operands`; see `plan_opened`."""
+        """Plans a function that `node` calls once with `operands`; see `plan_graph`."""
         infos = list(map(self.storage.info, operands))
         outputs = list(map(self.storage.destination, node.outputs))
-        return self.plan_opened(self.open(function, node, operands), infos, outputs, context)
+        return self.plan_graph(self.open(function, node, operands), infos, outputs, context)
 
     def common_stores(self, node: Node, plans: Sequence[Plan]) -> Dtypes:
         """Returns the dtypes of a node's results: half of what every function leaves in half."""

@@ -103,8 +103,7 @@ def operations_of(steps: Iterable[Ran]) -> Iterator[Operation]:
             reads = [half if in_half and v.is_float32 else v.dtype for v in node.inputs]
             if step.in_float8 is not None:
                 reads = [OPERANDS]
-            about = node, step.params, step.why, times
-            yield from _operations_of_node(*about, reads, step.stores)
+            yield from _operations_of_node(node, step.params, step.why, times, reads, step.stores)
 
 
 def _operations_of_node(
@@ -116,14 +115,14 @@ def _operations_of_node(
         dtypes_in, dtypes_out = _inexact_names(reads), _inexact_names(stores)
         yield Operation(traced, node.around, node, why, times, params, dtypes_in, dtypes_out)
     # Bound as a whole, in the dtypes it was traced with: a region, a custom derivative.
-    bound = walk_inside(traced.replace(params=params))
-    for visit, changed in zip(walk_inside(traced, node.around, times), bound, strict=True):
+    as_bound = walk_inside(traced.replace(params=params))
+    for visit, changed in zip(walk_inside(traced, node.around, times), as_bound, strict=True):
         if visit.is_innermost:
             equation, around, turns = visit
             dtypes_in = _inexact_names(map(dtype_of, equation.invars))
             dtypes_out = _inexact_names(map(dtype_of, equation.outvars))
-            params = changed.equation.params
-            yield Operation(equation, around, node, why, turns, params, dtypes_in, dtypes_out)
+            own_params = changed.equation.params
+            yield Operation(equation, around, node, why, turns, own_params, dtypes_in, dtypes_out)
 
 
 def _inexact_names(dtypes: Iterable[Any]) -> list[str]:

@@ -54,7 +54,9 @@ from jmp.autocasting.attention import fuse_attentions
 from jmp.autocasting.rewrites import rewrite_of
 from jmp.dtypes import FLOAT32
 
-# What is done with the steps of a level when every dtype is decided, in this order.
+# What is done with the steps of a level when every dtype is decided, in this order: what is sent
+# asks which products are float8; bounds come last, and see none of the steps that a fused attention
+# replaces.
 PASSES: tuple[Callable[[Sequence[Step], Level], list[Step]], ...] = (
     multiply_in_float8,
     send_in_float8,
@@ -64,7 +66,7 @@ PASSES: tuple[Callable[[Sequence[Step], Level], list[Step]], ...] = (
 
 
 class Planner(Level):
-    """Plans one level."""
+    """Plans one level; what is known of it stands in `Level`."""
 
     def plan_level(self) -> Plan:
         sent = find_sent(self)
@@ -115,14 +117,14 @@ class Planner(Level):
         own, with_clones = set(nodes), {*clones, *nodes}
         writes = []
         for node in nodes:
-            masks = node.rule.masks and any(map(storage.may_be_mask, node.inputs))
+            may_be_masked = node.rule.masks and any(map(storage.may_be_mask, node.inputs))
             for value in node.outputs:
                 if value not in outputs and with_clones.issuperset(value.users):
                     continue
                 if storage.rounded_by_rule(value) or storage.leaves_half(value, own):
                     storage.store([value], [self.half])
-                is_masked = masks and storage.is_half(value)
-                writes.append(Write(value, storage.dtype(value), is_masked))
+                saturates = may_be_masked and storage.is_half(value)
+                writes.append(Write(value, storage.dtype(value), saturates))
         in_half = {write.value for write in writes if write.dtype == self.half}
         around = Surroundings(own, recompute, self.half, in_half)
         rewrites = {node: found for node in nodes if (found := rewrite_of(node, around))}
@@ -222,7 +224,8 @@ class Planner(Level):
             stores = tuple(self.half if v.is_float32 else v.dtype for v in node.outputs)
         self.storage.store(node.outputs, stores)
         is_sum = node.rule.linear and not self.facts.compared.isdisjoint(node.outputs)
-        is_masked, why = is_sum and any(r.saturates for r in reads), why or node.rule.reason
+        is_masked = is_sum and any(read.saturates for read in reads)
+        why = why or node.rule.reason
         return Single(node, arithmetic, why, reads, params, stores, is_masked=is_masked)
 
     def _read_half(self, node: Node, value: Value) -> Read:

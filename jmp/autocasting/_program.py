@@ -152,7 +152,7 @@ class Program:
                 infos[first + position] = Info(self.settings.compute_dtype, False)
         nowhere = [Destination(feeds=False, carried=False)] * len(graph.outputs)
         plan = Planner(graph, infos, nowhere, Context(request)).plan_level()
-        request.rules.warn_unused()
+        request.policy_rules.warn_unused()
         if not self._has_warned:
             name = function_name(self.fun)
             has_warned = warn_if_no_product_is_half(plan, name)

@@ -14,7 +14,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jmp import _jax_compat
 from jmp.autocasting._numbers import is_inexact, length_of
@@ -72,12 +72,11 @@ def turns_of(equation: JaxprEqn) -> int:
 
 
 # Follows what is known of an equation's operands through the functions inside it: returns what is
-# known of the results, or None if it holds no function that it calls. It may be given the rule of
-# the equations inside; left out, it is the rule that asks.
-WayInside = Callable[..., list[T] | None]
-# Given an equation, what is known of its operands, and a way inside it, returns what is known of
-# its results.
-Transfer = Callable[[JaxprEqn, list[T], WayInside[T]], Sequence[T]]
+# known of the results, or None if it holds no function that it calls.
+WayInside = Callable[[], list[T] | None]
+# Given an equation, the equations that hold it, the outermost first, what is known of its operands,
+# and a way inside it, returns what is known of its results.
+Transfer = Callable[[JaxprEqn, tuple[JaxprEqn, ...], list[T], WayInside[T]], Sequence[T]]
 # What is known of a value that is one of several: the results of branches, or a carry after a turn
 # and before it. The second argument has what decides which: the index of a branch, or the condition
 # of a loop; it is empty for a scan. Turns are followed until this finds nothing new.
@@ -90,17 +89,17 @@ OfConstant = Callable[[Any], T]
 class Propagation(Generic[T]):
     """What is known of values, followed forwards through jaxprs.
 
-    Calls, branches, scans and while loops are gone into where a rule asks for it. Any other
+    Calls, branches, scans and while loops are gone into where `transfer` asks for it. Any other
     equation that holds functions counts as one that holds none.
 
     Attributes:
-      rule: see `Transfer`.
+      transfer: see `Transfer`.
       join: see `Join`.
       of_constant: see `OfConstant`.
 
     Which outputs depend on the first input:
 
-    >>> def depends(equation, operands, inside):
+    >>> def depends(equation, around, operands, inside):
     ...     return inside() or [any(operands)] * len(equation.outvars)
     >>> def either(choices, deciding):
     ...     return any((*choices, *deciding))
@@ -111,70 +110,82 @@ class Propagation(Generic[T]):
     [True, True, False]
     """
 
-    rule: Transfer[T]
+    transfer: Transfer[T]
     join: Join[T]
     of_constant: OfConstant[T]
 
-    def through(self, jaxpr: Any, inputs: Sequence[T]) -> list[T]:
+    def through(
+        self, jaxpr: Any, inputs: Sequence[T], around: tuple[JaxprEqn, ...] = ()
+    ) -> list[T]:
         """Returns what is known of the outputs of a jaxpr.
 
         Args:
           jaxpr: open or closed.
           inputs: what is known of each input, constants of a closed jaxpr left out.
+          around: the equations that hold it, the outermost first.
         """
         inner, _ = _jax_compat.open_jaxpr(jaxpr)
         known = dict(zip(inner.invars, inputs, strict=True))
 
         def read(atom: Any) -> T:
-            is_constant = hasattr(atom, "val") or atom not in known
+            is_constant = isinstance(atom, Literal) or atom not in known
             return self.of_constant(atom) if is_constant else known[atom]
 
         for equation in inner.eqns:
             operands = list(map(read, equation.invars))
-            inside = functools.partial(self._inside, equation, operands)
-            known.update(zip(equation.outvars, self.rule(equation, operands, inside), strict=True))
+            inside = functools.partial(self._inside, equation, around, operands)
+            results = self.transfer(equation, around, operands, inside)
+            known.update(zip(equation.outvars, results, strict=True))
         return list(map(read, inner.outvars))
 
-    def through_while(self, equation: JaxprEqn, operands: Sequence[T]) -> tuple[T, list[T]]:
+    def through_while(
+        self, equation: JaxprEqn, operands: Sequence[T], around: tuple[JaxprEqn, ...] = ()
+    ) -> tuple[T, list[T]]:
         """Returns what is known of a while loop's condition, and of its carries at any turn.
 
         What is known of the carries does not count who decides the turns.
         """
         loop = _jax_compat.While.of(equation.params)
         asked, closed, carries = loop.split(operands)
-        carries, _ = self._after_turns(loop.body, closed, carries, [])
-        (decides,) = self.through(loop.condition, [*asked, *carries])
+        within = (*around, equation)
+        carries, _ = self._after_turns(loop.body, closed, carries, [], within)
+        (decides,) = self.through(loop.condition, [*asked, *carries], within)
         return decides, carries
 
     def _inside(
-        self, equation: JaxprEqn, operands: list[T], rule: Transfer[T] | None = None
+        self, equation: JaxprEqn, around: tuple[JaxprEqn, ...], operands: list[T]
     ) -> list[T] | None:
-        within = dataclasses.replace(self, rule=rule or self.rule)
+        within = (*around, equation)
         name = equation.primitive.name
         if name == "while":
-            decides, carries = within.through_while(equation, operands)
+            decides, carries = self.through_while(equation, operands, around)
             return [self.join([carry], [decides]) for carry in carries]
         if name == "scan":
             scan = _jax_compat.Scan.of(equation.params)
-            carries, results = within._after_turns(scan.body, *scan.split(operands))
+            carries, results = self._after_turns(scan.body, *scan.split(operands), within)
             return [*carries, *results[scan.n_carry :]]
         if name == "cond":
             index, *arguments = operands
             branches = _jax_compat.branches(equation.params)
-            results_of_each = (within.through(branch, arguments) for branch in branches)
+            results_of_each = (self.through(branch, arguments, within) for branch in branches)
             return [self.join(choices, [index]) for choices in zip(*results_of_each, strict=True)]
         for function in _jax_compat.inner_jaxprs(equation):
             sizes = len(function.invars), len(function.outvars)
             if sizes == (len(operands), len(equation.outvars)):  # called once, as a jit is
-                return within.through(function, operands)
+                return self.through(function, operands, within)
         return None
 
     def _after_turns(
-        self, body: Any, constants: list[T], carries: list[T], rows: list[T]
+        self,
+        body: Any,
+        constants: list[T],
+        carries: list[T],
+        rows: list[T],
+        around: tuple[JaxprEqn, ...],
     ) -> tuple[list[T], list[T]]:
         """Returns what is known of a loop's carries at any turn, and of all results of a turn."""
         while True:
-            results = self.through(body, [*constants, *carries, *rows])
+            results = self.through(body, [*constants, *carries, *rows], around)
             pairs = zip(results, carries, strict=False)
             again = [self.join([after, before], []) for after, before in pairs]
             if again == carries:
@@ -217,11 +228,11 @@ def reaching_inputs(jaxpr: Jaxpr, ends: Ends, results: Sequence[bool]) -> list[b
       results: which of its outputs reach one outside.
     """
     pairs = zip(jaxpr.outvars, results, strict=False)
-    found = {atom for atom, reaches in pairs if reaches and not hasattr(atom, "val")}
+    found = {atom for atom, reaches in pairs if reaches and not isinstance(atom, Literal)}
     for equation in reversed(jaxpr.eqns):
         flags = [variable in found for variable in equation.outvars]
         reaching = reaching_operands(equation, equation.invars, flags, ends)
-        found.update(atom for atom in reaching if not hasattr(atom, "val"))  # no literals
+        found.update(atom for atom in reaching if not isinstance(atom, Literal))
     return [variable in found for variable in jaxpr.invars]
 
 

@@ -19,7 +19,6 @@ import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import InitVar
 from typing import Any
 
 import jax
@@ -53,9 +52,9 @@ class Settings:
     """
 
     policy: Policy
-    low: InitVar[Iterable[Any]] = ()
-    full: InitVar[Iterable[Any]] = ()
-    follow: InitVar[Iterable[Any]] = ()
+    low: dataclasses.InitVar[Iterable[Any]] = ()
+    full: dataclasses.InitVar[Iterable[Any]] = ()
+    follow: dataclasses.InitVar[Iterable[Any]] = ()
     rules: Sequence[Rule] = ()
     rules_of_modules: PolicyRules | None = None
     recompute: str = "auto"
@@ -79,7 +78,7 @@ class Settings:
             if choice not in choices:
                 kind = ValueError if isinstance(choice, str) else TypeError
                 raise wrong(kind, "autocast", choice, f"one of {choices}", name=option)
-        check_policy(self.policy)
+        _check_policy(self.policy)
         if not (self.compute_dtype == FLOAT32 or is_half(self.compute_dtype)):
             raise ValueError(
                 f"autocast got the compute dtype {self.compute_dtype}; expected float16 or "
@@ -118,11 +117,41 @@ def _names_of_primitives(option: str, primitives: Any) -> tuple[str, ...]:
     return tuple(map(primitive_name, primitives))
 
 
-def check_policy(policy: Policy) -> None:
+def _check_policy(policy: Policy) -> None:
     """Raises ValueError for dtypes of a policy, or of a rule's, that autocast does not support."""
     refuse_float8(policy, "autocast")
     refuse_reduce_dtype(policy, "autocast")
     refuse_product_dtype(policy, "autocast")
+
+
+def _checked_rules(rules: Iterable[Rule], compute_dtype: np.dtype) -> tuple[Rule, ...]:
+    """Returns rules that `autocast` in `compute_dtype` can follow.
+
+    Raises: TypeError or ValueError for others.
+    """
+    rules = tuple(rules) if isinstance(rules, Iterator) else rules  # read more than once
+    PolicyRules(rules, "float32")  # checks that they are pairs, and reads the policies
+    for target, text in rules:
+        if not isinstance(target, str | re.Pattern):
+            raise TypeError(
+                f"autocast got a rule for {described(target)}; its rules name scopes, not "
+                "classes. Expected a glob such as '*LayerNorm*' or a compiled regular expression."
+            )
+        _check_dtype(get_policy(text), compute_dtype, described(target))
+    return tuple(rules)
+
+
+def _check_dtype(policy: Policy, compute_dtype: np.dtype, where: str) -> None:
+    """Raises ValueError if a rule asks for what is neither the dtype around it nor float32."""
+    _check_policy(policy)
+    dtype = np.dtype(policy.compute_dtype)
+    if compute_dtype == FLOAT32 and is_half(dtype):
+        return  # autocast is switched off, and its rules with it
+    if dtype not in (compute_dtype, FLOAT32):
+        raise ValueError(
+            f"autocast computes in {compute_dtype}; a rule for the scope {where} asks for {dtype}. "
+            "Expected the same dtype or float32; wrap that part in an autocast of its own."
+        )
 
 
 # Regions.
@@ -152,36 +181,6 @@ def policy_scope(policy: Policy) -> AbstractContextManager[None]:
     return jax.named_scope(f"{POLICY}{policy}")
 
 
-def _checked_rules(rules: Iterable[Rule], compute_dtype: np.dtype) -> tuple[Rule, ...]:
-    """Returns rules that `autocast` in `compute_dtype` can follow.
-
-    Raises: TypeError or ValueError for others.
-    """
-    rules = tuple(rules) if isinstance(rules, Iterator) else rules  # read more than once
-    PolicyRules(rules, "float32")  # checks that they are pairs, and reads the policies
-    for target, text in rules:
-        if not isinstance(target, str | re.Pattern):
-            raise TypeError(
-                f"autocast got a rule for {described(target)}; its rules name scopes, not "
-                "classes. Expected a glob such as '*LayerNorm*' or a compiled regular expression."
-            )
-        _check_dtype(get_policy(text), compute_dtype, described(target))
-    return tuple(rules)
-
-
-def _check_dtype(policy: Policy, compute_dtype: np.dtype, where: str) -> None:
-    """Raises ValueError if a rule asks for what is neither the dtype around it nor float32."""
-    check_policy(policy)
-    dtype = np.dtype(policy.compute_dtype)
-    if compute_dtype == FLOAT32 and is_half(dtype):
-        return  # autocast is switched off, and its rules with it
-    if dtype not in (compute_dtype, FLOAT32):
-        raise ValueError(
-            f"autocast computes in {compute_dtype}; a rule for the scope {where} asks for {dtype}. "
-            "Expected the same dtype or float32; wrap that part in an autocast of its own."
-        )
-
-
 class Request:
     """What the user asked for: the options of a call, and of places in the program by `rules=`.
 
@@ -196,7 +195,7 @@ class Request:
         self.settings = settings
         self._half = half = settings.compute_dtype
         default = Policy(np.float32, half, half, product_dtype=settings.policy.product_dtype)
-        self.rules = settings.rules_of_modules or PolicyRules(settings.rules, default)
+        self.policy_rules = settings.rules_of_modules or PolicyRules(settings.rules, default)
         self._found: dict[Any, Region] = {}
 
     def region(self, stack: Any) -> Region:
@@ -229,11 +228,11 @@ class Request:
         # As in an adapter, whose modules open a scope of their policy: the innermost module that a
         # rule names, before other scopes.
         for path in module_paths(names):
-            policy = self.rules.policy_for(path)
-            if policy is not self.rules.default:
+            policy = self.policy_rules.policy_for(path)
+            if policy is not self.policy_rules.default:
                 return policy
         scopes = "/".join(name for name in names if not name.startswith("jmp."))
-        return self.rules.policy_for(scopes, anywhere=True)
+        return self.policy_rules.policy_for(scopes, anywhere=True)
 
 
 # Paths of modules in name scopes.
@@ -269,12 +268,3 @@ def module_paths(names: Sequence[str]) -> list[str]:
     ['block/mlp', '']
     """
     return [name.removeprefix(MODULE) for name in reversed(names) if name.startswith(MODULE)]
-
-
-def modules_path(names: Sequence[str]) -> str | None:
-    """Returns the path of the innermost module among name scopes; None if there is none.
-
-    >>> modules_path(["jmp.module:", "jmp.module:block/mlp", "eqx.nn.Linear"])
-    'block/mlp'
-    """
-    return next(iter(module_paths(names)), None)

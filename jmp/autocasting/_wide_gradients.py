@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import Primitive
+from jax.extend.core import Literal, Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jmp import _jax_compat
@@ -174,7 +174,7 @@ def _run_with(product: Callable[..., Any], closed: Any, operands: Sequence[Any])
     jaxpr, constants = _jax_compat.open_jaxpr(closed)
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *operands), strict=True))
     for equation in jaxpr.eqns:
-        read = [atom.val if hasattr(atom, "val") else values[atom] for atom in equation.invars]
+        read = [x.val if isinstance(x, Literal) else values[x] for x in equation.invars]
         if equation.primitive is lax.dot_general_p:
             results = [product(*read, **equation.params)]
         else:

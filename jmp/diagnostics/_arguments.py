@@ -71,14 +71,6 @@ def check_numbers(arrays: Sequence[Any], caller: str, expected: str) -> None:
             )
 
 
-class Scoped(NamedTuple):
-    """A loss whose scopes can be asked about."""
-
-    loss: Callable[..., Any]  # in which modules among the arguments open scopes
-    autocast: Callable[..., Any]  # what takes the rules that are found
-    framework: str | None  # whose modules are named by their paths; None: name scopes are named
-
-
 def split_arguments(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns arguments with their nnx modules taken apart, as `asked_function` takes them."""
     return _nnx().split_modules((args, kwargs)) if "flax.nnx" in sys.modules else (args, kwargs)
@@ -108,6 +100,14 @@ def _nnx() -> Any:
 
 def _equinox() -> Any:
     return importlib.import_module("jmp.adapters.equinox")
+
+
+class Scoped(NamedTuple):
+    """A loss whose scopes can be asked about."""
+
+    loss: Callable[..., Any]  # in which modules among the arguments open scopes
+    autocast: Callable[..., Any]  # what takes the rules that are found
+    framework: str | None  # whose modules are named by their paths; None: name scopes are named
 
 
 def scoped(loss: Callable[..., Any], args: Sequence[Any]) -> Scoped:

@@ -58,7 +58,7 @@ def assert_products_in(
     def check(*args: Any, **kwargs: Any) -> None:
         call = ArrayCall(function, *split_arguments(*args, **kwargs))
         closed = jax.make_jaxpr(call.results)(*call.arrays)
-        placed = with_places(_jax_compat.open_jaxpr(closed)[0])
+        placed = with_places(closed)
         products = [each for each in placed if is_product(each[0])]
         name = function_name(fun)
         if not products:
@@ -114,9 +114,9 @@ def assert_summed_once(fun: Callable[..., Any], *early: Any) -> Callable[..., No
         call = ArrayCall(function, *split_arguments(*args, **kwargs))
         closed = jax.make_jaxpr(call.results)(*call.arrays)
         lines: list[str] = []
-        rule = functools.partial(_sums_of_results, lines, {}, ())
+        transfer = functools.partial(_sums_of_results, lines)
         inputs = [NOT_SUMMED for _ in call.arrays]
-        Propagation(rule, _either, lambda _: NOT_SUMMED).through(closed, inputs)
+        Propagation(transfer, _either, lambda _: NOT_SUMMED).through(closed, inputs)
         found = list(dict.fromkeys(lines))
         if found:
             first = f"{function_name(fun)} adds up over devices what was added up over them before:"
@@ -138,34 +138,30 @@ NOT_SUMMED = Summed({})
 
 def _sums_of_results(
     lines: list[str],
-    sizes: Mapping[str, int],
-    around: tuple[JaxprEqn, ...],
     equation: JaxprEqn,
+    around: tuple[JaxprEqn, ...],
     operands: list[Summed],
     inside: WayInside[Summed],
 ) -> list[Summed]:
     """Returns where results were added up; `lines` gets a line for what is added up again.
 
     Args:
-      sizes: of the mapped axes.
       around: the equations that hold this one.
     """
-    name, params = equation.primitive.name, equation.params
-    if name == "shard_map":
-        sizes = {**sizes, **params["mesh"].shape}
-    within = (*around, equation)
-    results = inside(functools.partial(_sums_of_results, lines, sizes, within))
+    name = equation.primitive.name
+    results = inside()
     if results is None:
         count = len(equation.outvars)
         places = [operand.places for operand in operands]
         places = places if len(places) == count else [_union(operands)] * count
         results = [Summed(each, name == _MADE_VARYING) for each in places]
+    sizes = _sizes_of_axes(around)
     if name == "div" and _divides_by_devices(equation, results[0], sizes):
         return [NOT_SUMMED]  # a mean is no sum
     if name not in _jax_compat.PSUMS:
         return results
     here = source_line(equation, around)
-    axes = [axis for axis in params["axes"] if isinstance(axis, str)]
+    axes = [axis for axis in equation.params["axes"] if isinstance(axis, str)]
     for operand in operands:
         twice = [axis for axis in axes if axis in operand.places]
         if twice and operand.is_made_varying:
@@ -176,6 +172,15 @@ def _sums_of_results(
                 f"{before}: {size} times too large. Leave it out; for a mean divide by {size}."
             )
     return [Summed({**result.places, **dict.fromkeys(axes, here)}) for result in results]
+
+
+def _sizes_of_axes(around: tuple[JaxprEqn, ...]) -> dict[str, int]:
+    """Returns the sizes of the mesh axes that are mapped inside the equations `around`."""
+    sizes: dict[str, int] = {}
+    for equation in around:
+        if equation.primitive.name == "shard_map":
+            sizes |= equation.params["mesh"].shape
+    return sizes
 
 
 def _either(choices: Sequence[Summed], deciding: Sequence[Summed]) -> Summed:

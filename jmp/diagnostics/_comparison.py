@@ -77,9 +77,9 @@ def compare(
 
     def measure(*args: Any, **kwargs: Any) -> Comparison:
         given = split_arguments(*args, **kwargs)
-        found = run(lowered, given, argnums, scale)
+        found = results_and_gradients(lowered, given, argnums, scale)
         with jax.default_matmul_precision("highest"):
-            expected = run(fun, cast_to_at_least_float32(given), argnums, 1.0)
+            expected = results_and_gradients(fun, cast_to_at_least_float32(given), argnums, 1.0)
         return comparison_of(policy, scale, found, expected)
 
     return measure
@@ -187,7 +187,7 @@ class Comparison(Report):
         return "\n".join(lines)
 
     def _table(self, rows: list[Difference]) -> str:
-        return table(COLUMNS, [cells(row, self._is_negligible(row)) for row in rows])
+        return table(COLUMNS, [cells_of(row, self._is_negligible(row)) for row in rows])
 
     def _worst_first(self, rows: Iterable[Difference]) -> list[Difference]:
         def order(row: Difference) -> tuple[bool, float]:
@@ -198,8 +198,8 @@ class Comparison(Report):
         return sorted(rows, key=order)
 
     def _is_negligible(self, row: Difference) -> bool:
-        gradients = [row for row in self.rows if row.kind == "gradient"]
-        total = math.hypot(*(row.reference_norm for row in gradients))
+        gradients = [each for each in self.rows if each.kind == "gradient"]
+        total = math.hypot(*(each.reference_norm for each in gradients))
         dtypes = (np.float32, get_policy(self.policy).compute_dtype)
         zero, noise = (8 * float(jnp.finfo(dtype).eps) * total for dtype in dtypes)
         return row.kind == "gradient" and row.reference_norm < zero and row.error_norm < noise
@@ -211,26 +211,26 @@ def check_scale(scale: float, caller: str) -> None:
         raise wrong(ValueError, caller, scale, "a loss scale, above zero", name="scale")
 
 
-def run(
+def results_and_gradients(
     fun: Callable[..., Any], given: Arguments, argnums: int | Sequence[int], scale: float
 ) -> Results:
     """Returns results and gradients, by kind and path, from one compiled program."""
     call = ArrayCall(fun, *given)
-    paths = {
+    positions = {
         ("gradient", path): i
         for i, path in call.within(argnums, "compare").items()
         if jnp.issubdtype(call.arrays[i].dtype, jnp.inexact)
     }
 
-    def results_and_gradients(*arrays: jax.Array) -> tuple[PyTree, tuple[jax.Array, ...]]:
-        results, vjp = vjp_at(call, arrays, list(paths.values()))
+    def compute(*arrays: jax.Array) -> tuple[PyTree, tuple[jax.Array, ...]]:
+        results, vjp = vjp_at(call, arrays, list(positions.values()))
         return results, vjp(cotangents_of(results, scale))
 
-    results, gradients = jax.jit(results_and_gradients)(*call.arrays)
+    results, gradients = jax.jit(compute)(*call.arrays)
     return {
         ("result", path_string(path)): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(results)
-    } | dict(zip(paths, gradients, strict=True))
+    } | dict(zip(positions, gradients, strict=True))
 
 
 def cotangents_of(results: PyTree, scale: float) -> PyTree:
@@ -257,7 +257,7 @@ def cotangents_of(results: PyTree, scale: float) -> PyTree:
 
 def comparison_of(
     policy: str | Policy, scale: float, found: Results, expected: Results
-) -> "Comparison":
+) -> Comparison:
     """Returns what `compare` does, of results and gradients that were computed already.
 
     Args:
@@ -324,7 +324,7 @@ def error_of_all(kind: str, path: str, rows: list[Difference]) -> Difference:
     )
 
 
-def cells(row: Difference, is_negligible: bool) -> tuple[str, ...]:
+def cells_of(row: Difference, is_negligible: bool) -> tuple[str, ...]:
     """Returns a row of a table, in the order of `COLUMNS`."""
     remark = "below rounding" if is_negligible else ""
     if row.nonfinite or row.reference_nonfinite:

@@ -27,11 +27,11 @@ from jmp.autocasting._emit import Environment, Numerics, run_plan, run_steps
 from jmp.autocasting._graph import Node
 from jmp.autocasting._operations import NoHalfProductWarning
 from jmp.autocasting._precision import with_default
-from jmp.autocasting._request import modules_path
+from jmp.autocasting._request import module_paths
 from jmp.autocasting._steps import Fused, Island, Nested, Plan, Read, Single, Write
 from jmp.diagnostics._arguments import check_numbers
-from jmp.diagnostics._scope_search import Errors, Scopes, path_in_rules
-from jmp.diagnostics._walk import module_path
+from jmp.diagnostics._scope_search import Errors, Scopes
+from jmp.diagnostics._walk import path_in_rules, scopes_path
 from jmp.dtypes import FLOAT32
 from jmp.policy import Policy, get_policy
 from jmp.rules import UnusedRuleWarning
@@ -43,6 +43,7 @@ CUSTOM_DERIVATIVES = ("custom_jvp_call", "custom_vjp_call")
 # bool. It is called for each rounding while a plan is traced; about float8 where there are such
 # products.
 Flag = Callable[[str, bool], Any]
+Change = Callable[[Any], Any]  # of an array
 
 
 class FlaggedProgram:
@@ -194,17 +195,18 @@ class _Rounding(Numerics):
         self._half, self._flag, self._of_modules = half, flag, of_modules
 
     def operand(self, read: Read, step: Single | Nested, environment: Environment) -> Any:
-        array = super().operand(self._in_float32(read), step, environment)
+        array = super().operand(self._unrounded(read), step, environment)
         scope = self._scope(step.node)
         if _is_in(self._half, read):
             return self._round(array, scope, read.saturates)
         if _is_in(FLOAT32, read) and isinstance(step, Single) and step.rounds is not None:
+            # Its gradient is to be float32: it is rounded forwards alone.
             wide = jnp.asarray(array, np.float32)
             return _rounded(wide, self._flag(scope, False), self._to_half, _as_it_is)
         return array
 
     def output(self, read: Read, environment: Environment) -> Any:
-        array = super().output(self._in_float32(read), environment)
+        array = super().output(self._unrounded(read), environment)
         if not _is_in(self._half, read):
             return array
         return self._round(array, self._scope(read.value.producer))
@@ -237,8 +239,8 @@ class _Rounding(Numerics):
         return _jax_compat.bind(step.node.equation.primitive, operands, params)
 
     def run_island(self, island: Island, environment: Environment) -> None:
-        reads = tuple(map(self._in_float32, island.reads))
-        writes = tuple(map(self._in_float32, island.writes))
+        reads = tuple(map(self._unrounded, island.reads))
+        writes = tuple(map(self._unrounded, island.writes))
         super().run_island(island._replace(reads=reads, writes=writes), environment)
         for write in island.writes:
             self.store(write, environment[write.value], environment)
@@ -251,10 +253,11 @@ class _Rounding(Numerics):
         if node is None:
             return ""
         if self._of_modules:
-            return modules_path(_jax_compat.scope_names(node.scope)) or ""
-        return path_in_rules(module_path(node.scope))
+            innermost_first = module_paths(_jax_compat.scope_names(node.scope))
+            return innermost_first[0] if innermost_first else ""
+        return path_in_rules(scopes_path(node.scope))
 
-    def _in_float32(self, access: Access) -> Access:
+    def _unrounded(self, access: Access) -> Access:
         if not _is_in(self._half, access):
             return access
         return access._replace(dtype=FLOAT32, saturates=False)
@@ -268,7 +271,7 @@ class _Rounding(Numerics):
     def _to_half(self, x: Any) -> Any:
         return rounded_to_half(x, self._half)
 
-    def _rounding_to(self, dtype: np.dtype) -> "Change":
+    def _rounding_to(self, dtype: np.dtype) -> Change:
         def to_float8(x: Any) -> Any:
             found = _float8.as_multiplied(lax.convert_element_type(x, self._half), dtype)
             return lax.convert_element_type(found, x.dtype)
@@ -299,9 +302,6 @@ def rounded_to_half(x: Any, half: np.dtype) -> Any:
     return lax.select(abs(x) < float(limits.smallest_normal), subnormal, near)
 
 
-Change = Callable[[Any], Any]
-
-
 def _as_it_is(x: Any) -> Any:
     return x
 
@@ -312,10 +312,12 @@ def _rounded(x: Any, flag: Any, forward: Change, backward: Change) -> Any:
     return jnp.where(flag, forward(x), x)
 
 
-_rounded.defvjp(
-    lambda x, flag, forward, backward: (jnp.where(flag, forward(x), x), flag),
-    lambda forward, backward, flag, cotangent: (
-        jnp.where(flag, backward(cotangent), cotangent),
-        None,
-    ),
-)
+def _rounded_forward(x: Any, flag: Any, forward: Change, backward: Change) -> tuple[Any, Any]:
+    return jnp.where(flag, forward(x), x), flag
+
+
+def _rounded_backward(forward: Change, backward: Change, flag: Any, cotangent: Any) -> Any:
+    return jnp.where(flag, backward(cotangent), cotangent), None
+
+
+_rounded.defvjp(_rounded_forward, _rounded_backward)

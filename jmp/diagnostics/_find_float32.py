@@ -22,7 +22,12 @@ from jmp._messages import check_function, described, listed, wrong
 from jmp.autocasting._autocast import AllOptions
 from jmp.autocasting._float8 import OPERANDS
 from jmp.diagnostics._arguments import scoped, split_arguments
-from jmp.diagnostics._comparison import Comparison, check_scale, comparison_of, run
+from jmp.diagnostics._comparison import (
+    Comparison,
+    check_scale,
+    comparison_of,
+    results_and_gradients,
+)
 from jmp.diagnostics._emulation import FlaggedProgram
 from jmp.diagnostics._scope_search import Errors, Found, rules_for, search_levels
 from jmp.diagnostics._tables import table
@@ -130,7 +135,7 @@ def find_float32(
         found = search_levels(program.scopes, program.in_float8, program.errors, tolerance)
     rules = [*given, *_rules_of(found, program.scopes, policy, framework is not None)]
     lowered = lower(loss, policy, rules=rules, **options)
-    measured = run(lowered, (args, {}), argnums, scale)
+    measured = results_and_gradients(lowered, (args, {}), argnums, scale)
     comparison = comparison_of(policy, scale, measured, program.expected)
     text = str(get_policy(policy))
     return Float32Scopes(text, tolerance, rules, found.lowest, _each_alone(found), comparison)
@@ -227,8 +232,10 @@ class Float32Scopes:
         asked = f"{self.policy}, tolerance {self.tolerance:.3g}"
         kept = [scope for scope in self.scopes if scope.in_float32 or scope.out_of_float8]
         if kept:
-            must = [_count_of(self.scopes, "in_float32", "in float32", False)]
-            must.append(_count_of(self.scopes, "out_of_float8", "out of float8", True))
+            must = [
+                _count_of(self.scopes, "in_float32", "in float32", in_float8=False),
+                _count_of(self.scopes, "out_of_float8", "out of float8", in_float8=True),
+            ]
             lines = [f"{asked}: {', '.join(filter(None, must))}", "rules=["]
             lines += [f"    {rule!r}," for rule in self.rules] + ["]"]
             if any(not scope.path for scope in kept):
@@ -313,7 +320,10 @@ def _rules_of(
 def _each_alone(found: Found) -> list[ScopeAlone]:
     alone = []
     for path, errors in found.half.alone.items():
-        alone.append(ScopeAlone(path, *errors, path in found.half.kept))
+        alone.append(ScopeAlone(path, *errors, in_float32=path in found.half.kept))
     for path, errors in found.float8.alone.items():
-        alone.append(ScopeAlone(path, *errors, False, True, path in found.float8.kept))
+        is_out = path in found.float8.kept
+        alone.append(
+            ScopeAlone(path, *errors, in_float32=False, in_float8=True, out_of_float8=is_out)
+        )
     return sorted(alone, key=lambda scope: -max(scope.loss_error, scope.gradient_error))

@@ -15,8 +15,6 @@ from jmp.diagnostics._walk import path_of, place_name, source_line
 # Float32 products that the user asked for, or that are none of a network.
 DELIBERATE = ("the user asked", "an inner autocast", "asked for by", *WHY_EXACT)
 
-# What a `Row` says of a product that autocast binds so.
-
 # Tensor cores read 16 bytes at a time: eight half numbers, or sixteen in float8.
 MULTIPLES = {**dict.fromkeys(HALVES, 8), FLOAT8: 16}
 # Products below that are over before their launch is, whatever their sizes.

@@ -26,7 +26,9 @@ from jmp import _jax_compat
 from jmp.autocasting._emit import ISLAND
 from jmp.autocasting._kinds import has_kind
 from jmp.autocasting._operations import is_product
-from jmp.diagnostics._walk import evaluate, literal, module_path, users_line
+from jmp.diagnostics._walk import evaluate, literal, scopes_path, users_line
+
+# States.
 
 FINITE, INFINITE, NAN = 0, 1, 2
 
@@ -101,6 +103,9 @@ def _wide(x: Any) -> Any:
     return x.astype(np.float32) if x.dtype.itemsize <= 2 else x
 
 
+# Causes.
+
+
 class Location(NamedTuple):
     """Where an operation stands: the equations from the outermost level down, and what they are."""
 
@@ -113,7 +118,7 @@ class Location(NamedTuple):
         return self.equations[-1]
 
     def at(self, equation: core.JaxprEqn) -> "Location":
-        """The place of an equation of this level."""
+        """The location of an equation of this level."""
         return Location((*self.equations, equation), self.inside)
 
     def within(self, label: str) -> "Location":
@@ -129,7 +134,7 @@ class Location(NamedTuple):
     @property
     def module(self) -> str:
         """The path of modules or name scopes."""
-        return module_path(self.stack)
+        return scopes_path(self.stack)
 
     @property
     def is_backward(self) -> bool:
@@ -153,7 +158,7 @@ class Cause(NamedTuple):
     name: str  # the primitive; of an argument its path
     dtype: str  # of what came out, and so is the state
     state: int
-    place: Location
+    location: Location
     operands: tuple[Operand, ...]  # the floating ones, or what was given itself
     given: tuple[str, ...] = ()  # arguments whose infinities it read
 
@@ -187,19 +192,19 @@ def handed_on(
     `state` is the worst of its results. `call` runs it again; None if that would have effects. With
     the inputs of one cause left as they are and all others tamed it shows which counts: a `where`
     reads one side. No mask is multiplied by weights, so an infinity that was given and that a
-    product reads is the cause itself.
+    product reads is handed on.
     """
     causes = {x.cause.order: x.cause for x in inputs if x.cause is not None}
     first = earliest(causes.values())
     if first is None or call is None:
         return first
     if first.may_be_meant:
-        # It makes inf - inf, or 0 * inf, unless it is a product; or it is infinite also where
-        # nothing was given, as exp under a mask.
         came_as_nan = any(state_of(x.value) == NAN for x in inputs if x.cause is first)
-        may_hand_on = is_product or state != NAN
-        is_first = came_as_nan or (may_hand_on and is_finite_of(call, inputs))
-        return first if is_first else None
+        makes_nan = state == NAN and not is_product  # inf - inf, or 0 * inf
+        # What is infinite also where nothing was given, as exp under a mask, is the cause itself.
+        if came_as_nan or (not makes_nan and is_finite_of(call, inputs)):
+            return first
+        return None
     if len(causes) == 1:
         return first
     counting = (x for x in causes.values() if not is_finite_of(call, inputs, kept=x.order))
@@ -217,6 +222,8 @@ def earliest(causes: Iterable[Cause | None]) -> Cause | None:
     return min(filter(None, causes), key=lambda cause: cause.order, default=None)
 
 
+# The interpreter.
+
 Look = Callable[[], Causes]
 Act = Callable[[list[Checked], Location], list[Checked]]
 
@@ -227,14 +234,14 @@ class Interpreter:
     def __init__(self) -> None:
         self._order = itertools.count()
 
-    def given(self, value: Any, kind: str, name: str, place: Location) -> Checked:
+    def given(self, value: Any, kind: str, name: str, location: Location) -> Checked:
         """Checks an "argument" or a "constant"; an infinity may be meant, as in a mask."""
         state = state_of(value)
         if state == FINITE:
             return Checked(value)
         order = next(self._order) if state == NAN else math.inf
         dtype, read = str(value.dtype), (operand(value),)
-        return Checked(value, Cause(order, kind, name, dtype, state, place, read))
+        return Checked(value, Cause(order, kind, name, dtype, state, location, read))
 
     def run(self, jaxpr: Any, inputs: list[Checked], here: Location) -> list[Checked]:
         """Returns what a jaxpr gives. `inputs` is emptied: each is freed after its last use."""
@@ -339,8 +346,8 @@ class Interpreter:
             order = range(scan.length)
             for turn in reversed(order) if scan.reverse else order:
                 operands = [*constants, *carry, *(_row(x, turn) for x in xs)]
-                place = here.within(f"scan, iteration {turn}")
-                results = self._turn(body, scan.body, operands, place)
+                inner = here.within(f"scan, iteration {turn}")
+                results = self._turn(body, scan.body, operands, inner)
                 carry = results[: scan.n_carry]
                 rows = _causes_of(results[scan.n_carry :])
                 stacked = [earliest(pair) for pair in zip(stacked, rows, strict=True)]
@@ -363,8 +370,8 @@ class Interpreter:
             if goes_on(carry).size > 1:  # under vmap and shard_map each one stops by itself
                 return [None] * len(carry)
             while goes_on(carry).item():
-                place = here.within(f"while, iteration {turn}")
-                carry = self._turn(body, loop.body, [*constants, *carry], place)
+                inner = here.within(f"while, iteration {turn}")
+                carry = self._turn(body, loop.body, [*constants, *carry], inner)
                 turn += 1
             return _causes_of(carry)
 

@@ -18,8 +18,8 @@ from jmp.autocasting._registry import Category, rule_for
 from jmp.autocasting._request import AUTOCAST
 from jmp.diagnostics._arguments import asked_function, check_numbers, split_arguments
 from jmp.diagnostics._interpreter import Cause, Interpreter, Location, Operand, earliest
-from jmp.diagnostics._scope_search import path_in_rules
 from jmp.diagnostics._tables import Report
+from jmp.diagnostics._walk import path_in_rules
 from jmp.trees import as_jax_array
 
 
@@ -115,10 +115,10 @@ class NonFinite(Report):
             operation=what.get(cause.kind, cause.name),
             dtype=cause.dtype,
             became="NaN" if cause.is_nan else "infinity",
-            direction="backward" if cause.place.is_backward else "forward",
-            module=cause.place.module,
-            source=cause.place.source,
-            inside=cause.place.inside,
+            direction="backward" if cause.location.is_backward else "forward",
+            module=cause.location.module,
+            source=cause.location.source,
+            inside=cause.location.inside,
             operands=cause.operands,
             cure=cure_for(cause),
         )
@@ -199,7 +199,7 @@ def cure_for(cause: Cause) -> str:
             "grows, or a power of zero is negative. Lower the learning rate or warm it up, clip "
             "gradients (optax.clip_by_global_norm), and look at the data and the initial values."
         )
-    if cause.place.is_backward:
+    if cause.location.is_backward:
         return (
             f"A gradient went beyond {largest:.5g} in {cause.dtype}. If the loss is scaled, lower "
             "the scale. A jmp.DynamicLossScale does so by itself, and the step is skipped: "
@@ -235,7 +235,7 @@ def _cure_of_infinities(cause: Cause) -> str:
 
 
 def _cure_of_a_divisor(cause: Cause, divisor: Operand) -> str:
-    if cause.place.is_backward and divisor.zeros:
+    if cause.location.is_backward and divisor.zeros:
         return (
             "A derivative divides by zero. A jnp.where around the function does not help: its "
             "derivative is 0 / 0 there. Guard the operand, inside: "
@@ -255,7 +255,7 @@ def _cure_of_a_divisor(cause: Cause, divisor: Operand) -> str:
         )
     smallest = "zero" if divisor.zeros else f"as little as {divisor.smallest:.2g}"
     text = f"It divides by {smallest}.{flushed} Add an epsilon, or choose the divisor by jnp.where."
-    if _jax_compat.is_differentiated(cause.place.stack):
+    if _jax_compat.is_differentiated(cause.location.stack):
         text += (
             " If the line does not do this, its derivative does: that of a / b divides by b * b, "
             "that of sqrt(x), and so of a norm, by sqrt(x)."
@@ -272,8 +272,8 @@ def _keep_in_float32(cause: Cause) -> str:
     """Returns how to compute it in float32; "" if the dtype is not narrow."""
     if not _ends_early(cause):
         return ""
-    if AUTOCAST in _jax_compat.scope_names(cause.place.stack):
-        scope = path_in_rules(cause.place.module)
+    if AUTOCAST in _jax_compat.scope_names(cause.location.stack):
+        scope = path_in_rules(cause.location.module)
         where = f'rules=[("{scope}*", "float32")]' if scope else "jmp.full_precision"
         return f' Keep it in float32: full=["{cause.name}"] in autocast, or this place by {where}.'
     return (

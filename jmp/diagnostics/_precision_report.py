@@ -87,7 +87,7 @@ def precision_report(
     def report(*args: Any, **kwargs: Any) -> PrecisionReport:
         found: list[PrecisionReport] = []
 
-        def trace(*args: Any, **kwargs: Any) -> None:
+        def append_report(*args: Any, **kwargs: Any) -> None:
             with warnings.catch_warnings():
                 for told in (UnusedRuleWarning, NoHalfProductWarning):  # they are in the report
                     warnings.simplefilter("ignore", told)
@@ -95,7 +95,7 @@ def precision_report(
                 found.append(_report(program, traced, str(get_policy(policy))))
 
         is_taken = lambda x: isinstance(x, jax.ShapeDtypeStruct)
-        call = ArrayCall(trace, *split_arguments(*args, **kwargs), is_taken)
+        call = ArrayCall(append_report, *split_arguments(*args, **kwargs), is_taken)
         jax.eval_shape(call, *call.arrays)
         return found[0]
 
@@ -193,7 +193,7 @@ def _report(program: Program, traced: Traced, policy: str) -> PrecisionReport:
             *delicate_in_half(merged),
             *rounded_arguments(rounded_arguments_of(steps), half),
             *dear_in_float32(rows),
-            *(f"the rule {rule} matched no scope" for rule in plan.request.rules.unused),
+            *(f"the rule {rule} matched no scope" for rule in plan.request.policy_rules.unused),
             *odd_sizes(operations),
             *no_float8(rows),
         ],
@@ -291,12 +291,12 @@ def _decisions(decisions: list[Decision]) -> Iterable[str]:
         yield f"  {times} x {what}; at {first}{more}"
 
 
-def _table(report: PrecisionReport, lines: Iterable[list[Row]]) -> str:
-    """Returns a table with a line for each list of rows, which stand at one place."""
+def _table(report: PrecisionReport, groups: Iterable[list[Row]]) -> str:
+    """Returns a table with a line for each group of rows, which stand at one place."""
     numbers = _numbered_reasons(report.rows)
     top = "(top)" * any(row.module for row in report.rows)
     cells = []
-    for rows in lines:
+    for rows in groups:
         operations = []
         for row in rows:
             times = f" x {row.times}" * (row.times > 1)

@@ -8,16 +8,15 @@ that made it, into jits, loops, branches and rematerialised regions.
 
 import collections
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Literal
 
 from jmp import _jax_compat
 from jmp._array_calls import vjp_at
-from jmp.autocasting._numbers import size_of
+from jmp.autocasting._numbers import shape_of, size_of
 from jmp.autocasting._propagation import Propagation, WayInside
 from jmp.diagnostics._walk import path_of, users_line
 
@@ -96,7 +95,8 @@ def residuals(
     held = {*jaxpr.invars, *jaxpr.constvars}
     found: collections.Counter[Residual] = collections.Counter()
     for atom, made in zip(jaxpr.outvars, _follow(jaxpr, inputs), strict=True):
-        if atom.aval.shape if hasattr(atom, "val") else atom in held:
+        is_given = bool(shape_of(atom)) if isinstance(atom, Literal) else atom in held
+        if is_given:
             continue  # an argument, or an array that the function closes over
         if made != ELSEWHERE:
             dtype, shape = atom.aval.dtype, tuple(atom.aval.shape)
@@ -114,25 +114,24 @@ def _follow(
     jaxpr: Any, inputs: Sequence[Provenance], around: tuple[JaxprEqn, ...] = ()
 ) -> list[Provenance]:
     """Returns the provenance of each output of an open jaxpr inside the equations `around`."""
-    rule = functools.partial(_of_results, around)
-    return Propagation(rule, _one_of, lambda _: LITERAL).through(jaxpr, inputs)
+    return Propagation(_of_results, _one_of, lambda _: LITERAL).through(jaxpr, inputs, around)
 
 
 def _of_results(
-    around: tuple[JaxprEqn, ...],
     equation: JaxprEqn,
+    around: tuple[JaxprEqn, ...],
     operands: list[Provenance],
     inside: WayInside[Provenance],
 ) -> Sequence[Provenance]:
     """Returns the provenance of each result: an equation inside, where there is one."""
-    name, within = equation.primitive.name, (*around, equation)
+    name = equation.primitive.name
     if (branch := _branch_here(equation)) is not None:
-        return _follow(branch, operands[1:], within)
+        return _follow(branch, operands[1:], (*around, equation))
     # The index of a platform is known when the program is compiled.
     is_filling = name.startswith(("empty", "platform_index"))
     if is_filling or (operands and all(operand == ELSEWHERE for operand in operands)):
         return [ELSEWHERE] * len(equation.outvars)
-    if name in FOLLOWED and (found := inside(functools.partial(_of_results, within))):
+    if name in FOLLOWED and (found := inside()):
         return found
     module, source = path_of(equation, around), users_line(equation, around)
     if not (module or source):
@@ -150,7 +149,9 @@ def _one_of(choices: Sequence[Provenance], deciding: Sequence[Provenance]) -> Pr
         chosen = next((choice for choice in choices if choice.made_of), choices[0])
     else:
         # What a loop carries was made in the turn before; any order would do, of equal depths.
-        chosen = max(choices, key=lambda made: (made.depth, made.module, made.source, made[2]))
+        chosen = max(
+            choices, key=lambda made: (made.depth, made.module, made.source, made.operation)
+        )
     return chosen.also_of((*choices, *deciding))
 
 

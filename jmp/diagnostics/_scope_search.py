@@ -4,7 +4,6 @@ Pure functions: what an error is, and how it is measured, is the caller's.
 """
 
 import glob
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -46,8 +45,8 @@ def search(scopes: Sequence[str], errors: Callable[[Scopes], Errors], tolerance:
     alone = {scope: errors(frozenset([scope])) for scope in scopes}
     low -= {scope for scope in scopes if max(alone[scope]) > tolerance}
     taken_out = []
-    worst_first = sorted(scopes, key=lambda scope: max(alone[scope]), reverse=True)
-    for scope in [scope for scope in worst_first if scope in low]:
+    candidates = [scope for scope in scopes if scope in low]
+    for scope in sorted(candidates, key=lambda scope: max(alone[scope]), reverse=True):
         if max(errors(low)) <= tolerance:
             break
         low -= {scope}
@@ -140,15 +139,3 @@ def rules_for(
 def _is_part(part: list[str], names: list[str]) -> bool:
     starts = range(len(names) - len(part) + 1)
     return any(names[start : start + len(part)] == part for start in starts)
-
-
-def path_in_rules(path: str) -> str:
-    """Returns a path of name scopes without those that `jnp.einsum` opens, and what is inside.
-
-    An einsum is no module: what stands in it belongs to the scope around it.
-
-    >>> path_in_rules("attention/bqhd,bkhd->bhqk/transpose")
-    'attention'
-    """
-    names = path.split("/")
-    return "/".join(itertools.takewhile(lambda name: "->" not in name, names))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 from jax.extend import core
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 from jax.extend.source_info_util import NameStack
 
 from jmp import _jax_compat
@@ -54,8 +54,11 @@ def _installed(file: str) -> str:
 
 
 def with_places(jaxpr: Any) -> Iterator[tuple[Any, str, str]]:
-    """Yields the equations of a jaxpr at any depth, with their paths of modules and their lines."""
-    for equation, around, _ in walk(jaxpr):
+    """Yields the equations of a jaxpr, open or closed, with their paths of modules and their lines.
+
+    Those at any depth, each before those inside it.
+    """
+    for equation, around, _ in walk(_jax_compat.open_jaxpr(jaxpr)[0]):
         yield equation, path_of(equation, around), source_line(equation, around)
 
 
@@ -64,7 +67,7 @@ def place_name(source: str, path: str) -> str:
     return (source or "?") + f" ({path})" * bool(path)
 
 
-def source_line(equation: core.JaxprEqn, around: Sequence[core.JaxprEqn] = ()) -> str:
+def source_line(equation: core.JaxprEqn, around: Sequence[core.JaxprEqn]) -> str:
     """Returns "file:line" of the user's line, or of a library's; "" if no frame is known."""
     if line := users_line(equation, around):
         return line
@@ -87,15 +90,15 @@ def users_line(equation: core.JaxprEqn, around: Sequence[core.JaxprEqn] = ()) ->
     return ""
 
 
-def path_of(equation: core.JaxprEqn, around: Sequence[core.JaxprEqn] = ()) -> str:
+def path_of(equation: core.JaxprEqn, around: Sequence[core.JaxprEqn]) -> str:
     """Returns the path of an equation's modules, with those of the equations around it."""
     path = ""
     for each in (*around, equation):
-        path = module_path(each.source_info.name_stack, path)
+        path = scopes_path(each.source_info.name_stack, path)
     return path
 
 
-def module_path(stack: NameStack, outer: str = "") -> str:
+def scopes_path(stack: NameStack, outer: str = "") -> str:
     """Returns the names of a name stack joined by slashes, without JAX's marks and our own.
 
     The path of a module of nnx, which `ModuleScopes` writes down, is a whole path: what is around
@@ -103,6 +106,18 @@ def module_path(stack: NameStack, outer: str = "") -> str:
     """
     names = [name for name in _jax_compat.scope_names(stack) if name != _jax_compat.RECOMPUTED]
     return joined_path(names, outer)
+
+
+def path_in_rules(path: str) -> str:
+    """Returns a path of name scopes without those that `jnp.einsum` opens, and what is inside.
+
+    An einsum is no module: what stands in it belongs to the scope around it.
+
+    >>> path_in_rules("attention/bqhd,bkhd->bhqk/transpose")
+    'attention'
+    """
+    names = path.split("/")
+    return "/".join(itertools.takewhile(lambda name: "->" not in name, names))
 
 
 class Replayed(NamedTuple):
@@ -154,7 +169,7 @@ def replay(
     inner, constants = _jax_compat.open_jaxpr(jaxpr)
 
     def step(equation: JaxprEqn, index: int, operands: list[Any]) -> list[Any]:
-        own_path = module_path(equation.source_info.name_stack, path)
+        own_path = scopes_path(equation.source_info.name_stack, path)
         here = Replayed(equation, own_path, (*position, index))
 
         def inside(branch: int, jaxpr: ClosedJaxpr) -> Callable[..., list[Any]]:
@@ -194,26 +209,25 @@ def evaluate(
     inputs.clear()
     reads = [*(equation.invars for equation in jaxpr.eqns), jaxpr.outvars]
     last_use = {
-        atom: index for index, atoms in enumerate(reads) for atom in atoms if not _is_literal(atom)
+        atom: index
+        for index, atoms in enumerate(reads)
+        for atom in atoms
+        if not isinstance(atom, Literal)
     }
 
     def read(atom: Any, equation: JaxprEqn | None) -> Any:
-        return of_literal(atom, equation) if _is_literal(atom) else values[atom]
+        return of_literal(atom, equation) if isinstance(atom, Literal) else values[atom]
 
     for index, equation in enumerate(jaxpr.eqns):
         operands = [read(atom, equation) for atom in equation.invars]
         for atom in equation.invars:
-            if not _is_literal(atom) and last_use[atom] == index:
+            if not isinstance(atom, Literal) and last_use[atom] == index:
                 values.pop(atom, None)  # gone already if it is read twice
         with _jax_compat.place_of(equation, equation.source_info.name_stack):
             results = step(equation, index, operands)
         pairs = zip(equation.outvars, results, strict=True)
         values |= {variable: result for variable, result in pairs if variable in last_use}
     return [read(atom, None) for atom in jaxpr.outvars]
-
-
-def _is_literal(atom: Any) -> bool:
-    return hasattr(atom, "val")
 
 
 def literal(atom: Any) -> np.ndarray:

@@ -10,7 +10,7 @@ from jmp.autocasting._propagation import Propagation, walk
 X = jnp.ones(())
 
 
-def depends(equation, operands, inside):
+def depends(equation, around, operands, inside):
     return inside() or [any(operands)] * len(equation.outvars)
 
 
@@ -84,13 +84,15 @@ def test_what_depends_on_an_input_is_followed_through_functions(function, inputs
     assert dependent(function, *inputs) == expected
 
 
-def test_inside_another_rule_may_hold():
-    def outer(equation, operands, inside):
-        return inside(lambda equation, operands, inside: [equation.primitive.name]) or ["outside"]
+def test_an_equation_is_given_with_those_around_it():
+    def named(equation, around, operands, inside):
+        names = [each.primitive.name for each in (*around, equation)]
+        return inside() or ["/".join(names)] * len(equation.outvars)
 
-    closed = jax.make_jaxpr(lambda x: (jax.jit(jnp.sin)(x), jnp.cos(x)))(X)
-    named = Propagation(outer, lambda *_: "either", lambda atom: "constant")
-    assert named.through(closed, ["input"]) == ["sin", "outside"]
+    inner = jax.jit(lambda x: lax.fori_loop(0, 2, lambda _, x: jnp.sin(x), x))
+    closed = jax.make_jaxpr(lambda x: (inner(x), jnp.cos(x)))(X)
+    names = Propagation(named, lambda choices, _: choices[0], lambda atom: "constant")
+    assert names.through(closed, ["input"]) == ["jit/scan/sin", "cos"]
 
 
 def test_the_condition_of_a_loop_is_told_apart_from_its_carries():

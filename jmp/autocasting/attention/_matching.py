@@ -156,7 +156,7 @@ def _handed_on(node: Node) -> Value | None:
 def _before_softmax(value: Value) -> Node | None:
     """Returns what stands between a softmax of scores and a value, if there is such a softmax."""
     first: Node | None = None
-    for node in _upstream(value):
+    for node in _producers(value):
         if node.is_fusible and first is None and not moves_axes(node):
             first = node
         if node.is_fusible and node.name == "exp" and _leads_to_product(node.inputs[0]):
@@ -165,10 +165,10 @@ def _before_softmax(value: Value) -> Node | None:
 
 
 def _leads_to_product(value: Value) -> bool:
-    return any(node.name == "dot_general" and node.is_product for node in _upstream(value))
+    return any(node.name == "dot_general" and node.is_product for node in _producers(value))
 
 
-def _upstream(value: Value) -> Iterator[Node]:
+def _producers(value: Value) -> Iterator[Node]:
     """Yields the nodes that a value is made of, back to those that are not fusible."""
 
     def inputs(value: Value) -> Sequence[Value]:
@@ -300,31 +300,31 @@ def _axes_repeated_to(axes: Axes, value: Value) -> Axes:
 
 
 def _operands(
-    scores: Node, result: Node, side: int, weights: Axes, keys: int, sizes: dict[int, int]
+    scores: Node, result: Node, side: int, weights: Axes, keys_label: int, sizes: dict[int, int]
 ) -> Operands:
     """Returns what the products `scores` and `result` read.
 
     Args:
       side: which operand of `result` the weights are.
       weights: their axes.
-      keys: the label that the softmax sums up over.
+      keys_label: that of the axis that the softmax sums up over.
       sizes: of the labels' axes; those of the widths are added.
 
     Raises: NotFused if an axis is not where an attention has it.
     """
     query, key = _operands_of_scores(scores)
-    if keys in labels_of(query.axes):
+    if keys_label in labels_of(query.axes):
         query, key = key, query
-    own, shared = labels_of(query.axes), labels_of(key.axes)
-    batch = tuple(label for label in own if label in shared and label != WIDTH)
-    rows = tuple(label for label in own if label not in shared)
-    if keys in own or set(shared) != {*batch, keys, WIDTH}:
+    of_query, of_key = labels_of(query.axes), labels_of(key.axes)
+    batch = tuple(label for label in of_query if label in of_key and label != WIDTH)
+    rows = tuple(label for label in of_query if label not in of_key)
+    if keys_label in of_query or set(of_key) != {*batch, keys_label, WIDTH}:
         raise NotFused("its keys have an axis that neither queries nor values have")
     sizes[WIDTH] = shape_of(query.value)[query.axes.index((WIDTH,))]
-    values, axes = _values(result, side, weights, keys, sizes)
-    if set(labels_of(values.axes)) != {*batch, keys, VALUE_WIDTH}:
+    values, axes = _values(result, side, weights, keys_label, sizes)
+    if set(labels_of(values.axes)) != {*batch, keys_label, VALUE_WIDTH}:
         raise NotFused("its values have other batch axes than its keys")
-    return Operands(query, key, values, axes, batch, rows, keys)
+    return Operands(query, key, values, axes, batch, rows, keys_label)
 
 
 def _operands_of_scores(scores: Node) -> tuple[Labelled, Labelled]:
@@ -334,20 +334,20 @@ def _operands_of_scores(scores: Node) -> tuple[Labelled, Labelled]:
     # The scores have the axes of the batch, those left of one operand, and those of the other.
     axes = own_axes(shape_of(scores.outputs[0]))
     n_shared = len(batched[0])
-    n_first = len(shape_of(scores.inputs[0])) - 1
-    shared, left, right = axes[:n_shared], axes[n_shared:n_first], axes[n_first:]
+    end_of_left = len(shape_of(scores.inputs[0])) - 1  # all of its axes but the one that is summed
+    shared, left, right = axes[:n_shared], axes[n_shared:end_of_left], axes[end_of_left:]
     return _operand(scores, 0, (WIDTH,), shared, left), _operand(scores, 1, (WIDTH,), shared, right)
 
 
 def _values(
-    result: Node, side: int, weights: Axes, keys: int, sizes: dict[int, int]
+    result: Node, side: int, weights: Axes, keys_label: int, sizes: dict[int, int]
 ) -> tuple[Labelled, Axes]:
     """Returns the values, and the axes of the result."""
     contracted, batched = result.params["dimension_numbers"]
-    if [weights[i] for i in contracted[side]] != [(keys,)]:
+    if [weights[i] for i in contracted[side]] != [(keys_label,)]:
         raise NotFused("its second product does not sum over the keys alone")
     shared = [weights[i] for i in batched[side]]
-    values = _operand(result, 1 - side, (keys,), shared, itertools.repeat((VALUE_WIDTH,)))
+    values = _operand(result, 1 - side, (keys_label,), shared, itertools.repeat((VALUE_WIDTH,)))
     if values.axes.count((VALUE_WIDTH,)) != 1:
         raise NotFused("its values have more than one axis of their own")
     sizes[VALUE_WIDTH] = shape_of(values.value)[values.axes.index((VALUE_WIDTH,))]
@@ -367,7 +367,9 @@ def _operand(
       free: what the other axes are made of, in their order.
     """
     contracted, batched = product.params["dimension_numbers"]
-    known = dict(zip(batched[side], shared, strict=True)) | dict.fromkeys(contracted[side], summed)
-    value, others = product.inputs[side], iter(free)
-    places = range(len(shape_of(value)))
-    return Labelled(value, tuple(known[i] if i in known else next(others) for i in places))
+    value = product.inputs[side]
+    positions = range(len(shape_of(value)))
+    axes = dict(zip(batched[side], shared, strict=True)) | dict.fromkeys(contracted[side], summed)
+    others = [position for position in positions if position not in axes]
+    axes |= zip(others, free, strict=False)  # `free` may repeat one without end
+    return Labelled(value, tuple(axes[position] for position in positions))

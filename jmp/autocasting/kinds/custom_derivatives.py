@@ -133,7 +133,7 @@ class CustomJvpKind(Kind):
         infos = [info for _, info in given] + [Info(dtype, False) for _, dtype in changes]
         stores = (*dtypes, *[None] * (len(graph.outputs) - len(dtypes)))
         goes = [Destination(dtype == level.half, carried=dtype == FLOAT32) for dtype in stores]
-        plan = level.plan_opened(graph, infos, goes, self.context_inside(level))
+        plan = level.plan_graph(graph, infos, goes, self.context_inside(level))
         return _Traced(plan.storing(stores), jax.tree.structure(result))
 
     def emit(self, equation: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> Any:

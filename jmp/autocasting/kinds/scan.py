@@ -57,7 +57,7 @@ class ScanKind(Kind):
         turns = turns_of(node.equation) + 1
         times = level.context.times * turns
         context = level.context._replace(times=times, prevent_cse=False)
-        plan = level.plan_opened(graph, infos, outputs, context)
+        plan = level.plan_graph(graph, infos, outputs, context)
         stores = (*carries, *plan.stores[scan.n_carry :])
         # Constants are rounded inside, but those that have no gradient.
         reads = [

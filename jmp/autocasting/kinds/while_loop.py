@@ -39,7 +39,9 @@ def runs_to_tolerance(equation: JaxprEqn) -> bool:
     return decides
 
 
-def _depend(equation: JaxprEqn, operands: list[bool], inside: WayInside[bool]) -> Sequence[bool]:
+def _depend(
+    equation: JaxprEqn, _: tuple[JaxprEqn, ...], operands: list[bool], inside: WayInside[bool]
+) -> Sequence[bool]:
     """Returns for each result whether it is floating, or depends on what is."""
     if rule_for(equation.primitive.name).chooses:
         # Which entry is the largest is no distance that shrinks: a text is generated up to the
@@ -91,7 +93,7 @@ class WhileKind(Kind):
         parts = level.context.devices_part or may_part(node, is_on)
         # Nothing is saved for a backward pass, because there is none.
         context = level.context._replace(prevent_cse=False, devices_part=parts)
-        body = level.plan_opened(graph, [*infos, *carries], outputs, context)
+        body = level.plan_graph(graph, [*infos, *carries], outputs, context)
         condition_as_written = as_written(loop.condition, node, level.context.request)
         condition = lambda run_plan: _jax_compat.as_function(condition_as_written)
         reads = [*(value.dtype for value in asked), *(info.dtype for info in infos), *stores]

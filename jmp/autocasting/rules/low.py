@@ -6,11 +6,9 @@ cuDNN). A float32 result would save nothing and make both products of the backwa
 
 from jmp.autocasting._registry import Category, register_rule
 
-LOW = Category.LOW
-
 register_rule(
     ["dot_general", "ragged_dot_general", "ragged_dot", "conv_general_dilated"],
-    LOW,
+    Category.LOW,
     "tensor cores multiply in half and add up in float32",
     dtype_param="preferred_element_type",
 )
