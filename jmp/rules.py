@@ -138,7 +138,8 @@ class PolicyRules:
 
     def _paths_asked(self) -> str:
         """Returns some of the paths that were asked about, those near the unused rules first."""
-        asked = [path for path in self._asked if path]
+        # Modules before the parameters in them, whichever was asked about first.
+        asked = sorted(filter(None, self._asked), key=lambda path: path.count("/"))
         targets = [self._rules[index][0] for index in self._unused]
         globs = [target.lstrip("*/") for target in targets if isinstance(target, str)]
         near = [path for glob in globs[:8] for path in difflib.get_close_matches(glob, asked, 2)]

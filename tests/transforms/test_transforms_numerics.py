@@ -87,3 +87,12 @@ def test_mixed_precision_hands_on_the_axes_whose_devices_must_agree():
     gradients = jnp.array([[1.0, 1.0], [1.0, jnp.inf]])
     update = jax.vmap(lambda g: tx.update(g, state, params)[1].grads_finite, axis_name="batch")
     np.testing.assert_array_equal(update(gradients), [False, False])
+
+
+def test_a_zero_parameter_takes_the_sign_of_a_master_that_rounds_to_it():
+    # 0.0 + -0.0 is 0.0: the update must be a number that float16 rounds to -0.0.
+    tx = transforms.with_master_params(optax.sgd(1.0))
+    params = jnp.array([0.0, -0.0], jnp.float16)
+    gradients = jnp.array([1e-9, -1e-9], jnp.float32)
+    updates, _ = tx.update(gradients, tx.init(params), params)
+    np.testing.assert_array_equal(np.signbit(optax.apply_updates(params, updates)), [True, False])
