@@ -2,7 +2,8 @@
 
 Each mutant is one small change of one line of code that a test can notice: a comparison, a
 constant, a sign, a condition, a statement that is left out. First the tests that belong to the
-file run (`python -m tests.quick`); if all of them pass, the whole test files that these are from.
+file run (`python -m tests.quick`); if all of them pass, those of the messages, and the whole test
+files that the first ones are from.
 A mutant that still passes has survived. Some survivors change nothing that a program could see: the
 results list every survivor, so that a reader can judge.
 """
@@ -27,6 +28,7 @@ from benchmarks.processes import ROOT
 
 ENOUGH = 0.92  # of the mutants are to be found
 LONGEST = 900  # seconds for the tests of one mutant; a loop without end is found too
+MESSAGES = "tests/project/test_mistakes.py"  # is of no file, and seconds long
 LEFT_OUT = ("__main__.py", "_jax_compat.py")  # a command; code for versions that are not installed
 COMPARISONS = {
     ast.Lt: ast.LtE,
@@ -151,8 +153,10 @@ def survives(mutant: Mutant, folder: pathlib.Path) -> bool:
     path.write_text(mutant.text)
     quick = ("-m", "tests.quick", "--first-failure")
     try:
-        return passes(folder, *quick, mutant.file) and passes(
-            folder, *quick, "--whole", mutant.file
+        return (
+            passes(folder, *quick, mutant.file)
+            and passes(folder, *quick, MESSAGES)
+            and passes(folder, *quick, "--whole", mutant.file)
         )
     finally:
         path.write_text(before)
