@@ -162,7 +162,7 @@ def test_leaves_that_hold_no_half_floats_pass():
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "O2"])
 def test_float8_leaves_have_no_masters_and_are_refused(policy):
     params = {**LORA["lora"], "w": jnp.ones((2, 2), jnp.float8_e4m3fn)}
-    with pytest.raises(ValueError, match="of dtype float8_e4m3fn, .* params.astype"):
+    with pytest.raises(ValueError, match="of dtype float8_e4m3fn, .* leaf.astype"):
         make(policy).init(params)
 
 
