@@ -18,8 +18,16 @@ import optax
 from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 from jax.typing import DTypeLike
 
+from jmp._messages import described
 from jmp.dtypes import is_half
-from jmp.trees import PyTree, is_floating, path_string
+from jmp.transforms._rounding import difference_to_master
+from jmp.trees import (
+    PyTree,
+    cast_to_at_least_float32,
+    is_floating,
+    leaves_by_path,
+    path_string,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -60,6 +68,35 @@ class FlatMasters:
     def leaves(self) -> dict[str, jax.Array]:
         """Returns every master, in the vector's dtype and its parameter's shape, by path."""
         return dict(zip(self.paths, split(self.vector, self.shapes), strict=True))
+
+
+class InOneVector:
+    """Masters as `FlatMasters`, for `with_master_params`; the methods are those of `InTree`."""
+
+    def __init__(self, dtype: np.dtype) -> None:
+        self.dtype = dtype
+
+    def first(
+        self, params: optax.Params, inner: optax.GradientTransformationExtraArgs
+    ) -> FlatMasters:
+        masters = FlatMasters.from_tree(params, self.dtype)
+        check_takes_a_vector(inner, params, self.dtype)
+        return masters
+
+    def seen(self, masters: FlatMasters, params: optax.Params) -> jax.Array:
+        return masters.vector
+
+    def gradients(self, updates: optax.Updates, params: optax.Params) -> jax.Array:
+        _check_gradients(updates, params)
+        return as_one_vector(cast_to_at_least_float32(updates), self.dtype)
+
+    def after(
+        self, masters: FlatMasters, params: optax.Params, new: jax.Array, updates: jax.Array
+    ) -> tuple[FlatMasters, optax.Updates]:
+        masters = dataclasses.replace(masters, vector=new)
+        leaves, structure = jax.tree.flatten(params)
+        follow = map(difference_to_master, leaves, masters.leaves().values())
+        return masters, jax.tree.unflatten(structure, list(follow))
 
 
 def as_one_vector(tree: PyTree, dtype: DTypeLike) -> jax.Array:
@@ -113,6 +150,20 @@ def _check_one_half_dtype(found: list[tuple[tuple[Any, ...], Any]]) -> None:
         "expected half ones of a single dtype. Give every dtype a group of its own with "
         "optax.partition, and float32 parameters an optimizer without masters."
     )
+
+
+def _check_gradients(gradients: optax.Updates, params: optax.Params) -> None:
+    """Raises ValueError if gradients would land beside their parameters in the vector."""
+    got, expected = (
+        {path: jnp.shape(leaf) for path, leaf in leaves_by_path(tree).items()}
+        for tree in (gradients, params)
+    )
+    if got != expected:
+        raise ValueError(
+            "with_master_params(..., flat_master=True) got gradients of the shapes "
+            f"{described(got)}; expected those of the parameters, {described(expected)}. "
+            "Differentiate with respect to the parameters that the optimizer holds."
+        )
 
 
 # Sizes of weights and of gradients in the steps that are compared. Each tensor has every pair in

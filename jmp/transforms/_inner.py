@@ -3,31 +3,13 @@
 import contextlib
 import inspect
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any
 
 import jax
 import optax
 
 from jmp._messages import described, way_to_parameters, where_trees_differ
 from jmp.trees import leaves_by_path, stands_for_numbers
-
-S = TypeVar("S")
-
-
-class Transformation(optax.GradientTransformationExtraArgs, Generic[S]):  # type: ignore[misc]
-    """A `GradientTransformationExtraArgs` whose state is an `S`.
-
-    Optax declares every state as any tree at all, so that `tx.init(params).loss_scale` would be an
-    error to a type checker. An annotation only: what our functions return is optax's own class.
-    """
-
-    if TYPE_CHECKING:
-
-        def init(self, params: Any) -> S: ...
-
-        def update(
-            self, updates: Any, state: S, params: Any = None, **extra_args: Any
-        ) -> tuple[Any, S]: ...
 
 
 def as_transformation(transformation: object, caller: str) -> optax.GradientTransformationExtraArgs:

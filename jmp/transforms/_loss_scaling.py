@@ -18,14 +18,13 @@ from jmp.transforms._few_kernels import (
     read_from_array,
 )
 from jmp.transforms._flat_masters import map_vectors
-from jmp.transforms._inner import Transformation
 from jmp.transforms._master_params import (
     check_half_ones_are_seen,
     has_flat_masters,
     shapes_with_master,
 )
 from jmp.transforms._placement import placed
-from jmp.transforms._states import WithLossScaleState
+from jmp.transforms._states import Transformation, WithLossScaleState
 from jmp.trees import PyTree, cast_to_at_least_float32, leaves_by_path, select_leaves
 
 

@@ -1,27 +1,25 @@
 """`with_master_params`: float32 masters for parameters that are stored in half.
 
-A half parameter follows its master by an update that is exactly the difference, in float32, of the
-rounded master and the parameter: `difference_to_master`.
+Masters are kept in one of two forms, as a tree or as one vector: `InTree`, `InOneVector`.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.tree_util import keystr
 from jax.typing import DTypeLike
 
-from jmp._messages import described
-from jmp.dtypes import floating_dtype, is_half
+from jmp.dtypes import floating_dtype
 from jmp.transforms import _inner, _states
 from jmp.transforms._few_kernels import in_order_of_axes
-from jmp.transforms._flat_masters import FlatMasters, as_one_vector, check_takes_a_vector
-from jmp.transforms._inner import Transformation
+from jmp.transforms._flat_masters import FlatMasters, InOneVector
 from jmp.transforms._placement import placed
-from jmp.transforms._states import WithMasterParamsState
-from jmp.trees import PyTree, cast_to_at_least_float32, is_floating, leaves_by_path
+from jmp.transforms._rounding import difference_to_master, needs_master
+from jmp.transforms._states import Transformation, WithMasterParamsState
+from jmp.trees import PyTree, cast_to_at_least_float32, leaves_by_path
 
 ROOT = keystr(())  # the path of a tree that is one array
 
@@ -90,14 +88,11 @@ def with_master_params(
             "masters hold updates that are too small for half precision."
         )
 
+    form = InOneVector(master_dtype) if flat_master else InTree(master_dtype)
+
     def init(params: optax.Params) -> WithMasterParamsState:
-        if flat_master:
-            masters: PyTree = FlatMasters.from_tree(params, master_dtype)
-            check_takes_a_vector(inner, params, master_dtype)
-        else:
-            make = lambda p: jnp.array(p, master_dtype) if needs_master(p) else optax.MaskedNode()
-            masters = jax.tree.map(make, params)
-        seen = _masters_or_params(masters, params)
+        masters = form.first(params, inner)
+        seen = form.seen(masters, params)
         inner_state = _inner.init_inner(inner, seen, "with_master_params")
         _states.check_inner_state(inner_state, WithMasterParamsState, "with_master_params")
         state = WithMasterParamsState(masters, _states.without_weak_types(inner_state))
@@ -117,76 +112,53 @@ def with_master_params(
         _states.check_own_state(state, WithMasterParamsState, "with_master_params")
         _states.refuse_unreduced(updates, "with_master_params")
         _check_stored_as_in_init(params, state.masters)
-        full = _masters_or_params(state.masters, params)
-        if flat_master:
-            _check_gradients(updates, params)
-            gradients: PyTree = as_one_vector(cast_to_at_least_float32(updates), full.dtype)
-        else:
-            gradients = cast_to_at_least_float32(in_order_of_axes(updates))
+        old = form.seen(state.masters, params)
+        gradients = form.gradients(updates, params)
         full_updates, inner_state = _inner.update_inner(
-            inner, updates, gradients, state.inner_state, full, extra_args, "with_master_params"
+            inner, updates, gradients, state.inner_state, old, extra_args, "with_master_params"
         )
-        new_full = optax.apply_updates(full, full_updates)
-        if flat_master:
-            masters = dataclasses.replace(state.masters, vector=new_full)
-            new_leaves = list(masters.leaves().values())
-            new_full = full_updates = jax.tree.unflatten(jax.tree.structure(params), new_leaves)
-        else:
-            keep = lambda p, new: new if needs_master(p) else optax.MaskedNode()
-            masters = jax.tree.map(keep, params, new_full)
-        half_updates = jax.tree.map(
-            lambda p, new, u: difference_to_master(p, new) if needs_master(p) else u,
-            params,
-            new_full,
-            full_updates,
-        )
+        new = optax.apply_updates(old, full_updates)
+        masters, half_updates = form.after(state.masters, params, new, full_updates)
         return half_updates, WithMasterParamsState(masters, inner_state)
 
     tx: Transformation[WithMasterParamsState] = optax.GradientTransformationExtraArgs(init, update)
     return tx
 
 
-def difference_to_master(param: jax.Array, master: jax.Array) -> jax.Array:
-    """Returns what must be added to `param`, in float32, to get the rounded master."""
-    new = rounded_master(master, param.dtype)
-    old = param.astype(jnp.float32)
-    # Equal values: the zero with the master's sign, so that -0.0 stays what it is.
-    zero = jnp.copysign(jnp.float32(0), new)
-    if param.dtype == jnp.float16:
-        # 0.0 + -0.0 is 0.0: a master of -1e-9 needs a number that float16 rounds to -0.0.
-        turns = (old == 0) & (jnp.signbit(new) != jnp.signbit(old))
-        zero = jnp.where(turns, jnp.copysign(jnp.float32(2.0**-126), new), zero)
-    change = new - old
-    if param.dtype == jnp.bfloat16:
-        # From one end of its range to the other is more than float32 can say at once.
-        farthest = float(jnp.finfo(jnp.float32).max)
-        change = jnp.clip(change, -farthest, farthest)
-    return jnp.where(new == old, zero, change)
+class InTree:
+    """Masters in a tree like the parameters': one for each half leaf, nothing for the others."""
 
+    def __init__(self, dtype: np.dtype) -> None:
+        self.dtype = dtype
 
-def rounded_master(master: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Returns a master rounded to the nearest finite number of a half `dtype`, as float32.
+    def first(self, params: optax.Params, inner: optax.GradientTransformationExtraArgs) -> PyTree:
+        """Returns the masters of the first step."""
+        make = lambda p: jnp.array(p, self.dtype) if needs_master(p) else optax.MaskedNode()
+        return jax.tree.map(make, params)
 
-    Beyond the half range that is the largest finite number: from an infinite parameter no sum leads
-    back, since inf - inf is NaN. (A choice by `isfinite(master)`, to let infinite ones through,
-    would break flat masters' update into a kernel a tensor.)
+    def seen(self, masters: PyTree, params: optax.Params) -> optax.Params:
+        """Returns what `inner` updates: the masters, and the parameters that need none."""
+        is_absent = lambda node: isinstance(node, optax.MaskedNode)
+        either = lambda master, param: param if is_absent(master) else master
+        return jax.tree.map(either, masters, params, is_leaf=is_absent)
 
-    Not `master.astype(dtype).astype(float32)`: XLA drops such a pair of casts on a GPU.
-    """
-    value = master.astype(jnp.float32)
-    largest = float(jnp.finfo(dtype).max)
-    if jnp.dtype(dtype) == jnp.bfloat16:
-        half = jax.lax.reduce_precision(value, exponent_bits=8, mantissa_bits=7)
-        return jnp.clip(half, -largest, largest)
-    # reduce_precision flushes what is subnormal in float16: there, multiples of 2**-24.
-    subnormal = jnp.round(value * 2.0**24) * 2.0**-24
-    normal = jax.lax.reduce_precision(value, exponent_bits=5, mantissa_bits=10)
-    return jnp.clip(jnp.where(jnp.abs(value) < 2.0**-14, subnormal, normal), -largest, largest)
+    def gradients(self, updates: optax.Updates, params: optax.Params) -> optax.Updates:
+        """Returns the gradients as `inner` sees them."""
+        return cast_to_at_least_float32(in_order_of_axes(updates))
 
+    def after(
+        self, masters: PyTree, params: optax.Params, new: PyTree, updates: optax.Updates
+    ) -> tuple[PyTree, optax.Updates]:
+        """Returns the masters after a step, and the updates by which the parameters follow.
 
-def needs_master(param: Any) -> bool:
-    """Returns whether a parameter is stored in half."""
-    return is_floating(param) and is_half(param.dtype)
+        Args:
+          masters: before the step.
+          new: what was `seen`, after it.
+          updates: that led there.
+        """
+        keep = lambda p, new: new if needs_master(p) else optax.MaskedNode()
+        follow = lambda p, new, u: difference_to_master(p, new) if needs_master(p) else u
+        return jax.tree.map(keep, params, new), jax.tree.map(follow, params, new, updates)
 
 
 def check_half_ones_are_seen(opt_state: optax.OptState, params: optax.Params) -> None:
@@ -227,36 +199,10 @@ def _check_stored_as_in_init(params: optax.Params, masters: PyTree) -> None:
             )
 
 
-def _masters_or_params(masters: PyTree, params: optax.Params) -> optax.Params:
-    """Returns the masters, and the parameters that need none."""
-    if isinstance(masters, FlatMasters):
-        return masters.vector
-    return jax.tree.map(
-        lambda m, p: p if isinstance(m, optax.MaskedNode) else m,
-        masters,
-        params,
-        is_leaf=lambda node: isinstance(node, optax.MaskedNode),
-    )
-
-
 def has_flat_masters(opt_state: optax.OptState) -> bool:
     """Returns whether any parameter group keeps its masters as one vector."""
     states = _states.find_states(opt_state, WithMasterParamsState)
     return any(isinstance(state.masters, FlatMasters) for state in states)
-
-
-def _check_gradients(gradients: optax.Updates, params: optax.Params) -> None:
-    """Raises ValueError if gradients would land beside their parameters in the vector."""
-    got, expected = (
-        {path: jnp.shape(leaf) for path, leaf in leaves_by_path(tree).items()}
-        for tree in (gradients, params)
-    )
-    if got != expected:
-        raise ValueError(
-            "with_master_params(..., flat_master=True) got gradients of the shapes "
-            f"{described(got)}; expected those of the parameters, {described(expected)}. "
-            "Differentiate with respect to the parameters that the optimizer holds."
-        )
 
 
 def shapes_by_path(masters: PyTree) -> dict[str, tuple[int, ...]]:

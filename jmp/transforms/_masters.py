@@ -16,10 +16,9 @@ from jmp.transforms._flat_masters import FlatMasters, as_one_vector
 from jmp.transforms._master_params import (
     ROOT,
     check_half_ones_are_seen,
-    needs_master,
-    rounded_master,
     shapes_with_master,
 )
+from jmp.transforms._rounding import needs_master, rounded_master
 from jmp.transforms._states import WithMasterParamsState
 from jmp.trees import PyTree, cast_to_at_least_float32, is_array, leaves_by_path
 

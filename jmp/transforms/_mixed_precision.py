@@ -10,10 +10,9 @@ from jmp.dtypes import is_half
 from jmp.loss_scaling import LossScale, NoOpLossScale, torch_loss_scale
 from jmp.policy import Policy, get_policy, refuse_float8
 from jmp.sharding._axes import AxisName
-from jmp.transforms._inner import Transformation
 from jmp.transforms._loss_scaling import with_loss_scale
 from jmp.transforms._master_params import shapes_with_master, with_master_params
-from jmp.transforms._states import WithLossScaleState
+from jmp.transforms._states import Transformation, WithLossScaleState
 from jmp.trees import leaves_by_path
 
 

@@ -1,9 +1,9 @@
-"""The states of our wrappers: find them inside chains, and refuse orders that fail."""
+"""The states of our wrappers: their types, finding them in chains, refusing orders that fail."""
 
 import collections
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,22 @@ from jmp.trees import PyTree, is_array, leaves_by_path
 
 S = TypeVar("S")
 T = TypeVar("T")
+
+
+class Transformation(optax.GradientTransformationExtraArgs, Generic[S]):  # type: ignore[misc]
+    """A `GradientTransformationExtraArgs` whose state is an `S`.
+
+    Optax declares every state as any tree at all, so that `tx.init(params).loss_scale` would be an
+    error to a type checker. An annotation only: what our functions return is optax's own class.
+    """
+
+    if TYPE_CHECKING:
+
+        def init(self, params: Any) -> S: ...
+
+        def update(
+            self, updates: Any, state: S, params: Any = None, **extra_args: Any
+        ) -> tuple[Any, S]: ...
 
 
 class WithLossScaleState(NamedTuple):

@@ -161,7 +161,6 @@ OF_EACH_MODULE = {
     "CALLER": "the public function that is named in the errors of a module",
     "COLUMNS": "the columns of a report's table",
     "Rule": "a row of the op table, and a pair of a path and a policy that a user gives",
-    "ROWS": "the rows of the op table that are of one category",
     "SHOWN": "how many rows or lines of a report are printed",
     "_ORDER": "how the arguments of an adapter's step follow one another",
 }

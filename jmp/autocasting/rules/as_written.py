@@ -1,11 +1,9 @@
 """AS_WRITTEN: bits, keys, counts and spacings as the user wrote them; also what has no rule."""
 
-from jmp.autocasting._registry import Category, register_rule
-
 NO_HALF_FORM = "bits, keys and counts have no half form"
 
 # The names of primitives, why, and traits.
-ROWS = {
+AS_WRITTEN = {
     "reduce_precision": (NO_HALF_FORM, "casts"),
     "iota": (NO_HALF_FORM, "cheap"),
     "bitcast_convert_type random_gamma shift": (NO_HALF_FORM, ""),
@@ -13,6 +11,3 @@ ROWS = {
     "random_fold_in threefry2x32 rng_bit_generator rng_uniform": (NO_HALF_FORM, "draws_bits"),
     "nextafter": ("the next number, and so the spacing, is that of a dtype", ""),
 }
-
-for names, (why, traits) in ROWS.items():
-    register_rule(names.split(), Category.AS_WRITTEN, why, traits)

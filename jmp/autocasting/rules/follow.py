@@ -7,7 +7,7 @@ REPEATS = "moves data; its derivative is a sum, so it repeats a float32 value an
 SUMS = "moves data; its derivative adds up repeated rows, so it reads float32 and rounds afterwards"
 
 # The names of primitives, why, and traits.
-ROWS = {
+FOLLOW = {
     "is_finite abs sign real imag optimization_barrier": ("exact", "fusible"),
     "floor ceil round": ("exact", "fusible wraps"),
     "copy copy_p": ("exact", "fusible reshapes"),
@@ -39,9 +39,6 @@ ROWS = {
         "sends",
     ),
 }
-
-for names, (why, traits) in ROWS.items():
-    register_rule(names.split(), Category.FOLLOW, why, traits)
 
 register_rule(
     "convert_element_type",

@@ -1,14 +1,12 @@
 """FULL: float32, for range, for cancellation, or because many terms are added up."""
 
-from jmp.autocasting._registry import Category, register_rule
-
 STEEP = "steep, or cancels, near the ends of its domain"
 SERIES = "a series or a continued fraction: no half kernel"
 ACCUMULATES = "accumulates: in a half type small terms are lost"
 NO_HALF_KERNEL = "no half kernel"
 
 # The names of primitives, why, and traits.
-ROWS = {
+FULL = {
     "exp exp2 expm1 sinh cosh": (
         "grows exponentially: exp(12) overflows float16",
         "fusible expensive",
@@ -48,6 +46,3 @@ ROWS = {
     "hessenberg schur tridiagonal tridiagonal_solve custom_linear_solve": (NO_HALF_KERNEL, ""),
     "lu_pivots_to_permutation fft": (NO_HALF_KERNEL, ""),
 }
-
-for names, (why, traits) in ROWS.items():
-    register_rule(names.split(), Category.FULL, why, traits)

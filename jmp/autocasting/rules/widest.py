@@ -5,13 +5,11 @@ requires float32 is the float32 result of another computation, or a constant tha
 not hold.
 """
 
-from jmp.autocasting._registry import Category, register_rule
-
 ONE_DTYPE = "operands must share a dtype"
 MOVES = "operands must share a dtype; moves data"
 
 # The names of primitives, why, and traits.
-ROWS = {
+WIDEST = {
     "add sub": (ONE_DTYPE, "fusible elementwise linear affine masks cheap"),
     "mul": (ONE_DTYPE, "fusible elementwise affine cheap keeps_range"),
     "div": (ONE_DTYPE, "fusible elementwise affine"),
@@ -29,6 +27,3 @@ ROWS = {
         "sums_backward",
     ),
 }
-
-for names, (why, traits) in ROWS.items():
-    register_rule(names.split(), Category.WIDEST, why, traits)
