@@ -6,7 +6,7 @@ kernels of a program of
     max(bytes / bandwidth, operations / peak) + what launching a kernel costs
 
 so that a measured step can be compared with it, and programs with each other. Bytes and kernels are
-those of `testbed.h200.harness`, which says how they are counted: loops count one turn.
+those of `testbed.machines.hlo`, which says how they are counted: loops count one turn.
 
 * Operations are those of library calls, two for a multiplication and its addition: matrix products
   of cuBLAS, convolutions and attention of cuDNN. Of anything else, fusions above all, the bytes
@@ -29,7 +29,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from testbed.h200.harness import ARRAY, Kernel, kernels
+from testbed.machines.hlo import ARRAY, Kernel, kernels
 
 # NVIDIA's data sheet of the H200 SXM: bytes a second, and operations a second without sparsity.
 BANDWIDTH = 4.8e12

@@ -34,7 +34,7 @@ def section(results: dict[str, Any]) -> str:
 Loss and gradients of one step, compiled for eight H200s without a device
 ({versions_of(results["machine"])}): MiB that each device
 receives from others, by collective and dtype, with ring algorithms
-(`testbed/h200/wire.py` says how they are counted); also the MiB that its kernels read and
+(`testbed/machines/wire.py` says how they are counted); also the MiB that its kernels read and
 write, and those of intermediate values. No time was measured.
 `python -m benchmarks.run --suite wire` counts them; `benchmarks/wire.py` has the programs.
 The first eight have four layers, 32 MiB of float32

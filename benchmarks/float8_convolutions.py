@@ -22,7 +22,8 @@ from jax import lax
 
 import jmp
 from jmp.autocasting import _float8, _float8_planning, _planner
-from testbed.h200.harness import Program, compile_for_h200, kernels
+from testbed.machines.gpus import Program, compile_for_h200
+from testbed.machines.hlo import kernels
 
 HALF = jnp.bfloat16
 NHWC, NCHW = ("NHWC", "HWIO", "NHWC"), ("NCHW", "OIHW", "NCHW")

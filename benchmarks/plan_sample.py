@@ -52,7 +52,7 @@ from benchmarks._program_texts import (
 )
 from benchmarks.processes import ROOT
 from jmp.diagnostics import precision_report
-from testbed.h200.harness import as_if_cudnn
+from testbed.machines.gpus import as_if_cudnn
 
 COUNT, SEED = 3000, 0
 PARTS = ("forward", "gradient", "report", "warnings")

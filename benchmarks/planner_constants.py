@@ -27,8 +27,8 @@ import jmp
 from benchmarks.planner_rules import FIGURES, HALVES, normal, numbers, replaced
 from jmp.autocasting import _planner
 from jmp.autocasting._numbers import known_of
-from testbed.h200.harness import Program, compile_for_h200
-from testbed.h200.training_steps import compile_step
+from testbed.machines.gpus import Program, compile_for_h200
+from testbed.machines.training_steps import compile_step
 from testbed.models import MODELS, cross_entropy
 
 RESULTS = pathlib.Path("results/planner_constants.json")

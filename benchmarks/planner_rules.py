@@ -38,8 +38,8 @@ from jmp.autocasting.rewrites import REWRITES
 from jmp.autocasting.rewrites.one_pass import sums_in_one_pass
 from jmp.autocasting.rewrites.pick import pick_as_sum
 from jmp.autocasting.rewrites.softmax import softmax_from_half_result
-from testbed.h200.harness import compile_for_h200
-from testbed.h200.training_steps import make_step
+from testbed.machines.gpus import compile_for_h200
+from testbed.machines.training_steps import make_step
 from testbed.models import MODELS, Model
 
 RESULTS = pathlib.Path("results/planner_rules.json")

@@ -22,9 +22,9 @@ from benchmarks.planner_rules import replaced
 from benchmarks.processes import ROOT
 from jmp.autocasting._float8_planning import with_bounds
 from jmp.autocasting._planner import PASSES
-from testbed.h200 import attentions, float8_steps
-from testbed.h200.harness import Program, compile_for_h200, one_h200
-from testbed.h200.training_steps import WAYS, compile_step
+from testbed.machines import attentions, float8_steps
+from testbed.machines.gpus import Program, compile_for_h200, one_gpu
+from testbed.machines.training_steps import WAYS, compile_step
 from testbed.models import MODELS, gpt
 
 MODEL_TITLES = {
@@ -124,7 +124,7 @@ def gpt2_memory(run: str) -> dict[str, Any]:
     example = importlib.import_module("memory")
     arguments = example.argument_parser().parse_args(GPT2_SMALL)
     (policy,) = (row[1:] for row in example.RUNS if row[0] == run)
-    return example.to_dict(example.count(*policy, arguments, sharding=one_h200()), arguments)
+    return example.to_dict(example.count(*policy, arguments, sharding=one_gpu()), arguments)
 
 
 def head(title: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@
 
 A case says where the parameters lie and how they move; each is written once for all variants:
 float32, half by hand, and float32 under autocast. By hand is what somebody writes who knows how the
-compiler works: what moves is cast before it moves. `testbed/h200/wire.py` counts, and says how.
+compiler works: what moves is cast before it moves. `testbed/machines/wire.py` counts, and says how.
 """
 
 import contextlib
@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jmp
-from testbed.h200.harness import Program
-from testbed.h200.wire import compile_for_h200s, h200s, wire
+from testbed.machines.gpus import Program, compile_for_placed
+from testbed.machines.wire import h200s, wire
 
 P = PartitionSpec
 Tree = Any
@@ -405,7 +405,7 @@ def compile_step(case: Case, variant: str, small: bool = False) -> Program:
     with contextlib.ExitStack() as stack:
         if step.mesh is not None:
             stack.enter_context(jax.set_mesh(step.mesh))
-        return compile_for_h200s(step.function, *step.arguments, **step.options)
+        return compile_for_placed(step.function, *step.arguments, **step.options)
 
 
 def counted(program: Program) -> dict[str, Any]:

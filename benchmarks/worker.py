@@ -38,7 +38,7 @@ class Worker:
         `model_ms` is a model of what its kernels take at least (`benchmarks/_roofline.py`).
         """
         from benchmarks._roofline import modelled_limit
-        from testbed.h200.harness import compile_for_h200
+        from testbed.machines.gpus import compile_for_h200
 
         if check is not None:
             from benchmarks.finite_checks import CHECKS

@@ -1,8 +1,8 @@
 """Writes the table of `devices.md` anew: `python -m docs.devices`. Needs no GPU.
 
-What moves between devices is read from programs compiled for eight H200s (`testbed/h200/wire.py`):
-the gradients of two matrices of 2048 x 2048, 32 MiB of float32, for 512 rows, by autocast; and a
-step of `examples/gpt.py`.
+What moves between devices is read from programs compiled for eight H200s
+(`testbed/machines/wire.py`): the gradients of two matrices of 2048 x 2048, 32 MiB of float32, for
+512 rows, by autocast; and a step of `examples/gpt.py`.
 """
 
 import functools
@@ -23,7 +23,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp
-from testbed.h200.wire import MIB, Sent, compile_for_h200s, h200s, wire
+from testbed.machines.gpus import compile_for_placed
+from testbed.machines.wire import MIB, Sent, h200s, wire
 
 PAGE = pathlib.Path(__file__).with_suffix(".md")
 BEGIN, END = "<!-- written by docs/devices.py -->", "<!-- end -->"
@@ -167,7 +168,7 @@ def sent_by(style: Style, policy: str) -> list[Sent]:
         )
     with jax.set_mesh(mesh):
         places = [NamedSharding(mesh, spec) for spec in specs]
-        program = compile_for_h200s(
+        program = compile_for_placed(
             gradients, params, placed((ROWS, WIDTH), rows), out_shardings=places
         )
     return wire(program.text)
@@ -192,7 +193,7 @@ def sent_by_gpt(policy: str, constrained: bool) -> list[Sent]:
         rows = jax.ShapeDtypeStruct(size, jnp.int32, sharding=NamedSharding(mesh, P("data")))
         options = {"out_shardings": (places, NamedSharding(mesh, P())), "donate_argnums": 0}
         state = jax.tree.map(placed, shapes, places)
-        return wire(compile_for_h200s(made.train.__wrapped__, state, rows, **options).text)
+        return wire(compile_for_placed(made.train.__wrapped__, state, rows, **options).text)
 
 
 def cell(sent: list[Sent]) -> str:

@@ -28,6 +28,7 @@ class Options(TypedDict, total=False):
     inside_custom_vjp: bool
     attention: str
     float8: str
+    platform: str | None
 
 
 class AllOptions(Options, total=False):
@@ -57,6 +58,7 @@ def autocast(
     inside_custom_vjp: bool = False,
     attention: str = "plain",
     float8: str = "weights",
+    platform: str | None = None,
 ) -> Any:
     """Returns `fun` computing in mixed precision: products in half, sums and norms in float32.
 
@@ -87,6 +89,10 @@ def autocast(
         docs/autocast.md. "plain" computes it as it is written.
       float8: which products a policy with "m=f8" makes float8: "weights", those of a parameter;
         "all", those of two activations too, as attention's. See docs/float8.md.
+      platform: what the program will run on, "gpu", "tpu" or "cpu". What is kept for the backward
+        pass, and how losses and attention are written, depends on it; dtypes do not. None is "tpu"
+        if that is JAX's default backend when a call is first traced, otherwise "gpu". "cpu" is
+        planned as "gpu". See docs/tpu.md.
 
     Returns: a function with `fun`'s signature, usable under every JAX transformation.
 
@@ -118,6 +124,7 @@ def autocast(
         inside_custom_vjp=inside_custom_vjp,
         attention=attention,
         float8=float8,
+        platform=platform,
     )
     if fun is None:
         return functools.partial(autocast, policy=policy, **options)

@@ -36,6 +36,7 @@ CHOICES = {
     "recompute": ("auto", "none", "all"),
     "attention": ("plain", "fused"),
     "float8": ("weights", "all"),
+    "platform": (None, "gpu", "tpu", "cpu"),
 }
 
 
@@ -61,6 +62,7 @@ class Settings:
     inside_custom_vjp: bool = False
     attention: str = "plain"
     float8: str = "weights"
+    platform: str | None = None
     overrides: dict[str, Category] = dataclasses.field(default_factory=dict, init=False)
 
     def __post_init__(self, low: Any, full: Any, follow: Any) -> None:
@@ -184,6 +186,8 @@ def policy_scope(policy: Policy) -> AbstractContextManager[None]:
 class Request:
     """What the user asked for: the options of a call, and of places in the program by `rules=`.
 
+    It is made for one call that is planned: `platform` is what that is planned for, "gpu" or "tpu".
+
     Rules are matched against name scopes; what was found is remembered. The options hold outside
     all rules. A rule's target matches from any scope of a path on: "head*" finds "GPT/head". A
     policy with float32 compute runs its scope in float32; if its output dtype is half, what leaves
@@ -193,6 +197,9 @@ class Request:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        # Asked while a call is planned, and no sooner: it may start JAX's backends.
+        is_tpu = (settings.platform or jax.default_backend()) == "tpu"
+        self.platform = "tpu" if is_tpu else "gpu"
         self._half = half = settings.compute_dtype
         default = Policy(np.float32, half, half, product_dtype=settings.policy.product_dtype)
         self.policy_rules = settings.rules_of_modules or PolicyRules(settings.rules, default)

@@ -119,6 +119,7 @@ class PrecisionReport(Report):
       hazards: sentences that ask you to act, such as on a sum in half; usually empty. Modules that
         repeat have one together.
       policy: the policy, as text.
+      platform: what it was planned for, "gpu" or "tpu"; see `platform=` of `jmp.autocast`.
       decisions: what autocast does besides choosing dtypes, by place: leaner forms of equations,
         and masks that are held within float16's range.
 
@@ -139,6 +140,7 @@ class PrecisionReport(Report):
     residual_bytes_float32: dict[str, int] | None
     hazards: list[str]
     policy: str
+    platform: str
     decisions: list[Decision]
 
     @property
@@ -198,6 +200,7 @@ def _report(program: Program, traced: Traced, policy: str) -> PrecisionReport:
             *no_float8(rows),
         ],
         policy=policy,
+        platform=plan.request.platform,
         decisions=decisions_in(decisions_of(steps)),
     )
 
@@ -230,7 +233,7 @@ def _residual_bytes(function: Callable[..., Any], arguments: list[Any]) -> dict[
 
 def _summary(report: PrecisionReport) -> Iterable[str]:
     half = report.compute_dtype
-    yield f"policy: {report.policy}"
+    yield f"policy: {report.policy}, planned for a {report.platform.upper()}"
     products = [row for row in report.rows if row.kind == "product"]
     if report.half_flops_share is None:
         yield "products: none"

@@ -22,7 +22,7 @@ from jmp.adapters import nnx as nnx_adapter
 from jmp.autocasting._autocast import make_program
 from jmp.autocasting._steps import Fused, Nested, Plan, Single
 from testbed import position_cases
-from testbed.h200.harness import as_if_cudnn
+from testbed.machines.gpus import as_if_cudnn
 from tests.errors import relative_error
 
 LENGTH = 14

@@ -9,7 +9,7 @@ import jmp
 from jmp import diagnostics
 from jmp.autocasting import _float8_planning, _islands
 from jmp.autocasting.rewrites import pick
-from testbed.h200.harness import as_if_cudnn
+from testbed.machines.gpus import as_if_cudnn
 from tests.bits import bits
 
 pytestmark = pytest.mark.usefixtures("users_rank_promotion")

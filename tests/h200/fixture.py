@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from testbed.h200.harness import Program, compile_for_h200
+from testbed.machines.gpus import Program, compile_for_h200
 
 # The counts repeat exactly for one compiler and change with another: move this pin and the figures
 # in the tests together.

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 import jmp
-from testbed.h200.harness import compile_for_h200
-from testbed.h200.training_steps import compile_step, ratios
+from testbed.machines.gpus import compile_for_h200
+from testbed.machines.training_steps import compile_step, ratios
 from testbed.models import MODELS, cross_entropy
 
 # Sizes; bytes moved, temporary memory and kernels, at most, over those of the model by hand.

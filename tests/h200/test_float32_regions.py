@@ -8,7 +8,7 @@ from jax import lax
 
 import jmp
 from benchmarks._roofline import operations, unit
-from testbed.h200.harness import kernels
+from testbed.machines.hlo import kernels
 
 W, X, KERNEL, IMAGE = (
     jax.ShapeDtypeStruct(shape, jnp.float32)

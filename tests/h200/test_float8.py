@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 import jmp
 from benchmarks.float8_convolutions import single_products
 from jmp.autocasting import _float8, _float8_planning
-from testbed.h200.float8_steps import TWO_MLPS, float32, layer, products, scanned, step
-from testbed.h200.harness import compile_for_h200
-from testbed.h200.wire import compile_for_h200s, h200s, wire
+from testbed.machines.float8_steps import TWO_MLPS, float32, layer, products, scanned, step
+from testbed.machines.gpus import compile_for_h200, compile_for_placed
+from testbed.machines.wire import h200s, wire
 from testbed.models import gpt
 
 
@@ -131,7 +131,7 @@ def test_on_eight_h200s_fsdp_multiplies_and_gathers_float8():
 
     params = sharded(1024, 4096), sharded(4096, 1024)
     run = step(loss, "mixed_float8")
-    program = compile_for_h200s(run, params, sharded(8 * 8192, 1024), out_shardings=(rows, rows))
+    program = compile_for_placed(run, params, sharded(8 * 8192, 1024), out_shardings=(rows, rows))
     assert products(program) == (2 + 3, 2)
     sent = wire(program.text)
     gathered = {s.dtype for s in sent if s.kind == "all-gather"}
@@ -176,7 +176,7 @@ def test_a_gather_by_hand_in_a_scan_sends_float8_forward_and_backward(monkeypatc
         out_specs=lie,
     )
     arguments = tuple(map(sharded, shapes, lie)), sharded((8 * 512, width), P("data"))
-    program = compile_for_h200s(gradients, *arguments)
+    program = compile_for_placed(gradients, *arguments)
     matrix = width**2 * 7 / 8
     received = {}
     for sent in wire(program.text):

@@ -10,8 +10,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp
-from testbed.h200.attentions import PADDING, Bert, Llama, ViT, X, step
-from testbed.h200.harness import HARDWARE_FACTS, as_if_cudnn, compile_for_h200
+from testbed.machines.attentions import PADDING, Bert, Llama, ViT, X, step
+from testbed.machines.gpus import as_if_cudnn, compile_for_h200, facts_of_gpu
 
 KERNEL = "__cudnn$fmha"
 
@@ -38,7 +38,7 @@ def test_scores_are_never_written(h200, module, at_most):
 
 def test_attention_stays_where_its_batch_and_its_heads_are(h200):
     topology = topologies.get_topology_desc(
-        platform="cuda", target_config=HARDWARE_FACTS.read_text(), topology="1x1x8"
+        platform="cuda", target_config=facts_of_gpu("h200"), topology="1x1x8"
     )
     mesh = topologies.make_mesh(topology, (4, 2), ("batch", "heads"))
     sharding = NamedSharding(mesh, P("batch", None, "heads"))

@@ -12,7 +12,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp
-from testbed.h200.wire import MIB, compile_for_h200s, h200s, wire
+from testbed.machines.gpus import compile_for_placed
+from testbed.machines.wire import MIB, h200s, wire
 
 SHAPES = [(256, 512), (512, 256)]  # 1 MiB in float32
 pytestmark = pytest.mark.usefixtures("h200")  # skips where there is no compiler
@@ -71,7 +72,7 @@ def test_fsdp_sends_what_the_same_program_by_hand_does(way, dtype, reduce_dtype,
         mesh = h200s({"data": 8}, AxisType.Explicit)
         gradients = gradients_in(dtype, reduce_dtype, P())
         with jax.set_mesh(mesh):
-            program = compile_for_h200s(gradients, *arguments(mesh, specs, P("data")))
+            program = compile_for_placed(gradients, *arguments(mesh, specs, P("data")))
     else:
         mesh = h200s({"data": 8})
         gradients = jax.shard_map(
@@ -81,7 +82,7 @@ def test_fsdp_sends_what_the_same_program_by_hand_does(way, dtype, reduce_dtype,
             out_specs=P("data"),
             check_vma=way == "tracked",
         )
-        program = compile_for_h200s(gradients, *arguments(mesh, specs, P("data")))
+        program = compile_for_placed(gradients, *arguments(mesh, specs, P("data")))
     expected = {("all-gather", dtype): HALF, ("reduce-scatter", sums): reduced}
     assert received_by_kind(program) == pytest.approx(expected)
 
@@ -92,7 +93,7 @@ def test_replicas_add_up_what_is_left_after_the_scatter(way):
     if way == "explicit":
         mesh = h200s({"replica": 2, "data": 4}, AxisType.Explicit)
         with jax.set_mesh(mesh):
-            program = compile_for_h200s(
+            program = compile_for_placed(
                 gradients_in("f16", "f32", P()), *arguments(mesh, [P("data")] * 2, rows)
             )
     else:
@@ -103,7 +104,7 @@ def test_replicas_add_up_what_is_left_after_the_scatter(way):
             in_specs=(P("data"), rows),
             out_specs=P("data"),
         )
-        program = compile_for_h200s(gradients, *arguments(mesh, [P("data")] * 2, rows))
+        program = compile_for_placed(gradients, *arguments(mesh, [P("data")] * 2, rows))
     found = received_by_kind(program)
     assert found["reduce-scatter", "f32"] == pytest.approx(3 / 4)
     assert found["all-reduce", "f32"] == pytest.approx(1 / 4)
@@ -129,11 +130,11 @@ def test_no_gathered_weight_is_larger_than_its_shard_of_tensor_parallelism(way):
     if way == "explicit":
         mesh = h200s({"data": 4, "model": 2}, AxisType.Explicit)
         with jax.set_mesh(mesh):
-            program = compile_for_h200s(gradients, *arguments(mesh, specs, P("data")))
+            program = compile_for_placed(gradients, *arguments(mesh, specs, P("data")))
     else:
         mesh = h200s({"data": 4, "model": 2})
         mapped = jax.shard_map(gradients, mesh=mesh, in_specs=(specs, P("data")), out_specs=specs)
-        program = compile_for_h200s(mapped, *arguments(mesh, specs, P("data")))
+        program = compile_for_placed(mapped, *arguments(mesh, specs, P("data")))
     sent = [(s.kind, s.dtype, s.elements) for s in wire(program.text) if s.elements > 128 * 256]
     shard = 256 * 512 // 2
     half, full = ("all-gather", "f16", shard), ("reduce-scatter", "f32", shard)

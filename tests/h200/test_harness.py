@@ -13,7 +13,8 @@ import pytest
 from jax import lax
 from jax._src.cudnn import fused_attention_stablehlo as cudnn_attention
 
-from testbed.h200.harness import Program, array_bytes, as_if_cudnn, count, parse_instruction
+from testbed.machines.gpus import Program, as_if_cudnn
+from testbed.machines.hlo import array_bytes, count, parse_instruction
 from tests.h200 import fixture
 from tests.h200.fixture import h200  # noqa: F401  the tests below take it by name
 

@@ -11,7 +11,7 @@ from jax import lax
 
 from benchmarks import _roofline
 from benchmarks._roofline import modelled_limit
-from testbed.h200.harness import kernels
+from testbed.machines.hlo import kernels
 from tests.h200.fixture import h200  # noqa: F401  the tests below take it by name
 
 

@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks import wire as cases
 from jmp.autocasting import _float8_planning
-from testbed.h200.wire import MIB, Sent, compile_for_h200s, h200s, received, wire
+from testbed.machines.gpus import compile_for_placed
+from testbed.machines.wire import MIB, Sent, h200s, received, wire
 
 # Counting, which needs no compiler.
 
@@ -147,7 +148,7 @@ def test_an_all_gather_in_a_scan_counts_once_a_turn(h200, turns):
         return lax.scan(turn, x, stack)[0]
 
     places = {"in_specs": (P(None, "data"), P("data")), "out_specs": P("data")}
-    sent = wire(compile_for_h200s(jax.shard_map(scanned, mesh=mesh, **places), stack, x).text)
+    sent = wire(compile_for_placed(jax.shard_map(scanned, mesh=mesh, **places), stack, x).text)
     assert {(s.kind, s.dtype) for s in sent} == {("all-gather", "f32")}
     assert received(sent) * MIB == turns * 4 * 64 * 64 * 7 / 8
 
@@ -165,7 +166,7 @@ def test_two_axes_of_a_mesh_are_counted_apart(h200):
 
     outs = (P("data"), P("data", "model"))
     sent = wire(
-        compile_for_h200s(jax.shard_map(moved, mesh=mesh, in_specs=place, out_specs=outs), x).text
+        compile_for_placed(jax.shard_map(moved, mesh=mesh, in_specs=place, out_specs=outs), x).text
     )
     by_kind = {s.kind: s.bytes for s in sent}
     assert by_kind == {

@@ -32,7 +32,7 @@ from benchmarks.processes import ROOT
 from benchmarks.published import _page
 from benchmarks.recipes import RECIPES
 from benchmarks.workloads import UPDATES, rehearsal
-from testbed.h200.harness import as_if_cudnn
+from testbed.machines.gpus import as_if_cudnn
 
 # One of each kind: the others differ in sizes alone.
 KINDS = ("gpt2", "resnet50-cifar-128", "update-60")

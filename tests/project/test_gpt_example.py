@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jmp import diagnostics
 from testbed import ROOT
 from testbed.example_data import write_text
-from testbed.h200.wire import wire
+from testbed.machines.wire import wire
 from tests.project.running import run_example
 
 MODEL = ["--layers=1", "--width=16", "--heads=2", "--length=12"]

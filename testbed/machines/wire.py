@@ -18,15 +18,14 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
-from testbed.h200.harness import (
+from testbed.machines.gpus import facts_of_gpu
+from testbed.machines.hlo import (
     ARRAY,
-    HARDWARE_FACTS,
     Computations,
     Instruction,
     array_bytes,
     parse_program,
 )
-from testbed.h200.harness import compile_for_h200s as compile_for_h200s
 
 DEVICES = 8
 MIB = 2**20
@@ -78,7 +77,7 @@ def h200s(axes: Mapping[str, int], axis_type: AxisType = AxisType.Auto) -> Mesh:
 @functools.cache
 def _devices() -> tuple[Any, ...]:
     topology = topologies.get_topology_desc(
-        platform="cuda", target_config=HARDWARE_FACTS.read_text(), topology=f"1x1x{DEVICES}"
+        platform="cuda", target_config=facts_of_gpu("h200"), topology=f"1x1x{DEVICES}"
     )
     return tuple(topology.devices)
 

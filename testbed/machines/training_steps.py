@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 import jmp
-from testbed.h200.harness import Program, compile_for_h200
+from testbed.machines.gpus import Program, compile_for_h200
 
 WAYS = ("float32", "by hand", "autocast")
 

@@ -1,0 +1,124 @@
+"""Compiles programs for TPUs on a machine without one, and reads what XLA says of them.
+
+It takes libtpu, in an environment of its own: where people train, JAX would look for a TPU. Nothing
+runs. XLA's compiler for TPUs says of each instruction how many cycles it estimates: these are added
+up here, those of a loop's body once for each of its turns. It counts no cycles inside a custom
+call, such as a Pallas kernel. Bytes are XLA's own count too, in which a loop counts one turn.
+"""
+
+import dataclasses
+import functools
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+from testbed.machines.hlo import Computations, Instruction, parse_program
+
+TPUS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "7x": "tpu7x:2x2x1"}
+CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+UNKNOWN = 2**60  # XLA writes a number near 2**63 where it has no estimate
+TURNS = re.compile(r"s32\[\]\S* constant\((\d+)\)")
+CALLED = re.compile(
+    r"(?:to_apply|true_computation|false_computation|branch_computations)=(\{[^}]*\}|%[\w.\-]+)"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class TpuProgram:
+    """What the compiler says of one program.
+
+    Attributes:
+      text: the optimised program in HLO text.
+      bytes_moved: bytes read and written, one turn of each loop.
+      cycles: estimated, all turns of each loop.
+      temp_bytes: memory held for intermediate values.
+    """
+
+    text: str
+    bytes_moved: int
+    cycles: int
+    temp_bytes: int
+
+
+def compile_for_tpu(
+    target: str,
+    function: Callable[..., Any],
+    *arguments: Any,
+    donate_argnums: int | tuple[int, ...] = (),
+) -> TpuProgram:
+    """Compiles `function` for one TPU.
+
+    Args:
+      target: one of `TPUS`.
+      function: a function that `jax.jit` accepts.
+      *arguments: pytrees of arrays or `jax.ShapeDtypeStruct`; only shapes and dtypes are read.
+      donate_argnums: positions of the arguments whose memory the results may take over.
+    """
+    sharding = SingleDeviceSharding(tpus(TPUS[target])[0])
+    specs = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        jax.eval_shape(lambda *leaves: leaves, *arguments),
+    )
+    traced = jax.jit(function, donate_argnums=donate_argnums).trace(*specs)
+    compiled = traced.lower(lowering_platforms=("tpu",)).compile()
+    text = compiled.as_text()
+    return TpuProgram(
+        text=text,
+        bytes_moved=int(compiled.cost_analysis()["bytes accessed"]),
+        cycles=estimated_cycles(text),
+        temp_bytes=compiled.memory_analysis().temp_size_in_bytes,
+    )
+
+
+@functools.cache
+def tpus(topology: str) -> tuple[Any, ...]:
+    """Returns the devices of a topology, such as "v5e:2x4"."""
+    # libtpu asks the network where it runs, and may be loaded by one process at a time otherwise.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    found = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+    return tuple(found.devices)
+
+
+def estimated_cycles(text: str) -> int:
+    """Returns the cycles that XLA estimates for an HLO program."""
+    computations, entry = parse_program(text)
+    return _cycles_of(entry, computations)
+
+
+def _cycles_of(name: str, computations: Computations) -> int:
+    return sum(_cycles(instruction, computations) for instruction in computations[name])
+
+
+def _cycles(instruction: Instruction, computations: Computations) -> int:
+    if instruction.opcode == "while":
+        turns, body = _turns(instruction, computations), _named("body", instruction)
+        return turns * _cycles_of(body, computations)
+    found = CYCLES.search(instruction.attributes)
+    own = int(found[1]) if found and int(found[1]) < UNKNOWN else 0
+    called = " ".join(CALLED.findall(instruction.attributes))
+    if instruction.opcode == "call":
+        return own + sum(_cycles_of(n, computations) for n in re.findall(r"%([\w.\-]+)", called))
+    if instruction.opcode == "conditional":
+        branches = re.findall(r"%([\w.\-]+)", called)
+        return own + max(_cycles_of(branch, computations) for branch in branches)
+    return own
+
+
+def _turns(loop: Instruction, computations: Computations) -> int:
+    """Returns the turns of a loop that counts to a constant; one for others."""
+    condition = computations[_named("condition", loop)]
+    found = [TURNS.search(f"{i.shape} {i.opcode}({i.attributes}") for i in condition]
+    return max((int(match[1]) for match in found if match), default=1)
+
+
+def _named(role: str, loop: Instruction) -> str:
+    match = re.search(rf"{role}=%([\w.\-]+)", loop.attributes)
+    assert match is not None, loop
+    return match[1]
