@@ -81,6 +81,7 @@ class Surroundings(NamedTuple):
     recompute: Recompute
     half: np.dtype
     in_half: Set[Value]  # results that leave in half
+    platform: str  # "gpu" or "tpu"
 
 
 class Context(NamedTuple):
