@@ -133,6 +133,10 @@ class Planner(Level):
         # own, and the cotangents add up in half: XLA takes a pair of casts away, and would store
         # the float32 sum (2 % of a U-Net's bytes, 10 % of a GPT's).
         has_cut = not self.facts.cuts.isdisjoint(nodes)
+        # On a TPU the barrier that keeps a recomputation apart costs more than it saves: products
+        # and what follows them no longer share a kernel, and arithmetic takes time of its own. There
+        # XLA decides what it merges and keeps.
+        on_gpu = self.context.request.platform == "gpu"
         island = Island(
             nodes=tuple(nodes),
             clones=tuple(clones),
@@ -141,7 +145,7 @@ class Planner(Level):
             reads=tuple(Read(v, storage.dtype(v)) for v in entering([*clones, *nodes])),
             writes=tuple(writes),
             recompute=recompute,
-            prevent_cse=self.context.prevent_cse,
+            prevent_cse=self.context.prevent_cse and on_gpu,
             shares_casts=recompute is Recompute.RECOMPUTE_BUT_SUMS and not has_cut,
             common_scopes=common_scopes_of(nodes),
         )
