@@ -89,19 +89,6 @@ def large() -> Rows:
     return rows
 
 
-def aligned() -> Rows:
-    """Attention, its derivative from the half result over the same computed again."""
-    rows = []
-    for length in (504, 505, 506, 508, 509, 512):
-        sizes = {"batch": 8, "length": length, "width": 512}
-        programs = [
-            step("equinox_attention", sizes, {"rewrites.softmax.ALIGNED": multiple})
-            for multiple in (2**30, 1)
-        ]
-        rows.append({"length of rows": length, **figures_over(*programs)})
-    return rows
-
-
 def _head(
     tokens: int,
     width: int,
@@ -285,7 +272,6 @@ def unknown() -> Rows:
 CONSTANTS: dict[str, Callable[[], Rows]] = {
     "SMALL": small,
     "LARGE": large,
-    "ALIGNED": aligned,
     "LONG": long,
     "SHORT": short,
     "LOSSES": losses,

@@ -134,7 +134,7 @@ RULES = [
         "rows in one pass",
         {**_rewrites_without(sums_in_one_pass), "rewrites.pick.is_long": lambda _: False},
     ),
-    Rule("softmax over odd rows", _rewrites_without(softmax_from_half_result)),
+    Rule("softmax from its half result", _rewrites_without(softmax_from_half_result)),
     Rule("one cast for all readers", {"_planner.Island": _island_with(shares_casts=False)}),
     Rule("a cast of its own elsewhere", {"_planner.Island": _island_with(shares_casts=True)}),
     Rule("prevent_cse", {"_planner.Island": _island_with(prevent_cse=False)}),

@@ -15,7 +15,13 @@ loaded when it is touched, so that each part needs its own framework alone:
 from typing import TYPE_CHECKING
 
 from jmp import _lazy
-from jmp.autocasting import HalfReductionWarning, NoHalfProductWarning, autocast, full_precision
+from jmp.autocasting import (
+    Float16OnTpuWarning,
+    HalfReductionWarning,
+    NoHalfProductWarning,
+    autocast,
+    full_precision,
+)
 from jmp.dtypes import dtype_to_names as dtype_to_names  # DeepMind's tests read it here
 from jmp.dtypes import half_dtype
 from jmp.loss_scaling import (
@@ -52,6 +58,7 @@ __version__ = "1.0.0rc1"
 
 __all__ = [
     "DynamicLossScale",
+    "Float16OnTpuWarning",
     "HalfReductionWarning",
     "HysteresisLossScale",
     "LossScale",

@@ -119,7 +119,6 @@ OF_SCORES = {"kernels": "kernels", "bytes": "bytes, divided by those of the half
 # Tables with a column for each measurement: what varies, the rows, and the title of the first cell.
 VARIED = {
     "LARGE": ("elements", RATIOS, "sum over gather, elements"),
-    "ALIGNED": ("length of rows", RATIOS, "length of rows"),
     "LONG": ("length of rows", OF_SCORES, "length of rows"),
     "SHORT": ("classes", RATIOS, "classes"),
     "LOOKED_AT": ("elements", {"milliseconds": "milliseconds"}, "elements"),

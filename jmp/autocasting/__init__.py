@@ -18,11 +18,16 @@ The way of a program, and the files in the order in which they build on each oth
 
 from jmp.autocasting import kinds, rules
 from jmp.autocasting._autocast import autocast, full_precision
-from jmp.autocasting._operations import HalfReductionWarning, NoHalfProductWarning
+from jmp.autocasting._operations import (
+    Float16OnTpuWarning,
+    HalfReductionWarning,
+    NoHalfProductWarning,
+)
 from jmp.autocasting._registry import Category, Rule, all_rules, register_rule
 
 __all__ = [
     "Category",
+    "Float16OnTpuWarning",
     "HalfReductionWarning",
     "NoHalfProductWarning",
     "Rule",

@@ -66,6 +66,21 @@ class HalfReductionWarning(UserWarning):
     """
 
 
+class Float16OnTpuWarning(UserWarning):
+    """A program for a TPU is to compute in float16, for which a TPU has no matrix unit.
+
+    "mixed_bfloat16" is the policy for TPUs, without a loss scale. "p=f32,c=half,o=f32" is that on a
+    TPU and "mixed_float16" elsewhere.
+
+    >>> import warnings
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warnings.simplefilter("always")
+    ...     _ = autocast(jnp.sum, "mixed_float16", platform="tpu")(jnp.ones(2))
+    >>> caught[0].category.__name__
+    'Float16OnTpuWarning'
+    """
+
+
 class Operation(NamedTuple):
     """One equation that stands in a plan, or inside a node that is bound as a whole."""
 
@@ -218,6 +233,24 @@ def warn_if_gradients_stay_half(plan: Plan, name: str) -> bool:
             stacklevel=users_stacklevel(),
         )
     return bool(names)
+
+
+def warn_if_float16_on_tpu(plan: Plan, name: str) -> bool:
+    """Warns of a program in float16 for a TPU.
+
+    Returns: whether it warned.
+    """
+    request = plan.request
+    is_slow = request.platform == "tpu" and request.settings.compute_dtype == jnp.float16
+    if is_slow:
+        warnings.warn(
+            f"autocast of {described(name)} computes in float16 on a TPU, which has no matrix unit "
+            "for it. Use 'mixed_bfloat16' there, which needs no loss scale ('p=f32,c=half,o=f32' "
+            "chooses by the device).",
+            Float16OnTpuWarning,
+            stacklevel=users_stacklevel(),
+        )
+    return is_slow
 
 
 def _reason(operation: Operation) -> str:

@@ -133,9 +133,9 @@ class Planner(Level):
         # own, and the cotangents add up in half: XLA takes a pair of casts away, and would store
         # the float32 sum (2 % of a U-Net's bytes, 10 % of a GPT's).
         has_cut = not self.facts.cuts.isdisjoint(nodes)
-        # On a TPU the barrier that keeps a recomputation apart costs more than it saves: products
-        # and what follows them no longer share a kernel, and arithmetic takes time of its own. There
-        # XLA decides what it merges and keeps.
+        # On a TPU the barrier that keeps a recomputation apart costs more than it saves: a product
+        # and what reads it no longer share a kernel, and arithmetic takes time of its own. There
+        # XLA decides what it merges, and so what is kept.
         on_gpu = self.context.request.platform == "gpu"
         island = Island(
             nodes=tuple(nodes),

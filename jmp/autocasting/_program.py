@@ -22,7 +22,11 @@ from jmp.autocasting._emit import run_plan
 from jmp.autocasting._flatten import graph_of
 from jmp.autocasting._flow import Destination, Info
 from jmp.autocasting._numbers import MadeOf
-from jmp.autocasting._operations import warn_if_gradients_stay_half, warn_if_no_product_is_half
+from jmp.autocasting._operations import (
+    warn_if_float16_on_tpu,
+    warn_if_gradients_stay_half,
+    warn_if_no_product_is_half,
+)
 from jmp.autocasting._planner import Planner
 from jmp.autocasting._propagation import walk
 from jmp.autocasting._request import AUTOCAST, Request, Settings
@@ -37,6 +41,10 @@ LATE = (
     ("a coroutine", inspect.iscoroutinefunction, inspect.iscoroutine),
     ("an asynchronous generator", inspect.isasyncgenfunction, inspect.isasyncgen),
 )
+
+
+# Each is given the plans of a program until one has warned, and says whether it did.
+WARNINGS = (warn_if_no_product_is_half, warn_if_gradients_stay_half, warn_if_float16_on_tpu)
 
 
 @jax.tree_util.register_dataclass
@@ -155,8 +163,8 @@ class Program:
         request.policy_rules.warn_unused()
         if not self._has_warned:
             name = function_name(self.fun)
-            has_warned = warn_if_no_product_is_half(plan, name)
-            self._has_warned = warn_if_gradients_stay_half(plan, name) or has_warned
+            warned = [warn(plan, name) for warn in WARNINGS]
+            self._has_warned = any(warned)
         self._warn_unused_overrides(jaxpr)
         return plan
 

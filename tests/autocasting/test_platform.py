@@ -1,0 +1,111 @@
+"""`platform=`: what a plan may take from it, and when it is asked for."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jmp
+from jmp import diagnostics
+from jmp.autocasting._autocast import make_program
+from jmp.autocasting._operations import operations_of
+from jmp.autocasting._steps import steps_of
+from testbed.models import MODELS
+from tests.errors import relative_error
+
+W, X = jnp.ones((8, 8)), jnp.ones((4, 8))
+
+
+def loss(w, x):
+    return jnp.mean(jax.nn.softmax(x @ w) @ w)
+
+
+def reported(**options):
+    return diagnostics.precision_report(loss, "mixed_bfloat16", **options)(W, X).platform
+
+
+@pytest.mark.parametrize(("asked", "planned"), [("gpu", "gpu"), ("cpu", "gpu"), ("tpu", "tpu")])
+def test_the_report_says_what_was_planned_for(asked, planned):
+    report = diagnostics.precision_report(loss, "mixed_bfloat16", platform=asked)(W, X)
+    assert report.platform == report.to_dict()["platform"] == planned
+    assert f"planned for a {planned.upper()}" in str(report)
+
+
+@pytest.mark.parametrize(("backend", "planned"), [("cpu", "gpu"), ("gpu", "gpu"), ("tpu", "tpu")])
+def test_left_out_it_is_that_of_the_default_backend(monkeypatch, backend, planned):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    assert reported() == planned
+
+
+def test_the_backend_is_asked_for_when_a_call_is_traced_and_not_before(monkeypatch):
+    asked = []
+    monkeypatch.setattr(jax, "default_backend", lambda: asked.append(1) or "cpu")
+    mixed = jmp.autocast(loss, "mixed_bfloat16")
+    assert not asked
+    jax.eval_shape(mixed, W, X)
+    assert asked
+
+
+def test_no_backend_is_asked_for_where_the_platform_is_given(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: pytest.fail("asked"))
+    jax.eval_shape(jmp.autocast(loss, "mixed_bfloat16", platform="tpu"), W, X)
+
+
+def test_other_names_are_refused():
+    with pytest.raises(ValueError, match="platform.*'cuda'.*'gpu', 'tpu', 'cpu'"):
+        jmp.autocast(loss, "mixed_bfloat16", platform="cuda")
+
+
+def test_float16_on_a_tpu_warns_once():
+    mixed = jmp.autocast(loss, "mixed_float16", platform="tpu")
+    with pytest.warns(jmp.Float16OnTpuWarning, match="mixed_bfloat16") as caught:
+        jax.eval_shape(mixed, W, X)
+        jax.eval_shape(mixed, W, jnp.ones((5, 8)))
+    assert len(caught) == 1 and caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.eval_shape(jmp.autocast(loss, "mixed_bfloat16", platform="tpu"), W, X)
+        jax.eval_shape(jmp.autocast(loss, "mixed_float16", platform="gpu"), W, X)
+
+
+@pytest.fixture(scope="module")
+def made():
+    found = {}
+    return lambda model: found.setdefault(model.name, model.make(**model.small))
+
+
+ALL = pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+
+
+@ALL
+@pytest.mark.usefixtures("users_rank_promotion")
+def test_dtypes_are_the_same_on_all_platforms(made, model):
+    loss, params, batch = made(model)
+    found = {}
+    for platform in ("gpu", "tpu"):
+        program = make_program(loss, "mixed_bfloat16", platform=platform)
+        plan = program.trace((params, *batch), {}).plan
+        found[platform] = [
+            (operation.equation.primitive.name, operation.dtypes_in, operation.dtypes_out)
+            for operation in operations_of(steps_of(plan))
+        ]
+    assert found["gpu"] == found["tpu"]
+
+
+@pytest.mark.parametrize("name", ["gpt", "lstm", "plain_transformer"])
+@pytest.mark.usefixtures("users_rank_promotion")
+def test_gradients_are_as_exact_on_all_platforms(made, name):
+    (model,) = (model for model in MODELS if model.name == name)
+    loss, params, batch = made(model)
+
+    def gradient(function):
+        return jax.jit(jax.grad(function))(params, *batch)
+
+    exact = gradient(loss)
+    on_gpu, on_tpu = (
+        relative_error(gradient(jmp.autocast(loss, "mixed_bfloat16", platform=platform)), exact)
+        for platform in ("gpu", "tpu")
+    )
+    assert on_tpu <= 1.1 * on_gpu
+    assert on_gpu <= 1.1 * on_tpu
