@@ -79,7 +79,7 @@ ODD = jnp.ones((197, 8))
             (jnp.ones((8, 4096)), X, jnp.zeros(4, int)),
             "one element of each row, as a masked sum",
         ),
-        (lambda q, k: jax.nn.softmax(q @ k.T) @ k, (ODD, ODD), "a softmax over padded rows"),
+        (lambda q, k: jax.nn.softmax(q @ k.T) @ k, (ODD, ODD), "a softmax before a product"),
         (masked, (W, W), "an array that is added or selected is held within float16's range"),
     ],
 )
@@ -107,7 +107,7 @@ def test_decisions_count_turns_and_places_and_have_no_section_where_there_are_no
         ("first", 1),
         ("", 3),
     ]
-    assert "  4 x a softmax over padded rows" in str(found)
+    assert "  4 x a softmax before a product" in str(found)
     assert re.search("and 1 other place$", str(found), re.M)
 
 
@@ -374,7 +374,7 @@ def test_a_gpt2_is_printed_in_40_lines_whatever_its_layers():
     assert len(texts[2].splitlines()) == len(texts[3].splitlines()) <= 40
     # Summary, hazards, rows; the place from the package or the working directory on.
     lines = texts[3].splitlines()
-    assert lines[0] == "policy: p=full,c=f16,o=full"
+    assert lines[0] == "policy: p=full,c=f16,o=full, planned for a GPU"
     assert lines[1].startswith(
         "products: 19 of 19 in half, 100.0% of the floating-point operations"
     )
