@@ -133,10 +133,6 @@ class Planner(Level):
         # own, and the cotangents add up in half: XLA takes a pair of casts away, and would store
         # the float32 sum (2 % of a U-Net's bytes, 10 % of a GPT's).
         has_cut = not self.facts.cuts.isdisjoint(nodes)
-        # On a TPU the barrier that keeps a recomputation apart costs more than it saves: a product
-        # and what reads it no longer share a kernel, and arithmetic takes time of its own. There
-        # XLA decides what it merges, and so what is kept.
-        on_gpu = self.context.request.platform == "gpu"
         island = Island(
             nodes=tuple(nodes),
             clones=tuple(clones),
@@ -145,11 +141,22 @@ class Planner(Level):
             reads=tuple(Read(v, storage.dtype(v)) for v in entering([*clones, *nodes])),
             writes=tuple(writes),
             recompute=recompute,
-            prevent_cse=self.context.prevent_cse and on_gpu,
+            prevent_cse=self._prevents_cse(nodes),
             shares_casts=recompute is Recompute.RECOMPUTE_BUT_SUMS and not has_cut,
             common_scopes=common_scopes_of(nodes),
         )
         return island if recompute is Recompute.PLAIN else island._replace(key=key_of(island))
+
+    def _prevents_cse(self, nodes: list[Node]) -> bool:
+        """Returns whether an island's recomputation must be kept apart from its forward pass.
+
+        A barrier does that, behind which nothing fuses. Elementwise functions need it on GPUs: XLA
+        would keep their float32 results. What reduces rows XLA takes apart by itself. On TPUs,
+        where arithmetic takes time, a barrier always costs more than it saves.
+        """
+        reduces = any(node.rule.reduces for node in nodes)
+        is_gpu = self.context.request.platform == "gpu"
+        return self.context.prevent_cse and is_gpu and not reduces
 
     def _light(self, node: Node) -> Step:
         if node.rule.category is Category.AS_WRITTEN:
