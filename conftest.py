@@ -61,6 +61,10 @@ STATM = pathlib.Path("/proc/self/statm")  # of Linux: pages of memory, in all an
 MUCH, TOO_MUCH = 1.0e9, 1.7e9  # bytes, at the end of a file and inside of one
 
 
+def pytest_collection_finish():
+    gc.freeze()  # every test module of every process, which none gives back
+
+
 def pytest_unconfigure():
     shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 

@@ -407,7 +407,7 @@ def test_an_equinox_module_may_compute_before_all_its_fields_are_set():
 
 def test_haiku_takes_its_state_by_name_and_names_what_it_cannot_wrap():
     network = adapters.haiku.with_policy(HAIKU_NET, "mixed_float16")
-    params, state = HAIKU_NET.init(jax.random.key(0), IMAGES)
+    params, state = jax.jit(HAIKU_NET.init)(jax.random.key(0), IMAGES)
     named = jax.eval_shape(lambda: network.apply(params, state=jmp.cast_to_half(state), x=IMAGES))
     assert dtypes_of(named[1]) == {"float32"}
     with pytest.raises(TypeError, match="Each function of an hk.multi_transform"):
@@ -443,7 +443,7 @@ def test_haikus_modules_are_named_as_in_the_parameters_and_as_in_the_report(name
 
 def test_what_find_float32_names_of_a_haiku_network_are_rules_of_with_policy():
     network = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([8, 8, 2])(x)))
-    params = network.init(jax.random.key(0), WEIGHT)
+    params = jax.jit(network.init)(jax.random.key(0), WEIGHT)
     params["mlp/~/linear_1"] = jax.tree.map(lambda w: w + 3e4, params["mlp/~/linear_1"])
     loss = lambda params: jnp.mean(network.apply(params, WEIGHT))
     found = diagnostics.find_float32(loss, "mixed_float16", params)

@@ -166,7 +166,7 @@ def test_weights_shared_over_time_add_up_their_gradients_in_float32():
 
     zeros = nn.initializers.zeros
     model, steps = Sum(), 4096
-    variables = model.init(jax.random.key(0), jnp.ones((1, 2, 1)))
+    variables = jax.jit(model.init)(jax.random.key(0), jnp.ones((1, 2, 1)))
     variables = jax.tree.map(jnp.zeros_like, variables)
     apply_fn = linen.wrap_apply(model.apply, "mixed_float16")
     grads = jax.grad(lambda v: apply_fn(v, jnp.ones((1, steps, 1))).sum())(variables)
@@ -188,7 +188,7 @@ def test_rules_by_path_and_by_type():
 
 def test_a_norm_can_be_overridden():
     model = nn.LayerNorm()
-    variables = model.init(jax.random.key(0), jnp.ones((2, 8)))
+    variables = jax.jit(model.init)(jax.random.key(0), jnp.ones((2, 8)))
     apply_fn = linen.wrap_apply(model.apply, "O3", [(nn.LayerNorm, "O3")])
     assert apply_fn(variables, jnp.ones((2, 8))).dtype == jnp.float16
     assert linen.cast_params(variables, "O2", rules=())["params"]["scale"].dtype == jnp.float16
@@ -203,7 +203,7 @@ def layers_that_say_float32():
             return nn.Dense(2, dtype=jnp.float32, name="head")(x)
 
     x = jnp.ones((2, 8))
-    return Model(), Model().init(jax.random.key(0), x), x
+    return Model(), jax.jit(Model().init)(jax.random.key(0), x), x
 
 
 def test_a_layer_that_says_float32_is_lowered_unless_one_keeps_it(layers_that_say_float32):
@@ -226,7 +226,7 @@ def test_a_jitted_part_is_traced_anew_for_other_rules():
             return nn.Dense(8, name="first")(nn.Dense(8, name="second")(x))
 
     model, x = Jitted(), jnp.ones((2, 8))
-    variables = model.init(jax.random.key(0), x)
+    variables = jax.jit(model.init)(jax.random.key(0), x)
     count = lambda rules: product_dtypes(
         linen.wrap_apply(model.apply, "mixed_float16", rules), variables, x
     )
@@ -262,7 +262,7 @@ def test_collections_but_statistics_keep_their_dtypes():
             return nn.Dense(2)(nn.Dense(8)(x))
 
     x = jnp.ones((2, 8))
-    variables = Model().init(jax.random.key(0), x)
+    variables = jax.jit(Model().init)(jax.random.key(0), x)
     apply_fn = linen.wrap_apply(Model().apply, "O3")
     mutable = ["cache", "intermediates"]
     output, updated = apply_fn(variables, x, mutable=mutable, capture_intermediates=True)
@@ -280,7 +280,7 @@ def test_lifted_over_examples_and_over_devices():
             return nn.vmap(nn.Dense, in_axes=None, axis_size=3, **split)(4)(x).sum(0)
 
     x = jnp.ones((jax.device_count(), 2, 8))
-    variables = Ensemble().init(jax.random.key(0), x[0])
+    variables = jax.jit(Ensemble().init)(jax.random.key(0), x[0])
     apply_fn = linen.wrap_apply(Ensemble().apply, "mixed_float16", [(nn.Dense, "mixed_float16")])
 
     def step(variables, x):
@@ -290,7 +290,8 @@ def test_lifted_over_examples_and_over_devices():
     mapped = jax.pmap(step, axis_name="devices", in_axes=(None, 0))
     assert list(product_dtypes(mapped, variables, x)) == ["float16"]
     gradient = jax.tree.map(lambda g: g[0], mapped(variables, x))
-    expected = jax.grad(lambda v: jnp.mean(Ensemble().apply(v, x[0]) ** 2))(variables)
+    exact = jax.grad(lambda v: jnp.mean(Ensemble().apply(v, x[0]) ** 2))
+    expected = jax.jit(exact)(variables)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=5e-3), gradient, expected)
 
 
@@ -458,7 +459,7 @@ def test_a_step_without_overflow_equals_the_plain_float32_step():
 
 def test_captured_intermediates_keep_their_dtypes():
     model, x = nn.Dense(8), jnp.ones((2, 8))
-    variables = model.init(jax.random.key(0), x)
+    variables = jax.jit(model.init)(jax.random.key(0), x)
     apply_fn = linen.wrap_apply(model.apply, "p=f32,c=bf16,o=bf16")
     output, updated = apply_fn(variables, x, capture_intermediates=True)
     (captured,) = jax.tree.leaves(updated)
@@ -482,6 +483,6 @@ class AsksAnUnboundModule(nn.Module):
 
 def test_an_unbound_module_is_called_as_it_is():
     model, x = AsksAnUnboundModule(), jnp.ones((2, 8))
-    variables = model.init(jax.random.key(0), x)
+    variables = jax.jit(model.init)(jax.random.key(0), x)
     found = linen.wrap_apply(model.apply, "mixed_bfloat16")(variables, x)
     np.testing.assert_allclose(found, model.apply(variables, x), rtol=0.02, atol=0.02)

@@ -201,10 +201,11 @@ def test_edges_are_those_of_two_passes_and_of_the_plain_program(loss):
         return values, pull_back(jnp.ones_like(values))[0]  # row by row
 
     assert sums_of(plan_of(losses, x)) == 1
-    now = jax.jit(lambda: results(jmp.autocast(losses, "mixed_float16")))()
+    compiled = lambda function: jax.jit(lambda: results(function))()
+    now = compiled(jmp.autocast(losses, "mixed_float16"))
     with in_two_passes():
-        before = results(jmp.autocast(losses, "mixed_float16"))
-    for found, two, plain in zip(now, before, results(losses), strict=True):
+        before = compiled(jmp.autocast(losses, "mixed_float16"))
+    for found, two, plain in zip(now, before, compiled(losses), strict=True):
         np.testing.assert_allclose(found, two, rtol=1e-3, atol=1e-5)
         np.testing.assert_allclose(found, plain, rtol=5e-3, atol=2e-2)
 

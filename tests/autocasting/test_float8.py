@@ -42,6 +42,11 @@ def loss(ws, x):
     return jnp.mean(mlp(ws, x) ** 2)
 
 
+def gradient_of(fun, *argnums, **options):
+    """The gradient as one program: an operation at a time takes longer."""
+    return jax.jit(jax.grad(fun, *argnums, **options))
+
+
 def operands_in_float8(fun, *args):
     """Counts the arrays that a program rounds to float8."""
     casts = (e for e in equations_of(fun, *args) if e.primitive.name == "convert_element_type")
@@ -258,13 +263,13 @@ def gated_loss(inside):
 @pytest.mark.parametrize("name", GATED)
 def test_of_what_stands_between_two_products_no_maximum_is_read(name, monkeypatch):
     of = gated_loss(GATED[name])
-    gradient = jax.grad(jmp.autocast(of, F8))
+    gradient = gradient_of(jmp.autocast(of, F8))
     assert maxima(gradient, WIDE, X) == 0
-    exact = jax.grad(of)(WIDE, X)
+    exact = gradient_of(of)(WIDE, X)
     bounded = relative_error(gradient(WIDE, X), exact)
     passes = [change for change in _planner.PASSES if change is not _float8_planning.with_bounds]
     monkeypatch.setattr(_planner, "PASSES", passes)
-    gradient = jax.grad(jmp.autocast(gated_loss(GATED[name]), F8))
+    gradient = gradient_of(jmp.autocast(gated_loss(GATED[name]), F8))
     assert maxima(gradient, WIDE, X) > 1
     assert bounded < 1.2 * relative_error(gradient(WIDE, X), exact) < 0.2
 
@@ -311,8 +316,8 @@ def test_gradients_are_right_where_a_product_is_moved_on_its_way_to_another(name
         return jnp.mean(((moved @ ws[1]) @ ws[2]) ** 2)
 
     x = jnp.stack([X, X[::-1] / 2])
-    gradient = jax.grad(jmp.autocast(of, F8))
-    assert relative_error(gradient(WIDE, x), jax.grad(of)(WIDE, x)) < 0.15
+    gradient = gradient_of(jmp.autocast(of, F8))
+    assert relative_error(gradient(WIDE, x), gradient_of(of)(WIDE, x)) < 0.15
     assert (maxima(gradient, WIDE, x) == 0) == (name in IS_BOUNDED)
 
 
@@ -324,8 +329,8 @@ def test_a_dense_layer_of_linen_behind_a_reshape_has_its_gradients():
             return nn.Dense(8)(nn.Dense(16)(x.reshape(-1, 16)))
 
     x = X.reshape(2, 16, 16)
-    variables = Model().init(jax.random.key(1), x)
-    of = lambda apply: jax.grad(lambda v: jnp.mean(apply(v, x) ** 2))
+    variables = jax.jit(Model().init)(jax.random.key(1), x)
+    of = lambda apply: gradient_of(lambda v: jnp.mean(apply(v, x) ** 2))
     got = of(jmp.adapters.linen.wrap_apply(Model().apply, F8))(variables)
     assert relative_error(got, of(Model().apply)(variables)) < 0.15
 
@@ -345,9 +350,9 @@ def test_what_others_read_too_has_its_maximum(name):
         g = jax.nn.gelu(h)
         return jnp.mean(((g @ ws[1]) @ ws[2]) ** 2) + OTHER_READERS[name](h, g)
 
-    gradient = jax.grad(jmp.autocast(of, F8))
+    gradient = gradient_of(jmp.autocast(of, F8))
     assert maxima(gradient, WIDE, X) > 0
-    assert relative_error(gradient(WIDE, X), jax.grad(of)(WIDE, X)) < 0.15
+    assert relative_error(gradient(WIDE, X), gradient_of(of)(WIDE, X)) < 0.15
 
 
 @pytest.mark.parametrize(
@@ -363,7 +368,7 @@ def test_bounds_hold_where_functions_jump(function):
     x, ws = jnp.full((32, 16), 0.5), (jnp.full((16, 64), 0.3), *WIDE[1:])
     fun = jmp.autocast(of, F8)
     assert maxima(fun, ws, x) == 0
-    got, expected = jax.grad(fun)(ws, x), jax.grad(of)(ws, x)
+    got, expected = gradient_of(fun)(ws, x), gradient_of(of)(ws, x)
     assert relative_error(got[1:], expected[1:]) < 0.2
 
 
@@ -389,7 +394,7 @@ def test_cotangents_of_what_examples_of_a_vmap_share_add_up_within_their_bound()
             one = lambda down: fun((up, gate, down, WIDE[2]), X)
             return jax.vmap(one)(downs).sum()
 
-        return jax.grad(total, (0, 1))(WIDE[0], WIDE[1].T)
+        return gradient_of(total, (0, 1))(WIDE[0], WIDE[1].T)
 
     def of(ws, x):
         up, gate, down, out = ws
@@ -427,9 +432,10 @@ def test_what_has_no_good_bound_has_its_maximum(name):
         return jnp.mean(((functions[name](h) @ ws[1]) @ ws[2]) ** 2), h
 
     is_output = name == "output"
-    gradient = jax.grad(jmp.autocast(of, F8), has_aux=True)
+    gradient = gradient_of(jmp.autocast(of, F8), has_aux=True)
     assert maxima(gradient, WIDE, X) > 0
-    assert relative_error(gradient(WIDE, X)[0], jax.grad(of, has_aux=True)(WIDE, X)[0]) < 0.15
+    expected, _ = gradient_of(of, has_aux=True)(WIDE, X)
+    assert relative_error(gradient(WIDE, X)[0], expected) < 0.15
     assert is_output or maxima(jax.grad(jmp.autocast(lambda *a: of(*a)[0], F8)), WIDE, X) > 0
 
 
@@ -491,13 +497,13 @@ def test_gradients_are_the_same_however_the_program_is_written(form):
     expected = jax.grad(jmp.autocast(unrolled, F8))(W, X)
     # A scan carries products' results into products: its last one is float8 too.
     same(got, expected, 0.06 if form == "scan" else 0.02)
-    assert relative_error(got, jax.grad(unrolled)(W, X)) < 0.1
+    assert relative_error(got, gradient_of(unrolled)(W, X)) < 0.1
 
 
 def test_a_branch_multiplies_in_float8():
     got = jax.jit(jax.grad(jmp.autocast(branched, F8)))(W, X)
     assert operands_in_float8(jmp.autocast(branched, F8), W, X) == 4
-    assert relative_error(got, jax.grad(branched)(W, X)) < 0.1
+    assert relative_error(got, gradient_of(branched)(W, X)) < 0.1
 
 
 def test_what_a_scan_keeps_is_float8():
@@ -554,8 +560,8 @@ def test_layouts_of_einsum_have_the_gradients_of_bfloat16(layout, left, right):
             * jnp.arange(1.0, 1 + y.shape[-1])[None]
         )
 
-    got = jax.grad(jmp.autocast(of, F8), (0, 1))(*operands)
-    expected = jax.grad(of, (0, 1))(*operands)
+    got = gradient_of(jmp.autocast(of, F8), (0, 1))(*operands)
+    expected = gradient_of(of, (0, 1))(*operands)
     assert operands_in_float8(jmp.autocast(of, F8), *operands) == 2
     same(got, expected, 0.12)
 
@@ -580,8 +586,8 @@ def test_a_second_derivative_is_refused_by_name_and_says_what_to_write():
     def penalty(ws, x):
         return jnp.sum(jax.grad(loss)(ws, x)[0] ** 2)
 
-    got = jax.grad(jmp.autocast(penalty, F8))(W, X)
-    assert relative_error(got, jax.grad(penalty)(W, X)) < 0.25
+    got = gradient_of(jmp.autocast(penalty, F8))(W, X)
+    assert relative_error(got, gradient_of(penalty)(W, X)) < 0.25
 
 
 def test_a_custom_jvp_whose_rule_multiplies_keeps_bfloat16():
@@ -643,6 +649,17 @@ def all_shared(ws, x):
     return total + sum(gated_loss(layer)(ws, x) for layer in SHARED.values())
 
 
+def of_eight_devices():
+    return jnp.concatenate([X, *[X / 4] * 7])  # what the devices hold differs in size
+
+
+@functools.cache
+def gradients_of_one(policy):
+    """The gradients of one device, in float32 and by a policy."""
+    functions = (all_shared, jmp.autocast(all_shared, policy))
+    return [gradient_of(f)(WIDE, of_eight_devices()) for f in functions]
+
+
 @pytest.mark.parametrize(
     ("policy", "place", "recomputes"),
     [(F8, "inside", False), (F8, "outside", True), (f"{F8},r=f32", "outside", False),
@@ -652,9 +669,9 @@ def all_shared(ws, x):
 def test_devices_that_share_parameters_have_the_gradients_of_one(
     policy, place, recomputes, check_vma, monkeypatch
 ):
-    x = jnp.concatenate([X, *[X / 4] * 7])  # what the devices hold differs in size
+    x = of_eight_devices()
     of = jax.checkpoint(all_shared) if recomputes else all_shared
-    exact, one = (jax.grad(f)(WIDE, x) for f in (all_shared, jmp.autocast(all_shared, policy)))
+    exact, one = gradients_of_one(policy)
     seen = []
 
     def poisoned(array, dtype, largest):

@@ -32,7 +32,7 @@ either = jax.lax.platform_dependent
 
 
 def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32))
 
 
 Q, K, V = (normal(i, 2, LENGTH, heads, 8) for i, heads in enumerate((4, 2, 2)))
@@ -64,7 +64,7 @@ def haiku_attention(x):
     return hk.MultiHeadAttention(4, 8, w_init=initializer)(x, x, x, mask=CAUSAL[None, None])
 
 
-FLAX = nn.MultiHeadDotProductAttention(4).init(jax.random.key(0), X, X)
+FLAX = jax.jit(nn.MultiHeadDotProductAttention(4).init)(jax.random.key(0), X, X)
 HAIKU = hk.without_apply_rng(hk.transform(haiku_attention))
 EQUINOX = eqx.partition(eqx.nn.MultiheadAttention(4, 32, key=jax.random.key(1)), eqx.is_array)
 NNX = nnx.split(nnx.MultiHeadAttention(4, 32, 32, decode=False, rngs=nnx.Rngs(0)))

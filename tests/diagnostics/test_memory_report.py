@@ -102,7 +102,7 @@ class CNN(nn.Module):
 
 def linen_cnn():
     images = jnp.ones((2, 8, 8, 3))
-    variables = CNN().init(jax.random.key(0), images)
+    variables = jax.jit(CNN().init)(jax.random.key(0), images)
     statistics = variables["batch_stats"]
 
     def loss(params, images):

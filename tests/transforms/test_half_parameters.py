@@ -70,7 +70,7 @@ class Model(nn.Module):
         return nn.Dense(2, name="head")(nn.LayerNorm(name="norm")(nn.Dense(2, name="body")(x)))
 
 
-VARIABLES = Model().init(jax.random.key(0), jnp.ones((1, 2)))
+VARIABLES = jax.jit(Model().init)(jax.random.key(0), jnp.ones((1, 2)))
 BY_RULE = {
     "norms in float32": ("O2", None, "O2"),
     "embeddings in half": (
