@@ -53,8 +53,10 @@ class Form(NamedTuple):
 def or_average(result: Any, sees_a_key: Any, values: Any) -> Any:
     """Returns a kernel's result, and for rows that see no key the average of the values.
 
-    That is what the plain program returns there, where all scores of a row are equal.
+    That is what the plain program returns there, where all scores of a row are equal. It is chosen
+    in float32: so the average's gradient, which has a term for each row, adds up in float32.
     """
-    average = values.mean(1, keepdims=True, dtype=jnp.float32).astype(values.dtype)
+    average = values.mean(1, keepdims=True, dtype=jnp.float32)
     average = jnp.repeat(average, result.shape[2] // values.shape[2], axis=2)
-    return jnp.where(sees_a_key, result, average)
+    chosen = jnp.where(sees_a_key, result.astype(jnp.float32), average)
+    return chosen.astype(result.dtype)
