@@ -48,14 +48,16 @@ class Kernel(NamedTuple):
     platform: str  # as `jax.lax.platform_dependent` names it
     name: str
     attend: Callable[..., Any]
-    limit_of: Callable[[Form, Value], str]  # what it does not take, where tracing does not tell
+    limit_of: Callable[
+        [Form, Value, np.dtype[Any]], str
+    ]  # what it does not take, where tracing does not tell
     takes_constants: bool  # masks without inputs that are neither causal nor a window
     why: str
 
 
 KERNELS = {
     "gpu": Kernel(
-        "cuda", "JAX's cuDNN attention", _cudnn.attend, lambda form, query: "", False,
+        "cuda", "JAX's cuDNN attention", _cudnn.attend, lambda *_: "", False,
         "attention: one fused cuDNN kernel where the program is lowered for CUDA",
     ),
     "tpu": Kernel(
@@ -112,7 +114,7 @@ def _fused_step(
         raise NotFused("its bias or its mask is computed together with its scores")
     if not all(_is_stored(read.value, step_of) for read in (*biases, *masks)):
         raise NotFused("its bias or its mask, before it is repeated, is inside of an island")
-    limit = kernel.limit_of(form, query.value)
+    limit = kernel.limit_of(form, query.value, storage.half)
     types = (*_types(operands), _types(biases), _types(masks))
     if refused := limit or why_refused(kernel, form, *types):
         raise NotFused(f"{kernel.name} does not take it: {refused}")

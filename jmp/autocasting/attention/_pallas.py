@@ -156,16 +156,16 @@ def _once(kernel: Kernel) -> Kernel:
 # What the kernels do not take.
 
 
-def limit_of(form: Form, query: Value) -> str:
-    """Returns what the kernels do not take of an attention of half queries; "" if nothing."""
+def limit_of(form: Form, query: Value, half: np.dtype[Any]) -> str:
+    """Returns why the kernels do not take an attention computed in `half`; "" if they may."""
     masking = form.masking
     rows, keys = form.query.shape[1], form.key.shape[1]
-    if query.dtype == jnp.float16:
+    if half != jnp.bfloat16:
         return "a TPU multiplies bfloat16, and no float16"
     if rows % LANES or keys % LANES:
         return f"it has {rows} queries and {keys} keys; both have to be multiples of {LANES}"
     if masking.biases:
-        return "they read a bias as an array as large as the scores"
+        return "it reads a bias as an array as large as the scores"
     of_heads, of_rows, of_keys = (set(axis) for axis in form.bias_axes[1:])
     for mask in masking.masks:
         labels = set(labels_of(mask.source.axes))
@@ -174,7 +174,9 @@ def limit_of(form: Form, query: Value) -> str:
     if masking.constant is not None and not masking.constant.any(-1).all():
         return "its mask hides a row wholly"
     if not _is_exact(form.scale) and (masking.window is not None or masking.constant is not None):
-        return "its scale is no power of two; the kernel that multiplies by it has no such mask"
+        return "the kernel for scales that are no powers of two has causal and padding masks alone"
     if _jax_compat.is_divided(query):
-        return "XLA cannot divide them among devices; put `jax.shard_map` around the attention"
+        return "XLA cannot divide it among devices; put `jax.shard_map` around the attention"
+    if _jax_compat.varying_axes(query):
+        return "it needs a `jax.shard_map` with check_vma=False"
     return ""
