@@ -121,6 +121,8 @@ FOUND = {
         functools.partial(padded, mask=CAUSAL & ~np.tril(CAUSAL, -9)),
         (TWO_HEADS, K, V), (PADDING,)),
     "prefix": (masked(PREFIX), (TWO_HEADS, K, V), ()),
+    "prefix and padded": (
+        functools.partial(padded, mask=PREFIX), (TWO_HEADS, K, V), (LEFT_PADDING,)),
     "a mask of each head": (own_mask_of_each_head, (TWO_HEADS, K, V), ()),
     "-inf": (masked(CAUSAL, fill=-jnp.inf), (TWO_HEADS, K, V), ()),
     "Flax": (flax_attention, (FLAX, X), ()),
@@ -338,18 +340,18 @@ def test_derivatives_that_the_kernels_have_not_are_refused_by_the_option_s_name(
 
 
 def test_scores_are_never_written():
+    """Counted for a v5e, between half arrays as they are in a model."""
     pytest.importorskip("libtpu")
-    heads = [jax.ShapeDtypeStruct((8, 12, 1024, 64), jnp.float32)] * 3
-
-    def attend(q, k, v):
-        mask = np.tril(np.ones((1024, 1024), bool))[None, None]
-        found = jnp.where(mask, jnp.einsum("bhqd,bhkd->bhqk", q, k) / 8, -1e9)
-        return jnp.einsum("bhqk,bhkd->bhqd", jax.nn.softmax(found), v)
+    heads = [jax.ShapeDtypeStruct((8, 12, 1024, 64), jnp.bfloat16)] * 3
 
     def moved(run):
-        return compile_for_tpu("v5e", jax.grad(squares(run), (0, 1, 2)), *heads).bytes_moved
+        def loss(*heads):
+            q, k, v = (array.astype(jnp.float32).swapaxes(1, 2) for array in heads)
+            return (run(q, k, v) ** 2).sum()
 
-    plain = moved(jmp.autocast(attend, "mixed_bfloat16", platform="tpu"))
-    ratio = moved(on_tpu(attend)) / plain
+        return compile_for_tpu("v5e", jax.grad(loss, (0, 1, 2)), *heads).bytes_moved
+
+    plain = moved(jmp.autocast(causal, "mixed_bfloat16", platform="tpu"))
+    ratio = moved(fused_attention) / plain
     print(f"bytes: {ratio:.3f}")
-    assert ratio < 0.2
+    assert ratio <= 0.17

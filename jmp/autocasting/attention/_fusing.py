@@ -48,9 +48,7 @@ class Kernel(NamedTuple):
     platform: str  # as `jax.lax.platform_dependent` names it
     name: str
     attend: Callable[..., Any]
-    limit_of: Callable[
-        [Form, Value, np.dtype[Any]], str
-    ]  # what it does not take, where tracing does not tell
+    limit_of: Callable[[Form, Value, np.dtype], str]  # what it refuses beside what tracing tells
     takes_constants: bool  # masks without inputs that are neither causal nor a window
     why: str
 

@@ -6,6 +6,7 @@ multiplied with the queries, which is exact. For other scales there is the flash
 multiplies the float32 scores.
 """
 
+import functools
 import importlib
 import math
 from collections.abc import Callable
@@ -23,6 +24,8 @@ from jmp.autocasting.attention._form import Form, Masking, or_average
 
 LANES = 128  # a tile is a multiple of it
 LARGEST_TILE = 512
+
+IN_SHARD_MAP = "put `jax.shard_map(..., check_vma=False)` around the attention"
 
 Kernel = Callable[..., Any]  # of queries, keys, values and segments, heads before positions
 
@@ -60,7 +63,7 @@ def attend(
 
 
 def _all(masks: list[Any]) -> Any:
-    return jnp.stack(jnp.broadcast_arrays(*masks)).all(0)
+    return functools.reduce(jnp.logical_and, masks)
 
 
 def _is_exact(scale: float) -> bool:
@@ -94,12 +97,14 @@ def _splash(form: Form, query: Any, key: Any) -> Kernel:
 
 def _mask_of(masking: Masking, heads: int, rows: int, keys: int) -> Any:
     masks = _module("splash_attention.splash_attention_mask")
+    shape = rows, keys
     if masking.constant is not None:
-        full = np.broadcast_to(masking.constant[0], (heads, rows, keys))
-        return masks.MultiHeadMask([masks.NumpyMask(mask) for mask in full])
-    if masking.is_causal:
-        return masks.MultiHeadMask([masks.LocalMask((rows, keys), (masking.window, 0), 0)] * heads)
-    return masks.MultiHeadMask([masks.FullMask((rows, keys))] * heads)
+        each = [masks.NumpyMask(np.broadcast_to(mask, shape)) for mask in masking.constant[0]]
+    elif masking.is_causal:
+        each = [masks.LocalMask(shape, (masking.window, 0), offset=0)]
+    else:
+        each = [masks.FullMask(shape)]
+    return masks.MultiHeadMask(each * (heads // len(each)))
 
 
 def _flash(form: Form, query: Any, key: Any) -> Kernel:
@@ -156,7 +161,7 @@ def _once(kernel: Kernel) -> Kernel:
 # What the kernels do not take.
 
 
-def limit_of(form: Form, query: Value, half: np.dtype[Any]) -> str:
+def limit_of(form: Form, query: Value, half: np.dtype) -> str:
     """Returns why the kernels do not take an attention computed in `half`; "" if they may."""
     masking = form.masking
     rows, keys = form.query.shape[1], form.key.shape[1]
@@ -170,13 +175,13 @@ def limit_of(form: Form, query: Value, half: np.dtype[Any]) -> str:
     for mask in masking.masks:
         labels = set(labels_of(mask.source.axes))
         if labels & of_heads or (labels & of_rows and labels & of_keys):
-            return "its mask depends on an argument and is not one of keys alone"
+            return "its mask is not known beforehand, and not one of keys alone"
     if masking.constant is not None and not masking.constant.any(-1).all():
         return "its mask hides a row wholly"
     if not _is_exact(form.scale) and (masking.window is not None or masking.constant is not None):
         return "the kernel for scales that are no powers of two has causal and padding masks alone"
     if _jax_compat.is_divided(query):
-        return "XLA cannot divide it among devices; put `jax.shard_map` around the attention"
+        return f"XLA cannot divide it among devices; {IN_SHARD_MAP}"
     if _jax_compat.varying_axes(query):
-        return "it needs a `jax.shard_map` with check_vma=False"
+        return f"it does not say what varies along a mesh; {IN_SHARD_MAP}"
     return ""
