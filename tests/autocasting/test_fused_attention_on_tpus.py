@@ -19,7 +19,7 @@ import jmp
 from jmp.autocasting.attention import _pallas
 from testbed.machines.gpus import as_if_cudnn
 from testbed.machines.tpus import compile_for_tpu
-from tests.autocasting.test_fused_attention import attentions
+from tests.autocasting.attentions import attentions
 from tests.errors import relative_error
 
 LENGTH = 256

@@ -12,8 +12,13 @@ import jax
 import jax.numpy as jnp
 
 from jmp.autocasting.attention._axes import spread
-from jmp.autocasting.attention._derivatives import differentiated_once, in_reverse_mode
-from jmp.autocasting.attention._form import Form, Masking, or_average
+from jmp.autocasting.attention._kernels import (
+    Form,
+    Masking,
+    differentiated_once,
+    in_reverse_mode,
+    or_average,
+)
 
 # What stands for minus infinity in a bias whose largest number in each row is zero: exp of it is
 # zero, and cuDNN, which multiplies by log2(e), stays finite.

@@ -29,7 +29,7 @@ from jmp.autocasting._steps import (
 from jmp.autocasting.attention import _cudnn, _pallas
 from jmp.autocasting.attention._axes import Axes, Labelled, Labels, Layout, Sizes, labels_of, spread
 from jmp.autocasting.attention._constants import constant_of
-from jmp.autocasting.attention._form import Booleans, Form, Masking
+from jmp.autocasting.attention._kernels import Booleans, Form, Masking
 from jmp.autocasting.attention._matching import (
     LARGEST_FILL,
     VALUE_WIDTH,
@@ -59,7 +59,7 @@ KERNELS = {
         "attention: one fused cuDNN kernel where the program is lowered for CUDA",
     ),
     "tpu": Kernel(
-        "tpu", "JAX's Pallas attention", _pallas.attend, _pallas.limit_of, True,
+        "tpu", "JAX's Pallas attention", _pallas.attend_on_tpu, _pallas.limit_of, True,
         "attention: one fused Pallas kernel where the program is lowered for a TPU",
     ),
 }  # fmt: skip

@@ -19,18 +19,23 @@ import numpy as np
 from jmp import _jax_compat
 from jmp.autocasting._graph import Value
 from jmp.autocasting.attention._axes import labels_of, spread
-from jmp.autocasting.attention._derivatives import differentiated_once, in_reverse_mode
-from jmp.autocasting.attention._form import Form, Masking, or_average
+from jmp.autocasting.attention._kernels import (
+    Form,
+    Masking,
+    differentiated_once,
+    in_reverse_mode,
+    or_average,
+)
 
 LANES = 128  # a tile is a multiple of it
 LARGEST_TILE = 512
 
 IN_SHARD_MAP = "put `jax.shard_map(..., check_vma=False)` around the attention"
 
-Kernel = Callable[..., Any]  # of queries, keys, values and segments, heads before positions
+OfHeads = Callable[..., Any]  # of queries, keys, values and segments, heads before positions
 
 
-def attend(
+def attend_on_tpu(
     form: Form, query: Any, key: Any, values: Any, biases: list[Any], masks: list[Any]
 ) -> Any:
     """Returns the attention of bfloat16 queries, keys and values.
@@ -55,7 +60,7 @@ def attend(
         segments = jnp.ones((batch, rows), jnp.int32), seen.astype(jnp.int32)
     kernel = _splash(form, q, k) if _is_exact(form.scale) else _flash(form, q, k)
     operands = (in_reverse_mode(array.swapaxes(1, 2)) for array in (q, k, v))
-    result = _once(kernel)(*operands, segments).swapaxes(1, 2)
+    result = _with_one_derivative(kernel)(*operands, segments).swapaxes(1, 2)
     if kept:
         sees_a_key = _all([form.masking.kept(rows, keys), *kept]).any(-1, keepdims=True)
         result = or_average(result, sees_a_key.swapaxes(1, 2), v)
@@ -73,7 +78,7 @@ def _is_exact(scale: float) -> bool:
 # The kernels. Their modules are imported where one is used: that takes a while.
 
 
-def _splash(form: Form, query: Any, key: Any) -> Kernel:
+def _splash(form: Form, query: Any, key: Any) -> OfHeads:
     kernels = _module("splash_attention.splash_attention_kernel")
     rows, keys = query.shape[1], key.shape[1]
     q, k = _tile(rows), _tile(keys)
@@ -107,7 +112,7 @@ def _mask_of(masking: Masking, heads: int, rows: int, keys: int) -> Any:
     return masks.MultiHeadMask(each * (heads // len(each)))
 
 
-def _flash(form: Form, query: Any, key: Any) -> Kernel:
+def _flash(form: Form, query: Any, key: Any) -> OfHeads:
     kernels = _module("flash_attention")
     q, k = _tile(query.shape[1]), _tile(key.shape[1])
     tiles = kernels.BlockSizes(
@@ -138,13 +143,13 @@ def _tile(length: int) -> int:
     return next(n for n in range(LARGEST_TILE, 0, -LANES) if length % n == 0)
 
 
-def _once(kernel: Kernel) -> Kernel:
+def _with_one_derivative(kernel: OfHeads) -> OfHeads:
     """Returns a kernel with one derivative, in reverse mode.
 
     It is traced without a default precision: Mosaic takes none above the lowest for half operands.
     """
 
-    def traced(function: Kernel) -> Kernel:
+    def traced(function: OfHeads) -> OfHeads:
         def run(*operands: Any) -> Any:
             with _jax_compat.without_default_precision():
                 return function(*operands)

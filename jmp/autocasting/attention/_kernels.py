@@ -1,15 +1,23 @@
-"""What one attention is, for a fused kernel: how its arrays are laid out, and what is masked."""
+"""What the kernels of all platforms share: the form of an attention, and what they have not."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 from jmp.autocasting.attention._axes import Axes, Layout, Sizes
 from jmp.autocasting.attention._matching import Bias, Mask
 
 Booleans = np.ndarray[Any, np.dtype[np.bool_]]
+
+ONE_DIRECTION = (
+    "autocast(attention='fused') got {what}: the fused kernel has a first derivative in reverse "
+    "mode alone (jax.grad, jax.vjp). Use attention='plain' for this function."
+)
 
 
 class Masking(NamedTuple):
@@ -53,10 +61,47 @@ class Form(NamedTuple):
 def or_average(result: Any, sees_a_key: Any, values: Any) -> Any:
     """Returns a kernel's result, and for rows that see no key the average of the values.
 
-    That is what the plain program returns there, where all scores of a row are equal. It is chosen
-    in float32: so the average's gradient, which has a term for each row, adds up in float32.
+    That is what the plain program returns there, where all scores of a row are equal.
     """
     average = values.mean(1, keepdims=True, dtype=jnp.float32)
     average = jnp.repeat(average, result.shape[2] // values.shape[2], axis=2)
-    chosen = jnp.where(sees_a_key, result.astype(jnp.float32), average)
-    return chosen.astype(result.dtype)
+    # Rounded after it is repeated: so its gradient, a term for each row, adds up in float32.
+    average = jnp.broadcast_to(average, result.shape).astype(result.dtype)
+    return jnp.where(sees_a_key, result, average)
+
+
+# Derivatives that they have not: refused where they are asked for.
+
+
+def differentiated_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    wrapped = jax.custom_jvp(function)
+
+    def refuse(primals: Any, tangents: Any) -> Any:
+        raise NotImplementedError(ONE_DIRECTION.format(what="a second derivative"))
+
+    wrapped.defjvp(refuse)
+    return lambda *operands: wrapped(*operands)
+
+
+# The identity, whose tangent is handed on by a primitive that can be transposed and not run: it is
+# left over in forward mode alone.
+@jax.custom_jvp
+def in_reverse_mode(array: Any) -> Any:
+    return array
+
+
+@in_reverse_mode.defjvp
+def _hand_on(primals: Any, tangents: Any) -> Any:
+    return primals[0], _tangent.bind(tangents[0])
+
+
+def _refuse_forward_mode(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError(ONE_DIRECTION.format(what="forward-mode differentiation (jax.jvp)"))
+
+
+_tangent = Primitive("reverse_mode_only")
+_tangent.def_impl(_refuse_forward_mode)
+_tangent.def_abstract_eval(lambda aval: aval)
+ad.deflinear2(_tangent, lambda cotangent, _: [cotangent])
+batching.defvectorized(_tangent)
+mlir.register_lowering(_tangent, _refuse_forward_mode)
