@@ -38,6 +38,13 @@ def varying_axes(value: Any) -> frozenset[str]:
     return frozenset() if kind is None else frozenset(kind.varying)
 
 
+def is_divided(value: Any) -> bool:
+    """Returns whether XLA divides a value among devices by itself, as far as its type says."""
+    mesh = value.aval.sharding.mesh
+    automatic = set(mesh.axis_names) - set(mesh.manual_axes)
+    return bool(automatic) and (mesh.size > 1 or bool(mesh.manual_axes))
+
+
 # The precision of products that name none.
 
 

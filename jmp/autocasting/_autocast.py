@@ -84,9 +84,10 @@ def autocast(
       recompute: float32 islands such as softmax or LayerNorm keep their half inputs alone and are
         computed again in the backward pass: "auto" where that saves memory traffic, "none", "all".
       inside_custom_vjp: also lower what is inside `jax.custom_vjp` functions and their rules.
-      attention: "fused" computes attention by cuDNN's fused kernel, `jax.nn.dot_product_attention`,
-        where `fun` has attention of shapes that JAX supports there, in programs for CUDA; see
-        docs/autocast.md. "plain" computes it as it is written.
+      attention: "fused" computes attention by cuDNN's fused kernel in programs for CUDA, and by
+        JAX's Pallas kernels in programs that are planned for TPUs (`platform`), where `fun` has
+        attention of shapes that JAX supports there; see docs/autocast.md. "plain" computes it as it
+        is written.
       float8: which products a policy with "m=f8" makes float8: "weights", those of a parameter;
         "all", those of two activations too, as attention's. See docs/float8.md.
       platform: what the program will run on, "gpu", "tpu" or "cpu". What is kept for the backward

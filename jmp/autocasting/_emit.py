@@ -38,7 +38,6 @@ from jmp.autocasting._steps import (
     Unplanned,
     Write,
 )
-from jmp.autocasting.attention import attend
 from jmp.dtypes import FLOAT32
 from jmp.sharding._axes import without_reduced
 
@@ -188,10 +187,11 @@ class Numerics:
             operands = [_read(read, inside) for read in step.operands]
             added = [[_read(read, inside) for read in reads] for reads in (step.biases, step.masks)]
             with _jax_compat.place_of(step.node.equation, step.node.stack):
-                return [attend(step.form, *operands, *added)]
+                return [step.attend(step.form, *operands, *added)]
 
         arrays = [environment[value] for value in entering]
-        results = lax.platform_dependent(*arrays, cuda=fused, default=plain)
+        forms = {step.platform: fused}
+        results = lax.platform_dependent(*arrays, **forms, default=plain)
         environment.update(zip(step.node.outputs, results, strict=True))
 
 

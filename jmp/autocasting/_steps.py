@@ -148,11 +148,13 @@ class Island(NamedTuple):
 
 
 class Fused(NamedTuple):
-    """An attention as one kernel, where the program is lowered for CUDA; see `attention`."""
+    """An attention as one kernel on one platform; see `attention`."""
 
     node: Node  # the last of those it stands for
     plain: tuple[Single | Island, ...]  # the steps that run elsewhere, in order
     reads: tuple[Read, ...]  # values from outside, as they are stored
+    platform: str  # "cuda" or "tpu"
+    attend: Callable[..., Any]  # computes it there, given form, operands, biases and masks
     form: Any  # see `attention`
     operands: tuple[Read, ...]  # queries, keys and values
     biases: tuple[Read, ...]

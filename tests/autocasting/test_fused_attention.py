@@ -19,10 +19,9 @@ from jax.sharding import PartitionSpec as P
 import jmp
 from jmp.adapters import equinox, haiku, linen
 from jmp.adapters import nnx as nnx_adapter
-from jmp.autocasting._autocast import make_program
-from jmp.autocasting._steps import Fused, Nested, Plan, Single
 from testbed import position_cases
 from testbed.machines.gpus import as_if_cudnn
+from tests.autocasting.attentions import attentions
 from tests.errors import relative_error
 
 LENGTH = 14
@@ -171,24 +170,6 @@ def stand_in(query, key, value, *terms, implementation=None, **options):
 def as_on_cuda(monkeypatch):
     monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
     monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, cuda, default: cuda(*args))
-
-
-def plans_of(plan):
-    yield plan
-    for step in plan.steps:
-        for inside in step.insides if isinstance(step, Nested) else ():
-            if isinstance(inside, Plan):
-                yield from plans_of(inside)
-
-
-def attentions(function, *args, policy="mixed_float16", **options):
-    """Returns the fused attentions of a function, and why others are not fused."""
-    with as_if_cudnn():
-        plan = make_program(function, policy, attention="fused", **options).trace(args, {}).plan
-    plans = list(plans_of(plan))
-    fused = [step for p in plans for step in p.steps if isinstance(step, Fused)]
-    singles = [step for p in plans for step in p.steps if isinstance(step, Single)]
-    return fused, [step.not_fused for step in singles if step.not_fused]
 
 
 IN_BFLOAT16 = ["Flax, causal and padded", "jax.nn, groups of heads", "jax.nn, learned bias"]

@@ -5,55 +5,26 @@ backward pass from the rows' log-sum-exp.
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 
-from jmp.autocasting.attention._axes import Axes, Layout, Sizes, spread
-from jmp.autocasting.attention._matching import Bias, Mask
+from jmp.autocasting.attention._axes import spread
+from jmp.autocasting.attention._kernels import (
+    Form,
+    Masking,
+    differentiated_once,
+    in_reverse_mode,
+    or_average,
+)
 
 # What stands for minus infinity in a bias whose largest number in each row is zero: exp of it is
 # zero, and cuDNN, which multiplies by log2(e), stays finite.
 LOWEST = -(2.0**15)
 # A row is masked wholly where no bias is above this: a score that is added to it is lost.
 SEEN = -1e8
-
-ONE_DIRECTION = (
-    "autocast(attention='fused') got {what}: the fused kernel has a first derivative in reverse "
-    "mode alone (jax.grad, jax.vjp). Use attention='plain' for this function."
-)
-
-
-class Masking(NamedTuple):
-    """What is done to the scores between scale and softmax."""
-
-    is_causal: bool
-    window: int | None  # how many keys before its own a row sees, if it is causal
-    biases: Sequence[Bias]  # what is not said by these two
-    masks: Sequence[Mask]
-    has_gradient: bool  # of a bias
-    sees_a_key: bool  # each row is known to
-
-
-class Form(NamedTuple):
-    """How one attention is laid out for cuDNN, and what is done to its scores.
-
-    cuDNN takes queries of the shape (batch, rows, heads, width), keys and values of (batch, keys,
-    groups of heads, width), a bias of (batch, heads, rows, keys).
-    """
-
-    query: Layout
-    key: Layout
-    values: Layout
-    result: Layout
-    scale: float
-    masking: Masking
-    bias_axes: Axes
-    sizes: Sizes
 
 
 def attend(
@@ -82,7 +53,7 @@ def attend(
     fused = _fused(form.scale, masking.is_causal, masking.window, half_bias is not None)
     result = fused(*(_evened(array, (1,)) for array in (q, k, v)), half_bias, lengths)[:, :rows]
     if not masking.sees_a_key and highest is not None:
-        result = _or_average(result, (highest > SEEN).swapaxes(1, 2), v)
+        result = or_average(result, (highest > SEEN).swapaxes(1, 2), v)
     return form.result(result)
 
 
@@ -110,9 +81,7 @@ def _highest(masking: Masking, bias: Any, rows: int, keys: int) -> Any:
     """Returns the largest bias that each row sees: (batch, heads, rows, 1), or ones for these."""
     seen = jax.lax.stop_gradient(bias)
     if masking.is_causal:
-        behind = jnp.arange(rows)[None, None, :, None] - jnp.arange(keys)[None, None, None]
-        sees = (behind >= 0) & (masking.window is None or behind <= masking.window)
-        seen = jnp.where(sees, seen, -jnp.inf)
+        seen = jnp.where(masking.kept(rows, keys), seen, -jnp.inf)
     return seen.max(-1, keepdims=True)
 
 
@@ -138,13 +107,7 @@ def _within_range(bias: Any) -> Any:
 _within_range.defjvp(lambda primals, tangents: (_within_range(*primals), *tangents))
 
 
-def _or_average(result: Any, sees_a_key: Any, values: Any) -> Any:
-    average = values.mean(1, keepdims=True, dtype=jnp.float32).astype(values.dtype)
-    average = jnp.repeat(average, result.shape[2] // values.shape[2], axis=2)
-    return jnp.where(sees_a_key, result, average)
-
-
-# The call, how it is batched, and derivatives that it has not.
+# The call, and how it is batched.
 
 
 @functools.cache
@@ -170,8 +133,8 @@ def _fused(scale: float, is_causal: bool, window: int | None, has_bias: bool) ->
 
     backward = _with_batching(lambda pull_back, cotangent: pull_back(cotangent), has_bias)
     attention = jax.custom_vjp(_with_batching(call, has_bias))
-    attention.defvjp(_differentiated_once(forward), _differentiated_once(backward))
-    return lambda *operands: attention(*jax.tree.map(_in_reverse_mode, operands))
+    attention.defvjp(differentiated_once(forward), differentiated_once(backward))
+    return lambda *operands: attention(*jax.tree.map(in_reverse_mode, operands))
 
 
 def _with_batching(function: Callable[..., Any], has_bias: bool) -> Callable[..., Any]:
@@ -212,60 +175,3 @@ def _one_after_another(function: Callable[..., Any], operands: Any, has_axis: An
         return jax.lax.map(of_row, rows)
 
     return _with_batching(of_rows, has_bias=True)(*operands)
-
-
-def _differentiated_once(function: Callable[..., Any]) -> Callable[..., Any]:
-    wrapped = jax.custom_jvp(function)
-
-    def refuse(primals: Any, tangents: Any) -> Any:
-        raise NotImplementedError(ONE_DIRECTION.format(what="a second derivative"))
-
-    wrapped.defjvp(refuse)
-    return lambda *operands: wrapped(*operands)
-
-
-# The identity, whose tangent is handed on by a primitive that can be transposed and not run: it is
-# left over in forward mode alone.
-@jax.custom_jvp
-def _in_reverse_mode(array: Any) -> Any:
-    return array
-
-
-@_in_reverse_mode.defjvp
-def _hand_on(primals: Any, tangents: Any) -> Any:
-    return primals[0], _tangent.bind(tangents[0])
-
-
-def _refuse_forward_mode(*_: Any, **__: Any) -> Any:
-    raise NotImplementedError(ONE_DIRECTION.format(what="forward-mode differentiation (jax.jvp)"))
-
-
-_tangent = Primitive("reverse_mode_only")
-_tangent.def_impl(_refuse_forward_mode)
-_tangent.def_abstract_eval(lambda aval: aval)
-ad.deflinear2(_tangent, lambda cotangent, _: [cotangent])
-batching.defvectorized(_tangent)
-mlir.register_lowering(_tangent, _refuse_forward_mode)
-
-
-# Whether JAX takes it.
-
-
-def why_refused(form: Form, *operands: Any) -> str:
-    """Returns what JAX says against its cuDNN attention of these types; "" if nothing.
-
-    Args:
-      *operands: of `attend`, as types. Forward and backward pass are traced: JAX refuses some
-        shapes only there, and all of them where it finds no cuDNN.
-    """
-
-    def with_gradient(query: Any, key: Any, values: Any, biases: Any, masks: Any) -> Any:
-        function = functools.partial(attend, form, biases=biases, masks=masks)
-        result, pull_back = jax.vjp(function, query, key, values)
-        return pull_back(result)
-
-    try:
-        jax.eval_shape(with_gradient, *operands)
-    except Exception as error:  # JAX raises what it finds: RuntimeError, ValueError, ...
-        return " ".join(str(error).split()) or type(error).__name__
-    return ""

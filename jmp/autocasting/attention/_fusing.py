@@ -1,11 +1,12 @@
 """Which attentions are fused, and their steps.
 
 A fused attention is a step that holds the steps it replaces: they run where the program is lowered
-for anything but CUDA, as they would without it. Its masks are told by their values: causal ones and
-windows need no array, and what masks nothing needs nothing.
+for another platform than it was planned for, as they would without it. Its masks are told by their
+values: causal ones and windows need no array, and what masks nothing needs nothing.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,13 +23,13 @@ from jmp.autocasting._steps import (
     Read,
     Single,
     Step,
-    Storage,
     nodes_of,
     runnable_order,
 )
+from jmp.autocasting.attention import _cudnn, _pallas
 from jmp.autocasting.attention._axes import Axes, Labelled, Labels, Layout, Sizes, labels_of, spread
 from jmp.autocasting.attention._constants import constant_of
-from jmp.autocasting.attention._cudnn import Form, Masking, why_refused
+from jmp.autocasting.attention._kernels import Booleans, Form, Masking
 from jmp.autocasting.attention._matching import (
     LARGEST_FILL,
     VALUE_WIDTH,
@@ -40,9 +41,28 @@ from jmp.autocasting.attention._matching import (
     find_attention,
 )
 
-FUSED = "attention: one fused cuDNN kernel where the program is lowered for CUDA"
 
-Booleans = np.ndarray[Any, np.dtype[np.bool_]]
+class Kernel(NamedTuple):
+    """What computes attention on one platform."""
+
+    platform: str  # as `jax.lax.platform_dependent` names it
+    name: str
+    attend: Callable[..., Any]
+    limit_of: Callable[[Form, Value, np.dtype], str]  # what it refuses beside what tracing tells
+    takes_constants: bool  # masks without inputs that are neither causal nor a window
+    why: str
+
+
+KERNELS = {
+    "gpu": Kernel(
+        "cuda", "JAX's cuDNN attention", _cudnn.attend, lambda *_: "", False,
+        "attention: one fused cuDNN kernel where the program is lowered for CUDA",
+    ),
+    "tpu": Kernel(
+        "tpu", "JAX's Pallas attention", _pallas.attend_on_tpu, _pallas.limit_of, True,
+        "attention: one fused Pallas kernel where the program is lowered for a TPU",
+    ),
+}  # fmt: skip
 
 
 def fuse_attentions(steps: Sequence[Step], level: Level) -> list[Step]:
@@ -50,8 +70,10 @@ def fuse_attentions(steps: Sequence[Step], level: Level) -> list[Step]:
 
     The last product of an attention that is not fused says why.
     """
-    if level.context.request.settings.attention != "fused":
+    request = level.context.request
+    if request.settings.attention != "fused":
         return list(steps)
+    kernel = KERNELS[request.platform]
     step_of = {node: step for step in steps for node in nodes_of(step)}
     fused: list[Fused] = []
     others: list[Step] = []
@@ -60,7 +82,7 @@ def fuse_attentions(steps: Sequence[Step], level: Level) -> list[Step]:
             try:
                 attention = find_attention(step.node)
                 if attention is not None:
-                    fused.append(_fused_step(attention, step_of, level.graph, level.storage))
+                    fused.append(_fused_step(attention, kernel, step_of, level))
             except NotFused as reason:
                 step = step._replace(not_fused=f"attention, left as it is: {reason}")
         others.append(step)
@@ -69,18 +91,19 @@ def fuse_attentions(steps: Sequence[Step], level: Level) -> list[Step]:
 
 
 def _fused_step(
-    attention: Attention, step_of: dict[Node, Step], graph: Graph, storage: Storage
+    attention: Attention, kernel: Kernel, step_of: dict[Node, Step], level: Level
 ) -> Fused:
+    storage = level.storage
     if has_symbols(tuple(attention.sizes.values())):
-        raise NotFused("a size of it is a symbol, and cuDNN's kernel is made for one size")
-    group = _replaced_steps(attention, step_of, graph, storage.facts)
+        raise NotFused("a size of it is a symbol, and a kernel is made for one size")
+    group = _replaced_steps(attention, step_of, level.graph, storage.facts)
     scores, result = step_of[attention.scores], step_of[attention.result]
     if not (_is_half(scores) and _is_half(result)):
         raise NotFused("its first product is not computed in half")
     if any(isinstance(step, Single) and step.rounds for step in (scores, result)):
         raise NotFused("its operands' gradients are to be float32, and the kernel's are half")
     inside = {value for step in group for node in nodes_of(step) for value in node.outputs}
-    form = _form(attention)
+    form = _form(attention, kernel)
     query, key, values, *_ = attention.operands
     operands = _read_of(query, scores), _read_of(key, scores), _read_of(values, result)
     biases = tuple(Read(bias.source.value, None) for bias in form.masking.biases)
@@ -89,20 +112,43 @@ def _fused_step(
         raise NotFused("its bias or its mask is computed together with its scores")
     if not all(_is_stored(read.value, step_of) for read in (*biases, *masks)):
         raise NotFused("its bias or its mask, before it is repeated, is inside of an island")
-    if refused := why_refused(form, *_types(operands), _types(biases), _types(masks)):
-        raise NotFused(f"JAX's cuDNN attention does not take it: {refused}")
+    limit = kernel.limit_of(form, query.value, storage.half)
+    types = (*_types(operands), _types(biases), _types(masks))
+    if refused := limit or why_refused(kernel, form, *types):
+        raise NotFused(f"{kernel.name} does not take it: {refused}")
     reads = (*(read for step in group for read in step.reads), *operands, *biases, *masks)
     entering = dict.fromkeys(read.value for read in reads if read.value.held is None)
     return Fused(
         node=attention.result,
         plain=tuple(runnable_order(group, attention.result.outputs)),
         reads=tuple(Read(value, storage.dtype(value)) for value in entering if value not in inside),
+        platform=kernel.platform,
+        attend=kernel.attend,
         form=form,
         operands=operands,
         biases=biases,
         masks=masks,
-        why=FUSED,
+        why=kernel.why,
     )
+
+
+def why_refused(kernel: Kernel, form: Form, *operands: Any) -> str:
+    """Returns what JAX says against an attention of operands of these types; "" if nothing.
+
+    Forward and backward pass are traced: JAX refuses some shapes only there, and all of them where
+    it finds no cuDNN.
+    """
+
+    def with_gradient(query: Any, key: Any, values: Any, biases: Any, masks: Any) -> Any:
+        function = functools.partial(kernel.attend, form, biases=biases, masks=masks)
+        result, pull_back = jax.vjp(function, query, key, values)
+        return pull_back(result)
+
+    try:
+        jax.eval_shape(with_gradient, *operands)
+    except Exception as error:  # JAX raises what it finds: RuntimeError, ValueError, ...
+        return " ".join(str(error).split()) or type(error).__name__
+    return ""
 
 
 def _is_half(step: Step) -> bool:
@@ -148,8 +194,8 @@ def _replaced_steps(
 # The form.
 
 
-def _form(attention: Attention) -> Form:
-    """Returns how cuDNN is to compute an attention."""
+def _form(attention: Attention, kernel: Kernel) -> Form:
+    """Returns how a kernel is to compute an attention."""
     operands, sizes, keys = attention.operands, attention.sizes, (attention.operands.keys,)
     rows, batch, shared_heads, own_heads = _rows_and_heads(attention)
     heads = (*shared_heads, *own_heads)
@@ -161,7 +207,7 @@ def _form(attention: Attention) -> Form:
         values=Layout.between(operands.values.axes, (*of_values, (VALUE_WIDTH,)), sizes),
         result=Layout.between((*of_query, (VALUE_WIDTH,)), operands.result, sizes),
         scale=attention.scale,
-        masking=_masking_of(attention, bias_axes),
+        masking=_masking_of(attention, bias_axes, kernel),
         bias_axes=bias_axes,
         sizes=sizes,
     )
@@ -197,7 +243,7 @@ class _Known(NamedTuple):
     only_masks: bool  # the scores that it keeps stay as they are
 
 
-def _masking_of(attention: Attention, bias_axes: Axes) -> Masking:
+def _masking_of(attention: Attention, bias_axes: Axes, kernel: Kernel) -> Masking:
     """Returns what the biases and masks of an attention do.
 
     Args:
@@ -212,7 +258,8 @@ def _masking_of(attention: Attention, bias_axes: Axes) -> Masking:
         kept = kept & found.keeps
     batch, _, rows, keys = bias_axes
     pattern = _pattern(kept, [attention.sizes[label] for label in (*rows, *keys)])
-    if pattern is not None:
+    constant = kept if pattern is None and kernel.takes_constants and len(kept) == 1 else None
+    if pattern is not None or constant is not None:
         terms = [t for t in terms if (one := known[t]) is None or not one.only_masks]
     learned = [t for t in terms if isinstance(t, Bias) and t.source.value.varies]
     if learned and any(set(batch).intersection(labels_of(t.source.axes)) for t in terms):
@@ -228,6 +275,7 @@ def _masking_of(attention: Attention, bias_axes: Axes) -> Masking:
     return Masking(
         is_causal=is_causal,
         window=window,
+        constant=constant,
         biases=[term for term in terms if isinstance(term, Bias)],
         masks=[term for term in terms if isinstance(term, Mask)],
         has_gradient=bool(learned),

@@ -194,7 +194,7 @@ def _attention(result: Node, side: int, softmax: _Softmax) -> Attention:
         if moves_axes(node):
             axes = _followed(node, axes, sizes)
         elif node.name == "select_n":
-            masks.append(_mask_of(node, on_path, axes, sizes))
+            masks += _masks_of(node, on_path, axes, sizes)
         elif node.rule.linear:
             if any(mask.fill > LOWERED for mask in masks):
                 raise NotFused("a bias is added after a mask of more than -1e8, and may undo it")
@@ -272,7 +272,7 @@ def _bias_of(node: Node, on_path: set[Value], axes: Axes, sizes: dict[int, int])
     return Bias(_labelled(bias, axes, sizes), -1.0 if node.name == "sub" else 1.0)
 
 
-def _mask_of(node: Node, on_path: set[Value], axes: Axes, sizes: dict[int, int]) -> Mask:
+def _masks_of(node: Node, on_path: set[Value], axes: Axes, sizes: dict[int, int]) -> Iterator[Mask]:
     which, *cases = node.inputs
     kept = [case in on_path for case in cases]
     if which.dtype != bool or sum(kept) != 1 or which in on_path:
@@ -280,7 +280,33 @@ def _mask_of(node: Node, on_path: set[Value], axes: Axes, sizes: dict[int, int])
     (fill,) = [case.constant for case, keeps in zip(cases, kept, strict=True) if not keeps]
     if fill is None:
         raise NotFused(NO_MASK)
-    return Mask(_labelled(which, axes, sizes), kept[1], fill)
+    for mask in _factors(which, axes, kept[1], sizes):
+        yield Mask(_labelled(*mask, sizes), kept[1], fill)
+
+
+def _factors(value: Value, axes: Axes, keeps: bool, sizes: dict[int, int]) -> Iterator[Labelled]:
+    """Yields masks that together keep what one does where it equals `keeps`: `a & b` is two."""
+    mask = source_of(value, _axes_repeated_to(axes, value), sizes)
+    while (written := _as_numbers(mask, sizes)) is not None:
+        mask = written
+    node = mask.value.producer
+    if node is not None and node.name == ("and" if keeps else "or"):
+        for operand in node.inputs:
+            yield from _factors(operand, mask.axes, keeps, sizes)
+    else:
+        yield mask
+
+
+def _as_numbers(mask: Labelled, sizes: dict[int, int]) -> Labelled | None:
+    """Returns the mask that was written as zeros and ones, of which one asks what is not zero."""
+    node = mask.value.producer
+    if node is None or node.name != "ne" or node.inputs[1].constant != 0:
+        return None
+    numbers, axes = source_of(node.inputs[0], mask.axes, sizes)
+    node = numbers.producer
+    if node is None or node.name != "convert_element_type" or node.inputs[0].dtype != bool:
+        return None
+    return source_of(node.inputs[0], axes, sizes)
 
 
 def _labelled(value: Value, axes: Axes, sizes: dict[int, int]) -> Labelled:

@@ -1,0 +1,107 @@
+"""What the kernels of all platforms share: the form of an attention, and what they have not."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jmp.autocasting.attention._axes import Axes, Layout, Sizes
+from jmp.autocasting.attention._matching import Bias, Mask
+
+Booleans = np.ndarray[Any, np.dtype[np.bool_]]
+
+ONE_DIRECTION = (
+    "autocast(attention='fused') got {what}: the fused kernel has a first derivative in reverse "
+    "mode alone (jax.grad, jax.vjp). Use attention='plain' for this function."
+)
+
+
+class Masking(NamedTuple):
+    """What is done to the scores between scale and softmax."""
+
+    is_causal: bool
+    window: int | None  # how many keys before its own a row sees, if it is causal
+    constant: Booleans | None  # another mask without inputs, where a kernel takes one; see `kept`
+    biases: Sequence[Bias]  # what is not said by these three
+    masks: Sequence[Mask]
+    has_gradient: bool  # of a bias
+    sees_a_key: bool  # each row is known to
+
+    def kept(self, rows: int, keys: int) -> Any:
+        """Returns which scores stay but for masks that are read: (batch, heads, rows, keys)."""
+        if self.constant is not None:
+            return self.constant
+        behind = jnp.arange(rows)[None, None, :, None] - jnp.arange(keys)[None, None, None]
+        if not self.is_causal:
+            return jnp.ones_like(behind, bool)
+        return (behind >= 0) & (self.window is None or behind <= self.window)
+
+
+class Form(NamedTuple):
+    """How one attention is laid out for a kernel, and what is done to its scores.
+
+    Queries have the shape (batch, rows, heads, width), keys and values (batch, keys, groups of
+    heads, width), a bias or a mask (batch, heads, rows, keys).
+    """
+
+    query: Layout
+    key: Layout
+    values: Layout
+    result: Layout
+    scale: float
+    masking: Masking
+    bias_axes: Axes
+    sizes: Sizes
+
+
+def or_average(result: Any, sees_a_key: Any, values: Any) -> Any:
+    """Returns a kernel's result, and for rows that see no key the average of the values.
+
+    That is what the plain program returns there, where all scores of a row are equal.
+    """
+    average = values.mean(1, keepdims=True, dtype=jnp.float32)
+    average = jnp.repeat(average, result.shape[2] // values.shape[2], axis=2)
+    # Rounded after it is repeated: so its gradient, a term for each row, adds up in float32.
+    average = jnp.broadcast_to(average, result.shape).astype(result.dtype)
+    return jnp.where(sees_a_key, result, average)
+
+
+# Derivatives that they have not: refused where they are asked for.
+
+
+def differentiated_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    wrapped = jax.custom_jvp(function)
+
+    def refuse(primals: Any, tangents: Any) -> Any:
+        raise NotImplementedError(ONE_DIRECTION.format(what="a second derivative"))
+
+    wrapped.defjvp(refuse)
+    return lambda *operands: wrapped(*operands)
+
+
+# The identity, whose tangent is handed on by a primitive that can be transposed and not run: it is
+# left over in forward mode alone.
+@jax.custom_jvp
+def in_reverse_mode(array: Any) -> Any:
+    return array
+
+
+@in_reverse_mode.defjvp
+def _hand_on(primals: Any, tangents: Any) -> Any:
+    return primals[0], _tangent.bind(tangents[0])
+
+
+def _refuse_forward_mode(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError(ONE_DIRECTION.format(what="forward-mode differentiation (jax.jvp)"))
+
+
+_tangent = Primitive("reverse_mode_only")
+_tangent.def_impl(_refuse_forward_mode)
+_tangent.def_abstract_eval(lambda aval: aval)
+ad.deflinear2(_tangent, lambda cotangent, _: [cotangent])
+batching.defvectorized(_tangent)
+mlir.register_lowering(_tangent, _refuse_forward_mode)

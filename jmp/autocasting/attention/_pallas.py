@@ -1,0 +1,192 @@
+"""Attention as JAX's Pallas kernels for TPUs compute it: one kernel forward, two backward.
+
+Scores are made tile by tile, in float32, and are never in memory. The splash kernel groups heads,
+leaves out tiles that a mask known beforehand hides, and scales nothing: a power of two is
+multiplied with the queries, which is exact. For other scales there is the flash kernel, which
+multiplies the float32 scores.
+"""
+
+import functools
+import importlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmp import _jax_compat
+from jmp.autocasting._graph import Value
+from jmp.autocasting.attention._axes import labels_of, spread
+from jmp.autocasting.attention._kernels import (
+    Form,
+    Masking,
+    differentiated_once,
+    in_reverse_mode,
+    or_average,
+)
+
+LANES = 128  # a tile is a multiple of it
+LARGEST_TILE = 512
+
+IN_SHARD_MAP = "put `jax.shard_map(..., check_vma=False)` around the attention"
+
+OfHeads = Callable[..., Any]  # of queries, keys, values and segments, heads before positions
+
+
+def attend_on_tpu(
+    form: Form, query: Any, key: Any, values: Any, biases: list[Any], masks: list[Any]
+) -> Any:
+    """Returns the attention of bfloat16 queries, keys and values.
+
+    A row whose keys are all masked is the average of the values, as in the plain program.
+
+    Args:
+      biases: none.
+      masks: boolean; the form says how to lay them out.
+    """
+    q, k, v = form.query(query), form.key(key), form.values(values)
+    (batch, rows), keys = q.shape[:2], k.shape[1]
+    kept = [
+        spread(jnp.asarray(array) == mask.keeps, mask.source.axes, form.bias_axes, form.sizes)
+        for array, mask in zip(masks, form.masking.masks, strict=True)
+    ]
+    # Queries are in one segment, and so are the keys that they may see.
+    segments = None
+    of_keys = [one for one in kept if one.shape[2] == 1]
+    if of_keys:
+        seen = jnp.broadcast_to(_all(of_keys), (batch, 1, 1, keys))[:, 0, 0]
+        segments = jnp.ones((batch, rows), jnp.int32), seen.astype(jnp.int32)
+    kernel = _splash(form, q, k) if _is_exact(form.scale) else _flash(form, q, k)
+    operands = (in_reverse_mode(array.swapaxes(1, 2)) for array in (q, k, v))
+    result = _with_one_derivative(kernel)(*operands, segments).swapaxes(1, 2)
+    if kept:
+        sees_a_key = _all([form.masking.kept(rows, keys), *kept]).any(-1, keepdims=True)
+        result = or_average(result, sees_a_key.swapaxes(1, 2), v)
+    return form.result(result)
+
+
+def _all(masks: list[Any]) -> Any:
+    return functools.reduce(jnp.logical_and, masks)
+
+
+def _is_exact(scale: float) -> bool:
+    return math.frexp(scale)[0] == 0.5
+
+
+# The kernels. Their modules are imported where one is used: that takes a while.
+
+
+def _splash(form: Form, query: Any, key: Any) -> OfHeads:
+    kernels = _module("splash_attention.splash_attention_kernel")
+    rows, keys = query.shape[1], key.shape[1]
+    q, k = _tile(rows), _tile(keys)
+    # A narrow head that is the last axis is padded to a whole lane, in memory too.
+    is_narrow = query.shape[3] < LANES
+    minor = kernels.QKVLayout.SEQ_MINOR if is_narrow else kernels.QKVLayout.HEAD_DIM_MINOR
+    tiles = kernels.BlockSizes(
+        block_q=q, block_kv=k, block_q_dkv=q, block_kv_dkv=k, block_q_dq=q, block_kv_dq=k,
+        q_layout=minor, k_layout=minor, v_layout=minor,
+    )  # fmt: skip
+    mask = _mask_of(form.masking, query.shape[2], rows, keys)
+    with jax.ensure_compile_time_eval():  # which tiles of the mask are empty, and which are full
+        kernel = kernels.make_splash_mha(mask, head_shards=1, q_seq_shards=1, block_sizes=tiles)
+
+    def run(q: Any, k: Any, v: Any, segments: Any) -> Any:
+        ids = None if segments is None else kernels.SegmentIds(*segments)
+        return jax.vmap(kernel)(q * form.scale, k, v, ids)
+
+    return run
+
+
+def _mask_of(masking: Masking, heads: int, rows: int, keys: int) -> Any:
+    masks = _module("splash_attention.splash_attention_mask")
+    shape = rows, keys
+    if masking.constant is not None:
+        each = [masks.NumpyMask(np.broadcast_to(mask, shape)) for mask in masking.constant[0]]
+    elif masking.is_causal:
+        each = [masks.LocalMask(shape, (masking.window, 0), offset=0)]
+    else:
+        each = [masks.FullMask(shape)]
+    return masks.MultiHeadMask(each * (heads // len(each)))
+
+
+def _flash(form: Form, query: Any, key: Any) -> OfHeads:
+    kernels = _module("flash_attention")
+    q, k = _tile(query.shape[1]), _tile(key.shape[1])
+    tiles = kernels.BlockSizes(
+        block_q=q, block_k_major=k, block_k=k, block_b=1,
+        block_q_major_dkv=q, block_k_major_dkv=k, block_k_dkv=k, block_q_dkv=q,
+        block_k_major_dq=k, block_k_dq=k, block_q_dq=q,
+    )  # fmt: skip
+    times = query.shape[2] // key.shape[2]
+
+    def repeated(array: Any) -> Any:  # in float32, so that gradients add up in it
+        return jnp.repeat(array.astype(jnp.float32), times, axis=1).astype(array.dtype)
+
+    def run(q: Any, k: Any, v: Any, segments: Any) -> Any:
+        ids = None if segments is None else kernels.SegmentIds(*segments)
+        return kernels.flash_attention(
+            q, repeated(k), repeated(v), segment_ids=ids,
+            causal=form.masking.is_causal, sm_scale=form.scale, block_sizes=tiles,
+        )  # fmt: skip
+
+    return run
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"jax.experimental.pallas.ops.tpu.{name}")
+
+
+def _tile(length: int) -> int:
+    return next(n for n in range(LARGEST_TILE, 0, -LANES) if length % n == 0)
+
+
+def _with_one_derivative(kernel: OfHeads) -> OfHeads:
+    """Returns a kernel with one derivative, in reverse mode.
+
+    It is traced without a default precision: Mosaic takes none above the lowest for half operands.
+    """
+
+    def traced(function: OfHeads) -> OfHeads:
+        def run(*operands: Any) -> Any:
+            with _jax_compat.without_default_precision():
+                return function(*operands)
+
+        return run
+
+    attention = jax.custom_vjp(traced(kernel))
+    forward = traced(lambda *operands: jax.vjp(kernel, *operands))
+    backward = traced(lambda pull_back, cotangent: pull_back(cotangent))
+    attention.defvjp(differentiated_once(forward), differentiated_once(backward))
+    return attention
+
+
+# What the kernels do not take.
+
+
+def limit_of(form: Form, query: Value, half: np.dtype) -> str:
+    """Returns why the kernels do not take an attention computed in `half`; "" if they may."""
+    masking = form.masking
+    rows, keys = form.query.shape[1], form.key.shape[1]
+    if half != jnp.bfloat16:
+        return "a TPU multiplies bfloat16, and no float16"
+    if rows % LANES or keys % LANES:
+        return f"it has {rows} queries and {keys} keys; both have to be multiples of {LANES}"
+    if masking.biases:
+        return "it reads a bias as an array as large as the scores"
+    of_heads, of_rows, of_keys = (set(axis) for axis in form.bias_axes[1:])
+    for mask in masking.masks:
+        labels = set(labels_of(mask.source.axes))
+        if labels & of_heads or (labels & of_rows and labels & of_keys):
+            return "its mask is not known beforehand, and not one of keys alone"
+    if masking.constant is not None and not masking.constant.any(-1).all():
+        return "its mask hides a row wholly"
+    if not _is_exact(form.scale) and (masking.window is not None or masking.constant is not None):
+        return "the kernel for scales that are no powers of two has causal and padding masks alone"
+    if _jax_compat.is_divided(query):
+        return f"XLA cannot divide it among devices; {IN_SHARD_MAP}"
+    if _jax_compat.varying_axes(query):
+        return f"it does not say what varies along a mesh; {IN_SHARD_MAP}"
+    return ""

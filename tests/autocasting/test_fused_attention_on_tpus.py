@@ -1,0 +1,357 @@
+"""Attention in one Pallas kernel: that it computes the same, and what is left as it is.
+
+The kernels are JAX's own. Here a CPU interprets them, tile by tile; the program is the one that is
+lowered for a TPU otherwise.
+"""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jmp
+from jmp.autocasting.attention import _pallas
+from testbed.machines.gpus import as_if_cudnn
+from testbed.machines.tpus import compile_for_tpu
+from tests.autocasting.attentions import attentions
+from tests.errors import relative_error
+
+LENGTH = 256
+LOWEST = float(np.finfo(np.float32).min)
+attention_of_jax = jax.nn.dot_product_attention
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+Q, K, V = (normal(i, 2, LENGTH, heads, 16) for i, heads in enumerate((4, 2, 2)))
+TWO_HEADS = Q[:, :, :2]
+X = normal(3, 2, LENGTH, 32)
+CAUSAL = np.tril(np.ones((LENGTH, LENGTH), bool))
+PADDING = jnp.arange(LENGTH)[None] < jnp.array([LENGTH, 90])[:, None]
+LEFT_PADDING = PADDING[:, ::-1]  # the first rows see no key before theirs
+EMPTY = PADDING.at[1].set(False)  # an example without a key
+PREFIX = CAUSAL | (np.arange(LENGTH) < 100)[None]  # of a language model that sees all of its prompt
+
+
+def scores(q, k, scale=0.25):
+    return jnp.einsum("bqhd,bkhd->bhqk", q, k) * scale
+
+
+def weigh(weights, v):
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+def flax_attention(params, x, mask=None):
+    return nn.MultiHeadDotProductAttention(4).apply(params, x, x, mask=mask)
+
+
+def flax_causal_and_padded(params, x, pad):
+    masks = nn.make_causal_mask(x[..., 0]), nn.make_attention_mask(pad, pad)
+    return flax_attention(params, x, nn.combine_masks(*masks))
+
+
+FLAX = nn.MultiHeadDotProductAttention(4).init(jax.random.key(0), X, X)
+
+
+def masked(mask, scale=0.25, fill=-1e9):
+    """Returns an attention with a mask of the program's own."""
+
+    def attend(q, k, v):
+        found = jnp.where(mask.reshape(1, -1, *mask.shape[-2:]), scores(q, k, scale), fill)
+        return weigh(jax.nn.softmax(found), v)
+
+    return attend
+
+
+def padded(q, k, v, pad, scale=0.25, mask=CAUSAL | ~CAUSAL):
+    kept = pad[:, None, None] & np.asarray(mask)[None, None]
+    return weigh(jax.nn.softmax(jnp.where(kept, scores(q, k, scale), LOWEST)), v)
+
+
+def of_heads(q, k, v, pad):
+    return attention_of_jax(q, k, v, mask=pad[:, None, None], is_causal=True)
+
+
+def repeated_heads(q, k, v):
+    k, v = (jnp.repeat(array, 2, axis=2) for array in (k, v))
+    return masked(CAUSAL)(q, k, v)
+
+
+def one_head_of_keys(q, k, v):
+    weights = jax.nn.softmax(jnp.einsum("btnd,bsd->bnts", q, k[:, :, 0]) / 4)
+    return jnp.einsum("bnts,bsd->btnd", weights, v[:, :, 0])
+
+
+def own_mask_of_each_head(q, k, v):
+    masks = np.stack([CAUSAL, PREFIX])
+    return masked(masks)(q, k, v)
+
+
+causal = functools.partial(attention_of_jax, is_causal=True)
+window = functools.partial(causal, local_window_size=(100, 0))
+WIDE = [normal(i, 1, LENGTH, heads, 128) for i, heads in enumerate((2, 1, 1))]
+
+# Name: a function, its floating arguments, and others.
+FOUND = {
+    "no mask": (attention_of_jax, (TWO_HEADS, K, V), ()),
+    "causal": (causal, (TWO_HEADS, K, V), ()),
+    "causal, groups of heads": (causal, (Q, K, V), ()),
+    "window": (window, (TWO_HEADS, K, V), ()),
+    "window, groups of heads": (window, (Q, K, V), ()),
+    "other scale": (functools.partial(causal, scale=0.3), (TWO_HEADS, K, V), ()),
+    "other scale, groups of heads": (functools.partial(causal, scale=0.3), (Q, K, V), ()),
+    "other scale, padded": (functools.partial(padded, scale=0.3), (TWO_HEADS, K, V), (PADDING,)),
+    "other scale, causal and padded": (
+        functools.partial(padded, scale=0.3, mask=CAUSAL), (TWO_HEADS, K, V), (LEFT_PADDING,)),
+    "wide heads": (causal, WIDE, ()),
+    "padded": (padded, (TWO_HEADS, K, V), (PADDING,)),
+    "an example without a key": (padded, (TWO_HEADS, K, V), (EMPTY,)),
+    "causal and padded, groups of heads": (of_heads, (Q, K, V), (PADDING,)),
+    "causal, rows without a key": (
+        functools.partial(padded, mask=CAUSAL), (TWO_HEADS, K, V), (LEFT_PADDING,)),
+    "window, rows without a key": (
+        functools.partial(padded, mask=CAUSAL & ~np.tril(CAUSAL, -9)),
+        (TWO_HEADS, K, V), (PADDING,)),
+    "prefix": (masked(PREFIX), (TWO_HEADS, K, V), ()),
+    "prefix and padded": (
+        functools.partial(padded, mask=PREFIX), (TWO_HEADS, K, V), (LEFT_PADDING,)),
+    "a mask of each head": (own_mask_of_each_head, (TWO_HEADS, K, V), ()),
+    "-inf": (masked(CAUSAL, fill=-jnp.inf), (TWO_HEADS, K, V), ()),
+    "Flax": (flax_attention, (FLAX, X), ()),
+    "Flax, causal and padded": (flax_causal_and_padded, (FLAX, X), (PADDING,)),
+    "heads repeated": (repeated_heads, (Q, K, V), ()),
+    "one head of keys": (one_head_of_keys, (Q, K, V), ()),
+    "fewer queries": (attention_of_jax, (TWO_HEADS[:, :128], K, V), ()),
+    "values of another width": (masked(CAUSAL), (TWO_HEADS, K, V[..., :8]), ()),
+}  # fmt: skip
+
+
+@pytest.fixture
+def as_on_tpu(monkeypatch):
+    """A CPU runs what a TPU would, and interprets the kernels; a tile is 128 by 128."""
+    compiled = pallas.pallas_call
+
+    def interpreted(*args, **options):
+        return compiled(*args, **options | {"interpret": True})
+
+    monkeypatch.setattr(pallas, "pallas_call", interpreted)
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, tpu, default: tpu(*args))
+    monkeypatch.setattr(_pallas, "LARGEST_TILE", 128)
+
+
+on_tpu = functools.partial(jmp.autocast, policy="mixed_bfloat16", attention="fused", platform="tpu")
+
+
+@pytest.mark.parametrize(("function", "args", "others"), FOUND.values(), ids=FOUND)
+def test_a_fused_attention_and_its_gradient_are_those_of_the_plain_one(
+    function, args, others, as_on_tpu
+):
+    def gradient(run, args):
+        return jax.jit(jax.value_and_grad(lambda args: (run(*args, *others) ** 2).mean()))(args)
+
+    plain = jmp.autocast(function, "mixed_bfloat16", platform="tpu")
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda x: np.asarray(x, np.float64), args)
+        value, exact = gradient(function, wide)
+        value, exact = jax.tree.map(np.asarray, (value, exact))
+    _, of_plain = gradient(plain, args)
+    fused_value, of_fused = gradient(on_tpu(function), args)
+    assert abs(fused_value - value) < 2.0**-8 * value
+    assert relative_error(of_fused, exact) < 1.1 * relative_error(of_plain, exact)
+    assert relative_error(of_fused, of_plain) > 0  # it is not the plain one
+
+
+# What is left as it is.
+
+OWN_MASK = normal(4, 2, 1, LENGTH, LENGTH) < 1
+LEFT = {
+    "a length that is no multiple": (
+        lambda q, k, v: attention_of_jax(q[:, :100], k, v), (), "100 queries and 256 keys"),
+    "one query": (lambda q, k, v: attention_of_jax(q[:, :1], k, v), (), "1 queries"),
+    "a learned bias": (
+        lambda q, k, v, bias: attention_of_jax(q, k, v, bias),
+        (normal(9, 1, 2, LENGTH, LENGTH),), "as large as the scores"),
+    "a mask of its own for each example": (
+        lambda q, k, v, mask: attention_of_jax(q, k, v, mask=mask),
+        (OWN_MASK,), "not one of keys alone"),
+    "a mask that depends on an argument, for each head": (
+        lambda q, k, v, mask: attention_of_jax(q, k, v, mask=mask),
+        (OWN_MASK[:1, :, :1].repeat(2, 1),), "not one of keys alone"),
+    "another scale and a window": (
+        functools.partial(window, scale=0.3), (), "causal and padding masks alone"),
+    "another scale and a prefix": (masked(PREFIX, 0.3), (), "causal and padding masks alone"),
+    "a row without a key": (masked(np.tril(CAUSAL, -1)), (), "hides a row"),
+    "another scale and values of another width": (
+        lambda q, k, v: masked(CAUSAL, 0.3)(q, k, v[..., :8]), (), "V model dimension unequal"),
+    "dropout": (
+        lambda q, k, v, kept: weigh(jax.nn.softmax(scores(q, k)) * kept, v),
+        (jnp.ones((1, 1, 1, LENGTH)),), "stands between its softmax and the values"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "others", "why"), LEFT.values(), ids=LEFT)
+def test_what_the_kernels_do_not_compute_stays_as_it_is_and_the_report_says_why(
+    function, others, why
+):
+    options = {"attention": "fused", "platform": "tpu"}
+    report = jmp.diagnostics.precision_report(function, "mixed_bfloat16", **options)
+    text = " ".join(str(report(TWO_HEADS, K, V, *others)).split())
+    assert why in text
+    assert "Pallas kernel where" not in text
+
+
+def test_float16_is_left_as_it_is():
+    fused, (reason,) = attentions(causal, TWO_HEADS, K, V, platform="tpu")
+    assert not fused
+    assert "no float16" in reason
+
+
+@pytest.mark.parametrize(
+    ("platform", "length", "says"),
+    [
+        ("tpu", LENGTH, "one fused Pallas kernel where the program is lowered for a TPU"),
+        ("tpu", 100, "JAX's Pallas attention does not take it"),
+        ("gpu", LENGTH, "one fused cuDNN kernel where the program is lowered for CUDA"),
+        ("gpu", 100, "one fused cuDNN kernel where the program is lowered for CUDA"),
+    ],
+)
+def test_the_report_speaks_of_the_platform_that_was_planned_for(platform, length, says):
+    options = {"attention": "fused", "platform": platform}
+    report = jmp.diagnostics.precision_report(causal, "mixed_bfloat16", **options)
+    with as_if_cudnn():
+        text = " ".join(str(report(*(x[:, :length] for x in (Q, K, V)))).split())
+    assert says in text
+
+
+def test_elsewhere_the_program_computes_what_it_does_without_the_option():
+    plain = jmp.autocast(causal, "mixed_bfloat16", platform="tpu")
+    np.testing.assert_array_equal(jax.jit(on_tpu(causal))(Q, K, V), jax.jit(plain)(Q, K, V))
+
+
+@pytest.mark.parametrize("combined", [np.logical_and, np.logical_or], ids=["and", "or"])
+def test_masks_that_are_joined_are_told_apart(combined):
+    def attend(q, k, v, pad):
+        if combined is np.logical_and:
+            found = jnp.where(pad[:, None, None] & CAUSAL[None, None], scores(q, k), -1e9)
+        else:
+            hidden = ~pad[:, None, None] | ~CAUSAL[None, None]
+            found = jnp.where(hidden, -1e9, scores(q, k))
+        return weigh(jax.nn.softmax(found), v)
+
+    for platform in ("tpu", "gpu"):
+        ((step,), _) = attentions(
+            attend, TWO_HEADS, K, V, PADDING, policy="mixed_bfloat16", platform=platform
+        )
+        assert step.form.masking.is_causal
+        (mask,) = step.form.masking.masks
+        assert sum(map(len, mask.source.axes)) == 2  # it differs by example and by key
+
+
+# Under the transformations of JAX.
+
+fused_attention = on_tpu(causal)
+fused_masks = on_tpu(padded)
+
+
+def squares(run):
+    return lambda *args: (run(*args) ** 2).sum()
+
+
+def turns(x):
+    body = lambda carry, w: (carry + causal(carry @ w, carry, carry), None)
+    return (jax.lax.scan(body, x, jnp.ones((3, 16, 16)))[0] ** 2).sum()
+
+
+def mesh():
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    return jax.make_mesh((2, 2), ("batch", "heads"), auto, devices=jax.devices()[:4])
+
+
+def sharded(run, check_vma=False):
+    axes = P("batch", None, "heads")
+    return jax.shard_map(run, mesh=mesh(), in_specs=axes, out_specs=axes, check_vma=check_vma)
+
+
+def placed(*arrays):
+    sharding = NamedSharding(mesh(), P("batch", None, "heads"))
+    return tuple(jax.device_put(array, sharding) for array in arrays)
+
+
+STACKED = [jnp.stack([x, x]) for x in (TWO_HEADS, K, V)]
+TRANSFORMED = {
+    "value": (fused_attention, (TWO_HEADS, K, V), 1),
+    "grad": (jax.grad(squares(fused_attention)), (TWO_HEADS, K, V), 3),
+    "grad, scores multiplied": (
+        jax.grad(squares(on_tpu(functools.partial(causal, scale=0.3)))), (TWO_HEADS, K, V), 3),
+    "vmap of grad": (jax.vmap(jax.grad(squares(fused_attention))), STACKED, 3),
+    "vmap of queries alone": (
+        jax.vmap(jax.grad(squares(fused_attention)), (0, None, None)), (STACKED[0], K, V), 3),
+    "vmap of masks": (
+        jax.vmap(jax.grad(squares(fused_masks))), (*STACKED, jnp.stack([PADDING, EMPTY])), 3),
+    "grad of vmap": (jax.grad(squares(jax.vmap(fused_attention))), STACKED, 3),
+    "checkpoint outside": (
+        jax.grad(jax.checkpoint(squares(fused_attention))), (TWO_HEADS, K, V), 3),
+    "checkpoint inside": (
+        jax.grad(squares(on_tpu(jax.checkpoint(causal)))), (TWO_HEADS, K, V), 4),
+    "scan": (jax.grad(on_tpu(turns)), (TWO_HEADS,), 3),
+    "shard_map outside": (jax.grad(squares(sharded(fused_attention))), (TWO_HEADS, K, V), 3),
+    "shard_map inside": (jax.grad(squares(on_tpu(sharded(causal)))), (TWO_HEADS, K, V), 3),
+    # XLA cannot divide these, and there JAX refuses its own kernels: they stay plain.
+    "on a mesh": (jax.grad(squares(fused_attention)), placed(TWO_HEADS, K, V), 0),
+    "checked shard_map outside": (
+        jax.grad(squares(sharded(fused_attention, True))), (TWO_HEADS, K, V), 0),
+    "checked shard_map inside": (
+        jax.grad(squares(on_tpu(sharded(causal, True)))), (TWO_HEADS, K, V), 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "args", "kernels"), TRANSFORMED.values(), ids=TRANSFORMED)
+def test_kernels_are_there_under_every_transformation(function, args, kernels):
+    lowered = jax.jit(function).trace(*args).lower(lowering_platforms=("tpu",))
+    assert lowered.as_text().count("@tpu_custom_call") == kernels
+
+
+def test_kernels_are_lowered_under_a_default_precision_too():
+    with jax.default_matmul_precision("highest"):
+        traced = jax.jit(jax.grad(squares(fused_attention))).trace(TWO_HEADS, K, V)
+        text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("@tpu_custom_call") == 3
+
+
+@pytest.mark.parametrize(
+    ("function", "what"),
+    [
+        (lambda x: jax.jvp(lambda x: fused_attention(x, K, V), (x,), (x,)), "forward-mode"),
+        (jax.grad(lambda x: jax.grad(squares(fused_attention))(x, K, V).sum()), "second"),
+    ],
+    ids=["jvp", "grad of grad"],
+)
+def test_derivatives_that_the_kernels_have_not_are_refused_by_the_option_s_name(function, what):
+    with pytest.raises(NotImplementedError, match=rf"attention='fused'.*{what}"):
+        jax.jit(function).trace(TWO_HEADS).lower(lowering_platforms=("tpu",))
+
+
+def test_scores_are_never_written():
+    """Counted for a v5e, between half arrays as they are in a model."""
+    pytest.importorskip("libtpu")
+    heads = [jax.ShapeDtypeStruct((8, 12, 1024, 64), jnp.bfloat16)] * 3
+
+    def moved(run):
+        def loss(*heads):
+            q, k, v = (array.astype(jnp.float32).swapaxes(1, 2) for array in heads)
+            return (run(q, k, v) ** 2).sum()
+
+        return compile_for_tpu("v5e", jax.grad(loss, (0, 1, 2)), *heads).bytes_moved
+
+    plain = moved(jmp.autocast(causal, "mixed_bfloat16", platform="tpu"))
+    ratio = moved(fused_attention) / plain
+    print(f"bytes: {ratio:.3f}")
+    assert ratio <= 0.17
