@@ -40,7 +40,8 @@ that of `with_policy`. Remove the lines of `set_policy`, or call \
 | `jmp.HalfReductionWarning` | With "r=f32" the gradients of some products stay half between \
 devices: of convolutions, and in custom derivatives. The message counts them. Keep them in \
 float32 by a rule; or ignore it: if a sum overflows, loss scaling skips the step. |
-| `jmp.Float16OnTpuWarning` | A TPU has no matrix unit for float16. Use "mixed_bfloat16" there, without a loss scale; or "p=f32,c=half,o=f32", which chooses by the device. |
+| `jmp.Float16OnTpuWarning` | A TPU has no matrix unit for float16. Use "mixed_bfloat16" there, \
+without a loss scale; or "p=f32,c=half,o=f32", which chooses by the device. |
 
 In tests turn them into errors: `warnings.simplefilter("error", jmp.UnusedRuleWarning)`.
 

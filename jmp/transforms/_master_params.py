@@ -133,7 +133,7 @@ class InTree:
 
     def first(self, params: optax.Params, inner: optax.GradientTransformationExtraArgs) -> PyTree:
         """Returns the masters of the first step."""
-        make = lambda p: jnp.array(p, self.dtype) if needs_master(p) else optax.MaskedNode()
+        make: Any = lambda p: jnp.array(p, self.dtype) if needs_master(p) else optax.MaskedNode()
         return jax.tree.map(make, params)
 
     def seen(self, masters: PyTree, params: optax.Params) -> optax.Params:
