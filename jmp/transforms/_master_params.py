@@ -139,7 +139,7 @@ class InTree:
     def seen(self, masters: PyTree, params: optax.Params) -> optax.Params:
         """Returns what `inner` updates: the masters, and the parameters that need none."""
         is_absent = lambda node: isinstance(node, optax.MaskedNode)
-        either = lambda master, param: param if is_absent(master) else master
+        either = lambda m, p: p if isinstance(m, optax.MaskedNode) else m
         return jax.tree.map(either, masters, params, is_leaf=is_absent)
 
     def gradients(self, updates: optax.Updates, params: optax.Params) -> optax.Updates:
