@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import os
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -37,12 +38,14 @@ class TpuProgram:
       bytes_moved: bytes read and written, one turn of each loop.
       cycles: estimated, all turns of each loop.
       temp_bytes: memory held for intermediate values.
+      compile_seconds: CPU seconds of XLA, of all threads.
     """
 
     text: str
     bytes_moved: int
     cycles: int
     temp_bytes: int
+    compile_seconds: float
 
 
 def compile_for_tpu(
@@ -64,14 +67,33 @@ def compile_for_tpu(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         jax.eval_shape(lambda *leaves: leaves, *arguments),
     )
-    traced = jax.jit(function, donate_argnums=donate_argnums).trace(*specs)
-    compiled = traced.lower(lowering_platforms=("tpu",)).compile()
+    return compile_placed_for_tpus(function, *specs, donate_argnums=donate_argnums)
+
+
+def compile_placed_for_tpus(
+    function: Callable[..., Any], *arguments: Any, **jit_options: Any
+) -> TpuProgram:
+    """Compiles `function` for the TPUs that its arguments are placed on.
+
+    Args:
+      function: a function that `jax.jit` accepts.
+      *arguments: pytrees of `jax.ShapeDtypeStruct` with shardings, as on a mesh of `wire.v5es`.
+      **jit_options: such as `out_shardings` and `donate_argnums`.
+
+    Returns: the program of one device and its figures.
+    """
+    traced = jax.jit(function, **jit_options).trace(*arguments)
+    lowered = traced.lower(lowering_platforms=("tpu",))
+    begun = time.process_time()
+    compiled = lowered.compile()
+    compile_seconds = time.process_time() - begun
     text = compiled.as_text()
     return TpuProgram(
         text=text,
         bytes_moved=int(compiled.cost_analysis()["bytes accessed"]),
         cycles=estimated_cycles(text),
         temp_bytes=compiled.memory_analysis().temp_size_in_bytes,
+        compile_seconds=compile_seconds,
     )
 
 
@@ -98,7 +120,7 @@ def _cycles_of(name: str, computations: Computations) -> int:
 
 def _cycles(instruction: Instruction, computations: Computations) -> int:
     if instruction.opcode == "while":
-        turns, body = _turns(instruction, computations), _named("body", instruction)
+        turns, body = counted_turns(instruction, computations), _named("body", instruction)
         return turns * _cycles_of(body, computations)
     found = CYCLES.search(instruction.attributes)
     own = int(found[1]) if found and int(found[1]) < UNKNOWN else 0
@@ -111,7 +133,7 @@ def _cycles(instruction: Instruction, computations: Computations) -> int:
     return own
 
 
-def _turns(loop: Instruction, computations: Computations) -> int:
+def counted_turns(loop: Instruction, computations: Computations) -> int:
     """Returns the turns of a loop that counts to a constant; one for others."""
     condition = computations[_named("condition", loop)]
     found = [TURNS.search(f"{i.shape} {i.opcode}({i.attributes}") for i in condition]
