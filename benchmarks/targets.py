@@ -170,6 +170,7 @@ def _variant(row: wire.Variant) -> wire.Variant:
 
 
 VARIANTS = {row.title: _variant(row) for row in wire.VARIANTS}
+BY_HAND_ON_TPUS = wire.BY_HAND.title
 
 
 def _eight(name: str, title: str, axes: dict[str, int], places: Any) -> Row:
