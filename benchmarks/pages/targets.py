@@ -135,7 +135,7 @@ def _range(kinds: Any, key: str) -> Callable[[Any], str]:
     def make(found: Any) -> str:
         chosen = [ratios for machine, _, ratios in _ranges(found, key) if machine in kinds]
         numbers = [ratio for ratios in chosen for ratio in ratios.values()]
-        return f"{min(numbers):.2f} to {max(numbers):.2f}"
+        return f"{min(numbers):.2f} to {max(numbers):.2f}" if numbers else NOTHING
 
     return make
 
