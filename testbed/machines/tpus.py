@@ -8,6 +8,7 @@ call, such as a Pallas kernel. Bytes are XLA's own count too, in which a loop co
 
 import dataclasses
 import functools
+import math
 import os
 import re
 import time
@@ -23,7 +24,8 @@ from testbed.machines.hlo import Computations, Instruction, parse_program
 TPUS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "7x": "tpu7x:2x2x1"}
 CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 UNKNOWN = 2**60  # XLA writes a number near 2**63 where it has no estimate
-TURNS = re.compile(r"s32\[\]\S* constant\((\d+)\)")
+CONSTANT = re.compile(r"[su]32\[\]\S* constant\((\d+)\)")
+INDEX = re.compile(r"index=(\d+)")
 CALLED = re.compile(
     r"(?:to_apply|true_computation|false_computation|branch_computations)=(\{[^}]*\}|%[\w.\-]+)"
 )
@@ -134,10 +136,27 @@ def _cycles(instruction: Instruction, computations: Computations) -> int:
 
 
 def counted_turns(loop: Instruction, computations: Computations) -> int:
-    """Returns the turns of a loop that counts to a constant; one for others."""
-    condition = computations[_named("condition", loop)]
-    found = [TURNS.search(f"{i.shape} {i.opcode}({i.attributes}") for i in condition]
-    return max((int(match[1]) for match in found if match), default=1)
+    """Returns the turns of a loop that counts from zero to a constant; one for others."""
+    condition, body = (computations[_named(role, loop)] for role in ("condition", "body"))
+    found = [CONSTANT.search(f"{i.shape} {i.opcode}({i.attributes}") for i in condition]
+    bound = max((int(match[1]) for match in found if match), default=1)
+    return math.ceil(bound / _step(condition, body))
+
+
+def _step(condition: list[Instruction], body: list[Instruction]) -> int:
+    """Returns what a turn adds to the counter: one, but in a loop that XLA has unrolled."""
+    counters = [
+        i for i in condition if i.name in condition[-1].operands if INDEX.search(i.attributes)
+    ]
+    by_name = {instruction.name: instruction for instruction in body}
+    for counter in counters:
+        place = int(INDEX.search(counter.attributes)[1])
+        added = by_name.get(body[-1].operands[place])
+        for operand in added.operands if added and added.opcode == "add" else ():
+            constant = by_name.get(operand)
+            if constant is not None and constant.opcode == "constant":
+                return int(re.match(r"\d+", constant.attributes)[0])
+    return 1
 
 
 def _named(role: str, loop: Instruction) -> str:

@@ -8,7 +8,8 @@ turns. Of branches all count.
 
 In a program for TPUs collectives also stand inside fusions. One that runs beside other work is
 begun in a fusion of its own, repeated inside the fusions of that work, and ended in another one: it
-counts where it begins. What a TPU reduces and scatters is called an all-reduce in a fusion
+counts where it begins. A gather, or a sum that is scattered, beside the product that needs it is a
+loop of permutations, which sends an array once and an eighth of it again. What a TPU reduces and scatters is called an all-reduce in a fusion
 `all-reduce-scatter`, which keeps one part of n.
 """
 
