@@ -8,9 +8,10 @@ turns. Of branches all count.
 
 In a program for TPUs collectives also stand inside fusions. One that runs beside other work is
 begun in a fusion of its own, repeated inside the fusions of that work, and ended in another one: it
-counts where it begins. A gather, or a sum that is scattered, beside the product that needs it is a
-loop of permutations, which sends an array once and an eighth of it again. What a TPU reduces and scatters is called an all-reduce in a fusion
-`all-reduce-scatter`, which keeps one part of n.
+counts where it begins. What a TPU reduces and scatters is called an all-reduce in a fusion
+`all-reduce-scatter`, which keeps one part of n. A gather beside the product that reads it, and a
+scattered sum beside the product that makes it, may be a loop of permutations: on eight devices it
+sends nine eighths of the array, where a ring needs seven.
 """
 
 import dataclasses
