@@ -24,7 +24,8 @@ NOTHING = "–"  # not counted, or the compiler refused it
 
 
 def _counts(found: Any, row: targets.Row, machine: str, half: str, way: str) -> Any:
-    """Returns what was counted of one program; None where nothing was."""
+    """Returns what was counted of one program; None where nothing was. Float32 has no half."""
+    half = "float32" if way == "float32" else half
     recipes = found["workloads"].get(row.name, {"recipes": {}})["recipes"]
     counted = recipes.get(f"{machine} {half} {way}")
     return None if counted is None or "error" in counted else counted
@@ -40,7 +41,7 @@ def _cell(
     found: Any, row: targets.Row, machine: str, half: str, way: str, keys: tuple[str, ...]
 ) -> str:
     """Returns the ratios to the program by hand, such as "0.861 / 0.786 / 1.024"."""
-    counted = _counts(found, row, machine, "float32" if way == "float32" else half, way)
+    counted = _counts(found, row, machine, half, way)
     base = _counts(found, row, machine, half, BASE)
     ratios = [_ratio(counted, base, key) for key in keys]
     return NOTHING if counted is None or base is None else " / ".join(ratios)
