@@ -67,6 +67,9 @@ bench: .venv-test/installed benchmarks/peers/installed  ## Count and time everyt
 	.venv-test/bin/python -m benchmarks.start_up
 	.venv-test/bin/python -m benchmarks.report
 
+.PHONY: targets
+targets: .venv-targets/installed  ## Install the compiler for TPUs, which needs no TPU, into .venv-targets.
+
 .PHONY: docs # beside the folder of that name
 docs: .venv-test/docs  ## Build the documentation into site/; a warning is an error.
 	NO_MKDOCS_2_WARNING=1 .venv-test/bin/python -m mkdocs build --strict
@@ -87,6 +90,13 @@ package: .venv-test/installed  ## Build wheel and sdist into dist/ and try them 
 		jax==$(JAXLIB) jaxlib==$(JAXLIB) $(PUBLISHED)
 	touch $@
 
+# Where people train or test, JAX would look for a TPU.
+.venv-targets/installed: pyproject.toml Makefile
+	$(PYTHON) -m venv .venv-targets
+	.venv-targets/bin/pip install --quiet -e '.[flax,equinox,haiku]' \
+		'jax[tpu]==$(JAXLIB)' jaxlib==$(JAXLIB)
+	touch $@
+
 benchmarks/peers/installed: Makefile | .venv-test/installed
 	.venv-test/bin/pip install --quiet --no-deps --upgrade --target benchmarks/peers $(PEERS)
 	touch $@
@@ -105,7 +115,7 @@ types: .venv-test/installed  ## Check types.
 	touch $@
 
 clean:  ## Remove the environments and caches.
-	rm -rf .venv .venv-test .venv-jax-* .venv-published benchmarks/peers build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv .venv-test .venv-jax-* .venv-published .venv-targets benchmarks/peers build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	rm -rf site
 
 # One choice of CUDA at a time: a plugin left from another choice would still be found, also by CUDA=.

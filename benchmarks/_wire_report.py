@@ -50,18 +50,22 @@ user.
 
 def _cells(counted: dict[str, Any], by_hand: dict[str, Any]) -> list[str]:
     received = counted["received"]
-    kinds = {name: name.split()[0] for name in received}
-    cells = [_by_dtype({n: b for n, b in received.items() if kinds[n] == k}) for k in COLUMNS]
-    cells.append(_by_dtype({n: b for n, b in received.items() if kinds[n] not in COLUMNS}))
     base = by_hand.get("received")
     return [
-        *cells,
+        *by_kind(received),
         f"{total(received) / MIB:.1f}",
         f"{total(received) / total(base):.3f}" if base else "",
         f"{counted['bytes_moved'] / MIB:.0f}",
         f"{counted['temp_bytes'] / MIB:.1f}",
         str(counted["kernels"]),
     ]
+
+
+def by_kind(received: dict[str, float]) -> list[str]:
+    """Returns the cells of `COLUMNS`, and that of all other kinds."""
+    kinds = {name: name.split()[0] for name in received}
+    cells = [_by_dtype({n: b for n, b in received.items() if kinds[n] == k}) for k in COLUMNS]
+    return [*cells, _by_dtype({n: b for n, b in received.items() if kinds[n] not in COLUMNS})]
 
 
 def _by_dtype(received: dict[str, float]) -> str:

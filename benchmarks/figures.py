@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from benchmarks import _counted
+from benchmarks.pages import targets
 from benchmarks.processes import ROOT
 
 FOLDER = ROOT / "docs" / "figures"
@@ -47,6 +48,7 @@ DRAWINGS: dict[str, Drawing] = {
 DRAWINGS |= {
     "memory": (of_memory, ("memory.json", "benchmarks/programs.json")),
     "compiled": (_counted.plot, ("benchmarks/compiled.json",)),
+    "targets": (targets.plot, ("benchmarks/targets.json",)),
 }
 
 

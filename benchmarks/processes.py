@@ -20,6 +20,7 @@ class Process:
       peers_first: whether the peers' folder comes before this project on the import path, or after.
       log: where its standard error goes.
       platform: the only one JAX may start; None leaves it the choice.
+      python: the interpreter.
     """
 
     def __init__(
@@ -28,6 +29,7 @@ class Process:
         peers_first: bool,
         log: pathlib.Path,
         platform: str | None = None,
+        python: str = sys.executable,
     ) -> None:
         paths = [PEERS, ROOT] if peers_first else [ROOT, PEERS]
         # Several processes share a device: none may take all of its memory.
@@ -41,7 +43,7 @@ class Process:
         self._log = log
         with log.open("w") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, *arguments],
+                [python, *arguments],
                 cwd=ROOT,
                 env=environment,
                 stdin=subprocess.PIPE,

@@ -4,22 +4,25 @@
     python -m benchmarks.run --suite checks    # the same for ways to check gradients
     python -m benchmarks.run --suite wire    # what eight H200s send each other; needs no GPU
     python -m benchmarks.run --suite programs    # the other tables of pages, also of an H200
+    python -m benchmarks.run --suite targets    # GPUs and TPUs; after `make targets`
     python -m benchmarks.run --suite gpu --only gpt2    # paired times on this machine's GPU
     python -m benchmarks.run --suite cpu    # update, trace and compile ratios on this CPU
     python -m benchmarks.run --rehearse --suite gpu    # everything at a tiny size, on any machine
 
-A run with `--only` or `--recipes` replaces those results in the file and keeps the others, so that
-a long suite can be run in parts; results of another machine are not kept. `make bench` installs
-what compiled, checks, wire, programs and cpu need. The suite gpu needs JAX for CUDA and, for its
-PyTorch rows, torch: `make benchmarks/peers/installed`, then
-`pip install -e '.[test,cuda13]' torch`.
+A run with `--only`, `--recipes` or `--machines` replaces those results in the file and keeps the
+others, so that a long suite can be run in parts; results of another machine are not kept. `make
+bench` installs what compiled, checks, wire, programs and cpu need, and the GPUs of targets. The
+suite gpu needs JAX for CUDA and, for its PyTorch rows, torch: `make benchmarks/peers/installed`,
+then `pip install -e '.[test,cuda13]' torch`.
 """
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent import futures
@@ -28,7 +31,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks import programs, wire, workloads
+from benchmarks import programs, targets, wire, workloads
 from benchmarks.finite_checks import CHECKS
 from benchmarks.pairing import paired
 from benchmarks.processes import ROOT, Process
@@ -39,7 +42,8 @@ BASELINE = "by-hand"
 CONTROL = "by-hand again"  # the same recipe in a second process: what chance alone makes of a ratio
 TORCH = {"torch-eager": "eager", "torch-compile": "compile"}
 TOGETHER = 4  # recipes on a device beside the baseline and its control: GPT-2 takes 12 GB in each
-NAMES = [row.name for row in (*WORKLOADS, *UPDATES, *wire.CASES, *programs.GROUPS)]
+COUNTING = ("compiled", "checks", "wire", "programs", "targets")  # without a device
+NAMES = [row.name for row in (*WORKLOADS, *UPDATES, *wire.CASES, *programs.GROUPS, *targets.ROWS)]
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -47,12 +51,15 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--suite", choices=SUITES, required=True)
-    names = "workloads, of the suite wire cases, of the suite programs tables"
+    names = "workloads, of the suite wire cases, of programs tables, of targets rows"
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, help=names)
     recipes = [row.name for row in RECIPES] + list(TORCH)
     recipes += sorted({row.name for case in wire.CASES for row in case.variants} - {*recipes})
     names = "of the suite wire variants"
     parser.add_argument("--recipes", nargs="+", choices=recipes, default=recipes, help=names)
+    names = "of the suite targets"
+    machines = targets.MACHINES
+    parser.add_argument("--machines", nargs="+", choices=machines, default=machines, help=names)
     parser.add_argument("--rounds", type=int, default=12, help="at least 8")
     parser.add_argument("--rehearse", action="store_true", help="tiny shapes, on any machine")
     parser.add_argument("--output-dir", type=pathlib.Path, default=ROOT / "results" / "benchmarks")
@@ -68,7 +75,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def rows_of(suite: str) -> tuple[Any, ...]:
-    others = {"wire": wire.CASES, "programs": programs.GROUPS}
+    others = {"wire": wire.CASES, "programs": programs.GROUPS, "targets": targets.ROWS}
     return others.get(suite, (*WORKLOADS, *UPDATES))
 
 
@@ -88,7 +95,9 @@ def recipes_for(workload: Any, arguments: argparse.Namespace, compiled: bool) ->
 
 
 @contextlib.contextmanager
-def workers(names: list[str], platform: str | None = None) -> Iterator[dict[str, Process]]:
+def workers(
+    names: list[str], platform: str | None = None, python: str = sys.executable
+) -> Iterator[dict[str, Process]]:
     """Starts a process a recipe, and ends them all."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         found = {}
@@ -99,7 +108,7 @@ def workers(names: list[str], platform: str | None = None) -> Iterator[dict[str,
             else:
                 row = find(BASELINE if name == CONTROL else name)
                 arguments = ["-m", "benchmarks.worker", row.name]
-                process = Process(arguments, row.needs_peers_first, log, platform)
+                process = Process(arguments, row.needs_peers_first, log, platform, python)
             stack.callback(process.close)
             found[name] = process
         yield found
@@ -137,6 +146,27 @@ def programs_suite(
     """Counts the programs of one table of the documentation."""
     jobs = {row: (BASELINE, {"group": group.name, "row": row}) for row in group.rows}
     return {"recipes": counted(jobs, tick, "program")}
+
+
+def targets_suite(row: targets.Row, arguments: argparse.Namespace, tick: Any) -> dict[str, Any]:
+    """Counts a row for every machine; without libtpu for GPUs alone."""
+    python = targets.tpu_python()
+    chosen = [job for job in row.jobs() if job.machine in arguments.machines]
+    jobs = [job for job in chosen if python or not job.is_of_tpu]
+    if len(jobs) < len(chosen):
+        print("No TPUs: `make targets` makes their environment, or JMP_TPU_PYTHON names another.")
+
+    def count(job: targets.Job) -> dict[str, Any]:
+        options = {"row": row.name, "rehearse": arguments.rehearse, **dataclasses.asdict(job)}
+        with workers([BASELINE], "cpu", python if job.is_of_tpu else sys.executable) as found:
+            answer = found[BASELINE].ask("target", **options)
+        tick()
+        return answer
+
+    # A compiler takes more than a core at times, and 2 GB.
+    with futures.ThreadPoolExecutor(min(2, os.cpu_count())) as pool:
+        names = [job.name for job in jobs]
+        return {"recipes": dict(zip(names, pool.map(count, jobs), strict=True))}
 
 
 def counted(
@@ -230,6 +260,7 @@ SUITES = {
     "checks": checks_suite,
     "wire": wire_suite,
     "programs": programs_suite,
+    "targets": targets_suite,
     "gpu": timed_suite,
     "cpu": cpu_suite,
 }
@@ -240,8 +271,7 @@ def begun(path: pathlib.Path, arguments: argparse.Namespace, console: Console) -
     on_gpu = arguments.suite == "gpu"
     with workers(["float32"], None if on_gpu else "cpu") as found:
         process = found["float32"]
-        counting = arguments.suite in ("compiled", "checks", "wire", "programs")
-        machine = process.ask("versions" if counting else "machine")
+        machine = process.ask("versions" if arguments.suite in COUNTING else "machine")
         platform = machine.get("platform")
         if on_gpu and platform != "gpu" and not arguments.rehearse:
             raise SystemExit(
@@ -276,7 +306,7 @@ def main() -> None:
             kept = results["workloads"].setdefault(workload.name, {"recipes": {}})
             recipes = kept["recipes"] | measured.pop("recipes")
             title = workload.title
-            if arguments.suite not in ("wire", "programs"):
+            if arguments.suite not in ("wire", "programs", "targets"):
                 title = workloads.find(workload.name, arguments.rehearse).title
             kept |= {"title": title, "recipes": recipes} | measured
             # After each: a run that is cut short loses one workload.

@@ -23,6 +23,7 @@ from testbed.machines.wire import h200s, wire
 
 P = PartitionSpec
 Tree = Any
+MeshOf = Callable[[], Mesh]  # called where a program is compiled: it starts a compiler
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +32,11 @@ class Variant:
 
     Attributes:
       name, title: as in `--recipes`, and as in the report.
-      half: what is computed and moved is float16, cast by hand.
+      half: what is computed and moved is cast by hand, to `dtype`.
       barrier: the cast is also kept before the move by `jax.lax.optimization_barrier`.
       policy: of autocast, for the loss; None without.
+      dtype: the half one; no TPU multiplies float16.
+      platform: as autocast is told.
     """
 
     name: str
@@ -41,6 +44,8 @@ class Variant:
     half: bool = False
     barrier: bool = False
     policy: str | None = None
+    dtype: Any = jnp.float16
+    platform: str | None = None
 
     def parameter(self, leaf: jax.Array) -> jax.Array:
         """Casts a parameter that products read, in front of the move: by hand alone."""
@@ -49,10 +54,12 @@ class Variant:
 
     def value(self, array: jax.Array) -> jax.Array:
         """Casts an activation, by hand alone."""
-        return array.astype(jnp.float16) if self.half else array
+        return array.astype(self.dtype) if self.half else array
 
     def loss(self, function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        return jmp.autocast(function, self.policy) if self.policy else function
+        if self.policy is None:
+            return function
+        return jmp.autocast(function, self.policy, platform=self.platform)
 
 
 BY_HAND = Variant("by-hand", "by hand, half", half=True)
@@ -283,9 +290,9 @@ FSDP_AND_TENSOR_PARALLEL = {
 }
 
 
-def language_model(axes: Mapping[str, int], places: Tree, variant: Variant, small: bool) -> Step:
+def language_model(mesh_of: MeshOf, places: Tree, variant: Variant, small: bool) -> Step:
     """jit, a GPT of 16.8 M parameters; activations are kept along the data axis."""
-    mesh, sizes = h200s(axes), SMALL if small else Sizes()
+    mesh, sizes = mesh_of(), SMALL if small else Sizes()
     stack, width, vocabulary = sizes.layers, sizes.width, sizes.vocabulary
     shapes = {
         "table": (vocabulary, width),
@@ -377,14 +384,20 @@ CASES = (
     Case(
         "gpt-fsdp",
         "GPT, FSDP",
-        functools.partial(language_model, {DATA: 8}, FSDP),
+        functools.partial(language_model, lambda: h200s({DATA: 8}), FSDP),
         (IN_FLOAT8,),
     ),
-    Case("gpt-dp", "GPT, data parallel", functools.partial(language_model, {DATA: 8}, REPLICATED)),
+    Case(
+        "gpt-dp",
+        "GPT, data parallel",
+        functools.partial(language_model, lambda: h200s({DATA: 8}), REPLICATED),
+    ),
     Case(
         "gpt-fsdp-tp",
         "GPT, FSDP by 4, tensor parallel by 2",
-        functools.partial(language_model, {DATA: 4, MODEL: 2}, FSDP_AND_TENSOR_PARALLEL),
+        functools.partial(
+            language_model, lambda: h200s({DATA: 4, MODEL: 2}), FSDP_AND_TENSOR_PARALLEL
+        ),
         (IN_FLOAT8,),
     ),
     Case("convolutions-fsdp", "four 3 x 3 convolutions, FSDP", convolutions),
@@ -410,13 +423,18 @@ def compile_step(case: Case, variant: str, small: bool = False) -> Program:
 
 def counted(program: Program) -> dict[str, Any]:
     """Returns what the report says of a program: bytes by kind and dtype, and its figures."""
-    received: dict[str, int] = {}
-    for sent in wire(program.text):
-        name = f"{sent.kind} {sent.dtype}"
-        received[name] = received.get(name, 0) + round(sent.bytes)
     return {
-        "received": dict(sorted(received.items())),
+        "received": received_of(program.text),
         "bytes_moved": program.bytes_moved,
         "kernels": program.kernels,
         "temp_bytes": program.temp_bytes,
     }
+
+
+def received_of(text: str) -> dict[str, int]:
+    """Returns the bytes that a device receives in a step, by kind and dtype."""
+    received: dict[str, int] = {}
+    for sent in wire(text):
+        name = f"{sent.kind} {sent.dtype}"
+        received[name] = received.get(name, 0) + round(sent.bytes)
+    return dict(sorted(received.items()))

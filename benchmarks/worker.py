@@ -71,6 +71,12 @@ class Worker:
 
         return programs.counted(group, row)
 
+    def target(self, row: str, machine: str, half: str, way: str, rehearse: bool) -> dict[str, Any]:
+        """Counts a program for one of several GPUs and TPUs, without a device."""
+        from benchmarks import targets
+
+        return targets.counted(row, machine, half, way, small=rehearse)
+
     def prepare(self, workload: str, rehearse: bool) -> dict[str, Any]:
         """Traces and compiles the step for this machine's device and takes the first steps."""
         found = workloads.find(workload, rehearse)

@@ -244,6 +244,68 @@ def plain_transformer(dtype=jnp.float32, batch=8, length=512, layers=4, width=51
     return loss, params, (tokens, jnp.roll(tokens, -1, 1))
 
 
+def checkpointed_gpt(dtype=jnp.float32, batch=8, length=512, layers=4, width=512, vocabulary=8192):
+    """A GPT in plain JAX as code for TPUs is written: layers in a scan, each under checkpoint.
+
+    The head is the transposed embedding.
+    """
+    heads = max(1, width // 64)
+    keys = iter(jax.random.split(jax.random.key(0), 6))
+
+    def matrices(*shape):
+        return jax.random.normal(next(keys), shape) * 0.02
+
+    def norms(*shape):
+        return {"scale": jnp.ones(shape), "bias": jnp.zeros(shape)}
+
+    params = {
+        "embedding": matrices(vocabulary, width),
+        "positions": matrices(length, width),
+        "layers": {
+            "qkv": matrices(layers, width, 3 * width),
+            "out": matrices(layers, width, width),
+            "up": matrices(layers, width, 4 * width),
+            "up_bias": jnp.zeros((layers, 4 * width)),
+            "down": matrices(layers, 4 * width, width),
+            "down_bias": jnp.zeros((layers, width)),
+            "norm1": norms(layers, width),
+            "norm2": norms(layers, width),
+        },
+        "norm": norms(width),
+    }
+
+    def layer_norm(x, norm):
+        y = x.astype(jnp.float32)
+        y = y - jnp.mean(y, -1, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-5)
+        return (y * norm["scale"] + norm["bias"]).astype(dtype)
+
+    def attention(x, layer):
+        b, t, _ = x.shape
+        q, k, v = jnp.split((x @ layer["qkv"].astype(dtype)).reshape(b, t, 3 * heads, -1), 3, 2)
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
+        scores = jnp.where(jnp.tril(jnp.ones((t, t), bool)), scores, jnp.finfo(dtype).min)
+        weights = jax.nn.softmax(scores.astype(jnp.float32)).astype(dtype)
+        y = jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(b, t, -1)
+        return y @ layer["out"].astype(dtype)
+
+    @jax.checkpoint
+    def block(x, layer):
+        x = x + attention(layer_norm(x, layer["norm1"]), layer)
+        y = layer_norm(x, layer["norm2"]) @ layer["up"].astype(dtype)
+        y = jax.nn.gelu(y + layer["up_bias"].astype(dtype))
+        return x + y @ layer["down"].astype(dtype) + layer["down_bias"].astype(dtype), None
+
+    def loss(params, tokens, labels):
+        table = params["embedding"].astype(dtype)
+        x = table[tokens] + params["positions"].astype(dtype)
+        x, _ = jax.lax.scan(block, x, params["layers"])
+        return cross_entropy(layer_norm(x, params["norm"]) @ table.T, labels)
+
+    tokens = jax.random.randint(jax.random.key(1), (batch, length), 0, vocabulary)
+    return loss, params, (tokens, jnp.roll(tokens, -1, 1))
+
+
 # Others.
 
 
@@ -370,6 +432,11 @@ MODELS = [
     Model(
         "plain_transformer",
         plain_transformer,
+        {"batch": 2, "length": 64, "layers": 2, "width": 128, "vocabulary": 256},
+    ),
+    Model(
+        "checkpointed_gpt",
+        checkpointed_gpt,
         {"batch": 2, "length": 64, "layers": 2, "width": 128, "vocabulary": 256},
     ),
     Model("mixture_of_experts", mixture_of_experts, {}),

@@ -14,7 +14,7 @@ import json
 import re
 from typing import Any
 
-from benchmarks.pages import examples, planner, programs, soak  # noqa: F401 (they register)
+from benchmarks.pages import examples, planner, programs, soak, targets  # noqa: F401 (they register)
 from benchmarks.pages.registry import FIGURES, SOURCES
 from benchmarks.processes import ROOT
 

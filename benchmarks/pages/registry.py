@@ -27,6 +27,9 @@ SOURCES = {
     "programs": Source(
         "results/benchmarks/programs.json", "python -m benchmarks.run --suite programs"
     ),
+    "targets": Source(
+        "results/benchmarks/targets.json", "python -m benchmarks.run --suite targets"
+    ),
     "wire": Source("results/benchmarks/wire.json", "python -m benchmarks.run --suite wire"),
     "rules": Source("results/planner_rules.json", "python benchmarks/planner_rules.py"),
     "constants": Source("results/planner_constants.json", "python benchmarks/planner_constants.py"),

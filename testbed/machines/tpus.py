@@ -8,8 +8,10 @@ call, such as a Pallas kernel. Bytes are XLA's own count too, in which a loop co
 
 import dataclasses
 import functools
+import math
 import os
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +24,8 @@ from testbed.machines.hlo import Computations, Instruction, parse_program
 TPUS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "7x": "tpu7x:2x2x1"}
 CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 UNKNOWN = 2**60  # XLA writes a number near 2**63 where it has no estimate
-TURNS = re.compile(r"s32\[\]\S* constant\((\d+)\)")
+CONSTANT = re.compile(r"[su]32\[\]\S* constant\((\d+)\)")
+INDEX = re.compile(r"index=(\d+)")
 CALLED = re.compile(
     r"(?:to_apply|true_computation|false_computation|branch_computations)=(\{[^}]*\}|%[\w.\-]+)"
 )
@@ -37,12 +40,14 @@ class TpuProgram:
       bytes_moved: bytes read and written, one turn of each loop.
       cycles: estimated, all turns of each loop.
       temp_bytes: memory held for intermediate values.
+      compile_seconds: CPU seconds of XLA, of all threads.
     """
 
     text: str
     bytes_moved: int
     cycles: int
     temp_bytes: int
+    compile_seconds: float
 
 
 def compile_for_tpu(
@@ -64,14 +69,33 @@ def compile_for_tpu(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         jax.eval_shape(lambda *leaves: leaves, *arguments),
     )
-    traced = jax.jit(function, donate_argnums=donate_argnums).trace(*specs)
-    compiled = traced.lower(lowering_platforms=("tpu",)).compile()
+    return compile_placed_for_tpus(function, *specs, donate_argnums=donate_argnums)
+
+
+def compile_placed_for_tpus(
+    function: Callable[..., Any], *arguments: Any, **jit_options: Any
+) -> TpuProgram:
+    """Compiles `function` for the TPUs that its arguments are placed on.
+
+    Args:
+      function: a function that `jax.jit` accepts.
+      *arguments: pytrees of `jax.ShapeDtypeStruct` with shardings, as on a mesh of `wire.v5es`.
+      **jit_options: such as `out_shardings` and `donate_argnums`.
+
+    Returns: the program of one device and its figures.
+    """
+    traced = jax.jit(function, **jit_options).trace(*arguments)
+    lowered = traced.lower(lowering_platforms=("tpu",))
+    begun = time.process_time()
+    compiled = lowered.compile()
+    compile_seconds = time.process_time() - begun
     text = compiled.as_text()
     return TpuProgram(
         text=text,
         bytes_moved=int(compiled.cost_analysis()["bytes accessed"]),
         cycles=estimated_cycles(text),
         temp_bytes=compiled.memory_analysis().temp_size_in_bytes,
+        compile_seconds=compile_seconds,
     )
 
 
@@ -98,7 +122,7 @@ def _cycles_of(name: str, computations: Computations) -> int:
 
 def _cycles(instruction: Instruction, computations: Computations) -> int:
     if instruction.opcode == "while":
-        turns, body = _turns(instruction, computations), _named("body", instruction)
+        turns, body = counted_turns(instruction, computations), _named("body", instruction)
         return turns * _cycles_of(body, computations)
     found = CYCLES.search(instruction.attributes)
     own = int(found[1]) if found and int(found[1]) < UNKNOWN else 0
@@ -111,11 +135,28 @@ def _cycles(instruction: Instruction, computations: Computations) -> int:
     return own
 
 
-def _turns(loop: Instruction, computations: Computations) -> int:
-    """Returns the turns of a loop that counts to a constant; one for others."""
-    condition = computations[_named("condition", loop)]
-    found = [TURNS.search(f"{i.shape} {i.opcode}({i.attributes}") for i in condition]
-    return max((int(match[1]) for match in found if match), default=1)
+def counted_turns(loop: Instruction, computations: Computations) -> int:
+    """Returns the turns of a loop that counts from zero to a constant; one for others."""
+    condition, body = (computations[_named(role, loop)] for role in ("condition", "body"))
+    found = [CONSTANT.search(f"{i.shape} {i.opcode}({i.attributes}") for i in condition]
+    bound = max((int(match[1]) for match in found if match), default=1)
+    return math.ceil(bound / _step(condition, body))
+
+
+def _step(condition: list[Instruction], body: list[Instruction]) -> int:
+    """Returns what a turn adds to the counter: one, but in a loop that XLA has unrolled."""
+    counters = [
+        i for i in condition if i.name in condition[-1].operands if INDEX.search(i.attributes)
+    ]
+    by_name = {instruction.name: instruction for instruction in body}
+    for counter in counters:
+        place = int(INDEX.search(counter.attributes)[1])
+        added = by_name.get(body[-1].operands[place])
+        for operand in added.operands if added and added.opcode == "add" else ():
+            constant = by_name.get(operand)
+            if constant is not None and constant.opcode == "constant":
+                return int(re.match(r"\d+", constant.attributes)[0])
+    return 1
 
 
 def _named(role: str, loop: Instruction) -> str:

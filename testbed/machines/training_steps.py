@@ -6,21 +6,26 @@ import jax
 import jax.numpy as jnp
 
 import jmp
-from testbed.machines.gpus import Program, compile_for_h200
+from testbed.machines.gpus import Program, compile_for_gpu
+from testbed.machines.tpus import TPUS, TpuProgram, compile_for_tpu
 
 WAYS = ("float32", "by hand", "autocast")
 
 
-def make_step(model, way, sizes):
-    """Returns gradient and update of one step, in float16 but for `float32`, and its arguments."""
-    make = functools.partial(model.make, jnp.float16 if way == "by hand" else jnp.float32, **sizes)
+def make_step(model, way, sizes, half="float16", **options):
+    """Returns gradient and update of one step, in `half` but for `float32`, and its arguments.
+
+    `options` are autocast's.
+    """
+    dtype = getattr(jnp, half) if way == "by hand" else jnp.float32
+    make = functools.partial(model.make, dtype, **sizes)
     # Shapes are all that is needed: nothing is initialised.
     params, batch = jax.eval_shape(lambda: make()[1:])
 
     def step(params, *batch):
         loss, _, _ = make()  # made here, since a loss may close over arrays, as running statistics
         if way == "autocast":
-            loss = jmp.autocast(loss, "mixed_float16")
+            loss = jmp.autocast(loss, f"mixed_{half}", **options)
         gradients = jax.grad(loss, has_aux=model.has_aux)(params, *batch)
         gradients, statistics = gradients if model.has_aux else (gradients, None)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), statistics
@@ -28,10 +33,15 @@ def make_step(model, way, sizes):
     return step, (params, *batch)
 
 
-def compile_step(model, way, sizes) -> Program:
-    """Compiles a step for an H200."""
-    step, arguments = make_step(model, way, sizes)
-    return compile_for_h200(step, *arguments, donate_argnums=0)
+def compile_step(
+    model, way, sizes, target="h200", half="float16", **options
+) -> Program | TpuProgram:
+    """Compiles a step for a GPU or a TPU; autocast is told which of them."""
+    is_tpu = target in TPUS
+    options = {"platform": "tpu" if is_tpu else "gpu", **options}
+    step, arguments = make_step(model, way, sizes, half, **options)
+    compile_for = compile_for_tpu if is_tpu else compile_for_gpu
+    return compile_for(target, step, *arguments, donate_argnums=0)
 
 
 def ratios(program: Program, by_hand: Program) -> tuple[float, float, float]:

@@ -1,10 +1,17 @@
-"""Reads what devices send each other in a program compiled for eight H200s, without a GPU.
+"""Reads what devices send each other in a program compiled for eight H200s or TPUs, without them.
 
 How the wire is counted: bytes that one device receives in one step, of the algorithms in a ring. Of
 n devices each receives (n - 1) / n of an array that is gathered, of one that is reduced and
 scattered, and of one that goes all to all; an all-reduce is both of the first two; a permutation is
 the array once. What stands in a loop counts once a turn, where the compiler knows the number of
 turns. Of branches all count.
+
+In a program for TPUs collectives also stand inside fusions. One that runs beside other work is
+begun in a fusion of its own, repeated inside the fusions of that work, and ended in another one: it
+counts where it begins. What a TPU reduces and scatters is called an all-reduce in a fusion
+`all-reduce-scatter`, which keeps one part of n. A gather beside the product that reads it, and a
+scattered sum beside the product that makes it, may be a loop of permutations: on eight devices it
+sends nine eighths of the array, where a ring needs seven.
 """
 
 import dataclasses
@@ -21,11 +28,13 @@ from jax.sharding import AxisType, Mesh
 from testbed.machines.gpus import facts_of_gpu
 from testbed.machines.hlo import (
     ARRAY,
+    FUSED,
     Computations,
     Instruction,
     array_bytes,
     parse_program,
 )
+from testbed.machines.tpus import counted_turns, tpus
 
 DEVICES = 8
 MIB = 2**20
@@ -41,6 +50,9 @@ KINDS = {
 
 # Their shape names what goes in, then what comes out.
 IN_AND_OUT = frozenset({"all-gather-start", "all-to-all-start", "reduce-scatter-start"})
+
+IS_BEGUN = 'custom_call_target="AsyncCollectiveStart"'
+REDUCE_AND_SCATTER = "all-reduce-scatter"
 
 CALLED = re.compile(r"(?:to_apply|condition|body|calls|(?:true|false)_computation)=%([\w.\-]+)")
 BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
@@ -70,8 +82,17 @@ class Sent:
 
 def h200s(axes: Mapping[str, int], axis_type: AxisType = AxisType.Auto) -> Mesh:
     """Returns a mesh of eight H200s, such as of the axes `{"data": 8}`."""
-    devices = np.array(_devices()).reshape(tuple(axes.values()))
-    return Mesh(devices, tuple(axes), axis_types=(axis_type,) * len(axes))
+    return _mesh(_devices(), axes, axis_type)
+
+
+def v5es(axes: Mapping[str, int], axis_type: AxisType = AxisType.Auto) -> Mesh:
+    """Returns a mesh of eight TPUs, v5e."""
+    return _mesh(tpus("v5e:2x4"), axes, axis_type)
+
+
+def _mesh(devices: tuple[Any, ...], axes: Mapping[str, int], axis_type: AxisType) -> Mesh:
+    shaped = np.array(devices).reshape(tuple(axes.values()))
+    return Mesh(shaped, tuple(axes), axis_types=(axis_type,) * len(axes))
 
 
 @functools.cache
@@ -102,15 +123,31 @@ def _sent_by(computation: str, computations: Computations, times: int) -> list[S
             found += _arrays(kind, instruction, times)
             continue
         if instruction.opcode == "fusion":
+            found += _sent_in_fusion(instruction, computations, times)
             continue
-        turns = TURNS.search(instruction.attributes)
-        inner = times * (int(turns[1]) if turns and instruction.opcode == "while" else 1)
+        inner = times
+        if instruction.opcode == "while":
+            turns = TURNS.search(instruction.attributes)
+            inner *= int(turns[1]) if turns else counted_turns(instruction, computations)
         names = CALLED.findall(instruction.attributes)
         for branches in BRANCHES.findall(instruction.attributes):
             names += re.findall(r"%([\w.\-]+)", branches)
         for name in names:
             found += _sent_by(name, computations, inner)
     return found
+
+
+def _sent_in_fusion(fusion: Instruction, computations: Computations, times: int) -> list[Sent]:
+    """Returns the collectives that a fusion of a TPU begins, or those that are the whole of it."""
+    (name,) = FUSED.findall(fusion.attributes)
+    inside = [i for i in computations.get(name, []) if i.opcode in KINDS]
+    if name.startswith(REDUCE_AND_SCATTER):
+        sent = [s for i in inside for s in _arrays(i.opcode, i, times)]
+        # An all-reduce is counted as two rounds; here the second one is left out.
+        return [dataclasses.replace(s, kind="reduce-scatter", bytes=s.bytes / 2) for s in sent]
+    if any(IS_BEGUN in i.attributes for i in computations.get(name, [])):
+        return [s for i in inside for s in _arrays(i.opcode, i, times)]
+    return []
 
 
 def _arrays(kind: str, instruction: Instruction, times: int) -> list[Sent]:

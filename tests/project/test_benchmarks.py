@@ -22,10 +22,12 @@ from benchmarks import (
     public_models,
     recipes,
     report,
+    targets,
     worker,
     workloads,
 )
 from benchmarks._tables import TITLES
+from benchmarks.pages.registry import FIGURES
 from benchmarks.pairing import paired
 from benchmarks.planner_rules import RULES, replaced
 from benchmarks.processes import ROOT
@@ -279,6 +281,38 @@ def test_a_rehearsal_of_the_wire_writes_what_the_report_reads(h200, tmp_path, mo
     assert ours == ["", "autocast", "1.0 f16 + 2.0 f32", "", "", "", "3.0"]
     counted["autocast"] = {"error": "out of memory"}
     assert "- FSDP, jit, autocast: not run: out of memory" in _wire_report.section(results)
+
+
+def test_a_rehearsal_of_the_targets_writes_what_their_page_reads(h200, tmp_path, monkeypatch):
+    workers = lambda names, *_: contextlib.nullcontext({name: InThisProcess() for name in names})
+    monkeypatch.setattr(benchmarks.run, "workers", workers)
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(targets, "tpu_python", lambda: None)
+    options = ["--suite=targets", "--rehearse", f"--output-dir={tmp_path}", "--only", "adam"]
+    monkeypatch.setattr(sys, "argv", ["run.py", *options, "--machines", "l40s", "v5e"])
+    benchmarks.run.main()
+    results = json.loads((tmp_path / "targets_rehearsal.json").read_text())
+    counted = results["workloads"]["adam"]["recipes"]
+    halves, ways = ("float16", "bfloat16"), ("by hand", "ours")
+    assert set(counted) == {f"l40s {half} {way}" for half in halves for way in ways}
+    ours, by_hand = (counted[f"l40s float16 {way}"] for way in ("ours", "by hand"))
+    # By hand half parameters are written alone, ours are read too; all others are in both.
+    assert 1 < ours["bytes_moved"] / by_hand["bytes_moved"] < 1.08
+    (row,) = (r for r in FIGURES["targets/update"](results).splitlines() if "L40S" in r)
+    ratios = [f"{ours[key] / by_hand[key]:.3f}" for key in ("bytes_moved", "kernels")]
+    assert [cell.strip() for cell in row.split("|")[3:5]] == ratios
+    counted["l40s float16 ours"] = {"error": "does not compile"}
+    (row,) = (r for r in FIGURES["targets/update"](results).splitlines() if "L40S" in r)
+    assert [cell.strip() for cell in row.split("|")[3:5]] == ["–", "–"]
+
+
+def test_every_target_is_counted_in_every_way_under_a_name_of_its_own():
+    for row in targets.ROWS:
+        names = [job.name for job in row.jobs()]
+        assert len(set(names)) == len(names)
+        assert targets.find(row.name) is row
+    with pytest.raises(ValueError, match="got the row 'gpt3'; expected one of gpt, "):
+        targets.find("gpt3")
 
 
 def test_programs_of_pages_are_counted_row_by_row(tmp_path, monkeypatch):

@@ -1,0 +1,174 @@
+"""The figures of programs for several GPUs and TPUs, and the drawing of `docs/targets.md`."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import matplotlib
+
+from benchmarks import targets
+from benchmarks._tables import table, total
+from benchmarks._wire_report import COLUMNS, MIB, by_kind
+from benchmarks.pages.registry import figure
+from benchmarks.targets import BASE, GPU_HALVES, TIMED
+from testbed.machines.gpus import GPUS
+from testbed.machines.tpus import TPUS
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+TPU_HALF = "bfloat16"
+OF_GPU = ("bytes_moved", "temp_bytes", "kernels")
+OF_TPU = ("bytes_moved", "cycles", "temp_bytes")
+SUMS = ("in all", "over by hand", "cycles over by hand")
+NOTHING = "–"  # not counted, or the compiler refused it
+
+
+def _counts(found: Any, row: targets.Row, machine: str, half: str, way: str) -> Any:
+    """Returns what was counted of one program; None where nothing was. Float32 has no half."""
+    half = "float32" if way == "float32" else half
+    recipes = found["workloads"].get(row.name, {"recipes": {}})["recipes"]
+    counted = recipes.get(f"{machine} {half} {way}")
+    return None if counted is None or "error" in counted else counted
+
+
+def _ratio(counted: Any, base: Any, key: str) -> str:
+    if not (counted and base and base[key]):
+        return NOTHING  # what fits into a TPU's own memory takes no bytes of the other
+    return f"{counted[key] / base[key]:.3f}"
+
+
+def _cell(
+    found: Any, row: targets.Row, machine: str, half: str, way: str, keys: tuple[str, ...]
+) -> str:
+    """Returns the ratios to the program by hand, such as "0.861 / 0.786 / 1.024"."""
+    counted = _counts(found, row, machine, half, way)
+    base = _counts(found, row, machine, half, BASE)
+    ratios = [_ratio(counted, base, key) for key in keys]
+    return NOTHING if counted is None or base is None else " / ".join(ratios)
+
+
+def _over_machines(machines: Any, half: str, way: str, keys: tuple[str, ...]) -> Callable[..., str]:
+    def make(found: Any) -> str:
+        rows = [
+            [row.title, *(_cell(found, row, machine, half, way, keys) for machine in machines)]
+            for row in targets.MODEL_ROWS
+            if way in row.ways
+        ]
+        return table(["", *map(_title, machines)], rows)
+
+    return make
+
+
+def _title(machine: str) -> str:
+    return machine.upper() if machine in GPUS else f"TPU {machine}"
+
+
+for _half in GPU_HALVES:
+    figure(f"targets/gpus-{_half}")(_over_machines(GPUS, _half, "autocast", OF_GPU))
+figure("targets/gpus-fused")(_over_machines(GPUS, TPU_HALF, "fused", OF_GPU))
+figure("targets/gpus-float32")(_over_machines(GPUS, TPU_HALF, "float32", ("bytes_moved",)))
+figure("targets/tpus")(_over_machines(TPUS, TPU_HALF, "autocast", OF_TPU))
+figure("targets/tpus-fused")(_over_machines(TPUS, TPU_HALF, "fused", OF_TPU))
+figure("targets/tpus-float32")(_over_machines(TPUS, TPU_HALF, "float32", OF_TPU))
+
+
+@figure("targets/update")
+def _(found: Any) -> str:
+    (row,) = targets.UPDATE_ROWS
+    rows = []
+    for machine in targets.MACHINES:
+        half, keys = (TPU_HALF, OF_TPU[:2]) if machine in TPUS else (GPU_HALVES[0], OF_GPU[::2])
+        cells = _cell(found, row, machine, half, "ours", keys).split(" / ")
+        bytes_, other = cells if len(cells) == 2 else (NOTHING, NOTHING)
+        kernels, cycles = (NOTHING, other) if machine in TPUS else (other, NOTHING)
+        rows.append([_title(machine), half, bytes_, kernels, cycles])
+    return table(["", "half", "bytes", "kernels", "cycles"], rows)
+
+
+@figure("targets/compile-time")
+def _(found: Any) -> str:
+    rows = []
+    for row in targets.MODEL_ROWS:
+        for half in GPU_HALVES:
+            seconds = _counts(found, row, TIMED, half, "compile time")
+            if seconds is not None:
+                by_hand, autocast = seconds[BASE], seconds["autocast"]
+                cells = [f"{by_hand:.1f}", f"{autocast:.1f}", f"{autocast / by_hand:.2f}"]
+                rows.append([row.title, half, *cells])
+    return table(["", "half", "by hand: s", "autocast: s", "ratio"], rows)
+
+
+@figure("targets/wire")
+def _(found: Any) -> str:
+    rows = []
+    for row in targets.WIRE_ROWS:
+        title = row.title
+        base = _counts(found, row, "v5e", TPU_HALF, targets.BY_HAND_ON_TPUS)
+        for way in row.ways:
+            counted = _counts(found, row, "v5e", TPU_HALF, way)
+            if counted is None:
+                continue
+            received = counted["received"]
+            over = f"{total(received) / total(base['received']):.3f}" if base else NOTHING
+            cells = [f"{total(received) / MIB:.1f}", over, _ratio(counted, base, "cycles")]
+            rows.append([title, way, *by_kind(received), *cells])
+            title = ""
+    return table(["MiB received", "program", *COLUMNS, "others", *SUMS], rows)
+
+
+# Ranges over the models.
+
+
+def _ranges(found: Any, key: str) -> Iterator[tuple[str, str, dict[str, float]]]:
+    """Yields machine, half dtype and the models' ratios by title, autocast over by hand."""
+    for machine in targets.MACHINES:
+        for half in targets.TPU_HALVES if machine in TPUS else GPU_HALVES:
+            ratios = {}
+            for row in targets.MODEL_ROWS:
+                ours, base = (_counts(found, row, machine, half, w) for w in ("autocast", BASE))
+                if ours and base and key in ours:
+                    ratios[row.title] = ours[key] / base[key]
+            if ratios:
+                yield machine, half, ratios
+
+
+def _range(kinds: Any, key: str) -> Callable[[Any], str]:
+    def make(found: Any) -> str:
+        chosen = [ratios for machine, _, ratios in _ranges(found, key) if machine in kinds]
+        numbers = [ratio for ratios in chosen for ratio in ratios.values()]
+        return f"{min(numbers):.2f} to {max(numbers):.2f}" if numbers else NOTHING
+
+    return make
+
+
+figure("targets/gpu-bytes")(_range(GPUS, "bytes_moved"))
+figure("targets/gpu-kernels")(_range(GPUS, "kernels"))
+figure("targets/tpu-bytes")(_range(TPUS, "bytes_moved"))
+figure("targets/tpu-cycles")(_range(TPUS, "cycles"))
+
+
+COLOURS = {"float16": "#0072B2", "bfloat16": "#D55E00"}  # Okabe and Ito's
+
+
+def plot(found: Any) -> Any:
+    """Draws for every machine the models' bytes over by hand; least and most are named."""
+    ranges = list(_ranges(found, "bytes_moved"))
+    drawing, axes = plt.subplots(figsize=(8.5, 0.42 * len(ranges) + 1.5), layout="constrained")
+    for place, (_, half, ratios) in enumerate(ranges):
+        least, most = min(ratios, key=ratios.get), max(ratios, key=ratios.get)
+        color = COLOURS[half]
+        axes.hlines(place, ratios[least], ratios[most], color=color, linewidth=1.5)
+        axes.plot(list(ratios.values()), [place] * len(ratios), "o", color=color, markersize=4)
+        look = {"va": "center", "fontsize": 7, "textcoords": "offset points"}
+        axes.annotate(least, (ratios[least], place), (-6, 0), ha="right", **look)
+        if most != least:
+            axes.annotate(most, (ratios[most], place), (6, 0), ha="left", **look)
+    axes.axvline(1, color="black", linewidth=0.8)
+    labels = [f"{_title(machine)}, {half}" for machine, half, _ in ranges]
+    axes.set_yticks(range(len(ranges)), labels, fontsize=8)
+    axes.set_ylim(len(ranges) - 0.5, -0.5)
+    axes.margins(x=0.35)  # for the names
+    axes.set_xlabel("bytes moved under autocast, over those of the same model by hand")
+    axes.set_title("Counted in compiled programs, one point a model", fontsize=10)
+    axes.grid(axis="x", alpha=0.3)
+    return drawing

@@ -1,0 +1,265 @@
+"""Training steps compiled for GPUs and TPUs that nobody here has, each in several ways.
+
+    make targets    # an environment with the compiler for TPUs
+    python -m benchmarks.run --suite targets --only gpt lstm --machines b200 v5e
+
+Counted, not timed: bytes, memory, kernels of a GPU, the cycles that XLA estimates for a TPU, and
+the CPU seconds that XLA takes to compile. A row is a model, an update of an optimizer, or a model
+on eight TPUs; its jobs are programs, which are compiled each in a process of its own, those for
+TPUs by the interpreter that the environment variable `JMP_TPU_PYTHON` names, else by that of
+`.venv-targets`.
+"""
+
+import dataclasses
+import functools
+import importlib.metadata
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jmp
+from benchmarks import wire
+from benchmarks.models import ViT
+from benchmarks.processes import ROOT
+from benchmarks.recipes import by_hand
+from benchmarks.workloads import UPDATES, Update
+from jmp import transforms
+from testbed.machines.gpus import GPUS, compile_for_gpu
+from testbed.machines.tpus import TPUS, TpuProgram, compile_for_tpu, compile_placed_for_tpus
+from testbed.machines.training_steps import compile_step
+from testbed.machines.wire import v5es
+from testbed.models import MODELS, Model, linen_model
+
+MACHINES = (*GPUS, *TPUS)
+GPU_HALVES = ("float16", "bfloat16")
+TPU_HALVES = ("bfloat16",)  # no TPU multiplies float16
+BASE = "by hand"
+TIMED = "h200"  # whose compile time is told
+ROUNDS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One program; `name` is its key in the results."""
+
+    machine: str
+    half: str
+    way: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.machine} {self.half} {self.way}"
+
+    @property
+    def is_of_tpu(self) -> bool:
+        return self.machine in TPUS
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What is compiled for every machine.
+
+    Attributes:
+      name, title: as in `--only`, and as on the page.
+      program: returns the compiled program of a job; at a small size if so asked.
+      ways: those it is written in.
+      machines: those it is compiled for.
+    """
+
+    name: str
+    title: str
+    program: Callable[[Job, bool], Any]
+    ways: tuple[str, ...] = ("float32", BASE, "autocast")
+    machines: tuple[str, ...] = MACHINES
+
+    def jobs(self) -> Iterator[Job]:
+        for machine in self.machines:
+            halves = TPU_HALVES if machine in TPUS else GPU_HALVES
+            for way in self.ways:
+                # A step in float32 has no half dtype: one program for all.
+                for half in ("float32",) if way == "float32" else halves:
+                    yield Job(machine, half, way)
+            if machine == TIMED and "autocast" in self.ways:
+                yield from (Job(machine, half, "compile time") for half in halves)
+
+
+# Models.
+
+WITH_ATTENTION = ("float32", BASE, "autocast", "fused")
+
+
+def vit(dtype: Any = jnp.float32, batch: int = 64, size: int = 224, **sizes: Any) -> Any:
+    """ViT-B/16's layers, of width 512: 197 tokens, which is no multiple of eight."""
+    images = jax.random.normal(jax.random.key(1), (batch, size, size, 3))
+    labels = jax.random.randint(jax.random.key(2), (batch,), 0, 1000)
+    return linen_model(ViT(dtype, **sizes), images, labels)
+
+
+TINY = {"batch": 4, "length": 256, "layers": 2, "width": 256, "vocabulary": 1024}
+
+
+def _model(
+    name: str,
+    title: str,
+    ways: tuple[str, ...] = ("float32", BASE, "autocast"),
+    sizes: dict[str, Any] | None = None,
+    small: dict[str, Any] | None = None,
+    model: Model | None = None,
+) -> Row:
+    if model is None:
+        (model,) = (row for row in MODELS if row.name == name)
+
+    def program(job: Job, is_small: bool) -> Any:
+        chosen = (small if small is not None else model.small) if is_small else sizes or {}
+        if job.is_of_tpu and not is_small and "layers" in chosen:
+            chosen = chosen | {"layers": 1}  # two that are not scanned compile for 75 CPU seconds
+        options = {"attention": "fused"} if job.way == "fused" else {}
+        way = "autocast" if job.way == "fused" else job.way
+        half = "float16" if job.half == "float32" else job.half
+        return compile_step(model, way, chosen, job.machine, half, **options)
+
+    return Row(name, title, program, ways)
+
+
+# An update.
+
+
+def adam(job: Job, is_small: bool) -> Any:
+    """Half parameters, float32 masters, dynamic loss scaling: 60 tensors at full size."""
+    half = getattr(jnp, job.half)
+    update = dataclasses.replace(UPDATES[0], shapes=UPDATES[0].shapes[:: 20 if is_small else 1])
+    make = _adam_by_hand if job.way == BASE else _adam_of_jmp
+    step, state = make(update, half)
+    arrays = [jax.ShapeDtypeStruct(shape, half) for shape in update.shapes]
+    compile_for = compile_for_tpu if job.is_of_tpu else compile_for_gpu
+    return compile_for(job.machine, step, arrays, state, arrays, donate_argnums=(0, 1))
+
+
+def _adam_by_hand(update: Update, half: Any) -> tuple[Any, Any]:
+    training = by_hand.update(update)
+
+    def step(params: Any, state: Any, gradients: Any) -> Any:
+        state, _ = training.step(state, gradients)  # the masters are its parameters
+        return [master.astype(half) for master in state.params], state
+
+    return step, jax.eval_shape(training.init, jax.random.key(0))
+
+
+def _adam_of_jmp(update: Update, half: Any) -> tuple[Any, Any]:
+    policy = jmp.Policy(half, half, jnp.float32)
+    tx = transforms.mixed_precision(update.optimizer, policy, jmp.torch_loss_scale())
+
+    def step(params: Any, state: Any, gradients: Any) -> Any:
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = [jax.ShapeDtypeStruct(shape, half) for shape in update.shapes]
+    return step, jax.eval_shape(tx.init, params)
+
+
+# Eight TPUs.
+
+
+def _variant(row: wire.Variant) -> wire.Variant:
+    policy = row.policy and row.policy.replace("float16", "bfloat16")
+    return dataclasses.replace(row, policy=policy, dtype=jnp.bfloat16, platform="tpu")
+
+
+VARIANTS = {row.title: _variant(row) for row in wire.VARIANTS}
+BY_HAND_ON_TPUS = wire.BY_HAND.title
+
+
+def _eight(name: str, title: str, axes: dict[str, int], places: Any) -> Row:
+    def program(job: Job, is_small: bool) -> TpuProgram:
+        mesh_of = functools.partial(v5es, axes)
+        step = wire.language_model(mesh_of, places, VARIANTS[job.way], is_small)
+        return compile_placed_for_tpus(step.function, *step.arguments, **step.options)
+
+    return Row(name, title, program, tuple(VARIANTS), ("v5e",))
+
+
+def _eight_tpus() -> tuple[Row, ...]:
+    data, model = wire.DATA, wire.MODEL
+    return (
+        _eight("tpu-dp", "data parallel", {data: 8}, wire.REPLICATED),
+        _eight("tpu-fsdp", "FSDP", {data: 8}, wire.FSDP),
+        _eight(
+            "tpu-fsdp-tp",
+            "FSDP by 4, tensor parallel by 2",
+            {data: 4, model: 2},
+            wire.FSDP_AND_TENSOR_PARALLEL,
+        ),
+    )
+
+
+VIT_SMALL = {"batch": 2, "size": 32, "layers": 1, "width": 64, "heads": 1}
+TWO_LAYERS = {"layers": 2}
+MODEL_ROWS = (
+    _model("gpt", "GPT, Flax", WITH_ATTENTION, TWO_LAYERS, TINY),
+    _model("scanned_gpt", "GPT, Flax, scanned", WITH_ATTENTION, {}, TINY),
+    _model("checkpointed_gpt", "GPT, plain JAX, scanned", WITH_ATTENTION, {}, TINY),
+    _model("plain_transformer", "RMSNorm, SwiGLU", WITH_ATTENTION, TWO_LAYERS, TINY),
+    _model(
+        "vit",
+        "ViT, Flax",
+        WITH_ATTENTION,
+        {"layers": 2, "width": 512, "heads": 8},
+        VIT_SMALL,
+        Model("vit", vit, VIT_SMALL),
+    ),
+    _model("resnet", "ResNet"),
+    _model("unet", "U-Net, GroupNorm"),
+    _model("lstm", "LSTM"),
+)
+UPDATE_ROWS = (Row("adam", "Adam with float32 masters", adam, (BASE, "ours")),)
+WIRE_ROWS = _eight_tpus()
+ROWS = (*MODEL_ROWS, *UPDATE_ROWS, *WIRE_ROWS)
+
+
+def find(name: str) -> Row:
+    rows = {row.name: row for row in ROWS}
+    if name not in rows:
+        raise ValueError(f"find got the row {name!r}; expected one of {', '.join(rows)}.")
+    return rows[name]
+
+
+def counted(name: str, machine: str, half: str, way: str, small: bool) -> dict[str, Any]:
+    """Returns what the results say of one program."""
+    row, job = find(name), Job(machine, half, way)
+    if way == "compile time":
+        return _compile_time(row, job, small)
+    program = row.program(job, small)
+    found = {
+        "bytes_moved": program.bytes_moved,
+        "temp_bytes": program.temp_bytes,
+        "compile_seconds": round(program.compile_seconds, 2),
+    }
+    if not isinstance(program, TpuProgram):
+        return found | {"kernels": program.kernels}
+    found |= {"cycles": program.cycles, "libtpu": importlib.metadata.version("libtpu")}
+    return found | ({"received": wire.received_of(program.text)} if row in WIRE_ROWS else {})
+
+
+def _compile_time(row: Row, job: Job, small: bool) -> dict[str, Any]:
+    """Returns the least CPU seconds of XLA for the steps by hand and by autocast, in turn."""
+    seconds: dict[str, list[float]] = {BASE: [], "autocast": []}
+    for _ in range(ROUNDS):
+        for way, found in seconds.items():
+            jax.clear_caches()
+            program = row.program(dataclasses.replace(job, way=way), small)
+            found.append(program.compile_seconds)
+    return {way: round(min(found), 2) for way, found in seconds.items()}
+
+
+def tpu_python() -> str | None:
+    """Returns the interpreter that compiles for TPUs; None where there is none."""
+    named = os.environ.get("JMP_TPU_PYTHON")
+    made = ROOT / ".venv-targets" / "bin" / "python"
+    here = sys.executable if importlib.util.find_spec("libtpu") else None
+    return named or (str(made) if made.exists() else here)
