@@ -328,7 +328,8 @@ def _zeros_beside(axis_size: int, is_mapped: Sequence[bool], result: Any) -> tup
     return jnp.broadcast_to(zero_beside(result), (axis_size,)), True
 
 
-# The extremes of elementwise functions of one number: they are tried at every bfloat16 number, in
+# The extremes of elementwise functions of one number, which `_float8_planning` asks for while a
+# plan is made: they are tried at every bfloat16 number, in
 # float32, and with each step rounded to bfloat16, as a plan may compute it: where large numbers
 # cancel, as in `(x + 1000) - 1000`, results and slopes differ.
 

@@ -1,5 +1,8 @@
 """What the planner decides of float8, in passes over the steps of a level.
 
+`PASSES` in `_planner.py` says in which order they run. The first marks products; the others read
+these marks (`Single.in_float8`).
+
 `multiply_in_float8` says which products are float8, where the policy asks for it.
 
 `send_in_float8` marks what devices send each other on the way to float8 products. A shard is
@@ -46,6 +49,8 @@ from jmp.autocasting._sending import sends
 from jmp.autocasting._steps import Single, Step
 from jmp.dtypes import FLOAT32
 
+# Which products are float8.
+
 WHY_FLOAT8 = "a parameter's product on the way to another: its operands are rounded to float8"
 # Counted by benchmarks/float8_convolutions.py; the figures stand in docs/float8.md.
 WHY_CONVOLUTION = (
@@ -70,7 +75,9 @@ def multiply_in_float8(steps: Sequence[Step], level: Level) -> list[Step]:
         if not isinstance(step, Single) or not step.node.region.multiplies_in_float8:
             return step
         node = step.node
-        if not (node.is_product and step.arithmetic.is_half) or node in level.facts.embeddings:
+        if not (node.is_product and step.arithmetic.is_half):
+            return step
+        if node in level.facts.embeddings:  # a lookup, which the user has put in `low=`
             return step
         if why := why_not_float8(node, level):
             return step._replace(why=f"{step.why}; not float8: {why}")
@@ -216,7 +223,7 @@ def _moves_inside(equation: JaxprEqn) -> Sequence[JaxprEqn]:
 
 
 def moved_in_float8(node: Node, operands: Sequence[Any]) -> list[Any]:
-    """Runs a node that moves its first operand on float8 numbers."""
+    """Runs a node that moves its first operand on float8 numbers; `_emit` calls it, no pass."""
     for equation in moves_of(node):
         if is_cast(equation):
             continue
@@ -336,7 +343,8 @@ def functions_of_values(products: Set[Node], level: Level) -> dict[Value, Functi
                 found[output] = ((FunctionOfProduct(output), output),)
         elif len(functions) == 1:
             (function,) = functions
-            # The first moves the argument on to the node's result, the second computes of it.
+            # Each tries to add the node, and returns whether it did: first as a part of the
+            # argument (a bias), else as an equation that is computed of the argument.
             if function.add_before(node, level) or function.add(node):
                 found[output] = ((function, output),)
         elif functions and node.rule.reshapes:

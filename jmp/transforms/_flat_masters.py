@@ -83,10 +83,10 @@ class InOneVector:
         check_takes_a_vector(inner, params, self.dtype)
         return masters
 
-    def seen(self, masters: FlatMasters, params: optax.Params) -> jax.Array:
+    def seen_by_inner(self, masters: FlatMasters, params: optax.Params) -> jax.Array:
         return masters.vector
 
-    def gradients(self, updates: optax.Updates, params: optax.Params) -> jax.Array:
+    def gradients_for_inner(self, updates: optax.Updates, params: optax.Params) -> jax.Array:
         _check_gradients(updates, params)
         return as_one_vector(cast_to_at_least_float32(updates), self.dtype)
 
@@ -165,6 +165,8 @@ def _check_gradients(gradients: optax.Updates, params: optax.Params) -> None:
             "Differentiate with respect to the parameters that the optimizer holds."
         )
 
+
+# Whether an optimizer may be given one vector: see `check_takes_a_vector`.
 
 # Sizes of weights and of gradients in the steps that are compared. Each tensor has every pair in
 # one step, and its neighbours have others: what clips tensor by tensor does so to some of them

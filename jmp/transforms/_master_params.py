@@ -48,7 +48,9 @@ def with_master_params(
     `optax.chain(with_master_params(...), optax.scale(0.5))` masters and parameters would become
     different. `with_loss_scale` and the adapters refuse that, and `optax.lookahead` and others
     around it; without them, `transforms.check_optimizer_state(tx.init(params))` does. Inside
-    `optax.flatten`, which makes float32 vectors of half and float32 leaves, there are no masters.
+    `optax.flatten`, which makes float32 vectors of half and float32 leaves, there are no masters:
+    `with_loss_scale` and `transforms.masters` refuse that. `check_optimizer_state` does not,
+    because it gets no parameters.
 
     Args:
       inner: any optax transformation, or a `MultiSteps` object.
@@ -92,7 +94,7 @@ def with_master_params(
 
     def init(params: optax.Params) -> WithMasterParamsState:
         masters = form.first(params, inner)
-        seen = form.seen(masters, params)
+        seen = form.seen_by_inner(masters, params)
         inner_state = _inner.init_inner(inner, seen, "with_master_params")
         _states.check_inner_state(inner_state, WithMasterParamsState, "with_master_params")
         state = WithMasterParamsState(masters, _states.without_weak_types(inner_state))
@@ -112,8 +114,8 @@ def with_master_params(
         _states.check_own_state(state, WithMasterParamsState, "with_master_params")
         _states.refuse_unreduced(updates, "with_master_params")
         _check_stored_as_in_init(params, state.masters)
-        old = form.seen(state.masters, params)
-        gradients = form.gradients(updates, params)
+        old = form.seen_by_inner(state.masters, params)
+        gradients = form.gradients_for_inner(updates, params)
         full_updates, inner_state = _inner.update_inner(
             inner, updates, gradients, state.inner_state, old, extra_args, "with_master_params"
         )
@@ -126,7 +128,12 @@ def with_master_params(
 
 
 class InTree:
-    """Masters in a tree like the parameters': one for each half leaf, nothing for the others."""
+    """Masters in a tree like the parameters': one for each half leaf, nothing for the others.
+
+    `init` of `with_master_params` calls `first` and `seen_by_inner`; `update` calls
+    `seen_by_inner`, `gradients_for_inner` and `after`. `InOneVector` has the same methods. Each
+    gets what either of the two needs.
+    """
 
     def __init__(self, dtype: np.dtype) -> None:
         self.dtype = dtype
@@ -136,13 +143,13 @@ class InTree:
         make: Any = lambda p: jnp.array(p, self.dtype) if needs_master(p) else optax.MaskedNode()
         return jax.tree.map(make, params)
 
-    def seen(self, masters: PyTree, params: optax.Params) -> optax.Params:
+    def seen_by_inner(self, masters: PyTree, params: optax.Params) -> optax.Params:
         """Returns what `inner` updates: the masters, and the parameters that need none."""
         is_absent = lambda node: isinstance(node, optax.MaskedNode)
         either = lambda m, p: p if isinstance(m, optax.MaskedNode) else m
         return jax.tree.map(either, masters, params, is_leaf=is_absent)
 
-    def gradients(self, updates: optax.Updates, params: optax.Params) -> optax.Updates:
+    def gradients_for_inner(self, updates: optax.Updates, params: optax.Params) -> optax.Updates:
         """Returns the gradients as `inner` sees them."""
         return cast_to_at_least_float32(in_order_of_axes(updates))
 
@@ -152,12 +159,12 @@ class InTree:
         """Returns the masters after a step, and the updates by which the parameters follow.
 
         Args:
-          masters: before the step.
-          new: what was `seen`, after it.
-          updates: that led there.
+          masters: the masters before the step.
+          new: what `seen_by_inner` returned, with `updates` added to it.
+          updates: what `inner` returned.
         """
-        keep = lambda p, new: new if needs_master(p) else optax.MaskedNode()
-        follow = lambda p, new, u: difference_to_master(p, new) if needs_master(p) else u
+        keep = lambda p, n: n if needs_master(p) else optax.MaskedNode()
+        follow = lambda p, n, u: difference_to_master(p, n) if needs_master(p) else u
         return jax.tree.map(keep, params, new), jax.tree.map(follow, params, new, updates)
 
 
