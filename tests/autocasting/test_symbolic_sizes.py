@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("users_rank_promotion")
 
 WIDTH, HEADS, CLASSES = 32, 4, 40
 POLICIES = ("mixed_float16", "mixed_bfloat16", "mixed_float8")
-SYMBOL = "a size of it is a symbol, and cuDNN's kernel is made for one size"
+SYMBOL = "a size of it is a symbol, and a kernel is made for one size"
 
 
 def normal(seed, *shape):

@@ -24,6 +24,7 @@ from jmp import transforms
 from jmp.adapters import linen
 from testbed import ROOT
 from testbed.machines import wire
+from testbed.machines.gpus import compile_for_placed
 from tests.bits import bits
 from tests.transforms import every_optimizer, two_processes
 
@@ -194,8 +195,8 @@ def test_compiled_for_eight_h200s_init_makes_shards_in_no_more_kernels(h200):
         for name, spec in specs.items()
     }
     tx = transforms.with_loss_scale(optax.adam(1e-3), SCALE)
-    placed = wire.compile_for_placed(tx.init, params)
-    plain = wire.compile_for_placed(optax.adam(1e-3).init, params)
+    placed = compile_for_placed(tx.init, params)
+    plain = compile_for_placed(optax.adam(1e-3).init, params)
     layout = re.search(r"entry_computation_layout=.*->\((.*?)\)}", placed.text)[1]
     assert layout.count("f32[128,512]") == layout.count("f32[1024,64]") == 2
     assert "f32[1024,512]" not in layout and not wire.wire(placed.text)
