@@ -24,6 +24,7 @@ def _rules(found: Any, what: str, models: list[str]) -> str:
     rows = [
         [rule.name, *(planner_rules.ratios(found[rule.name][what][m], base[m]) for m in models)]
         for rule in planner_rules.RULES
+        if rule.name in found  # a new rule is not measured yet
     ]
     titles = [SHORT_TITLES.get(model, model) for model in models]
     return table(["without the rule", *titles], [row for row in rows if any(row[1:])])
