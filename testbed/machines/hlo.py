@@ -176,7 +176,7 @@ def _launches(opcode: str) -> bool:
     return opcode not in NAMES_FOR_BYTES and opcode not in CALLERS
 
 
-def _called(instruction: Instruction) -> list[str]:
+def called_by(instruction: Instruction) -> list[str]:
     """Returns the names of the computations a loop, a conditional or a call runs."""
     if instruction.opcode not in CALLERS:
         return []
@@ -187,7 +187,7 @@ def _scheduled(computation: str, computations: Computations) -> list[str]:
     """Returns `computation` and what it calls, each as often as it is called from the text."""
     names = [computation]
     for instruction in computations[computation]:
-        for name in _called(instruction):
+        for name in called_by(instruction):
             names += _scheduled(name, computations)
     return names
 
@@ -222,7 +222,7 @@ def _launched(computation: str, computations: Computations) -> list[Kernel]:
     sizes = _sizes(instructions)
     found: list[Kernel] = []
     for instruction in instructions:
-        called = [_launched(name, computations) for name in _called(instruction)]
+        called = [_launched(name, computations) for name in called_by(instruction)]
         if instruction.opcode == "conditional":
             found += max(called, key=_bytes_moved_by)
         elif _launches(instruction.opcode):

@@ -19,16 +19,13 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from testbed.machines.hlo import Computations, Instruction, parse_program
+from testbed.machines.hlo import Computations, Instruction, called_by, parse_program
 
 TPUS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "7x": "tpu7x:2x2x1"}
 CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 UNKNOWN = 2**60  # XLA writes a number near 2**63 where it has no estimate
 CONSTANT = re.compile(r"[su]32\[\]\S* constant\((\d+)\)")
 INDEX = re.compile(r"index=(\d+)")
-CALLED = re.compile(
-    r"(?:to_apply|true_computation|false_computation|branch_computations)=(\{[^}]*\}|%[\w.\-]+)"
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,13 +123,9 @@ def _cycles(instruction: Instruction, computations: Computations) -> int:
         return turns * _cycles_of(body, computations)
     found = CYCLES.search(instruction.attributes)
     own = int(found[1]) if found and int(found[1]) < UNKNOWN else 0
-    called = " ".join(CALLED.findall(instruction.attributes))
-    if instruction.opcode == "call":
-        return own + sum(_cycles_of(n, computations) for n in re.findall(r"%([\w.\-]+)", called))
-    if instruction.opcode == "conditional":
-        branches = re.findall(r"%([\w.\-]+)", called)
-        return own + max(_cycles_of(branch, computations) for branch in branches)
-    return own
+    called = [_cycles_of(name, computations) for name in called_by(instruction)]
+    # Of branches one runs.
+    return own + (max(called) if instruction.opcode == "conditional" else sum(called))
 
 
 def counted_turns(loop: Instruction, computations: Computations) -> int:

@@ -74,6 +74,7 @@ def or_average(result: Any, sees_a_key: Any, values: Any) -> Any:
 
 
 def differentiated_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns one pass of a kernel's derivative, which raises if it is differentiated itself."""
     wrapped = jax.custom_jvp(function)
 
     def refuse(primals: Any, tangents: Any) -> Any:
@@ -83,10 +84,13 @@ def differentiated_once(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *operands: wrapped(*operands)
 
 
-# The identity, whose tangent is handed on by a primitive that can be transposed and not run: it is
-# left over in forward mode alone.
 @jax.custom_jvp
 def in_reverse_mode(array: Any) -> Any:
+    """Returns the array; forward mode raises.
+
+    Its tangent is handed on by a primitive that can be transposed and not run: it is left over in
+    forward mode alone.
+    """
     return array
 
 
