@@ -48,11 +48,6 @@ def is_divided(value: Any) -> bool:
 # The precision of products that name none.
 
 
-def without_default_precision() -> contextlib.AbstractContextManager[Any]:
-    """Traces with the global default switched off: a product that names no precision has None."""
-    return jax.default_matmul_precision(None)
-
-
 def default_precision_setting() -> str | None:
     """Returns the global default as the user wrote it."""
     config: Any = jax.config  # its attributes are not typed

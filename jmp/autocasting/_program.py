@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jmp import _jax_compat
 from jmp._array_calls import StaticPart, take_arrays
 from jmp._messages import described, function_name, listed, users_stacklevel, wrong
+from jmp.autocasting._casts import cast_all
 from jmp.autocasting._emit import run_plan
 from jmp.autocasting._flatten import graph_of
 from jmp.autocasting._flow import Destination, Info
@@ -31,7 +32,6 @@ from jmp.autocasting._planner import Planner
 from jmp.autocasting._propagation import walk
 from jmp.autocasting._request import AUTOCAST, Request, Settings
 from jmp.autocasting._steps import Context, Plan
-from jmp.dtypes import FLOAT32
 from jmp.rules import UnusedRuleWarning
 from jmp.trees import as_jax_array, cast_leaf, holds_numbers
 
@@ -61,25 +61,11 @@ class Traced(NamedTuple):
 
     closed: Any
     plan: Plan
-    emit: Callable[..., list[Any]]
+    emit: Callable[..., list[Any]]  # of the constants and the arrays, and so is `run`
     run: Callable[..., list[Any]]
-    arrays: list[Any]
+    constants: list[Any]  # the arrays that the function closes over
+    arrays: list[Any]  # those among the arguments
     result: Any
-
-    @property
-    def constants(self) -> list[Any]:
-        """The arrays that the function closes over."""
-        return list(_jax_compat.open_jaxpr(self.closed)[1])
-
-    @property
-    def operands(self) -> list[Any]:
-        """What `emit` and `run` are called with."""
-        return [*self.constants, *self.arrays]
-
-    @property
-    def as_written(self) -> Callable[..., list[Any]]:
-        """The function of `arrays` that was traced, without autocast."""
-        return _jax_compat.as_function(self.closed)
 
 
 class Program:
@@ -103,7 +89,7 @@ class Program:
     def call(self, args: Any, kwargs: Any) -> Any:
         """Runs the function on these arguments."""
         traced = self.trace(args, kwargs)
-        operands = traced.operands
+        operands = [*traced.constants, *traced.arrays]
         if all(map(_jax_compat.is_concrete, operands)):
             results = traced.run(*operands)  # compiled once: an eager call does not retrace
         else:
@@ -113,41 +99,42 @@ class Program:
         packed = jax.tree.unflatten(structure, results)
         return packed.held.filled(packed.arrays)
 
-    def trace(self, args: Any, kwargs: Any) -> Traced:
-        """Traces and plans, or finds what was traced and planned before."""
-        taken, held = take_arrays((args, kwargs))
-        arrays = list(map(as_jax_array, taken))
+    def trace(
+        self, args: Any, kwargs: Any, is_taken: Callable[[Any], bool] = holds_numbers
+    ) -> Traced:
+        """Traces and plans, or finds what was traced and planned before.
+
+        Args:
+          is_taken: which leaves are arrays; a `jax.ShapeDtypeStruct` may stand for one.
+        """
+        taken, held = take_arrays((args, kwargs), is_taken)
+        arrays = [x if isinstance(x, jax.ShapeDtypeStruct) else as_jax_array(x) for x in taken]
         types = tuple(map(_type_and_sign, held.leaves))
-        in_half = self._in_half(args, kwargs) if self.apply_to else [False] * len(arrays)
         default = _jax_compat.default_precision_setting()
         try:
             flat = self._flat_function(held, types, default)
         except TypeError:  # an argument that cannot be hashed
             flat = self._make_flat_function(held, types, default)
-        with _jax_compat.without_default_precision():
+        with jax.default_matmul_precision(None):  # a product that names none has none
             closed, result = jax.make_jaxpr(flat, return_shape=True)(*arrays)
         jaxpr, constants = _jax_compat.open_jaxpr(closed)
         if jaxpr not in self._plans:
-            plan = self._plan(jaxpr, constants, in_half)
+            plan = self._plan(jaxpr, constants, self._in_half(held))
             emit = functools.partial(_run_marked, plan)
             self._plans[jaxpr] = plan, emit, jax.jit(emit)
         plan, emit, run = self._plans[jaxpr]
-        dtype = self.settings.compute_dtype
-        arrays = [
-            cast_leaf(x, dtype) if half and x.dtype == FLOAT32 else x
-            for x, half in zip(arrays, in_half, strict=True)
-        ]
-        return Traced(closed, plan, emit, run, arrays, result)
+        return Traced(closed, plan, emit, run, constants, arrays, result)
 
-    def _in_half(self, args: Any, kwargs: Any) -> list[bool]:
+    def _in_half(self, held: StaticPart) -> list[bool]:
         """For each array among the arguments, whether `apply_to` names it."""
-        leaves, structure = jax.tree.flatten((args, kwargs))
-        # Leaves are counted, bound to the names of arguments, and counted there again.
-        args, kwargs = jax.tree.unflatten(structure, range(len(leaves)))
-        # Partially: a decorator may fill in the rest, and a call that is wrong fails by itself.
-        bound = inspect.signature(self.fun).bind_partial(*args, **kwargs).arguments
-        named = set(jax.tree.leaves([bound.get(name) for name in self.apply_to]))
-        return [i in named for i, leaf in enumerate(leaves) if holds_numbers(leaf)]
+        named: set[int] = set()
+        if self.apply_to:
+            # Leaves are counted, bound to the names of arguments, and counted there again.
+            args, kwargs = jax.tree.unflatten(held.structure, range(len(held.leaves)))
+            # Partially: a decorator may fill in the rest, and a call that is wrong fails by itself.
+            bound = inspect.signature(self.fun).bind_partial(*args, **kwargs).arguments
+            named = set(jax.tree.leaves([bound.get(name) for name in self.apply_to]))
+        return [i in named for i, leaf in enumerate(held.leaves) if leaf is None]
 
     def _plan(self, jaxpr: Any, constants: Sequence[Any], in_half: Sequence[bool]) -> Plan:
         request = Request(self.settings)
@@ -206,7 +193,7 @@ def _of_type(result: Any, struct: Any) -> Any:
 
 def _run_marked(plan: Plan, *operands: Any) -> list[Any]:
     with jax.named_scope(AUTOCAST):
-        return run_plan(plan, operands)
+        return run_plan(plan, cast_all(operands, plan.reads))
 
 
 def _type_and_sign(leaf: Any) -> tuple[type, str]:

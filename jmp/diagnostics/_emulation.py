@@ -82,7 +82,7 @@ class FlaggedProgram:
                 warnings.simplefilter("ignore", told)
             traced = program.trace(tuple(args), {})
         self._plan, self._paths, self._scale = traced.plan, paths, scale
-        self._constants = _jax_compat.open_jaxpr(traced.closed)[1]
+        self._constants = traced.constants
         self._of_modules = of_modules
         self._find_scopes()
         self._step = jax.jit(self._loss_and_gradients)

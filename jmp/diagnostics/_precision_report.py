@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from jmp._array_calls import ArrayCall
+from jmp import _jax_compat
 from jmp.autocasting._autocast import make_program
 from jmp.autocasting._operations import (
     NoHalfProductWarning,
@@ -21,7 +21,7 @@ from jmp.autocasting._operations import (
     operations_of,
     rounded_arguments_of,
 )
-from jmp.autocasting._program import Program, Traced
+from jmp.autocasting._program import Traced
 from jmp.autocasting._registry import rule_for
 from jmp.autocasting._steps import steps_of
 from jmp.diagnostics._arguments import asked_function, split_arguments
@@ -39,6 +39,7 @@ from jmp.diagnostics._tables import Report, size, table, totals
 from jmp.diagnostics._walk import place_name, with_places
 from jmp.policy import Policy, get_policy
 from jmp.rules import UnusedRuleWarning
+from jmp.trees import stands_for_numbers
 
 COLUMNS = ("module", "dtype", "operations [why]", "GFLOP", "source")
 
@@ -85,19 +86,11 @@ def precision_report(
         )
 
     def report(*args: Any, **kwargs: Any) -> PrecisionReport:
-        found: list[PrecisionReport] = []
-
-        def append_report(*args: Any, **kwargs: Any) -> None:
-            with warnings.catch_warnings():
-                for told in (UnusedRuleWarning, NoHalfProductWarning):  # they are in the report
-                    warnings.simplefilter("ignore", told)
-                traced = program.trace(args, kwargs)
-                found.append(_report(program, traced, str(get_policy(policy))))
-
-        is_taken = lambda x: isinstance(x, jax.ShapeDtypeStruct)
-        call = ArrayCall(append_report, *split_arguments(*args, **kwargs), is_taken)
-        jax.eval_shape(call, *call.arrays)
-        return found[0]
+        with warnings.catch_warnings():
+            for told in (UnusedRuleWarning, NoHalfProductWarning):  # they are in the report
+                warnings.simplefilter("ignore", told)
+            traced = program.trace(*split_arguments(*args, **kwargs), stands_for_numbers)
+            return _report(traced, str(get_policy(policy)))
 
     return report
 
@@ -175,7 +168,7 @@ class PrecisionReport(Report):
         return "\n".join(lines)
 
 
-def _report(program: Program, traced: Traced, policy: str) -> PrecisionReport:
+def _report(traced: Traced, policy: str) -> PrecisionReport:
     plan = traced.plan
     lowered = functools.partial(traced.emit, *traced.constants)
     casts = _casts(jax.make_jaxpr(lowered)(*traced.arrays))
@@ -183,14 +176,16 @@ def _report(program: Program, traced: Traced, policy: str) -> PrecisionReport:
     operations = list(operations_of(steps))
     rows = rows_of(operations)
     merged = added_up(rows, with_repeated=True)
-    half = str(program.settings.compute_dtype)
+    half = str(plan.request.settings.compute_dtype)
     return PrecisionReport(
         compute_dtype=half,
         rows=rows,
         casts=casts,
         half_flops_share=_flops_share(rows, [*HALVES, FLOAT8]),
         residual_bytes=_residual_bytes(lowered, traced.arrays),
-        residual_bytes_float32=_residual_bytes(traced.as_written, traced.arrays),
+        residual_bytes_float32=_residual_bytes(
+            _jax_compat.as_function(traced.closed), traced.arrays
+        ),
         hazards=[
             *delicate_in_half(merged),
             *rounded_arguments(rounded_arguments_of(steps), half),

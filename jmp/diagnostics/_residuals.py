@@ -94,7 +94,7 @@ def residuals(
     inputs = [Provenance("", "", "argument", frozenset([name])) for name in names]
     held = {*jaxpr.invars, *jaxpr.constvars}
     found: collections.Counter[Residual] = collections.Counter()
-    for atom, made in zip(jaxpr.outvars, _follow(jaxpr, inputs), strict=True):
+    for atom, made in zip(jaxpr.outvars, PROVENANCES.through(jaxpr, inputs), strict=True):
         is_given = bool(shape_of(atom)) if isinstance(atom, Literal) else atom in held
         if is_given:
             continue  # an argument, or an array that the function closes over
@@ -110,13 +110,6 @@ def residuals(
     ]
 
 
-def _follow(
-    jaxpr: Any, inputs: Sequence[Provenance], around: tuple[JaxprEqn, ...] = ()
-) -> list[Provenance]:
-    """Returns the provenance of each output of an open jaxpr inside the equations `around`."""
-    return Propagation(_of_results, _one_of, lambda _: LITERAL).through(jaxpr, inputs, around)
-
-
 def _of_results(
     equation: JaxprEqn,
     around: tuple[JaxprEqn, ...],
@@ -126,7 +119,7 @@ def _of_results(
     """Returns the provenance of each result: an equation inside, where there is one."""
     name = equation.primitive.name
     if (branch := _branch_here(equation)) is not None:
-        return _follow(branch, operands[1:], (*around, equation))
+        return PROVENANCES.through(branch, operands[1:], (*around, equation))
     # The index of a platform is known when the program is compiled.
     is_filling = name.startswith(("empty", "platform_index"))
     if is_filling or (operands and all(operand == ELSEWHERE for operand in operands)):
@@ -153,6 +146,9 @@ def _one_of(choices: Sequence[Provenance], deciding: Sequence[Provenance]) -> Pr
             choices, key=lambda made: (made.depth, made.module, made.source, made.operation)
         )
     return chosen.also_of((*choices, *deciding))
+
+
+PROVENANCES = Propagation(_of_results, _one_of, lambda _: LITERAL)
 
 
 def _branch_here(equation: JaxprEqn) -> Any:

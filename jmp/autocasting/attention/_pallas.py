@@ -151,7 +151,7 @@ def _with_one_derivative(kernel: OfHeads) -> OfHeads:
 
     def traced(function: OfHeads) -> OfHeads:
         def run(*operands: Any) -> Any:
-            with _jax_compat.without_default_precision():
+            with jax.default_matmul_precision(None):
                 return function(*operands)
 
         return run

@@ -127,7 +127,7 @@ class CustomJvpKind(Kind):
         """
         values = [value for value, _ in given]
         types = [value.aval for value in (*values, *(value for value, _ in changes))]
-        with _jax_compat.without_default_precision():
+        with jax.default_matmul_precision(None):
             closed, result = jax.make_jaxpr(function, return_shape=True)(*types)
         graph = level.open(closed, node, values)
         infos = [info for _, info in given] + [Info(dtype, False) for _, dtype in changes]
