@@ -77,13 +77,10 @@ def cast_floating(tree: T, dtype: DTypeLike) -> T:
     dtype(bfloat16)
     """
     target = floating_dtype(dtype, "dtype")
-    cast: T = jax.tree.map(lambda x: cast_leaf(x, target), tree, is_leaf=_keeps_its_dtypes)
+    # Its class may refuse casts: a loss scale of 2**16 would be infinite in float16.
+    keeps_its_dtypes = lambda node: getattr(type(node), "keeps_its_dtypes", False)
+    cast: T = jax.tree.map(lambda x: cast_leaf(x, target), tree, is_leaf=keeps_its_dtypes)
     return cast
-
-
-def _keeps_its_dtypes(node: object) -> bool:
-    """Whether a node's class refuses casts: a loss scale of 2**16 would be infinite in float16."""
-    return getattr(type(node), "keeps_its_dtypes", False)
 
 
 def cast_to_full(tree: T) -> T:

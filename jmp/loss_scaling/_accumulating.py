@@ -21,14 +21,7 @@ from jmp.dtypes import FLOAT32, at_least_float32, floating_dtype, is_castable, i
 from jmp.loss_scaling._base import LossScale, multiply_tree
 from jmp.loss_scaling._gradients import check_loss_scale, check_parameters, scaled_loss
 from jmp.sharding._axes import agreed, axis_names, made_varying, mapped_axes
-from jmp.trees import (
-    PyTree,
-    all_finite,
-    as_jax_array,
-    holds_numbers,
-    is_complex,
-    is_floating,
-)
+from jmp.trees import PyTree, all_finite, as_jax_array, holds_numbers, is_complex, is_floating
 
 P = ParamSpec("P")
 Skip = Literal["window", "micro_batch"]
@@ -336,9 +329,8 @@ def _check_skip(skip: object) -> None:
     if not isinstance(skip, str):
         raise wrong(TypeError, CALLER, skip, known, name="skip")
     if skip not in SKIPS:
-        raise ValueError(
-            f"{CALLER} got skip={described(skip)}; expected {known}.{did_you_mean(skip, SKIPS)}"
-        )
+        near = did_you_mean(skip, SKIPS)
+        raise wrong(ValueError, CALLER, skip, known, name="skip", more=near)
 
 
 def _accumulator_dtype(dtype: DTypeLike) -> np.dtype:

@@ -65,15 +65,14 @@ class LossScale(abc.ABC):
     keeps_its_dtypes: ClassVar[bool] = True  # casts of a whole tree leave a loss scale alone
     loss_scale: Any  # the factor in force: a Python float, or a float32 scalar array
 
-    @abc.abstractmethod
     def scale(self, tree: T) -> T:
         """Multiplies every floating or complex leaf by the scale, in at least float32.
 
         Half leaves and Python numbers come back as float32 (complex64) arrays, float64 stays. All
         other leaves pass unchanged: arrays of integers or booleans, True and False, None, keys.
         """
+        return multiply_tree(tree, self.loss_scale)
 
-    @abc.abstractmethod
     def unscale(self, tree: T) -> T:
         """Casts every floating leaf to at least float32 and divides it by the scale.
 
@@ -81,6 +80,7 @@ class LossScale(abc.ABC):
 
         Half gradients are cast *first*: divided in float16 they would flush to zero again.
         """
+        return divide_tree(tree, self.loss_scale)
 
     @abc.abstractmethod
     def adjust(self, grads_finite: ArrayLike) -> "LossScale":

@@ -2,16 +2,14 @@
 
 import dataclasses
 import math
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jmp.loss_scaling import _base
-from jmp.loss_scaling._base import LARGEST_SCALE, LossScale, divide_tree, multiply_tree
-
-T = TypeVar("T")
+from jmp.loss_scaling._base import LARGEST_SCALE, LossScale
 
 _LARGEST_FACTOR = 2.0**127  # the largest power of two that float32 has
 _LARGEST_COUNT = 2**31 - 1  # of int32
@@ -103,14 +101,6 @@ class DynamicLossScale(LossScale):
         checked["counter"] = _base.step_count(self.counter, "counter")
         for name, value in checked.items():
             object.__setattr__(self, name, value)
-
-    def scale(self, tree: T) -> T:
-        """Multiplies floating and complex leaves by the scale, in at least float32."""
-        return multiply_tree(tree, self.loss_scale)
-
-    def unscale(self, tree: T) -> T:
-        """Casts floating leaves to at least float32 and divides them by the scale."""
-        return divide_tree(tree, self.loss_scale)
 
     def adjust(self, grads_finite: ArrayLike) -> "DynamicLossScale":
         """Returns the scale for the next step: grown, backed off or unchanged.

@@ -19,8 +19,7 @@ def deepmind_loss_scale(enabled: bool = True) -> LossScale:
     >>> deepmind_loss_scale().period
     2000
     """
-    _check_enabled(enabled, "deepmind_loss_scale")
-    return DynamicLossScale(2.0**15) if enabled else NoOpLossScale()
+    return _if_enabled(DynamicLossScale(2.0**15), enabled, "deepmind_loss_scale")
 
 
 def torch_loss_scale(
@@ -50,7 +49,6 @@ def torch_loss_scale(
     >>> torch_loss_scale(init_scale=2.0**10, growth_interval=100).period
     100
     """
-    _check_enabled(enabled, "torch_loss_scale", "init_scale=2.0**16")
     scale = DynamicLossScale(
         init_scale,
         period=growth_interval,
@@ -58,7 +56,7 @@ def torch_loss_scale(
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
     )
-    return scale if enabled else NoOpLossScale()
+    return _if_enabled(scale, enabled, "torch_loss_scale", "init_scale=2.0**16")
 
 
 def apex_loss_scale(enabled: bool = True) -> LossScale:
@@ -70,10 +68,8 @@ def apex_loss_scale(enabled: bool = True) -> LossScale:
     >>> apex_loss_scale().max_loss_scale == 2.0**24
     True
     """
-    _check_enabled(enabled, "apex_loss_scale")
-    if not enabled:
-        return NoOpLossScale()
-    return DynamicLossScale(2.0**16, min_loss_scale=0.0, max_loss_scale=2.0**24)
+    scale = DynamicLossScale(2.0**16, min_loss_scale=0.0, max_loss_scale=2.0**24)
+    return _if_enabled(scale, enabled, "apex_loss_scale")
 
 
 def fastai_loss_scale(enabled: bool = True) -> LossScale:
@@ -90,15 +86,17 @@ def fastai_loss_scale(enabled: bool = True) -> LossScale:
     >>> float(fastai_loss_scale().loss_scale) == 2.0**24, fastai_loss_scale().period
     (True, 500)
     """
-    _check_enabled(enabled, "fastai_loss_scale")
-    if not enabled:
-        return NoOpLossScale()
-    return DynamicLossScale(2.0**24, period=500, min_loss_scale=0.0)
+    scale = DynamicLossScale(2.0**24, period=500, min_loss_scale=0.0)
+    return _if_enabled(scale, enabled, "fastai_loss_scale")
 
 
-def _check_enabled(enabled: object, caller: str, keywords: str = "") -> None:
-    """Refuses what torch's GradScaler takes first: a device, or a scale."""
+def _if_enabled(scale: LossScale, enabled: object, caller: str, keywords: str = "") -> LossScale:
+    """Returns the scale, or one that does nothing if it is not enabled.
+
+    Refuses what torch's GradScaler takes first: a device, or a scale.
+    """
     if not isinstance(enabled, bool):
         way_out = f"{caller}({keywords})" if keywords else "jmp.DynamicLossScale(2.0**16)"
         expected = f"True or False. For a scale that starts elsewhere write {way_out}"
         raise wrong(TypeError, caller, enabled, expected, name="enabled")
+    return scale if enabled else NoOpLossScale()

@@ -6,7 +6,7 @@ from typing import TypeVar
 import jax
 from jax.typing import ArrayLike
 
-from jmp.loss_scaling._base import LossScale, divide_tree, multiply_tree, static_scale
+from jmp.loss_scaling._base import LossScale, static_scale
 
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ class StaticLossScale(LossScale):
         Raises: ValueError for a scale of zero.
         """
         self.check_not_zero()
-        return multiply_tree(tree, self.loss_scale)
+        return super().scale(tree)
 
     def unscale(self, tree: T) -> T:
         """Casts floating leaves to at least float32 and divides them by the constant.
@@ -61,7 +61,7 @@ class StaticLossScale(LossScale):
         Raises: ValueError for a scale of zero.
         """
         self.check_not_zero()
-        return divide_tree(tree, self.loss_scale)
+        return super().unscale(tree)
 
     def adjust(self, grads_finite: ArrayLike) -> "StaticLossScale":
         """Returns itself, whatever the flag is."""
