@@ -177,8 +177,7 @@ def main(
     arguments: Sequence[str] | None = None, checks: Sequence[Callable[[], str]] = CHECKS
 ) -> int:
     """Prints the tables, runs the checks, and returns the exit status."""
-    parser = argparse.ArgumentParser("python -m jmp", description=__doc__)
-    parser.parse_args(arguments)
+    argparse.ArgumentParser("python -m jmp", description=__doc__).parse_args(arguments)
     print("For a bug report paste all of this.")
     print(table(["package", "version"], versions()))
     print(table(["setting", "value"], settings()))

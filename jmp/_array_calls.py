@@ -73,14 +73,13 @@ class ArrayCall:
         fun: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any] | None = None,
-        is_taken: Callable[[Any], bool] = stands_for_numbers,
     ) -> None:
         self._fun = fun
         self._count = len(args)
         arguments = (tuple(args), dict(kwargs or {}))
-        self.arrays, self._held = take_arrays(arguments, is_taken)
+        self.arrays, self._held = take_arrays(arguments, stands_for_numbers)
         named = jax.tree_util.tree_leaves_with_path(arguments)
-        self.paths = [path for path, leaf in named if is_taken(leaf)]
+        self.paths = [path for path, leaf in named if stands_for_numbers(leaf)]
 
     def __call__(self, *arrays: Any) -> Any:
         """Calls the function with other arrays."""

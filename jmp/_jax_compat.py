@@ -27,11 +27,6 @@ RECOMPUTED = "rematted_computation"
 LACKS_BFLOAT16_PRODUCTS = jax.__version_info__ < (0, 11)
 
 
-def manual_axes() -> frozenset[str]:
-    """Returns the mesh axes over which the code being traced is mapped (shard_map, pmap)."""
-    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
-
-
 def varying_axes(value: Any) -> frozenset[str]:
     """Returns the manual axes along which a value, or one of a type, varies, if its type says."""
     kind = getattr(getattr(value, "aval", value), "manual_axis_type", None)

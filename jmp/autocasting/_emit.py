@@ -190,8 +190,7 @@ class Numerics:
                 return [step.attend(step.form, *operands, *added)]
 
         arrays = [environment[value] for value in entering]
-        forms = {step.platform: fused}
-        results = lax.platform_dependent(*arrays, **forms, default=plain)
+        results = lax.platform_dependent(*arrays, **{step.platform: fused}, default=plain)
         environment.update(zip(step.node.outputs, results, strict=True))
 
 

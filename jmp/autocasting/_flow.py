@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import numpy as np
-from jax.extend.core import JaxprEqn
 
 from jmp.autocasting._graph import Graph, Node, Value, upstream
 from jmp.autocasting._numbers import is_inexact
@@ -74,7 +73,8 @@ def facts_of(graph: Graph, infos: Sequence[Info], outputs: Sequence[Destination]
     cuts = find_cuts(graph, dependent, embeddings)
     depths = find_depths(graph, dependent, embeddings | cuts)
     # What leaves the level may reach a maximum outside.
-    compared = reaching_values(graph.nodes, _is_maximum, graph.outputs)
+    is_maximum = lambda equation: equation.primitive.name == "reduce_max"
+    compared = reaching_values(graph.nodes, is_maximum, graph.outputs)
     return Facts(feeds, carried, dependent, embeddings, cuts, depths, compared)
 
 
@@ -165,10 +165,6 @@ def find_depths(graph: Graph, dependent: Set[Value], ends: Set[Node]) -> dict[No
 def only_read_by(value: Value, graph: Graph, accepts: Callable[[Node], bool]) -> bool:
     """Returns whether all that reads a value are nodes of some sort; a level's output is not so."""
     return value not in graph.outputs and all(map(accepts, value.users))
-
-
-def _is_maximum(equation: JaxprEqn) -> bool:
-    return equation.primitive.name == "reduce_max"
 
 
 # Embeddings.

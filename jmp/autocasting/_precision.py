@@ -37,7 +37,6 @@ from jmp.autocasting._propagation import inner_equations
 from jmp.autocasting._registry import Category, is_low
 from jmp.autocasting._request import AUTOCAST, Request
 
-STRONGER = (Precision.HIGHEST, Precision.HIGH)
 HIGHEST = (Precision.HIGHEST, Precision.HIGHEST)
 
 HOLD_RULES = ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call")
@@ -58,7 +57,7 @@ def asked_for(equation: JaxprEqn) -> str:
     if names_algorithm(equation.params):
         return "the user named the algorithm"
     said = _of_operands(equation.params.get("precision"))
-    asked = next((one for one in STRONGER if one in said), None)
+    asked = next((one for one in (Precision.HIGHEST, Precision.HIGH) if one in said), None)
     return f"the user asked for precision={asked.name}" if asked else ""
 
 
@@ -126,10 +125,6 @@ def _by_regions(request: Request) -> Choice:
         return HIGHEST if region.in_float32 or asked is Category.FULL else around
 
     return choose
-
-
-def _all_with(precision: Any) -> Choice:
-    return lambda _, scope, __: None if AUTOCAST in _jax_compat.scope_names(scope) else precision
 
 
 def _filled_params(equation: JaxprEqn, scope: Any, choose: Choice, around: Any) -> Params:
@@ -228,7 +223,8 @@ def _with_rules(params: Params, precision: Any) -> dict[str, Any]:
 
 def _run_and_fill(rule: Any, precision: Any, *zeros: Any) -> Any:
     jaxpr, *others = rule(*zeros)
-    fill = _filling(_jax_compat.empty_name_stack(), _all_with(precision), None)
+    choose = lambda _, scope, __: None if AUTOCAST in _jax_compat.scope_names(scope) else precision
+    fill = _filling(_jax_compat.empty_name_stack(), choose, None)
     return _mapped(jaxpr, fill), *others
 
 

@@ -174,10 +174,6 @@ class Region:
     multiplies_in_float8: bool = False  # products may be float8, if they are half
 
 
-DECIDED = Region(in_float32=True, is_decided=True)
-IN_FLOAT32 = Region(in_float32=True)
-
-
 def policy_scope(policy: Policy) -> AbstractContextManager[None]:
     """Returns a context in which an autocast around it computes by `policy`, like a rule's."""
     return jax.named_scope(f"{POLICY}{policy}")
@@ -214,9 +210,9 @@ class Request:
 
     def _find(self, names: list[str]) -> Region:
         if AUTOCAST in names:
-            return DECIDED
+            return Region(in_float32=True, is_decided=True)
         if FULL_PRECISION in names:
-            return IN_FLOAT32
+            return Region(in_float32=True)
         policy = self._policy_for(names)
         _check_dtype(policy, self._half, described("/".join(names)))
         if policy.compute_dtype == self._half:

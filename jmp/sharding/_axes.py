@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jmp import _jax_compat
 from jmp._jax_compat import varying_axes
-from jmp._messages import described
+from jmp._messages import wrong
 from jmp.trees import PyTree
 
 AxisName = str | Sequence[str]
@@ -23,7 +22,7 @@ AxisName = str | Sequence[str]
 
 def mapped_axes() -> tuple[str, ...]:
     """Returns the mesh axes over which the code being traced is mapped (shard_map, pmap)."""
-    return tuple(sorted(_jax_compat.manual_axes()))
+    return tuple(sorted(jax.sharding.get_abstract_mesh().manual_axes))
 
 
 def are_tracked() -> bool:
@@ -66,10 +65,8 @@ def axis_names(given: object, name: str, caller: str) -> tuple[str, ...]:
     """
     names = (given,) if isinstance(given, str) else given
     if not isinstance(names, Sequence | Set) or not all(isinstance(n, str) for n in names):
-        raise TypeError(
-            f"{caller} got {name}={described(given)}; expected names of axes, such as "
-            '("data",), or () for none.'
-        )
+        expected = 'names of axes, such as ("data",), or () for none'
+        raise wrong(TypeError, caller, given, expected, name=name)
     return tuple(dict.fromkeys(sorted(names) if isinstance(names, Set) else names))
 
 

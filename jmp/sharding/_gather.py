@@ -162,13 +162,10 @@ def _moved(
         return (add_up(cotangent.astype(reduce_dtype)).astype(array.dtype),)
 
     move.defvjp(forward, backward)
-    moved: jax.Array = move(array)
-    return moved
+    return move(array)
 
 
 # Where code is mapped over devices: in shard_map, and in pmap.
-
-AxesByDimension = tuple[tuple[int, Names], ...]  # dimensions without any left out
 
 
 def _gathered_over_mapped_axes(
@@ -206,8 +203,8 @@ def _gathered_over_mapped_axes(
     return list(map(gathered, parameters))
 
 
-def _axes_to_gather(parameter: Parameter, tracked: bool) -> AxesByDimension:
-    """Returns the axes to gather a parameter over.
+def _axes_to_gather(parameter: Parameter, tracked: bool) -> tuple[tuple[int, Names], ...]:
+    """Returns the axes to gather a parameter over, for each dimension that has any.
 
     Args:
       tracked: whether types say along which axes it differs; else it may along all.
@@ -258,7 +255,9 @@ def _gathered_by_type(
         )
     _check_axes_exist(parameters, explicit, "explicit")
     targets = list(map(_names_afterwards, parameters))
-    data = _data_axes(parameters, targets, explicit)
+    # The axes to add up over: those named for it, else where nothing is sharded.
+    left = {name for target in targets for names in target for name in names}
+    data = frozenset().union(*(p.sums for p in parameters)) or frozenset(explicit - left)
     adds_in_another = reduce_dtype != dtype and bool(data)
     vectors = [p.path for p in parameters if p.array.ndim < _FEWEST_DIMENSIONS]
     if adds_in_another and vectors:
@@ -306,14 +305,6 @@ def _names_afterwards(parameter: Parameter) -> list[Names]:
         return parameter.dimensions
     own = _names_in(jax.typeof(parameter.array).sharding.spec)
     return [tuple(name for name in names if name not in parameter.sums) for names in own]
-
-
-def _data_axes(
-    parameters: Sequence[Parameter], targets: Sequence[list[Names]], explicit: set[str]
-) -> frozenset[str]:
-    """Returns the axes to add up over: those named for it, else where nothing is sharded."""
-    left = {name for target in targets for names in target for name in names}
-    return frozenset().union(*(p.sums for p in parameters)) or frozenset(explicit - left)
 
 
 # What the user said: names of axes, or specs.

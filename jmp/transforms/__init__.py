@@ -9,11 +9,7 @@ says on which devices a state belongs. `clip_by_global_norm` is optax's for grad
 
 from jmp.transforms._clipping import clip_by_global_norm
 from jmp.transforms._flat_masters import FlatMasters
-from jmp.transforms._loss_scaling import (
-    check_optimizer_state,
-    loss_scale_state,
-    with_loss_scale,
-)
+from jmp.transforms._loss_scaling import check_optimizer_state, loss_scale_state, with_loss_scale
 from jmp.transforms._master_params import with_master_params
 from jmp.transforms._masters import masters, reset_masters
 from jmp.transforms._mixed_precision import mixed_precision

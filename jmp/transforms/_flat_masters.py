@@ -21,13 +21,7 @@ from jax.typing import DTypeLike
 from jmp._messages import described
 from jmp.dtypes import is_half
 from jmp.transforms._rounding import difference_to_master
-from jmp.trees import (
-    PyTree,
-    cast_to_at_least_float32,
-    is_floating,
-    leaves_by_path,
-    path_string,
-)
+from jmp.trees import PyTree, cast_to_at_least_float32, is_floating, leaves_by_path, path_string
 
 
 @jax.tree_util.register_dataclass

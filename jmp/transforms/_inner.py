@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import optax
 
-from jmp._messages import described, way_to_parameters, where_trees_differ
+from jmp._messages import described, way_to_parameters, where_trees_differ, wrong
 from jmp.trees import leaves_by_path, stands_for_numbers
 
 
@@ -17,11 +17,9 @@ def as_transformation(transformation: object, caller: str) -> optax.GradientTran
     if isinstance(transformation, optax.MultiSteps):
         transformation = transformation.gradient_transformation()
     if not isinstance(transformation, optax.GradientTransformation):
-        is_function = inspect.isfunction(transformation)
-        raise TypeError(
-            f"{caller} got inner={described(transformation)}; expected an optax transformation, "
-            f"such as optax.adam(1e-3).{' Did you forget to call it?' * is_function}"
-        )
+        expected = "an optax transformation, such as optax.adam(1e-3)"
+        more = " Did you forget to call it?" * inspect.isfunction(transformation)
+        raise wrong(TypeError, caller, transformation, expected, name="inner", more=more)
     return optax.with_extra_args_support(transformation)
 
 
@@ -36,11 +34,7 @@ def init_inner(
         return inner.init(params)
     except (TypeError, ValueError, AttributeError) as error:
         leaves = leaves_by_path(params).items()
-        others = [
-            pair
-            for pair in leaves
-            if not (stands_for_numbers(pair[1]) or isinstance(pair[1], float))
-        ]
+        others = [(p, x) for p, x in leaves if not (stands_for_numbers(x) or isinstance(x, float))]
         if not others:
             raise
         path, leaf = others[0]

@@ -13,11 +13,7 @@ from jmp import _jax_compat
 from jmp._messages import described
 from jmp.transforms import _states
 from jmp.transforms._flat_masters import FlatMasters, as_one_vector
-from jmp.transforms._master_params import (
-    ROOT,
-    check_half_ones_are_seen,
-    shapes_with_master,
-)
+from jmp.transforms._master_params import ROOT, check_half_ones_are_seen, shapes_with_master
 from jmp.transforms._rounding import needs_master, rounded_master
 from jmp.transforms._states import WithMasterParamsState
 from jmp.trees import PyTree, cast_to_at_least_float32, is_array, leaves_by_path

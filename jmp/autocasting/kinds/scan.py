@@ -33,8 +33,7 @@ class ScanKind(Kind):
 
     def arguments(self, node: Node) -> Sequence[Sequence[Value | None]]:
         """Constants and rows."""
-        scan = _jax_compat.Scan.of(node.params)
-        constants, carries, arrays = scan.split(node.inputs)
+        constants, carries, arrays = _jax_compat.Scan.of(node.params).split(node.inputs)
         return [[*constants, *[None] * len(carries), *arrays]]
 
     def plan(self, node: Node, level: Level) -> Nested:
@@ -54,8 +53,7 @@ class ScanKind(Kind):
         outputs = [Destination(feeds=is_half, carried=not is_half) for is_half in in_half]
         outputs += map(level.storage.destination, node.outputs[scan.n_carry :])
         # One more than the turns: also a loop of one turn is a loop.
-        turns = turns_of(node.equation) + 1
-        times = level.context.times * turns
+        times = level.context.times * (turns_of(node.equation) + 1)
         context = level.context._replace(times=times, prevent_cse=False)
         plan = level.plan_graph(graph, infos, outputs, context)
         stores = (*carries, *plan.stores[scan.n_carry :])

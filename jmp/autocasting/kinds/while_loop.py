@@ -34,8 +34,8 @@ def has_many_conditions(equation: JaxprEqn) -> bool:
 def runs_to_tolerance(equation: JaxprEqn) -> bool:
     """Returns whether the condition of a while loop depends on floating numbers."""
     floating = list(map(is_inexact, equation.invars))
-    propagation = Propagation(_depend, _depends_on_any, is_inexact)
-    decides, _ = propagation.through_while(equation, floating)
+    join = lambda choices, deciding: any((*choices, *deciding))
+    decides, _ = Propagation(_depend, join, is_inexact).through_while(equation, floating)
     return decides
 
 
@@ -50,10 +50,6 @@ def _depend(
     found = inside() or [any(operands)] * len(equation.outvars)
     pairs = zip(found, equation.outvars, strict=True)
     return [depends or is_inexact(variable) for depends, variable in pairs]
-
-
-def _depends_on_any(choices: Sequence[bool], deciding: Sequence[bool]) -> bool:
-    return any(choices) or any(deciding)
 
 
 class WhileKind(Kind):
@@ -75,8 +71,7 @@ class WhileKind(Kind):
 
     def arguments(self, node: Node) -> Sequence[Sequence[Value | None]]:
         """What the body closes over: the carries change, and the condition runs as written."""
-        loop = _jax_compat.While.of(node.params)
-        asked, closed, carries = loop.split(node.inputs)
+        asked, closed, carries = _jax_compat.While.of(node.params).split(node.inputs)
         unknown = [None] * len(carries)
         return [[*[None] * len(asked), *unknown], [*closed, *unknown]]
 
@@ -101,8 +96,7 @@ class WhileKind(Kind):
 
     def emit(self, equation: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> Any:
         """Emits `lax.while_loop`."""
-        loop = _jax_compat.While.of(equation.params)
-        asked, closed, carries = loop.split(operands)
+        asked, closed, carries = _jax_compat.While.of(equation.params).split(operands)
         condition, body = functions
         return lax.while_loop(
             lambda carry: condition(*asked, *carry)[0],

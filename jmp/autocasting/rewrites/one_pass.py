@@ -94,8 +94,7 @@ def _reads_rows_again(powers: Powers, around: Surroundings) -> bool:
 def _is_spread(total: Node, around: Surroundings) -> bool:
     """Returns whether a larger value of the island is made of the sums `total`."""
     (sums,) = total.outputs
-    made_of_them = downstream(sums, around.inside.__contains__)
-    return any(value.size > sums.size for value in made_of_them)
+    return any(v.size > sums.size for v in downstream(sums, around.inside.__contains__))
 
 
 # What is found in an island.
