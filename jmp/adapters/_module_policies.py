@@ -166,9 +166,15 @@ class ModulePolicies:
             for name, value in options.items()
         }
         self._keep_dtypes = keep_dtypes
-        policies = [self.policy, *(get_policy(policy) for _, policy in rules or ())]
-        _refuse_reductions_of_rules(policies)
-        halves = {p.compute_dtype for p in policies if is_half(p.compute_dtype)}
+        others = [get_policy(policy) for _, policy in rules or ()]
+        for other in others:
+            if other.reduce_dtype not in (None, self.policy.reduce_dtype):
+                raise ValueError(
+                    f"A rule asks for '{other}', the policy of the model is '{self.policy}'; "
+                    "expected one reduce_dtype a model. Give it in the policy of the model, such "
+                    "as 'mixed_float16,r=f32'."
+                )
+        halves = {p.compute_dtype for p in (self.policy, *others) if is_half(p.compute_dtype)}
         if len(halves) > 1:
             names = " and ".join(sorted(half.__name__ for half in halves))
             raise ValueError(
@@ -224,7 +230,10 @@ class ModulePolicies:
         policy = self.rules.policy_for(path, classes, root=root)
         if policy is not self.rules.default:
             return policy
-        return FLOAT32_POLICY if self._keep_dtypes and _says_float32(module) else None
+        if not self._keep_dtypes:
+            return None
+        dtype = getattr(module, "dtype", None)  # some modules keep an array under this name
+        return FLOAT32_POLICY if not is_array(dtype) and dtype == FLOAT32 else None
 
     def match_parameters(self, params: PyTree) -> None:
         """Lets rules that name single parameters of a tree match; only `cast_params` reads them."""
@@ -241,25 +250,9 @@ class ModulePolicies:
         return contextlib.nullcontext() if named is None else policy_scope(named)
 
 
-def _refuse_reductions_of_rules(policies: Sequence[Policy]) -> None:
-    whole, *others = policies
-    for policy in others:
-        if policy.reduce_dtype not in (None, whole.reduce_dtype):
-            raise ValueError(
-                f"A rule asks for '{policy}', the policy of the model is '{whole}'; expected one "
-                "reduce_dtype a model. Give it in the policy of the model, such as "
-                "'mixed_float16,r=f32'."
-            )
-
-
 # Part of the key of JAX's caches: a jitted part of a model is traced anew for other rules, whose
 # scopes its trace would not hold.
 _in_force = jax.make_user_context(default_value=None)
-
-
-def _says_float32(module: object) -> bool:
-    dtype = getattr(module, "dtype", None)  # some modules keep an array under this name
-    return not is_array(dtype) and bool(dtype == FLOAT32)
 
 
 @functools.cache  # one class for all models: a structure that holds it must compare equal
@@ -269,8 +262,17 @@ def marked_class(module_type: type, base: type, policies: ModulePolicies, named:
     Args:
       base: the framework's class of all modules, whose own methods stay as they are.
     """
-    body: dict[str, Any] = {
-        name: _method_in_scope(getattr(module_type, name), policies, named)
+
+    def in_scope(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method, updated=())
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with policies.scope(named) if policies.are_in_force else contextlib.nullcontext():
+                return method(self, *args, **kwargs)
+
+        return call
+
+    body = {
+        name: in_scope(getattr(module_type, name))
         for name in dir(module_type)
         if name == "__call__" or not (name.startswith("_") or hasattr(base, name))
         if _is_method(module_type, name)
@@ -304,17 +306,6 @@ def _is_method(module_type: type, name: str) -> bool:
     attribute = inspect.getattr_static(module_type, name)
     binds = hasattr(attribute, "__get__") and not isinstance(attribute, staticmethod | classmethod)
     return binds and callable(getattr(module_type, name))
-
-
-def _method_in_scope(
-    method: Callable[..., Any], policies: ModulePolicies, named: Policy
-) -> Callable[..., Any]:
-    @functools.wraps(method, updated=())
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with policies.scope(named) if policies.are_in_force else contextlib.nullcontext():
-            return method(self, *args, **kwargs)
-
-    return call
 
 
 class ModuleScopes(ModulePolicies):

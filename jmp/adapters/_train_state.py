@@ -189,8 +189,7 @@ def _exchange_made_by_flax(cls: type[TrainState]) -> None:
 
 
 def _to_state_dict(node: PyTree) -> dict[str, Any]:
-    leaves = jax.tree_util.tree_leaves_with_path(node)
-    return {path[0].name: leaf for path, leaf in leaves}
+    return {path[0].name: leaf for path, leaf in jax.tree_util.tree_leaves_with_path(node)}
 
 
 def _from_state_dict(node: PyTree, state: dict[str, Any]) -> PyTree:

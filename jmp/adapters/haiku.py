@@ -94,8 +94,10 @@ def with_policy(
                 around.pop(0)
 
         params = policies.widened(params)
-        if has_state:
-            args, kwargs = _with_wide_state(args, kwargs)
+        if has_state and "state" in kwargs:
+            kwargs = {**kwargs, "state": cast_to_at_least_float32(kwargs["state"])}
+        elif has_state:
+            args = (cast_to_at_least_float32(args[0]), *args[1:])
         with policies.in_force(), hk.intercept_methods(intercept):
             result = network.apply(params, *args, **kwargs)
         policies.rules.warn_unused()
@@ -124,12 +126,6 @@ def _warn_of_own_policy(module_type: type[hk.Module]) -> None:
             "lines of set_policy, or call hk.mixed_precision.clear_policy of the class before.",
             stacklevel=users_stacklevel(),
         )
-
-
-def _with_wide_state(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    if "state" in kwargs:
-        return args, {**kwargs, "state": cast_to_at_least_float32(kwargs["state"])}
-    return (cast_to_at_least_float32(args[0]), *args[1:]), kwargs
 
 
 def cast_params(params: T, policy: str | Policy, rules: Sequence[Rule] | None = None) -> T:

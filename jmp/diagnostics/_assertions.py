@@ -58,8 +58,7 @@ def assert_products_in(
     def check(*args: Any, **kwargs: Any) -> None:
         call = ArrayCall(function, *split_arguments(*args, **kwargs))
         closed = jax.make_jaxpr(call.results)(*call.arrays)
-        placed = with_places(closed)
-        products = [each for each in placed if is_product(each[0])]
+        products = [each for each in with_places(closed) if is_product(each[0])]
         name = function_name(fun)
         if not products:
             raise AssertionError(f"{name} has no product whose dtype could be checked.")
@@ -81,9 +80,6 @@ def assert_products_in(
 def _listed_lines(first: str, lines: Sequence[str]) -> str:
     more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
     return "\n".join([first, *lines[:SHOWN], *more])
-
-
-_MADE_VARYING = "pvary"
 
 
 def assert_summed_once(fun: Callable[..., Any], *early: Any) -> Callable[..., None]:
@@ -154,8 +150,11 @@ def _sums_of_results(
         count = len(equation.outvars)
         places = [operand.places for operand in operands]
         places = places if len(places) == count else [_union(operands)] * count
-        results = [Summed(each, name == _MADE_VARYING) for each in places]
-    sizes = _sizes_of_axes(around)
+        results = [Summed(each, name == "pvary") for each in places]
+    sizes: dict[str, int] = {}  # of the axes that are mapped here
+    for mapping in around:
+        if mapping.primitive.name == "shard_map":
+            sizes |= mapping.params["mesh"].shape
     if name == "div" and _divides_by_devices(equation, results[0], sizes):
         return [NOT_SUMMED]  # a mean is no sum
     if name not in _jax_compat.PSUMS:
@@ -172,15 +171,6 @@ def _sums_of_results(
                 f"{before}: {size} times too large. Leave it out; for a mean divide by {size}."
             )
     return [Summed({**result.places, **dict.fromkeys(axes, here)}) for result in results]
-
-
-def _sizes_of_axes(around: tuple[JaxprEqn, ...]) -> dict[str, int]:
-    """Returns the sizes of the mesh axes that are mapped inside the equations `around`."""
-    sizes: dict[str, int] = {}
-    for equation in around:
-        if equation.primitive.name == "shard_map":
-            sizes |= equation.params["mesh"].shape
-    return sizes
 
 
 def _either(choices: Sequence[Summed], deciding: Sequence[Summed]) -> Summed:

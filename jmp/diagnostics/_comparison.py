@@ -165,7 +165,11 @@ class Comparison(Report):
         >>> [(row.path, row.elements) for row in rows if row.kind == "gradient"]
         [('dense', 6)]
         """
-        return self._worst_first(by_prefix(self.rows, depth))
+        groups: dict[tuple[str, str], list[Difference]] = {}
+        for row in self.rows:
+            prefix = "/".join(row.path.split("/")[:depth])
+            groups.setdefault((row.kind, prefix), []).append(row)
+        return self._worst_first(error_of_all(*key, leaves) for key, leaves in groups.items())
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the data as dictionaries, lists, numbers and strings.
@@ -294,15 +298,6 @@ def error_of(kind: str, path: str, a: np.ndarray, b: np.ndarray, divisor: float)
         reference_norm=float(np.linalg.norm(b[both])),
         largest_error=float(errors.max(initial=0)),
     )
-
-
-def by_prefix(rows: Iterable[Difference], depth: int) -> list[Difference]:
-    """Returns for each prefix of at most `depth` names of the paths its leaves together."""
-    groups: dict[tuple[str, str], list[Difference]] = {}
-    for row in rows:
-        prefix = "/".join(row.path.split("/")[:depth])
-        groups.setdefault((row.kind, prefix), []).append(row)
-    return [error_of_all(*key, leaves) for key, leaves in groups.items()]
 
 
 def error_of_all(kind: str, path: str, rows: list[Difference]) -> Difference:

@@ -141,8 +141,7 @@ class FlaggedProgram:
         return [loss], [gradient / self._scale for gradient in gradients]
 
     def _run(self, arrays: Sequence[Any], flag: Flag) -> Any:
-        half = self._plan.request.settings.compute_dtype
-        numerics = _Rounding(half, flag, self._of_modules)
+        numerics = _Rounding(self._plan.request.settings.compute_dtype, flag, self._of_modules)
         return run_plan(self._plan, [*self._constants, *arrays], numerics=numerics)[0]
 
 
@@ -155,8 +154,7 @@ def _norms(found: Any, expected: Any) -> Any:
 
 def _norm(leaves: Sequence[Any]) -> Any:
     """Returns the Euclidean norm of all leaves as one vector, which does not overflow by itself."""
-    largest = [jnp.max(abs(x), initial=0) for x in leaves]
-    unit = jnp.max(jnp.stack(largest))
+    unit = jnp.max(jnp.stack([jnp.max(abs(x), initial=0) for x in leaves]))
     unit = jnp.where(unit > 0, unit, 1)
     return unit * jnp.sqrt(sum(jnp.sum(abs(x / unit) ** 2) for x in leaves))
 
@@ -235,8 +233,7 @@ class _Rounding(Numerics):
         if step.node.name not in CUSTOM_DERIVATIVES:
             return super().run_nested(step, operands)
         # As written, with its own derivative: what goes in and comes out is rounded alone.
-        params = with_default(step.node)
-        return _jax_compat.bind(step.node.equation.primitive, operands, params)
+        return _jax_compat.bind(step.node.equation.primitive, operands, with_default(step.node))
 
     def run_island(self, island: Island, environment: Environment) -> None:
         reads = tuple(map(self._unrounded, island.reads))

@@ -145,7 +145,10 @@ def counting_step(
     gradients, and sums of bytes by place: of activations that are stored in `dtype`; None for all.
     """
     places = _places(closed, arrays, positions, dtype)
-    probes = {place: _probe_of(place.dtype) for place in places.values()}
+    probes = {}  # zeros, one for each byte of what a tap counts: of a value and of its cotangent
+    for place in places.values():
+        counts = jax.eval_shape(exponents, jax.ShapeDtypeStruct((), place.dtype))
+        probes[place] = jnp.zeros((2, counts.size, BYTES), np.float32)
 
     def loss(*operands: Any) -> Any:
         *arrays, probes = operands
@@ -160,12 +163,6 @@ def counting_step(
         return [exponents(arrays[i]) for i in positions], list(map(exponents, gradients)), sums
 
     return step, probes
-
-
-def _probe_of(dtype: str) -> jax.Array:
-    """Returns zeros, one for each byte of what a tap counts: of a value and of its cotangent."""
-    counts = jax.eval_shape(exponents, jax.ShapeDtypeStruct((), dtype))
-    return jnp.zeros((2, counts.size, BYTES), np.float32)
 
 
 @jax.custom_vjp

@@ -315,7 +315,9 @@ class Interpreter:
         if _jax_compat.is_jit(equation):
             name = f"jit {_jax_compat.called_name(equation)}"
         elif name in _jax_compat.REMAT:
-            name = "" if _is_autocasts(equation) else "remat"
+            # One that autocast put in, of which the user's program says nothing, has no name here.
+            is_autocasts = _jax_compat.traced_name(_jax_compat.called(equation.params)) == ISLAND
+            name = "" if is_autocasts else "remat"
         inner = here.within(name) if name else here
         return self.run(_jax_compat.called(equation.params), inputs, inner)
 
@@ -409,11 +411,6 @@ def _holds_a_program(equation: JaxprEqn) -> bool:
     inner = _jax_compat.inner_jaxprs(equation)
     takes_arrays = any(getattr(v.aval, "shape", ()) for jaxpr in inner for v in jaxpr.invars)
     return takes_arrays or has_kind(equation.primitive.name)
-
-
-def _is_autocasts(remat: JaxprEqn) -> bool:
-    """Returns whether autocast put in a remat, of which the user's program says nothing."""
-    return _jax_compat.traced_name(_jax_compat.called(remat.params)) == ISLAND
 
 
 def _call_of(equation: JaxprEqn) -> Call:
