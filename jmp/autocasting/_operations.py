@@ -6,15 +6,14 @@ decided besides dtypes, and the warnings of no half product and of half gradient
 
 import collections
 import functools
-import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from jmp import _jax_compat
 from jmp._jax_compat import Params
-from jmp._messages import described, users_stacklevel
+from jmp._messages import described
 from jmp.autocasting._equations import contracts_nothing, is_inner_product
 from jmp.autocasting._exact_products import WHY_EXACT, wrapped_values
 from jmp.autocasting._float8 import OPERANDS
@@ -180,77 +179,70 @@ def is_product(equation: Any) -> bool:
     return is_low(equation) and not is_inner_product(equation)
 
 
-def warn_if_no_product_is_half(plan: Plan, name: str) -> bool:
-    """Warns of a plan whose products are all float32, unless autocast's caller asked for it.
+def _no_product_is_half(plan: Plan, name: str) -> str:
+    """Says that all products of a plan are float32, unless autocast's caller asked for it.
 
     The caller asks with `rules=`, `full=`, `full_precision` and an autocast inside.
-
-    Returns: whether it warned.
     """
     reasons: collections.Counter[str] = collections.Counter()
     is_surprise = False
     for operation in operations_of(steps_of(plan)):
         if is_product(operation.equation) and operation.dtypes_in:
             if not NOT_HALF.issuperset(operation.dtypes_in):
-                return False
+                return ""
             # As written inside a loop, an outer product may stand where it is no multiplication.
             if operation.why in WHY_EXACT or contracts_nothing(operation.equation):
                 continue
             reasons[_reason(operation)] += 1
             is_surprise |= not _is_callers_wish(operation, plan)
-    if is_surprise:
-        (why, first), *others = reasons.most_common()
-        listed = [f"{first} product{'s' * (first > 1)}: {why}"]
-        listed += [f"{count}: {why}" for why, count in others]
-        warnings.warn(
-            f"autocast computes no product of {described(name)} in "
-            f"{plan.request.settings.compute_dtype}. {'; '.join(listed)}. "
-            "jmp.diagnostics.precision_report says where each one stands.",
-            NoHalfProductWarning,
-            stacklevel=users_stacklevel(),
-        )
-    return is_surprise
+    if not is_surprise:
+        return ""
+    (why, first), *others = reasons.most_common()
+    listed = [f"{first} product{'s' * (first > 1)}: {why}"]
+    listed += [f"{count}: {why}" for why, count in others]
+    return (
+        f"autocast computes no product of {described(name)} in "
+        f"{plan.request.settings.compute_dtype}. {'; '.join(listed)}. "
+        "jmp.diagnostics.precision_report says where each one stands."
+    )
 
 
-def warn_if_gradients_stay_half(plan: Plan, name: str) -> bool:
-    """Warns of parameters whose gradients were to be float32, and cannot be.
-
-    Returns: whether it warned.
-    """
+def _gradients_stay_half(plan: Plan, name: str) -> str:
+    """Says which parameters have gradients that were to be float32, and cannot be."""
     names = collections.Counter(
         step.node.name
         for step, *_ in steps_of(plan)
         if isinstance(step, Single) and step.why.startswith(WHY_NOT_WIDE)
     )
-    if names:
-        found = ", ".join(f"{count} {name}" for name, count in names.items())
-        warnings.warn(
-            f"autocast of {described(name)} was asked for reduce_dtype=float32, but gradients of "
-            f"parameters in these products stay half, between devices too: {found}. (For a "
-            "convolution cuDNN has no half kernel with a float32 gradient.) Compute them in "
-            "float32 by a rule, or ignore this: a sum that overflows is seen, its step skipped.",
-            HalfReductionWarning,
-            stacklevel=users_stacklevel(),
-        )
-    return bool(names)
+    if not names:
+        return ""
+    found = ", ".join(f"{count} {name}" for name, count in names.items())
+    return (
+        f"autocast of {described(name)} was asked for reduce_dtype=float32, but gradients of "
+        f"parameters in these products stay half, between devices too: {found}. (For a "
+        "convolution cuDNN has no half kernel with a float32 gradient.) Compute them in "
+        "float32 by a rule, or ignore this: a sum that overflows is seen, its step skipped."
+    )
 
 
-def warn_if_float16_on_tpu(plan: Plan, name: str) -> bool:
-    """Warns of a program in float16 for a TPU.
-
-    Returns: whether it warned.
-    """
+def _is_float16_on_tpu(plan: Plan, name: str) -> str:
+    """Says that a program for a TPU computes in float16."""
     request = plan.request
-    is_slow = request.platform == "tpu" and request.settings.compute_dtype == jnp.float16
-    if is_slow:
-        warnings.warn(
-            f"autocast of {described(name)} computes in float16 on a TPU, which has no matrix unit "
-            "for it. Use 'mixed_bfloat16' there, which needs no loss scale ('p=f32,c=half,o=f32' "
-            "chooses by the device).",
-            Float16OnTpuWarning,
-            stacklevel=users_stacklevel(),
-        )
-    return is_slow
+    if request.platform != "tpu" or request.settings.compute_dtype != jnp.float16:
+        return ""
+    return (
+        f"autocast of {described(name)} computes in float16 on a TPU, which has no matrix unit "
+        "for it. Use 'mixed_bfloat16' there, which needs no loss scale ('p=f32,c=half,o=f32' "
+        "chooses by the device)."
+    )
+
+
+# What is said of a plan, given the name of its function, and as which warning; "" for nothing.
+WARNINGS: tuple[tuple[Callable[[Plan, str], str], type[UserWarning]], ...] = (
+    (_no_product_is_half, NoHalfProductWarning),
+    (_gradients_stay_half, HalfReductionWarning),
+    (_is_float16_on_tpu, Float16OnTpuWarning),
+)
 
 
 def _reason(operation: Operation) -> str:

@@ -23,11 +23,7 @@ from jmp.autocasting._emit import run_plan
 from jmp.autocasting._flatten import graph_of
 from jmp.autocasting._flow import Destination, Info
 from jmp.autocasting._numbers import MadeOf
-from jmp.autocasting._operations import (
-    warn_if_float16_on_tpu,
-    warn_if_gradients_stay_half,
-    warn_if_no_product_is_half,
-)
+from jmp.autocasting._operations import WARNINGS
 from jmp.autocasting._planner import Planner
 from jmp.autocasting._propagation import walk
 from jmp.autocasting._request import AUTOCAST, Request, Settings
@@ -41,10 +37,6 @@ LATE = (
     ("a coroutine", inspect.iscoroutinefunction, inspect.iscoroutine),
     ("an asynchronous generator", inspect.isasyncgenfunction, inspect.isasyncgen),
 )
-
-
-# Each is given the plans of a program until one has warned, and says whether it did.
-WARNINGS = (warn_if_no_product_is_half, warn_if_gradients_stay_half, warn_if_float16_on_tpu)
 
 
 @jax.tree_util.register_dataclass
@@ -61,7 +53,7 @@ class Traced(NamedTuple):
 
     closed: Any
     plan: Plan
-    emit: Callable[..., list[Any]]  # of the constants and the arrays, and so is `run`
+    emit: Callable[..., list[Any]]  # of constants and arrays, cast to the dtypes of `plan.reads`
     run: Callable[..., list[Any]]
     constants: list[Any]  # the arrays that the function closes over
     arrays: list[Any]  # those among the arguments
@@ -89,7 +81,7 @@ class Program:
     def call(self, args: Any, kwargs: Any) -> Any:
         """Runs the function on these arguments."""
         traced = self.trace(args, kwargs)
-        operands = [*traced.constants, *traced.arrays]
+        operands = cast_all([*traced.constants, *traced.arrays], traced.plan.reads)
         if all(map(_jax_compat.is_concrete, operands)):
             results = traced.run(*operands)  # compiled once: an eager call does not retrace
         else:
@@ -138,8 +130,7 @@ class Program:
 
     def _plan(self, jaxpr: Any, constants: Sequence[Any], in_half: Sequence[bool]) -> Plan:
         request = Request(self.settings)
-        given = [MadeOf.INPUTS] * len(jaxpr.invars)
-        graph = graph_of(jaxpr, constants, given, None, request)
+        graph = graph_of(jaxpr, constants, [MadeOf.INPUTS] * len(jaxpr.invars), None, request)
         infos = [Info(value.dtype, True) for value in graph.inputs]
         first = len(infos) - len(in_half)
         for position, half in enumerate(in_half):
@@ -149,13 +140,10 @@ class Program:
         plan = Planner(graph, infos, nowhere, Context(request)).plan_level()
         request.policy_rules.warn_unused()
         if not self._has_warned:
-            name = function_name(self.fun)
-            warned = [warn(plan, name) for warn in WARNINGS]
-            self._has_warned = any(warned)
-        self._warn_unused_overrides(jaxpr)
-        return plan
-
-    def _warn_unused_overrides(self, jaxpr: Any) -> None:
+            for text_of, kind in WARNINGS:
+                if text := text_of(plan, function_name(self.fun)):
+                    warnings.warn(text, kind, stacklevel=users_stacklevel())
+                    self._has_warned = True
         names = {visit.equation.primitive.name for visit in walk(jaxpr)}
         for name, category in self.settings.overrides.items():
             if name not in names:
@@ -166,6 +154,7 @@ class Program:
                     UnusedRuleWarning,
                     stacklevel=users_stacklevel(),
                 )
+        return plan
 
     def _make_flat_function(
         self, held: StaticPart, types: tuple[Any, ...], default: Any
@@ -193,7 +182,7 @@ def _of_type(result: Any, struct: Any) -> Any:
 
 def _run_marked(plan: Plan, *operands: Any) -> list[Any]:
     with jax.named_scope(AUTOCAST):
-        return run_plan(plan, cast_all(operands, plan.reads))
+        return run_plan(plan, operands)
 
 
 def _type_and_sign(leaf: Any) -> tuple[type, str]:
@@ -228,12 +217,11 @@ def check_runs_when_called(fun: Any) -> None:
 
 def checked_names(fun: Callable[..., Any], apply_to: Iterable[str]) -> tuple[str, ...]:
     """Returns what `apply_to=` names; refuses what names no arguments of the function."""
-    if isinstance(apply_to, str):
-        expected = f"a list: [{described(apply_to)}]"
-        raise wrong(TypeError, "autocast", apply_to, expected, name="apply_to")
+    is_text = isinstance(apply_to, str)
     names = tuple(apply_to) if isinstance(apply_to, Iterable) else (apply_to,)
-    if not all(isinstance(name, str) for name in names):
-        expected = "names of arguments, such as apply_to=['x']"
+    if is_text or not all(isinstance(name, str) for name in names):
+        example = described(apply_to) if is_text else "'x'"
+        expected = f"a list of names of arguments, such as apply_to=[{example}]"
         raise wrong(TypeError, "autocast", apply_to, expected, name="apply_to")
     parameters = inspect.signature(fun).parameters if names else {}
     unknown = [name for name in names if name not in parameters]

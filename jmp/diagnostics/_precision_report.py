@@ -15,6 +15,7 @@ import jax
 
 from jmp import _jax_compat
 from jmp.autocasting._autocast import make_program
+from jmp.autocasting._casts import cast
 from jmp.autocasting._operations import (
     NoHalfProductWarning,
     decisions_of,
@@ -171,7 +172,11 @@ class PrecisionReport(Report):
 def _report(traced: Traced, policy: str) -> PrecisionReport:
     plan = traced.plan
     lowered = functools.partial(traced.emit, *traced.constants)
-    casts = _casts(jax.make_jaxpr(lowered)(*traced.arrays))
+    arrays = [  # what `apply_to=` names is an argument in half
+        x if x.dtype == dtype else jax.eval_shape(functools.partial(cast, dtype=dtype), x)
+        for x, dtype in zip(traced.arrays, plan.reads[len(traced.constants) :], strict=True)
+    ]
+    casts = _casts(jax.make_jaxpr(lowered)(*arrays))
     steps = list(steps_of(plan))
     operations = list(operations_of(steps))
     rows = rows_of(operations)
@@ -182,7 +187,7 @@ def _report(traced: Traced, policy: str) -> PrecisionReport:
         rows=rows,
         casts=casts,
         half_flops_share=_flops_share(rows, [*HALVES, FLOAT8]),
-        residual_bytes=_residual_bytes(lowered, traced.arrays),
+        residual_bytes=_residual_bytes(lowered, arrays),
         residual_bytes_float32=_residual_bytes(
             _jax_compat.as_function(traced.closed), traced.arrays
         ),

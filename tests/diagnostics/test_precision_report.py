@@ -135,6 +135,20 @@ def test_floating_point_operations():
     assert row.flops == 2 * 4 * 8 * 5
 
 
+def test_an_argument_that_is_cast_on_entry_comes_in_half():
+    def loss(w, x):
+        return jnp.mean(jnp.exp(x @ w))
+
+    for kind in (jnp.ones, lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32)):
+        args = kind((8, 8)), kind((4, 8))
+        report = diagnostics.precision_report(loss, "mixed_float16", apply_to=["x"])(*args)
+        without = diagnostics.precision_report(loss, "mixed_float16")(*args)
+        # One cast fewer, and an argument is not counted among what is kept.
+        assert sum(report.casts.values()) == sum(without.casts.values()) - 1
+        assert without.residual_bytes["float16"] - report.residual_bytes["float16"] == 4 * 8 * 2
+        assert report.residual_bytes_float32 == without.residual_bytes_float32
+
+
 def test_an_inner_product_is_a_reduction():
     (row,) = report(lambda w, x: jnp.vdot(w, w)).rows
     assert (row.kind, row.dtype_in) == ("reduction", "float32")
