@@ -693,7 +693,10 @@ MISTAKES: dict[str, list[Mistake]] = {
             TypeError,
             ("jmp.autocast(loss_fn)", "write autocast(fun, 'mixed_float16')"),
             ("jmp.autocast(F16)", "got the policy 'mixed_float16' in the place of the function"),
-            ("jmp.autocast(F16, loss_fn)", "The order is autocast(fun, policy)"),
+            (
+                "jmp.autocast(F16, loss_fn)",
+                "the place of the function; write autocast(fun, policy)",
+            ),
             ("jmp.autocast(loss_fn(params, x), F16)", "expected a function, such as a loss"),
             ("jmp.autocast(params, F16)", "{'w': float32[2,2]}; expected a function"),
             ("jmp.autocast(many, F16)", "and 996 more}; expected a function"),
@@ -702,7 +705,7 @@ MISTAKES: dict[str, list[Mistake]] = {
             ("jmp.autocast(loss_fn, jnp.float16)", "expected a Policy or text such as"),
             ("jmp.autocast(loss_fn, True)", "get_policy got True; expected a Policy or text"),
             ("jmp.autocast(coroutine, F16)", "wrap the functions that the body calls"),
-            ("jmp.autocast(loss_fn, F16, apply_to='x')", "expected a list: ['x']"),
+            ("jmp.autocast(loss_fn, F16, apply_to='x')", "such as apply_to=['x']"),
             ("jmp.autocast(loss_fn, F16, apply_to=[1])", "such as apply_to=['x']"),
             ("jmp.autocast(loss_fn, F16, apply_to=1)", "such as apply_to=['x']"),
             ("jmp.autocast(loss_fn, F16, full='exp')", "such as full=['exp']"),
@@ -942,7 +945,7 @@ MISTAKES: dict[str, list[Mistake]] = {
             ),
             (
                 "diagnostics.find_float32(loss_fn, F16, params, x, tolerance='1%')",
-                "expected a relative error, such as 0.01",
+                "expected a relative error, above zero, such as 0.01",
             ),
             ("diagnostics.find_float32(pair_fn, F16, params, x)", "pass has_aux=True"),
             (
@@ -1052,7 +1055,7 @@ MISTAKES: dict[str, list[Mistake]] = {
             ("diagnostics.memory_report(loss_fn, argnums=2)(params, x)", "numbers of its 2 args"),
             (
                 "diagnostics.memory_report(loss_fn, argnums=1)(params, 3)",
-                "that holds the parameters",
+                "no floating array to differentiate there; expected the parameters",
             ),
             ("diagnostics.compare(loss_fn, F16, scale=0.0)", "expected a loss scale, above zero"),
             ("diagnostics.compare(loss_fn, F16, argnums=2)(params, x)", "numbers of its 2 args"),

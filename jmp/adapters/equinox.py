@@ -10,7 +10,7 @@ at all.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, ParamSpec, TypeVar, Unpack, overload
+from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import equinox as eqx
 import jax
@@ -27,7 +27,7 @@ from jmp.adapters._module_policies import (
     set_class,
     storage_rules,
 )
-from jmp.autocasting._autocast import AllOptions, given_policy
+from jmp.autocasting._autocast import or_decorator
 from jmp.dtypes import is_half
 from jmp.loss_scaling import LossScale
 from jmp.loss_scaling import scaled_value_and_grad as differentiate_scaled
@@ -44,17 +44,10 @@ R = TypeVar("R")
 Aux = TypeVar("Aux")
 
 
-@overload
-def autocast(
-    fun: Callable[P, R], policy: str | Policy, **options: Unpack[AllOptions]
-) -> Callable[P, R]: ...
-@overload
-def autocast(
-    *, policy: str | Policy, **options: Unpack[AllOptions]
-) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+@or_decorator
 def autocast(
     fun: Any = None,
-    policy: str | Policy | None = None,
+    policy: Any = None,
     *,
     rules: Sequence[Rule] = (),
     **options: Any,
@@ -86,9 +79,6 @@ def autocast(
     >>> grads.weight.dtype
     dtype('float32')
     """
-    policy = given_policy(policy, fun)
-    if fun is None:
-        return functools.partial(autocast, policy=policy, rules=rules, **options)
     check_function(fun, "autocast", "autocast(loss_fn, policy)(model, *args)")
     refuse_other_models(fun, "autocast", "fun", "equinox", "a function of Equinox modules")
     return with_marked_modules(fun, ModulePolicies(policy, rules, options))
@@ -295,8 +285,7 @@ def _mark_module(policies: ModulePolicies, module: eqx.Module) -> Any:
 
 
 def _unmark_module(module: eqx.Module) -> Any:
-    unmark = lambda node, *_: plain_class(type(node))
-    return _rebuilt(module, lambda leaf, *_: leaf, unmark)
+    return _rebuilt(module, lambda leaf, *_: leaf, lambda node, *_: plain_class(type(node)))
 
 
 def _rebuilt(

@@ -10,9 +10,8 @@ Two ways in, both by `jmp.autocast`:
 move together or not at all.
 """
 
-import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar, Unpack, overload
+from typing import Any, TypeVar, Unpack
 
 from flax import nnx
 
@@ -22,7 +21,7 @@ from jmp.adapters._atomic import check_is_scaled, keep_if_skipped, loss_scale_in
 from jmp.adapters._module_policies import ModulePolicies, storage_rules
 from jmp.adapters._nnx_modules import cast_in_place, lift, view_of
 from jmp.adapters._nnx_writing import whole_if_it_fails
-from jmp.autocasting._autocast import AllOptions, Options, given_policy
+from jmp.autocasting._autocast import Options, or_decorator
 from jmp.loss_scaling import LossScale
 from jmp.loss_scaling._gradients import scaled_loss
 from jmp.policy import Policy, get_policy
@@ -32,21 +31,12 @@ __all__ = ["autocast", "cast_params", "loss_scale", "reset_masters", "train_step
 
 M = TypeVar("M", bound=nnx.Module)
 _ORDER = " The order is train_step(loss_fn, model, optimizer, *args)."
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
-@overload
-def autocast(
-    fun: Callable[P, R], policy: str | Policy, **options: Unpack[AllOptions]
-) -> Callable[P, R]: ...
-@overload
-def autocast(
-    *, policy: str | Policy, **options: Unpack[AllOptions]
-) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+@or_decorator
 def autocast(
     fun: Any = None,
-    policy: str | Policy | None = None,
+    policy: Any = None,
     *,
     rules: Sequence[Rule] = (),
     **options: Any,
@@ -79,9 +69,6 @@ def autocast(
     >>> loss_fn(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), jnp.ones((1, 2))).dtype
     dtype('float32')
     """
-    policy = given_policy(policy, fun)
-    if fun is None:
-        return functools.partial(autocast, policy=policy, rules=rules, **options)
     policies = ModulePolicies(policy, rules, options)
     check_function(fun, "autocast", "autocast(loss_fn, policy)(model, *args)")
     refuse_other_models(fun, "autocast", "fun", "flax.nnx", "a function of nnx modules")
@@ -273,8 +260,7 @@ def train_step(
 def _moved_by_a_step(model: nnx.Module, optimizer: nnx.Optimizer[Any]) -> tuple[Any, Any]:
     """Returns what a step changes, as arrays: beside the optimizer's state, and that state."""
     variables = nnx.state(model, nnx.filterlib.Any(optimizer.wrt, nnx.BatchStat))
-    beside = nnx.as_pure(variables), optimizer.step[...]
-    return beside, nnx.as_pure(optimizer.opt_state)
+    return (nnx.as_pure(variables), optimizer.step[...]), nnx.as_pure(optimizer.opt_state)
 
 
 def _check_kind(caller: str, name: str, value: object, expected: type) -> None:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack, overload
+from typing import Any, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
 
 import jax
 
@@ -37,17 +37,52 @@ class AllOptions(Options, total=False):
     rules: Sequence[Rule]
 
 
-@overload
-def autocast(
-    fun: Callable[P, R], policy: str | Policy, **options: Unpack[AllOptions]
-) -> Callable[P, R]: ...
-@overload
-def autocast(
-    *, policy: str | Policy, **options: Unpack[AllOptions]
-) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+class Autocast(Protocol):
+    """How `autocast` is called, that of `jmp` and those of adapters."""
+
+    @overload
+    def __call__(
+        self, fun: Callable[P, R], policy: str | Policy, **options: Unpack[AllOptions]
+    ) -> Callable[P, R]: ...
+    @overload
+    def __call__(
+        self, *, policy: str | Policy, **options: Unpack[AllOptions]
+    ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+
+
+def or_decorator(lower: Callable[..., Any]) -> Autocast:
+    """Returns an `autocast` that reads the policy, and returns a decorator where `fun` is left out.
+
+    Args:
+      lower: the same, given a function and a `Policy`.
+
+    Raises (when called): TypeError if the policy was left out, or stands where the function should.
+    """
+
+    @functools.wraps(lower)
+    def called(fun: Any = None, policy: str | Policy | None = None, **options: Any) -> Any:
+        if isinstance(fun, (str, Policy)) and (policy is None or callable(policy)):
+            raise TypeError(
+                f"autocast got the policy {described(fun)} in the place of the function; write "
+                "autocast(fun, policy), or @autocast(policy=policy) above a function."
+            )
+        if policy is None:
+            raise TypeError(
+                f"autocast got no policy (its first argument is {described(fun)}); write "
+                "autocast(fun, 'mixed_float16') or @autocast(policy='mixed_float16')."
+            )
+        policy = get_policy(policy)
+        if fun is None:
+            return functools.partial(called, policy=policy, **options)
+        return lower(fun, policy, **options)
+
+    return called
+
+
+@or_decorator
 def autocast(
     fun: Any = None,
-    policy: str | Policy | None = None,
+    policy: Any = None,
     *,
     apply_to: Sequence[str] = (),
     low: Iterable[Any] = (),
@@ -114,8 +149,9 @@ def autocast(
     >>> grads.dtype
     dtype('float32')
     """
-    policy = given_policy(policy, fun)
-    options = AllOptions(
+    return lowered(
+        fun,
+        policy,
         apply_to=apply_to,
         low=low,
         full=full,
@@ -127,9 +163,6 @@ def autocast(
         float8=float8,
         platform=platform,
     )
-    if fun is None:
-        return functools.partial(autocast, policy=policy, **options)
-    return lowered(fun, policy, **options)
 
 
 def lowered(fun: Callable[P, R], policy: Policy, **options: Any) -> Callable[P, R]:
@@ -145,26 +178,6 @@ def lowered(fun: Callable[P, R], policy: Policy, **options: Any) -> Callable[P, 
     return mark_lowered(wrapped, policy.compute_dtype)
 
 
-def given_policy(policy: str | Policy | None, fun: Any) -> Policy:
-    """Returns the policy; raises TypeError if it was left out, and names what came instead."""
-    if policy is None and isinstance(fun, (str, Policy)):
-        raise TypeError(
-            f"autocast got the policy {described(fun)} in the place of the function; write "
-            "autocast(fun, policy), or @autocast(policy=policy) above a function."
-        )
-    if policy is None:
-        raise TypeError(
-            f"autocast got no policy (its first argument is {described(fun)}); write "
-            "autocast(fun, 'mixed_float16') or @autocast(policy='mixed_float16')."
-        )
-    if callable(policy) and isinstance(fun, (str, Policy)):
-        raise TypeError(
-            f"autocast got {described(fun)} as the function and {described(policy)} as the policy. "
-            "The order is autocast(fun, policy)."
-        )
-    return get_policy(policy)
-
-
 def make_program(
     fun: Callable[..., Any],
     policy: str | Policy,
@@ -177,7 +190,15 @@ def make_program(
     Args:
       options: the other fields of `Settings`.
     """
-    _check_function(fun)
+    if not callable(fun):
+        expected = "a function, such as a loss"
+        raise wrong(TypeError, "autocast", fun, expected, more=way_out(fun))
+    # Bound to its variables, inside another module, it can be called as it is.
+    if framework_of(fun) == "flax.linen" and getattr(fun, "scope", fun) is None:
+        raise TypeError(
+            f"autocast got the module {type(fun).__name__}, which has no variables by itself; "
+            f"expected a function, such as a loss.{way_out(fun)}"
+        )
     check_runs_when_called(fun)
     settings = Settings(get_policy(policy), **options)
     names = checked_names(fun, apply_to)
@@ -223,15 +244,3 @@ def _under_scope(name: str, fun: Callable[P, R]) -> Callable[P, R]:
             return fun(*args, **kwargs)
 
     return marked
-
-
-def _check_function(fun: Any) -> None:
-    if not callable(fun):
-        expected = "a function, such as a loss"
-        raise wrong(TypeError, "autocast", fun, expected, more=way_out(fun))
-    # Bound to its variables, inside another module, it can be called as it is.
-    if framework_of(fun) == "flax.linen" and getattr(fun, "scope", fun) is None:
-        raise TypeError(
-            f"autocast got the module {type(fun).__name__}, which has no variables by itself; "
-            f"expected a function, such as a loss.{way_out(fun)}"
-        )

@@ -12,7 +12,7 @@ import functools
 import math
 import numbers
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ from jmp.diagnostics._comparison import (
 )
 from jmp.diagnostics._emulation import FlaggedProgram
 from jmp.diagnostics._scope_search import Errors, Found, rules_for, search_levels
-from jmp.diagnostics._tables import table
+from jmp.diagnostics._tables import Report, table
 from jmp.dtypes import is_half
 from jmp.loss_scaling import StaticLossScale
 from jmp.loss_scaling._gradients import scaled_loss
@@ -170,7 +170,7 @@ class ScopeAlone:
 
 
 @dataclasses.dataclass(frozen=True)
-class Float32Scopes:
+class Float32Scopes(Report):
     """What `find_float32` found; `print` shows it, `to_dict` gives the data.
 
     Attributes:
@@ -191,6 +191,7 @@ class Float32Scopes:
     ([], True)
     """
 
+    computed: ClassVar = ("loss_error", "gradient_error", "is_within")
     policy: str
     tolerance: float
     rules: list[Rule]
@@ -222,11 +223,8 @@ class Float32Scopes:
 
         Errors may be infinite.
         """
-        data = {**vars(self), "rules": [(str(target), str(p)) for target, p in self.rules]}
-        data["scopes"] = list(map(dataclasses.asdict, self.scopes))
-        data["comparison"] = self.comparison.to_dict()
-        names = ("loss_error", "gradient_error", "is_within")
-        return {**data, **{name: getattr(self, name) for name in names}}
+        rules = [(str(target), str(policy)) for target, policy in self.rules]
+        return super().to_dict() | {"rules": rules, "comparison": self.comparison.to_dict()}
 
     def __str__(self) -> str:
         asked = f"{self.policy}, tolerance {self.tolerance:.3g}"
@@ -290,11 +288,10 @@ def _checked_tolerance(tolerance: Any, policy: str | Policy) -> float:
         if get_policy(policy).product_dtype is not None:
             return float(jnp.finfo(OPERANDS).eps)
         return 8 * float(jnp.finfo(dtype).eps) if is_half(dtype) else math.inf
+    expected = "a relative error, above zero, such as 0.01"
     if isinstance(tolerance, bool) or not isinstance(tolerance, numbers.Real):
-        expected = "a relative error, such as 0.01"
         raise wrong(TypeError, "find_float32", tolerance, expected, name="tolerance")
     if not 0 < float(tolerance) < math.inf:
-        expected = "a relative error, above zero, such as 0.01"
         raise wrong(ValueError, "find_float32", tolerance, expected, name="tolerance")
     return float(tolerance)
 

@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from jmp._array_calls import ArrayCall, cotangent, vjp_at
-from jmp._messages import described, wrong
+from jmp._messages import wrong
 from jmp.autocasting import autocast
 from jmp.diagnostics._arguments import asked_function, split_arguments, trained_parameters
 from jmp.diagnostics._residuals import Residual, residuals
@@ -79,18 +78,23 @@ def memory_report(
         call = ArrayCall(function, args, kwargs)
         structs = jax.eval_shape(lambda *leaves: leaves, *call.arrays)
         parameters = call.within(argnums, "memory_report")
-        moving = [i for i in parameters if jnp.issubdtype(structs[i].dtype, jnp.inexact)]
-        if not moving:
-            raise ValueError(
-                f"memory_report got argnums={described(argnums)}, but there are no floating arrays "
-                "in that argument; name the one that holds the parameters."
-            )
+        moving = list(call.floating_within(argnums, "memory_report"))
         # As `jax.grad` gives gradients: a tuple for several arguments.
         params = args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in argnums)
         init = optimizer.init if optimizer else lambda params: ()
         state = jax.eval_shape(init, trained_parameters(params))
-        loss = _with_arrays_of_aux(call, has_aux)
-        traced = _value_and_gradients(loss, call.arrays, moving)
+
+        # The loss, and the arrays of what is not differentiated.
+        def loss(*arrays: Any) -> tuple[Any, list[Any]]:
+            result = call(*arrays)
+            result, aux = pair_of(result, "(loss, aux)") if has_aux else (result, None)
+            return result, [leaf for leaf in jax.tree.leaves(aux) if is_array(leaf)]
+
+        def step(*arrays: Any) -> Any:
+            result, vjp, aux = vjp_at(loss, arrays, moving, has_aux=True)
+            return result, vjp(jax.tree.map(lambda x: cotangent(x, 1), result)), aux
+
+        traced = jax.jit(step).trace(*call.arrays)
         temp, peak = _xla_bytes(traced) if compiled else (None, None)
         return MemoryReport(
             parameters=sum(structs[i].size for i in moving),
@@ -230,29 +234,6 @@ def _column(report: MemoryReport) -> dict[str, str]:
         "XLA: temp": size(report.xla_temp_bytes),
         "XLA: peak of value and gradient": size(report.xla_peak_bytes),
     }
-
-
-def _with_arrays_of_aux(function: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
-    """Returns a function of a pair: the result, and the arrays of what is not differentiated."""
-
-    def pair(*arrays: Any) -> tuple[Any, list[Any]]:
-        result = function(*arrays)
-        result, aux = pair_of(result, "(loss, aux)") if has_aux else (result, None)
-        return result, [leaf for leaf in jax.tree.leaves(aux) if is_array(leaf)]
-
-    return pair
-
-
-def _value_and_gradients(
-    function: Callable[..., Any], arrays: Sequence[Any], moving: Sequence[int]
-) -> jax.stages.Traced:
-    """Traces a step: the value, gradients at the positions `moving`, what is not differentiated."""
-
-    def step(*arrays: Any) -> Any:
-        result, vjp, aux = vjp_at(function, arrays, moving, has_aux=True)
-        return result, vjp(jax.tree.map(lambda x: cotangent(x, 1), result)), aux
-
-    return jax.jit(step).trace(*arrays)
 
 
 def _xla_bytes(traced: jax.stages.Traced) -> tuple[int | None, int | None]:
