@@ -1,20 +1,22 @@
-"""Softmax before a product: its derivative from the half result that is kept anyway.
+"""Softmax: on GPUs its derivative from the half result, on TPUs its maximum behind a barrier.
 
-A product keeps its operands for the backward pass, so the half result of an attention's softmax is
-kept whatever is done about the softmax itself. Its derivative needs nothing else. So neither are
-the scores kept nor the rows computed again.
+On a GPU a softmax before a product takes its derivative from the half result. A product keeps its
+operands for the backward pass, so that half result is kept whatever is done about the softmax
+itself. Its derivative needs nothing else. So neither are the scores kept nor the rows computed
+again.
 
 With y a row of the result, the tangent of y is y * (t - sum(y * t)) if y adds up to one, which it
 does not quite once it is rounded. Where one score is far above the others that error is up to 25
 times that of all other roundings (64 keys, one score larger by 8, bfloat16), and half models
 written by hand have it. Here a row is divided by its sum, in float32; so the rows of the gradient
-add up to zero.
+add up to zero. A row divided by its sum is also the pattern by which XLA finds a softmax, for which
+it makes a kernel that reads each row once, and it fuses the rest of the derivative with that.
 
-Where it is divided depends on what XLA fuses. On a GPU, at once: a row divided by its sum is the
-pattern by which XLA finds a softmax, for which it makes a kernel that reads each row once, and it
-fuses the rest of the derivative with that. Otherwise it makes two kernels, and reads both arrays
-twice. On a TPU, at the end: there XLA adds up y and y * t where the product that gives t is
-computed, which it could not do if y * t had to wait for the sums of y.
+On a TPU XLA computes exponentials again wherever they are read, in the fusions of the products
+around a softmax: nothing but the half scores is stored, and a derivative from the half result would
+only add sums. But where it finds a softmax of float32 rows, from the maximum on, it makes one
+kernel of it that writes the exponentials in float32. A barrier behind the maximum, a number for
+each row, hides that pattern, and XLA finds the maximum where it computes the scores.
 """
 
 import functools
@@ -22,6 +24,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jmp.autocasting._flow import is_row_reduction
@@ -33,7 +36,8 @@ KEPT_WEIGHTS = "autocast_softmax"
 
 def softmax_from_half_result(node: Node, around: Surroundings) -> Rewrite | None:
     """Rewrites the last step of a softmax that leaves in half, all of it in one island."""
-    if node.name != "div" or around.recompute is not Recompute.RECOMPUTE:
+    is_candidate = around.platform == "gpu" and around.recompute is Recompute.RECOMPUTE
+    if node.name != "div" or not is_candidate:
         return None
     (result,), (powers, sums) = node.outputs, node.inputs
     # What reads the result inside would read the rounded one, where log(p) of a small p is -inf.
@@ -53,37 +57,45 @@ def softmax_from_half_result(node: Node, around: Surroundings) -> Rewrite | None
     if node.inputs[1].aval.shape != (*shape[:rows], *(1 for _ in shape[rows:])):
         return None
     why = "a softmax before a product: its derivative is taken from its half result"
-    run = functools.partial(softmax, rows, around.half, around.platform)
+    run = functools.partial(softmax, rows, around.half)
     return Rewrite(why, (exp.inputs[0],), run, KEPT_WEIGHTS)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
-def softmax(rows: int, half: Any, platform: str, shifted: Any) -> Any:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def softmax(rows: int, half: Any, shifted: Any) -> Any:
     """Returns exp(shifted) over the sums of its rows, with the derivative of its half result.
 
     Args:
       rows: how many of the first axes count the rows.
       half: the dtype that the result is rounded to.
-      platform: "gpu" or "tpu".
     """
     powers = jnp.exp(shifted)
     return powers / _sums(powers, rows)
 
 
 @softmax.defjvp
-def _from_half_result(
-    rows: int, half: Any, platform: str, primals: Any, tangents: Any
-) -> tuple[Any, Any]:
+def _from_half_result(rows: int, half: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
     (shifted,), (tangent,) = primals, tangents
-    rounded = softmax(rows, half, platform, shifted).astype(half)
+    rounded = softmax(rows, half, shifted).astype(half)
     result = checkpoint_name(rounded, KEPT_WEIGHTS).astype(shifted.dtype)
-    if platform == "gpu":
-        weights = result / _sums(result, rows)
-        return result, weights * (tangent - _sums(weights * tangent, rows))
-    factor = 1 / _sums(result, rows)
-    mean = factor * _sums(result * tangent, rows)
-    return result, result * (tangent - mean) * factor
+    weights = result / _sums(result, rows)
+    return result, weights * (tangent - _sums(weights * tangent, rows))
 
 
 def _sums(array: Any, rows: int) -> Any:
     return array.sum(tuple(range(rows, array.ndim)), keepdims=True)
+
+
+def maximum_behind_barrier(node: Node, around: Surroundings) -> Rewrite | None:
+    """Rewrites the maximum of a softmax's rows for TPUs."""
+    is_recomputed = around.recompute is Recompute.RECOMPUTE
+    if around.platform != "tpu" or node.name != "reduce_max" or not is_recomputed:
+        return None
+    if not is_row_reduction(node):
+        return None
+    why = "the maximum of a softmax: XLA computes the rest where it is read"
+    return Rewrite(why, node.inputs, functools.partial(_maximum, node.params["axes"]))
+
+
+def _maximum(axes: tuple[int, ...], array: Any) -> Any:
+    return lax.optimization_barrier(array.max(axes))
