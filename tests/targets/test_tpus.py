@@ -125,8 +125,8 @@ def tpus(tmp_path_factory):
 
 
 # Bytes moved and estimated cycles, at most, over those of the model by hand: 2 % above what was
-# measured.
-GATES = [("v5e", (1.14, 1.00)), ("v6e", (1.13, 1.00))]
+# measured. A softmax that XLA may find would take 0.03 fewer cycles, and 0.07 more bytes.
+GATES = [("v5e", (1.07, 1.03)), ("v6e", (1.07, 1.02))]
 
 
 @pytest.mark.parametrize(("machine", "at_most"), GATES)
