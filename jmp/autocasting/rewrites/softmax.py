@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jmp import _jax_compat
 from jmp.autocasting._flow import is_row_reduction
 from jmp.autocasting._graph import Node
 from jmp.autocasting._steps import Recompute, Rewrite, Surroundings
@@ -88,14 +89,13 @@ def _sums(array: Any, rows: int) -> Any:
 
 def maximum_behind_barrier(node: Node, around: Surroundings) -> Rewrite | None:
     """Rewrites the maximum of a softmax's rows for TPUs."""
-    is_recomputed = around.recompute is Recompute.RECOMPUTE
-    if around.platform != "tpu" or node.name != "reduce_max" or not is_recomputed:
-        return None
-    if not is_row_reduction(node):
+    is_candidate = around.platform == "tpu" and around.recompute is Recompute.RECOMPUTE
+    if not is_candidate or node.name != "reduce_max" or not is_row_reduction(node):
         return None
     why = "the maximum of a softmax: XLA computes the rest where it is read"
-    return Rewrite(why, node.inputs, functools.partial(_maximum, node.params["axes"]))
+    return Rewrite(why, node.inputs, functools.partial(_behind_barrier, node))
 
 
-def _maximum(axes: tuple[int, ...], array: Any) -> Any:
-    return lax.optimization_barrier(array.max(axes))
+def _behind_barrier(node: Node, array: Any) -> Any:
+    (result,) = _jax_compat.bind(node.equation.primitive, [array], node.params)
+    return lax.optimization_barrier(result)
