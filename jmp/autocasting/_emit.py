@@ -144,7 +144,7 @@ class Numerics:
         if step.arithmetic is Arithmetic.SENT:
             run = functools.partial(_send, run)
         if step.rounds is not None:
-            return _wide_gradients.move_rounded(run, operands, step.stores, step.rounds)
+            return _wide_gradients.move_rounded(run, operands, step.stores, step.rounds, step.parts)
         results = run(operands)
         if step.is_masked:
             for position, read in enumerate(step.reads):

@@ -29,6 +29,7 @@ from jmp.autocasting._precision import with_default
 from jmp.autocasting._reasons import why_float32, why_not_lowered, why_region
 from jmp.autocasting._registry import Category
 from jmp.autocasting._sending import (
+    WHY_IN_PARTS,
     WHY_LOOKUP,
     WHY_NOT_WIDE,
     WHY_SENT,
@@ -36,6 +37,7 @@ from jmp.autocasting._sending import (
     asks_for_wide,
     find_sent,
     may_be_sent,
+    parts_of_rows,
     sends,
 )
 from jmp.autocasting._steps import (
@@ -172,7 +174,9 @@ class Planner(Level):
         if node.goes_inside:
             return kind_of(node.name).plan(node, self)
         if node in self.facts.embeddings and may_be_sent(node):
-            return self._wide(node, Arithmetic.HALF, WHY_LOOKUP)
+            parts = None if node.region.reduces_in_float32 else parts_of_rows(node)
+            single = self._wide(node, Arithmetic.HALF, WHY_IN_PARTS if parts else WHY_LOOKUP)
+            return single._replace(parts=parts)
         if node in self.facts.embeddings:
             why = "rows of a float32 table, rounded after the lookup"
             return self._single(node, Arithmetic.ROUNDED, why)

@@ -20,6 +20,7 @@ from jmp.autocasting._flow import Destination, Facts, Info
 from jmp.autocasting._graph import Graph, Node, Value, reached
 from jmp.autocasting._propagation import turns_of
 from jmp.autocasting._request import Request
+from jmp.autocasting._wide_gradients import Parts
 
 Function = Callable[..., Any]  # of flat arrays; returns a list of them
 Dtypes = tuple[np.dtype | None, ...]  # None for what has no dtype, or keeps its own
@@ -110,6 +111,7 @@ class Single(NamedTuple):
     stores: Dtypes
     # Operands that are read in float32 are rounded to this inside: their gradients are float32.
     rounds: np.dtype | None = None
+    parts: Parts | None = None  # of a lookup's rows, whose gradients are rounded one by one
     in_float8: InFloat8 | None = None  # None: it is no float8 product
     is_masked: bool = False  # a sum with what may be a mask, on its way to a softmax
     moves_float8: bool = False  # it moves what float8 products alone read; see `_float8_planning`

@@ -165,6 +165,4 @@ def test_eight_tpus_send_what_a_ring_needs(tpus, row, numbers):
         gathered = kind == "all-gather"
         name, width = (f"{kind} bf16", 2) if gathered else (f"{kind} f32", 4)
         assert in_float32[name] <= width * moved * 7 / 8 * (1 + NORMS)
-    # Rows of the table that are looked up are added up in float32 alone.
-    rows = 2 * TABLE * 7 / 8 * (2 if row == "tpu-dp" else 1)
-    assert sum(ours.values()) <= (sum(by_hand.values()) + rows) * (1 + NORMS)
+    assert sum(ours.values()) <= sum(by_hand.values()) * (1 + NORMS)
