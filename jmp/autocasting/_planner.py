@@ -128,6 +128,7 @@ class Planner(Level):
                 saturates = may_be_masked and storage.is_half(value)
                 writes.append(Write(value, storage.dtype(value), saturates))
         in_half = {write.value for write in writes if write.dtype == self.half}
+        in_half.update(filter(storage.is_half, entering(nodes)))
         around = Surroundings(own, recompute, self.half, in_half, self.context.request.platform)
         rewrites = {node: found for node in nodes if (found := rewrite_of(node, around))}
         # All readers of an input of a norm over rows share one cast, so that its cotangents add up

@@ -81,7 +81,7 @@ class Surroundings(NamedTuple):
     inside: Set[Node]
     recompute: Recompute
     half: np.dtype
-    in_half: Set[Value]  # results that leave in half
+    in_half: Set[Value]  # what enters in half, and results that leave in half
     platform: str  # "gpu" or "tpu"
 
 

@@ -10,12 +10,12 @@ from jmp.autocasting._graph import Node
 from jmp.autocasting._steps import Rewrite, Surroundings
 from jmp.autocasting.rewrites.one_pass import sums_in_one_pass
 from jmp.autocasting.rewrites.pick import pick_as_sum
-from jmp.autocasting.rewrites.softmax import maximum_behind_barrier, softmax_from_half_result
+from jmp.autocasting.rewrites.softmax import softmax_from_half_result, softmax_of_half_scores
 
 REWRITES: list[Callable[[Node, Surroundings], Rewrite | None]] = [
     pick_as_sum,
     softmax_from_half_result,
-    maximum_behind_barrier,
+    softmax_of_half_scores,
     sums_in_one_pass,
 ]
 

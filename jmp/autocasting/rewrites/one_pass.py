@@ -50,12 +50,12 @@ def sums_in_one_pass(node: Node, around: Surroundings) -> Rewrite | None:
     """Rewrites the sums of a softmax; keeps them, its maxima, and all that reduces long rows."""
     if around.recompute is not Recompute.RECOMPUTE or not _reduces_rows(node):
         return None
-    powers = _powers(node, around)
+    powers = powers_of(node, around)
     if powers is not None and _reads_rows_again(powers, around):
         why = "sums of powers in one pass with the maxima of their rows, on a GPU; kept"
         run = functools.partial(_kept_sums, tuple(map(int, node.params["axes"])))
         return Rewrite(why, (powers.shifted, powers.rows, powers.shift), run, KEPT_ROWS, True)
-    others = filter(None, (_powers(other, around) for other in around.inside))
+    others = filter(None, (powers_of(other, around) for other in around.inside))
     has_sums = any(other.maxima is node and _reads_rows_again(other, around) for other in others)
     if has_sums or is_long(_length(node)):
         why = "one number a row, kept for the backward pass: the rows are not read again"
@@ -86,7 +86,7 @@ def _reads_rows_again(powers: Powers, around: Surroundings) -> bool:
     length = _length(powers.total)
     if length < SHORT or is_long(length):
         return is_long(length)
-    found = filter(None, (_powers(node, around) for node in around.inside))
+    found = filter(None, (powers_of(node, around) for node in around.inside))
     totals = [other.total for other in found if other.rows is powers.rows]
     return not any(_is_spread(total, around) for total in totals)
 
@@ -100,7 +100,7 @@ def _is_spread(total: Node, around: Surroundings) -> bool:
 # What is found in an island.
 
 
-def _powers(total: Node, around: Surroundings) -> Powers | None:
+def powers_of(total: Node, around: Surroundings) -> Powers | None:
     """Returns what `total` adds up, if that is powers of rows less their maxima."""
     if total.name != "reduce_sum" or not _reduces_rows(total):
         return None

@@ -1,4 +1,4 @@
-"""Softmax: on GPUs its derivative from the half result, on TPUs its maximum behind a barrier.
+"""Softmax: on GPUs its derivative from the half result, on TPUs a half difference inside.
 
 On a GPU a softmax before a product takes its derivative from the half result. A product keeps its
 operands for the backward pass, so that half result is kept whatever is done about the softmax
@@ -13,10 +13,12 @@ add up to zero. A row divided by its sum is also the pattern by which XLA finds 
 it makes a kernel that reads each row once, and it fuses the rest of the derivative with that.
 
 On a TPU XLA computes exponentials again wherever they are read, in the fusions of the products
-around a softmax: nothing but the half scores is stored, and a derivative from the half result would
-only add sums. But where it finds a softmax of float32 rows, from the maximum on, it makes one
-kernel of it that writes the exponentials in float32. A barrier behind the maximum, a number for
-each row, hides that pattern, and XLA finds the maximum where it computes the scores.
+around a softmax: nothing but half scores is stored, and a derivative from the half result would
+only add sums. Where the scores less their maximum are half, and their masks were applied in half
+before, XLA computes maximum, difference and sums in the kernel of the product, and stores the
+difference in place of the scores; else it reads the scores twice more for them. A difference of
+half numbers within a factor of two of each other is exact. Else its rounding is as large as those
+of the scores themselves.
 """
 
 import functools
@@ -24,15 +26,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jmp import _jax_compat
 from jmp.autocasting._flow import is_row_reduction
-from jmp.autocasting._graph import Node
+from jmp.autocasting._graph import Node, Value, downstream
 from jmp.autocasting._steps import Recompute, Rewrite, Surroundings
+from jmp.autocasting.rewrites.one_pass import powers_of
+from jmp.dtypes import FLOAT32
 
 KEPT_WEIGHTS = "autocast_softmax"
+# The length of a TPU's vectors. Of rows that are no multiple of it (197 tokens of a ViT) XLA makes
+# a kernel of their own, with which a step moves 9 % more bytes.
+LANES = 128
 
 
 def softmax_from_half_result(node: Node, around: Surroundings) -> Rewrite | None:
@@ -92,15 +100,71 @@ def _sums(array: Any, rows: int) -> Any:
     return array.sum(tuple(range(rows, array.ndim)), keepdims=True)
 
 
-def maximum_behind_barrier(node: Node, around: Surroundings) -> Rewrite | None:
-    """Rewrites the maximum of a softmax's rows for TPUs."""
-    is_candidate = around.platform == "tpu" and around.recompute is Recompute.RECOMPUTE
-    if not is_candidate or node.name != "reduce_max" or not is_row_reduction(node):
+def softmax_of_half_scores(node: Node, around: Surroundings) -> Rewrite | None:
+    """Rewrites masks and scales of half scores, and what a maximum leaves of them, for TPUs."""
+    if around.platform != "tpu" or around.recompute is not Recompute.RECOMPUTE:
         return None
-    why = "the maximum of a softmax: XLA computes the rest where it is read"
-    return Rewrite(why, node.inputs, functools.partial(_behind_barrier, node))
+    for powers in filter(None, (powers_of(other, around) for other in around.inside)):
+        exact = _exact_steps(powers.rows, around)
+        inside = downstream(powers.shifted, around.inside.__contains__)
+        if exact is None or around.in_half.isdisjoint(inside):
+            continue
+        if node in exact:
+            why = "half scores, masked or scaled by a power of two: exact in half"
+            varying = tuple(value for value in node.inputs if value.constant is None)
+            return Rewrite(why, varying, functools.partial(_run_in_half, node, around.half))
+        length = powers.rows.aval.shape[-1]
+        if powers.shifted in node.outputs and isinstance(length, int) and length % LANES == 0:
+            why = "half scores less their maximum, in half: XLA computes it behind the product"
+            return Rewrite(why, node.inputs, functools.partial(_difference, around.half))
+    return None
 
 
-def _behind_barrier(node: Node, array: Any) -> Any:
-    (result,) = _jax_compat.bind(node.equation.primitive, [array], node.params)
-    return lax.optimization_barrier(result)
+def _exact_steps(scores: Value, around: Surroundings) -> list[Node] | None:
+    """Returns what masks and scales scores that enter in half; None if they do not enter so."""
+    found: list[Node] = []
+    while scores not in around.in_half:
+        node = scores.producer
+        if node is None or node not in around.inside or not _is_exact(node):
+            return None
+        found.append(node)
+        (scores,) = (v for v in node.inputs if v.is_float32 and v.constant is None)
+    return found
+
+
+def _is_exact(node: Node) -> bool:
+    """Returns whether a node masks by a constant, or scales down by a power of two.
+
+    Half scores lose nothing by it that a softmax would see: a power of two changes no digits, but
+    of subnormal numbers, and a mask that saturates is as far below all scores as one of -1e9.
+    """
+    operands = node.inputs if node.name == "mul" else node.inputs[1:]
+    constants = [value.constant for value in operands if value.constant is not None]
+    if len(constants) != 1:
+        return False
+    if node.name == "select_n":
+        return len(operands) == 2
+    digits, exponent = np.frexp(constants[0])
+    scales_down = {"mul": exponent <= 1, "div": exponent >= 1}
+    return abs(digits) == 0.5 and scales_down.get(node.name, False)
+
+
+def _run_in_half(node: Node, half: Any, *varying: Any) -> Any:
+    """Returns the result of `node`, in float32, given its operands that are no constants."""
+    arrays = [x.astype(half) if x.dtype == FLOAT32 else x for x in varying]
+    limits, remaining = jnp.finfo(half), iter(arrays)
+    operands = []
+    for value in node.inputs:
+        number = value.constant
+        if number is None:
+            operands.append(next(remaining))
+            continue
+        if np.isfinite(number):  # of -1e9, masked throughout, a row stays finite
+            number = np.clip(number, float(limits.min), float(limits.max))
+        operands.append(lax.full_like(arrays[-1], number))
+    (result,) = _jax_compat.bind(node.equation.primitive, operands, node.params)
+    return result.astype(FLOAT32)
+
+
+def _difference(half: Any, rows: Any, shift: Any) -> Any:
+    return (rows.astype(half) - shift.astype(half)).astype(FLOAT32)
