@@ -2,21 +2,24 @@
 
 A rule is switched off by another function in its place (`RULES`). Three things are measured, each
 relative to autocast with all rules:
-  - bytes moved, temporary memory and kernels of a training step in float16, compiled for an H200.
-    Counted, not timed, and without a GPU;
+  - bytes moved, temporary memory and kernels of a training step in float16, compiled for an H200;
+    bytes, estimated cycles and temporary memory in bfloat16, compiled for TPUs, where there is the
+    compiler for them (`make targets`, and its interpreter). Counted, not timed, without devices;
   - the error of the gradient against float32, in both half types, on a CPU and at small sizes.
     There islands and arrays count as large from 256 elements on, so that all rules are at work. Up
     to 5 % is the luck of the roundings;
   - the error of the gradient of small programs (`PROGRAMS`) that a rule was made for.
 The tables stand in `docs/internals.md`. Run it from the project's root in the test environment.
-With names of models it measures these alone, with `cost` or `errors` that alone, and leaves all
-other figures as they are; `table` measures nothing:
+With names of models it measures these alone, with `cost`, `errors`, `v5e` or `v6e` that alone, and
+leaves all other figures as they are; `table` measures nothing:
 
     JAX_PLATFORMS=cpu PYTHONPATH=. .venv-test/bin/python benchmarks/planner_rules.py gpt errors
+    JAX_PLATFORMS=cpu PYTHONPATH=. .venv-targets/bin/python benchmarks/planner_rules.py v5e v6e
 """
 
 import contextlib
 import functools
+import importlib.util
 import json
 import pathlib
 import sys
@@ -37,14 +40,16 @@ from jmp.autocasting._steps import Arithmetic, Recompute
 from jmp.autocasting.rewrites import REWRITES
 from jmp.autocasting.rewrites.one_pass import sums_in_one_pass
 from jmp.autocasting.rewrites.pick import pick_as_sum
-from jmp.autocasting.rewrites.softmax import softmax_from_half_result
-from testbed.machines.gpus import compile_for_h200
+from jmp.autocasting.rewrites.softmax import softmax_from_half_result, softmax_of_half_scores
+from testbed.machines.gpus import compile_for_gpu
+from testbed.machines.tpus import TPUS, compile_for_tpu
 from testbed.machines.training_steps import make_step
 from testbed.models import MODELS, Model
 
 RESULTS = pathlib.Path("results/planner_rules.json")
 HALVES = {"float16": 2.0**12, "bfloat16": 1.0}  # and the loss scale
 FIGURES = ("bytes_moved", "temp_bytes", "kernels")
+FIGURES_OF_TPUS = ("bytes_moved", "cycles", "temp_bytes")
 # So that all rules are at work at small sizes.
 SMALL = {"_islands.SMALL": 256, "rewrites.pick.LARGE": 256}
 
@@ -58,6 +63,8 @@ SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain_transformer": ({"layers": 1}, {}),
     "equinox_attention": ({"batch": 8, "length": 509, "width": 512}, {"length": 31}),
 }
+# A minute for each program, so that only what is scanned, and one layer, are measured there.
+ON_TPUS = {"v5e": ("scanned_gpt", "lstm", "plain_transformer"), "v6e": ("scanned_gpt", "lstm")}
 
 
 # Rules, and what stands in their place.
@@ -135,6 +142,7 @@ RULES = [
         {**_rewrites_without(sums_in_one_pass), "rewrites.pick.is_long": lambda _: False},
     ),
     Rule("softmax from its half result", _rewrites_without(softmax_from_half_result)),
+    Rule("softmax of half scores", _rewrites_without(softmax_of_half_scores)),
     Rule("one cast for all readers", {"_planner.Island": _island_with(shares_casts=False)}),
     Rule("a cast of its own elsewhere", {"_planner.Island": _island_with(shares_casts=True)}),
     Rule("prevent_cse", {"_planner.Island": _island_with(prevent_cse=False)}),
@@ -261,18 +269,23 @@ PROGRAMS = [
 # What is measured.
 
 
-def cost(model: Model, base: dict[str, Any] | None) -> dict[str, Any]:
+def cost(model: Model, base: dict[str, Any] | None, machine: str = "h200") -> dict[str, Any]:
     """Returns the figures of a training step, and its text before XLA sees it.
 
     Args:
       base: the same with all rules; where the text is the same, so are the figures.
+      machine: a GPU or a TPU.
     """
-    step, arguments = make_step(model, "autocast", SIZES[model.name][0])
+    is_tpu = machine in TPUS
+    half, platform = ("bfloat16", "tpu") if is_tpu else ("float16", "gpu")
+    step, arguments = make_step(model, "autocast", SIZES[model.name][0], half, platform=platform)
     text = jax.jit(step).lower(*arguments).as_text()
     if base is not None and text == base["text"]:
         return base
-    program = compile_for_h200(step, *arguments, donate_argnums=0)
-    return {"text": text, **{figure: getattr(program, figure) for figure in FIGURES}}
+    compile_for = compile_for_tpu if is_tpu else compile_for_gpu
+    program = compile_for(machine, step, *arguments, donate_argnums=0)
+    figures = FIGURES_OF_TPUS if is_tpu else FIGURES
+    return {"text": text, **{figure: getattr(program, figure) for figure in figures}}
 
 
 @functools.cache
@@ -323,6 +336,12 @@ def errors(model: Model, base: dict[str, Any] | None) -> dict[str, Any]:
 
 MEASURED: list[tuple[Model, str, Callable[..., Any]]] = [
     *((model, "cost", cost) for model in MODELS if model.name in SIZES),
+    *(
+        (model, machine, functools.partial(cost, machine=machine))
+        for machine, names in ON_TPUS.items()
+        for model in MODELS
+        if model.name in names
+    ),
     # A ResNet at random initialisation amplifies any rounding.
     *((m, "errors", errors) for m in MODELS if m.name in SIZES and not m.noisy),
     *((program, "errors", errors) for program in PROGRAMS),
@@ -332,9 +351,13 @@ MEASURED: list[tuple[Model, str, Callable[..., Any]]] = [
 def measure(names: list[str], found: dict[str, Any]) -> None:
     """Measures models without each of the rules; `found` is filled, model by model."""
     for model, what, measured in MEASURED:
-        wanted = [name for name in names if name not in ("cost", "errors")]
+        if what in TPUS and importlib.util.find_spec("libtpu") is None:
+            continue
+        wanted = [name for name in names if name not in ("cost", "errors", *TPUS)]
         if (wanted and model.name not in wanted) or (wanted != names and what not in names):
             continue
+        # They change neither what an H200 moves nor what is rounded, and may change TPUs' programs.
+        jax.config.update("jax_disable_most_optimizations", what not in TPUS)
         base = measured(model, None)
         found.setdefault("all rules", {}).setdefault(what, {})[model.name] = _without_text(base)
         for rule in RULES:
@@ -380,7 +403,6 @@ def table(found: dict[str, Any], what: str, models: list[str]) -> str:
 
 def main(names: list[str]) -> None:
     """Measures the models that are named, or all, and prints the tables of all."""
-    jax.config.update("jax_disable_most_optimizations", True)
     warnings.simplefilter("ignore")
     found = json.loads(RESULTS.read_text()) if names and RESULTS.exists() else {}
     if names != ["table"]:
@@ -388,6 +410,9 @@ def main(names: list[str]) -> None:
     base = found["all rules"]
     programs = [program.name for program in PROGRAMS]
     print("bytes moved, temp memory, kernels\n" + table(found, "cost", list(base["cost"])))
+    for machine in base.keys() & ON_TPUS:
+        print(f"\nbytes, cycles, temp memory on a {machine}")
+        print(table(found, machine, list(base[machine])))
     models = [name for name in base["errors"] if name not in programs]
     print("\nerror in float16 and in bfloat16\n" + table(found, "errors", models))
     print("\nthe same of small programs\n" + table(found, "errors", programs))

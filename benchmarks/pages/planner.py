@@ -19,20 +19,43 @@ SHORT_TITLES = {
 
 
 def _rules(found: Any, what: str, models: list[str]) -> str:
-    """Returns a table of what each rule is worth; without rules that change nothing."""
-    base = found["all rules"][what]
-    rows = [
-        [rule.name, *(planner_rules.ratios(found[rule.name][what][m], base[m]) for m in models)]
-        for rule in planner_rules.RULES
-        if rule.name in found  # a new rule is not measured yet
-    ]
     titles = [SHORT_TITLES.get(model, model) for model in models]
+    return _worth(found, titles, [(what, model) for model in models])
+
+
+def _worth(found: Any, titles: list[str], columns: list[tuple[str, str]]) -> str:
+    """Returns a table of what each rule is worth; without rules that change nothing.
+
+    Args:
+      columns: what was measured, and of which model.
+    """
+    base = found["all rules"]
+    rows = []
+    for rule in planner_rules.RULES:
+        cells = [
+            planner_rules.ratios(found[rule.name][what][model], base[what][model])
+            if what in found.get(rule.name, {})  # a new rule is not measured yet
+            else ""
+            for what, model in columns
+        ]
+        rows.append([rule.name, *cells])
     return table(["without the rule", *titles], [row for row in rows if any(row[1:])])
 
 
 @figure("rules/cost")
 def _(found: Any) -> str:
     return _rules(found, "cost", list(found["all rules"]["cost"]))
+
+
+@figure("rules/tpus")
+def _(found: Any) -> str:
+    columns = [
+        (machine, model)
+        for machine in planner_rules.ON_TPUS
+        for model in found["all rules"].get(machine, {})
+    ]
+    titles = [f"{machine}: {SHORT_TITLES[model]}" for machine, model in columns]
+    return _worth(found, titles, columns)
 
 
 @figure("rules/errors")

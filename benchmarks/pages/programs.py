@@ -39,14 +39,6 @@ def _(found: Any) -> str:
     return table(["", "bytes moved", "kernels", "temp memory"], rows)
 
 
-def _of_gpt2(name: str) -> Callable[[Any], str]:
-    return lambda found: _counted.ratio(found["workloads"]["gpt2"]["recipes"], name, "bytes_moved")
-
-
-figure("recipes/gpt2-autocast-bytes")(_of_gpt2("autocast"))
-figure("recipes/gpt2-float32-bytes")(_of_gpt2("float32"))
-
-
 @figure("recipes/update-table")
 def _(found: Any) -> str:
     update = UPDATES[0]

@@ -119,32 +119,41 @@ def _(found: Any) -> str:
 # Ranges over the models.
 
 
-def _ranges(found: Any, key: str) -> Iterator[tuple[str, str, dict[str, float]]]:
-    """Yields machine, half dtype and the models' ratios by title, autocast over by hand."""
+def _ranges(
+    found: Any, key: str, way: str = "autocast"
+) -> Iterator[tuple[str, str, dict[str, float]]]:
+    """Yields machine, half dtype and the models' ratios by title, over by hand."""
     for machine in targets.MACHINES:
         for half in targets.TPU_HALVES if machine in TPUS else GPU_HALVES:
             ratios = {}
             for row in targets.MODEL_ROWS:
-                ours, base = (_counts(found, row, machine, half, w) for w in ("autocast", BASE))
+                ours, base = (_counts(found, row, machine, half, w) for w in (way, BASE))
                 if ours and base and key in ours:
                     ratios[row.title] = ours[key] / base[key]
             if ratios:
                 yield machine, half, ratios
 
 
-def _range(kinds: Any, key: str) -> Callable[[Any], str]:
+def _range(kinds: Any, key: str, way: str = "autocast") -> Callable[[Any], str]:
+    """Returns what writes the least and the most ratio, and where they are."""
+
     def make(found: Any) -> str:
-        chosen = [ratios for machine, _, ratios in _ranges(found, key) if machine in kinds]
-        numbers = [ratio for ratios in chosen for ratio in ratios.values()]
-        return f"{min(numbers):.2f} to {max(numbers):.2f}" if numbers else NOTHING
+        numbers = {
+            (ratio, f"{title}, {_title(machine)}, {half}")
+            for machine, half, ratios in _ranges(found, key, way)
+            if machine in kinds
+            for title, ratio in ratios.items()
+        }
+        ends = [f"{ratio:.2f} ({where})" for ratio, where in (min(numbers), max(numbers))]
+        return " to ".join(ends)
 
     return make
 
 
-figure("targets/gpu-bytes")(_range(GPUS, "bytes_moved"))
-figure("targets/gpu-kernels")(_range(GPUS, "kernels"))
-figure("targets/tpu-bytes")(_range(TPUS, "bytes_moved"))
-figure("targets/tpu-cycles")(_range(TPUS, "cycles"))
+for _kinds, _name, _other in ((GPUS, "gpu", "kernels"), (TPUS, "tpu", "cycles")):
+    figure(f"targets/{_name}-bytes")(_range(_kinds, "bytes_moved"))
+    figure(f"targets/{_name}-{_other}")(_range(_kinds, _other))
+    figure(f"targets/{_name}-float32")(_range(_kinds, "bytes_moved", "float32"))
 
 
 COLOURS = {"float16": "#0072B2", "bfloat16": "#D55E00"}  # Okabe and Ito's
