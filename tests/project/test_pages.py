@@ -23,7 +23,7 @@ def test_the_figures_that_the_readme_gives_first_are_marked():
     marked = {found[1] for found in pages.MARK.findall((ROOT / "README.md").read_text())}
     assert marked >= {"digits/float32", "digits/mixed-float16", "digits/mixed-float16-difference"}
     assert marked >= {"char_lm/float32", "char_lm/unscaled", "char_lm/scaled"}
-    assert marked >= {"recipes/gpt2-autocast-bytes", "recipes/gpt2-float32-bytes"}
+    assert marked >= {"targets/gpu-bytes", "targets/tpu-bytes", "targets/gpu-float32"}
 
 
 def test_a_figure_that_is_not_the_files_is_written_anew():
