@@ -144,8 +144,8 @@ def _range(kinds: Any, key: str, way: str = "autocast") -> Callable[[Any], str]:
             if machine in kinds
             for title, ratio in ratios.items()
         }
-        ends = [f"{ratio:.2f} ({where})" for ratio, where in (min(numbers), max(numbers))]
-        return " to ".join(ends)
+        ends = sorted(numbers)[:1] + sorted(numbers)[-1:]
+        return " to ".join(f"{ratio:.2f} ({where})" for ratio, where in ends) or NOTHING
 
     return make
 

@@ -321,10 +321,12 @@ def _in_float32(value: Value, environment: Environment) -> Any:
 
 
 def _read(read: Read, environment: Environment) -> Any:
-    value, dtype, shape, saturates = read
+    value, dtype, shape, saturates, adds_by_product = read
     array = environment[value] if value.held is None else value.held
     if dtype is None or not value.is_float32:
         return array
+    if adds_by_product and shape is not None and dtype != FLOAT32:
+        return _wide_gradients.repeated_by_product(array, shape, dtype)
     if shape is not None:
         array = repeated(array, shape)
     if saturates:

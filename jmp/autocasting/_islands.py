@@ -221,6 +221,7 @@ def key_of(island: Island) -> Hashable:
             tuple(map(name, node.inputs)),
             tuple(map(name, node.outputs)),
             () if rewrite is None else (rewrite.why, *map(name, rewrite.reads)),
+            () if rewrite is None else tuple(value.constant for value in rewrite.reads),
         )
 
     return (

@@ -8,6 +8,7 @@ barrier is decided by its rule; what nests is planned by its kind, which hands b
 import functools
 from collections.abc import Callable, Sequence
 
+import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from jmp import _jax_compat
@@ -25,6 +26,7 @@ from jmp.autocasting._islands import (
     peel,
 )
 from jmp.autocasting._kinds import Level, has_kind, kind_of
+from jmp.autocasting._numbers import Shape
 from jmp.autocasting._precision import with_default
 from jmp.autocasting._reasons import why_float32, why_not_lowered, why_region
 from jmp.autocasting._registry import Category
@@ -127,9 +129,15 @@ class Planner(Level):
                     storage.store([value], [self.half])
                 saturates = may_be_masked and storage.is_half(value)
                 writes.append(Write(value, storage.dtype(value), saturates))
-        in_half = {write.value for write in writes if write.dtype == self.half}
-        in_half.update(filter(storage.is_half, entering(nodes)))
-        around = Surroundings(own, recompute, self.half, in_half, self.context.request.platform)
+        around = Surroundings(
+            inside=own,
+            recompute=recompute,
+            half=self.half,
+            entering={value for value in entering(nodes) if storage.is_half(value)},
+            leaving={write.value for write in writes},
+            in_half={write.value for write in writes if write.dtype == self.half},
+            platform=self.context.request.platform,
+        )
         rewrites = {node: found for node in nodes if (found := rewrite_of(node, around))}
         # All readers of an input of a norm over rows share one cast, so that its cotangents add up
         # in float32 (4 % of the gradient error of an RMSNorm transformer). Elsewhere each has its
@@ -255,7 +263,20 @@ class Planner(Level):
             return Read(value, None)
         repeats = node.rule.elementwise and value.size < node.outputs[0].size
         shape = node.outputs[0].aval.shape if repeats and value.varies else None
-        return Read(value, self.half, shape, node.rule.masks and self.storage.may_be_mask(value))
+        saturates = node.rule.masks and self.storage.may_be_mask(value)
+        adds_by_product = shape is not None and self._adds_by_product(value, shape)
+        return Read(value, self.half, shape, saturates, adds_by_product)
+
+    def _adds_by_product(self, value: Value, shape: Shape) -> bool:
+        """Returns whether the gradient of a bias is a product with ones: in a TPU's matrix unit.
+
+        A sum takes its vector units, which have the most to do: by XLA's estimate a GPT's step on a
+        v5e takes 9 % fewer cycles with products, a scanned one 5 %, a ViT 8 %, an LSTM 1 % more.
+        """
+        own, on_tpu = value.aval.shape, self.context.request.platform == "tpu"
+        is_bias = own[-1:] == tuple(shape[-1:]) and all(n == 1 for n in own[:-1])
+        is_multiplied = self.half != np.float16  # by no TPU
+        return on_tpu and is_multiplied and is_bias and value.aval.sharding.mesh.empty
 
     def open(self, function: ClosedJaxpr, node: Node, operands: Sequence[Given]) -> Graph:
         inner, constants = _jax_compat.open_jaxpr(function)

@@ -55,6 +55,7 @@ class Read(NamedTuple):
     dtype: np.dtype | None
     shape: tuple[Any, ...] | None = None
     saturates: bool = False  # finite numbers are held within float16's range
+    adds_by_product: bool = False  # what is repeated adds up its gradient by a product with ones
 
 
 class Write(NamedTuple):
@@ -66,7 +67,7 @@ class Write(NamedTuple):
 
 
 class Rewrite(NamedTuple):
-    """A leaner form of one equation of an island, which gives the same; see `rewrites`."""
+    """A leaner form of one equation of an island, the same up to rounding; see `rewrites`."""
 
     why: str  # one sentence, for reports
     reads: tuple[Value, ...]  # instead of the equation's operands
@@ -81,7 +82,9 @@ class Surroundings(NamedTuple):
     inside: Set[Node]
     recompute: Recompute
     half: np.dtype
-    in_half: Set[Value]  # what enters in half, and results that leave in half
+    entering: Set[Value]  # what enters in half
+    leaving: Set[Value]  # results that leave
+    in_half: Set[Value]  # those that leave in half
     platform: str  # "gpu" or "tpu"
 
 

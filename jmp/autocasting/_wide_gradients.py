@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jmp import _jax_compat
 from jmp._jax_compat import Params
-from jmp.autocasting._casts import cast, cast_all
+from jmp.autocasting._casts import cast, cast_all, repeated
 from jmp.dtypes import FLOAT32
 
 Run = Callable[[Sequence[Any]], list[Any]]  # an equation, as a function of its operands
@@ -115,6 +115,28 @@ def multiply_rounded(operands: Sequence[Any], params: Params, half: np.dtype) ->
 
     halves = [cast(x, half) for x in operands]
     return _with_derivative(forward, derivative)(*halves, *(operands[i] for i in wide))
+
+
+def repeated_by_product(row: Any, shape: Sequence[Any], half: np.dtype) -> Any:
+    """Returns a float32 row, repeated to `shape` in half; its gradient adds up by a product.
+
+    The product of ones and the half cotangents is their sum in float32, in a TPU's matrix unit. As
+    a sum it takes vector units, which have the most to do there.
+    """
+
+    def forward(row: Any) -> list[Any]:
+        return [cast(repeated(row, shape), half)]
+
+    def derivative(_: Any, tangents: Sequence[Any]) -> list[Any]:
+        ones = jnp.ones((*shape[:-1], 1), half)
+        change = cast(tangents[0], FLOAT32).reshape(1, shape[-1])
+        contracted = (((ones.ndim - 1,), (0,)), ((), ()))
+        outer = lambda *factors: lax.dot_general(*factors, contracted)
+        closed = jax.make_jaxpr(outer)(ones, cast(change, half))
+        return [_run_with(partial(weight_product_p.bind, weight=1), closed, [ones, change])]
+
+    (result,) = _with_derivative(forward, derivative)(row)
+    return result
 
 
 def _with_derivative(

@@ -88,14 +88,14 @@ def saved(function, args):
     return [line.split()[0] for line in lines]
 
 
-LANES = 128
+VECTOR = 128
 
 
 def on(platform, function=loss):
     return jmp.autocast(function, "mixed_bfloat16", platform=platform)
 
 
-def halves_of_softmax(function, length=LANES):
+def halves_of_softmax(function, length=VECTOR):
     """Returns what a program computes of its scores in bfloat16, in order."""
     text = str(jax.make_jaxpr(function)(*arguments(length)))
     return re.findall(rf":bf16\[8,{length},{length}\] = (div|mul|select_n|sub|exp)\b", text)
@@ -104,8 +104,8 @@ def halves_of_softmax(function, length=LANES):
 @pytest.mark.parametrize(
     ("platform", "length", "found"),
     [
-        ("gpu", LANES, []),
-        ("tpu", LANES, ["mul", "select_n", "sub"]),
+        ("gpu", VECTOR, []),
+        ("tpu", VECTOR, ["mul", "select_n", "sub"]),
         ("tpu", 64, ["mul", "select_n"]),
     ],
 )
@@ -120,6 +120,15 @@ def test_scores_that_half_does_not_hold_exactly_are_shifted_in_float32():
     assert halves_of_softmax(on("tpu", with_temperature)) == []
 
 
+def test_what_the_user_keeps_in_float32_stays_so_on_tpus():
+    def in_full(*args):
+        return jmp.full_precision(loss)(*args)
+
+    assert halves_of_softmax(on("tpu", in_full)) == []
+    full = jmp.autocast(loss, "mixed_bfloat16", platform="tpu", full=["sub"])
+    assert halves_of_softmax(full) == []
+
+
 def test_scores_of_a_loss_are_shifted_in_float32():
     def cross_entropy(queries, keys, values, mask):
         scores = jnp.where(mask, jnp.einsum("bqd,bkd->bqk", queries, keys) / 4, -1e9)
@@ -130,7 +139,7 @@ def test_scores_of_a_loss_are_shifted_in_float32():
 
 @pytest.mark.parametrize("size", [1.0, 3.0, 10.0], ids="scores_of_{}".format)
 def test_gradients_on_tpus_are_as_exact_as_on_gpus(size):
-    queries, *others = arguments(LANES)
+    queries, *others = arguments(VECTOR)
     args = size * queries, *others
     exact = in_float64(args)
     errors = []
@@ -146,7 +155,7 @@ def test_gradients_on_tpus_are_as_exact_as_on_gpus(size):
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 @pytest.mark.parametrize("lowest", [-1e9, float(jnp.finfo(jnp.float32).min)])
 def test_a_row_masked_throughout_has_equal_weights_on_all_platforms(platform, lowest):
-    queries, keys, values, mask = arguments(LANES, masked_row=True)
+    queries, keys, values, mask = arguments(VECTOR, masked_row=True)
 
     def masked(*args):
         return attention(*args, lowest=lowest)
@@ -154,6 +163,51 @@ def test_a_row_masked_throughout_has_equal_weights_on_all_platforms(platform, lo
     found = on(platform, masked)(queries, keys, values, mask)
     np.testing.assert_allclose(found[:, 3], values.mean(1), atol=0.01)
     assert jnp.isfinite(found).all()
+
+
+def close_on_all_platforms(function, args, at_most):
+    exact = function(*args)
+    for platform in ("gpu", "tpu"):
+        found = on(platform, function)(*args)
+        assert jnp.linalg.norm(found - exact) <= at_most * jnp.linalg.norm(exact), platform
+
+
+def test_layers_with_scales_and_masks_of_their_own_have_their_own_on_tpus():
+    """Islands that are alike share a trace, which must not hold a constant of one of them."""
+    scales, lowest = (jnp.asarray(0.125), jnp.asarray(1.0)), (-1e9, -3.0)
+    lowest = [np.full((VECTOR,), number, np.float32) for number in lowest]
+
+    def layers(x, keys, values, mask):
+        for scale, number in zip(scales, lowest, strict=True):
+            scores = jnp.where(mask, scale * jnp.einsum("bqd,bkd->bqk", x, keys), number)
+            x = jnp.einsum("bqk,bkd->bqd", jax.nn.softmax(scores), values)
+        return x
+
+    close_on_all_platforms(layers, arguments(VECTOR), 0.02)
+
+
+def test_what_else_reads_masked_scores_sees_the_mask_as_it_is_written_on_tpus():
+    def no_key_no_value(queries, keys, values, mask):
+        scores = jnp.where(mask, jnp.einsum("bqd,bkd->bqk", queries, keys) / 4, -1e9)
+        has_none = scores.max(-1, keepdims=True) <= -1e9
+        weights = jnp.where(has_none, 0.0, jax.nn.softmax(scores))
+        return jnp.einsum("bqk,bkd->bqd", weights, values)
+
+    args = arguments(VECTOR, masked_row=True)
+    assert not on("tpu", no_key_no_value)(*args)[:, 3].any()
+
+
+def test_more_than_the_maximum_is_subtracted_in_float32_on_tpus():
+    """A sink reads the shift too: of one that half does not hold both must see the same."""
+
+    def with_sink(queries, keys, values, mask, sink=12.11):
+        scores = jnp.einsum("bqd,bkd->bqk", queries, keys) / 4
+        shift = jax.lax.stop_gradient(jnp.maximum(scores.max(-1, keepdims=True), sink))
+        powers = jnp.exp(scores - shift)
+        sums = powers.sum(-1, keepdims=True) + jnp.exp(sink - shift)
+        return jnp.einsum("bqk,bkd->bqd", powers / sums, values)
+
+    close_on_all_platforms(with_sink, arguments(VECTOR), 0.007)
 
 
 @pytest.mark.parametrize("length", [ODD, EVEN])

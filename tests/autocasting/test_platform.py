@@ -1,9 +1,11 @@
 """`platform=`: what a plan may take from it, and when it is asked for."""
 
+import re
 import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jmp
@@ -109,3 +111,30 @@ def test_gradients_are_as_exact_on_all_platforms(made, name):
     )
     assert on_tpu <= 1.1 * on_gpu
     assert on_gpu <= 1.1 * on_tpu
+
+
+def test_a_bias_over_many_rows_adds_up_on_a_tpu_by_a_product_with_ones():
+    """Its gradient is the same sum in float32, in the matrix unit: 16384 ones are 16384."""
+    rows = jnp.zeros((16384, 16))
+
+    def loss(bias, x):
+        return jnp.sum((x @ jnp.eye(16) + bias[None]) @ jnp.eye(16))
+
+    grad = jax.grad(jmp.autocast(loss, "mixed_bfloat16", platform="tpu"))
+    text = str(jax.make_jaxpr(grad)(jnp.zeros(16), rows))
+    assert re.search(r"f32\[1,16\] = \w+.*preferred_element_type=float32", text, re.S)
+    np.testing.assert_array_equal(grad(jnp.zeros(16), rows), 16384)
+    many = jax.vmap(grad, (None, 0))(jnp.zeros(16), rows.reshape(2, 8192, 16))
+    np.testing.assert_array_equal(many, 8192)
+
+
+def test_a_bias_has_all_derivatives_on_a_tpu():
+    def loss(bias, x):
+        return jnp.sum(jnp.tanh(x @ jnp.eye(8) + bias[None]) @ jnp.eye(8))
+
+    bias, x = jnp.linspace(-1, 1, 8), jnp.ones((32, 8)) / 4
+    mixed = jmp.autocast(loss, "mixed_bfloat16", platform="tpu")
+    for derivative in (jax.jacfwd, jax.jacrev, jax.hessian):
+        found = derivative(mixed)(bias, x)
+        exact = derivative(loss)(bias, x)
+        np.testing.assert_allclose(found, exact, atol=0.02 * jnp.abs(exact).max())

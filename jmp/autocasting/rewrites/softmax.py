@@ -1,4 +1,4 @@
-"""Softmax: on GPUs its derivative from the half result, on TPUs a half difference inside.
+"""Softmax: on GPUs its derivative from the half result, on TPUs half differences inside.
 
 On a GPU a softmax before a product takes its derivative from the half result. A product keeps its
 operands for the backward pass, so that half result is kept whatever is done about the softmax
@@ -17,8 +17,8 @@ around a softmax: nothing but half scores is stored, and a derivative from the h
 only add sums. Where the scores less their maximum are half, and their masks were applied in half
 before, XLA computes maximum, difference and sums in the kernel of the product, and stores the
 difference in place of the scores; else it reads the scores twice more for them. A difference of
-half numbers within a factor of two of each other is exact. Else its rounding is as large as those
-of the scores themselves.
+half numbers within a factor of two of each other is exact. Otherwise it is rounded once, by about
+as much as the scores were.
 """
 
 import functools
@@ -27,20 +27,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jmp import _jax_compat
 from jmp.autocasting._flow import is_row_reduction
 from jmp.autocasting._graph import Node, Value, downstream
+from jmp.autocasting._registry import Category
 from jmp.autocasting._steps import Recompute, Rewrite, Surroundings
-from jmp.autocasting.rewrites.one_pass import powers_of
+from jmp.autocasting.rewrites.one_pass import Powers, powers_of
 from jmp.dtypes import FLOAT32
 
 KEPT_WEIGHTS = "autocast_softmax"
 # The length of a TPU's vectors. Of rows that are no multiple of it (197 tokens of a ViT) XLA makes
 # a kernel of their own, with which a step moves 9 % more bytes.
-LANES = 128
+VECTOR = 128
 
 
 def softmax_from_half_result(node: Node, around: Surroundings) -> Rewrite | None:
@@ -102,41 +102,75 @@ def _sums(array: Any, rows: int) -> Any:
 
 def softmax_of_half_scores(node: Node, around: Surroundings) -> Rewrite | None:
     """Rewrites masks and scales of half scores, and what a maximum leaves of them, for TPUs."""
-    if around.platform != "tpu" or around.recompute is not Recompute.RECOMPUTE:
+    # No TPU multiplies float16, in which a mask might not lie below all scores.
+    is_candidate = around.platform == "tpu" and around.half != np.float16
+    if not is_candidate or around.recompute is not Recompute.RECOMPUTE:
         return None
     for powers in filter(None, (powers_of(other, around) for other in around.inside)):
-        exact = _exact_steps(powers.rows, around)
-        inside = downstream(powers.shifted, around.inside.__contains__)
-        if exact is None or around.in_half.isdisjoint(inside):
+        exact = _exact_steps(powers, around)
+        results = downstream(powers.shifted, around.inside.__contains__)
+        if exact is None or around.in_half.isdisjoint(results):
             continue
         if node in exact:
             why = "half scores, masked or scaled by a power of two: exact in half"
-            varying = tuple(value for value in node.inputs if value.constant is None)
-            return Rewrite(why, varying, functools.partial(_run_in_half, node, around.half))
+            return Rewrite(why, node.inputs, functools.partial(_run_in_half, node, around.half))
         length = powers.rows.aval.shape[-1]
-        if powers.shifted in node.outputs and isinstance(length, int) and length % LANES == 0:
+        if powers.shifted in node.outputs and isinstance(length, int) and length % VECTOR == 0:
             why = "half scores less their maximum, in half: XLA computes it behind the product"
             return Rewrite(why, node.inputs, functools.partial(_difference, around.half))
     return None
 
 
-def _exact_steps(scores: Value, around: Surroundings) -> list[Node] | None:
-    """Returns what masks and scales scores that enter in half; None if they do not enter so."""
+def _exact_steps(powers: Powers, around: Surroundings) -> list[Node] | None:
+    """Returns what masks and scales scores that enter in half, for a softmax alone; or None."""
+    difference = powers.shifted.producer
+    readers = {difference, powers.maxima}
+    if difference is None or not _is_left(difference):
+        return None
+    if not _is_maximum(difference.inputs[1], powers.maxima, around):
+        return None
     found: list[Node] = []
-    while scores not in around.in_half:
+    scores = powers.rows
+    while scores not in around.entering:
         node = scores.producer
-        if node is None or node not in around.inside or not _is_exact(node):
+        # What else reads masked scores, such as a comparison, sees the mask as it was written.
+        is_read_here = scores not in around.leaving and readers.issuperset(scores.users)
+        if node is None or node not in around.inside or not is_read_here:
+            return None
+        varying = [v for v in node.inputs if v.is_float32 and v.constant is None]
+        if not _is_left(node) or not _is_exact_in_half(node) or len(varying) != 1:
             return None
         found.append(node)
-        (scores,) = (v for v in node.inputs if v.is_float32 and v.constant is None)
+        readers, (scores,) = {node}, varying
     return found
 
 
-def _is_exact(node: Node) -> bool:
+def _is_left(node: Node) -> bool:
+    """Returns whether the user left the dtype of a node to autocast."""
+    return not node.region.in_float32 and node.rule.category is not Category.FULL
+
+
+def _is_maximum(value: Value, maxima: Node, around: Surroundings) -> bool:
+    """Returns whether a value is a maximum, read here alone, into which no gradient flows."""
+    is_stopped = False
+    while value not in around.leaving and len(value.users) == 1:
+        node = value.producer
+        if node is None or node is maxima:
+            return is_stopped and node is maxima
+        operands = [operand for operand in node.inputs if operand.constant != -np.inf]
+        is_first = node.name == "max" and len(operands) == 1  # of -inf and the maximum
+        is_stopped |= node.name == "stop_gradient"
+        if not (is_first or node.rule.moves or node.name == "stop_gradient"):
+            return False
+        value = operands[0]
+    return False
+
+
+def _is_exact_in_half(node: Node) -> bool:
     """Returns whether a node masks by a constant, or scales down by a power of two.
 
-    Half scores lose nothing by it that a softmax would see: a power of two changes no digits, but
-    of subnormal numbers, and a mask that saturates is as far below all scores as one of -1e9.
+    Half scores lose nothing by it that a softmax would see: a power of two changes no digits but
+    those of subnormal numbers, and a rounded mask of -1e9 lies as far below all scores.
     """
     operands = node.inputs if node.name == "mul" else node.inputs[1:]
     constants = [value.constant for value in operands if value.constant is not None]
@@ -149,21 +183,22 @@ def _is_exact(node: Node) -> bool:
     return abs(digits) == 0.5 and scales_down.get(node.name, False)
 
 
-def _run_in_half(node: Node, half: Any, *varying: Any) -> Any:
-    """Returns the result of `node`, in float32, given its operands that are no constants."""
-    arrays = [x.astype(half) if x.dtype == FLOAT32 else x for x in varying]
-    limits, remaining = jnp.finfo(half), iter(arrays)
-    operands = []
-    for value in node.inputs:
-        number = value.constant
-        if number is None:
-            operands.append(next(remaining))
-            continue
-        if np.isfinite(number):  # of -1e9, masked throughout, a row stays finite
-            number = np.clip(number, float(limits.min), float(limits.max))
-        operands.append(lax.full_like(arrays[-1], number))
-    (result,) = _jax_compat.bind(node.equation.primitive, operands, node.params)
+def _run_in_half(node: Node, half: Any, *operands: Any) -> Any:
+    """Returns the result of `node`, in float32, computed in half."""
+    pairs = zip(node.inputs, operands, strict=True)
+    halves = [
+        _operand_in_half(x, half, v.constant is not None) if v.is_float32 else x for v, x in pairs
+    ]
+    (result,) = _jax_compat.bind(node.equation.primitive, halves, node.params)
     return result.astype(FLOAT32)
+
+
+def _operand_in_half(array: Any, half: Any, is_constant: bool) -> Any:
+    """Returns an array in half; of a constant float32's lowest number is not -inf, but finite."""
+    limit = float(jnp.finfo(half).max)
+    if is_constant:
+        array = jnp.where(jnp.isinf(array), array, jnp.clip(array, -limit, limit))
+    return jnp.asarray(array, half)
 
 
 def _difference(half: Any, rows: Any, shift: Any) -> Any:
