@@ -28,7 +28,7 @@ WHY_SENT = "products alone read it afterwards: rounded before it is sent"
 WHY_WIDE = "the gradient of a parameter is float32 before devices add it up"
 WHY_NOT_WIDE = "float32 gradients were asked for, which this product cannot give"
 WHY_LOOKUP = "a table on a mesh: rounded before devices send it, its gradient adds up in float32"
-WHY_IN_PARTS = f"{WHY_LOOKUP} on a device, and is rounded before devices add it up"
+WHY_IN_PARTS = f"{WHY_LOOKUP} on each device, and is rounded before devices add up theirs"
 
 
 def find_sent(level: Level) -> set[Node]:

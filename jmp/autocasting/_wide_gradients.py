@@ -73,9 +73,9 @@ def _look_up_in_parts(
 ) -> list[Any]:
     """Looks rows up in one copy of the table for each part of the indices.
 
-    Behind a scatter XLA at once adds up over devices, in the dtype of the scatter. The transpose
-    of this has one scatter for each part, of which a device holds its own, no larger than the one
-    for all would be; it is rounded, and then added up over devices.
+    XLA adds up over devices directly behind a scatter, in its dtype. The transpose of this has one
+    scatter for each part. Each device holds one of them, which is as large as the single scatter
+    would be. It is rounded, and then added up over devices.
     """
     one_each = PartitionSpec(parts.axes, *[PartitionSpec.UNCONSTRAINED] * table.ndim)
     tables = lax.with_sharding_constraint(
