@@ -207,7 +207,7 @@ def test_more_than_the_maximum_is_subtracted_in_float32_on_tpus():
         sums = powers.sum(-1, keepdims=True) + jnp.exp(sink - shift)
         return jnp.einsum("bqk,bkd->bqd", powers / sums, values)
 
-    close_on_all_platforms(with_sink, arguments(VECTOR), 0.007)
+    close_on_all_platforms(with_sink, arguments(VECTOR), 0.01)
 
 
 @pytest.mark.parametrize("length", [ODD, EVEN])

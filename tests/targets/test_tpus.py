@@ -125,17 +125,20 @@ def tpus(tmp_path_factory):
 
 
 # Bytes moved and estimated cycles, at most, over those of the model by hand: 2 % above what was
-# measured. A softmax that XLA may find would take 0.03 fewer cycles, and 0.07 more bytes.
-GATES = [("v5e", (1.07, 1.03)), ("v6e", (1.07, 1.02))]
+# measured. XLA's bytes count its vector memory too. Queries and keys of the plain GPT are parts of
+# one array: there XLA makes the softmax behind the product, and not within it.
+GATES = [
+    ("v5e", "scanned_gpt", (1.02, 0.95)),
+    ("v6e", "scanned_gpt", (1.05, 0.97)),
+    ("v5e", "checkpointed_gpt", (1.11, 1.01)),
+]
 
 
-@pytest.mark.parametrize(("machine", "at_most"), GATES)
-def test_a_scanned_gpt_under_checkpoint(tpus, machine, at_most):
-    by_hand, autocast = (
-        tpus("checkpointed_gpt", machine, way) for way in (targets.BASE, "autocast")
-    )
+@pytest.mark.parametrize(("machine", "row", "at_most"), GATES)
+def test_a_scanned_gpt_under_checkpoint(tpus, machine, row, at_most):
+    by_hand, autocast = (tpus(row, machine, way) for way in (targets.BASE, "autocast"))
     measured = [autocast[key] / by_hand[key] for key in ("bytes_moved", "cycles")]
-    print(f"{machine}: bytes, cycles " + " ".join(f"{x:.3f}" for x in measured))
+    print(f"{machine} {row}: bytes, cycles " + " ".join(f"{x:.3f}" for x in measured))
     for ratio, bound in zip(measured, at_most, strict=True):
         assert ratio <= bound, f"{measured} exceeds {at_most}"
 
