@@ -381,11 +381,14 @@ def _without_text(figures: dict[str, Any]) -> dict[str, Any]:
 
 
 def ratios(figures: Any, base: dict[str, float]) -> str:
-    """Returns figures over those with all rules; "" where the program is the same."""
+    """Returns figures over those with all rules; "" where the program is the same.
+
+    A program for a TPU may hold all its intermediate values in vector memory, which does not count.
+    """
     if figures == "the same":
         return ""
     pairs = [(value, base[name]) for name, value in figures.items()]
-    return " ".join(_short(value / before) for value, before in pairs)
+    return " ".join(_short(value / before) if before else "–" for value, before in pairs)
 
 
 def _short(ratio: float) -> str:
@@ -398,6 +401,7 @@ def table(found: dict[str, Any], what: str, models: list[str]) -> str:
     rows = [
         [rule.name, *(ratios(found[rule.name][what][model], base[model]) for model in models)]
         for rule in RULES
+        if what in found.get(rule.name, {})  # a new rule is not measured yet
     ]
     return tabulate(rows, ["without the rule", *models], tablefmt="github", disable_numparse=True)
 
