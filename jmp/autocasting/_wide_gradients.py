@@ -131,7 +131,7 @@ def repeated_by_product(row: Any, shape: Sequence[Any], half: np.dtype) -> Any:
         ones = jnp.ones((*shape[:-1], 1), half)
         change = cast(tangents[0], FLOAT32).reshape(1, shape[-1])
         contracted = (((ones.ndim - 1,), (0,)), ((), ()))
-        outer = lambda *factors: lax.dot_general(*factors, contracted)
+        outer = lambda left, right: lax.dot_general(left, right, contracted)
         closed = jax.make_jaxpr(outer)(ones, cast(change, half))
         return [_run_with(partial(weight_product_p.bind, weight=1), closed, [ones, change])]
 

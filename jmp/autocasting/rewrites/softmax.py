@@ -180,7 +180,7 @@ def _is_exact_in_half(node: Node) -> bool:
         return len(operands) == 2
     digits, exponent = np.frexp(constants[0])
     scales_down = {"mul": exponent <= 1, "div": exponent >= 1}
-    return abs(digits) == 0.5 and scales_down.get(node.name, False)
+    return bool(abs(digits) == 0.5 and scales_down.get(node.name))
 
 
 def _run_in_half(node: Node, half: Any, *operands: Any) -> Any:
