@@ -106,6 +106,8 @@ def softmax_of_half_scores(node: Node, around: Surroundings) -> Rewrite | None:
     is_candidate = around.platform == "tpu" and around.half != np.float16
     if not is_candidate or around.recompute is not Recompute.RECOMPUTE:
         return None
+    if not (node.rule.affine or node.rule.masks):  # before the island is searched
+        return None
     for powers in filter(None, (powers_of(other, around) for other in around.inside)):
         exact = _exact_steps(powers, around)
         results = downstream(powers.shifted, around.inside.__contains__)
