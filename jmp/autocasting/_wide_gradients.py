@@ -117,19 +117,24 @@ def multiply_rounded(operands: Sequence[Any], params: Params, half: np.dtype) ->
     return _with_derivative(forward, derivative)(*halves, *(operands[i] for i in wide))
 
 
+COLUMNS = 8
+
+
 def repeated_by_product(row: Any, shape: Sequence[Any], half: np.dtype) -> Any:
     """Returns a float32 row, repeated to `shape` in half; its gradient adds up by a product.
 
     The product of ones and the half cotangents is their sum in float32, in a TPU's matrix unit. As
-    a sum it takes vector units, which have the most to do there.
+    a sum it takes vector units, which have the most to do there. The ones have eight columns, of
+    which one is read: XLA makes a sum of a product with one column, and the unit has 128 anyway.
     """
 
     def forward(row: Any) -> list[Any]:
         return [cast(repeated(row, shape), half)]
 
     def derivative(_: Any, tangents: Sequence[Any]) -> list[Any]:
-        ones = jnp.ones((*shape[:-1], 1), half)
+        ones = jnp.ones((*shape[:-1], COLUMNS), half)
         change = cast(tangents[0], FLOAT32).reshape(1, shape[-1])
+        change = lax.pad(change, np.float32(0), ((0, COLUMNS - 1, 0), (0, 0, 0)))
         contracted = (((ones.ndim - 1,), (0,)), ((), ()))
         outer = lambda left, right: lax.dot_general(left, right, contracted)
         closed = jax.make_jaxpr(outer)(ones, cast(change, half))

@@ -16,7 +16,12 @@ def make_step(model, way, sizes, half="float16", **options):
     """Returns gradient and update of one step, in `half` but for `float32`, and its arguments.
 
     `options` are autocast's.
+
+    Raises:
+      ValueError: for a way that is not one of `WAYS`.
     """
+    if way not in WAYS:
+        raise ValueError(f"make_step got the way {way!r}; expected one of {', '.join(WAYS)}.")
     dtype = getattr(jnp, half) if way == "by hand" else jnp.float32
     make = functools.partial(model.make, dtype, **sizes)
     # Shapes are all that is needed: nothing is initialised.
