@@ -151,7 +151,7 @@ def test_a_bias_has_all_derivatives_on_a_tpu():
     def loss(bias, x):
         return jnp.sum(jnp.tanh(x @ jnp.eye(8) + bias[None]) @ jnp.eye(8))
 
-    bias, x = jnp.linspace(-1, 1, 8), jnp.ones((32, 8)) / 4
+    bias, x = jnp.linspace(-1, 1, 8), jnp.ones((1024, 8)) / 4
     mixed = jmp.autocast(loss, "mixed_bfloat16", platform="tpu")
     for derivative in (jax.jacfwd, jax.jacrev, jax.hessian):
         found = derivative(mixed)(bias, x)
