@@ -37,10 +37,11 @@ class Info(NamedTuple):
 
 
 class Destination(NamedTuple):
-    """Where an output goes outside: to a product, to the float32 carry of a loop."""
+    """Where an output goes outside: to a product, to the float32 carry of a loop, elsewhere."""
 
     feeds: bool
     carried: bool
+    exposed: bool = False  # more than half products read it; asked of nodes that hold loops alone
 
 
 class Facts(NamedTuple):

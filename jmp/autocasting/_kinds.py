@@ -14,7 +14,7 @@ kind does not say is that of a function that is called once with all the operand
 """
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -24,11 +24,13 @@ from jmp import _jax_compat
 from jmp._messages import described
 from jmp.autocasting._flow import Destination, Info, facts_of
 from jmp.autocasting._graph import Given, Graph, Node, Value
+from jmp.autocasting._propagation import inner_equations
 from jmp.autocasting._registry import Rule, primitive_name
 from jmp.autocasting._request import Settings
 from jmp.autocasting._steps import Context, Dtypes, Function, Nested, Plan, Read, Storage, Unplanned
 
 Arrays = Sequence[Any]
+LOOPS = ("scan", "while")
 
 
 class Level(abc.ABC):
@@ -49,6 +51,7 @@ class Level(abc.ABC):
         self.graph = graph
         self.context = context
         self.half = context.request.settings.compute_dtype
+        self.outputs = outputs
         self.facts = facts_of(graph, infos, outputs)
         self.storage = Storage(self.facts, self.half)
         self.storage.store(graph.inputs, (info.dtype for info in infos))
@@ -56,6 +59,11 @@ class Level(abc.ABC):
     @abc.abstractmethod
     def plan_level(self) -> Plan:
         """Returns the plan."""
+
+    @property
+    @abc.abstractmethod
+    def exposed(self) -> Set[Value]:
+        """The values that more than half products read; see `_carries`."""
 
     @abc.abstractmethod
     def open(self, function: ClosedJaxpr, node: Node, operands: Sequence[Given]) -> Graph:
@@ -83,8 +91,17 @@ class Level(abc.ABC):
     ) -> Plan:
         """Plans a function that `node` calls once with `operands`; see `plan_graph`."""
         infos = list(map(self.storage.info, operands))
-        outputs = list(map(self.storage.destination, node.outputs))
+        outputs = self.destinations(node)
         return self.plan_graph(self.open(function, node, operands), infos, outputs, context)
+
+    def destinations(self, node: Node) -> list[Destination]:
+        """Returns where the results of a node that is planned inside go."""
+        found = list(map(self.storage.destination, node.outputs))
+        holds_loops = any(inner.primitive.name in LOOPS for inner in inner_equations(node.equation))
+        if not holds_loops:
+            return found
+        pairs = zip(found, node.outputs, strict=True)
+        return [where._replace(exposed=value in self.exposed) for where, value in pairs]
 
     def common_stores(self, node: Node, plans: Sequence[Plan]) -> Dtypes:
         """Returns the dtypes of a node's results: half of what every function leaves in half."""

@@ -6,12 +6,13 @@ barrier is decided by its rule; what nests is planned by its kind, which hands b
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from jmp import _jax_compat
+from jmp.autocasting._carries import exposed_values
 from jmp.autocasting._exact_products import results_wrap
 from jmp.autocasting._flatten import graph_of
 from jmp.autocasting._float8_planning import multiply_in_float8, send_in_float8, with_bounds
@@ -288,6 +289,12 @@ class Planner(Level):
         is_on_one_device = value.aval.sharding.mesh.empty
         wanted = on_tpu and is_multiplied and is_bias and is_large and is_on_one_device
         return wanted and not is_of_convolution
+
+    @functools.cached_property
+    def exposed(self) -> Set[Value]:
+        pairs = zip(self.graph.outputs, self.outputs, strict=True)
+        outside = [value for value, where in pairs if where.exposed]
+        return exposed_values(self.graph, outside, self.context.request)
 
     def open(self, function: ClosedJaxpr, node: Node, operands: Sequence[Given]) -> Graph:
         inner, constants = _jax_compat.open_jaxpr(function)

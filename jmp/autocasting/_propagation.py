@@ -193,7 +193,7 @@ class Propagation(Generic[T]):
             carries = again
 
 
-# Backwards: which values reach an equation of some sort, with no product between.
+# Backwards: which values reach an equation of some sort, with no other product between.
 
 Ends = Callable[[JaxprEqn], bool]
 
@@ -207,7 +207,7 @@ def reaching_operands(
       operands: the equation's own, or what stands for them; they are yielded.
       results: which results of the equation reach one.
     """
-    if is_low(equation):
+    if is_low(equation) and not ends(equation):
         return
     functions = list(_jax_compat.inner_jaxprs(equation))
     if ends(equation) or (any(results) and not functions):

@@ -84,6 +84,7 @@ class Rule:
     sends: bool = False  # it moves them between devices
     sums_devices: bool = False  # it adds up what devices hold
     selects: bool = False  # it takes some of them
+    rearranges: bool = False  # it moves the numbers of its operands in other ways
     linear: bool = False  # it adds or subtracts
     affine: bool = False  # or multiplies or divides
     elementwise: bool = False  # of two operands, the smaller of which JAX repeats
@@ -111,6 +112,11 @@ class Rule:
     def moves(self) -> bool:
         """Whether the numbers of its result are those of its first operand."""
         return self.hands_on or self.repeats
+
+    @property
+    def holds_operands(self) -> bool:
+        """Whether its result holds numbers of its floating operands, and no others."""
+        return self.moves or self.rearranges
 
 
 TRAITS = tuple(field.name for field in dataclasses.fields(Rule) if field.type is bool)

@@ -38,7 +38,7 @@ def loops(x):
 def test_turns_multiply_and_scopes_join():
     assert lines(loops, X) == [
         f"outer/inner dot_general x6: float16 -> float16; {PRODUCT}",
-        f"outer/inner exp x6: float32 -> float32; {EXP}",
+        f"outer/inner exp x6: float32 -> float16; {EXP}",
         f"outer dot_general x2: float16 -> float16; {PRODUCT}",
     ]
 

@@ -128,6 +128,26 @@ def test_a_bias_over_many_rows_adds_up_on_a_tpu_by_a_product_with_ones():
     np.testing.assert_array_equal(many, 8192)
 
 
+@pytest.mark.parametrize("shape", [(4, 256, 16), (1024, 16), (4, 16, 16, 16), (64, 16)])
+def test_the_gradient_of_a_bias_is_that_of_float64_on_all_platforms(shape):
+    """1024 cotangents of one sign are rounded once each; half sums would stop growing at 256."""
+    rng = np.random.default_rng(0)
+    x, bias, w, v = (rng.normal(size=size) / 4 for size in (shape, 16, (16, 16), (16, 16)))
+    v = abs(v)
+
+    def loss(bias, x, w, v):
+        bias = jnp.expand_dims(bias, range(x.ndim - 1))
+        return jnp.mean(jnp.tanh(x @ w + bias) @ v)
+
+    slopes = (1 - np.tanh(x @ w + bias) ** 2) * v.sum(1) / x.size  # of the loss, in float64
+    exact = slopes.reshape(-1, 16).sum(0)
+    arrays = [jnp.asarray(array, jnp.float32) for array in (bias, x, w, v)]
+    for platform in ("gpu", "tpu"):
+        found = jax.grad(jmp.autocast(loss, "mixed_bfloat16", platform=platform))(*arrays)
+        assert found.dtype == jnp.float32
+        np.testing.assert_allclose(found, exact, rtol=2.0**-7)
+
+
 def test_a_bias_after_a_convolution_adds_up_on_a_tpu_as_on_a_gpu():
     """XLA has the sum in the kernel that makes the cotangent, as by hand."""
 

@@ -1,19 +1,21 @@
 """`lax.scan`. A loop must carry the same dtypes round.
 
-A carry is float32, unless it loses nothing in half: because products alone read it (the hidden
-state of an RNN), or because it comes in as half and feeds a product in the same step of a short
-loop (the residual stream of a scanned transformer). Carries are decided first: half ones feed
-products, and what float32 ones receive is kept. What the body closes over enters in float32 and is
-rounded inside, because its gradients add up in the dtype it enters in.
+A carry is float32, unless it loses nothing in half (`_carries`), or comes in as half and feeds a
+product in the same step of a short loop: the residual stream of a scanned transformer. Carries are
+decided first: half ones feed products, and what float32 ones receive is kept. What the body closes
+over enters in float32 and is rounded inside, because its gradients add up in the dtype it enters
+in.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jmp import _jax_compat
+from jmp.autocasting._carries import carried_in_half
 from jmp.autocasting._flow import Destination, Info, feeding_values
 from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._kinds import Arrays, Kind, Level, register_kind
@@ -44,14 +46,15 @@ class ScanKind(Kind):
         graph = level.open(scan.body, node, given)
         consts, before, rows = scan.split(list(map(level.storage.info, node.inputs)))
         _, values, _ = scan.split(graph.inputs[len(graph.constants) :])
-        in_half = _carried_in_half(graph, values, before, node, level)
+        streams = _streams(graph, values, before, node, level.half)
+        in_half = carried_in_half(graph, values, node, level, streams)
         carries = [
             level.half if is_half else value.dtype
             for value, is_half in zip(values, in_half, strict=True)
         ]
         infos = [*consts, *(Info(dtype, False) for dtype in carries), *rows]
         outputs = [Destination(feeds=is_half, carried=not is_half) for is_half in in_half]
-        outputs += map(level.storage.destination, node.outputs[scan.n_carry :])
+        outputs += level.destinations(node)[scan.n_carry :]
         # One more than the turns: also a loop of one turn is a loop.
         times = level.context.times * (turns_of(node.equation) + 1)
         context = level.context._replace(times=times, prevent_cse=False)
@@ -86,49 +89,22 @@ class ScanKind(Kind):
         return [*carry, *stacked]
 
 
-def _carried_in_half(
-    graph: Graph, values: Sequence[Value], before: Sequence[Info], node: Node, level: Level
+def _streams(
+    graph: Graph, values: Sequence[Value], before: Sequence[Info], node: Node, half: np.dtype
 ) -> list[bool]:
-    """Returns for each carry of a scan whether it loses nothing in half.
+    """Returns for each carry of a scan whether it is the residual stream of a deep network.
 
     Args:
       graph: of the body; `values` are those of its inputs that are carried.
       before: what is known of the carries that come in first.
     """
-    results = graph.outputs[: len(values)]
+    if turns_of(node.equation) > LAYERS:
+        return [False] * len(values)
     fed = feeding_values(graph, [])  # within one step
-    streams = [
-        turns_of(node.equation) <= LAYERS
-        and info.dtype == level.half
-        and value.is_float32
-        and value in fed
+    return [
+        info.dtype == half and value.is_float32 and value in fed
         for value, info in zip(values, before, strict=True)
     ]
-    found = [
-        value.is_float32 and outer not in level.facts.carried
-        for value, outer in zip(values, node.outputs, strict=False)
-    ]
-    while True:
-        wide = {result for result, is_half in zip(results, found, strict=True) if not is_half}
-        again = [
-            is_stream or (is_half and _read_by_products_alone(value, wide))
-            for value, is_half, is_stream in zip(values, found, streams, strict=True)
-        ]
-        if again == found:
-            return found
-        found = again
-
-
-def _read_by_products_alone(value: Value, wide: Set[Value]) -> bool:
-    """Returns whether nothing else reads a value, a float32 carry (`wide`) included."""
-    if value in wide or not value.users:
-        return False
-    for user in value.users:
-        hands_on = user.rule.hands_on or user.name == "concatenate"
-        moved = hands_on and all(_read_by_products_alone(v, wide) for v in user.outputs)
-        if not (user.is_product or moved):
-            return False
-    return True
 
 
 register_kind(["scan"], ScanKind())

@@ -1,4 +1,7 @@
-"""`lax.while_loop`. Its carry keeps its nominal dtypes; its condition runs as it was written.
+"""`lax.while_loop`. Its condition runs as it was written.
+
+A carry keeps its nominal dtype, unless it loses nothing in half (`_carries`), and the condition
+does not read it.
 
 A loop whose condition depends on floating numbers runs to a tolerance, and it runs in float32, as
 it was written: a fixed point iterated in half may end in a cycle whose steps are longer than the
@@ -13,6 +16,8 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jmp import _jax_compat
+from jmp.autocasting._carries import carried_in_half
+from jmp.autocasting._casts import cast_all
 from jmp.autocasting._flow import Destination, Info
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import Arrays, Kind, Level, register_kind
@@ -80,29 +85,36 @@ class WhileKind(Kind):
         loop = _jax_compat.While.of(node.params)
         asked, closed, _ = loop.split(node.inputs)
         infos = list(map(level.storage.info, closed))
-        stores = tuple(value.dtype for value in node.outputs)
-        carries = [Info(dtype, False) for dtype in stores]
-        outputs = [Destination(feeds=False, carried=True)] * len(stores)
         graph = level.open(loop.body, node, closed)
+        values = graph.inputs[-len(node.outputs) :]
+        in_half = carried_in_half(graph, values, node, level, condition=loop.condition)
+        stores = tuple(
+            level.half if is_half else value.dtype
+            for value, is_half in zip(node.outputs, in_half, strict=True)
+        )
+        carries = [Info(dtype, False) for dtype in stores]
+        outputs = [Destination(feeds=is_half, carried=not is_half) for is_half in in_half]
         (is_on,) = loop.condition.out_avals
         parts = level.context.devices_part or may_part(node, is_on)
         # Nothing is saved for a backward pass, because there is none.
         context = level.context._replace(prevent_cse=False, devices_part=parts)
         body = level.plan_graph(graph, [*infos, *carries], outputs, context)
         condition_as_written = as_written(loop.condition, node, level.context.request)
-        condition = lambda run_plan: _jax_compat.as_function(condition_as_written)
+        run_condition = lambda run_plan: _jax_compat.as_function(condition_as_written)
         reads = [*(value.dtype for value in asked), *(info.dtype for info in infos), *stores]
-        return level.nested(node, [condition, body.storing(stores)], stores, reads)
+        return level.nested(node, [run_condition, body.storing(stores)], stores, reads)
 
     def emit(self, equation: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> Any:
         """Emits `lax.while_loop`."""
         asked, closed, carries = _jax_compat.While.of(equation.params).split(operands)
         condition, body = functions
-        return lax.while_loop(
-            lambda carry: condition(*asked, *carry)[0],
-            lambda carry: body(*closed, *carry),
-            carries,
-        )
+        dtypes = [variable.aval.dtype for variable in equation.outvars]
+
+        def is_on(carry: list[Any]) -> Any:
+            # It reads none of those that are half, but may hand them to a function inside.
+            return condition(*asked, *cast_all(carry, dtypes))[0]
+
+        return lax.while_loop(is_on, lambda carry: body(*closed, *carry), carries)
 
 
 register_kind(["while"], WhileKind())

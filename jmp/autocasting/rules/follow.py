@@ -17,10 +17,11 @@ FOLLOW = {
     "reshape squeeze expand_dims": ("moves data", "fusible reshapes"),
     "transpose rev name pvary": ("moves data", "fusible permutes"),
     "slice split": ("moves data", "fusible selects"),
-    "dynamic_slice stack unstack device_put pcast layout_constraint": ("moves data", "fusible"),
-    "sharding_constraint reshard": ("moves data", "fusible sends"),
+    "dynamic_slice stack unstack": ("moves data", "fusible rearranges"),
+    "device_put pcast layout_constraint": ("moves data", "fusible rearranges"),
+    "sharding_constraint reshard": ("moves data", "fusible sends rearranges"),
     "broadcast_in_dim": (REPEATS, "fusible sums_backward repeats"),
-    "tile": (REPEATS, "fusible sums_backward"),
+    "tile": (REPEATS, "fusible sums_backward rearranges"),
     "reduce_max reduce_min": (
         "exact; its derivative counts ties, so it runs in float32 between two casts",
         "fusible sums_backward reduces",
@@ -29,14 +30,14 @@ FOLLOW = {
     "neg and or not": ("exact", "fusible cheap"),
     "reduce_and reduce_or reduce_xor xor population_count clz": ("exact", "fusible"),
     "shift_left shift_right_logical shift_right_arithmetic": ("exact", "fusible"),
-    "gather": (SUMS, "fusible sums_backward"),
+    "gather": (SUMS, "fusible sums_backward rearranges"),
     "sort top_k approx_top_k cummax cummin reduce_window_max reduce_window_min pmax pmin": (
         "exact; moves or compares data",
         "",
     ),
     "all_gather all_gather_invariant all_gather_reduced ppermute all_to_all pbroadcast": (
         "moves data",
-        "sends",
+        "sends rearranges",
     ),
 }
 

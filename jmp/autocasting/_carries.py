@@ -1,0 +1,170 @@
+"""Which float32 carries of a loop lose nothing in half.
+
+Three sorts do not:
+
+- A *state* that products alone read, such as the hidden one of an RNN: each turn computes it anew.
+- A *buffer*, such as the keys and values of an attention during generation: what a turn writes into
+  it is read by products, in this turn or later ones, and all else only moves it: updates of slices,
+  scatters, gathers, concatenations, selections, also in loops and branches inside. What is written
+  is rounded once. A buffer that anything else reads, in the loop or after it, is float32, and so is
+  one that no product reads, such as a record of log-probabilities.
+- A *stream*: what a short loop over layers adds to; see `kinds.scan`.
+
+What a turn adds to, or scales, is none of the first two, because arithmetic reads it: there small
+steps would be lost.
+"""
+
+import functools
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+
+from jmp import _jax_compat
+from jmp.autocasting._equations import contracts_nothing, rule_of
+from jmp.autocasting._flow import reaching_values
+from jmp.autocasting._graph import Graph, Node, Value, reached
+from jmp.autocasting._kinds import Level, has_kind, kind_of
+from jmp.autocasting._numbers import is_inexact
+from jmp.autocasting._propagation import reaching_inputs, reaching_operands, walk_inside
+from jmp.autocasting._registry import Category, is_low
+from jmp.autocasting._request import Request, Settings
+
+
+class _Carry(NamedTuple):
+    before: Value  # a turn
+    result: Value  # of a turn
+    after: Value  # the loop
+
+
+def carried_in_half(
+    graph: Graph,
+    values: Sequence[Value],
+    node: Node,
+    level: Level,
+    streams: Sequence[bool] = (),
+    condition: ClosedJaxpr | None = None,
+) -> list[bool]:
+    """Returns for each carry of a loop whether it loses nothing in half.
+
+    Args:
+      graph: of the body; its first outputs are the carries after a turn.
+      values: its inputs that are the carries before a turn.
+      node: the loop, whose first results are the carries.
+      level: that it stands on.
+      streams: which carries are half in any case; left out, none.
+      condition: of a while loop; its last inputs are the carries.
+    """
+    triples = zip(values, graph.outputs, node.outputs, strict=False)
+    carries = list(itertools.starmap(_Carry, triples))
+    found = [
+        carry
+        for carry in carries
+        if carry.before.is_float32 and carry.after not in level.facts.carried
+    ]
+    if found:
+        multiplied = _multiplied(graph, carries)
+        asked = _asked(condition, values, level.context.request)
+        found = [
+            carry
+            for carry in found
+            if carry.before in multiplied - asked
+            # A state is computed anew; whatever reads it after the loop, it was half before.
+            and not (carry.after in level.exposed and carry.before in _held_by(carry.result))
+        ]
+    while found:
+        wide = [carry.result for carry in carries if carry not in found]
+        read = exposed_values(graph, wide, level.context.request)
+        kept = [carry for carry in found if carry.before not in read]
+        if kept == found:
+            break
+        found = kept
+    return [
+        carry in found or is_stream
+        for carry, is_stream in itertools.zip_longest(carries, streams, fillvalue=False)
+    ]
+
+
+def exposed_values(graph: Graph, outputs: Iterable[Value], request: Request) -> set[Value]:
+    """Returns the values of a level that more than half products read, moved or as they are.
+
+    Args:
+      outputs: those of the level that are so read outside.
+    """
+    found = set(outputs)
+    reads = functools.partial(_reads_numbers, settings=request.settings)
+    for node in reversed(graph.nodes):
+        if _reads_float32(node, request):
+            found.update(filter(is_inexact, node.inputs))
+        elif not node.is_product:
+            results = [value in found for value in node.outputs]
+            found.update(reaching_operands(node.equation, node.inputs, results, reads))
+    return found
+
+
+def _asked(condition: ClosedJaxpr | None, values: Sequence[Value], request: Request) -> set[Value]:
+    """Returns those of a loop's carries that its condition reads."""
+    if condition is None:
+        return set()
+    reads = functools.partial(_reads_numbers, settings=request.settings)
+    inputs = reaching_inputs(_jax_compat.open_jaxpr(condition)[0], reads, [True])
+    return {
+        value for value, is_read in zip(reversed(values), reversed(inputs), strict=False) if is_read
+    }
+
+
+def _multiplied(graph: Graph, carries: Sequence[_Carry]) -> set[Value]:
+    """Returns the values that reach a product in a turn, or in one that follows."""
+    found: set[Value] = set()
+    while True:
+        later = [carry.result for carry in carries if carry.before in found]
+        again = reaching_values(graph.nodes, is_low, later)
+        if again == found:
+            return found
+        found = again
+
+
+def _held_by(result: Value) -> set[Value]:
+    """Returns the values whose numbers a value may hold, moved and with others between."""
+
+    def operands(value: Value) -> Sequence[Value]:
+        node = value.producer
+        if node is None:
+            return ()
+        moves = node.rule.holds_operands or node.rule.casts
+        return node.inputs if moves or _jax_compat.holds_functions(node.equation) else ()
+
+    return set(reached([result], operands))
+
+
+def _reads_float32(node: Node, request: Request) -> bool:
+    """Returns whether a node, or something inside it, is a product that is not to be half."""
+    if node.region.in_float32 or (is_low(node.equation) and not node.is_product):
+        return True
+    if not _jax_compat.holds_functions(node.equation):
+        return False
+    if not node.goes_inside:
+        return True
+    for visit in walk_inside(node.equation):
+        _, *around = (*visit.around, visit.equation)
+        scope = node.scope
+        for equation in around:
+            scope += equation.source_info.name_stack
+        if is_low(visit.equation) and request.region(scope).in_float32:
+            return True
+    return False
+
+
+def _reads_numbers(equation: JaxprEqn, settings: Settings) -> bool:
+    """Returns whether an equation is neither a half product, nor only moves what it reads."""
+    rule = rule_of(equation, settings)
+    name = equation.primitive.name
+    if _jax_compat.holds_functions(equation):
+        goes_inside = has_kind(name) and kind_of(name).goes_inside(settings)
+        return rule.category is Category.FULL or not goes_inside
+    if is_low(equation):
+        return rule.category is not Category.LOW or contracts_nothing(equation)
+    if rule.casts:
+        return not is_inexact(equation.outvars[0])
+    return not rule.holds_operands

@@ -1,0 +1,291 @@
+"""Carries of loops: what products alone read is half, what arithmetic reads is float32.
+
+Each program is a turn of a loop. The carry that is asked about is called "kept"; beside it is "x",
+the activation. The loop is a scan and a while loop.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jmp
+from jmp import _jax_compat
+from jmp.autocasting._propagation import walk
+from testbed import decoding
+
+TURNS, ROWS, WIDTH = 8, 4, 16
+PAGE = 2
+W = jnp.eye(WIDTH) * 0.9
+X = jnp.linspace(-1, 1, ROWS * WIDTH).reshape(ROWS, WIDTH)
+CACHE = jnp.zeros((ROWS, TURNS, WIDTH))
+
+
+class Turn(NamedTuple):
+    """A program: what "kept" is at first, one turn of the loop, and what is done afterwards."""
+
+    turn: Callable[[Any, Any, Any], tuple[Any, Any]]  # of kept, x and the turn's number
+    kept: Any = CACHE
+    after: Callable[[Any], Any] = lambda kept: jnp.zeros(())
+
+
+def attended(x, cache):
+    """A product of queries and the cache, and one of weights and the cache."""
+    weights = jax.nn.softmax(jnp.einsum("bd,btd->bt", x @ W, cache))
+    return jnp.einsum("bt,btd->bd", weights, cache) @ W
+
+
+def filled(cache, x, t):
+    return lax.dynamic_update_slice(cache, (x @ W)[:, None], (0, t, 0))
+
+
+def with_cache(update):
+    """A turn that attends to what `update` makes of the cache."""
+
+    def turn(kept, x, t):
+        kept = update(kept, x, t)
+        return kept, attended(x, kept)
+
+    return turn
+
+
+def with_paged_cache(kept, x, t):
+    table = jnp.arange(TURNS // PAGE)[::-1]
+    kept = kept.at[table[t // PAGE], :, t % PAGE].set(x @ W)
+    return kept, attended(x, jnp.swapaxes(kept[table], 0, 1).reshape(CACHE.shape))
+
+
+def stacked_rows(kept, x, t):
+    def layer(x, cache):
+        cache = filled(cache, x, t)
+        return attended(x, cache), cache
+
+    x, kept = lax.scan(layer, x, kept)
+    return kept, x
+
+
+def stacked_carry(kept, x, t):
+    def layer(index, carry):
+        x, kept = carry
+        cache = filled(kept[index], x, t)
+        return attended(x, cache), kept.at[index].set(cache)
+
+    x, kept = lax.fori_loop(0, 2, layer, (x, kept))
+    return kept, x
+
+
+def in_a_branch(kept, x, t):
+    return lax.cond(t < 5, lambda: (filled(kept, x, t), x @ W), lambda: (kept, x))
+
+
+def record_through_a_branch(kept, x, t):
+    written = kept.at[t].set(jax.nn.log_softmax(x)[:, 0])
+    return lax.cond(t < 5, lambda kept: (written, x @ W), lambda kept: (kept, x), kept)
+
+
+def for_each_sequence(kept, x, t):
+    update = lambda cache, row, place: lax.dynamic_update_slice(cache, row[None], (place, 0))
+    kept = jax.vmap(update)(kept, x @ W, (t + jnp.arange(ROWS)) % TURNS)
+    return kept, attended(x, kept)
+
+
+def of_groups(kept, x, t):
+    """Half as many heads of keys as of queries."""
+    kept = kept.at[:, t].set((x @ W)[:, : WIDTH // 2])
+    return kept, attended(x, jnp.repeat(kept, 2, -1))
+
+
+def in_a_region(kept, x, t):
+    kept = filled(kept, x, t)
+    return kept, jmp.full_precision(attended)(x, kept) @ W
+
+
+def in_a_region_of_layers(kept, x, t):
+    def layer(x, cache):
+        cache = filled(cache, x, t)
+        return jmp.full_precision(attended)(x, cache) @ W, cache
+
+    x, kept = lax.scan(layer, x, kept)
+    return kept, x @ W
+
+
+def with_highest(kept, x, t):
+    kept = filled(kept, x, t)
+    return kept, jnp.einsum("bd,btd->bt", x, kept, precision="highest") @ kept[0] @ W
+
+
+def normalised_on_reading(kept, x, t):
+    kept = filled(kept, x, t)
+    keys = kept * lax.rsqrt(jnp.mean(kept * kept, -1, keepdims=True) + 1e-6)
+    return kept, attended(x, keys)
+
+
+def gru(kept, x, t):
+    gate = jax.nn.sigmoid(kept @ W)
+    kept = (1 - gate) * kept + gate * jnp.tanh(kept @ W + x)
+    return kept, kept @ W
+
+
+def leaky(kept, x, t):
+    kept = 0.99 * kept + 0.01 * jnp.tanh(kept @ W)
+    return kept, kept @ W
+
+
+def added_to(amount):
+    def turn(kept, x, t):
+        return kept + amount(x), x @ W
+
+    return turn
+
+
+def next_to_a_sum(kept, x, t):
+    """A float32 sum receives what products alone read."""
+    h, total = kept
+    return (jnp.tanh(h @ W), total + h), x @ W
+
+
+STACKED = jnp.zeros((2, *CACHE.shape))
+RECORD = jnp.zeros((TURNS, ROWS))
+
+IN_HALF = {
+    "dynamic_update_slice": Turn(with_cache(filled)),
+    "at set": Turn(with_cache(lambda kept, x, t: kept.at[:, t].set(x @ W))),
+    "set, with drop": Turn(with_cache(lambda kept, x, t: kept.at[:, t].set(x @ W, mode="drop"))),
+    "what islands write": Turn(with_cache(lambda kept, x, t: kept.at[:, t].set(jnp.exp(x)))),
+    "a window": Turn(with_cache(lambda kept, x, t: jnp.concatenate([kept[:, 1:], x[:, None]], 1))),
+    "roll": Turn(with_cache(lambda kept, x, t: jnp.roll(kept, -1, 1).at[:, -1].set(x @ W))),
+    "beams": Turn(with_cache(lambda kept, x, t: filled(kept, x, t)[jnp.array([1, 0, 3, 3])])),
+    "beams along an axis": Turn(
+        with_cache(
+            lambda kept, x, t: jnp.take_along_axis(
+                filled(kept, x, t), jnp.array([1, 0, 3, 3])[:, None, None], 0
+            )
+        )
+    ),
+    "pages": Turn(with_paged_cache, jnp.zeros((TURNS // PAGE, ROWS, PAGE, WIDTH))),
+    "a place for each sequence": Turn(for_each_sequence),
+    "layers as rows": Turn(stacked_rows, STACKED),
+    "layers as a carry": Turn(stacked_carry, STACKED),
+    "finished sequences": Turn(
+        with_cache(lambda kept, x, t: jnp.where(x[:, :1, None] > 0, filled(kept, x, t), kept))
+    ),
+    "a branch": Turn(with_cache(lambda kept, x, t: in_a_branch(kept, x, t)[0])),
+    "transposed": Turn(
+        lambda kept, x, t: (
+            kept.at[:, :, t].set(x @ W),
+            attended(x, jnp.swapaxes(kept, 1, 2)),
+        ),
+        jnp.swapaxes(CACHE, 1, 2),
+    ),
+    "heads": Turn(
+        with_cache(
+            lambda kept, x, t: filled(kept, x, t).reshape(ROWS, TURNS, 2, 8).reshape(kept.shape)
+        )
+    ),
+    "groups of heads": Turn(of_groups, CACHE[..., : WIDTH // 2]),
+    "checkpoint": Turn(jax.checkpoint(with_cache(filled))),
+    "jit": Turn(jax.jit(with_cache(filled))),
+    "read before it is written": Turn(
+        lambda kept, x, t: (filled(kept, x, t), attended(x, kept)),
+    ),
+    "filled before the loop": Turn(
+        with_cache(filled), jnp.pad(X[:, None] @ W, ((0, 0), (0, 7), (0, 0)))
+    ),
+    "returned": Turn(with_cache(filled), after=lambda kept: kept),
+    "multiplied after the loop": Turn(with_cache(filled), after=lambda kept: kept[:, 0] @ W),
+    "cast by the user": Turn(
+        lambda kept, x, t: (filled(kept, x, t), attended(x, kept.astype(jnp.bfloat16))),
+    ),
+    "hidden state": Turn(lambda kept, x, t: (jnp.tanh(kept @ W + x), x @ W), X),
+    "hidden state, read after": Turn(
+        lambda kept, x, t: (jnp.tanh(kept @ W + x), x @ W), X, lambda kept: jnp.sum(kept * kept)
+    ),
+}
+
+IN_FLOAT32 = {
+    "a sum": Turn(added_to(lambda x: x @ W), X),
+    "log-probabilities, added up": Turn(
+        added_to(lambda x: jnp.max(jax.nn.log_softmax(x @ W), -1)), X[:, 0]
+    ),
+    "a moving average": Turn(lambda kept, x, t: (0.99 * kept + 0.01 * x, x @ W), X),
+    "a state-space model": Turn(lambda kept, x, t: (kept * jnp.exp(-x * x) + x, kept @ W), X),
+    "a leaky state": Turn(leaky, X),
+    "a gated unit": Turn(gru, X),
+    "a maximum": Turn(lambda kept, x, t: (jnp.maximum(kept, x @ W), kept @ W), X),
+    "cumsum": Turn(lambda kept, x, t: (jnp.cumsum(kept, -1), kept @ W), X),
+    "added to at a place": Turn(with_cache(lambda kept, x, t: kept.at[:, t].add(x @ W))),
+    "outer products, added up": Turn(
+        lambda kept, x, t: (kept + jnp.einsum("bd,be->de", x, x), x @ kept), W
+    ),
+    "a record of log-probabilities": Turn(
+        lambda kept, x, t: (kept.at[t].set(jnp.max(jax.nn.log_softmax(x), -1)), x @ W),
+        RECORD,
+        lambda kept: kept,
+    ),
+    "a record through a branch": Turn(record_through_a_branch, RECORD, lambda kept: kept),
+    "normalised on reading": Turn(normalised_on_reading),
+    "read by a sum after the loop": Turn(with_cache(filled), after=lambda kept: jnp.sum(kept**2)),
+    "a product with precision": Turn(with_highest),
+    "a region": Turn(in_a_region),
+    "a region inside layers": Turn(in_a_region_of_layers, STACKED),
+    "clipped": Turn(with_cache(lambda kept, x, t: jnp.clip(filled(kept, x, t), -1, 1))),
+    "an angle": Turn(
+        lambda kept, x, t: (kept.at[t].set(x @ W), x @ jnp.sin(kept[0]).T @ X),
+        jnp.zeros((TURNS, ROWS, WIDTH)),
+    ),
+    "rounded to integers": Turn(
+        lambda kept, x, t: (kept.at[t].set(x[0, 0]), x @ W * kept.astype(jnp.int32)[0]),
+        jnp.zeros(TURNS),
+    ),
+    "next to a sum": Turn(next_to_a_sum, (X, X)),
+}
+
+
+def looped(case, loop):
+    """Returns a function without arguments, and the places of "kept" among the loop's carries."""
+    turn, kept, after = case
+
+    def scanned(kept, x):
+        step = lambda carry, t: (turn(*carry, t), None)
+        kept, x = lax.scan(step, (kept, x), jnp.arange(TURNS))[0]
+        return after(kept), jnp.sum(x)
+
+    def repeated(kept, x):
+        step = lambda carry: (carry[0] + 1, *turn(*carry[1:], carry[0]))
+        _, kept, x = lax.while_loop(lambda carry: carry[0] < TURNS, step, (0, kept, x))
+        return after(kept), jnp.sum(x)
+
+    return {"scan": scanned, "while": repeated}[loop]
+
+
+def dtypes_kept(case, loop):
+    """Returns the dtypes of "kept" as the loop under autocast carries it."""
+    mixed = jmp.autocast(looped(case, loop), "mixed_bfloat16")
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(case.kept)]
+    closed = jax.make_jaxpr(mixed)(case.kept, X)
+    equation = next(v.equation for v in walk(closed.jaxpr) if v.equation.primitive.name == loop)
+    params = equation.params
+    if loop == "scan":
+        _, carries, _ = _jax_compat.Scan.of(params).split(equation.invars)
+    else:
+        _, _, carries = _jax_compat.While.of(params).split(equation.invars)
+        carries = carries[1:]
+    carries = carries[: len(shapes)]
+    assert [carry.aval.shape for carry in carries] == shapes
+    return {str(carry.aval.dtype) for carry in carries}
+
+
+@pytest.mark.parametrize("loop", decoding.LOOPS)
+@pytest.mark.parametrize("name", IN_HALF)
+def test_what_products_alone_read_is_carried_in_half(name, loop):
+    assert dtypes_kept(IN_HALF[name], loop) == {"bfloat16"}
+
+
+@pytest.mark.parametrize("loop", decoding.LOOPS)
+@pytest.mark.parametrize("name", IN_FLOAT32)
+def test_what_anything_else_reads_is_carried_in_float32(name, loop):
+    assert dtypes_kept(IN_FLOAT32[name], loop) == {"float32"}
