@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 LOOPS = ("scan", "while")
+CACHES = ("filled", "window", "beams", "pages", "stacked")
 SMALL = {"width": 64, "heads": 4, "batch": 2, "length": 32, "vocabulary": 64}
 PAGE = 16
 
@@ -40,6 +41,22 @@ class Decoder:
     batch: int = 32
     length: int = 1024
     vocabulary: int = 1024
+
+    def example(self) -> tuple[Any, jax.Array]:
+        """Returns parameters of about unit gain, and first tokens."""
+        shapes, token = self.arguments()
+        leaves, structure = jax.tree.flatten(shapes)
+        keys = jax.random.split(jax.random.key(0), len(leaves))
+        gains = [x.shape[-2] ** -0.5 if len(x.shape) > 1 else 1 for x in leaves]
+        arrays = [
+            gain * jax.random.normal(key, x.shape)
+            for key, x, gain in zip(keys, leaves, gains, strict=True)
+        ]
+        params = jax.tree.unflatten(structure, arrays)
+        params["embedding"] = 0.1 * jax.random.normal(keys[0], shapes["embedding"].shape)
+        params["blocks"]["scales"] = jnp.ones(shapes["blocks"]["scales"].shape)
+        params["scale"] = jnp.ones(self.width)
+        return params, jnp.arange(token.shape[0]) % self.vocabulary
 
     def arguments(self) -> tuple[Any, Any]:
         """Returns shapes of float32 parameters, those of layers stacked, and of first tokens."""
@@ -74,11 +91,37 @@ class Decoder:
 
         return self.start(params, tokens[0], turn)[1]
 
-    def start(self, params: Any, token: jax.Array, turn: Any) -> tuple[jax.Array, jax.Array]:
-        """Runs the loop."""
+    def score_at_once(self, params: Any, tokens: jax.Array) -> jax.Array:
+        """Returns what `score` does of a decoder with all keys, without a loop over time."""
+        size = self.width // self.heads
+        params = self.weights(params)
+        x = params["embedding"][tokens[:-1]]
+        for index in range(self.layers):
+            weights = {name: array[index] for name, array in params["blocks"].items()}
+            rows = self.norm(x, weights["scales"][0]) @ weights["qkv"]
+            query, key, value = (
+                part.reshape(self.length, self.batch, self.heads, size)
+                for part in jnp.split(rows, 3, -1)
+            )
+            scores = jnp.einsum("qbhd,kbhd->bhqk", query, key).astype(jnp.float32) / size**0.5
+            is_seen = jnp.tril(jnp.ones((self.length, self.length), bool))
+            probabilities = jax.nn.softmax(jnp.where(is_seen[None, None], scores, -1e30), -1)
+            mixed = jnp.einsum("bhqk,kbhd->qbhd", self.rounded(probabilities), value)
+            x = x + mixed.reshape(x.shape) @ weights["out"]
+            hidden = jax.nn.gelu(self.norm(x, weights["scales"][1]) @ weights["up"])
+            x = x + hidden @ weights["down"]
+        return chosen(self.norm(x, params["scale"]) @ params["embedding"].T, tokens[1:])
+
+    def weights(self, params: Any) -> Any:
+        """Returns parameters in `dtype`, but the scales of norms."""
         scales = params["scale"], params["blocks"]["scales"]
         params = jax.tree.map(self.rounded, params)
         params["scale"], params["blocks"]["scales"] = scales
+        return params
+
+    def start(self, params: Any, token: jax.Array, turn: Any) -> tuple[jax.Array, jax.Array]:
+        """Runs the loop."""
+        params = self.weights(params)
         caches = self.empty()
         if self.loop == "scan":
 
@@ -181,7 +224,7 @@ class Decoder:
         """RMSNorm (Zhang and Sennrich 2019), computed in float32."""
         wide = x.astype(jnp.float32)
         wide = wide * lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-6)
-        return self.rounded(wide * scale)
+        return self.rounded(wide * jnp.expand_dims(scale, range(x.ndim - 1)))
 
     def rounded(self, x: Any) -> Any:
         """Returns an array in `dtype`."""
@@ -191,4 +234,4 @@ class Decoder:
 def chosen(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     """Returns log-probabilities of tokens, in float32."""
     scores = jax.nn.log_softmax(logits.astype(jnp.float32))
-    return jnp.take_along_axis(scores, tokens[:, None], -1)[:, 0]
+    return jnp.take_along_axis(scores, tokens[..., None], -1)[..., 0]

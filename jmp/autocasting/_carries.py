@@ -1,4 +1,4 @@
-"""Which float32 carries of a loop lose nothing in half.
+"""Which float32 carries of a loop lose nothing in half, and which of its operands are weights.
 
 Three sorts do not:
 
@@ -16,7 +16,8 @@ steps would be lost.
 
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Iterable, Sequence, Set
 from typing import NamedTuple
 
 from jax.extend.core import ClosedJaxpr, JaxprEqn
@@ -30,6 +31,7 @@ from jmp.autocasting._numbers import is_inexact
 from jmp.autocasting._propagation import reaching_inputs, reaching_operands, walk_inside
 from jmp.autocasting._registry import Category, is_low
 from jmp.autocasting._request import Request, Settings
+from jmp.autocasting._steps import Plan, Single
 
 
 class _Carry(NamedTuple):
@@ -86,18 +88,53 @@ def carried_in_half(
     ]
 
 
-def exposed_values(graph: Graph, outputs: Iterable[Value], request: Request) -> set[Value]:
+def find_weights(
+    plan: Plan, values: Sequence[Value], in_half: Sequence[bool], level: Level
+) -> list[bool]:
+    """Returns for each input of a loop's body whether it is a weight, and so may come in rounded.
+
+    Half products alone read it, and lookups whose rows are rounded. A table of which only rows are
+    looked up does not count: that reads less than would be rounded.
+
+    Args:
+      plan: of the body; its first outputs are the carries, and what follows them rows of results.
+      values: inputs of its graph.
+      in_half: of each carry, as `carried_in_half` returned it.
+      level: that the loop stands on.
+    """
+    may_be = [value.is_float32 and value.varies for value in values]
+    if not any(may_be):
+        return may_be
+    lookups = {
+        step.node
+        for step in plan.steps
+        if isinstance(step, Single) and step.node.name == "gather" and step.stores == (level.half,)
+    }
+    outputs = plan.graph.outputs
+    wide = [*itertools.compress(outputs, map(operator.not_, in_half)), *outputs[len(in_half) :]]
+    found = reaching_values(plan.graph.nodes, is_low, [])
+    found -= exposed_values(plan.graph, wide, level.context.request, lookups)
+    return [
+        may and value in found and not lookups.issuperset(value.users)
+        for may, value in zip(may_be, values, strict=True)
+    ]
+
+
+def exposed_values(
+    graph: Graph, outputs: Iterable[Value], request: Request, lookups: Set[Node] = frozenset()
+) -> set[Value]:
     """Returns the values of a level that more than half products read, moved or as they are.
 
     Args:
       outputs: those of the level that are so read outside.
+      lookups: nodes that count as half products.
     """
     found = set(outputs)
     reads = functools.partial(_reads_numbers, settings=request.settings)
     for node in reversed(graph.nodes):
         if _reads_float32(node, request):
             found.update(filter(is_inexact, node.inputs))
-        elif not node.is_product:
+        elif not node.is_product and node not in lookups:
             results = [value in found for value in node.outputs]
             found.update(reaching_operands(node.equation, node.inputs, results, reads))
     return found

@@ -1,8 +1,8 @@
 """Runs a plan: binds its steps in order, each value cast to the dtype it is read in.
 
 Nothing is decided here. Values are kept in the dtype the plan stores them in. A float32 parameter
-is cast where it is used, each time: XLA merges the casts and takes them out of loops, and gradients
-add up in float32.
+is cast where it is used, each time: XLA merges the casts, and gradients add up in float32. XLA does
+not take casts out of loops: there the plan says so, see `Nested.rounds`.
 
 What a cast, a product in float8 and an island compute stands in `Numerics`. Diagnostics run plans
 with numerics of their own: in float32, rounded where it is asked for.
@@ -26,6 +26,7 @@ from jmp.autocasting._graph import Node, Value, root
 from jmp.autocasting._kinds import kind_of
 from jmp.autocasting._steps import (
     Arithmetic,
+    Dtypes,
     Function,
     Fused,
     Island,
@@ -156,10 +157,20 @@ class Numerics:
     def run_nested(self, step: Nested, operands: Sequence[Any]) -> Sequence[Any]:
         """Returns the results of an equation that is planned inside."""
         functions = [_as_function(inside, self) for inside in step.insides]
-        results: Sequence[Any] = kind_of(step.node.name).emit(
-            step.node.equation, operands, functions
-        )
+
+        def run(operands: Sequence[Any]) -> Any:
+            return kind_of(step.node.name).emit(step.node.equation, operands, functions)
+
+        results: Sequence[Any] = self.round_weights(run, operands, step.rounds)
         return results
+
+    def round_weights(
+        self, run: Callable[[Sequence[Any]], Any], operands: Sequence[Any], dtypes: Dtypes
+    ) -> Any:
+        """Runs a loop; see `Nested.rounds`."""
+        if any(dtypes):
+            return _wide_gradients.with_rounded_weights(run, operands, dtypes)
+        return run(operands)
 
     def run_island(self, island: Island, environment: Environment) -> None:
         """Adds what leaves an island to the environment."""

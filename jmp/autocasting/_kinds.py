@@ -117,6 +117,7 @@ class Level(abc.ABC):
         insides: Sequence[Plan | Unplanned],
         stores: Sequence[np.dtype | None],
         reads: Sequence[np.dtype | None] | None = None,
+        rounds: Sequence[np.dtype | None] = (),
     ) -> Nested:
         """Returns the step of an equation that is planned inside.
 
@@ -124,11 +125,14 @@ class Level(abc.ABC):
           insides: what stands for its functions.
           stores: the dtypes of its results.
           reads: the dtypes that its operands go in with; left out, those that they are stored in.
+          rounds: see `Nested`.
         """
         dtypes = map(self.storage.dtype, node.inputs) if reads is None else reads
         self.storage.store(node.outputs, stores)
         operands = tuple(map(Read, node.inputs, dtypes))
-        return Nested(node, tuple(insides), operands, tuple(stores))
+        # JAX takes no effects in a custom derivative, which rounding them takes.
+        rounds = () if node.equation.effects else tuple(rounds)
+        return Nested(node, tuple(insides), operands, tuple(stores), rounds)
 
 
 class Kind:

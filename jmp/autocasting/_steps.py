@@ -134,6 +134,9 @@ class Nested(NamedTuple):
     insides: tuple["Plan | Unplanned", ...]  # what stands for each of its functions
     reads: tuple[Read, ...]
     stores: Dtypes
+    # What the first operands of a loop are rounded to before it, where nothing is differentiated:
+    # those that are weights. None for the others.
+    rounds: Dtypes = ()
 
 
 class Island(NamedTuple):
@@ -190,6 +193,13 @@ class Plan(NamedTuple):
         pairs = zip(self.infos, dtypes, strict=True)
         infos = (info._replace(dtype=dtype or info.dtype) for info, dtype in pairs)
         return self._replace(infos=tuple(infos))
+
+    def taking_as_is(self, flags: Sequence[bool]) -> "Plan":
+        """Returns the plan with first arguments that are not cast where a flag says so."""
+        first = len(self.graph.constants)
+        taken = {first + position for position, is_taken in enumerate(flags) if is_taken}
+        reads = (None if i in taken else dtype for i, dtype in enumerate(self.reads))
+        return self._replace(reads=tuple(reads))
 
 
 class Ran(NamedTuple):

@@ -144,6 +144,40 @@ def repeated_by_product(row: Any, shape: Sequence[Any], half: np.dtype) -> Any:
     return result
 
 
+def with_rounded_weights(
+    run: Callable[[Sequence[Any]], Any], operands: Sequence[Any], dtypes: Sequence[Any]
+) -> Any:
+    """Runs a loop with weights that are rounded before it; differentiated, with the weights.
+
+    The gradient of what a loop closes over adds up turn by turn, in the dtype that comes in. Where
+    none is taken, as in generation, each turn would read the float32 weights.
+
+    Args:
+      run: a function of operands.
+      operands: the loop's own.
+      dtypes: what the first ones are rounded to; None leaves one as it is.
+    """
+
+    @jax.custom_jvp
+    def undifferentiated(*operands: Any) -> Any:
+        first, others = operands[: len(dtypes)], operands[len(dtypes) :]
+        return run([*cast_all(first, dtypes), *others])
+
+    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        moving = [i for i, tangent in enumerate(tangents) if type(tangent) is not SymbolicZero]
+
+        def of_moving(*arrays: Any) -> Any:
+            merged = list(primals)
+            for i, array in zip(moving, arrays, strict=True):
+                merged[i] = array
+            return run(merged)
+
+        return jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
+
+    undifferentiated.defjvp(rule, symbolic_zeros=True)
+    return undifferentiated(*operands)
+
+
 def _with_derivative(
     forward: Callable[..., list[Any]],
     derivative: Callable[[Sequence[Any], Sequence[Any]], list[Any]],

@@ -3,8 +3,8 @@
 `precision_report` reads the plan of an autocast program; `assert_products_in` and
 `assert_summed_once` are for users' tests.
 `gradient_report` and `range_report` say what underflows or overflows. `compare` measures the error
-of a policy, `find_float32` finds the scopes that must stay in float32 or out of float8. `metrics`
-and `check_skips` watch a training run.
+of a policy, `logprob_gap` how far training and generation lie apart. `find_float32` finds the
+scopes that must stay in float32 or out of float8. `metrics` and `check_skips` watch a training run.
 `find_nonfinite` names the operation that made a NaN.
 """
 
@@ -12,6 +12,7 @@ from jmp.diagnostics._assertions import assert_products_in, assert_summed_once
 from jmp.diagnostics._comparison import Comparison, compare
 from jmp.diagnostics._find_float32 import Float32Scopes, find_float32
 from jmp.diagnostics._gradient_report import gradient_report
+from jmp.diagnostics._logprob_gap import LogprobGap, logprob_gap
 from jmp.diagnostics._memory_report import MemoryReport, compare_memory, memory_report
 from jmp.diagnostics._nonfinite import NonFinite, find_nonfinite
 from jmp.diagnostics._precision_report import PrecisionReport, precision_report
@@ -22,6 +23,7 @@ from jmp.diagnostics._skipped_steps import check_skips, metrics
 __all__ = [
     "Comparison",
     "Float32Scopes",
+    "LogprobGap",
     "MemoryReport",
     "NonFinite",
     "PrecisionReport",
@@ -35,6 +37,7 @@ __all__ = [
     "find_float32",
     "find_nonfinite",
     "gradient_report",
+    "logprob_gap",
     "memory_report",
     "metrics",
     "precision_report",

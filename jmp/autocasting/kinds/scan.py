@@ -4,7 +4,7 @@ A carry is float32, unless it loses nothing in half (`_carries`), or comes in as
 product in the same step of a short loop: the residual stream of a scanned transformer. Carries are
 decided first: half ones feed products, and what float32 ones receive is kept. What the body closes
 over enters in float32 and is rounded inside, because its gradients add up in the dtype it enters
-in.
+in. Where no gradient is taken it is rounded before the loop.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jmp import _jax_compat
-from jmp.autocasting._carries import carried_in_half
+from jmp.autocasting._carries import carried_in_half, find_weights
 from jmp.autocasting._flow import Destination, Info, feeding_values
 from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._kinds import Arrays, Kind, Level, register_kind
@@ -45,7 +45,8 @@ class ScanKind(Kind):
         given = [*closed, *[None] * len(carried), *(value.made_of for value in stacked)]
         graph = level.open(scan.body, node, given)
         consts, before, rows = scan.split(list(map(level.storage.info, node.inputs)))
-        _, values, _ = scan.split(graph.inputs[len(graph.constants) :])
+        inputs = graph.inputs[len(graph.constants) :]
+        _, values, _ = scan.split(inputs)
         streams = _streams(graph, values, before, node, level.half)
         in_half = carried_in_half(graph, values, node, level, streams)
         carries = [
@@ -66,7 +67,15 @@ class ScanKind(Kind):
             for value, info in zip(closed, consts, strict=True)
         ]
         reads += [*carries, *(info.dtype for info in rows)]
-        return level.nested(node, [plan.storing(stores)], stores, reads)
+        constants, _, arrays = scan.split(inputs)
+        found = iter(find_weights(plan, [*constants, *arrays], in_half, level))
+        weights = [False if value in values else next(found) for value in inputs]
+        plan = plan.storing(stores).taking_as_is(weights)
+        reads = [
+            None if is_weight else dtype for is_weight, dtype in zip(weights, reads, strict=True)
+        ]
+        rounds = [level.half if is_weight else None for is_weight in weights[: len(closed)]]
+        return level.nested(node, [plan], stores, reads, rounds)
 
     def emit(self, equation: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> Any:
         """Emits `lax.scan`; constants are closed over."""

@@ -16,12 +16,12 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jmp import _jax_compat
-from jmp.autocasting._carries import carried_in_half
+from jmp.autocasting._carries import carried_in_half, find_weights
 from jmp.autocasting._casts import cast_all
 from jmp.autocasting._flow import Destination, Info
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import Arrays, Kind, Level, register_kind
-from jmp.autocasting._numbers import is_inexact
+from jmp.autocasting._numbers import dtype_of, is_inexact
 from jmp.autocasting._precision import as_written
 from jmp.autocasting._propagation import Propagation, WayInside
 from jmp.autocasting._registry import Category, Rule, rule_for
@@ -86,7 +86,8 @@ class WhileKind(Kind):
         asked, closed, _ = loop.split(node.inputs)
         infos = list(map(level.storage.info, closed))
         graph = level.open(loop.body, node, closed)
-        values = graph.inputs[-len(node.outputs) :]
+        inputs = graph.inputs[len(graph.constants) :]
+        values = inputs[len(closed) :]
         in_half = carried_in_half(graph, values, node, level, condition=loop.condition)
         stores = tuple(
             level.half if is_half else value.dtype
@@ -101,14 +102,22 @@ class WhileKind(Kind):
         body = level.plan_graph(graph, [*infos, *carries], outputs, context)
         condition_as_written = as_written(loop.condition, node, level.context.request)
         run_condition = lambda run_plan: _jax_compat.as_function(condition_as_written)
-        reads = [*(value.dtype for value in asked), *(info.dtype for info in infos), *stores]
-        return level.nested(node, [run_condition, body.storing(stores)], stores, reads)
+        weights = find_weights(body, inputs[: len(closed)], in_half, level)
+        rounds = [level.half if is_weight else None for is_weight in weights]
+        body = body.storing(stores).taking_as_is(weights)
+        reads = [
+            *(value.dtype for value in asked),
+            *(None if w else info.dtype for w, info in zip(weights, infos, strict=True)),
+            *stores,
+        ]
+        rounds = [*[None] * len(asked), *rounds]
+        return level.nested(node, [run_condition, body], stores, reads, rounds)
 
     def emit(self, equation: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> Any:
         """Emits `lax.while_loop`."""
         asked, closed, carries = _jax_compat.While.of(equation.params).split(operands)
         condition, body = functions
-        dtypes = [variable.aval.dtype for variable in equation.outvars]
+        dtypes = list(map(dtype_of, equation.outvars))
 
         def is_on(carry: list[Any]) -> Any:
             # It reads none of those that are half, but may hand them to a function inside.

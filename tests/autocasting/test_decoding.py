@@ -1,0 +1,59 @@
+"""Generation under autocast: the tokens and log-probabilities of the loop by hand, or better."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jmp
+from jmp.diagnostics import logprob_gap
+from testbed.decoding import CACHES, LOOPS, SMALL, Decoder
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("cache", CACHES)
+def test_log_probabilities_are_as_exact_as_by_hand(cache, loop):
+    exact = Decoder(loop=loop, cache=cache, **SMALL)
+    by_hand = Decoder(jnp.bfloat16, loop, cache, **SMALL)
+    params, first = exact.example()
+    tokens, _ = exact(params, first)
+    tokens = jnp.concatenate([first[None], tokens])
+    score = jmp.autocast(exact.score, "mixed_bfloat16")
+    ours = logprob_gap(exact.score, score)(params, tokens)
+    theirs = logprob_gap(exact.score, by_hand.score)(params, tokens)
+    print(f"{cache} {loop}: mean gap {ours.mean:.4f}, by hand {theirs.mean:.4f}")
+    assert 0 < ours.mean <= 1.1 * theirs.mean
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_prefill_and_decoding_are_no_further_apart_than_by_hand(half):
+    exact = Decoder(**SMALL)
+    by_hand = Decoder(getattr(jnp, half), **SMALL)
+    params, first = exact.example()
+    tokens, _ = exact(params, first)
+    tokens = jnp.concatenate([first[None], tokens])
+    at_once, in_turns = (
+        jmp.autocast(function, f"mixed_{half}") for function in (exact.score_at_once, exact.score)
+    )
+    ours = logprob_gap(at_once, in_turns)(params, tokens)
+    theirs = logprob_gap(by_hand.score_at_once, by_hand.score)(params, tokens)
+    print(f"{half}: mean gap {ours.mean:.2g}, by hand {theirs.mean:.2g}")
+    assert 0 < ours.mean <= 1.1 * theirs.mean
+    assert logprob_gap(exact.score_at_once, exact.score)(params, tokens).maximum < 1e-4
+
+
+def test_sampling_takes_random_bits_as_without_autocast():
+    decoder = Decoder(**SMALL)
+    params, first = decoder.example()
+
+    def sample(params, key):
+        def turn(params, number, token, caches):
+            logits, caches = decoder.logits(params, number, token, caches)
+            token = jax.random.categorical(jax.random.fold_in(key, number), logits)
+            return token, caches, jnp.zeros(token.shape)
+
+        return decoder.start(params, first, turn)[0]
+
+    tokens = jmp.autocast(sample, "mixed_bfloat16")(params, jax.random.key(0))
+    same = np.mean(np.asarray(tokens == sample(params, jax.random.key(0)))[:4])
+    assert same > 0.7  # a first token that differs by its rounding changes all that follow
