@@ -10,6 +10,7 @@ from jax import lax
 
 import jmp
 from jmp import diagnostics
+from jmp.autocasting._propagation import walk
 from tests.products import product_dtypes
 
 HALVES = ("float16", "bfloat16")
@@ -159,7 +160,7 @@ def test_small_steps_of_a_while_loop_add_up(half):
 
 def dtypes_of_carries(function, *args):
     jaxpr = jax.make_jaxpr(jmp.autocast(function, "mixed_bfloat16"))(*args).jaxpr
-    (scan,) = (e for e in jaxpr.eqns if e.primitive.name == "scan")
+    (scan,) = (v.equation for v in walk(jaxpr) if v.equation.primitive.name == "scan")
     return [str(v.aval.dtype) for v in scan.outvars]
 
 
