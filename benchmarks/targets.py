@@ -30,7 +30,9 @@ from benchmarks.processes import ROOT
 from benchmarks.recipes import by_hand
 from benchmarks.workloads import UPDATES, Update
 from jmp import transforms
+from testbed.decoding import LOOPS, SMALL, Decoder
 from testbed.machines.gpus import GPUS, compile_for_gpu
+from testbed.machines.hlo import bytes_of_turns
 from testbed.machines.tpus import TPUS, TpuProgram, compile_for_tpu, compile_placed_for_tpus
 from testbed.machines.training_steps import compile_step
 from testbed.machines.wire import v5es
@@ -70,6 +72,7 @@ class Row:
       program: returns the compiled program of a job; at a small size if so asked.
       ways: those it is written in.
       machines: those it is compiled for.
+      is_step: whether it is a training step, whose compile time is told too.
     """
 
     name: str
@@ -77,6 +80,7 @@ class Row:
     program: Callable[[Job, bool], Any]
     ways: tuple[str, ...] = ("float32", BASE, "autocast")
     machines: tuple[str, ...] = MACHINES
+    is_step: bool = True
 
     def jobs(self) -> Iterator[Job]:
         for machine in self.machines:
@@ -85,7 +89,7 @@ class Row:
                 # A step in float32 has no half dtype: one program for all.
                 for half in ("float32",) if way == "float32" else halves:
                     yield Job(machine, half, way)
-            if machine == TIMED and "autocast" in self.ways:
+            if machine == TIMED and "autocast" in self.ways and self.is_step:
                 yield from (Job(machine, half, "compile time") for half in halves)
 
 
@@ -163,6 +167,23 @@ def _adam_of_jmp(update: Update, half: Any) -> tuple[Any, Any]:
     return step, jax.eval_shape(tx.init, params)
 
 
+# Generation.
+
+
+def decode(loop: str, cache: str, job: Job, is_small: bool) -> Any:
+    """Greedy generation: 32 sequences of 1024 tokens, two layers of width 1024."""
+    half = getattr(jnp, job.half)
+    decoder = Decoder(half if job.way == BASE else jnp.float32, loop, cache)
+    if is_small:
+        decoder = dataclasses.replace(decoder, **SMALL)
+    function: Any = decoder
+    if job.way == "autocast":
+        platform = "tpu" if job.is_of_tpu else "gpu"
+        function = jmp.autocast(decoder, f"mixed_{job.half}", platform=platform)
+    compile_for = compile_for_tpu if job.is_of_tpu else compile_for_gpu
+    return compile_for(job.machine, function, *decoder.arguments())
+
+
 # Eight TPUs.
 
 
@@ -198,6 +219,13 @@ def _eight_tpus() -> tuple[Row, ...]:
     )
 
 
+GENERATION = {
+    "filled": "a cache that fills",
+    "window": "a sliding window",
+    "beams": "beams",
+    "pages": "pages",
+    "stacked": "layers by a scan",
+}
 VIT_SMALL = {"batch": 2, "size": 32, "layers": 1, "width": 64, "heads": 1}
 TWO_LAYERS = {"layers": 2}
 MODEL_ROWS = (
@@ -218,8 +246,18 @@ MODEL_ROWS = (
     _model("lstm", "LSTM"),
 )
 UPDATE_ROWS = (Row("adam", "Adam with float32 masters", adam, (BASE, "ours")),)
+GENERATION_ROWS = tuple(
+    Row(
+        f"decode-{loop}-{cache}",
+        f"{title}, {loop}",
+        functools.partial(decode, loop, cache),
+        is_step=False,
+    )
+    for cache, title in GENERATION.items()
+    for loop in (LOOPS if cache == "filled" else LOOPS[:1])
+)
 WIRE_ROWS = _eight_tpus()
-ROWS = (*MODEL_ROWS, *UPDATE_ROWS, *WIRE_ROWS)
+ROWS = (*MODEL_ROWS, *UPDATE_ROWS, *GENERATION_ROWS, *WIRE_ROWS)
 
 
 def find(name: str) -> Row:
@@ -241,7 +279,8 @@ def counted(name: str, machine: str, half: str, way: str, small: bool) -> dict[s
         "compile_seconds": round(program.compile_seconds, 2),
     }
     if not isinstance(program, TpuProgram):
-        return found | {"kernels": program.kernels}
+        of_turn = {} if row.is_step else {"turn_bytes": bytes_of_turns(program.text)}
+        return found | {"kernels": program.kernels} | of_turn
     found |= {"cycles": program.cycles, "libtpu": importlib.metadata.version("libtpu")}
     return found | ({"received": wire.received_of(program.text)} if row in WIRE_ROWS else {})
 

@@ -72,6 +72,23 @@ figure("targets/tpus-fused")(_over_machines(TPUS, TPU_HALF, "fused", OF_TPU))
 figure("targets/tpus-float32")(_over_machines(TPUS, TPU_HALF, "float32", OF_TPU))
 
 
+OF_TURN = ("turn_bytes", "bytes_moved", "temp_bytes")
+
+
+@figure("targets/generation")
+def _(found: Any) -> str:
+    machines = ("h200", "b200", "v5e")
+    rows = []
+    for row in targets.GENERATION_ROWS:
+        for way in ("float32", "autocast"):
+            cells = [
+                _cell(found, row, machine, TPU_HALF, way, OF_TPU if machine in TPUS else OF_TURN)
+                for machine in machines
+            ]
+            rows.append([row.title if way == "float32" else "", way, *cells])
+    return table(["", "", *map(_title, machines)], rows)
+
+
 @figure("targets/update")
 def _(found: Any) -> str:
     (row,) = targets.UPDATE_ROWS

@@ -216,6 +216,18 @@ def kernels(text: str) -> list[Kernel]:
     return _launched(entry, computations)
 
 
+def bytes_of_turns(text: str) -> int:
+    """Returns the bytes that the outermost loops of a scheduled HLO program move, one turn each."""
+    computations, entry = parse_program(text)
+    bodies = [
+        name
+        for instruction in computations[entry]
+        if instruction.opcode == "while"
+        for name in called_by(instruction)
+    ]
+    return sum(_bytes_moved_by(_launched(name, computations)) for name in bodies)
+
+
 def _launched(computation: str, computations: Computations) -> list[Kernel]:
     instructions = computations[computation]
     shapes = {instruction.name: instruction.shape for instruction in instructions}

@@ -4,8 +4,16 @@ As `tests/h200/test_autocast.py`; what XLA fuses depends on the device. Bounds a
 was measured.
 """
 
+import re
+
+import jax
+import jax.numpy as jnp
 import pytest
 
+import jmp
+from testbed.decoding import CACHES, LOOPS, Decoder
+from testbed.machines.gpus import compile_for_gpu
+from testbed.machines.hlo import bytes_of_turns, parse_program
 from testbed.machines.training_steps import compile_step, ratios
 from testbed.models import MODELS
 
@@ -33,3 +41,49 @@ def test_leaner_than_by_hand_in_bfloat16(machine, name, at_most):
     print(f"{machine} {name}: bytes, temp, kernels " + " ".join(f"{x:.3f}" for x in measured))
     for ratio, bound in zip(measured, at_most, strict=True):
         assert ratio <= bound, f"{measured} exceeds {at_most}"
+
+
+# Generation in bfloat16: bytes of a turn, and temporary memory, at most, over those by hand.
+GENERATION = [
+    ("h200", "scan", "filled", (1.02, 1.02)),
+    ("h200", "while", "filled", (1.02, 1.02)),
+    ("b200", "while", "filled", (1.02, 1.02)),
+    *(("h200", "scan", cache, (1.05, 1.05)) for cache in CACHES[1:]),
+]
+
+
+@pytest.mark.usefixtures("h200", "users_rank_promotion")
+@pytest.mark.parametrize(("machine", "loop", "cache", "at_most"), GENERATION)
+def test_generation_is_as_lean_as_by_hand(machine, loop, cache, at_most):
+    by_hand, exact = (Decoder(dtype, loop, cache) for dtype in (jnp.bfloat16, jnp.float32))
+    autocast = jmp.autocast(exact, "mixed_bfloat16")
+    programs = [
+        compile_for_gpu(machine, function, *exact.arguments()) for function in (by_hand, autocast)
+    ]
+    theirs, ours = ((bytes_of_turns(p.text), p.temp_bytes) for p in programs)
+    measured = [a / b for a, b in zip(ours, theirs, strict=True)]
+    print(f"{machine} {loop} {cache}: bytes, temp " + " ".join(f"{x:.3f}" for x in measured))
+    for ratio, bound in zip(measured, at_most, strict=True):
+        assert ratio <= bound, f"{measured} exceeds {at_most}"
+
+
+@pytest.mark.usefixtures("h200", "users_rank_promotion")
+@pytest.mark.parametrize("loop", LOOPS)
+def test_half_parameters_are_cast_nowhere(loop):
+    """And float32 ones are cast once, before the loop: no turn reads a float32 matrix."""
+    exact = Decoder(loop=loop)
+    params, token = exact.arguments()
+    halves = jax.eval_shape(lambda params: jmp.cast_floating(params, jnp.bfloat16), params)
+    generate = jmp.autocast(exact, "mixed_bfloat16")
+    cast = []
+    for given in (params, halves):
+        text = compile_for_gpu("h200", generate, given, token).text
+        computations, entry = parse_program(text)
+        (turns,) = (i for i in computations[entry] if i.opcode == "while")
+        assert not re.search(r"f32\[(2,)?(1024|4096),\d{4}\]", turns.shape)
+        inputs = {i.name for i in computations[entry] if i.opcode == "parameter"}
+        launched = [i for i in computations[entry] if i.opcode in ("convert", "fusion")]
+        cast.append(
+            sum(i.shape.startswith("bf16") and inputs.issuperset(i.operands) for i in launched)
+        )
+    assert cast == [5, 0]

@@ -132,6 +132,7 @@ GATES = [
     ("v6e", "scanned_gpt", (1.05, 0.97)),
     ("v5e", "checkpointed_gpt", (1.11, 1.01)),
     ("v5e", "unet", (1.02, 1.02)),
+    ("v5e", "decode-scan-filled", (1.02, 1.02)),
 ]
 
 
