@@ -120,6 +120,24 @@ def find_weights(
     ]
 
 
+def find_caches(plan: Plan) -> list[Value]:
+    """Returns the float32 arguments of a program that are buffers: caches that it returns written.
+
+    They keep their dtype, as all arguments do.
+    """
+    graph, request = plan.graph, plan.request
+    inputs = [value for value in graph.inputs if value.is_float32]
+    exposed = exposed_values(graph, (), request)
+    found = reaching_values(graph.nodes, is_low, [])
+    changed = [output for output in graph.outputs if output not in inputs]
+    return [
+        value
+        for value in inputs
+        if value in found - exposed
+        and any(value.aval.shape == x.aval.shape and value in _held_by(x) for x in changed)
+    ]
+
+
 def exposed_values(
     graph: Graph, outputs: Iterable[Value], request: Request, lookups: Set[Node] = frozenset()
 ) -> set[Value]:

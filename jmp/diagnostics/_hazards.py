@@ -5,11 +5,14 @@ from collections.abc import Iterable
 
 import jax.numpy as jnp
 
+from jmp.autocasting._carries import find_caches
 from jmp.autocasting._exact_products import WHY_EXACT
 from jmp.autocasting._graph import Node
 from jmp.autocasting._operations import Operation, is_product
+from jmp.autocasting._steps import Plan
 from jmp.diagnostics._ranges import FLOAT8, HALVES
 from jmp.diagnostics._rows import Row, product_of
+from jmp.diagnostics._tables import size
 from jmp.diagnostics._walk import path_of, place_name, source_line
 
 # Float32 products that the user asked for, or that are none of a network.
@@ -24,6 +27,8 @@ FLOAT32_PEAK, TF32_PEAK = 67e12, 494e12
 # Sizes that this share of all floating-point operations has are worth a sentence, and so are
 # products with all digits.
 SHARE = 0.01
+# Caches below so many bytes cost less than a sentence.
+LEAST_CACHE = 10**6
 
 
 def delicate_in_half(rows: list[Row]) -> list[str]:
@@ -78,6 +83,22 @@ def rounded_arguments(rounded: Iterable[Node], half: str) -> list[str]:
     ]
 
 
+def float32_caches(plan: Plan) -> list[str]:
+    """Returns a sentence if caches come in, and go out, in float32, though products read them."""
+    caches = [cache for cache in find_caches(plan) if 4 * cache.size >= LEAST_CACHE]
+    if not caches:
+        return []
+    total = sum(4 * cache.size for cache in caches)
+    half = plan.request.settings.compute_dtype
+    several = f"{len(caches)} arguments of {size(total)} together are caches in"
+    one = f"an argument of {size(total)} is a cache in"
+    return [
+        f"{several if len(caches) > 1 else one} float32, which half products alone read: arguments "
+        f"and results keep their dtype. Make it in {half} (jnp.zeros(shape, jnp.{half})) and "
+        "pass that: half the bytes, and no casts"
+    ]
+
+
 def odd_sizes(operations: Iterable[Operation]) -> list[str]:
     """Returns a sentence for products in half or float8 with sizes that a GPU pads.
 
@@ -99,7 +120,7 @@ def odd_sizes(operations: Iterable[Operation]) -> list[str]:
             continue
         flops, sizes = product_of(operation.equation)
         total += operation.times * flops
-        odd = [f"{size} {name}" for size, name in sizes if size % MULTIPLES[dtype]]
+        odd = [f"{length} {name}" for length, name in sizes if length % MULTIPLES[dtype]]
         if odd and flops >= LEAST_COUNTED:
             what = f"{dtype} with {', '.join(odd)}, no multiple of {MULTIPLES[dtype]}"
             places = found.setdefault(what, collections.Counter())

@@ -29,6 +29,7 @@ from jmp.diagnostics._arguments import asked_function, split_arguments
 from jmp.diagnostics._hazards import (
     dear_in_float32,
     delicate_in_half,
+    float32_caches,
     no_float8,
     odd_sizes,
     rounded_arguments,
@@ -196,6 +197,7 @@ def _report(traced: Traced, policy: str) -> PrecisionReport:
             *rounded_arguments(rounded_arguments_of(steps), half),
             *dear_in_float32(rows),
             *(f"the rule {rule} matched no scope" for rule in plan.request.policy_rules.unused),
+            *float32_caches(plan),
             *odd_sizes(operations),
             *no_float8(rows),
         ],
