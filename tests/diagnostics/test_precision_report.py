@@ -555,7 +555,7 @@ def test_a_float32_cache_that_comes_in_and_goes_out_is_a_hazard():
     """A step of generation, and a loop of them; the parameters are none."""
 
     def step(w, cache, x, place):
-        cache = cache.at[:, place].set(x @ w)
+        cache = cache.at[:, place].set((x @ w).astype(cache.dtype))
         weights = jax.nn.softmax(jnp.einsum("bd,btd->bt", x, cache))
         return cache, jnp.einsum("bt,btd->bd", weights, cache)
 
