@@ -2,7 +2,7 @@
 
 The way of a program, and the files in the order in which they build on each other:
 
-  - what each primitive requires: the op table (`_registry`, `rules/`); what the user asks for:
+  - what each primitive requires: the op table (`_registry`, `rules`); what the user asks for:
     `_request`, `_precision`;
   - `_autocast` and `_program` trace the function at its nominal (float32) types;
   - `_flatten` makes a dataflow graph (`_graph`) of the jaxpr, with what is known of each value's

@@ -7,7 +7,7 @@ Five categories, decided per primitive and looked up by its name:
   - FOLLOW: exact or bounded; computed in whatever dtype comes in.
   - AS_WRITTEN: the dtypes the program was traced with. A primitive without a rule is here too.
 
-`jmp/autocasting/rules/` fills the table, one file per category; `register_rule` adds a user's own.
+`jmp/autocasting/rules.py` fills the table; `register_rule` adds a user's own.
 """
 
 import dataclasses
