@@ -7,7 +7,8 @@ Three sorts do not:
   it is read by products, in this turn or later ones, and all else only moves it: updates of slices,
   scatters, gathers, concatenations, selections, also in loops and branches inside. What is written
   is rounded once. A buffer that anything else reads, in the loop or after it, is float32, and so is
-  one that no product reads, such as a record of log-probabilities.
+  one that no product reads, such as a record of log-probabilities. Its gradient adds up turn by
+  turn: where one is taken, the loop has it in float32.
 - A *stream*: what a short loop over layers adds to; see `kinds.scan`.
 
 What a turn adds to, or scales, is none of the first two, because arithmetic reads it: there small
@@ -20,24 +21,36 @@ import operator
 from collections.abc import Iterable, Sequence, Set
 from typing import NamedTuple
 
+import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jmp import _jax_compat
 from jmp.autocasting._equations import contracts_nothing, rule_of
+from jmp.autocasting._exact_products import wraps
 from jmp.autocasting._flow import reaching_values
 from jmp.autocasting._graph import Graph, Node, Value, reached
 from jmp.autocasting._kinds import Level, has_kind, kind_of
-from jmp.autocasting._numbers import is_inexact
+from jmp.autocasting._numbers import dtype_of, is_inexact
+from jmp.autocasting._precision import HOLD_RULES
 from jmp.autocasting._propagation import reaching_inputs, reaching_operands, walk_inside
+from jmp.autocasting._reasons import why_not_lowered
 from jmp.autocasting._registry import Category, is_low
 from jmp.autocasting._request import Request, Settings
 from jmp.autocasting._steps import Plan, Single
+from jmp.dtypes import FLOAT32
 
 
 class _Carry(NamedTuple):
     before: Value  # a turn
     result: Value  # of a turn
     after: Value  # the loop
+
+
+class InHalf(NamedTuple):
+    """Of each carry whether it is half, and whether it is a buffer."""
+
+    all: list[bool]
+    buffers: list[bool]
 
 
 def carried_in_half(
@@ -47,7 +60,7 @@ def carried_in_half(
     level: Level,
     streams: Sequence[bool] = (),
     condition: ClosedJaxpr | None = None,
-) -> list[bool]:
+) -> InHalf:
     """Returns for each carry of a loop whether it loses nothing in half.
 
     Args:
@@ -65,16 +78,14 @@ def carried_in_half(
         for carry in carries
         if carry.before.is_float32 and carry.after not in level.facts.carried
     ]
+    buffers: list[_Carry] = []
     if found:
         multiplied = _multiplied(graph, carries)
         asked = _asked(condition, values, level.context.request)
-        found = [
-            carry
-            for carry in found
-            if carry.before in multiplied - asked
-            # A state is computed anew; whatever reads it after the loop, it was half before.
-            and not (carry.after in level.exposed and carry.before in _held_by(carry.result))
-        ]
+        found = [carry for carry in found if carry.before in multiplied - asked]
+        buffers = _buffers(carries)
+        # A state is computed anew; whatever reads it after the loop, it was half before.
+        found = [c for c in found if not (c in buffers and _stays_wide(c, node, level))]
     while found:
         wide = [carry.result for carry in carries if carry not in found]
         read = exposed_values(graph, wide, level.context.request)
@@ -82,10 +93,26 @@ def carried_in_half(
         if kept == found:
             break
         found = kept
-    return [
-        carry in found or is_stream
-        for carry, is_stream in itertools.zip_longest(carries, streams, fillvalue=False)
-    ]
+    pairs = itertools.zip_longest(carries, streams, fillvalue=False)
+    in_half = [carry in found or is_stream for carry, is_stream in pairs]
+    return InHalf(in_half, [carry in found and carry in buffers for carry in carries])
+
+
+def _stays_wide(buffer: _Carry, node: Node, level: Level) -> bool:
+    """Returns whether a buffer is float32 for what stands around its loop.
+
+    JAX takes no effects in a custom derivative, which chooses its dtype.
+    """
+    return buffer.after in level.exposed or bool(node.equation.effects)
+
+
+def _buffers(carries: Sequence[_Carry]) -> list[_Carry]:
+    """Returns the carries that may hold their own numbers, or each other's, turn after turn."""
+    sources: dict[_Carry, list[_Carry]] = {}
+    for carry in carries:
+        held = _held_by(carry.result)
+        sources[carry] = [other for other in carries if other.before in held]
+    return [c for c in carries if c in set(reached(sources[c], sources.__getitem__))]
 
 
 def find_weights(
@@ -103,6 +130,12 @@ def find_weights(
       level: that the loop stands on.
     """
     may_be = [value.is_float32 and value.varies for value in values]
+    if level.half == np.float16:
+        # One that may be a mask is held within float16's range, where it is applied.
+        may_be = [
+            may and not any(user.rule.masks for user in value.users)
+            for may, value in zip(may_be, values, strict=True)
+        ]
     if not any(may_be):
         return may_be
     lookups = {
@@ -195,13 +228,19 @@ def _held_by(result: Value) -> set[Value]:
 
 def _reads_float32(node: Node, request: Request) -> bool:
     """Returns whether a node, or something inside it, is a product that is not to be half."""
-    if node.region.in_float32 or (is_low(node.equation) and not node.is_product):
+    half = request.settings.compute_dtype
+    if node.region.in_float32:
         return True
+    if is_low(node.equation):
+        return not node.is_product or bool(why_not_lowered(node, half))
     if not _jax_compat.holds_functions(node.equation):
         return False
-    if not node.goes_inside:
+    # The rule of a custom derivative may read what the function does not.
+    if not node.goes_inside or (node.has_products and node.name in HOLD_RULES):
         return True
     for visit in walk_inside(node.equation):
+        if wraps(visit.equation):  # a product of angles is exact
+            return True
         _, *around = (*visit.around, visit.equation)
         scope = node.scope
         for equation in around:
@@ -219,7 +258,9 @@ def _reads_numbers(equation: JaxprEqn, settings: Settings) -> bool:
         goes_inside = has_kind(name) and kind_of(name).goes_inside(settings)
         return rule.category is Category.FULL or not goes_inside
     if is_low(equation):
-        return rule.category is not Category.LOW or contracts_nothing(equation)
+        dtypes = set(map(dtype_of, (*equation.invars, *equation.outvars)))
+        is_chosen = not dtypes <= {FLOAT32, settings.compute_dtype}
+        return is_chosen or rule.category is not Category.LOW or contracts_nothing(equation)
     if rule.casts:
-        return not is_inexact(equation.outvars[0])
+        return dtype_of(equation.outvars[0]) not in (FLOAT32, settings.compute_dtype)
     return not rule.holds_operands

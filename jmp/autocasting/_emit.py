@@ -26,7 +26,6 @@ from jmp.autocasting._graph import Node, Value, root
 from jmp.autocasting._kinds import kind_of
 from jmp.autocasting._steps import (
     Arithmetic,
-    Dtypes,
     Function,
     Fused,
     Island,
@@ -96,7 +95,8 @@ def run_steps(steps: Sequence[Step], environment: Environment, numerics: "Numeri
             numerics.run_fused(step, environment)
         else:
             with _jax_compat.place_of(step.node.equation, step.node.stack):
-                operands = [numerics.operand(read, step, environment) for read in step.reads]
+                reads = numerics.reads_of(step)
+                operands = [numerics.operand(read, step, environment) for read in reads]
                 if isinstance(step, Single):
                     results = numerics.run_single(step, operands, environment)
                 else:
@@ -109,6 +109,10 @@ def run_steps(steps: Sequence[Step], environment: Environment, numerics: "Numeri
 
 class Numerics:
     """What the steps of a plan compute."""
+
+    def reads_of(self, step: Single | Nested) -> Sequence[Read]:
+        """Returns how a step reads: so that it can be differentiated, too."""
+        return step.wide.reads if isinstance(step, Nested) and step.wide else step.reads
 
     def operand(self, read: Read, step: Single | Nested, environment: Environment) -> Any:
         """Returns what a step reads."""
@@ -156,21 +160,31 @@ class Numerics:
 
     def run_nested(self, step: Nested, operands: Sequence[Any]) -> Sequence[Any]:
         """Returns the results of an equation that is planned inside."""
-        functions = [_as_function(inside, self) for inside in step.insides]
 
-        def run(operands: Sequence[Any]) -> Any:
+        def run(step: Nested, operands: Sequence[Any]) -> Any:
+            functions = [_as_function(inside, self) for inside in step.insides]
             return kind_of(step.node.name).emit(step.node.equation, operands, functions)
 
-        results: Sequence[Any] = self.round_weights(run, operands, step.rounds)
+        results: Sequence[Any] = self.run_loop(step, run, operands)
         return results
 
-    def round_weights(
-        self, run: Callable[[Sequence[Any]], Any], operands: Sequence[Any], dtypes: Dtypes
+    def run_loop(
+        self, step: Nested, run: Callable[[Nested, Sequence[Any]], Any], operands: Sequence[Any]
     ) -> Any:
-        """Runs a loop; see `Nested.rounds`."""
-        if any(dtypes):
-            return _wide_gradients.with_rounded_weights(run, operands, dtypes)
-        return run(operands)
+        """Runs a nested step; a loop in one of two forms, see `Nested.rounds` and `Nested.wide`."""
+        if step.wide is None and not any(step.rounds):
+            return run(step, operands)
+        differentiated = step if step.wide is None else step.wide
+        reads = [read.dtype for read in step.reads]
+
+        def in_half(*operands: Any) -> Any:
+            first, others = operands[: len(step.rounds)], operands[len(step.rounds) :]
+            return run(step, cast_all([*cast_all(first, step.rounds), *others], reads))
+
+        def in_float32(*operands: Any) -> Any:
+            return cast_all(run(differentiated, operands), step.stores)
+
+        return _wide_gradients.run_either(in_half, in_float32, operands)
 
     def run_island(self, island: Island, environment: Environment) -> None:
         """Adds what leaves an island to the environment."""

@@ -215,6 +215,11 @@ def reaching_operands(
     for function in functions:
         inner = reaching_results(equation, function, results, ends)
         inside = reaching_inputs(function, ends, inner)
+        if is_condition(equation, function):
+            asked, _, carries = _jax_compat.While.of(equation.params).split(operands)
+            pairs = zip((*asked, *carries), inside, strict=True)
+            yield from (operand for operand, reaches in pairs if reaches and is_inexact(operand))
+            continue
         # The last operands are its own: those before say which branch is taken, or belong to
         # another function, as those of a loop's condition and of a linear solver do.
         pairs = zip(reversed(operands), reversed(inside), strict=False)
@@ -243,10 +248,9 @@ def reaching_results(
 
     Args:
       results: which results of the equation do. Those of a loop may do so in the next turn, too.
-        They are not those of a loop's condition. (One of a loop with one carry is taken for the
-        body: more values count as reaching than do.)
+        They are not those of a loop's condition.
     """
-    if len(function.outvars) != len(results):
+    if len(function.outvars) != len(results) or is_condition(equation, function):
         return []
     first, n_carry = _carries(equation, function)
     found = list(results)
@@ -258,6 +262,14 @@ def reaching_results(
             break
         found = again
     return found
+
+
+def is_condition(equation: JaxprEqn, function: Jaxpr) -> bool:
+    """Returns whether a function inside an equation is the condition of a while loop."""
+    if equation.primitive.name != "while":
+        return False
+    condition, _ = _jax_compat.open_jaxpr(_jax_compat.While.of(equation.params).condition)
+    return condition is function
 
 
 def _carries(equation: JaxprEqn, function: Jaxpr) -> tuple[int, int]:

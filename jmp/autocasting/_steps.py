@@ -137,6 +137,8 @@ class Nested(NamedTuple):
     # What the first operands of a loop are rounded to before it, where nothing is differentiated:
     # those that are weights. None for the others.
     rounds: Dtypes = ()
+    # The same loop with buffers in float32: what runs where it is differentiated; see `_carries`.
+    wide: "Nested | None" = None
 
 
 class Island(NamedTuple):

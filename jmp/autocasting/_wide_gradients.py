@@ -6,7 +6,9 @@ that of a product is a product of half operands with a float32 result, which XLA
 between devices in float32.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -144,24 +146,34 @@ def repeated_by_product(row: Any, shape: Sequence[Any], half: np.dtype) -> Any:
     return result
 
 
-def with_rounded_weights(
-    run: Callable[[Sequence[Any]], Any], operands: Sequence[Any], dtypes: Sequence[Any]
-) -> Any:
-    """Runs a loop with weights that are rounded before it; differentiated, with the weights.
+_is_differentiated = contextvars.ContextVar("differentiated", default=False)
 
-    The gradient of what a loop closes over adds up turn by turn, in the dtype that comes in. Where
-    none is taken, as in generation, each turn would read the float32 weights.
+
+@contextlib.contextmanager
+def as_if_differentiated() -> Iterator[None]:
+    """In it programs are traced in the form that is differentiated, for those who look inside."""
+    token = _is_differentiated.set(True)
+    try:
+        yield
+    finally:
+        _is_differentiated.reset(token)
+
+
+def run_either(
+    undifferentiated: Callable[..., Any],
+    differentiated: Callable[..., Any],
+    operands: Sequence[Any],
+) -> Any:
+    """Runs a loop in one of two forms: one for where no derivative is taken, one for where it is.
+
+    The gradient of what a loop closes over, or keeps in a buffer, adds up turn by turn, in the
+    dtype that it has there. Where none is taken, as in generation, float32 is twice the bytes.
 
     Args:
-      run: a function of operands.
-      operands: the loop's own.
-      dtypes: what the first ones are rounded to; None leaves one as it is.
+      undifferentiated, differentiated: functions of the operands with results of the same types.
     """
-
-    @jax.custom_jvp
-    def undifferentiated(*operands: Any) -> Any:
-        first, others = operands[: len(dtypes)], operands[len(dtypes) :]
-        return run([*cast_all(first, dtypes), *others])
+    if _is_differentiated.get():
+        return differentiated(*operands)
 
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
         moving = [i for i, tangent in enumerate(tangents) if type(tangent) is not SymbolicZero]
@@ -170,12 +182,13 @@ def with_rounded_weights(
             merged = list(primals)
             for i, array in zip(moving, arrays, strict=True):
                 merged[i] = array
-            return run(merged)
+            return differentiated(*merged)
 
         return jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
 
-    undifferentiated.defjvp(rule, symbolic_zeros=True)
-    return undifferentiated(*operands)
+    run = jax.custom_jvp(lambda *operands: undifferentiated(*operands))
+    run.defjvp(rule, symbolic_zeros=True)
+    return run(*operands)
 
 
 def _with_derivative(

@@ -28,7 +28,7 @@ from jmp.autocasting._graph import Node
 from jmp.autocasting._operations import NoHalfProductWarning
 from jmp.autocasting._precision import with_default
 from jmp.autocasting._request import module_paths
-from jmp.autocasting._steps import Dtypes, Fused, Island, Nested, Plan, Read, Single, Write
+from jmp.autocasting._steps import Fused, Island, Nested, Plan, Read, Single, Write
 from jmp.diagnostics._arguments import check_numbers
 from jmp.diagnostics._scope_search import Errors, Scopes
 from jmp.diagnostics._walk import path_in_rules, scopes_path
@@ -235,10 +235,13 @@ class _Rounding(Numerics):
         # As written, with its own derivative: what goes in and comes out is rounded alone.
         return _jax_compat.bind(step.node.equation.primitive, operands, with_default(step.node))
 
-    def round_weights(
-        self, run: Callable[[Sequence[Any]], Any], operands: Sequence[Any], dtypes: Dtypes
+    def reads_of(self, step: Single | Nested) -> Sequence[Read]:
+        return step.reads
+
+    def run_loop(
+        self, step: Nested, run: Callable[[Nested, Sequence[Any]], Any], operands: Sequence[Any]
     ) -> Any:
-        return run(operands)
+        return run(step, operands)
 
     def run_island(self, island: Island, environment: Environment) -> None:
         reads = tuple(map(self._unrounded, island.reads))

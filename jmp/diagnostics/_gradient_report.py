@@ -19,6 +19,7 @@ from jmp._array_calls import ArrayCall, argument_numbers, vjp_at
 from jmp._messages import described
 from jmp.autocasting import autocast
 from jmp.autocasting._propagation import inner_equations
+from jmp.autocasting._wide_gradients import as_if_differentiated
 from jmp.diagnostics._arguments import asked_function, split_arguments
 from jmp.diagnostics._range_report import RangeReport
 from jmp.diagnostics._ranges import FLOAT8, FLOAT8_PRODUCT, Range, exponent_of, exponents, row_of
@@ -114,7 +115,8 @@ def gradient_report(
         call = ArrayCall(scaled, given, kwargs)
         arrays = list(map(as_jax_array, call.arrays))
         paths = call.floating_within(argnums, "gradient_report")
-        closed = jax.make_jaxpr(lambda *arrays: call(*arrays)[0])(*arrays)
+        with as_if_differentiated():
+            closed = jax.make_jaxpr(lambda *arrays: call(*arrays)[0])(*arrays)
         step, probes = counting_step(closed, arrays, list(paths), half)
         own, gradients, sums = jax.device_get(jax.jit(step)(arrays, probes))
         rows: list[Range] = []

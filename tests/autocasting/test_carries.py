@@ -288,3 +288,152 @@ def test_what_products_alone_read_is_carried_in_half(name, loop):
 @pytest.mark.parametrize("name", IN_FLOAT32)
 def test_what_anything_else_reads_is_carried_in_float32(name, loop):
     assert dtypes_kept(IN_FLOAT32[name], loop) == {"float32"}
+
+
+def error_of(function, policy, *args):
+    """Returns the largest error under autocast, over the largest number of the float32 function."""
+    found, exact = jmp.autocast(function, policy)(*args), function(*args)
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True)
+    return max(float(abs(a - b).max() / abs(b).max()) for a, b in pairs)
+
+
+def scanned(turn, carry, turns):
+    return lax.scan(turn, carry, jnp.arange(turns))
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_the_gradient_of_a_buffer_adds_up_in_float32(policy):
+    """Each of 4096 turns adds one to the gradient of a row that none of them writes."""
+
+    def loss(prefix):
+        def turn(carry, _):
+            kept, x = carry
+            y = kept[:1] @ jnp.eye(WIDTH)[:, :1]
+            return (kept.at[1].set(jnp.tanh(x)), x), y
+
+        return jnp.sum(scanned(turn, (prefix, jnp.zeros(WIDTH)), 4096)[1])
+
+    prefix = jnp.zeros((2, WIDTH))
+    for gradient in (
+        jax.grad(jmp.autocast(loss, policy)),
+        jax.jit(jax.grad(jmp.autocast(loss, policy))),
+        jax.grad(jax.jit(jmp.autocast(loss, policy))),
+        jmp.autocast(jax.grad(loss), policy),
+    ):
+        found = gradient(prefix)
+        assert found.dtype == jnp.float32
+        assert found[0, 0] == 4096
+
+
+@pytest.mark.parametrize("inside", ["checkpoint", "cond", "scan"])
+def test_a_weight_of_an_exact_product_inside_is_not_rounded(inside):
+    """Angles of hundreds of radians, from a matrix of frequencies."""
+
+    def angles(position, frequencies):
+        if inside == "cond":
+            sine = lambda: jnp.sin(position @ frequencies)
+            return lax.cond(position[0, 0] < 1e9, sine, lambda: sine() * 2)
+        if inside == "scan":
+            return lax.scan(lambda c, row: (c, jnp.sin(row @ frequencies)), 0, position)[1]
+        return jax.checkpoint(lambda p: jnp.sin(p @ frequencies))(position)
+
+    def function(positions, frequencies, w):
+        turn = lambda count, position: (count + 1, angles(position, frequencies) @ w)
+        return lax.scan(turn, 0, positions)[1]
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    positions = jax.random.normal(keys[0], (4, 8, 3))
+    frequencies = jax.random.normal(keys[1], (3, 16))
+    w = jax.random.normal(keys[2], (16, 16)) / 4
+    assert error_of(function, "mixed_bfloat16", 300 * positions, frequencies, w) < 0.01
+
+
+def test_a_product_in_dtypes_that_the_user_chose_reads_no_rounded_numbers():
+    """Numbers beyond float16's range in a product in bfloat16."""
+
+    def function(kept, w):
+        def turn(carry, _):
+            kept, h = carry
+            kept = kept.at[0].set(h)
+            y = (kept.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32)
+            return (kept, jnp.tanh(y[0])), y * 1e-5
+
+        return scanned(turn, (kept, kept[0]), 3)[1]
+
+    kept = jax.random.normal(jax.random.key(0), (4, WIDTH))
+    assert error_of(function, "mixed_float16", 1e5 * kept, W) == 0
+    assert error_of(function, "mixed_float16", kept, 1e6 * W) == 0
+
+
+@jax.custom_jvp
+def product_with_a_rule(kept, w):
+    return kept @ w
+
+
+@product_with_a_rule.defjvp
+def _(primals, tangents):
+    kept, w = primals
+    return kept @ w, (kept - 1000.0) @ tangents[1]
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_the_rule_of_a_custom_derivative_reads_the_buffer_unrounded(policy):
+    def loss(w, kept):
+        def turn(carry, _):
+            kept, h = carry
+            kept = kept.at[1].set(h)
+            y = product_with_a_rule(kept, w)
+            return (kept, jnp.tanh(y[1] * 1e-3)), y[0]
+
+        return jnp.sum(scanned(turn, (kept, kept[0] * 0), 3)[1])
+
+    gradient = jax.grad(loss)
+    mixed = jax.grad(jmp.autocast(loss, policy))
+    kept = jnp.full((4, WIDTH), 1000.3)
+    found, exact = mixed(W, kept), gradient(W, kept)
+    assert abs(found - exact).max() < 0.02 * abs(exact).max()
+
+
+def test_what_the_condition_of_an_inner_loop_reads_is_not_rounded():
+    """Differences of 1e-4 decide which entry is the largest."""
+
+    def function(table, w):
+        def turn(x, _):
+            is_on = lambda carry: carry[0] < jnp.argmax(table[0])
+            count, x = lax.while_loop(is_on, lambda c: (c[0] + 1, jnp.tanh(c[1] @ w)), (0, x))
+            return x @ table.T @ table, count
+
+        return scanned(turn, jnp.ones((1, WIDTH)), 2)[1]
+
+    table = jnp.ones((2, WIDTH)).at[0].set(jnp.linspace(1, 1.002, WIDTH))
+    assert jmp.autocast(function, "mixed_bfloat16")(table, W).tolist() == [WIDTH - 1] * 2
+
+
+@pytest.mark.parametrize("apply", ["where", "concatenate"])
+def test_a_mask_that_a_loop_closes_over_stays_within_the_range_of_float16(apply):
+    def function(mask, w):
+        def turn(x, _):
+            if apply == "where":
+                y = jnp.where(x > 0, mask, 0.0) @ w
+            else:
+                y = jnp.concatenate([x, mask], -1) @ jnp.concatenate([w, w])
+            return jnp.tanh(y), y
+
+        return scanned(turn, jnp.ones((ROWS, WIDTH)), 2)[1]
+
+    mask = jnp.zeros((ROWS, WIDTH)).at[0, 0].set(-1e9)
+    w = W.at[0].set(0)
+    assert abs(jmp.autocast(function, "mixed_float16")(mask, w) - function(mask, w)).max() < 0.01
+
+
+def test_buffers_that_change_places_are_float32_where_a_sum_reads_them_afterwards():
+    def function(a, b):
+        def turn(carry, _):
+            a, b, x = carry
+            return (b, a, jnp.tanh(x @ W + a[:1] @ W)), None
+
+        (a, b, _), _ = scanned(turn, (a, b, a[:1]), 6)
+        return jnp.sum(a - 1000.0), jnp.sum(b)
+
+    a, b = (1000 + jax.random.uniform(jax.random.key(i), (ROWS, WIDTH)) for i in (0, 1))
+    assert error_of(lambda a, b: function(a, b)[0], "mixed_bfloat16", a, b) == 0

@@ -48,34 +48,39 @@ class ScanKind(Kind):
         inputs = graph.inputs[len(graph.constants) :]
         _, values, _ = scan.split(inputs)
         streams = _streams(graph, values, before, node, level.half)
-        in_half = carried_in_half(graph, values, node, level, streams)
-        carries = [
-            level.half if is_half else value.dtype
-            for value, is_half in zip(values, in_half, strict=True)
-        ]
-        infos = [*consts, *(Info(dtype, False) for dtype in carries), *rows]
-        outputs = [Destination(feeds=is_half, carried=not is_half) for is_half in in_half]
-        outputs += level.destinations(node)[scan.n_carry :]
-        # One more than the turns: also a loop of one turn is a loop.
-        times = level.context.times * (turns_of(node.equation) + 1)
-        context = level.context._replace(times=times, prevent_cse=False)
-        plan = level.plan_graph(graph, infos, outputs, context)
-        stores = (*carries, *plan.stores[scan.n_carry :])
-        # Constants are rounded inside, but those that have no gradient.
-        reads = [
-            value.dtype if value.varies else info.dtype
-            for value, info in zip(closed, consts, strict=True)
-        ]
-        reads += [*carries, *(info.dtype for info in rows)]
-        constants, _, arrays = scan.split(inputs)
-        found = iter(find_weights(plan, [*constants, *arrays], in_half, level))
-        weights = [False if value in values else next(found) for value in inputs]
-        plan = plan.storing(stores).taking_as_is(weights)
-        reads = [
-            None if is_weight else dtype for is_weight, dtype in zip(weights, reads, strict=True)
-        ]
-        rounds = [level.half if is_weight else None for is_weight in weights[: len(closed)]]
-        return level.nested(node, [plan], stores, reads, rounds)
+        in_half, buffers = carried_in_half(graph, values, node, level, streams)
+
+        def planned(in_half: Sequence[bool]) -> Nested:
+            carries = [
+                level.half if is_half else value.dtype
+                for value, is_half in zip(values, in_half, strict=True)
+            ]
+            infos = [*consts, *(Info(dtype, False) for dtype in carries), *rows]
+            outputs = [Destination(feeds=is_half, carried=not is_half) for is_half in in_half]
+            outputs += level.destinations(node)[scan.n_carry :]
+            # One more than the turns: also a loop of one turn is a loop.
+            times = level.context.times * (turns_of(node.equation) + 1)
+            context = level.context._replace(times=times, prevent_cse=False)
+            plan = level.plan_graph(graph, infos, outputs, context)
+            stores = (*carries, *plan.stores[scan.n_carry :])
+            # Constants are rounded inside, but those that have no gradient.
+            reads = [
+                value.dtype if value.varies else info.dtype
+                for value, info in zip(closed, consts, strict=True)
+            ]
+            reads += [*carries, *(info.dtype for info in rows)]
+            constants, _, arrays = scan.split(inputs)
+            found = iter(find_weights(plan, [*constants, *arrays], in_half, level))
+            weights = [False if value in values else next(found) for value in inputs]
+            plan = plan.storing(stores).taking_as_is(weights)
+            reads = [None if w else dtype for w, dtype in zip(weights, reads, strict=True)]
+            rounds = [level.half if is_weight else None for is_weight in weights[: len(closed)]]
+            return level.nested(node, [plan], stores, reads, rounds)
+
+        if not any(buffers):
+            return planned(in_half)
+        wide = planned([a and not b for a, b in zip(in_half, buffers, strict=True)])
+        return planned(in_half)._replace(wide=wide)
 
     def emit(self, equation: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> Any:
         """Emits `lax.scan`; constants are closed over."""

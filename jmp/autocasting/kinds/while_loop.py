@@ -88,7 +88,7 @@ class WhileKind(Kind):
         graph = level.open(loop.body, node, closed)
         inputs = graph.inputs[len(graph.constants) :]
         values = inputs[len(closed) :]
-        in_half = carried_in_half(graph, values, node, level, condition=loop.condition)
+        in_half, _ = carried_in_half(graph, values, node, level, condition=loop.condition)
         stores = tuple(
             level.half if is_half else value.dtype
             for value, is_half in zip(node.outputs, in_half, strict=True)
