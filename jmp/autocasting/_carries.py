@@ -181,7 +181,7 @@ def exposed_values(
       lookups: nodes that count as half products.
     """
     found = set(outputs)
-    reads = functools.partial(_reads_numbers, settings=request.settings)
+    reads = functools.partial(reads_numbers, settings=request.settings)
     for node in reversed(graph.nodes):
         if _reads_float32(node, request):
             found.update(filter(is_inexact, node.inputs))
@@ -195,7 +195,7 @@ def _asked(condition: ClosedJaxpr | None, values: Sequence[Value], request: Requ
     """Returns those of a loop's carries that its condition reads."""
     if condition is None:
         return set()
-    reads = functools.partial(_reads_numbers, settings=request.settings)
+    reads = functools.partial(reads_numbers, settings=request.settings)
     inputs = reaching_inputs(_jax_compat.open_jaxpr(condition)[0], reads, [True])
     return {
         value for value, is_read in zip(reversed(values), reversed(inputs), strict=False) if is_read
@@ -250,7 +250,7 @@ def _reads_float32(node: Node, request: Request) -> bool:
     return False
 
 
-def _reads_numbers(equation: JaxprEqn, settings: Settings) -> bool:
+def reads_numbers(equation: JaxprEqn, settings: Settings) -> bool:
     """Returns whether an equation is neither a half product, nor only moves what it reads."""
     rule = rule_of(equation, settings)
     name = equation.primitive.name
