@@ -12,7 +12,17 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["REPOSITORIES", "SOURCES", "Model", "Row", "clone", "find", "rows_of", "sources"]
+__all__ = [
+    "REPOSITORIES",
+    "SOURCES",
+    "Generation",
+    "Model",
+    "Row",
+    "clone",
+    "find",
+    "rows_of",
+    "sources",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +48,26 @@ class Model:
 
 
 @dataclasses.dataclass(frozen=True)
+class Generation:
+    """A model that generates a text, with its keys and values in caches, and its parameters.
+
+    Attributes:
+      generate: `(params, *inputs) -> tokens`, each row a prompt and what follows it.
+      score: `(params, tokens, *inputs) -> logits` of what follows the prompt, one token a turn,
+        with the same caches; the first axis is that of turns.
+      params: float32 leaves.
+      inputs: prompts, and what belongs to them.
+      prompt: how long they are.
+    """
+
+    generate: Callable[..., Any]
+    score: Callable[..., Any]
+    params: Any
+    inputs: tuple[Any, ...]
+    prompt: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Row:
     """A published model.
 
@@ -53,7 +83,7 @@ class Row:
 
     name: str
     title: str
-    make: Callable[..., Model]
+    make: Callable[..., Model | Generation]
     by_hand: bool | str = False
     adapter: Callable[[Callable[..., Any], str], Callable[..., Any]] | None = None
 
@@ -71,6 +101,11 @@ SOURCES = {
     "big_vision_models": ("big_vision", ("flax",)),
     "maxtext_layers": ("MaxText", ("flax",)),
     "brax_networks": ("brax", ("brax", "flax")),
+    "hugging_face_generation": (
+        "Hugging Face transformers, generation",
+        ("transformers", "flax"),
+    ),
+    "bonsai_generation": ("bonsai, generation", ("flax",)),
 }
 
 # Sources that no registry has: the repository, and the commit at which it was read. They run where
@@ -79,6 +114,7 @@ REPOSITORIES = {
     "bonsai_models": ("jax-ml/bonsai", "36284254cf73"),
     "big_vision_models": ("google-research/big_vision", "0127fb6b337e"),
     "maxtext_layers": ("AI-Hypercomputer/maxtext", "479dd99946c5"),
+    "bonsai_generation": ("jax-ml/bonsai", "36284254cf73"),
 }
 
 CLONES = os.environ.get("CLONES", pathlib.Path(__file__).parents[2] / "build" / "clones")

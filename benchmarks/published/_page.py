@@ -32,6 +32,16 @@ has come from a clone of their repository in `build/clones`, at the commit that 
 - *adapter*: our adapter for Flax linen or nnx, Haiku or Equinox around the model, without the loss:
   `jmp.adapters.linen.wrap_apply(model.__call__, "mixed_float16")`.
 
+Models that generate a text have tables of their own, at the end:
+
+- *caches*: arrays of keys and values that the loop carries in float32, and how many of them it
+  carries in half under `autocast` and by hand.
+- *error*: of the log-probabilities of all tokens in all turns, against float32: root of the mean
+  square, in nats. Every recipe reads the same text, which the float32 model generated, one token
+  a turn, with its caches.
+- *as float32*, *as by hand*: for which share of the turns autocast in bfloat16 finds the same next
+  token the most probable. Random parameters make many tokens nearly as probable as the first.
+
 """
 
 
@@ -47,7 +57,8 @@ def page(results: list[dict[str, Any]]) -> str:
             versions = next((r["versions"] for r in found if "versions" in r), {})
             named = ", ".join(f"{package} {version}" for package, version in versions.items())
             text += f"\n## {title}\n\n" + f"{named}.\n\n" * bool(named)
-            text += table_of(found) + notes(found)
+            generate = any(is_generation(result) for result in found)
+            text += (table_of_generation if generate else table_of)(found) + notes(found)
     return text.rstrip() + "\n"
 
 
@@ -77,6 +88,48 @@ def table_of(results: list[dict[str, Any]]) -> str:
                 row.append(error_of(recipes, BY_HAND_BFLOAT16))
         rows.append(row)
     return table(headers, rows)
+
+
+def is_generation(result: dict[str, Any]) -> bool:
+    return "caches" in result.get("recipes", {}).get("float32", ())
+
+
+def table_of_generation(results: list[dict[str, Any]]) -> str:
+    headers = ["model", "products", "half", "caches", "half", "by hand: half"]
+    headers += ["error: float16", "by hand", "error: bfloat16", "by hand"]
+    headers += ["as by hand", "as float32", "by hand: as float32"]
+    rows = []
+    for result in results:
+        recipes = result.get("recipes")
+        if not recipes:
+            rows.append([result["title"]])
+            continue
+        row = [result["title"], str(recipes["float32"]["products"]), half_of(recipes)]
+        row.append(str(sum(recipes["float32"]["caches"].values())))
+        row += [caches_half(recipes, recipe) for recipe in (BFLOAT16, BY_HAND_BFLOAT16)]
+        for recipe in (FLOAT16, BY_HAND, BFLOAT16, BY_HAND_BFLOAT16):
+            row.append(
+                f"{recipes[recipe]['error_of_scores']:.1e}"
+                if "error" not in recipes[recipe]
+                else "fails"
+            )
+        mixed, by_hand = recipes[BFLOAT16], recipes[BY_HAND_BFLOAT16]
+        shares = (
+            mixed.get("as_by_hand"),
+            mixed.get("as_float32"),
+            by_hand.get("as_float32"),
+        )
+        rows.append(row + ["" if share is None else f"{100 * share:.1f} %" for share in shares])
+    return table(headers, rows)
+
+
+def caches_half(recipes: dict[str, Any], recipe: str) -> str:
+    """Returns how many of the caches are half, by a recipe in bfloat16."""
+    if "error" in recipes[recipe]:
+        return ""
+    every = sum(recipes["float32"]["caches"].values())
+    found = recipes[recipe]["caches"].get("bfloat16", 0)
+    return "all" if found == every else str(found)
 
 
 def half_of(recipes: dict[str, Any]) -> str:
@@ -169,7 +222,7 @@ def line(name: str, result: dict[str, Any]) -> str:
         if "error" in found:
             parts.append(f"{recipe}: {found['error']}")
         elif recipe != "float32":
-            error = found["gradient_error"]
+            error = found.get("gradient_error", found.get("error_of_scores"))
             ok = f"{error:.1e}" if math.isfinite(error) else "not finite"
             parts.append(f"{recipe}: {found['half']} of {found['products']} half, {ok}")
     return f"{name}: " + "; ".join(parts)

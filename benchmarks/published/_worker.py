@@ -19,7 +19,8 @@ import numpy as np
 
 import jmp
 from benchmarks import published
-from benchmarks.published import Model, Row
+from benchmarks.published import Generation, Model, Row
+from benchmarks.published._generated import measured_generation
 from jmp.autocasting._operations import is_product
 from jmp.diagnostics import precision_report
 from jmp.diagnostics._walk import with_places
@@ -71,6 +72,14 @@ def measured(source: str, name: str) -> dict[str, Any]:
     """Returns what is written down for one model."""
     row = published.find(source, name)
     model = row.make()
+    if isinstance(model, Generation):
+        recipes = measured_generation(row, model, counted, QUICKLY)
+        for half in HALVES:
+            found = recipes[f"autocast {half}"]
+            if "error" not in found:
+                arguments = model.params, *model.inputs
+                found["reasons"] = reasons(model.generate, half, *arguments)
+        return written(row, source, model, recipes)
     reference, gradients = run(model.loss, SCALES["float32"], model)
     del reference["others"]  # all of them
     recipes = {"float32": reference}
@@ -79,6 +88,12 @@ def measured(source: str, name: str) -> dict[str, Any]:
     if recipes["autocast float16"].get("others"):
         inside = attempt(by_autocast_inside, row, model, "float16", gradients)
         recipes["inside_custom_vjp float16"] = inside
+    return written(row, source, model, recipes)
+
+
+def written(
+    row: Row, source: str, model: Model | Generation, recipes: dict[str, Any]
+) -> dict[str, Any]:
     return {
         "title": row.title,
         "source": source,
@@ -97,7 +112,7 @@ def attempt(
         function = make(row, model, half)
         answer, found = run(function, SCALES[half], model)
         if make is by_autocast:
-            answer["reasons"] = reasons(model, half)
+            answer["reasons"] = reasons(model.loss, half, model.params, model.batch)
     except Exception as error:  # a recipe that fails is a cell of the table
         traceback.print_exc()
         return {"error": f"{type(error).__name__}: {error}"[:600]}
@@ -168,9 +183,9 @@ def counted(closed: Any) -> dict[str, Any]:
     return {"products": total, "half": total - others.total(), "others": dict(others)}
 
 
-def reasons(model: Model, half: str) -> list[dict[str, Any]]:
+def reasons(function: Callable[..., Any], half: str, *arguments: Any) -> list[dict[str, Any]]:
     """Returns the products of the forward pass that are not half, and why."""
-    report = precision_report(model.loss, f"mixed_{half}")(model.params, model.batch)
+    report = precision_report(function, f"mixed_{half}")(*arguments)
     return [
         {
             "operation": row.operation,
