@@ -27,10 +27,10 @@ from jmp.autocasting._propagation import (
 from jmp.autocasting._registry import is_low, rule_for
 from jmp.autocasting._request import Settings
 
-NOTHING: frozenset[int] = frozenset()
+NO_CARRIES: frozenset[int] = frozenset()
 
 
-class _Traced(NamedTuple):
+class _Kept(NamedTuple):
     """What is known of a value.
 
     Attributes:
@@ -41,7 +41,7 @@ class _Traced(NamedTuple):
       ends: whether it is false after some turns, whatever the floating numbers are.
     """
 
-    kept: frozenset[int] = NOTHING
+    kept: frozenset[int] = NO_CARRIES
     counts: bool = False
     is_computed: bool = False
     ends: bool = False
@@ -60,12 +60,12 @@ def iterates_nothing(equation: JaxprEqn, settings: Settings) -> bool:
         return False
     loop = _jax_compat.While.of(equation.params)
     asked, closed, carries = loop.split(equation.invars)
-    outside = [_Traced(is_computed=is_inexact(atom)) for atom in (*asked, *closed)]
+    outside = [_Kept(is_computed=is_inexact(atom)) for atom in (*asked, *closed)]
     inside = [
-        _Traced(frozenset({number}), not is_inexact(atom), is_inexact(atom))
+        _Kept(frozenset({number}), not is_inexact(atom), is_inexact(atom))
         for number, atom in enumerate(carries)
     ]
-    propagation = Propagation(_trace, _join, lambda atom: _Traced(is_computed=is_inexact(atom)))
+    propagation = Propagation(_through, _join, lambda atom: _Kept(is_computed=is_inexact(atom)))
     decides, after = propagation.through_while(equation, [*outside, *inside])
     if not decides.ends:
         return False
@@ -83,47 +83,48 @@ def iterates_nothing(equation: JaxprEqn, settings: Settings) -> bool:
     )
 
 
-def _trace(
+def _through(
     equation: JaxprEqn,
     _: tuple[JaxprEqn, ...],
-    operands: list[_Traced],
-    inside: WayInside[_Traced],
-) -> Sequence[_Traced]:
+    operands: list[_Kept],
+    inside: WayInside[_Kept],
+) -> Sequence[_Kept]:
     found = inside()
     if found is not None:
         return found
     counts = any(operand.counts for operand in operands)
     # Which of several counters is no number: each beam has its own, and all go on.
-    is_chosen = equation.primitive.name in ("gather", "dynamic_slice") and operands[0].is_counter
+    is_chosen = rule_for(equation.primitive.name).looks_up and operands[0].is_counter
     is_computed = not is_chosen and any(operand.is_computed for operand in operands)
     is_both = equation.primitive.name == "and"
     ends = is_both and any(operand.ends or operand.is_counter for operand in operands)
-    kept = _kept(equation, operands)
+    kept = _carries_kept(equation, operands)
     return [
-        _Traced(kept, counts, is_computed or is_inexact(variable), ends)
+        _Kept(kept, counts, is_computed or is_inexact(variable), ends)
         for variable in equation.outvars
     ]
 
 
-def _kept(equation: JaxprEqn, operands: list[_Traced]) -> frozenset[int]:
-    """Returns the carries that the results of an equation hold; see `_Traced`."""
+def _carries_kept(equation: JaxprEqn, operands: list[_Kept]) -> frozenset[int]:
+    """Returns the carries that the results of an equation hold; see `_Kept`."""
     name = equation.primitive.name
+    rule = rule_for(name)
     if name == "select_n":
         return frozenset.intersection(*(case.kept for case in operands[1:]))
-    if name in ("dynamic_update_slice", "scatter"):
-        array, *rest = operands
-        written, *places = rest if name == "dynamic_update_slice" else reversed(rest)
-        is_counted = any(place.is_counter for place in places)
-        return array.kept if is_counted else array.kept & written.kept
-    rule = rule_for(name)
+    if rule.writes:
+        array, *others = operands
+        pairs = list(zip(equation.invars[1:], others, strict=True))
+        if any(place.is_counter for atom, place in pairs if not is_inexact(atom)):
+            return array.kept
+        return array.kept.intersection(*(new.kept for atom, new in pairs if is_inexact(atom)))
     if name != "concatenate" and (rule.holds_operands or rule.casts):
-        return NOTHING.union(*(operand.kept for operand in operands))
-    return NOTHING
+        return NO_CARRIES.union(*(operand.kept for operand in operands))
+    return NO_CARRIES
 
 
-def _join(choices: Sequence[_Traced], deciding: Sequence[_Traced]) -> _Traced:
+def _join(choices: Sequence[_Kept], deciding: Sequence[_Kept]) -> _Kept:
     every = [*choices, *deciding]
-    return _Traced(
+    return _Kept(
         frozenset.intersection(*(choice.kept for choice in choices)),
         any(known.counts for known in every),
         any(known.is_computed for known in every),

@@ -85,6 +85,8 @@ class Rule:
     sums_devices: bool = False  # it adds up what devices hold
     selects: bool = False  # it takes some of them
     rearranges: bool = False  # it moves the numbers of its operands in other ways
+    looks_up: bool = False  # it takes some of its first operand's, and the others say which
+    writes: bool = False  # it puts some into its first operand, and integers say where
     linear: bool = False  # it adds or subtracts
     affine: bool = False  # or multiplies or divides
     elementwise: bool = False  # of two operands, the smaller of which JAX repeats

@@ -87,7 +87,10 @@ WIDEST = {
     "clamp": (ONE_DTYPE, "fusible"),
     "concatenate": (MOVES, "fusible masks keeps_range rearranges"),
     "pad": (MOVES, "fusible rearranges"),
-    "dynamic_update_slice scatter": ("writes into an operand of the same dtype", "rearranges"),
+    "dynamic_update_slice scatter": (
+        "writes into an operand of the same dtype",
+        "rearranges writes",
+    ),
     "scatter-min scatter-max scatter_min scatter_max": (
         "exact; its derivative counts ties, so it runs in float32 between two casts",
         "sums_backward",
@@ -110,7 +113,8 @@ FOLLOW = {
     "reshape squeeze expand_dims": ("moves data", "fusible reshapes"),
     "transpose rev name pvary": ("moves data", "fusible permutes"),
     "slice split": ("moves data", "fusible selects"),
-    "dynamic_slice stack unstack": ("moves data", "fusible rearranges"),
+    "dynamic_slice": ("moves data", "fusible rearranges looks_up"),
+    "stack unstack": ("moves data", "fusible rearranges"),
     "device_put pcast layout_constraint": ("moves data", "fusible rearranges"),
     "sharding_constraint reshard": ("moves data", "fusible sends rearranges"),
     "broadcast_in_dim": (REPEATS, "fusible sums_backward repeats"),
@@ -123,7 +127,7 @@ FOLLOW = {
     "neg and or not": ("exact", "fusible cheap"),
     "reduce_and reduce_or reduce_xor xor population_count clz": ("exact", "fusible"),
     "shift_left shift_right_logical shift_right_arithmetic": ("exact", "fusible"),
-    "gather": (SUMS, "fusible sums_backward rearranges"),
+    "gather": (SUMS, "fusible sums_backward rearranges looks_up"),
     "sort top_k approx_top_k cummax cummin reduce_window_max reduce_window_min pmax pmin": (
         "exact; moves or compares data",
         "",
