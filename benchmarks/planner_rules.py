@@ -134,7 +134,7 @@ RULES = [
     Rule("streams are carried in half", {"kinds.scan.LAYERS": 0}),
     Rule(
         "states of products are carried in half",
-        {"kinds.scan._read_by_products_alone": lambda *_: False},
+        {"_carries._multiplied": lambda *_: set()},
     ),
     Rule("pick as a sum", _rewrites_without(pick_as_sum)),
     Rule(
