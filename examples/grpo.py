@@ -1,0 +1,465 @@
+"""Reinforcement learning by GRPO: the policy that samples and the policy that trains, in half.
+
+    python examples/grpo.py                                # float16, a minute on two CPU cores
+    python examples/grpo.py --precision mixed_bfloat16
+    python examples/grpo.py --compare --seeds 5            # all that is compared; half an hour
+    python examples/grpo.py --help
+
+A small GPT adds two numbers: after "37+85=" it writes "122", and the reward is 1 if all digits are
+right, else 0. It first learns from right answers, in float32, until it is right as often as
+--pretrain-to says. Then each step draws questions and a group of answers to each, token by token
+with a cache of keys and values, and updates the parameters from whole texts: group-relative
+advantages and clipped ratios as in GRPO (Shao et al. 2024, arXiv 2402.03300), without its penalty
+on the distance from the first policy.
+
+Sampling and training compute the same function. The gap is the difference between the two
+log-probabilities of a token that was drawn, before any update: 0 if nothing were rounded. Ratios
+are of the policy that trains over the policy that sampled, so that the gap is in them. With
+--sampler half the sampler is a program of its own, as a server's: parameters in half, and all but
+softmax computed in half. It rounds in other places than the training, which autocast does not.
+
+All devices take part: each has an equal part of the questions. Writes `grpo.json` and `grpo.svg`
+into the output folder, and into the checkpoint folder all that --resume needs to end, on a CPU bit
+by bit, where an uninterrupted training ends.
+"""
+
+import argparse
+import functools
+import pathlib
+import time
+import types
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+import optax
+from _checkpoints import Checkpoints, check_checkpoints
+from _common import COLORS, OUTPUT, begin, positive, rounded, save_figure, write_report
+from _devices import (
+    DEVICE_OPTIONS,
+    add_device_options,
+    check_processes,
+    join_parts,
+    own_part,
+    place_params,
+    start_devices,
+)
+from _sums import GPT, Sums, chosen
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import jmp
+from jmp import transforms
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
+LAST = 20  # steps, whose mean reward is the final one
+AT_A_TIME = 20  # steps of pretraining between two looks at how often it is right
+POINTS = 30  # of a curve in the report
+# Options that may differ when a training is resumed: they change nothing that is learned.
+FREE = "output_dir checkpoint_dir checkpoint_every resume stop_after".split() + DEVICE_OPTIONS
+
+
+class Kind(NamedTuple):
+    """One way to train."""
+
+    precision: str
+    loss_scale: str = "default"
+    sampler: str = "autocast"
+    all_roundings: bool = False
+
+    @property
+    def name(self) -> str:
+        words = [self.precision.removeprefix("mixed_")]
+        words += ["no loss scaling"] * (self.loss_scale == "none")
+        words += ["sampled in half"] * (self.sampler == "half")
+        return ", ".join(words + ["all roundings"] * self.all_roundings)
+
+
+COMPARED = (
+    Kind("float32"),
+    Kind("mixed_bfloat16", sampler="half"),
+    Kind("mixed_float16", sampler="half"),
+    Kind("mixed_float16", "none", sampler="half"),
+    Kind("mixed_bfloat16"),
+    Kind("mixed_float16"),
+    Kind("mixed_bfloat16", all_roundings=True),
+    Kind("mixed_float16", all_roundings=True),
+)
+
+
+class State(NamedTuple):
+    """All that training changes."""
+
+    params: Any
+    opt_state: Any
+
+
+class Samples(NamedTuple):
+    """What the policy drew: a row is an answer, the rows of a group stand together."""
+
+    texts: jax.Array  # int32[rows, length]
+    log_probs: jax.Array  # float32[rows, tokens of an answer], by the policy that sampled
+    advantages: jax.Array  # float32[rows]
+
+
+def argument_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--precision", choices=PRECISIONS, default="mixed_float16")
+    add("--loss-scale", choices=("default", "none"), default="default", help="none: of 1, no check")
+    add("--sampler", choices=("autocast", "half"), default="autocast", help="half: one of its own")
+    add("--all-roundings", action="store_true", help="XLA may leave none out: no excess precision")
+    add("--compare", action="store_true", help="these four options in all that is compared")
+    add("--digits", type=positive(int), default=2, help="of each number")
+    add("--layers", type=positive(int), default=2)
+    add("--width", type=positive(int), default=64)
+    add("--heads", type=positive(int), default=4)
+    add("--pretrain-to", type=positive(float), default=0.4, help="share of right answers")
+    add("--batch-size", type=positive(int), default=32, help="questions in a step")
+    add("--group", type=positive(int), default=8, help="answers to a question")
+    add("--steps", type=positive(int), default=300)
+    add("--updates", type=positive(int), default=2, help="of the parameters, from one sample")
+    add("--learning-rate", type=positive(float), default=3e-4)
+    add("--clip", type=positive(float), default=0.2, help="how far from 1 a ratio counts")
+    add("--seed", type=int, default=0, help="the first one")
+    add("--seeds", type=positive(int), default=1, help="trainings, each with another seed")
+    add("--output-dir", type=pathlib.Path, default=OUTPUT)
+    add("--checkpoint-dir", type=pathlib.Path, help="default: OUTPUT_DIR/checkpoints/grpo")
+    add("--checkpoint-every", type=positive(int), default=100, help="steps")
+    add("--resume", action="store_true", help="go on with the training in the checkpoint folder")
+    add("--stop-after", type=positive(int), help="end after this step, to be resumed")
+    add_device_options(parser)
+    return parser
+
+
+def check_options(arguments: argparse.Namespace) -> None:
+    """Raises ValueError for options that do not fit together."""
+    if arguments.width % arguments.heads:
+        raise ValueError(
+            f"--heads {arguments.heads} does not divide --width {arguments.width}; expected a "
+            "divisor, as every head takes an equal part of the width."
+        )
+    if arguments.group < 2 or arguments.pretrain_to >= 1:
+        raise ValueError(
+            f"Got --group {arguments.group} and --pretrain-to {arguments.pretrain_to}; expected 2 "
+            "or more answers to compare with each other, and a share below 1."
+        )
+    check_processes(arguments)
+
+
+def make_model(arguments: argparse.Namespace) -> GPT:
+    length = Sums(arguments.digits).length
+    return GPT(arguments.layers, arguments.width, arguments.heads, length)
+
+
+def pretrain(arguments: argparse.Namespace, seed: int) -> Any:
+    """Returns parameters that are right as often as was asked."""
+    model, sums, optimizer = make_model(arguments), Sums(arguments.digits), optax.adam(1e-3)
+    texts = sums.all_texts()
+
+    def log_probs(params: Any, texts: jax.Array) -> jax.Array:
+        logits, _ = model(params, texts[:, :-1])
+        return chosen(logits[:, sums.question - 1 :], texts[:, sums.question :])
+
+    @jax.jit
+    def steps(params: Any, opt_state: Any, first: Any) -> tuple[Any, Any, jax.Array]:
+        def step(carry: Any, number: jax.Array) -> tuple[Any, None]:
+            params, opt_state = carry
+            key = jax.random.fold_in(jax.random.key(seed), number)
+            batch = jnp.asarray(texts)[jax.random.randint(key, 256, 0, len(texts))]
+            grads = jax.grad(lambda params: -log_probs(params, batch).mean())(params)
+            updates, opt_state = optimizer.update(grads, opt_state)
+            return (optax.apply_updates(params, updates), opt_state), None
+
+        numbers = first + jnp.arange(AT_A_TIME)
+        params, opt_state = jax.lax.scan(step, (params, opt_state), numbers)[0]
+        # Whoever samples is right with the probability of the right answer: nothing is drawn.
+        return params, opt_state, jnp.exp(log_probs(params, texts[::7]).sum(axis=1)).mean()
+
+    params = jax.jit(model.init)(jax.random.key(seed))
+    opt_state, right, count = jax.jit(optimizer.init)(params), 0.0, 0
+    while right < arguments.pretrain_to:
+        params, opt_state, right = steps(params, opt_state, count)
+        count += AT_A_TIME
+    return jax.device_get(params)
+
+
+def make_programs(arguments: argparse.Namespace, kind: Kind, mesh: Mesh) -> types.SimpleNamespace:
+    """Returns what runs on the devices: `create`, `sample` and `train`."""
+    model, sums = make_model(arguments), Sums(arguments.digits)
+    policy = jmp.get_policy(kind.precision)
+    scale = jmp.NoOpLossScale() if kind.loss_scale == "none" else None
+    optimizer = transforms.mixed_precision(optax.adam(arguments.learning_rate), policy, scale)
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    shapes = place_params(shapes, mesh, arguments.fsdp)
+    places = State(
+        jax.tree.map(lambda leaf: leaf.sharding, shapes),
+        transforms.state_shardings(optimizer, shapes),
+    )
+    everywhere, by_rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+
+    def create(params: Any) -> State:
+        return State(params, optimizer.init(params))
+
+    def generate(params: Any, questions: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns answers, drawn token by token, and the log-probability of each token."""
+        caches = model.empty_caches(params, len(questions))
+        _, caches = model(params, questions[:, :-1], 0, caches)
+
+        def turn(carry: Any, inputs: Any) -> tuple[Any, Any]:
+            (token, caches), (place, key) = carry, inputs
+            logits, caches = model(params, token[:, None], place, caches)
+            token = jax.random.categorical(key, logits[:, 0].astype(jnp.float32))
+            return (token, caches), (token, chosen(logits[:, 0], token))
+
+        numbers = jnp.arange(sums.question - 1, sums.length - 1)
+        keys = jax.random.split(key, len(numbers))
+        _, drawn = jax.lax.scan(turn, (questions[:, -1], caches), (numbers, keys))
+        return jax.tree.map(jnp.transpose, drawn)
+
+    def loss_fn(params: Any, samples: Samples) -> tuple[jax.Array, jax.Array]:
+        """Returns GRPO's loss, and the log-ratios of the policy that trains over the sampler."""
+        logits, _ = model(params, samples.texts[:, :-1])
+        answers = samples.texts[:, sums.question :]
+        differences = chosen(logits[:, sums.question - 1 :], answers) - samples.log_probs
+        ratios, advantages = jnp.exp(differences), samples.advantages[:, None]
+        clipped = jnp.clip(ratios, 1 - arguments.clip, 1 + arguments.clip)
+        return -jnp.minimum(ratios * advantages, clipped * advantages).mean(), differences
+
+    # Products and caches in half, softmax and loss in float32; `train` scales the loss.
+    loss_fn = jmp.autocast(loss_fn, policy)
+    if kind.sampler == "autocast":
+        generate = jmp.autocast(generate, policy)
+
+    def sample(params: Any, texts: jax.Array, seed: Any, step: Any) -> tuple[Samples, jax.Array]:
+        """Returns a group of answers to each question, and the mean reward."""
+        texts = jax.lax.with_sharding_constraint(jnp.repeat(texts, arguments.group, 0), by_rows)
+        questions, right = texts[:, : sums.question], texts[:, sums.question :]
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(1), seed), step)
+        if kind.sampler == "half":
+            params = policy.cast_to_compute(params)
+        answers, log_probs = generate(params, questions, key)
+        rewards = jnp.all(answers == right, axis=1).astype(jnp.float32)
+        groups = rewards.reshape(-1, arguments.group)
+        centered = groups - groups.mean(axis=1, keepdims=True)
+        advantages = centered / (groups.std(axis=1, keepdims=True) + 1e-4)
+        texts = jnp.concatenate([questions, answers], axis=1)
+        return Samples(texts, log_probs, advantages.reshape(-1)), rewards.mean()
+
+    def train(state: State, samples: Samples) -> tuple[State, dict[str, jax.Array]]:
+        """Returns the state after one update, and what was measured before it."""
+        loss_scale, skipped = state.opt_state.loss_scale, state.opt_state.skipped_steps
+        grad_fn = jmp.scaled_value_and_grad(loss_fn, loss_scale, has_aux=True)
+        (_, differences), grads = grad_fn(state.params, samples)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        gaps, ratios = jnp.abs(differences), jnp.exp(differences)
+        is_finite = jnp.isfinite(optax.tree.norm(grads))
+        return State(optax.apply_updates(state.params, updates), opt_state), {
+            "gap": gaps.mean(),
+            "largest_gap": gaps.max(),
+            "sample_size": ratios.sum() ** 2 / (ratios**2).sum() / ratios.size,
+            "zeros": optax.tree.sum(jax.tree.map(lambda g: (g == 0).sum(), grads))
+            / optax.tree.size(grads),
+            "loss_scale": jnp.float32(opt_state.loss_scale.loss_scale),
+            "skipped": opt_state.skipped_steps,
+            "applied_nonfinite": ~is_finite & (opt_state.skipped_steps == skipped),
+        }
+
+    # By default XLA may compute on in float32 where a program rounds to half in between.
+    options = {"xla_allow_excess_precision": False} if kind.all_roundings else None
+    jit = functools.partial(jax.jit, compiler_options=options)
+    return types.SimpleNamespace(
+        create=jit(create, out_shardings=places),
+        sample=jit(sample, out_shardings=(by_rows, everywhere)),
+        train=jit(train, donate_argnums=0, out_shardings=(places, everywhere)),
+    )
+
+
+def rows_of_step(arguments: argparse.Namespace, mesh: Mesh, seed: int, step: int) -> jax.Array:
+    """Returns questions and right answers of a step; of seed and step alone."""
+    random = np.random.default_rng((seed % 2**32, step))
+    pairs = random.integers(100**arguments.digits, size=arguments.batch_size)
+    return join_parts(own_part(Sums(arguments.digits).texts(pairs)), mesh)
+
+
+class Setup(NamedTuple):
+    """What all trainings share beside their options."""
+
+    mesh: Mesh
+    record: dict[str, Any]
+    starts: Any  # a function of the seed: parameters after pretraining
+    progress: Progress
+
+
+def run(
+    arguments: argparse.Namespace, kind: Kind, seed: int, programs: Any, setup: Setup
+) -> dict[str, Any]:
+    """Trains, or goes on with it; returns what was measured at every step."""
+    state = programs.create(setup.starts(seed))
+    history: dict[str, Any] = {"reward": [], "last_sample_size": [], "seconds": 0.0}
+    base = arguments.checkpoint_dir
+    folder = base / f"{kind.name.replace(', ', '-').replace(' ', '_')}-{seed}" / "training"
+    checkpoints = Checkpoints(folder, base, setup.record)
+    state, history = checkpoints.restore(state, history)
+    first = len(history["reward"])
+    label = f"{kind.name}, seed {seed}"
+    task = setup.progress.add_task(label, total=arguments.stop_after, completed=first)
+    for step in range(first, arguments.stop_after):
+        started = time.perf_counter()
+        texts = rows_of_step(arguments, setup.mesh, seed, step)
+        samples, reward = programs.sample(state.params, texts, seed, step)
+        measured = []
+        for _ in range(arguments.updates):
+            state, now = programs.train(state, samples)
+            measured.append(now)
+        # All of the first update, which has the parameters that sampled, but for what is counted.
+        measured = jax.device_get(measured)
+        values = measured[0] | {name: measured[-1][name] for name in ("loss_scale", "skipped")}
+        values["applied_nonfinite"] = sum(now["applied_nonfinite"] for now in measured)
+        values |= {"reward": reward, "last_sample_size": measured[-1]["sample_size"]}
+        for name, value in values.items():
+            history.setdefault(name, []).append(np.asarray(value).item())
+        history["seconds"] += (time.perf_counter() - started) * (step > first)  # one compiles
+        setup.progress.update(task, advance=1)
+        if (step + 1) % arguments.checkpoint_every == 0 or step + 1 == arguments.stop_after:
+            checkpoints.save(step + 1, state, history)
+    checkpoints.close()
+    return history
+
+
+def summarize(histories: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the figures of one kind of training: a list has an entry a seed."""
+    array = lambda name: np.array([history[name] for history in histories], float)
+    size = max(1, array("reward").shape[1] // POINTS)
+    in_blocks = lambda x: x[:, : x.shape[1] // size * size].reshape(len(x), -1, size).mean(axis=2)
+    finals = array("reward")[:, -LAST:].mean(axis=1)
+    return {
+        "final_rewards": finals.tolist(),
+        "final_reward": float(finals.mean()),
+        "mean_gaps": array("gap").mean(axis=1).tolist(),
+        "largest_gaps": array("largest_gap").max(axis=1).tolist(),
+        # Of the first update of each step the gap alone; of the last the policy's own steps, too.
+        "sample_sizes": array("sample_size").mean(axis=1).tolist(),
+        "last_sample_sizes": array("last_sample_size").mean(axis=1).tolist(),
+        "zero_gradients": array("zeros").mean(axis=1).tolist(),
+        "final_scales": array("loss_scale")[:, -1].tolist(),
+        "skipped_steps": array("skipped")[:, -1].tolist(),
+        "applied_nonfinite": array("applied_nonfinite").sum(axis=1).tolist(),
+        "seconds": float(array("seconds").mean()),
+        "steps_a_point": size,
+        "reward_curves": rounded(in_blocks(array("reward"))),
+        "gap_curves": rounded(in_blocks(array("gap"))),
+    }
+
+
+def print_table(results: dict[str, Any], console: Console) -> None:
+    table = Table(title="Sums by GRPO")
+    table.add_column("precision")
+    headings = "final reward|mean gap|largest gap|sample size|zero gradients|scale|skipped"
+    for heading in headings.split("|"):
+        table.add_column(heading, justify="right")
+    for name, result in results.items():
+        table.add_row(
+            name,
+            f"{result['final_reward']:.3f} ± {np.std(result['final_rewards']):.3f}",
+            f"{np.mean(result['mean_gaps']):.1e}",
+            f"{np.max(result['largest_gaps']):.1e}",
+            f"{np.mean(result['sample_sizes']):.6f}",
+            f"{100 * np.mean(result['zero_gradients']):.1f} %",
+            f"{np.median(result['final_scales']):g}",
+            f"{np.mean(result['skipped_steps']):.1f}",
+        )
+    console.print(table)
+    console.print(
+        f"Final reward: of the last {LAST} steps, mean ± standard deviation of the seeds."
+    )
+    applied = sum(sum(result["applied_nonfinite"]) for result in results.values())
+    console.print(f"Updates applied with a gradient that is not finite: {applied:.0f}.")
+
+
+def plot(report: dict[str, Any]) -> Any:
+    """Draws what `grpo.json` holds: rewards with their deviations above, gaps below."""
+    colors = {"float32": COLORS[0], "bfloat16": COLORS[1], "float16": COLORS[3]}
+    styles = {"no loss scaling": ":", "sampled in half": "-", "all roundings": "-."}
+    with plt.rc_context({"font.size": 14}):
+        figure, (top, bottom) = plt.subplots(
+            2, 1, figsize=(7, 9), sharex=True, layout="constrained"
+        )
+    for name, result in report["runs"].items():
+        rewards, gaps = (np.array(result[f"{what}_curves"], float) for what in ("reward", "gap"))
+        steps = (np.arange(rewards.shape[1]) + 0.5) * result["steps_a_point"]
+        precision, *words = name.split(", ")
+        style = styles[words[0]] if words else "-" if precision == "float32" else "--"
+        look = {"color": colors[precision], "linestyle": style, "linewidth": 2, "label": name}
+        # The reward is the same question for every sampler: those of the first one.
+        if style in "-:" or len(report["runs"]) == 1:
+            mean, deviation = rewards.mean(axis=0), rewards.std(axis=0)
+            limits = (mean - deviation, mean + deviation)
+            top.fill_between(steps, *limits, color=look["color"], alpha=0.15, linewidth=0)
+            top.plot(steps, mean, **look)
+        if style != ":":
+            bottom.plot(steps, gaps.mean(axis=0), **look)
+    top.set(ylabel="mean reward")
+    bottom.set(xlabel="step", ylabel="mean gap, nats a token", yscale="log")
+    for axes in (top, bottom):
+        axes.grid(alpha=0.3)
+        axes.legend(loc="outside upper left" if False else "best", fontsize=11)
+    return figure
+
+
+def main() -> None:
+    parser = argument_parser()
+    arguments = parser.parse_args()
+    if arguments.checkpoint_dir is None:
+        arguments.checkpoint_dir = arguments.output_dir / "checkpoints" / "grpo"
+    arguments.stop_after = min(arguments.steps, arguments.stop_after or arguments.steps)
+    record = {name: value for name, value in vars(arguments).items() if name not in FREE}
+    try:
+        check_options(arguments)
+        check_checkpoints(arguments.checkpoint_dir, record, arguments.resume)
+        mesh = start_devices(arguments)
+    except ValueError as error:
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
+
+    console = begin(arguments, "checkpoint_dir")
+    one = Kind(
+        arguments.precision, arguments.loss_scale, arguments.sampler, arguments.all_roundings
+    )
+    seeds = range(arguments.seed, arguments.seed + arguments.seeds)
+    starts = functools.cache(lambda seed: pretrain(arguments, seed))
+    histories = {}
+    with Progress(console=console) as progress:
+        setup = Setup(mesh, record, starts, progress)
+        for kind in COMPARED if arguments.compare else (one,):
+            programs = make_programs(arguments, kind, mesh)
+            histories[kind.name] = [run(arguments, kind, seed, programs, setup) for seed in seeds]
+    if arguments.stop_after < arguments.steps:
+        console.print(
+            f"Stopped after step {arguments.stop_after} of {arguments.steps}; the same options "
+            "with --resume go on from there."
+        )
+        return
+    results = {name: summarize(found) for name, found in histories.items()}
+    print_table(results, console)
+    if jax.process_index() > 0:
+        return  # process 0 writes
+
+    path = arguments.output_dir / "grpo.json"
+    options = argparse.Namespace(**record)
+    report = write_report(path, options, devices=mesh.size, runs=results)
+    save_figure(plot(report), path.with_suffix(".svg"))
+    console.print(f"Wrote {path} and grpo.svg beside it.")
+
+
+if __name__ == "__main__":
+    main()
