@@ -98,7 +98,7 @@ class GPT:
           caches: None if the text is whole.
         """
         places = first + jnp.arange(text.shape[1])
-        x = params["symbols"][text] + params["places"][places]
+        x = params["symbols"][text] + params["places"][places][None]
         filled = []
         for index, weights in enumerate(params["blocks"]):
             joint = norm(x, weights["attention_scale"]) @ weights["attention_in"]
@@ -121,13 +121,13 @@ class GPT:
 def attend(query: jax.Array, key: jax.Array, value: jax.Array, places: jax.Array) -> jax.Array:
     """Returns the causal attention of [rows, tokens, heads, size], the softmax in float32."""
     scores = jnp.einsum("rqhs,rkhs->rhqk", query, key).astype(jnp.float32)
-    is_seen = places[:, None] >= jnp.arange(key.shape[1])
+    is_seen = places[:, None] >= jnp.arange(key.shape[1])[None]
     scores = jnp.where(is_seen[None, None], scores * query.shape[-1] ** -0.5, -jnp.inf)
     return jnp.einsum("rhqk,rkhs->rqhs", jax.nn.softmax(scores).astype(value.dtype), value)
 
 
 def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * scale
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * scale[None, None]
 
 
 def chosen(logits: jax.Array, tokens: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ Sampling and training compute the same function. The gap is the difference betwe
 log-probabilities of a token that was drawn, before any update: 0 if nothing were rounded. Ratios
 are of the policy that trains over the policy that sampled, so that the gap is in them. With
 --sampler half the sampler is a program of its own, as a server's: parameters in half, and all but
-softmax computed in half. It rounds in other places than the training, which autocast does not.
+softmax computed in half. It rounds in other places than the training.
 
 All devices take part: each has an equal part of the questions. Writes `grpo.json` and `grpo.svg`
 into the output folder, and into the checkpoint folder all that --resume needs to end, on a CPU bit
@@ -36,7 +36,7 @@ import matplotlib
 import numpy as np
 import optax
 from _checkpoints import Checkpoints, check_checkpoints
-from _common import COLORS, OUTPUT, begin, positive, rounded, save_figure, write_report
+from _common import COLORS, OUTPUT, begin, positive, rounded, save_figure, stop, write_report
 from _devices import (
     DEVICE_OPTIONS,
     add_device_options,
@@ -62,6 +62,7 @@ import matplotlib.pyplot as plt
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
 LAST = 20  # steps, whose mean reward is the final one
 AT_A_TIME = 20  # steps of pretraining between two looks at how often it is right
+MOST = 5000  # of them, before it gives up
 POINTS = 30  # of a curve in the report
 # Options that may differ when a training is resumed: they change nothing that is learned.
 FREE = "output_dir checkpoint_dir checkpoint_every resume stop_after".split() + DEVICE_OPTIONS
@@ -73,6 +74,7 @@ class Kind(NamedTuple):
     precision: str
     loss_scale: str = "default"
     sampler: str = "autocast"
+    recompute: str = "none"
     all_roundings: bool = False
 
     @property
@@ -80,6 +82,7 @@ class Kind(NamedTuple):
         words = [self.precision.removeprefix("mixed_")]
         words += ["no loss scaling"] * (self.loss_scale == "none")
         words += ["sampled in half"] * (self.sampler == "half")
+        words += [f"recompute {self.recompute}"] * (self.recompute != "none")
         return ", ".join(words + ["all roundings"] * self.all_roundings)
 
 
@@ -91,7 +94,7 @@ COMPARED = (
     Kind("mixed_bfloat16"),
     Kind("mixed_float16"),
     Kind("mixed_bfloat16", all_roundings=True),
-    Kind("mixed_float16", all_roundings=True),
+    Kind("mixed_float16", recompute="auto"),
 )
 
 
@@ -118,14 +121,15 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--precision", choices=PRECISIONS, default="mixed_float16")
     add("--loss-scale", choices=("default", "none"), default="default", help="none: of 1, no check")
     add("--sampler", choices=("autocast", "half"), default="autocast", help="half: one of its own")
+    add("--recompute", choices=("none", "auto", "all"), default="none", help="as in jmp.autocast")
     add("--all-roundings", action="store_true", help="XLA may leave none out: no excess precision")
-    add("--compare", action="store_true", help="these four options in all that is compared")
+    add("--compare", action="store_true", help="these five options in all that is compared")
     add("--digits", type=positive(int), default=2, help="of each number")
     add("--layers", type=positive(int), default=2)
     add("--width", type=positive(int), default=64)
     add("--heads", type=positive(int), default=4)
     add("--pretrain-to", type=positive(float), default=0.4, help="share of right answers")
-    add("--batch-size", type=positive(int), default=32, help="questions in a step")
+    add("--batch-size", type=positive(int), default=24, help="questions in a step")
     add("--group", type=positive(int), default=8, help="answers to a question")
     add("--steps", type=positive(int), default=300)
     add("--updates", type=positive(int), default=2, help="of the parameters, from one sample")
@@ -189,6 +193,11 @@ def pretrain(arguments: argparse.Namespace, seed: int) -> Any:
     params = jax.jit(model.init)(jax.random.key(seed))
     opt_state, right, count = jax.jit(optimizer.init)(params), 0.0, 0
     while right < arguments.pretrain_to:
+        if count >= MOST:
+            stop(
+                f"After {count} steps {right:.0%} are right; expected --pretrain-to "
+                f"{arguments.pretrain_to:g}. Give a lower share, or a larger --width."
+            )
         params, opt_state, right = steps(params, opt_state, count)
         count += AT_A_TIME
     return jax.device_get(params)
@@ -236,10 +245,13 @@ def make_programs(arguments: argparse.Namespace, kind: Kind, mesh: Mesh) -> type
         clipped = jnp.clip(ratios, 1 - arguments.clip, 1 + arguments.clip)
         return -jnp.minimum(ratios * advantages, clipped * advantages).mean(), differences
 
-    # Products and caches in half, softmax and loss in float32; `train` scales the loss.
-    loss_fn = jmp.autocast(loss_fn, policy)
+    # Products and caches in half, softmax and loss in float32; `train` scales the loss. By default
+    # what is recomputed depends on sizes, and with it what is rounded: the cached loop and whole
+    # texts would round in other places.
+    autocast = functools.partial(jmp.autocast, policy=policy, recompute=kind.recompute)
+    loss_fn = autocast(loss_fn)
     if kind.sampler == "autocast":
-        generate = jmp.autocast(generate, policy)
+        generate = autocast(generate)
 
     def sample(params: Any, texts: jax.Array, seed: Any, step: Any) -> tuple[Samples, jax.Array]:
         """Returns a group of answers to each question, and the mean reward."""
@@ -390,30 +402,34 @@ def print_table(results: dict[str, Any], console: Console) -> None:
 def plot(report: dict[str, Any]) -> Any:
     """Draws what `grpo.json` holds: rewards with their deviations above, gaps below."""
     colors = {"float32": COLORS[0], "bfloat16": COLORS[1], "float16": COLORS[3]}
-    styles = {"no loss scaling": ":", "sampled in half": "-", "all roundings": "-."}
+    styles = {"sampled in half": "-", "all roundings": ":", "recompute auto": "-."}
     with plt.rc_context({"font.size": 14}):
         figure, (top, bottom) = plt.subplots(
-            2, 1, figsize=(7, 9), sharex=True, layout="constrained"
+            2, 1, figsize=(7, 10), sharex=True, layout="constrained"
         )
     for name, result in report["runs"].items():
         rewards, gaps = (np.array(result[f"{what}_curves"], float) for what in ("reward", "gap"))
         steps = (np.arange(rewards.shape[1]) + 0.5) * result["steps_a_point"]
         precision, *words = name.split(", ")
-        style = styles[words[0]] if words else "-" if precision == "float32" else "--"
-        look = {"color": colors[precision], "linestyle": style, "linewidth": 2, "label": name}
-        # The reward is the same question for every sampler: those of the first one.
-        if style in "-:" or len(report["runs"]) == 1:
+        is_scaled = "no loss scaling" not in words
+        style = styles.get(words[-1], "--") if words else "--"
+        look = {"color": colors[precision], "linewidth": 2}
+        # One sampler is enough above: rewards are alike.
+        if style == "-" or precision == "float32" or len(report["runs"]) == 1:
             mean, deviation = rewards.mean(axis=0), rewards.std(axis=0)
-            limits = (mean - deviation, mean + deviation)
-            top.fill_between(steps, *limits, color=look["color"], alpha=0.15, linewidth=0)
-            top.plot(steps, mean, **look)
-        if style != ":":
-            bottom.plot(steps, gaps.mean(axis=0), **look)
+            top.fill_between(
+                steps, mean - deviation, mean + deviation, color=look["color"], alpha=0.15, lw=0
+            )
+            label = precision if is_scaled else f"{precision}, no loss scaling"
+            top.plot(steps, mean, linestyle="-" if is_scaled else ":", label=label, **look)
+        if is_scaled:
+            bottom.plot(steps, gaps.mean(axis=0), linestyle=style, label=name, **look)
     top.set(ylabel="mean reward")
     bottom.set(xlabel="step", ylabel="mean gap, nats a token", yscale="log")
     for axes in (top, bottom):
         axes.grid(alpha=0.3)
-        axes.legend(loc="outside upper left" if False else "best", fontsize=11)
+        place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 2}
+        axes.legend(**place, frameon=False, fontsize=12, columnspacing=1)
     return figure
 
 
@@ -432,9 +448,7 @@ def main() -> None:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
 
     console = begin(arguments, "checkpoint_dir")
-    one = Kind(
-        arguments.precision, arguments.loss_scale, arguments.sampler, arguments.all_roundings
-    )
+    one = Kind(*(getattr(arguments, name) for name in Kind._fields))
     seeds = range(arguments.seed, arguments.seed + arguments.seeds)
     starts = functools.cache(lambda seed: pretrain(arguments, seed))
     histories = {}

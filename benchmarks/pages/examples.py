@@ -1,4 +1,4 @@
-"""The figures that examples write: digits, the character LSTM, the NaN hunt, ranges, memory."""
+"""The figures that examples write: digits, the LSTM, GRPO, the NaN hunt, ranges, memory."""
 
 from collections.abc import Callable
 from typing import Any
@@ -85,6 +85,109 @@ def _(found: Any) -> str:
 @figure("digits/seeds")
 def _(found: Any) -> str:
     return str(found["options"]["seeds"])
+
+
+# GRPO.
+
+
+def _in_words(number: float) -> str:
+    """Returns a small number such as "1.2e-7"."""
+    digits, power = f"{number:.1e}".split("e")
+    return f"{digits}e{int(power)}"
+
+
+@figure("grpo/table")
+def _(found: Any) -> str:
+    rows = []
+    for name, run in found["runs"].items():
+        deviation = np.std(run["final_rewards"])
+        rows.append([
+            name,
+            f"{run['final_reward']:.3f} ± {deviation:.3f}",
+            _in_words(np.mean(run["mean_gaps"])),
+            _in_words(np.max(run["largest_gaps"])),
+            f"{np.mean(run['sample_sizes']):.6f}",
+            f"{np.mean(run['last_sample_sizes']):.4f}",
+            percent(np.mean(run["zero_gradients"]), 1),
+            f"{np.mean(run['skipped_steps']):.3g}",
+        ])  # fmt: skip
+    headers = ["training", "final reward", "mean gap", "largest gap"]
+    headers += ["sample size", "after an update", "gradients that are zero", "skipped updates"]
+    return table(headers, rows)
+
+
+def _paired(found: Any, name: str) -> Any:
+    finals = (found["runs"][run]["final_rewards"] for run in (name, "float32"))
+    return np.subtract(*map(np.array, finals))
+
+
+def _difference(short: str, run: str) -> None:
+    @figure(f"grpo/difference-{short}")
+    def _(found: Any) -> str:
+        """The final reward minus that in float32, and the standard deviation over the seeds."""
+        difference = _paired(found, run)
+        return f"{difference.mean():+.3f} ± {difference.std():.3f}"
+
+    @figure(f"grpo/differences-{short}")
+    def _(found: Any) -> str:
+        """The same of every seed."""
+        return ", ".join(f"{each:+.3f}" for each in _paired(found, run))
+
+
+_difference("float16", "float16, sampled in half")
+_difference("bfloat16", "bfloat16, sampled in half")
+_difference("unscaled", "float16, no loss scaling, sampled in half")
+
+
+@figure("grpo/factors")
+def _(found: Any) -> str:
+    """How many times larger the mean gap is in bfloat16 than in float16, seed by seed."""
+    names = (f"{precision}, sampled in half" for precision in ("bfloat16", "float16"))
+    factors = np.divide(*(found["runs"][name]["mean_gaps"] for name in names))
+    return f"{factors.min():.1f} to {factors.max():.1f} times"
+
+
+for _short, _run in {
+    "float32": "float32",
+    "half-float16": "float16, sampled in half",
+    "half-bfloat16": "bfloat16, sampled in half",
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+    "bfloat16-all": "bfloat16, all roundings",
+    "float16-auto": "float16, recompute auto",
+}.items():
+    figure(f"grpo/gap-{_short}")(
+        lambda found, run=_run: _in_words(np.mean(found["runs"][run]["mean_gaps"]))
+    )
+
+
+@figure("grpo/zero-unscaled")
+def _(found: Any) -> str:
+    run = found["runs"]["float16, no loss scaling, sampled in half"]
+    return percent(np.mean(run["zero_gradients"]), 1)
+
+
+@figure("grpo/zero-float32")
+def _(found: Any) -> str:
+    return percent(np.mean(found["runs"]["float32"]["zero_gradients"]), 1)
+
+
+@figure("grpo/applied")
+def _(found: Any) -> str:
+    """Updates that were applied with a gradient that is not finite, in all trainings."""
+    return f"{sum(sum(run['applied_nonfinite']) for run in found['runs'].values()):.0f}"
+
+
+@figure("grpo/updates")
+def _(found: Any) -> str:
+    options = found["options"]
+    updates = options["steps"] * options["updates"] * options["seeds"] * len(found["runs"])
+    return f"{updates:,}"
+
+
+for _option in ("seeds", "steps", "updates"):
+    _name = {"updates": "updates-a-step"}.get(_option, _option)
+    figure(f"grpo/{_name}")(lambda found, option=_option: str(found["options"][option]))
 
 
 # What made the NaN.
