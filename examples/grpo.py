@@ -93,7 +93,8 @@ COMPARED = (
     Kind("mixed_float16", "none", sampler="half"),
     Kind("mixed_bfloat16"),
     Kind("mixed_float16"),
-    Kind("mixed_bfloat16", all_roundings=True),
+    Kind("mixed_bfloat16", recompute="auto"),
+    Kind("mixed_bfloat16", recompute="auto", all_roundings=True),
     Kind("mixed_float16", recompute="auto"),
 )
 

@@ -91,9 +91,9 @@ def _(found: Any) -> str:
 
 
 def _in_words(number: float) -> str:
-    """Returns a small number such as "1.2e-7"."""
+    """Returns a number such as "1.2e-7" or "1.7"."""
     digits, power = f"{number:.1e}".split("e")
-    return f"{digits}e{int(power)}"
+    return f"{digits}e{int(power)}" if int(power) else digits
 
 
 @figure("grpo/table")
@@ -153,7 +153,8 @@ for _short, _run in {
     "half-bfloat16": "bfloat16, sampled in half",
     "float16": "float16",
     "bfloat16": "bfloat16",
-    "bfloat16-all": "bfloat16, all roundings",
+    "bfloat16-auto": "bfloat16, recompute auto",
+    "bfloat16-all": "bfloat16, recompute auto, all roundings",
     "float16-auto": "float16, recompute auto",
 }.items():
     figure(f"grpo/gap-{_short}")(

@@ -15,7 +15,8 @@ SOURCES = {
     "char_lm": Source("results/char_lm.json", "python examples/char_lm.py --output-dir results"),
     "digits": Source("results/digits.json", "python examples/digits.py --output-dir results"),
     "grpo": Source(
-        "results/grpo.json", "python examples/grpo.py --compare --seeds 5 --output-dir results"
+        "results/grpo.json",
+        "python examples/grpo.py --compare --seeds 5 --output-dir results --checkpoint-dir runs/grpo",
     ),
     "overflow": Source(
         "results/find_overflow.json", "python examples/find_overflow.py --output-dir results"
