@@ -403,12 +403,14 @@ def print_table(results: dict[str, Any], console: Console) -> None:
 def plot(report: dict[str, Any]) -> Any:
     """Draws what `grpo.json` holds: rewards with their deviations above, gaps below."""
     colors = {"float32": COLORS[0], "bfloat16": COLORS[1], "float16": COLORS[3]}
-    styles = {"sampled in half": "-", "all roundings": ":", "recompute auto": "-."}
+    styles = {"sampled in half": "-", "all roundings": ":"}
     with plt.rc_context({"font.size": 14}):
         figure, (top, bottom) = plt.subplots(
             2, 1, figsize=(7, 10), sharex=True, layout="constrained"
         )
-    for name, result in report["runs"].items():
+    # What is recomputed is a matter of sizes and not of this picture.
+    shown = {name: run for name, run in report["runs"].items() if "recompute" not in name}
+    for name, result in (shown or report["runs"]).items():
         rewards, gaps = (np.array(result[f"{what}_curves"], float) for what in ("reward", "gap"))
         steps = (np.arange(rewards.shape[1]) + 0.5) * result["steps_a_point"]
         precision, *words = name.split(", ")
@@ -416,7 +418,7 @@ def plot(report: dict[str, Any]) -> Any:
         style = styles.get(words[-1], "--") if words else "--"
         look = {"color": colors[precision], "linewidth": 2}
         # One sampler is enough above: rewards are alike.
-        if style == "-" or precision == "float32" or len(report["runs"]) == 1:
+        if style == "-" or precision == "float32" or len(shown) < 2:
             mean, deviation = rewards.mean(axis=0), rewards.std(axis=0)
             top.fill_between(
                 steps, mean - deviation, mean + deviation, color=look["color"], alpha=0.15, lw=0
@@ -426,7 +428,9 @@ def plot(report: dict[str, Any]) -> Any:
         if is_scaled:
             bottom.plot(steps, gaps.mean(axis=0), linestyle=style, label=name, **look)
     top.set(ylabel="mean reward")
-    bottom.set(xlabel="step", ylabel="mean gap, nats a token", yscale="log")
+    bottom.set(xlabel="step", ylabel="mean gap, nats a token")
+    if any(np.any(line.get_ydata() > 0) for line in bottom.lines):
+        bottom.set_yscale("log")
     for axes in (top, bottom):
         axes.grid(alpha=0.3)
         place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 2}

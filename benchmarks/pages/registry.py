@@ -16,7 +16,7 @@ SOURCES = {
     "digits": Source("results/digits.json", "python examples/digits.py --output-dir results"),
     "grpo": Source(
         "results/grpo.json",
-        "python examples/grpo.py --compare --seeds 5 --output-dir results --checkpoint-dir runs/grpo",
+        "python examples/grpo.py --compare --seeds 5 --output-dir results --checkpoint-dir runs/g",
     ),
     "overflow": Source(
         "results/find_overflow.json", "python examples/find_overflow.py --output-dir results"
