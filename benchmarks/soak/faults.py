@@ -1,4 +1,4 @@
-"""Trains for 20,000 steps of which many are spoilt, and compares each step with NumPy, bit by bit.
+"""Trains for 25,000 steps of which many are spoilt, and compares each step with NumPy, bit by bit.
 
 Gradients of all magnitudes are scaled and rounded to half precision, so that some overflow by
 themselves, and into about four steps of ten an infinity or a NaN is put. NumPy follows the
@@ -50,7 +50,7 @@ STORAGES = {
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=int, default=20_000, help="of each kind of training")
+    parser.add_argument("--steps", type=int, default=25_000, help="of each kind of training")
     parser.add_argument("--seed", type=int, default=0)
 
 
