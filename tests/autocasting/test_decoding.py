@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 import jmp
+from jmp import _jax_compat
+from jmp.autocasting._propagation import walk
 from jmp.diagnostics import logprob_gap
 from testbed.decoding import CACHES, LOOPS, SMALL, Decoder
 
@@ -57,3 +59,49 @@ def test_sampling_takes_random_bits_as_without_autocast():
     tokens = jmp.autocast(sample, "mixed_bfloat16")(params, jax.random.key(0))
     same = np.mean(np.asarray(tokens == sample(params, jax.random.key(0)))[:4])
     assert same > 0.7  # a first token that differs by its rounding changes all that follow
+
+
+def weights_in_loops(function, *args):
+    """Returns the dtypes of the matrices that the outermost loop of a program closes over."""
+    closed = jax.make_jaxpr(function)(*args)
+    loop = next(v.equation for v in walk(closed.jaxpr) if v.equation.primitive.name == "scan")
+    constants, _, _ = _jax_compat.Scan.of(loop.params).split(loop.invars)
+    matrices = [x.aval for x in constants if x.aval.ndim > 1 and min(x.aval.shape[-2:]) > 2]
+    assert matrices
+    return {str(matrix.dtype) for matrix in matrices}
+
+
+@pytest.mark.parametrize("way", ["plain", "vmap", "checkpoint", "jit", "eight devices"])
+def test_weights_are_rounded_before_the_loop(way):
+    decoder = Decoder(**SMALL)
+    params, first = decoder.example()
+    generate = jmp.autocast(decoder, "mixed_bfloat16")
+    if way == "vmap":
+        generate, first = jax.vmap(generate, (None, 0)), jnp.stack([first, first])
+    if way == "checkpoint":
+        generate = jax.checkpoint(generate)
+    if way == "jit":
+        generate = jax.jit(generate)
+    if way == "eight devices":
+        mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        divided = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "data"))
+        params["blocks"] = jax.tree.map(
+            lambda x: x if x.shape[1] % 8 else jax.device_put(x, divided), params["blocks"]
+        )
+        tokens, _ = jax.jit(generate)(params, first)
+        assert tokens.shape == (decoder.length, decoder.batch)
+    assert weights_in_loops(generate, params, first) == {"bfloat16"}
+
+
+@pytest.mark.parametrize("cache", ["filled", "stacked"])
+def test_differentiated_generation_has_float32_weights_and_caches(cache):
+    """The gradient of a text's log-probability through the loop, as without a cache."""
+    decoder = Decoder(cache=cache, **{**SMALL, "length": 16})
+    params, first = decoder.example()
+    tokens = jnp.concatenate([first[None], decoder(params, first)[0]])
+    exact = jax.grad(lambda p: decoder.score(p, tokens).mean())(params)
+    mixed = jmp.autocast(decoder.score, "mixed_bfloat16")
+    found = jax.grad(lambda p: mixed(p, tokens).mean())(params)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
+        assert a.dtype == jnp.float32
+        assert jnp.linalg.norm(a - b) < 0.03 * jnp.linalg.norm(b)
