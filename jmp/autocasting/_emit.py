@@ -150,6 +150,8 @@ class Numerics:
             run = functools.partial(_send, run)
         if step.rounds is not None:
             return _wide_gradients.move_rounded(run, operands, step.stores, step.rounds, step.parts)
+        if step.looks_up_half:
+            return _wide_gradients.look_up_half(run, operands)
         results = run(operands)
         if step.is_masked:
             for position, read in enumerate(step.reads):

@@ -21,6 +21,7 @@ import numpy as np
 
 from jmp.autocasting._flow import Facts, is_row_reduction
 from jmp.autocasting._graph import Node, Value, reached
+from jmp.autocasting._numbers import is_inexact
 from jmp.autocasting._registry import Category
 from jmp.autocasting._steps import Island, Recompute, Storage
 
@@ -35,7 +36,9 @@ def group(nodes: Iterable[Node], cuts: Set[Node]) -> list[list[Node]]:
     """Returns the connected components of fusible, non-neutral nodes of one depth."""
     touching: dict[Node, set[Node]] = {node: set() for node in nodes}
     for node in touching:
-        for producer in (value.producer for value in node.inputs):
+        # Places that are computed together do not join what is looked up there.
+        values = filter(is_inexact, node.inputs) if node.rule.looks_up else node.inputs
+        for producer in (value.producer for value in values):
             if producer in touching and producer not in cuts:
                 touching[node].add(producer)
                 touching[producer].add(node)

@@ -255,7 +255,19 @@ class Planner(Level):
         is_sum = node.rule.linear and not self.facts.compared.isdisjoint(node.outputs)
         is_masked = is_sum and any(read.saturates for read in reads)
         why = why or node.rule.reason
-        return Single(node, arithmetic, why, reads, params, stores, is_masked=is_masked)
+        single = Single(node, arithmetic, why, reads, params, stores, is_masked=is_masked)
+        return self._looked_up(single) if node.rule.looks_up else single
+
+    def _looked_up(self, single: Single) -> Single:
+        """Returns a gather of a half array, on a TPU, in half."""
+        first, *places = single.reads
+        on_tpu = self.context.request.platform == "tpu"
+        is_rounded = single.arithmetic is Arithmetic.ROUNDED
+        if not (on_tpu and is_rounded and self.storage.is_half(first.value)):
+            return single
+        return single._replace(
+            reads=(first._replace(dtype=self.half), *places), looks_up_half=True
+        )
 
     def _read_half(self, node: Node, value: Value) -> Read:
         """Returns how an operand is read in half.

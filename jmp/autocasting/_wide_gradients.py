@@ -89,6 +89,22 @@ def _look_up_in_parts(
     return [rows.reshape(length, *rows.shape[2:])]
 
 
+def look_up_half(run: Run, operands: Sequence[Any]) -> list[Any]:
+    """Runs a gather of a half array in half; where its rows are repeated, gradients are float32.
+
+    A GPU casts inside the kernel that moves. A TPU would move float32 numbers.
+    """
+
+    def forward(array: Any, *indices: Any) -> list[Any]:
+        return run([array, *indices])
+
+    def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+        change = cast(tangents[0], FLOAT32)
+        return [cast(moved, primals[0].dtype) for moved in run([change, *primals[1:]])]
+
+    return _with_derivative(forward, derivative)(*operands)
+
+
 def multiply_rounded(operands: Sequence[Any], params: Params, half: np.dtype) -> list[Any]:
     """Runs a `dot_general` in half, with float32 gradients for operands that are float32.
 
