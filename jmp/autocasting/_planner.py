@@ -265,9 +265,7 @@ class Planner(Level):
         is_rounded = single.arithmetic is Arithmetic.ROUNDED
         if not (on_tpu and is_rounded and self.storage.is_half(first.value)):
             return single
-        return single._replace(
-            reads=(first._replace(dtype=self.half), *places), looks_up_half=True
-        )
+        return single._replace(reads=(first._replace(dtype=self.half), *places), looks_up_half=True)
 
     def _read_half(self, node: Node, value: Value) -> Read:
         """Returns how an operand is read in half.
