@@ -93,9 +93,10 @@ def carried_in_half(
         if kept == found:
             break
         found = kept
-    pairs = itertools.zip_longest(carries, streams, fillvalue=False)
+    pairs = list(itertools.zip_longest(carries, streams, fillvalue=False))
     in_half = [carry in found or is_stream for carry, is_stream in pairs]
-    return InHalf(in_half, [carry in found and carry in buffers for carry in carries])
+    is_buffer = [carry in found and carry in buffers and not stream for carry, stream in pairs]
+    return InHalf(in_half, is_buffer)
 
 
 def _stays_wide(buffer: _Carry, node: Node, level: Level) -> bool:
