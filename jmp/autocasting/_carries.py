@@ -26,7 +26,6 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jmp import _jax_compat
 from jmp.autocasting._equations import contracts_nothing, rule_of
-from jmp.autocasting._exact_products import wraps
 from jmp.autocasting._flow import reaching_values
 from jmp.autocasting._graph import Graph, Node, Value, reached
 from jmp.autocasting._kinds import Level, has_kind, kind_of
@@ -36,7 +35,7 @@ from jmp.autocasting._propagation import reaching_inputs, reaching_operands, wal
 from jmp.autocasting._reasons import why_not_lowered
 from jmp.autocasting._registry import Category, is_low
 from jmp.autocasting._request import Request, Settings
-from jmp.autocasting._steps import Plan, Single
+from jmp.autocasting._steps import Arithmetic, Nested, Plan, Single, Unplanned, steps_of
 from jmp.dtypes import FLOAT32
 
 
@@ -147,11 +146,26 @@ def find_weights(
     outputs = plan.graph.outputs
     wide = [*itertools.compress(outputs, map(operator.not_, in_half)), *outputs[len(in_half) :]]
     found = reaching_values(plan.graph.nodes, is_low, [])
-    found -= exposed_values(plan.graph, wide, level.context.request, lookups)
+    exact = {
+        step.node
+        for step in plan.steps
+        if isinstance(step, Nested) and any(map(_multiplies_float32, step.insides))
+    }
+    found -= exposed_values(plan.graph, wide, level.context.request, lookups, exact)
     return [
         may and value in found and not lookups.issuperset(value.users)
         for may, value in zip(may_be, values, strict=True)
     ]
+
+
+def _multiplies_float32(inside: Plan | Unplanned) -> bool:
+    """Returns whether a planned function has a product that is not half."""
+    return isinstance(inside, Plan) and any(
+        isinstance(step, Single)
+        and is_low(step.node.equation)
+        and step.arithmetic is Arithmetic.FLOAT32
+        for step, *_ in steps_of(inside)
+    )
 
 
 def find_caches(plan: Plan) -> list[Value]:
@@ -173,18 +187,23 @@ def find_caches(plan: Plan) -> list[Value]:
 
 
 def exposed_values(
-    graph: Graph, outputs: Iterable[Value], request: Request, lookups: Set[Node] = frozenset()
+    graph: Graph,
+    outputs: Iterable[Value],
+    request: Request,
+    lookups: Set[Node] = frozenset(),
+    exact: Set[Node] = frozenset(),
 ) -> set[Value]:
     """Returns the values of a level that more than half products read, moved or as they are.
 
     Args:
       outputs: those of the level that are so read outside.
       lookups: nodes that count as half products.
+      exact: nodes that hold a product that is not half, such as one of angles.
     """
     found = set(outputs)
     reads = functools.partial(reads_numbers, settings=request.settings)
     for node in reversed(graph.nodes):
-        if _reads_float32(node, request):
+        if node in exact or _reads_float32(node, request):
             found.update(filter(is_inexact, node.inputs))
         elif not node.is_product and node not in lookups:
             results = [value in found for value in node.outputs]
@@ -240,8 +259,6 @@ def _reads_float32(node: Node, request: Request) -> bool:
     if not node.goes_inside or (node.has_products and node.name in HOLD_RULES):
         return True
     for visit in walk_inside(node.equation):
-        if wraps(visit.equation):  # a product of angles is exact
-            return True
         _, *around = (*visit.around, visit.equation)
         scope = node.scope
         for equation in around:

@@ -79,6 +79,19 @@ def stacked_carry(kept, x, t):
     return kept, x
 
 
+def stacked_rows_with_rotary_positions(kept, x, t):
+    """Sines of positions inside the loop over the layers."""
+
+    def layer(x, cache):
+        angles = t * 10.0 ** -jnp.arange(WIDTH)
+        x = x * jnp.cos(angles)[None] + jnp.roll(x, 1, -1) * jnp.sin(angles)[None]
+        cache = filled(cache, x, t)
+        return attended(x, cache), cache
+
+    x, kept = lax.scan(layer, x, kept)
+    return kept, x
+
+
 def in_a_branch(kept, x, t):
     return lax.cond(t < 5, lambda: (filled(kept, x, t), x @ W), lambda: (kept, x))
 
@@ -170,6 +183,7 @@ IN_HALF = {
     "pages": Turn(with_paged_cache, jnp.zeros((TURNS // PAGE, ROWS, PAGE, WIDTH))),
     "a place for each sequence": Turn(for_each_sequence),
     "layers as rows": Turn(stacked_rows, STACKED),
+    "layers as rows, with rotary positions": Turn(stacked_rows_with_rotary_positions, STACKED),
     "layers as a carry": Turn(stacked_carry, STACKED),
     "finished sequences": Turn(
         with_cache(lambda kept, x, t: jnp.where(x[:, :1, None] > 0, filled(kept, x, t), kept))
