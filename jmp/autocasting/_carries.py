@@ -31,7 +31,7 @@ from jmp.autocasting._graph import Graph, Node, Value, reached
 from jmp.autocasting._kinds import Level, has_kind, kind_of
 from jmp.autocasting._numbers import dtype_of, is_inexact
 from jmp.autocasting._precision import HOLD_RULES
-from jmp.autocasting._propagation import reaching_inputs, reaching_operands, walk_inside
+from jmp.autocasting._propagation import reaching_inputs, reaching_operands, scope_of, walk_inside
 from jmp.autocasting._reasons import why_not_lowered
 from jmp.autocasting._registry import Category, is_low
 from jmp.autocasting._request import Request, Settings
@@ -259,12 +259,10 @@ def _reads_float32(node: Node, request: Request) -> bool:
     if not node.goes_inside or (node.has_products and node.name in HOLD_RULES):
         return True
     for visit in walk_inside(node.equation):
-        _, *around = (*visit.around, visit.equation)
-        scope = node.scope
-        for equation in around:
-            scope += equation.source_info.name_stack
-        if is_low(visit.equation) and request.region(scope).in_float32:
-            return True
+        if is_low(visit.equation):
+            _, *inside = (*visit.around, visit.equation)
+            if request.region(scope_of(inside, node.scope)).in_float32:
+                return True
     return False
 
 

@@ -20,7 +20,7 @@ from jmp.autocasting._float8 import OPERANDS
 from jmp.autocasting._graph import Node
 from jmp.autocasting._numbers import dtype_of
 from jmp.autocasting._precision import asked_for
-from jmp.autocasting._propagation import walk_inside
+from jmp.autocasting._propagation import scope_of, walk_inside
 from jmp.autocasting._registry import NO_RULE, is_low
 from jmp.autocasting._sending import WHY_NOT_WIDE
 from jmp.autocasting._steps import Fused, Island, Plan, Ran, Single, steps_of
@@ -95,10 +95,7 @@ class Operation(NamedTuple):
     @property
     def scope(self) -> Any:
         """The name stack from the outermost level down."""
-        stack = _jax_compat.empty_name_stack()
-        for equation in (*self.around, self.equation):
-            stack += equation.source_info.name_stack
-        return stack
+        return scope_of((*self.around, self.equation), _jax_compat.empty_name_stack())
 
 
 def operations_of(steps: Iterable[Ran]) -> Iterator[Operation]:

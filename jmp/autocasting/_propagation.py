@@ -65,6 +65,15 @@ def inner_equations(equation: JaxprEqn) -> Iterator[JaxprEqn]:
     return (visit.equation for visit in walk_inside(equation))
 
 
+def scope_of(equations: Sequence[JaxprEqn], outer: Any) -> Any:
+    """Returns the name stack of the last of equations that hold one another, the outermost first.
+
+    Args:
+      outer: the stack around the first.
+    """
+    return functools.reduce(lambda stack, e: stack + e.source_info.name_stack, equations, outer)
+
+
 def turns_of(equation: JaxprEqn) -> int:
     """Returns how often the inside of an equation runs: of a scan its length, of any other once."""
     is_scan = equation.primitive.name == "scan"

@@ -1,6 +1,7 @@
 """Runs the examples at a tiny size."""
 
 import contextlib
+import importlib
 import io
 import os
 import runpy
@@ -22,6 +23,14 @@ TINY = {
     "grpo": ["--digits=1", "--width=16", "--steps=3", "--batch-size=8", "--pretrain-to=0.05"],
     "find_overflow": ["--steps=45", "--learning-rate=0.3", "--batch-size=16", "--width=8"],
 }
+
+
+@contextlib.contextmanager
+def imported_example(name):
+    """Gives a file of `examples/` as a module."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "examples")
+        yield importlib.import_module(name)
 
 
 def run_example(name, *arguments):

@@ -11,7 +11,7 @@ import pytest
 
 from testbed import ROOT
 from testbed.example_data import write_text
-from tests.project.running import TINY, run_example
+from tests.project.running import TINY, imported_example, run_example
 
 RECORD = {"width": 16, "seed": 0}
 STATE = {"w": jnp.arange(3.0)}
@@ -20,9 +20,8 @@ STATE = {"w": jnp.arange(3.0)}
 @pytest.fixture(scope="module")
 def module():
     """The examples' checkpoints, in this process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "examples")
-        yield importlib.import_module("_checkpoints")
+    with imported_example("_checkpoints") as module:
+        yield module
 
 
 @pytest.fixture(scope="module")

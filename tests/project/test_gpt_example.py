@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib
 import json
 import pathlib
 
@@ -16,10 +15,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jmp import diagnostics
-from testbed import ROOT
 from testbed.example_data import write_text
 from testbed.machines.wire import wire
-from tests.project.running import run_example
+from tests.project.running import imported_example, run_example
 
 MODEL = ["--layers=1", "--width=16", "--heads=2", "--length=12"]
 TINY = [*MODEL, "--batch-size=4", "--steps=6", "--validate-every=3", "--checkpoint-every=4"]
@@ -37,9 +35,8 @@ def text(tmp_path_factory):
 @pytest.fixture(scope="module")
 def gpt():
     """The example as a module."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "examples")
-        yield importlib.import_module("gpt")
+    with imported_example("gpt") as module:
+        yield module
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from testbed import ROOT
-from tests.project.running import run_example
+from tests.project.running import imported_example, run_example
 
 TINY = ["--digits=1", "--width=32", "--heads=2", "--pretrain-to=0.3", "--batch-size=16"]
 RUN = [*TINY, "--devices=1", "--steps=5", "--checkpoint-every=3", "--precision=mixed_float16"]
@@ -21,9 +21,8 @@ RUN = [*TINY, "--devices=1", "--steps=5", "--checkpoint-every=3", "--precision=m
 @pytest.fixture(scope="module")
 def grpo():
     """The example as a module."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "examples")
-        yield importlib.import_module("grpo")
+    with imported_example("grpo") as module:
+        yield module
 
 
 @pytest.fixture(scope="module")
