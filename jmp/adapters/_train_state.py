@@ -28,10 +28,10 @@ from jmp.loss_scaling import (
     NoOpLossScale,
     StaticLossScale,
 )
-from jmp.transforms import FlatMasters
+from jmp.transforms import FlatMasters, StoredArray
 from jmp.transforms._inner import structures_compared
 from jmp.transforms._loss_scaling import check_order, find_loss_scaling
-from jmp.transforms._master_params import check_half_ones_are_seen
+from jmp.transforms._kept import check_half_ones_are_seen
 from jmp.transforms._masters import follow_replaced
 from jmp.transforms._placement import placed
 from jmp.trees import PyTree, is_array, leaves_by_path
@@ -176,7 +176,9 @@ def _replace_with_masters(self: TrainState, **updates: Any) -> TrainState:
       masters are those of one vector, as inside `optax.flatten`.
     """
     if "params" in updates and "opt_state" not in updates:
-        updates["opt_state"] = follow_replaced(self.opt_state, updates["params"])
+        updates["params"], updates["opt_state"] = follow_replaced(
+            self.opt_state, updates["params"], self.params
+        )
     return dataclasses.replace(self, **updates)
 
 
@@ -277,7 +279,7 @@ def _check_optimizer(node: PyTree, saved: Any) -> None:
 
 
 _exchange_made_by_flax(TrainState)
-for held in (NoOpLossScale, StaticLossScale, DynamicLossScale, HysteresisLossScale, FlatMasters):
+for held in (NoOpLossScale, StaticLossScale, DynamicLossScale, HysteresisLossScale, FlatMasters, StoredArray):
     serialization.register_serialization_state(
         held, _to_state_dict, _from_state_dict, override=True
     )

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 
 from jmp._messages import described
 from jmp.dtypes import is_half
-from jmp.transforms._rounding import difference_to_master
+from jmp.transforms._rounding import difference_to, rounded
 from jmp.trees import PyTree, cast_to_at_least_float32, is_floating, leaves_by_path, path_string
 
 
@@ -65,7 +65,7 @@ class FlatMasters:
 
 
 class InOneVector:
-    """Masters as `FlatMasters`, for `with_master_params`; the methods are those of `InTree`."""
+    """Masters as `FlatMasters`, for `with_master_params`; the methods are those of `_storing.Form`."""
 
     def __init__(self, dtype: np.dtype) -> None:
         self.dtype = dtype
@@ -85,12 +85,18 @@ class InOneVector:
         return as_one_vector(cast_to_at_least_float32(updates), self.dtype)
 
     def after(
-        self, masters: FlatMasters, params: optax.Params, new: jax.Array, updates: jax.Array
+        self,
+        masters: FlatMasters,
+        params: optax.Params,
+        new: jax.Array,
+        updates: jax.Array,
+        count: jax.Array | None,
     ) -> tuple[FlatMasters, optax.Updates]:
         masters = dataclasses.replace(masters, vector=new)
         leaves, structure = jax.tree.flatten(params)
-        follow = map(difference_to_master, leaves, masters.leaves().values())
-        return masters, jax.tree.unflatten(structure, list(follow))
+        pairs = zip(leaves, masters.leaves().values(), strict=True)
+        follow = [difference_to(rounded(master, p.dtype), p) for p, master in pairs]
+        return masters, jax.tree.unflatten(structure, follow)
 
 
 def as_one_vector(tree: PyTree, dtype: DTypeLike) -> jax.Array:

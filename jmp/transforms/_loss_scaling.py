@@ -18,7 +18,7 @@ from jmp.transforms._few_kernels import (
     read_from_array,
 )
 from jmp.transforms._flat_masters import map_vectors
-from jmp.transforms._master_params import (
+from jmp.transforms._kept import (
     check_half_ones_are_seen,
     has_flat_masters,
     shapes_with_master,

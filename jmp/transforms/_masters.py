@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.tree_util import keystr, tree_map_with_path
 
@@ -13,9 +14,16 @@ from jmp import _jax_compat
 from jmp._messages import described
 from jmp.transforms import _states
 from jmp.transforms._flat_masters import FlatMasters, as_one_vector
-from jmp.transforms._master_params import ROOT, check_half_ones_are_seen, shapes_with_master
-from jmp.transforms._rounding import needs_master, rounded_master
-from jmp.transforms._states import WithMasterParamsState
+from jmp.transforms._kept import (
+    ROOT,
+    beside_by_path,
+    check_half_ones_are_seen,
+    is_kept,
+    shapes_with_master,
+)
+from jmp.transforms._master_params import Masters
+from jmp.transforms._rounding import needs_master, rounded
+from jmp.transforms._storing import Storage
 from jmp.trees import PyTree, cast_to_at_least_float32, is_array, leaves_by_path
 
 S = TypeVar("S")
@@ -23,6 +31,9 @@ S = TypeVar("S")
 
 def masters(opt_state: PyTree, params: PyTree) -> PyTree:
     """Returns the parameters that the optimizer updates: the float32 masters.
+
+    However they are stored: with split masters or Kahan summation they are joined, with stochastic
+    rounding they are the parameters themselves, cast.
 
     Args:
       opt_state: the state of an optimizer, chained, partitioned or masked.
@@ -39,13 +50,16 @@ def masters(opt_state: PyTree, params: PyTree) -> PyTree:
     _states.check_nothing_changes_masters(opt_state)
     _check_are_parameters(params, "masters")
     check_half_ones_are_seen(opt_state, params)
-    _check_all_given(opt_state, leaves_by_path(params), "masters")
+    given = leaves_by_path(params)
+    _check_all_given(opt_state, given, "masters")
     by_path: dict[str, Any] = {}
-    for state in _states.find_states(opt_state, WithMasterParamsState):
-        if isinstance(state.masters, FlatMasters):
-            by_path |= state.masters.leaves()
+    for state in _states.find_states(opt_state, _states.storing_states()):
+        kept, storage = state[0], _states.STORAGES[type(state)]
+        if isinstance(kept, FlatMasters):
+            by_path |= kept.leaves()
         else:
-            by_path |= leaves_by_path(state.masters)
+            beside = beside_by_path(kept).items()
+            by_path |= {path: storage.value(given[path], each) for path, each in beside}
     # A half leaf of a frozen group has no master: it is what is returned.
     return tree_map_with_path(
         lambda path, p: by_path.get(keystr(path), p), cast_to_at_least_float32(params)
@@ -62,10 +76,12 @@ def reset_masters(opt_state: S, params: PyTree) -> S:
     Args:
       opt_state: the state of an optimizer, chained, partitioned or masked. Without masters it is
         returned as it is.
-      params: the parameters, as the optimizer's `init` had them. They may be given in float32:
-        masters are then exact, and the model's parameters are these, rounded.
+      params: the parameters, as the optimizer's `init` had them. To `with_master_params` they may
+        be given in float32: masters are then exact, and the model's parameters are these, rounded.
+        For the other ways of storing them that is `set_masters`.
 
-    Raises: ValueError if a parameter that has a master is missing here or has another shape;
+    Raises: ValueError if a parameter that has a master is missing here or has another shape, or is
+      float32 where the parameter holds a part of its master;
       TypeError for an optimizer in the place of its state, or a state in that of parameters.
 
     >>> import optax
@@ -80,35 +96,87 @@ def reset_masters(opt_state: S, params: PyTree) -> S:
     check_half_ones_are_seen(opt_state, params)
     given = leaves_by_path(params)
     _check_all_given(opt_state, given, "reset_masters")
-    return _map_masters(lambda path, old: _as_master(given[path], old), opt_state)
+    return _map_kept(lambda path, old, storage: _reset(given[path], old, storage, path), opt_state)
 
 
-def follow_replaced(opt_state: S, params: PyTree) -> S:
-    """Returns the state with masters that follow parameters which were replaced.
+def set_masters(opt_state: S, params: PyTree, values: PyTree) -> tuple[PyTree, S]:
+    """Returns parameters and an optimizer's state that hold these float32 values.
 
-    As `reset_masters`, but that a master stays where its rounding is what the parameter is now:
-    parameters that were clipped, moved to other devices or put back say nothing of the digits that
-    their masters have beyond half precision. Another model's parameters leave the state as it is.
+    The inverse of `masters`, whichever way half parameters are stored: for a run that begins with
+    float32 weights, or goes on from one that was stored in another way. Moments, counts and the
+    loss scale stay as they are. With stochastic rounding values are rounded to the nearest.
+
+    Args:
+      opt_state: the state of an optimizer, chained, partitioned or masked.
+      params: the parameters as they are, for their dtypes.
+      values: a tree like `params`, in float32.
+
+    Raises: as `reset_masters`, for `params` and `values`.
+
+    >>> import optax
+    >>> from jmp import transforms
+    >>> params = {"w": jnp.zeros(2, jnp.bfloat16)}
+    >>> state = transforms.with_split_masters(optax.sgd(0.1)).init(params)
+    >>> params, state = set_masters(state, params, {"w": jnp.float32([0.1, 0.2])})
+    >>> params["w"], masters(state, params)["w"]
+    (Array([0.100098, 0.200195], dtype=bfloat16), Array([0.1, 0.2], dtype=float32))
+    """
+    _states.check_is_state(opt_state)
+    for tree in (params, values):
+        _check_are_parameters(tree, "set_masters")
+        check_half_ones_are_seen(opt_state, tree)
+        _check_all_given(opt_state, leaves_by_path(tree), "set_masters")
+    given, wide = leaves_by_path(params), leaves_by_path(cast_to_at_least_float32(values))
+    shown: dict[str, jax.Array] = {}
+
+    def store(path: str, old: Any, storage: Any) -> Any:
+        value = jnp.array(wide[path], _dtype_of_value(old))
+        shown[path] = storage.visible(value, given[path], None)
+        return storage.beside(value, shown[path], given[path])
+
+    new_state = _map_kept(store, opt_state)
+    new = lambda path, p, v: jnp.asarray(shown.get(keystr(path), v), p.dtype)
+    return tree_map_with_path(new, params, values), new_state
+
+
+def follow_replaced(opt_state: S, params: PyTree, before: PyTree) -> tuple[PyTree, S]:
+    """Returns parameters that replace others, and a state whose masters follow them.
+
+    As `reset_masters`, but that a master stays where the parameter does: parameters that were
+    clipped, moved to other devices or put back say nothing of the digits that their masters have
+    beyond half precision. Values in float32 are taken whole, see `set_masters`. Another model's
+    parameters leave the state as it is.
+
+    Args:
+      params: the new parameters.
+      before: the parameters that are replaced.
 
     Raises: ValueError if the masters are those of one vector, as inside `optax.flatten`.
     """
-    given = leaves_by_path(params)
+    given, replaced = leaves_by_path(params), leaves_by_path(before)
     masters = shapes_with_master(opt_state)
     if not given or not all(map(is_array, given.values())):
-        return opt_state  # None and shardings describe a tree, or stand for one
+        return params, opt_state  # None and shardings describe a tree, or stand for one
     if ROOT in masters and ROOT not in given:
         _check_all_given(opt_state, given, "replace(params=...)")
-    if not masters.items() <= {path: leaf.shape for path, leaf in given.items()}.items():
-        return opt_state
+    for path, shape in masters.items():
+        if path not in given or shape not in (None, given[path].shape):
+            return params, opt_state
+    if masters and not any(needs_master(given[path]) for path in masters):
+        return set_masters(opt_state, before, params)
 
-    def follow(path: str, old: jax.Array) -> jax.Array:
-        param, master = given[path], _as_master(given[path], old)
+    def follow(path: str, old: Any, storage: Any) -> Any:
+        param = given[path]
         if not needs_master(param):
-            return master
-        is_rounded = rounded_master(old, param.dtype) == param.astype(jnp.float32)
-        return jnp.where(is_rounded, old, master)
+            return _reset(param, old, storage, path)
+        if isinstance(storage, Masters):
+            stays = rounded(old, param.dtype) == param.astype(jnp.float32)
+        else:
+            stays = replaced[path] == param
+        keep = lambda new, was: jnp.where(stays, was, new)
+        return jax.tree.map(keep, _reset(param, old, storage, path), old)
 
-    return _map_masters(follow, opt_state)
+    return params, _map_kept(follow, opt_state)
 
 
 def _check_are_parameters(params: PyTree, caller: str) -> None:
@@ -125,10 +193,10 @@ def _check_all_given(opt_state: optax.OptState, given: dict[str, Any], caller: s
     for path, shape in shapes_with_master(opt_state).items():
         found = given.get(path)
         got_shape = getattr(found, "shape", None)
-        if got_shape == shape:
+        if got_shape == shape or (shape is None and found is not None):
             continue
         got = "nothing" if found is None else f"the shape {got_shape}"
-        is_vector = path == ROOT and len(shape) == 1
+        is_vector = path == ROOT and shape is not None and len(shape) == 1
         way = (
             "Something between, such as optax.flatten, makes one vector of the parameters before "
             "with_master_params sees them: put it inside, with_master_params(optax.flatten(adam)), "
@@ -141,24 +209,41 @@ def _check_all_given(opt_state: optax.OptState, given: dict[str, Any], caller: s
         )
 
 
-def _as_master(param: Any, old: jax.Array) -> jax.Array:
-    """Returns a copy in the dtype of the old master; what comes from the host, where that lies."""
-    master: jax.Array = jnp.array(param, old.dtype)
+def _reset(param: Any, old: Any, storage: Storage, path: str) -> Any:
+    """Returns what is kept beside a parameter that is the value; from the host, where `old` lies.
+
+    Raises: ValueError for float32 where it is not the state alone that says it.
+    """
+    if not needs_master(param) and not isinstance(storage, Masters):
+        raise ValueError(
+            f"reset_masters got params{path} in {param.dtype}, of which {storage.caller} keeps a "
+            "part in the parameter; expected the parameters as they are stored. Write "
+            "params, opt_state = transforms.set_masters(opt_state, params, values)."
+        )
+    value = jnp.array(param, _dtype_of_value(old))
+    beside = storage.beside(value, value, param)
     is_placed = isinstance(old, jax.Array) and _jax_compat.is_concrete(old)
     from_host = not isinstance(param, jax.Array)
-    return jax.device_put(master, old.sharding) if is_placed and from_host else master
+    return jax.device_put(beside, old.sharding) if is_placed and from_host else beside
 
 
-def _map_masters(function: Callable[[str, jax.Array], jax.Array], opt_state: S) -> S:
-    """Applies `function` to the path of every parameter and its master."""
+def _dtype_of_value(old: Any) -> np.dtype:
+    """Returns the dtype of the values that belong to what is kept: that of a master, or float32."""
+    return old.dtype if getattr(old, "dtype", None) == jnp.float64 else np.dtype(np.float32)
 
-    def in_state(state: WithMasterParamsState) -> WithMasterParamsState:
-        masters = state.masters
-        if isinstance(masters, FlatMasters):
-            leaves = [function(path, old) for path, old in masters.leaves().items()]
-            vector = as_one_vector(leaves, masters.vector.dtype)
-            return state._replace(masters=dataclasses.replace(masters, vector=vector))
-        mapped = tree_map_with_path(lambda path, old: function(keystr(path), old), masters)
-        return state._replace(masters=mapped)
 
-    return _states.map_states(in_state, opt_state, WithMasterParamsState)
+def _map_kept(function: Callable[[str, Any, Any], Any], opt_state: S) -> S:
+    """Applies `function` to the path of every half parameter, what is kept beside it, and how."""
+
+    def in_state(state: Any) -> Any:
+        kept, storage, name = state[0], _states.STORAGES[type(state)], state._fields[0]
+        if isinstance(kept, FlatMasters):
+            leaves = [function(path, old, storage) for path, old in kept.leaves().items()]
+            vector = as_one_vector(leaves, kept.vector.dtype)
+            return state._replace(**{name: dataclasses.replace(kept, vector=vector)})
+        mapped = tree_map_with_path(
+            lambda path, old: function(keystr(path), old, storage), kept, is_leaf=is_kept
+        )
+        return state._replace(**{name: mapped})
+
+    return _states.map_states(in_state, opt_state, _states.storing_states())

@@ -1,19 +1,40 @@
 """`mixed_precision`: loss scaling and master parameters in one call, as a policy asks for them."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 import optax
 
+from jmp._messages import listed, wrong
 from jmp.dtypes import is_half
 from jmp.loss_scaling import LossScale, NoOpLossScale, torch_loss_scale
 from jmp.policy import Policy, get_policy, refuse_float8
 from jmp.sharding._axes import AxisName
 from jmp.transforms._loss_scaling import with_loss_scale
-from jmp.transforms._master_params import shapes_with_master, with_master_params
+from jmp.transforms._kahan_summation import with_kahan_summation
+from jmp.transforms._kept import shapes_with_master
+from jmp.transforms._master_params import with_master_params
+from jmp.transforms._split_masters import with_split_masters
 from jmp.transforms._states import Transformation, WithLossScaleState
+from jmp.transforms._stochastic_rounding import with_stochastic_rounding
 from jmp.trees import leaves_by_path
+
+Inner = optax.GradientTransformation | optax.MultiSteps
+
+
+def _as_it_is(inner: Inner) -> Inner:
+    return inner
+
+
+STORED: dict[str, Callable[[Inner], Inner]] = {
+    "full": with_master_params,
+    "split": with_split_masters,
+    "stochastic": with_stochastic_rounding,
+    "kahan": with_kahan_summation,
+    "none": _as_it_is,
+}
 
 
 def mixed_precision(
@@ -21,12 +42,13 @@ def mixed_precision(
     policy: str | Policy,
     loss_scale: LossScale | None = None,
     *,
+    masters: str | None = None,
     axis_name: AxisName = "auto",
 ) -> Transformation[WithLossScaleState]:
     """Wraps an optimizer with what `policy` needs.
 
     Float32 masters are kept if the policy stores parameters in half; loss scaling goes around
-    everything. Parameters narrower than float32 that have no master are refused, also those that
+    everything. Other ways to store half parameters, in less memory, are chosen by `masters`. Parameters narrower than float32 that have no master are refused, also those that
     were loaded after `init`: 1000 updates of 1e-4 leave a bfloat16 1.0 where it is, and losses fall
     as far as the float32 parameters of the tree let them. For leaves that are frozen in half write
     `with_loss_scale(optax.partition(...), loss_scale)`, which refuses no dtype.
@@ -38,13 +60,18 @@ def mixed_precision(
         bfloat16 and float32, whose range needs none. Without a scale no gradient is checked and no
         step is skipped; `jmp.StaticLossScale(1.0)` checks and skips. The adapters' steps warn of an
         optimizer without a scale for a model that computes in float16 (`UnscaledLossWarning`).
+      masters: how half parameters are stored, whatever the policy says: "full"
+        (`with_master_params`), "split" (`with_split_masters`), "stochastic"
+        (`with_stochastic_rounding`), "kahan" (`with_kahan_summation`), or "none": updates below
+        their spacing are lost. None is "full" for a policy whose parameters are half, and refuses
+        them for any other.
       axis_name: as in `with_loss_scale`.
 
     Returns: a transformation whose state is a `WithLossScaleState`.
     Raises:
       TypeError: `inner` is no optax transformation, `policy` no policy, or `loss_scale` no loss
         scale.
-      ValueError: an unknown policy, or one with a float8 other than that of its products; a static
+      ValueError: an unknown policy or way to store parameters, or a policy with a float8 other than that of its products; a static
         scale of zero; in `init` and `update`, parameters narrower than float32 without a master;
         and as `with_loss_scale` and `with_master_params`.
 
@@ -58,9 +85,16 @@ def mixed_precision(
     if loss_scale is None:
         needs_scale = policy.compute_dtype == jnp.float16
         loss_scale = torch_loss_scale() if needs_scale else NoOpLossScale()
-    if is_half(policy.param_dtype):
-        inner = with_master_params(inner)
-    tx = with_loss_scale(inner, loss_scale, axis_name=axis_name)
+    if masters is None:
+        store = with_master_params if is_half(policy.param_dtype) else _as_it_is
+    elif masters in STORED:
+        store = STORED[masters]
+    else:
+        expected = f"None or one of {listed(STORED)}"
+        raise wrong(ValueError, "mixed_precision", masters, expected, name="masters")
+    tx = with_loss_scale(store(inner), loss_scale, axis_name=axis_name)
+    if masters == "none":
+        return tx
 
     def init(params: optax.Params) -> WithLossScaleState:
         state = tx.init(params)
@@ -98,7 +132,9 @@ def _refuse_without_master(params: optax.Params, state: WithLossScaleState, poli
         in_half = dataclasses.replace(policy, param_dtype=dtype)
         ways = (
             "policy.cast_to_param(params) or jmp.cast_to_full(params); or, to store them in half, "
-            f"a policy with half parameters, '{in_half}', which keeps a float32 master of each. "
+            f"a policy with half parameters, '{in_half}', which keeps a float32 master of each, or "
+            "mixed_precision(..., masters=...) with 'full', 'split' (bfloat16), 'stochastic', "
+            "'kahan' or 'none', which say how half parameters are stored. "
             "For leaves that are frozen in half write with_loss_scale(optax.partition({'train': "
             "adam, 'freeze': optax.set_to_zero()}, labels), loss_scale)."
         )

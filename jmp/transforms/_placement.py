@@ -97,6 +97,8 @@ def _shardings(state: PyTree, params: PyTree) -> PyTree:
 
     def sharding_of(path: tuple[Any, ...], leaf: Any) -> Any:
         found = getattr(_parameter_of(leaf, path, by_path), "sharding", None)
+        if found is None and (rows := _parameter_of_scales(leaf, path, by_path)) is not None:
+            found = _of_rows(getattr(rows, "sharding", None), leaf.ndim)
         return replicated if found is None else found
 
     return tree_map_with_path(sharding_of, state)
@@ -127,6 +129,8 @@ def _tied(state: S, params: PyTree) -> S:
     beside, alone = {}, []
     for position, (path, leaf) in enumerate(found):
         param = _parameter_of(leaf, path, by_path)
+        if param is None and (rows := _parameter_of_scales(leaf, path, by_path)) is not None:
+            param = jnp.broadcast_to(rows[..., :1], leaf.shape)
         if _can_be_tied(leaf, param):
             beside[position] = param
         elif isinstance(leaf, jax.Array):
@@ -176,16 +180,50 @@ def _is_auto(mesh: Any) -> bool:
     return AxisType.Explicit not in mesh.axis_types
 
 
-def _parameter_of(leaf: Any, path: tuple[Any, ...], params: dict[tuple[Any, ...], Any]) -> Any:
-    """Returns the parameter, of those by path, to which a leaf of the state at `path` belongs.
+def parameter_path(
+    leaf: Any, path: tuple[Any, ...], params: dict[tuple[Any, ...], Any]
+) -> tuple[Any, ...] | None:
+    """Returns the path of the parameter to which a leaf of the state at `path` belongs, or None.
 
-    It has the leaf's shape, and the longest path that ends `path`. None if there is none.
+    Of the parameters by path it is the one that has the leaf's shape, and the longest path that
+    ends `path`. The codes of a `StoredArray` belong to the parameter of that.
     """
+    path = path[:-1] if _is_part(path, "codes") else path
     for start in range(len(path) + 1):
         param: Any = params.get(path[start:])
         if hasattr(param, "shape") and param.shape == getattr(leaf, "shape", None):
+            return path[start:]
+    return None
+
+
+def _parameter_of(leaf: Any, path: tuple[Any, ...], params: dict[tuple[Any, ...], Any]) -> Any:
+    found = parameter_path(leaf, path, params)
+    return None if found is None else params[found]
+
+
+def _parameter_of_scales(
+    leaf: Any, path: tuple[Any, ...], params: dict[tuple[Any, ...], Any]
+) -> Any:
+    """Returns the parameter whose rows the leaf scales, which is the `scales` of a `StoredArray`."""
+    if not _is_part(path, "scales"):
+        return None
+    for start in range(len(path)):
+        param: Any = params.get(path[start:-1])
+        if hasattr(param, "shape") and param.shape[:-1] == leaf.shape[:-1]:
             return param
     return None
+
+
+def _of_rows(sharding: Any, axes: int) -> Any:
+    """Returns a parameter's sharding for what has the parameter's axes but the last."""
+    if not isinstance(sharding, NamedSharding):
+        return None
+    entries = (*sharding.spec, *[None] * axes)[: axes - 1]
+    return NamedSharding(sharding.mesh, PartitionSpec(*entries))
+
+
+def _is_part(path: tuple[Any, ...], name: str) -> bool:
+    return bool(path) and getattr(path[-1], "name", None) == name
 
 
 def _mesh_of(leaves: Sequence[Any]) -> Any:

@@ -1,21 +1,22 @@
-"""How a half parameter follows its master.
+"""Rounding float32 to fewer bits: to the nearest, or stochastically; and how a parameter follows.
 
-By an update that is exactly the difference, in float32, of the rounded master and the parameter.
+A half parameter follows by an update that is exactly the difference, in float32, of what it becomes
+and what it is.
 """
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 
 from jmp.dtypes import is_half
 from jmp.trees import is_floating
 
 
-def difference_to_master(param: jax.Array, master: jax.Array) -> jax.Array:
-    """Returns what must be added to `param`, in float32, to get the rounded master."""
-    new = rounded_master(master, param.dtype)
+def difference_to(new: jax.Array, param: jax.Array) -> jax.Array:
+    """Returns what must be added to `param`, in float32, to get `new`, a number of its dtype."""
     old = param.astype(jnp.float32)
     # Equal values: the zero with the master's sign, so that -0.0 stays what it is.
     zero = jnp.copysign(jnp.float32(0), new)
@@ -31,10 +32,10 @@ def difference_to_master(param: jax.Array, master: jax.Array) -> jax.Array:
     return jnp.where(new == old, zero, change)
 
 
-def rounded_master(master: jax.Array, dtype: DTypeLike) -> jax.Array:
+def rounded(master: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Returns a master rounded to the nearest finite number of a half `dtype`, as float32.
 
-    Beyond the half range that is the largest finite number: from an infinite parameter no sum leads
+    Beyond the range of the dtype that is the largest finite number: from an infinite parameter no sum leads
     back, since inf - inf is NaN. (A choice by `isfinite(master)`, to let infinite ones through,
     would break flat masters' update into a kernel a tensor.)
 
@@ -54,3 +55,52 @@ def rounded_master(master: jax.Array, dtype: DTypeLike) -> jax.Array:
 def needs_master(param: Any) -> bool:
     """Returns whether a parameter is stored in half."""
     return is_floating(param) and is_half(param.dtype)
+
+
+HALFWAY = 2**31  # bits that round to the nearest
+
+
+def rounded_by(bits: jax.Array, value: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Returns float32 rounded to one of the two neighbours in a narrower `dtype`, as float32.
+
+    As `rounded_to`, within the range of the dtype: beyond its largest finite number the result is
+    that number, also for an infinity.
+
+    >>> rounded_by(jnp.uint32(HALFWAY), jnp.float32(1 + 2**-8), jnp.bfloat16)
+    Array(1.0078125, dtype=float32)
+    """
+    facts, largest = jnp.finfo(dtype), float(jnp.finfo(dtype).max)
+    near = rounded_to(bits, value, facts.nmant, facts.minexp)
+    return jnp.where(jnp.isnan(value), jnp.float32(jnp.nan), jnp.clip(near, -largest, largest))
+
+
+def rounded_to(
+    bits: jax.Array, value: jax.Array, mantissa: int, lowest: int | jax.Array
+) -> jax.Array:
+    """Returns float32 rounded to one of the two neighbours in a format of fewer bits, as float32.
+
+    The highest of the bits decide: away from zero if they, taken as a fraction below 1, and the
+    fraction of the way from the lower neighbour come to 1 or more. With random bits that is
+    stochastic rounding (Gupta et al. 2015, section 3), whose mean is the value: exactly for a
+    normal number, to 2**-24 of a spacing for a subnormal one. With `HALFWAY` it is rounding to the
+    nearest, ties away from zero. A number that the format holds stays.
+
+    Args:
+      bits: uint32 of the shape of `value`.
+      value: float32; for a NaN the result is not defined.
+      mantissa: the bits of the format's mantissa, without the leading 1.
+      lowest: the exponent of the smallest normal number; below it numbers lie evenly.
+    """
+    dropped = 23 - mantissa
+    pattern = lax.bitcast_convert_type(value, jnp.uint32)
+    # An addition of integers carries into the exponent where the mantissa is full, as it must.
+    carried = pattern + (bits >> (32 - dropped))
+    normal = lax.bitcast_convert_type(carried >> dropped << dropped, jnp.float32)
+    if isinstance(lowest, int) and lowest <= jnp.finfo(jnp.float32).minexp:
+        return normal  # even numbers as float32's own, which the addition knows
+    spacing = jnp.exp2(jnp.float32(lowest - mantissa))
+    size = jnp.abs(value) / spacing
+    lower = jnp.floor(size)
+    goes_up = (size - lower) + (bits >> 8).astype(jnp.float32) * 2.0**-24 >= 1
+    even = jnp.copysign((lower + goes_up) * spacing, value)
+    return jnp.where(jnp.abs(value) < spacing * 2.0**mantissa, even, normal)

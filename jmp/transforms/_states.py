@@ -80,6 +80,68 @@ class WithMasterParamsState(NamedTuple):
     inner_state: PyTree
 
 
+class WithSplitMastersState(NamedTuple):
+    """State of `with_split_masters`.
+
+    Attributes:
+      remainders: the parameters' tree with uint16 of its shape for every bfloat16 leaf, and
+        `optax.MaskedNode()` for every other leaf.
+      inner_state: state of the wrapped optimizer.
+    """
+
+    remainders: PyTree
+    inner_state: PyTree
+
+
+class WithKahanSummationState(NamedTuple):
+    """State of `with_kahan_summation`.
+
+    Attributes:
+      compensations: the parameters' tree with an array of its shape and dtype for every half leaf:
+        what the parameter lacks; and `optax.MaskedNode()` for every other leaf.
+      inner_state: state of the wrapped optimizer.
+    """
+
+    compensations: PyTree
+    inner_state: PyTree
+
+
+class WithStochasticRoundingState(NamedTuple):
+    """State of `with_stochastic_rounding`.
+
+    Attributes:
+      rounded: the parameters' tree with `optax.EmptyState()`, which holds nothing, for every half
+        leaf, and `optax.MaskedNode()` for every other leaf.
+      count: int32 scalar: the steps so far, from which random bits are computed.
+      inner_state: state of the wrapped optimizer.
+    """
+
+    rounded: PyTree
+    count: jax.Array
+    inner_state: PyTree
+
+
+class WithStoredStateState(NamedTuple):
+    """State of `with_stored_state`.
+
+    Attributes:
+      count: int32 scalar: the steps so far, from which random bits are computed.
+      inner_state: state of the wrapped optimizer, some of its arrays as `StoredArray`.
+    """
+
+    count: jax.Array
+    inner_state: PyTree
+
+
+# How half parameters are stored, by the type of the state: each `_storing.Storage` adds itself.
+STORAGES: dict[type, Any] = {}
+
+
+def storing_states() -> tuple[type, ...]:
+    """Returns the types of the states that hold what belongs to half parameters."""
+    return tuple(STORAGES)
+
+
 class Located(NamedTuple, Generic[S]):
     """A state inside that of an optimizer.
 
@@ -92,7 +154,9 @@ class Located(NamedTuple, Generic[S]):
     around: tuple[tuple[Any, int], ...]
 
 
-def locate(opt_state: optax.OptState, state_type: type[S]) -> list[Located[S]]:
+def locate(
+    opt_state: optax.OptState, state_type: type[S] | tuple[type[S], ...]
+) -> list[Located[S]]:
     """Returns every state of `state_type` in `opt_state`, however deep, outermost first."""
 
     def visit(node: Any, around: tuple[tuple[Any, int], ...]) -> Iterator[Located[S]]:
@@ -105,12 +169,16 @@ def locate(opt_state: optax.OptState, state_type: type[S]) -> list[Located[S]]:
     return list(visit(opt_state, ()))
 
 
-def find_states(opt_state: optax.OptState, state_type: type[S]) -> list[S]:
+def find_states(
+    opt_state: optax.OptState, state_type: type[S] | tuple[type[S], ...]
+) -> list[S]:
     """Returns every state of `state_type` in `opt_state`, however deep, outermost first."""
     return [found.state for found in locate(opt_state, state_type)]
 
 
-def map_states(function: Callable[[S], S], opt_state: T, state_type: type[S]) -> T:
+def map_states(
+    function: Callable[[S], S], opt_state: T, state_type: type[S] | tuple[type[S], ...]
+) -> T:
     """Returns `opt_state` with `function` applied to every outermost state of `state_type`."""
     is_state: Callable[[Any], bool] = lambda node: isinstance(node, state_type)
     mapped: T = jax.tree.map(
@@ -125,6 +193,18 @@ def check_inner_state(inner_state: optax.OptState, state_type: type, caller: str
         raise ValueError(
             f"{caller} got an inner transformation that contains {caller} already; gradients would "
             "be handled twice. Use it once, outermost."
+        )
+
+
+def check_no_storage_inside(inner_state: optax.OptState, caller: str) -> None:
+    """Raises ValueError if half parameters are stored twice, or inside a state that is encoded."""
+    for state in find_states(inner_state, storing_states()):
+        inside = STORAGES[type(state)].caller
+        if inside == caller:
+            check_inner_state(inner_state, type(state), caller)
+        raise ValueError(
+            f"{caller} got an inner transformation that contains {inside}, which stores the "
+            "parameters already. Use one of the two, around the optimizer."
         )
 
 
@@ -188,20 +268,21 @@ def check_nothing_changes_masters(opt_state: optax.OptState) -> None:
     Raises TypeError too, for an optimizer in the place of its state.
     """
     check_is_state(opt_state)
-    located = locate(opt_state, WithMasterParamsState)
-    for node, position in (pair for found in located for pair in found.around):
-        if _is_wrapper(node) and type(node).__name__ not in _AROUND_MASTERS:
-            raise ValueError(
-                f"This optimizer has with_master_params inside {_made_by(node)}, which changes the "
-                "parameters but not their masters. Put it around: "
-                f"with_master_params({_made_by(node)}(...))."
-            )
-        if is_chain(node) and position + 1 < len(node):
-            raise ValueError(
-                "This optimizer chains a transformation after with_master_params; it would change "
-                "the parameters but not their masters. Move it inside: "
-                "with_master_params(optax.chain(adam, scale))."
-            )
+    for found in locate(opt_state, storing_states()):
+        caller = STORAGES[type(found.state)].caller
+        for node, position in found.around:
+            if _is_wrapper(node) and type(node).__name__ not in _AROUND_MASTERS:
+                raise ValueError(
+                    f"This optimizer has {caller} inside {_made_by(node)}, which changes the "
+                    "parameters but not their masters. Put it around: "
+                    f"{caller}({_made_by(node)}(...))."
+                )
+            if is_chain(node) and position + 1 < len(node):
+                raise ValueError(
+                    f"This optimizer chains a transformation after {caller}; it would change "
+                    "the parameters but not their masters. Move it inside: "
+                    f"{caller}(optax.chain(adam, scale))."
+                )
 
 
 def check_loss_scaling(opt_state: optax.OptState, *, undone_on_a_skip: bool) -> None:
@@ -282,7 +363,7 @@ def _children(node: Any) -> list[Any]:
     return jax.tree.leaves(node, is_leaf=lambda inside: inside is not node)
 
 
-def _holds(node: Any, state_type: type) -> bool:
+def _holds(node: Any, state_type: type | tuple[type, ...]) -> bool:
     leaves = jax.tree.leaves(node, is_leaf=lambda inside: isinstance(inside, state_type))
     return any(isinstance(leaf, state_type) for leaf in leaves)
 

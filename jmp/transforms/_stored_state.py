@@ -1,0 +1,223 @@
+"""`with_stored_state`: the state of any optimizer in one or two bytes a number."""
+
+import fnmatch
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
+from jax.typing import DTypeLike
+
+from jmp._messages import listed, users_stacklevel, wrong
+from jmp.dtypes import FLOAT32, floating_dtype
+from jmp.rules import UnusedRuleWarning
+from jmp.transforms import _inner, _states
+from jmp.transforms._encodings import KINDS, StoredArray, encoded
+from jmp.transforms._placement import parameter_path, placed
+from jmp.transforms._states import Transformation, WithLossScaleState, WithStoredStateState
+from jmp.transforms._stochastic_rounding import bits_of
+from jmp.trees import PyTree, cast_to_at_least_float32, path_string
+
+CALLER = "with_stored_state"
+Rule = tuple[str, str, DTypeLike]
+# For 8 bits: what small models put most of their accuracy into, and whose rows are seldom updated.
+EMBEDDINGS = "*embed*"
+
+
+def with_stored_state(
+    inner: optax.GradientTransformation | optax.MultiSteps,
+    stored: DTypeLike | Iterable[Rule],
+    *,
+    seed: int = 0,
+    rounding: str = "stochastic",
+    specs: PyTree = None,
+) -> Transformation[WithStoredStateState]:
+    """Stores the state of an optimizer in one or two bytes a number, and computes it in float32.
+
+    Each step decodes the state to float32, runs `inner`, and encodes what comes out. So the numbers
+    of optax mean what they say: 0.999 is 1.0 in bfloat16, and a bfloat16 second moment never falls.
+
+    Encoding is stochastic. Rounded to the nearest a second moment would still not fall: 0.999 moves
+    it by less than half a spacing. `rounding="nearest"` is for a state that is no average.
+
+    What is stored: float32 arrays of the shape of a parameter, at the end of whose path that
+    parameter's path stands: Adam's moments, momentum, `MultiSteps`' sums, averages of parameters.
+    What else a state holds stays as it is: counts, factored moments, preconditioners.
+
+    Args:
+      inner: any optax transformation, or a `MultiSteps` object. It sees gradients, parameters and
+        its state in at least float32.
+      stored: "bfloat16", "float16", "float8_e4m3fn", "int8" (see `StoredArray`), or rules `(glob of
+        the state's path, glob of the parameter's path, dtype)`, of which the first that matches
+        counts; "float32", and where none matches, is as it was. Paths are names joined by slashes:
+        `[("*mu*", "*", "bfloat16"), ("*nu*", "*kernel", "int8")]`. Without rules a type of 8 bits
+        leaves vectors, and parameters whose path has "embed" in it, in float32.
+      seed: an integer, for stochastic rounding: its bits are those of `with_stochastic_rounding`.
+      rounding: "stochastic" or "nearest".
+      specs: as in `with_stochastic_rounding`, for an `update` inside of a shard_map. Rows are scaled
+        along the last axis, which no shard_map may divide.
+
+    Returns: a transformation whose state is a `WithStoredStateState`. It goes inside of what stores
+      parameters, as `with_split_masters(with_stored_state(adam, "bfloat16"))`, and inside of
+      `with_loss_scale`.
+
+    Raises:
+      TypeError: `inner` is no transformation; `stored` is no dtype and no list of such rules; a seed
+        that is no integer.
+      ValueError: a dtype that is none of these, another rounding; in `init`, masters or loss scaling
+        inside of it.
+
+    Warns: `jmp.UnusedRuleWarning`, in `init`, for rules that matched nothing.
+
+    >>> tx = with_stored_state(optax.adam(1e-3), "bfloat16")
+    >>> state = tx.init({"w": jnp.ones((2, 4))})
+    >>> state.inner_state[0].mu["w"].codes.dtype
+    dtype(bfloat16)
+    """
+    wrapped = _inner.as_transformation(inner, CALLER)
+    rules = _rules(stored)
+    bits = bits_of(seed, specs, CALLER)
+    if rounding not in ("stochastic", "nearest"):
+        raise wrong(ValueError, CALLER, rounding, "'stochastic' or 'nearest'", name="rounding")
+
+    def init(params: optax.Params) -> WithStoredStateState:
+        wide = cast_to_at_least_float32(params)
+        inner_state = _inner.init_inner(wrapped, wide, CALLER)
+        _check_order(inner_state)
+        inner_state = _states.without_weak_types(inner_state)
+        state = WithStoredStateState(jnp.zeros([], jnp.int32), rules.encode(inner_state, params))
+        return placed(state, params)
+
+    def update(
+        updates: optax.Updates,
+        state: WithStoredStateState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, WithStoredStateState]:
+        _states.check_own_state(state, WithStoredStateState, CALLER)
+        _states.refuse_unreduced(updates, CALLER)
+        new_updates, inner_state = _inner.update_inner(
+            wrapped,
+            updates,
+            cast_to_at_least_float32(updates),
+            decode_state(state.inner_state),
+            cast_to_at_least_float32(params),
+            extra_args,
+            CALLER,
+        )
+
+        def encode(path: tuple[Any, ...], old: Any, new: Any) -> Any:
+            if not isinstance(old, StoredArray):
+                return new
+            drawn = bits.at(keystr(path), new, state.count) if rounding == "stochastic" else None
+            return encoded(new, old.kind, drawn)
+
+        return new_updates, WithStoredStateState(
+            optax.safe_increment(state.count),
+            tree_map_with_path(encode, state.inner_state, inner_state, is_leaf=is_stored),
+        )
+
+    tx: Transformation[WithStoredStateState] = optax.GradientTransformationExtraArgs(init, update)
+    return tx
+
+
+def is_stored(node: object) -> bool:
+    """Returns whether a node of a state is an array that is encoded."""
+    return isinstance(node, StoredArray)
+
+
+def decode_state(state: PyTree) -> PyTree:
+    """Returns a state with each `StoredArray` in it as the float32 array that it stands for."""
+    decode = lambda node: node.decoded() if is_stored(node) else node
+    return jax.tree.map(decode, state, is_leaf=is_stored)
+
+
+class _Rules:
+    """Which arrays of a state are stored as what."""
+
+    def __init__(self, rules: list[tuple[str, str, str]], *, spares: bool) -> None:
+        self.rules = rules
+        self.spares = spares  # vectors and embeddings, from 8 bits
+
+    def encode(self, state: PyTree, params: PyTree) -> PyTree:
+        """Returns the first state with some arrays encoded."""
+        by_path = dict(tree_leaves_with_path(params))
+        used: set[int] = set()
+
+        def encode(path: tuple[Any, ...], leaf: Any) -> Any:
+            of = parameter_path(leaf, path, by_path)
+            if of is None or getattr(leaf, "dtype", None) != FLOAT32 or not leaf.size * leaf.ndim:
+                return leaf
+            kind = self._kind(path_string(path), path_string(of), leaf, used)
+            return leaf if kind == "float32" else encoded(leaf, kind)
+
+        found = tree_map_with_path(encode, state)
+        unused = [rule[:2] for index, rule in enumerate(self.rules) if index not in used]
+        if unused and not self.spares:
+            warnings.warn(
+                f"{CALLER} has rules that matched no array of the state: {listed(unused)}. Check "
+                f"their spelling (paths here are {listed(self._paths(state, by_path), most=4)}); an "
+                "earlier rule may have taken every match.",
+                UnusedRuleWarning,
+                stacklevel=users_stacklevel(),
+            )
+        return found
+
+    def _paths(self, state: PyTree, params: dict[tuple[Any, ...], Any]) -> list[str]:
+        leaves = tree_leaves_with_path(state)
+        return [path_string(path) for path, x in leaves if parameter_path(x, path, params)]
+
+    def _kind(self, path: str, of: str, leaf: jax.Array, used: set[int]) -> str:
+        for index, (of_state, of_parameter, kind) in enumerate(self.rules):
+            if fnmatch.fnmatchcase(path, of_state) and fnmatch.fnmatchcase(of, of_parameter):
+                used.add(index)
+                is_spared = leaf.ndim < 2 or fnmatch.fnmatchcase(of.lower(), EMBEDDINGS)
+                of_8_bits = kind in ("int8", "float8_e4m3fn")
+                return "float32" if self.spares and of_8_bits and is_spared else kind
+        return "float32"
+
+
+def _rules(stored: Any) -> _Rules:
+    if isinstance(stored, str) or not isinstance(stored, Iterable):
+        return _Rules([("*", "*", _kind(stored))], spares=True)
+    rules = []
+    for rule in stored:
+        if not (isinstance(rule, tuple) and len(rule) == 3 and all(map(_is_text, rule[:2]))):
+            expected = "(glob of the state's path, glob of the parameter's path, dtype)"
+            raise wrong(TypeError, CALLER, rule, expected, name="a rule")
+        rules.append((*rule[:2], _kind(rule[2])))
+    return _Rules(rules, spares=False)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _kind(dtype: Any) -> str:
+    """Returns the name of a kind of storage, or "float32".
+
+    Raises: TypeError for what is no dtype; ValueError for one that is none of these.
+    """
+    is_int8 = dtype == "int8" or dtype is jnp.int8 or dtype == np.dtype(np.int8)
+    kind = "int8" if is_int8 else str(floating_dtype(dtype, "stored"))
+    if kind not in (*KINDS, "float32"):
+        raise ValueError(
+            f"{CALLER} got stored={kind}; expected one of {listed([*KINDS, 'float32'])}."
+        )
+    return kind
+
+
+def _check_order(inner_state: PyTree) -> None:
+    """Raises ValueError for what belongs around a stored state, not inside it."""
+    _states.check_inner_state(inner_state, WithStoredStateState, CALLER)
+    for state in _states.find_states(inner_state, (WithLossScaleState, *_states.storing_states())):
+        inside = _states.STORAGES.get(type(state))
+        name = inside.caller if inside else "with_loss_scale"
+        raise ValueError(
+            f"{CALLER} got an inner transformation that contains {name}, whose own state it would "
+            f"round. Swap the two: {name}({CALLER}(adam, 'bfloat16'))."
+        )
