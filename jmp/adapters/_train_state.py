@@ -279,7 +279,14 @@ def _check_optimizer(node: PyTree, saved: Any) -> None:
 
 
 _exchange_made_by_flax(TrainState)
-for held in (NoOpLossScale, StaticLossScale, DynamicLossScale, HysteresisLossScale, FlatMasters, StoredArray):
+for held in (
+    NoOpLossScale,
+    StaticLossScale,
+    DynamicLossScale,
+    HysteresisLossScale,
+    FlatMasters,
+    StoredArray,
+):
     serialization.register_serialization_state(
         held, _to_state_dict, _from_state_dict, override=True
     )

@@ -1,31 +1,35 @@
 """How arrays of an optimizer's state are stored in one or two bytes a number.
 
-`encoded` makes a `StoredArray` of a float32 array, whose `decoded` gives it back, rounded:
+`encoded` makes `StoredArray`s of float32 arrays, whose `decoded` gives them back, rounded:
 
-* "bfloat16": as it is; its range is that of float32.
+* "bfloat16": as they are; its range is that of float32.
 * "float16" and "float8_e4m3fn": each row, along the last axis, divided by a power of two that puts
   its largest number just inside the range.
-* "int8": blocks of up to 256 numbers of a row, each with a float32 scale, and codes that are small
-  floating-point numbers themselves: three bits of mantissa below an exponent. Codes that are spaced
-  evenly would make zeros of the small numbers of a block, and Adam divides by them. A block with a
-  negative number spends one bit on signs, and reaches from its largest number down to 2**-18 of it;
-  a block without any, as those of second moments, uses that bit for the exponent: 2**-34.
+* "int8": blocks of up to 256 numbers of a row, divided likewise. A code is a float16 number cut to
+  three bits of mantissa, which leaves nine bits. In a block with a negative number the highest bit
+  of the exponent is left out: codes reach from the largest number down to 2**-17 of it. A block
+  without any, as those of second moments, needs no sign: codes reach down to 2**-32. Codes that are
+  spaced evenly would make zeros of the small numbers of a block, and Adam divides by them.
+
+Scales are powers of two, so that multiplying by them rounds nothing.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jmp.transforms._few_kernels import may_be_sharded
 from jmp.transforms._rounding import HALFWAY, rounded_by, rounded_to
 
+KINDS = ("bfloat16", "float16", "float8_e4m3fn", "int8")
 BLOCK = 256
-MANTISSA = 3  # bits of the codes' mantissa
-LARGEST_CODE = 1.875  # 2 - 2**-3: what the largest code stands for, times the scale
-SIGNED, UNSIGNED = -14, -30  # exponents of the smallest normal codes: of 4 and of 5 bits
+MANTISSA = 3  # bits of the mantissa of codes
+LARGEST_CODE = 1.875  # with a sign; without, 2**15 times as much
+LOWEST = -14  # the exponent of the smallest normal number of float16
 
 
 @jax.tree_util.register_dataclass
@@ -35,9 +39,10 @@ class StoredArray:
 
     Attributes:
       codes: of the array's shape: bfloat16, float16, float8_e4m3fn, or uint8 for "int8".
-      scales: for each row, or block of a row, what its codes are multiplied by: bfloat16 powers of
-        two or, for "int8", float32; None for bfloat16.
-      kind: "bfloat16", "float16", "float8_e4m3fn" or "int8".
+      scales: bfloat16: the powers of two by which the codes of a row are multiplied, or those of a
+        block of a row; a negative one for a block of "int8" whose codes have signs. None for
+        "bfloat16".
+      kind: one of `KINDS`.
 
     >>> stored = encoded(jnp.float32([[1.0, 1e-3, 3e-9]]), "int8")
     >>> stored.codes.dtype, stored.decoded()
@@ -50,11 +55,20 @@ class StoredArray:
 
     def decoded(self) -> jax.Array:
         """Returns the array, float32."""
-        _, decode = KINDS[self.kind]
-        return decode(self.codes, self.scales)
+        if self.scales is None:
+            return self.codes.astype(jnp.float32)
+        scales = self.scales.astype(jnp.float32)
+        if self.kind == "int8":
+            return _number_of_codes(self.codes, scales)
+        return self.codes.astype(jnp.float32) * scales
 
 
-def encoded(value: jax.Array, kind: str, bits: jax.Array | None = None) -> StoredArray:
+def encoded(
+    value: jax.Array,
+    kind: str,
+    bits: jax.Array | None = None,
+    peaks: Sequence[jax.Array] | None = None,
+) -> StoredArray:
     """Returns a float32 array as a `StoredArray`.
 
     An infinity or NaN stays one; in "int8" its whole block becomes infinities or NaNs.
@@ -62,105 +76,125 @@ def encoded(value: jax.Array, kind: str, bits: jax.Array | None = None) -> Store
     Args:
       value: float32 of at least one axis.
       kind: one of `KINDS`.
-      bits: uint32 of its shape by which to round, as in `rounded_to`; None for the nearest.
+      bits: uint32 of its shape by which to round, see `rounded_to`; None for the nearest.
+      peaks: those of `value`, from `peaks_of`; None to find them.
     """
     if bits is None:
         bits = jnp.full_like(value, HALFWAY, dtype=jnp.uint32)
-    encode, _ = KINDS[kind]
-    codes, scales = encode(value, bits)
-    return StoredArray(codes, scales, kind)
+    if kind == "bfloat16":
+        return StoredArray(_narrowed(value, bits, jnp.bfloat16), None, kind)
+    if peaks is None:
+        (peaks,) = peaks_of([value], kind)
+    if kind == "int8":
+        return _in_codes(value, bits, *peaks)
+    dtype = jnp.dtype(kind)
+    exponent = _exponent(peaks[0][..., None], float(jnp.finfo(dtype).max))
+    codes = _narrowed(value * _exp2(-exponent), bits, dtype)
+    return StoredArray(codes, _exp2(exponent).astype(jnp.bfloat16), kind)
 
 
-Encoded = tuple[jax.Array, jax.Array | None]
-Kind = tuple[
-    Callable[[jax.Array, jax.Array], Encoded],
-    Callable[[jax.Array, jax.Array | None], jax.Array],
-]
+def peaks_of(values: Sequence[jax.Array], kind: str) -> list[tuple[jax.Array, ...]]:
+    """Returns for each of some arrays of one shape what its scales follow from.
+
+    They are the largest magnitudes of its rows; for "int8" the largest numbers of its blocks and
+    the largest of their negatives; for "bfloat16" nothing. All are found together: on a GPU in one
+    kernel, which reads once what the arrays are computed from.
+    """
+    if kind == "bfloat16":
+        return [() for _ in values]
+    if kind == "int8":
+        blocks = list(map(_in_blocks, values))
+        found = _largest([each for block in blocks for each in (block, -block)])
+        return list(zip(found[::2], found[1::2], strict=True))
+    return [(peak,) for peak in _largest(list(map(jnp.abs, values)))]
 
 
-def _to_bfloat16(value: jax.Array, bits: jax.Array) -> Encoded:
-    return _finite_rounded(value, bits, jnp.bfloat16), None
-
-
-def _from_bfloat16(codes: jax.Array, scales: jax.Array | None) -> jax.Array:
-    return codes.astype(jnp.float32)
-
-
-def _finite_rounded(value: jax.Array, bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def _narrowed(value: jax.Array, bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return jnp.where(jnp.isfinite(value), rounded_by(bits, value, dtype), value).astype(dtype)
 
 
-def _by_rows(dtype: jnp.dtype) -> Kind:
-    top = jnp.finfo(dtype).maxexp - 1  # the exponent of the largest number
+def _largest(arrays: list[jax.Array]) -> Sequence[jax.Array]:
+    """Returns the largest number of each row of each array, all in one reduction."""
 
-    def encode(value: jax.Array, bits: jax.Array) -> Encoded:
-        largest = jnp.max(jnp.abs(value), axis=-1, keepdims=True)
-        # The power of two that brings it below the range's last, of which a part is missing.
-        exponent = (lax.bitcast_convert_type(largest, jnp.int32) >> 23) - (top - 1)
-        scale = lax.bitcast_convert_type(jnp.clip(exponent, 1, 252) << 23, jnp.float32)
-        return _finite_rounded(value * (1 / scale), bits, dtype), scale.astype(jnp.bfloat16)
+    def larger(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        return tuple(map(lax.max, a, b))
 
-    def decode(codes: jax.Array, scales: jax.Array) -> jax.Array:
-        return codes.astype(jnp.float32) * scales.astype(jnp.float32)
-
-    return encode, decode
+    if any(map(may_be_sharded, arrays)):  # a reduction of several arrays would gather them
+        return [jnp.max(array, axis=-1) for array in arrays]
+    zeros = tuple(jnp.zeros((), jnp.float32) for _ in arrays)
+    found: Sequence[jax.Array] = lax.reduce(tuple(arrays), zeros, larger, (arrays[0].ndim - 1,))
+    return found
 
 
-def _to_codes(value: jax.Array, bits: jax.Array) -> Encoded:
-    blocks = _in_blocks(value)
-    scale = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True) * (1 / LARGEST_CODE)
-    has_sign = ~(jnp.min(blocks, axis=-1, keepdims=True) >= 0)
-    lowest = jnp.where(has_sign, SIGNED, UNSIGNED)
-    size = jnp.where(scale > 0, jnp.abs(blocks) / scale, 0)
-    near = rounded_to(_in_blocks(bits), size, MANTISSA, lowest)
-    near = jnp.clip(near, 0, LARGEST_CODE)
-    pattern = lax.bitcast_convert_type(near, jnp.int32) >> (23 - MANTISSA)
-    even = (near * _exp2(MANTISSA - lowest)).astype(jnp.int32)
-    code = jnp.where(near < _exp2(lowest), even, pattern - _first_normal(lowest))
-    code = code + 128 * (has_sign & jnp.signbit(blocks))
-    # The sign of the scale says which codes these are.
-    scales = jnp.where(has_sign, -scale, scale)
-    return _in_rows(code.astype(jnp.uint8), value.shape), scales[..., 0]
+def _exponent(peak: jax.Array, largest: float) -> jax.Array:
+    """Returns the least exponent of a power of two by which `peak` is divided to `largest` or less.
+
+    Within 125 of zero, so that the power and its inverse are normal numbers of float32.
+    """
+    fraction, exponent = math.frexp(largest)  # of which the mantissa is 2 * fraction
+    beyond = 2**23 - 1 - round((2 * fraction - 1) * 2**23)
+    # The addition carries into the exponent where the mantissa is larger than that of `largest`.
+    pattern = lax.bitcast_convert_type(peak, jnp.int32) + beyond
+    return jnp.clip((pattern >> 23) - 127 - (exponent - 1), -125, 125)
 
 
-def _from_codes(codes: jax.Array, scales: jax.Array) -> jax.Array:
-    scale = scales[..., None]
-    code, has_sign = _in_blocks(codes).astype(jnp.int32), jnp.signbit(scale)
-    lowest = jnp.where(has_sign, SIGNED, UNSIGNED)
-    number = jnp.where(has_sign, code & 127, code)
-    pattern = (number + _first_normal(lowest)) << (23 - MANTISSA)
-    normal = lax.bitcast_convert_type(pattern, jnp.float32)
-    even = number.astype(jnp.float32) * _exp2(lowest - MANTISSA)
-    size = jnp.where(number < 2**MANTISSA, even, normal) * jnp.abs(scale)
-    return _in_rows(jnp.where(has_sign & (code > 127), -size, size), codes.shape)
-
-
-def _first_normal(lowest: jax.Array) -> jax.Array:
-    """Returns what the pattern of a normal code, without the bits that it lacks, begins at."""
-    return (lowest + 126) << MANTISSA
-
-
-def _exp2(exponent: jax.Array) -> jax.Array:
+def _exp2(exponent: jax.Array | int) -> jax.Array:
     """Returns exact powers of two, float32, of exponents of normal numbers."""
-    return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
+    return lax.bitcast_convert_type(jnp.asarray((exponent + 127) << 23, jnp.int32), jnp.float32)
+
+
+def _in_codes(
+    value: jax.Array, bits: jax.Array, highest: jax.Array, lowest: jax.Array
+) -> StoredArray:
+    """Returns an array as "int8", from the largest numbers of its blocks and of its negative's."""
+    exponent, has_sign = _exponent_of_codes(highest, lowest)
+    size = value * _exp2(-_of_each(exponent, value))
+    # What XLA computes again beside the peaks may be larger than they are, by a rounding.
+    largest = jnp.where(has_sign, LARGEST_CODE, 2.0**15 * LARGEST_CODE)
+    near = jnp.minimum(rounded_to(bits, size, MANTISSA, LOWEST), _of_each(largest, value))
+    near = jnp.maximum(near, -LARGEST_CODE).astype(jnp.float16)
+    cut = lax.bitcast_convert_type(near, jnp.uint16) >> 7
+    code = jnp.where(_of_each(has_sign, value), (cut & 127) + (cut >> 1 & 128), cut)
+    code = code.astype(jnp.uint8)
+    # Scales after codes: the old ones can then be overwritten without a copy.
+    code, highest, lowest = lax.optimization_barrier((code, highest, lowest))
+    exponent, has_sign = _exponent_of_codes(highest, lowest)
+    scale = jnp.where(has_sign, -_exp2(exponent), _exp2(exponent))
+    peak = jnp.maximum(highest, lowest)
+    scale = jnp.where(jnp.isfinite(peak), scale, peak)
+    return StoredArray(code, scale.astype(jnp.bfloat16), "int8")
+
+
+def _exponent_of_codes(highest: jax.Array, lowest: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns of each block the exponent of its scale, and whether its codes have signs."""
+    has_sign = ~(lowest <= 0)  # also of a NaN
+    exponent = _exponent(jnp.maximum(highest, lowest), LARGEST_CODE)
+    return jnp.maximum(exponent - jnp.where(has_sign, 0, 15), -125), has_sign
+
+
+def _number_of_codes(codes: jax.Array, scales: jax.Array) -> jax.Array:
+    scale, code = _of_each(scales, codes), codes.astype(jnp.uint16)
+    has_sign = scale < 0
+    cut = code + jnp.where(has_sign, code & 128, 0)  # puts the sign where float16 has it
+    return lax.bitcast_convert_type(cut << 7, jnp.float16).astype(jnp.float32) * jnp.abs(scale)
 
 
 def _in_blocks(x: jax.Array) -> jax.Array:
     """Returns rows as equal blocks of at most 256, the last filled up with zeros."""
     *rows, length = x.shape
-    count = math.ceil(length / BLOCK)
-    size = math.ceil(length / count)
+    count, size = _block_sizes(length)
     padded = jnp.pad(x, [(0, 0)] * len(rows) + [(0, count * size - length)])
     return padded.reshape(*rows, count, size)
 
 
-def _in_rows(blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return blocks.reshape(*shape[:-1], -1)[..., : shape[-1]]
+def _of_each(of_blocks: jax.Array, like: jax.Array) -> jax.Array:
+    """Returns, for each number of an array, what its block has."""
+    *rows, length = like.shape
+    count, size = _block_sizes(length)
+    wide = jnp.broadcast_to(of_blocks[..., None], (*rows, count, size))
+    return wide.reshape(*rows, count * size)[..., :length]
 
 
-KINDS: dict[str, Kind] = {
-    "bfloat16": (_to_bfloat16, _from_bfloat16),
-    "float16": _by_rows(jnp.dtype(jnp.float16)),
-    "float8_e4m3fn": _by_rows(jnp.dtype(jnp.float8_e4m3fn)),
-    "int8": (_to_codes, _from_codes),
-}
+def _block_sizes(length: int) -> tuple[int, int]:
+    count = math.ceil(length / BLOCK)
+    return count, math.ceil(length / count)

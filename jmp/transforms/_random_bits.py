@@ -81,9 +81,7 @@ def _iota(like: jax.Array, axis: int) -> jax.Array:
     return lax.broadcasted_iota(jnp.uint32, like.shape, axis, **place)
 
 
-def _names_by_axis(
-    like: jax.Array, path: str, spec: PartitionSpec | None
-) -> list[tuple[str, ...]]:
+def _names_by_axis(like: jax.Array, path: str, spec: PartitionSpec | None) -> list[tuple[str, ...]]:
     """Returns along which axes of a shard_map each axis of an array is divided."""
     mapped = jax.sharding.get_abstract_mesh().manual_axes
     entries = [*(spec or ())] if mapped else []

@@ -52,6 +52,15 @@ def rounded(master: jax.Array, dtype: DTypeLike) -> jax.Array:
     return jnp.clip(jnp.where(jnp.abs(value) < 2.0**-14, subnormal, normal), -largest, largest)
 
 
+def widened(x: jax.Array) -> jax.Array:
+    """Returns bfloat16 as float32, exactly.
+
+    Not by a cast, which may flush subnormal numbers to zero, and which XLA drops after another.
+    """
+    pattern = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) << 16
+    return lax.bitcast_convert_type(pattern, jnp.float32)
+
+
 def needs_master(param: Any) -> bool:
     """Returns whether a parameter is stored in half."""
     return is_floating(param) and is_half(param.dtype)

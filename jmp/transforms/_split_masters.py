@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from jmp.transforms._rounding import widened
 from jmp.transforms._states import Transformation, WithSplitMastersState
 from jmp.transforms._storing import InTree, Storage, stored_by
 
@@ -74,7 +75,7 @@ class SplitMasters(Storage):
     def visible(self, new: jax.Array, param: jax.Array, bits: jax.Array | None) -> jax.Array:
         high, _ = split(new)
         largest = float(jnp.finfo(jnp.bfloat16).max)
-        return jnp.clip(_as_float32(high), -largest, largest)
+        return jnp.clip(widened(high), -largest, largest)
 
     def beside(self, new: jax.Array, shown: jax.Array, param: jax.Array) -> jax.Array:
         distance = _pattern(new) - _pattern(shown)
@@ -110,14 +111,10 @@ def join(high: jax.Array, low: jax.Array) -> jax.Array:
     """
     # Read as a signed number the remainder is the distance from the parameter, in float32 spacings.
     distance = lax.bitcast_convert_type(low, jnp.int16).astype(jnp.int32)
-    distance = jnp.where((high == 0) & (distance < 0), 0, distance)
-    return lax.bitcast_convert_type(_pattern(_as_float32(high)) + distance, jnp.float32)
-
-
-def _as_float32(high: jax.Array) -> jax.Array:
-    """Returns bfloat16 as float32, subnormal numbers too, which a cast may flush to zero."""
-    pattern = lax.bitcast_convert_type(high, jnp.uint16).astype(jnp.uint32) << 16
-    return lax.bitcast_convert_type(pattern, jnp.float32)
+    pattern = _pattern(widened(high))
+    is_zero = pattern << 1 == 0  # as a number a subnormal one may be equal to zero
+    distance = jnp.where(is_zero & (distance < 0), 0, distance)
+    return lax.bitcast_convert_type(pattern + distance, jnp.float32)
 
 
 def _pattern(x: jax.Array) -> jax.Array:

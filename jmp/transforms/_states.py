@@ -169,9 +169,7 @@ def locate(
     return list(visit(opt_state, ()))
 
 
-def find_states(
-    opt_state: optax.OptState, state_type: type[S] | tuple[type[S], ...]
-) -> list[S]:
+def find_states(opt_state: optax.OptState, state_type: type[S] | tuple[type[S], ...]) -> list[S]:
     """Returns every state of `state_type` in `opt_state`, however deep, outermost first."""
     return [found.state for found in locate(opt_state, state_type)]
 

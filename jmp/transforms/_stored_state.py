@@ -2,21 +2,27 @@
 
 import fnmatch
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
+from jax import lax
+from jax.tree_util import (
+    keystr,
+    tree_flatten_with_path,
+    tree_leaves_with_path,
+    tree_map_with_path,
+)
 from jax.typing import DTypeLike
 
 from jmp._messages import listed, users_stacklevel, wrong
 from jmp.dtypes import FLOAT32, floating_dtype
 from jmp.rules import UnusedRuleWarning
 from jmp.transforms import _inner, _states
-from jmp.transforms._encodings import KINDS, StoredArray, encoded
+from jmp.transforms._encodings import KINDS, StoredArray, encoded, peaks_of
 from jmp.transforms._placement import parameter_path, placed
 from jmp.transforms._states import Transformation, WithLossScaleState, WithStoredStateState
 from jmp.transforms._stochastic_rounding import bits_of
@@ -100,25 +106,32 @@ def with_stored_state(
     ) -> tuple[optax.Updates, WithStoredStateState]:
         _states.check_own_state(state, WithStoredStateState, CALLER)
         _states.refuse_unreduced(updates, CALLER)
-        new_updates, inner_state = _inner.update_inner(
-            wrapped,
-            updates,
-            cast_to_at_least_float32(updates),
-            decode_state(state.inner_state),
-            cast_to_at_least_float32(params),
-            extra_args,
-            CALLER,
-        )
+        wide = cast_to_at_least_float32(updates), cast_to_at_least_float32(params)
 
-        def encode(path: tuple[Any, ...], old: Any, new: Any) -> Any:
-            if not isinstance(old, StoredArray):
+        def run(inner_state: PyTree) -> tuple[optax.Updates, PyTree]:
+            gradients, now = wide
+            decoded = decode_state(inner_state)
+            return _inner.update_inner(
+                wrapped, updates, gradients, decoded, now, extra_args, CALLER
+            )
+
+        # Scales first, and then all again behind a barrier: XLA would keep the new state, in
+        # float32, from one pass to the next. Of the first run nothing is computed but the state.
+        old, peaks = lax.optimization_barrier(
+            (state.inner_state, _peaks_like(state.inner_state, run, updates))
+        )
+        new_updates, inner_state = run(old)
+
+        def encode(path: tuple[Any, ...], was: Any, new: Any) -> Any:
+            if not is_stored(was):
                 return new
-            drawn = bits.at(keystr(path), new, state.count) if rounding == "stochastic" else None
-            return encoded(new, old.kind, drawn)
+            name = keystr(path)
+            drawn = bits.at(name, new, state.count) if rounding == "stochastic" else None
+            return encoded(new, was.kind, drawn, peaks.get(name))
 
         return new_updates, WithStoredStateState(
             optax.safe_increment(state.count),
-            tree_map_with_path(encode, state.inner_state, inner_state, is_leaf=is_stored),
+            tree_map_with_path(encode, old, inner_state, is_leaf=is_stored),
         )
 
     tx: Transformation[WithStoredStateState] = optax.GradientTransformationExtraArgs(init, update)
@@ -134,6 +147,27 @@ def decode_state(state: PyTree) -> PyTree:
     """Returns a state with each `StoredArray` in it as the float32 array that it stands for."""
     decode = lambda node: node.decoded() if is_stored(node) else node
     return jax.tree.map(decode, state, is_leaf=is_stored)
+
+
+def _peaks_like(
+    old: PyTree, run: Callable[[PyTree], tuple[optax.Updates, PyTree]], gradients: PyTree
+) -> dict[str, tuple[jax.Array, ...]]:
+    """Returns by path the peaks of the state that comes next, of a parameter's arrays together."""
+    found, structure = tree_flatten_with_path(old, is_leaf=is_stored)
+    groups: dict[Any, dict[str, int]] = {}
+    by_path = dict(tree_leaves_with_path(gradients))
+    for position, (path, leaf) in enumerate(found):
+        if is_stored(leaf) and leaf.scales is not None:
+            of = parameter_path(leaf.codes, path, by_path)
+            groups.setdefault((of, leaf.kind), {})[keystr(path)] = position
+    if not groups:
+        return {}
+    new = structure.flatten_up_to(run(old)[1])
+    peaks: dict[str, tuple[jax.Array, ...]] = {}
+    for (_, kind), positions in groups.items():
+        together = peaks_of([new[position] for position in positions.values()], kind)
+        peaks |= dict(zip(positions, together, strict=True))
+    return peaks
 
 
 class _Rules:

@@ -20,7 +20,7 @@ from jmp.transforms import _inner, _states
 from jmp.transforms._few_kernels import in_order_of_axes
 from jmp.transforms._placement import placed
 from jmp.transforms._random_bits import random_bits
-from jmp.transforms._rounding import difference_to, needs_master, rounded
+from jmp.transforms._rounding import difference_to, needs_master, rounded, widened
 from jmp.transforms._states import Transformation
 from jmp.transforms._kept import check_stored_as_in_init
 from jmp.trees import PyTree, cast_to_at_least_float32
@@ -197,7 +197,12 @@ def shown_after(change: jax.Array, param: jax.Array) -> jax.Array:
     That is what was asked for, unless one step shrinks a number of bfloat16 more than 65536-fold,
     one of float16 4096-fold, or to a negative zero: no float32 difference says exactly that.
     """
-    return rounded(param.astype(jnp.float32) + change, param.dtype)
+    sum_ = param.astype(jnp.float32) + change
+    if param.dtype == jnp.bfloat16:
+        # From the new parameter itself: what is kept beside it then comes out of the same kernel on
+        # a TPU, where XLA would else read everything once more for the parameter alone.
+        return widened(sum_.astype(param.dtype))
+    return rounded(sum_, param.dtype)
 
 
 def stored_by(
