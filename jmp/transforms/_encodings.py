@@ -46,7 +46,7 @@ class StoredArray:
 
     >>> stored = encoded(jnp.float32([[1.0, 1e-3, 3e-9]]), "int8")
     >>> stored.codes.dtype, stored.decoded()
-    (dtype('uint8'), Array([[1.0000000e+00, 9.7656250e-04, 2.9802325e-09]], dtype=float32))
+    (dtype('uint8'), Array([[1.0000000e+00, 9.7656250e-04, 3.0267984e-09]], dtype=float32))
     """
 
     codes: jax.Array

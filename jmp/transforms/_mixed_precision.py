@@ -12,9 +12,9 @@ from jmp.dtypes import is_half
 from jmp.loss_scaling import LossScale, NoOpLossScale, torch_loss_scale
 from jmp.policy import Policy, get_policy, refuse_float8
 from jmp.sharding._axes import AxisName
-from jmp.transforms._loss_scaling import with_loss_scale
 from jmp.transforms._kahan_summation import with_kahan_summation
 from jmp.transforms._kept import shapes_with_master
+from jmp.transforms._loss_scaling import with_loss_scale
 from jmp.transforms._master_params import with_master_params
 from jmp.transforms._split_masters import with_split_masters
 from jmp.transforms._states import Transformation, WithLossScaleState

@@ -11,7 +11,7 @@ from jmp._messages import wrong
 from jmp.transforms._rounding import rounded, rounded_by
 from jmp.transforms._states import Transformation, WithStochasticRoundingState
 from jmp.transforms._storing import Bits, InTree, Storage, stored_by
-from jmp.trees import PyTree, leaves_by_path
+from jmp.trees import PyTree
 
 
 def with_stochastic_rounding(

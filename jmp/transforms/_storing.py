@@ -18,11 +18,11 @@ from jax.typing import DTypeLike
 
 from jmp.transforms import _inner, _states
 from jmp.transforms._few_kernels import in_order_of_axes
+from jmp.transforms._kept import check_stored_as_in_init
 from jmp.transforms._placement import placed
 from jmp.transforms._random_bits import random_bits
 from jmp.transforms._rounding import difference_to, needs_master, rounded, widened
 from jmp.transforms._states import Transformation
-from jmp.transforms._kept import check_stored_as_in_init
 from jmp.trees import PyTree, cast_to_at_least_float32
 
 
