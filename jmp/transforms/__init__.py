@@ -8,6 +8,7 @@ says on which devices a state belongs. `clip_by_global_norm` is optax's for grad
 """
 
 from jmp.transforms._clipping import clip_by_global_norm
+from jmp.transforms._encodings import StoredArray
 from jmp.transforms._flat_masters import FlatMasters
 from jmp.transforms._kahan_summation import with_kahan_summation
 from jmp.transforms._loss_scaling import check_optimizer_state, loss_scale_state, with_loss_scale
@@ -26,7 +27,7 @@ from jmp.transforms._states import (
     WithStoredStateState,
 )
 from jmp.transforms._stochastic_rounding import with_stochastic_rounding
-from jmp.transforms._stored_state import StoredArray, with_stored_state
+from jmp.transforms._stored_state import with_stored_state
 
 __all__ = [
     "FlatMasters",

@@ -89,7 +89,10 @@ def encoded(
         return _in_codes(value, bits, *peaks)
     dtype = jnp.dtype(kind)
     exponent = _exponent(peaks[0][..., None], float(jnp.finfo(dtype).max))
-    codes = _narrowed(value * _exp2(-exponent), bits, dtype)
+    # What would be rounded to 2**128 is an infinity when it is decoded.
+    top = 2.0**128 * (1 - 2.0 ** -(jnp.finfo(dtype).nmant + 1))
+    near = jnp.where(jnp.isfinite(value), jnp.clip(value, -top, top), value)
+    codes = _narrowed(near * _exp2(-exponent), bits, dtype)
     return StoredArray(codes, _exp2(exponent).astype(jnp.bfloat16), kind)
 
 
@@ -129,13 +132,13 @@ def _largest(arrays: list[jax.Array]) -> Sequence[jax.Array]:
 def _exponent(peak: jax.Array, largest: float) -> jax.Array:
     """Returns the least exponent of a power of two by which `peak` is divided to `largest` or less.
 
-    Within 125 of zero, so that the power and its inverse are normal numbers of float32.
+    Within 126 of zero, so that the power and its inverse are normal numbers of float32.
     """
     fraction, exponent = math.frexp(largest)  # of which the mantissa is 2 * fraction
     beyond = 2**23 - 1 - round((2 * fraction - 1) * 2**23)
     # The addition carries into the exponent where the mantissa is larger than that of `largest`.
     pattern = lax.bitcast_convert_type(peak, jnp.int32) + beyond
-    return jnp.clip((pattern >> 23) - 127 - (exponent - 1), -125, 125)
+    return jnp.clip((pattern >> 23) - 127 - (exponent - 1), -126, 126)
 
 
 def _exp2(exponent: jax.Array | int) -> jax.Array:
@@ -169,7 +172,7 @@ def _exponent_of_codes(highest: jax.Array, lowest: jax.Array) -> tuple[jax.Array
     """Returns of each block the exponent of its scale, and whether its codes have signs."""
     has_sign = ~(lowest <= 0)  # also of a NaN
     exponent = _exponent(jnp.maximum(highest, lowest), LARGEST_CODE)
-    return jnp.maximum(exponent - jnp.where(has_sign, 0, 15), -125), has_sign
+    return jnp.maximum(exponent - jnp.where(has_sign, 0, 15), -126), has_sign
 
 
 def _number_of_codes(codes: jax.Array, scales: jax.Array) -> jax.Array:

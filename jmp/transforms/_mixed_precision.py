@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 import optax
@@ -21,14 +21,15 @@ from jmp.transforms._states import Transformation, WithLossScaleState
 from jmp.transforms._stochastic_rounding import with_stochastic_rounding
 from jmp.trees import leaves_by_path
 
-Inner = optax.GradientTransformation | optax.MultiSteps
+Inner: TypeAlias = optax.GradientTransformation | optax.MultiSteps
+Store: TypeAlias = Callable[[Inner], Any]
 
 
 def _as_it_is(inner: Inner) -> Inner:
     return inner
 
 
-STORED: dict[str, Callable[[Inner], Inner]] = {
+STORED: dict[str, Store] = {
     "full": with_master_params,
     "split": with_split_masters,
     "stochastic": with_stochastic_rounding,
@@ -48,7 +49,8 @@ def mixed_precision(
     """Wraps an optimizer with what `policy` needs.
 
     Float32 masters are kept if the policy stores parameters in half; loss scaling goes around
-    everything. Other ways to store half parameters, in less memory, are chosen by `masters`. Parameters narrower than float32 that have no master are refused, also those that
+    everything. Other ways to store half parameters, in less memory, are chosen by `masters`.
+    Parameters narrower than float32 that are stored in none of them are refused, also those that
     were loaded after `init`: 1000 updates of 1e-4 leave a bfloat16 1.0 where it is, and losses fall
     as far as the float32 parameters of the tree let them. For leaves that are frozen in half write
     `with_loss_scale(optax.partition(...), loss_scale)`, which refuses no dtype.
@@ -71,9 +73,9 @@ def mixed_precision(
     Raises:
       TypeError: `inner` is no optax transformation, `policy` no policy, or `loss_scale` no loss
         scale.
-      ValueError: an unknown policy or way to store parameters, or a policy with a float8 other than that of its products; a static
-        scale of zero; in `init` and `update`, parameters narrower than float32 without a master;
-        and as `with_loss_scale` and `with_master_params`.
+      ValueError: an unknown policy or way to store parameters, or a policy with a float8 other than
+        that of its products; a static scale of zero; in `init` and `update`, parameters narrower
+        than float32 without a master; and as `with_loss_scale` and `with_master_params`.
 
     >>> import optax
     >>> tx = mixed_precision(optax.adam(1e-3), "mixed_float16")
@@ -86,7 +88,7 @@ def mixed_precision(
         needs_scale = policy.compute_dtype == jnp.float16
         loss_scale = torch_loss_scale() if needs_scale else NoOpLossScale()
     if masters is None:
-        store = with_master_params if is_half(policy.param_dtype) else _as_it_is
+        store = STORED["full" if is_half(policy.param_dtype) else "none"]
     elif masters in STORED:
         store = STORED[masters]
     else:

@@ -204,7 +204,7 @@ def _parameter_of(leaf: Any, path: tuple[Any, ...], params: dict[tuple[Any, ...]
 def _parameter_of_scales(
     leaf: Any, path: tuple[Any, ...], params: dict[tuple[Any, ...], Any]
 ) -> Any:
-    """Returns the parameter whose rows the leaf scales, which is the `scales` of a `StoredArray`."""
+    """Returns the parameter whose rows a leaf scales: the `scales` of a `StoredArray`."""
     if not _is_part(path, "scales"):
         return None
     for start in range(len(path)):

@@ -18,8 +18,8 @@ from jax.sharding import AxisType, PartitionSpec
 from jmp._jax_compat import varying_axes
 from jmp._messages import listed
 
-# Odd numbers near 2**32 divided by the golden ratio, by e and by pi: as good as any others that have
-# about as many ones as zeros.
+# Odd numbers near 2**32 divided by the golden ratio, by e and by pi: as good as any others that
+# have about as many ones as zeros.
 _OF_STEP, _OF_SEED, _OF_PATH = 0x9E3779B1, 0x5E2D58D9, 0x517CC1B7
 
 
@@ -92,7 +92,7 @@ def _names_by_axis(like: jax.Array, path: str, spec: PartitionSpec | None) -> li
     if unknown and spec is None:
         raise ValueError(
             f"Stochastic rounding got {path or 'an array'} that differs between the devices of the "
-            f"mapped axes {listed(sorted(unknown))}, and does not know which part of it each holds. "
-            "Give it what the shard_map got for the parameters: specs=<the tree of PartitionSpecs>."
+            f"mapped axes {listed(sorted(unknown))}, and does not know which part each holds. Give "
+            "it what the shard_map got for the parameters: specs=<the tree of PartitionSpecs>."
         )
     return divided

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
@@ -35,9 +36,9 @@ def difference_to(new: jax.Array, param: jax.Array) -> jax.Array:
 def rounded(master: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Returns a master rounded to the nearest finite number of a half `dtype`, as float32.
 
-    Beyond the range of the dtype that is the largest finite number: from an infinite parameter no sum leads
-    back, since inf - inf is NaN. (A choice by `isfinite(master)`, to let infinite ones through,
-    would break flat masters' update into a kernel a tensor.)
+    Beyond the range of the dtype that is the largest finite number: from an infinite parameter no
+    sum leads back, since inf - inf is NaN. (A choice by `isfinite(master)`, to let infinite ones
+    through, would break flat masters' update into a kernel a tensor.)
 
     Not `master.astype(dtype).astype(float32)`: XLA drops such a pair of casts on a GPU.
     """
@@ -78,14 +79,17 @@ def rounded_by(bits: jax.Array, value: jax.Array, dtype: DTypeLike) -> jax.Array
     >>> rounded_by(jnp.uint32(HALFWAY), jnp.float32(1 + 2**-8), jnp.bfloat16)
     Array(1.0078125, dtype=float32)
     """
-    facts, largest = jnp.finfo(dtype), float(jnp.finfo(dtype).max)
+    facts, kind = jnp.finfo(dtype), jnp.uint32
     near = rounded_to(bits, value, facts.nmant, facts.minexp)
-    return jnp.where(jnp.isnan(value), jnp.float32(jnp.nan), jnp.clip(near, -largest, largest))
+    # By patterns: a comparison of numbers may take a subnormal one for zero.
+    pattern, given = (lax.bitcast_convert_type(x, kind) for x in (near, value))
+    sign, largest = given & kind(2**31), kind(np.float32(facts.max).view(np.uint32))
+    pattern = jnp.minimum(pattern & kind(2**31 - 1), largest) | sign
+    is_nan = given & kind(2**31 - 1) > kind(0x7F800000)
+    return lax.bitcast_convert_type(jnp.where(is_nan, kind(0x7FC00000), pattern), jnp.float32)
 
 
-def rounded_to(
-    bits: jax.Array, value: jax.Array, mantissa: int, lowest: int | jax.Array
-) -> jax.Array:
+def rounded_to(bits: jax.Array, value: jax.Array, mantissa: int, lowest: int) -> jax.Array:
     """Returns float32 rounded to one of the two neighbours in a format of fewer bits, as float32.
 
     The highest of the bits decide: away from zero if they, taken as a fraction below 1, and the
@@ -105,11 +109,11 @@ def rounded_to(
     # An addition of integers carries into the exponent where the mantissa is full, as it must.
     carried = pattern + (bits >> (32 - dropped))
     normal = lax.bitcast_convert_type(carried >> dropped << dropped, jnp.float32)
-    if isinstance(lowest, int) and lowest <= jnp.finfo(jnp.float32).minexp:
-        return normal  # even numbers as float32's own, which the addition knows
-    spacing = jnp.exp2(jnp.float32(lowest - mantissa))
+    if lowest <= jnp.finfo(jnp.float32).minexp:
+        return normal  # subnormal numbers as float32's own, between which the addition rounds too
+    spacing = 2.0 ** (lowest - mantissa)
     size = jnp.abs(value) / spacing
     lower = jnp.floor(size)
     goes_up = (size - lower) + (bits >> 8).astype(jnp.float32) * 2.0**-24 >= 1
     even = jnp.copysign((lower + goes_up) * spacing, value)
-    return jnp.where(jnp.abs(value) < spacing * 2.0**mantissa, even, normal)
+    return jnp.where(jnp.abs(value) < 2.0**lowest, even, normal)

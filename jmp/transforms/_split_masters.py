@@ -68,14 +68,16 @@ class SplitMasters(Storage):
         if param.dtype != jnp.bfloat16:
             raise ValueError(
                 f"with_split_masters got params{path} of dtype {param.dtype}; expected bfloat16, "
-                "which is the higher half of a float32 number. Store the parameters in bfloat16, or "
-                "write with_master_params(inner), which keeps whole masters of float16 ones."
+                "which is the higher half of a float32 number. Store the parameters in bfloat16, "
+                "or write with_master_params(inner), which keeps whole masters of float16 ones."
             )
 
     def visible(self, new: jax.Array, param: jax.Array, bits: jax.Array | None) -> jax.Array:
         high, _ = split(new)
-        largest = float(jnp.finfo(jnp.bfloat16).max)
-        return jnp.clip(widened(high), -largest, largest)
+        pattern = lax.bitcast_convert_type(high, jnp.uint16)
+        is_infinite = pattern & 0x7FFF == 0x7F80
+        finite = jnp.where(is_infinite, pattern - jnp.uint16(1), pattern)
+        return widened(lax.bitcast_convert_type(finite, jnp.bfloat16))
 
     def beside(self, new: jax.Array, shown: jax.Array, param: jax.Array) -> jax.Array:
         distance = _pattern(new) - _pattern(shown)

@@ -117,7 +117,7 @@ class WithStochasticRoundingState(NamedTuple):
     """
 
     rounded: PyTree
-    count: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # optax's name, which a tuple's method has too
     inner_state: PyTree
 
 
@@ -129,7 +129,7 @@ class WithStoredStateState(NamedTuple):
       inner_state: state of the wrapped optimizer, some of its arrays as `StoredArray`.
     """
 
-    count: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # likewise
     inner_state: PyTree
 
 
@@ -137,7 +137,7 @@ class WithStoredStateState(NamedTuple):
 STORAGES: dict[type, Any] = {}
 
 
-def storing_states() -> tuple[type, ...]:
+def storing_states() -> tuple[type[Any], ...]:
     """Returns the types of the states that hold what belongs to half parameters."""
     return tuple(STORAGES)
 

@@ -36,14 +36,14 @@ def with_stochastic_rounding(
       inner: any optax transformation, or a `MultiSteps` object. It sees float32 parameters and
         gradients.
       seed: an integer.
-      specs: a tree of PartitionSpecs like the parameters, for an `update` inside of a shard_map that
-        divides them: as the shard_map got it. Under jit and on one device it is not needed.
+      specs: a tree of PartitionSpecs like the parameters, for an `update` inside of a shard_map
+        that divides them: as the shard_map got it. Under jit and on one device it is not needed.
 
     Returns: a transformation whose state is a `WithStochasticRoundingState`; `update` needs
       `params`.
 
-    Raises: as `with_master_params`; TypeError for a seed that is no integer; in `update`, ValueError
-      inside of a shard_map for parameters that differ between devices, without `specs`.
+    Raises: as `with_master_params`; TypeError for a seed that is no integer; in `update`,
+      ValueError inside of a shard_map for parameters that differ between devices, without `specs`.
 
     >>> tx = with_stochastic_rounding(optax.sgd(1e-4))
     >>> params = jnp.ones(4096, jnp.bfloat16)

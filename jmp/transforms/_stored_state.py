@@ -3,7 +3,7 @@
 import fnmatch
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -64,18 +64,18 @@ def with_stored_state(
         leaves vectors, and parameters whose path has "embed" in it, in float32.
       seed: an integer, for stochastic rounding: its bits are those of `with_stochastic_rounding`.
       rounding: "stochastic" or "nearest".
-      specs: as in `with_stochastic_rounding`, for an `update` inside of a shard_map. Rows are scaled
-        along the last axis, which no shard_map may divide.
+      specs: as in `with_stochastic_rounding`, for an `update` inside of a shard_map. Rows are
+        scaled along the last axis, which no shard_map may divide.
 
     Returns: a transformation whose state is a `WithStoredStateState`. It goes inside of what stores
       parameters, as `with_split_masters(with_stored_state(adam, "bfloat16"))`, and inside of
       `with_loss_scale`.
 
     Raises:
-      TypeError: `inner` is no transformation; `stored` is no dtype and no list of such rules; a seed
-        that is no integer.
-      ValueError: a dtype that is none of these, another rounding; in `init`, masters or loss scaling
-        inside of it.
+      TypeError: `inner` is no transformation; `stored` is no dtype and no list of such rules; a
+        seed that is no integer.
+      ValueError: a dtype that is none of these, another rounding; in `init`, masters or loss
+        scaling inside of it.
 
     Warns: `jmp.UnusedRuleWarning`, in `init`, for rules that matched nothing.
 
@@ -154,6 +154,7 @@ def _peaks_like(
 ) -> dict[str, tuple[jax.Array, ...]]:
     """Returns by path the peaks of the state that comes next, of a parameter's arrays together."""
     found, structure = tree_flatten_with_path(old, is_leaf=is_stored)
+    structure = cast(Any, structure)
     groups: dict[Any, dict[str, int]] = {}
     by_path = dict(tree_leaves_with_path(gradients))
     for position, (path, leaf) in enumerate(found):
@@ -194,8 +195,8 @@ class _Rules:
         if unused and not self.spares:
             warnings.warn(
                 f"{CALLER} has rules that matched no array of the state: {listed(unused)}. Check "
-                f"their spelling (paths here are {listed(self._paths(state, by_path), most=4)}); an "
-                "earlier rule may have taken every match.",
+                f"their spelling (paths here are {listed(self._paths(state, by_path), most=4)}); "
+                "an earlier rule may have taken every match.",
                 UnusedRuleWarning,
                 stacklevel=users_stacklevel(),
             )
@@ -248,7 +249,8 @@ def _kind(dtype: Any) -> str:
 def _check_order(inner_state: PyTree) -> None:
     """Raises ValueError for what belongs around a stored state, not inside it."""
     _states.check_inner_state(inner_state, WithStoredStateState, CALLER)
-    for state in _states.find_states(inner_state, (WithLossScaleState, *_states.storing_states())):
+    outer: tuple[type[Any], ...] = (WithLossScaleState, *_states.storing_states())
+    for state in _states.find_states(inner_state, outer):
         inside = _states.STORAGES.get(type(state))
         name = inside.caller if inside else "with_loss_scale"
         raise ValueError(

@@ -38,14 +38,16 @@ class Bits:
     seed: int
     specs: dict[str, PartitionSpec] | None = None
 
-    def at(self, path: str, like: jax.Array, count: jax.Array) -> jax.Array:
-        """Returns uint32 of the shape of `like` for a step.
+    def at(self, path: str, like: jax.Array, count: jax.Array | None) -> jax.Array | None:
+        """Returns uint32 of the shape of `like` for a step; None without a count of steps.
 
         Args:
           path: of a parameter, or of an array of a state, which ends with that of its parameter.
           like: an array of the parameter's shape.
           count: int32 scalar: the steps before this one.
         """
+        if count is None:
+            return None
         spec = None
         if self.specs is not None:
             end = max(filter(path.endswith, self.specs), key=len, default=None)
@@ -175,7 +177,7 @@ class InTree:
             change = difference_to(self.storage.visible(value, param, bits), param)
             return self.storage.beside(value, shown_after(change, param), param), change
 
-        leaves, structure = tree_flatten_with_path(params)
+        leaves, structure = _flat_with_paths(params)
         trees = structure.flatten_up_to(new), structure.flatten_up_to(updates)
         pairs = [follow(*leaf, *others) for leaf, *others in zip(leaves, *trees, strict=True)]
         beside, changes = zip(*pairs, strict=True) if pairs else ((), ())
@@ -184,11 +186,15 @@ class InTree:
 
 def map_beside(function: Callable[..., Any], params: optax.Params, kept: PyTree) -> PyTree:
     """Maps over the path, the parameter and what is kept beside it, which may be any tree."""
-    leaves, structure = tree_flatten_with_path(params)
+    leaves, structure = _flat_with_paths(params)
     beside = structure.flatten_up_to(kept)
     return structure.unflatten(
         [function(*leaf, each) for leaf, each in zip(leaves, beside, strict=True)]
     )
+
+
+def _flat_with_paths(params: optax.Params) -> tuple[list[tuple[Any, Any]], Any]:
+    return tree_flatten_with_path(params)  # whose types name no structure
 
 
 def shown_after(change: jax.Array, param: jax.Array) -> jax.Array:

@@ -1,0 +1,75 @@
+"""Kahan summation: small updates add up, and XLA does not cancel what is added."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jmp import transforms
+
+ADD = optax.identity()  # the gradient is the update
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(jnp.bfloat16, 0.1), (jnp.float16, 2e-3)])
+def test_a_thousand_updates_below_the_spacing_add_up(dtype, error):
+    """The compensation is rounded in each step: of ten updates bfloat16 may lose one."""
+    tx = transforms.with_kahan_summation(ADD)
+    rng = np.random.default_rng(0)
+    params = jnp.asarray(1 + rng.random(256), dtype)
+    each = jnp.float32(1e-4 * (1 + rng.random(256)))
+    exact = np.float64(params) + 1000 * np.float64(each)
+
+    @jax.jit
+    def run(params):
+        def step(carry, _):
+            params, state = carry
+            updates, state = tx.update(each, state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        (params, state), _ = jax.lax.scan(step, (params, tx.init(params)), length=1000)
+        return params, transforms.masters(state, params)
+
+    new, masters = run(params)
+    moved = exact - np.float64(params)
+    assert (np.abs(np.float64(masters) - exact) <= error * moved).all()
+    spacing = float(jnp.finfo(dtype).eps) * 2
+    assert (np.abs(np.float64(new) - np.float64(masters)) <= spacing / 2).all()
+    plain = params
+    for _ in range(10):
+        plain = optax.apply_updates(plain, each)
+    assert (plain == params).mean() > 0.9
+
+
+def test_with_a_pair_of_casts_xla_may_cancel_it():
+    """Why rounding is by bits: in bfloat16, (a + b) - a is b for XLA, which keeps more digits."""
+
+    def kept(a, b):
+        total = (a + b).astype(jnp.bfloat16)
+        return b - (total - a).astype(jnp.float32)
+
+    a, b = jnp.ones(8, jnp.bfloat16), jnp.full(8, 1e-3, jnp.float32)
+    assert (kept(a, b) == b).all()  # operation by operation nothing of b arrives
+    tx = transforms.with_kahan_summation(ADD)
+
+    @jax.jit
+    def compensation(a, b):
+        updates, state = tx.update(b, tx.init(a), a)
+        return optax.apply_updates(a, updates), state.compensations
+
+    params, lack = compensation(a, b)
+    assert (params == 1).all()
+    assert (lack == b.astype(jnp.bfloat16)).all()
+
+
+def test_beyond_the_range_it_stays_finite_and_comes_back():
+    tx = transforms.with_kahan_summation(ADD)
+    params = jnp.float16([6e4, -6e4, 1.0])
+    state = tx.init(params)
+    for update in ([1e6, -1e6, jnp.inf], [-1e6, 1e6, -1.0]):
+        updates, state = tx.update(jnp.float32(update), state, params)
+        params = optax.apply_updates(params, updates)
+        assert jnp.isfinite(params).all()
+        assert jnp.isfinite(state.compensations).all()
+    updates, state = tx.update(jnp.float32([0, 0, jnp.nan]), state, params)
+    assert jnp.isnan(optax.apply_updates(params, updates)[2])

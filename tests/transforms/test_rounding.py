@@ -1,0 +1,147 @@
+"""Rounding by bits: exhaustive over intervals, and the random bits that decide."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jmp.transforms._random_bits import random_bits
+from jmp.transforms._rounding import HALFWAY, rounded_by
+
+ALL_BITS = np.arange(2**16, dtype=np.uint32) << 16  # each of equal chance, as far as they decide
+
+
+def by(bits, values, dtype):
+    return rounded_by(jnp.full(np.shape(values), bits, jnp.uint32), jnp.asarray(values), dtype)
+
+
+def from_pattern(pattern, dtype=np.float32):
+    return np.asarray(pattern, np.uint32).view(np.float32).astype(dtype)
+
+
+@jax.jit
+def rounded_by_each(bits, values):
+    """Returns bfloat16 numbers, as float32, of all values (columns) by each of some bits (rows)."""
+    return jax.vmap(lambda one: rounded_by(jnp.full(values.shape, one), values, jnp.bfloat16))(bits)
+
+
+NORMAL = np.arange(0x0080, 0x7F7F, dtype=np.uint32)  # higher halves, without the last
+
+
+@pytest.mark.parametrize("sign", [0, 0x80000000])
+def test_the_chance_is_the_fraction_of_the_way_by_all_bits(sign):
+    low = np.uint32([0, 1, 0x4321, 0x8000, 0xFFFF])
+    values = from_pattern(sign | NORMAL[::499, None] << 16 | low)
+    lower = from_pattern(sign | NORMAL[::499, None] << 16)
+    results = np.asarray(rounded_by_each(ALL_BITS, values.ravel())).reshape(-1, *values.shape)
+    assert ((results != lower).sum(axis=0) == low).all()
+
+
+@pytest.mark.parametrize("sign", [0, 0x80000000])
+def test_so_it_is_in_every_interval(sign):
+    """Bits in rising order: the last that round towards zero, and the first that do not."""
+    for low in [1, 2, 0x1234, 0x7FFF, 0x8000, 0x8001, 0xFFFF]:
+        values = from_pattern(sign | NORMAL << 16 | low)
+        ends = np.uint32([0, 2**16 - low - 1, 2**16 - low, 2**16 - 1]) << 16
+        results = np.asarray(rounded_by_each(ends, values)).view(np.uint32) >> 16
+        expected = (sign >> 16 | NORMAL) + np.uint32([[0], [0], [1], [1]])
+        assert (results == expected).all()
+
+
+def test_every_bfloat16_number_stays_whatever_the_bits():
+    numbers = from_pattern(np.arange(2**16, dtype=np.uint32) << 16)
+    numbers = numbers[np.isfinite(numbers)]
+    for bits in (0, 1, HALFWAY, 2**32 - 1):
+        found = by(bits, numbers, jnp.bfloat16)
+        assert (np.asarray(found).view(np.uint32) == numbers.view(np.uint32)).all()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn"])
+def test_every_number_of_narrower_types_stays_and_between_them_the_mean_is_the_value(dtype):
+    facts = jnp.finfo(dtype)
+    patterns = np.arange(2**facts.bits, dtype=f"uint{facts.bits}").view(jnp.dtype(dtype))
+    numbers = np.unique(patterns.astype(np.float32)[np.isfinite(patterns.astype(np.float32))])
+    for bits in (0, HALFWAY, 2**32 - 1):
+        found = np.asarray(by(bits, numbers, dtype))
+        assert (found == numbers).all()
+    # At a quarter and at three fifths of each interval, by 2**6 bits spread evenly.
+    bits = (np.arange(2**6, dtype=np.uint32) << 26) + 2**25
+    low, high = numbers[:-1], numbers[1:]
+    for part in (0.25, 0.6):
+        values = np.float32(low + part * (high - low))
+        each = jax.vmap(lambda one: by(one, values, dtype))
+        results = np.asarray(each(jnp.uint32(bits)), np.float64)
+        assert ((results == low) | (results == high)).all()
+        error = np.abs(results.mean(axis=0) - values) / (high - low)
+        assert error.max() <= 2**-6
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
+def test_no_infinity_comes_of_a_finite_number_and_nan_stays(dtype):
+    largest = float(jnp.finfo(dtype).max)
+    values = jnp.float32([largest * 1.001, -largest * 1.001, 3.4e38, jnp.inf, -jnp.inf, jnp.nan])
+    for bits in (0, HALFWAY, 2**32 - 1):
+        found = by(bits, values, dtype).tolist()
+        assert found[:5] == [largest, -largest, largest, largest, -largest]
+        assert np.isnan(found[5])
+        quiet = by(bits, from_pattern([0x7F800001, 0xFFFFFFFF]), dtype)
+        assert jnp.isnan(quiet).all()
+
+
+def test_too_few_bits_would_be_biased():
+    """A uniform number of 8 bits added to 16: small fractions never round up."""
+    value = jnp.float32(1 + 2**-23)
+    few = np.arange(2**8, dtype=np.uint32) << 24
+    assert (rounded_by_each(few, value) == 1).all()
+    assert (rounded_by_each(ALL_BITS, value) != 1).sum() == 1
+
+
+# The bits.
+
+
+def bits_of(seed=0, step=0, path="['w']", shape=(512, 512)):
+    like = jnp.zeros(shape)
+    return np.asarray(random_bits(seed, jnp.int32(step), path, like, None)).ravel()
+
+
+def bits_in_step(step):
+    return random_bits(0, step, "['w']", jnp.zeros(4), None)
+
+
+STREAMS = {
+    "elements": lambda: bits_of(),
+    "steps": lambda: np.asarray(jax.vmap(bits_in_step)(jnp.arange(8192))).ravel(),
+    "seeds": lambda: np.concatenate([bits_of(seed=i, shape=(16,)) for i in range(512)]),
+    "paths": lambda: np.concatenate([bits_of(path=f"[{i}]", shape=(16,)) for i in range(512)]),
+}
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_bits_are_even_and_know_nothing_of_their_neighbours(name):
+    stream = STREAMS[name]()
+    count = len(stream)
+    for shift in (0, 8, 16, 24):
+        bins = np.bincount(stream >> shift & 255, minlength=256)
+        chi = ((bins - count / 256) ** 2 / (count / 256)).sum()
+        assert 160 < chi < 370  # 255 +- 23: five spreads
+    uniform = stream / 2.0**32
+    for lag in (1, 2, 3, 4, 7, 64, 512):
+        correlation = np.corrcoef(uniform[:-lag], uniform[lag:])[0, 1]
+        assert abs(correlation) < 5 / np.sqrt(count)
+        flips = np.unpackbits((stream[:-lag] ^ stream[lag:]).view(np.uint8)).mean()
+        assert abs(flips - 0.5) < 5 * 0.5 / np.sqrt(32 * count)
+
+
+def test_bits_differ_between_seeds_steps_and_paths_and_repeat():
+    first = bits_of()
+    assert (first == bits_of()).all()
+    for other in (bits_of(seed=1), bits_of(step=1), bits_of(path="['v']"), bits_of(seed=-1)):
+        assert (first == other).mean() < 1e-3
+        assert abs(np.corrcoef(first / 2.0**32, other / 2.0**32)[0, 1]) < 0.01
+
+
+def test_an_element_has_the_bits_of_its_index_whatever_the_shape():
+    assert (bits_of(shape=(8, 6)) == bits_of(shape=(48,))).all()
+    assert (bits_of(shape=(2, 4, 6)) == bits_of(shape=(48,))).all()
