@@ -252,8 +252,8 @@ def _check_order(inner_state: PyTree) -> None:
     outer: tuple[type[Any], ...] = (WithLossScaleState, *_states.storing_states())
     for state in _states.find_states(inner_state, outer):
         inside = _states.STORAGES.get(type(state))
-        name = inside.caller if inside else "with_loss_scale"
+        name, more = (inside.caller, "") if inside else ("with_loss_scale", ", loss_scale")
         raise ValueError(
             f"{CALLER} got an inner transformation that contains {name}, whose own state it would "
-            f"round. Swap the two: {name}({CALLER}(adam, 'bfloat16'))."
+            f"round. Swap the two: {name}({CALLER}(adam, 'bfloat16'){more})."
         )

@@ -1,6 +1,5 @@
 """Rounding by bits: exhaustive over intervals, and the random bits that decide."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np
