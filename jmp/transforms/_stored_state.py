@@ -1,5 +1,6 @@
 """`with_stored_state`: the state of any optimizer in one or two bytes a number."""
 
+import dataclasses
 import fnmatch
 import warnings
 from collections.abc import Callable, Iterable
@@ -23,7 +24,7 @@ from jmp.dtypes import FLOAT32, floating_dtype
 from jmp.rules import UnusedRuleWarning
 from jmp.transforms import _inner, _states
 from jmp.transforms._encodings import KINDS, StoredArray, encoded, peaks_of
-from jmp.transforms._placement import parameter_path, placed
+from jmp.transforms._placement import BOX, parameter_path, placed
 from jmp.transforms._states import Transformation, WithLossScaleState, WithStoredStateState
 from jmp.transforms._stochastic_rounding import bits_of
 from jmp.trees import PyTree, cast_to_at_least_float32, path_string
@@ -183,14 +184,19 @@ class _Rules:
         by_path = dict(tree_leaves_with_path(params))
         used: set[int] = set()
 
-        def encode(path: tuple[Any, ...], leaf: Any) -> Any:
+        def encode(path: tuple[Any, ...], node: Any) -> Any:
+            (inside, leaf), *_ = tree_leaves_with_path(node) or [((), None)]
+            path = (*path, *inside)
             of = parameter_path(leaf, path, by_path)
             if of is None or getattr(leaf, "dtype", None) != FLOAT32 or not leaf.size * leaf.ndim:
-                return leaf
-            kind = self._kind(path_string(path), path_string(of), leaf, used)
-            return leaf if kind == "float32" else encoded(leaf, kind)
+                return node
+            kind = self._kind(_name(path), _name(of), leaf, used)
+            if kind == "float32":
+                return node
+            stored = encoded(leaf, kind)
+            return dataclasses.replace(stored, codes=jax.tree.map(lambda _: stored.codes, node))
 
-        found = tree_map_with_path(encode, state)
+        found = tree_map_with_path(encode, state, is_leaf=_is_variable)
         unused = [rule[:2] for index, rule in enumerate(self.rules) if index not in used]
         if unused and not self.spares:
             warnings.warn(
@@ -204,7 +210,7 @@ class _Rules:
 
     def _paths(self, state: PyTree, params: dict[tuple[Any, ...], Any]) -> list[str]:
         leaves = tree_leaves_with_path(state)
-        return [path_string(path) for path, x in leaves if parameter_path(x, path, params)]
+        return [_name(path) for path, x in leaves if parameter_path(x, path, params)]
 
     def _kind(self, path: str, of: str, leaf: jax.Array, used: set[int]) -> str:
         for index, (of_state, of_parameter, kind) in enumerate(self.rules):
@@ -214,6 +220,20 @@ class _Rules:
                 of_8_bits = kind in ("int8", "float8_e4m3fn")
                 return "float32" if self.spares and of_8_bits and is_spared else kind
         return "float32"
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    """Returns a path as rules match it: not that of what is inside a parameter's box."""
+    return path_string(path[:-1] if path[-1:] == (BOX,) else path)
+
+
+def _is_variable(node: object) -> bool:
+    """Returns whether a node is a Variable of Flax nnx, which may hold an array, and no tree.
+
+    Its `init` sees Variables, its `update` arrays: nnx puts the new arrays into the old Variables.
+    """
+    classes = type(node).__mro__
+    return any(of.__name__ == "Variable" and of.__module__.startswith("flax.") for of in classes)
 
 
 def _rules(stored: Any) -> _Rules:
