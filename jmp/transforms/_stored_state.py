@@ -4,13 +4,14 @@ import dataclasses
 import fnmatch
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.sharding import PartitionSpec
 from jax.tree_util import (
     keystr,
     tree_flatten_with_path,
@@ -31,6 +32,7 @@ from jmp.trees import PyTree, cast_to_at_least_float32, path_string
 
 CALLER = "with_stored_state"
 Rule = tuple[str, str, DTypeLike]
+S = TypeVar("S")
 # For 8 bits: what small models put most of their accuracy into, and whose rows are seldom updated.
 EMBEDDINGS = "*embed*"
 
@@ -127,6 +129,7 @@ def with_stored_state(
             if not is_stored(was):
                 return new
             name = keystr(path)
+            _check_rows_are_whole(name, was, bits.spec_of(name))
             drawn = bits.at(name, new, state.count) if rounding == "stochastic" else None
             return encoded(new, was.kind, drawn, peaks.get(name))
 
@@ -144,10 +147,43 @@ def is_stored(node: object) -> bool:
     return isinstance(node, StoredArray)
 
 
-def decode_state(state: PyTree) -> PyTree:
-    """Returns a state with each `StoredArray` in it as the float32 array that it stands for."""
+def decode_state(opt_state: PyTree) -> PyTree:
+    """Returns an optimizer's state with its `StoredArray`s as the float32 arrays they stand for.
+
+    To look at values, as `diagnostics.range_report(decode_state(opt_state))`, or to go on with a
+    state in float32. The state of an `nnx.Optimizer` is given as `nnx.as_pure(...)`.
+
+    >>> import optax
+    >>> state = with_stored_state(optax.trace(0.9), "int8").init({"w": jnp.ones((2, 4))})
+    >>> decode_state(state).inner_state.trace["w"].dtype
+    dtype('float32')
+    """
     decode = lambda node: node.decoded() if is_stored(node) else node
-    return jax.tree.map(decode, state, is_leaf=is_stored)
+    return jax.tree.map(decode, opt_state, is_leaf=is_stored)
+
+
+def encode_state(opt_state: S, values: PyTree) -> S:
+    """Returns an optimizer's state that holds these values, stored as its own are.
+
+    The inverse of `decode_state`, for a run that goes on from a state in float32, or from one that
+    was stored in another way. Values are rounded to the nearest.
+
+    Args:
+      opt_state: a state, such as `tx.init(params).inner_state`, for its `StoredArray`s.
+      values: a state of the same structure, with float32 arrays in their places.
+
+    Raises: ValueError if the structures differ.
+
+    >>> import optax
+    >>> params, sgd = {"w": jnp.ones((2, 4))}, optax.sgd(0.1, momentum=0.9)
+    >>> _, state = sgd.update(params, sgd.init(params))
+    >>> fresh = with_stored_state(sgd, "int8").init(params)
+    >>> fresh._replace(inner_state=encode_state(fresh.inner_state, state)).inner_state[0].trace["w"].kind
+    'int8'
+    """
+    encode = lambda old, new: encoded(new, old.kind) if is_stored(old) else new
+    stored: S = jax.tree.map(encode, opt_state, values, is_leaf=is_stored)
+    return stored
 
 
 def _peaks_like(
@@ -272,8 +308,22 @@ def _check_order(inner_state: PyTree) -> None:
     outer: tuple[type[Any], ...] = (WithLossScaleState, *_states.storing_states())
     for state in _states.find_states(inner_state, outer):
         inside = _states.STORAGES.get(type(state))
-        name = inside.caller if inside else "with_loss_scale"
+        name, scale = (inside.caller, "") if inside else ("with_loss_scale", ", loss_scale")
         raise ValueError(
             f"{CALLER} got an inner transformation that contains {name}, whose own state it would "
-            f"round. Swap the two: {name}({CALLER}(adam, 'bfloat16'))."
+            f"round. Swap the two: {name}({CALLER}(adam, 'bfloat16'){scale})."
+        )
+
+
+def _check_rows_are_whole(path: str, stored: StoredArray, spec: PartitionSpec | None) -> None:
+    """Raises ValueError for rows that a shard_map divides, of which no device knows the largest."""
+    axes = stored.codes.ndim
+    names = [*(spec or ()), *[None] * axes][axes - 1]
+    mapped = jax.sharding.get_abstract_mesh().manual_axes
+    divided = set(names if isinstance(names, tuple) else (names,)).intersection(mapped)
+    if stored.scales is not None and divided:
+        raise ValueError(
+            f"{CALLER} got {path}, whose last axis the shard_map divides along {listed(sorted(divided))}, "
+            f"and which is stored as {stored.kind} with scales along that axis; expected whole rows. "
+            "Divide another axis, store it as bfloat16, which has no scales, or update under jit."
         )
