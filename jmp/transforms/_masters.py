@@ -225,7 +225,7 @@ def _reset(param: Any, old: Any, storage: Storage, path: str) -> Any:
 
 
 def _beside_old(new: jax.Array, given: Any, old: Any) -> jax.Array:
-    """Returns an array made of one that was given, on the devices of an old one if from the host."""
+    """Returns what was made of `given`, on the devices of `old` if that came from the host."""
     is_placed = isinstance(old, jax.Array) and _jax_compat.is_concrete(old)
     from_host = not isinstance(given, jax.Array)
     return jax.device_put(new, old.sharding) if is_placed and from_host else new

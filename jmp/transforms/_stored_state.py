@@ -20,6 +20,7 @@ from jax.tree_util import (
 )
 from jax.typing import DTypeLike
 
+from jmp._jax_compat import varying_axes
 from jmp._messages import listed, users_stacklevel, wrong
 from jmp.dtypes import FLOAT32, floating_dtype
 from jmp.rules import UnusedRuleWarning
@@ -33,6 +34,7 @@ from jmp.trees import PyTree, cast_to_at_least_float32, path_string
 CALLER = "with_stored_state"
 Rule = tuple[str, str, DTypeLike]
 S = TypeVar("S")
+T = TypeVar("T")
 # For 8 bits: what small models put most of their accuracy into, and whose rows are seldom updated.
 EMBEDDINGS = "*embed*"
 
@@ -120,7 +122,7 @@ def with_stored_state(
 
         # Scales first, and then all again behind a barrier: XLA would keep the new state, in
         # float32, from one pass to the next. Of the first run nothing is computed but the state.
-        old, peaks = lax.optimization_barrier(
+        old, peaks = _behind_a_barrier(
             (state.inner_state, _peaks_like(state.inner_state, run, updates))
         )
         new_updates, inner_state = run(old)
@@ -178,12 +180,31 @@ def encode_state(opt_state: S, values: PyTree) -> S:
     >>> params, sgd = {"w": jnp.ones((2, 4))}, optax.sgd(0.1, momentum=0.9)
     >>> _, state = sgd.update(params, sgd.init(params))
     >>> fresh = with_stored_state(sgd, "int8").init(params)
-    >>> fresh._replace(inner_state=encode_state(fresh.inner_state, state)).inner_state[0].trace["w"].kind
-    'int8'
+    >>> stored = fresh._replace(inner_state=encode_state(fresh.inner_state, state))
+    >>> stored.inner_state[0].trace["w"].codes.dtype
+    dtype('uint8')
     """
     encode = lambda old, new: encoded(new, old.kind) if is_stored(old) else new
     stored: S = jax.tree.map(encode, opt_state, values, is_leaf=is_stored)
     return stored
+
+
+def _behind_a_barrier(tree: T) -> T:
+    """Returns a tree whose arrays XLA computes all before what is computed from any.
+
+    Inside of a shard_map one barrier for those that differ between the same devices: what comes out
+    of one differs between all devices between which anything in it does.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    groups: dict[frozenset[str], list[int]] = {}
+    for position, leaf in enumerate(leaves):
+        groups.setdefault(frozenset(varying_axes(leaf)), []).append(position)
+    for positions in groups.values():
+        behind = lax.optimization_barrier([leaves[position] for position in positions])
+        for position, leaf in zip(positions, behind, strict=True):
+            leaves[position] = leaf
+    result: T = jax.tree.unflatten(structure, leaves)
+    return result
 
 
 def _peaks_like(
@@ -323,7 +344,7 @@ def _check_rows_are_whole(path: str, stored: StoredArray, spec: PartitionSpec | 
     divided = set(names if isinstance(names, tuple) else (names,)).intersection(mapped)
     if stored.scales is not None and divided:
         raise ValueError(
-            f"{CALLER} got {path}, whose last axis the shard_map divides along {listed(sorted(divided))}, "
-            f"and which is stored as {stored.kind} with scales along that axis; expected whole rows. "
-            "Divide another axis, store it as bfloat16, which has no scales, or update under jit."
+            f"{CALLER} got {path}, stored as {stored.kind} with scales along its last axis, which "
+            f"the shard_map divides along {listed(sorted(divided))}; expected whole rows. Divide "
+            "another axis, store it in bfloat16, which has no scales, or update under jit."
         )
