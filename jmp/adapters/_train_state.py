@@ -215,6 +215,14 @@ def _from_state_dict(node: PyTree, state: dict[str, Any]) -> PyTree:
 
 
 def _check_shapes(node: PyTree, expected: dict[str, Any], state: dict[str, Any]) -> None:
+    if isinstance(node, StoredArray) and state["codes"].dtype != node.codes.dtype:
+        raise ValueError(
+            f"A checkpoint holds codes of dtype {state['codes'].dtype} for a StoredArray; expected "
+            f"{node.codes.dtype}, of {node.kind!r}. Restore into a state that is stored as the "
+            "saved one is, and store it otherwise afterwards: "
+            "transforms.encode_state(tx.init(params).inner_state, "
+            "transforms.decode_state(opt_state.inner_state))."
+        )
     for name, leaf in expected.items():
         if is_array(leaf) and leaf.shape != state[name].shape:
             raise ValueError(

@@ -27,7 +27,7 @@ from jmp.transforms._states import (
     WithStoredStateState,
 )
 from jmp.transforms._stochastic_rounding import with_stochastic_rounding
-from jmp.transforms._stored_state import with_stored_state
+from jmp.transforms._stored_state import decode_state, encode_state, with_stored_state
 
 __all__ = [
     "FlatMasters",
@@ -40,6 +40,8 @@ __all__ = [
     "WithStoredStateState",
     "check_optimizer_state",
     "clip_by_global_norm",
+    "decode_state",
+    "encode_state",
     "loss_scale_state",
     "masters",
     "mixed_precision",

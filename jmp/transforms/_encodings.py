@@ -199,5 +199,15 @@ def _of_each(of_blocks: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def _block_sizes(length: int) -> tuple[int, int]:
-    count = math.ceil(length / BLOCK)
-    return count, math.ceil(length / count)
+    """Returns how many blocks a row has, and their size; the last may be partly beyond the row.
+
+    If it can be a multiple of eight, or of four or two, and blocks are no smaller than half the
+    largest size: devices that divide the last axis then have whole blocks, and need none of the
+    others' numbers.
+    """
+    fewest = math.ceil(length / BLOCK)
+    for parts in (8, 4, 2):
+        for count in range(parts * math.ceil(fewest / parts), 2 * length // BLOCK + 1, parts):
+            if length % count == 0:
+                return count, length // count
+    return fewest, math.ceil(length / fewest)

@@ -130,7 +130,7 @@ def set_masters(opt_state: S, params: PyTree, values: PyTree) -> tuple[PyTree, S
     shown: dict[str, jax.Array] = {}
 
     def store(path: str, old: Any, storage: Any) -> Any:
-        value = jnp.array(wide[path], _dtype_of_value(old))
+        value = _beside_old(jnp.array(wide[path], _dtype_of_value(old)), wide[path], given[path])
         shown[path] = storage.visible(value, given[path], None)
         return storage.beside(value, shown[path], given[path])
 
@@ -221,10 +221,14 @@ def _reset(param: Any, old: Any, storage: Storage, path: str) -> Any:
             "params, opt_state = transforms.set_masters(opt_state, params, values)."
         )
     value = jnp.array(param, _dtype_of_value(old))
-    beside = storage.beside(value, value, param)
+    return _beside_old(storage.beside(value, value, param), param, old)
+
+
+def _beside_old(new: jax.Array, given: Any, old: Any) -> jax.Array:
+    """Returns what was made of `given`, on the devices of `old` if that came from the host."""
     is_placed = isinstance(old, jax.Array) and _jax_compat.is_concrete(old)
-    from_host = not isinstance(param, jax.Array)
-    return jax.device_put(beside, old.sharding) if is_placed and from_host else beside
+    from_host = not isinstance(given, jax.Array)
+    return jax.device_put(new, old.sharding) if is_placed and from_host else new
 
 
 def _dtype_of_value(old: Any) -> np.dtype:

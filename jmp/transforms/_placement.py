@@ -16,6 +16,7 @@ Which parameter is whose, the paths say: that of Adam's `.mu['dense']['kernel']`
 the parameter `['dense']['kernel']`. Where parameters lie on one device nothing is done.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -24,7 +25,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
-from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
+from jax.tree_util import GetAttrKey, keystr, tree_leaves_with_path, tree_map_with_path
 
 from jmp import _jax_compat
 from jmp._messages import described
@@ -33,6 +34,7 @@ from jmp.transforms._few_kernels import is_on_mesh
 from jmp.trees import PyTree
 
 S = TypeVar("S")
+BOX = GetAttrKey("value")  # of what is in a Variable of Flax nnx, or in a box of linen
 
 
 def state_shardings(tx: optax.GradientTransformation | optax.MultiSteps, params: PyTree) -> PyTree:
@@ -98,7 +100,7 @@ def _shardings(state: PyTree, params: PyTree) -> PyTree:
     def sharding_of(path: tuple[Any, ...], leaf: Any) -> Any:
         found = getattr(_parameter_of(leaf, path, by_path), "sharding", None)
         if found is None and (rows := _parameter_of_scales(leaf, path, by_path)) is not None:
-            found = _of_rows(getattr(rows, "sharding", None), leaf.ndim)
+            found = _of_blocks(getattr(rows, "sharding", None), leaf.shape)
         return replicated if found is None else found
 
     return tree_map_with_path(sharding_of, state)
@@ -130,6 +132,10 @@ def _tied(state: S, params: PyTree) -> S:
     for position, (path, leaf) in enumerate(found):
         param = _parameter_of(leaf, path, by_path)
         if param is None and (rows := _parameter_of_scales(leaf, path, by_path)) is not None:
+            if isinstance(leaf, jax.Array) and not _is_auto(jax.typeof(rows).sharding.mesh):
+                place = _of_blocks(jax.typeof(rows).sharding, leaf.shape)
+                leaves[position] = jax.sharding.reshard(leaf, place)
+                continue
             param = jnp.broadcast_to(rows[..., :1], leaf.shape)
         if _can_be_tied(leaf, param):
             beside[position] = param
@@ -186,8 +192,11 @@ def parameter_path(
     """Returns the path of the parameter to which a leaf of the state at `path` belongs, or None.
 
     Of the parameters by path it is the one that has the leaf's shape, and the longest path that
-    ends `path`. The codes of a `StoredArray` belong to the parameter of that.
+    ends `path`. The codes of a `StoredArray` belong to the parameter of that, also where they lie
+    in a Variable of Flax nnx, as its parameters do.
     """
+    if path[-1:] == (BOX,) and _is_part(path[:-1], "codes"):
+        path = (*path[:-2], BOX)
     path = path[:-1] if _is_part(path, "codes") else path
     for start in range(len(path) + 1):
         param: Any = params.get(path[start:])
@@ -208,17 +217,27 @@ def _parameter_of_scales(
     if not _is_part(path, "scales"):
         return None
     for start in range(len(path)):
-        param: Any = params.get(path[start:-1])
+        of = path[start:-1]
+        param: Any = next((params[each] for each in (of, (*of, BOX)) if each in params), None)
         if hasattr(param, "shape") and param.shape[:-1] == leaf.shape[:-1]:
             return param
     return None
 
 
-def _of_rows(sharding: Any, axes: int) -> Any:
-    """Returns a parameter's sharding for what has the parameter's axes but the last."""
+def _of_blocks(sharding: Any, shape: tuple[int, ...]) -> Any:
+    """Returns a parameter's sharding for the scales of its rows, or of blocks of them.
+
+    Those of blocks lie along the last axis as the blocks do, where that can be.
+    """
     if not isinstance(sharding, NamedSharding):
         return None
-    entries = (*sharding.spec, *[None] * axes)[: axes - 1]
+    entries = [*sharding.spec, *[None] * len(shape)][: len(shape)]
+    names = entries[-1] if isinstance(entries[-1], tuple) else (entries[-1],)
+    parts = math.prod(sharding.mesh.shape[name] for name in names if name is not None)
+    if shape[-1] % parts:
+        entries[-1] = None
+    while entries and entries[-1] is None:  # as XLA writes that of a result
+        entries.pop()
     return NamedSharding(sharding.mesh, PartitionSpec(*entries))
 
 

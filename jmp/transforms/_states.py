@@ -206,6 +206,16 @@ def check_no_storage_inside(inner_state: optax.OptState, caller: str) -> None:
         )
 
 
+def check_no_loss_scaling_inside(inner_state: optax.OptState, caller: str) -> None:
+    """Raises ValueError if a skipped step would not reach what is kept beside half parameters."""
+    if find_states(inner_state, WithLossScaleState):
+        raise ValueError(
+            f"{caller} got an inner transformation that contains with_loss_scale; a skipped step "
+            f"would still move what {caller} counts and keeps. Swap the two: "
+            f"with_loss_scale({caller}(adam), loss_scale)."
+        )
+
+
 def check_own_state(state: object, state_type: type, caller: str) -> None:
     """Raises TypeError if `update` got something else than the state that it returned last."""
     if not isinstance(state, state_type):
@@ -300,6 +310,8 @@ def check_loss_scaling(opt_state: optax.OptState, *, undone_on_a_skip: bool) -> 
             "is with_loss_scale(optax.partition(...), loss_scale)."
         )
     for node, position in (pair for found in scaled for pair in found.around):
+        if isinstance(node, storing_states()):
+            check_no_loss_scaling_inside(node.inner_state, STORAGES[type(node)].caller)
         if isinstance(node, optax.MultiStepsState):
             raise ValueError(
                 "This optimizer accumulates outside of with_loss_scale; one infinite micro-batch "

@@ -1,15 +1,17 @@
 """`with_stored_state`: the state of any optimizer in one or two bytes a number."""
 
+import dataclasses
 import fnmatch
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.sharding import PartitionSpec
 from jax.tree_util import (
     keystr,
     tree_flatten_with_path,
@@ -18,18 +20,21 @@ from jax.tree_util import (
 )
 from jax.typing import DTypeLike
 
+from jmp._jax_compat import varying_axes
 from jmp._messages import listed, users_stacklevel, wrong
 from jmp.dtypes import FLOAT32, floating_dtype
 from jmp.rules import UnusedRuleWarning
 from jmp.transforms import _inner, _states
 from jmp.transforms._encodings import KINDS, StoredArray, encoded, peaks_of
-from jmp.transforms._placement import parameter_path, placed
+from jmp.transforms._placement import BOX, parameter_path, placed
 from jmp.transforms._states import Transformation, WithLossScaleState, WithStoredStateState
 from jmp.transforms._stochastic_rounding import bits_of
 from jmp.trees import PyTree, cast_to_at_least_float32, path_string
 
 CALLER = "with_stored_state"
 Rule = tuple[str, str, DTypeLike]
+S = TypeVar("S")
+T = TypeVar("T")
 # For 8 bits: what small models put most of their accuracy into, and whose rows are seldom updated.
 EMBEDDINGS = "*embed*"
 
@@ -117,7 +122,7 @@ def with_stored_state(
 
         # Scales first, and then all again behind a barrier: XLA would keep the new state, in
         # float32, from one pass to the next. Of the first run nothing is computed but the state.
-        old, peaks = lax.optimization_barrier(
+        old, peaks = _behind_a_barrier(
             (state.inner_state, _peaks_like(state.inner_state, run, updates))
         )
         new_updates, inner_state = run(old)
@@ -126,6 +131,7 @@ def with_stored_state(
             if not is_stored(was):
                 return new
             name = keystr(path)
+            _check_rows_are_whole(name, was, bits.spec_of(name))
             drawn = bits.at(name, new, state.count) if rounding == "stochastic" else None
             return encoded(new, was.kind, drawn, peaks.get(name))
 
@@ -143,10 +149,62 @@ def is_stored(node: object) -> bool:
     return isinstance(node, StoredArray)
 
 
-def decode_state(state: PyTree) -> PyTree:
-    """Returns a state with each `StoredArray` in it as the float32 array that it stands for."""
+def decode_state(opt_state: PyTree) -> PyTree:
+    """Returns an optimizer's state with its `StoredArray`s as the float32 arrays they stand for.
+
+    To look at values, as `diagnostics.range_report(decode_state(opt_state))`, or to go on with a
+    state in float32. The state of an `nnx.Optimizer` is given as `nnx.as_pure(...)`.
+
+    >>> import optax
+    >>> state = with_stored_state(optax.trace(0.9), "int8").init({"w": jnp.ones((2, 4))})
+    >>> decode_state(state).inner_state.trace["w"].dtype
+    dtype('float32')
+    """
     decode = lambda node: node.decoded() if is_stored(node) else node
-    return jax.tree.map(decode, state, is_leaf=is_stored)
+    return jax.tree.map(decode, opt_state, is_leaf=is_stored)
+
+
+def encode_state(opt_state: S, values: PyTree) -> S:
+    """Returns an optimizer's state that holds these values, stored as its own are.
+
+    The inverse of `decode_state`, for a run that goes on from a state in float32, or from one that
+    was stored in another way. Values are rounded to the nearest.
+
+    Args:
+      opt_state: a state, such as `tx.init(params).inner_state`, for its `StoredArray`s.
+      values: a state of the same structure, with float32 arrays in their places.
+
+    Raises: ValueError if the structures differ.
+
+    >>> import optax
+    >>> params, sgd = {"w": jnp.ones((2, 4))}, optax.sgd(0.1, momentum=0.9)
+    >>> _, state = sgd.update(params, sgd.init(params))
+    >>> fresh = with_stored_state(sgd, "int8").init(params)
+    >>> stored = fresh._replace(inner_state=encode_state(fresh.inner_state, state))
+    >>> stored.inner_state[0].trace["w"].codes.dtype
+    dtype('uint8')
+    """
+    encode = lambda old, new: encoded(new, old.kind) if is_stored(old) else new
+    stored: S = jax.tree.map(encode, opt_state, values, is_leaf=is_stored)
+    return stored
+
+
+def _behind_a_barrier(tree: T) -> T:
+    """Returns a tree whose arrays XLA computes all before what is computed from any.
+
+    Inside of a shard_map one barrier for those that differ between the same devices: what comes out
+    of one differs between all devices between which anything in it does.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    groups: dict[frozenset[str], list[int]] = {}
+    for position, leaf in enumerate(leaves):
+        groups.setdefault(frozenset(varying_axes(leaf)), []).append(position)
+    for positions in groups.values():
+        behind = lax.optimization_barrier([leaves[position] for position in positions])
+        for position, leaf in zip(positions, behind, strict=True):
+            leaves[position] = leaf
+    result: T = jax.tree.unflatten(structure, leaves)
+    return result
 
 
 def _peaks_like(
@@ -183,14 +241,19 @@ class _Rules:
         by_path = dict(tree_leaves_with_path(params))
         used: set[int] = set()
 
-        def encode(path: tuple[Any, ...], leaf: Any) -> Any:
+        def encode(path: tuple[Any, ...], node: Any) -> Any:
+            (inside, leaf), *_ = tree_leaves_with_path(node) or [((), None)]
+            path = (*path, *inside)
             of = parameter_path(leaf, path, by_path)
             if of is None or getattr(leaf, "dtype", None) != FLOAT32 or not leaf.size * leaf.ndim:
-                return leaf
-            kind = self._kind(path_string(path), path_string(of), leaf, used)
-            return leaf if kind == "float32" else encoded(leaf, kind)
+                return node
+            kind = self._kind(_name(path), _name(of), leaf, used)
+            if kind == "float32":
+                return node
+            stored = encoded(leaf, kind)
+            return dataclasses.replace(stored, codes=jax.tree.map(lambda _: stored.codes, node))
 
-        found = tree_map_with_path(encode, state)
+        found = tree_map_with_path(encode, state, is_leaf=_is_variable)
         unused = [rule[:2] for index, rule in enumerate(self.rules) if index not in used]
         if unused and not self.spares:
             warnings.warn(
@@ -204,7 +267,7 @@ class _Rules:
 
     def _paths(self, state: PyTree, params: dict[tuple[Any, ...], Any]) -> list[str]:
         leaves = tree_leaves_with_path(state)
-        return [path_string(path) for path, x in leaves if parameter_path(x, path, params)]
+        return [_name(path) for path, x in leaves if parameter_path(x, path, params)]
 
     def _kind(self, path: str, of: str, leaf: jax.Array, used: set[int]) -> str:
         for index, (of_state, of_parameter, kind) in enumerate(self.rules):
@@ -214,6 +277,20 @@ class _Rules:
                 of_8_bits = kind in ("int8", "float8_e4m3fn")
                 return "float32" if self.spares and of_8_bits and is_spared else kind
         return "float32"
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    """Returns a path as rules match it: not that of what is inside a parameter's box."""
+    return path_string(path[:-1] if path[-1:] == (BOX,) else path)
+
+
+def _is_variable(node: object) -> bool:
+    """Returns whether a node is a Variable of Flax nnx, which may hold an array, and no tree.
+
+    Its `init` sees Variables, its `update` arrays: nnx puts the new arrays into the old Variables.
+    """
+    classes = type(node).__mro__
+    return any(of.__name__ == "Variable" and of.__module__.startswith("flax.") for of in classes)
 
 
 def _rules(stored: Any) -> _Rules:
@@ -252,8 +329,22 @@ def _check_order(inner_state: PyTree) -> None:
     outer: tuple[type[Any], ...] = (WithLossScaleState, *_states.storing_states())
     for state in _states.find_states(inner_state, outer):
         inside = _states.STORAGES.get(type(state))
-        name, more = (inside.caller, "") if inside else ("with_loss_scale", ", loss_scale")
+        name, scale = (inside.caller, "") if inside else ("with_loss_scale", ", loss_scale")
         raise ValueError(
             f"{CALLER} got an inner transformation that contains {name}, whose own state it would "
-            f"round. Swap the two: {name}({CALLER}(adam, 'bfloat16'){more})."
+            f"round. Swap the two: {name}({CALLER}(adam, 'bfloat16'){scale})."
+        )
+
+
+def _check_rows_are_whole(path: str, stored: StoredArray, spec: PartitionSpec | None) -> None:
+    """Raises ValueError for rows that a shard_map divides, of which no device knows the largest."""
+    axes = stored.codes.ndim
+    names = [*(spec or ()), *[None] * axes][axes - 1]
+    mapped = jax.sharding.get_abstract_mesh().manual_axes
+    divided = set(names if isinstance(names, tuple) else (names,)).intersection(mapped)
+    if stored.scales is not None and divided:
+        raise ValueError(
+            f"{CALLER} got {path}, stored as {stored.kind} with scales along its last axis, which "
+            f"the shard_map divides along {listed(sorted(divided))}; expected whole rows. Divide "
+            "another axis, store it in bfloat16, which has no scales, or update under jit."
         )

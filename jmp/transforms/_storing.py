@@ -48,11 +48,14 @@ class Bits:
         """
         if count is None:
             return None
-        spec = None
-        if self.specs is not None:
-            end = max(filter(path.endswith, self.specs), key=len, default=None)
-            spec = PartitionSpec() if end is None else self.specs[end]
-        return random_bits(self.seed, count, path, like, spec)
+        return random_bits(self.seed, count, path, like, self.spec_of(path))
+
+    def spec_of(self, path: str) -> PartitionSpec | None:
+        """Returns how the parameter at the end of a path is divided; None where nobody said."""
+        if self.specs is None:
+            return None
+        end = max(filter(path.endswith, self.specs), key=len, default=None)
+        return PartitionSpec() if end is None else self.specs[end]
 
 
 class Storage:
@@ -225,6 +228,7 @@ def stored_by(
         seen = form.seen_by_inner(kept, params)
         inner_state = _inner.init_inner(wrapped, seen, caller)
         _states.check_no_storage_inside(inner_state, caller)
+        _states.check_no_loss_scaling_inside(inner_state, caller)
         state = {kept_name: kept, "inner_state": _states.without_weak_types(inner_state)}
         if counts:
             state["count"] = jnp.zeros([], jnp.int32)

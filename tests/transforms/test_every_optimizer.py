@@ -60,5 +60,40 @@ def test_scaled_and_skipped_it_ends_where_it_ends_bare(inner):
 def test_its_masters_are_the_parameters_of_a_bare_float32_run(inner):
     half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), parameters())
     expected, _ = run(bare(inner), jmp.cast_to_full(half), [1, 2])
-    found, state = run(transforms.with_master_params(inner), half, [1, 2])
-    assert bits(transforms.masters(state, found)) == bits(expected)
+    for store in (transforms.with_master_params, transforms.with_split_masters):
+        found, state = run(store(inner), half, [1, 2])
+        assert bits(transforms.masters(state, found)) == bits(expected)
+
+
+SMALL, LARGE = (3, 4), (64, 512)
+RULES = [("*", "*bfloat16", "bfloat16"), ("*", "*int8", "int8")]
+KERNELS = {f"{shape[0]} {kind}": shape for shape in (SMALL, LARGE) for kind in ("bfloat16", "int8")}
+
+
+def kernels(value):
+    """A tree like `parameters()`, with several kernels for its one."""
+    made = {name: jnp.full(shape, value, jnp.bfloat16) for name, shape in KERNELS.items()}
+    return {"kernel": made, "bias": jnp.full(4, value, jnp.bfloat16)}
+
+
+def avals(tree):
+    of = lambda x: (x.shape, x.dtype, getattr(x, "weak_type", False))
+    return jax.tree.structure(tree), [of(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+@every_optimizer
+@pytest.mark.filterwarnings("ignore::jmp.UnusedRuleWarning")
+def test_stored_in_one_or_two_bytes_its_state_stays_finite_and_keeps_its_types(inner):
+    tx = transforms.with_split_masters(transforms.with_stored_state(inner, RULES))
+    params = kernels(0.5)
+    state = tx.init(params)
+    first = avals((params, state))
+    for number in range(2):
+        grads = kernels(0.1 * number + 0.01)
+        value = jnp.float32(1.0)
+        updates, state = tx.update(
+            grads, state, params, value=value, grad=grads, value_fn=squared_distance
+        )
+        params = optax.apply_updates(params, updates)
+        assert avals((params, state)) == first
+    assert jmp.all_finite((params, transforms.decode_state(state)))

@@ -1,0 +1,214 @@
+"""Small states on many devices: where each array lies, and the same bits on any number of them."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jmp
+from jmp import transforms
+from tests.bits import bits
+
+WAYS = {
+    "split": transforms.with_split_masters,
+    "stochastic": transforms.with_stochastic_rounding,
+    "kahan": transforms.with_kahan_summation,
+}
+SPECS = {"rows": P("x"), "columns": P(None, "y"), "both": P("y", "x"), "whole": P()}
+AXIS_TYPES = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+
+
+# "int8", which has scales of blocks, in all places; every way and type at least once.
+ROWS = [("stochastic", "rows", "bfloat16"), ("kahan", "both", "float16")]
+ROWS += [("split", "both", "float8_e4m3fn"), *(("split", spec, "int8") for spec in SPECS)]
+GROUPS = {" ".join(row): row for row in ROWS}
+
+
+def every_group():
+    make = lambda way, spec, kind: WAYS[way](transforms.with_stored_state(optax.adam(1e-2), kind))
+    txs = {name: make(*of) for name, of in GROUPS.items()}
+    tx = optax.partition(txs, {name: name for name in GROUPS})
+    return transforms.with_loss_scale(tx, jmp.DynamicLossScale(16.0))
+
+
+def placed_params(axis_type):
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(axis_type,) * 2)
+    place = lambda of: NamedSharding(mesh, SPECS[of[1]])
+    values = jnp.linspace(-1, 1, 16 * 1024, dtype=jnp.bfloat16).reshape(16, 1024)
+    return {name: jax.device_put(values, place(of)) for name, of in GROUPS.items()}
+
+
+def places(tree):
+    return jax.tree.map(lambda leaf: (leaf.sharding.shard_shape(leaf.shape), leaf.shape), tree)
+
+
+@AXIS_TYPES
+def test_every_array_of_a_state_lies_as_its_parameter_and_none_is_gathered(axis_type):
+    tx, params = every_group(), placed_params(axis_type)
+    goal = transforms.state_shardings(tx, params)
+    state = tx.init(params)
+    for made in (state, jax.jit(tx.init)(params)):
+        for (path, leaf), place in zip(
+            jax.tree_util.tree_leaves_with_path(made), jax.tree.leaves(goal), strict=True
+        ):
+            assert leaf.sharding.is_equivalent_to(place, leaf.ndim), jax.tree_util.keystr(path)
+    groups = state.inner_state.inner_states
+    for name, (way, spec, kind) in GROUPS.items():
+        kept = groups[name].inner_state
+        adam = kept.inner_state.inner_state[0]
+        arrays = [adam.mu[name].codes, adam.nu[name].codes]
+        arrays += [] if way == "stochastic" else [kept[0][name]]
+        assert {array.sharding.spec for array in arrays} == {SPECS[spec]}, name
+        if kind == "int8":
+            place = NamedSharding(arrays[0].sharding.mesh, SPECS[spec])
+            assert adam.mu[name].scales.sharding.is_equivalent_to(place, 2), name
+
+    def step(params, state):
+        gradients = jax.tree.map(lambda p: 16 * p, params)
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    run = jax.jit(step, donate_argnums=(0, 1))
+    compiled = run.lower(params, state).compile()
+    sent = r"= (\(?\w+\[[\d,]*\]).* (all-gather|all-to-all|collective-permute|reduce-scatter)\("
+    assert re.findall(sent, compiled.as_text()) == []
+    before = places((params, state))
+    for _ in range(2):
+        params, state = run(params, state)
+        assert places((params, state)) == before
+    assert run._cache_size() == 1
+
+
+# Equal bits: the arithmetic of the inner transformation is exact, whatever XLA fuses.
+
+RULES = [("*", f"*{kind}", kind) for kind in ("bfloat16", "float16", "int8")]
+INNER = optax.chain(optax.trace(0.5), optax.scale(-(2.0**-6)))
+TREE = {"bfloat16": P("x"), "float16": P(None, "x"), "int8": P("x"), "none": P()}
+DTYPES = {"bfloat16": jnp.bfloat16, "float16": jnp.float16, "int8": jnp.bfloat16}
+
+
+def stochastic(specs=None):
+    inner = transforms.with_stored_state(INNER, RULES[:1] + RULES[2:], seed=5, specs=specs)
+    return transforms.with_stochastic_rounding(inner, seed=7, specs=specs)
+
+
+def start():
+    numbers = np.random.default_rng(0).standard_normal((16, 48))
+    made = {name: jnp.asarray(numbers, DTYPES.get(name, jnp.bfloat16)) for name in TREE}
+    return made
+
+
+def three_steps(tx, params, state):
+    for number in range(3):
+        size = 1 + 2.0**-9 * number  # not what half types hold
+        gradients = jax.tree.map(lambda p, by=size: p.astype(jnp.float32) * by, params)
+        updates, state = tx.update(gradients, state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+def on_mesh(devices, tree):
+    mesh = jax.make_mesh(
+        (devices,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices]
+    )
+    return mesh, jax.device_put(tree, jax.tree.map(lambda spec: NamedSharding(mesh, spec), TREE))
+
+
+@functools.cache
+def expected():
+    """What one device gives, one operation at a time."""
+    tx, params = stochastic(), start()
+    params, state = three_steps(tx, params, tx.init(params))
+    rows = params["bfloat16"].astype(jnp.float32)
+    assert not jnp.array_equal(rows, start()["bfloat16"])
+    return bits((params, state))
+
+
+def by_jit(devices):
+    tx = stochastic()
+    _, params = on_mesh(devices, start())
+    return jax.jit(functools.partial(three_steps, tx))(params, tx.init(params))
+
+
+def by_eager(devices):
+    tx = stochastic()
+    _, params = on_mesh(devices, start())
+    return three_steps(tx, params, tx.init(params))
+
+
+def by_shard_map(devices):
+    tx = stochastic(TREE)
+    mesh, params = on_mesh(devices, start())
+    state = tx.init(params)
+    of_state = jax.tree.map(lambda place: place.spec, transforms.state_shardings(tx, params))
+    specs = (TREE, of_state)
+    run = jax.shard_map(
+        functools.partial(three_steps, tx), mesh=mesh, in_specs=specs, out_specs=specs
+    )
+    return jax.jit(run)(params, state)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 8])
+@pytest.mark.parametrize("way", [by_jit, by_shard_map, by_eager], ids=lambda way: way.__name__)
+def test_bits_are_the_same_on_any_number_of_devices(way, devices):
+    assert bits(way(devices)) == expected()
+
+
+@pytest.mark.filterwarnings("ignore::jmp.UnusedRuleWarning")
+def test_inside_of_shard_map_the_parts_must_be_known_and_rows_whole():
+    mesh, params = on_mesh(8, start())
+    run = lambda tx, params: tx.update(params, tx.init(params), params)[0]
+    over = lambda tx, spec: jax.shard_map(
+        functools.partial(run, tx), mesh=mesh, in_specs=spec, out_specs=spec
+    )
+    with pytest.raises(ValueError, match="does not know which part .*specs="):
+        jax.eval_shape(over(stochastic(), P("x")), params["int8"])
+    tx = transforms.with_stored_state(INNER, "int8", rounding="nearest", specs=P(None, "x"))
+    with pytest.raises(ValueError, match="int8 .*last axis.*along 'x'; expected whole rows"):
+        jax.eval_shape(over(tx, P(None, "x")), params["float16"])
+
+
+def test_a_training_saved_on_eight_devices_goes_on_on_four_with_the_same_bits(tmp_path):
+    tx = stochastic()
+    _, params = on_mesh(8, start())
+    run = jax.jit(functools.partial(three_steps, tx))
+    carry = run(params, tx.init(params))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "saved", carry)
+        checkpointer.wait_until_finished()
+        _, params = on_mesh(4, start())
+        goal = (
+            jax.tree.map(lambda leaf: leaf.sharding, params),
+            transforms.state_shardings(tx, params),
+        )
+        like = jax.tree.map(
+            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+            carry,
+            goal,
+        )
+        restored = checkpointer.restore(tmp_path / "saved", like)
+    assert restored[1].inner_state.inner_state[0].trace["int8"].codes.sharding.spec == P("x")
+    assert bits(restored) == bits(carry)
+    assert bits(run(*restored)) == bits(run(*carry))
+
+
+def test_values_from_the_host_are_taken_to_where_the_parameters_lie():
+    _, params = on_mesh(8, {name: jnp.ones((16, 48), jnp.bfloat16) for name in TREE})
+    for store in WAYS.values():
+        tx = store(INNER)
+        values = {name: np.full((16, 48), 0.1, np.float32) for name in TREE}
+        new, state = transforms.set_masters(tx.init(params), params, values)
+        expected = transforms.state_shardings(tx, params)
+        same = jax.tree.map(
+            lambda leaf, place: leaf.sharding == place,
+            (new, state),
+            (jax.tree.map(lambda leaf: leaf.sharding, params), expected),
+        )
+        assert jax.tree.all(same)
