@@ -66,6 +66,17 @@ def test_small_numbers_beside_large_ones_are_no_zeros_in_second_moments():
     assert (jnp.abs(signed - value) <= 2**-4 * value)[reached].all()
 
 
+@pytest.mark.parametrize("kind", ["float16", "float8_e4m3fn", "int8"])
+def test_a_positive_number_becomes_zero_only_beside_negative_ones(kind):
+    down = jnp.zeros((1, 256), jnp.uint32)  # the bits that round the farthest towards zero
+    value = jnp.logspace(-30, 0, 256)[None]
+    assert (encoded(value, kind, down).decoded() > 0).all()
+    assert (encoded(value.at[0, 7].set(0.0), kind, down).decoded() == 0).sum() == 1
+    # Of a first moment each number is right on average, also those that become zero.
+    signed = encoded(value.at[0, -1].set(-1.0), kind, down).decoded()
+    assert (signed[0, :64] == 0).all()
+
+
 # Of a state.
 
 
@@ -180,6 +191,21 @@ def test_optax_with_half_parameters_is_stuck_and_here_it_is_not(exact):
     assert state.inner_state.inner_state.nu.codes.dtype == jnp.bfloat16
     plain = transforms.with_stored_state(inner, "bfloat16")
     assert abs(after_a_peak(plain, dtype=jnp.bfloat16) / exact - 1) <= FALLS["bfloat16"]
+
+
+@every_kind
+def test_no_step_is_large_where_gradients_of_a_row_differ_by_many_orders(kind):
+    scales = jnp.logspace(-7, 0, 256)[None, None]
+    gradients = scales * jax.random.normal(jax.random.key(0), (300, 2, 256))
+    tx = transforms.with_stored_state(optax.adam(1.0), kind)
+    params = jnp.zeros((2, 256))
+
+    def step(state, gradient):
+        updates, state = tx.update(gradient, state, params)
+        return state, jnp.max(jnp.abs(updates))
+
+    _, largest = jax.jit(lambda state: jax.lax.scan(step, state, gradients))(tx.init(params))
+    assert largest.max() < 1.5  # of float32 it is 1.0; by a second moment of zero 1e4
 
 
 def test_eps_is_no_zero_over_zero_in_float16():
