@@ -14,6 +14,8 @@ Four parts, each of which replaces its own results in `results/small_states.json
 * `bytes`: what a parameter and Adam's state for it take, counted in the state; and what an update
   moves, counted in the program that XLA compiles for an H200, without a GPU.
 
+`--ways` trains some ways anew, and keeps what the file says of the others.
+
 Trainings of a seed have the same initial parameters and the same batches. A final loss is the mean
 of the last 20 steps.
 """
@@ -212,32 +214,32 @@ def stacked(trees: Any) -> Any:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
-def digits(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
+def digits(arguments: argparse.Namespace, console: Console, before: Any) -> dict[str, Any]:
     """Ten optimizers in each way, on handwritten digits."""
     task = digits_task(arguments.seeds, arguments.digits_steps)
     found: dict[str, Any] = {}
     for name, optimizer in OPTIMIZERS.items():
-        rows: dict[str, Any] = {}
+        rows = before["optimizers"][name] if arguments.ways else {}
         reference = train(STRATEGIES["float32"], optimizer, task)
-        for way, strategy in STRATEGIES.items():
+        for way in arguments.ways or STRATEGIES:
             started = time.perf_counter()
-            curves = reference if way == "float32" else train(strategy, optimizer, task)
+            curves = reference if way == "float32" else train(STRATEGIES[way], optimizer, task)
             rows[way] = summary(curves, reference)
             console.print(line(f"{name}, {way}", rows[way], time.perf_counter() - started))
         found[name] = rows
     return {"steps": arguments.digits_steps, "parameters": size_of(task), "optimizers": found}
 
 
-def text(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
+def text(arguments: argparse.Namespace, console: Console, before: Any) -> dict[str, Any]:
     """A language model by Adam in each way that has bfloat16 parameters."""
     task, peak = text_task(arguments), arguments.learning_rate
     schedule = optax.cosine_decay_schedule(peak, arguments.text_steps, alpha=0.01)
-    rows: dict[str, Any] = {}
-    reference = None
-    for way in BFLOAT16:
+    rows = before["ways"] if arguments.ways else {}
+    reference = train(STRATEGIES["float32"], optax.adam(schedule), task)
+    for way in arguments.ways or BFLOAT16:
         started = time.perf_counter()
-        curves = train(STRATEGIES[way], optax.adam(schedule), task)
-        reference = curves if reference is None else reference
+        is_reference = way == "float32"
+        curves = reference if is_reference else train(STRATEGIES[way], optax.adam(schedule), task)
         size = max(1, curves.shape[1] // POINTS)
         whole = curves[:, : curves.shape[1] // size * size].reshape(len(curves), -1, size)
         rows[way] = summary(curves, reference)
@@ -269,7 +271,7 @@ def size_of(task: Task) -> int:
     return sum(leaf.size // len(leaf) for leaf in jax.tree.leaves(task.params))
 
 
-def moments(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
+def moments(arguments: argparse.Namespace, console: Console, before: Any) -> dict[str, Any]:
     """How much too small Adam's step becomes where the second moment does not fall."""
     shape, large, small, steps = (64, 64), 1.0, 0.05, 1500
     gradients = jnp.asarray([large] + [small] * steps)
@@ -298,7 +300,7 @@ def moments(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
     return {"large": large, "small": small, "steps": steps, "ways": rows}
 
 
-def bytes_of(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
+def bytes_of(arguments: argparse.Namespace, console: Console, before: Any) -> dict[str, Any]:
     """Bytes a parameter: held with Adam's state, and moved by an update on an H200."""
     count = sum(int(np.prod(shape)) for shape in SHAPES)
     rows = {}
@@ -348,6 +350,7 @@ def parse_arguments(given: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--output", type=pathlib.Path, default=ROOT / "results" / "small_states.json")
     add("--only", choices=PARTS, nargs="+", default=list(PARTS), help="default: all four")
+    add("--ways", choices=STRATEGIES, nargs="+", help="default: all, and nothing is kept")
     add("--seeds", type=int, default=5)
     add("--digits-steps", type=int, default=400)
     add("--text-steps", type=int, default=2000)
@@ -363,7 +366,7 @@ def main(given: Sequence[str] | None = None) -> None:
     results = json.loads(output.read_text()) if output.exists() else {}
     for name in arguments.only:
         started = time.perf_counter()
-        found = {"seeds": arguments.seeds} | PARTS[name](arguments, console)
+        found = {"seeds": arguments.seeds} | PARTS[name](arguments, console, results.get(name))
         found |= {
             "minutes": round((time.perf_counter() - started) / 60, 1),
             "cpus": os.cpu_count(),
