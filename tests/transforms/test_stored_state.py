@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jmp
 from jmp import transforms
@@ -235,3 +237,35 @@ def test_weight_decay_is_not_lost():
             updates, state = tx.update(zero, state, now)
             now = optax.apply_updates(now, updates)
         assert abs(transforms.masters(state, now)["w"].mean() - 0.999**10) < 2e-4
+
+
+# On several devices.
+
+
+@every_kind
+def test_inside_of_shard_map_it_is_what_it_is_on_one_device(kind):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    params = {"divided": jnp.ones((16, 32), jnp.bfloat16), "whole": jnp.ones((4, 32))}
+    grads = {name: rows(param.shape) for name, param in params.items()}
+    specs = {"divided": P("data"), "whole": P()}
+
+    def make(specs=None):
+        adam = transforms.with_stored_state(optax.adam(1e-2), kind, specs=specs)
+        return transforms.with_stochastic_rounding(adam, specs=specs)
+
+    tx = make(specs)
+    shapes = jax.tree.map(
+        lambda leaf, spec: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)
+        ),
+        params,
+        specs,
+    )
+    of_state = jax.tree.map(lambda place: place.spec, transforms.state_shardings(tx, shapes))
+    inside = jax.shard_map(
+        tx.update, mesh=mesh, in_specs=(specs, of_state, specs), out_specs=(specs, of_state)
+    )
+    found = jax.jit(inside)(grads, tx.init(params), params)
+    expected = jax.jit(make().update)(grads, make().init(params), params)
+    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        assert bits(one) == bits(other)
