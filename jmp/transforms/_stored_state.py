@@ -120,10 +120,10 @@ def with_stored_state(
                 wrapped, updates, gradients, decoded, now, extra_args, CALLER
             )
 
-        # Scales first, and then all again behind a barrier: XLA would keep the new state, in
+        # Scales first, and then all again behind barriers: XLA would keep the new state, in
         # float32, from one pass to the next. Of the first run nothing is computed but the state.
-        old, peaks = _behind_a_barrier(
-            (state.inner_state, _peaks_like(state.inner_state, run, updates))
+        old, peaks = _behind_barriers(
+            state.inner_state, _peaks_like(state.inner_state, run, updates)
         )
         new_updates, inner_state = run(old)
 
@@ -189,24 +189,6 @@ def encode_state(opt_state: S, values: PyTree) -> S:
     return stored
 
 
-def _behind_a_barrier(tree: T) -> T:
-    """Returns a tree whose arrays XLA computes all before what is computed from any.
-
-    Inside of a shard_map one barrier for those that differ between the same devices: what comes out
-    of one differs between all devices between which anything in it does.
-    """
-    leaves, structure = jax.tree.flatten(tree)
-    groups: dict[frozenset[str], list[int]] = {}
-    for position, leaf in enumerate(leaves):
-        groups.setdefault(frozenset(varying_axes(leaf)), []).append(position)
-    for positions in groups.values():
-        behind = lax.optimization_barrier([leaves[position] for position in positions])
-        for position, leaf in zip(positions, behind, strict=True):
-            leaves[position] = leaf
-    result: T = jax.tree.unflatten(structure, leaves)
-    return result
-
-
 def _peaks_like(
     old: PyTree, run: Callable[[PyTree], tuple[optax.Updates, PyTree]], gradients: PyTree
 ) -> dict[str, tuple[jax.Array, ...]]:
@@ -227,6 +209,25 @@ def _peaks_like(
         together = peaks_of([new[position] for position in positions.values()], kind)
         peaks |= dict(zip(positions, together, strict=True))
     return peaks
+
+
+def _behind_barriers(
+    old: PyTree, peaks: dict[str, tuple[jax.Array, ...]]
+) -> tuple[PyTree, dict[str, tuple[jax.Array, ...]]]:
+    """Returns a state and peaks of which no array can be had before the peaks that belong to it.
+
+    A barrier for each: what goes through one together counts, inside of a shard_map, as different
+    on each device if one of it is. A count is not, nor are parameters that no axis divides.
+    """
+    waited = dict(peaks)
+
+    def wait(path: tuple[Any, ...], leaf: Any) -> Any:
+        if not is_stored(leaf) or keystr(path) not in peaks:
+            return leaf
+        leaf, waited[keystr(path)] = lax.optimization_barrier((leaf, peaks[keystr(path)]))
+        return leaf
+
+    return tree_map_with_path(wait, old, is_leaf=is_stored), waited
 
 
 class _Rules:
