@@ -113,7 +113,10 @@ def peaks_of(values: Sequence[jax.Array], kind: str) -> list[tuple[jax.Array, ..
     """
     if kind == "bfloat16":
         return [() for _ in values]
-    rows = list(map(_in_blocks, values)) if kind == "int8" else values
+    if kind == "int8":
+        rows = list(map(_in_blocks, values))
+    else:  # an infinity says nothing of the numbers beside it; codes of 8 bits have none
+        rows = [jnp.where(jnp.isfinite(value), value, 0) for value in values]
     found = _largest([each for row in rows for each in (row, -row)])
     return list(zip(found[::2], found[1::2], strict=True))
 
@@ -173,7 +176,8 @@ def _in_codes(
     # What XLA computes again beside the peaks may be larger than they are, by a rounding.
     largest = jnp.where(has_sign, LARGEST_CODE, 2.0**15 * LARGEST_CODE)
     near = jnp.minimum(rounded_to(bits, size, MANTISSA, LOWEST), _of_each(largest, value))
-    near = jnp.maximum(near, -LARGEST_CODE).astype(jnp.float16)
+    smallest = jnp.where(has_sign, -LARGEST_CODE, 0)
+    near = jnp.maximum(near, _of_each(smallest, value)).astype(jnp.float16)
     cut = lax.bitcast_convert_type(near, jnp.uint16) >> 7
     code = jnp.where(_of_each(has_sign, value), (cut & 127) + (cut >> 1 & 128), cut)
     code = code.astype(jnp.uint8)
@@ -219,11 +223,11 @@ def _of_each(of_blocks: jax.Array, like: jax.Array) -> jax.Array:
 def _block_sizes(length: int) -> tuple[int, int]:
     """Returns how many blocks a row has, and their size; the last may be partly beyond the row.
 
-    If it can be a multiple of eight, or of four or two, and blocks are no smaller than half the
-    largest size: devices that divide the last axis then have whole blocks, and need none of the
-    others' numbers.
+    Blocks are as large as they may be, but for a number of them that eight, four or two divide, if
+    that needs none smaller than half the largest: devices that divide the last axis then have whole
+    blocks, and need none of the others' numbers.
     """
-    fewest = math.ceil(length / BLOCK)
+    fewest = max(1, math.ceil(length / BLOCK))
     for parts in (8, 4, 2):
         for count in range(parts * math.ceil(fewest / parts), 2 * length // BLOCK + 1, parts):
             if length % count == 0:

@@ -75,8 +75,8 @@ def test_a_positive_number_becomes_zero_only_beside_negative_ones(kind):
     assert (encoded(value, kind, down).decoded() > 0).all()
     assert (encoded(value.at[0, 7].set(0.0), kind, down).decoded() == 0).sum() == 1
     # Of a first moment each number is right on average, also those that become zero.
-    signed = encoded(value.at[0, -1].set(-1.0), kind, down).decoded()
-    assert (signed[0, :64] == 0).all()
+    signed = encoded(value.at[0, ::128].set(-1.0), kind, down).decoded()
+    assert (signed[0, 1:32] == 0).all()
 
 
 # Of a state.
@@ -112,7 +112,7 @@ def test_of_8_bits_vectors_and_embeddings_stay_float32_unless_a_rule_says_otherw
 
     assert dtypes(kind) == {"embed": "float32", "w": dtype, "b": "float32"}
     assert dtypes([("*", "*", kind)]) == {"embed": dtype, "w": dtype, "b": dtype}
-    assert dtypes([("trace/*", "w", "float32"), ("*", "[bw]", kind)]) == {
+    assert dtypes([("trace", "w", "float32"), ("*", "[bw]", kind)]) == {
         "embed": "float32",
         "w": "float32",
         "b": dtype,
@@ -121,7 +121,7 @@ def test_of_8_bits_vectors_and_embeddings_stay_float32_unless_a_rule_says_otherw
 
 def test_a_rule_that_matches_nothing_is_named():
     tx = transforms.with_stored_state(optax.adam(1e-3), [("*mv*", "*", "bfloat16")])
-    with pytest.warns(jmp.UnusedRuleWarning, match=r"'\*mv\*'.*paths here are '0/mu/"):
+    with pytest.warns(jmp.UnusedRuleWarning, match=r"'\*mv\*'.*paths here are '0/mu, "):
         tx.init(PARAMS)
 
 
