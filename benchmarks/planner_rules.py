@@ -144,6 +144,7 @@ RULES = [
     Rule("softmax from its half result", _rewrites_without(softmax_from_half_result)),
     Rule("softmax of half scores", _rewrites_without(softmax_of_half_scores)),
     Rule("biases add up by products", {"_planner.Planner._adds_by_product": lambda *_: False}),
+    Rule("kernels of convolutions that spread", {"_planner.spreads": lambda _: False}),
     Rule("one cast for all readers", {"_planner.Island": _island_with(shares_casts=False)}),
     Rule("a cast of its own elsewhere", {"_planner.Island": _island_with(shares_casts=True)}),
     Rule("prevent_cse", {"_planner.Island": _island_with(prevent_cse=False)}),

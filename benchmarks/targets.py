@@ -27,7 +27,7 @@ import jmp
 from benchmarks import wire
 from benchmarks.models import ViT
 from benchmarks.processes import ROOT
-from benchmarks.recipes import by_hand
+from benchmarks.recipes import by_hand, small_states
 from benchmarks.workloads import UPDATES, Update
 from jmp import transforms
 from testbed.decoding import LOOPS, SMALL, Decoder
@@ -73,6 +73,7 @@ class Row:
       ways: those it is written in.
       machines: those it is compiled for.
       is_step: whether it is a training step, whose compile time is told too.
+      gpu_halves: the half dtypes in which it is compiled for GPUs.
     """
 
     name: str
@@ -81,10 +82,11 @@ class Row:
     ways: tuple[str, ...] = ("float32", BASE, "autocast")
     machines: tuple[str, ...] = MACHINES
     is_step: bool = True
+    gpu_halves: tuple[str, ...] = GPU_HALVES
 
     def jobs(self) -> Iterator[Job]:
         for machine in self.machines:
-            halves = TPU_HALVES if machine in TPUS else GPU_HALVES
+            halves = TPU_HALVES if machine in TPUS else self.gpu_halves
             for way in self.ways:
                 # A step in float32 has no half dtype: one program for all.
                 for half in ("float32",) if way == "float32" else halves:
@@ -167,6 +169,47 @@ def _adam_of_jmp(update: Update, half: Any) -> tuple[Any, Any]:
     return step, jax.eval_shape(tx.init, params)
 
 
+STORED = {
+    "split": transforms.with_split_masters,
+    "stochastic": transforms.with_stochastic_rounding,
+    "split-bfloat16": lambda inner: transforms.with_split_masters(
+        transforms.with_stored_state(inner, "bfloat16")
+    ),
+    "stochastic-float8": lambda inner: transforms.with_stochastic_rounding(
+        transforms.with_stored_state(inner, "float8_e4m3fn")
+    ),
+}
+
+
+def small_adam(name: str, job: Job, is_small: bool) -> Any:
+    """Half parameters with small states, without a check of gradients, which are bfloat16."""
+    shapes = UPDATES[0].shapes[:: 5 if is_small else 1]
+    params = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    if job.way == BASE:
+        of_tensor, beside, moments = small_states.BY_HAND[name]
+        empty = jax.ShapeDtypeStruct((), jnp.bool_)
+        kept = [empty if beside is None else jax.ShapeDtypeStruct(s, beside) for s in shapes]
+        moment = [jax.ShapeDtypeStruct(shape, moments) for shape in shapes]
+        state = kept, moment, moment, jax.ShapeDtypeStruct((), jnp.int32)
+
+        def step(params: Any, state: Any, gradients: Any) -> Any:
+            *trees, count = state
+            tensors = zip(params, *trees, gradients, strict=True)
+            params, *trees = zip(*(of_tensor(*each, count) for each in tensors), strict=True)
+            return list(params), (*map(list, trees), count + 1)
+
+    else:
+        tx = STORED[name](UPDATES[0].optimizer)
+        state = jax.eval_shape(tx.init, params)
+
+        def step(params: Any, state: Any, gradients: Any) -> Any:
+            updates, state = tx.update(gradients, state, params)
+            return optax.apply_updates(params, updates), state
+
+    compile_for = compile_for_tpu if job.is_of_tpu else compile_for_gpu
+    return compile_for(job.machine, step, params, state, params, donate_argnums=(0, 1))
+
+
 # Generation.
 
 
@@ -245,7 +288,19 @@ MODEL_ROWS = (
     _model("unet", "U-Net, GroupNorm", small={"batch": 8, "size": 32, "widths": (16, 32)}),
     _model("lstm", "LSTM"),
 )
-UPDATE_ROWS = (Row("adam", "Adam with float32 masters", adam, (BASE, "ours")),)
+UPDATE_ROWS = (
+    Row("adam", "Adam with float32 masters", adam, (BASE, "ours")),
+    *(
+        Row(
+            f"adam-{name}",
+            f"Adam, {name}",
+            functools.partial(small_adam, name),
+            (BASE, "ours") if name in small_states.BY_HAND else ("ours",),
+            gpu_halves=("bfloat16",),
+        )
+        for name in STORED
+    ),
+)
 GENERATION_ROWS = tuple(
     Row(
         f"decode-{loop}-{cache}",

@@ -562,6 +562,15 @@ MISTAKES: dict[str, list[Mistake]] = {
             ("transforms.with_loss_scale(opt_state, scale)", "expected an optax transformation"),
             ("transforms.with_master_params(params)", "expected an optax transformation"),
             ("transforms.with_master_params(adam, 32)", "master_dtype got 32; expected a real"),
+            ("transforms.with_stochastic_rounding(adam, 0.5)", "expected an integer such as 0"),
+            (
+                "transforms.with_stochastic_rounding(adam, specs={'w': 'data'})",
+                "expected a tree of PartitionSpecs like the parameters",
+            ),
+            (
+                "transforms.with_stored_state(adam, [('*mu*', 'int8')])",
+                "(glob of the state's path, glob of the parameter's path, dtype)",
+            ),
             ("transforms.mixed_precision(F16, adam)", "expected a Policy or text such as"),
             ("transforms.mixed_precision(optax.adam, F16)", "Did you forget to call it?"),
             ("transforms.mixed_precision(adam, F16, 'dynamic')", "jmp.torch_loss_scale(), wh"),
@@ -685,6 +694,39 @@ MISTAKES: dict[str, list[Mistake]] = {
             (
                 "transforms.with_master_params(adam, flat_master=True).init(params)",
                 "expected half ones of a single dtype",
+            ),
+            (
+                "transforms.with_split_masters(adam).init(half_params)",
+                "expected bfloat16, which is the higher half of a float32 number",
+            ),
+            (
+                "transforms.with_kahan_summation(masters_tx).init(half_params)",
+                "Use one of the two, around the optimizer",
+            ),
+            (
+                "transforms.with_stored_state(masters_tx, 'bfloat16').init(half_params)",
+                "Swap the two: with_master_params(with_stored_state(adam, 'bfloat16'))",
+            ),
+            (
+                "transforms.with_stored_state(tx, 'int8').init(params)",
+                "Swap the two: with_loss_scale(with_stored_state(adam, 'bfloat16'), loss_scale)",
+            ),
+            (
+                "transforms.with_stored_state(adam, 'float64')",
+                "expected one of 'bfloat16', 'float16', 'float8_e4m3fn', 'int8', 'float32'",
+            ),
+            (
+                "transforms.with_stored_state(adam, 'int8', rounding='up')",
+                "expected 'stochastic' or 'nearest'",
+            ),
+            (
+                "transforms.mixed_precision(adam, 'mixed_bfloat16', masters='half')",
+                "expected None or one of 'full', 'split', 'stochastic', 'kahan', 'none'",
+            ),
+            (
+                "transforms.reset_masters(transforms.with_kahan_summation(adam).init(half_params),"
+                " params)",
+                "params, opt_state = transforms.set_masters(opt_state, params, values)",
             ),
         ),
     ],

@@ -7,7 +7,7 @@ A check is a module of this folder and a row in `CHECKS`. It has `add_options(pa
 
 import types
 
-from benchmarks.soak import faults, float8, float8_programs, kills, mutants
+from benchmarks.soak import faults, float8, float8_programs, kills, mutants, split_masters
 
 CHECKS: dict[str, types.ModuleType] = {
     "faults": faults,
@@ -15,4 +15,5 @@ CHECKS: dict[str, types.ModuleType] = {
     "float8_programs": float8_programs,
     "kills": kills,
     "mutants": mutants,
+    "split_masters": split_masters,
 }

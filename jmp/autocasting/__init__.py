@@ -12,8 +12,8 @@ The way of a program, and the files in the order in which they build on each oth
   - `_planner` decides every dtype and makes steps (`_steps`), with the help of `_reasons`,
     `_islands`, `_sending` and `rewrites/`; passes (`_float8_planning`, `attention/`) change them;
     what nests is planned by its kind (`_kinds`, `kinds/`), level by level;
-  - `_emit` runs the steps and decides nothing, with `_casts`, `_wide_gradients` and `_float8`;
-    `_operations` reads the steps, for reports.
+  - `_emit` runs the steps and decides nothing, with `_casts`, `_wide_gradients`, `_convolutions`
+    and `_float8`; `_operations` reads the steps, for reports.
 """
 
 from jmp.autocasting import kinds, rules

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from jmp import _jax_compat
-from jmp.autocasting import _float8, _float8_planning, _wide_gradients
+from jmp.autocasting import _convolutions, _float8, _float8_planning, _wide_gradients
 from jmp.autocasting._casts import cast, cast_all, masked, repeated, saturated
 from jmp.autocasting._float8 import Bound, Bounded, Float8, InFloat8, bound_behind, bound_of_product
 from jmp.autocasting._graph import Node, Value, root
@@ -152,6 +152,8 @@ class Numerics:
             return _wide_gradients.move_rounded(run, operands, step.stores, step.rounds, step.parts)
         if step.looks_up_half:
             return _wide_gradients.look_up_half(run, operands)
+        if step.spreads:
+            return _convolutions.convolve(operands, step.params)
         results = run(operands)
         if step.is_masked:
             for position, read in enumerate(step.reads):

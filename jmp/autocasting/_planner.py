@@ -13,6 +13,7 @@ from jax.extend.core import ClosedJaxpr
 
 from jmp import _jax_compat
 from jmp.autocasting._carries import exposed_values
+from jmp.autocasting._convolutions import spreads
 from jmp.autocasting._exact_products import results_wrap
 from jmp.autocasting._flatten import graph_of
 from jmp.autocasting._float8_planning import multiply_in_float8, send_in_float8, with_bounds
@@ -206,12 +207,13 @@ class Planner(Level):
         return self._single(node, _half_arithmetic(node) if is_half else Arithmetic.FLOAT32)
 
     def _product(self, node: Node) -> Single:
-        if not asks_for_wide(node, self.facts):
-            return self._single(node, Arithmetic.HALF)
-        # A convolution's: cuDNN would compute its gradient from float32 operands.
-        if node.name != "dot_general":
-            return self._single(node, Arithmetic.HALF, WHY_NOT_WIDE)
-        return self._wide(node, Arithmetic.HALF, WHY_WIDE)
+        is_wide = asks_for_wide(node, self.facts)
+        if is_wide and node.name == "dot_general":
+            return self._wide(node, Arithmetic.HALF, WHY_WIDE)
+        # A convolution's is not: cuDNN would compute its gradient from float32 operands.
+        single = self._single(node, Arithmetic.HALF, WHY_NOT_WIDE if is_wide else "")
+        on_tpu = self.context.request.platform == "tpu"
+        return single._replace(spreads=on_tpu and spreads(node))
 
     # Single equations, and how they read.
 

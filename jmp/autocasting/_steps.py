@@ -117,6 +117,7 @@ class Single(NamedTuple):
     parts: Parts | None = None  # of a lookup's rows, whose gradients are rounded one by one
     in_float8: InFloat8 | None = None  # None: it is no float8 product
     looks_up_half: bool = False  # see `_wide_gradients.look_up_half`
+    spreads: bool = False  # see `_convolutions`
     is_masked: bool = False  # a sum with what may be a mask, on its way to a softmax
     moves_float8: bool = False  # it moves what float8 products alone read; see `_float8_planning`
     not_fused: str = ""  # why the attention that ends here is not fused, where that was asked for

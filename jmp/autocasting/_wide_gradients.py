@@ -67,7 +67,7 @@ def move_rounded(
         return cast_all(run([lax.optimization_barrier(change), *indices]), stores)
 
     # Rounded outside: one cast for the forward and the backward pass, and for a second derivative.
-    return _with_derivative(forward, derivative)(cast(operands[0], half), *operands)
+    return with_derivative(forward, derivative)(cast(operands[0], half), *operands)
 
 
 def _look_up_in_parts(
@@ -102,7 +102,7 @@ def look_up_half(run: Run, operands: Sequence[Any]) -> list[Any]:
         change = cast(tangents[0], FLOAT32)
         return [cast(moved, primals[0].dtype) for moved in run([change, *primals[1:]])]
 
-    return _with_derivative(forward, derivative)(*operands)
+    return with_derivative(forward, derivative)(*operands)
 
 
 def multiply_rounded(operands: Sequence[Any], params: Params, half: np.dtype) -> list[Any]:
@@ -132,7 +132,7 @@ def multiply_rounded(operands: Sequence[Any], params: Params, half: np.dtype) ->
         return [reduce(lax.add, changes)]
 
     halves = [cast(x, half) for x in operands]
-    return _with_derivative(forward, derivative)(*halves, *(operands[i] for i in wide))
+    return with_derivative(forward, derivative)(*halves, *(operands[i] for i in wide))
 
 
 COLUMNS = 8
@@ -158,7 +158,7 @@ def repeated_by_product(row: Any, shape: Sequence[Any], half: np.dtype) -> Any:
         closed = jax.make_jaxpr(outer)(ones, cast(change, half))
         return [_run_with(partial(weight_product_p.bind, weight=1), closed, [ones, change])]
 
-    (result,) = _with_derivative(forward, derivative)(row)
+    (result,) = with_derivative(forward, derivative)(row)
     return result
 
 
@@ -207,7 +207,7 @@ def run_either(
     return run(*operands)
 
 
-def _with_derivative(
+def with_derivative(
     forward: Callable[..., list[Any]],
     derivative: Callable[[Sequence[Any], Sequence[Any]], list[Any]],
 ) -> Callable[..., list[Any]]:

@@ -6,21 +6,20 @@ and after a restore; no key is stored or split. They are computed where they are
 integer operations an element, and are never written to memory.
 """
 
+import hashlib
 import math
-import zlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 from jmp._jax_compat import varying_axes
 from jmp._messages import listed
 
-# Odd numbers near 2**32 divided by the golden ratio, by e and by pi: as good as any others that
-# have about as many ones as zeros.
-_OF_STEP, _OF_SEED, _OF_PATH = 0x9E3779B1, 0x5E2D58D9, 0x517CC1B7
+_OF_STEP = 0x9E3779B1  # odd, near 2**32 divided by the golden ratio: steps lie far apart
 
 
 def random_bits(
@@ -38,10 +37,13 @@ def random_bits(
     Raises: ValueError if `like` differs between the devices of a shard_map, and `spec` does not say
       along which of its axes.
     """
-    step = jnp.uint32(_OF_STEP) * count.astype(jnp.uint32) + jnp.uint32(seed * _OF_SEED % 2**32)
-    names = jnp.uint32(zlib.crc32(path.encode()) * _OF_PATH % 2**32)
-    first, second = _mixed(step ^ names), _mixed(step + jnp.uint32(zlib.adler32(path.encode())))
-    return _mixed(global_index(like, path, spec) ^ first, second)
+    digest = hashlib.blake2b(f"{seed} {path}".encode(), digest_size=12).digest()
+    first, second, third = (np.frombuffer(digest, np.uint32)[i] for i in range(3))
+    step = _mixed(count.astype(jnp.uint32) * jnp.uint32(_OF_STEP))
+    # Each array begins to count elsewhere: XLA would else compute the indices of all arrays of a
+    # shape once, and write them to memory.
+    index = global_index(like, path, spec, jnp.uint32(third))
+    return _mixed(index ^ (step ^ first), step + second)
 
 
 def _mixed(x: jax.Array, key: jax.Array | int = 0) -> jax.Array:
@@ -57,11 +59,17 @@ def _mixed(x: jax.Array, key: jax.Array | int = 0) -> jax.Array:
     return x ^ (x >> 16)
 
 
-def global_index(like: jax.Array, path: str, spec: PartitionSpec | None) -> jax.Array:
-    """Returns the index of each element in the whole array, in the order of rows, modulo 2**32."""
+def global_index(
+    like: jax.Array, path: str, spec: PartitionSpec | None, start: jax.Array | int = 0
+) -> jax.Array:
+    """Returns the index of each element in the whole array, in the order of rows, modulo 2**32.
+
+    Args:
+      start: uint32: the index of the first element along the last axis.
+    """
     divided = _names_by_axis(like, path, spec)
     parts = [math.prod(lax.axis_size(name) for name in names) for names in divided]
-    index, stride = jnp.zeros((), jnp.uint32), 1
+    index, stride = jnp.asarray(start, jnp.uint32), 1
     for axis in reversed(range(like.ndim)):
         # From the devices' own axes XLA divides the numbers among them; one long vector it would
         # make whole on each.

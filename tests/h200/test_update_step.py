@@ -1,4 +1,4 @@
-"""What loss scaling and masters cost: one Adam update of 60 tensors, compiled for an H200.
+"""What loss scaling, masters and small states cost: one Adam update of 60 tensors on an H200.
 
 Counted, not timed. A parameter's floor is 26 bytes without a check (float32 parameters, float16
 gradients), 28 with it (the check reads gradients before the update can), 32 with masters through
@@ -17,9 +17,9 @@ SHAPES = [(640, 1024)] * 40 + [(1024,)] * 20
 NUMBER_OF_PARAMETERS = sum(jnp.zeros(shape).size for shape in SHAPES)
 
 
-def compiled_update(h200, tx, param_dtype, shapes=SHAPES):
+def compiled_update(h200, tx, param_dtype, shapes=SHAPES, half=jnp.float16):
     params = [jax.ShapeDtypeStruct(shape, param_dtype) for shape in shapes]
-    gradients = [jax.ShapeDtypeStruct(shape, jnp.float16) for shape in shapes]
+    gradients = [jax.ShapeDtypeStruct(shape, half) for shape in shapes]
     opt_state = jax.eval_shape(tx.init, params)
 
     def update(params, opt_state, gradients):
@@ -70,6 +70,56 @@ def test_an_update_stays_on_its_floor(h200, name, tx, param_dtype, bytes_per_par
     assert program.kernels <= kernels
     assert temp <= 0.2
     assert program.conditionals == 0
+
+
+ADAM = optax.adam(1e-3)
+SPLIT, STOCHASTIC = transforms.with_split_masters, transforms.with_stochastic_rounding
+# Bytes moved and held a parameter, and kernels. With masters 62 kernels, one for each tensor: what
+# finds the scales of rows first takes one more for each matrix, and one for each array of scales.
+SMALL_STATES = {
+    "split": (SPLIT(ADAM), 26.0, 12.0, 63),
+    "split, checked": (
+        transforms.with_loss_scale(SPLIT(ADAM), jmp.torch_loss_scale()),
+        28.0,
+        12.0,
+        58,
+    ),
+    "stochastic": (STOCHASTIC(ADAM), 22.0, 10.0, 66),
+    "kahan": (transforms.with_kahan_summation(ADAM), 26.0, 12.0, 63),
+    "split, bfloat16 moments": (
+        SPLIT(transforms.with_stored_state(ADAM, "bfloat16")),
+        18.0,
+        8.0,
+        66,
+    ),
+    "stochastic, float8 moments": (
+        STOCHASTIC(transforms.with_stored_state(ADAM, "float8_e4m3fn")),
+        14.1,
+        4.1,
+        160,
+    ),
+    "stochastic, int8 moments": (
+        STOCHASTIC(transforms.with_stored_state(ADAM, "int8")),
+        14.1,
+        4.1,
+        240,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SMALL_STATES)
+def test_small_states_move_and_hold_what_they_say(h200, name):
+    tx, moved, held, kernels = SMALL_STATES[name]
+    program = compiled_update(h200, tx, jnp.bfloat16, half=jnp.bfloat16)
+    measured = program.bytes_moved / NUMBER_OF_PARAMETERS
+    state = jax.eval_shape(tx.init, [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in SHAPES])
+    in_state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    print(f"\n{name}: {measured:.2f} bytes a parameter, {program.kernels} kernels")
+    assert measured <= 1.02 * moved
+    assert 2 + in_state / NUMBER_OF_PARAMETERS <= held + 0.001
+    assert program.kernels <= kernels
+    assert program.copies <= 1
+    assert program.temp_bytes <= 0.1 * NUMBER_OF_PARAMETERS
 
 
 @pytest.mark.parametrize(

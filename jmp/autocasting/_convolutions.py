@@ -1,0 +1,132 @@
+"""Convolutions whose results have more positions than their inputs, such as transposed ones.
+
+The gradient of a kernel convolves the input with the cotangent, which is larger here. XLA for TPUs
+slides the smaller of the two over the larger: so it writes the cotangent once more, in reverse, a
+copy that fuses with nothing. Here the two are exchanged from the start; what is reversed is the
+gradient, which is as small as the kernel.
+"""
+
+from collections.abc import Sequence
+from functools import partial, reduce
+from typing import Any
+
+import jax
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jmp._jax_compat import Params
+from jmp.autocasting._casts import cast
+from jmp.autocasting._graph import Node, Value
+from jmp.autocasting._numbers import size_of
+from jmp.autocasting._wide_gradients import with_derivative
+
+
+def spreads(node: Node) -> bool:
+    """Returns whether a product is such a convolution, in one group.
+
+    Its gradient has no sharding of its own, which explicit and manual axes of a mesh would ask for.
+    """
+    if node.name != "conv_general_dilated":
+        return False
+    (image, _), (result,), numbers = node.inputs, node.outputs, node.params["dimension_numbers"]
+
+    def positions(value: Value, axes: Sequence[int]) -> int:
+        return size_of(tuple(value.aval.shape[axis] for axis in axes[2:]))
+
+    is_larger = positions(result, numbers.out_spec) > positions(image, numbers.lhs_spec)
+    in_one_group = node.params["feature_group_count"] == node.params["batch_group_count"] == 1
+    is_empty, mesh = 0 in (image.size, result.size), result.aval.sharding.mesh
+    asks_for_sharding = mesh.explicit_axes or mesh.manual_axes
+    return is_larger and in_one_group and not is_empty and not asks_for_sharding
+
+
+def convolve(operands: Sequence[Any], params: Params) -> list[Any]:
+    """Runs such a convolution."""
+
+    def forward(*operands: Any) -> list[Any]:
+        return [lax.conv_general_dilated_p.bind(*operands, **params)]
+
+    def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+        changes = []
+        for position, product in enumerate((lax.conv_general_dilated_p, of_kernel_p)):
+            if not isinstance(tangents[position], SymbolicZero):
+                factors = [tangents[i] if i == position else primals[i] for i in (0, 1)]
+                changes.append(product.bind(*factors, **params))
+        return [reduce(lax.add, changes)]
+
+    return with_derivative(forward, derivative)(*operands)
+
+
+# A convolution as a linear function of its kernel. It is a primitive for the sake of its transpose.
+
+
+def _of_kernel(image: Any, kernel: Any, **params: Any) -> Any:
+    return lax.conv_general_dilated_p.bind(image, kernel, **params)
+
+
+def _type_of_convolution(*types: Any, **params: Any) -> Any:
+    (result,) = jax.make_jaxpr(partial(_of_kernel, **params))(*types).out_avals
+    return result
+
+
+def _gradient_of_image(cotangent: Any, image: Any, kernel: Any, **params: Any) -> Any:
+    convolution = lambda image: _of_kernel(image, kernel, **params)
+    (gradient,) = jax.linear_transpose(convolution, image.aval)(cotangent)
+    return gradient
+
+
+def _gradient_of_kernel(cotangent: Any, image: Any, kernel: Any, **params: Any) -> Any:
+    """Returns the convolution of the cotangent with the image, in reverse.
+
+    Position o of the result reads i of the image and k of the kernel where
+    `stride * o + dilation * k == spacing * i + before`. So the image is what slides over the
+    cotangent, and each shift of it gives a position of the kernel, the last one first.
+    """
+    of_image, of_kernel, of_result = params["dimension_numbers"]
+    padding = []
+    for *axes, stride, (before, _), spacing, dilation in zip(
+        of_image[2:],
+        of_kernel[2:],
+        of_result[2:],
+        params["window_strides"],
+        params["padding"],
+        params["lhs_dilation"],
+        params["rhs_dilation"],
+        strict=True,
+    ):
+        arrays = zip((image, kernel.aval, cotangent), axes, strict=True)
+        i, k, o = (array.shape[axis] - 1 for array, axis in arrays)  # the last positions
+        padding.append((dilation * k - before, spacing * i + before - stride * o))
+    gradient = lax.conv_general_dilated(
+        cotangent,
+        cast(image, cotangent.dtype),
+        window_strides=params["rhs_dilation"],
+        padding=padding,
+        lhs_dilation=params["window_strides"],
+        rhs_dilation=params["lhs_dilation"],
+        dimension_numbers=lax.ConvDimensionNumbers(
+            _exchanged(of_result), _exchanged(of_image), of_kernel
+        ),
+        precision=params["precision"],
+        preferred_element_type=params["preferred_element_type"],
+    )
+    return cast(lax.rev(gradient, of_kernel[2:]), kernel.aval.dtype)
+
+
+def _exchanged(axes: Sequence[int]) -> tuple[int, ...]:
+    first, second, *positions = axes
+    return (second, first, *positions)
+
+
+def _batched_convolution(operands: Sequence[Any], axes: Sequence[Any], **params: Any) -> Any:
+    return jax.vmap(partial(_of_kernel, **params), axes)(*operands), 0
+
+
+of_kernel_p = Primitive("convolution_of_kernel")
+of_kernel_p.def_impl(_of_kernel)
+of_kernel_p.def_abstract_eval(_type_of_convolution)
+mlir.register_lowering(of_kernel_p, mlir.lower_fun(_of_kernel, multiple_results=False))
+ad.defbilinear(of_kernel_p, _gradient_of_image, _gradient_of_kernel)
+batching.primitive_batchers[of_kernel_p] = _batched_convolution
