@@ -247,7 +247,7 @@ class _Rules:
             of = parameter_path(leaf, path, by_path)
             if of is None or getattr(leaf, "dtype", None) != FLOAT32 or not leaf.size * leaf.ndim:
                 return node
-            kind = self._kind(_name(path), _name(of), leaf, used)
+            kind = self._kind(_as_in_rules(path), _as_in_rules(of), leaf, used)
             if kind == "float32":
                 return node
             stored = encoded(leaf, kind)
@@ -267,7 +267,7 @@ class _Rules:
 
     def _paths(self, state: PyTree, params: dict[tuple[Any, ...], Any]) -> list[str]:
         leaves = tree_leaves_with_path(state)
-        return [_name(path) for path, x in leaves if parameter_path(x, path, params)]
+        return [_as_in_rules(path) for path, x in leaves if parameter_path(x, path, params)]
 
     def _kind(self, path: str, of: str, leaf: jax.Array, used: set[int]) -> str:
         for index, (of_state, of_parameter, kind) in enumerate(self.rules):
@@ -279,7 +279,7 @@ class _Rules:
         return "float32"
 
 
-def _name(path: tuple[Any, ...]) -> str:
+def _as_in_rules(path: tuple[Any, ...]) -> str:
     """Returns a path as rules match it: not that of what is inside a parameter's box."""
     return path_string(path[:-1] if path[-1:] == (BOX,) else path)
 
