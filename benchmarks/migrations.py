@@ -50,6 +50,7 @@ DYNAMIC = transforms.with_loss_scale(inner, SCALES["dynamic"])
 MASTERS = transforms.with_master_params(inner)
 FLAT = transforms.with_master_params(inner, flat_master=True)
 BOTH = transforms.with_loss_scale(MASTERS, SCALES["dynamic"])
+SPLIT = transforms.with_split_masters(inner)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,6 +146,41 @@ opt_state = opt_state.inner_state.inner_state
         stored="O2",
         remark=COUNTS_GO,
     ),
+    Migration(
+        "float32 to split masters",
+        inner,
+        SPLIT,
+        """full, params = params, linen.cast_params(params, "p=bf16,c=bf16,o=f32")
+opt_state = tx.init(params)._replace(inner_state=opt_state)
+params, opt_state = transforms.set_masters(opt_state, params, full)
+""",
+    ),
+    Migration(
+        "split masters to float32",
+        SPLIT,
+        inner,
+        """params = transforms.masters(opt_state, params)
+opt_state = opt_state.inner_state
+""",
+        stored="bfloat16",
+    ),
+    *(
+        Migration(
+            name,
+            old,
+            new,
+            """values = transforms.masters(opt_state, params)
+opt_state = tx.init(params)._replace(inner_state=opt_state.inner_state)
+params, opt_state = transforms.set_masters(opt_state, params, values)
+""",
+            recipe="whole masters to split masters, and back",
+            stored="bfloat16",
+        )
+        for name, old, new in (
+            ("masters to split masters", MASTERS, SPLIT),
+            ("split masters to masters", SPLIT, MASTERS),
+        )
+    ),
     *(
         Migration(
             f"{old} scale to {new}",
@@ -229,7 +265,8 @@ def make_params(stored: str) -> Any:
     if stored == "float16":
         return jmp.cast_to_half(params)
     params["LayerNorm_0"] = {"scale": values[:16] + 2, "bias": values[16:] / 7}
-    return linen.cast_params(params, "O2") if stored == "O2" else params
+    policy = {"O2": "O2", "bfloat16": "p=bf16,c=bf16,o=f32"}.get(stored)
+    return linen.cast_params(params, policy) if policy else params
 
 
 def trained(

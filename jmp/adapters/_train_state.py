@@ -215,10 +215,11 @@ def _from_state_dict(node: PyTree, state: dict[str, Any]) -> PyTree:
 
 
 def _check_shapes(node: PyTree, expected: dict[str, Any], state: dict[str, Any]) -> None:
-    if isinstance(node, StoredArray) and state["codes"].dtype != node.codes.dtype:
+    codes = getattr(node, "codes", None)
+    if isinstance(node, StoredArray) and is_array(codes) and state["codes"].dtype != codes.dtype:
         raise ValueError(
             f"A checkpoint holds codes of dtype {state['codes'].dtype} for a StoredArray; expected "
-            f"{node.codes.dtype}, of {node.kind!r}. Restore into a state that is stored as the "
+            f"{codes.dtype}, stored as {node.kind}. Restore into a state that is stored as the "
             "saved one is, and store it otherwise afterwards: "
             "transforms.encode_state(tx.init(params).inner_state, "
             "transforms.decode_state(opt_state.inner_state))."

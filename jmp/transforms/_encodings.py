@@ -21,12 +21,14 @@ number of the format it counts as that one.
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
-from jmp.transforms._few_kernels import may_be_sharded
+from jmp.transforms._few_kernels import may_be_sharded, reshard_where_types_say
 from jmp.transforms._rounding import HALFWAY, rounded_by, rounded_to
 
 KINDS = ("bfloat16", "float16", "float8_e4m3fn", "int8")
@@ -208,6 +210,7 @@ def _in_blocks(x: jax.Array) -> jax.Array:
     """Returns rows as equal blocks of at most 256, the last filled up with zeros."""
     *rows, length = x.shape
     count, size = _block_sizes(length)
+    x = reshard_where_types_say(x, _of_whole_rows(x, count))
     padded = jnp.pad(x, [(0, 0)] * len(rows) + [(0, count * size - length)])
     return padded.reshape(*rows, count, size)
 
@@ -216,8 +219,19 @@ def _of_each(of_blocks: jax.Array, like: jax.Array) -> jax.Array:
     """Returns, for each number of an array, what its block has."""
     *rows, length = like.shape
     count, size = _block_sizes(length)
+    of_blocks = reshard_where_types_say(of_blocks, _of_whole_rows(like, count))
     wide = jnp.broadcast_to(of_blocks[..., None], (*rows, count, size))
-    return wide.reshape(*rows, count * size)[..., :length]
+    each = wide.reshape(*rows, count * size)[..., :length]
+    return reshard_where_types_say(each, jax.typeof(like).sharding)
+
+
+def _of_whole_rows(x: jax.Array, count: int) -> Any:
+    """Returns the sharding of an array, without that of its last axis if that parts blocks."""
+    sharding = jax.typeof(x).sharding
+    spec = [*sharding.spec, *[None] * x.ndim][: x.ndim]
+    names = spec[-1] if isinstance(spec[-1], tuple) else (spec[-1],)
+    parts = math.prod(sharding.mesh.shape[name] for name in names if name is not None)
+    return sharding.update(spec=PartitionSpec(*spec[:-1], spec[-1] if count % parts == 0 else None))
 
 
 def _block_sizes(length: int) -> tuple[int, int]:

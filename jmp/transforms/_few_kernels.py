@@ -13,7 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
 
+from jmp._jax_compat import is_concrete
 from jmp.dtypes import is_half
 from jmp.trees import PyTree, all_finite, as_jax_array, is_complex, is_floating
 
@@ -192,3 +194,14 @@ def _leaf_in_order_of_axes(gradient: Any) -> Any:
         return gradient
     # A reshape to one axis needs the order of the axes; behind the barrier XLA cannot undo it.
     return lax.optimization_barrier(jnp.ravel(gradient)).reshape(gradient.shape)
+
+
+def reshard_where_types_say(x: jax.Array, sharding: Any) -> jax.Array:
+    """Returns an array with another sharding on a mesh whose axes are explicit; else as it is."""
+    own = jax.typeof(x).sharding
+    if AxisType.Explicit not in own.mesh.axis_types or own == sharding:
+        return x
+    if is_concrete(x):
+        return jax.device_put(x, NamedSharding(x.sharding.mesh, sharding.spec))
+    resharded: jax.Array = jax.sharding.reshard(x, sharding)
+    return resharded

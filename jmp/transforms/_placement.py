@@ -236,8 +236,8 @@ def _of_blocks(sharding: Any, shape: tuple[int, ...]) -> Any:
     parts = math.prod(sharding.mesh.shape[name] for name in names if name is not None)
     if shape[-1] % parts:
         entries[-1] = None
-    while entries and entries[-1] is None:  # as XLA writes that of a result
-        entries.pop()
+    while _is_auto(sharding.mesh) and entries and entries[-1] is None:
+        entries.pop()  # as jit writes that of a result; where types say it, with each None
     return NamedSharding(sharding.mesh, PartitionSpec(*entries))
 
 

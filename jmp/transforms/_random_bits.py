@@ -67,8 +67,8 @@ class RandomBits:
           like: an array of the parameter's shape, on the devices of the result.
           count: int32 scalar: the steps before this one; None returns None.
 
-        Raises: ValueError inside of a shard_map or pmap if `like` may differ between devices, and no
-          specs say along which of its axes.
+        Raises: ValueError inside of a shard_map or pmap if `like` may differ between devices, and
+          no specs say along which of its axes.
         """
         if count is None:
             return None
@@ -144,7 +144,7 @@ def _names_by_axis(like: jax.Array, path: str, spec: PartitionSpec | None) -> li
     if spec is None and (unknown or (mapped and not are_tracked())):
         axes = listed(sorted(unknown or mapped))
         raise ValueError(
-            f"Stochastic rounding got {path or 'an array'} that may differ between the devices of the "
+            f"Stochastic rounding got {path or 'an array'} that may differ between devices of the "
             f"mapped axes {axes}, and does not know which part each holds. Give it what the "
             "shard_map got for the parameters, PartitionSpec() for those that are whole on each: "
             "with_stochastic_rounding(inner, specs=<the tree of PartitionSpecs>)."

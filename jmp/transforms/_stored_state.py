@@ -255,7 +255,7 @@ class _Rules:
             of = parameter_path(leaf, path, by_path)
             if of is None or getattr(leaf, "dtype", None) != FLOAT32 or not leaf.size * leaf.ndim:
                 return node
-            kind = self._kind(_name(path[: len(path) - len(of)]), _name(of), leaf, used)
+            kind = self._kind(_as_in_rules(path[: len(path) - len(of)]), _as_in_rules(of), leaf, used)
             if kind == "float32" or (self.spares and leaf is by_path[of]):
                 return node
             stored = encoded(leaf, kind)
@@ -277,7 +277,7 @@ class _Rules:
         leaves = tree_leaves_with_path(state)
         found = ((path, parameter_path(x, path, params)) for path, x in leaves)
         pairs = ((path[: len(path) - len(of)], of) for path, of in found if of is not None)
-        return [f"{_name(path)}, {_name(of)}" for path, of in pairs]
+        return [f"{_as_in_rules(path)}, {_as_in_rules(of)}" for path, of in pairs]
 
     def _kind(self, path: str, of: str, leaf: jax.Array, used: set[int]) -> str:
         for index, (of_state, of_parameter, kind) in enumerate(self.rules):
@@ -289,7 +289,7 @@ class _Rules:
         return "float32"
 
 
-def _name(path: tuple[Any, ...]) -> str:
+def _as_in_rules(path: tuple[Any, ...]) -> str:
     """Returns a path as rules match it: not that of what is inside a parameter's box."""
     return path_string(path[:-1] if path[-1:] == (BOX,) else path)
 

@@ -50,6 +50,7 @@ def test_every_migration_has_its_results_on_the_page():
 BY_ORBAX = {
     "float32 to a dynamic scale",
     "masters and a dynamic scale to float32",
+    "split masters to masters",
     "hysteresis scale to static",
     "flat masters to masters in a tree",
     "Flax's `DynamicScale` to a dynamic scale",

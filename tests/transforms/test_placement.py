@@ -289,11 +289,11 @@ def test_optimizers_of_nnx_and_states_of_equinox_lie_where_their_modules_lie():
         assert check_placed(init(module), module, O2).inner_state.masters.weight == P("x")
 
 
-def restored(folder, like, tx):
+def restored(folder, like, tx, name="saved"):
     """Restores `{"params": ..., "state": ...}` where abstract parameters say."""
     state = abstract(jax.eval_shape(tx.init, like), transforms.state_shardings(tx, like))
     with ocp.StandardCheckpointer() as checkpointer:
-        return checkpointer.restore(folder / "saved", {"params": like, "state": state})
+        return checkpointer.restore(folder / name, {"params": like, "state": state})
 
 
 @pytest.fixture(scope="module")
@@ -351,6 +351,10 @@ def test_two_processes_save_a_state_that_one_restores_bit_by_bit(tmp_path):
     numbers = np.load(tmp_path / "numbers.npz")
     assert bits(got) == bits([numbers[name] for name in numbers.files])
     assert got["state"].loss_scale.loss_scale == 32.0
+    # Rounded stochastically, in codes: what one process on one device computes itself.
+    small = restored(tmp_path, like, two_processes.small_optimizer(), "small")
+    params = {"kernel": jnp.asarray(two_processes.KERNEL), "bias": jnp.ones(8)}
+    assert bits(small) == bits(two_processes.three_small_steps(params))
 
 
 def test_parameters_without_a_place_are_refused():
