@@ -195,7 +195,7 @@ def digits_task(seeds: int, steps: int, batch_size: int = 64, width: int = 128) 
     def loss_fn(params: Any, chosen: jax.Array) -> jax.Array:
         x = images[chosen]
         for layer in params.values():
-            x = jax.nn.relu(x) @ layer["kernel"] + layer["bias"]
+            x = jax.nn.relu(x) @ layer["kernel"] + layer["bias"][None]
         return optax.softmax_cross_entropy_with_integer_labels(x, labels[chosen]).mean()
 
     batches = [
