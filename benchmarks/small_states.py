@@ -52,13 +52,22 @@ Optimizer = optax.GradientTransformation
 
 
 class Strategy(NamedTuple):
-    """One way to store parameters and the state of an optimizer."""
+    """One way to store parameters and the state of an optimizer.
+
+    Attributes:
+      dtype: of parameters.
+      masters: as in `mixed_precision`; or "optax", whose optimizer is taken as it is, so that its
+        state has the dtype of parameters.
+      state: as in `with_stored_state`.
+    """
 
     dtype: str
     masters: str | None = None
     state: str | None = None
 
     def __call__(self, optimizer: Optimizer) -> Optimizer:
+        if self.masters == "optax":
+            return optimizer
         if self.state:
             optimizer = transforms.with_stored_state(optimizer, self.state)
         policy = jmp.Policy(self.dtype, "float32", "float32")
@@ -76,6 +85,7 @@ STRATEGIES = {
     "stochastic, int8 state": Strategy("bfloat16", "stochastic", "int8"),
     "stochastic, float8_e4m3fn state": Strategy("bfloat16", "stochastic", "float8_e4m3fn"),
     "none": Strategy("bfloat16", "none"),
+    "optax": Strategy("bfloat16", "optax"),
     "full, float16": Strategy("float16", "full"),
     "kahan, float16": Strategy("float16", "kahan"),
     "stochastic, float16": Strategy("float16", "stochastic"),
@@ -127,7 +137,7 @@ def train(strategy: Strategy, optimizer: Optimizer, task: Task) -> np.ndarray:
     def start(params: Any, seed: jax.Array) -> tuple[Any, Any]:
         stored = jmp.cast_floating(params, strategy.dtype)
         state = tx.init(stored)
-        if strategy.masters not in (None, "none"):
+        if strategy.masters not in (None, "none", "optax"):
             stored, state = transforms.set_masters(state, stored, params)
         return stored, counted_apart(state, seed)
 
@@ -137,7 +147,8 @@ def train(strategy: Strategy, optimizer: Optimizer, task: Task) -> np.ndarray:
         def loss_fn(params: Any) -> jax.Array:
             return task.loss_fn(jmp.cast_to_full(params), batch)
 
-        loss, grads = jmp.scaled_value_and_grad(loss_fn, state.loss_scale)(params)
+        loss_scale = getattr(state, "loss_scale", jmp.NoOpLossScale())
+        loss, grads = jmp.scaled_value_and_grad(loss_fn, loss_scale)(params)
         updates, state = tx.update(grads, state, params)
         return (optax.apply_updates(params, updates), state), loss
 
@@ -184,7 +195,7 @@ def digits_task(seeds: int, steps: int, batch_size: int = 64, width: int = 128) 
     def loss_fn(params: Any, chosen: jax.Array) -> jax.Array:
         x = images[chosen]
         for layer in params.values():
-            x = jax.nn.relu(x) @ layer["kernel"] + layer["bias"]
+            x = jax.nn.relu(x) @ layer["kernel"] + layer["bias"][None]
         return optax.softmax_cross_entropy_with_integer_labels(x, labels[chosen]).mean()
 
     batches = [
@@ -303,8 +314,8 @@ def moments(arguments: argparse.Namespace, console: Console, before: Any) -> dic
 def bytes_of(arguments: argparse.Namespace, console: Console, before: Any) -> dict[str, Any]:
     """Bytes a parameter: held with Adam's state, and moved by an update on an H200."""
     count = sum(int(np.prod(shape)) for shape in SHAPES)
-    rows = {}
-    for way in BFLOAT16:
+    rows = before["ways"] if arguments.ways else {}
+    for way in arguments.ways or BFLOAT16:
         dtype = STRATEGIES[way].dtype
         params = [jax.ShapeDtypeStruct(shape, dtype) for shape in SHAPES]
         tx = STRATEGIES[way](optax.adam(1e-3))
@@ -333,7 +344,7 @@ def nbytes(tree: Any) -> int:
 
 def kept(state: Any) -> Any:
     """Returns what is kept beside half parameters, for their sake."""
-    inner = state.inner_state
+    inner = getattr(state, "inner_state", None)
     names = {"masters", "remainders", "compensations"} & set(getattr(inner, "_fields", ()))
     return [getattr(inner, name) for name in names]
 

@@ -195,8 +195,8 @@ def check_options(arguments: argparse.Namespace) -> None:
         )
     if arguments.masters == "split" and half != jnp.bfloat16:
         raise ValueError(
-            f"--masters split splits a float32 number into bfloat16 and the rest; expected "
-            f"--precision bfloat16 or float8, or for {half} --masters full or kahan."
+            "--masters split splits a float32 number into bfloat16 and the rest; expected "
+            "--precision bfloat16 or float8, or for float16 --masters full or kahan."
         )
     check_processes(arguments)
 
