@@ -255,7 +255,8 @@ class _Rules:
             of = parameter_path(leaf, path, by_path)
             if of is None or getattr(leaf, "dtype", None) != FLOAT32 or not leaf.size * leaf.ndim:
                 return node
-            kind = self._kind(_as_in_rules(path[: len(path) - len(of)]), _as_in_rules(of), leaf, used)
+            names = _as_in_rules(path[: len(path) - len(of)]), _as_in_rules(of)
+            kind = self._kind(*names, leaf, used)
             if kind == "float32" or (self.spares and leaf is by_path[of]):
                 return node
             stored = encoded(leaf, kind)
