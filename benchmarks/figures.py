@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from benchmarks import _counted
-from benchmarks.pages import targets
+from benchmarks.pages import small_states, targets
 from benchmarks.processes import ROOT
 
 FOLDER = ROOT / "docs" / "figures"
@@ -49,6 +49,7 @@ DRAWINGS |= {
     "memory": (of_memory, ("memory.json", "benchmarks/programs.json")),
     "compiled": (_counted.plot, ("benchmarks/compiled.json",)),
     "targets": (targets.plot, ("benchmarks/targets.json",)),
+    "small_states": (small_states.plot, ("small_states.json",)),
 }
 
 

@@ -19,6 +19,8 @@ order, and the last tenth of the text is held out. A step is --accumulate micro-
 --batch-size texts, and one update of the parameters; if a micro-batch overflows, the step is
 skipped and the loss scale halved.
 
+Parameters are float32, or with --masters stored in half, in one of five ways.
+
 All devices take part: each takes an equal part of a micro-batch. Parameters and the optimizer's
 state are whole on each device, or with --fsdp in parts, one on each. Process 0 writes.
 
@@ -71,6 +73,7 @@ POLICIES = {
     "bfloat16": "mixed_bfloat16",
     "float8": "mixed_float8",
 }
+MASTERS = ("full", "split", "stochastic", "kahan", "none")
 VOCABULARY = 256  # bytes
 VALIDATION_BATCHES = 8
 # Options that may differ when a training is resumed: they change nothing that is learned.
@@ -143,6 +146,13 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--data-dir", type=pathlib.Path, help="searched with all folders in it; default: Python's")
     add("--pattern", default="*.py", help="which files in it are text, such as '*.txt'")
     add("--precision", choices=POLICIES, default="float16", help="float8: of large products alone")
+    add(
+        "--masters",
+        choices=MASTERS,
+        help="store parameters in half: with float32 masters (full), with what bfloat16 lacks of "
+        "them (split), rounded by chance (stochastic), with sums of what rounding took (kahan), or "
+        "with nothing, which loses small updates (none); default: in float32",
+    )
     add("--layers", type=positive(int), default=4)
     add("--width", type=positive(int), default=128)
     add("--heads", type=positive(int), default=4)
@@ -177,6 +187,17 @@ def check_options(arguments: argparse.Namespace) -> None:
         )
     if not arguments.prompt:
         raise ValueError("--prompt is empty; expected one character or more to go on from.")
+    half = jmp.get_policy(POLICIES[arguments.precision]).compute_dtype
+    if arguments.masters and half == jnp.float32:
+        raise ValueError(
+            f"--masters {arguments.masters} says how half parameters are stored; expected a "
+            "--precision other than float32."
+        )
+    if arguments.masters == "split" and half != jnp.bfloat16:
+        raise ValueError(
+            "--masters split splits a float32 number into bfloat16 and the rest; expected "
+            "--precision bfloat16 or float8, or for float16 --masters full or kahan."
+        )
     check_processes(arguments)
 
 
@@ -197,7 +218,8 @@ def make_optimizer(arguments: argparse.Namespace) -> optax.GradientTransformatio
             mask=lambda params: jax.tree_util.tree_map_with_path(is_kernel, params),
         ),
     )
-    return transforms.mixed_precision(optimizer, POLICIES[arguments.precision])
+    policy = POLICIES[arguments.precision]
+    return transforms.mixed_precision(optimizer, policy, masters=arguments.masters)
 
 
 class Rows:
@@ -239,16 +261,23 @@ def make_programs(arguments: argparse.Namespace, mesh: Mesh) -> types.SimpleName
     def make_params() -> Any:
         return nnx.to_pure_dict(nnx.state(make_model()))
 
+    def stored(params: Any) -> Any:
+        """Returns parameters in half if they are stored so, each rounded to the nearest."""
+        return jmp.get_policy(policy).cast_to_compute(params) if arguments.masters else params
+
     # Between data parallel and FSDP this line alone differs: jit does the rest.
-    shapes = place_params(jax.eval_shape(make_params), mesh, arguments.fsdp)
+    shapes = place_params(jax.eval_shape(lambda: stored(make_params())), mesh, arguments.fsdp)
     places = State(
         jax.tree.map(lambda leaf: leaf.sharding, shapes),
         transforms.state_shardings(optimizer, shapes),
     )
 
     def create() -> State:
-        params = make_params()
-        return State(params, optimizer.init(params))
+        exact = make_params()
+        params = stored(exact)
+        opt_state = optimizer.init(params)
+        # From the float32 numbers themselves, where parameters in half hold a part of them.
+        return State(*transforms.set_masters(opt_state, params, exact))
 
     everywhere, by_rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
 

@@ -721,7 +721,7 @@ MISTAKES: dict[str, list[Mistake]] = {
             ),
             (
                 "transforms.mixed_precision(adam, 'mixed_bfloat16', masters='half')",
-                "expected None or one of 'full', 'split', 'stochastic', 'kahan', 'none'",
+                "wraps an optimizer, or one of 'full', 'split', 'stochastic', 'kahan', 'none'",
             ),
             (
                 "transforms.reset_masters(transforms.with_kahan_summation(adam).init(half_params),"

@@ -14,7 +14,14 @@ import json
 import re
 from typing import Any
 
-from benchmarks.pages import examples, planner, programs, soak, targets  # noqa: F401 (they register)
+from benchmarks.pages import (  # noqa: F401 (they register)
+    examples,
+    planner,
+    programs,
+    small_states,
+    soak,
+    targets,
+)
 from benchmarks.pages.registry import FIGURES, SOURCES
 from benchmarks.processes import ROOT
 

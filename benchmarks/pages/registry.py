@@ -39,6 +39,7 @@ SOURCES = {
     "constants": Source("results/planner_constants.json", "python benchmarks/planner_constants.py"),
     "soak": Source("results/soak.json", "make soak"),
     "migrations": Source("results/migrations.json", "python -m benchmarks.migrations"),
+    "small_states": Source("results/small_states.json", "python -m benchmarks.small_states"),
 }
 
 FIGURES: dict[str, Callable[[Any], str]] = {}

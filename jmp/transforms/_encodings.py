@@ -12,6 +12,10 @@
   spaced evenly would make zeros of the small numbers of a block, and Adam divides by them.
 
 Scales are powers of two, so that multiplying by them rounds nothing.
+
+A second moment that became zero, where the first did not, would make Adam divide by its eps alone.
+So in a row or block without negative numbers a positive one never becomes zero: below the smallest
+number of the format it counts as that one.
 """
 
 import dataclasses
@@ -87,31 +91,47 @@ def encoded(
         return StoredArray(_narrowed(value, bits, jnp.bfloat16), None, kind)
     if peaks is None:
         (peaks,) = peaks_of([value], kind)
+    highest, lowest = peaks
     if kind == "int8":
-        return _in_codes(value, bits, *peaks)
+        return _in_codes(value, bits, highest, lowest)
     dtype = jnp.dtype(kind)
-    exponent = _exponent(peaks[0][..., None], float(jnp.finfo(dtype).max))
+    peak = jnp.maximum(highest, lowest)[..., None]
+    exponent = _exponent(peak, float(jnp.finfo(dtype).max))
     # What would be rounded to 2**128 is an infinity when it is decoded.
     top = 2.0**128 * (1 - 2.0 ** -(jnp.finfo(dtype).nmant + 1))
     near = jnp.where(jnp.isfinite(value), jnp.clip(value, -top, top), value)
-    codes = _narrowed(near * _exp2(-exponent), bits, dtype)
+    smallest = float(jnp.finfo(dtype).smallest_subnormal)
+    size = _not_lost(near * _exp2(-exponent), value, smallest, ~(lowest <= 0)[..., None])
+    codes = _narrowed(size, bits, dtype)
     return StoredArray(codes, _exp2(exponent).astype(jnp.bfloat16), kind)
 
 
 def peaks_of(values: Sequence[jax.Array], kind: str) -> list[tuple[jax.Array, ...]]:
     """Returns for each of some arrays of one shape what its scales follow from.
 
-    They are the largest magnitudes of its rows; for "int8" the largest numbers of its blocks and
-    the largest of their negatives; for "bfloat16" nothing. All are found together: on a GPU in one
-    kernel, which reads once what the arrays are computed from.
+    They are the largest numbers of its rows, for "int8" of its blocks, and the largest of their
+    negatives; for "bfloat16" nothing. All are found together: on a GPU in one kernel, which reads
+    once what the arrays are computed from.
     """
     if kind == "bfloat16":
         return [() for _ in values]
     if kind == "int8":
-        blocks = list(map(_in_blocks, values))
-        found = _largest([each for block in blocks for each in (block, -block)])
-        return list(zip(found[::2], found[1::2], strict=True))
-    return [(peak,) for peak in _largest(list(map(jnp.abs, values)))]
+        rows = list(map(_in_blocks, values))
+    else:  # an infinity says nothing of the numbers beside it; codes of 8 bits have none
+        rows = [jnp.where(jnp.isfinite(value), value, 0) for value in values]
+    found = _largest([each for row in rows for each in (row, -row)])
+    return list(zip(found[::2], found[1::2], strict=True))
+
+
+def _not_lost(size: jax.Array, value: jax.Array, smallest: float, has_sign: jax.Array) -> jax.Array:
+    """Returns sizes of which those of positive numbers are no smaller, where nothing is negative.
+
+    Args:
+      size: `value` divided by its scale.
+      smallest: the smallest number of the format above zero.
+      has_sign: whether a row or block has a negative number.
+    """
+    return jnp.where((value > 0) & ~has_sign, jnp.maximum(size, smallest), size)
 
 
 def _narrowed(value: jax.Array, bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -154,10 +174,12 @@ def _in_codes(
     """Returns an array as "int8", from the largest numbers of its blocks and of its negative's."""
     exponent, has_sign = _exponent_of_codes(highest, lowest)
     size = value * _exp2(-_of_each(exponent, value))
+    size = _not_lost(size, value, 2.0 ** (LOWEST - MANTISSA), _of_each(has_sign, value))
     # What XLA computes again beside the peaks may be larger than they are, by a rounding.
     largest = jnp.where(has_sign, LARGEST_CODE, 2.0**15 * LARGEST_CODE)
     near = jnp.minimum(rounded_to(bits, size, MANTISSA, LOWEST), _of_each(largest, value))
-    near = jnp.maximum(near, -LARGEST_CODE).astype(jnp.float16)
+    smallest = jnp.where(has_sign, -LARGEST_CODE, 0)
+    near = jnp.maximum(near, _of_each(smallest, value)).astype(jnp.float16)
     cut = lax.bitcast_convert_type(near, jnp.uint16) >> 7
     code = jnp.where(_of_each(has_sign, value), (cut & 127) + (cut >> 1 & 128), cut)
     code = code.astype(jnp.uint8)
@@ -215,11 +237,11 @@ def _of_whole_rows(x: jax.Array, count: int) -> Any:
 def _block_sizes(length: int) -> tuple[int, int]:
     """Returns how many blocks a row has, and their size; the last may be partly beyond the row.
 
-    If it can be a multiple of eight, or of four or two, and blocks are no smaller than half the
-    largest size: devices that divide the last axis then have whole blocks, and need none of the
-    others' numbers.
+    Blocks are as large as they may be, but for a number of them that eight, four or two divide, if
+    that needs none smaller than half the largest: devices that divide the last axis then have whole
+    blocks, and need none of the others' numbers.
     """
-    fewest = math.ceil(length / BLOCK)
+    fewest = max(1, math.ceil(length / BLOCK))
     for parts in (8, 4, 2):
         for count in range(parts * math.ceil(fewest / parts), 2 * length // BLOCK + 1, parts):
             if length % count == 0:

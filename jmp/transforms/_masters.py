@@ -135,7 +135,12 @@ def set_masters(opt_state: S, params: PyTree, values: PyTree) -> tuple[PyTree, S
         return storage.beside(value, shown[path], given[path])
 
     new_state = _map_kept(store, opt_state)
-    new = lambda path, p, v: jnp.asarray(shown.get(keystr(path), v), p.dtype)
+
+    def new(path: tuple[Any, ...], param: Any, value: Any) -> Any:
+        if not is_array(param):
+            return value
+        return jnp.array(shown.get(keystr(path), value), param.dtype)  # never the given array
+
     return tree_map_with_path(new, params, values), new_state
 
 

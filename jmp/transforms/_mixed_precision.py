@@ -43,7 +43,7 @@ def mixed_precision(
     policy: str | Policy,
     loss_scale: LossScale | None = None,
     *,
-    masters: str | None = None,
+    masters: str | Store | None = None,
     axis_name: AxisName = "auto",
 ) -> Transformation[WithLossScaleState]:
     """Wraps an optimizer with what `policy` needs.
@@ -65,8 +65,9 @@ def mixed_precision(
       masters: how half parameters are stored, whatever the policy says: "full"
         (`with_master_params`), "split" (`with_split_masters`), "stochastic"
         (`with_stochastic_rounding`), "kahan" (`with_kahan_summation`), or "none": updates below
-        their spacing are lost. None is "full" for a policy whose parameters are half, and refuses
-        them for any other.
+        their spacing are lost. Or a function that wraps `inner`, as
+        `partial(with_stochastic_rounding, seed=1)`. None is "full" for a policy whose parameters
+        are half, and refuses them for any other.
       axis_name: as in `with_loss_scale`.
 
     Returns: a transformation whose state is a `WithLossScaleState`.
@@ -89,10 +90,12 @@ def mixed_precision(
         loss_scale = torch_loss_scale() if needs_scale else NoOpLossScale()
     if masters is None:
         store = STORED["full" if is_half(policy.param_dtype) else "none"]
-    elif masters in STORED:
+    elif callable(masters):
+        store = masters
+    elif isinstance(masters, str) and masters in STORED:
         store = STORED[masters]
     else:
-        expected = f"None or one of {listed(STORED)}"
+        expected = f"None, a function that wraps an optimizer, or one of {listed(STORED)}"
         raise wrong(ValueError, "mixed_precision", masters, expected, name="masters")
     tx = with_loss_scale(store(inner), loss_scale, axis_name=axis_name)
     if masters == "none":

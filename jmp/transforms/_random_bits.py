@@ -6,6 +6,7 @@ and after a restore; no key is stored or split. They are computed where they are
 integer operations an element, and are never written to memory.
 """
 
+import dataclasses
 import hashlib
 import math
 from typing import Any
@@ -15,35 +16,79 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
+from jax.tree_util import keystr, tree_leaves_with_path
 
 from jmp._jax_compat import varying_axes
-from jmp._messages import listed
+from jmp._messages import listed, wrong
+from jmp.sharding._axes import are_tracked
+from jmp.trees import PyTree
 
 _OF_STEP = 0x9E3779B1  # odd, near 2**32 divided by the golden ratio: steps lie far apart
 
 
-def random_bits(
-    seed: int, count: jax.Array, path: str, like: jax.Array, spec: PartitionSpec | None
-) -> jax.Array:
-    """Returns uint32 of the shape of `like`, each bit of each as good as the flip of a coin.
+@dataclasses.dataclass(frozen=True)
+class RandomBits:
+    """Where random bits come from, for what rounds stochastically.
 
-    Args:
+    Attributes:
+      caller: the public function that rounds: two of them round alike nowhere.
       seed: the user's.
-      count: int32 scalar: how many steps were taken.
-      path: which array this is, as `keystr` writes it.
-      like: an array of the shape and on the devices of the result.
-      spec: how the axes of `like` are divided inside of a shard_map; None where they are not.
-
-    Raises: ValueError if `like` differs between the devices of a shard_map, and `spec` does not say
-      along which of its axes.
+      specs: a PartitionSpec for each parameter by path, where a shard_map divides them.
     """
-    digest = hashlib.blake2b(f"{seed} {path}".encode(), digest_size=12).digest()
-    first, second, third = (np.frombuffer(digest, np.uint32)[i] for i in range(3))
-    step = _mixed(count.astype(jnp.uint32) * jnp.uint32(_OF_STEP))
-    # Each array begins to count elsewhere: XLA would else compute the indices of all arrays of a
-    # shape once, and write them to memory.
-    index = global_index(like, path, spec, jnp.uint32(third))
-    return _mixed(index ^ (step ^ first), step + second)
+
+    caller: str
+    seed: int
+    specs: dict[str, PartitionSpec] | None = None
+
+    @classmethod
+    def of(cls, caller: str, seed: object, specs: PyTree = None) -> "RandomBits":
+        """Returns the bits that a user described.
+
+        Raises: TypeError for a seed that is no integer, or for specs that are no PartitionSpecs.
+        """
+        if not isinstance(seed, int | np.integer) or isinstance(seed, bool):
+            raise wrong(TypeError, caller, seed, "an integer such as 0", name="seed")
+        if specs is None:
+            return cls(caller, int(seed))
+        is_spec = lambda node: node is None or isinstance(node, PartitionSpec)
+        leaves = tree_leaves_with_path(specs, is_leaf=is_spec)
+        by_path = {keystr(path): spec or PartitionSpec() for path, spec in leaves}
+        for path, spec in by_path.items():
+            if not isinstance(spec, PartitionSpec):
+                expected = "a tree of PartitionSpecs like the parameters"
+                raise wrong(TypeError, caller, spec, expected, name=f"specs{path}")
+        return cls(caller, int(seed), by_path)
+
+    def at(self, path: str, like: jax.Array, count: jax.Array | None) -> jax.Array | None:
+        """Returns uint32 of the shape of `like`, each bit as good as the flip of a coin.
+
+        Args:
+          path: of a parameter, or of an array of a state, which ends with that of its parameter.
+          like: an array of the parameter's shape, on the devices of the result.
+          count: int32 scalar: the steps before this one; None returns None.
+
+        Raises: ValueError inside of a shard_map or pmap if `like` may differ between devices, and
+          no specs say along which of its axes.
+        """
+        if count is None:
+            return None
+        name = f"{self.caller} {self.seed} {path}"
+        digest = hashlib.blake2b(name.encode(), digest_size=12).digest()
+        first, second, third = (np.frombuffer(digest, np.uint32)[i] for i in range(3))
+        step = count.astype(jnp.uint32) * jnp.uint32(_OF_STEP)
+        # Each array begins to count elsewhere: XLA would else compute the indices of all arrays of
+        # a shape once, and write them to memory.
+        index = global_index(like, path, self.spec_of(path), jnp.uint32(third))
+        # Mixed anew for each array and step: where the ranges of two large arrays overlap once,
+        # they do not in the next step.
+        return _mixed(index ^ _mixed(step ^ first), _mixed(step + second))
+
+    def spec_of(self, path: str) -> PartitionSpec | None:
+        """Returns how the parameter at the end of a path is divided; None where nobody said."""
+        if self.specs is None:
+            return None
+        end = max(filter(path.endswith, self.specs), key=len, default=None)
+        return PartitionSpec() if end is None else self.specs[end]
 
 
 def _mixed(x: jax.Array, key: jax.Array | int = 0) -> jax.Array:
@@ -65,18 +110,17 @@ def global_index(
     """Returns the index of each element in the whole array, in the order of rows, modulo 2**32.
 
     Args:
-      start: uint32: the index of the first element along the last axis.
+      start: uint32, added to the position along each axis.
     """
     divided = _names_by_axis(like, path, spec)
-    parts = [math.prod(lax.axis_size(name) for name in names) for names in divided]
-    index, stride = jnp.asarray(start, jnp.uint32), 1
+    parts = [math.prod(lax.axis_size(axis) for axis in axes) for axes in divided]
+    index, stride = jnp.zeros((), jnp.uint32), 1
     for axis in reversed(range(like.ndim)):
         # From the devices' own axes XLA divides the numbers among them; one long vector it would
         # make whole on each.
-        along = _iota(like, axis)
+        along = _iota(like, axis) + jnp.asarray(start, jnp.uint32)
         if divided[axis]:
-            start = lax.axis_index(divided[axis]).astype(jnp.uint32) * like.shape[axis]
-            along = along + start
+            along = along + lax.axis_index(divided[axis]).astype(jnp.uint32) * like.shape[axis]
         index = index + along * jnp.uint32(stride % 2**32)
         stride *= like.shape[axis] * parts[axis]
     return index
@@ -95,12 +139,14 @@ def _names_by_axis(like: jax.Array, path: str, spec: PartitionSpec | None) -> li
     entries = [*(spec or ())] if mapped else []
     entries += [None] * (like.ndim - len(entries))
     names = [entry if isinstance(entry, tuple) else (entry,) for entry in entries]
-    divided = [tuple(name for name in each if name in mapped) for each in names]
-    unknown = varying_axes(like) - {name for each in divided for name in each}
-    if unknown and spec is None:
+    divided = [tuple(axis for axis in each if axis in mapped) for each in names]
+    unknown = varying_axes(like) - {axis for each in divided for axis in each}
+    if spec is None and (unknown or (mapped and not are_tracked())):
+        axes = listed(sorted(unknown or mapped))
         raise ValueError(
-            f"Stochastic rounding got {path or 'an array'} that differs between the devices of the "
-            f"mapped axes {listed(sorted(unknown))}, and does not know which part each holds. Give "
-            "it what the shard_map got for the parameters: specs=<the tree of PartitionSpecs>."
+            f"Stochastic rounding got {path or 'an array'} that may differ between devices of the "
+            f"mapped axes {axes}, and does not know which part each holds. Give it what the "
+            "shard_map got for the parameters, PartitionSpec() for those that are whole on each: "
+            "with_stochastic_rounding(inner, specs=<the tree of PartitionSpecs>)."
         )
     return divided

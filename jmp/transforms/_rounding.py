@@ -42,15 +42,15 @@ def rounded(master: jax.Array, dtype: DTypeLike) -> jax.Array:
 
     Not `master.astype(dtype).astype(float32)`: XLA drops such a pair of casts on a GPU.
     """
-    value = master.astype(jnp.float32)
     largest = float(jnp.finfo(dtype).max)
     if jnp.dtype(dtype) == jnp.bfloat16:
-        half = jax.lax.reduce_precision(value, exponent_bits=8, mantissa_bits=7)
-        return jnp.clip(half, -largest, largest)
+        half = lax.reduce_precision(master, exponent_bits=8, mantissa_bits=7)
+        return jnp.clip(half, -largest, largest).astype(jnp.float32)
     # reduce_precision flushes what is subnormal in float16: there, multiples of 2**-24.
-    subnormal = jnp.round(value * 2.0**24) * 2.0**-24
-    normal = jax.lax.reduce_precision(value, exponent_bits=5, mantissa_bits=10)
-    return jnp.clip(jnp.where(jnp.abs(value) < 2.0**-14, subnormal, normal), -largest, largest)
+    subnormal = jnp.round(master * 2.0**24) * 2.0**-24
+    normal = lax.reduce_precision(master, exponent_bits=5, mantissa_bits=10)
+    half = jnp.where(jnp.abs(master) < 2.0**-14, subnormal, normal)
+    return jnp.clip(half, -largest, largest).astype(jnp.float32)
 
 
 def widened(x: jax.Array) -> jax.Array:

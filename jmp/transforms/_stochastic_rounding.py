@@ -5,12 +5,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec
 
-from jmp._messages import wrong
+from jmp.transforms._random_bits import RandomBits
 from jmp.transforms._rounding import rounded, rounded_by
 from jmp.transforms._states import Transformation, WithStochasticRoundingState
-from jmp.transforms._storing import Bits, InTree, Storage, stored_by
+from jmp.transforms._storing import InTree, Storage, stored_by
 from jmp.trees import PyTree
 
 
@@ -35,15 +34,18 @@ def with_stochastic_rounding(
     Args:
       inner: any optax transformation, or a `MultiSteps` object. It sees float32 parameters and
         gradients.
-      seed: an integer.
+      seed: an integer; another one for each of several, such as the members of an ensemble. (Under
+        `jax.vmap` all members round alike.)
       specs: a tree of PartitionSpecs like the parameters, for an `update` inside of a shard_map
-        that divides them: as the shard_map got it. Under jit and on one device it is not needed.
+        that divides them: as the shard_map got it; `PartitionSpec()` for those that are whole on
+        each device. Under jit and on one device it is not needed.
 
     Returns: a transformation whose state is a `WithStochasticRoundingState`; `update` needs
       `params`.
 
     Raises: as `with_master_params`; TypeError for a seed that is no integer; in `update`,
-      ValueError inside of a shard_map for parameters that differ between devices, without `specs`.
+      ValueError without `specs` inside of a shard_map or pmap, if parameters differ between devices
+      or types do not say whether they do (`check_vma=False`).
 
     >>> tx = with_stochastic_rounding(optax.sgd(1e-4))
     >>> params = jnp.ones(4096, jnp.bfloat16)
@@ -53,7 +55,9 @@ def with_stochastic_rounding(
     ([0.99609375, 1.0], True)
     """
     storage = StochasticRounding()
-    return stored_by(InTree(storage, bits=bits_of(seed, specs, storage.caller)), storage, inner)
+    return stored_by(
+        InTree(storage, bits=RandomBits.of(storage.caller, seed, specs)), storage, inner
+    )
 
 
 class StochasticRounding(Storage):
@@ -72,22 +76,3 @@ class StochasticRounding(Storage):
 
     def value(self, param: jax.Array, beside: Any) -> jax.Array:
         return param.astype(jnp.float32)
-
-
-def bits_of(seed: object, specs: PyTree, caller: str) -> Bits:
-    """Returns the source of random bits that a user described.
-
-    Raises: TypeError for a seed that is no integer.
-    """
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        raise wrong(TypeError, caller, seed, "an integer such as 0", name="seed")
-    if specs is None:
-        return Bits(seed)
-    is_spec = lambda node: node is None or isinstance(node, PartitionSpec)
-    leaves = jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec)
-    by_path = {jax.tree_util.keystr(path): spec or PartitionSpec() for path, spec in leaves}
-    for path, spec in by_path.items():
-        if not isinstance(spec, PartitionSpec):
-            expected = "a tree of PartitionSpecs like the parameters"
-            raise wrong(TypeError, caller, spec, expected, name=f"specs{path}")
-    return Bits(seed, by_path)

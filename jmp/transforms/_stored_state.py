@@ -20,15 +20,14 @@ from jax.tree_util import (
 )
 from jax.typing import DTypeLike
 
-from jmp._jax_compat import varying_axes
 from jmp._messages import listed, users_stacklevel, wrong
 from jmp.dtypes import FLOAT32, floating_dtype
 from jmp.rules import UnusedRuleWarning
 from jmp.transforms import _inner, _states
 from jmp.transforms._encodings import KINDS, StoredArray, encoded, peaks_of
 from jmp.transforms._placement import BOX, parameter_path, placed
+from jmp.transforms._random_bits import RandomBits
 from jmp.transforms._states import Transformation, WithLossScaleState, WithStoredStateState
-from jmp.transforms._stochastic_rounding import bits_of
 from jmp.trees import PyTree, cast_to_at_least_float32, path_string
 
 CALLER = "with_stored_state"
@@ -57,7 +56,13 @@ def with_stored_state(
 
     What is stored: float32 arrays of the shape of a parameter, at the end of whose path that
     parameter's path stands: Adam's moments, momentum, `MultiSteps`' sums, averages of parameters.
-    What else a state holds stays as it is: counts, factored moments, preconditioners.
+    What else a state holds stays as it is: counts, factored moments, preconditioners. Do not store
+    what is no average: the weights that `contrib.sam` keeps, or moments of which a difference is
+    taken, as of `rmsprop(centered=True)`, which becomes negative.
+
+    To find scales, other types than bfloat16 run `inner` twice; of the first run a compiled program
+    computes the new state alone. An infinity or NaN stays one, and in "int8" its whole block does:
+    put `with_loss_scale` around, which skips such a step.
 
     Args:
       inner: any optax transformation, or a `MultiSteps` object. It sees gradients, parameters and
@@ -65,8 +70,9 @@ def with_stored_state(
       stored: "bfloat16", "float16", "float8_e4m3fn", "int8" (see `StoredArray`), or rules `(glob of
         the state's path, glob of the parameter's path, dtype)`, of which the first that matches
         counts; "float32", and where none matches, is as it was. Paths are names joined by slashes:
-        `[("*mu*", "*", "bfloat16"), ("*nu*", "*kernel", "int8")]`. Without rules a type of 8 bits
-        leaves vectors, and parameters whose path has "embed" in it, in float32.
+        `[("*mu", "*", "bfloat16"), ("*nu", "*kernel", "int8")]`; that of the state is without the
+        parameter's. Without rules a type of 8 bits leaves vectors, and parameters whose path has
+        "embed" in it, in float32; and every type the parameters of `init`, if the state has them.
       seed: an integer, for stochastic rounding: its bits are those of `with_stochastic_rounding`.
       rounding: "stochastic" or "nearest".
       specs: as in `with_stochastic_rounding`, for an `update` inside of a shard_map. Rows are
@@ -91,7 +97,7 @@ def with_stored_state(
     """
     wrapped = _inner.as_transformation(inner, CALLER)
     rules = _rules(stored)
-    bits = bits_of(seed, specs, CALLER)
+    bits = RandomBits.of(CALLER, seed, specs)
     if rounding not in ("stochastic", "nearest"):
         raise wrong(ValueError, CALLER, rounding, "'stochastic' or 'nearest'", name="rounding")
 
@@ -100,7 +106,7 @@ def with_stored_state(
         inner_state = _inner.init_inner(wrapped, wide, CALLER)
         _check_order(inner_state)
         inner_state = _states.without_weak_types(inner_state)
-        state = WithStoredStateState(jnp.zeros([], jnp.int32), rules.encode(inner_state, params))
+        state = WithStoredStateState(jnp.zeros([], jnp.int32), rules.encode(inner_state, wide))
         return placed(state, params)
 
     def update(
@@ -120,10 +126,10 @@ def with_stored_state(
                 wrapped, updates, gradients, decoded, now, extra_args, CALLER
             )
 
-        # Scales first, and then all again behind a barrier: XLA would keep the new state, in
+        # Scales first, and then all again behind barriers: XLA would keep the new state, in
         # float32, from one pass to the next. Of the first run nothing is computed but the state.
-        old, peaks = _behind_a_barrier(
-            (state.inner_state, _peaks_like(state.inner_state, run, updates))
+        old, peaks = _behind_barriers(
+            state.inner_state, _peaks_like(state.inner_state, run, updates)
         )
         new_updates, inner_state = run(old)
 
@@ -133,7 +139,7 @@ def with_stored_state(
             name = keystr(path)
             _check_rows_are_whole(name, was, bits.spec_of(name))
             drawn = bits.at(name, new, state.count) if rounding == "stochastic" else None
-            return encoded(new, was.kind, drawn, peaks.get(name))
+            return encoded(new.astype(jnp.float32), was.kind, drawn, peaks.get(name))
 
         return new_updates, WithStoredStateState(
             optax.safe_increment(state.count),
@@ -189,24 +195,6 @@ def encode_state(opt_state: S, values: PyTree) -> S:
     return stored
 
 
-def _behind_a_barrier(tree: T) -> T:
-    """Returns a tree whose arrays XLA computes all before what is computed from any.
-
-    Inside of a shard_map one barrier for those that differ between the same devices: what comes out
-    of one differs between all devices between which anything in it does.
-    """
-    leaves, structure = jax.tree.flatten(tree)
-    groups: dict[frozenset[str], list[int]] = {}
-    for position, leaf in enumerate(leaves):
-        groups.setdefault(frozenset(varying_axes(leaf)), []).append(position)
-    for positions in groups.values():
-        behind = lax.optimization_barrier([leaves[position] for position in positions])
-        for position, leaf in zip(positions, behind, strict=True):
-            leaves[position] = leaf
-    result: T = jax.tree.unflatten(structure, leaves)
-    return result
-
-
 def _peaks_like(
     old: PyTree, run: Callable[[PyTree], tuple[optax.Updates, PyTree]], gradients: PyTree
 ) -> dict[str, tuple[jax.Array, ...]]:
@@ -224,9 +212,29 @@ def _peaks_like(
     new = structure.flatten_up_to(run(old)[1])
     peaks: dict[str, tuple[jax.Array, ...]] = {}
     for (_, kind), positions in groups.items():
-        together = peaks_of([new[position] for position in positions.values()], kind)
+        arrays = [new[position].astype(jnp.float32) for position in positions.values()]
+        together = peaks_of(arrays, kind)
         peaks |= dict(zip(positions, together, strict=True))
     return peaks
+
+
+def _behind_barriers(
+    old: PyTree, peaks: dict[str, tuple[jax.Array, ...]]
+) -> tuple[PyTree, dict[str, tuple[jax.Array, ...]]]:
+    """Returns a state and peaks of which no array can be had before the peaks that belong to it.
+
+    A barrier for each: what goes through one together counts, inside of a shard_map, as different
+    on each device if one of it is. A count is not, nor are parameters that no axis divides.
+    """
+    waited = dict(peaks)
+
+    def wait(path: tuple[Any, ...], leaf: Any) -> Any:
+        if not is_stored(leaf) or keystr(path) not in peaks:
+            return leaf
+        leaf, waited[keystr(path)] = lax.optimization_barrier((leaf, peaks[keystr(path)]))
+        return leaf
+
+    return tree_map_with_path(wait, old, is_leaf=is_stored), waited
 
 
 class _Rules:
@@ -234,7 +242,7 @@ class _Rules:
 
     def __init__(self, rules: list[tuple[str, str, str]], *, spares: bool) -> None:
         self.rules = rules
-        self.spares = spares  # vectors and embeddings, from 8 bits
+        self.spares = spares  # vectors and embeddings from 8 bits, and the parameters' own copies
 
     def encode(self, state: PyTree, params: PyTree) -> PyTree:
         """Returns the first state with some arrays encoded."""
@@ -247,8 +255,9 @@ class _Rules:
             of = parameter_path(leaf, path, by_path)
             if of is None or getattr(leaf, "dtype", None) != FLOAT32 or not leaf.size * leaf.ndim:
                 return node
-            kind = self._kind(_as_in_rules(path), _as_in_rules(of), leaf, used)
-            if kind == "float32":
+            names = _as_in_rules(path[: len(path) - len(of)]), _as_in_rules(of)
+            kind = self._kind(*names, leaf, used)
+            if kind == "float32" or (self.spares and leaf is by_path[of]):
                 return node
             stored = encoded(leaf, kind)
             return dataclasses.replace(stored, codes=jax.tree.map(lambda _: stored.codes, node))
@@ -267,7 +276,9 @@ class _Rules:
 
     def _paths(self, state: PyTree, params: dict[tuple[Any, ...], Any]) -> list[str]:
         leaves = tree_leaves_with_path(state)
-        return [_as_in_rules(path) for path, x in leaves if parameter_path(x, path, params)]
+        found = ((path, parameter_path(x, path, params)) for path, x in leaves)
+        pairs = ((path[: len(path) - len(of)], of) for path, of in found if of is not None)
+        return [f"{_as_in_rules(path)}, {_as_in_rules(of)}" for path, of in pairs]
 
     def _kind(self, path: str, of: str, leaf: jax.Array, used: set[int]) -> str:
         for index, (of_state, of_parameter, kind) in enumerate(self.rules):

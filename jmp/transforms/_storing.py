@@ -5,14 +5,12 @@ beside it, and which value the two stand for. A subclass with a state of its own
 (`stored_by`), and `transforms.masters`, `set_masters` and `reset_masters` know it by its state.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol, cast
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec
 from jax.tree_util import keystr, tree_flatten_with_path, tree_map_with_path
 from jax.typing import DTypeLike
 
@@ -20,42 +18,10 @@ from jmp.transforms import _inner, _states
 from jmp.transforms._few_kernels import in_order_of_axes
 from jmp.transforms._kept import check_stored_as_in_init
 from jmp.transforms._placement import placed
-from jmp.transforms._random_bits import random_bits
+from jmp.transforms._random_bits import RandomBits
 from jmp.transforms._rounding import difference_to, needs_master, rounded, widened
 from jmp.transforms._states import Transformation
 from jmp.trees import PyTree, cast_to_at_least_float32
-
-
-@dataclasses.dataclass(frozen=True)
-class Bits:
-    """Where random bits come from, for storages that round stochastically.
-
-    Attributes:
-      seed: the user's.
-      specs: a PartitionSpec for each parameter by path, where a shard_map divides them.
-    """
-
-    seed: int
-    specs: dict[str, PartitionSpec] | None = None
-
-    def at(self, path: str, like: jax.Array, count: jax.Array | None) -> jax.Array | None:
-        """Returns uint32 of the shape of `like` for a step; None without a count of steps.
-
-        Args:
-          path: of a parameter, or of an array of a state, which ends with that of its parameter.
-          like: an array of the parameter's shape.
-          count: int32 scalar: the steps before this one.
-        """
-        if count is None:
-            return None
-        return random_bits(self.seed, count, path, like, self.spec_of(path))
-
-    def spec_of(self, path: str) -> PartitionSpec | None:
-        """Returns how the parameter at the end of a path is divided; None where nobody said."""
-        if self.specs is None:
-            return None
-        end = max(filter(path.endswith, self.specs), key=len, default=None)
-        return PartitionSpec() if end is None else self.specs[end]
 
 
 class Storage:
@@ -140,7 +106,7 @@ class InTree:
     """What is kept in a tree like the parameters': something for each half leaf, nothing else."""
 
     def __init__(
-        self, storage: Storage, dtype: DTypeLike = jnp.float32, bits: Bits | None = None
+        self, storage: Storage, dtype: DTypeLike = jnp.float32, bits: RandomBits | None = None
     ) -> None:
         self.storage = storage
         self.dtype = dtype

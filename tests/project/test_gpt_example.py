@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jmp import diagnostics
+from jmp import diagnostics, transforms
 from testbed.example_data import write_text
 from testbed.machines.wire import wire
 from tests.project.running import imported_example, run_example
@@ -138,6 +138,10 @@ def test_mistakes_are_told_with_a_way_out(text, tmp_path):
     assert "expected 35574 or more for one batch of 16 x 2001 bytes" in message
     assert "a smaller --batch-size or --length" in message
     assert "--prompt is empty" in refused(*text, "--prompt=")
+    message = refused(*text, "--masters=split")
+    assert "expected --precision bfloat16 or float8, or for float16 --masters full" in message
+    message = refused(*text, "--masters=full", "--precision=float32")
+    assert "expected a --precision other than float32" in message
     assert "expected a number above zero" in refused(*text, "--accumulate=0")
     message = refused(*text, "--batch-size=12", "--devices=8")
     assert "--batch-size 12 for 8 devices; expected a multiple of 8" in message
@@ -194,6 +198,34 @@ def test_float16_trains_as_float32_does(programs):
     assert exact[-1] < exact[0] - 0.2
     assert half == pytest.approx(exact, rel=1e-2)
     assert half != exact
+
+
+WAYS = [("full", "float16"), ("kahan", "float16"), ("split", "bfloat16"), ("stochastic", "float8")]
+
+
+@pytest.mark.parametrize(("masters", "precision"), WAYS)
+def test_half_parameters_train_as_float32_ones_do(programs, masters, precision):
+    made, load = programs(f"--masters={masters}", f"--precision={precision}")
+    state, dtype = made.create(), "float16" if precision == "float16" else "bfloat16"
+    exact, _ = programs("--precision=float32")
+    first = exact.create().params
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(state.params)} == {dtype}
+    masters_now = transforms.masters(state.opt_state, state.params)
+    tolerance = {"stochastic": 2**-8, "kahan": 2**-20}.get(masters, 0)
+    for value, expected in zip(*map(jax.tree.leaves, (masters_now, first)), strict=True):
+        np.testing.assert_allclose(value, expected, rtol=tolerance, atol=1e-7 * bool(tolerance))
+    losses = losses_of(made, load, steps=6)
+    assert losses == pytest.approx(losses_of(exact, load, steps=6), rel=1e-2)
+
+
+def test_a_training_without_masters_is_resumed_bit_by_bit(text, tmp_path):
+    options = [*ACCUMULATING, *text, "--masters=stochastic", "--precision=bfloat16"]
+    for folder, more in (("whole", []), ("parts", ["--stop-after=5"]), ("parts", ["--resume"])):
+        process = run_example("gpt", *options, f"--output-dir={tmp_path / folder}", *more)
+        assert process.returncode == 0, process.stderr
+    expected, got = arrays_of(tmp_path / "whole"), arrays_of(tmp_path / "parts")
+    assert set(got) == set(expected)
+    assert all(got[name].tobytes() == array.tobytes() for name, array in expected.items())
 
 
 def test_two_micro_batches_train_as_one_of_both(programs):

@@ -41,8 +41,8 @@ def test_a_thousand_updates_below_the_spacing_add_up(dtype, error):
     assert (plain == params).mean() > 0.9
 
 
-def test_with_a_pair_of_casts_xla_may_cancel_it():
-    """Why rounding is by bits: in bfloat16, (a + b) - a is b for XLA, which keeps more digits."""
+def test_what_a_parameter_lacks_is_there_under_jit():
+    """Where it is computed by casts in bfloat16, XLA may cancel it: (a + b) - a is b."""
 
     def kept(a, b):
         total = (a + b).astype(jnp.bfloat16)

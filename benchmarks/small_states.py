@@ -1,0 +1,395 @@
+"""Trains with half parameters and small states of optimizers, and counts the bytes of each way.
+
+    JAX_PLATFORMS=cpu python -m benchmarks.small_states               # all, on two CPU cores
+    JAX_PLATFORMS=cpu python -m benchmarks.small_states --only bytes
+
+Four parts, each of which replaces its own results in `results/small_states.json`:
+
+* `digits`: ten optimizers of optax, unchanged, in each way of storing parameters and state, on
+  scikit-learn's handwritten digits. The model computes in float32 from parameters as they are
+  stored; gradients have the parameters' dtype. All that differs from float32 is storage.
+* `text`: the language model of `examples/char_lm.py`, smaller, by Adam with a learning rate that
+  falls to a hundredth.
+* `moments`: Adam's second moment, stored in each way, after a gradient of 1 and 1,500 of 0.05.
+* `bytes`: what a parameter and Adam's state for it take, counted in the state; and what an update
+  moves, counted in the program that XLA compiles for an H200, without a GPU.
+
+`--ways` trains some ways anew, and keeps what the file says of the others.
+
+Trainings of a seed have the same initial parameters and the same batches. A final loss is the mean
+of the last 20 steps.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import pathlib
+import time
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from rich.console import Console
+from sklearn.datasets import load_digits
+
+import jmp
+from benchmarks import figures
+from benchmarks.processes import ROOT
+from jmp import transforms
+from testbed.machines.gpus import compile_for_h200
+
+LAST = 20  # steps, whose mean loss is the final one
+POINTS = 30  # of a curve in the file
+LIMIT = 0.01  # nats: a larger mean difference is marked
+VERSIONS = ("jax", "jaxlib", "flax", "optax", "scikit-learn")
+
+Optimizer = optax.GradientTransformation
+
+
+class Strategy(NamedTuple):
+    """One way to store parameters and the state of an optimizer.
+
+    Attributes:
+      dtype: of parameters.
+      masters: as in `mixed_precision`; or "optax", whose optimizer is taken as it is, so that its
+        state has the dtype of parameters.
+      state: as in `with_stored_state`.
+    """
+
+    dtype: str
+    masters: str | None = None
+    state: str | None = None
+
+    def __call__(self, optimizer: Optimizer) -> Optimizer:
+        if self.masters == "optax":
+            return optimizer
+        if self.state:
+            optimizer = transforms.with_stored_state(optimizer, self.state)
+        policy = jmp.Policy(self.dtype, "float32", "float32")
+        scale = jmp.StaticLossScale(2.0**10) if self.dtype == "float16" else jmp.NoOpLossScale()
+        return transforms.mixed_precision(optimizer, policy, scale, masters=self.masters)
+
+
+STRATEGIES = {
+    "float32": Strategy("float32"),
+    "full": Strategy("bfloat16", "full"),
+    "split": Strategy("bfloat16", "split"),
+    "kahan": Strategy("bfloat16", "kahan"),
+    "stochastic": Strategy("bfloat16", "stochastic"),
+    "split, bfloat16 state": Strategy("bfloat16", "split", "bfloat16"),
+    "stochastic, int8 state": Strategy("bfloat16", "stochastic", "int8"),
+    "stochastic, float8_e4m3fn state": Strategy("bfloat16", "stochastic", "float8_e4m3fn"),
+    "none": Strategy("bfloat16", "none"),
+    "optax": Strategy("bfloat16", "optax"),
+    "full, float16": Strategy("float16", "full"),
+    "kahan, float16": Strategy("float16", "kahan"),
+    "stochastic, float16": Strategy("float16", "stochastic"),
+}
+BFLOAT16 = [name for name in STRATEGIES if not name.endswith("float16")]
+
+OPTIMIZERS: dict[str, Optimizer] = {
+    "adam": optax.adam(1e-3),
+    "adamw": optax.adamw(1e-3, weight_decay=1e-2),
+    "lion": optax.lion(3e-4),
+    "adafactor": optax.adafactor(1e-2),
+    "muon": optax.contrib.muon(3e-3),
+    "rmsprop": optax.rmsprop(1e-3),
+    "sgd with momentum": optax.sgd(2e-2, momentum=0.9),
+    "adagrad": optax.adagrad(2e-2),
+    "lamb": optax.lamb(5e-3),
+    "schedule_free_adamw": optax.contrib.schedule_free_adamw(2e-3),
+}
+
+# Beside the parameters of a GPT of width 640 with vectors: what an update is compiled for.
+SHAPES = [(640, 1024)] * 40 + [(1024,)] * 20
+
+
+class Task(NamedTuple):
+    """A model with its data; the first axis of arrays is that of seeds."""
+
+    loss_fn: Callable[[Any, Any], jax.Array]  # of parameters and a batch
+    params: Any  # float32
+    batches: Any  # [seeds, steps, ...]
+
+
+def counted_apart(state: Any, seed: jax.Array) -> Any:
+    """Returns a state whose random bits are those of a seed: they follow from the step."""
+    drawing = (transforms.WithStochasticRoundingState, transforms.WithStoredStateState)
+
+    def apart(node: Any) -> Any:
+        if not isinstance(node, drawing):
+            return node
+        inner = counted_apart(node.inner_state, seed)
+        return node._replace(count=node.count + seed * 2**20, inner_state=inner)
+
+    return jax.tree.map(apart, state, is_leaf=lambda node: isinstance(node, drawing))
+
+
+def train(strategy: Strategy, optimizer: Optimizer, task: Task) -> np.ndarray:
+    """Returns the losses of all seeds, [seeds, steps]."""
+    tx = strategy(optimizer)
+
+    def start(params: Any, seed: jax.Array) -> tuple[Any, Any]:
+        stored = jmp.cast_floating(params, strategy.dtype)
+        state = tx.init(stored)
+        if strategy.masters not in (None, "none", "optax"):
+            stored, state = transforms.set_masters(state, stored, params)
+        return stored, counted_apart(state, seed)
+
+    def step(carry: Any, batch: Any) -> tuple[Any, jax.Array]:
+        params, state = carry
+
+        def loss_fn(params: Any) -> jax.Array:
+            return task.loss_fn(jmp.cast_to_full(params), batch)
+
+        loss_scale = getattr(state, "loss_scale", jmp.NoOpLossScale())
+        loss, grads = jmp.scaled_value_and_grad(loss_fn, loss_scale)(params)
+        updates, state = tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), loss
+
+    def run(params: Any, batches: Any, seed: jax.Array) -> jax.Array:
+        return jax.lax.scan(step, start(params, seed), batches)[1]
+
+    seeds = jnp.arange(len(jax.tree.leaves(task.params)[0]))
+    return np.asarray(jax.jit(jax.vmap(run))(task.params, task.batches, seeds))
+
+
+def summary(curves: np.ndarray, reference: np.ndarray) -> dict[str, Any]:
+    """Returns final losses, and how they differ, seed by seed, from those of the reference."""
+    finals, others = (each[:, -LAST:].mean(axis=1) for each in (curves, reference))
+    difference = finals - others
+    mean, spread = float(difference.mean()), float(difference.std(ddof=1))
+    return {
+        "final_losses": finals.tolist(),
+        "final_loss": float(finals.mean()),
+        "spread": float(finals.std(ddof=1)),
+        "differences": difference.tolist(),
+        "difference": mean,
+        "difference_spread": spread,
+        # "Not within", so that NaN is marked too.
+        "large": not abs(mean) <= LIMIT,
+        "beyond_two_spreads": not abs(mean) <= 2 * spread,
+    }
+
+
+def digits_task(seeds: int, steps: int, batch_size: int = 64, width: int = 128) -> Task:
+    images, labels = load_digits(return_X_y=True)
+    images, labels = jnp.asarray(images / 16, jnp.float32), jnp.asarray(labels)
+    sizes = (64, width, width, 10)
+
+    def first(seed: int) -> Any:
+        keys = jax.random.split(jax.random.key(seed), len(sizes) - 1)
+        return {
+            f"layer_{index}": {
+                "kernel": jax.random.normal(key, shape) * (2 / shape[0]) ** 0.5,
+                "bias": jnp.zeros(shape[1]),
+            }
+            for index, (key, *shape) in enumerate(zip(keys, sizes, sizes[1:], strict=False))
+        }
+
+    def loss_fn(params: Any, chosen: jax.Array) -> jax.Array:
+        x = images[chosen]
+        for layer in params.values():
+            x = jax.nn.relu(x) @ layer["kernel"] + layer["bias"][None]
+        return optax.softmax_cross_entropy_with_integer_labels(x, labels[chosen]).mean()
+
+    batches = [
+        np.random.default_rng(seed).integers(len(labels), size=(steps, batch_size))
+        for seed in range(seeds)
+    ]
+    return Task(loss_fn, stacked(map(first, range(seeds))), jnp.asarray(np.stack(batches)))
+
+
+def text_task(arguments: argparse.Namespace) -> Task:
+    char_lm = figures.example("char_lm")
+    text, vocabulary = char_lm.load_text()
+    options = types.SimpleNamespace(
+        steps=arguments.text_steps, batch_size=16, length=arguments.length
+    )
+    model = char_lm.CharLM(vocabulary, arguments.width)
+    data = [char_lm.batches(text, options, seed) for seed in range(arguments.seeds)]
+    params = [char_lm.first_params(model, batches, seed) for seed, batches in enumerate(data)]
+
+    def loss_fn(params: Any, batch: jax.Array) -> jax.Array:
+        return char_lm.loss_fn(params, model.apply, batch, 1.0)
+
+    return Task(loss_fn, stacked(params), jnp.asarray(np.stack(data)))
+
+
+def stacked(trees: Any) -> Any:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+def digits(arguments: argparse.Namespace, console: Console, before: Any) -> dict[str, Any]:
+    """Ten optimizers in each way, on handwritten digits."""
+    task = digits_task(arguments.seeds, arguments.digits_steps)
+    found: dict[str, Any] = {}
+    for name, optimizer in OPTIMIZERS.items():
+        rows = before["optimizers"][name] if arguments.ways else {}
+        reference = train(STRATEGIES["float32"], optimizer, task)
+        for way in arguments.ways or STRATEGIES:
+            started = time.perf_counter()
+            curves = reference if way == "float32" else train(STRATEGIES[way], optimizer, task)
+            rows[way] = summary(curves, reference)
+            console.print(line(f"{name}, {way}", rows[way], time.perf_counter() - started))
+        found[name] = rows
+    return {"steps": arguments.digits_steps, "parameters": size_of(task), "optimizers": found}
+
+
+def text(arguments: argparse.Namespace, console: Console, before: Any) -> dict[str, Any]:
+    """A language model by Adam in each way that has bfloat16 parameters."""
+    task, peak = text_task(arguments), arguments.learning_rate
+    schedule = optax.cosine_decay_schedule(peak, arguments.text_steps, alpha=0.01)
+    rows = before["ways"] if arguments.ways else {}
+    reference = train(STRATEGIES["float32"], optax.adam(schedule), task)
+    for way in arguments.ways or BFLOAT16:
+        started = time.perf_counter()
+        is_reference = way == "float32"
+        curves = reference if is_reference else train(STRATEGIES[way], optax.adam(schedule), task)
+        size = max(1, curves.shape[1] // POINTS)
+        whole = curves[:, : curves.shape[1] // size * size].reshape(len(curves), -1, size)
+        rows[way] = summary(curves, reference)
+        rows[way]["curve"] = [float(f"{loss:.5g}") for loss in whole.mean(axis=(0, 2))]
+        console.print(line(way, rows[way], time.perf_counter() - started))
+    options = {"steps": arguments.text_steps, "steps_a_point": size, "parameters": size_of(task)}
+    options |= {name: getattr(arguments, name) for name in ("width", "length", "learning_rate")}
+    return options | {"ways": rows}
+
+
+def line(name: str, row: dict[str, Any], seconds: float) -> str:
+    marks = "large " * row["large"] + "beyond two spreads" * row["beyond_two_spreads"]
+    return (
+        f"{name:48} {row['final_loss']:.4f}  {row['difference']:+.4f} "
+        f"± {row['difference_spread']:.4f}  {seconds:3.0f} s  {marks}"
+    )
+
+
+def finite_or_none(value: Any) -> Any:
+    """Returns results in which NaN and infinities are None, for which JSON has a word."""
+    if isinstance(value, dict):
+        return {name: finite_or_none(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return list(map(finite_or_none, value))
+    return None if isinstance(value, float) and not np.isfinite(value) else value
+
+
+def size_of(task: Task) -> int:
+    return sum(leaf.size // len(leaf) for leaf in jax.tree.leaves(task.params))
+
+
+def moments(arguments: argparse.Namespace, console: Console, before: Any) -> dict[str, Any]:
+    """How much too small Adam's step becomes where the second moment does not fall."""
+    shape, large, small, steps = (64, 64), 1.0, 0.05, 1500
+    gradients = jnp.asarray([large] + [small] * steps)
+
+    def second_moment(tx: Optimizer, dtype: str) -> jax.Array:
+        def step(carry: Any, gradient: jax.Array) -> tuple[Any, None]:
+            return tx.update(jnp.full(shape, gradient, dtype), carry, params)[1], None
+
+        params = jnp.ones(shape, dtype)
+        state = jax.jit(lambda state: jax.lax.scan(step, state, gradients)[0])(tx.init(params))
+        inner = getattr(state, "inner_state", state)
+        return getattr(inner.nu, "decoded", lambda: inner.nu)()
+
+    adam = optax.scale_by_adam()
+    exact = second_moment(adam, "float32")
+    ways = {"optax, bfloat16 parameters": second_moment(adam, "bfloat16")}
+    for kind in ("bfloat16", "float16", "float8_e4m3fn", "int8"):
+        for rounding in ("nearest", "stochastic"):
+            tx = transforms.with_stored_state(adam, [("*", "*", kind)], rounding=rounding)
+            ways[f"{kind}, {rounding}"] = second_moment(tx, "float32")
+    rows = {}
+    for way, stored in ways.items():
+        ratio = np.sqrt(np.float64(exact) / np.float64(stored.astype("float32")))
+        rows[way] = {"step": float(ratio.mean()), "spread": float(ratio.std())}
+        console.print(f"{way:30} {rows[way]['step']:.4f} ± {rows[way]['spread']:.4f}")
+    return {"large": large, "small": small, "steps": steps, "ways": rows}
+
+
+def bytes_of(arguments: argparse.Namespace, console: Console, before: Any) -> dict[str, Any]:
+    """Bytes a parameter: held with Adam's state, and moved by an update on an H200."""
+    count = sum(int(np.prod(shape)) for shape in SHAPES)
+    rows = before["ways"] if arguments.ways else {}
+    for way in arguments.ways or BFLOAT16:
+        dtype = STRATEGIES[way].dtype
+        params = [jax.ShapeDtypeStruct(shape, dtype) for shape in SHAPES]
+        tx = STRATEGIES[way](optax.adam(1e-3))
+        state = jax.eval_shape(tx.init, params)
+
+        def update(params: Any, state: Any, grads: Any, tx: Any = tx) -> Any:
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        program = compile_for_h200(update, params, state, params, donate_argnums=(0, 1))
+        held = [nbytes(tree) / count for tree in (params, kept(state), state)]
+        rows[way] = {
+            "parameter": held[0],
+            "beside": held[1],
+            "state": held[2] - held[1],
+            "held": held[0] + held[2],
+            "moved": program.bytes_moved / count,
+        }
+        console.print(f"{way:40} held {rows[way]['held']:.2f}, moved {rows[way]['moved']:.2f}")
+    return {"parameters": count, "tensors": len(SHAPES), "ways": rows}
+
+
+def nbytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def kept(state: Any) -> Any:
+    """Returns what is kept beside half parameters, for their sake."""
+    inner = getattr(state, "inner_state", None)
+    names = {"masters", "remainders", "compensations"} & set(getattr(inner, "_fields", ()))
+    return [getattr(inner, name) for name in names]
+
+
+PARTS = {"digits": digits, "text": text, "moments": moments, "bytes": bytes_of}
+
+
+def parse_arguments(given: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.small_states",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--output", type=pathlib.Path, default=ROOT / "results" / "small_states.json")
+    add("--only", choices=PARTS, nargs="+", default=list(PARTS), help="default: all four")
+    add("--ways", choices=STRATEGIES, nargs="+", help="default: all, and nothing is kept")
+    add("--seeds", type=int, default=5)
+    add("--digits-steps", type=int, default=400)
+    add("--text-steps", type=int, default=2000)
+    add("--width", type=int, default=64, help="of the language model")
+    add("--length", type=int, default=32, help="characters that it sees at once")
+    add("--learning-rate", type=float, default=5e-3, help="of the language model, at first")
+    return parser.parse_args(given)
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    arguments, console = parse_arguments(given), Console(width=120)
+    output = arguments.output
+    results = json.loads(output.read_text()) if output.exists() else {}
+    for name in arguments.only:
+        started = time.perf_counter()
+        found = {"seeds": arguments.seeds} | PARTS[name](arguments, console, results.get(name))
+        found |= {
+            "minutes": round((time.perf_counter() - started) / 60, 1),
+            "cpus": os.cpu_count(),
+            "versions": {package: importlib.metadata.version(package) for package in VERSIONS},
+        }
+        results[name] = found
+        output.parent.mkdir(parents=True, exist_ok=True)
+        temporary = output.with_stem(f"{output.stem}.tmp")
+        temporary.write_text(json.dumps(finite_or_none(results), indent=1) + "\n")
+        os.replace(temporary, output)
+    console.print(f"Wrote {output}.")
+
+
+if __name__ == "__main__":
+    main()
