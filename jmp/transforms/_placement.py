@@ -195,9 +195,9 @@ def parameter_path(
     ends `path`. The codes of a `StoredArray` belong to the parameter of that, also where they lie
     in a Variable of Flax nnx, as its parameters do.
     """
-    if path[-1:] == (BOX,) and _is_part(path[:-1], "codes"):
+    if path[-1:] == (BOX,) and _is_field(path[:-1], "codes"):
         path = (*path[:-2], BOX)
-    path = path[:-1] if _is_part(path, "codes") else path
+    path = path[:-1] if _is_field(path, "codes") else path
     for start in range(len(path) + 1):
         param: Any = params.get(path[start:])
         if hasattr(param, "shape") and param.shape == getattr(leaf, "shape", None):
@@ -214,7 +214,7 @@ def _parameter_of_scales(
     leaf: Any, path: tuple[Any, ...], params: dict[tuple[Any, ...], Any]
 ) -> Any:
     """Returns the parameter whose rows a leaf scales: the `scales` of a `StoredArray`."""
-    if not _is_part(path, "scales"):
+    if not _is_field(path, "scales"):
         return None
     for start in range(len(path)):
         of = path[start:-1]
@@ -241,7 +241,7 @@ def _of_blocks(sharding: Any, shape: tuple[int, ...]) -> Any:
     return NamedSharding(sharding.mesh, PartitionSpec(*entries))
 
 
-def _is_part(path: tuple[Any, ...], name: str) -> bool:
+def _is_field(path: tuple[Any, ...], name: str) -> bool:
     return bool(path) and getattr(path[-1], "name", None) == name
 
 
