@@ -115,11 +115,10 @@ def peaks_of(values: Sequence[jax.Array], kind: str) -> list[tuple[jax.Array, ..
     """
     if kind == "bfloat16":
         return [() for _ in values]
-    if kind == "int8":
-        rows = list(map(_in_blocks, values))
-    else:  # an infinity says nothing of the numbers beside it; codes of 8 bits have none
-        rows = [jnp.where(jnp.isfinite(value), value, 0) for value in values]
-    found = _largest([each for row in rows for each in (row, -row)])
+    rows = list(map(_in_blocks, values)) if kind == "int8" else values
+    # An infinity says nothing of the numbers beside it; codes of 8 bits have none.
+    both = [each for row in rows for each in (row, -row)]
+    found = _largest(both, only_finite=kind != "int8")
     return list(zip(found[::2], found[1::2], strict=True))
 
 
@@ -138,14 +137,18 @@ def _narrowed(value: jax.Array, bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return jnp.where(jnp.isfinite(value), rounded_by(bits, value, dtype), value).astype(dtype)
 
 
-def _largest(arrays: list[jax.Array]) -> Sequence[jax.Array]:
+def _largest(arrays: list[jax.Array], *, only_finite: bool) -> Sequence[jax.Array]:
     """Returns the largest number of each row of each array, all in one reduction."""
 
+    def counted(x: jax.Array) -> jax.Array:
+        return jnp.where(jnp.isfinite(x), x, 0) if only_finite else x
+
     def larger(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        return tuple(map(lax.max, a, b))
+        # Not of the arrays before: XLA would write what is left of them to memory.
+        return tuple(lax.max(counted(x), counted(y)) for x, y in zip(a, b, strict=True))
 
     if any(map(may_be_sharded, arrays)):  # a reduction of several arrays would gather them
-        return [jnp.max(array, axis=-1) for array in arrays]
+        return [jnp.max(counted(array), axis=-1) for array in arrays]
     zeros = tuple(jnp.zeros((), jnp.float32) for _ in arrays)
     found: Sequence[jax.Array] = lax.reduce(tuple(arrays), zeros, larger, (arrays[0].ndim - 1,))
     return found
