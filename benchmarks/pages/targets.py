@@ -1,5 +1,6 @@
 """The figures of programs for several GPUs and TPUs, and the drawing of `docs/targets.md`."""
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ from benchmarks._tables import table, total
 from benchmarks._wire_report import COLUMNS, MIB, by_kind
 from benchmarks.pages.registry import figure
 from benchmarks.targets import BASE, GPU_HALVES, TIMED
+from benchmarks.workloads import UPDATES
 from testbed.machines.gpus import GPUS
 from testbed.machines.tpus import TPUS
 
@@ -91,7 +93,7 @@ def _(found: Any) -> str:
 
 @figure("targets/update")
 def _(found: Any) -> str:
-    (row,) = targets.UPDATE_ROWS
+    row, *_ = targets.UPDATE_ROWS
     rows = []
     for machine in targets.MACHINES:
         half, keys = (TPU_HALF, OF_TPU[:2]) if machine in TPUS else (GPU_HALVES[0], OF_GPU[::2])
@@ -100,6 +102,31 @@ def _(found: Any) -> str:
         kernels, cycles = (NOTHING, other) if machine in TPUS else (other, NOTHING)
         rows.append([_title(machine), half, bytes_, kernels, cycles])
     return table(["", "half", "bytes", "kernels", "cycles"], rows)
+
+
+@figure("targets/small-updates")
+def _(found: Any) -> str:
+    """Bytes a parameter and, in brackets, what of those by hand, and of the cycles."""
+    _, *small = targets.UPDATE_ROWS
+    numbers = sum(math.prod(shape) for shape in UPDATES[0].shapes)
+    rows = []
+    for row in small:
+        cells = []
+        for machine in targets.MACHINES:
+            counted = _counts(found, row, machine, TPU_HALF, "ours")
+            moved = f"{counted['bytes_moved'] / numbers:.2f}" if counted else NOTHING
+            keys = OF_TPU[:2] if machine in TPUS else OF_GPU[:1]
+            over = _cell(found, row, machine, TPU_HALF, "ours", keys) if counted else NOTHING
+            cells.append(moved if over == NOTHING else f"{moved} ({over})")
+        rows.append([row.title, *cells])
+    counted_somewhere = [
+        position
+        for position in range(1, len(targets.MACHINES) + 1)
+        if any(row[position] != NOTHING for row in rows)
+    ]
+    titles = ["", *map(_title, targets.MACHINES)]
+    chosen = [0, *counted_somewhere]
+    return table([titles[i] for i in chosen], [[row[i] for i in chosen] for row in rows])
 
 
 @figure("targets/compile-time")

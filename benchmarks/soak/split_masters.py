@@ -14,7 +14,7 @@ from jax import lax
 from rich.console import Console
 from rich.progress import track
 
-from jmp.transforms._split_masters import join, split
+from jmp.transforms._split_masters import join_master, split_master
 
 AT_ONCE = 24  # bits: patterns of one call
 
@@ -38,8 +38,8 @@ def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
 def counted(first: jax.Array) -> tuple[jax.Array, ...]:
     patterns = first + lax.iota(jnp.uint32, 2**AT_ONCE)
     master = lax.bitcast_convert_type(patterns, jnp.float32)
-    high, low = split(master)
-    again = lax.bitcast_convert_type(join(high, low), jnp.uint32)
+    high, low = split_master(master)
+    again = lax.bitcast_convert_type(join_master(high, low), jnp.uint32)
     magnitude = patterns & 0x7FFFFFFF
     is_nan = magnitude > 0x7F800000
     lost_nan = is_nan & ~(again & 0x7FFFFFFF > 0x7F800000)

@@ -35,7 +35,7 @@ KINDS = ("bfloat16", "float16", "float8_e4m3fn", "int8")
 BLOCK = 256
 MANTISSA = 3  # bits of the mantissa of codes
 LARGEST_CODE = 1.875  # with a sign; without, 2**15 times as much
-LOWEST = -14  # the exponent of the smallest normal number of float16
+LEAST_EXPONENT = -14  # the exponent of the smallest normal number of float16
 
 
 @jax.tree_util.register_dataclass
@@ -177,10 +177,10 @@ def _in_codes(
     """Returns an array as "int8", from the largest numbers of its blocks and of its negative's."""
     exponent, has_sign = _exponent_of_codes(highest, lowest)
     size = value * _exp2(-_of_each(exponent, value))
-    size = _not_lost(size, value, 2.0 ** (LOWEST - MANTISSA), _of_each(has_sign, value))
+    size = _not_lost(size, value, 2.0 ** (LEAST_EXPONENT - MANTISSA), _of_each(has_sign, value))
     # What XLA computes again beside the peaks may be larger than they are, by a rounding.
     largest = jnp.where(has_sign, LARGEST_CODE, 2.0**15 * LARGEST_CODE)
-    near = jnp.minimum(rounded_to(bits, size, MANTISSA, LOWEST), _of_each(largest, value))
+    near = jnp.minimum(rounded_to(bits, size, MANTISSA, LEAST_EXPONENT), _of_each(largest, value))
     smallest = jnp.where(has_sign, -LARGEST_CODE, 0)
     near = jnp.maximum(near, _of_each(smallest, value)).astype(jnp.float16)
     cut = lax.bitcast_convert_type(near, jnp.uint16) >> 7

@@ -65,7 +65,7 @@ class FlatMasters:
 
 
 class InOneVector:
-    """Masters as `FlatMasters`, for `with_master_params`: a `_storing.Form`."""
+    """Masters as `FlatMasters`, for `with_master_params`: a `_storing.MasterForm`."""
 
     def __init__(self, dtype: np.dtype) -> None:
         self.dtype = dtype

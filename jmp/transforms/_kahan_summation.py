@@ -6,7 +6,7 @@ import optax
 
 from jmp.transforms._rounding import rounded
 from jmp.transforms._states import Transformation, WithKahanSummationState
-from jmp.transforms._storing import InTree, Storage, stored_by
+from jmp.transforms._storing import InTree, ParameterStorage, stored_by
 
 
 def with_kahan_summation(
@@ -41,7 +41,7 @@ def with_kahan_summation(
     return stored_by(InTree(storage), storage, inner)
 
 
-class KahanSummation(Storage):
+class KahanSummation(ParameterStorage):
     """Beside the parameter, in its dtype, the value less what the parameter shows."""
 
     caller = "with_kahan_summation"

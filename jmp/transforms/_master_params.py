@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jmp.dtypes import floating_dtype
 from jmp.transforms._flat_masters import InOneVector
 from jmp.transforms._states import Transformation, WithMasterParamsState
-from jmp.transforms._storing import InTree, Storage, stored_by
+from jmp.transforms._storing import InTree, ParameterStorage, stored_by
 
 
 def with_master_params(
@@ -84,7 +84,7 @@ def with_master_params(
     return stored_by(form, masters, inner)
 
 
-class Masters(Storage):
+class Masters(ParameterStorage):
     """Beside each half parameter its float32 or float64 value, whole."""
 
     caller = "with_master_params"

@@ -23,7 +23,7 @@ from jmp.transforms._kept import (
 )
 from jmp.transforms._master_params import Masters
 from jmp.transforms._rounding import needs_master, rounded
-from jmp.transforms._storing import Storage
+from jmp.transforms._storing import ParameterStorage
 from jmp.trees import PyTree, cast_to_at_least_float32, is_array, leaves_by_path
 
 S = TypeVar("S")
@@ -214,7 +214,7 @@ def _check_all_given(opt_state: optax.OptState, given: dict[str, Any], caller: s
         )
 
 
-def _reset(param: Any, old: Any, storage: Storage, path: str) -> Any:
+def _reset(param: Any, old: Any, storage: ParameterStorage, path: str) -> Any:
     """Returns what is kept beside a parameter that is the value; from the host, where `old` lies.
 
     Raises: ValueError for float32 where it is not the state alone that says it.

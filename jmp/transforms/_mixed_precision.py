@@ -25,7 +25,7 @@ Inner: TypeAlias = optax.GradientTransformation | optax.MultiSteps
 Store: TypeAlias = Callable[[Inner], Any]
 
 
-def _as_it_is(inner: Inner) -> Inner:
+def _unwrapped(inner: Inner) -> Inner:
     return inner
 
 
@@ -34,7 +34,7 @@ STORED: dict[str, Store] = {
     "split": with_split_masters,
     "stochastic": with_stochastic_rounding,
     "kahan": with_kahan_summation,
-    "none": _as_it_is,
+    "none": _unwrapped,
 }
 
 

@@ -14,7 +14,7 @@ from jax import lax
 
 from jmp.transforms._rounding import widened
 from jmp.transforms._states import Transformation, WithSplitMastersState
-from jmp.transforms._storing import InTree, Storage, stored_by
+from jmp.transforms._storing import InTree, ParameterStorage, stored_by
 
 
 def with_split_masters(
@@ -22,8 +22,8 @@ def with_split_masters(
 ) -> Transformation[WithSplitMastersState]:
     """Keeps float32 masters of bfloat16 parameters in two bytes more a parameter.
 
-    As `with_master_params`, in 12 bytes a parameter with Adam's moments instead of 14, and a
-    trajectory that equals that of float32 masters bit for bit. The exceptions:
+    As `with_master_params`, in 12 bytes a parameter with Adam's moments instead of 14. From the
+    same gradients masters are the same, bit for bit, with these exceptions:
 
     * A master is finite: where it would round to an infinity, parameter and master stay at the
       largest bfloat16 number, 3.3895e38.
@@ -58,7 +58,7 @@ def with_split_masters(
     return stored_by(InTree(storage), storage, inner)
 
 
-class SplitMasters(Storage):
+class SplitMasters(ParameterStorage):
     """The parameter is the master rounded half away from zero, the remainder its lower 16 bits."""
 
     caller = "with_split_masters"
@@ -73,30 +73,30 @@ class SplitMasters(Storage):
             )
 
     def visible(self, new: jax.Array, param: jax.Array, bits: jax.Array | None) -> jax.Array:
-        high, _ = split(new)
+        high, _ = split_master(new)
         pattern = lax.bitcast_convert_type(high, jnp.uint16)
         is_infinite = pattern & 0x7FFF == 0x7F80
         finite = jnp.where(is_infinite, pattern - jnp.uint16(1), pattern)
         return widened(lax.bitcast_convert_type(finite, jnp.bfloat16))
 
     def beside(self, new: jax.Array, shown: jax.Array, param: jax.Array) -> jax.Array:
-        distance = _pattern(new) - _pattern(shown)
+        distance = _signed_pattern(new) - _signed_pattern(shown)
         # Beyond 16 bits only where `shown` is not `new` rounded: then the master is what is shown.
         is_remainder = (distance >= -(2**15)) & (distance < 2**15)
         return jnp.where(is_remainder, distance, 0).astype(jnp.uint16)
 
     def value(self, param: jax.Array, beside: jax.Array) -> jax.Array:
-        return join(param, beside)
+        return join_master(param, beside)
 
 
-def split(master: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns a float32 array as bfloat16 and uint16, of which `join` makes it again, bit for bit.
+def split_master(master: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns float32 as bfloat16 and uint16, of which `join_master` makes it again, bit for bit.
 
     The bfloat16 number is the nearest, of two the one farther from zero: finite numbers from
     3.3953e38 on are split into an infinity and a remainder. A NaN becomes one without a payload.
 
-    >>> high, low = split(jnp.float32([1.0, 1.0001, jnp.inf]))
-    >>> low, join(high, low)
+    >>> high, low = split_master(jnp.float32([1.0, 1.0001, jnp.inf]))
+    >>> low, join_master(high, low)
     (Array([  0, 839,   0], dtype=uint16), Array([1.    , 1.0001,    inf], dtype=float32))
     """
     quiet = jnp.where(jnp.isnan(master), jnp.float32(jnp.nan), master)  # no carry into the sign
@@ -105,19 +105,19 @@ def split(master: jax.Array) -> tuple[jax.Array, jax.Array]:
     return lax.bitcast_convert_type(high, jnp.bfloat16), pattern.astype(jnp.uint16)
 
 
-def join(high: jax.Array, low: jax.Array) -> jax.Array:
-    """Returns the float32 array that `split` took apart.
+def join_master(high: jax.Array, low: jax.Array) -> jax.Array:
+    """Returns the float32 array that `split_master` took apart.
 
-    Where `high` is a zero and `low` would take it below zero, which `split` never returns, it is
-    that zero.
+    Where `high` is a zero and `low` would take it below zero, which `split_master` never returns,
+    it is that zero.
     """
     # Read as a signed number the remainder is the distance from the parameter, in float32 spacings.
     distance = lax.bitcast_convert_type(low, jnp.int16).astype(jnp.int32)
-    pattern = _pattern(widened(high))
+    pattern = _signed_pattern(widened(high))
     is_zero = pattern << 1 == 0  # as a number a subnormal one may be equal to zero
     distance = jnp.where(is_zero & (distance < 0), 0, distance)
     return lax.bitcast_convert_type(pattern + distance, jnp.float32)
 
 
-def _pattern(x: jax.Array) -> jax.Array:
+def _signed_pattern(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.int32)

@@ -87,6 +87,12 @@ class WithSplitMastersState(NamedTuple):
       remainders: the parameters' tree with uint16 of its shape for every bfloat16 leaf, and
         `optax.MaskedNode()` for every other leaf.
       inner_state: state of the wrapped optimizer.
+
+    >>> import optax
+    >>> from jmp import transforms
+    >>> params = {"w": jnp.ones(2, jnp.bfloat16), "norm": jnp.ones(2)}
+    >>> transforms.with_split_masters(optax.sgd(0.1)).init(params).remainders
+    {'norm': MaskedNode(), 'w': Array([0, 0], dtype=uint16)}
     """
 
     remainders: PyTree
@@ -100,6 +106,12 @@ class WithKahanSummationState(NamedTuple):
       compensations: the parameters' tree with an array of its shape and dtype for every half leaf:
         what the parameter lacks; and `optax.MaskedNode()` for every other leaf.
       inner_state: state of the wrapped optimizer.
+
+    >>> import optax
+    >>> from jmp import transforms
+    >>> params = {"w": jnp.ones(2, jnp.float16), "norm": jnp.ones(2)}
+    >>> transforms.with_kahan_summation(optax.sgd(0.1)).init(params).compensations
+    {'norm': MaskedNode(), 'w': Array([0., 0.], dtype=float16)}
     """
 
     compensations: PyTree
@@ -114,6 +126,12 @@ class WithStochasticRoundingState(NamedTuple):
         leaf, and `optax.MaskedNode()` for every other leaf.
       count: int32 scalar: the steps so far, from which random bits are computed.
       inner_state: state of the wrapped optimizer.
+
+    >>> import optax
+    >>> from jmp import transforms
+    >>> params = {"w": jnp.ones(2, jnp.float16), "norm": jnp.ones(2)}
+    >>> transforms.with_stochastic_rounding(optax.sgd(0.1)).init(params).rounded
+    {'norm': MaskedNode(), 'w': EmptyState()}
     """
 
     rounded: PyTree
@@ -127,13 +145,19 @@ class WithStoredStateState(NamedTuple):
     Attributes:
       count: int32 scalar: the steps so far, from which random bits are computed.
       inner_state: state of the wrapped optimizer, some of its arrays as `StoredArray`.
+
+    >>> import optax
+    >>> from jmp import transforms
+    >>> tx = transforms.with_stored_state(optax.trace(0.9), "bfloat16")
+    >>> tx.init(jnp.ones((1, 2))).inner_state.trace.codes
+    Array([[0, 0]], dtype=bfloat16)
     """
 
     count: jax.Array  # type: ignore[assignment]  # likewise
     inner_state: PyTree
 
 
-# How half parameters are stored, by the type of the state: each `_storing.Storage` adds itself.
+# How half parameters are stored, by the type of the state. Each `ParameterStorage` adds itself.
 STORAGES: dict[type, Any] = {}
 
 

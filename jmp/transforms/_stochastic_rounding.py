@@ -9,7 +9,7 @@ import optax
 from jmp.transforms._random_bits import RandomBits
 from jmp.transforms._rounding import rounded, rounded_by
 from jmp.transforms._states import Transformation, WithStochasticRoundingState
-from jmp.transforms._storing import InTree, Storage, stored_by
+from jmp.transforms._storing import InTree, ParameterStorage, stored_by
 from jmp.trees import PyTree
 
 
@@ -60,7 +60,7 @@ def with_stochastic_rounding(
     )
 
 
-class StochasticRounding(Storage):
+class StochasticRounding(ParameterStorage):
     """Nothing is kept beside the parameter, which is the value."""
 
     caller = "with_stochastic_rounding"

@@ -1,8 +1,9 @@
 """How half parameters store the float32 values that an optimizer trains.
 
-`Storage` is the interface: three functions of arrays say what a parameter becomes, what is kept
-beside it, and which value the two stand for. A subclass with a state of its own is a transformation
-(`stored_by`), and `transforms.masters`, `set_masters` and `reset_masters` know it by its state.
+`ParameterStorage` is the interface: three functions of arrays say what a parameter becomes, what is
+kept beside it, and which value the two stand for. A subclass with a state of its own is a
+transformation (`stored_by`), and `transforms.masters`, `set_masters` and `reset_masters` know it by
+its state.
 """
 
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from jmp.transforms._states import Transformation
 from jmp.trees import PyTree, cast_to_at_least_float32
 
 
-class Storage:
+class ParameterStorage:
     """One way to store a float32 array in a half parameter and what is kept beside it.
 
     `value(param, beside(new, shown, param))` is `new`, as nearly as the storage can say it, where
@@ -72,7 +73,7 @@ class Storage:
         raise NotImplementedError
 
 
-class Form(Protocol):
+class MasterForm(Protocol):
     """What a transformation asks of all parameters together: `InTree`, `InOneVector`."""
 
     def first(self, params: optax.Params, inner: optax.GradientTransformationExtraArgs) -> PyTree:
@@ -106,7 +107,10 @@ class InTree:
     """What is kept in a tree like the parameters': something for each half leaf, nothing else."""
 
     def __init__(
-        self, storage: Storage, dtype: DTypeLike = jnp.float32, bits: RandomBits | None = None
+        self,
+        storage: ParameterStorage,
+        dtype: DTypeLike = jnp.float32,
+        bits: RandomBits | None = None,
     ) -> None:
         self.storage = storage
         self.dtype = dtype
@@ -181,7 +185,9 @@ def shown_after(change: jax.Array, param: jax.Array) -> jax.Array:
 
 
 def stored_by(
-    form: Form, storage: Storage, inner: optax.GradientTransformation | optax.MultiSteps
+    form: MasterForm,
+    storage: ParameterStorage,
+    inner: optax.GradientTransformation | optax.MultiSteps,
 ) -> Transformation[Any]:
     """Returns the transformation that runs `inner` in float32 and stores what comes out."""
     caller, state_type = storage.caller, cast(Any, storage.state_type)
