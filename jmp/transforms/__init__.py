@@ -10,24 +10,25 @@ says on which devices a state belongs. `clip_by_global_norm` is optax's for grad
 from jmp.transforms._clipping import clip_by_global_norm
 from jmp.transforms._encodings import StoredArray
 from jmp.transforms._flat_masters import FlatMasters
-from jmp.transforms._kahan_summation import with_kahan_summation
+from jmp.transforms._kahan_summation import WithKahanSummationState, with_kahan_summation
 from jmp.transforms._loss_scaling import check_optimizer_state, loss_scale_state, with_loss_scale
 from jmp.transforms._master_params import with_master_params
 from jmp.transforms._masters import masters, reset_masters, set_masters
 from jmp.transforms._mixed_precision import mixed_precision
 from jmp.transforms._placement import state_shardings
 from jmp.transforms._replacing import replace_loss_scale
-from jmp.transforms._split_masters import with_split_masters
-from jmp.transforms._states import (
-    WithKahanSummationState,
-    WithLossScaleState,
-    WithMasterParamsState,
-    WithSplitMastersState,
+from jmp.transforms._split_masters import WithSplitMastersState, with_split_masters
+from jmp.transforms._states import WithLossScaleState, WithMasterParamsState
+from jmp.transforms._stochastic_rounding import (
     WithStochasticRoundingState,
-    WithStoredStateState,
+    with_stochastic_rounding,
 )
-from jmp.transforms._stochastic_rounding import with_stochastic_rounding
-from jmp.transforms._stored_state import decode_state, encode_state, with_stored_state
+from jmp.transforms._stored_state import (
+    WithStoredStateState,
+    decode_state,
+    encode_state,
+    with_stored_state,
+)
 
 __all__ = [
     "FlatMasters",

@@ -1,12 +1,34 @@
 """`with_kahan_summation`: half parameters, and in half what they lack."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import optax
 
 from jmp.transforms._rounding import rounded
-from jmp.transforms._states import Transformation, WithKahanSummationState
+from jmp.transforms._states import Transformation
 from jmp.transforms._storing import InTree, ParameterStorage, stored_by
+from jmp.trees import PyTree
+
+
+class WithKahanSummationState(NamedTuple):
+    """State of `with_kahan_summation`.
+
+    Attributes:
+      compensations: the parameters' tree with an array of its shape and dtype for every half leaf:
+        what the parameter lacks; and `optax.MaskedNode()` for every other leaf.
+      inner_state: state of the wrapped optimizer.
+
+    >>> import optax
+    >>> from jmp import transforms
+    >>> params = {"w": jnp.ones(2, jnp.float16), "norm": jnp.ones(2)}
+    >>> transforms.with_kahan_summation(optax.sgd(0.1)).init(params).compensations
+    {'norm': MaskedNode(), 'w': Array([0., 0.], dtype=float16)}
+    """
+
+    compensations: PyTree
+    inner_state: PyTree
 
 
 def with_kahan_summation(

@@ -7,14 +7,36 @@ for at most 2**16 consecutive float32 numbers. (Rounded half to even, as casts d
 2**16 + 1 if its last bit is 0: remainders of 16 bits then lose one bit of some masters.)
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 
 from jmp.transforms._rounding import widened
-from jmp.transforms._states import Transformation, WithSplitMastersState
+from jmp.transforms._states import Transformation
 from jmp.transforms._storing import InTree, ParameterStorage, stored_by
+from jmp.trees import PyTree
+
+
+class WithSplitMastersState(NamedTuple):
+    """State of `with_split_masters`.
+
+    Attributes:
+      remainders: the parameters' tree with uint16 of its shape for every bfloat16 leaf, and
+        `optax.MaskedNode()` for every other leaf.
+      inner_state: state of the wrapped optimizer.
+
+    >>> import optax
+    >>> from jmp import transforms
+    >>> params = {"w": jnp.ones(2, jnp.bfloat16), "norm": jnp.ones(2)}
+    >>> transforms.with_split_masters(optax.sgd(0.1)).init(params).remainders
+    {'norm': MaskedNode(), 'w': Array([0, 0], dtype=uint16)}
+    """
+
+    remainders: PyTree
+    inner_state: PyTree
 
 
 def with_split_masters(

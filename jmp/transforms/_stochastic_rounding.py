@@ -1,6 +1,6 @@
 """`with_stochastic_rounding`: half parameters without masters, rounded up or down by chance."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +8,30 @@ import optax
 
 from jmp.transforms._random_bits import RandomBits
 from jmp.transforms._rounding import rounded, rounded_by
-from jmp.transforms._states import Transformation, WithStochasticRoundingState
+from jmp.transforms._states import Transformation
 from jmp.transforms._storing import InTree, ParameterStorage, stored_by
 from jmp.trees import PyTree
+
+
+class WithStochasticRoundingState(NamedTuple):
+    """State of `with_stochastic_rounding`.
+
+    Attributes:
+      rounded: the parameters' tree with `optax.EmptyState()`, which holds nothing, for every half
+        leaf, and `optax.MaskedNode()` for every other leaf.
+      count: int32 scalar: the steps so far, from which random bits are computed.
+      inner_state: state of the wrapped optimizer.
+
+    >>> import optax
+    >>> from jmp import transforms
+    >>> params = {"w": jnp.ones(2, jnp.float16), "norm": jnp.ones(2)}
+    >>> transforms.with_stochastic_rounding(optax.sgd(0.1)).init(params).rounded
+    {'norm': MaskedNode(), 'w': EmptyState()}
+    """
+
+    rounded: PyTree
+    count: jax.Array  # type: ignore[assignment]  # optax's name, which a tuple's method has too
+    inner_state: PyTree
 
 
 def with_stochastic_rounding(

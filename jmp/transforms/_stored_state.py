@@ -4,7 +4,7 @@ import dataclasses
 import fnmatch
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +27,27 @@ from jmp.transforms import _inner, _states
 from jmp.transforms._encodings import KINDS, StoredArray, encoded, peaks_of
 from jmp.transforms._placement import BOX, parameter_path, placed
 from jmp.transforms._random_bits import RandomBits
-from jmp.transforms._states import Transformation, WithLossScaleState, WithStoredStateState
+from jmp.transforms._states import Transformation, WithLossScaleState
 from jmp.trees import PyTree, cast_to_at_least_float32, path_string
+
+
+class WithStoredStateState(NamedTuple):
+    """State of `with_stored_state`.
+
+    Attributes:
+      count: int32 scalar: the steps so far, from which random bits are computed.
+      inner_state: state of the wrapped optimizer, some of its arrays as `StoredArray`.
+
+    >>> import optax
+    >>> from jmp import transforms
+    >>> tx = transforms.with_stored_state(optax.trace(0.9), "bfloat16")
+    >>> tx.init(jnp.ones((1, 2))).inner_state.trace.codes
+    Array([[0, 0]], dtype=bfloat16)
+    """
+
+    count: jax.Array  # type: ignore[assignment]  # likewise
+    inner_state: PyTree
+
 
 CALLER = "with_stored_state"
 Rule = tuple[str, str, DTypeLike]

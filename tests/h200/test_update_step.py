@@ -96,7 +96,7 @@ SMALL_STATES = {
         STOCHASTIC(transforms.with_stored_state(ADAM, "float8_e4m3fn")),
         14.1,
         4.1,
-        160,
+        190,
     ),
     "stochastic, int8 moments": (
         STOCHASTIC(transforms.with_stored_state(ADAM, "int8")),

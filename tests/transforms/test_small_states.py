@@ -1,6 +1,7 @@
 """Ways to store half parameters and the states of optimizers: all together, and in adapters."""
 
 import functools
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import flax.linen as nn
@@ -17,6 +18,7 @@ import jmp
 from jmp import diagnostics, transforms
 from jmp.adapters import equinox, haiku, linen
 from jmp.adapters import nnx as jmp_nnx
+from jmp.transforms._storing import InTree, ParameterStorage, stored_by
 from tests.bits import bits
 
 POLICY = "p=bf16,c=bf16,o=f32"
@@ -380,3 +382,36 @@ def test_reports_count_find_and_show_what_is_stored():
     ranges = diagnostics.range_report(transforms.decode_state(state))
     (row,) = [row for row in ranges.rows if row.path.endswith("nu/dense/kernel")]
     assert row.dtype == "float32" and row.size == 640
+
+
+class PairState(NamedTuple):
+    rests: Any
+    inner_state: Any
+
+
+class Pair(ParameterStorage):
+    """A half parameter and, in float32, what it lacks: no small state, but a short example."""
+
+    caller = "with_pairs"
+    state_type = PairState
+
+    def beside(self, new, shown, param):
+        return new - shown
+
+    def value(self, param, beside):
+        return param.astype(jnp.float32) + beside
+
+
+def test_a_way_of_ones_own_is_one_class():
+    tx = stored_by(InTree(Pair()), Pair(), optax.sgd(1e-4))
+    params = {"w": jnp.ones(4, jnp.float16), "b": jnp.ones(4)}
+    state = tx.init(params)
+    for _ in range(10):
+        updates, state = tx.update(jax.tree.map(jnp.ones_like, params), state, params)
+        params = optax.apply_updates(params, updates)
+    masters = transforms.masters(state, params)
+    assert bits(masters["w"]) == bits(params["b"]) == bits(masters["b"])
+    params, state = transforms.set_masters(state, params, jax.tree.map(lambda x: x / 3, masters))
+    assert bits(transforms.masters(state, params)["w"]) == bits(masters["w"] / 3)
+    with pytest.raises(ValueError, match=r"Move it inside: with_pairs\(optax.chain"):
+        transforms.check_optimizer_state(optax.chain(tx, optax.scale(2.0)).init(params))
