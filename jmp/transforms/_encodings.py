@@ -238,15 +238,6 @@ def _of_whole_rows(x: jax.Array, count: int) -> Any:
 
 
 def _block_sizes(length: int) -> tuple[int, int]:
-    """Returns how many blocks a row has, and their size; the last may be partly beyond the row.
-
-    Blocks are as large as they may be, but for a number of them that eight, four or two divide, if
-    that needs none smaller than half the largest: devices that divide the last axis then have whole
-    blocks, and need none of the others' numbers.
-    """
-    fewest = max(1, math.ceil(length / BLOCK))
-    for parts in (8, 4, 2):
-        for count in range(parts * math.ceil(fewest / parts), 2 * length // BLOCK + 1, parts):
-            if length % count == 0:
-                return count, length // count
-    return fewest, math.ceil(length / fewest)
+    """Returns how many blocks a row has, and their size; the last may be partly beyond the row."""
+    count = max(1, math.ceil(length / BLOCK))
+    return count, math.ceil(length / count)
