@@ -2,9 +2,12 @@
 
 `with_loss_scale` takes scaled gradients, unscales and checks them, and skips bad steps.
 `with_master_params` keeps float32 masters of half parameters. `mixed_precision` combines them by
-policy. `loss_scale_state` and `masters` read an optimizer's state; `replace_loss_scale` gives it
-another scale, and `reset_masters` takes masters from parameters that were loaded. `state_shardings`
-says on which devices a state belongs. `clip_by_global_norm` is optax's for gradients in shards.
+policy. In less memory half parameters are stored by `with_split_masters`,
+`with_stochastic_rounding` and `with_kahan_summation`, and the state of any optimizer by
+`with_stored_state`. `loss_scale_state`, `masters` and `decode_state` read an optimizer's state;
+`replace_loss_scale` gives it another scale, `set_masters` other values, and `reset_masters` takes
+masters from parameters that were loaded. `state_shardings` says on which devices a state belongs.
+`clip_by_global_norm` is optax's for gradients in shards.
 """
 
 from jmp.transforms._clipping import clip_by_global_norm

@@ -30,7 +30,7 @@ class WithStochasticRoundingState(NamedTuple):
     """
 
     rounded: PyTree
-    count: jax.Array  # type: ignore[assignment]  # optax's name, which a tuple's method has too
+    count: jax.Array  # type: ignore[assignment]  # a tuple's method
     inner_state: PyTree
 
 

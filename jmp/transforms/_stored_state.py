@@ -45,14 +45,13 @@ class WithStoredStateState(NamedTuple):
     Array([[0, 0]], dtype=bfloat16)
     """
 
-    count: jax.Array  # type: ignore[assignment]  # likewise
+    count: jax.Array  # type: ignore[assignment]  # a tuple's method
     inner_state: PyTree
 
 
 CALLER = "with_stored_state"
 Rule = tuple[str, str, DTypeLike]
 S = TypeVar("S")
-T = TypeVar("T")
 # For 8 bits: what small models put most of their accuracy into, and whose rows are seldom updated.
 EMBEDDINGS = "*embed*"
 

@@ -74,8 +74,9 @@ def test_an_update_stays_on_its_floor(h200, name, tx, param_dtype, bytes_per_par
 
 ADAM = optax.adam(1e-3)
 SPLIT, STOCHASTIC = transforms.with_split_masters, transforms.with_stochastic_rounding
-# Bytes moved and held a parameter, and kernels. With masters 62 kernels, one for each tensor: what
-# finds the scales of rows first takes one more for each matrix, and one for each array of scales.
+# Bytes moved and held a parameter, and kernels: one for each of 60 tensors, or of 12 where moments
+# are stored. What finds the scales of rows first takes one more for each matrix, and one for each
+# array of scales.
 SMALL_STATES = {
     "split": (SPLIT(ADAM), 26.0, 12.0, 63),
     "split, checked": (
@@ -90,19 +91,19 @@ SMALL_STATES = {
         SPLIT(transforms.with_stored_state(ADAM, "bfloat16")),
         18.0,
         8.0,
-        66,
+        18,
     ),
     "stochastic, float8 moments": (
         STOCHASTIC(transforms.with_stored_state(ADAM, "float8_e4m3fn")),
         14.1,
         4.1,
-        190,
+        42,
     ),
     "stochastic, int8 moments": (
         STOCHASTIC(transforms.with_stored_state(ADAM, "int8")),
         14.1,
         4.1,
-        240,
+        42,
     ),
 }
 
@@ -110,16 +111,19 @@ SMALL_STATES = {
 @pytest.mark.parametrize("name", SMALL_STATES)
 def test_small_states_move_and_hold_what_they_say(h200, name):
     tx, moved, held, kernels = SMALL_STATES[name]
-    program = compiled_update(h200, tx, jnp.bfloat16, half=jnp.bfloat16)
-    measured = program.bytes_moved / NUMBER_OF_PARAMETERS
-    state = jax.eval_shape(tx.init, [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in SHAPES])
+    # What compiles slowly takes as many bytes a parameter with fewer tensors.
+    shapes = SHAPES[::5] if "moments" in name else SHAPES
+    numbers = sum(jnp.zeros(shape).size for shape in shapes)
+    program = compiled_update(h200, tx, jnp.bfloat16, shapes, jnp.bfloat16)
+    measured = program.bytes_moved / numbers
+    state = jax.eval_shape(tx.init, [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes])
     in_state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     print(f"\n{name}: {measured:.2f} bytes a parameter, {program.kernels} kernels")
     assert measured <= 1.02 * moved
-    assert 2 + in_state / NUMBER_OF_PARAMETERS <= held + 0.001
+    assert 2 + in_state / numbers <= held + 0.001
     assert program.kernels <= kernels
     assert program.copies <= 1
-    assert program.temp_bytes <= 0.1 * NUMBER_OF_PARAMETERS
+    assert program.temp_bytes <= 0.1 * numbers
 
 
 @pytest.mark.parametrize(
