@@ -186,7 +186,7 @@ def _target_matches(
 ) -> bool:
     if isinstance(target, str):
         globs = {target, _without_method_names(target)}
-        return any(_glob_matches(glob, path) for glob in globs for path in spellings)
+        return any(glob_matches(glob, path) for glob in globs for path in spellings)
     if isinstance(target, re.Pattern):
         starts = [s for path in spellings for s in (_from_any_name(path) if anywhere else [path])]
         parts = [part for start in starts for part in _path_and_ancestors(start)]
@@ -195,7 +195,12 @@ def _target_matches(
     return any(issubclass(module_type, target) for module_type in module_types)
 
 
-def _glob_matches(glob: str, path: str) -> bool:
+def glob_matches(glob: str, path: str) -> bool:
+    """Returns whether a glob matches a path or what is around it, as targets of rules do.
+
+    >>> glob_matches("mu", "0/mu"), glob_matches("/mu", "0/mu"), glob_matches("head*", "net/head/w")
+    (True, False, True)
+    """
     if glob.startswith("/"):
         starts, glob = [path], glob[1:]
     else:

@@ -1,7 +1,6 @@
 """`with_stored_state`: the state of any optimizer in one or two bytes a number."""
 
 import dataclasses
-import fnmatch
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar, cast
@@ -22,7 +21,7 @@ from jax.typing import DTypeLike
 
 from jmp._messages import listed, users_stacklevel, wrong
 from jmp.dtypes import FLOAT32, floating_dtype
-from jmp.rules import UnusedRuleWarning
+from jmp.rules import UnusedRuleWarning, glob_matches
 from jmp.transforms import _inner, _states
 from jmp.transforms._encodings import KINDS, StoredArray, encoded, peaks_of
 from jmp.transforms._placement import BOX, parameter_path, placed
@@ -87,10 +86,11 @@ def with_stored_state(
         its state in at least float32.
       stored: "bfloat16", "float16", "float8_e4m3fn", "int8" (see `StoredArray`), or rules `(glob of
         the state's path, glob of the parameter's path, dtype)`, of which the first that matches
-        counts; "float32", and where none matches, is as it was. Paths are names joined by slashes:
-        `[("*mu", "*", "bfloat16"), ("*nu", "*kernel", "int8")]`; that of the state is without the
-        parameter's. Without rules a type of 8 bits leaves vectors, and parameters whose path has
-        "embed" in it, in float32; and every type the parameters of `init`, if the state has them.
+        counts; "float32", and where none matches, is as it was. Globs match as those of
+        `jmp.PolicyRules`, from any name of a path on: `[("mu", "*", "bfloat16"), ("nu", "kernel",
+        "int8")]`; the path of the state is without the parameter's. Without rules a type of 8 bits
+        leaves vectors, and parameters whose path has "embed" in it, in float32; and every type the
+        parameters of `init`, if the state has them.
       seed: an integer, for stochastic rounding: its bits are those of `with_stochastic_rounding`.
       rounding: "stochastic" or "nearest".
       specs: as in `with_stochastic_rounding`, for an `update` inside of a shard_map. Rows are
@@ -300,9 +300,9 @@ class _Rules:
 
     def _kind(self, path: str, of: str, leaf: jax.Array, used: set[int]) -> str:
         for index, (of_state, of_parameter, kind) in enumerate(self.rules):
-            if fnmatch.fnmatchcase(path, of_state) and fnmatch.fnmatchcase(of, of_parameter):
+            if glob_matches(of_state, path) and glob_matches(of_parameter, of):
                 used.add(index)
-                is_spared = leaf.ndim < 2 or fnmatch.fnmatchcase(of.lower(), EMBEDDINGS)
+                is_spared = leaf.ndim < 2 or glob_matches(EMBEDDINGS, of.lower())
                 of_8_bits = kind in ("int8", "float8_e4m3fn")
                 return "float32" if self.spares and of_8_bits and is_spared else kind
         return "float32"
