@@ -22,6 +22,7 @@ from jmp.diagnostics._ranges import (
     row_of,
 )
 from jmp.diagnostics._tables import Report, first_rows, table, totals
+from jmp.transforms import decode_state
 from jmp.trees import PyTree, as_jax_array, is_array, path_string
 
 SHOWN = 10  # of each role
@@ -40,7 +41,8 @@ def range_report(tree: PyTree) -> "RangeReport":
     Args:
       tree: any pytree, such as parameters, gradients, an optimizer's state, an nnx model. Complex
         leaves count as their real and imaginary parts; leaves that are no floating arrays are left
-        out.
+        out. What `transforms.with_stored_state` has encoded counts as the float32 numbers that it
+        stands for.
 
     Returns: a report with a row of the role "value" for each leaf.
     Raises: TypeError for a function.
@@ -54,6 +56,7 @@ def range_report(tree: PyTree) -> "RangeReport":
     16384.0
     """
     ((tree,), _), given = split_arguments(tree), tree
+    tree = decode_state(tree)
     with jax.enable_x64(True):  # float64 leaves of NumPy stay; a count may exceed 2**31
         leaves = [
             (path_string(path), as_jax_array(leaf))

@@ -176,8 +176,8 @@ def is_stored(node: object) -> bool:
 def decode_state(opt_state: PyTree) -> PyTree:
     """Returns an optimizer's state with its `StoredArray`s as the float32 arrays they stand for.
 
-    To look at values, as `diagnostics.range_report(decode_state(opt_state))`, or to go on with a
-    state in float32. The state of an `nnx.Optimizer` is given as `nnx.as_pure(...)`.
+    To look at values, or to go on with a state in float32. The state of an `nnx.Optimizer` is given
+    as `nnx.as_pure(...)`.
 
     >>> import optax
     >>> state = with_stored_state(optax.trace(0.9), "int8").init({"w": jnp.ones((2, 4))})

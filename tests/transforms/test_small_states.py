@@ -380,7 +380,7 @@ def test_reports_count_find_and_show_what_is_stored():
     assert named.operation == "integer_pow" and named.became == "infinity"
 
     _, state = take(carry, 1.0)
-    ranges = diagnostics.range_report(transforms.decode_state(state))
+    ranges = diagnostics.range_report(state)
     (row,) = [row for row in ranges.rows if row.path.endswith("nu/dense/kernel")]
     assert row.dtype == "float32" and row.size == 640
 
