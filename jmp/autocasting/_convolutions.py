@@ -1,9 +1,9 @@
 """Convolutions whose results have more positions than their inputs, such as transposed ones.
 
-The gradient of a kernel convolves the input with the cotangent, which is larger here. XLA for TPUs
-slides the smaller of the two over the larger: so it writes the cotangent once more, in reverse, a
-copy that fuses with nothing. Here the two are exchanged from the start; what is reversed is the
-gradient, which is as small as the kernel.
+The gradient of a kernel is a convolution of the input with the cotangent, which is larger here. In
+programs for TPUs XLA exchanges the two, and writes a reversed copy of the cotangent to memory. So
+they are exchanged here from the start, and only the gradient is reversed, which is as small as the
+kernel. Estimated by the compiler; see "Kernels of convolutions that spread" in docs/internals.md.
 """
 
 from collections.abc import Sequence

@@ -44,7 +44,8 @@ class StoredArray:
     """An array of an optimizer's state in one or two bytes a number.
 
     Attributes:
-      codes: of the array's shape: bfloat16, float16, float8_e4m3fn, or uint8 for "int8".
+      codes: of the array's shape: bfloat16, float16, float8_e4m3fn, or uint8 for "int8":
+        floats with three bits of mantissa, and no integers on an even grid.
       scales: bfloat16: the powers of two by which the codes of a row are multiplied, or those of a
         block of a row; a negative one for a block of "int8" whose codes have signs. None for
         "bfloat16".

@@ -31,7 +31,7 @@ class RandomBits:
     """Where random bits come from, for what rounds stochastically.
 
     Attributes:
-      caller: the public function that rounds: two of them round alike nowhere.
+      caller: the public function that rounds: different callers get different bits.
       seed: the user's.
       specs: a PartitionSpec for each parameter by path, where a shard_map divides them.
     """
@@ -88,7 +88,13 @@ class RandomBits:
         if self.specs is None:
             return None
         end = max(filter(path.endswith, self.specs), key=len, default=None)
-        return PartitionSpec() if end is None else self.specs[end]
+        if end is None:
+            raise ValueError(
+                f"{self.caller} got specs without an entry for {path}; expected one PartitionSpec "
+                "for each parameter, PartitionSpec() for those that are whole on each device. A "
+                "tree of fewer, which a shard_map may take, is not enough."
+            )
+        return self.specs[end]
 
 
 def _mixed(x: jax.Array, key: jax.Array | int = 0) -> jax.Array:

@@ -40,7 +40,7 @@ def with_stochastic_rounding(
     *,
     specs: PyTree = None,
 ) -> Transformation[WithStochasticRoundingState]:
-    """Trains half parameters without masters: each update is rounded up or down by chance.
+    """Trains half parameters without masters: an update rounds them up or down by chance.
 
     The chance of either neighbour is such that the mean of the result is the float32 value (Gupta
     et al. 2015, section 3), so that updates far below the spacing of a parameter act on average. A
@@ -55,11 +55,11 @@ def with_stochastic_rounding(
     Args:
       inner: any optax transformation, or a `MultiSteps` object. It sees float32 parameters and
         gradients.
-      seed: an integer; another one for each of several, such as the members of an ensemble. (Under
-        `jax.vmap` all members round alike.)
-      specs: a tree of PartitionSpecs like the parameters, for an `update` inside of a shard_map
-        that divides them: as the shard_map got it; `PartitionSpec()` for those that are whole on
-        each device. Under jit and on one device it is not needed.
+      seed: an integer. Use another for each run that must round otherwise. (Under `jax.vmap` all
+        members of an ensemble round alike.)
+      specs: a tree with one PartitionSpec for each parameter, for an `update` inside of a shard_map
+        that divides parameters; `PartitionSpec()` for those that are whole on each device. Under
+        jit and on one device it is not needed.
 
     Returns: a transformation whose state is a `WithStochasticRoundingState`; `update` needs
       `params`.

@@ -69,17 +69,18 @@ def with_stored_state(
     of optax mean what they say: 0.999 is 1.0 in bfloat16, and a bfloat16 second moment never falls.
 
     Encoding is stochastic. Rounded to the nearest a second moment would still not fall: 0.999 moves
-    it by less than half a spacing. `rounding="nearest"` is for a state that is no average.
+    it by less than half a spacing. With `rounding="nearest"` a slowly moving average stops moving:
+    it is for arrays that each step replaces as a whole.
 
     What is stored: float32 arrays of the shape of a parameter, at the end of whose path that
     parameter's path stands: Adam's moments, momentum, `MultiSteps`' sums, averages of parameters.
     What else a state holds stays as it is: counts, factored moments, preconditioners. Do not store
-    what is no average: the weights that `contrib.sam` keeps, or moments of which a difference is
-    taken, as of `rmsprop(centered=True)`, which becomes negative.
+    parameters that the state keeps, as that of `contrib.sam`, nor moments of which a difference is
+    taken, as by `rmsprop(centered=True)`: rounding can make it negative.
 
     To find scales, other types than bfloat16 run `inner` twice; of the first run a compiled program
     computes the new state alone. An infinity or NaN stays one, and in "int8" its whole block does:
-    put `with_loss_scale` around, which skips such a step.
+    put `with_loss_scale` around with a scale that checks, such as `jmp.StaticLossScale(1.0)`.
 
     Args:
       inner: any optax transformation, or a `MultiSteps` object. It sees gradients, parameters and
@@ -88,9 +89,9 @@ def with_stored_state(
         the state's path, glob of the parameter's path, dtype)`, of which the first that matches
         counts; "float32", and where none matches, is as it was. Globs match as those of
         `jmp.PolicyRules`, from any name of a path on: `[("mu", "*", "bfloat16"), ("nu", "kernel",
-        "int8")]`; the path of the state is without the parameter's. Without rules a type of 8 bits
-        leaves vectors, and parameters whose path has "embed" in it, in float32; and every type the
-        parameters of `init`, if the state has them.
+        "int8")]`; the path of the state is without the parameter's. With one dtype instead of
+        rules, types of 8 bits leave vectors, and parameters whose path has "embed" in it, in
+        float32; and every type leaves what is a parameter itself in `init`.
       seed: an integer, for stochastic rounding: its bits are those of `with_stochastic_rounding`.
       rounding: "stochastic" or "nearest".
       specs: as in `with_stochastic_rounding`, for an `update` inside of a shard_map. Rows are

@@ -28,8 +28,9 @@ from jmp.trees import PyTree, cast_to_at_least_float32
 class ParameterStorage:
     """One way to store a float32 array in a half parameter and what is kept beside it.
 
-    `value(param, beside(new, shown, param))` is `new`, as nearly as the storage can say it, where
-    `param` is `shown`, which is `visible(new, param, bits)`, in its dtype.
+    After a step `shown` is `visible(new, param, bits)`, the parameter becomes `shown` in its own
+    dtype, and `beside(new, shown, param)` is kept in the state. Of these two `value` gives `new`
+    again, as exactly as the storage can.
 
     Attributes:
       caller: the public function that makes a transformation of it.

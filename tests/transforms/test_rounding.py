@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from jmp.transforms._random_bits import RandomBits, global_index
 from jmp.transforms._rounding import HALFWAY, rounded_by
@@ -143,3 +144,10 @@ def test_bits_differ_between_seeds_steps_and_paths_and_repeat():
 def test_an_element_is_counted_in_the_order_of_rows():
     for shape in ((48,), (8, 6), (2, 4, 6)):
         assert (np.ravel(global_index(jnp.zeros(shape), "", None)) == np.arange(48)).all()
+
+
+def test_specs_without_an_entry_for_an_array_are_refused():
+    """A tree of fewer, as shard_map takes, would give each device the same bits."""
+    bits = RandomBits.of("test", 0, {"block": PartitionSpec("data")})
+    with pytest.raises(ValueError, match=r"without an entry for \['block'\]\['w'\]"):
+        bits.at("['block']['w']", jnp.zeros(4), jnp.int32(0))
