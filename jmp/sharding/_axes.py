@@ -55,6 +55,22 @@ def unreduced_axes(value: Any) -> frozenset[str]:
     return frozenset(aval.sharding.spec.unreduced) | frozenset(mapped)
 
 
+def names_by_dimension(spec: PartitionSpec, dimensions: int = 0) -> list[tuple[str, ...]]:
+    """Returns the axes that a spec names, dimension by dimension, without what it says of sums.
+
+    Args:
+      dimensions: how many the array has; a spec may end earlier.
+
+    >>> names_by_dimension(PartitionSpec(None, ("data", "model")), 3)
+    [(), ('data', 'model'), ()]
+    """
+    names: list[tuple[str, ...]] = [
+        () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        for entry in spec.partitions
+    ]
+    return names + [()] * (dimensions - len(names))
+
+
 def axis_names(given: object, name: str, caller: str) -> tuple[str, ...]:
     """Returns names of axes, of which one may stand alone, as a tuple.
 

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jmp._jax_compat import varying_axes
 from jmp._messages import described, listed, shape_text
 from jmp.dtypes import floating_dtype, is_castable
-from jmp.sharding._axes import are_tracked, made_varying, mapped_axes
+from jmp.sharding._axes import are_tracked, made_varying, mapped_axes, names_by_dimension
 from jmp.trees import PyTree, as_jax_array, is_floating, path_string
 
 T = TypeVar("T")
@@ -287,7 +287,7 @@ def _moved_by_type(
     spec, data = jax.typeof(array).sharding.spec, whole.spec.reduced
     own = NamedSharding(whole.mesh, spec)
     # First scattered, then the sum over replicas: in one step XLA adds up whole gradients.
-    replicated = data.difference(*_names_in(spec))
+    replicated = data.difference(*names_by_dimension(spec))
     parts = NamedSharding(whole.mesh, PartitionSpec(*spec.partitions, unreduced=replicated))
 
     def add_up(total: jax.Array) -> jax.Array:
@@ -303,7 +303,7 @@ def _names_afterwards(parameter: Parameter) -> list[Names]:
     """Returns the axes that a parameter is sharded along afterwards, dimension by dimension."""
     if parameter.dimensions is not None:
         return parameter.dimensions
-    own = _names_in(jax.typeof(parameter.array).sharding.spec)
+    own = names_by_dimension(jax.typeof(parameter.array).sharding.spec)
     return [tuple(name for name in names if name not in parameter.sums) for names in own]
 
 
@@ -354,16 +354,7 @@ def _parameter(path: str, array: jax.Array, spec: Any) -> Parameter:
             f"{CALLER} got the spec {spec} for {path}, which leaves a dimension to XLA; expected "
             "the names of axes, or None for a dimension."
         )
-    whole: list[Names] = [()] * (array.ndim - len(entries))
-    return Parameter(path, array, _names_in(spec) + whole, tuple(spec.reduced))
-
-
-def _names_in(spec: PartitionSpec) -> list[Names]:
-    """Returns the axes that a spec names, dimension by dimension, without what it says of sums."""
-    return [
-        () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-        for entry in spec.partitions
-    ]
+    return Parameter(path, array, names_by_dimension(spec, array.ndim), tuple(spec.reduced))
 
 
 def _check_axes_exist(parameters: Iterable[Parameter], known: Iterable[str], kind: str) -> None:

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from jmp.sharding._axes import names_by_dimension
 from jmp.transforms._few_kernels import may_be_sharded, reshard_where_types_say
 from jmp.transforms._rounding import HALFWAY, rounded_by, rounded_to
 
@@ -233,8 +234,8 @@ def _of_whole_rows(x: jax.Array, count: int) -> Any:
     """Returns the sharding of an array, without that of its last axis if that parts blocks."""
     sharding = jax.typeof(x).sharding
     spec = [*sharding.spec, *[None] * x.ndim][: x.ndim]
-    names = spec[-1] if isinstance(spec[-1], tuple) else (spec[-1],)
-    parts = math.prod(sharding.mesh.shape[name] for name in names if name is not None)
+    names = names_by_dimension(sharding.spec, x.ndim)[-1]
+    parts = math.prod(sharding.mesh.shape[name] for name in names)
     return sharding.update(spec=PartitionSpec(*spec[:-1], spec[-1] if count % parts == 0 else None))
 
 

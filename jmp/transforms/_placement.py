@@ -29,6 +29,7 @@ from jax.tree_util import GetAttrKey, keystr, tree_leaves_with_path, tree_map_wi
 
 from jmp import _jax_compat
 from jmp._messages import described
+from jmp.sharding._axes import names_by_dimension
 from jmp.transforms import _inner
 from jmp.transforms._few_kernels import is_on_mesh
 from jmp.trees import PyTree
@@ -232,8 +233,8 @@ def _of_blocks(sharding: Any, shape: tuple[int, ...]) -> Any:
     if not isinstance(sharding, NamedSharding):
         return None
     entries = [*sharding.spec, *[None] * len(shape)][: len(shape)]
-    names = entries[-1] if isinstance(entries[-1], tuple) else (entries[-1],)
-    parts = math.prod(sharding.mesh.shape[name] for name in names if name is not None)
+    names = names_by_dimension(sharding.spec, len(shape))[-1]
+    parts = math.prod(sharding.mesh.shape[name] for name in names)
     if shape[-1] % parts:
         entries[-1] = None
     while _is_auto(sharding.mesh) and entries and entries[-1] is None:

@@ -20,7 +20,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from jmp._jax_compat import varying_axes
 from jmp._messages import listed, wrong
-from jmp.sharding._axes import are_tracked
+from jmp.sharding._axes import are_tracked, mapped_axes, names_by_dimension
 from jmp.trees import PyTree
 
 _OF_STEP = 0x9E3779B1  # odd, near 2**32 divided by the golden ratio: steps lie far apart
@@ -141,14 +141,12 @@ def _iota(like: jax.Array, axis: int) -> jax.Array:
 
 def _names_by_axis(like: jax.Array, path: str, spec: PartitionSpec | None) -> list[tuple[str, ...]]:
     """Returns along which axes of a shard_map each axis of an array is divided."""
-    mapped = jax.sharding.get_abstract_mesh().manual_axes
-    entries = [*(spec or ())] if mapped else []
-    entries += [None] * (like.ndim - len(entries))
-    names = [entry if isinstance(entry, tuple) else (entry,) for entry in entries]
+    mapped = mapped_axes()
+    names = names_by_dimension(spec or PartitionSpec(), like.ndim)
     divided = [tuple(axis for axis in each if axis in mapped) for each in names]
     unknown = varying_axes(like) - {axis for each in divided for axis in each}
     if spec is None and (unknown or (mapped and not are_tracked())):
-        axes = listed(sorted(unknown or mapped))
+        axes = listed(sorted(unknown) or mapped)
         raise ValueError(
             f"Stochastic rounding got {path or 'an array'} that may differ between devices of the "
             f"mapped axes {axes}, and does not know which part each holds. Give it what the "

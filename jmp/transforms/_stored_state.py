@@ -22,6 +22,7 @@ from jax.typing import DTypeLike
 from jmp._messages import listed, users_stacklevel, wrong
 from jmp.dtypes import FLOAT32, floating_dtype
 from jmp.rules import UnusedRuleWarning, glob_matches
+from jmp.sharding._axes import mapped_axes, names_by_dimension
 from jmp.transforms import _inner, _states
 from jmp.transforms._encodings import KINDS, StoredArray, encoded, peaks_of
 from jmp.transforms._placement import BOX, parameter_path, placed
@@ -368,10 +369,8 @@ def _check_order(inner_state: PyTree) -> None:
 
 def _check_rows_are_whole(path: str, stored: StoredArray, spec: PartitionSpec | None) -> None:
     """Raises ValueError for rows that a shard_map divides, of which no device knows the largest."""
-    axes = stored.codes.ndim
-    names = [*(spec or ()), *[None] * axes][axes - 1]
-    mapped = jax.sharding.get_abstract_mesh().manual_axes
-    divided = set(names if isinstance(names, tuple) else (names,)).intersection(mapped)
+    names = names_by_dimension(spec or PartitionSpec(), stored.codes.ndim)[-1]
+    divided = set(names).intersection(mapped_axes())
     if stored.scales is not None and divided:
         raise ValueError(
             f"{CALLER} got {path}, stored as {stored.kind} with scales along its last axis, which "

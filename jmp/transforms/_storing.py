@@ -6,7 +6,6 @@ transformation (`stored_by`), and `transforms.masters`, `set_masters` and `reset
 its state.
 """
 
-from collections.abc import Callable
 from typing import Any, ClassVar, Protocol, cast
 
 import jax
@@ -128,10 +127,9 @@ class InTree:
         return tree_map_with_path(make, params)
 
     def seen_by_inner(self, kept: PyTree, params: optax.Params) -> optax.Params:
-        def seen(path: tuple[Any, ...], param: Any, beside: Any) -> Any:
-            return self.storage.value(param, beside) if needs_master(param) else param
-
-        return map_beside(seen, params, kept)
+        # What is kept beside a parameter may be any tree.
+        seen = lambda p, beside: self.storage.value(p, beside) if needs_master(p) else p
+        return jax.tree.map(seen, params, kept)
 
     def gradients_for_inner(self, updates: optax.Updates, params: optax.Params) -> optax.Updates:
         return cast_to_at_least_float32(in_order_of_axes(updates))
@@ -151,24 +149,11 @@ class InTree:
             change = difference_to(self.storage.visible(value, param, bits), param)
             return self.storage.beside(value, shown_after(change, param), param), change
 
-        leaves, structure = _flat_with_paths(params)
+        leaves, structure = cast(Any, tree_flatten_with_path(params))
         trees = structure.flatten_up_to(new), structure.flatten_up_to(updates)
         pairs = [follow(*leaf, *others) for leaf, *others in zip(leaves, *trees, strict=True)]
         beside, changes = zip(*pairs, strict=True) if pairs else ((), ())
         return structure.unflatten(beside), structure.unflatten(changes)
-
-
-def map_beside(function: Callable[..., Any], params: optax.Params, kept: PyTree) -> PyTree:
-    """Maps over the path, the parameter and what is kept beside it, which may be any tree."""
-    leaves, structure = _flat_with_paths(params)
-    beside = structure.flatten_up_to(kept)
-    return structure.unflatten(
-        [function(*leaf, each) for leaf, each in zip(leaves, beside, strict=True)]
-    )
-
-
-def _flat_with_paths(params: optax.Params) -> tuple[list[tuple[Any, Any]], Any]:
-    return tree_flatten_with_path(params)  # whose types name no structure
 
 
 def shown_after(change: jax.Array, param: jax.Array) -> jax.Array:
