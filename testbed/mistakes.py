@@ -854,6 +854,13 @@ MISTAKES: dict[str, list[Mistake]] = {
             ("nnx_adapter.autocast(params, F16)", "autocast(loss_fn, policy)(model, *args)"),
             ("nnx_adapter.cast_params(params, 'O2')", "expected an nnx.Module"),
             ("nnx_adapter.loss_scale(opt_state)", "expected an nnx.Optimizer"),
+            (
+                "nnx_adapter.scaled_value_and_grad(nnx_model, scale)",
+                "scaled_value_and_grad(loss_fn, scale)(model)",
+            ),
+            ("nnx_adapter.scaled_value_and_grad(model_loss, 8.0)", "expected a loss scale"),
+            ("nnx_adapter.atomic_step(optimizer, nnx_model)", "expected an nnx.Module"),
+            ("nnx_adapter.atomic_step(nnx_model, optimizer, optimizer)", "expected an nnx.Module"),
             ("nnx_adapter.reset_masters(nnx_model, tx)", "expected an nnx.Optimizer"),
             ("nnx_adapter.reset_masters(optimizer, nnx_model)", "expected an nnx.Module"),
             (

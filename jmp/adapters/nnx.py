@@ -7,12 +7,16 @@ Two ways in, both by `jmp.autocast`:
     Variables, each of which computes by the policy when it is called.
 
 `train_step` skips a step atomically: parameters, optimizer state, batch statistics and step count
-move together or not at all.
+move together or not at all. A step of one's own is made of `scaled_value_and_grad`,
+`optimizer.update` and, around them, `atomic_step`.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, Unpack
 
+import jax
 from flax import nnx
 
 from jmp import transforms
@@ -23,11 +27,20 @@ from jmp.adapters._nnx_modules import cast_in_place, lift, view_of
 from jmp.adapters._nnx_writing import whole_if_it_fails
 from jmp.autocasting._autocast import Options, or_decorator
 from jmp.loss_scaling import LossScale
-from jmp.loss_scaling._gradients import scaled_loss
+from jmp.loss_scaling._gradients import check_loss_scale, scaled_loss
 from jmp.policy import Policy, get_policy
 from jmp.rules import Rule
 
-__all__ = ["autocast", "cast_params", "loss_scale", "reset_masters", "train_step", "with_policy"]
+__all__ = [
+    "atomic_step",
+    "autocast",
+    "cast_params",
+    "loss_scale",
+    "reset_masters",
+    "scaled_value_and_grad",
+    "train_step",
+    "with_policy",
+]
 
 M = TypeVar("M", bound=nnx.Module)
 _ORDER = " The order is train_step(loss_fn, model, optimizer, *args)."
@@ -206,7 +219,8 @@ def train_step(
 
     Scales the loss, differentiates it with respect to the Variables the optimizer was made for, and
     updates model and optimizer in place. A skipped step moves no parameter, no optimizer state, no
-    step count and no `BatchStat`; random-number counts advance. Wrap the call in `nnx.jit`. An
+    step count and no `BatchStat`, neither of the model nor of modules among the other arguments;
+    random-number counts advance. Wrap the call in `nnx.jit`. An
     optimizer without a loss scale, as of `mixed_bfloat16`, checks no gradient and skips no step:
     `transforms.mixed_precision(tx, policy, jmp.StaticLossScale(1.0))` checks and skips.
 
@@ -240,27 +254,129 @@ def train_step(
     _check_kind("train_step", "model", model, nnx.Module)
     _check_kind("train_step", "optimizer", optimizer, nnx.Optimizer)
     check_is_scaled(nnx.as_pure(optimizer.opt_state), loss_fn, model)
-    before, state_before = _moved_by_a_step(model, optimizer)
-    differentiate = nnx.value_and_grad(
-        scaled_loss(loss_fn, loss_scale(optimizer), has_aux),
-        argnums=nnx.DiffState(0, optimizer.wrt),
-        has_aux=True,
-    )
-    with whole_if_it_fails(model, optimizer):
-        (_, (value, aux)), gradients = differentiate(model, *args)
+    argnums = nnx.DiffState(0, optimizer.wrt)
+    differentiate = scaled_value_and_grad(loss_fn, loss_scale(optimizer), argnums, has_aux)
+    with _atomic(model, optimizer, _modules_in(args)):
+        value, gradients = differentiate(model, *args)
         optimizer.update(model, gradients)
-        after, state_after = _moved_by_a_step(model, optimizer)
-        (variables, step), opt_state = keep_if_skipped(after, before, state_after, state_before)
+    return value
+
+
+def scaled_value_and_grad(
+    fun: Callable[..., Any],
+    loss_scale: LossScale,
+    argnums: Any = 0,
+    has_aux: bool = False,
+) -> Callable[..., tuple[Any, Any]]:
+    """Like `nnx.value_and_grad`, of a loss times its scale; see `jmp.scaled_value_and_grad`.
+
+    Args:
+      fun: returns a real floating scalar, or `(scalar, aux)` with `has_aux`.
+      loss_scale: the scale in force: `loss_scale(optimizer)`.
+      argnums: as in `nnx.value_and_grad`: the numbers of the arguments to differentiate, of modules
+        their parameters; or `nnx.DiffState(number, filter)`. Of an optimizer made with another
+        `wrt` than `nnx.Param` write `nnx.DiffState(0, optimizer.wrt)`.
+      has_aux: whether `fun` returns something beside the loss.
+
+    Returns: a function that returns `(value, gradients)` or `((value, aux), gradients)`: the value
+      unscaled and at least float32, the gradients an `nnx.State`, *still scaled*:
+      `optimizer.update(model, gradients)` unscales and checks them.
+    Raises: as `jmp.scaled_value_and_grad`.
+
+    >>> from flax import nnx
+    >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    >>> loss = lambda model, x: model(x).sum()
+    >>> _, grads = scaled_value_and_grad(loss, StaticLossScale(8))(model, jnp.ones((3, 2)))
+    >>> float(grads["bias"][0])
+    24.0
+    """
+    usage = "scaled_value_and_grad(loss_fn, scale)(model)"
+    check_function(fun, "scaled_value_and_grad", usage)
+    if isinstance(fun, nnx.Module):
+        more = f" Write {usage}."
+        raise wrong(TypeError, "scaled_value_and_grad", fun, "a function of modules", more=more)
+    check_loss_scale(loss_scale, "scaled_value_and_grad")
+    value_and_grad = nnx.value_and_grad(
+        scaled_loss(fun, loss_scale, has_aux), argnums=argnums, has_aux=True
+    )
+
+    @functools.wraps(fun)
+    def wrapped(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        (_, (value, aux)), gradients = value_and_grad(*args, **kwargs)
+        return ((value, aux), gradients) if has_aux else (value, gradients)
+
+    return wrapped
+
+
+def atomic_step(
+    model: nnx.Module, optimizer: nnx.Optimizer[Any], *others: nnx.Module
+) -> contextlib.AbstractContextManager[None]:
+    """Returns a context for a step of one's own: what it changes stays, or is undone as a whole.
+
+    Inside it differentiate by `scaled_value_and_grad` and call `optimizer.update` once. If the
+    optimizer skips the step, no parameter, optimizer state, step count and `BatchStat` has moved
+    when the context ends. Inside `nnx.jit`. `train_step` is such a step.
+
+    Args:
+      model: what the optimizer trains.
+      optimizer: as in `train_step`; without a loss scale nothing is undone but after an error.
+      *others: modules whose statistics the step may change, such as the generator of a GAN in a
+        step of its discriminator.
+
+    Raises: as `train_step`. After an error inside everything is as it was.
+    Warns: `jmp.UnscaledLossWarning` for a model in float16 without a loss scale.
+
+    >>> from flax import nnx
+    >>> import optax
+    >>> from jmp import transforms
+    >>> model = with_policy(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), "mixed_float16")
+    >>> tx = transforms.mixed_precision(optax.sgd(0.1), "mixed_float16")
+    >>> optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    >>> loss_fn = lambda model, x: (model(x) ** 2).mean()
+    >>> with atomic_step(model, optimizer):
+    ...     grad_fn = scaled_value_and_grad(loss_fn, loss_scale(optimizer))
+    ...     loss, grads = grad_fn(model, jnp.full((4, 2), jnp.inf))
+    ...     _ = optimizer.update(model, grads)
+    >>> int(optimizer.step[...]), bool(jnp.isfinite(model.kernel[...]).all())  # skipped
+    (0, True)
+    """
+    _check_kind("atomic_step", "model", model, nnx.Module)
+    _check_kind("atomic_step", "optimizer", optimizer, nnx.Optimizer)
+    for module in others:
+        _check_kind("atomic_step", "others", module, nnx.Module)
+    loss_scale(optimizer)  # an order that does not work is refused
+    check_is_scaled(nnx.as_pure(optimizer.opt_state), model)
+    return _atomic(model, optimizer, list(others))
+
+
+@contextlib.contextmanager
+def _atomic(
+    model: nnx.Module, optimizer: nnx.Optimizer[Any], others: list[nnx.Module]
+) -> Iterator[None]:
+    before, state_before = _moved_by_a_step(model, optimizer, others)
+    with whole_if_it_fails(model, optimizer, others):
+        yield
+        after, state_after = _moved_by_a_step(model, optimizer, others)
+        kept, opt_state = keep_if_skipped(after, before, state_after, state_before)
+        variables, statistics, optimizer.step[...] = kept
         nnx.update(model, variables)
+        nnx.update(others, statistics)
         nnx.update(optimizer.opt_state, nnx.state(opt_state))
-        optimizer.step[...] = step
-    return (value, aux) if has_aux else value
 
 
-def _moved_by_a_step(model: nnx.Module, optimizer: nnx.Optimizer[Any]) -> tuple[Any, Any]:
+def _moved_by_a_step(
+    model: nnx.Module, optimizer: nnx.Optimizer[Any], others: list[nnx.Module]
+) -> tuple[Any, Any]:
     """Returns what a step changes, as arrays: beside the optimizer's state, and that state."""
     variables = nnx.state(model, nnx.filterlib.Any(optimizer.wrt, nnx.BatchStat))
-    return (nnx.as_pure(variables), optimizer.step[...]), nnx.as_pure(optimizer.opt_state)
+    statistics = nnx.state(others, nnx.BatchStat)
+    moved = (nnx.as_pure(variables), nnx.as_pure(statistics), optimizer.step[...])
+    return moved, nnx.as_pure(optimizer.opt_state)
+
+
+def _modules_in(args: Any) -> list[nnx.Module]:
+    is_module = lambda node: isinstance(node, nnx.Module)
+    return list(filter(is_module, jax.tree.leaves(args, is_leaf=is_module)))
 
 
 def _check_kind(caller: str, name: str, value: object, expected: type) -> None:

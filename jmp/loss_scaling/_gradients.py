@@ -22,7 +22,8 @@ Aux = TypeVar("Aux")
 
 # How models that are no trees of parameters are differentiated, and their gradients accumulated.
 _STEPS = {
-    "flax.nnx": " Train by jmp.adapters.nnx.train_step(loss_fn, model, optimizer, *batch); to "
+    "flax.nnx": " Train by jmp.adapters.nnx.train_step(loss_fn, model, optimizer, *batch), or pass "
+    "it to jmp.adapters.nnx.scaled_value_and_grad, inside atomic_step of that module; to "
     "accumulate, give it an optimizer of transforms.mixed_precision(optax.MultiSteps(tx, 4), "
     "policy).",
     "flax.linen": " Pass the variables, and call model.apply in the loss.",

@@ -462,6 +462,125 @@ def test_a_step_whose_optimizer_fails_changes_nothing():
     assert contents(model, optimizer) == before
 
 
+# Steps of one's own.
+
+
+class Judge(nnx.Module):
+    """A network of a GAN: its norm has statistics."""
+
+    def __init__(self, rngs):
+        self.layer = nnx.Linear(8, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+
+    def __call__(self, x):
+        return nnx.tanh(self.norm(self.layer(x)))
+
+
+def judged(judge, maker, x):
+    return jnp.mean((judge(maker(x)) - 1) ** 2)
+
+
+def made(maker, judge, x):
+    return jnp.mean(judge(maker(x)) ** 2)
+
+
+def optimized(seed, tx):
+    view = adapter.with_policy(Judge(nnx.Rngs(seed)), "mixed_float16")
+    return view, nnx.Optimizer(view, tx, wrt=nnx.Param)
+
+
+MIXED = transforms.mixed_precision(optax.adam(1e-2), "mixed_float16", jmp.DynamicLossScale(2.0**10))
+
+
+def values(*nodes):
+    return nnx.as_pure(nnx.state(nodes, nnx.Not(nnx.RngState)))
+
+
+@pytest.mark.parametrize("x", [ROWS, ROWS.at[0, 0].set(jnp.inf)], ids=["taken", "skipped"])
+def test_a_step_of_ones_own_is_train_step_bit_by_bit(x):
+    @nnx.jit
+    def own_step(model, optimizer, other, x):
+        with adapter.atomic_step(model, optimizer, other):
+            grad_fn = adapter.scaled_value_and_grad(judged, adapter.loss_scale(optimizer))
+            loss, grads = grad_fn(model, other, x)
+            norm = optax.tree.norm(adapter.loss_scale(optimizer).unscale(nnx.as_pure(grads)))
+            optimizer.update(model, grads)
+        return loss, norm
+
+    @nnx.jit
+    def step(model, optimizer, other, x):
+        return adapter.train_step(judged, model, optimizer, other, x)
+
+    ends = []
+    for take in (own_step, step):
+        (model, optimizer), (other, _) = optimized(0, MIXED), optimized(1, MIXED)
+        before = values(model, other)
+        result = take(model, optimizer, other, x)
+        ends.append((values(model, optimizer, other), jax.tree.leaves(result)[0]))
+        is_skipped = bool(jnp.isinf(x).any())
+        assert bool(jnp.isfinite(jax.tree.leaves(result)[-1])) != is_skipped
+        assert int(optimizer.step[...]) == (not is_skipped)
+        if is_skipped:
+            assert bits(values(model, other)) == bits(before)
+        else:  # the statistics of both have moved, and the parameters of the first
+            assert (other.norm.mean[...] != 0).any() and (model.norm.mean[...] != 0).any()
+            assert (model.layer.kernel[...] != before[0]["layer"]["kernel"]).any()
+    assert bits(ends[0]) == bits(ends[1])
+
+
+def test_of_two_models_the_one_that_overflows_is_skipped_alone():
+    (judge, judge_optimizer), (maker, maker_optimizer) = optimized(0, MIXED), optimized(1, MIXED)
+    # The gradients of the judge are 2**126 times too large, those of the maker are not.
+    state = nnx.as_pure(judge_optimizer.opt_state)
+    scale = jmp.DynamicLossScale(2.0**126)
+    nnx.update(judge_optimizer.opt_state, nnx.state(transforms.replace_loss_scale(state, scale)))
+
+    @nnx.jit
+    def step(judge, judge_optimizer, maker, maker_optimizer, x):
+        adapter.train_step(judged, judge, judge_optimizer, maker, x)
+        adapter.train_step(made, maker, maker_optimizer, judge, x)
+
+    before = values(judge)
+    step(judge, judge_optimizer, maker, maker_optimizer, ROWS)
+    assert int(judge_optimizer.step[...]) == 0 and int(maker_optimizer.step[...]) == 1
+    assert adapter.loss_scale(judge_optimizer).loss_scale == 2.0**125
+    assert adapter.loss_scale(maker_optimizer).loss_scale == 2.0**10
+    # The judge's statistics are those of the one step that was taken: the maker's.
+    after = values(judge)[0]
+    assert bits(after["layer"]) == bits(before[0]["layer"])
+    assert (after["norm"]["mean"] != 0).any()
+
+
+def test_an_error_in_a_step_of_ones_own_changes_nothing():
+    (model, optimizer), (other, _) = optimized(0, MIXED), optimized(1, MIXED)
+    before = contents(model, optimizer, other)
+    with (
+        pytest.raises(RuntimeError, match="in between"),
+        adapter.atomic_step(model, optimizer, other),
+    ):
+        grad_fn = adapter.scaled_value_and_grad(judged, adapter.loss_scale(optimizer))
+        _, grads = grad_fn(model, other, ROWS)
+        optimizer.update(model, grads)
+        raise RuntimeError("in between")
+    assert contents(model, optimizer, other) == before
+
+
+def test_gradients_are_of_what_argnums_names():
+    (model, _), (other, _) = optimized(0, MIXED), optimized(1, MIXED)
+    scale, only = jmp.StaticLossScale(8.0), nnx.All(nnx.Param, nnx.PathContains("norm"))
+    of_both = adapter.scaled_value_and_grad(judged, scale, argnums=(0, 1))
+    loss, (first, second) = of_both(model, other, ROWS)
+    _, of_norm = adapter.scaled_value_and_grad(judged, scale, nnx.DiffState(0, only))(
+        model, other, ROWS
+    )
+    assert loss.dtype == jnp.float32 and set(second) == {"layer", "norm"}
+    assert set(of_norm) == {"norm"}
+    exact = nnx.grad(judged)(model, other, ROWS)
+    for name in ("scale", "bias"):
+        assert jnp.allclose(first["norm"][name][...], 8 * exact["norm"][name][...], rtol=1e-2)
+        assert jnp.allclose(of_norm["norm"][name][...], first["norm"][name][...], rtol=1e-2)
+
+
 # Diagnostics of a model in training.
 
 
