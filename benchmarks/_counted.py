@@ -190,10 +190,10 @@ def plot(key: str, results: dict[str, Any]) -> Any:
             if key in recipes.get(name, {}):
                 labels.append(TITLES[name])
                 rows.append(recipes[name][key] / recipes[BASELINE][key])
-    label = (
+    what = (
         f"{DRAWN[key]}, over those of the step by hand:\ncounted in programs compiled for an H200"
     )
-    figure, axes = narrow(0.15 * len(rows) + 0.7, label)
+    figure, axes = narrow(0.15 * len(rows) + 0.7, what)
     for place, (label, over) in enumerate(zip(labels, rows, strict=True)):
         if over is not None:
             color = OURS if label.startswith("ours") else OTHERS
