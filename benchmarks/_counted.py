@@ -2,29 +2,19 @@
 
 from typing import Any
 
-import matplotlib
-
+from benchmarks._drawing import narrow
 from benchmarks._roofline import BANDWIDTH, LAUNCH, PEAKS
 from benchmarks._tables import BASELINE, TITLES, failures, table, total, versions_of
 from benchmarks.recipes import RECIPES
 from benchmarks.workloads import UPDATES, WORKLOADS
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-# Okabe and Ito's colours, and a marker each. Steps in float32 are off this scale: in the tables.
-PLOTTED = {
-    "unscaled": ("#999999", "o"),
-    "by-hand-cudnn": ("#000000", "s"),
-    "deepmind-jmp": ("#E69F00", "v"),
-    "mpx": ("#D55E00", "^"),
-    "dynamic-scale": ("#999933", "<"),
-    "apply-if-finite": ("#56B4E9", ">"),
-    "adapter": ("#0072B2", "D"),
-    "adapter-unscaled": ("#0072B2", "d"),
-    "masters": ("#CC79A7", "P"),
-    "autocast": ("#009E73", "X"),
-    "autocast-fused": ("#009E73", "*"),
+# Steps in float32 are off the scale of the figures: they are in the tables.
+PLOTTED = [row.name for row in RECIPES if row.name not in (BASELINE, "float32", "tf32")]
+OURS, OTHERS = "#0072B2", "#555555"
+DRAWN = {
+    "bytes_moved": "bytes moved",
+    "kernels": "kernels",
+    "temp_bytes": "memory for intermediate values",
 }
 
 LIMIT = "modelled limit, model ms: bytes + operations + launches"
@@ -54,9 +44,11 @@ backward (`jax.nn.dot_product_attention`, `implementation="cudnn"`). Without a d
 does not know cuDNN's workspace, so it is not in GB temp. JAX computes its gradient only for
 sequences of even length: the 197 tokens of ViT-B/16 are padded to 198.
 
-![Bytes, kernels, memory of each recipe, divided by those of the step by hand](figures/compiled.svg)
-
 """
+    for key, label in DRAWN.items():
+        alternative = f"{label.capitalize()} of each recipe, divided by those of the step by hand"
+        text += f"![{alternative}](figures/{drawing(key)}.svg)\n"
+    text += "\n"
     for workload in WORKLOADS:
         found = results["workloads"].get(workload.name)
         if found is None:
@@ -182,30 +174,35 @@ of its own, and ours does not check matrices by rows.
 """
 
 
-def plot(results: dict[str, Any]) -> Any:
-    """Draws a dot a recipe: bytes, kernels and memory over those of the step by hand."""
-    workloads = [w for w in WORKLOADS if w.name in results["workloads"]]
-    figure, panels = plt.subplots(1, 3, figsize=(10, 8.5), sharey=True, layout="constrained")
-    keys = (("bytes_moved", "bytes moved"), ("kernels", "kernels"), ("temp_bytes", "temp memory"))
-    for axes, (key, label) in zip(panels, keys, strict=True):
-        for place, (name, (color, marker)) in enumerate(PLOTTED.items()):
-            found = [results["workloads"][w.name]["recipes"] for w in workloads]
-            there = [i for i, recipes in enumerate(found) if key in recipes.get(name, {})]
-            ratios = [found[i][name][key] / found[i][BASELINE][key] for i in there]
-            rows = [i + (place + 1) / (len(PLOTTED) + 1) - 0.5 for i in there]
-            axes.hlines(rows, 1, ratios, color=color, linewidth=1)
-            look = {"color": color, "markersize": 5, "linestyle": ""}
-            axes.plot(ratios, rows, marker, label=TITLES[name], **look)
-        axes.axvline(1, color="black", linewidth=0.8)
-        for edge in range(1, len(workloads)):
-            axes.axhline(edge - 0.5, color="0.6", linewidth=0.6)
-        axes.set_xlabel(f"{label}, over those of the\nstep by hand, dynamic loss scaling")
-        axes.grid(axis="x", alpha=0.3)
-    panels[0].invert_yaxis()
-    panels[0].set_yticks(range(len(workloads)), [w.title.replace(", ", "\n") for w in workloads])
-    panels[0].tick_params(axis="y", length=0, labelsize=9)
-    panels[0].set_ylim(len(workloads) - 0.5, -0.5)
-    handles = panels[0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside upper center", ncols=3, fontsize=8)
-    panels[1].set_title("Counted in programs compiled for an H200, not timed", fontsize=10)
+def drawing(key: str) -> str:
+    """Returns the name of the figure of what is counted, such as "compiled_bytes_moved"."""
+    return f"compiled_{key}"
+
+
+def plot(key: str, results: dict[str, Any]) -> Any:
+    """Draws what is counted of each recipe over that of the step by hand: a row a recipe."""
+    labels, rows = [], []
+    for workload in (w for w in WORKLOADS if w.name in results["workloads"]):
+        recipes = results["workloads"][workload.name]["recipes"]
+        labels += ["", workload.title] if labels else [workload.title]
+        rows += [None] * (len(labels) - len(rows))
+        for name in PLOTTED:
+            if key in recipes.get(name, {}):
+                labels.append(TITLES[name])
+                rows.append(recipes[name][key] / recipes[BASELINE][key])
+    what = (
+        f"{DRAWN[key]}, over those of the step by hand:\ncounted in programs compiled for an H200"
+    )
+    figure, axes = narrow(0.15 * len(rows) + 0.7, what)
+    for place, (label, over) in enumerate(zip(labels, rows, strict=True)):
+        if over is not None:
+            color = OURS if label.startswith("ours") else OTHERS
+            axes.hlines(place, 1, over, color=color, linewidth=1.2)
+            axes.plot(over, place, "o", color=color, markersize=3.5)
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(rows)), labels)
+    axes.tick_params(axis="y", length=0)
+    for tick, over in zip(axes.get_yticklabels(), rows, strict=True):
+        tick.set_fontweight("bold" if over is None else "normal")
+    axes.set_ylim(len(rows) - 0.4, -0.6)
     return figure

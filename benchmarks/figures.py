@@ -47,9 +47,12 @@ DRAWINGS: dict[str, Drawing] = {
 }
 DRAWINGS |= {
     "memory": (of_memory, ("memory.json", "benchmarks/programs.json")),
-    "compiled": (_counted.plot, ("benchmarks/compiled.json",)),
     "targets": (targets.plot, ("benchmarks/targets.json",)),
     "small_states": (small_states.plot, ("small_states.json",)),
+}
+DRAWINGS |= {
+    _counted.drawing(key): (functools.partial(_counted.plot, key), ("benchmarks/compiled.json",))
+    for key in _counted.DRAWN
 }
 
 

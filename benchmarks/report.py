@@ -13,7 +13,7 @@ from benchmarks.processes import ROOT
 
 RESULTS = ROOT / "results" / "benchmarks"
 DOCS = ROOT / "docs"
-INTRODUCTION = """# Performance
+INTRODUCTION = """# Performance: bytes, kernels, memory
 
 The same training step, written with each library; *ours* is this one. Each recipe is a file of
 [benchmarks/recipes](../benchmarks/recipes), which says where it comes from and which known defect

@@ -91,7 +91,9 @@ def kept_apart(lower: Lower) -> Any:
 
 def gathered_in_map(lower: Lower) -> Any:
     gather = lambda params: [lax.all_gather(w, "data", tiled=True) for w in params]
-    return jax.grad(lower(lambda params, x: lax.pmean(loss_fn(gather(params), x), "data")))
+    return jax.grad(
+        lower(lambda params, x: lax.pmean(loss_fn(gather(params), x), "data"))
+    )
 
 
 def moved_to(move: Callable[[Any, P], Any]) -> Callable[[Lower], Any]:
@@ -111,7 +113,11 @@ STYLES = [
     Style("data parallel: jit", plain),
     Style("data parallel: jit, explicit axes", plain, kind=AxisType.Explicit),
     Style("data parallel: `shard_map`, replicated parameters", of_mean, mapped=True),
-    Style("the same, parameters `pcast` to varying before, `pmean` after", of_varying, mapped=True),
+    Style(
+        "the same, parameters `pcast` to varying before, `pmean` after",
+        of_varying,
+        mapped=True,
+    ),
     Style("`shard_map(check_vma=False)`, no `psum`", plain, mapped="unchecked"),
     Style(f"a window of {STEPS}: jit", of_window),
     Style(
@@ -143,8 +149,15 @@ STYLES = [
         SHARDED,
         mapped=True,
     ),
-    Style("tensor parallel: jit", plain, (P(None, "model"), P("model")), (("model", 8),)),
-    Style("FSDP x tensor parallel: jit", plain, (P("data", "model"), P("model", "data")), BOTH),
+    Style(
+        "tensor parallel: jit", plain, (P(None, "model"), P("model")), (("model", 8),)
+    ),
+    Style(
+        "FSDP x tensor parallel: jit",
+        plain,
+        (P("data", "model"), P("model", "data")),
+        BOTH,
+    ),
 ]
 
 
@@ -188,12 +201,21 @@ def sent_by_gpt(policy: str, constrained: bool) -> list[Sent]:
     ):
         made = gpt.make_programs(arguments, mesh)
         shapes, places = jax.eval_shape(made.create), made.places
-        placed = lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+        placed = lambda leaf, place: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=place
+        )
         size = (arguments.batch_size, arguments.length + 1)
-        rows = jax.ShapeDtypeStruct(size, jnp.int32, sharding=NamedSharding(mesh, P("data")))
-        options = {"out_shardings": (places, NamedSharding(mesh, P())), "donate_argnums": 0}
+        rows = jax.ShapeDtypeStruct(
+            size, jnp.int32, sharding=NamedSharding(mesh, P("data"))
+        )
+        options = {
+            "out_shardings": (places, NamedSharding(mesh, P())),
+            "donate_argnums": 0,
+        }
         state = jax.tree.map(placed, shapes, places)
-        return wire(compile_for_placed(made.train.__wrapped__, state, rows, **options).text)
+        return wire(
+            compile_for_placed(made.train.__wrapped__, state, rows, **options).text
+        )
 
 
 def cell(sent: list[Sent]) -> str:
@@ -211,15 +233,24 @@ def table() -> str:
     rows: dict[str, Callable[[str], list[Sent]]] = {
         style.name: functools.partial(sent_by, style) for style in STYLES
     }
-    for constrained, name in ((True, ""), (False, ", without its constraint of activations")):
+    for constrained, name in (
+        (True, ""),
+        (False, ", without its constraint of activations"),
+    ):
         counted = functools.partial(sent_by_gpt, constrained=constrained)
         rows[f"`examples/gpt.py --fsdp`, 49 MiB{name}"] = counted
     lines = ["| | " + " | ".join(POLICIES) + " |", "|---" * (len(POLICIES) + 1) + "|"]
     for name, sent in rows.items():
-        lines.append(f"| {name} | " + " | ".join(cell(sent(policy)) for policy in POLICIES) + " |")
+        lines.append(
+            f"| {name} | "
+            + " | ".join(cell(sent(policy)) for policy in POLICIES)
+            + " |"
+        )
         print(lines[-1])
         as_bfloat16 = cell(sent("mixed_float16")).replace("f16", "bf16")
-        assert as_bfloat16 == cell(sent("mixed_bfloat16")), "the page says that both are alike"
+        assert as_bfloat16 == cell(sent("mixed_bfloat16")), (
+            "the page says that both are alike"
+        )
     return "\n".join(lines)
 
 

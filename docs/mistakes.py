@@ -10,7 +10,7 @@ PAGE = pathlib.Path(__file__).with_suffix(".md")
 # Not all in the page: some depend on the version of JAX.
 _ALL_DTYPES = ", ".join(name for names in jmp.dtype_to_names.values() for name in names)
 
-INTRODUCTION = """# Errors and warnings, and what to do
+INTRODUCTION = """# Errors and warnings
 
 1. Search this page for the first words of your message, without the names and shapes in it.
 2. Do what its last sentence says: each message says what you passed, what was expected, and what
@@ -120,10 +120,17 @@ def page() -> str:
     """Returns the page's text."""
     parts = [INTRODUCTION]
     for title, rows in MISTAKES.items():
-        parts += [f"### {title}\n", "| the mistake | the error | the message |\n|---|---|---|"]
+        parts += [
+            f"### {title}\n",
+            "| the mistake | the error | the message |\n|---|---|---|",
+        ]
         for row in rows:
-            words = message_of(row.code).replace(_ALL_DTYPES, "bf16, bfloat16, f16, float16, ...")
-            words = words.replace("|", "\\|").replace("*", "\\*").replace("__", "\\_\\_")
+            words = message_of(row.code).replace(
+                _ALL_DTYPES, "bf16, bfloat16, f16, float16, ..."
+            )
+            words = (
+                words.replace("|", "\\|").replace("*", "\\*").replace("__", "\\_\\_")
+            )
             words = words.replace("\n", " ")
             parts.append(f"| `{row.code}` | {row.error.__name__} | {words} |")
         parts.append("")

@@ -6,10 +6,10 @@ from jmp.autocasting import Category, all_rules
 
 PAGE = pathlib.Path(__file__).with_suffix(".md")
 
-INTRODUCTION = """# The op table
+INTRODUCTION = """# Op table
 
 The tables say what `jmp.autocast` does with each primitive; a test compares this page with the
-registry. [Autocast](autocast.md) says how the planner uses it.
+registry. [What autocast does](autocast.md) says how the planner uses it.
 `register_rule` adds a primitive of your own; `low=`, `full=` and `follow=` change a category for
 one call.
 
@@ -37,11 +37,16 @@ def page():
         rows = {}
         for name, rule in all_rules().items():
             if rule.category is category and rule.owner.startswith("jmp."):
-                flags = [f for f in ("fusible", "expensive", "sums_backward") if getattr(rule, f)]
+                flags = [
+                    f
+                    for f in ("fusible", "expensive", "sums_backward")
+                    if getattr(rule, f)
+                ]
                 flags = [flag.replace("_", " ") for flag in flags]
                 rows.setdefault((rule.reason, ", ".join(flags)), []).append(f"`{name}`")
         parts += [
-            f"| {' '.join(names)} | {why} | {flags} |" for (why, flags), names in rows.items()
+            f"| {' '.join(names)} | {why} | {flags} |"
+            for (why, flags), names in rows.items()
         ]
         parts.append("")
     parts.append("A primitive that is not listed runs as it was written.\n")

@@ -39,7 +39,9 @@ LAYOUT: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
 def public_names() -> list[str]:
     """Returns every name that the pages of docs/reference/ describe."""
     pages = sorted(REFERENCE.glob("*.md"))
-    return [n for page in pages for n in re.findall(r"^::: (\S+)", page.read_text(), re.M)]
+    return [
+        n for page in pages for n in re.findall(r"^::: (\S+)", page.read_text(), re.M)
+    ]
 
 
 def _links() -> dict[str, str]:
@@ -82,7 +84,9 @@ def _paragraph(text: str, links: dict[str, str]) -> str:
     for pattern, replacement in LAYOUT:
         text = pattern.sub(replacement, text)
     if text.startswith("Attributes"):
-        text = SEVERAL.sub(lambda it: it[0].replace(", ", ",\N{NO-BREAK SPACE}") + " ()", text)
+        text = SEVERAL.sub(
+            lambda it: it[0].replace(", ", ",\N{NO-BREAK SPACE}") + " ()", text
+        )
     text = MARKUP.sub(escaped, text)
     lines: list[str] = []
     in_one_line = False
@@ -109,6 +113,11 @@ class Docstrings(griffe.Extension):
             return
         module = obj.module.path + "."
         here = {n.removeprefix(module): n for n in self.names if n.startswith(module)}
-        own = {obj.name, *(parameter.name for parameter in getattr(obj, "parameters", ()))}
-        links = {name: full for name, full in (self.links | here).items() if name not in own}
+        own = {
+            obj.name,
+            *(parameter.name for parameter in getattr(obj, "parameters", ())),
+        }
+        links = {
+            name: full for name, full in (self.links | here).items() if name not in own
+        }
         obj.docstring.value = for_the_site(obj.docstring.value, links)

@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks._tables import table
 from benchmarks.published import SOURCES
 
-INTRODUCTION = """# Published models
+INTRODUCTION = """# Published models under autocast
 
 Does `jmp.autocast` compute the products of published models in half, and how large is the error of
 the gradient? The models are unmodified, from their packages, with random parameters at tiny sizes.

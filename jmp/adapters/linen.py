@@ -132,7 +132,8 @@ def cast_params(variables: T, policy: str | Policy, rules: Sequence[Rule] | None
 
     Warns: `UnusedRuleWarning` for a rule that matched nothing.
 
-    >>> params = {"Dense_0": {"kernel": jnp.ones((2, 2))}, "BatchNorm_0": {"scale": jnp.ones(2)}}
+    >>> norm = {"scale": jnp.ones(2)}
+    >>> params = {"Dense_0": {"kernel": jnp.ones((2, 2))}, "BatchNorm_0": norm}
     >>> cast = cast_params(params, "O2")
     >>> cast["Dense_0"]["kernel"].dtype, cast["BatchNorm_0"]["scale"].dtype
     (dtype('float16'), dtype('float32'))

@@ -195,7 +195,8 @@ def reset_masters(model: nnx.Module, optimizer: nnx.Optimizer[Any]) -> None:
     >>> import optax
     >>> from jmp import transforms
     >>> model = cast_params(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), "O2")
-    >>> optimizer = nnx.Optimizer(model, transforms.with_master_params(optax.sgd(1)), wrt=nnx.Param)
+    >>> tx = transforms.with_master_params(optax.sgd(1))
+    >>> optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     >>> model.bias[...] = jnp.ones(1, jnp.float16)
     >>> reset_masters(model, optimizer)
     >>> float(nnx.as_pure(optimizer.opt_state).masters["bias"][0])

@@ -43,7 +43,7 @@ class NoHalfProductWarning(UserWarning):
     ...     return jnp.sum(jnp.dot(x, w, precision="highest"))
     >>> with warnings.catch_warnings(record=True) as caught:
     ...     warnings.simplefilter("always")
-    ...     _ = jax.eval_shape(autocast(loss, "mixed_float16"), jnp.ones((2, 2)), jnp.ones((2, 2)))
+    ...     _ = jax.eval_shape(autocast(loss, "mixed_float16"), jnp.eye(2), jnp.eye(2))
     >>> caught[0].category.__name__
     'NoHalfProductWarning'
     """

@@ -191,7 +191,7 @@ class Float32Scopes(Report):
     ([], True)
     """
 
-    computed: ClassVar = ("loss_error", "gradient_error", "is_within")
+    computed: ClassVar[tuple[str, ...]] = ("loss_error", "gradient_error", "is_within")
     policy: str
     tolerance: float
     rules: list[Rule]

@@ -62,8 +62,10 @@ def memory_report(
     ...     return jnp.mean(jnp.exp(x @ w))
     >>> w, x = jnp.ones((8, 4)), jnp.ones((16, 8))
     >>> report = memory_report(loss, "mixed_float16", compiled=False)(w, x)
-    >>> report.parameter_bytes, report.activation_bytes  # x in half, the exponential in float32
-    ({'float32': 128}, {'float16': 256, 'float32': 256})
+    >>> report.parameter_bytes
+    {'float32': 128}
+    >>> report.activation_bytes  # x in half, the exponential in float32
+    {'float16': 256, 'float32': 256}
     """
     call = "memory_report(fun, policy=policy)(*args)"
     function = asked_function("memory_report", call, fun, early, policy)
@@ -128,7 +130,7 @@ class MemoryReport(Report):
     (4, {'float32': 16}, {'float32': 16})
     """
 
-    computed: ClassVar = (
+    computed: ClassVar[tuple[str, ...]] = (
         "residual_bytes_by_module", "activations", "activation_bytes", "copy_bytes", "parts",
         "total_bytes",
     )  # fmt: skip

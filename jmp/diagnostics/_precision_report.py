@@ -123,8 +123,10 @@ class PrecisionReport(Report):
 
     >>> x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
     >>> report = precision_report(lambda w, x: x @ w, "mixed_bfloat16")(x, x)
-    >>> report.compute_dtype, report.half_flops_share, report.float8_flops_share, report.hazards
-    ('bfloat16', 1.0, 0.0, [])
+    >>> report.compute_dtype, report.half_flops_share, report.float8_flops_share
+    ('bfloat16', 1.0, 0.0)
+    >>> report.hazards
+    []
     """
 
     compute_dtype: str

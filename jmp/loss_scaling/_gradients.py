@@ -43,7 +43,8 @@ class UnscaledLossWarning(UserWarning):
 
     >>> import optax, warnings
     >>> from jmp.adapters import linen
-    >>> apply_fn = linen.wrap_apply(lambda variables, x: x @ variables["params"], "mixed_float16")
+    >>> model = lambda variables, x: x @ variables["params"]
+    >>> apply_fn = linen.wrap_apply(model, "mixed_float16")
     >>> with warnings.catch_warnings(record=True) as caught:
     ...     warnings.simplefilter("always")
     ...     _ = linen.TrainState.create(apply_fn=apply_fn, params=np.eye(2), tx=optax.sgd(0.1))

@@ -106,7 +106,8 @@ def gather(
     >>> mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     >>> def loss(w, x):  # the mean over one device's rows; w is one of eight shards
     ...     return jnp.mean(x @ gather(w, "data", "float16", reduce_dtype="float32"))
-    >>> step = jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    >>> rows = P("data")
+    >>> step = jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=rows, out_specs=rows)
     >>> gradient = step(jnp.ones((8, 4)), jnp.ones((16, 8), jnp.float16)) / 8
     >>> gradient.dtype, gradient.shape
     (dtype('float32'), (8, 4))

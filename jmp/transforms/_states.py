@@ -48,7 +48,8 @@ class WithLossScaleState(NamedTuple):
 
     >>> import optax
     >>> from jmp import transforms
-    >>> state = transforms.with_loss_scale(optax.sgd(0.1), DynamicLossScale(8.0)).init(jnp.ones(2))
+    >>> tx = transforms.with_loss_scale(optax.sgd(0.1), DynamicLossScale(8.0))
+    >>> state = tx.init(jnp.ones(2))
     >>> float(state.loss_scale.loss_scale), bool(state.grads_finite), int(state.skipped_steps)
     (8.0, True, 0)
     """

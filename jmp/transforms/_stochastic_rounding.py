@@ -72,8 +72,10 @@ def with_stochastic_rounding(
     >>> params = jnp.ones(4096, jnp.bfloat16)
     >>> updates, state = tx.update(jnp.ones(4096), tx.init(params), params)
     >>> params = optax.apply_updates(params, updates)
-    >>> sorted(set(params.tolist())), bool(abs(params.astype("float32").mean() - 0.9999) < 3e-5)
-    ([0.99609375, 1.0], True)
+    >>> sorted(set(params.tolist()))
+    [0.99609375, 1.0]
+    >>> bool(abs(params.astype("float32").mean() - 0.9999) < 3e-5)
+    True
     """
     storage = StochasticRounding()
     return stored_by(

@@ -4,8 +4,9 @@ import json
 import re
 
 import pytest
+from matplotlib.text import Text
 
-from benchmarks import figures, pages, programs
+from benchmarks import _counted, figures, pages, programs
 from benchmarks.pages import registry
 from benchmarks.processes import ROOT
 
@@ -60,6 +61,15 @@ def test_every_file_of_figures_is_there_and_named_with_its_command():
 def test_a_drawing_is_of_the_data_that_are_committed(name):
     _, files = figures.DRAWINGS[name]
     assert figures.source(files) in (figures.FOLDER / f"{name}.svg").read_text()
+
+
+@pytest.mark.parametrize("name", [*map(_counted.drawing, _counted.DRAWN), "targets"])
+def test_a_drawing_reads_on_a_phone(name):
+    plot, files = figures.DRAWINGS[name]
+    figure = plot(*(json.loads((figures.RESULTS / file).read_text()) for file in files))
+    sizes = [text.get_fontsize() for text in figure.findobj(Text) if text.get_text()]
+    pixels_a_point = 358 / (72 * figure.get_figwidth())  # a page on a phone of 390 pixels
+    assert len(sizes) > 10 and min(sizes) * pixels_a_point >= 9
 
 
 def test_every_drawing_stands_on_a_page():
