@@ -29,6 +29,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return TABS.sub(lambda section: TAB.sub(as_tab, section[1]), markdown)
 
 
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Tells MkDocs of the anchors of tabs, which are made after it has looked for anchors."""
+    assert page.present_anchor_ids is not None
+    page.present_anchor_ids |= set(re.findall(r'<input[^>]* id="([\w-]+)" name="__tabbed', html))
+    return html
+
+
 def as_tab(section: re.Match[str]) -> str:
     """Returns a section as a tab of pymdownx.tabbed."""
     body = re.sub(r"^(?=.)", "    ", section[2], flags=re.M)

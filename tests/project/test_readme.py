@@ -41,6 +41,26 @@ def test_a_printed_program_runs_in_another_folder(code, tmp_path, monkeypatch, c
         assert printed[1] == pytest.approx(expected[1], rel=0.05)
 
 
+def lines_by_framework(page, kind, chosen):
+    """Returns the lines of code of each framework that match `chosen`, without their remarks."""
+    text = (ROOT / "docs" / page).read_text()
+    sections = re.findall(rf"^### (.*?)\n.*?^```{kind}\n(.*?)^```", text, re.M | re.S)
+    return {
+        name: {re.sub(r"  # .*", "", line).strip() for line in re.findall(chosen, code, re.M)}
+        for name, code in sections
+    }
+
+
+def test_the_lines_of_the_first_page_are_the_new_ones_of_the_programs_on_the_next():
+    added = lines_by_framework("index.md", "diff", r"^\+(.*)$")
+    lines = lines_by_framework("start.md", "python", r"^(.*)$")
+    new = lines_by_framework("start.md", "python", r"^(.*\S)  # NEW.*$")
+    new_below = lines_by_framework("start.md", "python", r"^ *# NEW.*\n(.*)$")
+    assert len(added) == 5
+    for name, diff in added.items():
+        assert new[name] | new_below[name] <= diff <= lines[name], name
+
+
 def test_the_readme_fits_three_screens():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
