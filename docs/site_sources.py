@@ -25,6 +25,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Writes sections as tabs, and the page where GitHub shows the notebook."""
+    if page.file.src_uri == "tour.md":  # it repeats what other pages explain: they come first
+        page.meta["search"] = {"boost": 0.5}
     markdown = markdown.replace("(../examples/tour.ipynb)", "(tour.md)")
     return TABS.sub(lambda section: TAB.sub(as_tab, section[1]), markdown)
 

@@ -165,6 +165,7 @@ FOUND = {
     "find_nonfinite": "reference/diagnostics.html#jmp.diagnostics.find_nonfinite",
     "dynamic scale": "reference/loss_scaling.html#jmp.DynamicLossScale",
     "underflow": "ranges.html",
+    "oom": "troubleshooting.html#out-of-memory-oom-or-no-memory-is-saved",
 }
 
 
