@@ -20,7 +20,8 @@ INTRODUCTION = """# Errors and warnings
 
 A wrong kind is a `TypeError`, a wrong value or a wrong order a `ValueError`. If a message is
 missing here, or does not say what to write, that is a bug. Report it with what `python -m jmp`
-prints.
+prints. Without a message, but with a wrong result, a slow step or too little memory: \
+[troubleshooting.md](troubleshooting.md).
 
 ## Warnings
 
@@ -44,39 +45,6 @@ float32 by a rule; or ignore it: if a sum overflows, loss scaling skips the step
 without a loss scale; or "p=f32,c=half,o=f32", which chooses by the device. |
 
 In tests turn them into errors: `warnings.simplefilter("error", jmp.UnusedRuleWarning)`.
-
-## No message, but something is wrong
-
-| what you see | what to do |
-|---|---|
-| the loss is NaN or infinite | `diagnostics.find_nonfinite(fun)(*args)` names the operation and\
- the cure: [nonfinite.md](nonfinite.md) |
-| every step is skipped | `diagnostics.check_skips(opt_state, limit=25)` raises after 25 \
-skips in a row |
-| the loss does not fall | `diagnostics.gradient_report(loss_fn, policy)(*args)`: are \
-gradients zero in float16? [ranges.md](ranges.md) |
-| the accuracy is lower than in float32 | `diagnostics.compare(loss_fn, policy)(*args)`, then \
-`find_float32`: [checks.md](checks.md) |
-| it is no faster, or takes no less memory | `diagnostics.precision_report(loss_fn, \
-policy)(*args)`: is it on? `diagnostics.memory_report`: [memory.md](memory.md) |
-| `'tuple' object has no attribute 'loss_scale'` | The state of a chain around the optimizer: \
-`transforms.loss_scale_state(opt_state).loss_scale` finds the scale in it. |
-| `'TrainState' object has no attribute 'loss_scale'` | It is Flax's: use \
-`jmp.adapters.linen.TrainState`, whose steps are atomic too, or \
-`transforms.loss_scale_state(state.opt_state).loss_scale`. |
-| `module 'jmp' has no attribute 'autocast'` | It is DeepMind's `jmp`, which `pip install jmp` and \
-Haiku bring. Install this one: `pip install .` in its clone |
-
-These mistakes are not detected:
-
-- gradients that were never scaled, given to an optimizer that unscales them. Take them from
-  `jmp.scaled_value_and_grad(loss_fn, state.loss_scale)`;
-- gradients that you have unscaled yourself. The optimizer unscales them again;
-- a loss that is scaled with another scale than that of the state;
-- transformations in a wrong order, such as clipping before loss scaling in a chain, where a step of
-  your own reads the scale as `opt_state[1].loss_scale`. Read it by
-  `transforms.loss_scale_state(opt_state)`, or call
-  `transforms.check_optimizer_state(tx.init(params))` once.
 
 ## The errors
 

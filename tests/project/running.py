@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import io
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -63,3 +64,11 @@ def run_example_alone(name):
     environment = dict(os.environ, PYTHONPATH=str(ROOT), COLUMNS="140")
     command = [sys.executable, str(ROOT / "examples" / f"{name}.py")]
     return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+def words_and_numbers(printed):
+    """Returns the words that a program printed, and its numbers: their last digits may differ."""
+    number = r"-?\d+(?:\.\d+)?"
+    return re.sub(number, "#", " ".join(printed.split())), [
+        *map(float, re.findall(number, printed))
+    ]

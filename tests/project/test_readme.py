@@ -10,6 +10,7 @@ import pytest
 
 from testbed import ROOT
 from tests.project.printed_programs import PAGES, code_blocks
+from tests.project.running import words_and_numbers
 
 PROGRAMS = {
     code: f"{page.stem}: {heading}"  # what stands on two pages runs once
@@ -18,10 +19,46 @@ PROGRAMS = {
 }
 
 
+# What a program of these pages prints is the text below it, but for the last digits.
+PRINTED = dict(
+    program
+    for name in ("troubleshooting",)
+    for program in re.findall(
+        r"^```python\n(.*?)^```\n\n```text\n(.*?)^```",
+        (ROOT / "docs" / f"{name}.md").read_text(),
+        flags=re.M | re.S,
+    )
+)
+
+
 @pytest.mark.parametrize("code", PROGRAMS, ids=PROGRAMS.values())
-def test_a_printed_program_runs_in_another_folder(code, tmp_path, monkeypatch):
+def test_a_printed_program_runs_in_another_folder(code, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    exec(compile(code, "<page>", "exec"), {"__name__": "page"})
+    exec(compile(code, "train.py", "exec"), {"__name__": "page"})
+    if code in PRINTED:
+        printed, expected = map(words_and_numbers, (capsys.readouterr().out, PRINTED[code]))
+        assert printed[0] == expected[0]
+        assert printed[1] == pytest.approx(expected[1], rel=0.05)
+
+
+def lines_by_framework(page, kind, chosen):
+    """Returns the lines of code of each framework that match `chosen`, without their remarks."""
+    text = (ROOT / "docs" / page).read_text()
+    sections = re.findall(rf"^### (.*?)\n.*?^```{kind}\n(.*?)^```", text, re.M | re.S)
+    return {
+        name: {re.sub(r"  # .*", "", line).strip() for line in re.findall(chosen, code, re.M)}
+        for name, code in sections
+    }
+
+
+def test_the_lines_of_the_first_page_are_the_new_ones_of_the_programs_on_the_next():
+    added = lines_by_framework("index.md", "diff", r"^\+(.*)$")
+    lines = lines_by_framework("start.md", "python", r"^(.*)$")
+    new = lines_by_framework("start.md", "python", r"^(.*\S)  # NEW.*$")
+    new_below = lines_by_framework("start.md", "python", r"^ *# NEW.*\n(.*)$")
+    assert len(added) == 5
+    for name, diff in added.items():
+        assert new[name] | new_below[name] <= diff <= lines[name], name
 
 
 def test_the_readme_fits_three_screens():

@@ -10,6 +10,7 @@ import runpy
 import pytest
 
 from testbed import ROOT
+from tests.project.running import words_and_numbers
 
 PAGE = ROOT / "docs" / "tutorial.md"
 STEPS = [PAGE.parent / "tutorial" / f"step_{number}.py" for number in range(1, 7)]
@@ -23,12 +24,6 @@ def difference(before, after):
 
 def blocks(kind):
     return re.findall(rf"^```{kind}\n(.*?)^```$", PAGE.read_text(), flags=re.M | re.S)
-
-
-def parts(line):
-    """Returns the words of a line, and its numbers."""
-    number = r"-?\d+(?:\.\d+)?"
-    return re.sub(number, "#", " ".join(line.split())), [*map(float, re.findall(number, line))]
 
 
 def test_the_page_has_the_first_program_and_what_changes_in_each_step():
@@ -46,11 +41,11 @@ def folder(tmp_path_factory):
 def test_a_step_runs_and_prints_what_the_page_says(index, folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)  # the last program writes its checkpoint here
     runpy.run_path(str(RUNS[index]))
-    printed = [parts(line) for line in capsys.readouterr().out.splitlines()]
+    printed = [words_and_numbers(line) for line in capsys.readouterr().out.splitlines()]
     lines = blocks("text")[index].splitlines()
     assert lines
     for line in lines:
-        words, numbers = parts(line)
+        words, numbers = words_and_numbers(line)
         found = [others for text, others in printed if text == words]
         assert any(numbers == pytest.approx(others, rel=0.05) for others in found), (line, printed)
 
