@@ -1,7 +1,7 @@
 """The package's data: one version, extras that pages name, links of a release, sources of a table.
 
-That wheel and sdist install and run beside Haiku is tried by `make package`:
-`tests/project/package.py`.
+That wheel and sdist install and run beside Haiku, and that the recipe for conda is rendered, is
+tried by `make package`: `tests/project/package.py`.
 """
 
 import ast
@@ -20,6 +20,7 @@ from tests.project.package import absolute_links, copy_for_release
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
+RECIPE = (ROOT / "conda" / "recipe.yaml").read_text()
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -29,6 +30,18 @@ def test_the_version_is_one_everywhere():
     newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert newest[1] == jmp.__version__
     assert PROJECT["dynamic"] == ["version"]
+    assert f'\n  version: "{jmp.__version__}"\n' in RECIPE
+
+
+def test_the_recipe_for_conda_requires_what_the_wheel_requires():
+    needed = [re.sub(r"^([\w.-]+)(?=[<>=!])", r"\1 ", text) for text in PROJECT["dependencies"]]
+    run = re.search(r"^  run:\n    - python (\S+) *\n((?:    - .+\n)+)", RECIPE, re.M)
+    assert re.findall(r"- (.+)", run[2]) == needed
+    lowest = re.search(r'^  python_min: "(.+)"$', RECIPE, re.M)[1]
+    assert PROJECT["requires-python"] == run[1].replace("${{python_min}}", lowest)
+    (tool,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    assert f"- {tool.replace('>', ' >', 1)}\n" in RECIPE
+    assert PROJECT["description"] in RECIPE
 
 
 def test_the_classifiers_name_the_versions_of_python_that_are_supported():
