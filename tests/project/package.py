@@ -9,6 +9,7 @@ make the relative links of the README absolute and write the table of URLs.
 """
 
 import argparse
+import os
 import pathlib
 import re
 import shutil
@@ -116,7 +117,11 @@ class Environment:
         output = subprocess.PIPE if quiet else None
         errors = subprocess.STDOUT if quiet else None
         command = [self._folder / "venv" / "bin" / "python", *arguments]
-        return subprocess.run(command, cwd=self._folder, stdout=output, stderr=errors, text=True)
+        # PYTHONPATH may name the clone, which is not what is tried here.
+        variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        return subprocess.run(
+            command, cwd=self._folder, env=variables, stdout=output, stderr=errors, text=True
+        )
 
     def install(self, *what: str | pathlib.Path) -> None:
         self.python("-m", "pip", "install", "--quiet", *what)

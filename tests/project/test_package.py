@@ -51,6 +51,20 @@ def test_the_classifiers_name_the_versions_of_python_that_are_supported():
     assert "Typing :: Typed" in PROJECT["classifiers"]
 
 
+def test_pages_name_the_versions_that_the_package_supports():
+    pythons = [row.split()[-1] for row in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", row)]
+    jax_versions = re.search(r"^MATRIX := (.+)", (ROOT / "Makefile").read_text(), re.M)[1].split()
+    table = re.findall(r"^\| (\d\.\d+) \|", (ROOT / "docs" / "releases.md").read_text(), re.M)
+    assert table == jax_versions + pythons
+    lowest, above = jax_versions[0], f"0.{int(jax_versions[-1].partition('.')[2]) + 1}"
+    assert f"jax>={lowest},<{above}" in PROJECT["dependencies"]
+    for page in ("README.md", "docs/start.md"):
+        said = re.search(
+            r"Python (\S+) to (\S+?),? (?:and )?JAX (\S+) to (\d\.\d+)", (ROOT / page).read_text()
+        )
+        assert said.groups() == (pythons[0], pythons[-1], jax_versions[0], jax_versions[-1]), page
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_page_names_only_extras_that_there_are(page):
     named = re.findall(r"(?:\.|jmp)\[([a-z0-9, ]+)\]['\"`]", page.read_text())
