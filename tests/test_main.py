@@ -34,6 +34,7 @@ def test_it_prints_versions_devices_and_checks_and_exits_with_zero():
 
 
 def test_the_report_names_every_setting_that_changes_results(monkeypatch, capsys):
+    jax.devices()  # before they could start without the flags of conftest.py
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=true")
     with jax.default_matmul_precision("highest"):
         command.main([], [])
