@@ -22,6 +22,19 @@ COLORS = ("#000000", "#D55E00", "#56B4E9", "#0072B2", "#009E73", "#CC79A7")
 OUTPUT = pathlib.Path("runs")
 
 
+class OptionsHelp(argparse.RawDescriptionHelpFormatter):
+    """Shows the description as it stands, and of each option its default, if it has one."""
+
+    def add_argument(self, action: argparse.Action) -> None:
+        help, default = action.help or "", action.default
+        has_one = not (default is None or default is False or default is argparse.SUPPRESS)
+        if has_one and "default" not in help:
+            shown = " ".join(map(str, default)) if isinstance(default, (list, tuple)) else default
+            shown = str(shown).replace("%", "%%")
+            action.help = f"{help}; default: {shown}" if help else f"default: {shown}"
+        super().add_argument(action)
+
+
 def positive(kind: type) -> Callable[[str], Any]:
     """Returns a parser of numbers above zero for `argparse`."""
 

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import optax
-from _common import COLORS, OUTPUT, begin, positive, rounded, save_figure, write_report
+from _common import COLORS, OUTPUT, OptionsHelp, begin, positive, rounded, save_figure, write_report
 from rich.progress import Progress
 from rich.table import Table
 
@@ -60,9 +60,7 @@ class CharLM(nn.Module):
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=OptionsHelp)
     parser.add_argument("--steps", type=positive(int), default=300)
     parser.add_argument("--batch-size", type=positive(int), default=32)
     parser.add_argument("--seeds", type=positive(int), default=3)

@@ -26,7 +26,16 @@ import numpy as np
 import optax
 from _checkpoints import Checkpoints, check_checkpoints
 from _cifar10_files import FOLDER, load_data
-from _common import COLORS, OUTPUT, begin, positive, save_figure, write_report, written_whole
+from _common import (
+    COLORS,
+    OUTPUT,
+    OptionsHelp,
+    begin,
+    positive,
+    save_figure,
+    write_report,
+    written_whole,
+)
 from flax import serialization
 from rich import box
 from rich.console import Console
@@ -98,9 +107,7 @@ class ResNet(nn.Module):
 
 
 def argument_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=OptionsHelp)
     add = parser.add_argument
     add("--data-dir", type=pathlib.Path, help=f"{FOLDER}, or the folder that it lies in")
     add("--model", choices=MODELS, default="resnet50")

@@ -29,6 +29,7 @@ import optax
 from _common import (
     COLORS,
     OUTPUT,
+    OptionsHelp,
     begin,
     draw_skipped,
     positive,
@@ -119,9 +120,7 @@ PRECISIONS = (
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=OptionsHelp)
     parser.add_argument("--epochs", type=positive(int), default=20)
     parser.add_argument("--batch-size", type=positive(int), default=64)
     parser.add_argument("--seeds", type=positive(int), default=5)

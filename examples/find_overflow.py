@@ -29,6 +29,7 @@ import optax
 from _common import (
     COLORS,
     OUTPUT,
+    OptionsHelp,
     begin,
     draw_skipped,
     legend_above,
@@ -78,9 +79,7 @@ class Network(nn.Module):
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=OptionsHelp)
     parser.add_argument("--steps", type=positive(int), default=500)
     parser.add_argument("--batch-size", type=positive(int), default=64)
     parser.add_argument("--width", type=positive(int), default=32)

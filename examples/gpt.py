@@ -43,7 +43,16 @@ import matplotlib
 import numpy as np
 import optax
 from _checkpoints import Checkpoints, check_checkpoints
-from _common import COLORS, OUTPUT, begin, legend_above, positive, save_figure, write_report
+from _common import (
+    COLORS,
+    OUTPUT,
+    OptionsHelp,
+    begin,
+    legend_above,
+    positive,
+    save_figure,
+    write_report,
+)
 from _devices import (
     DEVICE_OPTIONS,
     add_device_options,
@@ -139,13 +148,16 @@ class State(NamedTuple):
 
 
 def argument_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=OptionsHelp)
     add = parser.add_argument
     add("--data-dir", type=pathlib.Path, help="searched with all folders in it; default: Python's")
     add("--pattern", default="*.py", help="which files in it are text, such as '*.txt'")
-    add("--precision", choices=POLICIES, default="float16", help="float8: of large products alone")
+    add(
+        "--precision",
+        choices=POLICIES,
+        default="float16",
+        help="dtype of matrix products; float8 for the large ones alone",
+    )
     add(
         "--masters",
         choices=MASTERS,
@@ -153,25 +165,25 @@ def argument_parser() -> argparse.ArgumentParser:
         "them (split), rounded by chance (stochastic), with sums of what rounding took (kahan), or "
         "with nothing, which loses small updates (none); default: in float32",
     )
-    add("--layers", type=positive(int), default=4)
-    add("--width", type=positive(int), default=128)
-    add("--heads", type=positive(int), default=4)
+    add("--layers", type=positive(int), default=4, help="transformer blocks")
+    add("--width", type=positive(int), default=128, help="features; a multiple of --heads")
+    add("--heads", type=positive(int), default=4, help="attention heads in a block")
     add("--length", type=positive(int), default=128, help="bytes that the model sees at once")
     add("--batch-size", type=positive(int), default=16, help="texts in a micro-batch")
     add("--accumulate", type=positive(int), default=1, help="micro-batches in a step")
-    add("--steps", type=positive(int), default=250)
-    add("--learning-rate", type=positive(float), default=4e-3, help="after the warmup, its peak")
-    add("--weight-decay", type=positive(float), default=0.1, help="of kernels alone")
-    add("--seed", type=int, default=0)
-    add("--validate-every", type=positive(int), default=50, help="steps")
-    add("--prompt", default="def ", help="what the sample at the end starts with")
-    add("--sample-length", type=positive(int), default=200, help="bytes")
-    add("--temperature", type=positive(float), default=0.8, help="near 0: always the likeliest")
-    add("--output-dir", type=pathlib.Path, default=OUTPUT)
+    add("--steps", type=positive(int), default=250, help="updates of the parameters")
+    add("--learning-rate", type=positive(float), default=4e-3, help="peak, after the warmup")
+    add("--weight-decay", type=positive(float), default=0.1, help="of kernels only")
+    add("--seed", type=int, default=0, help="of parameters, texts and the sample")
+    add("--validate-every", type=positive(int), default=50, help="steps between validations")
+    add("--prompt", default="def ", help="start of the sample; default: %(default)r")
+    add("--sample-length", type=positive(int), default=200, help="bytes in the sample")
+    add("--temperature", type=positive(float), default=0.8, help="near 0: the likeliest byte")
+    add("--output-dir", type=pathlib.Path, default=OUTPUT, help="for gpt.json and gpt.png")
     add("--checkpoint-dir", type=pathlib.Path, help="default: OUTPUT_DIR/checkpoints/gpt")
-    add("--checkpoint-every", type=positive(int), default=100, help="steps")
-    add("--resume", action="store_true", help="go on with the training in the checkpoint folder")
-    add("--stop-after", type=positive(int), help="end after this step, to be resumed")
+    add("--checkpoint-every", type=positive(int), default=100, help="steps between checkpoints")
+    add("--resume", action="store_true", help="continue from the checkpoint folder")
+    add("--stop-after", type=positive(int), help="end after this step; --resume continues")
     add_device_options(parser)
     return parser
 

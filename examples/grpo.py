@@ -36,7 +36,17 @@ import matplotlib
 import numpy as np
 import optax
 from _checkpoints import Checkpoints, check_checkpoints
-from _common import COLORS, OUTPUT, begin, positive, rounded, save_figure, stop, write_report
+from _common import (
+    COLORS,
+    OUTPUT,
+    OptionsHelp,
+    begin,
+    positive,
+    rounded,
+    save_figure,
+    stop,
+    write_report,
+)
 from _devices import (
     DEVICE_OPTIONS,
     add_device_options,
@@ -115,9 +125,7 @@ class Samples(NamedTuple):
 
 
 def argument_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=OptionsHelp)
     add = parser.add_argument
     add("--precision", choices=PRECISIONS, default="mixed_float16")
     add("--loss-scale", choices=("default", "none"), default="default", help="none: of 1, no check")

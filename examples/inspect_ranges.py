@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import matplotlib
 import numpy as np
-from _common import OUTPUT, begin, positive, save_figure, write_report
+from _common import OUTPUT, OptionsHelp, begin, positive, save_figure, write_report
 from char_lm import CharLM, batches, load_text, loss_fn
 
 from jmp import diagnostics
@@ -35,9 +35,7 @@ ROLES = {"gradient": ("#0072B2", "--"), "activation gradient": ("#D55E00", "-")}
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=OptionsHelp)
     parser.add_argument("--batch-size", type=positive(int), default=32)
     parser.add_argument("--length", type=positive(int), default=64, help="characters a sequence")
     parser.add_argument("--width", type=positive(int), default=128)

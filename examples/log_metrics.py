@@ -24,6 +24,7 @@ import optax
 from _common import (
     COLORS,
     OUTPUT,
+    OptionsHelp,
     begin,
     draw_skipped,
     positive,
@@ -48,9 +49,7 @@ FIELDS = (
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=OptionsHelp)
     parser.add_argument("--steps", type=positive(int), default=200)
     parser.add_argument("--batch-size", type=positive(int), default=256)
     parser.add_argument("--learning-rate", type=positive(float), default=1e-2)

@@ -24,7 +24,15 @@ import jax
 import jax.numpy as jnp
 import matplotlib
 import optax
-from _common import OUTPUT, device_line, positive, prepare_folder, save_figure, write_report
+from _common import (
+    OUTPUT,
+    OptionsHelp,
+    device_line,
+    positive,
+    prepare_folder,
+    save_figure,
+    write_report,
+)
 from rich.console import Console
 
 from jmp import diagnostics
@@ -88,9 +96,7 @@ class GPT(nn.Module):
 
 
 def argument_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=OptionsHelp)
     add = parser.add_argument
     add("--layers", type=positive(int), default=4)
     add("--width", type=positive(int), default=256)

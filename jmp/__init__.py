@@ -14,7 +14,7 @@ loaded when it is touched, so that each part needs its own framework alone:
 
 from typing import TYPE_CHECKING
 
-from jmp import _lazy
+from jmp import _lazy, _messages
 from jmp.autocasting import (
     Float16OnTpuWarning,
     HalfReductionWarning,
@@ -55,6 +55,8 @@ else:  # type checkers would take every misspelt name for an attribute
     )
 
 __version__ = "1.0.0rc1"
+
+_messages.warn_of_mixed_files(__path__[0])
 
 __all__ = [
     "DynamicLossScale",

@@ -1,8 +1,9 @@
 """`python -m jmp`: what is installed, which half type the devices have, and whether jmp works here.
 
 Prints versions, the settings of JAX that change results, devices and the policy to start with.
-Then it checks against NumPy that mixed precision works on this machine. The exit status is 1 if a
-check fails. Paste the whole output into a bug report.
+Then it checks that one distribution alone installs `jmp`, and against NumPy that mixed precision
+works on this machine. The exit status is 1 if a check fails. Paste the whole output into a bug
+report.
 """
 
 import argparse
@@ -93,6 +94,22 @@ def advice(device: jax.Device) -> tuple[str, str]:
 # The checks. Each raises AssertionError, or whatever goes wrong, and returns what it found.
 
 
+def check_installation() -> str:
+    """One distribution installs the package `jmp`."""
+    names = set(importlib.metadata.packages_distributions().get("jmp", ()))
+    found = {
+        f"{distribution.name} {distribution.version}"
+        for distribution in importlib.metadata.distributions()
+        if distribution.name in names
+    }
+    assert len(found) < 2, (
+        f"{' and '.join(sorted(found))} are installed, and each is imported as jmp; now it is "
+        f"{jmp.__version__}. Run `pip uninstall --yes {' '.join(sorted(names))}` until nothing is "
+        "left to uninstall, then install one of them"
+    )
+    return f"one distribution installs jmp: {found.pop()}" if found else "jmp is not installed"
+
+
 def check_overflow() -> str:
     """A float16 overflow skips the step and halves the scale; the next step is taken."""
     tx = transforms.with_loss_scale(optax.adam(0.1), jmp.DynamicLossScale(2.0**16))
@@ -170,7 +187,7 @@ def check_float32_masters() -> str:
     return f"float32 masters train as float64 does ({steps} steps of a regression in bfloat16)"
 
 
-CHECKS = (check_overflow, check_autocast, check_float32_masters)
+CHECKS = (check_installation, check_overflow, check_autocast, check_float32_masters)
 
 
 def main(

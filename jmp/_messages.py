@@ -10,16 +10,19 @@ In this order:
   - models of frameworks: which one (`framework_of`), and which call takes it (`way_out`,
     `way_to_parameters`). They are told by their classes' names: where there is a model its
     framework was imported already, so that nothing is imported here;
-  - the line that a warning names: `users_stacklevel`.
+  - the line that a warning names: `users_stacklevel`;
+  - the warning about DeepMind's files among ours: `warn_of_mixed_files`.
 """
 
 import difflib
 import functools
 import inspect
 import itertools
+import os
 import re
 import sys
 import traceback
+import warnings
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
@@ -345,3 +348,16 @@ def users_stacklevel() -> int:
         if frame.f_globals.get("__name__", "").partition(".")[0] not in _BETWEEN:
             return level
     return 2
+
+
+def warn_of_mixed_files(folder: str) -> None:
+    """Warns if files of DeepMind's `jmp` lie in `folder`, that of this package.
+
+    Looks for one file, because every import of the package comes here.
+    """
+    if os.path.exists(os.path.join(folder, "_src", "policy.py")):
+        warnings.warn(
+            "Files of DeepMind's jmp lie among those of this library: both were installed into one "
+            "folder, and uninstalling one breaks the other. `python -m jmp` says how to repair it.",
+            stacklevel=3,
+        )

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+import shutil
 import subprocess
 import sys
 import types
@@ -29,10 +30,11 @@ def test_it_prints_versions_devices_and_checks_and_exits_with_zero():
     assert jmp.__version__ in words and jax.__version__ in words
     assert "start with" in finished.stdout and "mixed_bfloat16" in finished.stdout
     assert finished.stdout.count("\nok ") == len(command.CHECKS)
-    assert "3 of 3 checks passed on cpu" in finished.stdout
+    assert "4 of 4 checks passed on cpu" in finished.stdout
 
 
 def test_the_report_names_every_setting_that_changes_results(monkeypatch, capsys):
+    jax.devices()  # before they could start without the flags of conftest.py
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=true")
     with jax.default_matmul_precision("highest"):
         command.main([], [])
@@ -49,6 +51,49 @@ def test_the_report_names_every_setting_that_changes_results(monkeypatch, capsys
 def test_the_report_says_where_another_jmp_is_installed(monkeypatch):
     monkeypatch.setattr(command, "installed", lambda name: "0.0.4")
     assert ("jmp", f"{jmp.__version__} (as installed: 0.0.4)") in command.versions()
+
+
+def installed_into(folder, name, version):
+    """Writes what says that a distribution installs `jmp`."""
+    (info := folder / f"{name.replace('-', '_')}-{version}.dist-info").mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (info / "top_level.txt").write_text("jmp\n")
+
+
+@pytest.mark.parametrize("name", ["jmp", "another-name"])
+def test_two_distributions_that_install_jmp_are_named_with_the_command_to_repair(
+    name, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert command.check_installation() == "jmp is not installed"
+    installed_into(tmp_path, "jmp", "0.0.4")
+    assert command.check_installation() == "one distribution installs jmp: jmp 0.0.4"
+    installed_into(tmp_path / "lower", "jmp", "0.0.4")  # one can be found in two folders
+    monkeypatch.setattr(sys, "path", [str(tmp_path), str(tmp_path / "lower")])
+    assert command.check_installation() == "one distribution installs jmp: jmp 0.0.4"
+    installed_into(tmp_path, name, jmp.__version__)
+    with pytest.raises(AssertionError) as error:
+        command.check_installation()
+    names = " ".join(sorted({"jmp", name}))
+    assert f"{name} {jmp.__version__}" in str(error.value) and "jmp 0.0.4" in str(error.value)
+    assert f"`pip uninstall --yes {names}`" in str(error.value)
+
+
+def test_an_import_warns_where_deepminds_files_lie_among_ours(tmp_path):
+    shutil.copytree(ROOT / "jmp", tmp_path / "jmp", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "user.py").write_text("import jmp\n")
+
+    def errors():
+        run = [sys.executable, str(tmp_path / "user.py")]
+        environment = dict(os.environ, PYTHONPATH=str(tmp_path), JAX_PLATFORMS="cpu")
+        finished = subprocess.run(run, capture_output=True, text=True, env=environment)
+        assert finished.returncode == 0, finished.stderr
+        return finished.stderr
+
+    assert "DeepMind" not in errors()
+    (tmp_path / "jmp" / "_src").mkdir()
+    (tmp_path / "jmp" / "_src" / "policy.py").touch()
+    assert "user.py:1: UserWarning: Files of DeepMind's jmp lie among" in errors()
 
 
 def test_a_failed_check_is_named_the_others_run_and_the_status_is_one(capsys):
@@ -86,7 +131,7 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("check", command.CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", command.CHECKS[1:], ids=lambda check: check.__name__)
 def test_each_check_fails_when_what_it_checks_is_broken(check, monkeypatch):
     module, name, broken, words = BROKEN[check.__name__]
     monkeypatch.setattr(module, name, broken)

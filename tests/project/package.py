@@ -1,19 +1,22 @@
 """Builds sdist and wheel and tries them in a clean environment: `python -m tests.project.package`.
 
 The wheel is built from the sdist, out of the files that git tracks, and both are left in `dist/`.
-Then Haiku, which requires a distribution called `jmp`, is installed beside it in both orders: one
-distribution at a time is called `jmp`, and the one that was installed last is imported. For a
-release `--links` and `--images` make the relative links of the README absolute and write the table
-of URLs.
+Twine checks their metadata, and the recipe for conda is rendered. Then Haiku, which requires a
+distribution called `jmp`, is installed beside it in both orders: one distribution at a time is
+called `jmp`, and the one that was installed last is imported. Where DeepMind's and this one are
+installed over one another, that is noticed and repaired. For a release `--links` and `--images`
+make the relative links of the README absolute and write the table of URLs.
 """
 
 import argparse
+import os
 import pathlib
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 
 from testbed import ROOT
 
@@ -40,6 +43,19 @@ from jmp.adapters import haiku
 IS_DEEPMINDS = """
 import jmp
 assert not hasattr(jmp, "autocast"), jmp.__file__
+"""
+# What has to fail where the files of both lie in one folder, and words of the error.
+MIXED_COMMAND = ("-m", "jmp"), "jmp 0.0.4 and jmp 1"
+MIXED_IMPORT = ("-W", "error:Files of DeepMind", "-c", "import jmp"), "jmp lie among those of this"
+
+# An unknown field, a specifier that cannot be read and an undefined variable are errors.
+RECIPE_RENDERS = """
+import pprint, sys
+import rattler_build
+(rendered,) = rattler_build.Stage0Recipe.from_file(sys.argv[1]).render()
+package, requirements = (rendered.recipe.to_dict()[name] for name in ("package", "requirements"))
+assert package == {"name": "jmp", "version": sys.argv[2]}, package
+pprint.pprint(requirements)
 """
 
 
@@ -84,13 +100,28 @@ class Environment:
 
     def python(self, *arguments: str | pathlib.Path, quiet: bool = False) -> None:
         """Runs Python outside of the clone; raises CalledProcessError if it fails."""
-        command = [self._folder / "venv" / "bin" / "python", *arguments]
+        finished = self._run(arguments, quiet)
+        if finished.returncode and quiet:
+            print(finished.stdout)
+        finished.check_returncode()
+
+    def fails(self, arguments: Sequence[str], words: str) -> None:
+        """Runs Python; raises AssertionError unless it fails with `words` in its output."""
+        finished = self._run(arguments, quiet=True)
+        assert finished.returncode and words in finished.stdout, finished.stdout
+
+    def _run(
+        self, arguments: Sequence[str | pathlib.Path], quiet: bool
+    ) -> subprocess.CompletedProcess[str]:
         print("$ python", *(str(a).strip().splitlines()[0] for a in arguments), flush=True)
         output = subprocess.PIPE if quiet else None
-        finished = subprocess.run(command, cwd=self._folder, stdout=output, stderr=output)
-        if finished.returncode and quiet:
-            print(finished.stdout.decode(), finished.stderr.decode())
-        finished.check_returncode()
+        errors = subprocess.STDOUT if quiet else None
+        command = [self._folder / "venv" / "bin" / "python", *arguments]
+        # PYTHONPATH may name the clone, which is not what is tried here.
+        variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        return subprocess.run(
+            command, cwd=self._folder, env=variables, stdout=output, stderr=errors, text=True
+        )
 
     def install(self, *what: str | pathlib.Path) -> None:
         self.python("-m", "pip", "install", "--quiet", *what)
@@ -114,6 +145,11 @@ def main() -> None:
         shutil.rmtree(DIST, ignore_errors=True)
         environment.python("-m", "build", "--no-isolation", "--outdir", DIST, source, quiet=True)
         (wheel,) = DIST.glob("*.whl")
+        tools = Environment(folder / "tools")
+        tools.install("twine", "py-rattler-build")
+        tools.python("-m", "twine", "check", "--strict", *DIST.iterdir())
+        version = wheel.name.split("-")[1]
+        tools.python("-c", RECIPE_RENDERS, ROOT / "conda" / "recipe.yaml", version)
 
         environment.install(wheel, "dm-haiku")
         environment.python("-c", IS_OURS + HAIKU_RUNS_ON_IT)
@@ -127,6 +163,18 @@ def main() -> None:
         environment.install(wheel)
         environment.python("-c", IS_OURS + HAIKU_RUNS_ON_IT)
         environment.python("-m", "jmp")
+        # Over one another: pip does so where it is told to, and so does a copy of files.
+        over = ("--no-deps", "--ignore-installed")
+        environment.install(*over, "jmp==0.0.4")
+        environment.fails(*MIXED_COMMAND)
+        environment.install(*over, wheel)
+        environment.fails(*MIXED_COMMAND)
+        environment.fails(*MIXED_IMPORT)
+        for _ in range(2):  # once for each
+            environment.python("-m", "pip", "uninstall", "--quiet", "--yes", "jmp")
+        environment.install("--no-deps", wheel)
+        environment.python(*MIXED_IMPORT[0])
+        environment.python("-c", IS_OURS)
     print(f"Built and tried: {', '.join(path.name for path in sorted(DIST.iterdir()))}")
 
 

@@ -1,6 +1,8 @@
 """The examples run end to end at a tiny size, and refuse what makes no sense."""
 
+import ast
 import json
+import re
 
 import numpy as np
 import pytest
@@ -75,6 +77,34 @@ def test_help_and_mistakes(name):
     mistake = run_example(name, "--batch-size=-1")
     assert mistake.returncode == 2
     assert "expected a number above zero" in mistake.stderr
+
+
+WITH_OPTIONS = sorted(
+    path.stem
+    for path in (ROOT / "examples").glob("[!_]*.py")
+    if "ArgumentParser(" in path.read_text()
+)
+
+
+def options_with_defaults(path):
+    """Yields the options of a file that are added with a default."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and "default" in {word.arg for word in node.keywords}:
+            name = node.args[0] if node.args else None
+            if isinstance(name, ast.Constant) and str(name.value).startswith("--"):
+                yield name.value
+
+
+@pytest.mark.parametrize("name", WITH_OPTIONS)
+def test_the_help_of_an_example_says_the_default_of_each_option(name):
+    finished = run_example(name, "--help")
+    assert finished.returncode == 0, finished.stderr
+    parts = re.split(r"\n  (?=--)", finished.stdout[finished.stdout.index("\noptions:") :])
+    shown = {part.split()[0].strip(","): part for part in parts}
+    options = list(options_with_defaults(ROOT / "examples" / f"{name}.py"))
+    assert options
+    for option in options:
+        assert "default: " in shown[option], f"{option} of {name}.py"
 
 
 def memory_bars(*peaks):

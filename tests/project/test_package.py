@@ -1,7 +1,7 @@
 """The package's data: one version, extras that pages name, links of a release, sources of a table.
 
-That wheel and sdist install and run beside Haiku is tried by `make package`:
-`tests/project/package.py`.
+That wheel and sdist install and run beside Haiku, and that the recipe for conda is rendered, is
+tried by `make package`: `tests/project/package.py`.
 """
 
 import ast
@@ -20,6 +20,7 @@ from tests.project.package import absolute_links, copy_for_release
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
+RECIPE = (ROOT / "conda" / "recipe.yaml").read_text()
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -29,6 +30,18 @@ def test_the_version_is_one_everywhere():
     newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert newest[1] == jmp.__version__
     assert PROJECT["dynamic"] == ["version"]
+    assert f'\n  version: "{jmp.__version__}"\n' in RECIPE
+
+
+def test_the_recipe_for_conda_requires_what_the_wheel_requires():
+    needed = [re.sub(r"^([\w.-]+)(?=[<>=!])", r"\1 ", text) for text in PROJECT["dependencies"]]
+    run = re.search(r"^  run:\n    - python (\S+) *\n((?:    - .+\n)+)", RECIPE, re.M)
+    assert re.findall(r"- (.+)", run[2]) == needed
+    lowest = re.search(r'^  python_min: "(.+)"$', RECIPE, re.M)[1]
+    assert PROJECT["requires-python"] == run[1].replace("${{python_min}}", lowest)
+    (tool,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    assert f"- {tool.replace('>', ' >', 1)}\n" in RECIPE
+    assert PROJECT["description"] in RECIPE
 
 
 def test_the_classifiers_name_the_versions_of_python_that_are_supported():
@@ -36,6 +49,20 @@ def test_the_classifiers_name_the_versions_of_python_that_are_supported():
     lowest = PROJECT["requires-python"].removeprefix(">=")
     assert found[0].endswith(lowest)
     assert "Typing :: Typed" in PROJECT["classifiers"]
+
+
+def test_pages_name_the_versions_that_the_package_supports():
+    pythons = [row.split()[-1] for row in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", row)]
+    jax_versions = re.search(r"^MATRIX := (.+)", (ROOT / "Makefile").read_text(), re.M)[1].split()
+    table = re.findall(r"^\| (\d\.\d+) \|", (ROOT / "docs" / "releases.md").read_text(), re.M)
+    assert table == jax_versions + pythons
+    lowest, above = jax_versions[0], f"0.{int(jax_versions[-1].partition('.')[2]) + 1}"
+    assert f"jax>={lowest},<{above}" in PROJECT["dependencies"]
+    for page in ("README.md", "docs/start.md"):
+        said = re.search(
+            r"Python (\S+) to (\S+?),? (?:and )?JAX (\S+) to (\d\.\d+)", (ROOT / page).read_text()
+        )
+        assert said.groups() == (pythons[0], pythons[-1], jax_versions[0], jax_versions[-1]), page
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
