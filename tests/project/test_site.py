@@ -318,10 +318,14 @@ EXPLAINED = {
 }
 ASK = """query => {
     document.querySelector(".md-search-result__list").innerHTML = ""
+    document.querySelector(".md-search-result__meta").textContent = ""
     const input = document.querySelector(".md-search__input")
     input.value = query
     input.dispatchEvent(new Event("keyup"))
 }"""
+
+
+ANSWER = '.md-search-result__item, .md-search-result__meta:has-text("No matching")'
 
 
 def first_hits(page, root, queries):
@@ -331,7 +335,11 @@ def first_hits(page, root, queries):
     hits = {}
     for query in queries:
         page.evaluate(ASK, query)
-        item = page.wait_for_selector(".md-search-result__item", state="attached", timeout=3000)
+        page.wait_for_selector(ANSWER, state="attached")
+        item = page.query_selector(".md-search-result__item")
+        if item is None:
+            hits[query] = [""]
+            continue
         links = item.query_selector_all(":scope > a")  # those that are folded are deeper
         # A link names the words to mark: page.html?h=word#name.
         links = [
