@@ -23,9 +23,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+def on_page_markdown(
+    markdown: str, page: Page, config: MkDocsConfig, files: Files
+) -> str:
     """Writes sections as tabs, and the page where GitHub shows the notebook."""
-    if page.file.src_uri == "tour.md":  # it repeats what other pages explain: they come first
+    if (
+        page.file.src_uri == "tour.md"
+    ):  # it repeats what other pages explain: they come first
         page.meta["search"] = {"boost": 0.5}
     markdown = markdown.replace("(../examples/tour.ipynb)", "(tour.md)")
     return TABS.sub(lambda section: TAB.sub(as_tab, section[1]), markdown)
@@ -34,7 +38,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Tells MkDocs of the anchors of tabs, which are made after it has looked for anchors."""
     assert page.present_anchor_ids is not None
-    page.present_anchor_ids |= set(re.findall(r'<input[^>]* id="([\w-]+)" name="__tabbed', html))
+    page.present_anchor_ids |= set(
+        re.findall(r'<input[^>]* id="([\w-]+)" name="__tabbed', html)
+    )
     return html
 
 
@@ -49,7 +55,9 @@ def markdown_of(notebook: pathlib.Path) -> str:
     parts = []
     for cell in json.loads(notebook.read_text())["cells"]:
         source = "".join(cell["source"])
-        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        parts.append(
+            source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```"
+        )
         for output in cell.get("outputs", ()):
             parts.append("```text\n" + "".join(output["text"]).rstrip() + "\n```")
     return "\n\n".join(parts).replace("](../docs/", "](") + "\n"

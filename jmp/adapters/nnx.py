@@ -324,7 +324,8 @@ def atomic_step(
       *others: modules whose statistics the step may change, such as the generator of a GAN in a
         step of its discriminator.
 
-    Raises: as `train_step`. After an error inside everything is as it was.
+    Raises: as `train_step`; ValueError if it ends without `optimizer.update`. After an error inside
+      everything is as it was.
     Warns: `jmp.UnscaledLossWarning` for a model in float16 without a loss scale.
 
     >>> from flax import nnx
@@ -347,7 +348,21 @@ def atomic_step(
         _check_kind("atomic_step", "others", module, nnx.Module)
     loss_scale(optimizer)  # an order that does not work is refused
     check_is_scaled(nnx.as_pure(optimizer.opt_state), model)
-    return _atomic(model, optimizer, list(others))
+    return _updating_once(model, optimizer, list(others))
+
+
+@contextlib.contextmanager
+def _updating_once(
+    model: nnx.Module, optimizer: nnx.Optimizer[Any], others: list[nnx.Module]
+) -> Iterator[None]:
+    before = optimizer.step.get_raw_value()
+    with _atomic(model, optimizer, others):
+        yield
+        if optimizer.step.get_raw_value() is before:
+            raise ValueError(
+                "atomic_step ended without a step of its optimizer; expected "
+                "optimizer.update(model, gradients) inside. Nothing was changed."
+            )
 
 
 @contextlib.contextmanager

@@ -565,6 +565,15 @@ def test_an_error_in_a_step_of_ones_own_changes_nothing():
     assert contents(model, optimizer, other) == before
 
 
+def test_a_step_of_ones_own_without_an_update_is_refused_and_changes_nothing():
+    (model, optimizer), (other, _) = optimized(0, MIXED), optimized(1, MIXED)
+    before = contents(model, optimizer, other)
+    refused = pytest.raises(ValueError, match=r"expected optimizer.update\(model, gradients\)")
+    with refused, adapter.atomic_step(model, optimizer, other):
+        adapter.scaled_value_and_grad(judged, adapter.loss_scale(optimizer))(model, other, ROWS)
+    assert contents(model, optimizer, other) == before
+
+
 def test_gradients_are_of_what_argnums_names():
     (model, _), (other, _) = optimized(0, MIXED), optimized(1, MIXED)
     scale, only = jmp.StaticLossScale(8.0), nnx.All(nnx.Param, nnx.PathContains("norm"))

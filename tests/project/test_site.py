@@ -228,8 +228,11 @@ FOUND = {
     "overflow": "ranges",
     "underflow": "ranges",
     "subnormal": "ranges",
-    "out of memory": "memory",
-    "oom": "memory",
+    "out of memory": "troubleshooting#out-of-memory-oom-or-no-memory-is-saved",
+    "oom": "troubleshooting#out-of-memory-oom-or-no-memory-is-saved",
+    "faq": "troubleshooting",
+    "troubleshooting": "troubleshooting",
+    "recompile": "troubleshooting",
     "slow": "autocast#what-costs-speed-or-accuracy",
     "skip": "checks#the-run-metrics-and-check_skips",
     "skipped step": "checks#the-run-metrics-and-check_skips",
@@ -247,7 +250,7 @@ FOUND = {
     "gradient checkpointing": "memory#jaxcheckpoint",
     "remat": "memory#jaxcheckpoint",
     "two losses": "recipes#several-losses-a-scale-each",
-    "gan": "recipes#several-losses-a-scale-each",
+    "gan": "howto_models#a-step-of-your-own-in-nnx",
     "ema": "recipes#an-average-of-the-parameters",
     "freeze": "recipes#parameter-groups",
     "weight decay": "recipes#parameter-groups",
@@ -298,16 +301,9 @@ FOUND = {
     "benchmark": "performance",
     "glossary": "glossary",
     "changelog": "changelog",
-}
-# The same for pages that another branch adds: move the rows into FOUND once they are merged.
-LATER = {
-    "faq": "troubleshooting",
-    "troubleshooting": "troubleshooting",
-    "recompile": "troubleshooting",
     "cheat sheet": "cheat_sheet",
     "release": "releases",
 }
-FOUND |= {query: page for query, page in LATER.items() if (DOCS / f"{page}.md").exists()}
 # Public names, where a page that explains them comes before the reference.
 EXPLAINED = {
     "check_skips": "checks#the-run-metrics-and-check_skips",
