@@ -10,11 +10,19 @@ import runpy
 import jax
 import pytest
 
-WALKS = sorted((pathlib.Path(__file__).parent / "walks").glob("from_*.py"))
+WALKS = sorted((pathlib.Path(__file__).parent / "walks").glob("*.py"))
 
 
-def test_each_of_the_three_readers_has_a_script():
-    assert [path.stem for path in WALKS] == ["from_deepmind_jmp", "from_nnx", "from_pytorch"]
+def test_each_reader_has_a_script():
+    assert [path.stem for path in WALKS] == [
+        "batchnorm_on_two_devices",
+        "from_deepmind_jmp",
+        "from_nnx",
+        "from_pytorch",
+        "frozen_equinox",
+        "gan_in_nnx",
+        "half_checkpoint",
+    ]
 
 
 @pytest.mark.parametrize("path", WALKS, ids=lambda path: path.stem)
