@@ -43,7 +43,15 @@ def of_memory(found: Any, programs: Any) -> Any:
 Drawing = tuple[Callable[..., Any], tuple[str, ...]]
 DRAWINGS: dict[str, Drawing] = {
     name: (functools.partial(of_example, name), (f"{name}.json",))
-    for name in ("char_lm", "digits", "find_overflow", "grpo", "inspect_ranges", "log_metrics")
+    for name in (
+        "autoencoder",
+        "char_lm",
+        "digits",
+        "find_overflow",
+        "grpo",
+        "inspect_ranges",
+        "log_metrics",
+    )
 }
 DRAWINGS |= {
     "memory": (of_memory, ("memory.json", "benchmarks/programs.json")),

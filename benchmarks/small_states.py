@@ -216,7 +216,7 @@ def text_task(arguments: argparse.Namespace) -> Task:
     params = [char_lm.first_params(model, batches, seed) for seed, batches in enumerate(data)]
 
     def loss_fn(params: Any, batch: jax.Array) -> jax.Array:
-        return char_lm.loss_fn(params, model.apply, batch, 1.0)
+        return char_lm.loss_fn(params, model.apply, batch)
 
     return Task(loss_fn, stacked(params), jnp.asarray(np.stack(data)))
 

@@ -109,6 +109,22 @@ def save_figure(figure: Any, path: pathlib.Path, source: str | None = None) -> N
         figure.savefig(file, dpi=160, **options)
 
 
+def draw_band(
+    axes: Any, curves: np.ndarray, color: str, style: str = "-", each: int = 1, **look: Any
+) -> None:
+    """Draws the mean of curves [seeds, steps], and between the lowest and the highest.
+
+    Args:
+      each: the number of steps whose mean is one point.
+    """
+    points = curves.shape[1] // each
+    curves = curves[:, : points * each].reshape(len(curves), points, each).mean(axis=2)
+    steps = np.arange(points) * each + (each - 1) / 2
+    limits = (curves.min(axis=0), curves.max(axis=0))
+    axes.fill_between(steps, *limits, color=color, alpha=0.25, linewidth=0)
+    axes.plot(steps, curves.mean(axis=0), style, color=color, **look)
+
+
 def draw_skipped(axes: Any, skipped: Any) -> None:
     """Marks steps that were skipped by lines in a panel of their own, which hides no curve."""
     axes.vlines(skipped, 0, 1, COLORS[1], linewidth=1.0)

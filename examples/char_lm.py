@@ -1,14 +1,14 @@
-"""A character-level LSTM whose gradients underflow in float16: what loss scaling is for.
+"""A character-level LSTM in float32, float16 and bfloat16: is its accuracy the same?
 
-    python examples/char_lm.py            # three to five minutes on two CPU cores
+    python examples/char_lm.py --seeds 3  # about four minutes on two CPU cores
     python examples/char_lm.py --help
 
-The text is real: the source of Python's own standard library, as found on this machine. The loss is
-the mean over all characters of a batch, times a small weight, as of one task among several. Adam
-divides a gradient by its own size, so the weight matters little in float32; in float16 the
-gradients it makes small are flushed to zero on their way back through the network. Scaling the loss
-brings them back. The weight is an option, and the share of gradients that underflow is measured and
-printed. Each run is repeated with other seeds; the figure shows the mean and the range.
+The text is the source of Python's own standard library, as found on this machine. The end of the
+text is held out: no training sees it. Each seed has its own initial parameters and its own
+batches, the same in every precision. So the losses on the held-out text are compared pair by pair:
+the mean difference to float32, and its 95 % confidence interval by Student's t.
+
+Two precisions are called equivalent here if the whole interval lies within `--margin` of zero.
 
 Writes `char_lm.json` and `char_lm.svg` into the output folder.
 """
@@ -17,7 +17,6 @@ import argparse
 import pathlib
 import sysconfig
 import time
-import warnings
 from typing import Any
 
 import flax.linen as nn
@@ -26,9 +25,21 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import optax
-from _common import COLORS, OUTPUT, OptionsHelp, begin, positive, rounded, save_figure, write_report
+from _common import (
+    COLORS,
+    OUTPUT,
+    OptionsHelp,
+    begin,
+    draw_band,
+    positive,
+    rounded,
+    save_figure,
+    stop,
+    write_report,
+)
 from rich.progress import Progress
 from rich.table import Table
+from scipy import stats
 
 import jmp
 from jmp import transforms
@@ -37,13 +48,7 @@ from jmp.adapters import linen
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-# Name, policy, loss scale. The dynamic one starts at torch's 2**16.
-RUNS = (
-    ("float32", "float32", jmp.NoOpLossScale()),
-    ("float16 without loss scaling", "mixed_float16", jmp.NoOpLossScale()),
-    ("float16 with loss scaling", "mixed_float16", jmp.torch_loss_scale()),
-)
-LAST = 20  # steps, whose mean loss is the final one
+POLICIES = {"float32": "float32", "float16": "mixed_float16", "bfloat16": "mixed_bfloat16"}
 
 
 class CharLM(nn.Module):
@@ -63,11 +68,13 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=OptionsHelp)
     parser.add_argument("--steps", type=positive(int), default=300)
     parser.add_argument("--batch-size", type=positive(int), default=32)
-    parser.add_argument("--seeds", type=positive(int), default=3)
+    parser.add_argument("--seeds", type=positive(int), default=10)
     parser.add_argument("--length", type=positive(int), default=64, help="characters a sequence")
     parser.add_argument("--width", type=positive(int), default=128)
     parser.add_argument("--learning-rate", type=positive(float), default=5e-3)
-    parser.add_argument("--loss-weight", type=positive(float), default=1e-3)
+    parser.add_argument("--characters", type=positive(int), default=2_000_000, help="of the text")
+    parser.add_argument("--held-out", type=positive(float), default=0.1, help="share of the text")
+    parser.add_argument("--margin", type=positive(float), default=0.01, help="nats a character")
     parser.add_argument("--output-dir", type=pathlib.Path, default=OUTPUT)
     return parser.parse_args()
 
@@ -99,157 +106,159 @@ def batches(text: np.ndarray, arguments: argparse.Namespace, seed: int = 0) -> n
     return text[starts[..., None] + np.arange(arguments.length + 1)]
 
 
-def loss_fn(params: Any, apply_fn: Any, batch: jax.Array, weight: float) -> jax.Array:
+def loss_fn(params: Any, apply_fn: Any, batch: jax.Array) -> jax.Array:
     logits = apply_fn({"params": params}, batch[:, :-1])
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:])
-    return weight * losses.mean()
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
 
 
 def first_params(model: CharLM, data: np.ndarray, seed: int = 0) -> Any:
     return model.init(jax.random.key(seed), jnp.asarray(data[0, :, :-1]))["params"]
 
 
-def train(
-    name: str, policy: str, loss_scale: jmp.LossScale, setup: Any, progress: Progress
-) -> dict[str, Any]:
-    """Trains every seed: other initial parameters and other windows, the same for all runs."""
-    model, text, arguments = setup
+def train(policy: str, setup: Any, tick: Any) -> dict[str, Any]:
+    """Trains every seed in one precision; returns losses in training and on the held-out text."""
+    model, text, held_out, arguments = setup
     apply_fn = linen.wrap_apply(model.apply, policy)
-    tx = transforms.with_loss_scale(optax.adam(arguments.learning_rate), loss_scale)
+    # A dynamic loss scale for float16, none for the others.
+    tx = transforms.mixed_precision(optax.adam(arguments.learning_rate), policy)
 
     @jax.jit
     def train_step(state: linen.TrainState, batch: jax.Array) -> tuple[linen.TrainState, jax.Array]:
         grad_fn = jmp.scaled_value_and_grad(loss_fn, state.loss_scale)
-        loss, grads = grad_fn(state.params, state.apply_fn, batch, arguments.loss_weight)
-        return state.apply_gradients(grads=grads), loss / arguments.loss_weight
+        loss, grads = grad_fn(state.params, state.apply_fn, batch)
+        return state.apply_gradients(grads=grads), loss
 
-    losses: list[list[float]] = []
-    skipped, scales = [], []
-    task = progress.add_task(name, total=arguments.steps * arguments.seeds)
+    @jax.jit
+    def evaluate(params: Any) -> jax.Array:
+        return jax.lax.map(lambda batch: loss_fn(params, apply_fn, batch), held_out).mean()
+
+    curves, held_out_losses, skipped = [], [], []
     started = time.perf_counter()
     for seed in range(arguments.seeds):
         data = batches(text, arguments, seed)
         params = first_params(model, data, seed)
-        with warnings.catch_warnings():
-            # What it says of float16 without loss scaling is what this example shows.
-            warnings.simplefilter("ignore", jmp.UnscaledLossWarning)
-            state = linen.TrainState.create(apply_fn=apply_fn, params=params, tx=tx)
-        losses.append([])
+        state, losses = linen.TrainState.create(apply_fn=apply_fn, params=params, tx=tx), []
         for batch in data:
             state, loss = train_step(state, batch)
-            losses[-1].append(float(loss))
-            progress.advance(task)
-        skipped.append(int(transforms.loss_scale_state(state.opt_state).skipped_steps))
-        scales.append(float(state.loss_scale.loss_scale))
-    finals = [float(np.mean(curve[-LAST:])) for curve in losses]
+            losses.append(float(loss))
+            tick()
+        curves.append(losses)
+        held_out_losses.append(float(evaluate(state.params)))
+        scaling = transforms.loss_scale_state(state.opt_state)
+        skipped.append(0 if scaling is None else int(scaling.skipped_steps))
     return {
-        "losses": rounded(losses),
-        "final_losses": finals,
-        "final_loss": float(np.mean(finals)),
-        "seconds": (time.perf_counter() - started) / arguments.seeds,
+        "policy": policy,
+        "losses": rounded(curves),
+        "held_out_losses": held_out_losses,
         "skipped_steps": skipped,
-        "final_scale": float(np.median(scales)),
+        "seconds": (time.perf_counter() - started) / arguments.seeds,
     }
 
 
-def underflow(setup: Any) -> dict[str, float]:
-    """Measures, at the first step, what becomes of the parameters' gradients in float16.
+def windows(text: np.ndarray, arguments: argparse.Namespace) -> np.ndarray:
+    """Returns the text as int32[batches, batch, length + 1], without overlap; the rest is cut."""
+    shape = (-1, arguments.batch_size, arguments.length + 1)
+    return text[: len(text) // np.prod(shape[1:]) * np.prod(shape[1:])].reshape(shape)
 
-    Returns the share of entries, of those that are not zero in float32, that: are below float16's
-    smallest normal number and its smallest number at all, by their float32 values; come out as zero
-    in float16 without loss scaling, and with a scale of 2**16.
+
+def paired(losses: Any, reference: Any, margin: float) -> dict[str, Any]:
+    """Compares losses with those of the same seeds in float32.
+
+    Returns: the differences, their mean, the 95 % confidence interval of the mean, and whether all
+    of it lies within the margin. With one seed there is no interval.
     """
-    model, params, data, arguments = setup
-
-    def gradients(policy: str, loss_scale: jmp.LossScale) -> np.ndarray:
-        apply_fn = linen.wrap_apply(model.apply, policy)
-        grad_fn = jax.jit(jmp.scaled_value_and_grad(loss_fn, loss_scale), static_argnums=1)
-        _, grads = grad_fn(params, apply_fn, data[0], arguments.loss_weight)
-        return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(grads)])
-
-    exact = np.abs(gradients("float32", jmp.NoOpLossScale()))
-    there = exact > 0
-    unscaled = gradients("mixed_float16", jmp.NoOpLossScale())
-    scaled = gradients("mixed_float16", jmp.StaticLossScale(2.0**16))
+    differences = np.subtract(losses, reference)
+    count = len(differences)
+    error = differences.std(ddof=1) / np.sqrt(count) if count > 1 else np.nan
+    half_width = error * stats.t.ppf(0.975, count - 1) if count > 1 else np.nan
+    interval = [float(differences.mean() + sign * half_width) for sign in (-1, 1)]
     return {
-        "below the smallest normal float16, 2^-14": float(np.mean(exact[there] < 2.0**-14)),
-        "below the smallest float16, 2^-24": float(np.mean(exact[there] < 2.0**-24)),
-        "zero in float16 without loss scaling": float(np.mean(unscaled[there] == 0)),
-        "zero in float16 with a scale of 2^16": float(np.mean(scaled[there] == 0)),
+        "differences": differences.tolist(),
+        "mean": float(differences.mean()),
+        "interval": interval,
+        "equivalent": bool(np.max(np.abs(interval)) < margin),
     }
 
 
 def plot(report: dict[str, Any]) -> Any:
-    """Draws what `char_lm.json` holds: losses over the seeds, and their difference to float32."""
-    runs, seeds = report["runs"], report["options"]["seeds"]
-    losses = {name: np.array(run["losses"], float) for name, run in runs.items()}
+    """Draws what `char_lm.json` holds: curves, and the paired differences on the held-out text."""
+    runs, options = report["runs"], report["options"]
     figure, (top, bottom) = plt.subplots(
-        2, 1, figsize=(7, 6), height_ratios=(5, 3), sharex=True, layout="constrained"
+        2, 1, figsize=(7, 5.5), height_ratios=(5, 2), layout="constrained"
     )
-    looks = dict(zip(losses, (("-", 3.0, COLORS[2]), ("--", 1.4, COLORS[1]), ("-", 1.2, COLORS[0])),
-                     strict=True))  # fmt: skip
-    for name, curves in losses.items():
-        style, width, color = looks[name]
-        label = f"{name}: {runs[name]['final_loss']:.3f} at the end"
-        band(top, curves, style=style, linewidth=width, color=color, label=label)
-    reference, scaled = losses["float32"], losses["float16 with loss scaling"]
-    band(bottom, scaled - reference, linewidth=1.2, color=COLORS[0])
-    lost = 100 * report["underflow"]["zero in float16 without loss scaling"]
-    top.set(ylabel="loss, nats a character")
-    bottom.axhline(0, color=COLORS[2], linewidth=0.8)
-    bottom.set(xlabel="step", ylabel="float16 with loss scaling\n- float32, nats")
+    looks = zip(runs.items(), ("-", "--", ":"), (3.0, 1.4, 1.4), COLORS[2::-1], strict=True)
+    for (name, run), style, width, color in looks:
+        label = f"{name}: {np.mean(run['held_out_losses']):.4f} held out"
+        draw_band(top, np.array(run["losses"], float), style=style, linewidth=width, color=color,
+             label=label)  # fmt: skip
+        if name == "float32":
+            continue
+        found, place = report["compared"][name], -list(runs).index(name)
+        bottom.plot(found["differences"], [place] * options["seeds"], "o", color=color, alpha=0.4)
+        bottom.errorbar(
+            found["mean"], place - 0.3, xerr=np.ptp(found["interval"]) / 2, fmt="D", color=color,
+            capsize=4,
+        )  # fmt: skip
+    bottom.axvline(0, color=COLORS[0], linewidth=0.8)
+    bottom.axvspan(-options["margin"], options["margin"], color="0.92", linewidth=0, zorder=0)
+    bottom.set(yticks=[-1, -2], yticklabels=list(runs)[1:], ylim=(-2.7, -0.6))
+    bottom.set_xlabel("loss on the held-out text, difference to float32, nats a character")
+    words = (
+        f"a dot a seed; diamond and bar: mean and 95 % interval; grey: within {options['margin']}"
+    )
+    bottom.set_title(words, fontsize=8, loc="left")
+    top.set(xlabel="step", ylabel="training loss, nats a character")
+    top.set_title(f"lines: mean of {options['seeds']} seeds, bands: lowest to highest", fontsize=8,
+                  loc="left")  # fmt: skip
+    top.legend(fontsize=8)
     for axes in (top, bottom):
-        last = (reference.shape[1] - LAST, reference.shape[1])
-        axes.axvspan(*last, color="0.92", linewidth=0, zorder=0)
         axes.grid(alpha=0.3)
-    words = f"lines: mean of {seeds} seeds, bands: lowest to highest; at the end: mean of the last "
-    words += f"{LAST} steps (grey)\nAt the first step {lost:.0f} % of the gradients are zero in "
-    words += "float16 without loss scaling."
-    top.set_title(words, fontsize=8, loc="left")
-    figure.legend(*top.get_legend_handles_labels(), loc="outside upper left", fontsize=8)
     return figure
-
-
-def band(axes: Any, curves: np.ndarray, color: str, style: str = "-", **look: Any) -> None:
-    """Draws the mean of curves [seeds, steps], and between the lowest and the highest."""
-    steps = np.arange(curves.shape[1])
-    limits = (curves.min(axis=0), curves.max(axis=0))
-    axes.fill_between(steps, *limits, color=color, alpha=0.25, linewidth=0)
-    axes.plot(steps, curves.mean(axis=0), style, color=color, **look)
 
 
 def main() -> None:
     arguments = parse_arguments()
     console = begin(arguments)
-    text, vocabulary = load_text()
-    model = CharLM(vocabulary, arguments.width)
+    text, vocabulary = load_text(arguments.characters)
+    cut = round(len(text) * (1 - arguments.held_out))
+    held_out = windows(text[cut:], arguments)
+    if not len(held_out):
+        stop(f"--held-out {arguments.held_out} of {len(text)} characters is less than one batch.")
+    setup = (CharLM(vocabulary, arguments.width), text[:cut], jnp.asarray(held_out), arguments)
 
-    data = batches(text, arguments)
-    shares = underflow((model, first_params(model, data), data, arguments))
-    console.print(f"Gradients of the first step (loss weight {arguments.loss_weight:g}):")
-    for name, share in shares.items():
-        console.print(f"  {100 * share:5.1f} %  {name}")
+    runs = {}
     with Progress(console=console) as progress:
-        results = {run[0]: train(*run, (model, text, arguments), progress) for run in RUNS}
+        for name, policy in POLICIES.items():
+            task = progress.add_task(name, total=arguments.steps * arguments.seeds)
+            runs[name] = train(policy, setup, lambda task=task: progress.advance(task))
+    reference = runs["float32"]["held_out_losses"]
+    compared = {
+        name: paired(run["held_out_losses"], reference, arguments.margin)
+        for name, run in runs.items()
+        if name != "float32"
+    }
 
-    table = Table(title="A character-level language model of Python's standard library")
-    table.add_column("run")
-    for heading in ("final loss", "lowest", "highest", "seconds a seed", "skipped steps", "scale"):
+    table = Table(title=f"Loss on {held_out[..., 1:].size:,} held-out characters")
+    table.add_column("precision")
+    for heading in ("loss", "against float32", "95 % interval", "seconds a seed", "skipped steps"):
         table.add_column(heading, justify="right")
-    for name, result in results.items():
+    for name, run in runs.items():
+        found = compared.get(name)
         table.add_row(
             name,
-            f"{result['final_loss']:.3f}",
-            f"{min(result['final_losses']):.3f}",
-            f"{max(result['final_losses']):.3f}",
-            f"{result['seconds']:.0f}",
-            f"{np.mean(result['skipped_steps']):.1f}",
-            f"2^{np.log2(result['final_scale']):.0f}" if result["final_scale"] != 1 else "-",
+            f"{np.mean(run['held_out_losses']):.4f}",
+            f"{found['mean']:+.4f}" if found else "",
+            " to ".join(f"{end:+.4f}" for end in found["interval"]) if found else "",
+            f"{run['seconds']:.0f}",
+            f"{np.mean(run['skipped_steps']):.1f}",
         )
     console.print(table)
-    console.print(f"Final loss: the mean of the last {LAST} steps, over {arguments.seeds} seeds.")
+    for name, found in compared.items():
+        word = "equivalent" if found["equivalent"] else "not shown to be equivalent"
+        console.print(f"{name} and float32: {word}, with a margin of {arguments.margin} nats.")
     path = arguments.output_dir / "char_lm.json"
-    report = write_report(path, arguments, underflow=shares, runs=results)
+    sizes = {"trained_on": cut, "held_out": held_out[..., 1:].size}
+    report = write_report(path, arguments, sizes=sizes, compared=compared, runs=runs)
     save_figure(plot(report), path.with_suffix(".svg"))
     console.print(f"Wrote {path} and char_lm.svg beside it.")
 

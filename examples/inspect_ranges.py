@@ -1,9 +1,9 @@
 """Is anything underflowing? Where the numbers of a training step lie, with and without a scale.
 
-    python examples/inspect_ranges.py            # half a minute on two CPU cores
+    python examples/inspect_ranges.py            # seconds on two CPU cores
     python examples/inspect_ranges.py --help
 
-The model, the text and the loss are those of `char_lm.py`, at the first step. Three programs are
+The model, data and loss are those of `autoencoder.py`, at the first step. Three programs are
 measured: the float32 one, which shows what float16 would lose; float16 without loss scaling, which
 shows what it does lose; and float16 under the static scale that the first measurement suggests.
 
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 from _common import OUTPUT, OptionsHelp, begin, positive, save_figure, write_report
-from char_lm import CharLM, batches, load_text, loss_fn
+from autoencoder import Autoencoder, load_images, loss_fn
 
 from jmp import diagnostics
 
@@ -36,12 +36,8 @@ ROLES = {"gradient": ("#0072B2", "--"), "activation gradient": ("#D55E00", "-")}
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=OptionsHelp)
-    parser.add_argument("--batch-size", type=positive(int), default=32)
-    parser.add_argument("--length", type=positive(int), default=64, help="characters a sequence")
-    parser.add_argument("--width", type=positive(int), default=128)
-    parser.add_argument("--loss-weight", type=positive(float), default=1e-3)
+    parser.add_argument("--batch-size", type=positive(int), default=256)
     parser.add_argument("--output-dir", type=pathlib.Path, default=OUTPUT)
-    parser.set_defaults(steps=1)  # how many batches are drawn
     return parser.parse_args()
 
 
@@ -132,14 +128,13 @@ def draw(axes: Any, role: str, found: Total, left: float) -> None:
 def main() -> None:
     arguments = parse_arguments()
     console = begin(arguments)
-    text, vocabulary = load_text()
-    batch = jnp.asarray(batches(text, arguments)[0])
-    model = CharLM(vocabulary, arguments.width)
-    params = model.init(jax.random.key(0), batch[:, :-1])["params"]
+    images = jnp.asarray(load_images()[: arguments.batch_size])
+    model = Autoencoder()
+    params = model.init(jax.random.key(0), images)["params"]
 
     def measure(policy: str | None = None, **options: Any) -> diagnostics.RangeReport:
         measured = diagnostics.gradient_report(loss_fn, policy, **options)
-        return measured(params, model.apply, batch, arguments.loss_weight)
+        return measured(params, model.apply, images)
 
     reports = {"float32": measure()}
     scale = reports["float32"].best_scale("float16")

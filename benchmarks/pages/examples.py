@@ -4,12 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from scipy import stats
 
 from benchmarks._tables import table
 from benchmarks.pages.registry import digits, figure, percent, size
 from benchmarks.programs import MEMORY_RUNS
 
-# The character LSTM.
+# The autoencoder.
 
 RUNS = {
     "float32": "float32",
@@ -18,25 +19,64 @@ RUNS = {
 }
 
 
-@figure("char_lm/lost")
+@figure("autoencoder/lost")
 def _(found: Any) -> str:
-    return percent(found["underflow"]["zero in float16 without loss scaling"])
-
-
-@figure("char_lm/seeds")
-def _(found: Any) -> str:
-    return str(found["options"]["seeds"])
+    return percent(np.mean(found["runs"][RUNS["unscaled"]]["zero_gradients"]))
 
 
 for _short, _run in RUNS.items():
-    figure(f"char_lm/{_short}")(lambda found, run=_run: f"{found['runs'][run]['final_loss']:.2f}")
+    figure(f"autoencoder/{_short}")(
+        lambda found, run=_run: f"{np.mean(found['runs'][run]['final_losses']):.4f}"
+    )
+figure("autoencoder/mean-image")(lambda found: f"{found['mean_image_loss']:.4f}")
+for _option in ("seeds", "steps"):
+    figure(f"autoencoder/{_option}")(lambda found, option=_option: str(found["options"][option]))
 
 
-@figure("char_lm/difference")
+# Small trainings with and without loss scaling.
+
+
+def _ratios(case: Any, run: str) -> str:
+    """Returns the least and the most of the seeds' final losses over those in float32."""
+    finals = (case[name]["final_losses"] for name in (run, "float32"))
+    ratios = np.divide(*finals)
+    return f"{ratios.min():.2f} to {ratios.max():.2f}"
+
+
+@figure("scaling/table")
 def _(found: Any) -> str:
-    """The largest difference of a seed's final loss with loss scaling to float32's."""
-    ours, theirs = (found["runs"][RUNS[name]]["final_losses"] for name in ("scaled", "float32"))
-    return f"{np.max(np.abs(np.subtract(ours, theirs))):.4f}"
+    rows = []
+    for name, case in found["cases"].items():
+        zeros = (
+            percent(np.mean(case[run]["zero_gradients"]))
+            for run in ("float32", "unscaled", "scaled")
+        )
+        rows.append([name, _ratios(case, "unscaled"), _ratios(case, "scaled"), *zeros])
+    headers = ["training", "loss without scaling", "loss with scaling"]
+    headers += ["zero gradients: float32", "without scaling", "with scaling"]
+    return table(headers, rows)
+
+
+figure("scaling/seeds")(lambda found: str(found["seeds"]))
+figure("scaling/cases")(lambda found: str(len(found["cases"])))
+
+
+# The character LSTM.
+
+figure("char_lm/seeds")(lambda found: str(found["options"]["seeds"]))
+figure("char_lm/steps")(lambda found: str(found["options"]["steps"]))
+figure("char_lm/margin")(lambda found: str(found["options"]["margin"]))
+figure("char_lm/held-out")(lambda found: f"{found['sizes']['held_out']:,}")
+figure("char_lm/float32")(
+    lambda found: f"{np.mean(found['runs']['float32']['held_out_losses']):.3f}"
+)
+for _half in ("float16", "bfloat16"):
+    figure(f"char_lm/{_half}")(lambda found, half=_half: _interval(found["compared"][half]))
+
+
+def _interval(compared: Any) -> str:
+    low, high = compared["interval"]
+    return f"{compared['mean']:+.4f} ({low:+.4f} to {high:+.4f})"
 
 
 # Digits.
@@ -80,6 +120,20 @@ def _(found: Any) -> str:
     result = found["precisions"]["mixed float16"]
     error = 100 * result["accuracy_difference_standard_error"]
     return f"{100 * result['accuracy_difference']:+.2f} ± {error:.2f}"
+
+
+def _digits_interval(half: str) -> None:
+    @figure(f"digits/{half}")
+    def _(found: Any) -> str:
+        """The mean difference to float32 and its 95 % interval, in percentage points."""
+        result = found["precisions"][f"mixed {half}"]
+        mean, error = (100 * result[f"accuracy_difference{end}"] for end in ("", "_standard_error"))
+        width = error * stats.t.ppf(0.975, len(result["test_accuracy"]) - 1)
+        return f"{mean:+.2f} ({mean - width:+.2f} to {mean + width:+.2f})"
+
+
+_digits_interval("float16")
+_digits_interval("bfloat16")
 
 
 @figure("digits/seeds")

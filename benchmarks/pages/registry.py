@@ -13,6 +13,10 @@ class Source(NamedTuple):
 
 SOURCES = {
     "char_lm": Source("results/char_lm.json", "python examples/char_lm.py --output-dir results"),
+    "autoencoder": Source(
+        "results/autoencoder.json", "python examples/autoencoder.py --output-dir results"
+    ),
+    "scaling": Source("results/scaling_cases.json", "python -m benchmarks.scaling_cases"),
     "digits": Source("results/digits.json", "python examples/digits.py --output-dir results"),
     "grpo": Source(
         "results/grpo.json",

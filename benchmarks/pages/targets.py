@@ -160,27 +160,27 @@ def _(found: Any) -> str:
 
 
 def _ranges(
-    found: Any, key: str, way: str = "autocast"
+    found: Any, key: str, way: str = "autocast", over: str = BASE
 ) -> Iterator[tuple[str, str, dict[str, float]]]:
-    """Yields machine, half dtype and the models' ratios by title, over by hand."""
+    """Yields machine, half dtype and the models' ratios by title, over by hand or another way."""
     for machine in targets.MACHINES:
         for half in targets.TPU_HALVES if machine in TPUS else GPU_HALVES:
             ratios = {}
             for row in targets.MODEL_ROWS:
-                ours, base = (_counts(found, row, machine, half, w) for w in (way, BASE))
+                ours, base = (_counts(found, row, machine, half, w) for w in (way, over))
                 if ours and base and key in ours:
                     ratios[row.title] = ours[key] / base[key]
             if ratios:
                 yield machine, half, ratios
 
 
-def _range(kinds: Any, key: str, way: str = "autocast") -> Callable[[Any], str]:
+def _range(kinds: Any, key: str, way: str = "autocast", over: str = BASE) -> Callable[[Any], str]:
     """Returns what writes the least and the most ratio, and where they are."""
 
     def make(found: Any) -> str:
         numbers = {
             (ratio, f"{title}, {_title(machine)}, {half}")
-            for machine, half, ratios in _ranges(found, key, way)
+            for machine, half, ratios in _ranges(found, key, way, over)
             if machine in kinds
             for title, ratio in ratios.items()
         }
@@ -194,6 +194,8 @@ for _kinds, _name, _other in ((GPUS, "gpu", "kernels"), (TPUS, "tpu", "cycles"))
     figure(f"targets/{_name}-bytes")(_range(_kinds, "bytes_moved"))
     figure(f"targets/{_name}-{_other}")(_range(_kinds, _other))
     figure(f"targets/{_name}-float32")(_range(_kinds, "bytes_moved", "float32"))
+    figure(f"targets/{_name}-gain")(_range(_kinds, "bytes_moved", "float32", "autocast"))
+    figure(f"targets/{_name}-temp-gain")(_range(_kinds, "temp_bytes", "float32", "autocast"))
 
 
 COLOURS = {"float16": "#0072B2", "bfloat16": "#D55E00"}  # Okabe and Ito's

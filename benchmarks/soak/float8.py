@@ -21,6 +21,8 @@ import jax
 import numpy as np
 import optax
 from rich.console import Console
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
 
 import jmp
 from benchmarks.planner_rules import numbers
@@ -135,11 +137,14 @@ def losses_of(example: Any, options: argparse.Namespace) -> tuple[list[float], A
 
 
 def of_digits(seeds: Sequence[int], console: Console) -> dict[str, Any]:
-    sys.path.insert(0, str(ROOT / "examples"))
-    train_images, test_images, train_labels, test_labels = importlib.import_module(
-        "digits"
-    ).load_data()
-    flat = [images.reshape(len(images), -1) for images in (train_images, test_images)]
+    images, labels = load_digits(return_X_y=True)
+    *flat, train_labels, test_labels = train_test_split(
+        (images / 16).astype(np.float32),
+        labels.astype(np.int32),
+        test_size=0.2,
+        random_state=0,
+        stratify=labels,
+    )
     accuracies: dict[str, list[float]] = {}
     products: dict[str, Any] = {}
     for precision in PRECISIONS:

@@ -17,9 +17,17 @@ from testbed import ROOT
 
 TINY = {
     "digits": ["--epochs=1", "--seeds=2", "--batch-size=256", "--width=4"],
-    "char_lm": ["--steps=3", "--seeds=2", "--batch-size=2", "--length=8", "--width=8"],
+    "char_lm": [
+        "--steps=3",
+        "--seeds=2",
+        "--batch-size=2",
+        "--length=8",
+        "--width=8",
+        "--characters=20000",
+    ],  # fmt: skip
     "memory": ["--layers=1", "--batch-size=2", "--length=8", "--width=8", "--vocabulary=16"],
-    "inspect_ranges": ["--batch-size=2", "--length=8", "--width=8"],
+    "autoencoder": ["--steps=3", "--seeds=2", "--batch-size=2"],
+    "inspect_ranges": ["--batch-size=2"],
     "log_metrics": ["--steps=25", "--batch-size=8"],
     "grpo": ["--digits=1", "--width=16", "--steps=3", "--batch-size=8", "--pretrain-to=0.05"],
     "find_overflow": ["--steps=45", "--learning-rate=0.3", "--batch-size=16", "--width=8"],

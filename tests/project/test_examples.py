@@ -49,11 +49,20 @@ def test_an_example_writes_its_table_its_numbers_and_its_picture(name, tmp_path)
         kept = {run: found["activations"] for run, found in report["reports"].items()}
         assert kept["mixed float16, checkpoint"] < kept["mixed float16"] <= kept["float32"]
         assert all(found["transformer_factors"] for found in report["reports"].values())
-    elif name == "char_lm":
+    elif name == "autoencoder":
         assert len(report["runs"]) == 3
         for run in report["runs"].values():
             assert [len(losses) for losses in run["losses"]] == [3, 3]  # a curve a seed
-        assert 0 <= report["underflow"]["zero in float16 without loss scaling"] <= 1
+        lost, kept = (
+            np.mean(report["runs"][f"float16 {way} loss scaling"]["zero_gradients"])
+            for way in ("without", "with")
+        )
+        assert lost > 2 * kept
+    elif name == "char_lm":
+        assert set(report["runs"]) == {"float32", "float16", "bfloat16"}
+        for run in report["runs"].values():
+            assert [len(losses) for losses in run["losses"]] == [3, 3]  # a curve a seed
+        assert report["sizes"]["held_out"] > 1000
 
 
 def test_an_example_writes_where_git_looks_away_unless_it_is_told(tmp_path, monkeypatch):
@@ -105,6 +114,18 @@ def test_the_help_of_an_example_says_the_default_of_each_option(name):
     assert options
     for option in options:
         assert "default: " in shown[option], f"{option} of {name}.py"
+
+
+def test_a_paired_difference_has_students_interval():
+    paired = example("char_lm").paired
+    reference = np.array([1.0, 2.0, 4.0])
+    found = paired(reference + [0.0, 1.0, 2.0], reference, margin=3.6)
+    # Of 0, 1, 2: mean 1, standard deviation 1; t of two degrees of freedom at 0.975 is 4.3027.
+    assert found["mean"] == 1
+    np.testing.assert_allclose(found["interval"], 1 + np.array([-1, 1]) * 4.3027 / 3**0.5, 1e-4)
+    assert found["equivalent"]
+    assert not paired(reference + [0.0, 1.0, 2.0], reference, margin=3.4)["equivalent"]
+    assert not paired([1.0], [1.0], margin=1.0)["equivalent"]  # one seed tells nothing
 
 
 def memory_bars(*peaks):

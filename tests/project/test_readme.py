@@ -74,7 +74,9 @@ def test_a_page_links_only_to_what_exists(page):
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # What a page tells its reader to install must run its programs, and these.
 PROGRAMS_OF = {
-    "README.md": [f"examples/{name}.py" for name in ("quickstart", "char_lm", "digits", "_common")],
+    "README.md": [
+        f"examples/{name}.py" for name in ("quickstart", "autoencoder", "char_lm", "_common")
+    ],
     "docs/start.md": ["examples/quickstart.py"],
     "docs/tutorial.md": [f"docs/tutorial/step_{number}.py" for number in range(1, 7)],
 }

@@ -1,0 +1,61 @@
+"""Each claim of `docs/claims.md` stands on its page, and its evidence exists."""
+
+import ast
+import json
+import re
+
+import pytest
+
+from testbed import ROOT
+
+ROW = re.compile(r"^\| (\S+\.md) \| (.+) \| (`.+`) \|$", re.M)
+CLAIMS = ROW.findall((ROOT / "docs" / "claims.md").read_text())
+
+
+def plain(text):
+    """Returns text without marks, emphasis and addresses of links, in one line."""
+    text = re.sub(r"<!--.*?-->", "", text, flags=re.S)
+    text = re.sub(r"\]\([^)]*\)|\[|\*\*|^> ", "", text, flags=re.M)
+    return " ".join(text.split())
+
+
+def why_missing(evidence):
+    """Returns why a test, a key or a file does not exist, or None."""
+    file, _, test = evidence.partition("::")
+    file, _, keys = (test and (file, "", "")) or file.partition(":")
+    if not (ROOT / file).is_file():
+        return f"{file} does not exist"
+    if test:
+        names = {node.name for node in ast.parse((ROOT / file).read_text()).body
+                 if isinstance(node, ast.FunctionDef)}  # fmt: skip
+        return None if test in names else f"{file} has no test {test}"
+    found = json.loads((ROOT / file).read_text()) if keys else None
+    for key in filter(None, keys.split(".")):
+        if not isinstance(found, dict) or key not in found:
+            return f"{file} has no key {key!r} of {keys!r}"
+        found = found[key]
+    return None
+
+
+def test_there_are_thirty_claims_each_of_its_own():
+    assert len(CLAIMS) >= 30
+    assert len({(page, sentence) for page, sentence, _ in CLAIMS}) == len(CLAIMS)
+    text = (ROOT / "docs" / "claims.md").read_text()
+    assert len(CLAIMS) == len(re.findall(r"^\|", text, re.M)) - 2  # each row is read
+
+
+@pytest.mark.parametrize(("page", "sentence", "evidence"), CLAIMS, ids=range(len(CLAIMS)))
+def test_a_claim_stands_on_its_page_and_its_evidence_exists(page, sentence, evidence):
+    path = ROOT / page if page == "README.md" else ROOT / "docs" / page
+    assert plain(sentence) in plain(path.read_text()), f"{page} does not say: {plain(sentence)}"
+    for each in re.findall(r"`([^`]+)`", evidence):
+        assert why_missing(each) is None
+
+
+def test_missing_evidence_is_found():
+    assert why_missing("tests/project/test_claims.py::test_missing_evidence_is_found") is None
+    assert why_missing("results/soak.json:kills.bit_equal") is None
+    assert "does not exist" in why_missing("results/none.json:kills")
+    assert "no test" in why_missing("tests/project/test_claims.py::test_none")
+    assert "no key 'none'" in why_missing("results/soak.json:kills.none")
+    assert plain("a **b** [c\nd](e.md) <!-- from x/y -->1<!-- end -->") == "a b c d 1"
