@@ -117,3 +117,22 @@ def rounded_to(bits: jax.Array, value: jax.Array, mantissa: int, lowest: int) ->
     goes_up = (size - lower) + (bits >> 8).astype(jnp.float32) * 2.0**-24 >= 1
     even = jnp.copysign((lower + goes_up) * spacing, value)
     return jnp.where(jnp.abs(value) < 2.0**lowest, even, normal)
+
+
+def code_of(bits: jax.Array, value: jax.Array, mantissa: int, lowest: int) -> jax.Array:
+    """Returns what `rounded_to` does without its sign, as the pattern in the narrower format.
+
+    The exponent of a normal number is counted from 1 at `lowest`, and is not limited.
+
+    Returns: uint32, of which the lowest bits are the mantissa.
+    """
+    dropped = 23 - mantissa
+    pattern = lax.bitcast_convert_type(value, jnp.uint32) & jnp.uint32(2**31 - 1)
+    normal = (pattern + (bits >> (32 - dropped)) >> dropped) - jnp.uint32(
+        (lowest + 126) << mantissa
+    )
+    # Below `lowest` numbers lie evenly: in whole numbers, of which the spacing is 2**fraction.
+    fraction = min(24, 30 - mantissa)
+    size = lax.bitcast_convert_type(pattern, jnp.float32) * 2.0 ** (fraction + mantissa - lowest)
+    even = (size.astype(jnp.int32).astype(jnp.uint32) + (bits >> (32 - fraction))) >> fraction
+    return jnp.where(pattern < jnp.uint32((lowest + 127) << 23), even, normal)
