@@ -103,18 +103,18 @@ def encoded(
     codes = (_codes_of_blocks if kind == "int8" else _codes_of_rows)(value, kind, bits, *peaks)
     # Scales after codes: the old ones can then be overwritten without a copy.
     codes, *peaks = lax.optimization_barrier((codes, *peaks))
-    return StoredArray(
-        codes, _scales(kind, *peaks, jnp.asarray(least, jnp.int32)).astype(jnp.bfloat16), kind
-    )
+    scales = _scales(kind, *peaks, jnp.asarray(least, jnp.int32))
+    return StoredArray(codes, scales.astype(jnp.bfloat16), kind)
 
 
-def least_scales(peaks: Sequence[jax.Array]) -> jax.Array:
-    """Returns `LEAST_SCALE` for each of an array's scales.
+def least_scales(like: jax.Array) -> jax.Array:
+    """Returns `LEAST_SCALE` in float32, of the shape of an array's scales or peaks.
 
-    Scales of one shape that share this are computed in one kernel on a GPU, and else in one each.
+    XLA computes the scales of arrays that share this in one kernel on a GPU, and else in one each.
     """
     # In float32: of integers XLA would give this array to other kernels too, and join those.
-    return lax.optimization_barrier(jnp.full_like(peaks[0], LEAST_SCALE))
+    least: jax.Array = lax.optimization_barrier(jnp.full_like(like, LEAST_SCALE))
+    return least
 
 
 def peaks_of(values: Sequence[jax.Array], kind: str) -> list[tuple[jax.Array, ...]]:
@@ -146,12 +146,10 @@ def _codes_of_rows(
     )
     pattern = {8: jnp.uint8, 16: jnp.uint16}[facts.bits]
     largest, infinity, nan = (
-        int(np.asarray(x, facts.dtype).view(pattern)) for x in (facts.max, np.inf, np.nan)
+        jnp.uint32(np.asarray(x, facts.dtype).view(pattern)) for x in (facts.max, np.inf, np.nan)
     )
-    code = jnp.minimum(code, largest)
-    code = jnp.where(
-        jnp.isfinite(value), code, jnp.where(jnp.isnan(value), jnp.uint32(nan), infinity)
-    )
+    beyond = jnp.where(jnp.isnan(value), nan, infinity)
+    code = jnp.where(jnp.isfinite(value), jnp.minimum(code, largest), beyond)
     signed = code | _sign_of(value) >> (32 - facts.bits)
     return lax.bitcast_convert_type(signed.astype(pattern), facts.dtype)
 

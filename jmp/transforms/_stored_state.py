@@ -159,7 +159,7 @@ def with_stored_state(
             state.inner_state, _peaks_like(state.inner_state, run, updates)
         )
         new_updates, inner_state = run(old)
-        least: dict[Any, jax.Array] = {}
+        least = {jax.typeof(found[0]): least_scales(found[0]) for found in peaks.values()}
 
         def encode(path: tuple[Any, ...], was: Any, new: Any) -> Any:
             if not is_stored(was):
@@ -167,13 +167,9 @@ def with_stored_state(
             name = keystr(path)
             _check_rows_are_whole(name, was, bits.spec_of(name))
             drawn = bits.at(name, new, state.count) if rounding == "stochastic" else None
-            least_of = LEAST_SCALE
-            if name in peaks:
-                of = jax.typeof(peaks[name][0])
-                if of not in least:
-                    least[of] = least_scales(peaks[name])
-                least_of = least[of]
-            return encoded(new.astype(jnp.float32), was.kind, drawn, peaks.get(name), least_of)
+            found = peaks.get(name)
+            least_of = least[jax.typeof(found[0])] if found else LEAST_SCALE
+            return encoded(new.astype(jnp.float32), was.kind, drawn, found, least_of)
 
         return new_updates, WithStoredStateState(
             optax.safe_increment(state.count),
