@@ -102,8 +102,8 @@ def encoded(
         (peaks,) = peaks_of([value], kind)
     codes = (_codes_of_blocks if kind == "int8" else _codes_of_rows)(value, kind, bits, *peaks)
     # Scales after codes: the old ones can then be overwritten without a copy.
-    codes, *peaks = lax.optimization_barrier((codes, *peaks))
-    scales = _scales(kind, *peaks, jnp.asarray(least, jnp.int32))
+    codes, highest, lowest = lax.optimization_barrier((codes, *peaks))
+    scales = _scales(kind, highest, lowest, jnp.asarray(least, jnp.int32))
     return StoredArray(codes, scales.astype(jnp.bfloat16), kind)
 
 
@@ -167,7 +167,8 @@ def _codes_of_blocks(
 
 
 def _sign_of(value: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(value, jnp.uint32) & jnp.uint32(2**31)
+    sign: jax.Array = lax.bitcast_convert_type(value, jnp.uint32) & jnp.uint32(2**31)
+    return sign
 
 
 def _not_lost(code: jax.Array, value: jax.Array, has_sign: jax.Array) -> jax.Array:
