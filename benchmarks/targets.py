@@ -178,6 +178,9 @@ STORED = {
     "stochastic-float8": lambda inner: transforms.with_stochastic_rounding(
         transforms.with_stored_state(inner, "float8_e4m3fn")
     ),
+    "stochastic-int8": lambda inner: transforms.with_stochastic_rounding(
+        transforms.with_stored_state(inner, "int8")
+    ),
 }
 
 

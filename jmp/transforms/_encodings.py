@@ -25,18 +25,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
 from jmp.sharding._axes import names_by_dimension
 from jmp.transforms._few_kernels import may_be_sharded, reshard_where_types_say
-from jmp.transforms._rounding import HALFWAY, rounded_by, rounded_to
+from jmp.transforms._rounding import HALFWAY, code_of, rounded_by
 
 KINDS = ("bfloat16", "float16", "float8_e4m3fn", "int8")
 BLOCK = 256
+MOST_CHOICES = 16  # blocks of a row among which each number's is chosen by comparisons
 MANTISSA = 3  # bits of the mantissa of codes
 LARGEST_CODE = 1.875  # with a sign; without, 2**15 times as much
 LEAST_EXPONENT = -14  # the exponent of the smallest normal number of float16
+LARGEST_SIGNED, LARGEST = 127, 247  # codes of these
+LEAST_SCALE = -126  # as an exponent
 
 
 @jax.tree_util.register_dataclass
@@ -76,6 +80,7 @@ def encoded(
     kind: str,
     bits: jax.Array | None = None,
     peaks: Sequence[jax.Array] | None = None,
+    least: jax.Array | int = LEAST_SCALE,
 ) -> StoredArray:
     """Returns a float32 array as a `StoredArray`.
 
@@ -86,26 +91,30 @@ def encoded(
       kind: one of `KINDS`.
       bits: uint32 of its shape by which to round, see `rounded_to`; None for the nearest.
       peaks: those of `value`, from `peaks_of`; None to find them.
+      least: `LEAST_SCALE`, or an array of it that arrays of this shape share, see `least_scales`.
     """
     if bits is None:
         bits = jnp.full_like(value, HALFWAY, dtype=jnp.uint32)
     if kind == "bfloat16":
-        return StoredArray(_narrowed(value, bits, jnp.bfloat16), None, kind)
+        half = jnp.where(jnp.isfinite(value), rounded_by(bits, value, jnp.bfloat16), value)
+        return StoredArray(half.astype(jnp.bfloat16), None, kind)
     if peaks is None:
         (peaks,) = peaks_of([value], kind)
-    highest, lowest = peaks
-    if kind == "int8":
-        return _in_codes(value, bits, highest, lowest)
-    dtype = jnp.dtype(kind)
-    peak = jnp.maximum(highest, lowest)[..., None]
-    exponent = _exponent(peak, float(jnp.finfo(dtype).max))
-    # What would be rounded to 2**128 is an infinity when it is decoded.
-    top = 2.0**128 * (1 - 2.0 ** -(jnp.finfo(dtype).nmant + 1))
-    near = jnp.where(jnp.isfinite(value), jnp.clip(value, -top, top), value)
-    smallest = float(jnp.finfo(dtype).smallest_subnormal)
-    size = _not_lost(near * _exp2(-exponent), value, smallest, ~(lowest <= 0)[..., None])
-    codes = _narrowed(size, bits, dtype)
-    return StoredArray(codes, _exp2(exponent).astype(jnp.bfloat16), kind)
+    codes = (_codes_of_blocks if kind == "int8" else _codes_of_rows)(value, kind, bits, *peaks)
+    # Scales after codes: the old ones can then be overwritten without a copy.
+    codes, highest, lowest = lax.optimization_barrier((codes, *peaks))
+    scales = _scales(kind, highest, lowest, jnp.asarray(least, jnp.int32))
+    return StoredArray(codes, scales.astype(jnp.bfloat16), kind)
+
+
+def least_scales(like: jax.Array) -> jax.Array:
+    """Returns `LEAST_SCALE` in float32, of the shape of an array's scales or peaks.
+
+    XLA computes the scales of arrays that share this in one kernel on a GPU, and else in one each.
+    """
+    # In float32: of integers XLA would give this array to other kernels too, and join those.
+    least: jax.Array = lax.optimization_barrier(jnp.full_like(like, LEAST_SCALE))
+    return least
 
 
 def peaks_of(values: Sequence[jax.Array], kind: str) -> list[tuple[jax.Array, ...]]:
@@ -124,19 +133,47 @@ def peaks_of(values: Sequence[jax.Array], kind: str) -> list[tuple[jax.Array, ..
     return list(zip(found[::2], found[1::2], strict=True))
 
 
-def _not_lost(size: jax.Array, value: jax.Array, smallest: float, has_sign: jax.Array) -> jax.Array:
-    """Returns sizes of which those of positive numbers are no smaller, where nothing is negative.
+def _codes_of_rows(
+    value: jax.Array, kind: str, bits: jax.Array, highest: jax.Array, lowest: jax.Array
+) -> jax.Array:
+    facts = jnp.finfo(kind)
+    # What would be rounded to 2**128 is an infinity when it is decoded.
+    top = 2.0**128 * (1 - 2.0 ** -(facts.nmant + 1))
+    exponent = _exponent(jnp.maximum(highest, lowest), float(facts.max))[..., None]
+    size = jnp.clip(value, -top, top) * _exp2(-exponent)
+    code = _not_lost(
+        code_of(bits, size, facts.nmant, facts.minexp), value, ~(lowest <= 0)[..., None]
+    )
+    pattern = {8: jnp.uint8, 16: jnp.uint16}[facts.bits]
+    largest, infinity, nan = (
+        jnp.uint32(np.asarray(x, facts.dtype).view(pattern)) for x in (facts.max, np.inf, np.nan)
+    )
+    beyond = jnp.where(jnp.isnan(value), nan, infinity)
+    code = jnp.where(jnp.isfinite(value), jnp.minimum(code, largest), beyond)
+    signed = code | _sign_of(value) >> (32 - facts.bits)
+    return lax.bitcast_convert_type(signed.astype(pattern), facts.dtype)
 
-    Args:
-      size: `value` divided by its scale.
-      smallest: the smallest number of the format above zero.
-      has_sign: whether a row or block has a negative number.
-    """
-    return jnp.where((value > 0) & ~has_sign, jnp.maximum(size, smallest), size)
+
+def _codes_of_blocks(
+    value: jax.Array, kind: str, bits: jax.Array, highest: jax.Array, lowest: jax.Array
+) -> jax.Array:
+    exponent, has_sign = _exponent_of_codes(_of_each(highest, value), _of_each(lowest, value))
+    code = code_of(bits, value * _exp2(-exponent), MANTISSA, LEAST_EXPONENT)
+    # What XLA computes again beside the peaks may be larger than they are, by a rounding.
+    code = jnp.minimum(
+        _not_lost(code, value, has_sign), jnp.where(has_sign, jnp.uint32(LARGEST_SIGNED), LARGEST)
+    )
+    return jnp.where(has_sign, code | _sign_of(value) >> 24, code).astype(jnp.uint8)
 
 
-def _narrowed(value: jax.Array, bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    return jnp.where(jnp.isfinite(value), rounded_by(bits, value, dtype), value).astype(dtype)
+def _sign_of(value: jax.Array) -> jax.Array:
+    sign: jax.Array = lax.bitcast_convert_type(value, jnp.uint32) & jnp.uint32(2**31)
+    return sign
+
+
+def _not_lost(code: jax.Array, value: jax.Array, has_sign: jax.Array) -> jax.Array:
+    """Returns codes, where nothing is negative of at least 1 for positive numbers, 0 for others."""
+    return jnp.where(has_sign, code, jnp.where(value > 0, jnp.maximum(code, 1), jnp.uint32(0)))
 
 
 def _largest(arrays: list[jax.Array], *, only_finite: bool) -> Sequence[jax.Array]:
@@ -156,7 +193,7 @@ def _largest(arrays: list[jax.Array], *, only_finite: bool) -> Sequence[jax.Arra
     return found
 
 
-def _exponent(peak: jax.Array, largest: float) -> jax.Array:
+def _exponent(peak: jax.Array, largest: float, least: jax.Array | int = LEAST_SCALE) -> jax.Array:
     """Returns the least exponent of a power of two by which `peak` is divided to `largest` or less.
 
     Within 126 of zero, so that the power and its inverse are normal numbers of float32.
@@ -165,7 +202,7 @@ def _exponent(peak: jax.Array, largest: float) -> jax.Array:
     beyond = 2**23 - 1 - round((2 * fraction - 1) * 2**23)
     # The addition carries into the exponent where the mantissa is larger than that of `largest`.
     pattern = lax.bitcast_convert_type(peak, jnp.int32) + beyond
-    return jnp.clip((pattern >> 23) - 127 - (exponent - 1), -126, 126)
+    return jnp.clip((pattern >> 23) - 127 - (exponent - 1), least, -LEAST_SCALE)
 
 
 def _exp2(exponent: jax.Array | int) -> jax.Array:
@@ -173,35 +210,22 @@ def _exp2(exponent: jax.Array | int) -> jax.Array:
     return lax.bitcast_convert_type(jnp.asarray((exponent + 127) << 23, jnp.int32), jnp.float32)
 
 
-def _in_codes(
-    value: jax.Array, bits: jax.Array, highest: jax.Array, lowest: jax.Array
-) -> StoredArray:
-    """Returns an array as "int8", from the largest numbers of its blocks and of its negative's."""
-    exponent, has_sign = _exponent_of_codes(highest, lowest)
-    size = value * _exp2(-_of_each(exponent, value))
-    size = _not_lost(size, value, 2.0 ** (LEAST_EXPONENT - MANTISSA), _of_each(has_sign, value))
-    # What XLA computes again beside the peaks may be larger than they are, by a rounding.
-    largest = jnp.where(has_sign, LARGEST_CODE, 2.0**15 * LARGEST_CODE)
-    near = jnp.minimum(rounded_to(bits, size, MANTISSA, LEAST_EXPONENT), _of_each(largest, value))
-    smallest = jnp.where(has_sign, -LARGEST_CODE, 0)
-    near = jnp.maximum(near, _of_each(smallest, value)).astype(jnp.float16)
-    cut = lax.bitcast_convert_type(near, jnp.uint16) >> 7
-    code = jnp.where(_of_each(has_sign, value), (cut & 127) + (cut >> 1 & 128), cut)
-    code = code.astype(jnp.uint8)
-    # Scales after codes: the old ones can then be overwritten without a copy.
-    code, highest, lowest = lax.optimization_barrier((code, highest, lowest))
-    exponent, has_sign = _exponent_of_codes(highest, lowest)
-    scale = jnp.where(has_sign, -_exp2(exponent), _exp2(exponent))
+def _scales(kind: str, highest: jax.Array, lowest: jax.Array, least: jax.Array | int) -> jax.Array:
     peak = jnp.maximum(highest, lowest)
-    scale = jnp.where(jnp.isfinite(peak), scale, peak)
-    return StoredArray(code, scale.astype(jnp.bfloat16), "int8")
+    if kind != "int8":
+        return _exp2(_exponent(peak, float(jnp.finfo(kind).max), least))[..., None]
+    exponent, has_sign = _exponent_of_codes(highest, lowest, least)
+    scale = jnp.where(has_sign, -_exp2(exponent), _exp2(exponent))
+    return jnp.where(jnp.isfinite(peak), scale, peak)
 
 
-def _exponent_of_codes(highest: jax.Array, lowest: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _exponent_of_codes(
+    highest: jax.Array, lowest: jax.Array, least: jax.Array | int = LEAST_SCALE
+) -> tuple[jax.Array, jax.Array]:
     """Returns of each block the exponent of its scale, and whether its codes have signs."""
     has_sign = ~(lowest <= 0)  # also of a NaN
-    exponent = _exponent(jnp.maximum(highest, lowest), LARGEST_CODE)
-    return jnp.maximum(exponent - jnp.where(has_sign, 0, 15), -126), has_sign
+    exponent = _exponent(jnp.maximum(highest, lowest), LARGEST_CODE, least)
+    return jnp.maximum(exponent - jnp.where(has_sign, 0, 15), least), has_sign
 
 
 def _number_of_codes(codes: jax.Array, scales: jax.Array) -> jax.Array:
@@ -222,11 +246,27 @@ def _in_blocks(x: jax.Array) -> jax.Array:
 
 def _of_each(of_blocks: jax.Array, like: jax.Array) -> jax.Array:
     """Returns, for each number of an array, what its block has."""
-    *rows, length = like.shape
-    count, size = _block_sizes(length)
-    of_blocks = reshard_where_types_say(of_blocks, _of_whole_rows(like, count))
-    wide = jnp.broadcast_to(of_blocks[..., None], (*rows, count, size))
-    each = wide.reshape(*rows, count * size)[..., :length]
+    count, size = _block_sizes(like.shape[-1])
+    sharding = _of_whole_rows(like, count)
+    of_blocks = reshard_where_types_say(of_blocks, sharding)
+
+    def by_shape(of_blocks: jax.Array) -> jax.Array:
+        wide = jnp.broadcast_to(of_blocks[..., None], (*of_blocks.shape, size))
+        return wide.reshape(*of_blocks.shape[:-1], count * size)[..., : like.shape[-1]]
+
+    def by_choice(of_blocks: jax.Array) -> jax.Array:
+        block = lax.broadcasted_iota(jnp.int32, like.shape, like.ndim - 1) // size
+        each = jnp.broadcast_to(of_blocks[..., :1], like.shape)
+        for number in range(1, count):
+            each = jnp.where(block >= number, of_blocks[..., number : number + 1], each)
+        return each
+
+    # A TPU lays the blocks of the first out anew, three times as long as all else. A GPU computes
+    # the second so long that XLA would keep float32 moments between kernels.
+    if count > MOST_CHOICES or any(sharding.spec):
+        each = by_shape(of_blocks)
+    else:
+        each = lax.platform_dependent(of_blocks, tpu=by_choice, default=by_shape)
     return reshard_where_types_say(each, jax.typeof(like).sharding)
 
 

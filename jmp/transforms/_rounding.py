@@ -117,3 +117,22 @@ def rounded_to(bits: jax.Array, value: jax.Array, mantissa: int, lowest: int) ->
     goes_up = (size - lower) + (bits >> 8).astype(jnp.float32) * 2.0**-24 >= 1
     even = jnp.copysign((lower + goes_up) * spacing, value)
     return jnp.where(jnp.abs(value) < 2.0**lowest, even, normal)
+
+
+def code_of(bits: jax.Array, value: jax.Array, mantissa: int, lowest: int) -> jax.Array:
+    """Returns what `rounded_to` does, as patterns of the narrower format without their signs.
+
+    The exponent of a normal number is 1 at `lowest`; it is not limited. For a subnormal number the
+    mean is the value to 2**-24 of a spacing, with ten bits of mantissa to 2**-20.
+
+    Returns: uint32, of which the lowest bits are the mantissa.
+    """
+    dropped = 23 - mantissa
+    pattern = lax.bitcast_convert_type(value, jnp.uint32) & jnp.uint32(2**31 - 1)
+    below_first = jnp.uint32((lowest + 126) << mantissa)
+    normal = ((pattern + (bits >> (32 - dropped))) >> dropped) - below_first
+    # Below `lowest` numbers lie evenly. They are counted in integers, a spacing being 2**fraction.
+    fraction = min(24, 30 - mantissa)
+    size = lax.bitcast_convert_type(pattern, jnp.float32) * 2.0 ** (fraction + mantissa - lowest)
+    even = (size.astype(jnp.int32).astype(jnp.uint32) + (bits >> (32 - fraction))) >> fraction
+    return jnp.where(pattern < jnp.uint32((lowest + 127) << 23), even, normal)

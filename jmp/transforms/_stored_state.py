@@ -24,7 +24,14 @@ from jmp.dtypes import FLOAT32, floating_dtype
 from jmp.rules import UnusedRuleWarning, glob_matches
 from jmp.sharding._axes import mapped_axes, names_by_dimension
 from jmp.transforms import _inner, _states
-from jmp.transforms._encodings import KINDS, StoredArray, encoded, peaks_of
+from jmp.transforms._encodings import (
+    KINDS,
+    LEAST_SCALE,
+    StoredArray,
+    encoded,
+    least_scales,
+    peaks_of,
+)
 from jmp.transforms._placement import BOX, parameter_path, placed
 from jmp.transforms._random_bits import RandomBits
 from jmp.transforms._states import Transformation, WithLossScaleState
@@ -152,6 +159,7 @@ def with_stored_state(
             state.inner_state, _peaks_like(state.inner_state, run, updates)
         )
         new_updates, inner_state = run(old)
+        least = {jax.typeof(found[0]): least_scales(found[0]) for found in peaks.values()}
 
         def encode(path: tuple[Any, ...], was: Any, new: Any) -> Any:
             if not is_stored(was):
@@ -159,7 +167,9 @@ def with_stored_state(
             name = keystr(path)
             _check_rows_are_whole(name, was, bits.spec_of(name))
             drawn = bits.at(name, new, state.count) if rounding == "stochastic" else None
-            return encoded(new.astype(jnp.float32), was.kind, drawn, peaks.get(name))
+            found = peaks.get(name)
+            least_of = least[jax.typeof(found[0])] if found else LEAST_SCALE
+            return encoded(new.astype(jnp.float32), was.kind, drawn, found, least_of)
 
         return new_updates, WithStoredStateState(
             optax.safe_increment(state.count),

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jmp.transforms._random_bits import RandomBits, global_index
-from jmp.transforms._rounding import HALFWAY, rounded_by
+from jmp.transforms._rounding import HALFWAY, code_of, rounded_by
 
 ALL_BITS = np.arange(2**16, dtype=np.uint32) << 16  # each of equal chance, as far as they decide
 
@@ -87,6 +87,20 @@ def test_no_infinity_comes_of_a_finite_number_and_nan_stays(dtype):
         assert np.isnan(found[5])
         quiet = by(bits, from_pattern([0x7F800001, 0xFFFFFFFF]), dtype)
         assert jnp.isnan(quiet).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float16])
+def test_codes_are_the_patterns_of_rounded_numbers(dtype):
+    facts = jnp.finfo(dtype)
+    pattern = np.uint8 if facts.bits == 8 else np.uint16
+    # From where all is rounded to zero to near the largest number, with 12 bits that decide.
+    patterns = np.arange(0x30000000, 0x43D00000, 12345, dtype=np.uint32)
+    values = from_pattern(patterns & np.uint32(0xFFFFF000))
+    given = jax.random.bits(jax.random.key(0), values.shape) & jnp.uint32(0xFFF00000)
+    rounded = np.asarray(rounded_by(given, values, dtype)).astype(dtype)
+    codes = np.asarray(code_of(given, values, facts.nmant, int(facts.minexp)))
+    assert (codes == rounded.view(pattern)).all()
+    assert (codes == np.asarray(code_of(given, -values, facts.nmant, int(facts.minexp)))).all()
 
 
 def test_too_few_bits_would_be_biased():

@@ -57,6 +57,26 @@ def test_no_finite_value_becomes_infinite_and_none_that_is_not_is_lost(kind):
         assert jnp.isfinite(found[1:]).all()  # other rows know nothing of it
 
 
+@pytest.mark.parametrize("length", [1, 255, 256, 700, 4096])
+def test_a_tpu_finds_the_same_codes_and_numbers_of_blocks(monkeypatch, length):
+    signed = rows((3, length)) * 2.0 ** rows((3, length), 1)
+    values = jnp.concatenate([signed, signed**2])
+    expected = encoded(values, "int8")
+    number = expected.decoded()
+    calls = []
+
+    def as_on_a_tpu(*operands, tpu, default):
+        calls.append(default)
+        return tpu(*operands)
+
+    monkeypatch.setattr(jax.lax, "platform_dependent", as_on_a_tpu)
+    found = encoded(values, "int8")
+    assert calls
+    assert bits(found.codes) == bits(expected.codes)
+    assert bits(found.scales) == bits(expected.scales)
+    assert bits(found.decoded()) == bits(number)
+
+
 def test_small_numbers_beside_large_ones_are_no_zeros_in_second_moments():
     value = jnp.logspace(-8.5, 0, 256)[None]  # of gradients, a factor of 2e4
     linear = jnp.round(value / value.max() * 127) / 127
