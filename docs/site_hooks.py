@@ -27,7 +27,7 @@ OUTSIDE = re.compile(
 )
 FILE_NAME = re.compile(r"\[(\w+\.md)\](?=\(\1[#)])")
 # Most names are here too: other pages come before them.
-REPEATING = {"mistakes.md", "changelog.md"}
+REPEATING = {"mistakes.md", "changelog.md", "claims.md"}
 # On a line of its own: it becomes a link to itself, since a phone shows it small.
 PICTURE = re.compile(r"^(!\[[^\]]*\]\(([^)\s]+)\))$", re.M)
 
