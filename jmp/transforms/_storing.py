@@ -6,7 +6,8 @@ transformation (`stored_by`), and `transforms.masters`, `set_masters` and `reset
 its state.
 """
 
-from typing import Any, ClassVar, Protocol, cast
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,8 @@ from jmp.transforms._random_bits import RandomBits
 from jmp.transforms._rounding import difference_to, needs_master, rounded, widened
 from jmp.transforms._states import Transformation
 from jmp.trees import PyTree, cast_to_at_least_float32
+
+T = TypeVar("T")
 
 
 class ParameterStorage:
@@ -103,6 +106,16 @@ class MasterForm(Protocol):
         """
 
 
+def in_one_program(function: Callable[..., T], *args: Any) -> T:
+    """Calls a function of arrays; where it would run operation by operation, compiled as a whole.
+
+    `init` and `masters` are usually called outside of jit, where each operation is compiled for
+    each shape: with split masters that takes five times as long.
+    """
+    is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args))
+    return function(*args) if is_traced else jax.jit(function)(*args)
+
+
 class InTree:
     """What is kept in a tree like the parameters': something for each half leaf, nothing else."""
 
@@ -122,13 +135,17 @@ class InTree:
                 return optax.MaskedNode()
             self.storage.check(param, keystr(path))
             wide = jnp.array(param, self.dtype)
-            return self.storage.beside(wide, wide, param)
+            return in_one_program(self.storage.beside, wide, wide, param)
 
         return tree_map_with_path(make, params)
 
     def seen_by_inner(self, kept: PyTree, params: optax.Params) -> optax.Params:
         # What is kept beside a parameter may be any tree.
-        seen = lambda p, beside: self.storage.value(p, beside) if needs_master(p) else p
+        def seen(param: Any, beside: Any) -> Any:
+            if not needs_master(param):
+                return param
+            return in_one_program(self.storage.value, param, beside)
+
         return jax.tree.map(seen, params, kept)
 
     def gradients_for_inner(self, updates: optax.Updates, params: optax.Params) -> optax.Updates:

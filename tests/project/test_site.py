@@ -264,6 +264,7 @@ FOUND = {
     "orbax": "checkpoints",
     "pickle": "checkpoints",
     "resume": "howto_running",
+    "finetune": "howto_running#fine-tune-a-checkpoint-that-was-saved-in-half",
     "evaluation": "howto_models#evaluation",
     "inference": "howto_models#evaluation",
     "logits": "howto_models#logits-in-float32-by-rules",
