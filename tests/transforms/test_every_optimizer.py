@@ -85,15 +85,17 @@ def avals(tree):
 @pytest.mark.filterwarnings("ignore::jmp.UnusedRuleWarning")
 def test_stored_in_one_or_two_bytes_its_state_stays_finite_and_keeps_its_types(inner):
     tx = transforms.with_split_masters(transforms.with_stored_state(inner, RULES))
+
+    @jax.jit
+    def step(params, state, grads):
+        more = {"value": jnp.float32(1.0), "grad": grads, "value_fn": squared_distance}
+        updates, state = tx.update(grads, state, params, **more)
+        return optax.apply_updates(params, updates), state
+
     params = kernels(0.5)
     state = tx.init(params)
     first = avals((params, state))
     for number in range(2):
-        grads = kernels(0.1 * number + 0.01)
-        value = jnp.float32(1.0)
-        updates, state = tx.update(
-            grads, state, params, value=value, grad=grads, value_fn=squared_distance
-        )
-        params = optax.apply_updates(params, updates)
+        params, state = step(params, state, kernels(0.1 * number + 0.01))
         assert avals((params, state)) == first
     assert jmp.all_finite((params, transforms.decode_state(state)))
