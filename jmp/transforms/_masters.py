@@ -60,7 +60,7 @@ def masters(opt_state: PyTree, params: PyTree) -> PyTree:
         else:
             beside = beside_by_path(kept).items()
             by_path |= {
-                path: in_one_program(storage.value, given[path], each) for path, each in beside
+                path: in_one_program(storage, "value", given[path], each) for path, each in beside
             }
     # A half leaf of a frozen group has no master: it is what is returned.
     return tree_map_with_path(
@@ -133,8 +133,8 @@ def set_masters(opt_state: S, params: PyTree, values: PyTree) -> tuple[PyTree, S
 
     def store(path: str, old: Any, storage: Any) -> Any:
         value = _beside_old(jnp.array(wide[path], _dtype_of_value(old)), wide[path], given[path])
-        shown[path] = in_one_program(storage.visible, value, given[path], None)
-        return in_one_program(storage.beside, value, shown[path], given[path])
+        shown[path] = in_one_program(storage, "visible", value, given[path], None)
+        return in_one_program(storage, "beside", value, shown[path], given[path])
 
     new_state = _map_kept(store, opt_state)
 
@@ -228,7 +228,7 @@ def _reset(param: Any, old: Any, storage: ParameterStorage, path: str) -> Any:
             "params, opt_state = transforms.set_masters(opt_state, params, values)."
         )
     value = jnp.array(param, _dtype_of_value(old))
-    return _beside_old(in_one_program(storage.beside, value, value, param), param, old)
+    return _beside_old(in_one_program(storage, "beside", value, value, param), param, old)
 
 
 def _beside_old(new: jax.Array, given: Any, old: Any) -> jax.Array:

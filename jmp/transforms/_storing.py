@@ -6,8 +6,9 @@ transformation (`stored_by`), and `transforms.masters`, `set_masters` and `reset
 its state.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol, TypeVar, cast
+from typing import Any, ClassVar, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +24,6 @@ from jmp.transforms._random_bits import RandomBits
 from jmp.transforms._rounding import difference_to, needs_master, rounded, widened
 from jmp.transforms._states import Transformation
 from jmp.trees import PyTree, cast_to_at_least_float32
-
-T = TypeVar("T")
 
 
 class ParameterStorage:
@@ -106,14 +105,24 @@ class MasterForm(Protocol):
         """
 
 
-def in_one_program(function: Callable[..., T], *args: Any) -> T:
-    """Calls a function of arrays; where it would run operation by operation, compiled as a whole.
+def in_one_program(storage: ParameterStorage, act: str, *args: Any) -> Any:
+    """Calls a function of a storage; outside of a trace compiled, not operation by operation.
 
     `init` and `masters` are usually called outside of jit, where each operation is compiled for
-    each shape: with split masters that takes five times as long.
+    each shape.
+
+    Args:
+      act: "visible", "beside" or "value".
+      *args: those of that function.
     """
     is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args))
-    return function(*args) if is_traced else jax.jit(function)(*args)
+    return getattr(storage, act)(*args) if is_traced else _compiled(type(storage), act)(*args)
+
+
+@functools.cache
+def _compiled(kind: Any, act: str) -> Callable[..., Any]:
+    """Returns a function of a storage class under jit: always the same, which keeps its programs."""
+    return jax.jit(getattr(kind(), act))
 
 
 class InTree:
@@ -135,7 +144,7 @@ class InTree:
                 return optax.MaskedNode()
             self.storage.check(param, keystr(path))
             wide = jnp.array(param, self.dtype)
-            return in_one_program(self.storage.beside, wide, wide, param)
+            return in_one_program(self.storage, "beside", wide, wide, param)
 
         return tree_map_with_path(make, params)
 
@@ -144,7 +153,7 @@ class InTree:
         def seen(param: Any, beside: Any) -> Any:
             if not needs_master(param):
                 return param
-            return in_one_program(self.storage.value, param, beside)
+            return in_one_program(self.storage, "value", param, beside)
 
         return jax.tree.map(seen, params, kept)
 

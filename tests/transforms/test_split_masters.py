@@ -8,7 +8,8 @@ import pytest
 
 import jmp
 from jmp import transforms
-from jmp.transforms._split_masters import join_master, split_master
+from jmp.transforms._split_masters import SplitMasters, join_master, split_master
+from jmp.transforms._storing import _compiled
 from tests.bits import bits
 
 LARGEST = float(jnp.finfo(jnp.bfloat16).max)
@@ -151,3 +152,15 @@ def test_a_parameter_changed_outside_keeps_a_remainder_that_rounds_to_it():
 def test_float16_is_refused_with_the_way_out():
     with pytest.raises(ValueError, match=r"params\['w'\] of dtype float16; expected bfloat16"):
         transforms.with_split_masters(ADD).init({"w": jnp.ones(2, jnp.float16)})
+
+
+def test_what_init_and_masters_compiled_is_used_again():
+    params = {name: jnp.ones((8, 4), jnp.bfloat16) for name in "ab"}
+    compiled = [_compiled(SplitMasters, act) for act in ("beside", "value")]
+    counts = []
+    for _ in range(2):
+        tx = transforms.with_split_masters(optax.sgd(0.1))
+        transforms.masters(tx.init(params), params)
+        counts.append([function._cache_size() for function in compiled])
+    assert counts[0] == counts[1]
+    assert compiled == [_compiled(SplitMasters, act) for act in ("beside", "value")]

@@ -6,6 +6,7 @@ masters. Attention, LayerNorm and MLP, on rotated digits. Written from the pages
 
 import pathlib
 import tempfile
+from functools import partial
 
 import flax.linen as nn
 import jax
@@ -101,12 +102,12 @@ with tempfile.TemporaryDirectory() as folder, ocp.StandardCheckpointer() as chec
         tx = transforms.mixed_precision(optax.adam(rate), policy, one, masters=masters)
         apply_fn = linen.wrap_apply(model.apply, policy)
         params = linen.cast_params(published, policy)  # the parameters of norms become float32
-        create = lambda params: linen.TrainState.create(apply_fn=apply_fn, params=params, tx=tx)
-        state = start = jax.jit(create)(params)
+        create = partial(linen.TrainState.create, apply_fn=apply_fn, tx=tx)
+        state = start = jax.jit(create)(params=params)
         kernel, norm = params["head"]["kernel"], params["LayerNorm_0"]["scale"]
         half = jnp.bfloat16 if masters else jnp.float32
         assert (kernel.dtype, norm.dtype) == (half, jnp.float32)
-        grad_fn = jax.grad(lambda params, *batch: loss_of(apply_fn, params, *batch))
+        grad_fn = jax.grad(partial(loss_of, apply_fn))
         diagnostics.assert_products_in(grad_fn, "bfloat16")(params, rotated[:64], labels[:64])
         report = diagnostics.precision_report(model.apply, policy)({"params": params}, rotated)
         assert {r.dtype_in for r in report.rows if "LayerNorm" in r.module} == {"float32"}
