@@ -115,13 +115,14 @@ def in_one_program(storage: ParameterStorage, act: str, *args: Any) -> Any:
       act: "visible", "beside" or "value".
       *args: those of that function.
     """
+    kind: Any = type(storage)
     is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args))
-    return getattr(storage, act)(*args) if is_traced else _compiled(type(storage), act)(*args)
+    return getattr(storage, act)(*args) if is_traced else _compiled(kind, act)(*args)
 
 
 @functools.cache
 def _compiled(kind: Any, act: str) -> Callable[..., Any]:
-    """Returns a function of a storage class under jit: always the same, which keeps its programs."""
+    """Returns a function of a class of storages under jit: one, which keeps its programs."""
     return jax.jit(getattr(kind(), act))
 
 
