@@ -227,7 +227,8 @@ opt_state = transforms.reset_masters(opt_state, masters)
         """new_scale = jmp.DynamicLossScale(
     dynamic_scale.scale,
     dynamic_scale.fin_steps,
-    period=dynamic_scale.growth_interval + 1,  # theirs grows one step after its interval
+    # Theirs grows one step after its interval.
+    period=dynamic_scale.growth_interval + 1,
     growth_factor=dynamic_scale.growth_factor,
     backoff_factor=dynamic_scale.backoff_factor,
     min_loss_scale=dynamic_scale.minimum_scale or 0.0,
