@@ -29,8 +29,7 @@ for _short, _run in RUNS.items():
         lambda found, run=_run: f"{np.mean(found['runs'][run]['final_losses']):.4f}"
     )
 figure("autoencoder/mean-image")(lambda found: f"{found['mean_image_loss']:.4f}")
-for _option in ("seeds", "steps"):
-    figure(f"autoencoder/{_option}")(lambda found, option=_option: str(found["options"][option]))
+figure("autoencoder/seeds")(lambda found: str(found["options"]["seeds"]))
 
 
 # Small trainings with and without loss scaling.
@@ -99,27 +98,6 @@ def _(found: Any) -> str:
         ])  # fmt: skip
     headers = ["precision", "test accuracy", "against float32", "parameters", "skipped steps"]
     return table(headers, rows)
-
-
-def _accuracy(found: Any, name: str) -> str:
-    return percent(np.mean(found["precisions"][name]["test_accuracy"]), 2)
-
-
-@figure("digits/float32")
-def _(found: Any) -> str:
-    return _accuracy(found, "float32")
-
-
-@figure("digits/mixed-float16")
-def _(found: Any) -> str:
-    return _accuracy(found, "mixed float16")
-
-
-@figure("digits/mixed-float16-difference")
-def _(found: Any) -> str:
-    result = found["precisions"]["mixed float16"]
-    error = 100 * result["accuracy_difference_standard_error"]
-    return f"{100 * result['accuracy_difference']:+.2f} ± {error:.2f}"
 
 
 def _digits_interval(half: str) -> None:
