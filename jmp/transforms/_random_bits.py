@@ -23,8 +23,6 @@ from jmp._messages import listed, wrong
 from jmp.sharding._axes import are_tracked, mapped_axes, names_by_dimension
 from jmp.trees import PyTree
 
-_OF_STEP = 0x9E3779B1  # odd, near 2**32 divided by the golden ratio: steps lie far apart
-
 
 @dataclasses.dataclass(frozen=True)
 class RandomBits:
@@ -75,7 +73,8 @@ class RandomBits:
         name = f"{self.caller} {self.seed} {path}"
         digest = hashlib.blake2b(name.encode(), digest_size=12).digest()
         first, second, third = (np.frombuffer(digest, np.uint32)[i] for i in range(3))
-        step = count.astype(jnp.uint32) * jnp.uint32(_OF_STEP)
+        # A product or a cast, read by the kernels of many arrays, would be one more kernel.
+        step = lax.bitcast_convert_type(count, jnp.uint32)
         # Each array begins to count elsewhere: XLA would else compute the indices of all arrays of
         # a shape once, and write them to memory.
         index = global_index(like, path, self.spec_of(path), jnp.uint32(third))

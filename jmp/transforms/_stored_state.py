@@ -32,6 +32,7 @@ from jmp.transforms._encodings import (
     least_scales,
     peaks_of,
 )
+from jmp.transforms._few_kernels import chunks
 from jmp.transforms._placement import BOX, parameter_path, placed
 from jmp.transforms._random_bits import RandomBits
 from jmp.transforms._states import Transformation, WithLossScaleState
@@ -57,6 +58,8 @@ class WithStoredStateState(NamedTuple):
 
 
 CALLER = "with_stored_state"
+# Arrays whose peaks one reduction finds; each thread of a GPU keeps two numbers for each.
+ARRAYS_TOGETHER = 8
 Rule = tuple[str, str, DTypeLike]
 S = TypeVar("S")
 # For 8 bits: what small models put most of their accuracy into, and whose rows are seldom updated.
@@ -160,13 +163,14 @@ def with_stored_state(
         )
         new_updates, inner_state = run(old)
         least = {jax.typeof(found[0]): least_scales(found[0]) for found in peaks.values()}
+        count = state.count if rounding == "stochastic" else None
 
         def encode(path: tuple[Any, ...], was: Any, new: Any) -> Any:
             if not is_stored(was):
                 return new
             name = keystr(path)
             _check_rows_are_whole(name, was, bits.spec_of(name))
-            drawn = bits.at(name, new, state.count) if rounding == "stochastic" else None
+            drawn = bits.at(name, new, count)
             found = peaks.get(name)
             least_of = least[jax.typeof(found[0])] if found else LEAST_SCALE
             return encoded(new.astype(jnp.float32), was.kind, drawn, found, least_of)
@@ -228,23 +232,33 @@ def encode_state(opt_state: S, values: PyTree) -> S:
 def _peaks_like(
     old: PyTree, run: Callable[[PyTree], tuple[optax.Updates, PyTree]], gradients: PyTree
 ) -> dict[str, tuple[jax.Array, ...]]:
-    """Returns by path the peaks of the state that comes next, of a parameter's arrays together."""
+    """Returns by path the peaks of the state that comes next, those of many arrays together.
+
+    What belongs to one parameter is in one reduction, which reads its gradient once; and so are a
+    few parameters of one shape, whose rows are read side by side.
+    """
     found, structure = tree_flatten_with_path(old, is_leaf=is_stored)
     structure = cast(Any, structure)
-    groups: dict[Any, dict[str, int]] = {}
+    of_parameters: dict[Any, list[int]] = {}
     by_path = dict(tree_leaves_with_path(gradients))
     for position, (path, leaf) in enumerate(found):
         if is_stored(leaf) and leaf.scales is not None:
             of = parameter_path(leaf.codes, path, by_path)
-            groups.setdefault((of, leaf.kind), {})[keystr(path)] = position
-    if not groups:
+            of_parameters.setdefault((of, leaf.kind), []).append(position)
+    if not of_parameters:
         return {}
     new = structure.flatten_up_to(run(old)[1])
+    alike: dict[Any, list[list[int]]] = {}
+    for (_, kind), positions in of_parameters.items():
+        types = tuple(jax.typeof(new[position]) for position in positions)
+        alike.setdefault((kind, types), []).append(positions)
     peaks: dict[str, tuple[jax.Array, ...]] = {}
-    for (_, kind), positions in groups.items():
-        arrays = [new[position].astype(jnp.float32) for position in positions.values()]
-        together = peaks_of(arrays, kind)
-        peaks |= dict(zip(positions, together, strict=True))
+    for (kind, types), parameters in alike.items():
+        for some in chunks(parameters, max(1, ARRAYS_TOGETHER // len(types))):
+            together = [position for positions in some for position in positions]
+            of_each = peaks_of([new[position].astype(jnp.float32) for position in together], kind)
+            names = (keystr(found[position][0]) for position in together)
+            peaks |= dict(zip(names, of_each, strict=True))
     return peaks
 
 

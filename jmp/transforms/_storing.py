@@ -17,7 +17,7 @@ from jax.tree_util import keystr, tree_flatten_with_path, tree_map_with_path
 from jax.typing import DTypeLike
 
 from jmp.transforms import _inner, _states
-from jmp.transforms._few_kernels import in_order_of_axes
+from jmp.transforms._few_kernels import count_by_size, in_order_of_axes
 from jmp.transforms._kept import check_stored_as_in_init
 from jmp.transforms._placement import placed
 from jmp.transforms._random_bits import RandomBits
@@ -169,10 +169,14 @@ class InTree:
         updates: optax.Updates,
         count: jax.Array | None,
     ) -> tuple[PyTree, optax.Updates]:
+        count_of = None if count is None else count_by_size(count)
+
         def follow(path: tuple[Any, ...], param: Any, value: Any, update: Any) -> Any:
             if not needs_master(param):
                 return optax.MaskedNode(), update
-            bits = self.bits.at(keystr(path), param, count) if self.bits else None
+            bits = None
+            if self.bits and count_of:
+                bits = self.bits.at(keystr(path), param, count_of(param))
             change = difference_to(self.storage.visible(value, param, bits), param)
             return self.storage.beside(value, shown_after(change, param), param), change
 
