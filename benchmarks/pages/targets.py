@@ -17,6 +17,8 @@ from testbed.machines.tpus import TPUS
 TPU_HALF = "bfloat16"
 OF_GPU = ("bytes_moved", "temp_bytes", "kernels")
 OF_TPU = ("bytes_moved", "cycles", "temp_bytes")
+# What updates and a turn of generation read and write is larger than a TPU's vector memory.
+OF_TPU_MEMORY = ("hbm_bytes", "cycles", "temp_bytes")
 SUMS = ("in all", "over by hand", "cycles over by hand")
 NOTHING = "–"  # not counted, or the compiler refused it
 
@@ -30,7 +32,7 @@ def _counts(found: Any, row: targets.Row, machine: str, half: str, way: str) -> 
 
 
 def _ratio(counted: Any, base: Any, key: str) -> str:
-    if not (counted and base and base[key]):
+    if not (counted and base and base.get(key) and key in counted):
         return NOTHING  # what fits into a TPU's own memory takes no bytes of the other
     return f"{counted[key] / base[key]:.3f}"
 
@@ -68,6 +70,7 @@ figure("targets/gpus-float32")(_over_machines(GPUS, TPU_HALF, "float32", ("bytes
 figure("targets/tpus")(_over_machines(TPUS, TPU_HALF, "autocast", OF_TPU))
 figure("targets/tpus-fused")(_over_machines(TPUS, TPU_HALF, "fused", OF_TPU))
 figure("targets/tpus-float32")(_over_machines(TPUS, TPU_HALF, "float32", OF_TPU))
+figure("targets/tpus-memory")(_over_machines(TPUS, TPU_HALF, "autocast", OF_TPU_MEMORY[:1]))
 
 
 OF_TURN = ("turn_bytes", "bytes_moved", "temp_bytes")
@@ -76,11 +79,12 @@ OF_TURN = ("turn_bytes", "bytes_moved", "temp_bytes")
 @figure("targets/generation")
 def _(found: Any) -> str:
     machines = ("h200", "b200", "v5e")
+    keys = OF_TURN, OF_TPU_MEMORY
     rows = []
     for row in targets.GENERATION_ROWS:
         for way in ("float32", "autocast"):
             cells = [
-                _cell(found, row, machine, TPU_HALF, way, OF_TPU if machine in TPUS else OF_TURN)
+                _cell(found, row, machine, TPU_HALF, way, keys[machine in TPUS])
                 for machine in machines
             ]
             rows.append([row.title if way == "float32" else "", way, *cells])
@@ -92,7 +96,9 @@ def _(found: Any) -> str:
     row, *_ = targets.UPDATE_ROWS
     rows = []
     for machine in targets.MACHINES:
-        half, keys = (TPU_HALF, OF_TPU[:2]) if machine in TPUS else (GPU_HALVES[0], OF_GPU[::2])
+        half, keys = (
+            (TPU_HALF, OF_TPU_MEMORY[:2]) if machine in TPUS else (GPU_HALVES[0], OF_GPU[::2])
+        )
         cells = _cell(found, row, machine, half, "ours", keys).split(" / ")
         bytes_, other = cells if len(cells) == 2 else (NOTHING, NOTHING)
         kernels, cycles = (NOTHING, other) if machine in TPUS else (other, NOTHING)
@@ -110,8 +116,8 @@ def _(found: Any) -> str:
         cells = []
         for machine in targets.MACHINES:
             counted = _counts(found, row, machine, TPU_HALF, "ours")
-            moved = f"{counted['bytes_moved'] / numbers:.2f}" if counted else NOTHING
-            keys = OF_TPU[:2] if machine in TPUS else OF_GPU[:1]
+            keys = OF_TPU_MEMORY[:2] if machine in TPUS else OF_GPU[:1]
+            moved = f"{counted[keys[0]] / numbers:.2f}" if counted else NOTHING
             over = _cell(found, row, machine, TPU_HALF, "ours", keys) if counted else NOTHING
             cells.append(moved if over == NOTHING else f"{moved} ({over})")
         rows.append([row.title, *cells])

@@ -15,7 +15,10 @@ one marked ENTRY.
 * The condition and the body of a loop count once, not once a turn.
 * One branch of a conditional runs: `bytes_moved` takes the one that moves most. The counts of
   instructions are over the whole text, all branches included.
-* An asynchronous pair is one kernel: `-start` reads the operands, `-done` writes the result.
+* An asynchronous pair is one kernel: `-start` reads the operands, or a slice of one, and `-done`
+  writes the result.
+* Arrays in a TPU's vector memory, which XLA fetches before a kernel runs, are free: only the fetch
+  reads them from memory. XLA's own count of bytes counts the fetch and then the kernel.
 """
 
 import dataclasses
@@ -85,6 +88,8 @@ CALLED = re.compile(
 )
 FUSED = re.compile(r"calls=%([\w.\-]+)")
 SLICE = re.compile(r"slice=\{[^}]*\}")
+IN_VECTOR_MEMORY = "S(1)"  # in a layout
+ALLOCATES = re.compile(r'custom_call_target="AllocateBuffer"')
 LIBRARY_CALL = re.compile(r'custom_call_target="__cu(?:blas|dnn)')
 
 
@@ -152,6 +157,17 @@ def array_bytes(shape: str) -> list[int]:
             elements *= int(dimension.lstrip("<=") or 1)
         sizes.append((elements * _bits(dtype, layout) + 7) // 8)
     return sizes
+
+
+def bytes_in_memory(shape: str) -> list[int]:
+    """Returns the same as `array_bytes`, with nothing for arrays in a TPU's vector memory.
+
+    >>> bytes_in_memory("(f32[2]{0}, f32[2]{0:T(128)S(1)})")
+    [8, 0]
+    """
+    layouts = (layout for _, _, layout in ARRAY.findall(shape))
+    sizes = zip(array_bytes(shape), layouts, strict=True)
+    return [0 if IN_VECTOR_MEMORY in layout else size for size, layout in sizes]
 
 
 def _bits(dtype: str, layout: str) -> int:
@@ -231,7 +247,6 @@ def bytes_of_turns(text: str) -> int:
 def _launched(computation: str, computations: Computations) -> list[Kernel]:
     instructions = computations[computation]
     shapes = {instruction.name: instruction.shape for instruction in instructions}
-    sizes = _sizes(instructions)
     found: list[Kernel] = []
     for instruction in instructions:
         called = [_launched(name, computations) for name in called_by(instruction)]
@@ -242,7 +257,7 @@ def _launched(computation: str, computations: Computations) -> list[Kernel]:
                 (fused,) = FUSED.findall(instruction.attributes)
                 moved = _bytes_moved_by_fusion(instruction, computations[fused])
             else:
-                moved = _bytes_moved_by_kernel(instruction, sizes)
+                moved = _bytes_moved_by_kernel(instruction, shapes)
             operands = tuple(shapes[name] for name in instruction.operands)
             found.append(Kernel(instruction, operands, moved))
         else:
@@ -254,17 +269,17 @@ def _bytes_moved_by(launched: list[Kernel]) -> int:
     return sum(kernel.bytes_moved for kernel in launched)
 
 
-def _sizes(instructions: list[Instruction]) -> dict[str, int]:
-    return {instruction.name: sum(array_bytes(instruction.shape)) for instruction in instructions}
-
-
-def _bytes_moved_by_kernel(instruction: Instruction, sizes: dict[str, int]) -> int:
+def _bytes_moved_by_kernel(instruction: Instruction, shapes: dict[str, str]) -> int:
+    written = bytes_in_memory(instruction.shape)
     if instruction.opcode.endswith("-done"):
-        return sizes[instruction.name]
-    read = sum(sizes[name] for name in set(instruction.operands))
+        return sum(written)
+    read = sum(sum(bytes_in_memory(shapes[name])) for name in set(instruction.operands))
+    if instruction.opcode == "slice-start":
+        return min(read, array_bytes(instruction.shape)[1])
     if instruction.opcode.endswith("-start"):
         return read
-    written = array_bytes(instruction.shape)
+    if ALLOCATES.search(instruction.attributes):
+        return 0
     if LIBRARY_CALL.search(instruction.attributes) and len(written) > 1:
         written.pop()  # the last result of a cuBLAS or cuDNN call is its workspace
     return read + sum(written)
@@ -272,7 +287,7 @@ def _bytes_moved_by_kernel(instruction: Instruction, sizes: dict[str, int]) -> i
 
 def _bytes_moved_by_fusion(fusion: Instruction, fused: list[Instruction]) -> int:
     """Counts the parameters and results of a fusion, save what its slices leave untouched."""
-    sizes = _sizes(fused)
+    sizes = {instruction.name: sum(array_bytes(instruction.shape)) for instruction in fused}
     producers = {instruction.name: instruction for instruction in fused}
 
     def parts_read(name: str) -> dict[str, float]:
@@ -289,21 +304,26 @@ def _bytes_moved_by_fusion(fusion: Instruction, fused: list[Instruction]) -> int
                 parts["whole"] = 1
         return parts if users else {"whole": 1}
 
-    def bytes_read(name: str) -> int:
-        return round(sizes[name] * min(1, sum(parts_read(name).values())))
+    def bytes_read(parameter: Instruction) -> int:
+        size = sum(bytes_in_memory(parameter.shape))
+        return size and round(size * min(1, sum(parts_read(parameter.name).values())))
 
     def updates_in_place(instruction: Instruction) -> bool:
+        return target_of(instruction) is not None
+
+    def target_of(instruction: Instruction) -> Instruction | None:
+        """Returns the parameter of which an instruction updates a slice in place."""
         if instruction.opcode != "dynamic-update-slice":
-            return False
+            return None
         target = producers[instruction.operands[0]]
         while target.opcode == "bitcast":
             target = producers[target.operands[0]]
-        return target.opcode == "parameter"
+        return target if target.opcode == "parameter" else None
 
-    read = sum(bytes_read(parameter.name) for parameter in fused if parameter.opcode == "parameter")
+    read = sum(bytes_read(parameter) for parameter in fused if parameter.opcode == "parameter")
     untouched = sum(
         sizes[update.name] - sizes[update.operands[1]]
         for update in fused
-        if updates_in_place(update)
+        if (target := target_of(update)) and sum(bytes_in_memory(target.shape))
     )
-    return read + sum(array_bytes(fusion.shape)) - untouched
+    return read + sum(bytes_in_memory(fusion.shape)) - untouched

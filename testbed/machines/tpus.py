@@ -19,7 +19,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from testbed.machines.hlo import Computations, Instruction, called_by, parse_program
+from testbed.machines.hlo import Computations, Instruction, called_by, count, parse_program
 
 TPUS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "7x": "tpu7x:2x2x1"}
 CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
@@ -34,7 +34,8 @@ class TpuProgram:
 
     Attributes:
       text: the optimised program in HLO text.
-      bytes_moved: bytes read and written, one turn of each loop.
+      bytes_moved: bytes that kernels read and write, in vector memory too; one turn of each loop.
+      hbm_bytes: bytes read from and written to the memory of the device; one turn of each loop.
       cycles: estimated, all turns of each loop.
       temp_bytes: memory held for intermediate values.
       compile_seconds: CPU seconds of XLA, of all threads.
@@ -42,6 +43,7 @@ class TpuProgram:
 
     text: str
     bytes_moved: int
+    hbm_bytes: int
     cycles: int
     temp_bytes: int
     compile_seconds: float
@@ -90,6 +92,7 @@ def compile_placed_for_tpus(
     return TpuProgram(
         text=text,
         bytes_moved=int(compiled.cost_analysis()["bytes accessed"]),
+        hbm_bytes=count(text)["bytes_moved"],
         cycles=estimated_cycles(text),
         temp_bytes=compiled.memory_analysis().temp_size_in_bytes,
         compile_seconds=compile_seconds,

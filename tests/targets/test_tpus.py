@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import targets
 from benchmarks.processes import Process
+from testbed.machines.hlo import count
 from testbed.machines.tpus import estimated_cycles
 from testbed.machines.wire import Sent, wire
 
@@ -96,6 +97,36 @@ def test_cycles_of_a_loop_count_once_a_turn_and_where_there_is_no_estimate_none(
     assert estimated_cycles(PROGRAM) == 3 * (10 + 100) + 1000
 
 
+FETCHING = """
+%fused (a: f32[8,4], b: f32[8,4], c: f32[8,4]) -> (f32[8,4], f32[8,4]) {
+  %a = f32[8,4]{1,0:T(8,128)S(1)} parameter(0)
+  %b = f32[8,4]{1,0:T(8,128)} parameter(1)
+  %c = f32[8,4]{1,0:T(8,128)S(1)} parameter(2)
+  %part = f32[1,4]{1,0:T(8,128)} slice(%b), slice={[0:1], [0:4]}
+  %updated = f32[8,4]{1,0:T(8,128)S(1)} dynamic-update-slice(%c, %part, %zero, %zero)
+  %sum = f32[8,4]{1,0:T(8,128)} add(%a, %a)
+  ROOT %both = (f32[8,4]{1,0:T(8,128)}, f32[8,4]{1,0:T(8,128)S(1)}) tuple(%sum, %updated)
+}
+
+ENTRY %main (x: f32[32,4], y: f32[8,4]) -> f32[8,4] {
+  %x = f32[32,4]{1,0:T(8,128)} parameter(0)
+  %y = f32[8,4]{1,0:T(8,128)} parameter(1)
+  %begun = ((f32[32,4]{1,0:T(8,128)}), f32[8,4]{1,0:T(8,128)S(1)}, s32[]{:S(2)}) slice-start(%x), slice={[0:8], [0:4]}
+  %fetched = f32[8,4]{1,0:T(8,128)S(1)} slice-done(%begun)
+  %room = f32[8,4]{1,0:T(8,128)S(1)} custom-call(), custom_call_target="AllocateBuffer"
+  %sums = (f32[8,4]{1,0:T(8,128)}, f32[8,4]{1,0:T(8,128)S(1)}) fusion(%fetched, %y, %room), kind=kLoop, calls=%fused
+  %sent = (f32[8,4]{1,0:T(8,128)}, f32[8,4]{1,0:T(8,128)S(1)}, u32[]{:S(2)}) copy-start(%fetched)
+  ROOT %there = f32[8,4]{1,0:T(8,128)} copy-done(%sent)
+}
+"""  # noqa: E501  as the compiler writes it
+
+
+def test_what_stays_in_vector_memory_moves_no_bytes_of_the_devices_memory():
+    eight_rows, one_row = 8 * 4 * 4, 4 * 4
+    # A slice is fetched, a row of y is read, a sum is written, and what was fetched is copied back.
+    assert count(FETCHING)["bytes_moved"] == eight_rows + one_row + eight_rows + eight_rows
+
+
 # Compiled programs.
 
 
@@ -114,13 +145,13 @@ def tpus(tmp_path_factory):
         log = tmp_path_factory.mktemp("tpus") / "log"
         process = Process(["-m", "benchmarks.worker", "by-hand"], False, log, "cpu", python)
 
-    def count(row, machine, way):
+    def count_row(row, machine, way):
         job = {"row": row, "machine": machine, "half": "bfloat16", "way": way}
         counted = process.ask("target", rehearse=True, **job)
         assert "error" not in counted, counted["error"]
         return counted
 
-    yield count
+    yield count_row
     process.close()
 
 
@@ -143,6 +174,13 @@ def test_a_small_step_is_as_lean_as_by_hand(tpus, machine, row, at_most):
     print(f"{machine} {row}: bytes, cycles " + " ".join(f"{x:.3f}" for x in measured))
     for ratio, bound in zip(measured, at_most, strict=True):
         assert ratio <= bound, f"{measured} exceeds {at_most}"
+
+
+@pytest.mark.parametrize("row", ["adam-split", "adam-stochastic"])
+def test_an_update_with_small_states_reads_and_writes_memory_as_by_hand(tpus, row):
+    by_hand, ours = (tpus(row, "v5e", way)["hbm_bytes"] for way in (targets.BASE, "ours"))
+    print(f"{row}: {ours / by_hand:.3f} of the bytes")
+    assert ours <= 1.02 * by_hand
 
 
 def test_moments_in_int8_take_at_most_twice_the_cycles_of_float8(tpus):
