@@ -4,10 +4,12 @@ import contextlib
 import ctypes
 import functools
 import gc
+import itertools
 import os
 import pathlib
 import shutil
 import tempfile
+import threading
 from importlib.metadata import version
 
 # Before JAX starts: the compiler for CUDA programs must not be taken for a GPU, and agreement
@@ -38,6 +40,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.interpreters import mlir
 
 import jmp
 from jmp.autocasting import _kinds, _registry
@@ -47,6 +50,12 @@ from tests.h200.fixture import h200 as h200
 # Python would look through all of JAX's objects again and again: 7 % of the time.
 gc.freeze()
 gc.set_threshold(20_000, 20, 50)
+
+# JAX makes a context of MLIR for each program, a sixth of the time of a small one: here 50 that
+# follow one another have the same.
+made, make_ir_context = itertools.count(), mlir.make_ir_context
+shared_context = functools.lru_cache(maxsize=1)(lambda *_: make_ir_context())
+mlir.make_ir_context = lambda: shared_context(threading.get_ident(), next(made) // 50)
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

@@ -288,7 +288,7 @@ MODEL_ROWS = (
         Model("vit", vit, VIT_SMALL),
     ),
     _model("resnet", "ResNet"),
-    _model("unet", "U-Net, GroupNorm", small={"batch": 8, "size": 32, "widths": (16, 32)}),
+    _model("unet", "U-Net, GroupNorm", small={"batch": 8, "size": 16, "widths": (16, 32)}),
     _model("lstm", "LSTM"),
 )
 UPDATE_ROWS = (
