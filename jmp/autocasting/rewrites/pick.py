@@ -9,6 +9,8 @@ Of long rows the value itself is gathered: a sum over log(p) can only start when
 rows are there, and reads them once more (13 % of the bytes of a log-softmax over 50,304 classes and
 the product before it). Shorter rows XLA has in one kernel with their sums, which a gather would
 take apart (27 % more bytes).
+
+Where no gradient goes backwards, as in a loop that generates, the gather stays as it is.
 """
 
 import functools
@@ -31,7 +33,7 @@ LARGE = 1 << 14
 
 def pick_as_sum(node: Node, around: Surroundings) -> Rewrite | None:
     """Rewrites a gather of exactly one element of each row of a large float32 array."""
-    if not _is_pick(node):
+    if not (around.has_gradient and _is_pick(node)):
         return None
     if is_long(node.inputs[0].aval.shape[_axis(node)]):
         why = "one element of each row, with the derivative of a masked sum: it writes no zeros"
