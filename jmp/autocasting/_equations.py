@@ -22,7 +22,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jmp import _jax_compat
 from jmp._jax_compat import Params
 from jmp.autocasting._kinds import has_kind, kind_of
-from jmp.autocasting._numbers import dtype_of, is_inexact, length_of, shape_of
+from jmp.autocasting._numbers import dtype_of, is_inexact, length_of, shape_of, size_of
 from jmp.autocasting._precision import asked_for
 from jmp.autocasting._propagation import inner_equations
 from jmp.autocasting._registry import Category, Rule, is_foreign, rule_for
@@ -50,10 +50,17 @@ def rule_of(equation: JaxprEqn, settings: Settings) -> Rule:
         if not (after == FLOAT32 and before in (FLOAT32, np.bool_)):
             why = "an explicit cast is kept as the user wrote it"
             return dataclasses.replace(rule, category=Category.AS_WRITTEN, reason=why)
+    if rule.repeats and rule.sums_backward and _repeats_nothing(equation):
+        return dataclasses.replace(rule, sums_backward=False, reason="moves data: repeats nothing")
     in_half = rule.category in IN_HALF and not rule.sums_backward
     if in_half and _jax_compat.holds_functions(equation):
         return Rule(Category.AS_WRITTEN, "holds a function, which has its dtypes")
     return rule
+
+
+def _repeats_nothing(equation: JaxprEqn) -> bool:
+    before, after = map(shape_of, (equation.invars[0], equation.outvars[0]))
+    return size_of(before) == size_of(after)
 
 
 def is_inner_product(equation: JaxprEqn) -> bool:

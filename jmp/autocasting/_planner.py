@@ -143,6 +143,7 @@ class Planner(Level):
             leaving={write.value for write in writes},
             in_half={write.value for write in writes if write.dtype == self.half},
             platform=self.context.request.platform,
+            has_gradient=self.context.has_gradient,
         )
         rewrites = {node: found for node in nodes if (found := rewrite_of(node, around))}
         # All readers of an input of a norm over rows share one cast, so that its cotangents add up

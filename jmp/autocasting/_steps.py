@@ -86,6 +86,7 @@ class Surroundings(NamedTuple):
     leaving: Set[Value]  # results that leave
     in_half: Set[Value]  # those that leave in half
     platform: str  # "gpu" or "tpu"
+    has_gradient: bool  # see `Context`
 
 
 class Context(NamedTuple):
@@ -101,6 +102,9 @@ class Context(NamedTuple):
     is_transposed: bool = False
     # Whether devices may not come by here together; see `_sending.may_part`.
     devices_part: bool = False
+    # Whether it may be differentiated backwards: not the body of a while loop, nor a loop whose
+    # buffers are half, which has another form for that.
+    has_gradient: bool = True
 
 
 class Single(NamedTuple):

@@ -8,6 +8,7 @@ import pytest
 import jmp
 from jmp import _jax_compat
 from jmp.autocasting._propagation import walk
+from jmp.autocasting.rewrites import pick
 from jmp.diagnostics import logprob_gap
 from testbed.decoding import CACHES, LOOPS, SMALL, Decoder
 
@@ -105,3 +106,21 @@ def test_differentiated_generation_has_float32_weights_and_caches(cache):
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
         assert a.dtype == jnp.float32
         assert jnp.linalg.norm(a - b) < 0.03 * jnp.linalg.norm(b)
+
+
+def count_gathers(function, *args):
+    closed = jax.make_jaxpr(function)(*args)
+    return sum(visit.equation.primitive.name == "gather" for visit in walk(closed.jaxpr))
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_labels_are_gathered_where_no_gradient_goes_backwards(loop, monkeypatch):
+    monkeypatch.setattr(pick, "LARGE", 1)
+    decoder = Decoder(loop=loop, **SMALL)
+    params, first = decoder.example()
+    tokens = jnp.concatenate([first[None], decoder(params, first)[0]])
+    rows, labels = 1, 1
+    mixed = jmp.autocast(decoder.score, "mixed_bfloat16")
+    assert count_gathers(mixed, params, tokens) == rows + labels
+    if loop == "scan":  # JAX does not transpose the other
+        assert count_gathers(jax.grad(lambda p: mixed(p, tokens).mean()), params) == rows

@@ -50,7 +50,7 @@ class ScanKind(Kind):
         streams = _streams(graph, values, before, node, level.half)
         in_half, buffers = carried_in_half(graph, values, node, level, streams)
 
-        def planned(in_half: Sequence[bool]) -> Nested:
+        def planned(in_half: Sequence[bool], has_gradient: bool) -> Nested:
             carries = [
                 level.half if is_half else value.dtype
                 for value, is_half in zip(values, in_half, strict=True)
@@ -60,7 +60,9 @@ class ScanKind(Kind):
             outputs += level.destinations(node)[scan.n_carry :]
             # One more than the turns: also a loop of one turn is a loop.
             times = level.context.times * (turns_of(node.equation) + 1)
-            context = level.context._replace(times=times, prevent_cse=False)
+            context = level.context._replace(
+                times=times, prevent_cse=False, has_gradient=has_gradient
+            )
             plan = level.plan_graph(graph, infos, outputs, context)
             stores = (*carries, *plan.stores[scan.n_carry :])
             # Constants are rounded inside, but those that have no gradient.
@@ -78,9 +80,10 @@ class ScanKind(Kind):
             return level.nested(node, [plan], stores, reads, rounds)
 
         if not any(buffers):
-            return planned(in_half)
-        wide = planned([a and not b for a, b in zip(in_half, buffers, strict=True)])
-        return planned(in_half)._replace(wide=wide)
+            return planned(in_half, level.context.has_gradient)
+        without = [a and not b for a, b in zip(in_half, buffers, strict=True)]
+        wide = planned(without, level.context.has_gradient)
+        return planned(in_half, False)._replace(wide=wide)
 
     def emit(self, equation: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> Any:
         """Emits `lax.scan`; constants are closed over."""

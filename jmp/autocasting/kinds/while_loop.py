@@ -101,7 +101,7 @@ class WhileKind(Kind):
         (is_on,) = loop.condition.out_avals
         parts = level.context.devices_part or may_part(node, is_on)
         # Nothing is saved for a backward pass, because there is none.
-        context = level.context._replace(prevent_cse=False, devices_part=parts)
+        context = level.context._replace(prevent_cse=False, devices_part=parts, has_gradient=False)
         body = level.plan_graph(graph, [*infos, *carries], outputs, context)
         condition_as_written = as_written(loop.condition, node, level.context.request)
         run_condition = lambda run_plan: _jax_compat.as_function(condition_as_written)

@@ -9,6 +9,8 @@ Of long rows the value itself is gathered: a sum over log(p) can only start when
 rows are there, and reads them once more (13 % of the bytes of a log-softmax over 50,304 classes and
 the product before it). Shorter rows XLA has in one kernel with their sums, which a gather would
 take apart (27 % more bytes).
+
+Where no gradient goes backwards, as in a loop that generates, the gather stays as it is.
 """
 
 import functools
@@ -31,7 +33,7 @@ LARGE = 1 << 14
 
 def pick_as_sum(node: Node, around: Surroundings) -> Rewrite | None:
     """Rewrites a gather of exactly one element of each row of a large float32 array."""
-    if not _is_pick(node):
+    if not (around.has_gradient and _is_pick(node)):
         return None
     if is_long(node.inputs[0].aval.shape[_axis(node)]):
         why = "one element of each row, with the derivative of a masked sum: it writes no zeros"
@@ -76,8 +78,11 @@ def _pick(node: Node, operand: Any, indices: Any, fill: float | None = None) -> 
     picked = jnp.where(columns == chosen, operand, jnp.zeros([], operand.dtype)).sum(axis)
     if mode == GatherScatterMode.FILL_OR_DROP:
         fill = node.params["fill_value"] if fill is None else fill
+        fill = jnp.asarray(jnp.nan if fill is None else fill, operand.dtype)
         outside = (chosen < 0) | (chosen >= length)
-        picked = jnp.where(outside.reshape(rows), jnp.nan if fill is None else fill, picked)
+        # Added to the zero that is there. What selects has a derivative, which selects among the
+        # cotangents: of a mean they are one number, and XLA would repeat as many as there are rows.
+        picked += jnp.where(outside.reshape(rows), fill, 0)
     return picked.reshape(node.outputs[0].aval.shape)
 
 
