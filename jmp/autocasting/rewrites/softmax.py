@@ -22,18 +22,42 @@ as much as the scores were.
 """
 
 import functools
-from typing import Any
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jmp import _jax_compat
+from jmp._jax_compat import Params
 from jmp.autocasting._flow import is_row_reduction
-from jmp.autocasting._graph import Node, Value, downstream
+from jmp.autocasting._graph import Graph, Node, Value, downstream
+from jmp.autocasting._islands import key_of
+from jmp.autocasting._kinds import Level
+from jmp.autocasting._numbers import Shape, has_symbols, shape_of
 from jmp.autocasting._registry import Category
-from jmp.autocasting._steps import Recompute, Rewrite, Surroundings
+from jmp.autocasting._steps import (
+    Arithmetic,
+    Island,
+    Pads,
+    Recompute,
+    Rewrite,
+    Single,
+    Step,
+    Surroundings,
+    nodes_of,
+)
+from jmp.autocasting.attention._axes import (
+    Axes,
+    Labelled,
+    is_pointwise,
+    keeps_places,
+    own_axes,
+)
 from jmp.autocasting.rewrites.one_pass import Powers, powers_of
 from jmp.dtypes import FLOAT32
 
@@ -41,6 +65,11 @@ KEPT_WEIGHTS = "autocast_softmax"
 # The length of a TPU's vectors. Of rows that are no multiple of it (197 tokens of a ViT) XLA makes
 # a kernel of their own, with which a step moves 9 % more bytes.
 VECTOR = 128
+# What a GPU's half products have rows and columns of: XLA pads others to the next multiple.
+MULTIPLE = 8
+# From rows to the powers of a softmax, by what is read first; and what else leads to its result.
+TO_POWERS = ("exp", "sub", "transpose")
+TO_SUMS = ("reduce_max", "max", "stop_gradient", "broadcast_in_dim", "reduce_sum", "div")
 
 
 def softmax_from_half_result(node: Node, around: Surroundings) -> Rewrite | None:
@@ -205,3 +234,196 @@ def _operand_in_half(array: Any, half: Any, is_constant: bool) -> Any:
 
 def _difference(half: Any, rows: Any, shift: Any) -> Any:
     return (rows.astype(half) - shift.astype(half)).astype(FLOAT32)
+
+
+# Padding, on GPUs.
+
+
+def pad_softmaxes(steps: Sequence[Step], level: Level) -> list[Step]:
+    """Returns the steps of a level, with a padding around softmaxes over odd numbers of rows.
+
+    Where the rows or the columns of a half product are no multiple of eight, XLA pads what it reads
+    for cuBLAS, and cuts what it gives. Around the softmax of an attention these are its largest
+    arrays, and a kernel for each pads it. Here queries, keys and values are padded, which are
+    small. So the scores come out padded, and one kernel makes padded weights of them, with zeros
+    where a row has ended.
+    """
+    changed: dict[int, Step] = {}
+    if level.context.request.platform == "gpu":
+        step_of = {node: step for step in steps for node in nodes_of(step)}
+        for step in steps:
+            if isinstance(step, Island):
+                changed |= _padded_steps(step, step_of, level.graph)
+    return [changed.get(id(step), step) for step in steps]
+
+
+def _padded_steps(island: Island, step_of: Mapping[Node, Step], graph: Graph) -> dict[int, Step]:
+    """Returns what a softmax and the products beside it become, by the ids of these steps."""
+    divisions = [node for node, form in island.rewrites.items() if form.keeps == KEPT_WEIGHTS]
+    if not len(divisions) == len(island.reads) == len(island.writes) == 1:
+        return {}
+    (division,), scores, weights = divisions, island.reads[0].value, island.writes[0].value
+    is_read_elsewhere = not set(island.nodes).issuperset(scores.users) or scores in graph.outputs
+    if is_read_elsewhere or weights in graph.outputs or len(weights.users) != 1:
+        return {}
+    before, after = scores.producer and step_of.get(scores.producer), step_of[weights.users[0]]
+    axes = _axes_inside(island)
+    rows = axes and _rows_of(division, island, axes)
+    if axes is None or rows is None or not (_may_pad(before) and _may_pad(after)):
+        return {}
+    pads = _pads_of(before.node, after.node, Labelled(weights, axes[weights]))
+    if pads is None:
+        return {}
+    form = island.rewrites[division]
+    form = form._replace(why=f"{form.why}; its rows are padded, so that XLA pads no scores")
+    padded = island._replace(rewrites={**island.rewrites, division: form}, padded=rows)
+    return {
+        id(before): before._replace(pads=pads[0]),
+        id(island): padded._replace(key=key_of(padded)),
+        id(after): after._replace(pads=pads[1], cuts=True),
+    }
+
+
+def _may_pad(step: Step | None) -> TypeGuard[Single]:
+    """Returns whether a step is a half product whose operands may be padded where it stands."""
+    if not isinstance(step, Single) or step.arithmetic is not Arithmetic.HALF:
+        return False
+    mesh = step.node.outputs[0].aval.sharding.mesh
+    is_plain = step.in_float8 is None and step.rounds is None
+    asks_for_sharding = mesh.explicit_axes or mesh.manual_axes
+    return step.node.name == "dot_general" and is_plain and not asks_for_sharding
+
+
+def _rows_of(division: Node, island: Island, axes: Mapping[Value, Axes]) -> Value | None:
+    """Returns the rows that a softmax subtracts their maxima from, before anything else.
+
+    Returns None where something else in the island depends on the length of a row.
+    """
+    reductions = [node for node in island.nodes if node.rule.reduces]
+    maxima = [node for node in reductions if node.name == "reduce_max"]
+    keys = axes[division.outputs[0]][-1:]
+    over = {tuple(axes[node.inputs[0]][i] for i in node.params["axes"]) for node in reductions}
+    are_last = all(is_row_reduction(node) for node in reductions)
+    if len(reductions) != 2 or len(maxima) != 1 or over != {keys} or not are_last:
+        return None
+    (rows,) = maxima[0].inputs
+    # Behind the end of a row is -inf: what follows makes zero of it.
+    after = {v.producer for v in downstream(rows, set(island.nodes).__contains__)} - {rows.producer}
+    value = division.inputs[0]
+    while value is not rows and value.producer in after and value.producer.name in TO_POWERS:
+        value = value.producer.inputs[0]
+    is_softmax = {node.name for node in after if node} <= {*TO_POWERS, *TO_SUMS}
+    return rows if value is rows and is_softmax else None
+
+
+def _axes_inside(island: Island) -> dict[Value, Axes] | None:
+    """Returns what the axes of an island's arrays are of the one that enters; None if not known."""
+    (entering,) = (read.value for read in island.reads)
+    found = {entering: own_axes(shape_of(entering))}
+    for node in (*island.clones, *island.nodes):
+        (result,), operands = node.outputs, [v for v in node.inputs if shape_of(v)]
+        if not operands or not found.keys() >= set(operands):
+            return None
+        axes, places = found[operands[0]], node.params.get("broadcast_dimensions")
+        if node.name == "transpose":
+            axes = tuple(axes[i] for i in node.params["permutation"])
+        elif node.name == "broadcast_in_dim":
+            axes = tuple(
+                axes[places.index(i)] if i in places else () for i in range(result.aval.ndim)
+            )
+        elif node.rule.reduces:
+            axes = tuple(axis for i, axis in enumerate(axes) if i not in node.params["axes"])
+        elif is_pointwise(node) or keeps_places(node) or node.name == "exp":
+            others = zip(*(found[value] for value in operands), strict=True)
+            axes = tuple(max(labels) for labels in others)
+        else:
+            return None
+        # It repeats along an axis of the entering array.
+        if any((n == 1) != (axis == ()) for n, axis in zip(shape_of(result), axes, strict=True)):
+            return None
+        found[result] = axes
+    return found
+
+
+def _pads_of(before: Node, after: Node, weights: Labelled) -> tuple[Pads, Pads] | None:
+    """Returns which axes of their operands two products pad; None if there is nothing to pad.
+
+    Args:
+      before: the product that gives the scores, whose axes the labels count.
+      after: the one that reads the weights.
+    """
+    scores = before.outputs[0].aval
+    summed, shared = before.params["dimension_numbers"]
+    place = len(shared[0])  # the scores have the shared axes first, then those of each operand
+    sides: list[dict[int, int]] = []  # axes of the scores, and which axis of an operand they are
+    for value, *taken in zip(before.inputs, summed, shared, strict=True):
+        free = [i for i in range(value.aval.ndim) if all(i not in axes for axes in taken)]
+        sides.append(dict(zip(range(place, place + len(free)), free, strict=True)))
+        place += len(free)
+    keys = weights.axes[-1]
+    of_keys = [side for side, axes in enumerate(sides) if keys == tuple(axes)]
+    if len(of_keys) != 1:
+        return None
+    queries = 1 - of_keys[0]
+    if has_symbols([scores.shape[i] for axes in sides for i in axes]):
+        return None
+    # A product of single rows is no product of matrices for XLA: it is padded nowhere.
+    if (number := math.prod(scores.shape[i] for i in sides[queries])) == 1:
+        return None
+    longest = max(sides[queries], key=lambda i: scores.shape[i])
+    padded = {of_keys[0]: keys[0]} if scores.shape[keys[0]] % MULTIPLE else {}
+    padded |= {queries: longest} if number % MULTIPLE else {}
+    pads = tuple((sides[side][padded[side]],) if side in padded else () for side in (0, 1))
+    # Along an axis of a mesh that they may lie along, arrays are left as they are.
+    lengths = [scores.shape[place] for place in padded.values()]
+    devices = [n for n in scores.sharding.mesh.shape.values() if n > 1]
+    if not padded or any(length % n == 0 for length in lengths for n in devices):
+        return None
+    own = after.inputs.index(weights.value)
+    summed, shared = after.params["dimension_numbers"]
+    is_batch = any(weights.axes[i] == (longest,) for i in shared[own])
+    if after.inputs.count(weights.value) > 1 or is_batch or summed[own] != (len(weights.axes) - 1,):
+        return None
+    of_values = tuple(summed[1 - own]) if of_keys[0] in padded else ()
+    return pads, ((), of_values) if own == 0 else (of_values, ())
+
+
+# How it runs.
+
+
+def multiply_padded(
+    run: Callable[[Sequence[Any]], list[Any]],
+    operands: Sequence[Any],
+    pads: Pads,
+    shape: Shape | None,
+) -> list[Any]:
+    """Returns a product of operands that are padded with zeros to multiples of eight.
+
+    Args:
+      run: computes it.
+      pads: along which axes each operand is padded.
+      shape: what the result is cut to; None leaves it padded.
+    """
+    results = run([_padded(x, axes) for x, axes in zip(operands, pads, strict=True)])
+    return results if shape is None else [x[tuple(map(slice, shape))] for x in results]
+
+
+def _padded(array: Any, axes: Sequence[int]) -> Any:
+    added = [(0, -n % MULTIPLE if i in axes else 0) for i, n in enumerate(array.shape)]
+    return jnp.pad(array, added) if axes else array
+
+
+def lowered_behind(rows: Any, length: int) -> Any:
+    """Returns rows of this length, with -inf behind their ends if they are padded."""
+    if rows.shape[-1] == length:
+        return rows
+    places = lax.broadcasted_iota(jnp.int32, rows.shape, rows.ndim - 1)
+    return jnp.where(places < length, rows, -jnp.inf)
+
+
+def repeated_padded(array: Any, params: Params) -> Params:
+    """Returns the parameters of `broadcast_in_dim` for an array that may be padded."""
+    shape = list(params["shape"])
+    for length, place in zip(array.shape, params["broadcast_dimensions"], strict=True):
+        shape[place] = length  # what is repeated along an axis of the scores is not padded
+    return {**params, "shape": tuple(shape)}
