@@ -24,7 +24,7 @@ as much as the scores were.
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -67,9 +67,6 @@ KEPT_WEIGHTS = "autocast_softmax"
 VECTOR = 128
 # What a GPU's half products have rows and columns of: XLA pads others to the next multiple.
 MULTIPLE = 8
-# From rows to the powers of a softmax, by what is read first; and what else leads to its result.
-TO_POWERS = ("exp", "sub", "transpose")
-TO_SUMS = ("reduce_max", "max", "stop_gradient", "broadcast_in_dim", "reduce_sum", "div")
 
 
 def softmax_from_half_result(node: Node, around: Surroundings) -> Rewrite | None:
@@ -240,13 +237,14 @@ def _difference(half: Any, rows: Any, shift: Any) -> Any:
 
 
 def pad_softmaxes(steps: Sequence[Step], level: Level) -> list[Step]:
-    """Returns the steps of a level, with a padding around softmaxes over odd numbers of rows.
+    """Returns the steps of a level; softmaxes over odd lengths are padded, on GPUs.
 
-    Where the rows or the columns of a half product are no multiple of eight, XLA pads what it reads
-    for cuBLAS, and cuts what it gives. Around the softmax of an attention these are its largest
-    arrays, and a kernel for each pads it. Here queries, keys and values are padded, which are
-    small. So the scores come out padded, and one kernel makes padded weights of them, with zeros
-    where a row has ended.
+    Where rows or columns of a half product are no multiple of eight, XLA pads its operands for
+    cuBLAS and cuts its result. The scores and the weights of an attention are large, and each of
+    them, and each of their cotangents, is written once more by a kernel that only pads. Here the
+    queries, keys and values are padded, which are small. Then the scores come out padded, and the
+    kernel of the softmax reads padded scores and writes padded weights: behind the end of a row
+    they are zeros, which add nothing to the result.
     """
     changed: dict[int, Step] = {}
     if level.context.request.platform == "gpu":
@@ -263,15 +261,16 @@ def _padded_steps(island: Island, step_of: Mapping[Node, Step], graph: Graph) ->
     if not len(divisions) == len(island.reads) == len(island.writes) == 1:
         return {}
     (division,), scores, weights = divisions, island.reads[0].value, island.writes[0].value
-    is_read_elsewhere = not set(island.nodes).issuperset(scores.users) or scores in graph.outputs
+    is_read_elsewhere = scores in graph.outputs or not set(island.nodes).issuperset(scores.users)
     if is_read_elsewhere or weights in graph.outputs or len(weights.users) != 1:
         return {}
-    before, after = scores.producer and step_of.get(scores.producer), step_of[weights.users[0]]
-    axes = _axes_inside(island)
-    rows = axes and _rows_of(division, island, axes)
-    if axes is None or rows is None or not (_may_pad(before) and _may_pad(after)):
+    before = step_of.get(scores.producer) if scores.producer is not None else None
+    after = step_of[weights.users[0]]
+    if not (_may_pad(before) and _may_pad(after)):
         return {}
-    pads = _pads_of(before.node, after.node, Labelled(weights, axes[weights]))
+    axes = _axes_inside(island)
+    rows = _rows_of(division, island, axes)
+    pads = _pads_of(before.node, after.node, Labelled(weights, axes[weights])) if rows else None
     if pads is None:
         return {}
     form = island.rewrites[division]
@@ -294,98 +293,118 @@ def _may_pad(step: Step | None) -> TypeGuard[Single]:
     return step.node.name == "dot_general" and is_plain and not asks_for_sharding
 
 
-def _rows_of(division: Node, island: Island, axes: Mapping[Value, Axes]) -> Value | None:
-    """Returns the rows that a softmax subtracts their maxima from, before anything else.
+def _axes_inside(island: Island) -> dict[Value, Axes]:
+    """Returns the axes of an island's arrays, labelled by those of the one that enters.
 
-    Returns None where something else in the island depends on the length of a row.
+    It is empty if a node is not known to do the same with arrays that are longer.
     """
-    reductions = [node for node in island.nodes if node.rule.reduces]
-    maxima = [node for node in reductions if node.name == "reduce_max"]
-    keys = axes[division.outputs[0]][-1:]
-    over = {tuple(axes[node.inputs[0]][i] for i in node.params["axes"]) for node in reductions}
-    are_last = all(is_row_reduction(node) for node in reductions)
-    if len(reductions) != 2 or len(maxima) != 1 or over != {keys} or not are_last:
-        return None
-    (rows,) = maxima[0].inputs
-    # Behind the end of a row is -inf: what follows makes zero of it.
-    after = {v.producer for v in downstream(rows, set(island.nodes).__contains__)} - {rows.producer}
-    value = division.inputs[0]
-    while value is not rows and value.producer in after and value.producer.name in TO_POWERS:
-        value = value.producer.inputs[0]
-    is_softmax = {node.name for node in after if node} <= {*TO_POWERS, *TO_SUMS}
-    return rows if value is rows and is_softmax else None
-
-
-def _axes_inside(island: Island) -> dict[Value, Axes] | None:
-    """Returns what the axes of an island's arrays are of the one that enters; None if not known."""
     (entering,) = (read.value for read in island.reads)
     found = {entering: own_axes(shape_of(entering))}
     for node in (*island.clones, *island.nodes):
         (result,), operands = node.outputs, [v for v in node.inputs if shape_of(v)]
         if not operands or not found.keys() >= set(operands):
-            return None
-        axes, places = found[operands[0]], node.params.get("broadcast_dimensions")
+            return {}
+        axes = found[operands[0]]
         if node.name == "transpose":
             axes = tuple(axes[i] for i in node.params["permutation"])
         elif node.name == "broadcast_in_dim":
-            axes = tuple(
-                axes[places.index(i)] if i in places else () for i in range(result.aval.ndim)
-            )
+            repeated = dict(zip(node.params["broadcast_dimensions"], axes, strict=True))
+            axes = tuple(repeated.get(i, ()) for i in range(result.aval.ndim))
         elif node.rule.reduces:
             axes = tuple(axis for i, axis in enumerate(axes) if i not in node.params["axes"])
-        elif is_pointwise(node) or keeps_places(node) or node.name == "exp":
-            others = zip(*(found[value] for value in operands), strict=True)
-            axes = tuple(max(labels) for labels in others)
+        elif is_pointwise(node) or keeps_places(node) or node.rule.expensive:
+            axes = tuple(map(max, zip(*map(found.__getitem__, operands), strict=True)))
         else:
-            return None
-        # It repeats along an axis of the entering array.
+            return {}
         if any((n == 1) != (axis == ()) for n, axis in zip(shape_of(result), axes, strict=True)):
-            return None
+            return {}  # it repeats along an axis
         found[result] = axes
     return found
 
 
+def _rows_of(division: Node, island: Island, axes: Mapping[Value, Axes]) -> Value | None:
+    """Returns the rows that a softmax subtracts the maxima of; None if it does more than that.
+
+    Behind the end of a padded row is -inf, which neither a maximum nor a sum of powers sees.
+    """
+    reductions = [node for node in island.nodes if node.rule.reduces]
+    maxima = [node for node in reductions if node.name == "reduce_max"]
+    powers = division.inputs[0].producer
+    if not axes or powers is None or len(reductions) != 2 or len(maxima) != 1:
+        return None
+    (rows,), keys = maxima[0].inputs, axes[division.inputs[0]][-1]
+    over = {tuple(axes[node.inputs[0]][i] for i in node.params["axes"]) for node in reductions}
+    if over != {(keys,)} or not all(map(is_row_reduction, reductions)):
+        return None
+    # Between rows and powers is one difference, which may be moved, and beside it nothing as long.
+    path, value = {division, powers}, powers.inputs[0]
+    while value is not rows:
+        node = value.producer
+        if node is None or not (node.name == "sub" or node.rule.moves):
+            return None
+        if any(keys in axes.get(other, ()) for other in node.inputs[1:]):
+            return None
+        path.add(node)
+        value = node.inputs[0]
+    after = [v for v in downstream(rows, set(island.nodes).__contains__) if v is not rows]
+    is_alone = all(value.producer in path for value in after if keys in axes[value])
+    return rows if is_alone else None
+
+
+class _Side(NamedTuple):
+    """What one operand of a product gives to the axes of its result."""
+
+    places: tuple[int, ...]  # of these axes in the result
+    axes: tuple[int, ...]  # the same in the operand
+
+
+def _sides_of(product: Node) -> tuple[_Side, _Side]:
+    summed, shared = product.params["dimension_numbers"]
+    free = [
+        tuple(i for i in range(value.aval.ndim) if i not in (*own, *both))
+        for value, own, both in zip(product.inputs, summed, shared, strict=True)
+    ]
+    start, middle = len(shared[0]), len(shared[0]) + len(free[0])
+    end = middle + len(free[1])
+    return _Side(tuple(range(start, middle)), free[0]), _Side(tuple(range(middle, end)), free[1])
+
+
 def _pads_of(before: Node, after: Node, weights: Labelled) -> tuple[Pads, Pads] | None:
-    """Returns which axes of their operands two products pad; None if there is nothing to pad.
+    """Returns which axes of their operands two products pad; None if nothing is to be padded.
 
     Args:
       before: the product that gives the scores, whose axes the labels count.
       after: the one that reads the weights.
     """
-    scores = before.outputs[0].aval
-    summed, shared = before.params["dimension_numbers"]
-    place = len(shared[0])  # the scores have the shared axes first, then those of each operand
-    sides: list[dict[int, int]] = []  # axes of the scores, and which axis of an operand they are
-    for value, *taken in zip(before.inputs, summed, shared, strict=True):
-        free = [i for i in range(value.aval.ndim) if all(i not in axes for axes in taken)]
-        sides.append(dict(zip(range(place, place + len(free)), free, strict=True)))
-        place += len(free)
-    keys = weights.axes[-1]
-    of_keys = [side for side, axes in enumerate(sides) if keys == tuple(axes)]
-    if len(of_keys) != 1:
+    scores, sides, keys = before.outputs[0].aval, _sides_of(before), weights.axes[-1]
+    of_keys = next((i for i, side in enumerate(sides) if side.places == keys != ()), None)
+    if of_keys is None or has_symbols(tuple(scores.shape[i] for s in sides for i in s.places)):
         return None
-    queries = 1 - of_keys[0]
-    if has_symbols([scores.shape[i] for axes in sides for i in axes]):
+    queries = sides[1 - of_keys]
+    number = math.prod(scores.shape[i] for i in queries.places)
+    if number == 1:  # a product with a vector, which XLA does not pad
         return None
-    # A product of single rows is no product of matrices for XLA: it is padded nowhere.
-    if (number := math.prod(scores.shape[i] for i in sides[queries])) == 1:
-        return None
-    longest = max(sides[queries], key=lambda i: scores.shape[i])
-    padded = {of_keys[0]: keys[0]} if scores.shape[keys[0]] % MULTIPLE else {}
-    padded |= {queries: longest} if number % MULTIPLE else {}
-    pads = tuple((sides[side][padded[side]],) if side in padded else () for side in (0, 1))
-    # Along an axis of a mesh that they may lie along, arrays are left as they are.
-    lengths = [scores.shape[place] for place in padded.values()]
+    pads: list[tuple[int, ...]] = [(), ()]
+    lengths = []
+    if scores.shape[keys[0]] % MULTIPLE:
+        pads[of_keys] = sides[of_keys].axes
+        lengths.append(scores.shape[keys[0]])
+    row = max(queries.places, key=scores.shape.__getitem__)
+    if number % MULTIPLE:
+        pads[1 - of_keys] = (queries.axes[queries.places.index(row)],)
+        lengths.append(scores.shape[row])
+    # What may lie along an axis of a mesh is not padded.
     devices = [n for n in scores.sharding.mesh.shape.values() if n > 1]
-    if not padded or any(length % n == 0 for length in lengths for n in devices):
+    if not lengths or any(length % n == 0 for length in lengths for n in devices):
         return None
     own = after.inputs.index(weights.value)
     summed, shared = after.params["dimension_numbers"]
-    is_batch = any(weights.axes[i] == (longest,) for i in shared[own])
-    if after.inputs.count(weights.value) > 1 or is_batch or summed[own] != (len(weights.axes) - 1,):
+    is_of_rows = tuple(summed[own]) == (len(weights.axes) - 1,)
+    is_batch = any(weights.axes[i] == (row,) for i in shared[own])
+    if after.inputs.count(weights.value) > 1 or not is_of_rows or is_batch:
         return None
-    of_values = tuple(summed[1 - own]) if of_keys[0] in padded else ()
-    return pads, ((), of_values) if own == 0 else (of_values, ())
+    of_values = tuple(summed[1 - own]) if pads[of_keys] else ()
+    return tuple(pads), ((), of_values) if own == 0 else (of_values, ())
 
 
 # How it runs.
@@ -409,16 +428,16 @@ def multiply_padded(
 
 
 def _padded(array: Any, axes: Sequence[int]) -> Any:
-    added = [(0, -n % MULTIPLE if i in axes else 0) for i, n in enumerate(array.shape)]
-    return jnp.pad(array, added) if axes else array
+    added = [(0, -n % MULTIPLE if i in axes else 0, 0) for i, n in enumerate(array.shape)]
+    return lax.pad(array, jnp.zeros([], array.dtype), added) if axes else array
 
 
 def lowered_behind(rows: Any, length: int) -> Any:
-    """Returns rows of this length, with -inf behind their ends if they are padded."""
+    """Returns rows of this length, if they are padded in float32 with -inf behind their ends."""
     if rows.shape[-1] == length:
         return rows
     places = lax.broadcasted_iota(jnp.int32, rows.shape, rows.ndim - 1)
-    return jnp.where(places < length, rows, -jnp.inf)
+    return jnp.where(places < length, rows.astype(FLOAT32), -jnp.inf)
 
 
 def repeated_padded(array: Any, params: Params) -> Params:
