@@ -1,4 +1,4 @@
-"""Softmax: on GPUs its derivative from the half result, on TPUs half differences inside.
+"""Softmax: on GPUs padded, its derivative from its half result; on TPUs half differences inside.
 
 On a GPU a softmax before a product takes its derivative from the half result. A product keeps its
 operands for the backward pass, so that half result is kept whatever is done about the softmax
