@@ -142,6 +142,7 @@ RULES = [
         {**_rewrites_without(sums_in_one_pass), "rewrites.pick.is_long": lambda _: False},
     ),
     Rule("softmax from its half result", _rewrites_without(softmax_from_half_result)),
+    Rule("padded softmax", {"rewrites.softmax.MULTIPLE": 1}),
     Rule("softmax of half scores", _rewrites_without(softmax_of_half_scores)),
     Rule("biases add up by products", {"_planner.Planner._adds_by_product": lambda *_: False}),
     Rule("kernels of convolutions that spread", {"_planner.spreads": lambda _: False}),

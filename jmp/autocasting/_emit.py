@@ -38,6 +38,7 @@ from jmp.autocasting._steps import (
     Unplanned,
     Write,
 )
+from jmp.autocasting.rewrites.softmax import lowered_behind, multiply_padded, repeated_padded
 from jmp.dtypes import FLOAT32
 from jmp.sharding._axes import without_reduced
 
@@ -154,6 +155,9 @@ class Numerics:
             return _wide_gradients.look_up_half(run, operands)
         if step.spreads:
             return _convolutions.convolve(operands, step.params)
+        if step.pads:
+            shape = step.node.outputs[0].aval.shape if step.cuts else None
+            return multiply_padded(run, operands, step.pads, shape)
         results = run(operands)
         if step.is_masked:
             for position, read in enumerate(step.reads):
@@ -299,10 +303,12 @@ def _function_of(island: Island) -> Function:
             environment = {value: _rounded_again(array) for value, array in environment.items()}
         if island.shares_casts:
             environment = {value: _in_float32(value, environment) for value in entering}
+        _end_rows(island.padded, entering, environment)
         for node in (*island.clones, *island.nodes):
             with _jax_compat.place_of(node.equation, node.stack[island.common_scopes :]):
                 results = _run_node(node, island, environment)
             environment.update(zip(node.outputs, results, strict=True))
+            _end_rows(island.padded, node.outputs, environment)
         return [_stored(write, environment[write.value]) for write in island.writes]
 
     run_island.__name__ = ISLAND
@@ -316,7 +322,16 @@ def _run_node(node: Node, island: Island, environment: Environment) -> list[Any]
     if rewrite is not None:
         return [rewrite.run(*(_in_float32(value, environment) for value in rewrite.reads))]
     operands = [_in_float32(value, environment) for value in node.inputs]
-    return _jax_compat.bind(node.equation.primitive, operands, node.params)
+    params = node.params
+    if island.padded is not None and node.name == "broadcast_in_dim":
+        params = repeated_padded(operands[0], params)
+    return _jax_compat.bind(node.equation.primitive, operands, params)
+
+
+def _end_rows(rows: Value | None, values: Sequence[Value], environment: Environment) -> None:
+    """Puts -inf behind the ends of padded rows, if they are among these values."""
+    if rows is not None and rows in values:
+        environment[rows] = lowered_behind(environment[rows], rows.aval.shape[-1])
 
 
 def _what_to_keep(island: Island) -> Any:

@@ -232,4 +232,5 @@ def key_of(island: Island) -> Hashable:
         tuple(map(describe, (*island.clones, *island.nodes))),
         tuple((name(value), dtype, saturates) for value, dtype, saturates in island.writes),
         (len(island.clones), island.recompute, island.prevent_cse, island.shares_casts),
+        None if island.padded is None else name(island.padded),
     )

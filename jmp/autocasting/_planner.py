@@ -57,7 +57,7 @@ from jmp.autocasting._steps import (
     runnable_order,
 )
 from jmp.autocasting.attention import fuse_attentions
-from jmp.autocasting.rewrites import rewrite_of
+from jmp.autocasting.rewrites import pad_softmaxes, rewrite_of
 from jmp.dtypes import FLOAT32
 
 # What is done with the steps of a level when every dtype is decided, in this order: what is sent
@@ -67,6 +67,7 @@ PASSES: tuple[Callable[[Sequence[Step], Level], list[Step]], ...] = (
     multiply_in_float8,
     send_in_float8,
     fuse_attentions,
+    pad_softmaxes,
     with_bounds,
 )
 

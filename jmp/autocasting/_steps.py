@@ -24,6 +24,7 @@ from jmp.autocasting._wide_gradients import Parts
 
 Function = Callable[..., Any]  # of flat arrays; returns a list of them
 Dtypes = tuple[np.dtype | None, ...]  # None for what has no dtype, or keeps its own
+Pads = tuple[tuple[int, ...], ...]  # the axes of each operand that are padded; () for none
 
 
 class Arithmetic(enum.Enum):
@@ -125,6 +126,8 @@ class Single(NamedTuple):
     is_masked: bool = False  # a sum with what may be a mask, on its way to a softmax
     moves_float8: bool = False  # it moves what float8 products alone read; see `_float8_planning`
     not_fused: str = ""  # why the attention that ends here is not fused, where that was asked for
+    pads: Pads = ()  # of a product beside a padded softmax
+    cuts: bool = False  # its result, computed from padded operands, is cut to its size
 
 
 RunPlan = Callable[["Plan", Sequence[Any]], list[Any]]
@@ -160,6 +163,7 @@ class Island(NamedTuple):
     prevent_cse: bool  # XLA must not merge its recomputation with its forward pass
     shares_casts: bool  # all readers of an input share one cast
     common_scopes: int  # how many name scopes its nodes stand in together
+    padded: Value | None = None  # the rows of a softmax, computed from padded products
     key: Hashable = None  # islands of one key share a trace (`_islands.key_of`); None: of no other
 
 

@@ -23,7 +23,7 @@ GATES = [
     ("plain_transformer", {"layers": 1}, (0.67, 0.77, 1.01)),
     ("equinox_attention", {"batch": 8, "length": 512, "width": 512}, (0.88, 0.78, 1.07)),
     # Rows that are no multiple of eight long, as the tokens of a ViT.
-    ("equinox_attention", {"batch": 8, "length": 509, "width": 512}, (0.80, 0.80, 0.93)),
+    ("equinox_attention", {"batch": 8, "length": 509, "width": 512}, (0.73, 0.71, 0.86)),
 ]
 
 

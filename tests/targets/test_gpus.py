@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import pytest
 
 import jmp
+from benchmarks.targets import vit
 from testbed.decoding import CACHES, LOOPS, Decoder
 from testbed.machines.gpus import compile_for_gpu
 from testbed.machines.hlo import bytes_of_turns, parse_program
 from testbed.machines.training_steps import compile_step, ratios
-from testbed.models import MODELS
+from testbed.models import MODELS, Model
 
 SIZES = {"gpt": {"layers": 1}, "scanned_gpt": {"layers": 2}, "plain_transformer": {"layers": 1}}
 # Bytes moved, temporary memory and kernels, at most, over those of the model by hand.
@@ -41,6 +42,25 @@ def test_leaner_than_by_hand_in_bfloat16(machine, name, at_most):
     print(f"{machine} {name}: bytes, temp, kernels " + " ".join(f"{x:.3f}" for x in measured))
     for ratio, bound in zip(measured, at_most, strict=True):
         assert ratio <= bound, f"{measured} exceeds {at_most}"
+
+
+@pytest.mark.usefixtures("h200", "users_rank_promotion")
+@pytest.mark.parametrize(
+    ("machine", "at_most"), [("b200", (0.92, 0.84, 0.95)), ("l40s", (0.92, 0.90, 0.93))]
+)
+def test_a_vit_is_leaner_than_by_hand(machine, at_most):
+    """Its 197 tokens are padded once, so that no kernel writes scores of that length."""
+    sizes = {"batch": 64, "layers": 1, "width": 512, "heads": 8}
+    by_hand, autocast = (
+        compile_step(Model("vit", vit, {}), way, sizes, machine, "bfloat16")
+        for way in ("by hand", "autocast")
+    )
+    measured = ratios(autocast, by_hand)
+    print(f"{machine} vit: bytes, temp, kernels " + " ".join(f"{x:.3f}" for x in measured))
+    for ratio, bound in zip(measured, at_most, strict=True):
+        assert ratio <= bound, f"{measured} exceeds {at_most}"
+    assert "bf16[64,8,197,197]" in by_hand.text
+    assert "197,197]" not in autocast.text
 
 
 # Generation in bfloat16: bytes of a turn, and temporary memory, at most, over those by hand.

@@ -10,7 +10,13 @@ from jmp.autocasting._graph import Node
 from jmp.autocasting._steps import Rewrite, Surroundings
 from jmp.autocasting.rewrites.one_pass import sums_in_one_pass
 from jmp.autocasting.rewrites.pick import pick_as_sum
-from jmp.autocasting.rewrites.softmax import softmax_from_half_result, softmax_of_half_scores
+from jmp.autocasting.rewrites.softmax import (
+    pad_softmaxes,
+    softmax_from_half_result,
+    softmax_of_half_scores,
+)
+
+__all__ = ["pad_softmaxes", "rewrite_of"]
 
 REWRITES: list[Callable[[Node, Surroundings], Rewrite | None]] = [
     pick_as_sum,

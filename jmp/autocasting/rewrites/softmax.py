@@ -1,4 +1,4 @@
-"""Softmax: on GPUs its derivative from the half result, on TPUs half differences inside.
+"""Softmax: on GPUs padded, its derivative from its half result; on TPUs half differences inside.
 
 On a GPU a softmax before a product takes its derivative from the half result. A product keeps its
 operands for the backward pass, so that half result is kept whatever is done about the softmax
@@ -22,18 +22,42 @@ as much as the scores were.
 """
 
 import functools
-from typing import Any
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jmp import _jax_compat
+from jmp._jax_compat import Params
 from jmp.autocasting._flow import is_row_reduction
-from jmp.autocasting._graph import Node, Value, downstream
+from jmp.autocasting._graph import Graph, Node, Value, downstream
+from jmp.autocasting._islands import key_of
+from jmp.autocasting._kinds import Level
+from jmp.autocasting._numbers import Shape, has_symbols, shape_of
 from jmp.autocasting._registry import Category
-from jmp.autocasting._steps import Recompute, Rewrite, Surroundings
+from jmp.autocasting._steps import (
+    Arithmetic,
+    Island,
+    Pads,
+    Recompute,
+    Rewrite,
+    Single,
+    Step,
+    Surroundings,
+    nodes_of,
+)
+from jmp.autocasting.attention._axes import (
+    Axes,
+    Labelled,
+    is_pointwise,
+    keeps_places,
+    own_axes,
+)
 from jmp.autocasting.rewrites.one_pass import Powers, powers_of
 from jmp.dtypes import FLOAT32
 
@@ -41,6 +65,8 @@ KEPT_WEIGHTS = "autocast_softmax"
 # The length of a TPU's vectors. Of rows that are no multiple of it (197 tokens of a ViT) XLA makes
 # a kernel of their own, with which a step moves 9 % more bytes.
 VECTOR = 128
+# What a GPU's half products have rows and columns of: XLA pads others to the next multiple.
+MULTIPLE = 8
 
 
 def softmax_from_half_result(node: Node, around: Surroundings) -> Rewrite | None:
@@ -205,3 +231,222 @@ def _operand_in_half(array: Any, half: Any, is_constant: bool) -> Any:
 
 def _difference(half: Any, rows: Any, shift: Any) -> Any:
     return (rows.astype(half) - shift.astype(half)).astype(FLOAT32)
+
+
+# Padding, on GPUs.
+
+
+def pad_softmaxes(steps: Sequence[Step], level: Level) -> list[Step]:
+    """Returns the steps of a level; softmaxes over odd lengths are padded, on GPUs.
+
+    Where rows or columns of a half product are no multiple of eight, XLA pads its operands for
+    cuBLAS and cuts its result. The scores and the weights of an attention are large, and each of
+    them, and each of their cotangents, is written once more by a kernel that only pads. Here the
+    queries, keys and values are padded, which are small. Then the scores come out padded, and the
+    kernel of the softmax reads padded scores and writes padded weights: behind the end of a row
+    they are zeros, which add nothing to the result.
+    """
+    changed: dict[int, Step] = {}
+    if level.context.request.platform == "gpu":
+        step_of = {node: step for step in steps for node in nodes_of(step)}
+        for step in steps:
+            if isinstance(step, Island):
+                changed |= _padded_steps(step, step_of, level.graph)
+    return [changed.get(id(step), step) for step in steps]
+
+
+def _padded_steps(island: Island, step_of: Mapping[Node, Step], graph: Graph) -> dict[int, Step]:
+    """Returns what a softmax and the products beside it become, by the ids of these steps."""
+    divisions = [node for node, form in island.rewrites.items() if form.keeps == KEPT_WEIGHTS]
+    if not len(divisions) == len(island.reads) == len(island.writes) == 1:
+        return {}
+    (division,), scores, weights = divisions, island.reads[0].value, island.writes[0].value
+    is_read_elsewhere = scores in graph.outputs or not set(island.nodes).issuperset(scores.users)
+    if is_read_elsewhere or weights in graph.outputs or len(weights.users) != 1:
+        return {}
+    before = step_of.get(scores.producer) if scores.producer is not None else None
+    after = step_of[weights.users[0]]
+    if not (_may_pad(before) and _may_pad(after)):
+        return {}
+    axes = _axes_inside(island)
+    rows = _rows_of(division, island, axes)
+    pads = _pads_of(before.node, after.node, Labelled(weights, axes[weights])) if rows else None
+    if pads is None:
+        return {}
+    form = island.rewrites[division]
+    form = form._replace(why=f"{form.why}; its rows are padded, so that XLA pads no scores")
+    padded = island._replace(rewrites={**island.rewrites, division: form}, padded=rows)
+    return {
+        id(before): before._replace(pads=pads[0]),
+        id(island): padded._replace(key=key_of(padded)),
+        id(after): after._replace(pads=pads[1], cuts=True),
+    }
+
+
+def _may_pad(step: Step | None) -> TypeGuard[Single]:
+    """Returns whether a step is a half product whose operands may be padded where it stands."""
+    if not isinstance(step, Single) or step.arithmetic is not Arithmetic.HALF:
+        return False
+    mesh = step.node.outputs[0].aval.sharding.mesh
+    is_plain = step.in_float8 is None and step.rounds is None
+    asks_for_sharding = mesh.explicit_axes or mesh.manual_axes
+    return step.node.name == "dot_general" and is_plain and not asks_for_sharding
+
+
+def _axes_inside(island: Island) -> dict[Value, Axes]:
+    """Returns the axes of an island's arrays, labelled by those of the one that enters.
+
+    It is empty if a node is not known to do the same with arrays that are longer.
+    """
+    (entering,) = (read.value for read in island.reads)
+    found = {entering: own_axes(shape_of(entering))}
+    for node in (*island.clones, *island.nodes):
+        (result,), operands = node.outputs, [v for v in node.inputs if shape_of(v)]
+        if not operands or not found.keys() >= set(operands):
+            return {}
+        axes = found[operands[0]]
+        if node.name == "transpose":
+            axes = tuple(axes[i] for i in node.params["permutation"])
+        elif node.name == "broadcast_in_dim":
+            repeated = dict(zip(node.params["broadcast_dimensions"], axes, strict=True))
+            axes = tuple(repeated.get(i, ()) for i in range(result.aval.ndim))
+        elif node.rule.reduces:
+            axes = tuple(axis for i, axis in enumerate(axes) if i not in node.params["axes"])
+        elif is_pointwise(node) or keeps_places(node) or node.rule.expensive:
+            axes = tuple(map(max, zip(*map(found.__getitem__, operands), strict=True)))
+        else:
+            return {}
+        if any((n == 1) != (axis == ()) for n, axis in zip(shape_of(result), axes, strict=True)):
+            return {}  # it repeats along an axis
+        found[result] = axes
+    return found
+
+
+def _rows_of(division: Node, island: Island, axes: Mapping[Value, Axes]) -> Value | None:
+    """Returns the rows that a softmax subtracts the maxima of; None if it does more than that.
+
+    Behind the end of a padded row is -inf, which neither a maximum nor a sum of powers sees.
+    """
+    reductions = [node for node in island.nodes if node.rule.reduces]
+    maxima = [node for node in reductions if node.name == "reduce_max"]
+    powers = division.inputs[0].producer
+    if not axes or powers is None or len(reductions) != 2 or len(maxima) != 1:
+        return None
+    (rows,), keys = maxima[0].inputs, axes[division.inputs[0]][-1]
+    over = {tuple(axes[node.inputs[0]][i] for i in node.params["axes"]) for node in reductions}
+    if over != {(keys,)} or not all(map(is_row_reduction, reductions)):
+        return None
+    # Between rows and powers is one difference, which may be moved, and beside it nothing as long.
+    path, value = {division, powers}, powers.inputs[0]
+    while value is not rows:
+        node = value.producer
+        if node is None or not (node.name == "sub" or node.rule.moves):
+            return None
+        if any(keys in axes.get(other, ()) for other in node.inputs[1:]):
+            return None
+        path.add(node)
+        value = node.inputs[0]
+    after = [v for v in downstream(rows, set(island.nodes).__contains__) if v is not rows]
+    is_alone = all(value.producer in path for value in after if keys in axes[value])
+    return rows if is_alone else None
+
+
+class _Side(NamedTuple):
+    """What one operand of a product gives to the axes of its result."""
+
+    places: tuple[int, ...]  # of these axes in the result
+    axes: tuple[int, ...]  # the same in the operand
+
+
+def _sides_of(product: Node) -> tuple[_Side, _Side]:
+    summed, shared = product.params["dimension_numbers"]
+    free = [
+        tuple(i for i in range(value.aval.ndim) if i not in (*own, *both))
+        for value, own, both in zip(product.inputs, summed, shared, strict=True)
+    ]
+    start, middle = len(shared[0]), len(shared[0]) + len(free[0])
+    end = middle + len(free[1])
+    return _Side(tuple(range(start, middle)), free[0]), _Side(tuple(range(middle, end)), free[1])
+
+
+def _pads_of(before: Node, after: Node, weights: Labelled) -> tuple[Pads, Pads] | None:
+    """Returns which axes of their operands two products pad; None if nothing is to be padded.
+
+    Args:
+      before: the product that gives the scores, whose axes the labels count.
+      after: the one that reads the weights.
+    """
+    scores, sides, keys = before.outputs[0].aval, _sides_of(before), weights.axes[-1]
+    of_keys = next((i for i, side in enumerate(sides) if side.places == keys != ()), None)
+    if of_keys is None or has_symbols(tuple(scores.shape[i] for s in sides for i in s.places)):
+        return None
+    queries = sides[1 - of_keys]
+    number = math.prod(scores.shape[i] for i in queries.places)
+    if number == 1:  # a product with a vector, which XLA does not pad
+        return None
+    pads: list[tuple[int, ...]] = [(), ()]
+    lengths = []
+    if scores.shape[keys[0]] % MULTIPLE:
+        pads[of_keys] = sides[of_keys].axes
+        lengths.append(scores.shape[keys[0]])
+    row = max(queries.places, key=scores.shape.__getitem__)
+    if number % MULTIPLE:
+        pads[1 - of_keys] = (queries.axes[queries.places.index(row)],)
+        lengths.append(scores.shape[row])
+    # What may lie along an axis of a mesh is not padded.
+    devices = [n for n in scores.sharding.mesh.shape.values() if n > 1]
+    if not lengths or any(length % n == 0 for length in lengths for n in devices):
+        return None
+    own = after.inputs.index(weights.value)
+    summed, shared = after.params["dimension_numbers"]
+    is_of_rows = tuple(summed[own]) == (len(weights.axes) - 1,)
+    is_batch = any(weights.axes[i] == (row,) for i in shared[own])
+    if after.inputs.count(weights.value) > 1 or not is_of_rows or is_batch:
+        return None
+    of_values = tuple(summed[1 - own]) if pads[of_keys] else ()
+    return tuple(pads), ((), of_values) if own == 0 else (of_values, ())
+
+
+# How it runs.
+
+
+def multiply_padded(
+    run: Callable[[Sequence[Any]], list[Any]],
+    operands: Sequence[Any],
+    pads: Pads,
+    shape: Shape | None,
+) -> list[Any]:
+    """Returns a product of operands that are padded with zeros to multiples of eight.
+
+    Args:
+      run: computes it.
+      pads: along which axes each operand is padded.
+      shape: what the result is cut to; None leaves it padded.
+    """
+    results = run([_padded(x, axes) for x, axes in zip(operands, pads, strict=True)])
+    return results if shape is None else [x[tuple(map(slice, shape))] for x in results]
+
+
+def _padded(array: Any, axes: Sequence[int]) -> Any:
+    added = [(0, -n % MULTIPLE if i in axes else 0, 0) for i, n in enumerate(array.shape)]
+    return lax.pad(array, jnp.zeros([], array.dtype), added) if axes else array
+
+
+def lowered_behind(rows: Any, length: int) -> Any:
+    """Returns rows of this length; if they are padded, in float32, and behind their ends -inf.
+
+    It is added: a selection has a derivative that selects, which XLA would try to fuse into the
+    kernels of the backward pass, and a step would compile for 15 % longer into the same kernels.
+    """
+    if rows.shape[-1] == length:
+        return rows
+    places = lax.broadcasted_iota(jnp.int32, rows.shape, rows.ndim - 1)
+    return rows.astype(FLOAT32) + jnp.where(places < length, FLOAT32.type(0), -jnp.inf)
+
+
+def repeated_padded(array: Any, params: Params) -> Params:
+    """Returns the parameters of `broadcast_in_dim` for an array that may be padded."""
+    shape = list(params["shape"])
+    for length, place in zip(array.shape, params["broadcast_dimensions"], strict=True):
+        shape[place] = length  # what is repeated along an axis of the scores is not padded
+    return {**params, "shape": tuple(shape)}

@@ -1,0 +1,315 @@
+"""Attention over odd lengths, on GPUs: its products are padded once, and its softmax with them."""
+
+import re
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jmp
+from jmp.autocasting.rewrites import softmax
+from testbed.machines.gpus import as_if_cudnn
+
+pytestmark = pytest.mark.usefixtures("users_rank_promotion")
+
+ODD, EVEN = 61, 64
+
+
+def tokens(length=ODD, keys=None, heads=2, batch=4, shared=None):
+    """Queries, keys and values: (batch, length, heads, 16)."""
+    rng = np.random.default_rng(0)
+    shapes = [(length, heads)] + [(keys or length, shared or heads)] * 2
+    return [jnp.asarray(rng.normal(size=(batch, *s, 16)), jnp.float32) for s in shapes]
+
+
+def einsums(q, k, v):
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / 4
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+
+
+def capped(q, k, v):
+    scores = 8 * jnp.tanh(jnp.einsum("bqhd,bkhd->bhqk", q, k) / 32)
+    return jnp.einsum("bkhd,bhqk->bqhd", v, jax.nn.softmax(scores))
+
+
+def head_by_head(q, k, v):
+    def one(q, k, v):
+        scores = q @ k.T / 4
+        powers = jnp.exp(scores - scores.max(-1, keepdims=True))
+        return (powers / powers.sum(-1, keepdims=True)) @ v
+
+    heads = jax.vmap(one, in_axes=1, out_axes=1)
+    return jax.vmap(heads)(q, k, v)
+
+
+WAYS = {
+    "einsums": (einsums, tokens()),
+    "jax.nn": (jax.nn.dot_product_attention, tokens()),
+    "queries in groups": (jax.nn.dot_product_attention, tokens(heads=4, shared=2)),
+    "eight queries in a group": (jax.nn.dot_product_attention, tokens(heads=8, shared=1)),
+    "capped scores": (capped, tokens()),
+    "head by head": (head_by_head, tokens()),
+    "odd keys alone": (einsums, tokens(EVEN, ODD)),
+    "odd queries alone": (einsums, tokens(ODD, EVEN)),
+    "few queries": (einsums, tokens(3, 611)),
+}
+
+
+def mixed(function, half="bfloat16", **options):
+    return jmp.autocast(function, f"mixed_{half}", platform="gpu", recompute="all", **options)
+
+
+def unpadded(function, half="float16"):
+    def as_elsewhere(*args):
+        with mock.patch.object(softmax, "MULTIPLE", 1):
+            return mixed(function, half)(*args)
+
+    return as_elsewhere
+
+
+def pads(function, *args):
+    """The arrays that a program pads, by their shapes afterwards."""
+    text = str(jax.make_jaxpr(function)(*args))
+    return re.findall(r":\w+\[([\d,]+)\] = pad\[", text)
+
+
+def with_gradients(function, args):
+    """A result and its gradients."""
+
+    def both(*args):
+        result, pull_back = jax.vjp(function, *args)
+        return result, *pull_back(jnp.cos(result))
+
+    return jax.jit(both)(*args)
+
+
+def errors(found, exact):
+    norm = np.linalg.norm
+    return [float(norm(f - e) / norm(e)) for f, e in zip(found, exact, strict=True)]
+
+
+@pytest.mark.parametrize(("function", "args"), WAYS.values(), ids=WAYS)
+def test_results_and_gradients_are_as_exact_as_without_it(function, args):
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(x, np.float64)) for x in args]
+        exact = [np.asarray(x) for x in with_gradients(function, wide)]
+
+    def errors_of(call):
+        return errors(with_gradients(call, args), exact)
+
+    assert pads(mixed(function), *args)
+    padded, as_written = errors_of(mixed(function, "float16")), errors_of(unpadded(function))
+    assert not pads(unpadded(function), *args)
+    np.testing.assert_allclose(padded, as_written, rtol=0.02)
+    assert max(padded) <= 1e-3
+    # In bfloat16 a CPU leaves out some roundings of the unpadded program.
+    assert max(errors_of(mixed(function))) <= 1.3e-2
+
+
+def test_what_is_padded_is_small():
+    """Queries, keys and values, and the cotangent of the result; not scores and weights."""
+    args = tokens()
+    assert pads(mixed(einsums), *args) == ["4,64,2,16"] * 3
+    gradient = jax.grad(lambda *args: jnp.sin(mixed(einsums)(*args)).sum(), (0, 1, 2))
+    shapes = pads(gradient, *args)
+    assert shapes[:4] == ["4,64,2,16"] * 3 + ["4,2,16,64"]
+    # The derivative of a padding cuts.
+    assert shapes[4:] == ["4,61,2,16"] * 3
+
+
+def test_low_scores_are_not_lost_beside_padding():
+    """Padded keys have scores of zero: far larger than the others of these rows."""
+    q, k, v = tokens()
+    far = q + 30, k - 30, v
+    scores = jnp.einsum("bqhd,bkhd->bhqk", *far[:2]) / 4
+    assert scores.max() < -1000
+    for found, exact in zip(
+        with_gradients(mixed(einsums, "float16"), far),
+        with_gradients(unpadded(einsums), far),
+        strict=True,
+    ):
+        np.testing.assert_allclose(found, exact, atol=1e-3 * float(jnp.abs(exact).max()))
+
+
+def test_overflow_stays_in_the_rows_where_it_is():
+    q, k, v = tokens(batch=1)
+    q = q.at[0, 5].set(1e4)
+    found, exact = (call(q, k, v) for call in (mixed(einsums, "float16"), unpadded(einsums)))
+    assert not jnp.isfinite(exact[0, 5]).any()
+    np.testing.assert_array_equal(jnp.isfinite(found), jnp.isfinite(exact))
+    np.testing.assert_allclose(found, exact, atol=2e-3)
+
+
+# Where nothing is padded.
+
+
+def masked(q, k, v):
+    kept = jnp.tril(jnp.ones((q.shape[1], k.shape[1]), bool))
+    return jax.nn.dot_product_attention(q, k, v, mask=kept[None, None])
+
+
+def with_scores(q, k, v):
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v), scores
+
+
+def with_weights(q, k, v):
+    weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v), jnp.einsum("bhqk,bhqk->bhq", weights, weights)
+
+
+def less_their_mean(q, k, v):
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+    scores = scores - scores.mean(-1, keepdims=True)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+
+
+def in_order(q, k, v):
+    scores = jax.lax.cumsum(jnp.einsum("bqhd,bkhd->bhqk", q, k), axis=3)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+
+
+def colder(q, k, v):
+    """Behind the end of a row -inf would become +inf."""
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+    powers = jnp.exp(-0.5 * (scores - scores.max(-1, keepdims=True)))
+    return jnp.einsum("bhqk,bkhd->bqhd", powers / powers.sum(-1, keepdims=True), v)
+
+
+def by_one_query(q, k, v):
+    weights = jax.nn.softmax(jnp.einsum("bhd,bkhd->bhk", q[:, 0], k))
+    return jnp.einsum("bhk,bkhd->bhd", weights, v)
+
+
+def over_heads(q, k, v):
+    weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bkqh", q, k))
+    return jnp.einsum("bkqh,bkhd->bqhd", weights, v)
+
+
+def each_query_its_value(q, k, v):
+    weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+    return jnp.einsum("bhqk,bqkhd->bqhd", weights, jnp.stack([v] * q.shape[1], 1))
+
+
+NOT_PADDED = {
+    "even": (einsums, tokens(EVEN)),
+    "one query": (einsums, tokens(1, 611)),
+    "no axis of queries": (by_one_query, tokens(1, 611)),
+    "one key": (einsums, tokens(611, 1)),
+    "a mask": (masked, tokens()),
+    "scores that leave": (with_scores, tokens()),
+    "weights that are read twice": (with_weights, tokens()),
+    "another sum over the keys": (less_their_mean, tokens()),
+    "sums along the keys": (in_order, tokens()),
+    "another function of the differences": (colder, tokens()),
+    "a softmax over heads": (over_heads, tokens(heads=3)),
+    "values of each query": (each_query_its_value, tokens()),
+}
+
+
+@pytest.mark.parametrize(("function", "args"), NOT_PADDED.values(), ids=NOT_PADDED)
+def test_what_is_left_as_it_is(function, args):
+    assert pads(mixed(function), *args) == []
+
+
+def test_no_other_platform_and_no_small_array_is_padded():
+    on_tpu = jmp.autocast(einsums, "mixed_bfloat16", platform="tpu", recompute="all")
+    assert pads(on_tpu, *tokens()) == []
+    kept = jmp.autocast(einsums, "mixed_bfloat16", platform="gpu", recompute="none")
+    assert pads(kept, *tokens()) == []
+    as_is = jmp.autocast(einsums, "mixed_bfloat16", platform="gpu")
+    assert pads(as_is, *tokens(9)) == []
+    assert pads(as_is, *tokens()) != []
+
+
+def test_in_float32_nothing_is_padded():
+    assert pads(mixed(jmp.full_precision(einsums)), *tokens()) == []
+    assert pads(mixed(einsums, full=["dot_general"]), *tokens()) == []
+
+
+# Beside other transformations.
+
+
+def layers(args, number=3):
+    x, *_ = args
+    return jax.lax.scan(lambda x, _: (jax.checkpoint(einsums)(x, x, x), None), x, None, number)[0]
+
+
+def test_inside_of_loops_and_recomputed_functions():
+    args = tokens()
+    assert pads(mixed(layers), args)
+    found, exact = (
+        jax.jit(jax.grad(lambda x, f=function: jnp.sin(f((x,))).sum()))(args[0])
+        for function in (mixed(layers, "float16"), layers)
+    )
+    assert jnp.linalg.norm(found - exact) <= 2e-3 * jnp.linalg.norm(exact)
+
+
+def test_forward_mode_second_derivatives_and_vmap():
+    args = tokens()
+    half = mixed(einsums, "float16")
+
+    def along(function):
+        slope = lambda q: jax.grad(lambda q: jnp.sin(function(q, *args[1:])).sum())(q)
+        result, tangent = jax.jvp(lambda q: function(q, *args[1:]), args[:1], args[:1])
+        return result, tangent, jax.jvp(slope, args[:1], args[:1])[1]
+
+    for found, exact in zip(
+        *(jax.jit(lambda f=f: along(f))() for f in (half, einsums)), strict=True
+    ):
+        assert jnp.linalg.norm(found - exact) <= 5e-3 * jnp.linalg.norm(exact)
+
+    stacked = [jnp.stack([x, 2 * x]) for x in args]
+    for found, one in zip(jax.vmap(half)(*stacked), zip(*stacked, strict=True), strict=True):
+        np.testing.assert_allclose(found, half(*one), atol=2e-3)
+
+
+def test_a_batch_that_is_a_symbol():
+    batch, length = export.symbolic_shape("b, n")
+    shapes = [jax.ShapeDtypeStruct((batch, ODD, 2, 16), jnp.float32)] * 3
+    exported = export.export(jax.jit(mixed(einsums, "float16")))(*shapes)
+    assert "stablehlo.pad" in exported.mlir_module()
+    np.testing.assert_allclose(exported.call(*tokens()), einsums(*tokens()), atol=3e-3)
+    shapes = [jax.ShapeDtypeStruct((4, length, 2, 16), jnp.float32)] * 3
+    exported = export.export(jax.jit(mixed(einsums, "float16")))(*shapes)
+    assert "stablehlo.pad" not in exported.mlir_module()
+    np.testing.assert_allclose(exported.call(*tokens()), einsums(*tokens()), atol=3e-3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "devices", "length", "is_padded"),
+    [
+        (AxisType.Auto, 1, ODD, True),
+        (AxisType.Auto, 4, ODD, True),  # it cannot lie along four devices
+        (AxisType.Auto, 2, 62, False),
+        (AxisType.Explicit, 4, ODD, False),
+    ],
+)
+def test_on_a_mesh(kind, devices, length, is_padded):
+    mesh = jax.make_mesh((devices,), ("data",), axis_types=(kind,), devices=jax.devices()[:devices])
+    placed = jax.device_put(tokens(length), NamedSharding(mesh, P("data")))
+    with jax.set_mesh(mesh):
+        half = mixed(jax.nn.dot_product_attention if is_padded else einsums, "float16")
+        assert bool(pads(half, *placed)) == is_padded
+        found = jax.jit(half)(*placed)
+    np.testing.assert_allclose(found, einsums(*tokens(length)), atol=3e-3)
+
+
+def test_inside_of_shard_map_it_is_left_as_it_is():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    mapped = jax.shard_map(mixed(einsums), mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    assert pads(mapped, *tokens()) == []
+    np.testing.assert_allclose(mapped(*tokens()), einsums(*tokens()), atol=3e-2)
+
+
+def test_a_fused_attention_is_fused():
+    fused = jmp.autocast(einsums, "mixed_bfloat16", platform="gpu", attention="fused")
+    with as_if_cudnn():
+        text = str(jax.make_jaxpr(fused)(*tokens()))
+    assert "platform_index" in text
+    assert ",64,64] = pad" not in text
