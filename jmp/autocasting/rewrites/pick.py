@@ -78,11 +78,11 @@ def _pick(node: Node, operand: Any, indices: Any, fill: float | None = None) -> 
     picked = jnp.where(columns == chosen, operand, jnp.zeros([], operand.dtype)).sum(axis)
     if mode == GatherScatterMode.FILL_OR_DROP:
         fill = node.params["fill_value"] if fill is None else fill
-        fill = jnp.asarray(jnp.nan if fill is None else fill, operand.dtype)
+        lost = jnp.asarray(jnp.nan if fill is None else fill, operand.dtype)
         outside = (chosen < 0) | (chosen >= length)
         # Added to the zero that is there. What selects has a derivative, which selects among the
         # cotangents: of a mean they are one number, and XLA would repeat as many as there are rows.
-        picked += jnp.where(outside.reshape(rows), fill, 0)
+        picked += jnp.where(outside.reshape(rows), lost, 0)
     return picked.reshape(node.outputs[0].aval.shape)
 
 
