@@ -51,7 +51,7 @@ def rule_of(equation: JaxprEqn, settings: Settings) -> Rule:
             why = "an explicit cast is kept as the user wrote it"
             return dataclasses.replace(rule, category=Category.AS_WRITTEN, reason=why)
     if rule.repeats and rule.sums_backward and _repeats_nothing(equation):
-        return dataclasses.replace(rule, sums_backward=False, reason="moves data: repeats nothing")
+        return dataclasses.replace(rule, sums_backward=False, reason="moves data")
     in_half = rule.category in IN_HALF and not rule.sums_backward
     if in_half and _jax_compat.holds_functions(equation):
         return Rule(Category.AS_WRITTEN, "holds a function, which has its dtypes")
