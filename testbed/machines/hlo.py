@@ -274,7 +274,7 @@ def _bytes_moved_by_kernel(instruction: Instruction, shapes: dict[str, str]) -> 
     if instruction.opcode.endswith("-done"):
         return sum(written)
     read = sum(sum(bytes_in_memory(shapes[name])) for name in set(instruction.operands))
-    if instruction.opcode == "slice-start":
+    if instruction.opcode in ("slice-start", "dynamic-slice-start"):
         return min(read, array_bytes(instruction.shape)[1])
     if instruction.opcode.endswith("-start"):
         return read
@@ -324,6 +324,7 @@ def _bytes_moved_by_fusion(fusion: Instruction, fused: list[Instruction]) -> int
     untouched = sum(
         sizes[update.name] - sizes[update.operands[1]]
         for update in fused
-        if (target := target_of(update)) and sum(bytes_in_memory(target.shape))
+        if (target := target_of(update))
+        and all(sum(bytes_in_memory(shape)) for shape in (target.shape, update.shape))
     )
     return read + sum(bytes_in_memory(fusion.shape)) - untouched

@@ -313,3 +313,33 @@ def test_a_fused_attention_is_fused():
         text = str(jax.make_jaxpr(fused)(*tokens()))
     assert "platform_index" in text
     assert ",64,64] = pad" not in text
+
+
+@pytest.mark.parametrize(
+    "scored", [jnp.log, jnp.sqrt, lambda s: 1 / s], ids=["log", "sqrt", "inverse"]
+)
+def test_a_function_of_scores_that_zeros_make_infinite_is_not_padded(scored):
+    q, k, v = jnp.abs(jax.random.normal(jax.random.key(0), (3, 4, 61, 16))) + 0.5
+
+    def attention(q, k, v):
+        return jax.nn.softmax(scored(q @ k.mT)) @ v
+
+    assert not pads(mixed(attention), q, k, v)
+    for found in with_gradients(mixed(attention), (q, k, v)):
+        assert jnp.isfinite(found).all()
+
+
+def test_a_product_between_two_softmaxes_is_padded_for_one_of_them():
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = (4, 61, 16), (4, 61, 16), (4, 61, 53), (4, 53, 16)
+    args = [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+
+    def attention(q, k, v, w):
+        return jax.nn.softmax(jax.nn.softmax(q @ k.mT) @ v) @ w
+
+    assert pads(mixed(attention), *args)
+    exact = with_gradients(attention, args)
+    padded = errors(with_gradients(mixed(attention, "float16"), args), exact)
+    np.testing.assert_allclose(
+        padded, errors(with_gradients(unpadded(attention), args), exact), rtol=0.02
+    )

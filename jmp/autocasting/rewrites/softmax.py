@@ -67,6 +67,8 @@ KEPT_WEIGHTS = "autocast_softmax"
 VECTOR = 128
 # What a GPU's half products have rows and columns of: XLA pads others to the next multiple.
 MULTIPLE = 8
+# Of scores, and a number.
+FINITE_AT_ZERO = frozenset({"add", "convert_element_type", "div", "mul", "neg", "sub", "tanh"})
 
 
 def softmax_from_half_result(node: Node, around: Surroundings) -> Rewrite | None:
@@ -250,8 +252,9 @@ def pad_softmaxes(steps: Sequence[Step], level: Level) -> list[Step]:
     if level.context.request.platform == "gpu":
         step_of = {node: step for step in steps for node in nodes_of(step)}
         for step in steps:
-            if isinstance(step, Island):
-                changed |= _padded_steps(step, step_of, level.graph)
+            found = _padded_steps(step, step_of, level.graph) if isinstance(step, Island) else {}
+            if changed.keys().isdisjoint(found):  # a product between two softmaxes is padded once
+                changed |= found
     return [changed.get(id(step), step) for step in steps]
 
 
@@ -333,6 +336,8 @@ def _rows_of(division: Node, island: Island, axes: Mapping[Value, Axes]) -> Valu
     if not axes or powers is None or len(reductions) != 2 or len(maxima) != 1:
         return None
     (rows,), keys = maxima[0].inputs, axes[division.inputs[0]][-1]
+    if not all(map(_is_finite_at_zero, set(island.nodes) - _nodes_behind(rows, island))):
+        return None
     over = {tuple(axes[node.inputs[0]][i] for i in node.params["axes"]) for node in reductions}
     if over != {(keys,)} or not all(map(is_row_reduction, reductions)):
         return None
@@ -349,6 +354,21 @@ def _rows_of(division: Node, island: Island, axes: Mapping[Value, Axes]) -> Valu
     after = [v for v in downstream(rows, set(island.nodes).__contains__) if v is not rows]
     is_alone = all(value.producer in path for value in after if keys in axes[value])
     return rows if is_alone else None
+
+
+def _nodes_behind(rows: Value, island: Island) -> set[Node]:
+    found = downstream(rows, set(island.nodes).__contains__)
+    return {value.producer for value in found if value is not rows and value.producer is not None}
+
+
+def _is_finite_at_zero(node: Node) -> bool:
+    """Returns whether a function of scores, and its derivative, are finite where scores are zeros.
+
+    Those of padded queries and keys are, until -inf is added.
+    """
+    number_last = not any(map(shape_of, node.inputs[1:]))
+    is_with_number = number_last or (node.name != "div" and not shape_of(node.inputs[0]))
+    return node.rule.moves or (node.name in FINITE_AT_ZERO and is_with_number)
 
 
 class _Side(NamedTuple):
