@@ -67,8 +67,6 @@ KEPT_WEIGHTS = "autocast_softmax"
 VECTOR = 128
 # What a GPU's half products have rows and columns of: XLA pads others to the next multiple.
 MULTIPLE = 8
-# Of scores, and a number.
-FINITE_AT_ZERO = frozenset({"add", "convert_element_type", "div", "mul", "neg", "sub", "tanh"})
 
 
 def softmax_from_half_result(node: Node, around: Surroundings) -> Rewrite | None:
@@ -366,9 +364,10 @@ def _is_finite_at_zero(node: Node) -> bool:
 
     Those of padded queries and keys are, until -inf is added.
     """
+    rule = node.rule
     number_last = not any(map(shape_of, node.inputs[1:]))
     is_with_number = number_last or (node.name != "div" and not shape_of(node.inputs[0]))
-    return node.rule.moves or (node.name in FINITE_AT_ZERO and is_with_number)
+    return rule.moves or rule.casts or rule.bounded or (rule.affine and is_with_number)
 
 
 class _Side(NamedTuple):
