@@ -339,8 +339,11 @@ def counted(name: str, machine: str, half: str, way: str, small: bool) -> dict[s
     if not isinstance(program, TpuProgram):
         of_turn = {} if row.is_step else {"turn_bytes": bytes_of_turns(program.text)}
         return found | {"kernels": program.kernels} | of_turn
-    found |= {"hbm_bytes": program.hbm_bytes, "cycles": program.cycles}
-    found |= {"libtpu": importlib.metadata.version("libtpu")}
+    found |= {
+        "hbm_bytes": program.hbm_bytes,
+        "cycles": program.cycles,
+        "libtpu": importlib.metadata.version("libtpu"),
+    }
     return found | ({"received": wire.received_of(program.text)} if row in WIRE_ROWS else {})
 
 

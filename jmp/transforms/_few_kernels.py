@@ -174,7 +174,7 @@ def flag_by_size(finite: jax.Array) -> Callable[[Any], jax.Array]:
     (True, True)
     """
     scalar = lax.optimization_barrier(finite)
-    return lambda leaf: finite if getattr(leaf, "size", 1) <= SHORTER_THAN_A_LAUNCH else scalar
+    return _by_size(finite, scalar)
 
 
 def count_by_size(count: jax.Array) -> Callable[[Any], jax.Array]:
@@ -189,7 +189,11 @@ def count_by_size(count: jax.Array) -> Callable[[Any], jax.Array]:
     3
     """
     in_array = read_from_array(count, count)
-    return lambda leaf: in_array if leaf.size <= SHORTER_THAN_A_LAUNCH else count
+    return _by_size(in_array, count)
+
+
+def _by_size(small: jax.Array, large: jax.Array) -> Callable[[Any], jax.Array]:
+    return lambda leaf: small if getattr(leaf, "size", 1) <= SHORTER_THAN_A_LAUNCH else large
 
 
 def in_order_of_axes(gradients: PyTree) -> PyTree:

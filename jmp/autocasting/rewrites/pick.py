@@ -91,9 +91,10 @@ def _pick(
         fill = node.params["fill_value"] if fill is None else fill
         lost = jnp.asarray(jnp.nan if fill is None else fill, operand.dtype)
         outside = ((chosen < 0) | (chosen >= length)).reshape(rows)
-        picked = (
-            picked + jnp.where(outside, lost, 0) if adds_fill else jnp.where(outside, lost, picked)
-        )
+        if adds_fill:
+            picked += jnp.where(outside, lost, 0)
+        else:
+            picked = jnp.where(outside, lost, picked)
     return picked.reshape(node.outputs[0].aval.shape)
 
 

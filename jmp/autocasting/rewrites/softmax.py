@@ -246,19 +246,26 @@ def pad_softmaxes(steps: Sequence[Step], level: Level) -> list[Step]:
     kernel of the softmax reads padded scores and writes padded weights: behind the end of a row
     they are zeros, which add nothing to the result.
     """
+    if level.context.request.platform != "gpu" or not any(map(_kept_divisions, steps)):
+        return list(steps)
     changed: dict[int, Step] = {}
-    if level.context.request.platform == "gpu":
-        step_of = {node: step for step in steps for node in nodes_of(step)}
-        for step in steps:
-            found = _padded_steps(step, step_of, level.graph) if isinstance(step, Island) else {}
-            if changed.keys().isdisjoint(found):  # a product between two softmaxes is padded once
-                changed |= found
+    step_of = {node: step for step in steps for node in nodes_of(step)}
+    for step in steps:
+        found = _padded_steps(step, step_of, level.graph) if isinstance(step, Island) else {}
+        if changed.keys().isdisjoint(found):  # a product between two softmaxes is padded once
+            changed |= found
     return [changed.get(id(step), step) for step in steps]
+
+
+def _kept_divisions(step: Step) -> list[Node]:
+    """Returns the last steps of an island's softmaxes, whose half results are kept."""
+    rewrites = step.rewrites if isinstance(step, Island) else {}
+    return [node for node, form in rewrites.items() if form.keeps == KEPT_WEIGHTS]
 
 
 def _padded_steps(island: Island, step_of: Mapping[Node, Step], graph: Graph) -> dict[int, Step]:
     """Returns what a softmax and the products beside it become, by the ids of these steps."""
-    divisions = [node for node, form in island.rewrites.items() if form.keeps == KEPT_WEIGHTS]
+    divisions = _kept_divisions(island)
     if not len(divisions) == len(island.reads) == len(island.writes) == 1:
         return {}
     (division,), scores, weights = divisions, island.reads[0].value, island.writes[0].value
@@ -334,7 +341,9 @@ def _rows_of(division: Node, island: Island, axes: Mapping[Value, Axes]) -> Valu
     if not axes or powers is None or len(reductions) != 2 or len(maxima) != 1:
         return None
     (rows,), keys = maxima[0].inputs, axes[division.inputs[0]][-1]
-    if not all(map(_is_finite_at_zero, set(island.nodes) - _nodes_behind(rows, island))):
+    after = [v for v in downstream(rows, set(island.nodes).__contains__) if v is not rows]
+    before = set(island.nodes).difference(value.producer for value in after)
+    if not all(map(_is_finite_at_zero, before)):
         return None
     over = {tuple(axes[node.inputs[0]][i] for i in node.params["axes"]) for node in reductions}
     if over != {(keys,)} or not all(map(is_row_reduction, reductions)):
@@ -349,14 +358,8 @@ def _rows_of(division: Node, island: Island, axes: Mapping[Value, Axes]) -> Valu
             return None
         path.add(node)
         value = node.inputs[0]
-    after = [v for v in downstream(rows, set(island.nodes).__contains__) if v is not rows]
     is_alone = all(value.producer in path for value in after if keys in axes[value])
     return rows if is_alone else None
-
-
-def _nodes_behind(rows: Value, island: Island) -> set[Node]:
-    found = downstream(rows, set(island.nodes).__contains__)
-    return {value.producer for value in found if value is not rows and value.producer is not None}
 
 
 def _is_finite_at_zero(node: Node) -> bool:
