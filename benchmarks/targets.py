@@ -171,6 +171,9 @@ def _adam_of_jmp(update: Update, half: Any) -> tuple[Any, Any]:
 
 STORED = {
     "split": transforms.with_split_masters,
+    "split-scaled": lambda inner: transforms.with_loss_scale(
+        transforms.with_split_masters(inner), jmp.torch_loss_scale()
+    ),
     "stochastic": transforms.with_stochastic_rounding,
     "split-bfloat16": lambda inner: transforms.with_split_masters(
         transforms.with_stored_state(inner, "bfloat16")
@@ -184,9 +187,12 @@ STORED = {
 }
 
 
+SMALL_PART = 5  # of the tensors each fifth, at small size
+
+
 def small_adam(name: str, job: Job, is_small: bool) -> Any:
-    """Half parameters with small states, without a check of gradients, which are bfloat16."""
-    shapes = UPDATES[0].shapes[:: 5 if is_small else 1]
+    """Half parameters with small states and bfloat16 gradients, checked only if they are scaled."""
+    shapes = UPDATES[0].shapes[:: SMALL_PART if is_small else 1]
     params = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
     if job.way == BASE:
         of_tensor, beside, moments = small_states.BY_HAND[name]

@@ -2,8 +2,9 @@
 
 `gradients_finite` checks gradients together, `read_from_array` and `flag_by_size` give the flag by
 which a skipped step selects what it leaves as it was, `count_by_size` the count that parameters'
-random bits follow from, and `in_order_of_axes` puts half gradients of convolutions in the order of
-their parameters.
+random bits follow from, `in_kernels_of_parameters` makes a TPU update a parameter and its state
+together, and `in_order_of_axes` puts half gradients of convolutions in the order of their
+parameters.
 """
 
 import collections
@@ -13,11 +14,14 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
+from jax.tree_util import tree_leaves_with_path, tree_map_with_path
 
-from jmp._jax_compat import is_concrete
+from jmp._jax_compat import is_concrete, varying_axes
 from jmp.dtypes import is_half
+from jmp.transforms._placement import is_on_mesh, parameter_path
 from jmp.trees import PyTree, all_finite, as_jax_array, is_complex, is_floating
 
 T = TypeVar("T")
@@ -124,15 +128,6 @@ def may_be_sharded(value: Any) -> bool:
     return is_on_mesh(value)
 
 
-def is_on_mesh(value: Any) -> bool:
-    """Returns whether the type of `value` names a mesh of devices that jit may divide it among."""
-    mesh = jax.typeof(value).sharding.mesh
-    return any(
-        size > 1 and name not in mesh.manual_axes
-        for name, size in zip(mesh.axis_names, mesh.axis_sizes, strict=True)
-    )
-
-
 def read_from_array(scalar: jax.Array, last: jax.Array) -> jax.Array:
     """Returns a scalar, read from an array that XLA must not see through.
 
@@ -194,6 +189,63 @@ def count_by_size(count: jax.Array) -> Callable[[Any], jax.Array]:
 
 def _by_size(small: jax.Array, large: jax.Array) -> Callable[[Any], jax.Array]:
     return lambda leaf: small if getattr(leaf, "size", 1) <= SHORTER_THAN_A_LAUNCH else large
+
+
+def in_kernels_of_parameters(state: T, params: optax.Params, updates: optax.Updates) -> T:
+    """Returns the same state, computed in one kernel with the new parameters on a TPU.
+
+    There XLA computes arrays of different dtypes in one kernel where one of them is computed from
+    all others, and else in two or three, each of which reads gradient and moments: compiled for a
+    TPU v5e, an update with split masters and loss scaling moves 46 bytes a parameter instead of 28,
+    with moments in bfloat16 and without loss scaling 24 instead of 18. So of what belongs to a
+    bfloat16 parameter, one array is selected by a condition on the new parameter and on all others.
+    It always holds, which XLA does not know. On other devices nothing is added.
+
+    Args:
+      state: as it is after the step.
+      params: as they were before it.
+      updates: by which they change.
+
+    >>> params, updates = {"w": jnp.bfloat16(1)}, {"w": jnp.float32(1)}
+    >>> in_kernels_of_parameters({"w": jnp.uint16(3)}, params, updates)
+    {'w': Array(3, dtype=uint16)}
+    """
+    old, changes = (dict(tree_leaves_with_path(tree)) for tree in (params, updates))
+    belonging: dict[Any, dict[Any, jax.Array]] = collections.defaultdict(dict)
+    for path, leaf in tree_leaves_with_path(state):
+        of = parameter_path(leaf, path, old)
+        if of in changes and old[of].dtype == jnp.bfloat16 and not is_concrete(changes[of]):
+            belonging[of][path] = leaf
+
+    computed = {}
+    for of, leaves in belonging.items():
+        new = (old[of] + changes[of]).astype(jnp.bfloat16)  # as `optax.apply_updates`
+        alike = [path for path, leaf in leaves.items() if _may_share_kernel(new, leaf)]
+        alike.sort(key=lambda path: leaves[path].dtype.itemsize)
+        if alike:
+            first, *others = (leaves[path] for path in alike)
+            computed[alike[0]] = lax.platform_dependent(
+                first, new, *others, tpu=selected_by_all, default=lambda first, *_: first
+            )
+    result: T = tree_map_with_path(lambda path, leaf: computed.get(path, leaf), state)
+    return result
+
+
+def _may_share_kernel(new: jax.Array, leaf: jax.Array) -> bool:
+    """Returns whether an array of a state, of a parameter's shape, is of its kind and place."""
+    if leaf.dtype not in (jnp.uint16, jnp.bfloat16, jnp.float32):
+        return False
+    lie_alike = jax.typeof(leaf).sharding == jax.typeof(new).sharding
+    return lie_alike and varying_axes(leaf) == varying_axes(new)
+
+
+def selected_by_all(selected: jax.Array, *others: jax.Array) -> jax.Array:
+    """Returns the first array, selected by a condition on each of the others that always holds."""
+    for other in others:
+        pattern = lax.bitcast_convert_type(other, jnp.dtype(f"uint{8 * other.dtype.itemsize}"))
+        above_16_bits = pattern.astype(jnp.uint16).astype(jnp.uint32) >> 16
+        selected = jnp.where(above_16_bits == 0, selected, 0)
+    return selected
 
 
 def in_order_of_axes(gradients: PyTree) -> PyTree:

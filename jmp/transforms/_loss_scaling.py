@@ -14,6 +14,7 @@ from jmp.transforms import _inner, _states
 from jmp.transforms._few_kernels import (
     flag_by_size,
     gradients_finite,
+    in_kernels_of_parameters,
     in_order_of_axes,
     read_from_array,
 )
@@ -133,7 +134,7 @@ def with_loss_scale(
         finite = read_from_array(finite, state.grads_finite)
         flag_of = flag_by_size(finite)
         new_updates = jax.tree.map(lambda u: _zero_unless(flag_of(u), u), new_updates)
-        return new_updates, WithLossScaleState(
+        changed = WithLossScaleState(
             loss_scale=scale.adjust(finite),
             grads_finite=finite,
             skipped_steps=jnp.where(
@@ -142,6 +143,8 @@ def with_loss_scale(
             consecutive_skips=jnp.where(finite, 0, optax.safe_increment(state.consecutive_skips)),
             inner_state=select_leaves(flag_of, inner_state, state.inner_state),
         )
+        # Behind the selects: what they select is no longer what parameters are computed from.
+        return new_updates, in_kernels_of_parameters(changed, params, new_updates)
 
     tx: Transformation[WithLossScaleState] = optax.GradientTransformationExtraArgs(init, update)
     return tx

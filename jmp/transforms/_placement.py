@@ -31,7 +31,6 @@ from jmp import _jax_compat
 from jmp._messages import described
 from jmp.sharding._axes import names_by_dimension
 from jmp.transforms import _inner
-from jmp.transforms._few_kernels import is_on_mesh
 from jmp.trees import PyTree
 
 S = TypeVar("S")
@@ -185,6 +184,15 @@ def _replicated(leaf: jax.Array, mesh: Any) -> jax.Array:
 def _is_auto(mesh: Any) -> bool:
     """Returns whether XLA decides how arrays are sharded; along explicit axes their types do."""
     return AxisType.Explicit not in mesh.axis_types
+
+
+def is_on_mesh(value: Any) -> bool:
+    """Returns whether the type of `value` names a mesh of devices that jit may divide it among."""
+    mesh = jax.typeof(value).sharding.mesh
+    return any(
+        size > 1 and name not in mesh.manual_axes
+        for name, size in zip(mesh.axis_names, mesh.axis_sizes, strict=True)
+    )
 
 
 def parameter_path(

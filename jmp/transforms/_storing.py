@@ -17,7 +17,11 @@ from jax.tree_util import keystr, tree_flatten_with_path, tree_map_with_path
 from jax.typing import DTypeLike
 
 from jmp.transforms import _inner, _states
-from jmp.transforms._few_kernels import count_by_size, in_order_of_axes
+from jmp.transforms._few_kernels import (
+    count_by_size,
+    in_kernels_of_parameters,
+    in_order_of_axes,
+)
 from jmp.transforms._kept import check_stored_as_in_init
 from jmp.transforms._placement import placed
 from jmp.transforms._random_bits import RandomBits
@@ -246,7 +250,8 @@ def stored_by(
         changed = {kept_name: kept, "inner_state": inner_state}
         if counts:
             changed["count"] = optax.safe_increment(state.count)
-        return half_updates, state._replace(**changed)
+        state = in_kernels_of_parameters(state._replace(**changed), params, half_updates)
+        return half_updates, state
 
     tx: Transformation[Any] = optax.GradientTransformationExtraArgs(init, update)
     return tx

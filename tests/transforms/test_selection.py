@@ -5,6 +5,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding
@@ -13,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jmp
 from jmp import transforms
 from jmp.adapters._atomic import keep_if_skipped
-from jmp.transforms._few_kernels import SHORTER_THAN_A_LAUNCH
+from jmp.transforms._few_kernels import SHORTER_THAN_A_LAUNCH, selected_by_all
 from tests.bits import bits
 
 TX = transforms.with_loss_scale(optax.sgd(0.5, momentum=0.5), jmp.DynamicLossScale(4.0))
@@ -103,3 +104,14 @@ def test_sharded_statistics_are_selected_where_they_lie(finite):
     kept = compiled(*put, GRADIENTS[finite], TX.init(jnp.zeros(3)))["mean"]
     assert kept.sharding.is_equivalent_to(sharding, 1)
     assert bits(kept) == bits(new if finite else old)
+
+
+def test_what_is_selected_with_the_parameters_on_a_tpu_stays_for_every_pattern():
+    halves = jnp.arange(2**16, dtype=jnp.uint16)
+    singles = jnp.asarray(np.linspace(0, 2**32 - 1, 2**16).astype(np.uint32))
+    others = (halves.view(jnp.bfloat16), halves, singles.view(jnp.float32))
+    assert bits(selected_by_all(halves, *others)) == bits(halves)
+    numbers = jnp.where(jnp.isnan(others[0]), jnp.nan, others[0])  # payloads of NaN do not stay
+    assert bits(selected_by_all(numbers, *others)) == bits(numbers)
+    passes_on = jax.grad(lambda x: selected_by_all(x, *others).sum())(jnp.ones(2**16, jnp.bfloat16))
+    assert (passes_on == 1).all()
