@@ -101,7 +101,12 @@ class _Flattening:
             elif (plain := plain_form(equation, self._request.settings)) is not None:
                 results = self.run(plain, operands, outer, around)
             else:
-                results = list(self._add(equation, operands, stack, around).outputs)
+                node = self._add(equation, operands, stack, around)
+                results = list(node.outputs)
+                settings = self._request.settings
+                if node.goes_inside and (parts := kind_of(node.name).in_parts(equation, settings)):
+                    self.nodes.remove(node)
+                    results = self.run(parts, operands, outer, around)
             values.update(zip(equation.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 

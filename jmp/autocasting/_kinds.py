@@ -18,7 +18,7 @@ from collections.abc import Sequence, Set
 from typing import Any
 
 import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from jmp import _jax_compat
 from jmp._messages import described
@@ -145,6 +145,10 @@ class Kind:
     def rule(self, equation: JaxprEqn, rule: Rule, settings: Settings) -> Rule:
         """Returns the rule of the equation, given that of the op table."""
         return rule
+
+    def in_parts(self, equation: JaxprEqn, settings: Settings) -> Jaxpr | None:
+        """Returns the equation with what is planned better outside of it before it, or None."""
+        return None
 
     def functions(self, equation: JaxprEqn) -> Sequence[ClosedJaxpr]:
         """Returns the functions inside, in the order in which `emit` takes what stands for them."""

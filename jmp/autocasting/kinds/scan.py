@@ -10,17 +10,21 @@ in. Where no gradient is taken it is rounded before the loop.
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jmp import _jax_compat
 from jmp.autocasting._carries import carried_in_half, find_weights
+from jmp.autocasting._equations import is_marker, rule_of
 from jmp.autocasting._flow import Destination, Info, feeding_values
 from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._kinds import Arrays, Kind, Level, register_kind
-from jmp.autocasting._numbers import has_symbols
+from jmp.autocasting._numbers import has_symbols, shape_of, size_of
 from jmp.autocasting._propagation import turns_of
+from jmp.autocasting._registry import Rule
+from jmp.autocasting._request import Settings
 from jmp.autocasting._steps import Function, Nested
 
 # The residual stream of a deep network adds up so many layers; a longer loop is one over time,
@@ -37,6 +41,28 @@ class ScanKind(Kind):
         """Constants and rows."""
         constants, carries, arrays = _jax_compat.Scan.of(node.params).split(node.inputs)
         return [[*constants, *[None] * len(carries), *arrays]]
+
+    def in_parts(self, equation: JaxprEqn, settings: Settings) -> Jaxpr | None:
+        """Returns a scan whose constants are moved before it, and not in each turn.
+
+        Their gradients add up in the order in which a product reads them: of a cell of an LSTM as
+        one array, in the kernel of the product, and not as one for each gate.
+        """
+        scan = _jax_compat.Scan.of(equation.params)
+        body, _ = _jax_compat.open_jaxpr(scan.body)
+        fixed: set[Any] = {*scan.split(body.invars)[0]}
+        moves: list[JaxprEqn] = []
+        rest: list[JaxprEqn] = []
+        for inner in body.eqns:
+            is_fixed = all(isinstance(atom, Var) and atom in fixed for atom in inner.invars)
+            if is_fixed and _only_moves(rule_of(inner, settings), inner):
+                fixed.update(inner.outvars)
+                moves.append(inner)
+            else:
+                rest.append(inner)
+        if not moves or body.effects:  # some effects name an operand by its position
+            return None
+        return _with_moves_before(equation, moves, rest)
 
     def plan(self, node: Node, level: Level) -> Nested:
         """Decides the dtype of each carry first, then plans the body."""
@@ -104,6 +130,48 @@ class ScanKind(Kind):
             unroll=scan.unroll,
         )
         return [*carry, *stacked]
+
+
+def _only_moves(rule: Rule, inner: JaxprEqn) -> bool:
+    """Returns whether an equation joins, takes apart or reshapes arrays, on their devices.
+
+    Not what changes their order: products read a transposed array in place.
+    """
+    moves = rule.reshapes or rule.selects or rule.rearranges
+    if not moves or rule.looks_up or rule.sends or is_marker(inner):
+        return False
+    atoms = (*inner.invars, *inner.outvars)
+    if any(has_symbols(shape_of(atom)) for atom in atoms):
+        return False
+    read, made = (sum(size_of(shape_of(a)) for a in each) for each in (inner.invars, inner.outvars))
+    repeats_none = made <= read
+    return repeats_none and len(set(map(_jax_compat.varying_axes, atoms))) == 1
+
+
+def _with_moves_before(
+    equation: JaxprEqn, moves: Sequence[JaxprEqn], rest: Sequence[JaxprEqn]
+) -> Jaxpr:
+    """Returns a scan with some equations of its body before it; their results are constants."""
+    scan = _jax_compat.Scan.of(equation.params)
+    body, _ = _jax_compat.open_jaxpr(scan.body)
+    types = [atom.aval for atom in equation.invars]
+    parts = jax.make_jaxpr(lambda *operands: operands)(*types).jaxpr  # for its variables
+    closed, carried, stacked = scan.split(parts.invars)
+    own, changing, rows = scan.split(body.invars)
+    outside = dict(zip(own, closed, strict=True))
+    scopes, before = equation.source_info.name_stack, []
+    for move in moves:
+        source = move.source_info.replace(name_stack=scopes + move.source_info.name_stack)
+        operands = [outside.setdefault(variable, variable) for variable in move.invars]
+        before.append(move.replace(invars=operands, source_info=source, ctx=equation.ctx))
+    read = {atom for inner in rest for atom in inner.invars if isinstance(atom, Var)}
+    read.update(atom for atom in body.outvars if isinstance(atom, Var))
+    moved = [variable for move in moves for variable in move.outvars if variable in read]
+    inside = body.replace(invars=[*own, *moved, *changing, *rows], eqns=[*rest])
+    params = scan.with_body(equation.params, inside, len(own) + len(moved))
+    loop = equation.replace(invars=[*closed, *moved, *carried, *stacked], params=params)
+    together: Jaxpr = parts.replace(outvars=equation.outvars, eqns=[*before, loop])
+    return together
 
 
 def _streams(
