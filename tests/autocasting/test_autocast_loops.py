@@ -428,16 +428,31 @@ def test_what_moves_before_a_loop_changes_no_number(turn, reverse, monkeypatch):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), moved, gradients())
 
 
+def carried_backwards(program):
+    """Returns the shapes that the one reversed scan of a program carries."""
+    (shapes,) = (
+        {variable.aval.shape for variable in Scan.of(equation.params).split(equation.invars)[1]}
+        for equation, *_ in walk(program.jaxpr)
+        if equation.primitive.name == "scan" and equation.params["reverse"]
+    )
+    return shapes
+
+
 def test_gradients_of_weights_that_a_turn_joins_add_up_as_one_array():
     def loss(constants, h):
         body = lambda h, _: (joined(h, *constants, STARTS)[0], None)
         return jnp.sum(lax.scan(body, h, None, length=4)[0])
 
     program = jax.make_jaxpr(jax.grad(jmp.autocast(loss, "mixed_bfloat16")))((LEFT, RIGHT), H)
-    carried = [
-        {variable.aval.shape for variable in Scan.of(equation.params).split(equation.invars)[1]}
-        for equation, *_ in walk(program.jaxpr)
-        if equation.primitive.name == "scan" and equation.params["reverse"]
-    ]
-    (shapes,) = carried
+    shapes = carried_backwards(program)
     assert (N, 2 * N) in shapes and (N, N) not in shapes
+
+
+def test_slices_that_overlap_stay_in_the_loop():
+    def loss(table, h):
+        body = lambda h, _: (sum(h @ table[start : start + N] for start in range(4)), None)
+        return jnp.sum(lax.scan(body, h, None, length=4)[0])
+
+    table = jnp.concatenate([LEFT, RIGHT])
+    program = jax.make_jaxpr(jax.grad(jmp.autocast(loss, "mixed_bfloat16")))(table, H)
+    assert table.shape in carried_backwards(program)

@@ -7,7 +7,7 @@ over enters in float32 and is rounded inside, because its gradients add up in th
 in. Where no gradient is taken it is rounded before the loop.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -50,7 +50,8 @@ class ScanKind(Kind):
         """
         scan = _jax_compat.Scan.of(equation.params)
         body, _ = _jax_compat.open_jaxpr(scan.body)
-        fixed: set[Any] = {*scan.split(body.invars)[0]}
+        own, *_ = scan.split(body.invars)
+        fixed: set[Any] = {*own}
         moves: list[JaxprEqn] = []
         rest: list[JaxprEqn] = []
         for inner in body.eqns:
@@ -60,9 +61,15 @@ class ScanKind(Kind):
                 moves.append(inner)
             else:
                 rest.append(inner)
-        if not moves or body.effects:  # some effects name an operand by its position
+        read = {atom for inner in moves for atom in inner.invars}
+        needed = {atom for inner in rest for atom in inner.invars if isinstance(atom, Var)}
+        needed.update(atom for atom in body.outvars if isinstance(atom, Var))
+        moved = [variable for move in moves for variable in move.outvars if variable in needed]
+        # Slices that overlap would be more than what they are taken from, and their gradients too.
+        is_worth = 0 < _size(moved) <= _size(read.intersection(own))
+        if not is_worth or body.effects:  # some effects name an operand by its position
             return None
-        return _with_moves_before(equation, moves, rest)
+        return _with_moves_before(equation, moves, rest, moved)
 
     def plan(self, node: Node, level: Level) -> Nested:
         """Decides the dtype of each carry first, then plans the body."""
@@ -133,25 +140,33 @@ class ScanKind(Kind):
 
 
 def _only_moves(rule: Rule, inner: JaxprEqn) -> bool:
-    """Returns whether an equation joins, takes apart or reshapes arrays, on their devices.
+    """Returns whether an equation joins arrays, takes one apart or reshapes it, on its devices.
 
-    Not what changes their order: products read a transposed array in place.
+    Not what changes the order of numbers: products read a transposed array in place.
     """
-    moves = rule.reshapes or rule.selects or rule.rearranges
-    if not moves or rule.looks_up or rule.sends or is_marker(inner):
+    n_read, n_made = len(inner.invars), len(inner.outvars)
+    joins_or_splits = rule.rearranges and (n_read > 1) != (n_made > 1)
+    moves = rule.reshapes or rule.selects or joins_or_splits
+    if not moves or rule.looks_up or rule.sends or is_marker(inner) or inner.effects:
         return False
     atoms = (*inner.invars, *inner.outvars)
-    if any(has_symbols(shape_of(atom)) for atom in atoms):
-        return False
-    read, made = (sum(size_of(shape_of(a)) for a in each) for each in (inner.invars, inner.outvars))
-    repeats_none = made <= read
-    return repeats_none and len(set(map(_jax_compat.varying_axes, atoms))) == 1
+    is_known = not any(has_symbols(shape_of(atom)) for atom in atoms)
+    return is_known and len(set(map(_jax_compat.varying_axes, atoms))) == 1
+
+
+def _size(variables: Iterable[Any]) -> int:
+    return sum(size_of(shape_of(variable)) for variable in variables)
 
 
 def _with_moves_before(
-    equation: JaxprEqn, moves: Sequence[JaxprEqn], rest: Sequence[JaxprEqn]
+    equation: JaxprEqn, moves: Sequence[JaxprEqn], rest: Sequence[JaxprEqn], moved: Sequence[Any]
 ) -> Jaxpr:
-    """Returns a scan with some equations of its body before it; their results are constants."""
+    """Returns a scan with some equations of its body before it.
+
+    Args:
+      rest: the others.
+      moved: results of `moves` that the body reads; they are constants of the scan.
+    """
     scan = _jax_compat.Scan.of(equation.params)
     body, _ = _jax_compat.open_jaxpr(scan.body)
     types = [atom.aval for atom in equation.invars]
@@ -163,10 +178,7 @@ def _with_moves_before(
     for move in moves:
         source = move.source_info.replace(name_stack=scopes + move.source_info.name_stack)
         operands = [outside.setdefault(variable, variable) for variable in move.invars]
-        before.append(move.replace(invars=operands, source_info=source, ctx=equation.ctx))
-    read = {atom for inner in rest for atom in inner.invars if isinstance(atom, Var)}
-    read.update(atom for atom in body.outvars if isinstance(atom, Var))
-    moved = [variable for move in moves for variable in move.outvars if variable in read]
+        before.append(move.replace(invars=operands, source_info=source))
     inside = body.replace(invars=[*own, *moved, *changing, *rows], eqns=[*rest])
     params = scan.with_body(equation.params, inside, len(own) + len(moved))
     loop = equation.replace(invars=[*closed, *moved, *carried, *stacked], params=params)
