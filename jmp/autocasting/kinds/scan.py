@@ -17,7 +17,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jmp import _jax_compat
 from jmp.autocasting._carries import carried_in_half, find_weights
-from jmp.autocasting._equations import is_marker, rule_of
+from jmp.autocasting._equations import rule_of
 from jmp.autocasting._flow import Destination, Info, feeding_values
 from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._kinds import Arrays, Kind, Level, register_kind
@@ -43,33 +43,35 @@ class ScanKind(Kind):
         return [[*constants, *[None] * len(carries), *arrays]]
 
     def in_parts(self, equation: JaxprEqn, settings: Settings) -> Jaxpr | None:
-        """Returns a scan whose constants are moved before it, and not in each turn.
+        """Returns a scan whose constants are joined before it, and not in each turn.
 
-        Their gradients add up in the order in which a product reads them: of a cell of an LSTM as
-        one array, in the kernel of the product, and not as one for each gate.
+        Their gradients add up as a product reads them: of a cell of an LSTM as one array, in the
+        kernel of the product, and not as one for each gate.
         """
         scan = _jax_compat.Scan.of(equation.params)
         body, _ = _jax_compat.open_jaxpr(scan.body)
-        own, *_ = scan.split(body.invars)
-        fixed: set[Any] = {*own}
-        moves: list[JaxprEqn] = []
+        own: set[Any] = {*scan.split(body.invars)[0]}
+        fixed = {*own}
+        joins: list[JaxprEqn] = []
         rest: list[JaxprEqn] = []
         for inner in body.eqns:
             is_fixed = all(isinstance(atom, Var) and atom in fixed for atom in inner.invars)
-            if is_fixed and _only_moves(rule_of(inner, settings), inner):
+            rule = rule_of(inner, settings)
+            is_of_joined = rule.reshapes and not any(atom in own for atom in inner.invars)
+            if is_fixed and (is_of_joined or _joins(rule, inner)):
                 fixed.update(inner.outvars)
-                moves.append(inner)
+                joins.append(inner)
             else:
                 rest.append(inner)
-        read = {atom for inner in moves for atom in inner.invars}
+        read = {atom for inner in joins for atom in inner.invars}
         needed = {atom for inner in rest for atom in inner.invars if isinstance(atom, Var)}
         needed.update(atom for atom in body.outvars if isinstance(atom, Var))
-        moved = [variable for move in moves for variable in move.outvars if variable in needed]
-        # Slices that overlap would be more than what they are taken from, and their gradients too.
-        is_worth = 0 < _size(moved) <= _size(read.intersection(own))
+        joined = [variable for join in joins for variable in join.outvars if variable in needed]
+        # What is in two of them would be there twice, and its gradient too.
+        is_worth = 0 < _size(joined) <= _size(read & own)
         if not is_worth or body.effects:  # some effects name an operand by its position
             return None
-        return _with_moves_before(equation, moves, rest, moved)
+        return _with_joins_before(equation, joins, rest, joined)
 
     def plan(self, node: Node, level: Level) -> Nested:
         """Decides the dtype of each carry first, then plans the body."""
@@ -139,33 +141,28 @@ class ScanKind(Kind):
         return [*carry, *stacked]
 
 
-def _only_moves(rule: Rule, inner: JaxprEqn) -> bool:
-    """Returns whether an equation joins arrays, takes one apart or reshapes it, on its devices.
-
-    Not what changes the order of numbers: products read a transposed array in place.
-    """
-    n_read, n_made = len(inner.invars), len(inner.outvars)
-    joins_or_splits = rule.rearranges and (n_read > 1) != (n_made > 1)
-    moves = rule.reshapes or rule.selects or joins_or_splits
-    if not moves or rule.looks_up or rule.sends or is_marker(inner) or inner.effects:
+def _joins(rule: Rule, inner: JaxprEqn) -> bool:
+    """Returns whether an equation joins arrays, on the devices they lie on."""
+    if not rule.rearranges or rule.looks_up or rule.sends or inner.effects:
         return False
     atoms = (*inner.invars, *inner.outvars)
     is_known = not any(has_symbols(shape_of(atom)) for atom in atoms)
-    return is_known and len(set(map(_jax_compat.varying_axes, atoms))) == 1
+    is_on_same_devices = len(set(map(_jax_compat.varying_axes, atoms))) == 1
+    return len(inner.invars) > 1 == len(inner.outvars) and is_known and is_on_same_devices
 
 
 def _size(variables: Iterable[Any]) -> int:
     return sum(size_of(shape_of(variable)) for variable in variables)
 
 
-def _with_moves_before(
-    equation: JaxprEqn, moves: Sequence[JaxprEqn], rest: Sequence[JaxprEqn], moved: Sequence[Any]
+def _with_joins_before(
+    equation: JaxprEqn, joins: Sequence[JaxprEqn], rest: Sequence[JaxprEqn], joined: Sequence[Any]
 ) -> Jaxpr:
     """Returns a scan with some equations of its body before it.
 
     Args:
       rest: the others.
-      moved: results of `moves` that the body reads; they are constants of the scan.
+      joined: results of `joins` that the body reads; they are constants of the scan.
     """
     scan = _jax_compat.Scan.of(equation.params)
     body, _ = _jax_compat.open_jaxpr(scan.body)
@@ -175,13 +172,13 @@ def _with_moves_before(
     own, changing, rows = scan.split(body.invars)
     outside = dict(zip(own, closed, strict=True))
     scopes, before = equation.source_info.name_stack, []
-    for move in moves:
-        source = move.source_info.replace(name_stack=scopes + move.source_info.name_stack)
-        operands = [outside.setdefault(variable, variable) for variable in move.invars]
-        before.append(move.replace(invars=operands, source_info=source))
-    inside = body.replace(invars=[*own, *moved, *changing, *rows], eqns=[*rest])
-    params = scan.with_body(equation.params, inside, len(own) + len(moved))
-    loop = equation.replace(invars=[*closed, *moved, *carried, *stacked], params=params)
+    for join in joins:
+        source = join.source_info.replace(name_stack=scopes + join.source_info.name_stack)
+        operands = [outside.setdefault(variable, variable) for variable in join.invars]
+        before.append(join.replace(invars=operands, source_info=source))
+    inside = body.replace(invars=[*own, *joined, *changing, *rows], eqns=[*rest])
+    params = scan.with_body(equation.params, inside, len(own) + len(joined))
+    loop = equation.replace(invars=[*closed, *joined, *carried, *stacked], params=params)
     together: Jaxpr = parts.replace(outvars=equation.outvars, eqns=[*before, loop])
     return together
 
