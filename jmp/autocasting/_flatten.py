@@ -105,7 +105,7 @@ class _Flattening:
                 results = list(node.outputs)
                 settings = self._request.settings
                 if node.goes_inside and (parts := kind_of(node.name).in_parts(equation, settings)):
-                    self.nodes.remove(node)
+                    self.nodes.pop()
                     results = self.run(parts, operands, outer, around)
             values.update(zip(equation.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]

@@ -5,6 +5,7 @@ branches, custom derivatives): `kinds/` has one file each, and `register_kind` a
 kind does not say is that of a function that is called once with all the operands.
 
   - `rule` says how the equation counts as a whole, where the op table cannot know.
+  - `in_parts` says what of its inside is planned before it.
   - `context_inside` says what holds inside and not around.
   - `plan` plans what is inside, each function as a level of its own, and decides in which dtypes
     operands go in and results come out.

@@ -365,7 +365,8 @@ def test_a_scan_may_start_from_an_array_that_the_program_holds():
     np.testing.assert_allclose(got, states(w, xs), rtol=1e-2)
 
 
-# What a turn makes of constants alone, by joining them or taking them apart, is made before it.
+# What a turn joins of constants alone is joined before the loop, and what is joined may be reshaped
+# there. All else stays in the loop.
 
 LEFT, RIGHT = (jax.random.normal(key, (N, N)) * 0.4 for key in jax.random.split(KEYS[0]))
 STARTS = jnp.linspace(-1.0, 1.0, N).reshape(1, N)
@@ -384,6 +385,11 @@ def one_part_of_three(h, left, right, start):
 def joined_and_alone(h, left, right, start):
     both = h @ jnp.concatenate([left, right], axis=1)
     return jnp.tanh(both[:, :N] + (h @ right) * start), both
+
+
+def joined_then_reshaped(h, left, right, start):
+    both = jnp.concatenate([left, right], axis=1).reshape(N, 2, N)
+    return jnp.tanh(h @ both[:, 0] + start), both
 
 
 def reshaped_and_handed_out(h, left, right, start):
@@ -407,13 +413,14 @@ def printing(h, left, right, start):
         joined,
         one_part_of_three,
         joined_and_alone,
+        joined_then_reshaped,
         reshaped_and_handed_out,
         in_an_inner_loop,
         printing,
     ],
     ids=lambda turn: turn.__name__,
 )
-def test_what_moves_before_a_loop_changes_no_number(turn, reverse, monkeypatch):
+def test_what_is_joined_before_a_loop_changes_no_number(turn, reverse, monkeypatch):
     def loss(h, *constants):
         body = lambda h, _: turn(h, *constants)
         h, rows = lax.scan(body, h, None, length=4, reverse=reverse)
@@ -423,9 +430,9 @@ def test_what_moves_before_a_loop_changes_no_number(turn, reverse, monkeypatch):
         run = jax.value_and_grad(jmp.autocast(loss, "mixed_bfloat16"), argnums=(0, 1, 2, 3))
         return jax.jit(run)(H, LEFT, RIGHT, STARTS)
 
-    moved = gradients()
+    before = gradients()
     monkeypatch.setattr(ScanKind, "in_parts", lambda *_: None)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), moved, gradients())
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), before, gradients())
 
 
 def carried_backwards(program):

@@ -146,9 +146,10 @@ def _joins(rule: Rule, inner: JaxprEqn) -> bool:
     if not rule.rearranges or rule.looks_up or rule.sends or inner.effects:
         return False
     atoms = (*inner.invars, *inner.outvars)
+    is_join = len(inner.invars) > 1 and len(inner.outvars) == 1
     is_known = not any(has_symbols(shape_of(atom)) for atom in atoms)
     is_on_same_devices = len(set(map(_jax_compat.varying_axes, atoms))) == 1
-    return len(inner.invars) > 1 == len(inner.outvars) and is_known and is_on_same_devices
+    return is_join and is_known and is_on_same_devices
 
 
 def _size(variables: Iterable[Any]) -> int:
