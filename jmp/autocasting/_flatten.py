@@ -5,6 +5,7 @@ through the many small ones of `jax.numpy`; dead code is left behind. What remai
 branches, remat, custom derivatives) is one node each and a level of its own.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -56,6 +57,7 @@ def graph_of(
     for node in nodes:
         for value in dict.fromkeys(node.inputs):
             value.users.append(node)
+    nodes = _added_before_splits(nodes, outputs, half)
     own = () if holder is None else constants
     graph = Graph(inputs, nodes, outputs, own, outputs_wrap)
     for node in find_angles(graph):
@@ -198,3 +200,70 @@ def _alive(nodes: list[Node], outputs: list[Value]) -> list[Node]:
             needed.update(value.producer for value in node.inputs)
     kept.reverse()
     return kept
+
+
+# Sums of parts.
+
+
+def _added_before_splits(
+    nodes: list[Node], outputs: Sequence[Value], half: np.dtype
+) -> list[Node]:
+    """Adds two arrays before they are split, where each part of one is added to that of the other.
+
+    The gates of an LSTM are such parts, of what two products compute. Added before, they are one
+    array, which the second product's kernel adds up, and a loop keeps one array and not one a gate.
+    """
+    for left in [node for node in nodes if node.name == "split"]:
+        if sums := _sums_of_parts(left, outputs):
+            right = sums[0].inputs[1].producer
+            removed = {left, right, *sums}
+            nodes = [node for node in nodes if node not in removed]
+            nodes += _added_whole(left, right, sums, half)
+    return sorted(nodes, key=lambda node: node.index)
+
+
+def _sums_of_parts(left: Node, outputs: Sequence[Value]) -> list[Node]:
+    """Returns what adds each part of a split to the same part of another; nothing if there is more.
+
+    Each part must be read by its sum alone.
+    """
+    sums = [user for part in left.outputs for user in part.users]
+    if any(len(node.inputs) != 2 for node in sums):
+        return []
+    parts = tuple(node.inputs[1] for node in sums)
+    right = parts[0].producer if parts else None
+    if right is None or right is left or right.name != left.name or right.outputs != parts:
+        return []
+    are_alike = len({node.equation.primitive for node in sums}) == 1 and sums[0].rule.linear
+    is_split_alike = left.params == right.params and left.outputs == tuple(
+        node.inputs[0] for node in sums
+    )
+    is_free = all(node.is_fusible for node in (left, right, *sums))
+    are_read_once = all(
+        part.users == [node] and part not in outputs for node in sums for part in node.inputs
+    )
+    return sums if are_alike and is_split_alike and is_free and are_read_once else []
+
+
+def _added_whole(left: Node, right: Node, sums: Sequence[Node], half: np.dtype) -> list[Node]:
+    """Returns a sum of what two nodes split, and its split, whose parts are those of `sums`."""
+    read = [left.equation.invars[0], right.equation.invars[0]]
+    equation = sums[0].equation.replace(invars=read, outvars=read[:1])
+    operands = (left.inputs[0], right.inputs[0])
+    known = _known_result(equation, sums[0].rule, operands, half)
+    place = max(left.index, right.index)
+    whole = dataclasses.replace(
+        sums[0], equation=equation, inputs=operands, known=known, index=place
+    )
+    (value,) = whole.outputs
+    value.made_of = made_of_results(whole).of(value)
+    place = min(node.index for node in sums)
+    split = dataclasses.replace(right, inputs=(value,), known=NOTHING, index=place)
+    split.outputs = tuple(node.outputs[0] for node in sums)
+    for part in split.outputs:
+        part.producer = split
+    value.users.append(split)
+    for operand in operands:
+        users = (whole if user in (left, right) else user for user in operand.users)
+        operand.users[:] = dict.fromkeys(users)
+    return [whole, split]

@@ -1,0 +1,156 @@
+"""Splits under autocast: sums of all parts go before one; in an island the parts are cast."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jmp
+from jmp.autocasting import _flatten
+from jmp.autocasting._propagation import walk
+
+ROWS, WIDTH = 64, 256
+KEYS = jax.random.split(jax.random.key(0), 4)
+X, H = (jax.random.normal(key, (ROWS, 32)) for key in KEYS[:2])
+W, U = (jax.random.normal(key, (32, WIDTH)) * 0.3 for key in KEYS[2:])
+SIZES = {"alike": [64] * 4, "unlike": [16, 48, 128, 64]}
+
+
+def use(parts):
+    """A function of parts of any widths, nonlinear and not symmetrical."""
+    return sum(jnp.sum(jnp.tanh(part) * (i + 1.0)) for i, part in enumerate(parts))
+
+
+# All these have one sum and one split.
+
+
+def added(a, b, sizes):
+    return use([p + q for p, q in zip(lax.split(a, sizes, 1), lax.split(b, sizes, 1))])
+
+
+def subtracted(a, b, sizes):
+    return use([p - q for p, q in zip(lax.split(a, sizes, 1), lax.split(b, sizes, 1))])
+
+
+def split_late(a, b, sizes):
+    parts = lax.split(a, sizes, 1)
+    return use([p + q for p, q in zip(parts, lax.split(jnp.abs(b), sizes, 1))])
+
+
+def read_as_a_whole_too(a, b, sizes):
+    return added(a, b, sizes) + jnp.sum(a * b)
+
+
+def of_one_array(a, b, sizes):
+    return use([p + q for p, q in zip(lax.split(a, sizes, 1), lax.split(a, sizes, 1))])
+
+
+# All these have the splits that they are written with.
+
+
+def read_twice(a, b, sizes):
+    parts = lax.split(a, sizes, 1)
+    return use([p + q for p, q in zip(parts, lax.split(b, sizes, 1))]) + jnp.sum(parts[2])
+
+
+def without_one(a, b, sizes):
+    parts = list(zip(lax.split(a, sizes, 1), lax.split(b, sizes, 1)))
+    return use([p + q for p, q in parts[:-1]])
+
+
+def one_subtracted(a, b, sizes):
+    (p, q), *others = zip(lax.split(a, sizes, 1), lax.split(b, sizes, 1))
+    return use([p - q, *(p + q for p, q in others)])
+
+
+def in_another_order(a, b, sizes):
+    parts = lax.split(b, sizes[::-1], 1)[::-1]
+    return use([p + q for p, q in zip(lax.split(a, sizes, 1), parts)])
+
+
+def to_themselves(a, b, sizes):
+    return use([p + p for p in lax.split(a + b, sizes, 1)])
+
+
+def to_one_array(a, b, sizes):
+    rows = b[:, :1]
+    return use([p + rows for p in lax.split(a, sizes, 1)])
+
+
+WHOLE = (added, subtracted, split_late, read_as_a_whole_too, of_one_array)
+IN_PARTS = (read_twice, without_one, one_subtracted, in_another_order, to_themselves, to_one_array)
+
+
+def counted(function, *arguments):
+    """Returns how many splits a program has."""
+    names = [e.primitive.name for e, *_ in walk(jax.make_jaxpr(function)(*arguments).jaxpr)]
+    return names.count("split")
+
+
+def gradients(function, sizes, half):
+    loss = lambda x, h, w, u: function(x @ w, h @ u, sizes)
+    return jax.value_and_grad(jmp.autocast(loss, f"mixed_{half}"), (0, 1, 2, 3))(X, H, W, U)
+
+
+def program(function, sizes):
+    return jmp.autocast(lambda x, h, w, u: function(x @ w, h @ u, sizes), "mixed_bfloat16")
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("function", WHOLE, ids=lambda f: f.__name__)
+def test_sums_of_all_parts_go_before_the_split(function, sizes):
+    assert counted(program(function, sizes), X, H, W, U) == 1
+
+
+@pytest.mark.parametrize("function", IN_PARTS, ids=lambda f: f.__name__)
+def test_other_splits_stay_as_written(function):
+    written = counted(lambda x, h, w, u: function(x @ w, h @ u, SIZES["unlike"]), X, H, W, U)
+    assert counted(program(function, SIZES["unlike"]), X, H, W, U) == written
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+@pytest.mark.parametrize("function", (*WHOLE, *IN_PARTS), ids=lambda f: f.__name__)
+def test_sums_before_a_split_change_no_number(function, half, monkeypatch):
+    before = gradients(function, SIZES["unlike"], half)
+    monkeypatch.setattr(_flatten, "_sums_of_parts", lambda *_: [])
+    jax.tree.map(np.testing.assert_array_equal, before, gradients(function, SIZES["unlike"], half))
+
+
+def test_a_part_that_is_an_output_is_computed():
+    def parts(x, h, w, u):
+        left, right = lax.split(x @ w, SIZES["alike"], 1), lax.split(h @ u, SIZES["alike"], 1)
+        return left[1], *(p + q for p, q in zip(left, right))
+
+    got = jmp.autocast(parts, "mixed_bfloat16")(X, H, W, U)
+    for found, expected in zip(got, parts(X, H, W, U)):
+        np.testing.assert_allclose(found, expected, rtol=0.05, atol=0.05)
+
+
+# Parts in islands.
+
+
+def test_an_island_casts_the_parts_and_not_the_whole():
+    def gates(x, w):
+        first, second = jnp.split(x @ w, 2, 1)
+        return jnp.sum(jax.nn.sigmoid(first) * jnp.tanh(second))
+
+    found = jax.make_jaxpr(jax.grad(jmp.autocast(gates, "mixed_bfloat16")))(X, W)
+    types = {e.invars[0].aval.dtype for e, *_ in walk(found.jaxpr) if e.primitive.name == "split"}
+    assert types == {jnp.dtype("bfloat16")}
+
+
+def test_cotangents_of_a_part_add_up_in_float32():
+    """A part that is read twice is cast once, so the sum of its cotangents is rounded once."""
+
+    def loss(x, w):
+        first, second = jnp.split(x @ w, 2, 1)
+        return jnp.sum(first * jax.nn.sigmoid(first) * jnp.tanh(second))
+
+    found = jax.make_jaxpr(jax.grad(jmp.autocast(loss, "mixed_bfloat16")))(X, W)
+    sums = {
+        e.outvars[0].aval.dtype
+        for e, *_ in walk(found.jaxpr)
+        if e.primitive.name == "add_any" and e.outvars[0].aval.shape == (ROWS, WIDTH // 2)
+    }
+    assert sums == {jnp.dtype("float32")}
