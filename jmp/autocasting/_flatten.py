@@ -205,9 +205,7 @@ def _alive(nodes: list[Node], outputs: list[Value]) -> list[Node]:
 # Sums of parts.
 
 
-def _added_before_splits(
-    nodes: list[Node], outputs: Sequence[Value], half: np.dtype
-) -> list[Node]:
+def _added_before_splits(nodes: list[Node], outputs: Sequence[Value], half: np.dtype) -> list[Node]:
     """Adds two arrays before they are split, where each part of one is added to that of the other.
 
     The gates of an LSTM are such parts, of what two products compute. Added before, they are one

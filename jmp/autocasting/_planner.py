@@ -26,6 +26,7 @@ from jmp.autocasting._islands import (
     group,
     key_of,
     peel,
+    peel_splits,
 )
 from jmp.autocasting._kinds import Level, has_kind, kind_of
 from jmp.autocasting._numbers import Shape
@@ -114,8 +115,12 @@ class Planner(Level):
         front, rest = peel(nodes, self.storage)
         if not rest:  # an island that is linear throughout stays what it is, float32
             front, rest = [], nodes
+        steps = list(map(self._light, front))
+        if self.context.request.platform == "tpu" and self.context.times > 1:
+            splits, rest = peel_splits(rest, self.storage, self.context.times)
+            steps += map(self._light, splits)
         clones = clones_for(entering(rest), self.facts)
-        return [*map(self._light, front), self._island(rest, clones, why, recompute)]
+        return [*steps, self._island(rest, clones, why, recompute)]
 
     def _island(
         self, nodes: list[Node], clones: list[Node], why: dict[Node, str], recompute: Recompute

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import jmp
-from jmp.autocasting import _flatten
+from jmp.autocasting import _flatten, _islands
 from jmp.autocasting._propagation import walk
 
 ROWS, WIDTH = 64, 256
@@ -22,20 +22,20 @@ def use(parts):
     return sum(jnp.sum(jnp.tanh(part) * (i + 1.0)) for i, part in enumerate(parts))
 
 
+def both(a, b, sizes):
+    """Returns pairs of the same parts of two arrays."""
+    return zip(lax.split(a, sizes, 1), lax.split(b, sizes, 1), strict=True)
+
+
 # All these have one sum and one split.
 
 
 def added(a, b, sizes):
-    return use([p + q for p, q in zip(lax.split(a, sizes, 1), lax.split(b, sizes, 1))])
+    return use([p + q for p, q in both(a, b, sizes)])
 
 
 def subtracted(a, b, sizes):
-    return use([p - q for p, q in zip(lax.split(a, sizes, 1), lax.split(b, sizes, 1))])
-
-
-def split_late(a, b, sizes):
-    parts = lax.split(a, sizes, 1)
-    return use([p + q for p, q in zip(parts, lax.split(jnp.abs(b), sizes, 1))])
+    return use([p - q for p, q in both(a, b, sizes)])
 
 
 def read_as_a_whole_too(a, b, sizes):
@@ -43,7 +43,7 @@ def read_as_a_whole_too(a, b, sizes):
 
 
 def of_one_array(a, b, sizes):
-    return use([p + q for p, q in zip(lax.split(a, sizes, 1), lax.split(a, sizes, 1))])
+    return use([p + q for p, q in both(a, a, sizes)])
 
 
 # All these have the splits that they are written with.
@@ -51,22 +51,24 @@ def of_one_array(a, b, sizes):
 
 def read_twice(a, b, sizes):
     parts = lax.split(a, sizes, 1)
-    return use([p + q for p, q in zip(parts, lax.split(b, sizes, 1))]) + jnp.sum(parts[2])
+    return use([p + q for p, q in zip(parts, lax.split(b, sizes, 1), strict=True)]) + jnp.sum(
+        parts[2]
+    )
 
 
 def without_one(a, b, sizes):
-    parts = list(zip(lax.split(a, sizes, 1), lax.split(b, sizes, 1)))
+    parts = list(both(a, b, sizes))
     return use([p + q for p, q in parts[:-1]])
 
 
 def one_subtracted(a, b, sizes):
-    (p, q), *others = zip(lax.split(a, sizes, 1), lax.split(b, sizes, 1))
+    (p, q), *others = both(a, b, sizes)
     return use([p - q, *(p + q for p, q in others)])
 
 
 def in_another_order(a, b, sizes):
     parts = lax.split(b, sizes[::-1], 1)[::-1]
-    return use([p + q for p, q in zip(lax.split(a, sizes, 1), parts)])
+    return use([p + q for p, q in zip(lax.split(a, sizes, 1), parts, strict=True)])
 
 
 def to_themselves(a, b, sizes):
@@ -78,7 +80,7 @@ def to_one_array(a, b, sizes):
     return use([p + rows for p in lax.split(a, sizes, 1)])
 
 
-WHOLE = (added, subtracted, split_late, read_as_a_whole_too, of_one_array)
+WHOLE = (added, subtracted, read_as_a_whole_too, of_one_array)
 IN_PARTS = (read_twice, without_one, one_subtracted, in_another_order, to_themselves, to_one_array)
 
 
@@ -120,10 +122,10 @@ def test_sums_before_a_split_change_no_number(function, half, monkeypatch):
 def test_a_part_that_is_an_output_is_computed():
     def parts(x, h, w, u):
         left, right = lax.split(x @ w, SIZES["alike"], 1), lax.split(h @ u, SIZES["alike"], 1)
-        return left[1], *(p + q for p, q in zip(left, right))
+        return left[1], *(p + q for p, q in zip(left, right, strict=True))
 
     got = jmp.autocast(parts, "mixed_bfloat16")(X, H, W, U)
-    for found, expected in zip(got, parts(X, H, W, U)):
+    for found, expected in zip(got, parts(X, H, W, U), strict=True):
         np.testing.assert_allclose(found, expected, rtol=0.05, atol=0.05)
 
 
@@ -154,3 +156,60 @@ def test_cotangents_of_a_part_add_up_in_float32():
         if e.primitive.name == "add_any" and e.outvars[0].aval.shape == (ROWS, WIDTH // 2)
     }
     assert sums == {jnp.dtype("float32")}
+
+
+# What a loop keeps for its backward pass.
+
+TURNS = 4
+XS = jnp.stack([X, H, X, H])
+
+
+def recurrent(w, u):
+    """The sum of the states of an LSTM, whose float32 cells make islands of its gates."""
+
+    def turn(state, x):
+        cells, h = state
+        gates = zip(jnp.split(x @ w, 4, 1), jnp.split(h @ u, 4, 1), strict=True)
+        into, forget, new, out = (p + q for p, q in gates)
+        cells = jax.nn.sigmoid(forget) * cells + jax.nn.sigmoid(into) * jnp.tanh(new)
+        h = (jax.nn.sigmoid(out) * jnp.tanh(cells))[:, :32]
+        return (cells, h), h
+
+    return jnp.sum(lax.scan(turn, (jnp.zeros((ROWS, WIDTH // 4)), H), XS)[1])
+
+
+def kept(platform):
+    """Returns the widths of the half arrays of gates that the loop keeps, in all its turns."""
+    gradient = jax.grad(jmp.autocast(recurrent, "mixed_bfloat16", platform=platform), (0, 1))
+    walked = walk(jax.make_jaxpr(gradient)(W, U).jaxpr)
+    forward = next(e for e, *_ in walked if e.primitive.name == "scan")
+    found = [v.aval for v in forward.outvars if v.aval.dtype == jnp.bfloat16]
+    return [aval.shape[2] for aval in found if aval.shape[:2] == (TURNS, ROWS)]
+
+
+def test_on_a_tpu_a_loop_keeps_the_parts_of_small_arrays(monkeypatch):
+    states = [32, 32, 32]  # the result, and what two products read
+    assert sorted(kept("gpu")) == [*states, WIDTH]
+    assert sorted(kept("tpu")) == [*states, *[WIDTH // 4] * 4]
+    monkeypatch.setattr(_islands, "WHOLE", (TURNS + 1) * ROWS * WIDTH)
+    assert sorted(kept("tpu")) == [*states, WIDTH]
+
+
+def test_what_a_loop_keeps_changes_no_number():
+    def gradients(platform):
+        function = jmp.autocast(recurrent, "mixed_bfloat16", platform=platform)
+        return jax.value_and_grad(function, (0, 1))(W, U)
+
+    jax.tree.map(np.testing.assert_array_equal, gradients("tpu"), gradients("gpu"))
+
+
+def test_without_a_loop_arrays_are_kept_whole():
+    def gates(x, w):
+        first, second = jnp.split(x @ w, 2, 1)
+        return jnp.sum(jax.nn.sigmoid(first) * jnp.tanh(second))
+
+    programs = [
+        str(jax.make_jaxpr(jax.grad(jmp.autocast(gates, "mixed_bfloat16", platform=p)))(X, W))
+        for p in ("gpu", "tpu")
+    ]
+    assert programs[0].count("split[") == programs[1].count("split[") > 0
