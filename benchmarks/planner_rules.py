@@ -34,7 +34,7 @@ import numpy as np
 from tabulate import tabulate
 
 import jmp
-from jmp.autocasting import _planner, _reasons
+from jmp.autocasting import _emit, _planner, _reasons
 from jmp.autocasting._numbers import is_inexact
 from jmp.autocasting._steps import Arithmetic, Recompute
 from jmp.autocasting.rewrites import REWRITES
@@ -94,7 +94,14 @@ def _rewrites_without(rewrite: Callable[..., Any]) -> dict[str, Any]:
     return {"rewrites.REWRITES": [other for other in REWRITES if other is not rewrite]}
 
 
+def _run_on_whole(node: Any, island: Any, environment: dict[Any, Any]) -> Any:
+    values = [value for value in node.inputs if node.rule.selects and value.held is None]
+    wide = {value: _emit._in_float32(value, environment) for value in values}
+    return RUN_NODE(node, island, {**environment, **wide})
+
+
 WHY_OPERAND = _reasons._why_operand
+RUN_NODE = _emit._run_node
 ISLAND = _planner.Island
 READ_HALF = _planner.Planner._read_half
 
@@ -146,6 +153,9 @@ RULES = [
     Rule("softmax of half scores", _rewrites_without(softmax_of_half_scores)),
     Rule("biases add up by products", {"_planner.Planner._adds_by_product": lambda *_: False}),
     Rule("constants are joined before a loop", {"kinds.scan.ScanKind.in_parts": lambda *_: None}),
+    Rule("sums before a split", {"_flatten._sums_of_parts": lambda *_: []}),
+    Rule("parts are cast, not the whole", {"_emit._run_node": _run_on_whole}),
+    Rule("small arrays are kept in parts", {"_islands.WHOLE": 0}),
     Rule("kernels of convolutions that spread", {"_planner.spreads": lambda _: False}),
     Rule("one cast for all readers", {"_planner.Island": _island_with(shares_casts=False)}),
     Rule("a cast of its own elsewhere", {"_planner.Island": _island_with(shares_casts=True)}),
