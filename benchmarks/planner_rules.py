@@ -153,7 +153,7 @@ RULES = [
     Rule("softmax of half scores", _rewrites_without(softmax_of_half_scores)),
     Rule("biases add up by products", {"_planner.Planner._adds_by_product": lambda *_: False}),
     Rule("constants are joined before a loop", {"kinds.scan.ScanKind.in_parts": lambda *_: None}),
-    Rule("sums before a split", {"_flatten._sums_of_parts": lambda *_: []}),
+    Rule("sums before a split", {"_flatten._sums_of_parts": lambda *_: None}),
     Rule("parts are cast, not the whole", {"_emit._run_node": _run_on_whole}),
     Rule("small arrays are kept in parts", {"_islands.WHOLE": 0}),
     Rule("kernels of convolutions that spread", {"_planner.spreads": lambda _: False}),

@@ -7,11 +7,11 @@ branches, remat, custom derivatives) is one node each and a level of its own.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jmp import _jax_compat
 from jmp.autocasting._equations import contains_products, draws_bits, is_marker, plain_form, rule_of
@@ -211,47 +211,58 @@ def _added_before_splits(nodes: list[Node], outputs: Sequence[Value], half: np.d
     The gates of an LSTM are such parts, of what two products compute. Added before, they are one
     array, which the second product's kernel adds up, and a loop keeps one array and not one a gate.
     """
-    for left in [node for node in nodes if node.name == "split"]:
-        if sums := _sums_of_parts(left, outputs):
-            right = sums[0].inputs[1].producer
-            removed = {left, right, *sums}
+    for node in [node for node in nodes if node.name == "split"]:
+        if found := _sums_of_parts(node, outputs):
+            removed = {found.left, found.right, *found.sums}
             nodes = [node for node in nodes if node not in removed]
-            nodes += _added_whole(left, right, sums, half)
+            nodes += _added_whole(found, half)
     return sorted(nodes, key=lambda node: node.index)
 
 
-def _sums_of_parts(left: Node, outputs: Sequence[Value]) -> list[Node]:
-    """Returns what adds each part of a split to the same part of another; nothing if there is more.
+class _SumsOfParts(NamedTuple):
+    """Two splits, and what adds each part of the left one to the same part of the right one."""
 
-    Each part must be read by its sum alone.
+    left: Node
+    right: Node
+    sums: list[Node]
+
+
+def _sums_of_parts(left: Node, outputs: Sequence[Value]) -> _SumsOfParts | None:
+    """Returns what adds the parts of a split to those of another; None if they are read otherwise.
+
+    Args:
+      outputs: of the level.
     """
     sums = [user for part in left.outputs for user in part.users]
-    if any(len(node.inputs) != 2 for node in sums):
-        return []
-    parts = tuple(node.inputs[1] for node in sums)
-    right = parts[0].producer if parts else None
-    if right is None or right is left or right.name != left.name or right.outputs != parts:
-        return []
-    are_alike = len({node.equation.primitive for node in sums}) == 1 and sums[0].rule.linear
-    is_split_alike = left.params == right.params and left.outputs == tuple(
-        node.inputs[0] for node in sums
-    )
+    if not sums or any(len(node.inputs) != 2 for node in sums):
+        return None
+    left_parts, right_parts = zip(*(node.inputs for node in sums), strict=True)
+    right = right_parts[0].producer
+    if right is None or right is left or left_parts != left.outputs or right_parts != right.outputs:
+        return None
+    is_split_alike = right.name == left.name and right.params == left.params
+    are_sums = len({node.name for node in sums}) == 1 and sums[0].rule.linear
     is_free = all(node.is_fusible for node in (left, right, *sums))
     are_read_once = all(
         part.users == [node] and part not in outputs for node in sums for part in node.inputs
     )
-    return sums if are_alike and is_split_alike and is_free and are_read_once else []
+    found = _SumsOfParts(left, right, sums)
+    return found if is_split_alike and are_sums and is_free and are_read_once else None
 
 
-def _added_whole(left: Node, right: Node, sums: Sequence[Node], half: np.dtype) -> list[Node]:
-    """Returns a sum of what two nodes split, and its split, whose parts are those of `sums`."""
-    read = [left.equation.invars[0], right.equation.invars[0]]
-    equation = sums[0].equation.replace(invars=read, outvars=read[:1])
+def _added_whole(found: _SumsOfParts, half: np.dtype) -> list[Node]:
+    """Returns a sum of what two nodes split, and its split, whose parts are the sums there were."""
+    left, right, sums = found
     operands = (left.inputs[0], right.inputs[0])
-    known = _known_result(equation, sums[0].rule, operands, half)
-    place = max(left.index, right.index)
+    read = [left.equation.invars[0], right.equation.invars[0]]
+    type_of_sum = cast(Var, read[0])  # a literal is a scalar, which nobody splits
+    equation = sums[0].equation.replace(invars=read, outvars=[type_of_sum])
     whole = dataclasses.replace(
-        sums[0], equation=equation, inputs=operands, known=known, index=place
+        sums[0],
+        equation=equation,
+        inputs=operands,
+        known=_known_result(equation, sums[0].rule, operands, half),
+        index=max(left.index, right.index),
     )
     (value,) = whole.outputs
     value.made_of = made_of_results(whole).of(value)

@@ -115,7 +115,7 @@ def test_other_splits_stay_as_written(function):
 @pytest.mark.parametrize("function", (*WHOLE, *IN_PARTS), ids=lambda f: f.__name__)
 def test_sums_before_a_split_change_no_number(function, half, monkeypatch):
     before = gradients(function, SIZES["unlike"], half)
-    monkeypatch.setattr(_flatten, "_sums_of_parts", lambda *_: [])
+    monkeypatch.setattr(_flatten, "_sums_of_parts", lambda *_: None)
     jax.tree.map(np.testing.assert_array_equal, before, gradients(function, SIZES["unlike"], half))
 
 

@@ -165,6 +165,7 @@ GATES = [
     ("v6e", "scanned_gpt", (1.05, 0.99)),
     ("v5e", "checkpointed_gpt", (1.11, 1.01)),
     ("v5e", "unet", (0.99, 1.00)),
+    ("v5e", "lstm", (0.92, 0.78)),
     ("v5e", "decode-scan-filled", (1.02, 1.02)),
 ]
 
