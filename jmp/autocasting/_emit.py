@@ -321,10 +321,12 @@ def _run_node(node: Node, island: Island, environment: Environment) -> list[Any]
     rewrite = island.rewrites.get(node)
     if rewrite is not None:
         return [rewrite.run(*(_in_float32(value, environment) for value in rewrite.reads))]
-    if node.rule.selects:
-        # XLA for TPUs would cast the whole in a kernel of its own, and store it in float32.
-        operands = [_read(Read(value, None), environment) for value in node.inputs]
-        parts = _jax_compat.bind(node.equation.primitive, operands, node.params)
+    if node.rule.selects and len(node.inputs) == 1:
+        # Parts are cast, once for all their readers. XLA for TPUs would cast the whole in a kernel
+        # of its own, and store it in float32; for GPUs the two are alike.
+        parts = _jax_compat.bind(
+            node.equation.primitive, [_read(Read(node.inputs[0], None), environment)], node.params
+        )
         return [cast(part, value.dtype) for part, value in zip(parts, node.outputs, strict=True)]
     operands = [_in_float32(value, environment) for value in node.inputs]
     params = node.params

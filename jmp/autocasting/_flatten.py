@@ -18,7 +18,15 @@ from jmp.autocasting._equations import contains_products, draws_bits, is_marker,
 from jmp.autocasting._exact_products import WHY_ANGLE, find_angles, made_of_results, why_exact
 from jmp.autocasting._graph import Given, Graph, Node, Value
 from jmp.autocasting._kinds import has_kind, kind_of
-from jmp.autocasting._numbers import NOTHING, Known, MadeOf, dtype_of, known_of, made_of_array
+from jmp.autocasting._numbers import (
+    NOTHING,
+    Known,
+    MadeOf,
+    dtype_of,
+    known_of,
+    made_of_array,
+    shape_of,
+)
 from jmp.autocasting._precision import in_regions
 from jmp.autocasting._registry import Category, Rule
 from jmp.autocasting._request import Region, Request, Settings
@@ -210,6 +218,7 @@ def _added_before_splits(nodes: list[Node], outputs: Sequence[Value], half: np.d
 
     The gates of an LSTM are such parts, of what two products compute. Added before, they are one
     array, which the second product's kernel adds up, and a loop keeps one array and not one a gate.
+    Sums of three arrays are left with two splits.
     """
     for node in [node for node in nodes if node.name == "split"]:
         if found := _sums_of_parts(node, outputs):
@@ -240,14 +249,28 @@ def _sums_of_parts(left: Node, outputs: Sequence[Value]) -> _SumsOfParts | None:
     right = right_parts[0].producer
     if right is None or right is left or left_parts != left.outputs or right_parts != right.outputs:
         return None
-    is_split_alike = right.name == left.name and right.params == left.params
-    are_sums = len({node.name for node in sums}) == 1 and sums[0].rule.linear
-    is_free = all(node.is_fusible for node in (left, right, *sums))
-    are_read_once = all(
-        part.users == [node] and part not in outputs for node in sums for part in node.inputs
+    if right.name != left.name or right.params != left.params:
+        return None
+    if any(part in outputs or len(part.users) > 1 for part in (*left_parts, *right_parts)):
+        return None
+    if len({node.name for node in sums}) > 1 or not sums[0].rule.linear:
+        return None
+    # A user's rule may be about some of them alone.
+    nodes = (left, right, *sums)
+    if not all(node.is_fusible for node in nodes) or len({node.region for node in nodes}) > 1:
+        return None
+    if any(node.rule.category is Category.FULL for node in (left, right)):
+        return None
+    arrays = (left.inputs[0], right.inputs[0])
+    # What is repeated, or known to be exact in half, is planned otherwise as a whole than in parts.
+    are_alike = len({shape_of(value) for value in arrays}) == 1
+    are_results = all(
+        value.made_of is MadeOf.PRODUCTS and value.source_size == value.size and not value.fits_half
+        for value in arrays
     )
+    are_read_once = all(value not in outputs and len(value.users) == 1 for value in arrays)
     found = _SumsOfParts(left, right, sums)
-    return found if is_split_alike and are_sums and is_free and are_read_once else None
+    return found if are_alike and are_results and are_read_once else None
 
 
 def _added_whole(found: _SumsOfParts, half: np.dtype) -> list[Node]:
@@ -262,17 +285,16 @@ def _added_whole(found: _SumsOfParts, half: np.dtype) -> list[Node]:
         equation=equation,
         inputs=operands,
         known=_known_result(equation, sums[0].rule, operands, half),
-        index=max(left.index, right.index),
+        index=max(left.index, right.index),  # behind both operands
     )
     (value,) = whole.outputs
     value.made_of = made_of_results(whole).of(value)
-    place = min(node.index for node in sums)
-    split = dataclasses.replace(right, inputs=(value,), known=NOTHING, index=place)
+    before_all_readers = min(node.index for node in sums)
+    split = dataclasses.replace(right, inputs=(value,), known=NOTHING, index=before_all_readers)
     split.outputs = tuple(node.outputs[0] for node in sums)
     for part in split.outputs:
         part.producer = split
     value.users.append(split)
     for operand in operands:
-        users = (whole if user in (left, right) else user for user in operand.users)
-        operand.users[:] = dict.fromkeys(users)
+        operand.users[:] = [whole]
     return [whole, split]

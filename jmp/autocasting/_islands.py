@@ -14,7 +14,7 @@ How an island runs:
     RMSNorm, GroupNorm): the sums are small, and adding up again reads everything once more.
 """
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import numpy as np
@@ -31,10 +31,10 @@ from jmp.autocasting._steps import Island, Recompute, Storage
 # 5 % more bytes in 8 % fewer kernels with 2**16 (width 128, 2 x 64 tokens).
 SMALL = 1 << 14
 
-# Numbers that a loop keeps, in all its turns, of an array that an island takes apart. Fewer are
-# kept in parts (`peel_splits`): LSTMs on a v5e and a v6e then take 4 to 10 % fewer cycles, by XLA's
-# estimate. So many are kept whole, for memory: 0.81 to 1.06 of that with parts on a v5e, 1.00 to
-# 1.07 on a v6e.
+# Numbers that a loop keeps, in all its turns, of an array that an island takes apart. Below this it
+# keeps parts (`peel_splits`): LSTMs on a v5e and a v6e take 4 to 10 % fewer cycles so, by XLA's
+# estimate. From this on it keeps the whole, for memory: 0.81 to 1.06 of what parts take on a v5e,
+# 1.00 to 1.07 on a v6e.
 WHOLE = 1 << 24
 
 
@@ -134,29 +134,37 @@ def peel(nodes: Sequence[Node], storage: Storage) -> tuple[list[Node], list[Node
 
 
 def peel_splits(
-    nodes: Sequence[Node], storage: Storage, times: int
+    nodes: Sequence[Node], why: Collection[Node], storage: Storage, times: int
 ) -> tuple[list[Node], list[Node]]:
-    """Splits off, in a loop on a TPU, what takes half arrays that enter an island apart.
+    """Moves splits of what enters an island out of it, for a loop on a TPU.
 
-    A loop keeps what enters an island for its backward pass. Where it keeps an array whole, XLA for
-    TPUs copies each turn's rows before it takes them apart. Parts are read where they lie.
+    A loop keeps what enters an island for its backward pass. Where that is a whole array, XLA for
+    TPUs copies each turn's rows before it takes parts of them. Parts are read where they lie. No
+    number changes: the array and each part have one reader, as the gates of an LSTM have, and
+    islands with reductions stay as they are.
 
     Args:
       nodes: of the island, in program order.
+      why: those that require float32.
       storage: what is decided of values from outside.
       times: how often the level runs.
 
     Returns: the splits, to run in half, and the rest.
     """
+    if any(node.rule.reduces for node in nodes):
+        return [], list(nodes)
     inside = set(nodes)
 
-    def keeps_parts(node: Node) -> bool:
-        value = node.inputs[0]
+    def is_taken_apart(node: Node) -> bool:
+        if node.name != "split" or node in why:
+            return False
+        (value,) = node.inputs
         enters = value.producer not in inside and storage.is_half(value)
-        return node.name == "split" and enters and times * value.size < WHOLE
+        have_one_reader = all(len(v.users) == 1 for v in (value, *node.outputs))
+        return enters and have_one_reader and times * value.size < WHOLE
 
-    front = list(filter(keeps_parts, nodes))
-    return front, [node for node in nodes if node not in front]
+    splits = {node for node in nodes if is_taken_apart(node)}
+    return [n for n in nodes if n in splits], [n for n in nodes if n not in splits]
 
 
 def _linear_cone(

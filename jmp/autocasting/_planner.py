@@ -117,7 +117,7 @@ class Planner(Level):
             front, rest = [], nodes
         steps = list(map(self._light, front))
         if self.context.request.platform == "tpu" and self.context.times > 1:
-            splits, rest = peel_splits(rest, self.storage, self.context.times)
+            splits, rest = peel_splits(rest, why, self.storage, self.context.times)
             steps += map(self._light, splits)
         clones = clones_for(entering(rest), self.facts)
         return [*steps, self._island(rest, clones, why, recompute)]

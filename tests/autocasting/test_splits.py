@@ -38,6 +38,9 @@ def subtracted(a, b, sizes):
     return use([p - q for p, q in both(a, b, sizes)])
 
 
+# All these have the splits that they are written with.
+
+
 def read_as_a_whole_too(a, b, sizes):
     return added(a, b, sizes) + jnp.sum(a * b)
 
@@ -46,7 +49,18 @@ def of_one_array(a, b, sizes):
     return use([p + q for p, q in both(a, a, sizes)])
 
 
-# All these have the splits that they are written with.
+def of_a_repeated_row(a, b, sizes):
+    return use([p + q for p, q in both(jnp.broadcast_to(b[:1], a.shape), a, sizes)])
+
+
+def of_one_row(a, b, sizes):
+    return use([p + q for p, q in both(b[:1], a, sizes)])
+
+
+def in_float32_in_part(a, b, sizes):
+    (p, q), *others = both(a, b, sizes)
+    first = jmp.full_precision(lambda p, q: jnp.exp(p + q))(p, q)
+    return use([first, *(p + q for p, q in others)])
 
 
 def read_twice(a, b, sizes):
@@ -80,8 +94,12 @@ def to_one_array(a, b, sizes):
     return use([p + rows for p in lax.split(a, sizes, 1)])
 
 
-WHOLE = (added, subtracted, read_as_a_whole_too, of_one_array)
-IN_PARTS = (read_twice, without_one, one_subtracted, in_another_order, to_themselves, to_one_array)
+WHOLE = (added, subtracted)
+IN_PARTS = (
+    *(read_twice, without_one, one_subtracted, in_another_order, to_themselves, to_one_array),
+    *(read_as_a_whole_too, of_one_array, of_a_repeated_row, of_one_row),
+    in_float32_in_part,
+)
 
 
 def counted(function, *arguments):
@@ -117,6 +135,17 @@ def test_sums_before_a_split_change_no_number(function, half, monkeypatch):
     before = gradients(function, SIZES["unlike"], half)
     monkeypatch.setattr(_flatten, "_sums_of_parts", lambda *_: None)
     jax.tree.map(np.testing.assert_array_equal, before, gradients(function, SIZES["unlike"], half))
+
+
+def test_a_rule_about_the_sums_alone_holds():
+    def parts(x, h, w, u):
+        pairs = both(x @ w, h @ u, SIZES["alike"])
+        with jax.named_scope("head"):
+            return [p + q for p, q in pairs]
+
+    rules = [("head", "params=float32,compute=float32,output=bfloat16")]
+    for part in jmp.autocast(parts, "mixed_bfloat16", rules=rules)(X, H, W, U):
+        np.testing.assert_array_equal(part, part.astype(jnp.bfloat16).astype(jnp.float32))
 
 
 def test_a_part_that_is_an_output_is_computed():
@@ -201,6 +230,44 @@ def test_what_a_loop_keeps_changes_no_number():
         return jax.value_and_grad(function, (0, 1))(W, U)
 
     jax.tree.map(np.testing.assert_array_equal, gradients("tpu"), gradients("gpu"))
+
+
+def gelu_of_one(first, second):
+    return jax.nn.gelu(first) * second
+
+
+def softmax_of_one(first, second):
+    return jax.nn.softmax(first) * second
+
+
+@pytest.mark.parametrize("use_parts", [gelu_of_one, softmax_of_one], ids=lambda f: f.__name__)
+def test_what_else_reads_parts_finds_them_in_the_whole(use_parts, monkeypatch):
+    def loss(w, u):
+        def turn(h, x):
+            h = use_parts(*jnp.split(x @ w + h @ u, 2, 1))
+            return h[:, :32], h
+
+        return jnp.sum(lax.scan(turn, H, XS)[1] ** 2)
+
+    def found():
+        function = jmp.autocast(loss, "mixed_bfloat16", platform="tpu", recompute="all")
+        return jax.value_and_grad(function, (0, 1))(W, U)
+
+    before = found()
+    monkeypatch.setattr(_islands, "WHOLE", 0)
+    jax.tree.map(np.testing.assert_array_equal, before, found())
+
+
+def test_a_split_in_float32_stays_in_its_island():
+    def loss(w, u):
+        def turn(h, x):
+            first, second = jmp.full_precision(lambda y: jnp.split(y, 2, 1))(x @ w + h @ u)
+            return first[:, :32] @ w[:, :32] + second[:, :32], None
+
+        return jnp.sum(lax.scan(turn, H, XS)[0])
+
+    function = jmp.autocast(loss, "mixed_bfloat16", platform="tpu", recompute="all")
+    np.testing.assert_allclose(function(W, U), loss(W, U), rtol=0.05, atol=2.0)
 
 
 def test_without_a_loop_arrays_are_kept_whole():
