@@ -64,10 +64,8 @@ def in_float32_in_part(a, b, sizes):
 
 
 def read_twice(a, b, sizes):
-    parts = lax.split(a, sizes, 1)
-    return use([p + q for p, q in zip(parts, lax.split(b, sizes, 1), strict=True)]) + jnp.sum(
-        parts[2]
-    )
+    pairs = list(both(a, b, sizes))
+    return use([p + q for p, q in pairs]) + jnp.sum(pairs[2][0])
 
 
 def without_one(a, b, sizes):
