@@ -32,9 +32,9 @@ from jmp.autocasting._steps import Island, Recompute, Storage
 SMALL = 1 << 14
 
 # Numbers that a loop keeps, in all its turns, of an array that an island takes apart. Below this it
-# keeps parts (`peel_splits`): LSTMs on a v5e and a v6e take 4 to 10 % fewer cycles so, by XLA's
-# estimate. From this on it keeps the whole, for memory: 0.81 to 1.06 of what parts take on a v5e,
-# 1.00 to 1.07 on a v6e.
+# keeps parts (`peel_splits`), from this on the whole. The whole takes 4 to 28 % more cycles (LSTMs,
+# XLA's estimate), but such large ones take 0.81 to 1.06 of the memory with it on a v5e, and 1.00 to
+# 1.07 on a v6e.
 WHOLE = 1 << 24
 
 
