@@ -31,6 +31,7 @@ from benchmarks.planner_rules import (
     FIGURES,
     FIGURES_OF_TPUS,
     HALVES,
+    ON_TPUS,
     normal,
     numbers,
     replaced,
@@ -50,11 +51,15 @@ def figures_over(program: Program, other: Program) -> dict[str, float]:
     return {name: round(getattr(program, name) / getattr(other, name), 4) for name in FIGURES}
 
 
-def step(name: str, sizes: dict[str, Any], off: dict[str, Any]) -> Program:
-    """Compiles a training step of a model, with other objects at some addresses."""
+def step(name: str, sizes: dict[str, Any], off: dict[str, Any], *target: str) -> Any:
+    """Compiles a training step of a model, with other objects at some addresses.
+
+    Args:
+      *target: the machine and the half type, where they are not an H200 and float16.
+    """
     (model,) = (model for model in MODELS if model.name == name)
     with replaced(off):
-        return compile_step(model, "autocast", sizes)
+        return compile_step(model, "autocast", sizes, *target)
 
 
 def small() -> Rows:
@@ -285,17 +290,16 @@ LSTMS = ((256, 64, 64), (384, 64, 128), (512, 64, 128), (640, 64, 128), (1024, 6
 
 def whole() -> Rows:
     """Training steps of LSTMs for TPUs: the gates kept whole, over the gates kept in parts."""
-    (model,) = (model for model in MODELS if model.name == "lstm")
     jax.config.update("jax_disable_most_optimizations", False)  # they may change TPUs' programs
     rows = []
     for width, batch, length in LSTMS:
         sizes = {"width": width, "batch": batch, "length": length}
         row: dict[str, Any] = {"model": f"lstm {sizes}", "numbers": 4 * width * batch * length}
-        for machine in ("v5e", "v6e"):
-            programs = []
-            for limit in (0, 2**40):
-                with replaced({"_islands.WHOLE": limit}):
-                    programs.append(compile_step(model, "autocast", sizes, machine, "bfloat16"))
+        for machine in ON_TPUS:
+            programs = [
+                step("lstm", sizes, {"_islands.WHOLE": limit}, machine, "bfloat16")
+                for limit in (0, 2**40)
+            ]
             for name in ("hbm_bytes", *FIGURES_OF_TPUS):
                 kept, parts = (getattr(program, name) for program in programs)
                 row[f"{machine} {name}"] = round(kept / parts, 4) if parts else None

@@ -262,15 +262,16 @@ def _sums_of_parts(left: Node, outputs: Sequence[Value]) -> _SumsOfParts | None:
     if any(node.rule.category is Category.FULL for node in (left, right)):
         return None
     arrays = (left.inputs[0], right.inputs[0])
+    if any(value in outputs or len(value.users) > 1 for value in arrays):
+        return None
     # What is repeated, or known to be exact in half, is planned otherwise as a whole than in parts.
-    are_alike = len({shape_of(value) for value in arrays}) == 1
     are_results = all(
         value.made_of is MadeOf.PRODUCTS and value.source_size == value.size and not value.fits_half
         for value in arrays
     )
-    are_read_once = all(value not in outputs and len(value.users) == 1 for value in arrays)
-    found = _SumsOfParts(left, right, sums)
-    return found if are_alike and are_results and are_read_once else None
+    if not are_results or len(set(map(shape_of, arrays))) > 1:
+        return None
+    return _SumsOfParts(left, right, sums)
 
 
 def _added_whole(found: _SumsOfParts, half: np.dtype) -> list[Node]:
