@@ -68,7 +68,7 @@ bench: .venv-test/installed benchmarks/peers/installed  ## Count and time everyt
 	.venv-test/bin/python -m benchmarks.report
 
 .PHONY: targets
-targets: .venv-targets/installed  ## Install the compiler for TPUs, which needs no TPU, into .venv-targets.
+targets: .venv-targets/installed .venv-jax-0.12/installed  ## Install the compilers for TPUs and of the newest JAX, which need no device.
 
 .PHONY: docs # beside the folder of that name
 docs: .venv-test/docs  ## Build the documentation into site/; a warning is an error.
@@ -111,7 +111,7 @@ types: .venv-test/installed  ## Check types.
 
 .venv-jax-%/installed: pyproject.toml
 	$(if $(filter 0.10,$*),$(PYTHON),$(or $(PYTHON312),$(error Python 3.12 was not found; name it: make test-matrix PYTHON312=...))) -m venv .venv-jax-$*
-	.venv-jax-$*/bin/pip install --quiet -e '.[test]' 'jax==$*.*'
+	.venv-jax-$*/bin/pip install --quiet -e '.[test]' 'jax==$*.*' 'jax-cuda12-pjrt==$*.*'
 	touch $@
 
 clean:  ## Remove the environments and caches.

@@ -300,7 +300,7 @@ def whole() -> Rows:
                 step("lstm", sizes, {"_islands.WHOLE": limit}, machine, "bfloat16")
                 for limit in (0, 2**40)
             ]
-            for name in ("hbm_bytes", *FIGURES_OF_TPUS):
+            for name in FIGURES_OF_TPUS:
                 kept, parts = (getattr(program, name) for program in programs)
                 row[f"{machine} {name}"] = round(kept / parts, 4) if parts else None
         rows.append(row)

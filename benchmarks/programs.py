@@ -22,10 +22,8 @@ from benchmarks.planner_rules import replaced
 from benchmarks.processes import ROOT
 from jmp.autocasting._float8_planning import with_bounds
 from jmp.autocasting._planner import PASSES
-from testbed.decoding import CACHES, Decoder
 from testbed.machines import attentions, float8_steps
 from testbed.machines.gpus import Program, compile_for_h200, one_gpu
-from testbed.machines.hlo import bytes_of_turns
 from testbed.machines.training_steps import WAYS, compile_step
 from testbed.models import MODELS, gpt
 
@@ -153,21 +151,6 @@ def convolution_step(title: str) -> dict[str, Any]:
     return {"rows": float8_convolutions.training_steps(title)}
 
 
-def decode(cache: str) -> dict[str, Any]:
-    """Counts generation in bfloat16: all of it, and the bytes of one turn."""
-    decoders: dict[str, Any] = {
-        "float32": Decoder(jnp.float32, cache=cache),
-        "by hand": Decoder(jnp.bfloat16, cache=cache),
-    }
-    decoders["autocast"] = jmp.autocast(decoders["float32"], "mixed_bfloat16")
-    arguments = decoders["float32"].arguments()
-    found = {}
-    for way, function in decoders.items():
-        program = compile_for_h200(function, *arguments)
-        found[way] = {**figures(program), "bytes_of_a_turn": bytes_of_turns(program.text)}
-    return found
-
-
 def rows(count: Callable[[Any], Any], names: dict[str, Any]) -> dict[str, Callable[[], Any]]:
     """Returns `{title: count of what stands under it}`."""
     return {title: functools.partial(count, given) for title, given in names.items()}
@@ -190,7 +173,6 @@ GROUPS = (
     Group("columns", "Columns of a product", rows(odd_columns, {"4096": 4096, "4095": 4095})),
     Group("head", "GPT-2 124M, 8 x 1024 tokens, bfloat16: its products", rows(head, same(HEADS))),
     Group("memory", "GPT-2 124M, 8 x 1024 tokens", rows(gpt2_memory, same(MEMORY_RUNS))),
-    Group("decode", "Generation, 32 sequences of 1024 tokens", rows(decode, same(CACHES))),
     Group(
         "convolutions",
         "Convolutions in float8, alone",

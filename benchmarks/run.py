@@ -17,8 +17,8 @@ then `pip install -e '.[test,cuda13]' torch`.
 """
 
 import argparse
+import collections
 import contextlib
-import dataclasses
 import json
 import os
 import pathlib
@@ -149,24 +149,31 @@ def programs_suite(
 
 
 def targets_suite(row: targets.Row, arguments: argparse.Namespace, tick: Any) -> dict[str, Any]:
-    """Counts a row for every machine; without libtpu for GPUs alone."""
-    python = targets.tpu_python()
+    """Counts a row for every machine and compiler that there is an interpreter for."""
     chosen = [job for job in row.jobs() if job.machine in arguments.machines]
-    jobs = [job for job in chosen if python or not job.is_of_tpu]
-    if len(jobs) < len(chosen):
-        print("No TPUs: `make targets` makes their environment, or JMP_TPU_PYTHON names another.")
+    jobs = [job for job in chosen if targets.python_of(job)]
+    for job in set(chosen) - set(jobs):
+        print(f"Not counted: {job.name}. `make targets` installs its compiler.")
 
-    def count(job: targets.Job) -> dict[str, Any]:
-        options = {"row": row.name, "rehearse": arguments.rehearse, **dataclasses.asdict(job)}
-        with workers([BASELINE], "cpu", python if job.is_of_tpu else sys.executable) as found:
-            answer = found[BASELINE].ask("target", **options)
-        tick()
-        return answer
+    answers: dict[str, Any] = {}
+
+    def count(part: tuple[str, list[targets.Job]]) -> None:
+        python, jobs = part
+        with workers([BASELINE], "cpu", python) as found:
+            for job in jobs:
+                options = {"row": row.name, "rehearse": arguments.rehearse}
+                answers[job.name] = found[BASELINE].ask("target", **options, **vars(job))
+                tick()
 
     # A compiler takes more than a core at times, and 2 GB.
-    with futures.ThreadPoolExecutor(min(2, os.cpu_count())) as pool:
-        names = [job.name for job in jobs]
-        return {"recipes": dict(zip(names, pool.map(count, jobs), strict=True))}
+    together = min(2, os.cpu_count() or 1)
+    jobs_of: dict[str, list[targets.Job]] = collections.defaultdict(list)
+    for job in jobs:
+        jobs_of[targets.python_of(job)].append(job)
+    parts = [(python, of[i::together]) for python, of in jobs_of.items() for i in range(together)]
+    with futures.ThreadPoolExecutor(together) as pool:
+        list(pool.map(count, parts))
+    return {"recipes": {job.name: answers[job.name] for job in jobs}}
 
 
 def counted(

@@ -7,7 +7,8 @@ Counted, not timed: bytes, memory, kernels of a GPU, the cycles that XLA estimat
 the CPU seconds that XLA takes to compile. A row is a model, an update of an optimizer, or a model
 on eight TPUs; its jobs are programs, which are compiled each in a process of its own, those for
 TPUs by the interpreter that the environment variable `JMP_TPU_PYTHON` names, else by that of
-`.venv-targets`.
+`.venv-targets`; and some for an H200 by a second compiler, that of the newest JAX
+(`JMP_NEWEST_PYTHON`, else `.venv-jax-0.12`).
 """
 
 import dataclasses
@@ -32,7 +33,6 @@ from benchmarks.workloads import UPDATES, Update
 from jmp import transforms
 from testbed.decoding import LOOPS, SMALL, Decoder
 from testbed.machines.gpus import GPUS, compile_for_gpu
-from testbed.machines.hlo import bytes_of_turns
 from testbed.machines.tpus import TPUS, TpuProgram, compile_for_tpu, compile_placed_for_tpus
 from testbed.machines.training_steps import compile_step
 from testbed.machines.wire import v5es
@@ -48,15 +48,19 @@ ROUNDS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One program; `name` is its key in the results."""
+    """One program; `name` is its key in the results.
+
+    `newest` programs are made by the compiler of the newest JAX, to compare the two.
+    """
 
     machine: str
     half: str
     way: str
+    newest: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.machine} {self.half} {self.way}"
+        return f"{self.machine} {self.half} {self.way}" + self.newest * " newest"
 
     @property
     def is_of_tpu(self) -> bool:
@@ -93,6 +97,7 @@ class Row:
                     yield Job(machine, half, way)
             if machine == TIMED and "autocast" in self.ways and self.is_step:
                 yield from (Job(machine, half, "compile time") for half in halves)
+                yield from (Job(machine, TPU_HALVES[0], way, True) for way in (BASE, "autocast"))
 
 
 # Models.
@@ -117,6 +122,7 @@ def _model(
     sizes: dict[str, Any] | None = None,
     small: dict[str, Any] | None = None,
     model: Model | None = None,
+    machines: tuple[str, ...] = MACHINES,
 ) -> Row:
     if model is None:
         (model,) = (row for row in MODELS if row.name == name)
@@ -130,7 +136,7 @@ def _model(
         half = "float16" if job.half == "float32" else job.half
         return compile_step(model, way, chosen, job.machine, half, **options)
 
-    return Row(name, title, program, ways)
+    return Row(name, title, program, ways, machines)
 
 
 # An update.
@@ -280,6 +286,7 @@ GENERATION = {
 }
 VIT_SMALL = {"batch": 2, "size": 32, "layers": 1, "width": 64, "heads": 1}
 TWO_LAYERS = {"layers": 2}
+ODD_ROWS = {"batch": 8, "length": 509, "width": 512}
 MODEL_ROWS = (
     _model("gpt", "GPT, Flax", WITH_ATTENTION, TWO_LAYERS, TINY),
     _model("scanned_gpt", "GPT, Flax, scanned", WITH_ATTENTION, {}, TINY),
@@ -296,6 +303,8 @@ MODEL_ROWS = (
     _model("resnet", "ResNet"),
     _model("unet", "U-Net, GroupNorm", small={"batch": 8, "size": 16, "widths": (16, 32)}),
     _model("lstm", "LSTM"),
+    _model("gru", "GRU"),
+    _model("equinox_attention", "Attention, Equinox", sizes=ODD_ROWS, machines=GPUS),
 )
 UPDATE_ROWS = (
     Row("adam", "Adam with float32 masters", adam, (BASE, "ours")),
@@ -331,25 +340,23 @@ def find(name: str) -> Row:
     return rows[name]
 
 
-def counted(name: str, machine: str, half: str, way: str, small: bool) -> dict[str, Any]:
+def counted(name: str, job: Job, small: bool) -> dict[str, Any]:
     """Returns what the results say of one program."""
-    row, job = find(name), Job(machine, half, way)
-    if way == "compile time":
+    row = find(name)
+    jax.clear_caches()  # of the programs before in this process
+    if job.way == "compile time":
         return _compile_time(row, job, small)
     program = row.program(job, small)
     found = {
         "bytes_moved": program.bytes_moved,
         "temp_bytes": program.temp_bytes,
         "compile_seconds": round(program.compile_seconds, 2),
+        "loops_of_unknown_turns": program.loops_of_unknown_turns,
     }
     if not isinstance(program, TpuProgram):
-        of_turn = {} if row.is_step else {"turn_bytes": bytes_of_turns(program.text)}
-        return found | {"kernels": program.kernels} | of_turn
-    found |= {
-        "hbm_bytes": program.hbm_bytes,
-        "cycles": program.cycles,
-        "libtpu": importlib.metadata.version("libtpu"),
-    }
+        newest = {"jaxlib": jax.lib.__version__} if job.newest else {}
+        return found | {"kernels": program.kernels} | newest
+    found |= {"cycles": program.cycles, "libtpu": importlib.metadata.version("libtpu")}
     return found | ({"received": wire.received_of(program.text)} if row in WIRE_ROWS else {})
 
 
@@ -364,9 +371,19 @@ def _compile_time(row: Row, job: Job, small: bool) -> dict[str, Any]:
     return {way: round(min(found), 2) for way, found in seconds.items()}
 
 
+def python_of(job: Job) -> str | None:
+    """Returns the interpreter that has the compiler for a job; None where there is none."""
+    if job.newest:
+        return _python("JMP_NEWEST_PYTHON", ".venv-jax-0.12")
+    return tpu_python() if job.is_of_tpu else sys.executable
+
+
 def tpu_python() -> str | None:
     """Returns the interpreter that compiles for TPUs; None where there is none."""
-    named = os.environ.get("JMP_TPU_PYTHON")
-    made = ROOT / ".venv-targets" / "bin" / "python"
     here = sys.executable if importlib.util.find_spec("libtpu") else None
-    return named or (str(made) if made.exists() else here)
+    return _python("JMP_TPU_PYTHON", ".venv-targets") or here
+
+
+def _python(variable: str, folder: str) -> str | None:
+    made = ROOT / folder / "bin" / "python"
+    return os.environ.get(variable) or (str(made) if made.exists() else None)

@@ -71,11 +71,11 @@ class Worker:
 
         return programs.counted(group, row)
 
-    def target(self, row: str, machine: str, half: str, way: str, rehearse: bool) -> dict[str, Any]:
+    def target(self, row: str, rehearse: bool, **job: Any) -> dict[str, Any]:
         """Counts a program for one of several GPUs and TPUs, without a device."""
         from benchmarks import targets
 
-        return targets.counted(row, machine, half, way, small=rehearse)
+        return targets.counted(row, targets.Job(**job), small=rehearse)
 
     def prepare(self, workload: str, rehearse: bool) -> dict[str, Any]:
         """Traces and compiles the step for this machine's device and takes the first steps."""

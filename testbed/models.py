@@ -309,7 +309,8 @@ def checkpointed_gpt(dtype=jnp.float32, batch=8, length=512, layers=4, width=512
 # Others.
 
 
-class LSTMModule(nn.Module):
+class RecurrentModule(nn.Module):
+    cell: type
     width: int
     vocabulary: int
     dtype: jnp.dtype
@@ -318,13 +319,19 @@ class LSTMModule(nn.Module):
     def __call__(self, tokens):
         x = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)(tokens)
         for _ in range(2):
-            x = nn.RNN(nn.OptimizedLSTMCell(self.width, dtype=self.dtype))(x)
+            x = nn.RNN(self.cell(self.width, dtype=self.dtype))(x)
         return nn.Dense(self.vocabulary, dtype=self.dtype)(x)
 
 
-def lstm(dtype=jnp.float32, batch=64, length=128, width=512, vocabulary=1024):
+def lstm(
+    dtype=jnp.float32, batch=64, length=128, width=512, vocabulary=1024, cell=nn.OptimizedLSTMCell
+):
     tokens = jax.random.randint(jax.random.key(1), (batch, length), 0, vocabulary)
-    return linen_model(LSTMModule(width, vocabulary, dtype), tokens, jnp.roll(tokens, -1, 1))
+    module = RecurrentModule(cell, width, vocabulary, dtype)
+    return linen_model(module, tokens, jnp.roll(tokens, -1, 1))
+
+
+gru = functools.partial(lstm, cell=nn.GRUCell)
 
 
 def mixture_of_experts(dtype=jnp.float32, tokens=256, width=64, experts=4):
@@ -429,6 +436,7 @@ MODELS = [
         {"batch": 2, "length": 64, "layers": 2, "width": 128, "vocabulary": 256},
     ),
     Model("lstm", lstm, {"batch": 8, "length": 16, "width": 64, "vocabulary": 64}),
+    Model("gru", gru, {"batch": 8, "length": 16, "width": 64, "vocabulary": 64}),
     Model(
         "plain_transformer",
         plain_transformer,

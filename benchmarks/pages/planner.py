@@ -147,7 +147,7 @@ def _(found: Any) -> str:
         cells = [
             " ".join(
                 "–" if (ratio := row[f"{machine} {name}"]) is None else _figure(ratio)
-                for name in ("hbm_bytes", "cycles", "temp_bytes")
+                for name in planner_rules.FIGURES_OF_TPUS
             )
             for machine in planner_rules.ON_TPUS
         ]

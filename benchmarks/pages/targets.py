@@ -1,5 +1,6 @@
 """The figures of programs for several GPUs and TPUs, and the drawing of `docs/targets.md`."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,17 +18,17 @@ from testbed.machines.tpus import TPUS
 TPU_HALF = "bfloat16"
 OF_GPU = ("bytes_moved", "temp_bytes", "kernels")
 OF_TPU = ("bytes_moved", "cycles", "temp_bytes")
-# What updates and a turn of generation read and write is larger than a TPU's vector memory.
-OF_TPU_MEMORY = ("hbm_bytes", "cycles", "temp_bytes")
 SUMS = ("in all", "over by hand", "cycles over by hand")
 NOTHING = "–"  # not counted, or the compiler refused it
 
 
-def _counts(found: Any, row: targets.Row, machine: str, half: str, way: str) -> Any:
+def _counts(
+    found: Any, row: targets.Row, machine: str, half: str, way: str, newest: bool = False
+) -> Any:
     """Returns what was counted of one program; None where nothing was. Float32 has no half."""
     half = "float32" if way == "float32" else half
     recipes = found["workloads"].get(row.name, {"recipes": {}})["recipes"]
-    counted = recipes.get(f"{machine} {half} {way}")
+    counted = recipes.get(targets.Job(machine, half, way, newest).name)
     return None if counted is None or "error" in counted else counted
 
 
@@ -70,16 +71,30 @@ figure("targets/gpus-float32")(_over_machines(GPUS, TPU_HALF, "float32", ("bytes
 figure("targets/tpus")(_over_machines(TPUS, TPU_HALF, "autocast", OF_TPU))
 figure("targets/tpus-fused")(_over_machines(TPUS, TPU_HALF, "fused", OF_TPU))
 figure("targets/tpus-float32")(_over_machines(TPUS, TPU_HALF, "float32", OF_TPU))
-figure("targets/tpus-memory")(_over_machines(TPUS, TPU_HALF, "autocast", OF_TPU_MEMORY[:1]))
 
 
-OF_TURN = ("turn_bytes", "bytes_moved", "temp_bytes")
+@figure("targets/compilers")
+def _(found: Any) -> str:
+    """The same ratios by two compilers, and how far those of the bytes are apart."""
+    rows, versions = [], [found["machine"]["jaxlib"], NOTHING]
+    for row in targets.MODEL_ROWS:
+        programs = [
+            [_counts(found, row, TIMED, TPU_HALF, way, newest) for way in ("autocast", BASE)]
+            for newest in (False, True)
+        ]
+        if not all(itertools.chain(*programs)):
+            continue
+        versions[1] = programs[1][0]["jaxlib"]
+        cells = [" / ".join(_ratio(*pair, key) for key in OF_GPU) for pair in programs]
+        pinned, newest = (ours["bytes_moved"] / base["bytes_moved"] for ours, base in programs)
+        rows.append([row.title, *cells, f"{100 * (newest / pinned - 1):+.1f} %"])
+    return table(["", *(f"jaxlib {version}" for version in versions), "bytes apart"], rows)
 
 
 @figure("targets/generation")
 def _(found: Any) -> str:
     machines = ("h200", "b200", "v5e")
-    keys = OF_TURN, OF_TPU_MEMORY
+    keys = OF_GPU[:2], OF_TPU
     rows = []
     for row in targets.GENERATION_ROWS:
         for way in ("float32", "autocast"):
@@ -97,7 +112,7 @@ def _(found: Any) -> str:
     rows = []
     for machine in targets.MACHINES:
         half, keys = (
-            (TPU_HALF, OF_TPU_MEMORY[:2]) if machine in TPUS else (GPU_HALVES[0], OF_GPU[::2])
+            (TPU_HALF, OF_TPU[:2]) if machine in TPUS else (GPU_HALVES[0], OF_GPU[::2])
         )
         cells = _cell(found, row, machine, half, "ours", keys).split(" / ")
         bytes_, other = cells if len(cells) == 2 else (NOTHING, NOTHING)
@@ -116,7 +131,7 @@ def _(found: Any) -> str:
         cells = []
         for machine in targets.MACHINES:
             counted = _counts(found, row, machine, TPU_HALF, "ours")
-            keys = OF_TPU_MEMORY[:2] if machine in TPUS else OF_GPU[:1]
+            keys = OF_TPU[:2] if machine in TPUS else OF_GPU[:1]
             moved = f"{counted[keys[0]] / numbers:.2f}" if counted else NOTHING
             over = _cell(found, row, machine, TPU_HALF, "ours", keys) if counted else NOTHING
             cells.append(moved if over == NOTHING else f"{moved} ({over})")

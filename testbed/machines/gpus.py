@@ -54,6 +54,7 @@ class Program:
       kernels: instructions that launch work on the device, copies included.
       copies: `copy` and `copy-start` instructions.
       conditionals: `conditional` instructions; at each the host waits for the device.
+      loops_of_unknown_turns: these count as one turn.
       temp_bytes: memory held for intermediate values, workspaces of library calls included.
       compile_seconds: CPU seconds of XLA, of all threads; the one figure that is not repeated.
     """
@@ -63,6 +64,7 @@ class Program:
     kernels: int
     copies: int
     conditionals: int
+    loops_of_unknown_turns: int
     temp_bytes: int
     compile_seconds: float = dataclasses.field(default=0, compare=False)
 

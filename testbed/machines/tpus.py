@@ -3,12 +3,12 @@
 It takes libtpu, in an environment of its own: where people train, JAX would look for a TPU. Nothing
 runs. XLA's compiler for TPUs says of each instruction how many cycles it estimates: these are added
 up here, those of a loop's body once for each of its turns. It counts no cycles inside a custom
-call, such as a Pallas kernel. Bytes are XLA's own count too, in which a loop counts one turn.
+call, such as a Pallas kernel. Bytes are those of the device's memory; `hlo.py` says how they and
+the turns are counted.
 """
 
 import dataclasses
 import functools
-import math
 import os
 import re
 import time
@@ -19,13 +19,19 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from testbed.machines.hlo import Computations, Instruction, called_by, count, parse_program
+from testbed.machines.hlo import (
+    Computations,
+    Instruction,
+    called_by,
+    count,
+    named,
+    parse_program,
+    turns,
+)
 
 TPUS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "7x": "tpu7x:2x2x1"}
 CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 UNKNOWN = 2**60  # XLA writes a number near 2**63 where it has no estimate
-CONSTANT = re.compile(r"[su]32\[\]\S* constant\((\d+)\)")
-INDEX = re.compile(r"index=(\d+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,18 +40,18 @@ class TpuProgram:
 
     Attributes:
       text: the optimised program in HLO text.
-      bytes_moved: bytes that kernels read and write, in vector memory too; one turn of each loop.
-      hbm_bytes: bytes read from and written to the memory of the device; one turn of each loop.
-      cycles: estimated, all turns of each loop.
+      bytes_moved: bytes read from and written to the memory of the device (HBM).
+      cycles: as XLA estimates them.
       temp_bytes: memory held for intermediate values.
+      loops_of_unknown_turns: these count as one turn, in bytes and cycles.
       compile_seconds: CPU seconds of XLA, of all threads.
     """
 
     text: str
     bytes_moved: int
-    hbm_bytes: int
     cycles: int
     temp_bytes: int
+    loops_of_unknown_turns: int
     compile_seconds: float
 
 
@@ -89,12 +95,13 @@ def compile_placed_for_tpus(
     compiled = lowered.compile()
     compile_seconds = time.process_time() - begun
     text = compiled.as_text()
+    counted = count(text)
     return TpuProgram(
         text=text,
-        bytes_moved=int(compiled.cost_analysis()["bytes accessed"]),
-        hbm_bytes=count(text)["bytes_moved"],
+        bytes_moved=counted["bytes_moved"],
         cycles=estimated_cycles(text),
         temp_bytes=compiled.memory_analysis().temp_size_in_bytes,
+        loops_of_unknown_turns=counted["loops_of_unknown_turns"],
         compile_seconds=compile_seconds,
     )
 
@@ -122,40 +129,10 @@ def _cycles_of(name: str, computations: Computations) -> int:
 
 def _cycles(instruction: Instruction, computations: Computations) -> int:
     if instruction.opcode == "while":
-        turns, body = counted_turns(instruction, computations), _named("body", instruction)
-        return turns * _cycles_of(body, computations)
+        times = turns(instruction, computations) or 1
+        return times * _cycles_of(named("body", instruction), computations)
     found = CYCLES.search(instruction.attributes)
     own = int(found[1]) if found and int(found[1]) < UNKNOWN else 0
     called = [_cycles_of(name, computations) for name in called_by(instruction)]
     # Of branches one runs.
     return own + (max(called) if instruction.opcode == "conditional" else sum(called))
-
-
-def counted_turns(loop: Instruction, computations: Computations) -> int:
-    """Returns the turns of a loop that counts from zero to a constant; one for others."""
-    condition, body = (computations[_named(role, loop)] for role in ("condition", "body"))
-    found = [CONSTANT.search(f"{i.shape} {i.opcode}({i.attributes}") for i in condition]
-    bound = max((int(match[1]) for match in found if match), default=1)
-    return math.ceil(bound / _step(condition, body))
-
-
-def _step(condition: list[Instruction], body: list[Instruction]) -> int:
-    """Returns what a turn adds to the counter: one, but in a loop that XLA has unrolled."""
-    counters = [
-        i for i in condition if i.name in condition[-1].operands if INDEX.search(i.attributes)
-    ]
-    by_name = {instruction.name: instruction for instruction in body}
-    for counter in counters:
-        place = int(INDEX.search(counter.attributes)[1])
-        added = by_name.get(body[-1].operands[place])
-        for operand in added.operands if added and added.opcode == "add" else ():
-            constant = by_name.get(operand)
-            if constant is not None and constant.opcode == "constant":
-                return int(re.match(r"\d+", constant.attributes)[0])
-    return 1
-
-
-def _named(role: str, loop: Instruction) -> str:
-    match = re.search(rf"{role}=%([\w.\-]+)", loop.attributes)
-    assert match is not None, loop
-    return match[1]

@@ -3,8 +3,8 @@
 How the wire is counted: bytes that one device receives in one step, of the algorithms in a ring. Of
 n devices each receives (n - 1) / n of an array that is gathered, of one that is reduced and
 scattered, and of one that goes all to all; an all-reduce is both of the first two; a permutation is
-the array once. What stands in a loop counts once a turn, where the compiler knows the number of
-turns. Of branches all count.
+the array once. What stands in a loop counts once a turn, if `hlo.turns` knows their number. Of
+branches all count.
 
 In a program for TPUs collectives also stand inside fusions. One that runs beside other work is
 begun in a fusion of its own, repeated inside the fusions of that work, and ended in another one: it
@@ -33,8 +33,9 @@ from testbed.machines.hlo import (
     Instruction,
     array_bytes,
     parse_program,
+    turns,
 )
-from testbed.machines.tpus import counted_turns, tpus
+from testbed.machines.tpus import tpus
 
 DEVICES = 8
 MIB = 2**20
@@ -56,7 +57,6 @@ REDUCE_AND_SCATTER = "all-reduce-scatter"
 
 CALLED = re.compile(r"(?:to_apply|condition|body|calls|(?:true|false)_computation)=%([\w.\-]+)")
 BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-TURNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 LISTED_GROUP = re.compile(r"replica_groups=\{\{([\d,]+)\}")
 COUNTED_GROUPS = re.compile(r"replica_groups=\[\d+,(\d+)\]")
 NAMED_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
@@ -127,8 +127,7 @@ def _sent_by(computation: str, computations: Computations, times: int) -> list[S
             continue
         inner = times
         if instruction.opcode == "while":
-            turns = TURNS.search(instruction.attributes)
-            inner *= int(turns[1]) if turns else counted_turns(instruction, computations)
+            inner *= turns(instruction, computations) or 1
         names = CALLED.findall(instruction.attributes)
         for branches in BRANCHES.findall(instruction.attributes):
             names += re.findall(r"%([\w.\-]+)", branches)

@@ -14,7 +14,7 @@ import jmp
 from benchmarks.targets import vit
 from testbed.decoding import CACHES, LOOPS, Decoder
 from testbed.machines.gpus import compile_for_gpu
-from testbed.machines.hlo import bytes_of_turns, parse_program
+from testbed.machines.hlo import parse_program
 from testbed.machines.training_steps import compile_step, ratios
 from testbed.models import MODELS, Model
 
@@ -63,7 +63,7 @@ def test_a_vit_is_leaner_than_by_hand(machine, at_most):
     assert "197,197]" not in autocast.text
 
 
-# Generation in bfloat16: bytes of a turn, and temporary memory, at most, over those by hand.
+# Generation in bfloat16: bytes moved and temporary memory, at most, over those by hand.
 GENERATION = [
     ("h200", "scan", "filled", (1.02, 1.02)),
     ("h200", "while", "filled", (1.02, 1.02)),
@@ -80,7 +80,7 @@ def test_generation_is_as_lean_as_by_hand(machine, loop, cache, at_most):
     programs = [
         compile_for_gpu(machine, function, *exact.arguments()) for function in (by_hand, autocast)
     ]
-    theirs, ours = ((bytes_of_turns(p.text), p.temp_bytes) for p in programs)
+    theirs, ours = ((p.bytes_moved, p.temp_bytes) for p in programs)
     measured = [a / b for a, b in zip(ours, theirs, strict=True)]
     print(f"{machine} {loop} {cache}: bytes, temp " + " ".join(f"{x:.3f}" for x in measured))
     for ratio, bound in zip(measured, at_most, strict=True):
