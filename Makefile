@@ -33,8 +33,8 @@ IMAGES ?=
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/:/'
 
-train: .venv/installed$(CUDA)  ## Install what training needs and compare precisions on real data.
-	.venv/bin/python examples/digits.py
+train: .venv/installed$(CUDA)  ## Install what training needs and compare precisions on real data; 3 minutes.
+	.venv/bin/python examples/digits.py --seeds 5
 
 # A file stays in one process, which keeps what it compiled. In the order of the alphabet, for the
 # other order, by the number of tests, leaves slow files of few tests for the end.
@@ -42,8 +42,18 @@ IN_PARALLEL := -q -n auto --dist loadfile --no-loadscope-reorder
 
 setup: .venv-test/installed  ## Install what development needs into .venv-test.
 
-test: .venv-test/installed  ## Run the whole suite in an environment of its own.
+test: .venv-test/installed  ## Run what a change may break, in an environment of its own; 6 minutes.
+	JAX_PLATFORMS=cpu .venv-test/bin/python -m pytest --core $(IN_PARALLEL)
+
+# What differs between versions of JAX is met by these; `make test-matrix` runs all on each version.
+ON_NEWEST := --core tests/test_dropin.py tests/test_properties.py tests/loss_scaling/test_devices.py \
+	tests/adapters tests/autocasting/test_autocast_interface.py \
+	tests/autocasting/test_autocast_loops.py tests/autocasting/test_autocast_transformations.py
+
+.PHONY: test-all
+test-all: docs targets  ## Run every test: also programs for GPUs and TPUs, the site, the newest JAX; 20 minutes.
 	JAX_PLATFORMS=cpu .venv-test/bin/python -m pytest $(IN_PARALLEL)
+	JAX_PLATFORMS=cpu .venv-jax-0.12/bin/python -m pytest $(IN_PARALLEL) $(ON_NEWEST)
 
 .PHONY: quick quick-list
 quick: .venv-test/installed  ## Run what belongs to FILE=jmp/trees.py, or to what git diff touches; half a minute.
@@ -52,7 +62,7 @@ quick: .venv-test/installed  ## Run what belongs to FILE=jmp/trees.py, or to wha
 quick-list: .venv-test/installed  ## Measure again which tests belong to which file; 20 minutes.
 	JAX_PLATFORMS=cpu .venv-test/bin/python -m tests.quick --write
 
-test-matrix: $(MATRIX:%=.venv-jax-%/installed)  ## Run the suite on every version of JAX that we support.
+test-matrix: $(MATRIX:%=.venv-jax-%/installed)  ## Run every test on every version of JAX that we support.
 	for version in $(MATRIX); do \
 		echo "JAX $$version"; \
 		JAX_PLATFORMS=cpu .venv-jax-$$version/bin/python -m pytest $(IN_PARALLEL) || exit 1; \
@@ -120,10 +130,11 @@ clean:  ## Remove the environments and caches.
 
 # One choice of CUDA at a time: a plugin left from another choice would still be found, also by CUDA=.
 .venv/installed$(CUDA): pyproject.toml
+	@echo "Installing JAX and what the examples need into .venv: about a minute."
 	$(PYTHON) -m venv .venv
 	rm -f .venv/installed*
 	.venv/bin/pip uninstall -qq --yes $(CUDA_PLUGINS)
-	.venv/bin/pip install --quiet -e '.[$(TRAIN_EXTRAS)]'
+	.venv/bin/pip install --progress-bar=off -e '.[$(TRAIN_EXTRAS)]'
 	touch $@
 
 .venv-test/installed: pyproject.toml Makefile

@@ -1,5 +1,6 @@
 """Ground rules of tests and doctests: a CPU with eight devices, and no silent rank promotion."""
 
+import collections
 import contextlib
 import ctypes
 import functools
@@ -64,6 +65,50 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, max_examples=40)
 hypothesis.settings.register_profile("random", deadline=None, max_examples=40, print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
+
+
+# `make test` runs all tests but those marked `full`, with `--core`; without it everything runs.
+left_out = collections.Counter[str]()  # tests by folder
+
+
+def pytest_addoption(parser):
+    parser.addoption("--core", action="store_true", help="what `make test` runs; else everything")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "full: a test that `make test` leaves to `make test-all`")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("core"):
+        left = [item for item in items if item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
+        left_out.update(folder_of(item.nodeid) for item in left)
+
+
+def folder_of(nodeid):
+    return "/".join(nodeid.partition("::")[0].split("/")[:-1][:2])
+
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):  # a process of xdist's tells the one that prints
+        session.config.workeroutput["left_out"] = dict(left_out)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    left_out.update(node.workeroutput["left_out"] if not left_out else {})
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Says in the last lines what ran, and what was left to the other command."""
+    reports = [r for kind in ("passed", "failed") for r in terminalreporter.stats.get(kind, ())]
+    ran = collections.Counter(folder_of(r.nodeid) for r in reports if r.when == "call")
+    for title, counts in (("Ran", ran), ("Left to make test-all", left_out)):
+        if counts:
+            folders = ", ".join(f"{folder} {count}" for folder, count in sorted(counts.items()))
+            terminalreporter.write_line(f"{title}: {counts.total():,} tests. {folders}.")
 
 
 STATM = pathlib.Path("/proc/self/statm")  # of Linux: pages of memory, in all and in use

@@ -6,7 +6,7 @@ kernels of a program of
     max(bytes / bandwidth, operations / peak) + what launching a kernel costs
 
 so that a measured step can be compared with it, and programs with each other. Bytes and kernels are
-those of `testbed.machines.hlo`, which says how they are counted: loops count one turn.
+those of `testbed.machines.hlo`, which says how they are counted.
 
 * Operations are those of library calls, two for a multiplication and its addition: matrix products
   of cuBLAS, convolutions and attention of cuDNN. Of anything else, fusions above all, the bytes
@@ -57,9 +57,10 @@ def modelled_limit(text: str) -> dict[str, float]:
         moving, computing = kernel.bytes_moved / BANDWIDTH, 0.0
         if count := operations(kernel):
             computing = count / PEAKS[unit(kernel)]
-        parts["operations" if computing > moving else "bytes"] += max(moving, computing)
+        decides = "operations" if computing > moving else "bytes"
+        parts[decides] += kernel.times * max(moving, computing)
         if not kernel.instruction.opcode.endswith("-done"):
-            parts["launches"] += LAUNCH
+            parts["launches"] += kernel.times * LAUNCH
     return {part: 1e3 * seconds for part, seconds in parts.items()}
 
 

@@ -8,6 +8,7 @@ import os
 import pathlib
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -83,6 +84,24 @@ def begin(arguments: argparse.Namespace, *more_folders: str) -> Console:
     console = Console(quiet=jax.process_index() > 0)
     console.print(device_line())
     return console
+
+
+def every(seconds: float) -> Callable[[], bool]:
+    """Returns what is true when it is first called, and then once in so many seconds.
+
+    A line of progress that is printed each time also shows in a log file, where no bar is drawn.
+    """
+    next_time = -math.inf
+
+    def is_due() -> bool:
+        nonlocal next_time
+        now = time.monotonic()
+        if now < next_time:
+            return False
+        next_time = now + seconds
+        return True
+
+    return is_due
 
 
 @contextlib.contextmanager

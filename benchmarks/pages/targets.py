@@ -111,9 +111,7 @@ def _(found: Any) -> str:
     row, *_ = targets.UPDATE_ROWS
     rows = []
     for machine in targets.MACHINES:
-        half, keys = (
-            (TPU_HALF, OF_TPU[:2]) if machine in TPUS else (GPU_HALVES[0], OF_GPU[::2])
-        )
+        half, keys = (TPU_HALF, OF_TPU[:2]) if machine in TPUS else (GPU_HALVES[0], OF_GPU[::2])
         cells = _cell(found, row, machine, half, "ours", keys).split(" / ")
         bytes_, other = cells if len(cells) == 2 else (NOTHING, NOTHING)
         kernels, cycles = (NOTHING, other) if machine in TPUS else (other, NOTHING)

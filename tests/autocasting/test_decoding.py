@@ -11,10 +11,11 @@ from jmp.autocasting._propagation import walk
 from jmp.autocasting.rewrites import pick
 from jmp.diagnostics import logprob_gap
 from testbed.decoding import CACHES, LOOPS, SMALL, Decoder
+from tests.commands import in_full
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("cache", in_full(CACHES, but=("filled", "pages")))
 def test_log_probabilities_are_as_exact_as_by_hand(cache, loop):
     exact = Decoder(loop=loop, cache=cache, **SMALL)
     by_hand = Decoder(jnp.bfloat16, loop, cache, **SMALL)
@@ -94,7 +95,7 @@ def test_weights_are_rounded_before_the_loop(way):
     assert weights_in_loops(generate, params, first) == {"bfloat16"}
 
 
-@pytest.mark.parametrize("cache", ["filled", "stacked"])
+@pytest.mark.parametrize("cache", in_full(["stacked", "filled"], first=1))
 def test_differentiated_generation_has_float32_weights_and_caches(cache):
     """The gradient of a text's log-probability through the loop, as without a cache."""
     decoder = Decoder(cache=cache, **{**SMALL, "length": 16})

@@ -22,6 +22,7 @@ from jmp._jax_compat import varying_axes
 from jmp.autocasting import _float8, _float8_planning, _planner
 from jmp.autocasting._float8 import GRADIENTS, OPERANDS, round_to_float8
 from testbed.gpt2 import GPT2, gpt2
+from tests.commands import in_full
 from tests.errors import relative_error
 from tests.products import equations, equations_of
 
@@ -110,6 +111,7 @@ def test_convolutions_and_ragged_products_stay_bfloat16_and_say_so():
     assert "ragged_dot" in found[1][1] and "has no float8 form" in found[1][1]
 
 
+@pytest.mark.full
 def test_convolutions_that_are_measured_in_float8_have_gradients_near_those_of_float32():
     network = float8_convolutions.network((1, 1, 16, 16), (3, 3, 16, 16))
     leaves, structure = jax.tree.flatten(network)
@@ -179,6 +181,7 @@ def test_what_cannot_be_is_refused(call, error, words):
 # Numbers.
 
 
+@pytest.mark.full
 def test_gradients_of_a_gpt_at_initialisation_are_within_a_tenth():
     of, _, tokens = gpt2(2, width=64, vocabulary=64, batch=4)
     tokens = jax.random.randint(jax.random.key(1), tokens.shape, 0, 64)
@@ -662,8 +665,8 @@ def gradients_of_one(policy):
 
 @pytest.mark.parametrize(
     ("policy", "place", "recomputes"),
-    [(F8, "inside", False), (F8, "outside", True), (f"{F8},r=f32", "outside", False),
-     (f"{F8},r=f32", "gradient inside", True)],
+    in_full([(F8, "inside", False), (f"{F8},r=f32", "outside", False), (F8, "outside", True),
+             (f"{F8},r=f32", "gradient inside", True)], first=2),
 )  # fmt: skip
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_devices_that_share_parameters_have_the_gradients_of_one(

@@ -16,6 +16,8 @@ from jmp.autocasting._float8_planning import with_bounds
 from jmp.autocasting._planner import PASSES
 from jmp.autocasting._steps import Nested, Plan, Single
 
+pytestmark = pytest.mark.full
+
 NUMBERS = 60
 SMALL_IS_FLOAT8 = pytest.mark.usefixtures("small_is_float8", "users_rank_promotion")
 

@@ -6,6 +6,8 @@ import pytest
 
 from benchmarks import op_sweep
 
+pytestmark = pytest.mark.full
+
 # Functions of every module, and JAX's own harnesses, by what a primitive does.
 FUNCTIONS = """
 jax.numpy.abs jax.numpy.argsort jax.numpy.average jax.numpy.concatenate jax.numpy.convolve

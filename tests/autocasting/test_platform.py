@@ -14,6 +14,7 @@ from jmp.autocasting._autocast import make_program
 from jmp.autocasting._operations import operations_of
 from jmp.autocasting._steps import steps_of
 from testbed.models import MODELS
+from tests.commands import in_full
 from tests.errors import relative_error
 
 W, X = jnp.ones((8, 8)), jnp.ones((4, 8))
@@ -95,7 +96,7 @@ def test_dtypes_are_the_same_on_all_platforms(made, model):
     assert found["gpu"] == found["tpu"]
 
 
-@pytest.mark.parametrize("name", ["gpt", "lstm", "plain_transformer"])
+@pytest.mark.parametrize("name", in_full(["lstm", "gpt", "plain_transformer"], first=1))
 @pytest.mark.usefixtures("users_rank_promotion")
 def test_gradients_are_as_exact_on_all_platforms(made, name):
     (model,) = (model for model in MODELS if model.name == name)

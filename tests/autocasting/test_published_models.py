@@ -16,7 +16,10 @@ from jmp.adapters import linen, nnx
 from testbed.published_models import PATTERNS
 from tests.products import product_dtypes, product_dtypes_of
 
-pytestmark = pytest.mark.usefixtures("quick_compilation", "users_rank_promotion")
+pytestmark = [
+    pytest.mark.usefixtures("quick_compilation", "users_rank_promotion"),
+    pytest.mark.full,
+]
 SEEDS = 32
 # The error of the model's own half option bounds ours, up to the luck of the roundings: the mean
 # over the seeds of the logarithm of their ratio has a standard error of at most 0.035. Measured are

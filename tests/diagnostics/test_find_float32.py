@@ -295,6 +295,7 @@ def test_a_culprit_is_found_inside(wrap, compiled):
     assert len(compiled) == 2
 
 
+@pytest.mark.full
 def test_on_a_real_model_the_emulated_error_is_autocasts_and_rules_bring_it_down():
     with jax.numpy_rank_promotion("allow"):
         loss, params, batch = models.equinox_attention(batch=2, length=8, width=16)

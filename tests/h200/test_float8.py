@@ -36,6 +36,7 @@ def compiled(loss, *arguments):
     return products(float8), ratios
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("h200")
 def test_of_a_gpt_three_products_run_in_float8_for_each_that_is_eligible():
     with jax.numpy_rank_promotion("allow"):
@@ -64,6 +65,7 @@ def test_what_a_scan_keeps_is_float8_in_its_program():
     assert moved <= 0.88 and temp <= 0.79
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("h200")
 def test_functions_and_cotangents_between_products_are_written_in_float8():
     """Not in bfloat16, to be read again: an SGD step of two MLPs moves fewer bytes."""
@@ -72,6 +74,7 @@ def test_functions_and_cotangents_between_products_are_written_in_float8():
     assert moved <= 0.99 and temp <= 0.82
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("h200")
 def test_what_a_remat_computes_again_is_float8():
     found, _ = compiled(rematted, LAYERS, float32(8192, 1024))
@@ -80,6 +83,7 @@ def test_what_a_remat_computes_again_is_float8():
     assert found == (7 + 5, 0)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("h200")
 def test_gradients_of_single_examples_are_float8():
     def loss(params, x):
@@ -92,6 +96,7 @@ def test_gradients_of_single_examples_are_float8():
     assert products(program) == (2 + 3 + 3, 2)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("h200")
 def test_products_that_share_a_factor_are_not_joined(monkeypatch):
     monkeypatch.setattr(_float8_planning, "SMALL_PRODUCT", 1)
@@ -110,6 +115,7 @@ def test_products_that_share_a_factor_are_not_joined(monkeypatch):
     assert float8 == 2 * 2 + 2 * 3 and others <= 3
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("h200")
 def test_of_a_convolution_xla_leaves_the_gradient_of_the_kernel_in_bfloat16():
     """Why autocast leaves convolutions alone; that of the input is float8 in a form of its own."""
@@ -117,6 +123,7 @@ def test_of_a_convolution_xla_leaves_the_gradient_of_the_kernel_in_bfloat16():
     assert found == ["f8e4m3fn", "bf16", "f8e4m3fn", "bf16", "f8e4m3fn"]
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("h200")
 def test_on_eight_h200s_fsdp_multiplies_and_gathers_float8():
     """Under jit XLA gathers what the product reads; of scales it sends single numbers."""
@@ -151,6 +158,7 @@ def test_functions_are_tried_here_while_a_mesh_of_devices_elsewhere_is_set():
     assert gradients[2].shape == arguments[2].shape
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("h200")
 def test_a_gather_by_hand_in_a_scan_sends_float8_forward_and_backward(monkeypatch):
     monkeypatch.setattr(_float8_planning, "SMALL_PRODUCT", 1)

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import jmp
 from testbed.machines.attentions import PADDING, Bert, Llama, ViT, X, step
 from testbed.machines.gpus import as_if_cudnn, compile_for_h200, facts_of_gpu
+from tests.commands import in_full
 
 KERNEL = "__cudnn$fmha"
 
@@ -20,7 +21,7 @@ KERNEL = "__cudnn$fmha"
 GATES = [(Llama, (0.34, 0.49, 0.68)), (Bert, (0.332, 0.275, 0.745)), (ViT, (0.347, 0.313, 0.617))]
 
 
-@pytest.mark.parametrize(("module", "at_most"), GATES)
+@pytest.mark.parametrize(("module", "at_most"), in_full(GATES, first=1))
 def test_scores_are_never_written(h200, module, at_most):
     params = jax.eval_shape(module().init, jax.random.key(0), X, PADDING)
     by_hand = compile_for_h200(step(module(jnp.float16)), params, X, PADDING)
@@ -36,6 +37,7 @@ def test_scores_are_never_written(h200, module, at_most):
         assert ratio <= bound, f"{measured} exceeds {at_most}"
 
 
+@pytest.mark.full
 def test_attention_stays_where_its_batch_and_its_heads_are(h200):
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=facts_of_gpu("h200"), topology="1x1x8"

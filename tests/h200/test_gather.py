@@ -87,6 +87,7 @@ def test_fsdp_sends_what_the_same_program_by_hand_does(way, dtype, reduce_dtype,
     assert received_by_kind(program) == pytest.approx(expected)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", ["tracked", "explicit"])
 def test_replicas_add_up_what_is_left_after_the_scatter(way):
     rows = P(("replica", "data"))
@@ -111,6 +112,7 @@ def test_replicas_add_up_what_is_left_after_the_scatter(way):
     assert found["all-gather", "f16"] <= HALF and len(found) == 3
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", ["tracked", "explicit"])
 def test_no_gathered_weight_is_larger_than_its_shard_of_tensor_parallelism(way):
     """Four of FSDP by two of tensor parallelism, first by columns and then by rows."""

@@ -13,6 +13,8 @@ from benchmarks.models import GPT2, ResNet, ViT
 from benchmarks.recipes import find as recipe_of
 from benchmarks.workloads import find
 
+pytestmark = pytest.mark.full
+
 SMALLER = {
     "gpt2": lambda dtype: GPT2(dtype, layers=3),
     "vit-b16": lambda dtype: ViT(dtype, layers=2),

@@ -5,6 +5,7 @@ of `benchmarks/wire.py` at a small size.
 """
 
 import functools
+import itertools
 import re
 
 import jax
@@ -18,6 +19,7 @@ from benchmarks import wire as cases
 from jmp.autocasting import _float8_planning
 from testbed.machines.gpus import compile_for_placed
 from testbed.machines.wire import MIB, Sent, h200s, received, wire
+from tests.commands import in_full
 
 # Counting, which needs no compiler.
 
@@ -216,7 +218,7 @@ IN_FLOAT32 = {"all-gather": 4, "reduce-scatter": 4, "all-reduce": 4}
 
 @pytest.mark.parametrize(
     ("case", "variant"),
-    [("fsdp", "float32"), ("fsdp", "by-hand"), ("gpt-fsdp", "float32"), ("gpt-fsdp", "by-hand")],
+    in_full(itertools.product(("fsdp", "gpt-fsdp"), ("float32", "by-hand")), but=["fsdp"]),
 )
 def test_float32_and_by_hand_send_what_a_ring_needs(h200, case, variant):
     sent = sent_by(case, variant)
@@ -240,14 +242,15 @@ IN_ANOTHER_WAY = ("dp-shard-map", "dp-psum")
 
 
 @pytest.mark.parametrize(
-    ("case", "numbers"), [row for row in PREDICTED if row[0] not in IN_ANOTHER_WAY]
+    ("case", "numbers"),
+    in_full((row for row in PREDICTED if row[0] not in IN_ANOTHER_WAY), but=["fsdp", "dp"]),
 )
 def test_autocast_sends_what_a_ring_needs_in_half(h200, case, numbers):
     ours = received(sent_by(case, "autocast"))
     assert ours <= 1.03 * sum(expected(numbers, IN_HALF).values())
 
 
-@pytest.mark.parametrize("case", ["gpt-fsdp-tp", "convolutions-fsdp"])
+@pytest.mark.parametrize("case", in_full(["gpt-fsdp-tp", "convolutions-fsdp"]))
 def test_autocast_sends_what_a_step_by_hand_sends(h200, case):
     ours, base = (received(sent_by(case, variant)) for variant in ("autocast", "by-hand"))
     assert ours <= 1.03 * base
@@ -256,7 +259,7 @@ def test_autocast_sends_what_a_step_by_hand_sends(h200, case):
 SCATTERED = re.compile(r" = (\w+)\[[\d,]*\b(?:1280|160),\d+\]\S* scatter\(")
 
 
-@pytest.mark.parametrize("case", ["gpt-dp", "gpt-fsdp"])
+@pytest.mark.parametrize("case", in_full(["gpt-dp", "gpt-fsdp"]))
 def test_rows_of_a_tied_table_add_up_in_float32_and_cost_no_more_than_by_hand(h200, case):
     # By hand rows are added up in half: 2048 ones and no more.
     ours, base = (

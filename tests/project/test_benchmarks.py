@@ -47,6 +47,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("recipe", "workload"), PAIRS, ids=lambda row: getattr(row, "name", "") or ""
 )
@@ -68,6 +69,7 @@ def test_a_step_returns_a_state_like_the_one_it_got(recipe, workload):
     assert loss is None or loss.dtype == np.float32
 
 
+@pytest.mark.full
 def test_recipes_start_from_the_same_loss():
     (workload,) = (row for row in WORKLOADS if row.name == "gpt2")
     trainings = {
@@ -228,6 +230,7 @@ def test_an_unknown_name_is_answered_with_those_there_are():
         workloads.find("gpt3", rehearse=False)
 
 
+@pytest.mark.full
 def test_a_rehearsal_writes_what_the_report_reads(tmp_path):
     old = {"machine": {"device": "another"}, "workloads": {"gpt2": {"recipes": {}}}}
     (tmp_path / "gpu_rehearsal.json").write_text(json.dumps(old))
@@ -283,6 +286,7 @@ def test_a_rehearsal_of_the_wire_writes_what_the_report_reads(h200, tmp_path, mo
     assert "- FSDP, jit, autocast: not run: out of memory" in _wire_report.section(results)
 
 
+@pytest.mark.full
 def test_a_rehearsal_of_the_targets_writes_what_their_page_reads(h200, tmp_path, monkeypatch):
     workers = lambda names, *_: contextlib.nullcontext({name: InThisProcess() for name in names})
     monkeypatch.setattr(benchmarks.run, "workers", workers)

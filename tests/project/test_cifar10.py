@@ -46,6 +46,7 @@ def refusal(*arguments):
     return refused.stderr[refused.stderr.index("cifar10.py: error: ") :]
 
 
+@pytest.mark.full
 def test_it_writes_its_table_its_numbers_its_models_and_its_picture(uninterrupted):
     output, printed, report = uninterrupted
     assert "Training on cpu" in printed and "ResNet-18 on CIFAR-10" in printed
@@ -85,6 +86,7 @@ def test_the_exported_model_is_half_but_for_its_norms_and_the_checkpoint_float32
     assert [path.name for path in (folder / "training").iterdir() if path.is_dir()] == ["2"]
 
 
+@pytest.mark.full
 def test_a_resumed_training_ends_bit_for_bit_where_an_uninterrupted_one_ends(
     data, uninterrupted, tmp_path
 ):
@@ -101,6 +103,7 @@ def test_a_resumed_training_ends_bit_for_bit_where_an_uninterrupted_one_ends(
     assert (tmp_path / model).read_bytes() == (output / model).read_bytes()
 
 
+@pytest.mark.full
 def test_two_devices_learn_what_one_learns(data, uninterrupted, tmp_path):
     _, report = train(data, tmp_path, "--epochs=2", "--precision=float32", "--devices=2")
     (run,), expected = report["runs"], uninterrupted[2]["runs"][0]

@@ -19,6 +19,8 @@ from testbed.example_data import write_text
 from testbed.machines.wire import wire
 from tests.project.running import imported_example, run_example
 
+pytestmark = pytest.mark.full
+
 MODEL = ["--layers=1", "--width=16", "--heads=2", "--length=12"]
 TINY = [*MODEL, "--batch-size=4", "--steps=6", "--validate-every=3", "--checkpoint-every=4"]
 TINY += ["--devices=1"]

@@ -14,6 +14,8 @@ from jax.extend.core import jaxprs_in_params
 from testbed import ROOT
 from tests.project.running import imported_example, run_example
 
+pytestmark = pytest.mark.full
+
 TINY = ["--digits=1", "--width=32", "--heads=2", "--pretrain-to=0.3", "--batch-size=16"]
 RUN = [*TINY, "--devices=1", "--steps=5", "--checkpoint-every=3", "--precision=mixed_float16"]
 

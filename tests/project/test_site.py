@@ -356,6 +356,7 @@ def public_names_found():
     return {end: addresses[min(addresses)] for end, addresses in found.items()}
 
 
+@pytest.mark.full
 def test_the_search_finds_names_and_words(opened, site):
     assert len(FOUND) >= 60
     expected = {query: [address] for query, address in (EXPLAINED | FOUND).items()}
@@ -369,6 +370,7 @@ def test_the_search_finds_names_and_words(opened, site):
     assert not wrong, "see search_words in mkdocs.yml"
 
 
+@pytest.mark.full
 def test_the_search_works_from_a_disk(browser, site):
     page = browser.new_page(viewport=WIDE)
     errors = []
@@ -446,6 +448,7 @@ CONTENTS = """() => ({
 })"""
 
 
+@pytest.mark.full
 def test_every_page_has_its_pictures_links_and_buttons_and_fits_a_phone(opened, site):
     contents = {}
     page = opened("index.html", PHONE)
@@ -498,6 +501,7 @@ def test_every_page_has_its_pictures_links_and_buttons_and_fits_a_phone(opened, 
     assert not re.search(r"^ *- .+: .+\.md", navigation, re.M), "a page's name is its first heading"
 
 
+@pytest.mark.full
 def test_the_copy_button_copies_what_is_typed_and_no_prompt(opened):
     page = opened("reference/policies.html")
     example = page.locator(".highlight", has_text="str(policy)").first

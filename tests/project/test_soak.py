@@ -24,6 +24,8 @@ from tests.transforms.orders import (
     MOVING_TAIL,
 )
 
+pytestmark = pytest.mark.full
+
 GPT, CIFAR10 = kills.EXAMPLES["gpt"], kills.EXAMPLES["cifar10"]
 
 

@@ -10,6 +10,8 @@ import runpy
 import jax
 import pytest
 
+pytestmark = pytest.mark.full
+
 WALKS = sorted((pathlib.Path(__file__).parent / "walks").glob("*.py"))
 
 

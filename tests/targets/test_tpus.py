@@ -15,6 +15,7 @@ from benchmarks.workloads import UPDATES
 from testbed.machines.hlo import count
 from testbed.machines.tpus import estimated_cycles
 from testbed.machines.wire import Sent, wire
+from tests.commands import in_full
 
 # Reading, which needs no compiler.
 
@@ -166,16 +167,16 @@ def tpus(tmp_path_factory):
 # measured. Queries and keys of the plain GPT are parts of
 # one array: there XLA makes the softmax behind the product, and not within it.
 GATES = [
-    ("v5e", "scanned_gpt", (1.02, 0.95)),
-    ("v6e", "scanned_gpt", (1.05, 0.99)),
-    ("v5e", "checkpointed_gpt", (1.11, 1.01)),
-    ("v5e", "unet", (0.99, 1.00)),
-    ("v5e", "lstm", (0.92, 0.78)),
+    ("v5e", "scanned_gpt", (0.98, 0.95)),
+    ("v6e", "scanned_gpt", (0.98, 0.99)),
+    ("v5e", "checkpointed_gpt", (0.99, 1.01)),
+    ("v5e", "unet", (1.02, 1.00)),
+    ("v5e", "lstm", (0.90, 0.78)),
     ("v5e", "decode-scan-filled", (1.02, 1.02)),
 ]
 
 
-@pytest.mark.parametrize(("machine", "row", "at_most"), GATES)
+@pytest.mark.parametrize(("machine", "row", "at_most"), in_full(GATES, but=["lstm"]))
 def test_a_small_step_is_as_lean_as_by_hand(tpus, machine, row, at_most):
     by_hand, autocast = (tpus(row, machine, way) for way in (targets.BASE, "autocast"))
     measured = [autocast[key] / by_hand[key] for key in ("bytes_moved", "cycles")]
@@ -194,6 +195,7 @@ UPDATE_BYTES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("row", UPDATE_BYTES)
 def test_an_update_with_small_states_reads_and_writes_each_array_once(tpus, row):
     shapes = UPDATES[0].shapes[:: targets.SMALL_PART]
@@ -203,6 +205,7 @@ def test_an_update_with_small_states_reads_and_writes_each_array_once(tpus, row)
     assert moved == pytest.approx(UPDATE_BYTES[row], rel=0.02)
 
 
+@pytest.mark.full
 def test_moments_in_int8_take_at_most_twice_the_cycles_of_float8(tpus):
     # Laid out anew for each, what numbers of a block share would take seven times as many.
     rows = ("adam-stochastic-int8", "adam-stochastic-float8")
@@ -225,6 +228,7 @@ SENT = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("row", "numbers"), SENT)
 def test_eight_tpus_send_what_a_ring_needs(tpus, row, numbers):
     by_hand, ours, in_float32 = (
