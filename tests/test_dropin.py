@@ -162,6 +162,7 @@ def run_tests(path, *import_path):
     return int(ran[1])
 
 
+@pytest.mark.full
 def test_haikus_mixed_precision_tests_pass(tmp_path):
     haiku = metadata.distribution("dm-haiku")
     test = pathlib.Path(haiku.locate_file("haiku/_src/mixed_precision_test.py"))

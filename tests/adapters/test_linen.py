@@ -142,6 +142,7 @@ def test_the_plain_model_stays_as_it_was(name):
     assert list(before) == ["float32"]
 
 
+@pytest.mark.full
 def test_gradients_are_close_to_float32s():
     model, inputs = MODELS["transformer"]
     variables = jax.jit(model.init)(jax.random.key(0), inputs)

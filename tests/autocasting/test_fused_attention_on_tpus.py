@@ -151,9 +151,7 @@ def as_on_tpu(monkeypatch):
 on_tpu = functools.partial(jmp.autocast, policy="mixed_bfloat16", attention="fused", platform="tpu")
 
 
-@pytest.mark.parametrize(
-    ("function", "args", "others"), in_full(FOUND.values(), first=4), ids=FOUND
-)
+@pytest.mark.parametrize(("function", "args", "others"), in_full(FOUND, first=4))
 def test_a_fused_attention_and_its_gradient_are_those_of_the_plain_one(
     function, args, others, as_on_tpu
 ):

@@ -13,6 +13,7 @@ import pytest
 from jax import lax
 from jax._src.cudnn import fused_attention_stablehlo as cudnn_attention
 
+from testbed.machines import loops
 from testbed.machines.gpus import Program, as_if_cudnn
 from testbed.machines.hlo import array_bytes, count, parse_instruction
 from tests.h200 import fixture
@@ -122,7 +123,8 @@ LOOPS = """
 %outer (d: (s32[], f32[8])) -> (s32[], f32[8]) {
   %d = (s32[], f32[8]{0}) parameter(0)
   %all = f32[100,8]{1,0} constant({...})
-  %row = f32[1,8]{1,0} constant({...})
+  %row = f32[1,8]{1,0} dynamic-slice(%all, %place), dynamic_slice_sizes={1,8}
+  %again = f32[100,8]{1,0} dynamic-update-slice(%all, %row, %place)
   %half = f16[8,4]{1,0} constant({...})
   %place = s32[] get-tuple-element(%d), index=0
   %product = (f16[1,4]{1,0}, s8[4096]{0}) fusion(%all, %place, %half), kind=kCustom, calls=%cut
@@ -144,10 +146,11 @@ def test_loops_count_their_turns_and_one_whose_turns_are_unknown_counts_once():
     written = 2 * 8 * 4 + 4  # a row read and written at a place
     inner = 2 * 8 * 4 + 3 * 4  # and the counter
     compared, both = 2 * 4 + 1, 1 + 1
+    sliced = 2 * written  # alone as in a fusion
     assert count(LOOPS) == {
-        "bytes_moved": 5 * (product + written + 4 * (inner + compared) + compared + both)
+        "bytes_moved": 5 * (product + written + sliced + 4 * (inner + compared) + compared + both)
         + (inner + compared + both),
-        "kernels": 5 * (2 + 4 * (2 + 1) + 2) + (2 + 2),
+        "kernels": 5 * (4 + 4 * (2 + 1) + 2) + (2 + 2),
         "copies": 0,
         "conditionals": 0,
         "loops_of_unknown_turns": 1,
@@ -280,40 +283,9 @@ def test_a_conditional_shows_and_its_costliest_branch_counts(h200):
     assert program.kernels == 1
 
 
-def turn(x, w):
-    return jnp.sin(x) * w, None
-
-
-def scanned(x, stack):
-    return lax.scan(turn, x, stack)[0]
-
-
-def nested(x, stack):
-    return lax.scan(lambda x, w: lax.scan(turn, x, jnp.stack([w] * 3)), x, stack)[0]
-
-
-def remat(x, stack):
-    body = jax.checkpoint(lambda x, w: (jnp.sin(jnp.sin(x) * w), None))
-    return jax.grad(lambda x: lax.scan(body, x, stack)[0].sum())(x)
-
-
-def branching(x, stack):
-    one_of_two = lambda x, w: (lax.cond(w[0] > 0, jnp.sin, lambda x: jnp.cos(x)[::-1] + x, x), None)
-    return lax.scan(one_of_two, x, stack)[0]
-
-
-@pytest.mark.parametrize("function", [scanned, nested, remat, branching])
-def test_a_scan_of_n_turns_counts_n_times_its_body(h200, function):
-    def counted(turns):
-        program = h200(function, spec(1024), spec(turns, 1024))
-        assert program.loops_of_unknown_turns == 0
-        return np.array([program.bytes_moved, program.kernels])
-
-    # Each further turn adds as much as the one before.
-    few, more, many = counted(8), counted(16), counted(40)
-    assert (many - more).tolist() == (3 * (more - few)).tolist()
-    assert (more - few)[0] >= 8 * 3 * 1024 * 4 * (3 if function is nested else 1)
-    assert (more - few)[1] >= 8 * (3 if function is nested else 1)
+@pytest.mark.parametrize("name", loops.LOOPS)
+def test_a_loop_of_n_turns_counts_n_times_its_body(h200, name):
+    loops.check([loops.counted("h200", name, turns) for turns in loops.TURNS])
 
 
 def test_a_loop_until_a_condition_holds_counts_one_turn_and_says_so(h200):

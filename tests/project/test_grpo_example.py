@@ -158,7 +158,8 @@ def test_two_devices_train_as_one_does(grpo, made):
 
 def gap(grpo, made, *kind, **more):
     programs, state, rows = made(grpo.Kind(*kind, **more))
-    return np.mean([found[2] for found in steps_of(programs, state, rows)[0]])
+    # Eight steps: the gap of two is that of a few dozen tokens, and differs between processors.
+    return np.mean([found[2] for found in steps_of(programs, state, rows, 8)[0]])
 
 
 def test_the_gap_to_a_sampler_in_half_is_that_of_the_digits(grpo, made):

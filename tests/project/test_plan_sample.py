@@ -14,6 +14,8 @@ from benchmarks import _plan_sources, plan_sample
 from benchmarks._program_texts import error_text, names_of_package, program_text, without_names
 from testbed import random_graphs
 
+pytestmark = pytest.mark.full
+
 # Sources that draw no parameters of models: a second, not ten.
 QUICK = ("planned", "operations", "chains", "graphs", "nests", "sharded")
 COUNT = 2

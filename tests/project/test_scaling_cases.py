@@ -8,6 +8,8 @@ import pytest
 from benchmarks import scaling_cases
 from testbed import ROOT
 
+pytestmark = pytest.mark.full
+
 FOUND = json.loads((ROOT / "results" / "scaling_cases.json").read_text())
 
 

@@ -12,6 +12,8 @@ from benchmarks import small_states
 from jmp import transforms
 from testbed import ROOT
 
+pytestmark = pytest.mark.full
+
 FOUND = json.loads((ROOT / "results" / "small_states.json").read_text())
 
 

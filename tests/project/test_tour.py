@@ -13,6 +13,8 @@ import pytest
 from testbed import ROOT
 from tests.project.running import words_and_numbers
 
+pytestmark = pytest.mark.full
+
 NOTEBOOK = ROOT / "examples" / "tour.ipynb"
 
 

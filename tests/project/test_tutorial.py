@@ -12,6 +12,8 @@ import pytest
 from testbed import ROOT
 from tests.project.running import words_and_numbers
 
+pytestmark = pytest.mark.full
+
 PAGE = ROOT / "docs" / "tutorial.md"
 STEPS = [PAGE.parent / "tutorial" / f"step_{number}.py" for number in range(1, 7)]
 RUNS = [*STEPS, STEPS[-1]]  # the last one goes on from its checkpoint

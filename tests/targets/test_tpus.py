@@ -4,14 +4,17 @@ libtpu compiles them, without a TPU, in an environment of its own: `make targets
 none they are skipped; JMP_REQUIRE_TPU=1 makes that an error.
 """
 
+import json
 import math
 import os
+import subprocess
 
 import pytest
 
 from benchmarks import targets
 from benchmarks.processes import Process
 from benchmarks.workloads import UPDATES
+from testbed.machines import loops
 from testbed.machines.hlo import count
 from testbed.machines.tpus import estimated_cycles
 from testbed.machines.wire import Sent, wire
@@ -161,6 +164,16 @@ def tpus(tmp_path_factory):
 
     yield count_row
     process.close()
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("tpus")
+def test_a_loop_of_n_turns_counts_n_times_its_body():
+    command = [targets.tpu_python(), "-m", "testbed.machines.loops", "v5e"]
+    finished = subprocess.run(command, cwd=targets.ROOT, capture_output=True, text=True, check=True)
+    for name, figures in json.loads(finished.stdout.splitlines()[-1]).items():
+        print(name, figures)
+        loops.check(figures)
 
 
 # Bytes of memory and estimated cycles, at most, over those of the model by hand: 2 % above what was
