@@ -5,23 +5,35 @@ from typing import Any
 
 import pytest
 
+Case = type(pytest.param())
+
 
 def in_full(
-    cases: Iterable[Any] | Mapping[str, Any], *, but: Collection[Any] = (), first: int = 0
+    cases: Iterable[Any] | Mapping[str, Any],
+    *,
+    but: Collection[str] = (),
+    first: int = 0,
+    one_of: int | None = None,
 ) -> list[Any]:
     """Returns the cases of `parametrize`, of which `make test` runs a few.
 
     Args:
-      cases: values or tuples of values; or a mapping from the id of each to it.
-      but: ids, names or values of those that `make test` runs.
+      cases: values, tuples of values or `pytest.param`; or a mapping from the id of each to it.
+      but: those that `make test` runs, by their ids, names, or texts among their values.
       first: how many from the front it runs too.
+      one_of: it also runs the first, and one of so many from there on.
     """
-    ids = list(cases) if isinstance(cases, Mapping) else None
+    ids = cases if isinstance(cases, Mapping) else None
     found = []
-    for place, case in enumerate(cases.values() if isinstance(cases, Mapping) else cases):
-        values = case if isinstance(case, tuple) else (case,)
-        names = [getattr(value, "name", value) for value in values] + (ids or [])[place:][:1]
-        is_core = place < first or any(isinstance(name, str) and name in but for name in names)
-        marks = () if is_core else pytest.mark.full
-        found.append(pytest.param(*values, marks=marks, id=ids[place] if ids else None))
+    for place, case in enumerate(cases):
+        name, case = (case, cases[case]) if ids is not None else (None, case)
+        values, marks, name = case if isinstance(case, Case) else (_values(case), (), name)
+        names = [name, *(getattr(value, "name", value) for value in values)]
+        is_core = place < first or any(isinstance(each, str) and each in but for each in names)
+        is_core |= one_of is not None and place % one_of == 0
+        found.append(pytest.param(*values, marks=marks if is_core else pytest.mark.full, id=name))
     return found
+
+
+def _values(case: Any) -> tuple[Any, ...]:
+    return case if type(case) is tuple else (case,)  # an optimizer is a named tuple

@@ -181,6 +181,7 @@ def main() -> None:
     parser.add_argument("files", nargs="*", metavar="FILE", help="a file of the package or tests")
     parser.add_argument("--first-failure", action="store_true", help="stop at it; one process")
     parser.add_argument("--whole", action="store_true", help="whole files of tests, in minutes")
+    parser.add_argument("--core", action="store_true", help="of these what `make test` runs")
     parser.add_argument("--write", action="store_true", help="measure again, and write the list")
     arguments = parser.parse_args()
     if arguments.write:
@@ -206,6 +207,7 @@ def main() -> None:
         places = sorted({test.partition("::")[0] for test in tests})
         run = [sys.executable, "-m", "pytest", "-q", "-p", "tests.quick"]
         run += ["-x", "-p", "no:xdist"] if arguments.first_failure else PROCESSES
+        run += ["--core"] * arguments.core
         run += [place for place in places if (ROOT / place).is_file()]
         status = subprocess.run(run, cwd=ROOT, env=os.environ | {SELECTED: str(selected)})
     print(f"{len(places)} files in {time.perf_counter() - started:.0f} s.")

@@ -79,9 +79,13 @@ CASES = [(model, "float16") for model in MODELS]
 CASES += [(model, "bfloat16") for model in MODELS if model.name in IN_BFLOAT16]
 
 
+IN_TEST = ("gpt", "lstm", "mixture_of_experts")  # and in `make test-all` the others
+each_model = pytest.mark.parametrize("model", in_full(MODELS, but=IN_TEST), ids=lambda m: m.name)
+
+
 @pytest.mark.parametrize(
     ("model", "half"),
-    in_full(CASES, but=("gpt", "lstm", "mixture_of_experts")),
+    in_full(CASES, but=IN_TEST),
     ids=lambda x: getattr(x, "name", x),
 )
 def test_every_product_half_and_the_gradient_right(model, half):
@@ -101,14 +105,14 @@ def test_every_product_half_and_the_gradient_right(model, half):
         np.testing.assert_allclose(x, y, rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+@each_model
 def test_nothing_adds_up_in_half(model):
     for equation in equations(under_autocast(model, "float16").jaxpr.jaxpr):
         if equation.primitive.name in SUMS:
             assert equation.outvars[0].aval.dtype != jnp.float16, equation
 
 
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+@each_model
 def test_as_many_products_as_the_model_has(model):
     plain, ours = in_float32(model), under_autocast(model, "float16")
     assert sum(product_dtypes_of(plain.jaxpr.jaxpr).values()) == sum(

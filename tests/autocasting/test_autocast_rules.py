@@ -13,12 +13,22 @@ from jmp.autocasting import Category, all_rules, register_rule
 from jmp.autocasting._registry import rule_for
 from testbed import ROOT
 from testbed.op_cases import OP_CASES, OTHERS, UNARY
+from tests.commands import in_full
 from tests.products import equations_of, eye
 
 SERIES = "pow igamma igammac polygamma igamma_grad_a zeta regularized_incomplete_beta".split()
 NAMES = [name for name, _, _ in OP_CASES]
 CASES = pytest.mark.parametrize(("name", "call", "inputs"), OP_CASES, ids=NAMES)
-HALVES = pytest.mark.parametrize("half", [jnp.float16, jnp.bfloat16], ids=["float16", "bfloat16"])
+HALVES = (jnp.float16, jnp.bfloat16)
+# Each case with a half type in turn, and then with the other one.
+EVERY_OTHER_HALF, THE_OTHER_HALF = (
+    {
+        f"{name}-{half.__name__}": (*case, half)
+        for place, (name, case) in enumerate(zip(NAMES, OP_CASES, strict=True))
+        for half in [HALVES[(place + turned) % 2]]
+    }
+    for turned in (0, 1)
+)
 
 
 def rounded_by_a_product(x, half=None, dtype=None):
@@ -60,8 +70,10 @@ def with_casts(name, call, half):
     return rounded if rule.sums_backward else product
 
 
-@HALVES
-@CASES
+@pytest.mark.parametrize(
+    ("name", "call", "inputs", "half"),
+    in_full(EVERY_OTHER_HALF | THE_OTHER_HALF, first=len(EVERY_OTHER_HALF)),
+)
 def test_right_to_the_last_bit(name, call, inputs, half):
     policy = jmp.Policy(jnp.float32, half, jnp.float32)
     autocast = jmp.autocast(lambda *xs: call(*map(rounded_by_a_product, xs)), policy)

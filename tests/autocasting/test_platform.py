@@ -81,7 +81,7 @@ def made():
 ALL = pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 
 
-@ALL
+@pytest.mark.parametrize("model", in_full(MODELS, one_of=3), ids=lambda model: model.name)
 @pytest.mark.usefixtures("users_rank_promotion")
 def test_dtypes_are_the_same_on_all_platforms(made, model):
     loss, params, batch = made(model)

@@ -348,6 +348,7 @@ def test_a_lookup_reads_the_rows_it_takes(h200):
     assert program.bytes_moved == 2 * 8 * 64 * 4 + 8 * 4
 
 
+@pytest.mark.full
 def test_the_figures_of_an_adam_step_repeat(h200):
     optimizer = optax.adam(1e-3)
     shapes = [(640, 1024)] * 40 + [(1024,)] * 20

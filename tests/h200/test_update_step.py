@@ -12,6 +12,7 @@ import pytest
 
 import jmp
 from jmp import transforms
+from tests.commands import in_full
 
 SHAPES = [(640, 1024)] * 40 + [(1024,)] * 20
 NUMBER_OF_PARAMETERS = sum(jnp.zeros(shape).size for shape in SHAPES)
@@ -31,29 +32,32 @@ def compiled_update(h200, tx, param_dtype, shapes=SHAPES, half=jnp.float16):
 
 @pytest.mark.parametrize(
     ("name", "tx", "param_dtype", "bytes_per_parameter", "kernels"),
-    [
-        (
-            "float32 parameters, dynamic scale",
-            transforms.with_loss_scale(optax.adam(1e-3), jmp.torch_loss_scale()),
-            jnp.float32,
-            28.28,
-            58,
-        ),
-        (
-            "half parameters, float32 masters, dynamic scale",
-            transforms.mixed_precision(optax.adam(1e-3), "O2", jmp.torch_loss_scale()),
-            jnp.float16,
-            32.32,
-            58,
-        ),
-        (
-            "float32 parameters, no scale",
-            transforms.with_loss_scale(optax.adam(1e-3), jmp.NoOpLossScale()),
-            jnp.float32,
-            26.26,
-            63,
-        ),
-    ],
+    in_full(
+        [
+            (
+                "float32 parameters, dynamic scale",
+                transforms.with_loss_scale(optax.adam(1e-3), jmp.torch_loss_scale()),
+                jnp.float32,
+                28.28,
+                58,
+            ),
+            (
+                "half parameters, float32 masters, dynamic scale",
+                transforms.mixed_precision(optax.adam(1e-3), "O2", jmp.torch_loss_scale()),
+                jnp.float16,
+                32.32,
+                58,
+            ),
+            (
+                "float32 parameters, no scale",
+                transforms.with_loss_scale(optax.adam(1e-3), jmp.NoOpLossScale()),
+                jnp.float32,
+                26.26,
+                63,
+            ),
+        ],
+        first=1,
+    ),
     ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
 )
 def test_an_update_stays_on_its_floor(h200, name, tx, param_dtype, bytes_per_parameter, kernels):

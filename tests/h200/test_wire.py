@@ -270,7 +270,10 @@ def test_rows_of_a_tied_table_add_up_in_float32_and_cost_no_more_than_by_hand(h2
     assert received(wire(ours)) <= received(wire(base)) * 1.001
 
 
-@pytest.mark.parametrize(("case", "numbers"), [row for row in PREDICTED if row[0] != "dp-psum"])
+@pytest.mark.parametrize(
+    ("case", "numbers"),
+    in_full((row for row in PREDICTED if row[0] != "dp-psum"), but=["fsdp", "dp"]),
+)
 def test_with_float32_reduction_autocast_sends_half_and_adds_up_in_float32(h200, case, numbers):
     sent = sent_by(case, "autocast-f32")
     needed = expected(numbers, IN_FLOAT32 | {"all-gather": 2})
@@ -280,6 +283,7 @@ def test_with_float32_reduction_autocast_sends_half_and_adds_up_in_float32(h200,
     assert received(sent) <= 1.03 * sum(needed.values())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("variant", ["autocast", "autocast-f32"])
 def test_with_tensor_parallelism_no_weight_is_gathered_whole(h200, variant):
     sent = [s for s in sent_by("gpt-fsdp-tp", variant) if s.kind == "all-gather"]
@@ -293,6 +297,7 @@ def test_with_tensor_parallelism_no_weight_is_gathered_whole(h200, variant):
 IN_FLOAT8 = ["fsdp-constraint", "fsdp-shard-map", "fsdp-explicit"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", IN_FLOAT8)
 def test_what_float8_products_read_is_gathered_in_half_of_halfs_bytes(h200, monkeypatch, case):
     monkeypatch.setattr(_float8_planning, "SMALL_PRODUCT", 1)

@@ -14,6 +14,8 @@ from testbed import ROOT
 from testbed.example_data import FILES, write_images
 from tests.project.running import run_example
 
+pytestmark = pytest.mark.full
+
 TINY = ["--model=resnet18", "--width=4", "--batch-size=8"]
 
 

@@ -74,6 +74,7 @@ def test_an_example_writes_where_git_looks_away_unless_it_is_told(tmp_path, monk
     assert "runs/" in (ROOT / ".gitignore").read_text().splitlines()
 
 
+@pytest.mark.full
 def test_the_quickstart_trains_alike_before_and_after():
     finished = run_example_alone("quickstart")
     assert finished.returncode == 0, finished.stderr

@@ -18,6 +18,7 @@ from benchmarks import migrations
 from jmp import transforms
 from jmp.adapters import linen
 from tests.bits import bits
+from tests.commands import in_full
 
 PARAMS = {"w": jnp.arange(4.0)}
 DYNAMIC = jmp.DynamicLossScale(8.0, min_loss_scale=2.0, max_loss_scale=2.0**20)
@@ -61,12 +62,15 @@ BY_ORBAX = {
 
 @pytest.mark.parametrize(
     ("row", "way"),
-    [
-        pytest.param(row, way, id=f"{row.name}, {way}")
-        for row in migrations.MIGRATIONS
-        for way in migrations.WAYS
-        if way != "Orbax" or row.name in BY_ORBAX
-    ],
+    in_full(
+        {
+            f"{row.name}, {way}": (row, way)
+            for row in migrations.MIGRATIONS
+            for way in migrations.WAYS
+            if way != "Orbax" or row.name in BY_ORBAX
+        },
+        one_of=4,
+    ),
 )
 def test_a_migrated_training_is_what_the_page_says(row, way):
     found, expected = migrations.compared(row, way), RESULTS[row.name][way]

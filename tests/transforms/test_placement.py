@@ -323,6 +323,7 @@ def test_a_state_restores_on_other_devices_bit_by_bit(saved, shape):
     assert places == transforms.state_shardings(O2, got["params"])
 
 
+@pytest.mark.full
 def test_two_processes_save_a_state_that_one_restores_bit_by_bit(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

@@ -57,6 +57,7 @@ def places(tree):
     return jax.tree.map(lambda leaf: (leaf.sharding.shard_shape(leaf.shape), leaf.shape), tree)
 
 
+@pytest.mark.full
 @AXIS_TYPES
 def test_every_array_of_a_state_lies_as_its_parameter_and_none_is_gathered(axis_type):
     tx, params = every_group(), placed_params(axis_type)
@@ -94,6 +95,7 @@ def test_every_array_of_a_state_lies_as_its_parameter_and_none_is_gathered(axis_
         assert places((params, state)) == before
 
 
+@pytest.mark.full
 def test_blocks_that_devices_part_are_put_together_where_types_say_where_they_lie():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
     values = jnp.linspace(-1, 1, 4 * 344).reshape(4, 344)
