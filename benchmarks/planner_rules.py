@@ -9,9 +9,9 @@ relative to autocast with all rules:
     There islands and arrays count as large from 256 elements on, so that all rules are at work. Up
     to 5 % is the luck of the roundings;
   - the error of the gradient of small programs (`PROGRAMS`) that a rule was made for.
-The tables stand in `docs/internals.md`. Run it from the project's root in the test environment.
-With names of models it measures these alone, with `cost`, `errors`, `v5e` or `v6e` that alone, and
-leaves all other figures as they are; `table` measures nothing:
+`python -m benchmarks.report` writes the tables in `docs/internals.md`. Run it from the project's
+root in the test environment. With names of models it measures these alone, with `cost`, `errors`,
+`v5e` or `v6e` that alone, and leaves all other figures as they are:
 
     JAX_PLATFORMS=cpu PYTHONPATH=. .venv-test/bin/python benchmarks/planner_rules.py gpt errors
     JAX_PLATFORMS=cpu PYTHONPATH=. .venv-targets/bin/python benchmarks/planner_rules.py v5e v6e
@@ -31,7 +31,6 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tabulate import tabulate
 
 import jmp
 from jmp.autocasting import _emit, _planner, _reasons
@@ -390,7 +389,7 @@ def _without_text(figures: dict[str, Any]) -> dict[str, Any]:
     return {name: figure for name, figure in figures.items() if name != "text"}
 
 
-# Tables.
+# Ratios.
 
 
 def ratios(figures: Any, base: dict[str, float]) -> str:
@@ -408,32 +407,10 @@ def _short(ratio: float) -> str:
     return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f}"
 
 
-def table(found: dict[str, Any], what: str, models: list[str]) -> str:
-    """Returns one table: a row for each rule."""
-    base = found["all rules"][what]
-    rows = [
-        [rule.name, *(ratios(found[rule.name][what][model], base[model]) for model in models)]
-        for rule in RULES
-        if what in found.get(rule.name, {})  # a new rule is not measured yet
-    ]
-    return tabulate(rows, ["without the rule", *models], tablefmt="github", disable_numparse=True)
-
-
 def main(names: list[str]) -> None:
-    """Measures the models that are named, or all, and prints the tables of all."""
+    """Measures the models that are named, or all."""
     warnings.simplefilter("ignore")
-    found = json.loads(RESULTS.read_text()) if names and RESULTS.exists() else {}
-    if names != ["table"]:
-        measure(names, found)
-    base = found["all rules"]
-    programs = [program.name for program in PROGRAMS]
-    print("bytes moved, temp memory, kernels\n" + table(found, "cost", list(base["cost"])))
-    for machine in base.keys() & ON_TPUS:
-        print(f"\nbytes, cycles, temp memory on a {machine}")
-        print(table(found, machine, list(base[machine])))
-    models = [name for name in base["errors"] if name not in programs]
-    print("\nerror in float16 and in bfloat16\n" + table(found, "errors", models))
-    print("\nthe same of small programs\n" + table(found, "errors", programs))
+    measure(names, json.loads(RESULTS.read_text()) if names and RESULTS.exists() else {})
 
 
 if __name__ == "__main__":

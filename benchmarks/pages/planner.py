@@ -33,9 +33,9 @@ def _worth(found: Any, titles: list[str], columns: list[tuple[str, str]]) -> str
     rows = []
     for rule in planner_rules.RULES:
         cells = [
-            planner_rules.ratios(found[rule.name][what][model], base[what][model])
-            if what in found.get(rule.name, {})  # a new rule is not measured yet
-            else ""
+            planner_rules.ratios(figures, base[what][model])
+            if (figures := found.get(rule.name, {}).get(what, {}).get(model))
+            else ""  # not measured yet
             for what, model in columns
         ]
         rows.append([rule.name, *cells])
