@@ -141,7 +141,7 @@ def _size_of(model: str) -> str:
 
 @figure("constants/whole")
 def _(found: Any) -> str:
-    """Each cell has bytes of memory, cycles and temp with the whole kept over those with parts."""
+    """Each cell has cycles and temp with the whole kept over those with the parts kept."""
     rows = []
     for row in found["WHOLE"]:
         cells = [
