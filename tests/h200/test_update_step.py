@@ -78,19 +78,19 @@ def test_an_update_stays_on_its_floor(h200, name, tx, param_dtype, bytes_per_par
 
 ADAM = optax.adam(1e-3)
 SPLIT, STOCHASTIC = transforms.with_split_masters, transforms.with_stochastic_rounding
-# Bytes moved and held a parameter, and kernels: at most two more, one for each of the two shapes,
-# than the 62 of `with_master_params`; of 12 tensors it has 14. Scales of rows are found first, four
+# Bytes moved and held a parameter, and kernels, of 20 tensors, or of 12 where XLA compiles slowly:
+# one for each tensor, and a few for counts and checks. Scales of rows are found first, four
 # matrices in a kernel.
 SMALL_STATES = {
-    "split": (SPLIT(ADAM), 26.0, 12.0, 62),
+    "split": (SPLIT(ADAM), 26.0, 12.0, 22),
     "split, checked": (
         transforms.with_loss_scale(SPLIT(ADAM), jmp.torch_loss_scale()),
         28.0,
         12.0,
-        58,
+        26,
     ),
-    "stochastic": (STOCHASTIC(ADAM), 22.0, 10.0, 47),
-    "kahan": (transforms.with_kahan_summation(ADAM), 26.0, 12.0, 62),
+    "stochastic": (STOCHASTIC(ADAM), 22.0, 10.0, 20),
+    "kahan": (transforms.with_kahan_summation(ADAM), 26.0, 12.0, 22),
     "split, bfloat16 moments": (
         SPLIT(transforms.with_stored_state(ADAM, "bfloat16")),
         18.0,
@@ -101,7 +101,7 @@ SMALL_STATES = {
         STOCHASTIC(transforms.with_stored_state(ADAM, "float8_e4m3fn")),
         14.1,
         4.1,
-        61,
+        26,
     ),
     "stochastic, int8 moments": (
         STOCHASTIC(transforms.with_stored_state(ADAM, "int8")),
@@ -116,8 +116,7 @@ SMALL_STATES = {
 @pytest.mark.parametrize("name", SMALL_STATES)
 def test_small_states_move_and_hold_what_they_say(h200, name):
     tx, moved, held, kernels = SMALL_STATES[name]
-    # What compiles slowly takes as many bytes a parameter with fewer tensors.
-    shapes = SHAPES[::5] if name.endswith(("bfloat16 moments", "int8 moments")) else SHAPES
+    shapes = SHAPES[:: 5 if name.endswith(("bfloat16 moments", "int8 moments")) else 3]
     numbers = sum(jnp.zeros(shape).size for shape in shapes)
     program = compiled_update(h200, tx, jnp.bfloat16, shapes, jnp.bfloat16)
     measured = program.bytes_moved / numbers
