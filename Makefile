@@ -46,9 +46,9 @@ test: .venv-test/installed  ## Run what a change may break, in an environment of
 	JAX_PLATFORMS=cpu .venv-test/bin/python -m pytest --core $(IN_PARALLEL)
 
 # What differs between versions of JAX is met by these; `make test-matrix` runs all on each version.
-ON_NEWEST := --core tests/test_dropin.py tests/test_properties.py tests/loss_scaling/test_devices.py \
-	tests/adapters tests/autocasting/test_autocast_interface.py \
-	tests/autocasting/test_autocast_loops.py tests/autocasting/test_autocast_transformations.py
+ON_NEWEST := --core tests/test_properties.py tests/adapters/test_nnx.py \
+	tests/autocasting/test_autocast_interface.py tests/autocasting/test_autocast_loops.py \
+	tests/autocasting/test_autocast_transformations.py
 
 .PHONY: test-all
 test-all: docs targets  ## Run every test: also programs for GPUs and TPUs, the site, the newest JAX; 20 minutes.
