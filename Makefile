@@ -54,6 +54,8 @@ ON_NEWEST := --core tests/test_properties.py tests/adapters/test_nnx.py \
 test-all: docs targets  ## Run every test: also programs for GPUs and TPUs, the site, the newest JAX; 20 minutes.
 	JAX_PLATFORMS=cpu .venv-test/bin/python -m pytest $(IN_PARALLEL)
 	JAX_PLATFORMS=cpu .venv-jax-0.12/bin/python -m pytest $(IN_PARALLEL) $(ON_NEWEST)
+	@echo "Every test ran on JAX $(JAXLIB), a part of them on JAX 0.12. Left to others: make test-matrix" \
+		"(every test on each version), make soak (trainings of hours), make public-models."
 
 .PHONY: quick quick-list
 quick: .venv-test/installed  ## Run what belongs to FILE=jmp/trees.py, or to what git diff touches; half a minute.

@@ -77,13 +77,19 @@ ENTRY %main (a: f32[8]) -> f32[8] {
     assert (counted["bytes_moved"], counted["kernels"], counted["copies"]) == (64, 1, 1)
 
 
-# As XLA writes loops for TPUs, and asynchronous fusions and slices beside library calls since
-# jaxlib 0.12. The names of a loop say how often it runs.
+# As XLA writes loops and fusions within fusions for TPUs, and since jaxlib 0.12 fusions that are
+# asynchronous or have a library call. The name of a loop says how often it runs.
 LOOPS = """
+%row_of (t: f32[100,8], u: s32[]) -> f32[1,8] {
+  %t = f32[100,8]{1,0} parameter(0)
+  %u = s32[] parameter(1)
+  ROOT %taken = f32[1,8]{1,0} dynamic-slice(%t, %u), dynamic_slice_sizes={1,8}
+}
+
 %cut (p: f32[100,8], i: s32[], q: f16[8,4]) -> (f16[1,4], s8[4096]) {
   %p = f32[100,8]{1,0} parameter(0)
   %i = s32[] parameter(1)
-  %row = f32[1,8]{1,0} dynamic-slice(%p, %i), dynamic_slice_sizes={1,8}
+  %row = f32[1,8]{1,0} fusion(%p, %i), kind=kLoop, calls=%row_of
   %q = f16[8,4]{1,0} parameter(2)
   ROOT %product = (f16[1,4]{1,0}, s8[4096]{0}) custom-call(%row, %q), custom_call_target="__cublas$gemm"
 }
