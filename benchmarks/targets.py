@@ -36,7 +36,7 @@ from testbed.machines.gpus import GPUS, compile_for_gpu
 from testbed.machines.tpus import TPUS, TpuProgram, compile_for_tpu, compile_placed_for_tpus
 from testbed.machines.training_steps import compile_step
 from testbed.machines.wire import v5es
-from testbed.models import MODELS, Model, linen_model
+from testbed.models import MODELS, Model, gru, linen_model
 
 MACHINES = (*GPUS, *TPUS)
 GPU_HALVES = ("float16", "bfloat16")
@@ -286,6 +286,7 @@ GENERATION = {
 }
 VIT_SMALL = {"batch": 2, "size": 32, "layers": 1, "width": 64, "heads": 1}
 TWO_LAYERS = {"layers": 2}
+GRU_SMALL = {"batch": 8, "length": 16, "width": 64, "vocabulary": 64}
 ODD_ROWS = {"batch": 8, "length": 509, "width": 512}
 MODEL_ROWS = (
     _model("gpt", "GPT, Flax", WITH_ATTENTION, TWO_LAYERS, TINY),
@@ -303,7 +304,7 @@ MODEL_ROWS = (
     _model("resnet", "ResNet"),
     _model("unet", "U-Net, GroupNorm", small={"batch": 8, "size": 16, "widths": (16, 32)}),
     _model("lstm", "LSTM"),
-    _model("gru", "GRU"),
+    _model("gru", "GRU", small=GRU_SMALL, model=Model("gru", gru, GRU_SMALL)),
     _model("equinox_attention", "Attention, Equinox", sizes=ODD_ROWS, machines=GPUS),
 )
 UPDATE_ROWS = (

@@ -436,7 +436,6 @@ MODELS = [
         {"batch": 2, "length": 64, "layers": 2, "width": 128, "vocabulary": 256},
     ),
     Model("lstm", lstm, {"batch": 8, "length": 16, "width": 64, "vocabulary": 64}),
-    Model("gru", gru, {"batch": 8, "length": 16, "width": 64, "vocabulary": 64}),
     Model(
         "plain_transformer",
         plain_transformer,

@@ -187,7 +187,7 @@ def _ranges(
             ratios = {}
             for row in targets.MODEL_ROWS:
                 ours, base = (_counts(found, row, machine, half, w) for w in (way, over))
-                if ours and base and key in ours:
+                if ours and base and key in ours.keys() & base.keys():
                     ratios[row.title] = ours[key] / base[key]
             if ratios:
                 yield machine, half, ratios
