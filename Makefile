@@ -34,7 +34,7 @@ help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/:/'
 
 train: .venv/installed$(CUDA)  ## Install what training needs and compare precisions on real data; 3 minutes.
-	.venv/bin/python examples/digits.py --seeds 5
+	.venv/bin/python examples/digits.py --seeds 3
 
 # A file stays in one process, which keeps what it compiled. In the order of the alphabet, for the
 # other order, by the number of tests, leaves slow files of few tests for the end.

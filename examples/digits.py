@@ -1,7 +1,7 @@
 """Trains a small ResNet on handwritten digits in six precisions, and compares them.
 
     python examples/digits.py             # about four minutes on two CPU cores
-    python examples/digits.py --seeds 5   # about two: `make train`
+    python examples/digits.py --seeds 3   # less than two: `make train`
     python examples/digits.py --help
 
 The model is an ordinary Flax model with BatchNorm that knows nothing of precision. The data is
@@ -196,7 +196,7 @@ def run(
     precision: Precision, arguments: argparse.Namespace, parts: Any, console: Console
 ) -> dict[str, Any]:
     """Trains every seed in one precision; returns everything measured, as plain numbers."""
-    is_due = every(seconds=10)
+    is_due = every(seconds=5)
     steps = min(len(train_images) for train_images, *_ in parts) // arguments.batch_size
     schedule = optax.cosine_decay_schedule(arguments.learning_rate, steps * arguments.epochs)
     model, optimizer = ResNet(arguments.width), optax.adam(schedule)
