@@ -98,7 +98,8 @@ def pytest_sessionfinish(session):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
-    left_out.update(node.workeroutput["left_out"] if not left_out else {})
+    if not left_out:  # each process has left out the same; one that crashed says nothing
+        left_out.update(getattr(node, "workeroutput", {}).get("left_out", {}))
 
 
 def pytest_terminal_summary(terminalreporter, config):

@@ -31,7 +31,8 @@ def in_full(
         names = [name, *(getattr(value, "name", value) for value in values)]
         is_core = place < first or any(isinstance(each, str) and each in but for each in names)
         is_core |= one_of is not None and place % one_of == 0
-        found.append(pytest.param(*values, marks=marks if is_core else pytest.mark.full, id=name))
+        marks = (*marks, *([] if is_core else [pytest.mark.full]))
+        found.append(pytest.param(*values, marks=marks, id=name))
     return found
 
 
