@@ -61,7 +61,7 @@ test-all: docs targets  ## Run every test: also programs for GPUs and TPUs, the 
 quick: .venv-test/installed  ## Run what belongs to FILE=jmp/trees.py, or to what git diff touches; half a minute.
 	JAX_PLATFORMS=cpu .venv-test/bin/python -m tests.quick $(FILE)
 
-quick-list: .venv-test/installed  ## Measure again which tests belong to which file; 20 minutes.
+quick-list: .venv-test/installed  ## Measure again which tests belong to which file; ten minutes.
 	JAX_PLATFORMS=cpu .venv-test/bin/python -m tests.quick --write
 
 test-matrix: $(MATRIX:%=.venv-jax-%/installed)  ## Run every test on every version of JAX that we support.

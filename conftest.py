@@ -8,8 +8,6 @@ import gc
 import itertools
 import os
 import pathlib
-import shutil
-import tempfile
 import threading
 from importlib.metadata import version
 
@@ -19,10 +17,9 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
-# What takes the time of most tests is compiling what runs once: LLVM optimises less, and a program
-# that another test compiled is read again. XLA's own passes, and with them every cast, stay as they
-# are. The folder is of this process and what it starts: a reader could find half a file of another.
-# To test with all optimisations: JAX_DISABLE_MOST_OPTIMIZATIONS=0 make test.
+# What takes the time of most tests is making programs that run once: LLVM optimises less, and no
+# operation remembers which lines it came from. XLA's own passes, and with them every cast, stay as
+# they are. To test with all optimisations: JAX_DISABLE_MOST_OPTIMIZATIONS=0 make test.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # Where every core has a test process of its own, machine code that is made in parts for several
 # threads takes more time in all.
@@ -32,9 +29,7 @@ if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1":
 # cast. From JAX 0.11 on there is the newer one alone, and the flag is an error.
 if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1" and version("jaxlib").startswith("0.10."):
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
-os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jmp-compiled-")
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 
 import hypothesis
 import jax
@@ -118,10 +113,6 @@ MUCH, TOO_MUCH = 1.0e9, 1.7e9  # bytes, at the end of a file and inside of one
 
 def pytest_collection_finish():
     gc.freeze()  # every test module of every process, which none gives back
-
-
-def pytest_unconfigure():
-    shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)

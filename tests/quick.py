@@ -2,7 +2,7 @@
 
     python -m tests.quick FILE ...     # a file of the package, or of the tests
     python -m tests.quick              # the files that differ from the last commit
-    python -m tests.quick --write      # measures again which tests belong to which file; 20 minutes
+    python -m tests.quick --write      # measures again which tests belong to which file; 10 minutes
 
 What belongs to a file of the package: its doctests, what the house asks of it, and tests that
 `tests/quick.txt` lists. The list is made from a run of the suite that notes which test runs which
@@ -102,7 +102,7 @@ def write() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         data, times = pathlib.Path(folder, "coverage"), pathlib.Path(folder, "times")
-        run = [sys.executable, "-m", "pytest", "-q", "-p", "tests.quick", "-n", "2"]
+        run = [sys.executable, "-m", "pytest", "--core", "-q", "-p", "tests.quick", "-n", "2"]
         run += ["--dist", "loadfile", "--no-loadscope-reorder", "--cov=jmp", "--cov-report="]
         run += ["--cov-context=test", *(f"--ignore={folder}" for folder in NOT_MEASURED)]
         environment = os.environ | {"COVERAGE_FILE": str(data), TIMES: str(times)}

@@ -47,7 +47,9 @@ def dtypes_of(tree):
     return {x.dtype.name for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)}
 
 
-@every_adapter
+@pytest.mark.parametrize(
+    "adapter", in_full(ADAPTERS, but=("nnx view", "equinox")), ids=lambda adapter: adapter.name
+)
 @pytest.mark.filterwarnings("ignore:.*was asked for reduce_dtype=float32:UserWarning")  # convs
 def test_autocast_is_told_the_dtype_of_reductions(adapter):
     params, statistics = stored(adapter, "mixed_float16")
@@ -57,7 +59,7 @@ def test_autocast_is_told_the_dtype_of_reductions(adapter):
 
 
 @every_adapter
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", in_full(POLICIES, but=("mixed_float16", "O2")))
 def test_every_product_is_half_forward_and_backward(adapter, policy):
     params, statistics = stored(adapter, policy)
     loss_fn = loss_of(adapter, policy)
@@ -104,7 +106,9 @@ def test_a_batch_norm_computes_in_float32_and_what_follows_is_half(adapter, poli
     assert relus and set(relus) == {"float16"}
 
 
-@every_adapter
+@pytest.mark.parametrize(
+    "adapter", in_full(ADAPTERS, but=("linen", "equinox")), ids=lambda adapter: adapter.name
+)
 def test_the_gradient_is_close_to_float32s(adapter):
     params, statistics = adapter.init()
     flat = {}
@@ -265,7 +269,7 @@ warned = pytest.warns(jmp.UnscaledLossWarning, match="float16, but its optimizer
 
 
 @pytest.mark.parametrize("adapter", MARKED, ids=lambda adapter: adapter.name)
-@pytest.mark.parametrize("tx", UNSCALED.values(), ids=UNSCALED.keys())
+@pytest.mark.parametrize("tx", in_full(UNSCALED, but=("bfloat16's", "a chain")))
 def test_a_step_warns_of_an_optimizer_that_scales_nothing_for_a_float16_model(adapter, tx):
     state, step = adapter.trainer("mixed_float16", tx)
     with warned:
@@ -284,7 +288,9 @@ def test_a_train_state_warns_of_an_optimizer_that_scales_nothing_for_a_float16_m
     create(transforms.with_loss_scale(ADAM, jmp.StaticLossScale(1.0)))  # no scale, and a check
 
 
-@every_adapter
+@pytest.mark.parametrize(
+    "adapter", in_full(ADAPTERS, but=("nnx view", "haiku")), ids=lambda adapter: adapter.name
+)
 def test_training_follows_float32(adapter):
     ends = {}
     for policy in ("float32", "mixed_float16"):
@@ -421,7 +427,7 @@ def test_haiku_takes_its_state_by_name_and_names_what_it_cannot_wrap():
         adapters.haiku.with_policy(both, "mixed_float16")
 
 
-@pytest.mark.parametrize("name", ["mlp", "res_net"])
+@pytest.mark.parametrize("name", in_full(["mlp", "res_net"], first=1))
 def test_haikus_modules_are_named_as_in_the_parameters_and_as_in_the_report(name):
     def forward(x):
         if name == "mlp":
@@ -563,13 +569,16 @@ TOKENS = jnp.arange(16)
 
 @pytest.mark.parametrize(
     ("rules", "in_float32"),
-    [
-        ([("logits", "float32")], [False, False, True]),
-        ([("blocks/0", "float32")], [True, False, False]),
-        ([("eqx.nn.Linear", "float32"), ("blocks/0", "O2")], [False, True, False]),
-        ([(re.compile("blocks/1|logits"), "float32")], [False, True, True]),
-        ([("blocks/1", "O2"), ("", "float32")], [True, False, True]),
-    ],
+    in_full(
+        [
+            ([("logits", "float32")], [False, False, True]),
+            ([("blocks/0", "float32")], [True, False, False]),
+            ([("eqx.nn.Linear", "float32"), ("blocks/0", "O2")], [False, True, False]),
+            ([(re.compile("blocks/1|logits"), "float32")], [False, True, True]),
+            ([("blocks/1", "O2"), ("", "float32")], [True, False, True]),
+        ],
+        one_of=2,
+    ),
 )
 def test_rules_of_equinox_name_modules_and_then_scopes_in_training_as_in_reports(rules, in_float32):
     model, options = TiedHead(), {"rules": rules}

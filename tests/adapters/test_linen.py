@@ -15,6 +15,7 @@ import jmp
 from jmp import transforms
 from jmp.adapters import linen
 from tests.bits import bits
+from tests.commands import in_full
 from tests.products import product_dtypes, product_dtypes_of
 
 IMAGES = jnp.ones((2, 4, 4, 3))
@@ -118,7 +119,9 @@ def loss_of(model, inputs, policy, rules=None):
     return loss_fn
 
 
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "O2", "O3"])
+@pytest.mark.parametrize(
+    "policy", in_full(["mixed_float16", "O2", "mixed_bfloat16", "O3"], first=2)
+)
 @each_model
 def test_every_product_is_half_forward_and_backward(name, policy):
     variables = jax.eval_shape(lambda v: linen.cast_params(v, policy), variables_of(name))

@@ -13,6 +13,7 @@ import jmp
 from jmp import diagnostics, transforms
 from jmp.adapters import nnx as adapter
 from tests.bits import bits
+from tests.commands import in_full
 from tests.products import product_dtypes
 
 IMAGES = jnp.ones((2, 4, 4, 3))
@@ -76,7 +77,9 @@ def split_loss(model, inputs):
     return loss_fn, params
 
 
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "O2", "O3"])
+@pytest.mark.parametrize(
+    "policy", in_full(["mixed_float16", "O2", "mixed_bfloat16", "O3"], first=2)
+)
 @pytest.mark.parametrize(("make", "inputs"), MODELS.values(), ids=MODELS.keys())
 def test_every_product_is_half_forward_and_backward(make, inputs, policy):
     model = adapter.cast_params(make(nnx.Rngs(0)), policy)

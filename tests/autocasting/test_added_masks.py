@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import jmp
+from tests.commands import in_full
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
 ROWS = jnp.linspace(-100.0, 100.0, 4 * 8 * 8).reshape(4, 8, 8)
@@ -34,7 +35,7 @@ def chosen_and_added(x, w, mask):
 
 
 @pytest.mark.parametrize("function", [one, two, subtracted, chosen_and_added])
-@pytest.mark.parametrize("fill", [-4e4, -1e9])
+@pytest.mark.parametrize("fill", in_full([-4e4, -1e9], first=1))
 def test_a_row_masked_wholly_by_one_or_two_added_masks_is_as_finite_as_in_float32(function, fill):
     kept = jnp.arange(8)[None] < jnp.array([8, 5, 1, 0])[:, None]  # the last example has no key
     mask = jnp.where(kept, 0.0, fill)[:, None]

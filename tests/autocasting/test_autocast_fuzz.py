@@ -9,6 +9,7 @@ import pytest
 
 import jmp
 from testbed.random_programs import OPERATIONS, TRANSFORMATIONS, program, turns
+from tests.commands import in_full
 
 steps = st.lists(
     st.one_of(st.sampled_from(sorted(OPERATIONS)), st.sampled_from(sorted(TRANSFORMATIONS))),
@@ -29,7 +30,8 @@ def in_float32(function, x):
 
 
 @pytest.mark.parametrize(
-    ("policy", "half"), [("mixed_float16", jnp.float16), ("mixed_bfloat16", jnp.bfloat16)]
+    ("policy", "half"),
+    in_full([("mixed_float16", jnp.float16), ("mixed_bfloat16", jnp.bfloat16)], first=1),
 )
 @hypothesis.given(names=steps, seed=st.integers(0, 9))
 @hypothesis.settings(max_examples=28)

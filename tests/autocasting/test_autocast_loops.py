@@ -136,8 +136,9 @@ def in_float32():
     return states_and_gradients(functools.partial(all_cells, jnp.matmul))
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("quick_compilation")
-@pytest.mark.parametrize("half", in_full(HALVES, but=["bfloat16"]))
+@pytest.mark.parametrize("half", HALVES)
 def test_small_steps_of_a_float32_carry_add_up(in_float32, half):
     autocast = jmp.autocast(functools.partial(all_cells, jnp.matmul), f"mixed_{half}")
     assert set(product_dtypes(autocast, WS)) == {half}
@@ -410,15 +411,18 @@ def printing(h, left, right, start):
 @pytest.mark.parametrize("reverse", in_full([True, False], first=1))
 @pytest.mark.parametrize(
     "turn",
-    [
-        joined,
-        one_part_of_three,
-        joined_and_alone,
-        joined_then_reshaped,
-        reshaped_and_handed_out,
-        in_an_inner_loop,
-        printing,
-    ],
+    in_full(
+        [
+            joined,
+            one_part_of_three,
+            joined_and_alone,
+            joined_then_reshaped,
+            reshaped_and_handed_out,
+            in_an_inner_loop,
+            printing,
+        ],
+        one_of=2,
+    ),
     ids=lambda turn: turn.__name__,
 )
 def test_what_is_joined_before_a_loop_changes_no_number(turn, reverse, monkeypatch):

@@ -79,7 +79,8 @@ CASES = [(model, "float16") for model in MODELS]
 CASES += [(model, "bfloat16") for model in MODELS if model.name in IN_BFLOAT16]
 
 
-IN_TEST = ("gpt", "lstm", "mixture_of_experts")  # and in `make test-all` the others
+# The others run in `make test-all`.
+IN_TEST = ("gpt", "mixture_of_experts")
 each_model = pytest.mark.parametrize("model", in_full(MODELS, but=IN_TEST), ids=lambda m: m.name)
 
 

@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 
 import jmp
+from tests.commands import in_full
 from tests.products import eye, half, ones
 
 HALVES = pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
@@ -197,7 +198,9 @@ NESTED = {
 
 @pytest.mark.parametrize(
     ("policy", "nested"),
-    [("mixed_bfloat16", "plain"), *(("mixed_float16", nested) for nested in NESTED)],
+    in_full(
+        [("mixed_bfloat16", "plain"), *(("mixed_float16", nested) for nested in NESTED)], one_of=2
+    ),
 )
 @pytest.mark.parametrize("name", FINITE_AND_RIGHT)
 def test_finite_and_right(name, nested, policy):
@@ -234,7 +237,10 @@ def test_a_mask_over_keys_alone(transform, hide):
 
 
 @HALVES
-@pytest.mark.parametrize("shape", [(2, 2, 4, 4), (4, 4), (2, 1, 1, 4), (1, 1, 1, 4), (4,)])
+@pytest.mark.parametrize(
+    "shape",
+    in_full([((2, 2, 4, 4),), ((4, 4),), ((2, 1, 1, 4),), ((1, 1, 1, 4),), ((4,),)], one_of=2),
+)
 def test_a_mask_given_as_an_argument_hides_without_infinities(policy, shape):
     # Every position of the first row is masked: what comes out is uniform, in float32 too.
     mask = jnp.full(shape, -1e9) if len(shape) == 1 else jnp.zeros(shape).at[..., 0, :].set(-1e9)
@@ -380,7 +386,7 @@ DRAWS = {
 
 
 @pytest.mark.parametrize("name", DRAWS)
-@pytest.mark.parametrize("implementation", ["threefry2x32", "rbg"])
+@pytest.mark.parametrize("implementation", in_full(["threefry2x32", "rbg"], first=1))
 def test_random_bits_are_identical(name, implementation):
     def function(key, x):
         return DRAWS[name](key, x.shape), half(x).sum()

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp
+from tests.commands import in_full
 from tests.products import equations, equations_of, half, ones, product_dtypes
 
 F16 = "mixed_float16"
@@ -241,7 +242,7 @@ def test_values(function):
     assert_same(jmp.autocast(function, F16)(X, W), in_float32(function))
 
 
-@ALL
+@pytest.mark.parametrize("function", in_full(FUNCTIONS, one_of=3), ids=lambda f: f.__name__)
 def test_values_under_jit(function):
     assert_same(jax.jit(jmp.autocast(function, F16))(X, W), in_float32(function))
 
@@ -453,7 +454,7 @@ def test_collectives_are_the_casts_they_stand_for(mesh, name):
     np.testing.assert_array_equal(jax.jit(autocast)(x), jax.jit(by_hand)(x))
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", in_full([True, False], first=1))
 def test_collectives_between_products(mesh, check_vma, quick_compilation):
     everywhere = P(("x", "y"))
 

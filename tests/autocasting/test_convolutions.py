@@ -9,6 +9,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp
+from tests.commands import in_full
 from tests.errors import relative_error
 
 IMAGES = ("NHWC", "HWIO", "NHWC")
@@ -48,7 +49,7 @@ def program(loss, platform, *arguments):
     return str(jax.make_jaxpr(gradients(loss, platform))(*arguments))
 
 
-@pytest.mark.parametrize("case", SPREAD)
+@pytest.mark.parametrize("case", in_full(SPREAD.keys(), one_of=2))
 def test_on_a_tpu_the_gradient_of_its_kernel_is_the_same_and_reverses_no_image(case):
     loss, w, x = made(*SPREAD[case])
     exact = jax.grad(loss, (0, 1))(w, x)
@@ -86,6 +87,7 @@ def test_so_are_those_whose_gradients_need_a_sharding():
         assert (on_tpu == on_gpu) is is_same
 
 
+@pytest.mark.full
 def test_it_has_all_derivatives():
     def loss(w, x):
         return jnp.sum(jnp.tanh(lax.conv_transpose(x, w, (2,), "SAME")))

@@ -14,7 +14,7 @@ from testbed.decoding import CACHES, LOOPS, SMALL, Decoder
 from tests.commands import in_full
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loop", in_full(LOOPS, first=1))
 @pytest.mark.parametrize("cache", in_full(CACHES, but=["pages"]))
 def test_log_probabilities_are_as_exact_as_by_hand(cache, loop):
     exact = Decoder(loop=loop, cache=cache, **SMALL)
@@ -29,6 +29,7 @@ def test_log_probabilities_are_as_exact_as_by_hand(cache, loop):
     assert 0 < ours.mean <= 1.1 * theirs.mean
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
 def test_prefill_and_decoding_are_no_further_apart_than_by_hand(half):
     exact = Decoder(**SMALL)
@@ -95,7 +96,8 @@ def test_weights_are_rounded_before_the_loop(way):
     assert weights_in_loops(generate, params, first) == {"bfloat16"}
 
 
-@pytest.mark.parametrize("cache", in_full(["stacked", "filled"], first=1))
+@pytest.mark.full
+@pytest.mark.parametrize("cache", ["stacked", "filled"])
 def test_differentiated_generation_has_float32_weights_and_caches(cache):
     """The gradient of a text's log-probability through the loop, as without a cache."""
     decoder = Decoder(cache=cache, **{**SMALL, "length": 16})

@@ -18,7 +18,7 @@ from jmp.autocasting._steps import Nested, Plan, Single
 
 pytestmark = pytest.mark.full
 
-NUMBERS = 60
+NUMBERS = 30
 SMALL_IS_FLOAT8 = pytest.mark.usefixtures("small_is_float8", "users_rank_promotion")
 
 

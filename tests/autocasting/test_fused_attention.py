@@ -178,7 +178,7 @@ CASES = [pytest.param(*case, "mixed_float16", id=name) for name, case in FOUND.i
 CASES += [pytest.param(*FOUND[name], "mixed_bfloat16", id=name) for name in IN_BFLOAT16]
 
 
-@pytest.mark.parametrize(("function", "args", "others", "policy"), in_full(CASES, one_of=3))
+@pytest.mark.parametrize(("function", "args", "others", "policy"), in_full(CASES, one_of=5))
 def test_a_fused_attention_and_its_gradient_are_those_of_the_plain_one(
     function, args, others, policy, as_on_cuda
 ):

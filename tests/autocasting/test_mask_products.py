@@ -7,6 +7,7 @@ import pytest
 
 import jmp
 from jmp import diagnostics
+from tests.commands import in_full
 
 KEYS = jax.random.split(jax.random.key(0), 3)
 X = jax.random.normal(KEYS[0], (2, 8, 16))
@@ -53,7 +54,7 @@ def programs(fun):
     return loss, lambda x, w, mask: loss(x, w, mask.astype(jnp.float32))
 
 
-@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+@pytest.mark.parametrize("half", in_full(["float16", "bfloat16"], first=1))
 @pytest.mark.parametrize(
     "fun",
     [dispatched, in_a_jit, in_a_vmap, in_a_scan, alone_in_a_scan, in_a_remat, on_the_left],

@@ -81,7 +81,7 @@ def made():
 ALL = pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 
 
-@pytest.mark.parametrize("model", in_full(MODELS, one_of=3), ids=lambda model: model.name)
+@pytest.mark.parametrize("model", in_full(MODELS, but=["resnet"]), ids=lambda model: model.name)
 @pytest.mark.usefixtures("users_rank_promotion")
 def test_dtypes_are_the_same_on_all_platforms(made, model):
     loss, params, batch = made(model)
@@ -96,7 +96,8 @@ def test_dtypes_are_the_same_on_all_platforms(made, model):
     assert found["gpu"] == found["tpu"]
 
 
-@pytest.mark.parametrize("name", in_full(["lstm", "gpt", "plain_transformer"], first=1))
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["lstm", "gpt", "plain_transformer"])
 @pytest.mark.usefixtures("users_rank_promotion")
 def test_gradients_are_as_exact_on_all_platforms(made, name):
     (model,) = (model for model in MODELS if model.name == name)

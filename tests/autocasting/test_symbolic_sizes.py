@@ -12,6 +12,7 @@ from jmp.autocasting import _float8_planning, _islands
 from jmp.autocasting.rewrites import pick
 from testbed.machines.gpus import as_if_cudnn
 from tests.bits import bits
+from tests.commands import in_full
 
 pytestmark = pytest.mark.usefixtures("users_rank_promotion")
 
@@ -181,7 +182,7 @@ SAME = [("language model", POLICIES[0]), ("convolutions", POLICIES[1]), ("lstm",
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", in_full(POLICIES, but=("mixed_float16", "mixed_float8")))
 def test_a_step_is_exported_with_symbols(model, policy, monkeypatch):
     monkeypatch.setattr(_float8_planning, "SMALL_PRODUCT", 1)
     function, arguments, text = MODELS[model]
@@ -190,7 +191,7 @@ def test_a_step_is_exported_with_symbols(model, policy, monkeypatch):
         assert "?x" in exported(step, arguments, text).mlir_module()
 
 
-@pytest.mark.parametrize(("model", "policy"), SAME)
+@pytest.mark.parametrize(("model", "policy"), in_full(SAME, first=1))
 def test_an_exported_step_gives_what_it_gives_without_symbols(model, policy, monkeypatch):
     for module, name in ((_islands, "SMALL"), (_float8_planning, "SMALL_PRODUCT"), (pick, "LARGE")):
         monkeypatch.setattr(module, name, 1)  # so that the plan is the same at every size

@@ -15,6 +15,7 @@ from jmp import adapters, diagnostics
 from jmp.diagnostics._emulation import rounded_to_half
 from jmp.diagnostics._scope_search import rules_for, search
 from testbed import models
+from tests.commands import in_full
 
 F16, BF16 = "mixed_float16", "mixed_bfloat16"
 WIDTH = 8
@@ -164,13 +165,15 @@ def crushed_backward(w, x):
 
 @pytest.mark.parametrize(
     "culprits",
-    [
-        {},
-        {1: crushed_backward},
-        {0: crushed, 3: crushed_backward},
-        {1: crushed, 4: crushed, 6: crushed},
-    ],
-    ids=len,
+    in_full(
+        {
+            "2": {0: crushed, 3: crushed_backward},
+            "0": {},
+            "1": {1: crushed_backward},
+            "3": {1: crushed, 4: crushed, 6: crushed},
+        },
+        first=1,
+    ),
 )
 @pytest.mark.usefixtures("small_is_float8")
 def test_float8_culprits_among_8_are_taken_out_of_float8(culprits, compiled):
@@ -277,15 +280,18 @@ def beside_a_while_loop(function):
 
 @pytest.mark.parametrize(
     "wrap",
-    [
-        jax.checkpoint,
-        jax.jit,
-        in_a_branch,
-        with_a_custom_derivative,
-        in_shard_map,
-        under_vmap,
-        beside_a_while_loop,
-    ],
+    in_full(
+        [
+            jax.checkpoint,
+            jax.jit,
+            in_a_branch,
+            with_a_custom_derivative,
+            in_shard_map,
+            under_vmap,
+            beside_a_while_loop,
+        ],
+        one_of=2,
+    ),
 )
 def test_a_culprit_is_found_inside(wrap, compiled):
     loss, params, x = with_a_culprit_in(wrap)

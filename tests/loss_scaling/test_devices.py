@@ -15,6 +15,7 @@ import jmp
 from jmp import transforms
 from jmp.adapters import linen
 from jmp.adapters import nnx as jmp_nnx
+from tests.commands import in_full
 
 AUTO, EXPLICIT = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
 GRADIENTS = jnp.ones(8).at[5].set(jnp.inf)
@@ -174,15 +175,18 @@ def bits_of(tree):
 
 @pytest.mark.parametrize(
     ("make_step", "spec", "axis_type"),
-    [
-        *(
-            (step, spec, AUTO)
-            for step in (plain_step, linen_step, nnx_step)
-            for spec in (P(), P("x"))
-        ),
-        (plain_step, P(), EXPLICIT),
-        (linen_step, P(), EXPLICIT),
-    ],
+    in_full(
+        [
+            *(
+                (step, spec, AUTO)
+                for step in (plain_step, linen_step, nnx_step)
+                for spec in (P(), P("x"))
+            ),
+            (plain_step, P(), EXPLICIT),
+            (linen_step, P(), EXPLICIT),
+        ],
+        one_of=3,
+    ),
 )
 def test_rows_of_one_device_that_overflow_are_a_step_that_no_device_takes(
     make_step, spec, axis_type

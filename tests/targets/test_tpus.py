@@ -180,7 +180,6 @@ def test_a_loop_of_n_turns_counts_n_times_its_body():
 # measured. Queries and keys of the plain GPT are parts of
 # one array: there XLA makes the softmax behind the product, and not within it.
 GATES = [
-    ("v5e", "scanned_gpt", (0.98, 0.95)),
     ("v6e", "scanned_gpt", (0.98, 0.99)),
     ("v5e", "checkpointed_gpt", (0.99, 1.01)),
     ("v5e", "unet", (1.02, 1.00)),
@@ -189,7 +188,7 @@ GATES = [
 ]
 
 
-@pytest.mark.parametrize(("machine", "row", "at_most"), in_full(GATES, but=["lstm"]))
+@pytest.mark.parametrize(("machine", "row", "at_most"), in_full(GATES, but=["decode-scan-filled"]))
 def test_a_small_step_is_as_lean_as_by_hand(tpus, machine, row, at_most):
     by_hand, autocast = (tpus(row, machine, way) for way in (targets.BASE, "autocast"))
     measured = [autocast[key] / by_hand[key] for key in ("bytes_moved", "cycles")]

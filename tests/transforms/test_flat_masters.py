@@ -44,7 +44,7 @@ def train(tx, params, steps, bad_step=None):
     return params, state
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", in_full([jnp.float16, jnp.bfloat16], first=1))
 @pytest.mark.parametrize("scale", [None, jmp.StaticLossScale(8.0), jmp.DynamicLossScale(8.0)])
 def test_training_is_the_same_as_with_a_tree_of_masters(dtype, scale):
     def make(masters):

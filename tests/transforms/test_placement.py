@@ -327,8 +327,7 @@ def test_a_state_restores_on_other_devices_bit_by_bit(saved, shape):
 def test_two_processes_save_a_state_that_one_restores_bit_by_bit(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    environment = {key: value for key, value in os.environ.items() if "CACHE" not in key}
-    environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     command = [sys.executable, "-m", "tests.transforms.two_processes"]
     running = [
         subprocess.Popen(

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jmp
 from jmp import transforms
 from tests.bits import bits
+from tests.commands import in_full
 
 WAYS = {
     "split": transforms.with_split_masters,
@@ -180,7 +181,17 @@ def by_shard_map(devices):
 
 @pytest.mark.parametrize(
     ("way", "devices"),
-    [(by_jit, 1), (by_jit, 2), (by_jit, 8), (by_shard_map, 2), (by_shard_map, 8), (by_eager, 8)],
+    in_full(
+        [
+            (by_shard_map, 2),
+            (by_jit, 8),
+            (by_jit, 1),
+            (by_jit, 2),
+            (by_shard_map, 8),
+            (by_eager, 8),
+        ],
+        first=1,
+    ),
 )
 def test_bits_are_the_same_on_any_number_of_devices(way, devices):
     assert bits(way(devices)) == expected()
@@ -200,6 +211,7 @@ def test_inside_of_shard_map_the_parts_must_be_known_and_rows_whole():
         jax.eval_shape(over(tx, P(None, "x")), params["float16"])
 
 
+@pytest.mark.full
 def test_a_training_saved_on_eight_devices_goes_on_on_four_with_the_same_bits(tmp_path):
     tx = stochastic()
     _, params = on_mesh(8, start())

@@ -11,6 +11,7 @@ from jmp import transforms
 from jmp.transforms._split_masters import SplitMasters, join_master, split_master
 from jmp.transforms._storing import _compiled
 from tests.bits import bits
+from tests.commands import in_full
 
 LARGEST = float(jnp.finfo(jnp.bfloat16).max)
 
@@ -64,7 +65,7 @@ def patterns(tree):
     return jax.tree.map(lambda x: jax.lax.bitcast_convert_type(x, jnp.uint32), tree)
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("decay", in_full([0.1, 0.0], first=1))
 def test_ten_thousand_steps_equal_those_of_float32_masters_bit_for_bit(decay):
     """Both run in one program, so that XLA contracts neither otherwise than the other."""
     inner = optax.adamw(1e-2, weight_decay=decay)

@@ -12,6 +12,7 @@ import jmp
 from jmp import transforms
 from tests.bits import bits
 from tests.cases import HALF
+from tests.commands import in_full
 
 OPTIMIZERS = {
     "adam, schedule": lambda: optax.adam(optax.linear_schedule(1e-2, 0.0, 10)),
@@ -53,7 +54,7 @@ def scaled(optimizer):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
-@pytest.mark.parametrize("dtype", [*HALF, jnp.float32])
+@pytest.mark.parametrize("dtype", in_full([*HALF, jnp.float32], first=1))
 @pytest.mark.parametrize("bad_step", [0, 2, 4])
 def test_a_bad_step_moves_nothing_and_the_run_goes_on_as_if_it_had_not_been(
     optimizer, dtype, bad_step
