@@ -21,7 +21,6 @@ import pytest
 
 import jmp
 from testbed import ROOT
-from tests.commands import in_full
 
 # The README of DeepMind's jmp
 
@@ -187,9 +186,8 @@ def deepminds_jmp(tmp_path_factory):
     return folder / "jmp"
 
 
-@pytest.mark.parametrize(
-    ("module", "at_least"), in_full([("policy", 72), ("loss_scale", 25)], first=1)
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("module", "at_least"), [("loss_scale", 25), ("policy", 72)])
 def test_deepminds_own_tests_pass(module, at_least, deepminds_jmp, tmp_path):
     source = deepminds_jmp / "_src" / f"{module}_test.py"
     text, changed = re.subn(

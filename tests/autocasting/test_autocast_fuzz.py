@@ -34,7 +34,7 @@ def in_float32(function, x):
     in_full([("mixed_float16", jnp.float16), ("mixed_bfloat16", jnp.bfloat16)], first=1),
 )
 @hypothesis.given(names=steps, seed=st.integers(0, 9))
-@hypothesis.settings(max_examples=28)
+@hypothesis.settings(max_examples=20)
 def test_random_programs(policy, half, names, seed):
     function = program(names)
     x = jax.random.normal(jax.random.key(seed), (4, 8))
@@ -49,7 +49,7 @@ def test_random_programs(policy, half, names, seed):
 
 
 @hypothesis.given(names=steps, seed=st.integers(0, 9))
-@hypothesis.settings(max_examples=28)
+@hypothesis.settings(max_examples=20)
 def test_gradients_of_random_programs(names, seed):
     x = jax.random.normal(jax.random.key(seed), (4, 8))
     total = lambda f: jax.grad(lambda x: (f(x) * jnp.linspace(0, 1, 8)[None]).sum())

@@ -80,7 +80,7 @@ CASES += [(model, "bfloat16") for model in MODELS if model.name in IN_BFLOAT16]
 
 
 # The others run in `make test-all`.
-IN_TEST = ("gpt", "mixture_of_experts")
+IN_TEST = ("checkpointed_gpt", "mixture_of_experts")
 each_model = pytest.mark.parametrize("model", in_full(MODELS, but=IN_TEST), ids=lambda m: m.name)
 
 

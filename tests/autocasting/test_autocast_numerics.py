@@ -199,7 +199,7 @@ NESTED = {
 @pytest.mark.parametrize(
     ("policy", "nested"),
     in_full(
-        [("mixed_bfloat16", "plain"), *(("mixed_float16", nested) for nested in NESTED)], one_of=2
+        [("mixed_bfloat16", "plain"), *(("mixed_float16", nested) for nested in NESTED)], one_of=3
     ),
 )
 @pytest.mark.parametrize("name", FINITE_AND_RIGHT)

@@ -218,7 +218,6 @@ FUNCTIONS = [
     custom_jvp_with_a_product, custom_vjp, callbacks, references, linear_algebra, indexed,
     convolved, results_of_all_kinds, empty,
 ]  # fmt: skip
-ALL = pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 # What has no reverse derivative in plain JAX either.
 FORWARD_ONLY = (while_loop, batched_while_loop)
 
@@ -237,7 +236,7 @@ def in_float32(function):
     return jax.jit(function)(X, W)
 
 
-@ALL
+@pytest.mark.parametrize("function", in_full(FUNCTIONS, one_of=2), ids=lambda f: f.__name__)
 def test_values(function):
     assert_same(jmp.autocast(function, F16)(X, W), in_float32(function))
 
@@ -279,7 +278,7 @@ def test_gradients(function):
 
 @pytest.mark.parametrize(
     "function",
-    [f for f in FUNCTIONS if f not in (*FORWARD_ONLY, callbacks, references)],
+    in_full([f for f in FUNCTIONS if f not in (*FORWARD_ONLY, callbacks, references)], one_of=2),
     ids=lambda f: f.__name__,
 )
 def test_autocast_of_a_gradient(function):
@@ -296,7 +295,9 @@ def test_under_vmap(function):
     assert_same(got, jax.jit(batched(function))(xs, W))
 
 
-@pytest.mark.parametrize("function", [dense, scanned, custom_jvp_with_a_product, recomputed])
+@pytest.mark.parametrize(
+    "function", in_full([scanned, custom_jvp_with_a_product, dense, recomputed], first=2)
+)
 def test_forward_mode_and_linearize(function):
     for transform in (
         lambda f: lambda x: jax.jvp(lambda x: f(x, W), (x,), (x,)),
@@ -399,7 +400,7 @@ def mesh():
     return jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", in_full([True, False], first=1))
 def test_shard_map(mesh, check_vma):
     @functools.partial(
         jax.shard_map, mesh=mesh, in_specs=(P("x"), P()), out_specs=(P("x"), P()),

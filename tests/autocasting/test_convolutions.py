@@ -49,7 +49,7 @@ def program(loss, platform, *arguments):
     return str(jax.make_jaxpr(gradients(loss, platform))(*arguments))
 
 
-@pytest.mark.parametrize("case", in_full(SPREAD.keys(), one_of=2))
+@pytest.mark.parametrize("case", in_full(SPREAD.keys(), one_of=4))
 def test_on_a_tpu_the_gradient_of_its_kernel_is_the_same_and_reverses_no_image(case):
     loss, w, x = made(*SPREAD[case])
     exact = jax.grad(loss, (0, 1))(w, x)
@@ -107,6 +107,7 @@ def test_it_has_all_derivatives():
     np.testing.assert_allclose(of_both(mixed), exact, atol=0.03 * jnp.abs(exact).max())
 
 
+@pytest.mark.full
 def test_it_maps_over_kernels_and_runs_in_a_loop():
     def layer(x, w):
         return jnp.tanh(lax.conv_transpose(x, w, (2,), "SAME"))[:, ::2]

@@ -11,11 +11,11 @@ from jmp.autocasting._propagation import walk
 from jmp.autocasting.rewrites import pick
 from jmp.diagnostics import logprob_gap
 from testbed.decoding import CACHES, LOOPS, SMALL, Decoder
-from tests.commands import in_full
 
 
-@pytest.mark.parametrize("loop", in_full(LOOPS, first=1))
-@pytest.mark.parametrize("cache", in_full(CACHES, but=["pages"]))
+@pytest.mark.full
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("cache", CACHES)
 def test_log_probabilities_are_as_exact_as_by_hand(cache, loop):
     exact = Decoder(loop=loop, cache=cache, **SMALL)
     by_hand = Decoder(jnp.bfloat16, loop, cache, **SMALL)

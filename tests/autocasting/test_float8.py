@@ -278,7 +278,7 @@ def test_of_what_stands_between_two_products_no_maximum_is_read(name, monkeypatc
 
 
 @pytest.mark.parametrize("name", in_full(GATED.keys(), one_of=2))
-@pytest.mark.parametrize("size", [1e-20, 1.0, 1e12])
+@pytest.mark.parametrize("size", in_full([1e-20, 1e12, 1.0], first=2))
 def test_bounds_hold_where_rows_and_columns_point_the_same_way(name, size):
     """Then a product's results are as large as their bound: Cauchy and Schwarz's is an equality."""
     direction = jnp.asarray([[1.0, -1.0] * 8])
@@ -671,7 +671,7 @@ def gradients_of_one(policy):
     in_full([(F8, "inside", False), (f"{F8},r=f32", "outside", False), (F8, "outside", True),
              (f"{F8},r=f32", "gradient inside", True)], first=1),
 )  # fmt: skip
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", in_full([True, False], first=1))
 def test_devices_that_share_parameters_have_the_gradients_of_one(
     policy, place, recomputes, check_vma, monkeypatch
 ):

@@ -251,6 +251,7 @@ def test_inside_of_loops_and_recomputed_functions():
     assert jnp.linalg.norm(found - exact) <= 2e-3 * jnp.linalg.norm(exact)
 
 
+@pytest.mark.full
 def test_forward_mode_second_derivatives_and_vmap():
     args = tokens()
     half = mixed(einsums, "float16")

@@ -169,6 +169,7 @@ def test_a_bias_after_a_convolution_adds_up_on_a_tpu_as_on_a_gpu():
     assert str(on_gpu) == str(on_tpu)
 
 
+@pytest.mark.full
 def test_a_bias_has_all_derivatives_on_a_tpu():
     def loss(bias, x):
         return jnp.sum(jnp.tanh(x @ jnp.eye(8) + bias[None]) @ jnp.eye(8))

@@ -160,7 +160,7 @@ def expected_products(case, half):
     return collections.Counter({dtypes: n for dtypes, n in counts.items() if n})
 
 
-@pytest.mark.parametrize("case", in_full(CASES, one_of=8), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", in_full(CASES, one_of=10), ids=lambda case: case.name)
 def test_the_gradient_is_as_good_as_by_hand(case):
     # Rows take turns with half types and ways.
     half = HALVES[CASES.index(case) % 2]

@@ -81,12 +81,14 @@ def paths_of(found):
 
 @pytest.mark.parametrize(
     ("count", "culprits"),
-    [
-        (1, {0: overflows}),
-        (2, {0: cancels, 1: overflows}),
-        (8, {1: overflows, 4: cancels, 6: underflows}),
-    ],
-    ids=["1 of 1", "2 of 2", "3 of 8"],
+    in_full(
+        {
+            "3 of 8": (8, {1: overflows, 4: cancels, 6: underflows}),
+            "1 of 1": (1, {0: overflows}),
+            "2 of 2": (2, {0: cancels, 1: overflows}),
+        },
+        first=1,
+    ),
 )
 def test_planted_culprits_are_found_with_two_compilations(count, culprits, compiled):
     loss, params, x = network([culprits.get(i, harmless) for i in range(count)])

@@ -69,7 +69,7 @@ BY_ORBAX = {
             for way in migrations.WAYS
             if way != "Orbax" or row.name in BY_ORBAX
         },
-        one_of=7,
+        one_of=12,
     ),
 )
 def test_a_migrated_training_is_what_the_page_says(row, way):

@@ -85,7 +85,7 @@ def avals(tree):
 WHOLE = {name: tx for name, tx in TRANSFORMATIONS.items() if not name.startswith("scale_by")}
 
 
-@pytest.mark.parametrize("inner", in_full(WHOLE, but=("adam", "MultiSteps")))
+@pytest.mark.parametrize("inner", in_full(WHOLE, but=["adam"]))
 @pytest.mark.filterwarnings("ignore::jmp.UnusedRuleWarning")
 def test_stored_in_one_or_two_bytes_its_state_stays_finite_and_keeps_its_types(inner):
     tx = transforms.with_split_masters(transforms.with_stored_state(inner, RULES))

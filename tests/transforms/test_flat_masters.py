@@ -260,13 +260,13 @@ SHAPED = {
 }
 
 
-@pytest.mark.parametrize("inner", in_full(POINTWISE, one_of=3))
+@pytest.mark.parametrize("inner", in_full(POINTWISE, one_of=5))
 def test_optimizers_that_take_a_vector_as_they_take_a_tree_may_be_flat(inner):
     state = jax.eval_shape(flat_masters(inner).init, SMALL_TENSORS)
     assert state.masters.vector.shape == (9,)
 
 
-@pytest.mark.parametrize(("name", "inner"), in_full(SHAPED.items(), one_of=3))
+@pytest.mark.parametrize(("name", "inner"), in_full(SHAPED.items(), one_of=5))
 def test_optimizers_that_look_at_shapes_or_paths_are_refused(name, inner):
     # SM3 takes no scalars, in a tree neither.
     tensors = {n: p for n, p in SMALL_TENSORS.items() if p.ndim or name != "scale_by_sm3"}

@@ -129,7 +129,9 @@ def test_arrays_of_the_shape_of_a_parameter_are_stored_and_others_are_not():
     }
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("int8", "uint8"), ("float8_e4m3fn", "float8_e4m3fn")])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), in_full([("int8", "uint8"), ("float8_e4m3fn", "float8_e4m3fn")], first=1)
+)
 def test_of_8_bits_vectors_and_embeddings_stay_float32_unless_a_rule_says_otherwise(kind, dtype):
     def dtypes(stored):
         state = transforms.with_stored_state(optax.trace(0.9), stored).init(PARAMS)
