@@ -42,7 +42,7 @@ IN_PARALLEL := -q -n auto --dist loadfile --no-loadscope-reorder
 
 setup: .venv-test/installed  ## Install what development needs into .venv-test.
 
-test: .venv-test/installed  ## Run what a change may break, in an environment of its own; ten minutes.
+test: .venv-test/installed  ## Run what a change may break, in an environment of its own; seven minutes.
 	JAX_PLATFORMS=cpu .venv-test/bin/python -m pytest --core $(IN_PARALLEL)
 
 # What differs between versions of JAX is met by these; `make test-matrix` runs all on each version.
