@@ -70,7 +70,7 @@ def changes(node: ast.AST) -> Iterator[ast.AST]:
             new.test = ast.UnaryOp(ast.Not(), test)
         case ast.Expr(value=ast.Call()):
             new = ast.Pass()
-        case ast.Return(value=ast.expr()):
+        case ast.Return(value=ast.expr() as value) if ast.unparse(value) != "None":
             new.value = ast.Constant(None)
         case _:
             return

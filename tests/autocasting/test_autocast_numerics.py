@@ -278,12 +278,15 @@ def test_a_bias_of_shape_1_c_overflows_to_be_seen_and_a_mask_of_that_shape_does_
     np.testing.assert_allclose(mask(x, row), added(x, row), rtol=1e-3)
 
 
-def test_coordinates_are_subtracted_before_they_are_rounded():
+@pytest.mark.parametrize(
+    "moved", [lambda rows: rows, lambda rows: rows[:, ::-1]], ids=["", "moved"]
+)
+def test_coordinates_are_subtracted_before_they_are_rounded(moved):
     positions = 1000 + jax.random.uniform(jax.random.key(0), (50, 3))
     senders, receivers = jnp.arange(25), jnp.arange(25, 50)
 
     def distances(positions):
-        return half(positions[senders] - positions[receivers])
+        return half(moved(positions[senders]) - moved(positions[receivers]))
 
     expected = distances(positions)
     got = jmp.autocast(distances, "mixed_float16")(positions)

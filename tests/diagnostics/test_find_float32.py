@@ -97,6 +97,7 @@ def test_planted_culprits_are_found_with_two_compilations(count, culprits, compi
     assert sorted(paths_of(found)) == sorted(f"layer_{i}" for i in culprits)
     assert max(found.all_half) == np.inf
     assert found.is_within
+    assert "with these rules" in str(found)
     # What it says is what `compare` says of the rules as they are.
     again = diagnostics.compare(loss, F16, rules=found.rules)(params, x)
     errors = {row.kind: row.relative_error for row in again.by_module(0)}
@@ -110,7 +111,18 @@ def test_where_there_is_no_culprit_no_rule_is_found(compiled):
     assert (found.rules, found.scopes, found.is_within) == ([], [], True)
     assert 0 < found.gradient_error < 0.005
     assert len(compiled) == 2
-    assert "no scope has to stay in float32" in str(found)
+    assert "no scope has to stay in float32" in str(found) and "all scopes" in str(found)
+
+
+def test_what_is_not_finite_in_float32_is_counted():
+    product = lambda params: jax.named_call(jnp.matmul, name="head")(params["a"], params["a"]).sum()
+    params = {"a": jnp.ones((2, 2)), "b": jnp.zeros(2)}
+    divided = lambda params: product(params) / params["b"].sum()
+    with pytest.raises(ValueError, match="the loss and 2 more infinite or NaN in float32"):
+        diagnostics.find_float32(divided, F16, params)
+    root = lambda params: product(params) + jnp.sqrt(params["b"]).sum()
+    with pytest.raises(ValueError, match="found the gradient of b infinite or NaN in float32"):
+        diagnostics.find_float32(root, F16, params)
 
 
 def in_a_scan(culprits):
