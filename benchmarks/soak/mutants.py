@@ -80,7 +80,7 @@ def changes(node: ast.AST) -> Iterator[ast.AST]:
 def is_code(node: ast.AST) -> bool:
     """Returns whether a node is computed: not a type, a text, a decorator, or a declaration."""
     decorators = {getattr(decorator, "id", "") for decorator in getattr(node, "decorator_list", ())}
-    if decorators & {"overload"}:
+    if decorators & {"overload"} or getattr(node, "arg", "") == "strict":
         return False
     return not isinstance(node, ast.Import | ast.ImportFrom | ast.JoinedStr | ast.Raise)
 

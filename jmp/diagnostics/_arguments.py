@@ -27,20 +27,18 @@ def asked_function(
     fun: Callable[..., Any],
     early: tuple[Any, ...],
     policy: str | Policy | None = None,
-    *,
-    of_equinox: bool = False,
 ) -> Callable[..., Any]:
     """Returns what a diagnostic is asked about, as a function of what `split_arguments` returns.
 
     It works on copies of nnx modules, also where `fun` is one or a method of one: what it changes
-    in them is lost, and the caller's stay as they are. Their methods open scopes that name paths.
+    in them is lost, and the caller's stay as they are. Methods of nnx modules, and of Equinox
+    modules among the arguments, open scopes that name paths.
 
     Args:
       caller: the diagnostic.
       call: how it is called, for the error.
       early: positional arguments behind those that it has.
       policy: text or a `Policy`; None where it was left out.
-      of_equinox: whether methods of Equinox modules among the arguments open scopes as well.
 
     Raises: TypeError if `fun` is no function, or its arguments came in the first call.
 
@@ -59,7 +57,7 @@ def asked_function(
         return fun
     if "flax.nnx" in sys.modules:  # else there is no module of it
         fun = _nnx().of_split_modules(fun, in_scopes=True)
-    return _equinox().in_scopes(fun) if of_equinox and "equinox" in sys.modules else fun
+    return _equinox().in_scopes(fun) if "equinox" in sys.modules else fun
 
 
 def check_numbers(arrays: Sequence[Any], caller: str, expected: str) -> None:

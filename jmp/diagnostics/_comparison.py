@@ -71,7 +71,7 @@ def compare(
     [('result', '', True), ('gradient', 'w', True)]
     """
     call = "compare(fun, policy)(*args)"
-    fun = asked_function("compare", call, fun, early, policy, of_equinox=True)
+    fun = asked_function("compare", call, fun, early, policy)
     check_scale(scale, "compare")
     lowered = autocast(fun, policy, **options)
 

@@ -79,7 +79,7 @@ def precision_report(
     [('dot_general', 'float16'), ('exp', 'float32'), ('reduce_sum', 'float32')]
     """
     call = "precision_report(fun, policy)(*args)"
-    fun = asked_function("precision_report", call, fun, early, policy, of_equinox=True)
+    fun = asked_function("precision_report", call, fun, early, policy)
     program = make_program(fun, policy, **options)
     if program is None:
         raise ValueError(
