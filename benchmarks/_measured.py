@@ -36,6 +36,10 @@ larger of the counted bytes over that bandwidth and the model's operations over 
 FLOP utilisation (MFU) is the model's operations a second over the measured rate, not the vendor's.
 The modelled limit is that of the compiled programs above, of the vendor's figures. {PYTORCH}
 
+Fewer bytes save less time than they promise: products and launches take their part too, and in
+GPT-2 XLA's single kernel for a mask and a softmax takes as long as the several that it replaces.
+Adam's updates are too short to time this way: see the interval of the control.
+
 """
     for workload in (*WORKLOADS, *UPDATES):
         found = results["workloads"].get(workload.name)
@@ -72,15 +76,6 @@ The modelled limit is that of the compiled programs above, of the vendor's figur
         headers += ["GB planned", "GB peak"]
         text += f"### {found['title']}\n\n{table(headers, rows)}{failures(found['recipes'])}\n"
     return text
-
-
-NO_GPU = f"""## Measured on a GPU
-
-Not measured yet. `python -m benchmarks.run --suite gpu` measures it, and `python -m
-benchmarks.report` writes it here. With `--rehearse` the same suite runs at a tiny size on any
-machine. {PYTORCH}
-
-"""
 
 
 def cpu(results: dict[str, Any]) -> str:

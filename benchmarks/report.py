@@ -39,7 +39,7 @@ def performance() -> str:
         text += _counted.checks(checks)
     if wire:
         text += _wire_report.section(wire)
-    text += _measured.gpu(gpu, compiled) if gpu else _measured.NO_GPU
+    text += _measured.gpu(gpu, compiled) if gpu else ""
     if cpu:
         text += _measured.cpu(cpu)
     return text.rstrip() + "\n"

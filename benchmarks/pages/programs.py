@@ -1,4 +1,4 @@
-"""The figures of compiled programs: recipes side by side, other programs, what devices send."""
+"""The figures of programs: recipes side by side, others, what devices send, times on a GPU."""
 
 from collections.abc import Callable
 from typing import Any
@@ -266,3 +266,28 @@ for _name, _part in (("factor", "within the blocks"), ("scores", "of it attentio
     figure(f"programs/memory-{_name}")(
         lambda found, part=_part: f"{_gpt2(found, MIXED)['transformer_factors'][part]:.1f}"
     )
+
+
+# Times on a GPU.
+
+TIMED = {
+    "float32": "in float32",
+    "tf32": "with TF32 products",
+    "by-hand": "in half by hand",
+    "autocast": "under autocast",
+    "autocast-fused": "with fused attention",
+}
+
+
+@figure("gpu/gpt2")
+def _(found: Any) -> str:
+    recipes = found["workloads"]["gpt2"]["recipes"]
+    times = [f"{1e3 * recipes[name]['seconds']:.1f} ms {what}" for name, what in TIMED.items()]
+    return f"{', '.join(times)} ({found['machine']['device']})"
+
+
+for name in ("gpt2", "vit-b16"):
+
+    @figure(f"gpu/{name}-fused")
+    def _(found: Any, name: str = name) -> str:
+        return f"{found['workloads'][name]['recipes']['autocast-fused']['ratio']:.2f}"

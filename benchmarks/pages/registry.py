@@ -38,6 +38,7 @@ SOURCES = {
     "targets": Source(
         "results/benchmarks/targets.json", "python -m benchmarks.run --suite targets"
     ),
+    "gpu": Source("results/benchmarks/gpu.json", "python -m benchmarks.run --suite gpu"),
     "wire": Source("results/benchmarks/wire.json", "python -m benchmarks.run --suite wire"),
     "rules": Source("results/planner_rules.json", "python benchmarks/planner_rules.py"),
     "constants": Source("results/planner_constants.json", "python benchmarks/planner_constants.py"),

@@ -1,7 +1,10 @@
 """Attention in one kernel: what is found, that it computes the same, and what is left as it is.
 
-Nothing of cuDNN runs here. What JAX is asked for is computed by JAX's own attention instead, in
-float32; `tests/h200` compiles the real kernels.
+Without a GPU nothing of cuDNN runs here. What JAX is asked for is computed by JAX's own attention
+instead, in float32; `tests/h200` compiles the real kernels. On a GPU with cuDNN they run:
+
+    JAX_PLATFORMS=cuda,cpu JAX_DEFAULT_MATMUL_PRECISION=highest python -m pytest \
+        tests/autocasting/test_fused_attention.py -k of_the_plain_one
 """
 
 import functools
@@ -169,6 +172,8 @@ def stand_in(query, key, value, *terms, implementation=None, **options):
 
 @pytest.fixture
 def as_on_cuda(monkeypatch):
+    if jax.default_backend() == "gpu":
+        return
     monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
     monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, cuda, default: cuda(*args))
 
@@ -459,7 +464,7 @@ def turns(x):
 
 def sharded(run):
     auto = (jax.sharding.AxisType.Auto,) * 2
-    mesh = jax.make_mesh((2, 2), ("batch", "heads"), auto, devices=jax.devices()[:4])
+    mesh = jax.make_mesh((2, 2), ("batch", "heads"), auto, devices=jax.devices("cpu")[:4])
     axes = P("batch", None, "heads")
     return jax.shard_map(run, mesh=mesh, in_specs=axes, out_specs=axes)
 
