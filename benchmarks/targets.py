@@ -193,7 +193,7 @@ STORED = {
 }
 
 
-SMALL_PART = 5  # of the tensors each fifth, at small size
+SMALL_PART = 20  # of the tensors each twentieth, at small size: two matrices and a vector
 
 
 def small_adam(name: str, job: Job, is_small: bool) -> Any:
