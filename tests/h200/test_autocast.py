@@ -22,7 +22,6 @@ GATES = [
     ("scanned_gpt", {"layers": 2}, (0.83, 0.97, 0.98)),
     ("lstm", {"width": 256}, (0.90, 0.54, 0.72)),
     ("plain_transformer", {"layers": 1}, (0.67, 0.77, 1.01)),
-    ("equinox_attention", {"batch": 8, "length": 512, "width": 512}, (0.88, 0.78, 1.07)),
     # Rows that are no multiple of eight long, as the tokens of a ViT.
     ("equinox_attention", {"batch": 8, "length": 509, "width": 512}, (0.73, 0.71, 0.86)),
 ]

@@ -101,7 +101,7 @@ SMALL_STATES = {
         STOCHASTIC(transforms.with_stored_state(ADAM, "float8_e4m3fn")),
         14.1,
         4.1,
-        26,
+        18,
     ),
     "stochastic, int8 moments": (
         STOCHASTIC(transforms.with_stored_state(ADAM, "int8")),
@@ -116,7 +116,7 @@ SMALL_STATES = {
 @pytest.mark.parametrize("name", SMALL_STATES)
 def test_small_states_move_and_hold_what_they_say(h200, name):
     tx, moved, held, kernels = SMALL_STATES[name]
-    shapes = SHAPES[:: 5 if name.endswith(("bfloat16 moments", "int8 moments")) else 3]
+    shapes = SHAPES[:: 5 if name.endswith("moments") else 3]
     numbers = sum(jnp.zeros(shape).size for shape in shapes)
     program = compiled_update(h200, tx, jnp.bfloat16, shapes, jnp.bfloat16)
     measured = program.bytes_moved / numbers
@@ -131,22 +131,15 @@ def test_small_states_move_and_hold_what_they_say(h200, name):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("scale", "kernels", "bytes_per_parameter"),
-    [(None, 8, 38.4), (jmp.torch_loss_scale(), 14, 44.5)],
-    ids=["no-scale", "dynamic-scale"],
-)
-def test_flat_masters_update_many_small_tensors_in_few_kernels(
-    h200, scale, kernels, bytes_per_parameter
-):
+def test_flat_masters_update_many_small_tensors_in_few_kernels(h200):
     shapes = [(256, 256)] * 60 + [(256,)] * 60
     tx = transforms.with_master_params(optax.adam(1e-3), flat_master=True)
-    tx = tx if scale is None else transforms.with_loss_scale(tx, scale)
+    tx = transforms.with_loss_scale(tx, jmp.torch_loss_scale())
     program = compiled_update(h200, tx, jnp.float16, shapes)
     measured = program.bytes_moved / (60 * 256 * 257)
     print(f"\nflat: {measured:.2f} bytes a parameter, {program.kernels} kernels")
-    assert program.kernels <= kernels
-    assert measured <= bytes_per_parameter
+    assert program.kernels <= 14
+    assert measured <= 44.5
     assert program.copies == program.conditionals == 0
 
 
