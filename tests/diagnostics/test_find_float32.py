@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import jmp
 from jmp import adapters, diagnostics
 from jmp.diagnostics._emulation import rounded_to_half
 from jmp.diagnostics._scope_search import rules_for, search
@@ -577,3 +578,14 @@ def test_a_result_is_short_and_its_data_are_json():
     culprit, other = found.scopes
     many = dataclasses.replace(found, scopes=[culprit, *[other] * 200])
     assert len(str(many).splitlines()) < 20
+
+
+def test_a_rule_that_matches_nothing_is_told_once():
+    def loss(w, x):
+        with jax.named_scope("head"):
+            return jnp.mean(x @ w)
+
+    with pytest.warns(jmp.UnusedRuleWarning, match="'haed'") as caught:
+        rules = [("haed", "float32")]
+        diagnostics.find_float32(loss, F16, jnp.ones((8, 8)), jnp.ones((4, 8)), rules=rules)
+    assert len(caught) == 1

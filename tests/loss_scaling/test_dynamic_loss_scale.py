@@ -179,6 +179,9 @@ def test_a_factor_beyond_float32_leads_to_a_bound_without_a_warning(factor):
 
 def test_arguments_stand_in_deepminds_order():
     parameters = list(inspect.signature(jmp.DynamicLossScale).parameters.values())
+    of_hysteresis = inspect.signature(jmp.HysteresisLossScale).parameters.values()
+    added = [p.name for p in of_hysteresis if p.kind is p.KEYWORD_ONLY]
+    assert added[-2:] == ["hysteresis", "tolerance"]
     names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert names == ["loss_scale", "counter", "period", "factor", "min_loss_scale"]
     scale = jmp.DynamicLossScale(jnp.float32(8), jnp.int32(1), 2, 4, 2.0)
