@@ -4,8 +4,8 @@ Counted are those that `make test` finds, and those that only `make test-all` fi
 
 Each mutant is one small change of one line of code that a test can notice: a comparison, a
 constant, a sign, a condition, a statement that is left out. First the tests that belong to the
-file run (`python -m tests.quick`); if all of them pass, those of the messages, and the whole test
-files that the first ones are from.
+file run (`python -m tests.quick`); if all of them pass, those of the messages, the whole test files
+that the first ones are from, and those of compiled programs.
 A mutant that still passes has survived. Some survivors change nothing that a program could see: the
 results list every survivor, so that a reader can judge.
 """
@@ -32,6 +32,7 @@ ENOUGH, ENOUGH_IN_ALL = 0.92, 0.94  # of the mutants are to be found: by `make t
 SURVIVES = "survives"
 LONGEST = 900  # seconds for the tests of one mutant; a loop without end is found too
 MESSAGES = "tests/project/test_mistakes.py"  # is of no file, and seconds long
+COMPILED = ("-m", "pytest", "-q", "-x", "-p", "no:xdist", "tests/h200", "tests/targets")
 LEFT_OUT = ("__main__.py", "_jax_compat.py")  # a command; code for versions that are not installed
 COMPARISONS = {
     ast.Lt: ast.LtE,
@@ -155,11 +156,12 @@ def found_by(mutant: Mutant, folder: pathlib.Path) -> str:
     before = path.read_text()
     path.write_text(mutant.text)
     quick = ("-m", "tests.quick", "--first-failure")
-    parts = ([mutant.file], [MESSAGES], ["--whole", mutant.file])
+    whole = ((*quick, "--whole", mutant.file), COMPILED)
+    parts = ((*quick, mutant.file), (*quick, MESSAGES), *whole)
     try:
-        if not all(passes(folder, *quick, "--core", *part) for part in parts):
+        if not all(passes(folder, *part, "--core") for part in parts):
             return "make test"
-        return SURVIVES if passes(folder, *quick, *parts[-1]) else "make test-all"
+        return SURVIVES if all(passes(folder, *part) for part in whole) else "make test-all"
     finally:
         path.write_text(before)
 
