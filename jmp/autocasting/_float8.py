@@ -198,6 +198,10 @@ def _summed_backward(
     """Returns the axes that the left and the right operand's gradient sum over.
 
     Each is a product of the result's cotangent, whose axes come first, and of the other operand.
+
+    >>> types = [jax.typeof(jnp.ones(shape)) for shape in ((2, 3, 5), (2, 5, 7, 9))]
+    >>> _summed_backward(types, {"dimension_numbers": (((2,), (1,)), ((0,), (0,)))})
+    ((range(2, 4), [2, 3]), (range(1, 2), [1]))
     """
     summed, batch = params["dimension_numbers"]
     left, right = (

@@ -299,8 +299,8 @@ def _counts_exactly(dtype: np.dtype) -> bool:
 def _power_of_two_up_to(count: jax.Array) -> jax.Array:
     """Returns the largest power of two up to `count` in float32, and 1 where there is none.
 
-    >>> [float(_power_of_two_up_to(jnp.float32(count))) for count in (0, 1, 1000)]
-    [1.0, 1.0, 512.0]
+    >>> [float(_power_of_two_up_to(jnp.float32(count))) for count in (0, 1, 1000, 2**24 - 1)]
+    [1.0, 1.0, 512.0, 8388608.0]
     """
     exponent = jax.lax.bitcast_convert_type(count.astype(FLOAT32), jnp.uint32) & 0x7F800000
     power: jax.Array = jax.lax.bitcast_convert_type(exponent, FLOAT32)
