@@ -42,7 +42,7 @@ IN_PARALLEL := -q -n auto --dist loadfile --no-loadscope-reorder
 
 setup: .venv-test/installed  ## Install what development needs into .venv-test.
 
-test: .venv-test/installed  ## Run what a change may break, in an environment of its own; seven minutes.
+test: .venv-test/installed  ## Run what a change may break, in an environment of its own; five minutes.
 	JAX_PLATFORMS=cpu .venv-test/bin/python -m pytest --core $(IN_PARALLEL)
 
 # What differs between versions of JAX is met by these; `make test-matrix` runs all on each version.
@@ -51,7 +51,7 @@ ON_NEWEST := --core tests/test_properties.py tests/adapters/test_nnx.py \
 	tests/autocasting/test_autocast_transformations.py
 
 .PHONY: test-all
-test-all: docs targets  ## Run every test: also programs for GPUs and TPUs, the site, the newest JAX; half an hour.
+test-all: docs targets  ## Run every test: also programs for GPUs and TPUs, the site, the newest JAX; twenty minutes.
 	JAX_PLATFORMS=cpu .venv-test/bin/python -m pytest $(IN_PARALLEL)
 	JAX_PLATFORMS=cpu .venv-jax-0.12/bin/python -m pytest $(IN_PARALLEL) $(ON_NEWEST)
 	@echo "Every test ran on JAX $(JAXLIB), a part of them on JAX 0.12. Left to others: make test-matrix" \

@@ -231,11 +231,12 @@ def plot(found: Any) -> Any:
         axes.hlines(place, ratios[least], ratios[most], color=color, linewidth=1.5)
         axes.plot(list(ratios.values()), [place] * len(ratios), "o", color=color, markersize=4)
         look = {"fontsize": FONT, "textcoords": "offset points"}
-        look["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
-        axes.annotate(least, (ratios[least], place), (-3, 5), ha="left", **look)
+        look["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0}
+        axes.annotate(least, (ratios[least], place), (-4, 0), ha="right", va="center", **look)
         if most != least:
-            axes.annotate(most, (ratios[most], place), (3, 5), ha="right", **look)
+            axes.annotate(most, (ratios[most], place), (3, 6), ha="right", **look)
     axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_xlim(left=axes.get_xlim()[0] - 0.1)  # room for the name of the least
     labels = [f"{_title(machine)}, {half}" for machine, half, _ in ranges]
     axes.set_yticks(range(len(ranges)), labels)
     axes.set_ylim(len(ranges) - 0.5, -0.8)
