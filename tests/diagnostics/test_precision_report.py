@@ -365,6 +365,7 @@ def test_printed():
 
     assert "rows, those of modules" not in text  # each has its own line
 
+
 def test_what_is_in_no_module_is_at_the_top_where_there_are_modules():
     product = lambda x: x @ x
     assert "(top)" not in str(report(product, jnp.ones((8, 8))))
