@@ -12,7 +12,7 @@ import threading
 from importlib.metadata import version
 
 # Before JAX starts: the compiler for CUDA programs must not be taken for a GPU, and agreement
-# between devices needs more than one of them. JAX_PLATFORMS=cuda runs the tests named on a GPU.
+# between devices needs more than one of them. With JAX_PLATFORMS=cuda,cpu tests run on a GPU.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"

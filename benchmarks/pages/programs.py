@@ -286,8 +286,9 @@ def _(found: Any) -> str:
     return f"{', '.join(times)} ({found['machine']['device']})"
 
 
-for name in ("gpt2", "vit-b16"):
-
-    @figure(f"gpu/{name}-fused")
-    def _(found: Any, name: str = name) -> str:
-        return f"{found['workloads'][name]['recipes']['autocast-fused']['ratio']:.2f}"
+for _name in ("gpt2", "vit-b16"):
+    figure(f"gpu/{_name}-fused")(
+        lambda found, name=_name: (
+            f"{found['workloads'][name]['recipes']['autocast-fused']['ratio']:.2f}"
+        )
+    )

@@ -362,7 +362,6 @@ def test_printed():
         assert column in text
     assert "100.0% of the floating-point operations in float16" in text
     assert "tensor cores multiply in half" in text
-
     assert "rows, those of modules" not in text  # each has its own line
 
 
