@@ -344,6 +344,17 @@ def test_statistics_are_half_in_a_pure_half_policy_and_where_no_rule_keeps_norms
     assert dtypes_of_statistics("O2", None) == [{"float32"}] * 2
 
 
+def test_half_statistics_are_moved_on_in_float32():
+    model, inputs = MODELS["convolutions"]
+    variables = model.init(jax.random.key(0), inputs)
+    statistics = jax.tree.map(lambda leaf: leaf * 0.3, variables["batch_stats"])
+    half = linen.cast_params({**variables, "batch_stats": statistics}, "O3")
+    apply_fn = linen.wrap_apply(model.apply, "mixed_float16")
+    _, updated = apply_fn(half, inputs, mutable=["batch_stats"])
+    _, wanted = apply_fn(jmp.cast_to_full(half), inputs, mutable=["batch_stats"])
+    jax.tree.map(np.testing.assert_array_equal, updated, wanted)
+
+
 def test_of_a_layer_under_weight_norm_the_scale_stays_float32_and_the_kernel_is_half():
     class Model(nn.Module):
         @nn.compact

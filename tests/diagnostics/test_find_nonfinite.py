@@ -629,8 +629,11 @@ def test_the_cure_under_autocast_cures():
             return jnp.sum(jnp.abs(x @ x))
 
     find = lambda **options: find_nonfinite(jmp.autocast(network, "mixed_float16", **options))
-    cure = find()(300 * ONES).cure
+    found = find()(300 * ONES)
+    cure = found.cure
     assert 'full=["dot_general"] in autocast' in cure and '[("head*", "float32")]' in cure
+    first, *rest = str(found).partition("  cure    ")[2].splitlines()
+    assert " ".join([first, *(line.removeprefix(" " * 10) for line in rest)]) == cure and rest
     assert find(full=["dot_general"])(300 * ONES) is None
     assert find(rules=[("head*", "float32")])(300 * ONES) is None
 
