@@ -180,15 +180,17 @@ def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
         for one in copies:
             shutil.copytree(ROOT, one, ignore=kept_out)
 
-        def in_one_copy(number: int) -> None:
-            for mutant in mutants[number :: len(copies)]:
-                command = found_by(mutant, copies[number])
+        waiting = iter(mutants)
+
+        def in_one_copy(folder: pathlib.Path) -> None:
+            for mutant in waiting:
+                command = found_by(mutant, folder)
                 where = f"{mutant.file}:{mutant.line}: {mutant.change}"
                 found[command].append(where)
                 console.print(f"{command:14}{where}", markup=False)
 
         with concurrent.futures.ThreadPoolExecutor(len(copies)) as pool:
-            list(pool.map(in_one_copy, range(len(copies))))
+            list(pool.map(in_one_copy, copies))
     by_test, by_all = (
         len(found[command]) / len(mutants) for command in ("make test", "make test-all")
     )

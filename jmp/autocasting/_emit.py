@@ -143,7 +143,8 @@ class Numerics:
         if step.moves_float8:
             _move_in_float8(step, operands, environment)
         if step.rounds is not None and step.node.is_product:
-            return _wide_gradients.multiply_rounded(operands, step.params, step.rounds)
+            result = step.rounds if step.stores == (step.rounds,) else FLOAT32
+            return _wide_gradients.multiply_rounded(operands, step.params, step.rounds, result)
         run: Callable[..., list[Any]] = functools.partial(
             _jax_compat.bind, step.node.equation.primitive, params=step.params
         )

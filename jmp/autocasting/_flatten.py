@@ -140,6 +140,7 @@ class _Flattening:
         node.has_products = node.is_product or (
             node.goes_inside and contains_products(equation, settings)
         )
+        node.is_in_full = settings.overrides.get(node.name) is Category.FULL
         made_of = made_of_results(node)
         for value in node.outputs:
             value.made_of = made_of.of(value)

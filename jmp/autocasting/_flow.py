@@ -25,15 +25,17 @@ from typing import NamedTuple
 import numpy as np
 
 from jmp.autocasting._graph import Graph, Node, Value, upstream
+from jmp.autocasting._magnitudes import Magnitude
 from jmp.autocasting._numbers import is_inexact
 from jmp.autocasting._propagation import Ends, reaching_operands
 
 
 class Info(NamedTuple):
-    """What is known of a value on another level: its stored dtype; whether it is neutral."""
+    """What is known of a value on another level."""
 
-    dtype: np.dtype | None
+    dtype: np.dtype | None  # that it is stored in
     neutral: bool
+    magnitude: Magnitude | None = None  # None: what its dtype says
 
 
 class Destination(NamedTuple):
@@ -41,6 +43,7 @@ class Destination(NamedTuple):
 
     feeds: bool
     carried: bool
+    rounded: bool = False  # whatever it is: products alone read it, or a half carry holds it
     exposed: bool = False  # more than half products read it; asked of nodes that hold loops alone
 
 
@@ -54,6 +57,7 @@ class Facts(NamedTuple):
     cuts: Set[Node]
     depths: Mapping[Node, int]  # of all but those whose results are neutral, which are free
     compared: Set[Value]  # they reach a maximum, such as that of a softmax, or may reach one
+    read_otherwise: Set[Value]  # outputs, and what moves, that other operations than products read
 
     def is_bias(self, value: Value) -> bool:
         """Returns whether a value is taken for a bias rather than for a mask, by its shape.
@@ -76,7 +80,8 @@ def facts_of(graph: Graph, infos: Sequence[Info], outputs: Sequence[Destination]
     # What leaves the level may reach a maximum outside.
     is_maximum = lambda equation: equation.primitive.name == "reduce_max"
     compared = reaching_values(graph.nodes, is_maximum, graph.outputs)
-    return Facts(feeds, carried, dependent, embeddings, cuts, depths, compared)
+    others = find_read_otherwise(graph, [value for value, where in goes if not where.rounded])
+    return Facts(feeds, carried, dependent, embeddings, cuts, depths, compared, others)
 
 
 def feeding_values(graph: Graph, outputs: Iterable[Value]) -> set[Value]:
@@ -101,6 +106,25 @@ def carried_values(graph: Graph, outputs: Iterable[Value]) -> set[Value]:
         if not node.is_product and not carried.isdisjoint(node.outputs):
             carried.update(filter(is_inexact, node.inputs))
     return carried
+
+
+def find_read_otherwise(graph: Graph, outputs: Iterable[Value]) -> set[Value]:
+    """Returns outputs, and results that are only moved, that not only products read in the end.
+
+    Args:
+      outputs: those that are not rounded whatever they are.
+    """
+    found = set(outputs)
+    for node in reversed(graph.nodes):
+        users = [user for value in node.outputs for user in value.users]
+        if node.rule.moves and not all(is_multiplied(user, found) for user in users):
+            found.update(node.outputs)
+    return found
+
+
+def is_multiplied(reader: Node, read_otherwise: Set[Value]) -> bool:
+    """Returns whether a node is a product, or moves what products alone read."""
+    return reader.is_product or (reader.rule.moves and read_otherwise.isdisjoint(reader.outputs))
 
 
 def reaching_values(nodes: Sequence[Node], ends: Ends, outputs: Iterable[Value]) -> set[Value]:

@@ -81,6 +81,7 @@ class Node:
     goes_inside: bool = False
     # A product that autocast may lower, or a node that is planned inside and holds one.
     has_products: bool = False
+    is_in_full: bool = False  # the user named its primitive in `full=`
 
     def __post_init__(self, known: Known) -> None:
         self.name: str = self.equation.primitive.name
@@ -93,7 +94,7 @@ class Node:
     def reads_float32(self) -> bool:
         """Whether it reads float32 whatever its operands are stored in."""
         if self.is_fusible or self.has_products or self.region.in_float32:
-            return self.region.in_float32
+            return self.region.in_float32 or self.is_in_full
         return self.rule.category in (Category.FULL, Category.AS_WRITTEN)
 
     @property
@@ -149,3 +150,15 @@ def root(value: Value) -> Value:
     while value.producer is not None and value.producer.rule.moves:
         value = value.producer.inputs[0]
     return value
+
+
+def are_same(left: Value, right: Value) -> bool:
+    """Returns whether two values are one, or the same numbers of one: `x[0] * x[0]`."""
+    while left is not right:
+        first, second = left.producer, right.producer
+        if first is None or second is None or not (first.rule.moves and second.rule.moves):
+            return False
+        if (first.name, first.params) != (second.name, second.params):
+            return False
+        left, right = first.inputs[0], second.inputs[0]
+    return True

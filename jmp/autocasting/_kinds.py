@@ -25,6 +25,7 @@ from jmp import _jax_compat
 from jmp._messages import described
 from jmp.autocasting._flow import Destination, Info, facts_of
 from jmp.autocasting._graph import Given, Graph, Node, Value
+from jmp.autocasting._magnitudes import hull
 from jmp.autocasting._propagation import inner_equations
 from jmp.autocasting._registry import Rule, primitive_name
 from jmp.autocasting._request import Settings
@@ -56,6 +57,9 @@ class Level(abc.ABC):
         self.facts = facts_of(graph, infos, outputs)
         self.storage = Storage(self.facts, self.half)
         self.storage.store(graph.inputs, (info.dtype for info in infos))
+        for value, info in zip(graph.inputs, infos, strict=True):
+            if info.magnitude is not None:
+                self.storage.bound([value], [info.magnitude])
 
     @abc.abstractmethod
     def plan_level(self) -> Plan:
@@ -130,6 +134,10 @@ class Level(abc.ABC):
         """
         dtypes = map(self.storage.dtype, node.inputs) if reads is None else reads
         self.storage.store(node.outputs, stores)
+        plans = [plan for plan in insides if isinstance(plan, Plan)]
+        for value, *infos in zip(node.outputs, *(plan.infos for plan in plans), strict=False):
+            if found := [info.magnitude for info in infos if info.magnitude is not None]:
+                self.storage.bound([value], [hull(found)])
         operands = tuple(map(Read, node.inputs, dtypes))
         # JAX takes no effects in a custom derivative, which rounding them takes.
         rounds = () if node.equation.effects else tuple(rounds)

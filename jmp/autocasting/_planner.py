@@ -29,6 +29,7 @@ from jmp.autocasting._islands import (
     peel_splits,
 )
 from jmp.autocasting._kinds import Level, has_kind, kind_of
+from jmp.autocasting._magnitudes import magnitude_of_sums
 from jmp.autocasting._numbers import Shape
 from jmp.autocasting._precision import with_default
 from jmp.autocasting._reasons import why_float32, why_not_lowered, why_region
@@ -61,6 +62,10 @@ from jmp.autocasting.attention import fuse_attentions
 from jmp.autocasting.rewrites import pad_softmaxes, rewrite_of
 from jmp.dtypes import FLOAT32
 
+# A product whose result is so many times smaller than an operand leaves it float32.
+SMALL_BESIDE = 16
+WHY_SMALL = "its result is small, and stays the float32 that it was added up in"
+
 # What is done with the steps of a level when every dtype is decided, in this order: what is sent
 # asks which products are float8; bounds come last, and see none of the steps that a fused attention
 # replaces.
@@ -83,12 +88,15 @@ class Planner(Level):
         barriers: dict[int, list[Node]] = {}
         for node in self.graph.nodes:
             if node not in self.facts.depths:
+                self.storage.measure(node)
                 steps.append(self._neutral(node, node in sent))
             elif node.is_fusible and node not in self.facts.embeddings:
                 fusible.setdefault(self.facts.depths[node], []).append(node)
             else:
                 barriers.setdefault(self.facts.depths[node], []).append(node)
         for depth in sorted({*fusible, *barriers}):
+            for node in (*fusible.get(depth, []), *barriers.get(depth, [])):
+                self.storage.measure(node)
             for nodes in group(fusible.get(depth, []), self.facts.cuts):
                 steps += self._component(nodes)
             steps += map(self._barrier, barriers.get(depth, []))
@@ -211,12 +219,37 @@ class Planner(Level):
 
     def _product(self, node: Node) -> Single:
         is_wide = asks_for_wide(node, self.facts)
-        if is_wide and node.name == "dot_general":
-            return self._wide(node, Arithmetic.HALF, WHY_WIDE)
-        # A convolution's is not: cuDNN would compute its gradient from float32 operands.
-        single = self._single(node, Arithmetic.HALF, WHY_NOT_WIDE if is_wide else "")
-        on_tpu = self.context.request.platform == "tpu"
-        return single._replace(spreads=on_tpu and spreads(node))
+        if node.name != "dot_general":
+            # A convolution's is not: cuDNN would compute its gradient from float32 operands.
+            single = self._single(node, Arithmetic.HALF, WHY_NOT_WIDE if is_wide else "")
+            on_tpu = self.context.request.platform == "tpu"
+            return single._replace(spreads=on_tpu and spreads(node))
+        plan = self._wide if is_wide else self._single
+        single = plan(node, Arithmetic.HALF, WHY_WIDE if is_wide else "")
+        return self._with_sums(single) if self._keeps_sums(node) else single
+
+    def _keeps_sums(self, product: Node) -> bool:
+        """Returns whether a product's result stays the float32 that tensor cores add up in.
+
+        That costs next to nothing where it is small beside what the product reads. A layer's does
+        not: it is small where the batch is, and as large as the other values of a network.
+        """
+        (result,) = product.outputs
+        computed = [value for value in product.inputs if value in self.facts.dependent]
+        largest = max((value.size for value in computed), default=0)
+        is_small = result.size * SMALL_BESIDE <= largest
+        is_layer = any(v.varies and v not in self.facts.dependent for v in product.inputs)
+        is_read = not self.storage.is_multiplied(result, result.users)
+        in_float8 = product.region.multiplies_in_float8
+        return is_small and is_read and not is_layer and not in_float8
+
+    def _with_sums(self, single: Single) -> Single:
+        """Returns a product with a float32 result."""
+        left, right = map(self.storage.magnitude, single.node.inputs)
+        self.storage.bound(single.node.outputs, [magnitude_of_sums(single.node, left, right)])
+        self.storage.store(single.node.outputs, [FLOAT32])
+        why = " ".join(filter(None, (single.why, WHY_SMALL)))
+        return single._replace(why=why, rounds=self.half, stores=(FLOAT32,))
 
     # Single equations, and how they read.
 

@@ -4,7 +4,7 @@ from collections.abc import Set
 
 import numpy as np
 
-from jmp.autocasting._graph import Node, Value, root
+from jmp.autocasting._graph import Node, Value, are_same, root
 from jmp.autocasting._numbers import fits, is_inexact
 from jmp.autocasting._precision import names_algorithm
 from jmp.autocasting._registry import Category
@@ -17,6 +17,8 @@ NEVER_HALF = {
     "complex128": ", which has no half type",
     "complex64": ", which has no half type",
 }
+
+UNBOUNDED = "nothing bounds the size of an operand: a half type may not hold it"
 
 
 def why_region(node: Node) -> str:
@@ -57,7 +59,7 @@ def why_float32(node: Node, inside: Set[Node], storage: Storage) -> str:
     if rule.category is Category.AS_WRITTEN:
         return rule.reason if node.outputs[0].is_float32 else ""
     if rule.category is Category.WIDEST:  # else the user said otherwise
-        if node.name == "mul" and node.inputs[0] is node.inputs[1]:
+        if node.name == "mul" and are_same(*node.inputs):
             return "a square, whose range a half type does not hold"
         if _cancels(node):
             return "near its bound, 1 minus a bounded function has few digits left"
@@ -81,6 +83,11 @@ def _why_operand(value: Value, node: Node, inside: Set[Node], storage: Storage) 
         return "an operand is float32" if storage.dtype(value) == FLOAT32 else ""
     if value.fits_half:
         return ""
+    magnitude = storage.magnitude(value)
+    if magnitude.exceeds_half or magnitude.degree < 0:
+        return UNBOUNDED
+    if node.name == "div" and value is node.inputs[1] and magnitude.degree > 0:
+        return "it divides by an input, whose size nothing bounds"
     # A callback has no result.
     if value.source_size >= max((result.size for result in node.outputs), default=0):
         return "an operand is a float32 input as large as the result"

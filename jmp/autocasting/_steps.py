@@ -16,8 +16,9 @@ import numpy as np
 
 from jmp._jax_compat import Params
 from jmp.autocasting._float8 import InFloat8
-from jmp.autocasting._flow import Destination, Facts, Info
+from jmp.autocasting._flow import Destination, Facts, Info, is_multiplied
 from jmp.autocasting._graph import Graph, Node, Value, reached
+from jmp.autocasting._magnitudes import Magnitude, magnitude_of_source, magnitudes_of_results
 from jmp.autocasting._propagation import turns_of
 from jmp.autocasting._request import Request
 from jmp.autocasting._wide_gradients import Parts
@@ -294,6 +295,7 @@ class Storage:
     def __init__(self, facts: Facts, half: np.dtype) -> None:
         self.facts = facts
         self.half = half
+        self._magnitudes: dict[Value, Magnitude] = {}
         self._dtypes: dict[Value, np.dtype | None] = {}
 
     def store(self, values: Iterable[Value], dtypes: Iterable[np.dtype | None]) -> None:
@@ -310,11 +312,26 @@ class Storage:
 
     def info(self, value: Value) -> Info:
         """Returns what another level needs to know of a value."""
-        return Info(self.dtype(value), value not in self.facts.dependent)
+        return Info(self.dtype(value), value not in self.facts.dependent, self.magnitude(value))
+
+    def magnitude(self, value: Value) -> Magnitude:
+        """Returns what bounds a value."""
+        found = self._magnitudes.get(value)
+        return magnitude_of_source(value) if found is None else found
+
+    def bound(self, values: Iterable[Value], magnitudes: Iterable[Magnitude]) -> None:
+        """Says what bounds values."""
+        self._magnitudes.update(zip(values, magnitudes, strict=True))
+
+    def measure(self, node: Node) -> None:
+        """Finds what bounds the results of a node, given what bounds its operands."""
+        operands = list(map(self.magnitude, node.inputs))
+        self.bound(node.outputs, magnitudes_of_results(node, operands))
 
     def destination(self, value: Value) -> Destination:
         """Returns where a value goes."""
-        return Destination(value in self.facts.feeds, value in self.facts.carried)
+        is_multiplied = self.is_multiplied(value, value.users)
+        return Destination(value in self.facts.feeds, value in self.facts.carried, is_multiplied)
 
     def rounded_by_rule(self, value: Value) -> np.dtype | None:
         """Returns the dtype that a rule rounds a value to, where it leaves the rule's region."""
@@ -322,17 +339,31 @@ class Storage:
         if node is None or node.region.output_dtype is None or not value.is_float32:
             return None
         leaves = all(user.region != node.region for user in value.users)
-        return self.half if leaves else None
+        return self.half if leaves and not self.is_out_of_range(value, value.users) else None
+
+    def is_multiplied(self, value: Value, readers: Sequence[Node]) -> bool:
+        """Returns whether products alone read a value, of these readers and of those outside."""
+        others = self.facts.read_otherwise
+        return value not in others and all(is_multiplied(reader, others) for reader in readers)
+
+    def is_out_of_range(self, value: Value, readers: Sequence[Node]) -> bool:
+        """Returns whether rounding a value may give an infinity or a zero that its readers hide.
+
+        What products alone read is rounded: they have no other form, and an infinity is seen.
+        """
+        return self.magnitude(value).exceeds_half and not self.is_multiplied(value, readers)
 
     def leaves_half(self, value: Value, inside: Set[Node]) -> bool:
         """Returns whether a float32 value leaves an island in half: where a product follows.
 
-        Not if it reaches the float32 carry of a loop, nor if all that read it read float32.
+        Not if it reaches the float32 carry of a loop, nor if all that read it read float32, nor if
+        nothing bounds it.
         """
         readers = [user for user in value.users if user not in inside]
         read_wide = readers and all(user.reads_float32 for user in readers)
         feeds = value in self.facts.feeds and value not in self.facts.carried
-        return value.is_float32 and feeds and not read_wide
+        may_be_half = value.is_float32 and feeds and not read_wide
+        return may_be_half and not self.is_out_of_range(value, readers)
 
     def may_be_mask(self, value: Value) -> bool:
         """Returns whether a value may hold -1e9: it is known to, or is an input that is no bias."""

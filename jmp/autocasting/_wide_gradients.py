@@ -105,17 +105,21 @@ def look_up_half(run: Run, operands: Sequence[Any]) -> list[Any]:
     return with_derivative(forward, derivative)(*operands)
 
 
-def multiply_rounded(operands: Sequence[Any], params: Params, half: np.dtype) -> list[Any]:
+def multiply_rounded(
+    operands: Sequence[Any], params: Params, half: np.dtype, result: np.dtype
+) -> list[Any]:
     """Runs a `dot_general` in half, with float32 gradients for operands that are float32.
 
     Args:
       params: for a half result.
+      result: the dtype of the result; in float32 it is what tensor cores have added up. Products of
+        the backward pass have half operands in any case.
     """
     wide = [i for i in (0, 1) if operands[i].dtype == FLOAT32]
     narrow = [i for i in (0, 1) if i not in wide]
 
     def forward(left: Any, right: Any, *_: Any) -> list[Any]:
-        return [lax.dot_general_p.bind(left, right, **params)]
+        return [product_as(result, (left, right), params)]
 
     def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
         # What was rounded outside changes as the operand does, which comes in float32 too.
@@ -129,7 +133,7 @@ def multiply_rounded(operands: Sequence[Any], params: Params, half: np.dtype) ->
                 changes.append(weight_product_p.bind(*factors, weight=position, **params))
             else:
                 changes.append(lax.dot_general_p.bind(*factors, **params))
-        return [reduce(lax.add, changes)]
+        return [reduce(lax.add, cast_all(changes, [result] * len(changes)))]
 
     halves = [cast(x, half) for x in operands]
     return with_derivative(forward, derivative)(*halves, *(operands[i] for i in wide))
@@ -258,6 +262,16 @@ def _transpose(position: int, cotangent: Any, *operands: Any, weight: int, **par
     return gradient_of_operand(operands[position].aval, position, (cotangent, other), params)
 
 
+def product_as(result: np.dtype, factors: Sequence[Any], params: Params) -> Any:
+    """Returns a `dot_general` of half operands with a result of this dtype."""
+    run = partial(lax.dot_general_p.bind, **{**params, "preferred_element_type": result})
+    is_wide = result == FLOAT32 and factors[0].dtype == jnp.bfloat16
+    if not (is_wide and _jax_compat.LACKS_BFLOAT16_PRODUCTS):
+        return run(*factors)
+    widened = lambda *factors: run(*(cast(x, FLOAT32) for x in factors))  # the same numbers
+    return lax.platform_dependent(*factors, cpu=widened, default=run)
+
+
 def gradient_of_operand(aval: Any, position: int, factors: Sequence[Any], params: Params) -> Any:
     """Returns the gradient of an operand of a `dot_general`, as one product.
 
@@ -274,13 +288,7 @@ def gradient_of_operand(aval: Any, position: int, factors: Sequence[Any], params
         return lax.dot_general_p.bind(*pair, **params)
 
     def typed_product(*factors: Any, **params: Any) -> Any:
-        params["preferred_element_type"] = aval.dtype
-        run = partial(lax.dot_general_p.bind, **params)
-        is_wide = aval.dtype == FLOAT32 and cotangent.dtype == jnp.bfloat16
-        if not (is_wide and _jax_compat.LACKS_BFLOAT16_PRODUCTS):
-            return run(*factors)
-        widened = lambda *factors: run(*(cast(x, FLOAT32) for x in factors))  # the same numbers
-        return lax.platform_dependent(*factors, cpu=widened, default=run)
+        return product_as(aval.dtype, factors, params)
 
     transposed = jax.linear_transpose(product, aval.update(dtype=cotangent.dtype))
     closed = jax.make_jaxpr(lambda cotangent: transposed(cotangent)[0])(cotangent)

@@ -181,7 +181,6 @@ def test_a_loop_of_n_turns_counts_n_times_its_body():
 # one array: there XLA makes the softmax behind the product, and not within it.
 GATES = [
     ("v6e", "lstm", (0.90, 0.75)),
-    ("v5e", "checkpointed_gpt", (0.99, 1.01)),
     ("v5e", "unet", (1.02, 1.00)),
     ("v5e", "lstm", (0.90, 0.78)),
     ("v5e", "decode-scan-filled", (1.02, 1.02)),

@@ -40,6 +40,7 @@ from jmp.autocasting.attention._matching import (
     NotFused,
     find_attention,
 )
+from jmp.dtypes import FLOAT32
 
 
 class Kernel(NamedTuple):
@@ -100,7 +101,7 @@ def _fused_step(
     scores, result = step_of[attention.scores], step_of[attention.result]
     if not (_is_half(scores) and _is_half(result)):
         raise NotFused("its first product is not computed in half")
-    if any(isinstance(step, Single) and step.rounds for step in (scores, result)):
+    if any(read.dtype == FLOAT32 for step in (scores, result) for read in step.reads):
         raise NotFused("its operands' gradients are to be float32, and the kernel's are half")
     inside = {value for step in group for node in nodes_of(step) for value in node.outputs}
     form = _form(attention, kernel)

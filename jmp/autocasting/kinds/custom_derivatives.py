@@ -132,7 +132,7 @@ class CustomJvpKind(Kind):
         graph = level.open(closed, node, values)
         infos = [info for _, info in given] + [Info(dtype, False) for _, dtype in changes]
         stores = (*dtypes, *[None] * (len(graph.outputs) - len(dtypes)))
-        goes = [Destination(dtype == level.half, carried=dtype == FLOAT32) for dtype in stores]
+        goes = [Destination(d == level.half, d == FLOAT32, rounded=d == level.half) for d in stores]
         plan = level.plan_graph(graph, infos, goes, self.context_inside(level))
         return _Traced(plan.storing(stores), jax.tree.structure(result))
 

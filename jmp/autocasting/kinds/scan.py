@@ -91,7 +91,9 @@ class ScanKind(Kind):
                 for value, is_half in zip(values, in_half, strict=True)
             ]
             infos = [*consts, *(Info(dtype, False) for dtype in carries), *rows]
-            outputs = [Destination(feeds=is_half, carried=not is_half) for is_half in in_half]
+            outputs = [
+                Destination(is_half, carried=not is_half, rounded=is_half) for is_half in in_half
+            ]
             outputs += level.destinations(node)[scan.n_carry :]
             # One more than the turns: also a loop of one turn is a loop.
             times = level.context.times * (turns_of(node.equation) + 1)

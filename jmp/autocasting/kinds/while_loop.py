@@ -97,7 +97,9 @@ class WhileKind(Kind):
             for value, is_half in zip(node.outputs, in_half, strict=True)
         )
         carries = [Info(dtype, False) for dtype in stores]
-        outputs = [Destination(feeds=is_half, carried=not is_half) for is_half in in_half]
+        outputs = [
+            Destination(is_half, carried=not is_half, rounded=is_half) for is_half in in_half
+        ]
         (is_on,) = loop.condition.out_avals
         parts = level.context.devices_part or may_part(node, is_on)
         # Nothing is saved for a backward pass, because there is none.

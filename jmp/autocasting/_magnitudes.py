@@ -1,0 +1,275 @@
+"""How large a value may be beside the half values that it is computed from.
+
+A sum of a thousand numbers, a square and a count may lie beyond 65504, the largest number of
+float16. As float32 they are right. Rounded on their way to a division they would be infinities, the
+quotient zero and every gradient too, without a sign of it in the results. So a float32 value whose
+size nothing bounds is not rounded where another operation than a product reads it.
+
+A `Magnitude` says what bounds a value. It follows three things from the inputs on:
+
+- the interval that its numbers lie in, if one is known: that of a sine, or of a count of booleans;
+- its degree: 1 for half values, 2 for their squares, -1 for their reciprocals, 0 for a ratio;
+- how many terms it adds up, divided by what it is divided by: 1 for a mean.
+
+The product of two different values has the degree of the larger one: it overflows where a model
+written in half overflows too, and that is seen.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jmp import _jax_compat
+from jmp.autocasting._graph import Node, Value, are_same, root
+from jmp.autocasting._numbers import dtype_of, length_of, shape_of
+
+LARGEST = float(jnp.finfo(np.float16).max)
+SMALLEST = float(jnp.finfo(np.float16).smallest_normal)
+
+# A sum of so few half values counts as a half value: a residual stream, or the heads of a layer.
+FEW = 16.0
+
+
+class Magnitude(NamedTuple):
+    """What bounds a value; see the module."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    degree: float = 1.0
+    terms: float = 1.0
+
+    @property
+    def exceeds_half(self) -> bool:
+        """Whether nothing keeps it within float16's range."""
+        if self.degree < 0:  # a reciprocal may lie below its smallest number
+            return self.degree < -1 or self.terms < 1 / FEW
+        if math.isfinite(self.high - self.low):
+            near, far = sorted((abs(self.low), abs(self.high)))
+            has_zero = self.low <= 0 <= self.high
+            return far > LARGEST or (near < SMALLEST and not has_zero)
+        return self.degree > 1 or self.terms > FEW
+
+    @property
+    def opposite(self) -> "Magnitude":
+        return self._replace(low=-self.high, high=-self.low)
+
+
+ORDINARY = Magnitude()  # of a half value, and of what may have been one
+STEEP, FLAT = Magnitude(degree=math.inf), Magnitude(degree=0.0)
+TINY = float(jnp.finfo(np.float32).tiny)
+MINUS_ONE = Magnitude(-1, -1, 0)
+
+
+def magnitude_of_source(value: Value) -> Magnitude:
+    """Returns the magnitude of a value of which no more is known than its dtype or its number."""
+    dtype, number = dtype_of(value), value.constant
+    if number is None and isinstance(value.held, (bool, int, np.integer)):
+        number = float(value.held)
+    if number is not None:
+        return Magnitude(number, number, 0)
+    if dtype == np.bool_:
+        return Magnitude(0, 1, 0)
+    if dtype is not None and jnp.issubdtype(dtype, jnp.integer):
+        limits = jnp.iinfo(dtype)
+        return Magnitude(float(limits.min), float(limits.max), 0)
+    return ORDINARY
+
+
+def magnitudes_of_results(node: Node, operands: Sequence[Magnitude]) -> list[Magnitude]:
+    """Returns the magnitudes of a node's results, given those of its operands."""
+    found = _of_result(node, operands)
+    if found is None:
+        return list(map(magnitude_of_source, node.outputs))
+    if math.isnan(found.low + found.high):
+        found = found._replace(low=-math.inf, high=math.inf)
+    if found.degree > 0 and max(-found.low, found.high) <= LARGEST:
+        found = found._replace(degree=0.0)
+    first = node.outputs[0]
+    return [found if v.dtype == first.dtype else magnitude_of_source(v) for v in node.outputs]
+
+
+def magnitude_of_sums(product: Node, left: Magnitude, right: Magnitude) -> Magnitude:
+    """Returns the magnitude of the float32 result of a `dot_general`."""
+    (contracted, _), _ = product.params["dimension_numbers"]
+    count = math.prod(length_of(shape_of(product.inputs[0])[axis]) for axis in contracted)
+    return Magnitude(degree=left.degree + right.degree, terms=left.terms * right.terms * count)
+
+
+def hull(magnitudes: Sequence[Magnitude]) -> Magnitude:
+    """Returns the magnitude of a value that may be any of several."""
+    largest = max(magnitudes, key=lambda x: (x.degree, x.terms))
+    low, high = min(x.low for x in magnitudes), max(x.high for x in magnitudes)
+    return largest._replace(low=low, high=high)
+
+
+def _of_result(node: Node, operands: Sequence[Magnitude]) -> Magnitude | None:
+    """Returns the magnitude of a node's first result; None if no more is known than its dtype."""
+    rule = node.rule
+    if node.name in TRANSFERS:
+        return TRANSFERS[node.name](node, *operands)
+    if rule.bounded:
+        return Magnitude(-1, 1)
+    if rule.moves or rule.reduces or rule.casts or rule.sums_devices:
+        return operands[0]
+    if rule.holds_operands or _jax_compat.holds_functions(node.equation):
+        held = [
+            magnitude
+            for value, magnitude in zip(node.inputs, operands, strict=True)
+            if value.dtype == node.outputs[0].dtype
+        ]
+        # What a function inside makes of them is not known, such as that of relu.
+        found = hull(held) if held else None
+        return found if rule.holds_operands or not found else found._replace(low=-math.inf)
+    return None
+
+
+# What operations make of magnitudes.
+
+
+def _add(x: Magnitude, y: Magnitude) -> Magnitude:
+    degree = max(x.degree, y.degree)
+    terms = max(each.terms for each in (x, y) if each.degree == degree)
+    return Magnitude(x.low + y.low, x.high + y.high, degree, terms)
+
+
+def _subtract(node: Node, x: Magnitude, y: Magnitude) -> Magnitude:
+    found = _add(x, y.opposite)
+    value, other = map(root, node.inputs)
+    maximum = other.producer
+    if maximum is None or maximum.name != "reduce_max" or root(maximum.inputs[0]) is not value:
+        return found
+    return found._replace(high=0.0)
+
+
+def _multiply(x: Magnitude, y: Magnitude) -> Magnitude:
+    products = [0.0 if 0 in (a, b) else a * b for a in (x.low, x.high) for b in (y.low, y.high)]
+    found = Magnitude(min(products), max(products), terms=x.terms * y.terms)
+    for one, other in ((x, y), (y, x)):
+        if one.low == one.high:  # a constant divides a sum, as in a mean
+            terms = other.terms * min(1.0, abs(one.low))
+            return found._replace(degree=other.degree, terms=terms)
+        if one.degree == -math.inf and max(-one.low, one.high) <= 1:  # as in x / (1 + exp(-x))
+            return other._replace(low=found.low, high=found.high)
+    if x.degree > 0 and y.degree > 0:
+        return found._replace(degree=max(x.degree, y.degree))
+    are_opposite = x.degree == -y.degree  # both may be infinite
+    return found._replace(degree=0.0 if are_opposite else x.degree + y.degree)
+
+
+def _reciprocal(x: Magnitude) -> Magnitude:
+    low, high = -math.inf, math.inf
+    if x.low > 0 or x.high < 0:
+        low, high = 1 / x.high, 1 / x.low
+    elif x.low == 0 < x.high:
+        low = 1 / x.high
+    return Magnitude(low, high, -x.degree, 1 / max(x.terms, TINY))
+
+
+def _power(x: Magnitude, power: float) -> Magnitude:
+    """Returns the magnitude of a power, which may be a fraction or negative."""
+    if power < 0:
+        return _reciprocal(_power(x, -power))
+    low, high = (_bounded_power(end, power) for end in (x.low, x.high))
+    if power % 2 == 0:
+        low, high = (0.0 if x.low <= 0 <= x.high else min(low, high)), max(low, high)
+    return Magnitude(low, high, power * x.degree, abs(_bounded_power(x.terms, power)))
+
+
+def _bounded_power(base: float, power: float) -> float:
+    """Returns a power; infinity beyond float32, and zero where it has no real value."""
+    if base < 0 and power % 1:
+        return 0.0
+    if abs(base) > 1 and power * math.log2(abs(base)) > 127:
+        return math.inf if base > 0 or power % 2 == 0 else -math.inf
+    return float(base**power)
+
+
+def _exp(x: Magnitude) -> Magnitude:
+    low, high = (math.exp(end) if end < 88 else math.inf for end in (x.low, x.high))
+    return Magnitude(low, high, math.inf)
+
+
+def _absolute(x: Magnitude) -> Magnitude:
+    near = 0.0 if x.low <= 0 <= x.high else min(abs(x.low), abs(x.high))
+    return x._replace(low=near, high=max(-x.low, x.high))
+
+
+def _sum(x: Magnitude, count: float) -> Magnitude:
+    low, high = (0.0 if end == 0 else end * count for end in (x.low, x.high))
+    return Magnitude(low, high, x.degree, x.terms * count)
+
+
+def _partial_sums(x: Magnitude, count: float) -> Magnitude:
+    return hull([x, _sum(x, count)])
+
+
+def _between(x: Magnitude, low: float, high: float) -> Magnitude:
+    return x._replace(low=min(max(x.low, low), high), high=max(min(x.high, high), low))
+
+
+def _select(node: Node, which: Magnitude, *cases: Magnitude) -> Magnitude:
+    """A choice, by the sign of one of two values perhaps, as in elu."""
+    chosen, test = list(cases), root(node.inputs[0]).producer
+    if test is not None and test.name in ("gt", "ge", "lt", "le") and len(cases) == 2:
+        value, zero = map(root, test.inputs)
+        for holds, case in enumerate(map(root, node.inputs[1:])):
+            if case is value and zero.constant == 0:
+                is_positive = (test.name in ("gt", "ge")) == bool(holds)
+                ends = (0.0, math.inf) if is_positive else (-math.inf, 0.0)
+                chosen[holds] = _between(chosen[holds], *ends)
+    return hull(chosen)
+
+
+def _scattered(node: Node, added: Magnitude) -> Magnitude:
+    """Returns the magnitude of what is added to one number: one of many, or all of them."""
+    places = node.inputs[1]
+    everything = _partial_sums(added, max(1, places.size // max(1, shape_of(places)[-1])))
+    return everything._replace(terms=added.terms * _ratio(node, 2))
+
+
+def _ratio(node: Node, operand: int = 0) -> float:
+    """Returns how many numbers of an operand there are to one of the result."""
+    return max(1.0, node.inputs[operand].size / max(1, node.outputs[0].size))
+
+
+def _length(node: Node, parameter: str) -> int:
+    return max(1, length_of(shape_of(node.outputs[0])[node.params[parameter]]))
+
+
+# For each primitive, a function of the node and of its operands' magnitudes.
+TRANSFERS: dict[str, Callable[..., Magnitude]] = {
+    "add": lambda node, x, y: _add(x, y),
+    "add_any": lambda node, x, y: _add(x, y),
+    "sub": _subtract,
+    "neg": lambda node, x: x.opposite,
+    "mul": lambda node, x, y: _power(x, 2) if are_same(*node.inputs) else _multiply(x, y),
+    "div": lambda node, x, y: _multiply(x, _reciprocal(y)),
+    "square": lambda node, x: _power(x, 2),
+    "integer_pow": lambda node, x: _power(x, node.params["y"]),
+    "pow": lambda node, x, y: _power(x, y.low) if y.low == y.high else STEEP,
+    "sqrt": lambda node, x: _power(x, 0.5),
+    "rsqrt": lambda node, x: _power(x, -0.5),
+    "cbrt": lambda node, x: _power(x, 1 / 3),
+    "exp": lambda node, x: _exp(x),
+    "exp2": lambda node, x: _exp(x),
+    "expm1": lambda node, x: _add(_exp(x), MINUS_ONE),
+    "abs": lambda node, x: _absolute(x),
+    "max": lambda node, x, y: hull([x, y])._replace(low=max(x.low, y.low)),
+    "min": lambda node, x, y: hull([x, y])._replace(high=min(x.high, y.high)),
+    "clamp": lambda node, low, x, high: _between(x, low.low, high.high),
+    "select_n": _select,
+    "reduce_sum": lambda node, x: _sum(x, _ratio(node)),
+    "reduce_prod": lambda node, x: _power(x, _ratio(node)),
+    "cumsum": lambda node, x: _partial_sums(x, _length(node, "axis")),
+    "cumprod": lambda node, x: hull([x, _power(x, _length(node, "axis"))]),
+    "scatter-add": lambda node, x, _, added: _add(x, _scattered(node, added)),
+    "iota": lambda node: Magnitude(0, _length(node, "dimension")),
+    "argmax": lambda node, x: Magnitude(0, node.inputs[0].size),
+    "argmin": lambda node, x: Magnitude(0, node.inputs[0].size),
+}
+TRANSFERS |= dict.fromkeys("sinh cosh tan lgamma".split(), lambda node, x: STEEP)
+LEVEL = "log log1p asinh acosh atanh erf_inv asin acos atan atan2 erfc sign"
+TRANSFERS |= dict.fromkeys(LEVEL.split(), lambda node, *operands: FLAT)
