@@ -26,8 +26,8 @@ from jmp import _jax_compat
 from jmp.autocasting._graph import Node, Value, are_same, root
 from jmp.autocasting._numbers import dtype_of, length_of, shape_of
 
-LARGEST = float(jnp.finfo(np.float16).max)
-SMALLEST = float(jnp.finfo(np.float16).smallest_normal)
+LARGEST_HALF = float(jnp.finfo(np.float16).max)
+SMALLEST_HALF = float(jnp.finfo(np.float16).smallest_normal)
 
 # A sum of so few half values counts as a half value: a residual stream, or the heads of a layer.
 FEW = 16.0
@@ -49,7 +49,7 @@ class Magnitude(NamedTuple):
         if math.isfinite(self.high - self.low):
             near, far = sorted((abs(self.low), abs(self.high)))
             has_zero = self.low <= 0 <= self.high
-            return far > LARGEST or (near < SMALLEST and not has_zero)
+            return far > LARGEST_HALF or (near < SMALLEST_HALF and not has_zero)
         return self.degree > 1 or self.terms > FEW
 
     @property
@@ -85,7 +85,7 @@ def magnitudes_of_results(node: Node, operands: Sequence[Magnitude]) -> list[Mag
         return list(map(magnitude_of_source, node.outputs))
     if math.isnan(found.low + found.high):
         found = found._replace(low=-math.inf, high=math.inf)
-    if found.degree > 0 and max(-found.low, found.high) <= LARGEST:
+    if found.degree > 0 and max(-found.low, found.high) <= LARGEST_HALF:
         found = found._replace(degree=0.0)
     first = node.outputs[0]
     return [found if v.dtype == first.dtype else magnitude_of_source(v) for v in node.outputs]
@@ -168,10 +168,10 @@ def _reciprocal(x: Magnitude) -> Magnitude:
     return Magnitude(low, high, -x.degree, 1 / max(x.terms, TINY))
 
 
-def _power(x: Magnitude, power: float) -> Magnitude:
+def _raised(x: Magnitude, power: float) -> Magnitude:
     """Returns the magnitude of a power, which may be a fraction or negative."""
     if power < 0:
-        return _reciprocal(_power(x, -power))
+        return _reciprocal(_raised(x, -power))
     low, high = (_bounded_power(end, power) for end in (x.low, x.high))
     if power % 2 == 0:
         low, high = (0.0 if x.low <= 0 <= x.high else min(low, high)), max(low, high)
@@ -210,14 +210,14 @@ def _between(x: Magnitude, low: float, high: float) -> Magnitude:
     return x._replace(low=min(max(x.low, low), high), high=max(min(x.high, high), low))
 
 
-def _select(node: Node, which: Magnitude, *cases: Magnitude) -> Magnitude:
+def _chosen(node: Node, which: Magnitude, *cases: Magnitude) -> Magnitude:
     """A choice, by the sign of one of two values perhaps, as in elu."""
     chosen, test = list(cases), root(node.inputs[0]).producer
-    if test is not None and test.name in ("gt", "ge", "lt", "le") and len(cases) == 2:
+    if test is not None and test.rule.compares and len(cases) == 2:
         value, zero = map(root, test.inputs)
         for holds, case in enumerate(map(root, node.inputs[1:])):
-            if case is value and zero.constant == 0:
-                is_positive = (test.name in ("gt", "ge")) == bool(holds)
+            if case is value and zero.constant == 0 and test.name[0] in "gl":  # greater, less
+                is_positive = (test.name[0] == "g") == bool(holds)
                 ends = (0.0, math.inf) if is_positive else (-math.inf, 0.0)
                 chosen[holds] = _between(chosen[holds], *ends)
     return hull(chosen)
@@ -235,7 +235,7 @@ def _ratio(node: Node, operand: int = 0) -> float:
     return max(1.0, node.inputs[operand].size / max(1, node.outputs[0].size))
 
 
-def _length(node: Node, parameter: str) -> int:
+def _length_along(node: Node, parameter: str) -> int:
     return max(1, length_of(shape_of(node.outputs[0])[node.params[parameter]]))
 
 
@@ -245,14 +245,14 @@ TRANSFERS: dict[str, Callable[..., Magnitude]] = {
     "add_any": lambda node, x, y: _add(x, y),
     "sub": _subtract,
     "neg": lambda node, x: x.opposite,
-    "mul": lambda node, x, y: _power(x, 2) if are_same(*node.inputs) else _multiply(x, y),
+    "mul": lambda node, x, y: _raised(x, 2) if are_same(*node.inputs) else _multiply(x, y),
     "div": lambda node, x, y: _multiply(x, _reciprocal(y)),
-    "square": lambda node, x: _power(x, 2),
-    "integer_pow": lambda node, x: _power(x, node.params["y"]),
-    "pow": lambda node, x, y: _power(x, y.low) if y.low == y.high else STEEP,
-    "sqrt": lambda node, x: _power(x, 0.5),
-    "rsqrt": lambda node, x: _power(x, -0.5),
-    "cbrt": lambda node, x: _power(x, 1 / 3),
+    "square": lambda node, x: _raised(x, 2),
+    "integer_pow": lambda node, x: _raised(x, node.params["y"]),
+    "pow": lambda node, x, y: _raised(x, y.low) if y.low == y.high else STEEP,
+    "sqrt": lambda node, x: _raised(x, 0.5),
+    "rsqrt": lambda node, x: _raised(x, -0.5),
+    "cbrt": lambda node, x: _raised(x, 1 / 3),
     "exp": lambda node, x: _exp(x),
     "exp2": lambda node, x: _exp(x),
     "expm1": lambda node, x: _add(_exp(x), MINUS_ONE),
@@ -260,13 +260,13 @@ TRANSFERS: dict[str, Callable[..., Magnitude]] = {
     "max": lambda node, x, y: hull([x, y])._replace(low=max(x.low, y.low)),
     "min": lambda node, x, y: hull([x, y])._replace(high=min(x.high, y.high)),
     "clamp": lambda node, low, x, high: _between(x, low.low, high.high),
-    "select_n": _select,
+    "select_n": _chosen,
     "reduce_sum": lambda node, x: _sum(x, _ratio(node)),
-    "reduce_prod": lambda node, x: _power(x, _ratio(node)),
-    "cumsum": lambda node, x: _partial_sums(x, _length(node, "axis")),
-    "cumprod": lambda node, x: hull([x, _power(x, _length(node, "axis"))]),
+    "reduce_prod": lambda node, x: _raised(x, _ratio(node)),
+    "cumsum": lambda node, x: _partial_sums(x, _length_along(node, "axis")),
+    "cumprod": lambda node, x: hull([x, _raised(x, _length_along(node, "axis"))]),
     "scatter-add": lambda node, x, _, added: _add(x, _scattered(node, added)),
-    "iota": lambda node: Magnitude(0, _length(node, "dimension")),
+    "iota": lambda node: Magnitude(0, _length_along(node, "dimension")),
     "argmax": lambda node, x: Magnitude(0, node.inputs[0].size),
     "argmin": lambda node, x: Magnitude(0, node.inputs[0].size),
 }

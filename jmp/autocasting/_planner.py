@@ -231,22 +231,24 @@ class Planner(Level):
     def _keeps_sums(self, product: Node) -> bool:
         """Returns whether a product's result stays the float32 that tensor cores add up in.
 
-        That costs next to nothing where it is small beside what the product reads. A layer's does
-        not: it is small where the batch is, and as large as the other values of a network.
+        That is where float16 may not hold it, such as a sum over all tokens, and where it is small
+        beside what the product reads, so that it costs next to nothing. Not that of a layer: it is
+        a value like all others of a network, and small where the batch is.
         """
         (result,) = product.outputs
         computed = [value for value in product.inputs if value in self.facts.dependent]
         largest = max((value.size for value in computed), default=0)
         is_small = result.size * SMALL_BESIDE <= largest
         is_layer = any(v.varies and v not in self.facts.dependent for v in product.inputs)
-        is_read = not self.storage.is_multiplied(result, result.users)
         in_float8 = product.region.multiplies_in_float8
-        return is_small and is_read and not is_layer and not in_float8
+        if self.half != np.float16 or not is_small or is_layer or in_float8:
+            return False
+        left, right = map(self.storage.magnitude, product.inputs)
+        self.storage.bound([result], [magnitude_of_sums(product, left, right)])
+        return self.storage.is_out_of_range(result, result.users)
 
     def _with_sums(self, single: Single) -> Single:
         """Returns a product with a float32 result."""
-        left, right = map(self.storage.magnitude, single.node.inputs)
-        self.storage.bound(single.node.outputs, [magnitude_of_sums(single.node, left, right)])
         self.storage.store(single.node.outputs, [FLOAT32])
         why = " ".join(filter(None, (single.why, WHY_SMALL)))
         return single._replace(why=why, rounds=self.half, stores=(FLOAT32,))
