@@ -17,6 +17,7 @@ from jmp.autocasting._convolutions import spreads
 from jmp.autocasting._exact_products import results_wrap
 from jmp.autocasting._flatten import graph_of
 from jmp.autocasting._float8_planning import multiply_in_float8, send_in_float8, with_bounds
+from jmp.autocasting._flow import reaching_values
 from jmp.autocasting._graph import Given, Graph, Node, Value
 from jmp.autocasting._islands import (
     choose_recompute,
@@ -233,7 +234,8 @@ class Planner(Level):
 
         That is where float16 may not hold it, such as a sum over all tokens, and where it is small
         beside what the product reads, so that it costs next to nothing. Not that of a layer: it is
-        a value like all others of a network, and small where the batch is.
+        a value like all others of a network, and small where the batch is. Nor scores of an
+        attention: where one token is decoded they would be rounded otherwise than in a prefill.
         """
         (result,) = product.outputs
         computed = [value for value in product.inputs if value in self.facts.dependent]
@@ -242,6 +244,9 @@ class Planner(Level):
         is_layer = any(v.varies and v not in self.facts.dependent for v in product.inputs)
         in_float8 = product.region.multiplies_in_float8
         if self.half != np.float16 or not is_small or is_layer or in_float8:
+            return False
+        is_maximum = lambda equation: equation.primitive.name == "reduce_max"
+        if result in reaching_values(self.graph.nodes, is_maximum, []):
             return False
         left, right = map(self.storage.magnitude, product.inputs)
         self.storage.bound([result], [magnitude_of_sums(product, left, right)])

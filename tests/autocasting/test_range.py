@@ -82,7 +82,7 @@ ROLES = {
     "divisor": lambda v, z: (v * z.mean()) / jnp.maximum(z, z.mean()),
     "factor": lambda v, z: jnp.log1p(jnp.abs(v) * z) / 8,
     "reciprocal": lambda v, z: (v * z.mean()) * (1 / jnp.maximum(z, z.mean())),
-    "addend": lambda v, z: v * jnp.log(jnp.abs(v) + z) / 8,
+    "addend": lambda v, z: jnp.log(z.mean() * jnp.abs(v) + z) / 8,
 }
 
 
