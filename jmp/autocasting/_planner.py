@@ -33,7 +33,7 @@ from jmp.autocasting._kinds import Level, has_kind, kind_of
 from jmp.autocasting._magnitudes import magnitude_of_sums
 from jmp.autocasting._numbers import Shape
 from jmp.autocasting._precision import with_default
-from jmp.autocasting._reasons import why_float32, why_not_lowered, why_region
+from jmp.autocasting._reasons import UNBOUNDED, why_float32, why_not_lowered, why_region
 from jmp.autocasting._registry import Category
 from jmp.autocasting._sending import (
     WHY_IN_PARTS,
@@ -200,6 +200,8 @@ class Planner(Level):
         category = node.rule.category
         if node.goes_inside:
             return kind_of(node.name).plan(node, self)
+        if node in self.facts.embeddings and self.storage.magnitude(node.inputs[0]).exceeds_half:
+            return self._single(node, Arithmetic.FLOAT32, UNBOUNDED)
         if node in self.facts.embeddings and may_be_sent(node):
             parts = None if node.region.reduces_in_float32 else parts_of_rows(node)
             single = self._wide(node, Arithmetic.HALF, WHY_IN_PARTS if parts else WHY_LOOKUP)
