@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import numpy as np
+from jax.extend.core import JaxprEqn
 
 from jmp.autocasting._graph import Graph, Node, Value, upstream
 from jmp.autocasting._magnitudes import Magnitude
@@ -78,10 +79,14 @@ def facts_of(graph: Graph, infos: Sequence[Info], outputs: Sequence[Destination]
     cuts = find_cuts(graph, dependent, embeddings)
     depths = find_depths(graph, dependent, embeddings | cuts)
     # What leaves the level may reach a maximum outside.
-    is_maximum = lambda equation: equation.primitive.name == "reduce_max"
     compared = reaching_values(graph.nodes, is_maximum, graph.outputs)
     others = find_read_otherwise(graph, [value for value, where in goes if not where.rounded])
     return Facts(feeds, carried, dependent, embeddings, cuts, depths, compared, others)
+
+
+def is_maximum(equation: JaxprEqn) -> bool:
+    """Returns whether an equation is a maximum, as that of a softmax."""
+    return equation.primitive.name == "reduce_max"
 
 
 def feeding_values(graph: Graph, outputs: Iterable[Value]) -> set[Value]:

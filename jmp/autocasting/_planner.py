@@ -17,7 +17,7 @@ from jmp.autocasting._convolutions import spreads
 from jmp.autocasting._exact_products import results_wrap
 from jmp.autocasting._flatten import graph_of
 from jmp.autocasting._float8_planning import multiply_in_float8, send_in_float8, with_bounds
-from jmp.autocasting._flow import reaching_values
+from jmp.autocasting._flow import is_maximum, reaching_values
 from jmp.autocasting._graph import Given, Graph, Node, Value
 from jmp.autocasting._islands import (
     choose_recompute,
@@ -247,8 +247,7 @@ class Planner(Level):
         in_float8 = product.region.multiplies_in_float8
         if self.half != np.float16 or not is_small or is_layer or in_float8:
             return False
-        is_maximum = lambda equation: equation.primitive.name == "reduce_max"
-        if result in reaching_values(self.graph.nodes, is_maximum, []):
+        if result in self._scores:
             return False
         left, right = map(self.storage.magnitude, product.inputs)
         self.storage.bound([result], [magnitude_of_sums(product, left, right)])
@@ -345,6 +344,11 @@ class Planner(Level):
         is_on_one_device = value.aval.sharding.mesh.empty
         wanted = on_tpu and is_multiplied and is_bias and is_on_one_device
         return wanted and not is_of_convolution
+
+    @functools.cached_property
+    def _scores(self) -> Set[Value]:
+        """The values that reach a maximum on this level, such as that of a softmax."""
+        return reaching_values(self.graph.nodes, is_maximum, [])
 
     @functools.cached_property
     def exposed(self) -> Set[Value]:

@@ -612,7 +612,7 @@ def found_in(search):
     fun = lambda kept: lax.while_loop(
         lambda carry: case.is_on(*carry), lambda carry: case.turn(*carry), (0, kept, scores)
     )[2]
-    closed = jax.make_jaxpr(jmp.autocast(fun, "mixed_float16"))(case.kept)
+    closed = jax.make_jaxpr(jmp.autocast(fun, "mixed_bfloat16"))(case.kept)
     equation = next(v.equation for v in walk(closed.jaxpr) if v.equation.primitive.name == "while")
     _, _, carries = _jax_compat.While.of(equation.params).split(equation.invars)
     shape = jnp.shape(jax.tree.leaves(case.kept)[0])
@@ -627,7 +627,7 @@ def found_in(search):
 
 @pytest.mark.parametrize("name", ITERATES_NOTHING)
 def test_what_is_written_once_is_half_also_where_scores_end_the_loop(name):
-    assert found_in(ITERATES_NOTHING[name]) == ({"float16"}, {"float16"})
+    assert found_in(ITERATES_NOTHING[name]) == ({"bfloat16"}, {"bfloat16"})
 
 
 @pytest.mark.filterwarnings("ignore::jmp.NoHalfProductWarning")
@@ -645,4 +645,4 @@ def test_a_loop_to_a_tolerance_without_products_runs_as_written():
         return lax.while_loop(is_on, step, (0, x))[1]
 
     (equation,) = (v.equation for v in walk(jax.make_jaxpr(fun)(X).jaxpr) if not v.around)
-    assert not iterates_nothing(equation, Settings(jmp.get_policy("mixed_float16")))
+    assert not iterates_nothing(equation, Settings(jmp.get_policy("mixed_bfloat16")))
