@@ -8,6 +8,7 @@ import gc
 import itertools
 import os
 import pathlib
+import shutil
 import threading
 from importlib.metadata import version
 
@@ -30,6 +31,11 @@ if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1":
 if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1" and version("jaxlib").startswith("0.10."):
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
+# What was compiled for a CPU is kept for other processes, and for the next run, which takes half of
+# the time where nothing has changed; the first takes 8 % less. `make clean` removes it.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.abspath("build/compiled"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import hypothesis
 import jax
@@ -72,6 +78,13 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "full: a test that `make test` leaves to `make test-all`")
+
+
+def pytest_sessionstart(session):
+    is_first = not hasattr(session.config, "workerinput")  # of the processes of xdist
+    kept = pathlib.Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
+    if is_first and kept.exists() and sum(file.stat().st_size for file in kept.iterdir()) > 1e9:
+        shutil.rmtree(kept)
 
 
 def pytest_collection_modifyitems(config, items):

@@ -12,8 +12,11 @@ from testbed import ROOT
 from tests.commands import in_full
 from tests.project.running import TINY, run_example, run_example_alone
 
+# Another file has that of `grpo`.
+WRITING = [name for name in TINY if name != "grpo"]
 
-@pytest.mark.parametrize("name", in_full([*TINY], but=["log_metrics"]))
+
+@pytest.mark.parametrize("name", in_full(WRITING, but=["log_metrics"]))
 def test_an_example_writes_its_table_its_numbers_and_its_picture(name, tmp_path):
     finished = run_example(name, *TINY[name], f"--output-dir={tmp_path}")
     assert finished.returncode == 0, finished.stderr
