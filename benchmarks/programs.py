@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 import jmp
 from benchmarks import float8_convolutions
@@ -51,9 +52,11 @@ FLOAT8_RULES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 # The rules of a step, and the global default precision, which is that of float32 products alone.
-HEAD_IN_FLOAT32 = [("GPTModule/Dense_0", "float32")]
+HEAD = "GPTModule/Dense_0"
+HEAD_IN_FLOAT32 = [(HEAD, "float32")]
 HEADS: dict[str, tuple[list[tuple[str, str]], str | None]] = {
     "all in half": ([], None),
+    "the logits' with a float32 result": ([(HEAD, "mixed_bfloat16,result=f32")], None),
     "the logits' in float32, as TF32": (HEAD_IN_FLOAT32, "tensorfloat32"),
     "the logits' in float32": (HEAD_IN_FLOAT32, None),
 }
@@ -128,19 +131,24 @@ def gpt2_memory(run: str) -> dict[str, Any]:
 
 
 def head(title: str) -> dict[str, Any]:
-    """Counts a step of GPT-2 small that keeps the product of the logits in float32, or not."""
+    """Counts a step of GPT-2 small whose logits are computed so; and the error on a small GPT."""
     rules, default = HEADS[title]
+    lowered = functools.partial(jmp.autocast, policy="mixed_bfloat16", rules=rules)
     sizes = {"layers": 12, "width": 768, "length": 1024, "vocabulary": 50257}
     params, batch = jax.eval_shape(lambda: gpt(**sizes)[1:])
 
     def step(params: Any, *batch: Any) -> Any:
-        loss = jmp.autocast(gpt(**sizes)[0], "mixed_bfloat16", rules=rules)
-        gradients = jax.grad(loss)(params, *batch)
+        gradients = jax.grad(lowered(gpt(**sizes)[0]))(params, *batch)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
 
     with jax.default_matmul_precision(default):
         program = compile_for_h200(step, params, *batch, donate_argnums=0)
-    return {**figures(program), "model_ms": modelled_limit(program.text)}
+    loss, params, batch = gpt(layers=2, width=128, length=64, vocabulary=4096)
+    exact, half = (jax.jit(jax.grad(f))(params, *batch) for f in (loss, lowered(loss)))
+    difference = jax.tree.map(jnp.subtract, half, exact)
+    error = float(optax.global_norm(difference) / optax.global_norm(exact))
+    limit = modelled_limit(program.text)
+    return {**figures(program), "model_ms": limit, "gradient_error": error}
 
 
 def convolution(title: str) -> dict[str, Any]:

@@ -160,6 +160,15 @@ def branches(params: Params) -> tuple[core.ClosedJaxpr, ...]:
     return params["branches"]
 
 
+def branches_platforms(params: Params) -> list[tuple[str, ...]] | None:
+    """Returns the platforms that each function of a cond is for; None if a number chooses.
+
+    The last may be for all others: "default", as `jax.lax.platform_dependent` calls it.
+    """
+    platforms = params.get("branches_platforms")
+    return None if platforms is None else [names or ("default",) for names in platforms]
+
+
 def called(params: Params) -> core.ClosedJaxpr:
     """Returns the function that a jit, remat, shard_map or custom derivative calls."""
     return params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
@@ -230,6 +239,11 @@ def on_all_devices(value: Any) -> Any:
     """
     is_shard = isinstance(value, jax.core.Tracer) and hasattr(value, "val")
     return np.asarray(value.val) if is_shard else value
+
+
+def is_jax_array(value: Any) -> bool:
+    """Returns whether `value` is an array of JAX's, a tracer of one, or a reference to one."""
+    return isinstance(value, jax.Array) or is_reference(value)
 
 
 def is_reference(value: Any) -> bool:

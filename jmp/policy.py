@@ -1,8 +1,9 @@
 """`Policy`: which dtype parameters are stored in, computed in and returned in.
 
-A policy is a frozen, hashable triple, with the dtypes of reductions between devices and of products
-beside it where a user chose them. It says nothing of single layers: that is what `jmp.rules`
-adds. Text and policies convert both ways: `get_policy("p=f32,c=f16,o=f32")` and `str(policy)`.
+A policy is a frozen, hashable triple, with the dtypes of reductions between devices, of products
+and of their results beside it where a user chose them. It says nothing of single layers: that is
+what `jmp.rules` adds. Text and policies convert both ways: `get_policy("p=f32,c=f16,o=f32")` and
+`str(policy)`.
 """
 
 import dataclasses
@@ -39,7 +40,11 @@ _FIELDS = {
     "reduce": "reduce_dtype",
     "m": "product_dtype",
     "product": "product_dtype",
+    "y": "result_dtype",
+    "result": "result_dtype",
 }
+
+_LETTERS = {field: key for key, field in _FIELDS.items() if len(key) == 1}
 
 # Each value is read by `get_policy` again. Apex's opt levels and the names Keras made customary.
 _NAMED = {
@@ -68,14 +73,17 @@ class Policy:
         choice to XLA and is no part of the text.
       product_dtype: float8 for autocast's products with parameters, "f8" or `jnp.float8_e4m3fn`; or
         None, which leaves all products in the compute dtype.
+      result_dtype: float32 for products that autocast computes from half operands and leaves in the
+        float32 that they are added up in, such as logits; or None: they are rounded to the compute
+        dtype.
 
     Each may be given as a dtype, scalar type or name. It is kept as JAX's scalar type, such as
     `jnp.float16`, which makes an array when called; `np.dtype(policy.compute_dtype)` is the dtype.
 
     Raises:
       TypeError: a dtype is of the wrong kind, such as None or a number.
-      ValueError: one is unknown or not real floating, `reduce_dtype` is a float8, or
-        `product_dtype` is another dtype than float8_e4m3fn.
+      ValueError: one is unknown or not real floating, `reduce_dtype` is a float8, `product_dtype`
+        is another dtype than float8_e4m3fn, or `result_dtype` another than float32.
 
     >>> policy = Policy("float32", jnp.float16, np.dtype("float32"))
     >>> str(policy)
@@ -88,6 +96,8 @@ class Policy:
     'p=full,c=f16,o=full,r=full'
     >>> str(Policy("f32", "bf16", "f32", product_dtype="f8"))
     'p=full,c=bf16,o=full,m=f8'
+    >>> str(Policy("f32", "bf16", "f32", result_dtype="f32"))
+    'p=full,c=bf16,o=full,y=full'
     """
 
     param_dtype: ScalarType
@@ -96,6 +106,7 @@ class Policy:
     # Defaults of the class too: pickles of earlier versions do not have them.
     reduce_dtype: ScalarType | None = dataclasses.field(default=None, kw_only=True)
     product_dtype: ScalarType | None = dataclasses.field(default=None, kw_only=True)
+    result_dtype: ScalarType | None = dataclasses.field(default=None, kw_only=True)
 
     def __init__(
         self,
@@ -105,6 +116,7 @@ class Policy:
         *,
         reduce_dtype: DTypeLike | None = None,
         product_dtype: DTypeLike | None = None,
+        result_dtype: DTypeLike | None = None,
     ) -> None:
         given = {
             "param_dtype": param_dtype,
@@ -115,6 +127,7 @@ class Policy:
             object.__setattr__(self, name, scalar_type(floating_dtype(dtype, name)))
         object.__setattr__(self, "reduce_dtype", _reduce_dtype(reduce_dtype))
         object.__setattr__(self, "product_dtype", _product_dtype(product_dtype))
+        object.__setattr__(self, "result_dtype", _result_dtype(result_dtype))
 
     def cast_to_param(self, tree: T) -> T:
         """Casts the floating leaves of `tree`, any pytree, to `param_dtype`; shapes stay."""
@@ -145,12 +158,10 @@ class Policy:
         )
 
     def __str__(self) -> str:
-        names = {
-            field: dtype_to_names[np.dtype(d).type][0] for field, d in _given_dtypes(self).items()
-        }
-        product = names.pop("product_dtype", None)
-        parts = [f"{field[0]}={name}" for field, name in names.items()]
-        return ",".join(parts if product is None else [*parts, "m=f8"])
+        given = _given_dtypes(self)
+        names = {field: dtype_to_names[np.dtype(dtype).type][0] for field, dtype in given.items()}
+        names |= {"product_dtype": "f8"} if self.product_dtype is not None else {}
+        return ",".join(f"{_LETTERS[field]}={name}" for field, name in names.items())
 
     def __repr__(self) -> str:
         """Returns the call that makes an equal policy."""
@@ -187,6 +198,18 @@ def _product_dtype(dtype: DTypeLike | None) -> ScalarType | None:
             "products in the compute dtype."
         )
     return _FLOAT8
+
+
+def _result_dtype(dtype: DTypeLike | None) -> ScalarType | None:
+    if dtype is None:
+        return None
+    normalised = floating_dtype(dtype, "result_dtype")
+    if normalised != FLOAT32:
+        raise ValueError(
+            f"result_dtype got {normalised}; expected 'f32' (float32), in which half products are "
+            "added up, or None, which rounds them to the compute dtype."
+        )
+    return scalar_type(normalised)
 
 
 def refuse_float8(policy: Policy, caller: str) -> None:
@@ -234,6 +257,16 @@ def refuse_product_dtype(policy: Policy, caller: str) -> None:
         )
 
 
+def refuse_result_dtype(policy: Policy, caller: str) -> None:
+    """Raises ValueError if `policy` asks for float32 results of float8 products: not yet."""
+    if policy.result_dtype is not None and policy.product_dtype is not None:
+        raise ValueError(
+            f"{caller} got the policy '{policy}': float32 results of float8 products are not "
+            "supported yet. Expected one of the two; a rule gives a part of the model the other, "
+            "such as rules=[('head', 'mixed_bfloat16,result=f32')]."
+        )
+
+
 def get_policy(policy: str | Policy) -> Policy:
     """Reads a policy from text; a `Policy` is returned as it is.
 
@@ -241,8 +274,8 @@ def get_policy(policy: str | Policy) -> Policy:
       - one dtype for all three: "float32", "bf16", "half" (float16, on a TPU bfloat16);
       - fields "p" or "params", "c" or "compute", "o" or "output": "p=f32,c=f16,o=f32". Parameters
         default to float32, compute to the parameters' dtype, output to compute's;
-      - field "r" or "reduce": `reduce_dtype`, and "m" or "product": `product_dtype`, which is "f8";
-        None if they are not given;
+      - field "r" or "reduce": `reduce_dtype`; "m" or "product": `product_dtype`, which is "f8"; "y"
+        or "result": `result_dtype`, which is "f32"; None if they are not given;
       - "mixed_float16" and "mixed_bfloat16": float32 parameters and outputs, half compute;
         "mixed_float8": bfloat16 compute, products of parameters in float8 ("m=f8");
       - "O0" float32; "O1" half compute on float32 parameters; "O2" half parameters too; "O3" pure
@@ -257,6 +290,8 @@ def get_policy(policy: str | Policy) -> Policy:
     'p=full,c=bf16,o=bf16'
     >>> str(get_policy("mixed_bfloat16,r=f32"))
     'p=full,c=bf16,o=full,r=full'
+    >>> get_policy("mixed_bfloat16,result=f32").result_dtype.__name__
+    'float32'
     """
     if isinstance(policy, Policy):
         return policy
@@ -276,7 +311,7 @@ def get_policy(policy: str | Policy) -> Policy:
         if _FIELDS[key] in given:
             raise ValueError(
                 f"Policy {described(policy)} gives {_FIELDS[key]} twice; give each of param, "
-                "compute, output, reduce and product at most once."
+                "compute, output, reduce, product and result at most once."
             )
         given[_FIELDS[key]] = value
     given.setdefault("param_dtype", FLOAT32)
@@ -299,7 +334,8 @@ def _dtypes_called(name: str) -> dict[str, Any]:
     return dict.fromkeys(("param_dtype", "compute_dtype", "output_dtype"), dtype)
 
 
-# The attribute of a function, or of a class of modules, that computes by a policy.
+# The attribute of a function, or of a class of modules, that computes by a policy, and of the
+# update of an optimizer that was made for one.
 LOWERED_TO = "__jmp_lowered_to__"
 
 

@@ -186,6 +186,14 @@ MISTAKES: dict[str, list[Mistake]] = {
                 "expected 'f8' (float8_e4m3fn), or None",
             ),
             (
+                "jmp.Policy('f32', 'bf16', 'f32', result_dtype='bf16')",
+                "expected 'f32' (float32), in which half products are added up, or None",
+            ),
+            (
+                "jmp.autocast(loss_fn, 'mixed_float8,result=f32')",
+                "rules=[('head', 'mixed_bfloat16,result=f32')]",
+            ),
+            (
                 "jmp.autocast(loss_fn, 'mixed_float16,m=f8')",
                 "expected bfloat16, which holds their scales",
             ),
@@ -205,7 +213,7 @@ MISTAKES: dict[str, list[Mistake]] = {
             ("jmp.get_policy('p=f32,f16')", "written 'p=f32,c=f16,o=f32'"),
             (
                 "jmp.get_policy('p=f32,params=f16')",
-                "give each of param, compute, output, reduce and product",
+                "give each of param, compute, output, reduce, product and result",
             ),
             ("jmp.get_policy('mixed_float16,c=bf16')", "gives compute_dtype twice"),
             ("jmp.get_policy('mixed_float16,r=f8_e5m2')", "in which nothing can be added up"),
@@ -747,6 +755,7 @@ MISTAKES: dict[str, list[Mistake]] = {
             ("jmp.autocast(loss_fn, jnp.float16)", "expected a Policy or text such as"),
             ("jmp.autocast(loss_fn, True)", "get_policy got True; expected a Policy or text"),
             ("jmp.autocast(coroutine, F16)", "wrap the functions that the body calls"),
+            ("jmp.full_precision(coroutine)", "wrap the functions that the body calls"),
             ("jmp.autocast(loss_fn, F16, apply_to='x')", "such as apply_to=['x']"),
             ("jmp.autocast(loss_fn, F16, apply_to=[1])", "such as apply_to=['x']"),
             ("jmp.autocast(loss_fn, F16, apply_to=1)", "such as apply_to=['x']"),
@@ -997,6 +1006,7 @@ MISTAKES: dict[str, list[Mistake]] = {
                 "expected a relative error, above zero, such as 0.01",
             ),
             ("diagnostics.find_float32(pair_fn, F16, params, x)", "pass has_aux=True"),
+            ("diagnostics.compare(pair_fn, F16)(params, x)", "write has_aux=True"),
             (
                 "diagnostics.find_float32(loss_fn, F16, params, jax.ShapeDtypeStruct((2,), 'f4'))",
                 "outside of jax.jit",

@@ -110,7 +110,9 @@ def test_every_name_that_an_error_advises_is_accepted():
 def test_an_unknown_field_is_refused_with_the_list_of_known_ones(text):
     with pytest.raises(ValueError, match="Unknown key .* in policy .*; expected one of") as raised:
         jmp.get_policy(text)
-    assert "p, params, c, compute, o, output, r, reduce, m, product, written" in str(raised.value)
+    assert "p, params, c, compute, o, output, r, reduce, m, product, y, result, written" in str(
+        raised.value
+    )
 
 
 @pytest.mark.parametrize(
@@ -203,6 +205,23 @@ def test_the_dtype_of_products_stands_beside_the_triple(text, whole):
 def test_no_product_dtype_but_the_float8_of_operands(thing):
     with pytest.raises(TypeError if thing == 8 else ValueError, match="[Ee]xpected"):
         jmp.Policy("f32", "bf16", "f32", product_dtype=thing)
+
+
+@pytest.mark.parametrize("key", ["y", "result"])
+@pytest.mark.parametrize("whole", ["mixed_float16", "bf16", "mixed_bfloat16,r=f32"])
+def test_the_dtype_of_results_stands_beside_the_triple(whole, key):
+    policy, without = jmp.get_policy(f"{whole},{key}=f32"), jmp.get_policy(whole)
+    assert policy.result_dtype is jnp.float32 and without.result_dtype is None
+    assert policy == dataclasses.replace(without, result_dtype=jnp.float32) != without
+    assert str(policy) == f"{without},y=full" and jmp.get_policy(str(policy)) == policy
+    assert repr(policy) == f"{repr(without)[:-1]}, result_dtype=jnp.float32)"
+    assert pickle.loads(pickle.dumps(policy)) == policy
+
+
+@pytest.mark.parametrize("thing", [int, "f9", "bf16", "f64", jnp.float16, "f8_e5m2", 8])
+def test_no_result_dtype_but_float32(thing):
+    with pytest.raises(TypeError if thing == 8 else ValueError, match="[Ee]xpected"):
+        jmp.Policy("f32", "bf16", "f32", result_dtype=thing)
 
 
 def test_who_sees_no_devices_obeys_float32_alone_and_names_the_way_out():

@@ -153,11 +153,16 @@ def _columns(name: str) -> Callable[[Any], list[int]]:
 def _(found: Any) -> str:
     recipes = found["workloads"]["head"]["recipes"]
     rows = [
-        [title, _counted.limit_text(step), f"{step['bytes_moved'] / 1e9:.1f} GB"]
+        [
+            title,
+            _counted.limit_text(step),
+            f"{step['bytes_moved'] / 1e9:.1f} GB",
+            f"{step['gradient_error']:.1e}",
+        ]
         for title, step in recipes.items()
     ]
     limit = "modelled limit, model ms: bytes + operations + launches"
-    return table(["products", limit, "bytes moved"], rows)
+    return table(["products", limit, "bytes moved", "error of the gradient"], rows)
 
 
 @figure("programs/columns-bytes")

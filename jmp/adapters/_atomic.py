@@ -1,7 +1,7 @@
 """Atomic steps: what a training step changes moves together with the parameters, or not at all."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -128,12 +128,14 @@ def take_step(
     args: tuple[Any, ...],
     state: PyTree,
     has_aux: bool,
+    extra_args: Mapping[str, Any] | None,
 ) -> TrainStep:
     """Takes one step on a tree of arrays, or skips it and leaves all as it was but the scale.
 
     Args:
       loss_fn: `(params, *args)` to a scalar; with a state `(params, state, *args)` to
         `(scalar, state)`; with `has_aux` to `(scalar, aux)` or `(scalar, (state, aux))`.
+      extra_args: for `tx.update`, beside the loss as `value`.
     """
     if not isinstance(tx, optax.GradientTransformation):
         expected = "an optax transformation"
@@ -155,7 +157,10 @@ def take_step(
         new_state, aux = pair_of(more, "(state, aux)") if has_aux else (more, None)
     elif has_aux:
         loss, aux = value
-    updates, new_opt_state = tx.update(gradients, opt_state, params)
+    # It leaves out what `tx` does not take.
+    update = optax.with_extra_args_support(tx).update
+    extra_args = {"value": loss, **(extra_args or {})}
+    updates, new_opt_state = update(gradients, opt_state, params, **extra_args)
     new_params = optax.apply_updates(params, updates)
     leaves, structure = jax.tree.flatten(new_state)
     (new_params, kept), new_opt_state = keep_if_skipped(

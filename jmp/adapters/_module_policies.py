@@ -199,7 +199,8 @@ class ModulePolicies:
             a rule is half.
         """
         whole, half = self.policy, self.lowered
-        others = {"reduce_dtype": whole.reduce_dtype, "product_dtype": whole.product_dtype}
+        names = ("reduce_dtype", "product_dtype", "result_dtype")
+        others = {name: getattr(whole, name) for name in names}
         policy = Policy(FLOAT32, half, half, **others)
         rules = self.rules if name_scopes else None
         return lowered(fun, policy, rules_of_modules=rules, **self._options)

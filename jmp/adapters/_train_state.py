@@ -9,7 +9,8 @@ docs/checkpoints.md has the lines for every change of a training.
 """
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import jax
@@ -128,11 +129,19 @@ class TrainState(train_state.TrainState):
         is_checked = not isinstance(scaling.loss_scale, NoOpLossScale)
         return scaling.grads_finite if is_checked else jnp.ones_like(scaling.grads_finite)
 
-    def apply_gradients(self, *, grads: optax.Updates, **kwargs: Any) -> Self:
+    def apply_gradients(
+        self,
+        *,
+        grads: optax.Updates,
+        extra_args: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Self:
         """Returns the next state, or on overflow this one with a smaller scale.
 
         Args:
           grads: scaled gradients, as `jmp.scaled_value_and_grad` returns them.
+          extra_args: what `tx.update` takes beside, such as `{"value": loss}` for
+            `optax.contrib.reduce_on_plateau`.
           **kwargs: fields to replace, such as `batch_stats=new_statistics`. If the step is skipped
             they stay as they were, like the parameters. For what is computed from the *new*
             parameters, such as their average, select after this call, by `grads_finite` of the new
@@ -144,15 +153,19 @@ class TrainState(train_state.TrainState):
             gradients of another structure than the parameters.
         """
         _check_not_static(self, kwargs)
+        given: Self = self
+        if extra_args:
+            update = functools.partial(optax.with_extra_args_support(self.tx).update, **extra_args)
+            given = self.replace(tx=optax.GradientTransformation(self.tx.init, update))
         with structures_compared(grads, self.params, "apply_gradients"):
-            new: Self = super().apply_gradients(  # type: ignore[no-untyped-call]  # likewise
+            new: Self = super(TrainState, given).apply_gradients(  # type: ignore[no-untyped-call]
                 grads=grads, **kwargs
             )
         moved = {"step", "params", *kwargs}
         before = {name: getattr(self, name) for name in moved}
         after = {name: getattr(new, name) for name in moved}
         kept, opt_state = keep_if_skipped(after, before, new.opt_state, self.opt_state)
-        return new.replace(opt_state=opt_state, **kept)
+        return new.replace(opt_state=opt_state, tx=self.tx, **kept)
 
 
 def _check_not_static(state: TrainState, given: dict[str, Any]) -> None:

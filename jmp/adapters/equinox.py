@@ -9,7 +9,7 @@ at all.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import equinox as eqx
@@ -213,6 +213,7 @@ def train_step(
     *args: Any,
     state: PyTree = None,
     has_aux: bool = False,
+    extra_args: Mapping[str, Any] | None = None,
 ) -> TrainStep:
     """Takes one training step; after an overflow nothing changes but the loss scale and its counts.
 
@@ -228,6 +229,8 @@ def train_step(
       tx: such as `transforms.mixed_precision(optax.adam(1e-3), "mixed_float16")`.
       *args: passed to `loss_fn`.
       state: an `eqx.nn.State`, or None.
+      extra_args: what `tx.update` takes beside, such as `{"value": validation_loss}`; `value` is
+        otherwise the loss of the step, as `optax.contrib.reduce_on_plateau` asks for.
 
     Returns: a named tuple `(model, opt_state, loss, state, aux)`; the loss is unscaled, at least
       float32. Wrap the call in `eqx.filter_jit`.
@@ -246,7 +249,9 @@ def train_step(
     """
     check_step(loss_fn, model, "equinox", "a module of Equinox, or a tree of them")
     params, static = eqx.partition(model, eqx.is_inexact_array)
-    step = take_step(_of_params(loss_fn, static), params, opt_state, tx, args, state, has_aux)
+    step = take_step(
+        _of_params(loss_fn, static), params, opt_state, tx, args, state, has_aux, extra_args
+    )
     return step._replace(model=eqx.combine(step.model, static))
 
 

@@ -164,6 +164,7 @@ def train_step(
     *args: Any,
     state: PyTree = None,
     has_aux: bool = False,
+    extra_args: Mapping[str, Any] | None = None,
 ) -> TrainStep:
     """Takes one training step; after an overflow nothing changes but the loss scale and its counts.
 
@@ -180,6 +181,8 @@ def train_step(
       *args: passed to `loss_fn`.
       state: the network's state, or None.
       has_aux: whether `loss_fn` returns more than that.
+      extra_args: what `tx.update` takes beside, such as `{"value": validation_loss}`; `value` is
+        otherwise the loss of the step, as `optax.contrib.reduce_on_plateau` asks for.
 
     Returns: a named tuple `(model, opt_state, loss, state, aux)`: `model` is the parameters; the
       loss is unscaled, at least float32. Wrap the call in `jax.jit`.
@@ -198,4 +201,4 @@ def train_step(
     (dtype('float32'), ['b', 'w'])
     """
     check_step(loss_fn, params, "", "parameters, such as network.init returned")
-    return take_step(loss_fn, params, opt_state, tx, args, state, has_aux)
+    return take_step(loss_fn, params, opt_state, tx, args, state, has_aux, extra_args)

@@ -13,23 +13,31 @@ move together or not at all. A step of one's own is made of `scaled_value_and_gr
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, Unpack
 
 import jax
+import optax
 from flax import nnx
 
 from jmp import transforms
-from jmp._messages import check_function, refuse_other_models, way_out, wrong
+from jmp._messages import check_function, refuse_other_models, users_stacklevel, way_out, wrong
 from jmp.adapters._atomic import check_is_scaled, keep_if_skipped, loss_scale_in
 from jmp.adapters._module_policies import ModulePolicies, storage_rules
 from jmp.adapters._nnx_modules import cast_in_place, lift, view_of
 from jmp.adapters._nnx_writing import whole_if_it_fails
+from jmp.autocasting import NoHalfProductWarning
 from jmp.autocasting._autocast import Options, or_decorator
+from jmp.autocasting._numbers import dtype_of
+from jmp.autocasting._operations import is_product
+from jmp.autocasting._propagation import walk
+from jmp.dtypes import is_half
 from jmp.loss_scaling import LossScale
 from jmp.loss_scaling._gradients import check_loss_scale, scaled_loss
-from jmp.policy import Policy, get_policy
+from jmp.policy import Policy, get_policy, lowered_to
 from jmp.rules import Rule
+from jmp.trees import is_array
 
 __all__ = [
     "atomic_step",
@@ -215,6 +223,7 @@ def train_step(
     optimizer: nnx.Optimizer[Any],
     *args: Any,
     has_aux: bool = False,
+    extra_args: Mapping[str, Any] | None = None,
 ) -> Any:
     """Takes one training step; after an overflow nothing changes but the loss scale and its counts.
 
@@ -232,13 +241,16 @@ def train_step(
       optimizer: over a transformation such as `transforms.mixed_precision(optax.adam(1e-3), ...)`.
       *args: passed to `loss_fn`.
       has_aux: whether `loss_fn` returns something beside the loss.
+      extra_args: what `optimizer.tx` takes beside, such as `{"value": validation_loss}`; `value` is
+        the loss of the step otherwise, as `optax.contrib.reduce_on_plateau` asks for.
 
     Returns: the unscaled loss in at least float32, or `(loss, aux)`.
     Raises: TypeError if an argument is of the wrong kind or the loss is no real floating scalar;
       ValueError for an optimizer in a wrong order. Nothing has changed then, nor after any other
       error.
     Warns: `jmp.UnscaledLossWarning` for an optimizer without a loss scale where the model, or the
-      loss, computes in float16.
+      loss, computes in float16; `jmp.NoHalfProductWarning` for an optimizer made for a half policy
+      where all products of the loss are float32, as where the model stands in its view's place.
 
     >>> from flax import nnx
     >>> import optax
@@ -255,12 +267,45 @@ def train_step(
     _check_kind("train_step", "model", model, nnx.Module)
     _check_kind("train_step", "optimizer", optimizer, nnx.Optimizer)
     check_is_scaled(nnx.as_pure(optimizer.opt_state), loss_fn, model)
+    _check_is_lowered(optimizer, loss_fn, model, args)
     argnums = nnx.DiffState(0, optimizer.wrt)
     differentiate = scaled_value_and_grad(loss_fn, loss_scale(optimizer), argnums, has_aux)
     with _atomic(model, optimizer, _modules_in(args)):
         value, gradients = differentiate(model, *args)
-        optimizer.update(model, gradients)
+        given = {"value": value[0] if has_aux else value, **(extra_args or {})}
+        # Not all of optax takes more than gradients.
+        takes_more = isinstance(optimizer.tx, optax.GradientTransformationExtraArgs)
+        nnx.Optimizer.update(optimizer, model, gradients, **(given if takes_more else {}))
     return value
+
+
+def _check_is_lowered(
+    optimizer: nnx.Optimizer[Any], loss_fn: Callable[..., Any], model: nnx.Module, args: Any
+) -> None:
+    """Warns where an optimizer was made for a half policy, and the loss has float32 products alone.
+
+    What is marked is half somewhere. Anything else, such as a model in half by hand, is traced.
+    """
+    half = lowered_to(optimizer.tx.update)
+    modules = [module for _, module in nnx.iter_graph(model) if isinstance(module, nnx.Module)]
+    if half is None or not is_half(half) or any(map(lowered_to, (loss_fn, *modules))):
+        return
+    graph, state = nnx.split((model, args))
+
+    def compute(state: Any) -> list[Any]:
+        model, args = nnx.merge(graph, state)
+        return list(filter(is_array, jax.tree.leaves(loss_fn(model, *args))))
+
+    equations = (visit.equation for visit in walk(jax.make_jaxpr(compute)(state).jaxpr))
+    dtypes = {dtype_of(x) for e in equations if is_product(e) for x in e.invars}
+    if dtypes and not any(map(is_half, filter(None, dtypes))):
+        warnings.warn(
+            f"The optimizer was made for {half}, but all products of the loss are float32: the "
+            "model trains in float32. Pass the view, train_step(loss_fn, with_policy(model, "
+            "policy), optimizer, ...), or wrap the loss by the autocast of this adapter.",
+            NoHalfProductWarning,
+            stacklevel=users_stacklevel(),
+        )
 
 
 def scaled_value_and_grad(

@@ -221,7 +221,8 @@ def full_precision(fun: Callable[P, R]) -> Callable[P, R]:
       fun: any function that JAX can trace.
 
     Returns: a function with `fun`'s signature and results.
-    Raises: TypeError if `fun` is no function.
+    Raises: TypeError if `fun` is no function, or computes after the call has returned, as a
+      generator does: the mark would be lost.
 
     >>> @full_precision
     ... def head(x, w):
@@ -234,6 +235,7 @@ def full_precision(fun: Callable[P, R]) -> Callable[P, R]:
     """
 
     check_function(fun, "full_precision", "full_precision(fun)(*args), or @full_precision")
+    check_runs_when_called(fun, "full_precision")
     return _under_scope(FULL_PRECISION, fun)
 
 
@@ -241,6 +243,8 @@ def _under_scope(name: str, fun: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(fun)
     def marked(*args: P.args, **kwargs: P.kwargs) -> R:
         with jax.named_scope(name):
-            return fun(*args, **kwargs)
+            result = fun(*args, **kwargs)
+        check_runs_when_called(result, name.removeprefix("jmp."))
+        return result
 
     return marked

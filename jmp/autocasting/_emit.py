@@ -118,9 +118,11 @@ class Numerics:
     def operand(self, read: Read, step: Single | Nested, environment: Environment) -> Any:
         """Returns what a step reads."""
         array = _read(read, environment)
-        if isinstance(step, Nested) and read.value.held is not None:  # a Python or NumPy number
-            return jnp.asarray(array, read.dtype or read.value.dtype)
-        return array
+        is_number = np.ndim(array) == 0 and isinstance(step, Single)
+        if is_number or _jax_compat.is_jax_array(array):
+            return array
+        # A function inside, or a rule of a derivative, may index it by a tracer.
+        return jnp.asarray(array, read.dtype or read.value.dtype)
 
     def output(self, read: Read, environment: Environment) -> Any:
         """Returns an output of a level."""
@@ -142,12 +144,11 @@ class Numerics:
             return [_multiply_in_float8(step, step.in_float8, operands, environment)]
         if step.moves_float8:
             _move_in_float8(step, operands, environment)
-        if step.rounds is not None and step.node.is_product:
-            result = step.rounds if step.stores == (step.rounds,) else FLOAT32
-            return _wide_gradients.multiply_rounded(operands, step.params, step.rounds, result)
         run: Callable[..., list[Any]] = functools.partial(
             _jax_compat.bind, step.node.equation.primitive, params=step.params
         )
+        if step.rounds is not None and step.node.is_product:
+            return _multiply_rounded(run, step, operands)
         if step.arithmetic is Arithmetic.SENT:
             run = functools.partial(_send, run)
         if step.rounds is not None:
@@ -243,6 +244,16 @@ def _send(run: Callable[..., list[Any]], operands: Sequence[Any]) -> list[Any]:
     # Without it XLA may round what was sent: under jit it reads a constraint on the rounded
     # parameter as one on the parameter, and gathers that.
     return run(lax.optimization_barrier(operands))
+
+
+def _multiply_rounded(
+    run: Callable[..., list[Any]], step: Single, operands: Sequence[Any]
+) -> list[Any]:
+    if step.node.name != "dot_general":
+        return _wide_gradients.multiply_to_float32(run, operands, step.params)
+    assert step.rounds is not None
+    result = step.rounds if step.stores == (step.rounds,) else FLOAT32
+    return _wide_gradients.multiply_rounded(operands, step.params, step.rounds, result)
 
 
 # Products in float8.

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jmp.autocasting._graph import Graph, Node, Value, upstream
+from jmp.autocasting._graph import Graph, Node, Value, downstream, upstream
 from jmp.autocasting._magnitudes import Magnitude
 from jmp.autocasting._numbers import is_inexact
 from jmp.autocasting._propagation import Ends, reaching_operands
@@ -213,14 +213,12 @@ def _is_coordinate(value: Value) -> bool:
 
     The difference of two coordinates has the error of both.
     """
-    for user in value.users:
-        if user.rule.moves:
-            if any(map(_is_coordinate, user.outputs)):
-                return True
-        elif user.name == "sub" or user.rule.compares:
-            others = [other for other in user.inputs if other is not value]
-            if any(o.constant is None and value not in upstream(o) for o in others):
-                return True
+    for moved in downstream(value, lambda node: node.rule.moves):
+        for user in moved.users:
+            if user.name == "sub" or user.rule.compares:
+                others = [other for other in user.inputs if other is not moved]
+                if any(o.constant is None and moved not in upstream(o) for o in others):
+                    return True
     return False
 
 

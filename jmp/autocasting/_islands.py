@@ -214,19 +214,21 @@ def clones_for(entering: Iterable[Value], facts: Facts) -> list[Node]:
 
 def _cheap_producers(value: Value) -> list[Node]:
     """Returns the nodes that compute `value` from small values; none if that is not cheap."""
-    found: dict[Node, None] = {}
 
-    def is_cheap(value: Value) -> bool:
+    def is_cheap(node: Node | None) -> bool:
+        return node is not None and (node.rule.cheap or node.rule.reshapes or node.rule.repeats)
+
+    def operands(value: Value) -> tuple[Value, ...]:
         node = value.producer
-        if value.held is not None or node in found:
-            return True
-        if node is None or not (node.rule.cheap or node.rule.reshapes or node.rule.repeats):
-            return value.size < SMALL
-        if all(map(is_cheap, node.inputs)):
-            found[node] = None
-        return node in found
+        return node.inputs if node is not None and is_cheap(node) else ()
 
-    return list(found) if is_cheap(value) else []
+    found: dict[Node, None] = {}
+    for read in reached([value], operands):
+        if read.producer is not None and is_cheap(read.producer):
+            found[read.producer] = None
+        elif read.held is None and read.size >= SMALL:
+            return []
+    return list(found)
 
 
 def common_scopes_of(nodes: Sequence[Node]) -> int:

@@ -8,7 +8,6 @@ import enum
 import math
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -54,8 +53,8 @@ class MadeOf(enum.IntEnum):
 
 
 def made_of_array(array: Any) -> MadeOf:
-    """Returns what an array that the program closes over is made of."""
-    return MadeOf.INPUTS if isinstance(array, jax.Array) else MadeOf.TABLES
+    """Returns what an array that the program closes over, or a reference to one, is made of."""
+    return MadeOf.TABLES if isinstance(array, (np.ndarray, np.generic)) else MadeOf.INPUTS
 
 
 # Decisions that depend on a size ask one of these three: comparing a symbol is an error of JAX.
@@ -78,7 +77,7 @@ def has_symbols(shape: Shape) -> bool:
 
 def known_of(array: Any, half: np.dtype) -> Known:
     """Returns what can be seen of the numbers of an array held in the program."""
-    if not _jax_compat.is_concrete(array):
+    if not _jax_compat.is_concrete(array) or _jax_compat.is_reference(array):
         return NOTHING
     if getattr(array, "dtype", None) != FLOAT32 or not 0 < array.size <= LOOKED_AT:
         return Known(array=array)

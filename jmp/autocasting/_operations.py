@@ -30,6 +30,7 @@ SATURATED = (
     "row that is masked throughout stays finite"
 )
 
+
 NOT_HALF = frozenset({"float32", "float64", "complex64", "complex128"})
 
 
@@ -183,9 +184,13 @@ def _no_product_is_half(plan: Plan, name: str) -> str:
     """
     reasons: collections.Counter[str] = collections.Counter()
     is_surprise = False
+    # Parameters in the other half type, as of a checkpoint; a cast by hand is a wish.
+    given = {str(value.dtype) for value in plan.graph.inputs}
+    other_half = {"float16", "bfloat16"} - {str(plan.request.settings.compute_dtype)}
+    not_half = NOT_HALF | (other_half & given)
     for operation in operations_of(steps_of(plan)):
         if is_product(operation.equation) and operation.dtypes_in:
-            if not NOT_HALF.issuperset(operation.dtypes_in):
+            if not not_half.issuperset(operation.dtypes_in):
                 return ""
             # As written inside a loop, an outer product may stand where it is no multiplication.
             if operation.why in WHY_EXACT or contracts_nothing(operation.equation):

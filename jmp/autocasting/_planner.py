@@ -66,6 +66,7 @@ from jmp.dtypes import FLOAT32
 # A product whose result is so many times smaller than an operand leaves it float32.
 SMALL_BESIDE = 16
 WHY_SMALL = "its result is small, and stays the float32 that it was added up in"
+WHY_ASKED = "the user asked for its result in the float32 that it was added up in"
 
 # What is done with the steps of a level when every dtype is decided, in this order: what is sent
 # asks which products are float8; bounds come last, and see none of the steps that a fused attention
@@ -222,22 +223,31 @@ class Planner(Level):
 
     def _product(self, node: Node) -> Single:
         is_wide = asks_for_wide(node, self.facts)
+        is_asked = node.region.keeps_results and "preferred_element_type" in node.params
         if node.name != "dot_general":
             # A convolution's is not: cuDNN would compute its gradient from float32 operands.
             single = self._single(node, Arithmetic.HALF, WHY_NOT_WIDE if is_wide else "")
+            if is_asked:
+                return self._with_sums(single, WHY_ASKED)
             on_tpu = self.context.request.platform == "tpu"
             return single._replace(spreads=on_tpu and spreads(node))
         plan = self._wide if is_wide else self._single
         single = plan(node, Arithmetic.HALF, WHY_WIDE if is_wide else "")
-        return self._with_sums(single) if self._keeps_sums(node) else single
+        if is_asked:
+            return self._with_sums(single, WHY_ASKED)
+        sums = magnitude_of_sums(node, *map(self.storage.magnitude, node.inputs))
+        if not (sums.exceeds_half and self._may_keep_sums(node)):
+            return single
+        self.storage.bound(node.outputs, [sums])
+        return self._with_sums(single, WHY_SMALL)
 
-    def _keeps_sums(self, product: Node) -> bool:
-        """Returns whether a product's result stays the float32 that tensor cores add up in.
+    def _may_keep_sums(self, product: Node) -> bool:
+        """Returns whether a result that float16 may not hold stays the float32 it is added up in.
 
-        That is where float16 may not hold it, such as a sum over all tokens, and where it is small
-        beside what the product reads, so that it costs next to nothing. Not that of a layer: it is
-        a value like all others of a network, and small where the batch is. Nor scores of an
-        attention: where one token is decoded they would be rounded otherwise than in a prefill.
+        That is where it is small beside what the product reads, such as a sum over all tokens, so
+        that it costs next to nothing. Not that of a layer: it is a value like all others of a
+        network, and small where the batch is. Nor scores of an attention: where one token is
+        decoded they would be rounded otherwise than in a prefill.
         """
         (result,) = product.outputs
         computed = [value for value in product.inputs if value in self.facts.dependent]
@@ -247,16 +257,12 @@ class Planner(Level):
         in_float8 = product.region.multiplies_in_float8
         if self.half != np.float16 or not is_small or is_layer or in_float8:
             return False
-        if result in self._scores:
-            return False
-        left, right = map(self.storage.magnitude, product.inputs)
-        self.storage.bound([result], [magnitude_of_sums(product, left, right)])
-        return self.storage.is_out_of_range(result, result.users)
+        return result not in self._scores and not self.storage.is_multiplied(result, result.users)
 
-    def _with_sums(self, single: Single) -> Single:
+    def _with_sums(self, single: Single, why: str) -> Single:
         """Returns a product with a float32 result."""
         self.storage.store(single.node.outputs, [FLOAT32])
-        why = " ".join(filter(None, (single.why, WHY_SMALL)))
+        why = "; ".join(filter(None, (single.why, why)))
         return single._replace(why=why, rounds=self.half, stores=(FLOAT32,))
 
     # Single equations, and how they read.

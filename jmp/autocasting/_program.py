@@ -195,7 +195,7 @@ def runs_late(fun: Any) -> bool:
     return any(is_function(fun) for _, is_function, _ in LATE)
 
 
-def check_runs_when_called(fun: Any) -> None:
+def check_runs_when_called(fun: Any, caller: str = "autocast") -> None:
     """Refuses what computes after the call has returned: a function, or a result of one.
 
     Raises: TypeError for generators and coroutines, asynchronous ones too.
@@ -209,8 +209,8 @@ def check_runs_when_called(fun: Any) -> None:
             f"{described(fun)}, {what}" if is_function(fun) else f"a function that returned {what}"
         )
         raise TypeError(
-            f"autocast got {late}: its body runs after the call has returned, when nothing is "
-            "traced. Expected a function that computes its results and returns them; wrap the "
+            f"{caller} got {late}: its body runs after the call has returned, out of its sight. "
+            "Expected a function that computes its results and returns them; wrap the "
             "functions that the body calls, and leave the body outside."
         )
 

@@ -37,6 +37,10 @@ def why_not_lowered(node: Node, half: np.dtype) -> str:
     for name, way_out in NEVER_HALF.items():
         if name in found:
             return f"the user chose {name}{way_out}"
+    others = {"float16", "bfloat16"} & found - {str(half)}
+    if others:
+        (other,) = others
+        return f"the user chose {other}; cast to float32 what may be {half}"
     if not dtypes <= {FLOAT32, half} or not all(v.is_float32 for v in node.outputs):
         return "the user chose other dtypes"
     if FLOAT32 not in dtypes:

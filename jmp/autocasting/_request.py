@@ -29,7 +29,14 @@ from jmp._messages import described, wrong
 from jmp.autocasting import _registry
 from jmp.autocasting._registry import Category, primitive_name
 from jmp.dtypes import FLOAT32, is_half
-from jmp.policy import Policy, get_policy, refuse_float8, refuse_product_dtype, refuse_reduce_dtype
+from jmp.policy import (
+    Policy,
+    get_policy,
+    refuse_float8,
+    refuse_product_dtype,
+    refuse_reduce_dtype,
+    refuse_result_dtype,
+)
 from jmp.rules import PolicyRules, Rule
 
 CHOICES = {
@@ -124,6 +131,7 @@ def _check_policy(policy: Policy) -> None:
     refuse_float8(policy, "autocast")
     refuse_reduce_dtype(policy, "autocast")
     refuse_product_dtype(policy, "autocast")
+    refuse_result_dtype(policy, "autocast")
 
 
 def _checked_rules(rules: Iterable[Rule], compute_dtype: np.dtype) -> tuple[Rule, ...]:
@@ -172,6 +180,7 @@ class Region:
     output_dtype: np.dtype | None = None  # float32 results that leave the region are rounded to it
     reduces_in_float32: bool = False  # gradients of parameters are float32 before they are reduced
     multiplies_in_float8: bool = False  # products may be float8, if they are half
+    keeps_results: bool = False  # half products have float32 results
 
 
 def policy_scope(policy: Policy) -> AbstractContextManager[None]:
@@ -188,7 +197,7 @@ class Request:
     all rules. A rule's target matches from any scope of a path on: "head*" finds "GPT/head". A
     policy with float32 compute runs its scope in float32; if its output dtype is half, what leaves
     the scope is rounded to half. One with half compute says of its scope whether products may be
-    float8.
+    float8, and whether their results are float32.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -197,7 +206,9 @@ class Request:
         is_tpu = (settings.platform or jax.default_backend()) == "tpu"
         self.platform = "tpu" if is_tpu else "gpu"
         self._half = half = settings.compute_dtype
-        default = Policy(np.float32, half, half, product_dtype=settings.policy.product_dtype)
+        others = ("product_dtype", "result_dtype")
+        asked = {name: getattr(settings.policy, name) for name in others}
+        default = Policy(np.float32, half, half, **asked)
         self.policy_rules = settings.rules_of_modules or PolicyRules(settings.rules, default)
         self._found: dict[Any, Region] = {}
 
@@ -220,6 +231,7 @@ class Request:
             return Region(
                 reduces_in_float32=reduce_dtype is not None,
                 multiplies_in_float8=policy.product_dtype is not None,
+                keeps_results=policy.result_dtype is not None,
             )
         rounds = policy.output_dtype == self._half
         return Region(in_float32=True, output_dtype=self._half if rounds else None)

@@ -139,6 +139,34 @@ def multiply_rounded(
     return with_derivative(forward, derivative)(*halves, *(operands[i] for i in wide))
 
 
+def multiply_to_float32(
+    run: Callable[..., list[Any]], operands: Sequence[Any], params: Params
+) -> list[Any]:
+    """Runs a product of half operands with a float32 result; gradients are those of a half result.
+
+    Args:
+      run: binds it, with parameters for a half result unless it is given `params=`.
+      params: those for a half result.
+    """
+
+    def forward(*operands: Any) -> list[Any]:
+        return run(operands, params={**params, "preferred_element_type": FLOAT32})
+
+    def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+        moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, SymbolicZero)]
+
+        def of_moving(*arrays: Any) -> list[Any]:
+            merged = list(primals)
+            for i, array in zip(moving, arrays, strict=True):
+                merged[i] = array
+            return run(merged)
+
+        _, changes = jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
+        return cast_all(changes, [FLOAT32])
+
+    return with_derivative(forward, derivative)(*operands)
+
+
 COLUMNS = 8
 
 

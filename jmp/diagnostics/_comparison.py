@@ -18,6 +18,7 @@ from jmp._messages import users_stacklevel, wrong
 from jmp.autocasting._autocast import autocast
 from jmp.diagnostics._arguments import asked_function, split_arguments
 from jmp.diagnostics._tables import Report, table
+from jmp.loss_scaling._gradients import pair_of
 from jmp.policy import Policy, get_policy
 from jmp.trees import PyTree, cast_to_at_least_float32, path_string
 
@@ -34,14 +35,15 @@ def compare(
     *early: Any,
     argnums: int | Sequence[int] = 0,
     scale: float = 1.0,
+    has_aux: bool = False,
     **options: Any,
 ) -> Callable[..., "Comparison"]:
     """Returns a function that measures `autocast(fun, policy)` against `fun` in float32.
 
     Called with `fun`'s arguments it compiles both and runs them, forward and backward. A scalar
     result is differentiated as it is. Any other result is replaced by its mean, and several by the
-    sum of their means: the cotangent of a result of n elements is 1 / n everywhere. Leave out
-    results that should have no part in the gradient by `lambda *args: fun(*args)[0]`.
+    sum of their means: the cotangent of a result of n elements is 1 / n everywhere. With `has_aux`
+    the loss alone is differentiated; both are compared.
 
     In the reference half arguments are widened, exactly, and products run at the highest precision
     of the device: no TF32. Integers, keys and all that is no float pass as they are.
@@ -52,14 +54,16 @@ def compare(
         () for none.
       scale: loss scale of the policy's run: its cotangents are multiplied, its gradients divided,
         in float64, so that what underflows without a loss scale is not counted.
+      has_aux: whether `fun` returns a pair `(loss, aux)`, as for `jax.grad`.
       options: those of `jmp.autocast`, such as `rules`.
 
     Returns: a function of `fun`'s arguments, any pytrees, that returns a `Comparison`. They are not
       donated.
 
     Raises:
-      TypeError: `fun` is no function, or its arguments were given in the first call; otherwise as
-        `jmp.autocast`.
+      TypeError: `fun` is no function, or its arguments were given in the first call; when called,
+        with `has_aux` a result that is no pair, without it a pair of a scalar and something else,
+        which may be a loss and what is returned beside it; otherwise as `jmp.autocast`.
       ValueError: a scale that is not positive; when called, argnums that are not there.
 
     Warns: where a result is float16 and the scale is beyond its range.
@@ -77,9 +81,10 @@ def compare(
 
     def measure(*args: Any, **kwargs: Any) -> Comparison:
         given = split_arguments(*args, **kwargs)
-        found = results_and_gradients(lowered, given, argnums, scale)
+        found = results_and_gradients(lowered, given, argnums, scale, has_aux)
+        wide = cast_to_at_least_float32(given)
         with jax.default_matmul_precision("highest"):
-            expected = results_and_gradients(fun, cast_to_at_least_float32(given), argnums, 1.0)
+            expected = results_and_gradients(fun, wide, argnums, 1.0, has_aux)
         return comparison_of(policy, scale, found, expected)
 
     return measure
@@ -216,7 +221,11 @@ def check_scale(scale: float, caller: str) -> None:
 
 
 def results_and_gradients(
-    fun: Callable[..., Any], given: Arguments, argnums: int | Sequence[int], scale: float
+    fun: Callable[..., Any],
+    given: Arguments,
+    argnums: int | Sequence[int],
+    scale: float,
+    has_aux: bool = False,
 ) -> Results:
     """Returns results and gradients, by kind and path, from one compiled program."""
     call = ArrayCall(fun, *given)
@@ -227,8 +236,9 @@ def results_and_gradients(
     }
 
     def compute(*arrays: jax.Array) -> tuple[PyTree, tuple[jax.Array, ...]]:
-        results, vjp = vjp_at(call, arrays, list(positions.values()))
-        return results, vjp(cotangents_of(results, scale))
+        of_arrays = lambda *arrays: jax.tree.map(jnp.asarray, call(*arrays))
+        results, vjp = vjp_at(of_arrays, arrays, list(positions.values()))
+        return results, vjp(cotangents_of(results, scale, has_aux))
 
     results, gradients = jax.jit(compute)(*call.arrays)
     return {
@@ -237,9 +247,13 @@ def results_and_gradients(
     } | dict(zip(positions, gradients, strict=True))
 
 
-def cotangents_of(results: PyTree, scale: float) -> PyTree:
+def cotangents_of(results: PyTree, scale: float, has_aux: bool) -> PyTree:
     """Returns the cotangents of results whose means are added up and multiplied by a scale.
 
+    Args:
+      has_aux: whether it is a pair, of which the first alone counts.
+
+    Raises: as `compare`.
     Warns of a result whose dtype has no number as large: its cotangent is infinite, as in training.
     """
 
@@ -256,6 +270,18 @@ def cotangents_of(results: PyTree, scale: float) -> PyTree:
             )
         return cotangent(x, number)
 
+    if has_aux:
+        loss, aux = pair_of(results, "(loss, aux)")
+        zeros = [cotangent(x, 0) for x in jax.tree.leaves(aux)]
+        of_loss = jax.tree.leaves(jax.tree_util.tree_map_with_path(of, loss))
+        return jax.tree.unflatten(jax.tree.structure(results), [*of_loss, *zeros])
+    is_pair = isinstance(results, (tuple, list)) and len(results) == 2
+    if is_pair and jax.tree.leaves(results)[0] is results[0] and np.ndim(results[0]) == 0:
+        raise TypeError(
+            "compare got a pair of a scalar and something else, whose means it would add up. If "
+            "they are (loss, aux), write has_aux=True, which differentiates the loss alone. "
+            "Otherwise return them in a dictionary, or one of them by lambda *args: fun(*args)[0]."
+        )
     return jax.tree_util.tree_map_with_path(of, results)
 
 

@@ -229,10 +229,20 @@ Act = Callable[[list[Checked], Location], list[Checked]]
 
 
 class Interpreter:
-    """Runs jaxprs operation by operation; see the module."""
+    """Runs jaxprs operation by operation; see the module.
 
-    def __init__(self) -> None:
+    Args:
+      follows_vanishing: whether loops whose results are finite are looked into, too.
+
+    Attributes:
+      vanished: causes of infinities and NaN that an operation read and whose results are finite,
+        such as a division by infinity, and where that is; in the order of execution.
+    """
+
+    def __init__(self, follows_vanishing: bool = False) -> None:
         self._order = itertools.count()
+        self._follows_vanishing = follows_vanishing
+        self.vanished: list[tuple[Cause, Location]] = []
 
     def given(self, value: Any, kind: str, name: str, location: Location) -> Checked:
         """Checks an "argument" or a "constant"; an infinity may be meant, as in a mask."""
@@ -284,7 +294,9 @@ class Interpreter:
         results = call(*(x.value for x in inputs))
         states = list(map(state_of, results))
         causes: Causes = [None] * len(results)
-        if any(states) and look is not None:
+        if not any(states):
+            self._note_vanished(inputs, results, here, look)
+        elif look is not None:
             cause = earliest(x.cause for x in inputs)
             if cause is None or cause.may_be_meant or not is_finite_of(call, inputs):
                 causes = look()
@@ -299,6 +311,16 @@ class Interpreter:
             Checked(result, cause if state else None)
             for result, state, cause in zip(results, states, causes, strict=True)
         ]
+
+    def _note_vanished(
+        self, inputs: list[Checked], results: list[Any], here: Location, look: Look | None
+    ) -> None:
+        cause = earliest(x.cause for x in inputs)
+        # A comparison is no end: `jnp.isfinite` asks about an infinity.
+        if cause is not None and not cause.may_be_meant and any(map(has_floats, results)):
+            self.vanished.append((cause, here))
+        elif look is not None and self._follows_vanishing:
+            look()
 
     def _cause(self, inputs: list[Checked], state: int, here: Location, is_whole: bool) -> Cause:
         result: Any = next(v.aval for v in here.equation.outvars if has_floats(v.aval))

@@ -23,7 +23,9 @@ from jmp.diagnostics._walk import path_in_rules
 from jmp.trees import as_jax_array
 
 
-def find_nonfinite(fun: Callable[..., Any], *early: Any) -> Callable[..., "NonFinite | None"]:
+def find_nonfinite(
+    fun: Callable[..., Any], *early: Any, vanished: bool = False
+) -> Callable[..., "NonFinite | None"]:
     """Returns a function that finds the operation that made the first infinity or NaN of `fun`.
 
     Called with `fun`'s arguments it traces `fun` and runs it at once, operation by operation. It
@@ -36,11 +38,18 @@ def find_nonfinite(fun: Callable[..., Any], *early: Any) -> Callable[..., "NonFi
     more digits and range between them: in rare cases what overflows here does not overflow there.
     See docs/nonfinite.md.
 
+    An infinity may also vanish on the way: a quotient by it is zero, and so may be every gradient
+    behind. Where results are wrong and finite, ask with `vanished=True`.
+
     Args:
       fun: any function that JAX can trace, such as `jax.grad(loss)`: what is asked about is its
         result. Arguments that are not arrays reach it as they are.
+      vanished: whether to name, where all results are finite, the first infinity or NaN that was
+        made on the way and did not reach them: divided away, or not chosen by `jnp.where`, as in
+        many functions that are right.
 
-    Returns: a function that returns a `NonFinite`, or None if all results are finite.
+    Returns: a function that returns a `NonFinite`, or None if all results are finite, and with
+      `vanished` all that they are made of.
 
     Raises: TypeError if `fun` is no function, or its arguments were given in the first call; when
       called, for arrays without numbers, such as under jit: call it outside of jit.
@@ -50,6 +59,11 @@ def find_nonfinite(fun: Callable[..., Any], *early: Any) -> Callable[..., "NonFi
     >>> found = find_nonfinite(loss)(jnp.array([1.0, 0.0]))
     >>> found.operation, found.became, found.operands[0].zeros
     ('log', 'infinity', 1)
+    >>> def share(x):
+    ...     return x / jnp.sum(jnp.square(x))
+    >>> found = find_nonfinite(share, vanished=True)(jnp.full(4, 300, jnp.float16))
+    >>> found.operation, found.vanished
+    ('square', 'div')
     """
 
     function = asked_function("find_nonfinite", "find_nonfinite(fun)(*args)", fun, early)
@@ -63,14 +77,19 @@ def find_nonfinite(fun: Callable[..., Any], *early: Any) -> Callable[..., "NonFi
             "function was called with",
         )
         arrays = list(map(as_jax_array, call.arrays))
-        interpreter = Interpreter()
+        interpreter = Interpreter(follows_vanishing=vanished)
         operands = []
         for array, (first, *path) in zip(arrays, call.paths, strict=True):
             name = ("args", "kwargs")[first.idx] + jax.tree_util.keystr(tuple(path))
             operands.append(interpreter.given(array, "argument", name, Location()))
         results = interpreter.run(jax.make_jaxpr(call.results)(*arrays), operands, Location())
         cause = earliest(x.cause for x in results)
-        return None if cause is None else NonFinite.of(cause)
+        if cause is not None:
+            return NonFinite.of(cause)
+        if not vanished or not interpreter.vanished:
+            return None
+        cause, end = min(interpreter.vanished, key=lambda found: found[0].order)
+        return NonFinite.of(cause, vanished=end.equation.primitive.name)
 
     return find
 
@@ -91,6 +110,8 @@ class NonFinite(Report):
         iteration 7"). Iterations count from zero along what is scanned over, also in reverse.
       operands: what it read, the floating arrays alone.
       cure: what to do.
+      vanished: the primitive that read the infinity or NaN and returned finite numbers, where none
+        reached a result; "" where one did.
 
     >>> found = find_nonfinite(lambda x: x * x)(jnp.full(2, 300, jnp.float16))
     >>> found.operation, found.dtype, found.became, found.direction
@@ -106,9 +127,10 @@ class NonFinite(Report):
     inside: tuple[str, ...]
     operands: tuple[Operand, ...]
     cure: str
+    vanished: str = ""
 
     @classmethod
-    def of(cls, cause: Cause) -> "NonFinite":
+    def of(cls, cause: Cause, vanished: str = "") -> "NonFinite":
         """Returns what there is to say of a cause."""
         what = {"argument": f"argument {cause.name}", "constant": "constant"}
         return cls(
@@ -121,6 +143,7 @@ class NonFinite(Report):
             inside=cause.location.inside,
             operands=cause.operands,
             cure=cure_for(cause),
+            vanished=vanished,
         )
 
     def __str__(self) -> str:
@@ -135,6 +158,8 @@ class NonFinite(Report):
             where += f", module {self.module}"
         rows = [("where", where), ("inside", " > ".join(self.inside))]
         rows += [("read", _range_of(operand)) for operand in self.operands]
+        if self.vanished:
+            rows.append(("then", f"{self.vanished} read it and returned finite numbers"))
         rows.append(("cure", self.cure))
         for name, text in dict.fromkeys(rows):  # x * x reads the same twice
             if text:

@@ -10,7 +10,7 @@ import optax
 from jmp._messages import listed, wrong
 from jmp.dtypes import is_half
 from jmp.loss_scaling import LossScale, NoOpLossScale, torch_loss_scale
-from jmp.policy import Policy, get_policy, refuse_float8
+from jmp.policy import Policy, get_policy, mark_lowered, refuse_float8
 from jmp.sharding._axes import AxisName
 from jmp.transforms._kahan_summation import with_kahan_summation
 from jmp.transforms._kept import shapes_with_master
@@ -99,6 +99,7 @@ def mixed_precision(
         raise wrong(ValueError, "mixed_precision", masters, expected, name="masters")
     tx = with_loss_scale(store(inner), loss_scale, axis_name=axis_name)
     if masters == "none":
+        mark_lowered(tx.update, policy.compute_dtype)
         return tx
 
     def init(params: optax.Params) -> WithLossScaleState:
@@ -116,7 +117,7 @@ def mixed_precision(
         return tx.update(updates, state, params, **extra_args)
 
     checked: Transformation[WithLossScaleState] = optax.GradientTransformationExtraArgs(
-        init, update
+        init, mark_lowered(update, policy.compute_dtype)
     )
     return checked
 

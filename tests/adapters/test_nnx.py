@@ -686,3 +686,77 @@ def test_assertions_take_a_view_a_method_and_a_step_in_training():
     with pytest.raises(AssertionError, match=r"\(head\)"):
         diagnostics.assert_products_in(Net(nnx.Rngs(0)), jnp.float16)(ROWS)
     assert contents(view, optimizer) == before
+
+
+# Steps with what optax takes beside gradients, and in float32 by mistake.
+
+BATCH = jnp.linspace(-1, 1, 32).reshape(16, 2)
+
+
+def squared(model, x):
+    return (model(x) ** 2).mean() + 1.0
+
+
+def on_a_plateau(policy):
+    slower = optax.contrib.reduce_on_plateau(patience=0, factor=0.5)
+    return transforms.mixed_precision(optax.chain(optax.sgd(0.0), slower), policy)
+
+
+@pytest.mark.parametrize("kind", [nnx.Optimizer, nnx.ModelAndOptimizer])
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_the_loss_reaches_an_optimizer_that_asks_for_it(policy, kind):
+    view = adapter.with_policy(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), policy)
+    optimizer = kind(view, on_a_plateau(policy), wrt=nnx.Param)
+    step = nnx.jit(lambda model, optimizer, x: adapter.train_step(squared, model, optimizer, x))
+    losses = [step(view, optimizer, BATCH) for _ in range(2)]
+    state = nnx.as_pure(optimizer.opt_state).inner_state[1]
+    assert state.best_value == losses[0] and state.scale == 0.5
+    given = {"value": jnp.float32(-1.0)}
+    adapter.train_step(squared, view, optimizer, BATCH, extra_args=given)
+    assert nnx.as_pure(optimizer.opt_state).inner_state[1].best_value == -1.0
+
+
+@pytest.mark.filterwarnings("ignore::jmp.UnscaledLossWarning")
+def test_a_transformation_that_takes_gradients_alone_is_given_no_more():
+    view = adapter.with_policy(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), "mixed_bfloat16")
+    plain = optax.GradientTransformation(lambda _: (), lambda grads, state, params: (grads, state))
+    optimizer = nnx.Optimizer(view, plain, wrt=nnx.Param)
+    assert adapter.train_step(squared, view, optimizer, BATCH).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("masters", [None, "none"])
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_a_model_in_the_place_of_its_view_is_warned_of(policy, masters):
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    tx = transforms.mixed_precision(optax.sgd(0.1), policy, masters=masters)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    with pytest.warns(jmp.NoHalfProductWarning, match=r"trains in float32. Pass the view"):
+        adapter.train_step(squared, model, optimizer, BATCH)
+
+
+class ByHand(nnx.Module):
+    def __init__(self):
+        self.kernel = nnx.Param(jnp.eye(2))
+
+    def __call__(self, x):
+        return (x.astype(jnp.float16) @ self.kernel[...].astype(jnp.float16)).astype(jnp.float32)
+
+
+@pytest.mark.filterwarnings("error::jmp.NoHalfProductWarning")
+@pytest.mark.parametrize("how", ["by hand", "view inside", "autocast", "no products", "float32"])
+def test_what_has_a_half_product_or_none_at_all_is_not_warned_of(how):
+    model, loss, policy = nnx.Linear(2, 2, rngs=nnx.Rngs(0)), squared, "mixed_float16"
+    if how == "by hand":
+        model = ByHand()
+    elif how == "view inside":
+        model = nnx.Sequential(adapter.with_policy(model, policy))
+    elif how == "autocast":
+        loss = adapter.autocast(squared, policy)
+    elif how == "no products":
+        loss = lambda model, x: (model.kernel[...] ** 2).sum() + 0 * model.bias[...].sum()
+    else:
+        policy = "float32"
+    optimizer = nnx.Optimizer(
+        model, transforms.mixed_precision(optax.sgd(0.1), policy), wrt=nnx.Param
+    )
+    adapter.train_step(loss, model, optimizer, BATCH)

@@ -576,6 +576,8 @@ def test_what_runs_later_than_it_is_called_is_refused(function, policy):
     for wrapped in (function, functools.partial(function)):
         with pytest.raises(TypeError, match=f"autocast got .*, an? {kind}: its body"):
             jmp.autocast(wrapped, policy)
+        with pytest.raises(TypeError, match=f"full_precision got .*, an? {kind}: its body"):
+            jmp.full_precision(wrapped)
 
 
 @pytest.mark.parametrize(
@@ -588,6 +590,12 @@ def test_results_that_are_computed_later_are_refused(function):
         TypeError, match="a function that returned an? .*: its body(.|\n)*wrap the f"
     ):
         jmp.autocast(function, F16)(X)
+
+
+def test_full_precision_refuses_a_result_that_is_computed_later():
+    for function in (lambda x: generator(x), lambda x: coroutine(x)):
+        with pytest.raises(TypeError, match="full_precision got a function that returned an? "):
+            jmp.full_precision(function)(X)
 
 
 def test_an_nnx_module_whose_statistics_change_is_refused_and_left_as_it_was():

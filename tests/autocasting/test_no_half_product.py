@@ -135,3 +135,16 @@ def test_a_derivative_of_a_custom_rule_is_not_traced_for_it():
 
 def test_a_report_says_it_by_its_share_and_does_not_warn():
     assert diagnostics.precision_report(precise, F16)(X).half_flops_share == 0
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_parameters_in_the_other_half_type_are_named(policy):
+    half = policy.removeprefix("mixed_")
+    other = {"float16": "bfloat16", "bfloat16": "float16"}[half]
+    x = X.astype(other)
+    words = f"in {half}. 1 product: the user chose {other}; cast to float32 what may be {half}. "
+    with pytest.warns(jmp.NoHalfProductWarning, match=words):
+        jax.eval_shape(jmp.autocast(lambda w, x: jnp.tanh(x @ w), policy), x, x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.eval_shape(jmp.autocast(lambda w, x: (x @ w) @ (X @ X).astype(other), policy), x, x)

@@ -175,7 +175,8 @@ def test_an_overflow_shows_as_an_infinite_error_and_is_printed():
 def test_what_is_nan_in_both_has_no_known_error_and_comes_first():
     def loss(params):
         lost, kept = params["lost"], params["kept"]
-        return jnp.log(-jnp.sum(lost @ lost)) + 0.0 * jnp.sum(kept), jnp.sum(kept @ kept)
+        lost = jnp.log(-jnp.sum(lost @ lost)) + 0.0 * jnp.sum(kept)
+        return {"a": lost, "b": jnp.sum(kept @ kept)}
 
     params = {"lost": jnp.ones((4, 4)), "kept": jnp.ones((4, 4))}
     found = diagnostics.compare(loss, F16)(params)
@@ -315,3 +316,45 @@ def test_a_float16_result_that_no_loss_scale_fits_is_named():
     with pytest.warns(UserWarning, match="result is float16.*65536.*cast_to_full") as caught:
         diagnostics.compare(loss, "O2", scale=2.0**16)(params, x)
     assert [warning.filename for warning in caught] == [__file__]
+
+
+# A loss and what is returned beside it.
+
+
+def with_aux(w, x):
+    y = x @ w
+    return jnp.mean(jnp.tanh(y)), {"mean": y.mean(), "largest": y.max(0), "count": 3}
+
+
+def test_of_a_loss_with_something_beside_the_loss_alone_is_differentiated():
+    w, x = jnp.eye(4) / 3, jnp.linspace(0, 1, 32).reshape(8, 4)
+    found = diagnostics.compare(with_aux, F16, has_aux=True)(w, x)
+    alone = diagnostics.compare(lambda w, x: with_aux(w, x)[0], F16)(w, x)
+    assert row_of(found, "gradient") == row_of(alone, "gradient")
+    assert {row.path for row in found.rows if row.kind == "result"} >= {"0", "1/mean", "1/largest"}
+    assert max(row.relative_error for row in found.rows) < 0.01
+
+
+def test_a_pair_of_a_scalar_and_something_else_is_refused_with_the_way_out():
+    w, x = jnp.eye(4), jnp.ones((8, 4))
+    with pytest.raises(TypeError, match=r"\(loss, aux\), write has_aux=True.*dictionary"):
+        diagnostics.compare(with_aux, F16)(w, x)
+    with pytest.raises(TypeError, match=r"expected the pair \(loss, aux\)"):
+        diagnostics.compare(lambda w: (w @ w).sum(), F16, has_aux=True)(w)
+
+
+@pytest.mark.parametrize(
+    "results",
+    [
+        lambda y: (y, y.mean()),
+        lambda y: {"loss": y.mean(), "aux": y},
+        lambda y: (y.mean(), y, y),
+        lambda y: [y, y],
+    ],
+)
+def test_arrays_and_trees_are_differentiated_together(results):
+    found = diagnostics.compare(lambda w: results(w @ w), BF16)(jnp.eye(4))
+    count = len(jax.tree.leaves(results(jnp.eye(4))))
+    total = row_of(found, "gradient").reference_norm
+    one = row_of(diagnostics.compare(lambda w: w @ w, BF16)(jnp.eye(4)), "gradient")
+    np.testing.assert_allclose(total, count * one.reference_norm)

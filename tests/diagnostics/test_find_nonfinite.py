@@ -728,3 +728,67 @@ def test_of_an_nnx_module_whose_call_is_jitted_a_copy_is_called():
     model = CountsCalls()
     assert find_nonfinite(model)(jnp.ones(2)) is None
     assert model.calls[...] == 0
+
+
+# Infinities that vanish before the result.
+
+LARGE = jnp.full((4,), 300, F16)
+
+
+def divided_away(x):
+    return x / jnp.square(x)
+
+
+def not_chosen(x):
+    return jnp.where(x < 0, jnp.square(x), x)
+
+
+def in_a_scan(x):
+    return lax.scan(lambda carry, row: (carry + divided_away(row), row), jnp.zeros_like(x), x[None])
+
+
+def in_a_remat(x):
+    return jax.checkpoint(divided_away)(x)
+
+
+def in_a_gradient(x):
+    return jax.grad(lambda x: jnp.sum(divided_away(x)).astype(jnp.float32))(x)
+
+
+@pytest.mark.parametrize(
+    ("fun", "end"),
+    [
+        (divided_away, "div"),
+        (jax.jit(divided_away), "div"),
+        (not_chosen, "select_n"),
+        (in_a_scan, "div"),
+        (in_a_remat, "div"),
+        (lambda x: jnp.minimum(jnp.square(x), 1), "min"),
+    ],
+)
+def test_an_infinity_that_vanishes_is_named_where_it_is_asked_for(fun, end):
+    assert find_nonfinite(fun)(LARGE) is None
+    found = find_nonfinite(fun, vanished=True)(LARGE)
+    assert (found.operation, found.became, found.vanished) == ("square", "infinity", end)
+    assert f"then    {end} read it and returned finite numbers" in str(found)
+
+
+def test_what_reaches_a_result_comes_first_and_vanishes_nowhere():
+    found = find_nonfinite(in_a_gradient, vanished=True)(LARGE)
+    assert found is None or found.operation in ("square", "mul", "div")
+    both = lambda x: divided_away(x) + jnp.exp(x)
+    found = find_nonfinite(both, vanished=True)(LARGE)
+    assert (found.operation, found.vanished) == ("exp", "")
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda x: x / 2,
+        lambda x: jnp.isfinite(jnp.square(x)),  # it asks, as a check of gradients does
+        lambda x: jnp.where(x > 0, x, -jnp.inf),  # given, as a mask is
+        lambda x: jnp.exp(jnp.where(x > 301, x, -jnp.inf)),
+    ],
+)
+def test_what_is_asked_about_or_was_given_does_not_vanish(fun):
+    assert find_nonfinite(fun, vanished=True)(LARGE) is None

@@ -187,6 +187,7 @@ def test_a_train_state_refuses_them_in_create_and_in_a_step():
     make_state(HALF_PARAMS, optax.sgd(0.1)).apply_gradients(grads=HALF_PARAMS)
 
 
+@pytest.mark.filterwarnings("ignore::jmp.NoHalfProductWarning")
 def test_an_nnx_optimizer_refuses_them_when_it_is_made_and_in_a_step():
     with refused:
         half = jmp_nnx.cast_params(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), "p=bf16,c=bf16,o=f32")

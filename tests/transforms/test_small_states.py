@@ -251,7 +251,7 @@ def test_an_nnx_optimizer_trains_saves_and_resets(way, kind):
     rules = [("*mu*", "*kernel", kind), ("*nu*", "*", kind)]
     tx = transforms.mixed_precision(stored(rules), POLICY, SCALE, masters=way)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    loss_fn = lambda model, x: jnp.mean(model(x) ** 2)
+    loss_fn = jmp_nnx.autocast(lambda model, x: jnp.mean(model(x) ** 2), POLICY)
     train = nnx.jit(lambda m, o, x: jmp_nnx.train_step(loss_fn, m, o, x))
     structure = jax.tree.structure(nnx.as_pure(optimizer.opt_state))
     losses = [train(model, optimizer, jnp.ones((2, 8))) for _ in range(3)]

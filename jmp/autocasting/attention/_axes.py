@@ -8,12 +8,12 @@ An axis of length one, or one along which an array only repeats, is `()`.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import jax.numpy as jnp
 import numpy as np
 
-from jmp.autocasting._graph import Node, Value
+from jmp.autocasting._graph import Node, Value, reached
 from jmp.autocasting._numbers import shape_of
 
 Labels = tuple[int, ...]  # what one axis is made of
@@ -130,29 +130,30 @@ def source_of(value: Value, axes: Axes, sizes: Sizes) -> Labelled:
 # Along which axes a value only repeats, as a mask over keys does along the heads.
 
 
-def differing_labels(
-    value: Value, axes: Axes, sizes: Sizes, found: dict[Labelled, set[int]] | None = None
-) -> set[int]:
-    """Returns the labels along which entries of a value are not known to be equal.
+def differing_labels(value: Value, axes: Axes, sizes: Sizes) -> set[int]:
+    """Returns the labels along which entries of a value are not known to be equal."""
 
-    Args:
-      found: what is known of sources already.
-    """
-    found = {} if found is None else found
+    def operands(source: Labelled) -> list[Labelled]:
+        if not _is_in_place(source.value.producer):
+            return []
+        pairs = ((v, source.axes if shape_of(v) else ()) for v in source.value.producer.inputs)
+        return [_origin_of(value, axes, sizes) for value, axes in pairs]
+
+    sources = reached([_origin_of(value, axes, sizes)], operands)
+    ends = (source for source in sources if not _is_in_place(source.value.producer))
+    return {label for source in ends for label in labels_of(source.axes)}
+
+
+def _origin_of(value: Value, axes: Axes, sizes: Sizes) -> Labelled:
     source = source_of(value, axes, sizes)
     while source.value.origin is not source.value:
         source = source_of(source.value.origin, source.axes, sizes)
-    if source not in found:
-        node = source.value.producer
-        if node is not None and node.inputs and (is_pointwise(node) or keeps_places(node)):
-            operands = [
-                differing_labels(v, source.axes if shape_of(v) else (), sizes, found)
-                for v in node.inputs
-            ]
-            found[source] = set[int]().union(*operands)
-        else:
-            found[source] = set(labels_of(source.axes))
-    return found[source]
+    return source
+
+
+def _is_in_place(node: Node | None) -> TypeGuard[Node]:
+    """Returns whether a node makes each number of those in its place alone."""
+    return node is not None and bool(node.inputs) and (is_pointwise(node) or keeps_places(node))
 
 
 # Arrays laid out anew.

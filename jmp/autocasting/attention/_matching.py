@@ -225,28 +225,42 @@ def _followed(node: Node, axes: Axes, sizes: dict[int, int]) -> Axes:
 
 
 def _path_to_product(value: Value) -> list[Node] | None:
-    """Returns the nodes from the product that makes the scores to `value`."""
-    node = value.producer
-    if node is None:
-        return None
-    if node.name == "dot_general":
-        return [node] if node.is_product else None
-    if not node.is_fusible:
-        return None
-    operands: Iterable[Value] = node.inputs
-    if moves_axes(node) or node.name == "div":
-        operands = node.inputs[:1]
-    elif node.name == "select_n":
-        operands = node.inputs[1:]
-    elif not (node.rule.linear or node.name == "mul"):
-        if _leads_to_product(value):
-            raise NotFused(f"{node.name} changes its scores")
-        return None
-    for operand in operands:
-        path = _path_to_product(operand)
-        if path is not None:
-            return [*path, node]
+    """Returns the nodes from the product that makes the scores to `value`; the first found."""
+    readers: dict[Value, Node | None] = {value: None}  # of each value on the way, who reads it
+    stack = [value]
+    while stack:
+        current = stack.pop()
+        node = current.producer
+        if node is None:
+            continue
+        if node.is_product and node.name == "dot_general":
+            path = [node]
+            while reader := readers[path[-1].outputs[0]]:
+                path.append(reader)
+            return path
+        for operand in reversed(_on_the_way(node)):
+            if operand not in readers:
+                readers[operand] = node
+                stack.append(operand)
     return None
+
+
+def _on_the_way(node: Node) -> Sequence[Value]:
+    """Returns the operands of a node through which scores may come to an attention's maximum.
+
+    Raises: NotFused for a node that changes scores otherwise than by adding, scaling and choosing.
+    """
+    if node.name == "dot_general" or not node.is_fusible:
+        return ()
+    if moves_axes(node) or node.name == "div":
+        return node.inputs[:1]
+    if node.name == "select_n":
+        return node.inputs[1:]
+    if node.rule.linear or node.name == "mul":
+        return node.inputs
+    if any(map(_leads_to_product, node.outputs)):
+        raise NotFused(f"{node.name} changes its scores")
+    return ()
 
 
 def _other(node: Node, on_path: set[Value]) -> Value:

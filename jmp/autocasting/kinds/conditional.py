@@ -1,4 +1,4 @@
-"""`lax.cond` and `lax.switch`. Branches join to the widest dtype."""
+"""`lax.cond`, `lax.switch` and `lax.platform_dependent`. Branches join to the widest dtype."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -34,9 +34,15 @@ class CondKind(Kind):
         return level.nested(node, [plan.storing(stores) for plan in plans], stores)
 
     def emit(self, equation: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> Any:
-        """Emits `lax.switch`."""
+        """Emits `lax.switch`, or what chooses by the platform when the program is lowered."""
         index, *rest = operands
-        return lax.switch(index, list(functions), *rest)
+        platforms = _jax_compat.branches_platforms(equation.params)
+        if platforms is None:
+            return lax.switch(index, list(functions), *rest)
+        choices: dict[str, Function] = {}
+        for names, function in zip(platforms, functions, strict=True):
+            choices |= dict.fromkeys(names, function)
+        return lax.platform_dependent(*rest, **choices)
 
 
 register_kind(["cond"], CondKind())

@@ -1,0 +1,155 @@
+"""Products of half operands with a float32 result, where a policy asks for it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jmp
+from tests import products
+from tests.products import product_dtypes
+
+HALVES = ("float16", "bfloat16")
+KEYS = jax.random.split(jax.random.key(7), 4)
+X = jax.random.normal(KEYS[0], (32, 64))
+W = {"body": jax.random.normal(KEYS[1], (64, 64)) / 8, "head": jax.random.normal(KEYS[2], (64, 96))}
+B = jax.random.normal(KEYS[3], (1, 96))
+
+
+def logits(w, x):
+    hidden = jnp.tanh(x @ w["body"])
+    with jax.named_scope("head"):
+        return hidden @ w["head"] + B
+
+
+def loss(w, x):
+    return -jnp.mean(jax.nn.log_softmax(logits(w, x))[:, 3])
+
+
+def only_head(half):
+    return [("head", f"mixed_{half},result=f32")]
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_a_rule_gives_the_products_of_its_scope_float32_results(half):
+    lowered = jmp.autocast(logits, f"mixed_{half}", rules=only_head(half))
+    plain = jmp.autocast(logits, f"mixed_{half}")
+    dtypes = set(product_dtypes(lowered, W, X))
+    assert dtypes - {"float32"} == {half, f"{half} float32"}  # float32: JAX 0.10's CPU, bfloat16
+    rounded = lambda x: np.asarray(x.astype(half), np.float64)
+    # Both round the operands. The plain one rounds each logit too, and its bias.
+    hidden = jnp.tanh(jnp.asarray(rounded(X) @ rounded(W["body"]), half))
+    exact = rounded(hidden) @ rounded(W["head"]) + np.asarray(B, np.float64)
+    error = lambda fun: np.median(np.abs(np.asarray(fun(W, X), np.float64) - exact))
+    assert lowered(W, X).dtype == np.float32
+    if half == "float16":  # XLA's CPU does not round each bfloat16 value
+        assert error(lowered) < 1e-5 < 1e-4 < error(plain)
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_products_of_the_backward_pass_have_half_operands(half):
+    lowered = jmp.autocast(loss, f"mixed_{half}", rules=only_head(half))
+    with_float32 = [
+        [str(v.aval.dtype) for v in equation.invars]
+        for equation in products.equations_of(jax.grad(lowered), W, X)
+        if equation.primitive.name == "dot_general"
+    ]
+    on_cpu = 1 if half == "bfloat16" and jax.__version__ < "0.11" else 0
+    assert sum("float32" in dtypes for dtypes in with_float32) == on_cpu
+    assert len(with_float32) - on_cpu >= 4
+    exact = jax.grad(loss)(W, X)
+    for name, gradient in jax.grad(lowered)(W, X).items():
+        error = jnp.linalg.norm(gradient - exact[name]) / jnp.linalg.norm(exact[name])
+        assert gradient.dtype == np.float32 and error < 4 * jnp.finfo(half).eps
+
+
+@pytest.mark.parametrize("wide", ["", ",r=f32"])
+@pytest.mark.parametrize("half", HALVES)
+def test_a_policy_gives_all_products_float32_results(half, wide):
+    lowered = jmp.autocast(loss, f"mixed_{half},result=f32{wide}")
+    assert half not in product_dtypes(lowered, W, X)
+    exact, gradients = jax.grad(loss)(W, X), jax.grad(lowered)(W, X)
+    for name in W:
+        error = jnp.linalg.norm(gradients[name] - exact[name]) / jnp.linalg.norm(exact[name])
+        assert error < 4 * jnp.finfo(half).eps
+
+
+def convolution(kernel, image):
+    with jax.named_scope("head"):
+        return lax.conv(image, kernel, (1, 1), "SAME")
+
+
+def ragged(matrices, rows):
+    with jax.named_scope("head"):
+        return lax.ragged_dot(rows, matrices, jnp.array([2, 0, 4]))
+
+
+OTHERS = {
+    "convolution": (convolution, (4, 3, 3, 3), (2, 3, 8, 8)),
+    "ragged": (ragged, (3, 8, 16), (6, 8)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("half", HALVES)
+def test_other_products_too(name, half):
+    fun, *shapes = OTHERS[name]
+    operands = [jax.random.normal(key, shape) for key, shape in zip(KEYS, shapes, strict=False)]
+    lowered = jmp.autocast(fun, f"mixed_{half}", rules=only_head(half))
+    (dtypes,) = product_dtypes(lowered, *operands)
+    assert dtypes.removesuffix(" int32") == f"{half} float32"
+    rounded = [x.astype(half).astype(np.float32) for x in operands]
+    np.testing.assert_allclose(lowered(*operands), fun(*rounded), rtol=1e-5, atol=1e-5)
+    # In both modes, and once more.
+    total = lambda fun: lambda *operands: jnp.sum(jnp.sin(fun(*operands)))
+    for which in (0, 1):
+        ours, exact = (jax.grad(total(f), which)(*operands) for f in (lowered, fun))
+        assert ours.dtype == np.float32
+        assert jnp.linalg.norm(ours - exact) < 4 * jnp.finfo(half).eps * jnp.linalg.norm(exact)
+    tangents = [jnp.ones_like(x) for x in operands]
+    _, ours = jax.jvp(lowered, operands, tangents)
+    _, exact = jax.jvp(fun, operands, tangents)
+    assert jnp.linalg.norm(ours - exact) < 4 * jnp.finfo(half).eps * jnp.linalg.norm(exact)
+    jax.jvp(jax.grad(total(lowered)), operands[:1] + operands[1:], tangents)
+
+
+def in_scan(w, x):
+    return lax.scan(lambda carry, row: (carry, logits(w, row)), 0.0, x[:, None])[1]
+
+
+def in_remat(w, x):
+    return jax.checkpoint(logits)(w, x)
+
+
+def in_vmap(w, x):
+    return jax.vmap(logits, (None, 0))(w, x[:, None])
+
+
+def in_jit(w, x):
+    return jax.jit(logits)(w, x)
+
+
+@pytest.mark.parametrize("fun", [in_scan, in_remat, in_vmap, in_jit])
+def test_under_transformations(fun):
+    lowered = jmp.autocast(fun, "mixed_float16", rules=only_head("float16"))
+    assert set(product_dtypes(lowered, W, X)) == {"float16", "float16 float32"}
+    expected = jmp.autocast(logits, "mixed_float16", rules=only_head("float16"))(W, X)
+    np.testing.assert_allclose(lowered(W, X).reshape(expected.shape), expected, rtol=1e-5)
+    jax.grad(lambda w: jnp.sum(lowered(w, X)))(W)
+
+
+def test_logits_beyond_float16_stay_finite():
+    far = {"body": W["body"], "head": 1e4 * W["head"]}
+    lowered = jmp.autocast(logits, "mixed_float16", rules=only_head("float16"))
+    plain = jmp.autocast(logits, "mixed_float16")
+    assert np.isfinite(lowered(far, X)).all() and not np.isfinite(plain(far, X)).all()
+
+
+def test_float8_products_have_no_float32_result_yet():
+    with pytest.raises(ValueError, match=r"float32 results of float8 products are not supported"):
+        jmp.autocast(logits, "mixed_float8,result=f32")
+    with pytest.raises(ValueError, match=r"float32 results of float8 products are not supported"):
+        jmp.autocast(logits, "mixed_bfloat16", rules=[("head", "mixed_float8,y=f32")])
+    lowered = jmp.autocast(logits, "mixed_float8", rules=only_head("bfloat16"))
+    assert "bfloat16 float32" in product_dtypes(lowered, W, X)
