@@ -48,7 +48,7 @@ test: .venv-test/installed  ## Run what a change may break, in an environment of
 # What differs between versions of JAX is met by these; `make test-matrix` runs all on each version.
 ON_NEWEST := --core tests/test_properties.py tests/adapters/test_nnx.py \
 	tests/autocasting/test_autocast_interface.py tests/autocasting/test_autocast_loops.py \
-	tests/autocasting/test_autocast_transformations.py
+	tests/autocasting/test_autocast_transformations.py tests/autocasting/test_newer_forms.py
 
 .PHONY: test-all
 test-all: docs targets  ## Run every test: also programs for GPUs and TPUs, the site, the newest JAX; twenty minutes.

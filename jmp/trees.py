@@ -5,18 +5,21 @@ bits. Every other leaf (integers, booleans, PRNG keys, float0, None, strings, ca
 numbers, float8) passes a cast unchanged.
 """
 
+import json
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 from jax.typing import ArrayLike, DTypeLike
 
 from jmp._messages import described, shape_text, where_trees_differ
 from jmp.dtypes import FLOAT32, at_least_float32, floating_dtype, half_dtype, is_castable
 
 T = TypeVar("T")
+C = TypeVar("C", bound=type)
 # Containers in containers, with leaves of any kind: more than a type can say.
 PyTree: TypeAlias = Any
 AnyArray = jax.Array | np.ndarray | np.generic
@@ -292,3 +295,58 @@ def cast_to_at_least_float32(tree: T) -> T:
         tree,
     )
     return wide
+
+
+# What `jax.export` writes: exported programs take and return classes of this package.
+
+_exported: set[str] = set()
+
+
+def register_for_export(cls: C) -> C:
+    """Tells `jax.export` how to write a pytree class; returns the class.
+
+    It writes the class's name and its static parts: numbers, strings and tuples of them. A class of
+    a name that was written before, as where a cell of a notebook runs again, is left out.
+    """
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    if name in _exported:
+        return cls
+    _exported.add(name)
+    if issubclass(cls, tuple):
+        export.register_namedtuple_serialization(cls, serialized_name=name)
+    else:
+        export.register_pytree_node_serialization(
+            cls,
+            serialized_name=name,
+            serialize_auxdata=lambda static: json.dumps(static, default=_left_out).encode(),
+            deserialize_auxdata=lambda written: _as_tuples(json.loads(bytes(written))),
+        )
+    return cls
+
+
+class LeftOut:
+    """What stands for a function in an exported tree: it equals any, and cannot be called."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __eq__(self, other: object) -> bool:
+        return callable(other)
+
+    __hash__ = object.__hash__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(
+            f"{self._name} was left out when the program was exported. Put it back into the state "
+            "that the program returned: state.replace(apply_fn=..., tx=...)."
+        )
+
+
+def _left_out(value: object) -> Any:
+    return {"left out": getattr(value, "__name__", type(value).__name__)}
+
+
+def _as_tuples(value: Any) -> Any:
+    if isinstance(value, dict):
+        return LeftOut(value["left out"])
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value

@@ -6,6 +6,11 @@ numbers of size one and has a slope of at most about two, so that the error afte
 bounded: each step rounds a few times (relative error eps) and doubles what it is given at most.
 """
 
+import contextlib
+import contextvars
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -34,14 +39,34 @@ def clip_gradient(x):
 
 clip_gradient.defvjp(lambda x: (x * 1.0, None), lambda _, g: (jnp.clip(g, -1e3, 1e3),))
 
+_product: contextvars.ContextVar[Callable[..., Any]] = contextvars.ContextVar(
+    "product", default=jnp.matmul
+)
+
+
+def multiply(x, y):
+    """The product of all programs, unless `multiplying_by` says another."""
+    return _product.get()(x, y)
+
+
+@contextlib.contextmanager
+def multiplying_by(product):
+    """In it programs that are traced multiply by another function."""
+    token = _product.set(product)
+    try:
+        yield
+    finally:
+        _product.reset(token)
+
+
 OPERATIONS = {
-    "product": lambda x: x @ WEIGHTS,
-    "product back": lambda x: x @ WEIGHTS.T,
-    "product twice": lambda x: (x @ WEIGHTS + x @ WEIGHTS.T) / 2,
+    "product": lambda x: multiply(x, WEIGHTS),
+    "product back": lambda x: multiply(x, WEIGHTS.T),
+    "product twice": lambda x: (multiply(x, WEIGHTS) + multiply(x, WEIGHTS.T)) / 2,
     "einsum": lambda x: jnp.einsum("ij,kj->ik", x, WEIGHTS),
     "bias": lambda x: x + BIAS,
     "scale": lambda x: x * (1 + BIAS),
-    "residual": lambda x: (x + jnp.tanh(x @ WEIGHTS)) / 2,
+    "residual": lambda x: (x + jnp.tanh(multiply(x, WEIGHTS))) / 2,
     "tanh": jnp.tanh,
     "gelu": jax.nn.gelu,
     "silu": jax.nn.silu,
@@ -68,13 +93,13 @@ OPERATIONS = {
     "apply": lambda x: x.at[EVERY_ROW].apply(jnp.tanh),
     "reduce": lambda x: x + lax.reduce(x, 0.0, lambda a, b: a + b / 8, (1,))[:, None] / 8,
     "segments": lambda x: jnp.zeros_like(x).at[EVERY_ROW].max(x),
-    "concatenate": lambda x: jnp.concatenate([x[:2] @ WEIGHTS, jnp.tanh(x[2:])]),
+    "concatenate": lambda x: jnp.concatenate([multiply(x[:2], WEIGHTS), jnp.tanh(x[2:])]),
     "pad": lambda x: jnp.pad(x, ((0, 0), (1, 0)))[:, :8],
     "halve": halve,
     "clip gradient": clip_gradient,
     "stop gradient": lambda x: (x + lax.stop_gradient(x)) / 2,
-    "full precision": jmp.full_precision(lambda x: jnp.tanh(x @ WEIGHTS)),
-    "inner autocast": jmp.autocast(lambda x: jnp.tanh(x @ WEIGHTS), "mixed_bfloat16"),
+    "full precision": jmp.full_precision(lambda x: jnp.tanh(multiply(x, WEIGHTS))),
+    "inner autocast": jmp.autocast(lambda x: jnp.tanh(multiply(x, WEIGHTS)), "mixed_bfloat16"),
     "constant": lambda x: x * 0.5 + jnp.ones((4, 8)),
     "name": lambda x: checkpoint_name(x, "x"),
 }

@@ -63,3 +63,8 @@ def product_dtypes_of(jaxpr):
             dtypes = {str(v.aval.dtype) for v in (*equation.invars, *equation.outvars)}
             counts[" ".join(sorted(dtypes))] += 1
     return dict(counts)
+
+
+def half_product(dtype):
+    """Returns a product with half operands and a half result; its gradients are such products."""
+    return lambda x, y: (x.astype(dtype) @ y.astype(dtype)).astype(jnp.float32)

@@ -7,9 +7,10 @@ A check is a module of this folder and a row in `CHECKS`. It has `add_options(pa
 
 import types
 
-from benchmarks.soak import faults, float8, float8_programs, kills, mutants, split_masters
+from benchmarks.soak import extremes, faults, float8, float8_programs, kills, mutants, split_masters
 
 CHECKS: dict[str, types.ModuleType] = {
+    "extremes": extremes,
     "faults": faults,
     "float8": float8,
     "float8_programs": float8_programs,

@@ -15,7 +15,7 @@ from jmp.policy import lowered_to
 from jmp.transforms._few_kernels import flag_by_size
 from jmp.transforms._loss_scaling import find_loss_scaling
 from jmp.transforms._states import WithLossScaleState
-from jmp.trees import PyTree, is_complex, is_floating, select_leaves
+from jmp.trees import PyTree, is_complex, is_floating, register_for_export, select_leaves
 
 T = TypeVar("T")
 
@@ -80,6 +80,7 @@ def _select(flag_of: Callable[[Any], jax.Array], new: Any, old: Any) -> Any:
 _ORDER = " The order is train_step(loss_fn, model, opt_state, tx, *args)."
 
 
+@register_for_export
 class TrainStep(NamedTuple):
     """What `train_step` of Equinox and of Haiku returns.
 

@@ -35,7 +35,7 @@ from jmp.transforms._kept import check_half_ones_are_seen
 from jmp.transforms._loss_scaling import check_order, find_loss_scaling
 from jmp.transforms._masters import follow_replaced
 from jmp.transforms._placement import placed
-from jmp.trees import PyTree, is_array, leaves_by_path
+from jmp.trees import PyTree, is_array, leaves_by_path, register_for_export
 
 
 class TrainState(train_state.TrainState):
@@ -198,6 +198,7 @@ def _replace_with_masters(self: TrainState, **updates: Any) -> TrainState:
 def _exchange_made_by_flax(cls: type[TrainState]) -> None:
     """Exchanges the `replace`, and the way to restore a state, that Flax gives each class."""
     cls.replace = _replace_with_masters  # type: ignore[assignment, method-assign]
+    register_for_export(cls)
     serialization.register_serialization_state(
         cls, _train_state_to_dict, _restore_train_state, override=True
     )

@@ -27,9 +27,10 @@ from jmp.autocasting._numbers import (
     made_of_array,
     shape_of,
 )
-from jmp.autocasting._precision import in_regions
+from jmp.autocasting._precision import in_regions, with_older_forms
 from jmp.autocasting._registry import Category, Rule
 from jmp.autocasting._request import Region, Request, Settings
+from jmp.autocasting._scaled_products import scaled_before
 from jmp.dtypes import FLOAT32
 
 
@@ -53,6 +54,8 @@ def graph_of(
       request: see `Request`.
       outputs_wrap: see `Graph`; left out, of no output it is known.
     """
+    if _jax_compat.has_newer_forms():
+        jaxpr = with_older_forms(jaxpr)
     half = request.settings.compute_dtype
     anything = [None] * (len(jaxpr.invars) - len(operands))
     arguments = zip(jaxpr.invars, (*operands, *anything), strict=True)
@@ -66,6 +69,8 @@ def graph_of(
         for value in dict.fromkeys(node.inputs):
             value.users.append(node)
     nodes = _added_before_splits(nodes, outputs, half)
+    if half == np.float16:
+        nodes = scaled_before(nodes, outputs)
     own = () if holder is None else constants
     graph = Graph(inputs, nodes, outputs, own, outputs_wrap)
     for node in find_angles(graph):

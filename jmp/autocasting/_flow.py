@@ -80,7 +80,7 @@ def facts_of(graph: Graph, infos: Sequence[Info], outputs: Sequence[Destination]
     depths = find_depths(graph, dependent, embeddings | cuts)
     # What leaves the level may reach a maximum outside.
     compared = reaching_values(graph.nodes, is_maximum, graph.outputs)
-    others = find_read_otherwise(graph, [value for value, where in goes if not where.rounded])
+    others = find_read_otherwise(graph.nodes, [v for v, where in goes if not where.rounded])
     return Facts(feeds, carried, dependent, embeddings, cuts, depths, compared, others)
 
 
@@ -113,14 +113,15 @@ def carried_values(graph: Graph, outputs: Iterable[Value]) -> set[Value]:
     return carried
 
 
-def find_read_otherwise(graph: Graph, outputs: Iterable[Value]) -> set[Value]:
+def find_read_otherwise(nodes: Sequence[Node], outputs: Iterable[Value]) -> set[Value]:
     """Returns outputs, and results that are only moved, that not only products read in the end.
 
     Args:
+      nodes: of a level.
       outputs: those that are not rounded whatever they are.
     """
     found = set(outputs)
-    for node in reversed(graph.nodes):
+    for node in reversed(nodes):
         users = [user for value in node.outputs for user in value.users]
         if node.rule.moves and not all(is_multiplied(user, found) for user in users):
             found.update(node.outputs)

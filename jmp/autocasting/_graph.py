@@ -38,7 +38,7 @@ class Value:
         self.made_of = self.made_of.of(self)
         # What comes in from the outermost level that knows it; of all but inputs the value itself.
         self.origin: Value = self if self.outside is None else self.outside.origin
-        self.constant, self.fits_half, self.is_hard, source, _ = self.known
+        self.constant, self.fits_half, self.is_hard, source, *_ = self.known
         shape = shape_of(self)
         self.source = shape if source is None else source  # the shape of what it repeats
         self.size = size_of(shape)  # how many elements it has

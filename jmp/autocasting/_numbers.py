@@ -32,6 +32,7 @@ class Known(NamedTuple):
     is_hard: bool = False  # it holds numbers that a half type does not: -1e9, 1e-12
     source: Shape | None = None  # of the value that it repeats or reshapes; None: its own
     array: Any = None  # the array that the program holds in its place; None: it is computed
+    smallest: float = 0.0  # the smallest magnitude of a small one, zero included
 
 
 NOTHING = Known()
@@ -86,7 +87,8 @@ def known_of(array: Any, half: np.dtype) -> Known:
     magnitudes = np.abs(numbers[np.isfinite(numbers) & (numbers != 0)])
     extremes = (magnitudes.max(), magnitudes.min()) if magnitudes.size else ()
     is_hard = not all(fits(float(x), half) for x in extremes)
-    return Known(constant, is_hard=is_hard, array=array)
+    smallest = float(np.abs(numbers).min())
+    return Known(constant, is_hard=is_hard, array=array, smallest=smallest)
 
 
 def dtype_of(atom: Any) -> np.dtype | None:

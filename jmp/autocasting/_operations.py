@@ -18,6 +18,7 @@ from jmp.autocasting._equations import contracts_nothing, is_inner_product
 from jmp.autocasting._exact_products import WHY_EXACT, wrapped_values
 from jmp.autocasting._float8 import OPERANDS
 from jmp.autocasting._graph import Node
+from jmp.autocasting._kinds import has_kind
 from jmp.autocasting._numbers import dtype_of
 from jmp.autocasting._precision import asked_for
 from jmp.autocasting._propagation import scope_of, walk_inside
@@ -35,7 +36,7 @@ NOT_HALF = frozenset({"float32", "float64", "complex64", "complex128"})
 
 
 class NoHalfProductWarning(UserWarning):
-    """A function has products, and a half policy lowered none of them.
+    """A function has products, and a half policy lowered none of them, or none that some hold.
 
     The warning counts the reasons. `diagnostics.precision_report` names each product with its own.
 
@@ -227,6 +228,26 @@ def _gradients_stay_half(plan: Plan, name: str) -> str:
     )
 
 
+def _products_out_of_sight(plan: Plan, name: str) -> str:
+    """Says which primitives hold float32 products that stay so because nothing plans them."""
+    found: collections.Counter[str] = collections.Counter()
+    for operation in operations_of(steps_of(plan)):
+        node = operation.node
+        is_known = node.rule != NO_RULE or has_kind(node.name) or node.name in _jax_compat.OPAQUE
+        is_inside = node.equation is not operation.equation and not is_known
+        is_float32 = is_product(operation.equation) and NOT_HALF.issuperset(operation.dtypes_in)
+        if is_inside and is_float32 and not _is_callers_wish(operation, plan):
+            found[_jax_compat.called_name(node.equation)] += 1
+    if not found.total() or _no_product_is_half(plan, name):
+        return ""
+    listed = ", ".join(f"{count} in {holder}" for holder, count in found.items())
+    return (
+        f"autocast of {described(name)} does not plan what holds these products, which stay "
+        f"float32: {listed}. Wrap the functions inside by an autocast of their own, or mark them "
+        "by jmp.full_precision if they are to be float32."
+    )
+
+
 def _is_float16_on_tpu(plan: Plan, name: str) -> str:
     """Says that a program for a TPU computes in float16."""
     request = plan.request
@@ -242,6 +263,7 @@ def _is_float16_on_tpu(plan: Plan, name: str) -> str:
 # What is said of a plan, given the name of its function, and as which warning; "" for nothing.
 WARNINGS: tuple[tuple[Callable[[Plan, str], str], type[UserWarning]], ...] = (
     (_no_product_is_half, NoHalfProductWarning),
+    (_products_out_of_sight, NoHalfProductWarning),
     (_gradients_stay_half, HalfReductionWarning),
     (_is_float16_on_tpu, Float16OnTpuWarning),
 )

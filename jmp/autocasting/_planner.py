@@ -139,7 +139,10 @@ class Planner(Level):
         own, with_clones = set(nodes), {*clones, *nodes}
         writes = []
         for node in nodes:
-            may_be_masked = node.rule.masks and any(map(storage.may_be_mask, node.inputs))
+            # Elsewhere an infinity is to be seen.
+            is_compared = not self.facts.compared.isdisjoint(node.outputs)
+            masks = node.rule.masks and any(map(storage.may_be_mask, node.inputs))
+            may_be_masked = is_compared and masks
             for value in node.outputs:
                 if value not in outputs and with_clones.issuperset(value.users):
                     continue
@@ -330,7 +333,8 @@ class Planner(Level):
             return Read(value, None)
         repeats = node.rule.elementwise and value.size < node.outputs[0].size
         shape = node.outputs[0].aval.shape if repeats and value.varies else None
-        saturates = node.rule.masks and self.storage.may_be_mask(value)
+        is_compared = not self.facts.compared.isdisjoint(node.outputs)
+        saturates = is_compared and node.rule.masks and self.storage.may_be_mask(value)
         adds_by_product = shape is not None and self._adds_by_product(node, value, shape)
         return Read(value, self.half, shape, saturates, adds_by_product)
 

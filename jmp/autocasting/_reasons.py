@@ -4,7 +4,7 @@ from collections.abc import Set
 
 import numpy as np
 
-from jmp.autocasting._graph import Node, Value, are_same, root
+from jmp.autocasting._graph import Node, Value, are_same, downstream, root
 from jmp.autocasting._numbers import fits, is_inexact
 from jmp.autocasting._precision import names_algorithm
 from jmp.autocasting._registry import Category
@@ -18,6 +18,8 @@ NEVER_HALF = {
     "complex64": ", which has no half type",
 }
 
+OFFSET = "beside the number that is added a half type has few digits left"
+TAKEN_AWAY = "what is added is taken away again"
 UNBOUNDED = "nothing bounds the size of an operand: a half type may not hold it"
 
 
@@ -67,7 +69,16 @@ def why_float32(node: Node, inside: Set[Node], storage: Storage) -> str:
             return "a square, whose range a half type does not hold"
         if _cancels(node):
             return "near its bound, 1 minus a bounded function has few digits left"
-    return next(filter(None, (_why_operand(v, node, inside, storage) for v in node.inputs)), "")
+    why = next(filter(None, (_why_operand(v, node, inside, storage) for v in node.inputs)), "")
+    is_sum = rule.category is Category.WIDEST and rule.linear
+    return why or (_why_offset(node, inside, storage) if is_sum else "")
+
+
+def _why_offset(node: Node, inside: Set[Node], storage: Storage) -> str:
+    """Returns why what a node adds makes it float32."""
+    if storage.magnitude(node.outputs[0]).is_coarse(storage.half):
+        return OFFSET
+    return TAKEN_AWAY if _is_taken_away(node, inside, storage) else ""
 
 
 def _why_operand(value: Value, node: Node, inside: Set[Node], storage: Storage) -> str:
@@ -108,6 +119,22 @@ def _cancels(node: Node) -> bool:
     """
     is_one = [value.constant in (1, -1) for value in node.inputs]
     return node.rule.linear and any(is_one) and any(map(_is_bounded, node.inputs))
+
+
+def _is_taken_away(node: Node, inside: Set[Node], storage: Storage) -> bool:
+    """Returns whether an input that a node adds is subtracted elsewhere in its component.
+
+    So data are denormalised and normalised again. Nobody subtracts a bias.
+    """
+    dependent = storage.facts.dependent
+    added = node.inputs if node.name == "add" and not dependent.isdisjoint(node.inputs) else ()
+    return any(
+        reader.name == "sub" and reader.inputs[1] is moved and reader in inside
+        for value in added
+        if value not in dependent and value.constant is None
+        for moved in downstream(root(value), lambda node: node.rule.moves)
+        for reader in moved.users
+    )
 
 
 def _is_bounded(value: Value) -> bool:

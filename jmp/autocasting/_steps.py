@@ -349,9 +349,12 @@ class Storage:
     def is_out_of_range(self, value: Value, readers: Sequence[Node]) -> bool:
         """Returns whether rounding a value may give an infinity or a zero that its readers hide.
 
-        What products alone read is rounded: they have no other form, and an infinity is seen.
+        Or whether it leaves few digits beside an offset. What products alone read is rounded: they
+        have no other form, and an infinity is seen.
         """
-        return self.magnitude(value).exceeds_half and not self.is_multiplied(value, readers)
+        magnitude = self.magnitude(value)
+        is_lost = magnitude.exceeds_half or magnitude.is_coarse(self.half)
+        return is_lost and not self.is_multiplied(value, readers)
 
     def leaves_half(self, value: Value, inside: Set[Node]) -> bool:
         """Returns whether a float32 value leaves an island in half: where a product follows.

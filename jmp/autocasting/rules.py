@@ -111,7 +111,9 @@ FOLLOW = {
     "tanh logistic erf": (BOUNDED, "fusible expensive bounded"),
     "sin cos": (BOUNDED, "fusible expensive bounded wraps"),
     "reshape squeeze expand_dims": ("moves data", "fusible reshapes"),
-    "transpose rev name pvary": ("moves data", "fusible permutes"),
+    "transpose rev pvary": ("moves data", "fusible permutes"),
+    # In an island it would name a float32 number, and a remat that keeps the name would keep that.
+    "name": ("moves data; what a remat keeps by its name is half where it was", "permutes"),
     "slice split": ("moves data", "fusible selects"),
     "dynamic_slice": ("moves data", "fusible rearranges looks_up"),
     "stack unstack": ("moves data", "fusible rearranges"),

@@ -128,9 +128,10 @@ class Decision:
       module, source, times: as in a `Row`.
 
     >>> from jmp.diagnostics import precision_report
-    >>> masked = lambda x: jnp.where(x > 0, x @ x, -1e9) @ x
+    >>> weigh = jax.checkpoint(lambda scores, x: jax.nn.softmax(scores) @ x)
+    >>> masked = lambda x, mask: weigh(x @ x + mask, x)
     >>> x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
-    >>> (decision,) = precision_report(masked, "mixed_float16")(x).decisions
+    >>> (decision,) = precision_report(masked, "mixed_float16")(x, x).decisions
     >>> decision.what.split(",")[0], decision.times
     ("an array that is added or selected is held within float16's range", 1)
     """

@@ -21,7 +21,15 @@ from jmp.dtypes import FLOAT32, at_least_float32, floating_dtype, is_castable, i
 from jmp.loss_scaling._base import LossScale, multiply_tree
 from jmp.loss_scaling._gradients import check_loss_scale, check_parameters, scaled_loss
 from jmp.sharding._axes import agreed, axis_names, made_varying, mapped_axes
-from jmp.trees import PyTree, all_finite, as_jax_array, holds_numbers, is_complex, is_floating
+from jmp.trees import (
+    PyTree,
+    all_finite,
+    as_jax_array,
+    holds_numbers,
+    is_complex,
+    is_floating,
+    register_for_export,
+)
 
 P = ParamSpec("P")
 Skip = Literal["window", "micro_batch"]
@@ -135,6 +143,7 @@ def accumulated_value_and_grad(
     return wrapped
 
 
+@register_for_export
 class Window(NamedTuple):
     """What `accumulated_value_and_grad` was given, checked.
 

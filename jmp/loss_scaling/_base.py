@@ -32,7 +32,7 @@ from jax.typing import ArrayLike
 
 from jmp._messages import wrong
 from jmp.dtypes import at_least_float32
-from jmp.trees import as_jax_array, is_array, is_complex, is_floating
+from jmp.trees import as_jax_array, is_array, is_complex, is_floating, register_for_export
 
 T = TypeVar("T")
 
@@ -162,7 +162,7 @@ def register_state(cls: type[T]) -> type[T]:
         return node
 
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten)
-    return cls
+    return register_for_export(cls)
 
 
 def replace_leaves(node: T, **leaves: Any) -> T:

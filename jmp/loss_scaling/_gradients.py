@@ -59,6 +59,8 @@ def scaled_value_and_grad(
     loss_scale: LossScale,
     argnums: int | Sequence[int] = 0,
     has_aux: Literal[False] = False,
+    *,
+    allow_int: bool = False,
 ) -> Callable[P, tuple[jax.Array, Any]]: ...
 @overload
 def scaled_value_and_grad(
@@ -66,6 +68,8 @@ def scaled_value_and_grad(
     loss_scale: LossScale,
     argnums: int | Sequence[int] = 0,
     has_aux: Literal[True] = ...,  # never left out: the first of these says what is then returned
+    *,
+    allow_int: bool = False,
 ) -> Callable[P, tuple[tuple[jax.Array, Aux], Any]]: ...
 @overload
 def scaled_value_and_grad(
@@ -73,12 +77,16 @@ def scaled_value_and_grad(
     loss_scale: LossScale,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
+    *,
+    allow_int: bool = False,
 ) -> Callable[P, tuple[Any, Any]]: ...
 def scaled_value_and_grad(
     fun: Callable[..., Any],
     loss_scale: LossScale,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
+    *,
+    allow_int: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
     """Like `jax.value_and_grad`, of a loss that is multiplied by a loss scale.
 
@@ -87,7 +95,8 @@ def scaled_value_and_grad(
     Args:
       fun: returns a real floating scalar, or `(scalar, aux)` with `has_aux`.
       loss_scale: the scale in force.
-      argnums, has_aux: as in `jax.value_and_grad`.
+      argnums, has_aux, allow_int: as in `jax.value_and_grad`. With `allow_int` integers may stand
+        among what is differentiated; their gradients are of dtype float0.
 
     Returns: a function that returns `(value, gradients)` or `((value, aux), gradients)`. The value
       is unscaled and at least float32. The gradients are *still scaled*: hand them to
@@ -109,7 +118,7 @@ def scaled_value_and_grad(
     )
     check_loss_scale(loss_scale, "scaled_value_and_grad")
     value_and_grad = jax.value_and_grad(
-        scaled_loss(fun, loss_scale, has_aux), argnums=argnums, has_aux=True
+        scaled_loss(fun, loss_scale, has_aux), argnums=argnums, has_aux=True, allow_int=allow_int
     )
 
     @functools.wraps(fun)

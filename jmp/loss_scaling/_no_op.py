@@ -7,10 +7,12 @@ import jax
 from jax.typing import ArrayLike
 
 from jmp.loss_scaling._base import LossScale
+from jmp.trees import register_for_export
 
 T = TypeVar("T")
 
 
+@register_for_export
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class NoOpLossScale(LossScale):

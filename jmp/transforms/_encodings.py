@@ -32,6 +32,7 @@ from jax.sharding import PartitionSpec
 from jmp.sharding._axes import names_by_dimension
 from jmp.transforms._few_kernels import may_be_sharded, reshard_where_types_say
 from jmp.transforms._rounding import HALFWAY, code_of, rounded_by
+from jmp.trees import register_for_export
 
 KINDS = ("bfloat16", "float16", "float8_e4m3fn", "int8")
 BLOCK = 256
@@ -43,6 +44,7 @@ LARGEST_SIGNED, LARGEST = 127, 247  # codes of these
 LEAST_SCALE = -126  # as an exponent
 
 
+@register_for_export
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StoredArray:

@@ -21,9 +21,17 @@ from jax.typing import DTypeLike
 from jmp._messages import described
 from jmp.dtypes import is_half
 from jmp.transforms._rounding import difference_to, rounded
-from jmp.trees import PyTree, cast_to_at_least_float32, is_floating, leaves_by_path, path_string
+from jmp.trees import (
+    PyTree,
+    cast_to_at_least_float32,
+    is_floating,
+    leaves_by_path,
+    path_string,
+    register_for_export,
+)
 
 
+@register_for_export
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FlatMasters:

@@ -9,9 +9,10 @@ import optax
 from jmp.transforms._rounding import rounded
 from jmp.transforms._states import Transformation
 from jmp.transforms._storing import InTree, ParameterStorage, stored_by
-from jmp.trees import PyTree
+from jmp.trees import PyTree, register_for_export
 
 
+@register_for_export
 class WithKahanSummationState(NamedTuple):
     """State of `with_kahan_summation`.
 

@@ -17,9 +17,10 @@ from jax import lax
 from jmp.transforms._rounding import widened
 from jmp.transforms._states import Transformation
 from jmp.transforms._storing import InTree, ParameterStorage, stored_by
-from jmp.trees import PyTree
+from jmp.trees import PyTree, register_for_export
 
 
+@register_for_export
 class WithSplitMastersState(NamedTuple):
     """State of `with_split_masters`.
 

@@ -12,7 +12,7 @@ import optax
 from jmp._messages import described, listed
 from jmp.loss_scaling import LossScale
 from jmp.sharding._axes import unreduced_axes
-from jmp.trees import PyTree, is_array, leaves_by_path
+from jmp.trees import PyTree, is_array, leaves_by_path, register_for_export
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -34,6 +34,7 @@ class Transformation(optax.GradientTransformationExtraArgs, Generic[S]):  # type
         ) -> tuple[Any, S]: ...
 
 
+@register_for_export
 class WithLossScaleState(NamedTuple):
     """State of `with_loss_scale`.
 
@@ -61,6 +62,7 @@ class WithLossScaleState(NamedTuple):
     inner_state: PyTree
 
 
+@register_for_export
 class WithMasterParamsState(NamedTuple):
     """State of `with_master_params`.
 

@@ -10,9 +10,10 @@ from jmp.transforms._random_bits import RandomBits
 from jmp.transforms._rounding import rounded, rounded_by
 from jmp.transforms._states import Transformation
 from jmp.transforms._storing import InTree, ParameterStorage, stored_by
-from jmp.trees import PyTree
+from jmp.trees import PyTree, register_for_export
 
 
+@register_for_export
 class WithStochasticRoundingState(NamedTuple):
     """State of `with_stochastic_rounding`.
 

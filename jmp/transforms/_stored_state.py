@@ -36,9 +36,10 @@ from jmp.transforms._few_kernels import chunks
 from jmp.transforms._placement import BOX, parameter_path, placed
 from jmp.transforms._random_bits import RandomBits
 from jmp.transforms._states import Transformation, WithLossScaleState
-from jmp.trees import PyTree, cast_to_at_least_float32, path_string
+from jmp.trees import PyTree, cast_to_at_least_float32, path_string, register_for_export
 
 
+@register_for_export
 class WithStoredStateState(NamedTuple):
     """State of `with_stored_state`.
 

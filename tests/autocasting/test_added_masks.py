@@ -58,3 +58,10 @@ def test_an_overflow_that_no_mask_makes_is_seen():
     for sign, added in ((1, 6e4), (-1, 9e3), (-1, -jnp.inf)):
         got = function(sign * large, EYE, jnp.full((4, 1, 8), sign * abs(added)))
         assert not np.isfinite(got).any()
+
+
+@pytest.mark.parametrize("t", [jnp.full((8, 8), 1e5), jnp.float32(1e5), jnp.full((1, 8), 1e5)])
+def test_a_large_argument_that_is_no_mask_is_seen(t):
+    loss = jmp.autocast(lambda x, w, t: jnp.sum((jnp.abs(x @ w + t) @ w) ** 2), "mixed_float16")
+    value, gradient = jax.value_and_grad(loss)(ROWS[0], EYE, t)
+    assert not np.isfinite(value) and not np.isfinite(gradient).all()

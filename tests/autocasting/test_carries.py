@@ -430,9 +430,9 @@ def test_a_mask_that_a_loop_closes_over_stays_within_the_range_of_float16(apply)
     def function(mask, w):
         def turn(x, _):
             if apply == "where":
-                y = jnp.where(x > 0, mask, 0.0) @ w
+                y = jax.nn.softmax(jnp.where(x > 0, mask, 0.0)) @ w
             else:
-                y = jnp.concatenate([x, mask], -1) @ jnp.concatenate([w, w])
+                y = jax.nn.softmax(jnp.concatenate([x, mask], -1)) @ jnp.concatenate([w, w])
             return jnp.tanh(y), y
 
         return scanned(turn, jnp.ones((ROWS, WIDTH)), 2)[1]

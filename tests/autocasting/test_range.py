@@ -15,6 +15,7 @@ from jax.ops import segment_sum
 
 import jmp
 from tests.commands import in_full
+from tests.products import half_product
 
 ROWS, WIDTH = 2048, 8
 HALVES = (jnp.float16, jnp.bfloat16)
@@ -86,11 +87,6 @@ ROLES = {
 }
 
 
-def product_in(half):
-    """Returns a product with half operands and a half result; its gradients are such products."""
-    return lambda x, y: (x.astype(half) @ y.astype(half)).astype(jnp.float32)
-
-
 def program(way, role, product, weights, x, many, count):
     first, second, third, fourth = weights
     h = product(x, first)
@@ -129,7 +125,7 @@ CASES = [(way, [*ROLES, *ROLES][i % 4 + j]) for i, way in enumerate(WAYS) for j 
 def test_a_number_that_nothing_bounds_stays_float32_beside_half_values(way, role):
     half = HALVES[(CASES.index((way, role)) // 2) % 2]
     wanted = gradients(way, role, jnp.matmul)
-    reference = error(gradients(way, role, product_in(half)), wanted)
+    reference = error(gradients(way, role, half_product(half)), wanted)
     found = error(gradients(way, role, jnp.matmul, half), wanted)
     assert np.isfinite(reference) and found <= 1.05 * reference, (found, reference)
 

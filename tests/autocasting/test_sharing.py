@@ -132,7 +132,7 @@ KEEP = jax.ShapeDtypeStruct((128, 128), bool)
         (shapes, (X, W, WIDE), (3, 2)),
         (held_arrays, (X, W), (2, 2)),
         (what_leaves, (X, W), (2, 2)),
-        (masks, (X, W, KEEP), (2, 2)),
+        (masks, (X, W, KEEP), (2, 1)),
         (dtypes_read, (X, W), (2, 2)),
         (scopes_inside, (X, W), (2, 2)),
         (operands, (X, W), (2, 2)),

@@ -201,3 +201,14 @@ def test_a_tuple_is_refused_with_a_hint_at_has_aux(aux):
     grad_fn = jmp.scaled_value_and_grad(lambda w: (w.sum(), aux(w)), jmp.StaticLossScale(8.0))
     with pytest.raises(TypeError, match="With an auxiliary output pass has_aux=True"):
         grad_fn(jnp.ones(3))
+
+
+def test_integers_may_stand_among_what_is_differentiated():
+    params = {"w": jnp.float32(3), "step": jnp.int32(2)}
+    loss = lambda params: params["w"] ** params["step"]
+    scale = jmp.StaticLossScale(8)
+    with pytest.raises(TypeError):
+        jmp.scaled_value_and_grad(loss, scale)(params)
+    value, grads = jmp.scaled_value_and_grad(loss, scale, allow_int=True)(params)
+    assert (value, grads["w"]) == (9, 48) and grads["step"].dtype == jax.dtypes.float0
+    assert scale.unscale(grads)["w"] == 6

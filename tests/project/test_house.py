@@ -125,7 +125,7 @@ def test_a_file_can_be_read_whole(path):
 
 
 def test_there_are_few_files():
-    assert len(FILES) <= 123
+    assert len(FILES) <= 124
 
 
 # Functions that are defined in several modules, under one name, for a reason: what an adapter does
@@ -292,7 +292,8 @@ PLANNER = [path for path in FILES if part_of(path) == "autocasting"]
 
 @pytest.mark.parametrize("path", PLANNER, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_nothing_is_written_on_a_value_or_a_node_after_its_graph_is_made(path):
-    if path.name in ("_flatten.py", "_program.py"):  # what makes graphs; the cache of plans
+    makes_graphs = path.name in ("_flatten.py", "_scaled_products.py")
+    if makes_graphs or path.name == "_program.py":  # the cache of plans
         return
     for function in ast.walk(ast.parse(path.read_text())):
         if not isinstance(function, ast.FunctionDef):

@@ -250,9 +250,11 @@ def _on_the_way(node: Node) -> Sequence[Value]:
 
     Raises: NotFused for a node that changes scores otherwise than by adding, scaling and choosing.
     """
+    if moves_axes(node):
+        return node.inputs[:1]
     if node.name == "dot_general" or not node.is_fusible:
         return ()
-    if moves_axes(node) or node.name == "div":
+    if node.name == "div":
         return node.inputs[:1]
     if node.name == "select_n":
         return node.inputs[1:]

@@ -1,0 +1,101 @@
+"""Random programs at inputs of any size: where float16 ends, and a loss scale with it.
+
+A program is a list of steps of `random_programs`, between two products. Its input is multiplied by
+a power of two, its loss by a loss scale. The reference has half operands and half results of
+products, and computes all else in float32: whatever it can, autocast has to do as well, or show an
+infinity, which skips the step.
+"""
+
+import random
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jmp
+from testbed.random_programs import OPERATIONS, TRANSFORMATIONS, multiply, multiplying_by, program
+
+LOSS_SCALE = 2.0**16
+POWERS = range(-12, 13)
+# They say by themselves what is computed in which dtype, or which product; or have another
+LEFT_OUT = ("full precision", "inner autocast", "clip gradient", "einsum")
+NEAR, FAR = 0.02, 0.05  # relative errors of the reference, and of autocast
+
+
+class Case(NamedTuple):
+    """A program and the power of two that its input is multiplied by."""
+
+    names: tuple[str, ...]
+    power: int
+
+
+class Errors(NamedTuple):
+    """Relative errors of the whole gradient against float32; infinite where it is not finite."""
+
+    reference: float
+    autocast: float
+
+    @property
+    def is_fault(self) -> bool:
+        """Whether autocast is wrong, and finite, where the reference is right."""
+        return self.reference < NEAR and FAR < self.autocast < np.inf
+
+
+def case(number: int) -> Case:
+    """Returns the case of a number, always the same."""
+    drawn = random.Random(number)
+    names = [*sorted(set(OPERATIONS) - {*LEFT_OUT}), *sorted(TRANSFORMATIONS)]
+    return Case(tuple(drawn.choices(names, k=drawn.randint(1, 5))), drawn.choice(POWERS))
+
+
+def half_product(x: jax.Array, y: jax.Array) -> jax.Array:
+    """A product with half operands and a half result, as are those of its gradients."""
+    return (x.astype(jnp.float16) @ y.astype(jnp.float16)).astype(jnp.float32)
+
+
+def loss_of(names: Sequence[str]):
+    """Returns the loss of a program, a function of two matrices and the input."""
+
+    def loss(weights, x):
+        y = program(names)(multiply(x, weights[0]))
+        return jnp.mean(multiply(y, weights[1]) ** 2)
+
+    return loss
+
+
+def arguments(power: int):
+    """Returns two matrices and an input."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    weights = [jax.random.normal(key, (8, 8)) / 8**0.5 for key in keys[:2]]
+    return weights, 2.0**power * jax.random.normal(keys[2], (4, 8))
+
+
+def errors(given: Case) -> Errors | None:
+    """Returns the errors of a case; None where JAX has no gradient, or float32 is not finite."""
+    loss = loss_of(given.names)
+    weights, x = arguments(given.power)
+
+    def gradient(fun, scale):
+        scaled = lambda weights, x: scale * fun(weights, x).astype(jnp.float32)
+        found = jax.jit(jax.grad(scaled))(weights, x)
+        return np.concatenate([np.ravel(leaf).astype(np.float64) for leaf in found]) / scale
+
+    try:
+        exact = gradient(loss, 1.0)
+    except (TypeError, ValueError, NotImplementedError):  # a loop has no reverse derivative
+        return None
+    if not np.isfinite(exact).all() or not exact.any():
+        return None
+    # A function of its own: JAX would find the trace of the other one.
+    with multiplying_by(half_product):
+        reference = gradient(lambda weights, x: loss(weights, x), LOSS_SCALE)
+    found = gradient(jmp.autocast(loss, "mixed_float16"), LOSS_SCALE)
+    return Errors(*(_relative_error(each, exact) for each in (reference, found)))
+
+
+def _relative_error(found: np.ndarray, exact: np.ndarray) -> float:
+    if not np.isfinite(found).all():
+        return np.inf
+    return float(np.linalg.norm(found - exact) / np.linalg.norm(exact))

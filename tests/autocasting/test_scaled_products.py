@@ -1,0 +1,94 @@
+"""Products that are scaled down afterwards do not overflow float16 before."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.extend.core import Literal
+
+import jmp
+from tests.products import equations_of
+
+ROWS, WIDTH = 8, 64
+KEYS = jax.random.split(jax.random.key(0), 3)
+Q, K, V = (jax.random.normal(key, (ROWS, WIDTH)) for key in KEYS)
+LARGE = 68.0  # a product of two such rows is about 300,000, and 37,000 divided by 8
+
+
+def over_root(q, k, v):
+    return jax.nn.softmax(q @ k.T / WIDTH**0.5) @ v
+
+
+def times_root(q, k, v):
+    return jax.nn.softmax(WIDTH**-0.5 * (q @ k.T)) @ v
+
+
+def by_einsum(q, k, v):
+    scores = jnp.einsum("qd,kd->qk", q, k, preferred_element_type=jnp.float32)
+    return jax.nn.softmax(jnp.where(jnp.eye(ROWS) > 0, -1e9, scores / WIDTH**0.5)) @ v
+
+
+def by_jax(q, k, v):
+    return jax.nn.dot_product_attention(q[None, :, None], k[None, :, None], v[None, :, None])[
+        0, :, 0
+    ]
+
+
+def between_products(q, k, v):
+    return jnp.tanh(((q @ k.T) / 256) @ v / 1e4)
+
+
+def in_a_scan(q, k, v):
+    return lax.scan(lambda c, _: (over_root(q, k, v), None), v, None, length=2)[0]
+
+
+WAYS = (over_root, times_root, by_einsum, by_jax, between_products, in_a_scan)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_large_operands_do_not_overflow(way):
+    # Rows point in one direction, so that all products are large.
+    q, k = (LARGE * (1 + 0.01 * x) for x in (Q, K))
+    lowered = jmp.autocast(way, "mixed_float16", attention="fused")
+    found, exact = lowered(q, k, V), way(q, k, V)
+    assert np.isfinite(found).all()
+    rounded = [x.astype(jnp.float16).astype(jnp.float32) for x in (q, k, V)]
+    limit = 4 * np.abs(way(*rounded) - exact).max() + 0.01
+    assert np.abs(found - exact).max() < limit
+    assert all(
+        np.isfinite(g).all()
+        for g in jax.grad(lambda *args: lowered(*args).sum(), (0, 1, 2))(q, k, V)
+    )
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-1, 1e-3, 1e-4])
+@pytest.mark.parametrize("way", WAYS)
+def test_no_digit_changes_at_small_operands(way, size):
+    q, k = size * Q, size * K
+    found, exact = jmp.autocast(way, "mixed_float16")(q, k, V), way(q, k, V)
+    assert np.abs(found - exact).max() < 2e-3
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-2])
+def test_what_a_logarithm_reads_is_scaled_behind(size):
+    def logarithm(q, k):
+        return jnp.log(jnp.abs(jnp.tanh(q) @ jnp.tanh(k).T) / 8)
+
+    q, k = size * Q + size, size * K + size
+    found, exact = jmp.autocast(logarithm, "mixed_float16")(q, k), logarithm(q, k)
+    np.testing.assert_allclose(found, exact, atol=0.02)
+
+
+def test_a_layer_and_bfloat16_are_left_as_they_are():
+    layer = lambda w, x: jax.nn.softmax(jnp.tanh(x @ w) @ w / 8) @ w
+    w = jnp.ones((WIDTH, WIDTH))
+
+    def divisors(fun, policy, *args):
+        equations = equations_of(jmp.autocast(fun, policy), *args)
+        read = [e.invars[1] for e in equations if e.primitive.name == "div"]
+        return {float(atom.val) for atom in read if isinstance(atom, Literal)}
+
+    assert divisors(layer, "mixed_float16", w, Q) == {8}
+    assert divisors(over_root, "mixed_bfloat16", Q, K, V) == {8}
+    assert divisors(over_root, "mixed_float16", Q, K, V) == {4, 2, 1}
