@@ -48,7 +48,7 @@ def test_between_two_products(cases, number, quick_compilation):
 
 def test_the_sweep_sees_what_cannot_be_right(quick_compilation):
     def loses_everything(x):
-        return jnp.maximum(x + 2048.0, 0.0) - 2048.0
+        return jnp.maximum(x * 1e-4 + jnp.cos(0 * x), 0.0) - 1.0  # nobody knows that it adds one
 
     case = op_sweep.case_of("", "", loses_everything, [op_sweep.MATRIX])
     failure, *_ = op_sweep.check(case, ["mixed_float16"], ["between"])["failures"]
