@@ -287,8 +287,9 @@ def _check_is_lowered(
     What is marked is half somewhere. Anything else, such as a model in half by hand, is traced.
     """
     half = lowered_to(optimizer.tx.update)
-    modules = [module for _, module in nnx.iter_graph(model) if isinstance(module, nnx.Module)]
-    if half is None or not is_half(half) or any(map(lowered_to, (loss_fn, *modules))):
+    if half is None or not is_half(half) or lowered_to(loss_fn) is not None:
+        return
+    if any(lowered_to(node) is not None for _, node in nnx.iter_graph(model)):
         return
     graph, state = nnx.split((model, args))
 

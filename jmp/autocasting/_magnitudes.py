@@ -169,9 +169,9 @@ def _multiply(x: Magnitude, y: Magnitude) -> Magnitude:
     products = [0.0 if 0 in (a, b) else a * b for a in (x.low, x.high) for b in (y.low, y.high)]
     found = Magnitude(min(products), max(products), terms=x.terms * y.terms)
     for one, other in ((x, y), (y, x)):
-        if one.low == one.high:  # a constant divides a sum, as in a mean
-            terms = other.terms * min(1.0, abs(one.low))
-            offset, scale = other.offset * one.low, other.scale * abs(one.low)
+        if one.number is not None:  # a constant divides a sum, as in a mean
+            terms = other.terms * min(1.0, abs(one.number))
+            offset, scale = other.offset * one.number, other.scale * abs(one.number)
             return found._replace(degree=other.degree, terms=terms, offset=offset, scale=scale)
         if one.degree == -math.inf and max(-one.low, one.high) <= 1:  # as in x / (1 + exp(-x))
             return other._replace(low=found.low, high=found.high)
@@ -271,7 +271,7 @@ TRANSFERS: dict[str, Callable[..., Magnitude]] = {
     "div": lambda node, x, y: _multiply(x, _reciprocal(y)),
     "square": lambda node, x: _raised(x, 2),
     "integer_pow": lambda node, x: _raised(x, node.params["y"]),
-    "pow": lambda node, x, y: _raised(x, y.low) if y.low == y.high else STEEP,
+    "pow": lambda node, x, y: STEEP if y.number is None else _raised(x, y.number),
     "sqrt": lambda node, x: _raised(x, 0.5),
     "rsqrt": lambda node, x: _raised(x, -0.5),
     "cbrt": lambda node, x: _raised(x, 1 / 3),

@@ -31,7 +31,6 @@ SATURATED = (
     "row that is masked throughout stays finite"
 )
 
-
 NOT_HALF = frozenset({"float32", "float64", "complex64", "complex128"})
 
 
@@ -231,13 +230,10 @@ def _gradients_stay_half(plan: Plan, name: str) -> str:
 def _products_out_of_sight(plan: Plan, name: str) -> str:
     """Says which primitives hold float32 products that stay so because nothing plans them."""
     found: collections.Counter[str] = collections.Counter()
-    for operation in operations_of(steps_of(plan)):
-        node = operation.node
-        is_known = node.rule != NO_RULE or has_kind(node.name) or node.name in _jax_compat.OPAQUE
-        is_inside = node.equation is not operation.equation and not is_known
+    for operation in operations_of(filter(_is_unplanned, steps_of(plan))):
         is_float32 = is_product(operation.equation) and NOT_HALF.issuperset(operation.dtypes_in)
-        if is_inside and is_float32 and not _is_callers_wish(operation, plan):
-            found[_jax_compat.called_name(node.equation)] += 1
+        if is_float32 and not _is_callers_wish(operation, plan):
+            found[_jax_compat.called_name(operation.node.equation)] += 1
     if not found.total() or _no_product_is_half(plan, name):
         return ""
     listed = ", ".join(f"{count} in {holder}" for holder, count in found.items())
@@ -246,6 +242,15 @@ def _products_out_of_sight(plan: Plan, name: str) -> str:
         f"float32: {listed}. Wrap the functions inside by an autocast of their own, or mark them "
         "by jmp.full_precision if they are to be float32."
     )
+
+
+def _is_unplanned(ran: Ran) -> bool:
+    """Returns whether a step holds functions that are no kernel, and that nothing plans."""
+    if not isinstance(ran.step, Single):
+        return False
+    node = ran.step.node
+    is_known = node.rule != NO_RULE or has_kind(node.name) or node.name in _jax_compat.OPAQUE
+    return not is_known and _jax_compat.holds_functions(node.equation)
 
 
 def _is_float16_on_tpu(plan: Plan, name: str) -> str:

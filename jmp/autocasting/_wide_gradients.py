@@ -22,6 +22,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jmp import _jax_compat
+from jmp._array_calls import replaced
 from jmp._jax_compat import Params
 from jmp.autocasting._casts import cast, cast_all, repeated
 from jmp.dtypes import FLOAT32
@@ -156,10 +157,7 @@ def multiply_to_float32(
         moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, SymbolicZero)]
 
         def of_moving(*arrays: Any) -> list[Any]:
-            merged = list(primals)
-            for i, array in zip(moving, arrays, strict=True):
-                merged[i] = array
-            return run(merged)
+            return run(replaced(primals, moving, arrays))
 
         _, changes = jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
         return cast_all(changes, [FLOAT32])
@@ -227,10 +225,7 @@ def run_either(
         moving = [i for i, tangent in enumerate(tangents) if type(tangent) is not SymbolicZero]
 
         def of_moving(*arrays: Any) -> Any:
-            merged = list(primals)
-            for i, array in zip(moving, arrays, strict=True):
-                merged[i] = array
-            return differentiated(*merged)
+            return differentiated(*replaced(primals, moving, arrays))
 
         return jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
 
