@@ -3,7 +3,8 @@
 A program is a list of steps of `random_programs`, between two products. Its input is multiplied by
 a power of two, its loss by a loss scale. The reference has half operands and half results of
 products, and computes all else in float32: whatever it can, autocast has to do as well, or show an
-infinity, which skips the step.
+infinity, which skips the step. Small inputs lose digits in the reference too: there autocast may
+not do worse than the program that is written in half, unless a hazard says so.
 """
 
 import random
@@ -32,15 +33,20 @@ class Case(NamedTuple):
 
 
 class Errors(NamedTuple):
-    """Relative errors of the whole gradient against float32; infinite where it is not finite."""
+    """Relative errors of the whole gradient against float32; infinite where it is not finite.
+
+    That of the way by hand is known where neither of the other two is right.
+    """
 
     reference: float
+    by_hand: float
     autocast: float
 
     @property
     def is_fault(self) -> bool:
-        """Whether autocast is wrong, and finite, where the reference is right."""
-        return self.reference < NEAR and FAR < self.autocast < np.inf
+        """Whether autocast is wrong, and finite, where another way is right or less wrong."""
+        others = min(FAR if self.reference < NEAR else np.inf, max(FAR, 1.05 * self.by_hand))
+        return others < self.autocast < np.inf
 
 
 def case(number: int) -> Case:
@@ -60,7 +66,7 @@ def loss_of(names: Sequence[str]):
 
     def loss(weights, x):
         y = program(names)(multiply(x, weights[0]))
-        return jnp.mean(multiply(y, weights[1]) ** 2)
+        return jnp.mean(multiply(y, weights[1]).astype(jnp.float32) ** 2)
 
     return loss
 
@@ -92,7 +98,14 @@ def errors(given: Case) -> Errors | None:
     with multiplying_by(half_product):
         reference = gradient(lambda weights, x: loss(weights, x), LOSS_SCALE)
     found = gradient(jmp.autocast(loss, "mixed_float16"), LOSS_SCALE)
-    return Errors(*(_relative_error(each, exact) for each in (reference, found)))
+    errors = Errors(_relative_error(reference, exact), np.inf, _relative_error(found, exact))
+    if not NEAR <= errors.reference < np.inf or not FAR < errors.autocast < np.inf:
+        return errors  # the way by hand is not asked
+    try:
+        by_hand = gradient(lambda *x: loss(*jmp.cast_floating(x, jnp.float16)), LOSS_SCALE)
+    except TypeError:  # it names float32
+        return errors
+    return errors._replace(by_hand=_relative_error(by_hand, exact))
 
 
 def _relative_error(found: np.ndarray, exact: np.ndarray) -> float:

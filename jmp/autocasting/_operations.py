@@ -172,6 +172,13 @@ def rounded_arguments_of(steps: Iterable[Ran]) -> Iterator[Node]:
                 yield step.node
 
 
+def read_offsets_of(steps: Iterable[Ran]) -> Iterator[Node]:
+    """Yields the half products that read numbers beside an offset, such as kelvin."""
+    for step, _, _ in steps:
+        if isinstance(step, Single) and step.reads_offset:
+            yield step.node
+
+
 def is_product(equation: Any) -> bool:
     """Returns whether an equation is a product by the op table; an inner product is a sum."""
     return is_low(equation) and not is_inner_product(equation)

@@ -225,6 +225,11 @@ class Planner(Level):
         return self._single(node, _half_arithmetic(node) if is_half else Arithmetic.FLOAT32)
 
     def _product(self, node: Node) -> Single:
+        magnitudes = map(self.storage.magnitude, node.inputs)
+        reads_offset = any(magnitude.is_coarse(self.half) for magnitude in magnitudes)
+        return self._half_product(node)._replace(reads_offset=reads_offset)
+
+    def _half_product(self, node: Node) -> Single:
         is_wide = asks_for_wide(node, self.facts)
         is_asked = node.region.keeps_results and "preferred_element_type" in node.params
         if node.name != "dot_general":

@@ -129,6 +129,7 @@ class Single(NamedTuple):
     not_fused: str = ""  # why the attention that ends here is not fused, where that was asked for
     pads: Pads = ()  # of a product beside a padded softmax
     cuts: bool = False  # its result, computed from padded operands, is cut to its size
+    reads_offset: bool = False  # beside an offset, few digits of an operand are left
 
 
 RunPlan = Callable[["Plan", Sequence[Any]], list[Any]]

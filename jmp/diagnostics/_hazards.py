@@ -74,12 +74,21 @@ def dear_in_float32(rows: list[Row]) -> list[str]:
 
 def rounded_arguments(rounded: Iterable[Node], half: str) -> list[str]:
     """Returns a sentence for each half product whose result reaches a function that wraps."""
-    error = 512 * float(jnp.finfo(half).eps)  # the spacing of the numbers from 512 to 1024
     return [
         f"a product at {place} multiplies in {half}, and its result goes to a function that wraps, "
-        f"such as sin: {half} knows an argument of 1000 to {error:g}. Keep the product in float32 "
+        f"such as sin: {_knows_a_thousand(half)}. Keep the product in float32 "
         "by a rule if its results are large"
         for place in dict.fromkeys(map(_place, rounded))
+    ]
+
+
+def read_offsets(found: Iterable[Node], half: str) -> list[str]:
+    """Returns a sentence for each half product that reads numbers beside an offset."""
+    return [
+        f"a product at {place} multiplies in {half} numbers to which a much larger one was added: "
+        f"{_knows_a_thousand(half)}. Take it away before the "
+        "product, or keep the product in float32 by a rule"
+        for place in dict.fromkeys(map(_place, found))
     ]
 
 
@@ -148,6 +157,11 @@ def no_float8(rows: list[Row]) -> list[str]:
         f"the policy asks for float8 products, and none is float8: {why}"
         for why, _ in reasons.most_common(1)
     ]
+
+
+def _knows_a_thousand(half: str) -> str:
+    spacing = 512 * float(jnp.finfo(half).eps)  # of the numbers from 512 to 1024
+    return f"{half} knows 1000 to {spacing:g}"
 
 
 def _place(found: Node | Operation) -> str:

@@ -20,6 +20,7 @@ from jmp.autocasting._operations import (
     NoHalfProductWarning,
     decisions_of,
     operations_of,
+    read_offsets_of,
     rounded_arguments_of,
 )
 from jmp.autocasting._program import Traced
@@ -32,6 +33,7 @@ from jmp.diagnostics._hazards import (
     float32_caches,
     no_float8,
     odd_sizes,
+    read_offsets,
     rounded_arguments,
 )
 from jmp.diagnostics._ranges import FLOAT8, HALVES
@@ -197,6 +199,7 @@ def _report(traced: Traced, policy: str) -> PrecisionReport:
         hazards=[
             *delicate_in_half(merged),
             *rounded_arguments(rounded_arguments_of(steps), half),
+            *read_offsets(read_offsets_of(steps), half),
             *dear_in_float32(rows),
             *(f"the rule {rule} matched no scope" for rule in plan.request.policy_rules.unused),
             *float32_caches(plan),

@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 import jmp
+from jmp import diagnostics
 from tests.commands import in_full
 from tests.errors import relative_error
 from tests.products import half_product
@@ -95,3 +96,31 @@ def test_a_bias_and_a_small_constant_are_added_in_half(half):
     program = jax.make_jaxpr(jmp.autocast(network, f"p=f32,c={half.__name__},o=f32"))
     sums = [e for e in program(weights, bias, x).eqns if e.primitive.name in ("add", "sub")]
     assert [str(e.outvars[0].aval.dtype) for e in sums[:3]] == 3 * [half.__name__]
+
+
+READ = {
+    "computed": lambda w, x: (jnp.tanh(x @ w) + 1000) @ w,
+    "an input": lambda w, x: (2 * x + 288) @ w,
+    "in a scan": lambda w, x: lax.scan(lambda c, _: ((c + 500) @ w / 900, None), x, None, 2)[0],
+    "of a convolution": lambda w, x: lax.conv((x[None, None] + 300), w[None, None], (1, 1), "SAME"),
+}
+NOT_READ = {
+    "taken away": lambda w, x: (((x @ w) + 1000) - 1000) @ w,
+    "small": lambda w, x: (jax.nn.relu(x @ w) + 3) @ w,
+    "beside large numbers": lambda w, x: (4000 * x + 1000) @ w,
+    "a mask": lambda w, x: jax.nn.softmax(x @ w - 1e9 * (x > 0)) @ w,
+    "in float32": lambda w, x: jmp.full_precision(jnp.matmul)(x + 1000, w) @ w,
+}
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_a_product_that_reads_numbers_beside_an_offset_is_a_hazard(half):
+    def hazards(fun):
+        report = diagnostics.precision_report(fun, f"p=f32,c={half.__name__},o=f32")
+        return [sentence for sentence in report(weight, x).hazards if "larger one" in sentence]
+
+    weight, x = jnp.ones((WIDTH, WIDTH)), jnp.ones((ROWS, WIDTH))
+    assert {name: len(hazards(fun)) for name, fun in READ.items()} == dict.fromkeys(READ, 1)
+    assert [name for name, fun in NOT_READ.items() if hazards(fun)] == []
+    known = {jnp.float16: "0.5", jnp.bfloat16: "4"}[half]
+    assert f"{half.__name__} knows 1000 to {known}" in hazards(READ["computed"])[0]
