@@ -1,11 +1,13 @@
 """Everything that differs between the JAX versions we support (0.10 to 0.12), and nothing else."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self, TypeVar
 
 import jax
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core, source_info_util
 from jax.interpreters import ad
@@ -75,8 +77,12 @@ def holds_functions(equation: core.JaxprEqn) -> bool:
     return any(True for _ in inner_jaxprs(equation))
 
 
-class Higher(NamedTuple):
-    """A primitive of a newer form: what is bound in place of the older one."""
+@dataclasses.dataclass(frozen=True)
+class Higher:
+    """A primitive of a newer form: what is bound in place of the older one.
+
+    Not a tuple: nobody looks for jaxprs in it.
+    """
 
     primitive: Any
     held: Any  # an object that has all parameters
@@ -91,7 +97,7 @@ def has_newer_forms() -> bool:
 
 
 def in_older_form(equation: core.JaxprEqn) -> core.JaxprEqn:
-    """Returns a remat or a custom derivative of a newer form as an equation of the older one.
+    """Returns a remat, a name or a custom derivative of a newer form as an equation of the older.
 
     In a newer form one primitive holds an object, by whose class it is known. It is what `bind`
     binds, so that rules of derivatives stay what they are.
@@ -100,6 +106,8 @@ def in_older_form(equation: core.JaxprEqn) -> core.JaxprEqn:
     if held is None or held.effects:
         return equation
     name, higher = type(held).__name__, Higher(equation.primitive, held)
+    if name == "CheckpointName":
+        return equation.replace(primitive=core.primitives.name_p, params=held.params)
     if name == "RematTraced":
         params = {"prevent_cse": True, **held.params, "differentiated": False, "higher": higher}
         return equation.replace(primitive=core.primitives.remat_p, params=params)
@@ -352,6 +360,8 @@ def bind(primitive: Any, operands: Any, params: Any) -> list[Any]:
     """Binds a primitive as a jaxpr's interpreter does; returns a list of results."""
     if "higher" in params:
         return list(params["higher"].primitive.bind(*operands, _prim=params["higher"].held))
+    if primitive is core.primitives.name_p:  # the form that JAX's flags ask for
+        return [checkpoint_name(*operands, **params)]
     results = primitive.bind(*operands, **primitive.get_bind_params(params))
     return list(results) if primitive.multiple_results else [results]
 

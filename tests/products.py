@@ -10,6 +10,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from jmp import _jax_compat
+
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 
@@ -37,8 +39,9 @@ def equations(jaxpr):
     """Yields every equation of a jaxpr and of all jaxprs inside it."""
     for equation in jaxpr.eqns:
         yield equation
+        params = _jax_compat.in_older_form(equation).params
         for value in jax.tree.leaves(
-            list(equation.params.values()), is_leaf=lambda v: hasattr(v, "eqns")
+            list(params.values()), is_leaf=lambda v: hasattr(v, "eqns")
         ):
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):

@@ -118,8 +118,9 @@ class Numerics:
     def operand(self, read: Read, step: Single | Nested, environment: Environment) -> Any:
         """Returns what a step reads."""
         array = _read(read, environment)
-        is_number = np.ndim(array) == 0 and isinstance(step, Single)
-        if is_number or _jax_compat.is_jax_array(array):
+        if _jax_compat.is_jax_array(array):
+            return array
+        if np.ndim(array) == 0 and not _jax_compat.holds_functions(step.node.equation):
             return array
         # A function inside, or a rule of a derivative, may index it by a tracer.
         return jnp.asarray(array, read.dtype or read.value.dtype)

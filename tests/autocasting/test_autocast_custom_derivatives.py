@@ -248,12 +248,19 @@ CASES = {
 }
 
 
+def _leave_out_where_equinox_fails(function):
+    flags = ("jax_custom_jvp3", "jax_custom_vjp3")
+    if function is checkpointed_loop and any(getattr(jax.config, flag, False) for flag in flags):
+        pytest.skip("the gradient of Equinox's loop fails in a jit under this flag")
+
+
 @pytest.mark.parametrize(
     ("function", "products"),
     in_full(CASES.items(), one_of=2),
     ids=lambda f: getattr(f, "__name__", ""),
 )
 def test_gone_into_each_product_is_half_and_gradients_agree(function, products):
+    _leave_out_where_equinox_fails(function)
     gradient = gradient_of(inside(function))
     assert product_dtypes(gradient, X, W) == {"float16": products}
     expected = jax.jit(gradient_of(function))(X, W)
@@ -466,6 +473,7 @@ def test_a_result_that_no_product_reads_is_not_rounded_by_its_rule(kind):
 
 @pytest.mark.parametrize("function", [two_layers, scanned, of_equinox, checkpointed_loop])
 def test_a_report_names_the_custom_vjp_and_the_switch(function):
+    _leave_out_where_equinox_fails(function)
     rows = diagnostics.precision_report(function, F16)(X, W).rows
     assert {row.why for row in rows if row.kind == "product"} == {
         "inside a custom_vjp, which runs as written (inside_custom_vjp=True lowers it)"

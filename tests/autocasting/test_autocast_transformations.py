@@ -331,7 +331,7 @@ def test_a_checkpoint_policy_decides_what_is_kept(policy_name):
 
 def test_names_for_checkpoint_policies_survive():
     jaxpr = str(jax.make_jaxpr(jmp.autocast(recomputed_by_name, F16))(X, W))
-    assert "name[name=hidden]" in jaxpr
+    assert "name[name=hidden]" in jaxpr.lower()  # a CheckpointName under jax_remat3
     kept = "f16[4,8] named 'hidden'"
     from contextlib import redirect_stdout
     from io import StringIO

@@ -1,5 +1,6 @@
 """What JAX traces in newer forms under its upgrade flags, and primitives that nothing plans."""
 
+import re
 import warnings
 
 import jax
@@ -84,6 +85,7 @@ REMATS = {
     "names": with_names,
     "in a scan": lambda w, x: lax.scan(lambda c, _: (c, with_remat(w, x)), 0.0, None, 2)[1].sum(),
     "in a vmap": lambda w, x: jax.vmap(with_remat, (None, 0))(w, x[:, None]).sum(),
+    "in a remat": lambda w, x: jax.checkpoint(with_remat)(w, x),
     "of a custom_jvp": lambda w, x: jax.checkpoint(with_custom_jvp)(w, x),
 }
 
@@ -108,6 +110,14 @@ def test_what_a_remat_keeps_is_what_its_policy_says(flag):
 
     policies = jax.checkpoint_policies
     assert kept(policies.dots_saveable) < kept(None)
+
+
+@under("jax_remat3")
+def test_what_is_kept_by_its_name_is_half(flag):
+    text = str(jax.make_jaxpr(jmp.autocast(with_names, "mixed_float16"))(W, X))
+    assert re.findall(r"(\w+)\[8,16\] = .*CheckpointName\[", text) == ["f16"]
+    gradient = jax.jit(jax.grad(jmp.autocast(with_names, "mixed_float16"), (0, 1)))
+    assert error(gradient(W, X), jax.grad(with_names, (0, 1))(W, X)) < 0.01
 
 
 @under("jax_custom_jvp3")
