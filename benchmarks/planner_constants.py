@@ -2,15 +2,12 @@
 
 The figures stand beside the constants and in `docs/internals.md`. Bytes, memory and kernels are
 those of float16 programs compiled for an H200, counted and not timed, without a GPU; errors and
-planning times are of a CPU. `WHOLE` is of bfloat16 programs for TPUs, and measured where there is
-the compiler for them (`make targets`). Run it from the project's root in the test environment; the
-names of constants measure these alone, and leave the other figures as they are:
+planning times are of a CPU. Run it from the project's root in the test environment; the names of
+constants measure these alone, and leave the other figures as they are:
 
     JAX_PLATFORMS=cpu PYTHONPATH=. .venv-test/bin/python benchmarks/planner_constants.py
-    JAX_PLATFORMS=cpu PYTHONPATH=. .venv-targets/bin/python benchmarks/planner_constants.py WHOLE
 """
 
-import importlib.util
 import json
 import pathlib
 import sys
@@ -29,9 +26,7 @@ from tabulate import tabulate
 import jmp
 from benchmarks.planner_rules import (
     FIGURES,
-    FIGURES_OF_TPUS,
     HALVES,
-    ON_TPUS,
     normal,
     numbers,
     replaced,
@@ -284,30 +279,6 @@ def unknown() -> Rows:
     return rows
 
 
-# Width, and sequences times their length, of an LSTM of two layers.
-LSTMS = ((256, 64, 64), (384, 64, 128), (512, 64, 128), (640, 64, 128), (1024, 64, 64))
-
-
-def whole() -> Rows:
-    """Training steps of LSTMs for TPUs: the gates kept whole, over the gates kept in parts."""
-    jax.config.update("jax_disable_most_optimizations", False)  # they may change TPUs' programs
-    rows = []
-    for width, batch, length in LSTMS:
-        sizes = {"width": width, "batch": batch, "length": length}
-        row: dict[str, Any] = {"model": f"lstm {sizes}", "numbers": 4 * width * batch * length}
-        for machine in ON_TPUS:
-            programs = [
-                step("lstm", sizes, {"_islands.WHOLE": limit}, machine, "bfloat16")
-                for limit in (0, 2**40)
-            ]
-            for name in FIGURES_OF_TPUS:
-                kept, parts = (getattr(program, name) for program in programs)
-                row[f"{machine} {name}"] = round(kept / parts, 4) if parts else None
-        rows.append(row)
-        print(row, file=sys.stderr, flush=True)
-    return rows
-
-
 CONSTANTS: dict[str, Callable[[], Rows]] = {
     "SMALL": small,
     "LARGE": large,
@@ -317,7 +288,6 @@ CONSTANTS: dict[str, Callable[[], Rows]] = {
     "LAYERS": layers,
     "LOOKED_AT": looked_at,
     "UNKNOWN": unknown,
-    "WHOLE": whole,
 }
 
 
@@ -328,8 +298,6 @@ def main(names: list[str]) -> None:
     jax.config.update("jax_numpy_rank_promotion", "allow")
     found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for name in names or CONSTANTS:
-        if name == "WHOLE" and importlib.util.find_spec("libtpu") is None:
-            continue
         found[name] = CONSTANTS[name]()
         RESULTS.write_text(json.dumps(found, indent=1) + "\n")
         print(f"{name}\n{tabulate(found[name], 'keys', tablefmt='github')}\n", flush=True)

@@ -33,7 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jmp
-from jmp.autocasting import _emit, _planner, _reasons
+from jmp.autocasting import _planner, _reasons
 from jmp.autocasting._numbers import is_inexact
 from jmp.autocasting._steps import Arithmetic, Recompute
 from jmp.autocasting.rewrites import REWRITES
@@ -69,10 +69,6 @@ ON_TPUS = {"v5e": ("scanned_gpt", "lstm"), "v6e": ("lstm",)}
 # Rules, and what stands in their place.
 
 
-def _keep_nothing(primitive: Any, *_: Any, **__: Any) -> bool:
-    return False
-
-
 def _all_values(graph: Any, _: Any) -> set[Any]:
     values = {value for node in graph.nodes for value in (*node.inputs, *node.outputs)}
     return set(filter(is_inexact, {*graph.inputs, *graph.outputs, *values}))
@@ -93,14 +89,7 @@ def _rewrites_without(rewrite: Callable[..., Any]) -> dict[str, Any]:
     return {"rewrites.REWRITES": [other for other in REWRITES if other is not rewrite]}
 
 
-def _run_on_whole(node: Any, island: Any, environment: dict[Any, Any]) -> Any:
-    values = [value for value in node.inputs if node.rule.selects and value.held is None]
-    wide = {value: _emit._in_float32(value, environment) for value in values}
-    return RUN_NODE(node, island, {**environment, **wide})
-
-
 WHY_OPERAND = _reasons._why_operand
-RUN_NODE = _emit._run_node
 ISLAND = _planner.Island
 READ_HALF = _planner.Planner._read_half
 
@@ -114,9 +103,7 @@ class Rule(NamedTuple):
 
 RULES = [
     Rule("islands are recomputed", {"_planner.choose_recompute": lambda *_: Recompute.PLAIN}),
-    Rule("islands keep their sums", {"_emit._keep_sums": _keep_nothing}),
     Rule("peeling", {"_planner.peel": lambda nodes, *_: ([], nodes)}),
-    Rule("clones", {"_planner.clones_for": lambda *_: []}),
     Rule("cuts", {"_flow.find_cuts": lambda *_: set()}),
     Rule("islands leave half", {"_steps.Storage.leaves_half": lambda *_: False}),
     Rule("only what feeds is half", {"_flow.feeding_values": _all_values}),
@@ -152,9 +139,6 @@ RULES = [
     Rule("softmax of half scores", _rewrites_without(softmax_of_half_scores)),
     Rule("biases add up by products", {"_planner.Planner._adds_by_product": lambda *_: False}),
     Rule("constants are joined before a loop", {"kinds.scan.ScanKind.in_parts": lambda *_: None}),
-    Rule("sums before a split", {"_flatten._sums_of_parts": lambda *_: None}),
-    Rule("parts are cast, not the whole", {"_emit._run_node": _run_on_whole}),
-    Rule("small arrays are kept in parts", {"_islands.WHOLE": 0}),
     Rule("kernels of convolutions that spread", {"_planner.spreads": lambda _: False}),
     Rule("one cast for all readers", {"_planner.Island": _island_with(shares_casts=False)}),
     Rule("a cast of its own elsewhere", {"_planner.Island": _island_with(shares_casts=True)}),

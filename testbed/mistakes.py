@@ -265,7 +265,6 @@ MISTAKES: dict[str, list[Mistake]] = {
             TypeError,
             ("jmp.gather(params, 'data', None)", "dtype got None; expected a real floating dtype"),
             ("jmp.gather(params, 3, 'f16')", "got 3 for a spec; expected an axis' name"),
-            ("diagnostics.assert_summed_once(loss_fn, params)", "assert_summed_once(fun)(*args)"),
         ),
         *_rows(
             ValueError,

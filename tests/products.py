@@ -40,9 +40,7 @@ def equations(jaxpr):
     for equation in jaxpr.eqns:
         yield equation
         params = _jax_compat.in_older_form(equation).params
-        for value in jax.tree.leaves(
-            list(params.values()), is_leaf=lambda v: hasattr(v, "eqns")
-        ):
+        for value in jax.tree.leaves(list(params.values()), is_leaf=lambda v: hasattr(v, "eqns")):
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
                 yield from equations(inner)

@@ -139,22 +139,6 @@ def _size_of(model: str) -> str:
     return f"{SHORT_TITLES[name]}, {', '.join(words)}"
 
 
-@figure("constants/whole")
-def _(found: Any) -> str:
-    """Each cell has cycles and temp with the whole kept over those with the parts kept."""
-    rows = []
-    for row in found["WHOLE"]:
-        cells = [
-            " ".join(
-                "–" if (ratio := row[f"{machine} {name}"]) is None else _figure(ratio)
-                for name in planner_rules.FIGURES_OF_TPUS
-            )
-            for machine in planner_rules.ON_TPUS
-        ]
-        rows.append([_size_of(row["model"]), f"{row['numbers'] / 2**24:.2f}", *cells])
-    return table(["whole over parts", "numbers / 2^24", *planner_rules.ON_TPUS], rows)
-
-
 OF_SCORES = {"kernels": "kernels", "bytes": "bytes, divided by those of the half scores"}
 # Tables with a column for each measurement: what varies, the rows, and the title of the first cell.
 VARIED = {

@@ -317,7 +317,7 @@ def _function_of(island: Island) -> Function:
         if island.shares_casts:
             environment = {value: _in_float32(value, environment) for value in entering}
         _end_rows(island.padded, entering, environment)
-        for node in (*island.clones, *island.nodes):
+        for node in island.nodes:
             with _jax_compat.place_of(node.equation, node.stack[island.common_scopes :]):
                 results = _run_node(node, island, environment)
             environment.update(zip(node.outputs, results, strict=True))
@@ -334,13 +334,6 @@ def _run_node(node: Node, island: Island, environment: Environment) -> list[Any]
     rewrite = island.rewrites.get(node)
     if rewrite is not None:
         return [rewrite.run(*(_in_float32(value, environment) for value in rewrite.reads))]
-    if node.rule.selects and len(node.inputs) == 1:
-        # Parts are cast, once for all their readers. XLA for TPUs would cast the whole in a kernel
-        # of its own, and store it in float32; for GPUs the two are alike.
-        parts = _jax_compat.bind(
-            node.equation.primitive, [_read(Read(node.inputs[0], None), environment)], node.params
-        )
-        return [cast(part, value.dtype) for part, value in zip(parts, node.outputs, strict=True)]
     operands = [_in_float32(value, environment) for value in node.inputs]
     params = node.params
     if island.padded is not None and node.name == "broadcast_in_dim":
@@ -358,7 +351,7 @@ def _what_to_keep(island: Island) -> Any:
     names = [rewrite.keeps for rewrite in island.rewrites.values() if rewrite.keeps]
     if names:
         return jax.checkpoint_policies.save_only_these_names(*names)
-    return _keep_sums if island.recompute is Recompute.RECOMPUTE_BUT_SUMS else None
+    return None
 
 
 def _rounded_again(array: Any) -> Any:
@@ -371,10 +364,6 @@ def _rounded_again(array: Any) -> Any:
     if getattr(array, "dtype", None) != jnp.bfloat16:
         return array
     return cast(lax.reduce_precision(cast(array, FLOAT32), 8, 7), array.dtype)
-
-
-def _keep_sums(primitive: Any, *_: Any, **__: Any) -> bool:
-    return primitive is lax.reduce_sum_p
 
 
 # Reading and writing values.

@@ -5,13 +5,12 @@ through the many small ones of `jax.numpy`; dead code is left behind. What remai
 branches, remat, custom derivatives) is one node each and a level of its own.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jmp import _jax_compat
 from jmp.autocasting._equations import contains_products, draws_bits, is_marker, plain_form, rule_of
@@ -25,7 +24,6 @@ from jmp.autocasting._numbers import (
     dtype_of,
     known_of,
     made_of_array,
-    shape_of,
 )
 from jmp.autocasting._precision import in_regions, with_older_forms
 from jmp.autocasting._registry import Category, Rule
@@ -68,7 +66,6 @@ def graph_of(
     for node in nodes:
         for value in dict.fromkeys(node.inputs):
             value.users.append(node)
-    nodes = _added_before_splits(nodes, outputs, half)
     if half == np.float16:
         nodes = scaled_before(nodes, outputs)
     own = () if holder is None else constants
@@ -214,94 +211,3 @@ def _alive(nodes: list[Node], outputs: list[Value]) -> list[Node]:
             needed.update(value.producer for value in node.inputs)
     kept.reverse()
     return kept
-
-
-# Sums of parts.
-
-
-def _added_before_splits(nodes: list[Node], outputs: Sequence[Value], half: np.dtype) -> list[Node]:
-    """Adds two arrays before they are split, where each part of one is added to that of the other.
-
-    The gates of an LSTM are such parts, of what two products compute. Added before, they are one
-    array, which the second product's kernel adds up, and a loop keeps one array and not one a gate.
-    Sums of three arrays are left with two splits.
-    """
-    for node in [node for node in nodes if node.name == "split"]:
-        if found := _sums_of_parts(node, outputs):
-            removed = {found.left, found.right, *found.sums}
-            nodes = [node for node in nodes if node not in removed]
-            nodes += _added_whole(found, half)
-    return sorted(nodes, key=lambda node: node.index)
-
-
-class _SumsOfParts(NamedTuple):
-    """Two splits, and what adds each part of the left one to the same part of the right one."""
-
-    left: Node
-    right: Node
-    sums: list[Node]
-
-
-def _sums_of_parts(left: Node, outputs: Sequence[Value]) -> _SumsOfParts | None:
-    """Returns what adds the parts of a split to those of another; None if they are read otherwise.
-
-    Args:
-      outputs: of the level.
-    """
-    sums = [user for part in left.outputs for user in part.users]
-    if not sums or any(len(node.inputs) != 2 for node in sums):
-        return None
-    left_parts, right_parts = zip(*(node.inputs for node in sums), strict=True)
-    right = right_parts[0].producer
-    if right is None or right is left or left_parts != left.outputs or right_parts != right.outputs:
-        return None
-    if right.name != left.name or right.params != left.params:
-        return None
-    if any(part in outputs or len(part.users) > 1 for part in (*left_parts, *right_parts)):
-        return None
-    if len({node.name for node in sums}) > 1 or not sums[0].rule.linear:
-        return None
-    # A user's rule may be about some of them alone.
-    nodes = (left, right, *sums)
-    if not all(node.is_fusible for node in nodes) or len({node.region for node in nodes}) > 1:
-        return None
-    if any(node.rule.category is Category.FULL for node in (left, right)):
-        return None
-    arrays = (left.inputs[0], right.inputs[0])
-    if any(value in outputs or len(value.users) > 1 for value in arrays):
-        return None
-    # What is repeated, or known to be exact in half, is planned otherwise as a whole than in parts.
-    are_results = all(
-        value.made_of is MadeOf.PRODUCTS and value.source_size == value.size and not value.fits_half
-        for value in arrays
-    )
-    if not are_results or len(set(map(shape_of, arrays))) > 1:
-        return None
-    return _SumsOfParts(left, right, sums)
-
-
-def _added_whole(found: _SumsOfParts, half: np.dtype) -> list[Node]:
-    """Returns a sum of what two nodes split, and its split, whose parts are the sums there were."""
-    left, right, sums = found
-    operands = (left.inputs[0], right.inputs[0])
-    read = [left.equation.invars[0], right.equation.invars[0]]
-    type_of_sum = cast(Var, read[0])  # a literal is a scalar, which nobody splits
-    equation = sums[0].equation.replace(invars=read, outvars=[type_of_sum])
-    whole = dataclasses.replace(
-        sums[0],
-        equation=equation,
-        inputs=operands,
-        known=_known_result(equation, sums[0].rule, operands, half),
-        index=max(left.index, right.index),  # behind both operands
-    )
-    (value,) = whole.outputs
-    value.made_of = made_of_results(whole).of(value)
-    before_all_readers = min(node.index for node in sums)
-    split = dataclasses.replace(right, inputs=(value,), known=NOTHING, index=before_all_readers)
-    split.outputs = tuple(node.outputs[0] for node in sums)
-    for part in split.outputs:
-        part.producer = split
-    value.users.append(split)
-    for operand in operands:
-        operand.users[:] = [whole]
-    return [whole, split]

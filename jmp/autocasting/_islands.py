@@ -7,19 +7,18 @@ where a product follows. Islands come from the dataflow alone; no module's name 
 How an island runs:
   - PLAIN: its float32 values may be kept for the backward pass. For small ones, and for those that
     normalise over the batch, where the backward pass needs two passes anyway.
-  - RECOMPUTE: it keeps only its half inputs and is computed again in the backward pass. For softmax
-    (XLA computes a whole row in one kernel) and for expensive functions (gelu): what they would
-    keep is larger than what they read, and a fused island costs no time beside its traffic.
-  - RECOMPUTE_BUT_SUMS: the same, but the results of its sums are kept. For norms (LayerNorm,
-    RMSNorm, GroupNorm): the sums are small, and adding up again reads everything once more.
+  - RECOMPUTE: it keeps only its half inputs and is computed again in the backward pass. For norms
+    and softmax (XLA computes a whole row in one kernel) and for expensive functions (gelu): what
+    they would keep is larger than what they read, and a fused island costs no time beside its
+    traffic.
 """
 
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import numpy as np
 
-from jmp.autocasting._flow import Facts, is_row_reduction
+from jmp.autocasting._flow import is_row_reduction
 from jmp.autocasting._graph import Node, Value, reached
 from jmp.autocasting._numbers import is_inexact
 from jmp.autocasting._registry import Category
@@ -30,12 +29,6 @@ from jmp.autocasting._steps import Island, Recompute, Storage
 # A small GPT's step moves 4 % fewer bytes in 11 % more kernels with 2**8 (width 64, 32 tokens), and
 # 5 % more bytes in 8 % fewer kernels with 2**16 (width 128, 2 x 64 tokens).
 SMALL = 1 << 14
-
-# Numbers that a loop keeps, in all its turns, of an array that an island takes apart. Below this it
-# keeps parts (`peel_splits`), from this on the whole. The whole takes 4 to 28 % more cycles (LSTMs,
-# XLA's estimate), but such large ones take 0.81 to 1.06 of the memory with it on a v5e, and 1.00 to
-# 1.07 on a v6e.
-WHOLE = 1 << 24
 
 
 def group(nodes: Iterable[Node], cuts: Set[Node]) -> list[list[Node]]:
@@ -62,6 +55,12 @@ def _is_softmax(nodes: Iterable[Node]) -> bool:
     return any(node.name == "reduce_max" and is_row_reduction(node) for node in nodes)
 
 
+def normalises_rows(nodes: Iterable[Node], cuts: Set[Node]) -> bool:
+    """Returns whether an island adds up rows as a LayerNorm does: no softmax, and without cuts."""
+    sums = any(node.name == "reduce_sum" and is_row_reduction(node) for node in nodes)
+    return sums and cuts.isdisjoint(nodes) and not _is_softmax(nodes)
+
+
 def choose_recompute(nodes: Sequence[Node], cuts: Set[Node], asked: str, times: int) -> Recompute:
     """Decides what an island keeps, from its reductions and its largest value.
 
@@ -75,10 +74,9 @@ def choose_recompute(nodes: Sequence[Node], cuts: Set[Node], asked: str, times: 
     sums = [node for node in nodes if node.name == "reduce_sum"]
     if not cuts.isdisjoint(nodes):
         over_batch = any(0 in node.params["axes"] for node in sums if not is_row_reduction(node))
-        return Recompute.PLAIN if over_batch else Recompute.RECOMPUTE_BUT_SUMS
+        return Recompute.PLAIN if over_batch else Recompute.RECOMPUTE
     if any(node.rule.reduces and is_row_reduction(node) for node in nodes):
-        keeps_sums = sums and not _is_softmax(nodes)
-        return Recompute.RECOMPUTE_BUT_SUMS if keeps_sums else Recompute.RECOMPUTE
+        return Recompute.RECOMPUTE
     expensive = any(
         node.rule.expensive and any(times * v.size >= SMALL for v in node.outputs) for node in nodes
     )
@@ -133,40 +131,6 @@ def peel(nodes: Sequence[Node], storage: Storage) -> tuple[list[Node], list[Node
     return [n for n in nodes if n in front], [n for n in nodes if n not in front]
 
 
-def peel_splits(
-    nodes: Sequence[Node], why: Collection[Node], storage: Storage, times: int
-) -> tuple[list[Node], list[Node]]:
-    """Moves splits of what enters an island out of it, for a loop on a TPU.
-
-    A loop keeps what enters an island for its backward pass. Where that is a whole array, XLA for
-    TPUs copies each turn's rows before it takes parts of them. Parts are read where they lie. No
-    number changes: the array and each part have one reader, as the gates of an LSTM have, and
-    islands with reductions stay as they are.
-
-    Args:
-      nodes: of the island, in program order.
-      why: those that require float32.
-      storage: what is decided of values from outside.
-      times: how often the level runs.
-
-    Returns: the splits, to run in half, and the rest.
-    """
-    if any(node.rule.reduces for node in nodes):
-        return [], list(nodes)
-    inside = set(nodes)
-
-    def is_taken_apart(node: Node) -> bool:
-        if node.name != "split" or node in why:
-            return False
-        (value,) = node.inputs
-        enters = value.producer not in inside and storage.is_half(value)
-        have_one_reader = all(len(v.users) == 1 for v in (value, *node.outputs))
-        return enters and have_one_reader and times * value.size < WHOLE
-
-    splits = {node for node in nodes if is_taken_apart(node)}
-    return [n for n in nodes if n in splits], [n for n in nodes if n not in splits]
-
-
 def _linear_cone(
     node: Node, cones: Mapping[Node, Cone | None], storage: Storage, takes_biases: bool
 ) -> Cone | None:
@@ -198,37 +162,6 @@ def _linear_cone(
         else:
             return None
     return Cone(frozenset(nodes), frozenset(entering))
-
-
-def clones_for(entering: Iterable[Value], facts: Facts) -> list[Node]:
-    """Returns nodes that an island computes for itself rather than keep their results.
-
-    They make masks and broadcasts, large neutral values, from small ones.
-    """
-    clones: dict[Node, None] = {}
-    for value in entering:
-        if value not in facts.dependent and value.size >= SMALL:
-            clones.update(dict.fromkeys(_cheap_producers(value)))
-    return sorted(clones, key=lambda node: node.index)
-
-
-def _cheap_producers(value: Value) -> list[Node]:
-    """Returns the nodes that compute `value` from small values; none if that is not cheap."""
-
-    def is_cheap(node: Node | None) -> bool:
-        return node is not None and (node.rule.cheap or node.rule.reshapes or node.rule.repeats)
-
-    def operands(value: Value) -> tuple[Value, ...]:
-        node = value.producer
-        return node.inputs if node is not None and is_cheap(node) else ()
-
-    found: dict[Node, None] = {}
-    for read in reached([value], operands):
-        if read.producer is not None and is_cheap(read.producer):
-            found[read.producer] = None
-        elif read.held is None and read.size >= SMALL:
-            return []
-    return list(found)
 
 
 def common_scopes_of(nodes: Sequence[Node]) -> int:
@@ -271,8 +204,8 @@ def key_of(island: Island) -> Hashable:
 
     return (
         tuple((name(value), value.aval, dtype) for value, dtype, *_ in island.reads),
-        tuple(map(describe, (*island.clones, *island.nodes))),
+        tuple(map(describe, island.nodes)),
         tuple((name(value), dtype, saturates) for value, dtype, saturates in island.writes),
-        (len(island.clones), island.recompute, island.prevent_cse, island.shares_casts),
+        (island.recompute, island.prevent_cse, island.shares_casts),
         None if island.padded is None else name(island.padded),
     )

@@ -21,13 +21,12 @@ from jmp.autocasting._flow import is_maximum, reaching_values
 from jmp.autocasting._graph import Given, Graph, Node, Value
 from jmp.autocasting._islands import (
     choose_recompute,
-    clones_for,
     common_scopes_of,
     entering,
     group,
     key_of,
+    normalises_rows,
     peel,
-    peel_splits,
 )
 from jmp.autocasting._kinds import Level, has_kind, kind_of
 from jmp.autocasting._magnitudes import magnitude_of_sums
@@ -121,22 +120,15 @@ class Planner(Level):
         settings, cuts = self.context.request.settings, self.facts.cuts
         recompute = choose_recompute(nodes, cuts, settings.recompute, self.context.times)
         if recompute is Recompute.PLAIN:
-            return [self._island(nodes, [], why, recompute)]
+            return [self._island(nodes, why, recompute)]
         front, rest = peel(nodes, self.storage)
         if not rest:  # an island that is linear throughout stays what it is, float32
             front, rest = [], nodes
-        steps = list(map(self._light, front))
-        if self.context.request.platform == "tpu" and self.context.times > 1:
-            splits, rest = peel_splits(rest, why, self.storage, self.context.times)
-            steps += map(self._light, splits)
-        clones = clones_for(entering(rest), self.facts)
-        return [*steps, self._island(rest, clones, why, recompute)]
+        return [*map(self._light, front), self._island(rest, why, recompute)]
 
-    def _island(
-        self, nodes: list[Node], clones: list[Node], why: dict[Node, str], recompute: Recompute
-    ) -> Island:
+    def _island(self, nodes: list[Node], why: dict[Node, str], recompute: Recompute) -> Island:
         storage, outputs = self.storage, set(self.graph.outputs)
-        own, with_clones = set(nodes), {*clones, *nodes}
+        own = set(nodes)
         writes = []
         for node in nodes:
             # Elsewhere an infinity is to be seen.
@@ -144,7 +136,7 @@ class Planner(Level):
             masks = node.rule.masks and any(map(storage.may_be_mask, node.inputs))
             may_be_masked = is_compared and masks
             for value in node.outputs:
-                if value not in outputs and with_clones.issuperset(value.users):
+                if value not in outputs and own.issuperset(value.users):
                     continue
                 if storage.rounded_by_rule(value) or storage.leaves_half(value, own):
                     storage.store([value], [self.half])
@@ -165,17 +157,16 @@ class Planner(Level):
         # in float32 (4 % of the gradient error of an RMSNorm transformer). Elsewhere each has its
         # own, and the cotangents add up in half: XLA takes a pair of casts away, and would store
         # the float32 sum (2 % of a U-Net's bytes, 10 % of a GPT's).
-        has_cut = not self.facts.cuts.isdisjoint(nodes)
         island = Island(
             nodes=tuple(nodes),
-            clones=tuple(clones),
             rewrites=rewrites,
             why=why,
-            reads=tuple(Read(v, storage.dtype(v)) for v in entering([*clones, *nodes])),
+            reads=tuple(Read(v, storage.dtype(v)) for v in entering(nodes)),
             writes=tuple(writes),
             recompute=recompute,
             prevent_cse=self._prevents_cse(nodes),
-            shares_casts=recompute is Recompute.RECOMPUTE_BUT_SUMS and not has_cut,
+            shares_casts=recompute is Recompute.RECOMPUTE
+            and normalises_rows(nodes, self.facts.cuts),
             common_scopes=common_scopes_of(nodes),
         )
         return island if recompute is Recompute.PLAIN else island._replace(key=key_of(island))

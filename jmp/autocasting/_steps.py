@@ -47,7 +47,6 @@ class Recompute(enum.Enum):
 
     PLAIN = "plain"
     RECOMPUTE = "recompute"
-    RECOMPUTE_BUT_SUMS = "recompute but sums"
 
 
 class Read(NamedTuple):
@@ -156,7 +155,6 @@ class Island(NamedTuple):
     """A set of nodes computed in float32 as one; see `_islands`."""
 
     nodes: tuple[Node, ...]  # in program order
-    clones: tuple[Node, ...]  # neutral nodes that it computes for itself, before its own
     rewrites: Mapping[Node, Rewrite]
     why: Mapping[Node, str]  # of nodes that require float32; others are there between them
     reads: tuple[Read, ...]  # values from outside, each once

@@ -1,14 +1,13 @@
 """Diagnostics: what a program computes where, in which dtype, and why.
 
-`precision_report` reads the plan of an autocast program; `assert_products_in` and
-`assert_summed_once` are for users' tests.
+`precision_report` reads the plan of an autocast program; `assert_products_in` is for users' tests.
 `gradient_report` and `range_report` say what underflows or overflows. `compare` measures the error
 of a policy, `logprob_gap` how far training and generation lie apart. `find_float32` finds the
 scopes that must stay in float32 or out of float8. `metrics` and `check_skips` watch a training run.
 `find_nonfinite` names the operation that made a NaN.
 """
 
-from jmp.diagnostics._assertions import assert_products_in, assert_summed_once
+from jmp.diagnostics._assertions import assert_products_in
 from jmp.diagnostics._comparison import Comparison, compare
 from jmp.diagnostics._find_float32 import Float32Scopes, find_float32
 from jmp.diagnostics._gradient_report import gradient_report
@@ -30,7 +29,6 @@ __all__ = [
     "Range",
     "RangeReport",
     "assert_products_in",
-    "assert_summed_once",
     "check_skips",
     "compare",
     "compare_memory",

@@ -1,8 +1,7 @@
 """Master parameters as one flat vector, for models with hundreds of small tensors.
 
 An optimizer on one vector launches a few kernels where one on a tree launches one a tensor. The
-price is bytes: gradients are gathered into the vector, and parameters are cut out of it. An
-optimizer that treats a vector otherwise than a tree is refused: see `check_takes_a_vector`.
+price is bytes: gradients are gathered into the vector, and parameters are cut out of it.
 """
 
 import dataclasses
@@ -15,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
+from jax.tree_util import keystr, tree_leaves_with_path
 from jax.typing import DTypeLike
 
 from jmp._messages import described
@@ -82,7 +81,7 @@ class InOneVector:
         self, params: optax.Params, inner: optax.GradientTransformationExtraArgs
     ) -> FlatMasters:
         masters = FlatMasters.from_tree(params, self.dtype)
-        check_takes_a_vector(inner, params, self.dtype)
+        _check_takes_a_vector(inner, params, self.dtype)
         return masters
 
     def seen_by_inner(self, masters: FlatMasters, params: optax.Params) -> jax.Array:
@@ -174,100 +173,29 @@ def _check_gradients(gradients: optax.Updates, params: optax.Params) -> None:
         )
 
 
-# Whether an optimizer may be given one vector: see `check_takes_a_vector`.
-
-# Sizes of weights and of gradients in the steps that are compared. Each tensor has every pair in
-# one step, and its neighbours have others: what clips tensor by tensor does so to some of them
-# alone, and a weight decay of 1e-6 shows beside an update of Adam.
-WEIGHTS = (1.0, 1e10, 1e-2, 1e10)
-MAGNITUDES = (1.0, 1e10, 1e10, 1e-3)
-LATER = 10_000  # added to all counts half way: past warmups, and to what begins late
-# Of the largest element of a tensor. They may differ by rounding in what all tensors share, such as
-# a global norm; sums in which terms cancel, as Prodigy's, were seen to differ by 1e-5.
-TOLERANCE = 1e-4
-
-
-def check_takes_a_vector(
+def _check_takes_a_vector(
     inner: optax.GradientTransformationExtraArgs, params: optax.Params, dtype: DTypeLike
 ) -> None:
-    """Raises ValueError if `inner` updates a vector otherwise than a tree like `params`.
+    """Raises ValueError if `inner` keeps more or fewer numbers of a vector than of `params`.
 
-    What Adam makes of an element depends on that element alone, or on all of them together, as
-    under clipping by the global norm. Optimizers that look at the shapes of tensors, at their norms
-    one by one or at their paths (Muon, LAMB, Adafactor, masks) do something else on a vector, and
-    nothing would say so. So small tensors of the same paths are updated in both forms, and the
-    updates compared. What acts beyond these sizes and counts alone is not seen, nor what leaves all
-    of these updates zero.
-
-    Of `params` it reads structure and shapes, no values: it runs under jit and eval_shape too.
+    That is true of Adafactor, Muon, masks and labels by path. LAMB and others that take the norm of
+    each tensor keep as many: what they compute is not compared.
     """
-    small = jax.tree.map(lambda param: np.zeros(_small_shape(param), dtype), params)
-    tried, reason, cause = "a tree", "", None
-    try:
-        of_tree = _updates(inner, small)
-        states = [jax.eval_shape(inner.init, tree) for tree in (params, small)]
-        shapes = [list(map(_small_shape, jax.tree.leaves(state))) for state in states]
-        tried = "a vector"
-        of_vector = _updates(optax.flatten(inner), small)
-        if shapes[0] != shapes[1]:  # as of factors of large tensors
-            reason = "its state depends on the sizes of tensors"
-        elif not all(map(_agree, of_vector, of_tree)):
-            reason = "its updates differ"
-    except Exception as error:  # whatever an optimizer raises
-        reason, cause = f"it raised {type(error).__name__} for {tried}", error
-    if reason:
-        raise ValueError(
-            "with_master_params(..., flat_master=True) got an optimizer that, tried on a small "
-            f"model, does not treat one vector as the tensors it is made of ({reason}). Leave "
-            "flat_master=True out; or put masks, labels and what looks at the shapes of tensors "
-            "around it with optax.partition."
-        ) from cause
-
-
-def _small_shape(leaf: Any) -> tuple[int, ...]:
-    """Returns a shape, cut to sizes of 3: what looks at shapes tells 2 from 1."""
-    return tuple(min(size, 3) for size in leaf.shape)
-
-
-def _updates(tx: optax.GradientTransformationExtraArgs, tensors: PyTree) -> list[np.ndarray]:
-    """Returns the updates of tensors like these in each step, one after the other."""
-    leaves, structure = jax.tree.flatten(tensors)
-    rng = np.random.default_rng(0)
-
-    def random(sizes: Sequence[float], step: int) -> PyTree:
-        of_each = np.resize(np.roll(sizes, -step), len(leaves))  # repeated as often as it takes
-        pairs = zip(of_each, leaves, strict=True)
-        arrays = [np.asarray(s * rng.standard_normal(x.shape), x.dtype) for s, x in pairs]
-        return jax.device_put(jax.tree.unflatten(structure, arrays))
-
-    found = []
-    with jax.ensure_compile_time_eval(), jax.disable_jit():
-        state = tx.init(random(WEIGHTS, 0))
-        for step in range(len(WEIGHTS)):
-            params, gradients = random(WEIGHTS, step), random(MAGNITUDES, step)
-            updates, state = tx.update(gradients, _advanced(state, step), params, value=1.0)
-            found += jax.device_get(jax.tree.leaves(updates))
-    return found
-
-
-def _advanced(state: optax.OptState, step: int) -> optax.OptState:
-    """Returns the state from which a step of the comparison starts."""
-
-    def advanced(path: tuple[Any, ...], leaf: Any) -> Any:
-        name = keystr(path)
-        if name.endswith(".mini_step"):
-            # `MultiSteps` counts modulo k: from -2 it comes to k - 1, the last step of a round. So
-            # every second step updates, whatever k is.
-            return leaf if step % 2 else jnp.full_like(leaf, -2)
-        if name.endswith(".hyperparams['learning_rate']"):
-            return jnp.where(leaf == 0, 1, leaf)  # a zero is still to be filled in, and hides all
-        is_count = jnp.ndim(leaf) == 0 and jnp.result_type(leaf) in (jnp.int32, jnp.int64)
-        return leaf + LATER if is_count and step == 2 else leaf
-
-    return tree_map_with_path(advanced, state)
-
-
-def _agree(of_vector: np.ndarray, of_tree: np.ndarray) -> bool:
-    """Returns whether two updates of a tensor are the same, but for rounding."""
-    largest = float(np.abs(of_tree[np.isfinite(of_tree)]).max(initial=0))
-    return np.allclose(of_vector, of_tree, TOLERANCE, TOLERANCE * largest, equal_nan=True)
+    masters = jax.tree.map(lambda param: jax.ShapeDtypeStruct(param.shape, dtype), params)
+    vector = jax.eval_shape(lambda tree: as_one_vector(tree, dtype), masters)
+    kept, cause = [], None
+    for tree in (masters, vector):
+        try:
+            state = jax.eval_shape(inner.init, tree)
+        except Exception as error:  # whatever an optimizer raises
+            cause = error
+        else:
+            kept.append(sum(leaf.size for leaf in jax.tree.leaves(state)))
+    if cause is None and kept[0] == kept[1]:
+        return
+    reason = f"its init raised {type(cause).__name__}" if cause else "its state has other sizes"
+    raise ValueError(
+        "with_master_params(..., flat_master=True) got an optimizer that does not treat one vector "
+        f"as the tensors it is made of ({reason}). Leave flat_master=True out; or put masks, "
+        "labels and what looks at the shapes of tensors around it with optax.partition."
+    ) from cause

@@ -48,9 +48,10 @@ def with_master_params(
       flat_master: keep masters, and with them the moments of `inner`, as one flat vector. For
         hundreds of small tensors: an Adam update of 400 takes a few kernels instead of hundreds,
         and moves more bytes. All parameters must be of one half dtype (give each dtype a group with
-        `optax.partition`). `inner` gets one vector; what treats each tensor by itself is refused:
-        LAMB, Muon, Adafactor, masks inside it. Sharded parameters it gathers on each device: it is
-        for one device.
+        `optax.partition`). `inner` gets one vector. If its state has other sizes then, it is
+        refused: Muon, Adafactor, masks by path. Do not give it an optimizer that takes the norm
+        of each tensor, as LAMB and LARS do: it would take that of the vector. Sharded parameters
+        it gathers on each device: it is for one device.
 
     Returns: a transformation whose state is a `WithMasterParamsState`; `update` needs `params`.
 

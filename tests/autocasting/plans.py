@@ -85,8 +85,6 @@ def _island(island):
     how += ["apart"] * island.prevent_cse + ["shared casts"] * island.shares_casts
     leaves = (_short(x.dtype) + " saturated" * x.saturates for x in island.writes)
     yield f"island, {', '.join(how)}: {' '.join(map(_read, island.reads))} -> {' '.join(leaves)}"
-    for node in island.clones:
-        yield f"  clone {node.name}"
     for node in island.nodes:
         why = island.why.get(node, "")
         reason = "full" if why == node.rule.reason else why

@@ -308,7 +308,7 @@ def _axes_inside(island: Island) -> dict[Value, Axes]:
     """
     (entering,) = (read.value for read in island.reads)
     found = {entering: own_axes(shape_of(entering))}
-    for node in (*island.clones, *island.nodes):
+    for node in island.nodes:
         (result,), operands = node.outputs, [v for v in node.inputs if shape_of(v)]
         if not operands or not found.keys() >= set(operands):
             return {}
