@@ -15,8 +15,6 @@ from jax import lax
 import jmp
 from jmp import _jax_compat
 from jmp.autocasting._propagation import walk
-from jmp.autocasting._records import iterates_nothing
-from jmp.autocasting._request import Settings
 from testbed import decoding
 
 TURNS, ROWS, WIDTH = 8, 4, 16
@@ -455,194 +453,42 @@ def test_buffers_that_change_places_are_float32_where_a_sum_reads_them_afterward
     assert error_of(lambda a, b: function(a, b)[0], "mixed_bfloat16", a, b) == 0
 
 
-class Search(NamedTuple):
-    """A loop that floating numbers end: what "kept" is at first, and a turn and its condition."""
-
-    turn: Callable[[Any, Any, Any], tuple[Any, Any, Any]]  # of the number, kept and scores
-    kept: Any = CACHE
-    is_on: Callable[[Any, Any, Any], Any] = lambda t, kept, scores: (
-        (t < TURNS) & jnp.all(scores > -9)
-    )
+# Loops that floating numbers end.
 
 
-def best_rows(logits, scores):
-    """What beam search chooses: the rows that go on, their next tokens and their scores."""
-    sums = jax.nn.log_softmax(logits) + scores[:, None]
+def beams(t, cache, scores):
+    """A turn of beam search: rows that go on take their caches along."""
+    cache = filled(cache, X, t)
+    sums = jax.nn.log_softmax(attended(X, cache)) + scores[:, None]
     scores, places = lax.top_k(sums.reshape(-1), ROWS)
-    return scores, places // WIDTH, places % WIDTH
+    return t + 1, cache[places // WIDTH], scores
 
 
-def searched(write, reorder=lambda kept, rows: kept[rows]):
-    """A turn of beam search; `write` puts keys into the cache."""
-
-    def turn(t, kept, scores):
-        tokens = jnp.argmax(scores) + jnp.arange(ROWS)
-        x = jnp.sin(jnp.arange(WIDTH * WIDTH).reshape(WIDTH, WIDTH))[tokens]
-        kept = write(kept, x, t)
-        cache = kept[0] if isinstance(kept, tuple) else kept
-        scores, rows, _ = best_rows(attended(x, cache), scores)
-        return t + 1, jax.tree.map(lambda leaf: reorder(leaf, rows), kept), scores
-
-    return turn
+def jacobi(t, x, scores):
+    return t + 1, 1 - 0.1 * W @ x, -jnp.log(jnp.max(jnp.abs(W @ x - 1), -1))[:ROWS]
 
 
-def at_places_of_rows(kept, x, t):
-    """Each row has a counter of its own, which its beam takes along."""
-    cache, places = kept
-    return lax.dynamic_update_slice(cache, (x @ W)[:, None], (0, places[0], 0)), places + 1
+LOOPS = {"beams": (beams, CACHE), "a solver": (jacobi, jnp.zeros((WIDTH, ROWS)))}
 
 
-def of_layers(kept, x, t):
-    def layer(index, kept):
-        return kept.at[index].set(filled(kept[index], x, t))
-
-    return lax.fori_loop(0, 2, layer, kept)
-
-
-def attended_layers(t, kept, scores):
-    x = X * jnp.sum(scores > -5)
-    kept = of_layers(kept, x, t)
-    scores, rows, _ = best_rows(attended(x, kept[0]) + attended(x, kept[1]), scores)
-    return t + 1, kept[:, rows], scores
-
-
-def drawn_by_comparing(t, kept, scores):
-    """A token is where the sums of probabilities pass a number."""
-    kept = filled(kept, X, t)
-    sums = jnp.cumsum(jax.nn.softmax(attended(X, kept)), -1)
-    tokens = jnp.sum(sums < 0.5, -1)
-    return t + 1, kept, jnp.where(tokens == 0, -10.0, 0.0)
-
-
-def residual(x):
-    """As a solver computes it, of a matrix: by a product, and without one."""
-    return -jnp.log(jnp.max(jnp.abs(W @ x - 1), -1))[:ROWS]
-
-
-def gauss_seidel(t, kept, scores):
-    """Each turn writes all places again, one after another."""
-    row = lambda i, x: x.at[i].set((1 - (W[i] * 0.1)[None] @ x)[0])
-    kept = lax.fori_loop(0, WIDTH, row, kept)
-    return t + 1, kept, residual(kept)
-
-
-def worst_first(t, kept, scores):
-    """Each turn writes at the place where the residual is largest."""
-    i = jnp.argmax(jnp.max(jnp.abs(W @ kept - 1), -1))
-    kept = kept.at[i].set((1 - (W[i] * 0.1)[None] @ kept)[0])
-    return t + 1, kept, residual(kept)
-
-
-def near_the_worst(t, kept, scores):
-    """A counter has a part in the place, and is not all of it."""
-    i = (jnp.argmax(jnp.max(jnp.abs(W @ kept - 1), -1)) + t) % WIDTH
-    kept = kept.at[i].set((1 - (W[i] * 0.1)[None] @ kept)[0])
-    return t + 1, kept, residual(kept)
-
-
-def masked_jacobi(t, kept, scores):
-    """What has not yet converged is computed anew."""
-    kept = jnp.where(jnp.min(scores) < 3, 1 - 0.1 * W @ kept, kept)
-    return t + 1, kept, residual(kept)
-
-
-def remembered_jacobi(t, kept, scores):
-    """The iterates of a solver in a buffer: a turn reads the last one, and writes the next."""
-    iterates, last = kept
-    iterates = iterates.at[t % 4].set(last)
-    last = last + 0.1 * (1 - W @ jnp.mean(iterates, 0))
-    return t + 1, (iterates, last), residual(last)
-
-
-def all_iterates(t, kept, scores):
-    """All iterates of a solver in one buffer."""
-    last = kept[t]
-    kept = kept.at[t + 1].set(last + 0.1 * (1 - W @ last))
-    return t + 1, kept, residual(last)
-
-
-SOLUTION = jnp.zeros((WIDTH, ROWS))
-
-ITERATES_NOTHING = {
-    "beams": Search(searched(filled)),
-    "beams, by a place for each": Search(
-        searched(at_places_of_rows), (CACHE, jnp.zeros(ROWS, jnp.int32))
-    ),
-    "beams of layers": Search(attended_layers, STACKED),
-    "pages of beams": Search(
-        searched(
-            lambda kept, x, t: kept.at[:, jnp.arange(TURNS)[::-1][t]].set(x @ W),
-        )
-    ),
-    "beams in a branch": Search(
-        searched(lambda kept, x, t: lax.cond(t < 5, filled, lambda kept, x, t: kept, kept, x, t))
-    ),
-    "tokens drawn by comparing": Search(drawn_by_comparing),
-}
-
-ITERATES = {
-    "no counter": Search(searched(filled), is_on=lambda t, kept, scores: jnp.all(scores > -9)),
-    "a counter or a tolerance": Search(
-        searched(filled), is_on=lambda t, kept, scores: (t < TURNS) | jnp.all(scores > -9)
-    ),
-    "a state of products": Search(
-        lambda t, kept, scores: (t + 1, 1 - 0.1 * W @ kept, residual(kept)), SOLUTION
-    ),
-    "a masked state": Search(masked_jacobi, SOLUTION),
-    "all places, again and again": Search(gauss_seidel, SOLUTION),
-    "the worst place": Search(worst_first, SOLUTION),
-    "a place near it": Search(near_the_worst, SOLUTION),
-    "a history": Search(remembered_jacobi, (jnp.zeros((4, *SOLUTION.shape)), SOLUTION)),
-    "a history in one buffer": Search(all_iterates, jnp.zeros((TURNS + 1, *SOLUTION.shape))),
-    "a window": Search(
-        searched(lambda kept, x, t: jnp.concatenate([kept[:, 1:], (x @ W)[:, None]], 1))
-    ),
-    "a cache that the condition reads": Search(
-        searched(filled), is_on=lambda t, kept, scores: (t < TURNS) & (jnp.sum(kept) < 9)
-    ),
-    "a cache that is normalised": Search(
-        searched(lambda kept, x, t: filled(kept, x, t) / (1 + jnp.max(kept)))
-    ),
-}
-
-
-def found_in(search):
-    """Returns the dtypes of floating carries and of products, but not of other carries."""
-    case, scores = search, jnp.zeros(ROWS)
-    fun = lambda kept: lax.while_loop(
-        lambda carry: case.is_on(*carry), lambda carry: case.turn(*carry), (0, kept, scores)
-    )[2]
-    closed = jax.make_jaxpr(jmp.autocast(fun, "mixed_bfloat16"))(case.kept)
-    equation = next(v.equation for v in walk(closed.jaxpr) if v.equation.primitive.name == "while")
+def found_in(name, **options):
+    """Returns the dtypes of the carry, and of the products."""
+    turn, first = LOOPS[name]
+    is_on = lambda carry: (carry[0] < TURNS) & jnp.all(carry[2] > -9)
+    loop = lambda x: lax.while_loop(is_on, lambda carry: turn(*carry), (0, x, jnp.zeros(ROWS)))[2]
+    visits = list(walk(jax.make_jaxpr(jmp.autocast(loop, "mixed_bfloat16", **options))(first)))
+    equation = next(v.equation for v in visits if v.equation.primitive.name == "while")
     _, _, carries = _jax_compat.While.of(equation.params).split(equation.invars)
-    shape = jnp.shape(jax.tree.leaves(case.kept)[0])
-    products = [
-        v.equation for v in walk(closed.jaxpr) if v.equation.primitive.name == "dot_general"
-    ]
+    products = [v.equation for v in visits if v.equation.primitive.name == "dot_general"]
     return (
-        {str(carry.aval.dtype) for carry in carries if carry.aval.shape == shape},
+        {str(carry.aval.dtype) for carry in carries if carry.aval.shape == first.shape},
         {str(atom.aval.dtype) for product in products for atom in product.invars},
     )
 
 
-@pytest.mark.parametrize("name", ITERATES_NOTHING)
-def test_what_is_written_once_is_half_also_where_scores_end_the_loop(name):
-    assert found_in(ITERATES_NOTHING[name]) == ({"bfloat16"}, {"bfloat16"})
-
-
 @pytest.mark.filterwarnings("ignore::jmp.NoHalfProductWarning")
-@pytest.mark.parametrize("name", ITERATES)
-def test_what_a_loop_to_a_tolerance_iterates_is_float32(name):
-    carries, products = found_in(ITERATES[name])
-    assert carries == {"float32"}
-    assert products <= {"float32"}
-
-
-def test_a_loop_to_a_tolerance_without_products_runs_as_written():
-    def fun(x):
-        step = lambda carry: (carry[0] + 1, jnp.tanh(carry[1]))
-        is_on = lambda carry: (carry[0] < TURNS) & jnp.any(carry[1] < 9)
-        return lax.while_loop(is_on, step, (0, x))[1]
-
-    (equation,) = (v.equation for v in walk(jax.make_jaxpr(fun)(X).jaxpr) if not v.around)
-    assert not iterates_nothing(equation, Settings(jmp.get_policy("mixed_bfloat16")))
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_that_floating_numbers_end_is_float32_unless_one_asks(name):
+    assert found_in(name) == ({"float32"}, {"float32"})
+    carries, products = found_in(name, follow=["while"])
+    assert products == {"bfloat16"} and carries == {"bfloat16"}

@@ -6,8 +6,8 @@ does not read it.
 A loop whose condition depends on floating numbers runs to a tolerance, and it runs in float32, as
 it was written: a fixed point iterated in half may end in a cycle whose steps are longer than the
 tolerance, and its loop would never end. The condition may read the numbers themselves, or integers
-and booleans that the body computes from them, such as a flag that says "done". One that a counter
-ends too, and that iterates nothing (`_records`), is planned as any other: beam search, for one.
+and booleans that the body computes from them, such as a flag that says "done". So does beam search,
+which a score ends: `follow=["while"]` lowers it.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,6 @@ from jmp.autocasting._kinds import Arrays, Kind, Level, register_kind
 from jmp.autocasting._numbers import dtype_of, is_inexact
 from jmp.autocasting._precision import as_written
 from jmp.autocasting._propagation import Propagation, WayInside
-from jmp.autocasting._records import iterates_nothing
 from jmp.autocasting._registry import Category, Rule, rule_for
 from jmp.autocasting._request import Settings
 from jmp.autocasting._sending import may_part
@@ -65,8 +64,7 @@ class WhileKind(Kind):
     def rule(self, equation: JaxprEqn, rule: Rule, settings: Settings) -> Rule:
         """Two sorts of loops are float32."""
         is_asked_for = equation.primitive.name in settings.overrides
-        is_free = is_asked_for or not runs_to_tolerance(equation)
-        if not is_free and not iterates_nothing(equation, settings):
+        if not is_asked_for and runs_to_tolerance(equation):
             return Rule(Category.FULL, "in a loop that runs to a tolerance")
         if has_many_conditions(equation):
             return Rule(Category.FULL, "in a loop that vmap gave a condition for each element")
