@@ -44,7 +44,7 @@ def on_config(config: MkDocsConfig) -> None:
 def on_files(files: Files, config: MkDocsConfig) -> None:
     """Makes CHANGELOG.md a page; where it names a page of docs/, there is a link."""
     text = re.sub(
-        r"(?<!\S)docs/(\w+\.md)", r"[\1](\1)", (ROOT / "CHANGELOG.md").read_text()
+        r"(?<![\w/])docs/(\w+\.md)", r"[\1](\1)", (ROOT / "CHANGELOG.md").read_text()
     )
     files.append(File.generated(config, "changelog.md", content=text))
 

@@ -3,9 +3,6 @@
 Nothing is decided here. Values are kept in the dtype the plan stores them in. A float32 parameter
 is cast where it is used, each time: XLA merges the casts, and gradients add up in float32. XLA does
 not take casts out of loops: there the plan says so, see `Nested.rounds`.
-
-What a cast, a product in float8 and an island compute stands in `Numerics`. Diagnostics run plans
-with numerics of their own: in float32, rounded where it is asked for.
 """
 
 import dataclasses
@@ -72,171 +69,141 @@ class FunctionOf:
 Environment = dict[Any, Any]
 
 
-def run_plan(plan: Plan, arguments: Sequence[Any], numerics: "Numerics | None" = None) -> list[Any]:
-    """Returns the outputs of a level.
-
-    Args:
-      arguments: its inputs, as `numerics.arguments` returns them: autocast's are in the dtypes of
-        `plan.reads`.
-      numerics: those of autocast, if left out.
-    """
-    numerics = numerics or Numerics()
+def run_plan(plan: Plan, arguments: Sequence[Any]) -> list[Any]:
+    """Returns the outputs of a level, given its inputs in the dtypes of `plan.reads`."""
     environment: Environment = dict(zip(plan.graph.inputs, arguments, strict=True))
-    run_steps(plan.steps, environment, numerics)
+    run_steps(plan.steps, environment)
     pairs = zip(plan.graph.outputs, plan.stores, strict=True)
-    return [numerics.output(Read(value, dtype), environment) for value, dtype in pairs]
+    return [_read(Read(value, dtype), environment) for value, dtype in pairs]
 
 
-def run_steps(steps: Sequence[Step], environment: Environment, numerics: "Numerics") -> None:
+def run_steps(steps: Sequence[Step], environment: Environment) -> None:
     """Adds what the steps compute to the environment."""
     for step in steps:
         if isinstance(step, Island):
-            numerics.run_island(step, environment)
+            _run_island(step, environment)
         elif isinstance(step, Fused):
-            numerics.run_fused(step, environment)
+            _run_fused(step, environment)
         else:
             with _jax_compat.place_of(step.node.equation, step.node.stack):
-                reads = numerics.reads_of(step)
-                operands = [numerics.operand(read, step, environment) for read in reads]
                 if isinstance(step, Single):
-                    results = numerics.run_single(step, operands, environment)
+                    results = _run_single(step, environment)
                 else:
-                    results = numerics.run_nested(step, operands)
-                for value, result, dtype in zip(
-                    step.node.outputs, results, step.stores, strict=True
-                ):
-                    numerics.store(Write(value, dtype), result, environment)
+                    results = _run_nested(step, environment)
+                results = cast_all(results, step.stores)
+            environment.update(zip(step.node.outputs, results, strict=True))
 
 
-class Numerics:
-    """What the steps of a plan compute."""
+def _operand(read: Read, step: Single | Nested, environment: Environment) -> Any:
+    array = _read(read, environment)
+    if _jax_compat.is_jax_array(array):
+        return array
+    if np.ndim(array) == 0 and not _jax_compat.holds_functions(step.node.equation):
+        return array
+    # A function inside, or a rule of a derivative, may index it by a tracer.
+    return jnp.asarray(array, read.dtype or read.value.dtype)
 
-    def reads_of(self, step: Single | Nested) -> Sequence[Read]:
-        """Returns how a step reads: so that it can be differentiated, too."""
-        return step.wide.reads if isinstance(step, Nested) and step.wide else step.reads
 
-    def operand(self, read: Read, step: Single | Nested, environment: Environment) -> Any:
-        """Returns what a step reads."""
-        array = _read(read, environment)
-        if _jax_compat.is_jax_array(array):
-            return array
-        if np.ndim(array) == 0 and not _jax_compat.holds_functions(step.node.equation):
-            return array
-        # A function inside, or a rule of a derivative, may index it by a tracer.
-        return jnp.asarray(array, read.dtype or read.value.dtype)
+def _run_single(step: Single, environment: Environment) -> Sequence[Any]:
+    """Returns the results of one equation."""
+    operands = [_operand(read, step, environment) for read in step.reads]
+    if step.in_float8 is not None:
+        return [_multiply_in_float8(step, step.in_float8, operands, environment)]
+    if step.moves_float8:
+        _move_in_float8(step, operands, environment)
+    run: Callable[..., list[Any]] = functools.partial(
+        _jax_compat.bind, step.node.equation.primitive, params=step.params
+    )
+    if step.rounds is not None and step.node.is_product:
+        return _multiply_rounded(run, step, operands)
+    if step.arithmetic is Arithmetic.SENT:
+        run = functools.partial(_send, run)
+    if step.rounds is not None:
+        return _wide_gradients.move_rounded(run, operands, step.stores, step.rounds, step.parts)
+    if step.looks_up_half:
+        return _wide_gradients.look_up_half(run, operands)
+    if step.spreads:
+        return _convolutions.convolve(operands, step.params)
+    if step.pads:
+        shape = step.node.outputs[0].aval.shape if step.cuts else None
+        return multiply_padded(run, operands, step.pads, shape)
+    results = run(operands)
+    if step.is_masked:
+        for position, read in enumerate(step.reads):
+            if read.saturates:
+                others = [x for i, x in enumerate(operands) if i != position]
+                results = [masked(result, operands[position], *others) for result in results]
+    return results
 
-    def output(self, read: Read, environment: Environment) -> Any:
-        """Returns an output of a level."""
-        return _read(read, environment)
 
-    def arguments(self, inside: Plan, arrays: Sequence[Any]) -> Sequence[Any]:
-        """Returns the arguments of a function inside as it reads them."""
-        return cast_all(arrays, inside.reads)
+def _run_nested(step: Nested, environment: Environment) -> list[Any]:
+    """Returns the results of an equation that is planned inside.
 
-    def store(self, write: Write, array: Any, environment: Environment) -> None:
-        """Adds a result of a step to the environment, as it is stored."""
-        environment[write.value] = _stored(write, array)
+    A loop runs in one of two forms, see `Nested.rounds` and `Nested.wide`.
+    """
+    differentiated = step if step.wide is None else step.wide
+    operands = [_operand(read, step, environment) for read in differentiated.reads]
 
-    def run_single(
-        self, step: Single, operands: Sequence[Any], environment: Environment
-    ) -> Sequence[Any]:
-        """Returns the results of one equation."""
-        if step.in_float8 is not None:
-            return [_multiply_in_float8(step, step.in_float8, operands, environment)]
-        if step.moves_float8:
-            _move_in_float8(step, operands, environment)
-        run: Callable[..., list[Any]] = functools.partial(
-            _jax_compat.bind, step.node.equation.primitive, params=step.params
-        )
-        if step.rounds is not None and step.node.is_product:
-            return _multiply_rounded(run, step, operands)
-        if step.arithmetic is Arithmetic.SENT:
-            run = functools.partial(_send, run)
-        if step.rounds is not None:
-            return _wide_gradients.move_rounded(run, operands, step.stores, step.rounds, step.parts)
-        if step.looks_up_half:
-            return _wide_gradients.look_up_half(run, operands)
-        if step.spreads:
-            return _convolutions.convolve(operands, step.params)
-        if step.pads:
-            shape = step.node.outputs[0].aval.shape if step.cuts else None
-            return multiply_padded(run, operands, step.pads, shape)
-        results = run(operands)
-        if step.is_masked:
-            for position, read in enumerate(step.reads):
-                if read.saturates:
-                    others = [x for i, x in enumerate(operands) if i != position]
-                    results = [masked(result, operands[position], *others) for result in results]
+    def run(step: Nested, operands: Sequence[Any]) -> list[Any]:
+        functions = list(map(_as_function, step.insides))
+        results: list[Any] = kind_of(step.node.name).emit(step.node.equation, operands, functions)
         return results
 
-    def run_nested(self, step: Nested, operands: Sequence[Any]) -> Sequence[Any]:
-        """Returns the results of an equation that is planned inside."""
+    if step.wide is None and not any(step.rounds):
+        return run(step, operands)
+    reads = [read.dtype for read in step.reads]
 
-        def run(step: Nested, operands: Sequence[Any]) -> Any:
-            functions = [_as_function(inside, self) for inside in step.insides]
-            return kind_of(step.node.name).emit(step.node.equation, operands, functions)
+    def in_half(*operands: Any) -> Any:
+        first, others = operands[: len(step.rounds)], operands[len(step.rounds) :]
+        return run(step, cast_all([*cast_all(first, step.rounds), *others], reads))
 
-        results: Sequence[Any] = self.run_loop(step, run, operands)
-        return results
+    def in_float32(*operands: Any) -> Any:
+        return cast_all(run(differentiated, operands), step.stores)
 
-    def run_loop(
-        self, step: Nested, run: Callable[[Nested, Sequence[Any]], Any], operands: Sequence[Any]
-    ) -> Any:
-        """Runs a nested step; a loop in one of two forms, see `Nested.rounds` and `Nested.wide`."""
-        if step.wide is None and not any(step.rounds):
-            return run(step, operands)
-        differentiated = step if step.wide is None else step.wide
-        reads = [read.dtype for read in step.reads]
-
-        def in_half(*operands: Any) -> Any:
-            first, others = operands[: len(step.rounds)], operands[len(step.rounds) :]
-            return run(step, cast_all([*cast_all(first, step.rounds), *others], reads))
-
-        def in_float32(*operands: Any) -> Any:
-            return cast_all(run(differentiated, operands), step.stores)
-
-        return _wide_gradients.run_either(in_half, in_float32, operands)
-
-    def run_island(self, island: Island, environment: Environment) -> None:
-        """Adds what leaves an island to the environment."""
-        # The function keeps the island, so that its id stays its own.
-        key = FunctionOf(island.key or id(island))
-        if key not in environment:
-            environment[key] = _function_of(island)
-        arrays = [_read(read, environment) for read in island.reads]
-        first = island.nodes[0]
-        with _jax_compat.place_of(first.equation, first.stack[: island.common_scopes]):
-            results = environment[key](*arrays)
-        environment.update(zip((write.value for write in island.writes), results, strict=True))
-
-    def run_fused(self, step: Fused, environment: Environment) -> None:
-        """Runs both forms of an attention, of which a program keeps that of its platform."""
-        entering = [read.value for read in step.reads]
-
-        def plain(*arrays: Any) -> list[Any]:
-            inside: Environment = dict(zip(entering, arrays, strict=True))
-            run_steps(step.plain, inside, self)
-            return [inside[value] for value in step.node.outputs]
-
-        def fused(*arrays: Any) -> list[Any]:
-            inside: Environment = dict(zip(entering, arrays, strict=True))
-            operands = [_read(read, inside) for read in step.operands]
-            added = [[_read(read, inside) for read in reads] for reads in (step.biases, step.masks)]
-            with _jax_compat.place_of(step.node.equation, step.node.stack):
-                return [step.attend(step.form, *operands, *added)]
-
-        arrays = [environment[value] for value in entering]
-        results = lax.platform_dependent(*arrays, **{step.platform: fused}, default=plain)
-        environment.update(zip(step.node.outputs, results, strict=True))
+    results: list[Any] = _wide_gradients.run_either(in_half, in_float32, operands)
+    return results
 
 
-def _as_function(inside: Plan | Unplanned, numerics: Numerics) -> Function:
+def _run_island(island: Island, environment: Environment) -> None:
+    """Adds what leaves an island to the environment."""
+    # The function keeps the island, so that its id stays its own.
+    key = FunctionOf(island.key or id(island))
+    if key not in environment:
+        environment[key] = _function_of(island)
+    arrays = [_read(read, environment) for read in island.reads]
+    first = island.nodes[0]
+    with _jax_compat.place_of(first.equation, first.stack[: island.common_scopes]):
+        results = environment[key](*arrays)
+    environment.update(zip((write.value for write in island.writes), results, strict=True))
+
+
+def _run_fused(step: Fused, environment: Environment) -> None:
+    """Runs both forms of an attention, of which a program keeps that of its platform."""
+    entering = [read.value for read in step.reads]
+
+    def plain(*arrays: Any) -> list[Any]:
+        inside: Environment = dict(zip(entering, arrays, strict=True))
+        run_steps(step.plain, inside)
+        return [inside[value] for value in step.node.outputs]
+
+    def fused(*arrays: Any) -> list[Any]:
+        inside: Environment = dict(zip(entering, arrays, strict=True))
+        operands = [_read(read, inside) for read in step.operands]
+        added = [[_read(read, inside) for read in reads] for reads in (step.biases, step.masks)]
+        with _jax_compat.place_of(step.node.equation, step.node.stack):
+            return [step.attend(step.form, *operands, *added)]
+
+    arrays = [environment[value] for value in entering]
+    results = lax.platform_dependent(*arrays, **{step.platform: fused}, default=plain)
+    environment.update(zip(step.node.outputs, results, strict=True))
+
+
+def _as_function(inside: Plan | Unplanned) -> Function:
     if not isinstance(inside, Plan):
-        return inside(functools.partial(run_plan, numerics=numerics))
+        return inside(run_plan)
 
     def function(*arrays: Any) -> list[Any]:
-        arguments = numerics.arguments(inside, [*inside.graph.constants, *arrays])
-        return run_plan(inside, arguments, numerics)
+        return run_plan(inside, cast_all([*inside.graph.constants, *arrays], inside.reads))
 
     return function
 

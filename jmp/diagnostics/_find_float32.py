@@ -1,46 +1,51 @@
 """`find_float32`: which name scopes must stay in float32, or out of float8.
 
-One program is compiled for all questions: every scope rounds to half or not, and to float8 or not,
-by flags that it is called with (`_emulation`). It runs once for each scope alone in half, and for a
-few sets of scopes (`_scope_search`). It is called in a loop and not under vmap, which would take
-the memory of all runs at once. What was found is measured in the program that autocast makes with
-these rules: the second compilation.
+Each question is a program of autocast with rules that keep all but some scopes in float32, which is
+compiled, run and compared with float32. `_scope_search` asks few questions where few scopes matter.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
 import numbers
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmp import _jax_compat
+from jmp._array_calls import ArrayCall
 from jmp._messages import check_function, described, listed, wrong
-from jmp.autocasting._autocast import AllOptions
+from jmp.autocasting._autocast import AllOptions, make_program
 from jmp.autocasting._float8 import OPERANDS
-from jmp.diagnostics._arguments import scoped, split_arguments
+from jmp.autocasting._operations import NoHalfProductWarning, operations_of
+from jmp.autocasting._request import module_paths
+from jmp.autocasting._steps import steps_of
+from jmp.diagnostics._arguments import check_numbers, scoped, split_arguments
 from jmp.diagnostics._comparison import (
     Comparison,
     check_scale,
     comparison_of,
     results_and_gradients,
 )
-from jmp.diagnostics._emulation import FlaggedProgram
-from jmp.diagnostics._scope_search import Errors, Found, rules_for, search_levels
+from jmp.diagnostics._scope_search import Errors, Found, Scopes, rules_for, search_levels
 from jmp.diagnostics._tables import Report, table
+from jmp.diagnostics._walk import path_in_rules, scopes_path
 from jmp.dtypes import is_half
 from jmp.loss_scaling import StaticLossScale
 from jmp.loss_scaling._gradients import scaled_loss
 from jmp.policy import Policy, get_policy
-from jmp.rules import Rule
+from jmp.rules import Rule, UnusedRuleWarning
 from jmp.trees import cast_to_at_least_float32, holds_numbers
 
 CALL = "find_float32(loss_fn, policy, *args, tolerance=0.01)"
 SHOWN = 8
 NOWHERE = "what is in no scope"
+KINDS = ("result", "gradient")
 
 
 def find_float32(
@@ -58,10 +63,10 @@ def find_float32(
     If the policy has float8 products, it also finds those that must not be float8: a scope whose
     error in half is within the tolerance gets a rule without float8, any other a float32 rule.
 
-    The loss and its gradient run once in float32, once with all scopes in half, and once with each
-    scope alone in half; then with the worst of these kept in float32, until the errors are within
-    the tolerance. All these runs are one compiled program. Finally autocast's own program with the
-    rules that were found is compiled, run, and compared with float32.
+    The loss and its gradient run once in float32, once with all scopes in half, and, if that is not
+    within the tolerance, with groups of scopes in half and everything else in float32: a group that
+    is not within it is split in two. Each run is a compilation: one culprit among 32 scopes takes
+    about a dozen.
 
     Modules of Flax linen and Haiku open scopes; elsewhere write `with jax.named_scope("head"):`
     around a part of the model. Where modules of nnx or Equinox are among `args`, they are the
@@ -122,23 +127,31 @@ def find_float32(
             f"find_float32 got rules= and modules of {framework}, whose paths they name; expected "
             "none: it asks about all modules."
         )
+    scopes, eligible = _scopes_of(with_scopes, policy, args, argnums, framework, given, options)
+
     with jax.default_matmul_precision("highest"):
-        program = FlaggedProgram(
-            with_scopes,
-            policy,
-            args,
-            argnums,
-            scale,
-            {**options, "rules": given},
-            of_modules=framework is not None,
-        )
-        found = search_levels(program.scopes, program.in_float8, program.errors, tolerance)
-    rules = [*given, *_rules_of(found, program.scopes, policy, framework is not None)]
-    lowered = lower(loss, policy, rules=rules, **options)
-    measured = results_and_gradients(lowered, (args, {}), argnums, scale)
-    comparison = comparison_of(policy, scale, measured, program.expected)
+        expected = results_and_gradients(with_scopes, (args, {}), argnums, 1.0)
+    _check_finite(expected)
+
+    def comparison_with(rules: Sequence[Rule]) -> Comparison:
+        lowered = lower(loss, policy, rules=rules, **options)
+        found = results_and_gradients(lowered, (args, {}), argnums, scale)
+        return comparison_of(policy, scale, found, expected)
+
+    @functools.cache
+    def errors(in_half: Scopes, in_float8: Scopes) -> Errors:
+        policies = _policies(policy, scopes, in_half, eligible - in_float8)
+        found = rules_for(policies, str(policy), of_modules=framework is not None)
+        with _untold():
+            return _errors_of(comparison_with([*given, *found]))
+
+    found = search_levels(scopes, eligible, errors, tolerance)
+    in_half = frozenset(scopes) - found.half.kept
+    policies = _policies(policy, scopes, in_half, found.float8.kept)
+    rules = [*given, *rules_for(policies, str(policy), of_modules=framework is not None)]
     text = str(get_policy(policy))
-    return Float32Scopes(text, tolerance, rules, found.lowest, _each_alone(found), comparison)
+    lowest, alone = found.lowest, _each_alone(found)
+    return Float32Scopes(text, tolerance, rules, lowest, alone, comparison_with(rules))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,9 +192,9 @@ class Float32Scopes(Report):
       rules: for `rules=` of `jmp.autocast`; those that were given come first. Empty where no scope
         has to stay in float32 or out of float8.
       all_half: the errors of loss and gradient with all scopes in half, and in float8 where the
-        policy asks for it, as emulated.
-      scopes: each scope by itself, the worst first; empty where no rule is needed. Under a policy
-        with float8 products a scope may stand there twice.
+        policy asks for it.
+      scopes: those scopes that were tried alone, the worst first, and so all that need a rule.
+        Under a policy with float8 products a scope may stand there twice.
       comparison: `compare` of the program with these rules against float32.
 
     >>> from jmp.diagnostics import compare
@@ -201,22 +214,18 @@ class Float32Scopes(Report):
 
     @property
     def loss_error(self) -> float:
-        """The relative error of the loss with the rules, measured in autocast's own program."""
-        return self._error("result")
+        """The relative error of the loss with the rules."""
+        return _errors_of(self.comparison)[0]
 
     @property
     def gradient_error(self) -> float:
         """The relative error of the gradient with the rules, all leaves as one vector."""
-        return self._error("gradient")
+        return _errors_of(self.comparison)[1]
 
     @property
     def is_within(self) -> bool:
         """Whether both errors are within the tolerance."""
         return max(self.loss_error, self.gradient_error) <= self.tolerance
-
-    def _error(self, kind: str) -> float:
-        errors = {row.kind: row.relative_error for row in self.comparison.by_module(0)}
-        return errors[kind]
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the data as dictionaries, lists, numbers and strings.
@@ -243,25 +252,20 @@ class Float32Scopes(Report):
         else:
             float8 = " or out of float8" * (get_policy(self.policy).product_dtype is not None)
             lines = [f"{asked}: no scope has to stay in float32{float8}"]
-        rows = [("all scopes, without rules", *self.all_half, "emulated")] if kept else []
+        rows = [("all scopes, without rules", *self.all_half)] if kept else []
         what = "with these rules" if self.rules else "all scopes"
-        rows.append((what, self.loss_error, self.gradient_error, "measured"))
+        rows.append((what, self.loss_error, self.gradient_error))
         for scope in self.scopes[: max(SHOWN, len(kept) + 2)]:
             name = f"{scope.path or NOWHERE} alone{' in float8' * scope.in_float8}"
-            rows.append((name, scope.loss_error, scope.gradient_error, "emulated"))
-        cells = [(name, f"{loss:.2g}", f"{grad:.2g}", how) for name, loss, grad, how in rows]
-        lines.append(table(("in half", "loss error", "gradient error", ""), cells))
-        if not self.is_within:
-            lines.append(
-                "Above the tolerance: autocast's own program differs from what was emulated. Ask "
-                "with a smaller tolerance, which finds more scopes."
-            )
+            rows.append((name, scope.loss_error, scope.gradient_error))
+        cells = [(name, f"{loss:.2g}", f"{grad:.2g}") for name, loss, grad in rows]
+        lines.append(table(("in half", "loss error", "gradient error"), cells))
         return "\n".join(lines)
 
 
 def _count_of(scopes: Sequence[ScopeAlone], name: str, where: str, in_float8: bool) -> str:
-    states = [getattr(scope, name) for scope in scopes if scope.in_float8 is in_float8]
-    return f"{sum(states)} of {len(states)} scopes must stay {where}" if any(states) else ""
+    count = sum(getattr(scope, name) for scope in scopes if scope.in_float8 is in_float8)
+    return f"{count} scope{'s' * (count > 1)} must stay {where}" if count else ""
 
 
 def _check_asked(loss_fn: object, policy: object, args: Sequence[Any], options: Any) -> None:
@@ -303,15 +307,96 @@ def _on_device(leaf: Any) -> Any:
     return jax.device_put(np.asarray(leaf, leaf.dtype.newbyteorder("=")))
 
 
-def _rules_of(
-    found: Found, scopes: Sequence[str], policy: str | Policy, of_modules: bool
-) -> list[tuple[str, str]]:
+def _scopes_of(
+    loss: Callable[..., Any],
+    policy: str | Policy,
+    args: Sequence[Any],
+    argnums: int | Sequence[int],
+    framework: str | None,
+    given: Sequence[Rule],
+    options: dict[str, Any],
+) -> tuple[list[str], Scopes]:
+    """Returns the paths of scopes with something in half, as rules name them, and with float8."""
+    program = make_program(loss, policy, **options, rules=given)
+    if program is None:
+        raise ValueError(
+            f"find_float32 got the policy {get_policy(policy)}, which computes in float32: "
+            "nothing is in half. Ask with 'mixed_float16' or 'mixed_bfloat16'."
+        )
+    call = ArrayCall(loss, args)
+    call.floating_within(argnums, "find_float32")
+    check_numbers(call.arrays, "find_float32", "the arrays of a training step, outside of jax.jit")
+    with _untold():
+        plan = program.trace(tuple(args), {}).plan
+    half, float8 = str(plan.request.settings.compute_dtype), str(OPERANDS)
+    found: dict[str, None] = {}
+    in_float8 = set()
+    for operation in operations_of(steps_of(plan)):
+        dtypes = {*operation.dtypes_in, *operation.dtypes_out}
+        if framework is None:
+            path = path_in_rules(scopes_path(operation.scope))
+        else:
+            path = next(iter(module_paths(_jax_compat.scope_names(operation.scope))), "")
+        if half in dtypes:
+            found[path] = None
+        if float8 in dtypes:
+            in_float8.add(path)
+    if not found:
+        raise ValueError(
+            "find_float32 got a function in which autocast puts nothing in half: it has no "
+            "product, or it runs under autocast already, as what an adapter returns. Expected "
+            "the function in float32: loss_fn, and not jmp.autocast(loss_fn, policy)."
+        )
+    if list(found) == [""] and framework is None:
+        raise ValueError(
+            "find_float32 got a function that opens no name scopes, so that no rule can name a "
+            "part of it. Modules of Flax linen and Haiku open them, and so do those of nnx and "
+            "Equinox that are arguments of it; elsewhere write with jax.named_scope('head'): "
+            "around each part, such as the call of a layer."
+        )
+    return list(found), frozenset(in_float8)
+
+
+@contextlib.contextmanager
+def _untold() -> Iterator[None]:
+    """Hides warnings of trials: those of the program with the rules that were found are shown."""
+    with warnings.catch_warnings():
+        for told in (UnusedRuleWarning, NoHalfProductWarning):
+            warnings.simplefilter("ignore", told)
+        yield
+
+
+def _check_finite(expected: Mapping[tuple[str, str], Any]) -> None:
+    wrong = [
+        f"the gradient of {path or 'the argument'}" if kind == "gradient" else "the loss"
+        for (kind, path), x in expected.items()
+        if not np.all(np.isfinite(np.asarray(x)))
+    ]
+    if wrong:
+        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        raise ValueError(
+            f"find_float32 found {wrong[0]}{more} infinite or NaN in float32, so that there is "
+            "nothing to compare with. diagnostics.find_nonfinite(jax.grad(loss_fn))(*args) names "
+            "the operation behind it."
+        )
+
+
+def _errors_of(comparison: Comparison) -> Errors:
+    """Returns the relative errors of the loss and of the gradient, all leaves as one vector."""
+    errors = {row.kind: row.relative_error for row in comparison.by_module(0)}
+    loss, gradient = (math.inf if math.isnan(errors[k]) else errors[k] for k in KINDS)
+    return loss, gradient
+
+
+def _policies(
+    policy: str | Policy, scopes: Sequence[str], in_half: Scopes, out_of_float8: Scopes
+) -> dict[str, str]:
+    """Returns the policy of each scope."""
     half = dataclasses.replace(get_policy(policy), product_dtype=None)
     name_of_half = "mixed_bfloat16" if half == get_policy("mixed_bfloat16") else str(half)
     policies = dict.fromkeys(scopes, str(policy))
-    policies |= dict.fromkeys(found.half.kept, "float32")
-    policies |= dict.fromkeys(found.float8.kept, name_of_half)
-    return rules_for(policies, str(policy), of_modules=of_modules)
+    policies |= dict.fromkeys(out_of_float8, name_of_half)
+    return policies | dict.fromkeys(frozenset(scopes) - in_half, "float32")
 
 
 def _each_alone(found: Found) -> list[ScopeAlone]:

@@ -3,6 +3,7 @@
 Pure functions: what an error is, and how it is measured, is the caller's.
 """
 
+import functools
 import glob
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -16,7 +17,7 @@ class KeptOut(NamedTuple):
 
     Attributes:
       kept: the scopes that must stay out of it.
-      alone: the errors of each scope alone in it; empty where all of them may be.
+      alone: the errors of those scopes that were tried alone in it; of each that is kept, too.
     """
 
     kept: Scopes = frozenset()
@@ -26,35 +27,60 @@ class KeptOut(NamedTuple):
 def search(scopes: Sequence[str], errors: Callable[[Scopes], Errors], tolerance: float) -> KeptOut:
     """Returns which scopes to keep out of a precision so that the errors are within the tolerance.
 
-    No scope can be taken out of these without an error leaving the tolerance, but for those whose
-    error is too large alone. Where everything is infinite, errors of sets that shrink from "all of
-    them" say nothing: so the scopes are ranked by what each does alone.
+    Groups of scopes are tried alone in it. A group within the tolerance is done; any other is split
+    in two, down to single scopes. So few culprits among many scopes take few trials, and it does
+    not matter that with all of them everything is infinite. If the others together are still too
+    much, the worst of them go, until they are not; what was taken out for nothing is put back.
 
     Args:
       scopes: those that are asked about.
-      errors: those of the program where these alone of them have the lower precision.
+      errors: those of the program where only these of them have the lower precision.
 
     >>> sizes = {"a": 0.1, "b": 5.0, "c": 0.2, "d": 0.2}
     >>> errors = lambda low: (sum(sizes[scope] for scope in low), 0.0)
     >>> sorted(search("abcd", errors, 1.0).kept), sorted(search("abcd", errors, 0.35).kept)
     (['b'], ['b', 'c'])
     """
-    low = frozenset(scopes)
-    if max(errors(low)) <= tolerance:
+    error_of = functools.cache(lambda low: max(errors(low)))
+    single: set[str] = set()
+
+    def trial(group: Sequence[str]) -> float:
+        single.update(group if len(group) == 1 else ())
+        return error_of(frozenset(group))
+
+    def culprits(group: Sequence[str]) -> set[str]:
+        if trial(group) <= tolerance:
+            return set()
+        if len(group) == 1:
+            return set(group)
+        return set().union(*map(culprits, _halves(group)))
+
+    def worst(group: Sequence[str]) -> str:
+        while len(group) > 1:
+            group = max(_halves(group), key=trial)
+        return group[0]
+
+    def others() -> list[str]:
+        return [scope for scope in scopes if scope not in kept]
+
+    if not scopes or trial(scopes) <= tolerance:
         return KeptOut()
-    alone = {scope: errors(frozenset([scope])) for scope in scopes}
-    low -= {scope for scope in scopes if max(alone[scope]) > tolerance}
+    kept = culprits(scopes)
     taken_out = []
-    candidates = [scope for scope in scopes if scope in low]
-    for scope in sorted(candidates, key=lambda scope: max(alone[scope]), reverse=True):
-        if max(errors(low)) <= tolerance:
-            break
-        low -= {scope}
-        taken_out.append(scope)
+    while others() and trial(others()) > tolerance:
+        taken_out.append(worst(others()))
+        kept.add(taken_out[-1])
     for scope in reversed(taken_out):
-        if max(errors(low | {scope})) <= tolerance:
-            low |= {scope}
-    return KeptOut(frozenset(scopes) - low, alone)
+        kept.remove(scope)
+        if trial(others()) > tolerance:
+            kept.add(scope)
+    alone = {scope: errors(frozenset([scope])) for scope in scopes if scope in single | kept}
+    return KeptOut(frozenset(kept), alone)
+
+
+def _halves(group: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    middle = len(group) // 2
+    return group[:middle], group[middle:]
 
 
 class Found(NamedTuple):

@@ -13,29 +13,12 @@ from flax import nnx
 
 import jmp
 from jmp import adapters, diagnostics
-from jmp.diagnostics._emulation import rounded_to_half
 from jmp.diagnostics._scope_search import rules_for, search
 from testbed import models
 from tests.commands import in_full
 
 F16, BF16 = "mixed_float16", "mixed_bfloat16"
 WIDTH = 8
-
-
-@pytest.fixture
-def compiled():
-    """The programs that XLA is given within a test, a list that grows."""
-    found = []
-
-    def listen(name, seconds, **kwargs):
-        # What fetches an array that lies in parts is a program too, and so are the norms of errors.
-        is_small = any(each in kwargs.get("fun_name", "") for each in ("multi_slice", "_norms"))
-        if name == "/jax/core/compile/backend_compile_duration" and not is_small:
-            found.append(kwargs)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield found
-    jax.monitoring.unregister_event_duration_listener(listen)
 
 
 # Culprits, none of which can be seen before the program runs: what a layer does to w @ x.
@@ -91,10 +74,9 @@ def paths_of(found):
         first=1,
     ),
 )
-def test_planted_culprits_are_found_with_two_compilations(count, culprits, compiled):
+def test_planted_culprits_are_found(count, culprits):
     loss, params, x = network([culprits.get(i, harmless) for i in range(count)])
     found = diagnostics.find_float32(loss, F16, params, x, tolerance=0.005)
-    assert len(compiled) == 2
     assert sorted(paths_of(found)) == sorted(f"layer_{i}" for i in culprits)
     assert max(found.all_half) == np.inf
     assert found.is_within
@@ -106,12 +88,11 @@ def test_planted_culprits_are_found_with_two_compilations(count, culprits, compi
     assert errors["gradient"] <= 0.005
 
 
-def test_where_there_is_no_culprit_no_rule_is_found(compiled):
+def test_where_there_is_no_culprit_no_rule_is_found():
     loss, params, x = network([harmless] * 8)
     found = diagnostics.find_float32(loss, F16, params, x, tolerance=0.005)
     assert (found.rules, found.scopes, found.is_within) == ([], [], True)
     assert 0 < found.gradient_error < 0.005
-    assert len(compiled) == 2
     assert "no scope has to stay in float32" in str(found) and "all scopes" in str(found)
 
 
@@ -154,10 +135,9 @@ def in_a_scan(culprits):
     ],
     ids=["one in the loop", "one in it, one behind it", "none"],
 )
-def test_in_a_loop(culprits, paths, compiled):
+def test_in_a_loop(culprits, paths):
     loss, params, x = in_a_scan(culprits)
     found = diagnostics.find_float32(loss, F16, params, x, tolerance=0.005)
-    assert len(compiled) == 2
     assert sorted(paths_of(found)) == paths
     assert found.is_within
 
@@ -191,34 +171,31 @@ def crushed_backward(w, x):
     ),
 )
 @pytest.mark.usefixtures("small_is_float8")
-def test_float8_culprits_among_8_are_taken_out_of_float8(culprits, compiled):
+def test_float8_culprits_among_8_are_taken_out_of_float8(culprits):
     loss, params, x = network([culprits.get(i, harmless) for i in range(8)])
     found = diagnostics.find_float32(loss, F8, params, x)
-    assert len(compiled) == 2
     assert sorted(found.rules) == [(f"layer_{i}", BF16) for i in culprits]
     assert found.tolerance == 0.125 and found.is_within
     assert (max(found.all_half) > 0.25) == bool(culprits)
     assert not any(scope.in_float32 for scope in found.scopes)
-    asked = {scope.path for scope in found.scopes if scope.in_float8}
-    assert asked == ({f"layer_{i}" for i in range(7)} if culprits else set())  # the last is no f8
+    assert {f"layer_{i}" for i in culprits} <= {x.path for x in found.scopes if x.in_float8}
     if culprits:
-        assert f"{len(culprits)} of 7 scopes must stay out of float8" in str(found)
+        assert f"{len(culprits)} scope{'s' * (len(culprits) > 1)} must stay out of float8" in str(
+            found
+        )
         return
     assert "no scope has to stay in float32 or out of float8" in str(found)
-    # The error is that of autocast's own program, but for single roundings that fall the other way:
-    # 2 % apart with JAX 0.10, 21 % with 0.12; in layers of width 32 and 128 up to 6 % with both.
-    assert found.all_half[1] == pytest.approx(found.gradient_error, rel=0.25)
+    assert found.all_half[1] == found.gradient_error
     assert found.gradient_error > 0.03
 
 
 @pytest.mark.usefixtures("small_is_float8")
-def test_what_bfloat16_cannot_is_float32_and_what_float8_cannot_is_bfloat16(compiled):
+def test_what_bfloat16_cannot_is_float32_and_what_float8_cannot_is_bfloat16():
     loss, params, x = network([harmless, crushed, harmless, cancels, harmless])
     found = diagnostics.find_float32(loss, F8, params, x, tolerance=0.07)
-    assert len(compiled) == 2
     assert found.rules == [("layer_1", BF16), ("layer_3", "float32")]
     assert found.is_within
-    assert "1 of 5 scopes must stay in float32, 1 of 3 scopes must stay out of" in str(found)
+    assert "1 scope must stay in float32, 1 scope must stay out of" in str(found)
     data = json.loads(json.dumps(found.to_dict()))["scopes"]
     assert [s["path"] for s in data if s["out_of_float8"]] == ["layer_1"]
 
@@ -308,23 +285,20 @@ def beside_a_while_loop(function):
         one_of=2,
     ),
 )
-def test_a_culprit_is_found_inside(wrap, compiled):
+def test_a_culprit_is_found_inside(wrap):
     loss, params, x = with_a_culprit_in(wrap)
     found = diagnostics.find_float32(loss, F16, params, x, tolerance=0.005)
     assert paths_of(found) == ["culprit"]
     assert found.is_within
-    assert len(compiled) == 2
 
 
 @pytest.mark.full
-def test_on_a_real_model_the_emulated_error_is_autocasts_and_rules_bring_it_down():
+def test_rules_bring_the_error_of_a_real_model_down():
     with jax.numpy_rank_promotion("allow"):
         loss, params, batch = models.equinox_attention(batch=2, length=8, width=16)
         as_it_is = diagnostics.find_float32(loss, BF16, params, *batch, tolerance=1.0)
         found = diagnostics.find_float32(loss, BF16, params, *batch, tolerance=2e-3)
-    assert as_it_is.all_half == pytest.approx(
-        (as_it_is.loss_error, as_it_is.gradient_error), rel=0.05
-    )
+    assert as_it_is.all_half == (as_it_is.loss_error, as_it_is.gradient_error)
     assert as_it_is.gradient_error > 2e-3
     assert found.is_within
     assert 0 < sum(scope.in_float32 for scope in found.scopes) < len(found.scopes)
@@ -380,14 +354,12 @@ def equinox_case():
 
 
 @pytest.mark.parametrize("case", [nnx_case, equinox_case])
-def test_modules_that_open_no_scopes_are_named_as_their_adapters_rules_name_them(case, compiled):
+def test_modules_that_open_no_scopes_are_named_as_their_adapters_rules_name_them(case):
     with jax.numpy_rank_promotion("allow"):
         model, loss, adapter = case()
         x = jnp.linspace(-1, 1, 4 * WIDTH).reshape(4, WIDTH)
         before = jax.tree.leaves(model)
-        del compiled[:]
         found = diagnostics.find_float32(loss, F16, model, x)
-        assert len(compiled) == 2
         assert found.rules == [("blocks/1/linear", F16), ("blocks/1", "float32")]
         assert found.is_within
         assert all(a is b for a, b in zip(jax.tree.leaves(model), before, strict=True))
@@ -419,30 +391,17 @@ def test_a_rule_for_the_outermost_module_leaves_those_inside_in_half():
 # The search and its parts.
 
 
-@pytest.mark.parametrize("half", [jnp.float16, jnp.bfloat16])
-def test_rounding_without_a_cast_is_the_cast(half):
-    every = np.arange(2**16, dtype=np.uint16).view(np.float16).astype(np.float32)
-    every = every[~np.isnan(every)]
-    numbers = np.concatenate([every * (1 + delta) for delta in (-(2.0**-11), 0, 2.0**-12, 0.01)])
-    numbers = np.append(numbers, [65519.996, 65520, 1e9, 1e-40, 2.0**-25, 3 * 2.0**-26])
-    with np.errstate(over="ignore"):
-        expected = numbers.astype(np.float32).astype(half).astype(np.float32)
-    normal = np.abs(numbers) >= np.finfo(np.float32).smallest_normal  # XLA flushes others on a CPU
-    found = np.asarray(rounded_to_half(jnp.asarray(numbers, jnp.float32), np.dtype(half)))
-    np.testing.assert_array_equal(found[normal], expected[normal])
-
-
 @pytest.mark.parametrize("culprits", [{3}, {0, 7}, {1, 2, 6}, {0, 1, 2, 3, 4, 5, 6, 7}])
-def test_culprits_that_make_everything_infinite_are_found_by_asking_each_alone(culprits):
-    asked = []
+def test_culprits_that_make_everything_infinite_are_found_in_few_trials(culprits):
+    asked = set()
 
     def errors(low):
-        asked.append(low)
+        asked.add(low)
         return 1e-4, np.inf if culprits & low else 1e-4
 
     found = search(range(8), errors, 0.01)
-    assert found.kept == culprits and len(found.alone) == 8
-    assert len(asked) <= 1 + 8 + 1
+    assert found.kept == culprits <= set(found.alone)
+    assert len(asked) <= 2 + 2 * 3 * len(culprits)  # 8 scopes are split three times
 
 
 def test_errors_that_are_too_large_together_alone_take_the_worst_out_and_no_more():
@@ -547,13 +506,12 @@ def test_inner_scopes_stay_in_half_where_the_one_around_them_is_float32():
     assert found.is_within
 
 
-def test_parameters_in_parts_on_a_mesh_make_no_third_program(compiled):
+def test_parameters_in_parts_on_a_mesh():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "data"))
     loss, params, x = network([harmless, overflows])
     found = diagnostics.find_float32(loss, F16, jax.device_put(params, sharding), x)
     assert paths_of(found) == ["layer_1"]
-    assert len(compiled) == 2
 
 
 def test_a_loss_that_is_nan_in_float32_is_refused():
@@ -569,7 +527,7 @@ def test_a_loss_that_is_nan_in_float32_is_refused():
 def test_a_result_is_short_and_its_data_are_json():
     loss, params, x = network([harmless, overflows])
     found = diagnostics.find_float32(loss, F16, params, x)
-    assert "1 of 2 scopes must stay in float32" in str(found)
+    assert "1 scope must stay in float32" in str(found)
     assert "rules=[\n    ('layer_1', 'float32'),\n]" in str(found)
     data = json.loads(json.dumps(found.to_dict()))
     assert data["rules"] == [["layer_1", "float32"]]
