@@ -186,7 +186,7 @@ params, opt_state = transforms.set_masters(opt_state, params, values)
             f"{old} scale to {new}",
             transforms.with_loss_scale(inner, SCALES[old]),
             transforms.with_loss_scale(inner, SCALES[new]),
-            "opt_state = transforms.replace_loss_scale(opt_state, new_scale)\n",
+            "opt_state = transforms.set_loss_scale(opt_state, new_scale)\n",
             recipe="a scale of one class to another: dynamic, static, no-op, hysteresis",
             more={"new_scale": SCALES[new]},
         )

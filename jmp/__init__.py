@@ -15,6 +15,7 @@ loaded when it is touched, so that each part needs its own framework alone:
 from typing import TYPE_CHECKING
 
 from jmp import _lazy, _messages
+from jmp._messages import PrecisionWarning
 from jmp.autocasting import (
     Float16OnTpuWarning,
     HalfReductionWarning,
@@ -42,7 +43,7 @@ from jmp.loss_scaling import (
 )
 from jmp.policy import Policy, get_policy
 from jmp.rules import PolicyRules, UnusedRuleWarning
-from jmp.sharding import gather
+from jmp.sharding import gather_params
 from jmp.trees import all_finite, cast_floating, cast_to_full, cast_to_half, select_tree
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ __all__ = [
     "NoOpLossScale",
     "Policy",
     "PolicyRules",
+    "PrecisionWarning",
     "StaticLossScale",
     "UnscaledLossWarning",
     "UnusedRuleWarning",
@@ -82,7 +84,7 @@ __all__ = [
     "fastai_loss_scale",
     "from_torch_state_dict",
     "full_precision",
-    "gather",
+    "gather_params",
     "get_policy",
     "half_dtype",
     "scaled_value_and_grad",

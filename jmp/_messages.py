@@ -31,6 +31,15 @@ import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path
 
 
+class PrecisionWarning(UserWarning):
+    """A warning of this library; each of its warnings is one of these.
+
+    >>> import warnings
+    >>> with warnings.catch_warnings():
+    ...     warnings.simplefilter("error", PrecisionWarning)  # as in tests
+    """
+
+
 def wrong(
     kind: type[Exception],
     caller: str,
@@ -359,5 +368,6 @@ def warn_of_mixed_files(folder: str) -> None:
         warnings.warn(
             "Files of DeepMind's jmp lie among those of this library: both were installed into one "
             "folder, and uninstalling one breaks the other. `python -m jmp` says how to repair it.",
+            PrecisionWarning,
             stacklevel=3,
         )

@@ -240,7 +240,7 @@ def refuse_reduce_dtype(policy: Policy, caller: str) -> None:
         raise ValueError(
             f"{caller} got the policy '{policy}', whose reduce_dtype is {name}; expected float32, "
             "or None, which leaves the choice to XLA (under jit the compute dtype). In shard_map "
-            f"and along explicit axes jmp.gather(..., reduce_dtype='{name}') adds up in it."
+            f"and along explicit axes jmp.gather_params(..., reduce_dtype='{name}') adds up in it."
         )
 
 

@@ -24,7 +24,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from jmp._messages import described, listed, users_stacklevel, wrong
+from jmp._messages import PrecisionWarning, described, listed, users_stacklevel, wrong
 from jmp.policy import Policy, get_policy, refuse_float8
 
 Target = str | re.Pattern[str] | type | tuple[type, ...]
@@ -36,7 +36,7 @@ _MOST_PATHS = 1000  # that are kept for the warning
 _METHOD_NAME = re.compile(r"(^|/)\\?~\w*/")
 
 
-class UnusedRuleWarning(UserWarning):
+class UnusedRuleWarning(PrecisionWarning):
     """A rule matched no parameter and no module: most likely its target is misspelt.
 
     >>> import warnings

@@ -263,15 +263,24 @@ MISTAKES: dict[str, list[Mistake]] = {
     "Several devices": [
         *_rows(
             TypeError,
-            ("jmp.gather(params, 'data', None)", "dtype got None; expected a real floating dtype"),
-            ("jmp.gather(params, 3, 'f16')", "got 3 for a spec; expected an axis' name"),
+            (
+                "jmp.gather_params(params, 'data', None)",
+                "dtype got None; expected a real floating dtype",
+            ),
+            ("jmp.gather_params(params, 3, 'f16')", "got 3 for a spec; expected an axis' name"),
         ),
         *_rows(
             ValueError,
-            ("jmp.gather(params, 'data', 'f16')", "jmp.autocast(fun, 'mixed_float16,r=f32')"),
-            ("jmp.gather(params, 'data', 'f8_e5m2')", "expected float16, bfloat16, float32"),
-            ("jmp.gather(params, 'data', 'f16', int)", "reduce_dtype got the class int; expected"),
-            ("jmp.gather(params, {'v': 'data'}, 'f16')", "with the parameters' structure"),
+            (
+                "jmp.gather_params(params, 'data', 'f16')",
+                "jmp.autocast(fun, 'mixed_float16,r=f32')",
+            ),
+            ("jmp.gather_params(params, 'data', 'f8_e5m2')", "expected float16, bfloat16, float32"),
+            (
+                "jmp.gather_params(params, 'data', 'f16', int)",
+                "reduce_dtype got the class int; expected",
+            ),
+            ("jmp.gather_params(params, {'v': 'data'}, 'f16')", "with the parameters' structure"),
         ),
     ],
     "select_tree": [
@@ -544,7 +553,7 @@ MISTAKES: dict[str, list[Mistake]] = {
                 "jax.shard_map(jmp.accumulated_value_and_grad(loss_fn, scale, 1, reduce_axes='i'), "
                 "mesh=jax.make_mesh((1,), ('i',), axis_types=(jax.sharding.AxisType.Auto,)), "
                 "in_specs=jax.P('i'), out_specs=jax.P('i'))(params, x)",
-                "in the loss gather each, jmp.gather(shard, axis, dtype)",
+                "in the loss gather each, jmp.gather_params(shard, axis, dtype)",
             ),
         ),
     ],

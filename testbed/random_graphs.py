@@ -686,7 +686,7 @@ def in_full_precision(d: Draw, x: Array) -> Array:
 
 
 def _gathered_in_half(w: Array) -> Array:
-    return jmp.gather(w, "d", jnp.bfloat16, jnp.float32)
+    return jmp.gather_params(w, "d", jnp.bfloat16, jnp.float32)
 
 
 def on_devices(d: Draw, x: Array) -> Array:

@@ -121,7 +121,7 @@ def test_optimizers_know_the_types_of_their_states() -> None:
     assert_type(tx.update(X, state, X)[1], WithLossScaleState)
     assert_type(state.loss_scale, jmp.LossScale)
     assert_type(transforms.loss_scale_state(state), WithLossScaleState | None)
-    assert_type(transforms.replace_loss_scale(state, SCALE), WithLossScaleState)
+    assert_type(transforms.set_loss_scale(state, SCALE), WithLossScaleState)
     masters = transforms.with_master_params(optax.sgd(0.5))
     assert_type(masters.init(X), WithMasterParamsState)
     assert_type(transforms.reset_masters(masters.init(X), X), WithMasterParamsState)

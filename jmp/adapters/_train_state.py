@@ -214,7 +214,7 @@ def _from_state_dict(node: PyTree, state: dict[str, Any]) -> PyTree:
         raise ValueError(
             f"A checkpoint holds {described(state)} for a {type(node).__name__}; expected "
             f"{listed(expected)}. Restore into the class that was saved, and change it afterwards: "
-            "a loss scale by jmp.transforms.replace_loss_scale(opt_state, new_scale); masters as "
+            "a loss scale by jmp.transforms.set_loss_scale(opt_state, new_scale); masters as "
             "docs/checkpoints.md says under flat masters, because moments and masters change their "
             "form together."
         )
@@ -295,7 +295,7 @@ def _check_optimizer(node: PyTree, saved: Any) -> None:
             f"A checkpoint holds the state of another optimizer than this {type(node).__name__}'s "
             f"(of the saved state and this one {where_trees_differ(saved, expected)}). "
             "Restore into a state of the optimizer that saved it, and change that afterwards: "
-            "another loss scale is jmp.transforms.replace_loss_scale(opt_state, new_scale), new "
+            "another loss scale is jmp.transforms.set_loss_scale(opt_state, new_scale), new "
             "masters are reset_masters(opt_state, params), and docs/checkpoints.md has the lines "
             "for every change."
         )

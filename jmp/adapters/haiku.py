@@ -13,7 +13,7 @@ from typing import Any, TypeVar, Unpack
 import haiku as hk
 import optax
 
-from jmp._messages import users_stacklevel, way_out, wrong
+from jmp._messages import PrecisionWarning, users_stacklevel, way_out, wrong
 from jmp.adapters._atomic import TrainStep, check_step, take_step
 from jmp.adapters._module_policies import ModulePolicies, cast_by_paths
 from jmp.autocasting._autocast import Options
@@ -124,6 +124,7 @@ def _warn_of_own_policy(module_type: type[hk.Module]) -> None:
             f"with_policy computes by its policy and rules, and '{module_type.__name__}' by "
             "hk.mixed_precision.set_policy too: what that casts to half stays half. Remove the "
             "lines of set_policy, or call hk.mixed_precision.clear_policy of the class before.",
+            PrecisionWarning,
             stacklevel=users_stacklevel(),
         )
 

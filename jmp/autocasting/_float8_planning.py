@@ -208,7 +208,7 @@ def is_cast(equation: JaxprEqn) -> bool:
 def _moves_inside(equation: JaxprEqn) -> Sequence[JaxprEqn]:
     """Returns the equations of a custom_vjp that sends its operand; empty if it does more.
 
-    So `jmp.gather` is written, and gathers whose gradients are added up in a dtype of their own.
+    So `jmp.gather_params` is written, and gathers with a dtype for sums of gradients.
     """
     jaxpr, constants = _jax_compat.open_jaxpr(_jax_compat.called(equation.params))
     rules = [rule_for(inner.primitive.name) for inner in jaxpr.eqns]

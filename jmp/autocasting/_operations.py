@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jmp import _jax_compat
 from jmp._jax_compat import Params
-from jmp._messages import described
+from jmp._messages import PrecisionWarning, described
 from jmp.autocasting._equations import contracts_nothing, is_inner_product
 from jmp.autocasting._exact_products import WHY_EXACT, wrapped_values
 from jmp.autocasting._float8 import OPERANDS
@@ -34,7 +34,7 @@ SATURATED = (
 NOT_HALF = frozenset({"float32", "float64", "complex64", "complex128"})
 
 
-class NoHalfProductWarning(UserWarning):
+class NoHalfProductWarning(PrecisionWarning):
     """A function has products, and a half policy lowered none of them, or none that some hold.
 
     The warning counts the reasons. `diagnostics.precision_report` names each product with its own.
@@ -50,7 +50,7 @@ class NoHalfProductWarning(UserWarning):
     """
 
 
-class HalfReductionWarning(UserWarning):
+class HalfReductionWarning(PrecisionWarning):
     """Gradients that were to be added up between devices in float32 are half.
 
     `autocast` warns where the policy has `reduce_dtype`, such as "mixed_float16,r=f32", and a
@@ -66,7 +66,7 @@ class HalfReductionWarning(UserWarning):
     """
 
 
-class Float16OnTpuWarning(UserWarning):
+class Float16OnTpuWarning(PrecisionWarning):
     """A program for a TPU is to compute in float16, for which a TPU has no matrix unit.
 
     "mixed_bfloat16" is the policy for TPUs, without a loss scale. "p=f32,c=half,o=f32" is that on a

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp._array_calls import ArrayCall, cotangent, vjp_at
-from jmp._messages import users_stacklevel, wrong
+from jmp._messages import PrecisionWarning, users_stacklevel, wrong
 from jmp.autocasting._autocast import autocast
 from jmp.diagnostics._arguments import asked_function, split_arguments
 from jmp.diagnostics._tables import Report, table
@@ -266,6 +266,7 @@ def cotangents_of(results: PyTree, scale: float, has_aux: bool) -> PyTree:
                 f"no number as large as the scale {scale:g}: its gradients are infinite, as in a "
                 "training with this scale. Widen what the loss is computed from "
                 "(jmp.cast_to_full of the parameters or the batch), or the loss itself.",
+                PrecisionWarning,
                 stacklevel=users_stacklevel(),
             )
         return cotangent(x, number)

@@ -85,9 +85,9 @@ def accumulated_value_and_grad(
       reduce_axes: inside `jax.shard_map` (or pmap, vmap) the axes over which rows are split: value
         and gradients are reduced over them once a window, after the loop. The parameters must be
         the same along these axes; of shards leave the axis out, gather each in the loss
-        (`jmp.gather`) and return `jax.lax.pmean(loss, axis)` there. A bad micro-batch of one device
-        is one micro-batch. Without it shard_map adds gradients up in each turn, as a sum and not a
-        mean, or with `check_vma=False` not at all.
+        (`jmp.gather_params`) and return `jax.lax.pmean(loss, axis)` there. A bad micro-batch of one
+        device is one micro-batch. Without it shard_map adds gradients up in each turn, as a sum and
+        not a mean, or with `check_vma=False` not at all.
 
     Returns: a function with the signature of `fun` that returns `(value, gradients)` or
       `((value, aux), gradients)`. Value: the mean, unscaled, at least float32. Gradients: their
@@ -388,8 +388,9 @@ def _check_same_along(axes: Sequence[str], leaves: Sequence[tuple[str, Any]]) ->
                 f"{listed(differing)}, with reduce_axes={described(tuple(axes))}: gradients of "
                 "different parameters would be added up. Expected parameters that are the same "
                 "along these axes. For shards leave the axis out, and in the loss gather each, "
-                "jmp.gather(shard, axis, dtype), and return jax.lax.pmean(loss, axis): their "
-                "gradients are then added up as shards. Equal copies come through in_specs=P()."
+                "jmp.gather_params(shard, axis, dtype), and return jax.lax.pmean(loss, axis): "
+                "their gradients are then added up as shards. Equal copies come through "
+                "in_specs=P()."
             )
 
 

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jmp._messages import wrong
+from jmp._messages import PrecisionWarning, wrong
 from jmp.dtypes import at_least_float32
 from jmp.trees import as_jax_array, is_array, is_complex, is_floating, register_for_export
 
@@ -269,7 +269,8 @@ def _as_float64(value: Any) -> np.ndarray:
 def _warn_if_integer(value: object, name: str) -> None:
     dtype = value.dtype if is_array(value) else np.result_type(type(value))
     if not jnp.issubdtype(dtype, jnp.floating):
-        warnings.warn(f"Expected floating type for {name}, got {dtype}", stacklevel=5)
+        text = f"Expected floating type for {name}, got {dtype}"
+        warnings.warn(text, PrecisionWarning, stacklevel=5)
 
 
 # The check of what `adjust` is given.

@@ -11,7 +11,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, overload
 import jax
 import jax.numpy as jnp
 
-from jmp._messages import check_function, described, framework_of, shape_text
+from jmp._messages import PrecisionWarning, check_function, described, framework_of, shape_text
 from jmp.dtypes import at_least_float32, is_castable
 from jmp.loss_scaling._base import LossScale
 from jmp.loss_scaling._static import StaticLossScale
@@ -34,7 +34,7 @@ _STEPS = {
 }
 
 
-class UnscaledLossWarning(UserWarning):
+class UnscaledLossWarning(PrecisionWarning):
     """A model computes in float16 and nothing scales its loss: small gradients become zero.
 
     The training steps of `jmp.adapters` warn of it. Take `transforms.mixed_precision` with the

@@ -1,9 +1,9 @@
-"""What moves between devices: `gather`, and along which mapped axes values differ.
+"""What moves between devices: `gather_params`, and along which mapped axes values differ.
 
 `_axes.py` says which axes are mapped, and along which of them a value differs; `_gather.py` moves
 parameters, and gives them their gradients back.
 """
 
-from jmp.sharding._gather import gather
+from jmp.sharding._gather import gather_params
 
-__all__ = ["gather"]
+__all__ = ["gather_params"]

@@ -1,4 +1,4 @@
-"""`gather`: sharded parameters whole, rounded before they move; gradients added up as asked.
+"""`gather_params`: sharded parameters whole, rounded before they move; gradients added up as asked.
 
 The user says for each parameter along which axes it lies. Where code is mapped over devices
 (shard_map, pmap) that is enough to gather it; along explicit axes, where types say how each array
@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jmp._jax_compat import varying_axes
-from jmp._messages import described, listed, shape_text
+from jmp._messages import PrecisionWarning, described, listed, shape_text
 from jmp.dtypes import floating_dtype, is_castable
 from jmp.sharding._axes import are_tracked, made_varying, mapped_axes, names_by_dimension
 from jmp.trees import PyTree, as_jax_array, is_floating, path_string
@@ -24,7 +24,7 @@ from jmp.trees import PyTree, as_jax_array, is_floating, path_string
 T = TypeVar("T")
 Names = tuple[str, ...]
 
-CALLER = "jmp.gather"
+CALLER = "jmp.gather_params"
 _FEWEST_DIMENSIONS = 2  # of what JAX's products take as `reduced`; sums of vectors refuse it
 
 
@@ -50,7 +50,7 @@ class Parameter(NamedTuple):
         return frozenset(self.sums).union(*(self.dimensions or ()))
 
 
-def gather(
+def gather_params(
     params: T,
     specs_or_axis: PyTree,
     dtype: DTypeLike,
@@ -68,9 +68,9 @@ def gather(
     replicated along them: name all axes that the rows of a batch are split along, and give the
     whole tree. With replicas of shards these are the names `("replica", "data")`, or a spec with
     `P("data", reduced={"replica"})`. Over an axis that is not named JAX adds up as it does without
-    `gather`: in `dtype`, or with `check_vma=False` not at all. Do not `psum` the gradients over
-    these axes again: where each device computes a mean over its own rows, divide by the number of
-    devices instead.
+    `gather_params`: in `dtype`, or with `check_vma=False` not at all. Do not `psum` the gradients
+    over these axes again: where each device computes a mean over its own rows, divide by the number
+    of devices instead.
 
     Along explicit axes a sum in another dtype than `dtype` uses JAX's `reduced` types. Products,
     lookups by `.at[].get`, scans and slices accept them; element-wise operations do not. Gradients
@@ -105,7 +105,7 @@ def gather(
     >>> from jax.sharding import AxisType, PartitionSpec as P
     >>> mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     >>> def loss(w, x):  # the mean over one device's rows; w is one of eight shards
-    ...     return jnp.mean(x @ gather(w, "data", "float16", reduce_dtype="float32"))
+    ...     return jnp.mean(x @ gather_params(w, "data", "float16", reduce_dtype="float32"))
     >>> rows = P("data")
     >>> step = jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=rows, out_specs=rows)
     >>> gradient = step(jnp.ones((8, 4)), jnp.ones((16, 8), jnp.float16)) / 8
@@ -267,6 +267,7 @@ def _gathered_by_type(
             f"{reduce_dtype}: along explicit axes JAX does that for parameters of two or more "
             "dimensions alone. Gather these in a call of their own, without reduce_dtype, to "
             "silence this; in shard_map all add up in the dtype asked.",
+            PrecisionWarning,
             stacklevel=3,
         )
     results = []

@@ -5,7 +5,7 @@
 policy. In less memory half parameters are stored by `with_split_masters`,
 `with_stochastic_rounding` and `with_kahan_summation`, and the state of any optimizer by
 `with_stored_state`. `loss_scale_state`, `masters` and `decode_state` read an optimizer's state;
-`replace_loss_scale` gives it another scale, `set_masters` other values, and `reset_masters` takes
+`set_loss_scale` gives it another scale, `set_masters` other values, and `reset_masters` takes
 masters from parameters that were loaded. `state_shardings` says on which devices a state belongs.
 `clip_by_global_norm` is optax's for gradients in shards.
 """
@@ -19,7 +19,7 @@ from jmp.transforms._master_params import with_master_params
 from jmp.transforms._masters import masters, reset_masters, set_masters
 from jmp.transforms._mixed_precision import mixed_precision
 from jmp.transforms._placement import state_shardings
-from jmp.transforms._replacing import replace_loss_scale
+from jmp.transforms._replacing import set_loss_scale
 from jmp.transforms._split_masters import WithSplitMastersState, with_split_masters
 from jmp.transforms._states import WithLossScaleState, WithMasterParamsState
 from jmp.transforms._stochastic_rounding import (
@@ -49,7 +49,7 @@ __all__ = [
     "loss_scale_state",
     "masters",
     "mixed_precision",
-    "replace_loss_scale",
+    "set_loss_scale",
     "reset_masters",
     "set_masters",
     "state_shardings",

@@ -1,4 +1,4 @@
-"""`replace_loss_scale`: an optimizer's state with another loss scale in it."""
+"""`set_loss_scale`: an optimizer's state with another loss scale in it."""
 
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ from jmp.transforms._states import WithLossScaleState
 S = TypeVar("S")
 
 
-def replace_loss_scale(opt_state: S, new: LossScale) -> S:
+def set_loss_scale(opt_state: S, new: LossScale) -> S:
     """Returns an optimizer's state with its loss scale replaced, of whatever class either is.
 
     Go on with the optimizer that you have, or with one made with the new scale: the scale in force
@@ -42,19 +42,19 @@ def replace_loss_scale(opt_state: S, new: LossScale) -> S:
     >>> import optax
     >>> from jmp import transforms
     >>> tx = transforms.with_loss_scale(optax.adam(1e-3), DynamicLossScale(8.0))
-    >>> state = replace_loss_scale(tx.init(jnp.ones(2)), StaticLossScale(512))
+    >>> state = set_loss_scale(tx.init(jnp.ones(2)), StaticLossScale(512))
     >>> state.loss_scale
     StaticLossScale(loss_scale=512.0)
     """
     if not isinstance(new, LossScale):
         raise TypeError(
-            f"replace_loss_scale got {described(new)} as the new scale; expected a loss "
+            f"set_loss_scale got {described(new)} as the new scale; expected a loss "
             "scale such as jmp.torch_loss_scale(). The order is "
-            "replace_loss_scale(opt_state, new)."
+            "set_loss_scale(opt_state, new)."
         )
     if find_loss_scaling(opt_state) is None:
         raise ValueError(
-            "replace_loss_scale got an optimizer's state without a loss scale; expected that of "
+            "set_loss_scale got an optimizer's state without a loss scale; expected that of "
             "an optimizer with jmp.transforms.with_loss_scale. To give it one, wrap the optimizer, "
             "tx = with_loss_scale(inner, new), and put the old state into a fresh one: "
             "tx.init(params)._replace(inner_state=opt_state)."
@@ -68,7 +68,7 @@ def _with_scale(state: WithLossScaleState, new: LossScale) -> WithLossScaleState
     shapes = {leaf.shape for leaf in jax.tree.leaves(new)}
     if not shapes <= {(), flag.shape}:
         raise ValueError(
-            f"replace_loss_scale got a scale of the shapes {sorted(shapes)}; expected scalars, or "
+            f"set_loss_scale got a scale of the shapes {sorted(shapes)}; expected scalars, or "
             f"{flag.shape} as the state's flags are: one scale for each member."
         )
 

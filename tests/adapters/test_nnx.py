@@ -536,7 +536,7 @@ def test_of_two_models_the_one_that_overflows_is_skipped_alone():
     # The gradients of the judge are 2**126 times too large, those of the maker are not.
     state = nnx.as_pure(judge_optimizer.opt_state)
     scale = jmp.DynamicLossScale(2.0**126)
-    nnx.update(judge_optimizer.opt_state, nnx.state(transforms.replace_loss_scale(state, scale)))
+    nnx.update(judge_optimizer.opt_state, nnx.state(transforms.set_loss_scale(state, scale)))
 
     @nnx.jit
     def step(judge, judge_optimizer, maker, maker_optimizer, x):

@@ -767,7 +767,9 @@ def fsdp(gather, gather_in_scan, ws, x):
 def test_shards_are_gathered_in_float8_with_the_scale_of_the_whole_parameter(check_vma):
     ws = {"in": W[0].at[0, 0].set(2.0), "layers": jnp.stack(W[1:]), "out": W[0].T}
     x = X.at[0, 0].set(50.0)
-    by_hand = functools.partial(jmp.gather, specs_or_axis="d", dtype="bf16", reduce_dtype="f32")
+    by_hand = functools.partial(
+        jmp.gather_params, specs_or_axis="d", dtype="bf16", reduce_dtype="f32"
+    )
     fun = jmp.autocast(functools.partial(fsdp, by_hand, gathered), F8)
 
     def mean_gradient(ws, x):
@@ -838,7 +840,7 @@ def test_along_explicit_axes_shards_are_gathered_in_float8(reduce_dtype):
 
     def of(ws, x):
         for w in ws[:-1]:
-            x = jnp.tanh(x @ jmp.gather(w, P(), "bfloat16", reduce_dtype))
+            x = jnp.tanh(x @ jmp.gather_params(w, P(), "bfloat16", reduce_dtype))
         return jnp.mean((x @ jax.sharding.reshard(ws[-1], P())) ** 2)
 
     with jax.set_mesh(mesh):

@@ -166,7 +166,7 @@ def test_a_gather_by_hand_in_a_scan_sends_float8_forward_and_backward(monkeypatc
 
     def loss(ws, x):
         def turn(x, w):
-            return jnp.tanh(x @ jmp.gather(w, "data", "bfloat16", "float32")), None
+            return jnp.tanh(x @ jmp.gather_params(w, "data", "bfloat16", "float32")), None
 
         # Behind a product the loop carries half, which feeds the next turn.
         x = jnp.tanh(x @ jax.lax.all_gather(ws[0], "data", tiled=True))

@@ -1,4 +1,4 @@
-"""What `jmp.gather` sends between eight H200s, counted in the compiled program.
+"""What `jmp.gather_params` sends between eight H200s, counted in the compiled program.
 
 Of 1 MiB of float32 parameters a device receives 7/8 a gather in float32, and as much a reduction.
 """
@@ -47,7 +47,7 @@ def received_by_kind(program):
 def gradients_in(dtype, reduce_dtype, gathered_by):
     def gradients(params, x):
         def loss(params):
-            gathered = jmp.gather(params, gathered_by, dtype, reduce_dtype)
+            gathered = jmp.gather_params(params, gathered_by, dtype, reduce_dtype)
             return loss_of(gathered, x, gathered[0].dtype)
 
         return jax.grad(loss)(params)
@@ -119,7 +119,7 @@ def test_no_gathered_weight_is_larger_than_its_shard_of_tensor_parallelism(way):
     specs = [P("data", "model"), P(("model", "data"))]
 
     def loss(params, x):
-        first, second = jmp.gather(params, "data", "f16", "f32")
+        first, second = jmp.gather_params(params, "data", "f16", "f32")
         x = x.astype(jnp.float16)
         if way == "explicit":
             hidden = jnp.einsum("bi,ih->bh", x, first, out_sharding=P("data", "model"))

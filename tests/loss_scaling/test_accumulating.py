@@ -280,7 +280,7 @@ def test_parameters_in_shards_are_refused_along_the_axes_of_the_sum_and_trained_
     plain = lambda params, x: jnp.mean((x @ params["w"] + params["b"]) ** 2)
 
     def gathered(params, x):
-        return plain({**params, "w": jmp.gather(params["w"], "data", "float32")}, x)
+        return plain({**params, "w": jmp.gather_params(params["w"], "data", "float32")}, x)
 
     def over_devices(params, x):
         return jax.lax.pmean(gathered(params, x), "data")

@@ -66,7 +66,7 @@ def test_a_loss_scale_is_made_and_taken_over(code):
     scale = eval(code, {"jmp": jmp})
     for state in (
         transforms.mixed_precision(optax.sgd(0.1), policy, scale).init(jnp.ones(2)),
-        transforms.replace_loss_scale(opt_state.init(jnp.ones(2)), scale),
+        transforms.set_loss_scale(opt_state.init(jnp.ones(2)), scale),
     ):
         assert type(state.loss_scale) is type(scale)
         assert state.loss_scale.loss_scale == scale.loss_scale

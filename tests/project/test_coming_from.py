@@ -195,7 +195,7 @@ def test_flax_grows_after_one_step_more_than_its_interval():
 
 def test_a_scale_set_by_hand_keeps_the_count_of_steps_as_in_torch():
     call = (
-        "transforms.replace_loss_scale("
+        "transforms.set_loss_scale("
         "opt_state, dataclasses.replace(opt_state.loss_scale, loss_scale=new_scale))"
     )
     assert f"`{call}`" in TORCH

@@ -1,4 +1,4 @@
-"""`jmp.gather`: parameters rounded before they move, gradients added up in the dtype asked."""
+"""`jmp.gather_params`: sharded parameters whole, rounded before they move, sums as asked."""
 
 import collections
 import contextlib
@@ -51,7 +51,7 @@ def gradients_on(mesh, way, specs, rows_spec, gathered_by, dtype="f32", reduce_d
 
     def gradients(params, x):
         def loss(params):
-            return loss_of(jmp.gather(params, gathered_by, dtype, reduce_dtype), x)
+            return loss_of(jmp.gather_params(params, gathered_by, dtype, reduce_dtype), x)
 
         own = jax.grad(loss)(params)
         return jax.lax.psum(own, dp) if way == "untracked" and dp else own
@@ -143,7 +143,7 @@ def test_over_an_axis_of_tensor_parallelism_jax_adds_up():
     }
 
     def loss(params, x):
-        params = jmp.gather(params, "data", "f32")
+        params = jmp.gather_params(params, "data", "f32")
         assert params["first"].shape == (8, 8) and params["second"].shape == (8, 8)
         hidden = jnp.tanh(x @ params["first"] + params["bias"][None])
         out = jax.lax.psum(hidden @ params["second"], "model") * params["scale"][None]
@@ -178,7 +178,9 @@ def partials_on(way, partials, reduce_dtype):
     x = jax.device_put(x, NamedSharding(mesh, P("data")))
 
     def loss(w, x):
-        product = x @ jmp.gather(w, P() if way == "explicit" else "data", "f16", reduce_dtype)
+        product = x @ jmp.gather_params(
+            w, P() if way == "explicit" else "data", "f16", reduce_dtype
+        )
         return jnp.sum(product.astype(jnp.float32))
 
     if way == "explicit":
@@ -223,7 +225,7 @@ def test_each_collective_has_the_dtype_asked(reduce_dtype, sums, wrapped):
     mesh = make_mesh({"replica": 2, "data": 4})
 
     def loss(params, x):
-        return loss_of(jmp.gather(params, HSDP, "bf16", reduce_dtype), x)
+        return loss_of(jmp.gather_params(params, HSDP, "bf16", reduce_dtype), x)
 
     if wrapped:
         loss = jmp.autocast(loss, "mixed_bfloat16")
@@ -243,7 +245,7 @@ def test_what_is_no_floating_array_comes_back_as_it_is(way):
     found = {}
 
     def gathered(w):
-        found.update(jmp.gather({"w": w, **others}, "data", "f16"))
+        found.update(jmp.gather_params({"w": w, **others}, "data", "f16"))
         return found["w"]
 
     w = jax.device_put(jnp.ones((8, 2)), NamedSharding(mesh, P("data")))
@@ -259,7 +261,7 @@ def test_what_is_no_floating_array_comes_back_as_it_is(way):
 def test_half_parameters_get_half_gradients():
     mesh = make_mesh({"data": 8})
     gradient = jax.shard_map(
-        jax.grad(lambda w: jmp.gather(w, "data", "f16", "f32").astype(jnp.float32).sum()),
+        jax.grad(lambda w: jmp.gather_params(w, "data", "f16", "f32").astype(jnp.float32).sum()),
         mesh=mesh,
         in_specs=P("data"),
         out_specs=P("data"),
@@ -276,7 +278,7 @@ def test_a_layer_may_be_gathered_inside_a_scan_and_again_in_its_backward_pass():
         return jnp.sum(jax.lax.scan(layer, x, layers)[0] ** 2)
 
     gradient = jax.shard_map(
-        jax.grad(lambda layers, x: loss(layers, x, lambda w: jmp.gather(w, "data", "f32"))),
+        jax.grad(lambda layers, x: loss(layers, x, lambda w: jmp.gather_params(w, "data", "f32"))),
         mesh=mesh,
         in_specs=(P(None, "data"), P("data")),
         out_specs=P(None, "data"),
@@ -293,8 +295,10 @@ def test_vectors_add_up_in_the_gathered_dtype_along_explicit_axes_and_a_warning_
     place = lambda leaf: jax.device_put(leaf, NamedSharding(mesh, P()))
     params = jax.tree.map(place, parameters())
     with pytest.warns(UserWarning, match="'bias', 'scale' are added up in float16, not in float32"):
-        jax.eval_shape(lambda p: jmp.gather(p, P(), "f16", "f32"), params)
-    jax.eval_shape(lambda p: jmp.gather(p, P(), "f16"), params)  # a warning is an error in tests
+        jax.eval_shape(lambda p: jmp.gather_params(p, P(), "f16", "f32"), params)
+    jax.eval_shape(
+        lambda p: jmp.gather_params(p, P(), "f16"), params
+    )  # a warning is an error in tests
 
 
 @pytest.mark.parametrize(
@@ -311,7 +315,7 @@ def test_vectors_add_up_in_the_gathered_dtype_along_explicit_axes_and_a_warning_
 )
 def test_specs_that_do_not_fit_are_refused_in_shard_map(specs_or_axis, words):
     def gathered(w):
-        return jmp.gather({"w": w, "z": jnp.ones(2)}, specs_or_axis, "f16")["w"]
+        return jmp.gather_params({"w": w, "z": jnp.ones(2)}, specs_or_axis, "f16")["w"]
 
     mapped = jax.shard_map(
         gathered, mesh=make_mesh({"data": 8}), in_specs=P("data"), out_specs=P("data")
@@ -324,11 +328,11 @@ def test_an_axis_that_the_mesh_does_not_have_is_refused_along_explicit_axes():
     mesh = make_mesh({"data": 8}, "explicit")
     w = jax.device_put(jnp.ones((8, 2)), NamedSharding(mesh, P("data")))
     with pytest.raises(ValueError, match="'model' .*; expected one of the explicit axes: 'data'"):
-        jmp.gather(w, "model", "f16")
+        jmp.gather_params(w, "model", "f16")
 
 
 def test_under_jit_with_auto_axes_xla_gathers():
     w = jax.device_put(jnp.ones((8, 2)), NamedSharding(make_mesh({"data": 8}), P("data")))
     way_out = r"leave the call out and write jmp\.autocast\(fun, 'mixed_float16,r=f32'\)"
     with pytest.raises(ValueError, match=way_out):
-        jax.jit(lambda w: jmp.gather(w, "data", "f16"))(w)
+        jax.jit(lambda w: jmp.gather_params(w, "data", "f16"))(w)

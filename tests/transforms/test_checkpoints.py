@@ -185,7 +185,7 @@ def test_a_scale_of_another_class_is_refused_with_the_way_to_change_it():
     for scale in (jmp.HysteresisLossScale(8.0), jmp.StaticLossScale(8), jmp.NoOpLossScale()):
         with pytest.raises(ValueError, match=f"for a {type(scale).__name__}; expected") as refused:
             restored(scale, serialization.to_state_dict(DYNAMIC))
-        assert "replace_loss_scale(opt_state, new_scale)" in str(refused.value)
+        assert "set_loss_scale(opt_state, new_scale)" in str(refused.value)
 
 
 def test_flat_masters_of_other_parameters_are_refused():
@@ -232,7 +232,7 @@ def test_a_state_of_another_optimizer_is_refused_with_the_way_to_change_it(saved
     message = str(refused.value)
     for way in (
         "Restore into a state of the optimizer that saved it",
-        "replace_loss_scale",
+        "set_loss_scale",
         "reset",
     ):
         assert way in message
