@@ -997,26 +997,25 @@ MISTAKES: dict[str, list[Mistake]] = {
                 "expected the arrays of the step that failed",
             ),
             (
-                "diagnostics.find_float32(loss_fn(params, x), F16, params, x)",
-                "expected a function: find_float32(loss_fn, policy, *args",
+                "diagnostics.find_float32(loss_fn(params, x), F16)(params, x)",
+                "expected a function: find_float32(loss_fn, policy)(*args)",
             ),
             (
-                "diagnostics.find_float32(loss_fn, params, x)",
-                "expected find_float32(loss_fn, policy, *args",
-            ),
-            ("diagnostics.find_float32(loss_fn, F16)(params, x)", "expected them in the same call"),
-            (
-                "diagnostics.find_float32(loss_fn, F16, params, x=x)",
-                "the arguments of the loss by position",
+                "diagnostics.find_float32(loss_fn, F16, params, x)",
+                "in a call of their own: find_float32(loss_fn, policy)(*args)",
             ),
             (
-                "diagnostics.find_float32(loss_fn, F16, params, x, tolerance='1%')",
+                "diagnostics.find_float32(loss_fn, F16, x=x)(params)",
+                "the arguments of the loss in a call of their own",
+            ),
+            (
+                "diagnostics.find_float32(loss_fn, F16, tolerance='1%')(params, x)",
                 "expected a relative error, above zero, such as 0.01",
             ),
-            ("diagnostics.find_float32(pair_fn, F16, params, x)", "pass has_aux=True"),
+            ("diagnostics.find_float32(pair_fn, F16)(params, x)", "pass has_aux=True"),
             ("diagnostics.compare(pair_fn, F16)(params, x)", "write has_aux=True"),
             (
-                "diagnostics.find_float32(loss_fn, F16, params, jax.ShapeDtypeStruct((2,), 'f4'))",
+                "diagnostics.find_float32(loss_fn, F16)(params, jax.ShapeDtypeStruct((2,), 'f4'))",
                 "outside of jax.jit",
             ),
             ("diagnostics.precision_report(params, F16)", "precision_report(fun, policy)(*args)"),
@@ -1076,35 +1075,35 @@ MISTAKES: dict[str, list[Mistake]] = {
         *_rows(
             ValueError,
             (
-                "diagnostics.find_float32(loss_fn, F16, params, x)",
+                "diagnostics.find_float32(loss_fn, F16)(params, x)",
                 "with jax.named_scope('head'): around each part",
             ),
             (
-                "diagnostics.find_float32(jmp.autocast(loss_fn, F16), F16, params, x)",
+                "diagnostics.find_float32(jmp.autocast(loss_fn, F16), F16)(params, x)",
                 "Expected the function in float32: loss_fn",
             ),
             (
-                "diagnostics.find_float32(model_loss, F16, nnx_model, x, rules=[('a', 'float32')])",
+                "diagnostics.find_float32(model_loss, F16, rules=[('a', 'float32')])(nnx_model, x)",
                 "expected none: it asks about all modules",
             ),
             (
-                "diagnostics.find_float32(loss_fn, 'float32', params, x)",
+                "diagnostics.find_float32(loss_fn, 'float32')(params, x)",
                 "Ask with 'mixed_float16' or",
             ),
             (
-                "diagnostics.find_float32(loss_fn, F16, params, x, tolerance=0)",
+                "diagnostics.find_float32(loss_fn, F16, tolerance=0)(params, x)",
                 "a relative error, above zero",
             ),
             (
-                "diagnostics.find_float32(loss_fn, F16, params, x, scale=0.0)",
+                "diagnostics.find_float32(loss_fn, F16, scale=0.0)(params, x)",
                 "expected a loss scale, above zero",
             ),
             (
-                "diagnostics.find_float32(loss_fn, F16, params, x, argnums=2)",
+                "diagnostics.find_float32(loss_fn, F16, argnums=2)(params, x)",
                 "numbers of its 2 args",
             ),
             (
-                "diagnostics.find_float32(loss_fn, F16, params, 3, argnums=1)",
+                "diagnostics.find_float32(loss_fn, F16, argnums=1)(params, 3)",
                 "expected the parameters",
             ),
             ("diagnostics.precision_report(loss_fn, 'float32')", "Ask with 'mixed_float16' or"),

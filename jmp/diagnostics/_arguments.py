@@ -30,20 +30,32 @@ def asked_function(
 ) -> Callable[..., Any]:
     """Returns what a diagnostic is asked about, as a function of what `split_arguments` returns.
 
-    It works on copies of nnx modules, also where `fun` is one or a method of one: what it changes
-    in them is lost, and the caller's stay as they are. Methods of nnx modules, and of Equinox
-    modules among the arguments, open scopes that name paths.
+    Arguments and errors are those of `check_asked`. It works on copies of nnx modules, also where
+    `fun` is one or a method of one: what it changes in them is lost, and the caller's stay as they
+    are. Methods of nnx modules, and of Equinox modules among the arguments, open scopes that name
+    paths.
+
+    >>> asked_function("compare", "compare(fun, policy)(*args)", len, (), "mixed_float16")("ab")
+    2
+    """
+    check_asked(caller, call, fun, early, policy)
+    if framework_of(fun) not in (None, "flax.nnx") or runs_late(fun):
+        return fun
+    if "flax.nnx" in sys.modules:  # else there is no module of it
+        fun = _nnx().of_split_modules(fun, in_scopes=True)
+    return _equinox().in_scopes(fun) if "equinox" in sys.modules else fun
+
+
+def check_asked(
+    caller: str, call: str, fun: object, early: tuple[Any, ...], policy: object = None
+) -> None:
+    """Raises TypeError if `fun` is no function, or its arguments came in the first call.
 
     Args:
       caller: the diagnostic.
       call: how it is called, for the error.
       early: positional arguments behind those that it has.
       policy: text or a `Policy`; None where it was left out.
-
-    Raises: TypeError if `fun` is no function, or its arguments came in the first call.
-
-    >>> asked_function("compare", "compare(fun, policy)(*args)", len, (), "mixed_float16")("ab")
-    2
     """
     check_function(fun, caller, call)
     is_policy = policy is None or isinstance(policy, (str, Policy))
@@ -53,11 +65,6 @@ def asked_function(
             f"{caller} got {described(got)} too early; expected the function's arguments in a call "
             f"of their own: {call}."
         )
-    if framework_of(fun) not in (None, "flax.nnx") or runs_late(fun):
-        return fun
-    if "flax.nnx" in sys.modules:  # else there is no module of it
-        fun = _nnx().of_split_modules(fun, in_scopes=True)
-    return _equinox().in_scopes(fun) if "equinox" in sys.modules else fun
 
 
 def check_numbers(arrays: Sequence[Any], caller: str, expected: str) -> None:
@@ -108,16 +115,17 @@ class Scoped(NamedTuple):
     framework: str | None  # whose modules are named by their paths; None: name scopes are named
 
 
-def scoped(loss: Callable[..., Any], args: Sequence[Any]) -> Scoped:
+def scoped(loss: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Scoped:
     """Returns a loss with scopes for the nnx or Equinox modules among its arguments, if any.
 
     Where the loss takes parts of Equinox modules alone, it is returned as it is.
 
     Args:
       loss: a function of modules.
-      args: what `split_arguments` returned of its arguments.
+      args, kwargs: what `split_arguments` returned of its arguments.
     """
-    if _contains(args, _is_split_module):
+    given = args, kwargs
+    if _contains(given, _is_split_module):
         adapter = importlib.import_module("jmp.adapters.nnx")
 
         def lower(fun: Any, *policy: Any, **options: Any) -> Any:
@@ -125,7 +133,7 @@ def scoped(loss: Callable[..., Any], args: Sequence[Any]) -> Scoped:
             return _nnx().of_split_modules(lowered, in_scopes=False)
 
         return Scoped(_nnx().of_split_modules(loss, in_scopes=True), lower, "flax.nnx")
-    if not (_contains(args, _is_equinox) and _equinox().takes_marked_modules(loss, args, {})):
+    if not (_contains(given, _is_equinox) and _equinox().takes_marked_modules(loss, *given)):
         return Scoped(loss, autocast, None)
     in_scopes = _equinox().with_marked_modules(loss, ModuleScopes())
     return Scoped(in_scopes, _equinox().autocast, "equinox")

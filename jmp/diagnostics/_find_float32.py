@@ -19,13 +19,13 @@ import numpy as np
 
 from jmp import _jax_compat
 from jmp._array_calls import ArrayCall
-from jmp._messages import check_function, described, listed, wrong
+from jmp._messages import listed, wrong
 from jmp.autocasting._autocast import AllOptions, make_program
 from jmp.autocasting._float8 import OPERANDS
 from jmp.autocasting._operations import NoHalfProductWarning, operations_of
 from jmp.autocasting._request import module_paths
 from jmp.autocasting._steps import steps_of
-from jmp.diagnostics._arguments import check_numbers, scoped, split_arguments
+from jmp.diagnostics._arguments import check_asked, check_numbers, scoped, split_arguments
 from jmp.diagnostics._comparison import (
     Comparison,
     check_scale,
@@ -42,7 +42,7 @@ from jmp.policy import Policy, get_policy
 from jmp.rules import Rule, UnusedRuleWarning
 from jmp.trees import cast_to_at_least_float32, holds_numbers
 
-CALL = "find_float32(loss_fn, policy, *args, tolerance=0.01)"
+CALL = "find_float32(loss_fn, policy)(*args)"
 SHOWN = 8
 NOWHERE = "what is in no scope"
 KINDS = ("result", "gradient")
@@ -51,17 +51,18 @@ KINDS = ("result", "gradient")
 def find_float32(
     loss_fn: Callable[..., Any],
     policy: str | Policy,
-    *args: Any,
+    *early: Any,
     tolerance: float | None = None,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     scale: float = 1.0,
     **options: Any,
-) -> "Float32Scopes":
-    """Finds the name scopes that must stay in float32 under `autocast(loss_fn, policy)`.
+) -> Callable[..., "Float32Scopes"]:
+    """Returns a function that finds the scopes that `autocast(loss_fn, policy)` needs in float32.
 
-    If the policy has float8 products, it also finds those that must not be float8: a scope whose
-    error in half is within the tolerance gets a rule without float8, any other a float32 rule.
+    It is called with the arguments of `loss_fn`. If the policy has float8 products, it also finds
+    the scopes that must not be float8: a scope whose error in half is within the tolerance gets a
+    rule without float8, any other a float32 rule.
 
     The loss and its gradient run once in float32, once with all scopes in half, and, if that is not
     within the tolerance, with groups of scopes in half and everything else in float32: a group that
@@ -69,7 +70,7 @@ def find_float32(
     about a dozen.
 
     Modules of Flax linen and Haiku open scopes; elsewhere write `with jax.named_scope("head"):`
-    around a part of the model. Where modules of nnx or Equinox are among `args`, they are the
+    around a part of the model. If modules of nnx or Equinox are among the arguments, they are the
     scopes, by the paths that rules of `nnx.autocast` and `equinox.autocast` name. A scope stands
     for the operations in it that are in no scope inside.
 
@@ -77,8 +78,6 @@ def find_float32(
       loss_fn: as for `jmp.autocast`, returning a real floating scalar, or `(loss, aux)` with
         `has_aux`.
       policy: its compute dtype is read.
-      args: of `loss_fn`, all by position. Half arrays are widened, exactly. Callbacks in it run
-        each time.
       tolerance: of |loss - float32's| / |float32's|, and of ||gradient - float32's|| /
         ||float32's||, the Euclidean norm over all leaves of the gradient together. Left out, 16
         unit roundoffs of the half type: 0.0078 for float16, 0.063 for bfloat16; for a policy with
@@ -89,12 +88,14 @@ def find_float32(
       options: those of `jmp.autocast`; `rules` that it has already stay, in front
         (none beside modules of nnx or Equinox).
 
-    Returns: a `Float32Scopes`, whose `rules` are ready for `autocast(loss_fn, policy, rules=...)`:
-      that of `jmp`, or of the adapter whose modules are among `args`.
+    Returns: a function that returns a `Float32Scopes`. Half arrays among its arguments are widened,
+      exactly; callbacks in `loss_fn` run each time. The `rules` are ready for
+      `autocast(loss_fn, policy, rules=...)`: that of `jmp`, or of the adapter whose modules are
+      among the arguments.
 
     Raises:
       TypeError: `loss_fn` is no function, or returns no scalar; a policy, a tolerance or an option
-        of the wrong kind; arguments that hold no numbers.
+        of the wrong kind; arguments in the first call. When called, arguments that hold no numbers.
       ValueError: a policy that computes in float32; a tolerance or a scale that is not positive; no
         floating array to differentiate; no scope in the program, or nothing in half; rules beside
         modules of nnx or Equinox; a loss or gradient that is not finite in float32.
@@ -104,54 +105,37 @@ def find_float32(
     ...         x = jnp.tanh(x @ w)
     ...     with jax.named_scope("head"):
     ...         return jnp.mean((x @ (3e4 * w)) / 3e4)
-    >>> found = find_float32(loss, "mixed_float16", jnp.ones((8, 8)) / 2, jnp.ones((4, 8)))
+    >>> found = find_float32(loss, "mixed_float16")(jnp.ones((8, 8)) / 2, jnp.ones((4, 8)))
     >>> found.rules
     [('head', 'float32')]
     """
-    _check_asked(loss_fn, policy, args, options)
+    check_asked("find_float32", CALL, loss_fn, early, policy)
+    if unknown := sorted(set(options) - AllOptions.__optional_keys__):
+        raise TypeError(
+            f"find_float32 got {listed(unknown)}, no option of its own or of autocast; expected "
+            f"the arguments of the loss in a call of their own: {CALL}."
+        )
     tolerance = _checked_tolerance(tolerance, policy)
     check_scale(scale, "find_float32")
     scaled = scaled_loss(loss_fn, StaticLossScale(1.0), has_aux)
 
     @functools.wraps(loss_fn)  # options name its arguments, warnings name it
-    def loss(*args: Any) -> Any:
-        _, (value, _) = scaled(*args)
+    def loss(*args: Any, **kwargs: Any) -> Any:
+        _, (value, _) = scaled(*args, **kwargs)
         return value
 
-    args = jax.tree.map(_on_device, cast_to_at_least_float32(split_arguments(*args)[0]))
-    given = options.pop("rules", ())
-    given = tuple(given) if isinstance(given, Iterator) else given  # read more than once
-    with_scopes, lower, framework = scoped(loss, args)
-    if framework and given:
-        raise ValueError(
-            f"find_float32 got rules= and modules of {framework}, whose paths they name; expected "
-            "none: it asks about all modules."
-        )
-    scopes, eligible = _scopes_of(with_scopes, policy, args, argnums, framework, given, options)
+    def find(*args: Any, **kwargs: Any) -> Float32Scopes:
+        given = cast_to_at_least_float32(split_arguments(*args, **kwargs))
+        given = jax.tree.map(_on_device, given)
+        trials = _Trials(loss, policy, given, argnums, scale, options)
+        found = search_levels(trials.scopes, trials.in_float8, trials.errors, tolerance)
+        rules = trials.rules(frozenset(trials.scopes) - found.half.kept, found.float8.kept)
+        comparison = trials.comparison(rules)
+        text = str(get_policy(policy))
+        alone = _each_alone(found)
+        return Float32Scopes(text, tolerance, rules, found.lowest, alone, comparison)
 
-    with jax.default_matmul_precision("highest"):
-        expected = results_and_gradients(with_scopes, (args, {}), argnums, 1.0)
-    _check_finite(expected)
-
-    def comparison_with(rules: Sequence[Rule]) -> Comparison:
-        lowered = lower(loss, policy, rules=rules, **options)
-        found = results_and_gradients(lowered, (args, {}), argnums, scale)
-        return comparison_of(policy, scale, found, expected)
-
-    @functools.cache
-    def errors(in_half: Scopes, in_float8: Scopes) -> Errors:
-        policies = _policies(policy, scopes, in_half, eligible - in_float8)
-        found = rules_for(policies, str(policy), of_modules=framework is not None)
-        with _untold():
-            return _errors_of(comparison_with([*given, *found]))
-
-    found = search_levels(scopes, eligible, errors, tolerance)
-    in_half = frozenset(scopes) - found.half.kept
-    policies = _policies(policy, scopes, in_half, found.float8.kept)
-    rules = [*given, *rules_for(policies, str(policy), of_modules=framework is not None)]
-    text = str(get_policy(policy))
-    lowest, alone = found.lowest, _each_alone(found)
-    return Float32Scopes(text, tolerance, rules, lowest, alone, comparison_with(rules))
+    return find
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,24 +252,6 @@ def _count_of(scopes: Sequence[ScopeAlone], name: str, where: str, in_float8: bo
     return f"{count} scope{'s' * (count > 1)} must stay {where}" if count else ""
 
 
-def _check_asked(loss_fn: object, policy: object, args: Sequence[Any], options: Any) -> None:
-    check_function(loss_fn, "find_float32", CALL)
-    if not isinstance(policy, (str, Policy)):
-        raise TypeError(
-            f"find_float32 got {described(policy)} in the place of the policy; expected {CALL}."
-        )
-    if not args:
-        raise TypeError(
-            "find_float32 got no arguments of the loss; expected them in the same call: "
-            f"{CALL}. It returns what it found, and no function."
-        )
-    if unknown := sorted(set(options) - AllOptions.__optional_keys__):
-        raise TypeError(
-            f"find_float32 got {listed(unknown)}, no option of its own or of autocast; expected "
-            f"the arguments of the loss by position: {CALL}."
-        )
-
-
 def _checked_tolerance(tolerance: Any, policy: str | Policy) -> float:
     if tolerance is None:
         dtype = get_policy(policy).compute_dtype
@@ -307,54 +273,106 @@ def _on_device(leaf: Any) -> Any:
     return jax.device_put(np.asarray(leaf, leaf.dtype.newbyteorder("=")))
 
 
-def _scopes_of(
-    loss: Callable[..., Any],
-    policy: str | Policy,
-    args: Sequence[Any],
-    argnums: int | Sequence[int],
-    framework: str | None,
-    given: Sequence[Rule],
-    options: dict[str, Any],
-) -> tuple[list[str], Scopes]:
-    """Returns the paths of scopes with something in half, as rules name them, and with float8."""
-    program = make_program(loss, policy, **options, rules=given)
-    if program is None:
-        raise ValueError(
-            f"find_float32 got the policy {get_policy(policy)}, which computes in float32: "
-            "nothing is in half. Ask with 'mixed_float16' or 'mixed_bfloat16'."
+class _Trials:
+    """Programs of autocast with some scopes in half, each compared with float32.
+
+    Attributes:
+      scopes: paths of scopes with something in half, as rules name them, in program order.
+      in_float8: those with float8 products.
+    """
+
+    def __init__(
+        self,
+        loss: Callable[..., Any],
+        policy: str | Policy,
+        given: tuple[tuple[Any, ...], dict[str, Any]],
+        argnums: int | Sequence[int],
+        scale: float,
+        options: Mapping[str, Any],
+    ) -> None:
+        self._loss, self._policy, self._given = loss, policy, given
+        self._argnums, self._scale = argnums, scale
+        rules = options.get("rules", ())
+        self._rules = list(rules)
+        self._options = {**options, "rules": self._rules}
+        with_scopes, self._lower, framework = scoped(loss, *given)
+        self._of_modules = framework is not None
+        if framework and self._rules:
+            raise ValueError(
+                f"find_float32 got rules= and modules of {framework}, whose paths they name; "
+                "expected none: it asks about all modules."
+            )
+        self._find_scopes(with_scopes)
+        with jax.default_matmul_precision("highest"):
+            self._expected = results_and_gradients(with_scopes, given, argnums, 1.0)
+        _check_finite(self._expected)
+
+    def _find_scopes(self, loss: Callable[..., Any]) -> None:
+        program = make_program(loss, self._policy, **self._options)
+        if program is None:
+            raise ValueError(
+                f"find_float32 got the policy {get_policy(self._policy)}, which computes in "
+                "float32: nothing is in half. Ask with 'mixed_float16' or 'mixed_bfloat16'."
+            )
+        call = ArrayCall(loss, *self._given)
+        call.floating_within(self._argnums, "find_float32")
+        check_numbers(
+            call.arrays, "find_float32", "the arrays of a training step, outside of jax.jit"
         )
-    call = ArrayCall(loss, args)
-    call.floating_within(argnums, "find_float32")
-    check_numbers(call.arrays, "find_float32", "the arrays of a training step, outside of jax.jit")
-    with _untold():
-        plan = program.trace(tuple(args), {}).plan
-    half, float8 = str(plan.request.settings.compute_dtype), str(OPERANDS)
-    found: dict[str, None] = {}
-    in_float8 = set()
-    for operation in operations_of(steps_of(plan)):
-        dtypes = {*operation.dtypes_in, *operation.dtypes_out}
-        if framework is None:
-            path = path_in_rules(scopes_path(operation.scope))
-        else:
-            path = next(iter(module_paths(_jax_compat.scope_names(operation.scope))), "")
-        if half in dtypes:
-            found[path] = None
-        if float8 in dtypes:
-            in_float8.add(path)
-    if not found:
-        raise ValueError(
-            "find_float32 got a function in which autocast puts nothing in half: it has no "
-            "product, or it runs under autocast already, as what an adapter returns. Expected "
-            "the function in float32: loss_fn, and not jmp.autocast(loss_fn, policy)."
-        )
-    if list(found) == [""] and framework is None:
-        raise ValueError(
-            "find_float32 got a function that opens no name scopes, so that no rule can name a "
-            "part of it. Modules of Flax linen and Haiku open them, and so do those of nnx and "
-            "Equinox that are arguments of it; elsewhere write with jax.named_scope('head'): "
-            "around each part, such as the call of a layer."
-        )
-    return list(found), frozenset(in_float8)
+        with _untold():
+            plan = program.trace(*self._given).plan
+        half, float8 = str(plan.request.settings.compute_dtype), str(OPERANDS)
+        found: dict[str, None] = {}
+        in_float8 = set()
+        for operation in operations_of(steps_of(plan)):
+            if operation.node.region.is_decided:  # by an autocast inside
+                continue
+            dtypes = {*operation.dtypes_in, *operation.dtypes_out}
+            path = self._path(operation.scope)
+            if half in dtypes:
+                found[path] = None
+            if float8 in dtypes:
+                in_float8.add(path)
+        if not found:
+            raise ValueError(
+                "find_float32 got a function in which autocast puts nothing in half: it has no "
+                "product, or it runs under autocast already, as what an adapter returns. Expected "
+                "the function in float32: loss_fn, and not jmp.autocast(loss_fn, policy)."
+            )
+        if list(found) == [""] and not self._of_modules:
+            raise ValueError(
+                "find_float32 got a function that opens no name scopes, so that no rule can name a "
+                "part of it. Modules of Flax linen and Haiku open them, and so do those of nnx and "
+                "Equinox that are arguments of it; elsewhere write with jax.named_scope('head'): "
+                "around each part, such as the call of a layer."
+            )
+        self.scopes, self.in_float8 = list(found), frozenset(in_float8)
+
+    def _path(self, stack: Any) -> str:
+        if self._of_modules:
+            return next(iter(module_paths(_jax_compat.scope_names(stack))), "")
+        return path_in_rules(scopes_path(stack))
+
+    def rules(self, in_half: Scopes, out_of_float8: Scopes) -> list[Rule]:
+        """Returns the rules that were given, and those that keep the other scopes in float32."""
+        half = dataclasses.replace(get_policy(self._policy), product_dtype=None)
+        is_named = half == get_policy("mixed_bfloat16")
+        policies = dict.fromkeys(self.scopes, str(self._policy))
+        policies |= dict.fromkeys(out_of_float8, "mixed_bfloat16" if is_named else str(half))
+        policies |= dict.fromkeys(frozenset(self.scopes) - in_half, "float32")
+        found = rules_for(policies, str(self._policy), of_modules=self._of_modules)
+        return [*self._rules, *found]
+
+    def comparison(self, rules: Sequence[Rule]) -> Comparison:
+        """Compares the program with these rules with float32."""
+        lowered = self._lower(self._loss, self._policy, **{**self._options, "rules": rules})
+        found = results_and_gradients(lowered, self._given, self._argnums, self._scale)
+        return comparison_of(self._policy, self._scale, found, self._expected)
+
+    def errors(self, in_half: Scopes, in_float8: Scopes) -> Errors:
+        """Returns the errors of loss and gradient where only these scopes are in half."""
+        with _untold():
+            return _errors_of(self.comparison(self.rules(in_half, self.in_float8 - in_float8)))
 
 
 @contextlib.contextmanager
@@ -386,17 +404,6 @@ def _errors_of(comparison: Comparison) -> Errors:
     errors = {row.kind: row.relative_error for row in comparison.by_module(0)}
     loss, gradient = (math.inf if math.isnan(errors[k]) else errors[k] for k in KINDS)
     return loss, gradient
-
-
-def _policies(
-    policy: str | Policy, scopes: Sequence[str], in_half: Scopes, out_of_float8: Scopes
-) -> dict[str, str]:
-    """Returns the policy of each scope."""
-    half = dataclasses.replace(get_policy(policy), product_dtype=None)
-    name_of_half = "mixed_bfloat16" if half == get_policy("mixed_bfloat16") else str(half)
-    policies = dict.fromkeys(scopes, str(policy))
-    policies |= dict.fromkeys(out_of_float8, name_of_half)
-    return policies | dict.fromkeys(frozenset(scopes) - in_half, "float32")
 
 
 def _each_alone(found: Found) -> list[ScopeAlone]:

@@ -41,12 +41,12 @@ def search(scopes: Sequence[str], errors: Callable[[Scopes], Errors], tolerance:
     >>> sorted(search("abcd", errors, 1.0).kept), sorted(search("abcd", errors, 0.35).kept)
     (['b'], ['b', 'c'])
     """
-    error_of = functools.cache(lambda low: max(errors(low)))
+    errors = functools.cache(errors)
     single: set[str] = set()
 
     def trial(group: Sequence[str]) -> float:
         single.update(group if len(group) == 1 else ())
-        return error_of(frozenset(group))
+        return max(errors(frozenset(group)))
 
     def culprits(group: Sequence[str]) -> set[str]:
         if trial(group) <= tolerance:
@@ -119,6 +119,7 @@ def search_levels(
     >>> sorted(found.half.kept), sorted(found.float8.kept)
     (['b'], ['c'])
     """
+    errors = functools.cache(errors)
     lowest = errors(frozenset(scopes), in_float8)
     if max(lowest) <= tolerance:
         return Found(lowest)

@@ -458,7 +458,7 @@ def test_what_find_float32_names_of_a_haiku_network_are_rules_of_with_policy():
     params = jax.jit(network.init)(jax.random.key(0), WEIGHT)
     params["mlp/~/linear_1"] = jax.tree.map(lambda w: w + 3e4, params["mlp/~/linear_1"])
     loss = lambda params: jnp.mean(network.apply(params, WEIGHT))
-    found = diagnostics.find_float32(loss, "mixed_float16", params)
+    found = diagnostics.find_float32(loss, "mixed_float16")(params)
     half = adapters.haiku.with_policy(network, "mixed_float16", found.rules)
     products = product_dtypes(lambda p: half.apply(p, WEIGHT), params)
     assert found.rules and products["float32"] == len(found.rules)

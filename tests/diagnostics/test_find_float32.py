@@ -76,7 +76,7 @@ def paths_of(found):
 )
 def test_planted_culprits_are_found(count, culprits):
     loss, params, x = network([culprits.get(i, harmless) for i in range(count)])
-    found = diagnostics.find_float32(loss, F16, params, x, tolerance=0.005)
+    found = diagnostics.find_float32(loss, F16, tolerance=0.005)(params, x)
     assert sorted(paths_of(found)) == sorted(f"layer_{i}" for i in culprits)
     assert max(found.all_half) == np.inf
     assert found.is_within
@@ -90,7 +90,7 @@ def test_planted_culprits_are_found(count, culprits):
 
 def test_where_there_is_no_culprit_no_rule_is_found():
     loss, params, x = network([harmless] * 8)
-    found = diagnostics.find_float32(loss, F16, params, x, tolerance=0.005)
+    found = diagnostics.find_float32(loss, F16, tolerance=0.005)(params, x)
     assert (found.rules, found.scopes, found.is_within) == ([], [], True)
     assert 0 < found.gradient_error < 0.005
     assert "no scope has to stay in float32" in str(found) and "all scopes" in str(found)
@@ -101,10 +101,10 @@ def test_what_is_not_finite_in_float32_is_counted():
     params = {"a": jnp.ones((2, 2)), "b": jnp.zeros(2)}
     divided = lambda params: product(params) / params["b"].sum()
     with pytest.raises(ValueError, match="the loss and 2 more infinite or NaN in float32"):
-        diagnostics.find_float32(divided, F16, params)
+        diagnostics.find_float32(divided, F16)(params)
     root = lambda params: product(params) + jnp.sqrt(params["b"]).sum()
     with pytest.raises(ValueError, match="found the gradient of b infinite or NaN in float32"):
-        diagnostics.find_float32(root, F16, params)
+        diagnostics.find_float32(root, F16)(params)
 
 
 def in_a_scan(culprits):
@@ -137,7 +137,7 @@ def in_a_scan(culprits):
 )
 def test_in_a_loop(culprits, paths):
     loss, params, x = in_a_scan(culprits)
-    found = diagnostics.find_float32(loss, F16, params, x, tolerance=0.005)
+    found = diagnostics.find_float32(loss, F16, tolerance=0.005)(params, x)
     assert sorted(paths_of(found)) == paths
     assert found.is_within
 
@@ -173,7 +173,7 @@ def crushed_backward(w, x):
 @pytest.mark.usefixtures("small_is_float8")
 def test_float8_culprits_among_8_are_taken_out_of_float8(culprits):
     loss, params, x = network([culprits.get(i, harmless) for i in range(8)])
-    found = diagnostics.find_float32(loss, F8, params, x)
+    found = diagnostics.find_float32(loss, F8)(params, x)
     assert sorted(found.rules) == [(f"layer_{i}", BF16) for i in culprits]
     assert found.tolerance == 0.125 and found.is_within
     assert (max(found.all_half) > 0.25) == bool(culprits)
@@ -192,7 +192,7 @@ def test_float8_culprits_among_8_are_taken_out_of_float8(culprits):
 @pytest.mark.usefixtures("small_is_float8")
 def test_what_bfloat16_cannot_is_float32_and_what_float8_cannot_is_bfloat16():
     loss, params, x = network([harmless, crushed, harmless, cancels, harmless])
-    found = diagnostics.find_float32(loss, F8, params, x, tolerance=0.07)
+    found = diagnostics.find_float32(loss, F8, tolerance=0.07)(params, x)
     assert found.rules == [("layer_1", BF16), ("layer_3", "float32")]
     assert found.is_within
     assert "1 scope must stay in float32, 1 scope must stay out of" in str(found)
@@ -215,7 +215,7 @@ def test_a_float8_culprit_in_a_loop_leaves_its_neighbours_in_float8():
         return jnp.mean((x @ params[0]) ** 2)
 
     _, params, x = network([harmless] * 2)
-    found = diagnostics.find_float32(loss, F8, params, x)
+    found = diagnostics.find_float32(loss, F8)(params, x)
     assert found.rules == [("trunk/first", BF16)]
     assert found.is_within
     (second,) = (scope for scope in found.scopes if scope.path == "trunk/second")
@@ -287,7 +287,7 @@ def beside_a_while_loop(function):
 )
 def test_a_culprit_is_found_inside(wrap):
     loss, params, x = with_a_culprit_in(wrap)
-    found = diagnostics.find_float32(loss, F16, params, x, tolerance=0.005)
+    found = diagnostics.find_float32(loss, F16, tolerance=0.005)(params, x)
     assert paths_of(found) == ["culprit"]
     assert found.is_within
 
@@ -296,8 +296,8 @@ def test_a_culprit_is_found_inside(wrap):
 def test_rules_bring_the_error_of_a_real_model_down():
     with jax.numpy_rank_promotion("allow"):
         loss, params, batch = models.equinox_attention(batch=2, length=8, width=16)
-        as_it_is = diagnostics.find_float32(loss, BF16, params, *batch, tolerance=1.0)
-        found = diagnostics.find_float32(loss, BF16, params, *batch, tolerance=2e-3)
+        as_it_is = diagnostics.find_float32(loss, BF16, tolerance=1.0)(params, *batch)
+        found = diagnostics.find_float32(loss, BF16, tolerance=0.002)(params, *batch)
     assert as_it_is.all_half == (as_it_is.loss_error, as_it_is.gradient_error)
     assert as_it_is.gradient_error > 2e-3
     assert found.is_within
@@ -359,7 +359,7 @@ def test_modules_that_open_no_scopes_are_named_as_their_adapters_rules_name_them
         model, loss, adapter = case()
         x = jnp.linspace(-1, 1, 4 * WIDTH).reshape(4, WIDTH)
         before = jax.tree.leaves(model)
-        found = diagnostics.find_float32(loss, F16, model, x)
+        found = diagnostics.find_float32(loss, F16)(model, x)
         assert found.rules == [("blocks/1/linear", F16), ("blocks/1", "float32")]
         assert found.is_within
         assert all(a is b for a, b in zip(jax.tree.leaves(model), before, strict=True))
@@ -381,7 +381,7 @@ def test_a_rule_for_the_outermost_module_leaves_those_inside_in_half():
     model = EquinoxTop(eqx.nn.Linear(WIDTH, WIDTH, key=jax.random.key(0)))
     loss = lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2)
     x = jnp.linspace(-1, 1, 4 * WIDTH).reshape(4, WIDTH)
-    found = diagnostics.find_float32(loss, F16, model, x)
+    found = diagnostics.find_float32(loss, F16)(model, x)
     assert found.rules == [("linear", F16), ("", "float32")]
     assert "'' is what is in no scope" in str(found)
     lowered = adapters.equinox.autocast(loss, F16, rules=found.rules)
@@ -445,8 +445,8 @@ def test_rules_name_the_scopes_that_were_found_and_no_others(states):
 def test_a_loss_scale_spares_scopes_whose_gradients_underflow_without_it():
     loss, params, x = network([harmless, overflows])
     tiny = lambda params, x: 1e-9 * loss(params, x)
-    without = diagnostics.find_float32(tiny, F16, params, x)
-    scaled = diagnostics.find_float32(tiny, F16, params, x, scale=2.0**24)
+    without = diagnostics.find_float32(tiny, F16)(params, x)
+    scaled = diagnostics.find_float32(tiny, F16, scale=2.0**24)(params, x)
     assert sorted(paths_of(without)) == ["layer_0", "layer_1"]
     assert paths_of(scaled) == ["layer_1"]
     assert scaled.is_within
@@ -460,7 +460,7 @@ def test_options_of_autocast_hold_and_rules_that_were_given_come_first():
 
     given = [("layer_2", "float32")]
     options = {"rules": given, "apply_to": ["x"], "has_aux": True, "argnums": (0, 1)}
-    found = diagnostics.find_float32(loss_and_aux, F16, params, x, **options)
+    found = diagnostics.find_float32(loss_and_aux, F16, **options)(params, x)
     assert found.rules == [*given, ("layer_1", "float32")]
     assert found.is_within
     assert "layer_2" not in [scope.path for scope in found.scopes]
@@ -473,7 +473,7 @@ def test_what_stands_in_no_scope_is_named_by_the_empty_path():
         return jnp.mean(overflows(params[1], x) ** 2)
 
     _, params, x = network([harmless] * 2)
-    found = diagnostics.find_float32(loss, F16, params, x)
+    found = diagnostics.find_float32(loss, F16)(params, x)
     assert found.rules == [("", "float32")]
     assert found.is_within
     assert "what is in no scope alone" in str(found)
@@ -488,7 +488,7 @@ def test_a_loop_in_what_must_be_float32_is_float32():
         return jnp.mean(overflows(params[0], jax.lax.scan(turn, x, params)[0]) ** 2)
 
     _, params, x = network([harmless] * 2)
-    found = diagnostics.find_float32(loss, F16, params, x)
+    found = diagnostics.find_float32(loss, F16)(params, x)
     assert found.rules == [("", "float32")]
     assert found.gradient_error < 1e-6
 
@@ -501,7 +501,7 @@ def test_inner_scopes_stay_in_half_where_the_one_around_them_is_float32():
             return jnp.mean(overflows(params[1], x) ** 2)
 
     _, params, x = network([harmless] * 2)
-    found = diagnostics.find_float32(loss, F16, params, x)
+    found = diagnostics.find_float32(loss, F16)(params, x)
     assert found.rules == [("block/inner", F16), ("block", "float32")]
     assert found.is_within
 
@@ -510,7 +510,7 @@ def test_parameters_in_parts_on_a_mesh():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "data"))
     loss, params, x = network([harmless, overflows])
-    found = diagnostics.find_float32(loss, F16, jax.device_put(params, sharding), x)
+    found = diagnostics.find_float32(loss, F16)(jax.device_put(params, sharding), x)
     assert paths_of(found) == ["layer_1"]
 
 
@@ -521,12 +521,12 @@ def test_a_loss_that_is_nan_in_float32_is_refused():
         (lambda params, x: loss(params, x) + jnp.sqrt(0 * params[0, 0, 0]), "the gradient of the "),
     ):
         with pytest.raises(ValueError, match=words):
-            diagnostics.find_float32(spoilt, F16, params, x)
+            diagnostics.find_float32(spoilt, F16)(params, x)
 
 
 def test_a_result_is_short_and_its_data_are_json():
     loss, params, x = network([harmless, overflows])
-    found = diagnostics.find_float32(loss, F16, params, x)
+    found = diagnostics.find_float32(loss, F16)(params, x)
     assert "1 scope must stay in float32" in str(found)
     assert "rules=[\n    ('layer_1', 'float32'),\n]" in str(found)
     data = json.loads(json.dumps(found.to_dict()))
@@ -545,5 +545,5 @@ def test_a_rule_that_matches_nothing_is_told_once():
 
     with pytest.warns(jmp.UnusedRuleWarning, match="'haed'") as caught:
         rules = [("haed", "float32")]
-        diagnostics.find_float32(loss, F16, jnp.ones((8, 8)), jnp.ones((4, 8)), rules=rules)
+        diagnostics.find_float32(loss, F16, rules=rules)(jnp.ones((8, 8)), jnp.ones((4, 8)))
     assert len(caught) == 1
