@@ -12,7 +12,7 @@ import jax
 import optax
 
 from jmp._array_calls import ArrayCall, cotangent, vjp_at
-from jmp._messages import wrong
+from jmp._messages import listed, wrong
 from jmp.autocasting import autocast
 from jmp.diagnostics._arguments import asked_function, split_arguments, trained_parameters
 from jmp.diagnostics._residuals import Residual, residuals
@@ -34,6 +34,7 @@ def memory_report(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     compiled: bool = True,
+    **options: Any,
 ) -> Callable[..., "MemoryReport"]:
     """Returns a function that counts what a training step of `fun` holds, in bytes.
 
@@ -49,13 +50,15 @@ def memory_report(
       has_aux: whether `fun` returns a pair, of which the first is differentiated.
       compiled: whether XLA compiles value and gradient, for its own figures. It compiles for the
         device that the arguments are on, or that the sharding of a `ShapeDtypeStruct` names.
+      options: those of `jmp.autocast`, such as `rules`; they need a policy.
 
     Returns: a function of `fun`'s arguments that returns a `MemoryReport`. Arguments that are no
       arrays reach `fun` as they are.
 
     Raises:
       TypeError: `fun` is no function, or its arguments were given in the first call; `optimizer` is
-        no optax transformation; when called, with `has_aux`, a result that is no pair.
+        no optax transformation; options without a policy; when called, with `has_aux`, a result
+        that is no pair.
       ValueError: when called, `argnums` that name no argument, or none that holds floating arrays.
 
     >>> def loss(w, x):
@@ -73,7 +76,12 @@ def memory_report(
         expected = "an optax transformation, such as optax.adam(1e-3)"
         raise wrong(TypeError, "memory_report", optimizer, expected, name="optimizer")
     if policy is not None:
-        function = autocast(function, policy)
+        function = autocast(function, policy, **options)
+    elif options:
+        raise TypeError(
+            f"memory_report got {listed(sorted(options))} without a policy; expected {call}, which "
+            "has the options of autocast."
+        )
 
     def count(*args: Any, **kwargs: Any) -> MemoryReport:
         args, kwargs = split_arguments(*args, **kwargs)

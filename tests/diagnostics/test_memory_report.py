@@ -267,6 +267,14 @@ def test_linen_modules_are_named():
     assert {"CNN/BatchNorm_0", "CNN/Conv_0", "CNN/Dense_0"} <= found.residual_bytes_by_module.keys()
 
 
+def test_options_of_autocast_hold_and_need_a_policy():
+    half = report(mlp, MLP, X, policy=F16).activation_bytes
+    wide = report(mlp, MLP, X, policy=F16, rules=[("layer", "float32")]).activation_bytes
+    assert wide["float32"] > half["float32"] and half["float16"] > wide.get("float16", 0)
+    with pytest.raises(TypeError, match="got 'rules' without a policy"):
+        memory_report(mlp, rules=[("layer", "float32")])
+
+
 def test_half_copies_of_parameters_are_no_activations():
     params = {"layers": [jnp.ones((64, 64))] * 3}
     small, large = (report(mlp, params, jnp.ones((b, 64)), policy=F16) for b in (32, 64))
