@@ -148,7 +148,7 @@ def _pattern(pattern: published_models.Pattern) -> Program:
 
 
 def _adapted(pattern: published_models.Pattern) -> Program:
-    wrap = {"linen": linen.wrap_apply, "nnx": nnx.with_policy}[pattern.adapter]
+    wrap = {"linen": linen.autocast, "nnx": nnx.autocast}[pattern.adapter]
 
     def lower(policy: str, options: dict[str, Any]) -> Callable[..., Any]:
         return pattern.make(wrap=lambda model: wrap(model, policy, **options))[0]

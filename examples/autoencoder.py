@@ -94,7 +94,7 @@ def train(
 ) -> dict[str, Any]:
     """Trains every seed: other initial parameters and other batches, the same for all runs."""
     model = Autoencoder()
-    apply_fn = linen.wrap_apply(model.apply, policy)
+    apply_fn = linen.autocast(model.apply, policy)
     tx = transforms.with_loss_scale(optax.adam(arguments.learning_rate), loss_scale)
 
     @jax.jit

@@ -118,7 +118,7 @@ def first_params(model: CharLM, data: np.ndarray, seed: int = 0) -> Any:
 def train(policy: str, setup: Any, tick: Any) -> dict[str, Any]:
     """Trains every seed in one precision; returns losses in training and on the held-out text."""
     model, text, held_out, arguments = setup
-    apply_fn = linen.wrap_apply(model.apply, policy)
+    apply_fn = linen.autocast(model.apply, policy)
     # A dynamic loss scale for float16, none for the others.
     tx = transforms.mixed_precision(optax.adam(arguments.learning_rate), policy)
 

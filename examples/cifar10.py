@@ -210,7 +210,7 @@ def run(precision: str, batch_size: int, setup: Setup, progress: Progress) -> di
     train_count, test_count = len(data["train_labels"]), len(data["test_labels"])
     steps = train_count // batch_size  # the rest of an epoch's images is left out
     state = linen.TrainState.create(
-        apply_fn=linen.wrap_apply(model.apply, policy),
+        apply_fn=linen.autocast(model.apply, policy),
         tx=transforms.mixed_precision(make_optimizer(arguments, batch_size, steps), policy),
         # Copies, as every step donates its state and other trainings start from the same weights.
         **jax.tree.map(jnp.copy, variables),

@@ -159,7 +159,7 @@ def create_state(precision: Precision, model: nn.Module, optimizer: Any, key: ja
         # What it says of naive float16 is what this example shows.
         warnings.simplefilter("ignore", jmp.UnscaledLossWarning)
         return linen.TrainState.create(
-            apply_fn=linen.wrap_apply(model.apply, precision.policy),
+            apply_fn=linen.autocast(model.apply, precision.policy),
             params=variables["params"],
             batch_stats=variables["batch_stats"],
             tx=precision.wrap(optimizer),

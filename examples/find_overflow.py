@@ -8,7 +8,7 @@ rows of eight pixels each. Its softmax is written out, as exp(x) / sum(exp(x)), 
 forgives: exp overflows there above 88, in float16 above 11. It goes well until the scores have
 grown. From then on every step is skipped, `check_skips` raises, `find_nonfinite` names the line,
 and its cure is one other line in this file: the same network without its casts, under
-`linen.wrap_apply`, which keeps exponentials and sums in float32. Parameters and optimizer stay as
+`linen.autocast`, which keeps exponentials and sums in float32. Parameters and optimizer stay as
 they are, and training goes on.
 
 Writes `find_overflow.json` and `find_overflow.svg` into the output folder.
@@ -132,7 +132,7 @@ def plot(report: dict[str, Any]) -> Any:
     bottom.set(ylabel="loss scale after the step")
     draw_skipped(last, np.flatnonzero(~np.array(history["grads_finite"], bool)))
     last.set(xlabel="step")
-    label = f"step {cured}: float32 network under linen.wrap_apply from here on"
+    label = f"step {cured}: float32 network under linen.autocast from here on"
     for axes in (top, bottom, last):
         axes.axvline(cured - 0.5, color=COLORS[4], linestyle="--", label=label)
     for axes in (top, bottom):
@@ -180,7 +180,7 @@ def main() -> None:
     found = diagnostics.find_nonfinite(grad_fn)(state.params, state.apply_fn, *batch)
     print(f"{found}\n")
 
-    apply_fn = linen.wrap_apply(model.apply, "mixed_float16")  # the cure
+    apply_fn = linen.autocast(model.apply, "mixed_float16")  # the cure
     state = state.replace(apply_fn=apply_fn)
     state = train(state, batches, history)
     after = accuracy(state)

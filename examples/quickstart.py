@@ -37,7 +37,7 @@ def before(steps):
 
 
 def after(steps):
-    apply_fn = linen.wrap_apply(MODEL.apply, "mixed_float16")  # NEW
+    apply_fn = linen.autocast(MODEL.apply, "mixed_float16")  # NEW
     tx = transforms.mixed_precision(optax.adam(1e-2), "mixed_float16")  # NEW
     state = linen.TrainState.create(apply_fn=apply_fn, params=PARAMS, tx=tx)  # NEW
 

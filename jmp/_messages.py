@@ -35,8 +35,11 @@ class PrecisionWarning(UserWarning):
     """A warning of this library; each of its warnings is one of these.
 
     >>> import warnings
-    >>> with warnings.catch_warnings():
-    ...     warnings.simplefilter("error", PrecisionWarning)  # as in tests
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warnings.simplefilter("always", PrecisionWarning)
+    ...     jmp.PolicyRules([("haed*", "float32")], default="float32").warn_unused()
+    >>> [warning.category.__name__ for warning in caught]
+    ['UnusedRuleWarning']
     """
 
 
@@ -278,12 +281,12 @@ def _spelt_out(plain: str) -> str:
 
 # The classes of models, by module and name, and what runs such a model in mixed precision.
 _MODELS = {
-    ("flax.linen", "Module"): "jmp.adapters.linen.wrap_apply(model.apply, policy)",
-    ("flax.nnx", "Module"): "jmp.adapters.nnx.with_policy(model, policy)",
+    ("flax.linen", "Module"): "jmp.adapters.linen.autocast(model.apply, policy)",
+    ("flax.nnx", "Module"): "jmp.adapters.nnx.autocast(model, policy)",
     ("equinox", "Module"): "jmp.adapters.equinox.autocast(loss_fn, policy)",
-    ("haiku", "Module"): "jmp.adapters.haiku.with_policy(hk.transform(forward), policy)",
-    ("haiku", "Transformed"): "jmp.adapters.haiku.with_policy(network, policy)",
-    ("haiku", "TransformedWithState"): "jmp.adapters.haiku.with_policy(network, policy)",
+    ("haiku", "Module"): "jmp.adapters.haiku.autocast(hk.transform(forward), policy)",
+    ("haiku", "Transformed"): "jmp.adapters.haiku.autocast(network, policy)",
+    ("haiku", "TransformedWithState"): "jmp.adapters.haiku.autocast(network, policy)",
     ("keras", "Layer"): "keras.mixed_precision.set_global_policy('mixed_float16')",
     ("torch", "Module"): "torch.amp: jmp is for JAX",
 }

@@ -81,7 +81,7 @@ def linen_init():
 
 
 def linen_forward(policy, rules=None, **options):
-    apply_fn = linen.wrap_apply(LinenNet().apply, policy, rules, **options)
+    apply_fn = linen.autocast(LinenNet().apply, policy, rules=rules, **options)
 
     def forward(params, statistics, x):
         variables = {"params": params, "batch_stats": statistics}
@@ -153,7 +153,7 @@ def nnx_cast_params(params, policy, rules=None):
 
 def nnx_view_forward(policy, rules=None, **options):
     def forward(params, statistics, x):
-        view = nnx.with_policy(nnx_merge(params, statistics), policy, rules, **options)
+        view = nnx.autocast(nnx_merge(params, statistics), policy, rules=rules, **options)
         return view(x), nnx_split(view)[2]
 
     return forward
@@ -170,7 +170,7 @@ def nnx_lifted_forward(policy, rules=None, **options):
 
 
 def nnx_view_trainer(policy, tx):
-    model = nnx.with_policy(nnx.cast_params(NnxNet(flax_nnx.Rngs(0)), policy), policy)
+    model = nnx.autocast(nnx.cast_params(NnxNet(flax_nnx.Rngs(0)), policy), policy)
     return nnx_trainer(model, tx, lambda model, x: mean_square(model(x)))
 
 
@@ -294,7 +294,7 @@ def haiku_init():
 
 
 def haiku_forward(policy, rules=None, **options):
-    return haiku.with_policy(HAIKU_NET, policy, rules, **options).apply
+    return haiku.autocast(HAIKU_NET, policy, rules=rules, **options).apply
 
 
 def haiku_trainer(policy, tx):

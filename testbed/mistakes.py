@@ -324,9 +324,9 @@ MISTAKES: dict[str, list[Mistake]] = {
             ValueError,
             ("jmp.PolicyRules([('head', 'fp32')], F16)", "Did you mean 'float32'?"),
             ("jmp.PolicyRules([], 'mixed_fp16')", "Did you mean 'mixed_float16'?"),
-            ("linen.wrap_apply(linen_model.apply, F16, [('*', 'bf16')])", "one half dtype a model"),
+            ("linen.autocast(linen_model.apply, F16, [('*', 'bf16')])", "one half dtype a model"),
             (
-                "linen.wrap_apply(linen_model.apply, F16, [('*', 'f32,r=f32')])",
+                "linen.autocast(linen_model.apply, F16, [('*', 'f32,r=f32')])",
                 "expected one reduce_dtype a model",
             ),
         ),
@@ -758,8 +758,8 @@ MISTAKES: dict[str, list[Mistake]] = {
             ("jmp.autocast(loss_fn(params, x), F16)", "expected a function, such as a loss"),
             ("jmp.autocast(params, F16)", "{'w': float32[2,2]}; expected a function"),
             ("jmp.autocast(many, F16)", "and 996 more}; expected a function"),
-            ("jmp.autocast(linen_model, F16)", "adapters.linen.wrap_apply(model.apply, pol"),
-            ("jmp.autocast(network, F16)", "jmp.adapters.haiku.with_policy(network, policy)"),
+            ("jmp.autocast(linen_model, F16)", "adapters.linen.autocast(model.apply, pol"),
+            ("jmp.autocast(network, F16)", "jmp.adapters.haiku.autocast(network, policy)"),
             ("jmp.autocast(loss_fn, jnp.float16)", "expected a Policy or text such as"),
             ("jmp.autocast(loss_fn, True)", "get_policy got True; expected a Policy or text"),
             ("jmp.autocast(coroutine, F16)", "wrap the functions that the body calls"),
@@ -796,14 +796,13 @@ MISTAKES: dict[str, list[Mistake]] = {
     "Flax linen": [
         *_rows(
             TypeError,
-            ("linen.wrap_apply(linen_model, F16)", "Write wrap_apply(model.apply, policy)"),
-            ("linen.wrap_apply(linen_model.__call__, F16)", "give method= in its call"),
-            ("linen.wrap_apply(nnx_model, F16)", "jmp.adapters.nnx.with_policy(model, policy)"),
-            ("linen.wrap_apply(nnx_model.encode, F16)", "jmp.adapters.nnx.with_policy(model, pol"),
-            ("linen.wrap_apply(eqx_model, F16)", "jmp.adapters.equinox.autocast(loss_fn, policy)"),
-            ("linen.wrap_apply(network, F16)", "jmp.adapters.haiku.with_policy(network, policy)"),
-            ("linen.wrap_apply(params, F16)", "wrap_apply(model.apply, policy)"),
-            ("linen.wrap_apply(linen_model.apply, None)", "expected a Policy or text"),
+            ("linen.autocast(linen_model.__call__, F16)", "give method= in its call"),
+            ("linen.autocast(nnx_model, F16)", "jmp.adapters.nnx.autocast(model, policy)"),
+            ("linen.autocast(nnx_model.encode, F16)", "jmp.adapters.nnx.autocast(model, pol"),
+            ("linen.autocast(eqx_model, F16)", "jmp.adapters.equinox.autocast(loss_fn, policy)"),
+            ("linen.autocast(network, F16)", "jmp.adapters.haiku.autocast(network, policy)"),
+            ("linen.autocast(params, F16)", "Write autocast(model.apply, policy)"),
+            ("linen.autocast(linen_model.apply, None)", "expected a Policy or text"),
             ("linen.cast_params(linen_model, 'O2')", "expected what model.init returned"),
             ("linen.cast_params('O2', params)", "expected a Policy or text"),
             (
@@ -821,9 +820,9 @@ MISTAKES: dict[str, list[Mistake]] = {
         ),
         *_rows(
             ValueError,
-            ("linen.wrap_apply(linen_model.apply, 'fp16')", "Did you mean 'mixed_float16'"),
+            ("linen.autocast(linen_model.apply, 'fp16')", "Did you mean 'mixed_float16'"),
             (
-                "linen.wrap_apply(linen_model.apply, F16, recompute='some')",
+                "linen.autocast(linen_model.apply, F16, recompute='some')",
                 "expected one of ('auto', 'none', 'all')",
             ),
             ("state.apply_gradients(grads={'b': x})", "Differentiate with respect to the param"),
@@ -850,25 +849,13 @@ MISTAKES: dict[str, list[Mistake]] = {
     "Flax nnx": [
         *_rows(
             TypeError,
-            (
-                "nnx_adapter.with_policy(linen_model, F16)",
-                "jmp.adapters.linen.wrap_apply(model.app",
-            ),
-            ("nnx_adapter.with_policy(eqx_model, F16)", "jmp.adapters.equinox.autocast(loss_fn"),
-            ("nnx_adapter.with_policy(nnx_model.encode, F16)", "expected an nnx.Module"),
-            ("nnx_adapter.with_policy(optimizer, F16)", "model=an Optimizer; expected an nnx."),
-            (
-                "nnx_adapter.with_policy(F16, nnx_model)",
-                "model='mixed_float16'; expected an nnx",
-            ),
-            (
-                "nnx_adapter.autocast(nnx_model, F16)",
-                "goes through jmp.adapters.nnx.with_policy(model, policy)",
-            ),
+            ("nnx_adapter.autocast(eqx_model, F16)", "jmp.adapters.equinox.autocast(loss_fn"),
+            ("nnx_adapter.autocast(optimizer, F16)", "an Optimizer; expected a function"),
+            ("nnx_adapter.autocast(F16, nnx_model)", "in the place of the function"),
             ("nnx_adapter.autocast(nnx_model.encode, F16)", "autocast(NnxModel.encode, policy)"),
             ("nnx_adapter.autocast(model_loss)", "autocast got no policy"),
-            ("nnx_adapter.autocast(linen_model, F16)", "jmp.adapters.linen.wrap_apply(model.apply"),
-            ("nnx_adapter.autocast(params, F16)", "autocast(loss_fn, policy)(model, *args)"),
+            ("nnx_adapter.autocast(linen_model, F16)", "jmp.adapters.linen.autocast(model.apply"),
+            ("nnx_adapter.autocast(params, F16)", "autocast(model, policy) or autocast(loss_fn"),
             ("nnx_adapter.cast_params(params, 'O2')", "expected an nnx.Module"),
             ("nnx_adapter.loss_scale(opt_state)", "expected an nnx.Optimizer"),
             (
@@ -905,26 +892,26 @@ MISTAKES: dict[str, list[Mistake]] = {
         ),
         *_rows(
             ValueError,
-            ("nnx_adapter.with_policy(nnx_model, 'bf16-mixed')", "Did you mean 'mixed_bfloat16'?"),
+            ("nnx_adapter.autocast(nnx_model, 'bf16-mixed')", "Did you mean 'mixed_bfloat16'?"),
         ),
     ],
     "Equinox": [
         *_rows(
             TypeError,
-            ("equinox.autocast(linen_model, F16)", "jmp.adapters.linen.wrap_apply(model.apply"),
-            ("equinox.autocast(nnx_model, F16)", "jmp.adapters.nnx.with_policy(model, policy)"),
+            ("equinox.autocast(linen_model, F16)", "jmp.adapters.linen.autocast(model.apply"),
+            ("equinox.autocast(nnx_model, F16)", "jmp.adapters.nnx.autocast(model, policy)"),
             ("equinox.autocast(model_loss)", "autocast got no policy"),
             ("equinox.autocast(params, F16)", "autocast(loss_fn, policy)(model, *args)"),
-            ("equinox.cast_params(linen_model, 'O2')", "jmp.adapters.linen.wrap_apply(model.apply"),
+            ("equinox.cast_params(linen_model, 'O2')", "jmp.adapters.linen.autocast(model.apply"),
             ("equinox.scaled_value_and_grad(model_loss, eqx_state)", "(opt_state).loss_scale."),
             ("equinox.scaled_value_and_grad(eqx_model(x), scale)", "expected a function"),
             (
                 "equinox.train_step(model_loss, linen_model, eqx_state, tx, x)",
-                "wrap_apply(model.ap",
+                "linen.autocast(model.ap",
             ),
             (
                 "equinox.train_step(model_loss, nnx_model, eqx_state, tx, x)",
-                "nnx.with_policy(model",
+                "nnx.autocast(model",
             ),
             (
                 "equinox.train_step(eqx_model, model_loss, eqx_state, tx, x)",
@@ -953,10 +940,10 @@ MISTAKES: dict[str, list[Mistake]] = {
     "Haiku": [
         *_rows(
             TypeError,
-            ("haiku.with_policy(linen_model, F16)", "jmp.adapters.linen.wrap_apply(model.apply"),
-            ("haiku.with_policy(nnx_model, F16)", "jmp.adapters.nnx.with_policy(model, policy)"),
-            ("haiku.with_policy(network.apply, F16)", "expected what hk.transform or"),
-            ("haiku.with_policy(params, F16)", "expected what hk.transform or"),
+            ("haiku.autocast(linen_model, F16)", "jmp.adapters.linen.autocast(model.apply"),
+            ("haiku.autocast(nnx_model, F16)", "jmp.adapters.nnx.autocast(model, policy)"),
+            ("haiku.autocast(network.apply, F16)", "expected what hk.transform or"),
+            ("haiku.autocast(params, F16)", "expected what hk.transform or"),
             ("haiku.cast_params(params, 'O2')", "{module: {name: array}}"),
             ("haiku.cast_params(network, 'O2')", "expected what network.init returned"),
             (

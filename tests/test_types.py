@@ -105,7 +105,7 @@ def test_adapters_keep_signatures_too() -> None:
     value, _ = jmp.adapters.equinox.scaled_value_and_grad(equinox_loss, SCALE)(module, x=X)
     assert_type(value, jax.Array)
     dense = nn.Dense(2)
-    apply_fn = linen.wrap_apply(dense.apply, "mixed_bfloat16")
+    apply_fn = linen.autocast(dense.apply, "mixed_bfloat16")
     apply_fn(dense.init(jax.random.key(0), X), X, mutable=["batch_stats"])
     if TYPE_CHECKING:
         nnx_loss(X, X)  # type: ignore[arg-type]

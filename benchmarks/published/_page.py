@@ -30,7 +30,7 @@ has come from a clone of their repository in `build/clones`, at the commit that 
   without one (bonsai, big_vision, brax) get parameters and inputs that are cast, and compute in
   half what their layers leave in half.
 - *adapter*: our adapter for Flax linen or nnx, Haiku or Equinox around the model, without the loss:
-  `jmp.adapters.linen.wrap_apply(model.__call__, "mixed_float16")`.
+  `jmp.adapters.linen.autocast(model.__call__, "mixed_float16")`.
 
 Models that generate a text have tables of their own, at the end:
 

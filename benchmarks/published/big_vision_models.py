@@ -74,7 +74,7 @@ def language(variant: str) -> Model:
 
 
 ROWS = tuple(
-    Row(f"bv-{name}", title, made, by_hand="cast", adapter=linen.wrap_apply)
+    Row(f"bv-{name}", title, made, by_hand="cast", adapter=linen.autocast)
     for name, title, made in (
         ("mixer", "MLP-Mixer", mixer),
         ("gemma", "Gemma", functools.partial(language, "gemma_2b")),

@@ -58,7 +58,7 @@ def make(network: Any, call: Any, score: Any, batch: Any) -> Model:
 
 
 def with_policy(apply: Apply, policy: str) -> Apply:
-    return dataclasses.replace(apply, view=lambda model: adapter.with_policy(model, policy))
+    return dataclasses.replace(apply, view=lambda model: adapter.autocast(model, policy))
 
 
 def entropy(logits: Any, labels: Any) -> Any:

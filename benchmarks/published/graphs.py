@@ -58,7 +58,7 @@ def make(network: Callable[[Any], Any]) -> Model:
 
 def adapter(apply: Callable[..., Any], policy: str) -> Callable[..., Any]:
     network = hk.Transformed(init=lambda *args: None, apply=apply)
-    return haiku.with_policy(network, policy).apply
+    return haiku.autocast(network, policy).apply
 
 
 def perceptron(*sizes: int) -> Callable[..., Any]:
@@ -155,5 +155,5 @@ ROWS = (
             ("jraph-gat", "jraph.GAT", graph_attention),
         )
     ),
-    Row("e3nn-tetris", "e3nn-jax, tensor products", tetris, adapter=linen.wrap_apply),
+    Row("e3nn-tetris", "e3nn-jax, tensor products", tetris, adapter=linen.autocast),
 )

@@ -35,7 +35,7 @@ def score(logits: Any, batch: Any) -> Any:
 
 def adapter(apply: Callable[..., Any], policy: str) -> Callable[..., Any]:
     network = hk.TransformedWithState(init=lambda *args: None, apply=apply)
-    return haiku.with_policy(network, policy).apply
+    return haiku.autocast(network, policy).apply
 
 
 def images(size: int) -> jax.Array:

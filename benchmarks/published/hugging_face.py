@@ -199,7 +199,7 @@ def make(
 def row(title: str, model: str, config: str, *arguments: Any, **options: Any) -> Row:
     name = title.lower().replace(" ", "-")
     made = functools.partial(make, f"Flax{model}", f"{config}Config", *arguments, **options)
-    return Row(name, title, made, by_hand=True, adapter=linen.wrap_apply)
+    return Row(name, title, made, by_hand=True, adapter=linen.autocast)
 
 
 MASKED = ({**SIZE, **NO_DROPOUT, "pad_token_id": PAD}, tokens, masked_language)

@@ -97,7 +97,7 @@ ROWS = tuple(
         title,
         functools.partial(make, decoder, **options),
         by_hand=True,
-        adapter=linen.wrap_apply,
+        adapter=linen.autocast,
     )
     for name, title, decoder, options in (
         ("llama", "Llama", "llama2", {}),

@@ -68,7 +68,7 @@ def squared_error(output: Any, batch: Any) -> Any:
 
 
 ROWS = tuple(
-    Row(name, title, functools.partial(make, *arguments), by_hand=True, adapter=linen.wrap_apply)
+    Row(name, title, functools.partial(make, *arguments), by_hand=True, adapter=linen.autocast)
     for name, title, *arguments in (
         (
             "sd-unet",

@@ -13,7 +13,7 @@ from jmp.adapters import linen
 
 
 def adapter(workload: Any) -> Training:
-    """`linen.wrap_apply` and dynamic loss scaling; parameters float32."""
+    """`linen.autocast` and dynamic loss scaling; parameters float32."""
     return _training(workload, "O1", jmp.torch_loss_scale())
 
 
@@ -58,7 +58,7 @@ def _autocast(workload: Any, **options: Any) -> Training:
 
 
 def _training(workload: Any, policy: str, loss_scale: jmp.LossScale) -> Training:
-    loss_fn = workload.loss_fn(linen.wrap_apply(workload.module(None).apply, policy))
+    loss_fn = workload.loss_fn(linen.autocast(workload.module(None).apply, policy))
     return _step_of(workload, loss_fn, policy, loss_scale)
 
 

@@ -1,16 +1,16 @@
 """Adapters make an unmodified model of a framework compute by a policy; one framework a file.
 
-One act has three names, by what is given. All rest on `jmp.autocast`; products are half, norms
-float32, and rules name exceptions:
+Each has an `autocast` for what its framework hands over, which rests on `jmp.autocast`: products
+are half, norms float32, and rules name exceptions.
 
-  - `wrap_apply(model.apply, policy)` (linen): a function of variables. Returns that function.
-  - `with_policy(model, policy)` (nnx), `with_policy(network, policy)` (haiku): a model, or a pair
+  - `autocast(model.apply, policy)` (linen): a function of variables. Returns that function.
+  - `autocast(model, policy)` (nnx), `autocast(network, policy)` (haiku): a model, or a pair
     of functions. Returns another one.
   - `autocast(loss_fn, policy)` (nnx, equinox): any function whose arguments are models, such as a
     loss. Returns that function.
 
-The first two cast what a call returns to the policy's output dtype. `autocast` reads its compute
-dtype alone, and results keep their dtypes.
+The first two cast what a call returns to the policy's output dtype. The third reads the compute
+dtype of the policy, and results keep their dtypes.
 
 `linen` and `nnx` need flax, `equinox` and `haiku` theirs. Each is loaded when it is touched, so
 that it needs its own framework alone: after `import jmp`, `jmp.adapters.linen` is there, and

@@ -76,7 +76,7 @@ class TrainState(train_state.TrainState):
         on the mesh of the parameters, if they are sharded.
 
         Args:
-          apply_fn: the model's apply function, such as `wrap_apply` returned.
+          apply_fn: the model's apply function, such as `autocast` returned.
           params: a tree of arrays, float32 or half.
           tx: an optax transformation, such as `transforms.mixed_precision(optax.adam(1e-3), ...)`.
             In a chain, transformations may come after loss scaling: `apply_gradients` undoes what

@@ -1,6 +1,6 @@
 """Haiku: run an unmodified, transformed network in mixed precision, and train it with atomic steps.
 
-`with_policy(hk.transform_with_state(forward), policy)` gives the same pair of functions, of which
+`autocast(hk.transform_with_state(forward), policy)` gives the same pair of functions, of which
 `apply` computes by `jmp.autocast`. `train_step` skips a step atomically: parameters, optimizer
 state and the network's state move together or not at all.
 """
@@ -21,15 +21,16 @@ from jmp.policy import Policy, get_policy
 from jmp.rules import Rule
 from jmp.trees import PyTree, cast_floating, cast_to_at_least_float32
 
-__all__ = ["cast_params", "train_step", "with_policy"]
+__all__ = ["autocast", "cast_params", "train_step"]
 
 T = TypeVar("T", bound=Mapping[str, Any])
 N = TypeVar("N", hk.Transformed, hk.TransformedWithState)
 
 
-def with_policy(
+def autocast(
     network: N,
     policy: str | Policy,
+    *,
     rules: Sequence[Rule] | None = None,
     **options: Unpack[Options],
 ) -> N:
@@ -59,7 +60,7 @@ def with_policy(
 
     >>> import haiku as hk
     >>> network = hk.without_apply_rng(hk.transform(lambda x: hk.Linear(3)(x)))
-    >>> half = with_policy(network, "p=f32,c=bf16,o=bf16")
+    >>> half = autocast(network, "p=f32,c=bf16,o=bf16")
     >>> params = half.init(jax.random.key(0), jnp.ones((1, 2)))
     >>> half.apply(params, jnp.ones((1, 2))).dtype
     dtype(bfloat16)
@@ -68,9 +69,9 @@ def with_policy(
         expected = (
             "what hk.transform or hk.transform_with_state returned. Each function of an "
             "hk.multi_transform is wrapped by itself: "
-            "with_policy(hk.Transformed(network.init, network.apply[0]), policy)"
+            "autocast(hk.Transformed(network.init, network.apply[0]), policy)"
         )
-        raise wrong(TypeError, "with_policy", network, expected, more=way_out(network))
+        raise wrong(TypeError, "autocast", network, expected, more=way_out(network))
     policies = ModulePolicies(policy, rules, options)
     has_state = isinstance(network, hk.TransformedWithState)
 
@@ -118,10 +119,10 @@ def with_policy(
 
 
 def _warn_of_own_policy(module_type: type[hk.Module]) -> None:
-    """Warns if a class of modules has a policy of Haiku's own beside that of `with_policy`."""
+    """Warns if a class of modules has a policy of Haiku's own beside that of `autocast`."""
     if hk.mixed_precision.get_policy(module_type) is not None:
         warnings.warn(
-            f"with_policy computes by its policy and rules, and '{module_type.__name__}' by "
+            f"autocast computes by its policy and rules, and '{module_type.__name__}' by "
             "hk.mixed_precision.set_policy too: what that casts to half stays half. Remove the "
             "lines of set_policy, or call hk.mixed_precision.clear_policy of the class before.",
             PrecisionWarning,
@@ -135,7 +136,7 @@ def cast_params(params: T, policy: str | Policy, rules: Sequence[Rule] | None = 
     Args:
       params: what `network.init` returned, without the state, which stays float32.
       policy: its param dtype is for every parameter that is in no rule and in no norm.
-      rules: as in `with_policy`. Only paths can match: parameters have no modules'
+      rules: as in `autocast`. Only paths can match: parameters have no modules'
         classes. Norms are told by their names.
 
     Returns: the same structure; `jmp.cast_to_full` casts it back for export.
@@ -193,7 +194,7 @@ def train_step(
     >>> import haiku as hk, optax
     >>> from jmp import transforms
     >>> network = hk.without_apply_rng(hk.transform(lambda x: hk.Linear(1)(x)))
-    >>> network = with_policy(network, "mixed_float16")
+    >>> network = autocast(network, "mixed_float16")
     >>> params = network.init(jax.random.key(0), jnp.ones((1, 2)))
     >>> tx = transforms.mixed_precision(optax.sgd(0.1), "mixed_float16")
     >>> loss_fn = lambda params, x: (network.apply(params, x) ** 2).mean()

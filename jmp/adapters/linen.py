@@ -1,6 +1,6 @@
 """Flax linen: run an unmodified model in mixed precision, and train it with atomic steps.
 
-`wrap_apply(model.apply, policy)` gives a function that is called exactly as `model.apply` is, and
+`autocast(model.apply, policy)` gives a function that is called exactly as `model.apply` is, and
 computes by `jmp.autocast`: each product in half, forward and backward, whatever `dtype` the model's
 layers name; norms, softmax, sums and running statistics in float32. Rules name modules by path or
 by class: while the model is traced, Flax tells which module is being called.
@@ -23,7 +23,7 @@ from jmp.policy import Policy, get_policy, mark_lowered
 from jmp.rules import Rule
 from jmp.trees import PyTree, cast_floating, cast_to_at_least_float32
 
-__all__ = ["TrainState", "cast_params", "wrap_apply"]
+__all__ = ["TrainState", "autocast", "cast_params"]
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -33,22 +33,23 @@ R = TypeVar("R")
 _VARIABLES = ("variables", "params")
 
 
-def wrap_apply(
+def autocast(
     apply_fn: Callable[P, R],
     policy: str | Policy,
-    rules: Sequence[Rule] | None = None,
     *,
+    rules: Sequence[Rule] | None = None,
     keep_dtypes: bool = False,
     **options: Unpack[Options],
 ) -> Callable[P, R]:
     """Returns `apply_fn` computing by `policy`; call it exactly as before.
 
     Args:
-      apply_fn: `model.apply` of an unmodified model, or any function of its variables that applies
-        it, such as the `__call__` of a Hugging Face model. Variables are its first argument, or its
-        keyword argument `variables` or `params`. Parameters may be stored in float32 (O1), or in
-        half except those of norms (O2, see `cast_params`). Half parameters are computed with as
-        float32 numbers; their gradients come back in half.
+      apply_fn: `model.apply` of an unmodified model, or the model, which stands for that; or any
+        function of its variables that applies it, such as the `__call__` of a Hugging Face model.
+        Variables are its first argument, or its keyword argument `variables` or `params`.
+        Parameters may be stored in float32 (O1), or in half except those of norms (O2, see
+        `cast_params`). Half parameters are computed with as float32 numbers; their gradients come
+        back in half.
       policy: its compute dtype is for products, its output dtype for what the call returns.
       rules: `(target, policy)` pairs, see `jmp.rules`; a path is that of a module.
         `("head", "float32")` computes the head in float32. Norms compute in float32 from half
@@ -63,8 +64,8 @@ def wrap_apply(
       A model that was wrapped keeps its own policy inside another wrapped model.
 
     Raises:
-      TypeError: `apply_fn` is a module, a method that takes no variables, or of another framework;
-        a policy, a rule or an option is of the wrong kind.
+      TypeError: `apply_fn` is a method that takes no variables, or of another framework; a policy,
+        a rule or an option is of the wrong kind.
       ValueError: policy and rules name two half dtypes; a policy is unknown or has a float8 besides
         its products; or `jmp.autocast` refuses the value of an option.
 
@@ -73,10 +74,10 @@ def wrap_apply(
     >>> import flax.linen as nn
     >>> model = nn.Dense(3)
     >>> variables = model.init(jax.random.key(0), jnp.ones((1, 2)))
-    >>> wrap_apply(model.apply, "p=f32,c=bf16,o=bf16")(variables, jnp.ones((1, 2))).dtype
+    >>> autocast(model.apply, "p=f32,c=bf16,o=bf16")(variables, jnp.ones((1, 2))).dtype
     dtype(bfloat16)
     """
-    _check_apply(apply_fn)
+    apply_fn = _apply_of(apply_fn)
     policies = ModulePolicies(policy, rules, options, keep_dtypes=keep_dtypes)
 
     def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
@@ -121,7 +122,7 @@ def cast_params(variables: T, policy: str | Policy, rules: Sequence[Rule] | None
     Args:
       variables: what `model.init` returned, with its collections, or its "params" alone.
       policy: its param dtype is for every parameter that is in no rule and in no norm.
-      rules: as in `wrap_apply`. Only paths can match: variables have no classes of modules.
+      rules: as in `autocast`. Only paths can match: variables have no classes of modules.
         Norms are told by their names ("scale", "bn1", "LayerNorm_0").
 
     Returns: the same structure and shapes, cast. `jmp.cast_to_full` casts it back for export.
@@ -151,18 +152,21 @@ def cast_params(variables: T, policy: str | Policy, rules: Sequence[Rule] | None
     )
 
 
-def _check_apply(apply_fn: Any) -> None:
-    """Raises TypeError for what is no function of a model's variables."""
+def _apply_of(apply_fn: Any) -> Any:
+    """Returns a function of a model's variables; raises TypeError for anything else."""
     expected = "a function of a model's variables"
+    if _is_unbound(apply_fn):
+        return apply_fn.apply
     owner = getattr(apply_fn, "__self__", None)
     for value in (apply_fn, owner):
-        refuse_other_models(value, "wrap_apply", "apply_fn", "flax.linen", expected)
+        refuse_other_models(value, "autocast", "apply_fn", "flax.linen", expected)
     # `apply` and `init` take variables, what the model's author wrote does not.
     is_by_its_author = getattr(apply_fn, "__name__", "") not in vars(nn.Module)
-    takes_no_variables = _is_unbound(apply_fn) or (_is_unbound(owner) and is_by_its_author)
+    takes_no_variables = _is_unbound(owner) and is_by_its_author
     if takes_no_variables or not callable(apply_fn):
-        more = " Write wrap_apply(model.apply, policy); for other methods give method= in its call."
-        raise wrong(TypeError, "wrap_apply", apply_fn, expected, more=more)
+        more = " Write autocast(model.apply, policy); for other methods give method= in its call."
+        raise wrong(TypeError, "autocast", apply_fn, expected, more=more)
+    return apply_fn
 
 
 def _is_unbound(value: object) -> bool:

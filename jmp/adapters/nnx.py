@@ -1,10 +1,11 @@
 """Flax nnx: run an unmodified model in mixed precision, and train it with atomic steps.
 
-Two ways in, both by `jmp.autocast`:
-  - `autocast(loss_fn, policy)`, lifted as `nnx.jit` and `nnx.grad` are: modules stand among the
-    arguments, and what the function changes in them (statistics, counts, caches) is written back;
-  - `with_policy(model, policy)`, a second view of a model: new module objects around the *same*
-    Variables, each of which computes by the policy when it is called.
+`autocast` takes one of two things:
+  - a model: `autocast(model, policy)` is a second view of it, new module objects around the *same*
+    Variables, each of which computes by the policy when it is called;
+  - a function: `autocast(loss_fn, policy)` is lifted as `nnx.jit` and `nnx.grad` are. Modules stand
+    among the arguments, and what the function changes in them (statistics, counts, caches) is
+    written back.
 
 `train_step` skips a step atomically: parameters, optimizer state, batch statistics and step count
 move together or not at all. A step of one's own is made of `scaled_value_and_grad`,
@@ -15,7 +16,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, Unpack
+from typing import Any, ParamSpec, TypeVar, Unpack, overload
 
 import jax
 import optax
@@ -28,7 +29,7 @@ from jmp.adapters._module_policies import ModulePolicies, storage_rules
 from jmp.adapters._nnx_modules import cast_in_place, lift, view_of
 from jmp.adapters._nnx_writing import whole_if_it_fails
 from jmp.autocasting import NoHalfProductWarning
-from jmp.autocasting._autocast import Options, or_decorator
+from jmp.autocasting._autocast import AllOptions, or_decorator
 from jmp.autocasting._numbers import dtype_of
 from jmp.autocasting._operations import is_product
 from jmp.autocasting._propagation import walk
@@ -47,106 +48,85 @@ __all__ = [
     "reset_masters",
     "scaled_value_and_grad",
     "train_step",
-    "with_policy",
 ]
 
 M = TypeVar("M", bound=nnx.Module)
+P = ParamSpec("P")
+R = TypeVar("R")
 _ORDER = " The order is train_step(loss_fn, model, optimizer, *args)."
 
 
-@or_decorator
+@overload
+def autocast(model: M, policy: str | Policy, **options: Unpack[AllOptions]) -> M: ...
+@overload
 def autocast(
-    fun: Any = None,
-    policy: Any = None,
-    *,
-    rules: Sequence[Rule] = (),
-    **options: Any,
-) -> Any:
-    """Returns `fun`, a function of nnx modules, computing in mixed precision; see `jmp.autocast`.
+    model: Callable[P, R], policy: str | Policy, **options: Unpack[AllOptions]
+) -> Callable[P, R]: ...
+@overload
+def autocast(
+    *, policy: str | Policy, **options: Unpack[AllOptions]
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def autocast(model: Any = None, policy: Any = None, **options: Any) -> Any:
+    """Returns a view of a model, or a function of models, that computes in mixed precision.
 
     Args:
-      fun: a function whose arguments may be, or contain, modules, optimizers and `nnx.Rngs`, such
-        as a loss: `nnx.value_and_grad(autocast(loss_fn, policy))(model, batch)`. Left out, a
-        decorator is returned. Half parameters count as float32 numbers; their gradients come back
-        in half.
-      policy: its compute dtype is read, and nothing else. Results keep the dtypes `fun` returns.
-      rules: `(target, policy)` pairs, see `jmp.rules`; paths are attribute names from a module
-        among the arguments on, joined by slashes.
-      **options: those of `jmp.autocast`.
+      model: an unmodified model. A call of the view, or of a module inside it, computes by
+        `jmp.autocast`; other methods run as written except for modules that they call. Running
+        statistics of the model that are half become float32 in place, because Flax computes their
+        updates in float32. Of a view a new view is made, and the old policy does not count in it. A
+        view *inside* a model keeps its own policy.
+        Or a function whose arguments may be, or contain, modules, optimizers and `nnx.Rngs`, such
+        as a loss: `nnx.value_and_grad(autocast(loss_fn, policy))(model, batch)`, or a method:
+        `autocast(Model.encode, policy)(model, x)`. What it changes in its modules is written back.
+        Left out, a decorator is returned.
+        Half parameters count as float32 numbers; their gradients come back in half.
+      policy: its compute dtype is for products. Its output dtype is for what a call of a view
+        returns; results of a function keep their dtypes.
+      **options: those of `jmp.autocast`. `rules` are `(target, policy)` pairs, see `jmp.rules`;
+        paths are attribute names joined by slashes, from the model, or from a module among the
+        arguments. Norms compute in float32 from half inputs in every policy.
 
-    Returns: a function with `fun`'s signature. What `fun` changes in its modules is written back.
-
-    Raises:
-      TypeError: no policy; `fun` is no function, or a module or a method of one.
-      ValueError: policy and rules name two half dtypes.
-
-    Warns: `UnusedRuleWarning` for a rule that matched no module and no parameter.
-
-    >>> from flax import nnx
-    >>> @nnx.jit
-    ... @autocast(policy="mixed_bfloat16")
-    ... def loss_fn(model, x):
-    ...     return model(x).sum()
-    >>> loss_fn(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), jnp.ones((1, 2))).dtype
-    dtype('float32')
-    """
-    policies = ModulePolicies(policy, rules, options)
-    check_function(fun, "autocast", "autocast(loss_fn, policy)(model, *args)")
-    refuse_other_models(fun, "autocast", "fun", "flax.nnx", "a function of nnx modules")
-    if isinstance(fun, nnx.Module):
-        raise wrong(TypeError, "autocast", fun, "a function of modules", more=way_out(fun))
-    if isinstance(getattr(fun, "__self__", None), nnx.Module):
-        raise TypeError(
-            f"autocast got {fun.__qualname__}, a method bound to its module, whose changes would "
-            f"be lost. Write autocast({fun.__qualname__}, policy)(model, ...)."
-        )
-    return lift(fun, policies)
-
-
-def with_policy(
-    model: M,
-    policy: str | Policy,
-    rules: Sequence[Rule] | None = None,
-    **options: Unpack[Options],
-) -> M:
-    """Returns a view of `model` that computes by `policy` and shares its Variables.
-
-    A call of the view, or of a module inside it, computes by autocast. Other methods run as written
-    except for modules that they call; to lower one: `autocast(Model.encode, policy)(model, x)`.
-
-    Args:
-      model: an unmodified model; its configuration stays as it is. Running statistics that are
-        half become float32 in place, because Flax computes their updates in float32. If it is a
-        view itself, a new view is made, and the old policy does not count in it. A view *inside* a
-        model keeps its own policy.
-      policy: its compute dtype is for products, its output dtype for what a call returns.
-      rules: `(target, policy)` pairs, see `jmp.rules`; paths are attribute names joined by slashes.
-        Norms compute in float32 from half inputs in every policy.
-      **options: those of `jmp.autocast`.
-
-    Returns: a module of a subclass of the model's class, for `nnx.split` and `merge`, `nnx.jit`,
-      `nnx.value_and_grad` and `nnx.Optimizer`. `view.eval()` sets the mode of the view, and not
-      that of `model`.
+    Returns: for a model, a module of a subclass of its class that shares its Variables, for
+      `nnx.split` and `merge`, `nnx.jit`, `nnx.value_and_grad` and `nnx.Optimizer`; `view.eval()`
+      sets the mode of the view, and not that of the model. For a function, one with its signature.
 
     Raises:
-      TypeError: `model` is no module.
+      TypeError: no policy; neither a model nor a function, or a method bound to its module.
       ValueError: policy and rules name two half dtypes.
 
     Warns: `UnusedRuleWarning` for a rule that matched no module and no parameter.
 
     >>> from flax import nnx
     >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-    >>> half = with_policy(model, "p=f32,c=bf16,o=bf16")
-    >>> half(jnp.ones((1, 2))).dtype, half.kernel is model.kernel
+    >>> view = autocast(model, "p=f32,c=bf16,o=bf16")
+    >>> view(jnp.ones((1, 2))).dtype, view.kernel is model.kernel
     (dtype(bfloat16), True)
+    >>> loss_fn = nnx.jit(autocast(lambda model, x: model(x).sum(), "mixed_bfloat16"))
+    >>> loss_fn(model, jnp.ones((1, 2))).dtype
+    dtype('float32')
     """
-    _check_kind("with_policy", "model", model, nnx.Module)
+    return _autocast(model, policy, **options)
+
+
+@or_decorator
+def _autocast(
+    model: Any = None, policy: Any = None, *, rules: Sequence[Rule] | None = None, **options: Any
+) -> Any:
     policies = ModulePolicies(policy, rules, options)
-    view = view_of(model, policies)
-    policies.match_parameters(nnx.as_pure(nnx.state(model)))
-    policies.rules.warn_unused()
-    cast_in_place(model)
-    return view
+    refuse_other_models(model, "autocast", "model", "flax.nnx", "a model of nnx or a function")
+    if isinstance(model, nnx.Module):
+        view = view_of(model, policies)
+        policies.match_parameters(nnx.as_pure(nnx.state(model)))
+        policies.rules.warn_unused()
+        cast_in_place(model)
+        return view
+    check_function(model, "autocast", "autocast(model, policy) or autocast(loss_fn, policy)")
+    if isinstance(getattr(model, "__self__", None), nnx.Module):
+        raise TypeError(
+            f"autocast got {model.__qualname__}, a method bound to its module, whose changes would "
+            f"be lost. Write autocast({model.__qualname__}, policy)(model, ...)."
+        )
+    return lift(model, policies)
 
 
 def cast_params(model: M, policy: str | Policy, rules: Sequence[Rule] | None = None) -> M:
@@ -156,7 +136,7 @@ def cast_params(model: M, policy: str | Policy, rules: Sequence[Rule] | None = N
 
     Args:
       model: left as it is.
-      policy, rules: as in `with_policy`; module classes, paths of modules and of parameters match.
+      policy, rules: as in `autocast`; module classes, paths of modules and of parameters match.
 
     Raises: TypeError if `model` is no module; ValueError for a policy unknown or stored in float8.
     Warns: `UnusedRuleWarning` for a rule that matched nothing.
@@ -237,7 +217,7 @@ def train_step(
     Args:
       loss_fn: called as `loss_fn(model, *args)`; returns a real floating scalar, or
         `(scalar, aux)` with `has_aux`.
-      model: a view made by `with_policy`, or any model.
+      model: a view made by `autocast`, or any model.
       optimizer: over a transformation such as `transforms.mixed_precision(optax.adam(1e-3), ...)`.
       *args: passed to `loss_fn`.
       has_aux: whether `loss_fn` returns something beside the loss.
@@ -255,7 +235,7 @@ def train_step(
     >>> from flax import nnx
     >>> import optax
     >>> from jmp import transforms
-    >>> model = with_policy(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), "mixed_float16")
+    >>> model = autocast(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), "mixed_float16")
     >>> tx = transforms.mixed_precision(optax.sgd(0.1), "mixed_float16")
     >>> optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     >>> step = nnx.jit(lambda m, o, x: train_step(lambda m, x: (m(x) ** 2).mean(), m, o, x))
@@ -302,7 +282,7 @@ def _check_is_lowered(
     if dtypes and not any(map(is_half, filter(None, dtypes))):
         warnings.warn(
             f"The optimizer was made for {half}, but all products of the loss are float32: the "
-            "model trains in float32. Pass the view, train_step(loss_fn, with_policy(model, "
+            "model trains in float32. Pass the view, train_step(loss_fn, autocast(model, "
             "policy), optimizer, ...), or wrap the loss by the autocast of this adapter.",
             NoHalfProductWarning,
             stacklevel=users_stacklevel(),
@@ -377,7 +357,7 @@ def atomic_step(
     >>> from flax import nnx
     >>> import optax
     >>> from jmp import transforms
-    >>> model = with_policy(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), "mixed_float16")
+    >>> model = autocast(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), "mixed_float16")
     >>> tx = transforms.mixed_precision(optax.sgd(0.1), "mixed_float16")
     >>> optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     >>> loss_fn = lambda model, x: (model(x) ** 2).mean()

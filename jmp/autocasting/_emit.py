@@ -94,7 +94,7 @@ def run_steps(steps: Sequence[Step], environment: Environment) -> None:
             environment.update(zip(step.node.outputs, results, strict=True))
 
 
-def _operand(read: Read, step: Single | Nested, environment: Environment) -> Any:
+def _read_by(read: Read, step: Single | Nested, environment: Environment) -> Any:
     array = _read(read, environment)
     if _jax_compat.is_jax_array(array):
         return array
@@ -106,7 +106,7 @@ def _operand(read: Read, step: Single | Nested, environment: Environment) -> Any
 
 def _run_single(step: Single, environment: Environment) -> Sequence[Any]:
     """Returns the results of one equation."""
-    operands = [_operand(read, step, environment) for read in step.reads]
+    operands = [_read_by(read, step, environment) for read in step.reads]
     if step.in_float8 is not None:
         return [_multiply_in_float8(step, step.in_float8, operands, environment)]
     if step.moves_float8:
@@ -142,7 +142,7 @@ def _run_nested(step: Nested, environment: Environment) -> list[Any]:
     A loop runs in one of two forms, see `Nested.rounds` and `Nested.wide`.
     """
     differentiated = step if step.wide is None else step.wide
-    operands = [_operand(read, step, environment) for read in differentiated.reads]
+    operands = [_read_by(read, step, environment) for read in differentiated.reads]
 
     def run(step: Nested, operands: Sequence[Any]) -> list[Any]:
         functions = list(map(_as_function, step.insides))

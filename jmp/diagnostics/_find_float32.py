@@ -45,7 +45,6 @@ from jmp.trees import cast_to_at_least_float32, holds_numbers
 CALL = "find_float32(loss_fn, policy)(*args)"
 SHOWN = 8
 NOWHERE = "what is in no scope"
-KINDS = ("result", "gradient")
 
 
 def find_float32(
@@ -401,9 +400,9 @@ def _check_finite(expected: Mapping[tuple[str, str], Any]) -> None:
 
 def _errors_of(comparison: Comparison) -> Errors:
     """Returns the relative errors of the loss and of the gradient, all leaves as one vector."""
-    errors = {row.kind: row.relative_error for row in comparison.by_module(0)}
-    loss, gradient = (math.inf if math.isnan(errors[k]) else errors[k] for k in KINDS)
-    return loss, gradient
+    rows = {row.kind: row.relative_error for row in comparison.by_module(0)}
+    errors = {kind: math.inf if math.isnan(error) else error for kind, error in rows.items()}
+    return errors["result"], errors["gradient"]
 
 
 def _each_alone(found: Found) -> list[ScopeAlone]:

@@ -44,7 +44,7 @@ class UnscaledLossWarning(PrecisionWarning):
     >>> import optax, warnings
     >>> from jmp.adapters import linen
     >>> model = lambda variables, x: x @ variables["params"]
-    >>> apply_fn = linen.wrap_apply(model, "mixed_float16")
+    >>> apply_fn = linen.autocast(model, "mixed_float16")
     >>> with warnings.catch_warnings(record=True) as caught:
     ...     warnings.simplefilter("always")
     ...     _ = linen.TrainState.create(apply_fn=apply_fn, params=np.eye(2), tx=optax.sgd(0.1))

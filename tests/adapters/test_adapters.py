@@ -279,7 +279,7 @@ def test_a_step_warns_of_an_optimizer_that_scales_nothing_for_a_float16_model(ad
 @pytest.mark.parametrize("tx", UNSCALED.values(), ids=UNSCALED.keys())
 def test_a_train_state_warns_of_an_optimizer_that_scales_nothing_for_a_float16_model(tx):
     def create(tx, policy="mixed_float16"):
-        apply_fn = jax.jit(adapters.linen.wrap_apply(lambda variables: variables["w"], policy))
+        apply_fn = jax.jit(adapters.linen.autocast(lambda variables: variables["w"], policy))
         adapters.linen.TrainState.create(apply_fn=apply_fn, params={"w": jnp.ones(1)}, tx=tx)
 
     with warned:
@@ -418,13 +418,13 @@ def test_an_equinox_module_may_compute_before_all_its_fields_are_set():
 
 
 def test_haiku_takes_its_state_by_name_and_names_what_it_cannot_wrap():
-    network = adapters.haiku.with_policy(HAIKU_NET, "mixed_float16")
+    network = adapters.haiku.autocast(HAIKU_NET, "mixed_float16")
     params, state = jax.jit(HAIKU_NET.init)(jax.random.key(0), IMAGES)
     named = jax.eval_shape(lambda: network.apply(params, state=jmp.cast_to_half(state), x=IMAGES))
     assert dtypes_of(named[1]) == {"float32"}
     with pytest.raises(TypeError, match="Each function of an hk.multi_transform"):
         both = hk.multi_transform(lambda: (lambda x: x, (lambda x: x,)))
-        adapters.haiku.with_policy(both, "mixed_float16")
+        adapters.haiku.autocast(both, "mixed_float16")
 
 
 @pytest.mark.parametrize("name", in_full(["mlp", "res_net"], first=1))
@@ -446,7 +446,7 @@ def test_haikus_modules_are_named_as_in_the_parameters_and_as_in_the_report(name
         report = asked(*variables, x)
         products = {row.module: row.dtype_in for row in report.rows if row.kind == "product"}
         assert [path for path, dtype in products.items() if dtype == "float32"] == [plain]
-        half = adapters.haiku.with_policy(network, "O1", [(target, "float32")])
+        half = adapters.haiku.autocast(network, "O1", rules=[(target, "float32")])
         assert product_dtypes(half.apply, *variables, x) == {
             "float16": len(products) - 1,
             "float32": 1,
@@ -459,7 +459,7 @@ def test_what_find_float32_names_of_a_haiku_network_are_rules_of_with_policy():
     params["mlp/~/linear_1"] = jax.tree.map(lambda w: w + 3e4, params["mlp/~/linear_1"])
     loss = lambda params: jnp.mean(network.apply(params, WEIGHT))
     found = diagnostics.find_float32(loss, "mixed_float16")(params)
-    half = adapters.haiku.with_policy(network, "mixed_float16", found.rules)
+    half = adapters.haiku.autocast(network, "mixed_float16", rules=found.rules)
     products = product_dtypes(lambda p: half.apply(p, WEIGHT), params)
     assert found.rules and products["float32"] == len(found.rules)
 
@@ -467,7 +467,7 @@ def test_what_find_float32_names_of_a_haiku_network_are_rules_of_with_policy():
 def test_an_unused_rule_is_shown_beside_paths_of_haikus_modules():
     network = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([2, 2])(x)))
     params = jax.eval_shape(network.init, jax.random.key(0), WEIGHT)
-    half = adapters.haiku.with_policy(network, "mixed_float16", [("mlp/linear_7", "float32")])
+    half = adapters.haiku.autocast(network, "mixed_float16", rules=[("mlp/linear_7", "float32")])
     with pytest.warns(jmp.UnusedRuleWarning, match=r"paths here are 'mlp/~/linear_\d'"):
         jax.eval_shape(half.apply, params, WEIGHT)
 
@@ -475,7 +475,7 @@ def test_an_unused_rule_is_shown_beside_paths_of_haikus_modules():
 def test_a_policy_of_haikus_own_beside_that_of_with_policy_is_reported():
     network = hk.without_apply_rng(hk.transform(lambda x: hk.Linear(2)(x)))
     params = jax.eval_shape(network.init, jax.random.key(0), WEIGHT)
-    half = adapters.haiku.with_policy(network, "mixed_float16")
+    half = adapters.haiku.autocast(network, "mixed_float16")
     hk.mixed_precision.set_policy(hk.Linear, jmp.get_policy("half"))
     try:
         with pytest.warns(UserWarning, match=r"'Linear' by .*set_policy too.*clear_policy"):
@@ -505,7 +505,7 @@ def test_two_threads_may_trace_one_haiku_network():
     network = hk.without_apply_rng(hk.transform(forward))
     params = network.init(jax.random.key(0), WEIGHT, False)
     rules = [(Slow, "float32"), ("linear", "mixed_float16")]
-    apply = adapters.haiku.with_policy(network, "mixed_float16", rules).apply
+    apply = adapters.haiku.autocast(network, "mixed_float16", rules=rules).apply
     thread = threading.Thread(target=lambda: jax.eval_shape(lambda: apply({}, WEIGHT, True)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", jmp.UnusedRuleWarning)

@@ -110,7 +110,7 @@ def variables_of(name):
 
 
 def loss_of(model, inputs, policy, rules=None):
-    apply_fn = linen.wrap_apply(model.apply, policy, rules)
+    apply_fn = linen.autocast(model.apply, policy, rules=rules)
 
     def loss_fn(variables):
         output, updated = apply_fn(variables, inputs, mutable=["batch_stats"])
@@ -139,7 +139,7 @@ def test_the_plain_model_stays_as_it_was(name):
     before = product_dtypes(plain, variables)
     jax.eval_shape(loss_of(model, inputs, "mixed_float16"), variables)
     with pytest.raises(Exception):  # noqa: B017 - whatever Flax says of such a shape
-        apply_fn = linen.wrap_apply(model.apply, "mixed_float16")
+        apply_fn = linen.autocast(model.apply, "mixed_float16")
         jax.eval_shape(apply_fn, variables, jnp.ones((1, 1, 1, 1, 1)))
     assert product_dtypes(plain, variables) == before
     assert list(before) == ["float32"]
@@ -172,7 +172,7 @@ def test_weights_shared_over_time_add_up_their_gradients_in_float32():
     model, steps = Sum(), 4096
     variables = jax.jit(model.init)(jax.random.key(0), jnp.ones((1, 2, 1)))
     variables = jax.tree.map(jnp.zeros_like, variables)
-    apply_fn = linen.wrap_apply(model.apply, "mixed_float16")
+    apply_fn = linen.autocast(model.apply, "mixed_float16")
     grads = jax.grad(lambda v: apply_fn(v, jnp.ones((1, steps, 1))).sum())(variables)
     kernel = grads["params"]["SimpleCell_0"]["i"]["kernel"]
     assert kernel[0, 0] == steps  # float16 stops growing at 2048
@@ -193,7 +193,7 @@ def test_rules_by_path_and_by_type():
 def test_a_norm_can_be_overridden():
     model = nn.LayerNorm()
     variables = jax.jit(model.init)(jax.random.key(0), jnp.ones((2, 8)))
-    apply_fn = linen.wrap_apply(model.apply, "O3", [(nn.LayerNorm, "O3")])
+    apply_fn = linen.autocast(model.apply, "O3", rules=[(nn.LayerNorm, "O3")])
     assert apply_fn(variables, jnp.ones((2, 8))).dtype == jnp.float16
     assert linen.cast_params(variables, "O2", rules=())["params"]["scale"].dtype == jnp.float16
 
@@ -212,8 +212,8 @@ def layers_that_say_float32():
 
 def test_a_layer_that_says_float32_is_lowered_unless_one_keeps_it(layers_that_say_float32):
     model, variables, x = layers_that_say_float32
-    count = lambda *args, **options: product_dtypes(
-        linen.wrap_apply(model.apply, "mixed_float16", *args, **options), variables, x
+    count = lambda rules=None, **options: product_dtypes(
+        linen.autocast(model.apply, "mixed_float16", rules=rules, **options), variables, x
     )
     assert count() == {"float16": 2}
     assert count([("*/head", "float32")]) == {"float16": 1, "float32": 1}
@@ -232,7 +232,7 @@ def test_a_jitted_part_is_traced_anew_for_other_rules():
     model, x = Jitted(), jnp.ones((2, 8))
     variables = jax.jit(model.init)(jax.random.key(0), x)
     count = lambda rules: product_dtypes(
-        linen.wrap_apply(model.apply, "mixed_float16", rules), variables, x
+        linen.autocast(model.apply, "mixed_float16", rules=rules), variables, x
     )
     assert count(None) == {"float16": 2}
     assert count([("first", "float32")]) == {"float16": 1, "float32": 1}
@@ -243,7 +243,7 @@ def test_a_jitted_part_is_traced_anew_for_other_rules():
 def test_a_wrapped_model_inside_another_keeps_its_own_policy(layers_that_say_float32):
     model, variables, x = layers_that_say_float32
     for inner, expected in (("float32", "float32"), ("mixed_bfloat16", "bfloat16")):
-        inside = linen.wrap_apply(model.apply, inner)
+        inside = linen.autocast(model.apply, inner)
 
         class Around(nn.Module):
             @nn.compact
@@ -252,7 +252,7 @@ def test_a_wrapped_model_inside_another_keeps_its_own_policy(layers_that_say_flo
 
         own = Around().init(jax.random.key(0), x)
         rules = [(nn.LayerNorm, "float32"), ("*", "mixed_float16")]
-        apply_fn = linen.wrap_apply(Around().apply, "mixed_float16", rules[1:])
+        apply_fn = linen.autocast(Around().apply, "mixed_float16", rules=rules[1:])
         assert product_dtypes(apply_fn, own, x) == {"float16": 1, expected: 2}
 
 
@@ -267,7 +267,7 @@ def test_collections_but_statistics_keep_their_dtypes():
 
     x = jnp.ones((2, 8))
     variables = jax.jit(Model().init)(jax.random.key(0), x)
-    apply_fn = linen.wrap_apply(Model().apply, "O3")
+    apply_fn = linen.autocast(Model().apply, "O3")
     mutable = ["cache", "intermediates"]
     output, updated = apply_fn(variables, x, mutable=mutable, capture_intermediates=True)
     assert output.dtype == jnp.float16
@@ -285,7 +285,8 @@ def test_lifted_over_examples_and_over_devices():
 
     x = jnp.ones((jax.device_count(), 2, 8))
     variables = jax.jit(Ensemble().init)(jax.random.key(0), x[0])
-    apply_fn = linen.wrap_apply(Ensemble().apply, "mixed_float16", [(nn.Dense, "mixed_float16")])
+    rules = [(nn.Dense, "mixed_float16")]
+    apply_fn = linen.autocast(Ensemble().apply, "mixed_float16", rules=rules)
 
     def step(variables, x):
         gradient = jax.grad(lambda v: jnp.mean(apply_fn(v, x) ** 2))(variables)
@@ -305,7 +306,7 @@ def test_variables_may_be_named(layers_that_say_float32):
     def call(x, *, params=None, **variables):
         return model.apply(variables.get("variables") or {"params": params}, x)
 
-    wrapped = linen.wrap_apply(call, "mixed_float16", [("head/kernel", "float32")])
+    wrapped = linen.autocast(call, "mixed_float16", rules=[("head/kernel", "float32")])
     half = linen.cast_params(variables, "O2")
     gradient = jax.grad(lambda params: wrapped(x, params=params).sum())(half["params"])
     assert gradient["head"]["kernel"].dtype == jnp.float16
@@ -333,7 +334,7 @@ def test_statistics_are_half_in_a_pure_half_policy_and_where_no_rule_keeps_norms
     def dtypes_of_statistics(policy, rules):
         cast = functools.partial(linen.cast_params, policy=policy, rules=rules)
         stored = jax.eval_shape(cast, variables)
-        apply_fn = linen.wrap_apply(model.apply, policy, rules)
+        apply_fn = linen.autocast(model.apply, policy, rules=rules)
         call = functools.partial(apply_fn, mutable=["batch_stats"])
         _, updated = jax.eval_shape(call, stored, inputs)
         trees = stored["batch_stats"], updated["batch_stats"]
@@ -349,7 +350,7 @@ def test_half_statistics_are_moved_on_in_float32():
     variables = model.init(jax.random.key(0), inputs)
     statistics = jax.tree.map(lambda leaf: leaf * 0.3, variables["batch_stats"])
     half = linen.cast_params({**variables, "batch_stats": statistics}, "O3")
-    apply_fn = linen.wrap_apply(model.apply, "mixed_float16")
+    apply_fn = linen.autocast(model.apply, "mixed_float16")
     _, updated = apply_fn(half, inputs, mutable=["batch_stats"])
     _, wanted = apply_fn(jmp.cast_to_full(half), inputs, mutable=["batch_stats"])
     jax.tree.map(np.testing.assert_array_equal, updated, wanted)
@@ -387,7 +388,7 @@ def test_it_is_called_as_apply_is():
 
     model, x = Model(), jnp.ones((2, 3))
     variables = model.init(jax.random.key(0), x, train=False)
-    apply_fn = linen.wrap_apply(model.apply, "mixed_bfloat16")
+    apply_fn = linen.autocast(model.apply, "mixed_bfloat16")
     assert apply_fn(variables, x, method="encode").dtype == jnp.float32
     assert apply_fn(variables, x, method=Model.encode).shape == (2, 4)
     assert apply_fn(variables, x, train=True, rngs={"dropout": jax.random.key(1)}).shape == (2, 4)
@@ -398,7 +399,7 @@ def make_state(loss_scale=None, optimizer=None):
     variables = jax.jit(model.init)(jax.random.key(0), inputs)
     optimizer = optax.adam(optax.linear_schedule(1e-2, 0.0, 9)) if optimizer is None else optimizer
     return linen.TrainState.create(
-        apply_fn=linen.wrap_apply(model.apply, "mixed_float16"),
+        apply_fn=linen.autocast(model.apply, "mixed_float16"),
         params=variables["params"],
         batch_stats=variables["batch_stats"],
         tx=transforms.with_loss_scale(optimizer, loss_scale or jmp.DynamicLossScale(8.0, period=2)),
@@ -475,7 +476,7 @@ def test_a_step_without_overflow_equals_the_plain_float32_step():
 def test_captured_intermediates_keep_their_dtypes():
     model, x = nn.Dense(8), jnp.ones((2, 8))
     variables = jax.jit(model.init)(jax.random.key(0), x)
-    apply_fn = linen.wrap_apply(model.apply, "p=f32,c=bf16,o=bf16")
+    apply_fn = linen.autocast(model.apply, "p=f32,c=bf16,o=bf16")
     output, updated = apply_fn(variables, x, capture_intermediates=True)
     (captured,) = jax.tree.leaves(updated)
     assert output.dtype == jnp.bfloat16 and captured.dtype == jnp.float32
@@ -499,5 +500,5 @@ class AsksAnUnboundModule(nn.Module):
 def test_an_unbound_module_is_called_as_it_is():
     model, x = AsksAnUnboundModule(), jnp.ones((2, 8))
     variables = jax.jit(model.init)(jax.random.key(0), x)
-    found = linen.wrap_apply(model.apply, "mixed_bfloat16")(variables, x)
+    found = linen.autocast(model.apply, "mixed_bfloat16")(variables, x)
     np.testing.assert_allclose(found, model.apply(variables, x), rtol=0.02, atol=0.02)

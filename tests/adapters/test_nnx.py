@@ -83,7 +83,7 @@ def split_loss(model, inputs):
 @pytest.mark.parametrize(("make", "inputs"), MODELS.values(), ids=MODELS.keys())
 def test_every_product_is_half_forward_and_backward(make, inputs, policy):
     model = adapter.cast_params(make(nnx.Rngs(0)), policy)
-    view = adapter.with_policy(model, policy)
+    view = adapter.autocast(model, policy)
     loss_fn, params = split_loss(view, inputs)
     half = jmp.get_policy(policy).compute_dtype.__name__
     assert list(product_dtypes(jax.grad(loss_fn), params)) == [half]
@@ -95,7 +95,7 @@ def test_every_product_is_half_forward_and_backward(make, inputs, policy):
 def test_variables_are_shared_and_the_argument_stays_as_it_was(make, inputs):
     model = make(nnx.Rngs(0))
     graph = nnx.graphdef(model)
-    view = adapter.with_policy(model, "mixed_float16")
+    view = adapter.autocast(model, "mixed_float16")
     assert isinstance(view, make)
     assert nnx.graphdef(model) == graph
     loss_fn, params = split_loss(model, inputs)
@@ -111,12 +111,12 @@ def test_variables_are_shared_and_the_argument_stays_as_it_was(make, inputs):
 
 def test_views_of_one_policy_have_equal_graphs_and_jit_once():
     model = Convolutions(nnx.Rngs(0))
-    views = [adapter.with_policy(model, "mixed_float16") for _ in range(2)]
+    views = [adapter.autocast(model, "mixed_float16") for _ in range(2)]
     assert nnx.graphdef(views[0]) == nnx.graphdef(views[1])
 
 
 def test_a_module_used_twice_stays_one_module():
-    view = adapter.with_policy(Sequences(nnx.Rngs(0)), "mixed_float16")
+    view = adapter.autocast(Sequences(nnx.Rngs(0)), "mixed_float16")
     assert view.tied is view.general
 
 
@@ -125,7 +125,7 @@ def test_running_statistics_are_float32(cast_all):
     model = Convolutions(nnx.Rngs(0))
     if cast_all:
         nnx.update(model, jmp.cast_to_half(nnx.state(model)))
-    view = adapter.with_policy(model, "mixed_float16")
+    view = adapter.autocast(model, "mixed_float16")
     view(IMAGES)
     assert model.batch_norm.mean[...].dtype == jnp.float32
     assert jnp.any(model.batch_norm.mean[...] != 0)
@@ -146,7 +146,7 @@ def test_cast_params_keeps_norms_and_statistics_and_copies():
 def test_rules_by_path_and_type():
     model = Convolutions(nnx.Rngs(0))
     count = lambda rules: product_dtypes(
-        *split_loss(adapter.with_policy(model, "mixed_float16", rules), IMAGES)
+        *split_loss(adapter.autocast(model, "mixed_float16", rules=rules), IMAGES)
     )
     assert count([("head", "float32")]) == {"float16": 2, "float32": 1}
     assert count([(nnx.Conv, "float32")]) == {"float16": 2, "float32": 1}
@@ -166,7 +166,7 @@ class Containers(nnx.Module):
 
 def test_modules_in_containers_are_found_by_key_and_by_index():
     rules = [("parts/a", "float32"), ("pair/1", "float32")]
-    view = adapter.with_policy(Containers(nnx.Rngs(0)), "mixed_float16", rules)
+    view = adapter.autocast(Containers(nnx.Rngs(0)), "mixed_float16", rules=rules)
     assert product_dtypes(lambda x: view(x), ROWS) == {"float16": 2, "float32": 2}
     # So too where they are called from outside.
     assert product_dtypes(lambda x: view.parts["a"](view.pair[1](x)), ROWS) == {"float32": 2}
@@ -177,7 +177,7 @@ def mean_square(model, inputs):
 
 
 def test_an_auxiliary_output_comes_along_and_the_loss_falls():
-    view = adapter.with_policy(Sequences(nnx.Rngs(0)), "mixed_bfloat16")
+    view = adapter.autocast(Sequences(nnx.Rngs(0)), "mixed_bfloat16")
     tx = transforms.mixed_precision(optax.adam(1e-2), "mixed_bfloat16")
     optimizer = nnx.Optimizer(view, tx, wrt=nnx.Param)
     assert adapter.loss_scale(optimizer) == jmp.NoOpLossScale()
@@ -193,7 +193,7 @@ def test_an_auxiliary_output_comes_along_and_the_loss_falls():
 
 def test_masters_keep_half_parameters_going():
     model = adapter.cast_params(Convolutions(nnx.Rngs(0)), "O2")
-    view = adapter.with_policy(model, "O2")
+    view = adapter.autocast(model, "O2")
     tx = transforms.mixed_precision(optax.sgd(1e-2), "O2", jmp.StaticLossScale(8.0))
     optimizer = nnx.Optimizer(view, tx, wrt=nnx.Param)
     step = nnx.jit(lambda m, o, x: adapter.train_step(mean_square, m, o, x))
@@ -238,7 +238,7 @@ def test_what_a_call_changes_is_changed(way):
     expected = reference(ROWS)
     call = lambda model, x: model(x)
     if way == "view":
-        view = adapter.with_policy(model, "mixed_float16")
+        view = adapter.autocast(model, "mixed_float16")
         output, calls = view(ROWS), view.calls
     else:
         lowered = adapter.autocast(call, "mixed_float16")
@@ -268,7 +268,7 @@ def test_a_lifted_loss_is_differentiated_and_decorates():
 
 
 def test_modules_inside_a_view_are_lowered_when_called_from_outside():
-    view = adapter.with_policy(Regularised(nnx.Rngs(0)), "mixed_float16")
+    view = adapter.autocast(Regularised(nnx.Rngs(0)), "mixed_float16")
     assert product_dtypes(lambda x: view.head(x), ROWS) == {"float16": 1}
     # Other methods run as written, but for the modules they call.
     assert product_dtypes(lambda x: view.decode(x), ROWS) == {"float16": 1}
@@ -283,12 +283,12 @@ def products_of(model, call=lambda model, x: model(x)):
 
 def test_a_second_policy_replaces_the_first_and_one_inside_stays():
     model = Regularised(nnx.Rngs(0))
-    first = adapter.with_policy(model, "mixed_float16", [("head", "float32")])
-    second = adapter.with_policy(first, "mixed_bfloat16")
+    first = adapter.autocast(model, "mixed_float16", rules=[("head", "float32")])
+    second = adapter.autocast(first, "mixed_bfloat16")
     assert products_of(second) == {"bfloat16": 2}
     assert products_of(first) == {"float16": 1, "float32": 1}
-    model.head = adapter.with_policy(model.head, "float32")
-    outer = adapter.with_policy(model, "mixed_float16")
+    model.head = adapter.autocast(model.head, "float32")
+    outer = adapter.autocast(model, "mixed_float16")
     assert products_of(outer) == {"float16": 1, "float32": 1}
     lifted = adapter.autocast(lambda model, x: model(x), "mixed_bfloat16")
     assert products_of(second, lifted) == {"bfloat16": 2}
@@ -297,7 +297,7 @@ def test_a_second_policy_replaces_the_first_and_one_inside_stays():
 
 def test_a_view_has_modes_of_its_own():
     model = Regularised(nnx.Rngs(0))
-    view = adapter.with_policy(model, "mixed_float16")
+    view = adapter.autocast(model, "mixed_float16")
     view.eval()
     assert view.dropout.deterministic and not model.dropout.deterministic
     before = bits(nnx.as_pure(nnx.state(model, nnx.BatchStat)))
@@ -323,7 +323,7 @@ class Sowing(nnx.Module):
 def test_a_variable_that_grows_keeps_growing(way):
     model = Sowing(nnx.Rngs(0))
     if way == "view":
-        call = model = adapter.with_policy(model, "mixed_bfloat16")
+        call = model = adapter.autocast(model, "mixed_bfloat16")
     else:
         call = functools.partial(adapter.autocast(lambda m, x: m(x), "mixed_bfloat16"), model)
     outputs = [call(ROWS * factor)[0, 0] for factor in (1.0, 2.0, 3.0)]
@@ -340,7 +340,7 @@ def test_a_jitted_part_keeps_no_scope_of_other_rules():
         def __call__(self, x):
             return part(self.layer, x)
 
-    view = adapter.with_policy(Model(nnx.Rngs(0)), "mixed_bfloat16")
+    view = adapter.autocast(Model(nnx.Rngs(0)), "mixed_bfloat16")
     view(ROWS)
     assert bits(part(view.layer, ROWS)) == bits(view.layer(ROWS))
 
@@ -397,7 +397,7 @@ def test_a_closed_over_model_in_training_is_refused_and_stays_whole(way, trace):
     model = Net(nnx.Rngs(0))
     call = lifted
     if way == "view":
-        model, call = adapter.with_policy(model, "mixed_float16"), lambda model, x: model(x)
+        model, call = adapter.autocast(model, "mixed_float16"), lambda model, x: model(x)
     before = contents(model)
     with pytest.raises(errors.TraceContextError) as caught:
         trace(lambda x: call(model, x))(ROWS)
@@ -488,7 +488,7 @@ def made(maker, judge, x):
 
 
 def optimized(seed, tx):
-    view = adapter.with_policy(Judge(nnx.Rngs(seed)), "mixed_float16")
+    view = adapter.autocast(Judge(nnx.Rngs(seed)), "mixed_float16")
     return view, nnx.Optimizer(view, tx, wrt=nnx.Param)
 
 
@@ -600,7 +600,7 @@ def test_gradients_are_of_what_argnums_names():
 def test_reports_take_a_model_in_training_and_name_its_modules(way):
     model = Net(nnx.Rngs(0))
     if way == "view":
-        model = adapter.with_policy(model, "mixed_float16")
+        model = adapter.autocast(model, "mixed_float16")
     loss_fn = adapter.autocast(net_loss, "mixed_float16") if way == "wrapped loss" else net_loss
     before = contents(model)
     report = diagnostics.precision_report(loss_fn, "mixed_float16")(model, ROWS)
@@ -615,7 +615,7 @@ def test_a_report_shows_what_rules_for_modules_do(way):
     rules = [("head", "float32")]
     model, options = Net(nnx.Rngs(0)), {"rules": rules}
     if way == "view":
-        model, options = adapter.with_policy(model, "mixed_float16", rules), {}
+        model, options = adapter.autocast(model, "mixed_float16", rules=rules), {}
     rows = diagnostics.precision_report(net_loss, "mixed_float16", **options)(model, ROWS).rows
     products = {row.module: row.dtype_in for row in rows if row.kind == "product"}
     assert products == {"body": "float16", "head": "float32"}
@@ -675,7 +675,7 @@ def test_modules_in_loops_and_abstract_models_are_named_by_their_whole_path():
 
 
 def test_assertions_take_a_view_a_method_and_a_step_in_training():
-    view = adapter.with_policy(Net(nnx.Rngs(0)), "mixed_float16")
+    view = adapter.autocast(Net(nnx.Rngs(0)), "mixed_float16")
     tx = transforms.mixed_precision(optax.sgd(0.1), "mixed_float16")
     optimizer = nnx.Optimizer(view, tx, wrt=nnx.Param)
     step = nnx.jit(lambda *given: adapter.train_step(net_loss, *given))
@@ -705,7 +705,7 @@ def on_a_plateau(policy):
 @pytest.mark.parametrize("kind", [nnx.Optimizer, nnx.ModelAndOptimizer])
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_the_loss_reaches_an_optimizer_that_asks_for_it(policy, kind):
-    view = adapter.with_policy(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), policy)
+    view = adapter.autocast(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), policy)
     optimizer = kind(view, on_a_plateau(policy), wrt=nnx.Param)
     step = nnx.jit(lambda model, optimizer, x: adapter.train_step(squared, model, optimizer, x))
     losses = [step(view, optimizer, BATCH) for _ in range(2)]
@@ -718,7 +718,7 @@ def test_the_loss_reaches_an_optimizer_that_asks_for_it(policy, kind):
 
 @pytest.mark.filterwarnings("ignore::jmp.UnscaledLossWarning")
 def test_a_transformation_that_takes_gradients_alone_is_given_no_more():
-    view = adapter.with_policy(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), "mixed_bfloat16")
+    view = adapter.autocast(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), "mixed_bfloat16")
     plain = optax.GradientTransformation(lambda _: (), lambda grads, state, params: (grads, state))
     optimizer = nnx.Optimizer(view, plain, wrt=nnx.Param)
     assert adapter.train_step(squared, view, optimizer, BATCH).dtype == jnp.float32
@@ -749,7 +749,7 @@ def test_what_has_a_half_product_or_none_at_all_is_not_warned_of(how):
     if how == "by hand":
         model = ByHand()
     elif how == "view inside":
-        model = nnx.Sequential(adapter.with_policy(model, policy))
+        model = nnx.Sequential(adapter.autocast(model, policy))
     elif how == "autocast":
         loss = adapter.autocast(squared, policy)
     elif how == "no products":

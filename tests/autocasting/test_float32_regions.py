@@ -152,7 +152,7 @@ def test_every_way_to_ask_for_float32_has_it():
         assert set(found(function)) == {"HIGHEST"}, way
     module = Net()
     variables = module.init(jax.random.key(0), X)
-    apply = linen.wrap_apply(module.apply, F16, [("head", "float32")])
+    apply = linen.autocast(module.apply, F16, rules=[("head", "float32")])
     gradient = jax.grad(lambda v: apply(v, X).sum())
     assert found(gradient, variables).keys() == {"HIGHEST"}
 

@@ -334,7 +334,7 @@ def test_a_dense_layer_of_linen_behind_a_reshape_has_its_gradients():
     x = X.reshape(2, 16, 16)
     variables = jax.jit(Model().init)(jax.random.key(1), x)
     of = lambda apply: gradient_of(lambda v: jnp.mean(apply(v, x) ** 2))
-    got = of(jmp.adapters.linen.wrap_apply(Model().apply, F8))(variables)
+    got = of(jmp.adapters.linen.autocast(Model().apply, F8))(variables)
     assert relative_error(got, of(Model().apply)(variables)) < 0.15
 
 
@@ -926,7 +926,7 @@ def test_an_adapter_and_its_rules_take_the_policy():
     variables = jax.eval_shape(model.init, jax.random.key(0), X)
 
     def rounded(policy, rules=None):
-        apply = jmp.adapters.linen.wrap_apply(model.apply, policy, rules)
+        apply = jmp.adapters.linen.autocast(model.apply, policy, rules=rules)
         return operands_in_float8(lambda v: apply(v, X), variables)
 
     assert rounded(F8) == 4

@@ -505,7 +505,7 @@ def test_kernels_are_there_under_every_transformation(function, args, kernels):
 
 
 def in_linen():
-    apply = linen.wrap_apply(
+    apply = linen.autocast(
         nn.MultiHeadDotProductAttention(4).apply, "mixed_float16", attention="fused"
     )
     return apply, (FLAX, X, X)
@@ -513,7 +513,7 @@ def in_linen():
 
 def in_nnx():
     module = nnx.MultiHeadAttention(4, 32, 32, decode=False, rngs=nnx.Rngs(0))
-    lowered = nnx_adapter.with_policy(module, "mixed_float16", attention="fused")
+    lowered = nnx_adapter.autocast(module, "mixed_float16", attention="fused")
     return lambda x: lowered(x), (X,)
 
 
@@ -525,7 +525,7 @@ def in_equinox():
 
 
 def in_haiku():
-    lowered = haiku.with_policy(HAIKU, "mixed_float16", attention="fused")
+    lowered = haiku.autocast(HAIKU, "mixed_float16", attention="fused")
     return lowered.apply, (HAIKU.init(jax.random.key(0), X), X)
 
 

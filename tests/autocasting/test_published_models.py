@@ -37,7 +37,7 @@ def by_autocast(pattern, policy, **options):
 
 
 def by_adapter(pattern, policy, **options):
-    adapt = {"linen": linen.wrap_apply, "nnx": nnx.with_policy}[pattern.adapter]
+    adapt = {"linen": linen.autocast, "nnx": nnx.autocast}[pattern.adapter]
     return pattern.make(wrap=lambda model: adapt(model, policy, **options))[0]
 
 

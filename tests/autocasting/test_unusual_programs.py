@@ -59,7 +59,7 @@ def test_a_reference_may_keep_a_statistic_of_a_loss(policy):
 def test_a_model_of_nnx_may_hold_references():
     with nnx.var_defaults(ref=True):
         model = nnx.Linear(32, 8, rngs=nnx.Rngs(0))
-        view = adapter.with_policy(model, "mixed_float16")
+        view = adapter.autocast(model, "mixed_float16")
         assert product_dtypes(view, X) == {"float16": 1}
         np.testing.assert_allclose(view(X), model(X), atol=0.01)
 

@@ -129,7 +129,7 @@ def test_states_of_the_adapters():
     state = state.apply_gradients(grads=jax.tree.map(lambda p: p * jnp.nan, params))
     assert diagnostics.metrics(state.opt_state)["loss_scale"] == 2.0**15
 
-    network = nnx_adapter.with_policy(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), "mixed_float16")
+    network = nnx_adapter.autocast(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), "mixed_float16")
     optimizer = nnx.Optimizer(network, tx, wrt=nnx.Param)
     nnx_adapter.train_step(
         lambda model, x: jnp.nan * model(x).sum(), network, optimizer, jnp.ones((1, 2))

@@ -131,12 +131,11 @@ def test_there_are_few_files():
 # Functions that are defined in several modules, under one name, for a reason: what an adapter does
 # in its framework has the name of that act, which is public.
 ACTS_OF_ADAPTERS = {
-    "autocast": "that of jmp, for functions of modules",
+    "autocast": "that of jmp, for what a framework hands over",
     "cast_params": "parameters as a policy stores them",
     "reset_masters": "that of jmp.transforms, for an nnx.Optimizer",
     "scaled_value_and_grad": "that of jmp, for functions of modules",
     "train_step": "one step of training, taken or skipped as a whole",
-    "with_policy": "a model that computes by a policy",
 }
 
 
