@@ -37,7 +37,7 @@ class PrecisionWarning(UserWarning):
     >>> import warnings
     >>> with warnings.catch_warnings(record=True) as caught:
     ...     warnings.simplefilter("always", PrecisionWarning)
-    ...     jmp.PolicyRules([("haed*", "float32")], default="float32").warn_unused()
+    ...     PolicyRules([("haed*", "float32")], default="float32").warn_unused()
     >>> [warning.category.__name__ for warning in caught]
     ['UnusedRuleWarning']
     """
