@@ -138,7 +138,6 @@ RULES = [
     Rule("padded softmax", {"rewrites.softmax.MULTIPLE": 1}),
     Rule("softmax of half scores", _rewrites_without(softmax_of_half_scores)),
     Rule("biases add up by products", {"_planner.Planner._adds_by_product": lambda *_: False}),
-    Rule("constants are joined before a loop", {"kinds.scan.ScanKind.in_parts": lambda *_: None}),
     Rule("kernels of convolutions that spread", {"_planner.spreads": lambda _: False}),
     Rule("one cast for all readers", {"_planner.Island": _island_with(shares_casts=False)}),
     Rule("a cast of its own elsewhere", {"_planner.Island": _island_with(shares_casts=True)}),

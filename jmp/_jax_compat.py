@@ -175,16 +175,6 @@ class Scan(NamedTuple):
         first, end = self.n_consts, self.n_consts + self.n_carry
         return list(operands[:first]), list(operands[first:end]), list(operands[end:])
 
-    def with_body(self, params: Params, body: Any, n_consts: int) -> dict[str, Any]:
-        """Returns parameters that `of` reads, with an open jaxpr as body; not to be bound.
-
-        Args:
-          params: those of this scan.
-          n_consts: how many constants the new body has.
-        """
-        closed = self.body.replace(jaxpr=body) if hasattr(self.body, "jaxpr") else body
-        return {**params, "jaxpr": closed, "num_consts": n_consts, "num_carry": self.n_carry}
-
 
 def one_turn(params: Params) -> Params:
     """Returns the parameters of a scan of one turn."""

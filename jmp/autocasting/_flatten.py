@@ -113,12 +113,7 @@ class _Flattening:
             elif (plain := plain_form(equation, self._request.settings)) is not None:
                 results = self.run(plain, operands, outer, around)
             else:
-                node = self._add(equation, operands, stack, around)
-                results = list(node.outputs)
-                settings = self._request.settings
-                if node.goes_inside and (parts := kind_of(node.name).in_parts(equation, settings)):
-                    self.nodes.pop()
-                    results = self.run(parts, operands, outer, around)
+                results = list(self._add(equation, operands, stack, around).outputs)
             values.update(zip(equation.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 

@@ -5,7 +5,6 @@ branches, custom derivatives): `kinds/` has one file each, and `register_kind` a
 kind does not say is that of a function that is called once with all the operands.
 
   - `rule` says how the equation counts as a whole, where the op table cannot know.
-  - `in_parts` says what of its inside is planned before it.
   - `context_inside` says what holds inside and not around.
   - `plan` plans what is inside, each function as a level of its own, and decides in which dtypes
     operands go in and results come out.
@@ -19,7 +18,7 @@ from collections.abc import Sequence, Set
 from typing import Any
 
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jmp import _jax_compat
 from jmp._messages import described
@@ -154,10 +153,6 @@ class Kind:
     def rule(self, equation: JaxprEqn, rule: Rule, settings: Settings) -> Rule:
         """Returns the rule of the equation, given that of the op table."""
         return rule
-
-    def in_parts(self, equation: JaxprEqn, settings: Settings) -> Jaxpr | None:
-        """Returns the equation with what is planned better outside of it before it, or None."""
-        return None
 
     def functions(self, equation: JaxprEqn) -> Sequence[ClosedJaxpr]:
         """Returns the functions inside, in the order in which `emit` takes what stands for them."""

@@ -10,10 +10,7 @@ from jax import lax
 
 import jmp
 from jmp import diagnostics
-from jmp._jax_compat import Scan
 from jmp.autocasting._propagation import walk
-from jmp.autocasting.kinds.scan import ScanKind
-from tests.commands import in_full
 from tests.products import product_dtypes
 
 HALVES = ("float16", "bfloat16")
@@ -365,106 +362,3 @@ def test_a_scan_may_start_from_an_array_that_the_program_holds():
     w, xs = jnp.eye(4), jnp.full((3, 2, 4), 0.1)
     got = jmp.autocast(states, "mixed_float16")(w, xs)
     np.testing.assert_allclose(got, states(w, xs), rtol=1e-2)
-
-
-# What a turn joins of constants alone is joined before the loop, and what is joined may be reshaped
-# there. All else stays in the loop.
-
-LEFT, RIGHT = (jax.random.normal(key, (N, N)) * 0.4 for key in jax.random.split(KEYS[0]))
-STARTS = jnp.linspace(-1.0, 1.0, N).reshape(1, N)
-
-
-def joined(h, left, right, start):
-    both = h @ jnp.concatenate([left, right], axis=1)
-    return jnp.tanh(both[:, :N] + start) * jax.nn.sigmoid(both[:, N:]), h[0]
-
-
-def one_part_of_three(h, left, right, start):
-    first, _, _ = jnp.split(jnp.concatenate([left, right, left], axis=1), 3, axis=1)
-    return jnp.tanh(h @ first + start), first[0]
-
-
-def joined_and_alone(h, left, right, start):
-    both = h @ jnp.concatenate([left, right], axis=1)
-    return jnp.tanh(both[:, :N] + (h @ right) * start), both
-
-
-def joined_then_reshaped(h, left, right, start):
-    both = jnp.concatenate([left, right], axis=1).reshape(N, 2, N)
-    return jnp.tanh(h @ both[:, 0] + start), both
-
-
-def reshaped_and_handed_out(h, left, right, start):
-    return jnp.tanh(h @ left.reshape(2, -1).reshape(N, N)), start[:, 2:].reshape(2, 3)
-
-
-def in_an_inner_loop(h, left, right, start):
-    turn = lambda h, _: joined(h, left, right, start)
-    return lax.scan(turn, h, None, length=2)
-
-
-def printing(h, left, right, start):
-    jax.debug.print("", ordered=True)
-    return joined(h, left, right, start)
-
-
-@pytest.mark.parametrize("reverse", in_full([True, False], first=1))
-@pytest.mark.parametrize(
-    "turn",
-    in_full(
-        [
-            joined,
-            one_part_of_three,
-            joined_and_alone,
-            joined_then_reshaped,
-            reshaped_and_handed_out,
-            in_an_inner_loop,
-            printing,
-        ],
-        one_of=2,
-    ),
-    ids=lambda turn: turn.__name__,
-)
-def test_what_is_joined_before_a_loop_changes_no_number(turn, reverse, monkeypatch):
-    def loss(h, *constants):
-        body = lambda h, _: turn(h, *constants)
-        h, rows = lax.scan(body, h, None, length=4, reverse=reverse)
-        return jnp.sum(h**2) + sum(jnp.sum(leaf * 0.1) for leaf in jax.tree.leaves(rows))
-
-    def gradients():
-        run = jax.value_and_grad(jmp.autocast(loss, "mixed_bfloat16"), argnums=(0, 1, 2, 3))
-        return jax.jit(run)(H, LEFT, RIGHT, STARTS)
-
-    before = gradients()
-    monkeypatch.setattr(ScanKind, "in_parts", lambda *_: None)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), before, gradients())
-
-
-def carried_backwards(program):
-    """Returns the shapes that the one reversed scan of a program carries."""
-    (shapes,) = (
-        {variable.aval.shape for variable in Scan.of(equation.params).split(equation.invars)[1]}
-        for equation, *_ in walk(program.jaxpr)
-        if equation.primitive.name == "scan" and equation.params["reverse"]
-    )
-    return shapes
-
-
-def test_gradients_of_weights_that_a_turn_joins_add_up_as_one_array():
-    def loss(constants, h):
-        body = lambda h, _: (joined(h, *constants, STARTS)[0], None)
-        return jnp.sum(lax.scan(body, h, None, length=4)[0])
-
-    program = jax.make_jaxpr(jax.grad(jmp.autocast(loss, "mixed_bfloat16")))((LEFT, RIGHT), H)
-    shapes = carried_backwards(program)
-    assert (N, 2 * N) in shapes and (N, N) not in shapes
-
-
-def test_slices_that_overlap_stay_in_the_loop():
-    def loss(table, h):
-        body = lambda h, _: (sum(h @ table[start : start + N] for start in range(4)), None)
-        return jnp.sum(lax.scan(body, h, None, length=4)[0])
-
-    table = jnp.concatenate([LEFT, RIGHT])
-    program = jax.make_jaxpr(jax.grad(jmp.autocast(loss, "mixed_bfloat16")))(table, H)
-    assert table.shape in carried_backwards(program)

@@ -7,24 +7,20 @@ over enters in float32 and is rounded inside, because its gradients add up in th
 in. Where no gradient is taken it is rounded before the loop.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.extend.core import JaxprEqn
 
 from jmp import _jax_compat
 from jmp.autocasting._carries import carried_in_half, find_weights
-from jmp.autocasting._equations import rule_of
 from jmp.autocasting._flow import Destination, Info, feeding_values
 from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._kinds import Arrays, Kind, Level, register_kind
-from jmp.autocasting._numbers import has_symbols, shape_of, size_of
+from jmp.autocasting._numbers import has_symbols
 from jmp.autocasting._propagation import turns_of
-from jmp.autocasting._registry import Rule
-from jmp.autocasting._request import Settings
 from jmp.autocasting._steps import Function, Nested
 
 # The residual stream of a deep network adds up so many layers; a longer loop is one over time,
@@ -41,37 +37,6 @@ class ScanKind(Kind):
         """Constants and rows."""
         constants, carries, arrays = _jax_compat.Scan.of(node.params).split(node.inputs)
         return [[*constants, *[None] * len(carries), *arrays]]
-
-    def in_parts(self, equation: JaxprEqn, settings: Settings) -> Jaxpr | None:
-        """Returns a scan whose constants are joined before it, and not in each turn.
-
-        Their gradients add up as a product reads them: of a cell of an LSTM as one array, in the
-        kernel of the product, and not as one for each gate.
-        """
-        scan = _jax_compat.Scan.of(equation.params)
-        body, _ = _jax_compat.open_jaxpr(scan.body)
-        own: set[Any] = {*scan.split(body.invars)[0]}
-        fixed = {*own}
-        joins: list[JaxprEqn] = []
-        rest: list[JaxprEqn] = []
-        for inner in body.eqns:
-            is_fixed = all(isinstance(atom, Var) and atom in fixed for atom in inner.invars)
-            rule = rule_of(inner, settings)
-            is_of_joined = rule.reshapes and not any(atom in own for atom in inner.invars)
-            if is_fixed and (is_of_joined or _joins(rule, inner)):
-                fixed.update(inner.outvars)
-                joins.append(inner)
-            else:
-                rest.append(inner)
-        read = {atom for inner in joins for atom in inner.invars}
-        needed = {atom for inner in rest for atom in inner.invars if isinstance(atom, Var)}
-        needed.update(atom for atom in body.outvars if isinstance(atom, Var))
-        joined = [variable for join in joins for variable in join.outvars if variable in needed]
-        # What is in two of them would be there twice, and its gradient too.
-        is_worth = 0 < _size(joined) <= _size(read & own)
-        if not is_worth or body.effects:  # some effects name an operand by its position
-            return None
-        return _with_joins_before(equation, joins, rest, joined)
 
     def plan(self, node: Node, level: Level) -> Nested:
         """Decides the dtype of each carry first, then plans the body."""
@@ -141,49 +106,6 @@ class ScanKind(Kind):
             unroll=scan.unroll,
         )
         return [*carry, *stacked]
-
-
-def _joins(rule: Rule, inner: JaxprEqn) -> bool:
-    """Returns whether an equation joins arrays, on the devices they lie on."""
-    if not rule.rearranges or rule.looks_up or rule.sends or inner.effects:
-        return False
-    atoms = (*inner.invars, *inner.outvars)
-    is_join = len(inner.invars) > 1 and len(inner.outvars) == 1
-    is_known = not any(has_symbols(shape_of(atom)) for atom in atoms)
-    is_on_same_devices = len(set(map(_jax_compat.varying_axes, atoms))) == 1
-    return is_join and is_known and is_on_same_devices
-
-
-def _size(variables: Iterable[Any]) -> int:
-    return sum(size_of(shape_of(variable)) for variable in variables)
-
-
-def _with_joins_before(
-    equation: JaxprEqn, joins: Sequence[JaxprEqn], rest: Sequence[JaxprEqn], joined: Sequence[Any]
-) -> Jaxpr:
-    """Returns a scan with some equations of its body before it.
-
-    Args:
-      rest: the others.
-      joined: results of `joins` that the body reads; they are constants of the scan.
-    """
-    scan = _jax_compat.Scan.of(equation.params)
-    body, _ = _jax_compat.open_jaxpr(scan.body)
-    types = [atom.aval for atom in equation.invars]
-    parts = jax.make_jaxpr(lambda *operands: operands)(*types).jaxpr  # for its variables
-    closed, carried, stacked = scan.split(parts.invars)
-    own, changing, rows = scan.split(body.invars)
-    outside = dict(zip(own, closed, strict=True))
-    scopes, before = equation.source_info.name_stack, []
-    for join in joins:
-        source = join.source_info.replace(name_stack=scopes + join.source_info.name_stack)
-        operands = [outside.setdefault(variable, variable) for variable in join.invars]
-        before.append(join.replace(invars=operands, source_info=source))
-    inside = body.replace(invars=[*own, *joined, *changing, *rows], eqns=[*rest])
-    params = scan.with_body(equation.params, inside, len(own) + len(joined))
-    loop = equation.replace(invars=[*closed, *joined, *carried, *stacked], params=params)
-    together: Jaxpr = parts.replace(outvars=equation.outvars, eqns=[*before, loop])
-    return together
 
 
 def _streams(
