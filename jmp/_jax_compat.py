@@ -27,8 +27,6 @@ PSUMS = ("psum", "psum2", "psum_invariant")
 REMAT = ("checkpoint", "remat", "remat2")
 # The name scope of what remat computes again in a backward pass.
 RECOMPUTED = "rematted_computation"
-# XLA of 0.10 runs not all bfloat16 products with a float32 result on a CPU: some are UNIMPLEMENTED.
-LACKS_BFLOAT16_PRODUCTS = jax.__version_info__ < (0, 11)
 
 
 def varying_axes(value: Any) -> frozenset[str]:

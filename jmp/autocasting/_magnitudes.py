@@ -35,8 +35,10 @@ SMALLEST_HALF = float(jnp.finfo(np.float16).smallest_normal)
 # A sum of so few half values counts as a half value: a residual stream, or the heads of a layer.
 FEW = 16.0
 
-# An offset is coarse where neighbours are a sixteenth of what it was added to apart: 8 beside
-# bfloat16 numbers of about 1, and 64 beside float16 ones.
+# Beside an offset 8 times as large as what it was added to, a half type has three bits less for
+# that: bfloat16 five of eight, float16 eight of eleven.
+LARGE_OFFSET = 8.0
+# Where neighbours are a sixteenth of what was added to apart, a product finds little left.
 COARSE = 1 / 16
 
 
@@ -50,8 +52,13 @@ class Magnitude(NamedTuple):
     offset: float = 0.0
     scale: float = 1.0  # of what the offset was added to, beside a half value
 
+    @property
+    def has_large_offset(self) -> bool:
+        """Whether a half type has few digits left beside an offset."""
+        return math.isfinite(self.offset) and abs(self.offset) > LARGE_OFFSET * self.scale
+
     def is_coarse(self, half: np.dtype) -> bool:
-        """Returns whether a half type has few digits left beside an offset."""
+        """Returns whether next to no digits of a half type are left beside an offset."""
         spacing = float(jnp.finfo(half).eps) * abs(self.offset)
         return math.isfinite(self.offset) and spacing > COARSE * self.scale
 

@@ -76,7 +76,7 @@ def why_float32(node: Node, inside: Set[Node], storage: Storage) -> str:
 
 def _why_offset(node: Node, inside: Set[Node], storage: Storage) -> str:
     """Returns why what a node adds makes it float32."""
-    if storage.magnitude(node.outputs[0]).is_coarse(storage.half):
+    if storage.magnitude(node.outputs[0]).has_large_offset:
         return OFFSET
     return TAKEN_AWAY if _is_taken_away(node, inside, storage) else ""
 

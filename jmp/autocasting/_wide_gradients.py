@@ -288,9 +288,9 @@ def _transpose(position: int, cotangent: Any, *operands: Any, weight: int, **par
 def product_as(result: np.dtype, factors: Sequence[Any], params: Params) -> Any:
     """Returns a `dot_general` of half operands with a result of this dtype."""
     run = partial(lax.dot_general_p.bind, **{**params, "preferred_element_type": result})
-    is_wide = result == FLOAT32 and factors[0].dtype == jnp.bfloat16
-    if not (is_wide and _jax_compat.LACKS_BFLOAT16_PRODUCTS):
+    if result != FLOAT32 or factors[0].dtype != jnp.bfloat16:
         return run(*factors)
+    # XLA of 0.10 and 0.12 does not run all of these on a CPU: some are UNIMPLEMENTED.
     widened = lambda *factors: run(*(cast(x, FLOAT32) for x in factors))  # the same numbers
     return lax.platform_dependent(*factors, cpu=widened, default=run)
 

@@ -149,7 +149,8 @@ def test_the_gradient_of_a_bias_is_that_of_float64_on_all_platforms(shape):
     for platform in ("gpu", "tpu"):
         found = jax.grad(jmp.autocast(loss, "mixed_bfloat16", platform=platform))(*arrays)
         assert found.dtype == jnp.float32
-        np.testing.assert_allclose(found, exact, rtol=2.0**-8)
+        # What is multiplied is rounded too, before the cotangents.
+        np.testing.assert_allclose(found, exact, rtol=2.0**-7)
 
 
 def test_a_bias_after_a_convolution_adds_up_on_a_tpu_as_on_a_gpu():
