@@ -324,9 +324,12 @@ MISTAKES: dict[str, list[Mistake]] = {
             ValueError,
             ("jmp.PolicyRules([('head', 'fp32')], F16)", "Did you mean 'float32'?"),
             ("jmp.PolicyRules([], 'mixed_fp16')", "Did you mean 'mixed_float16'?"),
-            ("linen.autocast(linen_model.apply, F16, [('*', 'bf16')])", "one half dtype a model"),
             (
-                "linen.autocast(linen_model.apply, F16, [('*', 'f32,r=f32')])",
+                "linen.autocast(linen_model.apply, F16, rules=[('*', 'bf16')])",
+                "one half dtype a model",
+            ),
+            (
+                "linen.autocast(linen_model.apply, F16, rules=[('*', 'f32,r=f32')])",
                 "expected one reduce_dtype a model",
             ),
         ),

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import jmp
@@ -714,7 +714,7 @@ def on_devices(d: Draw, x: Array) -> Array:
             return jnp.tile(lax.psum_scatter(y, "d", tiled=True), (2,) + (1,) * (y.ndim - 1))
         return y
 
-    mesh = AbstractMesh((2,), ("d",))
+    mesh = AbstractMesh((2,), ("d",), axis_types=(AxisType.Auto,))
     of_matrix = P() if gather is None else P("d")
     specs = {"in_specs": (P("d"), of_matrix), "out_specs": P("d"), "check_vma": False}
     # What is outside of it is not of its mesh: only arguments and constants go in.
