@@ -100,7 +100,7 @@ OPERATIONS = {
     "stop gradient": lambda x: (x + lax.stop_gradient(x)) / 2,
     "full precision": jmp.full_precision(lambda x: jnp.tanh(multiply(x, WEIGHTS))),
     "inner autocast": jmp.autocast(lambda x: jnp.tanh(multiply(x, WEIGHTS)), "mixed_bfloat16"),
-    "constant": lambda x: x * 0.5 + jnp.ones((4, 8)),
+    "constant": lambda x: x * 0.5 + jnp.ones((4, 8), x.dtype),
     "name": lambda x: checkpoint_name(x, "x"),
 }
 

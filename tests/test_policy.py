@@ -230,7 +230,9 @@ def test_who_sees_no_devices_obeys_float32_alone_and_names_the_way_out():
     words = (
         r"autocast got the policy 'p=.*,r=bf16', whose .* is bfloat16; expected float32, or None"
     )
-    with pytest.raises(ValueError, match=rf"{words}.*jmp\.gather\(..., reduce_dtype='bfloat16'\)"):
+    with pytest.raises(
+        ValueError, match=rf"{words}.*jmp\.gather_params\(..., reduce_dtype='bfloat16'\)"
+    ):
         refuse_reduce_dtype(jmp.get_policy("mixed_bfloat16,r=bf16"), "autocast")
 
 

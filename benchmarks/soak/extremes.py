@@ -5,6 +5,7 @@ as wrong.
 """
 
 import argparse
+import math
 from typing import Any
 
 import jax
@@ -22,7 +23,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
-    counts = dict.fromkeys(("no gradient", "the reference is far", "right", "skipped"), 0)
+    counts = dict.fromkeys(
+        ("no gradient", "the reference is far", "right", "as by hand", "skipped"), 0
+    )
     faults = []
     numbers = range(arguments.first, arguments.first + arguments.programs)
     with jax.numpy_rank_promotion("allow"):
@@ -31,12 +34,14 @@ def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
             errors = extreme_values.errors(case)
             if errors is None:
                 counts["no gradient"] += 1
-            elif errors.is_fault:
+            elif extreme_values.is_fault(case, errors):
                 faults.append({"number": number, **case._asdict(), **errors._asdict()})
             elif errors.reference >= extreme_values.NEAR:
                 counts["the reference is far"] += 1
+            elif errors.autocast <= extreme_values.FAR:
+                counts["right"] += 1
             else:
-                counts["right" if errors.autocast <= extreme_values.FAR else "skipped"] += 1
+                counts["as by hand" if math.isfinite(errors.autocast) else "skipped"] += 1
             if number % AT_ONCE == 0:
                 jax.clear_caches()
     for fault in faults:

@@ -14,7 +14,8 @@ PROGRAMS, AT_ONCE = 300, 20
 def test_what_the_reference_can_autocast_can_or_skips(first):
     found = {}
     for number in range(first, first + AT_ONCE):
-        errors = extreme_values.errors(extreme_values.case(number))
-        if errors is not None and errors.is_fault:
-            found[number] = (extreme_values.case(number), errors)
+        case = extreme_values.case(number)
+        errors = extreme_values.errors(case)
+        if errors is not None and extreme_values.is_fault(case, errors):
+            found[number] = (case, errors)
     assert not found
