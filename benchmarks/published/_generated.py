@@ -5,6 +5,7 @@ each next token and its log-probabilities are compared with those of float32.
 """
 
 import collections
+import functools
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -61,7 +62,8 @@ def measured_generation(
     for half in HALVES:
         other = row.make(dtype=half)
         attempt(f"by hand {half}", other.generate, other.score)
-        mixed = [jmp.autocast(f, f"mixed_{half}") for f in (model.generate, model.score)]
+        lower = functools.partial(jmp.autocast, policy=f"mixed_{half}", follow=["while"])
+        mixed = [lower(model.generate), lower(model.score)]
         attempt(f"autocast {half}", *mixed)
         if {f"by hand {half}", f"autocast {half}"} <= set(found):
             pair = found[f"autocast {half}"], found[f"by hand {half}"]

@@ -32,7 +32,8 @@ has come from a clone of their repository in `build/clones`, at the commit that 
 - *adapter*: our adapter for Flax linen or nnx, Haiku or Equinox around the model, without the loss:
   `jmp.adapters.linen.autocast(model.__call__, "mixed_float16")`.
 
-Models that generate a text have tables of their own, at the end:
+Models that generate a text have tables of their own, at the end. They are wrapped with
+`follow=["while"]`, which beam search needs, because scores end its loop:
 
 - *caches*: arrays of keys and values that the loop carries in float32, and how many of them it
   carries in half under `autocast` and by hand.
