@@ -114,6 +114,7 @@ def find_float32(
             f"find_float32 got {listed(unknown)}, no option of its own or of autocast; expected "
             f"the arguments of the loss in a call of their own: {CALL}."
         )
+    options["rules"] = list(options.get("rules", ()))  # an iterator can be read once
     tolerance = _checked_tolerance(tolerance, policy)
     check_scale(scale, "find_float32")
     scaled = scaled_loss(loss_fn, StaticLossScale(1.0), has_aux)
@@ -291,9 +292,7 @@ class _Trials:
     ) -> None:
         self._loss, self._policy, self._given = loss, policy, given
         self._argnums, self._scale = argnums, scale
-        rules = options.get("rules", ())
-        self._rules = list(rules)
-        self._options = {**options, "rules": self._rules}
+        self._rules, self._options = options["rules"], options
         with_scopes, self._lower, framework = scoped(loss, *given)
         self._of_modules = framework is not None
         if framework and self._rules:

@@ -74,22 +74,16 @@ def dear_in_float32(rows: list[Row]) -> list[str]:
 
 def rounded_arguments(rounded: Iterable[Node], half: str) -> list[str]:
     """Returns a sentence for each half product whose result reaches a function that wraps."""
-    return [
-        f"a product at {place} multiplies in {half}, and its result goes to a function that wraps, "
-        f"such as sin: {_knows_a_thousand(half)}. Keep the product in float32 "
-        "by a rule if its results are large"
-        for place in dict.fromkeys(map(_place, rounded))
-    ]
+    what = f"in {half}, and its result goes to a function that wraps, such as sin"
+    way_out = "Keep the product in float32 by a rule if its results are large"
+    return _of_half_products(rounded, half, what, way_out)
 
 
 def read_offsets(found: Iterable[Node], half: str) -> list[str]:
     """Returns a sentence for each half product that reads numbers beside an offset."""
-    return [
-        f"a product at {place} multiplies in {half} numbers to which a much larger one was added: "
-        f"{_knows_a_thousand(half)}. Take it away before the "
-        "product, or keep the product in float32 by a rule"
-        for place in dict.fromkeys(map(_place, found))
-    ]
+    what = f"in {half} numbers to which a much larger one was added"
+    way_out = "Take it away before the product, or keep the product in float32 by a rule"
+    return _of_half_products(found, half, what, way_out)
 
 
 def float32_caches(plan: Plan) -> list[str]:
@@ -159,9 +153,12 @@ def no_float8(rows: list[Row]) -> list[str]:
     ]
 
 
-def _knows_a_thousand(half: str) -> str:
+def _of_half_products(found: Iterable[Node], half: str, what: str, way_out: str) -> list[str]:
     spacing = 512 * float(jnp.finfo(half).eps)  # of the numbers from 512 to 1024
-    return f"{half} knows 1000 to {spacing:g}"
+    return [
+        f"a product at {place} multiplies {what}: {half} knows 1000 to {spacing:g}. {way_out}"
+        for place in dict.fromkeys(map(_place, found))
+    ]
 
 
 def _place(found: Node | Operation) -> str:
