@@ -60,7 +60,7 @@ test-all: docs targets  ## Run every test: also programs for GPUs and TPUs, the 
 	JAX_PLATFORMS=cpu .venv-test/bin/python -m pytest $(IN_PARALLEL)
 	JAX_PLATFORMS=cpu .venv-jax-0.12/bin/python -m pytest $(IN_PARALLEL) $(ON_NEWEST)
 	for flag in $(NEWER_FORMS); do \
-		JAX_$$flag=1 JAX_PLATFORMS=cpu .venv-jax-0.12/bin/python -m pytest $(IN_PARALLEL) \
+		env JAX_$$flag=1 JAX_PLATFORMS=cpu .venv-jax-0.12/bin/python -m pytest $(IN_PARALLEL) \
 			$(IN_NEWER_FORMS) || exit 1; \
 	done
 	@echo "Every test ran on JAX $(JAXLIB), a part of them on JAX 0.12 and in its newer forms. Left to others:" \
