@@ -21,9 +21,10 @@ import jax.numpy as jnp
 from jax import lax
 
 import jmp
-from jmp.autocasting import _float8, _float8_planning, _planner
+from jmp.autocasting.float8 import _arithmetic, _passes
 from testbed.machines.gpus import Program, compile_for_h200
 from testbed.machines.hlo import kernels
+from testbed.passes import without_pass
 
 HALF = jnp.bfloat16
 NHWC, NCHW = ("NHWC", "HWIO", "NHWC"), ("NCHW", "OIHW", "NCHW")
@@ -64,7 +65,7 @@ def turned(numbers: Any) -> Any:
     return lax.optimization_barrier(jnp.swapaxes(numbers[::-1, ::-1], 2, 3))
 
 
-def widened(held: _float8.Float8) -> Any:
+def widened(held: _arithmetic.Float8) -> Any:
     return held.numbers.astype(held.scale.dtype) * held.scale
 
 
@@ -72,19 +73,21 @@ def convolution_in_float8(parts: set[str]) -> Callable[..., Any]:
     """Returns a convolution of stride 1 of arrays that are given in float8 as well."""
 
     @jax.custom_vjp
-    def run(x: Any, kernel: Any, *held: _float8.Float8) -> Any:
+    def run(x: Any, kernel: Any, *held: _arithmetic.Float8) -> Any:
         return convolve(*map(widened, held))
 
-    def forward(x: Any, kernel: Any, *held: _float8.Float8) -> Any:
+    def forward(x: Any, kernel: Any, *held: _arithmetic.Float8) -> Any:
         kept = held if "kernel" in parts else (x.astype(HALF), kernel.astype(HALF))
         return run(x, kernel, *held), (kept, held[1], (x[:0], kernel[:0]))
 
     def backward(residuals: Any, change: Any) -> Any:
         kept, (numbers, scale), like = residuals
         x, kernel = map(widened, kept) if "kernel" in parts else kept
-        rounded = _float8.hold(change)
+        rounded = _arithmetic.hold(change)
         if "input" in parts:
-            of_input = convolve(widened(rounded), widened(_float8.Float8(turned(numbers), scale)))
+            of_input = convolve(
+                widened(rounded), widened(_arithmetic.Float8(turned(numbers), scale))
+            )
         else:
             of_input = gradient_of_input(x.shape, change, kernel)
         change = widened(rounded) if "kernel" in parts else change
@@ -98,8 +101,7 @@ def convolution_in_float8(parts: set[str]) -> Callable[..., Any]:
 @contextlib.contextmanager
 def autocast_takes_convolutions(parts: set[str]) -> Iterator[None]:
     """Lets "mixed_float8" make convolutions float8 that feed another product."""
-    why_not_float8, multiply = _float8_planning.why_not_float8, _float8.multiply
-    passes = [change for change in _planner.PASSES if change is not _float8_planning.with_bounds]
+    why_not_float8, multiply = _passes.why_not_float8, _arithmetic.multiply
 
     def why(node: Any, level: Any) -> str:
         if node.name != "conv_general_dilated":
@@ -112,9 +114,9 @@ def autocast_takes_convolutions(parts: set[str]) -> Iterator[None]:
         return convolution_in_float8(parts)(*operands, *held), None
 
     with (
-        mock.patch.object(_float8_planning, "why_not_float8", why),
-        mock.patch.object(_planner, "PASSES", passes),
-        mock.patch.object(_float8, "multiply", run),
+        mock.patch.object(_passes, "why_not_float8", why),
+        mock.patch.object(_arithmetic, "multiply", run),
+        without_pass("float8 bounds"),
     ):
         yield
 
@@ -160,12 +162,12 @@ def single_products(title: str) -> list[list[str]]:
 
 def _row(title: str, run: Callable[..., Any], left: Any, right: Any, turn: Any = None) -> list[str]:
     half = compile_for_h200(run, *(jax.ShapeDtypeStruct(shape, HALF) for shape in (left, right)))
-    numbers = [jax.ShapeDtypeStruct(shape, _float8.OPERANDS) for shape in (left, right)]
+    numbers = [jax.ShapeDtypeStruct(shape, _arithmetic.OPERANDS) for shape in (left, right)]
     scale = jax.ShapeDtypeStruct((), HALF)
 
     def in_float8(left: Any, right: Any, *scales: Any) -> Any:
         pair = (left, turn(right) if turn else right)
-        return run(*map(widened, map(_float8.Float8, pair, scales)))
+        return run(*map(widened, map(_arithmetic.Float8, pair, scales)))
 
     float8 = compile_for_h200(in_float8, *numbers, scale, scale)
     ((call, dtype),) = convolutions(float8)

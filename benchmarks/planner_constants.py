@@ -92,7 +92,7 @@ def large() -> Rows:
         types.append(jax.ShapeDtypeStruct((examples,), np.int32))
         programs = []
         for limit in (0, 2**30):
-            with replaced({"rewrites.pick.LARGE": limit}):
+            with replaced({"targets._pick.LARGE": limit}):
                 gradient = jax.grad(jmp.autocast(loss, "mixed_float16"))
                 programs.append(compile_for_h200(gradient, *types))
         rows.append({"elements": f"2**{exponent}", **figures_over(*programs)})
@@ -113,12 +113,12 @@ def _head(
 
     types = [jax.ShapeDtypeStruct((n, width), np.float32) for n in (tokens, classes)]
     types.append(jax.ShapeDtypeStruct((tokens,), np.int32))
-    with replaced({f"rewrites.{name}": limit for name, limit in limits.items()}):
+    with replaced({f"targets.{name}": limit for name, limit in limits.items()}):
         mixed = jmp.autocast(loss, "mixed_float16")
         return compile_for_h200(jax.value_and_grad(mixed, argnums=(0, 1)), *types)
 
 
-TWO_PASSES = {"one_pass.SHORT": 2**30, "one_pass.LONG": 2**30}
+TWO_PASSES = {"_one_pass.SHORT": 2**30, "_one_pass.LONG": 2**30}
 
 
 def short() -> Rows:
@@ -126,7 +126,7 @@ def short() -> Rows:
     rows = []
     for classes in (10, 21, 32, 64, 100, 1000, 8192, 16384, 50304):
         tokens, width = (1 << 16, 64) if classes <= 100 else (8192, 768)
-        on = {"one_pass.SHORT": 1}
+        on = {"_one_pass.SHORT": 1}
         one, two = (_head(tokens, width, classes, limits) for limits in (on, TWO_PASSES))
         rows.append({"classes": classes, **figures_over(one, two)})
     return rows

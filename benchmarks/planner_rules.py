@@ -36,21 +36,20 @@ import jmp
 from jmp.autocasting import _planner, _reasons
 from jmp.autocasting._numbers import is_inexact
 from jmp.autocasting._steps import Arithmetic, Recompute
-from jmp.autocasting.rewrites import REWRITES
-from jmp.autocasting.rewrites.one_pass import sums_in_one_pass
-from jmp.autocasting.rewrites.pick import pick_as_sum
-from jmp.autocasting.rewrites.softmax import softmax_from_half_result, softmax_of_half_scores
+from jmp.autocasting.targets.gpu import GPU
+from jmp.autocasting.targets.tpu import TPU
 from testbed.machines.gpus import compile_for_gpu
 from testbed.machines.tpus import TPUS, compile_for_tpu
 from testbed.machines.training_steps import make_step
 from testbed.models import MODELS, Model
+from testbed.passes import without_pass
 
 RESULTS = pathlib.Path("results/planner_rules.json")
 HALVES = {"float16": 2.0**12, "bfloat16": 1.0}  # and the loss scale
 FIGURES = ("bytes_moved", "temp_bytes", "kernels")
 FIGURES_OF_TPUS = ("cycles", "temp_bytes")
 # So that all rules are at work at small sizes.
-SMALL = {"_islands.SMALL": 256, "rewrites.pick.LARGE": 256}
+SMALL = {"_islands.SMALL": 256, "targets._pick.LARGE": 256}
 
 # Models and their sizes: on an H200, and on a CPU beside `Model.small`.
 SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -85,20 +84,23 @@ def _island_with(**changed: Any) -> Callable[..., Any]:
     return lambda **fields: ISLAND(**{**fields, **changed})
 
 
-def _rewrites_without(rewrite: Callable[..., Any]) -> dict[str, Any]:
-    return {"rewrites.REWRITES": [other for other in REWRITES if other is not rewrite]}
-
-
 WHY_OPERAND = _reasons._why_operand
 ISLAND = _planner.Island
 READ_HALF = _planner.Planner._read_half
 
 
 class Rule(NamedTuple):
-    """A rule of the planner, and what switches it off: by address, what stands there instead."""
+    """A rule of the planner, and what switches it off: by address, what stands there instead.
+
+    Nothing stands instead of a pass, which is left out by its name.
+    """
 
     name: str
-    off: dict[str, Any]
+    off: dict[str, Any] = {}
+
+    def switched_off(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which the planner does without it."""
+        return replaced(self.off) if self.off else without_pass(self.name)
 
 
 RULES = [
@@ -129,19 +131,9 @@ RULES = [
         "states of products are carried in half",
         {"_carries._multiplied": lambda *_: set()},
     ),
-    Rule("pick as a sum", _rewrites_without(pick_as_sum)),
-    Rule(
-        "rows in one pass",
-        {**_rewrites_without(sums_in_one_pass), "rewrites.pick.is_long": lambda _: False},
-    ),
-    Rule("softmax from its half result", _rewrites_without(softmax_from_half_result)),
-    Rule("padded softmax", {"rewrites.softmax.MULTIPLE": 1}),
-    Rule("softmax of half scores", _rewrites_without(softmax_of_half_scores)),
-    Rule("biases add up by products", {"_planner.Planner._adds_by_product": lambda *_: False}),
-    Rule("kernels of convolutions that spread", {"_planner.spreads": lambda _: False}),
     Rule("one cast for all readers", {"_planner.Island": _island_with(shares_casts=False)}),
     Rule("a cast of its own elsewhere", {"_planner.Island": _island_with(shares_casts=True)}),
-    Rule("prevent_cse", {"_planner.Island": _island_with(prevent_cse=False)}),
+    *(Rule(name) for name in dict.fromkeys(one.name for one in (*GPU.passes, *TPU.passes))),
 ]
 
 
@@ -357,7 +349,7 @@ def measure(names: list[str], found: dict[str, Any]) -> None:
         base = measured(model, None)
         found.setdefault("all rules", {}).setdefault(what, {})[model.name] = _without_text(base)
         for rule in RULES:
-            with replaced(rule.off):
+            with rule.switched_off():
                 got = measured(model, base)
             figures = "the same" if got == base else _without_text(got)
             found.setdefault(rule.name, {}).setdefault(what, {})[model.name] = figures

@@ -5,6 +5,7 @@
 GPU. A group is a table; its rows are compiled each in a process of its own.
 """
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -21,12 +22,11 @@ from benchmarks import float8_convolutions
 from benchmarks._roofline import modelled_limit
 from benchmarks.planner_rules import replaced
 from benchmarks.processes import ROOT
-from jmp.autocasting._float8_planning import with_bounds
-from jmp.autocasting._planner import PASSES
 from testbed.machines import attentions, float8_steps
 from testbed.machines.gpus import Program, compile_for_h200, one_gpu
 from testbed.machines.training_steps import WAYS, compile_step
 from testbed.models import MODELS, gpt
+from testbed.passes import without_pass
 
 MODEL_TITLES = {
     "resnet": "ResNet, batch 256, 32 x 32",
@@ -41,14 +41,14 @@ ATTENTIONS = {
     "BERT's, with a bias of its padding": attentions.Bert,
     "an odd number of patches, no mask": attentions.ViT,
 }
-FLOAT8_RULES: dict[str, tuple[str, dict[str, Any]]] = {
+FLOAT8_RULES: dict[str, tuple[str, Callable[[], contextlib.AbstractContextManager[None]]]] = {
     "bounds in place of maxima": (
         "2 MLPs 1024-4096 and a head, 8192 tokens",
-        {"_planner.PASSES": [change for change in PASSES if change is not with_bounds]},
+        lambda: without_pass("float8 bounds"),
     ),
     "a barrier before a shared factor": (
         "GPT, 4 layers of width 512, 8 x 512 tokens",
-        {"_float8_planning._shared_factors": lambda _: set()},
+        lambda: replaced({"float8._passes._shared_factors": lambda _: set()}),
     ),
 }
 # The rules of a step, and the global default precision, which is that of float32 products alone.
@@ -110,7 +110,7 @@ def float8_rule(rule: str) -> dict[str, Any]:
     """Counts the float8 step that shows a rule best: with it, without it, and in bfloat16."""
     title, off = FLOAT8_RULES[rule]
     counted = float8_step(title)
-    with replaced(off):
+    with off():
         counted["without the rule"] = float8_step(title)["mixed_float8"]
     return {"program": title, **counted}
 

@@ -4,11 +4,11 @@ import contextlib
 from collections.abc import Iterator
 from unittest import mock
 
-from jmp.autocasting import _float8_planning
+from jmp.autocasting.float8 import _passes
 
 
 @contextlib.contextmanager
 def small_is_float8() -> Iterator[None]:
     """Counts small products as large: all that may be float8 is float8."""
-    with mock.patch.multiple(_float8_planning, SMALL_PRODUCT=1, THIN=1):
+    with mock.patch.multiple(_passes, SMALL_PRODUCT=1, THIN=1):
         yield

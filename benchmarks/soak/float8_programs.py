@@ -26,7 +26,7 @@ from rich.console import Console
 
 import jmp
 from benchmarks.processes import ROOT
-from jmp.autocasting import _float8
+from jmp.autocasting.float8 import _arithmetic
 from testbed.float8_programs import program
 from testbed.small_products import small_is_float8
 
@@ -134,8 +134,8 @@ def compare(number: int) -> dict[str, Any]:
 
     exact = gradient(None)
     error = lambda got: float(np.linalg.norm(got - exact) / np.linalg.norm(exact))
-    multiplied = _float8.multiply
-    with mock.patch.object(_float8, "multiply", multiply):
+    multiplied = _arithmetic.multiply
+    with mock.patch.object(_arithmetic, "multiply", multiply):
         float8 = error(gradient(policy))
     found = "near"
     if not float8 < NEAR:  # or it does not matter what bfloat16 does

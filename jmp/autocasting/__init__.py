@@ -16,7 +16,7 @@ The way of a program, and the files in the order in which they build on each oth
     and `_float8`; `_operations` reads the steps, for reports.
 """
 
-from jmp.autocasting import kinds, rules
+from jmp.autocasting import kinds, rules, targets
 from jmp.autocasting._autocast import autocast, full_precision
 from jmp.autocasting._operations import (
     Float16OnTpuWarning,
@@ -37,4 +37,5 @@ __all__ = [
     "kinds",
     "register_rule",
     "rules",
+    "targets",
 ]

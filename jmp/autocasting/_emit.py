@@ -6,8 +6,7 @@ not take casts out of loops: there the plan says so, see `Nested.rounds`.
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -16,13 +15,12 @@ import numpy as np
 from jax import lax
 
 from jmp import _jax_compat
-from jmp.autocasting import _convolutions, _float8, _float8_planning, _wide_gradients
-from jmp.autocasting._casts import cast, cast_all, masked, repeated, saturated
-from jmp.autocasting._float8 import Bound, Bounded, Float8, InFloat8, bound_behind, bound_of_product
-from jmp.autocasting._graph import Node, Value, root
+from jmp.autocasting._casts import cast, cast_all, repeated, saturated
+from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import kind_of
+from jmp.autocasting._lowerings import as_it_is
 from jmp.autocasting._steps import (
-    Arithmetic,
+    Environment,
     Function,
     Fused,
     Island,
@@ -35,27 +33,12 @@ from jmp.autocasting._steps import (
     Unplanned,
     Write,
 )
-from jmp.autocasting.rewrites.softmax import lowered_behind, multiply_padded, repeated_padded
+from jmp.autocasting._wide_gradients import run_either
 from jmp.dtypes import FLOAT32
-from jmp.sharding._axes import without_reduced
 
 # The name of the function that a recomputed island is traced from: diagnostics tell by it such a
 # remat from the user's.
 ISLAND = "run_island"
-
-
-@dataclasses.dataclass(frozen=True)
-class Float8Of:
-    """The key of a value as float8: all products that read it share what it was rounded to."""
-
-    value: Value
-
-
-@dataclasses.dataclass(frozen=True)
-class BoundOf:
-    """The key of the bound of a float8 product's result."""
-
-    product: Value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,16 +48,12 @@ class FunctionOf:
     island: Hashable
 
 
-# What was computed of one level so far: values, and what stands under other keys beside them.
-Environment = dict[Any, Any]
-
-
 def run_plan(plan: Plan, arguments: Sequence[Any]) -> list[Any]:
     """Returns the outputs of a level, given its inputs in the dtypes of `plan.reads`."""
     environment: Environment = dict(zip(plan.graph.inputs, arguments, strict=True))
     run_steps(plan.steps, environment)
     pairs = zip(plan.graph.outputs, plan.stores, strict=True)
-    return [_read(Read(value, dtype), environment) for value, dtype in pairs]
+    return [read_value(Read(value, dtype), environment) for value, dtype in pairs]
 
 
 def run_steps(steps: Sequence[Step], environment: Environment) -> None:
@@ -95,7 +74,7 @@ def run_steps(steps: Sequence[Step], environment: Environment) -> None:
 
 
 def _read_by(read: Read, step: Single | Nested, environment: Environment) -> Any:
-    array = _read(read, environment)
+    array = read_value(read, environment)
     if _jax_compat.is_jax_array(array):
         return array
     if np.ndim(array) == 0 and not _jax_compat.holds_functions(step.node.equation):
@@ -107,33 +86,9 @@ def _read_by(read: Read, step: Single | Nested, environment: Environment) -> Any
 def _run_single(step: Single, environment: Environment) -> Sequence[Any]:
     """Returns the results of one equation."""
     operands = [_read_by(read, step, environment) for read in step.reads]
-    if step.in_float8 is not None:
-        return [_multiply_in_float8(step, step.in_float8, operands, environment)]
-    if step.moves_float8:
-        _move_in_float8(step, operands, environment)
-    run: Callable[..., list[Any]] = functools.partial(
-        _jax_compat.bind, step.node.equation.primitive, params=step.params
-    )
-    if step.rounds is not None and step.node.is_product:
-        return _multiply_rounded(run, step, operands)
-    if step.arithmetic is Arithmetic.SENT:
-        run = functools.partial(_send, run)
-    if step.rounds is not None:
-        return _wide_gradients.move_rounded(run, operands, step.stores, step.rounds, step.parts)
-    if step.looks_up_half:
-        return _wide_gradients.look_up_half(run, operands)
-    if step.spreads:
-        return _convolutions.convolve(operands, step.params)
-    if step.pads:
-        shape = step.node.outputs[0].aval.shape if step.cuts else None
-        return multiply_padded(run, operands, step.pads, shape)
-    results = run(operands)
-    if step.is_masked:
-        for position, read in enumerate(step.reads):
-            if read.saturates:
-                others = [x for i, x in enumerate(operands) if i != position]
-                results = [masked(result, operands[position], *others) for result in results]
-    return results
+    if step.lowering is None:
+        return as_it_is(step)(operands)
+    return step.lowering.bind(step, operands, environment)
 
 
 def _run_nested(step: Nested, environment: Environment) -> list[Any]:
@@ -160,7 +115,7 @@ def _run_nested(step: Nested, environment: Environment) -> list[Any]:
     def in_float32(*operands: Any) -> Any:
         return cast_all(run(differentiated, operands), step.stores)
 
-    results: list[Any] = _wide_gradients.run_either(in_half, in_float32, operands)
+    results: list[Any] = run_either(in_half, in_float32, operands)
     return results
 
 
@@ -170,7 +125,7 @@ def _run_island(island: Island, environment: Environment) -> None:
     key = FunctionOf(island.key or id(island))
     if key not in environment:
         environment[key] = _function_of(island)
-    arrays = [_read(read, environment) for read in island.reads]
+    arrays = [read_value(read, environment) for read in island.reads]
     first = island.nodes[0]
     with _jax_compat.place_of(first.equation, first.stack[: island.common_scopes]):
         results = environment[key](*arrays)
@@ -178,7 +133,7 @@ def _run_island(island: Island, environment: Environment) -> None:
 
 
 def _run_fused(step: Fused, environment: Environment) -> None:
-    """Runs both forms of an attention, of which a program keeps that of its platform."""
+    """Runs both forms of fused steps, of which a program keeps that of its platform."""
     entering = [read.value for read in step.reads]
 
     def plain(*arrays: Any) -> list[Any]:
@@ -188,10 +143,8 @@ def _run_fused(step: Fused, environment: Environment) -> None:
 
     def fused(*arrays: Any) -> list[Any]:
         inside: Environment = dict(zip(entering, arrays, strict=True))
-        operands = [_read(read, inside) for read in step.operands]
-        added = [[_read(read, inside) for read in reads] for reads in (step.biases, step.masks)]
         with _jax_compat.place_of(step.node.equation, step.node.stack):
-            return [step.attend(step.form, *operands, *added)]
+            return [step.lowering.bind(inside)]
 
     arrays = [environment[value] for value in entering]
     results = lax.platform_dependent(*arrays, **{step.platform: fused}, default=plain)
@@ -208,68 +161,6 @@ def _as_function(inside: Plan | Unplanned) -> Function:
     return function
 
 
-def _send(run: Callable[..., list[Any]], operands: Sequence[Any]) -> list[Any]:
-    # Without it XLA may round what was sent: under jit it reads a constraint on the rounded
-    # parameter as one on the parameter, and gathers that.
-    return run(lax.optimization_barrier(operands))
-
-
-def _multiply_rounded(
-    run: Callable[..., list[Any]], step: Single, operands: Sequence[Any]
-) -> list[Any]:
-    if step.node.name != "dot_general":
-        return _wide_gradients.multiply_to_float32(run, operands, step.params)
-    assert step.rounds is not None
-    result = step.rounds if step.stores == (step.rounds,) else FLOAT32
-    return _wide_gradients.multiply_rounded(operands, step.params, step.rounds, result)
-
-
-# Products in float8.
-
-
-def _multiply_in_float8(
-    step: Single, form: InFloat8, operands: Sequence[Any], environment: Environment
-) -> Any:
-    (half,) = step.stores
-    bounds = [_bound_of(factors, environment) for factors in form.operands]
-    held = [
-        _in_float8_of(read.value, cast(operand, half), environment, bound)
-        for read, operand, bound in zip(step.reads, operands, bounds, strict=True)
-    ]
-    result, bound = _float8.multiply(operands, held, step.params, form, bounds)
-    if bound is not None:
-        environment[BoundOf(step.node.outputs[0])] = bound
-    return result
-
-
-def _bound_of(factors: Sequence[Bounded], environment: Environment) -> Bound | None:
-    bounds = []
-    for product, added, extremes in factors:
-        vectors = [_read(Read(value, None), environment) for value in added]
-        bounds.append(bound_behind(environment[BoundOf(product)], vectors, extremes))
-    return functools.reduce(bound_of_product, bounds) if bounds else None
-
-
-def _move_in_float8(step: Single, operands: Sequence[Any], environment: Environment) -> None:
-    # What products read is this. The step itself is there for its transpose, which moves gradients;
-    # what it computes nothing reads, and XLA leaves it out.
-    first, *others = operands
-    numbers, scale = _in_float8_of(step.reads[0].value, first, environment)
-    moved = _float8_planning.moved_in_float8(step.node, [numbers, *others])
-    for value, array in zip(step.node.outputs, moved, strict=True):
-        environment[Float8Of(value)] = Float8(without_reduced(array), scale)
-
-
-def _in_float8_of(
-    value: Value, array: Any, environment: Environment, bound: Bound | None = None
-) -> Float8:
-    """Returns a value in float8, given as an array if it is not held yet."""
-    if Float8Of(value) not in environment:
-        environment[Float8Of(value)] = _float8.hold(array, root(value).aval, bound)
-    held: Float8 = environment[Float8Of(value)]
-    return held
-
-
 # Islands.
 
 
@@ -283,12 +174,12 @@ def _function_of(island: Island) -> Function:
             environment = {value: _rounded_again(array) for value, array in environment.items()}
         if island.shares_casts:
             environment = {value: _in_float32(value, environment) for value in entering}
-        _end_rows(island.padded, entering, environment)
+        if island.lowering is not None:
+            environment = island.lowering.enter(environment)
         for node in island.nodes:
             with _jax_compat.place_of(node.equation, node.stack[island.common_scopes :]):
                 results = _run_node(node, island, environment)
             environment.update(zip(node.outputs, results, strict=True))
-            _end_rows(island.padded, node.outputs, environment)
         return [_stored(write, environment[write.value]) for write in island.writes]
 
     run_island.__name__ = ISLAND
@@ -302,16 +193,9 @@ def _run_node(node: Node, island: Island, environment: Environment) -> list[Any]
     if rewrite is not None:
         return [rewrite.run(*(_in_float32(value, environment) for value in rewrite.reads))]
     operands = [_in_float32(value, environment) for value in node.inputs]
-    params = node.params
-    if island.padded is not None and node.name == "broadcast_in_dim":
-        params = repeated_padded(operands[0], params)
-    return _jax_compat.bind(node.equation.primitive, operands, params)
-
-
-def _end_rows(rows: Value | None, values: Sequence[Value], environment: Environment) -> None:
-    """Puts -inf behind the ends of padded rows, if they are among these values."""
-    if rows is not None and rows in values:
-        environment[rows] = lowered_behind(environment[rows], rows.aval.shape[-1])
+    if island.lowering is not None:
+        return island.lowering.bind(node, operands)
+    return _jax_compat.bind(node.equation.primitive, operands, node.params)
 
 
 def _what_to_keep(island: Island) -> Any:
@@ -337,16 +221,17 @@ def _rounded_again(array: Any) -> Any:
 
 
 def _in_float32(value: Value, environment: Environment) -> Any:
-    return _read(Read(value, FLOAT32), environment)
+    return read_value(Read(value, FLOAT32), environment)
 
 
-def _read(read: Read, environment: Environment) -> Any:
-    value, dtype, shape, saturates, adds_by_product = read
+def read_value(read: Read, environment: Environment) -> Any:
+    """Returns a value of a level, read as `read` says."""
+    value, dtype, shape, saturates, repeat = read
     array = environment[value] if value.held is None else value.held
     if dtype is None or not value.is_float32:
         return array
-    if adds_by_product and shape is not None and dtype != FLOAT32:
-        return _wide_gradients.repeated_by_product(array, shape, dtype)
+    if repeat is not None:
+        return repeat(array, shape, dtype)
     if shape is not None:
         array = repeated(array, shape)
     if saturates:

@@ -22,7 +22,7 @@ from jmp.autocasting._flow import is_row_reduction
 from jmp.autocasting._graph import Node, Value, reached
 from jmp.autocasting._numbers import is_inexact
 from jmp.autocasting._registry import Category
-from jmp.autocasting._steps import Island, Recompute, Storage
+from jmp.autocasting._steps import Fused, Island, Recompute, S, Step, Storage
 
 # Islands whose largest value has fewer elements run plain: a recomputation would launch kernels to
 # save less than 32 KiB.
@@ -32,7 +32,11 @@ SMALL = 1 << 14
 
 
 def group(nodes: Iterable[Node], cuts: Set[Node]) -> list[list[Node]]:
-    """Returns the connected components of fusible, non-neutral nodes of one depth."""
+    """Returns the connected components of fusible, non-neutral nodes of one depth.
+
+    Args:
+      nodes: in program order.
+    """
     touching: dict[Node, set[Node]] = {node: set() for node in nodes}
     for node in touching:
         # Places that are computed together do not join what is looked up there.
@@ -47,7 +51,7 @@ def group(nodes: Iterable[Node], cuts: Set[Node]) -> list[list[Node]]:
         if node not in grouped:
             component = set(reached([node], touching.__getitem__))
             grouped |= component
-            components.append(sorted(component, key=lambda node: node.index))
+            components.append([node for node in touching if node in component])  # in order
     return components
 
 
@@ -173,13 +177,25 @@ def common_scopes_of(nodes: Sequence[Node]) -> int:
     return count
 
 
-def key_of(island: Island) -> Hashable:
-    """Returns what islands that are alike, as those of the layers of a deep network, agree in.
+def with_keys(steps: Iterable[Step]) -> list[Step]:
+    """Returns steps whose recomputed islands share a trace with those that are alike.
 
     JAX traces what is under `jax.checkpoint`, its derivative and its transpose once for each
     function object. So islands that agree in all but the values that enter, and the scope that they
-    stand in, are emitted through one function.
+    stand in, such as those of the layers of a deep network, are emitted through one function.
     """
+
+    def with_key(step: S) -> S:
+        if isinstance(step, Fused):
+            return step._replace(plain=tuple(map(with_key, step.plain)))
+        if isinstance(step, Island) and step.recompute is Recompute.RECOMPUTE:
+            return step._replace(key=_key_of(step))
+        return step
+
+    return list(map(with_key, steps))
+
+
+def _key_of(island: Island) -> Hashable:
     numbers: dict[Value, int] = {}
 
     def name(value: Value) -> Hashable:
@@ -207,5 +223,5 @@ def key_of(island: Island) -> Hashable:
         tuple(map(describe, island.nodes)),
         tuple((name(value), dtype, saturates) for value, dtype, saturates in island.writes),
         (island.recompute, island.prevent_cse, island.shares_casts),
-        None if island.padded is None else name(island.padded),
+        island.lowering and (type(island.lowering), *map(name, island.lowering.values)),
     )

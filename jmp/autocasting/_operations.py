@@ -16,7 +16,6 @@ from jmp._jax_compat import Params
 from jmp._messages import PrecisionWarning, described
 from jmp.autocasting._equations import contracts_nothing, is_inner_product
 from jmp.autocasting._exact_products import WHY_EXACT, wrapped_values
-from jmp.autocasting._float8 import OPERANDS
 from jmp.autocasting._graph import Node
 from jmp.autocasting._kinds import has_kind
 from jmp.autocasting._numbers import dtype_of
@@ -111,10 +110,9 @@ def operations_of(steps: Iterable[Ran]) -> Iterator[Operation]:
                 yield from _operations_of_node(node, node.params, why, times, reads, stores)
         elif isinstance(step, Single):
             node, half = step.node, level.request.settings.compute_dtype
-            in_half = step.arithmetic.is_half
-            reads = [half if in_half and v.is_float32 else v.dtype for v in node.inputs]
-            if step.in_float8 is not None:
-                reads = [OPERANDS]
+            reads = [half if step.is_half and v.is_float32 else v.dtype for v in node.inputs]
+            if dtype := getattr(step.lowering, "dtype_in", None):
+                reads = [dtype]
             yield from _operations_of_node(node, step.params, step.why, times, reads, step.stores)
 
 
@@ -155,19 +153,17 @@ def decisions_of(steps: Iterable[Ran]) -> Iterator[tuple[str, Node, int]]:
             for node in filter(None, masked):
                 yield SATURATED, node, times
         else:
-            if step.not_fused:
-                yield step.not_fused, step.node, times
+            for note in step.notes:
+                yield note, step.node, times
             if any(read.saturates for read in step.reads):
                 yield SATURATED, step.node, times
-            elif step.moves_float8:
-                yield step.why, step.node, times
 
 
 def rounded_arguments_of(steps: Iterable[Ran]) -> Iterator[Node]:
     """Yields the half products whose results reach a function that wraps, such as sin."""
     wrapped = functools.cache(wrapped_values)
     for step, level, _ in steps:
-        if isinstance(step, Single) and step.node.is_product and step.arithmetic.is_half:
+        if isinstance(step, Single) and step.node.is_product and step.is_half:
             if not wrapped(level.graph).isdisjoint(step.node.outputs):
                 yield step.node
 
@@ -263,7 +259,7 @@ def _is_unplanned(ran: Ran) -> bool:
 def _is_float16_on_tpu(plan: Plan, name: str) -> str:
     """Says that a program for a TPU computes in float16."""
     request = plan.request
-    if request.platform != "tpu" or request.settings.compute_dtype != jnp.float16:
+    if request.target.platform != "tpu" or request.settings.compute_dtype != jnp.float16:
         return ""
     return (
         f"autocast of {described(name)} computes in float16 on a TPU, which has no matrix unit "

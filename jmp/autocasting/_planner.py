@@ -6,17 +6,15 @@ barrier is decided by its rule; what nests is planned by its kind, which hands b
 """
 
 import functools
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from jmp import _jax_compat
 from jmp.autocasting._carries import exposed_values
-from jmp.autocasting._convolutions import spreads
 from jmp.autocasting._exact_products import results_wrap
 from jmp.autocasting._flatten import graph_of
-from jmp.autocasting._float8_planning import multiply_in_float8, send_in_float8, with_bounds
 from jmp.autocasting._flow import is_maximum, reaching_values
 from jmp.autocasting._graph import Given, Graph, Node, Value
 from jmp.autocasting._islands import (
@@ -24,13 +22,18 @@ from jmp.autocasting._islands import (
     common_scopes_of,
     entering,
     group,
-    key_of,
     normalises_rows,
     peel,
+    with_keys,
 )
 from jmp.autocasting._kinds import Level, has_kind, kind_of
+from jmp.autocasting._lowerings import (
+    MaskedSum,
+    MovedWithWideGradient,
+    MultipliedInHalf,
+    SentInHalf,
+)
 from jmp.autocasting._magnitudes import magnitude_of_sums
-from jmp.autocasting._numbers import Shape
 from jmp.autocasting._precision import with_default
 from jmp.autocasting._reasons import UNBOUNDED, why_float32, why_not_lowered, why_region
 from jmp.autocasting._registry import Category
@@ -54,29 +57,15 @@ from jmp.autocasting._steps import (
     Recompute,
     Single,
     Step,
-    Surroundings,
     Write,
     runnable_order,
 )
-from jmp.autocasting.attention import fuse_attentions
-from jmp.autocasting.rewrites import pad_softmaxes, rewrite_of
 from jmp.dtypes import FLOAT32
 
 # A product whose result is so many times smaller than an operand leaves it float32.
 SMALL_BESIDE = 16
 WHY_SMALL = "its result is small, and stays the float32 that it was added up in"
 WHY_ASKED = "the user asked for its result in the float32 that it was added up in"
-
-# What is done with the steps of a level when every dtype is decided, in this order: what is sent
-# asks which products are float8; bounds come last, and see none of the steps that a fused attention
-# replaces.
-PASSES: tuple[Callable[[Sequence[Step], Level], list[Step]], ...] = (
-    multiply_in_float8,
-    send_in_float8,
-    fuse_attentions,
-    pad_softmaxes,
-    with_bounds,
-)
 
 
 class Planner(Level):
@@ -101,10 +90,10 @@ class Planner(Level):
             for nodes in group(fusible.get(depth, []), self.facts.cuts):
                 steps += self._component(nodes)
             steps += map(self._barrier, barriers.get(depth, []))
-        for change in PASSES:
-            steps = change(steps, self)
+        for each in self.context.request.target.passes:
+            steps = list(each.run(steps, self))
         reads = tuple(map(self.storage.dtype, self.graph.inputs))
-        ordered = tuple(runnable_order(steps, self.graph.outputs))
+        ordered = tuple(with_keys(runnable_order(steps, self.graph.outputs)))
         infos = tuple(map(self.storage.info, self.graph.outputs))
         return Plan(self.graph, reads, ordered, infos, self.context.request)
 
@@ -142,45 +131,20 @@ class Planner(Level):
                     storage.store([value], [self.half])
                 saturates = may_be_masked and storage.is_half(value)
                 writes.append(Write(value, storage.dtype(value), saturates))
-        around = Surroundings(
-            inside=own,
-            recompute=recompute,
-            half=self.half,
-            entering={value for value in entering(nodes) if storage.is_half(value)},
-            leaving={write.value for write in writes},
-            in_half={write.value for write in writes if write.dtype == self.half},
-            platform=self.context.request.platform,
-            has_gradient=self.context.has_gradient,
-        )
-        rewrites = {node: found for node in nodes if (found := rewrite_of(node, around))}
         # All readers of an input of a norm over rows share one cast, so that its cotangents add up
         # in float32 (4 % of the gradient error of an RMSNorm transformer). Elsewhere each has its
         # own, and the cotangents add up in half: XLA takes a pair of casts away, and would store
         # the float32 sum (2 % of a U-Net's bytes, 10 % of a GPT's).
-        island = Island(
+        return Island(
             nodes=tuple(nodes),
-            rewrites=rewrites,
             why=why,
             reads=tuple(Read(v, storage.dtype(v)) for v in entering(nodes)),
             writes=tuple(writes),
             recompute=recompute,
-            prevent_cse=self._prevents_cse(nodes),
             shares_casts=recompute is Recompute.RECOMPUTE
             and normalises_rows(nodes, self.facts.cuts),
             common_scopes=common_scopes_of(nodes),
         )
-        return island if recompute is Recompute.PLAIN else island._replace(key=key_of(island))
-
-    def _prevents_cse(self, nodes: list[Node]) -> bool:
-        """Returns whether an island's recomputation must be kept apart from its forward pass.
-
-        A barrier does that, behind which nothing fuses. Elementwise functions need it on GPUs: XLA
-        would keep their float32 results. What reduces rows XLA takes apart by itself. On TPUs,
-        where arithmetic takes time, a barrier always costs more than it saves.
-        """
-        reduces = any(node.rule.reduces for node in nodes)
-        is_gpu = self.context.request.platform == "gpu"
-        return self.context.prevent_cse and is_gpu and not reduces
 
     def _light(self, node: Node) -> Step:
         if node.rule.category is Category.AS_WRITTEN:
@@ -199,8 +163,8 @@ class Planner(Level):
             return self._single(node, Arithmetic.FLOAT32, UNBOUNDED)
         if node in self.facts.embeddings and may_be_sent(node):
             parts = None if node.region.reduces_in_float32 else parts_of_rows(node)
-            single = self._wide(node, Arithmetic.HALF, WHY_IN_PARTS if parts else WHY_LOOKUP)
-            return single._replace(parts=parts)
+            single = self._wide(node, WHY_IN_PARTS if parts else WHY_LOOKUP)
+            return single._replace(lowering=MovedWithWideGradient(self.half, parts))
         if node in self.facts.embeddings:
             why = "rows of a float32 table, rounded after the lookup"
             return self._single(node, Arithmetic.ROUNDED, why)
@@ -226,12 +190,11 @@ class Planner(Level):
         if node.name != "dot_general":
             # A convolution's is not: cuDNN would compute its gradient from float32 operands.
             single = self._single(node, Arithmetic.HALF, WHY_NOT_WIDE if is_wide else "")
-            if is_asked:
-                return self._with_sums(single, WHY_ASKED)
-            on_tpu = self.context.request.platform == "tpu"
-            return single._replace(spreads=on_tpu and spreads(node))
-        plan = self._wide if is_wide else self._single
-        single = plan(node, Arithmetic.HALF, WHY_WIDE if is_wide else "")
+            return self._with_sums(single, WHY_ASKED) if is_asked else single
+        if is_wide:
+            single = self._wide(node, WHY_WIDE)._replace(lowering=MultipliedInHalf(self.half))
+        else:
+            single = self._single(node, Arithmetic.HALF)
         if is_asked:
             return self._with_sums(single, WHY_ASKED)
         sums = magnitude_of_sums(node, *map(self.storage.magnitude, node.inputs))
@@ -262,7 +225,7 @@ class Planner(Level):
         """Returns a product with a float32 result."""
         self.storage.store(single.node.outputs, [FLOAT32])
         why = "; ".join(filter(None, (single.why, why)))
-        return single._replace(why=why, rounds=self.half, stores=(FLOAT32,))
+        return single._replace(why=why, lowering=MultipliedInHalf(self.half), stores=(FLOAT32,))
 
     # Single equations, and how they read.
 
@@ -271,27 +234,29 @@ class Planner(Level):
             return self._single(node, Arithmetic.FLOAT32, why_region(node))
         if not node.region.reduces_in_float32:
             is_first = sends(node) and not any(map(self.storage.is_half, node.inputs))
-            return self._single(node, Arithmetic.SENT if is_first else Arithmetic.HALF, WHY_SENT)
+            single = self._single(node, Arithmetic.HALF, WHY_SENT)
+            return single._replace(lowering=SentInHalf()) if is_first else single
         if not sends(node):
             return self._single(node, Arithmetic.FLOAT32)
         # It comes out in float32, as its gradient comes in; products round it once more.
-        single = self._wide(node, Arithmetic.SENT, WHY_SENT)
+        single = self._wide(node, WHY_SENT)
         stores = tuple(value.dtype for value in node.outputs)
         self.storage.store(node.outputs, stores)
-        return single._replace(stores=stores)
+        lowering = MovedWithWideGradient(self.half, is_sent=True)
+        return single._replace(stores=stores, lowering=lowering)
 
-    def _wide(self, node: Node, arithmetic: Arithmetic, why: str) -> Single:
-        """Returns a step in half whose gradients of parameters are float32."""
+    def _wide(self, node: Node, why: str) -> Single:
+        """Returns a step in half that reads parameters in float32, for the sake of gradients."""
         facts, storage = self.facts, self.storage
-        single = self._single(node, arithmetic, why)
+        single = self._single(node, Arithmetic.HALF, why)
         reads = [
             Read(v, FLOAT32 if v not in facts.dependent and not storage.is_half(v) else read.dtype)
             for v, read in zip(node.inputs, single.reads, strict=True)
         ]
-        return single._replace(reads=tuple(reads), rounds=self.half)
+        return single._replace(reads=tuple(reads))
 
     def _single(self, node: Node, arithmetic: Arithmetic, why: str = "") -> Single:
-        if arithmetic.is_half:
+        if arithmetic is Arithmetic.HALF:
             reads = tuple(self._read_half(node, value) for value in node.inputs)
             is_half = any(value.is_float32 for value in node.outputs)  # a callback has none
             params = node.rule.params_in_half(node.params, self.half) if is_half else node.params
@@ -303,20 +268,11 @@ class Planner(Level):
         else:
             stores = tuple(self.half if v.is_float32 else v.dtype for v in node.outputs)
         self.storage.store(node.outputs, stores)
-        is_sum = node.rule.linear and not self.facts.compared.isdisjoint(node.outputs)
-        is_masked = is_sum and any(read.saturates for read in reads)
+        is_compared = node.rule.linear and not self.facts.compared.isdisjoint(node.outputs)
+        masks = tuple(i for i, read in enumerate(reads) if read.saturates and is_compared)
+        lowering = MaskedSum(masks) if masks else None
         why = why or node.rule.reason
-        single = Single(node, arithmetic, why, reads, params, stores, is_masked=is_masked)
-        return self._looked_up(single) if node.rule.looks_up else single
-
-    def _looked_up(self, single: Single) -> Single:
-        """Returns a gather of a half array, on a TPU, in half."""
-        first, *places = single.reads
-        on_tpu = self.context.request.platform == "tpu"
-        is_rounded = single.arithmetic is Arithmetic.ROUNDED
-        if not (on_tpu and is_rounded and self.storage.is_half(first.value)):
-            return single
-        return single._replace(reads=(first._replace(dtype=self.half), *places), looks_up_half=True)
+        return Single(node, arithmetic, why, reads, params, stores, lowering)
 
     def _read_half(self, node: Node, value: Value) -> Read:
         """Returns how an operand is read in half.
@@ -331,25 +287,7 @@ class Planner(Level):
         shape = node.outputs[0].aval.shape if repeats and value.varies else None
         is_compared = not self.facts.compared.isdisjoint(node.outputs)
         saturates = is_compared and node.rule.masks and self.storage.may_be_mask(value)
-        adds_by_product = shape is not None and self._adds_by_product(node, value, shape)
-        return Read(value, self.half, shape, saturates, adds_by_product)
-
-    def _adds_by_product(self, node: Node, value: Value, shape: Shape) -> bool:
-        """Returns whether the gradient of a bias is a product with ones: in a TPU's matrix unit.
-
-        A sum takes its vector units, which have the most to do: by XLA's estimate a GPT's step on a
-        v5e takes 9 % fewer cycles with products, a scanned one 5 %, a ViT 8 %, an LSTM's, of 8 to
-        64 rows a turn, 5 to 7 %. After a convolution a sum costs little, in the kernel that makes
-        the cotangent: with products a U-Net's step took 8 % more.
-        """
-        own, on_tpu = value.aval.shape, self.context.request.platform == "tpu"
-        is_bias = own[-1:] == tuple(shape[-1:]) and all(n == 1 for n in own[:-1])
-        is_multiplied = self.half != np.float16  # by no TPU
-        producers = [operand.producer for operand in node.inputs if operand.producer]
-        is_of_convolution = any(p.name == "conv_general_dilated" for p in producers)
-        is_on_one_device = value.aval.sharding.mesh.empty
-        wanted = on_tpu and is_multiplied and is_bias and is_on_one_device
-        return wanted and not is_of_convolution
+        return Read(value, self.half, shape, saturates)
 
     @functools.cached_property
     def _scores(self) -> Set[Value]:

@@ -27,6 +27,7 @@ import numpy as np
 from jmp import _jax_compat
 from jmp._messages import described, wrong
 from jmp.autocasting import _registry
+from jmp.autocasting._passes import platforms, target_of
 from jmp.autocasting._registry import Category, primitive_name
 from jmp.dtypes import FLOAT32, is_half
 from jmp.policy import (
@@ -43,7 +44,6 @@ CHOICES = {
     "recompute": ("auto", "none", "all"),
     "attention": ("plain", "fused"),
     "float8": ("weights", "all"),
-    "platform": (None, "gpu", "tpu", "cpu"),
 }
 
 
@@ -82,7 +82,7 @@ class Settings:
                         f"in {category.value}=; give it one category."
                     )
                 self.overrides[name] = category
-        for option, choices in CHOICES.items():
+        for option, choices in {**CHOICES, "platform": (None, *platforms())}.items():
             choice = getattr(self, option)
             if choice not in choices:
                 kind = ValueError if isinstance(choice, str) else TypeError
@@ -191,7 +191,7 @@ def policy_scope(policy: Policy) -> AbstractContextManager[None]:
 class Request:
     """What the user asked for: the options of a call, and of places in the program by `rules=`.
 
-    It is made for one call that is planned: `platform` is what that is planned for, "gpu" or "tpu".
+    It is made for one call that is planned, for the hardware of `target`.
 
     Rules are matched against name scopes; what was found is remembered. The options hold outside
     all rules. A rule's target matches from any scope of a path on: "head*" finds "GPT/head". A
@@ -203,8 +203,7 @@ class Request:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         # Asked while a call is planned, and no sooner: it may start JAX's backends.
-        is_tpu = (settings.platform or jax.default_backend()) == "tpu"
-        self.platform = "tpu" if is_tpu else "gpu"
+        self.target = target_of(settings.platform or jax.default_backend())
         self._half = half = settings.compute_dtype
         others = ("product_dtype", "result_dtype")
         asked = {name: getattr(settings.policy, name) for name in others}

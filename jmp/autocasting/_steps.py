@@ -1,8 +1,10 @@
 """A plan: the steps of one level, with every decision and its reason. `_emit` runs it as it says.
 
 There are four sorts of steps: a `Single` equation, a `Nested` one that is planned inside, an
-`Island` of equations computed in float32 as one, and a `Fused` attention. While a level is planned,
-`Storage` has what is decided of its values: the one place where dtypes are written down.
+`Island` of equations computed in float32 as one, and steps that are `Fused` to one kernel. A step
+says how it is lowered by an object that the rule or pass that wants it so attaches; nothing else
+knows that object. While a level is planned, `Storage` has what is decided of its values: the one
+place where dtypes are written down.
 """
 
 import enum
@@ -10,22 +12,21 @@ import graphlib
 import heapq
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from jmp._jax_compat import Params
-from jmp.autocasting._float8 import InFloat8
 from jmp.autocasting._flow import Destination, Facts, Info, is_multiplied
 from jmp.autocasting._graph import Graph, Node, Value, reached
 from jmp.autocasting._magnitudes import Magnitude, magnitude_of_source, magnitudes_of_results
 from jmp.autocasting._propagation import turns_of
 from jmp.autocasting._request import Request
-from jmp.autocasting._wide_gradients import Parts
 
 Function = Callable[..., Any]  # of flat arrays; returns a list of them
 Dtypes = tuple[np.dtype | None, ...]  # None for what has no dtype, or keeps its own
-Pads = tuple[tuple[int, ...], ...]  # the axes of each operand that are padded; () for none
+# What was computed of one level so far: values, and what stands under other keys beside them.
+Environment = dict[Any, Any]
 
 
 class Arithmetic(enum.Enum):
@@ -34,12 +35,6 @@ class Arithmetic(enum.Enum):
     HALF = "half"
     FLOAT32 = "float32"  # or other dtypes that it was traced with
     ROUNDED = "float32, rounded"
-    SENT = "half, rounded before it is sent"  # to other devices
-
-    @property
-    def is_half(self) -> bool:
-        """Whether operands are read in half."""
-        return self not in (Arithmetic.FLOAT32, Arithmetic.ROUNDED)
 
 
 class Recompute(enum.Enum):
@@ -56,7 +51,8 @@ class Read(NamedTuple):
     dtype: np.dtype | None
     shape: tuple[Any, ...] | None = None
     saturates: bool = False  # finite numbers are held within float16's range
-    adds_by_product: bool = False  # what is repeated adds up its gradient by a product with ones
+    # Repeats the array to the shape in half; None: `_casts.repeated`, then a cast.
+    repeat: Callable[[Any, Any, Any], Any] | None = None
 
 
 class Write(NamedTuple):
@@ -68,26 +64,13 @@ class Write(NamedTuple):
 
 
 class Rewrite(NamedTuple):
-    """A leaner form of one equation of an island, the same up to rounding; see `rewrites`."""
+    """How one equation of an island is lowered: the same up to rounding, and leaner."""
 
     why: str  # one sentence, for reports
     reads: tuple[Value, ...]  # instead of the equation's operands
     run: Callable[..., Any]  # of these in float32; returns the equation's result
     keeps: str = ""  # the name under which it keeps a value where the island is recomputed
     as_stored: bool = False  # what enters the island is read with the rounding it is stored with
-
-
-class Surroundings(NamedTuple):
-    """What a rewrite may ask of the island that an equation stands in."""
-
-    inside: Set[Node]
-    recompute: Recompute
-    half: np.dtype
-    entering: Set[Value]  # what enters in half
-    leaving: Set[Value]  # results that leave
-    in_half: Set[Value]  # those that leave in half
-    platform: str  # "gpu" or "tpu"
-    has_gradient: bool  # see `Context`
 
 
 class Context(NamedTuple):
@@ -108,6 +91,22 @@ class Context(NamedTuple):
     has_gradient: bool = True
 
 
+class Lowering(Protocol):
+    """How an equation is bound, if not as it stands. Whoever attaches it to a step defines it."""
+
+    def bind(
+        self, step: "Single", operands: Sequence[Any], environment: Environment
+    ) -> Sequence[Any]:
+        """Returns the results of the equation.
+
+        Args:
+          step: that the lowering is attached to.
+          operands: as `step.reads` says.
+          environment: of the level.
+        """
+        ...
+
+
 class Single(NamedTuple):
     """One equation, and what its primitive is bound with."""
 
@@ -117,18 +116,14 @@ class Single(NamedTuple):
     reads: tuple[Read, ...]
     params: Params
     stores: Dtypes
-    # Operands that are read in float32 are rounded to this inside: their gradients are float32.
-    rounds: np.dtype | None = None
-    parts: Parts | None = None  # of a lookup's rows, whose gradients are rounded one by one
-    in_float8: InFloat8 | None = None  # None: it is no float8 product
-    looks_up_half: bool = False  # see `_wide_gradients.look_up_half`
-    spreads: bool = False  # see `_convolutions`
-    is_masked: bool = False  # a sum with what may be a mask, on its way to a softmax
-    moves_float8: bool = False  # it moves what float8 products alone read; see `_float8_planning`
-    not_fused: str = ""  # why the attention that ends here is not fused, where that was asked for
-    pads: Pads = ()  # of a product beside a padded softmax
-    cuts: bool = False  # its result, computed from padded operands, is cut to its size
+    lowering: Lowering | None = None  # None: the primitive is bound as it is
+    notes: tuple[str, ...] = ()  # sentences for reports, beside `why`
     reads_offset: bool = False  # beside an offset, few digits of an operand are left
+
+    @property
+    def is_half(self) -> bool:
+        """Whether operands are read in half."""
+        return self.arithmetic is Arithmetic.HALF
 
 
 RunPlan = Callable[["Plan", Sequence[Any]], list[Any]]
@@ -151,34 +146,55 @@ class Nested(NamedTuple):
     wide: "Nested | None" = None
 
 
+class IslandLowering(Protocol):
+    """How the nodes of an island are bound, if not as they stand."""
+
+    @property
+    def values(self) -> tuple[Value, ...]:
+        """What it knows of the island, in which alike ones agree."""
+        ...
+
+    def enter(self, environment: Environment) -> Environment:
+        """Returns what enters the island, as its nodes read it."""
+        ...
+
+    def bind(self, node: Node, operands: Sequence[Any]) -> list[Any]:
+        """Returns the results of a node, given its operands in float32."""
+        ...
+
+
 class Island(NamedTuple):
     """A set of nodes computed in float32 as one; see `_islands`."""
 
     nodes: tuple[Node, ...]  # in program order
-    rewrites: Mapping[Node, Rewrite]
     why: Mapping[Node, str]  # of nodes that require float32; others are there between them
     reads: tuple[Read, ...]  # values from outside, each once
     writes: tuple[Write, ...]  # values read outside
     recompute: Recompute
-    prevent_cse: bool  # XLA must not merge its recomputation with its forward pass
     shares_casts: bool  # all readers of an input share one cast
     common_scopes: int  # how many name scopes its nodes stand in together
-    padded: Value | None = None  # the rows of a softmax, computed from padded products
+    rewrites: Mapping[Node, Rewrite] = {}
+    lowering: IslandLowering | None = None
+    prevent_cse: bool = False  # XLA must not merge its recomputation with its forward pass
     key: Hashable = None  # islands of one key share a trace (`_islands.key_of`); None: of no other
 
 
+class FusedLowering(Protocol):
+    """What computes the result of several steps at once."""
+
+    def bind(self, environment: Environment) -> Any:
+        """Returns the result, given what enters, as it is stored."""
+        ...
+
+
 class Fused(NamedTuple):
-    """An attention as one kernel on one platform; see `attention`."""
+    """Several steps as one kernel on one platform; elsewhere they run one by one."""
 
     node: Node  # the last of those it stands for
     plain: tuple[Single | Island, ...]  # the steps that run elsewhere, in order
     reads: tuple[Read, ...]  # values from outside, as they are stored
-    platform: str  # "cuda" or "tpu"
-    attend: Callable[..., Any]  # computes it there, given form, operands, biases and masks
-    form: Any  # see `attention`
-    operands: tuple[Read, ...]  # queries, keys and values
-    biases: tuple[Read, ...]
-    masks: tuple[Read, ...]
+    platform: str  # as `lax.platform_dependent` names it
+    lowering: FusedLowering
     why: str
 
 
@@ -245,6 +261,16 @@ def nodes_of(step: Step) -> tuple[Node, ...]:
     if isinstance(step, Fused):
         return tuple(node for plain in step.plain for node in nodes_of(plain))
     return step.nodes if isinstance(step, Island) else (step.node,)
+
+
+def on_singles(change: Callable[[Single, Any], Step]) -> Callable[..., list[Step]]:
+    """Returns what a pass runs that changes single equations, each given with its level."""
+    return lambda steps, level: [change(s, level) if isinstance(s, Single) else s for s in steps]
+
+
+def on_islands(change: Callable[[Island, Any], Step]) -> Callable[..., list[Step]]:
+    """Returns what a pass runs that changes islands, each given with its level."""
+    return lambda steps, level: [change(s, level) if isinstance(s, Island) else s for s in steps]
 
 
 def runnable_order(steps: Sequence[S], outputs: Iterable[Value]) -> list[S]:

@@ -21,10 +21,10 @@ from jmp import _jax_compat
 from jmp._array_calls import ArrayCall
 from jmp._messages import listed, wrong
 from jmp.autocasting._autocast import AllOptions, make_program
-from jmp.autocasting._float8 import OPERANDS
 from jmp.autocasting._operations import NoHalfProductWarning, operations_of
 from jmp.autocasting._request import module_paths
 from jmp.autocasting._steps import steps_of
+from jmp.autocasting.float8 import OPERANDS
 from jmp.diagnostics._arguments import check_asked, check_numbers, scoped, split_arguments
 from jmp.diagnostics._comparison import (
     Comparison,

@@ -207,7 +207,7 @@ def _report(traced: Traced, policy: str) -> PrecisionReport:
             *no_float8(rows),
         ],
         policy=policy,
-        platform=plan.request.platform,
+        platform=plan.request.target.platform,
         decisions=decisions_in(decisions_of(steps)),
     )
 

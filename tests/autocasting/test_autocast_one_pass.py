@@ -17,8 +17,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 import jmp
-from jmp.autocasting.rewrites import one_pass, pick
-from jmp.autocasting.rewrites.softmax import softmax_from_half_result
+from jmp.autocasting.targets import _one_pass
+from testbed.passes import without_pass
 from tests.autocasting.plans import plan_of
 from tests.commands import in_full
 
@@ -38,16 +38,16 @@ def replaced(**instead):
 @pytest.fixture(autouse=True)
 def small():
     """Small islands are recomputed, and rows of 65 numbers are long."""
-    sizes = {"_islands__SMALL": 256, "rewrites__pick__LARGE": 256, "rewrites__one_pass__LONG": LONG}
-    with replaced(**sizes, rewrites__one_pass__GPUS=("cpu",)):
+    sizes = {"_islands__SMALL": 256, "targets___pick__LARGE": 256, "targets___one_pass__LONG": LONG}
+    with replaced(**sizes, targets___one_pass__GPUS=("cpu",)):
         yield
 
 
+@contextlib.contextmanager
 def in_two_passes():
     """The planner without the rewrite."""
-    rewrites = [pick.pick_as_sum, softmax_from_half_result]
-    never = lambda length: False
-    return replaced(rewrites__REWRITES=rewrites, rewrites__pick__is_long=never)
+    with without_pass("rows in one pass"), replaced(targets___pick__is_long=lambda length: False):
+        yield
 
 
 # One reduction of pairs.
@@ -75,7 +75,7 @@ def test_maxima_and_sums_are_those_of_float64(row):
     largest = exact.max()
     with np.errstate(invalid="ignore"):
         powers = np.where(exact == largest, 1, np.exp(exact - largest))
-    maxima, sums = one_pass.maxima_and_sums((1,), jnp.asarray([row, row[::-1]], jnp.float32))
+    maxima, sums = _one_pass.maxima_and_sums((1,), jnp.asarray([row, row[::-1]], jnp.float32))
     np.testing.assert_array_equal(maxima, [largest] * 2)
     np.testing.assert_allclose(sums, [powers.sum()] * 2, rtol=1e-6)
 
@@ -84,10 +84,10 @@ def test_maxima_and_sums_are_those_of_float64(row):
 def test_a_row_may_be_reduced_in_parts(row):
     starts = jnp.float32(-INF), jnp.float32(0)  # what a part that is empty has
     array = jnp.asarray(row, jnp.float32)
-    whole = one_pass.maxima_and_sums((0,), array)
-    parts = one_pass.maxima_and_sums((1,), array.reshape(3, 2))
+    whole = _one_pass.maxima_and_sums((0,), array)
+    parts = _one_pass.maxima_and_sums((1,), array.reshape(3, 2))
     parts = [jnp.append(part, start)[::-1] for part, start in zip(parts, starts, strict=True)]
-    together = lax.reduce(tuple(parts), starts, one_pass._together, (0,))
+    together = lax.reduce(tuple(parts), starts, _one_pass._together, (0,))
     np.testing.assert_allclose(together, whole, rtol=1e-6)
 
 
@@ -301,7 +301,7 @@ def test_what_lengths_it_takes(rows, classes, of_softmax, of_logsumexp):
 
 
 def test_the_lengths_are_those_of_one_kernel():
-    with replaced(rewrites__one_pass__LONG=1 << 14):
+    with replaced(targets___one_pass__LONG=1 << 14):
         for classes, expected in ((1 << 14, 0), (1 + (1 << 14), 1)):
             assert planned(lambda x, w: jax.nn.softmax(x @ w), 8, classes) == expected
 

@@ -8,7 +8,7 @@ import pytest
 import jmp
 from jmp import _jax_compat
 from jmp.autocasting._propagation import walk
-from jmp.autocasting.rewrites import pick
+from jmp.autocasting.targets import _pick
 from jmp.diagnostics import logprob_gap
 from testbed.decoding import CACHES, LOOPS, SMALL, Decoder
 
@@ -118,7 +118,7 @@ def count_gathers(function, *args):
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_labels_are_gathered_where_no_gradient_goes_backwards(loop, monkeypatch):
-    monkeypatch.setattr(pick, "LARGE", 1)
+    monkeypatch.setattr(_pick, "LARGE", 1)
     decoder = Decoder(loop=loop, **SMALL)
     params, first = decoder.example()
     tokens = jnp.concatenate([first[None], decoder(params, first)[0]])

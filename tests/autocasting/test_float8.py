@@ -19,9 +19,10 @@ import jmp
 from benchmarks import float8_convolutions
 from jmp import diagnostics
 from jmp._jax_compat import varying_axes
-from jmp.autocasting import _float8, _float8_planning, _planner
-from jmp.autocasting._float8 import GRADIENTS, OPERANDS, round_to_float8
+from jmp.autocasting.float8 import _arithmetic, _passes
+from jmp.autocasting.float8._arithmetic import GRADIENTS, OPERANDS, round_to_float8
 from testbed.gpt2 import GPT2, gpt2
+from testbed.passes import without_pass
 from tests.commands import in_full
 from tests.errors import relative_error
 from tests.products import equations, equations_of
@@ -196,7 +197,7 @@ def test_gradients_of_a_gpt_at_initialisation_are_within_a_tenth():
 
 
 def test_the_scale_is_the_largest_numbers_and_both_ways_the_same():
-    numbers, scale = _float8.hold(jnp.asarray([[3e-5, -7.0], [0.5, 0.0]], jnp.bfloat16))
+    numbers, scale = _arithmetic.hold(jnp.asarray([[3e-5, -7.0], [0.5, 0.0]], jnp.bfloat16))
     assert numbers.dtype == OPERANDS and scale.dtype == jnp.bfloat16 and scale.shape == ()
     assert abs(float(numbers[0, 1])) == 448.0
     back = numbers.astype(np.float32) * scale.astype(np.float32)
@@ -264,17 +265,16 @@ def gated_loss(inside):
 
 
 @pytest.mark.parametrize("name", in_full(GATED.keys(), one_of=2))
-def test_of_what_stands_between_two_products_no_maximum_is_read(name, monkeypatch):
+def test_of_what_stands_between_two_products_no_maximum_is_read(name):
     of = gated_loss(GATED[name])
     gradient = gradient_of(jmp.autocast(of, F8))
     assert maxima(gradient, WIDE, X) == 0
     exact = gradient_of(of)(WIDE, X)
     bounded = relative_error(gradient(WIDE, X), exact)
-    passes = [change for change in _planner.PASSES if change is not _float8_planning.with_bounds]
-    monkeypatch.setattr(_planner, "PASSES", passes)
-    gradient = gradient_of(jmp.autocast(gated_loss(GATED[name]), F8))
-    assert maxima(gradient, WIDE, X) > 1
-    assert bounded < 1.2 * relative_error(gradient(WIDE, X), exact) < 0.2
+    with without_pass("float8 bounds"):
+        gradient = gradient_of(jmp.autocast(gated_loss(GATED[name]), F8))
+        assert maxima(gradient, WIDE, X) > 1
+        assert bounded < 1.2 * relative_error(gradient(WIDE, X), exact) < 0.2
 
 
 @pytest.mark.parametrize("name", in_full(GATED.keys(), one_of=2))
@@ -688,7 +688,7 @@ def test_devices_that_share_parameters_have_the_gradients_of_one(
             largest = jnp.where(agree, largest, jnp.nan)
         return round_to_float8(array, dtype, largest)
 
-    monkeypatch.setattr(_float8, "round_to_float8", poisoned)
+    monkeypatch.setattr(_arithmetic, "round_to_float8", poisoned)
     inside = jmp.autocast(of, policy) if place != "outside" else of
 
     def mean(ws, x):
@@ -715,7 +715,7 @@ def test_devices_that_share_parameters_have_the_gradients_of_one(
 
 
 def test_in_a_shard_map_the_parts_of_one_device_decide_what_is_float8(monkeypatch):
-    monkeypatch.setattr(_float8_planning, "SMALL_PRODUCT", 32 * 16 * 16)
+    monkeypatch.setattr(_passes, "SMALL_PRODUCT", 32 * 16 * 16)
     places = {"in_specs": (P(), P("d")), "out_specs": P("d")}
     of_shards = jax.shard_map(mlp, mesh=MESH, **places)
     assert rows(loss, W, X)[0][0] == "float8_e4m3fn"

@@ -10,11 +10,13 @@ import pytest
 
 from benchmarks.processes import ROOT
 from benchmarks.soak import float8_programs as programs
-from jmp.autocasting import _float8, _planner
 from jmp.autocasting._autocast import make_program
-from jmp.autocasting._float8_planning import with_bounds
-from jmp.autocasting._planner import PASSES
-from jmp.autocasting._steps import Nested, Plan, Single
+from jmp.autocasting._passes import Pass
+from jmp.autocasting._steps import Nested, Plan
+from jmp.autocasting.float8 import _arithmetic
+from jmp.autocasting.float8._arithmetic import Form
+from jmp.autocasting.float8._passes import ProductInFloat8, products_in_float8
+from testbed.passes import changed_targets
 
 pytestmark = pytest.mark.full
 
@@ -45,12 +47,11 @@ def levels(plan):
 
 def readers_without_bound(plan):
     """Returns what reads the result of a bounded product on some way, and gives back no bound."""
-    singles = {step.node: step for step in plan.steps if isinstance(step, Single)}
-    in_float8 = {node: step.in_float8 for node, step in singles.items() if step.in_float8}
+    in_float8 = products_in_float8(plan.steps)
     found = []
-    for product, form in in_float8.items():
+    for product, lowering in in_float8.items():
         (result,) = product.outputs
-        stack = [result] if form.is_bounded else []
+        stack = [result] if lowering.form.is_bounded else []
         while stack:
             value = stack.pop()
             found += ["the caller"] * (value in plan.graph.outputs)
@@ -58,7 +59,7 @@ def readers_without_bound(plan):
                 if user not in in_float8:
                     stack += user.outputs
                     continue
-                for read, bounds in zip(user.inputs, in_float8[user].operands, strict=True):
+                for read, bounds in zip(user.inputs, in_float8[user].factors, strict=True):
                     if read is value and result not in [bound.product for bound in bounds]:
                         found.append(user)
     return found
@@ -66,9 +67,9 @@ def readers_without_bound(plan):
 
 def bounds_that_nobody_gives(plan):
     """Returns the products whose bounds are read, and which have none."""
-    forms = [(s.node, s.in_float8) for s in plan.steps if isinstance(s, Single) and s.in_float8]
-    given = {node.outputs[0] for node, form in forms if form.is_bounded}
-    read = {b.product for _, form in forms for bounds in form.operands for b in bounds}
+    products = products_in_float8(plan.steps)
+    given = {node.outputs[0] for node, product in products.items() if product.form.is_bounded}
+    read = {b.product for product in products.values() for each in product.factors for b in each}
     return read ^ given
 
 
@@ -81,29 +82,29 @@ def test_who_gives_a_bound_and_who_reads_it_agree_in_every_plan():
         for plan in levels(program.trace((params, x), {}).plan):
             assert readers_without_bound(plan) == []
             assert bounds_that_nobody_gives(plan) == set()
-            bounded += sum(
-                step.in_float8.is_bounded
-                for step in plan.steps
-                if isinstance(step, Single) and step.in_float8
-            )
+            products = products_in_float8(plan.steps)
+            bounded += sum(product.form.is_bounded for product in products.values())
     assert bounded > 20
 
 
 def test_a_product_that_waits_for_a_bound_that_nobody_gives_is_a_finding(monkeypatch, capsys):
-    def without_readers(steps, *_):
+    def without_readers(steps, _):
+        bounded = ProductInFloat8(Form(is_shared=False, is_bounded=True))
+        products = products_in_float8(steps)
         return [
-            step._replace(in_float8=step.in_float8._replace(is_bounded=True))
-            if isinstance(step, Single) and step.in_float8
-            else step
-            for step in steps
+            s._replace(lowering=bounded) if getattr(s, "node", None) in products else s
+            for s in steps
         ]
 
-    passes = [without_readers if change is with_bounds else change for change in PASSES]
-    monkeypatch.setattr(_planner, "PASSES", passes)
-    programs.main(3, 4)
+    def changed(target):
+        without = target.without("float8 bounds")
+        return without._replace(passes=(*without.passes, Pass("no readers", "", without_readers)))
+
+    with changed_targets(changed):
+        programs.main(3, 4)
     (row,) = json.loads(capsys.readouterr().out)
     assert row["verdict"] == "not finite" and row["steps"]
-    monkeypatch.setattr(_float8, "multiply", lambda *_: 1 / 0)
+    monkeypatch.setattr(_arithmetic, "multiply", lambda *_: 1 / 0)
     programs.main(3, 4)
     (row,) = json.loads(capsys.readouterr().out)
     assert row["verdict"] == "raised" and "ZeroDivisionError" in row["why"]

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp
-from jmp.autocasting.rewrites import softmax
+from jmp.autocasting.targets import _padding
 from testbed.machines.gpus import as_if_cudnn
 from tests.commands import in_full
 
@@ -67,7 +67,7 @@ def mixed(function, half="bfloat16", **options):
 
 def unpadded(function, half="float16"):
     def as_elsewhere(*args):
-        with mock.patch.object(softmax, "MULTIPLE", 1):
+        with mock.patch.object(_padding, "MULTIPLE", 1):
             return mixed(function, half)(*args)
 
     return as_elsewhere

@@ -8,8 +8,9 @@ from jax import export, lax
 
 import jmp
 from jmp import diagnostics
-from jmp.autocasting import _float8_planning, _islands
-from jmp.autocasting.rewrites import pick
+from jmp.autocasting import _islands
+from jmp.autocasting.float8 import _passes
+from jmp.autocasting.targets import _pick
 from testbed.machines.gpus import as_if_cudnn
 from tests.bits import bits
 from tests.commands import in_full
@@ -184,7 +185,7 @@ SAME = [("language model", POLICIES[0]), ("convolutions", POLICIES[1]), ("lstm",
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("policy", in_full(POLICIES, but=("mixed_float16", "mixed_float8")))
 def test_a_step_is_exported_with_symbols(model, policy, monkeypatch):
-    monkeypatch.setattr(_float8_planning, "SMALL_PRODUCT", 1)
+    monkeypatch.setattr(_passes, "SMALL_PRODUCT", 1)
     function, arguments, text = MODELS[model]
     with as_if_cudnn():
         step = jax.value_and_grad(jmp.autocast(function, policy, attention="fused"))
@@ -193,7 +194,7 @@ def test_a_step_is_exported_with_symbols(model, policy, monkeypatch):
 
 @pytest.mark.parametrize(("model", "policy"), in_full(SAME, first=1))
 def test_an_exported_step_gives_what_it_gives_without_symbols(model, policy, monkeypatch):
-    for module, name in ((_islands, "SMALL"), (_float8_planning, "SMALL_PRODUCT"), (pick, "LARGE")):
+    for module, name in ((_islands, "SMALL"), (_passes, "SMALL_PRODUCT"), (_pick, "LARGE")):
         monkeypatch.setattr(module, name, 1)  # so that the plan is the same at every size
     function, arguments, text = MODELS[model]
     step = jax.value_and_grad(jmp.autocast(function, policy, attention="fused"))

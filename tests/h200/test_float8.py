@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmp
 from benchmarks.float8_convolutions import single_products
-from jmp.autocasting import _float8, _float8_planning
+from jmp.autocasting.float8 import _bounds, _passes
 from testbed.machines.float8_steps import TWO_MLPS, float32, layer, products, scanned, step
 from testbed.machines.gpus import compile_for_h200, compile_for_placed
 from testbed.machines.wire import h200s, wire
@@ -99,7 +99,7 @@ def test_gradients_of_single_examples_are_float8():
 @pytest.mark.full
 @pytest.mark.usefixtures("h200")
 def test_products_that_share_a_factor_are_not_joined(monkeypatch):
-    monkeypatch.setattr(_float8_planning, "SMALL_PRODUCT", 1)
+    monkeypatch.setattr(_passes, "SMALL_PRODUCT", 1)
 
     def loss(params, x):
         w, v = params
@@ -150,18 +150,18 @@ def test_on_eight_h200s_fsdp_multiplies_and_gathers_float8():
 
 @pytest.mark.usefixtures("h200")
 def test_functions_are_tried_here_while_a_mesh_of_devices_elsewhere_is_set():
-    _float8.extremes_of.cache_clear()
+    _bounds.extremes_of.cache_clear()
     loss, arguments, x = TWO_MLPS
     with jax.set_mesh(h200s({"data": 8})):
         gradients = jax.eval_shape(jax.grad(jmp.autocast(loss, "mixed_float8")), arguments, x)
-    assert _float8.extremes_of.cache_info().currsize > 0
+    assert _bounds.extremes_of.cache_info().currsize > 0
     assert gradients[2].shape == arguments[2].shape
 
 
 @pytest.mark.full
 @pytest.mark.usefixtures("h200")
 def test_a_gather_by_hand_in_a_scan_sends_float8_forward_and_backward(monkeypatch):
-    monkeypatch.setattr(_float8_planning, "SMALL_PRODUCT", 1)
+    monkeypatch.setattr(_passes, "SMALL_PRODUCT", 1)
     width, layers, mesh = 256, 4, h200s({"data": 8})
 
     def loss(ws, x):

@@ -5,6 +5,7 @@ for another platform than it was planned for, as they would without it. Its mask
 values: causal ones and windows need no array, and what masks nothing needs nothing.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -12,12 +13,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jmp.autocasting._emit import read_value
 from jmp.autocasting._flow import Facts
 from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._kinds import Level
 from jmp.autocasting._numbers import has_symbols, shape_of
 from jmp.autocasting._steps import (
     Arithmetic,
+    Environment,
     Fused,
     Island,
     Read,
@@ -66,6 +69,30 @@ KERNELS = {
 }  # fmt: skip
 
 
+@dataclasses.dataclass(frozen=True)
+class FusedAttention:
+    """An attention as one kernel.
+
+    Attributes:
+      attend: computes it, given the form, operands, biases and masks.
+      operands: queries, keys and values.
+    """
+
+    attend: Callable[..., Any]
+    form: Form
+    operands: tuple[Read, ...]
+    biases: tuple[Read, ...]
+    masks: tuple[Read, ...]
+
+    def bind(self, environment: Environment) -> Any:
+        """Returns what the attention returns."""
+        operands, biases, masks = (
+            [read_value(read, environment) for read in reads]
+            for reads in (self.operands, self.biases, self.masks)
+        )
+        return self.attend(self.form, *operands, biases, masks)
+
+
 def fuse_attentions(steps: Sequence[Step], level: Level) -> list[Step]:
     """Returns the steps of a level, in any order, with fused attentions among them.
 
@@ -74,7 +101,7 @@ def fuse_attentions(steps: Sequence[Step], level: Level) -> list[Step]:
     request = level.context.request
     if request.settings.attention != "fused":
         return list(steps)
-    kernel = KERNELS[request.platform]
+    kernel = KERNELS[request.target.platform]
     step_of = {node: step for step in steps for node in nodes_of(step)}
     fused: list[Fused] = []
     others: list[Step] = []
@@ -85,7 +112,8 @@ def fuse_attentions(steps: Sequence[Step], level: Level) -> list[Step]:
                 if attention is not None:
                     fused.append(_fused_step(attention, kernel, step_of, level))
             except NotFused as reason:
-                step = step._replace(not_fused=f"attention, left as it is: {reason}")
+                note = f"attention, left as it is: {reason}"
+                step = step._replace(notes=(*step.notes, note))
         others.append(step)
     replaced = {node for step in fused for node in nodes_of(step)}
     return [step for step in others if replaced.isdisjoint(nodes_of(step))] + list(fused)
@@ -124,11 +152,7 @@ def _fused_step(
         plain=tuple(runnable_order(group, attention.result.outputs)),
         reads=tuple(Read(value, storage.dtype(value)) for value in entering if value not in inside),
         platform=kernel.platform,
-        attend=kernel.attend,
-        form=form,
-        operands=operands,
-        biases=biases,
-        masks=masks,
+        lowering=FusedAttention(kernel.attend, form, operands, biases, masks),
         why=kernel.why,
     )
 

@@ -23,24 +23,28 @@ from jax.lax import GatherScatterMode
 
 from jmp import _jax_compat
 from jmp.autocasting._graph import Node
-from jmp.autocasting._steps import Rewrite, Surroundings
-from jmp.autocasting.rewrites.one_pass import is_long
+from jmp.autocasting._steps import Rewrite
+from jmp.autocasting.targets._one_pass import is_long
+from jmp.autocasting.targets._rewriting import Surroundings
 
 # A smaller scatter moves few bytes, though a sum is leaner at every size measured: 12 % fewer bytes
 # at 2**8 elements, 43 % at 2**14, 62 % at 2**20 (the end of a classifier and its gradient).
 LARGE = 1 << 14
 
 
-def pick_as_sum(node: Node, around: Surroundings) -> Rewrite | None:
-    """Rewrites a gather of exactly one element of each row of a large float32 array."""
+def pick_as_sum(node: Node, around: Surroundings, adds_fill: bool = False) -> Rewrite | None:
+    """Rewrites a gather of exactly one element of each row of a large float32 array.
+
+    Args:
+      adds_fill: see `_pick`.
+    """
     if not (around.has_gradient and _is_pick(node)):
         return None
     if is_long(node.inputs[0].aval.shape[_axis(node)]):
         why = "one element of each row, with the derivative of a masked sum: it writes no zeros"
         return Rewrite(why, node.inputs, functools.partial(_gathered, node))
     why = "one element of each row, as a masked sum: its derivative writes no zeros"
-    adds = around.platform == "tpu"
-    return Rewrite(why, node.inputs, functools.partial(_pick, node, adds_fill=adds))
+    return Rewrite(why, node.inputs, functools.partial(_pick, node, adds_fill=adds_fill))
 
 
 def _is_pick(node: Node) -> bool:

@@ -24,7 +24,8 @@ from jmp import _jax_compat
 from jmp.autocasting._flow import is_row_reduction
 from jmp.autocasting._graph import Node, Value, downstream
 from jmp.autocasting._numbers import Shape, length_of
-from jmp.autocasting._steps import Recompute, Rewrite, Surroundings
+from jmp.autocasting._steps import Recompute, Rewrite
+from jmp.autocasting.targets._rewriting import Surroundings
 
 KEPT_ROWS = "autocast_rows"
 GPUS = ("cuda", "rocm")

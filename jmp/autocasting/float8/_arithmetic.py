@@ -13,9 +13,7 @@ shared by all examples of a `vmap`, and by all devices that hold a part of an ar
 scales no product would be float8, and what devices computed would differ.
 """
 
-import concurrent.futures
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,10 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmp import _jax_compat
 from jmp._jax_compat import Params, varying_axes
 from jmp.autocasting._casts import cast
-from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._wide_gradients import gradient_of_operand
 from jmp.dtypes import FLOAT32
 from jmp.sharding._axes import are_tracked, made_varying, mapped_axes, without_reduced
@@ -51,20 +47,10 @@ class Extremes(NamedTuple):
     slope: float  # no magnitude of f's derivative exceeds it
 
 
-class Bounded(NamedTuple):
-    """A function of one product's result; see `_float8_planning`."""
-
-    product: Value
-    added: tuple[Value, ...]  # vectors that are added to it before
-    extremes: Extremes
-
-
-class InFloat8(NamedTuple):
-    """How a product is computed in float8."""
+class Form(NamedTuple):
+    """What a product in float8 is told of what stands around it."""
 
     is_shared: bool  # other products may read its factors
-    # What each operand is the product of, where no maximum is looked for: nothing, one or two.
-    operands: tuple[tuple[Bounded, ...], ...] = ((), ())
     is_bounded: bool = False  # its cotangent comes with a bound
     has_bias: bool = False  # its cotangent is added up for the gradient of a vector, too
 
@@ -125,7 +111,7 @@ def multiply(
     operands: Sequence[Any],
     held: Sequence[Float8],
     params: Params,
-    form: InFloat8,
+    form: Form,
     bounds: Sequence[Bound | None],
 ) -> tuple[Any, Bound | None]:
     """Multiplies in float8.
@@ -134,7 +120,7 @@ def multiply(
       operands: half, or float32: gradients come in their dtypes.
       held: the same numbers in float8.
       params: of the `dot_general`, for a half result.
-      bounds: of the operands, None where the form has none.
+      bounds: of the operands, None where there is none.
 
     Returns: a half array, and its bound if the form asks for it.
     Raises: TypeError in forward mode, as far as it is seen here; otherwise JAX raises it.
@@ -151,7 +137,7 @@ def multiply(
     return result, bound
 
 
-def _differentiable(types: Sequence[Any], params: Params, form: InFloat8) -> Callable[..., Any]:
+def _differentiable(types: Sequence[Any], params: Params, form: Form) -> Callable[..., Any]:
     """Returns a product of operands of these types, and the zero of its bound."""
     # XLA would join products that share a factor, as those of queries, keys and values, and put the
     # other factors side by side: with a scale for each part that is no float8 product. Behind a
@@ -330,83 +316,3 @@ def zero_beside(result: Any) -> Any:
 @zero_beside.def_vmap
 def _zeros_beside(axis_size: int, is_mapped: Sequence[bool], result: Any) -> tuple[Any, bool]:
     return jnp.broadcast_to(zero_beside(result), (axis_size,)), True
-
-
-# The extremes of elementwise functions of one number, which `_float8_planning` asks for while a
-# plan is made: they are tried at every bfloat16 number, in
-# float32, and with each step rounded to bfloat16, as a plan may compute it: where large numbers
-# cancel, as in `(x + 1000) - 1000`, results and slopes differ.
-
-
-class ScalarEquation(NamedTuple):
-    """One equation of a function of one number; all of it can be hashed."""
-
-    primitive: Any
-    params: tuple[tuple[str, Any], ...]
-    # Of each operand the index among the values so far, of which 0 is the argument; or a constant.
-    reads: tuple[int | tuple[float], ...]
-
-
-def equation_of(node: Node, slots: Mapping[Value, int]) -> ScalarEquation | None:
-    """Returns a node as an equation; None unless it is elementwise, and reads what has a slot."""
-    rule = node.rule
-    if _jax_compat.holds_functions(node.equation):  # a custom derivative, of a shape of its own
-        return None
-    if not (node.is_fusible and (rule.elementwise or rule.expensive or rule.casts or rule.cheap)):
-        return None
-    reads: list[int | tuple[float]] = []
-    for value in node.inputs:
-        if value in slots:
-            reads.append(slots[value])
-        elif value.constant is not None:
-            reads.append((value.constant,))
-        else:
-            return None
-    return ScalarEquation(node.equation.primitive, tuple(sorted(node.params.items())), tuple(reads))
-
-
-@functools.lru_cache(maxsize=256)
-def extremes_of(equations: tuple[ScalarEquation, ...]) -> Extremes:
-    """Returns the extremes of a function, whose result is the last value of its equations.
-
-    Where the function or its slope is NaN a result, or a cotangent, is NaN too: it is left out.
-    """
-    numbers = np.arange(2**16, dtype=np.uint16).view(jnp.bfloat16).astype(FLOAT32)
-    numbers = numbers[np.isfinite(numbers)]
-
-    def function(argument: Any, is_rounded: bool) -> Any:
-        values = [argument]
-        for primitive, params, reads in equations:
-            operands = [
-                values[x] if isinstance(x, int) else np.full(numbers.shape, x[0], FLOAT32)
-                for x in reads
-            ]
-            (value,) = _jax_compat.bind(primitive, operands, dict(params))
-            is_rounded_here = is_rounded and value.dtype == FLOAT32
-            values.append(lax.reduce_precision(value, 8, 7) if is_rounded_here else value)
-        return values[-1]
-
-    def values_and_slopes(is_rounded: bool) -> Any:
-        run = functools.partial(function, is_rounded=is_rounded)
-        # NaN is expected.
-        with jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow"):
-            return jax.jvp(run, (numbers,), (np.ones_like(numbers),))
-
-    # In a thread of its own nothing is being traced, and no mesh of other devices is set.
-    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
-        pairs = list(thread.map(values_and_slopes, (False, True)))
-    results = np.fmax(*(np.abs(values) for values, _ in pairs))
-    slopes = np.fmax(*(np.abs(slopes) for _, slopes in pairs))
-    sizes = np.abs(numbers)
-    is_far, is_near = (sizes > 2.0**64) & (sizes < 2.0**100), sizes < 2.0**100
-    # Of what jumps at every turn, as rounding does, no slope says how it grows.
-    growth = _largest_number(results[is_far] / sizes[is_far])
-    slope = max(_largest_number(slopes), growth)
-    with np.errstate(invalid="ignore"):  # infinite, the slope of what is not finite
-        offset = _largest_number(results[is_near] - slope * sizes[is_near])
-    return Extremes(_largest_number(results), offset, slope)
-
-
-def _largest_number(numbers: Any) -> float:
-    """Returns the largest of some numbers, those that are NaN left out; at least zero."""
-    return float(np.nanmax(numbers, initial=0.0))

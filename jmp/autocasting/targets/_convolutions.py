@@ -16,11 +16,20 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jmp._jax_compat import Params
 from jmp.autocasting._casts import cast
 from jmp.autocasting._graph import Node, Value
+from jmp.autocasting._kinds import Level
 from jmp.autocasting._numbers import size_of
+from jmp.autocasting._steps import Environment, Single, on_singles
 from jmp.autocasting._wide_gradients import with_derivative
+
+
+@on_singles
+def exchange_kernels(step: Single, level: Level) -> Single:
+    """Returns a step; if it is a half convolution that spreads, it is lowered in that order."""
+    if not (step.is_half and step.lowering is None and spreads(step.node)):
+        return step
+    return step._replace(lowering=SpreadingConvolution())
 
 
 def spreads(node: Node) -> bool:
@@ -42,21 +51,24 @@ def spreads(node: Node) -> bool:
     return is_larger and in_one_group and not is_empty and not asks_for_sharding
 
 
-def convolve(operands: Sequence[Any], params: Params) -> list[Any]:
-    """Runs such a convolution."""
+class SpreadingConvolution:
+    """Such a convolution."""
 
-    def forward(*operands: Any) -> list[Any]:
-        return [lax.conv_general_dilated_p.bind(*operands, **params)]
+    def bind(self, step: Single, operands: Sequence[Any], _: Environment) -> list[Any]:
+        """Returns the convolution, with a derivative of its own."""
 
-    def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-        changes = []
-        for position, product in enumerate((lax.conv_general_dilated_p, of_kernel_p)):
-            if not isinstance(tangents[position], SymbolicZero):
-                factors = [tangents[i] if i == position else primals[i] for i in (0, 1)]
-                changes.append(product.bind(*factors, **params))
-        return [reduce(lax.add, changes)]
+        def forward(*operands: Any) -> list[Any]:
+            return [lax.conv_general_dilated_p.bind(*operands, **step.params)]
 
-    return with_derivative(forward, derivative)(*operands)
+        def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+            changes = []
+            for position, product in enumerate((lax.conv_general_dilated_p, of_kernel_p)):
+                if not isinstance(tangents[position], SymbolicZero):
+                    factors = [tangents[i] if i == position else primals[i] for i in (0, 1)]
+                    changes.append(product.bind(*factors, **step.params))
+            return [reduce(lax.add, changes)]
+
+        return with_derivative(forward, derivative)(*operands)
 
 
 # A convolution as a linear function of its kernel. It is a primitive for the sake of its transpose.

@@ -1,0 +1,70 @@
+"""Passes, and targets, which are tuples of them.
+
+When every dtype of a level is decided, passes change its steps: each maps steps to steps. A pass
+has a name, by which `precision_report(...).after(name)` shows the program that it leaves, and a
+claim: which numbers may differ from those of the program without it. `benchmarks/planner_rules.py`
+measures what each pass is worth.
+
+A target registers the passes for some platforms: `targets/` has one file for each. A pass of one
+platform stands in its file, or in a file of its own beside it; `attention/` and `float8/` have the
+passes that a user asks for. Nothing else imports these folders.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+
+class Pass(NamedTuple):
+    """What changes the steps of a level.
+
+    Attributes:
+      name: one of its own.
+      changes: which numbers may differ from those without it, in a few words; "" for none.
+      run: given the steps of a level, in any order, and the `Level`, returns the steps.
+    """
+
+    name: str
+    changes: str
+    run: Callable[[Sequence[Any], Any], Sequence[Any]]
+
+
+class Target(NamedTuple):
+    """Programs for a kind of hardware."""
+
+    platform: str  # "gpu", "tpu": what reports and kernels know it by
+    passes: tuple[Pass, ...]  # in this order
+
+    def until(self, name: str) -> "Target":
+        """Returns the target with the passes up to the one called `name`.
+
+        Raises: ValueError if it has none of that name.
+        """
+        names = [each.name for each in self.passes]
+        if name not in names:
+            raise ValueError(
+                f"There is no pass {name!r} for platform={self.platform!r}; expected one of "
+                f"{names}."
+            )
+        return self._replace(passes=self.passes[: names.index(name) + 1])
+
+    def without(self, name: str) -> "Target":
+        """Returns the target without the pass called `name`."""
+        return self._replace(passes=tuple(one for one in self.passes if one.name != name))
+
+
+_TARGETS: dict[str, Target] = {}
+
+
+def register_target(platforms: Sequence[str], target: Target) -> None:
+    """Tells autocast how to change steps for some platforms, which `platform=` then takes."""
+    _TARGETS.update(dict.fromkeys(platforms, target))
+
+
+def platforms() -> tuple[str, ...]:
+    """Returns the platforms that have a target."""
+    return tuple(_TARGETS)
+
+
+def target_of(platform: str) -> Target:
+    """Returns the target of a platform; that of GPUs for one that nobody registered."""
+    return _TARGETS.get(platform, _TARGETS["gpu"])

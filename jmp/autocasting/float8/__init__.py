@@ -1,0 +1,11 @@
+"""Products in float8: which, how they are computed, and what their scales are.
+
+`_passes` says which products are float8 and lowers them, `_arithmetic` computes them, `_bounds`
+finds scales without looking for maxima.
+"""
+
+from jmp.autocasting.float8._arithmetic import OPERANDS
+from jmp.autocasting.float8._bounds import with_bounds
+from jmp.autocasting.float8._passes import multiply_in_float8, send_in_float8
+
+__all__ = ["OPERANDS", "multiply_in_float8", "send_in_float8", "with_bounds"]

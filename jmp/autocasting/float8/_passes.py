@@ -1,0 +1,319 @@
+"""Which products are float8, and what devices send each other on the way to them.
+
+`multiply_in_float8` says which products are float8, where the policy asks for it.
+
+`send_in_float8` lowers what devices send each other on the way to float8 products. A shard is
+rounded to float8 before it is gathered, with the scale that all devices share, so that the numbers
+are those of what was gathered and then rounded. The half array is moved beside it, for the sake of
+its transpose: its gradient adds up over devices as that of half does. What that move computes
+nothing reads, and no compiled program keeps it.
+"""
+
+import collections
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from jmp import _jax_compat
+from jmp.autocasting._casts import cast
+from jmp.autocasting._emit import read_value
+from jmp.autocasting._flow import Facts, only_read_by
+from jmp.autocasting._graph import Graph, Node, Value, downstream, root
+from jmp.autocasting._kinds import Level
+from jmp.autocasting._lowerings import as_it_is
+from jmp.autocasting._numbers import MadeOf, dtype_of, shape_of, size_of
+from jmp.autocasting._registry import Category, rule_for
+from jmp.autocasting._sending import sends
+from jmp.autocasting._steps import Environment, Lowering, Read, Single, Step
+from jmp.autocasting.float8 import _arithmetic
+from jmp.autocasting.float8._arithmetic import OPERANDS, Bound, Extremes, Float8, Form
+from jmp.dtypes import FLOAT32
+from jmp.sharding._axes import without_reduced
+
+
+class Bounded(NamedTuple):
+    """A function of one product's result; see `_bounds`."""
+
+    product: Value
+    added: tuple[Value, ...]  # vectors that are added to it before
+    extremes: Extremes
+
+
+# How products are lowered.
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8Of:
+    """The key of a value as float8: all products that read it share what it was rounded to."""
+
+    value: Value
+
+
+@dataclasses.dataclass(frozen=True)
+class BoundOf:
+    """The key of the bound of a float8 product's result."""
+
+    product: Value
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductInFloat8:
+    """A product in float8.
+
+    Attributes:
+      form: see there.
+      factors: what each operand is the product of, where no maximum is looked for: nothing, or one
+        or two functions of other products' results.
+    """
+
+    form: Form
+    factors: tuple[tuple[Bounded, ...], ...] = ((), ())
+    dtype_in = OPERANDS
+
+    def bind(self, step: Single, operands: Sequence[Any], environment: Environment) -> list[Any]:
+        """Returns the product in half; adds its bound to the environment, if it has one."""
+        (half,) = step.stores
+        bounds = [_bound_of(factors, environment) for factors in self.factors]
+        held = [
+            _in_float8(read.value, cast(operand, half), environment, bound)
+            for read, operand, bound in zip(step.reads, operands, bounds, strict=True)
+        ]
+        result, bound = _arithmetic.multiply(operands, held, step.params, self.form, bounds)
+        if bound is not None:
+            environment[BoundOf(step.node.outputs[0])] = bound
+        return [result]
+
+
+def _bound_of(factors: Sequence[Bounded], environment: Environment) -> Bound | None:
+    bounds = []
+    for product, added, extremes in factors:
+        vectors = [read_value(Read(value, None), environment) for value in added]
+        bounds.append(_arithmetic.bound_behind(environment[BoundOf(product)], vectors, extremes))
+    return functools.reduce(_arithmetic.bound_of_product, bounds) if bounds else None
+
+
+def _in_float8(
+    value: Value, array: Any, environment: Environment, bound: Bound | None = None
+) -> Float8:
+    """Returns a value in float8, given as an array if it is not held yet."""
+    if Float8Of(value) not in environment:
+        environment[Float8Of(value)] = _arithmetic.hold(array, root(value).aval, bound)
+    held: Float8 = environment[Float8Of(value)]
+    return held
+
+
+@dataclasses.dataclass(frozen=True)
+class MovedInFloat8:
+    """What moves its first operand in float8; the move in half is there for its transpose."""
+
+    half: Lowering | None
+
+    def bind(
+        self, step: Single, operands: Sequence[Any], environment: Environment
+    ) -> Sequence[Any]:
+        """Returns what is moved in half; adds it in float8 to the environment."""
+        first, *others = operands
+        numbers, scale = _in_float8(step.reads[0].value, first, environment)
+        moved = _moved(step.node, [numbers, *others])
+        for value, array in zip(step.node.outputs, moved, strict=True):
+            environment[Float8Of(value)] = Float8(without_reduced(array), scale)
+        if self.half is None:
+            return as_it_is(step)(operands)
+        return self.half.bind(step, operands, environment)
+
+
+# Which products are float8.
+
+WHY_FLOAT8 = "a parameter's product on the way to another: its operands are rounded to float8"
+# Counted by benchmarks/float8_convolutions.py; the figures stand in docs/float8.md.
+WHY_CONVOLUTION = (
+    "a convolution: in float8 it moves more bytes, and XLA computes the gradient of its kernel in "
+    "bfloat16"
+)
+
+# Multiplications. Three products of so many (its own and those of two gradients) take 1.6 us in
+# half at the rate of an H200's data sheet (989e12 operations a second), and half of that in float8:
+# less is saved than the launch of one kernel takes (about 2 us), and some seven more are launched.
+# Not timed: where float8 begins to pay is to be measured on a device, and lies above this.
+SMALL_PRODUCT = 2**28
+# Tensor cores multiply float8 in pieces of 16; what is thinner is padded to that.
+THIN = 16
+
+
+def multiply_in_float8(steps: Sequence[Step], level: Level) -> list[Step]:
+    """Returns the steps of a level; its half products are float8, or say why they are not."""
+    shared = _shared_factors(level.graph)
+
+    def chosen(step: Step) -> Step:
+        if not isinstance(step, Single) or not step.node.region.multiplies_in_float8:
+            return step
+        node = step.node
+        if not (node.is_product and step.is_half):
+            return step
+        if node in level.facts.embeddings:  # a lookup, which the user has put in `low=`
+            return step
+        if why := why_not_float8(node, level):
+            return step._replace(why=f"{step.why}; not float8: {why}")
+        is_shared = not shared.isdisjoint(map(root, node.inputs))
+        return step._replace(why=WHY_FLOAT8, lowering=ProductInFloat8(Form(is_shared)))
+
+    return list(map(chosen, steps))
+
+
+def why_not_float8(node: Node, level: Level) -> str:
+    """Returns why a product in half is not float8; "" if it is."""
+    facts, context = level.facts, level.context
+    if node.name == "conv_general_dilated":
+        return WHY_CONVOLUTION
+    if node.name != "dot_general":
+        return f"{node.name} has no float8 form yet"
+    if context.is_transposed:
+        return "it stands in a custom_jvp, whose rule JAX transposes"
+    if context.devices_part:
+        return "devices may go different ways here, and would not share its scales"
+    if context.request.settings.float8 == "weights" and not any(
+        value not in facts.dependent and value.made_of > MadeOf.INTEGERS for value in node.inputs
+    ):
+        return "it multiplies two activations (float8='all' takes such products)"
+    if not facts.carried.isdisjoint(node.outputs):
+        return "a loop carries its result in float32"
+    if not _feeds(node, facts):
+        return "its result feeds no other product, as that of a head"
+    if min(sizes_of(node)) < THIN:
+        return f"it is thinner than {THIN}"
+    if math.prod(sizes_of(node)) < SMALL_PRODUCT:
+        return f"it is small: fewer than 2**{SMALL_PRODUCT.bit_length() - 1} multiplications"
+    return ""
+
+
+def _feeds(product: Node, facts: Facts) -> bool:
+    """Returns whether a product's result goes to another, added up over devices on the way or not.
+
+    Sums over devices are float32, so that nothing `feeds` by them; but the result of a product
+    whose rows are split over devices is one of their parts.
+    """
+    values = downstream(product.outputs[0], lambda u: u.is_fusible or u.rule.sums_devices)
+    return not facts.feeds.isdisjoint(values)
+
+
+def sizes_of(node: Node) -> tuple[int, int, int]:
+    """Returns rows (with batches), columns and summed elements of a `dot_general`."""
+    (summed, right_summed), (_, right_batch) = node.params["dimension_numbers"]
+    left, right = (shape_of(value) for value in node.inputs)
+    inner = size_of(tuple(left[axis] for axis in summed))
+    others = {*right_summed, *right_batch}
+    columns = size_of(tuple(size for axis, size in enumerate(right) if axis not in others))
+    return node.outputs[0].size // max(1, columns), columns, inner
+
+
+def _shared_factors(graph: Graph) -> set[Value]:
+    """Returns the roots that several products read, on this level or on the outermost."""
+    factors = (value for node in graph.nodes if node.is_product for value in node.inputs)
+    counts = collections.Counter(map(root, factors))
+    return {
+        value
+        for value, count in counts.items()
+        if count > 1 or sum(user.has_products for user in value.origin.users) > 1
+    }
+
+
+def products_in_float8(steps: Sequence[Step]) -> dict[Node, ProductInFloat8]:
+    """Returns the float8 products among steps, and how they are lowered."""
+    return {
+        step.node: step.lowering
+        for step in steps
+        if isinstance(step, Single) and isinstance(step.lowering, ProductInFloat8)
+    }
+
+
+# What is sent.
+
+WHY_SENT_IN_FLOAT8 = "float8 products alone read it afterwards: rounded to float8 before it is sent"
+
+ROUNDED_NO_FURTHER = (FLOAT32, np.dtype(jnp.bfloat16))  # float8's scales are bfloat16
+
+
+def send_in_float8(steps: Sequence[Step], level: Level) -> list[Step]:
+    """Returns the steps; those that send what float8 products alone read are marked so."""
+    graph, readers = level.graph, set(products_in_float8(steps))
+    if not readers:
+        return list(steps)
+    moving = {
+        step.node: moves
+        for step in steps
+        if isinstance(step, Single) and (moves := moves_of(step.node))
+    }
+    for node in reversed(graph.nodes):
+        if node in moving and all(
+            only_read_by(value, graph, readers.__contains__) for value in node.outputs
+        ):
+            readers.add(node)
+    sent: set[Node] = set()
+    for node in graph.nodes:  # what stands before the first that sends is moved as ever
+        if node in readers and node in moving:
+            is_first = any(rule_for(move.primitive.name).sends for move in moving[node])
+            if is_first or node.inputs[0].producer in sent:
+                sent.add(node)
+
+    def moved(step: Step) -> Step:
+        if not isinstance(step, Single) or step.node not in sent:
+            return step
+        lowering = MovedInFloat8(step.lowering)
+        return step._replace(why=WHY_SENT_IN_FLOAT8, notes=(WHY_SENT_IN_FLOAT8,), lowering=lowering)
+
+    return list(map(moved, steps))
+
+
+def moves_of(node: Node) -> Sequence[JaxprEqn]:
+    """Returns the equations that move the numbers of a node's first operand, one after the other.
+
+    Of most nodes that is their own equation. Empty for a node that does more, or reads float32.
+    """
+    if node.region.in_float32:
+        return []
+    if node.name == "custom_vjp_call":
+        return _moves_inside(node.equation)
+    is_full = node.rule.category is Category.FULL  # by the user's word
+    is_moved = node.rule.hands_on or sends(node) or is_cast(node.equation)
+    return [node.equation] if is_moved and not is_full else []
+
+
+def is_cast(equation: JaxprEqn) -> bool:
+    """Returns whether an equation casts between dtypes that hold the scales of float8."""
+    dtypes = {dtype_of(atom) for atom in (*equation.invars, *equation.outvars)}
+    return equation.primitive.name == "convert_element_type" and dtypes <= {*ROUNDED_NO_FURTHER}
+
+
+def _moves_inside(equation: JaxprEqn) -> Sequence[JaxprEqn]:
+    """Returns the equations of a custom_vjp that sends its operand; empty if it does more.
+
+    So `jmp.gather_params` is written, and gathers with a dtype for sums of gradients.
+    """
+    jaxpr, constants = _jax_compat.open_jaxpr(_jax_compat.called(equation.params))
+    rules = [rule_for(inner.primitive.name) for inner in jaxpr.eqns]
+    are_moves = all(
+        rule.hands_on or rule.sends or is_cast(inner)
+        for rule, inner in zip(rules, jaxpr.eqns, strict=True)
+    )
+    read = [inner.invars for inner in jaxpr.eqns] + [jaxpr.outvars]
+    written = [jaxpr.invars] + [inner.outvars for inner in jaxpr.eqns]
+    is_chain = len(jaxpr.invars) == 1 and read == written and not constants
+    return jaxpr.eqns if is_chain and are_moves and any(rule.sends for rule in rules) else []
+
+
+def _moved(node: Node, operands: Sequence[Any]) -> list[Any]:
+    """Runs a node that moves its first operand, on float8 numbers."""
+    for equation in moves_of(node):
+        if is_cast(equation):
+            continue
+        if rule_for(equation.primitive.name).sends:
+            operands = lax.optimization_barrier(operands)  # as of what is sent in half
+        operands = _jax_compat.bind(equation.primitive, operands, equation.params)
+    return list(operands)

@@ -1,0 +1,49 @@
+"""Rewrites: passes that lower single equations of islands in a leaner form.
+
+A rewrite is a function of a node and its surroundings that returns a `Rewrite`, or None where it
+does not apply. `rewriting` makes a pass of it. The first pass that rewrites a node counts.
+"""
+
+from collections.abc import Callable, Set
+from typing import NamedTuple
+
+import numpy as np
+
+from jmp.autocasting._graph import Node, Value
+from jmp.autocasting._kinds import Level
+from jmp.autocasting._passes import Pass
+from jmp.autocasting._steps import Island, Recompute, Rewrite, on_islands
+
+
+class Surroundings(NamedTuple):
+    """What a rewrite may ask of the island that an equation stands in."""
+
+    inside: Set[Node]
+    recompute: Recompute
+    half: np.dtype
+    entering: Set[Value]  # what enters in half
+    leaving: Set[Value]  # results that leave
+    in_half: Set[Value]  # those that leave in half
+    has_gradient: bool  # see `Context`
+
+
+def rewriting(
+    name: str, changes: str, rewrite: Callable[[Node, Surroundings], Rewrite | None]
+) -> Pass:
+    """Returns the pass that lowers nodes of islands as `rewrite` says."""
+
+    def rewritten(island: Island, level: Level) -> Island:
+        around = Surroundings(
+            inside=set(island.nodes),
+            recompute=island.recompute,
+            half=level.half,
+            entering={read.value for read in island.reads if read.dtype == level.half},
+            leaving={write.value for write in island.writes},
+            in_half={write.value for write in island.writes if write.dtype == level.half},
+            has_gradient=level.context.has_gradient,
+        )
+        as_written = (node for node in island.nodes if node not in island.rewrites)
+        found = {node: form for node in as_written if (form := rewrite(node, around))}
+        return island._replace(rewrites={**island.rewrites, **found})
+
+    return Pass(name, changes, on_islands(rewritten))
