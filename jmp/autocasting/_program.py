@@ -53,6 +53,7 @@ class Traced(NamedTuple):
 
     closed: Any
     plan: Plan
+    plan_until: Callable[[str], Plan]  # the plan that passes make up to the one of this name
     emit: Callable[..., list[Any]]  # of constants and arrays, cast to the dtypes of `plan.reads`
     run: Callable[..., list[Any]]
     constants: list[Any]  # the arrays that the function closes over
@@ -112,10 +113,12 @@ class Program:
         jaxpr, constants = _jax_compat.open_jaxpr(closed)
         if jaxpr not in self._plans:
             plan = self._plan(jaxpr, constants, self._in_half(held))
-            emit = functools.partial(_run_marked, plan)
+            self._warn(plan, jaxpr)
+            emit = functools.partial(run_marked, plan)
             self._plans[jaxpr] = plan, emit, jax.jit(emit)
         plan, emit, run = self._plans[jaxpr]
-        return Traced(closed, plan, emit, run, constants, arrays, result)
+        again = functools.partial(self._plan, jaxpr, constants, self._in_half(held))
+        return Traced(closed, plan, again, emit, run, constants, arrays, result)
 
     def _in_half(self, held: StaticPart) -> list[bool]:
         """For each array among the arguments, whether `apply_to` names it."""
@@ -128,8 +131,14 @@ class Program:
             named = set(jax.tree.leaves([bound.get(name) for name in self.apply_to]))
         return [i in named for i, leaf in enumerate(held.leaves) if leaf is None]
 
-    def _plan(self, jaxpr: Any, constants: Sequence[Any], in_half: Sequence[bool]) -> Plan:
-        request = Request(self.settings)
+    def _plan(
+        self,
+        jaxpr: Any,
+        constants: Sequence[Any],
+        in_half: Sequence[bool],
+        last_pass: str | None = None,
+    ) -> Plan:
+        request = Request(self.settings, last_pass)
         graph = graph_of(jaxpr, constants, [MadeOf.INPUTS] * len(jaxpr.invars), None, request)
         infos = [Info(value.dtype, True) for value in graph.inputs]
         first = len(infos) - len(in_half)
@@ -137,8 +146,10 @@ class Program:
             if half and graph.inputs[first + position].is_float32:
                 infos[first + position] = Info(self.settings.compute_dtype, False)
         nowhere = [Destination(feeds=False, carried=False)] * len(graph.outputs)
-        plan = Planner(graph, infos, nowhere, Context(request)).plan_level()
-        request.policy_rules.warn_unused()
+        return Planner(graph, infos, nowhere, Context(request)).plan_level()
+
+    def _warn(self, plan: Plan, jaxpr: Any) -> None:
+        plan.request.policy_rules.warn_unused()
         if not self._has_warned:
             for text_of, kind in WARNINGS:
                 if text := text_of(plan, function_name(self.fun)):
@@ -154,7 +165,6 @@ class Program:
                     UnusedRuleWarning,
                     stacklevel=users_stacklevel(),
                 )
-        return plan
 
     def _make_flat_function(
         self, held: StaticPart, types: tuple[Any, ...], default: Any
@@ -180,7 +190,8 @@ def _of_type(result: Any, struct: Any) -> Any:
     return _jax_compat.with_weak_type(cast_leaf(array, struct.dtype), struct.weak_type)
 
 
-def _run_marked(plan: Plan, *operands: Any) -> list[Any]:
+def run_marked(plan: Plan, *operands: Any) -> list[Any]:
+    """Returns the outputs of a plan; an autocast around it leaves what it computes as it is."""
     with jax.named_scope(AUTOCAST):
         return run_plan(plan, operands)
 

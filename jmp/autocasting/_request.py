@@ -191,7 +191,8 @@ def policy_scope(policy: Policy) -> AbstractContextManager[None]:
 class Request:
     """What the user asked for: the options of a call, and of places in the program by `rules=`.
 
-    It is made for one call that is planned, for the hardware of `target`.
+    It is made for one call that is planned, for the hardware of `target`: with all its passes, or
+    those up to `last_pass`.
 
     Rules are matched against name scopes; what was found is remembered. The options hold outside
     all rules. A rule's target matches from any scope of a path on: "head*" finds "GPT/head". A
@@ -200,10 +201,11 @@ class Request:
     float8, and whether their results are float32.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, last_pass: str | None = None) -> None:
         self.settings = settings
         # Asked while a call is planned, and no sooner: it may start JAX's backends.
-        self.target = target_of(settings.platform or jax.default_backend())
+        target = target_of(settings.platform or jax.default_backend())
+        self.target = target if last_pass is None else target.until(last_pass)
         self._half = half = settings.compute_dtype
         others = ("product_dtype", "result_dtype")
         asked = {name: getattr(settings.policy, name) for name in others}

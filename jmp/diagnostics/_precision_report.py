@@ -23,7 +23,8 @@ from jmp.autocasting._operations import (
     read_offsets_of,
     rounded_arguments_of,
 )
-from jmp.autocasting._program import Traced
+from jmp.autocasting._passes import target_of
+from jmp.autocasting._program import Traced, run_marked
 from jmp.autocasting._registry import rule_for
 from jmp.autocasting._steps import steps_of
 from jmp.diagnostics._arguments import asked_function, split_arguments
@@ -141,11 +142,41 @@ class PrecisionReport(Report):
     policy: str
     platform: str
     decisions: list[Decision]
+    make_after: dataclasses.InitVar[Callable[[str], Any]]
+
+    def __post_init__(self, make_after: Callable[[str], Any]) -> None:
+        object.__setattr__(self, "_make_after", make_after)  # a function, and no data
 
     @property
     def float8_flops_share(self) -> float:
         """Share of the floating-point operations of products that are float8, 0 to 1."""
         return _flops_share(self.rows, [FLOAT8]) or 0.0
+
+    @property
+    def passes(self) -> tuple[str, ...]:
+        """The names of the passes that change a plan for this platform, in their order."""
+        return tuple(one.name for one in target_of(self.platform).passes)
+
+    def after(self, name: str) -> Any:
+        """Returns the program that autocast makes if it stops after a pass: a `ClosedJaxpr`.
+
+        Two of them, printed, show what the passes between them do.
+
+        Args:
+          name: one of `passes`.
+
+        Raises: ValueError for any other name.
+
+        >>> def attend(q, k, v):
+        ...     return jax.nn.softmax(q @ k.T) @ v
+        >>> q, k = (jax.ShapeDtypeStruct((n, 128), jnp.float32) for n in (256, 128))
+        >>> report = precision_report(attend, "mixed_float16", platform="gpu")(q, k, k)
+        >>> first, *_ = report.passes
+        >>> forms = [str(report.after(name)) for name in (first, "softmax from its half result")]
+        >>> ["custom_jvp" in form for form in forms]
+        [False, True]
+        """
+        return self._make_after(name)  # type: ignore[attr-defined]
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the data as dictionaries, lists, numbers and strings."""
@@ -187,6 +218,11 @@ def _report(traced: Traced, policy: str) -> PrecisionReport:
     rows = rows_of(operations)
     merged = added_up(rows, with_repeated=True)
     half = str(plan.request.settings.compute_dtype)
+
+    def after(name: str) -> Any:
+        emit = functools.partial(run_marked, traced.plan_until(name), *traced.constants)
+        return jax.make_jaxpr(emit)(*arrays)
+
     return PrecisionReport(
         compute_dtype=half,
         rows=rows,
@@ -209,6 +245,7 @@ def _report(traced: Traced, policy: str) -> PrecisionReport:
         policy=policy,
         platform=plan.request.target.platform,
         decisions=decisions_in(decisions_of(steps)),
+        make_after=after,
     )
 
 
