@@ -14,6 +14,7 @@ kind does not say is that of a function that is called once with all the operand
 """
 
 import abc
+import functools
 from collections.abc import Sequence, Set
 from typing import Any
 
@@ -25,6 +26,7 @@ from jmp._messages import described
 from jmp.autocasting._flow import Destination, Info, facts_of
 from jmp.autocasting._graph import Given, Graph, Node, Value
 from jmp.autocasting._magnitudes import hull
+from jmp.autocasting._patterns import Softmax, softmaxes_of
 from jmp.autocasting._propagation import inner_equations
 from jmp.autocasting._registry import Rule, primitive_name
 from jmp.autocasting._request import Settings
@@ -76,6 +78,11 @@ class Level(abc.ABC):
         Args:
           operands: its first arguments, as in `graph_of`.
         """
+
+    @functools.cached_property
+    def softmaxes(self) -> Sequence[Softmax]:
+        """The softmaxes of the level."""
+        return softmaxes_of(self.graph.nodes)
 
     def plan_graph(
         self, graph: Graph, infos: Sequence[Info], outputs: Sequence[Destination], context: Context

@@ -17,9 +17,9 @@ import numpy as np
 
 from jmp import _jax_compat
 from jmp.autocasting._graph import Node, Value, downstream
+from jmp.autocasting._patterns import Shift
 from jmp.autocasting._registry import Category
 from jmp.autocasting._steps import Recompute, Rewrite
-from jmp.autocasting.targets._one_pass import Powers, powers_of
 from jmp.autocasting.targets._rewriting import Surroundings
 from jmp.dtypes import FLOAT32
 
@@ -35,31 +35,28 @@ def softmax_of_half_scores(node: Node, around: Surroundings) -> Rewrite | None:
         return None
     if not (node.rule.affine or node.rule.masks):  # before the island is searched
         return None
-    for powers in filter(None, (powers_of(other, around) for other in around.inside)):
-        exact = _exact_steps(powers, around)
-        results = downstream(powers.shifted, around.inside.__contains__)
-        if exact is None or around.in_half.isdisjoint(results):
+    for softmax in around.softmaxes:
+        exact = softmax.shift and _exact_steps(softmax.shift, around)
+        results = downstream(softmax.argument, around.inside.__contains__)
+        if softmax.shift is None or exact is None or around.in_half.isdisjoint(results):
             continue
         if node in exact:
             why = "half scores, masked or scaled by a power of two: exact in half"
             return Rewrite(why, node.inputs, functools.partial(_run_in_half, node, around.half))
-        length = powers.rows.aval.shape[-1]
-        if powers.shifted in node.outputs and isinstance(length, int) and length % VECTOR == 0:
+        length = softmax.shift.rows.aval.shape[-1]
+        is_even = isinstance(length, int) and length % VECTOR == 0
+        if softmax.shift.sub is node and is_even:
             why = "half scores less their maximum, in half: XLA computes it behind the product"
             return Rewrite(why, node.inputs, functools.partial(_difference, around.half))
     return None
 
 
-def _exact_steps(powers: Powers, around: Surroundings) -> list[Node] | None:
+def _exact_steps(shift: Shift, around: Surroundings) -> list[Node] | None:
     """Returns what masks and scales scores that enter in half, for a softmax alone; or None."""
-    difference = powers.shifted.producer
-    readers = {difference, powers.maxima}
-    if difference is None or not _is_left(difference):
-        return None
-    if not _is_maximum(difference.inputs[1], powers.maxima, around):
+    readers, scores = {shift.sub, shift.maxima}, shift.rows
+    if not _is_left(shift.sub) or not _is_maximum(shift.sub.inputs[1], shift.maxima, around):
         return None
     found: list[Node] = []
-    scores = powers.rows
     while scores not in around.entering:
         node = scores.producer
         # What else reads masked scores, such as a comparison, sees the mask as it was written.

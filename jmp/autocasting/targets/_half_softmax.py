@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jmp.autocasting._flow import is_row_reduction
 from jmp.autocasting._graph import Node
 from jmp.autocasting._steps import Recompute, Rewrite
 from jmp.autocasting.targets._rewriting import Surroundings
@@ -31,26 +30,14 @@ def softmax_from_half_result(node: Node, around: Surroundings) -> Rewrite | None
     """Rewrites the last step of a softmax that leaves in half, all of it in one island."""
     if node.name != "div" or around.recompute is not Recompute.RECOMPUTE:
         return None
-    (result,), (powers, sums) = node.outputs, node.inputs
+    found, (result,) = around.softmax_with(node), node.outputs
     # What reads the result inside would read the rounded one, where log(p) of a small p is -inf.
     is_read_inside = not around.inside.isdisjoint(result.users)
-    if result not in around.in_half or is_read_inside:
-        return None
-    while sums.producer is not None and (sums.producer.rule.reshapes or sums.producer.rule.repeats):
-        sums = sums.producer.inputs[0]
-    exp, total = powers.producer, sums.producer
-    if exp is None or total is None or not {exp, total} <= around.inside:
-        return None
-    is_softmax = exp.name == "exp" and total.name == "reduce_sum" and total.inputs[0] is powers
-    if not is_softmax or not is_row_reduction(total):
-        return None
-    shape, rows = powers.aval.shape, len(sums.aval.shape)
-    # There is one sum for each row, and in the rows' order.
-    if node.inputs[1].aval.shape != (*shape[:rows], *(1 for _ in shape[rows:])):
+    if found is None or result not in around.in_half or is_read_inside:
         return None
     why = "a softmax before a product: its derivative is taken from its half result"
-    run = functools.partial(softmax, rows, around.half)
-    return Rewrite(why, (exp.inputs[0],), run, KEPT_WEIGHTS)
+    run = functools.partial(softmax, len(found.total.outputs[0].aval.shape), around.half)
+    return Rewrite(why, (found.argument,), run, KEPT_WEIGHTS)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))

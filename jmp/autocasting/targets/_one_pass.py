@@ -13,7 +13,7 @@ The end of a GPT-2, its last product and cross entropy, moves 30 % fewer bytes b
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +22,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jmp import _jax_compat
 from jmp.autocasting._flow import is_row_reduction
-from jmp.autocasting._graph import Node, Value, downstream
-from jmp.autocasting._numbers import Shape, length_of
+from jmp.autocasting._graph import Node, downstream
+from jmp.autocasting._numbers import length_of
+from jmp.autocasting._patterns import Shift, Softmax
 from jmp.autocasting._steps import Recompute, Rewrite
 from jmp.autocasting.targets._rewriting import Surroundings
 
@@ -37,31 +38,26 @@ LONG = 1 << 14
 SHORT = 32
 
 
-class Powers(NamedTuple):
-    """What a sum of exp(rows - shift) is made of."""
-
-    total: Node
-    rows: Value
-    maxima: Node  # of the rows; the shift is made of them
-    shift: Value  # one number a row
-    shifted: Value  # rows - shift
-
-
 def sums_in_one_pass(node: Node, around: Surroundings) -> Rewrite | None:
     """Rewrites the sums of a softmax; keeps them, its maxima, and all that reduces long rows."""
     if around.recompute is not Recompute.RECOMPUTE or not _reduces_rows(node):
         return None
-    powers = powers_of(node, around)
-    if powers is not None and _reads_rows_again(powers, around):
-        why = "sums of powers in one pass with the maxima of their rows, on a GPU; kept"
-        run = functools.partial(_kept_sums, tuple(map(int, node.params["axes"])))
-        return Rewrite(why, (powers.shifted, powers.rows, powers.shift), run, KEPT_ROWS, True)
-    others = filter(None, (powers_of(other, around) for other in around.inside))
-    has_sums = any(other.maxima is node and _reads_rows_again(other, around) for other in others)
-    if has_sums or is_long(_length(node)):
-        why = "one number a row, kept for the backward pass: the rows are not read again"
-        return Rewrite(why, node.inputs, functools.partial(_run_and_keep, node), KEPT_ROWS, True)
-    return None
+    for softmax in around.softmaxes:
+        if softmax.shift is None or not _reads_rows_again(softmax, softmax.shift, around):
+            continue
+        if softmax.total is node:
+            why = "sums of powers in one pass with the maxima of their rows, on a GPU; kept"
+            run = functools.partial(_kept_sums, tuple(map(int, node.params["axes"])))
+            reads = (softmax.argument, softmax.shift.rows, softmax.shift.number)
+            return Rewrite(why, reads, run, KEPT_ROWS, as_stored=True)
+        if softmax.shift.maxima is node:
+            return _kept(node)
+    return _kept(node) if is_long(_length(node)) else None
+
+
+def _kept(node: Node) -> Rewrite:
+    why = "one number a row, kept for the backward pass: the rows are not read again"
+    return Rewrite(why, node.inputs, functools.partial(_run_and_keep, node), KEPT_ROWS, True)
 
 
 def is_long(length: Any) -> bool:
@@ -78,75 +74,23 @@ def _length(node: Node) -> int:
     return node.inputs[0].size // max(1, node.outputs[0].size)
 
 
-def _reads_rows_again(powers: Powers, around: Surroundings) -> bool:
+def _reads_rows_again(softmax: Softmax, shift: Shift, around: Surroundings) -> bool:
     """Returns whether XLA reads rows once more for the sums of their powers.
 
     So it does if they are long, or if no number of a row is made of these sums. (Of what is, as of
     a softmax, XLA makes one kernel: an entropy would move 1.9 to 2.8 times the bytes.)
     """
-    length = _length(powers.total)
+    length = _length(softmax.total)
     if length < SHORT or is_long(length):
         return is_long(length)
-    found = filter(None, (powers_of(node, around) for node in around.inside))
-    totals = [other.total for other in found if other.rows is powers.rows]
-    return not any(_is_spread(total, around) for total in totals)
+    others = (one for one in around.softmaxes if one.shift and one.shift.rows is shift.rows)
+    return not any(_is_spread(other.total, around) for other in others)
 
 
 def _is_spread(total: Node, around: Surroundings) -> bool:
     """Returns whether a larger value of the island is made of the sums `total`."""
     (sums,) = total.outputs
     return any(v.size > sums.size for v in downstream(sums, around.inside.__contains__))
-
-
-# What is found in an island.
-
-
-def powers_of(total: Node, around: Surroundings) -> Powers | None:
-    """Returns what `total` adds up, if that is powers of rows less their maxima."""
-    if total.name != "reduce_sum" or not _reduces_rows(total):
-        return None
-    exp = total.inputs[0].producer
-    if exp is None or exp.name != "exp" or exp not in around.inside:
-        return None
-    (shifted,) = exp.inputs
-    sub = shifted.producer
-    if sub is None or sub.name != "sub" or sub not in around.inside:
-        return None
-    rows, subtracted = sub.inputs
-    shift = _one_a_row(subtracted, rows.aval.shape, len(total.outputs[0].aval.shape))
-    maxima = shift and _maxima(shift, rows, total.params["axes"], around)
-    return Powers(total, rows, maxima, shift, shifted) if shift and maxima else None
-
-
-def _one_a_row(value: Value, shape: Shape, rank: int) -> Value | None:
-    """Returns what `value` repeats along the rows of an array, if it has one number for each.
-
-    Args:
-      shape: of the array, the first `rank` axes of which count the rows.
-    """
-    of_rows = (*shape[:rank], *(1 for _ in shape[rank:]))
-    if value.aval.shape == of_rows:
-        return value
-    node = value.producer
-    if value.aval.shape != shape or node is None or node.name != "broadcast_in_dim":
-        return None
-    source, axes = node.inputs[0], node.params["broadcast_dimensions"]
-    is_of_rows = source.aval.shape in (of_rows, shape[:rank])
-    return source if is_of_rows and tuple(axes) == tuple(range(len(axes))) else None
-
-
-def _maxima(shift: Value, rows: Value, axes: Any, around: Surroundings) -> Node | None:
-    """Returns the maxima of `rows` over `axes`, if `shift` is made of them, one number a row."""
-
-    def stays_small(node: Node) -> bool:
-        return node in around.inside and node.outputs[0].size <= shift.size
-
-    for node in rows.users:
-        if node in around.inside and node.name == "reduce_max":
-            reduces = sorted(node.params["axes"]) == sorted(axes)
-            if reduces and shift in downstream(node.outputs[0], stays_small):
-                return node
-    return None
 
 
 # How it runs.

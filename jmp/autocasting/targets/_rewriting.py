@@ -4,7 +4,7 @@ A rewrite is a function of a node and its surroundings that returns a `Rewrite`,
 does not apply. `rewriting` makes a pass of it. The first pass that rewrites a node counts.
 """
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy as np
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import Level
 from jmp.autocasting._passes import Pass
+from jmp.autocasting._patterns import Softmax
 from jmp.autocasting._steps import Island, Recompute, Rewrite, on_islands
 
 
@@ -25,6 +26,11 @@ class Surroundings(NamedTuple):
     leaving: Set[Value]  # results that leave
     in_half: Set[Value]  # those that leave in half
     has_gradient: bool  # see `Context`
+    softmaxes: Sequence[Softmax]  # whose sums are added up in the island
+
+    def softmax_with(self, node: Node) -> Softmax | None:
+        """Returns the softmax whose sums, or whose quotient, a node computes."""
+        return next((x for x in self.softmaxes if node in (x.total, x.division)), None)
 
 
 def rewriting(
@@ -33,14 +39,16 @@ def rewriting(
     """Returns the pass that lowers nodes of islands as `rewrite` says."""
 
     def rewritten(island: Island, level: Level) -> Island:
+        inside = set(island.nodes)
         around = Surroundings(
-            inside=set(island.nodes),
+            inside=inside,
             recompute=island.recompute,
             half=level.half,
             entering={read.value for read in island.reads if read.dtype == level.half},
             leaving={write.value for write in island.writes},
             in_half={write.value for write in island.writes if write.dtype == level.half},
             has_gradient=level.context.has_gradient,
+            softmaxes=list(filter(None, (x.within(inside) for x in level.softmaxes))),
         )
         as_written = (node for node in island.nodes if node not in island.rewrites)
         found = {node: form for node in as_written if (form := rewrite(node, around))}
