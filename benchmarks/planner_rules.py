@@ -106,12 +106,12 @@ class Rule(NamedTuple):
 RULES = [
     Rule("islands are recomputed", {"_planner.choose_recompute": lambda *_: Recompute.PLAIN}),
     Rule("peeling", {"_planner.peel": lambda nodes, *_: ([], nodes)}),
-    Rule("cuts", {"_flow.find_cuts": lambda *_: set()}),
+    Rule("cuts", {"_facts.find_cuts": lambda *_: set()}),
     Rule("islands leave half", {"_steps.Storage.leaves_half": lambda *_: False}),
-    Rule("only what feeds is half", {"_flow.feeding_values": _all_values}),
-    Rule("what is carried is not rounded", {"_flow.carried_values": lambda *_: set()}),
-    Rule("embeddings", {"_flow._is_embedding": lambda *_: False}),
-    Rule("coordinates are no embeddings", {"_flow._is_coordinate": lambda *_: False}),
+    Rule("only what feeds is half", {"_facts.feeding_values": _all_values}),
+    Rule("what is carried is not rounded", {"_facts.carried_values": lambda *_: set()}),
+    Rule("embeddings", {"_facts._is_embedding": lambda *_: False}),
+    Rule("coordinates are no embeddings", {"_facts._is_coordinate": lambda *_: False}),
     Rule("neutral values do not decide", {"_reasons._why_operand": _neutral_values_decide}),
     Rule(
         "repeated in float32, then rounded",

@@ -8,7 +8,7 @@ The way of a program, and the files in the order in which they build on each oth
   - `_flatten` makes a dataflow graph (`_graph`) of the jaxpr, with what is known of each value's
     numbers (`_numbers`) and the rule of each equation (`_equations`, `_exact_products`); what is
     known through functions inside is followed by `_propagation`;
-  - `_flow` finds the facts of the graph, by pure functions;
+  - `_facts` finds the facts of the graph, by pure functions;
   - `_planner` decides every dtype and makes steps (`_steps`), with the help of `_reasons`,
     `_islands`, `_sending` and `rewrites/`; passes (`_float8_planning`, `attention/`) change them;
     what nests is planned by its kind (`_kinds`, `kinds/`), level by level;

@@ -15,28 +15,19 @@ What a turn adds to, or scales, is none of the first two, because arithmetic rea
 steps would be lost.
 """
 
-import functools
 import itertools
 import operator
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jmp import _jax_compat
-from jmp.autocasting._equations import contracts_nothing, rule_of
-from jmp.autocasting._flow import reaching_values
-from jmp.autocasting._graph import Graph, Node, Value, reached
-from jmp.autocasting._kinds import Level, has_kind, kind_of
-from jmp.autocasting._numbers import dtype_of, is_inexact
-from jmp.autocasting._precision import HOLD_RULES
-from jmp.autocasting._propagation import reaching_inputs, reaching_operands, scope_of, walk_inside
-from jmp.autocasting._reasons import why_not_lowered
-from jmp.autocasting._registry import Category, is_low
-from jmp.autocasting._request import Request, Settings
+from jmp.autocasting._facts import exposed_values, multiplied_values
+from jmp.autocasting._graph import Graph, Inside, Node, Value, reached
+from jmp.autocasting._kinds import Level
+from jmp.autocasting._registry import is_low
 from jmp.autocasting._steps import Arithmetic, Nested, Plan, Single, Unplanned, steps_of
-from jmp.dtypes import FLOAT32
 
 
 class _Carry(NamedTuple):
@@ -58,7 +49,7 @@ def carried_in_half(
     node: Node,
     level: Level,
     streams: Sequence[bool] = (),
-    condition: ClosedJaxpr | None = None,
+    condition: Inside | None = None,
 ) -> InHalf:
     """Returns for each carry of a loop whether it loses nothing in half.
 
@@ -80,14 +71,14 @@ def carried_in_half(
     buffers: list[_Carry] = []
     if found:
         multiplied = _multiplied(graph, carries)
-        asked = _asked(condition, values, level.context.request)
+        asked = _asked(condition, values, level.half)
         found = [carry for carry in found if carry.before in multiplied - asked]
         buffers = _buffers(carries)
         # A state is computed anew; whatever reads it after the loop, it was half before.
         found = [c for c in found if not (c in buffers and _stays_wide(c, node, level))]
     while found:
         wide = [carry.result for carry in carries if carry not in found]
-        read = exposed_values(graph, wide, level.context.request)
+        read = exposed_values(graph, wide, level.half)
         kept = [carry for carry in found if carry.before not in read]
         if kept == found:
             break
@@ -145,13 +136,13 @@ def find_weights(
     }
     outputs = plan.graph.outputs
     wide = [*itertools.compress(outputs, map(operator.not_, in_half)), *outputs[len(in_half) :]]
-    found = reaching_values(plan.graph.nodes, is_low, [])
+    found = multiplied_values(plan.graph, [])
     exact = {
         step.node
         for step in plan.steps
         if isinstance(step, Nested) and any(map(_multiplies_float32, step.insides))
     }
-    found -= exposed_values(plan.graph, wide, level.context.request, lookups, exact)
+    found -= exposed_values(plan.graph, wide, level.half, lookups, exact)
     return [
         may and value in found and not lookups.issuperset(value.users)
         for may, value in zip(may_be, values, strict=True)
@@ -173,10 +164,10 @@ def find_caches(plan: Plan) -> list[Value]:
 
     They keep their dtype, as all arguments do.
     """
-    graph, request = plan.graph, plan.request
+    graph = plan.graph
     inputs = [value for value in graph.inputs if value.is_float32]
-    exposed = exposed_values(graph, (), request)
-    found = reaching_values(graph.nodes, is_low, [])
+    exposed = exposed_values(graph, (), plan.request.settings.compute_dtype)
+    found = multiplied_values(graph, [])
     changed = [output for output in graph.outputs if output not in inputs]
     return [
         value
@@ -186,40 +177,13 @@ def find_caches(plan: Plan) -> list[Value]:
     ]
 
 
-def exposed_values(
-    graph: Graph,
-    outputs: Iterable[Value],
-    request: Request,
-    lookups: Set[Node] = frozenset(),
-    exact: Set[Node] = frozenset(),
-) -> set[Value]:
-    """Returns the values of a level that more than half products read, moved or as they are.
-
-    Args:
-      outputs: those of the level that are so read outside.
-      lookups: nodes that count as half products.
-      exact: nodes that hold a product that is not half, such as one of angles.
-    """
-    found = set(outputs)
-    reads = functools.partial(reads_numbers, settings=request.settings)
-    for node in reversed(graph.nodes):
-        if node in exact or _reads_float32(node, request):
-            found.update(filter(is_inexact, node.inputs))
-        elif not node.is_product and node not in lookups:
-            results = [value in found for value in node.outputs]
-            found.update(reaching_operands(node.equation, node.inputs, results, reads))
-    return found
-
-
-def _asked(condition: ClosedJaxpr | None, values: Sequence[Value], request: Request) -> set[Value]:
+def _asked(condition: Inside | None, values: Sequence[Value], half: np.dtype) -> set[Value]:
     """Returns those of a loop's carries that its condition reads."""
     if condition is None:
         return set()
-    reads = functools.partial(reads_numbers, settings=request.settings)
-    inputs = reaching_inputs(_jax_compat.open_jaxpr(condition)[0], reads, [True])
-    return {
-        value for value, is_read in zip(reversed(values), reversed(inputs), strict=False) if is_read
-    }
+    read = exposed_values(condition.graph, condition.graph.outputs, half)
+    pairs = zip(reversed(values), reversed(condition.inputs), strict=False)
+    return {value for value, inner in pairs if inner in read}
 
 
 def _multiplied(graph: Graph, carries: Sequence[_Carry]) -> set[Value]:
@@ -227,7 +191,7 @@ def _multiplied(graph: Graph, carries: Sequence[_Carry]) -> set[Value]:
     found: set[Value] = set()
     while True:
         later = [carry.result for carry in carries if carry.before in found]
-        again = reaching_values(graph.nodes, is_low, later)
+        again = multiplied_values(graph, later)
         if again == found:
             return found
         found = again
@@ -244,39 +208,3 @@ def _held_by(result: Value) -> set[Value]:
         return node.inputs if moves or _jax_compat.holds_functions(node.equation) else ()
 
     return set(reached([result], operands))
-
-
-def _reads_float32(node: Node, request: Request) -> bool:
-    """Returns whether a node, or something inside it, is a product that is not to be half."""
-    half = request.settings.compute_dtype
-    if node.region.in_float32:
-        return True
-    if is_low(node.equation):
-        return not node.is_product or bool(why_not_lowered(node, half))
-    if not _jax_compat.holds_functions(node.equation):
-        return False
-    # The rule of a custom derivative may read what the function does not.
-    if not node.goes_inside or (node.has_products and node.name in HOLD_RULES):
-        return True
-    for visit in walk_inside(node.equation):
-        if is_low(visit.equation):
-            _, *inside = (*visit.around, visit.equation)
-            if request.region(scope_of(inside, node.scope)).in_float32:
-                return True
-    return False
-
-
-def reads_numbers(equation: JaxprEqn, settings: Settings) -> bool:
-    """Returns whether an equation is neither a half product, nor only moves what it reads."""
-    rule = rule_of(equation, settings)
-    name = equation.primitive.name
-    if _jax_compat.holds_functions(equation):
-        goes_inside = has_kind(name) and kind_of(name).goes_inside(settings)
-        return rule.category is Category.FULL or not goes_inside
-    if is_low(equation):
-        dtypes = set(map(dtype_of, (*equation.invars, *equation.outvars)))
-        is_chosen = not dtypes <= {FLOAT32, settings.compute_dtype}
-        return is_chosen or rule.category is not Category.LOW or contracts_nothing(equation)
-    if rule.casts:
-        return dtype_of(equation.outvars[0]) not in (FLOAT32, settings.compute_dtype)
-    return not rule.holds_operands

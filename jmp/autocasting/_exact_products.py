@@ -18,20 +18,21 @@ compute these in float32, and so does autocast:
 What a value is made of (`MadeOf`) is followed from the inputs on, as the graph is made.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 
 from jmp import _jax_compat
-from jmp.autocasting._flow import reaching_values
+from jmp.autocasting._facts import is_low_node, outputs_that_reach, reaching
 from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._kinds import has_kind
 from jmp.autocasting._numbers import MadeOf, dtype_of, is_inexact, made_of_array
-from jmp.autocasting._propagation import inner_equations, reaching_results
-from jmp.autocasting._registry import NO_RULE, Category, is_low, rule_for
+from jmp.autocasting._propagation import inner_equations
+from jmp.autocasting._registry import NO_RULE, Category, Rule, is_low, rule_for
+from jmp.autocasting._request import Settings
 
 WHY_COUNTS = "neither operand has a gradient: it counts, and a half type counts to 256 or 2048"
 WHY_TABLE = "a matrix made of constants transforms an input: rounding it would be felt in all data"
@@ -106,33 +107,32 @@ def _closed_over(equation: JaxprEqn) -> Iterator[Any]:
                     yield array
 
 
-def find_angles(graph: Graph) -> list[Node]:
-    """Returns the products of inputs whose results reach a function that wraps."""
-    candidates = [node for node in graph.nodes if node.is_product and _reads_inputs(node)]
-    wrapped = wrapped_values(graph) if candidates else set()
-    return [node for node in candidates if not wrapped.isdisjoint(node.outputs)]
+def find_angles(graph: Graph, results: Iterable[Value], settings: Settings) -> None:
+    """Makes the products of inputs float32 whose results reach a function that wraps.
+
+    Args:
+      results: outputs that reach one outside.
+    """
+    graph.wrapped = reaching(graph, results, wraps, is_low_node)
+    for node in graph.nodes:
+        if node.is_product and _reads_inputs(node) and not graph.wrapped.isdisjoint(node.outputs):
+            if node.name not in settings.overrides:
+                node.rule, node.has_products = Rule(Category.FULL, WHY_ANGLE), False
+        for inside in node.insides:
+            outputs = outputs_that_reach(inside, graph.wrapped, wraps, is_low_node)
+            find_angles(inside.graph, outputs, settings)
 
 
 def _reads_inputs(product: Node) -> bool:
     return all(v.is_float32 and v.made_of <= MadeOf.INPUTS for v in product.inputs[:2])
 
 
-def wrapped_values(graph: Graph) -> set[Value]:
-    """Returns the values of a level that reach a function that wraps, here or outside."""
-    pairs = zip(graph.outputs, graph.outputs_wrap(), strict=False)
-    outside = [value for value, is_wrapped in pairs if is_wrapped]
-    return reaching_values(graph.nodes, wraps, outside)
+def wraps(node: Node) -> bool:
+    """Returns whether a node depends on the fraction of its argument, or of its turns."""
+    return any(map(_wraps, node.equations))
 
 
-def results_wrap(graph: Graph, node: Node, function: Jaxpr) -> Sequence[bool]:
-    """Returns which results of a function inside a node reach a function that wraps, outside it."""
-    wrapped = wrapped_values(graph)
-    results = [value in wrapped for value in node.outputs]
-    return reaching_results(node.equation, function, results, wraps)
-
-
-def wraps(equation: JaxprEqn) -> bool:
-    """Returns whether an equation depends on the fraction of its argument, or of its turns."""
+def _wraps(equation: JaxprEqn) -> bool:
     name = equation.primitive.name
     if name == "exp":  # of an angle times i
         return dtype_of(equation.invars[0]) in (np.complex64, np.complex128)

@@ -5,7 +5,7 @@ through the many small ones of `jax.numpy`; dead code is left behind. What remai
 branches, remat, custom derivatives) is one node each and a level of its own.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,8 +14,8 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jmp import _jax_compat
 from jmp.autocasting._equations import contains_products, draws_bits, is_marker, plain_form, rule_of
-from jmp.autocasting._exact_products import WHY_ANGLE, find_angles, made_of_results, why_exact
-from jmp.autocasting._graph import Given, Graph, Node, Value
+from jmp.autocasting._exact_products import find_angles, made_of_results, why_exact
+from jmp.autocasting._graph import Argument, Graph, Inside, Node, Row, Value
 from jmp.autocasting._kinds import has_kind, kind_of
 from jmp.autocasting._numbers import (
     NOTHING,
@@ -27,9 +27,12 @@ from jmp.autocasting._numbers import (
 )
 from jmp.autocasting._precision import in_regions, with_older_forms
 from jmp.autocasting._registry import Category, Rule
-from jmp.autocasting._request import Region, Request, Settings
+from jmp.autocasting._request import Request, Settings
 from jmp.autocasting._scaled_products import scaled_before
 from jmp.dtypes import FLOAT32
+
+# What is known of an input: an argument of the function, what else it is made of, or nothing.
+Given = Argument | MadeOf | None
 
 
 def graph_of(
@@ -38,9 +41,8 @@ def graph_of(
     operands: Sequence[Given],
     holder: Node | None,
     request: Request,
-    outputs_wrap: Callable[[], Sequence[bool]] = lambda: (),
 ) -> Graph:
-    """Returns the graph of a jaxpr.
+    """Returns the graph of a jaxpr, and of the functions inside.
 
     Args:
       jaxpr: an open jaxpr; its constvars count as its first inputs.
@@ -50,8 +52,20 @@ def graph_of(
         are known inside as well, or what else is known of it.
       holder: the node that holds it; None at the outermost level.
       request: see `Request`.
-      outputs_wrap: see `Graph`; left out, of no output it is known.
     """
+    graph = _level_of(jaxpr, constants, operands, holder, request)
+    find_angles(graph, [], request.settings)
+    _fill_params(graph, request)
+    return graph
+
+
+def _level_of(
+    jaxpr: Jaxpr,
+    constants: Sequence[Any],
+    operands: Sequence[Given],
+    holder: Node | None,
+    request: Request,
+) -> Graph:
     if _jax_compat.has_newer_forms():
         jaxpr = with_older_forms(jaxpr)
     half = request.settings.compute_dtype
@@ -66,17 +80,31 @@ def graph_of(
     for node in nodes:
         for value in dict.fromkeys(node.inputs):
             value.users.append(node)
-    if half == np.float16:
-        nodes = scaled_before(nodes, outputs)
-    own = () if holder is None else constants
-    graph = Graph(inputs, nodes, outputs, own, outputs_wrap)
-    for node in find_angles(graph):
-        if node.name not in request.settings.overrides:
-            node.rule, node.has_products = Rule(Category.FULL, WHY_ANGLE), False
     for node in nodes:
+        if _may_go_inside(node, request.settings):
+            node.insides = tuple(_insides(node, request))
+    own = () if holder is None else constants
+    graph = Graph(inputs, nodes, outputs, own)
+    return scaled_before(graph) if half == np.float16 else graph
+
+
+def _insides(node: Node, request: Request) -> Iterator[Inside]:
+    kind = kind_of(node.name)
+    functions = kind.functions(node.equation)
+    for function, arguments, results in zip(
+        functions, kind.arguments(node), kind.results(node), strict=True
+    ):
+        jaxpr, constants = _jax_compat.open_jaxpr(function)
+        yield Inside(_level_of(jaxpr, constants, arguments, node, request), arguments, results)
+
+
+def _fill_params(graph: Graph, request: Request) -> None:
+    """Fills in the precision of products that say none, in regions that are float32."""
+    for node in graph.nodes:
         if not node.goes_inside:
             node.params = in_regions(node, request)
-    return graph
+        for inside in node.insides:
+            _fill_params(inside.graph, request)
 
 
 class _Flattening:
@@ -133,7 +161,7 @@ class _Flattening:
         place, stays = len(self.nodes), is_marker(equation)
         read = tuple(operands)
         node = Node(equation, read, known, stack, scope, around, rule, region, place, stays)
-        node.goes_inside = _goes_inside(node, region, settings)
+        node.goes_inside = not node.is_fusible and _may_go_inside(node, settings)
         node.has_products = node.is_product or (
             node.goes_inside and contains_products(equation, settings)
         )
@@ -145,8 +173,8 @@ class _Flattening:
         return node
 
 
-def _goes_inside(node: Node, region: Region, settings: Settings) -> bool:
-    if region.in_float32 or node.is_fusible or node.rule.category is Category.FULL:
+def _may_go_inside(node: Node, settings: Settings) -> bool:
+    if node.region.in_float32 or node.rule.category is Category.FULL:
         return False
     return has_kind(node.name) and kind_of(node.name).goes_inside(settings)
 
@@ -157,7 +185,9 @@ def _goes_inside(node: Node, region: Region, settings: Settings) -> bool:
 def _input(aval: Any, given: Given) -> Value:
     if isinstance(given, Value):
         return Value(aval, known=given.known, made_of=given.made_of, outside=given)
-    return Value(aval, made_of=MadeOf.PRODUCTS if given is None else given)
+    if isinstance(given, Row):
+        return Value(aval, made_of=given.value.made_of)
+    return Value(aval, made_of=given if isinstance(given, MadeOf) else MadeOf.PRODUCTS)
 
 
 def _closed_over_value(array: Any, half: np.dtype, held: Any = None) -> Value:

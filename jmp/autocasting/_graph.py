@@ -1,18 +1,22 @@
 """The dataflow graph of one level of nesting: values, and the nodes that compute them.
 
-`_flatten` makes it of a jaxpr; nothing of it changes afterwards. What the analyses find (`_flow`)
-and what the planner decides (`_steps`) stands in records of their own.
+`_flatten` makes it of a jaxpr, and graphs of the functions inside with it; nothing of it changes
+afterwards. What the analyses find (`_facts`) and what the planner decides (`_steps`) stands in
+records of their own.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from jax.extend.core import JaxprEqn
 
+from jmp import _jax_compat
 from jmp._jax_compat import Params
 from jmp.autocasting._numbers import NOTHING, Known, MadeOf, dtype_of, fits, shape_of, size_of
+from jmp.autocasting._propagation import inner_equations
 from jmp.autocasting._registry import Category, Rule
 from jmp.autocasting._request import Region
 from jmp.dtypes import FLOAT32
@@ -58,9 +62,39 @@ class Value:
         return self.is_hard or (self.constant is not None and not fits(self.constant, half))
 
 
-# A value of the outer level that comes into one; what it is made of, if it is not one value (a row
-# of one); None for what may be anything (the carry of a loop).
-Given = Value | MadeOf | None
+class Row(NamedTuple):
+    """One row of a value, at each turn of a loop another one."""
+
+    value: Value
+
+
+class Carry(NamedTuple):
+    """What a loop carries: first a value, after each turn the body's result of that number."""
+
+    value: Value
+    number: int
+
+
+# What a function inside a node is called with.
+Argument = Value | Row | Carry
+
+
+def value_of(argument: Argument) -> Value:
+    """Returns the operand that an argument comes from."""
+    return argument if isinstance(argument, Value) else argument.value
+
+
+class Inside(NamedTuple):
+    """A function inside a node, as a level of its own."""
+
+    graph: "Graph"
+    arguments: Sequence[Argument]  # of the node's operands
+    results: Sequence[Value]  # which results of the node its own become, in order
+
+    @property
+    def inputs(self) -> Sequence[Value]:
+        """The inputs that the arguments come in as."""
+        return self.graph.inputs[len(self.graph.constants) :]
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -82,11 +116,13 @@ class Node:
     # A product that autocast may lower, or a node that is planned inside and holds one.
     has_products: bool = False
     is_in_full: bool = False  # the user named its primitive in `full=`
+    insides: tuple["Inside", ...] = ()  # its functions, where they may be planned as levels
 
     def __post_init__(self, known: Known) -> None:
         self.name: str = self.equation.primitive.name
         self.params: Params = self.equation.params  # what it is bound with, where it is as written
         self.outputs = tuple(Value(v.aval, self, known) for v in self.equation.outvars)
+        self.holds_functions = _jax_compat.holds_functions(self.equation)
         # It may stand in an island.
         self.is_fusible = self.rule.fusible and not self.region.is_decided
 
@@ -96,6 +132,11 @@ class Node:
         if self.is_fusible or self.has_products or self.region.in_float32:
             return self.region.in_float32 or self.is_in_full
         return self.rule.category in (Category.FULL, Category.AS_WRITTEN)
+
+    @functools.cached_property
+    def equations(self) -> Sequence[JaxprEqn]:
+        """Its equation, and those inside it where no level stands for them."""
+        return [self.equation, *(() if self.insides else inner_equations(self.equation))]
 
     @property
     def is_product(self) -> bool:
@@ -112,8 +153,7 @@ class Graph:
     outputs: Sequence[Value]
     # The arrays that its first inputs stand for; none at the outermost level, where they are given.
     constants: Sequence[Any]
-    # Which outputs go to a function that wraps (`_exact_products`) outside; asked for rarely.
-    outputs_wrap: Callable[[], Sequence[bool]]
+    wrapped: Set[Value] = frozenset()  # what reaches a function that wraps (`_exact_products`)
 
 
 # Walks.

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jmp.autocasting._flow import is_row_reduction
+from jmp.autocasting._facts import is_row_reduction
 from jmp.autocasting._graph import Node, Value, reached
 from jmp.autocasting._numbers import is_inexact
 from jmp.autocasting._registry import Category

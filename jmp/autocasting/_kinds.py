@@ -23,8 +23,8 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jmp import _jax_compat
 from jmp._messages import described
-from jmp.autocasting._flow import Destination, Info, facts_of
-from jmp.autocasting._graph import Given, Graph, Node, Value
+from jmp.autocasting._facts import Destination, Info, exposed_values, facts_of
+from jmp.autocasting._graph import Argument, Graph, Inside, Node, Value, value_of
 from jmp.autocasting._magnitudes import hull
 from jmp.autocasting._patterns import Softmax, softmaxes_of
 from jmp.autocasting._propagation import inner_equations
@@ -66,18 +66,11 @@ class Level(abc.ABC):
     def plan_level(self) -> Plan:
         """Returns the plan."""
 
-    @property
-    @abc.abstractmethod
+    @functools.cached_property
     def exposed(self) -> Set[Value]:
         """The values that more than half products read; see `_carries`."""
-
-    @abc.abstractmethod
-    def open(self, function: ClosedJaxpr, node: Node, operands: Sequence[Given]) -> Graph:
-        """Flattens a function inside `node`.
-
-        Args:
-          operands: its first arguments, as in `graph_of`.
-        """
+        pairs = zip(self.graph.outputs, self.outputs, strict=True)
+        return exposed_values(self.graph, [v for v, where in pairs if where.exposed], self.half)
 
     @functools.cached_property
     def softmaxes(self) -> Sequence[Softmax]:
@@ -87,7 +80,7 @@ class Level(abc.ABC):
     def plan_graph(
         self, graph: Graph, infos: Sequence[Info], outputs: Sequence[Destination], context: Context
     ) -> Plan:
-        """Plans what `open` returned.
+        """Plans a function inside.
 
         Args:
           infos: of its arguments.
@@ -97,13 +90,10 @@ class Level(abc.ABC):
         own = [Info(value.dtype, True) for value in graph.inputs[: len(graph.constants)]]
         return type(self)(graph, [*own, *infos], outputs, context).plan_level()
 
-    def plan_called(
-        self, function: ClosedJaxpr, node: Node, operands: Sequence[Value], context: Context
-    ) -> Plan:
-        """Plans a function that `node` calls once with `operands`; see `plan_graph`."""
-        infos = list(map(self.storage.info, operands))
-        outputs = self.destinations(node)
-        return self.plan_graph(self.open(function, node, operands), infos, outputs, context)
+    def plan_called(self, inside: Inside, node: Node, context: Context) -> Plan:
+        """Plans a function that `node` calls once; see `plan_graph`."""
+        infos = [self.storage.info(value_of(argument)) for argument in inside.arguments]
+        return self.plan_graph(inside.graph, infos, self.destinations(node), context)
 
     def destinations(self, node: Node) -> list[Destination]:
         """Returns where the results of a node that is planned inside go."""
@@ -165,10 +155,13 @@ class Kind:
         """Returns the functions inside, in the order in which `emit` takes what stands for them."""
         return [_jax_compat.called(equation.params)]
 
-    def arguments(self, node: Node) -> Sequence[Sequence[Value | None]]:
-        """Returns what each function is called with; None for what is not one operand, whole or in
-        rows, at every call (the carry of a loop)."""
+    def arguments(self, node: Node) -> Sequence[Sequence[Argument]]:
+        """Returns what each function is called with."""
         return [node.inputs for _ in self.functions(node.equation)]
+
+    def results(self, node: Node) -> Sequence[Sequence[Value]]:
+        """Returns which results of the node those of each function become."""
+        return [node.outputs for _ in self.functions(node.equation)]
 
     def context_inside(self, level: Level) -> Context:
         """Returns what holds inside, given the level that the equation stands on."""
@@ -176,9 +169,9 @@ class Kind:
 
     def plan(self, node: Node, level: Level) -> Nested:
         """Plans the node's functions; results come out as the inside leaves them."""
-        (function,) = self.functions(node.equation)
-        inside = level.plan_called(function, node, node.inputs, self.context_inside(level))
-        return level.nested(node, [inside], inside.stores)
+        (inside,) = node.insides
+        plan = level.plan_called(inside, node, self.context_inside(level))
+        return level.nested(node, [plan], plan.stores)
 
     def emit(self, equation: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> Any:
         """Binds the equation anew; returns a list of results."""

@@ -5,7 +5,6 @@ decided besides dtypes, and the warnings of no half product and of half gradient
 """
 
 import collections
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from jmp import _jax_compat
 from jmp._jax_compat import Params
 from jmp._messages import PrecisionWarning, described
 from jmp.autocasting._equations import contracts_nothing, is_inner_product
-from jmp.autocasting._exact_products import WHY_EXACT, wrapped_values
+from jmp.autocasting._exact_products import WHY_EXACT
 from jmp.autocasting._graph import Node
 from jmp.autocasting._kinds import has_kind
 from jmp.autocasting._numbers import dtype_of
@@ -161,10 +160,9 @@ def decisions_of(steps: Iterable[Ran]) -> Iterator[tuple[str, Node, int]]:
 
 def rounded_arguments_of(steps: Iterable[Ran]) -> Iterator[Node]:
     """Yields the half products whose results reach a function that wraps, such as sin."""
-    wrapped = functools.cache(wrapped_values)
     for step, level, _ in steps:
         if isinstance(step, Single) and step.node.is_product and step.is_half:
-            if not wrapped(level.graph).isdisjoint(step.node.outputs):
+            if not level.graph.wrapped.isdisjoint(step.node.outputs):
                 yield step.node
 
 

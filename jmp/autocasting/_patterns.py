@@ -7,7 +7,7 @@ before, and the powers are divided by their sum afterwards.
 from collections.abc import Iterable, Set
 from typing import NamedTuple
 
-from jmp.autocasting._flow import is_row_reduction
+from jmp.autocasting._facts import is_row_reduction
 from jmp.autocasting._graph import Node, Value, downstream
 from jmp.autocasting._numbers import Shape
 

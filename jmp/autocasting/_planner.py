@@ -6,17 +6,12 @@ barrier is decided by its rule; what nests is planned by its kind, which hands b
 """
 
 import functools
-from collections.abc import Sequence, Set
+from collections.abc import Set
 
 import numpy as np
-from jax.extend.core import ClosedJaxpr
 
-from jmp import _jax_compat
-from jmp.autocasting._carries import exposed_values
-from jmp.autocasting._exact_products import results_wrap
-from jmp.autocasting._flatten import graph_of
-from jmp.autocasting._flow import is_maximum, reaching_values
-from jmp.autocasting._graph import Given, Graph, Node, Value
+from jmp.autocasting._facts import compared_values
+from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._islands import (
     choose_recompute,
     common_scopes_of,
@@ -34,8 +29,8 @@ from jmp.autocasting._lowerings import (
     SentInHalf,
 )
 from jmp.autocasting._magnitudes import magnitude_of_sums
-from jmp.autocasting._precision import with_default
-from jmp.autocasting._reasons import UNBOUNDED, why_float32, why_not_lowered, why_region
+from jmp.autocasting._precision import why_not_lowered, with_default
+from jmp.autocasting._reasons import UNBOUNDED, why_float32, why_region
 from jmp.autocasting._registry import Category
 from jmp.autocasting._sending import (
     WHY_IN_PARTS,
@@ -292,18 +287,7 @@ class Planner(Level):
     @functools.cached_property
     def _scores(self) -> Set[Value]:
         """The values that reach a maximum on this level, such as that of a softmax."""
-        return reaching_values(self.graph.nodes, is_maximum, [])
-
-    @functools.cached_property
-    def exposed(self) -> Set[Value]:
-        pairs = zip(self.graph.outputs, self.outputs, strict=True)
-        outside = [value for value, where in pairs if where.exposed]
-        return exposed_values(self.graph, outside, self.context.request)
-
-    def open(self, function: ClosedJaxpr, node: Node, operands: Sequence[Given]) -> Graph:
-        inner, constants = _jax_compat.open_jaxpr(function)
-        wrap = functools.partial(results_wrap, self.graph, node, inner)
-        return graph_of(inner, constants, operands, node, self.context.request, wrap)
+        return compared_values(self.graph, [])
 
 
 def _half_arithmetic(node: Node) -> Arithmetic:

@@ -32,12 +32,20 @@ from jax.lax import Precision
 from jmp import _jax_compat
 from jmp._jax_compat import Params
 from jmp.autocasting._graph import Node
-from jmp.autocasting._numbers import dtype_of
+from jmp.autocasting._numbers import dtype_of, is_inexact
 from jmp.autocasting._propagation import inner_equations
 from jmp.autocasting._registry import Category, is_low
 from jmp.autocasting._request import AUTOCAST, Request
+from jmp.dtypes import FLOAT32
 
 HIGHEST = (Precision.HIGHEST, Precision.HIGHEST)
+
+# What autocast never makes half, and what a user can do.
+NEVER_HALF = {
+    "float64": ", and autocast lowers float32 alone: cast to it what may be half",
+    "complex128": ", which has no half type",
+    "complex64": ", which has no half type",
+}
 
 HOLD_RULES = ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call")
 
@@ -59,6 +67,26 @@ def asked_for(equation: JaxprEqn) -> str:
     said = _of_operands(equation.params.get("precision"))
     asked = next((one for one in (Precision.HIGHEST, Precision.HIGH) if one in said), None)
     return f"the user asked for precision={asked.name}" if asked else ""
+
+
+def why_not_lowered(node: Node, half: np.dtype) -> str:
+    """Returns what the user chose for a product that autocast must leave."""
+    dtypes = {v.dtype for v in node.inputs if is_inexact(v)}
+    if names_algorithm(node.params):
+        return "the user named the algorithm"
+    found = {str(v.dtype) for v in (*node.inputs, *node.outputs)}
+    for name, way_out in NEVER_HALF.items():
+        if name in found:
+            return f"the user chose {name}{way_out}"
+    others = {"float16", "bfloat16"} & found - {str(half)}
+    if others:
+        (other,) = others
+        return f"the user chose {other}; cast to float32 what may be {half}"
+    if not dtypes <= {FLOAT32, half} or not all(v.is_float32 for v in node.outputs):
+        return "the user chose other dtypes"
+    if FLOAT32 not in dtypes:
+        return "the user chose half operands and a float32 result"
+    return ""
 
 
 def _of_operands(precision: Any) -> tuple[Any, ...]:

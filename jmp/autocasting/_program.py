@@ -20,8 +20,8 @@ from jmp._array_calls import StaticPart, take_arrays
 from jmp._messages import described, function_name, listed, users_stacklevel, wrong
 from jmp.autocasting._casts import cast_all
 from jmp.autocasting._emit import run_plan
+from jmp.autocasting._facts import Destination, Info
 from jmp.autocasting._flatten import graph_of
-from jmp.autocasting._flow import Destination, Info
 from jmp.autocasting._numbers import MadeOf
 from jmp.autocasting._operations import WARNINGS
 from jmp.autocasting._planner import Planner
@@ -53,8 +53,8 @@ class Traced(NamedTuple):
 
     closed: Any
     plan: Plan
-    plan_until: Callable[[str], Plan]  # the plan that passes make up to the one of this name
     emit: Callable[..., list[Any]]  # of constants and arrays, cast to the dtypes of `plan.reads`
+    emit_until: Callable[[str], Callable[..., list[Any]]]  # the same, after the pass of a name
     run: Callable[..., list[Any]]
     constants: list[Any]  # the arrays that the function closes over
     arrays: list[Any]  # those among the arguments
@@ -114,11 +114,15 @@ class Program:
         if jaxpr not in self._plans:
             plan = self._plan(jaxpr, constants, self._in_half(held))
             self._warn(plan, jaxpr)
-            emit = functools.partial(run_marked, plan)
+            emit = functools.partial(_run_marked, plan)
             self._plans[jaxpr] = plan, emit, jax.jit(emit)
         plan, emit, run = self._plans[jaxpr]
-        again = functools.partial(self._plan, jaxpr, constants, self._in_half(held))
-        return Traced(closed, plan, again, emit, run, constants, arrays, result)
+
+        def emit_until(last_pass: str) -> Callable[..., list[Any]]:
+            again = self._plan(jaxpr, constants, self._in_half(held), last_pass)
+            return functools.partial(_run_marked, again)
+
+        return Traced(closed, plan, emit, emit_until, run, constants, arrays, result)
 
     def _in_half(self, held: StaticPart) -> list[bool]:
         """For each array among the arguments, whether `apply_to` names it."""
@@ -190,8 +194,7 @@ def _of_type(result: Any, struct: Any) -> Any:
     return _jax_compat.with_weak_type(cast_leaf(array, struct.dtype), struct.weak_type)
 
 
-def run_marked(plan: Plan, *operands: Any) -> list[Any]:
-    """Returns the outputs of a plan; an autocast around it leaves what it computes as it is."""
+def _run_marked(plan: Plan, *operands: Any) -> list[Any]:
     with jax.named_scope(AUTOCAST):
         return run_plan(plan, operands)
 

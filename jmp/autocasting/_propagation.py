@@ -1,12 +1,10 @@
 """Ways through a jaxpr: a walk over its equations, and what is followed through them.
 
-How loops, branches and calls hand values on is written here, and nowhere else. Three ways:
-
   - `walk` yields the equations at any depth, each with those around it and its number of turns;
-  - a `Propagation` follows what is known of values forwards, from the inputs to the outputs;
-  - `reaching_inputs` follows backwards which values reach an equation of some sort.
+  - a `Propagation` follows what is known of values forwards, from the inputs to the outputs. The
+    turns of a loop are followed until nothing new is found.
 
-Going forwards and backwards, the turns of a loop are followed until nothing new is found.
+Backwards graphs are gone through, see `_facts.reaching`.
 """
 
 import dataclasses
@@ -17,8 +15,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jmp import _jax_compat
-from jmp.autocasting._numbers import is_inexact, length_of
-from jmp.autocasting._registry import is_low
+from jmp.autocasting._numbers import length_of
 
 T = TypeVar("T")
 
@@ -200,91 +197,3 @@ class Propagation(Generic[T]):
             if again == carries:
                 return carries, results
             carries = again
-
-
-# Backwards: which values reach an equation of some sort, with no other product between.
-
-Ends = Callable[[JaxprEqn], bool]
-
-
-def reaching_operands(
-    equation: JaxprEqn, operands: Sequence[Any], results: Sequence[bool], ends: Ends
-) -> Iterator[Any]:
-    """Yields the floating operands that reach an equation that `ends` accepts, here or inside.
-
-    Args:
-      operands: the equation's own, or what stands for them; they are yielded.
-      results: which results of the equation reach one.
-    """
-    if is_low(equation) and not ends(equation):
-        return
-    functions = list(_jax_compat.inner_jaxprs(equation))
-    if ends(equation) or (any(results) and not functions):
-        yield from filter(is_inexact, operands)
-    for function in functions:
-        inner = reaching_results(equation, function, results, ends)
-        inside = reaching_inputs(function, ends, inner)
-        if is_condition(equation, function):
-            asked, _, carries = _jax_compat.While.of(equation.params).split(operands)
-            pairs = zip((*asked, *carries), inside, strict=True)
-            yield from (operand for operand, reaches in pairs if reaches and is_inexact(operand))
-            continue
-        # The last operands are its own: those before say which branch is taken, or belong to
-        # another function, as those of a loop's condition and of a linear solver do.
-        pairs = zip(reversed(operands), reversed(inside), strict=False)
-        yield from (operand for operand, reaches in pairs if reaches and is_inexact(operand))
-
-
-def reaching_inputs(jaxpr: Jaxpr, ends: Ends, results: Sequence[bool]) -> list[bool]:
-    """Returns which inputs of an open jaxpr reach an equation that `ends` accepts.
-
-    Args:
-      results: which of its outputs reach one outside.
-    """
-    pairs = zip(jaxpr.outvars, results, strict=False)
-    found = {atom for atom, reaches in pairs if reaches and not isinstance(atom, Literal)}
-    for equation in reversed(jaxpr.eqns):
-        flags = [variable in found for variable in equation.outvars]
-        reaching = reaching_operands(equation, equation.invars, flags, ends)
-        found.update(atom for atom in reaching if not isinstance(atom, Literal))
-    return [variable in found for variable in jaxpr.invars]
-
-
-def reaching_results(
-    equation: JaxprEqn, function: Jaxpr, results: Sequence[bool], ends: Ends
-) -> list[bool]:
-    """Returns which results of a function inside an equation reach such an equation.
-
-    Args:
-      results: which results of the equation do. Those of a loop may do so in the next turn, too.
-        They are not those of a loop's condition.
-    """
-    if len(function.outvars) != len(results) or is_condition(equation, function):
-        return []
-    first, n_carry = _carries(equation, function)
-    found = list(results)
-    while n_carry:
-        inside = reaching_inputs(function, ends, found)
-        carried = [*inside[first : first + n_carry], *[False] * (len(found) - n_carry)]
-        again = [a or b for a, b in zip(found, carried, strict=True)]
-        if again == found:
-            break
-        found = again
-    return found
-
-
-def is_condition(equation: JaxprEqn, function: Jaxpr) -> bool:
-    """Returns whether a function inside an equation is the condition of a while loop."""
-    if equation.primitive.name != "while":
-        return False
-    condition, _ = _jax_compat.open_jaxpr(_jax_compat.While.of(equation.params).condition)
-    return condition is function
-
-
-def _carries(equation: JaxprEqn, function: Jaxpr) -> tuple[int, int]:
-    """Returns where the carries stand among the inputs of a loop's body, and how many they are."""
-    if equation.primitive.name == "scan":
-        scan = _jax_compat.Scan.of(equation.params)
-        return scan.n_consts, scan.n_carry
-    n_carry = len(function.outvars) if equation.primitive.name == "while" else 0
-    return len(function.invars) - n_carry, n_carry

@@ -2,21 +2,12 @@
 
 from collections.abc import Set
 
-import numpy as np
-
 from jmp.autocasting._graph import Node, Value, are_same, downstream, root
-from jmp.autocasting._numbers import fits, is_inexact
-from jmp.autocasting._precision import names_algorithm
+from jmp.autocasting._numbers import fits
+from jmp.autocasting._precision import NEVER_HALF
 from jmp.autocasting._registry import Category
 from jmp.autocasting._steps import Storage
 from jmp.dtypes import FLOAT32
-
-# What autocast never makes half, and what a user can do.
-NEVER_HALF = {
-    "float64": ", and autocast lowers float32 alone: cast to it what may be half",
-    "complex128": ", which has no half type",
-    "complex64": ", which has no half type",
-}
 
 OFFSET = "beside the number that is added a half type has few digits left"
 TAKEN_AWAY = "what is added is taken away again"
@@ -28,26 +19,6 @@ def why_region(node: Node) -> str:
     if node.region.is_decided:
         return "an inner autocast decided here"
     return "the user asked for float32 here" if node.region.in_float32 else ""
-
-
-def why_not_lowered(node: Node, half: np.dtype) -> str:
-    """Returns what the user chose for a product that autocast must leave."""
-    dtypes = {v.dtype for v in node.inputs if is_inexact(v)}
-    if names_algorithm(node.params):
-        return "the user named the algorithm"
-    found = {str(v.dtype) for v in (*node.inputs, *node.outputs)}
-    for name, way_out in NEVER_HALF.items():
-        if name in found:
-            return f"the user chose {name}{way_out}"
-    others = {"float16", "bfloat16"} & found - {str(half)}
-    if others:
-        (other,) = others
-        return f"the user chose {other}; cast to float32 what may be {half}"
-    if not dtypes <= {FLOAT32, half} or not all(v.is_float32 for v in node.outputs):
-        return "the user chose other dtypes"
-    if FLOAT32 not in dtypes:
-        return "the user chose half operands and a float32 result"
-    return ""
 
 
 def why_float32(node: Node, inside: Set[Node], storage: Storage) -> str:

@@ -18,46 +18,39 @@ import numpy as np
 from jax.extend.core import Literal
 
 from jmp.autocasting._exact_products import made_of_results
-from jmp.autocasting._flow import (
-    find_read_otherwise,
-    is_maximum,
-    is_multiplied,
-    reaching_values,
-)
-from jmp.autocasting._graph import Node, Value
+from jmp.autocasting._facts import compared_values, read_otherwise_values
+from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._numbers import NOTHING, Known
 
 MOST = 4  # powers of two that an operand is divided by
 WHY = "a power of two from behind the product: there it might have overflowed"
 
 
-def scaled_before(nodes: list[Node], outputs: Sequence[Value]) -> list[Node]:
+def scaled_before(graph: Graph) -> Graph:
     """Divides operands by a power of two that divided the result of their product.
 
     Args:
-      nodes: of a level, in program order; they are changed.
-      outputs: of the level.
+      graph: its nodes are changed.
     """
     found = {}
-    for node in nodes:
+    for node in graph.nodes:
         if node.name == "dot_general" and node.is_product and not _is_layer(node):
-            scaling = _scaling_behind(node, outputs)
+            scaling = _scaling_behind(node, graph.outputs)
             if scaling is not None and (powers := _powers_of_two(scaling)):
                 found[node] = scaling, powers
     if not found:
-        return nodes
-    compared = reaching_values(nodes, is_maximum, [])
-    others = find_read_otherwise(nodes, outputs)
+        return graph
+    compared = compared_values(graph, [])
+    others = read_otherwise_values(graph, graph.outputs)
     changed: list[Node] = []
-    for node in nodes:
+    for node in graph.nodes:
         if node in found:
             scaling, powers = found[node]
             (result,) = scaling.outputs
-            is_factor = result not in others and all(is_multiplied(u, others) for u in result.users)
-            if result in compared or is_factor:
+            if result in compared or result not in others:
                 changed += _with_scaled_operands(node, scaling, powers)
         changed.append(node)
-    return changed
+    return dataclasses.replace(graph, nodes=changed)
 
 
 def _is_layer(product: Node) -> bool:

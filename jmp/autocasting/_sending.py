@@ -14,13 +14,14 @@ from collections.abc import Iterator, Set
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jmp._jax_compat import varying_axes
-from jmp.autocasting._flow import Facts, only_read_by
-from jmp.autocasting._graph import Graph, Node, Value, downstream
-from jmp.autocasting._kinds import Level, kind_of
-from jmp.autocasting._reasons import why_not_lowered
+from jmp.autocasting._facts import Facts, only_read_by
+from jmp.autocasting._graph import Carry, Graph, Node, Value, downstream, value_of
+from jmp.autocasting._kinds import Level
+from jmp.autocasting._precision import why_not_lowered
 from jmp.autocasting._registry import Category
 from jmp.autocasting._wide_gradients import Parts
 
@@ -33,7 +34,7 @@ WHY_IN_PARTS = f"{WHY_LOOKUP} on each device, and is rounded before devices add 
 
 def find_sent(level: Level) -> set[Node]:
     """Returns the neutral nodes that send parameters, or hand on what was sent, in half."""
-    readers = _Readers(level, level.graph, level.facts.embeddings, {})
+    readers = _Readers(level.graph, level.facts.embeddings, level.half)
     found: set[Node] = set()
     for node in level.graph.nodes:
         is_first = sends(node) and not node.region.in_float32
@@ -107,10 +108,9 @@ def asks_for_wide(product: Node, facts: Facts) -> bool:
 class _Readers(NamedTuple):
     """What reads the values of a level; see `find_sent`."""
 
-    level: Level  # the outermost of them
     graph: Graph
     lookups: Set[Node]
-    opened: dict[Node, list[Graph]]  # the functions inside nodes, each opened once
+    half: np.dtype
 
     def are_products(self, value: Value) -> bool:
         """Returns whether products that are computed in half are all that reads a value."""
@@ -119,7 +119,7 @@ class _Readers(NamedTuple):
 
     def _is_product(self, value: Value, user: Node) -> bool:
         if user.is_product:
-            return not why_not_lowered(user, self.level.half)
+            return not why_not_lowered(user, self.half)
         if user.goes_inside:
             inner = list(self._inside(user, value))
             # Fewer than operands: one of them is the carry of a loop.
@@ -133,17 +133,11 @@ class _Readers(NamedTuple):
 
     def _inside(self, user: Node, value: Value) -> Iterator[tuple["_Readers", Value]]:
         """Yields what stands for the value in the functions of a node, and its readers there."""
-        kind = kind_of(user.name)
-        arguments = kind.arguments(user)
-        if user not in self.opened:
-            pairs = zip(kind.functions(user.equation), arguments, strict=True)
-            self.opened[user] = [
-                self.level.open(function, user, given) for function, given in pairs
-            ]
-        for graph, given in zip(self.opened[user], arguments, strict=True):
-            for inner, argument in zip(graph.inputs[len(graph.constants) :], given, strict=True):
-                if argument is value:
-                    yield self._replace(graph=graph, lookups=frozenset()), inner
+        for inside in user.insides:
+            readers = self._replace(graph=inside.graph, lookups=frozenset())
+            for argument, inner in zip(inside.arguments, inside.inputs, strict=True):
+                if value_of(argument) is value and not isinstance(argument, Carry):
+                    yield readers, inner
 
 
 def may_part(node: Node, choice: Any) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from jmp._jax_compat import Params
-from jmp.autocasting._flow import Destination, Facts, Info, is_multiplied
+from jmp.autocasting._facts import Destination, Facts, Info, is_multiplied
 from jmp.autocasting._graph import Graph, Node, Value, reached
 from jmp.autocasting._magnitudes import Magnitude, magnitude_of_source, magnitudes_of_results
 from jmp.autocasting._propagation import turns_of
@@ -369,7 +369,7 @@ class Storage:
     def is_multiplied(self, value: Value, readers: Sequence[Node]) -> bool:
         """Returns whether products alone read a value, of these readers and of those outside."""
         others = self.facts.read_otherwise
-        return value not in others and all(is_multiplied(reader, others) for reader in readers)
+        return value not in self.facts.kept and all(is_multiplied(r, others) for r in readers)
 
     def is_out_of_range(self, value: Value, readers: Sequence[Node]) -> bool:
         """Returns whether rounding a value may give an infinity or a zero that its readers hide.

@@ -24,7 +24,7 @@ from jmp.autocasting._operations import (
     rounded_arguments_of,
 )
 from jmp.autocasting._passes import target_of
-from jmp.autocasting._program import Traced, run_marked
+from jmp.autocasting._program import Traced
 from jmp.autocasting._registry import rule_for
 from jmp.autocasting._steps import steps_of
 from jmp.diagnostics._arguments import asked_function, split_arguments
@@ -220,7 +220,7 @@ def _report(traced: Traced, policy: str) -> PrecisionReport:
     half = str(plan.request.settings.compute_dtype)
 
     def after(name: str) -> Any:
-        emit = functools.partial(run_marked, traced.plan_until(name), *traced.constants)
+        emit = functools.partial(traced.emit_until(name), *traced.constants)
         return jax.make_jaxpr(emit)(*arrays)
 
     return PrecisionReport(

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jmp.autocasting._emit import read_value
-from jmp.autocasting._flow import Facts
+from jmp.autocasting._facts import Facts
 from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._kinds import Level
 from jmp.autocasting._numbers import has_symbols, shape_of

@@ -27,7 +27,7 @@ import numpy as np
 from jax import lax
 
 from jmp import _jax_compat
-from jmp.autocasting._flow import Facts, only_read_by
+from jmp.autocasting._facts import Facts, only_read_by
 from jmp.autocasting._graph import Graph, Node, Value, root
 from jmp.autocasting._kinds import Level
 from jmp.autocasting._steps import Single, Step

@@ -24,7 +24,7 @@ from jax.extend.core import JaxprEqn
 from jmp import _jax_compat
 from jmp.autocasting._casts import cast
 from jmp.autocasting._emit import read_value
-from jmp.autocasting._flow import Facts, only_read_by
+from jmp.autocasting._facts import Facts, only_read_by
 from jmp.autocasting._graph import Graph, Node, Value, downstream, root
 from jmp.autocasting._kinds import Level
 from jmp.autocasting._lowerings import as_it_is

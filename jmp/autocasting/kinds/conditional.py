@@ -7,7 +7,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jmp import _jax_compat
-from jmp.autocasting._graph import Node, Value
+from jmp.autocasting._graph import Argument, Node
 from jmp.autocasting._kinds import Arrays, Kind, Level, register_kind
 from jmp.autocasting._sending import may_part
 from jmp.autocasting._steps import Function, Nested
@@ -20,16 +20,15 @@ class CondKind(Kind):
         """The branches."""
         return _jax_compat.branches(equation.params)
 
-    def arguments(self, node: Node) -> Sequence[Sequence[Value | None]]:
+    def arguments(self, node: Node) -> Sequence[Sequence[Argument]]:
         """All operands but the number of the branch."""
         return [node.inputs[1:] for _ in self.functions(node.equation)]
 
     def plan(self, node: Node, level: Level) -> Nested:
         """A result is half if every branch leaves it in half."""
-        branches = self.functions(node.equation)
         parts = level.context.devices_part or may_part(node, node.inputs[0].aval)
         context = level.context._replace(devices_part=parts)
-        plans = [level.plan_called(branch, node, node.inputs[1:], context) for branch in branches]
+        plans = [level.plan_called(branch, node, context) for branch in node.insides]
         stores = level.common_stores(node, plans)
         return level.nested(node, [plan.storing(stores) for plan in plans], stores)
 

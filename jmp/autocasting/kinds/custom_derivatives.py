@@ -22,7 +22,8 @@ from jax.tree_util import Partial
 from jmp import _jax_compat
 from jmp._array_calls import replaced
 from jmp.autocasting._casts import cast
-from jmp.autocasting._flow import Destination, Info
+from jmp.autocasting._facts import Destination, Info
+from jmp.autocasting._flatten import graph_of
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import Arrays, Kind, Level, register_kind
 from jmp.autocasting._numbers import is_inexact
@@ -77,11 +78,11 @@ class CustomJvpKind(Kind):
 
     def plan(self, node: Node, level: Level) -> Nested:
         """Results that feed products are half; the rule will give tangents of the same dtype."""
-        (function,) = self.functions(node.equation)
-        inside = level.plan_called(function, node, node.inputs, self.context_inside(level))
-        stores = level.common_stores(node, [inside])
+        (inside,) = node.insides
+        plan = level.plan_called(inside, node, self.context_inside(level))
+        stores = level.common_stores(node, [plan])
         derivative = functools.partial(self.plan_derivative, node, level, stores)
-        return level.nested(node, [inside.storing(stores), derivative], stores)
+        return level.nested(node, [plan.storing(stores), derivative], stores)
 
     def plan_derivative(
         self, node: Node, level: Level, stores: Sequence[np.dtype | None], run_plan: RunPlan
@@ -129,7 +130,10 @@ class CustomJvpKind(Kind):
         types = [value.aval for value in (*values, *(value for value, _ in changes))]
         with jax.default_matmul_precision(None):
             closed, result = jax.make_jaxpr(function, return_shape=True)(*types)
-        graph = level.open(closed, node, values)
+        jaxpr, constants = _jax_compat.open_jaxpr(closed)
+        anything = [None] * (len(jaxpr.invars) - len(values))
+        request = level.context.request
+        graph = graph_of(jaxpr, constants, [*values, *anything], node, request)
         infos = [info for _, info in given] + [Info(dtype, False) for _, dtype in changes]
         stores = (*dtypes, *[None] * (len(graph.outputs) - len(dtypes)))
         goes = [Destination(d == level.half, d == FLOAT32, rounded=d == level.half) for d in stores]

@@ -16,8 +16,8 @@ from jax.extend.core import JaxprEqn
 
 from jmp import _jax_compat
 from jmp.autocasting._carries import carried_in_half, find_weights
-from jmp.autocasting._flow import Destination, Info, feeding_values
-from jmp.autocasting._graph import Graph, Node, Value
+from jmp.autocasting._facts import Destination, Info, feeding_values
+from jmp.autocasting._graph import Argument, Carry, Graph, Node, Row, Value
 from jmp.autocasting._kinds import Arrays, Kind, Level, register_kind
 from jmp.autocasting._numbers import has_symbols
 from jmp.autocasting._propagation import turns_of
@@ -33,19 +33,19 @@ LAYERS = 128
 class ScanKind(Kind):
     """A body, called with constants, carries and rows."""
 
-    def arguments(self, node: Node) -> Sequence[Sequence[Value | None]]:
-        """Constants and rows."""
+    def arguments(self, node: Node) -> Sequence[Sequence[Argument]]:
+        """Constants, carries and rows."""
         constants, carries, arrays = _jax_compat.Scan.of(node.params).split(node.inputs)
-        return [[*constants, *[None] * len(carries), *arrays]]
+        numbered = (Carry(value, index) for index, value in enumerate(carries))
+        return [[*constants, *numbered, *map(Row, arrays)]]
 
     def plan(self, node: Node, level: Level) -> Nested:
         """Decides the dtype of each carry first, then plans the body."""
         scan = _jax_compat.Scan.of(node.params)
-        closed, carried, stacked = scan.split(node.inputs)
-        given = [*closed, *[None] * len(carried), *(value.made_of for value in stacked)]
-        graph = level.open(scan.body, node, given)
+        closed, _, _ = scan.split(node.inputs)
+        (inside,) = node.insides
+        graph, inputs = inside.graph, inside.inputs
         consts, before, rows = scan.split(list(map(level.storage.info, node.inputs)))
-        inputs = graph.inputs[len(graph.constants) :]
         _, values, _ = scan.split(inputs)
         streams = _streams(graph, values, before, node, level.half)
         in_half, buffers = carried_in_half(graph, values, node, level, streams)

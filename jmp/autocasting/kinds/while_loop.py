@@ -19,8 +19,8 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jmp import _jax_compat
 from jmp.autocasting._carries import carried_in_half, find_weights
 from jmp.autocasting._casts import cast_all
-from jmp.autocasting._flow import Destination, Info
-from jmp.autocasting._graph import Node, Value
+from jmp.autocasting._facts import Destination, Info
+from jmp.autocasting._graph import Argument, Carry, Node, Value
 from jmp.autocasting._kinds import Arrays, Kind, Level, register_kind
 from jmp.autocasting._numbers import dtype_of, is_inexact
 from jmp.autocasting._precision import as_written
@@ -75,21 +75,25 @@ class WhileKind(Kind):
         loop = _jax_compat.While.of(equation.params)
         return loop.condition, loop.body
 
-    def arguments(self, node: Node) -> Sequence[Sequence[Value | None]]:
-        """What the body closes over: the carries change, and the condition runs as written."""
+    def arguments(self, node: Node) -> Sequence[Sequence[Argument]]:
+        """What each closes over, and the carries."""
         asked, closed, carries = _jax_compat.While.of(node.params).split(node.inputs)
-        unknown = [None] * len(carries)
-        return [[*[None] * len(asked), *unknown], [*closed, *unknown]]
+        numbered = [Carry(value, index) for index, value in enumerate(carries)]
+        return [[*asked, *numbered], [*closed, *numbered]]
+
+    def results(self, node: Node) -> Sequence[Sequence[Value]]:
+        """The condition's is none of the node's."""
+        return [], node.outputs
 
     def plan(self, node: Node, level: Level) -> Nested:
         """Plans the body."""
         loop = _jax_compat.While.of(node.params)
         asked, closed, _ = loop.split(node.inputs)
         infos = list(map(level.storage.info, closed))
-        graph = level.open(loop.body, node, closed)
-        inputs = graph.inputs[len(graph.constants) :]
+        condition, inside = node.insides
+        graph, inputs = inside.graph, inside.inputs
         values = inputs[len(closed) :]
-        in_half, _ = carried_in_half(graph, values, node, level, condition=loop.condition)
+        in_half, _ = carried_in_half(graph, values, node, level, condition=condition)
         stores = tuple(
             level.half if is_half else value.dtype
             for value, is_half in zip(node.outputs, in_half, strict=True)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmp import _jax_compat
-from jmp.autocasting._flow import is_row_reduction
+from jmp.autocasting._facts import is_row_reduction
 from jmp.autocasting._graph import Graph, Node, Value, downstream
 from jmp.autocasting._kinds import Level
 from jmp.autocasting._lowerings import as_it_is

@@ -19,16 +19,26 @@
   a barrier, and so end deeper.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import numpy as np
-from jax.extend.core import JaxprEqn
 
-from jmp.autocasting._graph import Graph, Node, Value, downstream, upstream
+from jmp.autocasting._graph import (
+    Carry,
+    Graph,
+    Inside,
+    Node,
+    Value,
+    downstream,
+    upstream,
+    value_of,
+)
 from jmp.autocasting._magnitudes import Magnitude
 from jmp.autocasting._numbers import is_inexact
-from jmp.autocasting._propagation import Ends, reaching_operands
+from jmp.autocasting._precision import HOLD_RULES, why_not_lowered
+from jmp.autocasting._registry import is_low
+from jmp.dtypes import FLOAT32
 
 
 class Info(NamedTuple):
@@ -58,7 +68,8 @@ class Facts(NamedTuple):
     cuts: Set[Node]
     depths: Mapping[Node, int]  # of all but those whose results are neutral, which are free
     compared: Set[Value]  # they reach a maximum, such as that of a softmax, or may reach one
-    read_otherwise: Set[Value]  # outputs, and what moves, that other operations than products read
+    read_otherwise: Set[Value]  # other operations than products read them, moved or as they are
+    kept: Set[Value]  # outputs that are not rounded whatever they are
 
     def is_bias(self, value: Value) -> bool:
         """Returns whether a value is taken for a bias rather than for a mask, by its shape.
@@ -79,25 +90,91 @@ def facts_of(graph: Graph, infos: Sequence[Info], outputs: Sequence[Destination]
     cuts = find_cuts(graph, dependent, embeddings)
     depths = find_depths(graph, dependent, embeddings | cuts)
     # What leaves the level may reach a maximum outside.
-    compared = reaching_values(graph.nodes, is_maximum, graph.outputs)
-    others = find_read_otherwise(graph.nodes, [v for v, where in goes if not where.rounded])
-    return Facts(feeds, carried, dependent, embeddings, cuts, depths, compared, others)
+    compared = compared_values(graph, graph.outputs)
+    kept = {value for value, where in goes if not where.rounded}
+    others = read_otherwise_values(graph, kept)
+    return Facts(feeds, carried, dependent, embeddings, cuts, depths, compared, others, kept)
 
 
-def is_maximum(equation: JaxprEqn) -> bool:
-    """Returns whether an equation is a maximum, as that of a softmax."""
-    return equation.primitive.name == "reduce_max"
+def reaching(
+    graph: Graph,
+    outputs: Iterable[Value],
+    starts: Callable[[Node], bool],
+    stops: Callable[[Node], bool],
+) -> set[Value]:
+    """Returns the values of a level from which a way leads to an output, or to a node.
+
+    It is the backward analysis: levels inside are gone through operand by operand, and the turns of
+    a loop until nothing new is found.
+
+    Args:
+      outputs: of the level.
+      starts: which nodes ways lead to; of a node that is opened, those inside count.
+      stops: which nodes no way leads through.
+    """
+    found = set(outputs)
+    for node in reversed(graph.nodes):
+        if starts(node):
+            # Indices, masks and sizes carry no precision from one side to the other.
+            found.update(filter(is_inexact, node.inputs))
+        elif node.insides and not stops(node):
+            operands = _reaching_inside(node, found, starts, stops)
+            found.update(filter(is_inexact, operands))
+        elif not (found.isdisjoint(node.outputs) or stops(node)):
+            found.update(filter(is_inexact, node.inputs))
+    return found
+
+
+def _reaching_inside(
+    node: Node, found: Set[Value], starts: Callable[[Node], bool], stops: Callable[[Node], bool]
+) -> Iterator[Value]:
+    """Yields the operands of a node from which a way leads to `found`, or to a node inside."""
+    for inside in node.insides:
+        outputs = outputs_that_reach(inside, found, starts, stops)
+        values = reaching(inside.graph, outputs, starts, stops)
+        pairs = zip(inside.arguments, inside.inputs, strict=True)
+        yield from (value_of(argument) for argument, value in pairs if value in values)
+
+
+def outputs_that_reach(
+    inside: Inside, found: Set[Value], starts: Callable[[Node], bool], stops: Callable[[Node], bool]
+) -> set[Value]:
+    """Returns the outputs of a function inside that reach `found` outside, in a later turn too."""
+    outputs = inside.graph.outputs
+    reach = {own for own, result in zip(outputs, inside.results, strict=False) if result in found}
+    carries = [
+        (value, outputs[argument.number])
+        for argument, value in zip(inside.arguments, inside.inputs, strict=True)
+        if isinstance(argument, Carry) and inside.results
+    ]
+    while carries:
+        values = reaching(inside.graph, reach, starts, stops)
+        again = reach | {after for before, after in carries if before in values}
+        if again == reach:
+            break
+        reach = again
+    return reach
+
+
+def is_low_node(node: Node) -> bool:
+    """Returns whether a node is a product, in whatever dtype."""
+    return is_low(node.equation)
+
+
+def holds_product(node: Node) -> bool:
+    """Returns whether a node is, or holds where it is not opened, a product in whatever dtype."""
+    return any(map(is_low, node.equations))
+
+
+def holds_maximum(node: Node) -> bool:
+    """Returns whether a node is a maximum, as that of a softmax, or holds one."""
+    return any(equation.primitive.name == "reduce_max" for equation in node.equations)
 
 
 def feeding_values(graph: Graph, outputs: Iterable[Value]) -> set[Value]:
     """Returns the values that reach a product, or one of the outputs that feed one outside."""
-    feeding = set(outputs)
-    for node in reversed(graph.nodes):
-        ends_here = node.reads_float32 and not node.is_fusible
-        if node.has_products or not (ends_here or feeding.isdisjoint(node.outputs)):
-            # Indices, masks and sizes carry no precision from one side to the other.
-            feeding.update(filter(is_inexact, node.inputs))
-    return feeding
+    ends_here = lambda node: node.reads_float32 and not node.is_fusible
+    return reaching(graph, outputs, lambda node: node.has_products, ends_here)
 
 
 def carried_values(graph: Graph, outputs: Iterable[Value]) -> set[Value]:
@@ -106,44 +183,67 @@ def carried_values(graph: Graph, outputs: Iterable[Value]) -> set[Value]:
     Args:
       outputs: those that reach one outside.
     """
-    carried = set(filter(is_inexact, outputs))
-    for node in reversed(graph.nodes):
-        if not node.is_product and not carried.isdisjoint(node.outputs):
-            carried.update(filter(is_inexact, node.inputs))
-    return carried
+    floating = filter(is_inexact, outputs)
+    return reaching(graph, floating, lambda _: False, lambda node: node.is_product)
 
 
-def find_read_otherwise(nodes: Sequence[Node], outputs: Iterable[Value]) -> set[Value]:
-    """Returns outputs, and results that are only moved, that not only products read in the end.
+def compared_values(graph: Graph, outputs: Iterable[Value]) -> set[Value]:
+    """Returns the values that reach a maximum, such as that of a softmax."""
+    return reaching(graph, outputs, holds_maximum, is_low_node)
+
+
+def multiplied_values(graph: Graph, outputs: Iterable[Value]) -> set[Value]:
+    """Returns the values that reach a product, in whatever dtype."""
+    return reaching(graph, outputs, holds_product, lambda _: False)
+
+
+def exposed_values(
+    graph: Graph,
+    outputs: Iterable[Value],
+    half: np.dtype,
+    lookups: Set[Node] = frozenset(),
+    exact: Set[Node] = frozenset(),
+) -> set[Value]:
+    """Returns the values of a level that more than half products read, moved or as they are.
 
     Args:
-      nodes: of a level.
+      outputs: those of the level that are so read outside.
+      lookups: nodes that count as half products.
+      exact: nodes that hold a product that is not half, such as one of angles.
+    """
+    starts = lambda node: node in exact or (node not in lookups and reads_numbers(node, half))
+    is_product = lambda node: node.is_product or node in lookups
+    return reaching(graph, outputs, starts, is_product)
+
+
+def reads_numbers(node: Node, half: np.dtype) -> bool:
+    """Returns whether a node is neither a half product, nor only moves what it reads."""
+    if node.region.in_float32:
+        return True
+    if is_low(node.equation):
+        return not node.is_product or bool(why_not_lowered(node, half))
+    if node.holds_functions:
+        # The rule of a custom derivative may read what the function does not.
+        return not node.goes_inside or (node.has_products and node.name in HOLD_RULES)
+    if node.rule.casts:
+        return node.outputs[0].dtype not in (FLOAT32, half)
+    return not node.rule.holds_operands
+
+
+def read_otherwise_values(graph: Graph, outputs: Iterable[Value]) -> set[Value]:
+    """Returns the values that not only products read in the end, moved or as they are.
+
+    Args:
       outputs: those that are not rounded whatever they are.
     """
-    found = set(outputs)
-    for node in reversed(nodes):
-        users = [user for value in node.outputs for user in value.users]
-        if node.rule.moves and not all(is_multiplied(user, found) for user in users):
-            found.update(node.outputs)
-    return found
+    is_product = lambda node: node.is_product
+    starts = lambda node: not (node.is_product or node.rule.moves)
+    return reaching(graph, outputs, starts, is_product)
 
 
 def is_multiplied(reader: Node, read_otherwise: Set[Value]) -> bool:
     """Returns whether a node is a product, or moves what products alone read."""
     return reader.is_product or (reader.rule.moves and read_otherwise.isdisjoint(reader.outputs))
-
-
-def reaching_values(nodes: Sequence[Node], ends: Ends, outputs: Iterable[Value]) -> set[Value]:
-    """Returns the values of a level that reach an equation that `ends` accepts, also one inside.
-
-    Args:
-      outputs: values that reach one outside.
-    """
-    found = set(outputs)
-    for node in reversed(nodes):
-        results = [value in found for value in node.outputs]
-        found.update(reaching_operands(node.equation, node.inputs, results, ends))
-    return found
 
 
 def find_dependent(
