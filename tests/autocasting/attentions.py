@@ -20,4 +20,4 @@ def attentions(function, *args, policy="mixed_float16", **options):
     plans = list(plans_of(plan))
     fused = [step for p in plans for step in p.steps if isinstance(step, Fused)]
     singles = [step for p in plans for step in p.steps if isinstance(step, Single)]
-    return fused, [step.not_fused for step in singles if step.not_fused]
+    return fused, [note for step in singles for note in step.notes]

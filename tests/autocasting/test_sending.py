@@ -11,8 +11,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp
-from jmp.autocasting import _planner
-from jmp.autocasting._flatten import graph_of
 from tests.errors import relative_error
 from tests.products import equations_of
 
@@ -283,18 +281,6 @@ def test_rows_of_a_table_along_explicit_axes_are_looked_up_along_automatic_ones(
         gradient = jax.jit(jax.grad(jmp.autocast(tied, policy)))(*given)
     true = jax.grad(lambda w: jnp.mean(jnp.tanh(w[tokens] @ w.T) ** 2))(W)
     assert relative_error(np.asarray(gradient), true) < 3e-3
-
-
-def test_a_function_inside_is_read_once_for_all_parameters(monkeypatch):
-    opened = []
-    monkeypatch.setattr(_planner, "graph_of", lambda *a: opened.append(a) or graph_of(*a))
-
-    def fun(ws, x):
-        ws = [lax.with_sharding_constraint(w, WHOLE) for w in ws]
-        return jax.checkpoint(lambda ws, x: sum(map(loss, ws, [x] * 4)))(ws, x)
-
-    jax.eval_shape(jmp.autocast(fun, "mixed_float16"), [W] * 4, X)
-    assert len(opened) == 2  # to find what may be sent, and to plan
 
 
 # reduce_dtype: gradients in float32.
