@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterator
 from unittest import mock
 
 from jmp.autocasting import _passes
-from jmp.autocasting._passes import Pass, Target
+from jmp.autocasting._passes import HardwareTarget, Pass
 
 
 @contextlib.contextmanager
-def changed_targets(change: Callable[[Target], Target]) -> Iterator[None]:
+def changed_targets(change: Callable[[HardwareTarget], HardwareTarget]) -> Iterator[None]:
     """In it each target is what `change` makes of it."""
     changed = {platform: change(target) for platform, target in _passes._TARGETS.items()}
     with mock.patch.dict(_passes._TARGETS, changed):

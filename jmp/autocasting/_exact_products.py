@@ -31,8 +31,7 @@ from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._kinds import has_kind
 from jmp.autocasting._numbers import MadeOf, dtype_of, is_inexact, made_of_array
 from jmp.autocasting._propagation import inner_equations
-from jmp.autocasting._registry import NO_RULE, Category, Rule, is_low, rule_for
-from jmp.autocasting._request import Settings
+from jmp.autocasting._registry import NO_RULE, Category, is_low, rule_for
 
 WHY_COUNTS = "neither operand has a gradient: it counts, and a half type counts to 256 or 2048"
 WHY_TABLE = "a matrix made of constants transforms an input: rounding it would be felt in all data"
@@ -107,20 +106,23 @@ def _closed_over(equation: JaxprEqn) -> Iterator[Any]:
                     yield array
 
 
-def find_angles(graph: Graph, results: Iterable[Value], settings: Settings) -> None:
-    """Makes the products of inputs float32 whose results reach a function that wraps.
+def find_angles(
+    graph: Graph, results: Iterable[Value] = ()
+) -> Iterator[tuple[Graph, set[Value], list[Node]]]:
+    """Yields each level with what reaches a function that wraps, and its products of angles.
+
+    These are the products of inputs whose results reach such a function.
 
     Args:
       results: outputs that reach one outside.
     """
-    graph.wrapped = reaching(graph, results, wraps, is_low_node)
-    for node in graph.nodes:
-        if node.is_product and _reads_inputs(node) and not graph.wrapped.isdisjoint(node.outputs):
-            if node.name not in settings.overrides:
-                node.rule, node.has_products = Rule(Category.FULL, WHY_ANGLE), False
-        for inside in node.insides:
-            outputs = outputs_that_reach(inside, graph.wrapped, wraps, is_low_node)
-            find_angles(inside.graph, outputs, settings)
+    wrapped = reaching(graph, results, wraps, is_low_node)
+    products = (node for node in graph.nodes if node.is_product and _reads_inputs(node))
+    yield graph, wrapped, [node for node in products if not wrapped.isdisjoint(node.outputs)]
+    for inside in (inside for node in graph.nodes for inside in node.insides):
+        yield from find_angles(
+            inside.graph, outputs_that_reach(inside, wrapped, wraps, is_low_node)
+        )
 
 
 def _reads_inputs(product: Node) -> bool:

@@ -14,8 +14,8 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jmp import _jax_compat
 from jmp.autocasting._equations import contains_products, draws_bits, is_marker, plain_form, rule_of
-from jmp.autocasting._exact_products import find_angles, made_of_results, why_exact
-from jmp.autocasting._graph import Argument, Graph, Inside, Node, Row, Value
+from jmp.autocasting._exact_products import WHY_ANGLE, find_angles, made_of_results, why_exact
+from jmp.autocasting._graph import Argument, Graph, Inside, Node, RowOf, Value
 from jmp.autocasting._kinds import has_kind, kind_of
 from jmp.autocasting._numbers import (
     NOTHING,
@@ -54,8 +54,15 @@ def graph_of(
       request: see `Request`.
     """
     graph = _level_of(jaxpr, constants, operands, holder, request)
-    find_angles(graph, [], request.settings)
-    _fill_params(graph, request)
+    for level, wrapped, angles in list(find_angles(graph)):
+        level.wrapped = wrapped
+        for node in angles:
+            if node.name not in request.settings.overrides:
+                node.rule, node.has_products = Rule(Category.FULL, WHY_ANGLE), False
+        # What is bound as a whole; products that say nothing have the precision of their region.
+        for node in level.nodes:
+            if not node.goes_inside:
+                node.params = in_regions(node, request)
     return graph
 
 
@@ -96,15 +103,6 @@ def _insides(node: Node, request: Request) -> Iterator[Inside]:
     ):
         jaxpr, constants = _jax_compat.open_jaxpr(function)
         yield Inside(_level_of(jaxpr, constants, arguments, node, request), arguments, results)
-
-
-def _fill_params(graph: Graph, request: Request) -> None:
-    """Fills in the precision of products that say none, in regions that are float32."""
-    for node in graph.nodes:
-        if not node.goes_inside:
-            node.params = in_regions(node, request)
-        for inside in node.insides:
-            _fill_params(inside.graph, request)
 
 
 class _Flattening:
@@ -185,7 +183,7 @@ def _may_go_inside(node: Node, settings: Settings) -> bool:
 def _input(aval: Any, given: Given) -> Value:
     if isinstance(given, Value):
         return Value(aval, known=given.known, made_of=given.made_of, outside=given)
-    if isinstance(given, Row):
+    if isinstance(given, RowOf):
         return Value(aval, made_of=given.value.made_of)
     return Value(aval, made_of=given if isinstance(given, MadeOf) else MadeOf.PRODUCTS)
 

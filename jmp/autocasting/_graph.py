@@ -62,7 +62,7 @@ class Value:
         return self.is_hard or (self.constant is not None and not fits(self.constant, half))
 
 
-class Row(NamedTuple):
+class RowOf(NamedTuple):
     """One row of a value, at each turn of a loop another one."""
 
     value: Value
@@ -76,7 +76,7 @@ class Carry(NamedTuple):
 
 
 # What a function inside a node is called with.
-Argument = Value | Row | Carry
+Argument = Value | RowOf | Carry
 
 
 def value_of(argument: Argument) -> Value:

@@ -13,6 +13,8 @@ passes that a user asks for. Nothing else imports these folders.
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from jmp._messages import described
+
 
 class Pass(NamedTuple):
     """What changes the steps of a level.
@@ -28,13 +30,13 @@ class Pass(NamedTuple):
     run: Callable[[Sequence[Any], Any], Sequence[Any]]
 
 
-class Target(NamedTuple):
+class HardwareTarget(NamedTuple):
     """Programs for a kind of hardware."""
 
     platform: str  # "gpu", "tpu": what reports and kernels know it by
     passes: tuple[Pass, ...]  # in this order
 
-    def until(self, name: str) -> "Target":
+    def until(self, name: str) -> "HardwareTarget":
         """Returns the target with the passes up to the one called `name`.
 
         Raises: ValueError if it has none of that name.
@@ -42,20 +44,20 @@ class Target(NamedTuple):
         names = [each.name for each in self.passes]
         if name not in names:
             raise ValueError(
-                f"There is no pass {name!r} for platform={self.platform!r}; expected one of "
-                f"{names}."
+                f"There is no pass {described(name)} for platform={described(self.platform)}; "
+                f"expected one of {names}."
             )
         return self._replace(passes=self.passes[: names.index(name) + 1])
 
-    def without(self, name: str) -> "Target":
+    def without(self, name: str) -> "HardwareTarget":
         """Returns the target without the pass called `name`."""
         return self._replace(passes=tuple(one for one in self.passes if one.name != name))
 
 
-_TARGETS: dict[str, Target] = {}
+_TARGETS: dict[str, HardwareTarget] = {}
 
 
-def register_target(platforms: Sequence[str], target: Target) -> None:
+def register_target(platforms: Sequence[str], target: HardwareTarget) -> None:
     """Tells autocast how to change steps for some platforms, which `platform=` then takes."""
     _TARGETS.update(dict.fromkeys(platforms, target))
 
@@ -65,6 +67,6 @@ def platforms() -> tuple[str, ...]:
     return tuple(_TARGETS)
 
 
-def target_of(platform: str) -> Target:
+def target_of(platform: str) -> HardwareTarget:
     """Returns the target of a platform; that of GPUs for one that nobody registered."""
     return _TARGETS.get(platform, _TARGETS["gpu"])

@@ -14,7 +14,7 @@ from jmp.autocasting._autocast import make_program
 from jmp.autocasting._passes import Pass
 from jmp.autocasting._steps import Nested, Plan
 from jmp.autocasting.float8 import _arithmetic
-from jmp.autocasting.float8._arithmetic import Form
+from jmp.autocasting.float8._arithmetic import ProductForm
 from jmp.autocasting.float8._passes import ProductInFloat8, products_in_float8
 from testbed.passes import changed_targets
 
@@ -89,7 +89,7 @@ def test_who_gives_a_bound_and_who_reads_it_agree_in_every_plan():
 
 def test_a_product_that_waits_for_a_bound_that_nobody_gives_is_a_finding(monkeypatch, capsys):
     def without_readers(steps, _):
-        bounded = ProductInFloat8(Form(is_shared=False, is_bounded=True))
+        bounded = ProductInFloat8(ProductForm(is_shared=False, is_bounded=True))
         products = products_in_float8(steps)
         return [
             s._replace(lowering=bounded) if getattr(s, "node", None) in products else s

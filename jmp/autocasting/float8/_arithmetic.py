@@ -47,7 +47,7 @@ class Extremes(NamedTuple):
     slope: float  # no magnitude of f's derivative exceeds it
 
 
-class Form(NamedTuple):
+class ProductForm(NamedTuple):
     """What a product in float8 is told of what stands around it."""
 
     is_shared: bool  # other products may read its factors
@@ -111,7 +111,7 @@ def multiply(
     operands: Sequence[Any],
     held: Sequence[Float8],
     params: Params,
-    form: Form,
+    form: ProductForm,
     bounds: Sequence[Bound | None],
 ) -> tuple[Any, Bound | None]:
     """Multiplies in float8.
@@ -137,7 +137,7 @@ def multiply(
     return result, bound
 
 
-def _differentiable(types: Sequence[Any], params: Params, form: Form) -> Callable[..., Any]:
+def _differentiable(types: Sequence[Any], params: Params, form: ProductForm) -> Callable[..., Any]:
     """Returns a product of operands of these types, and the zero of its bound."""
     # XLA would join products that share a factor, as those of queries, keys and values, and put the
     # other factors side by side: with a scale for each part that is no float8 product. Behind a

@@ -33,7 +33,7 @@ from jmp.autocasting._registry import Category, rule_for
 from jmp.autocasting._sending import sends
 from jmp.autocasting._steps import Environment, Lowering, Read, Single, Step
 from jmp.autocasting.float8 import _arithmetic
-from jmp.autocasting.float8._arithmetic import OPERANDS, Bound, Extremes, Float8, Form
+from jmp.autocasting.float8._arithmetic import OPERANDS, Bound, Extremes, Float8, ProductForm
 from jmp.dtypes import FLOAT32
 from jmp.sharding._axes import without_reduced
 
@@ -73,7 +73,7 @@ class ProductInFloat8:
         or two functions of other products' results.
     """
 
-    form: Form
+    form: ProductForm
     factors: tuple[tuple[Bounded, ...], ...] = ((), ())
     dtype_in = OPERANDS
 
@@ -121,7 +121,7 @@ class MovedInFloat8:
         """Returns what is moved in half; adds it in float8 to the environment."""
         first, *others = operands
         numbers, scale = _in_float8(step.reads[0].value, first, environment)
-        moved = _moved(step.node, [numbers, *others])
+        moved = _numbers_moved(step.node, [numbers, *others])
         for value, array in zip(step.node.outputs, moved, strict=True):
             environment[Float8Of(value)] = Float8(without_reduced(array), scale)
         if self.half is None:
@@ -162,7 +162,7 @@ def multiply_in_float8(steps: Sequence[Step], level: Level) -> list[Step]:
         if why := why_not_float8(node, level):
             return step._replace(why=f"{step.why}; not float8: {why}")
         is_shared = not shared.isdisjoint(map(root, node.inputs))
-        return step._replace(why=WHY_FLOAT8, lowering=ProductInFloat8(Form(is_shared)))
+        return step._replace(why=WHY_FLOAT8, lowering=ProductInFloat8(ProductForm(is_shared)))
 
     return list(map(chosen, steps))
 
@@ -308,7 +308,7 @@ def _moves_inside(equation: JaxprEqn) -> Sequence[JaxprEqn]:
     return jaxpr.eqns if is_chain and are_moves and any(rule.sends for rule in rules) else []
 
 
-def _moved(node: Node, operands: Sequence[Any]) -> list[Any]:
+def _numbers_moved(node: Node, operands: Sequence[Any]) -> list[Any]:
     """Runs a node that moves its first operand, on float8 numbers."""
     for equation in moves_of(node):
         if is_cast(equation):

@@ -17,7 +17,7 @@ from jax.extend.core import JaxprEqn
 from jmp import _jax_compat
 from jmp.autocasting._carries import carried_in_half, find_weights
 from jmp.autocasting._facts import Destination, Info, feeding_values
-from jmp.autocasting._graph import Argument, Carry, Graph, Node, Row, Value
+from jmp.autocasting._graph import Argument, Carry, Graph, Node, RowOf, Value
 from jmp.autocasting._kinds import Arrays, Kind, Level, register_kind
 from jmp.autocasting._numbers import has_symbols
 from jmp.autocasting._propagation import turns_of
@@ -37,7 +37,7 @@ class ScanKind(Kind):
         """Constants, carries and rows."""
         constants, carries, arrays = _jax_compat.Scan.of(node.params).split(node.inputs)
         numbered = (Carry(value, index) for index, value in enumerate(carries))
-        return [[*constants, *numbered, *map(Row, arrays)]]
+        return [[*constants, *numbered, *map(RowOf, arrays)]]
 
     def plan(self, node: Node, level: Level) -> Nested:
         """Decides the dtype of each carry first, then plans the body."""

@@ -4,7 +4,7 @@ Programs for a CPU are planned as those for GPUs, so that tests without one see 
 """
 
 from jmp.autocasting._kinds import Level
-from jmp.autocasting._passes import Pass, Target, register_target
+from jmp.autocasting._passes import HardwareTarget, Pass, register_target
 from jmp.autocasting._steps import Island, Recompute, on_islands
 from jmp.autocasting.attention import fuse_attentions
 from jmp.autocasting.float8 import multiply_in_float8, send_in_float8, with_bounds
@@ -29,7 +29,7 @@ def keep_apart(island: Island, level: Level) -> Island:
     return island._replace(prevent_cse=level.context.prevent_cse)
 
 
-GPU = Target(
+GPU = HardwareTarget(
     "gpu",
     (
         # What is sent asks which products are float8. Bounds come last, and see none of the steps

@@ -9,7 +9,7 @@ import numpy as np
 from jmp.autocasting._kinds import Level
 from jmp.autocasting._lowerings import as_it_is
 from jmp.autocasting._numbers import Shape
-from jmp.autocasting._passes import Pass, Target, register_target
+from jmp.autocasting._passes import HardwareTarget, Pass, register_target
 from jmp.autocasting._steps import Arithmetic, Environment, Read, Single, on_singles
 from jmp.autocasting._wide_gradients import look_up_half, repeated_by_product
 from jmp.autocasting.attention import fuse_attentions
@@ -74,7 +74,7 @@ def look_up_in_half(step: Single, level: Level) -> Single:
     return step._replace(reads=reads, lowering=HalfLookup())
 
 
-TPU = Target(
+TPU = HardwareTarget(
     "tpu",
     (
         Pass("float8 products", "operands and gradients of products", multiply_in_float8),
