@@ -4,20 +4,24 @@ Modules of nnx and Equinox among the arguments, whose frameworks open no name sc
 them here.
 """
 
+import contextlib
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from jmp import _jax_compat
-from jmp._messages import check_function, described, framework_of
+from jmp._messages import check_function, described, framework_of, listed
 from jmp.adapters._module_policies import ModuleScopes
-from jmp.autocasting import autocast
-from jmp.autocasting._program import runs_late
+from jmp.autocasting import NoHalfProductWarning, autocast
+from jmp.autocasting._autocast import make_program
+from jmp.autocasting._program import Program, runs_late
 from jmp.dtypes import is_castable
-from jmp.policy import Policy
+from jmp.policy import Policy, get_policy
+from jmp.rules import UnusedRuleWarning
 from jmp.trees import PyTree, stands_for_numbers
 
 
@@ -65,6 +69,45 @@ def check_asked(
             f"{caller} got {described(got)} too early; expected the function's arguments in a call "
             f"of their own: {call}."
         )
+
+
+def autocast_if_asked(
+    caller: str, fun: Callable[..., Any], policy: str | Policy | None, options: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """Returns `fun` under autocast with these options, or `fun` itself without a policy.
+
+    Raises: TypeError for options without a policy.
+    """
+    if policy is not None:
+        return autocast(fun, policy, **options)
+    if options:
+        raise TypeError(
+            f"{caller} got {listed(sorted(options))} without a policy; expected one too, because "
+            f"these are options of autocast: {caller}(fun, 'mixed_float16', ...)."
+        )
+    return fun
+
+
+def half_program(
+    caller: str, fun: Callable[..., Any], policy: str | Policy, options: Mapping[str, Any]
+) -> Program:
+    """Returns what autocast makes of `fun`; raises ValueError for a policy without half."""
+    program = make_program(fun, policy, **options)
+    if program is None:
+        raise ValueError(
+            f"{caller} got the policy {get_policy(policy)}, which computes in float32: nothing is "
+            "in half. Ask with 'mixed_float16' or 'mixed_bfloat16'."
+        )
+    return program
+
+
+@contextlib.contextmanager
+def without_warnings_of_plans() -> Iterator[None]:
+    """Hides what autocast warns of rules and products, where a report says it instead."""
+    with warnings.catch_warnings():
+        for told in (UnusedRuleWarning, NoHalfProductWarning):
+            warnings.simplefilter("ignore", told)
+        yield
 
 
 def check_numbers(arrays: Sequence[Any], caller: str, expected: str) -> None:

@@ -6,7 +6,7 @@ hands the cotangent on and gives the counts of both, value and cotangent, as the
 then come out right by themselves, because gradients with respect to one argument add up.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,13 +16,17 @@ from jax import lax
 
 from jmp import _jax_compat
 from jmp._array_calls import ArrayCall, argument_numbers, vjp_at
-from jmp._messages import described
-from jmp.autocasting import autocast
 from jmp.autocasting._propagation import inner_equations
 from jmp.autocasting._wide_gradients import as_if_differentiated
-from jmp.diagnostics._arguments import asked_function, split_arguments
-from jmp.diagnostics._range_report import RangeReport
-from jmp.diagnostics._ranges import FLOAT8, FLOAT8_PRODUCT, Range, exponent_of, exponents, row_of
+from jmp.diagnostics._arguments import asked_function, autocast_if_asked, split_arguments
+from jmp.diagnostics._ranges import (
+    FLOAT8,
+    FLOAT8_PRODUCT,
+    RangeReport,
+    exponent_of,
+    exponents,
+    row_of,
+)
 from jmp.diagnostics._rows import kind_of_row
 from jmp.diagnostics._walk import REPLAYED_INSIDE, Replayed, replay, users_line
 from jmp.dtypes import is_half
@@ -94,16 +98,9 @@ def gradient_report(
     call = "gradient_report(loss_fn, policy)(*args)"
     loss_fn = asked_function("gradient_report", call, loss_fn, early, policy)
     exponent_of(scale)  # refuses what is no power of two
-    half = None
-    if policy is not None:
-        compute_dtype = np.dtype(get_policy(policy).compute_dtype)
-        half = compute_dtype if is_half(compute_dtype) else None
-        loss_fn = autocast(loss_fn, policy, **options)
-    elif options:
-        raise TypeError(
-            f"gradient_report got {described(sorted(options))}, options of autocast, but no "
-            "policy; expected one too: gradient_report(loss_fn, 'mixed_float16', ...)."
-        )
+    compute_dtype = np.dtype(np.float32 if policy is None else get_policy(policy).compute_dtype)
+    half = compute_dtype if is_half(compute_dtype) else None
+    loss_fn = autocast_if_asked("gradient_report", loss_fn, policy, options)
     scaled = scaled_loss(loss_fn, StaticLossScale(scale), has_aux)
 
     def report(*args: Any, **kwargs: Any) -> RangeReport:
@@ -119,23 +116,21 @@ def gradient_report(
             closed = jax.make_jaxpr(lambda *arrays: call(*arrays)[0])(*arrays)
         step, probes = counting_step(closed, arrays, list(paths), half)
         own, gradients, sums = jax.device_get(jax.jit(step)(arrays, probes))
-        rows: list[Range] = []
+        rows = []
         for role, counts, in_them in (("parameter", own, 1.0), ("gradient", gradients, scale)):
             for (i, path), counted in zip(paths.items(), counts, strict=True):
                 rows.append(row_of(role, path, str(arrays[i].dtype), counted, scale=in_them))
-        rows += _rows_of_activations({place: from_bytes(sums[place]) for place in probes}, scale)
+        both = {place: from_bytes(sums[place]) for place in probes}  # a value, and its cotangent
+        for index, (role, in_them) in enumerate(
+            (("activation", 1.0), ("activation gradient", scale))
+        ):
+            for (path, operation, source, dtype), counts in both.items():
+                where = {"scale": in_them, "operation": operation, "source": source}
+                if counts[index].any():  # else no gradient reaches it
+                    rows.append(row_of(role, path, dtype, counts[index], **where))
         return RangeReport(tuple(rows), str(half or "float16"))
 
     return report
-
-
-def _rows_of_activations(counts: dict[Tapped, np.ndarray], scale: float) -> Iterator[Range]:
-    """Yields rows of what was counted by place: of the values, then of their cotangents."""
-    for index, (role, in_them) in enumerate((("activation", 1.0), ("activation gradient", scale))):
-        for (path, operation, source, dtype), both in counts.items():
-            where = {"scale": in_them, "operation": operation, "source": source}
-            if both[index].any():  # else no gradient reaches it
-                yield row_of(role, path, dtype, both[index], **where)
 
 
 def counting_step(

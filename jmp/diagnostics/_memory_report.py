@@ -12,9 +12,13 @@ import jax
 import optax
 
 from jmp._array_calls import ArrayCall, cotangent, vjp_at
-from jmp._messages import listed, wrong
-from jmp.autocasting import autocast
-from jmp.diagnostics._arguments import asked_function, split_arguments, trained_parameters
+from jmp._messages import wrong
+from jmp.diagnostics._arguments import (
+    asked_function,
+    autocast_if_asked,
+    split_arguments,
+    trained_parameters,
+)
 from jmp.diagnostics._residuals import Residual, residuals
 from jmp.diagnostics._tables import Report, first_rows, size, table, totals
 from jmp.loss_scaling._gradients import pair_of
@@ -75,13 +79,7 @@ def memory_report(
     if not (optimizer is None or hasattr(optimizer, "init")):
         expected = "an optax transformation, such as optax.adam(1e-3)"
         raise wrong(TypeError, "memory_report", optimizer, expected, name="optimizer")
-    if policy is not None:
-        function = autocast(function, policy, **options)
-    elif options:
-        raise TypeError(
-            f"memory_report got {listed(sorted(options))} without a policy; expected {call}, which "
-            "has the options of autocast."
-        )
+    function = autocast_if_asked("memory_report", function, policy, options)
 
     def count(*args: Any, **kwargs: Any) -> MemoryReport:
         args, kwargs = split_arguments(*args, **kwargs)

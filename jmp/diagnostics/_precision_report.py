@@ -7,17 +7,14 @@ import collections
 import dataclasses
 import functools
 import itertools
-import warnings
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import jax
 
 from jmp import _jax_compat
-from jmp.autocasting._autocast import make_program
 from jmp.autocasting._casts import cast
 from jmp.autocasting._operations import (
-    NoHalfProductWarning,
     decisions_of,
     operations_of,
     read_offsets_of,
@@ -26,7 +23,12 @@ from jmp.autocasting._operations import (
 from jmp.autocasting._program import Traced
 from jmp.autocasting._registry import rule_for
 from jmp.autocasting._steps import steps_of
-from jmp.diagnostics._arguments import asked_function, split_arguments
+from jmp.diagnostics._arguments import (
+    asked_function,
+    half_program,
+    split_arguments,
+    without_warnings_of_plans,
+)
 from jmp.diagnostics._hazards import (
     dear_in_float32,
     delicate_in_half,
@@ -42,7 +44,6 @@ from jmp.diagnostics._rows import Decision, Row, added_up, decisions_in, rows_of
 from jmp.diagnostics._tables import Report, size, table, totals
 from jmp.diagnostics._walk import place_name, with_places
 from jmp.policy import Policy, get_policy
-from jmp.rules import UnusedRuleWarning
 from jmp.trees import stands_for_numbers
 
 COLUMNS = ("module", "dtype", "operations [why]", "GFLOP", "source")
@@ -82,17 +83,10 @@ def precision_report(
     """
     call = "precision_report(fun, policy)(*args)"
     fun = asked_function("precision_report", call, fun, early, policy)
-    program = make_program(fun, policy, **options)
-    if program is None:
-        raise ValueError(
-            f"precision_report got the policy {get_policy(policy)}, which computes in float32: "
-            "autocast leaves the program as it is. Ask with 'mixed_float16' or 'mixed_bfloat16'."
-        )
+    program = half_program("precision_report", fun, policy, options)
 
     def report(*args: Any, **kwargs: Any) -> PrecisionReport:
-        with warnings.catch_warnings():
-            for told in (UnusedRuleWarning, NoHalfProductWarning):  # they are in the report
-                warnings.simplefilter("ignore", told)
+        with without_warnings_of_plans():
             traced = program.trace(*split_arguments(*args, **kwargs), stands_for_numbers)
             return _report(traced, str(get_policy(policy)))
 
