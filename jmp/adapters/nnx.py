@@ -26,8 +26,7 @@ from jmp import transforms
 from jmp._messages import check_function, refuse_other_models, users_stacklevel, way_out, wrong
 from jmp.adapters._atomic import check_is_scaled, keep_if_skipped, loss_scale_in
 from jmp.adapters._module_policies import ModulePolicies, storage_rules
-from jmp.adapters._nnx_modules import cast_in_place, lift, view_of
-from jmp.adapters._nnx_writing import whole_if_it_fails
+from jmp.adapters._nnx_modules import cast_in_place, lift, view_of, whole_if_it_fails
 from jmp.autocasting import NoHalfProductWarning
 from jmp.autocasting._autocast import AllOptions, or_decorator
 from jmp.autocasting._numbers import dtype_of
