@@ -70,8 +70,8 @@ def scalar_type(dtype: DTypeLike) -> ScalarType:
 def half_dtype() -> ScalarType:
     """Returns the half-precision type of the default device: bfloat16 on a TPU, else float16.
 
-    A GPU since Ampere computes in bfloat16 as fast as in float16; ask for "bfloat16" by name there
-    if range matters more than precision.
+    A GPU since Ampere computes in bfloat16 as fast as in float16; there name "bfloat16" if range
+    matters more than precision.
 
     Returns: `jnp.float16` or `jnp.bfloat16`, which make an array when called.
 
@@ -124,7 +124,7 @@ def floating_dtype(dtype: DTypeLike, role: str) -> np.dtype:
     if isinstance(dtype, str):
         return parse_dtype(dtype)
     expected = f"a real floating dtype or its name, one of {', '.join(_name_to_dtype)}"
-    # np.dtype(None) would be float64, and that of an array the array's.
+    # np.dtype(None) would be float64, and np.dtype(array) the dtype of the array.
     if dtype is None or isinstance(dtype, (jax.Array, np.ndarray, np.generic)):
         raise wrong(TypeError, role, dtype, expected)
     try:

@@ -68,7 +68,7 @@ def autocast(
     if not isinstance(network, (hk.Transformed, hk.TransformedWithState)):
         expected = (
             "what hk.transform or hk.transform_with_state returned. Each function of an "
-            "hk.multi_transform is wrapped by itself: "
+            "hk.multi_transform is wrapped separately: "
             "autocast(hk.Transformed(network.init, network.apply[0]), policy)"
         )
         raise wrong(TypeError, "autocast", network, expected, more=way_out(network))
@@ -122,8 +122,8 @@ def _warn_of_own_policy(module_type: type[hk.Module]) -> None:
     """Warns if a class of modules has a policy of Haiku's own beside that of `autocast`."""
     if hk.mixed_precision.get_policy(module_type) is not None:
         warnings.warn(
-            f"autocast computes by its policy and rules, and '{module_type.__name__}' by "
-            "hk.mixed_precision.set_policy too: what that casts to half stays half. Remove the "
+            f"autocast computes with its policy and rules, and '{module_type.__name__}' has a "
+            "policy of hk.mixed_precision.set_policy too, whose casts to half stay. Remove the "
             "lines of set_policy, or call hk.mixed_precision.clear_policy of the class before.",
             PrecisionWarning,
             stacklevel=users_stacklevel(),

@@ -282,7 +282,7 @@ def _check_is_lowered(
         warnings.warn(
             f"The optimizer was made for {half}, but all products of the loss are float32: the "
             "model trains in float32. Pass the view, train_step(loss_fn, autocast(model, "
-            "policy), optimizer, ...), or wrap the loss by the autocast of this adapter.",
+            "policy), optimizer, ...), or wrap the loss with the autocast of this adapter.",
             NoHalfProductWarning,
             stacklevel=users_stacklevel(),
         )

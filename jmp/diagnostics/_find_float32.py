@@ -1,8 +1,8 @@
 """`find_float32`: which name scopes must stay in float32, or out of float8.
 
 Each question is a program of autocast with rules that keep all but some scopes in float32, which is
-compiled, run and compared with float32. `search` asks few questions where few scopes matter; it
-knows only the errors of any choice of scopes, and not how they are measured.
+compiled, run and compared with float32. `search` asks few questions if few scopes matter; it is
+given the errors of any choice of scopes, and does not know how they are measured.
 """
 
 import dataclasses
@@ -75,27 +75,26 @@ def find_float32(
 
     Modules of Flax linen and Haiku open scopes; elsewhere write `with jax.named_scope("head"):`
     around a part of the model. If modules of nnx or Equinox are among the arguments, they are the
-    scopes, by the paths that rules of `nnx.autocast` and `equinox.autocast` name. A scope stands
-    for the operations in it that are in no scope inside.
+    scopes, with the paths that rules of `nnx.autocast` and `equinox.autocast` name. A scope stands
+    for its operations that are in no inner scope.
 
     Args:
       loss_fn: as for `jmp.autocast`, returning a real floating scalar, or `(loss, aux)` with
         `has_aux`.
-      policy: its compute dtype is read.
+      policy: `find_float32` reads its compute dtype.
       tolerance: of |loss - float32's| / |float32's|, and of ||gradient - float32's|| /
         ||float32's||, the Euclidean norm over all leaves of the gradient together. Left out, 16
         unit roundoffs of the half type: 0.0078 for float16, 0.063 for bfloat16; for a policy with
         float8 products two of float8: 0.125.
       argnums, has_aux: as in `jax.value_and_grad`.
-      scale: loss scale: cotangents are multiplied, gradients divided. Without one small float16
-        gradients underflow, and scopes are found for that.
-      options: those of `jmp.autocast`; `rules` that it has already stay, in front
-        (none beside modules of nnx or Equinox).
+      scale: loss scale: cotangents are multiplied by it, gradients divided. Without a loss scale
+        small float16 gradients underflow, and scopes are found for that reason.
+      options: further options of `jmp.autocast`. Given `rules` stay, in front of those that are
+        found; beside modules of nnx or Equinox there may be none.
 
     Returns: a function that returns a `Float32Scopes`. Half arrays among its arguments are widened,
-      exactly; callbacks in `loss_fn` run each time. The `rules` are ready for
-      `autocast(loss_fn, policy, rules=...)`: that of `jmp`, or of the adapter whose modules are
-      among the arguments.
+      exactly; callbacks in `loss_fn` run each time. The `rules` are ready for `autocast(loss_fn,
+      policy, rules=...)` of `jmp`, or of the adapter whose modules are among the arguments.
 
     Raises:
       TypeError: `loss_fn` is no function, or returns no scalar; a policy, a tolerance or an option
@@ -186,7 +185,7 @@ def find_float32(
 def _scopes_of(plan: Plan, of_modules: bool) -> tuple[list[str], Scopes]:
     """Returns the scopes with something in half, in program order, and those with float8 products.
 
-    Scopes have the paths by which rules name them.
+    Scopes have the paths that rules name.
 
     Raises: ValueError if there is none, or none that a rule could name.
     """
@@ -214,8 +213,8 @@ def _scopes_of(plan: Plan, of_modules: bool) -> tuple[list[str], Scopes]:
     if list(in_half) == [""] and not of_modules:
         raise ValueError(
             "find_float32 got a function that opens no name scopes, so that no rule can name a "
-            "part of it. Modules of Flax linen and Haiku open them, and so do those of nnx and "
-            "Equinox that are arguments of it; elsewhere write with jax.named_scope('head'): "
+            "part of it. Modules of Flax linen and Haiku open them, and so do modules of nnx "
+            "and Equinox that are arguments; elsewhere write with jax.named_scope('head'): "
             "around each part, such as the call of a layer."
         )
     return list(in_half), frozenset(in_float8)
@@ -231,11 +230,11 @@ def _without_float8(policy: str | Policy) -> str:
 
 
 class KeptOut(NamedTuple):
-    """What was found of one lower precision: of half, or of float8.
+    """The result of a search for one lower precision: half or float8.
 
     Attributes:
       kept: the scopes that must stay out of it.
-      alone: the errors of those scopes that were tried alone in it; of each that is kept, too.
+      alone: the errors of scopes that were tried alone in it, among them each scope that is kept.
     """
 
     kept: Scopes = frozenset()
@@ -251,8 +250,9 @@ def search(scopes: Sequence[str], errors: Callable[[Scopes], Errors], tolerance:
     much, the worst of them go, until they are not; what was taken out for nothing is put back.
 
     Args:
-      scopes: those that are asked about.
-      errors: those of the program where only these of them have the lower precision.
+      scopes: the scopes that are asked about.
+      errors: returns the errors of the program in which only the given scopes have the lower
+        precision.
 
     >>> sizes = {"a": 0.1, "b": 5.0, "c": 0.2, "d": 0.2}
     >>> errors = lambda low: (sum(sizes[scope] for scope in low), 0.0)
@@ -306,8 +306,8 @@ class Found(NamedTuple):
 
     Attributes:
       lowest: the errors with every scope as low as the policy says.
-      half: what was asked with all else in float32, and nothing in float8.
-      float8: what was asked with all else in half, as far as it may be.
+      half: the search with everything else in float32, and nothing in float8.
+      float8: the search with everything else in half, except what must stay in float32.
     """
 
     lowest: Errors
@@ -321,14 +321,15 @@ def search_levels(
     errors: Callable[[Scopes, Scopes], Errors],
     tolerance: float,
 ) -> Found:
-    """Returns what must stay in float32, and then what must stay out of float8.
+    """Returns the scopes that must stay in float32, and the others that must stay out of float8.
 
-    Half is asked about first, without any float8. Where half is within the tolerance and float8 is
-    not, half is the least cure.
+    Half is asked about first, without any float8: if half is within the tolerance and float8 is
+    not, half is the smaller change.
 
     Args:
       in_float8: the scopes with float8 products.
-      errors: those with some scopes in half, and of these some in float8.
+      errors: returns the errors with the first scopes in half, and the second, which are among
+        them, in float8.
 
     >>> half, float8 = {"a": 0.1, "b": 9, "c": 0.1}, {"a": 0, "c": 0.7}
     >>> def errors(in_half, in_float8):
@@ -365,16 +366,16 @@ def _each_alone(found: Found) -> list[ScopeAlone]:
 def rules_for(
     policies: Mapping[str, str], default: str, *, of_modules: bool = False
 ) -> list[tuple[str, str]]:
-    """Returns rules by which autocast computes each of these scopes as said.
+    """Returns rules with which autocast computes each of these scopes with its policy.
 
     A rule holds for all that is inside its scope, and may match from any name of a path on. So an
     inner scope of another policy, and another of the same name elsewhere, are named in rules of
     their own; longer paths come first, because the first rule that matches counts.
 
     Args:
-      policies: for each path of scopes with operations of their own its policy.
-      default: that of what no rule names.
-      of_modules: whether they are those of an adapter, where a rule for "", the outermost module,
+      policies: the policy of each path of scopes that has operations of its own.
+      default: the policy of operations that no rule names.
+      of_modules: whether an adapter reads the rules: a rule for "", the outermost module, then
         holds for all modules inside it.
 
     >>> half = "mixed_float16"
@@ -400,7 +401,7 @@ def _is_part(part: list[str], names: list[str]) -> bool:
     return any(names[start : start + len(part)] == part for start in starts)
 
 
-# What the user gave.
+# Checks of the arguments.
 
 
 def _checked_tolerance(tolerance: Any, policy: str | Policy) -> float:

@@ -1,4 +1,4 @@
-"""What `find_float32` returns: the scopes that must stay in float32, and the rules that say so."""
+"""Results of `find_float32`: the scopes that must stay in float32, and the rules that say so."""
 
 import dataclasses
 import math
@@ -18,15 +18,15 @@ Errors = tuple[float, float]  # of the loss, of the gradient
 class ScopeAlone:
     """The error of the program in which one scope rounds to half and everything else is float32.
 
-    With `in_float8`: of the program in which the products of one scope are float8, and everything
-    else has the dtypes that the rules give.
+    With `in_float8` the products of the scope are float8 instead, and everything else has the
+    dtypes that the rules give.
 
     Attributes:
-      path: names of scopes, or of modules, joined by slashes; "" for what is in none. What is
-        inside a scope of its own does not count.
-      loss_error, gradient_error: relative, see `find_float32`; infinite where not finite.
+      path: names of scopes, or of modules, joined by slashes; "" for operations that are in none.
+        Operations of an inner scope do not count.
+      loss_error, gradient_error: relative errors, see `find_float32`; infinite if they are NaN.
       in_float32: whether the rules that were found keep it in float32.
-      in_float8: whether it was asked about in float8.
+      in_float8: whether it was tried in float8.
       out_of_float8: whether the rules take its products out of float8.
 
     >>> scope = ScopeAlone("head", loss_error=0.2, gradient_error=0.1, in_float32=True)
@@ -49,12 +49,12 @@ class Float32Scopes(Report):
     Attributes:
       policy: the policy, as text.
       tolerance: of the relative errors.
-      rules: for `rules=` of `jmp.autocast`; those that were given come first. Empty where no scope
+      rules: for `rules=` of `jmp.autocast`; the given rules come first. There is none if no scope
         has to stay in float32 or out of float8.
-      all_half: the errors of loss and gradient with all scopes in half, and in float8 where the
-        policy asks for it.
-      scopes: those scopes that were tried alone, the worst first, and so all that need a rule.
-        Under a policy with float8 products a scope may stand there twice.
+      all_half: the errors of loss and gradient with all scopes in half, and in float8 if the policy
+        asks for it.
+      scopes: the scopes that were tried alone, the worst first, and so all that need a rule. Under
+        a policy with float8 products a scope may appear twice.
       comparison: `compare` of the program with these rules against float32.
 
     >>> from jmp.diagnostics import compare

@@ -1,9 +1,9 @@
 """`gradient_report`: between which powers of two the numbers of a training step lie.
 
-Products, reductions and exponentials are followed by a *tap*: the identity, whose backward pass
-hands the cotangent on and gives the counts of both, value and cotangent, as the gradient of a
-*probe*, an argument of zeros. Turns of loops, the branch that is taken, remat, jit and shardings
-then come out right by themselves, because gradients with respect to one argument add up.
+A *tap* follows each product, reduction and exponential. It is the identity; its backward pass hands
+the cotangent on, and returns the counts of value and cotangent as the gradient of a *probe*, an
+argument of zeros. Gradients with respect to one argument add up. So JAX itself adds up the turns of
+loops and takes the branch that runs, and remat, jit and shardings need no code here.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,7 +37,8 @@ from jmp.trees import as_jax_array
 
 
 class Tapped(NamedTuple):
-    """What taps are merged by: an operation on a source line of a module."""
+    """The place of a tap: an operation on a source line of a module. Taps of one place are
+    merged."""
 
     path: str
     operation: str
@@ -47,7 +48,7 @@ class Tapped(NamedTuple):
 
 BYTES = 4  # of an int32
 
-Position = tuple[int, ...]  # of an equation, then that of one of its results
+Position = tuple[int, ...]  # indices of an equation, then of its result
 TapPlaces = dict[Position, Tapped]
 Tap = Callable[[Position, Tapped, Any], Any]  # (position, place, value) -> value
 
@@ -70,15 +71,15 @@ def gradient_report(
 
     Args:
       loss_fn: any function that JAX can trace and differentiate, returning a real floating scalar.
-      policy: measure `jmp.autocast(loss_fn, policy)`, and of its activations those that are stored
-        in half: what a half type *does* lose. Left out, `loss_fn` is measured as it is: in float32
-        that is what a half type *would* lose.
+      policy: measures `jmp.autocast(loss_fn, policy)`, and the activations that it stores in half:
+        this is what a half type *does* lose. Without a policy `loss_fn` is measured as it is: in
+        float32 this is what a half type *would* lose.
       scale: a loss scale, a power of two. The float32 loss is multiplied by it.
-      argnums, has_aux: as in `jax.value_and_grad`. All floating leaves of those arguments are
-        differentiated; others (integers, keys) may stand among them.
-      options: those of `jmp.autocast`.
+      argnums, has_aux: as in `jax.value_and_grad`. All floating leaves of these arguments are
+        differentiated; they may have other leaves too (integers, keys).
+      options: further options of `jmp.autocast`; they need a policy.
 
-    Returns: a function that returns a `RangeReport`. Its counts are exact where no tensor has 2**31
+    Returns: a function that returns a `RangeReport`. Its counts are exact if no tensor has 2**31
       elements and no line of a module runs 2**16 times.
 
     Raises: ValueError for a scale that is no power of two, or arguments without a floating array to
@@ -138,8 +139,9 @@ def counting_step(
 ) -> tuple[Callable[..., Any], dict[Tapped, jax.Array]]:
     """Returns the step that counts, a function of (arrays, probes), and the probes.
 
-    It returns the counts of parameters, which are the arrays at `positions`, those of their
-    gradients, and sums of bytes by place: of activations that are stored in `dtype`; None for all.
+    It returns the counts of parameters, which are the arrays at `positions`, the counts of their
+    gradients, and sums of bytes by place, for activations that are stored in `dtype`, or for all if
+    it is None.
     """
     places = _places(closed, arrays, positions, dtype)
     probes = {}  # zeros, one for each byte of what a tap counts: of a value and of its cotangent
@@ -182,8 +184,8 @@ _tap.defvjp(_forward, _backward)
 def bytes_of(counts: jax.Array) -> jax.Array:
     """Splits int32[...] counts into float32[..., BYTES] bytes, the lowest first.
 
-    What a gradient adds up is float32, exact to 2**24: so many bytes are exact when added up over
-    2**16 turns of a loop, where the counts themselves would be so over one.
+    A gradient adds up in float32, which is exact to 2**24. Bytes may be added up 2**16 times before
+    that, over as many turns of a loop; the counts themselves could exceed it in one turn.
     """
     return lax.bitcast_convert_type(counts.astype(np.int32), np.uint8).astype(np.float32)
 
@@ -194,10 +196,11 @@ def from_bytes(sums: np.ndarray) -> np.ndarray:
 
 
 def _tapped(closed: Any, tap: Tap, dtype: Any) -> Callable[..., Any]:
-    """Returns the loss with taps behind what precision reports have rows of, stored in `dtype`.
+    """Returns the loss with a tap behind each operation that has a row in precision reports.
 
-    What is bound as a whole (a custom derivative, a kernel, shard_map) is tapped at its outputs if
-    such an operation stands inside.
+    Equations that are bound as a whole (a custom derivative, a kernel, shard_map) are tapped at
+    their outputs if such an operation is inside. Only results that are stored in `dtype` are
+    tapped.
     """
 
     def on_results(replayed: Replayed, results: list[Any]) -> list[Any]:
@@ -221,10 +224,10 @@ def _tapped(closed: Any, tap: Tap, dtype: Any) -> Callable[..., Any]:
 
 
 def _places(closed: Any, arrays: list[Any], positions: list[int], dtype: Any) -> TapPlaces:
-    """Returns where the values are that depend on the parameters, in the program's order.
+    """Returns the places of values that depend on the parameters, in the program's order.
 
-    A tap makes all behind it depend on its probe. Anywhere else it would send a backward pass
-    where there is none, and where there may be none, as through a while loop.
+    A tap makes everything behind it depend on its probe. At any other value it would add a backward
+    pass that the program does not have, or cannot have, as through a while loop.
     """
     order: TapPlaces = {}
     found = set()
@@ -235,7 +238,7 @@ def _places(closed: Any, arrays: list[Any], positions: list[int], dtype: Any) ->
             return value
 
         @look.defjvp
-        def rule(primals: Any, tangents: Any) -> Any:  # called where there is a tangent
+        def rule(primals: Any, tangents: Any) -> Any:  # called if there is a tangent
             found.add(position)
             return primals[0], tangents[0]
 

@@ -1,7 +1,7 @@
-"""`memory_report`: what training holds in memory, and for what.
+"""`memory_report`: how many bytes training holds in memory, and for which arrays.
 
 It counts one step as a function of flat arrays: its state from shapes, its activations from the
-residuals of a linearisation (`_residuals`). XLA's own figures are those of the compiled step.
+residuals of a linearisation (`_residuals`). XLA's own figures are of the compiled step.
 """
 
 import dataclasses
@@ -42,8 +42,9 @@ def memory_report(
 ) -> Callable[..., "MemoryReport"]:
     """Returns a function that counts what a training step of `fun` holds, in bytes.
 
-    Called with `fun`'s arguments it counts state, gradients and activations. Activations are those
-    that the linearisation of `fun` keeps for its backward pass, exactly; see `Residual`. Nothing is
+    Called with `fun`'s arguments it counts state, gradients and activations. Activations are the
+    arrays that the linearisation of `fun` keeps for its backward pass, exactly; see `Residual`.
+    Nothing is
     run: `jax.ShapeDtypeStruct` may stand for arrays.
 
     Args:
@@ -54,7 +55,7 @@ def memory_report(
       has_aux: whether `fun` returns a pair, of which the first is differentiated.
       compiled: whether XLA compiles value and gradient, for its own figures. It compiles for the
         device that the arguments are on, or that the sharding of a `ShapeDtypeStruct` names.
-      options: those of `jmp.autocast`, such as `rules`; they need a policy.
+      options: further options of `jmp.autocast`, such as `rules`; they need a policy.
 
     Returns: a function of `fun`'s arguments that returns a `MemoryReport`. Arguments that are no
       arrays reach `fun` as they are.
@@ -125,9 +126,9 @@ class MemoryReport(Report):
       parameters: the number of elements of all parameters, P.
       parameter_bytes, gradient_bytes: by dtype; a gradient has its parameter's dtype.
       optimizer_bytes: the optimizer's state by dtype, float32 masters included.
-      residuals: what is kept for the backward pass, in rows that add up exactly.
+      residuals: the arrays that are kept for the backward pass, in rows that add up exactly.
       xla_temp_bytes: what XLA's compiled value and gradient holds besides arguments and results;
-        None where it was not compiled, or its backend does not say.
+        None if it was not compiled, or if the backend does not say.
       xla_peak_bytes: arguments, results and temp together.
 
     >>> loss = lambda w, x: jnp.sum(jnp.sin(x * w))
@@ -160,7 +161,7 @@ class MemoryReport(Report):
 
     @property
     def copy_bytes(self) -> BytesByDtype:
-        """Bytes kept that are computed from parameters alone, such as half copies, by dtype."""
+        """Bytes kept that are computed only from parameters, such as half copies, by dtype."""
         return _bytes_of(row for row in self.residuals if row.of_parameters)
 
     @property
@@ -170,7 +171,7 @@ class MemoryReport(Report):
 
     @property
     def residual_bytes_by_module(self) -> dict[str, BytesByDtype]:
-        """`residual_bytes` by module, or by source line where no name scope is open, and dtype."""
+        """`residual_bytes` by module, or by source line if no name scope is open, and dtype."""
         rows: dict[str, list[Residual]] = {}
         for row in self.residuals:
             rows.setdefault(row.module or row.source, []).append(row)
@@ -209,7 +210,7 @@ def compare_memory(reports: Mapping[str, MemoryReport]) -> str:
     Args:
       reports: what `memory_report` returned, by the names of the columns.
 
-    Raises: TypeError for anything but reports by name.
+    Raises: TypeError for anything other than reports by name.
 
     >>> from jmp.diagnostics import memory_report
     >>> def loss(w, x):

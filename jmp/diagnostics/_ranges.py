@@ -36,8 +36,8 @@ SPECIAL = 3  # zeros, infinities and NaNs are counted behind them
 def counted_exponents(dtype: DTypeLike) -> range:
     """Returns the exponents that are counted for a dtype.
 
-    Those of float32's subnormals and normals, which all narrower types share, so that counts of
-    different types can be added; float64 has a longer row of its own.
+    Float32 and all narrower types share the exponents of float32's subnormal and normal numbers, so
+    that their counts can be added; float64 has a longer row.
     """
     wide = np.dtype(dtype) in (np.float64, np.complex128)
     return range(-1074, 1024) if wide else range(LOWEST, HIGHEST + 1)
@@ -46,10 +46,10 @@ def counted_exponents(dtype: DTypeLike) -> range:
 def exponents(array: jax.Array) -> jax.Array:
     """Counts the elements of an array by `floor(log2(abs(x)))`, real and imaginary parts each.
 
-    The array keeps its shape all along: flattened, it would be gathered where it is sharded.
+    The array keeps its shape: if it were flattened, a sharded one would be gathered.
 
-    Returns: int32 counts, int64 in x64 mode: those of `counted_exponents`, then those of zeros,
-      infinities and NaNs. Exact below 2**31.
+    Returns: int32 counts, int64 in x64 mode: of `counted_exponents`, then of zeros, infinities and
+      NaNs. They are exact below 2**31.
 
     >>> counts = jax.jit(exponents)(jnp.array([3.0, -2.0, 0.0, jnp.inf, 1e-40]))
     >>> {int(i) + LOWEST: int(counts[i]) for i in counts[:-3].nonzero()[0]}
@@ -60,7 +60,7 @@ def exponents(array: jax.Array) -> jax.Array:
     mesh = jax.typeof(array).sharding.mesh
     if not mesh.explicit_axes:
         return _exponents(array)
-    # Where types name shardings, a scatter asks for the sharding of its result.
+    # If types name shardings, a scatter asks for the sharding of its result.
     replicated = jax.sharding.PartitionSpec()
     with jax.sharding.use_abstract_mesh(mesh):
         count = jax.sharding.auto_axes(_exponents, axes=mesh.explicit_axes, out_sharding=replicated)
@@ -95,9 +95,9 @@ def _exponents(array: jax.Array) -> jax.Array:
 HALVES = tuple(map(str, HALF_DTYPES))
 FLOAT8 = "float8_e4m3fn"  # of operands of products, as reports name it
 FLOAT8_PRODUCT = "dot_general in float8"  # the operation of a row
-# What is multiplied by the loss scale. A tree of values may be one of gradients.
+# Roles that the loss scale multiplies. A tree of values may be a tree of gradients.
 SCALED = ("gradient", "activation gradient", "value")
-# Of a loss scale; beyond it the scale or its reciprocal is no normal float32 number.
+# A larger loss scale, or its reciprocal, is no normal float32 number.
 LARGEST_EXPONENT = 126
 
 
@@ -140,7 +140,7 @@ def exponent_of(scale: float) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Shares:
-    """What becomes of the elements of a tensor in a narrow type: seven shares that add up to 1."""
+    """The elements of a tensor in a narrow type: seven shares that add up to 1."""
 
     zero: float  # before any rounding
     underflow: float  # below half the smallest subnormal number (2**-25 in float16): becomes zero
@@ -167,13 +167,13 @@ class Range:
     Attributes:
       role: "parameter", "gradient", "activation", "activation gradient"; "value" for a leaf of a
         tree that `range_report` was given.
-      path: of the leaf in its tree; of an activation, its module or name scope.
-      dtype: as stored.
+      path: the path of the leaf in its tree; for an activation its module or name scope.
+      dtype: the dtype in which it is stored.
       counts: by exponent, in ascending order: `counts[i]` elements are at least `2**i` and below
         twice that, in absolute value.
       zeros, infinities, nans: elements that have no exponent.
-      scale: the loss scale that is in the numbers.
-      operation, source: of an activation, the primitive and "file:line" of the user's code.
+      scale: the loss scale by which the numbers are multiplied.
+      operation, source: for an activation, the primitive and "file:line" of the user's code.
 
     >>> row = Range("value", "w", "float32", {-25: 2, -24: 1}, zeros=1, infinities=0, nans=0)
     >>> row.size, row.exponents, row.shares("float16", scale=2.0**12).underflow
@@ -198,21 +198,22 @@ class Range:
 
     @property
     def exponents(self) -> tuple[int, int] | None:
-        """The lowest and the highest exponent; None where no element is finite and not zero."""
+        """The lowest and the highest exponent; None if no element is finite and not zero."""
         return (min(self.counts), max(self.counts)) if self.counts else None
 
     def shares(self, dtype: DTypeLike = "float16", scale: float | None = None) -> Shares:
-        """Returns what becomes of the elements in a narrow type; shares of 0 if there are none.
+        """Returns the shares of the elements in a narrow type; shares of 0 if there are no
+        elements.
 
-        In float8, as in a float8 product, the elements are scaled first, so that the power of two
-        of the largest is that of the format's largest number; the loss scale changes nothing. If
-        one is infinite or NaN, all become NaN. (Micikevicius et al. 2022, "FP8 Formats for Deep
+        In float8, as in a float8 product, the elements are scaled first, so that the largest has
+        the exponent of the format's largest number; the loss scale changes nothing. If one is
+        infinite or NaN, all become NaN. (Micikevicius et al. 2022, "FP8 Formats for Deep
         Learning".)
 
         Args:
           dtype: a half type, "float8_e4m3fn" or "float8_e5m2".
-          scale: the loss scale, a power of two; the one that is in the numbers if left out.
-            Parameters and activations are not scaled.
+          scale: the loss scale, a power of two; by default the row's own. Parameters and
+            activations are not scaled.
 
         Raises: ValueError for another dtype, or a scale that is no power of two.
         """
@@ -232,7 +233,7 @@ class Range:
         return Shares(*(number / max(1, self.size) for number in numbers))
 
     def shift(self, scale: float | None) -> int:
-        """Returns by how much exponents grow where `scale` replaces the scale in the numbers.
+        """Returns by how much exponents grow if `scale` replaces the row's own scale.
 
         Raises: ValueError for a scale that is no power of two.
         """
@@ -255,13 +256,14 @@ _count = jax.jit(exponents)
 def range_report(tree: PyTree) -> "RangeReport":
     """Counts the numbers in each floating leaf of `tree` by powers of two.
 
-    Leaves are counted where they are, sharded or not; the counts alone are fetched, and are exact.
+    Leaves are counted on their devices, sharded or not; only the counts are fetched. They are
+    exact.
 
     Args:
       tree: any pytree, such as parameters, gradients, an optimizer's state, an nnx model. Complex
         leaves count as their real and imaginary parts; leaves that are no floating arrays are left
-        out. What `transforms.with_stored_state` has encoded counts as the float32 numbers that it
-        stands for.
+        out. States that `transforms.with_stored_state` has encoded count as the float32 numbers
+        that they stand for.
 
     Returns: a report with a row of the role "value" for each leaf.
     Raises: TypeError for a function.
@@ -289,7 +291,7 @@ def range_report(tree: PyTree) -> "RangeReport":
             "range_report",
             given,
             "a tree of arrays, such as parameters",
-            more=" What a loss computes is counted by gradient_report(loss_fn)(*args).",
+            more=" To count the values in a loss use gradient_report(loss_fn)(*args).",
         )
     pairs = zip(leaves, counts, strict=True)
     return RangeReport(
@@ -301,13 +303,13 @@ def range_report(tree: PyTree) -> "RangeReport":
 class RangeReport(Report):
     """What `range_report` or `gradient_report` found; `print` shows it, `to_dict` gives the data.
 
-    Where a role has rows that are stored in half, its other rows do not count: they stay in float32
-    and lose nothing. Where it has none, all its rows count, for what they would lose. So do the
-    gradients of parameters, which arrive in float32, but were products in half before.
+    If a role has rows that are stored in half, its other rows do not count: they stay in float32
+    and lose nothing. If it has none, all its rows count, for what they would lose. This holds for
+    gradients of parameters too, which arrive in float32, but were products in half before.
 
     Attributes:
       rows: a `Range` for each leaf and each place, in the order of the tree and of the program.
-      dtype: the half type that is meant where none is named.
+      dtype: the half type that is meant if none is named.
 
     >>> range_report({"w": jnp.ones(2), "b": jnp.ones(1)}).total("value").size
     3
@@ -322,7 +324,7 @@ class RangeReport(Report):
         return tuple(dict.fromkeys(row.role for row in self.rows))
 
     def counting(self, role: str) -> list[Range]:
-        """Returns the rows of a role that count: those in half, or all if none is."""
+        """Returns the rows of a role that count: the rows in half, or all if none is."""
         rows = [row for row in self.rows if row.role == role]
         return [row for row in rows if row.dtype in HALVES] or rows
 
@@ -362,14 +364,14 @@ class RangeReport(Report):
         in float16, whose maximum is 65504, below 2**15. For a larger margin divide it by a power of
         two. Gradients of parameters and of activations count, and rows of a tree.
 
-        Where the gradients span more than the range of `dtype`, no scale keeps them all:
+        If the gradients span more than the range of `dtype`, no scale keeps them all:
         `total("gradient").shares(dtype, scale)` says what this one loses.
 
         Args:
           dtype: a half type; the report's if left out.
 
-        Returns: a scale between 2**-126 and 2**126; None where it cannot be known, because a
-          gradient is infinite or NaN (measure under a lower scale) or because all are zero.
+        Returns: a scale between 2**-126 and 2**126; None if it cannot be known, because a gradient
+          is infinite or NaN (measure under a lower scale) or because all are zero.
         Raises: ValueError for another dtype.
         """
         limits = limits_of(dtype or self.dtype)
@@ -407,7 +409,7 @@ class RangeReport(Report):
 
 
 def _rows_of_totals(report: RangeReport, best: float | None) -> list[tuple[str, ...]]:
-    # In half a scale that comes too late brings nothing back: no use to show one.
+    # No later scale brings back what half has lost: there is no use to show one.
     is_half = any(row.dtype in HALVES for row in report.rows)
     found = []
     for role in report.roles:
@@ -434,7 +436,8 @@ def _section(what: str, rows: list[Range], dtype: str) -> list[str]:
 
 
 def _losses(row: Range, dtype: str) -> tuple[float, ...]:
-    """Returns shares to sort by: what is lost, what may be, what loses digits."""
+    """Returns shares to sort by: the lost share, the share that may be, the share that loses
+    digits."""
     shares = row.shares(dtype)
     zero = shares.zero if row.dtype in HALVES else 0.0  # it may have underflowed already
     return shares.lost, zero, shares.subnormal if shares.subnormal > NOTABLE else 0.0

@@ -1,9 +1,9 @@
-"""What the backward pass keeps of the forward pass: the residuals of a linearisation.
+"""The residuals of a linearisation: arrays of the forward pass that the backward pass needs.
 
-`jax.vjp` returns a function whose leaves are the arrays that it holds. Traced, each of them is a
-variable of a jaxpr: an argument, which is there anyway, or the result of an equation, which is kept
-for the backward pass alone. So the bytes are exact, and each array can be followed to the equation
-that made it, into jits, loops, branches and rematerialised regions.
+`jax.vjp` returns a function whose leaves are the arrays that it holds. In a trace, each of them is
+a variable of a jaxpr: an argument, which is there anyway, or the result of an equation, which is
+kept only for the backward pass. So the bytes are exact, and each array can be followed to the
+equation that made it, into jits, loops, branches and rematerialised regions.
 """
 
 import collections
@@ -28,13 +28,13 @@ class Residual:
     Attributes:
       module: path of modules or name scopes, "" at the top.
       source: "file:line" of the user's code.
-      operation: the primitive that made it; "literal" for a number that stands in the program, and
-        "argument" for a second copy of one.
-      dtype, shape: of one array; what a loop keeps of each iteration is one array.
-      of_parameters: whether it is computed from parameters alone, as their half copies are, so that
+      operation: the primitive that made it; "literal" for a number in the program, and "argument"
+        for a second copy of an argument.
+      dtype, shape: of one array; a loop keeps the values of all iterations in one array.
+      of_parameters: whether it is computed only from parameters, as their half copies are, so that
         it does not grow with the batch.
       times: how many there are.
-      bytes: of all of them together.
+      bytes: the bytes of all of them together.
 
     >>> row = Residual("mlp", "model.py:7", "tanh", "float16", (8, 4), False, times=3, bytes=192)
     >>> row.numbers
@@ -66,12 +66,12 @@ class Provenance(NamedTuple):
     depth: int = 0  # how many equations are around the one that made it
 
     def also_of(self, others: Iterable["Provenance"]) -> "Provenance":
-        """Returns the provenance of a value that others were needed for, too."""
+        """Returns the provenance of a value that was computed from others, too."""
         return self._replace(made_of=self.made_of.union(*(other.made_of for other in others)))
 
 
 LITERAL = Provenance()
-# What a branch fills in for a residual of another platform's: XLA keeps no room for it.
+# A branch fills in something for a residual of another platform: XLA keeps no room for it.
 ELSEWHERE = Provenance(operation="platform")
 FOLLOWED = {*_jax_compat.CALLS, "scan", "cond"}
 
@@ -116,7 +116,7 @@ def _of_results(
     operands: list[Provenance],
     inside: WayInside[Provenance],
 ) -> Sequence[Provenance]:
-    """Returns the provenance of each result: an equation inside, where there is one."""
+    """Returns the provenance of each result: an equation inside, if there is one."""
     name = equation.primitive.name
     if (branch := _branch_here(equation)) is not None:
         return PROVENANCES.through(branch, operands[1:], (*around, equation))
@@ -128,7 +128,7 @@ def _of_results(
         return found
     module, source = path_of(equation, around), users_line(equation, around)
     if not (module or source):
-        # A cast of ours, for one: it stands where its operand does.
+        # Such as a cast of ours, which has the place of its operand.
         near = next((operand for operand in operands if operand.module or operand.source), LITERAL)
         module, source = near.module, near.source
     made = Provenance(module, source, name, depth=len(around)).also_of(operands)
@@ -138,10 +138,10 @@ def _of_results(
 def _one_of(choices: Sequence[Provenance], deciding: Sequence[Provenance]) -> Provenance:
     """Returns the provenance of a value that is one of several: see `Join` of `_propagation`."""
     if deciding:
-        # What a branch does not keep it fills in, with something made of nothing.
+        # A branch fills in values that it does not keep, which are computed from nothing.
         chosen = next((choice for choice in choices if choice.made_of), choices[0])
     else:
-        # What a loop carries was made in the turn before; any order would do, of equal depths.
+        # The turn before made the carries of a loop; among equal depths any order would do.
         chosen = max(
             choices, key=lambda made: (made.depth, made.module, made.source, made.operation)
         )

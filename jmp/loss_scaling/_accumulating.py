@@ -1,13 +1,13 @@
 """`accumulated_value_and_grad`: the gradients of a large batch, from micro-batches in one loop.
 
-A `Window` is what the user gave, checked: it runs the loop that adds up scaled gradients, and takes
-their mean. The checks follow below.
+One function adds up the scaled gradients in a loop, and takes their mean. What a micro-batch counts
+and the checks follow below.
 """
 
 import functools
 import numbers
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, ParamSpec
+from typing import Any, Literal, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,6 @@ from jmp.trees import (
     holds_numbers,
     is_complex,
     is_floating,
-    register_for_export,
 )
 
 P = ParamSpec("P")
@@ -117,25 +116,73 @@ def accumulated_value_and_grad(
     if weight is not None:
         check_function(weight, f"{CALLER}'s weight", "weight=lambda batch: batch['mask'].sum()")
     _check_skip(skip)
-    window = Window(
-        fun=scaled_loss(fun, loss_scale, has_aux),
-        loss_scale=loss_scale,
-        steps=_number_of_steps(steps),
-        trained=(argnums,) if isinstance(argnums, int) else tuple(argnums),
-        weight=weight,
-        skips_each=skip == "micro_batch",
-        dtype=_accumulator_dtype(accumulate_dtype),
-        axes=axis_names(reduce_axes, "reduce_axes", CALLER),
-    )
+    steps = _number_of_steps(steps)
+    dtype_of = functools.partial(_dtype_of_sum, _accumulator_dtype(accumulate_dtype))
+    axes = axis_names(reduce_axes, "reduce_axes", CALLER)
+    trained = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    scaled = scaled_loss(fun, loss_scale, has_aux)  # returns (scaled loss, (loss, aux))
+
+    def micro_batch(args: Sequence[Any], kwargs: dict[str, Any], rows: Sequence[Any]) -> Any:
+        """Returns what a micro-batch adds to the gradients, and its value, count and aux.
+
+        The count is None if each micro-batch counts one.
+        """
+        count = power = None
+        if weight is not None:
+            count = _weight_of(weight, rows)
+            power = _power_of_two_up_to(count)
+        elif skip == "micro_batch":
+            count = jnp.float32(1)
+
+        def loss(*args: Any, **kwargs: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
+            value, rest = scaled(*args, **kwargs)
+            return value if power is None else value / power.astype(value.dtype), rest
+
+        differentiate = jax.value_and_grad(loss, trained, has_aux=True)
+        (_, (value, aux)), found = differentiate(*args, **kwargs)
+        gradients = found if power is None else multiply_tree(found, power)
+        gradients = jax.tree.map(lambda g: g.astype(dtype_of(g)), gradients)
+        if skip == "micro_batch":  # selected: a product with zero would keep what is not finite
+            good = agreed(all_finite(found), loss_scale, "auto", apart=axes)
+            gradients, value, count = jax.tree.map(
+                lambda leaf: jnp.where(good, leaf, jnp.zeros_like(leaf)), (gradients, value, count)
+            )
+        return gradients, (value, count, aux)
 
     @functools.wraps(fun)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> tuple[Any, Any]:
         check_parameters(args, argnums, CALLER)
         places = _batch_numbers(batch_argnums, argnums, len(args))
-        _check_rows(_leaves_of(args, places), window.steps)
-        _check_mapped(window.axes)
-        _check_same_along(window.axes, _leaves_of(args, window.trained))
-        value, aux, gradients = window.run(args, kwargs, places)
+        _check_rows(_leaves_of(args, places), steps)
+        _check_mapped(axes)
+        _check_same_along(axes, _leaves_of(args, trained))
+        if steps == 1 and weight is None and not axes:
+            differentiate = jax.value_and_grad(scaled, trained, has_aux=True)
+            (_, (value, aux)), gradients = differentiate(*args, **kwargs)
+            aux = _stacked(aux)
+        else:
+            # Parameters vary along the axes, or each turn would reduce gradients over them.
+            parameters = [_varying_along(axes, args[number]) for number in trained]
+            whole = replaced(args, trained, parameters)
+            batch = [args[place] for place in places]
+
+            def turn(sums: PyTree, rows: Sequence[Any]) -> tuple[PyTree, Any]:
+                gradients, terms = micro_batch(replaced(whole, places, rows), kwargs, rows)
+                return jax.tree.map(jnp.add, sums, gradients), terms
+
+            if steps == 1:
+                sums, terms = micro_batch(whole, kwargs, batch)
+                terms = _stacked(terms)
+            else:
+                arrays = jax.tree.map(jnp.asarray, tuple(parameters))
+                start = jax.tree.map(lambda x: jnp.zeros_like(x, dtype=dtype_of(x)), arrays)
+                sums, terms = jax.lax.scan(turn, start, _split_rows(batch, steps))
+            values, counts, aux = terms
+            # Added up over the axes, the count is that of all devices.
+            count = jnp.float32(steps) if counts is None else counts.sum()
+            totals = (sums, values.sum(), count)
+            sums, value, count = jax.lax.psum(totals, axes) if axes else totals
+            value, gradients = jax.tree.map(lambda x: _divided(x, count), (value, sums))
         if isinstance(argnums, int):
             (gradients,) = gradients
         return ((value, aux), gradients) if has_aux else (value, gradients)
@@ -143,99 +190,10 @@ def accumulated_value_and_grad(
     return wrapped
 
 
-@register_for_export
-class Window(NamedTuple):
-    """What `accumulated_value_and_grad` was given, checked.
-
-    Attributes:
-      fun: returns `(scaled loss, (loss, aux))`.
-      trained: the numbers of the arguments to differentiate at.
-      skips_each: whether a bad micro-batch is left out, instead of the window.
-      dtype: of the sums.
-      axes: those to reduce over.
-    """
-
-    fun: Callable[..., tuple[jax.Array, tuple[jax.Array, Any]]]
-    loss_scale: LossScale
-    steps: int
-    trained: tuple[int, ...]
-    weight: Callable[..., Any] | None
-    skips_each: bool
-    dtype: np.dtype
-    axes: tuple[str, ...]
-
-    def run(
-        self, args: Sequence[Any], kwargs: dict[str, Any], places: Sequence[int]
-    ) -> tuple[jax.Array, Any, PyTree]:
-        """Returns the mean value, the stacked aux and the mean of the scaled gradients."""
-        if self.steps == 1 and self.weight is None and not self.axes:
-            differentiate = jax.value_and_grad(self.fun, self.trained, has_aux=True)
-            (_, (value, aux)), gradients = differentiate(*args, **kwargs)
-            return value, _stacked(aux), gradients
-
-        whole = list(args)
-        for number in self.trained:  # or each turn would reduce the gradients of what does not vary
-            whole[number] = _varying_along(self.axes, whole[number])
-        batch = [args[place] for place in places]
-
-        def turn(sums: PyTree, rows: Sequence[Any]) -> tuple[PyTree, Any]:
-            gradients, terms = self._micro_batch(replaced(whole, places, rows), kwargs, rows)
-            return jax.tree.map(jnp.add, sums, gradients), terms
-
-        if self.steps == 1:
-            sums, terms = self._micro_batch(whole, kwargs, batch)
-            terms = _stacked(terms)
-        else:
-            parameters = tuple(whole[number] for number in self.trained)
-            start = jax.tree.map(self._zeros, parameters)
-            sums, terms = jax.lax.scan(turn, start, _split_rows(batch, self.steps))
-        values, counts, aux = terms
-        # Added up over the axes, the count is that of all devices.
-        count = jnp.float32(self.steps) if counts is None else counts.sum()
-        totals = (sums, values.sum(), count)
-        if self.axes:
-            totals = jax.lax.psum(totals, self.axes)
-        sums, value, count = totals
-        value, gradients = jax.tree.map(lambda total: _divided(total, count), (value, sums))
-        return value, aux, gradients
-
-    def _micro_batch(
-        self, args: Sequence[Any], kwargs: dict[str, Any], rows: Sequence[Any]
-    ) -> tuple[PyTree, tuple[jax.Array, jax.Array | None, Any]]:
-        """Returns what a micro-batch adds to the gradients' sums; its value, its count and aux.
-
-        The count is None where each micro-batch counts one.
-        """
-        count = power = None
-        if self.weight is not None:
-            count = _weight_of(self.weight, rows)
-            power = _power_of_two_up_to(count)
-        elif self.skips_each:
-            count = jnp.float32(1)
-
-        def loss(*args: Any, **kwargs: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
-            scaled, rest = self.fun(*args, **kwargs)
-            return scaled if power is None else scaled / power.astype(scaled.dtype), rest
-
-        differentiate = jax.value_and_grad(loss, self.trained, has_aux=True)
-        (_, (value, aux)), found = differentiate(*args, **kwargs)
-        gradients = found if power is None else multiply_tree(found, power)
-        gradients = jax.tree.map(lambda g: g.astype(self._dtype_of(g)), gradients)
-        if self.skips_each:  # selected: a product with zero would keep what is not finite
-            good = agreed(all_finite(found), self.loss_scale, "auto", apart=self.axes)
-            gradients, value, count = jax.tree.map(
-                lambda leaf: jnp.where(good, leaf, jnp.zeros_like(leaf)), (gradients, value, count)
-            )
-        return gradients, (value, count, aux)
-
-    def _dtype_of(self, gradient: jax.Array) -> np.dtype:
-        """Returns the dtype of the sums of a gradient, or of a parameter's gradient."""
-        has_its_own = gradient.dtype == np.float64 or not is_floating(gradient)
-        return gradient.dtype if has_its_own else self.dtype
-
-    def _zeros(self, parameter: Any) -> jax.Array:
-        parameter = jnp.asarray(parameter)
-        return jnp.zeros_like(parameter, dtype=self._dtype_of(parameter))
+def _dtype_of_sum(chosen: np.dtype, gradient: jax.Array) -> np.dtype:
+    """Returns the dtype in which gradients add up; of a parameter, or of a gradient of one."""
+    has_its_own = gradient.dtype == np.float64 or not is_floating(gradient)
+    return gradient.dtype if has_its_own else chosen
 
 
 def _split_rows(batch: PyTree, steps: int) -> PyTree:
@@ -362,7 +320,7 @@ def _check_mapped(axes: Sequence[str]) -> None:
             raise ValueError(
                 f"{CALLER} got reduce_axes={described(axes)}, but nothing maps over "
                 f"{described(axis)} here. Call it inside jax.shard_map(..., axis_names={{...}}) "
-                "over that axis, or leave reduce_axes out: under jit alone XLA reduces."
+                "over that axis, or leave reduce_axes out: XLA reduces under plain jit."
             ) from None
 
 
@@ -424,7 +382,7 @@ def _check_rows(leaves: Sequence[tuple[str, Any]], steps: int) -> None:
             "batch_argnums names."
         )
     way_out = (
-        "What has no rows belongs into another argument; a key is split first, "
+        "Values without rows belong into another argument; split a key first, "
         f"jax.random.split(key, {steps})."
     )
     for where, leaf in leaves:

@@ -22,13 +22,13 @@ Aux = TypeVar("Aux")
 
 # How models that are no trees of parameters are differentiated, and their gradients accumulated.
 _STEPS = {
-    "flax.nnx": " Train by jmp.adapters.nnx.train_step(loss_fn, model, optimizer, *batch), or pass "
-    "it to jmp.adapters.nnx.scaled_value_and_grad, inside atomic_step of that module; to "
+    "flax.nnx": " Train with jmp.adapters.nnx.train_step(loss_fn, model, optimizer, *batch), or "
+    "pass it to jmp.adapters.nnx.scaled_value_and_grad, inside atomic_step of that module; to "
     "accumulate, give it an optimizer of transforms.mixed_precision(optax.MultiSteps(tx, 4), "
     "policy).",
     "flax.linen": " Pass the variables, and call model.apply in the loss.",
-    "equinox": " Pass it to jmp.adapters.equinox.scaled_value_and_grad, which differentiates the "
-    "floating arrays alone; or take them out by eqx.partition(model, eqx.is_inexact_array), and "
+    "equinox": " Pass it to jmp.adapters.equinox.scaled_value_and_grad, which differentiates only "
+    "the floating arrays; or take them out with eqx.partition(model, eqx.is_inexact_array), and "
     "combine them in the loss.",
     "haiku": " Pass the parameters, and call network.apply in the loss.",
 }
@@ -194,7 +194,7 @@ def check_loss_scale(value: object, caller: str) -> None:
             f"{caller} got loss_scale={described(value)}; expected a loss scale: "
             "jmp.torch_loss_scale(), which adjusts itself, jmp.StaticLossScale(512), "
             "jmp.NoOpLossScale() for none, or the one in force, "
-            "jmp.transforms.loss_scale_state(opt_state).loss_scale. Of an nnx.Optimizer that is "
+            "jmp.transforms.loss_scale_state(opt_state).loss_scale. For an nnx.Optimizer it is "
             "jmp.adapters.nnx.loss_scale(optimizer)."
         )
     if isinstance(value, StaticLossScale):

@@ -251,7 +251,7 @@ def _gathered_by_type(
     if not explicit:
         raise ValueError(
             f"{CALLER} is for shard_map and for meshes with explicit axes. Under jit with Auto "
-            "axes XLA gathers by itself what was cast: leave the call out and write "
+            "axes XLA itself gathers what was cast: leave the call out and write "
             "jmp.autocast(fun, 'mixed_float16,r=f32'), whose sums over devices are float32."
         )
     _check_axes_exist(parameters, explicit, "explicit")
@@ -264,8 +264,8 @@ def _gathered_by_type(
     if adds_in_another and vectors:
         warnings.warn(
             f"{CALLER}: the gradients of {listed(vectors)} are added up in {dtype}, not in "
-            f"{reduce_dtype}: along explicit axes JAX does that for parameters of two or more "
-            "dimensions alone. Gather these in a call of their own, without reduce_dtype, to "
+            f"{reduce_dtype}: along explicit axes JAX does that only for parameters of two or more "
+            "dimensions. Gather these in a call of their own, without reduce_dtype, to "
             "silence this; in shard_map all add up in the dtype asked.",
             PrecisionWarning,
             stacklevel=3,

@@ -384,7 +384,7 @@ def test_a_gpt2_is_printed_in_40_lines_whatever_its_layers():
         texts[layers] = str(found)
         (head,) = re.findall(r"^  GPT2/transformer/h/\*/attn/c_attn .*", texts[layers], re.M)
         assert f"dot_general x {layers} [1]" in head
-        assert f"{len(found.rows)} rows, those of modules that repeat" in texts[layers]
+        assert f"{len(found.rows)} rows; repeated modules" in texts[layers]
         assert "report.table() shows each row" in texts[layers]
         # A line for each row, and for each reason; more where a row is wider than the table.
         assert len(found.table().splitlines()) >= len(found.rows) + 6
