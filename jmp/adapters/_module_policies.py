@@ -40,7 +40,7 @@ T = TypeVar("T")
 FLOAT32_POLICY = Policy("float32", "float32", "float32")
 
 # WeightNorm and SpectralNorm wrap a layer and normalise its *kernel*; PreNorm and PostNorm wrap a
-# whole block. What they contain must stay half.
+# whole block. The layers inside them must stay half.
 _NORM_CLASS = re.compile(r"(?<!Weight)(?<!Spectral)(?<!Pre)(?<!Post)Norm(alization)?(\dd)?$")
 _NORM_NAME = re.compile(r"(?i)(^|_)(bn|ln|gn)(_|\d|$)|norm")
 _PRODUCT_PARAMETERS = {"kernel", "embedding"}

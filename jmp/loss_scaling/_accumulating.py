@@ -1,7 +1,7 @@
 """`accumulated_value_and_grad`: the gradients of a large batch, from micro-batches in one loop.
 
-One function adds up the scaled gradients in a loop, and takes their mean. What a micro-batch counts
-and the checks follow below.
+One function adds up the scaled gradients in a loop, and takes their mean. The weight of a
+micro-batch and the checks follow below.
 """
 
 import functools
@@ -66,40 +66,40 @@ def accumulated_value_and_grad(
       steps: the number of micro-batches, a Python int.
       argnums, has_aux: as in `jax.value_and_grad`.
       batch_argnums: the positional arguments that hold rows: arrays with a first axis that `steps`
-        divides, or trees of such. All others reach each micro-batch whole. A dropout key that is
-        among these others makes the same mask in each micro-batch: put `jax.random.split(key,
-        steps)` into the batch instead, so that each has a key of its own.
-      weight: `weight(*batch)` counts what `fun` sums up, such as the tokens that are no padding, as
-        a float32 or integer scalar. The mean is then the sum of the sums over the sum of the
-        counts, as of one large batch, where micro-batches count unequally. Within `fun` gradients
-        are those of the sum over a power of two near the count, so that half gradients have the
-        range of a mean's. A window that counts zero gives NaN.
-      skip: what a micro-batch does whose gradients are not finite. "window": the mean gradient is
-        not finite either, so that loss scaling skips the window. "micro_batch": the mean is that of
-        the others, and NaN if there are none; the value is a mean over the same micro-batches. The
-        scale then backs off only if all are bad. Use it where rows of the data are bad, and not
-        where the scale is too large.
-      accumulate_dtype: the dtype of the sums. Those of float64 and of complex gradients keep their
+        divides, or trees of such. All others reach each micro-batch whole. A dropout key among
+        these others makes the same mask in each micro-batch: put `jax.random.split(key, steps)`
+        into the batch instead, so that each has a key of its own.
+      weight: `weight(*batch)` counts the terms that `fun` sums up, such as the tokens that are no
+        padding, as a float32 or integer scalar. The mean is then the sum of the sums over the sum
+        of the counts, which is the mean of one large batch, also if micro-batches count unequally.
+        Within `fun` the sum is divided by a power of two near the count, so that half gradients
+        have the range of a mean's. A window that counts zero gives NaN.
+      skip: what happens if the gradients of a micro-batch are not finite. "window": the mean
+        gradient is not finite either, so that loss scaling skips the window. "micro_batch": the
+        mean is over the other micro-batches, and NaN if there are none; so is the value. The scale
+        then backs off only if all are bad. Use it if rows of the data are bad, and not if the scale
+        is too large.
+      accumulate_dtype: the dtype of the sums. Sums of float64 and of complex gradients keep their
         own.
       reduce_axes: inside `jax.shard_map` (or pmap, vmap) the axes over which rows are split: value
         and gradients are reduced over them once a window, after the loop. The parameters must be
-        the same along these axes; of shards leave the axis out, gather each in the loss
+        the same along these axes; for shards leave the axis out, gather each in the loss
         (`jmp.gather_params`) and return `jax.lax.pmean(loss, axis)` there. A bad micro-batch of one
         device is one micro-batch. Without it shard_map adds gradients up in each turn, as a sum and
         not a mean, or with `check_vma=False` not at all.
 
-    Returns: a function with the signature of `fun` that returns `(value, gradients)` or
-      `((value, aux), gradients)`. Value: the mean, unscaled, at least float32. Gradients: their
-      mean, *still scaled*, at least float32: hand them to `jmp.transforms.with_loss_scale`. Aux:
-      that of all micro-batches, of each device its own, stacked along a new first axis of `steps`;
-      nothing in it is averaged or left out.
-      With `steps=1` there is no loop, and without `weight` and `reduce_axes` value and gradients
-      are those of `scaled_value_and_grad` bit by bit, half gradients half.
+    Returns: a function with the signature of `fun` that returns `(value, gradients)` or `((value,
+      aux), gradients)`. Value: the mean, unscaled, at least float32. Gradients: their mean, *still
+      scaled*, at least float32: hand them to `jmp.transforms.with_loss_scale`. Aux: the aux of all
+      micro-batches, on each device its own, stacked along a new first axis of `steps`; nothing in
+      it is averaged or left out. With `steps=1` there is no loop, and without `weight` and
+      `reduce_axes` value and gradients equal the ones of `scaled_value_and_grad` bit by bit, half
+      gradients too.
 
     Raises:
-      TypeError: of `fun`, `loss_scale`, `steps`, `skip`, `weight`, `accumulate_dtype` or
-        `reduce_axes` one is of a wrong kind; when called, as `scaled_value_and_grad`, or if a leaf
-        of the batch is no array.
+      TypeError: `fun`, `loss_scale`, `steps`, `skip`, `weight`, `accumulate_dtype` or `reduce_axes`
+        is of a wrong kind; when called, as `scaled_value_and_grad`, or if a leaf of the batch is no
+        array.
       ValueError: a wrong value of one of these; when called, before anything runs, if
         `batch_argnums` names no argument or one of `argnums`, if `steps` does not divide a leaf of
         the batch, if nothing maps over `reduce_axes`, or if a parameter differs along them (which
@@ -178,7 +178,7 @@ def accumulated_value_and_grad(
                 start = jax.tree.map(lambda x: jnp.zeros_like(x, dtype=dtype_of(x)), arrays)
                 sums, terms = jax.lax.scan(turn, start, _split_rows(batch, steps))
             values, counts, aux = terms
-            # Added up over the axes, the count is that of all devices.
+            # The count is added up over the axes too, so that it is of all devices.
             count = jnp.float32(steps) if counts is None else counts.sum()
             totals = (sums, values.sum(), count)
             sums, value, count = jax.lax.psum(totals, axes) if axes else totals
@@ -199,8 +199,8 @@ def _dtype_of_sum(chosen: np.dtype, gradient: jax.Array) -> np.dtype:
 def _split_rows(batch: PyTree, steps: int) -> PyTree:
     """Returns the micro-batches of a batch, stacked: row i belongs to micro-batch i mod steps.
 
-    Where rows are sharded over devices, each micro-batch has the same share of every device: a
-    contiguous split would send most rows to another one.
+    If rows are sharded over devices, each micro-batch has the same share of every device: a
+    contiguous split would send most rows to another device.
 
     >>> _split_rows(jnp.arange(6), steps=2).tolist()
     [[0, 2, 4], [1, 3, 5]]
@@ -238,11 +238,11 @@ def _divided(total: jax.Array, count: jax.Array) -> jax.Array:
     return total / count.astype(total.dtype)
 
 
-# What a micro-batch counts.
+# The weight of a micro-batch.
 
 
 def _weight_of(weight: Callable[..., Any], batch: Sequence[PyTree]) -> jax.Array:
-    """Returns what `weight` counts in a micro-batch, as a scalar of at least float32."""
+    """Returns the weight of a micro-batch, as a scalar of at least float32."""
     result = weight(*batch)
     try:
         count = jnp.asarray(result)
@@ -264,7 +264,7 @@ def _counts_exactly(dtype: np.dtype) -> bool:
 
 
 def _power_of_two_up_to(count: jax.Array) -> jax.Array:
-    """Returns the largest power of two up to `count` in float32, and 1 where there is none.
+    """Returns the largest power of two up to `count` in float32, and 1 if there is none.
 
     >>> [float(_power_of_two_up_to(jnp.float32(count))) for count in (0, 1, 1000, 2**24 - 1)]
     [1.0, 1.0, 512.0, 8388608.0]
@@ -274,7 +274,7 @@ def _power_of_two_up_to(count: jax.Array) -> jax.Array:
     return jnp.where((power > 0) & jnp.isfinite(power), power, 1.0)
 
 
-# Checks of what the user gave, before anything runs.
+# Checks of the arguments, before anything runs.
 
 
 def _number_of_steps(steps: object) -> int:
@@ -325,7 +325,7 @@ def _check_mapped(axes: Sequence[str]) -> None:
 
 
 def _leaves_of(args: Sequence[Any], numbers: Sequence[int]) -> list[tuple[str, Any]]:
-    """Returns the leaves of some arguments, each with the place where it stands."""
+    """Returns the leaves of some arguments, each with its place."""
     return [
         (f"argument {number}{jax.tree_util.keystr(path)[:200]}", leaf)
         for number in numbers
@@ -336,8 +336,8 @@ def _leaves_of(args: Sequence[Any], numbers: Sequence[int]) -> list[tuple[str, A
 def _check_same_along(axes: Sequence[str], leaves: Sequence[tuple[str, Any]]) -> None:
     """Raises ValueError for parameters that differ along axes over which gradients are added up.
 
-    Where JAX tracks that (`check_vma=True`). How shards are to be gathered only the loss knows:
-    the type of one says neither along which dimension it was cut nor in which dtype to send it.
+    JAX tracks that with `check_vma=True`. Only the loss knows how to gather shards: the type of a
+    shard says neither along which dimension it was cut nor in which dtype to send it.
     """
     for where, leaf in leaves:
         if differing := sorted(varying_axes(leaf).intersection(axes)):
@@ -359,7 +359,7 @@ def _batch_numbers(
 
     Args:
       batch_argnums, argnums: the arguments to split, and those to differentiate at.
-      count: of the positional arguments.
+      count: the number of positional arguments.
 
     Raises: ValueError if one of them is not there, or is in both; TypeError for no numbers.
     """

@@ -1,6 +1,6 @@
 """`scaled_value_and_grad`: differentiate a loss times its scale, report the loss itself.
 
-What was given for a loss scale, or to be differentiated, is checked, with the way out of the usual
+Loss scales and differentiated arguments are checked; the errors name the way out of the usual
 mistakes.
 """
 
@@ -67,7 +67,7 @@ def scaled_value_and_grad(
     fun: Callable[P, tuple[Any, Aux]],
     loss_scale: LossScale,
     argnums: int | Sequence[int] = 0,
-    has_aux: Literal[True] = ...,  # never left out: the first of these says what is then returned
+    has_aux: Literal[True] = ...,  # never left out: without it the first of these holds
     *,
     allow_int: bool = False,
 ) -> Callable[P, tuple[tuple[jax.Array, Aux], Any]]: ...
@@ -88,7 +88,7 @@ def scaled_value_and_grad(
     *,
     allow_int: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
-    """Like `jax.value_and_grad`, of a loss that is multiplied by a loss scale.
+    """Like `jax.value_and_grad`, for a loss that is multiplied by a loss scale.
 
     The loss is cast to float32 before it is multiplied: 2**16 is infinite in float16.
 
@@ -133,7 +133,7 @@ def scaled_value_and_grad(
 def scaled_loss(
     fun: Callable[..., Any], loss_scale: LossScale, has_aux: bool
 ) -> Callable[..., tuple[jax.Array, tuple[jax.Array, Any]]]:
-    """Returns what to differentiate: a function that returns `(scaled loss, (loss, aux))`.
+    """Returns the function to differentiate, which returns `(scaled loss, (loss, aux))`.
 
     Raises: TypeError, when called, if the loss is not a real floating scalar.
     """
@@ -149,7 +149,7 @@ def scaled_loss(
 
 
 def pair_of(result: Any, expected: str) -> tuple[Any, Any]:
-    """Returns what a function gave beside the loss; raises TypeError if it is no pair.
+    """Returns both values of a result; raises TypeError if it is no pair.
 
     Args:
       expected: the pair, as text, such as "(loss, aux)".
@@ -185,7 +185,7 @@ def _checked_loss(loss: object) -> jax.Array:
 
 
 def check_loss_scale(value: object, caller: str) -> None:
-    """Raises TypeError for what is no loss scale, ValueError for one that cannot be used.
+    """Raises TypeError for a value that is no loss scale, ValueError for one that cannot be used.
 
     >>> check_loss_scale(StaticLossScale(8), "with_loss_scale")
     """
@@ -204,12 +204,12 @@ def check_loss_scale(value: object, caller: str) -> None:
 def check_parameters(args: Sequence[Any], argnums: int | Sequence[int], caller: str) -> None:
     """Raises TypeError for a model of a framework whose own functions must differentiate it.
 
-    Of an nnx module JAX would differentiate the statistics too, and lose what the loss writes to
-    them. Any other model may stand there if it holds floating and complex arrays alone.
+    JAX would differentiate the statistics of an nnx module too, and lose the loss's changes in
+    them. Any other model may be differentiated if it holds only floating and complex arrays.
 
     Args:
       args: the positional arguments of a call.
-      argnums: those that are to be differentiated.
+      argnums: the numbers of the differentiated arguments.
     """
     numbers = (argnums,) if isinstance(argnums, int) else argnums
     for model in (args[n] for n in numbers if -len(args) <= n < len(args)):

@@ -44,8 +44,8 @@ def torch_loss_scale(
     Args:
       enabled: whether to scale at all; the others are checked with False too.
       init_scale: the first scale.
-      growth_factor: what the scale is multiplied by after `growth_interval` finite steps.
-      backoff_factor: what it is multiplied by after an overflow.
+      growth_factor: the factor of the scale after `growth_interval` finite steps.
+      backoff_factor: the factor of the scale after an overflow.
       growth_interval: a number of finite steps in a row.
 
     Returns: a `DynamicLossScale`, or a `NoOpLossScale` if it is not enabled.
@@ -82,10 +82,10 @@ def apex_loss_scale(enabled: bool = True) -> LossScale:
 def fastai_loss_scale(enabled: bool = True) -> LossScale:
     """The defaults of fastai's `NonNativeMixedPrecision`: start at 2**24, factor 2, period 500.
 
-    Its parameter is called `max_loss_scale`, yet 2**24 is where it *starts*: the first steps are
-    expected to overflow until the scale has come down, and nothing stops it from growing past that
-    start later. Here an overflow resets the count of finite steps, so that growth needs 500 finite
-    steps in a row; fastai's count is not reset by a skipped step.
+    Its parameter is called `max_loss_scale`, yet it *starts* at 2**24: the first steps are expected
+    to overflow until the scale has come down, and nothing stops it from growing past that start
+    later. Here an overflow resets the count of finite steps, so that growth needs 500 finite steps
+    in a row; fastai's count is not reset by a skipped step.
 
     Returns: a `DynamicLossScale`, or a `NoOpLossScale` if it is not enabled.
     Raises: TypeError if `enabled` is no bool.
