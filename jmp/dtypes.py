@@ -25,24 +25,16 @@ _HALF = frozenset(dtype.type for dtype in HALF_DTYPES)
 _CASTABLE = frozenset({*_HALF, np.float32, np.float64})
 
 
-def _short_and_long_names() -> dict[type, tuple[str, ...]]:
-    names: dict[type, tuple[str, ...]] = {
-        np.dtype(jnp.bfloat16).type: ("bf16", "bfloat16"),
-        np.float16: ("f16", "float16"),
-        np.float32: ("full", "f32", "float32"),
-        np.float64: ("f64", "float64"),
-    }
-    for long_name in sorted(dir(jnp)):
-        if long_name.startswith("float8_"):
-            names[np.dtype(getattr(jnp, long_name)).type] = (
-                long_name.replace("float", "f", 1),
-                long_name,
-            )
-    return names
-
-
-# Keyed by scalar type, the one form under which `np.float16` and `jnp.float16` hash alike.
-dtype_to_names = _short_and_long_names()
+# The short and long names of each dtype. The keys are scalar types, the one form in which
+# `np.float16` and `jnp.float16` hash alike.
+dtype_to_names: dict[type, tuple[str, ...]] = {
+    np.dtype(jnp.bfloat16).type: ("bf16", "bfloat16"),
+    np.float16: ("f16", "float16"),
+    np.float32: ("full", "f32", "float32"),
+    np.float64: ("f64", "float64"),
+}
+for _name in sorted(name for name in dir(jnp) if name.startswith("float8_")):
+    dtype_to_names[np.dtype(getattr(jnp, _name)).type] = (_name.replace("float", "f", 1), _name)
 _name_to_dtype = {name: np.dtype(t) for t, names in dtype_to_names.items() for name in names}
 
 

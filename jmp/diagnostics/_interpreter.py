@@ -20,12 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 from jax.extend.core import JaxprEqn
-from jax.extend.source_info_util import NameStack
 
 from jmp import _jax_compat
 from jmp.autocasting._emit import ISLAND
 from jmp.autocasting._kinds import has_kind
 from jmp.autocasting._operations import is_product
+from jmp.autocasting._propagation import scope_of
 from jmp.diagnostics._walk import evaluate, literal, scopes_path, users_line
 
 # States.
@@ -127,10 +127,9 @@ class Location(NamedTuple):
         return Location(self.equations, (*self.inside, label))
 
     @property
-    def stack(self) -> NameStack:
+    def stack(self) -> Any:
         """The name scopes of all levels."""
-        stacks = (equation.source_info.name_stack for equation in self.equations)
-        return sum(stacks, start=_jax_compat.empty_name_stack())
+        return scope_of(self.equations, _jax_compat.empty_name_stack())
 
     @property
     def module(self) -> str:

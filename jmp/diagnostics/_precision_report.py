@@ -43,8 +43,8 @@ from jmp.diagnostics._hazards import (
     no_float8,
     odd_sizes,
 )
+from jmp.diagnostics._memory_report import residuals
 from jmp.diagnostics._ranges import FLOAT8, HALVES
-from jmp.diagnostics._residuals import residuals
 from jmp.diagnostics._rows import Decision, Row, added_up, decisions_in, rows_of
 from jmp.diagnostics._tables import Report, size, table, totals
 from jmp.diagnostics._walk import place_name, with_places
@@ -265,14 +265,13 @@ def _summary(report: PrecisionReport) -> Iterable[str]:
 
 def _reasons(rows: list[Row]) -> Iterable[str]:
     """Yields for each dtype its operations, and each reason with its number and count."""
-    numbers = _numbered_reasons(rows)
-    times = totals((_reason_of(row), row.times) for row in rows)
-    for dtype, reasons in itertools.groupby(numbers, lambda reason: reason[0]):
+    numbered = enumerate(_times_of_reasons(rows).items(), 1)
+    for dtype, reasons in itertools.groupby(numbered, lambda item: item[1][0][0]):
         kinds = totals((row.kind, row.times) for row in rows if _reason_of(row)[0] == dtype)
         parts = [f"{count} {kind}{'s' * (count > 1)}" for kind, count in kinds.items()]
         yield f"in {dtype}: {', '.join(parts)}"
-        for reason in reasons:
-            yield f"  [{numbers[reason]}] {times[reason]} x {reason[1]}"
+        for number, ((_, why), times) in reasons:
+            yield f"  [{number}] {times} x {why}"
 
 
 def _reason_of(row: Row) -> tuple[str, str]:
@@ -280,15 +279,14 @@ def _reason_of(row: Row) -> tuple[str, str]:
     return row.dtype_in or row.dtype_out, row.why
 
 
-def _numbered_reasons(rows: list[Row]) -> dict[tuple[str, str], int]:
-    """Returns a number for each dtype and reason: half first, then by how often they count."""
-    times = totals((_reason_of(row), row.times) for row in rows)
+def _times_of_reasons(rows: list[Row]) -> dict[tuple[str, str], int]:
+    """Returns how often each dtype and reason counts: half first, then the most frequent."""
 
-    def rank(reason: tuple[str, str]) -> tuple[bool, str, int]:
-        dtype, _ = reason
-        return dtype not in (*HALVES, FLOAT8), dtype, -times[reason]
+    def rank(item: tuple[tuple[str, str], int]) -> tuple[bool, str, int]:
+        (dtype, _), times = item
+        return dtype not in (*HALVES, FLOAT8), dtype, -times
 
-    return {reason: number for number, reason in enumerate(sorted(times, key=rank), 1)}
+    return dict(sorted(totals((_reason_of(row), row.times) for row in rows).items(), key=rank))
 
 
 def _decisions(decisions: list[Decision]) -> Iterable[str]:
@@ -303,7 +301,7 @@ def _decisions(decisions: list[Decision]) -> Iterable[str]:
 
 def _table(report: PrecisionReport, groups: Iterable[list[Row]]) -> str:
     """Returns a table with a line for each group of rows, which stand at one place."""
-    numbers = _numbered_reasons(report.rows)
+    numbers = {reason: n for n, reason in enumerate(_times_of_reasons(report.rows), 1)}
     top = "(top)" * any(row.module for row in report.rows)
     cells = []
     for rows in groups:

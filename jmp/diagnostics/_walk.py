@@ -140,7 +140,7 @@ REPLAYED_INSIDE = frozenset({*_jax_compat.JITS, *_jax_compat.REMAT, "scan", "con
 def replay(
     jaxpr: Any,
     operands: Sequence[Any],
-    on_results: OnResults,
+    on_results: OnResults = lambda replayed, results: results,
     path: str = "",
     position: tuple[int, ...] = (),
 ) -> list[Any]:
