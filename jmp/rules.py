@@ -24,7 +24,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from jmp._messages import PrecisionWarning, described, listed, users_stacklevel, wrong
+from jmp._messages import PrecisionWarning, described, first_few, listed, users_stacklevel, wrong
 from jmp.policy import Policy, get_policy, refuse_float8
 
 Target = str | re.Pattern[str] | type | tuple[type, ...]
@@ -127,10 +127,9 @@ class PolicyRules:
     def warn_unused(self) -> None:
         """Warns with an `UnusedRuleWarning` that names each rule that has not matched yet."""
         if self.unused:
-            more = " and more" if len(self.unused) > 8 else ""
             warnings.warn(
                 "These rules matched no parameter and no module: "
-                f"{', '.join(self.unused[:8])}{more}. Check their "
+                f"{first_few(self.unused, len(self.unused), most=8)}. Check their "
                 f"spelling{self._paths_asked()}; an earlier rule may have taken every match.",
                 UnusedRuleWarning,
                 stacklevel=users_stacklevel(),

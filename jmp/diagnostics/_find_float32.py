@@ -19,7 +19,7 @@ import numpy as np
 
 from jmp import _jax_compat
 from jmp._array_calls import ArrayCall
-from jmp._messages import listed, wrong
+from jmp._messages import first_few, listed, wrong
 from jmp.autocasting._autocast import AllOptions
 from jmp.autocasting._float8 import OPERANDS
 from jmp.autocasting._operations import operations_of
@@ -382,23 +382,17 @@ def rules_for(
     >>> rules_for({"net": "float32", "net/mlp": half, "head": "float32"}, half)
     [('net/mlp', 'mixed_float16'), ('head', 'float32'), ('net', 'float32')]
     """
-    found: list[tuple[list[str], str]] = []
+    found: dict[str, str] = {}
+
+    def longest_first() -> list[str]:
+        return sorted(found, key=lambda scope: -(scope.count("/") + bool(scope)))
+
     for path in sorted(policies, key=lambda path: (path.count("/"), path)):
-        names = path.split("/") if path else []
-        longest_first = sorted(found, key=lambda rule: -len(rule[0]))
-        held = next(
-            (p for part, p in longest_first if _is_part(part, names) and (part or of_modules)),
-            default,
-        )
+        around = [s for s in longest_first() if (f"/{s}/" in f"/{path}/" if s else of_modules)]
+        held = found[around[0]] if around else default
         if held != policies[path]:
-            found.append((names, policies[path]))
-    found.sort(key=lambda rule: -len(rule[0]))
-    return [(glob.escape("/".join(names)), policy) for names, policy in found]
-
-
-def _is_part(part: list[str], names: list[str]) -> bool:
-    starts = range(len(names) - len(part) + 1)
-    return any(names[start : start + len(part)] == part for start in starts)
+            found[path] = policies[path]
+    return [(glob.escape(scope), found[scope]) for scope in longest_first()]
 
 
 # Checks of the arguments.
@@ -432,9 +426,8 @@ def _check_finite(expected: Mapping[tuple[str, str], Any]) -> None:
         if not np.all(np.isfinite(np.asarray(x)))
     ]
     if bad:
-        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
         raise ValueError(
-            f"find_float32 found {bad[0]}{more} infinite or NaN in float32, so that there is "
-            "nothing to compare with. diagnostics.find_nonfinite(jax.grad(loss_fn))(*args) names "
-            "the operation behind it."
+            f"find_float32 found {first_few(bad, len(bad), most=1)} infinite or NaN in float32, so "
+            "that there is nothing to compare with. "
+            "diagnostics.find_nonfinite(jax.grad(loss_fn))(*args) names the operation behind it."
         )

@@ -32,7 +32,7 @@ LEAST_CACHE = 10**6
 
 
 def delicate_in_half(rows: list[Row]) -> list[str]:
-    """Returns a sentence for each sum or exponential in half and each product in float32."""
+    """Returns a sentence for each sum or exponential in half, and for each product in float32."""
     found = []
     for row in rows:
         place = f"{row.operation} at {place_name(row.source, row.module)}"

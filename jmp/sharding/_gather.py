@@ -221,17 +221,14 @@ def _axes_to_gather(parameter: Parameter, tracked: bool) -> tuple[tuple[int, Nam
                 "expected a dimension along which to gather it. Leave it out of the call."
             )
         return ((0, names),) if names and array.ndim else ()
-    axes = tuple(
-        (dimension, names) for dimension, names in enumerate(parameter.dimensions) if names
-    )
-    for name in itertools.chain.from_iterable(names for _, names in axes):
+    for name in itertools.chain(*parameter.dimensions):
         if name not in differs:
             raise ValueError(
                 f"{CALLER} got a spec with '{name}' for {path}, which is {shape_text(array)} and "
                 f"the same on all devices along '{name}'. Expected how it lies, as shard_map's "
                 "in_specs say it; P() if it is whole."
             )
-    return axes
+    return tuple((number, names) for number, names in enumerate(parameter.dimensions) if names)
 
 
 # Along explicit axes, where types say how each array is sharded.

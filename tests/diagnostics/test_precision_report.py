@@ -363,7 +363,7 @@ def test_printed():
         assert column in text
     assert "100.0% of the floating-point operations in float16" in text
     assert "tensor cores multiply in half" in text
-    assert "rows, those of modules" not in text  # each has its own line
+    assert "rows; repeated modules" not in text  # each has its own line
 
 
 def test_what_is_in_no_module_is_at_the_top_where_there_are_modules():
