@@ -85,8 +85,8 @@ def accumulated_value_and_grad(
         and gradients are reduced over them once a window, after the loop. The parameters must be
         the same along these axes; for shards leave the axis out, gather each in the loss
         (`jmp.gather_params`) and return `jax.lax.pmean(loss, axis)` there. A bad micro-batch of one
-        device is one micro-batch. Without `reduce_axes` shard_map adds gradients up in each turn, as a sum and
-        not a mean, or with `check_vma=False` not at all.
+        device is one micro-batch. Without `reduce_axes` shard_map adds gradients up in each turn,
+        as a sum and not a mean, or with `check_vma=False` not at all.
 
     Returns: a function with the signature of `fun` that returns `(value, gradients)` or `((value,
       aux), gradients)`. Value: the mean, unscaled, at least float32. Gradients: their mean, *still
